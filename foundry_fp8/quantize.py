@@ -71,14 +71,14 @@ class Quantized:
 
 
 def amax_of(x: Tensor) -> Tensor:
-    """max |x| in float32, 0-d. NaN elements are ignored, as by the GPU's ``fmaxf``; 0 for an empty tensor."""
+    """Max |x| in float32, 0-d. NaN elements are ignored, as by the GPU's ``fmaxf``; 0 for an empty tensor."""
     if x.numel() == 0:
         return torch.zeros((), dtype=torch.float32, device=x.device)
     return x.float().abs().nan_to_num(nan=0.0, posinf=torch.inf).amax()
 
 
 def block_amax(x: Tensor, block: tuple[int, int]) -> Tensor:
-    """max |x| of each block, float32 ``[ceil(R / block[0]), ceil(C / block[1])]``; elements past the edge count as 0."""
+    """Max |x| of each block, float32 ``[ceil(R / block[0]), ceil(C / block[1])]``; elements past the edge count as 0."""
     rows, columns = x.shape
     padded = torch.nn.functional.pad(
         x.float().abs().nan_to_num(nan=0.0, posinf=torch.inf),
