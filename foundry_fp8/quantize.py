@@ -43,6 +43,7 @@ class Quantized:
         block: Rows and columns that share a scale; ``None`` for a tensorwise scale.
         fmt: The number format.
         amax: float32, the shape of ``scale_inv``: max |x| over the block, NaN elements ignored.
+        nan_free: Known to hold no NaN, so that a reader of the bytes need not look.
     """
 
     data: Tensor
@@ -50,6 +51,7 @@ class Quantized:
     block: tuple[int, int] | None
     fmt: Float8Format
     amax: Tensor
+    nan_free: bool = False
 
     @property
     def gemm_scale(self) -> Tensor:
@@ -150,7 +152,7 @@ def quantize_mx(x: Tensor, block: tuple[int, int], fmt: Float8Format) -> Quantiz
     """Quantise with one E8M0 scale a block, ``(1, 32)`` along rows or ``(32, 1)`` along columns.
 
     The scale exponent is ``ceil(log2(amax / max))``, so that no finite element saturates. A block with an Inf gets
-    the largest scale: its finite elements flush to zero, and Inf leaves as ``448 * 2**127``, Inf again in float32.
+    the largest scale, which flushes its finite elements to zero.
 
     Args:
         x: ``[R, C]``, hp.

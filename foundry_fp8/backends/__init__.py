@@ -1,0 +1,77 @@
+"""Who runs the GEMMs, and how the choice is made.
+
+To add a backend: write a :class:`~foundry_fp8.backends.base.Backend`, name it in ``_LOADERS``, and place it in the order
+of preference of ``AUTO_ORDER``.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+import torch
+
+from foundry_fp8.backends.base import Availability, Backend
+from foundry_fp8.config import check_choice
+from foundry_fp8.recipes import Recipe
+
+__all__ = ["BACKENDS", "Availability", "Backend", "choose_backend", "load_backend"]
+
+_LOADERS = {
+    "transformer_engine": ("foundry_fp8.backends.transformer_engine", "TransformerEngineBackend"),
+    "native": ("foundry_fp8.backends.native", "NativeBackend"),
+    "emulated": ("foundry_fp8.backends.emulated", "EmulatedBackend"),
+}
+
+BACKENDS = tuple(_LOADERS)
+
+AUTO_ORDER = {"cuda": ("transformer_engine", "native"), "cpu": ("emulated",)}
+"""What ``backend: auto`` tries, in order. On a GPU it never chooses emulation, which is slower than not using FP8."""
+
+
+def load_backend(name: str) -> Backend:
+    """Make the backend ``name``. Imports it, but nothing that it stands on (Triton, Transformer Engine)."""
+    module, cls = _LOADERS[name]
+    return getattr(importlib.import_module(module), cls)()
+
+
+def choose_backend(
+    name: str, recipe: Recipe, device: torch.device, key: str = "backend"
+) -> tuple[Backend, str]:
+    """Resolve ``backend: name`` for one recipe and device.
+
+    Args:
+        name: One of ``BACKENDS``, or ``auto``.
+        recipe: What it has to run.
+        device: Where the model will run.
+        key: The YAML key, for messages.
+
+    Returns:
+        The backend, and why it was chosen, for the log.
+
+    Raises:
+        ConfigError: Unknown name.
+        RuntimeError: The backend cannot run the recipe here, with the reason and the way out; for ``auto``, that none can.
+    """
+    check_choice(key, name, ("auto", *BACKENDS))
+    if name != "auto":
+        backend = load_backend(name)
+        found = backend.availability(recipe, device)
+        if not found.ok:
+            raise RuntimeError(
+                f"{key}: {name} cannot run the {recipe.name} recipe on {device}: {found.reason}. {found.remedy}".strip()
+            )
+        return backend, f"{key}: {name}, as asked"
+
+    refused: list[str] = []
+    for candidate in AUTO_ORDER.get(device.type, AUTO_ORDER["cpu"]):
+        backend = load_backend(candidate)
+        found = backend.availability(recipe, device)
+        if found.ok:
+            passed_over = f" ({'; '.join(refused)})" if refused else ""
+            return backend, f"{key}: auto chose {candidate} on {device}{passed_over}"
+        refused.append(f"{candidate}: {found.reason}. {found.remedy}".strip())
+    raise RuntimeError(
+        f"{key}: auto found no backend that runs the {recipe.name} recipe on {device}. "
+        + " ".join(refused)
+        + " To check numerics without speed, set backend: emulated."
+    )

@@ -1,0 +1,74 @@
+"""The Composer algorithm ``fp8``."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from composer.core import Algorithm, Event, Precision, State
+from composer.loggers import Logger
+
+from foundry_fp8.algorithms.fp8.functional import KEY, FP8Config, apply_fp8
+from foundry_fp8.config import ConfigError, from_mapping
+from foundry_fp8.state import FP8State
+from foundry_fp8.surgery import SurgeryReport
+
+__all__ = ["FP8"]
+
+log = logging.getLogger(__name__)
+
+
+class FP8(Algorithm):
+    """Runs the linear layers of the model in FP8.
+
+    Runs on ``Event.INIT``, before the trainer wraps the model, to convert it, and on ``Event.BATCH_END`` to finish the
+    delayed-scaling update, so that what is saved in a checkpoint is complete.
+
+    Args:
+        **options: The fields of :class:`~foundry_fp8.algorithms.fp8.FP8Config`.
+
+    Attributes:
+        report: What became of every linear; ``None`` before ``Event.INIT``.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+        self.config = from_mapping(FP8Config, options, KEY)
+        self.report: SurgeryReport | None = None
+        self._fp8_state: FP8State | None = None
+
+    def __repr__(self) -> str:
+        return f"FP8({', '.join(f'{key}={value!r}' for key, value in self.options.items())})"
+
+    @property
+    def find_unused_parameters(self) -> bool:
+        """Every parameter takes part as before."""
+        return False
+
+    def match(self, event: Event, state: State) -> bool:
+        """Run on INIT and BATCH_END."""
+        return event in (Event.INIT, Event.BATCH_END)
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        """Convert the model, or finish the update."""
+        if event == Event.BATCH_END:
+            assert self._fp8_state is not None
+            self._fp8_state.update()
+            return
+        if state.precision == Precision.AMP_FP8:
+            raise ConfigError(
+                f"precision: amp_fp8 is Composer's own FP8 and cannot be combined with {KEY}. Set precision: amp_bf16."
+            )
+        self.report = apply_fp8(state.model, device=state.device._device, **self.options)
+        self._fp8_state = FP8State.of(state.model)
+        log.info("%s\n%s", self.report.chosen, self.report.summary())
+        logger.log_hyperparameters({"fp8": self.report.to_dict()})
+
+    def state_dict(self) -> dict[str, Any]:
+        """The FP8 state (see :meth:`FP8State.state_dict`)."""
+        return {} if self._fp8_state is None else self._fp8_state.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back the FP8 state; raises ``RuntimeError`` if it does not fit (see :meth:`FP8State.load_state_dict`)."""
+        assert self._fp8_state is not None, "Composer loads algorithms after Event.INIT"
+        self._fp8_state.load_state_dict(state)

@@ -1,0 +1,128 @@
+"""``apply_fp8``: convert a model, with no trainer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from foundry_fp8.backends import BACKENDS, choose_backend
+from foundry_fp8.config import ConfigError, check_choice, check_integer, check_patterns, from_mapping
+from foundry_fp8.modules.linear import FP8Linear
+from foundry_fp8.recipes import RECIPES, Recipe, parse_recipe
+from foundry_fp8.state import FP8State
+from foundry_fp8.surgery import SurgeryReport, convert_linears
+
+__all__ = ["FP8Config", "apply_fp8", "resolve_recipe"]
+
+KEY = "algorithms.fp8"
+DEFAULT_EXCLUDE = ("*lm_head*",)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FP8Config:
+    """The YAML under ``algorithms.fp8``."""
+
+    recipe: str | Mapping[str, Any] | Recipe = "auto"
+    """``delayed``, ``current``, ``block``, ``mxfp8``, a mapping with the recipe's own fields (``{name: delayed, margin:
+    1}``), or ``auto``: mxfp8 on GPUs of compute capability 10.x, current elsewhere."""
+    backend: str = "auto"
+    """``transformer_engine``, ``native``, ``emulated``, or ``auto``: Transformer Engine if it can run the recipe, else
+    native, on a GPU; emulated on a CPU."""
+    include: Sequence[str] = ("*",)
+    """Globs on module names to convert."""
+    exclude: Sequence[str] = DEFAULT_EXCLUDE
+    """Globs on module names to leave in high precision. Output heads, routers and embeddings are out anyway."""
+    keep_first_blocks: int = 0
+    """Transformer blocks left in high precision at the bottom."""
+    keep_last_blocks: int = 0
+    """Transformer blocks left in high precision at the top."""
+    wgrad: Literal["fp8", "high_precision"] = "fp8"
+    """What the weight gradient's GEMM runs in."""
+    evaluate: Literal["fp8", "high_precision"] = "high_precision"
+    """What evaluation runs in."""
+
+    def __post_init__(self) -> None:
+        if self.recipe != "auto":
+            if isinstance(self.recipe, str):
+                check_choice(f"{KEY}.recipe", self.recipe, (*RECIPES, "auto"))
+            object.__setattr__(self, "recipe", parse_recipe(self.recipe, f"{KEY}.recipe"))
+        check_choice(f"{KEY}.backend", self.backend, ("auto", *BACKENDS))
+        object.__setattr__(self, "include", check_patterns(f"{KEY}.include", self.include))
+        object.__setattr__(self, "exclude", check_patterns(f"{KEY}.exclude", self.exclude))
+        check_integer(f"{KEY}.keep_first_blocks", self.keep_first_blocks)
+        check_integer(f"{KEY}.keep_last_blocks", self.keep_last_blocks)
+        check_choice(f"{KEY}.wgrad", self.wgrad, ("fp8", "high_precision"))
+        check_choice(f"{KEY}.evaluate", self.evaluate, ("high_precision", "fp8"))
+
+
+def resolve_recipe(recipe: str | Mapping[str, Any] | Recipe, device: torch.device) -> Recipe:
+    """The recipe itself; for ``auto``, what suits the device."""
+    if recipe != "auto":
+        return parse_recipe(recipe, f"{KEY}.recipe")
+    blackwell = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10
+    return RECIPES["mxfp8" if blackwell else "current"]()
+
+
+def apply_fp8(model: nn.Module, *, device: torch.device | str | None = None, **options: Any) -> SurgeryReport:
+    """Convert the linear layers of ``model`` to FP8, in place.
+
+    Call it before wrapping with DDP or FSDP and before ``torch.compile``. Parameters keep their identity and names, so an
+    optimizer made before or after is fine, and the model's checkpoints are those of the unconverted model.
+
+    Args:
+        model: Any module; its root is what training calls.
+        device: Where it will run; by default where its parameters are (for ``meta``: the GPU if there is one).
+        **options: The fields of :class:`FP8Config`.
+
+    Returns:
+        What became of every linear.
+
+    Raises:
+        ConfigError: Unknown option or value, a pattern that matches nothing, a model that is converted already, or nothing
+            to convert.
+        RuntimeError: The backend cannot run the recipe here.
+
+    Example:
+        >>> report = apply_fp8(model, recipe="current", exclude=["*.down_proj"])
+        >>> print(report.summary())
+    """
+    config = from_mapping(FP8Config, options, KEY)
+    if any(isinstance(module, FP8Linear) for module in model.modules()):
+        raise ConfigError(f"{KEY}: the model is converted to FP8 already. Name the algorithm once.")
+    foreign = [n for n, m in model.named_modules() if type(m).__module__.startswith("transformer_engine.")]
+    if foreign:
+        raise ConfigError(
+            f"{KEY}: the model holds Transformer Engine modules ({foreign[0]}, ...), so FP8 would be set up twice. "
+            "Remove `fc_type: te` and `ffn_type: te_ln_mlp` from the model's config; this algorithm converts plain linears."
+        )
+    where = _device_of(model) if device is None else torch.device(device)
+    recipe = resolve_recipe(config.recipe, where)
+    backend, chosen = choose_backend(config.backend, recipe, where, f"{KEY}.backend")
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    # The default excludes heads by a name that not every model uses; only what the user wrote has to match.
+    default = config.exclude == DEFAULT_EXCLUDE and not any("lm_head" in name for name in names)
+    rows, converted = convert_linears(
+        model,
+        recipe=recipe,
+        backend=backend,
+        include=config.include,
+        exclude=() if default else config.exclude,
+        keep_first_blocks=config.keep_first_blocks,
+        keep_last_blocks=config.keep_last_blocks,
+        wgrad=config.wgrad,
+        evaluate=config.evaluate,
+        key=KEY,
+    )
+    FP8State(model, converted, recipe, backend)
+    return SurgeryReport(rows=rows, recipe=recipe, backend=backend.name, chosen=chosen)
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    if device.type == "meta":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return device

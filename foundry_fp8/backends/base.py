@@ -1,0 +1,87 @@
+"""What a backend is: the code that runs the three GEMMs of a converted linear.
+
+========= =============================== ==============
+GEMM      equation                        contracts over
+========= =============================== ==============
+fprop     ``Y[M,N] = X[M,K] W[N,K]^T``    K, in_features
+dgrad     ``dX[M,K] = dY[M,N] W[N,K]``    N, out_features
+wgrad     ``dW[N,K] = dY[M,N]^T X[M,K]``  M, tokens
+========= =============================== ==============
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from foundry_fp8.delayed_scaling import DelayedSlot
+from foundry_fp8.quantize import Quantized
+from foundry_fp8.recipes import Operand, Recipe
+
+if TYPE_CHECKING:
+    from foundry_fp8.modules.linear import FP8Linear
+
+__all__ = ["Availability", "Backend", "Probe", "Slots", "compute_dtype"]
+
+Probe = Callable[[Operand, Tensor, Quantized], None]
+"""Called with each operand that a linear quantises: its name, the hp tensor ``[R, C]``, and the result."""
+
+Slots = Mapping[Operand, DelayedSlot]
+
+
+@dataclasses.dataclass(frozen=True)
+class Availability:
+    """Whether something can run here; if not, why, and what would make it run."""
+
+    ok: bool
+    reason: str = ""
+    remedy: str = ""
+
+
+class Backend(abc.ABC):
+    """Runs FP8 linears. One instance serves a whole model."""
+
+    name: ClassVar[str]
+
+    @abc.abstractmethod
+    def availability(self, recipe: Recipe, device: torch.device) -> Availability:
+        """Whether this backend can run ``recipe`` on ``device`` with what is installed."""
+
+    @abc.abstractmethod
+    def linear(self, module: FP8Linear, x: Tensor) -> Tensor:
+        """The forward of ``module`` under ``module.recipe`` (never ``None`` here), differentiable.
+
+        Args:
+            module: Its parameters, recipe, slots and probe are read at each call.
+            x: ``[..., in_features]``, hp.
+
+        Returns:
+            ``[..., out_features]`` in the compute dtype (:func:`compute_dtype`).
+        """
+
+    def shape_reason(self, recipe: Recipe, linear: nn.Linear) -> str | None:
+        """Why ``recipe`` cannot take this layer's shape, or ``None`` if it can."""
+        multiple = recipe.shape_multiple
+        for label, size in (("in_features", linear.in_features), ("out_features", linear.out_features)):
+            if size % multiple:
+                return f"{label}={size} is not a multiple of {multiple}, which the {recipe.name} recipe needs"
+        return None
+
+    def attach(self, module: FP8Linear) -> None:  # noqa: B027
+        """Prepare per-module state once, when ``module`` is made."""
+
+    def forward_context(self, recipe: Recipe) -> AbstractContextManager[None]:
+        """Entered around every forward of the whole model."""
+        return nullcontext()
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The dtype that ``nn.Linear`` would compute in: autocast's where it is on, otherwise that of ``x``."""
+    device_type = x.device.type
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else x.dtype

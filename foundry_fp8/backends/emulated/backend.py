@@ -1,0 +1,121 @@
+"""The three GEMMs of a linear, each from the operands that the recipe gives it, as one autograd function."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from foundry_fp8.backends.base import Availability, Backend, compute_dtype
+from foundry_fp8.backends.emulated.gemm import scaled_mm, to_dense
+from foundry_fp8.backends.emulated.quantizers import quantize_operand
+from foundry_fp8.quantize import Quantized
+from foundry_fp8.recipes import BlockScaling, MXFP8Scaling, Operand, Recipe
+
+if TYPE_CHECKING:
+    from foundry_fp8.modules.linear import FP8Linear
+
+__all__ = ["EmulatedBackend"]
+
+
+class EmulatedBackend(Backend):
+    """Exact FP8 operands, products on bfloat16 or float32 units; runs every recipe on every device."""
+
+    name: ClassVar[str] = "emulated"
+
+    def availability(self, recipe: Recipe, device: torch.device) -> Availability:
+        """Always available."""
+        return Availability(True)
+
+    @torch.compiler.disable
+    def linear(self, module: FP8Linear, x: Tensor) -> Tensor:
+        """See :meth:`Backend.linear`. Saves the FP8 input for backward, not the high-precision one."""
+        dtype = compute_dtype(x)
+        if x.numel() == 0:
+            bias = None if module.bias is None else module.bias.to(dtype)
+            return F.linear(x.to(dtype), module.weight.to(dtype), bias)
+        record = module.training and torch.is_grad_enabled()
+        x2d = x.to(dtype).reshape(-1, x.shape[-1])
+        with torch.autocast(x.device.type, enabled=False):
+            y = _EmulatedLinear.apply(x2d, module.weight, module.bias, module, record)
+        return y.view(*x.shape[:-1], module.out_features)
+
+
+class _EmulatedLinear(torch.autograd.Function):
+    """``y = x @ w.T + b`` with the GEMMs of :mod:`foundry_fp8.backends.base`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, module: FP8Linear, record: bool
+    ) -> Tensor:
+        ctx.module, ctx.recipe, ctx.wgrad, ctx.record = module, module.recipe, module.wgrad, record
+        qx = _quantize(ctx, x, "x", along=1)
+        qw = _quantize(ctx, weight.to(x.dtype), "w", along=1)
+        y = scaled_mm(_dense(ctx, qx), _transposed(_dense(ctx, qw)), x.dtype)
+        if bias is not None:
+            y += bias
+
+        kept: tuple[Tensor, ...] = ()
+        if ctx.needs_input_grad[1]:
+            if ctx.wgrad == "fp8":
+                # wgrad contracts over tokens: a recipe with blocks wants them along that dimension.
+                if _blockwise(ctx.recipe):
+                    qx = _quantize(ctx, x, "x", along=0, probed=False)
+                ctx.x_block, ctx.x_fmt, ctx.x_nan_free = qx.block, qx.fmt, qx.nan_free
+                kept = (qx.data, qx.scale_inv, qx.amax)
+            else:
+                kept = (x,)
+        # Like nn.Linear, keep the weight itself: dgrad quantises it again, which costs less than keeping a copy.
+        ctx.save_for_backward(weight, *kept)
+        ctx.x_dtype = x.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        weight, *kept = ctx.saved_tensors
+        needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
+        dx = dw = db = None
+        with torch.autocast(dy.device.type, enabled=False):
+            qdy = None
+            if needs_x or not _blockwise(ctx.recipe):
+                qdy = _quantize(ctx, dy, "dy", along=1)
+            if needs_x:
+                assert qdy is not None
+                qw = _quantize(ctx, weight.to(ctx.x_dtype), "w", along=0, probed=False)
+                dx = scaled_mm(_dense(ctx, qdy), _dense(ctx, qw), ctx.x_dtype)
+            if needs_w and ctx.wgrad == "fp8":
+                if _blockwise(ctx.recipe):
+                    qdy = _quantize(ctx, dy, "dy", along=0, probed=qdy is None)
+                assert qdy is not None
+                data, scale_inv, amax = kept
+                qx = Quantized(data, scale_inv, ctx.x_block, ctx.x_fmt, amax, ctx.x_nan_free)
+                dw = scaled_mm(_transposed(_dense(ctx, qdy)), _dense(ctx, qx), ctx.x_dtype).to(weight.dtype)
+            elif needs_w:
+                dw = (dy.t() @ kept[0]).to(weight.dtype)
+            if needs_b:
+                db = dy.float().sum(dim=0).to(ctx.bias_dtype)
+        return dx, dw, db, None, None
+
+
+def _quantize(ctx: Any, x: Tensor, operand: Operand, *, along: int, probed: bool = True) -> Quantized:
+    module = ctx.module
+    slot = None if module.slots is None else module.slots[operand]
+    quantized = quantize_operand(x, operand, ctx.recipe, along=along, slot=slot, record=ctx.record)
+    if probed and module.probe is not None:
+        module.probe(operand, x, quantized)
+    return quantized
+
+
+def _blockwise(recipe: Recipe) -> bool:
+    return isinstance(recipe, BlockScaling | MXFP8Scaling)
+
+
+def _dense(ctx: Any, quantized: Quantized) -> tuple[Tensor, Tensor | None]:
+    return to_dense(quantized, power_2=getattr(ctx.recipe, "power_2_scales", True))
+
+
+def _transposed(operand: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
+    return operand[0].t(), operand[1]

@@ -1,0 +1,161 @@
+"""Operands for the emulated GEMMs: :mod:`foundry_fp8.quantize` on any device, and the same bytes faster on a CPU.
+
+What is slow on a CPU is not the arithmetic but the passes: ``x.abs().amax()`` allocates a copy, a clamp that cannot act
+still reads everything, a fresh 32 MB buffer faults in page by page. So the fast path works in slabs through one scratch
+buffer, takes the amax first, and clamps only where the amax says that something would saturate. It is bit-identical to
+the reference for finite input and hands everything else to it.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+
+import torch
+from torch import Tensor
+
+from foundry_fp8 import quantize as reference
+from foundry_fp8.delayed_scaling import DelayedSlot
+from foundry_fp8.formats import E8M0_BIAS, Float8Format, e8m0_decode, e8m0_round_up
+from foundry_fp8.quantize import Quantized, scale_from_amax
+from foundry_fp8.recipes import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling, Operand, Recipe
+
+__all__ = ["quantize_operand"]
+
+_SLAB = 1 << 21
+"""Elements that one pass of the fast path works on: 8 MiB of float32 scratch."""
+
+_scratch = threading.local()
+
+
+def quantize_operand(
+    x: Tensor,
+    operand: Operand,
+    recipe: Recipe,
+    *,
+    along: int,
+    slot: DelayedSlot | None = None,
+    record: bool = False,
+) -> Quantized:
+    """Quantise one operand of a GEMM as ``recipe`` says.
+
+    Args:
+        x: ``[R, C]``, hp.
+        operand: Which of the three tensors it is.
+        recipe: The recipe.
+        along: The dimension that the GEMM contracts: 1 for blocks along rows, 0 for blocks along columns. Tensorwise
+            scales and 128 x 128 weight blocks are the same either way.
+        slot: The operand's delayed-scaling state, for the delayed recipe.
+        record: Take this tensor's amax into ``slot``.
+    """
+    fmt = recipe.format(operand)
+    match recipe:
+        case DelayedScaling():
+            assert slot is not None
+            quantized = _quantize_tensor(x, fmt, scale=slot.scale)
+            if record:
+                slot.record(quantized.amax)
+            return quantized
+        case CurrentScaling():
+            return _quantize_tensor(x, fmt, power_2=recipe.power_2_scales)
+        case BlockScaling():
+            size = recipe.block_size
+            block = (size, size) if operand == "w" else (1, size) if along == 1 else (size, 1)
+            return _quantize_block(x, block, fmt, power_2=recipe.power_2_scales)
+        case MXFP8Scaling():
+            size = recipe.block_size
+            return _quantize_mx(x, (1, size) if along == 1 else (size, 1), fmt)
+    raise TypeError(f"the emulated backend does not know the recipe {recipe!r}")
+
+
+def _quantize_tensor(
+    x: Tensor, fmt: Float8Format, *, scale: Tensor | None = None, power_2: bool = False
+) -> Quantized:
+    if x.device.type == "cpu" and x.numel():
+        low, high = torch.aminmax(x)
+        amax = torch.maximum(-low, high).float()
+        if math.isfinite(amax):
+            scale = scale_from_amax(amax, fmt, power_2=power_2) if scale is None else scale
+            data = torch.empty(x.shape, dtype=fmt.dtype)
+            saturates = bool(amax * scale > fmt.max)
+            for piece, out in zip(_slabs(x, 1), _slabs(data, 1), strict=True):
+                scaled = torch.mul(_widen(piece), scale, out=_buffer(piece.shape))
+                out.copy_(scaled.clamp_(-fmt.max, fmt.max) if saturates else scaled)
+            return Quantized(data, 1.0 / scale, None, fmt, amax, nan_free=True)
+    amax = reference.amax_of(x)
+    scale = scale_from_amax(amax, fmt, power_2=power_2) if scale is None else scale
+    return reference.quantize_tensor(x, scale, fmt, amax)
+
+
+def _quantize_block(x: Tensor, block: tuple[int, int], fmt: Float8Format, *, power_2: bool) -> Quantized:
+    amax = _finite_block_amax(x, block)
+    if amax is None:
+        return reference.quantize_block(x, block, fmt, power_2=power_2)
+    scale = scale_from_amax(amax, fmt, power_2=power_2, value_for_inf=torch.finfo(x.dtype).max)
+    data = _scale_and_cast(x, scale, block, fmt)
+    return Quantized(data, 1.0 / scale, block, fmt, amax, nan_free=True)
+
+
+def _quantize_mx(x: Tensor, block: tuple[int, int], fmt: Float8Format) -> Quantized:
+    amax = _finite_block_amax(x, block)
+    if amax is None:
+        return reference.quantize_mx(x, block, fmt)
+    code = e8m0_round_up(amax * torch.tensor(1.0 / fmt.max, dtype=torch.float32))
+    scale = e8m0_decode((2 * E8M0_BIAS - code.to(torch.int16)).to(torch.uint8))
+    data = _scale_and_cast(x, scale, block, fmt)
+    return Quantized(data, e8m0_decode(code), block, fmt, amax, nan_free=True)
+
+
+def _finite_block_amax(x: Tensor, block: tuple[int, int]) -> Tensor | None:
+    """The amax of each block on a CPU; ``None`` where the fast path does not apply (elsewhere, ragged, not finite)."""
+    rows, columns = x.shape
+    if x.device.type != "cpu" or x.numel() == 0 or rows % block[0] or columns % block[1]:
+        return None
+    amax = torch.empty(rows // block[0], columns // block[1])
+    for piece, out in zip(_slabs(x, block[0]), _slabs(amax, 1, like=x, rows=block[0]), strict=True):
+        magnitude = torch.abs(_widen(piece), out=_buffer(piece.shape))
+        if block[1] > 1:
+            magnitude = magnitude.view(len(piece), columns // block[1], block[1]).amax(dim=2)
+        if block[0] > 1:
+            magnitude = magnitude.view(len(piece) // block[0], block[0], -1).amax(dim=1)
+        out.copy_(magnitude)
+    return amax if math.isfinite(amax.amax()) else None  # amax keeps NaN here, unlike the reference's
+
+
+def _scale_and_cast(x: Tensor, scale: Tensor, block: tuple[int, int], fmt: Float8Format) -> Tensor:
+    """``cast(x * scale)`` for scales that keep every element within the format, so that nothing needs clamping."""
+    data = torch.empty(x.shape, dtype=fmt.dtype)
+    scale_slabs = _slabs(scale, 1, like=x, rows=block[0])
+    for piece, out, s in zip(_slabs(x, block[0]), _slabs(data, block[0]), scale_slabs, strict=True):
+        scaled = _buffer(piece.shape)
+        tiles = (len(piece) // block[0], block[0], piece.shape[1] // block[1], block[1])
+        torch.mul(_widen(piece).view(tiles), s[:, None, :, None], out=scaled.view(tiles))
+        out.copy_(scaled)
+    return data
+
+
+def _slabs(x: Tensor, multiple: int, *, like: Tensor | None = None, rows: int = 1) -> tuple[Tensor, ...]:
+    """Split by rows into pieces of about ``_SLAB`` elements, a multiple of ``multiple`` rows each.
+
+    With ``like``, split ``x`` (one row for ``rows`` rows of ``like``) where ``like`` would be split.
+    """
+    whole = x if like is None else like
+    multiple = multiple if like is None else rows
+    height = max(1, _SLAB // max(1, whole.shape[1]) // multiple) * multiple
+    return x.split(height if like is None else height // rows)
+
+
+def _buffer(shape: torch.Size) -> Tensor:
+    """A float32 scratch of ``shape``, the same memory at every call of this thread."""
+    size = shape.numel()
+    buffer = getattr(_scratch, "buffer", None)
+    if buffer is None or buffer.numel() < size:
+        buffer = _scratch.buffer = torch.empty(size)
+    return buffer[:size].view(shape)
+
+
+def _widen(x: Tensor) -> Tensor:
+    """``x`` as contiguous float32; through the scratch buffer where it has to be converted."""
+    if x.dtype == torch.float32 and x.is_contiguous():
+        return x
+    return _buffer(x.shape).copy_(x)

@@ -1,0 +1,130 @@
+"""The converted linear: an ``nn.Linear`` whose three GEMMs run in FP8."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from foundry_fp8.backends.base import Backend, Probe, Slots, compute_dtype
+from foundry_fp8.compat.autograd import inside_backward
+from foundry_fp8.ledger import Gemm, GemmLedger, Precision, precision_of
+from foundry_fp8.recipes import DelayedScaling, Operand, Recipe
+
+__all__ = ["OPERANDS", "FP8Linear"]
+
+OPERANDS: tuple[Operand, ...] = ("x", "w", "dy")
+
+
+class FP8Linear(nn.Linear):
+    """An ``nn.Linear`` that runs its GEMMs through a :class:`~foundry_fp8.backends.base.Backend`.
+
+    It is made from a linear by :meth:`from_linear` and keeps that module's Parameters, hooks and attributes, so that
+    optimizers, FSDP, parameter initialisation and ``state_dict`` see the layer they know. FP8 state is not in
+    ``state_dict``; it belongs to :class:`~foundry_fp8.state.FP8State`.
+
+    Attributes:
+        fqn: The module's name in the model, for messages and reports.
+        backend: Who runs the GEMMs.
+        recipe: What runs now; ``None`` is high precision. Change it with :meth:`set_recipe`.
+        configured_recipe: What the conversion asked for.
+        wgrad: Whether the weight gradient's GEMM runs in FP8.
+        evaluate: What a forward in ``eval()`` mode runs in.
+        slots: The delayed-scaling state of each operand; ``None`` unless ``configured_recipe`` is delayed.
+        ledger: The GEMMs that ran.
+        probe: Called with every operand quantised while it is set; for monitors.
+    """
+
+    fqn: str
+    backend: Backend
+    recipe: Recipe | None
+    configured_recipe: Recipe
+    wgrad: Literal["fp8", "high_precision"]
+    evaluate: Literal["fp8", "high_precision"]
+    slots: Slots | None
+    ledger: GemmLedger
+    probe: Probe | None
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        *,
+        fqn: str,
+        backend: Backend,
+        recipe: Recipe,
+        wgrad: Literal["fp8", "high_precision"] = "fp8",
+        evaluate: Literal["fp8", "high_precision"] = "high_precision",
+    ) -> FP8Linear:
+        """Make a converted linear that adopts everything ``linear`` holds (Parameters by identity, hooks, attributes)."""
+        self = cls.__new__(cls)
+        self.__dict__.update(linear.__dict__)
+        self.fqn = fqn
+        self.backend = backend
+        self.recipe = self.configured_recipe = recipe
+        self.wgrad = wgrad
+        self.evaluate = evaluate
+        self.slots = None
+        self.ledger = GemmLedger()
+        self.probe = None
+        backend.attach(self)
+        return self
+
+    def set_recipe(self, recipe: Recipe | None) -> None:
+        """Run ``recipe`` from the next forward on; ``None`` runs high precision.
+
+        Raises:
+            RuntimeError: A delayed recipe for a layer that has no delayed-scaling state.
+        """
+        if isinstance(recipe, DelayedScaling) and recipe != self.configured_recipe:
+            raise RuntimeError(
+                f"{self.fqn}: delayed scaling has state only where the model was converted with it "
+                f"(this layer was converted with {self.configured_recipe.name}). Demote to current, block or mxfp8."
+            )
+        self.recipe = recipe
+
+    @property
+    def runs_fp8(self) -> bool:
+        """Whether a forward in the present mode runs in FP8."""
+        return self.recipe is not None and (self.training or self.evaluate == "fp8")
+
+    def gemm_precisions(self, hp: Precision) -> dict[Gemm, Precision]:
+        """The precision of each GEMM in the present mode; ``hp`` names the high precision that runs beside FP8."""
+        if not self.runs_fp8:
+            return {"fprop": hp, "dgrad": hp, "wgrad": hp}
+        return {"fprop": "fp8", "dgrad": "fp8", "wgrad": "fp8" if self.wgrad == "fp8" else hp}
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``input @ weight.T + bias``. ``input``: ``[..., in_features]``, hp; the result has the compute dtype."""
+        if self.runs_fp8:
+            output = self.backend.linear(self, input)
+        else:
+            output = F.linear(input, self.weight, self.bias)
+        if not torch.compiler.is_compiling():  # a compiled graph cannot keep Python counters
+            self._record(input, output)
+        return output
+
+    def _record(self, input: Tensor, output: Tensor) -> None:
+        tokens = input.numel() // self.in_features
+        precisions = self.gemm_precisions(precision_of(compute_dtype(input)))
+        n, k = self.out_features, self.in_features
+        self.ledger.record("fprop", tokens, n, k, precisions["fprop"], recompute=inside_backward())
+        if not output.requires_grad:
+            return
+        dgrad, wgrad = input.requires_grad, self.weight.requires_grad
+
+        # A hook, because only the backward that really runs should count: a recompute builds a graph that nothing walks.
+        def record_backward(_: Tensor) -> None:
+            if dgrad:
+                self.ledger.record("dgrad", tokens, k, n, precisions["dgrad"])
+            if wgrad:
+                self.ledger.record("wgrad", n, k, tokens, precisions["wgrad"])
+
+        output.register_hook(record_backward)
+
+    def extra_repr(self) -> str:
+        """The linear's own, with what it runs."""
+        running = "high_precision" if self.recipe is None else self.recipe.name
+        return f"{super().extra_repr()}, recipe={running}, backend={self.backend.name}, wgrad={self.wgrad}"
