@@ -108,7 +108,8 @@ def scale_from_amax(
         Transformer Engine, ``common/recipe/recipe_common.cuh``, ``compute_scale_from_amax``.
     """
     usable = torch.isfinite(amax) & (amax > 0)
-    scale = fmt.max / torch.where(usable, amax, 1.0)
+    # Not `fmt.max / amax`: torch computes that as a reciprocal and a product, which rounds twice.
+    scale = torch.div(torch.full_like(amax, fmt.max), torch.where(usable, amax, 1.0))
     scale = torch.where(torch.isinf(scale), value_for_inf, scale)
     if power_2:
         scale = (scale.view(torch.int32) & -0x800000).view(
@@ -127,7 +128,7 @@ def quantize_tensor(x: Tensor, scale: Tensor, fmt: Float8Format, amax: Tensor | 
         amax: :func:`amax_of` ``(x)`` where the caller has it already.
     """
     amax = amax_of(x) if amax is None else amax
-    return Quantized(cast(x.float() * scale, fmt), 1.0 / scale, None, fmt, amax)
+    return Quantized(cast(x.float() * scale, fmt), scale.reciprocal(), None, fmt, amax)
 
 
 def quantize_block(
@@ -145,7 +146,7 @@ def quantize_block(
     amax = block_amax(x, block)
     scale = scale_from_amax(amax, fmt, power_2=power_2, value_for_inf=value_for_inf)
     empty = Quantized(x, scale, block, fmt, amax)
-    return Quantized(cast(x.float() * empty.expanded(scale), fmt), 1.0 / scale, block, fmt, amax)
+    return Quantized(cast(x.float() * empty.expanded(scale), fmt), scale.reciprocal(), block, fmt, amax)
 
 
 def quantize_mx(x: Tensor, block: tuple[int, int], fmt: Float8Format) -> Quantized:

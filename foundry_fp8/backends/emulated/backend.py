@@ -11,6 +11,7 @@ from torch import Tensor
 from foundry_fp8.backends.base import Availability, Backend, compute_dtype
 from foundry_fp8.backends.emulated.gemm import scaled_mm, to_dense
 from foundry_fp8.backends.emulated.quantizers import quantize_operand
+from foundry_fp8.formats import e8m0_decode, e8m0_round_up
 from foundry_fp8.quantize import Quantized
 from foundry_fp8.recipes import BlockScaling, MXFP8Scaling, Operand, Recipe
 
@@ -63,8 +64,8 @@ class _EmulatedLinear(torch.autograd.Function):
                 # wgrad contracts over tokens: a recipe with blocks wants them along that dimension.
                 if _blockwise(ctx.recipe):
                     qx = _quantize(ctx, x, "x", along=0, probed=False)
-                ctx.x_block, ctx.x_fmt, ctx.x_nan_free = qx.block, qx.fmt, qx.nan_free
-                kept = (qx.data, qx.scale_inv, qx.amax)
+                ctx.x_layout = (qx.block, qx.fmt, qx.nan_free)
+                kept = (qx.data, _pack_scale(qx.gemm_scale, ctx.recipe))
             else:
                 kept = (x,)
         # Like nn.Linear, keep the weight itself: dgrad quantises it again, which costs less than keeping a copy.
@@ -90,8 +91,11 @@ class _EmulatedLinear(torch.autograd.Function):
                 if _blockwise(ctx.recipe):
                     qdy = _quantize(ctx, dy, "dy", along=0, probed=qdy is None)
                 assert qdy is not None
-                data, scale_inv, amax = kept
-                qx = Quantized(data, scale_inv, ctx.x_block, ctx.x_fmt, amax, ctx.x_nan_free)
+                data, packed_scale = kept
+                scale = _unpack_scale(packed_scale, ctx.recipe)
+                block, fmt, nan_free = ctx.x_layout
+                # The scale is NaN already where there was an Inf, so that no amax is left to say so.
+                qx = Quantized(data, scale, block, fmt, torch.zeros_like(scale), nan_free)
                 dw = scaled_mm(_transposed(_dense(ctx, qdy)), _dense(ctx, qx), ctx.x_dtype).to(weight.dtype)
             elif needs_w:
                 dw = (dy.t() @ kept[0]).to(weight.dtype)
@@ -107,6 +111,15 @@ def _quantize(ctx: Any, x: Tensor, operand: Operand, *, along: int, probed: bool
     if probed and module.probe is not None:
         module.probe(operand, x, quantized)
     return quantized
+
+
+def _pack_scale(scale: Tensor, recipe: Recipe) -> Tensor:
+    """One byte a block where the scales are powers of two by definition, so that 32-element blocks stay cheap to keep."""
+    return e8m0_round_up(scale) if isinstance(recipe, MXFP8Scaling) else scale
+
+
+def _unpack_scale(packed: Tensor, recipe: Recipe) -> Tensor:
+    return e8m0_decode(packed) if isinstance(recipe, MXFP8Scaling) else packed
 
 
 def _blockwise(recipe: Recipe) -> bool:

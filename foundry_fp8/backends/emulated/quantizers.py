@@ -81,7 +81,7 @@ def _quantize_tensor(
             for piece, out in zip(_slabs(x, 1), _slabs(data, 1), strict=True):
                 scaled = torch.mul(_widen(piece), scale, out=_buffer(piece.shape))
                 out.copy_(scaled.clamp_(-fmt.max, fmt.max) if saturates else scaled)
-            return Quantized(data, 1.0 / scale, None, fmt, amax, nan_free=True)
+            return Quantized(data, scale.reciprocal(), None, fmt, amax, nan_free=True)
     amax = reference.amax_of(x)
     scale = scale_from_amax(amax, fmt, power_2=power_2) if scale is None else scale
     return reference.quantize_tensor(x, scale, fmt, amax)
@@ -93,7 +93,7 @@ def _quantize_block(x: Tensor, block: tuple[int, int], fmt: Float8Format, *, pow
         return reference.quantize_block(x, block, fmt, power_2=power_2)
     scale = scale_from_amax(amax, fmt, power_2=power_2, value_for_inf=torch.finfo(x.dtype).max)
     data = _scale_and_cast(x, scale, block, fmt)
-    return Quantized(data, 1.0 / scale, block, fmt, amax, nan_free=True)
+    return Quantized(data, scale.reciprocal(), block, fmt, amax, nan_free=True)
 
 
 def _quantize_mx(x: Tensor, block: tuple[int, int], fmt: Float8Format) -> Quantized:

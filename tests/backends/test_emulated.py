@@ -1,0 +1,273 @@
+"""The emulated backend against float64 GEMMs of independently quantised operands."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import foundry_fp8
+from foundry_fp8 import quantize as reference
+from foundry_fp8.backends.emulated.gemm import has_bf16_units, to_dense
+from foundry_fp8.backends.emulated.quantizers import quantize_operand
+from foundry_fp8.formats import E4M3, E5M2
+from foundry_fp8.quantize import Quantized, amax_of, scale_from_amax
+from foundry_fp8.recipes import RECIPES, BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling
+from foundry_fp8.state import FP8State
+
+every_recipe = pytest.mark.parametrize("recipe", RECIPES)
+STATELESS = [
+    CurrentScaling(),
+    CurrentScaling(power_2_scales=True, fp8_format="e4m3"),
+    BlockScaling(),
+    BlockScaling(power_2_scales=False, fp8_format="hybrid"),
+    MXFP8Scaling(),
+]
+
+
+def ranged(*shape):
+    """Gaussian values with a different range in every group of rows, so that a wrong scale cannot pass."""
+    return torch.randn(*shape) * torch.exp2(torch.randint(-8, 8, (shape[0], 1)).float())
+
+
+def by_reference(x, operand, recipe, along):
+    fmt = recipe.format(operand)
+    if isinstance(recipe, MXFP8Scaling):
+        return reference.quantize_mx(x, (1, 32) if along else (32, 1), fmt)
+    if isinstance(recipe, BlockScaling):
+        block = (128, 128) if operand == "w" else (1, 128) if along else (128, 1)
+        return reference.quantize_block(x, block, fmt, power_2=recipe.power_2_scales)
+    power_2 = isinstance(recipe, CurrentScaling) and recipe.power_2_scales
+    return reference.quantize_tensor(x, scale_from_amax(amax_of(x), fmt, power_2=power_2), fmt)
+
+
+def linear(recipe, k=256, n=384, bias=True, dtype=torch.float32, **options):
+    model = nn.Sequential(nn.Linear(k, n, bias=bias, dtype=dtype))
+    model[0].weight.data = ranged(n, k).to(dtype)
+    foundry_fp8.apply_fp8(model, recipe=recipe, backend="emulated", **options)
+    return model
+
+
+def within_bf16_rounding(ours, exact):
+    """Operands are exact, products accumulate in float32, the result is rounded to bfloat16: 2**-8 of the element, plus
+    accumulation error relative to the largest row sums."""
+    error = (ours.double() - exact).abs()
+    return bool((error <= exact.abs() * 2.0**-8 + exact.abs().max() * 1e-5).all())
+
+
+@pytest.mark.parametrize("recipe", STATELESS, ids=lambda r: f"{r.name}-{r.fp8_format}")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("shape", [(384, 256), (200, 256), (3, 64)], ids=str)
+@pytest.mark.parametrize("operand, along", [("x", 1), ("x", 0), ("w", 1), ("w", 0), ("dy", 1), ("dy", 0)])
+def test_the_fast_cpu_path_gives_the_bytes_of_the_reference(recipe, dtype, shape, operand, along):
+    x = ranged(*shape).to(dtype)
+    ours, theirs = quantize_operand(x, operand, recipe, along=along), by_reference(x, operand, recipe, along)
+    assert torch.equal(ours.data.view(torch.uint8), theirs.data.view(torch.uint8))
+    assert torch.equal(ours.scale_inv, theirs.scale_inv)
+    assert torch.equal(ours.amax, theirs.amax)
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda f: f.name)
+def test_every_fp8_value_is_exact_in_the_dense_operand(fmt):
+    codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(fmt.dtype)[None]
+    finite = codes.float().isfinite()
+    q = Quantized(codes, torch.tensor(1.0), None, fmt, torch.tensor(1.0), nan_free=True)
+    dense, _ = to_dense(q, power_2=True)
+    assert torch.equal(dense.float()[finite], codes.float()[finite])
+
+
+@every_recipe
+@pytest.mark.parametrize("tokens", [256, 40])
+def test_the_three_gemms_match_float64_products_of_the_recipes_operands(recipe, tokens):
+    model = linear(recipe)
+    module, r = model[0], RECIPES[recipe]()
+    x = ranged(tokens, 256).requires_grad_()
+    dy = ranged(tokens, 384)
+    if recipe == "delayed":  # its first pass runs with scale 1; give it a history
+        model(x).backward(dy)
+        x.grad = module.weight.grad = module.bias.grad = None
+    y = model(x)
+    y.backward(dy)
+
+    def dense(t, operand, along):
+        return by_reference(t.detach(), operand, r, along).dequantize().double()
+
+    w = module.weight
+    assert within_bf16_rounding(y.detach() - module.bias, dense(x, "x", 1) @ dense(w, "w", 1).t())
+    assert within_bf16_rounding(x.grad, dense(dy, "dy", 1) @ dense(w, "w", 0))
+    assert within_bf16_rounding(w.grad, dense(dy, "dy", 0).t() @ dense(x, "x", 0))
+    torch.testing.assert_close(module.bias.grad, dy.sum(0))
+
+
+@every_recipe
+def test_high_precision_wgrad_is_that_of_the_plain_linear(recipe):
+    model = linear(recipe, wgrad="high_precision")
+    x, dy = ranged(64, 256), ranged(64, 384)
+    model(x).backward(dy)
+    torch.testing.assert_close(model[0].weight.grad, dy.t() @ x)
+
+
+@every_recipe
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+@pytest.mark.parametrize("where", ["activation", "gradient"])
+def test_what_is_not_finite_reaches_the_gradients(recipe, value, where):
+    model = linear(recipe, k=128, n=128)
+    x, dy = torch.randn(64, 128, requires_grad=True), torch.randn(64, 128)
+    (x.data if where == "activation" else dy)[3, 5] = value
+    y = model(x)
+    y.backward(dy)
+    if where == "activation":
+        assert not y[3].isfinite().any()
+    else:
+        assert not x.grad[3].isfinite().any()
+    assert not model[0].weight.grad.isfinite().all()
+
+
+@every_recipe
+def test_backward_keeps_eight_bits_of_the_input(recipe):
+    model = linear(recipe, k=512, n=256)
+    saved = {}
+
+    def pack(t):
+        if not isinstance(t, nn.Parameter):
+            saved[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    x = torch.randn(512, 512)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        model(x.requires_grad_())
+    share = sum(saved.values()) / (x.numel() * 4)
+    assert share <= 0.27
+
+
+@every_recipe
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recompute_is_bit_identical_and_records_no_amax_twice(recipe, reentrant):
+    def build():
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+        foundry_fp8.apply_fp8(model, recipe=recipe, backend="emulated")
+        return model
+
+    class Checkpointed(nn.Module):
+        def __init__(self, body):
+            super().__init__()
+            self.body = body
+
+        def forward(self, x):
+            return checkpoint(self.body, x, use_reentrant=reentrant)
+
+    plain, checkpointed = (
+        build(),
+        Checkpointed(nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))),
+    )
+    checkpointed.body.load_state_dict(plain.state_dict())
+    foundry_fp8.apply_fp8(checkpointed, recipe=recipe, backend="emulated")
+    for step in range(4):
+        torch.manual_seed(step)
+        x, dy = ranged(32, 64) * (step + 1), ranged(32, 64)
+        outputs, grads = [], []
+        for model in (plain, checkpointed):
+            x_ = x.clone().requires_grad_()
+            model.zero_grad()
+            y = model(x_)
+            y.backward(dy)
+            outputs.append(y.detach())
+            grads.append([x_.grad, *(p.grad for p in model.parameters())])
+        assert torch.equal(*outputs)
+        assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    ours, theirs = FP8State.of(plain), FP8State.of(checkpointed)
+    ours.update(), theirs.update()
+    if recipe == "delayed":
+        assert torch.equal(ours.delayed.amax_history, theirs.delayed.amax_history)
+    ledger, other = plain[0].ledger, checkpointed.body[0].ledger
+    assert ledger.flops == other.flops
+    assert sum(ledger.recomputed_flops.values()) == 0
+    assert other.recomputed_flops["fprop", "fp8"] == ledger.flops["fprop", "fp8"]
+
+
+@every_recipe
+def test_evaluation_runs_in_high_precision_unless_asked(recipe):
+    x = ranged(32, 256)
+    model = linear(recipe).eval()
+    torch.testing.assert_close(model(x), F.linear(x, model[0].weight, model[0].bias), rtol=0, atol=0)
+    in_fp8 = linear(recipe, evaluate="fp8").eval()
+    assert not torch.equal(in_fp8(x), F.linear(x, in_fp8[0].weight, in_fp8[0].bias))
+    state = FP8State.of(in_fp8)
+    assert state.delayed is None or not state.delayed.amax_history.any()
+
+
+def test_gradient_accumulation_rolls_the_history_once_a_forward():
+    model = linear({"name": "delayed", "amax_history_len": 8})
+    for _ in range(3):
+        model(ranged(32, 256)).sum().backward()
+    FP8State.of(model).update()
+    history = model[0].slots["x"].amax_history
+    assert (history != 0).sum() == 3 and (history[-3:] != 0).all()
+
+
+@every_recipe
+def test_bf16_under_autocast_computes_in_bf16_and_gives_fp32_gradients(recipe):
+    model = linear(recipe, bias=False)
+    x = ranged(64, 256).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = model(x)
+    y.backward(ranged(64, 384).bfloat16())
+    assert y.dtype == torch.bfloat16
+    assert x.grad.dtype == model[0].weight.grad.dtype == torch.float32
+    expected = by_reference(x.detach().bfloat16(), "x", RECIPES[recipe](), 1)
+    ledger = model[0].ledger.flops
+    assert set(ledger) == {("fprop", "fp8"), ("dgrad", "fp8"), ("wgrad", "fp8")} and expected is not None
+
+
+@every_recipe
+def test_empty_and_three_dimensional_inputs(recipe):
+    model = linear(recipe)
+    assert model(torch.zeros(0, 256)).shape == (0, 384)
+    x = ranged(6, 256)
+    with torch.no_grad():  # so that no delayed update falls between the two
+        torch.testing.assert_close(model(x.view(2, 3, 256)).view(6, 384), model(x))
+
+
+@every_recipe
+def test_a_frozen_weight_gets_no_gradient_and_costs_no_wgrad(recipe):
+    model = linear(recipe)
+    model[0].weight.requires_grad_(False)
+    x = ranged(32, 256).requires_grad_()
+    model(x).sum().backward()
+    assert model[0].weight.grad is None and x.grad is not None
+    assert not any(gemm == "wgrad" for gemm, _ in model[0].ledger.flops)
+
+
+def test_compiled_models_still_run_and_train():
+    model = linear("current")
+    x = ranged(32, 256).requires_grad_()
+    expected = model(x)
+    compiled = torch.compile(model, backend="aot_eager")
+    y = compiled(x)
+    torch.testing.assert_close(y, expected)
+    y.sum().backward()
+    assert model[0].weight.grad is not None
+
+
+def test_products_run_in_float32_where_there_are_no_bf16_units(monkeypatch):
+    monkeypatch.setattr("foundry_fp8.backends.emulated.gemm.has_bf16_units", lambda device_type: False)
+    model, x = linear("mxfp8", bias=False), ranged(64, 256)
+    r = MXFP8Scaling()
+    exact = (
+        by_reference(x, "x", r, 1).dequantize().double()
+        @ by_reference(model[0].weight.detach(), "w", r, 1).dequantize().double().t()
+    )
+    torch.testing.assert_close(
+        model(x).detach().double(), exact, rtol=1e-5, atol=1e-5 * exact.abs().max().item()
+    )
+    assert has_bf16_units("cuda")
+
+
+def test_delayed_scaling_uses_yesterdays_scale():
+    model = linear({"name": "delayed", "amax_history_len": 1}, bias=False)
+    x = ranged(64, 256)
+    model(x).sum().backward()
+    model(x * 4).sum().backward()
+    scale = model[0].slots["x"].scale.item()
+    assert scale == pytest.approx(DelayedScaling().format("x").max / x.abs().amax().item(), rel=1e-6)
