@@ -26,7 +26,7 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
-	$(BIN)/uv pip install --quiet --python $(BIN)/python -c constraints.txt -e ".[stack,report,test]"
+	$(BIN)/uv pip install --quiet --python $(BIN)/python -c constraints.txt -e ".[stack,test]"
 	touch $@
 
 clean:

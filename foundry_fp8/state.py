@@ -111,7 +111,9 @@ class FP8State:
         Raises:
             RuntimeError: The state is of another recipe or another model, or damaged; nothing is changed then.
         """
-        way_out = "To start with fresh FP8 state on purpose, resume with `load_ignore_keys: [state/algorithms/FP8*]`."
+        way_out = (
+            "To start with fresh FP8 state on purpose, resume with `load_ignore_keys: [state/algorithms]`."
+        )
         missing = {"version", "recipe", "modules"} - set(state)
         if missing or state["version"] != _FORMAT_VERSION:
             raise RuntimeError(

@@ -1,0 +1,119 @@
+"""FP8 through LLM Foundry's own train entry, on one rank."""
+
+import pytest
+import torch
+
+from foundry_fp8.config import ConfigError
+from foundry_fp8.recipes import RECIPES
+from tests.integration.foundry_runs import MPT, config, llama, make_data, train
+
+pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("foundry")]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return make_data(tmp_path_factory.mktemp("foundry"))
+
+
+def weights(trainer):
+    return {name: p.detach().clone() for name, p in trainer.state.model.named_parameters()}
+
+
+def fp8(recipe, **options):
+    return {"fp8": {"recipe": recipe, **options}}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_resumed_run_ends_bit_exactly_like_an_uninterrupted_one(root, tmp_path, recipe):
+    whole = train(
+        config(
+            root, algorithms=fp8(recipe), save_folder=str(tmp_path), save_interval="2ba", save_overwrite=True
+        )
+    )
+    expected = weights(whole)
+    assert len(whole.state.algorithms[0].report.converted) == 8
+    resumed = train(config(root, algorithms=fp8(recipe), load_path=str(tmp_path / "ep0-ba2-rank0.pt")))
+    for name, value in weights(resumed).items():
+        assert torch.equal(value, expected[name]), name
+
+
+def test_checkpoints_go_from_high_precision_to_fp8_and_back(root, tmp_path):
+    still = {
+        "optimizer": {"name": "decoupled_adamw", "lr": 1e-30, "weight_decay": 0.0},
+        "scheduler": {"name": "constant_with_warmup", "t_warmup": "0ba"},
+    }
+    for first, second in ((None, fp8("delayed")), (fp8("delayed"), None)):
+        folder = tmp_path / ("to_fp8" if second else "from_fp8")
+        saved = train(
+            config(root, algorithms=first, save_folder=str(folder), save_interval="2ba", max_duration="2ba")
+        )
+        path = str(folder / "ep0-ba2-rank0.pt")
+        loaded = train(
+            config(
+                root, algorithms=second, load_path=path, load_weights_only=True, max_duration="1ba", **still
+            )
+        )
+        expected = weights(saved)
+        assert all(torch.equal(v, expected[n]) for n, v in weights(loaded).items())
+        resumed = train(config(root, algorithms=second, load_path=path, max_duration="3ba"))
+        assert resumed.state.timestamp.batch == 3
+
+
+def test_resuming_with_another_recipe_is_an_error_with_the_way_out(root, tmp_path):
+    train(config(root, save_folder=str(tmp_path), save_interval="2ba", max_duration="2ba"))
+    path = str(tmp_path / "ep0-ba2-rank0.pt")
+    with pytest.raises(RuntimeError, match="made by the recipe"):
+        train(config(root, algorithms=fp8("current"), load_path=path))
+    fresh = train(
+        config(root, algorithms=fp8("current"), load_path=path, load_ignore_keys=["state/algorithms"])
+    )
+    assert fresh.state.timestamp.batch == 4
+
+
+def test_a_hugging_face_llama_trains_in_fp8_and_learns(root):
+    losses = {}
+    for algorithms in (None, fp8("mxfp8")):
+        cfg = config(root, model=llama(root), algorithms=algorithms, max_duration="12ba")
+        trainer = train(cfg)
+        losses[bool(algorithms)] = trainer.state.total_loss_dict["loss/train/total"]
+        if algorithms:
+            report = trainer.state.algorithms[0].report
+            assert len(report.converted) == 14 and list(report.skipped) == ["model.lm_head"]
+            assert trainer.state.model.model.model.layers[0].mlp.gate_proj.ledger.flops["wgrad", "fp8"] > 0
+    assert losses[True] < 6.0  # ln(512) = 6.24
+    assert abs(losses[True] - losses[False]) / losses[False] < 0.02
+
+
+def test_activation_checkpointing_by_composer_changes_nothing(root):
+    plain = train(config(root, algorithms=fp8("delayed"), max_duration="3ba"))
+    model = dict(MPT, activation_checkpointing_target="mptblock")
+    checkpointed = train(config(root, model=model, algorithms=fp8("delayed"), max_duration="3ba"))
+    expected = weights(plain)
+    assert all(torch.equal(v, expected[n]) for n, v in weights(checkpointed).items())
+
+
+def test_composers_own_fp8_is_refused(root):
+    from composer.core import Precision
+
+    from foundry_fp8.algorithms.fp8 import FP8
+
+    class State:
+        precision = Precision.AMP_FP8
+
+    from composer.core import Event
+
+    with pytest.raises(ConfigError, match=r"precision: amp_fp8 .*Set precision: amp_bf16"):
+        FP8(recipe="current").apply(Event.INIT, State(), None)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"recipe": "delaid"}, "Did you mean 'delayed'"),
+        ({"recipe": "current", "exlude": []}, "Did you mean 'exclude'"),
+        ({"recipe": "current", "include": ["*.no_such"]}, "matches none of the model's 8 linear layers"),
+    ],
+)
+def test_a_bad_yaml_fails_before_training(root, options, message):
+    with pytest.raises(ConfigError, match=message):
+        train(config(root, algorithms={"fp8": options}))

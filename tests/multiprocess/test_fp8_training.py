@@ -1,0 +1,47 @@
+"""FP8 on two gloo ranks through the composer launcher: DDP and FSDP2."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integration.foundry_runs import make_data
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.xdist_group("multiprocess")]
+CASES = [f"{wrapper}-{recipe}" for wrapper in ("ddp", "fsdp2") for recipe in ("delayed", "mxfp8")]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    root = make_data(tmp_path_factory.mktemp("data"))
+    out = tmp_path_factory.mktemp("out")
+    worker = Path(__file__).with_name("run_fp8_training.py")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")]),
+    }
+    launcher = Path(sys.executable).with_name("composer")
+    run = subprocess.run(
+        [launcher, "-n", "2", str(worker), str(root), str(out)],
+        capture_output=True,
+        text=True,
+        timeout=540,
+        env=environment,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
+    return [json.loads((out / f"rank{r}.json").read_text()) for r in (0, 1)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_train_resume_and_load_back(results, case):
+    for rank in (0, 1):
+        found = results[rank][case]
+        assert "error" not in found, found["error"]
+        assert found["ran_fp8"]
+        assert found["scales_agree"]
+        assert found["resume_is_bit_exact"]
+        assert found["loads_into_high_precision"]
