@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import Literal
@@ -17,6 +18,8 @@ from foundry_fp8.recipes import Recipe
 from foundry_fp8.selection import block_index_of, check_patterns_match, matches, transformer_blocks
 
 __all__ = ["SurgeryReport", "SurgeryRow", "convert_linears"]
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 ROUTER_NAMES = ("gate", "router", "gating", "wg")
 """Last parts of the names that mixture-of-experts routers go by (Mixtral, Qwen-MoE, DBRX, Megablocks)."""
@@ -77,6 +80,25 @@ class SurgeryReport:
         for reason, count in Counter(self.skipped.values()).most_common():
             lines.append(f"  {count} in high precision: {reason}")
         return "\n".join(lines)
+
+    def table(self) -> str:
+        """Every linear in a table; layers that differ only in their block's number share a line."""
+        from io import StringIO
+
+        from rich.console import Console
+        from rich.table import Table
+
+        groups: dict[tuple[str, ...], list[SurgeryRow]] = {}
+        for row in self.rows:
+            shape = f"{row.out_features} x {row.in_features}"
+            groups.setdefault((_NUMBER.sub("*", row.name), shape, row.action, row.reason), []).append(row)
+        table = Table("linear", "out x in", "runs", title=f"FP8 conversion: {self.backend}")
+        for (name, shape, action, reason), rows in groups.items():
+            runs = reason if action == "converted" else f"high precision: {reason}"
+            table.add_row(_merged_name(name, rows), shape, runs)
+        out = StringIO()
+        Console(file=out, width=140).print(table)
+        return out.getvalue()
 
     def to_dict(self) -> dict[str, object]:
         """Plain values, for loggers."""
@@ -167,6 +189,16 @@ def convert_linears(
             f"Check {key}.include and {key}.exclude, or remove the algorithm."
         )
     return tuple(rows), converted
+
+
+def _merged_name(pattern: str, rows: Sequence[SurgeryRow]) -> str:
+    """``blocks.*.up`` of blocks 0, 1, 2 as ``blocks.{0-2}.up``; the number shown is the first one of the name."""
+    if len(rows) == 1 or "*" not in pattern:
+        return rows[0].name
+    numbers = sorted({int(_NUMBER.findall(row.name)[0]) for row in rows})
+    consecutive = numbers == list(range(numbers[0], numbers[-1] + 1))
+    said = f"{numbers[0]}-{numbers[-1]}" if consecutive else ",".join(map(str, numbers))
+    return pattern.replace("*", f"{{{said}}}", 1)
 
 
 def _kept_blocks(model: nn.Module, first: int, last: int, key: str) -> set[int]:

@@ -92,6 +92,43 @@ def test_activation_checkpointing_by_composer_changes_nothing(root):
     assert all(torch.equal(v, expected[n]) for n, v in weights(checkpointed).items())
 
 
+def test_a_compiled_run_equals_the_eager_one(root):
+    eager = train(config(root, algorithms=fp8("current"), max_duration="2ba"))
+    compiled = train(
+        config(root, algorithms=fp8("current"), max_duration="2ba", compile_config={"backend": "aot_eager"})
+    )
+    expected = weights(eager)
+    got = {name.replace("_orig_mod.", ""): value for name, value in weights(compiled).items()}
+    assert sorted(got) == sorted(expected)
+    for name, value in got.items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5)
+
+
+def test_the_hugging_face_checkpointer_exports_a_plain_model(root, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    callbacks = {
+        "hf_checkpointer": {"save_folder": str(tmp_path), "save_interval": "2ba", "precision": "float32"}
+    }
+    trainer = train(
+        config(root, model=llama(root), algorithms=fp8("delayed"), max_duration="2ba", callbacks=callbacks)
+    )
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "huggingface" / "ba2")
+    trained = dict(trainer.state.model.model.named_parameters())
+    found = dict(exported.named_parameters())
+    assert sorted(found) == sorted(trained)
+    assert all(torch.equal(found[name], trained[name]) for name in found)
+
+
+def test_evaluation_in_the_middle_of_training_leaves_no_trace(root):
+    without = train(config(root, algorithms=fp8("delayed")))
+    cfg = config(root, algorithms=fp8("delayed"), eval_interval="1ba", eval_subset_num_batches=2)
+    cfg["eval_loader"] = {**cfg["train_loader"], "drop_last": False}
+    with_eval = train(cfg)
+    expected = weights(without)
+    assert all(torch.equal(v, expected[n]) for n, v in weights(with_eval).items())
+
+
 def test_composers_own_fp8_is_refused(root):
     from composer.core import Precision
 

@@ -61,7 +61,7 @@ class FP8(Algorithm):
             )
         self.report = apply_fp8(state.model, device=state.device._device, **self.options)
         self._fp8_state = FP8State.of(state.model)
-        log.info("%s\n%s", self.report.chosen, self.report.summary())
+        log.info("%s\n%s\n%s", self.report.chosen, self.report.summary(), self.report.table())
         logger.log_hyperparameters({"fp8": self.report.to_dict()})
 
     def state_dict(self) -> dict[str, Any]:
