@@ -45,3 +45,4 @@ def test_two_ranks_train_resume_and_load_back(results, case):
         assert found["scales_agree"]
         assert found["resume_is_bit_exact"]
         assert found["loads_into_high_precision"]
+        assert found.get("high_precision_loads_into_fp8", True)
