@@ -1,0 +1,209 @@
+"""The Transformer Engine backend: a real ``te.Linear`` computes for each converted linear, which keeps the parameters."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from foundry_fp8.backends.base import Availability, Backend, compute_dtype
+from foundry_fp8.backends.emulated.quantizers import quantize_operand
+from foundry_fp8.backends.transformer_engine.delayed import bind_slots, keep_out_of_global_buffers
+from foundry_fp8.backends.transformer_engine.library import ImportProblem, Library, load_library
+from foundry_fp8.backends.transformer_engine.recipes import make_te_recipe
+from foundry_fp8.backends.transformer_engine.requirements import machine_of, requirement
+from foundry_fp8.backends.transformer_engine.wgrad import with_high_precision_wgrad
+from foundry_fp8.recipes import BlockScaling, Operand, Recipe
+
+if TYPE_CHECKING:
+    from foundry_fp8.modules.linear import FP8Linear
+
+__all__ = ["TransformerEngineBackend"]
+
+log = logging.getLogger(__name__)
+
+_ATTRIBUTE = "_te_modules"
+
+
+class TransformerEngineBackend(Backend):
+    """Runs FP8 linears through Transformer Engine 2.4 and later.
+
+    The TE modules have no parameters and are no submodules: they hang in the converted linear's ``__dict__``, and see its
+    weight and bias during a forward only. So the model's parameters, their names and its ``state_dict`` are those of the
+    unconverted model (TE's ``_extra_state`` never appears), FSDP shards what it knows, and deferred initialisation is the
+    linear's own.
+    """
+
+    name: ClassVar[str] = "transformer_engine"
+
+    def availability(self, recipe: Recipe, device: torch.device) -> Availability:
+        """Checks the device, the installation, TE's own rules, and the limits that TE does not check."""
+        if device.type != "cuda" or torch.version.hip is not None:
+            return Availability(
+                False,
+                "Transformer Engine runs on NVIDIA GPUs alone",
+                "Set backend: emulated to check numerics on this device.",
+            )
+        if not torch.cuda.is_available():
+            return Availability(
+                False, "torch sees no NVIDIA GPU", "Check the driver, CUDA_VISIBLE_DEVICES and torch's build."
+            )
+        library = load_library()
+        if isinstance(library, ImportProblem):
+            return Availability(False, library.reason, library.remedy)
+        found = requirement(recipe, machine_of(device, library.version))
+        if not found.ok:
+            return found
+        refusal = library.refusal(recipe.name)
+        if refusal is not None:
+            return Availability(False, f"Transformer Engine {library.version} refuses: {refusal}")
+        return found
+
+    def shape_reason(self, recipe: Recipe, linear: nn.Linear) -> str | None:
+        """As everywhere, and whole 128-blocks for block scaling, whose ragged edges TE documents as unsupported."""
+        if isinstance(recipe, BlockScaling):
+            for label, size in (("in_features", linear.in_features), ("out_features", linear.out_features)):
+                if size % recipe.block_size:
+                    return (
+                        f"{label}={size} is not a multiple of {recipe.block_size}, which block scaling needs on "
+                        "Transformer Engine"
+                    )
+        return super().shape_reason(recipe, linear)
+
+    def attach(self, module: FP8Linear) -> None:
+        """Make the TE module of the configured recipe, so that what cannot be made fails at conversion."""
+        module.__dict__[_ATTRIBUTE] = {}
+        te_module_of(module, module.configured_recipe)
+
+    def forward_context(self, recipe: Recipe) -> AbstractContextManager[Any]:
+        """One autocast around the model's forward; layers enter their own only where it is not theirs."""
+        return library().autocast(te_recipe_of(recipe))
+
+    @torch.compiler.disable
+    def linear(self, module: FP8Linear, x: Tensor) -> Tensor:
+        """See :meth:`Backend.linear`. Tokens that do not fill the GEMM's tile are padded with zeros, which is exact."""
+        dtype = compute_dtype(x)
+        recipe = module.recipe
+        assert recipe is not None
+        if x.numel() == 0:
+            bias = None if module.bias is None else module.bias.to(dtype)
+            return F.linear(x.to(dtype), module.weight.to(dtype), bias)
+        x2d = x.to(dtype).reshape(-1, x.shape[-1])
+        tokens = len(x2d)
+        missing = -tokens % recipe.token_multiple
+        if missing:
+            _warn_padding(module.fqn, tokens, recipe.token_multiple)
+            x2d = F.pad(x2d, (0, 0, 0, missing))
+
+        weight = module.weight
+        high_precision_wgrad = module.wgrad == "high_precision"
+        te_weight = weight.detach() if high_precision_wgrad else weight
+        te_module = te_module_of(module, recipe)
+        with self._recipe_context(recipe):
+            if module.slots is not None and recipe == module.configured_recipe:
+                record = module.training and torch.is_grad_enabled()
+                bind_slots(te_module, module.slots, record=record)
+            if module.probe is not None:
+                _probe(module, x2d[:tokens])
+            y = _call(te_module, x2d, weight=te_weight, bias=module.bias)
+        if high_precision_wgrad:
+            y = with_high_precision_wgrad(y, x2d, weight)
+        if missing:
+            y = y[:tokens]
+        if module.probe is not None and y.requires_grad:
+            y.register_hook(functools.partial(_probe_dy, module))
+        return y.view(*x.shape[:-1], module.out_features)
+
+    def _recipe_context(self, recipe: Recipe) -> AbstractContextManager[Any]:
+        """The layer's own autocast, unless the model's is the one: a recompute, or a recipe changed at run time."""
+        te_recipe = te_recipe_of(recipe)
+        return nullcontext() if library().is_running(te_recipe) else library().autocast(te_recipe)
+
+
+def library() -> Library:
+    """Transformer Engine.
+
+    Raises:
+        RuntimeError: It cannot be imported, with the reason and the remedy.
+    """
+    found = load_library()
+    if isinstance(found, ImportProblem):
+        raise RuntimeError(f"{found.reason}. {found.remedy}")
+    return found
+
+
+@functools.lru_cache(maxsize=32)
+def te_recipe_of(recipe: Recipe) -> Any:
+    """TE's recipe for ours; the same object every time, by which TE's state is recognised."""
+    return make_te_recipe(recipe, library())
+
+
+def te_module_of(module: FP8Linear, recipe: Recipe) -> Any:
+    """The parameterless ``te.Linear`` that computes ``module`` under ``recipe``.
+
+    One a recipe: TE keeps the quantisers of the recipe that a module saw first when another of the same class comes
+    (TE issue 3157).
+    """
+    made = module.__dict__[_ATTRIBUTE]
+    if recipe not in made:
+        te_module = library().te.Linear(
+            module.in_features,
+            module.out_features,
+            bias=module.bias is not None,
+            params_dtype=torch.bfloat16,
+            device="meta",
+        )
+        te_module._parameters.clear()
+        keep_out_of_global_buffers(te_module, library())
+        made[recipe] = te_module
+    return made[recipe]
+
+
+def _call(te_module: Any, x: Tensor, **tensors: Tensor | None) -> Tensor:
+    """Run a TE module on ``x`` with ``tensors`` standing for its parameters.
+
+    They are set past ``nn.Module``, because under FSDP a parameter may be a plain tensor during the forward, and removed
+    after it, so that nothing keeps an unsharded weight alive.
+    """
+    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    te_module.__dict__.update(given)
+    try:
+        return te_module(x)
+    finally:
+        for name in given:
+            del te_module.__dict__[name]
+
+
+@functools.lru_cache(maxsize=1024)
+def _warn_padding(fqn: str, tokens: int, multiple: int) -> None:
+    log.warning(
+        "%s: %d tokens are padded to a multiple of %d, which costs a copy of its input. "
+        "Batch x sequence lengths that are multiples run faster.",
+        fqn,
+        tokens,
+        multiple,
+    )
+
+
+def _probe(module: FP8Linear, x: Tensor) -> None:
+    _probe_operand(module, x.detach(), "x")
+    _probe_operand(module, module.weight.detach().to(x.dtype), "w")
+
+
+def _probe_dy(module: FP8Linear, dy: Tensor) -> None:
+    _probe_operand(module, dy, "dy")
+
+
+def _probe_operand(module: FP8Linear, tensor: Tensor, operand: Operand) -> None:
+    """TE does not hand out what it quantised; the reference gives the same bytes from the same scale."""
+    if module.probe is None or module.recipe is None:
+        return
+    slot = None if module.slots is None else module.slots[operand]
+    module.probe(
+        operand, tensor, quantize_operand(tensor, operand, module.recipe, along=1, slot=slot, record=False)
+    )

@@ -1,0 +1,76 @@
+"""Our recipes as Transformer Engine's.
+
+TE's recipes are pydantic dataclasses that drop unknown fields in silence, take some defaults from environment variables
+when they are imported, and ignore two of their own: ``use_power_2_scales`` (current) and ``use_f32_scales`` (block) drive
+class attributes that were frozen at import. So every field is checked to exist, every default is given, and the
+quantisation parameters are set on the instance, where TE's modules read them.
+
+Source: TE 2.4, 2.8 and 2.20, ``common/recipe/__init__.py`` and ``pytorch/module/linear.py``
+(``_customize_quantizers_float8_current_scaling``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from foundry_fp8.backends.transformer_engine.library import Library
+from foundry_fp8.recipes import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling, Recipe
+
+__all__ = ["make_te_recipe"]
+
+_CLASSES: dict[type[Recipe], str] = {
+    DelayedScaling: "DelayedScaling",
+    CurrentScaling: "Float8CurrentScaling",
+    BlockScaling: "Float8BlockScaling",
+    MXFP8Scaling: "MXFP8BlockScaling",
+}
+_QPARAMS = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
+_OPTIONAL = {"backward_override": None, "enable_2d_quantization": False}
+"""Fields of newer releases, given so that no environment variable decides them."""
+
+
+def make_te_recipe(recipe: Recipe, library: Library) -> Any:
+    """TE's recipe for ``recipe``.
+
+    For delayed scaling TE is given a history of one entry: the histories, the scales and their update are
+    :class:`~foundry_fp8.delayed_scaling.DelayedScalingState`'s, and TE's own stay unused.
+
+    Raises:
+        RuntimeError: The installed release lacks the recipe, or a field that it needs.
+    """
+    name = _CLASSES[type(recipe)]
+    cls = getattr(library.recipe, name, None)
+    if cls is None:
+        raise RuntimeError(
+            f"Transformer Engine {library.version} has no recipe {name}. Install 2.4 or later, or use another recipe."
+        )
+    formats = {"hybrid": library.recipe.Format.HYBRID, "e4m3": library.recipe.Format.E4M3}
+    fields: dict[str, Any] = {"fp8_format": formats[recipe.fp8_format]}
+    if isinstance(recipe, DelayedScaling):
+        fields |= {
+            "margin": recipe.margin,
+            "amax_history_len": 1,
+            "amax_compute_algo": recipe.amax_compute_algo,
+            "reduce_amax": False,
+        }
+    known = {field.name for field in dataclasses.fields(cls)}
+    unknown = sorted(set(fields) - known)
+    if unknown:
+        raise RuntimeError(
+            f"Transformer Engine {library.version}'s {name} has no field {', '.join(unknown)}, which foundry_fp8 sets. "
+            "Install a release from 2.4 to 2.20, or adapt backends/transformer_engine/recipes.py."
+        )
+    made = cls(**fields, **{field: value for field, value in _OPTIONAL.items() if field in known})
+
+    if isinstance(recipe, CurrentScaling | BlockScaling):
+        missing = [attribute for attribute in _QPARAMS if not hasattr(made, attribute)]
+        if missing:
+            raise RuntimeError(
+                f"Transformer Engine {library.version}'s {name} has no {missing[0]}, through which power_2_scales is set. "
+                "Install a release from 2.4 to 2.20, or adapt backends/transformer_engine/recipes.py."
+            )
+        for attribute in _QPARAMS:
+            old = getattr(made, attribute)
+            setattr(made, attribute, dataclasses.replace(old, power_2_scale=recipe.power_2_scales))
+    return made

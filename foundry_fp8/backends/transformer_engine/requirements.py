@@ -1,0 +1,128 @@
+"""What Transformer Engine needs of a machine for each recipe, as rules over plain facts.
+
+Source: TE 2.20 ``pytorch/quantization.py`` (``_compute_*_support``), ``common/gemm/cublaslt_gemm.cu``; before 2.9
+``pytorch/fp8.py``. Versions are compared as tuples: TE reads ``torch.version.cuda`` as a float, where 12.10 is below 12.9.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+
+import torch
+
+from foundry_fp8.backends.base import Availability
+from foundry_fp8.backends.transformer_engine.library import release
+from foundry_fp8.recipes import BlockScaling, MXFP8Scaling, Recipe
+
+__all__ = ["Machine", "cublas_version", "machine_of", "requirement"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Machine:
+    """The facts that the rules read."""
+
+    capability: tuple[int, int]
+    """Compute capability of the GPU."""
+    cuda: tuple[int, ...]
+    """CUDA that torch was built with; empty for a build without."""
+    cublas: tuple[int, ...]
+    """cuBLASLt that is loaded; empty if unknown."""
+    te: tuple[int, ...]
+    """Transformer Engine."""
+
+
+def machine_of(device: torch.device, te_version: str) -> Machine:
+    """The facts of a CUDA device."""
+    return Machine(
+        capability=torch.cuda.get_device_capability(device),
+        cuda=release(torch.version.cuda or ""),
+        cublas=cublas_version() or (),
+        te=release(te_version),
+    )
+
+
+def requirement(recipe: Recipe, machine: Machine) -> Availability:
+    """Whether ``machine`` can run ``recipe`` through Transformer Engine; if not, why and what would."""
+    major, minor = machine.capability
+    gpu = f"the GPU has compute capability {major}.{minor}"
+    if isinstance(recipe, MXFP8Scaling):
+        if not (10, 0) <= machine.capability < (12, 0):
+            return Availability(
+                False,
+                f"{gpu}, and Transformer Engine runs mxfp8 on 10.x and 11.x alone",
+                "Use a Blackwell data center GPU, or the current recipe (8.9 and later).",
+            )
+        return _at_least(machine, cuda=(12, 8), cublas=(12, 8), what="mxfp8")
+    if isinstance(recipe, BlockScaling):
+        if machine.capability < (9, 0):
+            return Availability(
+                False,
+                f"{gpu}, and block scaling needs 9.0 or later",
+                "Use a Hopper GPU or later, or the current recipe (8.9 and later).",
+            )
+        if machine.capability >= (10, 0) and machine.te < (2, 9):
+            return Availability(
+                False,
+                f"{gpu}, and Transformer Engine {_dotted(machine.te)} runs block scaling on 9.0 alone",
+                "Install Transformer Engine 2.9 or later, or use mxfp8.",
+            )
+        if machine.capability >= (12, 0):
+            return Availability(
+                False,
+                f"{gpu}, and Transformer Engine's block scaling does not work on 12.x",
+                "Use the current recipe.",
+            )
+        if machine.capability >= (10, 0) and not recipe.power_2_scales:
+            return Availability(
+                False,
+                f"{gpu}, where block scaling is computed with E8M0 scales, and the recipe says power_2_scales: false",
+                "Set recipe.block.power_2_scales: true, or use a Hopper GPU.",
+            )
+        return _at_least(machine, cuda=(12, 9), cublas=(12, 9), what="block scaling")
+    if machine.capability < (8, 9):
+        return Availability(
+            False,
+            f"{gpu}, and FP8 needs 8.9 or later",
+            "Use an Ada, Hopper or Blackwell GPU, or check numerics with backend: emulated.",
+        )
+    if machine.capability < (9, 0):
+        return _at_least(machine, cuda=(12, 1), cublas=(12, 1, 3), what="FP8 on compute capability 8.9")
+    return Availability(True)
+
+
+def _at_least(machine: Machine, *, cuda: tuple[int, ...], cublas: tuple[int, ...], what: str) -> Availability:
+    remedy = "On torch 2.7.0 (CUDA 12.6) only the delayed and current recipes run; see the README's modern stack."
+    if machine.cuda < cuda:
+        return Availability(
+            False,
+            f"torch was built with CUDA {_dotted(machine.cuda) or 'none'}, and {what} needs {_dotted(cuda)}",
+            f"Install a torch built with CUDA {_dotted(cuda)} or later (torch 2.8 and later offer one). {remedy}",
+        )
+    if machine.cublas and machine.cublas < cublas:
+        return Availability(
+            False,
+            f"cuBLAS {_dotted(machine.cublas)} is loaded, and {what} needs {_dotted(cublas)}",
+            f"Install a newer cuBLAS (it comes with a newer torch). {remedy}",
+        )
+    return Availability(True)
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
+
+
+@functools.lru_cache(maxsize=1)
+def cublas_version() -> tuple[int, ...] | None:
+    """The version of the cuBLASLt library that torch loads, or ``None`` if there is none. Needs no GPU."""
+    major = (torch.version.cuda or "").split(".")[0]
+    if not major:
+        return None
+    try:
+        number = ctypes.CDLL(f"libcublasLt.so.{major}").cublasLtGetVersion
+    except (OSError, AttributeError):
+        return None
+    number.restype = ctypes.c_size_t
+    packed = int(number())  # 120604 is 12.6.4
+    return packed // 10000, packed // 100 % 100, packed % 100
