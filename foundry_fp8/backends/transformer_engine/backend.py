@@ -104,6 +104,7 @@ class TransformerEngineBackend(Backend):
         high_precision_wgrad = module.wgrad == "high_precision"
         te_weight = weight.detach() if high_precision_wgrad else weight
         te_module = te_module_of(module, recipe)
+        _tell_about_fsdp2(te_module, module)
         with self._recipe_context(recipe):
             if module.slots is not None and recipe == module.configured_recipe:
                 record = module.training and torch.is_grad_enabled()
@@ -167,16 +168,31 @@ def te_module_of(module: FP8Linear, recipe: Recipe) -> Any:
 def _call(te_module: Any, x: Tensor, **tensors: Tensor | None) -> Tensor:
     """Run a TE module on ``x`` with ``tensors`` standing for its parameters.
 
-    They are set past ``nn.Module``, because under FSDP a parameter may be a plain tensor during the forward, and removed
-    after it, so that nothing keeps an unsharded weight alive.
+    They are set past ``nn.Module``'s checks, because under FSDP a parameter may be a plain tensor during the forward, and
+    removed after it, so that nothing keeps an unsharded weight alive.
     """
-    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    te_module.__dict__.update(given)
+    te_module._parameters.update({name: tensor for name, tensor in tensors.items() if tensor is not None})
     try:
         return te_module(x)
     finally:
-        for name in given:
-            del te_module.__dict__[name]
+        te_module._parameters.clear()
+
+
+def _tell_about_fsdp2(te_module: Any, module: FP8Linear) -> None:
+    """From 2.16 on, TE frees FP8 weights between forward and backward under FSDP2 (its issue 2681).
+
+    It looks for the TE module in the wrapped model, where ours is not; the converted linear is.
+    """
+    if "_is_fsdp2" in te_module.__dict__ or not hasattr(type(te_module), "is_fsdp2"):
+        return
+    from transformer_engine.pytorch.distributed import _get_module_fsdp_state
+
+    try:
+        _get_module_fsdp_state(module)
+        te_module._is_fsdp2 = True
+    except RuntimeError:  # its answer for a module that FSDP2 does not know
+        te_module._is_fsdp2 = False
+    module.__dict__.pop("_te_cached_parent_fsdp_state", None)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -192,7 +208,7 @@ def _warn_padding(fqn: str, tokens: int, multiple: int) -> None:
 
 def _probe(module: FP8Linear, x: Tensor) -> None:
     _probe_operand(module, x.detach(), "x")
-    _probe_operand(module, module.weight.detach().to(x.dtype), "w")
+    _probe_operand(module, module.weight.detach(), "w")
 
 
 def _probe_dy(module: FP8Linear, dy: Tensor) -> None:

@@ -1,0 +1,34 @@
+"""A pytest plugin that loads Transformer Engine's Python from TE_WHEEL before anything else imports it."""
+
+import os
+import sys
+
+import pytest
+import te_on_cpu
+import torch
+
+_TE = te_on_cpu.load(os.environ["TE_WHEEL"])
+
+from foundry_fp8.backends.base import Availability
+from foundry_fp8.backends.transformer_engine import TransformerEngineBackend
+
+# The rules for machines have tests of their own; here every recipe has to pass them on a machine without a GPU.
+TransformerEngineBackend.availability = lambda self, recipe, device: Availability(True)
+
+
+@pytest.fixture
+def te():
+    return _TE
+
+
+@pytest.fixture
+def casts():
+    """What the extension was asked to cast since: quantiser class, dtype, scale."""
+    log = sys.modules["transformer_engine_torch"].casts
+    log.clear()
+    return log
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
