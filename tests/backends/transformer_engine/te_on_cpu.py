@@ -7,7 +7,7 @@ mocks. `load` changes the process for good (torch.cuda answers as a GPU), so tes
 
 import contextlib
 import enum
-import importlib
+import importlib.util
 import os
 import re
 import sys
@@ -100,7 +100,7 @@ class _OnCpu(TorchFunctionMode):
 class _Mock(types.ModuleType):
     """A module in which every name is a mock."""
 
-    __path__: list = []
+    __path__ = ()
 
     def __getattr__(self, name):
         if name.startswith("__"):
