@@ -1,0 +1,90 @@
+"""``foundry-fp8 doctor``: what this machine can run, and what would make it run the rest."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console, Group
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from foundry_fp8.doctor import collect
+
+__all__ = ["doctor", "render"]
+
+_ORDER = ("transformer_engine", "native", "emulated", "auto")
+
+
+def doctor(
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the facts as JSON instead of tables.")
+    ] = False,
+) -> None:
+    """Show what this machine and its installed stack can run: each recipe on each backend, or the reason why not."""
+    found = collect()
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+    else:
+        Console().print(render(found))
+
+
+def render(found: dict[str, Any]) -> Group:
+    """The tables of what :func:`foundry_fp8.doctor.collect` found."""
+    parts: list[Any] = [_stack(found)]
+    for device in found["devices"]:
+        entries = [entry for entry in found["support"] if entry["device"] == device["device"]]
+        parts += [Text(), _recipes(device, entries), Text(), *_notes(entries)]
+    return Group(*parts)
+
+
+def _stack(found: dict[str, Any]) -> Table:
+    table = Table(title="Stack", title_justify="left", show_header=False)
+    for device in found["devices"]:
+        name = device["name"] if device["count"] == 1 else f"{device['count']} x {device['name']}"
+        if device["capability"] is None:
+            name += " (no NVIDIA GPU)"
+        else:
+            name += f", compute capability {device['capability']}, {device['memory_gib']} GiB"
+        table.add_row("device", escape(name))
+    for key, value in found["platform"].items():
+        table.add_row(key, escape(value) if value else "[dim]none[/dim]")
+    te = found["transformer_engine"]
+    state = (
+        te["version"] if te["ok"] else f"[yellow]no[/yellow]: {escape(te['reason'])}. {escape(te['remedy'])}"
+    )
+    table.add_row("transformer_engine", state)
+    return table
+
+
+def _recipes(device: dict[str, Any], entries: list[dict[str, Any]]) -> Table:
+    table = Table(title=f"Recipes by backend on {device['device']}", title_justify="left")
+    table.add_column("recipe")
+    for backend in _ORDER:
+        table.add_column(backend, no_wrap=True)
+    for recipe in dict.fromkeys(entry["recipe"] for entry in entries):
+        cells = {entry["backend"]: entry for entry in entries if entry["recipe"] == recipe}
+        table.add_row(recipe, *(_cell(cells[backend]) for backend in _ORDER))
+    return table
+
+
+def _cell(entry: dict[str, Any]) -> str:
+    if not entry["ok"]:
+        return "[red]no[/red]"
+    return f"[green]{entry.get('chosen', 'yes')}[/green]"
+
+
+def _notes(entries: list[dict[str, Any]]) -> list[Text]:
+    """Each reason once, with the recipes it stands for."""
+    reasons: dict[tuple[str, str, str], list[str]] = {}
+    for entry in entries:
+        if not entry["ok"] and entry["backend"] != "auto":
+            reasons.setdefault((entry["backend"], entry["reason"], entry["remedy"]), []).append(
+                entry["recipe"]
+            )
+    return [
+        Text.assemble((f"{backend}, {', '.join(recipes)}: ", "bold"), f"{reason}. {remedy}".strip())
+        for (backend, reason, remedy), recipes in reasons.items()
+    ]

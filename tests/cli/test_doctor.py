@@ -1,0 +1,65 @@
+import json
+
+import pytest
+
+pytest.importorskip("rich")
+typer = pytest.importorskip("typer")
+
+from rich.console import Console
+from typer.testing import CliRunner
+
+from foundry_fp8.cli.doctor import doctor, render
+
+
+@pytest.fixture
+def app():
+    app = typer.Typer()
+    app.command()(doctor)
+    return app
+
+
+def test_tables_name_every_recipe_and_print_each_reason_once(app):
+    found = json.loads(CliRunner().invoke(app, ["--json"]).stdout)
+    console = Console(width=200, record=True, file=open("/dev/null", "w"))
+    console.print(render(found))
+    text = console.export_text()
+    for entry in found["support"]:
+        assert entry["recipe"] in text
+        if not entry["ok"] and entry["backend"] != "auto":
+            assert text.count(f"{entry['reason']}. {entry['remedy']}") == 1
+    for device in found["devices"]:
+        assert device["name"] in text
+
+
+def test_command_succeeds(app):
+    result = CliRunner().invoke(app, [])
+    assert result.exit_code == 0 and "transformer_engine" in result.stdout
+
+
+def test_square_brackets_in_a_reason_are_text_not_markup():
+    found = {
+        "platform": {"torch": "2.7.0"},
+        "devices": [
+            {"device": "cpu", "name": "[bold]cpu", "count": 1, "capability": None, "memory_gib": None}
+        ],
+        "transformer_engine": {
+            "version": None,
+            "ok": False,
+            "reason": "drivers ([])",
+            "remedy": 'pip install "x[pytorch]"',
+        },
+        "support": [],
+    }
+    console = Console(width=200, record=True, file=open("/dev/null", "w"))
+    console.print(render({**found, "support": _all_no(found)}))
+    text = console.export_text()
+    assert "[bold]cpu" in text and "drivers ([])" in text and "x[pytorch]" in text
+
+
+def _all_no(found):
+    reason = {"reason": "because [this]", "remedy": ""}
+    backends = ("transformer_engine", "native", "emulated", "auto")
+    return [
+        {"device": "cpu", "recipe": "delayed", "backend": backend, "ok": False, **reason}
+        for backend in backends
+    ]
