@@ -7,10 +7,10 @@ import pytest
 import te_on_cpu
 import torch
 
-_TE = te_on_cpu.load(os.environ["TE_WHEEL"])
-
 from foundry_fp8.backends.base import Availability
 from foundry_fp8.backends.transformer_engine import TransformerEngineBackend
+
+_TE = te_on_cpu.load(os.environ["TE_WHEEL"])
 
 # The rules for machines have tests of their own; here every recipe has to pass them on a machine without a GPU.
 TransformerEngineBackend.availability = lambda self, recipe, device: Availability(True)
