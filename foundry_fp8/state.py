@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from foundry_fp8.backends.base import Backend
+from foundry_fp8.compat.autograd import inside_backward
 from foundry_fp8.delayed_scaling import DelayedScalingState
 from foundry_fp8.modules.linear import OPERANDS, FP8Linear
 from foundry_fp8.recipes import DelayedScaling, Recipe
@@ -72,7 +73,8 @@ class FP8State:
     def _before_forward(self, model: nn.Module, args: Any) -> None:
         if self.delayed is not None:
             self.delayed.to(next(iter(self.modules.values())).weight.device)
-        if model.training and torch.is_grad_enabled():
+        # A recompute of the root itself belongs to the pass that is running.
+        if model.training and torch.is_grad_enabled() and not inside_backward():
             self.update()
             self._pending = True
         if any(module.runs_fp8 for module in self.modules.values()):

@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections import Counter
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -35,6 +35,8 @@ class SurgeryRow:
     """Why it was skipped; for a converted one, what it became."""
     in_features: int = 0
     out_features: int = 0
+    fused_with: str = ""
+    """The norm that is computed in its kernel, if any."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,6 +79,9 @@ class SurgeryReport:
             f"{len(self.converted)} of {len(self.rows)} linear layers ({self.converted_share:.1%} of their weights) run "
             f"the {self.recipe.name} recipe on the {self.backend} backend."
         ]
+        fused = sum(1 for row in self.rows if row.fused_with)
+        if fused:
+            lines.append(f"  {fused} of them compute the norm before them in the same kernel.")
         for reason, count in Counter(self.skipped.values()).most_common():
             lines.append(f"  {count} in high precision: {reason}")
         return "\n".join(lines)
@@ -170,7 +175,7 @@ def convert_linears(
             reason = "it is in a block that keep_first_blocks or keep_last_blocks leaves in high precision"
         if reason is None:
             reason = backend.shape_reason(recipe, linear)
-        size = {"in_features": linear.in_features, "out_features": linear.out_features}
+        size: dict[str, Any] = {"in_features": linear.in_features, "out_features": linear.out_features}
         if reason is not None:
             rows.append(SurgeryRow(name=name, action="skipped", reason=reason, **size))
             continue

@@ -27,7 +27,7 @@ from foundry_fp8.recipes import Operand, Recipe
 if TYPE_CHECKING:
     from foundry_fp8.modules.linear import FP8Linear
 
-__all__ = ["Availability", "Backend", "Probe", "Slots", "compute_dtype"]
+__all__ = ["Availability", "Backend", "Fusion", "Probe", "Slots", "compute_dtype"]
 
 Probe = Callable[[Operand, Tensor, Quantized], None]
 """Called with each operand that a linear quantises: its name, the hp tensor ``[R, C]``, and the result."""
@@ -42,6 +42,15 @@ class Availability:
     ok: bool
     reason: str = ""
     remedy: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Fusion:
+    """What became of a norm that a linear reads: computed in the linear's kernel, or not."""
+
+    norm: str
+    refused: str | None = None
+    """Why it was left alone; ``None`` if it is fused."""
 
 
 class Backend(abc.ABC):
@@ -75,6 +84,13 @@ class Backend(abc.ABC):
 
     def attach(self, module: FP8Linear) -> None:  # noqa: B027
         """Prepare per-module state once, when ``module`` is made."""
+
+    def fuse(self, model: nn.Module, converted: Mapping[str, FP8Linear]) -> dict[str, Fusion]:
+        """Compute norms in the kernels of the linears that read them, in place; by the linear's name what became of it.
+
+        Parameters keep their identity and names. A backend that fuses nothing returns nothing.
+        """
+        return {}
 
     def forward_context(self, recipe: Recipe) -> AbstractContextManager[None]:
         """Entered around every forward of the whole model."""

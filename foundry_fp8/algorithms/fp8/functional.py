@@ -9,12 +9,12 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from foundry_fp8.backends import BACKENDS, choose_backend
+from foundry_fp8.backends import BACKENDS, Backend, choose_backend
 from foundry_fp8.config import ConfigError, check_choice, check_integer, check_patterns, from_mapping
 from foundry_fp8.modules.linear import FP8Linear
 from foundry_fp8.recipes import RECIPES, Recipe, parse_recipe
 from foundry_fp8.state import FP8State
-from foundry_fp8.surgery import SurgeryReport, convert_linears
+from foundry_fp8.surgery import SurgeryReport, SurgeryRow, convert_linears
 
 __all__ = ["FP8Config", "apply_fp8", "resolve_recipe"]
 
@@ -44,6 +44,9 @@ class FP8Config:
     """What the weight gradient's GEMM runs in."""
     evaluate: Literal["fp8", "high_precision"] = "high_precision"
     """What evaluation runs in."""
+    fuse: bool = False
+    """Compute the norm before a linear in the linear's own kernel, where that is the same arithmetic. Transformer Engine
+    only."""
 
     def __post_init__(self) -> None:
         if self.recipe != "auto":
@@ -57,6 +60,13 @@ class FP8Config:
         check_integer(f"{KEY}.keep_last_blocks", self.keep_last_blocks)
         check_choice(f"{KEY}.wgrad", self.wgrad, ("fp8", "high_precision"))
         check_choice(f"{KEY}.evaluate", self.evaluate, ("high_precision", "fp8"))
+        if not isinstance(self.fuse, bool):
+            raise ConfigError(f"{KEY}.fuse: {self.fuse!r} is not true or false.")
+        if self.fuse and self.wgrad == "high_precision":
+            raise ConfigError(
+                f"{KEY}.fuse: true keeps no high-precision input, from which {KEY}.wgrad: high_precision computes. "
+                "Remove one of them."
+            )
 
 
 def resolve_recipe(recipe: str | Mapping[str, Any] | Recipe, device: torch.device) -> Recipe:
@@ -117,8 +127,38 @@ def apply_fp8(model: nn.Module, *, device: torch.device | str | None = None, **o
         evaluate=config.evaluate,
         key=KEY,
     )
+    if config.fuse:
+        rows = _fuse(model, rows, converted, backend)
     FP8State(model, converted, recipe, backend)
     return SurgeryReport(rows=rows, recipe=recipe, backend=backend.name, chosen=chosen)
+
+
+def _fuse(
+    model: nn.Module, rows: tuple[SurgeryRow, ...], converted: Mapping[str, FP8Linear], backend: Backend
+) -> tuple[SurgeryRow, ...]:
+    """Fuse norms into the linears that read them; the rows with what became of it."""
+    outcome = backend.fuse(model, converted)
+    if all(fusion.refused for fusion in outcome.values()):
+        if backend.name != "transformer_engine":
+            why = f"the {backend.name} backend fuses nothing; transformer_engine does"
+        else:
+            why = "; ".join(sorted({f.refused for f in outcome.values() if f.refused}))
+            why = why or "no norm is known to feed exactly one converted linear (MPT blocks have such)"
+        raise ConfigError(f"{KEY}.fuse: nothing can be fused: {why}. Set it to false.")
+
+    def noted(row: SurgeryRow) -> SurgeryRow:
+        fusion = outcome.get(row.name)
+        if fusion is None:
+            return row
+        if fusion.refused:
+            return dataclasses.replace(
+                row, reason=f"{row.reason}, not fused with {fusion.norm}: {fusion.refused}"
+            )
+        return dataclasses.replace(
+            row, reason=f"{row.reason}, fused with {fusion.norm}", fused_with=fusion.norm
+        )
+
+    return tuple(noted(row) for row in rows)
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -11,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from foundry_fp8.backends.base import Availability, Backend, compute_dtype
+from foundry_fp8.backends.base import Availability, Backend, Fusion, compute_dtype
 from foundry_fp8.backends.emulated.quantizers import quantize_operand
 from foundry_fp8.backends.transformer_engine.delayed import bind_slots, keep_out_of_global_buffers
+from foundry_fp8.backends.transformer_engine.fusion import DeferredNorm, deferred_norm_of, fuse_norms
 from foundry_fp8.backends.transformer_engine.library import ImportProblem, Library, load_library
 from foundry_fp8.backends.transformer_engine.recipes import make_te_recipe
 from foundry_fp8.backends.transformer_engine.requirements import machine_of, requirement
@@ -80,6 +82,10 @@ class TransformerEngineBackend(Backend):
         module.__dict__[_ATTRIBUTE] = {}
         te_module_of(module, module.configured_recipe)
 
+    def fuse(self, model: nn.Module, converted: Mapping[str, FP8Linear]) -> dict[str, Fusion]:
+        """See :mod:`.fusion`."""
+        return fuse_norms(model, converted)
+
     def forward_context(self, recipe: Recipe) -> AbstractContextManager[Any]:
         """One autocast around the model's forward; layers enter their own only where it is not theirs."""
         return library().autocast(te_recipe_of(recipe))
@@ -103,15 +109,17 @@ class TransformerEngineBackend(Backend):
         weight = module.weight
         high_precision_wgrad = module.wgrad == "high_precision"
         te_weight = weight.detach() if high_precision_wgrad else weight
-        te_module = te_module_of(module, recipe)
+        norm = deferred_norm_of(module)
+        te_module = te_module_of(module, recipe, norm)
         _tell_about_fsdp2(te_module, module)
         with self._recipe_context(recipe):
             if module.slots is not None and recipe == module.configured_recipe:
                 record = module.training and torch.is_grad_enabled()
                 bind_slots(te_module, module.slots, record=record)
             if module.probe is not None:
-                _probe(module, x2d[:tokens])
-            y = _call(te_module, x2d, weight=te_weight, bias=module.bias)
+                _probe(module, x2d[:tokens], norm)
+            tensors = {} if norm is None else norm.tensors()
+            y = _call(te_module, x2d, **tensors, weight=te_weight, bias=module.bias)
         if high_precision_wgrad:
             y = with_high_precision_wgrad(y, x2d, weight)
         if missing:
@@ -144,25 +152,30 @@ def te_recipe_of(recipe: Recipe) -> Any:
     return make_te_recipe(recipe, library())
 
 
-def te_module_of(module: FP8Linear, recipe: Recipe) -> Any:
-    """The parameterless ``te.Linear`` that computes ``module`` under ``recipe``.
+def te_module_of(module: FP8Linear, recipe: Recipe, norm: DeferredNorm | None = None) -> Any:
+    """The parameterless TE module that computes ``module``, and ``norm`` before it, under ``recipe``.
 
     One a recipe: TE keeps the quantisers of the recipe that a module saw first when another of the same class comes
     (TE issue 3157).
     """
     made = module.__dict__[_ATTRIBUTE]
-    if recipe not in made:
-        te_module = library().te.Linear(
-            module.in_features,
-            module.out_features,
-            bias=module.bias is not None,
-            params_dtype=torch.bfloat16,
-            device="meta",
-        )
+    key = (recipe, norm is not None)
+    if key not in made:
+        options: dict[str, Any] = {
+            "bias": module.bias is not None,
+            "params_dtype": torch.bfloat16,
+            "device": "meta",
+        }
+        sizes = module.in_features, module.out_features
+        if norm is None:
+            te_module = library().te.Linear(*sizes, **options)
+        else:
+            options |= {"eps": norm.eps, "normalization": norm.normalization}
+            te_module = library().te.LayerNormLinear(*sizes, **options)
         te_module._parameters.clear()
         keep_out_of_global_buffers(te_module, library())
-        made[recipe] = te_module
-    return made[recipe]
+        made[key] = te_module
+    return made[key]
 
 
 def _call(te_module: Any, x: Tensor, **tensors: Tensor | None) -> Tensor:
@@ -206,8 +219,9 @@ def _warn_padding(fqn: str, tokens: int, multiple: int) -> None:
     )
 
 
-def _probe(module: FP8Linear, x: Tensor) -> None:
-    _probe_operand(module, x.detach(), "x")
+def _probe(module: FP8Linear, x: Tensor, norm: DeferredNorm | None) -> None:
+    with torch.no_grad():
+        _probe_operand(module, x if norm is None else norm.normalise(x).to(x.dtype), "x")
     _probe_operand(module, module.weight.detach(), "w")
 
 

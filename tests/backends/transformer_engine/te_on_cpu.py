@@ -7,6 +7,7 @@ mocks. `load` changes the process for good (torch.cuda answers as a GPU), so tes
 
 import contextlib
 import enum
+import functools
 import importlib.util
 import os
 import re
@@ -58,9 +59,8 @@ def load(root, capability=(10, 0)):
     common = importlib.import_module("transformer_engine.common")
     common.load_framework_extension = lambda *args, **kwargs: None
     _pretend_a_gpu(capability)
-    te = importlib.import_module("transformer_engine.pytorch")
-    _Extension(te).install(extension)
-    return te
+    _Extension().install(extension)
+    return importlib.import_module("transformer_engine.pytorch")
 
 
 def release(root):
@@ -129,18 +129,26 @@ def _dtype_enum(root):
 class _Extension:
     """What the compiled extension does for per-tensor FP8, on a CPU."""
 
-    def __init__(self, te):
+    def __init__(self):
         self.casts = []
-        tensors = importlib.import_module("transformer_engine.pytorch.tensor.float8_tensor")
-        self.Float8Tensor = tensors.Float8Tensor
-        self.storage = getattr(tensors, "Float8TensorStorage", None) or tensors.Float8TensorBase
+
+    @functools.cached_property
+    def tensors(self):
+        return importlib.import_module("transformer_engine.pytorch.tensor.float8_tensor")
+
+    @functools.cached_property
+    def torch_dtype(self):
         constants = importlib.import_module("transformer_engine.pytorch.constants")
-        self.torch_dtype = {int(code): dtype for dtype, code in constants.TE_DType.items()}
+        return {int(code): dtype for dtype, code in constants.TE_DType.items()}
 
     def install(self, extension):
         extension.quantize = self.quantize
         extension.bgrad_quantize = self.bgrad_quantize
         extension.generic_gemm = self.generic_gemm
+        extension.layernorm_fwd = self.layernorm_fwd
+        extension.layernorm_bwd = self.layernorm_bwd
+        extension.rmsnorm_fwd = self.rmsnorm_fwd
+        extension.rmsnorm_bwd = self.rmsnorm_bwd
         extension.casts = self.casts
         extension.get_cublasLt_version = lambda: 130100
         extension.get_num_cublas_streams = lambda: 1
@@ -168,8 +176,36 @@ class _Extension:
             "quantizer": quantizer,
         }
         if quantizer.internal:
-            return self.storage(**fields)
-        return self.Float8Tensor(shape=x.shape, dtype=x.dtype, **fields)
+            storage = getattr(self.tensors, "Float8TensorStorage", None) or self.tensors.Float8TensorBase
+            return storage(**fields)
+        return self.tensors.Float8Tensor(shape=x.shape, dtype=x.dtype, **fields)
+
+    def layernorm_fwd(self, x, weight, bias, eps, out, quantizer, out_dtype, sm_margin, zero_centered):
+        assert out is None and not zero_centered
+        x = x.float()
+        mean = x.mean(dim=-1, keepdim=True)
+        rstd = (x.var(dim=-1, keepdim=True, unbiased=False) + eps).rsqrt()
+        y = ((x - mean) * rstd * weight.float() + bias.float()).to(weight.dtype)
+        return self.quantize(y, quantizer), mean, rstd
+
+    def layernorm_bwd(self, dy, x, mean, rstd, weight, sm_margin, zero_centered):
+        hat = (x.float() - mean) * rstd
+        dy = dy.float().view_as(x)
+        dhat = dy * weight.float()
+        dx = rstd * (dhat - dhat.mean(-1, keepdim=True) - hat * (dhat * hat).mean(-1, keepdim=True))
+        return dx.to(x.dtype), (dy * hat).sum(0).to(weight.dtype), dy.sum(0).to(weight.dtype)
+
+    def rmsnorm_fwd(self, x, weight, eps, out, quantizer, out_dtype, sm_margin, zero_centered):
+        assert out is None and not zero_centered
+        x = x.float()
+        rstd = (x.square().mean(dim=-1, keepdim=True) + eps).rsqrt()
+        return self.quantize((x * rstd * weight.float()).to(weight.dtype), quantizer), None, rstd
+
+    def rmsnorm_bwd(self, dy, x, rstd, weight, sm_margin, zero_centered):
+        dy, hat = dy.float().view_as(x), x.float() * rstd
+        dhat = dy * weight.float()
+        dx = rstd * (dhat - hat * (dhat * hat).mean(-1, keepdim=True))
+        return dx.to(x.dtype), (dy * hat).sum(0).to(weight.dtype)
 
     def bgrad_quantize(self, dy, quantizer):
         return dy.flatten(0, -2).sum(dim=0), self.quantize(dy, quantizer)
