@@ -51,6 +51,8 @@ _NORMS: dict[str, tuple[Literal["LayerNorm", "RMSNorm"], bool]] = {
 
 _ATTRIBUTE = "_te_norm"
 
+_deferred_classes: dict[type, type] = {}
+
 
 class DeferredNorm(nn.Module):
     """Mixed into a norm's class: leaves the norm to the linear that reads it, where that is the same arithmetic.
@@ -164,9 +166,10 @@ def _defer(norm: Any, linear: FP8Linear) -> DeferredNorm:
     return self
 
 
-@functools.cache
 def _deferred_class(cls: Any) -> Any:
-    return type(f"Deferred{cls.__name__}", (DeferredNorm, cls), {})
+    if cls not in _deferred_classes:
+        _deferred_classes[cls] = type(f"Deferred{cls.__name__}", (DeferredNorm, cls), {})
+    return _deferred_classes[cls]
 
 
 def _qualified(cls: type[Any]) -> str:
