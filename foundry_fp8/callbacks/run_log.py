@@ -1,0 +1,245 @@
+"""``run_log``: everything a run logged, as one JSONL file beside its checkpoints, for ``foundry-fp8 compare``.
+
+One JSON object a line, told apart by ``kind``:
+
+========== ======================================================================================================
+header     first line of a run, and once more after each resume: versions, device, world size, hyperparameters
+           (LLM Foundry's resolved config among them; what algorithms logged at INIT too)
+batch      ``step`` (batches done), ``tokens``, ``seconds`` (training time, evaluation excluded), ``loss``, and
+           ``metrics``: every other metric that was logged during that step, under its own key
+eval       ``step`` and the ``metrics`` of one evaluation
+hparams    hyperparameters that were logged after the header
+table      ``name``, ``columns``, ``rows``
+end        ``status``: ``finished``, or the exception that ended the run
+========== ======================================================================================================
+
+Non-finite numbers are the strings ``"nan"``, ``"inf"`` and ``"-inf"``, because JSON has no other way to say them that
+every reader accepts. Each line is flushed, so a crash loses at most the line being written.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import logging
+import math
+import platform
+import sys
+import time
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import torch
+from composer.callbacks.checkpoint_saver import CheckpointSaver
+from composer.core import State
+from composer.loggers import Logger, LoggerDestination
+from composer.utils import dist, format_name_with_dist
+
+__all__ = ["FORMAT_VERSION", "RunLog", "ensure_run_log"]
+
+log = logging.getLogger(__name__)
+
+FORMAT_VERSION = 1
+FILE_NAME = "run_log.jsonl"
+LOSS_KEY = "loss/train/total"
+"""What Composer logs the loss of a batch under, averaged over ranks."""
+
+_PACKAGES = ("foundry-fp8", "torch", "mosaicml", "llm-foundry", "mosaicml-streaming", "transformer-engine")
+
+
+class RunLog(LoggerDestination):
+    """Write what is logged to a JSONL file on rank 0 (format: see the module).
+
+    In a Foundry YAML: ``loggers: {run_log: {}}``. It reads metrics that others computed and adds no computation or
+    synchronisation of its own, except that a metric logged as a tensor on a GPU is copied to the CPU at BATCH_END.
+
+    Args:
+        path: The file. ``{run_name}`` and Composer's other name fields are filled in. If ``None``: ``run_log.jsonl``
+            in the run's ``save_folder``, or in ``runs/{run_name}`` where checkpoints are not saved to a local folder.
+    """
+
+    def __init__(self, path: str | None = None) -> None:
+        if path is not None and not isinstance(path, str):
+            raise ValueError(f"loggers.run_log.path: {path!r} is not a string.")
+        self._path_format = path
+        self.path: Path | None = None
+        """The file, once training has started."""
+        self._file: IO[str] | None = None
+        self._hyperparameters: dict[str, Any] = {}
+        self._tables: list[dict[str, Any]] = []
+        self._metrics: dict[str, Any] = {}
+        self._started = time.time()
+
+    # What others log
+
+    def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
+        """Keep them for the header, or write them if it has been written."""
+        if self._file is None:
+            self._hyperparameters.update(hyperparameters)
+        else:
+            self._write({"kind": "hparams", "values": hyperparameters})
+
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        """Collect for the line of this batch; the last value of a key wins."""
+        del step  # a line is what was logged between two BATCH_ENDs
+        self._metrics.update(metrics)
+
+    def log_table(
+        self, columns: list[str], rows: list[list[Any]], name: str = "Table", step: int | None = None
+    ) -> None:
+        """Write the table, after the header."""
+        line = {"kind": "table", "name": name, "step": step, "columns": columns, "rows": rows}
+        if self._file is None:
+            self._tables.append(line)
+        else:
+            self._write(line)
+
+    # Events
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        """Open the file and write the header. Not before: only now is the whole configuration known."""
+        del logger
+        if dist.get_global_rank() != 0 or self._file is not None:
+            return
+        self.path = self._resolve_path(state)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        # Appending, so that a resumed run goes on in its file. Readers drop what a resume repeats.
+        self._file = self.path.open("a", encoding="utf-8")
+        self._write(self._header(state))
+        for table in self._tables:
+            self._write(table)
+        self._tables.clear()
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        """Write one line. Loggers run after callbacks on this event, so every metric of the step is here."""
+        del logger
+        metrics, self._metrics = self._metrics, {}
+        self._write(
+            {
+                "kind": "batch",
+                "step": int(state.timestamp.batch),
+                "tokens": int(state.timestamp.token),
+                "samples": int(state.timestamp.sample),
+                "seconds": state.timestamp.total_wct.total_seconds(),
+                "loss": metrics.pop(LOSS_KEY, None),
+                "metrics": metrics,
+            }
+        )
+
+    def eval_end(self, state: State, logger: Logger) -> None:
+        """Write what the evaluation logged as a line of its own."""
+        del logger
+        metrics, self._metrics = self._metrics, {}
+        label = state.dataloader_label
+        self._write(
+            {"kind": "eval", "step": int(state.timestamp.batch), "label": label, "metrics": metrics},
+        )
+
+    def close(self, state: State, logger: Logger) -> None:
+        """Write how the run ended, and close the file."""
+        del logger
+        if self._file is None:
+            return
+        error = sys.exc_info()[1]
+        finished = state.max_duration is not None and state.timestamp >= state.max_duration
+        status = "finished" if finished else f"stopped: {error!r}" if error else "stopped"
+        self._write({"kind": "end", "step": int(state.timestamp.batch), "status": status})
+        self._file.close()
+        self._file = None
+
+    # Writing
+
+    def _resolve_path(self, state: State) -> Path:
+        if self._path_format is not None:
+            template = self._path_format
+        else:
+            template = f"{_local_checkpoint_folder(state) or 'runs/{run_name}'}/{FILE_NAME}"
+        return Path(format_name_with_dist(template, state.run_name))
+
+    def _header(self, state: State) -> dict[str, Any]:
+        cuda = state.device.name == "gpu"
+        return {
+            "kind": "header",
+            "format_version": FORMAT_VERSION,
+            "run_name": state.run_name,
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime()),
+            "startup_seconds": time.time() - self._started,
+            "step": int(state.timestamp.batch),
+            "max_duration": str(state.max_duration),
+            "precision": state.precision.value,
+            "device": torch.cuda.get_device_name() if cuda else _cpu_name(),
+            "device_type": state.device.name,
+            "threads": torch.get_num_threads(),
+            "world_size": dist.get_world_size(),
+            "nodes": dist.get_world_size() // max(dist.get_local_world_size(), 1),
+            "parameters": sum(p.numel() for p in state.model.parameters()),
+            "versions": _versions(),
+            "hyperparameters": self._hyperparameters,
+        }
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.write(json.dumps(plain(line), allow_nan=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            # A full disk must not end a training run.
+            log.error("run_log: cannot write to %s (%s); logging to it stops here.", self.path, error)
+            self._file = None
+
+
+def ensure_run_log(state: State, logger: Logger) -> None:
+    """Give the run a :class:`RunLog` if its YAML asked for none.
+
+    For callbacks and algorithms whose metrics the report reads; call it at INIT, before logging anything.
+    """
+    if not any(isinstance(destination, RunLog) for destination in logger.destinations):
+        run_log = RunLog()
+        logger.destinations = (*logger.destinations, run_log)
+        state.callbacks.insert(0, run_log)
+
+
+def plain(value: Any) -> Any:
+    """``value`` as JSON can hold it: tensors become numbers or lists, non-finite numbers strings, the rest ``str``."""
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set)):
+        return [plain(item) for item in value]
+    if isinstance(value, (torch.Tensor, np.ndarray, np.generic)):
+        return plain(value.tolist())
+    return str(value)
+
+
+def _local_checkpoint_folder(state: State) -> str | None:
+    for callback in state.callbacks:
+        if isinstance(callback, CheckpointSaver):
+            return callback.folder
+    return None
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

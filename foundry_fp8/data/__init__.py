@@ -1,0 +1,16 @@
+"""Training data for the demo: a corpus that every machine has, a tokenizer trained on it, and MDS shards of it.
+
+``foundry_fp8.data.tokenizer`` is imported only when data is made: transformers and streaming take seconds to import.
+"""
+
+from foundry_fp8.data.corpus import Document, corpus_digest, split_documents, standard_library_documents
+from foundry_fp8.data.shards import PreparedData, prepare_data
+
+__all__ = [
+    "Document",
+    "PreparedData",
+    "corpus_digest",
+    "prepare_data",
+    "split_documents",
+    "standard_library_documents",
+]
