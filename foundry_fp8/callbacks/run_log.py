@@ -5,8 +5,9 @@ One JSON object a line, told apart by ``kind``:
 ========== ======================================================================================================
 header     first line of a run, and once more after each resume: versions, device, world size, hyperparameters
            (LLM Foundry's resolved config among them; what algorithms logged at INIT too)
-batch      ``step`` (batches done), ``tokens``, ``seconds`` (training time, evaluation excluded), ``loss``, and
-           ``metrics``: every other metric that was logged during that step, under its own key
+batch      ``step`` (batches done), ``tokens`` and ``samples`` (all ranks), ``seconds`` (training time, evaluation
+           excluded), ``loss``, ``host_peak_bytes`` (largest resident size of rank 0 so far), and ``metrics``: every
+           other metric that was logged during that step, under its own key
 eval       ``step`` and the ``metrics`` of one evaluation
 hparams    hyperparameters that were logged after the header
 table      ``name``, ``columns``, ``rows``
@@ -24,6 +25,7 @@ import json
 import logging
 import math
 import platform
+import resource
 import sys
 import time
 from pathlib import Path
@@ -123,6 +125,7 @@ class RunLog(LoggerDestination):
                 "samples": int(state.timestamp.sample),
                 "seconds": state.timestamp.total_wct.total_seconds(),
                 "loss": metrics.pop(LOSS_KEY, None),
+                "host_peak_bytes": _host_peak_bytes(),
                 "metrics": metrics,
             }
         )
@@ -141,7 +144,8 @@ class RunLog(LoggerDestination):
         del logger
         if self._file is None:
             return
-        error = sys.exc_info()[1]
+        # Composer closes its callbacks at interpreter exit, when an exception that ended the run is sys.last_value.
+        error = sys.exc_info()[1] or getattr(sys, "last_value", None)
         finished = state.max_duration is not None and state.timestamp >= state.max_duration
         status = "finished" if finished else f"stopped: {error!r}" if error else "stopped"
         self._write({"kind": "end", "step": int(state.timestamp.batch), "status": status})
@@ -221,6 +225,11 @@ def _local_checkpoint_folder(state: State) -> str | None:
         if isinstance(callback, CheckpointSaver):
             return callback.folder
     return None
+
+
+def _host_peak_bytes() -> int:
+    # ru_maxrss is in KiB on Linux and in bytes on macOS.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _versions() -> dict[str, str]:

@@ -1,0 +1,196 @@
+"""``foundry-fp8 demo``: train one small model in high precision and in FP8 on this machine, and compare."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Optional
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress as Bars
+    from rich.progress import TaskID
+
+__all__ = ["demo"]
+
+_HIGH_PRECISION = "high-precision"
+_POLL_SECONDS = 0.2
+
+
+def demo(
+    steps: Annotated[int, typer.Option(min=4, help="Batches to train each run for.")] = 120,
+    recipes: Annotated[
+        str, typer.Option(help="Recipes to compare with high precision, separated by commas.")
+    ] = "delayed,mxfp8",
+    output: Annotated[Path, typer.Option(help="Folder for data, runs and the report.")] = Path("demo-runs"),
+    seed: Annotated[int, typer.Option(help="Seed of the weights and of the order of the data.")] = 17,
+    yaml: Annotated[
+        Optional[Path],  # noqa: UP007 - typer reads it at run time, on Python 3.10 too
+        typer.Option(help="LLM Foundry YAML to train.  [default: yamls/demo/mpt-gqa.yaml]"),
+    ] = None,
+    corpus: Annotated[
+        Optional[Path],  # noqa: UP007
+        typer.Option(
+            help="Folder of Python files to learn from.  [default: this Python's standard library]"
+        ),
+    ] = None,
+) -> None:
+    """Train a small GPT in high precision and once for each FP8 recipe; print a table and write a report.
+
+    Every run goes through LLM Foundry's own train entry, with the same seed and the same batches.
+    """
+    from rich.console import Console
+
+    from foundry_fp8.config import ConfigError
+    from foundry_fp8.recipes import parse_recipe
+
+    console = Console()
+    names = list(dict.fromkeys(name.strip() for name in recipes.split(",") if name.strip()))
+    try:
+        for name in names:
+            parse_recipe(name, "--recipes")
+        yaml = yaml or _demo_yaml()
+        data = _prepare(console, yaml, output, corpus)
+    except (ConfigError, RuntimeError, FileNotFoundError) as error:
+        console.print(f"[red]{error}[/]", highlight=False)
+        raise typer.Exit(2) from error
+
+    common = {"variables.data": data, "variables.global_seed": seed, "max_duration": f"{steps}ba"}
+    runs = {
+        _HIGH_PRECISION: {**common, "run_name": _HIGH_PRECISION},
+        **{name: {**common, "run_name": name, "algorithms.fp8.recipe": name} for name in names},
+    }
+    started = time.monotonic()
+    finished, failed, interrupted = _train_all(console, yaml, output, runs, steps)
+    if finished:
+        from foundry_fp8.report.write import report_runs
+
+        report_runs(
+            [output / "runs" / name for name in finished],
+            output / "report",
+            console=console,
+            title="FP8 against high precision on this machine",
+        )
+    console.print(f"{time.monotonic() - started:.0f} s after data preparation.", style="dim")
+    if interrupted:
+        raise typer.Exit(130)
+    if failed:
+        raise typer.Exit(1)
+
+
+def _demo_yaml() -> Path:
+    import foundry_fp8
+
+    path = Path(foundry_fp8.__file__).parents[1] / "yamls" / "demo" / "mpt-gqa.yaml"
+    if not path.exists():
+        raise FileNotFoundError(
+            f"{path} is not there: foundry-fp8 was installed without its checkout. "
+            "Run from a clone, or give a YAML with --yaml."
+        )
+    return path
+
+
+def _prepare(console: Console, yaml: Path, output: Path, corpus: Path | None) -> Path:
+    """Make or find the data that the YAML's sizes ask for; returns its folder."""
+    from omegaconf import OmegaConf
+
+    from foundry_fp8.data import prepare_data
+
+    if not yaml.exists():
+        raise FileNotFoundError(f"--yaml: there is no {yaml}.")
+    config = OmegaConf.load(yaml)
+    with console.status("preparing data") as status:
+        data = prepare_data(
+            output / "data",
+            vocab_size=OmegaConf.select(config, "variables.vocab_size", throw_on_missing=True),
+            sequence_length=OmegaConf.select(config, "max_seq_len", throw_on_missing=True),
+            corpus=corpus,
+            say=lambda message: status.update(f"preparing data: {message}"),
+        )
+    console.print(
+        f"Data: {data.documents} Python source files, {data.corpus_bytes / 1e6:.1f} MB, "
+        f"{data.train_samples * data.sequence_length / 1e6:.1f} M training tokens in {data.folder}",
+        highlight=False,
+    )
+    return data.folder
+
+
+def _train_all(
+    console: Console, yaml: Path, output: Path, runs: dict[str, dict], steps: int
+) -> tuple[list[str], list[str], bool]:
+    """Train one run after the other under one set of progress bars.
+
+    Returns:
+        The runs that left a log worth reading, those that failed, and whether the user interrupted.
+    """
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    finished: list[str] = []
+    failed: list[str] = []
+    bars = Progress(
+        TextColumn("{task.description}", justify="right"),
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[status]}"),
+        TimeRemainingColumn(),
+        console=console,
+        expand=True,
+    )
+    with bars:
+        tasks = {name: bars.add_task(name, total=steps, start=False, status="waiting") for name in runs}
+        for name, overrides in runs.items():
+            try:
+                succeeded = _train_one(bars, tasks[name], yaml, output / "runs" / name, overrides)
+            except KeyboardInterrupt:
+                bars.update(tasks[name], status="stopped")
+                console.print("Interrupted: the report shows what there is.")
+                return [*finished, *([name] if _has_steps(output, name) else [])], failed, True
+            if succeeded or _has_steps(output, name):
+                finished.append(name)
+            if not succeeded:
+                failed.append(name)
+    return finished, failed, False
+
+
+def _has_steps(output: Path, name: str) -> bool:
+    return (output / "runs" / name / "run_log.jsonl").exists()
+
+
+def _train_one(bars: Bars, task: TaskID, yaml: Path, folder: Path, overrides: dict) -> bool:
+    """Train one run and keep its bar up to date; returns whether it succeeded."""
+    from foundry_fp8.cli.training import TrainingProcess, train_command
+
+    command = train_command(yaml, {**overrides, "variables.run_folder": folder})
+    bars.console.print(f"$ {shlex.join(command[1:])}", style="dim", highlight=False, soft_wrap=True)
+    bars.start_task(task)
+    bars.update(task, status="starting")
+    process = TrainingProcess(command, folder, threads=_cores())
+    try:
+        while True:
+            code = process.returncode
+            now = process.progress()
+            if now.step:
+                status = f"loss {now.loss:.3f}" if now.loss is not None else ""
+                if now.tokens_per_second:
+                    status += f"  {now.tokens_per_second:,.0f} tokens/s"
+                bars.update(task, completed=now.step, status=status)
+            if code is not None:
+                break
+            time.sleep(_POLL_SECONDS)
+    finally:
+        process.stop()
+    if code:
+        bars.update(task, status=f"failed (exit {code})")
+        bars.console.print(process.tail(), highlight=False, markup=False)
+        bars.console.print(f"The run failed; all of its output is in {process.output}.", style="red")
+    return code == 0
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

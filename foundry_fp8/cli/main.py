@@ -1,0 +1,24 @@
+"""``foundry-fp8``: the command line. One file a command; what takes long to import is imported inside the command."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+import typer
+
+from foundry_fp8.cli import compare, demo
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    name="foundry-fp8",
+    help="FP8 training for MosaicML Composer and LLM Foundry.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+plan = typer.Typer(help="Estimate before a run what it will need.", no_args_is_help=True)
+
+app.command("demo")(demo.demo)
+app.command("compare")(compare.compare)

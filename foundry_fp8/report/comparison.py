@@ -1,0 +1,145 @@
+"""The comparison of runs in numbers: the columns of the tables in AWS's FP8 measurements.
+
+Source: https://aws.amazon.com/blogs/machine-learning/how-fp8-boosts-llm-training-by-18-on-amazon-sagemaker-p5-instances/
+(tokens/s/GPU, % decrease against the smallest node count, loss, % faster, % loss higher). That page divides the
+difference in speed by the speed without FP8 in its first table and with FP8 in its second; here it is always without.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from foundry_fp8.report.runs import FINAL_SHARE, HIGH_PRECISION, Run
+
+__all__ = ["COLUMNS", "DEFINITIONS", "Row", "baseline_of", "compare", "config_differences", "format_row"]
+
+COLUMNS = (
+    "Run",
+    "Precision",
+    "Nodes x devices",
+    "Tokens/s/device",
+    "% decrease",
+    "% faster",
+    "Final loss",
+    "% loss higher",
+    "Held-out loss",
+)
+
+DEFINITIONS = (
+    "Tokens/s/device: after the first 10 % of the steps (warm-up), evaluation excluded. "
+    "% decrease: of that, against the same precision on the fewest devices. "
+    "% faster, % loss higher: against the high-precision run on the same number of devices. "
+    "Final loss: mean training loss over the last 10 % of the steps; % loss higher is taken over those that both have. "
+    "Held-out loss: the last evaluation."
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """One run among others. NaN: not known."""
+
+    run: Run
+    baseline: Run | None
+    """The high-precision run it is held against; ``None`` if there is none, or it is one."""
+    tokens_per_second_per_device: float
+    percent_decrease: float
+    percent_faster: float
+    final_loss: float
+    percent_loss_higher: float
+    held_out_loss: float
+
+
+def baseline_of(run: Run, runs: Sequence[Run]) -> Run | None:
+    """The first high-precision run on as many devices, ``None`` for a high-precision run itself."""
+    if run.recipe == HIGH_PRECISION:
+        return None
+    for other in runs:
+        if other.recipe == HIGH_PRECISION and (other.nodes, other.devices) == (run.nodes, run.devices):
+            return other
+    return None
+
+
+def compare(runs: Sequence[Run]) -> list[Row]:
+    """One row a run, ordered by devices, high precision first, otherwise as given."""
+    ordered = sorted(
+        runs, key=lambda run: (run.nodes, run.devices, run.recipe != HIGH_PRECISION)
+    )  # sorted() is stable
+    return [_row(run, ordered) for run in ordered]
+
+
+def _row(run: Run, runs: Sequence[Run]) -> Row:
+    speed = run.tokens_per_second_per_device
+    alike = [other for other in runs if other.recipe == run.recipe]
+    smallest = min(alike, key=lambda other: (other.nodes, other.devices))
+    baseline = baseline_of(run, runs)
+    final_loss, loss_higher, faster = run.final_loss, math.nan, math.nan
+    if baseline is not None:
+        faster = 100 * (speed / baseline.tokens_per_second_per_device - 1)
+        common = np.intersect1d(run.step, baseline.step)
+        last = common[-max(1, round(len(common) * FINAL_SHARE)) :]
+        if len(last):
+            loss_higher = 100 * (_mean_loss(run, last) / _mean_loss(baseline, last) - 1)
+    return Row(
+        run=run,
+        baseline=baseline,
+        tokens_per_second_per_device=speed,
+        percent_decrease=math.nan
+        if smallest.devices == run.devices
+        else 100 * (1 - speed / smallest.tokens_per_second_per_device),
+        percent_faster=faster,
+        final_loss=final_loss,
+        percent_loss_higher=loss_higher,
+        held_out_loss=run.eval_loss(),
+    )
+
+
+def _mean_loss(run: Run, steps: np.ndarray) -> float:
+    return float(run.loss[np.isin(run.step, steps)].mean())
+
+
+def format_row(row: Row) -> tuple[str, ...]:
+    """The cells of a row under :data:`COLUMNS`, as text; an en dash where a value is not known."""
+    run = row.run
+    precision = run.recipe if run.backend is None else f"{run.recipe} ({run.backend})"
+    if run.recipe == HIGH_PRECISION and run.header.get("precision"):
+        precision = f"{HIGH_PRECISION} ({run.header['precision']})"
+    return (
+        run.name,
+        precision,
+        f"{run.nodes} x {max(1, run.devices // run.nodes)}",
+        _text(row.tokens_per_second_per_device, ",.0f"),
+        _text(row.percent_decrease, "+.1f"),
+        _text(row.percent_faster, "+.1f"),
+        _text(row.final_loss, ".4f"),
+        _text(row.percent_loss_higher, "+.2f"),
+        _text(row.held_out_loss, ".4f"),
+    )
+
+
+def _text(value: float, form: str) -> str:
+    return "–" if math.isnan(value) else format(value, form)
+
+
+def config_differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+    """The configuration keys, dotted, whose values differ between the runs, with each run's value as text."""
+    flat = [dict(_flatten({k: v for k, v in run.hyperparameters.items() if k != "fp8"})) for run in runs]
+    # The order of the first run that has a key is the YAML's own.
+    keys = dict.fromkeys(key for values in flat for key in values)
+    rows = [(key, ["–" if key not in values else str(values[key]) for values in flat]) for key in keys]
+    return [(key, values) for key, values in rows if len(set(values)) > 1]
+
+
+def _flatten(values: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict) and value:
+            found += _flatten(value, f"{name}.")
+        else:
+            found.append((name, value))
+    return found
