@@ -1,0 +1,357 @@
+"""The figures of a report. Each takes the runs and returns a figure, or ``None`` where no run logged what it shows."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from foundry_fp8.report.comparison import Row
+from foundry_fp8.report.runs import Series
+from foundry_fp8.report.style import HEAT_MAP, INK, MUTED, label_ends, new_figure, run_style
+
+__all__ = ["FIGURES", "FigureSpec", "smooth"]
+
+_WIDTH = 9.0
+_SMOOTH_SHARE = 0.04
+_LAYER = re.compile(r"(.+)/layer_(\d+)")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FigureSpec:
+    """A figure, what it is called and what a reader must know about it."""
+
+    name: str
+    """File name without suffix, and anchor in the page."""
+    title: str
+    caption: str
+    draw: Callable[[Sequence[Row]], Figure | None]
+    without: str
+    """What to do to get it, shown where no run has the data."""
+
+
+def smooth(values: np.ndarray, share: float = _SMOOTH_SHARE) -> np.ndarray:
+    """Mean over the last ``share`` of the run's steps up to each point ([n] to [n]); non-finite values stay visible."""
+    window = max(1, round(len(values) * share))
+    if window == 1 or len(values) == 0:
+        return values
+    # Not a cumulative sum: that would carry one NaN to the end of the run.
+    padded = np.concatenate([np.full(window - 1, values[0]), values])
+    return np.lib.stride_tricks.sliding_window_view(padded, window).mean(axis=-1)
+
+
+def loss(rows: Sequence[Row]) -> Figure | None:
+    """Loss curves on top of each other, and below them the difference from high precision."""
+    shown = [row for row in rows if len(row.run.step)]
+    if not shown:
+        return None
+    paired = [row for row in shown if row.baseline is not None and len(row.baseline.step)]
+    figure = new_figure(_WIDTH, 5.6 if paired else 3.9)
+    grid = figure.add_gridspec(2 if paired else 1, 1, height_ratios=[2.2, 1] if paired else [1])
+    above = figure.add_subplot(grid[0])
+    ends = []
+    for index, row in enumerate(rows):
+        run = row.run
+        if not len(run.step):
+            continue
+        curve = smooth(run.loss)
+        style = run_style(index, len(curve))
+        above.plot(run.step, run.loss, color=style["color"], linewidth=0.6, alpha=0.25)
+        above.plot(run.step, curve, **style)
+        _mark_non_finite(above, run.step, run.loss, style["color"])
+        ends.append((run.name, *_last_finite(run.step, curve), style["color"]))
+    above.set_ylabel("training loss")
+    above.set_xlim(min(row.run.step[0] for row in shown), max(row.run.step[-1] for row in shown))
+    _robust_limits(above, [row.run.loss for row in shown])
+    below = above
+    if paired:
+        below = figure.add_subplot(grid[1], sharex=above)
+        above.tick_params(labelbottom=False)
+        differences = []
+        for index, row in enumerate(rows):
+            if row.baseline is None or not len(row.run.step):
+                continue
+            steps, here, there = np.intersect1d(row.run.step, row.baseline.step, return_indices=True)
+            if not len(steps):
+                continue
+            percent = 100 * (smooth(row.run.loss[here]) / smooth(row.baseline.loss[there]) - 1)
+            style = run_style(index, len(percent))
+            below.plot(steps, percent, **style)
+            differences.append((row.run.name, *_last_finite(steps, percent), style["color"]))
+        below.axhline(0, color=INK, linewidth=1.2)
+        below.set_ylabel("% loss higher")
+        _draw_then_label(figure, below, differences)
+    below.set_xlabel("step")
+    below.xaxis.set_major_locator(MaxNLocator(integer=True))
+    _draw_then_label(figure, above, ends)
+    return figure
+
+
+def speed(rows: Sequence[Row]) -> Figure | None:
+    """Tokens a second and device, one bar a run."""
+    shown = [(i, row) for i, row in enumerate(rows) if np.isfinite(row.tokens_per_second_per_device)]
+    if not shown:
+        return None
+    figure = new_figure(_WIDTH, 0.75 + 0.42 * len(shown))
+    axes = figure.add_subplot()
+    _bars(axes, [(i, row.run.name, row.tokens_per_second_per_device) for i, row in shown], "{:,.0f}")
+    axes.set_xlabel("tokens / second / device")
+    return figure
+
+
+def memory(rows: Sequence[Row]) -> Figure | None:
+    """Largest memory of each run: of the device where Composer's memory_monitor logged it, else of the process."""
+    device = [(i, row.run.name, _peak(row.run.metrics.get("memory/peak_reserved_mem"))) for i, row in enumerate(rows)]
+    # GB, as Composer's memory_monitor logs.
+    host = [
+        (i, row.run.name, float(np.nanmax(row.run.host_peak_bytes, initial=0.0)) / 1e9)
+        for i, row in enumerate(rows)
+    ]
+    panels = [
+        (label, [bar for bar in bars if np.isfinite(bar[2]) and bar[2] > 0])
+        for label, bars in (("device, peak reserved (GB)", device), ("host, rank 0's process, peak (GB)", host))
+    ]
+    panels = [panel for panel in panels if panel[1]]
+    if not panels:
+        return None
+    figure = new_figure(_WIDTH, (0.75 + 0.42 * len(rows)) * len(panels))
+    for position, (label, bars) in enumerate(panels, start=1):
+        axes = figure.add_subplot(len(panels), 1, position)
+        _bars(axes, bars, "{:.2f}")
+        axes.set_xlabel(label)
+    return figure
+
+
+def mfu(rows: Sequence[Row]) -> Figure | None:
+    """MFU and the peak it is measured against."""
+    panels = [("mfu/mfu", "MFU (%)", 100.0), ("mfu/effective_peak", "effective peak (TFLOP/s)", 1.0)]
+    return _line_panels(rows, panels, columns=2)
+
+
+def fp8_health(rows: Sequence[Row]) -> Figure | None:
+    """The worst linear's saturation, underflow and SQNR for each operand over the run."""
+    stats = [("saturated", "saturated (%)", 100.0), ("flushed", "flushed to zero (%)", 100.0), ("sqnr_db", "SQNR (dB)", 1.0)]
+    panels = [
+        (f"fp8/{stat}/{operand}/worst", f"{label}: {operand}", scale)
+        for stat, label, scale in stats
+        for operand in ("x", "w", "dy")
+    ]
+    return _line_panels(rows, panels, columns=3)
+
+
+def kurtosis(rows: Sequence[Row]) -> Figure | None:
+    """Kurtosis by layer over time: one row of heat maps a tensor, one column a run, one colour scale for all."""
+    maps: dict[tuple[str, int], dict[int, Series]] = {}
+    for index, row in enumerate(rows):
+        for key, series in row.run.matching("kurtosis").items():
+            found = _LAYER.fullmatch(key)
+            if found:
+                maps.setdefault((found[1], index), {})[int(found[2])] = series
+    if not maps:
+        return None
+    tensors = list(dict.fromkeys(tensor for tensor, _ in maps))
+    columns = sorted({index for _, index in maps})
+    finite = np.concatenate([series.values for layers in maps.values() for series in layers.values()])
+    finite = finite[np.isfinite(finite) & (finite > 0)]
+    if not len(finite):
+        return None
+    # A Gaussian has 3; the scale starts at 1, the smallest kurtosis there is.
+    norm = LogNorm(vmin=1.0, vmax=max(10.0, float(finite.max())))
+    figure = new_figure(max(_WIDTH, 2.6 * len(columns)), 0.9 + 1.25 * len(tensors))
+    grid = figure.subplots(len(tensors), len(columns), squeeze=False, sharex="col")
+    image = None
+    for y, tensor in enumerate(tensors):
+        for x, index in enumerate(columns):
+            axes = grid[y][x]
+            axes.grid(False)
+            if y == 0:
+                axes.set_title(rows[index].run.name)
+            if x == 0:
+                axes.set_ylabel(tensor.removeprefix("kurtosis").lstrip("_/").replace("/", "\n"), fontsize=8.5)
+            layers = maps.get((tensor, index))
+            if layers is None:
+                axes.text(0.5, 0.5, "not logged", transform=axes.transAxes, ha="center", va="center", color=MUTED)
+                axes.set_yticks([])
+                continue
+            image = _heat_map(axes, layers, norm)
+            if y == len(tensors) - 1:
+                axes.set_xlabel("step")
+    figure.colorbar(image, ax=grid, label="kurtosis (Gaussian: 3)", shrink=0.8, pad=0.01)
+    return figure
+
+
+def guard(rows: Sequence[Row]) -> Figure | None:
+    """Whatever the divergence guard logged as numbers."""
+    keys = dict.fromkeys(key for row in rows for key in row.run.matching("guard/") if "layer_" not in key)
+    panels = [(key, key.removeprefix("guard/"), 1.0) for key in list(keys)[:9]]
+    return _line_panels(rows, panels, columns=3)
+
+
+def _peak(series: Series | None) -> float:
+    return float(np.nanmax(series.values)) if series is not None and len(series.values) else float("nan")
+
+
+def _bars(axes: Axes, bars: Sequence[tuple[int, str, float]], form: str) -> None:
+    """Horizontal bars from ``(index of the run, name, value)``, the value written at the end of each."""
+    largest = max(value for _, _, value in bars)
+    for position, (index, _, value) in enumerate(bars):
+        axes.barh(position, value, height=0.6, color=run_style(index, 1)["color"])
+        axes.text(value + 0.01 * largest, position, form.format(value), va="center", fontsize=9.5)
+    axes.set_yticks(range(len(bars)), [name for _, name, _ in bars])
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylim(len(bars) - 0.45, -0.55)
+    axes.set_xlim(0, 1.12 * largest)
+    axes.grid(axis="y", visible=False)
+
+
+def _line_panels(
+    rows: Sequence[Row], panels: Sequence[tuple[str, str, float]], columns: int
+) -> Figure | None:
+    """Small panels, one a metric that any run has, one line a run; a legend once for all."""
+    shown = [panel for panel in panels if any(panel[0] in row.run.metrics for row in rows)]
+    if not shown:
+        return None
+    columns = min(columns, len(shown))
+    lines = -(-len(shown) // columns)
+    figure = new_figure(_WIDTH, 0.6 + 2.0 * lines)
+    handles = {}
+    for position, (key, label, scale) in enumerate(shown, start=1):
+        axes = figure.add_subplot(lines, columns, position)
+        axes.set_title(label, fontsize=9.5, fontweight="normal")
+        for index, row in enumerate(rows):
+            series = row.run.metrics.get(key)
+            if series is None:
+                continue
+            style = run_style(index, len(series.steps))
+            (handles[row.run.name],) = axes.plot(series.steps, scale * series.values, **style)
+            _mark_non_finite(axes, series.steps, series.values, style["color"])
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
+        if position > len(shown) - columns:
+            axes.set_xlabel("step")
+    figure.legend(
+        handles.values(), handles.keys(), loc="outside upper left", ncols=4, frameon=False, handlelength=3.2
+    )
+    return figure
+
+
+def _heat_map(axes: Axes, layers: dict[int, Series], norm: LogNorm):
+    steps = np.unique(np.concatenate([series.steps for series in layers.values()]))
+    numbers = sorted(layers)
+    values = np.full((len(numbers), len(steps)), np.nan)
+    for line, number in enumerate(numbers):
+        values[line, np.searchsorted(steps, layers[number].steps)] = layers[number].values
+    image = axes.imshow(
+        values,
+        aspect="auto",
+        origin="lower",
+        interpolation="nearest",
+        cmap=HEAT_MAP,
+        norm=norm,
+        extent=(_edge(steps, 0), _edge(steps, -1), -0.5, len(numbers) - 0.5),
+    )
+    every = max(1, len(numbers) // 4)
+    axes.set_yticks(range(0, len(numbers), every), [str(number) for number in numbers[::every]])
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
+    axes.set_facecolor("#e8e8e8")  # missing and non-finite cells
+    return image
+
+
+def _edge(steps: np.ndarray, end: int) -> float:
+    half = float(np.median(np.diff(steps))) / 2 if len(steps) > 1 else 0.5
+    return float(steps[end]) + (half if end else -half)
+
+
+def _last_finite(steps: np.ndarray, values: np.ndarray) -> tuple[float, float]:
+    finite = np.flatnonzero(np.isfinite(values))
+    return (float(steps[finite[-1]]), float(values[finite[-1]])) if len(finite) else (np.nan, np.nan)
+
+
+def _mark_non_finite(axes: Axes, steps: np.ndarray, values: np.ndarray, colour: str) -> None:
+    """A cross on the axis where a value is NaN or Inf: a gap in a line alone would be easy to miss."""
+    bad = steps[~np.isfinite(values)]
+    if len(bad):
+        axes.plot(
+            bad, np.zeros(len(bad)), "x", color=colour, transform=axes.get_xaxis_transform(), clip_on=False, markersize=6
+        )
+
+
+def _robust_limits(axes: Axes, curves: Sequence[np.ndarray]) -> None:
+    """Limits from what is finite; a divergence that leaves the ordinary range by far is cut at the top."""
+    values = np.concatenate(curves)
+    values = values[np.isfinite(values)]
+    if not len(values):
+        return
+    low, high = float(values.min()), float(values.max())
+    start = max((float(curve[0]) for curve in curves if len(curve) and np.isfinite(curve[0])), default=high)
+    if high > 2 * start > 0:
+        high = 1.3 * start
+    margin = 0.04 * (high - low) or 0.5
+    axes.set_ylim(low - margin, high + margin)
+
+
+def _draw_then_label(figure: Figure, axes: Axes, ends: list[tuple[str, float, float, str]]) -> None:
+    figure.draw_without_rendering()  # the layout must be known before labels can be kept apart
+    label_ends(axes, ends)
+
+
+FIGURES: tuple[FigureSpec, ...] = (
+    FigureSpec(
+        name="loss",
+        title="Loss",
+        caption="Thin: each step. Thick: mean over the last 4 % of the steps. Below: how much higher the smoothed loss is "
+        "than that of the high-precision run with as many devices, at the same step. A cross on the axis is a value "
+        "that is not finite.",
+        draw=loss,
+        without="No step of any run was logged.",
+    ),
+    FigureSpec(
+        name="speed",
+        title="Speed",
+        caption="After the first 10 % of the steps, evaluation excluded.",
+        draw=speed,
+        without="Needs at least three steps of a run.",
+    ),
+    FigureSpec(
+        name="mfu",
+        title="Model FLOPs utilisation",
+        caption="Each GEMM counts against the peak of the precision that it ran in, so a run may use less of a higher peak.",
+        draw=mfu,
+        without="Not logged. Add callbacks: {mfu_monitor: {}}; on a device that it does not know, give peak_flops.",
+    ),
+    FigureSpec(
+        name="kurtosis",
+        title="Kurtosis by layer",
+        caption="Layers upwards, steps to the right, one logarithmic colour scale. Outliers that grow show as a layer that "
+        "turns lighter. Grey: not logged or not finite.",
+        draw=kurtosis,
+        without="Not logged. Add callbacks: {kurtosis_monitor: {}}.",
+    ),
+    FigureSpec(
+        name="fp8-health",
+        title="FP8 health",
+        caption="The worst converted linear at each step, by operand: x input, w weight, dy gradient of the output.",
+        draw=fp8_health,
+        without="Not logged. Add callbacks: {fp8_monitor: {}}.",
+    ),
+    FigureSpec(
+        name="guard",
+        title="Divergence guard",
+        caption="What the guard logged.",
+        draw=guard,
+        without="Not logged. Add callbacks: {divergence_guard: {}}.",
+    ),
+    FigureSpec(
+        name="memory",
+        title="Memory",
+        caption="The largest figure of each run. Emulation keeps FP8 tensors but computes in higher precision, so a host's "
+        "figure says little about a GPU.",
+        draw=memory,
+        without="Not logged.",
+    ),
+)

@@ -1,0 +1,118 @@
+"""How the figures look: dark on white, legible in grey, told apart by line and marker as well as by colour."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+__all__ = ["HEAT_MAP", "INK", "MUTED", "RUN_STYLES", "label_ends", "new_figure", "run_style", "styled"]
+
+INK = "#1a1a1a"
+MUTED = "#6b6b6b"
+GRID = "#d9d9d9"
+HEAT_MAP = "cividis"
+"""Perceptually uniform, and the same to a reader with red-green deficiency; dark to light also in grey."""
+
+# The colours of Okabe and Ito, told apart in every common form of colour blindness; black first, for the baseline.
+# https://jfly.uni-koeln.de/color/
+RUN_STYLES: tuple[dict[str, Any], ...] = (
+    {"color": "#000000", "linestyle": "-", "marker": "o"},
+    {"color": "#0072B2", "linestyle": "--", "marker": "s"},
+    {"color": "#D55E00", "linestyle": "-.", "marker": "^"},
+    {"color": "#009E73", "linestyle": (0, (1, 1)), "marker": "D"},
+    {"color": "#CC79A7", "linestyle": (0, (5, 1, 1, 1, 1, 1)), "marker": "v"},
+    {"color": "#E69F00", "linestyle": (0, (8, 2)), "marker": "P"},
+    {"color": "#56B4E9", "linestyle": (0, (3, 1, 1, 1)), "marker": "X"},
+)
+
+_RC = {
+    "font.family": "sans-serif",
+    "font.size": 10,
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.labelcolor": INK,
+    "axes.edgecolor": MUTED,
+    "axes.linewidth": 0.8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.6,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "text.color": INK,
+    "lines.linewidth": 1.8,
+    "lines.markersize": 4.5,
+    "figure.facecolor": "white",
+    "savefig.facecolor": "white",
+    "svg.fonttype": "path",
+    "svg.hashsalt": "foundry-fp8",
+}
+
+
+@contextlib.contextmanager
+def styled() -> Iterator[None]:
+    """Apply the style to what is drawn and saved inside."""
+    with matplotlib.rc_context(_RC):
+        yield
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """A figure of ``width`` x ``height`` inches, laid out so that labels do not collide; no pyplot, no global state."""
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def run_style(index: int, points: int) -> dict[str, Any]:
+    """Line, colour and marker of the run at ``index``; about 8 markers over ``points`` points, apart from its neighbours'."""
+    style = dict(RUN_STYLES[index % len(RUN_STYLES)])
+    every = max(1, points // 8)
+    style["markevery"] = ((index * every) // len(RUN_STYLES) % every, every)
+    return style
+
+
+def label_ends(axes: Axes, ends: Sequence[tuple[str, float, float, str]]) -> None:
+    """Write each line's name beside its end, spread so that names do not overlap, with a thin leader to the line.
+
+    Args:
+        axes: Where the lines are; its limits must be final.
+        ends: ``(name, x, y, colour)`` of each line's last finite point.
+    """
+    inside = [end for end in ends if np.isfinite(end[1]) and np.isfinite(end[2])]
+    if not inside:
+        return
+    bottom, top = axes.get_ylim()
+    to_axes = lambda y: (axes.transScale.transform((1.0, y))[1] - low) / (high - low)  # noqa: E731
+    low, high = (axes.transScale.transform((1.0, y))[1] for y in (bottom, top))
+    height = axes.get_window_extent().height / axes.figure.dpi * 72 if axes.figure else 200.0
+    gap = 12.0 / max(height, 60.0)
+    left, right = axes.get_xlim()
+    placed: list[float] = []
+    ordered = sorted(inside, key=lambda end: end[2])
+    for _, _, y, _ in ordered:
+        placed.append(max(to_axes(y), placed[-1] + gap) if placed else to_axes(y))
+    # Pushed up in reading order, then moved back so that the group stays around its lines.
+    shift = float(np.mean([spot - to_axes(end[2]) for spot, end in zip(placed, ordered, strict=True)]))
+    for spot, (name, x, y, colour) in zip(placed, ordered, strict=True):
+        at = ((x - left) / (right - left), to_axes(y))
+        axes.annotate(
+            name,
+            xy=at,
+            xytext=(1.025, spot - shift),
+            xycoords="axes fraction",
+            textcoords="axes fraction",
+            color=colour,
+            va="center",
+            fontsize=9.5,
+            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.7, "shrinkA": 1, "shrinkB": 0},
+            annotation_clip=False,
+        )
