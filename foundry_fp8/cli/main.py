@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-from types import ModuleType
-
 import typer
 
 from foundry_fp8.cli import compare, demo
@@ -20,5 +17,9 @@ app = typer.Typer(
 )
 plan = typer.Typer(help="Estimate before a run what it will need.", no_args_is_help=True)
 
+# One line a command; a plan is added by plan.add_typer(plan_memory.app, name="memory").
 app.command("demo")(demo.demo)
 app.command("compare")(compare.compare)
+
+if plan.registered_groups:
+    app.add_typer(plan, name="plan")

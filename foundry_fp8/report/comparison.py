@@ -16,7 +16,7 @@ import numpy as np
 
 from foundry_fp8.report.runs import FINAL_SHARE, HIGH_PRECISION, Run
 
-__all__ = ["COLUMNS", "DEFINITIONS", "Row", "baseline_of", "compare", "config_differences", "format_row"]
+__all__ = ["COLUMNS", "DEFINITIONS", "Row", "baseline_of", "compare", "config_differences", "format_row", "shown_columns"]
 
 COLUMNS = (
     "Run",
@@ -29,6 +29,8 @@ COLUMNS = (
     "% loss higher",
     "Held-out loss",
 )
+
+UNKNOWN = "–"
 
 DEFINITIONS = (
     "Tokens/s/device: after the first 10 % of the steps (warm-up), evaluation excluded. "
@@ -62,6 +64,11 @@ def baseline_of(run: Run, runs: Sequence[Run]) -> Run | None:
         if other.recipe == HIGH_PRECISION and (other.nodes, other.devices) == (run.nodes, run.devices):
             return other
     return None
+
+
+def shown_columns(cells: Sequence[Sequence[str]]) -> list[int]:
+    """The columns of :func:`format_row` that say something: not those where no run has a value."""
+    return [i for i in range(len(COLUMNS)) if any(row[i] != UNKNOWN for row in cells)]
 
 
 def compare(runs: Sequence[Run]) -> list[Row]:
@@ -105,9 +112,8 @@ def _mean_loss(run: Run, steps: np.ndarray) -> float:
 def format_row(row: Row) -> tuple[str, ...]:
     """The cells of a row under :data:`COLUMNS`, as text; an en dash where a value is not known."""
     run = row.run
-    precision = run.recipe if run.backend is None else f"{run.recipe} ({run.backend})"
-    if run.recipe == HIGH_PRECISION and run.header.get("precision"):
-        precision = f"{HIGH_PRECISION} ({run.header['precision']})"
+    around = str(run.header.get("precision", "precision not logged"))
+    precision = around if run.backend is None else f"FP8 {run.recipe}, {run.backend}"
     return (
         run.name,
         precision,
@@ -122,7 +128,10 @@ def format_row(row: Row) -> tuple[str, ...]:
 
 
 def _text(value: float, form: str) -> str:
-    return "–" if math.isnan(value) else format(value, form)
+    if math.isnan(value):
+        return UNKNOWN
+    text = format(value, form)
+    return text.replace("-", "+") if not float(text.replace(",", "")) else text  # no -0.00
 
 
 def config_differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
@@ -130,7 +139,7 @@ def config_differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     flat = [dict(_flatten({k: v for k, v in run.hyperparameters.items() if k != "fp8"})) for run in runs]
     # The order of the first run that has a key is the YAML's own.
     keys = dict.fromkeys(key for values in flat for key in values)
-    rows = [(key, ["–" if key not in values else str(values[key]) for values in flat]) for key in keys]
+    rows = [(key, [UNKNOWN if key not in values else str(values[key]) for values in flat]) for key in keys]
     return [(key, values) for key, values in rows if len(set(values)) > 1]
 
 

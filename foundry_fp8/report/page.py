@@ -12,7 +12,7 @@ from typing import Any
 import jinja2
 from matplotlib.figure import Figure
 
-from foundry_fp8.report.comparison import COLUMNS, DEFINITIONS, Row, config_differences, format_row
+from foundry_fp8.report.comparison import COLUMNS, DEFINITIONS, Row, config_differences, format_row, shown_columns
 from foundry_fp8.report.figures import FIGURES
 
 __all__ = ["render_page"]
@@ -31,11 +31,13 @@ def render_page(rows: Sequence[Row], figures: Mapping[str, Figure], title: str) 
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
     runs = [row.run for row in rows]
+    cells = [format_row(row) for row in rows]
+    shown = shown_columns(cells)
     return template.render(
         title=title,
-        columns=COLUMNS,
+        columns=[COLUMNS[index] for index in shown],
         definitions=DEFINITIONS,
-        cells=[format_row(row) for row in rows],
+        cells=[[line[index] for index in shown] for line in cells],
         problems=[(run.name, run.problems) for run in runs if run.problems],
         sections=[
             {

@@ -7,18 +7,20 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from foundry_fp8.report.comparison import COLUMNS, DEFINITIONS, Row, format_row
+from foundry_fp8.report.comparison import COLUMNS, DEFINITIONS, Row, format_row, shown_columns
 
 __all__ = ["print_comparison"]
 
 
 def print_comparison(rows: Sequence[Row], console: Console) -> None:
     """Print the rows, what the columns mean, and what is wrong with each run."""
+    cells = [format_row(row) for row in rows]
     table = Table(caption=DEFINITIONS, caption_justify="left", show_edge=False)
-    for column in COLUMNS:
-        table.add_column(column, justify="left" if column in ("Run", "Precision") else "right")
-    for row in rows:
-        table.add_row(*format_row(row))
+    shown = shown_columns(cells)
+    for index in shown:
+        table.add_column(COLUMNS[index], justify="left" if index < 2 else "right")
+    for line in cells:
+        table.add_row(*(line[index] for index in shown))
     console.print(table)
     for row in rows:
         for problem in row.run.problems:
