@@ -47,7 +47,7 @@ FILE_NAME = "run_log.jsonl"
 LOSS_KEY = "loss/train/total"
 """What Composer logs the loss of a batch under, averaged over ranks."""
 
-_PACKAGES = ("foundry-fp8", "torch", "mosaicml", "llm-foundry", "mosaicml-streaming", "transformer-engine")
+_PACKAGES = ("foundry-fp8", "mosaicml", "llm-foundry", "mosaicml-streaming", "transformer-engine")
 
 
 class RunLog(LoggerDestination):
@@ -233,14 +233,12 @@ def _host_peak_bytes() -> int:
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
+    found = {"python": platform.python_version(), "torch": torch.__version__}
     for package in _PACKAGES:
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    if torch.version.cuda:
-        found["cuda"] = torch.version.cuda
     return found
 
 

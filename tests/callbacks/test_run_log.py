@@ -1,0 +1,227 @@
+import json
+import math
+
+import pytest
+import torch
+from composer import Callback, Trainer
+from composer.loggers import InMemoryLogger
+from composer.models import ComposerModel
+from torch.utils.data import DataLoader
+
+from foundry_fp8.callbacks.run_log import RunLog, ensure_run_log, plain
+from foundry_fp8.report.runs import read_run
+
+
+class Regression(ComposerModel):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 1)
+
+    def forward(self, batch):
+        return self.linear(batch[0])
+
+    def loss(self, outputs, batch):
+        return torch.nn.functional.mse_loss(outputs, batch[1])
+
+    def eval_forward(self, batch, outputs=None):
+        return self(batch) if outputs is None else outputs
+
+    def get_metrics(self, is_train):
+        return {}
+
+
+class LogsEveryBatch(Callback):
+    """Logs what other callbacks do: a step's own number, tensors, non-finite values, at INIT and at BATCH_END."""
+
+    def init(self, state, logger):
+        logger.log_hyperparameters({"fp8": {"recipe": {"name": "delayed"}, "backend": "emulated"}})
+        logger.log_table(["a", "b"], [[1, "x"]], name="facts")
+
+    def batch_end(self, state, logger):
+        step = int(state.timestamp.batch)
+        logger.log_metrics({"mine/step": step, "mine/tensor": torch.tensor(0.5), "mine/nan": math.nan})
+        if step == 2:
+            logger.log_metrics({"mine/once": -math.inf})
+
+
+def loader():
+    torch.manual_seed(0)
+    return DataLoader([(torch.randn(4), torch.randn(1)) for _ in range(16)], batch_size=4)
+
+
+def trainer(path, duration="4ba", **options):
+    loggers = [] if path is None else [RunLog(str(path))]
+    callbacks = [LogsEveryBatch(), *options.pop("callbacks", [])]
+    return Trainer(
+        model=Regression(),
+        train_dataloader=loader(),
+        optimizers=options.pop("optimizers", None),
+        max_duration=duration,
+        device="cpu",
+        progress_bar=False,
+        loggers=[*loggers, *options.pop("loggers", [])],
+        callbacks=callbacks,
+        **options,
+    )
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_one_line_a_batch_with_the_metrics_of_that_batch(tmp_path):
+    path = tmp_path / "deep" / "run_log.jsonl"
+    memory = InMemoryLogger()
+    run = trainer(path, loggers=[memory])
+    run.fit()
+    run.close()
+    found = lines(path)
+    assert [line["kind"] for line in found] == ["header", "table", *["batch"] * 4, "end"]
+    header = found[0]
+    assert header["hyperparameters"]["fp8"]["backend"] == "emulated"
+    assert (header["world_size"], header["nodes"], header["device_type"]) == (1, 1, "cpu")
+    assert header["parameters"] == 5
+    assert header["versions"]["torch"] == torch.__version__
+    batches = [line for line in found if line["kind"] == "batch"]
+    assert [b["step"] for b in batches] == [b["metrics"]["mine/step"] for b in batches] == [1, 2, 3, 4]
+    assert [b["samples"] for b in batches] == [4, 8, 12, 16]
+    # Composer's own record of the same run.
+    assert [b["loss"] for b in batches] == [value for _, value in memory.data["loss/train/total"]]
+    assert all(a["seconds"] < b["seconds"] for a, b in zip(batches, batches[1:], strict=False))
+    assert batches[0]["metrics"]["mine/tensor"] == 0.5
+    assert batches[0]["metrics"]["mine/nan"] == "nan"
+    assert [b["metrics"].get("mine/once") for b in batches] == [None, "-inf", None, None]
+    assert found[-1]["status"] == "finished"
+
+
+def test_what_is_written_can_be_read_back(tmp_path):
+    path = tmp_path / "run_log.jsonl"
+    run = trainer(path, run_name="mine")
+    run.fit()
+    run.close()
+    read = read_run(path)
+    assert (read.name, read.recipe, read.backend, read.status) == ("mine", "delayed", "emulated", "finished")
+    assert read.problems == []
+    assert read.step.tolist() == [1, 2, 3, 4]
+    assert read.metrics["mine/once"].steps.tolist() == [2]
+    assert read.metrics["mine/once"].values.tolist() == [-math.inf]
+    assert read.tables[0].rows == [[1, "x"]]
+
+
+def test_evaluation_has_its_own_line(tmp_path):
+    path = tmp_path / "run_log.jsonl"
+
+    class LogsEval(Callback):
+        def eval_end(self, state, logger):
+            logger.log_metrics({"metrics/eval/LanguageCrossEntropy": 1.5})
+
+    run = trainer(path, callbacks=[LogsEval()], eval_dataloader=loader(), eval_interval="2ba")
+    run.fit()
+    run.close()
+    evals = [line for line in lines(path) if line["kind"] == "eval"]
+    assert [line["step"] for line in evals] == [2, 4]
+    assert evals[0]["metrics"]["metrics/eval/LanguageCrossEntropy"] == 1.5
+    assert read_run(path).eval_loss() == 1.5
+
+
+def test_a_resumed_run_goes_on_in_its_file_and_is_read_as_one(tmp_path):
+    path = tmp_path / "run_log.jsonl"
+    first = trainer(path, duration="3ba", save_folder=str(tmp_path / "ck"), save_interval="2ba", run_name="r")
+    first.fit()
+    first.close()
+    # From the checkpoint after step 2: step 3 is done again, differently.
+    second = trainer(path, duration="4ba", load_path=str(tmp_path / "ck" / "ep0-ba2-rank0.pt"), run_name="r")
+    for parameter in second.state.model.parameters():
+        parameter.data.add_(1.0)
+    second.fit()
+    second.close()
+    steps = [line["step"] for line in lines(path) if line["kind"] == "batch"]
+    assert steps == [1, 2, 3, 3, 4]
+    repeated = [line["loss"] for line in lines(path) if line["kind"] == "batch"][3]
+    read = read_run(path)
+    assert read.step.tolist() == [1, 2, 3, 4]
+    assert read.loss[2] == repeated
+
+
+def test_without_a_path_the_log_lies_with_the_checkpoints(tmp_path):
+    run = trainer(None, loggers=[RunLog()], save_folder=str(tmp_path / "{run_name}" / "ck"), run_name="named")
+    run.fit()
+    run.close()
+    assert (tmp_path / "named" / "ck" / "run_log.jsonl").exists()
+
+
+def test_without_checkpoints_the_log_lies_under_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = trainer(None, loggers=[RunLog()], run_name="named")
+    run.fit()
+    run.close()
+    assert (tmp_path / "runs" / "named" / "run_log.jsonl").exists()
+
+
+def test_a_callback_can_ask_for_a_log_and_gets_one_only(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    class Asks(Callback):
+        def init(self, state, logger):
+            ensure_run_log(state, logger)
+
+    run = trainer(None, callbacks=[Asks(), Asks()], run_name="asked")
+    run.fit()
+    run.close()
+    assert sum(isinstance(d, RunLog) for d in run.logger.destinations) == 1
+    assert len(read_run(tmp_path / "runs" / "asked").step) == 4
+
+
+def test_a_run_that_stops_early_says_so(tmp_path):
+    path = tmp_path / "run_log.jsonl"
+
+    class Breaks(Callback):
+        def batch_start(self, state, logger):
+            if state.timestamp.batch.value == 2:
+                raise RuntimeError("broken on purpose")
+
+    run = trainer(path, callbacks=[Breaks()])
+    try:
+        run.fit()
+    except RuntimeError:
+        run.close()
+    assert lines(path)[-1] == {"kind": "end", "step": 2, "status": "stopped: RuntimeError('broken on purpose')"}
+    assert any("did not finish" in problem for problem in read_run(path).problems)
+
+
+def test_a_full_disk_ends_the_log_and_not_the_run(tmp_path, caplog):
+    run = trainer(tmp_path / "run_log.jsonl")
+    log = run.logger.destinations[0]
+
+    class Full:
+        def write(self, text):
+            raise OSError(28, "No space left on device")
+
+    class Fills(Callback):
+        def batch_start(self, state, logger):
+            if state.timestamp.batch.value == 1:
+                log._file = Full()
+
+    run.state.callbacks.append(Fills())
+    run.fit()
+    assert run.state.timestamp.batch.value == 4
+    assert caplog.text.count("No space left on device") == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (math.inf, "inf"),
+        (torch.tensor([1.0, math.nan]), [1.0, "nan"]),
+        ({1: (torch.float32, True)}, {"1": ["torch.float32", True]}),
+        (torch.tensor(3), 3),
+    ],
+)
+def test_plain_values_are_strict_json(value, expected):
+    assert plain(value) == expected
+    json.dumps(plain(value), allow_nan=False)
+
+
+def test_a_path_that_is_no_string_is_refused():
+    with pytest.raises(ValueError, match=r"loggers\.run_log\.path: 3 is not a string"):
+        RunLog(3)

@@ -1,0 +1,130 @@
+import math
+import re
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from foundry_fp8.report.comparison import compare
+from foundry_fp8.report.figures import FIGURES, smooth
+from foundry_fp8.report.runs import read_runs
+from foundry_fp8.report.write import report_runs
+from tests.report.logs import END, batches, curve, header, monitored, write_log
+
+
+def report(tmp_path, *logs):
+    paths = [write_log(tmp_path / str(i) / "run_log.jsonl", lines) for i, lines in enumerate(logs)]
+    console = Console(record=True, width=120)
+    page = report_runs(paths, tmp_path / "report", console=console, title="A <title>")
+    return page, console.export_text()
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory):
+    """Three runs, everything logged; the third diverges and its log is cut."""
+    diverged = curve(100, 2)[:70] + [9.0, 40.0, math.nan, math.nan]
+    return report(
+        tmp_path_factory.mktemp("full"),
+        [header("bf16", config={"seed": 1}), *batches(curve(), metrics=monitored), END],
+        [header("fp8-delayed", "delayed", config={"seed": 2}), *batches(curve(100, 1), metrics=monitored), END],
+        [header("fp8-mxfp8", "mxfp8"), *batches(diverged, 150, metrics=monitored)],
+    )
+
+
+def test_every_figure_is_in_the_page_and_beside_it(full):
+    page, _ = full
+    text = page.read_text()
+    drawn = {spec.name for spec in FIGURES} - {"guard"}
+    assert {path.stem for path in page.parent.glob("*.png")} == drawn
+    assert set(re.findall(r'<section id="([\w-]+)">\s*<h2>[^<]*</h2>\s*<figure>', text)) == drawn
+    assert "Divergence guard</b>: Not logged. Add callbacks: {divergence_guard: {}}" in text
+
+
+def test_the_page_loads_nothing(full):
+    text = full[0].read_text()
+    sources = re.findall(r'(?:src|href)="([^"]*)"', text)
+    assert sources
+    assert all(source.startswith(("data:image/svg+xml;base64,", "#")) for source in sources)
+    assert "<script" not in text
+    assert "@import" not in text
+    assert "url(" not in text
+
+
+def test_the_page_says_what_the_terminal_says(full):
+    page, terminal = full
+    text = page.read_text()
+    for part in ("fp8-delayed", "Tokens/s/device", "The loss is not finite in 2 steps, first in step 73."):
+        assert part in text
+        assert part in " ".join(terminal.split())
+    assert "A &lt;title&gt;" in text
+    assert "output heads stay" in text
+    assert "seed" in text
+
+
+def test_runs_with_nothing_in_common_still_make_a_page(tmp_path):
+    page, terminal = report(tmp_path, [header("empty")], [header("one", "block"), *batches([5.0])], batches([3.0, 2.0]))
+    text = page.read_text()
+    assert "No step was logged." in terminal
+    assert "The log has no header" in text
+    assert (page.parent / "loss.png").stat().st_size > 5000
+
+
+def test_a_run_that_is_nan_from_the_start_still_makes_a_page(tmp_path):
+    page, _ = report(tmp_path, [header("nan"), *batches([math.nan] * 20), END], [header("ok", "block"), *batches(curve(20)), END])
+    assert (page.parent / "loss.png").exists()
+
+
+def test_smoothing_does_not_spread_nan_beyond_its_window():
+    values = np.arange(100.0)
+    values[50] = math.nan
+    out = smooth(values, 0.04)
+    assert np.flatnonzero(np.isnan(out)).tolist() == [50, 51, 52, 53]
+    assert out[60] == np.mean([57, 58, 59, 60])
+
+
+def test_kurtosis_cells_stand_at_their_layer_and_step(tmp_path):
+    only = lambda step: {"kurtosis_token/residual/layer_002": 50.0} if step == 20 else monitored(step)  # noqa: E731
+    path = write_log(tmp_path / "run_log.jsonl", [header("a"), *batches(curve(40), metrics=only), END])
+    spec = next(spec for spec in FIGURES if spec.name == "kurtosis")
+    figure = spec.draw(compare(read_runs([path])))
+    images = {axes.get_ylabel(): axes.images[0] for axes in figure.axes if axes.images}
+    values = images["token\nresidual"].get_array()
+    assert values.shape == (4, 4)
+    assert values[2].tolist() == pytest.approx([3 + 2 * 10 / 20, 50.0, 3 + 2 * 30 / 20, 3 + 2 * 40 / 20])
+    # The other layers logged nothing at step 20.
+    assert np.isnan(np.ma.filled(values[0], np.nan)[1])
+
+
+def browser():
+    names = ("chromium", "chromium-browser", "google-chrome", "chrome", "chrome-headless-shell")
+    return next((path for name in names if (path := shutil.which(name))), None)
+
+
+@pytest.mark.skipif(browser() is None, reason="no Chromium on this machine")
+def test_a_browser_shows_figures_and_text(full, tmp_path):
+    from matplotlib.image import imread
+
+    shot = tmp_path / "shot.png"
+    command = [
+        browser(),
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        "--window-size=1100,5200",
+        f"--user-data-dir={tmp_path / 'profile'}",
+        f"--screenshot={shot}",
+        full[0].resolve().as_uri(),
+    ]
+    subprocess.run(command, check=True, timeout=120, capture_output=True)
+    image = imread(shot)[..., :3]
+    assert image.shape[:2] == (5200, 1100)
+    # White paper with ink on it: in every fifth of the page's first 4000 rows.
+    assert (image > 0.98).all(-1).mean() > 0.6
+    for part in np.array_split(image[:4000], 5):
+        assert 0.005 < (part < 0.75).any(-1).mean() < 0.5
+    # The curves are there in their own colours (0072B2 and D55E00), not only text.
+    for colour in ((0x00, 0x72, 0xB2), (0xD5, 0x5E, 0x00)):
+        assert (np.abs(image[:4000] * 255 - colour).max(-1) < 12).sum() > 300
