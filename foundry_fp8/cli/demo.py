@@ -6,7 +6,7 @@ import os
 import shlex
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Optional
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -29,14 +29,12 @@ def demo(
     output: Annotated[Path, typer.Option(help="Folder for data, runs and the report.")] = Path("demo-runs"),
     seed: Annotated[int, typer.Option(help="Seed of the weights and of the order of the data.")] = 17,
     yaml: Annotated[
-        Optional[Path],  # noqa: UP007 - typer reads it at run time, on Python 3.10 too
+        Path | None,
         typer.Option(help="LLM Foundry YAML to train.  [default: yamls/demo/mpt-gqa.yaml]"),
     ] = None,
     corpus: Annotated[
-        Optional[Path],  # noqa: UP007
-        typer.Option(
-            help="Folder of Python files to learn from.  [default: this Python's standard library]"
-        ),
+        Path | None,
+        typer.Option(help="Folder of Python files to learn from.  [default: this Python's standard library]"),
     ] = None,
 ) -> None:
     """Train a small GPT in high precision and once for each FP8 recipe; print a table and write a report.

@@ -9,14 +9,11 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
 from foundry_fp8.data.corpus import Document, corpus_digest, split_documents, standard_library_documents
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 __all__ = ["PreparedData", "prepare_data"]
 
@@ -109,7 +106,7 @@ def _build(
     corpus_bytes = sum(len(document.text.encode("utf-8")) for document in documents)
     say(f"training a tokenizer of {vocab_size} tokens on {len(train)} files ({corpus_bytes / 1e6:.1f} MB)")
     # The eval files are held back from the tokenizer as well.
-    tokenizer = train_tokenizer((document.text for document in train), vocab_size, folder / "tokenizer")
+    tokenizer: Any = train_tokenizer((document.text for document in train), vocab_size, folder / "tokenizer")
     say(f"writing shards of {sequence_length}-token samples")
     counts = {
         split: _write_split(folder / split, part, tokenizer, sequence_length)
@@ -132,9 +129,7 @@ def _build(
     (folder / "data.json").write_text(json.dumps(facts, indent=2) + "\n")
 
 
-def _write_split(
-    folder: Path, documents: Sequence[Document], tokenizer: PreTrainedTokenizerFast, sequence_length: int
-) -> int:
+def _write_split(folder: Path, documents: Sequence[Document], tokenizer: Any, sequence_length: int) -> int:
     from streaming import MDSWriter
 
     count = 0
@@ -147,9 +142,7 @@ def _write_split(
     return count
 
 
-def _samples(
-    documents: Sequence[Document], tokenizer: PreTrainedTokenizerFast, sequence_length: int
-) -> Iterator[np.ndarray]:
+def _samples(documents: Sequence[Document], tokenizer: Any, sequence_length: int) -> Iterator[np.ndarray]:
     """Yield ``[sequence_length]`` int32 samples of the documents, concatenated, each followed by end-of-text."""
     buffer: list[int] = []
     for start in range(0, len(documents), _ENCODE_BATCH):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -38,7 +39,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> PreT
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    fast = PreTrainedTokenizerFast(
+    # Any: transformers loads its classes lazily, and type checkers see only part of them.
+    fast: Any = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=END_OF_TEXT,
         bos_token=END_OF_TEXT,

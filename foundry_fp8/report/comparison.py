@@ -16,13 +16,22 @@ import numpy as np
 
 from foundry_fp8.report.runs import FINAL_SHARE, HIGH_PRECISION, Run
 
-__all__ = ["COLUMNS", "DEFINITIONS", "Row", "baseline_of", "compare", "config_differences", "format_row", "shown_columns"]
+__all__ = [
+    "COLUMNS",
+    "Row",
+    "baseline_of",
+    "compare",
+    "config_differences",
+    "explain",
+    "format_row",
+    "shown_columns",
+]
 
 COLUMNS = (
     "Run",
     "Precision",
     "Nodes x devices",
-    "Tokens/s/device",
+    "Tokens/s per device",
     "% decrease",
     "% faster",
     "Final loss",
@@ -32,13 +41,15 @@ COLUMNS = (
 
 UNKNOWN = "–"
 
-DEFINITIONS = (
-    "Tokens/s/device: after the first 10 % of the steps (warm-up), evaluation excluded. "
-    "% decrease: of that, against the same precision on the fewest devices. "
-    "% faster, % loss higher: against the high-precision run on the same number of devices. "
-    "Final loss: mean training loss over the last 10 % of the steps; % loss higher is taken over those that both have. "
-    "Held-out loss: the last evaluation."
-)
+_DEFINITIONS = {
+    "Tokens/s per device": "after the first 10 % of the steps (warm-up), evaluation excluded",
+    "% decrease": "of that, against the same precision on the fewest devices",
+    "% faster": "against the high-precision run on as many devices",
+    "Final loss": "mean training loss over the last 10 % of the steps",
+    "% loss higher": "the same against the high-precision run, over the steps that both have",
+    "Held-out loss": "the last evaluation",
+}
+_EMULATED = "Emulated: FP8's numbers, computed on hardware without FP8; its loss is that of FP8 training, its speed is not."
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,8 +78,22 @@ def baseline_of(run: Run, runs: Sequence[Run]) -> Run | None:
 
 
 def shown_columns(cells: Sequence[Sequence[str]]) -> list[int]:
-    """The columns of :func:`format_row` that say something: not those where no run has a value."""
-    return [i for i in range(len(COLUMNS)) if any(row[i] != UNKNOWN for row in cells)]
+    """The columns of :func:`format_row` that say something: not those that no run fills, nor one and the same layout."""
+    layout = COLUMNS.index("Nodes x devices")
+    one_layout = len({row[layout] for row in cells}) == 1
+    return [
+        i
+        for i in range(len(COLUMNS))
+        if any(row[i] != UNKNOWN for row in cells) and not (i == layout and one_layout)
+    ]
+
+
+def explain(rows: Sequence[Row], columns: Sequence[int]) -> str:
+    """What the columns shown mean, and what to know about the runs, as sentences."""
+    said = [f"{COLUMNS[i]}: {_DEFINITIONS[COLUMNS[i]]}." for i in columns if COLUMNS[i] in _DEFINITIONS]
+    if any(row.run.backend == "emulated" for row in rows):
+        said.append(_EMULATED)
+    return " ".join(said)
 
 
 def compare(runs: Sequence[Run]) -> list[Row]:
@@ -113,7 +138,7 @@ def format_row(row: Row) -> tuple[str, ...]:
     """The cells of a row under :data:`COLUMNS`, as text; an en dash where a value is not known."""
     run = row.run
     around = str(run.header.get("precision", "precision not logged"))
-    precision = around if run.backend is None else f"FP8 {run.recipe}, {run.backend}"
+    precision = around if run.backend is None else f"{run.recipe}, {run.backend}"
     return (
         run.name,
         precision,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -19,7 +20,7 @@ from foundry_fp8.report.style import HEAT_MAP, INK, MUTED, label_ends, new_figur
 __all__ = ["FIGURES", "FigureSpec", "smooth"]
 
 _WIDTH = 9.0
-_SMOOTH_SHARE = 0.04
+_SMOOTH_SHARE = 0.02
 _LAYER = re.compile(r"(.+)/layer_(\d+)")
 
 
@@ -37,13 +38,16 @@ class FigureSpec:
 
 
 def smooth(values: np.ndarray, share: float = _SMOOTH_SHARE) -> np.ndarray:
-    """Mean over the last ``share`` of the run's steps up to each point ([n] to [n]); non-finite values stay visible."""
+    """Mean of each point and those before it, ``share`` of the run in all ([n] to [n]); non-finite values stay visible.
+
+    The first points have fewer before them and are means of fewer.
+    """
     window = max(1, round(len(values) * share))
-    if window == 1 or len(values) == 0:
-        return values
-    # Not a cumulative sum: that would carry one NaN to the end of the run.
-    padded = np.concatenate([np.full(window - 1, values[0]), values])
-    return np.lib.stride_tricks.sliding_window_view(padded, window).mean(axis=-1)
+    if window >= len(values):
+        window = max(1, len(values))
+    # Not a cumulative sum over the run: that would carry one NaN to its end.
+    head = np.cumsum(values[: window - 1]) / np.arange(1, window)
+    return np.concatenate([head, np.lib.stride_tricks.sliding_window_view(values, window).mean(axis=-1)])
 
 
 def loss(rows: Sequence[Row]) -> Figure | None:
@@ -74,6 +78,7 @@ def loss(rows: Sequence[Row]) -> Figure | None:
         below = figure.add_subplot(grid[1], sharex=above)
         above.tick_params(labelbottom=False)
         differences = []
+        percents = []
         for index, row in enumerate(rows):
             if row.baseline is None or not len(row.run.step):
                 continue
@@ -83,9 +88,11 @@ def loss(rows: Sequence[Row]) -> Figure | None:
             percent = 100 * (smooth(row.run.loss[here]) / smooth(row.baseline.loss[there]) - 1)
             style = run_style(index, len(percent))
             below.plot(steps, percent, **style)
+            percents.append(percent)
             differences.append((row.run.name, *_last_finite(steps, percent), style["color"]))
         below.axhline(0, color=INK, linewidth=1.2)
         below.set_ylabel("% loss higher")
+        _difference_limits(below, percents)
         _draw_then_label(figure, below, differences)
     below.set_xlabel("step")
     below.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -107,7 +114,10 @@ def speed(rows: Sequence[Row]) -> Figure | None:
 
 def memory(rows: Sequence[Row]) -> Figure | None:
     """Largest memory of each run: of the device where Composer's memory_monitor logged it, else of the process."""
-    device = [(i, row.run.name, _peak(row.run.metrics.get("memory/peak_reserved_mem"))) for i, row in enumerate(rows)]
+    device = [
+        (i, row.run.name, _peak(row.run.metrics.get("memory/peak_reserved_mem")))
+        for i, row in enumerate(rows)
+    ]
     # GB, as Composer's memory_monitor logs.
     host = [
         (i, row.run.name, float(np.nanmax(row.run.host_peak_bytes, initial=0.0)) / 1e9)
@@ -115,7 +125,10 @@ def memory(rows: Sequence[Row]) -> Figure | None:
     ]
     panels = [
         (label, [bar for bar in bars if np.isfinite(bar[2]) and bar[2] > 0])
-        for label, bars in (("device, peak reserved (GB)", device), ("host, rank 0's process, peak (GB)", host))
+        for label, bars in (
+            ("device, peak reserved (GB)", device),
+            ("host, rank 0's process, peak (GB)", host),
+        )
     ]
     panels = [panel for panel in panels if panel[1]]
     if not panels:
@@ -136,7 +149,11 @@ def mfu(rows: Sequence[Row]) -> Figure | None:
 
 def fp8_health(rows: Sequence[Row]) -> Figure | None:
     """The worst linear's saturation, underflow and SQNR for each operand over the run."""
-    stats = [("saturated", "saturated (%)", 100.0), ("flushed", "flushed to zero (%)", 100.0), ("sqnr_db", "SQNR (dB)", 1.0)]
+    stats = [
+        ("saturated", "saturated (%)", 100.0),
+        ("flushed", "flushed to zero (%)", 100.0),
+        ("sqnr_db", "SQNR (dB)", 1.0),
+    ]
     panels = [
         (f"fp8/{stat}/{operand}/worst", f"{label}: {operand}", scale)
         for stat, label, scale in stats
@@ -165,7 +182,7 @@ def kurtosis(rows: Sequence[Row]) -> Figure | None:
     norm = LogNorm(vmin=1.0, vmax=max(10.0, float(finite.max())))
     figure = new_figure(max(_WIDTH, 2.6 * len(columns)), 0.9 + 1.25 * len(tensors))
     grid = figure.subplots(len(tensors), len(columns), squeeze=False, sharex="col")
-    image = None
+    image: Any = None
     for y, tensor in enumerate(tensors):
         for x, index in enumerate(columns):
             axes = grid[y][x]
@@ -176,7 +193,9 @@ def kurtosis(rows: Sequence[Row]) -> Figure | None:
                 axes.set_ylabel(tensor.removeprefix("kurtosis").lstrip("_/").replace("/", "\n"), fontsize=8.5)
             layers = maps.get((tensor, index))
             if layers is None:
-                axes.text(0.5, 0.5, "not logged", transform=axes.transAxes, ha="center", va="center", color=MUTED)
+                axes.text(
+                    0.5, 0.5, "not logged", transform=axes.transAxes, ha="center", va="center", color=MUTED
+                )
                 axes.set_yticks([])
                 continue
             image = _heat_map(axes, layers, norm)
@@ -240,7 +259,7 @@ def _line_panels(
     return figure
 
 
-def _heat_map(axes: Axes, layers: dict[int, Series], norm: LogNorm):
+def _heat_map(axes: Axes, layers: dict[int, Series], norm: LogNorm) -> Any:
     steps = np.unique(np.concatenate([series.steps for series in layers.values()]))
     numbers = sorted(layers)
     values = np.full((len(numbers), len(steps)), np.nan)
@@ -277,7 +296,13 @@ def _mark_non_finite(axes: Axes, steps: np.ndarray, values: np.ndarray, colour: 
     bad = steps[~np.isfinite(values)]
     if len(bad):
         axes.plot(
-            bad, np.zeros(len(bad)), "x", color=colour, transform=axes.get_xaxis_transform(), clip_on=False, markersize=6
+            bad,
+            np.zeros(len(bad)),
+            "x",
+            color=colour,
+            transform=axes.get_xaxis_transform(),
+            clip_on=False,
+            markersize=6,
         )
 
 
@@ -295,6 +320,16 @@ def _robust_limits(axes: Axes, curves: Sequence[np.ndarray]) -> None:
     axes.set_ylim(low - margin, high + margin)
 
 
+def _difference_limits(axes: Axes, curves: Sequence[np.ndarray]) -> None:
+    """Limits that a divergence at the end of one run does not stretch until the others look flat."""
+    values = np.concatenate([np.zeros(1), *curves])
+    values = values[np.isfinite(values)]
+    usual = max(4 * float(np.quantile(np.abs(values), 0.8)), 0.1)
+    low, high = max(float(values.min()), -usual), min(float(values.max()), usual)
+    margin = 0.08 * (high - low) or 0.1
+    axes.set_ylim(low - margin, high + margin)
+
+
 def _draw_then_label(figure: Figure, axes: Axes, ends: list[tuple[str, float, float, str]]) -> None:
     figure.draw_without_rendering()  # the layout must be known before labels can be kept apart
     label_ends(axes, ends)
@@ -304,7 +339,7 @@ FIGURES: tuple[FigureSpec, ...] = (
     FigureSpec(
         name="loss",
         title="Loss",
-        caption="Thin: each step. Thick: mean over the last 4 % of the steps. Below: how much higher the smoothed loss is "
+        caption="Thin: each step. Thick: mean over the last 2 % of the steps. Below: how much higher the smoothed loss is "
         "than that of the high-precision run with as many devices, at the same step. A cross on the axis is a value "
         "that is not finite.",
         draw=loss,

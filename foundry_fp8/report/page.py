@@ -12,7 +12,7 @@ from typing import Any
 import jinja2
 from matplotlib.figure import Figure
 
-from foundry_fp8.report.comparison import COLUMNS, DEFINITIONS, Row, config_differences, format_row, shown_columns
+from foundry_fp8.report.comparison import COLUMNS, Row, config_differences, explain, format_row, shown_columns
 from foundry_fp8.report.figures import FIGURES
 
 __all__ = ["render_page"]
@@ -36,7 +36,7 @@ def render_page(rows: Sequence[Row], figures: Mapping[str, Figure], title: str) 
     return template.render(
         title=title,
         columns=[COLUMNS[index] for index in shown],
-        definitions=DEFINITIONS,
+        definitions=explain(rows, shown),
         cells=[[line[index] for index in shown] for line in cells],
         problems=[(run.name, run.problems) for run in runs if run.problems],
         sections=[

@@ -145,7 +145,9 @@ def read_runs(paths: Iterable[Path]) -> list[Run]:
     """
     runs = [read_run(path) for path in paths]
     names = [run.name for run in runs]
-    folders = [run.path.resolve().parent if run.path.name == FILE_NAME else run.path.resolve() for run in runs]
+    folders = [
+        run.path.resolve().parent if run.path.name == FILE_NAME else run.path.resolve() for run in runs
+    ]
     for run, folder in zip(runs, folders, strict=True):
         if names.count(run.name) > 1:
             for depth in range(1, len(folder.parts)):
@@ -206,7 +208,9 @@ def read_run(path: Path) -> Run:
         raise ValueError(f"{file} is not a run log: none of its {count} lines can be read as one.")
     if unreadable:
         where = ", ".join(map(str, unreadable[:5])) + (", ..." if len(unreadable) > 5 else "")
-        problems.append(f"{len(unreadable)} of {count} lines cannot be read (line {where}); they are left out.")
+        problems.append(
+            f"{len(unreadable)} of {count} lines cannot be read (line {where}); they are left out."
+        )
     if not header:
         problems.append("The log has no header: configuration, device and precision are not known.")
     if status == "unknown":
@@ -249,7 +253,9 @@ def _find(path: Path) -> Path:
             raise ValueError(f"{path} holds {len(found)} logs ({shown}). Name the runs one by one.")
         if found:
             return found[0]
-        raise FileNotFoundError(f"{path} holds no {FILE_NAME}. Was the run started with loggers: {{run_log: {{}}}}?")
+        raise FileNotFoundError(
+            f"{path} holds no {FILE_NAME}. Was the run started with loggers: {{run_log: {{}}}}?"
+        )
     siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     raise FileNotFoundError(f"There is no {path}.{nearest(path.name, siblings)}")
 

@@ -31,7 +31,7 @@ RUN_STYLES: tuple[dict[str, Any], ...] = (
     {"color": "#56B4E9", "linestyle": (0, (3, 1, 1, 1)), "marker": "X"},
 )
 
-_RC = {
+_RC: Any = {
     "font.family": "sans-serif",
     "font.size": 10,
     "axes.titlesize": 11,
@@ -91,10 +91,13 @@ def label_ends(axes: Axes, ends: Sequence[tuple[str, float, float, str]]) -> Non
     if not inside:
         return
     bottom, top = axes.get_ylim()
-    to_axes = lambda y: (axes.transScale.transform((1.0, y))[1] - low) / (high - low)  # noqa: E731
-    low, high = (axes.transScale.transform((1.0, y))[1] for y in (bottom, top))
-    height = axes.get_window_extent().height / axes.figure.dpi * 72 if axes.figure else 200.0
-    gap = 12.0 / max(height, 60.0)
+
+    def to_axes(y: float) -> float:
+        return min(1.0, max(0.0, (y - bottom) / (top - bottom)))
+
+    assert axes.figure is not None
+    points = axes.get_window_extent().height / axes.figure.dpi * 72
+    gap = 12.0 / max(points, 60.0)
     left, right = axes.get_xlim()
     placed: list[float] = []
     ordered = sorted(inside, key=lambda end: end[2])

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from foundry_fp8.report.comparison import COLUMNS, DEFINITIONS, Row, format_row, shown_columns
+from foundry_fp8.report.comparison import COLUMNS, Row, explain, format_row, shown_columns
 
 __all__ = ["print_comparison"]
 
@@ -15,8 +15,8 @@ __all__ = ["print_comparison"]
 def print_comparison(rows: Sequence[Row], console: Console) -> None:
     """Print the rows, what the columns mean, and what is wrong with each run."""
     cells = [format_row(row) for row in rows]
-    table = Table(caption=DEFINITIONS, caption_justify="left", show_edge=False)
     shown = shown_columns(cells)
+    table = Table(caption=explain(rows, shown), caption_justify="left", show_edge=False)
     for index in shown:
         table.add_column(COLUMNS[index], justify="left" if index < 2 else "right")
     for line in cells:

@@ -1,3 +1,4 @@
+import itertools
 import json
 import math
 
@@ -87,7 +88,7 @@ def test_one_line_a_batch_with_the_metrics_of_that_batch(tmp_path):
     assert [b["samples"] for b in batches] == [4, 8, 12, 16]
     # Composer's own record of the same run.
     assert [b["loss"] for b in batches] == [value for _, value in memory.data["loss/train/total"]]
-    assert all(a["seconds"] < b["seconds"] for a, b in zip(batches, batches[1:], strict=False))
+    assert all(a["seconds"] < b["seconds"] for a, b in itertools.pairwise(batches))
     assert batches[0]["metrics"]["mine/tensor"] == 0.5
     assert batches[0]["metrics"]["mine/nan"] == "nan"
     assert [b["metrics"].get("mine/once") for b in batches] == [None, "-inf", None, None]
@@ -185,7 +186,11 @@ def test_a_run_that_stops_early_says_so(tmp_path):
         run.fit()
     except RuntimeError:
         run.close()
-    assert lines(path)[-1] == {"kind": "end", "step": 2, "status": "stopped: RuntimeError('broken on purpose')"}
+    assert lines(path)[-1] == {
+        "kind": "end",
+        "step": 2,
+        "status": "stopped: RuntimeError('broken on purpose')",
+    }
     assert any("did not finish" in problem for problem in read_run(path).problems)
 
 

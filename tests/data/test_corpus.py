@@ -4,7 +4,15 @@ from foundry_fp8.data.corpus import corpus_digest, split_documents, standard_lib
 
 
 def test_corpus_is_the_sorted_source_without_packages_and_tests(tmp_path):
-    for name in ("b.py", "a.py", "json/decoder.py", "site-packages/x.py", "test/t.py", "lib/tests/t.py", "a.txt"):
+    for name in (
+        "b.py",
+        "a.py",
+        "json/decoder.py",
+        "site-packages/x.py",
+        "test/t.py",
+        "lib/tests/t.py",
+        "a.txt",
+    ):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"# {name}")
@@ -45,7 +53,9 @@ def test_split_is_disjoint_complete_and_stable_when_a_file_is_added(tmp_path):
 
 def test_digest_tells_names_texts_and_boundaries_apart(tmp_path):
     digests = set()
-    for index, files in enumerate(({"a.py": "xy"}, {"b.py": "xy"}, {"a.py": "xz"}, {"a.py": "x", "y.py": "y"})):
+    for index, files in enumerate(
+        ({"a.py": "xy"}, {"b.py": "xy"}, {"a.py": "xz"}, {"a.py": "x", "y.py": "y"})
+    ):
         folder = tmp_path / str(index)
         folder.mkdir()
         for name, text in files.items():

@@ -66,7 +66,10 @@ def test_a_second_call_finds_the_first_ones_data(prepared, corpus):
 
 
 def test_other_text_or_sizes_are_other_data(prepared, corpus, tmp_path):
-    assert prepare_data(tmp_path, corpus=corpus, vocab_size=300, sequence_length=8).folder.name != prepared.folder.name
+    assert (
+        prepare_data(tmp_path, corpus=corpus, vocab_size=300, sequence_length=8).folder.name
+        != prepared.folder.name
+    )
     changed = tmp_path / "corpus"
     changed.mkdir()
     for path in corpus.iterdir():

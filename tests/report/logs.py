@@ -17,8 +17,20 @@ def header(name="run", recipe=None, world_size=1, nodes=1, config=None, step=0, 
     hyperparameters = dict(config or {})
     if recipe is not None:
         rows = [
-            {"name": "blocks.0.up", "action": "converted", "reason": recipe, "in_features": 8, "out_features": 16},
-            {"name": "lm_head", "action": "skipped", "reason": "output heads stay", "in_features": 8, "out_features": 4},
+            {
+                "name": "blocks.0.up",
+                "action": "converted",
+                "reason": recipe,
+                "in_features": 8,
+                "out_features": 16,
+            },
+            {
+                "name": "lm_head",
+                "action": "skipped",
+                "reason": "output heads stay",
+                "in_features": 8,
+                "out_features": 4,
+            },
         ]
         hyperparameters["fp8"] = {
             "recipe": {"name": recipe},

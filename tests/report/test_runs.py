@@ -23,7 +23,7 @@ def test_a_log_cut_anywhere_is_read_or_refused_with_a_reason(tmp_path, cut):
     try:
         run = read_run(path)
     except ValueError as error:
-        assert "none of its" in str(error)  # noqa: PT017
+        assert "none of its" in str(error)
     else:
         assert run.problems
 
@@ -93,7 +93,12 @@ def test_a_resume_replaces_the_steps_that_it_repeats(tmp_path):
 
 
 def test_unknown_kinds_and_keys_are_passed_over(tmp_path):
-    lines = [header(), {"kind": "future", "x": 1}, *batches([1, 2], metrics=lambda s: {"a/b": [1], "c": 2}), END]
+    lines = [
+        header(),
+        {"kind": "future", "x": 1},
+        *batches([1, 2], metrics=lambda s: {"a/b": [1], "c": 2}),
+        END,
+    ]
     run = read_run(write_log(tmp_path / "run_log.jsonl", lines))
     assert run.problems == []
     assert list(run.metrics) == ["c"]
