@@ -23,3 +23,6 @@ app.command("compare")(compare.compare)
 
 if plan.registered_groups:
     app.add_typer(plan, name="plan")
+
+if __name__ == "__main__":
+    app()
