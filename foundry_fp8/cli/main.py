@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from foundry_fp8.cli import compare, demo
+from foundry_fp8.cli import compare, demo, doctor
 
 __all__ = ["app"]
 
@@ -17,9 +17,10 @@ app = typer.Typer(
 )
 plan = typer.Typer(help="Estimate before a run what it will need.", no_args_is_help=True)
 
-# One line a command; a plan is added by plan.add_typer(plan_memory.app, name="memory").
+# One line a command. A plan's app brings the name of its command: plan.add_typer(plan_memory.app).
 app.command("demo")(demo.demo)
 app.command("compare")(compare.compare)
+app.command("doctor")(doctor.doctor)
 
 if plan.registered_groups:
     app.add_typer(plan, name="plan")
