@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-__all__ = ["MLP", "GatedMLP", "InputScale", "XIELU", "smooth_swiglu", "smooth_swiglu_fog"]
+__all__ = ["MLP", "XIELU", "GatedMLP", "InputScale", "smooth_swiglu", "smooth_swiglu_fog"]
 
 XIELU_BETA = 0.5
 XIELU_EPS = -1e-6

@@ -151,7 +151,7 @@ class FogModel(FogPreTrainedModel):
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache()
         cached = past_key_values.get_seq_length() if past_key_values is not None else 0
-        b, s, _width = hidden.shape
+        s = hidden.shape[1]
         if cache_position is None:
             cache_position = torch.arange(cached, cached + s, device=hidden.device)
         if position_ids is None:
