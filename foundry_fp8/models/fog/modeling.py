@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
+from foundry_fp8.attention_hosts import HUGGING_FACE_IMPLEMENTATION
 from foundry_fp8.config import ConfigError
 from foundry_fp8.models.fog.attention import FogAttention
 from foundry_fp8.models.fog.config import FogConfig
@@ -21,9 +22,6 @@ from foundry_fp8.models.fog.rope import rope_frequencies, rope_tables
 from foundry_fp8.modules.attention_mask import AttentionMask
 
 __all__ = ["FogBlock", "FogForCausalLM", "FogModel", "FogPreTrainedModel"]
-
-MASK_RULES_IMPLEMENTATIONS = ("fp8_dpa",)
-"""Attention implementations that take an :class:`AttentionMask` in place of a tensor."""
 
 
 class FogBlock(nn.Module):
@@ -219,7 +217,7 @@ class FogModel(FogPreTrainedModel):
             bias=bias,
         )
         implementation = self.config._attn_implementation
-        if implementation in MASK_RULES_IMPLEMENTATIONS:
+        if implementation == HUGGING_FACE_IMPLEMENTATION:
             return rules
         plain = attention_mask is None and documents is None and bias is None and window is None
         if plain and implementation == "sdpa" and (cached == 0 or s == 1):
