@@ -145,8 +145,10 @@ class FP8DotProductAttention(nn.Module):
             seed=seed,
             rounds_outputs=isinstance(self.recipe, DelayedScaling),
         )
+        # Counted before it runs: a recompute stops inside it, once it has what the backward needs.
+        self._record_forward(q, k)
         out = _Attention.apply(q, k, v, call)
-        self._record(q, k, out)
+        self._record_backward(q, k, out)
         return out
 
     def _quantizer(self, recipe: AttentionRecipe) -> Callable[..., Quantized]:
@@ -171,19 +173,22 @@ class FP8DotProductAttention(nn.Module):
 
         return quantize
 
-    def _record(self, q: Tensor, k: Tensor, out: Tensor) -> None:
+    def _record_forward(self, q: Tensor, k: Tensor) -> None:
         rows, keys, d = q.shape[0] * q.shape[1] * q.shape[2], k.shape[2], q.shape[3]
         recompute = inside_backward()
-        self.ledger.record("fprop", rows, keys, d, "fp8", recompute=recompute)
-        self.ledger.record("fprop", rows, d, keys, "fp8", recompute=recompute)
+        for n, inner in ((keys, d), (d, keys)):  # P, O
+            self.ledger.record("fprop", rows, n, inner, "fp8", recompute=recompute)
+
+    def _record_backward(self, q: Tensor, k: Tensor, out: Tensor) -> None:
         if not out.requires_grad:
             return
+        rows, keys, d = q.shape[0] * q.shape[1] * q.shape[2], k.shape[2], q.shape[3]
 
-        def record_backward(_: Tensor) -> None:
-            for m, n, inner in ((rows, keys, d), (rows, d, keys), (rows, d, keys), (rows, d, keys)):
-                self.ledger.record("dgrad", m, n, inner, "fp8")
+        def record(_: Tensor) -> None:
+            for n, inner in ((keys, d), (d, keys), (d, keys), (d, keys)):  # dS, dQ, dK, dV
+                self.ledger.record("dgrad", rows, n, inner, "fp8")
 
-        out.register_hook(record_backward)
+        out.register_hook(record)
 
     def extra_repr(self) -> str:
         """What it runs."""
@@ -260,7 +265,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> Tensor:
         q8, k8, v8 = call.quantize("q", q), call.quantize("k", k), call.quantize("v", v)
-        b, h, queries, d = q.shape
+        b, h, queries, _ = q.shape
         hk = k.shape[1]
         o = torch.empty(b, h, queries, v.shape[-1], dtype=torch.float32, device=q.device)
         for block in _blocks(call, q8, k8):
