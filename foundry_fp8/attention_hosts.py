@@ -152,7 +152,8 @@ class FoundryHost:
 
     def attach(self, module: nn.Module, attention: FP8DotProductAttention) -> None:
         """Replace the function that the module holds."""
-        module.attn_fn = MPTAttention(attention, module.attn_fn)
+        original: Any = module.attn_fn
+        module.attn_fn = MPTAttention(attention, original)
 
 
 def hugging_face_attention(
@@ -248,7 +249,8 @@ class HuggingFaceHost:
     def attach(self, module: nn.Module, attention: FP8DotProductAttention) -> None:
         """Register the function, point the configuration at it, and leave the state on the module."""
         _forward(module).__globals__[REGISTRY][HUGGING_FACE_IMPLEMENTATION] = hugging_face_attention
-        module.config._attn_implementation = HUGGING_FACE_IMPLEMENTATION
+        config: Any = module.config
+        config._attn_implementation = HUGGING_FACE_IMPLEMENTATION
         module.add_module(CHILD, attention)
 
 

@@ -180,7 +180,9 @@ class FP8AttentionState:
         Raises:
             RuntimeError: The state is of another recipe, version or model, or damaged; nothing is changed then.
         """
-        way_out = "To start with fresh FP8 state on purpose, resume with `load_ignore_keys: [state/algorithms/FP8*]`."
+        way_out = (
+            "To start with fresh FP8 state on purpose, resume with `load_ignore_keys: [state/algorithms]`."
+        )
         mine = {"version": _FORMAT_VERSION, "recipe": self.recipe.to_dict(), "slots": list(self.slots)}
         for key, value in mine.items():
             if state.get(key) != value:

@@ -206,7 +206,7 @@ class FogConfig(PretrainedConfig):
         }
         if intermediate_size is None and architecture.activation not in GATED:
             values["intermediate_size"] = preset.ffn * 3 // 2
-        tied = values.pop("tie_word_embeddings")
+        tied = bool(values.pop("tie_word_embeddings"))
         for key, value in values.items():
             check_integer(f"model.{key}", value, minimum=1)
             setattr(self, key, value)

@@ -7,17 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_utils import PreTrainedModel
 
 from foundry_fp8.attention_hosts import HUGGING_FACE_IMPLEMENTATION
 from foundry_fp8.config import ConfigError
 from foundry_fp8.models.fog.attention import FogAttention
 from foundry_fp8.models.fog.config import FogConfig
-from foundry_fp8.models.fog.feedforward import MLP, GatedMLP, InputScale
+from foundry_fp8.models.fog.feedforward import MLP, XIELU, GatedMLP, InputScale
 from foundry_fp8.models.fog.norms import LayerScale, RMSNorm
+from foundry_fp8.models.fog.qk import TanhNorm
 from foundry_fp8.models.fog.rope import rope_frequencies, rope_tables
 from foundry_fp8.modules.attention_mask import AttentionMask
 
@@ -68,11 +70,11 @@ def _branch_output(config: FogConfig) -> nn.Module:
 class FogPreTrainedModel(PreTrainedModel):
     """What transformers needs to know of FOG models."""
 
-    config_class = FogConfig
+    config_class = FogConfig  # type: ignore[assignment]  # transformers annotates these with None
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _no_split_modules = ["FogBlock"]  # noqa: RUF012 (transformers' names and types)
-    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _no_split_modules = ["FogBlock"]  # type: ignore[assignment]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values"]  # type: ignore[assignment]  # noqa: RUF012
     _supports_sdpa = True
     _supports_attention_backend = True
     _supports_cache_class = True
@@ -86,7 +88,7 @@ class FogPreTrainedModel(PreTrainedModel):
             nn.init.normal_(module.weight, std=std)
         elif isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight, std=std)
-        elif hasattr(module, "reset_parameters"):
+        elif isinstance(module, RMSNorm | LayerScale | TanhNorm | XIELU | InputScale):
             module.reset_parameters()
 
 
@@ -180,7 +182,7 @@ class FogModel(FogPreTrainedModel):
         hidden = self.norm(hidden)
         output = BaseModelOutputWithPast(
             last_hidden_state=hidden,
-            past_key_values=past_key_values if use_cache else None,
+            past_key_values=past_key_values if use_cache else None,  # type: ignore[arg-type]
             hidden_states=(*states, hidden) if output_hidden_states else None,
             attentions=tuple(attentions) if output_attentions else None,
         )
@@ -203,7 +205,7 @@ class FogModel(FogPreTrainedModel):
         keys = cached + s
         bias = None
         if attention_mask is not None and attention_mask.dim() == 4:
-            attention_mask, bias = None, attention_mask[..., :keys]
+            bias, attention_mask = attention_mask[..., :keys], None
         if cache is not None and getattr(cache, "is_compileable", False):
             raise ConfigError(
                 f"cache_implementation: {type(cache).__name__} returns more keys than there are tokens, which FOG's mask "
@@ -232,7 +234,7 @@ class FogModel(FogPreTrainedModel):
 class FogForCausalLM(FogPreTrainedModel, GenerationMixin):
     """:class:`FogModel` with a language-model head, tied to the embedding where the configuration says so."""
 
-    _tied_weights_keys = ["lm_head.weight"]  # noqa: RUF012
+    _tied_weights_keys = ["lm_head.weight"]  # type: ignore[assignment]  # noqa: RUF012
 
     def __init__(self, config: FogConfig) -> None:
         super().__init__(config)
@@ -302,7 +304,7 @@ class FogForCausalLM(FogPreTrainedModel, GenerationMixin):
                 logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100
             )
         output = CausalLMOutputWithPast(
-            loss=loss,
+            loss=loss,  # type: ignore[arg-type]
             logits=logits,
             past_key_values=out.past_key_values,
             hidden_states=out.hidden_states,

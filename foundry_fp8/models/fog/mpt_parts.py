@@ -144,7 +144,7 @@ def build_fog_ffn(
 ) -> nn.Module:
     """``ffn_type: fog_ffn``: xIELU or GELU, and an optional post-norm. Arguments as LLM Foundry's ``mptmlp``."""
     check_choice("model.ffn_config.ffn_act", ffn_act, ("xielu", "gelu", "relu"))
-    act = {"xielu": lambda: XIELU(device=device), "gelu": nn.GELU, "relu": nn.ReLU}[ffn_act]()
+    act = XIELU(device=device) if ffn_act == "xielu" else nn.GELU() if ffn_act == "gelu" else nn.ReLU()
     hidden = resolve_ffn_hidden_size(d_model, expansion_ratio, ffn_hidden_size)
     return FogMPTFFN(
         d_model,
