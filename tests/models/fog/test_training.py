@@ -149,7 +149,7 @@ def test_mpt_takes_fogs_parts(root: Path) -> None:
         },
         "ffn_config": {"ffn_type": "fog_ffn", "ffn_act": "xielu", "post_norm_gain": 0.5},
     }
-    trainer = train(config(root, model=model, algorithms=fp8(attention=True), max_duration="4ba"))
+    trainer = train(config(root, model=model, algorithms=fp8(attention=True), max_duration="12ba"))
     block = trainer.state.model.model.transformer.blocks[0]
     assert (
         type(block.attn).__name__ == "FogMPTAttention"
@@ -157,7 +157,7 @@ def test_mpt_takes_fogs_parts(root: Path) -> None:
     )
     assert not list(block.norm_1.parameters()) and abs(float(block.attn.post_norm.weight.mean()) - 0.5) < 0.05
     assert float(block.ffn.act.p) != 0.0
-    assert trainer.state.total_loss_dict["loss/train/total"] < 6.3
+    assert trainer.state.total_loss_dict["loss/train/total"] < 6.2  # ln(512) = 6.24
 
     smooth = {**MPT, "ffn_config": {"ffn_type": "smooth_swiglu"}}
     trainer = train(config(root, model=smooth, algorithms=fp8(attention=False), max_duration="2ba"))
