@@ -30,6 +30,7 @@ def convert_attention(
     model: nn.Module,
     *,
     recipe: Recipe,
+    backend: str = "emulated",
     include: Sequence[str] = ("*",),
     exclude: Sequence[str] = (),
     kept_blocks: Collection[int] = (),
@@ -44,6 +45,7 @@ def convert_attention(
     Args:
         model: Any module; its root is what training calls.
         recipe: Delayed or current; under current scaling S and dP still have delayed scales, as in TE.
+        backend: Who runs it: ``emulated`` is what there is.
         include: Globs on the names of attention modules to consider.
         exclude: Globs on the names to leave out.
         kept_blocks: Indices of transformer blocks left in high precision.
@@ -54,12 +56,17 @@ def convert_attention(
         A row an attention module, and the FP8 attentions by the names of the modules that they serve.
 
     Raises:
-        ConfigError: A recipe without an attention form, a pattern that matches nothing, or nothing to convert.
+        ConfigError: A recipe or backend without an attention form, a pattern that matches nothing, or nothing to convert.
     """
     if not isinstance(recipe, DelayedScaling | CurrentScaling):
         raise ConfigError(
             f"{key}: the {recipe.name} recipe has no FP8 attention (Transformer Engine has none either). "
             "Set recipe: delayed, or attention: false."
+        )
+    if backend != "emulated":
+        raise ConfigError(
+            f"{key}: the {backend} backend has no FP8 attention yet. Set backend: emulated to check numerics, or "
+            "attention: false."
         )
     found = [
         (name, module, host)

@@ -137,7 +137,9 @@ def apply_fp8(model: nn.Module, *, device: torch.device | str | None = None, **o
     attention: tuple[SurgeryRow, ...] = ()
     if config.attention:
         kept = kept_blocks(model, config.keep_first_blocks, config.keep_last_blocks, KEY)
-        attention, _ = convert_attention(model, recipe=recipe, kept_blocks=kept, evaluate=config.evaluate)
+        attention, _ = convert_attention(
+            model, recipe=recipe, backend=backend.name, kept_blocks=kept, evaluate=config.evaluate
+        )
     FP8State(model, converted, recipe, backend)
     return SurgeryReport(rows=rows, attention=attention, recipe=recipe, backend=backend.name, chosen=chosen)
 
