@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from foundry_fp8.surgery import SurgeryRow
 
 __all__ = ["FP8AttentionState", "convert_attention"]
 
+ATTENTION_BACKENDS = ("emulated", "transformer_engine")
 _FORMAT_VERSION = 1
 
 
@@ -37,7 +38,7 @@ def convert_attention(
     evaluate: Literal["fp8", "high_precision"] = "high_precision",
     key: str = "algorithms.fp8.attention",
 ) -> tuple[tuple[SurgeryRow, ...], dict[str, FP8DotProductAttention]]:
-    """Let the attention modules of ``model`` run their GEMMs in FP8, emulated, in place.
+    """Let the attention modules of ``model`` run their GEMMs in FP8, in place.
 
     Parameters and ``state_dict`` do not change. The delayed-scaling state is found again by
     ``FP8AttentionState.of(model)``; it updates itself when a training forward of ``model`` begins.
@@ -45,7 +46,7 @@ def convert_attention(
     Args:
         model: Any module; its root is what training calls.
         recipe: Delayed or current; under current scaling S and dP still have delayed scales, as in TE.
-        backend: Who runs it: ``emulated`` is what there is.
+        backend: Who runs it, one of ``ATTENTION_BACKENDS``.
         include: Globs on the names of attention modules to consider.
         exclude: Globs on the names to leave out.
         kept_blocks: Indices of transformer blocks left in high precision.
@@ -63,10 +64,15 @@ def convert_attention(
             f"{key}: the {recipe.name} recipe has no FP8 attention (Transformer Engine has none either). "
             "Set recipe: delayed, or attention: false."
         )
-    if backend != "emulated":
+    if backend not in ATTENTION_BACKENDS:
         raise ConfigError(
-            f"{key}: the {backend} backend has no FP8 attention yet. Set backend: emulated to check numerics, or "
-            "attention: false."
+            f"{key}: the {backend} backend has no FP8 attention. Set backend: transformer_engine (backend: emulated to "
+            "check numerics), or attention: false."
+        )
+    if backend == "transformer_engine" and not isinstance(recipe, DelayedScaling):
+        raise ConfigError(
+            f"{key}: through Transformer Engine FP8 attention runs with the delayed recipe alone, not {recipe.name}. "
+            "Set recipe: delayed, or attention: false."
         )
     found = [
         (name, module, host)
@@ -87,8 +93,14 @@ def convert_attention(
             reason = f"{key}.include and exclude leave it out"
         if reason is None and block_index_of(name, blocks) in kept_blocks:
             reason = "it is in a block that stays in high precision"
+        if reason is None and backend == "transformer_engine":
+            from foundry_fp8.backends.transformer_engine.attention import conversion_reason
+
+            reason = conversion_reason(recipe, getattr(module, "head_dim", None))
         if reason is None:
-            attention = FP8DotProductAttention(fqn=name, recipe=recipe, evaluate=evaluate)
+            attention = FP8DotProductAttention(
+                fqn=name, recipe=recipe, backend=cast(Any, backend), evaluate=evaluate
+            )
             attention.train(module.training)
             host.attach(module, attention)
             converted[name] = attention

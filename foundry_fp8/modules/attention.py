@@ -1,5 +1,6 @@
-"""FP8 dot-product attention, emulated on any device: blockwise, equal bit for bit to its unfused definition.
+"""FP8 dot-product attention: through Transformer Engine, or emulated on any device.
 
+The emulation is blockwise and equal bit for bit to the unfused definition (:mod:`.attention_reference`).
 Queries are taken in blocks of rows, each with all the keys it can see. The forward keeps Q, K and V, in FP8; the backward
 computes each block of probabilities again. No tensor of queries x keys outlives its block.
 """
@@ -67,6 +68,7 @@ class FP8DotProductAttention(nn.Module):
 
     Attributes:
         fqn: The name of the attention module that it serves.
+        backend: Who runs it.
         recipe: What runs now; ``None`` is high precision, which the caller runs itself. See :meth:`set_recipe`.
         configured_recipe: What the conversion asked for.
         evaluate: What a forward in ``eval()`` mode runs in.
@@ -80,10 +82,12 @@ class FP8DotProductAttention(nn.Module):
         *,
         fqn: str,
         recipe: AttentionRecipe,
+        backend: Literal["emulated", "transformer_engine"] = "emulated",
         evaluate: Literal["fp8", "high_precision"] = "high_precision",
     ) -> None:
         super().__init__()
         self.fqn = fqn
+        self.backend = backend
         self.recipe: AttentionRecipe | None = recipe
         self.configured_recipe = recipe
         self.evaluate = evaluate
@@ -97,10 +101,11 @@ class FP8DotProductAttention(nn.Module):
         Raises:
             RuntimeError: Neither ``None``, nor current scaling, nor the recipe of the conversion.
         """
-        if recipe is not None and recipe != self.configured_recipe and not isinstance(recipe, CurrentScaling):
+        emulated_current = isinstance(recipe, CurrentScaling) and self.backend == "emulated"
+        if recipe is not None and recipe != self.configured_recipe and not emulated_current:
             raise RuntimeError(
                 f"{self.fqn}: {recipe.name} is not what this attention was converted with "
-                f"({self.configured_recipe.name}). Demote to current or to high precision."
+                f"({self.configured_recipe.name}). Demote to high precision (on the emulated backend, also to current)."
             )
         self.recipe = recipe
 
@@ -132,24 +137,36 @@ class FP8DotProductAttention(nn.Module):
         Returns:
             [b, heads, q, d], the dtype of ``q``.
         """
-        assert self.recipe is not None, "the caller runs high precision itself"
         if mask.bias is not None and mask.bias.requires_grad:
             raise RuntimeError(f"{self.fqn}: FP8 attention has no gradient for a trainable attention bias.")
-        # Drawn from torch's generator, so that activation checkpointing restores it for the recompute.
-        seed = torch.randint(2**62, ()).to(q.device) if dropout_p else None
+        # Counted before it runs: a recompute stops inside it, once it has what the backward needs.
+        self._record_forward(q, k)
+        attend = self._emulated if self.backend == "emulated" else self._transformer_engine
+        out = attend(q, k, v, mask, softmax_scale, dropout_p)
+        self._record_backward(q, k, out)
+        return out
+
+    def _transformer_engine(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, softmax_scale: float, dropout_p: float
+    ) -> Tensor:
+        from foundry_fp8.backends.transformer_engine.attention import te_attention
+
+        return te_attention(self, q, k, v, mask=mask, softmax_scale=softmax_scale, dropout_p=dropout_p)
+
+    def _emulated(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, softmax_scale: float, dropout_p: float
+    ) -> Tensor:
+        assert self.recipe is not None
         call = _Call(
             quantize=self._quantizer(self.recipe),
             mask=mask,
             softmax_scale=softmax_scale,
             dropout_p=dropout_p,
-            seed=seed,
+            # Drawn from torch's generator, so that activation checkpointing restores it for the recompute.
+            seed=torch.randint(2**62, ()).to(q.device) if dropout_p else None,
             rounds_outputs=isinstance(self.recipe, DelayedScaling),
         )
-        # Counted before it runs: a recompute stops inside it, once it has what the backward needs.
-        self._record_forward(q, k)
-        out = _Attention.apply(q, k, v, call)
-        self._record_backward(q, k, out)
-        return out
+        return _Attention.apply(q, k, v, call)
 
     def _quantizer(self, recipe: AttentionRecipe) -> Callable[..., Quantized]:
         power_2 = isinstance(recipe, CurrentScaling) and recipe.power_2_scales

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import torch
 from torch import Tensor
@@ -28,6 +29,19 @@ class AttentionMask:
     """[b, k], integers: queries see keys of their own document."""
     bias: Tensor | None = None
     """Added to the logits (or bool, true where seen): anything that broadcasts to [b, heads, q, k]."""
+
+    def simplified(self) -> AttentionMask:
+        """Without padding that hides nothing and documents that are one: asks the device once, then remembers."""
+        return self._simplified
+
+    @functools.cached_property
+    def _simplified(self) -> AttentionMask:
+        padding, documents = self.key_padding, self.documents
+        if padding is not None and bool(padding.all()):
+            padding = None
+        if documents is not None and bool((documents == documents[:, :1]).all()):
+            documents = None
+        return dataclasses.replace(self, key_padding=padding, documents=documents)
 
     def keys_seen(self, start: int, stop: int, queries: int, keys: int) -> tuple[int, int]:
         """The range of keys that queries ``start`` to ``stop`` can see by position, for skipping the others."""
