@@ -5,9 +5,11 @@ it cannot show is what cuDNN computes.
 """
 
 import importlib
+import os
 import sys
 
 import pytest
+import te_on_cpu
 import torch
 
 from foundry_fp8.attention_surgery import FP8AttentionState, convert_attention
@@ -32,8 +34,8 @@ class Kernel:
         self.Float8Tensor = tensors.Float8Tensor
         self.storage = getattr(tensors, "Float8TensorStorage", None) or tensors.Float8TensorBase
         self.quantizer = tensors.Float8Quantizer
-        version = tuple(map(int, importlib.import_module("transformer_engine").__version__.split(".")))
-        self.statistics = 1 if version >= (2, 15) else 2  # log-sum-exp, or maximum and inverse sum
+        # Log-sum-exp, or maximum and inverse sum.
+        self.statistics = 1 if te_on_cpu.release(os.environ["TE_WHEEL"]) >= (2, 15) else 2
         extension = sys.modules["transformer_engine_torch"]
         extension.fused_attn_fwd = self.forward
         extension.fused_attn_bwd = self.backward
