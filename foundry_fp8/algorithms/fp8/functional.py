@@ -49,7 +49,7 @@ class FP8Config:
     """Compute the norm before a linear in the linear's own kernel, where that is the same arithmetic. Transformer Engine
     only."""
     attention: bool = False
-    """Whether attention's GEMMs run in FP8 too (FP8DPA), emulated; needs the delayed or the current recipe."""
+    """Whether attention's GEMMs run in FP8 too (FP8DPA). Needs the delayed recipe; emulated, also the current one."""
 
     def __post_init__(self) -> None:
         if self.recipe != "auto":
