@@ -48,12 +48,14 @@ class SurgeryReport:
         recipe: What the converted ones run.
         backend: Who runs them.
         chosen: How the backend was chosen.
+        attention: One an attention module, where attention was converted too.
     """
 
     rows: tuple[SurgeryRow, ...]
     recipe: Recipe
     backend: str
     chosen: str = ""
+    attention: tuple[SurgeryRow, ...] = ()
 
     @property
     def converted(self) -> list[str]:
@@ -84,6 +86,8 @@ class SurgeryReport:
             lines.append(f"  {fused} of them compute the norm before them in the same kernel.")
         for reason, count in Counter(self.skipped.values()).most_common():
             lines.append(f"  {count} in high precision: {reason}")
+        for (action, reason), count in Counter((row.action, row.reason) for row in self.attention).items():
+            lines.append(f"{count} attention modules {action}: {reason}")
         return "\n".join(lines)
 
     def table(self) -> str:
@@ -114,6 +118,7 @@ class SurgeryReport:
             "converted": len(self.converted),
             "converted_share": self.converted_share,
             "rows": [dataclasses.asdict(row) for row in self.rows],
+            "attention": [dataclasses.asdict(row) for row in self.attention],
         }
 
 
@@ -158,7 +163,7 @@ def convert_linears(
     if include != ("*",):
         check_patterns_match(include, names, f"{key}.include", "linear layers")
     check_patterns_match(exclude, names, f"{key}.exclude", "linear layers")
-    kept = _kept_blocks(model, keep_first_blocks, keep_last_blocks, key)
+    kept = kept_blocks(model, keep_first_blocks, keep_last_blocks, key)
     blocks = transformer_blocks(model)
     outside = _structurally_excluded(model)
 
@@ -206,7 +211,8 @@ def _merged_name(pattern: str, rows: Sequence[SurgeryRow]) -> str:
     return pattern.replace("*", f"{{{said}}}", 1)
 
 
-def _kept_blocks(model: nn.Module, first: int, last: int, key: str) -> set[int]:
+def kept_blocks(model: nn.Module, first: int, last: int, key: str) -> set[int]:
+    """Indices of the transformer blocks that stay in high precision; raises where they are all of them."""
     if not first and not last:
         return set()
     count = len(transformer_blocks(model))

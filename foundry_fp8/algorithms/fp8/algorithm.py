@@ -9,6 +9,7 @@ from composer.core import Algorithm, Event, Precision, State
 from composer.loggers import Logger
 
 from foundry_fp8.algorithms.fp8.functional import KEY, FP8Config, apply_fp8
+from foundry_fp8.attention_surgery import FP8AttentionState
 from foundry_fp8.config import ConfigError, from_mapping
 from foundry_fp8.state import FP8State
 from foundry_fp8.surgery import SurgeryReport
@@ -36,6 +37,7 @@ class FP8(Algorithm):
         self.config = from_mapping(FP8Config, options, KEY)
         self.report: SurgeryReport | None = None
         self._fp8_state: FP8State | None = None
+        self._attention_state: FP8AttentionState | None = None
 
     def __repr__(self) -> str:
         return f"FP8({', '.join(f'{key}={value!r}' for key, value in self.options.items())})"
@@ -54,6 +56,8 @@ class FP8(Algorithm):
         if event == Event.BATCH_END:
             assert self._fp8_state is not None
             self._fp8_state.update()
+            if self._attention_state is not None:
+                self._attention_state.update()
             return
         if state.precision == Precision.AMP_FP8:
             raise ConfigError(
@@ -61,14 +65,20 @@ class FP8(Algorithm):
             )
         self.report = apply_fp8(state.model, device=state.device._device, **self.options)
         self._fp8_state = FP8State.of(state.model)
+        self._attention_state = FP8AttentionState.of(state.model)
         log.info("%s\n%s\n%s", self.report.chosen, self.report.summary(), self.report.table())
         logger.log_hyperparameters({"fp8": self.report.to_dict()})
 
     def state_dict(self) -> dict[str, Any]:
         """The FP8 state (see :meth:`FP8State.state_dict`)."""
-        return {} if self._fp8_state is None else self._fp8_state.state_dict()
+        found = {} if self._fp8_state is None else self._fp8_state.state_dict()
+        if self._attention_state is not None:
+            found["attention"] = self._attention_state.state_dict()
+        return found
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back the FP8 state; raises ``RuntimeError`` if it does not fit (see :meth:`FP8State.load_state_dict`)."""
         assert self._fp8_state is not None, "Composer loads algorithms after Event.INIT"
         self._fp8_state.load_state_dict(state)
+        if self._attention_state is not None:
+            self._attention_state.load_state_dict(state.get("attention", {}))

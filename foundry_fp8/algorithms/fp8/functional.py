@@ -9,12 +9,13 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from foundry_fp8.attention_surgery import convert_attention
 from foundry_fp8.backends import BACKENDS, Backend, choose_backend
 from foundry_fp8.config import ConfigError, check_choice, check_integer, check_patterns, from_mapping
 from foundry_fp8.modules.linear import FP8Linear
 from foundry_fp8.recipes import RECIPES, Recipe, parse_recipe
 from foundry_fp8.state import FP8State
-from foundry_fp8.surgery import SurgeryReport, SurgeryRow, convert_linears
+from foundry_fp8.surgery import SurgeryReport, SurgeryRow, convert_linears, kept_blocks
 
 __all__ = ["FP8Config", "apply_fp8", "resolve_recipe"]
 
@@ -47,6 +48,8 @@ class FP8Config:
     fuse: bool = False
     """Compute the norm before a linear in the linear's own kernel, where that is the same arithmetic. Transformer Engine
     only."""
+    attention: bool = False
+    """Whether attention's GEMMs run in FP8 too (FP8DPA). Needs the delayed recipe; emulated, also the current one."""
 
     def __post_init__(self) -> None:
         if self.recipe != "auto":
@@ -67,6 +70,8 @@ class FP8Config:
                 f"{KEY}.fuse: true keeps no high-precision input, from which {KEY}.wgrad: high_precision computes. "
                 "Remove one of them."
             )
+        if not isinstance(self.attention, bool):
+            raise ConfigError(f"{KEY}.attention: {self.attention!r} is not true or false.")
 
 
 def resolve_recipe(recipe: str | Mapping[str, Any] | Recipe, device: torch.device) -> Recipe:
@@ -129,8 +134,14 @@ def apply_fp8(model: nn.Module, *, device: torch.device | str | None = None, **o
     )
     if config.fuse:
         rows = _fuse(model, rows, converted, backend)
+    attention: tuple[SurgeryRow, ...] = ()
+    if config.attention:
+        kept = kept_blocks(model, config.keep_first_blocks, config.keep_last_blocks, KEY)
+        attention, _ = convert_attention(
+            model, recipe=recipe, backend=backend.name, kept_blocks=kept, evaluate=config.evaluate
+        )
     FP8State(model, converted, recipe, backend)
-    return SurgeryReport(rows=rows, recipe=recipe, backend=backend.name, chosen=chosen)
+    return SurgeryReport(rows=rows, attention=attention, recipe=recipe, backend=backend.name, chosen=chosen)
 
 
 def _fuse(

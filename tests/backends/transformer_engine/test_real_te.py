@@ -1,4 +1,4 @@
-"""Runs real_te/cases.py once for each release of Transformer Engine, in a process that pretends to have a GPU."""
+"""Runs real_te/cases.py and attention_cases.py once for each release of Transformer Engine, in a process that pretends to have a GPU."""
 
 import os
 import subprocess
@@ -20,6 +20,7 @@ def test_backend_over_the_python_of_transformer_engine(release, te_wheel):
     environment |= {"NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES": "1", "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1"}
     environment |= {"NVTE_BACKWARD_OVERRIDE": "high_precision"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    command += ["-p", "real_te.plugin", str(HERE / "real_te" / "cases.py")]
+    command += ["-p", "real_te.plugin"]
+    command += [str(HERE / "real_te" / name) for name in ("cases.py", "attention_cases.py")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

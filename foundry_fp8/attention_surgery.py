@@ -1,0 +1,231 @@
+"""FP8 attention for a whole model: which modules, their delayed-scaling state, and the report of it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from foundry_fp8.attention_hosts import HOSTS
+from foundry_fp8.config import ConfigError
+from foundry_fp8.delayed_scaling import DelayedScalingState
+from foundry_fp8.modules.attention import (
+    AttentionRecipe,
+    FP8DotProductAttention,
+    attention_format,
+    attention_slots,
+)
+from foundry_fp8.recipes import CurrentScaling, DelayedScaling, Recipe
+from foundry_fp8.selection import block_index_of, check_patterns_match, matches, transformer_blocks
+from foundry_fp8.surgery import SurgeryRow
+
+__all__ = ["FP8AttentionState", "convert_attention"]
+
+ATTENTION_BACKENDS = ("emulated", "transformer_engine")
+_FORMAT_VERSION = 1
+
+
+def convert_attention(
+    model: nn.Module,
+    *,
+    recipe: Recipe,
+    backend: str = "emulated",
+    include: Sequence[str] = ("*",),
+    exclude: Sequence[str] = (),
+    kept_blocks: Collection[int] = (),
+    evaluate: Literal["fp8", "high_precision"] = "high_precision",
+    key: str = "algorithms.fp8.attention",
+) -> tuple[tuple[SurgeryRow, ...], dict[str, FP8DotProductAttention]]:
+    """Let the attention modules of ``model`` run their GEMMs in FP8, in place.
+
+    Parameters and ``state_dict`` do not change. The delayed-scaling state is found again by
+    ``FP8AttentionState.of(model)``; it updates itself when a training forward of ``model`` begins.
+
+    Args:
+        model: Any module; its root is what training calls.
+        recipe: Delayed or current; under current scaling S and dP still have delayed scales, as in TE.
+        backend: Who runs it, one of ``ATTENTION_BACKENDS``.
+        include: Globs on the names of attention modules to consider.
+        exclude: Globs on the names to leave out.
+        kept_blocks: Indices of transformer blocks left in high precision.
+        evaluate: What ``eval()`` mode runs in.
+        key: The YAML key, for messages.
+
+    Returns:
+        A row an attention module, and the FP8 attentions by the names of the modules that they serve.
+
+    Raises:
+        ConfigError: A recipe or backend without an attention form, a pattern that matches nothing, or nothing to convert.
+    """
+    if not isinstance(recipe, DelayedScaling | CurrentScaling):
+        raise ConfigError(
+            f"{key}: the {recipe.name} recipe has no FP8 attention (Transformer Engine has none either). "
+            "Set recipe: delayed, or attention: false."
+        )
+    if backend not in ATTENTION_BACKENDS:
+        raise ConfigError(
+            f"{key}: the {backend} backend has no FP8 attention. Set backend: transformer_engine (backend: emulated to "
+            "check numerics), or attention: false."
+        )
+    if backend == "transformer_engine" and not isinstance(recipe, DelayedScaling):
+        raise ConfigError(
+            f"{key}: through Transformer Engine FP8 attention runs with the delayed recipe alone, not {recipe.name}. "
+            "Set recipe: delayed, or attention: false."
+        )
+    found = [
+        (name, module, host)
+        for name, module in model.named_modules()
+        for host in HOSTS
+        if host.recognises(module)
+    ]
+    names = [name for name, _, _ in found]
+    if include != ("*",):
+        check_patterns_match(include, names, f"{key}.include", "attention modules")
+    check_patterns_match(exclude, names, f"{key}.exclude", "attention modules")
+    blocks = transformer_blocks(model)
+    rows: list[SurgeryRow] = []
+    converted: dict[str, FP8DotProductAttention] = {}
+    for name, module, host in found:
+        reason = host.reason(module)
+        if reason is None and (not matches(name, include) or matches(name, exclude)):
+            reason = f"{key}.include and exclude leave it out"
+        if reason is None and block_index_of(name, blocks) in kept_blocks:
+            reason = "it is in a block that stays in high precision"
+        if reason is None and backend == "transformer_engine":
+            from foundry_fp8.backends.transformer_engine.attention import conversion_reason
+
+            reason = conversion_reason(recipe, getattr(module, "head_dim", None))
+        if reason is None:
+            attention = FP8DotProductAttention(
+                fqn=name, recipe=recipe, backend=cast(Any, backend), evaluate=evaluate
+            )
+            attention.train(module.training)
+            host.attach(module, attention)
+            converted[name] = attention
+        rows.append(
+            SurgeryRow(
+                name=name,
+                action="converted" if reason is None else "skipped",
+                reason=f"{recipe.name}, in a {host.name} attention" if reason is None else reason,
+            )
+        )
+    if not converted:
+        said = "; ".join(f"{row.name}: {row.reason}" for row in rows[:3])
+        raise ConfigError(
+            f"{key}: no attention was converted ({said or 'no module of a known kind'}). Known are MPT with "
+            "attn_impl: torch, Hugging Face models that use the attention interface (FOG's too), and modules whose "
+            "forward calls scaled_dot_product_attention. Set attention: false to convert linear layers alone."
+        )
+    FP8AttentionState(model, converted, recipe)
+    return tuple(rows), converted
+
+
+class FP8AttentionState:
+    """The delayed-scaling state of all converted attentions, updated like that of the linears.
+
+    Args:
+        model: The root that is called in training.
+        modules: The FP8 attentions by name.
+        recipe: What they were converted to.
+    """
+
+    _ATTRIBUTE = "_foundry_fp8_attention_state"
+
+    def __init__(
+        self, model: nn.Module, modules: Mapping[str, FP8DotProductAttention], recipe: AttentionRecipe
+    ) -> None:
+        self.modules = dict(modules)
+        self.recipe = recipe
+        self.slots = attention_slots(recipe)
+        timing = (
+            recipe if isinstance(recipe, DelayedScaling) else DelayedScaling(fp8_format=recipe.fp8_format)
+        )
+        fp8_max = [attention_format(recipe, slot).max for _ in self.modules for slot in self.slots]
+        self.delayed = DelayedScalingState(timing, fp8_max)
+        for index, module in enumerate(self.modules.values()):
+            first = index * len(self.slots)
+            module.slots = {slot: self.delayed.slot(first + i) for i, slot in enumerate(self.slots)}
+        self._pending = False
+        setattr(model, self._ATTRIBUTE, self)
+        model.register_forward_pre_hook(self._before_forward)
+
+    @classmethod
+    def of(cls, model: nn.Module) -> FP8AttentionState | None:
+        """The state of a converted model, wrapped or not, or ``None``."""
+        for module in model.modules():
+            state = module.__dict__.get(cls._ATTRIBUTE)
+            if state is not None:
+                return state
+        return None
+
+    def update(self) -> None:
+        """Finish the running pass; a collective on every rank if a training forward ran since the last."""
+        if self._pending:
+            self._pending = False
+            self.delayed.update()
+
+    @torch.compiler.disable
+    def _before_forward(self, model: nn.Module, args: Any) -> None:
+        self.delayed.to(next(model.parameters()).device)
+        if model.training and torch.is_grad_enabled():
+            self.update()
+            self._pending = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Loads with ``weights_only=True``.
+
+        Returns:
+            ``version``, ``recipe``, ``slots`` (their names), ``modules``: name -> ``scale`` ``[slots]`` and ``amax_history``
+            ``[L, slots]``.
+        """
+        width = len(self.slots)
+        scales = self.delayed.scale.cpu().split(width)
+        histories = self.delayed.amax_history.cpu().split(width, dim=1)
+        return {
+            "version": _FORMAT_VERSION,
+            "recipe": self.recipe.to_dict(),
+            "slots": list(self.slots),
+            "modules": {
+                name: {"scale": scale.clone(), "amax_history": history.contiguous().clone()}
+                for name, scale, history in zip(self.modules, scales, histories, strict=True)
+            },
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what :meth:`state_dict` gave.
+
+        Raises:
+            RuntimeError: The state is of another recipe, version or model, or damaged; nothing is changed then.
+        """
+        way_out = (
+            "To start with fresh FP8 state on purpose, resume with `load_ignore_keys: [state/algorithms]`."
+        )
+        mine = {"version": _FORMAT_VERSION, "recipe": self.recipe.to_dict(), "slots": list(self.slots)}
+        for key, value in mine.items():
+            if state.get(key) != value:
+                raise RuntimeError(
+                    f"the checkpoint's FP8 attention state has {key} {state.get(key)!r}, this run {value!r}. {way_out}"
+                )
+        saved: Mapping[str, Mapping[str, Tensor]] = state["modules"]
+        if set(saved) != set(self.modules):
+            difference = sorted(set(saved) ^ set(self.modules))
+            raise RuntimeError(
+                f"the checkpoint's FP8 attention state is of another model or selection: it differs in {difference[:4]}. "
+                f"{way_out}"
+            )
+        width, length = len(self.slots), len(self.delayed.amax_history)
+        for name, entry in saved.items():
+            scale, history = entry["scale"], entry["amax_history"]
+            good = scale.shape == (width,) and history.shape == (length, width)
+            if not good or not bool(
+                torch.isfinite(scale).all() and (scale > 0).all() and (history >= 0).all()
+            ):
+                raise RuntimeError(f"the checkpoint's FP8 attention state of {name} is damaged. {way_out}")
+        device = self.delayed.scale.device
+        self.delayed.scale = torch.cat([saved[name]["scale"] for name in self.modules]).to(device)
+        self.delayed.amax_history = torch.cat(
+            [saved[name]["amax_history"] for name in self.modules], dim=1
+        ).to(device)
+        self._pending = bool((self.delayed.amax_history[0] != 0).any())

@@ -1,0 +1,164 @@
+"""FP8 attention through ``te.DotProductAttention``, that is, through cuDNN's fused kernel, with our delayed-scaling state.
+
+As for the linears (:mod:`.delayed`): TE's quantisers are pointed at our scales and amaxes, and the TE module, which has no
+parameters, hangs in the ``__dict__`` of ours and is kept out of TE's global buffers.
+
+Source: TE 2.4, 2.8 and 2.20, ``pytorch/attention/dot_product_attention/dot_product_attention.py`` and
+``pytorch/cpp_extensions/fused_attn.py`` (``META_QKV`` and so on).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from foundry_fp8.backends.transformer_engine.backend import library, te_recipe_of
+from foundry_fp8.backends.transformer_engine.delayed import keep_out_of_global_buffers
+from foundry_fp8.modules.attention_mask import AttentionMask
+from foundry_fp8.modules.attention_requirements import AttentionShape, attention_requirement
+from foundry_fp8.recipes import DelayedScaling
+
+if TYPE_CHECKING:
+    from foundry_fp8.modules.attention import AttentionRecipe, FP8DotProductAttention
+
+__all__ = ["conversion_reason", "te_attention"]
+
+_ATTRIBUTE = "_te_attention"
+_PLACES = {
+    "qkv": ("scaling_fwd", "META_QKV"),
+    "s": ("scaling_fwd", "META_S"),
+    "o": ("scaling_fwd", "META_O"),
+    "do": ("scaling_bwd", "META_DO"),
+    "dp": ("scaling_bwd", "META_DP"),
+    "dqkv": ("scaling_bwd", "META_DQKV"),
+}
+"""Slot -> where TE keeps its quantiser, by the names of TE's own constants."""
+
+
+def conversion_reason(recipe: AttentionRecipe, head_dim: int | None) -> str | None:
+    """Why attention of this head size cannot run on the current GPU at all, or ``None``; the rest is checked when it is called."""
+    if head_dim is None or not torch.cuda.is_available():
+        return None
+    shape = AttentionShape(head_dim=head_dim, sequence=128)
+    capability = torch.cuda.get_device_capability()
+    return attention_requirement(recipe, shape, capability=capability, cudnn=_cudnn_version()).reason or None
+
+
+@torch.compiler.disable
+def te_attention(
+    module: FP8DotProductAttention,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: AttentionMask,
+    softmax_scale: float,
+    dropout_p: float,
+) -> Tensor:
+    """The forward of ``module`` through TE; arguments and result as :meth:`FP8DotProductAttention.forward`.
+
+    Raises:
+        RuntimeError: cuDNN has no FP8 kernel for this call, with the reason and the way out.
+    """
+    recipe = module.recipe
+    assert isinstance(recipe, DelayedScaling)
+    mask = mask.simplified()
+    _check(module, q, k, mask, recipe)
+    te_recipe = _with_attention(recipe)
+    dpa = _te_module(module, q, k, softmax_scale, dropout_p)
+    dpa.train(module.training)
+    window = None if mask.window is None else (mask.window[0], 0)
+    with library().autocast(te_recipe):
+        dpa.init_fp8_metadata(
+            num_gemms=3
+        )  # makes the quantisers; the forward's own call then returns at once
+        _bind(module, dpa)
+        out = dpa(
+            *(x.transpose(1, 2).contiguous() for x in (q, k, v)),  # "bshd"
+            attn_mask_type="causal" if mask.causal else "no_mask",
+            window_size=window,
+        )
+    return out.unflatten(-1, (q.shape[1], -1)).transpose(1, 2)
+
+
+@functools.lru_cache(maxsize=32)
+def _with_attention(recipe: DelayedScaling) -> Any:
+    return dataclasses.replace(te_recipe_of(recipe), fp8_dpa=True)
+
+
+def _te_module(
+    module: FP8DotProductAttention, q: Tensor, k: Tensor, softmax_scale: float, dropout_p: float
+) -> Any:
+    """The ``te.DotProductAttention`` for these shapes; made once."""
+    made = module.__dict__.setdefault(_ATTRIBUTE, {})
+    key = (q.shape[1], k.shape[1], q.shape[3], softmax_scale, dropout_p)
+    if key not in made:
+        heads, kv_heads, head_dim, *_ = key
+        made[key] = library().te.DotProductAttention(
+            heads,
+            head_dim,
+            num_gqa_groups=kv_heads,
+            attention_dropout=dropout_p,
+            qkv_format="bshd",
+            softmax_scale=softmax_scale,
+        )
+        keep_out_of_global_buffers(made[key], library())
+    return made[key]
+
+
+def _bind(module: FP8DotProductAttention, dpa: Any) -> None:
+    """Point TE's quantisers at our scales and amaxes."""
+    constants = importlib.import_module("transformer_engine.pytorch.cpp_extensions.fused_attn")
+    record = module.training and torch.is_grad_enabled()
+    for name, slot in module.slots.items():
+        group, constant = _PLACES[name]
+        quantizer = dpa.quantizers[group][getattr(constants, constant)]
+        if type(quantizer).__name__ != "Float8Quantizer" or not hasattr(quantizer, "amax"):
+            raise RuntimeError(
+                f"Transformer Engine quantises {name} of the attention with {type(quantizer).__name__}, not with the "
+                "Float8Quantizer that delayed scaling is bound to. Install a release from 2.4 to 2.20, unset "
+                "NVTE_DPA_FP8_RECIPE, or adapt backends/transformer_engine/attention.py."
+            )
+        quantizer.scale = slot.scale.view(1)
+        amax = slot.amax_history[0].view(1)
+        quantizer.amax = amax if record or group == "scaling_bwd" else torch.zeros_like(amax)
+
+
+def _check(
+    module: FP8DotProductAttention, q: Tensor, k: Tensor, mask: AttentionMask, recipe: DelayedScaling
+) -> None:
+    shape = AttentionShape(
+        head_dim=q.shape[3],
+        sequence=q.shape[2],
+        causal=mask.causal,
+        window=mask.window is not None,
+        bias=mask.bias is not None,
+        documents=mask.documents is not None,
+        padding=mask.key_padding is not None,
+    )
+    capability = torch.cuda.get_device_capability(q.device)
+    found = attention_requirement(recipe, shape, capability=capability, cudnn=_cudnn_version())
+    reason, remedy = found.reason, found.remedy
+    if found.ok and q.shape[2] != k.shape[2]:
+        reason, remedy = "it has fewer queries than keys", "Set evaluate: high_precision."
+    elif found.ok and mask.key_padding is not None:
+        reason, remedy = "the batch is padded", "Pack the sequences, or set attention: false."
+    elif found.ok and mask.window is not None and (not mask.causal or mask.window[0] is None):
+        reason, remedy = "its window is not causal", "Set attention: false."
+    elif found.ok and q.dtype not in (torch.bfloat16, torch.float16):
+        reason, remedy = f"its inputs are {q.dtype}", "Set precision: amp_bf16."
+    if reason:
+        raise RuntimeError(
+            f"{module.fqn}: FP8 attention cannot run through Transformer Engine: {reason}. {remedy}"
+        )
+
+
+@functools.lru_cache(maxsize=1)
+def _cudnn_version() -> tuple[int, ...]:
+    packed = torch.backends.cudnn.version() or 0  # 90501 is 9.5.1
+    return packed // 10000, packed // 100 % 100, packed % 100

@@ -1,0 +1,112 @@
+"""FOG's attention: one GEMM for q, k and v, QK regularisation, RoPE, grouped queries, through transformers' registry."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.cache_utils import Cache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from foundry_fp8.models.fog.config import FogConfig
+from foundry_fp8.models.fog.qk import build_qk_norm
+from foundry_fp8.models.fog.rope import rotate
+
+__all__ = ["FogAttention", "eager_attention"]
+
+
+def eager_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    dropout: float = 0.0,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """The definition, with the probabilities in memory.
+
+    Args:
+        module: The attention module.
+        query: [b, heads, q, head_dim].
+        key: [b, kv_heads, k, head_dim].
+        value: [b, kv_heads, k, head_dim].
+        attention_mask: Additive, broadcasts to [b, heads, q, k].
+        scaling: Multiplies the logits.
+        dropout: Probability of dropping a probability.
+
+    Returns:
+        Output [b, q, heads, head_dim] and probabilities [b, heads, q, k].
+    """
+    groups = query.shape[1] // key.shape[1]
+    logits = query @ key.repeat_interleave(groups, 1).transpose(2, 3) * scaling
+    if attention_mask is not None:
+        logits = logits + attention_mask
+    probabilities = F.dropout(logits.float().softmax(-1).to(query.dtype), p=dropout, training=module.training)
+    return (probabilities @ value.repeat_interleave(groups, 1)).transpose(1, 2), probabilities
+
+
+class FogAttention(nn.Module):
+    """``Wo DPA(R(phi(q)), R(phi(k)), v; softmax_scale)`` with ``q, k, v = Wqkv x``; phi from :mod:`.qk`, R is RoPE."""
+
+    def __init__(self, config: FogConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = self.heads // self.kv_heads
+        self.scaling = config.softmax_scale
+        self.attention_dropout = config.attention_dropout
+        self.is_causal = True
+        width = self.heads * self.head_dim
+        self.qkv_proj = nn.Linear(config.hidden_size, width + 2 * self.kv_heads * self.head_dim, bias=False)
+        self.q_norm = build_qk_norm(config, self.heads)
+        self.k_norm = build_qk_norm(config, self.kv_heads)
+        self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
+        self.o_proj._is_residual = True  # type: ignore[assignment]
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        rope: tuple[Tensor, Tensor],
+        attention_mask: Any,
+        past_key_values: Cache | None = None,
+        cache_position: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """``x``: [b, s, hidden]. Returns the same shape, and the probabilities where the implementation has them."""
+        b, s, _ = x.shape
+        q, k, v = (
+            self.qkv_proj(x)
+            .view(b, s, -1, self.head_dim)
+            .split((self.heads, self.kv_heads, self.kv_heads), dim=2)
+        )
+        q, k = rotate(self.q_norm(q), rope), rotate(self.k_norm(k), rope)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        if past_key_values is not None:
+            k, v = past_key_values.update(k, v, self.layer_idx, {"cache_position": cache_position})
+        implementation = self.config._attn_implementation
+        attend = eager_attention if implementation == "eager" else ALL_ATTENTION_FUNCTIONS[implementation]
+        out, probabilities = attend(
+            self,
+            q,
+            k,
+            v,
+            attention_mask,
+            scaling=self.scaling,
+            dropout=self.attention_dropout if self.training else 0.0,
+        )
+        return self.o_proj(out.reshape(b, s, -1)), probabilities
+
+
+def softmax_logit_bound(config: FogConfig) -> float:
+    """The largest |logit| that QK regularisation allows: ``softmax_scale * head_dim``, Inf without one (or with a trainable gain)."""
+    if config.qk_norm == "none" or (config.qk_norm == "rms" and config.qk_gain == "trainable"):
+        return torch.inf
+    gain = config.qk_gain_value**2 if config.qk_norm == "rms" else 1.0
+    return gain * config.softmax_scale * config.head_dim

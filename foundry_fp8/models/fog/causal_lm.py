@@ -1,0 +1,129 @@
+"""FOG and its baselines as an LLM Foundry model: ``model: {name: fog_causal_lm, variant: fog-max, size: 390m}``."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from composer.models.huggingface import HuggingFaceModel, peft_installed
+from llmfoundry.models.hf import ComposerHFCausalLM
+from llmfoundry.models.hf.hf_fsdp import hf_get_init_device
+from llmfoundry.models.utils import init_empty_weights
+from transformers import PreTrainedTokenizerBase
+
+from foundry_fp8.config import ConfigError, nearest
+from foundry_fp8.models.fog.config import Architecture, FogConfig
+from foundry_fp8.models.fog.modeling import FogForCausalLM
+
+__all__ = ["ComposerFogCausalLM"]
+
+CONFIG_KEYS = (
+    *(name for name in inspect.signature(FogConfig.__init__).parameters if name not in ("self", "kwargs")),
+    *Architecture.__dataclass_fields__,
+)
+
+
+class ComposerFogCausalLM(ComposerHFCausalLM):
+    """A :class:`FogForCausalLM` from scratch, with LLM Foundry's metrics, FSDP wrapping and meta initialisation.
+
+    A model that was saved with ``save_pretrained`` (or by ``hf_checkpointer``) loads as ``name: hf_causal_lm`` once
+    ``foundry_fp8.models.fog`` is imported, or here with ``pretrained_model_name_or_path``.
+
+    Args:
+        tokenizer: The tokenizer.
+        pretrained_model_name_or_path: A saved model; then no key of :class:`FogConfig` may be given.
+        init_device: ``cpu``, ``meta`` or ``mixed``.
+        attn_implementation: ``sdpa`` or ``eager``. FP8 attention is ``algorithms: {fp8: {attention: true}}``.
+        peft_config: As for ``hf_causal_lm``.
+        use_train_metrics: Whether to compute metrics in training.
+        additional_train_metrics: Names of more metrics.
+        additional_eval_metrics: Names of more metrics.
+        should_save_peft_only: Save only the adapter, where there is one.
+        allow_embedding_resizing: Grow the embedding to the tokenizer's vocabulary.
+        config: Keys of :class:`FogConfig`. ``vocab_size`` defaults to the tokenizer's, rounded up to 128.
+
+    Raises:
+        ConfigError: An unknown key, or what FogConfig raises.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        pretrained_model_name_or_path: str | None = None,
+        init_device: str = "cpu",
+        attn_implementation: str = "sdpa",
+        peft_config: dict[str, Any] | None = None,
+        use_train_metrics: bool = True,
+        additional_train_metrics: list[str] | None = None,
+        additional_eval_metrics: list[str] | None = None,
+        should_save_peft_only: bool = True,
+        allow_embedding_resizing: bool = False,
+        **config: Any,
+    ) -> None:
+        for key in config:
+            if key not in CONFIG_KEYS:
+                raise ConfigError(
+                    f"model.{key}: unknown key. fog_causal_lm takes {', '.join(CONFIG_KEYS)}.{nearest(key, CONFIG_KEYS)}"
+                )
+        if pretrained_model_name_or_path is not None:
+            if config:
+                raise ConfigError(
+                    f"model.{next(iter(config))}: a pretrained model brings its own configuration. "
+                    "Remove the key, or pretrained_model_name_or_path."
+                )
+            model = FogForCausalLM.from_pretrained(
+                pretrained_model_name_or_path, attn_implementation=attn_implementation
+            )
+        else:
+            model = _build(config, tokenizer, init_device, attn_implementation)
+        model.config.use_cache = False  # training keeps no cache; generate() asks for one itself
+        if peft_config is not None and not peft_installed:
+            raise RuntimeError("model.peft_config: needs the package peft. Install llm-foundry[peft].")
+        metrics, eval_metrics = self.build_metrics(
+            use_train_metrics=use_train_metrics,
+            additional_train_metrics=additional_train_metrics,
+            additional_eval_metrics=additional_eval_metrics,
+        )
+        # Past ComposerHFCausalLM's constructor, which builds from the Hub; everything else of it is used.
+        HuggingFaceModel.__init__(
+            self,
+            model=model,
+            tokenizer=tokenizer,  # type: ignore[arg-type]
+            use_logits=True,
+            metrics=metrics,
+            eval_metrics=eval_metrics,
+            shift_labels=True,
+            allow_embedding_resizing=allow_embedding_resizing,
+            peft_config=None if peft_config is None else self.get_peft_config(peft_config),
+            should_save_peft_only=should_save_peft_only,
+        )
+        self.prepare_inner_model(self.model, init_device)
+
+
+def _build(
+    config: dict[str, Any],
+    tokenizer: PreTrainedTokenizerBase | None,
+    init_device: str,
+    attn_implementation: str,
+) -> FogForCausalLM:
+    if "vocab_size" not in config and tokenizer is not None:
+        config["vocab_size"] = -(-len(tokenizer) // 128) * 128
+    if tokenizer is not None:
+        config.update(
+            {
+                key: getattr(tokenizer, key)
+                for key in ("bos_token_id", "eos_token_id", "pad_token_id")
+                if getattr(tokenizer, key) is not None
+            }
+        )
+    fog_config = FogConfig(**config)
+    fog_config._attn_implementation = attn_implementation
+    device = hf_get_init_device(init_device)
+    if device == "cpu":
+        return FogForCausalLM(fog_config)
+    if device != "meta":
+        raise ConfigError(f"model.init_device: {init_device!r} is not one of cpu, meta, mixed.")
+    with init_empty_weights(include_buffers=False):
+        model = FogForCausalLM(fog_config)
+    model.tie_weights()
+    return model

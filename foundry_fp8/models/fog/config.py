@@ -1,0 +1,358 @@
+"""FOG's configuration: a variant names the architecture, a size names the dimensions, explicit keys fill in the rest."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from typing import Any, Literal
+
+from transformers import PretrainedConfig
+
+from foundry_fp8.config import ConfigError, check_choice, check_integer, from_mapping
+
+__all__ = ["ACTIVATIONS", "SIZES", "VARIANTS", "Architecture", "FogConfig", "Size"]
+
+ACTIVATIONS = ("xielu", "gelu", "relu", "swiglu", "smooth_swiglu", "smooth_swiglu_fog")
+GATED = ("swiglu", "smooth_swiglu", "smooth_swiglu_fog")
+QK_NORMS = ("none", "rms", "tanh")
+LLAMA31_ROPE_SCALING = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+SELF_LOGIT_WARNING = 4.0
+"""Tied embeddings: warn where a token's own logit starts above this (uniform logits of a 131072 vocabulary have 11.8 nats)."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """The choices that define a variant. ``variant: custom`` takes them one by one from the YAML."""
+
+    pre_norm: bool = True
+    """RMSNorm on the input of attention and of the MLP."""
+    post_norm: bool = False
+    """RMSNorm on the output of attention and of the MLP, before the residual addition."""
+    post_norm_gain: float | None = None
+    """Initial gain of the post-norm; ``None``: 1/sqrt(layers)."""
+    final_norm: bool = True
+    """RMSNorm between the last block and the head."""
+    layer_scale: bool = False
+    """A trainable gain vector on each branch, initially 1/sqrt(layers), without a norm."""
+    qk_norm: Literal["none", "rms", "tanh"] = "none"
+    """QK regularisation, by head, before RoPE: RMSNorm, or tanh(alpha x) with one alpha a layer for q and one for k."""
+    qk_gain: Literal["frozen", "trainable"] = "frozen"
+    """Whether the RMSNorm of q and k trains a gain vector."""
+    softmax_scale_factor: float = 1.0
+    """Logits are multiplied by ``softmax_scale_factor / sqrt(head_dim)``."""
+    activation: str = "swiglu"
+    """One of ACTIVATIONS. Gated ones have a gate beside the up projection; the others are 3/2 as wide."""
+    input_scaling: bool = False
+    """Multiply the embeddings by 1/initializer_range, so that the residual stream starts at RMS 1."""
+
+
+_FOG = Architecture(
+    pre_norm=False,
+    post_norm=True,
+    final_norm=False,
+    qk_norm="rms",
+    softmax_scale_factor=math.sqrt(2.0),  # the release's 0.125 at head_dim 128
+    activation="xielu",
+    input_scaling=True,
+)
+VARIANTS: dict[str, Architecture] = {
+    "fog-max": _FOG,
+    "fog-opt": dataclasses.replace(_FOG, activation="gelu"),
+    "fog-flash": dataclasses.replace(_FOG, activation="gelu", qk_norm="tanh", softmax_scale_factor=1.0),
+    "llama3": Architecture(),
+    "olmo2": Architecture(
+        pre_norm=False, post_norm=True, post_norm_gain=1.0, qk_norm="rms", qk_gain="trainable"
+    ),
+    "op1": Architecture(
+        pre_norm=False,
+        final_norm=False,
+        layer_scale=True,
+        qk_norm="rms",
+        qk_gain="trainable",
+        activation="relu",
+        input_scaling=True,
+    ),
+    "llama3-smooth-swiglu": Architecture(activation="smooth_swiglu_fog"),
+}
+FREE_CHOICES: dict[str, tuple[str, ...]] = {"op1": ("activation",)}
+"""Choices that a variant leaves open, because its paper's setting is not confirmed."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Size:
+    """Dimensions of a preset. ``ffn`` is the width of a gated MLP; one without a gate has 3/2 of it."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    tied: bool
+
+
+SIZES = {
+    "390m": Size(layers=16, hidden=1024, heads=8, kv_heads=4, ffn=4096, tied=True),
+    "1.5b": Size(layers=16, hidden=2048, heads=16, kv_heads=8, ffn=8192, tied=False),
+    "8b": Size(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, tied=False),
+}
+_DIMENSIONS = {
+    "num_hidden_layers": "layers",
+    "hidden_size": "hidden",
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "kv_heads",
+    "intermediate_size": "ffn",
+    "tie_word_embeddings": "tied",
+}
+
+
+class FogConfig(PretrainedConfig):
+    """The Hugging Face configuration of every variant.
+
+    Args:
+        variant: One of ``VARIANTS``, or ``custom`` to set each field of :class:`Architecture`.
+        size: One of ``SIZES``; each of its dimensions can also be given.
+        vocab_size: Tokens.
+        hidden_size: Width d of the residual stream.
+        intermediate_size: Width of the MLP; by default that of the size, or 3/2 of it without a gate.
+        num_hidden_layers: Blocks L.
+        num_attention_heads: Query heads H.
+        num_key_value_heads: Key and value heads; divides H. Default: H.
+        head_dim: Default: d / H.
+        max_position_embeddings: Longest sequence.
+        rope_theta: Base of RoPE.
+        rope_scaling: Llama 3.1's frequency scaling (``factor``, ``low_freq_factor``, ``high_freq_factor``,
+            ``original_max_position_embeddings``). Default: its values; ``False`` for none.
+        norm_eps: Epsilon of every RMSNorm.
+        initializer_range: Standard deviation sigma of the initial weights. Default 0.02; 0.001 where embeddings are
+            tied and scaled by 1/sigma, as in the first author's fork.
+        qk_gain_value: The constant gain of a frozen RMSNorm on q and k.
+        qk_norm_over: ``head``, or ``projection`` (as the original OLMo2 has it: all heads together).
+        tanh_alpha_init: Initial alpha of ``qk_norm: tanh``.
+        tanh_alpha_trainable: Whether alpha trains.
+        softmax_scale: Overrides ``softmax_scale_factor / sqrt(head_dim)``.
+        mlp_input_scale: OP's optional scalar on the MLP's input; trainable, ``None`` for none.
+        sliding_window: Keys each query sees, itself included; ``None`` for all.
+        attention_dropout: Dropout on the attention probabilities.
+        tie_word_embeddings: Share the embedding with the head.
+        sequence_ids: Whether ``sequence_id`` of the batch keeps packed documents apart.
+        kwargs: Fields of :class:`Architecture` and of ``PretrainedConfig``.
+
+    Raises:
+        ConfigError: Unknown variant, size or choice; impossible dimensions; a choice that contradicts the variant.
+    """
+
+    model_type = "fog"
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012 (the name and the type are transformers')
+
+    def __init__(
+        self,
+        variant: str = "fog-max",
+        size: str | None = None,
+        vocab_size: int = 131072,
+        hidden_size: int | None = None,
+        intermediate_size: int | None = None,
+        num_hidden_layers: int | None = None,
+        num_attention_heads: int | None = None,
+        num_key_value_heads: int | None = None,
+        head_dim: int | None = None,
+        max_position_embeddings: int = 4096,
+        rope_theta: float = 500000.0,
+        rope_scaling: dict[str, float] | Literal[False] | None = None,
+        norm_eps: float = 1e-5,
+        initializer_range: float | None = None,
+        qk_gain_value: float = 1.0,
+        qk_norm_over: Literal["head", "projection"] = "head",
+        tanh_alpha_init: float = 1.0,
+        tanh_alpha_trainable: bool = True,
+        softmax_scale: float | None = None,
+        mlp_input_scale: float | None = None,
+        sliding_window: int | None = None,
+        attention_dropout: float = 0.0,
+        tie_word_embeddings: bool | None = None,
+        sequence_ids: bool = True,
+        use_cache: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        check_choice("model.variant", variant, (*VARIANTS, "custom"))
+        if size is not None:
+            check_choice("model.size", size, tuple(SIZES))
+        self.variant, self.size = variant, size
+        architecture = _resolve_architecture(variant, kwargs)
+        for field in dataclasses.fields(Architecture):
+            setattr(self, field.name, getattr(architecture, field.name))
+
+        preset = SIZES[size] if size else SIZES["390m"]
+        given = {
+            "num_hidden_layers": num_hidden_layers,
+            "hidden_size": hidden_size,
+            "num_attention_heads": num_attention_heads,
+            "num_key_value_heads": num_key_value_heads,
+            "intermediate_size": intermediate_size,
+            "tie_word_embeddings": tie_word_embeddings,
+        }
+        # A model described by its own dimensions takes nothing from a preset behind the user's back.
+        explicit = size is None and any(value is not None for value in given.values())
+        if explicit:
+            preset = _complete_dimensions(given, head_dim)
+        values = {
+            key: getattr(preset, name) if given[key] is None else given[key]
+            for key, name in _DIMENSIONS.items()
+        }
+        if intermediate_size is None and architecture.activation not in GATED:
+            values["intermediate_size"] = preset.ffn * 3 // 2
+        tied = bool(values.pop("tie_word_embeddings"))
+        for key, value in values.items():
+            check_integer(f"model.{key}", value, minimum=1)
+            setattr(self, key, value)
+        self.head_dim = self.hidden_size // self.num_attention_heads if head_dim is None else head_dim
+
+        self.vocab_size = vocab_size
+        self.max_position_embeddings = max_position_embeddings
+        self.rope_theta = rope_theta
+        self.rope_scaling = dict(LLAMA31_ROPE_SCALING) if rope_scaling is None else rope_scaling
+        self.norm_eps = norm_eps
+        scaled_and_tied = tied and architecture.input_scaling
+        self.initializer_range = (
+            (0.001 if scaled_and_tied else 0.02) if initializer_range is None else initializer_range
+        )
+        self.qk_gain_value = qk_gain_value
+        self.qk_norm_over = qk_norm_over
+        self.tanh_alpha_init = tanh_alpha_init
+        self.tanh_alpha_trainable = tanh_alpha_trainable
+        self.softmax_scale = (
+            architecture.softmax_scale_factor / math.sqrt(self.head_dim)
+            if softmax_scale is None
+            else softmax_scale
+        )
+        self.mlp_input_scale = mlp_input_scale
+        self.sliding_window = sliding_window
+        self.attention_dropout = attention_dropout
+        self.sequence_ids = sequence_ids
+        self.use_cache = use_cache
+        super().__init__(tie_word_embeddings=tied, **kwargs)
+        self._check(scaled_and_tied)
+
+    def _check(self, scaled_and_tied: bool) -> None:
+        check_integer("model.head_dim", self.head_dim, minimum=2)
+        check_integer("model.vocab_size", self.vocab_size, minimum=1)
+        check_integer("model.max_position_embeddings", self.max_position_embeddings, minimum=1)
+        check_choice("model.qk_norm_over", self.qk_norm_over, ("head", "projection"))
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ConfigError(
+                f"model.num_key_value_heads: {self.num_key_value_heads} does not divide num_attention_heads="
+                f"{self.num_attention_heads}."
+            )
+        if self.head_dim * self.num_attention_heads != self.hidden_size and self.size is not None:
+            raise ConfigError(
+                f"model.head_dim: {self.head_dim} contradicts size={self.size}, whose head_dim is "
+                f"{self.hidden_size // self.num_attention_heads}. Leave size out to set every dimension."
+            )
+        if self.head_dim % 2:
+            raise ConfigError(f"model.head_dim: {self.head_dim} is odd, and RoPE turns pairs of elements.")
+        if not self.initializer_range > 0:
+            raise ConfigError(f"model.initializer_range: {self.initializer_range} is not above 0.")
+        if not 0 <= self.attention_dropout < 1:
+            raise ConfigError(f"model.attention_dropout: {self.attention_dropout} is not in [0, 1).")
+        if self.sliding_window is not None:
+            check_integer("model.sliding_window", self.sliding_window, minimum=1)
+        if self.rope_scaling is not False and set(self.rope_scaling) != set(LLAMA31_ROPE_SCALING):
+            raise ConfigError(
+                f"model.rope_scaling: {self.rope_scaling!r} is neither false nor a mapping of exactly "
+                f"{', '.join(LLAMA31_ROPE_SCALING)}."
+            )
+        logit = self.hidden_size * self.initializer_range
+        if scaled_and_tied and logit > SELF_LOGIT_WARNING:
+            warnings.warn(
+                f"model.tie_word_embeddings with input scaling 1/sigma: the logit of the input token itself starts at "
+                f"about hidden_size * initializer_range = {logit:.1f}. Set initializer_range below "
+                f"{SELF_LOGIT_WARNING / self.hidden_size:.2g}, or tie_word_embeddings: false.",
+                stacklevel=3,
+            )
+
+    @property
+    def embedding_multiplier(self) -> float:
+        """What the embeddings are multiplied with: 1/sigma, or 1."""
+        return 1.0 / self.initializer_range if self.input_scaling else 1.0
+
+    @property
+    def initial_post_norm_gain(self) -> float:
+        """The gain that every post-norm (or LayerScale) starts with."""
+        return self.num_hidden_layers**-0.5 if self.post_norm_gain is None else self.post_norm_gain
+
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP has a gate."""
+        return self.activation in GATED
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """Every field: what is a default depends on the variant, so differences to ``FogConfig()`` would not do."""
+        values = self.to_dict()
+        self.dict_torch_dtype_to_str(values)
+        return values
+
+    def parameter_count(self) -> int:
+        """Trainable parameters, exactly (tied embeddings counted once)."""
+        d, heads, kv = self.hidden_size, self.num_attention_heads, self.num_key_value_heads
+        attention = d * (heads + 2 * kv) * self.head_dim + heads * self.head_dim * d
+        mlp = (3 if self.gated else 2) * d * self.intermediate_size
+        vectors = d * 2 * (self.pre_norm + self.post_norm + self.layer_scale)
+        if self.qk_norm == "rms" and self.qk_gain == "trainable":
+            per_head = self.qk_norm_over == "head"
+            vectors += self.head_dim * (2 if per_head else heads + kv)
+        scalars = 2 * (self.activation == "xielu") + (self.mlp_input_scale is not None)
+        scalars += 2 * (self.qk_norm == "tanh" and self.tanh_alpha_trainable)
+        embeddings = self.vocab_size * d * (1 if self.tie_word_embeddings else 2)
+        return (
+            self.num_hidden_layers * (attention + mlp + vectors + scalars) + embeddings + d * self.final_norm
+        )
+
+
+def _resolve_architecture(variant: str, kwargs: dict[str, Any]) -> Architecture:
+    """Take Architecture's fields out of ``kwargs``; they may repeat a named variant's choices, not contradict them."""
+    names = [field.name for field in dataclasses.fields(Architecture)]
+    given = {name: kwargs.pop(name) for name in names if name in kwargs}
+    check_choice("model.activation", given.get("activation", "swiglu"), ACTIVATIONS)
+    check_choice("model.qk_norm", given.get("qk_norm", "none"), QK_NORMS)
+    check_choice("model.qk_gain", given.get("qk_gain", "frozen"), ("frozen", "trainable"))
+    if variant == "custom":
+        return from_mapping(Architecture, given, "model")
+    base = VARIANTS[variant]
+    free = FREE_CHOICES.get(variant, ())
+    for name, value in given.items():
+        if value != getattr(base, name) and name not in free:
+            raise ConfigError(
+                f"model.{name}: {value!r} contradicts variant={variant}, which means {getattr(base, name)!r}. "
+                f"Use variant: custom to combine parts freely."
+            )
+    return dataclasses.replace(base, **given)
+
+
+def _complete_dimensions(given: dict[str, Any], head_dim: int | None) -> Size:
+    """A Size from explicit dimensions: depth, width and heads must be said, the rest follows from them."""
+    required = ("hidden_size", "num_hidden_layers", "num_attention_heads")
+    missing = [key for key in required if given[key] is None]
+    if missing:
+        raise ConfigError(
+            f"model.{missing[0]}: missing. Give {', '.join(required)}, or a size ({', '.join(SIZES)})."
+        )
+    for key in required:
+        check_integer(f"model.{key}", given[key], minimum=1)
+    hidden, heads = given["hidden_size"], given["num_attention_heads"]
+    if head_dim is None and hidden % heads:
+        raise ConfigError(
+            f"model.num_attention_heads: {heads} does not divide hidden_size={hidden}, and head_dim is not given."
+        )
+    return Size(
+        layers=given["num_hidden_layers"],
+        hidden=hidden,
+        heads=heads,
+        kv_heads=heads,
+        ffn=4 * hidden,
+        tied=False,
+    )

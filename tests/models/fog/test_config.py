@@ -1,0 +1,129 @@
+"""FOG's configuration: sizes, parameter counts, and errors that name the key."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from foundry_fp8.config import ConfigError
+from foundry_fp8.models.fog import SIZES, VARIANTS, FogConfig, FogForCausalLM
+from foundry_fp8.models.fog.attention import softmax_logit_bound
+
+PUBLISHED = {"390m": 0.386, "1.5b": 1.544, "8b": 8.053}
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_parameter_counts_are_the_published_ones(variant: str, size: str) -> None:
+    config = FogConfig(variant=variant, size=size)
+    with torch.device("meta"):
+        model = FogForCausalLM(config)
+    assert sum(p.numel() for p in model.parameters()) == config.parameter_count()
+    assert round(config.parameter_count() / 1e9, 3) == PUBLISHED[size]
+
+
+def test_fog_and_swiglu_have_the_same_matrices() -> None:
+    def matrices(variant: str) -> int:
+        with torch.device("meta"):
+            model = FogForCausalLM(FogConfig(variant=variant, size="1.5b"))
+        return sum(p.numel() for p in model.parameters() if p.dim() > 1)
+
+    assert len({matrices(variant) for variant in VARIANTS}) == 1
+
+
+def test_the_logit_bounds_are_those_of_the_reference() -> None:
+    """16 at softmax_scale 0.125, 11.3 at 1/sqrt(128); none where a gain trains."""
+    bounds = {v: softmax_logit_bound(FogConfig(variant=v, size="8b")) for v in VARIANTS}
+    assert bounds["fog-max"] == bounds["fog-opt"] == pytest.approx(16.0)
+    assert FogConfig(variant="fog-max", size="8b").softmax_scale == pytest.approx(0.125)
+    assert bounds["fog-flash"] == pytest.approx(128**0.5)
+    assert bounds["llama3"] == bounds["olmo2"] == torch.inf
+    # The same temperature, said with a gain: 2^(1/4) on q and on k, and 1/sqrt(head_dim).
+    other = FogConfig(variant="fog-max", size="8b", qk_gain_value=2**0.25, softmax_scale=128**-0.5)
+    assert softmax_logit_bound(other) == pytest.approx(16.0)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"variant": "fog-mx"}, r"model\.variant: 'fog-mx' is not one of .*Did you mean 'fog-max'"),
+        ({"size": "1b"}, r"model\.size: '1b' is not one of 390m, 1\.5b, 8b"),
+        (
+            {"activation": "gelu"},
+            r"model\.activation: 'gelu' contradicts variant=fog-max, which means 'xielu'",
+        ),
+        ({"variant": "llama3", "post_norm": True}, r"model\.post_norm: True contradicts variant=llama3"),
+        ({"variant": "custom", "activation": "gelo"}, r"model\.activation: 'gelo' is not one of .*'gelu'"),
+        ({"variant": "custom", "qk_norm": "layer"}, r"model\.qk_norm: 'layer' is not one of none, rms, tanh"),
+        (
+            {"hidden_size": 96, "num_attention_heads": 4},
+            r"model\.num_hidden_layers: missing\. Give hidden_size",
+        ),
+        (
+            {"hidden_size": 96, "num_attention_heads": 5, "num_hidden_layers": 1},
+            r"model\.num_attention_heads: 5 does not divide hidden_size=96",
+        ),
+        (
+            {"hidden_size": 96, "num_attention_heads": 4, "num_key_value_heads": 3, "num_hidden_layers": 1},
+            r"model\.num_key_value_heads: 3 does not divide num_attention_heads=4",
+        ),
+        (
+            {"hidden_size": 12, "num_attention_heads": 4, "num_hidden_layers": 1},
+            r"model\.head_dim: 3 is odd",
+        ),
+        (
+            {"size": "390m", "head_dim": 64},
+            r"model\.head_dim: 64 contradicts size=390m, whose head_dim is 128",
+        ),
+        (
+            {"size": "390m", "num_hidden_layers": 0},
+            r"model\.num_hidden_layers: 0 is not an integer of at least 1",
+        ),
+        ({"size": "390m", "initializer_range": 0.0}, r"model\.initializer_range: 0\.0 is not above 0"),
+        ({"size": "390m", "attention_dropout": 1.0}, r"model\.attention_dropout: 1\.0 is not in \[0, 1\)"),
+        ({"size": "390m", "sliding_window": 0}, r"model\.sliding_window: 0 is not"),
+        (
+            {"size": "390m", "rope_scaling": {"factor": 2}},
+            r"model\.rope_scaling: .* mapping of exactly factor",
+        ),
+        (
+            {"size": "390m", "qk_norm_over": "token"},
+            r"model\.qk_norm_over: 'token' is not one of head, projection",
+        ),
+    ],
+)
+def test_bad_values_fail_at_construction(kwargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        FogConfig(**kwargs)
+
+
+def test_open_choices_of_a_variant_can_be_made() -> None:
+    assert FogConfig(variant="op1", size="390m", activation="gelu").activation == "gelu"
+    custom = FogConfig(variant="custom", size="390m", qk_norm="tanh", activation="xielu")
+    assert custom.pre_norm and custom.qk_norm == "tanh" and custom.intermediate_size == 6144
+
+
+def test_tied_embeddings_warn_with_the_logit_they_imply() -> None:
+    with pytest.warns(UserWarning, match=r"starts at about hidden_size \* initializer_range = 20\.5"):
+        FogConfig(variant="fog-max", size="390m", initializer_range=0.02)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert FogConfig(variant="fog-max", size="390m").initializer_range == 0.001
+        assert FogConfig(variant="fog-max", size="1.5b").initializer_range == 0.02
+        assert FogConfig(variant="llama3", size="390m").initializer_range == 0.02
+
+
+@pytest.mark.parametrize("variant", [*VARIANTS, "custom"])
+def test_a_saved_configuration_is_the_same_configuration(variant: str, tmp_path: Any) -> None:
+    config = FogConfig(
+        variant=variant, hidden_size=64, num_hidden_layers=3, num_attention_heads=2, rope_scaling=False
+    )
+    config.save_pretrained(tmp_path)
+    loaded = FogConfig.from_pretrained(tmp_path)
+    ignored = {"_name_or_path", "transformers_version", "_commit_hash"}
+    assert {k: v for k, v in loaded.to_dict().items() if k not in ignored} == {
+        k: v for k, v in config.to_dict().items() if k not in ignored
+    }

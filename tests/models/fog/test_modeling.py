@@ -1,0 +1,205 @@
+"""The decoder: initialisation, masks, cache, saving, and equality with transformers' Llama."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from foundry_fp8.models.fog import VARIANTS, FogConfig, FogForCausalLM
+from foundry_fp8.models.fog.config import LLAMA31_ROPE_SCALING
+
+
+def build(variant: str, seed: int = 0, **kwargs: Any) -> FogForCausalLM:
+    base = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    torch.manual_seed(seed)
+    return FogForCausalLM(FogConfig(variant=variant, vocab_size=97, **{**base, **kwargs}))
+
+
+def ids(b: int = 2, s: int = 12) -> Tensor:
+    return torch.randint(0, 97, (b, s), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_saves_loads_and_generates_alike(variant: str, tmp_path: Any) -> None:
+    model = build(variant).eval()
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(loaded(ids()).logits, model(ids()).logits)
+    eager = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    torch.testing.assert_close(eager(ids()).logits, model(ids()).logits, rtol=1e-4, atol=1e-5)
+    cached, whole = (
+        m.generate(ids(), max_new_tokens=6, do_sample=False, use_cache=cache, pad_token_id=0)
+        for m, cache in ((loaded, True), (model, False))
+    )
+    assert torch.equal(cached, whole)
+
+
+def test_llama3_is_transformers_llama() -> None:
+    """The same weights give the same logits, loss and gradients."""
+    ours = build("llama3")
+    llama = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=97,
+            hidden_size=64,
+            intermediate_size=ours.config.intermediate_size,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            rms_norm_eps=1e-5,
+            rope_theta=500000.0,
+            rope_scaling={"rope_type": "llama3", **LLAMA31_ROPE_SCALING},
+            max_position_embeddings=4096,
+        )
+    )
+    source, target = ours.state_dict(), {}
+    for name in llama.state_dict():
+        part = name.replace("input_layernorm", "input_norm").replace("post_attention_layernorm", "mlp_norm")
+        if ".q_proj" in name or ".k_proj" in name or ".v_proj" in name:
+            fused = source[
+                part.replace("q_proj", "qkv_proj")
+                .replace("k_proj", "qkv_proj")
+                .replace("v_proj", "qkv_proj")
+                .replace("qkqkv", "qkv")
+            ]
+            target[name] = dict(zip("qkv", fused.split((64, 32, 32)), strict=True))[name.split(".")[-2][0]]
+        elif ".gate_proj" in name or ".up_proj" in name:
+            fused = source[part.replace("gate_proj", "gate_up_proj").replace(".up_proj", ".gate_up_proj")]
+            target[name] = fused.chunk(2)["gate_proj" not in name]
+        else:
+            target[name] = source[part]
+    llama.load_state_dict(target)
+    a, b = ours(ids(), labels=ids()), llama(ids(), labels=ids())
+    torch.testing.assert_close(a.logits, b.logits, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(a.loss, b.loss)
+    a.loss.backward()
+    b.loss.backward()
+    torch.testing.assert_close(
+        ours.model.embed_tokens.weight.grad, llama.model.embed_tokens.weight.grad, rtol=1e-3, atol=1e-6
+    )
+
+
+def test_fog_max_computes_its_block_equations() -> None:
+    """Section 1 of the reference, written out for one block in float64."""
+    model = build("fog-max", num_hidden_layers=1, num_key_value_heads=4).double()
+    w = {k.removeprefix("model.layers.0."): v for k, v in model.state_dict().items()}
+    x = ids(1, 5)
+
+    def rms(x: Tensor) -> Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+
+    h = 50.0 * w["model.embed_tokens.weight"][x]
+    q, k, v = (h @ w["self_attn.qkv_proj.weight"].T).view(1, 5, 12, 16).split(4, 2)
+    q, k = rms(q), rms(k)
+    angles = torch.arange(5.0).double()[:, None, None] * torch.tensor(model.model.frequencies).double()
+
+    def turn(x: Tensor) -> Tensor:
+        z = torch.complex(x[..., :8], x[..., 8:]) * torch.polar(torch.ones_like(angles), angles)
+        return torch.cat((z.real, z.imag), -1)
+
+    logits = torch.einsum("bqhd,bkhd->bhqk", turn(q), turn(k)) * (2 / 16) ** 0.5
+    s = logits.masked_fill(torch.ones(5, 5).triu(1).bool(), -torch.inf).softmax(-1)
+    o = torch.einsum("bhqk,bkhd->bqhd", s, v).reshape(1, 5, 64)
+    h = h + rms(o @ w["self_attn.o_proj.weight"].T)  # the gain is 1/sqrt(1 layer)
+    up = h @ w["mlp.up_proj.weight"].T
+    f = torch.where(up > 0, 0.8 * up**2 + 0.5 * up, 0.8 * (torch.expm1(up) - up) + 0.5 * up)
+    h = h + rms(f @ w["mlp.down_proj.weight"].T)
+    # Norms, activation and rotation compute in float32.
+    torch.testing.assert_close(model(x).logits, h @ w["lm_head.weight"].T, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("variant", ["fog-max", "fog-flash"])
+def test_initial_magnitudes_are_those_of_the_reference(variant: str) -> None:
+    """Residual RMS^2 after layer l of about 1 + 2 l / L; untied logits of std sigma sqrt(3 d)."""
+    model = build(variant, hidden_size=512, num_hidden_layers=8, num_attention_heads=4)
+    with torch.no_grad():
+        out = model(ids(4, 32), output_hidden_states=True)
+    for layer, hidden in enumerate(out.hidden_states[:-1]):
+        assert float(hidden.square().mean()) == pytest.approx(1 + 2 * layer / 8, rel=0.12)
+    assert float(out.logits.std()) == pytest.approx(0.02 * (3 * 512) ** 0.5, rel=0.12)
+
+
+def test_initial_weights_are_smaller_where_a_branch_ends() -> None:
+    model = build("llama3", hidden_size=256, num_hidden_layers=8)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            std = 0.02 / 4 if ("o_proj" in name or "down_proj" in name) else 0.02
+            assert float(parameter.std()) == pytest.approx(std, rel=0.05), name
+
+
+def test_tied_logit_of_the_own_token_is_what_the_warning_says() -> None:
+    with pytest.warns(UserWarning, match="= 10.2"):
+        model = build(
+            "fog-opt",
+            hidden_size=512,
+            num_attention_heads=4,
+            tie_word_embeddings=True,
+            initializer_range=0.02,
+        )
+    x = ids()
+    with torch.no_grad():
+        own = 50 * (model.lm_head.weight[x].square().sum(-1))
+    assert float(own.mean()) == pytest.approx(512 * 0.02, rel=0.1)
+
+
+def test_meta_initialisation_leaves_nothing_uninitialised() -> None:
+    for variant in VARIANTS:
+        with torch.device("meta"):
+            model = build(variant)
+        model.to_empty(device="cpu")
+        for parameter in model.parameters():
+            parameter.data.fill_(torch.nan)
+        model.apply(model._init_weights)
+        expected = dict(build(variant).named_parameters())
+        for name, parameter in model.named_parameters():
+            assert torch.isfinite(parameter).all(), name
+            if parameter.dim() == 1:
+                assert torch.equal(parameter, expected[name]), name
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_documents_padding_and_window_are_kept_apart(implementation: str) -> None:
+    model = build("fog-max").eval()
+    model.config._attn_implementation = implementation
+    x = ids(1, 12)
+    alone = model(x[:, :5]).logits
+    documents = torch.tensor([[0] * 5 + [1] * 7])
+    packed = model(x, sequence_id=documents)
+    torch.testing.assert_close(packed.logits[:, :5], alone, rtol=1e-4, atol=1e-5)
+    # RoPE sees differences of positions only, so the second document does not know where it stands.
+    torch.testing.assert_close(packed.logits[:, 5:], model(x[:, 5:]).logits, rtol=1e-3, atol=1e-4)
+
+    mask = torch.tensor([[0] * 4 + [1] * 8])
+    padded = model(x, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits
+    torch.testing.assert_close(padded[:, 4:], model(x[:, 4:]).logits, rtol=1e-3, atol=1e-4)
+
+    model.config.sliding_window = 3
+    changed = x.clone()
+    changed[0, 2] = (changed[0, 2] + 1) % 97
+    touched = (model(x).logits - model(changed).logits).abs().amax(-1)[0] > 0
+    # Two layers of a window of three reach four positions further.
+    assert touched.tolist() == [False] * 2 + [True] * 5 + [False] * 5
+
+
+def test_gradient_checkpointing_changes_nothing() -> None:
+    gradients = []
+    for checkpoint in (False, True):
+        model = build("fog-max").train()
+        if checkpoint:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model(ids(), labels=ids()).loss.backward()
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_probabilities_only_from_eager_attention() -> None:
+    model = build("fog-max").eval()
+    with pytest.raises(ValueError, match="output_attentions: the sdpa attention keeps no probabilities"):
+        model(ids(), output_attentions=True)
+    model.config._attn_implementation = "eager"
+    out = model(ids(), output_attentions=True, output_hidden_states=True)
+    assert [a.shape for a in out.attentions] == [(2, 4, 12, 12)] * 2 and len(out.hidden_states) == 3
+    torch.testing.assert_close(out.attentions[0].sum(-1), torch.ones(2, 4, 12))

@@ -1,0 +1,55 @@
+"""FOG's YAMLs build the models they name, with the optimizer's groups and the schedule they say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from foundry_fp8.algorithms.fp8 import FP8Config
+from foundry_fp8.models.fog import FogConfig, FogForCausalLM
+
+ROOT = Path(__file__).parents[3] / "yamls"
+PRETRAIN = sorted((ROOT / "pretrain").glob("fog-*.yaml"))
+
+
+def load(path: Path) -> dict[str, Any]:
+    return OmegaConf.to_container(OmegaConf.load(path), resolve=True)  # type: ignore[return-value]
+
+
+def test_there_is_one_for_every_size_and_variant() -> None:
+    assert len(PRETRAIN) == 9
+
+
+@pytest.mark.parametrize("path", PRETRAIN, ids=lambda p: p.stem)
+def test_pretraining_settings_are_the_references(path: Path) -> None:
+    from llmfoundry.utils.builders import build_optimizer
+
+    cfg = load(path)
+    _, size, variant = path.stem.split("-")
+    model = {k: v for k, v in cfg["model"].items() if k not in ("name", "init_device")}
+    assert (model["variant"], model["size"]) == (f"fog-{variant}", size)
+    config = FogConfig(**model)
+    with torch.device("meta"):
+        built = FogForCausalLM(config)
+    tokens = {"390m": 128, "1.5b": 256, "8b": 512}[size] * 4096
+    assert cfg["global_train_batch_size"] * cfg["max_seq_len"] == tokens
+    lr = {"390m": 1e-3, "1.5b": 2.5e-4, "8b": 3e-4}[size]
+    assert cfg["optimizer"]["lr"] == lr and cfg["optimizer"]["weight_decay"] == pytest.approx(0.1 * lr)
+    assert cfg["scheduler"]["alpha_f"] * lr == pytest.approx(1e-8, rel=0.02)
+    fp8 = FP8Config(**cfg["algorithms"]["fp8"])
+    assert fp8.attention and fp8.recipe.amax_history_len == 1024  # type: ignore[union-attr]
+
+    options = dict(cfg["optimizer"])
+    optimizer = build_optimizer(built, options.pop("name"), options)
+    for group in optimizer.param_groups:
+        assert {p.dim() > 1 for p in group["params"]} == {group["weight_decay"] > 0}
+
+
+def test_the_demo_is_small() -> None:
+    cfg = load(ROOT / "demo" / "fog.yaml")
+    model = {k: v for k, v in cfg["model"].items() if k not in ("name", "init_device")}
+    assert 3e6 < FogConfig(**model).parameter_count() < 5e6
