@@ -19,7 +19,6 @@ from foundry_fp8.formats import Float8Format, e8m0_round_up as e8m0_round_up_ref
 from foundry_fp8.kernels.launch import GEMM_MULTIPLE, round_up
 from foundry_fp8.kernels.producers import Producer, load_tile
 from foundry_fp8.kernels.scales import (
-    NAN,
     e8m0_decode,
     e8m0_round_up,
     is_inf,
@@ -41,7 +40,7 @@ class Blockwise:
     """A tensor quantised with one scale a block, in the layouts that the GEMMs read.
 
     Attributes:
-        data: FP8 ``[R', C']``: R and C rounded up to 16, zeros outside; ``None`` if not asked for.
+        data: FP8 ``[R', C']``: R and C rounded up to 16 (32 for MX), zeros outside; ``None`` if not asked for.
         gemm_scale: Of ``data``, contiguous ``[ceil(C / group), R']`` float32 (``[ceil(C / 128), ceil(R / 128)]`` for square
             blocks), or E8M0 bytes as uint8. NaN (255) where the block held an Inf.
         data_t: FP8 ``[C', R']``; ``None`` if not asked for.
@@ -82,7 +81,8 @@ def quantize_blockwise(
     if group not in (32, 128) or (square and group != 128):
         raise ValueError(f"group={group}, square={square}: blocks are 1 x 128, 128 x 128 or 1 x 32.")
     (r, c), device = source.x.shape, source.x.device
-    padded_r, padded_c = round_up(r, GEMM_MULTIPLE), round_up(c, GEMM_MULTIPLE)
+    multiple = _multiple(group)
+    padded_r, padded_c = round_up(r, multiple), round_up(c, multiple)
     tiles_r, tiles_c = triton.cdiv(padded_r, TILE), triton.cdiv(padded_c, TILE)
     scale_dtype = torch.float32 if group == 128 else torch.uint8
 
@@ -139,7 +139,7 @@ def quantize_blockwise_reference(
     def one(hp: Tensor) -> tuple[Tensor, Tensor]:
         block = (128, 128) if square else (1, group)
         q = quantize_block(hp, block, fmt, power_2=power_2) if group == 128 else quantize_mx(hp, block, fmt)
-        data = pad_to_multiple(q.data)
+        data = pad_to_multiple(q.data, _multiple(group))
         gemm_scale = _e8m0_codes(q) if group == 32 else q.gemm_scale
         # Blocks that hold padding only: amax 0, hence scale 1 (code 0 in E8M0).
         scales = torch.full(
@@ -154,6 +154,11 @@ def quantize_blockwise_reference(
     data, scale = one(x) if rows else (None, None)
     data_t, scale_t = one(x.t().contiguous()) if columns else (None, None)
     return Blockwise(data, scale, data_t, scale_t, x.float().sum(0) if column_sum else None)
+
+
+def _multiple(group: int) -> int:
+    """What rows and columns are padded to: whole MX groups, or whatever the GEMM asks."""
+    return group if group == 32 else GEMM_MULTIPLE
 
 
 def _e8m0_codes(q: Quantized) -> Tensor:
@@ -176,7 +181,7 @@ def _scales(
         return e8m0_decode(254 - code), tl.where(is_inf(amax), 255, code).to(tl.uint8)
     else:
         scale = scale_from_amax(amax, FMT_MAX, POWER_2, VALUE_FOR_INF)
-        return scale, tl.where(is_inf(amax), NAN, reciprocal(scale))
+        return scale, tl.where(is_inf(amax), float("nan"), reciprocal(scale))
 
 
 @triton.jit
@@ -212,16 +217,26 @@ def _quantize_blockwise_kernel(
     tiles_c = tl.cdiv(padded_C, TILE)
     tile_r = tl.program_id(0) // tiles_c
     tile_c = tl.program_id(0) % tiles_c
-    rows = tile_r * TILE + tl.arange(0, TILE)
-    columns = tile_c * TILE + tl.arange(0, TILE)
+    first_row = tile_r * TILE
+    first_column = tile_c * TILE
     x = load_tile(
-        x_ptr, x_stride, up_ptr, up_stride, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, alpha_ptr, rows, columns, R, C, KIND
+        x_ptr, x_stride, up_ptr, up_stride, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, alpha_ptr,
+        first_row, first_column, R, C, KIND, TILE, TILE,
     )  # fmt: skip
+    local = tl.arange(0, TILE)
+    rows = first_row + local
+    columns = first_column + local
     if partial_ptr is not None:
         tl.store(partial_ptr + tile_r * C + columns, tl.sum(x, axis=0), mask=columns < C)
     inside = (rows < padded_R)[:, None] & (columns < padded_C)[None, :]
-    offsets = rows.to(tl.int64)[:, None] * padded_C + columns[None, :]
-    offsets_t = columns.to(tl.int64)[:, None] * padded_R + rows[None, :]
+    inside_t = (columns < padded_C)[:, None] & (rows < padded_R)[
+        None, :
+    ]  # tl.trans would hide it from the compiler
+    # One 64-bit base, 32-bit offsets inside the tile.
+    base = tl.cast(first_row, tl.int64) * padded_C + first_column
+    base_t = tl.cast(first_column, tl.int64) * padded_R + first_row
+    offsets = local[:, None] * padded_C + local[None, :]
+    offsets_t = local[:, None] * padded_R + local[None, :]
     size = magnitude(x)
 
     if SQUARE:
@@ -229,17 +244,25 @@ def _quantize_blockwise_kernel(
         scale, gemm_scale = _scales(amax, GROUP, FMT_MAX, INV_FMT_MAX, POWER_2, VALUE_FOR_INF)
         q = saturate(x * scale, FMT_MAX)
         if data_ptr is not None:
-            tl.store(data_ptr + offsets, q.to(data_ptr.dtype.element_ty), mask=inside)
+            tl.store(data_ptr + base + offsets, q.to(data_ptr.dtype.element_ty), mask=inside)
             tl.store(scale_ptr + tile_c * tl.cdiv(padded_R, TILE) + tile_r, gemm_scale)
         if data_t_ptr is not None:
-            tl.store(data_t_ptr + offsets_t, tl.trans(q.to(data_t_ptr.dtype.element_ty)), mask=tl.trans(inside))
+            tl.store(
+                data_t_ptr + base_t + offsets_t,
+                tl.trans(q.to(data_t_ptr.dtype.element_ty)),
+                mask=inside_t,
+            )
             tl.store(scale_t_ptr + tile_r * tiles_c + tile_c, gemm_scale)
     else:
         if data_ptr is not None:
             amax = tl.max(tl.reshape(size, (TILE, GROUPS, GROUP)), axis=2)  # [TILE, GROUPS]
             scale, gemm_scale = _scales(amax, GROUP, FMT_MAX, INV_FMT_MAX, POWER_2, VALUE_FOR_INF)
             scaled = tl.reshape(tl.reshape(x, (TILE, GROUPS, GROUP)) * scale[:, :, None], (TILE, TILE))
-            tl.store(data_ptr + offsets, saturate(scaled, FMT_MAX).to(data_ptr.dtype.element_ty), mask=inside)
+            tl.store(
+                data_ptr + base + offsets,
+                saturate(scaled, FMT_MAX).to(data_ptr.dtype.element_ty),
+                mask=inside,
+            )
             blocks = tile_c * GROUPS + tl.arange(0, GROUPS)
             inside_scales = (rows < padded_R)[:, None] & (blocks < tl.cdiv(padded_C, GROUP))[None, :]
             tl.store(scale_ptr + blocks[None, :] * padded_R + rows[:, None], gemm_scale, mask=inside_scales)
@@ -248,7 +271,9 @@ def _quantize_blockwise_kernel(
             scale, gemm_scale = _scales(amax, GROUP, FMT_MAX, INV_FMT_MAX, POWER_2, VALUE_FOR_INF)
             scaled = tl.reshape(tl.reshape(x, (GROUPS, GROUP, TILE)) * scale[:, None, :], (TILE, TILE))
             quantized = saturate(scaled, FMT_MAX).to(data_t_ptr.dtype.element_ty)
-            tl.store(data_t_ptr + offsets_t, tl.trans(quantized), mask=tl.trans(inside))
+            tl.store(data_t_ptr + base_t + offsets_t, tl.trans(quantized), mask=inside_t)
             blocks = tile_r * GROUPS + tl.arange(0, GROUPS)
             inside_scales = (blocks < tl.cdiv(padded_R, GROUP))[:, None] & (columns < padded_C)[None, :]
-            tl.store(scale_t_ptr + blocks[:, None] * padded_C + columns[None, :], gemm_scale, mask=inside_scales)
+            tl.store(
+                scale_t_ptr + blocks[:, None] * padded_C + columns[None, :], gemm_scale, mask=inside_scales
+            )

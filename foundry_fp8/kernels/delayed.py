@@ -28,7 +28,15 @@ def update_delayed_(scale: Tensor, amax_history: Tensor, scaled_max: Tensor, *, 
     """
     length, tensors = amax_history.shape
     _update_kernel[(triton.cdiv(tensors, COLUMNS),)](
-        scale, amax_history, scaled_max, length, tensors, USE_MAX=use_max, COLUMNS=COLUMNS, CHUNK=CHUNK, num_warps=4
+        scale,
+        amax_history,
+        scaled_max,
+        length,
+        tensors,
+        USE_MAX=use_max,
+        COLUMNS=COLUMNS,
+        CHUNK=CHUNK,
+        num_warps=4,
     )
 
 

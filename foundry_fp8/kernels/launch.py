@@ -33,7 +33,7 @@ def interpreting() -> bool:
 
 def round_up(size: int, multiple: int = GEMM_MULTIPLE) -> int:
     """The smallest multiple of ``multiple`` that is at least ``size``."""
-    return -(-size // multiple) * multiple
+    return (size + multiple - 1) // multiple * multiple
 
 
 def check_hp(name: str, x: Tensor, ndim: int = 2) -> None:

@@ -72,7 +72,9 @@ class Producer:
         for name in ("up", "mean", "rstd", "weight", "bias", "alpha"):
             given = getattr(self, name)
             if given is not None and given.device != self.x.device:
-                raise ValueError(f"{name} is on {given.device}, x on {self.x.device}; they must share a device.")
+                raise ValueError(
+                    f"{name} is on {given.device}, x on {self.x.device}; they must share a device."
+                )
         if self.up is not None and (self.up.shape != self.x.shape or self.up.dtype != self.x.dtype):
             raise ValueError(
                 f"up is {tuple(self.up.shape)} {self.up.dtype}, x {tuple(self.x.shape)} {self.x.dtype}; "
@@ -86,7 +88,13 @@ class Producer:
 
     @classmethod
     def norm(
-        cls, x: Tensor, rstd: Tensor, weight: Tensor | None, *, mean: Tensor | None = None, bias: Tensor | None = None
+        cls,
+        x: Tensor,
+        rstd: Tensor,
+        weight: Tensor | None,
+        *,
+        mean: Tensor | None = None,
+        bias: Tensor | None = None,
     ) -> "Producer":
         """RMSNorm, or LayerNorm if ``mean`` is given; the statistics come from :mod:`foundry_fp8.kernels.norms`."""
         return cls(kind=1, x=as_rows(x), rstd=rstd, weight=weight, mean=mean, bias=bias)
@@ -100,9 +108,7 @@ class Producer:
             raise ValueError(f"activation {name!r} is not one of {', '.join(ACTIVATIONS)}.")
         if (alpha is None) != (name != "xielu"):
             raise ValueError(f"activation {name!r}: alpha is xielu's, and xielu needs it.")
-        return cls(
-            kind=ACTIVATIONS[name], x=as_rows(x), up=None if up is None else as_rows(up), alpha=alpha
-        )
+        return cls(kind=ACTIVATIONS[name], x=as_rows(x), up=None if up is None else as_rows(up), alpha=alpha)
 
     @property
     def pointers(self) -> tuple[object, ...]:
@@ -178,15 +184,23 @@ def load_tile(
     weight_ptr,
     bias_ptr,
     alpha_ptr,
-    rows,
-    columns,
+    first_row,
+    first_column,
     R,
     C,
     KIND: tl.constexpr,
+    TILE_R: tl.constexpr,
+    TILE_C: tl.constexpr,
 ):
-    """The float32 tile at ``rows x columns``: the produced value rounded to the dtype of ``x``, 0 outside ``[R, C]``."""
+    """The float32 tile at ``first_row, first_column``: the produced value in the dtype of ``x``, 0 outside ``[R, C]``."""
+    # One 64-bit base, 32-bit offsets inside the tile: tensors may pass 2**31 elements, registers are scarce.
+    local_rows = tl.arange(0, TILE_R)
+    local_columns = tl.arange(0, TILE_C)
+    rows = first_row + local_rows
+    columns = first_column + local_columns
     inside = (rows < R)[:, None] & (columns < C)[None, :]
-    x = tl.load(x_ptr + rows.to(tl.int64)[:, None] * x_stride + columns[None, :], mask=inside, other=0.0)
+    tile_ptr = x_ptr + tl.cast(first_row, tl.int64) * x_stride + first_column
+    x = tl.load(tile_ptr + (local_rows[:, None] * x_stride + local_columns[None, :]), mask=inside, other=0.0)
     hp = x_ptr.dtype.element_ty
     x = x.to(tl.float32)
     if KIND == NORM:
@@ -201,8 +215,9 @@ def load_tile(
     elif KIND != IDENTITY:
         x = activate(x, alpha_ptr, KIND).to(hp).to(tl.float32)
         if up_ptr is not None:
-            offsets = rows.to(tl.int64)[:, None] * up_stride + columns[None, :]
-            x *= tl.load(up_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+            tile_ptr = up_ptr + tl.cast(first_row, tl.int64) * up_stride + first_column
+            offsets = local_rows[:, None] * up_stride + local_columns[None, :]
+            x *= tl.load(tile_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
             x = x.to(hp).to(tl.float32)
     # Where a mean or a NaN statistic reached the padding, it must not stay there.
     return tl.where(inside, x, 0.0)

@@ -3,11 +3,12 @@
 import triton
 import triton.language as tl
 
-__all__ = ["e8m0_decode", "e8m0_round_up", "is_inf", "magnitude", "saturate", "scale_from_amax"]
+__all__ = ["e8m0_decode", "e8m0_round_up", "is_inf", "magnitude", "reciprocal", "saturate", "scale_from_amax"]
 
 FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
 INF = tl.constexpr(float("inf"))
-NAN = tl.constexpr(float("nan"))
+LARGE_SCALE = tl.constexpr(2.0**126)
+DOWN_64 = tl.constexpr(2.0**-64)
 EXPONENT_BITS = tl.constexpr(-0x800000)  # sign and exponent of a float32
 
 
@@ -34,7 +35,10 @@ def saturate(x, LIMIT: tl.constexpr):
 
 @triton.jit
 def scale_from_amax(amax, FMT_MAX: tl.constexpr, POWER_2: tl.constexpr, VALUE_FOR_INF: tl.constexpr):
-    """``foundry_fp8.quantize.scale_from_amax``. Divisions are IEEE: Triton's ``/`` is an approximation on a GPU."""
+    """``foundry_fp8.quantize.scale_from_amax``. ``div_rn``, because Triton's ``/`` is an approximation.
+
+    It flushes subnormals, which changes nothing here: a subnormal amax overflows the quotient either way.
+    """
     usable = (amax > 0) & (amax < INF)
     scale = tl.div_rn(tl.full(amax.shape, FMT_MAX, tl.float32), tl.where(usable, amax, 1.0))
     scale = tl.where(is_inf(scale), VALUE_FOR_INF, scale)
@@ -45,8 +49,16 @@ def scale_from_amax(amax, FMT_MAX: tl.constexpr, POWER_2: tl.constexpr, VALUE_FO
 
 @triton.jit
 def reciprocal(scale):
-    """``1.0 / scale``, rounded to nearest even."""
-    return tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+    """``1.0 / scale``, rounded to nearest even.
+
+    The quotient of a scale above 2**126 is subnormal, and Triton's division flushes subnormals to zero; its multiplication
+    does not. So that case divides in a smaller range and multiplies out of it: exact for powers of two, otherwise within
+    one subnormal step.
+    """
+    large = scale > LARGE_SCALE
+    near = tl.where(large, scale * DOWN_64, scale)
+    quotient = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), near)
+    return tl.where(large, quotient * DOWN_64, quotient)
 
 
 @triton.jit

@@ -16,15 +16,15 @@ from torch import Tensor
 from foundry_fp8.formats import Float8Format
 from foundry_fp8.kernels.launch import GEMM_MULTIPLE, round_up
 from foundry_fp8.kernels.producers import Producer, load_tile
-from foundry_fp8.kernels.scales import NAN, is_inf, magnitude, reciprocal, saturate, scale_from_amax
+from foundry_fp8.kernels.scales import is_inf, magnitude, reciprocal, saturate, scale_from_amax
 from foundry_fp8.quantize import FLOAT32_MAX, quantize_tensor
 from foundry_fp8.quantize import amax_of as amax_reference
 from foundry_fp8.quantize import scale_from_amax as scale_reference
 
 __all__ = ["Tensorwise", "amax", "quantize_tensorwise", "quantize_tensorwise_reference"]
 
-TILE = 128
-"""Rows and columns of one program's tile: 128 FP8 bytes a row of either layout, one full cache line."""
+TILE_R, TILE_C, WARPS = 64, 128, 8
+"""One program's tile: it writes 128 bytes of each row and 64 of each row of the transpose, and keeps few registers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,17 +34,14 @@ class Tensorwise:
     Attributes:
         data: FP8 ``[R', C']``: R and C rounded up to 16, zeros outside; ``None`` if not asked for.
         data_t: FP8 ``[C', R']``: its transpose; ``None`` if not asked for.
-        gemm_scale: 0-d float32: ``1 / scale``, NaN if the tensor held an Inf.
-        scale_inv: 0-d float32: ``1 / scale``.
-        amax: 0-d float32.
+        stats: float32 ``[3]``: amax, gemm_scale, scale_inv. ``scale_inv`` is ``1 / scale``; ``gemm_scale`` is the same, or
+            NaN if the tensor held an Inf.
         column_sum: float32 ``[C]``: the sum over rows of the hp value; ``None`` if not asked for.
     """
 
     data: Tensor | None
     data_t: Tensor | None
-    gemm_scale: Tensor
-    scale_inv: Tensor
-    amax: Tensor
+    stats: Tensor
     column_sum: Tensor | None
 
 
@@ -61,8 +58,17 @@ def amax(source: Producer, out: Tensor | None = None) -> Tensor:
     rows, columns = source.x.shape
     out = torch.zeros((), dtype=torch.float32, device=source.x.device) if out is None else out
     if source.x.numel():
-        grid = (triton.cdiv(rows, TILE) * triton.cdiv(columns, TILE),)
-        _amax_kernel[grid](*source.pointers, out, rows, columns, KIND=source.kind, TILE=TILE, num_warps=8)
+        grid = (triton.cdiv(rows, TILE_R) * triton.cdiv(columns, TILE_C),)
+        _amax_kernel[grid](
+            *source.pointers,
+            out,
+            rows,
+            columns,
+            KIND=source.kind,
+            TILE_R=TILE_R,
+            TILE_C=TILE_C,
+            num_warps=WARPS,
+        )
     return out
 
 
@@ -71,6 +77,7 @@ def quantize_tensorwise(
     fmt: Float8Format,
     *,
     scale: Tensor | None = None,
+    known_amax: Tensor | None = None,
     power_2: bool = False,
     amax_slot: Tensor | None = None,
     rows: bool = True,
@@ -84,6 +91,7 @@ def quantize_tensorwise(
         fmt: The number format.
         scale: One float32 element on the device: delayed scaling. ``None`` takes the scale from this tensor's amax, at
             the price of a second pass: current scaling.
+        known_amax: One float32 element: the amax, if it was measured before. Saves current scaling its second pass.
         power_2: Round a scale taken from the amax down to a power of two.
         amax_slot: One float32 element, raised in place to this tensor's amax if that is larger.
         rows: Write ``data``.
@@ -96,9 +104,11 @@ def quantize_tensorwise(
     data_t = torch.empty((padded_c, padded_r), dtype=fmt.dtype, device=device) if columns else None
     # amax, gemm_scale, scale_inv: zero, because atomics raise the first two.
     stats = torch.zeros(3, dtype=torch.float32, device=device)
-    if scale is None:
+    if scale is None and known_amax is None:
         amax(source, out=stats)
-    tiles_r, tiles_c = triton.cdiv(padded_r, TILE), triton.cdiv(padded_c, TILE)
+    elif scale is None:
+        stats[:1].copy_(known_amax)
+    tiles_r, tiles_c = triton.cdiv(padded_r, TILE_R), triton.cdiv(padded_c, TILE_C)
     partial = torch.empty((tiles_r, c), dtype=torch.float32, device=device) if column_sum else None
     _quantize_kernel[(max(tiles_r * tiles_c, 1),)](
         *source.pointers,
@@ -117,10 +127,11 @@ def quantize_tensorwise(
         FMT_MAX=fmt.max,
         POWER_2=power_2,
         VALUE_FOR_INF=FLOAT32_MAX,
-        TILE=TILE,
-        num_warps=8,
+        TILE_R=TILE_R,
+        TILE_C=TILE_C,
+        num_warps=WARPS,
     )
-    return Tensorwise(data, data_t, stats[1], stats[2], stats[0], None if partial is None else partial.sum(0))
+    return Tensorwise(data, data_t, stats, None if partial is None else partial.sum(0))
 
 
 def quantize_tensorwise_reference(
@@ -128,6 +139,7 @@ def quantize_tensorwise_reference(
     fmt: Float8Format,
     *,
     scale: Tensor | None = None,
+    known_amax: Tensor | None = None,
     power_2: bool = False,
     amax_slot: Tensor | None = None,
     rows: bool = True,
@@ -136,7 +148,7 @@ def quantize_tensorwise_reference(
 ) -> Tensorwise:
     """The torch expression that :func:`quantize_tensorwise` computes, bit for bit (``column_sum`` up to its order)."""
     x = source.reference()
-    measured = amax_reference(x)
+    measured = amax_reference(x) if known_amax is None else known_amax.reshape(())
     if amax_slot is not None:
         amax_slot.copy_(torch.maximum(amax_slot, measured.reshape(amax_slot.shape)))
     scale = scale_reference(measured, fmt, power_2=power_2) if scale is None else scale.reshape(())
@@ -145,9 +157,7 @@ def quantize_tensorwise_reference(
     return Tensorwise(
         padded if rows else None,
         padded.t().contiguous() if columns else None,
-        q.gemm_scale,
-        q.scale_inv,
-        q.amax,
+        torch.stack([q.amax, q.gemm_scale, q.scale_inv]),
         x.float().sum(0) if column_sum else None,
     )
 
@@ -175,13 +185,15 @@ def _amax_kernel(
     R,
     C,
     KIND: tl.constexpr,
-    TILE: tl.constexpr,
+    TILE_R: tl.constexpr,
+    TILE_C: tl.constexpr,
 ):
-    tiles_c = tl.cdiv(C, TILE)
-    rows = (tl.program_id(0) // tiles_c) * TILE + tl.arange(0, TILE)
-    columns = (tl.program_id(0) % tiles_c) * TILE + tl.arange(0, TILE)
+    tiles_c = tl.cdiv(C, TILE_C)
+    first_row = (tl.program_id(0) // tiles_c) * TILE_R
+    first_column = (tl.program_id(0) % tiles_c) * TILE_C
     x = load_tile(
-        x_ptr, x_stride, up_ptr, up_stride, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, alpha_ptr, rows, columns, R, C, KIND
+        x_ptr, x_stride, up_ptr, up_stride, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, alpha_ptr,
+        first_row, first_column, R, C, KIND, TILE_R, TILE_C,
     )  # fmt: skip
     tl.atomic_max(amax_ptr, tl.max(tl.max(magnitude(x), axis=1), axis=0), sem="relaxed")
 
@@ -212,15 +224,17 @@ def _quantize_kernel(
     FMT_MAX: tl.constexpr,
     POWER_2: tl.constexpr,
     VALUE_FOR_INF: tl.constexpr,
-    TILE: tl.constexpr,
+    TILE_R: tl.constexpr,
+    TILE_C: tl.constexpr,
 ):
     pid = tl.program_id(0)
-    tiles_c = tl.maximum(tl.cdiv(padded_C, TILE), 1)
+    tiles_c = tl.maximum(tl.cdiv(padded_C, TILE_C), 1)
     tile_r = pid // tiles_c
-    rows = tile_r * TILE + tl.arange(0, TILE)
-    columns = (pid % tiles_c) * TILE + tl.arange(0, TILE)
+    first_row = tile_r * TILE_R
+    first_column = (pid % tiles_c) * TILE_C
     x = load_tile(
-        x_ptr, x_stride, up_ptr, up_stride, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, alpha_ptr, rows, columns, R, C, KIND
+        x_ptr, x_stride, up_ptr, up_stride, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, alpha_ptr,
+        first_row, first_column, R, C, KIND, TILE_R, TILE_C,
     )  # fmt: skip
 
     if scale_ptr is None:
@@ -228,7 +242,7 @@ def _quantize_kernel(
         scale = scale_from_amax(amax, FMT_MAX, POWER_2, VALUE_FOR_INF)
         scale_inv = reciprocal(scale)
         if pid == 0:
-            tl.store(stats_ptr + 1, tl.where(is_inf(amax), NAN, scale_inv))
+            tl.store(stats_ptr + 1, tl.where(is_inf(amax), float("nan"), scale_inv))
     else:
         scale = tl.load(scale_ptr)
         scale_inv = reciprocal(scale)
@@ -238,7 +252,7 @@ def _quantize_kernel(
         if (pid == 0) | is_inf(amax):
             tl.atomic_max(
                 stats_bits_ptr + 1,
-                tl.where(is_inf(amax), NAN, scale_inv).to(tl.int32, bitcast=True),
+                tl.where(is_inf(amax), float("nan"), scale_inv).to(tl.int32, bitcast=True),
                 sem="relaxed",
             )
     if pid == 0:
@@ -246,14 +260,25 @@ def _quantize_kernel(
     if slot_ptr is not None:
         tl.atomic_max(slot_ptr, amax, sem="relaxed")
 
+    local_rows = tl.arange(0, TILE_R)
+    local_columns = tl.arange(0, TILE_C)
     if partial_ptr is not None:
+        columns = first_column + local_columns
         tl.store(partial_ptr + tile_r * C + columns, tl.sum(x, axis=0), mask=columns < C)
     q = saturate(x * scale, FMT_MAX)
-    inside = (rows < padded_R)[:, None] & (columns < padded_C)[None, :]
+    row_inside = first_row + local_rows < padded_R
+    column_inside = first_column + local_columns < padded_C
     if data_ptr is not None:
-        quantized = q.to(data_ptr.dtype.element_ty)
-        tl.store(data_ptr + rows.to(tl.int64)[:, None] * padded_C + columns[None, :], quantized, mask=inside)
+        tile_ptr = data_ptr + tl.cast(first_row, tl.int64) * padded_C + first_column
+        offsets = local_rows[:, None] * padded_C + local_columns[None, :]
+        tl.store(
+            tile_ptr + offsets,
+            q.to(data_ptr.dtype.element_ty),
+            mask=row_inside[:, None] & column_inside[None, :],
+        )
     if data_t_ptr is not None:
-        quantized = q.to(data_t_ptr.dtype.element_ty)
-        offsets = columns.to(tl.int64)[:, None] * padded_R + rows[None, :]
-        tl.store(data_t_ptr + offsets, tl.trans(quantized), mask=tl.trans(inside))
+        tile_ptr = data_t_ptr + tl.cast(first_column, tl.int64) * padded_R + first_row
+        offsets = local_columns[:, None] * padded_R + local_rows[None, :]
+        # Not tl.trans of the mask above: the compiler cannot see through it, and would store byte by byte.
+        inside = column_inside[:, None] & row_inside[None, :]
+        tl.store(tile_ptr + offsets, tl.trans(q.to(data_t_ptr.dtype.element_ty)), mask=inside)
