@@ -15,11 +15,21 @@ from foundry_fp8.recipes import BlockScaling, CurrentScaling, DelayedScaling, MX
 __all__ = ["Layout", "Plan", "Source", "gemm", "plan_of", "quantized_view"]
 
 
+Granularity = Literal["tensor", "block", "mx"]
+
+GRANULARITY: dict[str, Granularity] = {
+    DelayedScaling.name: "tensor",
+    CurrentScaling.name: "tensor",
+    BlockScaling.name: "block",
+    MXFP8Scaling.name: "mx",
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """What a recipe means for the kernels: plain values, so that a compiled graph can carry it."""
 
-    granularity: Literal["tensor", "block", "mx"]
+    granularity: Granularity
     x_fmt: str
     dy_fmt: str
     power_2: bool
@@ -32,20 +42,14 @@ class Plan:
 
 def plan_of(recipe: Recipe) -> Plan:
     """Read a recipe."""
-    granularity: Literal["tensor", "block", "mx"]
-    match recipe:
-        case DelayedScaling():
-            granularity, power_2 = "tensor", False
-        case CurrentScaling():
-            granularity, power_2 = "tensor", recipe.power_2_scales
-        case BlockScaling():
-            granularity, power_2 = "block", recipe.power_2_scales
-        case MXFP8Scaling():
-            granularity, power_2 = "mx", True
-        case _:
-            raise TypeError(f"the native backend does not know the recipe {recipe!r}")
-    x_fmt, dy_fmt = recipe.format("x").name, recipe.format("dy").name
-    return Plan(granularity, x_fmt, dy_fmt, power_2, isinstance(recipe, DelayedScaling))
+    # By name, because Dynamo traces neither class patterns nor isinstance of a union.
+    granularity = GRANULARITY.get(recipe.name)
+    if granularity is None:
+        raise TypeError(f"the native backend does not know the recipe {recipe!r}")
+    power_2 = getattr(recipe, "power_2_scales", granularity == "mx")
+    return Plan(
+        granularity, recipe.format("x").name, recipe.format("dy").name, power_2, recipe.name == DelayedScaling.name
+    )
 
 
 @dataclasses.dataclass(frozen=True)
