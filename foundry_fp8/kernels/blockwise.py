@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foundry_fp8.formats import Float8Format, e8m0_round_up as e8m0_round_up_reference
+from foundry_fp8.formats import Float8Format
+from foundry_fp8.formats import e8m0_round_up as e8m0_round_up_reference
 from foundry_fp8.kernels.launch import GEMM_MULTIPLE, round_up
 from foundry_fp8.kernels.producers import Producer, load_tile
 from foundry_fp8.kernels.scales import (

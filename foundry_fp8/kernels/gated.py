@@ -101,7 +101,7 @@ def activation_backward_reference(
 
 @triton.jit
 def _derivative(x, alpha_ptr, KIND: tl.constexpr):
-    """d activation / dx of a float32 tile."""
+    """D activation / dx of a float32 tile."""
     if KIND == SILU:
         s = sigmoid(x)
         return s * (1.0 + x * (1.0 - s))

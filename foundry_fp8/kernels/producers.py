@@ -38,7 +38,7 @@ XIELU_EPS = tl.constexpr(-1e-6)
 
 
 def xielu_reference(x: Tensor, alpha: Tensor) -> Tensor:
-    """xIELU with effective slopes ``alpha = (alpha_p, alpha_n)``, float32 ``[2]``; ``x`` float32, any shape.
+    """XIELU with effective slopes ``alpha = (alpha_p, alpha_n)``, float32 ``[2]``; ``x`` float32, any shape.
 
     Source:
         "Deriving activation functions using integration", arXiv:2411.13010, with beta = 0.5; as FOG uses it.

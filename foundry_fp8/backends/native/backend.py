@@ -14,12 +14,12 @@ from foundry_fp8.backends.base import Availability, Backend, compute_dtype
 from foundry_fp8.backends.native.operand import Layout, Plan, plan_of
 from foundry_fp8.backends.native.size_rule import size_reason
 from foundry_fp8.kernels.launch import interpreting, triton_missing
-from foundry_fp8.recipes import MXFP8Scaling, Recipe
+from foundry_fp8.recipes import DelayedScaling, MXFP8Scaling, Recipe
 
 if TYPE_CHECKING:
     from foundry_fp8.modules.linear import FP8Linear
 
-__all__ = ["NativeBackend"]
+__all__ = ["NativeBackend", "delayed_tensors"]
 
 SM_FP8 = (8, 9)
 SM_MX = (10, 0)
@@ -99,17 +99,13 @@ class NativeBackend(Backend):
                 f"{module.fqn}: the input is on {x.device}, the weight on {weight.device}. Move one of them."
             )
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise TypeError(f"{module.fqn}: the input is {dtype}; FP8 layers take float32, bfloat16 and float16.")
+            raise TypeError(
+                f"{module.fqn}: the input is {dtype}; FP8 layers take float32, bfloat16 and float16."
+            )
         if x.numel() == 0:
             return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
         plan = plan_of(recipe)
-        record = module.training and torch.is_grad_enabled()
-        scales: list[Tensor | None] = [None] * 3
-        slots: list[Tensor | None] = [None] * 3
-        if module.slots is not None and plan.delayed:
-            scales = [slot.scale for slot in module.slots.values()]
-            if record:
-                slots = [slot.amax_history[0] for slot in module.slots.values()]
+        scales, slots = delayed_tensors(module)
         x2d = x.to(dtype).reshape(-1, x.shape[-1])
         with torch.autocast(x.device.type, enabled=False):
             cached = self._cached_weight(module, plan, dtype, scales[1], slots[1])
@@ -157,11 +153,23 @@ class NativeBackend(Backend):
         return found.quantized
 
 
+def delayed_tensors(module: FP8Linear) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    """The scale of x, w and dy, and where to record their amaxes; ``None`` for recipes other than delayed."""
+    if module.slots is None or not isinstance(module.recipe, DelayedScaling):
+        return [None] * 3, [None] * 3
+    scales: list[Tensor | None] = [slot.scale for slot in module.slots.values()]
+    if not (module.training and torch.is_grad_enabled()):
+        return scales, [None] * 3
+    return scales, [slot.amax_history[0] for slot in module.slots.values()]
+
+
 def _mx_availability(capability: tuple[int, int]) -> Availability:
     remedy = "Use recipe: block or current."
     if capability < SM_MX:
         return Availability(
-            False, f"mxfp8 needs compute capability {_dotted(SM_MX)}, this GPU has {_dotted(capability)}", remedy
+            False,
+            f"mxfp8 needs compute capability {_dotted(SM_MX)}, this GPU has {_dotted(capability)}",
+            remedy,
         )
     torch_version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     cuda_version = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])

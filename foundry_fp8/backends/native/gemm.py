@@ -116,7 +116,9 @@ def swizzle_mx_scales(codes: Tensor) -> Tensor:
     """
     rows, columns = codes.shape
     padded = torch.nn.functional.pad(codes, (0, -columns % 4, 0, -rows % 128))
-    tiles = padded.reshape(-(-rows // 128), 4, 32, -(-columns // 4), 4)  # [tile_r, r // 32, r % 32, tile_c, c]
+    tiles = padded.reshape(
+        -(-rows // 128), 4, 32, -(-columns // 4), 4
+    )  # [tile_r, r // 32, r % 32, tile_c, c]
     return tiles.permute(0, 3, 2, 1, 4).contiguous().view(torch.float8_e8m0fnu).flatten()
 
 

@@ -33,7 +33,6 @@ class Plan:
     x_fmt: str
     dy_fmt: str
     power_2: bool
-    delayed: bool
 
     def fmt(self, operand: Operand) -> str:
         """The name of the operand's number format."""
@@ -47,9 +46,7 @@ def plan_of(recipe: Recipe) -> Plan:
     if granularity is None:
         raise TypeError(f"the native backend does not know the recipe {recipe!r}")
     power_2 = getattr(recipe, "power_2_scales", granularity == "mx")
-    return Plan(
-        granularity, recipe.format("x").name, recipe.format("dy").name, power_2, recipe.name == DelayedScaling.name
-    )
+    return Plan(granularity, recipe.format("x").name, recipe.format("dy").name, power_2)
 
 
 @dataclasses.dataclass(frozen=True)

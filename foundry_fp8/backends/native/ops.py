@@ -128,7 +128,9 @@ def _(x, up, mean, rstd, weight, bias, alpha, kind, fmt, group, square, power_2,
         scales = x.new_empty(((short + group - 1) // group, per_row), dtype=scale_dtype)
         return x.new_empty((long, short), dtype=dtype), scales
 
-    summed = x.new_empty((x.shape[1],) if column_sum else (0,), dtype=torch.float32 if column_sum else x.dtype)
+    summed = x.new_empty(
+        (x.shape[1],) if column_sum else (0,), dtype=torch.float32 if column_sum else x.dtype
+    )
     return (*outputs(rows, r, c), *outputs(columns, c, r), summed)
 
 
@@ -202,4 +204,3 @@ def _(dy, x, up, alpha, kind):
 def _given(output: Tensor | None, like: Tensor) -> Tensor:
     """An operator cannot return ``None``."""
     return like.new_empty((0,)) if output is None else output
-
