@@ -69,6 +69,9 @@ class Producer:
 
     def __post_init__(self) -> None:
         check_hp("x", self.x)
+        object.__setattr__(self, "x", as_rows(self.x))
+        if self.up is not None:
+            object.__setattr__(self, "up", as_rows(self.up))
         for name in ("up", "mean", "rstd", "weight", "bias", "alpha"):
             given = getattr(self, name)
             if given is not None and given.device != self.x.device:
@@ -84,7 +87,7 @@ class Producer:
     @classmethod
     def identity(cls, x: Tensor) -> "Producer":
         """The tensor ``x`` as it is."""
-        return cls(kind=0, x=as_rows(x))
+        return cls(kind=0, x=x)
 
     @classmethod
     def norm(
@@ -97,7 +100,7 @@ class Producer:
         bias: Tensor | None = None,
     ) -> "Producer":
         """RMSNorm, or LayerNorm if ``mean`` is given; the statistics come from :mod:`foundry_fp8.kernels.norms`."""
-        return cls(kind=1, x=as_rows(x), rstd=rstd, weight=weight, mean=mean, bias=bias)
+        return cls(kind=1, x=x, rstd=rstd, weight=weight, mean=mean, bias=bias)
 
     @classmethod
     def activation(
@@ -108,7 +111,7 @@ class Producer:
             raise ValueError(f"activation {name!r} is not one of {', '.join(ACTIVATIONS)}.")
         if (alpha is None) != (name != "xielu"):
             raise ValueError(f"activation {name!r}: alpha is xielu's, and xielu needs it.")
-        return cls(kind=ACTIVATIONS[name], x=as_rows(x), up=None if up is None else as_rows(up), alpha=alpha)
+        return cls(kind=ACTIVATIONS[name], x=x, up=up, alpha=alpha)
 
     @property
     def pointers(self) -> tuple[object, ...]:

@@ -91,13 +91,13 @@ class NativeBackend(Backend):
         """See :meth:`Backend.linear`."""
         from foundry_fp8.backends.native.linear import NativeLinear  # Triton is imported here, not before
 
-        dtype = compute_dtype(x)
         weight, bias, recipe = module.weight, module.bias, module.recipe
         assert recipe is not None
         if x.device != weight.device:
             raise RuntimeError(
                 f"{module.fqn}: the input is on {x.device}, the weight on {weight.device}. Move one of them."
             )
+        dtype = compute_dtype(x)
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise TypeError(
                 f"{module.fqn}: the input is {dtype}; FP8 layers take float32, bfloat16 and float16."

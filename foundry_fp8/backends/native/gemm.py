@@ -42,23 +42,22 @@ def tensorwise_mm(
     Returns:
         ``[m, n]``, contiguous, ``out_dtype``.
     """
-    # cuBLASLt adds a bias only in the result's own 16-bit dtype, and only one as long as the padded row.
-    inside = bias is not None and out_dtype != torch.float32 and bias.dtype == out_dtype and b.shape[0] == n
+    inside = _bias_inside(bias, b.shape[0], out_dtype)
     if a.device.type == "cpu":  # the definition; only Triton's interpreter gets here
         product = (a.float() @ b.float().t()) * (a_scale * b_scale)
-        out = (product + bias if inside and bias is not None else product).to(out_dtype)
+        out = (product if inside is None else product + inside).to(out_dtype)
     else:
         out = torch._scaled_mm(
             a,
             b.t(),
             scale_a=a_scale,
             scale_b=b_scale,
-            bias=bias if inside else None,
+            bias=inside,
             out_dtype=out_dtype,
             use_fast_accum=fast_accumulation,
         )
     out = _without_padding(out, m, n)
-    return out if bias is None or inside else out.add_(bias)
+    return out if bias is None or inside is not None else out.add_(bias)
 
 
 def mx_mm(
@@ -82,21 +81,24 @@ def mx_mm(
         m: Rows of the result.
         n: Columns of the result.
         out_dtype: bfloat16, float16 or float32.
-        bias: ``[n]``, hp, added after the result is rounded.
+        bias: ``[n]``, hp.
     """
+    inside = _bias_inside(bias, b.shape[0], out_dtype) if out_dtype == torch.bfloat16 else None
     if a.device.type == "cpu":  # the definition; only Triton's interpreter gets here
-        out = (_dense(a, a_scale) @ _dense(b, b_scale).t()).to(out_dtype)
+        product = _dense(a, a_scale) @ _dense(b, b_scale).t()
+        out = (product if inside is None else product + inside).to(out_dtype)
     else:
         out = torch._scaled_mm(
             a,
             b.t(),
             scale_a=swizzle_mx_scales(a_scale.t()),
             scale_b=swizzle_mx_scales(b_scale.t()),
+            bias=inside,
             # The MX mode writes bfloat16.
             out_dtype=torch.bfloat16,
         ).to(out_dtype)
     out = _without_padding(out, m, n)
-    return out if bias is None else out.add_(bias)
+    return out if bias is None or inside is not None else out.add_(bias)
 
 
 def swizzle_mx_scales(codes: Tensor) -> Tensor:
@@ -124,6 +126,13 @@ def swizzle_mx_scales(codes: Tensor) -> Tensor:
 
 def _dense(data: Tensor, codes: Tensor) -> Tensor:
     return data.float() * e8m0_decode(codes).t().repeat_interleave(32, 1)
+
+
+def _bias_inside(bias: Tensor | None, padded_n: int, out_dtype: torch.dtype) -> Tensor | None:
+    """The bias as the GEMM itself can add it: in the result's own 16-bit dtype, as long as the padded row."""
+    if bias is None or out_dtype == torch.float32 or bias.dtype != out_dtype:
+        return None
+    return bias if len(bias) == padded_n else torch.nn.functional.pad(bias, (0, padded_n - len(bias)))
 
 
 def _without_padding(out: Tensor, m: int, n: int) -> Tensor:
