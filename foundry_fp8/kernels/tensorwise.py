@@ -107,7 +107,7 @@ def quantize_tensorwise(
     if scale is None and known_amax is None:
         amax(source, out=stats)
     elif scale is None:
-        stats[:1].copy_(known_amax)
+        stats.narrow(0, 0, 1).copy_(known_amax)
     tiles_r, tiles_c = triton.cdiv(padded_r, TILE_R), triton.cdiv(padded_c, TILE_C)
     partial = torch.empty((tiles_r, c), dtype=torch.float32, device=device) if column_sum else None
     _quantize_kernel[(max(tiles_r * tiles_c, 1),)](

@@ -25,7 +25,16 @@ MODULES = (
     "triton.language.standard",
     *(
         f"foundry_fp8.kernels.{name}"
-        for name in ("scales", "producers", "tensorwise", "blockwise", "block_gemm", "delayed", "norms", "gated")
+        for name in (
+            "scales",
+            "producers",
+            "tensorwise",
+            "blockwise",
+            "block_gemm",
+            "delayed",
+            "norms",
+            "gated",
+        )
     ),
 )
 NUMPY = {

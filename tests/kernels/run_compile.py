@@ -117,7 +117,7 @@ def launch_everything(gemm):
     tensorwise.quantize_tensorwise(identity, E4M3)
     label = "delayed e5m2 bias"
     tensorwise.quantize_tensorwise(identity, E5M2, scale=scale, amax_slot=scale, column_sum=True)
-    for label, source in (("norm", norm), ("swiglu", swiglu), ("xielu", xielu)):
+    for label, source in (("norm", norm), ("swiglu", swiglu), ("xielu", xielu)):  # noqa: B007 - compile_launch reads it
         tensorwise.quantize_tensorwise(source, E4M3, scale=scale, amax_slot=scale)
     label = "rows and columns"
     blockwise.quantize_blockwise(identity, E4M3)
@@ -130,7 +130,7 @@ def launch_everything(gemm):
     label = "layernorm"
     norms.norm_statistics(x, 1e-5, centered=True)
     norms.norm_backward(x, x, vector, vector, mean=vector)
-    for label, source in (("swiglu", swiglu), ("xielu", xielu)):
+    for label, source in (("swiglu", swiglu), ("xielu", xielu)):  # noqa: B007
         gated.activation_backward(x, source)
     label = "delayed"
     delayed.update_delayed_(vector, torch.empty(1024, 4096, device="cuda"), vector, use_max=True)
@@ -145,6 +145,9 @@ def launch_everything(gemm):
             block_gemm.block_gemm(
                 data, by_row, data, b_scale, m=4096, n=4096, out_dtype=torch.bfloat16, square_b=square
             )
+    label = "e5m2 by e4m3"
+    data_e5m2 = torch.empty(4096, 4096, dtype=torch.float8_e5m2, device="cuda")
+    block_gemm.block_gemm(data_e5m2, by_row, data, by_row, m=4096, n=4096, out_dtype=torch.bfloat16)
 
 
 if __name__ == "__main__":

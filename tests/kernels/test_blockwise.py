@@ -39,7 +39,9 @@ def test_matches_the_reference(shape, dtype, options, device):
 @every_granularity
 @pytest.mark.parametrize("shape", [(0, 48), (48, 0), (0, 0)], ids=str)
 def test_nothing_gives_nothing(shape, options, device):
-    ours = quantize_blockwise(Producer.identity(torch.zeros(shape, device=device)), E4M3, column_sum=True, **options)
+    ours = quantize_blockwise(
+        Producer.identity(torch.zeros(shape, device=device)), E4M3, column_sum=True, **options
+    )
     assert ours.data.numel() == ours.data_t.numel() == 0
     assert ours.column_sum.shape == (shape[1],) and not bool(ours.column_sum.any())
 

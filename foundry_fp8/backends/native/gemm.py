@@ -136,6 +136,6 @@ def _bias_inside(bias: Tensor | None, padded_n: int, out_dtype: torch.dtype) -> 
 
 
 def _without_padding(out: Tensor, m: int, n: int) -> Tensor:
-    if out.shape == (m, n):
-        return out
-    return out[:m, :n].contiguous()
+    if out.shape[0] != m:
+        out = out.narrow(0, 0, m)
+    return out if out.shape[1] == n else out.narrow(1, 0, n).clone(memory_format=torch.contiguous_format)

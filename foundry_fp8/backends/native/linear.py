@@ -212,7 +212,7 @@ def dgrad_and_wgrad(
     dx = dw = None
     if needs_x:
         if kept_w is None or kept_w_scale is None:
-            known = w_stats[:1] if plan.granularity == "tensor" and w_scale is None else None
+            known = w_stats.narrow(0, 0, 1) if plan.granularity == "tensor" and w_scale is None else None
             _, qw_t, _, _ = Source(weight.to(x_dtype)).quantize(
                 "w", plan, rows=False, columns=True, scale=w_scale, known_amax=known
             )

@@ -106,7 +106,8 @@ class Source:
             data, data_t, stats, summed = ops.quantize_tensorwise(
                 *inputs, scale, known_amax, amax_slot, fmt, plan.power_2, rows, columns, column_sum
             )
-            return Layout(data, stats[1]), Layout(data_t, stats[1]), stats, summed
+            gemm_scale = stats.select(0, 1)
+            return Layout(data, gemm_scale), Layout(data_t, gemm_scale), stats, summed
         group = 128 if plan.granularity == "block" else 32
         square = group == 128 and operand == "w"
         data, gemm_scale, data_t, gemm_scale_t, summed = ops.quantize_blockwise(

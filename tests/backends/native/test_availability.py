@@ -95,7 +95,9 @@ def test_ragged_layers_are_taken(recipe):
     assert NativeBackend().shape_reason(RECIPES[recipe](), nn.Linear(50, 75)) is None
 
 
-@pytest.mark.parametrize(("k", "n", "gains"), [(4096, 4096, True), (4096, 1024, True), (768, 768, False), (4096, 64, False)])
+@pytest.mark.parametrize(
+    ("k", "n", "gains"), [(4096, 4096, True), (4096, 1024, True), (768, 768, False), (4096, 64, False)]
+)
 def test_size_rule(k, n, gains):
     reason = size_reason(CurrentScaling(), k, n)
     assert (reason is None) == gains
@@ -105,7 +107,9 @@ def test_size_rule(k, n, gains):
 
 def test_break_even_orders_the_recipes():
     """Fewer bytes moved, earlier gain; a slower GEMM, later."""
-    assert break_even(DelayedScaling()) < break_even(CurrentScaling()) and break_even(DelayedScaling()) < break_even(BlockScaling())
+    assert break_even(DelayedScaling()) < break_even(CurrentScaling()) and break_even(
+        DelayedScaling()
+    ) < break_even(BlockScaling())
 
 
 def test_small_layers_stay_only_where_asked():
@@ -125,5 +129,3 @@ def test_importing_the_package_needs_no_triton():
         "assert not any(m.startswith('foundry_fp8.kernels.') and m != 'foundry_fp8.kernels.launch' for m in sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-
-

@@ -95,7 +95,10 @@ def test_three_gemms_match_float64(shape, dtype, recipe, device):
     qx, qdy = by_reference(x.detach(), "x", recipe, 0, one), by_reference(dy, "dy", recipe, 0, one)
     assert_close(model[0].weight.grad, qdy.t() @ qx, qdy.t(), qx)
     torch.testing.assert_close(
-        model[0].bias.grad.double(), dy.double().sum(0), rtol=2.0**-8 if dtype != torch.float32 else 1e-5, atol=1e-6
+        model[0].bias.grad.double(),
+        dy.double().sum(0),
+        rtol=2.0**-8 if dtype != torch.float32 else 1e-5,
+        atol=1e-6,
     )
 
 
@@ -206,9 +209,13 @@ def test_saves_one_byte_an_element_of_the_input(recipe, device):
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         model(torch.randn(512, 256, device=device, dtype=torch.bfloat16, requires_grad=True))
-    activations = [t for t in saved if t is not model[0].weight and t.data_ptr() != model[0].weight.data_ptr()]
+    activations = [
+        t for t in saved if t is not model[0].weight and t.data_ptr() != model[0].weight.data_ptr()
+    ]
     own = sum(t.numel() * t.element_size() for t in activations)
-    scales = {"tensor": 0, "block": 4 / 128, "mx": 1 / 32}[{"block": "block", "mxfp8": "mx"}.get(recipe, "tensor")]
+    scales = {"tensor": 0, "block": 4 / 128, "mx": 1 / 32}[
+        {"block": "block", "mxfp8": "mx"}.get(recipe, "tensor")
+    ]
     assert own <= 512 * 256 * (1 + scales) + 64
 
 
