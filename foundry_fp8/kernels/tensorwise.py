@@ -91,7 +91,8 @@ def quantize_tensorwise(
         fmt: The number format.
         scale: One float32 element on the device: delayed scaling. ``None`` takes the scale from this tensor's amax, at
             the price of a second pass: current scaling.
-        known_amax: One float32 element: the amax, if it was measured before. Saves current scaling its second pass.
+        known_amax: One float32 element: the amax, if it was measured before. Saves current scaling its second pass; not to
+            be given with ``scale``.
         power_2: Round a scale taken from the amax down to a power of two.
         amax_slot: One float32 element, raised in place to this tensor's amax if that is larger.
         rows: Write ``data``.
@@ -104,10 +105,10 @@ def quantize_tensorwise(
     data_t = torch.empty((padded_c, padded_r), dtype=fmt.dtype, device=device) if columns else None
     # amax, gemm_scale, scale_inv: zero, because atomics raise the first two.
     stats = torch.zeros(3, dtype=torch.float32, device=device)
-    if scale is None and known_amax is None:
-        amax(source, out=stats)
-    elif scale is None:
+    if known_amax is not None:
         stats.narrow(0, 0, 1).copy_(known_amax)
+    elif scale is None:
+        amax(source, out=stats)
     tiles_r, tiles_c = triton.cdiv(padded_r, TILE_R), triton.cdiv(padded_c, TILE_C)
     partial = torch.empty((tiles_r, c), dtype=torch.float32, device=device) if column_sum else None
     _quantize_kernel[(max(tiles_r * tiles_c, 1),)](

@@ -74,7 +74,7 @@ class NativeLinear(torch.autograd.Function):
             fp8_wgrad: Run wgrad in FP8, otherwise in the dtype of ``x``.
             probe: Shown every operand once.
         """
-        needs_x, needs_w = ctx.needs_input_grad[:2]
+        needs_w = ctx.needs_input_grad[1]
         y, saved = fprop(
             Source(x),
             weight,
