@@ -1,0 +1,186 @@
+"""Where the native backend runs, which layers it takes, and its entry into a linear."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from foundry_fp8.backends.base import Availability, Backend, compute_dtype
+from foundry_fp8.backends.native.operand import Layout, Plan, plan_of
+from foundry_fp8.backends.native.size_rule import size_reason
+from foundry_fp8.kernels.launch import interpreting, triton_missing
+from foundry_fp8.recipes import DelayedScaling, MXFP8Scaling, Recipe
+
+if TYPE_CHECKING:
+    from foundry_fp8.modules.linear import FP8Linear
+
+__all__ = ["NativeBackend", "delayed_tensors"]
+
+SM_FP8 = (8, 9)
+SM_MX = (10, 0)
+TORCH_MX = (2, 8)
+CUDA_MX = (12, 8)
+
+
+@dataclasses.dataclass(frozen=True)
+class _CachedWeight:
+    """A quantised weight, and what it was made of: another value of any of these makes another weight."""
+
+    key: tuple[object, ...]
+    quantized: tuple[Layout, Layout, Tensor]
+
+
+class NativeBackend(Backend):
+    """FP8 on CUDA with torch and Triton alone.
+
+    Attributes:
+        cache_weights: Quantise each weight once per optimizer step instead of in every forward and again in its backward.
+            Costs two bytes of memory a weight element for as long as the model lives, under FSDP for the whole unsharded
+            model; saves time with gradient accumulation. What an optimizer changes is noticed, and so is whatever torch
+            counts as a change (:attr:`Tensor._version`); a write through ``.data`` from elsewhere is not: call
+            :meth:`clear_weight_cache` after one.
+        only_where_faster: Leave layers in high precision that are predicted to be no faster in FP8
+            (:mod:`foundry_fp8.backends.native.size_rule`). ``recipe: auto`` sets it.
+    """
+
+    name: ClassVar[str] = "native"
+
+    def __init__(self, *, cache_weights: bool = False, only_where_faster: bool = False) -> None:
+        self.cache_weights = cache_weights
+        self.only_where_faster = only_where_faster
+        self._cache: dict[str, _CachedWeight] = {}
+        # For optimizers that write through .data, which no version counter sees (LLM Foundry's DecoupledLionW does).
+        self._hook = register_optimizer_step_post_hook(lambda *_: self.clear_weight_cache())
+
+    def availability(self, recipe: Recipe, device: torch.device) -> Availability:
+        """See :meth:`Backend.availability`. On a CPU only under Triton's interpreter, for tests."""
+        missing = triton_missing()
+        if missing is not None:
+            return Availability(False, missing, "Or set backend: emulated to check numerics without speed.")
+        if not hasattr(torch, "_scaled_mm"):
+            return Availability(
+                False, f"torch {torch.__version__} has no _scaled_mm", "Install torch 2.7 or later."
+            )
+        if device.type == "cpu" and interpreting():
+            return Availability(True)
+        if device.type != "cuda" or torch.version.hip is not None:
+            where = "ROCm" if torch.version.hip is not None else f"{device.type} devices"
+            return Availability(False, f"it runs on NVIDIA GPUs, not on {where}", "Use backend: emulated.")
+        capability = torch.cuda.get_device_capability(device)
+        if capability < SM_FP8:
+            return Availability(
+                False,
+                f"{torch.cuda.get_device_name(device)} has compute capability {_dotted(capability)}, and FP8 tensor cores "
+                f"begin with {_dotted(SM_FP8)}",
+                "Train in BF16 on this GPU.",
+            )
+        return _mx_availability(capability) if isinstance(recipe, MXFP8Scaling) else Availability(True)
+
+    def shape_reason(self, recipe: Recipe, linear: nn.Linear) -> str | None:
+        """Any shape can run: the kernels pad. With :attr:`only_where_faster`, why this layer had better not."""
+        if self.only_where_faster:
+            return size_reason(recipe, linear.in_features, linear.out_features)
+        return None
+
+    def linear(self, module: FP8Linear, x: Tensor) -> Tensor:
+        """See :meth:`Backend.linear`."""
+        from foundry_fp8.backends.native.linear import NativeLinear  # Triton is imported here, not before
+
+        weight, bias, recipe = module.weight, module.bias, module.recipe
+        assert recipe is not None
+        if x.device != weight.device:
+            raise RuntimeError(
+                f"{module.fqn}: the input is on {x.device}, the weight on {weight.device}. Move one of them."
+            )
+        dtype = compute_dtype(x)
+        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise TypeError(
+                f"{module.fqn}: the input is {dtype}; FP8 layers take float32, bfloat16 and float16."
+            )
+        if x.numel() == 0:
+            return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+        plan = plan_of(recipe)
+        scales, slots = delayed_tensors(module)
+        x2d = x.to(dtype).reshape(-1, x.shape[-1])
+        with torch.autocast(x.device.type, enabled=False):
+            cached = self._cached_weight(module, plan, dtype, scales[1], slots[1])
+            y = NativeLinear.apply(
+                x2d,
+                weight,
+                bias,
+                scales[0],
+                slots[0],
+                scales[1],
+                slots[1],
+                scales[2],
+                slots[2],
+                cached,
+                plan,
+                module.wgrad == "fp8",
+                module.probe,
+            )
+        return y.view(*x.shape[:-1], module.out_features)
+
+    def clear_weight_cache(self) -> None:
+        """Forget every cached weight. Optimizer steps call it."""
+        self._cache.clear()
+
+    def _cached_weight(
+        self, module: FP8Linear, plan: Plan, dtype: torch.dtype, scale: Tensor | None, slot: Tensor | None
+    ) -> tuple[Layout, Layout, Tensor] | None:
+        if not self.cache_weights or torch.compiler.is_compiling() or not module.training:
+            return None
+        weight = module.weight
+        if weight.is_cuda and torch.cuda.is_current_stream_capturing():
+            return None  # a replay would go on reading the weight of the capture
+        # A delayed scale changes with every forward pass; the tensor that holds it is replaced or rewritten then.
+        moment = None if scale is None else (scale.data_ptr(), scale._version)
+        key = (weight.data_ptr(), weight._version, weight.shape, dtype, plan, moment)
+        found = self._cache.get(module.fqn)
+        if found is None or found.key != key:
+            from foundry_fp8.backends.native.linear import quantize_weight
+
+            with torch.no_grad():
+                quantized = quantize_weight(weight.to(dtype), plan, scale=scale, amax_slot=slot)
+            found = self._cache[module.fqn] = _CachedWeight(key, quantized)
+        elif slot is not None:
+            torch.fmax(slot, found.quantized[2][0], out=slot)
+        return found.quantized
+
+
+def delayed_tensors(module: FP8Linear) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    """The scale of x, w and dy, and where to record their amaxes; ``None`` for recipes other than delayed."""
+    if module.slots is None or not isinstance(module.recipe, DelayedScaling):
+        return [None] * 3, [None] * 3
+    scales: list[Tensor | None] = [slot.scale for slot in module.slots.values()]
+    if not (module.training and torch.is_grad_enabled()):
+        return scales, [None] * 3
+    return scales, [slot.amax_history[0] for slot in module.slots.values()]
+
+
+def _mx_availability(capability: tuple[int, int]) -> Availability:
+    remedy = "Use recipe: block or current."
+    if capability < SM_MX:
+        return Availability(
+            False,
+            f"mxfp8 needs compute capability {_dotted(SM_MX)}, this GPU has {_dotted(capability)}",
+            remedy,
+        )
+    torch_version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    cuda_version = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
+    if torch_version < TORCH_MX or cuda_version < CUDA_MX:
+        return Availability(
+            False,
+            f"mxfp8 needs torch {_dotted(TORCH_MX)} built with CUDA {_dotted(CUDA_MX)}, this is torch {torch.__version__}",
+            remedy,
+        )
+    return Availability(True)
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(str(part) for part in version)

@@ -1,0 +1,225 @@
+"""A norm or an activation fused into the quantisation of the linear that reads it.
+
+Unfused, a norm writes its output in high precision and the linear reads it back to quantise it. Here the norm's or
+activation's value goes from registers to FP8, in both layouts, and is never in memory in high precision, neither for the
+GEMM nor for backward. Results are those of the unfused modules: the value is rounded to its dtype before it is quantised.
+
+For models whose code has the norm or activation and its linear in one place:
+
+    y = norm_linear(self.up_proj, x, self.norm)
+    y = activation_linear(self.down_proj, gate, "silu", up=up)
+
+They call the linear's GEMMs, not the module: forward hooks on the linear do not run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from foundry_fp8.backends.base import compute_dtype
+from foundry_fp8.backends.native.backend import NativeBackend, delayed_tensors
+from foundry_fp8.backends.native.linear import dgrad_and_wgrad, fprop
+from foundry_fp8.backends.native.operand import Plan, Source, plan_of
+from foundry_fp8.modules.linear import FP8Linear
+
+__all__ = ["activation_linear", "norm_linear"]
+
+NORM = 1
+ACTIVATION_CODES = {"silu": 2, "gelu": 3, "gelu_tanh": 4, "xielu": 5}
+"""As in :data:`foundry_fp8.kernels.producers.ACTIVATIONS`, which needs Triton to be imported."""
+
+
+def norm_linear(linear: FP8Linear, x: Tensor, norm: nn.Module) -> Tensor:
+    """``linear(norm(x))`` without writing ``norm(x)``.
+
+    Args:
+        linear: A converted linear on the native backend, with wgrad in FP8.
+        x: ``[..., in_features]``, hp.
+        norm: An ``nn.RMSNorm`` or ``nn.LayerNorm`` (or subclass with their attributes) over the last dimension.
+
+    Returns:
+        ``[..., out_features]``. While ``linear`` runs in high precision: the unfused expression.
+
+    Raises:
+        TypeError: A norm or a linear that this cannot fuse.
+    """
+    if not isinstance(norm, nn.RMSNorm | nn.LayerNorm) or tuple(norm.normalized_shape) != (x.shape[-1],):
+        raise TypeError(
+            f"{linear.fqn}: cannot fuse {norm}; it takes nn.RMSNorm and nn.LayerNorm over {x.shape[-1]} features."
+        )
+    _check_linear(linear)
+    if not linear.runs_fp8 or x.numel() == 0:
+        return linear(norm(x))
+    eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
+    bias = getattr(norm, "bias", None)
+    return _run(
+        linear,
+        x,
+        NORM,
+        norm_weight=norm.weight,
+        norm_bias=bias,
+        eps=eps,
+        centered=isinstance(norm, nn.LayerNorm),
+    )
+
+
+def activation_linear(
+    linear: FP8Linear, x: Tensor, activation: str, *, up: Tensor | None = None, alpha: Tensor | None = None
+) -> Tensor:
+    """``linear(activation(x))``, or ``linear(activation(x) * up)``, without writing what the linear reads.
+
+    Args:
+        linear: A converted linear on the native backend, with wgrad in FP8.
+        x: ``[..., in_features]``, hp: the activation's input, the gate of a gated one.
+        activation: ``silu`` (with ``up``: SwiGLU), ``gelu`` (GeGLU), ``gelu_tanh`` or ``xielu``.
+        up: The shape and dtype of ``x``.
+        alpha: xIELU's effective slopes ``(alpha_p, alpha_n)``, float32 ``[2]``; gets a gradient.
+
+    Returns:
+        ``[..., out_features]``. While ``linear`` runs in high precision: the unfused expression.
+
+    Raises:
+        ValueError: An unknown activation.
+        TypeError: A linear that this cannot fuse.
+    """
+    if activation not in ACTIVATION_CODES:
+        raise ValueError(
+            f"{linear.fqn}: activation {activation!r} is not one of {', '.join(ACTIVATION_CODES)}."
+        )
+    _check_linear(linear)
+    if not linear.runs_fp8 or x.numel() == 0:
+        return linear(_unfused_activation(x, activation, up, alpha))
+    return _run(linear, x, ACTIVATION_CODES[activation], up=up, alpha=alpha)
+
+
+class _ProducedLinear(torch.autograd.Function):
+    """:class:`~foundry_fp8.backends.native.linear.NativeLinear` of a produced x."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        up: Tensor | None,
+        norm_weight: Tensor | None,
+        norm_bias: Tensor | None,
+        alpha: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        x_scale: Tensor | None,
+        x_slot: Tensor | None,
+        w_scale: Tensor | None,
+        w_slot: Tensor | None,
+        dy_scale: Tensor | None,
+        dy_slot: Tensor | None,
+        plan: Plan,
+        kind: int,
+        eps: float,
+        centered: bool,
+    ) -> Tensor:
+        from foundry_fp8.backends.native import ops
+
+        mean = rstd = None
+        if kind == NORM:
+            mean, rstd = ops.norm_statistics(x, eps, centered)
+            mean = mean if centered else None
+        source = Source(x, up, mean, rstd, norm_weight, norm_bias, alpha, kind)
+        y, saved = fprop(
+            source,
+            weight,
+            bias,
+            (x_scale, x_slot),
+            (w_scale, w_slot),
+            None,
+            plan,
+            keep_x=ctx.needs_input_grad[5],
+        )
+        ctx.save_for_backward(x, up, mean, rstd, norm_weight, norm_bias, alpha, dy_scale, *saved)
+        ctx.dy_slot, ctx.plan, ctx.kind = dy_slot, plan, kind
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        from foundry_fp8.backends.native import ops
+
+        x, up, mean, rstd, norm_weight, norm_bias, alpha, dy_scale, *saved = ctx.saved_tensors
+        needs = (any(ctx.needs_input_grad[:5]), ctx.needs_input_grad[5], ctx.needs_input_grad[6])
+        produced, dw, db = dgrad_and_wgrad(dy, saved, (dy_scale, ctx.dy_slot), ctx.plan, x.dtype, needs=needs)
+        dx = dup = dnorm_weight = dnorm_bias = dalpha = None
+        if produced is not None and ctx.kind == NORM:
+            dx, dnorm_weight, dnorm_bias = ops.norm_backward(produced, x, rstd, norm_weight, mean)
+            dnorm_weight = None if norm_weight is None else dnorm_weight.to(norm_weight.dtype)
+            dnorm_bias = None if norm_bias is None else dnorm_bias.to(norm_bias.dtype)
+        elif produced is not None:
+            dx, dup, dalpha = ops.activation_backward(produced, x, up, alpha, ctx.kind)
+            dup = None if up is None else dup
+            dalpha = None if alpha is None else dalpha
+        db = None if db is None else db.to(ctx.bias_dtype)
+        return dx, dup, dnorm_weight, dnorm_bias, dalpha, dw, db, *([None] * 10)
+
+
+def _run(
+    linear: FP8Linear,
+    x: Tensor,
+    kind: int,
+    *,
+    up: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    alpha: Tensor | None = None,
+    eps: float = 0.0,
+    centered: bool = False,
+) -> Tensor:
+    assert linear.recipe is not None
+    dtype = compute_dtype(x)
+    scales, slots = delayed_tensors(linear)
+    with torch.autocast(x.device.type, enabled=False):
+        y = _ProducedLinear.apply(
+            x.to(dtype).reshape(-1, x.shape[-1]),
+            None if up is None else up.to(dtype).reshape(-1, x.shape[-1]),
+            norm_weight,
+            norm_bias,
+            alpha,
+            linear.weight,
+            linear.bias,
+            scales[0],
+            slots[0],
+            scales[1],
+            slots[1],
+            scales[2],
+            slots[2],
+            plan_of(linear.recipe),
+            kind,
+            eps,
+            centered,
+        )
+    y = y.view(*x.shape[:-1], linear.out_features)
+    if not torch.compiler.is_compiling():
+        linear._record(x, y)
+    return y
+
+
+def _check_linear(linear: FP8Linear) -> None:
+    if not isinstance(linear, FP8Linear) or not isinstance(linear.backend, NativeBackend):
+        raise TypeError(f"{linear}: only linears converted with backend: native can be fused.")
+    if linear.wgrad != "fp8":
+        raise TypeError(
+            f"{linear.fqn}: wgrad: high_precision reads x in high precision, which fusing never writes. "
+            "Set wgrad: fp8, or leave this layer unfused."
+        )
+
+
+def _unfused_activation(x: Tensor, name: str, up: Tensor | None, alpha: Tensor | None) -> Tensor:
+    if name == "xielu":
+        from foundry_fp8.kernels.producers import xielu_reference
+
+        assert alpha is not None
+        y = xielu_reference(x.float(), alpha).to(x.dtype)
+    elif name == "silu":
+        y = torch.nn.functional.silu(x)
+    else:
+        y = torch.nn.functional.gelu(x, approximate="tanh" if name == "gelu_tanh" else "none")
+    return y if up is None else y * up

@@ -1,0 +1,141 @@
+"""Products of quantised operands, ``a @ b.T``: ``torch._scaled_mm`` for one scale a tensor and for MX.
+
+Both operands are contiguous along what they contract, as Hopper's FP8 GEMM demands; :mod:`foundry_fp8.kernels` wrote
+them so. Blocks of 128 have a kernel of their own, :func:`foundry_fp8.kernels.block_gemm.block_gemm`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from foundry_fp8.formats import e8m0_decode
+
+__all__ = ["mx_mm", "swizzle_mx_scales", "tensorwise_mm"]
+
+
+def tensorwise_mm(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    *,
+    m: int,
+    n: int,
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+    fast_accumulation: bool = False,
+) -> Tensor:
+    """``(a @ b.T) * a_scale * b_scale + bias``, without padding.
+
+    Args:
+        a: FP8 ``[M', K]``, contiguous.
+        a_scale: One float32 element; what leads out of FP8.
+        b: FP8 ``[N', K]``, contiguous.
+        b_scale: The same for ``b``.
+        m: Rows of the result.
+        n: Columns of the result.
+        out_dtype: bfloat16, float16 or float32.
+        bias: ``[n]``, hp.
+        fast_accumulation: Let Hopper's tensor cores accumulate in their own, shorter format.
+
+    Returns:
+        ``[m, n]``, contiguous, ``out_dtype``.
+    """
+    inside = _bias_inside(bias, b.shape[0], out_dtype)
+    if a.device.type == "cpu":  # the definition; only Triton's interpreter gets here
+        product = (a.float() @ b.float().t()) * (a_scale * b_scale)
+        out = (product if inside is None else product + inside).to(out_dtype)
+    else:
+        out = torch._scaled_mm(
+            a,
+            b.t(),
+            scale_a=a_scale,
+            scale_b=b_scale,
+            bias=inside,
+            out_dtype=out_dtype,
+            use_fast_accum=fast_accumulation,
+        )
+    out = _without_padding(out, m, n)
+    return out if bias is None or inside is not None else out.add_(bias)
+
+
+def mx_mm(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    *,
+    m: int,
+    n: int,
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """``a @ b.T`` of two MX operands; needs sm_100 and torch 2.8 with CUDA 12.8.
+
+    Args:
+        a: FP8 ``[M', K]``, contiguous, K a multiple of 32.
+        a_scale: E8M0 bytes, uint8 ``[K / 32, M']``, as the block kernel writes them.
+        b: FP8 ``[N', K]``, contiguous.
+        b_scale: uint8 ``[K / 32, N']``.
+        m: Rows of the result.
+        n: Columns of the result.
+        out_dtype: bfloat16, float16 or float32.
+        bias: ``[n]``, hp.
+    """
+    inside = _bias_inside(bias, b.shape[0], out_dtype) if out_dtype == torch.bfloat16 else None
+    if a.device.type == "cpu":  # the definition; only Triton's interpreter gets here
+        product = _dense(a, a_scale) @ _dense(b, b_scale).t()
+        out = (product if inside is None else product + inside).to(out_dtype)
+    else:
+        out = torch._scaled_mm(
+            a,
+            b.t(),
+            scale_a=swizzle_mx_scales(a_scale.t()),
+            scale_b=swizzle_mx_scales(b_scale.t()),
+            bias=inside,
+            # The MX mode writes bfloat16.
+            out_dtype=torch.bfloat16,
+        ).to(out_dtype)
+    out = _without_padding(out, m, n)
+    return out if bias is None or inside is not None else out.add_(bias)
+
+
+def swizzle_mx_scales(codes: Tensor) -> Tensor:
+    """E8M0 scales in the order in which the tensor cores of sm_100 read them.
+
+    Tiles of 128 rows by 4 scales, padded with zero codes; inside a tile, scale ``(r, c)`` lies at
+    ``(r % 32) * 16 + (r // 32) * 4 + c``.
+
+    Args:
+        codes: uint8 ``[R, K / 32]``, any strides.
+
+    Returns:
+        ``float8_e8m0fnu``, one-dimensional.
+
+    Source:
+        "1D block scaling factors layout", cuBLAS documentation.
+    """
+    rows, columns = codes.shape
+    padded = torch.nn.functional.pad(codes, (0, -columns % 4, 0, -rows % 128))
+    tiles = padded.reshape(
+        -(-rows // 128), 4, 32, -(-columns // 4), 4
+    )  # [tile_r, r // 32, r % 32, tile_c, c]
+    return tiles.permute(0, 3, 2, 1, 4).contiguous().view(torch.float8_e8m0fnu).flatten()
+
+
+def _dense(data: Tensor, codes: Tensor) -> Tensor:
+    return data.float() * e8m0_decode(codes).t().repeat_interleave(32, 1)
+
+
+def _bias_inside(bias: Tensor | None, padded_n: int, out_dtype: torch.dtype) -> Tensor | None:
+    """The bias as the GEMM itself can add it: in the result's own 16-bit dtype, as long as the padded row."""
+    if bias is None or out_dtype == torch.float32 or bias.dtype != out_dtype:
+        return None
+    return bias if len(bias) == padded_n else torch.nn.functional.pad(bias, (0, padded_n - len(bias)))
+
+
+def _without_padding(out: Tensor, m: int, n: int) -> Tensor:
+    if out.shape[0] != m:
+        out = out.narrow(0, 0, m)
+    return out if out.shape[1] == n else out.narrow(1, 0, n).clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,236 @@
+"""The three GEMMs of a linear as one autograd function.
+
+====== ============================== ======================================= =================
+GEMM   product                        operands                                accumulation
+====== ============================== ======================================= =================
+fprop  ``Y = X W^T``                  x by rows, w by rows                    fast
+dgrad  ``dX = dY W``                  dy by rows, w transposed                float32
+wgrad  ``dW = dY^T X``                dy transposed, x transposed             float32
+====== ============================== ======================================= =================
+
+Each of x and dy is read once and written in both layouts. Kept for backward: the transposed FP8 x, one byte an element
+where ``nn.Linear`` keeps two or four; and the weight itself, which is quantised again (with its first amax) because an
+FP8 copy of every weight would take more memory than the activations give back. ``NativeBackend.cache_weights`` keeps
+the copies instead, for a whole optimizer step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from foundry_fp8.backends.native.operand import Layout, Plan, Source, gemm, quantized_view
+from foundry_fp8.formats import E4M3, E5M2
+
+if TYPE_CHECKING:
+    from foundry_fp8.backends.base import Probe
+
+__all__ = ["NativeLinear", "dgrad_and_wgrad", "fprop", "quantize_weight"]
+
+Delayed = tuple[Tensor | None, Tensor | None]
+"""Delayed scaling's scale (0-d), and where to record the amax (``None``: nowhere). Both ``None`` for the other recipes."""
+
+FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2)}
+
+
+class NativeLinear(torch.autograd.Function):
+    """``y = x @ w.T + b`` with the GEMMs above. The arguments are plain, so that ``torch.compile`` can trace it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        x_scale: Tensor | None,
+        x_slot: Tensor | None,
+        w_scale: Tensor | None,
+        w_slot: Tensor | None,
+        dy_scale: Tensor | None,
+        dy_slot: Tensor | None,
+        cached: tuple[Layout, Layout, Tensor] | None,
+        plan: Plan,
+        fp8_wgrad: bool,
+        probe: Probe | None,
+    ) -> Tensor:
+        """Run fprop.
+
+        Args:
+            ctx: autograd's.
+            x: ``[M, K]``, hp.
+            weight: ``[N, K]``, hp.
+            bias: ``[N]``, hp, or ``None``.
+            x_scale: Delayed scaling's scale of x, 0-d; ``None`` for the other recipes.
+            x_slot: Where to record the amax of x; ``None`` for nowhere.
+            w_scale: The same for the weight.
+            w_slot: The same for the weight.
+            dy_scale: The same for the output's gradient.
+            dy_slot: The same for the output's gradient.
+            cached: What :func:`quantize_weight` made of this weight earlier.
+            plan: The recipe.
+            fp8_wgrad: Run wgrad in FP8, otherwise in the dtype of ``x``.
+            probe: Shown every operand once.
+        """
+        needs_w = ctx.needs_input_grad[1]
+        y, saved = fprop(
+            Source(x),
+            weight,
+            bias,
+            (x_scale, x_slot),
+            (w_scale, w_slot),
+            cached,
+            plan,
+            keep_x=needs_w and fp8_wgrad,
+            probe=probe,
+        )
+        hp_x = x if needs_w and not fp8_wgrad else None
+        ctx.save_for_backward(dy_scale, hp_x, *saved)
+        ctx.dy_slot, ctx.plan, ctx.probe = dy_slot, plan, probe
+        ctx.x_dtype, ctx.bias_dtype = x.dtype, None if bias is None else bias.dtype
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        """Run dgrad and wgrad, as far as they are needed."""
+        dy_scale, hp_x, *saved = ctx.saved_tensors
+        needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
+        dx, dw, db = dgrad_and_wgrad(
+            dy,
+            saved,
+            (dy_scale, ctx.dy_slot),
+            ctx.plan,
+            ctx.x_dtype,
+            needs=(needs_x, needs_w and hp_x is None, needs_b),
+            probe=ctx.probe,
+        )
+        if hp_x is not None:
+            dw = (dy.t() @ hp_x).to(saved[0].dtype)
+        return dx, dw, None if db is None else db.to(ctx.bias_dtype), *([None] * 10)
+
+
+def fprop(
+    source: Source,
+    weight: Tensor,
+    bias: Tensor | None,
+    x_delayed: Delayed,
+    w_delayed: Delayed,
+    cached: tuple[Layout, Layout, Tensor] | None,
+    plan: Plan,
+    *,
+    keep_x: bool,
+    probe: Probe | None = None,
+) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    """``Y = X W^T + b``.
+
+    Args:
+        source: What produces x, ``[M, K]``.
+        weight: ``[N, K]``, hp.
+        bias: ``[N]``, hp, or ``None``.
+        x_delayed: Delayed scaling's state of x.
+        w_delayed: Delayed scaling's state of the weight.
+        cached: The weight, if it is quantised already.
+        plan: The recipe.
+        keep_x: Make what wgrad needs.
+        probe: Shown x and w.
+
+    Returns:
+        ``Y`` in the dtype of x, and what :func:`dgrad_and_wgrad` needs.
+    """
+    x = source.x
+    qx, qx_t, x_stats, _ = source.quantize(
+        "x", plan, rows=True, columns=keep_x, scale=x_delayed[0], amax_slot=x_delayed[1]
+    )
+    w_hp = weight.to(x.dtype)
+    if cached is None:
+        qw, _, w_stats, _ = Source(w_hp).quantize(
+            "w", plan, rows=True, columns=False, scale=w_delayed[0], amax_slot=w_delayed[1]
+        )
+    else:
+        qw, _, w_stats = cached
+    if probe is not None:
+        probe("x", x, quantized_view(x, "x", plan, FORMATS[plan.x_fmt], qx, x_stats))
+        probe("w", w_hp, quantized_view(w_hp, "w", plan, FORMATS[plan.x_fmt], qw, w_stats))
+    y = gemm(
+        qx,
+        qw,
+        plan,
+        m=x.shape[0],
+        n=weight.shape[0],
+        out_dtype=x.dtype,
+        bias=None if bias is None else bias.to(x.dtype),
+        fast_accumulation=True,
+    )
+    kept_x = (qx_t.data, qx_t.scale) if keep_x else (None, None)
+    kept_w = (None, None) if cached is None else (cached[1].data, cached[1].scale)
+    return y, (weight, w_delayed[0], w_stats, *kept_x, *kept_w)
+
+
+def dgrad_and_wgrad(
+    dy: Tensor,
+    saved: Sequence[Tensor | None],
+    dy_delayed: Delayed,
+    plan: Plan,
+    x_dtype: torch.dtype,
+    *,
+    needs: tuple[bool, bool, bool],
+    probe: Probe | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """``dX = dY W``, ``dW = dY^T X`` and the bias gradient, from one pass over dy.
+
+    Args:
+        dy: ``[M, N]``, hp.
+        saved: From :func:`fprop`.
+        dy_delayed: Delayed scaling's state of dy.
+        plan: The recipe.
+        x_dtype: dtype of ``dX``.
+        needs: Which of ``dX``, ``dW`` and the bias gradient to compute.
+        probe: Shown dy.
+
+    Returns:
+        The three; ``dW`` in the weight's dtype, the bias gradient in float32.
+    """
+    weight, w_scale, w_stats, kept_x, kept_x_scale, kept_w, kept_w_scale = saved
+    assert weight is not None and w_stats is not None
+    (m, n), k = dy.shape, weight.shape[1]
+    needs_x, needs_w, needs_b = needs
+    if not (needs_x or needs_w):
+        return None, None, dy.float().sum(0) if needs_b else None
+    qdy, qdy_t, dy_stats, column_sum = Source(dy).quantize(
+        "dy",
+        plan,
+        rows=needs_x or probe is not None,
+        columns=needs_w,
+        column_sum=needs_b,
+        scale=dy_delayed[0],
+        amax_slot=dy_delayed[1],
+    )
+    if probe is not None:
+        probe("dy", dy, quantized_view(dy, "dy", plan, FORMATS[plan.dy_fmt], qdy, dy_stats))
+    dx = dw = None
+    if needs_x:
+        if kept_w is None or kept_w_scale is None:
+            known = w_stats.narrow(0, 0, 1) if plan.granularity == "tensor" and w_scale is None else None
+            _, qw_t, _, _ = Source(weight.to(x_dtype)).quantize(
+                "w", plan, rows=False, columns=True, scale=w_scale, known_amax=known
+            )
+        else:
+            qw_t = Layout(kept_w, kept_w_scale)
+        dx = gemm(qdy, qw_t, plan, m=m, n=k, out_dtype=x_dtype)
+    if needs_w:
+        assert kept_x is not None and kept_x_scale is not None
+        x_t = Layout(kept_x, kept_x_scale)
+        dw = gemm(qdy_t, x_t, plan, m=n, n=k, out_dtype=x_dtype, weight_scales=False).to(weight.dtype)
+    return dx, dw, column_sum if needs_b else None
+
+
+def quantize_weight(
+    weight: Tensor, plan: Plan, *, scale: Tensor | None = None, amax_slot: Tensor | None = None
+) -> tuple[Layout, Layout, Tensor]:
+    """Both layouts of a weight (``[N, K]``, in the compute dtype) in one pass, to be kept across microbatches."""
+    rows, transposed, stats, _ = Source(weight).quantize(
+        "w", plan, rows=True, columns=True, scale=scale, amax_slot=amax_slot
+    )
+    return rows, transposed, stats

@@ -1,0 +1,176 @@
+"""One operand of a GEMM in FP8: made by the kernels, multiplied by :mod:`foundry_fp8.backends.native.gemm`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from foundry_fp8.formats import Float8Format
+from foundry_fp8.quantize import Quantized, quantize_block, quantize_mx
+from foundry_fp8.recipes import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling, Operand, Recipe
+
+__all__ = ["Layout", "Plan", "Source", "gemm", "plan_of", "quantized_view"]
+
+
+Granularity = Literal["tensor", "block", "mx"]
+
+GRANULARITY: dict[str, Granularity] = {
+    DelayedScaling.name: "tensor",
+    CurrentScaling.name: "tensor",
+    BlockScaling.name: "block",
+    MXFP8Scaling.name: "mx",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a recipe means for the kernels: plain values, so that a compiled graph can carry it."""
+
+    granularity: Granularity
+    x_fmt: str
+    dy_fmt: str
+    power_2: bool
+
+    def fmt(self, operand: Operand) -> str:
+        """The name of the operand's number format."""
+        return self.dy_fmt if operand == "dy" else self.x_fmt
+
+
+def plan_of(recipe: Recipe) -> Plan:
+    """Read a recipe."""
+    # By name, because Dynamo traces neither class patterns nor isinstance of a union.
+    granularity = GRANULARITY.get(recipe.name)
+    if granularity is None:
+        raise TypeError(f"the native backend does not know the recipe {recipe!r}")
+    power_2 = getattr(recipe, "power_2_scales", granularity == "mx")
+    return Plan(granularity, recipe.format("x").name, recipe.format("dy").name, power_2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """One of the two layouts of a quantised operand, contiguous along what its GEMM contracts."""
+
+    data: Tensor
+    scale: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """The inputs of a kernel's tile producer (:class:`foundry_fp8.kernels.producers.Producer`) as an operator takes them."""
+
+    x: Tensor
+    up: Tensor | None = None
+    mean: Tensor | None = None
+    rstd: Tensor | None = None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    alpha: Tensor | None = None
+    kind: int = 0
+
+    def quantize(
+        self,
+        operand: Operand,
+        plan: Plan,
+        *,
+        rows: bool,
+        columns: bool,
+        column_sum: bool = False,
+        scale: Tensor | None = None,
+        known_amax: Tensor | None = None,
+        amax_slot: Tensor | None = None,
+    ) -> tuple[Layout, Layout, Tensor, Tensor]:
+        """Quantise in one pass (current scaling: two).
+
+        Args:
+            operand: Which operand this is.
+            plan: The recipe.
+            rows: Make the layout that contracts over columns.
+            columns: Make the transposed layout, which contracts over rows.
+            column_sum: Sum the hp columns.
+            scale: The scale, for delayed scaling.
+            known_amax: The amax, where current scaling has measured it before.
+            amax_slot: Raised to the amax in place.
+
+        Returns:
+            The layout by rows, the transposed one (each with empty tensors if not made), the statistics (``[3]``: amax,
+            gemm_scale, scale_inv; empty for block scales) and the column sum (empty if not asked for).
+        """
+        from foundry_fp8.backends.native import ops
+
+        inputs = (self.x, self.up, self.mean, self.rstd, self.weight, self.bias, self.alpha, self.kind)
+        fmt = plan.fmt(operand)
+        if plan.granularity == "tensor":
+            data, data_t, stats, summed = ops.quantize_tensorwise(
+                *inputs, scale, known_amax, amax_slot, fmt, plan.power_2, rows, columns, column_sum
+            )
+            gemm_scale = stats.select(0, 1)
+            return Layout(data, gemm_scale), Layout(data_t, gemm_scale), stats, summed
+        group = 128 if plan.granularity == "block" else 32
+        square = group == 128 and operand == "w"
+        data, gemm_scale, data_t, gemm_scale_t, summed = ops.quantize_blockwise(
+            *inputs, fmt, group, square, plan.power_2, rows, columns, column_sum
+        )
+        return Layout(data, gemm_scale), Layout(data_t, gemm_scale_t), self.x.new_empty((0,)), summed
+
+
+def gemm(
+    a: Layout,
+    b: Layout,
+    plan: Plan,
+    *,
+    m: int,
+    n: int,
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+    weight_scales: bool = True,
+    fast_accumulation: bool = False,
+) -> Tensor:
+    """``a @ b.T + bias``, ``[m, n]``.
+
+    Args:
+        a: Contracted along its columns.
+        b: The same.
+        plan: The recipe.
+        m: Rows of ``a`` without padding.
+        n: Rows of ``b`` without padding.
+        out_dtype: dtype of the result.
+        bias: ``[n]``, hp.
+        weight_scales: ``b`` is a weight, which block scaling quantises in squares.
+        fast_accumulation: See :func:`foundry_fp8.backends.native.gemm.tensorwise_mm`.
+    """
+    from foundry_fp8.backends.native import ops
+    from foundry_fp8.backends.native.gemm import mx_mm, tensorwise_mm
+
+    if plan.granularity == "block":
+        return ops.block_gemm(a.data, a.scale, b.data, b.scale, bias, m, n, out_dtype, weight_scales)
+    if plan.granularity == "mx":
+        return mx_mm(a.data, a.scale, b.data, b.scale, m=m, n=n, out_dtype=out_dtype, bias=bias)
+    return tensorwise_mm(
+        a.data,
+        a.scale,
+        b.data,
+        b.scale,
+        m=m,
+        n=n,
+        out_dtype=out_dtype,
+        bias=bias,
+        fast_accumulation=fast_accumulation,
+    )
+
+
+def quantized_view(
+    x: Tensor, operand: Operand, plan: Plan, fmt: Float8Format, layout: Layout, stats: Tensor
+) -> Quantized:
+    """What a probe is shown.
+
+    One scale a tensor: the very bytes of the GEMM. Blocks: the reference, which has the same bytes (the kernel tests say
+    so) and the amaxes, which the kernels do not write.
+    """
+    if plan.granularity == "block":
+        return quantize_block(x, (128, 128) if operand == "w" else (1, 128), fmt, power_2=plan.power_2)
+    if plan.granularity == "mx":
+        return quantize_mx(x, (1, 32), fmt)
+    return Quantized(layout.data[: x.shape[0], : x.shape[1]], stats[2], None, fmt, stats[0])

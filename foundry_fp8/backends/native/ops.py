@@ -1,0 +1,206 @@
+"""The kernels as torch operators, so that ``torch.compile`` sees one node with known outputs and does not look inside.
+
+Operators take tensors, numbers and strings; an output that was not asked for is an empty tensor.
+"""
+
+import torch
+from torch import Tensor
+
+from foundry_fp8.formats import E4M3, E5M2, Float8Format
+from foundry_fp8.kernels.block_gemm import block_gemm as block_gemm_kernel
+from foundry_fp8.kernels.blockwise import quantize_blockwise as quantize_blockwise_kernel
+from foundry_fp8.kernels.gated import activation_backward as activation_backward_kernel
+from foundry_fp8.kernels.launch import GEMM_MULTIPLE, round_up
+from foundry_fp8.kernels.norms import norm_backward as norm_backward_kernel
+from foundry_fp8.kernels.norms import norm_statistics as norm_statistics_kernel
+from foundry_fp8.kernels.producers import Producer
+from foundry_fp8.kernels.tensorwise import quantize_tensorwise as quantize_tensorwise_kernel
+
+__all__ = [
+    "activation_backward",
+    "block_gemm",
+    "norm_backward",
+    "norm_statistics",
+    "quantize_blockwise",
+    "quantize_tensorwise",
+]
+
+FORMATS: dict[str, Float8Format] = {fmt.name: fmt for fmt in (E4M3, E5M2)}
+
+
+@torch.library.custom_op("foundry_fp8::quantize_tensorwise", mutates_args=("amax_slot",))
+def quantize_tensorwise(
+    x: Tensor,
+    up: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    alpha: Tensor | None,
+    kind: int,
+    scale: Tensor | None,
+    known_amax: Tensor | None,
+    amax_slot: Tensor | None,
+    fmt: str,
+    power_2: bool,
+    rows: bool,
+    columns: bool,
+    column_sum: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """:func:`foundry_fp8.kernels.tensorwise.quantize_tensorwise`: data, data_t, (amax, gemm_scale, scale_inv), column_sum."""
+    source = Producer(kind=kind, x=x, up=up, mean=mean, rstd=rstd, weight=weight, bias=bias, alpha=alpha)
+    q = quantize_tensorwise_kernel(
+        source,
+        FORMATS[fmt],
+        scale=scale,
+        known_amax=known_amax,
+        power_2=power_2,
+        amax_slot=amax_slot,
+        rows=rows,
+        columns=columns,
+        column_sum=column_sum,
+    )
+    return _given(q.data, x), _given(q.data_t, x), q.stats, _given(q.column_sum, x)
+
+
+@quantize_tensorwise.register_fake
+def _(
+    x, up, mean, rstd, weight, bias, alpha, kind, scale, known_amax, amax_slot, fmt, power_2, rows, columns, column_sum
+):  # fmt: skip
+    r, c = (round_up(size, GEMM_MULTIPLE) for size in x.shape)
+    dtype = FORMATS[fmt].dtype
+    return (
+        x.new_empty((r, c) if rows else (0,), dtype=dtype if rows else x.dtype),
+        x.new_empty((c, r) if columns else (0,), dtype=dtype if columns else x.dtype),
+        x.new_empty((3,), dtype=torch.float32),
+        x.new_empty((x.shape[1],) if column_sum else (0,), dtype=torch.float32 if column_sum else x.dtype),
+    )
+
+
+@torch.library.custom_op("foundry_fp8::quantize_blockwise", mutates_args=())
+def quantize_blockwise(
+    x: Tensor,
+    up: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    alpha: Tensor | None,
+    kind: int,
+    fmt: str,
+    group: int,
+    square: bool,
+    power_2: bool,
+    rows: bool,
+    columns: bool,
+    column_sum: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """:func:`foundry_fp8.kernels.blockwise.quantize_blockwise`: data, gemm_scale, data_t, gemm_scale_t, column_sum."""
+    source = Producer(kind=kind, x=x, up=up, mean=mean, rstd=rstd, weight=weight, bias=bias, alpha=alpha)
+    q = quantize_blockwise_kernel(
+        source,
+        FORMATS[fmt],
+        group=group,
+        square=square,
+        power_2=power_2,
+        rows=rows,
+        columns=columns,
+        column_sum=column_sum,
+    )
+    return (
+        _given(q.data, x),
+        _given(q.gemm_scale, x),
+        _given(q.data_t, x),
+        _given(q.gemm_scale_t, x),
+        _given(q.column_sum, x),
+    )
+
+
+@quantize_blockwise.register_fake
+def _(x, up, mean, rstd, weight, bias, alpha, kind, fmt, group, square, power_2, rows, columns, column_sum):
+    r, c = (round_up(size, group if group == 32 else GEMM_MULTIPLE) for size in x.shape)
+    dtype, scale_dtype = FORMATS[fmt].dtype, torch.float32 if group == 128 else torch.uint8
+
+    def outputs(wanted: bool, long: int, short: int) -> tuple[Tensor, Tensor]:
+        if not wanted:
+            return x.new_empty((0,)), x.new_empty((0,))
+        per_row = (long + 127) // 128 if square else long
+        scales = x.new_empty(((short + group - 1) // group, per_row), dtype=scale_dtype)
+        return x.new_empty((long, short), dtype=dtype), scales
+
+    summed = x.new_empty(
+        (x.shape[1],) if column_sum else (0,), dtype=torch.float32 if column_sum else x.dtype
+    )
+    return (*outputs(rows, r, c), *outputs(columns, c, r), summed)
+
+
+@torch.library.custom_op("foundry_fp8::block_gemm", mutates_args=())
+def block_gemm(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None,
+    m: int,
+    n: int,
+    out_dtype: torch.dtype,
+    square_b: bool,
+) -> Tensor:
+    """:func:`foundry_fp8.kernels.block_gemm.block_gemm`."""
+    return block_gemm_kernel(
+        a, a_scale, b, b_scale, m=m, n=n, out_dtype=out_dtype, bias=bias, square_b=square_b
+    )
+
+
+@block_gemm.register_fake
+def _(a, a_scale, b, b_scale, bias, m, n, out_dtype, square_b):
+    return a.new_empty((m, n), dtype=out_dtype)
+
+
+@torch.library.custom_op("foundry_fp8::norm_statistics", mutates_args=())
+def norm_statistics(x: Tensor, eps: float, centered: bool) -> tuple[Tensor, Tensor]:
+    """:func:`foundry_fp8.kernels.norms.norm_statistics`: mean (empty unless centered), rstd."""
+    mean, rstd = norm_statistics_kernel(x, eps, centered=centered)
+    return rstd.new_empty((0,)) if mean is None else mean, rstd
+
+
+@norm_statistics.register_fake
+def _(x, eps, centered):
+    mean = x.new_empty((x.shape[0],) if centered else (0,), dtype=torch.float32)
+    return mean, x.new_empty((x.shape[0],), dtype=torch.float32)
+
+
+@torch.library.custom_op("foundry_fp8::norm_backward", mutates_args=())
+def norm_backward(
+    dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor | None, mean: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`foundry_fp8.kernels.norms.norm_backward`."""
+    dx, dweight, dbias = norm_backward_kernel(dy, x, rstd, weight, mean=mean)
+    return dx, dweight.clone(), dbias.clone()  # outputs of an operator must not share storage
+
+
+@norm_backward.register_fake
+def _(dy, x, rstd, weight, mean):
+    vector = x.new_empty((x.shape[1],), dtype=torch.float32)
+    return x.new_empty(x.shape), vector, torch.empty_like(vector)
+
+
+@torch.library.custom_op("foundry_fp8::activation_backward", mutates_args=())
+def activation_backward(
+    dy: Tensor, x: Tensor, up: Tensor | None, alpha: Tensor | None, kind: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`foundry_fp8.kernels.gated.activation_backward`; what does not apply is empty."""
+    dx, dup, dalpha = activation_backward_kernel(dy, Producer(kind=kind, x=x, up=up, alpha=alpha))
+    return dx, _given(dup, x), _given(dalpha, x)
+
+
+@activation_backward.register_fake
+def _(dy, x, up, alpha, kind):
+    dup = x.new_empty((0,) if up is None else x.shape)
+    dalpha = x.new_empty((0,)) if alpha is None else x.new_empty((2,), dtype=torch.float32)
+    return x.new_empty(x.shape), dup, dalpha
+
+
+def _given(output: Tensor | None, like: Tensor) -> Tensor:
+    """An operator cannot return ``None``."""
+    return like.new_empty((0,)) if output is None else output

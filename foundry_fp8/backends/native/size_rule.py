@@ -1,0 +1,44 @@
+"""Which layers gain nothing from FP8: a roofline of the GEMMs saved against the bytes that quantising moves.
+
+For M tokens, the three GEMMs of an ``N x K`` linear save ``6 M N K (1 / bf16 - 1 / fp8)`` seconds, and quantising x and dy
+costs ``bytes M (N + K) / bandwidth``. M cancels: FP8 wins where ``N K / (N + K)`` is above a break-even. (Quantising the
+weight costs ``1 / M`` of that and launches cost nothing on large inputs, so both are left out.)
+
+The rates are what H100 GEMMs and copies are known to reach, not vendor peaks and not measured by this package; the ratio
+of the three is much the same on H200. With them the break-even is 528 for current scaling: square layers from 1056 on,
+Llama-3 8B's 4096 x 1024 key and value projections (819) included.
+"""
+
+from __future__ import annotations
+
+from foundry_fp8.recipes import BlockScaling, DelayedScaling, Recipe
+
+__all__ = ["break_even", "size_reason"]
+
+BF16_FLOPS = 600e12
+FP8_FLOPS = 1100e12
+BLOCK_FP8_FLOPS = 850e12
+"""The block-scaled kernel spends more on promotion."""
+BANDWIDTH = 2.5e12
+"""Bytes a second."""
+
+
+def break_even(recipe: Recipe) -> float:
+    """The ``N K / (N + K)`` above which ``recipe`` is predicted to be faster than BF16."""
+    fp8 = BLOCK_FP8_FLOPS if isinstance(recipe, BlockScaling) else FP8_FLOPS
+    # An element of bf16 is read once, and once more for the amax of current scaling; two FP8 layouts are written.
+    single_pass = isinstance(recipe, DelayedScaling | BlockScaling) or recipe.name == "mxfp8"
+    moved = 2 + 2 if single_pass else 4 + 2
+    return moved / BANDWIDTH / (6 * (1 / BF16_FLOPS - 1 / fp8))
+
+
+def size_reason(recipe: Recipe, in_features: int, out_features: int) -> str | None:
+    """Why a layer is not worth converting, or ``None`` if it is."""
+    size = in_features * out_features / (in_features + out_features)
+    least = break_even(recipe)
+    if size >= least:
+        return None
+    return (
+        f"too small to gain: {in_features} x {out_features} has in * out / (in + out) = {size:.0f}, and the "
+        f"{recipe.name} recipe breaks even at about {least:.0f}. Name the recipe instead of auto to convert it anyway"
+    )

@@ -1,0 +1,60 @@
+"""What every kernel launch shares: is Triton here, may this tensor go in, where do padded sizes end.
+
+Kernel files import Triton at their top, so they are imported only where they are used; this file is what may be imported
+anywhere. Under ``TRITON_INTERPRET=1`` the same kernels run on CPU tensors, which is how they are tested without a GPU.
+"""
+
+import importlib.util
+import os
+
+import torch
+from torch import Tensor
+
+__all__ = ["GEMM_MULTIPLE", "HP_DTYPES", "as_rows", "check_hp", "interpreting", "round_up", "triton_missing"]
+
+HP_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""What the kernels read and write outside FP8."""
+
+GEMM_MULTIPLE = 16
+"""The FP8 GEMMs want rows of whole 16-byte words; the quantise kernels pad with zeros up to it."""
+
+
+def triton_missing() -> str | None:
+    """Why the kernels cannot be imported, or ``None``."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed (pip install triton; it comes with torch's CUDA wheels on Linux)"
+    return None
+
+
+def interpreting() -> bool:
+    """Whether Triton runs its interpreter, in which the kernels take CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def round_up(size: int, multiple: int = GEMM_MULTIPLE) -> int:
+    """The smallest multiple of ``multiple`` that is at least ``size``."""
+    return (size + multiple - 1) // multiple * multiple
+
+
+def check_hp(name: str, x: Tensor, ndim: int = 2) -> None:
+    """Raise unless ``x`` can be read by a kernel.
+
+    Raises:
+        TypeError: Not float32, bfloat16 or float16.
+        ValueError: Not ``ndim``-dimensional, or on a device that runs no Triton kernel.
+    """
+    if x.dtype not in HP_DTYPES:
+        allowed = ", ".join(str(d).removeprefix("torch.") for d in HP_DTYPES)
+        raise TypeError(f"{name} is {str(x.dtype).removeprefix('torch.')}; the FP8 kernels take {allowed}.")
+    if x.dim() != ndim:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; the FP8 kernels take {ndim} dimensions.")
+    if x.device.type != "cuda" and not interpreting():
+        raise ValueError(
+            f"{name} is on {x.device}; the native kernels run on CUDA devices. "
+            "Use backend: emulated here, or set TRITON_INTERPRET=1 before the first import to run them interpreted."
+        )
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """``x`` (two-dimensional) with unit stride along its rows; copied only if it has not. Row stride may be anything."""
+    return x if x.stride(1) == 1 or x.shape[1] <= 1 else x.contiguous()

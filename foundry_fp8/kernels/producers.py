@@ -1,0 +1,226 @@
+"""What a quantise kernel reads: a stored tensor, or a norm or an activation computed on the fly.
+
+Every quantise kernel takes its tile from :func:`load_tile`. With ``Producer.identity`` that is a load; with another
+producer the high-precision value is computed in registers and never written to memory. The value is rounded to the
+dtype of its input before it is quantised, exactly as the unfused module would have written it, so fusing changes the
+bytes moved and not the result.
+
+Each producer's definition in torch is :meth:`Producer.reference`.
+"""
+
+import dataclasses
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from foundry_fp8.kernels.launch import as_rows, check_hp
+
+__all__ = ["ACTIVATIONS", "Producer", "load_tile", "xielu_reference"]
+
+IDENTITY = tl.constexpr(0)
+NORM = tl.constexpr(1)
+SILU = tl.constexpr(2)
+GELU = tl.constexpr(3)
+GELU_TANH = tl.constexpr(4)
+XIELU = tl.constexpr(5)
+
+ACTIVATIONS = {"silu": 2, "gelu": 3, "gelu_tanh": 4, "xielu": 5}
+"""Activation name to the kernels' code. With ``up`` given, silu is SwiGLU and gelu is GeGLU."""
+
+SQRT_HALF = tl.constexpr(0.7071067811865476)
+SQRT_2_OVER_PI = tl.constexpr(0.7978845608028654)
+INV_SQRT_2PI = tl.constexpr(0.3989422804014327)
+GELU_CUBIC = tl.constexpr(0.044715)
+XIELU_BETA = tl.constexpr(0.5)
+XIELU_EPS = tl.constexpr(-1e-6)
+
+
+def xielu_reference(x: Tensor, alpha: Tensor) -> Tensor:
+    """XIELU with effective slopes ``alpha = (alpha_p, alpha_n)``, float32 ``[2]``; ``x`` float32, any shape.
+
+    Source:
+        "Deriving activation functions using integration", arXiv:2411.13010, with beta = 0.5; as FOG uses it.
+    """
+    negative = alpha[1] * (torch.expm1(x.clamp(max=-1e-6)) - x) + 0.5 * x
+    return torch.where(x > 0, alpha[0] * x * x + 0.5 * x, negative)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Producer:
+    """The inputs of one tile producer. Build it with one of the class methods."""
+
+    kind: int
+    x: Tensor
+    """``[R, C]``, hp: the tensor, the norm's input, or the activation's (the gate of a gated one)."""
+    up: Tensor | None = None
+    """``[R, C]``, dtype of ``x``: what a gated activation multiplies with."""
+    mean: Tensor | None = None
+    """``[R]`` float32: LayerNorm; ``None`` makes it RMSNorm."""
+    rstd: Tensor | None = None
+    """``[R]`` float32: reciprocal of the standard deviation, or of the root mean square."""
+    weight: Tensor | None = None
+    """``[C]``: the norm's gain."""
+    bias: Tensor | None = None
+    """``[C]``: LayerNorm's bias."""
+    alpha: Tensor | None = None
+    """``[2]`` float32: xIELU's effective slopes."""
+
+    def __post_init__(self) -> None:
+        check_hp("x", self.x)
+        object.__setattr__(self, "x", as_rows(self.x))
+        if self.up is not None:
+            object.__setattr__(self, "up", as_rows(self.up))
+        for name in ("up", "mean", "rstd", "weight", "bias", "alpha"):
+            given = getattr(self, name)
+            if given is not None and given.device != self.x.device:
+                raise ValueError(
+                    f"{name} is on {given.device}, x on {self.x.device}; they must share a device."
+                )
+        if self.up is not None and (self.up.shape != self.x.shape or self.up.dtype != self.x.dtype):
+            raise ValueError(
+                f"up is {tuple(self.up.shape)} {self.up.dtype}, x {tuple(self.x.shape)} {self.x.dtype}; "
+                "a gated activation needs two alike."
+            )
+
+    @classmethod
+    def identity(cls, x: Tensor) -> "Producer":
+        """The tensor ``x`` as it is."""
+        return cls(kind=0, x=x)
+
+    @classmethod
+    def norm(
+        cls,
+        x: Tensor,
+        rstd: Tensor,
+        weight: Tensor | None,
+        *,
+        mean: Tensor | None = None,
+        bias: Tensor | None = None,
+    ) -> "Producer":
+        """RMSNorm, or LayerNorm if ``mean`` is given; the statistics come from :mod:`foundry_fp8.kernels.norms`."""
+        return cls(kind=1, x=x, rstd=rstd, weight=weight, mean=mean, bias=bias)
+
+    @classmethod
+    def activation(
+        cls, name: str, x: Tensor, *, up: Tensor | None = None, alpha: Tensor | None = None
+    ) -> "Producer":
+        """One of :data:`ACTIVATIONS`, gated if ``up`` is given. xielu needs ``alpha``."""
+        if name not in ACTIVATIONS:
+            raise ValueError(f"activation {name!r} is not one of {', '.join(ACTIVATIONS)}.")
+        if (alpha is None) != (name != "xielu"):
+            raise ValueError(f"activation {name!r}: alpha is xielu's, and xielu needs it.")
+        return cls(kind=ACTIVATIONS[name], x=x, up=up, alpha=alpha)
+
+    @property
+    def pointers(self) -> tuple[object, ...]:
+        """The arguments that every kernel's signature begins with."""
+        up_stride = 0 if self.up is None else self.up.stride(0)
+        inputs = (self.up, up_stride, self.mean, self.rstd, self.weight, self.bias, self.alpha)
+        return (self.x, self.x.stride(0), *inputs)
+
+    def reference(self) -> Tensor:
+        """What the kernels quantise, in torch: ``[R, C]`` in the dtype of ``x``."""
+        x = self.x.float()
+        if self.kind == 0:
+            return self.x
+        if self.kind == 1:
+            assert self.rstd is not None
+            y = (x if self.mean is None else x - self.mean[:, None]) * self.rstd[:, None]
+            y = y if self.weight is None else y * self.weight.float()
+            return (y if self.bias is None else y + self.bias.float()).to(self.x.dtype)
+        if self.kind == ACTIVATIONS["silu"]:
+            y = torch.nn.functional.silu(x)
+        elif self.kind == ACTIVATIONS["xielu"]:
+            assert self.alpha is not None
+            y = xielu_reference(x, self.alpha)
+        else:
+            approximate = "tanh" if self.kind == ACTIVATIONS["gelu_tanh"] else "none"
+            y = torch.nn.functional.gelu(x, approximate=approximate)
+        y = y.to(self.x.dtype)
+        return y if self.up is None else y * self.up
+
+
+@triton.jit
+def sigmoid(x):
+    """``torch.sigmoid``; exp of a negative number only, so that it cannot overflow."""
+    e = tl.exp(-tl.abs(x))
+    return tl.where(x >= 0, 1.0, e) / (1.0 + e)
+
+
+@triton.jit
+def tanh(x):
+    """``torch.tanh``."""
+    return 2.0 * sigmoid(2.0 * x) - 1.0
+
+
+@triton.jit
+def expm1(x):
+    """``torch.expm1`` for x <= 0: a series near 0, where ``exp(x) - 1`` cancels."""
+    series = x * (1.0 + x * (0.5 + x * (0.16666667 + x * (0.041666668 + x * 0.008333334))))
+    return tl.where(x > -0.1, series, tl.exp(x) - 1.0)
+
+
+@triton.jit
+def activate(x, alpha_ptr, KIND: tl.constexpr):
+    """The activation of a float32 tile; :meth:`Producer.reference` is its definition. NaN stays NaN."""
+    if KIND == SILU:
+        return x * sigmoid(x)
+    elif KIND == GELU:
+        return 0.5 * x * (1.0 + tl.erf(x * SQRT_HALF))
+    elif KIND == GELU_TANH:
+        return 0.5 * x * (1.0 + tanh(SQRT_2_OVER_PI * (x + GELU_CUBIC * x * x * x)))
+    else:
+        negative = tl.load(alpha_ptr + 1) * (expm1(tl.minimum(x, XIELU_EPS)) - x) + XIELU_BETA * x
+        return tl.where(x > 0, tl.load(alpha_ptr) * x * x + XIELU_BETA * x, negative)
+
+
+@triton.jit
+def load_tile(
+    x_ptr,
+    x_stride,
+    up_ptr,
+    up_stride,
+    mean_ptr,
+    rstd_ptr,
+    weight_ptr,
+    bias_ptr,
+    alpha_ptr,
+    first_row,
+    first_column,
+    R,
+    C,
+    KIND: tl.constexpr,
+    TILE_R: tl.constexpr,
+    TILE_C: tl.constexpr,
+):
+    """The float32 tile at ``first_row, first_column``: the produced value in the dtype of ``x``, 0 outside ``[R, C]``."""
+    # One 64-bit base, 32-bit offsets inside the tile: tensors may pass 2**31 elements, registers are scarce.
+    local_rows = tl.arange(0, TILE_R)
+    local_columns = tl.arange(0, TILE_C)
+    rows = first_row + local_rows
+    columns = first_column + local_columns
+    inside = (rows < R)[:, None] & (columns < C)[None, :]
+    tile_ptr = x_ptr + tl.cast(first_row, tl.int64) * x_stride + first_column
+    x = tl.load(tile_ptr + (local_rows[:, None] * x_stride + local_columns[None, :]), mask=inside, other=0.0)
+    hp = x_ptr.dtype.element_ty
+    x = x.to(tl.float32)
+    if KIND == NORM:
+        if mean_ptr is not None:
+            x -= tl.load(mean_ptr + rows, mask=rows < R, other=0.0)[:, None]
+        x *= tl.load(rstd_ptr + rows, mask=rows < R, other=0.0)[:, None]
+        if weight_ptr is not None:
+            x *= tl.load(weight_ptr + columns, mask=columns < C, other=0.0).to(tl.float32)[None, :]
+        if bias_ptr is not None:
+            x += tl.load(bias_ptr + columns, mask=columns < C, other=0.0).to(tl.float32)[None, :]
+        x = x.to(hp).to(tl.float32)
+    elif KIND != IDENTITY:
+        x = activate(x, alpha_ptr, KIND).to(hp).to(tl.float32)
+        if up_ptr is not None:
+            tile_ptr = up_ptr + tl.cast(first_row, tl.int64) * up_stride + first_column
+            offsets = local_rows[:, None] * up_stride + local_columns[None, :]
+            x *= tl.load(tile_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+            x = x.to(hp).to(tl.float32)
+    # Where a mean or a NaN statistic reached the padding, it must not stay there.
+    return tl.where(inside, x, 0.0)

@@ -1,0 +1,78 @@
+"""Device functions: amax to scale, value to FP8. Each is the Triton form of a torch function named in its docstring."""
+
+import triton
+import triton.language as tl
+
+__all__ = ["e8m0_decode", "e8m0_round_up", "is_inf", "magnitude", "reciprocal", "saturate", "scale_from_amax"]
+
+FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
+INF = tl.constexpr(float("inf"))
+LARGE_SCALE = tl.constexpr(2.0**126)
+DOWN_64 = tl.constexpr(2.0**-64)
+EXPONENT_BITS = tl.constexpr(-0x800000)  # sign and exponent of a float32
+
+
+@triton.jit
+def is_inf(x):
+    """``torch.isinf`` of values that are not negative."""
+    return x == INF
+
+
+@triton.jit
+def magnitude(x):
+    """``foundry_fp8.quantize.amax_of`` before the reduction: |x|, 0 for NaN."""
+    return tl.where(x != x, 0.0, tl.abs(x))
+
+
+@triton.jit
+def saturate(x, LIMIT: tl.constexpr):
+    """``foundry_fp8.formats.cast`` before the cast: clamp to ``+-LIMIT``, NaN stays NaN.
+
+    The store's conversion then rounds to nearest even (``cvt.rn.satfinite`` on sm_89 and later).
+    """
+    return tl.clamp(x, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def scale_from_amax(amax, FMT_MAX: tl.constexpr, POWER_2: tl.constexpr, VALUE_FOR_INF: tl.constexpr):
+    """``foundry_fp8.quantize.scale_from_amax``. ``div_rn``, because Triton's ``/`` is an approximation.
+
+    It flushes subnormals, which changes nothing here: a subnormal amax overflows the quotient either way.
+    """
+    usable = (amax > 0) & (amax < INF)
+    scale = tl.div_rn(tl.full(amax.shape, FMT_MAX, tl.float32), tl.where(usable, amax, 1.0))
+    scale = tl.where(is_inf(scale), VALUE_FOR_INF, scale)
+    if POWER_2:
+        scale = (scale.to(tl.int32, bitcast=True) & EXPONENT_BITS).to(tl.float32, bitcast=True)
+    return tl.where(usable, scale, 1.0)
+
+
+@triton.jit
+def reciprocal(scale):
+    """``1.0 / scale``, rounded to nearest even.
+
+    The quotient of a scale above 2**126 is subnormal, and Triton's division flushes subnormals to zero; its multiplication
+    does not. So that case divides in a smaller range and multiplies out of it: exact for powers of two, otherwise within
+    one subnormal step.
+    """
+    large = scale > LARGE_SCALE
+    near = tl.where(large, scale * DOWN_64, scale)
+    quotient = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), near)
+    return tl.where(large, quotient * DOWN_64, quotient)
+
+
+@triton.jit
+def e8m0_round_up(x):
+    """``foundry_fp8.formats.e8m0_round_up``, as int32; ``x`` is neither negative nor NaN."""
+    bits = x.to(tl.int32, bitcast=True)
+    exponent = (bits >> 23) & 0xFF
+    mantissa = bits & 0x7FFFFF
+    up = (mantissa > 0) & (exponent != 254) & ((exponent != 0) | (mantissa > 0x400000))
+    return tl.where(is_inf(x), 254, exponent + up.to(tl.int32))
+
+
+@triton.jit
+def e8m0_decode(code):
+    """``foundry_fp8.formats.e8m0_decode`` of an int32 code."""
+    bits = tl.where(code == 0, 0x400000, code << 23)
+    return tl.where(code == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)

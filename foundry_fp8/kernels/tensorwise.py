@@ -1,0 +1,285 @@
+"""One scale per tensor: amax, and the cast that writes both layouts, the amax and the bias gradient in one pass.
+
+Bytes moved, for a bf16 tensor of n elements: delayed 2n read + 2n written; current one more read of 2n. The transposed
+copy exists because Hopper's FP8 GEMM takes both operands contiguous along the dimension it contracts.
+
+Nothing here waits for the device: scales stay in device memory from the amax to the GEMM.
+"""
+
+import dataclasses
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from foundry_fp8.formats import Float8Format
+from foundry_fp8.kernels.launch import GEMM_MULTIPLE, round_up
+from foundry_fp8.kernels.producers import Producer, load_tile
+from foundry_fp8.kernels.scales import is_inf, magnitude, reciprocal, saturate, scale_from_amax
+from foundry_fp8.quantize import FLOAT32_MAX, quantize_tensor
+from foundry_fp8.quantize import amax_of as amax_reference
+from foundry_fp8.quantize import scale_from_amax as scale_reference
+
+__all__ = ["Tensorwise", "amax", "quantize_tensorwise", "quantize_tensorwise_reference"]
+
+TILE_R, TILE_C, WARPS = 64, 128, 8
+"""One program's tile: it writes 128 bytes of each row and 64 of each row of the transpose, and keeps few registers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensorwise:
+    """A tensor quantised with one scale.
+
+    Attributes:
+        data: FP8 ``[R', C']``: R and C rounded up to 16, zeros outside; ``None`` if not asked for.
+        data_t: FP8 ``[C', R']``: its transpose; ``None`` if not asked for.
+        stats: float32 ``[3]``: amax, gemm_scale, scale_inv. ``scale_inv`` is ``1 / scale``; ``gemm_scale`` is the same, or
+            NaN if the tensor held an Inf.
+        column_sum: float32 ``[C]``: the sum over rows of the hp value; ``None`` if not asked for.
+    """
+
+    data: Tensor | None
+    data_t: Tensor | None
+    stats: Tensor
+    column_sum: Tensor | None
+
+
+def amax(source: Producer, out: Tensor | None = None) -> Tensor:
+    """Max |x| of what ``source`` produces, NaN ignored; :func:`foundry_fp8.quantize.amax_of` is the definition.
+
+    Args:
+        source: What to measure.
+        out: One float32 element, raised in place; a fresh zero if not given.
+
+    Returns:
+        0-d float32 on the device of ``source``.
+    """
+    rows, columns = source.x.shape
+    out = torch.zeros((), dtype=torch.float32, device=source.x.device) if out is None else out
+    if source.x.numel():
+        grid = (triton.cdiv(rows, TILE_R) * triton.cdiv(columns, TILE_C),)
+        _amax_kernel[grid](
+            *source.pointers,
+            out,
+            rows,
+            columns,
+            KIND=source.kind,
+            TILE_R=TILE_R,
+            TILE_C=TILE_C,
+            num_warps=WARPS,
+        )
+    return out
+
+
+def quantize_tensorwise(
+    source: Producer,
+    fmt: Float8Format,
+    *,
+    scale: Tensor | None = None,
+    known_amax: Tensor | None = None,
+    power_2: bool = False,
+    amax_slot: Tensor | None = None,
+    rows: bool = True,
+    columns: bool = True,
+    column_sum: bool = False,
+) -> Tensorwise:
+    """Quantise with one scale; :func:`quantize_tensorwise_reference` is the definition.
+
+    Args:
+        source: What to quantise, ``[R, C]``.
+        fmt: The number format.
+        scale: One float32 element on the device: delayed scaling. ``None`` takes the scale from this tensor's amax, at
+            the price of a second pass: current scaling.
+        known_amax: One float32 element: the amax, if it was measured before. Saves current scaling its second pass; not to
+            be given with ``scale``.
+        power_2: Round a scale taken from the amax down to a power of two.
+        amax_slot: One float32 element, raised in place to this tensor's amax if that is larger.
+        rows: Write ``data``.
+        columns: Write ``data_t``.
+        column_sum: Sum the columns (the bias gradient), in a fixed order: the result is deterministic.
+    """
+    (r, c), device = source.x.shape, source.x.device
+    padded_r, padded_c = round_up(r, GEMM_MULTIPLE), round_up(c, GEMM_MULTIPLE)
+    data = torch.empty((padded_r, padded_c), dtype=fmt.dtype, device=device) if rows else None
+    data_t = torch.empty((padded_c, padded_r), dtype=fmt.dtype, device=device) if columns else None
+    # amax, gemm_scale, scale_inv: zero, because atomics raise the first two.
+    stats = torch.zeros(3, dtype=torch.float32, device=device)
+    if known_amax is not None:
+        stats.narrow(0, 0, 1).copy_(known_amax)
+    elif scale is None:
+        amax(source, out=stats)
+    tiles_r, tiles_c = triton.cdiv(padded_r, TILE_R), triton.cdiv(padded_c, TILE_C)
+    partial = torch.empty((tiles_r, c), dtype=torch.float32, device=device) if column_sum else None
+    _quantize_kernel[(max(tiles_r * tiles_c, 1),)](
+        *source.pointers,
+        scale,
+        amax_slot,
+        stats,
+        stats.view(torch.int32),
+        data,
+        data_t,
+        partial,
+        r,
+        c,
+        padded_r,
+        padded_c,
+        KIND=source.kind,
+        FMT_MAX=fmt.max,
+        POWER_2=power_2,
+        VALUE_FOR_INF=FLOAT32_MAX,
+        TILE_R=TILE_R,
+        TILE_C=TILE_C,
+        num_warps=WARPS,
+    )
+    return Tensorwise(data, data_t, stats, None if partial is None else partial.sum(0))
+
+
+def quantize_tensorwise_reference(
+    source: Producer,
+    fmt: Float8Format,
+    *,
+    scale: Tensor | None = None,
+    known_amax: Tensor | None = None,
+    power_2: bool = False,
+    amax_slot: Tensor | None = None,
+    rows: bool = True,
+    columns: bool = True,
+    column_sum: bool = False,
+) -> Tensorwise:
+    """The torch expression that :func:`quantize_tensorwise` computes, bit for bit (``column_sum`` up to its order)."""
+    x = source.reference()
+    measured = amax_reference(x) if known_amax is None else known_amax.reshape(())
+    if amax_slot is not None:
+        amax_slot.copy_(torch.maximum(amax_slot, measured.reshape(amax_slot.shape)))
+    scale = scale_reference(measured, fmt, power_2=power_2) if scale is None else scale.reshape(())
+    q = quantize_tensor(x, scale, fmt, measured)
+    padded = pad_to_multiple(q.data)
+    return Tensorwise(
+        padded if rows else None,
+        padded.t().contiguous() if columns else None,
+        torch.stack([q.amax, q.gemm_scale, q.scale_inv]),
+        x.float().sum(0) if column_sum else None,
+    )
+
+
+def pad_to_multiple(data: Tensor, multiple: int = GEMM_MULTIPLE) -> Tensor:
+    """``data`` ``[R, C]`` (FP8) with rows and columns of zeros up to the next multiple."""
+    r, c = data.shape
+    padded = torch.zeros((round_up(r, multiple), round_up(c, multiple)), dtype=data.dtype, device=data.device)
+    padded[:r, :c] = data
+    return padded
+
+
+@triton.jit
+def _amax_kernel(
+    x_ptr,
+    x_stride,
+    up_ptr,
+    up_stride,
+    mean_ptr,
+    rstd_ptr,
+    weight_ptr,
+    bias_ptr,
+    alpha_ptr,
+    amax_ptr,
+    R,
+    C,
+    KIND: tl.constexpr,
+    TILE_R: tl.constexpr,
+    TILE_C: tl.constexpr,
+):
+    tiles_c = tl.cdiv(C, TILE_C)
+    first_row = (tl.program_id(0) // tiles_c) * TILE_R
+    first_column = (tl.program_id(0) % tiles_c) * TILE_C
+    x = load_tile(
+        x_ptr, x_stride, up_ptr, up_stride, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, alpha_ptr,
+        first_row, first_column, R, C, KIND, TILE_R, TILE_C,
+    )  # fmt: skip
+    tl.atomic_max(amax_ptr, tl.max(tl.max(magnitude(x), axis=1), axis=0), sem="relaxed")
+
+
+@triton.jit
+def _quantize_kernel(
+    x_ptr,
+    x_stride,
+    up_ptr,
+    up_stride,
+    mean_ptr,
+    rstd_ptr,
+    weight_ptr,
+    bias_ptr,
+    alpha_ptr,
+    scale_ptr,
+    slot_ptr,
+    stats_ptr,
+    stats_bits_ptr,
+    data_ptr,
+    data_t_ptr,
+    partial_ptr,
+    R,
+    C,
+    padded_R,
+    padded_C,
+    KIND: tl.constexpr,
+    FMT_MAX: tl.constexpr,
+    POWER_2: tl.constexpr,
+    VALUE_FOR_INF: tl.constexpr,
+    TILE_R: tl.constexpr,
+    TILE_C: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    tiles_c = tl.maximum(tl.cdiv(padded_C, TILE_C), 1)
+    tile_r = pid // tiles_c
+    first_row = tile_r * TILE_R
+    first_column = (pid % tiles_c) * TILE_C
+    x = load_tile(
+        x_ptr, x_stride, up_ptr, up_stride, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, alpha_ptr,
+        first_row, first_column, R, C, KIND, TILE_R, TILE_C,
+    )  # fmt: skip
+
+    if scale_ptr is None:
+        amax = tl.load(stats_ptr)
+        scale = scale_from_amax(amax, FMT_MAX, POWER_2, VALUE_FOR_INF)
+        scale_inv = reciprocal(scale)
+        if pid == 0:
+            tl.store(stats_ptr + 1, tl.where(is_inf(amax), float("nan"), scale_inv))
+    else:
+        scale = tl.load(scale_ptr)
+        scale_inv = reciprocal(scale)
+        amax = tl.max(tl.max(magnitude(x), axis=1), axis=0)
+        tl.atomic_max(stats_ptr, amax, sem="relaxed")
+        # Raised as integers: the bits of NaN lie above those of every positive float, so one Inf anywhere wins.
+        if (pid == 0) | is_inf(amax):
+            tl.atomic_max(
+                stats_bits_ptr + 1,
+                tl.where(is_inf(amax), float("nan"), scale_inv).to(tl.int32, bitcast=True),
+                sem="relaxed",
+            )
+    if pid == 0:
+        tl.store(stats_ptr + 2, scale_inv)
+    if slot_ptr is not None:
+        tl.atomic_max(slot_ptr, amax, sem="relaxed")
+
+    local_rows = tl.arange(0, TILE_R)
+    local_columns = tl.arange(0, TILE_C)
+    if partial_ptr is not None:
+        columns = first_column + local_columns
+        tl.store(partial_ptr + tile_r * C + columns, tl.sum(x, axis=0), mask=columns < C)
+    q = saturate(x * scale, FMT_MAX)
+    row_inside = first_row + local_rows < padded_R
+    column_inside = first_column + local_columns < padded_C
+    if data_ptr is not None:
+        tile_ptr = data_ptr + tl.cast(first_row, tl.int64) * padded_C + first_column
+        offsets = local_rows[:, None] * padded_C + local_columns[None, :]
+        tl.store(
+            tile_ptr + offsets,
+            q.to(data_ptr.dtype.element_ty),
+            mask=row_inside[:, None] & column_inside[None, :],
+        )
+    if data_t_ptr is not None:
+        tile_ptr = data_t_ptr + tl.cast(first_column, tl.int64) * padded_R + first_row
+        offsets = local_columns[:, None] * padded_R + local_rows[None, :]
+        # Not tl.trans of the mask above: the compiler cannot see through it, and would store byte by byte.
+        inside = column_inside[:, None] & row_inside[None, :]
+        tl.store(tile_ptr + offsets, tl.trans(q.to(data_t_ptr.dtype.element_ty)), mask=inside)

@@ -1,0 +1,131 @@
+"""Where the native backend says it runs, why not elsewhere, and which layers are worth it."""
+
+import pytest
+import torch
+from torch import nn
+
+from foundry_fp8.backends import choose_backend
+from foundry_fp8.backends.native import NativeBackend
+from foundry_fp8.backends.native.size_rule import break_even, size_reason
+from foundry_fp8.kernels import launch
+from foundry_fp8.recipes import RECIPES, BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A function that makes torch report an NVIDIA GPU of a compute capability."""
+
+    def pretend(capability, cuda="12.6", version="2.7.0"):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA Pretend")
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        monkeypatch.setattr(torch, "__version__", version)
+        return NativeBackend()
+
+    return pretend
+
+
+@pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0)])
+@pytest.mark.parametrize("recipe", [DelayedScaling(), CurrentScaling(), BlockScaling()], ids=lambda r: r.name)
+def test_runs_from_compute_capability_8_9_on(capability, recipe, gpu):
+    assert gpu(capability).availability(recipe, CUDA).ok
+
+
+def test_older_gpus_are_refused_by_name(gpu):
+    found = gpu((8, 0)).availability(CurrentScaling(), CUDA)
+    assert not found.ok
+    assert "NVIDIA Pretend has compute capability 8.0" in found.reason and "8.9" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("capability", "version", "cuda", "said"),
+    [
+        ((9, 0), "2.11.0", "13.0", "needs compute capability 10.0, this GPU has 9.0"),
+        ((10, 0), "2.7.0+cu126", "12.6", "needs torch 2.8 built with CUDA 12.8, this is torch 2.7.0"),
+        ((10, 0), "2.8.0", "12.6", "built with CUDA 12.8"),
+    ],
+)
+def test_mxfp8_says_what_it_needs(capability, version, cuda, said, gpu):
+    found = gpu(capability, cuda, version).availability(MXFP8Scaling(), CUDA)
+    assert not found.ok and said in found.reason and found.remedy
+
+
+def test_mxfp8_runs_on_blackwell(gpu):
+    assert gpu((10, 0), "12.10", "2.10.0a0+git").availability(MXFP8Scaling(), CUDA).ok
+
+
+def test_cpus_are_refused_outside_of_the_interpreter(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    found = NativeBackend().availability(CurrentScaling(), torch.device("cpu"))
+    assert not found.ok and "not on cpu" in found.reason and "emulated" in found.remedy
+    with pytest.raises(RuntimeError, match="native cannot run the current recipe on cpu"):
+        choose_backend("native", CurrentScaling(), torch.device("cpu"))
+
+
+def test_missing_triton_is_named(monkeypatch, gpu):
+    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: None)
+    found = gpu((9, 0)).availability(CurrentScaling(), CUDA)
+    assert not found.ok and "Triton is not installed" in found.reason
+
+
+def test_missing_scaled_mm_is_named(monkeypatch, gpu):
+    backend = gpu((9, 0))
+    monkeypatch.delattr(torch, "_scaled_mm")
+    found = backend.availability(CurrentScaling(), CUDA)
+    assert not found.ok and "no _scaled_mm" in found.reason
+
+
+def test_rocm_is_refused(monkeypatch, gpu):
+    backend = gpu((9, 0))
+    monkeypatch.setattr(torch.version, "hip", "6.3")
+    found = backend.availability(CurrentScaling(), CUDA)
+    assert not found.ok and "not on ROCm" in found.reason
+
+
+def test_auto_takes_native_where_transformer_engine_is_absent(gpu):
+    gpu((9, 0))
+    backend, chosen = choose_backend("auto", BlockScaling(), CUDA)
+    assert backend.name == "native" and "auto chose native" in chosen
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_ragged_layers_are_taken(recipe):
+    assert NativeBackend().shape_reason(RECIPES[recipe](), nn.Linear(50, 75)) is None
+
+
+@pytest.mark.parametrize(
+    ("k", "n", "gains"), [(4096, 4096, True), (4096, 1024, True), (768, 768, False), (4096, 64, False)]
+)
+def test_size_rule(k, n, gains):
+    reason = size_reason(CurrentScaling(), k, n)
+    assert (reason is None) == gains
+    if not gains:
+        assert f"{k} x {n}" in reason and "Name the recipe instead of auto" in reason
+
+
+def test_break_even_orders_the_recipes():
+    """Fewer bytes moved, earlier gain; a slower GEMM, later."""
+    assert break_even(DelayedScaling()) < break_even(CurrentScaling()) and break_even(
+        DelayedScaling()
+    ) < break_even(BlockScaling())
+
+
+def test_small_layers_stay_only_where_asked():
+    backend = NativeBackend(only_where_faster=True)
+    assert "too small to gain" in backend.shape_reason(CurrentScaling(), nn.Linear(256, 256))
+    assert NativeBackend().shape_reason(CurrentScaling(), nn.Linear(256, 256)) is None
+
+
+def test_importing_the_package_needs_no_triton():
+    import subprocess
+    import sys
+
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import foundry_fp8, foundry_fp8.backends.native, torch\n"
+        "from foundry_fp8.recipes import CurrentScaling\n"
+        "assert not any(m.startswith('foundry_fp8.kernels.') and m != 'foundry_fp8.kernels.launch' for m in sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,126 @@
+"""Fused norms and activations against the same modules unfused, on the same backend."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import foundry_fp8
+from foundry_fp8.backends.native.fused import activation_linear, norm_linear
+from foundry_fp8.kernels.producers import xielu_reference
+from foundry_fp8.recipes import RECIPES
+from foundry_fp8.state import FP8State
+
+every_recipe = pytest.mark.parametrize("recipe", RECIPES)
+
+
+def converted(recipe, device, dtype, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(96, 64, dtype=dtype)).to(device)
+    foundry_fp8.apply_fp8(model, recipe=recipe, backend="native", **options)
+    return model
+
+
+def gradients(run, inputs, dy):
+    for t in inputs:
+        t.grad = None
+    y = run()
+    y.backward(dy)
+    return [y.detach(), *(t.grad for t in inputs)]
+
+
+def assert_alike(fused, unfused, dtype):
+    """Equal up to a rounding of exp or of a row sum that falls the other way in a few elements."""
+    tolerance = 2.0**-6 if dtype == torch.bfloat16 else 2.0**-10
+    for ours, theirs in zip(fused, unfused, strict=True):
+        assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
+        error = (ours.double() - theirs.double()).norm() / theirs.double().norm()
+        assert float(error) < tolerance, float(error)
+
+
+@every_recipe
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["RMSNorm", "LayerNorm"])
+def test_norm_linear(name, dtype, recipe, device):
+    model = converted(recipe, device, dtype)
+    norm = getattr(nn, name)(96, eps=1e-5, dtype=dtype, device=device)
+    norm.weight.data.uniform_(0.5, 1.5)
+    x = (torch.randn(2, 20, 96, device=device) * 3).to(dtype).requires_grad_()
+    dy = torch.randn(2, 20, 64, device=device).to(dtype)
+    inputs = [x, *norm.parameters(), *model.parameters()]
+    fused = gradients(lambda: norm_linear(model[0], x, norm), inputs, dy)
+    assert_alike(fused, gradients(lambda: model[0](norm(x)), inputs, dy), dtype)
+
+
+@every_recipe
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh", "xielu"])
+def test_activation_linear(name, gated, recipe, device):
+    model = converted(recipe, device, torch.float32)
+    x = torch.randn(2, 20, 96, device=device, requires_grad=True)
+    up = torch.randn(2, 20, 96, device=device, requires_grad=True) if gated else None
+    alpha = torch.tensor([0.8, 0.9], device=device, requires_grad=True) if name == "xielu" else None
+    dy = torch.randn(2, 20, 64, device=device)
+
+    def unfused():
+        y = {
+            "silu": F.silu,
+            "gelu": F.gelu,
+            "gelu_tanh": lambda t: F.gelu(t, approximate="tanh"),
+            "xielu": lambda t: xielu_reference(t, alpha),
+        }[name](x)
+        return model[0](y if up is None else y * up)
+
+    inputs = [t for t in (x, up, alpha, *model.parameters()) if t is not None]
+    fused = gradients(lambda: activation_linear(model[0], x, name, up=up, alpha=alpha), inputs, dy)
+    assert_alike(fused, gradients(unfused, inputs, dy), torch.float32)
+
+
+def test_fused_forward_is_recorded(device):
+    model = converted("delayed", device, torch.float32)
+    norm = nn.RMSNorm(96, device=device)
+    x = torch.randn(20, 96, device=device, requires_grad=True)
+    norm_linear(model[0], x, norm).sum().backward()
+    assert set(model[0].ledger.flops) == {(g, "fp8") for g in ("fprop", "dgrad", "wgrad")}
+    assert bool((FP8State.of(model).delayed.amax_history[0] > 0).all())
+
+
+def test_fused_keeps_no_normalised_copy(device):
+    """Saved: the norm's input, which its backward needs anyway, and one byte an element for wgrad."""
+    model = converted("current", device, torch.bfloat16)
+    norm = nn.RMSNorm(96, device=device, dtype=torch.bfloat16)
+    x = torch.randn(320, 96, device=device, dtype=torch.bfloat16, requires_grad=True)
+    saved = {}
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.setdefault(t.data_ptr(), t), lambda t: t):
+        norm_linear(model[0], x, norm)
+    own = {id(p.data_ptr()) for p in (*model.parameters(), *norm.parameters())}
+    kept = sum(t.numel() * t.element_size() for p, t in saved.items() if p not in own and t.numel() >= 320)
+    assert kept <= 320 * 96 * (2 + 1) + 320 * 4 + 64 * 96 * 2
+
+
+@pytest.mark.parametrize("mode", ["eval", "demoted"])
+def test_high_precision_runs_the_unfused_expression(mode, device):
+    model = converted("current", device, torch.float32)
+    if mode == "eval":
+        model.eval()
+    else:
+        model[0].set_recipe(None)
+    norm, x = nn.LayerNorm(96, device=device), torch.randn(20, 96, device=device)
+    expected = F.linear(norm(x), model[0].weight, model[0].bias)
+    assert torch.equal(norm_linear(model[0], x, norm), expected)
+    expected = F.linear(F.silu(x) * x, model[0].weight, model[0].bias)
+    assert torch.equal(activation_linear(model[0], x, "silu", up=x), expected)
+
+
+def test_what_cannot_be_fused_is_named(device):
+    model = converted("current", device, torch.float32)
+    x = torch.randn(4, 96, device=device)
+    with pytest.raises(TypeError, match="0: cannot fuse"):
+        norm_linear(model[0], x, nn.GroupNorm(2, 96))
+    with pytest.raises(ValueError, match="activation 'relu' is not one of silu"):
+        activation_linear(model[0], x, "relu")
+    with pytest.raises(TypeError, match="only linears converted with backend: native"):
+        activation_linear(nn.Linear(96, 64), x, "silu")
+    high = converted("current", device, torch.float32, wgrad="high_precision")
+    with pytest.raises(TypeError, match="wgrad: high_precision"):
+        activation_linear(high[0], x, "silu")

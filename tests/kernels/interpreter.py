@@ -1,0 +1,80 @@
+"""Run the kernels without a GPU: under Triton's interpreter, with its float conversions repaired.
+
+``TRITON_INTERPRET=1`` acts when a kernel is decorated, that is, on whoever imports it first in this process, and on every
+child process. So it is set for the length of a test only, and the kernels that are compiled by then are exchanged for
+interpreted ones.
+
+The interpreter of Triton 3.3 converts floats with its own routine: its float8 cast rounds ties away from zero, drops the carry
+out of the mantissa, mangles subnormals and turns NaN into a number; its bfloat16 cast truncates. The hardware does none of
+that (``cvt.rn``), so ``convert_float`` takes its place: round to nearest even, by ml_dtypes. With it the kernels are compared bit
+for bit, ties included. ``test_interpreter.py`` shows the difference, and fails once the repair is no longer needed.
+"""
+
+import importlib
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from triton.runtime import interpreter
+from triton.runtime.jit import JITFunction
+
+# Triton's own library (cdiv, sum, max, ...) is decorated like a kernel.
+MODULES = (
+    "triton.language",
+    "triton.language.standard",
+    *(
+        f"foundry_fp8.kernels.{name}"
+        for name in (
+            "scales",
+            "producers",
+            "tensorwise",
+            "blockwise",
+            "block_gemm",
+            "delayed",
+            "norms",
+            "gated",
+        )
+    ),
+)
+NUMPY = {
+    "fp64": np.float64,
+    "fp32": np.float32,
+    "fp16": np.float16,
+    "bf16": ml_dtypes.bfloat16,
+    "fp8e4nv": ml_dtypes.float8_e4m3fn,
+    "fp8e5": ml_dtypes.float8_e5m2,
+}
+interpreters_own_convert_float = interpreter._convert_float
+
+
+def convert_float(input, input_dtype, output_dtype, rounding_mode):
+    """Drop-in for ``triton.runtime.interpreter._convert_float``: bits in, bits out."""
+    source, target = NUMPY[str(input_dtype)], NUMPY[str(output_dtype)]
+    with np.errstate(all="ignore"):
+        values = np.ascontiguousarray(input).view(source).reshape(input.shape)
+        converted = values.astype(np.float32).astype(target)
+    return converted.view(f"uint{np.dtype(target).itemsize * 8}")
+
+
+def interpret(monkeypatch):
+    """Interpret the kernels, with exact casts, until ``monkeypatch`` is undone."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(interpreter, "_convert_float", convert_float)
+    interpreted = {}
+    for name in MODULES:
+        module = importlib.import_module(name)
+        for attribute, value in list(vars(module).items()):
+            if isinstance(value, JITFunction):
+                if value not in interpreted:
+                    interpreted[value] = interpreter.InterpretedFunction(value.fn)
+                monkeypatch.setattr(module, attribute, interpreted[value])
+
+
+@pytest.fixture(autouse=True)
+def device(monkeypatch):
+    """Where kernels run: the GPU if there is one, otherwise the CPU, interpreted."""
+    if torch.cuda.is_available():
+        return "cuda"
+    interpret(monkeypatch)
+    return "cpu"

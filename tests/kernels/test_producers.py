@@ -1,0 +1,201 @@
+"""Norms and activations fused into the quantise kernels: forward against the unfused expression, backward against autograd."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from foundry_fp8.formats import E4M3
+from foundry_fp8.kernels.blockwise import quantize_blockwise, quantize_blockwise_reference
+from foundry_fp8.kernels.gated import activation_backward, activation_backward_reference
+from foundry_fp8.kernels.norms import (
+    norm_backward,
+    norm_backward_reference,
+    norm_statistics,
+    norm_statistics_reference,
+)
+from foundry_fp8.kernels.producers import ACTIVATIONS, Producer, xielu_reference
+from foundry_fp8.kernels.tensorwise import quantize_tensorwise, quantize_tensorwise_reference
+from tests.kernels.cases import DTYPES, assert_same_bits
+
+ALPHA = (0.8, 0.9)
+HALF_ULP = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
+every_activation = pytest.mark.parametrize("name", ACTIVATIONS)
+gated_or_not = pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+
+
+def activation(name, x, gated):
+    up = torch.randn(x.shape, device=x.device).to(x.dtype) if gated else None
+    alpha = torch.tensor(ALPHA, device=x.device) if name == "xielu" else None
+    return Producer.activation(name, x, up=up, alpha=alpha)
+
+
+def norm(x, centered, weight=None, bias=None):
+    mean, rstd = norm_statistics(x, 1e-5, centered=centered)
+    return Producer.norm(x, rstd, weight, mean=mean, bias=bias)
+
+
+def assert_quantized_alike(source, share=0.005):
+    """Bytes equal to quantising the unfused value, but for the rare value on which exp or erf of two libraries fall on
+    different sides of a rounding: at most ``share`` of them, each to a neighbouring code."""
+    pairs = []
+    ours, reference = quantize_tensorwise(source, E4M3), quantize_tensorwise_reference(source, E4M3)
+    torch.testing.assert_close(ours.stats, reference.stats, rtol=2.0**-7, atol=0)
+    if float(ours.stats[0]) == float(reference.stats[0]):
+        pairs += [(ours.data, reference.data), (ours.data_t, reference.data_t)]
+    ours, reference = quantize_blockwise(source, E4M3), quantize_blockwise_reference(source, E4M3)
+    same = (ours.gemm_scale == reference.gemm_scale).all() and (
+        ours.gemm_scale_t == reference.gemm_scale_t
+    ).all()
+    if bool(same):
+        pairs += [(ours.data, reference.data), (ours.data_t, reference.data_t)]
+    assert pairs
+    for a, b in pairs:
+        codes = [t.view(torch.uint8).to(torch.int16) for t in (a, b)]
+        apart = (codes[0] - codes[1]).abs()
+        apart[(a.float() == 0) & (b.float() == 0)] = 0
+        assert float((apart != 0).float().mean()) <= share and int(apart.max()) <= 1
+
+
+@every_activation
+@gated_or_not
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_fused_activation_quantises_the_unfused_value(name, gated, dtype, device):
+    x = (torch.randn(70, 150, device=device) * 2).to(dtype)
+    assert_quantized_alike(activation(name, x, gated))
+
+
+@every_activation
+def test_reference_activations_are_those_of_torch(name, device):
+    x = torch.randn(40, 40, device=device)
+    expected = {
+        "silu": F.silu(x),
+        "gelu": F.gelu(x),
+        "gelu_tanh": F.gelu(x, approximate="tanh"),
+        "xielu": xielu_reference(x, torch.tensor(ALPHA, device=device)),
+    }
+    assert_same_bits(activation(name, x, False).reference(), expected[name], name)
+
+
+def test_xielu_values():
+    """f(1) = ap + 1/2; the minimum for an = 0.8 is -0.20575 at -0.98083 (computed from f' = 0)."""
+    alpha = torch.tensor([0.8, 0.8])
+    y = xielu_reference(torch.tensor([1.0, -0.98083, 0.0]), alpha)
+    torch.testing.assert_close(y, torch.tensor([1.3, -0.20575, -8e-7]), rtol=1e-4, atol=1e-6)
+
+
+@every_activation
+@gated_or_not
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_activation_backward(name, gated, dtype, device):
+    x = (torch.randn(70, 90, device=device) * 2).to(dtype)
+    dy = torch.randn(70, 90, device=device).to(dtype)
+    source = activation(name, x, gated)
+    ours, reference = activation_backward(dy, source), activation_backward_reference(dy, source)
+    # Two libraries' exp and erf, a few float32 roundings, one rounding to the dtype that may fall either way.
+    for a, b, what in zip(ours[:2], reference[:2], ("dx", "dup"), strict=True):
+        if b is not None:
+            torch.testing.assert_close(
+                a, b, rtol=4 * HALF_ULP[dtype] + 1e-5, atol=2e-6 + 4 * HALF_ULP[dtype] / 100, msg=what
+            )
+    assert (ours[1] is None) == (not gated)
+    if name == "xielu":
+        torch.testing.assert_close(ours[2], reference[2], rtol=1e-4, atol=1e-2)
+
+
+@every_activation
+def test_activation_backward_is_the_derivative(name, device):
+    """Against finite differences in float64, independent of autograd and of the reference."""
+    x = torch.linspace(-4, 4, 200, device=device).reshape(4, 50) + 0.01
+    source = activation(name, x, False)
+    step = 1e-4
+
+    def value(shift):
+        alpha = None if source.alpha is None else source.alpha.double()
+        return in_float64(name, x.double() + shift, alpha)
+
+    slope = (value(step) - value(-step)) / (2 * step)
+    dx, _, _ = activation_backward(torch.ones_like(x), source)
+    torch.testing.assert_close(dx.double(), slope, rtol=1e-4, atol=1e-5)
+
+
+def in_float64(name, x, alpha):
+    if name == "xielu":
+        return xielu_reference(x, alpha)
+    return {
+        "silu": F.silu(x),
+        "gelu": F.gelu(x),
+        "gelu_tanh": F.gelu(x, approximate="tanh"),
+    }[name]
+
+
+@pytest.mark.parametrize("centered", [False, True], ids=["rmsnorm", "layernorm"])
+@pytest.mark.parametrize("shape", [(70, 200), (33, 16), (3, 1025), (0, 8)], ids=str)
+def test_norm_statistics(centered, shape, device):
+    x = torch.randn(shape, device=device) * 3 + 1
+    ours, reference = (
+        norm_statistics(x, 1e-5, centered=centered),
+        norm_statistics_reference(x.double(), 1e-5, centered=centered),
+    )
+    torch.testing.assert_close(ours[1].double(), reference[1].double(), rtol=1e-5, atol=0)
+    if centered:
+        torch.testing.assert_close(ours[0].double(), reference[0].double(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("centered", [False, True], ids=["rmsnorm", "layernorm"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_fused_norm_quantises_the_unfused_value(centered, dtype, device):
+    x = (torch.randn(70, 200, device=device) * 2).to(dtype)
+    weight, bias = torch.rand(200, device=device) + 0.5, torch.randn(200, device=device)
+    assert_quantized_alike(norm(x, centered, weight, bias if centered else None))
+    assert_quantized_alike(norm(x, centered))
+
+
+@pytest.mark.parametrize("centered", [False, True], ids=["rmsnorm", "layernorm"])
+def test_norm_producer_is_torchs_norm(centered, device):
+    x = torch.randn(40, 96, device=device)
+    weight, bias = torch.rand(96, device=device), torch.randn(96, device=device)
+    if centered:
+        expected = F.layer_norm(x, (96,), weight, bias, 1e-5)
+    else:
+        expected = F.rms_norm(x, (96,), weight, 1e-5)
+    ours = norm(x, centered, weight, bias if centered else None).reference()
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("centered", [False, True], ids=["rmsnorm", "layernorm"])
+@pytest.mark.parametrize("affine", [False, True])
+def test_norm_backward_is_autograds(centered, affine, device):
+    x = torch.randn(37, 130, device=device).requires_grad_()
+    dy = torch.randn(37, 130, device=device)
+    weight = (torch.rand(130, device=device) + 0.5).requires_grad_() if affine else None
+    bias = torch.zeros(130, device=device, requires_grad=True)
+    y = F.layer_norm(x, (130,), weight, bias, 1e-5) if centered else F.rms_norm(x, (130,), weight, 1e-5)
+    y.backward(dy)
+    source = norm(x.detach(), centered, None if weight is None else weight.detach())
+    args = (dy, source.x, source.rstd, source.weight)
+    for dx, dweight, dbias in (
+        norm_backward(*args, mean=source.mean),
+        norm_backward_reference(*args, mean=source.mean),
+    ):
+        torch.testing.assert_close(dx, x.grad, rtol=1e-4, atol=1e-5)
+        if affine:
+            torch.testing.assert_close(dweight, weight.grad, rtol=1e-4, atol=1e-4)
+        if centered:
+            torch.testing.assert_close(dbias, bias.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_a_nan_in_x_stays_visible_through_norm_and_activation(device):
+    x = torch.randn(20, 64, device=device)
+    x[4, 7] = float("nan")
+    for source in (norm(x, False), activation("silu", x, True), activation("xielu", x, False)):
+        q = quantize_tensorwise(source, E4M3)
+        assert bool(q.data.float()[4].isnan().any())
+        assert not bool(q.data.float()[5].isnan().any())
+
+
+def test_wrong_activations_are_named(device):
+    x = torch.zeros(4, 4, device=device)
+    with pytest.raises(ValueError, match="not one of silu"):
+        Producer.activation("relu", x)
+    with pytest.raises(ValueError, match="xielu needs it"):
+        Producer.activation("xielu", x)
