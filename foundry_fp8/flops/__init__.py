@@ -1,8 +1,7 @@
 """FLOPs of a decoder, peaks of a device, and what their ratio means. Imports torch alone.
 
 ``gemms`` counts the linear layers, ``attention`` the attended pairs, ``peaks`` says what a device could do, and
-``utilisation`` divides one by the other. The definitions are in ``docs/cards`` of ``mfu_monitor`` and in
-:mod:`foundry_fp8.flops.utilisation`.
+``utilisation`` divides one by the other.
 """
 
 from foundry_fp8.flops.attention import AttentionShape, attended_pairs, attention_shapes, packed_pairs

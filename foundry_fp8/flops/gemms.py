@@ -57,9 +57,9 @@ def gemms_of(model: nn.Module) -> list[Gemm]:
     """Every linear layer that a forward pass of ``model`` runs, in the order of registration.
 
     ``dgrad`` is decided by that order: an input needs a gradient if any parameter registered before the layer is
-    trained. That is exact for a decoder that is trained whole or frozen up to some block; in the first block of a
-    LoRA model it can count a dgrad too many, which :class:`~foundry_fp8.callbacks.mfu_monitor.MFUMonitor` corrects
-    from the first batch.
+    trained. That is exact for a decoder that is trained whole; in the first trained block of a partly frozen or LoRA
+    model it can be a projection off, which :class:`~foundry_fp8.callbacks.mfu_monitor.MFUMonitor` corrects from what
+    the first batch shows.
     """
     gemms: list[Gemm] = []
     shares = _expert_shares(model)

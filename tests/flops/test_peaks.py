@@ -15,7 +15,7 @@ NAMES = {
     "NVIDIA GH200 120GB": "GH200", "NVIDIA A100-SXM4-40GB": "A100", "NVIDIA A100-SXM4-80GB": "A100",
     "NVIDIA A100-PCIE-40GB": "A100", "NVIDIA A100 80GB PCIe": "A100", "NVIDIA A10": "A10", "NVIDIA A10G": "A10G",
     "NVIDIA L40S": "L40S", "NVIDIA L4": "L4", "NVIDIA B200": "B200", "NVIDIA GB200": "GB200",
-    "AMD Instinct MI300X": "MI300X", "NVIDIA H800": "H800",
+    "AMD Instinct MI300X": "MI300X", "NVIDIA H800": "H800 SXM",
     # Substrings of known names, and parts of a GPU: unknown rather than wrong.
     "NVIDIA RTX A1000": None, "NVIDIA T400": None, "NVIDIA H100 80GB HBM3 MIG 1g.10gb": None, "Tesla T4": None,
     "NVIDIA GeForce RTX 4090": None, "NVIDIA L40": None, "Quadro A100000": None, "": None,
