@@ -1,0 +1,88 @@
+"""What a part of the model can run, from what was asked for to high precision."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from foundry_fp8.flops.names import clean_name, named_modules_clean
+from foundry_fp8.modules.linear import FP8Linear
+from foundry_fp8.recipes import BlockScaling, CurrentScaling, DelayedScaling, Recipe, parse_recipe
+from foundry_fp8.selection import block_index_of, transformer_blocks
+
+__all__ = ["OUTSIDE", "Ladder", "ladders_of"]
+
+OUTSIDE = "outside"
+
+
+class Ladder:
+    """The rungs of one unit (a transformer block, or all that lies outside of the blocks), and where it stands.
+
+    Args:
+        name: ``layer_003`` or ``outside``.
+        modules: Its converted linears; none where nothing is in FP8.
+        rungs: Recipes from coarse to fine, ``None`` (high precision) last.
+    """
+
+    def __init__(self, name: str, modules: Sequence[FP8Linear], rungs: Sequence[Recipe | None]) -> None:
+        self.name = name
+        self.modules = list(modules)
+        self.rungs = list(rungs)
+        self.rung = 0
+
+    @property
+    def recipe(self) -> str:
+        """What the unit runs, in words."""
+        recipe = self.rungs[self.rung]
+        return "high_precision" if recipe is None else recipe.name
+
+    def move(self, rung: int) -> bool:
+        """Run rung ``rung`` (bounded by the ladder's ends) from the next forward on; false if that changes nothing."""
+        rung = min(max(rung, 0), len(self.rungs) - 1)
+        if not self.modules or rung == self.rung:
+            return False
+        self.rung = rung
+        for module in self.modules:
+            module.set_recipe(self.rungs[rung])
+        return True
+
+
+def ladders_of(model: nn.Module, finer: str | None, device: torch.device) -> list[Ladder]:
+    """One ladder a transformer block, and one for what lies outside.
+
+    Args:
+        model: Wrapped or not.
+        finer: The recipe between the configured one and high precision: its name, ``auto`` (current after delayed, block
+            after current; none after the others), or ``None``. Left out where the backend cannot run it.
+        device: Where the model runs.
+    """
+    blocks = [(clean_name(name), block) for name, block in transformer_blocks(model)]
+    by_unit: dict[str, list[FP8Linear]] = {f"layer_{i:03d}": [] for i in range(len(blocks))} | {OUTSIDE: []}
+    for name, module in named_modules_clean(model):
+        if isinstance(module, FP8Linear):
+            layer = block_index_of(name, blocks)
+            by_unit[OUTSIDE if layer is None else f"layer_{layer:03d}"].append(module)
+    return [Ladder(name, modules, _rungs(modules, finer, device)) for name, modules in by_unit.items()]
+
+
+def _rungs(modules: Sequence[FP8Linear], finer: str | None, device: torch.device) -> list[Recipe | None]:
+    if not modules:
+        return [None]
+    configured = modules[0].configured_recipe
+    between = _finer(configured, finer)
+    runs = between is not None and all(
+        module.backend.availability(between, device).ok and module.backend.shape_reason(between, module) is None
+        for module in modules
+    )
+    return [configured, between, None] if runs else [configured, None]
+
+
+def _finer(configured: Recipe, finer: str | None) -> Recipe | None:
+    if finer == "auto":
+        if isinstance(configured, DelayedScaling):
+            return CurrentScaling(fp8_format=configured.fp8_format)
+        return BlockScaling() if isinstance(configured, CurrentScaling) else None
+    recipe = None if finer is None else parse_recipe(finer)
+    return None if recipe is not None and recipe.name == configured.name else recipe
