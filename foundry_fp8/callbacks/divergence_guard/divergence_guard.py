@@ -19,6 +19,7 @@ from foundry_fp8.callbacks.divergence_guard.signals import RULES, Signal
 from foundry_fp8.callbacks.divergence_guard.watch import LAYER_SIGNALS, Watch
 from foundry_fp8.config import check_choice, check_integer, check_patterns
 from foundry_fp8.recipes import RECIPES
+from foundry_fp8.state import FP8State
 
 __all__ = ["ACTIONS", "DivergenceGuard", "DivergenceGuardConfig"]
 
@@ -193,7 +194,7 @@ class DivergenceGuard(Monitor):
         alarms = {where: value for where, value in observed.items() if where in self._signals and self._observe(where, value, batch)}
         if alarms:
             self._act({unit for unit, _ in alarms}, batch, state, logger)
-        self._promote(batch, logger)
+        self._promote(batch, state, logger)
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
         """Save where the trainer saves, so that the checkpoint is one that resumes."""
@@ -248,10 +249,16 @@ class DivergenceGuard(Monitor):
         suspects = [u for u in self.ladders if any(not s.calm for (unit, _), s in self._signals.items() if unit == u)]
         return suspects or list(self.ladders)
 
-    def _promote(self, batch: int, logger: Logger) -> None:
+    def _promote(self, batch: int, state: State, logger: Logger) -> None:
+        assert self._watch is not None
+        renewed = False
         for unit, ladder in self.ladders.items():
             if ladder.rung and batch - self._quiet_since.get(unit, batch) >= self._patience_of[unit]:
                 self._move(unit, -1, batch, logger)
+                renewed |= ladder.forget_history(self._watch.amax)
+        fp8 = FP8State.of(state.model)
+        if renewed and fp8 is not None and fp8.delayed is not None:
+            fp8.delayed.update()  # a collective; every rank has decided the same
 
     def _move(self, unit: str, step: int, batch: int, logger: Logger) -> None:
         ladder = self.ladders[unit]

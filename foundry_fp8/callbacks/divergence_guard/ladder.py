@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
 
 from foundry_fp8.flops.names import clean_name, named_modules_clean
 from foundry_fp8.modules.linear import FP8Linear
-from foundry_fp8.recipes import BlockScaling, CurrentScaling, DelayedScaling, Recipe, parse_recipe
+from foundry_fp8.recipes import BlockScaling, CurrentScaling, DelayedScaling, Operand, Recipe, parse_recipe
 from foundry_fp8.selection import block_index_of, transformer_blocks
 
 __all__ = ["OUTSIDE", "Ladder", "ladders_of"]
@@ -22,13 +23,13 @@ class Ladder:
 
     Args:
         name: ``layer_003`` or ``outside``.
-        modules: Its converted linears; none where nothing is in FP8.
+        modules: Its converted linears by name; none where nothing is in FP8.
         rungs: Recipes from coarse to fine, ``None`` (high precision) last.
     """
 
-    def __init__(self, name: str, modules: Sequence[FP8Linear], rungs: Sequence[Recipe | None]) -> None:
+    def __init__(self, name: str, modules: Mapping[str, FP8Linear], rungs: Sequence[Recipe | None]) -> None:
         self.name = name
-        self.modules = list(modules)
+        self.modules = dict(modules)
         self.rungs = list(rungs)
         self.rung = 0
 
@@ -44,8 +45,28 @@ class Ladder:
         if not self.modules or rung == self.rung:
             return False
         self.rung = rung
-        for module in self.modules:
+        for module in self.modules.values():
             module.set_recipe(self.rungs[rung])
+        return True
+
+    def forget_history(self, amax: Mapping[tuple[str, Operand], float]) -> bool:
+        """Start the amax histories afresh; true if the unit runs delayed scaling now, so that they matter.
+
+        While a unit is demoted nobody records its amaxes, so on its return the history would hold the very outliers that
+        it was demoted for, and scale by them for as long as it is long.
+
+        Args:
+            amax: What was measured of each operand last; each becomes the only entry of its history. Without it the first
+                pass runs with the old scale.
+        """
+        if not isinstance(self.rungs[self.rung], DelayedScaling):
+            return False
+        for name, module in self.modules.items():
+            for operand, slot in (module.slots or {}).items():
+                slot.amax_history.zero_()
+                seen = amax.get((name, operand), 0.0)
+                if 0 < seen < math.inf:
+                    slot.record(torch.tensor(seen, device=slot.amax_history.device))
         return True
 
 
@@ -59,12 +80,12 @@ def ladders_of(model: nn.Module, finer: str | None, device: torch.device) -> lis
         device: Where the model runs.
     """
     blocks = [(clean_name(name), block) for name, block in transformer_blocks(model)]
-    by_unit: dict[str, list[FP8Linear]] = {f"layer_{i:03d}": [] for i in range(len(blocks))} | {OUTSIDE: []}
+    by_unit: dict[str, dict[str, FP8Linear]] = {f"layer_{i:03d}": {} for i in range(len(blocks))} | {OUTSIDE: {}}
     for name, module in named_modules_clean(model):
         if isinstance(module, FP8Linear):
             layer = block_index_of(name, blocks)
-            by_unit[OUTSIDE if layer is None else f"layer_{layer:03d}"].append(module)
-    return [Ladder(name, modules, _rungs(modules, finer, device)) for name, modules in by_unit.items()]
+            by_unit[OUTSIDE if layer is None else f"layer_{layer:03d}"][name] = module
+    return [Ladder(name, found, _rungs(list(found.values()), finer, device)) for name, found in by_unit.items()]
 
 
 def _rungs(modules: Sequence[FP8Linear], finer: str | None, device: torch.device) -> list[Recipe | None]:

@@ -15,6 +15,7 @@ from foundry_fp8.callbacks.fp8_monitor.health import HealthProbe, summarise
 from foundry_fp8.callbacks.kurtosis_monitor.kurtosis import kurtosis_per_token, row_sums
 from foundry_fp8.compat.autograd import inside_backward
 from foundry_fp8.flops.names import clean_name, named_modules_clean
+from foundry_fp8.recipes import Operand
 from foundry_fp8.selection import block_index_of, transformer_blocks
 
 __all__ = ["LAYER_SIGNALS", "Watch"]
@@ -29,6 +30,9 @@ class Watch:
     Args:
         model: Wrapped or not.
         guard: Wraps each hook.
+
+    Attributes:
+        amax: The largest amax of each FP8 operand in the batch that was collected last.
     """
 
     def __init__(self, model: nn.Module, guard: Callable[[Callable[..., None]], Callable[..., None]]) -> None:
@@ -36,6 +40,7 @@ class Watch:
         self.units = [f"layer_{i:03d}" for i in range(len(blocks))] + [OUTSIDE]
         self._model = model
         self._guard = guard
+        self.amax: dict[tuple[str, Operand], float] = {}
         self._health = HealthProbe(model, guard)
         self._linears: list[tuple[str, nn.Module]] = []
         self._parameters: dict[str, list[nn.Parameter]] = defaultdict(list)
@@ -87,6 +92,7 @@ class Watch:
         tensors = [k for _, k in kurtosis] + list(squares.values())
         tensors += [row for rows in healths.values() for row in rows]
         found = {unit: [0.0, 0.0, 0.0, 0.0] for unit in self.units}
+        self.amax = {}
         if not tensors:
             return found
         values = iter(torch.cat([tensor.flatten() for tensor in tensors]).tolist())
@@ -94,8 +100,9 @@ class Watch:
             found[unit][0] = _worse(found[unit][0], next(values))
         for unit in squares:
             found[unit][3] = next(values)
-        for (name, _), rows in healths.items():
+        for (name, operand), rows in healths.items():
             health = summarise([[next(values) for _ in row] for row in rows])
+            self.amax[name, operand] = health.amax
             mine = found[self._unit_of[name]]
             mine[1] = _worse(mine[1], health.saturated)
             mine[2] = _worse(mine[2], health.flushed)
