@@ -104,7 +104,9 @@ def make_data(steps: int, seed: int) -> torch.Tensor:
     return tokens
 
 
-def run(steps: int, seed: int, *, fp8: bool, outliers: bool, actions: list[str] | None) -> tuple[list[float], list[dict]]:
+def run(
+    steps: int, seed: int, *, fp8: bool, outliers: bool, actions: list[str] | None
+) -> tuple[list[float], list[dict]]:
     """Train; return the loss of every step and the guard's events."""
     model = Decoder(seed)
     callbacks: list[Callback] = [GrowOutliers(model)] if outliers else []
@@ -201,13 +203,17 @@ def show(result: dict) -> None:
           f"precision by 10 % at step {result['loss_departed_at_step']}")  # fmt: skip
     print(f"  {'signal':16s}{'first alarm':>12s}{'lead, steps':>13s}  where")
     for signal, alarm in sorted(result["first_alarm"].items(), key=lambda item: item[1]["step"]):
-        print(f"  {signal:16s}{alarm['step']:12d}{alarm['lead_steps'] if alarm['lead_steps'] is not None else '-':>13}  {alarm['unit']}")
+        print(
+            f"  {signal:16s}{alarm['step']:12d}{alarm['lead_steps'] if alarm['lead_steps'] is not None else '-':>13}  {alarm['unit']}"
+        )
     print("\nactions")
     for event in result["actions"]:
         print(f"  step {event['batch']:4d}  {event['unit']}  {event['action']}  {event['signal']}")
     print(f"\nhealthy runs with an alarm: {result['healthy_runs_with_alarms']} of {result['healthy_runs']}")
     for alarm in result["false_alarms"]:
-        print(f"  step {alarm['batch']}  {alarm['unit']}  {alarm['signal']}  {alarm['value']:.4g} > {alarm['threshold']:.4g}")
+        print(
+            f"  step {alarm['batch']}  {alarm['unit']}  {alarm['signal']}  {alarm['value']:.4g} > {alarm['threshold']:.4g}"
+        )
     print()
 
 

@@ -7,16 +7,24 @@ import logging
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
+import torch
 from composer.core import Callback, Event, State
 from composer.loggers import Logger
 
 from foundry_fp8.config import ConfigError, from_mapping
 
-__all__ = ["Monitor"]
+__all__ = ["Monitor", "device_of"]
 
 log = logging.getLogger(__name__)
 
 C = TypeVar("C")
+
+
+def device_of(state: State) -> torch.device:
+    """The device that this rank trains on. Composer keeps it in a private attribute; there is no public one."""
+    device = state.device._device
+    assert device is not None
+    return device
 
 
 class Monitor(Callback):

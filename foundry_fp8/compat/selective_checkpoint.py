@@ -7,12 +7,14 @@ keeps what it saved in a private dispatch mode (``torch.utils.checkpoint._Cached
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.utils.checkpoint
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 __all__ = ["cached_results"]
 
-_MODE = getattr(torch.utils.checkpoint, "_CachedTorchDispatchMode", None)
+_MODE: Any = getattr(torch.utils.checkpoint, "_CachedTorchDispatchMode", None)
 
 if _MODE is None:
     raise RuntimeError(

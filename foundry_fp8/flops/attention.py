@@ -116,7 +116,9 @@ def attention_shapes(model: nn.Module) -> list[AttentionShape]:
     for block_name, block in blocks:
         found = list(_outermost_attention(block))
         if not found:
-            raise ValueError(f"{clean_name(block_name)}: no attention module found (no class named *Attention*).")
+            raise ValueError(
+                f"{clean_name(block_name)}: no attention module found (no class named *Attention*)."
+            )
         for name, module in found:
             shapes.append(_shape(clean_name(f"{block_name}.{name}"), module, model))
     return shapes
@@ -160,11 +162,13 @@ def _window(module: nn.Module, config: Any) -> int | None:
     if isinstance(mpt, int):  # MPT: that many keys before the query, and the query's own; -1 for none
         return mpt + 1 if mpt >= 0 else None
     if hasattr(module, "sliding_window"):  # Gemma, Qwen 3: decided layer by layer
-        return module.sliding_window or None
+        return _int(module, "sliding_window") or None
     window = _int(config, "sliding_window")
     if window is None or getattr(config, "use_sliding_window", True) is False:
         return None
-    if getattr(config, "use_sliding_window", None) is not None:  # Qwen 2: only the layers from max_window_layers on
+    if (
+        getattr(config, "use_sliding_window", None) is not None
+    ):  # Qwen 2: only the layers from max_window_layers on
         layer = _int(module, "layer_idx")
         first = _int(config, "max_window_layers")
         if layer is not None and first is not None and layer < first:

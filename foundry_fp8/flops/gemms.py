@@ -72,7 +72,9 @@ def gemms_of(model: nn.Module) -> list[Gemm]:
             weight = getattr(module, "weight", None)
             trained = bool(weight is not None and weight.requires_grad)
             gemms.append(Gemm(name, *shape, _share(name, shares), trained_before, trained))
-        elif name.rpartition(".")[2] == "experts" and name in shares and not isinstance(module, nn.ModuleList):
+        elif (
+            name.rpartition(".")[2] == "experts" and name in shares and not isinstance(module, nn.ModuleList)
+        ):
             gemms.extend(_fused_experts(name, module, shares[name], trained_before))
         seen.update(id(p) for p in own)
         trained_before = trained_before or any(p.requires_grad for p in own)
@@ -82,11 +84,13 @@ def gemms_of(model: nn.Module) -> list[Gemm]:
 
 def linear_shape(module: nn.Module) -> tuple[int, int] | None:
     """``(in_features, out_features)`` of a linear layer, from attributes that sharding leaves alone; else ``None``."""
-    sizes = getattr(module, "in_features", None), getattr(module, "out_features", None)
-    if all(isinstance(s, int) for s in sizes) and hasattr(module, "weight"):
-        return sizes  # type: ignore[return-value]
-    if type(module).__name__ == "Conv1D" and isinstance(getattr(module, "nf", None), int):
-        return module.nx, module.nf  # transformers.pytorch_utils.Conv1D (GPT-2)
+    kinds = [("in_features", "out_features")]
+    if type(module).__name__ == "Conv1D":  # transformers.pytorch_utils.Conv1D (GPT-2)
+        kinds.append(("nx", "nf"))
+    for names in kinds:
+        k, n = (getattr(module, name, None) for name in names)
+        if isinstance(k, int) and isinstance(n, int) and hasattr(module, "weight"):
+            return k, n
     return None
 
 
@@ -102,7 +106,9 @@ def uncounted_matrices(model: nn.Module, gemms: list[Gemm]) -> list[str]:
         if name in counted or isinstance(module, nn.Embedding) or any(name.startswith(f) for f in fused):
             continue
         missing += [
-            f"{name}.{p}".lstrip(".") for p, value in module.named_parameters(recurse=False) if value.dim() >= 2
+            f"{name}.{p}".lstrip(".")
+            for p, value in module.named_parameters(recurse=False)
+            if value.dim() >= 2
         ]
     return missing
 
@@ -114,7 +120,12 @@ def _expert_shares(model: nn.Module) -> dict[str, float]:
         experts = module._modules.get("experts")
         if experts is None:
             continue
-        sources = [module, module._modules.get("router"), module._modules.get("gate"), getattr(module, "args", None)]
+        sources = [
+            module,
+            module._modules.get("router"),
+            module._modules.get("gate"),
+            getattr(module, "args", None),
+        ]
         sources.append(getattr(module, "config", None))
         top_k = _first_int(sources, ("top_k", "num_experts_per_tok", "moe_top_k"))
         count = len(experts) if isinstance(experts, nn.ModuleList) else None
@@ -149,7 +160,14 @@ def _share(name: str, shares: dict[str, float]) -> float:
 def _fused_experts(name: str, module: nn.Module, share: float, trained_before: bool) -> list[Gemm]:
     """Experts kept as one parameter each way (``[E, in, out]``, or ``[E * in, out]`` in MegaBlocks)."""
     return [
-        Gemm(f"{name}.{p}", value.numel() // value.shape[-1], value.shape[-1], share, trained_before, value.requires_grad)
+        Gemm(
+            f"{name}.{p}",
+            value.numel() // value.shape[-1],
+            value.shape[-1],
+            share,
+            trained_before,
+            value.requires_grad,
+        )
         for p, value in module.named_parameters()
         if value.dim() >= 2
     ]

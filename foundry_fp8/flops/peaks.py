@@ -45,7 +45,7 @@ class Peaks:
         """
         if precision in self.flops_per_sec:
             return self.flops_per_sec[precision]
-        other = {"tf32": "fp32", "fp16": "bf16"}.get(precision)
+        other = {"tf32": "fp32", "fp16": "bf16"}.get(precision, precision)
         if other in self.flops_per_sec:
             return self.flops_per_sec[other]
         raise KeyError(
@@ -105,7 +105,13 @@ def peaks_of(device_name: str) -> Peaks | None:
     wanted = " ".join(device_name.lower().split())
     for device in TABLE:
         if re.fullmatch(device.pattern, wanted):
-            values = {"fp8": device.fp8, "bf16": device.bf16, "fp16": device.bf16, "tf32": device.tf32, "fp32": device.fp32}
+            values = {
+                "fp8": device.fp8,
+                "bf16": device.bf16,
+                "fp16": device.bf16,
+                "tf32": device.tf32,
+                "fp32": device.fp32,
+            }
             peaks = {name: value * 1e12 for name, value in values.items() if value is not None}
             return Peaks(peaks, "table", f"{device.name}: {device.source}")
     return None
@@ -121,12 +127,18 @@ def peaks_from_user(value: object, key: str = "mfu_monitor.peak_flops") -> Peaks
     peaks: dict[str, float] = {}
     for name, number in given.items():
         if name not in PRECISIONS:
-            raise ConfigError(f"{key}.{name}: not a precision. Known: {', '.join(PRECISIONS)}.{nearest(name, PRECISIONS)}")
+            raise ConfigError(
+                f"{key}.{name}: not a precision. Known: {', '.join(PRECISIONS)}.{nearest(name, PRECISIONS)}"
+            )
         if isinstance(number, bool) or not isinstance(number, int | float) or not number > 0:
-            raise ConfigError(f"{key}.{name}: {number!r} is not a positive number of FLOP/s (such as 989.4e12).")
+            raise ConfigError(
+                f"{key}.{name}: {number!r} is not a positive number of FLOP/s (such as 989.4e12)."
+            )
         peaks[name] = float(number)
     if not peaks:
-        raise ConfigError(f"{key}: empty. Give FLOP/s by precision, such as {{bf16: 989.4e12, fp8: 1978.9e12}}.")
+        raise ConfigError(
+            f"{key}: empty. Give FLOP/s by precision, such as {{bf16: 989.4e12, fp8: 1978.9e12}}."
+        )
     return Peaks(peaks, "user", "given by the user")
 
 
@@ -164,7 +176,7 @@ def measured_peaks(device: torch.device, size: int | None = None, seconds: float
     return Peaks(peaks, "measured", f"{name}: {size}^3 GEMMs timed at start; {fp8}")
 
 
-def _rate(gemm, size: int, device: torch.device, seconds: float) -> float:  # noqa: ANN001
+def _rate(gemm, size: int, device: torch.device, seconds: float) -> float:
     def once() -> float:
         start = time.perf_counter()
         gemm()

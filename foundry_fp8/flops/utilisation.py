@@ -17,7 +17,7 @@ idle. Because FP8 shortens the ideal time more than the real one, MFU usually fa
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
+from collections import defaultdict
 
 from foundry_fp8.flops.peaks import Peaks
 
@@ -34,8 +34,8 @@ class Flops:
         attention: The part of ``model`` that is attention, all precisions together.
     """
 
-    model: Counter[str] = dataclasses.field(default_factory=Counter)
-    recomputed: Counter[str] = dataclasses.field(default_factory=Counter)
+    model: dict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))
+    recomputed: dict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))
     attention: float = 0.0
 
     @property
@@ -44,9 +44,12 @@ class Flops:
         return float(sum(self.model.values()))
 
     def __add__(self, other: Flops) -> Flops:
-        return Flops(
-            self.model + other.model, self.recomputed + other.recomputed, self.attention + other.attention
-        )
+        total = Flops(attention=self.attention + other.attention)
+        for flops in (self, other):
+            for mine, theirs in ((total.model, flops.model), (total.recomputed, flops.recomputed)):
+                for precision, count in theirs.items():
+                    mine[precision] += count
+        return total
 
 
 def utilisation(flops: Flops, seconds: float, peaks: Peaks) -> dict[str, float]:

@@ -47,7 +47,19 @@ def train():
             flat = outputs[:, :-1].reshape(-1, VOCAB).float()
             return torch.nn.functional.cross_entropy(flat, batch["input_ids"][:, 1:].reshape(-1))
 
-    def run(model, callbacks=(), *, steps=6, rows=4, length=16, data=None, algorithms=(), fit=True, lr=1e-2, **options):
+    def run(
+        model,
+        callbacks=(),
+        *,
+        steps=6,
+        rows=4,
+        length=16,
+        data=None,
+        algorithms=(),
+        fit=True,
+        lr=1e-2,
+        **options,
+    ):
         torch.manual_seed(0)
         model = model if isinstance(model, ComposerModel) else Wrapped(model)
         logger = InMemoryLogger()

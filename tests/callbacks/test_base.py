@@ -6,9 +6,9 @@ import logging
 
 import pytest
 import torch
-from tests.callbacks.conftest import build_llama, series
 
 from foundry_fp8.config import ConfigError
+from tests.callbacks.conftest import build_llama, series
 
 pytestmark = pytest.mark.integration
 
@@ -71,7 +71,9 @@ def test_a_hook_that_raises_in_the_forward_is_caught(train, monkeypatch, caplog)
 
 
 def count_hooks(model) -> int:
-    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) for m in model.modules())
+    return sum(
+        len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) for m in model.modules()
+    )
 
 
 def test_the_weights_of_a_watched_run_are_those_of_an_unwatched_one(train):

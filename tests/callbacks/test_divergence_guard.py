@@ -6,9 +6,9 @@ import logging
 
 import pytest
 import torch
-from tests.callbacks.conftest import batches, build_llama, series
 
 from foundry_fp8.modules.linear import FP8Linear
+from tests.callbacks.conftest import batches, build_llama, series
 
 pytestmark = pytest.mark.integration
 
@@ -60,7 +60,11 @@ def recipes(model, layer):
 
 
 def moves(watch):
-    return [(e["batch"], e["unit"], e["action"], e["signal"]) for e in watch.events if e["action"] in ("demote", "promote")]
+    return [
+        (e["batch"], e["unit"], e["action"], e["signal"])
+        for e in watch.events
+        if e["action"] in ("demote", "promote")
+    ]
 
 
 def test_the_layer_at_fault_is_demoted_rung_by_rung_and_the_others_are_left_alone(train):
@@ -68,7 +72,7 @@ def test_the_layer_at_fault_is_demoted_rung_by_rung_and_the_others_are_left_alon
     grow = Outlier(model, lambda step: 1.0 if step < 5 else 3000.0)
     trainer = train(model, [grow.callback, watch], algorithms=[fp8()], steps=12, lr=0.0)
     assert watch.failed is None
-    assert [move[1:] for move in moves(watch)][0] == ("layer_001", "demote", "delayed -> current")
+    assert next(move[1:] for move in moves(watch)) == ("layer_001", "demote", "delayed -> current")
     assert recipes(model, 0) == {"delayed"}
     assert recipes(model, 1) == {"current"}
     assert series(trainer, "guard/demoted_layers")[-1] == 1.0
@@ -117,7 +121,10 @@ def test_a_nan_loss_alarms_at_once_and_stop_stops(train, caplog):
 
 
 def test_the_checkpoint_action_saves_one_that_loads(train, tmp_path):
-    model, watch = build_llama(), guard(actions=["checkpoint", "demote"], signals=["kurtosis"], checkpoint_folder=str(tmp_path))
+    model, watch = (
+        build_llama(),
+        guard(actions=["checkpoint", "demote"], signals=["kurtosis"], checkpoint_folder=str(tmp_path)),
+    )
     grow = Outlier(model, lambda step: 1.0 if step < 5 else 3000.0)
     train(model, [grow.callback, watch], algorithms=[fp8()], steps=7, lr=0.0)
     assert watch.failed is None
@@ -130,7 +137,9 @@ def test_the_checkpoint_action_saves_one_that_loads(train, tmp_path):
 
 def test_resuming_keeps_rungs_statistics_and_events(train, tmp_path):
     def build(model):
-        return guard(signals=["kurtosis", "loss", "gradient_norm"]), Outlier(model, lambda step: 1.0 if step < 5 else 3000.0)
+        return guard(signals=["kurtosis", "loss", "gradient_norm"]), Outlier(
+            model, lambda step: 1.0 if step < 5 else 3000.0
+        )
 
     data = batches(10)
     whole_model = build_llama()
@@ -150,7 +159,9 @@ def test_resuming_keeps_rungs_statistics_and_events(train, tmp_path):
     assert moves(whole)[0][0] <= 7
     assert moves(again) == moves(whole)
     assert again.state_dict()["rungs"] == whole.state_dict()["rungs"]
-    assert {k: s.threshold for k, s in again._signals.items()} == {k: s.threshold for k, s in whole._signals.items()}
+    assert {k: s.threshold for k, s in again._signals.items()} == {
+        k: s.threshold for k, s in whole._signals.items()
+    }
     assert series(resumed, "loss/train/total") == series(straight, "loss/train/total")[7:]
     assert recipes(again_model, 1) == recipes(whole_model, 1)
 
@@ -172,10 +183,13 @@ def test_the_norm_is_that_of_all_gradients_before_clipping(train):
         model, watch = build_llama(), guard(signals=["gradient_norm"])
         reference = build_llama()
         ids = torch.stack([row["input_ids"] for row in batches(1)])
-        loss = torch.nn.functional.cross_entropy(reference(input_ids=ids).logits[:, :-1].reshape(-1, 64), ids[:, 1:].reshape(-1))
+        loss = torch.nn.functional.cross_entropy(
+            reference(input_ids=ids).logits[:, :-1].reshape(-1, 64), ids[:, 1:].reshape(-1)
+        )
         loss.backward()
         expected = max(
-            float(torch.stack([p.grad.norm() for p in layer.parameters()]).norm()) for layer in reference.model.layers
+            float(torch.stack([p.grad.norm() for p in layer.parameters()]).norm())
+            for layer in reference.model.layers
         )
         outside = [p for n, p in reference.named_parameters() if ".layers." not in n]
         expected = max(expected, float(torch.stack([p.grad.norm() for p in outside]).norm()))

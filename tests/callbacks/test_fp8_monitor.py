@@ -6,12 +6,12 @@ import math
 
 import pytest
 import torch
-from tests.callbacks.conftest import build_llama, series
 
 from foundry_fp8.algorithms.fp8 import apply_fp8
 from foundry_fp8.callbacks.fp8_monitor.health import HealthProbe, measure, summarise
 from foundry_fp8.formats import E4M3, E5M2
 from foundry_fp8.quantize import amax_of, quantize_block, quantize_mx, quantize_tensor, scale_from_amax
+from tests.callbacks.conftest import build_llama, series
 
 
 def health(x, q):
@@ -100,7 +100,9 @@ def test_the_run_logs_health_by_operand_layer_and_worst_linear(train):
     from foundry_fp8.algorithms.fp8 import FP8
     from foundry_fp8.callbacks.fp8_monitor import FP8Monitor
 
-    trainer = train(build_llama(), [FP8Monitor(interval=2, worst=2)], algorithms=[FP8(recipe="delayed")], steps=6)
+    trainer = train(
+        build_llama(), [FP8Monitor(interval=2, worst=2)], algorithms=[FP8(recipe="delayed")], steps=6
+    )
     logged = trainer.logged.data
     for operand in ("x", "w", "dy"):
         for stat in ("saturated", "flushed", "sqnr_db", "scale_age"):
@@ -108,7 +110,12 @@ def test_the_run_logs_health_by_operand_layer_and_worst_linear(train):
         for layer in (0, 1):
             assert len(series(trainer, f"fp8/sqnr_db/{operand}/layer_{layer:03d}")) == 3
         worst = series(trainer, f"fp8/sqnr_db/{operand}/worst")
-        assert worst == [min(a, b) for a, b in zip(*(series(trainer, f"fp8/sqnr_db/{operand}/layer_00{i}") for i in (0, 1)))]
+        assert worst == [
+            min(a, b)
+            for a, b in zip(
+                *(series(trainer, f"fp8/sqnr_db/{operand}/layer_00{i}") for i in (0, 1)), strict=True
+            )
+        ]
         assert len([key for key in logged if key.startswith(f"fp8_worst/{operand}/")]) >= 2 * 5
     # After the first step the scales are the weights' own: E4M3 rounding alone gives about 31 dB.
     assert series(trainer, "fp8/sqnr_db/w/mean")[-1] == pytest.approx(31, abs=2)

@@ -6,10 +6,10 @@ import logging
 
 import pytest
 import torch
-from tests.callbacks.conftest import batches, build_llama, series
 from torch.utils.flop_counter import FlopCounterMode
 
 from foundry_fp8.flops import attention_shapes, gemms_of
+from tests.callbacks.conftest import batches, build_llama, series
 
 pytestmark = pytest.mark.integration
 
@@ -32,7 +32,9 @@ def fp8(**options):
 
 def per_batch(watch, batches: int):
     total = watch._total
-    return {k: v / batches for k, v in total.model.items()}, {k: v / batches for k, v in total.recomputed.items()}
+    return {k: v / batches for k, v in total.model.items()}, {
+        k: v / batches for k, v in total.recomputed.items()
+    }
 
 
 def expected_linear(model) -> float:

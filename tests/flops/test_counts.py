@@ -8,7 +8,15 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from foundry_fp8.flops import Flops, Peaks, attended_pairs, attention_shapes, gemms_of, uncounted_matrices, utilisation
+from foundry_fp8.flops import (
+    Flops,
+    Peaks,
+    attended_pairs,
+    attention_shapes,
+    gemms_of,
+    uncounted_matrices,
+    utilisation,
+)
 
 BATCH, LENGTH, VOCAB = 2, 24, 96
 SMALL = {
@@ -32,13 +40,20 @@ def qwen2(**over):
 def mixtral(**over):
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    return MixtralForCausalLM(MixtralConfig(**SMALL | {"num_local_experts": 4, "num_experts_per_tok": 2} | over))
+    return MixtralForCausalLM(
+        MixtralConfig(**SMALL | {"num_local_experts": 4, "num_experts_per_tok": 2} | over)
+    )
 
 
 def qwen2_moe(**over):
     from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
-    moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 48}
+    moe = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 48,
+    }
     return Qwen2MoeForCausalLM(Qwen2MoeConfig(**SMALL | moe | over))
 
 
@@ -111,9 +126,13 @@ def test_frozen_blocks_have_no_wgrad_and_what_lies_before_the_first_trained_weig
 
 def test_lora_counts_adapters_and_no_wgrad_of_the_base():
     peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(llama(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"]))
+    model = peft.get_peft_model(
+        llama(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"])
+    )
     gemms = {gemm.name: gemm for gemm in gemms_of(model)}
-    base = [gemm for name, gemm in gemms.items() if name.endswith(("base_layer", "k_proj", "up_proj", "lm_head"))]
+    base = [
+        gemm for name, gemm in gemms.items() if name.endswith(("base_layer", "k_proj", "up_proj", "lm_head"))
+    ]
     adapters = [gemm for name, gemm in gemms.items() if ".lora_" in name]
     assert len(adapters) == 3 * 3 * 2
     assert not any(gemm.wgrad for gemm in base)
@@ -163,7 +182,7 @@ def test_the_worked_example_of_llama_3_8b(causal, wgrad, per_token, effective_pe
     blocks, head, attention = llama_3_8b_per_token(causal)
     flops = Flops()
     flops.model.update({"fp8": 2 * blocks, "bf16": 3 * head + 3 * attention})
-    flops.model.update({wgrad: blocks})
+    flops.model[wgrad] += blocks
     peaks = Peaks({"bf16": 989.5e12, "fp8": 1979e12}, "user", "test")
     got = utilisation(flops, 1.0, peaks)
     assert flops.total / 1e9 == pytest.approx(per_token, abs=0.005)

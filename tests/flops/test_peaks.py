@@ -31,7 +31,9 @@ def test_whole_names_find_their_row(name, row):
 def test_the_table_holds_dense_figures():
     for device in TABLE:
         assert device.source
-        if device.fp8 is not None:  # FP8 runs at twice the rate of bf16 on all of these; 4 times would be sparse
+        if (
+            device.fp8 is not None
+        ):  # FP8 runs at twice the rate of bf16 on all of these; 4 times would be sparse
             assert device.fp8 == pytest.approx(2 * device.bf16, rel=0.02), device.name
         if device.tf32 is not None:
             assert device.tf32 == pytest.approx(device.bf16 / 2, rel=0.03), device.name
@@ -39,7 +41,7 @@ def test_the_table_holds_dense_figures():
 
 
 def test_a_missing_precision_says_how_to_give_it():
-    with pytest.raises(KeyError, match="No fp8 peak for A100.*peak_flops"):
+    with pytest.raises(KeyError, match=r"No fp8 peak for A100.*peak_flops"):
         peaks_of("NVIDIA A100-SXM4-80GB").of("fp8")
 
 
@@ -47,7 +49,7 @@ def test_peaks_from_a_user():
     assert peaks_from_user(2.5e14).of("bf16") == 2.5e14
     assert peaks_from_user({"bf16": 1e14, "fp8": 2e14}).of("fp8") == 2e14
     assert peaks_from_user({"fp32": 1e13}).of("tf32") == 1e13
-    with pytest.raises(ConfigError, match="peak_flops.bf61: not a precision.*bf16"):
+    with pytest.raises(ConfigError, match=r"peak_flops.bf61: not a precision.*bf16"):
         peaks_from_user({"bf61": 1e14})
     for bad in (-1, 0, "fast", True, {"fp8": float("nan")}, {}):
         with pytest.raises(ConfigError, match="peak_flops"):

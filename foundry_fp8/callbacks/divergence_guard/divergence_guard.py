@@ -13,7 +13,7 @@ from composer.core import Event, State
 from composer.loggers import Logger
 from composer.utils import checkpoint, dist
 
-from foundry_fp8.callbacks.base import Monitor
+from foundry_fp8.callbacks.base import Monitor, device_of
 from foundry_fp8.callbacks.divergence_guard.ladder import Ladder, ladders_of
 from foundry_fp8.callbacks.divergence_guard.signals import RULES, Signal
 from foundry_fp8.callbacks.divergence_guard.watch import LAYER_SIGNALS, Watch
@@ -65,7 +65,9 @@ class DivergenceGuardConfig:
             for name in names:
                 check_choice(f"{KEY}.{key}", name, allowed)
         if self.finer is not None:
-            check_choice(f"{KEY}.finer", self.finer, ("auto", *(name for name in RECIPES if name != "delayed")))
+            check_choice(
+                f"{KEY}.finer", self.finer, ("auto", *(name for name in RECIPES if name != "delayed"))
+            )
         check_integer(f"{KEY}.quiet_batches", self.quiet_batches, minimum=1)
         check_integer(f"{KEY}.window", self.window, minimum=4)
         check_integer(f"{KEY}.warmup", self.warmup, minimum=2)
@@ -112,7 +114,8 @@ class DivergenceGuard(Monitor):
         if event == Event.FIT_START:
             self._agree_to_start(state)
         elif event == Event.BATCH_END and self.failed is not None and self._due(state, done=True):
-            if self._gathered != state.timestamp.batch.value:  # it may have failed after this batch's gather
+            met = self._gathered == state.timestamp.batch.value  # it failed after this batch's gather
+            if not met:
                 self._gather(state, None)
 
     def _agree_to_start(self, state: State) -> None:
@@ -153,10 +156,14 @@ class DivergenceGuard(Monitor):
     def fit_start(self, state: State, logger: Logger) -> None:
         """Find the layers, and put them where a checkpoint left them."""
         if not self.ladders:  # a second fit() goes on where the first one stopped
-            found = ladders_of(state.model, self.config.finer, state.device._device)
+            found = ladders_of(state.model, self.config.finer, device_of(state))
             self.ladders = {ladder.name: ladder for ladder in found}
         self._watch = Watch(state.model, self.guarded)
-        options = {"window": self.config.window, "warmup": self.config.warmup, "patience": self.config.patience}
+        options = {
+            "window": self.config.window,
+            "warmup": self.config.warmup,
+            "patience": self.config.patience,
+        }
         for name in self.config.signals:
             for unit in [GLOBAL] if name == "loss" else self.ladders:
                 self._signals.setdefault((unit, name), Signal(RULES[name], **options))
@@ -166,7 +173,9 @@ class DivergenceGuard(Monitor):
             self._take_back(self._loaded)
             self._loaded = None
         if "demote" in self.config.actions and not any(ladder.modules for ladder in self.ladders.values()):
-            log.info("%s: the model has no FP8 linear; there is nothing to demote, alarms are logged only.", KEY)
+            log.info(
+                "%s: the model has no FP8 linear; there is nothing to demote, alarms are logged only.", KEY
+            )
 
     def batch_start(self, state: State, logger: Logger) -> None:
         """Attach if this batch is due."""
@@ -191,7 +200,11 @@ class DivergenceGuard(Monitor):
         observed = _combine(rows, list(units))
         batch = state.timestamp.batch.value
         self._log_observations(observed, logger)
-        alarms = {where: value for where, value in observed.items() if where in self._signals and self._observe(where, value, batch)}
+        alarms = {
+            where: value
+            for where, value in observed.items()
+            if where in self._signals and self._observe(where, value, batch)
+        }
         if alarms:
             self._act({unit for unit, _ in alarms}, batch, state, logger)
         self._promote(batch, state, logger)
@@ -233,7 +246,9 @@ class DivergenceGuard(Monitor):
             self._note(batch, GLOBAL, "", math.nan, math.nan, "checkpoint")
         if "demote" in self.config.actions:
             for unit in self._at_fault(units):
-                if self.ladders[unit].rung == 0 and any(e["unit"] == unit and e["action"] == "promote" for e in self.events):
+                if self.ladders[unit].rung == 0 and any(
+                    e["unit"] == unit and e["action"] == "promote" for e in self.events
+                ):
                     self._patience_of[unit] *= 2
                 self._move(unit, +1, batch, logger)
         if "stop" in self.config.actions:
@@ -246,7 +261,9 @@ class DivergenceGuard(Monitor):
         own = [unit for unit in self.ladders if unit in units]
         if own:
             return own
-        suspects = [u for u in self.ladders if any(not s.calm for (unit, _), s in self._signals.items() if unit == u)]
+        suspects = [
+            u for u in self.ladders if any(not s.calm for (unit, _), s in self._signals.items() if unit == u)
+        ]
         return suspects or list(self.ladders)
 
     def _promote(self, batch: int, state: State, logger: Logger) -> None:
@@ -274,7 +291,14 @@ class DivergenceGuard(Monitor):
 
     def _note(self, batch: int, unit: str, signal: str, value: float, threshold: float, action: str) -> None:
         self.events.append(
-            {"batch": batch, "unit": unit, "signal": signal, "value": value, "threshold": threshold, "action": action}
+            {
+                "batch": batch,
+                "unit": unit,
+                "signal": signal,
+                "value": value,
+                "threshold": threshold,
+                "action": action,
+            }
         )
 
     def _log_observations(self, observed: dict[tuple[str, str], float], logger: Logger) -> None:
@@ -292,7 +316,9 @@ class DivergenceGuard(Monitor):
         """Rungs, running statistics and events: numbers and strings only."""
         return {
             "rungs": {unit: ladder.recipe for unit, ladder in self.ladders.items()},
-            "signals": {f"{unit}/{name}": signal.state_dict() for (unit, name), signal in self._signals.items()},
+            "signals": {
+                f"{unit}/{name}": signal.state_dict() for (unit, name), signal in self._signals.items()
+            },
             "quiet_since": dict(self._quiet_since),
             "quiet_batches": dict(self._patience_of),
             "events": list(self.events),

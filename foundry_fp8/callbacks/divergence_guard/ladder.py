@@ -80,12 +80,15 @@ def ladders_of(model: nn.Module, finer: str | None, device: torch.device) -> lis
         device: Where the model runs.
     """
     blocks = [(clean_name(name), block) for name, block in transformer_blocks(model)]
-    by_unit: dict[str, dict[str, FP8Linear]] = {f"layer_{i:03d}": {} for i in range(len(blocks))} | {OUTSIDE: {}}
+    units = [f"layer_{i:03d}" for i in range(len(blocks))] + [OUTSIDE]
+    by_unit: dict[str, dict[str, FP8Linear]] = {unit: {} for unit in units}
     for name, module in named_modules_clean(model):
         if isinstance(module, FP8Linear):
             layer = block_index_of(name, blocks)
             by_unit[OUTSIDE if layer is None else f"layer_{layer:03d}"][name] = module
-    return [Ladder(name, found, _rungs(list(found.values()), finer, device)) for name, found in by_unit.items()]
+    return [
+        Ladder(name, found, _rungs(list(found.values()), finer, device)) for name, found in by_unit.items()
+    ]
 
 
 def _rungs(modules: Sequence[FP8Linear], finer: str | None, device: torch.device) -> list[Recipe | None]:
@@ -94,7 +97,8 @@ def _rungs(modules: Sequence[FP8Linear], finer: str | None, device: torch.device
     configured = modules[0].configured_recipe
     between = _finer(configured, finer)
     runs = between is not None and all(
-        module.backend.availability(between, device).ok and module.backend.shape_reason(between, module) is None
+        module.backend.availability(between, device).ok
+        and module.backend.shape_reason(between, module) is None
         for module in modules
     )
     return [configured, between, None] if runs else [configured, None]

@@ -40,7 +40,7 @@ class Rule:
 RULES: dict[str, Rule] = {
     "kurtosis": Rule(floor=5.0, ratio=4.0, repeat="higher"),
     "saturated": Rule(floor=2e-5, ratio=10.0, repeat="lasting"),
-    "flushed": Rule(floor=0.03, ratio=5.0, repeat="lasting"),
+    "flushed": Rule(floor=5e-3, ratio=4.0, repeat="lasting"),
     "gradient_norm": Rule(floor=1e-12, ratio=10.0, repeat="lasting"),
     "loss": Rule(floor=1e-3, ratio=1.25, repeat="lasting"),
 }

@@ -75,7 +75,10 @@ class FP8Monitor(Monitor):
         blocks = [(clean_name(name), block) for name, block in transformer_blocks(state.model)]
         self._layers = {name: block_index_of(name, blocks) for name in self._probe.modules}
         if not self._probe.modules:
-            log.warning("%s: the model has no FP8 linear, so nothing is measured. Is `algorithms.fp8` in the YAML?", KEY)
+            log.warning(
+                "%s: the model has no FP8 linear, so nothing is measured. Is `algorithms.fp8` in the YAML?",
+                KEY,
+            )
 
     def batch_start(self, state: State, logger: Logger) -> None:
         """Attach if this batch is due."""

@@ -53,7 +53,9 @@ class KurtosisMonitorConfig:
         for role in self.roles:
             check_choice(f"{KEY}.roles", role, ROLES)
         if not isinstance(self.tensors, Mapping):
-            raise ConfigError(f"{KEY}.tensors: {self.tensors!r} is not a mapping of names to lists of patterns.")
+            raise ConfigError(
+                f"{KEY}.tensors: {self.tensors!r} is not a mapping of names to lists of patterns."
+            )
         tensors = {role: check_patterns(f"{KEY}.tensors.{role}", p) for role, p in self.tensors.items()}
         object.__setattr__(self, "tensors", tensors)
         if self.preset == "none" and not tensors:

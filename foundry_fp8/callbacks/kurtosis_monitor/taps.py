@@ -108,7 +108,11 @@ class Tap:
 
 
 def find_taps(
-    model: nn.Module, *, preset: str = "auto", tensors: Mapping[str, Sequence[str]] | None = None, key: str = "kurtosis"
+    model: nn.Module,
+    *,
+    preset: str = "auto",
+    tensors: Mapping[str, Sequence[str]] | None = None,
+    key: str = "kurtosis",
 ) -> list[Tap]:
     """Where to watch ``model``.
 
@@ -127,8 +131,12 @@ def find_taps(
     if preset == "none":
         return taps
     name = preset if preset != "auto" else _guess(blocks, key)
-    if preset != "auto" and not _places(PRESETS[name]["qkv_input"], blocks[0][1] if blocks else nn.Identity()):
-        raise ConfigError(f"{key}.preset: {preset!r} does not fit this model: no QKV projection under the names it knows.")
+    if preset != "auto" and not _places(
+        PRESETS[name]["qkv_input"], blocks[0][1] if blocks else nn.Identity()
+    ):
+        raise ConfigError(
+            f"{key}.preset: {preset!r} does not fit this model: no QKV projection under the names it knows."
+        )
     for role, alternatives in PRESETS[name].items():
         for layer, (block_name, block) in enumerate(blocks):
             found = _places(alternatives, block)
@@ -158,7 +166,11 @@ def _places(
         found = []
         for pattern, side, *part in alternative:
             # A leading dot, so that "*.experts.*" and "*attn.q_proj" both see a first name part.
-            hits = [("", block)] if not pattern else [(n, m) for n, m in names.items() if n and matches(f".{n}", [pattern])]
+            hits = (
+                [("", block)]
+                if not pattern
+                else [(n, m) for n, m in names.items() if n and matches(f".{n}", [pattern])]
+            )
             if not hits:
                 break
             found += [(name, module, side, part[0] if part else None) for name, module in hits]
@@ -184,7 +196,9 @@ def _custom(
         for pattern in patterns:
             glob, _, side = pattern.partition("@")
             if side not in ("", "input", "output"):
-                raise ConfigError(f"{key}.tensors.{role}: {pattern!r} ends in @{side}; write @input or @output.")
+                raise ConfigError(
+                    f"{key}.tensors.{role}: {pattern!r} ends in @{side}; write @input or @output."
+                )
             check_patterns_match([glob], list(names), f"{key}.tensors.{role}", "modules")
             for name in names:
                 if matches(name, [glob]):

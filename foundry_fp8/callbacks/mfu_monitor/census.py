@@ -98,7 +98,9 @@ class Census:
     def _see(
         self, seen: Observed, module: nn.Module, inputs: list[Any], output: Any, operators: tuple[str, ...]
     ) -> None:
-        first = next((t for t in (output if isinstance(output, tuple | list) else [output]) if _is_tensor(t)), None)
+        first = next(
+            (t for t in (output if isinstance(output, tuple | list) else [output]) if _is_tensor(t)), None
+        )
         if first is None:
             return
         if inside_backward():
@@ -109,7 +111,9 @@ class Census:
                     break
         else:
             seen.calls += 1
-            seen.precision = "fp8" if getattr(module, "fp8", False) is True else _NAMES.get(first.dtype, "fp32")
+            seen.precision = (
+                "fp8" if getattr(module, "fp8", False) is True else _NAMES.get(first.dtype, "fp32")
+            )
         # Also in a recompute: under reentrant checkpointing only that one builds a graph.
         seen.dgrad |= any(_is_tensor(t) and t.requires_grad for t in inputs)
         seen.backward |= first.requires_grad

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,7 +33,7 @@ class Tokens:
 
     computed: int = 0
     real: int | Tensor = 0
-    pairs: Counter[Mask] = dataclasses.field(default_factory=Counter)
+    pairs: dict[Mask, int | Tensor] = dataclasses.field(default_factory=lambda: defaultdict(int))
 
 
 class FlopMeter:
@@ -64,8 +64,14 @@ class FlopMeter:
 
     def to_watch(self) -> list[tuple[str, nn.Module, tuple[str, ...]]]:
         """The modules that a :class:`~foundry_fp8.callbacks.mfu_monitor.census.Census` should watch."""
-        linears = [(gemm.name, self.modules[gemm.name], LINEAR_OPERATORS) for gemm in self.static if gemm.name in self.modules]
-        return linears + [(shape.name, self.modules[shape.name], ATTENTION_OPERATORS) for shape in self.attention]
+        linears = [
+            (gemm.name, self.modules[gemm.name], LINEAR_OPERATORS)
+            for gemm in self.static
+            if gemm.name in self.modules
+        ]
+        return linears + [
+            (shape.name, self.modules[shape.name], ATTENTION_OPERATORS) for shape in self.attention
+        ]
 
     def settle(self, observed: Mapping[str, Observed], high_precision: str) -> None:
         """Take what the census saw; a converted layer whose ledger is empty (compiled code keeps none) is counted by shape.
@@ -106,16 +112,19 @@ class FlopMeter:
         rows, length = ids.shape[:2]
         tokens.computed += rows * length
         mask, documents = batch.get("attention_mask"), batch.get("sequence_id")
-        if isinstance(mask, Tensor) and mask.dim() != 2 or (mask is not None and mask.device.type == "cpu" and bool(mask.all())):
+        if (isinstance(mask, Tensor) and mask.dim() != 2) or (
+            mask is not None and mask.device.type == "cpu" and bool(mask.all())
+        ):
             mask = None
         tokens.real = tokens.real + (rows * length if mask is None else _count(mask))
         for key in self.masks:
             window, causal, packed = key
             own = documents if packed else None
             if mask is None and own is None:
-                tokens.pairs[key] += rows * attended_pairs(length, window, causal)
+                found: int | Tensor = rows * attended_pairs(length, window, causal)
             else:
-                tokens.pairs[key] += packed_pairs(window, documents=own, mask=mask, causal=causal)  # type: ignore[assignment]
+                found = packed_pairs(window, documents=own, mask=mask, causal=causal)
+            tokens.pairs[key] = tokens.pairs[key] + found
 
     def static_flops(self, tokens: Tokens) -> Flops:
         """FLOPs of what has no ledger: attention, heads, layers that were not converted."""

@@ -14,11 +14,19 @@ from composer.core import State
 from composer.loggers import Logger
 from torch import nn
 
-from foundry_fp8.callbacks.base import Monitor
+from foundry_fp8.callbacks.base import Monitor, device_of
 from foundry_fp8.callbacks.mfu_monitor.census import Census
 from foundry_fp8.callbacks.mfu_monitor.meter import FlopMeter, Tokens
 from foundry_fp8.config import ConfigError, check_integer
-from foundry_fp8.flops import Flops, Peaks, gemms_of, measured_peaks, peaks_of, uncounted_matrices, utilisation
+from foundry_fp8.flops import (
+    Flops,
+    Peaks,
+    gemms_of,
+    measured_peaks,
+    peaks_of,
+    uncounted_matrices,
+    utilisation,
+)
 from foundry_fp8.flops.peaks import TABLE, peaks_from_user
 
 __all__ = ["MFUMonitor", "MFUMonitorConfig"]
@@ -42,7 +50,9 @@ class MFUMonitorConfig:
         check_integer(f"{KEY}.interval", self.interval, minimum=1)
         if isinstance(self.peak_flops, str):
             if self.peak_flops not in ("auto", "measured"):
-                raise ConfigError(f"{KEY}.peak_flops: {self.peak_flops!r} is not auto, measured, a number or a mapping.")
+                raise ConfigError(
+                    f"{KEY}.peak_flops: {self.peak_flops!r} is not auto, measured, a number or a mapping."
+                )
         else:
             peaks_from_user(self.peak_flops, f"{KEY}.peak_flops")
 
@@ -86,13 +96,16 @@ class MFUMonitor(Monitor):
         missing = uncounted_matrices(state.model, gemms_of(state.model))
         if missing:
             log.warning(
-                "%s: %d matrices are not counted (%s, ...), so MFU is too low by their share.", KEY, len(missing), missing[0]
+                "%s: %d matrices are not counted (%s, ...), so MFU is too low by their share.",
+                KEY,
+                len(missing),
+                missing[0],
             )
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Find the peaks and the shapes."""
         self.meter = FlopMeter(state.model)
-        self.peaks = self._find_peaks(state.device._device)
+        self.peaks = self._find_peaks(device_of(state))
         if self.peaks is not None:
             source = {"mfu/peak_source": self.peaks.source, "mfu/peak_detail": self.peaks.detail}
             logger.log_hyperparameters(source)
@@ -112,7 +125,10 @@ class MFUMonitor(Monitor):
                 self._census = Census(self.meter.to_watch(), self.guarded)
                 self._census.attach()
             else:
-                log.info("%s: the model is compiled, so what is recomputed cannot be seen; mfu/hfu is not logged.", KEY)
+                log.info(
+                    "%s: the model is compiled, so what is recomputed cannot be seen; mfu/hfu is not logged.",
+                    KEY,
+                )
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Close the batch; log every ``interval``."""
@@ -154,7 +170,7 @@ class MFUMonitor(Monitor):
         assert self.meter is not None
         ledgers = self.meter.read_ledgers()
         model, again = (end - start for end, start in zip(ledgers, self._ledger_mark, strict=True))
-        flops = self.meter.static_flops(self._tokens) + Flops(model, again)
+        flops = self.meter.static_flops(self._tokens) + Flops({**model}, {**again})
         self._total = self._total + flops
         logger.log_metrics(self._metrics(flops, now))
         self._ledger_mark, self._tokens, self._seconds, self._batches = ledgers, Tokens(), 0.0, 0
@@ -165,7 +181,7 @@ class MFUMonitor(Monitor):
             "mfu/tflops_per_device": flops.total / seconds / 1e12,
             "mfu/tokens_per_sec_per_device": self._tokens.computed / seconds,
             "mfu/tokens_nonpad_per_sec_per_device": float(self._tokens.real) / seconds,
-            "mfu/fp8_flop_fraction": flops.model["fp8"] / flops.total,
+            "mfu/fp8_flop_fraction": flops.model.get("fp8", 0.0) / flops.total,
             "mfu/attention_flop_fraction": flops.attention / flops.total,
         }
         if self.peaks is None:
@@ -181,7 +197,11 @@ class MFUMonitor(Monitor):
             del ratios["hfu"]
         metrics |= {f"mfu/{name}": value for name, value in ratios.items()}
         metrics["mfu/mfu_end_to_end"] = total["mfu"]
-        metrics |= {f"mfu/peak_{p}": value / 1e12 for p, value in self.peaks.flops_per_sec.items() if p in ("bf16", "fp8")}
+        metrics |= {
+            f"mfu/peak_{p}": value / 1e12
+            for p, value in self.peaks.flops_per_sec.items()
+            if p in ("bf16", "fp8")
+        }
         return metrics
 
     def _find_peaks(self, device: torch.device) -> Peaks | None:
