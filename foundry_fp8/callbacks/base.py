@@ -1,0 +1,99 @@
+"""What every monitor has: it can fail, and training goes on."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from composer.core import Callback, Event, State
+from composer.loggers import Logger
+
+from foundry_fp8.config import ConfigError, from_mapping
+
+__all__ = ["Monitor", "device_of"]
+
+log = logging.getLogger(__name__)
+
+C = TypeVar("C")
+
+
+def device_of(state: State) -> torch.device:
+    """The device that this rank trains on. Composer keeps it in a private attribute; there is no public one."""
+    device = state.device._device
+    assert device is not None
+    return device
+
+
+class Monitor(Callback):
+    """A callback that disables itself, with one logged error, when something in it raises.
+
+    A subclass names its ``key`` and config, writes the events as any Composer callback, wraps every function that it
+    hangs into the model with :meth:`guarded`, and takes its hooks away in :meth:`detach`. What it *asks* for wrongly (a
+    pattern that matches no module, found at ``Event.INIT``) is an error all the same, because nothing has been spent
+    yet.
+
+    Attributes:
+        failed: Why the monitor is disabled; ``None`` while it works.
+    """
+
+    key: ClassVar[str]
+    """The name in the YAML, under ``callbacks``."""
+
+    def __init__(self, config_class: type[C], options: dict[str, Any]) -> None:
+        self.options = options
+        self.config: Any = from_mapping(config_class, options, f"callbacks.{self.key}")
+        self.failed: str | None = None
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self.options.items())})"
+
+    def detach(self) -> None:
+        """Take every hook out of the model; called when training ends and when the monitor fails. May be repeated."""
+
+    def run_event(self, event: Event, state: State, logger: Logger) -> None:
+        """Run the event's method, unless the monitor has failed before."""
+        if self.failed is not None:
+            return
+        try:
+            super().run_event(event, state, logger)
+        except ConfigError as error:
+            if event == Event.INIT:
+                raise
+            self.disable(error)
+        except Exception as error:
+            self.disable(error)
+
+    def close(self, state: State, logger: Logger) -> None:
+        """Leave no hook behind when the trainer closes."""
+        self.detach()
+
+    def guarded(self, function: Callable[..., None]) -> Callable[..., None]:
+        """``function`` as a hook that cannot raise into the model and does nothing once the monitor has failed."""
+
+        @functools.wraps(function)
+        def hook(*args: Any, **kwargs: Any) -> None:
+            if self.failed is not None:
+                return
+            try:
+                function(*args, **kwargs)
+            except Exception as error:
+                self.disable(error)
+
+        return hook
+
+    def disable(self, error: Exception) -> None:
+        """Stop monitoring: one logged error, no hooks left."""
+        self.failed = f"{type(error).__name__}: {error}"
+        log.error(
+            "callbacks.%s failed and is off for the rest of this run; training goes on. %s",
+            self.key,
+            self.failed,
+            exc_info=error,
+        )
+        try:
+            self.detach()
+        except Exception:
+            log.debug("callbacks.%s could not take its hooks away", self.key, exc_info=True)

@@ -1,0 +1,123 @@
+"""One batch, watched: which layers run again in the backward pass, and in what precision.
+
+Converted layers write a ledger. For the others (heads, skipped layers, attention, every layer of a bf16 run) this puts
+forward hooks on them for one batch and takes them away again, so that later batches pay nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from foundry_fp8.compat.autograd import inside_backward
+from foundry_fp8.compat.selective_checkpoint import cached_results
+
+__all__ = ["ATTENTION_OPERATORS", "LINEAR_OPERATORS", "Census", "Observed"]
+
+LINEAR_OPERATORS = ("mm", "addmm", "_scaled_mm", "linear")
+ATTENTION_OPERATORS = ("bmm", "baddbmm", "_scaled_dot_product")
+
+_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp32"}
+
+
+@dataclasses.dataclass
+class Observed:
+    """What one layer did in one batch.
+
+    Attributes:
+        calls: First forwards.
+        recomputed: Forwards that activation checkpointing ran again, GEMM and all.
+        dgrad: Its input needed a gradient.
+        backward: Its output needed one.
+        precision: Of its output.
+    """
+
+    calls: int = 0
+    recomputed: int = 0
+    dgrad: bool = False
+    backward: bool = False
+    precision: str = "fp32"
+
+    @property
+    def recompute_ratio(self) -> float:
+        """Recomputed forwards for each first forward."""
+        return self.recomputed / self.calls if self.calls else 0.0
+
+
+class Census:
+    """Watches the named modules from :meth:`attach` to :meth:`detach`.
+
+    Args:
+        modules: ``(name, module, operators that are its GEMMs)``.
+        guard: Wraps each hook (:meth:`foundry_fp8.callbacks.base.Monitor.guarded`).
+    """
+
+    def __init__(
+        self,
+        modules: Iterable[tuple[str, nn.Module, tuple[str, ...]]],
+        guard: Callable[[Callable[..., None]], Callable[..., None]],
+    ) -> None:
+        self.modules = list(modules)
+        self.guard = guard
+        self.observed: dict[str, Observed] = {}
+        self._handles: list[Any] = []
+        self._cached: list[tuple[nn.Module, int]] = []
+
+    def attach(self) -> None:
+        """Hang the hooks in."""
+        for name, module, operators in self.modules:
+            self.observed[name] = Observed()
+
+            def before(module: nn.Module, args: Any, operators: tuple[str, ...] = operators) -> None:
+                if inside_backward():
+                    self._cached.append((module, cached_results(operators)))
+
+            def after(
+                module: nn.Module,
+                args: Any,
+                kwargs: dict[str, Any],
+                output: Any,
+                name: str = name,
+                operators: tuple[str, ...] = operators,
+            ) -> None:
+                self._see(self.observed[name], module, [*args, *kwargs.values()], output, operators)
+
+            self._handles.append(module.register_forward_pre_hook(self.guard(before)))
+            self._handles.append(module.register_forward_hook(self.guard(after), with_kwargs=True))
+
+    def detach(self) -> None:
+        """Take the hooks away; what was observed stays."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _see(
+        self, seen: Observed, module: nn.Module, inputs: list[Any], output: Any, operators: tuple[str, ...]
+    ) -> None:
+        first = next(
+            (t for t in (output if isinstance(output, tuple | list) else [output]) if _is_tensor(t)), None
+        )
+        if first is None:
+            return
+        if inside_backward():
+            while self._cached:  # a forward that stopped early (checkpointing may) leaves its entry behind
+                owner, before = self._cached.pop()
+                if owner is module:
+                    seen.recomputed += cached_results(operators) >= before
+                    break
+        else:
+            seen.calls += 1
+            seen.precision = (
+                "fp8" if getattr(module, "fp8", False) is True else _NAMES.get(first.dtype, "fp32")
+            )
+        # Also in a recompute: under reentrant checkpointing only that one builds a graph.
+        seen.dgrad |= any(_is_tensor(t) and t.requires_grad for t in inputs)
+        seen.backward |= first.requires_grad
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()

@@ -1,0 +1,24 @@
+"""Module names as the user wrote the model: without what FSDP, checkpointing and ``torch.compile`` put in between."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+__all__ = ["clean_name", "named_modules_clean"]
+
+WRAPPER_PARTS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
+
+
+def clean_name(name: str) -> str:
+    """``name`` without the parts that wrappers add (FSDP1, ``CheckpointWrapper``, ``torch.compile``)."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPER_PARTS)
+
+
+def named_modules_clean(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """``model.named_modules()`` under clean names; of a wrapper and what it wraps, what it wraps."""
+    for name, module in model.named_modules():
+        if any(part in module._modules for part in WRAPPER_PARTS):
+            continue
+        yield clean_name(name), module
