@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -34,6 +35,8 @@ __all__ = [
     "apply_activation_checkpointing",
     "wrap_selected",
 ]
+
+log = logging.getLogger(__name__)
 
 KEY = "algorithms.activation_checkpointing"
 
@@ -128,6 +131,7 @@ def wrap_selected(model: nn.Module, selected: Iterable[Selection], *, offload: b
             the checkpoint off without a word.
     """
     done = []
+    _switch_off_cache(model)
     for selection in selected:
         name, module = modules_by_clean_name(model)[selection.name]
         parent = model.get_submodule(name.rpartition(".")[0])
@@ -143,6 +147,15 @@ def wrap_selected(model: nn.Module, selected: Iterable[Selection], *, offload: b
         replace_module(model, name, _wrap(module, selection.policy, offload))
         done.append(selection)
     return CheckpointingReport(tuple(done), offload)
+
+
+def _switch_off_cache(model: nn.Module) -> None:
+    """Set Hugging Face's ``config.use_cache`` to false: a recompute would append keys to the cache a second time."""
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if getattr(config, "use_cache", False) is True:
+            log.info("%s: set config.use_cache of %s to false", KEY, type(module).__name__)
+            config.use_cache = False
 
 
 def _wrap(module: nn.Module, policy: Policy, offload: bool) -> nn.Module:
