@@ -195,13 +195,14 @@ class Compressor:
             base = base.as_strided((base.numel(),), (1,))  # as it lies in memory: no copy, strides come back
         else:
             base, stride = base.contiguous().view(-1), None
-        return _Handle(self._payload(x, base, stride is None), size, stride, expanded)
+        row = size[-1] if size and (stride is None or stride[-1] == 1) else 0
+        return _Handle(self._payload(x, base, stride is None, row), size, stride, expanded)
 
     def unpack(self, handle: _Handle | Untouched) -> Tensor:
         """The unpack hook."""
         return handle.tensor()
 
-    def _payload(self, x: Tensor, flat: Tensor, copied: bool) -> _Payload:
+    def _payload(self, x: Tensor, flat: Tensor, copied: bool, row: int) -> _Payload:
         assert self.fmt is not None
         storage = x.untyped_storage()
         layout = (tuple(x.shape), tuple(x.stride())) if copied else flat.numel()
@@ -211,7 +212,7 @@ class Compressor:
             payload = entry[1]()
             if payload is not None:
                 return payload
-        payload = _Payload(pack(flat, self.fmt))
+        payload = _Payload(pack(flat, self.fmt, row=row))
         self._cache[key] = (weakref.ref(storage), weakref.ref(payload))
         self.saved.original += flat.numel() * flat.element_size()
         self.saved.packed += payload.packed.nbytes
