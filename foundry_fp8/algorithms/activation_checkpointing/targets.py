@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import nn
 
-from foundry_fp8.activations.wrapping import clean_name
+from foundry_fp8.activations.wrapping import clean_name, own_class
 from foundry_fp8.algorithms.activation_checkpointing.blocks import check_overlap, parse_blocks
 from foundry_fp8.algorithms.activation_checkpointing.policy import Policy, check_policy
 from foundry_fp8.config import ConfigError, from_mapping, nearest
@@ -142,7 +142,8 @@ def _resolve(
     modules = {name: module for block in inside for name, module in block.items()}
     present: dict[str, type] = {}
     for module in modules.values():
-        present.setdefault(type(module).__name__, type(module))
+        cls = own_class(module)
+        present.setdefault(cls.__name__, cls)
     classes: list[tuple[type, Target]] = []
     patterns: list[Target] = []
     for entry in entries:
@@ -165,7 +166,7 @@ def _class_named(
     name: str, inside: Sequence[Mapping[str, nn.Module]], present: Mapping[str, type]
 ) -> type | None:
     if name == "":
-        return type(next(iter(inside[0].values())))
+        return own_class(next(iter(inside[0].values())))
     # A model made of Foundry's classes has imported Foundry; without it none of its names can match.
     foundry = sys.modules.get("llmfoundry.models.utils.act_ckpt")
     if foundry is not None:

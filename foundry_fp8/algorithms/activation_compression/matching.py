@@ -21,6 +21,7 @@ from foundry_fp8.activations.fused import (
     packed_norm,
 )
 from foundry_fp8.activations.packing import PackFormat
+from foundry_fp8.activations.wrapping import own_class
 
 __all__ = ["fuse_mlp", "fuse_norm", "unfuse"]
 
@@ -36,7 +37,7 @@ _LAYER = ("LayerNorm", "LPLayerNorm")
 
 def fuse_mlp(module: nn.Module, fmt: PackFormat) -> bool:
     """Let a known gated or plain MLP keep packed inputs of its activation function. False if it is not a known one."""
-    name = type(module).__name__
+    name = own_class(module).__name__
     if name not in _GATED + _PLAIN:
         return False
     act = getattr(module, "act_fn", None) or getattr(module, "act", None)
@@ -61,8 +62,9 @@ def fuse_mlp(module: nn.Module, fmt: PackFormat) -> bool:
 def fuse_norm(module: nn.Module, fmt: PackFormat) -> bool:
     """Let a known LayerNorm or RMSNorm keep a packed input. False if it is not a known one."""
     cls = type(module)
-    centred = cls.__name__ in _LAYER
-    if not centred and cls.__name__ not in _RMS:
+    name = own_class(module).__name__
+    centred = name in _LAYER
+    if not centred and name not in _RMS:
         return False
     eps = getattr(module, "eps", getattr(module, "variance_epsilon", None))
     shape = getattr(module, "normalized_shape", (0,))
@@ -85,10 +87,9 @@ def fuse_norm(module: nn.Module, fmt: PackFormat) -> bool:
 
 
 def unfuse(module: nn.Module) -> None:
-    """Give a fused module its own class back."""
-    original = getattr(type(module), "_unfused", None)
-    if original is not None:
-        module.__class__ = original
+    """Give a fused module the class back that it had."""
+    if "_unfused" in type(module).__dict__:
+        module.__class__ = type(module)._unfused  # type: ignore[attr-defined]
 
 
 def _become(module: nn.Module, forward: Callable[..., Tensor]) -> None:
