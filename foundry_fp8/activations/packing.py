@@ -113,12 +113,7 @@ class Packed:
 
 def packable(x: Tensor) -> bool:
     """Whether :func:`pack` takes this tensor: plain, dense, float32, bfloat16 or float16."""
-    return (
-        type(x) in (Tensor, torch.nn.Parameter)
-        and x.layout == torch.strided
-        and x.dtype in _DTYPES
-        and x.device.type != "meta"
-    )
+    return type(x) in (Tensor, torch.nn.Parameter) and x.layout == torch.strided and x.dtype in _DTYPES
 
 
 def pack(x: Tensor, fmt: PackFormat, *, row: int | None = None) -> Packed:
@@ -164,13 +159,17 @@ def quantize_blocks_reference(flat: Tensor, fmt: PackFormat) -> tuple[Tensor, Te
     scale_inv = torch.where(amax.isfinite(), scale_inv, torch.nan).to(fmt.scale_dtype)
     # A block that is not finite is NaN through its scale; its codes only have to be castable.
     scaled = torch.mul(blocks, torch.where(amax.isfinite(), scale, 0.0).unsqueeze(1))
-    scaled = scaled.float().nan_to_num_(0.0, 0.0, 0.0) if not bool(amax.isfinite().all()) else scaled.float()
+    scaled = scaled.float()
+    if flat.is_meta or not bool(amax.isfinite().all()):
+        scaled = scaled.nan_to_num_(0.0, 0.0, 0.0)
     if fmt.name == "e4m3":
         codes = scaled.clamp_(-448.0, 448.0).to(torch.float8_e4m3fn).view(torch.uint8)
     elif fmt.name == "int8":
         # Not zero stays not zero: the backward of relu asks for the sign, and dropping the smallest 0.5 % of its
         # elements made its gradient 10 % wrong.
-        codes = torch.where(scaled.abs() < 0.5, scaled.sign(), scaled.round()).to(torch.int8).view(torch.uint8)
+        codes = (
+            torch.where(scaled.abs() < 0.5, scaled.sign(), scaled.round()).to(torch.int8).view(torch.uint8)
+        )
     else:
         nibbles = scaled.round_().clamp_(-7.0, 7.0).add_(8.0).to(torch.uint8).view(-1, fmt.block // 2, 2)
         codes = nibbles[..., 0] | (nibbles[..., 1] << 4)

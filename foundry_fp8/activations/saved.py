@@ -166,7 +166,12 @@ class Compressor:
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         for x in tree_iter((args, kwargs)):
             # Masks, position tables: constants of the whole model, shared by its blocks.
-            if isinstance(x, Tensor) and not x.requires_grad and type(x) is Tensor and x.layout == torch.strided:
+            if (
+                isinstance(x, Tensor)
+                and not x.requires_grad
+                and type(x) is Tensor
+                and x.layout == torch.strided
+            ):
                 storage = x.untyped_storage()
                 self._handed[storage._cdata] = weakref.ref(storage)
         self._push()
@@ -190,7 +195,8 @@ class Compressor:
                 self.saved.passed += x.untyped_storage().nbytes() if type(x) is Tensor else 0
             return Untouched.of(x)
         base, expanded = _without_expansion(x.detach())
-        size, stride = tuple(base.shape), tuple(base.stride())
+        size: tuple[int, ...] = tuple(base.shape)
+        stride: tuple[int, ...] | None = tuple(base.stride())
         if torch._prims_common.is_non_overlapping_and_dense(base):
             base = base.as_strided((base.numel(),), (1,))  # as it lies in memory: no copy, strides come back
         else:
@@ -240,7 +246,8 @@ class Compressor:
             x.dim() == 3
             and x.dtype == torch.float32
             and any(
-                tuple(x.shape[:2]) == seen[:2] and seen[2] <= x.shape[2] < seen[2] + 128 for seen in self._leading
+                tuple(x.shape[:2]) == seen[:2] and seen[2] <= x.shape[2] < seen[2] + 128
+                for seen in self._leading
             )
         )
 

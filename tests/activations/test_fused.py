@@ -129,7 +129,13 @@ def test_not_finite_inputs_stay_visible():
     for y in (
         packed_activation(x, None, F.gelu, "gelu", PackFormat(name="int8")),
         packed_norm(
-            x, None, None, lambda x: F.rms_norm(x, (128,)), eps=1e-6, centred=False, fmt=PackFormat(name="e4m3")
+            x,
+            None,
+            None,
+            lambda x: F.rms_norm(x, (128,)),
+            eps=1e-6,
+            centred=False,
+            fmt=PackFormat(name="e4m3"),
         ),
     ):
         (dx,) = torch.autograd.grad(y.sum(), x)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from composer.core import Algorithm, Event, State
+from composer.core.precision import get_precision_context
 from composer.loggers import Logger
 from torch import Tensor
 
@@ -18,9 +19,11 @@ from foundry_fp8.algorithms.activation_checkpointing.apply import (
 )
 from foundry_fp8.algorithms.activation_checkpointing.policy import Policy
 from foundry_fp8.algorithms.activation_checkpointing.targets import Selection, select
-from foundry_fp8.config import ConfigError
 
 __all__ = ["ActivationCheckpointing"]
+
+ADAM_BYTES = 8
+"""Optimizer state a parameter, where it is not allocated yet: two float32 moments, as Foundry's optimizers keep."""
 
 log = logging.getLogger(__name__)
 
@@ -106,26 +109,28 @@ class ActivationCheckpointing(Algorithm):
     def _plan(self, state: State) -> None:
         from foundry_fp8.planning.memory import apply_plan, plan_memory
 
-        if self.config.budget is None or state.deepspeed_enabled if hasattr(state, "deepspeed_enabled") else False:
-            raise ConfigError(f"{KEY}.budget: cannot plan here.")
+        assert self.config.budget is not None
+        model = getattr(state.model, "module", state.model)  # inside DDP, whose reducer expects whole steps
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        allocated = any(optimizer.state for optimizer in state.optimizers)
         plan = plan_memory(
-            state.model, loss_of_microbatch(state), budget=self.config.budget, offload=self.config.offload
+            model,
+            loss_of_microbatch(state, model),
+            budget=self.config.budget,
+            offload=self.config.offload,
+            optimizer_bytes=0 if allocated and state.device.name == "gpu" else ADAM_BYTES * trained,
         )
-        log.info("%s", plan)
-        apply_plan(state.model, plan)
         self._planned = True
+        log.info("%s", plan)
+        apply_plan(model, plan)
 
 
-def loss_of_microbatch(state: State) -> Callable[[], Tensor]:
-    """A function that runs ``state.batch`` through the model in the trainer's precision and returns the loss."""
-    from composer.core.precision import get_precision_context
-
-    model = getattr(state.model, "module", state.model)  # DDP keeps the loss method inside
+def loss_of_microbatch(state: State, model: Any) -> Callable[[], Tensor]:
+    """A function that runs ``state.batch`` through ``model`` in the trainer's precision and returns the loss."""
 
     def run() -> Tensor:
         with get_precision_context(state.precision, state.precision_config):
-            outputs = state.model(state.batch)
-            loss = model.loss(outputs, state.batch)
-        return loss if isinstance(loss, Tensor) else sum(loss)  # type: ignore[arg-type]
+            loss = model.loss(model(state.batch), state.batch)
+        return loss if isinstance(loss, Tensor) else sum(loss)
 
     return run

@@ -33,6 +33,7 @@ __all__ = [
     "ActivationCheckpointingConfig",
     "CheckpointingReport",
     "apply_activation_checkpointing",
+    "unwrap",
     "wrap_selected",
 ]
 
@@ -123,7 +124,9 @@ def apply_activation_checkpointing(
     return wrap_selected(model, selected, offload=config.offload)
 
 
-def wrap_selected(model: nn.Module, selected: Iterable[Selection], *, offload: bool = False) -> CheckpointingReport:
+def wrap_selected(
+    model: nn.Module, selected: Iterable[Selection], *, offload: bool = False
+) -> CheckpointingReport:
     """Wrap modules that :func:`~.targets.select` has chosen, by name.
 
     Raises:
@@ -149,10 +152,17 @@ def wrap_selected(model: nn.Module, selected: Iterable[Selection], *, offload: b
     return CheckpointingReport(tuple(done), offload)
 
 
+def unwrap(model: nn.Module) -> None:
+    """Take every checkpoint off ``model``."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, CheckpointWrapper):
+            replace_module(model, name, module._checkpoint_wrapped_module)
+
+
 def _switch_off_cache(model: nn.Module) -> None:
     """Set Hugging Face's ``config.use_cache`` to false: a recompute would append keys to the cache a second time."""
     for module in model.modules():
-        config = getattr(module, "config", None)
+        config: Any = getattr(module, "config", None)
         if getattr(config, "use_cache", False) is True:
             log.info("%s: set config.use_cache of %s to false", KEY, type(module).__name__)
             config.use_cache = False

@@ -48,7 +48,9 @@ def parse_blocks(spec: Any, n_blocks: int, key: str) -> frozenset[int]:
             elif isinstance(element, str):
                 found.update(_parse_element(element, n_blocks, key))
             else:
-                raise ConfigError(f"{key}: {element!r} in {spec!r} is not a block number or string. {GRAMMAR}.")
+                raise ConfigError(
+                    f"{key}: {element!r} in {spec!r} is not a block number or string. {GRAMMAR}."
+                )
         chosen = found
     elif isinstance(spec, str):
         chosen = {

@@ -71,7 +71,9 @@ def normalize_targets(targets: Any, key: str) -> tuple[list[Target], bool]:
             return found, False
         for entry in targets:
             if not isinstance(entry, str):
-                raise ConfigError(f"{key}: {entry!r} is not a target name. A list holds names, or only mappings.")
+                raise ConfigError(
+                    f"{key}: {entry!r} is not a target name. A list holds names, or only mappings."
+                )
         return [Target(target=entry) for entry in targets], True
     if isinstance(targets, Mapping):
         for name, blocks in targets.items():
@@ -112,7 +114,11 @@ def select(model: nn.Module, targets: Any, policy: Policy, key: str) -> list[Sel
     every = frozenset(range(len(blocks)))
 
     def blocks_of(entry: Target) -> frozenset[int]:
-        return every if entry.blocks is None else parse_blocks(entry.blocks, len(blocks), f"{key}.{entry.target}")
+        return (
+            every
+            if entry.blocks is None
+            else parse_blocks(entry.blocks, len(blocks), f"{key}.{entry.target}")
+        )
 
     by_class = [(cls, entry, blocks_of(entry)) for cls, entry in classes]
     by_pattern = [(entry, blocks_of(entry)) for entry in patterns]
@@ -124,11 +130,11 @@ def select(model: nn.Module, targets: Any, policy: Policy, key: str) -> list[Sel
             # As in Foundry, the first class that fits decides, also where its blocks leave this one out.
             first = next((cls for cls, _, _ in by_class if isinstance(module, cls)), None)
             hits = [e for cls, e, chosen in by_class if cls is first and index in chosen]
-            hits += [
-                e for e, chosen in by_pattern if index in chosen and fnmatch.fnmatchcase(name, e.target)
-            ]
+            hits += [e for e, chosen in by_pattern if index in chosen and fnmatch.fnmatchcase(name, e.target)]
             if len(hits) > 1:
-                raise ConfigError(f"{key}: {name} is named by both {hits[0].target!r} and {hits[1].target!r}.")
+                raise ConfigError(
+                    f"{key}: {name} is named by both {hits[0].target!r} and {hits[1].target!r}."
+                )
             if hits:
                 selected.append(Selection(name, hits[0].policy or policy))
     _check_nested([s.name for s in selected], key)
@@ -142,8 +148,8 @@ def _resolve(
     modules = {name: module for block in inside for name, module in block.items()}
     present: dict[str, type] = {}
     for module in modules.values():
-        cls = own_class(module)
-        present.setdefault(cls.__name__, cls)
+        own = own_class(module)
+        present.setdefault(own.__name__, own)
     classes: list[tuple[type, Target]] = []
     patterns: list[Target] = []
     for entry in entries:

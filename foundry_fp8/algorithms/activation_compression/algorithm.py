@@ -39,7 +39,9 @@ class ActivationCompression(Algorithm):
         self.report: CompressionReport | None = None
 
     def __repr__(self) -> str:
-        return f"ActivationCompression({', '.join(f'{key}={value!r}' for key, value in self.options.items())})"
+        return (
+            f"ActivationCompression({', '.join(f'{key}={value!r}' for key, value in self.options.items())})"
+        )
 
     def match(self, event: Event, state: State) -> bool:
         """Run on the first FIT_START."""

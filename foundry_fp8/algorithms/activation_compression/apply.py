@@ -55,7 +55,9 @@ class ActivationCompressionConfig:
         check_choice(f"{KEY}.format", self.format, FORMATS)
         check_patterns(f"{KEY}.targets", self.targets)
         if not self.targets:
-            raise ConfigError(f"{KEY}.targets: an empty list compresses nothing. Remove the algorithm instead.")
+            raise ConfigError(
+                f"{KEY}.targets: an empty list compresses nothing. Remove the algorithm instead."
+            )
         check_integer(f"{KEY}.min_numel", self.min_numel)
         if not isinstance(self.include_checkpoint_boundaries, bool):
             raise ConfigError(

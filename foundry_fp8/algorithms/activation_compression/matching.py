@@ -25,7 +25,17 @@ from foundry_fp8.activations.wrapping import own_class
 
 __all__ = ["fuse_mlp", "fuse_norm", "unfuse"]
 
-_GATED = ("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "GemmaMLP", "Gemma2MLP", "OlmoMLP", "Olmo2MLP", "MPTGLU")
+_GATED = (
+    "LlamaMLP",
+    "MistralMLP",
+    "Qwen2MLP",
+    "Qwen3MLP",
+    "GemmaMLP",
+    "Gemma2MLP",
+    "OlmoMLP",
+    "Olmo2MLP",
+    "MPTGLU",
+)
 _PLAIN = ("MPTMLP",)
 _RMS = (
     "LlamaRMSNorm", "MistralRMSNorm", "MixtralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "Olmo2RMSNorm", "RMSNorm",

@@ -95,7 +95,9 @@ def test_what_is_recomputed_is_what_was_chosen(make_llama):
     assert extra(policy="selective") == 0
     assert extra(targets={"LlamaDecoderLayer": "first-2"}) == pytest.approx(full / 2)
     mlp_matmul = 2 * TOKENS.numel() * 64 * 160
-    assert extra(targets="LlamaMLP") == 4 * 2 * mlp_matmul  # early stop: the last matmul's output is not needed
+    assert (
+        extra(targets="LlamaMLP") == 4 * 2 * mlp_matmul
+    )  # early stop: the last matmul's output is not needed
     assert extra(policy=["aten.mm"]) < full / 2
 
 

@@ -14,7 +14,9 @@ from foundry_fp8.config import ConfigError
 
 
 def numbers(rng: random.Random) -> str:
-    return rng.choice(["0", "1", "2", "3", "5", "7", "12", "40", "007", "", "-1", "x", "1.5", "²", " 2", "+3", "1_0"])
+    return rng.choice(
+        ["0", "1", "2", "3", "5", "7", "12", "40", "007", "", "-1", "x", "1.5", "²", " 2", "+3", "1_0"]
+    )
 
 
 def element(rng: random.Random) -> str:
@@ -30,9 +32,9 @@ def spec(rng: random.Random) -> object:
         return rng.choice([0, 1, 3, 12, 100, -1, True, False, None, 2.5, (1, 2), {}])
     if shape < 0.55:
         return rng.choice([",", ", ", " , "]).join(element(rng) for _ in range(rng.randint(1, 3)))
-    return [rng.choice([element(rng), rng.randint(-2, 14), rng.randint(0, 9)]) for _ in range(rng.randint(0, 4))] + (
-        [rng.choice([None, 1.5, [1]])] if rng.random() < 0.1 else []
-    )
+    return [
+        rng.choice([element(rng), rng.randint(-2, 14), rng.randint(0, 9)]) for _ in range(rng.randint(0, 4))
+    ] + ([rng.choice([None, 1.5, [1]])] if rng.random() < 0.1 else [])
 
 
 def outcome(function, spec, n):
@@ -69,9 +71,7 @@ def test_600_generated_mappings_overlap_as_in_foundry():
 
         def ours(mapping=mapping, n=n):
             every = frozenset(range(n))
-            check_overlap(
-                [(k, every if v == -1 else frozenset(v)) for k, v in mapping.items()], "targets"
-            )
+            check_overlap([(k, every if v == -1 else frozenset(v)) for k, v in mapping.items()], "targets")
 
         try:
             theirs()

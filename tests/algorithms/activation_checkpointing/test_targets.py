@@ -132,7 +132,10 @@ def test_mappings_give_each_target_its_policy(make_llama):
 @pytest.mark.parametrize(
     ("targets", "message"),
     [
-        ("LlamaDecoderLayr", "names nothing .* classes LlamaDecoderLayer, .* Did you mean 'LlamaDecoderLayer'"),
+        (
+            "LlamaDecoderLayr",
+            "names nothing .* classes LlamaDecoderLayer, .* Did you mean 'LlamaDecoderLayer'",
+        ),
         ({"*.attention": "first-1"}, r"\*\.self_attn"),
         ({"LlamaDecoderLayer": "first-3", "LlamaMLP": "range-2-4"}, "block 2 belongs to both"),
         ({"LlamaDecoderLayer": "first-1", "*.mlp": "every-2"}, "layers.0.mlp lies inside model.layers.0"),
