@@ -102,8 +102,8 @@ def _build(config: dict[str, Any], microbatch: int, device: torch.device) -> tup
 
     for file in config.get("code_paths") or []:
         import_file(file)
-    tokenizer_config = config.get("tokenizer") or {}
-    tokenizer = build_tokenizer(tokenizer_config.get("name"), tokenizer_config.get("kwargs") or {})
+    wanted = config.get("tokenizer")
+    tokenizer = build_tokenizer(wanted["name"], wanted.get("kwargs") or {}) if wanted else None
     options = {k: v for k, v in config["model"].items() if k not in ("name", "pretrained", "init_device")}
     with torch.device(device):
         model = build_composer_model(

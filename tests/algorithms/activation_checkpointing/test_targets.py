@@ -29,9 +29,9 @@ def mpt():
     return MPTForCausalLM(config)
 
 
-PRESENT = ["mptblock", "MPTBlock", "grouped_query_attention", "multihead_attention", "mptglu", "mptmlp"]
+PRESENT = ["mptblock", "MPTBlock", "grouped_query_attention", "mptglu", "mptmlp"]
 PRESENT += ["low_precision_layernorm", "layernorm"]
-ABSENT = ["norm_attn_norm", "low_precision_rmsnorm", "rmsnorm"]
+ABSENT = ["norm_attn_norm", "multihead_attention", "low_precision_rmsnorm", "rmsnorm"]
 
 
 def blocks(rng):
