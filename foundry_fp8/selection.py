@@ -57,7 +57,8 @@ def transformer_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
         if not isinstance(module, nn.ModuleList) or len(module) == 0 or name.startswith(taken or ("\0",)):
             continue
         children = list(module.named_children())
-        if len({type(child) for _, child in children}) != 1:
+        # A checkpoint around some of the blocks does not make them blocks of another kind.
+        if len({type(child._modules.get("_checkpoint_wrapped_module", child)) for _, child in children}) != 1:
             continue
         size = sum(p.numel() for p in module.parameters())
         if size > best_size:

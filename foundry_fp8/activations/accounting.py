@@ -1,0 +1,134 @@
+"""How many bytes a piece of training holds: the CUDA allocator on a GPU, every live storage on anything else.
+
+:class:`LiveBytes` counts each storage that an op returns from its birth to its death, wherever it is held, which is what
+``torch.distributed._tools.MemTracker`` does too; it needs no module structure and keeps counting inside checkpoints and
+packed saves. What it does not see is memory that a kernel takes and gives back inside itself. On the meta device it counts
+what would be allocated.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+__all__ = ["CudaBytes", "LiveBytes", "Meter", "activation_bytes", "meter_for"]
+
+
+class Meter(Protocol):
+    """Counts bytes from the moment it is entered."""
+
+    peak: int
+
+    @property
+    def live(self) -> int:
+        """Bytes allocated since it was entered and still alive."""
+        ...
+
+    def reset_peak(self) -> None:
+        """Let :attr:`peak` start again from :attr:`live`."""
+        ...
+
+    def __enter__(self) -> Any:
+        """Start."""
+        ...
+
+    def __exit__(self, *exc: Any) -> Any:
+        """Stop."""
+        ...
+
+
+class LiveBytes(TorchDispatchMode):
+    """Live and peak bytes of the storages that ops made since it was entered.
+
+    Attributes:
+        live: Bytes alive now.
+        peak: The largest ``live`` since the start or :meth:`reset_peak`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = 0
+        self.peak = 0
+        self._known: dict[int, weakref.ref[Any]] = {}
+
+    def reset_peak(self) -> None:
+        """Let ``peak`` start again from ``live``."""
+        self.peak = self.live
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the op and take its results into account."""
+        before = {x.untyped_storage()._cdata for x in tree_iter((args, kwargs)) if _plain(x)}
+        out = func(*args, **(kwargs or {}))
+        for x in tree_iter(out):
+            if _plain(x):
+                storage = x.untyped_storage()
+                # A view or in-place result shares what an argument brought, which is known or was there before.
+                if storage._cdata not in before:
+                    self._track(storage)
+        self.peak = max(self.peak, self.live)
+        return out
+
+    def _track(self, storage: torch.UntypedStorage) -> None:
+        key, nbytes = storage._cdata, storage.nbytes()
+        if key in self._known:
+            return
+
+        def freed(_: Any) -> None:
+            if self._known.pop(key, None) is not None:
+                self.live -= nbytes
+
+        self._known[key] = weakref.ref(storage, freed)
+        self.live += nbytes
+
+
+def _plain(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.layout == torch.strided and not hasattr(x, "__tensor_flatten__")
+
+
+class CudaBytes:
+    """The same figures from the CUDA caching allocator (allocated, not reserved)."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._start = 0
+
+    @property
+    def live(self) -> int:
+        """Bytes allocated since it was entered."""
+        return torch.cuda.memory_allocated(self.device) - self._start
+
+    @property
+    def peak(self) -> int:
+        """The largest ``live`` since the start or :meth:`reset_peak`."""
+        return torch.cuda.max_memory_allocated(self.device) - self._start
+
+    def reset_peak(self) -> None:
+        """Let ``peak`` start again from ``live``."""
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def __enter__(self) -> CudaBytes:
+        torch.cuda.synchronize(self.device)
+        self._start = torch.cuda.memory_allocated(self.device)
+        self.reset_peak()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        torch.cuda.synchronize(self.device)
+
+
+def meter_for(device: torch.device) -> Any:
+    """:class:`CudaBytes` on a GPU, :class:`LiveBytes` elsewhere."""
+    return CudaBytes(device) if device.type == "cuda" else LiveBytes()
+
+
+def activation_bytes(forward: Callable[[], Tensor], device: torch.device) -> int:
+    """Bytes that ``forward`` leaves behind for its backward: what is live when it returns, its output left out."""
+    with meter_for(device) as meter:
+        out = forward()
+        return meter.live - out.untyped_storage().nbytes()

@@ -1,0 +1,208 @@
+"""Activation functions and norms that keep a packed input and recompute everything else in backward.
+
+    gated      h = act(gate) * up, y = h @ W.T + b    keeps gate and up packed; act(gate), h are recomputed
+    plain      h = act(x),         y = h @ W.T + b    keeps x packed
+    norm       y = norm(x)                            keeps x packed, its statistics in float32
+
+The forward is the module's own expression, so it is exact. Backward uses the closed forms below on the unpacked input.
+
+Source:
+    DeepSeek-V3 (arXiv:2412.19437) section 3.3.3 keeps SwiGLU inputs in FP8 and recomputes its output; COAT
+    (arXiv:2410.19313) section 4 does so for activation functions and norms with per-group scales.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from foundry_fp8.activations.packing import Packed, PackFormat, pack, packable, unpack
+
+__all__ = ["ActivationKind", "packed_activation", "packed_activation_linear", "packed_norm"]
+
+ActivationKind = Literal["silu", "gelu", "gelu_tanh", "relu"]
+
+
+def packed_activation(
+    gate: Tensor, up: Tensor | None, act: Callable[[Tensor], Tensor], kind: ActivationKind, fmt: PackFormat
+) -> Tensor:
+    """``act(gate) * up`` (``act(gate)`` without ``up``) that keeps its inputs packed.
+
+    Args:
+        gate: Any shape, hp.
+        up: The shape and dtype of ``gate``, or ``None``.
+        act: The activation function, for an exact forward.
+        kind: Which function ``act`` is, for backward.
+        fmt: How to pack.
+    """
+    if not _fuses(gate, up):
+        return act(gate) if up is None else act(gate) * up
+    return _PackedActivation.apply(gate, up, None, None, act, kind, fmt)
+
+
+def packed_activation_linear(
+    gate: Tensor,
+    up: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    act: Callable[[Tensor], Tensor],
+    kind: ActivationKind,
+    fmt: PackFormat,
+) -> Tensor:
+    """``F.linear(act(gate) * up, weight, bias)``; the product, the linear's input, is recomputed too.
+
+    Args:
+        gate: ``[..., in_features]``, hp.
+        up: The same, or ``None``.
+        weight: ``[out_features, in_features]``.
+        bias: ``[out_features]`` or ``None``.
+        act: See :func:`packed_activation`.
+        kind: See there.
+        fmt: See there.
+    """
+    if not _fuses(gate, up):
+        return F.linear(act(gate) if up is None else act(gate) * up, weight, bias)
+    return _PackedActivation.apply(gate, up, weight, bias, act, kind, fmt)
+
+
+def packed_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    norm: Callable[[Tensor], Tensor],
+    *,
+    eps: float,
+    centred: bool,
+    fmt: PackFormat,
+) -> Tensor:
+    """``norm(x)``, a LayerNorm (``centred``) or RMSNorm over the last dimension, that keeps ``x`` packed.
+
+    Args:
+        x: ``[..., D]``, hp.
+        weight: ``[D]`` or ``None``.
+        bias: ``[D]`` or ``None``.
+        norm: Computes the output, weight and bias applied; for an exact forward.
+        eps: Added to the variance.
+        centred: Whether the mean is subtracted.
+        fmt: How to pack.
+    """
+    if not _fuses(x, None):
+        return norm(x)
+    return _PackedNorm.apply(x, weight, bias, norm, eps, centred, fmt)
+
+
+def _fuses(x: Tensor, other: Tensor | None) -> bool:
+    if not torch.is_grad_enabled() or not packable(x):
+        return False
+    return other is None or (packable(other) and other.dtype == x.dtype and other.shape == x.shape)
+
+
+def _keep(ctx: Any, packed: list[Packed], *others: Tensor | None) -> None:
+    ctx.save_for_backward(*(t for p in packed for t in (p.codes, p.scale_inv)), *others)
+    ctx.packed = [(p.fmt, p.numel, p.dtype) for p in packed]
+
+
+def _kept(ctx: Any) -> tuple[list[Tensor], list[Tensor | None]]:
+    tensors = ctx.saved_tensors
+    n = len(ctx.packed)
+    flat = [unpack(Packed(tensors[2 * i], tensors[2 * i + 1], *ctx.packed[i])) for i in range(n)]
+    return [x.view(ctx.shape) for x in flat], list(tensors[2 * n :])
+
+
+class _PackedActivation(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        gate: Tensor,
+        up: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        act: Callable[[Tensor], Tensor],
+        kind: ActivationKind,
+        fmt: PackFormat,
+    ) -> Tensor:
+        ctx.act, ctx.kind, ctx.shape = act, kind, gate.shape
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        _keep(ctx, [pack(gate, fmt)] if up is None else [pack(gate, fmt), pack(up, fmt)], weight)
+        h = act(gate) if up is None else act(gate) * up
+        if weight is None:
+            return h
+        y = F.linear(h, weight, bias)  # autocast, where it is on, acts here as in nn.Linear
+        ctx.compute_dtype = y.dtype
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (gate, *rest), (weight,) = _kept(ctx)
+        up = rest[0] if rest else None
+        dw = db = None
+        with torch.autocast(dy.device.type, enabled=False):
+            activated = ctx.act(gate)
+            dh = dy
+            if weight is not None:
+                dtype = ctx.compute_dtype
+                dh = (dy @ weight.to(dtype)).to(gate.dtype)
+                if ctx.needs_input_grad[2]:
+                    h = activated if up is None else activated * up
+                    dw = dy.flatten(0, -2).t() @ h.to(dtype).flatten(0, -2)
+                    dw = dw.to(weight.dtype)
+                if ctx.bias_dtype is not None and ctx.needs_input_grad[3]:
+                    db = dy.flatten(0, -2).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+            dup = None if up is None else dh * activated
+            dgate = _activation_backward(dh if up is None else dh * up, gate, ctx.kind)
+        return dgate, dup, dw, db, None, None, None
+
+
+def _activation_backward(dh: Tensor, x: Tensor, kind: ActivationKind) -> Tensor:
+    """``dh * act'(x)``."""
+    if kind == "silu":
+        return torch.ops.aten.silu_backward(dh, x)
+    if kind == "relu":
+        return torch.ops.aten.threshold_backward(dh, x, 0)
+    return torch.ops.aten.gelu_backward(dh, x, approximate="tanh" if kind == "gelu_tanh" else "none")
+
+
+class _PackedNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        norm: Callable[[Tensor], Tensor],
+        eps: float,
+        centred: bool,
+        fmt: PackFormat,
+    ) -> Tensor:
+        y = norm(x)
+        # The backward of a norm that computes in bfloat16 uses its statistics too; float32 ones are closer to the truth.
+        x32 = x.float()
+        mean = x32.mean(-1, keepdim=True) if centred else None
+        variance = (x32 if mean is None else x32 - mean).square().mean(-1, keepdim=True)
+        ctx.shape, ctx.bias_dtype = x.shape, None if bias is None else bias.dtype
+        _keep(ctx, [pack(x, fmt)], torch.rsqrt(variance + eps), mean, weight)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (x,), (rstd, mean, weight) = _kept(ctx)
+        assert rstd is not None
+        dtype, lead = x.dtype, tuple(range(dy.dim() - 1))
+        with torch.autocast(dy.device.type, enabled=False):
+            dy = dy.float()
+            normed = (x.float() if mean is None else x.float().sub_(mean)).mul(rstd)
+            dw = (dy * normed).sum(lead).to(weight.dtype) if weight is not None else None
+            db = dy.sum(lead).to(ctx.bias_dtype) if ctx.bias_dtype is not None else None
+            dnormed = dy if weight is None else dy * weight.float()
+            dx = dnormed - normed * (dnormed * normed).mean(-1, keepdim=True)
+            if mean is not None:
+                dx -= dnormed.mean(-1, keepdim=True)
+            dx = dx.mul_(rstd).to(dtype)
+        return dx, dw, db, None, None, None, None

@@ -1,0 +1,189 @@
+"""Saved tensors in 8 or 4 bits: one scale a block of elements that lie next to each other in memory.
+
+The reference, in plain torch, for every device. On CUDA the Triton kernels of
+:mod:`foundry_fp8.kernels.activations` run instead and are tested for equality with this file.
+
+=======  ==========  =====  =======================  ==============================================
+format   bytes/elt   block  code                     relative error (RMS, Gaussian input)
+=======  ==========  =====  =======================  ==============================================
+int8     1.031       128    round(x * 127 / amax)    6.8e-3
+e4m3     1.031       128    E4M3(x * 448 / amax)     2.6e-2
+int4     0.5625      32     round(x * 7 / amax)      9.7e-2
+=======  ==========  =====  =======================  ==============================================
+
+int8 rounds what is not zero to at least one unit. A block that holds an Inf or a NaN comes back as NaN throughout, so that overflow stays visible to gradient clipping.
+
+Source:
+    Group-wise E4M3 of activations: COAT (arXiv:2410.19313), which groups 16 elements; here 128, as at equal bytes the
+    scales of small groups cost more than they gain. The errors are this package's (``tests/activations``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from foundry_fp8.config import ConfigError, check_choice
+
+__all__ = ["FORMATS", "FormatName", "PackFormat", "Packed", "pack", "pack_format", "packable", "unpack"]
+
+FormatName = Literal["int8", "e4m3", "int4"]
+FORMATS: tuple[FormatName, ...] = ("int8", "e4m3", "int4")
+
+MIN_AMAX = 1e-30
+"""A block whose amax is below this packs to zeros; above it ``127 / amax`` is finite in float32."""
+
+_DEFAULT_BLOCK = {"int8": 128, "e4m3": 128, "int4": 32}
+_CODE_MAX = {"int8": 127.0, "e4m3": 448.0, "int4": 7.0}
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PackFormat:
+    """How a saved tensor is packed."""
+
+    name: FormatName = "int8"
+    """``int8``, ``e4m3`` or ``int4``."""
+    block: int = 0
+    """Elements that share a scale; 0 for the format's default (128, 128, 32)."""
+
+    def __post_init__(self) -> None:
+        check_choice("format", self.name, FORMATS)
+        if self.block == 0:
+            object.__setattr__(self, "block", _DEFAULT_BLOCK[self.name])
+        if self.block not in (16, 32, 64, 128, 256, 512, 1024):
+            raise ConfigError(
+                f"block_size: {self.block!r} is not a power of two from 16 to 1024 (elements that share one scale)."
+            )
+
+    @property
+    def code_max(self) -> float:
+        """What a block's amax maps to."""
+        return _CODE_MAX[self.name]
+
+    def within(self, row: int) -> PackFormat:
+        """This format with the largest block that divides rows of ``row`` elements: tokens differ in magnitude."""
+        block = self.block
+        while block > 16 and row % block:
+            block //= 2
+        return self if block == self.block or row % block else dataclasses.replace(self, block=block)
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        """float32; bfloat16 for int4, whose blocks are small."""
+        return torch.bfloat16 if self.name == "int4" else torch.float32
+
+
+def pack_format(name: str, block: int = 0) -> PackFormat:
+    """A :class:`PackFormat` from what a YAML holds."""
+    return PackFormat(name=name, block=block)  # type: ignore[arg-type]
+
+
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """A packed tensor.
+
+    Attributes:
+        codes: uint8 ``[n_blocks, block]`` (``[n_blocks, block // 2]`` for int4): the bytes of the codes.
+        scale_inv: uint8: the bytes of one scale a block. Bytes, because saved-tensor hooks leave integers alone.
+        fmt: The format.
+        numel: Elements packed; the last block is padded with zeros.
+        dtype: What :func:`unpack` returns.
+    """
+
+    codes: Tensor
+    scale_inv: Tensor
+    fmt: PackFormat
+    numel: int
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory it holds."""
+        return self.codes.numel() + self.scale_inv.numel()
+
+    @property
+    def scales(self) -> Tensor:
+        """What codes are multiplied with, float32 ``[n_blocks]``."""
+        return self.scale_inv.view(self.fmt.scale_dtype).float()
+
+
+def packable(x: Tensor) -> bool:
+    """Whether :func:`pack` takes this tensor: plain, dense, float32, bfloat16 or float16."""
+    return type(x) in (Tensor, torch.nn.Parameter) and x.layout == torch.strided and x.dtype in _DTYPES
+
+
+def pack(x: Tensor, fmt: PackFormat, *, row: int | None = None) -> Packed:
+    """Pack a tensor, read in logical order.
+
+    Args:
+        x: Any shape, float32, bfloat16 or float16 (:func:`packable`).
+        fmt: The format. Its block is made smaller where it does not divide a row, down to 16.
+        row: Elements of a row, where it is not the last dimension of ``x``.
+
+    Returns:
+        Holds no reference to ``x``.
+    """
+    flat = x.detach().reshape(-1)
+    fmt = fmt.within(row or (x.shape[-1] if x.dim() else 1))
+    if flat.is_cuda:
+        from foundry_fp8.kernels.activations import quantize_blocks
+
+        codes, scale_inv = quantize_blocks(flat, fmt)
+    else:
+        codes, scale_inv = quantize_blocks_reference(flat, fmt)
+    return Packed(codes, scale_inv, fmt, flat.numel(), x.dtype)
+
+
+def unpack(packed: Packed) -> Tensor:
+    """The values, 1-d ``[numel]``, in the dtype that was packed."""
+    if packed.codes.is_cuda:
+        from foundry_fp8.kernels.activations import dequantize_blocks
+
+        return dequantize_blocks(packed)
+    return dequantize_blocks_reference(packed)
+
+
+def quantize_blocks_reference(flat: Tensor, fmt: PackFormat) -> tuple[Tensor, Tensor]:
+    """``(codes, scale_inv)`` of :class:`Packed` for a 1-d tensor."""
+    padding = -flat.numel() % fmt.block
+    blocks = torch.nn.functional.pad(flat, (0, padding)).view(-1, fmt.block)
+    amax = torch.linalg.vector_norm(blocks, float("inf"), dim=1, dtype=torch.float32)
+    usable = amax.clamp_min(MIN_AMAX)
+    scale_inv = (usable * (1.0 / fmt.code_max)).to(fmt.scale_dtype)
+    # int4 rounds its scale, so codes are made with the scale that will be read; the others keep full precision.
+    scale = 1.0 / scale_inv.float() if fmt.name == "int4" else fmt.code_max / usable
+    scale_inv = torch.where(amax.isfinite(), scale_inv, torch.nan).to(fmt.scale_dtype)
+    # A block that is not finite is NaN through its scale; its codes only have to be castable.
+    scaled = torch.mul(blocks, torch.where(amax.isfinite(), scale, 0.0).unsqueeze(1))
+    scaled = scaled.float()
+    if flat.is_meta or not bool(amax.isfinite().all()):
+        scaled = scaled.nan_to_num_(0.0, 0.0, 0.0)
+    if fmt.name == "e4m3":
+        codes = scaled.clamp_(-448.0, 448.0).to(torch.float8_e4m3fn).view(torch.uint8)
+    elif fmt.name == "int8":
+        # Not zero stays not zero: the backward of relu asks for the sign, and dropping the smallest 0.5 % of its
+        # elements made its gradient 10 % wrong.
+        codes = (
+            torch.where(scaled.abs() < 0.5, scaled.sign(), scaled.round()).to(torch.int8).view(torch.uint8)
+        )
+    else:
+        nibbles = scaled.round_().clamp_(-7.0, 7.0).add_(8.0).to(torch.uint8).view(-1, fmt.block // 2, 2)
+        codes = nibbles[..., 0] | (nibbles[..., 1] << 4)
+    return codes, scale_inv.view(torch.uint8)
+
+
+def dequantize_blocks_reference(packed: Packed) -> Tensor:
+    """See :func:`unpack`."""
+    fmt = packed.fmt
+    if fmt.name == "int4":
+        low, high = (packed.codes & 15), (packed.codes >> 4)
+        codes = torch.stack((low, high), dim=-1).view(-1, fmt.block).float().sub_(8.0)
+    elif fmt.name == "int8":
+        codes = packed.codes.view(torch.int8).float()
+    else:
+        codes = packed.codes.view(torch.float8_e4m3fn).float()
+    return codes.mul_(packed.scales.unsqueeze(1)).view(-1)[: packed.numel].to(packed.dtype)

@@ -1,0 +1,136 @@
+"""The Composer Algorithm."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from composer.core import Algorithm, Event, State
+from composer.core.precision import get_precision_context
+from composer.loggers import Logger
+from torch import Tensor
+
+from foundry_fp8.activations.wrapping import checkpoint_wrappers
+from foundry_fp8.algorithms.activation_checkpointing.apply import (
+    KEY,
+    ActivationCheckpointingConfig,
+    wrap_selected,
+)
+from foundry_fp8.algorithms.activation_checkpointing.policy import Policy
+from foundry_fp8.algorithms.activation_checkpointing.targets import Selection, select
+
+__all__ = ["ActivationCheckpointing"]
+
+ADAM_BYTES = 8
+"""Optimizer state a parameter, where it is not allocated yet: two float32 moments, as Foundry's optimizers keep."""
+
+log = logging.getLogger(__name__)
+
+
+class ActivationCheckpointing(Algorithm):
+    """Recompute chosen modules in backward, chosen by name and block or planned from a memory budget.
+
+    Runs on ``Event.INIT`` (targets are checked on the plain model), ``Event.AFTER_LOAD`` (checkpoints go inside the
+    FSDP units, which exist by then) and, with a budget, once on the first ``Event.BEFORE_FORWARD`` (the plan is
+    measured on the first microbatch, before it is trained on).
+
+    Where the FSDP config has ``activation_checkpointing: true``, Composer wraps: the algorithm then marks modules with
+    the ``_activation_checkpointing`` attribute that Composer reads, and wraps by itself only what Composer cannot
+    (policies other than ``full``, offload, budgets).
+
+    Args:
+        targets: See :class:`ActivationCheckpointingConfig`.
+        policy: See there.
+        budget: See there.
+        offload: See there.
+    """
+
+    def __init__(
+        self,
+        targets: Any = None,
+        policy: Policy = "full",
+        budget: float | str | None = None,
+        offload: bool = False,
+    ) -> None:
+        self.config = ActivationCheckpointingConfig(
+            targets=targets, policy=policy, budget=budget, offload=offload
+        )
+        self._selected: list[Selection] = []
+        self._planned = self.config.budget is None
+
+    def __repr__(self) -> str:
+        c = self.config
+        return (
+            f"ActivationCheckpointing(targets={c.targets!r}, policy={c.policy!r}, budget={c.budget!r}, "
+            f"offload={c.offload!r})"
+        )
+
+    def match(self, event: Event, state: State) -> bool:
+        """On INIT and AFTER_LOAD, and on the first BEFORE_FORWARD of a run with a budget."""
+        if event == Event.BEFORE_FORWARD:
+            return not self._planned
+        return event in (Event.INIT, Event.AFTER_LOAD)
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        """Select, wrap or plan."""
+        if event == Event.INIT:
+            self._select(state)
+        elif event == Event.AFTER_LOAD:
+            report = wrap_selected(state.model, self._selected, offload=self.config.offload)
+            if report.selected:
+                log.info(str(report))
+            logger.log_hyperparameters(
+                {"activation_checkpointing/modules": len(list(checkpoint_wrappers(state.model)))}
+            )
+        else:
+            self._plan(state)
+
+    def _select(self, state: State) -> None:
+        config = self.config
+        if config.budget is None:
+            self._selected = select(state.model, config.targets, config.policy, f"{KEY}.targets")
+            if not self._selected:
+                log.warning("%s.targets: %r selects no block of this model", KEY, config.targets)
+        fsdp = state.fsdp_config
+        if fsdp is None or not fsdp.activation_checkpointing:
+            return
+        # MPT's activation_checkpointing_fn would choose every block; the attribute beats it, on every module.
+        marked = set()
+        if not config.offload and all(s.policy == "full" for s in self._selected):
+            marked = {s.name for s in self._selected}
+            if getattr(fsdp, "activation_checkpointing_reentrant", False):
+                # Reentrant checkpointing repeats hooks and knows no keyword arguments; torch is dropping it.
+                log.info("%s: set activation_checkpointing_reentrant to false in the FSDP config", KEY)
+                fsdp.activation_checkpointing_reentrant = False
+        for name, module in state.model.named_modules():
+            module._activation_checkpointing = name in marked  # type: ignore[assignment]
+
+    def _plan(self, state: State) -> None:
+        from foundry_fp8.planning.memory import apply_plan, plan_memory
+
+        assert self.config.budget is not None
+        model = getattr(state.model, "module", state.model)  # inside DDP, whose reducer expects whole steps
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        allocated = any(optimizer.state for optimizer in state.optimizers)
+        plan = plan_memory(
+            model,
+            loss_of_microbatch(state, model),
+            budget=self.config.budget,
+            offload=self.config.offload,
+            optimizer_bytes=0 if allocated and state.device.name == "gpu" else ADAM_BYTES * trained,
+        )
+        self._planned = True
+        log.info("%s", plan)
+        apply_plan(model, plan)
+
+
+def loss_of_microbatch(state: State, model: Any) -> Callable[[], Tensor]:
+    """A function that runs ``state.batch`` through ``model`` in the trainer's precision and returns the loss."""
+
+    def run() -> Tensor:
+        with get_precision_context(state.precision, state.precision_config):
+            loss = model.loss(model(state.batch), state.batch)
+        return loss if isinstance(loss, Tensor) else sum(loss)
+
+    return run

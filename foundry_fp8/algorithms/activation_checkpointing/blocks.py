@@ -1,0 +1,116 @@
+"""Which blocks a target names: LLM Foundry's grammar with its meaning, plus ``every-k``.
+
+Blocks are counted from 0. Numbers past the last block are accepted and select nothing, as in LLM Foundry, so that one
+YAML serves models of several depths.
+
+Source:
+    LLM Foundry, ``llmfoundry/models/utils/act_ckpt.py`` (``get_target_block_list``, ``check_mapping_blocks_overlap``).
+    Differences: errors are :class:`~foundry_fp8.config.ConfigError` (Foundry mixes ``assert`` and ``ValueError``), and
+    ``every-k`` is new.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from foundry_fp8.config import ConfigError
+
+__all__ = ["GRAMMAR", "check_overlap", "format_blocks", "parse_blocks"]
+
+GRAMMAR = (
+    "an integer n (the first n), a list of block numbers, or a comma-separated string of first-n, middle-m, last-k, "
+    "range-i-j (i to j-1) and every-k (0, k, 2k, ...)"
+)
+
+
+def parse_blocks(spec: Any, n_blocks: int, key: str) -> frozenset[int]:
+    """The blocks that ``spec`` names in a model of ``n_blocks`` blocks.
+
+    Args:
+        spec: What the YAML holds: see :data:`GRAMMAR`; a list may mix numbers and strings.
+        n_blocks: How many blocks the model has.
+        key: The YAML key, for messages.
+
+    Returns:
+        Block numbers, all of them in ``range(n_blocks)``.
+
+    Raises:
+        ConfigError: ``spec`` is not of the grammar.
+    """
+    if isinstance(spec, int):
+        chosen: Iterable[int] = range(spec)
+    elif isinstance(spec, list):
+        found: set[int] = set()
+        for element in spec:
+            if isinstance(element, int):
+                found.add(element)
+            elif isinstance(element, str):
+                found.update(_parse_element(element, n_blocks, key))
+            else:
+                raise ConfigError(
+                    f"{key}: {element!r} in {spec!r} is not a block number or string. {GRAMMAR}."
+                )
+        chosen = found
+    elif isinstance(spec, str):
+        chosen = {
+            block
+            for element in spec.replace(" ", "").split(",")
+            for block in _parse_element(element, n_blocks, key)
+        }
+    else:
+        raise ConfigError(f"{key}: {spec!r} does not name blocks. It takes {GRAMMAR}.")
+    return frozenset(block for block in chosen if 0 <= block < n_blocks)
+
+
+def _parse_element(element: str, n_blocks: int, key: str) -> range:
+    """One of ``first-n``, ``middle-m``, ``last-k``, ``range-i-j``, ``every-k``."""
+    kind, _, rest = element.partition("-")
+    try:
+        if kind in ("first", "last", "middle", "every") and rest.isdigit():
+            number = int(rest)
+            if kind == "first":
+                return range(min(number, n_blocks))
+            if kind == "last":
+                return range(max(n_blocks - number, 0), n_blocks)
+            if kind == "middle":
+                start = max((n_blocks - 1) // 2 - number // 2, 0)
+                return range(start, min(start + number, n_blocks))
+            if number > 0:
+                return range(0, n_blocks, number)
+        elif kind == "range":
+            start_text, end_text = rest.split("-")
+            return range(max(int(start_text), 0), min(int(end_text), n_blocks))
+    except ValueError:
+        pass
+    raise ConfigError(f"{key}: {element!r} does not name blocks. It takes {GRAMMAR}.")
+
+
+def check_overlap(chosen: Iterable[tuple[str, frozenset[int]]], key: str) -> None:
+    """Raise if two targets share a block: LLM Foundry's rule, one granularity a block.
+
+    Args:
+        chosen: ``(target, blocks)`` in the order of the YAML.
+        key: The YAML key, for the message.
+    """
+    owner: dict[int, str] = {}
+    for target, blocks in chosen:
+        for block in sorted(blocks):
+            if block in owner:
+                raise ConfigError(
+                    f"{key}: block {block} belongs to both {owner[block]!r} and {target!r}. Each block takes one "
+                    "granularity of activation checkpointing; give the targets disjoint blocks, or name modules by "
+                    'pattern ("*.self_attn"), where only nested modules exclude each other.'
+                )
+            owner[block] = target
+
+
+def format_blocks(blocks: Iterable[int]) -> str:
+    """The shortest comma list of ``range-i-j`` that names ``blocks``: what a pinned plan writes."""
+    runs: list[list[int]] = []
+    for block in sorted(blocks):
+        if runs and runs[-1][1] == block:
+            runs[-1][1] = block + 1
+        else:
+            runs.append([block, block + 1])
+    return ", ".join(f"range-{start}-{end}" for start, end in runs)

@@ -1,0 +1,84 @@
+"""What a checkpoint keeps: nothing (full), the outputs of matmuls and attention (selective), or a list of ops."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch.utils.checkpoint import create_selective_checkpoint_contexts, noop_context_fn
+
+from foundry_fp8.config import ConfigError, nearest
+
+__all__ = ["SELECTIVE_OPS", "Policy", "check_policy", "context_fn_for", "policy_name"]
+
+Policy = Literal["full", "selective"] | Sequence[str]
+
+SELECTIVE_OPS = (
+    "aten.mm",
+    "aten.addmm",
+    "aten.bmm",
+    "aten.baddbmm",
+    "aten._scaled_mm",
+    "aten.convolution",
+    "aten._scaled_dot_product_flash_attention",
+    "aten._scaled_dot_product_efficient_attention",
+    "aten._scaled_dot_product_cudnn_attention",
+    "aten._scaled_dot_product_flash_attention_for_cpu",
+    "aten._flash_attention_forward",
+    "aten._efficient_attention_forward",
+    "flash_attn._flash_attn_forward",
+    "flash_attn._flash_attn_varlen_forward",
+)
+"""What ``selective`` keeps: the ops that cost the most to run again for the bytes they return.
+
+Source: ``torch._functorch.partitioners.get_default_op_list().compute_intensive_ops``, without the ops no decoder has,
+and with every attention op of torch and flash-attn. Those not installed are passed over.
+"""
+
+
+def check_policy(policy: Any, key: str) -> None:
+    """Raise :class:`ConfigError` unless ``policy`` is ``full``, ``selective`` or a list of ops that exist."""
+    if policy in ("full", "selective"):
+        return
+    if isinstance(policy, str) or not isinstance(policy, Sequence) or not policy:
+        raise ConfigError(
+            f"{key}: {policy!r} is not full, selective or a list of ops.{nearest(policy, ['full', 'selective'])}"
+        )
+    for op in policy:
+        if not isinstance(op, str) or not _overloads(op):
+            close = nearest(op, SELECTIVE_OPS)
+            raise ConfigError(
+                f"{key}: {op!r} is not an op of torch.ops. Write it as namespace.name, such as aten.mm.{close}"
+            )
+
+
+def policy_name(policy: Policy) -> str:
+    """As a table shows it."""
+    return policy if isinstance(policy, str) else "save " + ", ".join(policy)
+
+
+def context_fn_for(policy: Policy) -> Callable[[], tuple[Any, Any]]:
+    """The ``context_fn`` that :func:`torch.utils.checkpoint.checkpoint` takes."""
+    if policy == "full":
+        return noop_context_fn
+    names = SELECTIVE_OPS if policy == "selective" else policy
+    saved = [overload for name in names for overload in _overloads(name)]
+    return functools.partial(create_selective_checkpoint_contexts, saved)
+
+
+def _overloads(name: str) -> list[torch._ops.OpOverload]:
+    """Every overload of ``namespace.name``, or the one of ``namespace.name.overload``; empty if there is none."""
+    namespace, _, rest = name.partition(".")
+    packet_name, _, overload = rest.partition(".")
+    # getattr on torch.ops creates any namespace on demand, so ask the schema registry for what is really there.
+    schemas = torch._C._jit_get_schemas_for_operator(f"{namespace}::{packet_name}") if packet_name else []
+    found = [schema.overload_name or "default" for schema in schemas]
+    if overload:
+        found = [name for name in found if name == overload]
+    if not found:
+        return []
+    packet = getattr(getattr(torch.ops, namespace), packet_name)
+    # out= variants write into their argument; there is no output of theirs to keep.
+    return [getattr(packet, name) for name in found if "out" not in name and name in packet.overloads()]

@@ -1,0 +1,61 @@
+"""The Composer Algorithm."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from composer.core import Algorithm, Event, State
+from composer.loggers import Logger
+
+from foundry_fp8.algorithms.activation_compression.apply import (
+    KEY,
+    ActivationCompressionConfig,
+    CompressionReport,
+    apply_activation_compression,
+)
+from foundry_fp8.config import ConfigError, from_mapping
+
+__all__ = ["ActivationCompression"]
+
+log = logging.getLogger(__name__)
+
+
+class ActivationCompression(Algorithm):
+    """Keeps what the blocks save for backward in 8 or 4 bits.
+
+    Runs once, on ``Event.FIT_START``: after activation checkpoints (``Event.AFTER_LOAD``), whatever the order in the YAML.
+
+    Args:
+        **options: The fields of :class:`ActivationCompressionConfig`.
+
+    Attributes:
+        report: What was attached where; ``None`` before ``Event.FIT_START``.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+        self.config = from_mapping(ActivationCompressionConfig, options, KEY)
+        self.report: CompressionReport | None = None
+
+    def __repr__(self) -> str:
+        return (
+            f"ActivationCompression({', '.join(f'{key}={value!r}' for key, value in self.options.items())})"
+        )
+
+    def match(self, event: Event, state: State) -> bool:
+        """Run on the first FIT_START."""
+        return event == Event.FIT_START and self.report is None
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        """Attach."""
+        fsdp = state.fsdp_config
+        if fsdp is not None and fsdp.activation_cpu_offload:
+            raise ConfigError(
+                f"{KEY}: only the innermost saved-tensor hooks run, so fsdp_config.activation_cpu_offload would switch "
+                "compression off. Choose one of them."
+            )
+        model = getattr(state.model, "module", state.model)
+        self.report = apply_activation_compression(model, **self.options)
+        log.info("%s", self.report)
+        logger.log_hyperparameters({"activation_compression/modules": len(self.report.rows)})

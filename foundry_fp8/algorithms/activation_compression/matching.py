@@ -1,0 +1,129 @@
+"""Which modules have a fused form that keeps a packed input, and giving it to them.
+
+A module gets its fused form by becoming an instance of a subclass of its own class, as ``torch.nn.utils.parametrize`` and
+FSDP2's ``fully_shard`` do it: parameters, names, hooks, ``isinstance`` and what FSDP holds of it stay as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from foundry_fp8.activations.fused import (
+    ActivationKind,
+    packed_activation,
+    packed_activation_linear,
+    packed_norm,
+)
+from foundry_fp8.activations.packing import PackFormat
+from foundry_fp8.activations.wrapping import own_class
+
+__all__ = ["fuse_mlp", "fuse_norm", "unfuse"]
+
+_GATED = (
+    "LlamaMLP",
+    "MistralMLP",
+    "Qwen2MLP",
+    "Qwen3MLP",
+    "GemmaMLP",
+    "Gemma2MLP",
+    "OlmoMLP",
+    "Olmo2MLP",
+    "MPTGLU",
+)
+_PLAIN = ("MPTMLP",)
+_RMS = (
+    "LlamaRMSNorm", "MistralRMSNorm", "MixtralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "Olmo2RMSNorm", "RMSNorm",
+    "LPRMSNorm",
+)  # fmt: skip
+_LAYER = ("LayerNorm", "LPLayerNorm")
+"""By exact class name: a subclass or a look-alike (Gemma's norm multiplies by 1 + weight) may compute something else."""
+
+
+def fuse_mlp(module: nn.Module, fmt: PackFormat) -> bool:
+    """Let a known gated or plain MLP keep packed inputs of its activation function. False if it is not a known one."""
+    name = own_class(module).__name__
+    if name not in _GATED + _PLAIN:
+        return False
+    act = getattr(module, "act_fn", None) or getattr(module, "act", None)
+    kind = _activation_kind(act)
+    if kind is None or act is None:
+        return False
+    gated = name in _GATED
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        gate = self.gate_proj(x) if gated else self.up_proj(x)
+        up = self.up_proj(x) if gated else None
+        down = self.down_proj
+        # A plain linear is a function of its parameters; anything else (FP8, FSDP, LoRA, hooks) has to be called.
+        if type(down) is nn.Linear and not (down._forward_hooks or down._forward_pre_hooks):
+            return packed_activation_linear(gate, up, down.weight, down.bias, act, kind, fmt)
+        return down(packed_activation(gate, up, act, kind, fmt))
+
+    _become(module, forward)
+    return True
+
+
+def fuse_norm(module: nn.Module, fmt: PackFormat) -> bool:
+    """Let a known LayerNorm or RMSNorm keep a packed input. False if it is not a known one."""
+    cls = type(module)
+    name = own_class(module).__name__
+    centred = name in _LAYER
+    if not centred and name not in _RMS:
+        return False
+    eps = getattr(module, "eps", getattr(module, "variance_epsilon", None))
+    shape = getattr(module, "normalized_shape", (0,))
+    if eps is None or len(shape) != 1:
+        return False
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return packed_norm(
+            x,
+            self.weight,
+            getattr(self, "bias", None),
+            functools.partial(cls.forward, self),
+            eps=eps,
+            centred=centred,
+            fmt=fmt,
+        )
+
+    _become(module, forward)
+    return True
+
+
+def unfuse(module: nn.Module) -> None:
+    """Give a fused module the class back that it had."""
+    if "_unfused" in type(module).__dict__:
+        module.__class__ = type(module)._unfused  # type: ignore[attr-defined]
+
+
+def _become(module: nn.Module, forward: Callable[..., Tensor]) -> None:
+    cls = type(module)
+    namespace = {"forward": forward, "__module__": cls.__module__, "_unfused": cls}
+    module.__class__ = type(f"Packed{cls.__name__}", (cls,), namespace)
+
+
+def _activation_kind(act: Any) -> ActivationKind | None:
+    """Which function ``act`` is: a torch module or function, LLM Foundry's ``partial`` of one, or transformers' classes."""
+    keywords: dict[str, Any] = {}
+    if isinstance(act, functools.partial):
+        if act.args:
+            return None
+        act, keywords = act.func, act.keywords
+    if isinstance(act, nn.GELU):
+        keywords = {"approximate": act.approximate}
+    name = type(act).__name__
+    if act is F.silu or name in ("SiLU", "SiLUActivation"):
+        return "silu"
+    if act in (F.relu, torch.relu) or name == "ReLU":
+        return "relu"
+    if act is F.gelu or isinstance(act, nn.GELU):
+        return "gelu_tanh" if keywords.get("approximate") == "tanh" else "gelu"
+    if name == "GELUActivation":
+        return "gelu"
+    return "gelu_tanh" if name in ("PytorchGELUTanh", "NewGELUActivation") else None

@@ -1,0 +1,133 @@
+"""``foundry-fp8 plan memory run.yaml``: what a run needs, and the YAML that makes it fit, without training.
+
+The model of the YAML is built here and one microbatch of random tokens is measured, or, for a model that does not fit on
+this machine, on the meta device with a cost model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import Tensor
+
+from foundry_fp8.config import ConfigError
+from foundry_fp8.planning.budget import format_bytes
+
+__all__ = ["app", "plan_yaml"]
+
+app = typer.Typer(no_args_is_help=True, help="Plans made by measuring.")
+
+
+@app.callback()
+def _group() -> None:
+    """Plans made by measuring."""  # keeps `memory` a subcommand while it is the only one
+
+
+@app.command("memory")
+def memory(
+    yaml: Annotated[Path, typer.Argument(help="An LLM Foundry training YAML.", exists=True, dir_okay=False)],
+    budget: Annotated[
+        str | None, typer.Option(help="20GiB, 0.4 or fit; by default what the YAML's algorithm says.")
+    ] = None,
+    microbatch: Annotated[
+        int | None, typer.Option(help="Sequences; by default device_train_microbatch_size.")
+    ] = None,
+    device: Annotated[
+        str, typer.Option(help="cpu, cuda or meta (bytes exact, seconds from a cost model).")
+    ] = "",
+) -> None:
+    """Print a table of what each block could do, the plan, and the YAML that pins it."""
+    try:
+        typer.echo(plan_yaml(yaml, budget=budget, microbatch=microbatch, device=device))
+    except ConfigError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from error
+
+
+def plan_yaml(path: Path, *, budget: str | None, microbatch: int | None, device: str) -> str:
+    """The plan for the run in ``path``, as text.
+
+    Args:
+        path: An LLM Foundry training YAML with ``model``, ``max_seq_len`` and, for precision, ``precision``.
+        budget: See :func:`foundry_fp8.planning.memory.plan_memory`; by default the YAML's own.
+        microbatch: Sequences in the microbatch; by default ``device_train_microbatch_size``.
+        device: ``cpu``, ``cuda`` or ``meta``; by default the GPU if there is one.
+    """
+    from omegaconf import OmegaConf
+
+    from foundry_fp8.planning.measure import CostModel
+    from foundry_fp8.planning.memory import plan_memory
+
+    config: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    own = ((config.get("algorithms") or {}).get("activation_checkpointing") or {}).get("budget")
+    limit = _budget(budget) if budget is not None else own
+    if limit is None:
+        raise ConfigError(
+            "--budget: the YAML's activation_checkpointing has no budget either; give one, such as 0.5."
+        )
+    microbatch = microbatch or config.get("device_train_microbatch_size")
+    if not isinstance(microbatch, int):
+        raise ConfigError(f"device_train_microbatch_size: {microbatch!r} is not a number; give --microbatch.")
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    model, loss_fn = _build(config, microbatch, where)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    plan = plan_memory(
+        model,
+        loss_fn,
+        budget=limit,
+        optimizer_bytes=8 * trained,  # two float32 moments; nothing is allocated here
+        cost_model=CostModel() if where.type == "meta" else None,
+    )
+    return (
+        f"{path.name}: {microbatch} x {config['max_seq_len']} tokens, parameters and optimizer state "
+        f"{format_bytes(plan.measurements.frame.static)}\n{plan}"
+    )
+
+
+def _budget(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _build(config: dict[str, Any], microbatch: int, device: torch.device) -> tuple[Any, Callable[[], Tensor]]:
+    """The YAML's model with its fp8 algorithm applied, and a step on random tokens."""
+    from llmfoundry.utils.builders import build_composer_model, build_tokenizer
+    from llmfoundry.utils.registry_utils import import_file
+
+    for file in config.get("code_paths") or []:
+        import_file(file)
+    wanted = config.get("tokenizer")
+    tokenizer = build_tokenizer(wanted["name"], wanted.get("kwargs") or {}) if wanted else None
+    options = {k: v for k, v in config["model"].items() if k not in ("name", "pretrained", "init_device")}
+    with torch.device(device):
+        model = build_composer_model(
+            name=config["model"]["name"],
+            cfg={**options, "init_device": "meta" if device.type == "meta" else "cpu"},
+            tokenizer=tokenizer,
+        )
+    model = model.to(device).train()
+    fp8 = (config.get("algorithms") or {}).get("fp8")
+    if fp8 is not None:
+        from foundry_fp8.algorithms.fp8 import apply_fp8
+
+        apply_fp8(model, device=device, **fp8)
+    tokens = torch.randint(0, 100, (microbatch, config["max_seq_len"]), device=device)
+    batch = {
+        "input_ids": tokens,
+        "labels": tokens,
+        "attention_mask": torch.ones_like(tokens, dtype=torch.bool),
+    }
+    half = config.get("precision") in ("amp_bf16", "amp_fp16")
+
+    def loss_fn() -> Tensor:
+        kind = device.type if device.type != "meta" else "cpu"
+        with torch.autocast(kind, dtype=torch.bfloat16, enabled=half):
+            return model.loss(model(batch), batch)
+
+    return model, loss_fn

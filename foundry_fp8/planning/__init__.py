@@ -1,0 +1,1 @@
+"""Plans measured on the real model: what to recompute and what to compress so that a run fits in memory."""

@@ -1,0 +1,247 @@
+"""Measuring a step: every option of every kind of block on its real input, and what the rest of the model holds."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_map
+from torch.utils.flop_counter import FlopCounterMode
+
+from foundry_fp8.activations.accounting import meter_for
+from foundry_fp8.planning.solver import Frame
+
+__all__ = ["BlockRun", "Call", "CostModel", "capture_calls", "measure_frame", "parameter_bytes"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CostModel:
+    """Seconds without a machine to measure on: arithmetic plus memory traffic of every op.
+
+    The defaults are an H100 SXM's dense bfloat16 peak and HBM3 bandwidth (NVIDIA's data sheet), at the fractions that
+    large matmuls and copies reach in practice by common experience: a ranking of options, not a forecast.
+    """
+
+    flops_per_second: float = 0.6 * 989e12
+    bytes_per_second: float = 0.8 * 3.35e12
+
+
+@dataclasses.dataclass
+class Call:
+    """How the model calls a block: its arguments, and autocast's state."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    autocast: bool
+    autocast_dtype: torch.dtype
+
+    def signature(self) -> tuple[Any, ...]:
+        """Equal for calls that cost the same."""
+        shapes = [
+            (tuple(x.shape), x.dtype) if isinstance(x, Tensor) else None
+            for x in tree_iter((self.args, self.kwargs))
+        ]
+        return (*shapes, self.autocast, self.autocast_dtype)
+
+
+def capture_calls(
+    blocks: Sequence[nn.Module],
+    run: Callable[[], Any],
+    device: torch.device,
+    keep: Callable[[int, Call], bool],
+) -> list[Call]:
+    """Run the model without gradients and note how each block is called.
+
+    Args:
+        blocks: In forward order.
+        run: Runs a microbatch.
+        device: Where.
+        keep: Whether a call's tensors are needed later; of the others only the signature's shapes are (as meta tensors).
+    """
+    calls: dict[int, Call] = {}
+
+    def note(index: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            call = Call(
+                args,
+                dict(kwargs),
+                torch.is_autocast_enabled(device.type),
+                torch.get_autocast_dtype(device.type),
+            )
+            if not keep(index, call):
+                call.args, call.kwargs = tree_map(
+                    lambda x: x.to("meta") if isinstance(x, Tensor) else x, (call.args, call.kwargs)
+                )
+            calls[index] = call
+
+        return hook
+
+    handles = [b.register_forward_pre_hook(note(i), with_kwargs=True) for i, b in enumerate(blocks)]
+    try:
+        with torch.no_grad():
+            run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [calls[i] for i in range(len(blocks))]
+
+
+def parameter_bytes(module: nn.Module) -> int:
+    """Bytes of the gradients of ``module``'s parameters."""
+    return sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
+
+
+class BlockRun:
+    """One block, run alone on its real input as the model runs it.
+
+    Args:
+        block: With or without checkpoints and packing.
+        call: From :func:`capture_calls`.
+        device: Where it runs.
+    """
+
+    def __init__(self, block: nn.Module, call: Call, device: torch.device) -> None:
+        self.block, self.call, self.device = block, call, device
+        self.parameters = [p for p in block.parameters() if p.requires_grad]
+
+    def forward(self) -> Tensor:
+        """The block's output, with a graph."""
+        # Not a leaf: autograd would keep a leaf alive for its gradient, which the model does not.
+        zero = torch.zeros((), device=self.device, requires_grad=True)
+
+        def fresh(x: Any) -> Any:
+            return x + zero.to(x.dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+        args, kwargs = self.call.args, self.call.kwargs
+        if args:
+            args = (fresh(args[0]), *args[1:])
+        else:
+            kwargs = {k: fresh(x) if k == "hidden_states" else x for k, x in kwargs.items()}
+        with torch.autocast(self.device.type, enabled=self.call.autocast, dtype=self.call.autocast_dtype):
+            out = self.block(*args, **kwargs)
+        return next(x for x in tree_iter(out) if isinstance(x, Tensor) and x.requires_grad)
+
+    def step(self) -> None:
+        """Forward and backward."""
+        out = self.forward()
+        torch.autograd.grad(out, self.parameters, torch.ones_like(out), allow_unused=True)
+
+    def bytes(self) -> tuple[int, int, int]:
+        """``(kept, forward_peak, backward_peak)`` of :class:`Cost`."""
+        with _unchanged(self.device):
+            dy = torch.ones_like(self.forward())
+            with meter_for(self.device) as meter:
+                out = self.forward()
+                forward_peak, kept = meter.peak, meter.live - out.untyped_storage().nbytes()
+                meter.reset_peak()
+                # dy is not counted and the output is; in the model it is the other way round, and they are of one size.
+                grads = torch.autograd.grad(out, self.parameters, dy, allow_unused=True)
+                backward_peak = meter.peak
+            del out, grads
+        return kept, forward_peak, backward_peak
+
+    def seconds(self, model: CostModel | None = None) -> float:
+        """One :meth:`step`, timed, or computed from ``model``."""
+        with _unchanged(self.device):
+            if model is not None:
+                with FlopCounterMode(display=False) as flops, _Traffic() as traffic:
+                    self.step()
+                arithmetic = flops.get_total_flops() / model.flops_per_second
+                return arithmetic + traffic.bytes / model.bytes_per_second
+            self._synchronize()
+            start = time.perf_counter()
+            self.step()
+            self._synchronize()
+            return time.perf_counter() - start
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def measure_frame(
+    blocks: Sequence[nn.Module],
+    kept: Sequence[int],
+    loss_fn: Callable[[], Tensor],
+    parameters: Sequence[nn.Parameter],
+    device: torch.device,
+    static: int,
+) -> Frame:
+    """Run a whole step, blocks as they are configured now, and take from its bytes what the blocks hold.
+
+    Args:
+        blocks: In forward order.
+        kept: What each block keeps in its present configuration (:attr:`Cost.kept`).
+        loss_fn: Runs a microbatch and returns the loss.
+        parameters: Of the whole model.
+        device: Where.
+        static: Bytes of parameters, buffers and optimizer state.
+    """
+    seen: dict[str, int] = {}
+    with _unchanged(device), meter_for(device) as meter:
+
+        def at_head(module: nn.Module, args: Any, output: Any) -> None:
+            seen["blocks"] = meter.live
+            meter.reset_peak()
+            out = next(x for x in tree_iter(output) if isinstance(x, Tensor))
+            out.register_hook(at_last_backward)
+
+        def at_last_backward(_: Tensor) -> None:
+            seen["head_peak"], seen["after_head"] = meter.peak, meter.live
+
+        def at_start(module: nn.Module, args: Any, kwargs: Any) -> None:
+            for x in tree_iter((args, kwargs)):
+                if isinstance(x, Tensor) and x.requires_grad:
+                    x.register_hook(lambda _: meter.reset_peak())
+                    break
+
+        handles = [
+            blocks[-1].register_forward_hook(at_head),
+            blocks[0].register_forward_pre_hook(at_start, with_kwargs=True),
+        ]
+        try:
+            trained = [p for p in parameters if p.requires_grad]
+            grads = torch.autograd.grad(loss_fn(), trained, allow_unused=True)
+            end_peak = max(meter.peak, meter.live)
+        finally:
+            for handle in handles:
+                handle.remove()
+        del grads
+    before = max(seen["blocks"] - sum(kept), 0)
+    return Frame(
+        static=static,
+        before=before,
+        head_peak=max(seen["head_peak"] - seen["blocks"], 0),
+        after_head=max(seen["after_head"] - seen["blocks"], 0),
+        gradients=tuple(parameter_bytes(block) for block in blocks),
+        end_peak=end_peak,
+    )
+
+
+@contextlib.contextmanager
+def _unchanged(device: torch.device) -> Iterator[None]:
+    """Random state is as before afterwards."""
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), torch.enable_grad():
+        yield
+
+
+class _Traffic(TorchDispatchMode):
+    """Bytes that ops read and write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            tensors = [x for x in tree_iter((args, kwargs, out)) if isinstance(x, Tensor)]
+            self.bytes += sum(x.numel() * x.element_size() for x in tensors)
+        return out
