@@ -1,0 +1,267 @@
+"""FSDP2 (``fully_shard``) and its HSDP: both legs of every unit through a compressing process group.
+
+torch 2.7 has no setter for FSDP2's reduce-scatter, so the groups of each unit's mesh are replaced
+(``FSDPParamGroup.mesh_info``); where torch has ``set_custom_reduce_scatter`` (2.9 and later), that is used for the
+reduce-scatter. ``mesh_info`` is private: :func:`units_of` is the one place that reads it.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from foundry_fp8.algorithms.compressed_communication.config import KEY
+from foundry_fp8.algorithms.compressed_communication.fsdp2_parameters import GatheredParameter
+from foundry_fp8.algorithms.compressed_communication.runtime import Compression, Row
+from foundry_fp8.compat import cpu_stream_events
+from foundry_fp8.config import ConfigError
+from foundry_fp8.distributed.agreement import check_all_to_all
+from foundry_fp8.distributed.compressed_group import CompressedGroup
+from foundry_fp8.distributed.two_hop import TwoHop
+
+__all__ = ["attach_fsdp2", "prepare_fsdp2", "units_of"]
+
+
+@dataclasses.dataclass
+class Unit:
+    """One ``fully_shard`` call that owns parameters.
+
+    Attributes:
+        name: The module's.
+        module: The module.
+        group: Its ``FSDPParamGroup``.
+    """
+
+    name: str
+    module: FSDPModule
+    group: Any
+
+    @property
+    def replicates(self) -> bool:
+        """Whether the mesh is 2-D (HSDP)."""
+        return hasattr(self.group.mesh_info, "replicate_process_group")
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of a rank's padded shard: what the replicate leg reduces."""
+        return sum(p.padded_sharded_param_size.numel() for p in self.group.fsdp_params)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole unit's gradients, in the parameters' dtype."""
+        return sum(p._orig_size.numel() * p.sharded_param.element_size() for p in self.group.fsdp_params)
+
+
+def units_of(model: nn.Module) -> list[Unit]:
+    """The FSDP2 units of ``model`` that own parameters, outermost first.
+
+    Raises:
+        RuntimeError: This torch keeps them elsewhere.
+    """
+    units = []
+    for name, module in model.named_modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        state = module._get_fsdp_state()
+        if not hasattr(state, "_fsdp_param_group"):
+            raise RuntimeError(
+                f"{KEY}: torch {torch.__version__} keeps FSDP2's parameter groups in a place this version of "
+                "foundry_fp8 does not know. Tested: torch 2.7."
+            )
+        if state._fsdp_param_group is not None:
+            units.append(Unit(name, module, state._fsdp_param_group))
+    return units
+
+
+def prepare_fsdp2(model: nn.Module, compression: Compression) -> None:
+    """Make the residuals of the replicate leg, so that a sharded checkpoint has somewhere to load them into."""
+    units = units_of(model)
+    if not units or not units[0].replicates:
+        return
+    compression.replicate_group = units[0].group.mesh_info.replicate_process_group
+    if compression.config.feeds_back and _hop(compression, compression.replicate_group) is not False:
+        for unit in units:
+            compression.residual(unit.name, unit.shard_numel, unit.group.device)
+
+
+def attach_fsdp2(model: nn.Module, compression: Compression) -> None:
+    """Compress the units' reduce-scatters, their all-reduces if the mesh is 2-D, and their all-gathers.
+
+    Raises:
+        ConfigError: What was asked for cannot run on this mesh; see the messages.
+    """
+    units = units_of(model)
+    config = compression.config
+    if config.gradients == "int4" and not units[0].replicates:
+        raise ConfigError(
+            f"{KEY}.gradients: int4 is for legs that replicate, and this FSDP2 mesh only shards. Use int8 or e4m3, or "
+            "add algorithms.hybrid_sharding."
+        )
+    if config.error_feedback is True and not units[0].replicates:
+        raise ConfigError(
+            f"{KEY}.error_feedback: true would keep a whole gradient on every rank under FSDP. Use auto, or add "
+            "algorithms.hybrid_sharding: its replicate leg keeps a shard only."
+        )
+    for root in (module for module in model.modules() if isinstance(module, FSDPModule)):
+        # From here on parameters are padded and named for good; FSDP2 would do this in the first forward.
+        root._get_fsdp_state()._lazy_init()
+    prepare_fsdp2(model, compression)
+    for unit in units:
+        _attach_unit(unit, compression)
+
+
+def _attach_unit(unit: Unit, compression: Compression) -> None:
+    config, group = compression.config, unit.group
+    shared_mesh = group.post_forward_mesh_info is group.mesh_info
+    group.mesh_info = copy.copy(group.mesh_info)  # so that this unit's groups are its own
+    if shared_mesh:
+        group.post_forward_mesh_info = group.mesh_info
+    if unit.replicates and group.device.type == "cpu":
+        cpu_stream_events.apply()
+
+    shard = group.mesh_info.shard_process_group
+    wire = config.wire("int8" if config.gradients == "int4" else config.gradients)
+    hop = _hop(compression, shard)
+    if wire is not None and hop is not False:
+        check_all_to_all(shard, group.device)
+    wrapped = _CountedCalls(shard, compression, wire if hop is not False else None, hop or None)
+    group.mesh_info.shard_process_group = wrapped
+    if hasattr(unit.module, "set_custom_reduce_scatter"):
+        unit.module.set_custom_reduce_scatter(_ReduceScatter(wrapped))
+    _report(unit, compression, "reduce-scatter", wire, hop)
+
+    if unit.replicates:
+        replicate = group.mesh_info.replicate_process_group
+        wire, hop = config.wire(config.gradients), _hop(compression, replicate)
+        residual = None
+        if wire is not None and hop is not False:
+            check_all_to_all(replicate, group.device)
+            if config.feeds_back:
+                residual = compression.residual(unit.name, unit.shard_numel, group.device)
+        group.mesh_info.replicate_process_group = CompressedGroup(
+            replicate,
+            compression.traffic,
+            compression.switch,
+            wire if hop is not False else None,
+            second_leg=config.wire(config.second_leg),
+            hop=hop or None,
+            residual=residual,
+        )
+        _report(unit, compression, "all-reduce across replicas", wire, hop)
+    if config.parameters != "none":
+        _attach_parameters(unit, compression)
+
+
+class _CountedCalls(CompressedGroup):
+    """The shard leg's group; tells the compression that a reduction ran."""
+
+    def __init__(self, inner: dist.ProcessGroup, compression: Compression, wire: Any, hop: TwoHop | None) -> None:
+        super().__init__(inner, compression.traffic, compression.switch, wire, hop=hop)
+        self.compression = compression
+
+    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any) -> Any:
+        self.compression.calls += 1
+        return super()._reduce_scatter_base(output, input, opts)
+
+
+class _ReduceScatter:
+    """FSDP2's custom reduce-scatter (torch 2.9 and later): the same group behind the public setter."""
+
+    def __init__(self, group: CompressedGroup) -> None:
+        self.group = group
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A plain buffer."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> Any:
+        """Reduce-scatter ``input_tensor`` into ``output_tensor``."""
+        options = dist.ReduceScatterOptions()
+        options.reduceOp = op
+        work = self.group._reduce_scatter_base(output_tensor, input_tensor, options)
+        if async_op:
+            return work
+        work.wait()
+        return None
+
+
+def _attach_parameters(unit: Unit, compression: Compression) -> None:
+    """Compress the all-gather of the unit's matrices."""
+    config, group = compression.config, unit.group
+    mesh_info = group.post_forward_mesh_info
+    if mesh_info is not None and mesh_info is not group.mesh_info:
+        raise ConfigError(
+            f"{KEY}.parameters: {config.parameters} and FSDP2's reshard_after_forward: <int> exclude each other "
+            "(torch raises NotImplementedError for extensions there). Set reshard_after_forward to true or false."
+        )
+    wire = config.wire(config.parameters)
+    assert wire is not None
+    inside = _hop(compression, group.mesh_info.shard_process_group.inner) is False
+    gathered = []
+    for parameter in group.fsdp_params:
+        name = f"{unit.name}.{parameter._module_info.param_name}".lstrip(".")
+        reason = "all ranks of the shard group are on one node" if inside else _why_not(parameter, config.least_bytes)
+        compression.rows.append(
+            Row(name, "parameters", "uncompressed" if reason else config.parameters, reason or "FSDP2 all-gather")
+        )
+        if not reason:
+            gathered.append(GatheredParameter(parameter, wire, compression.traffic))
+
+    def bind(*_: Any) -> None:
+        for parameter in gathered:
+            parameter.bind()
+
+    bind()
+    # reset_sharded_param (load_state_dict, module.to) makes new local tensors, on ranks with padding only: without
+    # this the ranks would disagree on the size of the next message.
+    unit.module.register_forward_pre_hook(bind, prepend=True)  # type: ignore[attr-defined]
+
+
+def _why_not(parameter: Any, least_bytes: int) -> str | None:
+    """Why a parameter stays uncompressed, or ``None``."""
+    size = parameter._orig_size
+    if len(size) < 2:
+        return "not a matrix"
+    if isinstance(parameter._module_info.module, nn.Embedding):
+        return "an embedding"
+    if not parameter.orig_dtype.is_floating_point:
+        return f"dtype {parameter.orig_dtype}"
+    if size.numel() * parameter.sharded_param.element_size() < least_bytes:
+        return f"smaller than min_bytes ({least_bytes})"
+    if parameter.is_dtensor:
+        return "tensor parallel"
+    if parameter.fsdp_placement.dim != 0:
+        return f"sharded on dim {parameter.fsdp_placement.dim}"
+    if parameter.offload_to_cpu:
+        return "offloaded to the CPU"
+    return None
+
+
+def _hop(compression: Compression, group: dist.ProcessGroup) -> TwoHop | None | bool:
+    return compression.hop_for(group, compress_inside=True)
+
+
+def _report(unit: Unit, compression: Compression, leg: str, wire: Any, hop: TwoHop | None | bool) -> None:
+    action, reason = "uncompressed", f"FSDP2 {leg}"
+    if wire is None:
+        reason = "gradients: none"
+    elif hop is False:
+        reason = f"FSDP2 {leg}: all its ranks are on one node"
+    elif unit.nbytes < compression.config.least_bytes:
+        reason = f"FSDP2 {leg}: smaller than min_bytes ({compression.config.least_bytes})"
+    else:
+        action = wire.name
+    compression.rows.append(Row(unit.name, "gradients", action, reason))

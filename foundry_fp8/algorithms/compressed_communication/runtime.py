@@ -1,0 +1,189 @@
+"""What an attached model carries: the switch, the counters, the residuals, and the report of what is compressed."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from foundry_fp8.algorithms.compressed_communication.config import KEY, CompressionConfig
+from foundry_fp8.config import ConfigError
+from foundry_fp8.distributed.compressed_group import Switch
+from foundry_fp8.distributed.mesh import ranks_per_node, spans_nodes
+from foundry_fp8.distributed.traffic import Traffic
+from foundry_fp8.distributed.two_hop import TwoHop, make_two_hop
+
+__all__ = ["Compression", "Row"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One line of the report: what became of one message."""
+
+    name: str
+    what: str
+    """``gradients`` or ``parameters``."""
+    action: str
+    """The format it travels as, or ``uncompressed``."""
+    reason: str
+
+
+class Compression:
+    """The compression of one model, shared by everything attached to it.
+
+    Attributes:
+        config: What was asked for.
+        traffic: Bytes and times.
+        switch: Whether gradients are compressed now.
+        rows: What travels how, and why.
+        residuals: Error feedback by name: of a parameter under DDP, of an FSDP unit on a replicate leg.
+        loaded: Residuals from a checkpoint that no leg has taken yet.
+        calls: How often a gradient reduction of ours ran.
+    """
+
+    def __init__(self, config: CompressionConfig) -> None:
+        self.config = config
+        self.traffic = Traffic()
+        self.switch = Switch(on=config.warmup_batches == 0, min_bytes=config.least_bytes)
+        self.rows: list[Row] = []
+        self.residuals: dict[str, Tensor] = {}
+        self.loaded: dict[str, Tensor] = {}
+        self.replicate_group: dist.ProcessGroup | None = None
+        self.calls = 0
+        self._hops: dict[tuple[int, ...], TwoHop] = {}
+
+    def start_batch(self, batch: int) -> None:
+        """Say which batch comes next: warm-up ends, and the quantisation error is sampled, by this number."""
+        every = self.config.sample_batches
+        self.switch.on = batch >= self.config.warmup_batches
+        self.traffic.sample = every > 0 and batch % every == 0 and self.switch.on
+
+    def residual(self, name: str, numel: int, device: torch.device) -> Tensor:
+        """The residual called ``name``: zeros, or what a checkpoint held.
+
+        Raises:
+            RuntimeError: The checkpoint's has another size.
+        """
+        if name not in self.residuals:
+            loaded = self.loaded.pop(name, None)
+            if loaded is not None and loaded.numel() != numel:
+                raise RuntimeError(
+                    f"{KEY}: the checkpoint's error-feedback residual {name} has {loaded.numel()} elements and this "
+                    f"run needs {numel}: the model or the sharding changed. Exclude the algorithm's state from the "
+                    "load (load_ignore_keys: ['state/algorithms/*']) to start with no residual."
+                )
+            fresh = torch.zeros(numel, dtype=torch.float32, device=device)
+            self.residuals[name] = fresh if loaded is None else fresh.copy_(loaded.view(-1))
+        return self.residuals[name]
+
+    def hop_for(self, group: dist.ProcessGroup, *, compress_inside: bool) -> TwoHop | None | bool:
+        """How ``group`` is compressed, given ``scope``.
+
+        Returns:
+            ``False``: not at all (it lies inside one node). ``None``: in one hop. A :class:`TwoHop`: in two.
+
+        Raises:
+            ConfigError: ``scope: inter_node`` on a single node.
+        """
+        per_node = ranks_per_node()
+        several = dist.get_world_size() > per_node
+        if self.config.scope == "inter_node" and not several:
+            raise ConfigError(
+                f"{KEY}.scope: inter_node, but all {per_node} ranks are on one node: nothing crosses nodes. "
+                "Use scope: all to compress inside the node."
+            )
+        if self.config.scope == "all" or not several:
+            return None
+        ranks = dist.get_process_group_ranks(group)
+        if not spans_nodes(ranks, per_node):
+            return False
+        in_node = sum(rank // per_node == ranks[0] // per_node for rank in ranks)
+        if in_node == 1:
+            return None
+        if len(ranks) != dist.get_world_size():
+            raise ConfigError(
+                f"{KEY}.scope: {self.config.scope} needs two hops for a group of {len(ranks)} of the "
+                f"{dist.get_world_size()} ranks. Shard inside nodes (hybrid_sharding.shard: node), or use scope: all."
+            )
+        key = tuple(ranks)
+        if key not in self._hops:
+            inside = self.config.wire("int8") if self.config.inside_node == "int8" and compress_inside else None
+            self._hops[key] = make_two_hop(ranks, in_node, self.traffic, inside)
+        return self._hops[key]
+
+    def summary(self) -> str:
+        """The report as text, alike rows counted together."""
+        counts: dict[tuple[str, str, str], int] = {}
+        for row in self.rows:
+            counts[row.what, row.action, row.reason] = counts.get((row.what, row.action, row.reason), 0) + 1
+        return "\n".join(
+            f"compressed_communication: {count} x {what} as {action}: {reason}"
+            for (what, action, reason), count in counts.items()
+        )
+
+    def state_dict(self, *, gather: bool) -> dict[str, Any]:
+        """The residuals of all replicas, so that a resume is exact. Every rank must call it.
+
+        Args:
+            gather: ``True`` for a checkpoint that rank 0 writes alone. ``False`` for a sharded one, of which the first
+                replica writes each shard: the residuals of a shard's replicas are gathered along the replicate leg.
+
+        Returns:
+            ``{"residuals": {"<name>@<shard>": float32 [replicas, numel]}}``.
+        """
+        pending = {**self.loaded, **self.residuals}
+        if not pending or self.replicate_group is None:
+            return {"residuals": {}}
+        residuals = {f"{name}@{self.shard}": self._stacked(t) for name, t in sorted(pending.items())}
+        if gather and self.shards > 1:
+            boxes: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(boxes, {k: v.cpu() for k, v in residuals.items()})
+            residuals = {key: value for box in boxes for key, value in box.items()}
+        return {"residuals": residuals}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take this rank's rows of the residuals; they are handed out as legs attach."""
+        for key, rows in state.get("residuals", {}).items():
+            name, _, shard = key.rpartition("@")
+            if int(shard) != self.shard:
+                continue
+            if rows.shape[0] != self.replicas:
+                raise RuntimeError(
+                    f"{KEY}: the checkpoint holds error feedback of {rows.shape[0]} replicas and this run has "
+                    f"{self.replicas}. It cannot be handed out; exclude the algorithm's state from the load "
+                    "(load_ignore_keys: ['state/algorithms/*'])."
+                )
+            value = rows[self.replica]
+            if name in self.residuals:
+                self.residuals[name].copy_(value.view(-1))
+            else:
+                self.loaded[name] = value.clone()
+
+    @property
+    def replicas(self) -> int:
+        """Ranks of the leg that replicates."""
+        return dist.get_world_size() if self.replicate_group is None else self.replicate_group.size()
+
+    @property
+    def replica(self) -> int:
+        """This rank's place in it."""
+        return dist.get_rank() if self.replicate_group is None else self.replicate_group.rank()
+
+    @property
+    def shards(self) -> int:
+        """Shards that the model is in."""
+        return dist.get_world_size() // self.replicas
+
+    @property
+    def shard(self) -> int:
+        """This rank's shard: consecutive ranks shard, and groups of them replicate."""
+        return dist.get_rank() % self.shards
+
+    def _stacked(self, residual: Tensor) -> Tensor:
+        assert self.replicate_group is not None
+        rows = residual.new_empty(self.replicas, residual.numel())
+        self.replicate_group._allgather_base(rows.view(-1), residual.contiguous().view(-1)).wait()
+        return rows
