@@ -106,6 +106,7 @@ def all_reduce(
     wire: WireFormat,
     *,
     second_leg: WireFormat | None = None,
+    splits: Sequence[int] | None = None,
     mean: bool = True,
     residual: Tensor | None = None,
 ) -> Tensor:
@@ -116,6 +117,7 @@ def all_reduce(
         group: Counted if it is a :class:`CountingGroup`.
         wire: What travels in the first shot (the reduce-scatter).
         second_leg: What travels in the second (the all-gather); ``wire`` where ``None``.
+        splits: Elements that each rank sums; :func:`shard_sizes` where ``None``.
         mean: Divide by the group's size.
         residual: Error feedback, float32, like ``tensor``; updated. The error of the second shot, which only the owner of
             a part knows, is added to the owner's residual times the number of ranks, so that the next mean carries it:
@@ -125,7 +127,7 @@ def all_reduce(
         ``tensor``.
     """
     world, rank = group.size(), group.rank()
-    splits = shard_sizes(tensor.numel(), world, wire.block_size)
+    splits = shard_sizes(tensor.numel(), world, wire.block_size) if splits is None else list(splits)
     second_leg = wire if second_leg is None else second_leg
     part = reduce_scatter(tensor, group, wire, splits=splits, mean=mean, residual=residual)
     if residual is not None and splits[rank]:

@@ -87,7 +87,8 @@ class CompressedGroup(CountingGroup):
         opts = dist.AllreduceOptions() if opts is None else opts
         nbytes = sum(t.nbytes for t in tensors)
         taken = self.wire is not None and len(tensors) == 1 and self.switch.takes(tensors[0])
-        taken = taken and opts.reduceOp in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
+        # Not "in (SUM, AVG)": a RedOpType does not know that it equals a ReduceOp.
+        taken = taken and (opts.reduceOp == dist.ReduceOp.SUM or opts.reduceOp == dist.ReduceOp.AVG)
         self.traffic.count_logical(2 * (nbytes - nbytes // self.size()), compressed=taken)
         if not taken:
             return super().allreduce(tensors, opts)

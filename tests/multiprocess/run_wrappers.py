@@ -2,14 +2,16 @@
 
 import contextlib
 import copy
-import io
 import json
 import os
 import sys
+import tempfile
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp import ShardingStrategy, fully_shard
@@ -132,14 +134,22 @@ def compare(got, wanted):
     }
 
 
-def snapshot(model, optimizer, compression):
-    """What a checkpoint holds, serialised and read back with weights_only."""
-    file = io.BytesIO()
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    local = {"compression": compression.state_dict(gather=True)}
-    torch.save(local, file)
-    file.seek(0)
-    return {**copy.deepcopy(state), **torch.load(file, weights_only=True)}
+def save(model, optimizer, compression, folder):
+    """A sharded checkpoint, and what an Algorithm adds to it."""
+    weights, moments = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=folder)
+    state = compression.state_dict(gather=True)
+    if rank == 0:
+        torch.save(state, f"{folder}/compression")
+    dist.barrier()
+
+
+def load(model, optimizer, compression, folder):
+    weights, moments = get_state_dict(model, optimizer)
+    state = {"model": weights, "optimizer": moments}
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    compression.load_state_dict(torch.load(f"{folder}/compression", weights_only=True))
 
 
 def train(model, optimizer, compression, steps):
@@ -161,23 +171,20 @@ def resume(kind, options):
     model = wrap(kind)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     compression = apply_compressed_communication(model, **options)
-    if isinstance(model, FSDP1):
-        FSDP1.set_state_dict_type(model, torch.distributed.fsdp.StateDictType.LOCAL_STATE_DICT)
     train(model, optimizer, compression, range(2))
-    saved = snapshot(model, optimizer, compression)
+    folder = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(folder)
+    save(model, optimizer, compression, folder[0])
+    saved = compression.state_dict(gather=True)
     train(model, optimizer, compression, range(2, 4))
 
     again = wrap(kind)
     optimizer = torch.optim.AdamW(again.parameters(), lr=1e-2)
-    if isinstance(again, FSDP1):
-        FSDP1.set_state_dict_type(again, torch.distributed.fsdp.StateDictType.LOCAL_STATE_DICT)
     compression = apply_compressed_communication(again, **options)
-    again.load_state_dict(saved["model"])
-    optimizer.load_state_dict(saved["optimizer"])
-    compression.load_state_dict(saved["compression"])
+    load(again, optimizer, compression, folder[0])
     train(again, optimizer, compression, range(2, 4))
     equal = all(torch.equal(a, b) for a, b in zip(parameters_of(model), parameters_of(again), strict=True))
-    residuals = len(saved["compression"]["residuals"])
+    residuals = len(saved["residuals"])
     everywhere = [None] * world
     dist.all_gather_object(everywhere, equal)
     return {"bit_exact": all(everywhere), "residuals": residuals}

@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from foundry_fp8.algorithms.compressed_communication.runtime import Compression, Row
 from foundry_fp8.distributed import collectives
 from foundry_fp8.distributed.lanes import Lane
+from foundry_fp8.distributed.layout import BlockLayout
 from foundry_fp8.distributed.traffic import CountingGroup, average
 from foundry_fp8.distributed.two_hop import TwoHop, hop_numel, two_hop_all_reduce
 
@@ -24,12 +25,10 @@ def attach_ddp(ddp: DistributedDataParallel, compression: Compression) -> None:
     group = ddp.process_group
     compression.replicate_group = group
     hop = compression.hop_for(group, compress_inside=True)
-    config = compression.config
-    names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
-    hook = BucketHook(compression, group, names, ddp.device, hop or None)
+    hook = BucketHook(compression, ddp, hop or None)
     # A function without annotations: DDP compares them with objects, and this file's are strings.
     ddp.register_comm_hook(None, lambda _, bucket: hook.reduce(bucket))
-    action = config.gradients if hop is not False else "uncompressed"
+    action = compression.config.gradients if hop is not False else "uncompressed"
     reason = "DDP bucket, all-reduce" if hop is not False else "all ranks are on one node"
     compression.rows.append(Row("DDP buckets", "gradients", action, reason))
 
@@ -37,31 +36,32 @@ def attach_ddp(ddp: DistributedDataParallel, compression: Compression) -> None:
 class BucketHook:
     """Reduces one bucket after another, in the background.
 
-    Residuals are kept by parameter, not by bucket, because DDP rebuilds its buckets after the first backward.
+    Residuals are saved by parameter, not by bucket, because DDP rebuilds its buckets after the first backward.
     """
 
-    def __init__(
-        self,
-        compression: Compression,
-        group: dist.ProcessGroup,
-        names: dict[int, str],
-        device: torch.device,
-        hop: TwoHop | None,
-    ) -> None:
+    def __init__(self, compression: Compression, ddp: DistributedDataParallel, hop: TwoHop | None) -> None:
         self.compression = compression
-        self.names = names
         self.hop = hop
         config = compression.config
         self.wire = config.wire(config.gradients)
         self.second_leg = config.wire(config.second_leg)
-        lanes = 1 if device.type == "cuda" or hop is not None else LANES_ON_CPU
-        ranks = dist.get_process_group_ranks(group)
+        self.names: dict[int, str] = {}
+        self.first_block: dict[str, int] = {}
+        count = 0
+        for name, parameter in ddp.module.named_parameters():
+            self.names[id(parameter)] = name
+            self.first_block[name] = count
+            count += -(-parameter.numel() // config.block_size)
+        lanes = 1 if ddp.device.type == "cuda" or hop is not None else LANES_ON_CPU
+        ranks = dist.get_process_group_ranks(ddp.process_group)
         # A lane of its own group: nothing else issues collectives there, so their order is the lane's order.
         self.lanes = [
-            Lane(CountingGroup(dist.new_group(ranks, use_local_synchronization=True), compression.traffic), device)
+            Lane(CountingGroup(dist.new_group(ranks, use_local_synchronization=True), compression.traffic), ddp.device)
             for _ in range(lanes)
         ]
-        self._joined: dict[tuple[str, ...], Tensor] = {}
+        self._layouts: dict[tuple[str, ...], BlockLayout] = {}
+        self._packed: dict[tuple[str, ...], Tensor] = {}
+        compression.before_save.append(self._write_back)
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Start the reduction of ``bucket``; the future holds its buffer, reduced in place."""
@@ -77,32 +77,51 @@ class BucketHook:
             return lane.submit(lambda: average(buffer, group))
         assert self.wire is not None
         wire, second_leg, hop = self.wire, self.second_leg, self.hop
-        residual = self._residual(bucket) if compression.config.feeds_back else None
+        names = tuple(self.names[id(parameter)] for parameter in bucket.parameters())
         if hop is not None:
+            residual = None
+            if compression.config.feeds_back:
+                size = hop_numel(buffer.numel(), hop.inside.size())
+                residual = compression.residual("+".join(names), size, buffer.device)
             return lane.submit(
                 lambda: two_hop_all_reduce(buffer, hop, wire, second_leg=second_leg, residual=residual)
             )
-        return lane.submit(
-            lambda: collectives.all_reduce(buffer, group, wire, second_leg=second_leg, residual=residual)
-        )
+        layout, packed_residual = self._layout(names, bucket.parameters())
 
-    def _residual(self, bucket: dist.GradBucket) -> Tensor:
-        """The residual of the bucket, flat, whose pieces are the residuals of its parameters."""
-        parameters = bucket.parameters()
-        key = tuple(self.names[id(parameter)] for parameter in parameters)
-        if self.hop is not None:
-            size = hop_numel(bucket.buffer().numel(), self.hop.inside.size())
-            return self.compression.residual("+".join(key), size, bucket.buffer().device)
-        flat = self._joined.get(key)
-        if flat is None:
+        def chain() -> Tensor:
+            packed = layout.pack(buffer)
+            collectives.all_reduce(
+                packed, group, wire, second_leg=second_leg, splits=layout.splits, residual=packed_residual
+            )
+            return layout.unpack(packed, buffer)
+
+        return lane.submit(chain)
+
+    def _layout(self, names: tuple[str, ...], parameters: list[Tensor]) -> tuple[BlockLayout, Tensor | None]:
+        """The layout of a bucket, and its residual in that layout."""
+        layout = self._layouts.get(names)
+        if layout is None:
+            self._write_back()  # the buckets changed: back to parameters, and out again
+            self._packed = {key: value for key, value in self._packed.items() if not set(key) & set(names)}
+            layout = self._layouts[names] = BlockLayout(
+                [parameter.numel() for parameter in parameters],
+                [self.first_block[name] for name in names],
+                self.compression.config.block_size,
+                self.lanes[0].group.size(),
+                parameters[0].device,
+            )
+        if self.compression.config.feeds_back and names not in self._packed:
             pieces = [
                 self.compression.residual(name, parameter.numel(), parameter.device)
-                for name, parameter in zip(key, parameters, strict=True)
+                for name, parameter in zip(names, parameters, strict=True)
             ]
-            flat = torch.cat(pieces)
-            for stale in [other for other in self._joined if set(other) & set(key)]:
-                del self._joined[stale]
-            self._joined[key] = flat
-            parts = flat.split([piece.numel() for piece in pieces])
-            self.compression.residuals.update(zip(key, parts, strict=True))
-        return flat
+            self._packed[names] = layout.pack(torch.cat(pieces))
+        return layout, self._packed.get(names)
+
+    def _write_back(self) -> None:
+        """Bring the residuals by parameter up to date with those in use."""
+        for names, packed in self._packed.items():
+            layout = self._layouts[names]
+            flat = layout.unpack(packed, packed.new_empty(sum(layout.sizes)))
+            for name, part in zip(names, flat.split(layout.sizes), strict=True):
+                self.compression.residuals[name] = part

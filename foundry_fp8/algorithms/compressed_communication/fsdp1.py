@@ -179,23 +179,52 @@ def _compress_gather(name: str, state: Any, compression: Compression) -> None:
     )
     if reason:
         return
+    _zero_padding(handle)
     group = CountingGroup(handle.process_group, compression.traffic)
-    original = handle._all_gather_flat_param
+    original, needs_unshard = handle._all_gather_flat_param, handle.needs_unshard
+    rounded = False
 
     def gather(self: Any, padded: Tensor) -> Tensor:
+        nonlocal rounded
         # Full precision was asked for: a state dict, summon_full_params or evaluation. What is saved is not rounded.
         if self._force_full_precision or not _computing(self):
             return original(padded)
+        rounded = True
         shard = self.flat_param.data
         world = group.size()
         compression.traffic.count_logical(shard.nbytes * (world - 1))
         padded.copy_(collectives.all_gather(shard, group, wire).view_as(padded))
         return padded
 
+    def needs_exact(self: Any) -> bool:
+        # The root stays gathered after its forward. A state dict taken then would hold the rounded copy: free it.
+        nonlocal rounded
+        if rounded and not _computing(self) and not needs_unshard():
+            self._free_unsharded_flat_param()
+            rounded = False
+        return needs_unshard()
+
     handle._all_gather_flat_param = types.MethodType(gather, handle)
+    handle.needs_unshard = types.MethodType(needs_exact, handle)
 
 
 def _computing(handle: Any) -> bool:
     """Whether the handle unshards for a forward or backward pass, as opposed to a summon of full parameters."""
     return handle._training_state.name != "SUMMON_FULL_PARAMS"
 
+
+
+def _zero_padding(handle: Any) -> None:
+    """Zero the alignment padding in the local shard: FSDP1 fills it with 42, which would set the scale of its block."""
+    flat = handle.flat_param
+    inside = torch.cat(
+        [
+            torch.full((numel,), is_padding)
+            for numel, is_padding in zip(flat._numels_with_padding, flat._is_padding_mask, strict=True)
+        ]
+    )
+    size = flat.numel()
+    start = handle.rank * size
+    mine = torch.nn.functional.pad(inside, (0, max(0, start + size - inside.numel())))[start : start + size]
+    with torch.no_grad():
+        flat.data[mine.to(flat.device)] = 0

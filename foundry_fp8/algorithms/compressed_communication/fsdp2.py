@@ -130,7 +130,7 @@ def _attach_unit(unit: Unit, compression: Compression) -> None:
     hop = _hop(compression, shard)
     if wire is not None and hop is not False:
         check_all_to_all(shard, group.device)
-    wrapped = _CountedCalls(shard, compression, wire if hop is not False else None, hop or None)
+    wrapped = _UnitGroup(shard, unit, compression, wire if hop is not False else None, hop or None)
     group.mesh_info.shard_process_group = wrapped
     if hasattr(unit.module, "set_custom_reduce_scatter"):
         unit.module.set_custom_reduce_scatter(_ReduceScatter(wrapped))
@@ -158,16 +158,29 @@ def _attach_unit(unit: Unit, compression: Compression) -> None:
         _attach_parameters(unit, compression)
 
 
-class _CountedCalls(CompressedGroup):
-    """The shard leg's group; tells the compression that a reduction ran."""
+class _UnitGroup(CompressedGroup):
+    """The shard leg's group of one unit; tells the compression that a reduction ran, and what a gather would take."""
 
-    def __init__(self, inner: dist.ProcessGroup, compression: Compression, wire: Any, hop: TwoHop | None) -> None:
+    def __init__(
+        self, inner: dist.ProcessGroup, unit: Unit, compression: Compression, wire: Any, hop: TwoHop | None
+    ) -> None:
         super().__init__(inner, compression.traffic, compression.switch, wire, hop=hop)
         self.compression = compression
+        self.gathered_bytes = sum(
+            p.padded_sharded_param_size.numel() * (p.param_dtype or p.orig_dtype).itemsize
+            for p in unit.group.fsdp_params
+        )
 
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any) -> Any:
         self.compression.calls += 1
         return super()._reduce_scatter_base(output, input, opts)
+
+    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        if opts is not None:  # FSDP2's gather of the unit, and not a leg of ours
+            self.traffic.count_logical(
+                self.gathered_bytes * (self.size() - 1), compressed=input.dtype == torch.uint8
+            )
+        return super()._allgather_base(output, input, opts)
 
 
 class _ReduceScatter:

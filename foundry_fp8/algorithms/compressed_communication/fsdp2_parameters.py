@@ -24,7 +24,7 @@ class GatheredParameter:
     Args:
         parameter: The ``FSDPParam``.
         wire: What travels.
-        traffic: Where its error is sampled and its uncompressed size counted.
+        traffic: Where the time is counted.
     """
 
     def __init__(self, parameter: Any, wire: WireFormat, traffic: Traffic) -> None:
@@ -49,9 +49,6 @@ class GatheredParameter:
         shard = self.parameter._sharded_param_data
         with torch.no_grad(), self.traffic.timed("quantize", shard.device):
             message = encode(shard.view(1, -1), self.wire).view(-1)
-        itemsize = (self.parameter.param_dtype or self.parameter.orig_dtype).itemsize
-        world = self.parameter.mesh_info.shard_mesh_size
-        self.traffic.count_logical(shard.numel() * itemsize * (world - 1))
         return (message,), None
 
     def post_all_gather(

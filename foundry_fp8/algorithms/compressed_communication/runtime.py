@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ class Compression:
         residuals: Error feedback by name: of a parameter under DDP, of an FSDP unit on a replicate leg.
         loaded: Residuals from a checkpoint that no leg has taken yet.
         calls: How often a gradient reduction of ours ran.
+        before_save: Called before residuals are read, to bring them up to date.
     """
 
     def __init__(self, config: CompressionConfig) -> None:
@@ -53,6 +55,7 @@ class Compression:
         self.loaded: dict[str, Tensor] = {}
         self.replicate_group: dist.ProcessGroup | None = None
         self.calls = 0
+        self.before_save: list[Callable[[], None]] = []
         self._hops: dict[tuple[int, ...], TwoHop] = {}
 
     def start_batch(self, batch: int) -> None:
@@ -134,6 +137,8 @@ class Compression:
         Returns:
             ``{"residuals": {"<name>@<shard>": float32 [replicas, numel]}}``.
         """
+        for refresh in self.before_save:
+            refresh()
         pending = {**self.loaded, **self.residuals}
         if not pending or self.replicate_group is None:
             return {"residuals": {}}
