@@ -15,7 +15,7 @@ __all__ = ["apply", "needed"]
 
 def needed() -> bool:
     """Whether this torch's CPU stream returns no event."""
-    return torch.cpu.Stream().record_event() is None
+    return torch.cpu.Stream().record_event() is None  # type: ignore[func-returns-value]
 
 
 def apply() -> None:
@@ -26,4 +26,4 @@ def apply() -> None:
     def record_event(self: torch.cpu.Stream, event: torch.cpu.Event | None = None) -> torch.cpu.Event:
         return torch.cpu.Event() if event is None else event
 
-    torch.cpu.Stream.record_event = record_event  # type: ignore[method-assign]
+    torch.cpu.Stream.record_event = record_event  # type: ignore[assignment, method-assign]

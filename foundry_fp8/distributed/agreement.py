@@ -17,7 +17,9 @@ AGREEMENT_SECONDS = 60.0
 _round = itertools.count()
 
 
-def agree(what: str, value: str, *, group: dist.ProcessGroup | None = None, seconds: float | None = None) -> None:
+def agree(
+    what: str, value: str, *, group: dist.ProcessGroup | None = None, seconds: float | None = None
+) -> None:
     """Raise on every rank unless all ranks of ``group`` call this with the same ``value``.
 
     It goes over the rendezvous store and not over a collective, so that a rank that never comes (because compression
@@ -33,7 +35,7 @@ def agree(what: str, value: str, *, group: dist.ProcessGroup | None = None, seco
         RuntimeError: Ranks differ, or some did not answer in time. Both are named.
     """
     store = dist.distributed_c10d._get_default_store()
-    ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+    ranks = list(range(dist.get_world_size())) if group is None else dist.get_process_group_ranks(group)
     prefix = f"foundry_fp8/agree/{what}/{next(_round)}"
     store.set(f"{prefix}/{dist.get_rank()}", value)
     seconds = AGREEMENT_SECONDS if seconds is None else seconds
@@ -76,4 +78,6 @@ def check_all_to_all(group: dist.ProcessGroup, device: torch.device) -> None:
         ) from error
     wanted = torch.tensor([by * world + rank for by in range(world)], device=device).to(torch.uint8)
     if not torch.equal(received, wanted):
-        raise RuntimeError(f"The all-to-all of the backend {group.name()} returned wrong bytes: {received.tolist()}.")
+        raise RuntimeError(
+            f"The all-to-all of the backend {group.name()} returned wrong bytes: {received.tolist()}."
+        )

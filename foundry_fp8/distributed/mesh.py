@@ -42,7 +42,9 @@ def resolve_degrees(
     """
     if shard == "auto":
         if fits is None:
-            raise ConfigError("hybrid_sharding.shard: auto needs the device's memory. Give a number, or node.")
+            raise ConfigError(
+                "hybrid_sharding.shard: auto needs the device's memory. Give a number, or node."
+            )
         shard = fits
     elif shard == "node":
         shard = per_node
@@ -79,9 +81,7 @@ def smallest_shard(state_bytes: int, device_bytes: int, *, world: int, per_node:
     Raises:
         ConfigError: Not even all ranks together hold it.
     """
-    degrees = [
-        n for n in range(1, world + 1) if world % n == 0 and (n % per_node == 0 or per_node % n == 0)
-    ]
+    degrees = [n for n in range(1, world + 1) if world % n == 0 and (n % per_node == 0 or per_node % n == 0)]
     for degree in degrees:
         if state_bytes <= degree * device_bytes:
             return degree
@@ -91,6 +91,8 @@ def smallest_shard(state_bytes: int, device_bytes: int, *, world: int, per_node:
     )
 
 
-def hsdp_mesh(device_type: str, replicate: int, shard: int, names: tuple[str, str] = (REPLICATE, SHARD)) -> DeviceMesh:
+def hsdp_mesh(
+    device_type: str, replicate: int, shard: int, names: tuple[str, str] = (REPLICATE, SHARD)
+) -> DeviceMesh:
     """The 2-D mesh ``[replicate, shard]``: consecutive ranks shard. Every rank must call it."""
     return init_device_mesh(device_type, (replicate, shard), mesh_dim_names=names)

@@ -14,7 +14,16 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
-__all__ = ["CountingGroup", "FinishedWork", "Traffic", "average"]
+__all__ = [
+    "CountingGroup",
+    "FinishedWork",
+    "Traffic",
+    "average",
+    "inner_group",
+    "reduce_options",
+    "reduction_of",
+    "scatter_options",
+]
 
 
 class Traffic:
@@ -128,10 +137,8 @@ class CountingGroup(dist.ProcessGroup):
     """
 
     def __init__(self, inner: dist.ProcessGroup, traffic: Traffic | None = None) -> None:
-        super().__init__(inner.rank(), inner.size())
-        if isinstance(inner, CountingGroup):
-            inner = inner.inner
-        self.inner = inner
+        super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]
+        self.inner = inner_group(inner)
         self.traffic = Traffic() if traffic is None else traffic
 
     @property
@@ -139,7 +146,7 @@ class CountingGroup(dist.ProcessGroup):
         """Whether the backend itself can average (NCCL can, gloo cannot)."""
         return "nccl" in dist.get_backend(self.inner)
 
-    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+    def getBackendName(self) -> str:
         """The inner backend's, marked."""
         return f"counting-{self.inner.name()}"
 
@@ -163,7 +170,7 @@ class CountingGroup(dist.ProcessGroup):
         opts = c10d.AllgatherOptions() if opts is None else opts
         return self.inner._allgather_base(output, input, opts)
 
-    def allgather(self, outputs: list, inputs: list, opts: Any = None) -> Any:
+    def allgather(self, outputs: list, inputs: list, opts: Any = None) -> Any:  # type: ignore[override]
         """All-gather into a list."""
         self.traffic.count("all_gather", sum(t.nbytes for t in inputs) * (self.size() - 1))
         opts = c10d.AllgatherOptions() if opts is None else opts
@@ -174,9 +181,7 @@ class CountingGroup(dist.ProcessGroup):
         self.traffic.count("reduce_scatter", input.nbytes - input.nbytes // self.size())
         if not mean or self.averages:
             return self.inner._reduce_scatter_base(output, input, opts)
-        plain = dist.ReduceScatterOptions()
-        plain.reduceOp = dist.ReduceOp.SUM
-        self.inner._reduce_scatter_base(output, input, plain).wait()
+        self.inner._reduce_scatter_base(output, input, scatter_options(dist.ReduceOp.SUM)).wait()
         output.div_(self.size())
         return FinishedWork([output])
 
@@ -188,14 +193,12 @@ class CountingGroup(dist.ProcessGroup):
         self.traffic.count("all_reduce", 2 * (nbytes - nbytes // self.size()))
         if opts.reduceOp != dist.ReduceOp.AVG or self.averages:
             return self.inner.allreduce(tensors, opts)
-        plain = dist.AllreduceOptions()
-        plain.reduceOp = dist.ReduceOp.SUM
-        self.inner.allreduce(tensors, plain).wait()
+        self.inner.allreduce(tensors, reduce_options(dist.ReduceOp.SUM)).wait()
         for tensor in tensors:
             tensor.div_(self.size())
         return FinishedWork(tensors)
 
-    def broadcast(self, tensors: list, opts: Any) -> Any:
+    def broadcast(self, tensors: list, opts: Any) -> Any:  # type: ignore[override]
         """Broadcast; the root is counted as sending to every other rank."""
         if opts.rootRank == self.rank():
             self.traffic.count("broadcast", sum(t.nbytes for t in tensors) * (self.size() - 1))
@@ -204,6 +207,25 @@ class CountingGroup(dist.ProcessGroup):
     def barrier(self, opts: Any = None) -> Any:
         """Barrier; sends nothing worth counting."""
         return self.inner.barrier(dist.BarrierOptions() if opts is None else opts)
+
+
+def inner_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The backend's own group, under a :class:`CountingGroup` or not."""
+    return group.inner if isinstance(group, CountingGroup) else group
+
+
+def scatter_options(op: Any) -> Any:
+    """Options of a reduce-scatter with the reduction ``op``."""
+    options = dist.ReduceScatterOptions()
+    options.reduceOp = op
+    return options
+
+
+def reduce_options(op: Any) -> Any:
+    """Options of an all-reduce with the reduction ``op``."""
+    options = dist.AllreduceOptions()
+    options.reduceOp = op
+    return options
 
 
 def reduction_of(opts: Any, what: str) -> bool:

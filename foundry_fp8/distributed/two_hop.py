@@ -20,7 +20,7 @@ from torch import Tensor
 
 from foundry_fp8.config import ConfigError
 from foundry_fp8.distributed import collectives
-from foundry_fp8.distributed.traffic import CountingGroup, Traffic
+from foundry_fp8.distributed.traffic import CountingGroup, Traffic, scatter_options
 from foundry_fp8.distributed.wire import WireFormat
 
 __all__ = ["TwoHop", "make_two_hop", "reduce_scatter_two_hop", "two_hop_all_reduce"]
@@ -119,7 +119,6 @@ def _reduce_inside(input: Tensor, hop: TwoHop, mean: bool) -> Tensor:
     if hop.inside_wire is not None and places > 1:
         return collectives.reduce_scatter(input, hop.inside, hop.inside_wire, mean=mean)
     part = torch.empty(input.numel() // places, dtype=input.dtype, device=input.device)
-    options = dist.ReduceScatterOptions()
-    options.reduceOp = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
-    hop.inside._reduce_scatter_base(part, input, options).wait()
+    op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
+    hop.inside._reduce_scatter_base(part, input, scatter_options(op)).wait()
     return part

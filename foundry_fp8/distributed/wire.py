@@ -25,7 +25,15 @@ from torch import Tensor
 from foundry_fp8.config import ConfigError, check_choice
 from foundry_fp8.formats import E4M3
 
-__all__ = ["FORMATS", "HADAMARD_ORDER", "CorruptedMessageError", "WireFormat", "decode", "decode_mean", "encode"]
+__all__ = [
+    "FORMATS",
+    "HADAMARD_ORDER",
+    "CorruptedMessageError",
+    "WireFormat",
+    "decode",
+    "decode_mean",
+    "encode",
+]
 
 FORMATS = ("fp32", "bf16", "int8", "e4m3", "int4")
 LIMITS = {"int8": 127.0, "e4m3": E4M3.max, "int4": 7.0}
@@ -215,7 +223,7 @@ def _encode_blocks(x: Tensor, wire: WireFormat, codes: Tensor, scales: Tensor) -
     codes.copy_(nibbles[:, :half] | (nibbles[:, half:] << 4))
 
 
-def _decoded_chunks(row: Tensor, wire: WireFormat, numel: int):  # noqa: ANN202 - a generator of (start, [n, block])
+def _decoded_chunks(row: Tensor, wire: WireFormat, numel: int):
     """Yield ``(first element, float32 [n, block])`` for the codes of one row."""
     payload, blocks, size = wire.payload_bytes(numel), wire.blocks(numel), wire.block_size
     codes = row[:payload].view(blocks, payload // blocks)

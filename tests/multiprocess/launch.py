@@ -41,7 +41,9 @@ def run(
         spec |= {"port": port, "folder": folder, "imports": imports.split(","), "timeout": timeout}
         env = dict(os.environ, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="")
         env["PYTHONPATH"] = os.pathsep.join([str(HERE.parent.parent), env.get("PYTHONPATH", "")])
-        subprocess.run([sys.executable, __file__, json.dumps(spec)], env=env, timeout=timeout + 60, check=True)
+        subprocess.run(
+            [sys.executable, __file__, json.dumps(spec)], env=env, timeout=timeout + 60, check=True
+        )
         codes = json.loads((Path(folder) / "codes").read_text())
         outputs = [(Path(folder) / f"out{rank}").read_text(errors="replace") for rank in range(world)]
         if not check:

@@ -9,7 +9,12 @@ import torch.distributed as dist
 from foundry_fp8.distributed import collectives
 from foundry_fp8.distributed.lanes import Lane
 from foundry_fp8.distributed.traffic import CountingGroup, Traffic
-from foundry_fp8.distributed.two_hop import hop_numel, make_two_hop, reduce_scatter_two_hop, two_hop_all_reduce
+from foundry_fp8.distributed.two_hop import (
+    hop_numel,
+    make_two_hop,
+    reduce_scatter_two_hop,
+    two_hop_all_reduce,
+)
 from foundry_fp8.distributed.wire import WireFormat
 
 dist.init_process_group("gloo")
@@ -86,7 +91,7 @@ wire = WireFormat(name="int4")
 for fed in (False, True):
     residual = torch.zeros(1280) if fed else None
     total = torch.zeros(1280, dtype=torch.float64)
-    for step in range(60):
+    for _ in range(60):
         total += collectives.all_reduce(x[rank].clone(), group, wire, residual=residual).double()
     results[f"accumulated_fed_{fed}"] = error(total / 60, x.double().mean(0))
     if fed:  # what was sent and what is kept add up to what was meant, exactly but for float32 rounding
@@ -127,7 +132,9 @@ if world == 4:
         key = "two_hop_int8" if inside else "two_hop"
         hop = make_two_hop(range(4), 2, traffic, inside)
         x = data(3001, seed=4)
-        out = two_hop_all_reduce(x[rank].clone(), hop, WireFormat(name="int4"), second_leg=WireFormat(name="int8"))
+        out = two_hop_all_reduce(
+            x[rank].clone(), hop, WireFormat(name="int4"), second_leg=WireFormat(name="int8")
+        )
         results[key] = error(out, x.double().mean(0))
         results[key + "_same"] = same_everywhere(out)
         x = data(4 * 333, seed=5)

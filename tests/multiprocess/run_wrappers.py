@@ -92,7 +92,9 @@ def gradients(model):
     """Full gradients by name, from whatever the wrapper keeps."""
     if isinstance(model, FSDP1):
         with FSDP1.summon_full_params(model, with_grads=True, writeback=False):
-            return {clean(n): p.grad.double().clone() for n, p in model.named_parameters() if p.grad is not None}
+            return {
+                clean(n): p.grad.double().clone() for n, p in model.named_parameters() if p.grad is not None
+            }
     return {
         clean(n): (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad).double().clone()
         for n, p in model.named_parameters()
@@ -162,7 +164,9 @@ def train(model, optimizer, compression, steps):
 
 def parameters_of(model):
     return [
-        (p.to_local() if isinstance(p, DTensor) else p).detach().clone() for p in model.parameters() if p.numel()
+        (p.to_local() if isinstance(p, DTensor) else p).detach().clone()
+        for p in model.parameters()
+        if p.numel()
     ]
 
 
@@ -191,7 +195,15 @@ def resume(kind, options):
 
 
 results = {}
-KINDS = ["ddp", "fsdp1-FULL_SHARD", "fsdp1-SHARD_GRAD_OP", "fsdp1-NO_SHARD", "fsdp1-HYBRID_SHARD", "fsdp2", "hsdp2"]
+KINDS = [
+    "ddp",
+    "fsdp1-FULL_SHARD",
+    "fsdp1-SHARD_GRAD_OP",
+    "fsdp1-NO_SHARD",
+    "fsdp1-HYBRID_SHARD",
+    "fsdp2",
+    "hsdp2",
+]
 if len(sys.argv) > 1:
     KINDS = sys.argv[1].split(",")
 COMMON = {"warmup": 0, "min_bytes": 0, "scope": "all", "block_size": 32}

@@ -57,7 +57,9 @@ class CompressionConfig:
         ):
             check_choice(f"{KEY}.{name}", getattr(self, name), allowed)
         if self.gradients == "none" and self.parameters == "none":
-            raise ConfigError(f"{KEY}: gradients and parameters are both none. Name a format, or remove {KEY}.")
+            raise ConfigError(
+                f"{KEY}: gradients and parameters are both none. Name a format, or remove {KEY}."
+            )
         if self.error_feedback not in ("auto", True, False):
             raise ConfigError(f"{KEY}.error_feedback: {self.error_feedback!r} is not auto, true or false.")
         if self.error_feedback is True and self.gradients in ("none", "bf16"):

@@ -7,12 +7,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from foundry_fp8.algorithms.compressed_communication.runtime import Compression, Row
+from foundry_fp8.algorithms.compressed_communication.runtime import Compression, Route, Row
 from foundry_fp8.distributed import collectives
 from foundry_fp8.distributed.lanes import Lane
 from foundry_fp8.distributed.layout import BlockLayout
 from foundry_fp8.distributed.traffic import CountingGroup, average
-from foundry_fp8.distributed.two_hop import TwoHop, hop_numel, two_hop_all_reduce
+from foundry_fp8.distributed.two_hop import hop_numel, two_hop_all_reduce
 
 __all__ = ["attach_ddp"]
 
@@ -24,12 +24,12 @@ def attach_ddp(ddp: DistributedDataParallel, compression: Compression) -> None:
     """Register the hook. It replaces DDP's all-reduce and its division by the number of ranks."""
     group = ddp.process_group
     compression.replicate_group = group
-    hop = compression.hop_for(group, compress_inside=True)
-    hook = BucketHook(compression, ddp, hop or None)
+    route = compression.route(group)
+    hook = BucketHook(compression, ddp, route)
     # A function without annotations: DDP compares them with objects, and this file's are strings.
     ddp.register_comm_hook(None, lambda _, bucket: hook.reduce(bucket))
-    action = compression.config.gradients if hop is not False else "uncompressed"
-    reason = "DDP bucket, all-reduce" if hop is not False else "all ranks are on one node"
+    action = compression.config.gradients if route.compressed else "uncompressed"
+    reason = "DDP bucket, all-reduce" if route.compressed else "all ranks are on one node"
     compression.rows.append(Row("DDP buckets", "gradients", action, reason))
 
 
@@ -39,11 +39,11 @@ class BucketHook:
     Residuals are saved by parameter, not by bucket, because DDP rebuilds its buckets after the first backward.
     """
 
-    def __init__(self, compression: Compression, ddp: DistributedDataParallel, hop: TwoHop | None) -> None:
+    def __init__(self, compression: Compression, ddp: DistributedDataParallel, route: Route) -> None:
         self.compression = compression
-        self.hop = hop
+        self.hop = route.hop
         config = compression.config
-        self.wire = config.wire(config.gradients)
+        self.wire = route.wire(config.wire(config.gradients))
         self.second_leg = config.wire(config.second_leg)
         self.names: dict[int, str] = {}
         self.first_block: dict[str, int] = {}
@@ -52,11 +52,14 @@ class BucketHook:
             self.names[id(parameter)] = name
             self.first_block[name] = count
             count += -(-parameter.numel() // config.block_size)
-        lanes = 1 if ddp.device.type == "cuda" or hop is not None else LANES_ON_CPU
+        lanes = 1 if ddp.device.type == "cuda" or route.hop is not None else LANES_ON_CPU
         ranks = dist.get_process_group_ranks(ddp.process_group)
         # A lane of its own group: nothing else issues collectives there, so their order is the lane's order.
         self.lanes = [
-            Lane(CountingGroup(dist.new_group(ranks, use_local_synchronization=True), compression.traffic), ddp.device)
+            Lane(
+                CountingGroup(dist.new_group(ranks, use_local_synchronization=True), compression.traffic),
+                ddp.device,
+            )
             for _ in range(lanes)
         ]
         self._layouts: dict[tuple[str, ...], BlockLayout] = {}

@@ -21,7 +21,7 @@ from foundry_fp8.config import ConfigError
 from foundry_fp8.distributed import collectives
 from foundry_fp8.distributed.agreement import check_all_to_all
 from foundry_fp8.distributed.compressed_group import CompressedGroup
-from foundry_fp8.distributed.traffic import CountingGroup
+from foundry_fp8.distributed.traffic import CountingGroup, reduce_options, scatter_options
 
 __all__ = ["attach_fsdp1", "prepare_fsdp1", "roots_of"]
 
@@ -43,7 +43,7 @@ def prepare_fsdp1(model: nn.Module, compression: Compression) -> None:
             group = state._inter_node_pg if hybrid else state.process_group
             compression.replicate_group = group
             numel = _reduced_numel(state)
-            if compression.config.feeds_back and numel and compression.hop_for(group, compress_inside=True) is not False:
+            if compression.config.feeds_back and numel and compression.route(group).compressed:
                 compression.residual(name, numel, state.compute_device)
 
 
@@ -68,9 +68,13 @@ def attach_fsdp1(model: nn.Module, compression: Compression) -> None:
     prepare_fsdp1(model, compression)
     for name, state in _states(model):
         if not hasattr(state, "_comm_hook"):
-            raise RuntimeError(f"{KEY}: torch {torch.__version__} has no FSDP1 hook where foundry_fp8 sets it.")
+            raise RuntimeError(
+                f"{KEY}: torch {torch.__version__} has no FSDP1 hook where foundry_fp8 sets it."
+            )
         if state._comm_hook is not None:
-            raise RuntimeError(f"{KEY}: the FSDP1 module {name!r} has a communication hook already. Remove one.")
+            raise RuntimeError(
+                f"{KEY}: the FSDP1 module {name!r} has a communication hook already. Remove one."
+            )
     for root in roots_of(model):
         states = _states(root)
         hybrid = any(state.sharding_strategy in HYBRID for _, state in states)
@@ -80,7 +84,10 @@ def attach_fsdp1(model: nn.Module, compression: Compression) -> None:
                 state._comm_hook, state._comm_hook_state = hooks[id(state)], None
         else:
             root.register_comm_hook(None, hooks[id(states[0][1])])
-            for _, state in states:  # registered once for all, where each unit has a group and a residual of its own
+            for (
+                _,
+                state,
+            ) in states:  # registered once for all, where each unit has a group and a residual of its own
                 state._comm_hook = hooks[id(state)]
         if config.parameters != "none":
             for name, state in states:
@@ -116,27 +123,25 @@ def _hook_of(name: str, state: Any, compression: Compression) -> Any:
     legs = [leg for leg in (shard, replicate) if leg is not None]
     action = next((leg.wire.name for leg in reversed(legs) if leg.wire is not None), "uncompressed")
     compression.rows.append(Row(name, "gradients", action, f"FSDP1 {strategy.name}"))
-    mean = dist.ReduceScatterOptions()
-    mean.reduceOp = dist.ReduceOp.AVG
-    mean_all = dist.AllreduceOptions()
-    mean_all.reduceOp = dist.ReduceOp.AVG
 
     def hook(_: Any, gradient: Tensor, new_shard: Tensor | None = None) -> None:
         compression.calls += 1
         reduced = gradient if new_shard is None else new_shard
         if shard is not None:
-            shard._reduce_scatter_base(reduced, gradient.view(-1), mean).wait()
+            shard._reduce_scatter_base(reduced, gradient.view(-1), scatter_options(dist.ReduceOp.AVG)).wait()
         if replicate is not None:
-            replicate.allreduce([reduced], mean_all).wait()
+            replicate.allreduce([reduced], reduce_options(dist.ReduceOp.AVG)).wait()
 
     return hook
 
 
-def _group(group: dist.ProcessGroup, name: str, compression: Compression, *, sharded: bool) -> CompressedGroup:
+def _group(
+    group: dist.ProcessGroup, name: str, compression: Compression, *, sharded: bool
+) -> CompressedGroup:
     config = compression.config
-    hop = compression.hop_for(group, compress_inside=True)
+    route = compression.route(group)
     chosen = "int8" if sharded and config.gradients == "int4" else config.gradients
-    wire = None if hop is False else config.wire(chosen)
+    wire = route.wire(config.wire(chosen))
     residual = None
     if wire is not None:
         check_all_to_all(group, _device_of(group))
@@ -148,7 +153,7 @@ def _group(group: dist.ProcessGroup, name: str, compression: Compression, *, sha
         compression.switch,
         wire,
         second_leg=config.wire(config.second_leg),
-        hop=hop or None,
+        hop=route.hop,
         residual=residual,
     )
 
@@ -172,10 +177,15 @@ def _compress_gather(name: str, state: Any, compression: Compression) -> None:
         reason = "NO_SHARD gathers nothing"
     elif nbytes < config.least_bytes:
         reason = f"smaller than min_bytes ({config.least_bytes})"
-    elif compression.hop_for(handle.process_group, compress_inside=True) is False:
+    elif not compression.route(handle.process_group).compressed:
         reason = "all ranks of the shard group are on one node"
     compression.rows.append(
-        Row(name, "parameters", "uncompressed" if reason else config.parameters, reason or "FSDP1 flat parameter")
+        Row(
+            name,
+            "parameters",
+            "uncompressed" if reason else config.parameters,
+            reason or "FSDP1 flat parameter",
+        )
     )
     if reason:
         return
@@ -211,7 +221,6 @@ def _compress_gather(name: str, state: Any, compression: Compression) -> None:
 def _computing(handle: Any) -> bool:
     """Whether the handle unshards for a forward or backward pass, as opposed to a summon of full parameters."""
     return handle._training_state.name != "SUMMON_FULL_PARAMS"
-
 
 
 def _zero_padding(handle: Any) -> None:

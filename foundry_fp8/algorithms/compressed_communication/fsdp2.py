@@ -2,13 +2,12 @@
 
 torch 2.7 has no setter for FSDP2's reduce-scatter, so the groups of each unit's mesh are replaced
 (``FSDPParamGroup.mesh_info``); where torch has ``set_custom_reduce_scatter`` (2.9 and later), that is used for the
-reduce-scatter. ``mesh_info`` is private: :func:`units_of` is the one place that reads it.
+reduce-scatter.
 """
 
 from __future__ import annotations
 
 import copy
-import dataclasses
 from typing import Any
 
 import torch
@@ -18,65 +17,16 @@ from torch.distributed.fsdp import FSDPModule
 
 from foundry_fp8.algorithms.compressed_communication.config import KEY
 from foundry_fp8.algorithms.compressed_communication.fsdp2_parameters import GatheredParameter
-from foundry_fp8.algorithms.compressed_communication.runtime import Compression, Row
+from foundry_fp8.algorithms.compressed_communication.runtime import Compression, Route, Row
 from foundry_fp8.compat import cpu_stream_events
 from foundry_fp8.config import ConfigError
 from foundry_fp8.distributed.agreement import check_all_to_all
 from foundry_fp8.distributed.compressed_group import CompressedGroup
-from foundry_fp8.distributed.two_hop import TwoHop
+from foundry_fp8.distributed.fsdp2_units import Unit, units_of
+from foundry_fp8.distributed.traffic import inner_group, scatter_options
+from foundry_fp8.distributed.wire import WireFormat
 
-__all__ = ["attach_fsdp2", "prepare_fsdp2", "units_of"]
-
-
-@dataclasses.dataclass
-class Unit:
-    """One ``fully_shard`` call that owns parameters.
-
-    Attributes:
-        name: The module's.
-        module: The module.
-        group: Its ``FSDPParamGroup``.
-    """
-
-    name: str
-    module: FSDPModule
-    group: Any
-
-    @property
-    def replicates(self) -> bool:
-        """Whether the mesh is 2-D (HSDP)."""
-        return hasattr(self.group.mesh_info, "replicate_process_group")
-
-    @property
-    def shard_numel(self) -> int:
-        """Elements of a rank's padded shard: what the replicate leg reduces."""
-        return sum(p.padded_sharded_param_size.numel() for p in self.group.fsdp_params)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole unit's gradients, in the parameters' dtype."""
-        return sum(p._orig_size.numel() * p.sharded_param.element_size() for p in self.group.fsdp_params)
-
-
-def units_of(model: nn.Module) -> list[Unit]:
-    """The FSDP2 units of ``model`` that own parameters, outermost first.
-
-    Raises:
-        RuntimeError: This torch keeps them elsewhere.
-    """
-    units = []
-    for name, module in model.named_modules():
-        if not isinstance(module, FSDPModule):
-            continue
-        state = module._get_fsdp_state()
-        if not hasattr(state, "_fsdp_param_group"):
-            raise RuntimeError(
-                f"{KEY}: torch {torch.__version__} keeps FSDP2's parameter groups in a place this version of "
-                "foundry_fp8 does not know. Tested: torch 2.7."
-            )
-        if state._fsdp_param_group is not None:
-            units.append(Unit(name, module, state._fsdp_param_group))
-    return units
+__all__ = ["attach_fsdp2", "prepare_fsdp2"]
 
 
 def prepare_fsdp2(model: nn.Module, compression: Compression) -> None:
@@ -84,8 +34,8 @@ def prepare_fsdp2(model: nn.Module, compression: Compression) -> None:
     units = units_of(model)
     if not units or not units[0].replicates:
         return
-    compression.replicate_group = units[0].group.mesh_info.replicate_process_group
-    if compression.config.feeds_back and _hop(compression, compression.replicate_group) is not False:
+    compression.replicate_group = inner_group(units[0].group.mesh_info.replicate_process_group)
+    if compression.config.feeds_back and compression.route(compression.replicate_group).compressed:
         for unit in units:
             compression.residual(unit.name, unit.shard_numel, unit.group.device)
 
@@ -125,22 +75,22 @@ def _attach_unit(unit: Unit, compression: Compression) -> None:
     if unit.replicates and group.device.type == "cpu":
         cpu_stream_events.apply()
 
-    shard = group.mesh_info.shard_process_group
+    shard = inner_group(group.mesh_info.shard_process_group)
     wire = config.wire("int8" if config.gradients == "int4" else config.gradients)
-    hop = _hop(compression, shard)
-    if wire is not None and hop is not False:
+    route = compression.route(shard)
+    if route.wire(wire) is not None:
         check_all_to_all(shard, group.device)
-    wrapped = _UnitGroup(shard, unit, compression, wire if hop is not False else None, hop or None)
+    wrapped = _UnitGroup(shard, unit, compression, wire, route)
     group.mesh_info.shard_process_group = wrapped
     if hasattr(unit.module, "set_custom_reduce_scatter"):
         unit.module.set_custom_reduce_scatter(_ReduceScatter(wrapped))
-    _report(unit, compression, "reduce-scatter", wire, hop)
+    _report(unit, compression, "reduce-scatter", wire, route)
 
     if unit.replicates:
-        replicate = group.mesh_info.replicate_process_group
-        wire, hop = config.wire(config.gradients), _hop(compression, replicate)
+        replicate = inner_group(group.mesh_info.replicate_process_group)
+        wire, route = config.wire(config.gradients), compression.route(replicate)
         residual = None
-        if wire is not None and hop is not False:
+        if route.wire(wire) is not None:
             check_all_to_all(replicate, group.device)
             if config.feeds_back:
                 residual = compression.residual(unit.name, unit.shard_numel, group.device)
@@ -148,12 +98,12 @@ def _attach_unit(unit: Unit, compression: Compression) -> None:
             replicate,
             compression.traffic,
             compression.switch,
-            wire if hop is not False else None,
+            route.wire(wire),
             second_leg=config.wire(config.second_leg),
-            hop=hop or None,
+            hop=route.hop,
             residual=residual,
         )
-        _report(unit, compression, "all-reduce across replicas", wire, hop)
+        _report(unit, compression, "all-reduce across replicas", wire, route)
     if config.parameters != "none":
         _attach_parameters(unit, compression)
 
@@ -162,9 +112,14 @@ class _UnitGroup(CompressedGroup):
     """The shard leg's group of one unit; tells the compression that a reduction ran, and what a gather would take."""
 
     def __init__(
-        self, inner: dist.ProcessGroup, unit: Unit, compression: Compression, wire: Any, hop: TwoHop | None
+        self,
+        inner: dist.ProcessGroup,
+        unit: Unit,
+        compression: Compression,
+        wire: WireFormat | None,
+        route: Route,
     ) -> None:
-        super().__init__(inner, compression.traffic, compression.switch, wire, hop=hop)
+        super().__init__(inner, compression.traffic, compression.switch, route.wire(wire), hop=route.hop)
         self.compression = compression
         self.gathered_bytes = sum(
             p.padded_sharded_param_size.numel() * (p.param_dtype or p.orig_dtype).itemsize
@@ -202,9 +157,7 @@ class _ReduceScatter:
         async_op: bool = False,
     ) -> Any:
         """Reduce-scatter ``input_tensor`` into ``output_tensor``."""
-        options = dist.ReduceScatterOptions()
-        options.reduceOp = op
-        work = self.group._reduce_scatter_base(output_tensor, input_tensor, options)
+        work = self.group._reduce_scatter_base(output_tensor, input_tensor, scatter_options(op))
         if async_op:
             return work
         work.wait()
@@ -222,13 +175,22 @@ def _attach_parameters(unit: Unit, compression: Compression) -> None:
         )
     wire = config.wire(config.parameters)
     assert wire is not None
-    inside = _hop(compression, group.mesh_info.shard_process_group.inner) is False
+    inside = not compression.route(inner_group(group.mesh_info.shard_process_group)).compressed
     gathered = []
     for parameter in group.fsdp_params:
         name = f"{unit.name}.{parameter._module_info.param_name}".lstrip(".")
-        reason = "all ranks of the shard group are on one node" if inside else _why_not(parameter, config.least_bytes)
+        reason = (
+            "all ranks of the shard group are on one node"
+            if inside
+            else _why_not(parameter, config.least_bytes)
+        )
         compression.rows.append(
-            Row(name, "parameters", "uncompressed" if reason else config.parameters, reason or "FSDP2 all-gather")
+            Row(
+                name,
+                "parameters",
+                "uncompressed" if reason else config.parameters,
+                reason or "FSDP2 all-gather",
+            )
         )
         if not reason:
             gathered.append(GatheredParameter(parameter, wire, compression.traffic))
@@ -263,15 +225,11 @@ def _why_not(parameter: Any, least_bytes: int) -> str | None:
     return None
 
 
-def _hop(compression: Compression, group: dist.ProcessGroup) -> TwoHop | None | bool:
-    return compression.hop_for(group, compress_inside=True)
-
-
-def _report(unit: Unit, compression: Compression, leg: str, wire: Any, hop: TwoHop | None | bool) -> None:
+def _report(unit: Unit, compression: Compression, leg: str, wire: WireFormat | None, route: Route) -> None:
     action, reason = "uncompressed", f"FSDP2 {leg}"
     if wire is None:
         reason = "gradients: none"
-    elif hop is False:
+    elif not route.compressed:
         reason = f"FSDP2 {leg}: all its ranks are on one node"
     elif unit.nbytes < compression.config.least_bytes:
         reason = f"FSDP2 {leg}: smaller than min_bytes ({compression.config.least_bytes})"

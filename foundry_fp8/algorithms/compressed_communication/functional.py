@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
-
-import dataclasses
 
 import torch.distributed as dist
 from torch import nn
@@ -63,11 +62,15 @@ def apply_compressed_communication(
     attached = getattr(model, ATTACHED, None)
     if attached is not None:
         return attached
-    compression = Compression(from_mapping(CompressionConfig, options, KEY)) if compression is None else compression
+    compression = (
+        Compression(from_mapping(CompressionConfig, options, KEY)) if compression is None else compression
+    )
     config = compression.config
     kind = wrapper_of(model)
     if not dist.is_initialized() or dist.get_world_size() < 2:
-        raise RuntimeError(f"{KEY} needs at least two ranks: with one, nothing is sent. Remove it from this run.")
+        raise RuntimeError(
+            f"{KEY} needs at least two ranks: with one, nothing is sent. Remove it from this run."
+        )
     agree(KEY, json.dumps({"wrapper": kind, **dataclasses.asdict(config)}, sort_keys=True))
     if kind is None:
         raise ConfigError(

@@ -16,8 +16,9 @@ from foundry_fp8.distributed.compressed_group import Switch
 from foundry_fp8.distributed.mesh import ranks_per_node, spans_nodes
 from foundry_fp8.distributed.traffic import Traffic
 from foundry_fp8.distributed.two_hop import TwoHop, make_two_hop
+from foundry_fp8.distributed.wire import WireFormat
 
-__all__ = ["Compression", "Row"]
+__all__ = ["Compression", "Route", "Row"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +31,20 @@ class Row:
     action: str
     """The format it travels as, or ``uncompressed``."""
     reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Route:
+    """How the messages of one process group travel."""
+
+    compressed: bool
+    """Whether they are worth compressing: not where they stay inside a node and ``scope`` is about what crosses."""
+    hop: TwoHop | None = None
+    """The groups of two hops, where the group spans nodes with several ranks each."""
+
+    def wire(self, wire: WireFormat | None) -> WireFormat | None:
+        """``wire``, or ``None`` where nothing is compressed."""
+        return wire if self.compressed else None
 
 
 class Compression:
@@ -82,14 +97,11 @@ class Compression:
             self.residuals[name] = fresh if loaded is None else fresh.copy_(loaded.view(-1))
         return self.residuals[name]
 
-    def hop_for(self, group: dist.ProcessGroup, *, compress_inside: bool) -> TwoHop | None | bool:
+    def route(self, group: dist.ProcessGroup) -> Route:
         """How ``group`` is compressed, given ``scope``.
 
-        Returns:
-            ``False``: not at all (it lies inside one node). ``None``: in one hop. A :class:`TwoHop`: in two.
-
         Raises:
-            ConfigError: ``scope: inter_node`` on a single node.
+            ConfigError: ``scope: inter_node`` on a single node, or a group that two hops cannot serve.
         """
         per_node = ranks_per_node()
         several = dist.get_world_size() > per_node
@@ -99,13 +111,13 @@ class Compression:
                 "Use scope: all to compress inside the node."
             )
         if self.config.scope == "all" or not several:
-            return None
+            return Route(True)
         ranks = dist.get_process_group_ranks(group)
         if not spans_nodes(ranks, per_node):
-            return False
+            return Route(False)
         in_node = sum(rank // per_node == ranks[0] // per_node for rank in ranks)
         if in_node == 1:
-            return None
+            return Route(True)
         if len(ranks) != dist.get_world_size():
             raise ConfigError(
                 f"{KEY}.scope: {self.config.scope} needs two hops for a group of {len(ranks)} of the "
@@ -113,9 +125,9 @@ class Compression:
             )
         key = tuple(ranks)
         if key not in self._hops:
-            inside = self.config.wire("int8") if self.config.inside_node == "int8" and compress_inside else None
+            inside = self.config.wire("int8") if self.config.inside_node == "int8" else None
             self._hops[key] = make_two_hop(ranks, in_node, self.traffic, inside)
-        return self._hops[key]
+        return Route(True, self._hops[key])
 
     def summary(self) -> str:
         """The report as text, alike rows counted together."""
