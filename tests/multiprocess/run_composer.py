@@ -8,6 +8,7 @@ import torch
 import torch.distributed as torch_dist
 from composer import Trainer
 from composer.core import Callback
+from composer.loggers import InMemoryLogger
 from composer.models import ComposerModel
 from composer.utils import dist
 from composer.utils.parallelism import FSDP2Config
@@ -72,20 +73,15 @@ class Gradients(Callback):
         ]
 
 
-class Metrics(Callback):
-    def __init__(self):
-        self.seen = []
-
-
 def train(parallelism, algorithms, name, load=None, batches=BATCHES, microbatch=8, twice=False, **options):
     torch.manual_seed(3)
     generator = torch.Generator().manual_seed(5)
-    data = TensorDataset(torch.randn(256, 24, generator=generator), torch.randint(0, 5, (256,), generator=generator))
+    data = TensorDataset(
+        torch.randn(256, 24, generator=generator), torch.randint(0, 5, (256,), generator=generator)
+    )
     loader = DataLoader(data, batch_size=8, sampler=dist.get_sampler(data, shuffle=False))
     model = Model()
     gradients = Gradients()
-    from composer.loggers import InMemoryLogger
-
     memory = InMemoryLogger()
     trainer = Trainer(
         model=model,
@@ -115,22 +111,32 @@ def train(parallelism, algorithms, name, load=None, batches=BATCHES, microbatch=
 
 
 def fsdp2():
-    return {"fsdp2": FSDP2Config(state_dict_type="sharded")} if False else {"fsdp": FSDP2Config(state_dict_type="sharded")}
+    return {"fsdp": FSDP2Config(state_dict_type="sharded")}
 
 
 def fsdp1(**more):
-    return {"fsdp": {"sharding_strategy": "FULL_SHARD", "state_dict_type": "sharded", "mixed_precision": "PURE", **more}}
+    return {
+        "fsdp": {
+            "sharding_strategy": "FULL_SHARD",
+            "state_dict_type": "sharded",
+            "mixed_precision": "PURE",
+            **more,
+        }
+    }
 
 
 def compress(**options):
-    return CompressedCommunication(warmup=0, min_bytes=0, scope="all", block_size=32, sample_interval=1, **options)
+    return CompressedCommunication(
+        warmup=0, min_bytes=0, scope="all", block_size=32, sample_interval=1, **options
+    )
 
 
 CASES = {
     "ddp": (lambda: None, lambda: [compress(gradients="int8", second_leg="int8")]),
-    "fsdp2": (fsdp2, lambda: [compress(gradients="int8", parameters="e4m3")]),
-    "hsdp2": (fsdp2, lambda: [HybridSharding(shard=2), compress(gradients="int8", second_leg="int8", parameters="int8")]),
-    "fsdp1": (fsdp1, lambda: [compress(gradients="int8", parameters="int8")]),
+    "hsdp2": (
+        fsdp2,
+        lambda: [HybridSharding(shard=2), compress(gradients="int8", second_leg="int8", parameters="int8")],
+    ),
     "hsdp1": (fsdp1, lambda: [HybridSharding(shard=2), compress(gradients="int8", second_leg="int8")]),
     "hsdp2-plain": (fsdp2, lambda: [HybridSharding(shard=2)]),
 }
@@ -140,12 +146,9 @@ reference = train(None, [], "reference")[0].first
 for name in sys.argv[2].split(",") if len(sys.argv) > 2 else CASES:
     parallelism, algorithms = CASES[name]
     through, logged = train(parallelism(), algorithms(), name, twice=name == "ddp", microbatch=4)
-    checkpoint = f"{FOLDER}/{name}/" + {True: "ba2.pt", False: "ep0-ba2/"}[parallelism() is None]
-    if not os.path.exists(checkpoint):
-        checkpoint = f"{FOLDER}/{name}/" + sorted(os.listdir(f"{FOLDER}/{name}"))[0]
-    resumed, _ = train(
-        parallelism(), algorithms(), name, load=checkpoint, twice=name == "ddp", microbatch=4
-    )
+    checkpoint = f"{FOLDER}/{name}/" + ("ba2.pt" if parallelism() is None else "ep0-ba2")
+    assert os.path.exists(checkpoint), os.listdir(f"{FOLDER}/{name}")
+    resumed, _ = train(parallelism(), algorithms(), name, load=checkpoint, twice=name == "ddp", microbatch=4)
     equal = all(torch.equal(a, b) for a, b in zip(through.last, resumed.last, strict=True))
     everywhere = dist.all_gather_object(equal)
     cell = results[name] = {"bit_exact": all(everywhere)}

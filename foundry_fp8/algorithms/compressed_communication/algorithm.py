@@ -11,7 +11,6 @@ from composer.loggers import Logger
 from foundry_fp8.algorithms.compressed_communication.config import KEY, CompressionConfig
 from foundry_fp8.algorithms.compressed_communication.functional import (
     apply_compressed_communication,
-    prepare,
     wrapper_of,
 )
 from foundry_fp8.algorithms.compressed_communication.runtime import Compression
@@ -47,7 +46,6 @@ class CompressedCommunication(Algorithm):
         self.compression = Compression(self.config)
         self._attached = False
         self._checked = False
-        self._sharded = False
         self._last: dict[str, float] = {}
 
     def __repr__(self) -> str:
@@ -61,7 +59,6 @@ class CompressedCommunication(Algorithm):
     def match(self, event: Event, state: State) -> bool:
         """Run where the docstring of the class says."""
         return event in (
-            Event.BEFORE_LOAD,
             Event.AFTER_LOAD,
             Event.FIT_START,
             Event.BATCH_START,
@@ -71,10 +68,7 @@ class CompressedCommunication(Algorithm):
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         """Attach, switch, check or log."""
-        if event == Event.BEFORE_LOAD:
-            self._sharded = state.fsdp_sharded_state_dict_enabled
-            prepare(state.model, self.compression)
-        elif event in (Event.AFTER_LOAD, Event.FIT_START):
+        if event in (Event.AFTER_LOAD, Event.FIT_START):
             self._attach(event, state)
         elif event == Event.BATCH_START:
             self.compression.start_batch(int(state.timestamp.batch))
@@ -122,7 +116,7 @@ class CompressedCommunication(Algorithm):
 
     def state_dict(self) -> dict[str, Any]:
         """The error-feedback residuals of all replicas; every rank must call it (Composer does)."""
-        return self.compression.state_dict(gather=not self._sharded)
+        return self.compression.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back this rank's residuals, so that resuming is bit-exact."""

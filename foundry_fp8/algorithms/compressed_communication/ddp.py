@@ -23,7 +23,6 @@ LANES_ON_CPU = 2
 def attach_ddp(ddp: DistributedDataParallel, compression: Compression) -> None:
     """Register the hook. It replaces DDP's all-reduce and its division by the number of ranks."""
     group = ddp.process_group
-    compression.replicate_group = group
     route = compression.route(group)
     hook = BucketHook(compression, ddp, route)
     # A function without annotations: DDP compares them with objects, and this file's are strings.
@@ -65,6 +64,7 @@ class BucketHook:
         self._layouts: dict[tuple[str, ...], BlockLayout] = {}
         self._packed: dict[tuple[str, ...], Tensor] = {}
         compression.before_save.append(self._write_back)
+        compression.after_load.append(self._packed.clear)
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Start the reduction of ``bucket``; the future holds its buffer, reduced in place."""
@@ -105,7 +105,8 @@ class BucketHook:
         layout = self._layouts.get(names)
         if layout is None:
             self._write_back()  # the buckets changed: back to parameters, and out again
-            self._packed = {key: value for key, value in self._packed.items() if not set(key) & set(names)}
+            for stale in [key for key in self._packed if set(key) & set(names)]:
+                del self._packed[stale]
             layout = self._layouts[names] = BlockLayout(
                 [parameter.numel() for parameter in parameters],
                 [self.first_block[name] for name in names],

@@ -23,7 +23,7 @@ from foundry_fp8.distributed.agreement import check_all_to_all
 from foundry_fp8.distributed.compressed_group import CompressedGroup
 from foundry_fp8.distributed.traffic import CountingGroup, reduce_options, scatter_options
 
-__all__ = ["attach_fsdp1", "prepare_fsdp1", "roots_of"]
+__all__ = ["attach_fsdp1", "roots_of"]
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
@@ -33,18 +33,6 @@ def roots_of(model: nn.Module) -> list[FullyShardedDataParallel]:
     if isinstance(model, FullyShardedDataParallel):
         return [model]
     return [root for child in model.children() for root in roots_of(child)]
-
-
-def prepare_fsdp1(model: nn.Module, compression: Compression) -> None:
-    """Make the residuals of the replicate leg, so that a sharded checkpoint has somewhere to load them into."""
-    for name, state in _states(model):
-        if state.sharding_strategy in HYBRID or state.sharding_strategy == ShardingStrategy.NO_SHARD:
-            hybrid = state.sharding_strategy in HYBRID
-            group = state._inter_node_pg if hybrid else state.process_group
-            compression.replicate_group = group
-            numel = _reduced_numel(state)
-            if compression.config.feeds_back and numel and compression.route(group).compressed:
-                compression.residual(name, numel, state.compute_device)
 
 
 def attach_fsdp1(model: nn.Module, compression: Compression) -> None:
@@ -65,7 +53,7 @@ def attach_fsdp1(model: nn.Module, compression: Compression) -> None:
         )
     for root in roots_of(model):
         root.check_is_root()  # forces FSDP1's lazy initialisation, which its own register_comm_hook needs too
-    prepare_fsdp1(model, compression)
+    compression.replicates = replicates
     for name, state in _states(model):
         if not hasattr(state, "_comm_hook"):
             raise RuntimeError(
@@ -115,11 +103,11 @@ def _hook_of(name: str, state: Any, compression: Compression) -> Any:
     """The hook of one FSDP1 state: ``hook(None, grad, shard)``, or ``hook(None, grad)`` under NO_SHARD."""
     strategy = state.sharding_strategy
     sharded = strategy != ShardingStrategy.NO_SHARD
-    shard = _group(state.process_group, name, compression, sharded=sharded) if sharded else None
+    shard = _group(state.process_group, name, state, compression, sharded=True) if sharded else None
     replicate = None
     if not sharded or strategy in HYBRID:
         group = state._inter_node_pg if sharded else state.process_group
-        replicate = _group(group, name, compression, sharded=False)
+        replicate = _group(group, name, state, compression, sharded=False)
     legs = [leg for leg in (shard, replicate) if leg is not None]
     action = next((leg.wire.name for leg in reversed(legs) if leg.wire is not None), "uncompressed")
     compression.rows.append(Row(name, "gradients", action, f"FSDP1 {strategy.name}"))
@@ -136,7 +124,7 @@ def _hook_of(name: str, state: Any, compression: Compression) -> Any:
 
 
 def _group(
-    group: dist.ProcessGroup, name: str, compression: Compression, *, sharded: bool
+    group: dist.ProcessGroup, name: str, state: Any, compression: Compression, *, sharded: bool
 ) -> CompressedGroup:
     config = compression.config
     route = compression.route(group)
@@ -146,7 +134,8 @@ def _group(
     if wire is not None:
         check_all_to_all(group, _device_of(group))
         if not sharded and config.feeds_back:
-            residual = compression.residuals.get(name)
+            numel = _reduced_numel(state)
+            residual = compression.residual(name, numel, state.compute_device) if numel else None
     return CompressedGroup(
         group,
         compression.traffic,

@@ -26,18 +26,7 @@ from foundry_fp8.distributed.fsdp2_units import Unit, units_of
 from foundry_fp8.distributed.traffic import inner_group, scatter_options
 from foundry_fp8.distributed.wire import WireFormat
 
-__all__ = ["attach_fsdp2", "prepare_fsdp2"]
-
-
-def prepare_fsdp2(model: nn.Module, compression: Compression) -> None:
-    """Make the residuals of the replicate leg, so that a sharded checkpoint has somewhere to load them into."""
-    units = units_of(model)
-    if not units or not units[0].replicates:
-        return
-    compression.replicate_group = inner_group(units[0].group.mesh_info.replicate_process_group)
-    if compression.config.feeds_back and compression.route(compression.replicate_group).compressed:
-        for unit in units:
-            compression.residual(unit.name, unit.shard_numel, unit.group.device)
+__all__ = ["attach_fsdp2"]
 
 
 def attach_fsdp2(model: nn.Module, compression: Compression) -> None:
@@ -61,7 +50,7 @@ def attach_fsdp2(model: nn.Module, compression: Compression) -> None:
     for root in (module for module in model.modules() if isinstance(module, FSDPModule)):
         # From here on parameters are padded and named for good; FSDP2 would do this in the first forward.
         root._get_fsdp_state()._lazy_init()
-    prepare_fsdp2(model, compression)
+    compression.replicates = units[0].replicates
     for unit in units:
         _attach_unit(unit, compression)
 

@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from foundry_fp8.algorithms.compressed_communication.config import KEY, CompressionConfig
 from foundry_fp8.algorithms.compressed_communication.ddp import attach_ddp
-from foundry_fp8.algorithms.compressed_communication.fsdp1 import attach_fsdp1, prepare_fsdp1
-from foundry_fp8.algorithms.compressed_communication.fsdp2 import attach_fsdp2, prepare_fsdp2
+from foundry_fp8.algorithms.compressed_communication.fsdp1 import attach_fsdp1
+from foundry_fp8.algorithms.compressed_communication.fsdp2 import attach_fsdp2
 from foundry_fp8.algorithms.compressed_communication.runtime import Compression
 from foundry_fp8.config import ConfigError, from_mapping
 from foundry_fp8.distributed.agreement import agree, check_all_to_all
@@ -91,12 +91,3 @@ def apply_compressed_communication(
         attach_fsdp2(model, compression)
     setattr(model, ATTACHED, compression)
     return compression
-
-
-def prepare(model: nn.Module, compression: Compression) -> None:
-    """Make what a sharded checkpoint loads into (the residuals of HSDP), before it is loaded."""
-    kind = wrapper_of(model)
-    if kind == "fsdp1":
-        prepare_fsdp1(model, compression)
-    elif kind == "fsdp2":
-        prepare_fsdp2(model, compression)

@@ -58,7 +58,9 @@ class Compression:
         residuals: Error feedback by name: of a parameter under DDP, of an FSDP unit on a replicate leg.
         loaded: Residuals from a checkpoint that no leg has taken yet.
         calls: How often a gradient reduction of ours ran.
+        replicates: Whether anything attached replicates, and so may have residuals.
         before_save: Called before residuals are read, to bring them up to date.
+        after_load: Called after residuals were replaced.
     """
 
     def __init__(self, config: CompressionConfig) -> None:
@@ -68,9 +70,10 @@ class Compression:
         self.rows: list[Row] = []
         self.residuals: dict[str, Tensor] = {}
         self.loaded: dict[str, Tensor] = {}
-        self.replicate_group: dist.ProcessGroup | None = None
+        self.replicates = True
         self.calls = 0
         self.before_save: list[Callable[[], None]] = []
+        self.after_load: list[Callable[[], None]] = []
         self._hops: dict[tuple[int, ...], TwoHop] = {}
 
     def start_batch(self, batch: int) -> None:
@@ -139,68 +142,40 @@ class Compression:
             for (what, action, reason), count in counts.items()
         )
 
-    def state_dict(self, *, gather: bool) -> dict[str, Any]:
-        """The residuals of all replicas, so that a resume is exact. Every rank must call it.
+    def state_dict(self) -> dict[str, Any]:
+        """The residuals of all ranks, on rank 0, so that a resume is exact. Every rank must call it.
 
-        Args:
-            gather: ``True`` for a checkpoint that rank 0 writes alone. ``False`` for a sharded one, of which the first
-                replica writes each shard: the residuals of a shard's replicas are gathered along the replicate leg.
+        Composer writes an algorithm's state from rank 0 alone, in sharded checkpoints too, and residuals differ on every
+        rank: they are collected there. That is one float32 gradient (or gradient shard, under HSDP) a rank.
 
         Returns:
-            ``{"residuals": {"<name>@<shard>": float32 [replicas, numel]}}``.
+            ``{"world": ranks, "residuals": {"<name>@<rank>": float32, flat}}``; without the others' on other ranks.
         """
         for refresh in self.before_save:
             refresh()
-        pending = {**self.loaded, **self.residuals}
-        if not pending or self.replicate_group is None:
-            return {"residuals": {}}
-        residuals = {f"{name}@{self.shard}": self._stacked(t) for name, t in sorted(pending.items())}
-        if gather and self.shards > 1:
-            boxes: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(boxes, {k: v.cpu() for k, v in residuals.items()})
-            residuals = {key: value for box in boxes for key, value in box.items()}
-        return {"residuals": residuals}
+        mine = {f"{name}@{dist.get_rank()}": t.cpu() for name, t in {**self.loaded, **self.residuals}.items()}
+        boxes: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        if self.config.feeds_back and self.replicates:
+            dist.gather_object(mine, boxes)
+        residuals = {key: value for box in boxes or [] for key, value in (box or {}).items()}
+        return {"world": dist.get_world_size(), "residuals": residuals}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take this rank's rows of the residuals; they are handed out as legs attach."""
-        for key, rows in state.get("residuals", {}).items():
-            name, _, shard = key.rpartition("@")
-            if int(shard) != self.shard:
+        """Take this rank's residuals; they are handed out as legs attach."""
+        residuals, mine = state.get("residuals", {}), f"@{dist.get_rank()}"
+        if residuals and state["world"] != dist.get_world_size():
+            raise RuntimeError(
+                f"{KEY}: the checkpoint holds error feedback of {state['world']} ranks and this run has "
+                f"{dist.get_world_size()}. It cannot be handed out; exclude the algorithm's state from the load "
+                "(load_ignore_keys: ['state/algorithms/*'])."
+            )
+        for key, value in residuals.items():
+            name = key.removesuffix(mine)
+            if name == key:
                 continue
-            if rows.shape[0] != self.replicas:
-                raise RuntimeError(
-                    f"{KEY}: the checkpoint holds error feedback of {rows.shape[0]} replicas and this run has "
-                    f"{self.replicas}. It cannot be handed out; exclude the algorithm's state from the load "
-                    "(load_ignore_keys: ['state/algorithms/*'])."
-                )
-            value = rows[self.replica]
             if name in self.residuals:
                 self.residuals[name].copy_(value.view(-1))
             else:
                 self.loaded[name] = value.clone()
-
-    @property
-    def replicas(self) -> int:
-        """Ranks of the leg that replicates."""
-        return dist.get_world_size() if self.replicate_group is None else self.replicate_group.size()
-
-    @property
-    def replica(self) -> int:
-        """This rank's place in it."""
-        return dist.get_rank() if self.replicate_group is None else self.replicate_group.rank()
-
-    @property
-    def shards(self) -> int:
-        """Shards that the model is in."""
-        return dist.get_world_size() // self.replicas
-
-    @property
-    def shard(self) -> int:
-        """This rank's shard: consecutive ranks shard, and groups of them replicate."""
-        return dist.get_rank() % self.shards
-
-    def _stacked(self, residual: Tensor) -> Tensor:
-        assert self.replicate_group is not None
-        rows = residual.new_empty(self.replicas, residual.numel())
-        self.replicate_group._allgather_base(rows.view(-1), residual.contiguous().view(-1)).wait()
-        return rows
+        for refresh in self.after_load:
+            refresh()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import torch
 from composer.core import Algorithm, Event, State
 from composer.loggers import Logger
 from composer.utils.parallelism import FSDP2Config, FSDPConfig
 
-from foundry_fp8.distributed.fsdp2_units import average_on_gloo
 from foundry_fp8.algorithms.hybrid_sharding.functional import (
     KEY,
     HybridShardingConfig,
@@ -17,6 +17,7 @@ from foundry_fp8.algorithms.hybrid_sharding.functional import (
     hybrid_mesh,
 )
 from foundry_fp8.config import ConfigError, from_mapping
+from foundry_fp8.distributed.fsdp2_units import average_on_gloo
 
 __all__ = ["HybridSharding"]
 
@@ -59,17 +60,22 @@ class HybridSharding(Algorithm):
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         """Put the mesh in place."""
         fsdp = state.fsdp_config
+        device = torch.device(state.device._device)  # type: ignore[call-overload]
         if event == Event.AFTER_LOAD:
-            if isinstance(fsdp, FSDP2Config) and state.device._device.type == "cpu":
+            if isinstance(fsdp, FSDP2Config) and device.type == "cpu":
                 average_on_gloo(state.model)
             return
         if fsdp is None:
-            raise ConfigError(f"{KEY} needs FSDP: this run has no fsdp_config (DDP replicates already). Add one.")
+            raise ConfigError(
+                f"{KEY} needs FSDP: this run has no fsdp_config (DDP replicates already). Add one."
+            )
         if state.tp_config is not None:
             raise ConfigError(f"{KEY} and tensor parallelism are not supported together. Remove one.")
         if getattr(fsdp, "load_monolith_rank0_only", False) and isinstance(fsdp, FSDP2Config):
-            raise ConfigError(f"{KEY}: load_monolith_rank0_only does not broadcast across replicas. Set it to false.")
-        device = state.device._device
+            raise ConfigError(
+                f"{KEY}: load_monolith_rank0_only does not broadcast across replicas. Set it to false."
+            )
+        device = torch.device(state.device._device)  # type: ignore[call-overload]
         replicate, shard = self.degrees = hybrid_degrees(state.model, self.config, device=device)
         mesh = hybrid_mesh(device.type, replicate, shard, NAMES)
         state.device_mesh = mesh

@@ -40,7 +40,7 @@ class HybridShardingConfig:
                 raise ConfigError(f"{KEY}.{name}: {value!r} is not {', '.join(words)} or a number of ranks.")
         if not 0 < self.state_fraction <= 1:
             raise ConfigError(f"{KEY}.state_fraction: {self.state_fraction!r} is not above 0 and at most 1.")
-        if not 0 <= self.optimizer_bytes:
+        if not self.optimizer_bytes >= 0:
             raise ConfigError(f"{KEY}.optimizer_bytes: {self.optimizer_bytes!r} is negative.")
 
 
@@ -73,7 +73,9 @@ def hybrid_degrees(
     if config.shard == "auto":
         if device_bytes is None:
             if device.type != "cuda":
-                raise ConfigError(f"{KEY}.shard: auto asks the GPU for its memory, and this run is on {device.type}.")
+                raise ConfigError(
+                    f"{KEY}.shard: auto asks the GPU for its memory, and this run is on {device.type}."
+                )
             device_bytes = torch.cuda.get_device_properties(device).total_memory
         fits = smallest_shard(
             state_bytes(model, config.optimizer_bytes),
