@@ -1,0 +1,123 @@
+"""The Composer algorithm ``compressed_communication``."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from composer.core import Algorithm, Event, State
+from composer.loggers import Logger
+
+from foundry_fp8.algorithms.compressed_communication.config import KEY, CompressionConfig
+from foundry_fp8.algorithms.compressed_communication.functional import (
+    apply_compressed_communication,
+    wrapper_of,
+)
+from foundry_fp8.algorithms.compressed_communication.runtime import Compression
+from foundry_fp8.config import ConfigError, from_mapping
+
+__all__ = ["CompressedCommunication"]
+
+log = logging.getLogger(__name__)
+
+
+class CompressedCommunication(Algorithm):
+    """Compresses what DDP and FSDP send.
+
+    Composer wraps with FSDP before ``Event.BEFORE_LOAD`` and with DDP after ``Event.AFTER_LOAD``, so this attaches to
+    FSDP on ``AFTER_LOAD`` and to DDP on ``FIT_START``, once, also if ``fit`` runs again. ``BATCH_START`` ends the
+    warm-up, ``AFTER_TRAIN_BATCH`` checks once that gradients really came through, before the first optimizer step, and
+    ``BATCH_END`` logs.
+
+    Logs, every batch: ``comm/wire_bytes`` and ``comm/uncompressed_bytes`` (this rank, this batch),
+    ``comm/compression_ratio``, ``comm/collectives``, ``comm/quantize_seconds``, ``comm/collective_seconds``, and on
+    sampled batches ``comm/quantization_error`` (relative, L2).
+
+    Args:
+        **options: The fields of :class:`~foundry_fp8.algorithms.compressed_communication.CompressionConfig`.
+
+    Attributes:
+        compression: What is attached.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+        self.config = from_mapping(CompressionConfig, options, KEY)
+        self.compression = Compression(self.config)
+        self._attached = False
+        self._checked = False
+        self._last: dict[str, float] = {}
+
+    def __repr__(self) -> str:
+        return f"CompressedCommunication({', '.join(f'{k}={v!r}' for k, v in self.options.items())})"
+
+    @property
+    def find_unused_parameters(self) -> bool:
+        """Every parameter takes part as before."""
+        return False
+
+    def match(self, event: Event, state: State) -> bool:
+        """Run where the docstring of the class says."""
+        return event in (
+            Event.AFTER_LOAD,
+            Event.FIT_START,
+            Event.BATCH_START,
+            Event.AFTER_TRAIN_BATCH,
+            Event.BATCH_END,
+        )
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        """Attach, switch, check or log."""
+        if event in (Event.AFTER_LOAD, Event.FIT_START):
+            self._attach(event, state)
+        elif event == Event.BATCH_START:
+            self.compression.start_batch(int(state.timestamp.batch))
+        elif event == Event.AFTER_TRAIN_BATCH:
+            self._check_calls()
+        else:
+            self._log(logger)
+
+    def _attach(self, event: Event, state: State) -> None:
+        if self._attached or (event == Event.AFTER_LOAD and wrapper_of(state.model) is None):
+            return
+        apply_compressed_communication(state.model, compression=self.compression)
+        self._attached = True
+        log.info("%s", self.compression.summary())
+
+    def _check_calls(self) -> None:
+        if self._checked or self.config.gradients == "none":
+            return
+        if self.compression.calls == 0:
+            raise ConfigError(
+                f"{KEY}: the first batch sent no gradient through the hook. Composer's ddp_sync_strategy: forced_sync "
+                "reduces outside of DDP; use single_auto_sync or multi_auto_sync."
+            )
+        self._checked = True
+
+    def _log(self, logger: Logger) -> None:
+        traffic = self.compression.traffic
+        traffic.settle()
+        now = {
+            "wire_bytes": float(traffic.wire_bytes),
+            "uncompressed_bytes": float(traffic.logical),
+            "collectives": float(sum(traffic.calls.values())),
+            "quantize_seconds": traffic.seconds["quantize"],
+            "collective_seconds": traffic.seconds["collective"],
+        }
+        step = {key: value - self._last.get(key, 0.0) for key, value in now.items()}
+        self._last = now
+        metrics = {f"comm/{key}": value for key, value in step.items()}
+        if step["wire_bytes"]:
+            metrics["comm/compression_ratio"] = step["uncompressed_bytes"] / step["wire_bytes"]
+        if traffic.squared_norm:
+            metrics["comm/quantization_error"] = (traffic.squared_error / traffic.squared_norm) ** 0.5
+            traffic.squared_error = traffic.squared_norm = 0.0
+        logger.log_metrics(metrics)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The error-feedback residuals of all replicas; every rank must call it (Composer does)."""
+        return self.compression.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back this rank's residuals, so that resuming is bit-exact."""
+        self.compression.load_state_dict(state)

@@ -1,0 +1,91 @@
+"""The Composer algorithm ``hybrid_sharding``."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from composer.core import Algorithm, Event, State
+from composer.loggers import Logger
+from composer.utils.parallelism import FSDP2Config, FSDPConfig
+
+from foundry_fp8.algorithms.hybrid_sharding.functional import (
+    KEY,
+    HybridShardingConfig,
+    hybrid_degrees,
+    hybrid_mesh,
+)
+from foundry_fp8.config import ConfigError, from_mapping
+from foundry_fp8.distributed.fsdp2_units import average_on_gloo
+
+__all__ = ["HybridSharding"]
+
+log = logging.getLogger(__name__)
+
+NAMES = ("data_parallel_replicate", "data_parallel_shard")  # Composer's, by which it saves one replica only
+
+
+class HybridSharding(Algorithm):
+    """Shards inside small groups of ranks and replicates across them.
+
+    Runs on ``Event.INIT``, when Composer has made its own mesh and has not wrapped the model yet. Composer overwrites a
+    mesh given in FSDP2's config with a 1-D one (composer issue 3916); here the 2-D mesh is put in its place. On
+    ``Event.AFTER_LOAD`` gloo's missing averages are supplied, on a CPU.
+
+    Args:
+        **options: The fields of :class:`~foundry_fp8.algorithms.hybrid_sharding.HybridShardingConfig`.
+
+    Attributes:
+        degrees: ``(replicate, shard)``; ``None`` before ``Event.INIT``.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+        self.config = from_mapping(HybridShardingConfig, options, KEY)
+        self.degrees: tuple[int, int] | None = None
+
+    def __repr__(self) -> str:
+        return f"HybridSharding({', '.join(f'{key}={value!r}' for key, value in self.options.items())})"
+
+    @property
+    def find_unused_parameters(self) -> bool:
+        """Every parameter takes part as before."""
+        return False
+
+    def match(self, event: Event, state: State) -> bool:
+        """Run on INIT and AFTER_LOAD."""
+        return event in (Event.INIT, Event.AFTER_LOAD)
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        """Put the mesh in place."""
+        fsdp = state.fsdp_config
+        device = torch.device(state.device._device)  # type: ignore[call-overload]
+        if event == Event.AFTER_LOAD:
+            if isinstance(fsdp, FSDP2Config) and device.type == "cpu":
+                average_on_gloo(state.model)
+            return
+        if fsdp is None:
+            raise ConfigError(
+                f"{KEY} needs FSDP: this run has no fsdp_config (DDP replicates already). Add one."
+            )
+        if state.tp_config is not None:
+            raise ConfigError(f"{KEY} and tensor parallelism are not supported together. Remove one.")
+        if getattr(fsdp, "load_monolith_rank0_only", False) and isinstance(fsdp, FSDP2Config):
+            raise ConfigError(
+                f"{KEY}: load_monolith_rank0_only does not broadcast across replicas. Set it to false."
+            )
+        device = torch.device(state.device._device)  # type: ignore[call-overload]
+        replicate, shard = self.degrees = hybrid_degrees(state.model, self.config, device=device)
+        mesh = hybrid_mesh(device.type, replicate, shard, NAMES)
+        state.device_mesh = mesh
+        fsdp.device_mesh = mesh
+        if isinstance(fsdp, FSDPConfig):
+            if fsdp.sharding_strategy not in ("FULL_SHARD", "HYBRID_SHARD"):
+                raise ConfigError(
+                    f"{KEY} works with sharding_strategy FULL_SHARD or HYBRID_SHARD, not {fsdp.sharding_strategy}."
+                )
+            fsdp.sharding_strategy = "HYBRID_SHARD"
+            fsdp.data_parallel_replicate_degree, fsdp.data_parallel_shard_degree = replicate, shard
+        log.info("%s: %d copies of the model, each over %d ranks", KEY, replicate, shard)
+        logger.log_hyperparameters({"hybrid_sharding/replicate": replicate, "hybrid_sharding/shard": shard})

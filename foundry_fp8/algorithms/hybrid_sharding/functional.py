@@ -1,0 +1,95 @@
+"""How many ranks shard and how many replicate, and the mesh for it. Needs torch alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from foundry_fp8.compat import cpu_stream_events
+from foundry_fp8.config import ConfigError
+from foundry_fp8.distributed.agreement import agree
+from foundry_fp8.distributed.mesh import hsdp_mesh, ranks_per_node, resolve_degrees, smallest_shard
+
+__all__ = ["KEY", "HybridShardingConfig", "hybrid_degrees", "hybrid_mesh", "state_bytes"]
+
+KEY = "algorithms.hybrid_sharding"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HybridShardingConfig:
+    """The shape of the mesh."""
+
+    shard: Literal["node", "auto"] | int = "auto"
+    """Ranks that share one copy of the model: those of a node, a number, or the smallest group whose state fits."""
+    replicate: Literal["auto"] | int = "auto"
+    """Copies of the model: the rest, or a number."""
+    state_fraction: float = 0.6
+    """How much of a device's memory the model's state may take, for ``shard: auto``; the rest is for activations."""
+    optimizer_bytes: int = 8
+    """Bytes of optimizer state a parameter, for ``shard: auto``: 8 for Adam's two float32 moments."""
+
+    def __post_init__(self) -> None:
+        for name, words in (("shard", ("node", "auto")), ("replicate", ("auto",))):
+            value = getattr(self, name)
+            if value not in words and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ConfigError(f"{KEY}.{name}: {value!r} is not {', '.join(words)} or a number of ranks.")
+        if not 0 < self.state_fraction <= 1:
+            raise ConfigError(f"{KEY}.state_fraction: {self.state_fraction!r} is not above 0 and at most 1.")
+        if not self.optimizer_bytes >= 0:
+            raise ConfigError(f"{KEY}.optimizer_bytes: {self.optimizer_bytes!r} is negative.")
+
+
+def state_bytes(model: nn.Module, optimizer_bytes: int = 8) -> int:
+    """Bytes of parameters, their gradients and the optimizer's state, unsharded. Parameters on ``meta`` count too."""
+    return sum(
+        p.numel() * (p.element_size() + (p.element_size() + optimizer_bytes if p.requires_grad else 0))
+        for p in model.parameters()
+    )
+
+
+def hybrid_degrees(
+    model: nn.Module, config: HybridShardingConfig, *, device: torch.device, device_bytes: int | None = None
+) -> tuple[int, int]:
+    """The degrees ``(replicate, shard)`` for this job.
+
+    Args:
+        model: Before wrapping.
+        config: What was asked for.
+        device: Where it will train.
+        device_bytes: Memory of a device; asked of the device where ``None``.
+
+    Raises:
+        ConfigError: They do not fit the ranks, or the model does not fit the devices.
+        RuntimeError: Ranks disagree, or there is only one.
+    """
+    if not dist.is_initialized() or dist.get_world_size() < 2:
+        raise RuntimeError(f"{KEY} needs at least two ranks. Remove it from this run.")
+    world, per_node, fits = dist.get_world_size(), ranks_per_node(), None
+    if config.shard == "auto":
+        if device_bytes is None:
+            if device.type != "cuda":
+                raise ConfigError(
+                    f"{KEY}.shard: auto asks the GPU for its memory, and this run is on {device.type}."
+                )
+            device_bytes = torch.cuda.get_device_properties(device).total_memory
+        fits = smallest_shard(
+            state_bytes(model, config.optimizer_bytes),
+            int(device_bytes * config.state_fraction),
+            world=world,
+            per_node=per_node,
+        )
+    degrees = resolve_degrees(config.shard, config.replicate, world=world, per_node=per_node, fits=fits)
+    agree(KEY, repr(degrees))
+    return degrees
+
+
+def hybrid_mesh(device_type: str, replicate: int, shard: int, names: tuple[str, str]) -> DeviceMesh:
+    """The 2-D mesh; on a CPU also what native HSDP needs there (see ``compat/cpu_stream_events.py``)."""
+    if device_type == "cpu":
+        cpu_stream_events.apply()
+    return hsdp_mesh(device_type, replicate, shard, names)

@@ -1,0 +1,282 @@
+"""The wire format: what a tensor looks like between two ranks, one uint8 buffer of codes followed by scales.
+
+A row is what one rank sends to one other. It is padded with zeros to whole blocks of ``block_size`` elements and laid
+out as ``codes ++ float32 scales (++ checksum)``, so that one collective moves all of it; every number format travels
+as uint8 because neither gloo nor NCCL moves or reduces float8.
+
+    scale = max|x_block| / limit        code = round(x / scale)        x' = code * scale
+
+A block that holds a NaN or an Inf gets the scale NaN and decodes to NaN: gradient clipping and loss scaling on the
+receiving side still see it. A block of zeros decodes to zeros.
+
+Source: block quantisation before an all-to-all as in ZeRO++ (arXiv 2306.10209, qgZ); the Hadamard rotation of order 32
+before the 4-bit code as in SDP4Bit (arXiv 2410.15526, section 3.2). The non-finite rule is ours.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from foundry_fp8.config import ConfigError, check_choice
+from foundry_fp8.formats import E4M3
+
+__all__ = [
+    "FORMATS",
+    "HADAMARD_ORDER",
+    "CorruptedMessageError",
+    "WireFormat",
+    "decode",
+    "decode_mean",
+    "encode",
+]
+
+FORMATS = ("fp32", "bf16", "int8", "e4m3", "int4")
+LIMITS = {"int8": 127.0, "e4m3": E4M3.max, "int4": 7.0}
+HADAMARD_ORDER = 32
+"""Elements that one rotation mixes."""
+LEAST_AMAX = 1e-30
+"""Blocks whose largest element is below this are coded with its scale: their reciprocal scale stays finite."""
+CHECKSUM_BYTES = 16
+_CHUNK = 1 << 18  # elements worked on at a time on a CPU, so that the intermediates stay in its cache
+
+
+class CorruptedMessageError(RuntimeError):
+    """A message whose checksum does not match what was received."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WireFormat:
+    """How the elements of one message are coded."""
+
+    name: Literal["fp32", "bf16", "int8", "e4m3", "int4"]
+    """``fp32`` is lossless; ``bf16`` rounds; the others are codes with one float32 scale a block."""
+    block_size: int = 128
+    """Elements that share a scale: a multiple of 32."""
+    checksum: bool = False
+    """Append a checksum to every row and verify it on arrival (debug mode)."""
+
+    def __post_init__(self) -> None:
+        check_choice("wire format", self.name, FORMATS)
+        size = self.block_size
+        if isinstance(size, bool) or not isinstance(size, int) or size < 32 or size % 32:
+            raise ConfigError(f"block_size: {size!r} is not a positive multiple of 32.")
+
+    @property
+    def quantized(self) -> bool:
+        """Whether elements are codes with block scales."""
+        return self.name in LIMITS
+
+    @property
+    def limit(self) -> float:
+        """The largest code."""
+        return LIMITS[self.name]
+
+    def blocks(self, numel: int) -> int:
+        """Blocks that ``numel`` elements take."""
+        return -(-numel // self.block_size)
+
+    def payload_bytes(self, numel: int) -> int:
+        """Bytes of the codes of a row of ``numel`` elements."""
+        if self.name == "fp32":
+            return 4 * numel
+        if self.name == "bf16":
+            return 2 * numel + (-2 * numel) % 4
+        elements = self.blocks(numel) * self.block_size
+        return elements // 2 if self.name == "int4" else elements
+
+    def row_bytes(self, numel: int) -> int:
+        """Bytes on the wire of a row of ``numel`` elements. A multiple of 4; 0 for an empty row."""
+        if numel == 0:
+            return 0
+        scales = 4 * self.blocks(numel) if self.quantized else 0
+        return self.payload_bytes(numel) + scales + (CHECKSUM_BYTES if self.checksum else 0)
+
+
+def encode(x: Tensor, wire: WireFormat) -> Tensor:
+    """Code the rows of ``x``.
+
+    Args:
+        x: ``[R, N]``, float32, float16 or bfloat16, contiguous rows.
+        wire: The format.
+
+    Returns:
+        uint8 ``[R, wire.row_bytes(N)]``.
+    """
+    rows, numel = x.shape
+    out = torch.empty(rows, wire.row_bytes(numel), dtype=torch.uint8, device=x.device)
+    if out.numel() == 0:
+        return out
+    if wire.name == "fp32":
+        out[:, : 4 * numel].view(torch.float32).copy_(x)
+    elif wire.name == "bf16":
+        out[:, : 2 * numel].view(torch.bfloat16).copy_(x)
+        out[:, 2 * numel : wire.payload_bytes(numel)].zero_()
+    else:
+        _encode_rows(x, wire, out)
+    if wire.checksum:
+        out[:, -CHECKSUM_BYTES:].view(torch.int64).copy_(_checksum(out[:, :-CHECKSUM_BYTES]))
+    return out
+
+
+def decode(message: Tensor, wire: WireFormat, numel: int, out: Tensor | None = None) -> Tensor:
+    """The elements of the rows of ``message``.
+
+    Args:
+        message: uint8 ``[R, wire.row_bytes(numel)]``.
+        wire: The format it was coded with.
+        numel: Elements a row stands for.
+        out: ``[R, numel]`` of any floating dtype, written in place; a new float32 tensor where ``None``.
+
+    Raises:
+        CorruptedMessageError: A checksum does not match; the rows (senders) are named.
+    """
+    rows = message.shape[0]
+    out = torch.empty(rows, numel, dtype=torch.float32, device=message.device) if out is None else out
+    if numel == 0:
+        return out
+    _verify(message, wire)
+    if wire.name == "fp32":
+        return out.copy_(message[:, : 4 * numel].view(torch.float32))
+    if wire.name == "bf16":
+        return out.copy_(message[:, : 2 * numel].view(torch.bfloat16))
+    if message.is_cuda:
+        from foundry_fp8.kernels.wire import decode_rows
+
+        return decode_rows(message, wire, numel, out)
+    for row in range(rows):
+        for start, values in _decoded_chunks(message[row], wire, numel):
+            flat = values.view(-1)[: numel - start]
+            out[row, start : start + flat.numel()] = flat
+    return out
+
+
+def decode_mean(message: Tensor, wire: WireFormat, numel: int, divisor: float) -> Tensor:
+    """The float32 sum over the rows of ``message``, divided by ``divisor``: what a reduction leaves, ``[numel]``.
+
+    Rows are added in order, so that every rank that reduces the same bytes gets the same bits.
+    """
+    if numel == 0:
+        return torch.empty(0, dtype=torch.float32, device=message.device)
+    _verify(message, wire)
+    if message.is_cuda and wire.quantized:
+        from foundry_fp8.kernels.wire import decode_mean_rows
+
+        return decode_mean_rows(message, wire, numel, divisor)
+    total = torch.zeros(wire.blocks(numel) * wire.block_size, dtype=torch.float32, device=message.device)
+    for row in message:
+        if wire.quantized:
+            for start, values in _decoded_chunks(row, wire, numel):
+                total[start : start + values.numel()] += values.view(-1)
+        else:
+            dtype, size = (torch.float32, 4) if wire.name == "fp32" else (torch.bfloat16, 2)
+            total[:numel] += row[: size * numel].view(dtype)
+    total = total[:numel]
+    return total.div_(divisor) if divisor != 1 else total
+
+
+def _encode_rows(x: Tensor, wire: WireFormat, out: Tensor) -> None:
+    """Write codes and scales of every row of ``x`` into ``out``."""
+    if x.is_cuda:
+        from foundry_fp8.kernels.wire import encode_rows
+
+        encode_rows(x, wire, out)
+        return
+    numel = x.shape[1]
+    payload, blocks, size = wire.payload_bytes(numel), wire.blocks(numel), wire.block_size
+    code_bytes = payload // blocks
+    per_chunk = max(1, _CHUNK // size)
+    for row, target in zip(x, out, strict=True):
+        codes = target[:payload].view(blocks, code_bytes)
+        scales = target[payload : payload + 4 * blocks].view(torch.float32)
+        for first in range(0, blocks, per_chunk):
+            last = min(first + per_chunk, blocks)
+            chunk = row[first * size : last * size].float()
+            if chunk.numel() < (last - first) * size:
+                chunk = torch.nn.functional.pad(chunk, (0, (last - first) * size - chunk.numel()))
+            _encode_blocks(chunk.view(-1, size), wire, codes[first:last], scales[first:last])
+
+
+def _encode_blocks(x: Tensor, wire: WireFormat, codes: Tensor, scales: Tensor) -> None:
+    """``x``: float32 ``[n, block]``; writes ``codes`` (uint8 ``[n, bytes]``) and ``scales`` (float32 ``[n]``)."""
+    if wire.name == "int4":
+        x = rotate(x)
+    low, high = torch.aminmax(x, dim=1)
+    amax = torch.maximum(high, low.neg_())  # NaN wherever the block holds one
+    amax = torch.where(torch.isfinite(amax), amax.clamp_(min=LEAST_AMAX), torch.nan)
+    torch.div(amax, wire.limit, out=scales)
+    scaled = x * (wire.limit / amax).unsqueeze(1)
+    scaled = scaled.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0) if bool(amax.isnan().any()) else scaled
+    if wire.name == "e4m3":
+        codes.copy_(scaled.clamp_(-wire.limit, wire.limit).to(torch.float8_e4m3fn).view(torch.uint8))
+        return
+    whole = scaled.round_().clamp_(-wire.limit, wire.limit).to(torch.int8)
+    if wire.name == "int8":
+        codes.copy_(whole.view(torch.uint8))
+        return
+    nibbles = (whole + 8).view(torch.uint8)  # 1 to 15
+    half = wire.block_size // 2
+    codes.copy_(nibbles[:, :half] | (nibbles[:, half:] << 4))
+
+
+def _decoded_chunks(row: Tensor, wire: WireFormat, numel: int):
+    """Yield ``(first element, float32 [n, block])`` for the codes of one row."""
+    payload, blocks, size = wire.payload_bytes(numel), wire.blocks(numel), wire.block_size
+    codes = row[:payload].view(blocks, payload // blocks)
+    scales = row[payload : payload + 4 * blocks].view(torch.float32).unsqueeze(1)
+    per_chunk = max(1, _CHUNK // size)
+    for first in range(0, blocks, per_chunk):
+        part, scale = codes[first : first + per_chunk], scales[first : first + per_chunk]
+        if wire.name == "int8":
+            values = part.view(torch.int8) * scale
+        elif wire.name == "e4m3":
+            values = _e4m3_table(part.device)[part.int()] * scale
+        else:
+            nibbles = torch.cat([part & 15, part >> 4], dim=1).to(torch.int8) - 8
+            values = rotate(nibbles * scale)
+        yield first * size, values
+
+
+def rotate(x: Tensor) -> Tensor:
+    """Multiply each run of 32 elements with the normalised Hadamard matrix, which is its own inverse."""
+    matrix = hadamard_matrix(x.device)
+    return (x.reshape(-1, HADAMARD_ORDER) @ matrix).view(x.shape)
+
+
+@functools.cache
+def hadamard_matrix(device: torch.device) -> Tensor:
+    """The symmetric orthonormal Hadamard matrix of order 32 (Sylvester's construction), float32."""
+    matrix = torch.ones(1, 1)
+    while matrix.shape[0] < HADAMARD_ORDER:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)], 0)
+    return (matrix / HADAMARD_ORDER**0.5).to(device)
+
+
+@functools.cache
+def _e4m3_table(device: torch.device) -> Tensor:
+    """The 256 values of E4M3: on a CPU a look-up is several times faster than the cast."""
+    return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().to(device)
+
+
+def _checksum(message: Tensor) -> Tensor:
+    """Two int64 a row: the sum of its 32-bit words, and the sum weighted by position (finds swapped words)."""
+    words = message.contiguous().view(torch.int32).long()
+    weights = torch.arange(1, words.shape[1] + 1, device=words.device)
+    return torch.stack([words.sum(1), (words * weights).sum(1)], dim=1)
+
+
+def _verify(message: Tensor, wire: WireFormat) -> None:
+    if not wire.checksum:
+        return
+    sent = message[:, -CHECKSUM_BYTES:].contiguous().view(torch.int64)
+    wrong = (sent != _checksum(message[:, :-CHECKSUM_BYTES])).any(dim=1).nonzero().flatten().tolist()
+    if wrong:
+        raise CorruptedMessageError(
+            f"A compressed message arrived damaged: the checksum of rows {wrong} (the sender's rank in the group) "
+            f"does not match their {message.shape[1]} bytes of {wire.name}. The step cannot be trusted; restart from "
+            "the last checkpoint and check the network path of those ranks."
+        )
