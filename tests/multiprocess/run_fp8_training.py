@@ -70,7 +70,9 @@ def case(root, out, recipe, wrapper):
     result["loads_into_high_precision"] = int(back.state.timestamp.batch) == 3
     if recipe == "delayed":
         folder = out / f"{wrapper}-high_precision"
-        train(config(root, **high_precision, save_folder=str(folder), save_interval="2ba", max_duration="2ba"))
+        train(
+            config(root, **high_precision, save_folder=str(folder), save_interval="2ba", max_duration="2ba")
+        )
         path = str(folder / Path(path).name)
         into_fp8 = train(config(root, **cfg, load_path=path, max_duration="3ba"))
         result["high_precision_loads_into_fp8"] = int(into_fp8.state.timestamp.batch) == 3
