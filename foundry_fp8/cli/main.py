@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from foundry_fp8.cli import compare, demo, doctor
+from foundry_fp8.cli import compare, demo, doctor, plan_memory
 
 __all__ = ["app"]
 
@@ -17,13 +17,17 @@ app = typer.Typer(
 )
 plan = typer.Typer(help="Estimate before a run what it will need.", no_args_is_help=True)
 
-# One line a command. A plan's app brings the name of its command: plan.add_typer(plan_memory.app).
 app.command("demo")(demo.demo)
 app.command("compare")(compare.compare)
 app.command("doctor")(doctor.doctor)
+app.add_typer(plan, name="plan")
+plan.command("memory")(plan_memory.memory)
 
-if plan.registered_groups:
-    app.add_typer(plan, name="plan")
+
+@plan.callback()
+def _plan() -> None:
+    """Estimate before a run what it will need."""
+
 
 if __name__ == "__main__":
     app()
