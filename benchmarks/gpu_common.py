@@ -20,8 +20,8 @@ SMOKE = "--smoke" in sys.argv
 if SMOKE:
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated
 
-import torch
-from common import environment, save
+import torch  # noqa: E402
+from common import environment, save  # noqa: E402
 
 DEVICE = "cpu" if SMOKE else "cuda"
 TOLERANCE = 0.2 if SMOKE else 0.0
