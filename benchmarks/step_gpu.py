@@ -1,0 +1,252 @@
+"""One linear, one transformer block and a training step of several: BF16, the native backend, torchao, Transformer Engine.
+
+    python benchmarks/step_gpu.py [--models llama3-8b] [--layers 2] [--tokens 8192] [--save step_h100_2026-11-21]
+
+Every case of a group runs in turn, so ratios are within one run. "speedup" is over BF16 eager; "cap" is what FP8 could at most
+give to the GEMMs of the group (vendor peaks, attention in BF16), and "of cap" the share reached. MFU is ideal time over real
+time, each GEMM over its own precision's peak. Memory is the peak of one forward and backward (and optimizer step), in GiB.
+torchao and Transformer Engine are compared where they are installed. Needs torch 2.7 or later.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from gpu_common import DEVICE, SMOKE, ceilings, finish, linears, machine, parser, peaks, require_device, timed
+from torch import Tensor, nn
+
+import foundry_fp8
+from foundry_fp8.backends.native.fused import activation_linear, norm_linear
+from foundry_fp8.modules.linear import FP8Linear
+
+RECIPES = ("delayed", "current", "block")
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """A Llama-style block."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn: int
+
+    @property
+    def head_dim(self) -> int:
+        """Features of a head."""
+        return self.hidden // self.heads
+
+    def linear_parameters(self) -> int:
+        """Weights of one block's linears."""
+        qkv = self.hidden * self.head_dim * (self.heads + 2 * self.kv_heads)
+        return qkv + self.hidden * self.hidden + 3 * self.hidden * self.ffn
+
+    def attention_flops(self, tokens: int) -> int:
+        """Forward FLOPs of causal attention over one sequence."""
+        return 4 * self.hidden * tokens * (tokens + 1) // 2
+
+
+BLOCKS = {
+    "llama3-8b": Shape(4096, 32, 8, 14336),
+    "mpt-7b": Shape(4096, 32, 32, 11008),
+    "mpt-1b": Shape(2048, 16, 16, 5632),
+    "fog-1.5b": Shape(2048, 16, 8, 8192),
+}
+SMOKE_BLOCKS = {"smoke": Shape(64, 4, 2, 96)}
+
+
+class Block(nn.Module):
+    """Pre-norm attention and SwiGLU; ``fuse`` runs the norm before qkv and the SwiGLU inside FP8 quantisation."""
+
+    def __init__(self, shape: Shape, fuse: bool = False) -> None:
+        super().__init__()
+        self.shape, self.fuse = shape, fuse
+        kv = shape.head_dim * shape.kv_heads
+        self.norm_1, self.norm_2 = nn.RMSNorm(shape.hidden, eps=1e-5), nn.RMSNorm(shape.hidden, eps=1e-5)
+        self.qkv = nn.Linear(shape.hidden, shape.hidden + 2 * kv, bias=False)
+        self.out_proj = nn.Linear(shape.hidden, shape.hidden, bias=False)
+        self.gate = nn.Linear(shape.hidden, shape.ffn, bias=False)
+        self.up = nn.Linear(shape.hidden, shape.ffn, bias=False)
+        self.down = nn.Linear(shape.ffn, shape.hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x``: ``[1, T, hidden]``."""
+        s = self.shape
+        qkv = _norm_linear(self.qkv, x, self.norm_1) if self.fuse else self.qkv(self.norm_1(x))
+        q, k, v = qkv.split((s.hidden, s.head_dim * s.kv_heads, s.head_dim * s.kv_heads), -1)
+        q, k, v = (t.unflatten(-1, (-1, s.head_dim)).transpose(1, 2) for t in (q, k, v))
+        repeats = s.heads // s.kv_heads
+        k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + self.out_proj(attended)
+        h = self.norm_2(x)
+        gate, up = self.gate(h), self.up(h)
+        if self.fuse and isinstance(self.down, FP8Linear):
+            return x + activation_linear(self.down, gate, "silu", up=up)
+        return x + self.down(F.silu(gate) * up)
+
+
+def _norm_linear(linear: nn.Module, x: Tensor, norm: nn.Module) -> Tensor:
+    return norm_linear(linear, x, norm) if isinstance(linear, FP8Linear) else linear(norm(x))
+
+
+def variants(
+    make: Callable[[bool], nn.Module], fusable: bool
+) -> Iterator[tuple[str, Callable[[], nn.Module]]]:
+    """(name, a function that makes the model of that variant)."""
+
+    def native(recipe: str, fuse: bool = False) -> nn.Module:
+        model = make(fuse)
+        foundry_fp8.apply_fp8(model, recipe=recipe, backend="native")
+        return model
+
+    def compiled(model: nn.Module) -> nn.Module:
+        return torch.compile(model, backend="aot_eager" if SMOKE else "inductor")  # type: ignore[return-value]
+
+    yield "bf16 eager", lambda: make(False)
+    if not SMOKE:
+        yield "bf16 compiled", lambda: compiled(make(False))
+    for recipe in RECIPES:
+        yield f"native {recipe} eager", lambda recipe=recipe: native(recipe)
+        if fusable:
+            yield f"native {recipe} fused eager", lambda recipe=recipe: native(recipe, True)
+        if not SMOKE:
+            yield f"native {recipe} compiled", lambda recipe=recipe: compiled(native(recipe))
+    if SMOKE:
+        return
+    if importlib.util.find_spec("torchao") is not None:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        def ao(name: str) -> nn.Module:
+            return convert_to_float8_training(make(False), config=Float8LinearConfig.from_recipe_name(name))
+
+        for name in ("tensorwise", "rowwise"):
+            yield f"torchao {name} eager", lambda name=name: ao(name)
+            yield f"torchao {name} compiled", lambda name=name: compiled(ao(name))
+    if importlib.util.find_spec("transformer_engine_torch") is not None:
+        for recipe in ("delayed", "current"):
+
+            def te(recipe: str = recipe) -> nn.Module:
+                model = make(False)
+                foundry_fp8.apply_fp8(model, recipe=recipe, backend="transformer_engine")
+                return model
+
+            yield f"transformer_engine {recipe} eager", te
+
+
+def measure(
+    group: str,
+    make: Callable[[bool], nn.Module],
+    x: Tensor,
+    flops: tuple[float, float],
+    repeats: int,
+    *,
+    fusable: bool = True,
+    optimize: bool = False,
+) -> list[dict[str, Any]]:
+    """Rows of one group. ``flops``: of the linears and of the attention, forward and backward."""
+    cases: dict[str, Callable[[], None]] = {}
+    memory: dict[str, float] = {}
+    failed: dict[str, str] = {}
+    for name, build in variants(make, fusable):
+        try:
+            model = build()
+            step = _step(model, x, optimize)
+            step()
+            if DEVICE == "cuda":
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+                step()
+                memory[name] = (torch.cuda.max_memory_allocated() - before) / 2**30
+        except Exception as error:  # one library that fails must not cost the others' figures
+            failed[name] = f"{type(error).__name__}: {error}"[:200]
+            continue
+        cases[name] = step
+    found = timed(cases, repeats)
+    base = found["bf16 eager"].seconds
+    rows: list[dict[str, Any]] = []
+    vendor = peaks(torch.cuda.get_device_name() if DEVICE == "cuda" else None)
+    for name, time in found.items():
+        row: dict[str, Any] = {"group": group, "variant": name, "ms": time.seconds * 1e3}
+        row |= {"TFLOPS": sum(flops) / time.seconds / 1e12, "speedup": base / time.seconds}
+        if vendor:
+            bf16, fp8 = vendor
+            linear_peak = bf16 if name.startswith("bf16") else fp8
+            ideal = flops[0] / linear_peak + flops[1] / bf16
+            row |= {"MFU": ideal / time.seconds, "cap": sum(flops) / bf16 / ideal}
+            row["of cap"] = row["speedup"] / row["cap"]
+        if name in memory:
+            row["peak GiB"] = memory[name]
+        rows.append(row | {"spread": time.spread})
+    return rows + [{"group": group, "variant": name, "failed": why} for name, why in failed.items()]
+
+
+def _step(model: nn.Module, x: Tensor, optimize: bool) -> Callable[[], None]:
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-5, fused=DEVICE == "cuda") if optimize else None
+    dy = None
+
+    def step() -> None:
+        nonlocal dy
+        y = model(x)
+        dy = torch.randn_like(y) * 1e-3 if dy is None else dy
+        y.backward(dy)
+        if optimizer is not None:
+            optimizer.step()
+        model.zero_grad(set_to_none=True)
+        x.grad = None
+
+    return step
+
+
+def main() -> None:
+    """Measure and print."""
+    arguments = parser(__doc__)
+    arguments.add_argument("--layers", type=int, default=2)
+    options = arguments.parse_args()
+    require_device()
+    limits = ceilings(options.repeats)
+    rows = []
+
+    def tensor(features: int) -> Tensor:
+        return torch.randn(1, options.tokens, features, device=DEVICE).bfloat16().requires_grad_()
+
+    def built(module: nn.Module) -> nn.Module:
+        return module.to(DEVICE, torch.bfloat16)
+
+    for label, k, n in linears(options.models):
+        flops = (6.0 * options.tokens * k * n, 0.0)
+        rows += measure(
+            label,
+            lambda fuse, k=k, n=n: built(nn.Sequential(nn.Linear(k, n, bias=False))),
+            tensor(k),
+            flops,
+            options.repeats,
+            fusable=False,
+        )
+    blocks = SMOKE_BLOCKS if SMOKE else BLOCKS
+    for name in options.models or blocks:
+        shape = blocks[name]
+        linear = 6.0 * options.tokens * shape.linear_parameters()
+        attention = 3.0 * shape.attention_flops(options.tokens)
+        for layers, optimize in ((1, False), (options.layers, True)):
+            rows += measure(
+                f"{name} {'training step, ' if optimize else ''}{layers} blocks",
+                lambda fuse, shape=shape, layers=layers: built(
+                    nn.Sequential(*(Block(shape, fuse) for _ in range(layers)))
+                ),
+                tensor(shape.hidden),
+                (linear * layers, attention * layers),
+                options.repeats,
+                optimize=optimize,
+            )
+    finish(options.save, {"machine": machine(), "ceilings": limits, "tokens": options.tokens, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,207 @@
+"""The native backend on a CUDA device: what the interpreter cannot show.
+
+The kernels' own cases, ``tests/kernels`` and ``tests/backends/native``, run on the device too where there is one
+(``pytest tests/gpu tests/kernels tests/backends/native``). Nothing in this folder has ever run: see docs/kernels.md.
+"""
+
+import pytest
+import torch
+from torch import nn
+
+import foundry_fp8
+from foundry_fp8.backends.native.gemm import tensorwise_mm
+from foundry_fp8.formats import E4M3, E5M2, cast
+from foundry_fp8.kernels.producers import Producer
+from foundry_fp8.kernels.tensorwise import quantize_tensorwise
+from foundry_fp8.state import FP8State
+
+pytestmark = pytest.mark.gpu
+RECIPES = ("delayed", "current", "block")
+every_recipe = pytest.mark.parametrize("recipe", RECIPES)
+
+
+@pytest.fixture(autouse=True)
+def _needs_fp8():
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip(f"{torch.cuda.get_device_name()} has no FP8 tensor cores")
+
+
+def make(recipe, backend="native", k=1024, n=2048, dtype=torch.bfloat16, layers=1, **options):
+    torch.manual_seed(0)
+    parts = []
+    for i in range(layers):
+        parts += [nn.Linear(k if i % 2 == 0 else n, n if i % 2 == 0 else k), nn.GELU()]
+    model = nn.Sequential(*parts[:-1]).to("cuda", dtype)
+    if recipe is not None:
+        foundry_fp8.apply_fp8(model, recipe=recipe, backend=backend, **options)
+    return model
+
+
+def run(model, tokens=4096, seed=0, steps=1):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    for _ in range(steps):
+        model.zero_grad(set_to_none=True)
+        first = next(m for m in model.modules() if isinstance(m, nn.Linear))
+        x = torch.randn(tokens, first.in_features, device="cuda", generator=generator).to(first.weight.dtype)
+        x.requires_grad_()
+        y = model(x)
+        y.backward(torch.randn(y.shape, device="cuda", generator=generator).to(y.dtype) * 1e-3)
+    return [y.detach(), x.grad, *(p.grad.clone() for p in model.parameters())]
+
+
+def relative(a, b):
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+@every_recipe
+@pytest.mark.parametrize("tokens", [4096, 1000, 1])
+@pytest.mark.parametrize("shape", [(1024, 2048), (1000, 520)], ids=str)
+def test_agrees_with_the_emulated_backend(recipe, tokens, shape):
+    """Same FP8 operands; the products differ by the tensor core's accumulation and one bf16 rounding."""
+    ours = run(make(recipe, k=shape[0], n=shape[1]), tokens, steps=2)
+    if shape[0] % 16 or shape[1] % 16 or tokens % 16:
+        # The emulated backend refuses what it would have to pad; high precision bounds the error instead.
+        theirs, bound = run(make(None, k=shape[0], n=shape[1]), tokens, steps=2), 0.08
+    else:
+        theirs, bound = run(make(recipe, "emulated", k=shape[0], n=shape[1]), tokens, steps=2), 0.01
+    for a, b in zip(ours, theirs, strict=True):
+        assert relative(a, b) < bound
+
+
+@every_recipe
+def test_float64_error_is_that_of_fp8(recipe):
+    """Output and gradients within the quantisation noise of E4M3 and E5M2: SQNR above 20 dB and 18 dB."""
+    fp8, exact = run(make(recipe)), run(make(None, dtype=torch.float64))
+    assert relative(fp8[0], exact[0]) < 0.1
+    for ours, reference in zip(fp8[1:3], exact[1:3], strict=True):
+        assert relative(ours, reference) < 0.126
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda f: f.name)
+def test_device_cast_is_exact_on_every_midpoint(fmt):
+    """The conversion instruction rounds ties to even, saturates and keeps NaN: every value and every midpoint."""
+    grid = torch.arange(256, dtype=torch.uint8).view(fmt.dtype).float()
+    grid = grid[torch.isfinite(grid)].sort().values
+    middle = (grid[1:] + grid[:-1]) / 2
+    values = torch.cat(
+        [grid, middle, middle.nextafter(grid[1:]), torch.tensor([1e9, -1e9, float("inf"), float("nan")])]
+    )
+    x = values.repeat(16, 1).cuda()
+    q = quantize_tensorwise(Producer.identity(x), fmt, scale=torch.ones((), device="cuda"))
+    expected = cast(values, fmt).float()
+    ours = q.data[0, : len(values)].cpu().float()
+    assert torch.equal(ours.nan_to_num(nan=7.0), expected.nan_to_num(nan=7.0))
+    assert torch.equal(ours.isnan(), expected.isnan())
+
+
+@every_recipe
+def test_is_deterministic(recipe):
+    first, second = run(make(recipe, layers=2), steps=3), run(make(recipe, layers=2), steps=3)
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b)
+
+
+@every_recipe
+def test_nothing_waits_for_the_device(recipe):
+    model = make(recipe, layers=2)
+    run(model, steps=2)  # tunes the block GEMM, which does wait
+    x = torch.randn(4096, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn(4096, 1024, device="cuda", dtype=torch.bfloat16)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        model(x).backward(dy)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@every_recipe
+def test_compiled_by_inductor_agrees(recipe):
+    model = make(recipe, layers=2)
+    eager = run(nn.Sequential(*model))
+    compiled = run(torch.compile(nn.Sequential(*model), fullgraph=True))
+    for a, b in zip(compiled, eager, strict=True):
+        assert relative(a, b) < 0.02  # inductor fuses GELU in float32, so a few operands round the other way
+
+
+@every_recipe
+def test_replays_in_a_cuda_graph(recipe):
+    """A captured forward and backward gives new results for new inputs, and records their amaxes."""
+    model = make(recipe)[0]
+    x = torch.randn(512, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn(512, 2048, device="cuda", dtype=torch.bfloat16)
+
+    def step():
+        y = model(x)
+        return (y, *torch.autograd.grad(y, (x, model.weight), dy))
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            x.copy_(torch.randn_like(x) * seed * 10)
+        if model.slots is not None:
+            model.slots["x"]._state.amax_history.zero_()
+        graph.replay()
+        replayed = [t.clone() for t in captured]
+        if model.slots is not None:
+            assert model.slots["x"].amax_history[0] == x.abs().max().float()
+        for a, b in zip(replayed, step(), strict=True):
+            assert torch.equal(a, b)
+
+
+@every_recipe
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_non_finite_gradients_stay_visible(recipe, value):
+    model = make(recipe)
+    x = torch.randn(256, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    y = model(x)
+    dy = torch.randn_like(y)
+    dy[17, 5] = value
+    y.backward(dy)
+    assert not torch.isfinite(x.grad).all() and not torch.isfinite(model[0].weight.grad).all()
+
+
+@every_recipe
+def test_peak_memory_is_below_bf16(recipe):
+    def peak(model):
+        run(model, 16384)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run(model, 16384)
+        return torch.cuda.max_memory_allocated() - before
+
+    assert peak(make(recipe, layers=8)) < peak(make(None, layers=8))
+
+
+@pytest.mark.parametrize("pair", [(E4M3, E4M3), (E5M2, E4M3)], ids=["e4m3 e4m3", "e5m2 e4m3"])
+@pytest.mark.parametrize("fast", [True, False])
+def test_scaled_mm_is_exact_on_small_integers(pair, fast):
+    """cuBLASLt takes the layouts and scales as this package passes them, a NaN scale included."""
+    a = torch.randint(-2, 3, (48, 256), device="cuda").to(pair[0].dtype)
+    b = torch.randint(-2, 3, (32, 256), device="cuda").to(pair[1].dtype)
+    stats = torch.tensor([1.0, 0.5, 2.0], device="cuda")
+    bias = torch.arange(32, device="cuda").bfloat16()
+    options = {"m": 48, "n": 32, "out_dtype": torch.bfloat16, "fast_accumulation": fast}
+    ours = tensorwise_mm(a, stats[1], b, stats[2], bias=bias, **options)
+    assert torch.equal(ours.float(), (a.float() @ b.float().t() + bias.float()).bfloat16().float())
+    assert bool(tensorwise_mm(a, stats[1] * torch.nan, b, stats[2], **options).isnan().all())
+
+
+@every_recipe
+def test_cached_weights_change_nothing(recipe):
+    results = []
+    for cached in (False, True):
+        model = make(recipe, layers=2)
+        FP8State.of(model).backend.cache_weights = cached
+        results.append(run(model, steps=3))
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
