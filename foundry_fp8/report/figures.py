@@ -142,9 +142,13 @@ def memory(rows: Sequence[Row]) -> Figure | None:
 
 
 def mfu(rows: Sequence[Row]) -> Figure | None:
-    """MFU and the peak it is measured against."""
-    panels = [("mfu/mfu", "MFU (%)", 100.0), ("mfu/effective_peak", "effective peak (TFLOP/s)", 1.0)]
-    return _line_panels(rows, panels, columns=2)
+    """MFU, HFU and the peak they are measured against."""
+    panels = [
+        ("mfu/mfu", "MFU (%)", 100.0),
+        ("mfu/hfu", "HFU: with recompute (%)", 100.0),
+        ("mfu/effective_peak", "effective peak (TFLOP/s)", 1.0),
+    ]
+    return _line_panels(rows, panels, columns=3)
 
 
 def fp8_health(rows: Sequence[Row]) -> Figure | None:
@@ -206,9 +210,15 @@ def kurtosis(rows: Sequence[Row]) -> Figure | None:
 
 
 def guard(rows: Sequence[Row]) -> Figure | None:
-    """Whatever the divergence guard logged as numbers."""
-    keys = dict.fromkeys(key for row in rows for key in row.run.matching("guard/") if "layer_" not in key)
-    panels = [(key, key.removeprefix("guard/"), 1.0) for key in list(keys)[:9]]
+    """The signals that the divergence guard watches, its alarms, and how many layers it has demoted."""
+    panels = [
+        ("guard/kurtosis/worst", "kurtosis, worst block", 1.0),
+        ("guard/saturated/worst", "saturated, worst (%)", 100.0),
+        ("guard/flushed/worst", "flushed to zero, worst (%)", 100.0),
+        ("guard/gradient_norm/worst", "gradient norm, largest", 1.0),
+        ("guard/alarms", "alarms so far", 1.0),
+        ("guard/demoted_layers", "demoted layers", 1.0),
+    ]
     return _line_panels(rows, panels, columns=3)
 
 
@@ -355,7 +365,8 @@ FIGURES: tuple[FigureSpec, ...] = (
     FigureSpec(
         name="mfu",
         title="Model FLOPs utilisation",
-        caption="Each GEMM counts against the peak of the precision that it ran in, so a run may use less of a higher peak.",
+        caption="Each GEMM counts against the peak of the precision that it ran in, so FP8 may be "
+        "faster with a lower MFU: the effective peak rises with the share of FP8.",
         draw=mfu,
         without="Not logged. Add callbacks: {mfu_monitor: {}}; on a device that it does not know, give peak_flops.",
     ),
@@ -377,7 +388,7 @@ FIGURES: tuple[FigureSpec, ...] = (
     FigureSpec(
         name="guard",
         title="Divergence guard",
-        caption="What the guard logged.",
+        caption="The signals that it watches, its alarms so far, and the layers that run below their configured precision.",
         draw=guard,
         without="Not logged. Add callbacks: {divergence_guard: {}}.",
     ),
