@@ -177,6 +177,9 @@ def kurtosis(rows: Sequence[Row]) -> Figure | None:
     if not maps:
         return None
     tensors = list(dict.fromkeys(tensor for tensor, _ in maps))
+    # Per token and per sample look alike; the page shows one, the log has both.
+    tensors = [t for t in tensors if t.startswith("kurtosis_token/")] or tensors
+    maps = {where: layers for where, layers in maps.items() if where[0] in tensors}
     columns = sorted({index for _, index in maps})
     finite = np.concatenate([series.values for layers in maps.values() for series in layers.values()])
     finite = finite[np.isfinite(finite) & (finite > 0)]
@@ -194,7 +197,7 @@ def kurtosis(rows: Sequence[Row]) -> Figure | None:
             if y == 0:
                 axes.set_title(rows[index].run.name)
             if x == 0:
-                axes.set_ylabel(tensor.removeprefix("kurtosis").lstrip("_/").replace("/", "\n"), fontsize=8.5)
+                axes.set_ylabel(tensor.rpartition("/")[2].replace("_", "\n"), fontsize=9)
             layers = maps.get((tensor, index))
             if layers is None:
                 axes.text(
@@ -373,7 +376,7 @@ FIGURES: tuple[FigureSpec, ...] = (
     FigureSpec(
         name="kurtosis",
         title="Kurtosis by layer",
-        caption="Layers upwards, steps to the right, one logarithmic colour scale. Outliers that grow show as a layer that "
+        caption="Per token, mean over tokens. Layers upwards, steps to the right, one logarithmic colour scale. Outliers that grow show as a layer that "
         "turns lighter. Grey: not logged or not finite.",
         draw=kurtosis,
         without="Not logged. Add callbacks: {kurtosis_monitor: {}}.",

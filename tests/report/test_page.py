@@ -117,7 +117,7 @@ def test_kurtosis_cells_stand_at_their_layer_and_step(tmp_path):
     spec = next(spec for spec in FIGURES if spec.name == "kurtosis")
     figure = spec.draw(compare(read_runs([path])))
     images = {axes.get_ylabel(): axes.images[0] for axes in figure.axes if axes.images}
-    values = images["token\nresidual"].get_array()
+    values = images["residual"].get_array()
     assert values.shape == (4, 4)
     assert values[2].tolist() == pytest.approx([3 + 2 * 10 / 20, 50.0, 3 + 2 * 30 / 20, 3 + 2 * 40 / 20])
     # The other layers logged nothing at step 20.
