@@ -9,6 +9,7 @@ batch      ``step`` (batches done), ``tokens`` and ``samples`` (all ranks), ``se
            excluded), ``loss``, ``host_peak_bytes`` (largest resident size of rank 0 so far), and ``metrics``: every
            other metric that was logged during that step, under its own key
 eval       ``step`` and the ``metrics`` of one evaluation
+metrics    ``step`` and the ``metrics`` that were logged when training ended, after the last batch's line
 hparams    hyperparameters that were logged after the header
 table      ``name``, ``columns``, ``rows``
 end        ``status``: ``finished``, or the exception that ended the run
@@ -130,14 +131,19 @@ class RunLog(LoggerDestination):
             }
         )
 
+    def fit_end(self, state: State, logger: Logger) -> None:
+        """Write what callbacks logged at the end of training."""
+        del logger
+        metrics, self._metrics = self._metrics, {}
+        if metrics:
+            self._write({"kind": "metrics", "step": int(state.timestamp.batch), "metrics": metrics})
+
     def eval_end(self, state: State, logger: Logger) -> None:
         """Write what the evaluation logged as a line of its own."""
         del logger
         metrics, self._metrics = self._metrics, {}
-        label = state.dataloader_label
-        self._write(
-            {"kind": "eval", "step": int(state.timestamp.batch), "label": label, "metrics": metrics},
-        )
+        step, label = int(state.timestamp.batch), state.dataloader_label
+        self._write({"kind": "eval", "step": step, "label": label, "metrics": metrics})
 
     def close(self, state: State, logger: Logger) -> None:
         """Write how the run ended, and close the file."""

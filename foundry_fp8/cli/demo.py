@@ -163,7 +163,8 @@ def _train_one(bars: Bars, task: TaskID, yaml: Path, folder: Path, overrides: di
     from foundry_fp8.cli.training import TrainingProcess, train_command
 
     command = train_command(yaml, {**overrides, "variables.run_folder": folder})
-    bars.console.print(f"$ {shlex.join(command[1:])}", style="dim", highlight=False, soft_wrap=True)
+    shown = shlex.join(["python", *command[1:]])
+    bars.console.print(f"$ {shown}", style="dim", highlight=False, markup=False, soft_wrap=True)
     bars.start_task(task)
     bars.update(task, status="starting")
     process = TrainingProcess(command, folder, threads=_cores())

@@ -24,6 +24,7 @@ __all__ = [
     "config_differences",
     "explain",
     "format_row",
+    "guard_moves",
     "shown_columns",
 ]
 
@@ -166,6 +167,22 @@ def config_differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     keys = dict.fromkeys(key for values in flat for key in values)
     rows = [(key, [UNKNOWN if key not in values else str(values[key]) for values in flat]) for key in keys]
     return [(key, values) for key, values in rows if len(set(values)) > 1]
+
+
+def guard_moves(run: Run) -> list[tuple[int, str, int, int]]:
+    """What the divergence guard demoted and promoted: ``(step, unit, rung before, rung after)``, in order.
+
+    Rung 0 is what was configured; each rung above it is a safer precision.
+    """
+    moves = []
+    for key, series in run.matching("guard/rung/").items():
+        rungs = [0, *(int(value) for value in series.values)]
+        moves += [
+            (int(step), key.removeprefix("guard/rung/"), before, after)
+            for step, before, after in zip(series.steps, rungs, rungs[1:], strict=False)
+            if before != after
+        ]
+    return sorted(moves)
 
 
 def _flatten(values: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

@@ -142,9 +142,13 @@ def memory(rows: Sequence[Row]) -> Figure | None:
 
 
 def mfu(rows: Sequence[Row]) -> Figure | None:
-    """MFU and the peak it is measured against."""
-    panels = [("mfu/mfu", "MFU (%)", 100.0), ("mfu/effective_peak", "effective peak (TFLOP/s)", 1.0)]
-    return _line_panels(rows, panels, columns=2)
+    """MFU, HFU and the peak they are measured against."""
+    panels = [
+        ("mfu/mfu", "MFU (%)", 100.0),
+        ("mfu/hfu", "HFU: with recompute (%)", 100.0),
+        ("mfu/effective_peak", "effective peak (TFLOP/s)", 1.0),
+    ]
+    return _line_panels(rows, panels, columns=3)
 
 
 def fp8_health(rows: Sequence[Row]) -> Figure | None:
@@ -173,6 +177,9 @@ def kurtosis(rows: Sequence[Row]) -> Figure | None:
     if not maps:
         return None
     tensors = list(dict.fromkeys(tensor for tensor, _ in maps))
+    # Per token and per sample look alike; the page shows one, the log has both.
+    tensors = [t for t in tensors if t.startswith("kurtosis_token/")] or tensors
+    maps = {where: layers for where, layers in maps.items() if where[0] in tensors}
     columns = sorted({index for _, index in maps})
     finite = np.concatenate([series.values for layers in maps.values() for series in layers.values()])
     finite = finite[np.isfinite(finite) & (finite > 0)]
@@ -190,7 +197,7 @@ def kurtosis(rows: Sequence[Row]) -> Figure | None:
             if y == 0:
                 axes.set_title(rows[index].run.name)
             if x == 0:
-                axes.set_ylabel(tensor.removeprefix("kurtosis").lstrip("_/").replace("/", "\n"), fontsize=8.5)
+                axes.set_ylabel(tensor.rpartition("/")[2].replace("_", "\n"), fontsize=9)
             layers = maps.get((tensor, index))
             if layers is None:
                 axes.text(
@@ -206,9 +213,15 @@ def kurtosis(rows: Sequence[Row]) -> Figure | None:
 
 
 def guard(rows: Sequence[Row]) -> Figure | None:
-    """Whatever the divergence guard logged as numbers."""
-    keys = dict.fromkeys(key for row in rows for key in row.run.matching("guard/") if "layer_" not in key)
-    panels = [(key, key.removeprefix("guard/"), 1.0) for key in list(keys)[:9]]
+    """The signals that the divergence guard watches, its alarms, and how many layers it has demoted."""
+    panels = [
+        ("guard/kurtosis/worst", "kurtosis, worst block", 1.0),
+        ("guard/saturated/worst", "saturated, worst (%)", 100.0),
+        ("guard/flushed/worst", "flushed to zero, worst (%)", 100.0),
+        ("guard/gradient_norm/worst", "gradient norm, largest", 1.0),
+        ("guard/alarms", "alarms so far", 1.0),
+        ("guard/demoted_layers", "demoted layers", 1.0),
+    ]
     return _line_panels(rows, panels, columns=3)
 
 
@@ -355,14 +368,15 @@ FIGURES: tuple[FigureSpec, ...] = (
     FigureSpec(
         name="mfu",
         title="Model FLOPs utilisation",
-        caption="Each GEMM counts against the peak of the precision that it ran in, so a run may use less of a higher peak.",
+        caption="Each GEMM counts against the peak of the precision that it ran in, so FP8 may be "
+        "faster with a lower MFU: the effective peak rises with the share of FP8.",
         draw=mfu,
         without="Not logged. Add callbacks: {mfu_monitor: {}}; on a device that it does not know, give peak_flops.",
     ),
     FigureSpec(
         name="kurtosis",
         title="Kurtosis by layer",
-        caption="Layers upwards, steps to the right, one logarithmic colour scale. Outliers that grow show as a layer that "
+        caption="Per token, mean over tokens. Layers upwards, steps to the right, one logarithmic colour scale. Outliers that grow show as a layer that "
         "turns lighter. Grey: not logged or not finite.",
         draw=kurtosis,
         without="Not logged. Add callbacks: {kurtosis_monitor: {}}.",
@@ -377,7 +391,7 @@ FIGURES: tuple[FigureSpec, ...] = (
     FigureSpec(
         name="guard",
         title="Divergence guard",
-        caption="What the guard logged.",
+        caption="The signals that it watches, its alarms so far, and the layers that run below their configured precision.",
         draw=guard,
         without="Not logged. Add callbacks: {divergence_guard: {}}.",
     ),

@@ -12,7 +12,15 @@ from typing import Any
 import jinja2
 from matplotlib.figure import Figure
 
-from foundry_fp8.report.comparison import COLUMNS, Row, config_differences, explain, format_row, shown_columns
+from foundry_fp8.report.comparison import (
+    COLUMNS,
+    Row,
+    config_differences,
+    explain,
+    format_row,
+    guard_moves,
+    shown_columns,
+)
 from foundry_fp8.report.figures import FIGURES
 
 __all__ = ["render_page"]
@@ -53,6 +61,7 @@ def render_page(rows: Sequence[Row], figures: Mapping[str, Figure], title: str) 
         differences=config_differences(runs),
         run_names=[run.name for run in runs],
         facts=[_facts(row) for row in rows],
+        moves=[(run.name, *move) for run in runs for move in guard_moves(run)],
         tables=[(run.name, table) for run in runs for table in run.tables],
     )
 

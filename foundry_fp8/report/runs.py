@@ -174,6 +174,7 @@ def read_run(path: Path) -> Run:
     header: dict[str, Any] = {}
     batches: list[dict[str, Any]] = []
     evals: list[dict[str, Any]] = []
+    others: list[dict[str, Any]] = []
     tables: dict[str, Table] = {}
     status = "unknown"
     problems: list[str] = []
@@ -190,6 +191,7 @@ def read_run(path: Path) -> Run:
             # A resumed run repeats the steps after its checkpoint: the repetition counts.
             batches = [batch for batch in batches if batch["step"] <= resumed_at]
             evals = [entry for entry in evals if entry["step"] <= resumed_at]
+            others = [entry for entry in others if entry["step"] < resumed_at]
             merged = {**(header.get("hyperparameters") or {}), **(line.get("hyperparameters") or {})}
             header = {**line, "hyperparameters": merged}
             status = "unknown"
@@ -197,6 +199,8 @@ def read_run(path: Path) -> Run:
             batches.append(line)
         elif kind == "eval" and isinstance(line.get("step"), int):
             evals.append(line)
+        elif kind == "metrics" and isinstance(line.get("step"), int):
+            others.append(line)
         elif kind == "hparams" and isinstance(line.get("values"), dict):
             header.setdefault("hyperparameters", {}).update(line["values"])
         elif kind == "table":
@@ -235,7 +239,7 @@ def read_run(path: Path) -> Run:
         seconds=_column(batches, "seconds"),
         tokens=_column(batches, "tokens"),
         host_peak_bytes=_column(batches, "host_peak_bytes"),
-        metrics=_series(batches),
+        metrics=_series(sorted([*batches, *others], key=lambda line: line["step"])),
         evals=_series(evals),
         tables=list(tables.values()),
         status=status,

@@ -32,7 +32,10 @@ class Regression(ComposerModel):
 
 
 class LogsEveryBatch(Callback):
-    """Logs what other callbacks do: a step's own number, tensors, non-finite values, at INIT and at BATCH_END."""
+    """Logs what other callbacks do: a step's own number, tensors, non-finite values, at INIT, BATCH_END and FIT_END."""
+
+    def fit_end(self, state, logger):
+        logger.log_metrics({"mine/last": 7})
 
     def init(self, state, logger):
         logger.log_hyperparameters({"fp8": {"recipe": {"name": "delayed"}, "backend": "emulated"}})
@@ -77,7 +80,7 @@ def test_one_line_a_batch_with_the_metrics_of_that_batch(tmp_path):
     run.fit()
     run.close()
     found = lines(path)
-    assert [line["kind"] for line in found] == ["header", "table", *["batch"] * 4, "end"]
+    assert [line["kind"] for line in found] == ["header", "table", *["batch"] * 4, "metrics", "end"]
     header = found[0]
     assert header["hyperparameters"]["fp8"]["backend"] == "emulated"
     assert (header["world_size"], header["nodes"], header["device_type"]) == (1, 1, "cpu")
@@ -92,6 +95,7 @@ def test_one_line_a_batch_with_the_metrics_of_that_batch(tmp_path):
     assert batches[0]["metrics"]["mine/tensor"] == 0.5
     assert batches[0]["metrics"]["mine/nan"] == "nan"
     assert [b["metrics"].get("mine/once") for b in batches] == [None, "-inf", None, None]
+    assert found[-2]["metrics"]["mine/last"] == 7
     assert found[-1]["status"] == "finished"
 
 
@@ -106,6 +110,7 @@ def test_what_is_written_can_be_read_back(tmp_path):
     assert read.step.tolist() == [1, 2, 3, 4]
     assert read.metrics["mine/once"].steps.tolist() == [2]
     assert read.metrics["mine/once"].values.tolist() == [-math.inf]
+    assert (read.metrics["mine/last"].steps.tolist(), read.metrics["mine/last"].values.tolist()) == ([4], [7])
     assert read.tables[0].rows == [[1, "x"]]
 
 

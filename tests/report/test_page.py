@@ -40,10 +40,22 @@ def full(tmp_path_factory):
 def test_every_figure_is_in_the_page_and_beside_it(full):
     page, _ = full
     text = page.read_text()
-    drawn = {spec.name for spec in FIGURES} - {"guard"}
+    drawn = {spec.name for spec in FIGURES}
     assert {path.stem for path in page.parent.glob("*.png")} == drawn
     assert set(re.findall(r'<section id="([\w-]+)">\s*<h2>[^<]*</h2>\s*<figure>', text)) == drawn
+
+
+def test_what_the_guard_did_is_listed(full):
+    text = " ".join(full[0].read_text().split())
+    assert "<td>fp8-delayed</td><td>50</td><td>blocks.3</td> <td>demoted, rung 0 to 1</td>" in text
+    assert "<td>60</td><td>blocks.3</td> <td>promoted, rung 1 to 0</td>" in text
+
+
+def test_a_figure_that_no_run_logged_says_how_to_get_it(tmp_path):
+    page, _ = report(tmp_path, [header("a"), *batches(curve(20)), END])
+    text = page.read_text()
     assert "Divergence guard</b>: Not logged. Add callbacks: {divergence_guard: {}}" in text
+    assert 'id="guard"' not in text
 
 
 def test_the_page_loads_nothing(full):
@@ -105,7 +117,7 @@ def test_kurtosis_cells_stand_at_their_layer_and_step(tmp_path):
     spec = next(spec for spec in FIGURES if spec.name == "kurtosis")
     figure = spec.draw(compare(read_runs([path])))
     images = {axes.get_ylabel(): axes.images[0] for axes in figure.axes if axes.images}
-    values = images["token\nresidual"].get_array()
+    values = images["residual"].get_array()
     assert values.shape == (4, 4)
     assert values[2].tolist() == pytest.approx([3 + 2 * 10 / 20, 50.0, 3 + 2 * 30 / 20, 3 + 2 * 40 / 20])
     # The other layers logged nothing at step 20.
