@@ -17,6 +17,7 @@ from foundry_fp8.backends.emulated.quantizers import quantize_operand
 from foundry_fp8.backends.transformer_engine.delayed import bind_slots, keep_out_of_global_buffers
 from foundry_fp8.backends.transformer_engine.fusion import DeferredNorm, deferred_norm_of, fuse_norms
 from foundry_fp8.backends.transformer_engine.library import ImportProblem, Library, load_library
+from foundry_fp8.backends.transformer_engine.nonfinite import keep_non_finite
 from foundry_fp8.backends.transformer_engine.recipes import make_te_recipe
 from foundry_fp8.backends.transformer_engine.requirements import machine_of, requirement
 from foundry_fp8.backends.transformer_engine.wgrad import with_high_precision_wgrad
@@ -122,6 +123,7 @@ class TransformerEngineBackend(Backend):
             y = _call(te_module, x2d, **tensors, weight=te_weight, bias=module.bias)
         if high_precision_wgrad:
             y = with_high_precision_wgrad(y, x2d, weight)
+        y = keep_non_finite(y, x2d)
         if missing:
             y = y[:tokens]
         if module.probe is not None and y.requires_grad:

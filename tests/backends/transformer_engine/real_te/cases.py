@@ -305,16 +305,22 @@ def test_autocast_computes_in_its_dtype_from_float32_parameters():
     assert y.dtype == torch.bfloat16 and x.grad.dtype == net.up.weight.grad.dtype == torch.float32
 
 
-def test_nan_and_inf_stay_visible():
-    net = converted()
-    x = torch.randn(16, 64).bfloat16()
-    x[3, 5] = torch.nan
-    y = net(x.requires_grad_())
-    assert y[3].isnan().all() and y[[0, 1, 2, 4]].isfinite().all()
-    dy = torch.randn(16, 32).bfloat16()
-    dy[7, 0] = torch.nan
-    net(torch.randn(16, 64).bfloat16()).backward(dy)
-    assert net.down.weight.grad.isnan().any()
+@pytest.mark.parametrize("wgrad", ["fp8", "high_precision"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_nan_and_inf_stay_visible(recipe, value, wgrad):
+    net = converted(recipe=recipe, net=Single(), wgrad=wgrad)
+    x, dy = torch.randn(16, 64).bfloat16().requires_grad_(), torch.randn(16, 32).bfloat16()
+    poisoned_x, poisoned_dy = x.detach().clone(), dy.clone()
+    poisoned_x[3, 5] = poisoned_dy[7, 1] = value
+    assert not net(poisoned_x).isfinite().all()
+    with torch.no_grad():
+        assert not net(poisoned_x).isfinite().all()
+    y = net(x)
+    assert y.isfinite().all()
+    y.backward(poisoned_dy)
+    assert not net.proj.weight.grad.isfinite().all() and not x.grad.isfinite().all()
+    assert poisoned_dy[7, 1].isnan() == torch.tensor(value).isnan()
 
 
 def test_copies_and_pickles_work(tmp_path):

@@ -1,0 +1,62 @@
+"""The method card of `fp8` and docs/backends.md: their code runs, and their tables are those of the configuration."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+import foundry_fp8
+from foundry_fp8.algorithms.fp8 import FP8Config
+from foundry_fp8.algorithms.fp8.functional import KEY
+from foundry_fp8.config import from_mapping
+from foundry_fp8.recipes import RECIPES
+
+CARD = (Path(foundry_fp8.__file__).parent / "algorithms/fp8/README.md").read_text()
+BACKENDS = Path(foundry_fp8.__file__).parents[1] / "docs/backends.md"
+
+
+def blocks(text, language):
+    return re.findall(rf"^ *```{language}\n(.*?)```", text, re.S | re.M)
+
+
+@pytest.mark.parametrize("code", blocks(CARD, "python"))
+def test_python_of_the_card_runs(code):
+    exec(compile(code, "card", "exec"), {})
+
+
+def test_yaml_of_the_card_is_a_valid_configuration():
+    for code in blocks(CARD, "yaml"):
+        from_mapping(FP8Config, yaml.safe_load(code)["algorithms"]["fp8"], KEY)
+
+
+def rows(marker):
+    table = CARD.split(f"<!-- {marker}", 1)[1].split("\n\n", 1)[0]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[3:]]
+
+
+def test_options_are_those_of_the_config():
+    documented = {row[0].strip("`"): yaml.safe_load(row[1].strip("`")) for row in rows("options")}
+    config = {f.name: f.default for f in dataclasses.fields(FP8Config)}
+    assert documented == {name: list(v) if isinstance(v, tuple) else v for name, v in config.items()}
+
+
+def test_recipe_fields_are_those_of_the_recipes():
+    documented = {(row[0], row[1].strip("`")): row[2] for row in rows("recipes") if row[0] != "all"}
+    fields = {
+        (name, f.name): f.default
+        for name, cls in RECIPES.items()
+        for f in dataclasses.fields(cls)
+        if f.name != "fp8_format"
+    }
+    assert {key: yaml.safe_load(value.strip("`")) for key, value in documented.items()} == fields
+
+
+def test_the_backend_of_the_guide_can_be_written_as_shown():
+    (code,) = (b for b in blocks(BACKENDS.read_text(), "python") if "class MyBackend" in b)
+    namespace = {}
+    exec(compile(re.sub(r"^   ", "", code, flags=re.M), "guide", "exec"), namespace)
+    backend = namespace["MyBackend"]()
+    assert not backend.availability(None, torch.device("cpu")).ok
