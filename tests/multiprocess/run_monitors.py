@@ -1,0 +1,158 @@
+"""Two ranks, one process each, started by test_monitors.py through the composer launcher.
+
+The four callbacks from a YAML under DDP and FSDP2; an outlier on rank 1 alone, on which both ranks have to act alike; and a
+guard that breaks on rank 1 alone, which must not leave rank 0 waiting.
+"""
+
+import json
+import math
+import os
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from composer.core import Callback
+from composer.loggers import InMemoryLogger
+from llmfoundry.registry import callbacks
+
+from foundry_fp8.callbacks.divergence_guard import DivergenceGuard
+from foundry_fp8.modules.linear import FP8Linear
+from tests.integration.foundry_runs import config, train
+from tests.multiprocess.run_fp8_training import FSDP
+
+ALL = {
+    "mfu_monitor": {"interval": 2, "peak_flops": {"fp32": 1.0e12, "bf16": 1.0e12, "fp8": 2.0e12}},
+    "kurtosis_monitor": {"interval": 2},
+    "fp8_monitor": {"interval": 2},
+    "divergence_guard": {"interval": 1},
+}
+QUICK = {"interval": 1, "warmup": 2, "patience": 1, "signals": ["kurtosis", "gradient_norm", "loss"]}
+
+
+class OutlierOnRank1(Callback):
+    """From batch 5 on, one channel that block 0's down projection reads is 3000 times as large, on rank 1."""
+
+    def __init__(self):
+        self.size = 1.0
+
+    def fit_start(self, state, logger):
+        for name, module in state.model.named_modules():
+            if name.endswith("blocks.0.ffn.down_proj"):
+                module.register_forward_pre_hook(self.bump)
+
+    def bump(self, module, args):
+        factor = torch.ones(args[0].shape[-1])
+        factor[3] = self.size
+        return (args[0] * factor,)
+
+    def batch_start(self, state, logger):
+        late = state.timestamp.batch.value >= 5
+        self.size = 3000.0 if late and dist.get_rank() == 1 else 1.0
+
+
+class BreaksOnRank1(DivergenceGuard):
+    """Fails on rank 1: ``when`` is before or after the gather of batch 2, or at the start."""
+
+    def __init__(self, when, **options):
+        super().__init__(**options)
+        self.when = when
+
+    def fit_start(self, state, logger):
+        super().fit_start(state, logger)
+        self.maybe_break("start")
+
+    def _gather(self, state, mine):
+        if mine is not None and state.timestamp.batch.value == 2:
+            self.maybe_break("before")
+        rows = super()._gather(state, mine)
+        if mine is not None and state.timestamp.batch.value == 2:
+            self.maybe_break("after")
+        return rows
+
+    def maybe_break(self, when):
+        if when == self.when and dist.get_rank() == 1:
+            raise RuntimeError("broken on purpose")
+
+
+callbacks.register("outlier_on_rank_1", func=OutlierOnRank1)
+callbacks.register("breaks_on_rank_1", func=BreaksOnRank1)
+
+
+def run(root, wrapper, wanted, **changes):
+    os.environ["FSDP_VERSION"] = "2"
+    extra = FSDP if wrapper == "fsdp2" else {}
+    base = {"callbacks": wanted, "loggers": {"inmemory": {}}, "global_train_batch_size": 16, **extra}
+    return train(config(root, **{**base, **changes}))
+
+
+def metrics(trainer):
+    logger = next(d for d in trainer.logger.destinations if isinstance(d, InMemoryLogger))
+    return {key: [float(value) for _, value in found] for key, found in logger.data.items()}
+
+
+def monitor(trainer, kind):
+    return next(c for c in trainer.state.callbacks if isinstance(c, kind))
+
+
+def all_four(root, wrapper):
+    trainer = run(root, wrapper, ALL)
+    found = metrics(trainer)
+    failed = {c.key: c.failed for c in trainer.state.callbacks if hasattr(c, "failed")}
+    result = {
+        "failed": {key: why for key, why in failed.items() if why is not None},
+        "names": sorted(failed),
+        "finite": all(
+            math.isfinite(found[key][-1])
+            for key in (
+                "mfu/mfu",
+                "kurtosis_token/residual/mean",
+                "fp8/sqnr_db/x/mean",
+                "guard/gradient_norm/worst",
+            )
+        ),
+        "fp8_share": found["mfu/fp8_flop_fraction"][-1],
+        "gradient_norm": found["guard/gradient_norm/worst"],
+    }
+    if wrapper == "ddp":
+        plain = metrics(run(root, wrapper, {}))
+        result["loss_is_that_of_an_unwatched_run"] = found["loss/train/total"] == plain["loss/train/total"]
+    return result
+
+
+def outlier(root, wrapper):
+    trainer = run(root, wrapper, {"outlier_on_rank_1": {}, "divergence_guard": QUICK}, max_duration="8ba")
+    guard = monitor(trainer, DivergenceGuard)
+    running = {
+        name.split("blocks.")[-1]: "high_precision" if m.recipe is None else m.recipe.name
+        for name, m in trainer.state.model.named_modules()
+        if isinstance(m, FP8Linear)
+    }
+    return {"failed": guard.failed, "events": str(guard.events), "running": running}
+
+
+def broken(root, when):
+    trainer = run(root, "ddp", {"breaks_on_rank_1": {"when": when, **QUICK}})
+    return {"failed": monitor(trainer, DivergenceGuard).failed, "batches": int(trainer.state.timestamp.batch)}
+
+
+def main():
+    root, out = Path(sys.argv[1]), Path(sys.argv[2])
+    cases = {
+        "all-ddp": lambda: all_four(root, "ddp"),
+        "all-fsdp2": lambda: all_four(root, "fsdp2"),
+        "outlier-fsdp2": lambda: outlier(root, "fsdp2"),
+        **{f"broken-{when}": lambda when=when: broken(root, when) for when in ("start", "before", "after")},
+    }
+    results = {}
+    for name, case in cases.items():
+        try:
+            results[name] = case()
+        except Exception:
+            results[name] = {"error": traceback.format_exc()}
+    (out / f"rank{dist.get_rank()}.json").write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()

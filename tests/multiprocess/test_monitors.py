@@ -1,0 +1,71 @@
+"""The four callbacks on two gloo ranks through the composer launcher: DDP and FSDP2."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integration.foundry_runs import make_data
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.xdist_group("multiprocess")]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    root = make_data(tmp_path_factory.mktemp("data"))
+    out = tmp_path_factory.mktemp("out")
+    worker = Path(__file__).with_name("run_monitors.py")
+    path = os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])
+    run = subprocess.run(
+        [Path(sys.executable).with_name("composer"), "-n", "2", str(worker), str(root), str(out)],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        env={**os.environ, "PYTHONPATH": path},
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
+    both = [json.loads((out / f"rank{r}.json").read_text()) for r in (0, 1)]
+    for found in both:
+        for name, case in found.items():
+            assert "error" not in case, f"{name}: {case['error']}"
+    return both
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+def test_the_four_run_together_from_a_yaml(results, wrapper):
+    for found in results:
+        case = found[f"all-{wrapper}"]
+        assert case["names"] == ["divergence_guard", "fp8_monitor", "kurtosis_monitor", "mfu_monitor"]
+        assert case["failed"] == {}
+        assert case.get("loss_is_that_of_an_unwatched_run", True)
+        assert case["finite"]
+        assert 0.3 < case["fp8_share"] < 1
+
+
+def test_sharded_gradients_are_taken_together(results):
+    """The square sum over two ranks of the whole gradient g (DDP) is 2 g^2; of FSDP2's shards it would be g^2, but gloo's
+    reduce-scatter sums where it should average, so the shards are of 2 g."""
+    ddp, fsdp2 = (results[0][f"all-{wrapper}"]["gradient_norm"] for wrapper in ("ddp", "fsdp2"))
+    assert ddp == results[1]["all-ddp"]["gradient_norm"]
+    assert ddp[0] / fsdp2[0] == pytest.approx(2**0.5 / 2, rel=1e-3)
+
+
+def test_what_one_rank_sees_both_act_on(results):
+    first, second = (found["outlier-fsdp2"] for found in results)
+    assert first["failed"] is None
+    assert first == second
+    assert "demote" in first["events"]
+    assert first["running"]["0.ffn.down_proj"] in ("current", "high_precision")
+    assert first["running"]["1.ffn.down_proj"] == "delayed"
+
+
+@pytest.mark.parametrize("when", ["start", "before", "after"])
+def test_a_guard_that_breaks_on_one_rank_is_off_on_both_and_nobody_waits(results, when):
+    first, second = (found[f"broken-{when}"] for found in results)
+    assert "another rank" in first["failed"]
+    assert "broken on purpose" in second["failed"]
+    assert first["batches"] == second["batches"] == 4
