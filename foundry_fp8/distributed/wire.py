@@ -42,7 +42,7 @@ HADAMARD_ORDER = 32
 LEAST_AMAX = 1e-30
 """Blocks whose largest element is below this are coded with its scale: their reciprocal scale stays finite."""
 CHECKSUM_BYTES = 16
-_CHUNK = 1 << 18  # elements worked on at a time on a CPU, so that the intermediates stay in its cache
+_CHUNK = 1 << 17  # elements worked on at a time on a CPU, so that the intermediates stay in its cache
 
 
 class CorruptedMessageError(RuntimeError):
@@ -144,7 +144,7 @@ def decode(message: Tensor, wire: WireFormat, numel: int, out: Tensor | None = N
         return out.copy_(message[:, : 4 * numel].view(torch.float32))
     if wire.name == "bf16":
         return out.copy_(message[:, : 2 * numel].view(torch.bfloat16))
-    if message.is_cuda:
+    if _fused(message, wire):
         from foundry_fp8.kernels.wire import decode_rows
 
         return decode_rows(message, wire, numel, out)
@@ -163,25 +163,35 @@ def decode_mean(message: Tensor, wire: WireFormat, numel: int, divisor: float) -
     if numel == 0:
         return torch.empty(0, dtype=torch.float32, device=message.device)
     _verify(message, wire)
-    if message.is_cuda and wire.quantized:
+    if wire.quantized and _fused(message, wire):
         from foundry_fp8.kernels.wire import decode_mean_rows
 
         return decode_mean_rows(message, wire, numel, divisor)
-    total = torch.zeros(wire.blocks(numel) * wire.block_size, dtype=torch.float32, device=message.device)
-    for row in message:
-        if wire.quantized:
-            for start, values in _decoded_chunks(row, wire, numel):
-                total[start : start + values.numel()] += values.view(-1)
-        else:
-            dtype, size = (torch.float32, 4) if wire.name == "fp32" else (torch.bfloat16, 2)
-            total[:numel] += row[: size * numel].view(dtype)
+    if wire.quantized:
+        total = torch.empty(wire.blocks(numel) * wire.block_size, dtype=torch.float32, device=message.device)
+        # Chunk by chunk over all rows, so that the sum stays in the cache.
+        for parts in zip(*(_decoded_chunks(row, wire, numel) for row in message), strict=True):
+            start, values = parts[0]
+            for _, more in parts[1:]:
+                values += more
+            total[start : start + values.numel()] = values.view(-1)
+    else:
+        dtype, size = (torch.float32, 4) if wire.name == "fp32" else (torch.bfloat16, 2)
+        total = message[0, : size * numel].view(dtype).to(torch.float32, copy=True)
+        for row in message[1:]:
+            total += row[: size * numel].view(dtype)
     total = total[:numel]
     return total.div_(divisor) if divisor != 1 else total
 
 
+def _fused(x: Tensor, wire: WireFormat) -> bool:
+    """Whether the Triton kernels run it: on a GPU, and for E4M3 on one whose compiler has the type (sm_89 and later)."""
+    return x.is_cuda and (wire.name != "e4m3" or torch.cuda.get_device_capability(x.device) >= (8, 9))
+
+
 def _encode_rows(x: Tensor, wire: WireFormat, out: Tensor) -> None:
     """Write codes and scales of every row of ``x`` into ``out``."""
-    if x.is_cuda:
+    if _fused(x, wire):
         from foundry_fp8.kernels.wire import encode_rows
 
         encode_rows(x, wire, out)
@@ -205,22 +215,22 @@ def _encode_blocks(x: Tensor, wire: WireFormat, codes: Tensor, scales: Tensor) -
     """``x``: float32 ``[n, block]``; writes ``codes`` (uint8 ``[n, bytes]``) and ``scales`` (float32 ``[n]``)."""
     if wire.name == "int4":
         x = rotate(x)
-    low, high = torch.aminmax(x, dim=1)
-    amax = torch.maximum(high, low.neg_())  # NaN wherever the block holds one
+    amax = x.abs().amax(dim=1)  # NaN wherever the block holds one
     amax = torch.where(torch.isfinite(amax), amax.clamp_(min=LEAST_AMAX), torch.nan)
     torch.div(amax, wire.limit, out=scales)
     scaled = x * (wire.limit / amax).unsqueeze(1)
-    scaled = scaled.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0) if bool(amax.isnan().any()) else scaled
+    if bool(amax.isnan().any()):
+        scaled.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)  # the scale says it; a code must be a number
     if wire.name == "e4m3":
-        codes.copy_(scaled.clamp_(-wire.limit, wire.limit).to(torch.float8_e4m3fn).view(torch.uint8))
+        codes.view(torch.float8_e4m3fn).copy_(scaled.clamp_(-wire.limit, wire.limit))
         return
-    whole = scaled.round_().clamp_(-wire.limit, wire.limit).to(torch.int8)
+    scaled.round_()  # |scaled| exceeds the limit by a rounding error at most, so that no clamp is needed
     if wire.name == "int8":
-        codes.copy_(whole.view(torch.uint8))
+        codes.view(torch.int8).copy_(scaled)
         return
-    nibbles = (whole + 8).view(torch.uint8)  # 1 to 15
+    nibbles = scaled.add_(8).to(torch.uint8)  # 1 to 15
     half = wire.block_size // 2
-    codes.copy_(nibbles[:, :half] | (nibbles[:, half:] << 4))
+    torch.bitwise_or(nibbles[:, :half], nibbles[:, half:] << 4, out=codes)
 
 
 def _decoded_chunks(row: Tensor, wire: WireFormat, numel: int):
@@ -232,7 +242,7 @@ def _decoded_chunks(row: Tensor, wire: WireFormat, numel: int):
     for first in range(0, blocks, per_chunk):
         part, scale = codes[first : first + per_chunk], scales[first : first + per_chunk]
         if wire.name == "int8":
-            values = part.view(torch.int8) * scale
+            values = torch.mul(part.view(torch.int8), scale)
         elif wire.name == "e4m3":
             values = _e4m3_table(part.device)[part.int()] * scale
         else:
