@@ -56,15 +56,15 @@ class WireFormat:
     name: Literal["fp32", "bf16", "int8", "e4m3", "int4"]
     """``fp32`` is lossless; ``bf16`` rounds; the others are codes with one float32 scale a block."""
     block_size: int = 128
-    """Elements that share a scale: a multiple of 32."""
+    """Elements that share a scale: a power of two, at least 32."""
     checksum: bool = False
     """Append a checksum to every row and verify it on arrival (debug mode)."""
 
     def __post_init__(self) -> None:
         check_choice("wire format", self.name, FORMATS)
         size = self.block_size
-        if isinstance(size, bool) or not isinstance(size, int) or size < 32 or size % 32:
-            raise ConfigError(f"block_size: {size!r} is not a positive multiple of 32.")
+        if isinstance(size, bool) or not isinstance(size, int) or size < 32 or size & (size - 1):
+            raise ConfigError(f"block_size: {size!r} is not a power of two of at least 32.")
 
     @property
     def quantized(self) -> bool:
@@ -144,7 +144,7 @@ def decode(message: Tensor, wire: WireFormat, numel: int, out: Tensor | None = N
         return out.copy_(message[:, : 4 * numel].view(torch.float32))
     if wire.name == "bf16":
         return out.copy_(message[:, : 2 * numel].view(torch.bfloat16))
-    if _fused(message, wire):
+    if message.is_cuda:
         from foundry_fp8.kernels.wire import decode_rows
 
         return decode_rows(message, wire, numel, out)
@@ -163,7 +163,7 @@ def decode_mean(message: Tensor, wire: WireFormat, numel: int, divisor: float) -
     if numel == 0:
         return torch.empty(0, dtype=torch.float32, device=message.device)
     _verify(message, wire)
-    if wire.quantized and _fused(message, wire):
+    if wire.quantized and message.is_cuda:
         from foundry_fp8.kernels.wire import decode_mean_rows
 
         return decode_mean_rows(message, wire, numel, divisor)
@@ -184,14 +184,9 @@ def decode_mean(message: Tensor, wire: WireFormat, numel: int, divisor: float) -
     return total.div_(divisor) if divisor != 1 else total
 
 
-def _fused(x: Tensor, wire: WireFormat) -> bool:
-    """Whether the Triton kernels run it: on a GPU, and for E4M3 on one whose compiler has the type (sm_89 and later)."""
-    return x.is_cuda and (wire.name != "e4m3" or torch.cuda.get_device_capability(x.device) >= (8, 9))
-
-
 def _encode_rows(x: Tensor, wire: WireFormat, out: Tensor) -> None:
     """Write codes and scales of every row of ``x`` into ``out``."""
-    if _fused(x, wire):
+    if x.is_cuda:
         from foundry_fp8.kernels.wire import encode_rows
 
         encode_rows(x, wire, out)
