@@ -26,6 +26,7 @@ class BlockLayout:
         device: Where the bucket lives.
 
     Attributes:
+        aligned: Whether every tensor is whole blocks, so that blocks are the same without packing.
         splits: Elements that each rank sums.
     """
 
@@ -40,17 +41,19 @@ class BlockLayout:
         self.sizes = list(sizes)
         self.block_size = block_size
         self.padded = [size + -size % block_size for size in self.sizes]
+        self.aligned = self.padded == self.sizes
         numbers = [
             torch.arange(first, first + size // block_size)
             for first, size in zip(first_blocks, self.padded, strict=True)
         ]
         owner = torch.cat(numbers) % world
         self.order = torch.argsort(owner, stable=True).to(device)
+        self.inverse = torch.argsort(self.order)
         self.splits = (torch.bincount(owner, minlength=world) * block_size).tolist()
 
     def pack(self, flat: Tensor) -> Tensor:
         """``flat``: the bucket, any floating dtype; returns its blocks in the ranks' order, float32, padded with zeros."""
-        if self.padded != self.sizes:
+        if not self.aligned:
             aligned = flat.new_zeros(sum(self.padded))
             for part, target in zip(flat.split(self.sizes), aligned.split(self.padded), strict=True):
                 target[: part.numel()] = part
@@ -59,9 +62,10 @@ class BlockLayout:
 
     def unpack(self, packed: Tensor, out: Tensor) -> Tensor:
         """The inverse of :meth:`pack`, written into ``out``."""
-        aligned = torch.empty_like(packed) if self.padded != self.sizes or out.dtype != packed.dtype else out
-        aligned.view(-1, self.block_size).index_copy_(0, self.order, packed.view(-1, self.block_size))
-        if self.padded != self.sizes:
+        aligned = torch.empty_like(packed) if not self.aligned or out.dtype != packed.dtype else out
+        blocks = packed.view(-1, self.block_size)
+        torch.index_select(blocks, 0, self.inverse, out=aligned.view(-1, self.block_size))
+        if not self.aligned:
             for part, source in zip(out.split(self.sizes), aligned.split(self.padded), strict=True):
                 part.copy_(source[: part.numel()])
         elif aligned is not out:

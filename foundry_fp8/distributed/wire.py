@@ -42,7 +42,7 @@ HADAMARD_ORDER = 32
 LEAST_AMAX = 1e-30
 """Blocks whose largest element is below this are coded with its scale: their reciprocal scale stays finite."""
 CHECKSUM_BYTES = 16
-_CHUNK = 1 << 18  # elements worked on at a time on a CPU, so that the intermediates stay in its cache
+_CHUNK = 1 << 17  # elements worked on at a time on a CPU, so that the intermediates stay in its cache
 
 
 class CorruptedMessageError(RuntimeError):
@@ -56,15 +56,15 @@ class WireFormat:
     name: Literal["fp32", "bf16", "int8", "e4m3", "int4"]
     """``fp32`` is lossless; ``bf16`` rounds; the others are codes with one float32 scale a block."""
     block_size: int = 128
-    """Elements that share a scale: a multiple of 32."""
+    """Elements that share a scale: a power of two, at least 32."""
     checksum: bool = False
     """Append a checksum to every row and verify it on arrival (debug mode)."""
 
     def __post_init__(self) -> None:
         check_choice("wire format", self.name, FORMATS)
         size = self.block_size
-        if isinstance(size, bool) or not isinstance(size, int) or size < 32 or size % 32:
-            raise ConfigError(f"block_size: {size!r} is not a positive multiple of 32.")
+        if isinstance(size, bool) or not isinstance(size, int) or size < 32 or size & (size - 1):
+            raise ConfigError(f"block_size: {size!r} is not a power of two of at least 32.")
 
     @property
     def quantized(self) -> bool:
@@ -163,18 +163,23 @@ def decode_mean(message: Tensor, wire: WireFormat, numel: int, divisor: float) -
     if numel == 0:
         return torch.empty(0, dtype=torch.float32, device=message.device)
     _verify(message, wire)
-    if message.is_cuda and wire.quantized:
+    if wire.quantized and message.is_cuda:
         from foundry_fp8.kernels.wire import decode_mean_rows
 
         return decode_mean_rows(message, wire, numel, divisor)
-    total = torch.zeros(wire.blocks(numel) * wire.block_size, dtype=torch.float32, device=message.device)
-    for row in message:
-        if wire.quantized:
-            for start, values in _decoded_chunks(row, wire, numel):
-                total[start : start + values.numel()] += values.view(-1)
-        else:
-            dtype, size = (torch.float32, 4) if wire.name == "fp32" else (torch.bfloat16, 2)
-            total[:numel] += row[: size * numel].view(dtype)
+    if wire.quantized:
+        total = torch.empty(wire.blocks(numel) * wire.block_size, dtype=torch.float32, device=message.device)
+        # Chunk by chunk over all rows, so that the sum stays in the cache.
+        for parts in zip(*(_decoded_chunks(row, wire, numel) for row in message), strict=True):
+            start, values = parts[0]
+            for _, more in parts[1:]:
+                values += more
+            total[start : start + values.numel()] = values.view(-1)
+    else:
+        dtype, size = (torch.float32, 4) if wire.name == "fp32" else (torch.bfloat16, 2)
+        total = message[0, : size * numel].view(dtype).to(torch.float32, copy=True)
+        for row in message[1:]:
+            total += row[: size * numel].view(dtype)
     total = total[:numel]
     return total.div_(divisor) if divisor != 1 else total
 
@@ -205,22 +210,22 @@ def _encode_blocks(x: Tensor, wire: WireFormat, codes: Tensor, scales: Tensor) -
     """``x``: float32 ``[n, block]``; writes ``codes`` (uint8 ``[n, bytes]``) and ``scales`` (float32 ``[n]``)."""
     if wire.name == "int4":
         x = rotate(x)
-    low, high = torch.aminmax(x, dim=1)
-    amax = torch.maximum(high, low.neg_())  # NaN wherever the block holds one
+    amax = x.abs().amax(dim=1)  # NaN wherever the block holds one
     amax = torch.where(torch.isfinite(amax), amax.clamp_(min=LEAST_AMAX), torch.nan)
     torch.div(amax, wire.limit, out=scales)
     scaled = x * (wire.limit / amax).unsqueeze(1)
-    scaled = scaled.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0) if bool(amax.isnan().any()) else scaled
+    if bool(amax.isnan().any()):
+        scaled.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)  # the scale says it; a code must be a number
     if wire.name == "e4m3":
-        codes.copy_(scaled.clamp_(-wire.limit, wire.limit).to(torch.float8_e4m3fn).view(torch.uint8))
+        codes.view(torch.float8_e4m3fn).copy_(scaled.clamp_(-wire.limit, wire.limit))
         return
-    whole = scaled.round_().clamp_(-wire.limit, wire.limit).to(torch.int8)
+    scaled.round_()  # |scaled| exceeds the limit by a rounding error at most, so that no clamp is needed
     if wire.name == "int8":
-        codes.copy_(whole.view(torch.uint8))
+        codes.view(torch.int8).copy_(scaled)
         return
-    nibbles = (whole + 8).view(torch.uint8)  # 1 to 15
+    nibbles = scaled.add_(8).to(torch.uint8)  # 1 to 15
     half = wire.block_size // 2
-    codes.copy_(nibbles[:, :half] | (nibbles[:, half:] << 4))
+    torch.bitwise_or(nibbles[:, :half], nibbles[:, half:] << 4, out=codes)
 
 
 def _decoded_chunks(row: Tensor, wire: WireFormat, numel: int):
@@ -232,7 +237,7 @@ def _decoded_chunks(row: Tensor, wire: WireFormat, numel: int):
     for first in range(0, blocks, per_chunk):
         part, scale = codes[first : first + per_chunk], scales[first : first + per_chunk]
         if wire.name == "int8":
-            values = part.view(torch.int8) * scale
+            values = torch.mul(part.view(torch.int8), scale)
         elif wire.name == "e4m3":
             values = _e4m3_table(part.device)[part.int()] * scale
         else:
