@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from foundry_fp8.activations.packing import Packed, PackFormat, pack, packable, unpack
+from foundry_fp8.activations.wrapping import autocast_type
 
 __all__ = ["ActivationKind", "packed_activation", "packed_activation_linear", "packed_norm"]
 
@@ -142,7 +143,7 @@ class _PackedActivation(torch.autograd.Function):
         (gate, *rest), (weight,) = _kept(ctx)
         up = rest[0] if rest else None
         dw = db = None
-        with torch.autocast(dy.device.type, enabled=False):
+        with torch.autocast(autocast_type(dy.device), enabled=False):
             activated = ctx.act(gate)
             dh = dy
             if weight is not None:
@@ -195,7 +196,7 @@ class _PackedNorm(torch.autograd.Function):
         (x,), (rstd, mean, weight) = _kept(ctx)
         assert rstd is not None
         dtype, lead = x.dtype, tuple(range(dy.dim() - 1))
-        with torch.autocast(dy.device.type, enabled=False):
+        with torch.autocast(autocast_type(dy.device), enabled=False):
             dy = dy.float()
             normed = (x.float() if mean is None else x.float().sub_(mean)).mul(rstd)
             dw = (dy * normed).sum(lead).to(weight.dtype) if weight is not None else None

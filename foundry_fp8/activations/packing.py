@@ -112,7 +112,7 @@ class Packed:
 
 
 def packable(x: Tensor) -> bool:
-    """Whether :func:`pack` takes this tensor: plain, dense, float32, bfloat16 or float16."""
+    """Whether :func:`pack` takes this tensor: plain, float32, bfloat16 or float16."""
     return type(x) in (Tensor, torch.nn.Parameter) and x.layout == torch.strided and x.dtype in _DTYPES
 
 
@@ -160,7 +160,7 @@ def quantize_blocks_reference(flat: Tensor, fmt: PackFormat) -> tuple[Tensor, Te
     # A block that is not finite is NaN through its scale; its codes only have to be castable.
     scaled = torch.mul(blocks, torch.where(amax.isfinite(), scale, 0.0).unsqueeze(1))
     scaled = scaled.float()
-    if flat.is_meta or not bool(amax.isfinite().all()):
+    if not bool(amax.isfinite().all()):
         scaled = scaled.nan_to_num_(0.0, 0.0, 0.0)
     if fmt.name == "e4m3":
         codes = scaled.clamp_(-448.0, 448.0).to(torch.float8_e4m3fn).view(torch.uint8)
