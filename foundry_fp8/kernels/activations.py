@@ -100,7 +100,14 @@ def _round_to_even(x):
 
 @triton.jit
 def _quantize(
-    x_ptr, codes_ptr, scale_ptr, numel, n_blocks, FORMAT: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
+    x_ptr,
+    codes_ptr,
+    scale_ptr,
+    numel,
+    n_blocks,
+    FORMAT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     offset = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -136,9 +143,10 @@ def _quantize(
         scaled = tl.minimum(tl.maximum(scaled, -448.0), 448.0)
         tl.store(codes_ptr + offset, scaled.to(tl.float8e4nv), mask=stored)
     elif FORMAT == "int8":
-        # Not zero stays not zero, as in the reference.
-        small = tl.where(scaled > 0.0, 1.0, tl.where(scaled < 0.0, -1.0, 0.0))
-        rounded = tl.where(tl.abs(scaled) < 0.5, small, _round_to_even(scaled))
+        # In a block without negative elements what is positive stays positive, as in the reference.
+        positive = tl.min(scaled, axis=1) >= 0.0
+        lifted = tl.where(positive[:, None] & (scaled > 0.0), tl.maximum(scaled, 1.0), scaled)
+        rounded = _round_to_even(lifted)
         tl.store(codes_ptr + offset, (rounded.to(tl.int32) & 255).to(tl.uint8), mask=stored)
     else:
         rounded = tl.minimum(tl.maximum(_round_to_even(scaled), -7.0), 7.0) + 8.0
@@ -149,7 +157,9 @@ def _quantize(
 
 
 @triton.jit
-def _load_values(codes_ptr, scale_ptr, row, n_blocks, FORMAT: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+def _load_values(
+    codes_ptr, scale_ptr, row, n_blocks, FORMAT: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
+):
     valid = row[:, None] < n_blocks
     scale_inv = tl.load(scale_ptr + row, mask=row < n_blocks, other=0.0).to(tl.float32)
     if FORMAT == "int4":
@@ -167,7 +177,14 @@ def _load_values(codes_ptr, scale_ptr, row, n_blocks, FORMAT: tl.constexpr, BLOC
 
 @triton.jit
 def _dequantize(
-    codes_ptr, scale_ptr, out_ptr, numel, n_blocks, FORMAT: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
+    codes_ptr,
+    scale_ptr,
+    out_ptr,
+    numel,
+    n_blocks,
+    FORMAT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     values = _load_values(codes_ptr, scale_ptr, row, n_blocks, FORMAT, BLOCK, ROWS)
@@ -213,4 +230,3 @@ def _gated_backward(
     tl.store(dgate_ptr + offset, (dh * up * derivative).to(kind), mask=inside)
     tl.store(dup_ptr + offset, (dh * activated).to(kind), mask=inside)
     tl.store(h_ptr + offset, (activated * up).to(kind), mask=inside)
-
