@@ -166,7 +166,7 @@ def _gradients(
     if dh.is_cuda and len(packed) == 2 and kind in ("silu", "gelu") and packed[0].fmt.name != "int4":
         from foundry_fp8.kernels.activations import gated_backward
 
-        dgate, dup, h = gated_backward(dh.reshape(-1), *packed, kind)
+        dgate, dup, h = gated_backward(dh.reshape(-1), packed[0], packed[1], kind)
         return dgate.view(shape), dup.view(shape), h.view(shape)
     gate, *rest = (unpack(p).view(shape) for p in packed)
     activated = act(gate)

@@ -23,8 +23,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from foundry_fp8.formats import E4M3, E5M2
 from foundry_fp8.activations.packing import FORMATS, Packed, PackFormat
+from foundry_fp8.formats import E4M3, E5M2
 from foundry_fp8.kernels import activations, block_gemm, blockwise, delayed, gated, norms, tensorwise
 from foundry_fp8.kernels.producers import Producer
 
