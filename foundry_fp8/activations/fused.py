@@ -22,10 +22,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from foundry_fp8.activations.packing import Packed, PackFormat, pack, packable, unpack
+from foundry_fp8.activations.wrapping import autocast_type
 
 __all__ = ["ActivationKind", "packed_activation", "packed_activation_linear", "packed_norm"]
 
-ActivationKind = Literal["silu", "gelu", "gelu_tanh", "relu"]
+ActivationKind = Literal["silu", "gelu", "gelu_tanh"]
 
 
 def packed_activation(
@@ -107,11 +108,11 @@ def _keep(ctx: Any, packed: list[Packed], *others: Tensor | None) -> None:
     ctx.packed = [(p.fmt, p.numel, p.dtype) for p in packed]
 
 
-def _kept(ctx: Any) -> tuple[list[Tensor], list[Tensor | None]]:
+def _kept(ctx: Any) -> tuple[list[Packed], list[Tensor | None]]:
     tensors = ctx.saved_tensors
     n = len(ctx.packed)
-    flat = [unpack(Packed(tensors[2 * i], tensors[2 * i + 1], *ctx.packed[i])) for i in range(n)]
-    return [x.view(ctx.shape) for x in flat], list(tensors[2 * n :])
+    packed = [Packed(tensors[2 * i], tensors[2 * i + 1], *ctx.packed[i]) for i in range(n)]
+    return packed, list(tensors[2 * n :])
 
 
 class _PackedActivation(torch.autograd.Function):
@@ -139,32 +140,45 @@ class _PackedActivation(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (gate, *rest), (weight,) = _kept(ctx)
-        up = rest[0] if rest else None
+        packed, (weight,) = _kept(ctx)
         dw = db = None
-        with torch.autocast(dy.device.type, enabled=False):
-            activated = ctx.act(gate)
+        with torch.autocast(autocast_type(dy.device), enabled=False):
             dh = dy
             if weight is not None:
-                dtype = ctx.compute_dtype
-                dh = (dy @ weight.to(dtype)).to(gate.dtype)
-                if ctx.needs_input_grad[2]:
-                    h = activated if up is None else activated * up
-                    dw = dy.flatten(0, -2).t() @ h.to(dtype).flatten(0, -2)
-                    dw = dw.to(weight.dtype)
-                if ctx.bias_dtype is not None and ctx.needs_input_grad[3]:
-                    db = dy.flatten(0, -2).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-            dup = None if up is None else dh * activated
-            dgate = _activation_backward(dh if up is None else dh * up, gate, ctx.kind)
+                dh = (dy @ weight.to(ctx.compute_dtype)).to(packed[0].dtype)
+            dgate, dup, h = _gradients(dh, packed, ctx.act, ctx.kind, ctx.shape)
+            if weight is not None and ctx.needs_input_grad[2]:
+                h2d = h.to(ctx.compute_dtype).flatten(0, -2)
+                dw = (dy.flatten(0, -2).t() @ h2d).to(weight.dtype)
+            if ctx.bias_dtype is not None and ctx.needs_input_grad[3]:
+                db = dy.flatten(0, -2).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
         return dgate, dup, dw, db, None, None, None
+
+
+def _gradients(
+    dh: Tensor,
+    packed: list[Packed],
+    act: Callable[[Tensor], Tensor],
+    kind: ActivationKind,
+    shape: torch.Size,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """``(dgate, dup, h)`` for ``h = act(gate) * up``; ``up`` and ``dup`` may be missing."""
+    if dh.is_cuda and len(packed) == 2 and kind in ("silu", "gelu") and packed[0].fmt.name != "int4":
+        from foundry_fp8.kernels.activations import gated_backward
+
+        dgate, dup, h = gated_backward(dh.reshape(-1), packed[0], packed[1], kind)
+        return dgate.view(shape), dup.view(shape), h.view(shape)
+    gate, *rest = (unpack(p).view(shape) for p in packed)
+    activated = act(gate)
+    if not rest:
+        return _activation_backward(dh, gate, kind), None, activated
+    return _activation_backward(dh * rest[0], gate, kind), dh * activated, activated * rest[0]
 
 
 def _activation_backward(dh: Tensor, x: Tensor, kind: ActivationKind) -> Tensor:
     """``dh * act'(x)``."""
     if kind == "silu":
         return torch.ops.aten.silu_backward(dh, x)
-    if kind == "relu":
-        return torch.ops.aten.threshold_backward(dh, x, 0)
     return torch.ops.aten.gelu_backward(dh, x, approximate="tanh" if kind == "gelu_tanh" else "none")
 
 
@@ -192,10 +206,11 @@ class _PackedNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (x,), (rstd, mean, weight) = _kept(ctx)
+        (packed,), (rstd, mean, weight) = _kept(ctx)
         assert rstd is not None
+        x = unpack(packed).view(ctx.shape)
         dtype, lead = x.dtype, tuple(range(dy.dim() - 1))
-        with torch.autocast(dy.device.type, enabled=False):
+        with torch.autocast(autocast_type(dy.device), enabled=False):
             dy = dy.float()
             normed = (x.float() if mean is None else x.float().sub_(mean)).mul(rstd)
             dw = (dy * normed).sum(lead).to(weight.dtype) if weight is not None else None

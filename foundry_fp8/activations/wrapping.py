@@ -4,13 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.fsdp import FSDPModule
 
-__all__ = ["checkpoint_wrappers", "clean_name", "modules_by_clean_name", "own_class", "replace_module"]
+__all__ = [
+    "autocast_type",
+    "checkpoint_wrappers",
+    "clean_name",
+    "modules_by_clean_name",
+    "own_class",
+    "replace_module",
+]
 
 _WRAPPER_PARTS = frozenset({"_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod"})
+
+
+def autocast_type(device: torch.device) -> str:
+    """The device type that :class:`torch.autocast` takes for ``device``; the CPU's for meta tensors."""
+    return device.type if torch.amp.is_autocast_available(device.type) else "cpu"
 
 
 def clean_name(name: str) -> str:

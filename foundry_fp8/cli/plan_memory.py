@@ -1,11 +1,13 @@
 """``foundry-fp8 plan memory run.yaml``: what a run needs, and the YAML that makes it fit, without training.
 
-The model of the YAML is built here and one microbatch of random tokens is measured, or, for a model that does not fit on
-this machine, on the meta device with a cost model.
+The model of the YAML is built here and one microbatch of random tokens is measured. For a model that does not fit on this
+machine there is ``--device fake``: nothing is allocated, bytes are counted, seconds come from a cost model; compression
+is not offered there.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,8 +15,10 @@ from typing import Annotated, Any
 import torch
 import typer
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from foundry_fp8.config import ConfigError
+from foundry_fp8.activations.wrapping import autocast_type
+from foundry_fp8.config import ConfigError, check_choice
 from foundry_fp8.planning.budget import format_bytes
 
 __all__ = ["app", "plan_yaml"]
@@ -37,7 +41,7 @@ def memory(
         int | None, typer.Option(help="Sequences; by default device_train_microbatch_size.")
     ] = None,
     device: Annotated[
-        str, typer.Option(help="cpu, cuda or meta (bytes exact, seconds from a cost model).")
+        str, typer.Option(help="cpu, cuda or fake (nothing allocated; seconds from a cost model).")
     ] = "",
 ) -> None:
     """Print a table of what each block could do, the plan, and the YAML that pins it."""
@@ -55,7 +59,7 @@ def plan_yaml(path: Path, *, budget: str | None, microbatch: int | None, device:
         path: An LLM Foundry training YAML with ``model``, ``max_seq_len`` and, for precision, ``precision``.
         budget: See :func:`foundry_fp8.planning.memory.plan_memory`; by default the YAML's own.
         microbatch: Sequences in the microbatch; by default ``device_train_microbatch_size``.
-        device: ``cpu``, ``cuda`` or ``meta``; by default the GPU if there is one.
+        device: ``cpu``, ``cuda`` or ``fake``; by default the GPU if there is one.
     """
     from omegaconf import OmegaConf
 
@@ -72,16 +76,20 @@ def plan_yaml(path: Path, *, budget: str | None, microbatch: int | None, device:
     microbatch = microbatch or config.get("device_train_microbatch_size")
     if not isinstance(microbatch, int):
         raise ConfigError(f"device_train_microbatch_size: {microbatch!r} is not a number; give --microbatch.")
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    model, loss_fn = _build(config, microbatch, where)
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    plan = plan_memory(
-        model,
-        loss_fn,
-        budget=limit,
-        optimizer_bytes=8 * trained,  # two float32 moments; nothing is allocated here
-        cost_model=CostModel() if where.type == "meta" else None,
-    )
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    check_choice("--device", device, ("cpu", "cuda", "fake"))
+    dry = device == "fake"
+    with FakeTensorMode(allow_non_fake_inputs=True) if dry else contextlib.nullcontext():
+        model, loss_fn = _build(config, microbatch, torch.device("cpu" if dry else device))
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        plan = plan_memory(
+            model,
+            loss_fn,
+            budget=limit,
+            compress=not dry,
+            optimizer_bytes=8 * trained,  # two float32 moments; nothing is allocated here
+            cost_model=CostModel() if dry else None,
+        )
     return (
         f"{path.name}: {microbatch} x {config['max_seq_len']} tokens, parameters and optimizer state "
         f"{format_bytes(plan.measurements.frame.static)}\n{plan}"
@@ -108,7 +116,7 @@ def _build(config: dict[str, Any], microbatch: int, device: torch.device) -> tup
     with torch.device(device):
         model = build_composer_model(
             name=config["model"]["name"],
-            cfg={**options, "init_device": "meta" if device.type == "meta" else "cpu"},
+            cfg={**options, "init_device": "cpu"},
             tokenizer=tokenizer,
         )
     model = model.to(device).train()
@@ -126,8 +134,7 @@ def _build(config: dict[str, Any], microbatch: int, device: torch.device) -> tup
     half = config.get("precision") in ("amp_bf16", "amp_fp16")
 
     def loss_fn() -> Tensor:
-        kind = device.type if device.type != "meta" else "cpu"
-        with torch.autocast(kind, dtype=torch.bfloat16, enabled=half):
+        with torch.autocast(autocast_type(device), dtype=torch.bfloat16, enabled=half):
             return model.loss(model(batch), batch)
 
     return model, loss_fn

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_iter, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from foundry_fp8.activations.accounting import meter_for
+from foundry_fp8.activations.wrapping import autocast_type
 from foundry_fp8.planning.solver import Frame
 
 __all__ = ["BlockRun", "Call", "CostModel", "capture_calls", "measure_frame", "parameter_bytes"]
@@ -68,11 +69,12 @@ def capture_calls(
 
     def note(index: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            kind = autocast_type(device)
             call = Call(
                 args,
                 dict(kwargs),
-                torch.is_autocast_enabled(device.type),
-                torch.get_autocast_dtype(device.type),
+                torch.is_autocast_enabled(kind),
+                torch.get_autocast_dtype(kind),
             )
             if not keep(index, call):
                 call.args, call.kwargs = tree_map(
@@ -123,7 +125,9 @@ class BlockRun:
             args = (fresh(args[0]), *args[1:])
         else:
             kwargs = {k: fresh(x) if k == "hidden_states" else x for k, x in kwargs.items()}
-        with torch.autocast(self.device.type, enabled=self.call.autocast, dtype=self.call.autocast_dtype):
+        with torch.autocast(
+            autocast_type(self.device), enabled=self.call.autocast, dtype=self.call.autocast_dtype
+        ):
             out = self.block(*args, **kwargs)
         return next(x for x in tree_iter(out) if isinstance(x, Tensor) and x.requires_grad)
 

@@ -225,7 +225,8 @@ def plan_memory(
         compress: Offer compression.
         compression: Options of ``activation_compression`` for it.
         optimizer_bytes: Optimizer state that is not allocated yet.
-        cost_model: Seconds from a model instead of a clock; for the meta device.
+        cost_model: Seconds from a model instead of a clock, for a dry run: build the model and call this inside torch's
+            ``FakeTensorMode``, with ``compress=False``.
 
     Raises:
         ConfigError: Nothing meets the budget (says what would), or the model is wrapped, checkpointed or compressed.

@@ -15,7 +15,6 @@ ACTS = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
-    "relu": F.relu,
 }
 LIMIT = {"int8": 1e-2, "e4m3": 4.5e-2}
 """e4m3: a product of two packed factors has sqrt(2) of the 2.6e-2 of one, and some margin."""

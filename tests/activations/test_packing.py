@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from foundry_fp8.activations.packing import FORMATS, PackFormat, pack, packable, unpack
 from foundry_fp8.config import ConfigError
 
-BOUND = {"int8": 1.0 / 127, "e4m3": 2.0**-4, "int4": 0.5 / 7 * 1.01}
+BOUND = {"int8": 0.5 / 127, "e4m3": 2.0**-4, "int4": 0.5 / 7 * 1.01}
 """Largest error in units of the block's amax (int) or of the value (e4m3, above its subnormals)."""
-RMS = {"int8": 6.8e-3, "e4m3": 2.6e-2, "int4": 9.7e-2}
+RMS = {"int8": 6.5e-3, "e4m3": 2.6e-2, "int4": 9.7e-2}
 BYTES = {"int8": 1 + 4 / 128, "e4m3": 1 + 4 / 128, "int4": 0.5 + 2 / 32}
 
 
@@ -47,6 +47,7 @@ def test_error_is_the_format_s(name, dtype):
 @settings(max_examples=40, deadline=None)
 def test_packing_is_odd_and_scales_with_powers_of_two(name, values, power):
     x = torch.tensor(values, dtype=torch.float32)
+    x = torch.stack((x, -x), 1).flatten()  # both signs in each block: int8 treats positive blocks apart
     fmt = PackFormat(name=name, block=16)
     y = unpack(pack(x, fmt))
     assert torch.equal(unpack(pack(-x, fmt)), -y)
@@ -109,6 +110,6 @@ def test_blocks_do_not_cross_rows_where_they_can_help_it():
     assert error.max() < 1.5e-2
 
 
-def test_int8_keeps_the_sign_of_everything():
-    x = torch.randn(4096, generator=torch.Generator().manual_seed(0))
+def test_int8_keeps_apart_from_zero_what_relu_lets_through():
+    x = torch.randn(4096, generator=torch.Generator().manual_seed(0)).relu()
     assert torch.equal(unpack(pack(x, PackFormat(name="int8"))).sign(), x.sign())

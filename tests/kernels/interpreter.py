@@ -34,6 +34,7 @@ MODULES = (
             "delayed",
             "norms",
             "gated",
+            "activations",
         )
     ),
 )

@@ -23,8 +23,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from foundry_fp8.activations.packing import FORMATS, Packed, PackFormat
 from foundry_fp8.formats import E4M3, E5M2
-from foundry_fp8.kernels import block_gemm, blockwise, delayed, gated, norms, tensorwise
+from foundry_fp8.kernels import activations, block_gemm, blockwise, delayed, gated, norms, tensorwise
 from foundry_fp8.kernels.producers import Producer
 
 TYPES = {
@@ -134,6 +135,12 @@ def launch_everything(gemm):
         gated.activation_backward(x, source)
     label = "delayed"
     delayed.update_delayed_(vector, torch.empty(1024, 4096, device="cuda"), vector, use_max=True)
+    for name in FORMATS:
+        label, fmt = f"packed {name}", PackFormat(name=name)
+        packed = Packed(*activations.quantize_blocks(x.view(-1), fmt), fmt, x.numel(), x.dtype)
+        activations.dequantize_blocks(packed)
+        if name != "int4":
+            activations.gated_backward(x.view(-1), packed, packed, "silu")
     if not gemm:
         return
     data = torch.empty(4096, 4096, dtype=torch.float8_e4m3fn, device="cuda")

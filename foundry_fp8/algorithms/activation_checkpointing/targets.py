@@ -30,6 +30,10 @@ from foundry_fp8.selection import transformer_blocks
 __all__ = ["Selection", "Target", "normalize_targets", "select"]
 
 
+EVERY_BLOCK = "\0blocks"
+"""The target that no target stands for; no YAML name can equal it."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Target:
     """One target. In a YAML: a mapping with these keys, for what ``{name: blocks}`` cannot say."""
@@ -59,7 +63,7 @@ def normalize_targets(targets: Any, key: str) -> tuple[list[Target], bool]:
         key: The YAML key, for messages.
     """
     if targets is None or targets == []:
-        return [Target(target="")], True
+        return [Target(target=EVERY_BLOCK)], True
     if isinstance(targets, str):
         return [Target(target=targets)], True
     if isinstance(targets, list):
@@ -122,7 +126,7 @@ def select(model: nn.Module, targets: Any, policy: Policy, key: str) -> list[Sel
 
     by_class = [(cls, entry, blocks_of(entry)) for cls, entry in classes]
     by_pattern = [(entry, blocks_of(entry)) for entry in patterns]
-    check_overlap(((entry.target or "the blocks", chosen) for _, entry, chosen in by_class), key)
+    check_overlap(((entry.target, chosen) for _, entry, chosen in by_class), key)
 
     selected: list[Selection] = []
     for index, modules in enumerate(inside):
@@ -171,7 +175,7 @@ def _resolve(
 def _class_named(
     name: str, inside: Sequence[Mapping[str, nn.Module]], present: Mapping[str, type]
 ) -> type | None:
-    if name == "":
+    if name == EVERY_BLOCK:
         return own_class(next(iter(inside[0].values())))
     # A model made of Foundry's classes has imported Foundry; without it none of its names can match.
     foundry = sys.modules.get("llmfoundry.models.utils.act_ckpt")

@@ -10,7 +10,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -109,7 +108,10 @@ def _become(module: nn.Module, forward: Callable[..., Tensor]) -> None:
 
 
 def _activation_kind(act: Any) -> ActivationKind | None:
-    """Which function ``act`` is: a torch module or function, LLM Foundry's ``partial`` of one, or transformers' classes."""
+    """Which function ``act`` is: a torch module or function, LLM Foundry's ``partial`` of one, or transformers' classes.
+
+    Not relu: its backward asks for the sign of its input, which packing near zero loses. Hooks pack its output instead.
+    """
     keywords: dict[str, Any] = {}
     if isinstance(act, functools.partial):
         if act.args:
@@ -120,8 +122,6 @@ def _activation_kind(act: Any) -> ActivationKind | None:
     name = type(act).__name__
     if act is F.silu or name in ("SiLU", "SiLUActivation"):
         return "silu"
-    if act in (F.relu, torch.relu) or name == "ReLU":
-        return "relu"
     if act is F.gelu or isinstance(act, nn.GELU):
         return "gelu_tanh" if keywords.get("approximate") == "tanh" else "gelu"
     if name == "GELUActivation":

@@ -29,9 +29,9 @@ def mpt():
     return MPTForCausalLM(config)
 
 
-PRESENT = ["mptblock", "MPTBlock", "grouped_query_attention", "mptglu", "mptmlp"]
+PRESENT = ["mptblock", "MPTBlock", "grouped_query_attention", "mptglu"]
 PRESENT += ["low_precision_layernorm", "layernorm"]
-ABSENT = ["norm_attn_norm", "multihead_attention", "low_precision_rmsnorm", "rmsnorm"]
+ABSENT = ["mptmlp", "norm_attn_norm", "multihead_attention", "low_precision_rmsnorm", "rmsnorm"]
 
 
 def blocks(rng):
@@ -57,16 +57,20 @@ def foundrys_choice(model, target):
     chooses = generate_default_check_fn(model)
     try:
         return [name for name, module in model.named_modules() if chooses(module)]
-    except (ValueError, AssertionError, AttributeError, TypeError):
+    except TypeError:
+        return "TypeError"
+    except (ValueError, AssertionError, AttributeError):
         return "error"
     finally:
         model.config.activation_checkpointing_target = None
 
 
 def test_600_generated_targets_choose_what_foundry_chooses(mpt):
-    """The one difference: a name that no module has is an error here, and nothing in Foundry."""
+    """Two differences. A name that no module has is an error here, and nothing in Foundry. And mptglu, whose registry
+    entry is a function and not a class, ends in a TypeError of isinstance in Foundry; here it is the class of that name.
+    """
     rng = random.Random(6)
-    same = errors = absent = 0
+    same = errors = absent = builders = 0
     for _ in range(600):
         target = spec(rng)
         theirs = foundrys_choice(mpt, target)
@@ -80,9 +84,14 @@ def test_600_generated_targets_choose_what_foundry_chooses(mpt):
                 assert "names nothing in this model" in str(error)
                 absent += 1
                 continue
+        if theirs == "TypeError":
+            builders += 1
+            named = [target] if isinstance(target, str) else list(target)
+            assert "mptglu" in named
+            continue
         assert ours == theirs, target
         same, errors = same + (theirs != "error"), errors + (theirs == "error")
-    assert same > 80 and errors > 80 and absent > 20, (same, errors, absent)
+    assert same > 80 and errors > 80 and absent > 20 and builders > 20, (same, errors, absent, builders)
 
 
 def test_seed_targets_of_the_reference_run(mpt):
