@@ -192,3 +192,33 @@ def test_peft_and_vocabulary(root: Path) -> None:
     trained = [n for n, p in trainer.state.model.named_parameters() if p.requires_grad]
     assert trained and all("lora" in n for n in trained)
     assert trainer.state.model.model.config.vocab_size == 384 != VOCAB  # 257 tokens, rounded up to 128
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_meta_initialisation_and_wrapping_are_foundrys(tied: bool) -> None:
+    """What FSDP does on a GPU, done here on the CPU: materialise each module, then call the model's own initialisation."""
+    from foundry_fp8.algorithms.fp8 import apply_fp8
+    from foundry_fp8.models.fog.causal_lm import ComposerFogCausalLM
+    from foundry_fp8.models.fog.modeling import FogBlock
+
+    kwargs = {
+        k: v for k, v in fog("fog-flash", tie_word_embeddings=tied, vocab_size=64).items() if k != "name"
+    }
+    model = ComposerFogCausalLM(None, init_device="meta", use_train_metrics=False, **kwargs)
+    apply_fp8(model, recipe="delayed", attention=True)
+    assert all(p.is_meta for p in model.parameters())
+    wrapped = [m for m in model.model.modules() if model.model.fsdp_wrap_fn(m)]
+    assert [type(m) for m in wrapped] == [FogBlock] * 2
+    for module in model.model.modules():
+        module.to_empty(device="cpu", recurse=False)
+        for parameter in module.parameters(recurse=False):
+            torch.nn.init.constant_(parameter, torch.nan)
+        model.model.param_init_fn(module)
+    if tied:
+        model.model.tie_weights()
+    sigma = model.model.config.initializer_range
+    for name, parameter in model.named_parameters():
+        assert torch.isfinite(parameter).all(), name
+        if parameter.dim() > 1:  # the mark of the branch's end survives the conversion
+            std = sigma / 2 if ("o_proj" in name or "down_proj" in name) else sigma
+            assert float(parameter.std()) == pytest.approx(std, rel=0.1), name

@@ -1,0 +1,41 @@
+"""FOG with FP8 attention on two gloo ranks: FSDP2 by block, one amax state."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integration.foundry_runs import make_data
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.xdist_group("multiprocess")]
+
+
+def test_two_ranks_train_fog_with_fp8_attention(tmp_path):
+    root = make_data(tmp_path)
+    worker = Path(__file__).with_name("run_fog_training.py")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")]),
+    }
+    launcher = Path(sys.executable).with_name("composer")
+    run = subprocess.run(
+        [launcher, "-n", "2", str(worker), str(root), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=540,
+        env=environment,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
+    for rank in (0, 1):
+        found = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert "error" not in found, found["error"]
+        assert found["scales_agree"] and found["all_finite"] and found["sharded_by_block"]
+        assert found["loss"] < 6.2
+        # Near what it was initialised to: 1/sqrt(2 layers), ln(e^0.8 - 1), sigma.
+        assert found["gain"] == pytest.approx(2**-0.5, abs=0.05)
+        assert found["slope"] == pytest.approx(0.2034, abs=0.05)
+        assert found["embedding_std"] == pytest.approx(0.02, rel=0.1)
