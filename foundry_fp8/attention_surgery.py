@@ -6,11 +6,11 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from foundry_fp8.attention_hosts import HOSTS
 from foundry_fp8.config import ConfigError
-from foundry_fp8.delayed_scaling import DelayedScalingState
+from foundry_fp8.delayed_scaling import FRESH_STATE, DelayedScalingState, ModuleScales
 from foundry_fp8.modules.attention import (
     AttentionRecipe,
     FP8DotProductAttention,
@@ -142,12 +142,10 @@ class FP8AttentionState:
         timing = (
             recipe if isinstance(recipe, DelayedScaling) else DelayedScaling(fp8_format=recipe.fp8_format)
         )
-        fp8_max = [attention_format(recipe, slot).max for _ in self.modules for slot in self.slots]
-        self.delayed = DelayedScalingState(timing, fp8_max)
-        for index, module in enumerate(self.modules.values()):
-            first = index * len(self.slots)
-            module.slots = {slot: self.delayed.slot(first + i) for i, slot in enumerate(self.slots)}
-        self._pending = False
+        fp8_max = {slot: attention_format(recipe, slot).max for slot in self.slots}
+        self._scales = ModuleScales(timing, list(self.modules), fp8_max, "FP8 attention state")
+        for name, module in self.modules.items():
+            module.slots = self._scales.slots(name)
         setattr(model, self._ATTRIBUTE, self)
         model.register_forward_pre_hook(self._before_forward)
 
@@ -160,18 +158,19 @@ class FP8AttentionState:
                 return state
         return None
 
+    @property
+    def delayed(self) -> DelayedScalingState:
+        """The scales and histories."""
+        return self._scales.state
+
     def update(self) -> None:
         """Finish the running pass; a collective on every rank if a training forward ran since the last."""
-        if self._pending:
-            self._pending = False
-            self.delayed.update()
+        self._scales.update()
 
     @torch.compiler.disable
     def _before_forward(self, model: nn.Module, args: Any) -> None:
-        self.delayed.to(next(model.parameters()).device)
-        if model.training and torch.is_grad_enabled():
-            self.update()
-            self._pending = True
+        device = next(model.parameters()).device
+        self._scales.begin_forward(device, records=model.training and torch.is_grad_enabled())
 
     def state_dict(self) -> dict[str, Any]:
         """Loads with ``weights_only=True``.
@@ -180,17 +179,11 @@ class FP8AttentionState:
             ``version``, ``recipe``, ``slots`` (their names), ``modules``: name -> ``scale`` ``[slots]`` and ``amax_history``
             ``[L, slots]``.
         """
-        width = len(self.slots)
-        scales = self.delayed.scale.cpu().split(width)
-        histories = self.delayed.amax_history.cpu().split(width, dim=1)
         return {
             "version": _FORMAT_VERSION,
             "recipe": self.recipe.to_dict(),
             "slots": list(self.slots),
-            "modules": {
-                name: {"scale": scale.clone(), "amax_history": history.contiguous().clone()}
-                for name, scale, history in zip(self.modules, scales, histories, strict=True)
-            },
+            "modules": self._scales.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -199,33 +192,10 @@ class FP8AttentionState:
         Raises:
             RuntimeError: The state is of another recipe, version or model, or damaged; nothing is changed then.
         """
-        way_out = (
-            "To start with fresh FP8 state on purpose, resume with `load_ignore_keys: [state/algorithms]`."
-        )
         mine = {"version": _FORMAT_VERSION, "recipe": self.recipe.to_dict(), "slots": list(self.slots)}
         for key, value in mine.items():
             if state.get(key) != value:
                 raise RuntimeError(
-                    f"the checkpoint's FP8 attention state has {key} {state.get(key)!r}, this run {value!r}. {way_out}"
+                    f"the checkpoint's FP8 attention state has {key} {state.get(key)!r}, this run {value!r}. {FRESH_STATE}"
                 )
-        saved: Mapping[str, Mapping[str, Tensor]] = state["modules"]
-        if set(saved) != set(self.modules):
-            difference = sorted(set(saved) ^ set(self.modules))
-            raise RuntimeError(
-                f"the checkpoint's FP8 attention state is of another model or selection: it differs in {difference[:4]}. "
-                f"{way_out}"
-            )
-        width, length = len(self.slots), len(self.delayed.amax_history)
-        for name, entry in saved.items():
-            scale, history = entry["scale"], entry["amax_history"]
-            good = scale.shape == (width,) and history.shape == (length, width)
-            if not good or not bool(
-                torch.isfinite(scale).all() and (scale > 0).all() and (history >= 0).all()
-            ):
-                raise RuntimeError(f"the checkpoint's FP8 attention state of {name} is damaged. {way_out}")
-        device = self.delayed.scale.device
-        self.delayed.scale = torch.cat([saved[name]["scale"] for name in self.modules]).to(device)
-        self.delayed.amax_history = torch.cat(
-            [saved[name]["amax_history"] for name in self.modules], dim=1
-        ).to(device)
-        self._pending = bool((self.delayed.amax_history[0] != 0).any())
+        self._scales.load_state_dict(state["modules"])

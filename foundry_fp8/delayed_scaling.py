@@ -10,7 +10,8 @@ a forward pass instead of two.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,10 @@ from torch import Tensor
 from foundry_fp8.quantize import FLOAT32_MAX
 from foundry_fp8.recipes import DelayedScaling
 
-__all__ = ["DelayedScalingState", "DelayedSlot"]
+__all__ = ["FRESH_STATE", "DelayedScalingState", "DelayedSlot", "ModuleScales"]
+
+FRESH_STATE = "To start with fresh FP8 state on purpose, resume with `load_ignore_keys: [state/algorithms]`."
+"""The way out that every refusal to load FP8 state names."""
 
 
 class DelayedSlot:
@@ -104,3 +108,88 @@ class DelayedScalingState:
             rolled = torch.cat([history[1:], current[None]])
             history.copy_(torch.where(seen, rolled, history))
         history[0].zero_()
+
+
+class ModuleScales:
+    """Delayed-scaling state by module name: what a checkpoint holds, and when it is updated.
+
+    Args:
+        recipe: See :class:`DelayedScalingState`.
+        modules: The modules' names.
+        fp8_max: The slots of each module and the largest value of each slot's format.
+        what: What the state is called in messages ("FP8 state").
+
+    Attributes:
+        state: The scales and histories themselves, module after module, in the order of ``fp8_max``.
+    """
+
+    def __init__(
+        self, recipe: DelayedScaling, modules: Sequence[str], fp8_max: Mapping[Any, float], what: str
+    ) -> None:
+        self._modules = list(modules)
+        self._slots = list(fp8_max)
+        self._what = what
+        self._pending = False
+        self.state = DelayedScalingState(recipe, [*fp8_max.values()] * len(self._modules))
+
+    def slots(self, module: str) -> dict[Any, DelayedSlot]:
+        """The slots of one module by name."""
+        first = self._modules.index(module) * len(self._slots)
+        return {slot: self.state.slot(first + i) for i, slot in enumerate(self._slots)}
+
+    def begin_forward(self, device: torch.device, *, records: bool) -> None:
+        """A forward of the whole model begins on ``device``; with ``records``, one that will record amaxes."""
+        self.state.to(device)
+        if records:
+            self.update()
+            self._pending = True
+
+    def update(self) -> None:
+        """Finish the running pass; a collective on every rank if a recording forward began since the last."""
+        if self._pending:
+            self._pending = False
+            self.state.update()
+
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """Name -> ``scale`` ``[slots]`` and ``amax_history`` ``[L, slots]``, float32 on the CPU."""
+        width = len(self._slots)
+        scales = self.state.scale.cpu().split(width)
+        histories = self.state.amax_history.cpu().split(width, dim=1)
+        return {
+            name: {"scale": scale.clone(), "amax_history": history.contiguous().clone()}
+            for name, scale, history in zip(self._modules, scales, histories, strict=True)
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
+        """Take back what :meth:`state_dict` gave.
+
+        Raises:
+            RuntimeError: It is of other modules, or damaged; nothing is changed then.
+        """
+        if set(saved) != set(self._modules):
+            lost, new = sorted(set(saved) - set(self._modules)), sorted(set(self._modules) - set(saved))
+            raise RuntimeError(
+                f"the checkpoint's {self._what} is of another model or selection: only in the checkpoint {lost[:4]}, "
+                f"only in the model {new[:4]}. {FRESH_STATE}"
+            )
+        width, length = len(self._slots), len(self.state.amax_history)
+        expected = ((width,), (length, width))
+        for name, entry in saved.items():
+            scale, history = entry.get("scale"), entry.get("amax_history")
+            shapes = tuple(getattr(scale, "shape", ())), tuple(getattr(history, "shape", ()))
+            if shapes != expected:
+                raise RuntimeError(
+                    f"the checkpoint's {self._what} of {name} has shapes {shapes}, expected {expected}. {FRESH_STATE}"
+                )
+            assert isinstance(scale, Tensor) and isinstance(history, Tensor)
+            if not bool(torch.isfinite(scale).all()) or bool((scale <= 0).any()) or bool((history < 0).any()):
+                raise RuntimeError(
+                    f"the checkpoint's {self._what} of {name} is damaged: a scale is not positive and finite, or an amax "
+                    f"is negative. {FRESH_STATE}"
+                )
+        device = self.state.scale.device
+        self.state.scale = torch.cat([saved[name]["scale"] for name in self._modules]).to(device)
+        self.state.amax_history = torch.cat(
+            [saved[name]["amax_history"] for name in self._modules], dim=1
+        ).to(device)
+        self._pending = bool((self.state.amax_history[0] != 0).any())

@@ -7,11 +7,10 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from foundry_fp8.backends.base import Backend
-from foundry_fp8.compat.autograd import inside_backward
-from foundry_fp8.delayed_scaling import DelayedScalingState
+from foundry_fp8.delayed_scaling import FRESH_STATE, DelayedScalingState, ModuleScales
 from foundry_fp8.modules.linear import OPERANDS, FP8Linear
 from foundry_fp8.recipes import DelayedScaling, Recipe
 
@@ -41,14 +40,12 @@ class FP8State:
         self.modules = dict(modules)
         self.recipe = recipe
         self.backend = backend
-        self.delayed: DelayedScalingState | None = None
+        self._scales: ModuleScales | None = None
         if isinstance(recipe, DelayedScaling):
-            fp8_max = [recipe.format(operand).max for _ in self.modules for operand in OPERANDS]
-            self.delayed = DelayedScalingState(recipe, fp8_max)
-            for index, module in enumerate(self.modules.values()):
-                first = index * len(OPERANDS)
-                module.slots = {op: self.delayed.slot(first + i) for i, op in enumerate(OPERANDS)}
-        self._pending = False
+            fp8_max = {operand: recipe.format(operand).max for operand in OPERANDS}
+            self._scales = ModuleScales(recipe, list(self.modules), fp8_max, "FP8 state")
+            for name, module in self.modules.items():
+                module.slots = self._scales.slots(name)
         self._contexts = ExitStack()
         setattr(model, self._ATTRIBUTE, self)
         model.register_forward_pre_hook(self._before_forward)
@@ -63,20 +60,21 @@ class FP8State:
                 return found
         return None
 
+    @property
+    def delayed(self) -> DelayedScalingState | None:
+        """The scales and histories of the delayed recipe; ``None`` for the others."""
+        return None if self._scales is None else self._scales.state
+
     def update(self) -> None:
         """Finish the running pass of delayed scaling; a collective on every rank if a training forward ran since the last."""
-        if self.delayed is not None and self._pending:
-            self._pending = False
-            self.delayed.update()
+        if self._scales is not None:
+            self._scales.update()
 
     @torch.compiler.disable
     def _before_forward(self, model: nn.Module, args: Any) -> None:
-        if self.delayed is not None:
-            self.delayed.to(next(iter(self.modules.values())).weight.device)
-        # A recompute of the root itself belongs to the pass that is running.
-        if model.training and torch.is_grad_enabled() and not inside_backward():
-            self.update()
-            self._pending = True
+        if self._scales is not None:
+            device = next(iter(self.modules.values())).weight.device
+            self._scales.begin_forward(device, records=model.training and torch.is_grad_enabled())
         if any(module.runs_fp8 for module in self.modules.values()):
             self._contexts.enter_context(self.backend.forward_context(self.recipe))
 
@@ -91,20 +89,11 @@ class FP8State:
             ``recipe`` (its fields), ``backend``, and for the delayed recipe ``modules``: name -> ``scale`` ``[3]`` and
             ``amax_history`` ``[L, 3]``, the operands in the order x, w, dy.
         """
-        modules: dict[str, dict[str, Tensor]] = {}
-        if self.delayed is not None:
-            width = len(OPERANDS)
-            scales = self.delayed.scale.cpu().split(width)
-            histories = self.delayed.amax_history.cpu().split(width, dim=1)
-            modules = {
-                name: {"scale": scale.clone(), "amax_history": history.contiguous().clone()}
-                for name, scale, history in zip(self.modules, scales, histories, strict=True)
-            }
         return {
             "version": _FORMAT_VERSION,
             "recipe": self.recipe.to_dict(),
             "backend": self.backend.name,
-            "modules": modules,
+            "modules": {} if self._scales is None else self._scales.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -113,46 +102,16 @@ class FP8State:
         Raises:
             RuntimeError: The state is of another recipe or another model, or damaged; nothing is changed then.
         """
-        way_out = (
-            "To start with fresh FP8 state on purpose, resume with `load_ignore_keys: [state/algorithms]`."
-        )
         missing = {"version", "recipe", "modules"} - set(state)
         if missing or state["version"] != _FORMAT_VERSION:
             raise RuntimeError(
                 f"the checkpoint's FP8 state is not readable (missing {sorted(missing)}, version "
-                f"{state.get('version')!r}, expected {_FORMAT_VERSION}). {way_out}"
+                f"{state.get('version')!r}, expected {_FORMAT_VERSION}). {FRESH_STATE}"
             )
         if dict(state["recipe"]) != self.recipe.to_dict():
             raise RuntimeError(
                 f"the checkpoint's FP8 state was made by the recipe {dict(state['recipe'])}, this run uses "
-                f"{self.recipe.to_dict()}. Set algorithms.fp8.recipe to the former. {way_out}"
+                f"{self.recipe.to_dict()}. Set algorithms.fp8.recipe to the former. {FRESH_STATE}"
             )
-        if self.delayed is None:
-            return
-        saved = state["modules"]
-        if set(saved) != set(self.modules):
-            lost, new = sorted(set(saved) - set(self.modules)), sorted(set(self.modules) - set(saved))
-            raise RuntimeError(
-                f"the checkpoint's FP8 state is of another model or selection: only in the checkpoint {lost[:4]}, "
-                f"only in the model {new[:4]}. {way_out}"
-            )
-        history_len = len(self.delayed.amax_history)
-        for name, entry in saved.items():
-            scale, history = entry.get("scale"), entry.get("amax_history")
-            shapes = tuple(getattr(scale, "shape", ())), tuple(getattr(history, "shape", ()))
-            if shapes != ((3,), (history_len, 3)):
-                raise RuntimeError(
-                    f"the checkpoint's FP8 state of {name} has shapes {shapes}, expected {((3,), (history_len, 3))}. "
-                    f"{way_out}"
-                )
-            if not bool(torch.isfinite(scale).all()) or bool((scale <= 0).any()) or bool((history < 0).any()):
-                raise RuntimeError(
-                    f"the checkpoint's FP8 state of {name} is damaged: a scale is not positive and finite, or an amax "
-                    f"is negative. {way_out}"
-                )
-        device = self.delayed.scale.device
-        self.delayed.scale = torch.cat([saved[name]["scale"] for name in self.modules]).to(device)
-        self.delayed.amax_history = torch.cat(
-            [saved[name]["amax_history"] for name in self.modules], dim=1
-        ).to(device)
-        self._pending = bool((self.delayed.amax_history[0] != 0).any())
+        if self._scales is not None:
+            self._scales.load_state_dict(state["modules"])
