@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from foundry_fp8.kernels.launch import triton_missing
 from foundry_fp8.quantize import FLOAT32_MAX
 from foundry_fp8.recipes import DelayedScaling
 
@@ -93,10 +94,18 @@ class DelayedScalingState:
         history = self.amax_history
         if self.recipe.reduce_amax and dist.is_available() and dist.is_initialized():
             dist.all_reduce(history[0], op=dist.ReduceOp.MAX, group=group)
+        use_max = self.recipe.amax_compute_algo == "max"
+        if history.is_cuda and triton_missing() is None:
+            from foundry_fp8.kernels.delayed import update_delayed_
+
+            scale = self.scale.clone()
+            update_delayed_(scale, history, self._scaled_max, use_max=use_max)
+            self.scale = scale
+            return
         current = history[0].clone()
         seen = current != 0
 
-        if self.recipe.amax_compute_algo == "max" and len(history) > 1:
+        if use_max and len(history) > 1:
             amax = torch.fmax(history[1:].amax(dim=0), current)
         else:
             amax = current

@@ -57,6 +57,9 @@ class Backend(abc.ABC):
     """Runs FP8 linears. One instance serves a whole model."""
 
     name: ClassVar[str]
+    only_where_faster: bool = False
+    """Leave layers in high precision that are predicted to be no faster in FP8; ``recipe: auto`` sets it. A backend that
+    predicts nothing ignores it."""
 
     @abc.abstractmethod
     def availability(self, recipe: Recipe, device: torch.device) -> Availability:

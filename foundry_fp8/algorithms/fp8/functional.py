@@ -29,7 +29,8 @@ class FP8Config:
 
     recipe: str | Mapping[str, Any] | Recipe = "auto"
     """``delayed``, ``current``, ``block``, ``mxfp8``, a mapping with the recipe's own fields (``{name: delayed, margin:
-    1}``), or ``auto``: mxfp8 on GPUs of compute capability 10.x, current elsewhere."""
+    1}``), or ``auto``: mxfp8 on GPUs of compute capability 10.x, current elsewhere, and where the backend predicts that
+    FP8 makes a layer no faster (native does), that layer stays in high precision."""
     backend: str = "auto"
     """``transformer_engine``, ``native``, ``emulated``, or ``auto``: Transformer Engine if it can run the recipe, else
     native, on a GPU; emulated on a CPU."""
@@ -47,7 +48,7 @@ class FP8Config:
     """What evaluation runs in."""
     fuse: bool = False
     """Compute the norm before a linear in the linear's own kernel, where that is the same arithmetic. Transformer Engine
-    only."""
+    and native only."""
     attention: bool = False
     """Whether attention's GEMMs run in FP8 too (FP8DPA). Needs the delayed recipe; emulated, also the current one."""
 
@@ -117,6 +118,7 @@ def apply_fp8(model: nn.Module, *, device: torch.device | str | None = None, **o
     where = _device_of(model) if device is None else torch.device(device)
     recipe = resolve_recipe(config.recipe, where)
     backend, chosen = choose_backend(config.backend, recipe, where, f"{KEY}.backend")
+    backend.only_where_faster = config.recipe == "auto"
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     # The default excludes heads by a name that not every model uses; only what the user wrote has to match.
     default = config.exclude == DEFAULT_EXCLUDE and not any("lm_head" in name for name in names)
@@ -150,8 +152,8 @@ def _fuse(
     """Fuse norms into the linears that read them; the rows with what became of it."""
     outcome = backend.fuse(model, converted)
     if all(fusion.refused for fusion in outcome.values()):
-        if backend.name != "transformer_engine":
-            why = f"the {backend.name} backend fuses nothing; transformer_engine does"
+        if type(backend).fuse is Backend.fuse:
+            why = f"the {backend.name} backend fuses nothing; transformer_engine and native do"
         else:
             why = "; ".join(sorted({f.refused for f in outcome.values() if f.refused}))
             why = why or "no norm is known to feed exactly one converted linear (MPT blocks have such)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -10,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from foundry_fp8.backends.base import Availability, Backend, compute_dtype
+from foundry_fp8.backends.base import Availability, Backend, Fusion, compute_dtype
 from foundry_fp8.backends.native.operand import Layout, Plan, plan_of
 from foundry_fp8.backends.native.size_rule import size_reason
+from foundry_fp8.backends.transformer_engine.fusion import deferred_norm_of, fuse_norms
 from foundry_fp8.kernels.launch import interpreting, triton_missing
 from foundry_fp8.recipes import DelayedScaling, MXFP8Scaling, Recipe
 
@@ -104,6 +106,14 @@ class NativeBackend(Backend):
             )
         if x.numel() == 0:
             return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+        norm = deferred_norm_of(module)
+        if norm is not None and module.probe is None:
+            from foundry_fp8.backends.native.fused import deferred_norm_linear
+
+            return deferred_norm_linear(module, x, norm)
+        if norm is not None:  # a probe is shown the norm's output, which fusing never writes
+            x = norm.normalise(x)
+            dtype = compute_dtype(x)
         plan = plan_of(recipe)
         scales, slots = delayed_tensors(module)
         x2d = x.to(dtype).reshape(-1, x.shape[-1])
@@ -125,6 +135,10 @@ class NativeBackend(Backend):
                 module.probe,
             )
         return y.view(*x.shape[:-1], module.out_features)
+
+    def fuse(self, model: nn.Module, converted: Mapping[str, FP8Linear]) -> dict[str, Fusion]:
+        """See :meth:`Backend.fuse`: the norm is computed in the quantisation of the linear that reads it."""
+        return fuse_norms(model, converted)
 
     def clear_weight_cache(self) -> None:
         """Forget every cached weight. Optimizer steps call it."""

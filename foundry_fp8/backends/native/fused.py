@@ -23,9 +23,10 @@ from foundry_fp8.backends.base import compute_dtype
 from foundry_fp8.backends.native.backend import NativeBackend, delayed_tensors
 from foundry_fp8.backends.native.linear import dgrad_and_wgrad, fprop
 from foundry_fp8.backends.native.operand import Plan, Source, plan_of
+from foundry_fp8.backends.transformer_engine.fusion import DeferredNorm
 from foundry_fp8.modules.linear import FP8Linear
 
-__all__ = ["activation_linear", "norm_linear"]
+__all__ = ["activation_linear", "deferred_norm_linear", "norm_linear"]
 
 NORM = 1
 ACTIVATION_CODES = {"silu": 2, "gelu": 3, "gelu_tanh": 4, "xielu": 5}
@@ -41,7 +42,8 @@ def norm_linear(linear: FP8Linear, x: Tensor, norm: nn.Module) -> Tensor:
         norm: An ``nn.RMSNorm`` or ``nn.LayerNorm`` (or subclass with their attributes) over the last dimension.
 
     Returns:
-        ``[..., out_features]``. While ``linear`` runs in high precision: the unfused expression.
+        ``[..., out_features]``. While ``linear`` runs in high precision, or a probe wants to see what
+        it reads: the unfused expression.
 
     Raises:
         TypeError: A norm or a linear that this cannot fuse.
@@ -51,18 +53,32 @@ def norm_linear(linear: FP8Linear, x: Tensor, norm: nn.Module) -> Tensor:
             f"{linear.fqn}: cannot fuse {norm}; it takes nn.RMSNorm and nn.LayerNorm over {x.shape[-1]} features."
         )
     _check_linear(linear)
-    if not linear.runs_fp8 or x.numel() == 0:
+    if not linear.runs_fp8 or linear.probe is not None or x.numel() == 0:
         return linear(norm(x))
     eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
     bias = getattr(norm, "bias", None)
+    centered = isinstance(norm, nn.LayerNorm)
+    y = _run(linear, x, NORM, norm_weight=norm.weight, norm_bias=bias, eps=eps, centered=centered)
+    return _recorded(linear, x, y)
+
+
+def deferred_norm_linear(linear: FP8Linear, x: Tensor, norm: DeferredNorm) -> Tensor:
+    """``linear`` of a norm that handed its input on (``fuse: true``), from the module's own forward, which records.
+
+    A low-precision norm casts its parameters to the compute dtype; the others are fused only where they have it already.
+    """
+    dtype = compute_dtype(x)
+    eps: float | None = norm.eps  # type: ignore[assignment]
+    centered = norm.normalization == "LayerNorm"
+    bias = norm.bias if centered else None
     return _run(
         linear,
         x,
         NORM,
-        norm_weight=norm.weight,
-        norm_bias=bias,
-        eps=eps,
-        centered=isinstance(norm, nn.LayerNorm),
+        norm_weight=norm.weight.to(dtype),
+        norm_bias=None if bias is None else bias.to(dtype),
+        eps=torch.finfo(dtype).eps if eps is None else eps,
+        centered=centered,
     )
 
 
@@ -79,7 +95,8 @@ def activation_linear(
         alpha: xIELU's effective slopes ``(alpha_p, alpha_n)``, float32 ``[2]``; gets a gradient.
 
     Returns:
-        ``[..., out_features]``. While ``linear`` runs in high precision: the unfused expression.
+        ``[..., out_features]``. While ``linear`` runs in high precision, or a probe wants to see what
+        it reads: the unfused expression.
 
     Raises:
         ValueError: An unknown activation.
@@ -90,9 +107,9 @@ def activation_linear(
             f"{linear.fqn}: activation {activation!r} is not one of {', '.join(ACTIVATION_CODES)}."
         )
     _check_linear(linear)
-    if not linear.runs_fp8 or x.numel() == 0:
+    if not linear.runs_fp8 or linear.probe is not None or x.numel() == 0:
         return linear(_unfused_activation(x, activation, up, alpha))
-    return _run(linear, x, ACTIVATION_CODES[activation], up=up, alpha=alpha)
+    return _recorded(linear, x, _run(linear, x, ACTIVATION_CODES[activation], up=up, alpha=alpha))
 
 
 class _ProducedLinear(torch.autograd.Function):
@@ -196,7 +213,11 @@ def _run(
             eps,
             centered,
         )
-    y = y.view(*x.shape[:-1], linear.out_features)
+    return y.view(*x.shape[:-1], linear.out_features)
+
+
+def _recorded(linear: FP8Linear, x: Tensor, y: Tensor) -> Tensor:
+    """Count the GEMMs, as the module's own forward would have."""
     if not torch.compiler.is_compiling():
         linear._record(x, y)
     return y

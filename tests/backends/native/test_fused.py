@@ -1,5 +1,7 @@
 """Fused norms and activations against the same modules unfused, on the same backend."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,9 +9,11 @@ from torch import nn
 
 import foundry_fp8
 from foundry_fp8.backends.native.fused import activation_linear, norm_linear
+from foundry_fp8.backends.transformer_engine.fusion import SITES
 from foundry_fp8.kernels.producers import xielu_reference
 from foundry_fp8.recipes import RECIPES
 from foundry_fp8.state import FP8State
+from tests.backends.native.test_linear import CountOps
 
 every_recipe = pytest.mark.parametrize("recipe", RECIPES)
 
@@ -124,3 +128,50 @@ def test_what_cannot_be_fused_is_named(device):
     high = converted("current", device, torch.float32, wgrad="high_precision")
     with pytest.raises(TypeError, match="wgrad: high_precision"):
         activation_linear(high[0], x, "silu")
+
+
+class Site(nn.Module):
+    """A block whose norm feeds one linear."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.norm, self.proj = norm, nn.Linear(96, 64)
+
+    def forward(self, x):
+        return self.proj(self.norm(x))
+
+
+@pytest.mark.parametrize("name", ["RMSNorm", "LayerNorm"])
+@pytest.mark.parametrize("recipe", ["delayed", "block"])
+def test_fuse_option_fuses_the_norms_of_known_blocks(name, recipe, device, monkeypatch):
+    monkeypatch.setitem(SITES, f"{__name__}.Site", (("norm", "proj"),))
+    torch.manual_seed(0)
+    plain = nn.Sequential(Site(getattr(nn, name)(96, eps=1e-5))).to(device)
+    plain[0].norm.weight.data.uniform_(0.5, 1.5)
+    fused = copy.deepcopy(plain)
+    foundry_fp8.apply_fp8(plain, recipe=recipe, backend="native")
+    report = foundry_fp8.apply_fp8(fused, recipe=recipe, backend="native", fuse=True)
+    assert [row.fused_with for row in report.rows] == ["0.norm"]
+    assert list(fused.state_dict()) == list(plain.state_dict())
+    x = (torch.randn(2, 16, 96, device=device) * 3).requires_grad_()
+    dy = torch.randn(2, 16, 64, device=device)
+    calls = CountOps()
+    with calls:
+        ours = gradients(lambda: fused(x), [x, *fused.parameters()], dy)
+    assert "norm_statistics" in calls.calls and "norm_backward" in calls.calls
+    assert_alike(ours, gradients(lambda: plain(x), [x, *plain.parameters()], dy), torch.float32)
+    assert fused[0].proj.ledger.flops == plain[0].proj.ledger.flops
+
+    seen = []
+    fused[0].proj.probe = lambda operand, hp, q: seen.append((operand, hp))
+    fused(x)
+    torch.testing.assert_close(
+        dict(seen)["x"], plain[0].norm(x).detach().reshape(32, 96), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_small_layers_stay_in_high_precision_under_auto(device):
+    model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 8192), nn.Linear(8192, 1024)).to("meta")
+    report = foundry_fp8.apply_fp8(model, backend="native", device=device)
+    assert report.converted == ["2"]
+    assert all("too small to gain" in reason for reason in report.skipped.values())
