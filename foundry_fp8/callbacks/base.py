@@ -10,10 +10,12 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from composer.core import Callback, Event, State
 from composer.loggers import Logger
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from foundry_fp8.config import ConfigError, from_mapping
 
-__all__ = ["Monitor", "device_of"]
+__all__ = ["Monitor", "device_of", "model_of"]
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +27,12 @@ def device_of(state: State) -> torch.device:
     device = state.device._device
     assert device is not None
     return device
+
+
+def model_of(state: State) -> nn.Module:
+    """The model under the names that its user knows: not DDP's wrapper, which puts ``module.`` before all of them."""
+    model = state.model
+    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 class Monitor(Callback):

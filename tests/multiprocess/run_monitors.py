@@ -24,7 +24,7 @@ from tests.multiprocess.run_fp8_training import FSDP
 
 ALL = {
     "mfu_monitor": {"interval": 2, "peak_flops": {"fp32": 1.0e12, "bf16": 1.0e12, "fp8": 2.0e12}},
-    "kurtosis_monitor": {"interval": 2},
+    "kurtosis_monitor": {"interval": 2, "tensors": {"mine": ["model.transformer.blocks.0.ffn"]}},
     "fp8_monitor": {"interval": 2},
     "divergence_guard": {"interval": 1},
 }
@@ -108,6 +108,7 @@ def all_four(root, wrapper):
             for key in (
                 "mfu/mfu",
                 "kurtosis_token/residual/mean",
+                "kurtosis_token/mine/layer_000",
                 "fp8/sqnr_db/x/mean",
                 "guard/gradient_norm/worst",
             )

@@ -13,7 +13,7 @@ from composer.core import Event, State
 from composer.loggers import Logger
 from composer.utils import checkpoint, dist
 
-from foundry_fp8.callbacks.base import Monitor, device_of
+from foundry_fp8.callbacks.base import Monitor, device_of, model_of
 from foundry_fp8.callbacks.divergence_guard.ladder import Ladder, ladders_of
 from foundry_fp8.callbacks.divergence_guard.signals import RULES, Signal
 from foundry_fp8.callbacks.divergence_guard.watch import LAYER_SIGNALS, Watch
@@ -156,9 +156,9 @@ class DivergenceGuard(Monitor):
     def fit_start(self, state: State, logger: Logger) -> None:
         """Find the layers, and put them where a checkpoint left them."""
         if not self.ladders:  # a second fit() goes on where the first one stopped
-            found = ladders_of(state.model, self.config.finer, device_of(state))
+            found = ladders_of(model_of(state), self.config.finer, device_of(state))
             self.ladders = {ladder.name: ladder for ladder in found}
-        self._watch = Watch(state.model, self.guarded)
+        self._watch = Watch(model_of(state), self.guarded)
         options = {
             "window": self.config.window,
             "warmup": self.config.warmup,

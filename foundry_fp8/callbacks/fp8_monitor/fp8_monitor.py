@@ -12,7 +12,7 @@ from typing import Any
 from composer.core import State
 from composer.loggers import Logger
 
-from foundry_fp8.callbacks.base import Monitor
+from foundry_fp8.callbacks.base import Monitor, model_of
 from foundry_fp8.callbacks.fp8_monitor.health import Health, HealthProbe
 from foundry_fp8.config import check_integer
 from foundry_fp8.flops.names import clean_name
@@ -71,8 +71,8 @@ class FP8Monitor(Monitor):
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Find the converted linears."""
-        self._probe = HealthProbe(state.model, self.guarded)
-        blocks = [(clean_name(name), block) for name, block in transformer_blocks(state.model)]
+        self._probe = HealthProbe(model_of(state), self.guarded)
+        blocks = [(clean_name(name), block) for name, block in transformer_blocks(model_of(state))]
         self._layers = {name: block_index_of(name, blocks) for name in self._probe.modules}
         if not self._probe.modules:
             log.warning(

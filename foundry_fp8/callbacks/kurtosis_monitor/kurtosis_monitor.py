@@ -13,7 +13,7 @@ from composer.core import State
 from composer.loggers import Logger
 from torch import Tensor, nn
 
-from foundry_fp8.callbacks.base import Monitor
+from foundry_fp8.callbacks.base import Monitor, model_of
 from foundry_fp8.callbacks.kurtosis_monitor import kurtosis
 from foundry_fp8.callbacks.kurtosis_monitor.taps import PRESETS, ROLES, Tap, find_taps
 from foundry_fp8.compat.autograd import inside_backward
@@ -97,11 +97,11 @@ class KurtosisMonitor(Monitor):
 
     def init(self, state: State, logger: Logger) -> None:
         """Check the patterns before anything is spent."""
-        self.find(state.model)
+        self.find(model_of(state))
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Find the modules as they are now: algorithms may have replaced some since."""
-        self._taps = self.find(state.model)
+        self._taps = self.find(model_of(state))
         self._members = Counter((tap.role, tap.layer) for tap in self._taps if tap.grouped)
 
     def batch_start(self, state: State, logger: Logger) -> None:

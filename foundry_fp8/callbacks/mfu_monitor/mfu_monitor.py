@@ -14,7 +14,7 @@ from composer.core import State
 from composer.loggers import Logger
 from torch import nn
 
-from foundry_fp8.callbacks.base import Monitor, device_of
+from foundry_fp8.callbacks.base import Monitor, device_of, model_of
 from foundry_fp8.callbacks.mfu_monitor.census import Census
 from foundry_fp8.callbacks.mfu_monitor.meter import FlopMeter, Tokens
 from foundry_fp8.config import ConfigError, check_integer
@@ -104,7 +104,7 @@ class MFUMonitor(Monitor):
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Find the peaks and the shapes."""
-        self.meter = FlopMeter(state.model)
+        self.meter = FlopMeter(model_of(state))
         self.peaks = self._find_peaks(device_of(state))
         if self.peaks is not None:
             source = {"mfu/peak_source": self.peaks.source, "mfu/peak_detail": self.peaks.detail}
