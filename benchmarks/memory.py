@@ -31,7 +31,7 @@ from foundry_fp8.planning.memory import apply_plan, choose, measure
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def llama(layers: int = 12, width: int = 512, vocab: int = 4096) -> nn.Module:
+def llama(layers: int = 12, width: int = 256, vocab: int = 2048) -> nn.Module:
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=width,
@@ -258,7 +258,7 @@ def coat() -> list[dict[str, Any]]:
     rows = []
     tokens = torch.randint(0, 2048, (4, 256), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     for case in ("bf16", "int8", "fp8 linears, int8"):
-        model = llama(width=256, vocab=2048)
+        model = llama()
         if case.startswith("fp8"):
             apply_fp8(model, recipe="current", backend="emulated")
         if case != "bf16":
