@@ -66,9 +66,12 @@ class PackFormat:
         return _CODE_MAX[self.name]
 
     def within(self, row: int) -> PackFormat:
-        """This format with the largest block that divides rows of ``row`` elements: tokens differ in magnitude."""
+        """This format with the largest block of at least 32 that divides rows of ``row`` elements, if there is one.
+
+        Tokens differ in magnitude, so a block should not hold two; below 32 the scales cost more than that is worth.
+        """
         block = self.block
-        while block > 16 and row % block:
+        while block > 32 and row % block:
             block //= 2
         return self if block == self.block or row % block else dataclasses.replace(self, block=block)
 
@@ -122,7 +125,7 @@ def pack(x: Tensor, fmt: PackFormat, *, row: int | None = None) -> Packed:
 
     Args:
         x: Any shape, float32, bfloat16 or float16 (:func:`packable`).
-        fmt: The format. Its block is made smaller where it does not divide a row, down to 16.
+        fmt: The format. Its block is made smaller where it does not divide a row (:meth:`PackFormat.within`).
         row: Elements of a row, where it is not the last dimension of ``x``.
 
     Returns:

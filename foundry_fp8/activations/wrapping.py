@@ -40,7 +40,7 @@ def own_class(module: nn.Module) -> type[nn.Module]:
     """The class that ``module`` was made with: FSDP2 and fused forms make it an instance of a subclass."""
     cls = type(module)
     while "_unfused" in cls.__dict__ or (FSDPModule in cls.__bases__ and len(cls.__bases__) == 2):
-        cls = cls.__dict__.get("_unfused", cls.__bases__[1])
+        cls = cls.__dict__["_unfused"] if "_unfused" in cls.__dict__ else cls.__bases__[1]
     return cls
 
 

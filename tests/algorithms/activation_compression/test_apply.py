@@ -1,0 +1,240 @@
+"""Compression on whole models: exact forward, gradients, bytes, FP8 linears, checkpoints, bad options."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from foundry_fp8.activations.accounting import LiveBytes, activation_bytes
+from foundry_fp8.activations.saved import compresses_inside
+from foundry_fp8.algorithms.activation_checkpointing import apply_activation_checkpointing
+from foundry_fp8.algorithms.activation_compression import apply_activation_compression
+from foundry_fp8.algorithms.fp8 import apply_fp8
+from foundry_fp8.config import ConfigError
+from foundry_fp8.modules.linear import FP8Linear
+
+TOKENS = torch.randint(0, 128, (4, 64), generator=torch.Generator().manual_seed(0))
+LIMIT = {"int8": 1e-2, "e4m3": 3e-2}
+
+
+def gradients(model, autocast=False):
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(1)
+    with torch.autocast("cpu", enabled=autocast, dtype=torch.bfloat16):
+        loss = model(input_ids=TOKENS, labels=TOKENS).loss
+    loss.backward()
+    return loss.item(), torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def error(a, b):
+    return ((a - b).norm() / b.norm()).item()
+
+
+ROUTES = [
+    {},  # hooks and fused forms
+    {"overrides": {"norm": "none", "activation": "none"}},  # hooks alone
+    {"targets": ["*.mlp"]},
+    {"targets": ["*.self_attn", "*layernorm"]},
+]
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("options", ROUTES)
+@pytest.mark.parametrize("name", LIMIT)
+def test_the_forward_is_exact_and_gradients_are_within_the_format_s_error(make_llama, name, options, autocast):
+    model = make_llama(4, attention_dropout=0.1, tie_word_embeddings=True)
+    model.train()
+    loss, reference = gradients(model, autocast)
+    keys = list(model.state_dict())
+    report = apply_activation_compression(model, format=name, **options)
+    ours, compressed = gradients(model, autocast)
+    assert ours == loss
+    assert 1e-4 < error(compressed, reference) < LIMIT[name]
+    assert list(model.state_dict()) == keys
+    report.undo()
+    assert torch.equal(gradients(model, autocast)[1], reference)
+
+
+def block_bytes(options, autocast, tokens=256, width=256):
+    """Bytes a block saves, and what of that are casts of its parameters (not activations)."""
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=width,
+        intermediate_size=width * 43 // 16,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        vocab_size=64,
+    )
+    model = LlamaForCausalLM(config)
+    block = model.model.layers[0]
+    if options is not None:
+        apply_activation_compression(model, **options)
+    x = torch.randn(2, tokens, width, requires_grad=True)
+    rotation = model.model.rotary_emb(x, torch.arange(tokens)[None])
+
+    def forward():
+        with torch.autocast("cpu", enabled=autocast, dtype=torch.bfloat16):
+            return block(x, position_embeddings=rotation)[0]
+
+    casts = sum(2 * p.numel() for p in block.parameters() if p.dim() == 2) if autocast else 0
+    return activation_bytes(forward, torch.device("cpu")) - casts
+
+
+def test_bytes_of_a_swiglu_block_are_at_most_0_53_of_bfloat16_and_0_30_of_float32():
+    for options in ({}, {"overrides": {"norm": "none", "activation": "none"}}):
+        assert block_bytes(options, autocast=False) <= 0.30 * block_bytes(None, autocast=False)
+        assert block_bytes(options, autocast=True) <= 0.53 * block_bytes(None, autocast=True)
+
+
+def peak(model):
+    model.zero_grad(set_to_none=True)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)  # gradients are not activations
+    with LiveBytes() as meter:
+        model(input_ids=TOKENS, labels=TOKENS).loss  # noqa: B018
+    with LiveBytes() as meter:
+        loss = model(input_ids=TOKENS, labels=TOKENS).loss
+        kept = meter.live
+    del loss
+    return kept
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed", "block"])
+def test_fp8_linears_keep_their_input_once_and_nothing_is_quantised_twice(make_llama, recipe):
+    fp8, both = make_llama(2), make_llama(2)
+    for model in (fp8, both):
+        apply_fp8(model, recipe=recipe, backend="emulated")
+    report = apply_activation_compression(both)
+    assert sum(action == "fp8" for _, action, _ in report.rows) == 14
+    loss, reference = gradients(fp8)
+    ours, compressed = gradients(both)
+    assert ours == loss
+    # E5M2 gradients amplify any change of their input to a rounding of theirs; the direction must hold.
+    assert torch.nn.functional.cosine_similarity(compressed, reference, 0) > 0.99
+
+    layer = both.model.layers[0]
+    inputs = {}
+    for name, module in layer.named_modules():
+        if isinstance(module, FP8Linear):
+            module.register_forward_hook(lambda m, a, o, name=name: inputs.__setitem__(name, o.grad_fn))
+    both(input_ids=TOKENS, labels=TOKENS)
+
+    def kept(name):
+        node = inputs[name]
+        while not hasattr(node, "saved_tensors") or len(getattr(node, "saved_tensors", ())) < 2:
+            node = node.next_functions[0][0]
+        return node.saved_tensors[1]
+
+    q, k, v, gate, up, down = (
+        kept(f"{part}_proj")
+        for part in ("self_attn.q", "self_attn.k", "self_attn.v", "mlp.gate", "mlp.up", "mlp.down")
+    )
+    assert q.dtype == torch.float8_e4m3fn
+    assert q.data_ptr() == k.data_ptr() == v.data_ptr() and gate.data_ptr() == up.data_ptr()
+    assert len({q.data_ptr(), gate.data_ptr(), down.data_ptr()}) == 3
+
+
+def test_with_fp8_linears_activations_are_at_most_0_35_of_float32(make_llama):
+    plain, both = make_llama(4), make_llama(4)
+    apply_fp8(both, recipe="current", backend="emulated")
+    apply_activation_compression(both, min_numel=1024)
+    assert peak(both) <= 0.35 * peak(plain)
+
+
+def test_a_demoted_linear_and_a_high_precision_wgrad_are_packed_by_the_hooks(make_llama):
+    model = make_llama(2)
+    apply_fp8(model, recipe="current", backend="emulated", wgrad="high_precision")
+    reference = gradients(model)[1]
+    report = apply_activation_compression(model, overrides={"norm": "none", "activation": "none"})
+    kept_hp = report.saved.packed
+    compressed = gradients(model)[1]
+    assert report.saved.packed > kept_hp
+    assert torch.nn.functional.cosine_similarity(compressed, reference, 0) > 0.99
+    for module in model.modules():
+        if isinstance(module, FP8Linear):
+            module.set_recipe(None)
+    before = report.saved.packed
+    gradients(model)
+    assert report.saved.packed > before
+
+
+def test_checkpoint_boundaries_are_packed_or_left(make_llama):
+    for include in (True, False):
+        plain, model = make_llama(3), make_llama(3)
+        for m in (plain, model):
+            apply_activation_checkpointing(m, targets={"LlamaDecoderLayer": "first-2", "*.mlp": [2]})
+        reference = gradients(plain)[1]
+        report = apply_activation_compression(model, include_checkpoint_boundaries=include, min_numel=1024)
+        actions = [action for _, action, _ in report.rows]
+        assert actions.count("boundary") == (2 if include else 0)
+        assert actions.count("left") == (0 if include else 3)
+        assert 1e-4 < error(gradients(model)[1], reference) < 1e-2
+
+
+def test_a_checkpoint_over_compression_is_refused_in_either_order(make_llama):
+    model = make_llama(2)
+    apply_activation_compression(model, targets=["*.mlp"])
+    with pytest.raises(ConfigError, match=r"layers\.0\.mlp compresses what it saves .* before activation_compression"):
+        apply_activation_checkpointing(model)
+    model = make_llama(2)
+    apply_activation_checkpointing(model)
+    with pytest.raises(ConfigError, match=r"layers\.0\.mlp lies inside an activation checkpoint"):
+        apply_activation_compression(model, targets=["*.mlp"])
+    assert compresses_inside(model) is None
+
+
+def test_what_is_float64_passes_through(make_llama):
+    """Fused norms leave a float64 model alone; hooks still see the float32 in which its norms compute."""
+    model = make_llama(2).double()
+    reference = gradients(model)[1]
+    apply_activation_compression(model, targets=["*.mlp", "*.self_attn"])
+    assert torch.equal(gradients(model)[1], reference)
+
+
+def test_int4_and_overrides(make_llama):
+    model = make_llama(2)
+    reference = gradients(model)[1]
+    report = apply_activation_compression(model, format="int4")
+    coarse = error(gradients(model)[1], reference)
+    report.undo()
+    apply_activation_compression(model, format="int4", overrides={"other": "int8"}, block_size=64)
+    assert 1e-2 < error(gradients(model)[1], reference) < coarse < 0.15
+
+
+def test_a_copy_of_a_compressed_model_trains(make_llama):
+    model = make_llama(2)
+    loss = gradients(model)[0]
+    apply_activation_compression(model)
+    assert gradients(copy.deepcopy(model))[0] == loss
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"format": "int6"}, "activation_compression.format: 'int6' is not one of int8, e4m3, int4"),
+        ({"fromat": "int8"}, "fromat: unknown key.*Did you mean 'format'"),
+        ({"block_size": 100}, "block_size: 100 is not a power of two"),
+        ({"block_size": True}, "block_size: True"),
+        ({"targets": "*"}, "targets: '\\*' is not a list"),
+        ({"targets": []}, "targets: an empty list"),
+        ({"targets": ["*.atn"]}, "targets: pattern '\\*.atn' matches none"),
+        ({"overrides": {"nrom": "int8"}}, "overrides.nrom: unknown kind.*Did you mean 'norm'"),
+        ({"overrides": {"norm": "fp4"}}, "overrides.norm: 'fp4'"),
+        ({"min_numel": -1}, "min_numel: -1"),
+    ],
+)
+def test_bad_options_fail_at_construction(make_llama, options, message):
+    with pytest.raises(ConfigError, match=message):
+        apply_activation_compression(make_llama(2), **options)
+
+
+def test_twice_is_refused(make_llama):
+    model = make_llama(2)
+    apply_activation_compression(model)
+    with pytest.raises(ConfigError, match="already"):
+        apply_activation_compression(model)

@@ -1,0 +1,77 @@
+"""Checkpointing, compression and a planned budget through LLM Foundry's own train entry, on one rank."""
+
+import pytest
+import torch
+
+from foundry_fp8.activations.saved import compresses_inside
+from foundry_fp8.activations.wrapping import checkpoint_wrappers
+from foundry_fp8.config import ConfigError
+from tests.integration.foundry_runs import config, llama, make_data, train
+
+pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("foundry")]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return make_data(tmp_path_factory.mktemp("foundry"))
+
+
+def weights(trainer):
+    return {
+        name.replace("_checkpoint_wrapped_module.", ""): p.detach().clone()
+        for name, p in trainer.state.model.named_parameters()
+    }
+
+
+SEED_TARGETS = {"mptblock": "first-1", "grouped_query_attention": "last-1"}
+
+
+def test_foundrys_targets_change_nothing_but_memory_with_fp8_and_resume(root, tmp_path):
+    fp8 = {"fp8": {"recipe": "delayed"}}
+    both = {"activation_checkpointing": {"targets": SEED_TARGETS}, **fp8}
+    plain = weights(train(config(root, algorithms=fp8)))
+    run = train(
+        config(root, algorithms=both, save_folder=str(tmp_path), save_interval="2ba", save_overwrite=True)
+    )
+    assert [name for name, _ in checkpoint_wrappers(run.state.model)] == [
+        "model.transformer.blocks.0",
+        "model.transformer.blocks.1.attn",
+    ]
+    resumed = train(config(root, algorithms=both, load_path=str(tmp_path / "ep0-ba2-rank0.pt")))
+    for other in (weights(run), weights(resumed)):
+        assert plain.keys() == other.keys()
+        assert all(torch.equal(value, other[name]) for name, value in plain.items())
+
+
+def test_compression_comes_after_checkpoints_whatever_the_order(root):
+    algorithms = {"activation_compression": {"min_numel": 1024}, "activation_checkpointing": {"targets": SEED_TARGETS}}
+    run = train(config(root, algorithms=algorithms, max_duration="2ba"))
+    report = next(a for a in run.state.algorithms if type(a).__name__ == "ActivationCompression").report
+    assert [row[1] for row in report.rows].count("boundary") == 1
+    assert report.saved.packed > 0
+    plain = weights(train(config(root, algorithms=None, max_duration="2ba")))
+    for name, value in weights(run).items():
+        assert (value - plain[name]).abs().max() < 1e-2, name
+
+
+def test_a_budget_is_planned_on_the_first_microbatch_of_a_hugging_face_model(root):
+    planned = {"activation_checkpointing": {"budget": 0.97}}
+    changes = {"model": llama(root), "max_duration": "2ba"}
+    run = train(config(root, algorithms=planned, **changes))
+    wrapped = list(checkpoint_wrappers(run.state.model))
+    assert wrapped or compresses_inside(run.state.model) is not None
+    plain = weights(train(config(root, algorithms=None, **changes)))
+    for name, value in weights(run).items():
+        assert (value - plain[name]).abs().max() < 1e-2, name
+
+
+def test_a_budget_and_compression_do_not_mix(root):
+    algorithms = {"activation_checkpointing": {"budget": 0.9}, "activation_compression": {}}
+    with pytest.raises(ConfigError, match="plans compression itself"):
+        train(config(root, algorithms=algorithms, max_duration="1ba"))
+
+
+def test_bad_targets_fail_before_training(root):
+    algorithms = {"activation_checkpointing": {"targets": {"mptblok": "first-1"}}}
+    with pytest.raises(ConfigError, match="'mptblok' names nothing in this model"):
+        train(config(root, algorithms=algorithms, max_duration="1ba"))
