@@ -27,6 +27,8 @@ LLAMA_3_8B = {
     "tie_word_embeddings": False,
 }
 
+FOG = (("390m", 0.386e9), ("1.5b", 1.544e9), ("8b", 8.053e9))
+
 # Parameters of each model; MPT: 12 l d^2 + 13 l d + (vocabulary + positions) d, its final norm included.
 PARAMETERS = {
     "mpt-125m": 125e6,
@@ -36,6 +38,8 @@ PARAMETERS = {
     "mpt-13b": 12.85e9,
     "llama-3-8b": 8.03e9,
     "mpt-gqa": 3.4e6,
+    **{f"fog-{size}-{v}": n for size, n in FOG for v in ("max", "opt", "flash")},
+    "fog": 5.0e6,
 }
 
 
@@ -114,7 +118,7 @@ def test_foundry_takes_the_yaml_and_its_model_converts(path, model_folder):
     assert isinstance(report, SurgeryReport)
     # Every linear of every block, and nothing else, by the model's own count.
     per_block = 7 if "llama" in path.stem else 4
-    layers = train.model.get("n_layers", LLAMA_3_8B["num_hidden_layers"])
+    layers = train.model.get("n_layers") or model.config.num_hidden_layers
     assert len(report.converted) == per_block * layers
     assert set(report.skipped) <= {"model.lm_head"}
 

@@ -63,6 +63,7 @@ class FogAttention(nn.Module):
         self.scaling = config.softmax_scale
         self.attention_dropout = config.attention_dropout
         self.is_causal = True
+        self.attn_uses_sequence_id = config.sequence_ids  # LLM Foundry's word for packed documents
         width = self.heads * self.head_dim
         self.qkv_proj = nn.Linear(config.hidden_size, width + 2 * self.kv_heads * self.head_dim, bias=False)
         self.q_norm = build_qk_norm(config, self.heads)

@@ -125,5 +125,7 @@ def _build(
         raise ConfigError(f"model.init_device: {init_device!r} is not one of cpu, meta, mixed.")
     with init_empty_weights(include_buffers=False):
         model = FogForCausalLM(fog_config)
-    model.tie_weights()
+    if fog_config.tie_word_embeddings:
+        # Past tie_weights(): within LLM Foundry's meta context every registration makes a parameter of its own.
+        model.lm_head._parameters["weight"] = model.model.embed_tokens._parameters["weight"]
     return model
