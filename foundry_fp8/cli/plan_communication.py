@@ -1,0 +1,173 @@
+"""``foundry-fp8 plan communication``: what communication costs from 64 to 16384 GPUs, and the HSDP degree to choose."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from foundry_fp8.config import ConfigError, check_choice
+from foundry_fp8.planning.communication import (
+    GPUS,
+    NETWORKS,
+    Network,
+    Workload,
+    check_published,
+    plan_communication,
+)
+
+__all__ = ["app", "communication"]
+
+app = typer.Typer(no_args_is_help=True, help="Plans on paper.")
+
+
+@app.callback()
+def _group() -> None:
+    """Plans on paper."""  # keeps `communication` a subcommand while it is the only one
+
+
+@app.command("communication")
+def communication(
+    yaml: Annotated[
+        Path | None, typer.Argument(help="An LLM Foundry training YAML.", exists=True, dir_okay=False)
+    ] = None,
+    gpus: Annotated[str, typer.Option(help="64..16384 (doubling), or a list: 64,512.")] = "64..16384",
+    gpu: Annotated[str, typer.Option(help=", ".join(GPUS))] = "h100-sxm",
+    network: Annotated[str, typer.Option(help=", ".join(NETWORKS))] = "h100-3200g",
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="Override a network constant: across_bus=1.2e11.")
+    ] = None,
+    parameters: Annotated[float | None, typer.Option(help="Instead of a YAML, such as 7e9.")] = None,
+    units: Annotated[int, typer.Option(help="FSDP units, with --parameters.")] = 32,
+    tokens: Annotated[int | None, typer.Option(help="Tokens a GPU and step; by default the YAML's.")] = None,
+    mfu: Annotated[float, typer.Option(help="Of the BF16 peak while nothing is exposed.")] = 0.4,
+    plot: Annotated[Path | None, typer.Option(help="Write a plot here (.png or .svg).")] = None,
+    check: Annotated[bool, typer.Option(help="Compare the model with published points instead.")] = False,
+) -> None:
+    """Print communication, exposed time and memory a GPU for FSDP and the best HSDP, with and without compression."""
+    try:
+        typer.echo(_check_table() if check else "", nl=check)
+        if check:
+            return
+        check_choice("--gpu", gpu, tuple(GPUS))
+        check_choice("--network", network, tuple(NETWORKS))
+        constants = _override(NETWORKS[network], set_ or [])
+        if parameters is None:
+            if yaml is None:
+                raise ConfigError("Give a training YAML, or --parameters.")
+            parameters, units, from_yaml = _model_of(yaml)
+            tokens = tokens or from_yaml
+        work = Workload(parameters=parameters, units=units, tokens=tokens or 8192, mfu=mfu)
+        rows = plan_communication(work, _counts(gpus), GPUS[gpu], constants)
+    except ConfigError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from error
+    typer.echo(
+        f"{work.parameters / 1e9:.2f} B parameters in {work.units} units, {work.tokens} tokens a GPU and step, "
+        f"MFU {work.mfu:g} of {gpu} ({GPUS[gpu].source})\nnetwork {network}: {json.dumps(dataclasses.asdict(constants))}\n"
+    )
+    header = f"{'GPUs':>6} {'layout':16} {'wire':10} {'comm ms':>9} {'exposed ms':>11} {'efficiency':>10} {'GB a GPU':>9}"
+    typer.echo(header)
+    for row in rows:
+        typer.echo(
+            f"{row['gpus']:>6} {row['layout']:16} {row['wire']:10} {row['communication_ms']:9.1f} "
+            f"{row['exposed_ms']:11.1f} {row['efficiency']:10.1%} {row['memory_gb']:9.1f}"
+            + ("" if row["fits"] else "  does not fit")
+        )
+    typer.echo("\nRanks layouts; leaves out tree all-reduce, PAT, congestion. Its errors: --check.")
+    if plot is not None:
+        _draw(rows, plot)
+
+
+def _counts(text: str) -> list[int]:
+    try:
+        if ".." in text:
+            low, high = (int(part) for part in text.split(".."))
+            counts = [low]
+            while counts[-1] * 2 <= high and low > 0:
+                counts.append(counts[-1] * 2)
+        else:
+            counts = [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"--gpus: {text!r} is not like 64..16384 or 64,512.") from error
+    if min(counts) < 2:
+        raise ConfigError(f"--gpus: {text!r} has fewer than 2 GPUs.")
+    return counts
+
+
+def _override(network: Network, pairs: list[str]) -> Network:
+    names = [field.name for field in dataclasses.fields(Network) if field.name != "source"]
+    changes: dict[str, Any] = {}
+    for pair in pairs:
+        name, _, value = pair.partition("=")
+        check_choice("--set", name, names)
+        try:
+            changes[name] = type(getattr(network, name))(float(value))
+        except ValueError as error:
+            raise ConfigError(f"--set {name}: {value!r} is not a number.") from error
+    if changes:
+        changes["source"] = f"{network.source}; given: {', '.join(pairs)}"
+    return dataclasses.replace(network, **changes)
+
+
+def _model_of(path: Path) -> tuple[float, int, int]:
+    """Parameters, blocks, and tokens a GPU and step of the YAML's model, built on the meta device."""
+    from llmfoundry.utils.builders import build_composer_model, build_tokenizer
+    from omegaconf import OmegaConf
+
+    from foundry_fp8.selection import transformer_blocks
+
+    config: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    wanted = config.get("tokenizer")
+    tokenizer = build_tokenizer(wanted["name"], wanted.get("kwargs") or {}) if wanted else None
+    options = {k: v for k, v in config["model"].items() if k not in ("name", "pretrained", "init_device")}
+    model = build_composer_model(
+        name=config["model"]["name"], cfg={**options, "init_device": "meta"}, tokenizer=tokenizer
+    )
+    count = sum(p.numel() for p in model.parameters())
+    microbatch = config.get("device_train_microbatch_size")
+    sequences = microbatch if isinstance(microbatch, int) else 1
+    return float(count), max(1, len(transformer_blocks(model))), sequences * config["max_seq_len"]
+
+
+def _check_table() -> str:
+    rows = check_published()
+    lines = [f"{'series':22} {'GPUs':>5} {'published':>10} {'predicted':>10} {'error %':>8}"]
+    for row in rows:
+        mark = "  baseline" if row["baseline"] else ""
+        lines.append(
+            f"{row['series']:22} {row['gpus']:>5} {row['published']:10.0f} {row['predicted']:10.0f} "
+            f"{row['error_percent']:8.1f}{mark}"
+        )
+    for series in dict.fromkeys(row["series"] for row in rows):
+        row = next(row for row in rows if row["series"] == series)
+        lines.append(f"{series}: {row['source']}. Assumed: {row['assumed']}.")
+    lines.append("tokens per second and GPU; the first size of a series gives its compute time and is no test.")
+    return "\n".join(lines)
+
+
+def _draw(rows: list[dict[str, float | int | str]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4.2))
+    series: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for row in rows:
+        kind = str(row["layout"]).split()[0]
+        series.setdefault((kind, str(row["wire"])), []).append((float(row["gpus"]), float(row["efficiency"])))
+    for (kind, wire), points in series.items():
+        style = "-" if kind == "HSDP" else "--"
+        axes.plot(*zip(*points, strict=True), style, marker="o", markersize=3, label=f"{kind}, {wire}")
+    axes.set_xscale("log", base=2)
+    axes.set_ylim(0, 1.02)
+    axes.set_xlabel("GPUs")
+    axes.set_ylabel("share of a step that computes")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path)
+    pyplot.close(figure)
