@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -16,9 +17,10 @@ def print_comparison(rows: Sequence[Row], console: Console) -> None:
     """Print the rows, what the columns mean, and what is wrong with each run."""
     cells = [format_row(row) for row in rows]
     shown = shown_columns(cells)
-    table = Table(caption=explain(rows, shown), caption_justify="left", show_edge=False)
+    table = Table(caption=explain(rows, shown), caption_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for index in shown:
-        table.add_column(COLUMNS[index], justify="left" if index < 2 else "right")
+        # In a narrow terminal the run's name is the last to be cut.
+        table.add_column(COLUMNS[index], justify="left" if index < 2 else "right", no_wrap=index == 0)
     for line in cells:
         table.add_row(*(line[index] for index in shown))
     console.print(table)
