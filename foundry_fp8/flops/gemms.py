@@ -173,12 +173,18 @@ def _fused_experts(name: str, module: nn.Module, share: float, trained_before: b
     ]
 
 
+def _says_tied(module: nn.Module) -> bool:
+    try:
+        return getattr(getattr(module, "config", None), "tie_word_embeddings", False) is True
+    except KeyError:
+        # The config that LLM Foundry 0.22 gives MPT's rotary embedding (rope_impl: hf) raises for what it does not hold.
+        return False
+
+
 def _tied_head(model: nn.Module, gemms: list[Gemm], trained_before: bool) -> Gemm | None:
     """The head of a model that multiplies by its token embedding instead of having a layer of its own."""
     vocabularies = {
-        getattr(module.config, "vocab_size", None)
-        for module in model.modules()
-        if getattr(getattr(module, "config", None), "tie_word_embeddings", False) is True
+        getattr(module.config, "vocab_size", None) for module in model.modules() if _says_tied(module)
     }
     blocks = tuple(f"{clean_name(block)}." for block, _ in transformer_blocks(model)) or ("\0",)
     for name, module in named_modules_clean(model):
