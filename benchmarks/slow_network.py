@@ -88,7 +88,9 @@ def launch(arguments: argparse.Namespace) -> list[dict]:
                 GLOO_SOCKET_IFNAME=f"{PREFIX}i{host}",
                 OMP_NUM_THREADS="1",
                 RESULT_FILE=str(out),
-                PYTHONPATH=os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]),
+                PYTHONPATH=os.pathsep.join(
+                    [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+                ),
             )
             command = ["ip", "netns", "exec", f"{PREFIX}{host}", sys.executable, __file__, "--worker"]
             workers.append(subprocess.Popen([*command, *sys.argv[1:]], env=env))
@@ -158,7 +160,9 @@ def worker(arguments: argparse.Namespace) -> None:
             "step_seconds_spread": [min(times), max(times)],
             "link_bytes_per_step": statistics.median(sent),
             "counted_bytes_per_step": compression.traffic.wire_bytes / steps if compression else None,
-            "quantize_seconds_per_step": compression.traffic.seconds["quantize"] / steps if compression else None,
+            "quantize_seconds_per_step": compression.traffic.seconds["quantize"] / steps
+            if compression
+            else None,
             "loss_last_20": tail,
             "parameters": sum(p.numel() for p in model.parameters()),
         }
@@ -179,7 +183,7 @@ def worker(arguments: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def GPT(arguments: argparse.Namespace):  # noqa: N802 - a constructor of a class that needs torch
+def GPT(arguments: argparse.Namespace):
     """A pre-norm decoder with tied sizes, large against its batch, so that gradients dominate."""
     import torch
     from torch import nn
@@ -236,7 +240,10 @@ def table(results: list[dict]) -> str:
     by_mode = {row["mode"]: row for row in results}
     base = by_mode["fp32"]["step_seconds"] if "fp32" in by_mode else None
     hook = by_mode.get("bf16 (torch bf16_compress_hook)", {}).get("step_seconds")
-    lines = ["| mode | ms a step | x fp32 | x bf16 hook | MB on the link a step | loss, last 20 steps |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| mode | ms a step | x fp32 | x bf16 hook | MB on the link a step | loss, last 20 steps |",
+        "|---|---|---|---|---|---|",
+    ]
     for row in results:
         if "loss_last_20" not in row:
             lines.append(f"| {row['mode']} | {row['step_seconds'] * 1e3:.0f} | | | | |")
@@ -250,7 +257,9 @@ def table(results: list[dict]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--gbit", type=float, default=1.0)
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=1, help="ranks a host")
@@ -261,8 +270,12 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=8192)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--length", type=int, default=32)
-    parser.add_argument("--modes", nargs="*", choices=list(MODES), default=[m for m in MODES if "hops" not in m])
-    parser.add_argument("--compute", action="store_true", help="time forward and backward without a network too")
+    parser.add_argument(
+        "--modes", nargs="*", choices=list(MODES), default=[m for m in MODES if "hops" not in m]
+    )
+    parser.add_argument(
+        "--compute", action="store_true", help="time forward and backward without a network too"
+    )
     parser.add_argument("--timeout", type=float, default=1800)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)

@@ -279,7 +279,13 @@ def _verify(message: Tensor, wire: WireFormat) -> None:
     if not wire.checksum:
         return
     sent = message[:, -CHECKSUM_BYTES:].view(torch.int32)
-    wrong = (sent != _checksum(message[:, :-CHECKSUM_BYTES]).view(torch.int32)).any(dim=1).nonzero().flatten().tolist()
+    wrong = (
+        (sent != _checksum(message[:, :-CHECKSUM_BYTES]).view(torch.int32))
+        .any(dim=1)
+        .nonzero()
+        .flatten()
+        .tolist()
+    )
     if wrong:
         raise CorruptedMessageError(
             f"A compressed message arrived damaged: the checksum of rows {wrong} (the sender's rank in the group) "

@@ -65,9 +65,24 @@ class Network:
 _NCCL = "latencies: NCCL src/graph/tuning.cc, ring, Simple protocol"
 
 GPUS = {
-    "h100-sxm": Gpu(memory_bytes=80e9, bf16_flops=989.4e12, hbm_bytes_per_second=2.5e12, source="NVIDIA H100 data sheet, dense"),
-    "h200-sxm": Gpu(memory_bytes=141e9, bf16_flops=989.4e12, hbm_bytes_per_second=3.6e12, source="NVIDIA H200 data sheet, dense"),
-    "a100-80g": Gpu(memory_bytes=80e9, bf16_flops=312e12, hbm_bytes_per_second=1.5e12, source="NVIDIA A100 data sheet, dense"),
+    "h100-sxm": Gpu(
+        memory_bytes=80e9,
+        bf16_flops=989.4e12,
+        hbm_bytes_per_second=2.5e12,
+        source="NVIDIA H100 data sheet, dense",
+    ),
+    "h200-sxm": Gpu(
+        memory_bytes=141e9,
+        bf16_flops=989.4e12,
+        hbm_bytes_per_second=3.6e12,
+        source="NVIDIA H200 data sheet, dense",
+    ),
+    "a100-80g": Gpu(
+        memory_bytes=80e9,
+        bf16_flops=312e12,
+        hbm_bytes_per_second=1.5e12,
+        source="NVIDIA A100 data sheet, dense",
+    ),
 }
 NETWORKS = {
     "h100-3200g": Network(source=f"8 x 400 Gbit/s a node, 85 % of 400 GB/s (assumed); {_NCCL}"),
@@ -75,7 +90,9 @@ NETWORKS = {
     "a100-400g": Network(
         inside_bus=230e9, across_bus=42.5e9, source=f"4 x 100 Gbit/s a node, 85 % (assumed); {_NCCL}"
     ),
-    "ethernet-100g": Network(across_bus=10.6e9, source=f"one 100 Gbit/s port a node, 85 % (assumed); {_NCCL}"),
+    "ethernet-100g": Network(
+        across_bus=10.6e9, source=f"one 100 Gbit/s port a node, 85 % (assumed); {_NCCL}"
+    ),
 }
 OPTIMIZER_BYTES = 12  # float32 master weight and Adam's two moments, beside the working copy and the gradient
 
@@ -139,7 +156,9 @@ def bytes_per_element(name: str) -> float:
     return WireFormat(name=name).row_bytes(4096) / 4096  # type: ignore[arg-type]
 
 
-def collective_seconds(nbytes: float, ranks: int, network: Network, *, stride: int = 1, shots: int = 1) -> float:
+def collective_seconds(
+    nbytes: float, ranks: int, network: Network, *, stride: int = 1, shots: int = 1
+) -> float:
     """Seconds of one ring collective.
 
     Args:

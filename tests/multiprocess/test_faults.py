@@ -26,7 +26,10 @@ def test_what_cannot_run_is_an_error_on_every_rank_and_damage_is_found():
             assert said in results["refusals"][case], (rank, case, results["refusals"][case])
         # A bound all-gather survives a reload on the rank with padding; without it ranks would send other sizes.
         assert 0 < results["padded_reload"] < 0.05
-        assert "arrived damaged: the checksum of rows [1]" in results["corrupted"], (rank, results["corrupted"])
+        assert "arrived damaged: the checksum of rows [1]" in results["corrupted"], (
+            rank,
+            results["corrupted"],
+        )
 
 
 def test_compression_on_one_rank_only_ends_both_ranks():

@@ -90,7 +90,9 @@ class BucketHook:
                 lambda: two_hop_all_reduce(buffer, hop, wire, second_leg=second_leg, residual=residual)
             )
         layout, packed_residual = self._layout(names, bucket.parameters())
-        if packed_residual is None and layout.aligned:  # which rank sums a block then leaves no trace in the result
+        if (
+            packed_residual is None and layout.aligned
+        ):  # which rank sums a block then leaves no trace in the result
             return lane.submit(lambda: collectives.all_reduce(buffer, group, wire, second_leg=second_leg))
 
         def chain() -> Tensor:

@@ -7,7 +7,8 @@ from foundry_fp8.config import ConfigError
 
 
 @pytest.mark.parametrize(
-    "options", [{"shard": "nodes"}, {"shard": 0}, {"shard": True}, {"replicate": "node"}, {"state_fraction": 0.0}]
+    "options",
+    [{"shard": "nodes"}, {"shard": 0}, {"shard": True}, {"replicate": "node"}, {"state_fraction": 0.0}],
 )
 def test_bad_options_are_refused(options):
     with pytest.raises(ConfigError, match="hybrid_sharding"):
