@@ -289,21 +289,19 @@ class PublishedPoint:
     assumed: str
     """What the source does not say and the check takes for granted."""
     work: Workload
-    network: Network
-    gpu: Gpu
     measured: dict[int, float]
     """GPUs: tokens per second and GPU. The smallest is the baseline that gives the compute time."""
+    network: Network = NETWORKS["h100-3200g"]
+    gpu: Gpu = GPUS["h100-sxm"]
 
 
 def _published() -> list[PublishedPoint]:
-    h100, efa = GPUS["h100-sxm"], NETWORKS["h100-3200g"]
     aws = "AWS machine learning blog: FP8 on SageMaker P5, tables for 1B and 7B parameters"
     assumed = "8192 tokens a GPU and step; flat FSDP; BF16 communication in both columns"
     titan = "torchtitan, performance tables of December 2024, Llama 3.1 8B, H100"
     one = Workload(parameters=1e9, units=24, tokens=8192)
     seven = Workload(parameters=6.7e9, units=32, tokens=8192)
     llama = Workload(parameters=8.03e9, units=32, tokens=16384)
-    common = {"network": efa, "gpu": h100}
     nodes = (8, 16, 32, 64, 128, 256)
 
     def series(*values: float) -> dict[int, float]:
@@ -312,27 +310,27 @@ def _published() -> list[PublishedPoint]:
     return [
         PublishedPoint(
             name="AWS 1B BF16", source=aws, assumed=assumed, work=one,
-            measured=series(40200, 38500, 39500, 38200, 35500, 33500), **common,
+            measured=series(40200, 38500, 39500, 38200, 35500, 33500),
         ),
         PublishedPoint(
             name="AWS 1B FP8", source=aws, assumed=assumed, work=one,
-            measured=series(40800, 41600, 42000, 41800, 39500, 38000), **common,
+            measured=series(40800, 41600, 42000, 41800, 39500, 38000),
         ),
         PublishedPoint(
             name="AWS 7B BF16", source=aws, assumed=assumed, work=seven,
-            measured=series(9350, 9400, 9300, 9250, 8700, 7900), **common,
+            measured=series(9350, 9400, 9300, 9250, 8700, 7900),
         ),
         PublishedPoint(
             name="AWS 7B FP8", source=aws, assumed=assumed, work=seven,
-            measured=series(11000, 10750, 10600, 10400, 10100, 9700), **common,
+            measured=series(11000, 10750, 10600, 10400, 10100, 9700),
         ),
         PublishedPoint(
             name="torchtitan 8B BF16", source=titan, assumed="16384 tokens a GPU and step", work=llama,
-            measured={8: 5762, 128: 5605}, **common,
+            measured={8: 5762, 128: 5605},
         ),
         PublishedPoint(
             name="torchtitan 8B float8", source=titan, assumed="16384 tokens a GPU and step; float8 all-gather",
-            work=dataclasses.replace(llama, weights="e4m3"), measured={8: 8532, 128: 8380}, **common,
+            work=dataclasses.replace(llama, weights="e4m3"), measured={8: 8532, 128: 8380},
         ),
     ]  # fmt: skip
 
