@@ -44,6 +44,8 @@ def shell(command: str, check: bool = True) -> None:
 def make_network(hosts: int, gbit: float) -> None:
     """Namespaces fp8slow0.. with 10.77.0.1.. on a bridge; every host's egress is shaped to ``gbit``."""
     remove_network(hosts)
+    for host in range(hosts):
+        shell(f"ip link del {PREFIX}o{host}", check=False)  # what a killed run left
     shell(f"ip link add {PREFIX}br type bridge")
     shell(f"ip link set {PREFIX}br up")
     for host in range(hosts):

@@ -145,7 +145,9 @@ def _check_table() -> str:
     for series in dict.fromkeys(row["series"] for row in rows):
         row = next(row for row in rows if row["series"] == series)
         lines.append(f"{series}: {row['source']}. Assumed: {row['assumed']}.")
-    lines.append("tokens per second and GPU; the first size of a series gives its compute time and is no test.")
+    lines.append(
+        "tokens per second and GPU; the first size of a series gives its compute time and is no test."
+    )
     return "\n".join(lines)
 
 

@@ -119,7 +119,8 @@ def encode(x: Tensor, wire: WireFormat) -> Tensor:
     else:
         _encode_rows(x, wire, out)
     if wire.checksum:
-        out[:, -CHECKSUM_BYTES:].view(torch.int64).copy_(_checksum(out[:, :-CHECKSUM_BYTES]))
+        sums = _checksum(out[:, :-CHECKSUM_BYTES]).view(torch.int32)  # rows are aligned to 4 bytes, not to 8
+        out[:, -CHECKSUM_BYTES:].view(torch.int32).copy_(sums)
     return out
 
 
@@ -277,8 +278,14 @@ def _checksum(message: Tensor) -> Tensor:
 def _verify(message: Tensor, wire: WireFormat) -> None:
     if not wire.checksum:
         return
-    sent = message[:, -CHECKSUM_BYTES:].contiguous().view(torch.int64)
-    wrong = (sent != _checksum(message[:, :-CHECKSUM_BYTES])).any(dim=1).nonzero().flatten().tolist()
+    sent = message[:, -CHECKSUM_BYTES:].view(torch.int32)
+    wrong = (
+        (sent != _checksum(message[:, :-CHECKSUM_BYTES]).view(torch.int32))
+        .any(dim=1)
+        .nonzero()
+        .flatten()
+        .tolist()
+    )
     if wrong:
         raise CorruptedMessageError(
             f"A compressed message arrived damaged: the checksum of rows {wrong} (the sender's rank in the group) "

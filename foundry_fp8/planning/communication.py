@@ -65,9 +65,24 @@ class Network:
 _NCCL = "latencies: NCCL src/graph/tuning.cc, ring, Simple protocol"
 
 GPUS = {
-    "h100-sxm": Gpu(memory_bytes=80e9, bf16_flops=989.4e12, hbm_bytes_per_second=2.5e12, source="NVIDIA H100 data sheet, dense"),
-    "h200-sxm": Gpu(memory_bytes=141e9, bf16_flops=989.4e12, hbm_bytes_per_second=3.6e12, source="NVIDIA H200 data sheet, dense"),
-    "a100-80g": Gpu(memory_bytes=80e9, bf16_flops=312e12, hbm_bytes_per_second=1.5e12, source="NVIDIA A100 data sheet, dense"),
+    "h100-sxm": Gpu(
+        memory_bytes=80e9,
+        bf16_flops=989.4e12,
+        hbm_bytes_per_second=2.5e12,
+        source="NVIDIA H100 data sheet, dense",
+    ),
+    "h200-sxm": Gpu(
+        memory_bytes=141e9,
+        bf16_flops=989.4e12,
+        hbm_bytes_per_second=3.6e12,
+        source="NVIDIA H200 data sheet, dense",
+    ),
+    "a100-80g": Gpu(
+        memory_bytes=80e9,
+        bf16_flops=312e12,
+        hbm_bytes_per_second=1.5e12,
+        source="NVIDIA A100 data sheet, dense",
+    ),
 }
 NETWORKS = {
     "h100-3200g": Network(source=f"8 x 400 Gbit/s a node, 85 % of 400 GB/s (assumed); {_NCCL}"),
@@ -75,7 +90,9 @@ NETWORKS = {
     "a100-400g": Network(
         inside_bus=230e9, across_bus=42.5e9, source=f"4 x 100 Gbit/s a node, 85 % (assumed); {_NCCL}"
     ),
-    "ethernet-100g": Network(across_bus=10.6e9, source=f"one 100 Gbit/s port a node, 85 % (assumed); {_NCCL}"),
+    "ethernet-100g": Network(
+        across_bus=10.6e9, source=f"one 100 Gbit/s port a node, 85 % (assumed); {_NCCL}"
+    ),
 }
 OPTIMIZER_BYTES = 12  # float32 master weight and Adam's two moments, beside the working copy and the gradient
 
@@ -139,7 +156,9 @@ def bytes_per_element(name: str) -> float:
     return WireFormat(name=name).row_bytes(4096) / 4096  # type: ignore[arg-type]
 
 
-def collective_seconds(nbytes: float, ranks: int, network: Network, *, stride: int = 1, shots: int = 1) -> float:
+def collective_seconds(
+    nbytes: float, ranks: int, network: Network, *, stride: int = 1, shots: int = 1
+) -> float:
     """Seconds of one ring collective.
 
     Args:
@@ -270,21 +289,19 @@ class PublishedPoint:
     assumed: str
     """What the source does not say and the check takes for granted."""
     work: Workload
-    network: Network
-    gpu: Gpu
     measured: dict[int, float]
     """GPUs: tokens per second and GPU. The smallest is the baseline that gives the compute time."""
+    network: Network = NETWORKS["h100-3200g"]
+    gpu: Gpu = GPUS["h100-sxm"]
 
 
 def _published() -> list[PublishedPoint]:
-    h100, efa = GPUS["h100-sxm"], NETWORKS["h100-3200g"]
     aws = "AWS machine learning blog: FP8 on SageMaker P5, tables for 1B and 7B parameters"
     assumed = "8192 tokens a GPU and step; flat FSDP; BF16 communication in both columns"
     titan = "torchtitan, performance tables of December 2024, Llama 3.1 8B, H100"
     one = Workload(parameters=1e9, units=24, tokens=8192)
     seven = Workload(parameters=6.7e9, units=32, tokens=8192)
     llama = Workload(parameters=8.03e9, units=32, tokens=16384)
-    common = {"network": efa, "gpu": h100}
     nodes = (8, 16, 32, 64, 128, 256)
 
     def series(*values: float) -> dict[int, float]:
@@ -293,27 +310,27 @@ def _published() -> list[PublishedPoint]:
     return [
         PublishedPoint(
             name="AWS 1B BF16", source=aws, assumed=assumed, work=one,
-            measured=series(40200, 38500, 39500, 38200, 35500, 33500), **common,
+            measured=series(40200, 38500, 39500, 38200, 35500, 33500),
         ),
         PublishedPoint(
             name="AWS 1B FP8", source=aws, assumed=assumed, work=one,
-            measured=series(40800, 41600, 42000, 41800, 39500, 38000), **common,
+            measured=series(40800, 41600, 42000, 41800, 39500, 38000),
         ),
         PublishedPoint(
             name="AWS 7B BF16", source=aws, assumed=assumed, work=seven,
-            measured=series(9350, 9400, 9300, 9250, 8700, 7900), **common,
+            measured=series(9350, 9400, 9300, 9250, 8700, 7900),
         ),
         PublishedPoint(
             name="AWS 7B FP8", source=aws, assumed=assumed, work=seven,
-            measured=series(11000, 10750, 10600, 10400, 10100, 9700), **common,
+            measured=series(11000, 10750, 10600, 10400, 10100, 9700),
         ),
         PublishedPoint(
             name="torchtitan 8B BF16", source=titan, assumed="16384 tokens a GPU and step", work=llama,
-            measured={8: 5762, 128: 5605}, **common,
+            measured={8: 5762, 128: 5605},
         ),
         PublishedPoint(
             name="torchtitan 8B float8", source=titan, assumed="16384 tokens a GPU and step; float8 all-gather",
-            work=dataclasses.replace(llama, weights="e4m3"), measured={8: 8532, 128: 8380}, **common,
+            work=dataclasses.replace(llama, weights="e4m3"), measured={8: 8532, 128: 8380},
         ),
     ]  # fmt: skip
 

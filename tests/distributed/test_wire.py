@@ -139,14 +139,15 @@ def test_decode_mean_is_the_mean_of_the_decoded_rows(name):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("where", [0, 57, -1])
-def test_a_damaged_message_is_found_and_its_sender_named(name, where):
-    wire = WireFormat(name=name, checksum=True)
-    message = encode(spread(3, 200), wire)
-    decode(message, wire, 200)
+@pytest.mark.parametrize("where", [0, 41, -1])
+@pytest.mark.parametrize("numel", [33, 200])
+def test_a_damaged_message_is_found_and_its_sender_named(name, where, numel):
+    wire = WireFormat(name=name, checksum=True, block_size=32)
+    message = encode(spread(3, numel), wire)
+    decode(message, wire, numel)
     message[1, where] ^= 4
     with pytest.raises(CorruptedMessageError, match=r"rows \[1\]"):
-        decode(message, wire, 200)
+        decode(message, wire, numel)
 
 
 def test_swapped_words_are_found():

@@ -1,0 +1,121 @@
+"""Worker: what must end in an error on every rank, and never in a hang. The case is the first argument."""
+
+import json
+import os
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from foundry_fp8.algorithms.compressed_communication import apply_compressed_communication
+from foundry_fp8.distributed import agreement, collectives, wire
+from foundry_fp8.distributed.traffic import CountingGroup
+
+case = sys.argv[1]
+agreement.AGREEMENT_SECONDS = 10.0
+dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+rank = dist.get_rank()
+COMMON = {"warmup": 0, "min_bytes": 0, "block_size": 32, "scope": "all"}
+
+
+def make():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 30), nn.ReLU(), nn.Linear(30, 4))
+
+
+def sharded():
+    model = make()
+    fully_shard(model)
+    return model
+
+
+def refusal(model, **options):
+    try:
+        apply_compressed_communication(model, **{**COMMON, **options})
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
+def step(wrapped):
+    wrapped(torch.randn(8, 16)).square().mean().backward()
+
+
+class Without(CountingGroup):
+    def alltoall_base(self, *_):
+        raise RuntimeError("Backend does not support alltoall_base")
+
+
+def refusals():
+    """What cannot run, each on every rank; the process group lives on."""
+    without = DDP(make())
+    without.process_group = Without(without.process_group)
+    return {
+        "differ": refusal(DDP(make()), gradients="int8" if rank else "e4m3"),
+        "unwrapped": refusal(make()),
+        "ddp_parameters": refusal(DDP(make()), parameters="int8"),
+        "fsdp_int4": refusal(sharded(), gradients="int4"),
+        "fsdp_feedback": refusal(sharded(), error_feedback=True),
+        "inter_node": refusal(DDP(make()), scope="inter_node"),
+        "no_all_to_all": refusal(without),
+    }
+
+
+def padded_reload():
+    """30 rows on 4 ranks: a reload makes new local tensors on the padded rank only, and drops what was bound there."""
+    model, original = sharded(), make()
+    apply_compressed_communication(model, **COMMON, parameters="int8")
+    step(model)
+    model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
+    x = torch.randn(8, 16)
+    return float((model(x) - original(x)).norm() / original(x).norm())
+
+
+def corrupted():
+    """A bit flips after rank 1 took the checksum, as it would on the wire."""
+    wrapped = DDP(make())
+    apply_compressed_communication(wrapped, verify=True, **COMMON).start_batch(0)
+    step(wrapped)
+
+    def damaged(x, form):
+        message = wire.encode(x, form)
+        message[:, 3] ^= 1
+        return message
+
+    if rank == 1:
+        collectives.encode = damaged
+    try:
+        step(wrapped)
+    except RuntimeError as error:
+        return str(error)
+    return "went unnoticed"
+
+
+if case == "one_rank_only":
+    wrapped = DDP(make())
+    if rank == 0:
+        print(refusal(wrapped), flush=True)
+        sys.exit(3)
+    step(wrapped)  # the other rank goes on, and must not wait for ever
+    step(wrapped)
+elif case == "killed":
+    wrapped = DDP(make())
+    apply_compressed_communication(wrapped, **COMMON).start_batch(0)
+    step(wrapped)
+    loss = wrapped(torch.randn(8, 16)).square().mean()
+    if rank == 1:
+        os._exit(9)
+    loss.backward()
+else:
+    results = {"refusals": refusals(), "padded_reload": padded_reload(), "corrupted": corrupted()}
+    everywhere = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, results)
+    if rank == 0:
+        with open(os.environ["RESULT_FILE"], "w") as file:
+            json.dump(everywhere, file)
+    dist.barrier()
+print("reached the end", flush=True)

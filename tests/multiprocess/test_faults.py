@@ -1,0 +1,44 @@
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+import launch
+
+pytestmark = pytest.mark.multiprocess
+
+REFUSED = {
+    "differ": "differs between ranks",
+    "unwrapped": "wrapped by neither DDP nor FSDP",
+    "ddp_parameters": "DDP gathers no parameters",
+    "fsdp_int4": "only shards",
+    "fsdp_feedback": "whole gradient on every rank",
+    "inter_node": "nothing crosses nodes",
+    "no_all_to_all": "does not have",
+}
+
+
+def test_what_cannot_run_is_an_error_on_every_rank_and_damage_is_found():
+    for rank, results in enumerate(launch.run("run_faults.py", 4, "all")):
+        assert results["refusals"].keys() == REFUSED.keys()
+        for case, said in REFUSED.items():
+            assert said in results["refusals"][case], (rank, case, results["refusals"][case])
+        # A bound all-gather survives a reload on the rank with padding; without it ranks would send other sizes.
+        assert 0 < results["padded_reload"] < 0.05
+        assert "arrived damaged: the checksum of rows [1]" in results["corrupted"], (
+            rank,
+            results["corrupted"],
+        )
+
+
+def test_compression_on_one_rank_only_ends_both_ranks():
+    codes, outputs = launch.run("run_faults.py", 2, "one_rank_only", check=False, timeout=150)
+    assert codes[0] == 3 and "ranks [1] did not set it up" in outputs[0]
+    assert codes[1] not in (0, -9), outputs[1]  # it ends by its own error, not by our time limit
+
+
+def test_a_killed_rank_ends_the_others_with_an_error():
+    codes, outputs = launch.run("run_faults.py", 3, "killed", check=False, timeout=150)
+    assert codes[1] == 9 and all(code not in (0, -9) for code in codes), (codes, outputs)
+    assert "reached the end" not in "".join(outputs)
