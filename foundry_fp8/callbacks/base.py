@@ -13,6 +13,7 @@ from composer.loggers import Logger
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from foundry_fp8.callbacks.run_log import ensure_run_log
 from foundry_fp8.config import ConfigError, from_mapping
 
 __all__ = ["Monitor", "device_of", "model_of"]
@@ -66,6 +67,8 @@ class Monitor(Callback):
         if self.failed is not None:
             return
         try:
+            if event == Event.INIT:
+                ensure_run_log(state, logger)
             super().run_event(event, state, logger)
         except ConfigError as error:
             if event == Event.INIT:

@@ -44,7 +44,10 @@ def test_foundrys_targets_change_nothing_but_memory_with_fp8_and_resume(root, tm
 
 
 def test_compression_comes_after_checkpoints_whatever_the_order(root):
-    algorithms = {"activation_compression": {"min_numel": 1024}, "activation_checkpointing": {"targets": SEED_TARGETS}}
+    algorithms = {
+        "activation_compression": {"min_numel": 1024},
+        "activation_checkpointing": {"targets": SEED_TARGETS},
+    }
     run = train(config(root, algorithms=algorithms, max_duration="2ba"))
     report = next(a for a in run.state.algorithms if type(a).__name__ == "ActivationCompression").report
     assert [row[1] for row in report.rows].count("boundary") == 1

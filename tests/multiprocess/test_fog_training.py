@@ -18,7 +18,7 @@ def test_two_ranks_train_fog_with_fp8_attention(tmp_path):
     worker = Path(__file__).with_name("run_fog_training.py")
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]),
     }
     launcher = Path(sys.executable).with_name("composer")
     run = subprocess.run(

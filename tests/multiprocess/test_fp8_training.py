@@ -21,7 +21,7 @@ def results(tmp_path_factory):
     worker = Path(__file__).with_name("run_fp8_training.py")
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]),
     }
     launcher = Path(sys.executable).with_name("composer")
     run = subprocess.run(

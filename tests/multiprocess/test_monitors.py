@@ -18,7 +18,7 @@ def results(tmp_path_factory):
     root = make_data(tmp_path_factory.mktemp("data"))
     out = tmp_path_factory.mktemp("out")
     worker = Path(__file__).with_name("run_monitors.py")
-    path = os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
     run = subprocess.run(
         [Path(sys.executable).with_name("composer"), "-n", "2", str(worker), str(root), str(out)],
         capture_output=True,

@@ -18,7 +18,7 @@ def test_rank_0_alone_writes_and_says_how_many_ranks_there_are(tmp_path):
     worker = Path(__file__).with_name("run_run_log.py")
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]),
     }
     command = [launcher, "-n", "2", str(worker), str(log)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)

@@ -162,7 +162,9 @@ def unwrap(model: nn.Module) -> None:
 def _switch_off_cache(model: nn.Module) -> None:
     """Set Hugging Face's ``config.use_cache`` to false: a recompute would append keys to the cache a second time."""
     for module in model.modules():
-        if not hasattr(module, "get_input_embeddings"):  # transformers' own models; layers may hold guarded configs
+        if not hasattr(
+            module, "get_input_embeddings"
+        ):  # transformers' own models; layers may hold guarded configs
             continue
         config: Any = getattr(module, "config", None)
         if getattr(config, "use_cache", False) is True:

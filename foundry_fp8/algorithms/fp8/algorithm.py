@@ -10,6 +10,7 @@ from composer.loggers import Logger
 
 from foundry_fp8.algorithms.fp8.functional import KEY, FP8Config, apply_fp8
 from foundry_fp8.attention_surgery import FP8AttentionState
+from foundry_fp8.callbacks.run_log import ensure_run_log
 from foundry_fp8.config import ConfigError, from_mapping
 from foundry_fp8.state import FP8State
 from foundry_fp8.surgery import SurgeryReport
@@ -63,6 +64,7 @@ class FP8(Algorithm):
             raise ConfigError(
                 f"precision: amp_fp8 is Composer's own FP8 and cannot be combined with {KEY}. Set precision: amp_bf16."
             )
+        ensure_run_log(state, logger)
         self.report = apply_fp8(state.model, device=state.device._device, **self.options)
         self._fp8_state = FP8State.of(state.model)
         self._attention_state = FP8AttentionState.of(state.model)

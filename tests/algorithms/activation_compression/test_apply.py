@@ -43,7 +43,9 @@ ROUTES = [
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("options", ROUTES)
 @pytest.mark.parametrize("name", LIMIT)
-def test_the_forward_is_exact_and_gradients_are_within_the_format_s_error(make_llama, name, options, autocast):
+def test_the_forward_is_exact_and_gradients_are_within_the_format_s_error(
+    make_llama, name, options, autocast
+):
     model = make_llama(4, attention_dropout=0.1, tie_word_embeddings=True)
     model.train()
     loss, reference = gradients(model, autocast)
@@ -179,7 +181,9 @@ def test_checkpoint_boundaries_are_packed_or_left(make_llama):
 def test_a_checkpoint_over_compression_is_refused_in_either_order(make_llama):
     model = make_llama(2)
     apply_activation_compression(model, targets=["*.mlp"])
-    with pytest.raises(ConfigError, match=r"layers\.0\.mlp compresses what it saves .* before activation_compression"):
+    with pytest.raises(
+        ConfigError, match=r"layers\.0\.mlp compresses what it saves .* before activation_compression"
+    ):
         apply_activation_checkpointing(model)
     model = make_llama(2)
     apply_activation_checkpointing(model)
