@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["demo"]
 
 _HIGH_PRECISION = "high-precision"
+_MPT = "mpt-gqa"
 _POLL_SECONDS = 0.2
 
 
@@ -28,9 +29,12 @@ def demo(
     ] = "delayed,mxfp8",
     output: Annotated[Path, typer.Option(help="Folder for data, runs and the report.")] = Path("demo-runs"),
     seed: Annotated[int, typer.Option(help="Seed of the weights and of the order of the data.")] = 17,
+    model: Annotated[
+        str, typer.Option(help="mpt-gqa, or a FOG variant: fog-max, fog-opt, fog-flash, llama3, ...")
+    ] = "mpt-gqa",
     yaml: Annotated[
         Path | None,
-        typer.Option(help="LLM Foundry YAML to train.  [default: yamls/demo/mpt-gqa.yaml]"),
+        typer.Option(help="LLM Foundry YAML to train instead of the model's own in yamls/demo."),
     ] = None,
     corpus: Annotated[
         Path | None,
@@ -43,7 +47,8 @@ def demo(
     """
     from rich.console import Console
 
-    from foundry_fp8.config import ConfigError
+    from foundry_fp8.config import ConfigError, check_choice
+    from foundry_fp8.models.fog.config import VARIANTS
     from foundry_fp8.recipes import parse_recipe
 
     console = Console()
@@ -51,13 +56,16 @@ def demo(
     try:
         for name in names:
             parse_recipe(name, "--recipes")
-        yaml = yaml or _demo_yaml()
+        check_choice("--model", model, (_MPT, *VARIANTS))
+        yaml = yaml or _demo_yaml(_MPT if model == _MPT else "fog")
         data = _prepare(console, yaml, output, corpus)
     except (ConfigError, RuntimeError, FileNotFoundError) as error:
         console.print(f"[red]{error}[/]", highlight=False)
         raise typer.Exit(2) from error
 
     common = {"variables.data": data, "variables.global_seed": seed, "max_duration": f"{steps}ba"}
+    if model != _MPT:
+        common["variables.variant"] = model
     runs = {
         _HIGH_PRECISION: {**common, "run_name": _HIGH_PRECISION},
         **{name: {**common, "run_name": name, "algorithms.fp8.recipe": name} for name in names},
@@ -80,10 +88,10 @@ def demo(
         raise typer.Exit(1)
 
 
-def _demo_yaml() -> Path:
+def _demo_yaml(name: str) -> Path:
     import foundry_fp8
 
-    path = Path(foundry_fp8.__file__).parents[1] / "yamls" / "demo" / "mpt-gqa.yaml"
+    path = Path(foundry_fp8.__file__).parents[1] / "yamls" / "demo" / f"{name}.yaml"
     if not path.exists():
         raise FileNotFoundError(
             f"{path} is not there: foundry-fp8 was installed without its checkout. "
