@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from foundry_fp8.algorithms.fp8 import apply_fp8
 from foundry_fp8.models.fog import VARIANTS, FogConfig, FogForCausalLM
 from foundry_fp8.models.fog.config import LLAMA31_ROPE_SCALING
 
@@ -203,3 +204,31 @@ def test_probabilities_only_from_eager_attention() -> None:
     out = model(ids(), output_attentions=True, output_hidden_states=True)
     assert [a.shape for a in out.attentions] == [(2, 4, 12, 12)] * 2 and len(out.hidden_states) == 3
     torch.testing.assert_close(out.attentions[0].sum(-1), torch.ones(2, 4, 12))
+
+
+@pytest.mark.parametrize("activation", ["smooth_swiglu", "smooth_swiglu_fog"])
+def test_smooth_swiglu_in_fp8_takes_an_outlier_better_than_swiglu(activation: str) -> None:
+    """One channel of the linear branch is a million times the others (they underflow): the paper's form gives it a scale of its own.
+
+    FOG's form has one scale a token, which does nothing for a channel; it has to stay as good as SwiGLU.
+    """
+    errors = {}
+    for kind in ("swiglu", activation):
+        model = build("custom", activation=kind, num_hidden_layers=1)
+        mlp = model.model.layers[0].mlp
+        with torch.no_grad():
+            mlp.gate_up_proj.weight[mlp.down_proj.in_features + 5] *= 1e6
+            mlp.down_proj.weight[:, 5] /= 1e6
+        x = torch.randn(64, 64, generator=torch.Generator().manual_seed(1))
+        with torch.no_grad():
+            exact = mlp(x)
+        apply_fp8(model.train(), recipe="current", include=["*.down_proj"])
+        y = mlp(x)
+        errors[kind] = float((y - exact).norm() / exact.norm())
+        y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(2)))
+        assert mlp.down_proj.ledger.calls["wgrad", "fp8"] == 1
+        assert torch.isfinite(mlp.down_proj.weight.grad).all() and mlp.down_proj.weight.grad.abs().max() > 0
+    if activation == "smooth_swiglu":
+        assert errors["smooth_swiglu"] < 0.5 * errors["swiglu"]
+    else:
+        assert errors["smooth_swiglu_fog"] < 1.2 * errors["swiglu"]
