@@ -223,7 +223,7 @@ def train(
         "parameters": model.config.parameter_count(),
         "losses": [round(x, 4) for x in losses],
         "held_out": final,
-        "logit_bound": softmax_logit_bound(model.config),
+        "logit_bound": bound if math.isfinite(bound := softmax_logit_bound(model.config)) else None,
         "measured": measured,
         "seconds": round(time.perf_counter() - started, 1),
     }
@@ -252,7 +252,7 @@ def table(runs: list[dict[str, Any]], precisions: tuple[str, ...]) -> str:
         top = max(max(r["measured"][-1]["kurtosis_sample"]) for r in first)
         logit = max(max(m["logit"]) for r in first for m in r["measured"])
         bound = first[0]["logit_bound"]
-        shown = f"{logit:.1f} ({bound:.1f})" if math.isfinite(bound) else f"{logit:.1f} (none)"
+        shown = f"{logit:.1f} ({bound:.1f})" if bound is not None else f"{logit:.1f} (none)"
         lines.append(f"| {' | '.join(case)} | {' | '.join(cells)} | {top:.1f} | {shown} |")
     return "\n".join(lines)
 
