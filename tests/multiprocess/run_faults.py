@@ -112,10 +112,8 @@ elif case == "killed":
     loss.backward()
 else:
     results = {"refusals": refusals(), "padded_reload": padded_reload(), "corrupted": corrupted()}
-    everywhere = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, results)
-    if rank == 0:
-        with open(os.environ["RESULT_FILE"], "w") as file:
-            json.dump(everywhere, file)
-    dist.barrier()
+    print(
+        "RESULT " + json.dumps(results), flush=True
+    )  # no collective: the damage ended the ranks at different places
+    os._exit(0)
 print("reached the end", flush=True)
