@@ -1,3 +1,4 @@
+import json
 import sys
 from pathlib import Path
 
@@ -20,16 +21,18 @@ REFUSED = {
 
 
 def test_what_cannot_run_is_an_error_on_every_rank_and_damage_is_found():
-    for rank, results in enumerate(launch.run("run_faults.py", 4, "all")):
+    codes, outputs = launch.run("run_faults.py", 4, "all", check=False, timeout=150)
+    assert codes == [0] * 4, outputs
+    for rank, output in enumerate(outputs):
+        results = json.loads(output.split("RESULT ")[1].splitlines()[0])
         assert results["refusals"].keys() == REFUSED.keys()
         for case, said in REFUSED.items():
             assert said in results["refusals"][case], (rank, case, results["refusals"][case])
         # A bound all-gather survives a reload on the rank with padding; without it ranks would send other sizes.
         assert 0 < results["padded_reload"] < 0.05
-        assert "arrived damaged: the checksum of rows [1]" in results["corrupted"], (
-            rank,
-            results["corrupted"],
-        )
+        assert results["corrupted"] != "went unnoticed"
+    # The first to see it names the sender; the others may lose their connection to it first.
+    assert any("arrived damaged: the checksum of rows [1]" in output for output in outputs)
 
 
 def test_compression_on_one_rank_only_ends_both_ranks():
