@@ -252,7 +252,7 @@ def train() -> dict[str, Any]:
 def coat() -> list[dict[str, Any]]:
     """Peak of a step with gradients and AdamW's state, bfloat16 autocast, microbatch as large as COAT's ratios assume.
 
-    COAT (arXiv:2410.19313, table 5) divides the peak of BF16 training by its own on the same batch, weights, gradients,
+    COAT (arXiv:2410.19313) divides the peak of BF16 training by its own on the same batch, weights, gradients,
     optimizer state and activations included; its own optimizer state is FP8, ours stays float32.
     """
     rows = []
