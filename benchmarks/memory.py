@@ -143,6 +143,7 @@ def table(name: str, repeats: int) -> list[dict[str, Any]]:
         model = build()
         predicted = apply(model)
         run = loss_of(model, tokens)
+        print(f"{name}: {label}", flush=True)
         rows[label] = {"case": label, "peak_bytes": peak_of(model, run), "predicted_bytes": predicted}
 
         def step(model: nn.Module = model, run: Callable[[], Tensor] = run) -> None:
@@ -278,11 +279,16 @@ def main() -> None:
     )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument(
+        "--tokens", type=int, nargs=2, metavar=("BATCH", "LENGTH"), help="instead of the model's own"
+    )
     parser.add_argument("--train", action="store_true")
     parser.add_argument("--coat", action="store_true")
     parser.add_argument("--save", default=None, metavar="NAME", help="write results/NAME.json, .md and .png")
     args = parser.parse_args()
 
+    if args.tokens:
+        MODELS.update({name: (build, tuple(args.tokens)) for name, (build, _) in MODELS.items()})
     result: dict[str, Any] = {"benchmark": "memory", **environment()}
     if args.train:
         result["train"] = train()
