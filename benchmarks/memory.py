@@ -143,6 +143,7 @@ def table(name: str, repeats: int) -> list[dict[str, Any]]:
         model = build()
         predicted = apply(model)
         run = loss_of(model, tokens)
+        print(f"{name}: {label}", flush=True)
         rows[label] = {"case": label, "peak_bytes": peak_of(model, run), "predicted_bytes": predicted}
 
         def step(model: nn.Module = model, run: Callable[[], Tensor] = run) -> None:
@@ -252,7 +253,7 @@ def train() -> dict[str, Any]:
 def coat() -> list[dict[str, Any]]:
     """Peak of a step with gradients and AdamW's state, bfloat16 autocast, microbatch as large as COAT's ratios assume.
 
-    COAT (arXiv:2410.19313, table 5) divides the peak of BF16 training by its own on the same batch, weights, gradients,
+    COAT (arXiv:2410.19313) divides the peak of BF16 training by its own on the same batch, weights, gradients,
     optimizer state and activations included; its own optimizer state is FP8, ours stays float32.
     """
     rows = []
@@ -278,11 +279,16 @@ def main() -> None:
     )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument(
+        "--tokens", type=int, nargs=2, metavar=("BATCH", "LENGTH"), help="instead of the model's own"
+    )
     parser.add_argument("--train", action="store_true")
     parser.add_argument("--coat", action="store_true")
     parser.add_argument("--save", default=None, metavar="NAME", help="write results/NAME.json, .md and .png")
     args = parser.parse_args()
 
+    if args.tokens:
+        MODELS.update({name: (build, tuple(args.tokens)) for name, (build, _) in MODELS.items()})
     result: dict[str, Any] = {"benchmark": "memory", **environment()}
     if args.train:
         result["train"] = train()
