@@ -95,7 +95,7 @@ class DelayedScalingState:
         if self.recipe.reduce_amax and dist.is_available() and dist.is_initialized():
             dist.all_reduce(history[0], op=dist.ReduceOp.MAX, group=group)
         use_max = self.recipe.amax_compute_algo == "max"
-        if history.is_cuda and triton_missing() is None:
+        if history.device.type == "cuda" and triton_missing() is None:
             from foundry_fp8.kernels.delayed import update_delayed_
 
             scale = self.scale.clone()
