@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from foundry_fp8.cli import compare, demo, doctor, plan_memory
+from foundry_fp8.cli import compare, demo, doctor, plan_communication, plan_memory
 
 __all__ = ["app"]
 
@@ -22,6 +22,7 @@ app.command("compare")(compare.compare)
 app.command("doctor")(doctor.doctor)
 app.add_typer(plan, name="plan")
 plan.command("memory")(plan_memory.memory)
+plan.command("communication")(plan_communication.communication)
 
 
 @plan.callback()

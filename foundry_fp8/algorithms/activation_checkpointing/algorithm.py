@@ -17,8 +17,8 @@ from foundry_fp8.algorithms.activation_checkpointing.apply import (
     ActivationCheckpointingConfig,
     wrap_selected,
 )
-from foundry_fp8.algorithms.activation_checkpointing.policy import Policy
 from foundry_fp8.algorithms.activation_checkpointing.targets import Selection, select
+from foundry_fp8.config import from_mapping
 
 __all__ = ["ActivationCheckpointing"]
 
@@ -40,31 +40,17 @@ class ActivationCheckpointing(Algorithm):
     (policies other than ``full``, offload, budgets).
 
     Args:
-        targets: See :class:`ActivationCheckpointingConfig`.
-        policy: See there.
-        budget: See there.
-        offload: See there.
+        **options: The fields of :class:`ActivationCheckpointingConfig`.
     """
 
-    def __init__(
-        self,
-        targets: Any = None,
-        policy: Policy = "full",
-        budget: float | str | None = None,
-        offload: bool = False,
-    ) -> None:
-        self.config = ActivationCheckpointingConfig(
-            targets=targets, policy=policy, budget=budget, offload=offload
-        )
+    def __init__(self, **options: Any) -> None:
+        self.config = from_mapping(ActivationCheckpointingConfig, options, KEY)
+        self._options = options
         self._selected: list[Selection] = []
         self._planned = self.config.budget is None
 
     def __repr__(self) -> str:
-        c = self.config
-        return (
-            f"ActivationCheckpointing(targets={c.targets!r}, policy={c.policy!r}, budget={c.budget!r}, "
-            f"offload={c.offload!r})"
-        )
+        return f"ActivationCheckpointing({', '.join(f'{k}={v!r}' for k, v in self._options.items())})"
 
     def match(self, event: Event, state: State) -> bool:
         """On INIT and AFTER_LOAD, and on the first BEFORE_FORWARD of a run with a budget."""
