@@ -169,8 +169,7 @@ class FP8AttentionState:
 
     @torch.compiler.disable
     def _before_forward(self, model: nn.Module, args: Any) -> None:
-        device = next(model.parameters()).device
-        self._scales.begin_forward(device, records=model.training and torch.is_grad_enabled())
+        self._scales.begin_forward(model, next(model.parameters()).device)
 
     def state_dict(self) -> dict[str, Any]:
         """Loads with ``weights_only=True``.

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from foundry_fp8.compat.autograd import inside_backward
 from foundry_fp8.kernels.launch import triton_missing
 from foundry_fp8.quantize import FLOAT32_MAX
 from foundry_fp8.recipes import DelayedScaling
@@ -146,10 +147,13 @@ class ModuleScales:
         first = self._modules.index(module) * len(self._slots)
         return {slot: self.state.slot(first + i) for i, slot in enumerate(self._slots)}
 
-    def begin_forward(self, device: torch.device, *, records: bool) -> None:
-        """A forward of the whole model begins on ``device``; with ``records``, one that will record amaxes."""
+    def begin_forward(self, model: nn.Module, device: torch.device) -> None:
+        """A forward of the whole ``model`` begins on ``device``. A training forward finishes the pass before it.
+
+        Not so a forward that activation checkpointing runs again: it belongs to the pass that is running.
+        """
         self.state.to(device)
-        if records:
+        if model.training and torch.is_grad_enabled() and not inside_backward():
             self.update()
             self._pending = True
 

@@ -73,8 +73,7 @@ class FP8State:
     @torch.compiler.disable
     def _before_forward(self, model: nn.Module, args: Any) -> None:
         if self._scales is not None:
-            device = next(iter(self.modules.values())).weight.device
-            self._scales.begin_forward(device, records=model.training and torch.is_grad_enabled())
+            self._scales.begin_forward(model, next(iter(self.modules.values())).weight.device)
         if any(module.runs_fp8 for module in self.modules.values()):
             self._contexts.enter_context(self.backend.forward_context(self.recipe))
 

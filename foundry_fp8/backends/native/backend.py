@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from foundry_fp8.backends.base import Availability, Backend, Fusion, compute_dtype
 from foundry_fp8.backends.native.operand import Layout, Plan, plan_of
 from foundry_fp8.backends.native.size_rule import size_reason
-from foundry_fp8.backends.transformer_engine.fusion import deferred_norm_of, fuse_norms
+from foundry_fp8.backends.norm_fusion import deferred_norm_of, fuse_norms
 from foundry_fp8.kernels.launch import interpreting, triton_missing
 from foundry_fp8.recipes import DelayedScaling, MXFP8Scaling, Recipe
 

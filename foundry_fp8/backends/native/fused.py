@@ -23,7 +23,7 @@ from foundry_fp8.backends.base import compute_dtype
 from foundry_fp8.backends.native.backend import NativeBackend, delayed_tensors
 from foundry_fp8.backends.native.linear import dgrad_and_wgrad, fprop
 from foundry_fp8.backends.native.operand import Plan, Source, plan_of
-from foundry_fp8.backends.transformer_engine.fusion import DeferredNorm
+from foundry_fp8.backends.norm_fusion import DeferredNorm
 from foundry_fp8.modules.linear import FP8Linear
 
 __all__ = ["activation_linear", "deferred_norm_linear", "norm_linear"]

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from foundry_fp8.backends.base import Availability, Backend, Fusion, compute_dtype
 from foundry_fp8.backends.emulated.quantizers import quantize_operand
+from foundry_fp8.backends.norm_fusion import DeferredNorm, deferred_norm_of, fuse_norms
 from foundry_fp8.backends.transformer_engine.delayed import bind_slots, keep_out_of_global_buffers
-from foundry_fp8.backends.transformer_engine.fusion import DeferredNorm, deferred_norm_of, fuse_norms
 from foundry_fp8.backends.transformer_engine.library import ImportProblem, Library, load_library
 from foundry_fp8.backends.transformer_engine.nonfinite import keep_non_finite
 from foundry_fp8.backends.transformer_engine.recipes import make_te_recipe
@@ -84,7 +84,7 @@ class TransformerEngineBackend(Backend):
         te_module_of(module, module.configured_recipe)
 
     def fuse(self, model: nn.Module, converted: Mapping[str, FP8Linear]) -> dict[str, Fusion]:
-        """See :mod:`.fusion`."""
+        """See :mod:`foundry_fp8.backends.norm_fusion`."""
         return fuse_norms(model, converted)
 
     def forward_context(self, recipe: Recipe) -> AbstractContextManager[Any]:

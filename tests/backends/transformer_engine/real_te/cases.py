@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from foundry_fp8 import apply_fp8
-from foundry_fp8.backends.transformer_engine import fusion
+from foundry_fp8.backends import norm_fusion as fusion
 from foundry_fp8.backends.transformer_engine.backend import library, te_module_of, te_recipe_of
 from foundry_fp8.modules.linear import FP8Linear
 from foundry_fp8.recipes import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling, parse_recipe

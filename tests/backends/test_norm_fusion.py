@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from foundry_fp8.backends.transformer_engine.fusion import _NORMS, _qualified, _sites
+from foundry_fp8.backends.norm_fusion import _NORMS, _qualified, _sites
 
 pytest.importorskip("llmfoundry")
 

@@ -1,4 +1,4 @@
-"""Norm and linear in one TE module: ``te.LayerNormLinear`` writes the norm's output in FP8 only.
+"""A norm computed in the kernel of the linear that reads it: which sites, and how the norm hands its input on.
 
 The model keeps its modules and its parameters' names: where a norm feeds exactly one converted linear, the norm hands its
 input on and the linear normalises it in its own kernel. Each forward decides anew, because the two are the same
@@ -49,7 +49,7 @@ _NORMS: dict[str, tuple[Literal["LayerNorm", "RMSNorm"], bool]] = {
 }
 """Norm class -> TE's name for it, and whether it casts its input and parameters to the compute dtype itself."""
 
-_ATTRIBUTE = "_te_norm"
+_ATTRIBUTE = "_deferred_norm"
 
 _deferred_classes: dict[type, type] = {}
 
