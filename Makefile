@@ -13,7 +13,7 @@ demo: setup
 	$(BIN)/foundry-fp8 demo $(ARGS)
 
 test: lint
-	$(BIN)/python -m pytest -n 2 $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -65,13 +65,13 @@ def foundrys_choice(model, target):
         model.config.activation_checkpointing_target = None
 
 
-def test_600_generated_targets_choose_what_foundry_chooses(mpt):
+def test_900_generated_targets_choose_what_foundry_chooses(mpt):
     """Two differences. A name that no module has is an error here, and nothing in Foundry. And mptglu, whose registry
     entry is a function and not a class, ends in a TypeError of isinstance in Foundry; here it is the class of that name.
     """
     rng = random.Random(6)
     same = errors = absent = builders = 0
-    for _ in range(600):
+    for _ in range(900):
         target = spec(rng)
         theirs = foundrys_choice(mpt, target)
         try:
