@@ -1,4 +1,5 @@
-"""Forward and backward of one linear on a CPU: float32, the emulated backend in each recipe, torchao's emulation.
+"""Forward and backward of one linear on a CPU: float32, the emulated backend in each recipe, torchao's emulation; then one
+whole step of the demo's model.
 
     python benchmarks/linear_cpu.py [--repeats 15] [--save NAME]
 
@@ -10,6 +11,7 @@ that autograd saves (parameters left out).
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 import torch
 from common import environment, interleaved, median_ratio, save
@@ -60,6 +62,46 @@ def cases() -> dict[str, nn.Module]:
             fresh(), config=Float8LinearConfig(emulate=True)
         )
     return found
+
+
+def demo_step(repeats: int) -> list[dict[str, object]]:
+    """Forward and backward of the demo's MPT on one microbatch, in float32 and converted by each recipe."""
+    from llmfoundry.utils.builders import build_composer_model
+    from omegaconf import OmegaConf
+
+    config = OmegaConf.load(Path(__file__).parents[1] / "yamls" / "demo" / "mpt-gqa.yaml")
+    options = OmegaConf.to_container(config.model, resolve=True)
+    name = options.pop("name")
+
+    class Tokenizer:  # MPT reads no more of it than this
+        eos_token_id = 0
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return build_composer_model(name=name, cfg=dict(options), tokenizer=Tokenizer())
+
+    tokens = torch.randint(
+        0, config.variables.vocab_size, (config.device_train_microbatch_size, config.max_seq_len)
+    )
+    batch = {"input_ids": tokens, "labels": tokens, "attention_mask": torch.ones_like(tokens)}
+    models = {"float32": build()}
+    for recipe in RECIPES:
+        models[recipe] = build()
+        foundry_fp8.apply_fp8(models[recipe], recipe=recipe, backend="emulated")
+
+    def step(model: nn.Module) -> None:
+        model.zero_grad(set_to_none=True)
+        model.loss(model(batch), batch).backward()
+
+    seconds = interleaved({n: lambda m=m: step(m) for n, m in models.items()}, repeats, 2)
+    return [
+        {
+            "case": case,
+            "median_ms": round(sorted(seconds[case])[repeats // 2] * 1e3, 1),
+            "of_float32": round(median_ratio(seconds[case], seconds["float32"]), 3),
+        }
+        for case in models
+    ]
 
 
 def main() -> None:

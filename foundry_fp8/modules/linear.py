@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -98,21 +99,20 @@ class FP8Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """``input @ weight.T + bias``. ``input``: ``[..., in_features]``, hp; the result has the compute dtype."""
-        if self.runs_fp8:
-            output = self.backend.linear(self, input)
-        else:
-            output = F.linear(input, self.weight, self.bias)
-        if not torch.compiler.is_compiling():  # a compiled graph cannot keep Python counters
-            self._record(input, output)
-        return output
+        return self.recorded(input, self._compute)
 
-    def _record(self, input: Tensor, output: Tensor) -> None:
+    def recorded(self, input: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
+        """``compute(input)``, entered in the ledger; for code that runs this layer's GEMMs in a kernel of its own."""
+        if torch.compiler.is_compiling():  # a compiled graph cannot keep Python counters
+            return compute(input)
+        # Before the GEMM: a recompute that stops as soon as it has what it needs never comes back from its last one.
         tokens = input.numel() // self.in_features
         precisions = self.gemm_precisions(precision_of(compute_dtype(input)))
         n, k = self.out_features, self.in_features
         self.ledger.record("fprop", tokens, n, k, precisions["fprop"], recompute=inside_backward())
+        output = compute(input)
         if not output.requires_grad:
-            return
+            return output
         dgrad, wgrad = input.requires_grad, self.weight.requires_grad
 
         # A hook, because only the backward that really runs should count: a recompute builds a graph that nothing walks.
@@ -123,6 +123,12 @@ class FP8Linear(nn.Linear):
                 self.ledger.record("wgrad", n, k, tokens, precisions["wgrad"])
 
         output.register_hook(record_backward)
+        return output
+
+    def _compute(self, input: Tensor) -> Tensor:
+        if self.runs_fp8:
+            return self.backend.linear(self, input)
+        return F.linear(input, self.weight, self.bias)
 
     def extra_repr(self) -> str:
         """The linear's own, with what it runs."""

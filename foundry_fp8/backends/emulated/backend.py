@@ -54,9 +54,7 @@ class _EmulatedLinear(torch.autograd.Function):
         ctx.module, ctx.recipe, ctx.wgrad, ctx.record = module, module.recipe, module.wgrad, record
         qx = _quantize(ctx, x, "x", along=1)
         qw = _quantize(ctx, weight.to(x.dtype), "w", along=1)
-        y = scaled_mm(_dense(ctx, qx), _transposed(_dense(ctx, qw)), x.dtype)
-        if bias is not None:
-            y += bias
+        y = scaled_mm(_dense(ctx, qx), _transposed(_dense(ctx, qw)), x.dtype, bias)
 
         kept: tuple[Tensor, ...] = ()
         if ctx.needs_input_grad[1]:

@@ -55,17 +55,21 @@ def to_dense(q: Quantized, *, power_2: bool) -> tuple[Tensor, Tensor | None]:
 
 
 def scaled_mm(
-    a: tuple[Tensor, Tensor | None], b: tuple[Tensor, Tensor | None], out_dtype: torch.dtype
+    a: tuple[Tensor, Tensor | None],
+    b: tuple[Tensor, Tensor | None],
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """``a @ b`` of two operands from :func:`to_dense` (either transposed as needed), scaled, in ``out_dtype``."""
+    """``a @ b + bias`` of two operands from :func:`to_dense` (either transposed as needed), scaled, in ``out_dtype``."""
     (a_values, a_scale), (b_values, b_scale) = a, b
     common = torch.promote_types(a_values.dtype, b_values.dtype)
     product = a_values.to(common) @ b_values.to(common)
+    # With a bias the epilogue runs in float32, so that the sum is rounded once.
+    result = product.to(out_dtype if bias is None else torch.float32)
     scales = [s for s in (a_scale, b_scale) if s is not None]
-    if not scales:
-        return product.to(out_dtype)
-    scale = scales[0] if len(scales) == 1 else scales[0] * scales[1]
-    return product.to(out_dtype).mul_(scale)
+    if scales:
+        result.mul_(scales[0] if len(scales) == 1 else scales[0] * scales[1])
+    return result if bias is None else result.add_(bias).to(out_dtype)
 
 
 def _to_bf16(q: Quantized) -> Tensor:

@@ -58,8 +58,10 @@ def norm_linear(linear: FP8Linear, x: Tensor, norm: nn.Module) -> Tensor:
     eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
     bias = getattr(norm, "bias", None)
     centered = isinstance(norm, nn.LayerNorm)
-    y = _run(linear, x, NORM, norm_weight=norm.weight, norm_bias=bias, eps=eps, centered=centered)
-    return _recorded(linear, x, y)
+    return linear.recorded(
+        x,
+        lambda x: _run(linear, x, NORM, norm_weight=norm.weight, norm_bias=bias, eps=eps, centered=centered),
+    )
 
 
 def deferred_norm_linear(linear: FP8Linear, x: Tensor, norm: DeferredNorm) -> Tensor:
@@ -109,7 +111,8 @@ def activation_linear(
     _check_linear(linear)
     if not linear.runs_fp8 or linear.probe is not None or x.numel() == 0:
         return linear(_unfused_activation(x, activation, up, alpha))
-    return _recorded(linear, x, _run(linear, x, ACTIVATION_CODES[activation], up=up, alpha=alpha))
+    code = ACTIVATION_CODES[activation]
+    return linear.recorded(x, lambda x: _run(linear, x, code, up=up, alpha=alpha))
 
 
 class _ProducedLinear(torch.autograd.Function):
@@ -214,13 +217,6 @@ def _run(
             centered,
         )
     return y.view(*x.shape[:-1], linear.out_features)
-
-
-def _recorded(linear: FP8Linear, x: Tensor, y: Tensor) -> Tensor:
-    """Count the GEMMs, as the module's own forward would have."""
-    if not torch.compiler.is_compiling():
-        linear._record(x, y)
-    return y
 
 
 def _check_linear(linear: FP8Linear) -> None:
