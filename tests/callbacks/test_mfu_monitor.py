@@ -188,3 +188,14 @@ def test_every_documented_key_is_logged_and_the_other_way_round(train):
     logged = {key for key in trainer.logged.data if key.startswith("mfu/")}
     assert logged == documented - {"mfu/peak_source", "mfu/peak_detail"}
     assert {"mfu/peak_source", "mfu/peak_detail"} <= set(trainer.logged.hyperparameters)
+
+
+def test_attention_in_fp8_counts_in_fp8(train):
+    found = {}
+    for attention in (False, True):
+        model, watch = build_llama(), monitor()
+        train(model, [watch], steps=3, algorithms=[fp8(recipe="delayed", attention=attention)])
+        found[attention], _ = per_batch(watch, 2)
+    moved = expected_attention(model)
+    assert found[True]["fp8"] == found[False]["fp8"] + moved
+    assert found[True]["fp32"] == found[False]["fp32"] - moved

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from foundry_fp8.attention_surgery import FP8AttentionState
 from foundry_fp8.callbacks.mfu_monitor.census import ATTENTION_OPERATORS, LINEAR_OPERATORS, Observed
 from foundry_fp8.flops import Flops, Gemm, attended_pairs, attention_shapes, gemms_of, packed_pairs
 from foundry_fp8.flops.names import named_modules_clean
@@ -58,6 +59,8 @@ class FlopMeter:
         self.static = [gemm for gemm in gemms if gemm.name not in self.ledgers]
         self.converted = [gemm for gemm in gemms if gemm.name in self.ledgers]
         self.attention = attention_shapes(model)
+        converted_attention = FP8AttentionState.of(model)
+        self.fp8_attention = {} if converted_attention is None else converted_attention.modules
         self.masks: set[Mask] = {(shape.window, shape.causal, shape.packed) for shape in self.attention}
         self.observed: Mapping[str, Observed] = {}
         self.high_precision = "fp32"
@@ -138,7 +141,7 @@ class FlopMeter:
                 flops.recomputed[self._precision(gemm, "fprop", seen)] += count
         for shape in self.attention:
             seen = self.observed.get(shape.name)
-            precision = self.high_precision if seen is None else self._tf32(seen.precision)
+            precision = self._attention_precision(shape.name, seen)
             forward = shape.forward_flops(float(tokens.pairs[shape.window, shape.causal, shape.packed]))
             both = forward * (3 if seen is None or seen.backward else 1)
             flops.model[precision] += both
@@ -151,6 +154,12 @@ class FlopMeter:
         asked = getattr(self.modules.get(gemm.name), "gemm_precisions", None)
         if asked is not None:  # converted, but compiled
             return asked(self.high_precision)[which]
+        return self.high_precision if seen is None else self._tf32(seen.precision)
+
+    def _attention_precision(self, name: str, seen: Observed | None) -> str:
+        served = self.fp8_attention.get(name)
+        if served is not None and served.recipe is not None:
+            return "fp8"
         return self.high_precision if seen is None else self._tf32(seen.precision)
 
     def _tf32(self, precision: str) -> str:
