@@ -15,12 +15,13 @@ import torch
 __all__ = ["Gemm", "GemmLedger", "Precision", "precision_of"]
 
 Gemm = Literal["fprop", "dgrad", "wgrad"]
-Precision = Literal["fp8", "bf16", "fp16", "fp32"]
+Precision = Literal["fp8", "bf16", "fp16", "fp32", "fp64"]
 
 _NAMES: dict[torch.dtype, Precision] = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
     torch.float32: "fp32",
+    torch.float64: "fp64",
 }
 
 

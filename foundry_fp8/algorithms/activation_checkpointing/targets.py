@@ -114,7 +114,6 @@ def select(model: nn.Module, targets: Any, policy: Policy, key: str) -> list[Sel
         for name, block in blocks
     ]
     entries, merge = normalize_targets(targets, key)
-    classes, patterns = _resolve(entries, merge, inside, key)
     every = frozenset(range(len(blocks)))
 
     def blocks_of(entry: Target) -> frozenset[int]:
@@ -124,6 +123,9 @@ def select(model: nn.Module, targets: Any, policy: Policy, key: str) -> list[Sel
             else parse_blocks(entry.blocks, len(blocks), f"{key}.{entry.target}")
         )
 
+    for entry in entries:  # also those that a later spelling of the same class replaces
+        blocks_of(entry)
+    classes, patterns = _resolve(entries, merge, inside, key)
     by_class = [(cls, entry, blocks_of(entry)) for cls, entry in classes]
     by_pattern = [(entry, blocks_of(entry)) for entry in patterns]
     check_overlap(((entry.target, chosen) for _, entry, chosen in by_class), key)
