@@ -76,6 +76,9 @@ def demo_step(repeats: int) -> list[dict[str, object]]:
     class Tokenizer:  # MPT reads no more of it than this
         eos_token_id = 0
 
+        def __len__(self) -> int:
+            return 1
+
     def build() -> nn.Module:
         torch.manual_seed(0)
         return build_composer_model(name=name, cfg=dict(options), tokenizer=Tokenizer())
