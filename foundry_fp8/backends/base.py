@@ -103,6 +103,6 @@ class Backend(abc.ABC):
 def compute_dtype(x: Tensor) -> torch.dtype:
     """The dtype that ``nn.Linear`` would compute in: autocast's where it is on, otherwise that of ``x``."""
     device_type = x.device.type
-    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return x.dtype
     return torch.get_autocast_dtype(device_type)
