@@ -8,7 +8,7 @@ from foundry_fp8.activations.wrapping import checkpoint_wrappers
 from foundry_fp8.config import ConfigError
 from tests.integration.foundry_runs import config, llama, make_data, train
 
-pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("foundry")]
+pytestmark = pytest.mark.integration
 
 
 @pytest.fixture(scope="module")

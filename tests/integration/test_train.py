@@ -7,7 +7,7 @@ from foundry_fp8.config import ConfigError
 from foundry_fp8.recipes import RECIPES
 from tests.integration.foundry_runs import MPT, config, llama, make_data, train
 
-pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("foundry")]
+pytestmark = pytest.mark.integration
 
 
 @pytest.fixture(scope="module")

@@ -53,6 +53,21 @@ def run(
         return json.loads((Path(folder) / "result.json").read_text())
 
 
+def through_composer(script: str, *args: object, timeout: float = 540) -> None:
+    """Run ``script`` on two ranks through the composer launcher, and raise with its output if it fails."""
+    launcher = Path(sys.executable).with_name("composer")
+    path = os.pathsep.join([str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")])
+    ended = subprocess.run(
+        [launcher, "-n", "2", HERE / script, *map(str, args)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env={**os.environ, "PYTHONPATH": path},
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
+
+
 def _fork_ranks(spec: dict) -> None:
     for module in spec["imports"]:
         importlib.import_module(module)

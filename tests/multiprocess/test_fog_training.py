@@ -1,35 +1,18 @@
 """FOG with FP8 attention on two gloo ranks: FSDP2 by block, one amax state."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from tests.integration.foundry_runs import make_data
+from tests.multiprocess.launch import through_composer
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.xdist_group("multiprocess")]
+pytestmark = pytest.mark.multiprocess
 
 
 def test_two_ranks_train_fog_with_fp8_attention(tmp_path):
     root = make_data(tmp_path)
-    worker = Path(__file__).with_name("run_fog_training.py")
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]),
-    }
-    launcher = Path(sys.executable).with_name("composer")
-    run = subprocess.run(
-        [launcher, "-n", "2", str(worker), str(root), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=540,
-        env=environment,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
+    through_composer("run_fog_training.py", root, tmp_path)
     for rank in (0, 1):
         found = json.loads((tmp_path / f"rank{rank}.json").read_text())
         assert "error" not in found, found["error"]

@@ -1,16 +1,13 @@
 """FP8 on two gloo ranks through the composer launcher: DDP and FSDP2."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from tests.integration.foundry_runs import make_data
+from tests.multiprocess.launch import through_composer
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.xdist_group("multiprocess")]
+pytestmark = pytest.mark.multiprocess
 CASES = [f"{wrapper}-{recipe}" for wrapper in ("ddp", "fsdp2") for recipe in ("delayed", "mxfp8")]
 
 
@@ -18,21 +15,7 @@ CASES = [f"{wrapper}-{recipe}" for wrapper in ("ddp", "fsdp2") for recipe in ("d
 def results(tmp_path_factory):
     root = make_data(tmp_path_factory.mktemp("data"))
     out = tmp_path_factory.mktemp("out")
-    worker = Path(__file__).with_name("run_fp8_training.py")
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]),
-    }
-    launcher = Path(sys.executable).with_name("composer")
-    run = subprocess.run(
-        [launcher, "-n", "2", str(worker), str(root), str(out)],
-        capture_output=True,
-        text=True,
-        timeout=540,
-        env=environment,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
+    through_composer("run_fp8_training.py", root, out)
     return [json.loads((out / f"rank{r}.json").read_text()) for r in (0, 1)]
 
 

@@ -1,33 +1,20 @@
 """The four callbacks on two gloo ranks through the composer launcher: DDP and FSDP2."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from tests.integration.foundry_runs import make_data
+from tests.multiprocess.launch import through_composer
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.xdist_group("multiprocess")]
+pytestmark = pytest.mark.multiprocess
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     root = make_data(tmp_path_factory.mktemp("data"))
     out = tmp_path_factory.mktemp("out")
-    worker = Path(__file__).with_name("run_monitors.py")
-    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
-    run = subprocess.run(
-        [Path(sys.executable).with_name("composer"), "-n", "2", str(worker), str(root), str(out)],
-        capture_output=True,
-        text=True,
-        timeout=500,
-        env={**os.environ, "PYTHONPATH": path},
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
+    through_composer("run_monitors.py", root, out, timeout=500)
     both = [json.loads((out / f"rank{r}.json").read_text()) for r in (0, 1)]
     for found in both:
         for name, case in found.items():

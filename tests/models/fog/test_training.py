@@ -13,7 +13,7 @@ from foundry_fp8.config import ConfigError
 from foundry_fp8.models.fog import VARIANTS
 from tests.integration.foundry_runs import MPT, VOCAB, config, make_data, train
 
-pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("foundry")]
+pytestmark = pytest.mark.integration
 
 RECIPE = {"name": "delayed", "amax_history_len": 16}
 
