@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Literal
 
 import torch
@@ -33,6 +34,7 @@ __all__ = [
     "decode",
     "decode_mean",
     "encode",
+    "encode_keeping_error",
 ]
 
 FORMATS = ("fp32", "bf16", "int8", "e4m3", "int4")
@@ -56,15 +58,20 @@ class WireFormat:
     name: Literal["fp32", "bf16", "int8", "e4m3", "int4"]
     """``fp32`` is lossless; ``bf16`` rounds; the others are codes with one float32 scale a block."""
     block_size: int = 128
-    """Elements that share a scale: a power of two, at least 32."""
+    """Elements that share a scale: a power of two from 32 to 65536."""
     checksum: bool = False
     """Append a checksum to every row and verify it on arrival (debug mode)."""
 
     def __post_init__(self) -> None:
         check_choice("wire format", self.name, FORMATS)
         size = self.block_size
-        if isinstance(size, bool) or not isinstance(size, int) or size < 32 or size & (size - 1):
-            raise ConfigError(f"block_size: {size!r} is not a power of two of at least 32.")
+        if (
+            isinstance(size, bool)
+            or not isinstance(size, int)
+            or not 32 <= size <= 65536
+            or size & (size - 1)
+        ):
+            raise ConfigError(f"block_size: {size!r} is not a power of two from 32 to 65536.")
 
     @property
     def quantized(self) -> bool:
@@ -97,18 +104,20 @@ class WireFormat:
         return self.payload_bytes(numel) + scales + (CHECKSUM_BYTES if self.checksum else 0)
 
 
-def encode(x: Tensor, wire: WireFormat) -> Tensor:
+def encode(x: Tensor, wire: WireFormat, out: Tensor | None = None) -> Tensor:
     """Code the rows of ``x``.
 
     Args:
         x: ``[R, N]``, float32, float16 or bfloat16, contiguous rows.
         wire: The format.
+        out: uint8 ``[R, wire.row_bytes(N)]``, written in place; a new tensor where ``None``.
 
     Returns:
         uint8 ``[R, wire.row_bytes(N)]``.
     """
     rows, numel = x.shape
-    out = torch.empty(rows, wire.row_bytes(numel), dtype=torch.uint8, device=x.device)
+    if out is None:
+        out = torch.empty(rows, wire.row_bytes(numel), dtype=torch.uint8, device=x.device)
     if out.numel() == 0:
         return out
     if wire.name == "fp32":
@@ -122,6 +131,26 @@ def encode(x: Tensor, wire: WireFormat) -> Tensor:
         sums = _checksum(out[:, :-CHECKSUM_BYTES]).view(torch.int32)  # rows are aligned to 4 bytes, not to 8
         out[:, -CHECKSUM_BYTES:].view(torch.int32).copy_(sums)
     return out
+
+
+def encode_keeping_error(x: Tensor, wire: WireFormat, out: Tensor) -> None:
+    """Code the rows of ``x`` into ``out``, and leave in ``x`` what coding lost: ``x - decode(out)``.
+
+    Where a block is not finite its error is zero: the receivers see NaN, and error feedback must not keep it.
+
+    Args:
+        x: float32 ``[R, N]``, contiguous rows; overwritten.
+        wire: The format.
+        out: uint8 ``[R, wire.row_bytes(N)]``, written in place.
+    """
+    encode(x, wire, out)
+    numel = x.shape[1]
+    if x.is_cuda:
+        x.sub_(decode(out, wire, numel)).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        return
+    for row, message in zip(x, out, strict=True):
+        for start, values in _decoded_chunks(message, wire, numel):
+            row[start : start + values.numel()].sub_(values).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def decode(message: Tensor, wire: WireFormat, numel: int, out: Tensor | None = None) -> Tensor:
@@ -141,48 +170,50 @@ def decode(message: Tensor, wire: WireFormat, numel: int, out: Tensor | None = N
     if numel == 0:
         return out
     _verify(message, wire)
-    if wire.name == "fp32":
-        return out.copy_(message[:, : 4 * numel].view(torch.float32))
-    if wire.name == "bf16":
-        return out.copy_(message[:, : 2 * numel].view(torch.bfloat16))
-    if message.is_cuda:
+    if wire.quantized and message.is_cuda:
         from foundry_fp8.kernels.wire import decode_rows
 
         return decode_rows(message, wire, numel, out)
-    for row in range(rows):
-        for start, values in _decoded_chunks(message[row], wire, numel):
-            flat = values.view(-1)[: numel - start]
-            out[row, start : start + flat.numel()] = flat
+    for row, target in zip(message, out, strict=True):
+        for start, values in _decoded_chunks(row, wire, numel):
+            target[start : start + values.numel()] = values
     return out
 
 
-def decode_mean(message: Tensor, wire: WireFormat, numel: int, divisor: float) -> Tensor:
-    """The float32 sum over the rows of ``message``, divided by ``divisor``: what a reduction leaves, ``[numel]``.
+def decode_mean(
+    message: Tensor, wire: WireFormat, numel: int, divisor: float, out: Tensor | None = None
+) -> Tensor:
+    """The float32 sum over the rows of ``message``, divided by ``divisor``: what a reduction leaves.
 
     Rows are added in order, so that every rank that reduces the same bytes gets the same bits.
+
+    Args:
+        message: uint8 ``[R, wire.row_bytes(numel)]``.
+        wire: The format it was coded with.
+        numel: Elements a row stands for.
+        divisor: Usually the number of rows, or 1.
+        out: float32 ``[numel]``, contiguous, written in place; a new tensor where ``None``.
+
+    Raises:
+        CorruptedMessageError: A checksum does not match.
     """
+    out = torch.empty(numel, dtype=torch.float32, device=message.device) if out is None else out
     if numel == 0:
-        return torch.empty(0, dtype=torch.float32, device=message.device)
+        return out
     _verify(message, wire)
     if wire.quantized and message.is_cuda:
         from foundry_fp8.kernels.wire import decode_mean_rows
 
-        return decode_mean_rows(message, wire, numel, divisor)
-    if wire.quantized:
-        total = torch.empty(wire.blocks(numel) * wire.block_size, dtype=torch.float32, device=message.device)
-        # Chunk by chunk over all rows, so that the sum stays in the cache.
-        for parts in zip(*(_decoded_chunks(row, wire, numel) for row in message), strict=True):
-            start, values = parts[0]
-            for _, more in parts[1:]:
-                values += more
-            total[start : start + values.numel()] = values.view(-1)
-    else:
-        dtype, size = (torch.float32, 4) if wire.name == "fp32" else (torch.bfloat16, 2)
-        total = message[0, : size * numel].view(dtype).to(torch.float32, copy=True)
-        for row in message[1:]:
-            total += row[: size * numel].view(dtype)
-    total = total[:numel]
-    return total.div_(divisor) if divisor != 1 else total
+        return decode_mean_rows(message, wire, numel, divisor, out)
+    # Chunk by chunk over all rows, so that the sum stays in the cache.
+    for chunks in zip(*(_decoded_chunks(row, wire, numel) for row in message), strict=True):
+        start, values = chunks[0]
+        total = out[start : start + values.numel()].copy_(values)
+        for _, more in chunks[1:]:
+            total += more
+        if divisor != 1:
+            total.div_(divisor)
+    return out
 
 
 def _encode_rows(x: Tensor, wire: WireFormat, out: Tensor) -> None:
@@ -211,12 +242,17 @@ def _encode_blocks(x: Tensor, wire: WireFormat, codes: Tensor, scales: Tensor) -
     """``x``: float32 ``[n, block]``; writes ``codes`` (uint8 ``[n, bytes]``) and ``scales`` (float32 ``[n]``)."""
     if wire.name == "int4":
         x = rotate(x)
-    amax = x.abs().amax(dim=1)  # NaN wherever the block holds one
-    amax = torch.where(torch.isfinite(amax), amax.clamp_(min=LEAST_AMAX), torch.nan)
+    scaled = x.abs()
+    amax = scaled.amax(dim=1)  # NaN wherever the block holds one
+    finite = torch.isfinite(amax)
+    whole = bool(finite.all())
+    if not whole:
+        amax.masked_fill_(~finite, torch.nan)
+    amax.clamp_(min=LEAST_AMAX)
+    torch.mul(x, (wire.limit / amax).unsqueeze(1), out=scaled)
+    if not whole:
+        scaled.nan_to_num_(nan=0.0)  # the scale says it; a code must be a number
     torch.div(amax, wire.limit, out=scales)
-    scaled = x * (wire.limit / amax).unsqueeze(1)
-    if bool(amax.isnan().any()):
-        scaled.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)  # the scale says it; a code must be a number
     if wire.name == "e4m3":
         codes.view(torch.float8_e4m3fn).copy_(scaled.clamp_(-wire.limit, wire.limit))
         return
@@ -229,8 +265,15 @@ def _encode_blocks(x: Tensor, wire: WireFormat, codes: Tensor, scales: Tensor) -
     torch.bitwise_or(nibbles[:, :half], nibbles[:, half:] << 4, out=codes)
 
 
-def _decoded_chunks(row: Tensor, wire: WireFormat, numel: int):
-    """Yield ``(first element, float32 [n, block])`` for the codes of one row."""
+def _decoded_chunks(row: Tensor, wire: WireFormat, numel: int) -> Iterator[tuple[int, Tensor]]:
+    """Yield ``(first element, float32 [n])`` for one row; the values may be a view of it."""
+    if not wire.quantized:
+        row = row[: wire.payload_bytes(numel)]
+        values = row.view(torch.float32 if wire.name == "fp32" else torch.bfloat16)[:numel]
+        step = _CHUNK if row.device.type == "cpu" else numel
+        for start in range(0, numel, step):
+            yield start, values[start : start + step].float()
+        return
     payload, blocks, size = wire.payload_bytes(numel), wire.blocks(numel), wire.block_size
     codes = row[:payload].view(blocks, payload // blocks)
     scales = row[payload : payload + 4 * blocks].view(torch.float32).unsqueeze(1)
@@ -238,13 +281,23 @@ def _decoded_chunks(row: Tensor, wire: WireFormat, numel: int):
     for first in range(0, blocks, per_chunk):
         part, scale = codes[first : first + per_chunk], scales[first : first + per_chunk]
         if wire.name == "int8":
-            values = torch.mul(part.view(torch.int8), scale)
+            decoded = torch.mul(part.view(torch.int8), scale)
         elif wire.name == "e4m3":
-            values = _e4m3_table(part.device)[part.int()] * scale
+            decoded = _e4m3_values(part, scale)
         else:
             nibbles = torch.cat([part & 15, part >> 4], dim=1).to(torch.int8) - 8
-            values = rotate(nibbles * scale)
-        yield first * size, values
+            decoded = rotate(nibbles * scale)
+        yield first * size, decoded.view(-1)[: numel - first * size]
+
+
+def _e4m3_values(codes: Tensor, scale: Tensor) -> Tensor:
+    """E4M3 codes times their scale, by way of float16: on a CPU several times faster than torch's cast.
+
+    Exponent and mantissa of a code moved into those of a float16 are its value times 2**-8, subnormal codes too.
+    """
+    bits = codes.view(torch.int8).to(torch.int16)  # the sign is extended into the bits above
+    bits = bits.bitwise_left_shift_(7).bitwise_and_(-0x4080)  # sign 0x8000, magnitude 0x3F80
+    return bits.view(torch.float16).float().mul_(scale * 256)
 
 
 def rotate(x: Tensor) -> Tensor:
@@ -260,12 +313,6 @@ def hadamard_matrix(device: torch.device) -> Tensor:
     while matrix.shape[0] < HADAMARD_ORDER:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)], 0)
     return (matrix / HADAMARD_ORDER**0.5).to(device)
-
-
-@functools.cache
-def _e4m3_table(device: torch.device) -> Tensor:
-    """The 256 values of E4M3: on a CPU a look-up is several times faster than the cast."""
-    return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().to(device)
 
 
 def _checksum(message: Tensor) -> Tensor:

@@ -54,11 +54,10 @@ def decode_rows(message: Tensor, wire: WireFormat, numel: int, out: Tensor) -> T
     return out
 
 
-def decode_mean_rows(message: Tensor, wire: WireFormat, numel: int, divisor: float) -> Tensor:
-    """The sum over the rows over ``divisor``; see :func:`foundry_fp8.distributed.wire.decode_mean`."""
-    out = torch.empty(1, numel, dtype=torch.float32, device=message.device)
-    _launch_decode(message, wire, numel, out, 1, message.shape[0], float(divisor))
-    return out.view(-1)
+def decode_mean_rows(message: Tensor, wire: WireFormat, numel: int, divisor: float, out: Tensor) -> Tensor:
+    """Write the rows' sum over ``divisor`` into ``out``; see :func:`foundry_fp8.distributed.wire.decode_mean`."""
+    _launch_decode(message, wire, numel, out.view(1, -1), 1, message.shape[0], float(divisor))
+    return out
 
 
 def _launch_decode(

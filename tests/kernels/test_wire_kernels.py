@@ -33,7 +33,7 @@ for name in ("int8", "e4m3", "int4"):
             codes = (got.cpu()[:, :wire.payload_bytes(numel)] != wanted[:, :wire.payload_bytes(numel)]).float().mean()
             out = torch.empty(3, numel, dtype=dtype, device=device)
             decode_rows(wanted.to(device), wire, numel, out)
-            mean = decode_mean_rows(wanted.to(device), wire, numel, 3).cpu()
+            mean = decode_mean_rows(wanted.to(device), wire, numel, 3, torch.empty(numel, device=device)).cpu()
             reference = decode(wanted, wire, numel, out=torch.empty(3, numel, dtype=dtype))
             mean_reference = decode_mean(wanted, wire, numel, 3)
             results[f"{name}-{block}-{numel}-{dtype}"] = {

@@ -103,6 +103,22 @@ nan[5] = float("nan")
 collectives.all_reduce(nan, group, wire, residual=residual)
 results["residual_finite_after_nan"] = bool(residual.isfinite().all())
 
+# The size of the pieces in which a tensor travels on a CPU leaves no trace: values, residuals and bytes.
+for name in ("bf16", "int8", "int4"):
+    wire, found = WireFormat(name=name), []
+    for piece in (512, collectives.PIECE_ON_CPU):
+        size, collectives.PIECE_ON_CPU = collectives.PIECE_ON_CPU, piece
+        residual, before = 0.01 * data(9_001, seed=5)[rank], traffic.wire_bytes
+        reduced = collectives.all_reduce(data(9_001, seed=4)[rank], group, wire, residual=residual)
+        scattered = collectives.reduce_scatter(data(world * 3_001)[rank], group, wire)
+        gathered = collectives.all_gather(
+            data(2_000 + rank)[rank], group, wire, splits=[2_000 + r for r in range(world)]
+        )
+        found.append(([reduced, residual, scattered, gathered], traffic.wire_bytes - before))
+        collectives.PIECE_ON_CPU = size
+    (small, small_bytes), (whole, whole_bytes) = found
+    results[f"pieces_{name}"] = small_bytes == whole_bytes and all(map(torch.equal, small, whole))
+
 # In the background: two lanes with their own groups, many chains, in order.
 lanes = [Lane(CountingGroup(dist.new_group(), traffic), torch.device("cpu")) for _ in range(2)]
 tensors = [data(5000 + 17 * i, seed=i)[rank].clone() for i in range(12)]

@@ -32,6 +32,7 @@ def test_quantised_collectives_on_four_ranks():
         assert results["accumulated_fed_True"] < results["accumulated_fed_False"] / 30
         assert results["conservation"] < 1e-6
         assert results["residual_finite_after_nan"]
+        assert results["pieces_bf16"] and results["pieces_int8"] and results["pieces_int4"]
         assert results["lanes"] < 2e-2
         assert "chain failed" in results["lane_error"]
         assert results["two_hop"] < 0.2 and results["two_hop_int8"] < 0.2

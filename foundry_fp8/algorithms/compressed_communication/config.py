@@ -25,7 +25,7 @@ class CompressionConfig:
     """What FSDP's all-gather of parameters travels as, from the first step on. The sharded master weights, the
     optimizer and checkpoints keep their precision."""
     block_size: int = 128
-    """Elements that share one float32 scale: a power of two, at least 32."""
+    """Elements that share one float32 scale: a power of two from 32 to 65536."""
     second_leg: Literal["fp32", "bf16", "int8", "e4m3", "int4"] = "bf16"
     """What the second half of an all-reduce (DDP, the replicate leg) travels as."""
     error_feedback: Literal["auto"] | bool = "auto"
