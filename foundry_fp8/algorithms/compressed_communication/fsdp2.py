@@ -79,10 +79,11 @@ def _attach_unit(unit: Unit, compression: Compression) -> None:
         replicate = inner_group(group.mesh_info.replicate_process_group)
         wire, route = config.wire(config.gradients), compression.route(replicate)
         residual = None
-        if route.wire(wire) is not None:
+        if wire is not None and route.compressed:
             check_all_to_all(replicate, group.device)
             if config.feeds_back:
-                residual = compression.residual(unit.name, unit.shard_numel, group.device)
+                numel = route.residual_numel(unit.shard_numel, wire)
+                residual = compression.residual(unit.name, numel, group.device)
         group.mesh_info.replicate_process_group = CompressedGroup(
             replicate,
             compression.traffic,
