@@ -95,6 +95,9 @@ for name, (recipe, policy, autocast) in {
     got, sent, evaluated = train(recipe, policy, autocast, "e4m3")
     results[name] = {
         "equal": equal(wanted, got),
+        "first_gradients": [
+            float((b - a).norm() / a.norm()) for a, b in zip(wanted[2:4], got[2:4], strict=True)
+        ],
         "sent": sent,
         "wanted_gather": 3
         * 2

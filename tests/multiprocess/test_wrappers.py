@@ -56,6 +56,7 @@ def test_every_cell_of_the_matrix():
     assert not wrong, "\n".join(map(str, wrong))
 
 
+@pytest.mark.integration
 def test_autocast_clipping_loss_scaling_and_activation_checkpointing():
     imports = "torch.distributed.fsdp,composer.algorithms.gradient_clipping"
     results = launch.run("run_wrapper_features.py", 4, imports=imports)
