@@ -84,8 +84,9 @@ def two_hop_all_reduce(
 ) -> Tensor:
     """Reduce ``tensor`` over both hops, in place; see :func:`collectives.all_reduce`.
 
-    Inside a node the sum is taken in the order of the ranks, and not by the backend's own reduction, whose order depends
-    on an element's place in the tensor: what an element becomes depends on its block alone.
+    Inside a node the sum is taken in the order of the ranks, and not by the backend's own reduction, whose order may
+    depend on an element's place in the tensor: what an element becomes depends on its block alone. It sends as many bytes
+    as a ring would.
 
     Args:
         tensor: 1-D contiguous, floating.

@@ -82,8 +82,8 @@ def corrupted():
     compression.start_batch(1)  # 0 would be sampled: the sender decodes what it sends, and finds it first
     step(wrapped)
 
-    def damaged(x, form):
-        message = wire.encode(x, form)
+    def damaged(x, form, out):
+        message = wire.encode(x, form, out)
         message[:, 3] ^= 1
         return message
 
