@@ -77,9 +77,15 @@ def communication(
             f"{row['exposed_ms']:11.1f} {row['efficiency']:10.1%} {row['memory_gb']:9.1f}"
             + ("" if row["fits"] else "  does not fit")
         )
-    typer.echo("\nRanks layouts; leaves out tree all-reduce, PAT, congestion. Its errors: --check.")
+    typer.echo(
+        "\nGB a GPU: parameters, gradients, Adam's state and two gathered units; no activations."
+        "\nRanks layouts; leaves out tree all-reduce, PAT, congestion. Its errors: --check."
+    )
     if plot is not None:
-        _draw(rows, plot)
+        title = (
+            f"{work.parameters / 1e9:.2f} B parameters, {work.tokens} tokens a GPU and step, {gpu}, {network}"
+        )
+        _draw(rows, title, plot)
 
 
 def _counts(text: str) -> list[int]:
@@ -116,14 +122,23 @@ def _override(network: Network, pairs: list[str]) -> Network:
 def _model_of(path: Path) -> tuple[float, int, int]:
     """Parameters, blocks, and tokens a GPU and step of the YAML's model, built on the meta device."""
     from llmfoundry.utils.builders import build_composer_model, build_tokenizer
+    from llmfoundry.utils.registry_utils import import_file
     from omegaconf import OmegaConf
 
     from foundry_fp8.selection import transformer_blocks
 
     config: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-    wanted = config.get("tokenizer")
-    tokenizer = build_tokenizer(wanted["name"], wanted.get("kwargs") or {}) if wanted else None
+    for file in config.get("code_paths") or []:
+        import_file(file)
+    tokenizer = None
+    if config["model"]["name"] == "hf_causal_lm":  # the others are built without, and without fetching one
+        wanted = config["tokenizer"]
+        tokenizer = build_tokenizer(wanted["name"], wanted.get("kwargs") or {})
     options = {k: v for k, v in config["model"].items() if k not in ("name", "pretrained", "init_device")}
+    if (
+        config["model"]["name"] == "mpt_causal_lm"
+    ):  # by default a kernel that only a GPU has; it holds no parameters
+        options["loss_fn"] = "torch_crossentropy"
     model = build_composer_model(
         name=config["model"]["name"], cfg={**options, "init_device": "meta"}, tokenizer=tokenizer
     )
@@ -151,25 +166,35 @@ def _check_table() -> str:
     return "\n".join(lines)
 
 
-def _draw(rows: list[dict[str, float | int | str]], path: Path) -> None:
+def _draw(rows: list[dict[str, float | int | str]], title: str, path: Path) -> None:
+    """Communication a step (beside what a step computes), and the share of a step that is not exposed."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(7, 4.2))
-    series: dict[tuple[str, str], list[tuple[float, float]]] = {}
-    for row in rows:
-        kind = str(row["layout"]).split()[0]
-        series.setdefault((kind, str(row["wire"])), []).append((float(row["gpus"]), float(row["efficiency"])))
-    for (kind, wire), points in series.items():
-        style = "-" if kind == "HSDP" else "--"
-        axes.plot(*zip(*points, strict=True), style, marker="o", markersize=3, label=f"{kind}, {wire}")
-    axes.set_xscale("log", base=2)
-    axes.set_ylim(0, 1.02)
-    axes.set_xlabel("GPUs")
-    axes.set_ylabel("share of a step that computes")
-    axes.legend()
+    wires = list(dict.fromkeys(str(row["wire"]) for row in rows))
+    gpus = sorted({int(row["gpus"]) for row in rows})
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4))
+    for kind, color in (("FSDP", "tab:red"), ("HSDP", "tab:blue")):
+        for wire, style in zip(wires, ("-", "--"), strict=True):
+            chosen = [row for row in rows if row["wire"] == wire and str(row["layout"]).startswith(kind)]
+            for axes, key in ((left, "communication_ms"), (right, "efficiency")):
+                values = [float(row[key]) for row in chosen]
+                label = f"{kind}, {wire}"
+                axes.plot(gpus, values, style, color=color, marker="o", markersize=3, label=label)
+    left.axhline(float(rows[0]["compute_ms"]), color="gray", linewidth=0.8, label="compute")
+    left.set_yscale("log")
+    left.set_ylabel("communication, ms a step")
+    right.set_ylim(0, 1.05)
+    right.set_ylabel("compute / (compute + exposed)")
+    for axes in (left, right):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(gpus, [str(count) for count in gpus], rotation=45)
+        axes.set_xlabel("GPUs")
+        axes.grid(alpha=0.3)
+    right.legend(*left.get_legend_handles_labels(), loc="lower left")
+    figure.suptitle(title, fontsize=10)
     figure.tight_layout()
-    figure.savefig(path)
+    figure.savefig(path, dpi=120)
     pyplot.close(figure)

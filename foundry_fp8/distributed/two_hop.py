@@ -23,7 +23,16 @@ from foundry_fp8.distributed import collectives
 from foundry_fp8.distributed.traffic import CountingGroup, Traffic, scatter_options
 from foundry_fp8.distributed.wire import WireFormat
 
-__all__ = ["TwoHop", "make_two_hop", "reduce_scatter_two_hop", "two_hop_all_reduce"]
+__all__ = [
+    "TwoHop",
+    "default_splits",
+    "make_two_hop",
+    "own_numel",
+    "reduce_scatter_two_hop",
+    "two_hop_all_reduce",
+]
+
+EXACT = WireFormat(name="fp32")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +42,7 @@ class TwoHop:
     Attributes:
         inside: The ranks of this node, in order.
         across: The ranks with this rank's place in their node, in the order of the nodes.
-        inside_wire: What travels inside a node; ``None`` for the backend's own collectives in full precision.
+        inside_wire: What travels inside a node; ``None`` for full precision.
     """
 
     inside: CountingGroup
@@ -69,26 +78,50 @@ def two_hop_all_reduce(
     wire: WireFormat,
     *,
     second_leg: WireFormat | None = None,
+    splits: Sequence[int] | None = None,
     mean: bool = True,
     residual: Tensor | None = None,
 ) -> Tensor:
     """Reduce ``tensor`` over both hops, in place; see :func:`collectives.all_reduce`.
+
+    Inside a node the sum is taken in the order of the ranks, and not by the backend's own reduction, whose order may
+    depend on an element's place in the tensor: what an element becomes depends on its block alone. It sends as many bytes
+    as a ring would.
 
     Args:
         tensor: 1-D contiguous, floating.
         hop: The groups.
         wire: What crosses nodes in the first shot.
         second_leg: What crosses nodes in the second.
+        splits: Elements that each rank sums, place by place and node by node within a place;
+            :func:`collectives.shard_sizes` where ``None``.
         mean: Divide by the number of ranks of both hops.
-        residual: Error feedback of the hop across, float32 ``[hop_numel(numel, L)]``.
+        residual: Error feedback of the hop across, float32 ``[own_numel(splits, hop)]``.
     """
-    size = hop_numel(tensor.numel(), hop.inside.size())
-    padded = torch.nn.functional.pad(tensor.float(), (0, size * hop.inside.size() - tensor.numel()))
-    part = _reduce_inside(padded, hop, mean)
-    collectives.all_reduce(part, hop.across, wire, second_leg=second_leg, mean=mean, residual=residual)
-    gathered = torch.empty_like(padded)
-    hop.inside._allgather_base(gathered, part).wait()  # lossless: the parts are the same on all nodes
-    return tensor.copy_(gathered[: tensor.numel()])
+    if splits is None:
+        splits = default_splits(tensor.numel(), hop, wire)
+    by_place = _by_place(splits, hop)
+    sections = [sum(nodes) for nodes in by_place]
+    if hop.inside_wire is None:
+        part = _sum_in_order(tensor.float(), hop.inside, sections, mean)
+    else:
+        part = collectives.reduce_scatter(tensor, hop.inside, hop.inside_wire, splits=sections, mean=mean)
+    own = by_place[hop.inside.rank()]
+    collectives.all_reduce(
+        part, hop.across, wire, second_leg=second_leg, splits=own, mean=mean, residual=residual
+    )
+    # Lossless: the parts are the same on all nodes.
+    return tensor.copy_(collectives.all_gather(part, hop.inside, EXACT, splits=sections))
+
+
+def default_splits(numel: int, hop: TwoHop, wire: WireFormat) -> list[int]:
+    """Elements that each rank of both hops sums where nothing else is asked for: whole blocks, as even as they go."""
+    return collectives.shard_sizes(numel, hop.inside.size() * hop.across.size(), wire.block_size)
+
+
+def own_numel(splits: Sequence[int], hop: TwoHop) -> int:
+    """Elements that cross the network from this rank: those of its place in the node."""
+    return sum(_by_place(splits, hop)[hop.inside.rank()])
 
 
 def reduce_scatter_two_hop(input: Tensor, hop: TwoHop, wire: WireFormat, *, mean: bool = True) -> Tensor:
@@ -109,9 +142,19 @@ def reduce_scatter_two_hop(input: Tensor, hop: TwoHop, wire: WireFormat, *, mean
     return collectives.reduce_scatter(_reduce_inside(by_place, hop, mean), hop.across, wire, mean=mean)
 
 
-def hop_numel(numel: int, places: int) -> int:
-    """Elements that cross the network from each rank of a node of ``places`` ranks."""
-    return -(-numel // places)
+def _by_place(splits: Sequence[int], hop: TwoHop) -> list[list[int]]:
+    nodes = hop.across.size()
+    return [list(splits[first : first + nodes]) for first in range(0, len(splits), nodes)]
+
+
+def _sum_in_order(input: Tensor, group: CountingGroup, splits: list[int], mean: bool) -> Tensor:
+    ranks, own = group.size(), splits[group.rank()]
+    received = input.new_empty(ranks * own)
+    group.alltoall_base(received, input, [own] * ranks, splits).wait()
+    total, *others = received.view(ranks, own)
+    for other in others:
+        total += other
+    return total.div_(ranks) if mean else total
 
 
 def _reduce_inside(input: Tensor, hop: TwoHop, mean: bool) -> Tensor:

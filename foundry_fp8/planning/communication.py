@@ -270,6 +270,7 @@ def plan_communication(
                         "gpus": count,
                         "layout": f"{name} {found.replicate}x{found.shard}",
                         "wire": wire,
+                        "compute_ms": found.compute_seconds * 1e3,
                         "communication_ms": found.communication_seconds * 1e3,
                         "exposed_ms": found.exposed_seconds * 1e3,
                         "efficiency": found.efficiency,

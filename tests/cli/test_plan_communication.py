@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("typer")
@@ -26,6 +28,12 @@ def test_a_measured_constant_overrides():
 def test_published_points_are_printed_with_their_errors():
     output = run("--check").output
     assert "AWS 7B BF16" in output and "torchtitan" in output and "Assumed" in output
+    points = [line for line in output.splitlines() if line[40:].strip() and "Assumed" not in line]
+    guide = (Path(__file__).parents[2] / "docs/communication.md").read_text()
+    assert len(points) > 28
+    assert [line for line in points if line.rstrip() not in guide] == [
+        points[-1]
+    ]  # which is the note below the table
 
 
 @pytest.mark.parametrize(
@@ -44,3 +52,12 @@ def test_bad_input_is_an_error_that_says_what_to_do(arguments, said):
     result = run(*arguments)
     assert result.exit_code == 2
     assert said in result.output
+
+
+@pytest.mark.integration
+def test_a_yaml_is_planned_without_its_tokenizer_and_without_a_gpu():
+    pytest.importorskip("llmfoundry")
+    yaml = Path(__file__).parents[2] / "yamls/pretrain/mpt-125m.yaml"
+    result = run(str(yaml), "--gpus", "64")
+    assert result.exit_code == 0, result.output
+    assert "0.13 B parameters in 12 units" in result.output

@@ -10,8 +10,9 @@ from foundry_fp8.distributed import collectives
 from foundry_fp8.distributed.lanes import Lane
 from foundry_fp8.distributed.traffic import CountingGroup, Traffic
 from foundry_fp8.distributed.two_hop import (
-    hop_numel,
+    default_splits,
     make_two_hop,
+    own_numel,
     reduce_scatter_two_hop,
     two_hop_all_reduce,
 )
@@ -156,7 +157,7 @@ if world == 4:
         x = data(4 * 333, seed=5)
         out = reduce_scatter_two_hop(x[rank].clone(), hop, WireFormat(name="fp32"))
         results[key + "_scatter_exact"] = error(out, x.double().mean(0).view(4, -1)[rank])
-    residual = torch.zeros(hop_numel(3001, 2))
+    residual = torch.zeros(own_numel(default_splits(3001, hop, WireFormat(name="int4")), hop))
     two_hop_all_reduce(data(3001)[rank].clone(), hop, WireFormat(name="int4"), residual=residual)
     results["two_hop_residual"] = float(residual.abs().sum()) > 0
 

@@ -41,7 +41,11 @@ def test_compression_on_one_rank_only_ends_both_ranks():
     assert codes[1] not in (0, -9), outputs[1]  # it ends by its own error, not by our time limit
 
 
-def test_a_killed_rank_ends_the_others_with_an_error():
-    codes, outputs = launch.run("run_faults.py", 3, "killed", check=False, timeout=150)
-    assert codes[1] == 9 and all(code not in (0, -9) for code in codes), (codes, outputs)
-    assert "reached the end" not in "".join(outputs)
+def test_a_rank_killed_in_a_backward_ends_the_others_and_a_restart_is_bit_exact(tmp_path):
+    checkpoint = str(tmp_path / "checkpoint")
+    codes, outputs = launch.run("run_restart.py", 3, checkpoint, "killed", check=False, timeout=200)
+    assert codes == [5, -9, 5], (codes, outputs)  # -9 is the kill; the others end by an error of their own
+    assert all("ended by:" in outputs[rank] for rank in (0, 2))
+    restarted = launch.run("run_restart.py", 3, checkpoint, "restarted")
+    assert restarted["bit_exact"] == [True] * 3
+    assert restarted["residual"] > 0

@@ -1,4 +1,4 @@
-"""The matrix of docs/communication.md: wrapper x what is compressed x fp32, accumulation, resume."""
+"""The matrix of docs/communication.md: wrapper x what is compressed x fp32, accumulation, resume; and what else a step has."""
 
 import sys
 from pathlib import Path
@@ -8,6 +8,17 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 import launch
 
+pytestmark = pytest.mark.multiprocess
+KINDS = {
+    "ddp",
+    "fsdp1-FULL_SHARD",
+    "fsdp1-SHARD_GRAD_OP",
+    "fsdp1-NO_SHARD",
+    "fsdp1-HYBRID_SHARD",
+    "fsdp2",
+    "hsdp2",
+}
+REPLICATES = {"ddp", "fsdp1-NO_SHARD", "fsdp1-HYBRID_SHARD", "hsdp2"}
 # Largest error of the gradient's direction: int8 rounds once per shot (5e-3 each with blocks of 32, and a second, weaker
 # one through the activations where weights are rounded); e4m3 has 3 mantissa bits (2.4e-2 a pass). FSDP1 rounds norms and
 # embeddings too, because its flat parameter mixes them with the matrices.
@@ -16,10 +27,9 @@ DIRECTION = {"none": 1e-6, "gradients": 1.5e-2, "parameters": 1e-2, "both": 5e-2
 LEAST_RATIO = {"gradients": 3.3, "parameters": 1.4, "both": 2.0}
 
 
-@pytest.mark.multiprocess
 def test_every_cell_of_the_matrix():
     results = launch.run("run_wrappers.py", 4)
-    assert len(results) == 7
+    assert results.keys() == KINDS
     wrong = []
     for kind, cells in results.items():
         assert {"none/fp32", "gradients/fp32", "gradients/accumulation", "gradients/resume"} <= cells.keys()
@@ -27,12 +37,7 @@ def test_every_cell_of_the_matrix():
         for cell, got in cells.items():
             what, how = cell.split("/")
             if how == "resume":
-                replicates = what != "parameters" and kind in (
-                    "ddp",
-                    "fsdp1-NO_SHARD",
-                    "fsdp1-HYBRID_SHARD",
-                    "hsdp2",
-                )
+                replicates = what != "parameters" and kind in REPLICATES
                 if not got["bit_exact"] or (got["residuals"] > 0) != replicates:
                     wrong.append((kind, cell, got))
                 continue
@@ -49,3 +54,38 @@ def test_every_cell_of_the_matrix():
             if not ok:
                 wrong.append((kind, cell, got))
     assert not wrong, "\n".join(map(str, wrong))
+
+
+@pytest.mark.integration
+def test_autocast_clipping_loss_scaling_and_activation_checkpointing():
+    imports = "torch.distributed.fsdp,composer.algorithms.gradient_clipping"
+    results = launch.run("run_wrapper_features.py", 4, imports=imports)
+    assert results.keys() == KINDS
+    for kind, found in results.items():
+        under_autocast = found["autocast"]
+        assert 1e-4 < under_autocast["direction"] < DIRECTION["gradients"] and under_autocast["same"], kind
+        assert abs(under_autocast["ratio"] - 1) < DIRECTION["gradients"], kind
+        # What was reduced, halved; clip_grad_norm_ adds 1e-6 to the norm.
+        clipped = found["clipping"]
+        assert clipped["direction"] < 1e-6 and abs(clipped["ratio"] - 1) < 1e-4 and clipped["same"], kind
+
+        scaled = found["loss_scaling"]
+        assert all(scaled["seen"]), (kind, "one rank's overflow is seen on all")
+        assert all(scaled["skipped"]) and scaled["scale"] == [2.0**15] * 4, kind
+        assert all(scaled["residuals_finite"]) and all(scaled["moved"]), kind
+        # The residual that the next step carries is of twice the loss scale: twice the error.
+        assert scaled["after"]["direction"] < 2 * DIRECTION["gradients"] and scaled["after"]["same"], kind
+
+        recomputed = found["checkpointing"]
+        assert recomputed["sent"] == recomputed["sent_again"] and all(recomputed["equal"]), (kind, recomputed)
+
+
+def test_two_hops_under_ddp_resume_bit_exactly():
+    """Two nodes of three ranks. DDP's first backward after the resume has other buckets than the one that it repeats."""
+    results = launch.run("run_two_hop_resume.py", 6, per_node=3)
+    for case, found in results.items():
+        assert found["buckets_differ"], case
+        assert all(found["bit_exact"]), case
+        # Each rank keeps the residual of what it sends across: a third of the blocks.
+        assert all(0 < numel < found["parameters"] / 2 for numel in found["residual_numel"]), case
+        assert found["direction"] < found["bound"], case

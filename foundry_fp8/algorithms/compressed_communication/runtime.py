@@ -15,7 +15,7 @@ from foundry_fp8.config import ConfigError
 from foundry_fp8.distributed.compressed_group import Switch
 from foundry_fp8.distributed.mesh import ranks_per_node, spans_nodes
 from foundry_fp8.distributed.traffic import Traffic
-from foundry_fp8.distributed.two_hop import TwoHop, make_two_hop
+from foundry_fp8.distributed.two_hop import TwoHop, default_splits, make_two_hop, own_numel
 from foundry_fp8.distributed.wire import WireFormat
 
 __all__ = ["Compression", "Route", "Row"]
@@ -45,6 +45,10 @@ class Route:
     def wire(self, wire: WireFormat | None) -> WireFormat | None:
         """``wire``, or ``None`` where nothing is compressed."""
         return wire if self.compressed else None
+
+    def residual_numel(self, numel: int, wire: WireFormat) -> int:
+        """Elements of the residual of an all-reduce of ``numel`` elements."""
+        return numel if self.hop is None else own_numel(default_splits(numel, self.hop, wire), self.hop)
 
 
 class Compression:
