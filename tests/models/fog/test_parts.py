@@ -214,3 +214,17 @@ def test_the_mpt_forms_compute_the_same_equations() -> None:
         s = logits.masked_fill(torch.ones(6, 6).triu(1).bool(), -torch.inf).softmax(-1)
         out = torch.einsum("bhqk,bkhd->bqhd", s, v).flatten(2) @ attention.out_proj.weight.T
         torch.testing.assert_close(attention(x)[0], rms(out, 0.5), rtol=1e-4, atol=1e-5)
+
+
+def test_an_adapter_on_a_weight_that_is_merged_into_is_refused() -> None:
+    peft = pytest.importorskip("peft", reason="PEFT is not installed")
+    for targets, ok in ((["gate_up_proj"], True), (["gate_up_proj", "down_proj"], False)):
+        mlp = torch.nn.ModuleDict({"mlp": GatedMLP(16, 24, "smooth_swiglu")})
+        adapted = peft.get_peft_model(mlp, peft.LoraConfig(r=4, target_modules=targets)).base_model.model[
+            "mlp"
+        ]
+        if ok:
+            assert adapted(torch.randn(3, 16)).shape == (3, 16)
+        else:
+            with pytest.raises(RuntimeError, match=r"model\.activation: smooth_swiglu .*Leave down_proj out"):
+                adapted(torch.randn(3, 16))
