@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import importlib.metadata
 import platform
 from typing import Any
@@ -11,12 +12,14 @@ import torch
 
 from foundry_fp8.backends import BACKENDS, choose_backend, load_backend
 from foundry_fp8.backends.emulated.gemm import has_bf16_units
+from foundry_fp8.backends.transformer_engine.attention import attention_machine
 from foundry_fp8.backends.transformer_engine.library import (
     ImportProblem,
     installed_version,
     load_library,
 )
 from foundry_fp8.backends.transformer_engine.requirements import cublas_version
+from foundry_fp8.modules.attention_requirements import AttentionShape, attention_requirement
 from foundry_fp8.recipes import RECIPES
 
 __all__ = ["collect"]
@@ -28,6 +31,18 @@ _PACKAGES = {
     "transformers": "transformers",
     "triton": "triton",
 }
+_USUAL = AttentionShape(head_dim=128, sequence=4096)
+_ATTENTION_CASES = (
+    ("delayed", "head_dim 128, causal", _USUAL),
+    ("delayed", "head_dim 64, causal", dataclasses.replace(_USUAL, head_dim=64)),
+    ("delayed", "a sequence that is no multiple of 128", dataclasses.replace(_USUAL, sequence=4000)),
+    ("delayed", "sliding window", dataclasses.replace(_USUAL, window=True)),
+    ("delayed", "packed documents", dataclasses.replace(_USUAL, documents=True)),
+    ("delayed", "padded batch", dataclasses.replace(_USUAL, padding=True)),
+    ("delayed", "bias (ALiBi, dense mask)", dataclasses.replace(_USUAL, bias=True)),
+    *((name, "head_dim 128, causal", _USUAL) for name in RECIPES if name != "delayed"),
+)
+"""Recipe, what the doctor calls the case, and its shape."""
 
 
 def collect() -> dict[str, Any]:
@@ -44,6 +59,8 @@ def collect() -> dict[str, Any]:
         * ``transformer_engine``: ``version``, ``ok``, ``reason``, ``remedy``.
         * ``support``: one entry per device, recipe and backend: ``device``, ``recipe``, ``backend``, ``ok``, ``reason``,
           ``remedy``; for ``backend: auto`` also ``chosen``.
+        * ``attention``: whether FP8 attention trains through Transformer Engine, one entry per device, recipe and ``case``
+          (head size and mask): ``device``, ``recipe``, ``case``, ``ok``, ``reason``, ``remedy``.
     """
     devices = _devices()
     return {
@@ -61,6 +78,7 @@ def collect() -> dict[str, Any]:
         "devices": devices,
         "transformer_engine": _transformer_engine(),
         "support": [entry for device in devices for entry in _support(device["device"])],
+        "attention": [entry for device in devices for entry in _attention(torch.device(device["device"]))],
     }
 
 
@@ -113,6 +131,18 @@ def _support(device_name: str) -> list[dict[str, Any]]:
             entries.append({**entry, "ok": True, "chosen": chosen.name})
         except RuntimeError as error:
             entries.append({**entry, "ok": False, "reason": str(error)})
+    return entries
+
+
+def _attention(device: torch.device) -> list[dict[str, Any]]:
+    entries = []
+    for name, case, shape in _ATTENTION_CASES:
+        recipe = RECIPES[name]()
+        found = load_backend("transformer_engine").availability(recipe, device)
+        if found.ok:
+            found = attention_requirement(recipe, shape, attention_machine(device))
+        entry = {"device": str(device), "recipe": name, "case": case}
+        entries.append({**entry, "ok": found.ok, "reason": found.reason, "remedy": found.remedy})
     return entries
 
 

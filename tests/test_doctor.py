@@ -6,6 +6,8 @@ import torch
 
 from foundry_fp8 import doctor
 from foundry_fp8.backends import BACKENDS, load_backend
+from foundry_fp8.backends.base import Availability
+from foundry_fp8.backends.transformer_engine import attention as te_attention
 from foundry_fp8.backends.transformer_engine.library import ImportProblem
 from foundry_fp8.recipes import RECIPES
 
@@ -58,4 +60,59 @@ def test_a_broken_transformer_engine_is_explained(monkeypatch):
         "ok": False,
         "reason": "it fails (StopIteration)",
         "remedy": "Reinstall it.",
+    }
+
+
+def on_a_gpu(monkeypatch, capability, cudnn, te="2.8.0", **availability):
+    """What the doctor says of FP8 attention on such a machine, by recipe and case."""
+    backend = load_backend("transformer_engine")
+    found = Availability(True) if not availability else Availability(False, **availability)
+    monkeypatch.setattr(type(backend), "availability", lambda self, recipe, device: found)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
+    monkeypatch.setattr(te_attention, "library", lambda: types.SimpleNamespace(version=te))
+    return {(e["recipe"], e["case"]): e for e in doctor._attention(torch.device("cuda:0"))}
+
+
+def test_attention_on_hopper_with_the_pinned_torch(monkeypatch):
+    found = on_a_gpu(monkeypatch, (9, 0), 90501)
+    assert [case for (recipe, case), e in found.items() if e["ok"]] == ["head_dim 128, causal"]
+    reasons = {key: entry["reason"] for key, entry in found.items() if not entry["ok"]}
+    assert "on Hopper it has to be 128" in reasons["delayed", "head_dim 64, causal"]
+    assert "multiples of 128 (here 4000)" in reasons["delayed", "a sequence that is no multiple of 128"]
+    assert "needs 10.0 and cuDNN 9.21" in reasons["delayed", "sliding window"]
+    assert "document masks" in reasons["delayed", "packed documents"]
+    assert "padded" in reasons["delayed", "padded batch"]
+    assert "something added to the logits" in reasons["delayed", "bias (ALiBi, dense mask)"]
+    assert all(
+        "delayed recipe alone" in reasons[name, "head_dim 128, causal"]
+        for name in RECIPES
+        if name != "delayed"
+    )
+    assert all(entry["remedy"] for entry in found.values() if not entry["ok"])
+
+
+def test_attention_on_blackwell_and_older_gpus(monkeypatch):
+    found = on_a_gpu(monkeypatch, (10, 0), 92100)
+    no = {case for (recipe, case), e in found.items() if recipe == "delayed" and not e["ok"]}
+    assert no == {"packed documents", "padded batch", "bias (ALiBi, dense mask)"}
+    ada = on_a_gpu(monkeypatch, (8, 9), 92100)
+    assert "FP8 attention runs on 9.0 to 11.x" in ada["delayed", "head_dim 128, causal"]["reason"]
+
+
+@pytest.mark.parametrize("how", ["torch", "environment"])
+def test_attention_in_a_deterministic_process(monkeypatch, how):
+    if how == "torch":
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    else:
+        monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    usual = ("delayed", "head_dim 128, causal")
+    assert "deterministic algorithms are asked for" in on_a_gpu(monkeypatch, (9, 0), 90501)[usual]["reason"]
+    assert on_a_gpu(monkeypatch, (9, 0), 91900, te="2.13.0")[usual]["ok"]
+
+
+def test_attention_without_transformer_engine_says_what_the_backend_says(monkeypatch):
+    found = on_a_gpu(monkeypatch, (9, 0), 90501, reason="it is not installed", remedy="Install it.")
+    assert {(e["ok"], e["reason"], e["remedy"]) for e in found.values()} == {
+        (False, "it is not installed", "Install it.")
     }

@@ -18,15 +18,20 @@ if TYPE_CHECKING:
 __all__ = ["demo"]
 
 _HIGH_PRECISION = "high-precision"
-_MPT = "mpt-gqa"
+_MPT, _FOG = "mpt-gqa", "fog"
+_RECIPES = {_MPT: "delayed,mxfp8", _FOG: "delayed,delayed+attention"}
 _POLL_SECONDS = 0.2
 
 
 def demo(
     steps: Annotated[int, typer.Option(min=4, help="Batches to train each run for.")] = 120,
     recipes: Annotated[
-        str, typer.Option(help="Recipes to compare with high precision, separated by commas.")
-    ] = "delayed,mxfp8",
+        str | None,
+        typer.Option(
+            help="Recipes to compare with high precision, separated by commas; with FP8 attention: delayed+attention.  "
+            f"[default: {_RECIPES[_MPT]}; of a FOG model {_RECIPES[_FOG]}]",
+        ),
+    ] = None,
     output: Annotated[Path, typer.Option(help="Folder for data, runs and the report.")] = Path("demo-runs"),
     seed: Annotated[int, typer.Option(help="Seed of the weights and of the order of the data.")] = 17,
     model: Annotated[
@@ -49,26 +54,34 @@ def demo(
 
     from foundry_fp8.config import ConfigError, check_choice
     from foundry_fp8.models.fog.config import VARIANTS
+    from foundry_fp8.modules.attention import AttentionRecipe
     from foundry_fp8.recipes import parse_recipe
 
     console = Console()
-    names = list(dict.fromkeys(name.strip() for name in recipes.split(",") if name.strip()))
+    family = _MPT if model == _MPT else _FOG
+    given = _RECIPES[family] if recipes is None else recipes
+    names = list(dict.fromkeys(name.strip() for name in given.split(",") if name.strip()))
     try:
         for name in names:
-            parse_recipe(name, "--recipes")
+            recipe, plus, option = name.partition("+")
+            parsed = parse_recipe(recipe, "--recipes")
+            if plus and (option != "attention" or not isinstance(parsed, AttentionRecipe)):
+                raise ConfigError(
+                    f"--recipes: {name!r}. What can follow a recipe is +attention, after delayed or current."
+                )
         check_choice("--model", model, (_MPT, *VARIANTS))
-        yaml = yaml or _demo_yaml(_MPT if model == _MPT else "fog")
+        yaml = yaml or _demo_yaml(family)
         data = _prepare(console, yaml, output, corpus)
     except (ConfigError, RuntimeError, FileNotFoundError) as error:
         console.print(f"[red]{error}[/]", highlight=False)
         raise typer.Exit(2) from error
 
     common = {"variables.data": data, "variables.global_seed": seed, "max_duration": f"{steps}ba"}
-    if model != _MPT:
+    if family == _FOG:
         common["variables.variant"] = model
     runs = {
         _HIGH_PRECISION: {**common, "run_name": _HIGH_PRECISION},
-        **{name: {**common, "run_name": name, "algorithms.fp8.recipe": name} for name in names},
+        **{name: {**common, "run_name": name, **_fp8(name)} for name in names},
     }
     started = time.monotonic()
     finished, failed, interrupted = _train_all(console, yaml, output, runs, steps)
@@ -86,6 +99,12 @@ def demo(
         raise typer.Exit(130)
     if failed:
         raise typer.Exit(1)
+
+
+def _fp8(name: str) -> dict[str, object]:
+    """The YAML keys that ``delayed`` or ``delayed+attention`` stand for."""
+    recipe, attention, _ = name.partition("+")
+    return {"algorithms.fp8.recipe": recipe, **({"algorithms.fp8.attention": True} if attention else {})}
 
 
 def _demo_yaml(name: str) -> Path:

@@ -15,6 +15,10 @@ from foundry_fp8.doctor import collect
 
 __all__ = ["doctor", "render"]
 
+_EMULATED_ATTENTION = Text(
+    "The emulated backend takes every case of delayed and current on any device; block and mxfp8 have no FP8 attention. "
+    "All conditions: docs/attention.md."
+)
 _ORDER = ("transformer_engine", "native", "emulated", "auto")
 
 
@@ -37,6 +41,14 @@ def render(found: dict[str, Any]) -> Group:
     for device in found["devices"]:
         entries = [entry for entry in found["support"] if entry["device"] == device["device"]]
         parts += [Text(), _recipes(device, entries), Text(), *_notes(entries)]
+        attention = [entry for entry in found["attention"] if entry["device"] == device["device"]]
+        parts += [
+            Text(),
+            _attention(device, attention),
+            Text(),
+            *_attention_notes(attention),
+            _EMULATED_ATTENTION,
+        ]
     return Group(*parts)
 
 
@@ -70,6 +82,15 @@ def _recipes(device: dict[str, Any], entries: list[dict[str, Any]]) -> Table:
     return table
 
 
+def _attention(device: dict[str, Any], entries: list[dict[str, Any]]) -> Table:
+    table = Table(title=f"FP8 attention (attention: true) on {device['device']}", title_justify="left")
+    for column in ("recipe", "case", "transformer_engine"):
+        table.add_column(column)
+    for entry in entries:
+        table.add_row(entry["recipe"], entry["case"], _cell(entry))
+    return table
+
+
 def _cell(entry: dict[str, Any]) -> str:
     if not entry["ok"]:
         return "[red]no[/red]"
@@ -85,6 +106,24 @@ def _notes(entries: list[dict[str, Any]]) -> list[Text]:
                 entry["recipe"]
             )
     return [
-        Text.assemble((f"{backend}, {', '.join(recipes)}: ", "bold"), f"{reason}. {remedy}".strip())
+        _note(f"{backend}, {', '.join(recipes)}", reason, remedy)
         for (backend, reason, remedy), recipes in reasons.items()
     ]
+
+
+def _attention_notes(entries: list[dict[str, Any]]) -> list[Text]:
+    """Each reason once, with the cases it stands for."""
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for entry in entries:
+        if not entry["ok"]:
+            reasons.setdefault((entry["reason"], entry["remedy"]), []).append(
+                f"{entry['recipe']}: {entry['case']}"
+            )
+    return [
+        _note("every case" if len(cases) == len(entries) else "; ".join(cases), reason, remedy)
+        for (reason, remedy), cases in reasons.items()
+    ]
+
+
+def _note(about: str, reason: str, remedy: str) -> Text:
+    return Text.assemble((f"{about}: ", "bold"), f"{reason}. {remedy}".strip())

@@ -75,7 +75,8 @@ def _data_uri(figure: Figure) -> str:
 def _conversion(row: Row) -> dict[str, Any]:
     report = row.run.conversion or {}
     modules = [module for module in report.get("rows") or [] if isinstance(module, Mapping)]
-    skipped = Counter(str(m.get("reason")) for m in modules if m.get("action") != "converted")
+    attention = [module for module in report.get("attention") or [] if isinstance(module, Mapping)]
+    skipped = Counter(str(m.get("reason")) for m in (*modules, *attention) if m.get("action") != "converted")
     recipe = report.get("recipe")
     fields = recipe if isinstance(recipe, Mapping) else {}
     return {
@@ -87,6 +88,9 @@ def _conversion(row: Row) -> dict[str, Any]:
         "share": report.get("converted_share"),
         "skipped": skipped.most_common(),
         "modules": modules,
+        "attention": sum(m.get("action") == "converted" for m in attention),
+        "attention_total": len(attention),
+        "attentions": attention,
     }
 
 

@@ -88,11 +88,13 @@ class Run:
 
     @property
     def recipe(self) -> str:
-        """The recipe's name, or ``high precision``."""
+        """The recipe's name, with ``FP8DPA`` where attention's GEMMs ran in FP8 too; or ``high precision``."""
         if self.conversion is None:
             return HIGH_PRECISION
         recipe = self.conversion.get("recipe")
-        return str(recipe.get("name", "fp8")) if isinstance(recipe, Mapping) else str(recipe)
+        name = str(recipe.get("name", "fp8")) if isinstance(recipe, Mapping) else str(recipe)
+        attention = (row.get("action") for row in self.conversion.get("attention") or [])
+        return f"{name}, FP8DPA" if "converted" in attention else name
 
     @property
     def backend(self) -> str | None:

@@ -1,12 +1,13 @@
 import io
 import json
+import re
 
 import pytest
 import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from foundry_fp8.cli.doctor import doctor, render
+from foundry_fp8.cli.doctor import _attention_notes, doctor, render
 
 
 @pytest.fixture
@@ -24,9 +25,27 @@ def test_tables_name_every_recipe_and_print_each_reason_once(app):
     for entry in found["support"]:
         assert entry["recipe"] in text
         if not entry["ok"] and entry["backend"] != "auto":
-            assert text.count(f"{entry['reason']}. {entry['remedy']}") == 1
+            assert len(re.findall(rf"{entry['backend']}, [a-z0-9, ]*: {re.escape(said(entry))}", text)) == 1
+    for entry in found["attention"]:
+        assert entry["case"] in text
+        if not entry["ok"]:  # after the note on the recipes, once more for attention
+            assert text[text.index("FP8 attention (") :].count(said(entry)) == 1
     for device in found["devices"]:
         assert device["name"] in text
+
+
+def said(entry):
+    return f"{entry['reason']}. {entry['remedy']}"
+
+
+def test_a_reason_for_some_attentions_names_them():
+    entries = [
+        {"recipe": "delayed", "case": case, "ok": case == "b", "reason": reason, "remedy": "Do."}
+        for case, reason in (("a", "one"), ("b", ""), ("c", "one"), ("d", "two"))
+    ]
+    notes = [note.plain for note in _attention_notes(entries)]
+    assert notes == ["delayed: a; delayed: c: one. Do.", "delayed: d: two. Do."]
+    assert [note.plain for note in _attention_notes(entries[:1])] == ["every case: one. Do."]
 
 
 def test_command_succeeds(app):
@@ -49,7 +68,7 @@ def test_square_brackets_in_a_reason_are_text_not_markup():
         "support": [],
     }
     console = Console(width=200, record=True, file=io.StringIO())
-    console.print(render({**found, "support": _all_no(found)}))
+    console.print(render({**found, "support": _all_no(found), "attention": []}))
     text = console.export_text()
     assert "[bold]cpu" in text and "drivers ([])" in text and "x[pytorch]" in text
 

@@ -1,6 +1,7 @@
 import subprocess
 import sys
 
+import pytest
 from typer.testing import CliRunner
 
 from foundry_fp8.cli.main import app
@@ -36,6 +37,22 @@ def test_an_unknown_recipe_is_refused_before_anything_is_done(tmp_path):
     assert "--recipes: 'delayd' is not a recipe" in output
     assert "Did you mean 'delayed'?" in output
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["mxfp8+attention", "delayed+attn", "delayed+"])
+def test_an_attention_that_there_is_not_is_refused_before_anything_is_done(name, tmp_path):
+    code, output = run("demo", "--recipes", name, "--output", str(tmp_path / "out"))
+    assert code == 2
+    assert f"--recipes: '{name}'" in output and "+attention, after delayed or current" in output
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_unknown_model_is_refused(tmp_path):
+    code, output = run("demo", "--model", "fog-mx", "--output", str(tmp_path / "out"))
+    assert code == 2
+    assert (
+        "--model: 'fog-mx' is not one of mpt-gqa, fog-max" in output and "Did you mean 'fog-max'?" in output
+    )
 
 
 def test_a_missing_yaml_or_corpus_is_named(tmp_path):

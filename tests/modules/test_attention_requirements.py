@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from foundry_fp8.modules.attention_requirements import AttentionShape, attention_requirement
+from foundry_fp8.modules.attention_requirements import AttentionMachine, AttentionShape, attention_requirement
 from foundry_fp8.recipes import BlockScaling, CurrentScaling, DelayedScaling
 
 SHAPE = AttentionShape(head_dim=128, sequence=4096)
@@ -20,8 +20,8 @@ HOPPER, BLACKWELL = (9, 0), (10, 0)
     [
         (DelayedScaling(), {}, HOPPER, (9, 5, 1), None),  # torch 2.7.0 as released
         (DelayedScaling(), {"sequence": 4000}, HOPPER, (9, 5, 1), r"multiples of 128 \(here 4000\)"),
-        (DelayedScaling(), {"padding": True}, HOPPER, (9, 5, 1), "without padding masks"),
-        (DelayedScaling(), {"padding": True, "sequence": 4000}, HOPPER, (9, 7, 0), None),
+        (DelayedScaling(), {"sequence": 4000}, HOPPER, (9, 7, 0), None),
+        (DelayedScaling(), {"padding": True}, HOPPER, (9, 19, 0), "the batch is padded"),
         (DelayedScaling(), {}, HOPPER, (9, 2, 0), "from 9.2.1 on"),
         (DelayedScaling(), {}, HOPPER, (9, 10, 0), "9.10.0 is broken"),
         (
@@ -46,15 +46,32 @@ HOPPER, BLACKWELL = (9, 0), (10, 0)
         (DelayedScaling(), {"documents": True}, HOPPER, (9, 21, 0), "no form for document masks"),
         (DelayedScaling(), {}, (8, 9), (9, 21, 0), "compute capability 8.9, and FP8 attention runs on 9.0"),
         (DelayedScaling(), {}, (12, 0), (9, 21, 0), "compute capability 12.0"),
-        (CurrentScaling(), {}, HOPPER, (9, 19, 0), "under current scaling needs 10.0 and cuDNN 9.14"),
-        (CurrentScaling(), {}, BLACKWELL, (9, 14, 0), None),
-        (BlockScaling(), {}, HOPPER, (9, 19, 0), "block recipe has no FP8 attention"),
+        (CurrentScaling(), {}, BLACKWELL, (9, 19, 0), "with the delayed recipe alone, not current"),
+        (BlockScaling(), {}, HOPPER, (9, 19, 0), "with the delayed recipe alone, not block"),
     ],
 )
 def test_rule(recipe: Any, changes: dict[str, Any], capability: Any, cudnn: Any, reason: str | None) -> None:
-    found = attention_requirement(
-        recipe, dataclasses.replace(SHAPE, **changes), capability=capability, cudnn=cudnn
-    )
+    machine = AttentionMachine(capability=capability, cudnn=cudnn, te=(2, 8, 0))
+    found = attention_requirement(recipe, dataclasses.replace(SHAPE, **changes), machine)
     assert found.ok is (reason is None), found.reason
     if reason is not None:
         assert re.search(reason, found.reason) and found.remedy
+
+
+@pytest.mark.parametrize(
+    ("cudnn", "te", "ok"),
+    [((9, 19, 0), (2, 13, 0), True), ((9, 18, 1), (2, 13, 0), False), ((9, 19, 0), (2, 12, 0), False)],
+)
+@pytest.mark.parametrize("capability", [HOPPER, BLACKWELL])
+def test_deterministic_runs_need_a_cudnn_and_a_te_that_can(
+    capability: Any, cudnn: Any, te: Any, ok: bool
+) -> None:
+    machine = AttentionMachine(capability=capability, cudnn=cudnn, te=te, deterministic=True)
+    found = attention_requirement(DelayedScaling(), SHAPE, machine)
+    assert found.ok is ok
+    assert attention_requirement(
+        DelayedScaling(), SHAPE, dataclasses.replace(machine, deterministic=False)
+    ).ok
+    if not ok:
+        assert "from cuDNN 9.19 and Transformer Engine 2.13 on" in found.reason
+        assert "deterministic_mode: false" in found.remedy

@@ -51,6 +51,22 @@ def test_what_the_guard_did_is_listed(full):
     assert "<td>60</td><td>blocks.3</td> <td>promoted, rung 1 to 0</td>" in text
 
 
+def test_attention_in_fp8_is_told_apart_and_listed(tmp_path):
+    head = header("fp8dpa", "delayed")
+    head["hyperparameters"]["fp8"]["attention"] = [
+        {"name": "blocks.0.attn", "action": "converted", "reason": "delayed, in a FOG attention"},
+        {"name": "blocks.1.attn", "action": "skipped", "reason": "head_dim is 64"},
+    ]
+    plain = header("fp8", "delayed")
+    page, console = report(tmp_path, [head, *batches(curve(20)), END], [plain, *batches(curve(20)), END])
+    text = " ".join(page.read_text().split())
+    assert "<td>delayed, FP8DPA, emulated</td>" in text and "<td>delayed, emulated</td>" in text
+    assert "delayed, FP8DPA, emulated" in " ".join(console.split())
+    assert text.count("(80.0 % of their weights), and the GEMMs of 1 of 2 attentions.") == 1
+    assert "<li>1 in high precision: head_dim is 64</li>" in text
+    assert "<td>blocks.0.attn</td><td></td><td>converted: delayed, in a FOG attention</td>" in text
+
+
 def test_a_figure_that_no_run_logged_says_how_to_get_it(tmp_path):
     page, _ = report(tmp_path, [header("a"), *batches(curve(20)), END])
     text = page.read_text()

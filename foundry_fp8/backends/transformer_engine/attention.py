@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,14 +20,15 @@ from torch import Tensor
 
 from foundry_fp8.backends.transformer_engine.backend import library, te_recipe_of
 from foundry_fp8.backends.transformer_engine.delayed import keep_out_of_global_buffers
+from foundry_fp8.backends.transformer_engine.library import release
 from foundry_fp8.modules.attention_mask import AttentionMask
-from foundry_fp8.modules.attention_requirements import AttentionShape, attention_requirement
+from foundry_fp8.modules.attention_requirements import AttentionMachine, AttentionShape, attention_requirement
 from foundry_fp8.recipes import DelayedScaling
 
 if TYPE_CHECKING:
     from foundry_fp8.modules.attention import AttentionRecipe, FP8DotProductAttention
 
-__all__ = ["conversion_reason", "te_attention"]
+__all__ = ["attention_machine", "conversion_reason", "te_attention"]
 
 _ATTRIBUTE = "_te_attention"
 _PLACES = {
@@ -45,8 +47,19 @@ def conversion_reason(recipe: AttentionRecipe, head_dim: int | None) -> str | No
     if head_dim is None or not torch.cuda.is_available():
         return None
     shape = AttentionShape(head_dim=head_dim, sequence=128)
-    capability = torch.cuda.get_device_capability()
-    return attention_requirement(recipe, shape, capability=capability, cudnn=_cudnn_version()).reason or None
+    return attention_requirement(recipe, shape, attention_machine(torch.device("cuda"))).reason or None
+
+
+def attention_machine(device: torch.device) -> AttentionMachine:
+    """The facts of a CUDA device and of this process. Transformer Engine can be imported."""
+    packed = torch.backends.cudnn.version() or 0  # 90501 is 9.5.1
+    allowed = int(os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1"))  # as TE reads it
+    return AttentionMachine(
+        capability=torch.cuda.get_device_capability(device),
+        cudnn=(packed // 10000, packed // 100 % 100, packed % 100),
+        te=release(library().version),
+        deterministic=not allowed or torch.are_deterministic_algorithms_enabled(),
+    )
 
 
 @torch.compiler.disable
@@ -141,13 +154,10 @@ def _check(
         documents=mask.documents is not None,
         padding=mask.key_padding is not None,
     )
-    capability = torch.cuda.get_device_capability(q.device)
-    found = attention_requirement(recipe, shape, capability=capability, cudnn=_cudnn_version())
+    found = attention_requirement(recipe, shape, attention_machine(q.device))
     reason, remedy = found.reason, found.remedy
     if found.ok and q.shape[2] != k.shape[2]:
         reason, remedy = "it has fewer queries than keys", "Set evaluate: high_precision."
-    elif found.ok and mask.key_padding is not None:
-        reason, remedy = "the batch is padded", "Pack the sequences, or set attention: false."
     elif found.ok and mask.window is not None and (not mask.causal or mask.window[0] is None):
         reason, remedy = "its window is not causal", "Set attention: false."
     elif found.ok and q.dtype not in (torch.bfloat16, torch.float16):
@@ -156,9 +166,3 @@ def _check(
         raise RuntimeError(
             f"{module.fqn}: FP8 attention cannot run through Transformer Engine: {reason}. {remedy}"
         )
-
-
-@functools.lru_cache(maxsize=1)
-def _cudnn_version() -> tuple[int, ...]:
-    packed = torch.backends.cudnn.version() or 0  # 90501 is 9.5.1
-    return packed // 10000, packed // 100 % 100, packed % 100

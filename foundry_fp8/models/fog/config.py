@@ -255,8 +255,9 @@ class FogConfig(PretrainedConfig):
             )
         if self.head_dim % 2:
             raise ConfigError(f"model.head_dim: {self.head_dim} is odd, and RoPE turns pairs of elements.")
-        if not self.initializer_range > 0:
-            raise ConfigError(f"model.initializer_range: {self.initializer_range} is not above 0.")
+        for key in ("initializer_range", "norm_eps", "rope_theta", "softmax_scale"):
+            if not getattr(self, key) > 0:
+                raise ConfigError(f"model.{key}: {getattr(self, key)} is not above 0.")
         if not 0 <= self.attention_dropout < 1:
             raise ConfigError(f"model.attention_dropout: {self.attention_dropout} is not in [0, 1).")
         if self.sliding_window is not None:
@@ -266,6 +267,7 @@ class FogConfig(PretrainedConfig):
                 f"model.rope_scaling: {self.rope_scaling!r} is neither false nor a mapping of exactly "
                 f"{', '.join(LLAMA31_ROPE_SCALING)}."
             )
+        self._check_parts()
         logit = self.hidden_size * self.initializer_range
         if scaled_and_tied and logit > SELF_LOGIT_WARNING:
             warnings.warn(
@@ -274,6 +276,28 @@ class FogConfig(PretrainedConfig):
                 f"{SELF_LOGIT_WARNING / self.hidden_size:.2g}, or tie_word_embeddings: false.",
                 stacklevel=3,
             )
+
+    def _check_parts(self) -> None:
+        """Refuse what a part without effect would swallow."""
+        if self.post_norm and self.layer_scale:
+            raise ConfigError(
+                "model.layer_scale: true contradicts post_norm: true. A branch has one of them."
+            )
+        frozen_gain = self.qk_norm == "rms" and self.qk_gain == "frozen"
+        branch_gain = self.post_norm or self.layer_scale
+        for key, without_effect, has_effect, part in (
+            ("qk_gain", "frozen", self.qk_norm == "rms", "qk_norm: rms"),
+            ("qk_gain_value", 1.0, frozen_gain, "qk_norm: rms with qk_gain: frozen"),
+            ("qk_norm_over", "head", self.qk_norm == "rms", "qk_norm: rms"),
+            ("tanh_alpha_init", 1.0, self.qk_norm == "tanh", "qk_norm: tanh"),
+            ("tanh_alpha_trainable", True, self.qk_norm == "tanh", "qk_norm: tanh"),
+            ("post_norm_gain", None, branch_gain, "post_norm or layer_scale"),
+        ):
+            if getattr(self, key) != without_effect and not has_effect:
+                raise ConfigError(
+                    f"model.{key}: {getattr(self, key)!r} has no effect in variant={self.variant}: it belongs to {part}. "
+                    "Remove it."
+                )
 
     @property
     def embedding_multiplier(self) -> float:

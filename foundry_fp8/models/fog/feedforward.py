@@ -156,6 +156,12 @@ class GatedMLP(nn.Module):
             h, per_token = smooth_swiglu_fog(gate, up)
             return self.down_proj(h) * per_token
         h, per_channel = smooth_swiglu(gate, up)
+        if "weight" not in self.down_proj._parameters:
+            raise RuntimeError(
+                "model.activation: smooth_swiglu merges its scale into the weight of down_proj, which is wrapped in "
+                f"{type(self.down_proj).__name__} (an adapter). Leave down_proj out of target_modules, or use "
+                "smooth_swiglu_fog."
+            )
         merged = self.down_proj.weight * per_channel.to(self.down_proj.weight.dtype)
         return functional_call(self.down_proj, {"weight": merged}, (h,), strict=True)
 

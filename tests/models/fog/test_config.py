@@ -89,6 +89,48 @@ def test_the_logit_bounds_are_those_of_the_reference() -> None:
             {"size": "390m", "rope_scaling": {"factor": 2}},
             r"model\.rope_scaling: .* mapping of exactly factor",
         ),
+        ({"size": "390m", "softmax_scale": -0.1}, r"model\.softmax_scale: -0\.1 is not above 0"),
+        ({"size": "390m", "norm_eps": 0}, r"model\.norm_eps: 0 is not above 0"),
+        ({"size": "390m", "rope_theta": 0.0}, r"model\.rope_theta: 0\.0 is not above 0"),
+        ({"size": "390m", "intermediate_size": 0}, r"model\.intermediate_size: 0 is not an integer"),
+        ({"size": "390m", "vocab_size": 0}, r"model\.vocab_size: 0 is not an integer"),
+        ({"size": "390m", "num_attention_heads": 7}, r"model\.num_key_value_heads: 4 does not divide"),
+        (
+            {"size": "390m", "variant": "fog-flash", "qk_gain_value": 2.0},
+            r"model\.qk_gain_value: 2\.0 has no effect in variant=fog-flash: it belongs to qk_norm: rms",
+        ),
+        (
+            {"size": "390m", "variant": "olmo2", "qk_gain_value": 2.0},
+            r"model\.qk_gain_value: .*qk_gain: frozen",
+        ),
+        (
+            {"size": "390m", "variant": "llama3", "qk_norm_over": "projection"},
+            r"model\.qk_norm_over: 'projection' has no effect in variant=llama3",
+        ),
+        (
+            {"size": "390m", "tanh_alpha_init": 0.5},
+            r"model\.tanh_alpha_init: 0\.5 has no effect in variant=fog-max: it belongs to qk_norm: tanh",
+        ),
+        (
+            {"size": "390m", "tanh_alpha_trainable": False},
+            r"model\.tanh_alpha_trainable: False has no effect",
+        ),
+        (
+            {"size": "390m", "variant": "custom", "post_norm_gain": 0.1},
+            r"model\.post_norm_gain: 0\.1 has no effect .*post_norm or layer_scale",
+        ),
+        (
+            {"size": "390m", "variant": "custom", "qk_gain": "trainable"},
+            r"model\.qk_gain: 'trainable' has no effect",
+        ),
+        (
+            {"size": "390m", "variant": "custom", "qk_norm": "rms", "qk_gain": "fixed"},
+            r"model\.qk_gain: 'fixed' is not one of frozen, trainable",
+        ),
+        (
+            {"size": "390m", "variant": "custom", "post_norm": True, "layer_scale": True},
+            r"model\.layer_scale: true contradicts post_norm: true",
+        ),
         (
             {"size": "390m", "qk_norm_over": "token"},
             r"model\.qk_norm_over: 'token' is not one of head, projection",

@@ -83,33 +83,170 @@ def test_llama3_is_transformers_llama() -> None:
     )
 
 
-def test_fog_max_computes_its_block_equations() -> None:
-    """Section 1 of the reference, written out for one block in float64."""
-    model = build("fog-max", num_hidden_layers=1, num_key_value_heads=4).double()
-    w = {k.removeprefix("model.layers.0."): v for k, v in model.state_dict().items()}
-    x = ids(1, 5)
+def rms(x: Tensor, gain: Tensor | float = 1.0) -> Tensor:
+    return gain * x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
 
-    def rms(x: Tensor) -> Tensor:
-        return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
 
-    h = 50.0 * w["model.embed_tokens.weight"][x]
-    q, k, v = (h @ w["self_attn.qkv_proj.weight"].T).view(1, 5, 12, 16).split(4, 2)
-    q, k = rms(q), rms(k)
-    angles = torch.arange(5.0).double()[:, None, None] * torch.tensor(model.model.frequencies).double()
+QK = {
+    "fog-max": lambda x, w, which: rms(x),
+    "fog-opt": lambda x, w, which: rms(x),
+    "fog-flash": lambda x, w, which: torch.tanh(w[f"self_attn.{which}_norm.alpha"] * x),
+    "llama3": lambda x, w, which: x,
+    "llama3-smooth-swiglu": lambda x, w, which: x,
+    "olmo2": lambda x, w, which: rms(x, w[f"self_attn.{which}_norm.weight"]),
+    "op1": lambda x, w, which: rms(x, w[f"self_attn.{which}_norm.weight"]),
+}
+
+
+def swiglu(x: Tensor, w: dict[str, Tensor]) -> Tensor:
+    gate, up = (x @ w["mlp.gate_up_proj.weight"].T).chunk(2, -1)
+    return gate * torch.sigmoid(gate) * up
+
+
+def xielu(x: Tensor, w: dict[str, Tensor]) -> Tensor:
+    up = x @ w["mlp.up_proj.weight"].T
+    ap, an = (torch.log1p(w[f"mlp.act.{name}"].exp()) for name in "pn")
+    return torch.where(up > 0, ap * up**2 + 0.5 * up, (an + 0.5) * (torch.expm1(up) - up) + 0.5 * up)
+
+
+def gelu(x: Tensor, w: dict[str, Tensor]) -> Tensor:
+    up = x @ w["mlp.up_proj.weight"].T
+    return 0.5 * up * (1 + torch.erf(up / 2**0.5))
+
+
+HIDDEN = {
+    "fog-max": xielu,
+    "fog-opt": gelu,
+    "fog-flash": gelu,
+    "llama3": swiglu,
+    "llama3-smooth-swiglu": swiglu,  # its scale changes nothing without rounding
+    "olmo2": swiglu,
+    "op1": lambda x, w: (x @ w["mlp.up_proj.weight"].T).clamp(min=0),
+}
+
+
+def equations(variant: str, weights: dict[str, Tensor], x: Tensor, frequencies: list[float]) -> Tensor:
+    """Logits of sections 1 and 3 of the reference in float64; 2 layers, 4 query heads of 16, 2 key heads."""
+    h = weights["model.embed_tokens.weight"][x]
+    if variant.startswith("fog") or variant == "op1":
+        h = 50.0 * h  # 1 / sigma
+    angles = torch.arange(x.shape[1]).double()[:, None, None] * torch.tensor(frequencies).double()
 
     def turn(x: Tensor) -> Tensor:
         z = torch.complex(x[..., :8], x[..., 8:]) * torch.polar(torch.ones_like(angles), angles)
         return torch.cat((z.real, z.imag), -1)
 
-    logits = torch.einsum("bqhd,bkhd->bhqk", turn(q), turn(k)) * (2 / 16) ** 0.5
-    s = logits.masked_fill(torch.ones(5, 5).triu(1).bool(), -torch.inf).softmax(-1)
-    o = torch.einsum("bhqk,bkhd->bqhd", s, v).reshape(1, 5, 64)
-    h = h + rms(o @ w["self_attn.o_proj.weight"].T)  # the gain is 1/sqrt(1 layer)
-    up = h @ w["mlp.up_proj.weight"].T
-    f = torch.where(up > 0, 0.8 * up**2 + 0.5 * up, 0.8 * (torch.expm1(up) - up) + 0.5 * up)
-    h = h + rms(f @ w["mlp.down_proj.weight"].T)
-    # Norms, activation and rotation compute in float32.
-    torch.testing.assert_close(model(x).logits, h @ w["lm_head.weight"].T, rtol=1e-4, atol=1e-4)
+    for layer in range(2):
+        prefix = f"model.layers.{layer}."
+        w = {k.removeprefix(prefix): v for k, v in weights.items() if k.startswith(prefix)}
+
+        def before(h: Tensor, name: str, w: dict[str, Tensor] = w) -> Tensor:
+            return rms(h, w[f"{name}.weight"]) if variant.startswith("llama3") else h
+
+        def after(branch: Tensor, name: str, w: dict[str, Tensor] = w) -> Tensor:
+            if variant.startswith("llama3"):
+                return branch
+            return w[f"{name}.weight"] * branch if variant == "op1" else rms(branch, w[f"{name}.weight"])
+
+        qkv = before(h, "input_norm") @ w["self_attn.qkv_proj.weight"].T
+        q, k, v = qkv.unflatten(-1, (8, 16)).split((4, 2, 2), 2)
+        q, k = turn(QK[variant](q, w, "q")), turn(QK[variant](k, w, "k"))
+        k, v = (torch.stack([t[:, :, head // 2] for head in range(4)], 2) for t in (k, v))
+        scale = (2 / 16) ** 0.5 if variant in ("fog-max", "fog-opt") else 16**-0.5
+        logits = scale * torch.einsum("bqhd,bkhd->bhqk", q, k)
+        hidden = torch.ones(logits.shape[-2:]).triu(1).bool()
+        o = torch.einsum("bhqk,bkhd->bqhd", logits.masked_fill(hidden, -torch.inf).softmax(-1), v)
+        h = h + after(o.flatten(2) @ w["self_attn.o_proj.weight"].T, "attention_post_norm")
+        f = HIDDEN[variant](before(h, "mlp_norm"), w) @ w["mlp.down_proj.weight"].T
+        h = h + after(f, "mlp_post_norm")
+    if variant.startswith("llama3") or variant == "olmo2":
+        h = rms(h, weights["model.norm.weight"])
+    return h @ weights["lm_head.weight"].T
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_computes_the_equations_of_its_reference(variant: str) -> None:
+    model = build(variant).double()
+    with (
+        torch.no_grad()
+    ):  # vectors and scalars away from their initial values, so that each has to stand in its place
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.mul_(1 + 0.3 * torch.rand_like(parameter))
+            else:
+                parameter.mul_(3.0 if model.config.pre_norm else 1.0)
+    x = ids(2, 7)
+    expected = equations(variant, model.state_dict(), x, model.model.frequencies)
+    # Norms, activations and rotation compute in float32.
+    torch.testing.assert_close(model(x).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_olmo2_is_transformers_olmo2() -> None:
+    """With QK-norms over the projection, as the original has them: the same weights give the same logits."""
+    from transformers import Olmo2Config, Olmo2ForCausalLM
+
+    ours = build("olmo2", qk_norm_over="projection", rope_scaling=False)
+    theirs = Olmo2ForCausalLM(
+        Olmo2Config(
+            vocab_size=97,
+            hidden_size=64,
+            intermediate_size=ours.config.intermediate_size,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            rms_norm_eps=1e-5,
+            rope_theta=500000.0,
+        )
+    )
+    with torch.no_grad():
+        for parameter in ours.parameters():
+            parameter.mul_(1 + 0.3 * torch.rand_like(parameter))
+    source, target = ours.state_dict(), {}
+    for name in theirs.state_dict():
+        head, _, last = name.rpartition(".")
+        module, part = head.rpartition(".")[::2]
+        if part in ("q_proj", "k_proj", "v_proj"):
+            q, k, v = source[f"{module}.qkv_proj.{last}"].split((64, 32, 32))
+            target[name] = {"q": q, "k": k, "v": v}[part[0]]
+        elif part in ("gate_proj", "up_proj"):
+            gate, up = source[f"{module}.gate_up_proj.{last}"].chunk(2)
+            target[name] = gate if part == "gate_proj" else up
+        else:
+            part = {
+                "post_attention_layernorm": "attention_post_norm",
+                "post_feedforward_layernorm": "mlp_post_norm",
+            }.get(part, part)
+            target[name] = source[f"{module}.{part}.{last}" if module else f"{part}.{last}"]
+    theirs.load_state_dict(target)
+    torch.testing.assert_close(ours(ids()).logits, theirs(ids()).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_the_temperature_can_be_said_with_a_gain() -> None:
+    """Softmax scale sqrt(2 / d) without a gain is 1/sqrt(d) with the frozen gain 2^(1/4) on q and on k."""
+    usual, gain = build("fog-max"), build("fog-max", qk_gain_value=2**0.25, softmax_scale=16**-0.5)
+    torch.testing.assert_close(gain(ids()).logits, usual(ids()).logits)
+
+
+@pytest.mark.parametrize("layers", [1, 4, 16])
+def test_branches_start_with_one_over_the_square_root_of_the_layers(layers: int) -> None:
+    for variant, expected in (("fog-max", layers**-0.5), ("olmo2", 1.0), ("op1", layers**-0.5)):
+        for block in build(variant, num_hidden_layers=layers).model.layers:
+            for gain in (block.attention_post_norm.weight, block.mlp_post_norm.weight):
+                torch.testing.assert_close(gain, torch.full((64,), expected))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_cache_gives_the_logits_of_the_whole_sequence(variant: str) -> None:
+    model = build(variant).eval()
+    x = ids(2, 9)
+    out = model(x[:, :4], use_cache=True)
+    found = [out.logits]
+    for token in range(4, 9):
+        out = model(x[:, token : token + 1], past_key_values=out.past_key_values, use_cache=True)
+        found.append(out.logits)
+    assert out.past_key_values.get_seq_length() == 9
+    assert out.past_key_values.key_cache[0].shape == (2, 2, 9, 16)  # key heads alone are kept
+    torch.testing.assert_close(torch.cat(found, 1), model(x).logits, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("variant", ["fog-max", "fog-flash"])

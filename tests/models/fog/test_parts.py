@@ -177,3 +177,54 @@ def test_smooth_swiglu_scales_by_channel_and_fogs_by_token() -> None:
     torch.testing.assert_close(h * s, F.silu(gate) * up)
     h, s = smooth_swiglu_fog(torch.zeros(1, 4), torch.zeros(1, 4))
     assert torch.equal(h, torch.zeros(1, 4)) and math.isfinite(float(s))
+
+
+def test_the_mpt_forms_compute_the_same_equations() -> None:
+    from foundry_fp8.models.fog.mpt_parts import FogMPTAttention, build_fog_ffn, build_smooth_swiglu_ffn
+
+    x = torch.randn(2, 6, 64)
+
+    def rms(x: torch.Tensor, gain: float = 1.0) -> torch.Tensor:
+        return gain * x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+
+    for name, act in (("gelu", F.gelu), ("relu", F.relu), ("xielu", XIELU())):
+        ffn = build_fog_ffn(64, 2, ffn_act=name, post_norm_gain=0.25)
+        expected = rms(act(x @ ffn.up_proj.weight.T) @ ffn.down_proj.weight.T, 0.25)
+        torch.testing.assert_close(ffn(x), expected, rtol=1e-4, atol=1e-5)
+    smooth = build_smooth_swiglu_ffn(64, 2)
+    expected = (
+        F.silu(x @ smooth.gate_proj.weight.T) * (x @ smooth.up_proj.weight.T) @ smooth.down_proj.weight.T
+    )
+    torch.testing.assert_close(smooth(x), expected, rtol=1e-4, atol=1e-5)
+
+    for kind, phi in (("rms", rms), ("tanh", lambda t: torch.tanh(0.7 * t)), ("none", lambda t: t)):
+        attention = FogMPTAttention(
+            64,
+            4,
+            kv_n_heads=2,
+            qk_norm=kind,
+            tanh_alpha_init=0.7,
+            post_norm_gain=0.5,
+            attn_impl="torch",
+            bias=False,
+        )
+        q, k, v = attention.Wqkv(x).unflatten(-1, (8, 16)).split((4, 2, 2), 2)
+        k, v = (t.repeat_interleave(2, 2) for t in (phi(k), v))
+        logits = torch.einsum("bqhd,bkhd->bhqk", phi(q), k) / 4
+        s = logits.masked_fill(torch.ones(6, 6).triu(1).bool(), -torch.inf).softmax(-1)
+        out = torch.einsum("bhqk,bkhd->bqhd", s, v).flatten(2) @ attention.out_proj.weight.T
+        torch.testing.assert_close(attention(x)[0], rms(out, 0.5), rtol=1e-4, atol=1e-5)
+
+
+def test_an_adapter_on_a_weight_that_is_merged_into_is_refused() -> None:
+    peft = pytest.importorskip("peft", reason="PEFT is not installed")
+    for targets, ok in ((["gate_up_proj"], True), (["gate_up_proj", "down_proj"], False)):
+        mlp = torch.nn.ModuleDict({"mlp": GatedMLP(16, 24, "smooth_swiglu")})
+        adapted = peft.get_peft_model(mlp, peft.LoraConfig(r=4, target_modules=targets)).base_model.model[
+            "mlp"
+        ]
+        if ok:
+            assert adapted(torch.randn(3, 16)).shape == (3, 16)
+        else:
+            with pytest.raises(RuntimeError, match=r"model\.activation: smooth_swiglu .*Leave down_proj out"):
+                adapted(torch.randn(3, 16))

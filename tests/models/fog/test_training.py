@@ -11,7 +11,7 @@ import torch
 from foundry_fp8.attention_surgery import FP8AttentionState
 from foundry_fp8.config import ConfigError
 from foundry_fp8.models.fog import VARIANTS
-from tests.integration.foundry_runs import MPT, VOCAB, config, make_data, train
+from tests.integration.foundry_runs import MPT, SEQ, VOCAB, config, make_data, train
 
 pytestmark = pytest.mark.integration
 
@@ -48,28 +48,35 @@ def fp8(attention: bool) -> dict[str, Any]:
     return {"fp8": {"recipe": dict(RECIPE), "attention": attention}}
 
 
+@pytest.mark.parametrize("attention", [False, True], ids=["fp8", "fp8dpa"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_variant_trains_in_fp8dpa_saves_and_generates(variant: str, root: Path, tmp_path: Path) -> None:
+def test_every_variant_trains_saves_and_generates(
+    variant: str, attention: bool, root: Path, tmp_path: Path
+) -> None:
     from transformers import AutoModelForCausalLM
 
     cfg = config(
         root,
         model=fog(variant),
-        algorithms=fp8(attention=True),
+        algorithms=fp8(attention),
         optimizer=optimizer(),
         scheduler={"name": "wsd", "t_warmup": "1ba", "alpha_f": 0.1},
         max_duration="6ba",
     )
     trainer = train(cfg)
     assert trainer.state.total_loss_dict["loss/train/total"] < 6.1  # ln(512) = 6.24: it learns
+    wrapped = trainer.state.model
     report = trainer.state.algorithms[0].report
     assert len(report.converted) == 8 and list(report.skipped) == ["model.lm_head"]
-    assert [row.action for row in report.attention] == ["converted"] * 2
-    state = FP8AttentionState.of(trainer.state.model)
-    assert state is not None and (state.delayed.amax_history.amax(0) > 0).all()
+    assert [row.action for row in report.attention] == ["converted"] * 2 * attention
+    linears = [wrapped.get_submodule(name) for name in report.converted]
+    assert all(linear.ledger.calls["wgrad", "fp8"] == 24 for linear in linears)  # 6 batches of 4 microbatches
+    state = FP8AttentionState.of(wrapped)
+    assert (state is not None) == attention
+    if state is not None:
+        assert (state.delayed.amax_history.amax(0) > 0).all()
 
     # 1-D parameters take no decay, matrices do.
-    model = trainer.state.model.model
     decays = {
         p.dim(): group["weight_decay"]
         for group in trainer.state.optimizers[0].param_groups
@@ -77,12 +84,54 @@ def test_every_variant_trains_in_fp8dpa_saves_and_generates(variant: str, root: 
     }
     assert decays[2] == 3.0e-4 and decays.get(1, 0.0) == 0.0
 
-    model.eval().save_pretrained(tmp_path)
+    model = wrapped.model.eval()
+    model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     ids = torch.arange(24).view(2, 12) * 7 % 257
     assert torch.equal(loaded(ids).logits, model(ids).logits)
-    generated = loaded.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0)
-    assert generated.shape == (2, 17)
+    texts = [m.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0) for m in (loaded, model)]
+    assert texts[0].shape == (2, 17) and torch.equal(*texts)
+
+
+def test_the_monitors_read_fog(root: Path) -> None:
+    """FLOPs by hand from the dimensions; kurtosis of the residual stream measured again in high precision."""
+    trainer = train(
+        config(
+            root,
+            model=fog("fog-max"),
+            algorithms=fp8(attention=True),
+            optimizer={"name": "decoupled_adamw", "lr": 1.0e-30},
+            device_train_microbatch_size=8,
+            callbacks={
+                "mfu_monitor": {"interval": 1, "peak_flops": {"fp8": 2e12, "bf16": 1e12, "fp32": 1e12}},
+                "kurtosis_monitor": {"interval": 1},
+            },
+            loggers={"inmemory": {}},
+        )
+    )
+    logged = trainer.logger.destinations[0].data
+    last = {
+        key: float(values[-1][1]) for key, values in logged.items() if key.startswith(("mfu/", "kurtosis_"))
+    }
+
+    d, layers, vocab, tokens = 64, 2, 384, 8 * SEQ
+    matrices = d * (4 + 2 * 2) * 16 + d * d + 2 * d * 6 * d
+    attention = 2 * 2 * d * 8 * SEQ * (SEQ + 1) // 2  # two GEMMs over the causal pairs of 8 sequences
+    in_fp8 = 3 * layers * (2 * matrices * tokens + attention)  # forward and twice that in backward
+    assert last["mfu/fp8_flop_fraction"] == pytest.approx(in_fp8 / (in_fp8 + 3 * 2 * d * vocab * tokens))
+    assert last["mfu/mfu"] > 0
+
+    model = trainer.state.model.model.eval()
+    with torch.no_grad():
+        states = model(trainer.state.batch["input_ids"], output_hidden_states=True).hidden_states
+    for layer, state in enumerate(states[1:]):
+        x = state.double()
+        by_token = (x**4).mean(-1) / (x**2).mean(-1) ** 2
+        by_sample = (x**4).mean((1, 2)) / (x**2).mean((1, 2)) ** 2
+        # 1 % is room for the rounding of the run; the two kinds differ by more than that.
+        for kind, value in (("token", by_token), ("sample", by_sample)):
+            key = f"kurtosis_{kind}/residual/layer_{layer:03d}"
+            assert last[key] == pytest.approx(float(value.mean()), rel=0.01)
 
 
 def test_fp8_with_and_without_attention_stay_near_high_precision(root: Path) -> None:
@@ -177,21 +226,41 @@ def test_a_bad_model_fails_before_training(model: dict[str, Any], message: str, 
         train(config(root, model=model))
 
 
-def test_peft_and_vocabulary(root: Path) -> None:
-    model = fog(
-        "fog-max",
-        peft_config={
-            "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
-            "r": 4,
-            "target_modules": ["qkv_proj", "o_proj", "up_proj", "down_proj"],
-        },
+LORA_TARGETS = ("qkv_proj", "o_proj", "up_proj", "down_proj")
+
+
+@pytest.mark.parametrize("attention", [None, False, True], ids=["hp", "fp8", "fp8dpa"])
+def test_lora_trains_its_adapters_alone_and_merges(attention: bool | None, root: Path) -> None:
+    lora = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 16, "target_modules": list(LORA_TARGETS)}
+    cfg = config(
+        root,
+        model=fog("fog-max", peft_config=lora),
+        algorithms=None if attention is None else fp8(attention),
+        optimizer={"name": "decoupled_adamw", "lr": 1.0e-2},
     )
-    pytest.importorskip("peft", reason="PEFT is not installed")
-    trainer = train(config(root, model=model, algorithms=None, max_duration="2ba"))
-    trained = [n for n, p in trainer.state.model.named_parameters() if p.requires_grad]
-    assert trained and all("lora" in n for n in trained)
-    assert trainer.state.model.model.config.vocab_size == 384 != VOCAB  # 257 tokens, rounded up to 128
+    trainer = train(cfg)
+    model = trainer.state.model.model.eval()
+    assert model.config.vocab_size == 384 != VOCAB  # 257 tokens, rounded up to 128
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert len(trained) == 2 * 4 * 2 and all("lora_" in name for name in trained)
+    if attention is not None:
+        for block, layer in enumerate(model.base_model.model.model.layers):
+            for name in LORA_TARGETS:
+                parent = layer.self_attn if hasattr(layer.self_attn, name) else layer.mlp
+                # 4 batches of 4 microbatches. A frozen weight has no wgrad; below the first GEMM nothing trains.
+                calls = {("fprop", "fp8"): 16, ("dgrad", "fp8"): 16}
+                if (block, name) == (0, "qkv_proj"):
+                    del calls["dgrad", "fp8"]
+                assert dict(getattr(parent, name).base_layer.ledger.calls) == calls, (block, name)
+        assert len(trainer.state.algorithms[0].report.attention) == 2 * attention
+
+    ids = torch.arange(12)[None]
+    adapted = model(ids).logits
+    with model.disable_adapter():
+        assert (model(ids).logits - adapted).abs().max() > 0.1
+    merged = model.merge_and_unload()
+    assert not any("lora" in name for name, _ in merged.named_parameters())
+    torch.testing.assert_close(merged(ids).logits, adapted, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -13,7 +13,6 @@ import te_on_cpu
 import torch
 
 from foundry_fp8.attention_surgery import FP8AttentionState, convert_attention
-from foundry_fp8.backends.transformer_engine import attention as under_test
 from foundry_fp8.config import ConfigError
 from foundry_fp8.formats import E4M3, E5M2
 from foundry_fp8.modules.attention import FP8DotProductAttention
@@ -136,8 +135,7 @@ def kernel():
     import transformer_engine.pytorch as te
 
     assert te.DotProductAttention
-    under_test._cudnn_version.cache_clear()
-    under_test._cudnn_version = lambda: (9, 19, 0)
+    torch.backends.cudnn.version = lambda: 91900
     return Kernel(te)
 
 
@@ -204,6 +202,19 @@ def test_what_cudnn_cannot_do_is_an_error_that_says_so(kernel, changes, message)
         RuntimeError, match=rf"attn: FP8 attention cannot run through Transformer Engine: .*{message}"
     ):
         attention(q, k, v, mask=changes.get("mask", AttentionMask(causal=True)), softmax_scale=0.1)
+
+
+def test_a_deterministic_process_runs_where_te_can_and_is_refused_where_it_cannot(kernel, monkeypatch):
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    attention, _ = build("transformer_engine")
+    q, k, v = (torch.randn(B, h, S, D).bfloat16() for h in (H, HK, HK))
+    if te_on_cpu.release(os.environ["TE_WHEEL"]) >= (2, 13):
+        assert attention(q, k, v, mask=AttentionMask(causal=True), softmax_scale=0.1).shape == q.shape
+    else:
+        with pytest.raises(
+            RuntimeError, match=r"attn: .*deterministic algorithms.*2\.13 on \(here 9\.19\.0 and"
+        ):
+            attention(q, k, v, mask=AttentionMask(causal=True), softmax_scale=0.1)
 
 
 def test_a_mask_that_hides_nothing_is_no_mask(kernel):
