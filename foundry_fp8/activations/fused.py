@@ -195,12 +195,9 @@ class _PackedNorm(torch.autograd.Function):
         fmt: PackFormat,
     ) -> Tensor:
         y = norm(x)
-        # The backward of a norm that computes in bfloat16 uses its statistics too; float32 ones are closer to the truth.
-        x32 = x.float()
-        mean = x32.mean(-1, keepdim=True) if centred else None
-        variance = (x32 if mean is None else x32 - mean).square().mean(-1, keepdim=True)
+        packed, mean, rstd = _pack_norm_input(x.flatten(0, -2), fmt, eps, centred)
         ctx.shape, ctx.bias_dtype = x.shape, None if bias is None else bias.dtype
-        _keep(ctx, [pack(x, fmt)], torch.rsqrt(variance + eps), mean, weight)
+        _keep(ctx, [packed], rstd, mean, weight)
         return y
 
     @staticmethod
@@ -208,16 +205,52 @@ class _PackedNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (packed,), (rstd, mean, weight) = _kept(ctx)
         assert rstd is not None
-        x = unpack(packed).view(ctx.shape)
-        dtype, lead = x.dtype, tuple(range(dy.dim() - 1))
         with torch.autocast(autocast_type(dy.device), enabled=False):
-            dy = dy.float()
-            normed = (x.float() if mean is None else x.float().sub_(mean)).mul(rstd)
-            dw = (dy * normed).sum(lead).to(weight.dtype) if weight is not None else None
-            db = dy.sum(lead).to(ctx.bias_dtype) if ctx.bias_dtype is not None else None
-            dnormed = dy if weight is None else dy * weight.float()
-            dx = dnormed - normed * (dnormed * normed).mean(-1, keepdim=True)
-            if mean is not None:
-                dx -= dnormed.mean(-1, keepdim=True)
-            dx = dx.mul_(rstd).to(dtype)
-        return dx, dw, db, None, None, None, None
+            dx, dw, db = _norm_gradients(dy.flatten(0, -2), packed, rstd, mean, weight)
+        return (
+            dx.view(ctx.shape),
+            None if weight is None else dw.to(weight.dtype),
+            None if ctx.bias_dtype is None else db.to(ctx.bias_dtype),
+            *(None,) * 4,
+        )
+
+
+def _norm_kernels(x: Tensor, fmt: PackFormat) -> bool:
+    """Whether the Triton kernels take the norm of ``x`` ``[R, C]``."""
+    if not x.is_cuda or fmt.name == "int4":
+        return False
+    from foundry_fp8.kernels.norms import MAX_COLUMNS
+
+    return x.shape[1] <= MAX_COLUMNS
+
+
+def _pack_norm_input(
+    x: Tensor, fmt: PackFormat, eps: float, centred: bool
+) -> tuple[Packed, Tensor | None, Tensor]:
+    """``x`` ``[R, C]`` packed, its mean (``None`` unless centred) and reciprocal root, float32 ``[R]``."""
+    if _norm_kernels(x, fmt):
+        from foundry_fp8.kernels.packed_norms import pack_norm_input
+
+        return pack_norm_input(x, fmt.within(x.shape[1]), eps, centered=centred)
+    # The backward of a norm that computes in bfloat16 uses its statistics too; float32 ones are closer to the truth.
+    x32 = x.float()
+    mean = x32.mean(1) if centred else None
+    variance = (x32 if mean is None else x32 - mean[:, None]).square().mean(1)
+    return pack(x, fmt), mean, torch.rsqrt(variance + eps)
+
+
+def _norm_gradients(
+    dy: Tensor, packed: Packed, rstd: Tensor, mean: Tensor | None, weight: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``dx`` in the packed dtype, and the float32 gradients of weight and bias; ``dy`` is ``[R, C]``."""
+    if _norm_kernels(dy, packed.fmt):
+        from foundry_fp8.kernels.norms import norm_backward
+
+        return norm_backward(dy, packed, rstd, weight, mean=mean)
+    dy, x = dy.float(), unpack(packed).view(dy.shape).float()
+    normed = (x if mean is None else x.sub_(mean[:, None])).mul(rstd[:, None])
+    dnormed = dy if weight is None else dy * weight.float()
+    dx = dnormed - normed * (dnormed * normed).mean(1, keepdim=True)
+    if mean is not None:
+        dx -= dnormed.mean(1, keepdim=True)
+    return dx.mul_(rstd[:, None]).to(packed.dtype), (dy * normed).sum(0), dy.sum(0)

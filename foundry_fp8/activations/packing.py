@@ -162,7 +162,9 @@ def quantize_blocks_reference(flat: Tensor, fmt: PackFormat) -> tuple[Tensor, Te
     usable = amax.clamp_min(MIN_AMAX)
     scale_inv = (usable * (1.0 / fmt.code_max)).to(fmt.scale_dtype)
     # int4 rounds its scale, so codes are made with the scale that will be read; the others keep full precision.
-    scale = 1.0 / scale_inv.float() if fmt.name == "int4" else fmt.code_max / usable
+    # A division, as in the kernels; torch would turn number / tensor into a reciprocal and a product.
+    divisor = scale_inv.float() if fmt.name == "int4" else usable
+    scale = torch.full_like(divisor, 1.0 if fmt.name == "int4" else fmt.code_max) / divisor
     scaled = blocks * scale.unsqueeze(1)
     if not bool(finite.all()):
         # Such a block is NaN through its scale; its codes only have to be castable.

@@ -8,17 +8,22 @@ away from zero instead of to even.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from foundry_fp8.activations.packing import Packed, PackFormat
+from foundry_fp8.activations.packing import Packed, PackFormat
 
-__all__ = ["dequantize_blocks", "gated_backward", "quantize_blocks"]
+__all__ = [
+    "block_scales",
+    "byte_codes",
+    "dequantize_blocks",
+    "gated_backward",
+    "load_codes",
+    "operands",
+    "quantize_blocks",
+]
 
 ROWS = 8
 """Blocks a program; 8 x 128 elements keep four warps busy with 128-bit loads."""
@@ -34,13 +39,19 @@ def quantize_blocks(flat: Tensor, fmt: PackFormat) -> tuple[Tensor, Tensor]:
     n_blocks = triton.cdiv(flat.numel(), fmt.block)
     width = fmt.block // 2 if fmt.name == "int4" else fmt.block
     codes = torch.empty((n_blocks, width), dtype=torch.uint8, device=flat.device)
-    scale_inv = torch.empty(n_blocks, dtype=fmt.scale_dtype, device=flat.device)
+    scale_inv = torch.empty(n_blocks, dtype=fmt.scale_dtype, device=flat.device).view(torch.uint8)
+    packed = Packed(codes, scale_inv, fmt, flat.numel(), flat.dtype)
     if n_blocks:
-        target = codes.view(torch.float8_e4m3fn) if fmt.name == "e4m3" else codes
         _quantize[(triton.cdiv(n_blocks, ROWS),)](
-            flat, target, scale_inv, flat.numel(), n_blocks, FORMAT=fmt.name, BLOCK=fmt.block, ROWS=ROWS
+            flat, *operands(packed), flat.numel(), n_blocks, FORMAT=fmt.name, BLOCK=fmt.block, ROWS=ROWS
         )
-    return codes, scale_inv.view(torch.uint8)
+    return codes, scale_inv
+
+
+def operands(packed: Packed) -> tuple[Tensor, Tensor]:
+    """Codes and scales as the kernels take them: in the dtypes that the bytes are of."""
+    codes = packed.codes.view(torch.float8_e4m3fn) if packed.fmt.name == "e4m3" else packed.codes
+    return codes, packed.scale_inv.view(packed.fmt.scale_dtype)
 
 
 def dequantize_blocks(packed: Packed) -> Tensor:
@@ -49,10 +60,8 @@ def dequantize_blocks(packed: Packed) -> Tensor:
     out = torch.empty(packed.numel, dtype=packed.dtype, device=packed.codes.device)
     n_blocks = packed.codes.shape[0]
     if n_blocks:
-        codes = packed.codes.view(torch.float8_e4m3fn) if fmt.name == "e4m3" else packed.codes
-        scale_inv = packed.scale_inv.view(fmt.scale_dtype)
         _dequantize[(triton.cdiv(n_blocks, ROWS),)](
-            codes, scale_inv, out, packed.numel, n_blocks, FORMAT=fmt.name, BLOCK=fmt.block, ROWS=ROWS
+            *operands(packed), out, packed.numel, n_blocks, FORMAT=fmt.name, BLOCK=fmt.block, ROWS=ROWS
         )
     return out
 
@@ -69,16 +78,11 @@ def gated_backward(dh: Tensor, gate: Packed, up: Packed, kind: str) -> tuple[Ten
     dgate, dup, h = (torch.empty_like(dh) for _ in range(3))
     n_blocks = gate.codes.shape[0]
 
-    def codes(packed: Packed) -> Tensor:
-        return packed.codes.view(torch.float8_e4m3fn) if packed.fmt.name == "e4m3" else packed.codes
-
     if n_blocks:
         _gated_backward[(triton.cdiv(n_blocks, ROWS),)](
             dh,
-            codes(gate),
-            gate.scale_inv.view(gate.fmt.scale_dtype),
-            codes(up),
-            up.scale_inv.view(up.fmt.scale_dtype),
+            *operands(gate),
+            *operands(up),
             dgate,
             dup,
             h,
@@ -99,20 +103,11 @@ def _round_to_even(x):
 
 
 @triton.jit
-def _quantize(
-    x_ptr,
-    codes_ptr,
-    scale_ptr,
-    numel,
-    n_blocks,
-    FORMAT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    offset = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    inside = offset < numel
-    x = tl.load(x_ptr + offset, mask=inside, other=0.0).to(tl.float32)
+def block_scales(x, FORMAT: tl.constexpr, SCALE: tl.constexpr):
+    """``(x, scale, scale_inv)`` of float32 blocks ``[N, BLOCK]``.
+
+    ``scale_inv`` has the dtype ``SCALE``; it is NaN for a block that is not finite, and ``x`` comes back as zeros there.
+    """
     magnitude = tl.abs(x)
     # A comparison with NaN is false, so that this finds Inf and NaN alike, whatever max does with NaN.
     bad = tl.max(tl.where(magnitude <= 3.4028234663852886e38, 0, 1), axis=1)
@@ -127,33 +122,63 @@ def _quantize(
     else:
         code_max = 7.0
         reciprocal = 0.14285714285714285
-    scale_inv = (amax * reciprocal).to(scale_ptr.dtype.element_ty)
+    scale_inv = (amax * reciprocal).to(SCALE)
     if FORMAT == "int4":
         scale = tl.div_rn(1.0, scale_inv.to(tl.float32))
     else:
         scale = tl.div_rn(code_max, amax)
-    tl.store(
-        scale_ptr + row,
-        tl.where(bad == 0, scale_inv.to(tl.float32), float("nan")).to(scale_ptr.dtype.element_ty),
-        mask=row < n_blocks,
-    )
+    scale_inv = tl.where(bad == 0, scale_inv.to(tl.float32), float("nan")).to(SCALE)
+    return x, scale, scale_inv
+
+
+@triton.jit
+def byte_codes(x, scale, FORMAT: tl.constexpr):
+    """The codes of blocks ``[N, BLOCK]`` from :func:`block_scales`: E4M3, or int8 as uint8."""
     scaled = x * scale[:, None]
-    stored = (row[:, None] < n_blocks) & (offset < n_blocks * BLOCK)
     if FORMAT == "e4m3":
-        scaled = tl.minimum(tl.maximum(scaled, -448.0), 448.0)
-        tl.store(codes_ptr + offset, scaled.to(tl.float8e4nv), mask=stored)
-    elif FORMAT == "int8":
+        return tl.minimum(tl.maximum(scaled, -448.0), 448.0).to(tl.float8e4nv)
+    else:
         # In a block without negative elements what is positive stays positive, as in the reference.
         positive = tl.min(scaled, axis=1) >= 0.0
         lifted = tl.where(positive[:, None] & (scaled > 0.0), tl.maximum(scaled, 1.0), scaled)
-        rounded = _round_to_even(lifted)
-        tl.store(codes_ptr + offset, (rounded.to(tl.int32) & 255).to(tl.uint8), mask=stored)
+        return (_round_to_even(lifted).to(tl.int32) & 255).to(tl.uint8)
+
+
+@triton.jit
+def load_codes(codes_ptr, offset, mask, FORMAT: tl.constexpr):
+    """E4M3 or int8 codes in float32, 0 where ``mask`` is false."""
+    if FORMAT == "int8":
+        return tl.load(codes_ptr + offset, mask=mask, other=0).to(tl.int8, bitcast=True).to(tl.float32)
     else:
-        rounded = tl.minimum(tl.maximum(_round_to_even(scaled), -7.0), 7.0) + 8.0
+        return tl.load(codes_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _quantize(
+    x_ptr,
+    codes_ptr,
+    scale_ptr,
+    numel,
+    n_blocks,
+    FORMAT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    offset = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = offset < numel
+    x = tl.load(x_ptr + offset, mask=inside, other=0.0).to(tl.float32)
+    x, scale, scale_inv = block_scales(x, FORMAT, scale_ptr.dtype.element_ty)
+    tl.store(scale_ptr + row, scale_inv, mask=row < n_blocks)
+    if FORMAT == "int4":
+        rounded = tl.minimum(tl.maximum(_round_to_even(x * scale[:, None]), -7.0), 7.0) + 8.0
         pairs = tl.reshape(rounded.to(tl.int32), (ROWS, BLOCK // 2, 2))
         low, high = tl.split(pairs)
         half = row[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
         tl.store(codes_ptr + half, (low | (high << 4)).to(tl.uint8), mask=row[:, None] < n_blocks)
+    else:
+        stored = (row[:, None] < n_blocks) & (offset < n_blocks * BLOCK)
+        tl.store(codes_ptr + offset, byte_codes(x, scale, FORMAT), mask=stored)
 
 
 @triton.jit
@@ -168,10 +193,7 @@ def _load_values(
         codes = tl.reshape(tl.join(byte & 15, byte >> 4), (ROWS, BLOCK)).to(tl.float32) - 8.0
     else:
         offset = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-        if FORMAT == "int8":
-            codes = tl.load(codes_ptr + offset, mask=valid, other=0).to(tl.int8, bitcast=True).to(tl.float32)
-        else:
-            codes = tl.load(codes_ptr + offset, mask=valid, other=0.0).to(tl.float32)
+        codes = load_codes(codes_ptr, offset, valid, FORMAT)
     return codes * scale_inv[:, None]
 
 

@@ -10,9 +10,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from foundry_fp8.activations.packing import Packed
+from foundry_fp8.kernels.activations import load_codes, operands
 from foundry_fp8.kernels.launch import as_rows, check_hp
 
-__all__ = ["norm_backward", "norm_backward_reference", "norm_statistics", "norm_statistics_reference"]
+__all__ = [
+    "MAX_COLUMNS",
+    "check_columns",
+    "norm_backward",
+    "norm_backward_reference",
+    "norm_statistics",
+    "norm_statistics_reference",
+    "row_block",
+]
 
 MAX_COLUMNS = 65536
 """A row is held in registers."""
@@ -35,12 +45,11 @@ def norm_statistics(x: Tensor, eps: float, *, centered: bool) -> tuple[Tensor | 
     check_hp("x", x)
     x = as_rows(x)
     rows, columns = x.shape
-    if columns > MAX_COLUMNS:
-        raise ValueError(f"a norm over {columns} features; the fused kernel takes at most {MAX_COLUMNS}.")
+    check_columns(columns)
     mean = torch.empty(rows, dtype=torch.float32, device=x.device) if centered else None
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
     if x.numel():
-        block, warps = _row_block(columns)
+        block, warps = row_block(columns)
         _statistics_kernel[(rows,)](x, x.stride(0), mean, rstd, columns, eps, BLOCK=block, num_warps=warps)
     return mean, rstd
 
@@ -54,34 +63,46 @@ def norm_statistics_reference(x: Tensor, eps: float, *, centered: bool) -> tuple
 
 
 def norm_backward(
-    dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor | None, *, mean: Tensor | None = None
+    dy: Tensor, x: Tensor | Packed, rstd: Tensor, weight: Tensor | None, *, mean: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of a norm.
 
     Args:
         dy: ``[R, C]``, hp: gradient of the norm's output.
-        x: ``[R, C]``, hp: its input.
+        x: ``[R, C]``, hp: its input; or that packed, in int8 or e4m3.
         rstd: ``[R]`` float32.
         weight: ``[C]``, hp, or ``None``.
         mean: ``[R]`` float32 for LayerNorm.
 
     Returns:
         ``dx`` in the dtype of ``x``, and float32 ``[C]`` gradients of weight and bias, summed in a fixed order.
+
+    Raises:
+        ValueError: More than 65536 columns.
     """
     check_hp("dy", dy)
-    dy, x = as_rows(dy), as_rows(x)
-    rows, columns = x.shape
-    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-    per_sm = 2 * torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 4
+    dy = as_rows(dy)
+    rows, columns = dy.shape
+    check_columns(columns)
+    dx = torch.empty((rows, columns), dtype=x.dtype, device=dy.device)
+    per_sm = 2 * torch.cuda.get_device_properties(dy.device).multi_processor_count if dy.is_cuda else 4
     programs = max(1, min(rows, per_sm))
-    partial = torch.zeros((2, programs, columns), dtype=torch.float32, device=x.device)
-    if x.numel():
-        block, warps = _row_block(columns)
+    partial = torch.zeros((2, programs, columns), dtype=torch.float32, device=dy.device)
+    scale: Tensor | None = None
+    if isinstance(x, Packed):
+        values, scale = operands(x)
+        layout: dict[str, str | int] = {"FORMAT": x.fmt.name, "PACK_BLOCK": x.fmt.block}
+    else:
+        values = as_rows(x)
+        layout = {"FORMAT": "", "PACK_BLOCK": 0}
+    if dy.numel():
+        block, warps = row_block(columns)
         _backward_kernel[(programs,)](
             dy,
             dy.stride(0),
-            x,
-            x.stride(0),
+            values,
+            values.stride(0) if scale is None else columns,
+            scale,
             mean,
             rstd,
             weight,
@@ -89,6 +110,7 @@ def norm_backward(
             partial,
             rows,
             columns,
+            **layout,
             PROGRAMS=programs,
             BLOCK=block,
             num_warps=warps,
@@ -110,7 +132,14 @@ def norm_backward_reference(
     return (dx * rstd[:, None]).to(x.dtype), (dy32 * normalized).sum(0), dy32.sum(0)
 
 
-def _row_block(columns: int) -> tuple[int, int]:
+def check_columns(columns: int) -> None:
+    """Raise :class:`ValueError` if a row of ``columns`` is wider than a kernel can hold."""
+    if columns > MAX_COLUMNS:
+        raise ValueError(f"a norm over {columns} features; the fused kernel takes at most {MAX_COLUMNS}.")
+
+
+def row_block(columns: int) -> tuple[int, int]:
+    """How a kernel holds a row: elements (a power of two), and warps."""
     block = triton.next_power_of_2(max(columns, 16))
     return block, min(32, max(1, block // 512))
 
@@ -135,6 +164,7 @@ def _backward_kernel(
     dy_stride,
     x_ptr,
     x_stride,
+    scale_ptr,
     mean_ptr,
     rstd_ptr,
     weight_ptr,
@@ -142,6 +172,8 @@ def _backward_kernel(
     partial_ptr,
     R,
     C,
+    FORMAT: tl.constexpr,
+    PACK_BLOCK: tl.constexpr,
     PROGRAMS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -154,7 +186,15 @@ def _backward_kernel(
     dbias = tl.zeros((BLOCK,), dtype=tl.float32)
     for row in range(pid, R, PROGRAMS):
         offset = tl.cast(row, tl.int64)
-        x = tl.load(x_ptr + offset * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
+        if scale_ptr is not None:
+            first = offset * C
+            blocks = (tl.cast(first % PACK_BLOCK, tl.int32) + columns) // PACK_BLOCK
+            scale_inv = tl.load(scale_ptr + first // PACK_BLOCK + blocks, mask=inside, other=0.0)
+            x = load_codes(x_ptr + first, columns, inside, FORMAT) * scale_inv
+            # Rounded as the reference's unpacked tensor is, so that both differentiate at the same point.
+            x = x.to(dx_ptr.dtype.element_ty).to(tl.float32)
+        else:
+            x = tl.load(x_ptr + offset * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + offset * dy_stride + columns, mask=inside, other=0.0).to(tl.float32)
         rstd = tl.load(rstd_ptr + row)
         if mean_ptr is not None:

@@ -3,6 +3,7 @@
 import torch
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+HALF_ULP = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
 # Whole tiles, ragged in either dimension, less than one 16-byte word, one element, nothing.
 SHAPES = ((128, 256), (200, 144), (37, 130), (5, 3), (1, 1), (0, 48), (48, 0))
 

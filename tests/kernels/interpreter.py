@@ -33,6 +33,7 @@ MODULES = (
             "block_gemm",
             "delayed",
             "norms",
+            "packed_norms",
             "gated",
             "activations",
         )

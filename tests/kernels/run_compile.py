@@ -25,7 +25,16 @@ from triton.runtime.jit import JITFunction
 
 from foundry_fp8.activations.packing import FORMATS, Packed, PackFormat
 from foundry_fp8.formats import E4M3, E5M2
-from foundry_fp8.kernels import activations, block_gemm, blockwise, delayed, gated, norms, tensorwise
+from foundry_fp8.kernels import (
+    activations,
+    block_gemm,
+    blockwise,
+    delayed,
+    gated,
+    norms,
+    packed_norms,
+    tensorwise,
+)
 from foundry_fp8.kernels.producers import Producer
 
 TYPES = {
@@ -141,6 +150,8 @@ def launch_everything(gemm):
         activations.dequantize_blocks(packed)
         if name != "int4":
             activations.gated_backward(x.view(-1), packed, packed, "silu")
+            packed_norms.pack_norm_input(x, fmt, 1e-5, centered=True)
+            norms.norm_backward(x, packed, vector, vector, mean=vector)
     if not gemm:
         return
     data = torch.empty(4096, 4096, dtype=torch.float8_e4m3fn, device="cuda")

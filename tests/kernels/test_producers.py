@@ -15,10 +15,9 @@ from foundry_fp8.kernels.norms import (
 )
 from foundry_fp8.kernels.producers import ACTIVATIONS, Producer, xielu_reference
 from foundry_fp8.kernels.tensorwise import quantize_tensorwise, quantize_tensorwise_reference
-from tests.kernels.cases import DTYPES, assert_same_bits
+from tests.kernels.cases import DTYPES, HALF_ULP, assert_same_bits
 
 ALPHA = (0.8, 0.9)
-HALF_ULP = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
 every_activation = pytest.mark.parametrize("name", ACTIVATIONS)
 gated_or_not = pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 
