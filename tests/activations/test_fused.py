@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from foundry_fp8.activations.fused import packed_activation, packed_activation_linear, packed_norm
 from foundry_fp8.activations.packing import PackFormat
+from foundry_fp8.models.fog.feedforward import XIELU
 
 ACTS = {
     "silu": F.silu,
@@ -79,6 +80,42 @@ def test_norm(centred, affine, fmt):
         )
 
     check(ours, norm, inputs, LIMIT[fmt])
+
+
+def test_xielu_s_gradients_are_autograd_s():
+    """On inputs that int8 packs without loss, and of either sign; the slopes' too, through softplus."""
+    torch.manual_seed(0)
+    x = torch.randint(-127, 128, (3, 20, 128)) / 32.0
+    x[..., 0] = 127 / 32
+    x[x == 0] = 1 / 32
+    dy, weight = torch.randn(3, 20, 64), torch.randn(64, 128) / 10
+
+    def gradients(function, dtype):
+        act = XIELU().to(dtype)
+        with torch.no_grad():
+            act.p.fill_(0.3), act.n.fill_(-1.2)
+        inputs = [x.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), act.p, act.n]
+        return torch.autograd.grad(function(act, *inputs[:2]), inputs, dy.to(dtype))
+
+    def ours(act, x, w):
+        fmt = PackFormat(name="int8")
+        return packed_activation_linear(x, None, w, None, act, "xielu", fmt, slopes=act.slopes())
+
+    exact = gradients(lambda act, x, w: F.linear(act(x), w), torch.float64)
+    for a, b in zip(gradients(ours, torch.float32), exact, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-4)
+
+
+def test_xielu_has_no_jump_where_an_input_packs_to_zero():
+    """Autograd has 1/2 - an in (-1e-6, 0], and 1/2 on either side."""
+    x = torch.full((2, 128), 1e-5, requires_grad=True)
+    with torch.no_grad():
+        x[:, ::2] *= -1
+        x[:, 5] = 10.0
+    act = XIELU()
+    y = packed_activation(x, None, act, "xielu", PackFormat(name="int8"), slopes=act.slopes())
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    torch.testing.assert_close(dx[:, 6:], torch.full_like(dx[:, 6:], 0.5), rtol=0, atol=1e-4)
 
 
 def test_bfloat16_and_autocast():

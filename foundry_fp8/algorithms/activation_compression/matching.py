@@ -24,54 +24,83 @@ from foundry_fp8.activations.wrapping import own_class
 
 __all__ = ["fuse_mlp", "fuse_norm", "unfuse"]
 
-_GATED = (
-    "LlamaMLP",
-    "MistralMLP",
-    "Qwen2MLP",
-    "Qwen3MLP",
-    "GemmaMLP",
-    "Gemma2MLP",
-    "OlmoMLP",
-    "Olmo2MLP",
-    "MPTGLU",
-)
-_PLAIN = ("MPTMLP",)
+
+def _separate(mlp: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    return mlp.gate_proj(x), mlp.up_proj(x)
+
+
+def _joint(mlp: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    gate, up = mlp.gate_up_proj(x).chunk(2, dim=-1)
+    return gate, up
+
+
+def _ungated(mlp: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    return mlp.up_proj(x), None
+
+
+_MLPS = {
+    "LlamaMLP": _separate,
+    "MistralMLP": _separate,
+    "Qwen2MLP": _separate,
+    "Qwen3MLP": _separate,
+    "GemmaMLP": _separate,
+    "Gemma2MLP": _separate,
+    "OlmoMLP": _separate,
+    "Olmo2MLP": _separate,
+    "MPTGLU": _separate,
+    "MPTMLP": _ungated,
+    "fog.MLP": _ungated,
+    "fog.FogMPTFFN": _ungated,
+    "fog.GatedMLP": _joint,
+}
 _RMS = (
     "LlamaRMSNorm", "MistralRMSNorm", "MixtralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "Olmo2RMSNorm", "RMSNorm",
-    "LPRMSNorm",
+    "LPRMSNorm", "fog.RMSNorm",
 )  # fmt: skip
 _LAYER = ("LayerNorm", "LPLayerNorm")
 """By exact class name: a subclass or a look-alike (Gemma's norm multiplies by 1 + weight) may compute something else."""
 
 
+def _name(module: nn.Module) -> str:
+    """The class's name; FOG's with its package, as anybody may have an ``MLP``."""
+    cls = own_class(module)
+    return f"fog.{cls.__name__}" if cls.__module__.startswith("foundry_fp8.models.fog.") else cls.__name__
+
+
 def fuse_mlp(module: nn.Module, fmt: PackFormat) -> bool:
     """Let a known gated or plain MLP keep packed inputs of its activation function. False if it is not a known one."""
-    name = own_class(module).__name__
-    if name not in _GATED + _PLAIN:
+    project = _MLPS.get(_name(module))
+    kind = None if project is None else _activation_kind(_activation(module))
+    if project is None or kind is None:
         return False
-    act = getattr(module, "act_fn", None) or getattr(module, "act", None)
-    kind = _activation_kind(act)
-    if kind is None or act is None:
-        return False
-    gated = name in _GATED
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        gate = self.gate_proj(x) if gated else self.up_proj(x)
-        up = self.up_proj(x) if gated else None
-        down = self.down_proj
+        gate, up = project(self, x)
+        act, down = _activation(self), self.down_proj
+        slopes = act.slopes() if kind == "xielu" else None
         # A plain linear is a function of its parameters; anything else (FP8, FSDP, LoRA, hooks) has to be called.
         if type(down) is nn.Linear and not (down._forward_hooks or down._forward_pre_hooks):
-            return packed_activation_linear(gate, up, down.weight, down.bias, act, kind, fmt)
-        return down(packed_activation(gate, up, act, kind, fmt))
+            y = packed_activation_linear(gate, up, down.weight, down.bias, act, kind, fmt, slopes=slopes)
+        else:
+            y = down(packed_activation(gate, up, act, kind, fmt, slopes=slopes))
+        post_norm = getattr(self, "post_norm", None)
+        return y if post_norm is None else post_norm(y)
 
     _become(module, forward)
     return True
 
 
+def _activation(mlp: Any) -> Any:
+    """The activation function of an MLP of :data:`_MLPS`; ``None`` where it is more than a function of the gate."""
+    if _name(mlp) == "fog.GatedMLP":
+        return F.silu if mlp.activation == "swiglu" else None
+    return getattr(mlp, "act_fn", None) or getattr(mlp, "act", None)
+
+
 def fuse_norm(module: nn.Module, fmt: PackFormat) -> bool:
     """Let a known LayerNorm or RMSNorm keep a packed input. False if it is not a known one."""
     cls = type(module)
-    name = own_class(module).__name__
+    name = _name(module)
     centred = name in _LAYER
     if not centred and name not in _RMS:
         return False
@@ -89,6 +118,7 @@ def fuse_norm(module: nn.Module, fmt: PackFormat) -> bool:
             eps=eps,
             centred=centred,
             fmt=fmt,
+            gain=getattr(self, "gain", 1.0) if self.weight is None else 1.0,
         )
 
     _become(module, forward)
@@ -120,6 +150,8 @@ def _activation_kind(act: Any) -> ActivationKind | None:
     if isinstance(act, nn.GELU):
         keywords = {"approximate": act.approximate}
     name = type(act).__name__
+    if isinstance(act, nn.Module) and _name(act) == "fog.XIELU":
+        return "xielu"
     if act is F.silu or name in ("SiLU", "SiLUActivation"):
         return "silu"
     if act is F.gelu or isinstance(act, nn.GELU):

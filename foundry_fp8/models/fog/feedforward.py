@@ -43,11 +43,14 @@ class XIELU(nn.Module):
         nn.init.constant_(self.p, math.log(math.expm1(self.initial_slope)))
         nn.init.constant_(self.n, math.log(math.expm1(self.initial_slope - XIELU_BETA)))
 
+    def slopes(self) -> Tensor:
+        """``(ap, an)``, float32 ``[2]``."""
+        return torch.cat((F.softplus(self.p.float()), XIELU_BETA + F.softplus(self.n.float())))
+
     def forward(self, x: Tensor) -> Tensor:
         """``x``: any shape, hp. Returns the same shape and dtype; computed in float32."""
         wide = x.float()
-        ap = F.softplus(self.p.float())
-        an = XIELU_BETA + F.softplus(self.n.float())
+        ap, an = self.slopes().unbind()
         # clamp(max=eps) has gradient 0 above eps, where only the other branch is taken or |x| < 1e-6.
         negative = an * (torch.expm1(wide.clamp(max=XIELU_EPS)) - wide) + XIELU_BETA * wide
         positive = ap * wide.square() + XIELU_BETA * wide
