@@ -10,6 +10,7 @@ What goes wrong with such hooks, and what is done about it here (each line has a
   kept and checked, because hooks switch off torch's check that a saved tensor was not written to.
 - *One tensor saved twice* is packed once. The key holds the storage, and the storage must still be alive: freed memory is
   reused at the same address within a step, and a stale hit is a wrong gradient.
+- *torch.compile* saves transposed copies of weights that no longer lead back to a Parameter: it is refused.
 - Hooks *inside* a checkpoint switch the checkpoint off. They go outside, where they pack its inputs.
 """
 
@@ -23,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_iter
 
@@ -177,6 +179,13 @@ class Compressor:
         self._push()
 
     def _push(self) -> None:
+        # Hooks break the graph, so that is_compiling() is false here; the callback says that a compiled caller waits.
+        if get_eval_frame_callback() not in (None, False):
+            raise RuntimeError(
+                "activation compression does not work under torch.compile: a compiled graph saves copies of weights "
+                "that cannot be told from activations. Do not compile the model (compile_config), or take "
+                "activation_compression off."
+            )
         region = saved_tensors_hooks(self.pack, self.unpack)
         region.__enter__()
         self._regions.append(region)

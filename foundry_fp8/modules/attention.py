@@ -181,7 +181,8 @@ class FP8DotProductAttention(nn.Module):
                 scale = scale_from_amax(amax, attention_format(recipe, slot), power_2=power_2)
             else:
                 scale = scales[slot] if slot in scales else self.slots[slot].scale
-                if recording and not again:
+                # A recompute records no forward tensor: its input may have been packed since the first forward.
+                if recording and not again and (slot in GRADIENTS or not inside_backward()):
                     self.slots[slot].record(amax)
             found = quantize_tensor(x, scale, attention_format(recipe, slot), amax)
             if self.probe is not None and not again:

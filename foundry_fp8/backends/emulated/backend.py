@@ -11,6 +11,7 @@ from torch import Tensor
 from foundry_fp8.backends.base import Availability, Backend, compute_dtype
 from foundry_fp8.backends.emulated.gemm import scaled_mm, to_dense
 from foundry_fp8.backends.emulated.quantizers import quantize_operand
+from foundry_fp8.compat.autograd import inside_backward
 from foundry_fp8.formats import e8m0_decode, e8m0_round_up
 from foundry_fp8.quantize import Quantized
 from foundry_fp8.recipes import BlockScaling, MXFP8Scaling, Operand, Recipe
@@ -105,7 +106,9 @@ class _EmulatedLinear(torch.autograd.Function):
 def _quantize(ctx: Any, x: Tensor, operand: Operand, *, along: int, probed: bool = True) -> Quantized:
     module = ctx.module
     slot = None if module.slots is None else module.slots[operand]
-    quantized = quantize_operand(x, operand, ctx.recipe, along=along, slot=slot, record=ctx.record)
+    # The first forward has recorded x and w. A recompute may see another x: its boundary may have been packed.
+    record = ctx.record and (operand == "dy" or not inside_backward())
+    quantized = quantize_operand(x, operand, ctx.recipe, along=along, slot=slot, record=record)
     if probed and module.probe is not None:
         module.probe(operand, x, quantized)
     return quantized

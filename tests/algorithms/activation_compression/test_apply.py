@@ -242,3 +242,60 @@ def test_twice_is_refused(make_llama):
     apply_activation_compression(model)
     with pytest.raises(ConfigError, match="already"):
         apply_activation_compression(model)
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["model", "blocks"])
+@pytest.mark.filterwarnings("ignore:Dynamo does not know")
+def test_torch_compile_is_refused(make_llama, whole):
+    """A compiled graph would hand transposed weights to the hooks, which pack them."""
+    model = make_llama(2)
+    apply_activation_compression(model)
+    for module in [model] if whole else model.model.layers:
+        module.compile(backend="eager")
+    with pytest.raises(RuntimeError, match=r"under torch\.compile.*compile_config"):
+        gradients(model)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block", "mxfp8"])
+def test_fp8_blocks_under_checkpoints_are_bit_identical_beside_compressed_ones(make_llama, recipe):
+    """The checkpointed last blocks get the gradients, and every linear the amax history, of a model with neither."""
+    plain, both = make_llama(4), make_llama(4)
+    for model in (plain, both):
+        apply_fp8(model, recipe=recipe, backend="emulated")
+    apply_activation_checkpointing(both, targets={"LlamaDecoderLayer": "last-2"})
+    apply_activation_compression(both, include_checkpoint_boundaries=False)
+    assert gradients(both)[0] == gradients(plain)[0]
+    late = [
+        n
+        for n, _ in plain.named_parameters()
+        if n.startswith(("model.layers.2.", "model.layers.3.", "lm_head"))
+    ]
+    exact = dict(plain.named_parameters())
+    ours = {n.replace("_checkpoint_wrapped_module.", ""): p for n, p in both.named_parameters()}
+    assert len(late) > 18
+    for name in late:
+        assert torch.equal(ours[name].grad, exact[name].grad), name
+    assert not torch.equal(
+        ours["model.layers.0.mlp.up_proj.weight"].grad, exact["model.layers.0.mlp.up_proj.weight"].grad
+    )
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block", "mxfp8"])
+def test_packed_boundaries_of_fp8_blocks_change_no_forward_and_no_amax_of_it(make_llama, recipe):
+    """The recompute starts from a rounded input, yet what the scales are made from is the first forward."""
+    plain, both = make_llama(3), make_llama(3)
+    for model in (plain, both):
+        apply_fp8(model, recipe=recipe, backend="emulated")
+    apply_activation_checkpointing(both)
+    apply_activation_compression(both, min_numel=1024)
+    for step in range(3):
+        loss, reference = gradients(plain)
+        ours, compressed = gradients(both)
+        assert ours == loss, step
+        assert torch.nn.functional.cosine_similarity(compressed, reference, 0) > 0.99
+    linears = [[m for m in model.modules() if isinstance(m, FP8Linear)] for model in (plain, both)]
+    for a, b in zip(*linears, strict=True):
+        assert (a.slots is None) == (b.slots is None) == (recipe != "delayed")
+        for operand in ("x", "w") if a.slots is not None else ():
+            assert torch.equal(a.slots[operand].amax_history, b.slots[operand].amax_history)
