@@ -19,7 +19,5 @@ if not hasattr(torch._C, "_current_graph_task_id"):
 
 
 def inside_backward() -> bool:
-    """True while the autograd engine runs a backward in this thread; false in a graph that is being compiled."""
-    if torch.compiler.is_compiling():
-        return False
+    """True while the autograd engine runs a backward in this thread."""
     return torch._C._current_graph_task_id() != -1

@@ -45,6 +45,7 @@ class FP8Linear(nn.Linear):
     wgrad: Literal["fp8", "high_precision"]
     evaluate: Literal["fp8", "high_precision"]
     slots: Slots | None
+    _first_forward_recorded: bool
     ledger: GemmLedger
     probe: Probe | None
 
@@ -70,6 +71,7 @@ class FP8Linear(nn.Linear):
         self.slots = None
         self.ledger = GemmLedger()
         self.probe = None
+        self._first_forward_recorded = False
         backend.attach(self)
         return self
 
@@ -90,6 +92,20 @@ class FP8Linear(nn.Linear):
     def runs_fp8(self) -> bool:
         """Whether a forward in the present mode runs in FP8."""
         return self.recipe is not None and (self.training or self.evaluate == "fp8")
+
+    def recording(self) -> tuple[Operand, ...]:
+        """Whose amax this forward and its backward take into the delayed-scaling state; call it once a forward.
+
+        A recompute leaves out ``x`` and ``w`` where the first forward took them: its ``x`` may have been packed since.
+        Under a reentrant checkpoint the first forward runs without gradients and takes nothing.
+        """
+        trains = self.training and torch.is_grad_enabled()
+        if not torch.compiler.is_compiling():
+            if trains and inside_backward() and self._first_forward_recorded:
+                return ("dy",)
+            if not inside_backward():
+                self._first_forward_recorded = trains
+        return ("x", "w", "dy") if trains else ()
 
     def gemm_precisions(self, hp: Precision) -> dict[Gemm, Precision]:
         """The precision of each GEMM in the present mode; ``hp`` names the high precision that runs beside FP8."""

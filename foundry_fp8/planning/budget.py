@@ -7,7 +7,10 @@ from typing import Any
 
 from foundry_fp8.config import ConfigError
 
-__all__ = ["check_budget", "format_bytes", "parse_bytes"]
+__all__ = ["FIT_SHARE", "check_budget", "fit_bytes", "format_bytes", "parse_bytes"]
+
+FIT_SHARE = 0.95
+"""Of what a device has for this process: the allocator rounds blocks up and its cache fragments."""
 
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -36,6 +39,16 @@ def parse_bytes(text: str, key: str) -> int:
     if match is None or match[2] not in _UNITS or float(match[1]) <= 0:
         raise ConfigError(f"{key}: {text!r} is not a size. Write a number and one of {', '.join(_UNITS)}.")
     return int(float(match[1]) * _UNITS[match[2]])
+
+
+def fit_bytes(free: int, reserved: int) -> int:
+    """What ``fit`` allows a step to hold.
+
+    Args:
+        free: Bytes of the device that nobody holds, as ``torch.cuda.mem_get_info`` says.
+        reserved: Bytes that this process's allocator holds, in use or cached: the plan's peak counts what is in use.
+    """
+    return int(FIT_SHARE * (free + reserved))
 
 
 def format_bytes(count: float) -> str:

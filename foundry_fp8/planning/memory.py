@@ -23,7 +23,7 @@ from foundry_fp8.algorithms.activation_checkpointing.policy import policy_name
 from foundry_fp8.algorithms.activation_checkpointing.targets import Selection
 from foundry_fp8.algorithms.activation_compression import apply_activation_compression
 from foundry_fp8.config import ConfigError
-from foundry_fp8.planning.budget import check_budget, format_bytes, parse_bytes
+from foundry_fp8.planning.budget import check_budget, fit_bytes, format_bytes, parse_bytes
 from foundry_fp8.planning.measure import (
     BlockRun,
     Call,
@@ -35,7 +35,7 @@ from foundry_fp8.planning.options import BlockOption, options_of
 from foundry_fp8.planning.solver import Cost, Frame, predict_peak, solve
 from foundry_fp8.selection import transformer_blocks
 
-__all__ = ["Measurements", "MemoryPlan", "apply_plan", "choose", "measure", "plan_memory"]
+__all__ = ["Measurements", "MemoryPlan", "apply_plan", "choose", "device_capacity", "measure", "plan_memory"]
 
 KEY = "algorithms.activation_checkpointing.budget"
 
@@ -232,6 +232,7 @@ def plan_memory(
         ConfigError: Nothing meets the budget (says what would), or the model is wrapped, checkpointed or compressed.
     """
     check_budget(budget, KEY)
+    capacity = device_capacity(_device_of(model)) if budget == "fit" else None
     measured = measure(
         model,
         loss_fn,
@@ -241,7 +242,7 @@ def plan_memory(
         optimizer_bytes=optimizer_bytes,
         cost_model=cost_model,
     )
-    return choose(measured, budget, offload=offload, compression=compression, device=_device_of(model))
+    return choose(measured, budget, offload=offload, compression=compression, capacity=capacity)
 
 
 def choose(
@@ -250,10 +251,18 @@ def choose(
     *,
     offload: bool = False,
     compression: dict[str, Any] | None = None,
-    device: torch.device | None = None,
+    capacity: int | None = None,
 ) -> MemoryPlan:
-    """The plan for ``budget`` from measurements already taken. A pure function of them (``fit`` asks the GPU)."""
-    limit = _limit(measured, budget, device)
+    """The plan for ``budget`` from measurements already taken: a pure function of its arguments.
+
+    Args:
+        measured: From :func:`measure`.
+        budget: See :func:`plan_memory`.
+        offload: What the measurements were taken with.
+        compression: The same.
+        capacity: The bytes that ``fit`` stands for, from :func:`device_capacity`.
+    """
+    limit = _limit(measured, budget, capacity)
     options = [measured.costs[kind] for kind in measured.kind]
     chosen = solve(options, measured.frame, limit)
     if chosen is None:
@@ -282,20 +291,28 @@ def _smallest(measured: Measurements) -> tuple[int, list[str]]:
     return predict_peak(measured.costs_of(best), measured.frame), best
 
 
-def _limit(measured: Measurements, budget: float | str, device: torch.device | None) -> int:
+def _limit(measured: Measurements, budget: float | str, capacity: int | None) -> int:
     if isinstance(budget, float):
         return int(budget * measured.peak("none"))
     if budget != "fit":
         return parse_bytes(budget, KEY)
-    if device is None or device.type != "cuda":
+    if capacity is None:
+        raise ConfigError(f"{KEY}: fit needs the bytes that the device has; pass capacity, or give a size.")
+    return capacity
+
+
+def device_capacity(device: torch.device) -> int:
+    """The bytes that ``fit`` stands for on ``device``, the smallest of all ranks.
+
+    Raises:
+        ConfigError: Not a GPU.
+    """
+    if device.type != "cuda":
         raise ConfigError(
             f"{KEY}: fit asks a GPU how much memory it has; on {device} give a size, such as 20GiB."
         )
     free, _ = torch.cuda.mem_get_info(device)
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    limit = free + cached + torch.cuda.memory_allocated(device)
-    # The allocator cannot use every byte: blocks are rounded and the cache fragments.
-    share = torch.tensor([int(0.95 * limit)], device=device)
+    share = torch.tensor([fit_bytes(free, torch.cuda.memory_reserved(device))], device=device)
     if dist.is_initialized():
         dist.all_reduce(share, dist.ReduceOp.MIN)
     return int(share)

@@ -14,7 +14,7 @@ from foundry_fp8.algorithms.activation_checkpointing import apply_activation_che
 from foundry_fp8.algorithms.activation_compression import apply_activation_compression
 from foundry_fp8.algorithms.fp8 import apply_fp8
 from foundry_fp8.config import ConfigError
-from foundry_fp8.planning.budget import check_budget, format_bytes, parse_bytes
+from foundry_fp8.planning.budget import check_budget, fit_bytes, format_bytes, parse_bytes
 from foundry_fp8.planning.measure import CostModel
 from foundry_fp8.planning.memory import apply_plan, choose, measure, plan_memory
 
@@ -131,6 +131,26 @@ def test_a_budget_that_nothing_meets_says_what_would():
     assert plan.predicted_peak <= smallest
     with pytest.raises(ConfigError, match="fit asks a GPU"):
         plan_memory(model, loss_of(model), budget="fit")
+
+
+def test_fit_is_what_the_device_has_for_this_process():
+    """Cached and used bytes are this process's already; 5 % stay for rounding and fragments."""
+    assert fit_bytes(free=60 * 2**30, reserved=20 * 2**30) == 76 * 2**30
+    model = build()
+    measurements = measure(model, loss_of(model))
+    used = static(model)
+    for room in (measurements.peak("block"), measurements.peak("none")):
+        device = int(room / 0.95) + 64
+        capacity = fit_bytes(free=device - used, reserved=used)
+        plan = choose(measurements, "fit", capacity=capacity)
+        assert room <= plan.budget == capacity <= room + 64
+        assert plan.predicted_peak <= room + 64
+        assert plan.chosen == choose(measurements, f"{capacity}B").chosen
+    assert plan.chosen == ("none",) * 6
+    with pytest.raises(ConfigError, match="nothing meets 'fit'"):
+        choose(measurements, "fit", capacity=used)
+    with pytest.raises(ConfigError, match="fit needs the bytes"):
+        choose(measurements, "fit")
 
 
 def test_what_is_checkpointed_or_compressed_already_is_refused():

@@ -11,7 +11,6 @@ from torch import Tensor
 from foundry_fp8.backends.base import Availability, Backend, compute_dtype
 from foundry_fp8.backends.emulated.gemm import scaled_mm, to_dense
 from foundry_fp8.backends.emulated.quantizers import quantize_operand
-from foundry_fp8.compat.autograd import inside_backward
 from foundry_fp8.formats import e8m0_decode, e8m0_round_up
 from foundry_fp8.quantize import Quantized
 from foundry_fp8.recipes import BlockScaling, MXFP8Scaling, Operand, Recipe
@@ -38,10 +37,10 @@ class EmulatedBackend(Backend):
         if x.numel() == 0:
             bias = None if module.bias is None else module.bias.to(dtype)
             return F.linear(x.to(dtype), module.weight.to(dtype), bias)
-        record = module.training and torch.is_grad_enabled()
+        recording = module.recording()
         x2d = x.to(dtype).reshape(-1, x.shape[-1])
         with torch.autocast(x.device.type, enabled=False):
-            y = _EmulatedLinear.apply(x2d, module.weight, module.bias, module, record)
+            y = _EmulatedLinear.apply(x2d, module.weight, module.bias, module, recording)
         return y.view(*x.shape[:-1], module.out_features)
 
 
@@ -50,9 +49,14 @@ class _EmulatedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, module: FP8Linear, record: bool
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        module: FP8Linear,
+        recording: tuple[Operand, ...],
     ) -> Tensor:
-        ctx.module, ctx.recipe, ctx.wgrad, ctx.record = module, module.recipe, module.wgrad, record
+        ctx.module, ctx.recipe, ctx.wgrad, ctx.recording = module, module.recipe, module.wgrad, recording
         qx = _quantize(ctx, x, "x", along=1)
         qw = _quantize(ctx, weight.to(x.dtype), "w", along=1)
         y = scaled_mm(_dense(ctx, qx), _transposed(_dense(ctx, qw)), x.dtype, bias)
@@ -106,8 +110,7 @@ class _EmulatedLinear(torch.autograd.Function):
 def _quantize(ctx: Any, x: Tensor, operand: Operand, *, along: int, probed: bool = True) -> Quantized:
     module = ctx.module
     slot = None if module.slots is None else module.slots[operand]
-    # The first forward has recorded x and w. A recompute may see another x: its boundary may have been packed.
-    record = ctx.record and (operand == "dy" or not inside_backward())
+    record = operand in ctx.recording
     quantized = quantize_operand(x, operand, ctx.recipe, along=along, slot=slot, record=record)
     if probed and module.probe is not None:
         module.probe(operand, x, quantized)

@@ -15,7 +15,6 @@ from foundry_fp8.backends.base import Availability, Backend, Fusion, compute_dty
 from foundry_fp8.backends.native.operand import Layout, Plan, plan_of
 from foundry_fp8.backends.native.size_rule import size_reason
 from foundry_fp8.backends.norm_fusion import deferred_norm_of, fuse_norms
-from foundry_fp8.compat.autograd import inside_backward
 from foundry_fp8.kernels.launch import interpreting, triton_missing
 from foundry_fp8.recipes import DelayedScaling, MXFP8Scaling, Recipe
 
@@ -173,11 +172,10 @@ def delayed_tensors(module: FP8Linear) -> tuple[list[Tensor | None], list[Tensor
     if module.slots is None or not isinstance(module.recipe, DelayedScaling):
         return [None] * 3, [None] * 3
     scales: list[Tensor | None] = [slot.scale for slot in module.slots.values()]
-    if not (module.training and torch.is_grad_enabled()):
-        return scales, [None] * 3
-    x, w, dy = (slot.amax_history[0] for slot in module.slots.values())
-    # The first forward has recorded x and w. A recompute may see another x: its boundary may have been packed.
-    return (scales, [None, None, dy]) if inside_backward() else (scales, [x, w, dy])
+    recording = module.recording()
+    return scales, [
+        slot.amax_history[0] if operand in recording else None for operand, slot in module.slots.items()
+    ]
 
 
 def _mx_availability(capability: tuple[int, int]) -> Availability:
