@@ -57,6 +57,10 @@ def options_of(block: nn.Module, *, compress: bool) -> list[BlockOption]:
             found.append(BlockOption(f"norms + {layer}", checkpoint(*norms, layer)))
     if len(layers) > 1:
         found.append(BlockOption(" + ".join(layers), checkpoint(*layers)))
+        if (
+            norms
+        ):  # what the block's own checkpoint recomputes, less each layer's last matmul, where recompute stops
+            found.append(BlockOption(f"norms + {' + '.join(layers)}", checkpoint(*norms, *layers)))
     found += [
         BlockOption("selective", (("", "selective"),)),
         BlockOption("block", (("", "full"),)),

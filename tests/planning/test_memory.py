@@ -182,6 +182,10 @@ def test_a_dry_run_on_fake_tensors_counts_the_same_bytes():
     assert dry.peak("none") == pytest.approx(real.peak("none"), rel=0.02)
     seconds = {name: cost.seconds for name, cost in dry.costs[0].items()}
     assert seconds["block"] > seconds["mlp"] > seconds["norms"] > seconds["none"]
+    # Layers with their norms hold a third less than layers alone, and recompute less than the block.
+    layers, with_norms = dry.costs[0]["self_attn + mlp"], dry.costs[0]["norms + self_attn + mlp"]
+    assert with_norms.kept < 0.7 * layers.kept
+    assert layers.seconds < with_norms.seconds < seconds["block"]
 
 
 def test_budgets_and_bytes():
