@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from foundry_fp8.cli.yaml_model import build_yaml_model
 from foundry_fp8.config import ConfigError, check_choice
 from foundry_fp8.planning.communication import (
     GPUS,
@@ -121,27 +122,12 @@ def _override(network: Network, pairs: list[str]) -> Network:
 
 def _model_of(path: Path) -> tuple[float, int, int]:
     """Parameters, blocks, and tokens a GPU and step of the YAML's model, built on the meta device."""
-    from llmfoundry.utils.builders import build_composer_model, build_tokenizer
-    from llmfoundry.utils.registry_utils import import_file
     from omegaconf import OmegaConf
 
     from foundry_fp8.selection import transformer_blocks
 
     config: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-    for file in config.get("code_paths") or []:
-        import_file(file)
-    tokenizer = None
-    if config["model"]["name"] == "hf_causal_lm":  # the others are built without, and without fetching one
-        wanted = config["tokenizer"]
-        tokenizer = build_tokenizer(wanted["name"], wanted.get("kwargs") or {})
-    options = {k: v for k, v in config["model"].items() if k not in ("name", "pretrained", "init_device")}
-    if (
-        config["model"]["name"] == "mpt_causal_lm"
-    ):  # by default a kernel that only a GPU has; it holds no parameters
-        options["loss_fn"] = "torch_crossentropy"
-    model = build_composer_model(
-        name=config["model"]["name"], cfg={**options, "init_device": "meta"}, tokenizer=tokenizer
-    )
+    model = build_yaml_model(config, "meta")
     count = sum(p.numel() for p in model.parameters())
     microbatch = config.get("device_train_microbatch_size")
     sequences = microbatch if isinstance(microbatch, int) else 1

@@ -15,9 +15,10 @@ from typing import Annotated, Any
 import torch
 import typer
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from foundry_fp8.activations.wrapping import autocast_type
+from foundry_fp8.cli.yaml_model import build_yaml_model
 from foundry_fp8.config import ConfigError, check_choice
 from foundry_fp8.planning.budget import format_bytes
 
@@ -79,8 +80,26 @@ def plan_yaml(path: Path, *, budget: str | None, microbatch: int | None, device:
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     check_choice("--device", device, ("cpu", "cuda", "fake"))
     dry = device == "fake"
+    where = torch.device("cpu" if dry else device)
+    attention = config["model"].get("attn_config") or {}
+    if (
+        config["model"]["name"] == "mpt_causal_lm"
+        and attention.get("attn_impl", "flash") == "flash"
+        and device != "cuda"
+    ):
+        raise ConfigError(
+            "model.attn_config.attn_impl: flash (MPT's default) runs on a GPU only. Plan there, or set it to torch in a copy "
+            f"of {path.name}: that plan counts the scores of attention, which flash does not keep."
+        )
+    # Built before the fake mode begins: metrics copy their tensors in ways that it does not allow.
+    model = build_yaml_model(config, "meta" if dry else "cpu")
     with FakeTensorMode(allow_non_fake_inputs=True) if dry else contextlib.nullcontext():
-        model, loss_fn = _build(config, microbatch, torch.device("cpu" if dry else device))
+        if dry:
+            model.to_empty(device=where)
+            for module in model.modules():
+                if hasattr(module, "tie_weights"):
+                    module.tie_weights()
+        loss_fn = _prepare(model, config, microbatch, where)
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         plan = plan_memory(
             model,
@@ -103,38 +122,28 @@ def _budget(text: str) -> float | str:
         return text
 
 
-def _build(config: dict[str, Any], microbatch: int, device: torch.device) -> tuple[Any, Callable[[], Tensor]]:
-    """The YAML's model with its fp8 algorithm applied, and a step on random tokens."""
-    from llmfoundry.utils.builders import build_composer_model, build_tokenizer
-    from llmfoundry.utils.registry_utils import import_file
-
-    for file in config.get("code_paths") or []:
-        import_file(file)
-    wanted = config.get("tokenizer")
-    tokenizer = build_tokenizer(wanted["name"], wanted.get("kwargs") or {}) if wanted else None
-    options = {k: v for k, v in config["model"].items() if k not in ("name", "pretrained", "init_device")}
-    with torch.device(device):
-        model = build_composer_model(
-            name=config["model"]["name"],
-            cfg={**options, "init_device": "cpu"},
-            tokenizer=tokenizer,
-        )
-    model = model.to(device).train()
+def _prepare(
+    model: Any, config: dict[str, Any], microbatch: int, device: torch.device
+) -> Callable[[], Tensor]:
+    """Apply the YAML's fp8 algorithm to ``model``, and return a step on random tokens."""
+    model.to(device).train()
     fp8 = (config.get("algorithms") or {}).get("fp8")
     if fp8 is not None:
         from foundry_fp8.algorithms.fp8 import apply_fp8
 
         apply_fp8(model, device=device, **fp8)
     tokens = torch.randint(0, 100, (microbatch, config["max_seq_len"]), device=device)
-    batch = {
-        "input_ids": tokens,
-        "labels": tokens,
-        "attention_mask": torch.ones_like(tokens, dtype=torch.bool),
-    }
+    batch = {"input_ids": tokens}
+    dry = isinstance(tokens, FakeTensor)  # models look into masks and labels, and fake ones hold no values
+    if not dry:
+        batch |= {"labels": tokens, "attention_mask": torch.ones_like(tokens, dtype=torch.bool)}
     half = config.get("precision") in ("amp_bf16", "amp_fp16")
 
     def loss_fn() -> Tensor:
         with torch.autocast(autocast_type(device), dtype=torch.bfloat16, enabled=half):
-            return model.loss(model(batch), batch)
+            outputs = model(batch)
+            if dry:
+                return torch.nn.functional.cross_entropy(outputs.logits.flatten(0, 1), tokens.flatten())
+            return model.loss(outputs, batch)
 
-    return model, loss_fn
+    return loss_fn

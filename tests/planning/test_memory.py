@@ -214,3 +214,14 @@ def test_the_command_plans_an_mpt_yaml(tmp_path):
     done = CliRunner().invoke(app, ["memory", str(file)])
     assert done.exit_code == 0, done.output
     assert "run.yaml: 2 x 32 tokens" in done.output and "algorithms:" in done.output
+    # Without allocating anything, and with a tokenizer that nobody has: MPT is built without it.
+    run |= {"tokenizer": {"name": "no/such-tokenizer"}, "algorithms": {"fp8": {"recipe": "delayed"}}}
+    file.write_text(yaml.safe_dump(run))
+    done = CliRunner().invoke(app, ["memory", str(file), "--device", "fake", "--budget", "1.0"])
+    assert done.exit_code == 0, done.output
+    assert "run.yaml: 2 x 32 tokens" in done.output and "algorithms:" in done.output
+    # MPT's default attention needs a GPU.
+    del run["model"]["attn_config"]
+    file.write_text(yaml.safe_dump(run))
+    done = CliRunner().invoke(app, ["memory", str(file), "--device", "fake", "--budget", "1.0"])
+    assert done.exit_code == 2 and "attn_impl: flash" in done.output

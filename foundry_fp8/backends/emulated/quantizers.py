@@ -13,6 +13,7 @@ import threading
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from foundry_fp8 import quantize as reference
 from foundry_fp8.delayed_scaling import DelayedSlot
@@ -71,7 +72,7 @@ def quantize_operand(
 def _quantize_tensor(
     x: Tensor, fmt: Float8Format, *, scale: Tensor | None = None, power_2: bool = False
 ) -> Quantized:
-    if x.device.type == "cpu" and x.numel():
+    if _readable(x):
         low, high = torch.aminmax(x)
         amax = torch.maximum(-low, high).float()
         if math.isfinite(amax):
@@ -109,7 +110,7 @@ def _quantize_mx(x: Tensor, block: tuple[int, int], fmt: Float8Format) -> Quanti
 def _finite_block_amax(x: Tensor, block: tuple[int, int]) -> Tensor | None:
     """The amax of each block on a CPU; ``None`` where the fast path does not apply (elsewhere, ragged, not finite)."""
     rows, columns = x.shape
-    if x.device.type != "cpu" or x.numel() == 0 or rows % block[0] or columns % block[1]:
+    if not _readable(x) or rows % block[0] or columns % block[1]:
         return None
     amax = torch.empty(rows // block[0], columns // block[1])
     for piece, out in zip(_slabs(x, block[0]), _slabs(amax, 1, like=x, rows=block[0]), strict=True):
@@ -120,6 +121,11 @@ def _finite_block_amax(x: Tensor, block: tuple[int, int]) -> Tensor | None:
             magnitude = magnitude.view(len(piece) // block[0], block[0], -1).amax(dim=1)
         out.copy_(magnitude)
     return amax if math.isfinite(amax.amax()) else None  # amax keeps NaN here, unlike the reference's
+
+
+def _readable(x: Tensor) -> bool:
+    """Whether values of ``x`` can be looked at for free: on a CPU, and not in a dry run on fake tensors."""
+    return x.device.type == "cpu" and x.numel() > 0 and not isinstance(x, FakeTensor)
 
 
 def _scale_and_cast(x: Tensor, scale: Tensor, block: tuple[int, int], fmt: Float8Format) -> Tensor:
