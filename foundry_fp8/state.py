@@ -66,9 +66,9 @@ class FP8State:
         return None if self._scales is None else self._scales.state
 
     def update(self) -> None:
-        """Finish the running pass of delayed scaling; a collective on every rank if a training forward ran since the last."""
+        """Finish the running pass of delayed scaling: a collective, so every rank calls it. Twice is as good as once."""
         if self._scales is not None:
-            self._scales.update()
+            self._scales.state.update()
 
     @torch.compiler.disable
     def _before_forward(self, model: nn.Module, args: Any) -> None:

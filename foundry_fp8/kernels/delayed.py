@@ -4,6 +4,7 @@ Reference: :meth:`foundry_fp8.delayed_scaling.DelayedScalingState.update`, after
 dozen small kernels over a ``[L, T]`` history; here one program owns a column, so that the roll happens in place.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -38,6 +39,7 @@ def update_delayed_(scale: Tensor, amax_history: Tensor, scaled_max: Tensor, *, 
         CHUNK=CHUNK,
         num_warps=4,
     )
+    torch.autograd.graph.increment_version((scale, amax_history))  # torch does not see what a kernel writes
 
 
 @triton.jit

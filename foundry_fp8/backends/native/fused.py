@@ -156,8 +156,8 @@ class _ProducedLinear(torch.autograd.Function):
             plan,
             keep_x=ctx.needs_input_grad[5],
         )
-        ctx.save_for_backward(x, up, mean, rstd, norm_weight, norm_bias, alpha, dy_scale, *saved)
-        ctx.dy_slot, ctx.plan, ctx.kind = dy_slot, plan, kind
+        ctx.save_for_backward(x, up, mean, rstd, norm_weight, norm_bias, alpha, *saved)
+        ctx.w_scale, ctx.dy_delayed, ctx.plan, ctx.kind = w_scale, (dy_scale, dy_slot), plan, kind
         ctx.bias_dtype = None if bias is None else bias.dtype
         return y
 
@@ -165,9 +165,11 @@ class _ProducedLinear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         from foundry_fp8.backends.native import ops
 
-        x, up, mean, rstd, norm_weight, norm_bias, alpha, dy_scale, *saved = ctx.saved_tensors
+        x, up, mean, rstd, norm_weight, norm_bias, alpha, *saved = ctx.saved_tensors
         needs = (any(ctx.needs_input_grad[:5]), ctx.needs_input_grad[5], ctx.needs_input_grad[6])
-        produced, dw, db = dgrad_and_wgrad(dy, saved, (dy_scale, ctx.dy_slot), ctx.plan, x.dtype, needs=needs)
+        produced, dw, db = dgrad_and_wgrad(
+            dy, saved, ctx.w_scale, ctx.dy_delayed, ctx.plan, x.dtype, needs=needs
+        )
         dx = dup = dnorm_weight = dnorm_bias = dalpha = None
         if produced is not None and ctx.kind == NORM:
             dx, dnorm_weight, dnorm_bias = ops.norm_backward(produced, x, rstd, norm_weight, mean)

@@ -101,7 +101,9 @@ def test_three_gemms_on_fake_cuda_tensors(recipe, shape, dtype):
             delayed = (torch.empty((), device="cuda"), torch.empty((), device="cuda"))
         with FlopCounterMode(display=False) as flops:
             y, saved = fprop(Source(x), weight, bias, delayed, delayed, None, plan, keep_x=True)
-            dx, dw, db = dgrad_and_wgrad(dy, saved, delayed, plan, dtype, needs=(True, True, True))
+            dx, dw, db = dgrad_and_wgrad(
+                dy, saved, delayed[0], delayed, plan, dtype, needs=(True, True, True)
+            )
     assert (y.shape, y.dtype, y.device.type) == ((m, n), dtype, "cuda")
     assert (dx.shape, dx.dtype) == ((m, k), dtype)
     assert (dw.shape, dw.dtype) == ((n, k), torch.float32)
