@@ -74,6 +74,7 @@ class FP8State:
     def _before_forward(self, model: nn.Module, args: Any) -> None:
         if self._scales is not None:
             self._scales.begin_forward(model, next(iter(self.modules.values())).weight.device)
+        self.backend.before_forward(model)
         if any(module.runs_fp8 for module in self.modules.values()):
             self._contexts.enter_context(self.backend.forward_context(self.recipe))
 

@@ -13,7 +13,6 @@ from foundry_fp8.backends.native.gemm import tensorwise_mm
 from foundry_fp8.formats import E4M3, E5M2, cast
 from foundry_fp8.kernels.producers import Producer
 from foundry_fp8.kernels.tensorwise import quantize_tensorwise
-from foundry_fp8.state import FP8State
 
 pytestmark = pytest.mark.gpu
 RECIPES = ("delayed", "current", "block")
@@ -200,8 +199,7 @@ def test_scaled_mm_is_exact_on_small_integers(pair, fast):
 def test_cached_weights_change_nothing(recipe):
     results = []
     for cached in (False, True):
-        model = make(recipe, layers=2)
-        FP8State.of(model).backend.cache_weights = cached
+        model = make(recipe, layers=2, cache_weights=cached)
         results.append(run(model, steps=3))
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)

@@ -279,58 +279,6 @@ def test_bad_inputs_are_named(device):
         model[0](torch.zeros(4, 96, device="meta"))
 
 
-class WritesThroughData(torch.optim.Optimizer):
-    """Like LLM Foundry's DecoupledLionW: no version counter moves."""
-
-    def __init__(self, params):
-        super().__init__(params, {})
-
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.data.mul_(0.5)
-
-
-@every_recipe
-def test_cached_weights_are_quantised_once_a_step(recipe, device):
-    torch.manual_seed(1)
-    model, plain = make(recipe, device, bias=False), make(recipe, device, bias=False)
-    plain[0].weight.data.copy_(model[0].weight.data)
-    FP8State.of(model).backend.cache_weights = True
-    optimizers = [WritesThroughData([m[0].weight]) for m in (model, plain)]
-    for _ in range(2):
-        with CountOps() as ops:
-            for microbatch in range(3):
-                x = ranged(32, 96).to(device).requires_grad_()
-                dy = ranged(32, 160).to(device)
-                ours, theirs = model[0](x), plain[0](x)
-                assert torch.equal(ours, theirs), microbatch
-                ours.backward(dy)
-                mine, x.grad = x.grad, None
-                theirs.backward(dy)
-                assert torch.equal(mine, x.grad)
-        quantizations = sum(name.startswith("quantize") for name in ops.calls)
-        # A microbatch quantises x, dy and, without the cache, the weight twice.
-        assert quantizations == 3 * 4 + 3 * 2 + 1
-        for optimizer in optimizers:
-            optimizer.step()
-    with torch.no_grad():  # a change that is not an optimizer's
-        for m in (model, plain):
-            m[0].weight.add_(1.0)
-    x = ranged(32, 96).to(device)
-    assert torch.equal(model[0](x), plain[0](x))
-
-
-def test_cached_weights_see_loaded_ones(device):
-    model = make("current", device)
-    FP8State.of(model).backend.cache_weights = True
-    x = ranged(32, 96).to(device)
-    before = model(x)
-    state = {name: value * 2 for name, value in model.state_dict().items()}
-    model.load_state_dict(state)
-    assert not torch.equal(model(x), before)
-
-
 def test_ledger_counts_native_gemms(device):
     model = make("current", device)
     model(ranged(33, 96).to(device).requires_grad_()).backward(torch.ones(33, 160, device=device))
