@@ -20,7 +20,6 @@ from foundry_fp8.surgery import SurgeryReport, SurgeryRow, convert_linears, kept
 __all__ = ["FP8Config", "apply_fp8", "resolve_recipe"]
 
 KEY = "algorithms.fp8"
-DEFAULT_EXCLUDE = ("*lm_head*",)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,7 +35,7 @@ class FP8Config:
     native, on a GPU; emulated on a CPU."""
     include: Sequence[str] = ("*",)
     """Globs on module names to convert."""
-    exclude: Sequence[str] = DEFAULT_EXCLUDE
+    exclude: Sequence[str] = ()
     """Globs on module names to leave in high precision. Output heads, routers and embeddings are out anyway."""
     keep_first_blocks: int = 0
     """Transformer blocks left in high precision at the bottom."""
@@ -129,15 +128,12 @@ def apply_fp8(model: nn.Module, *, device: torch.device | str | None = None, **o
                 "Set it to false, or backend: native."
             )
         backend.cache_weights = True
-    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    # The default excludes heads by a name that not every model uses; only what the user wrote has to match.
-    default = config.exclude == DEFAULT_EXCLUDE and not any("lm_head" in name for name in names)
     rows, converted = convert_linears(
         model,
         recipe=recipe,
         backend=backend,
         include=config.include,
-        exclude=() if default else config.exclude,
+        exclude=config.exclude,
         keep_first_blocks=config.keep_first_blocks,
         keep_last_blocks=config.keep_last_blocks,
         wgrad=config.wgrad,
