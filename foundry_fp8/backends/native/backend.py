@@ -17,13 +17,13 @@ from foundry_fp8.backends.native.operand import Layout, Plan, plan_of
 from foundry_fp8.backends.native.size_rule import size_reason
 from foundry_fp8.backends.norm_fusion import deferred_norm_of, fuse_norms
 from foundry_fp8.compat.fsdp2_shards import shard_versions
-from foundry_fp8.kernels.launch import interpreting, triton_missing
+from foundry_fp8.kernels.launch import HP_DTYPES, interpreting, triton_missing
 from foundry_fp8.recipes import DelayedScaling, MXFP8Scaling, Recipe
 
 if TYPE_CHECKING:
     from foundry_fp8.modules.linear import FP8Linear
 
-__all__ = ["NativeBackend", "delayed_tensors"]
+__all__ = ["NativeBackend", "checked_dtype", "delayed_tensors"]
 
 log = logging.getLogger(__name__)
 
@@ -102,16 +102,8 @@ class NativeBackend(Backend):
 
         weight, bias, recipe = module.weight, module.bias, module.recipe
         assert recipe is not None
-        if x.device != weight.device:
-            raise RuntimeError(
-                f"{module.fqn}: the input is on {x.device}, the weight on {weight.device}. Move one of them."
-            )
-        dtype = compute_dtype(x)
-        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise TypeError(
-                f"{module.fqn}: the input is {dtype}; FP8 layers take float32, bfloat16 and float16."
-            )
-        if x.numel() == 0:
+        dtype = checked_dtype(module, x)
+        if x.numel() == 0 or weight.numel() == 0:
             return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
         norm = deferred_norm_of(module)
         if norm is not None and module.probe is None:
@@ -208,6 +200,28 @@ class NativeBackend(Backend):
         elif slot is not None:
             torch.fmax(slot, found.quantized[2][0], out=slot)
         return found.quantized
+
+
+def checked_dtype(module: FP8Linear, x: Tensor) -> torch.dtype:
+    """The dtype in which ``module`` computes on ``x``.
+
+    Raises:
+        ValueError: Another number of features: the kernels pad, so a GEMM might not notice.
+        RuntimeError: Another device than the weight's.
+        TypeError: A dtype that the kernels do not read.
+    """
+    if x.dim() == 0 or x.shape[-1] != module.in_features:
+        raise ValueError(
+            f"{module.fqn}: the input is {tuple(x.shape)}; its last dimension must be in_features={module.in_features}."
+        )
+    if x.device != module.weight.device:
+        raise RuntimeError(
+            f"{module.fqn}: the input is on {x.device}, the weight on {module.weight.device}. Move one of them."
+        )
+    dtype = compute_dtype(x)
+    if dtype not in HP_DTYPES:
+        raise TypeError(f"{module.fqn}: the input is {dtype}; FP8 layers take float32, bfloat16 and float16.")
+    return dtype
 
 
 def delayed_tensors(module: FP8Linear) -> tuple[list[Tensor | None], list[Tensor | None]]:

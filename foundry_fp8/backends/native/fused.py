@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from foundry_fp8.backends.base import compute_dtype
-from foundry_fp8.backends.native.backend import NativeBackend, delayed_tensors
+from foundry_fp8.backends.native.backend import NativeBackend, checked_dtype, delayed_tensors
 from foundry_fp8.backends.native.linear import dgrad_and_wgrad, fprop
 from foundry_fp8.backends.native.operand import Layout, Plan, Source, plan_of
 from foundry_fp8.backends.norm_fusion import DeferredNorm
@@ -197,7 +197,7 @@ def _run(
     centered: bool = False,
 ) -> Tensor:
     assert linear.recipe is not None and isinstance(linear.backend, NativeBackend)
-    dtype, plan = compute_dtype(x), plan_of(linear.recipe)
+    dtype, plan = checked_dtype(linear, x), plan_of(linear.recipe)
     scales, slots = delayed_tensors(linear)
     with torch.autocast(x.device.type, enabled=False):
         y = _ProducedLinear.apply(
