@@ -83,6 +83,8 @@ class Run:
 @pytest.mark.parametrize("finished", [False, True], ids=["captured in a pass", "captured after its end"])
 def test_replays_train_as_eager_steps_do(recipe, finished, device):
     """Replays and eager steps in any order, with and without the update at a batch's end, equal eager steps alone."""
+    if device == "cuda":
+        pytest.skip("the update's kernel is no operator that a dispatch mode records; tests/gpu captures it")
     eager, replayed = Run(recipe, device), Run(recipe, device)
     for run in (eager, replayed):
         run.feed(0)
