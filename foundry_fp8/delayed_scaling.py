@@ -44,17 +44,26 @@ class DelayedSlot:
     @property
     def scale(self) -> Tensor:
         """0-d float32, a view: what the tensor is multiplied with until the next update writes another value."""
-        return self._state.scale[self._index]
+        return self._state.scales[self._index]
+
+    @property
+    def scale_version(self) -> int:
+        """Counts the writes to the scales."""
+        return self._state.scale._version
 
     @property
     def amax_history(self) -> Tensor:
         """``[L]`` float32; entry 0 collects the running pass, the last entry is the newest finished one."""
         return self._state.amax_history[:, self._index]
 
+    @property
+    def amax(self) -> Tensor:
+        """0-d float32, a view of the history's entry 0: the running pass."""
+        return self._state.amaxes[self._index]
+
     def record(self, amax: Tensor) -> None:
         """Take ``amax`` (0-d float32) into the running pass. Recording the same tensor twice changes nothing."""
-        current = self._state.amax_history[0, self._index]
-        torch.fmax(current, amax, out=current)
+        torch.fmax(self.amax, amax, out=self.amax)
 
 
 class DelayedScalingState:
@@ -67,8 +76,10 @@ class DelayedScalingState:
     Attributes:
         scale: ``[T]`` float32, 1 at first.
         amax_history: ``[L, T]`` float32, 0 at first.
+        scales: The elements of ``scale``, 0-d, in its memory.
+        amaxes: The same of entry 0 of the history.
 
-    Both stay where they are from the first forward on the device on: what changes is written in place.
+    All stay where they are from the first forward on the device on: what changes is written in place.
     """
 
     def __init__(self, recipe: DelayedScaling, fp8_max: Sequence[float]) -> None:
@@ -76,6 +87,7 @@ class DelayedScalingState:
         self.scale = torch.ones(len(fp8_max))
         self.amax_history = torch.zeros(recipe.amax_history_len, len(fp8_max))
         self._scaled_max = torch.tensor(list(fp8_max)) * 2.0**-recipe.margin
+        self._make_views()
 
     def slot(self, index: int) -> DelayedSlot:
         """The handle of tensor ``index``."""
@@ -87,6 +99,13 @@ class DelayedScalingState:
             self.scale = self.scale.to(device)
             self.amax_history = self.amax_history.to(device)
             self._scaled_max = self._scaled_max.to(device)
+            self._make_views()
+
+    def _make_views(self) -> None:
+        # Through .data, each with a version counter of its own. A compiled layer saves its tensors for backward, and
+        # autograd would refuse them once another layer has recorded into the same history.
+        self.scales = [scale.data for scale in self.scale.unbind()]
+        self.amaxes = [amax.data for amax in self.amax_history[0].unbind()]
 
     @torch.no_grad()
     def update(self, group: dist.ProcessGroup | None = None) -> None:

@@ -188,7 +188,7 @@ class NativeBackend(Backend):
             weight.shape,
             dtype,
             plan,
-            None if scale is None else scale._version,
+            None if scale is None or module.slots is None else module.slots["w"].scale_version,
         )
         found = self._cache.get(module.fqn)
         if found is None or found.key != key:
@@ -231,7 +231,7 @@ def delayed_tensors(module: FP8Linear) -> tuple[list[Tensor | None], list[Tensor
     scales: list[Tensor | None] = [slot.scale for slot in module.slots.values()]
     if not (module.training and torch.is_grad_enabled()):
         return scales, [None] * 3
-    return scales, [slot.amax_history[0] for slot in module.slots.values()]
+    return scales, [slot.amax for slot in module.slots.values()]
 
 
 def _mx_availability(capability: tuple[int, int]) -> Availability:

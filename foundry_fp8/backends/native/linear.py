@@ -88,7 +88,7 @@ class NativeLinear(torch.autograd.Function):
         )
         hp_x = x if needs_w and not fp8_wgrad else None
         ctx.save_for_backward(hp_x, *saved)
-        # Not saved: autograd would refuse a backward after the next forward, because scales are updated in place.
+        # Not saved for backward: they are the state's own, and what they hold by then is what backward shall read.
         ctx.w_scale, ctx.dy_delayed, ctx.plan, ctx.probe = w_scale, (dy_scale, dy_slot), plan, probe
         ctx.x_dtype, ctx.bias_dtype = x.dtype, None if bias is None else bias.dtype
         return y

@@ -117,11 +117,13 @@ def test_delayed_state_never_moves(device):
     state = FP8State.of(run.model)
     tensors = state.delayed.scale, state.delayed.amax_history
     places = [t.data_ptr() for t in tensors]
+    views = [t.data_ptr() for slot in run.model[2].slots.values() for t in (slot.scale, slot.amax)]
     saved = state.state_dict()
     versions = [t._version for t in tensors]
     for change in (run.step, state.update, lambda: state.load_state_dict(saved)):
         change()
         assert [t.data_ptr() for t in (state.delayed.scale, state.delayed.amax_history)] == places
+        assert [t.data_ptr() for s in run.model[2].slots.values() for t in (s.scale, s.amax)] == views
         assert all(t._version > version for t, version in zip(tensors, versions, strict=True))
         versions = [t._version for t in tensors]
 
