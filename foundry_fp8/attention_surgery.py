@@ -164,8 +164,8 @@ class FP8AttentionState:
         return self._scales.state
 
     def update(self) -> None:
-        """Finish the running pass; a collective on every rank if a training forward ran since the last."""
-        self._scales.update()
+        """Finish the running pass: a collective, so every rank calls it. Twice is as good as once."""
+        self._scales.state.update()
 
     @torch.compiler.disable
     def _before_forward(self, model: nn.Module, args: Any) -> None:

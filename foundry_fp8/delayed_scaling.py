@@ -5,7 +5,11 @@ the time of the update is ours. TE updates forward tensors when the outermost ``
 the end of the first module's backward. Here both are updated together when the next training forward begins. Between
 the two moments nothing reads a scale except a recompute by activation checkpointing, which has to see the scales of the
 first forward anyway: so the numbers are TE's, the recompute is bit-identical without a stash, and there is one collective
-a forward pass instead of two.
+a forward pass (and one at the end of a batch) instead of two.
+
+Everything is written in place, nothing waits for the device, and no decision is Python's: an update that has nothing to
+finish changes nothing. So a captured CUDA graph that holds a training forward of the model, its backward, or both, reads
+and writes the same memory at every replay.
 """
 
 from __future__ import annotations
@@ -39,18 +43,27 @@ class DelayedSlot:
 
     @property
     def scale(self) -> Tensor:
-        """0-d float32: what the tensor is multiplied with in this forward pass and its backward."""
-        return self._state.scale[self._index]
+        """0-d float32, a view: what the tensor is multiplied with until the next update writes another value."""
+        return self._state.scales[self._index]
+
+    @property
+    def scale_version(self) -> int:
+        """Counts the writes to the scales."""
+        return self._state.scale._version
 
     @property
     def amax_history(self) -> Tensor:
         """``[L]`` float32; entry 0 collects the running pass, the last entry is the newest finished one."""
         return self._state.amax_history[:, self._index]
 
+    @property
+    def amax(self) -> Tensor:
+        """0-d float32, a view of the history's entry 0: the running pass."""
+        return self._state.amaxes[self._index]
+
     def record(self, amax: Tensor) -> None:
         """Take ``amax`` (0-d float32) into the running pass. Recording the same tensor twice changes nothing."""
-        current = self._state.amax_history[0, self._index]
-        torch.fmax(current, amax, out=current)
+        torch.fmax(self.amax, amax, out=self.amax)
 
 
 class DelayedScalingState:
@@ -61,8 +74,12 @@ class DelayedScalingState:
         fp8_max: The largest value of each tensor's format.
 
     Attributes:
-        scale: ``[T]`` float32, 1 at first. Replaced, never written in place, by :meth:`update`.
+        scale: ``[T]`` float32, 1 at first.
         amax_history: ``[L, T]`` float32, 0 at first.
+        scales: The elements of ``scale``, 0-d, in its memory.
+        amaxes: The same of entry 0 of the history.
+
+    All stay where they are from the first forward on the device on: what changes is written in place.
     """
 
     def __init__(self, recipe: DelayedScaling, fp8_max: Sequence[float]) -> None:
@@ -70,6 +87,7 @@ class DelayedScalingState:
         self.scale = torch.ones(len(fp8_max))
         self.amax_history = torch.zeros(recipe.amax_history_len, len(fp8_max))
         self._scaled_max = torch.tensor(list(fp8_max)) * 2.0**-recipe.margin
+        self._make_views()
 
     def slot(self, index: int) -> DelayedSlot:
         """The handle of tensor ``index``."""
@@ -81,6 +99,13 @@ class DelayedScalingState:
             self.scale = self.scale.to(device)
             self.amax_history = self.amax_history.to(device)
             self._scaled_max = self._scaled_max.to(device)
+            self._make_views()
+
+    def _make_views(self) -> None:
+        # Through .data, each with a version counter of its own. A compiled layer saves its tensors for backward, and
+        # autograd would refuse them once another layer has recorded into the same history.
+        self.scales = [scale.data for scale in self.scale.unbind()]
+        self.amaxes = [amax.data for amax in self.amax_history[0].unbind()]
 
     @torch.no_grad()
     def update(self, group: dist.ProcessGroup | None = None) -> None:
@@ -99,9 +124,7 @@ class DelayedScalingState:
         if history.device.type == "cuda" and triton_missing() is None:
             from foundry_fp8.kernels.delayed import update_delayed_
 
-            scale = self.scale.clone()
-            update_delayed_(scale, history, self._scaled_max, use_max=use_max)
-            self.scale = scale
+            update_delayed_(self.scale, history, self._scaled_max, use_max=use_max)
             return
         current = history[0].clone()
         seen = current != 0
@@ -112,7 +135,7 @@ class DelayedScalingState:
             amax = current
         scale = self._scaled_max / amax
         scale = torch.where(torch.isinf(scale), FLOAT32_MAX, scale)
-        self.scale = torch.where(seen & torch.isfinite(amax), scale, self.scale)
+        self.scale.copy_(torch.where(seen & torch.isfinite(amax), scale, self.scale))
 
         if len(history) > 1:
             rolled = torch.cat([history[1:], current[None]])
@@ -139,7 +162,6 @@ class ModuleScales:
         self._modules = list(modules)
         self._slots = list(fp8_max)
         self._what = what
-        self._pending = False
         self.state = DelayedScalingState(recipe, [*fp8_max.values()] * len(self._modules))
 
     def slots(self, module: str) -> dict[Any, DelayedSlot]:
@@ -154,13 +176,6 @@ class ModuleScales:
         """
         self.state.to(device)
         if model.training and torch.is_grad_enabled() and not inside_backward():
-            self.update()
-            self._pending = True
-
-    def update(self) -> None:
-        """Finish the running pass; a collective on every rank if a recording forward began since the last."""
-        if self._pending:
-            self._pending = False
             self.state.update()
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
@@ -200,9 +215,7 @@ class ModuleScales:
                     f"the checkpoint's {self._what} of {name} is damaged: a scale is not positive and finite, or an amax "
                     f"is negative. {FRESH_STATE}"
                 )
-        device = self.state.scale.device
-        self.state.scale = torch.cat([saved[name]["scale"] for name in self._modules]).to(device)
-        self.state.amax_history = torch.cat(
-            [saved[name]["amax_history"] for name in self._modules], dim=1
-        ).to(device)
-        self._pending = bool((self.state.amax_history[0] != 0).any())
+        self.state.scale.copy_(torch.cat([saved[name]["scale"] for name in self._modules]))
+        self.state.amax_history.copy_(
+            torch.cat([saved[name]["amax_history"] for name in self._modules], dim=1)
+        )

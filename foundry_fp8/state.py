@@ -66,14 +66,15 @@ class FP8State:
         return None if self._scales is None else self._scales.state
 
     def update(self) -> None:
-        """Finish the running pass of delayed scaling; a collective on every rank if a training forward ran since the last."""
+        """Finish the running pass of delayed scaling: a collective, so every rank calls it. Twice is as good as once."""
         if self._scales is not None:
-            self._scales.update()
+            self._scales.state.update()
 
     @torch.compiler.disable
     def _before_forward(self, model: nn.Module, args: Any) -> None:
         if self._scales is not None:
             self._scales.begin_forward(model, next(iter(self.modules.values())).weight.device)
+        self.backend.before_forward(model)
         if any(module.runs_fp8 for module in self.modules.values()):
             self._contexts.enter_context(self.backend.forward_context(self.recipe))
 

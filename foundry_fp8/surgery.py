@@ -253,7 +253,7 @@ def _output_head(module: nn.Module) -> nn.Module | None:
 
 def _name_reason(name: str) -> str | None:
     parts = name.split(".")
-    if parts[-1] == "lm_head":
+    if "lm_head" in name:
         return "output heads stay in high precision"
     if parts[-1] in ROUTER_NAMES or "router" in parts:
         return "mixture-of-experts routers stay in high precision"

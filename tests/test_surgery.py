@@ -66,6 +66,18 @@ def test_the_report_names_every_linear_and_why():
     assert "9 of" in report.summary() and "current recipe on the emulated backend" in report.summary()
 
 
+@pytest.mark.parametrize("options", [{}, {"exclude": ["body.2"]}], ids=["default", "exclude given"])
+def test_whatever_is_called_lm_head_stays_whatever_exclude_says(options):
+    model = nn.Module()
+    model.body = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
+    model.lm_head = nn.Sequential(nn.Linear(32, 64))
+    model.lm_head_2 = nn.Linear(32, 64)
+    report = foundry_fp8.apply_fp8(model, recipe="current", **options)
+    heads = {name for name, why in report.skipped.items() if why == "output heads stay in high precision"}
+    assert heads == {"lm_head.0", "lm_head_2"}
+    assert report.converted == (["body.0", "body.2"] if not options else ["body.0"])
+
+
 def test_the_table_merges_blocks_and_leaves_out_nothing():
     report = foundry_fp8.apply_fp8(Model(), recipe="current", keep_last_blocks=1)
     table = report.table()

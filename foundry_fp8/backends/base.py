@@ -60,6 +60,8 @@ class Backend(abc.ABC):
     only_where_faster: bool = False
     """Leave layers in high precision that are predicted to be no faster in FP8; ``recipe: auto`` sets it. A backend that
     predicts nothing ignores it."""
+    cache_weights: bool = False
+    """Quantise each weight once per optimizer step; ``cache_weights: true`` sets it where :meth:`weight_cache_reason` allows."""
 
     @abc.abstractmethod
     def availability(self, recipe: Recipe, device: torch.device) -> Availability:
@@ -84,6 +86,13 @@ class Backend(abc.ABC):
             if size % multiple:
                 return f"{label}={size} is not a multiple of {multiple}, which the {recipe.name} recipe needs"
         return None
+
+    def weight_cache_reason(self) -> str | None:
+        """Why this backend cannot keep quantised weights across microbatches, or ``None`` if it can."""
+        return "it quantises them in every forward"
+
+    def before_forward(self, model: nn.Module) -> None:  # noqa: B027
+        """A forward of the whole ``model`` begins."""
 
     def attach(self, module: FP8Linear) -> None:  # noqa: B027
         """Prepare per-module state once, when ``module`` is made."""

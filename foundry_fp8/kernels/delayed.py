@@ -4,10 +4,12 @@ Reference: :meth:`foundry_fp8.delayed_scaling.DelayedScalingState.update`, after
 dozen small kernels over a ``[L, T]`` history; here one program owns a column, so that the roll happens in place.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from foundry_fp8.kernels.launch import on_its_device
 from foundry_fp8.kernels.scales import FLOAT32_MAX, INF
 
 __all__ = ["update_delayed_"]
@@ -17,6 +19,7 @@ CHUNK = 64
 """History entries a program holds at once: a history of 1024 is 16 round trips to memory, not 1024."""
 
 
+@on_its_device
 def update_delayed_(scale: Tensor, amax_history: Tensor, scaled_max: Tensor, *, use_max: bool) -> None:
     """Roll the histories and set the scales, both in place.
 
@@ -38,6 +41,7 @@ def update_delayed_(scale: Tensor, amax_history: Tensor, scaled_max: Tensor, *, 
         CHUNK=CHUNK,
         num_warps=4,
     )
+    torch.autograd.graph.increment_version((scale, amax_history))  # torch does not see what a kernel writes
 
 
 @triton.jit

@@ -4,13 +4,27 @@ Kernel files import Triton at their top, so they are imported only where they ar
 anywhere. Under ``TRITON_INTERPRET=1`` the same kernels run on CPU tensors, which is how they are tested without a GPU.
 """
 
+import functools
 import importlib.util
 import os
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-__all__ = ["GEMM_MULTIPLE", "HP_DTYPES", "as_rows", "check_hp", "interpreting", "round_up", "triton_missing"]
+__all__ = [
+    "GEMM_MULTIPLE",
+    "HP_DTYPES",
+    "as_rows",
+    "check_hp",
+    "interpreting",
+    "on_its_device",
+    "round_up",
+    "triton_missing",
+]
+
+F = TypeVar("F", bound=Callable)
 
 HP_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What the kernels read and write outside FP8."""
@@ -53,6 +67,22 @@ def check_hp(name: str, x: Tensor, ndim: int = 2) -> None:
             f"{name} is on {x.device}; the native kernels run on CUDA devices. "
             "Use backend: emulated here, or set TRITON_INTERPRET=1 before the first import to run them interpreted."
         )
+
+
+def on_its_device(function: F) -> F:
+    """Run ``function`` with the device of its first argument, a tensor, as the current one.
+
+    torch's own operators do so; Triton launches on whatever device is current.
+    """
+
+    @functools.wraps(function)
+    def run(first, *args, **kwargs):  # type: ignore[no-untyped-def]
+        if not first.is_cuda:
+            return function(first, *args, **kwargs)
+        with torch.cuda.device(first.device):
+            return function(first, *args, **kwargs)
+
+    return run  # type: ignore[return-value]
 
 
 def as_rows(x: Tensor) -> Tensor:

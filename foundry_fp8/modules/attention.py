@@ -172,7 +172,7 @@ class FP8DotProductAttention(nn.Module):
         power_2 = isinstance(recipe, CurrentScaling) and recipe.power_2_scales
         delayed = attention_slots(recipe)
         # S and O are quantised in the forward and S again in the backward: with the scale that the forward saw.
-        scales = {slot: self.slots[slot].scale for slot in delayed if slot not in GRADIENTS}
+        scales = {slot: self.slots[slot].scale.clone() for slot in delayed if slot not in GRADIENTS}
         recording = self.training
 
         def quantize(name: str, x: Tensor, *, again: bool = False) -> Quantized:

@@ -123,7 +123,12 @@ class FP8Linear(nn.Linear):
             return compute(input)
         # Before the GEMM: a recompute that stops as soon as it has what it needs never comes back from its last one.
         tokens = input.numel() // self.in_features
-        precisions = self.gemm_precisions(precision_of(compute_dtype(input)))
+        try:
+            precisions = self.gemm_precisions(precision_of(compute_dtype(input)))
+        except KeyError as error:
+            raise TypeError(
+                f"{self.fqn}: the input is {error}; FP8 layers take float32, bfloat16 and float16."
+            ) from None
         n, k = self.out_features, self.in_features
         self.ledger.record("fprop", tokens, n, k, precisions["fprop"], recompute=inside_backward())
         output = compute(input)

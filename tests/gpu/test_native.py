@@ -10,9 +10,11 @@ from torch import nn
 
 import foundry_fp8
 from foundry_fp8.backends.native.gemm import tensorwise_mm
+from foundry_fp8.delayed_scaling import DelayedScalingState
 from foundry_fp8.formats import E4M3, E5M2, cast
 from foundry_fp8.kernels.producers import Producer
 from foundry_fp8.kernels.tensorwise import quantize_tensorwise
+from foundry_fp8.recipes import DelayedScaling
 from foundry_fp8.state import FP8State
 
 pytestmark = pytest.mark.gpu
@@ -73,7 +75,7 @@ def test_float64_error_is_that_of_fp8(recipe):
     """Output and gradients within the quantisation noise of E4M3 and E5M2: SQNR above 20 dB and 18 dB."""
     fp8, exact = run(make(recipe)), run(make(None, dtype=torch.float64))
     assert relative(fp8[0], exact[0]) < 0.1
-    for ours, reference in zip(fp8[1:3], exact[1:3], strict=True):
+    for ours, reference in zip(fp8[1:], exact[1:], strict=True):
         assert relative(ours, reference) < 0.126
 
 
@@ -83,9 +85,9 @@ def test_device_cast_is_exact_on_every_midpoint(fmt):
     grid = torch.arange(256, dtype=torch.uint8).view(fmt.dtype).float()
     grid = grid[torch.isfinite(grid)].sort().values
     middle = (grid[1:] + grid[:-1]) / 2
-    values = torch.cat(
-        [grid, middle, middle.nextafter(grid[1:]), torch.tensor([1e9, -1e9, float("inf"), float("nan")])]
-    )
+    values = torch.cat([grid, middle, torch.tensor([1e9, -1e9, float("inf"), float("nan")])])
+    if torch.cuda.get_device_capability() >= (9, 0):  # sm_89 converts through float16, which rounds twice
+        values = torch.cat([values, middle.nextafter(grid[1:]), middle.nextafter(grid[:-1])])
     x = values.repeat(16, 1).cuda()
     q = quantize_tensorwise(Producer.identity(x), fmt, scale=torch.ones((), device="cuda"))
     expected = cast(values, fmt).float()
@@ -158,6 +160,74 @@ def test_replays_in_a_cuda_graph(recipe):
 
 
 @every_recipe
+@pytest.mark.parametrize("cache_weights", [False, True])
+def test_a_captured_training_step_equals_eager_ones(recipe, cache_weights):
+    """Forward through the root, so that delayed scaling's update is captured too, backward and optimizer step."""
+    models = [make(recipe, layers=2, cache_weights=cache_weights) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), 1e-2) for model in models]
+    x, dy = (torch.randn(512, 1024, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+
+    def step(i):
+        models[i](x).backward(dy)
+        optimizers[i].step()
+        optimizers[i].zero_grad()  # sets to None: the captured backward writes new gradients
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step(0)
+            step(1)
+    torch.cuda.current_stream().wait_stream(stream)
+    for model in models:
+        FP8State.of(model).update()  # what is captured must not depend on it
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(0)
+    for seed in range(4):
+        torch.manual_seed(seed)
+        x.copy_(torch.randn_like(x) * 3.0**seed)
+        graph.replay()
+        step(1)
+        if seed == 2:
+            for model in models:
+                FP8State.of(model).update()
+        states = [FP8State.of(model).delayed for model in models]
+        kept = [[] if s is None else [s.scale, s.amax_history] for s in states]
+        for a, b in zip(
+            [*kept[0], *models[0].parameters()], [*kept[1], *models[1].parameters()], strict=True
+        ):
+            assert torch.equal(a, b), f"replay {seed}"
+
+
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+def test_the_update_in_a_cuda_graph_equals_the_reference(algorithm):
+    recipe = DelayedScaling(amax_history_len=66, amax_compute_algo=algorithm)
+    captured, reference = (DelayedScalingState(recipe, [448.0] * 40) for _ in range(2))
+    captured.to(torch.device("cuda"))
+    captured.update()  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured.update()
+    for step in range(70):
+        amax = torch.rand(40) * 2.0 ** (step % 9)
+        captured.amax_history[0], reference.amax_history[0] = amax.cuda(), amax
+        graph.replay()
+        reference.update()  # on the CPU: the torch expression
+        assert torch.equal(captured.scale.cpu(), reference.scale)
+        assert torch.equal(captured.amax_history.cpu(), reference.amax_history)
+
+
+@every_recipe
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_non_finite_inputs_stay_visible(recipe, value):
+    model = make(recipe)
+    x = torch.randn(256, 1024, device="cuda", dtype=torch.bfloat16)
+    x[17, 5] = value
+    assert not torch.isfinite(model(x)).all()
+
+
+@every_recipe
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_non_finite_gradients_stay_visible(recipe, value):
     model = make(recipe)
@@ -186,8 +256,8 @@ def test_peak_memory_is_below_bf16(recipe):
 @pytest.mark.parametrize("fast", [True, False])
 def test_scaled_mm_is_exact_on_small_integers(pair, fast):
     """cuBLASLt takes the layouts and scales as this package passes them, a NaN scale included."""
-    a = torch.randint(-2, 3, (48, 256), device="cuda").to(pair[0].dtype)
-    b = torch.randint(-2, 3, (32, 256), device="cuda").to(pair[1].dtype)
+    a = torch.randint(-2, 3, (48, 256), device="cuda").float().to(pair[0].dtype)
+    b = torch.randint(-2, 3, (32, 256), device="cuda").float().to(pair[1].dtype)
     stats = torch.tensor([1.0, 0.5, 2.0], device="cuda")
     bias = torch.arange(32, device="cuda").bfloat16()
     options = {"m": 48, "n": 32, "out_dtype": torch.bfloat16, "fast_accumulation": fast}
@@ -200,8 +270,36 @@ def test_scaled_mm_is_exact_on_small_integers(pair, fast):
 def test_cached_weights_change_nothing(recipe):
     results = []
     for cached in (False, True):
-        model = make(recipe, layers=2)
-        FP8State.of(model).backend.cache_weights = cached
+        model = make(recipe, layers=2, cache_weights=cached)
         results.append(run(model, steps=3))
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
+
+
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+
+
+@every_recipe
+@two_gpus
+def test_runs_on_a_device_that_is_not_the_current_one(recipe):
+    """Triton launches on the current device, so the operators make theirs current."""
+    results = []
+    for device in ("cuda:0", "cuda:1"):
+        model = make(None).to(device)
+        foundry_fp8.apply_fp8(model, recipe=recipe, backend="native")
+        torch.manual_seed(1)
+        x = torch.randn(256, 1024).to(device, torch.bfloat16).requires_grad_()
+        for _ in range(2):
+            y = model(x)
+            model.zero_grad()
+            y.backward(torch.full_like(y, 1e-3))
+        assert torch.cuda.current_device() == 0
+        results.append([t.cpu() for t in (y.detach(), x.grad, *(p.grad for p in model.parameters()))])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_weight_on_another_device_is_named():
+    model = make("current")
+    with pytest.raises(RuntimeError, match=r"0: the input is on cpu, the weight on cuda:0"):
+        model(torch.zeros(16, 1024, dtype=torch.bfloat16))

@@ -20,7 +20,6 @@ from foundry_fp8.surgery import SurgeryReport, SurgeryRow, convert_linears, kept
 __all__ = ["FP8Config", "apply_fp8", "resolve_recipe"]
 
 KEY = "algorithms.fp8"
-DEFAULT_EXCLUDE = ("*lm_head*",)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,7 +35,7 @@ class FP8Config:
     native, on a GPU; emulated on a CPU."""
     include: Sequence[str] = ("*",)
     """Globs on module names to convert."""
-    exclude: Sequence[str] = DEFAULT_EXCLUDE
+    exclude: Sequence[str] = ()
     """Globs on module names to leave in high precision. Output heads, routers and embeddings are out anyway."""
     keep_first_blocks: int = 0
     """Transformer blocks left in high precision at the bottom."""
@@ -49,6 +48,9 @@ class FP8Config:
     fuse: bool = False
     """Compute the norm before a linear in the linear's own kernel, where that is the same arithmetic. Transformer Engine
     and native only."""
+    cache_weights: bool = False
+    """Quantise each weight once per optimizer step instead of in every microbatch's forward and again in its backward. Costs
+    two bytes of memory a weight element, under FSDP2 of the whole unsharded model. Native only; not under FSDP1."""
     attention: bool = False
     """Whether attention's GEMMs run in FP8 too (FP8DPA). Needs the delayed recipe; emulated, also the current one."""
 
@@ -64,15 +66,14 @@ class FP8Config:
         check_integer(f"{KEY}.keep_last_blocks", self.keep_last_blocks)
         check_choice(f"{KEY}.wgrad", self.wgrad, ("fp8", "high_precision"))
         check_choice(f"{KEY}.evaluate", self.evaluate, ("high_precision", "fp8"))
-        if not isinstance(self.fuse, bool):
-            raise ConfigError(f"{KEY}.fuse: {self.fuse!r} is not true or false.")
+        for name in ("fuse", "cache_weights", "attention"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{KEY}.{name}: {getattr(self, name)!r} is not true or false.")
         if self.fuse and self.wgrad == "high_precision":
             raise ConfigError(
                 f"{KEY}.fuse: true keeps no high-precision input, from which {KEY}.wgrad: high_precision computes. "
                 "Remove one of them."
             )
-        if not isinstance(self.attention, bool):
-            raise ConfigError(f"{KEY}.attention: {self.attention!r} is not true or false.")
 
 
 def resolve_recipe(recipe: str | Mapping[str, Any] | Recipe, device: torch.device) -> Recipe:
@@ -119,15 +120,20 @@ def apply_fp8(model: nn.Module, *, device: torch.device | str | None = None, **o
     recipe = resolve_recipe(config.recipe, where)
     backend, chosen = choose_backend(config.backend, recipe, where, f"{KEY}.backend")
     backend.only_where_faster = config.recipe == "auto"
-    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    # The default excludes heads by a name that not every model uses; only what the user wrote has to match.
-    default = config.exclude == DEFAULT_EXCLUDE and not any("lm_head" in name for name in names)
+    if config.cache_weights:
+        reason = backend.weight_cache_reason()
+        if reason is not None:
+            raise ConfigError(
+                f"{KEY}.cache_weights: the {backend.name} backend cannot keep quantised weights: {reason}. "
+                "Set it to false, or backend: native."
+            )
+        backend.cache_weights = True
     rows, converted = convert_linears(
         model,
         recipe=recipe,
         backend=backend,
         include=config.include,
-        exclude=() if default else config.exclude,
+        exclude=config.exclude,
         keep_first_blocks=config.keep_first_blocks,
         keep_last_blocks=config.keep_last_blocks,
         wgrad=config.wgrad,

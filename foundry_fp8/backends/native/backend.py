@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
@@ -15,13 +16,16 @@ from foundry_fp8.backends.base import Availability, Backend, Fusion, compute_dty
 from foundry_fp8.backends.native.operand import Layout, Plan, plan_of
 from foundry_fp8.backends.native.size_rule import size_reason
 from foundry_fp8.backends.norm_fusion import deferred_norm_of, fuse_norms
-from foundry_fp8.kernels.launch import interpreting, triton_missing
+from foundry_fp8.compat.fsdp2_shards import shard_versions
+from foundry_fp8.kernels.launch import HP_DTYPES, interpreting, triton_missing
 from foundry_fp8.recipes import DelayedScaling, MXFP8Scaling, Recipe
 
 if TYPE_CHECKING:
     from foundry_fp8.modules.linear import FP8Linear
 
-__all__ = ["NativeBackend", "delayed_tensors"]
+__all__ = ["NativeBackend", "checked_dtype", "delayed_tensors"]
+
+log = logging.getLogger(__name__)
 
 SM_FP8 = (8, 9)
 SM_MX = (10, 0)
@@ -42,10 +46,11 @@ class NativeBackend(Backend):
 
     Attributes:
         cache_weights: Quantise each weight once per optimizer step instead of in every forward and again in its backward.
-            Costs two bytes of memory a weight element for as long as the model lives, under FSDP for the whole unsharded
+            Costs two bytes of memory a weight element for as long as the model lives, under FSDP2 for the whole unsharded
             model; saves time with gradient accumulation. What an optimizer changes is noticed, and so is whatever torch
-            counts as a change (:attr:`Tensor._version`); a write through ``.data`` from elsewhere is not: call
-            :meth:`clear_weight_cache` after one.
+            counts as a change (:attr:`Tensor._version`), of a weight or of FSDP2's shard of it; a write through ``.data``
+            from elsewhere is not: call :meth:`clear_weight_cache` after one. Quantised in every forward all the same: what
+            FSDP1 gathered (a warning says so), what ``torch.compile`` traced, and what a CUDA graph captured.
         only_where_faster: Leave layers in high precision that are predicted to be no faster in FP8
             (:mod:`foundry_fp8.backends.native.size_rule`). ``recipe: auto`` sets it.
     """
@@ -56,6 +61,8 @@ class NativeBackend(Backend):
         self.cache_weights = cache_weights
         self.only_where_faster = only_where_faster
         self._cache: dict[str, _CachedWeight] = {}
+        self._shards: tuple[int, ...] = ()
+        self._warned = False
         # For optimizers that write through .data, which no version counter sees (LLM Foundry's DecoupledLionW does).
         self._hook = register_optimizer_step_post_hook(lambda *_: self.clear_weight_cache())
 
@@ -95,16 +102,8 @@ class NativeBackend(Backend):
 
         weight, bias, recipe = module.weight, module.bias, module.recipe
         assert recipe is not None
-        if x.device != weight.device:
-            raise RuntimeError(
-                f"{module.fqn}: the input is on {x.device}, the weight on {weight.device}. Move one of them."
-            )
-        dtype = compute_dtype(x)
-        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise TypeError(
-                f"{module.fqn}: the input is {dtype}; FP8 layers take float32, bfloat16 and float16."
-            )
-        if x.numel() == 0:
+        dtype = checked_dtype(module, x)
+        if x.numel() == 0 or weight.numel() == 0:
             return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
         norm = deferred_norm_of(module)
         if norm is not None and module.probe is None:
@@ -118,7 +117,7 @@ class NativeBackend(Backend):
         scales, slots = delayed_tensors(module)
         x2d = x.to(dtype).reshape(-1, x.shape[-1])
         with torch.autocast(x.device.type, enabled=False):
-            cached = self._cached_weight(module, plan, dtype, scales[1], slots[1])
+            cached = self.cached_weight(module, plan, dtype, scales[1], slots[1])
             y = NativeLinear.apply(
                 x2d,
                 weight,
@@ -144,17 +143,53 @@ class NativeBackend(Backend):
         """Forget every cached weight. Optimizer steps call it."""
         self._cache.clear()
 
-    def _cached_weight(
+    def weight_cache_reason(self) -> str | None:
+        """It can."""
+        return None
+
+    def before_forward(self, model: nn.Module) -> None:
+        """Forget the cached weights if FSDP2's shards were written since the last forward."""
+        if self.cache_weights and (shards := shard_versions(model)) != self._shards:
+            self._shards = shards
+            self.clear_weight_cache()
+
+    def cached_weight(
         self, module: FP8Linear, plan: Plan, dtype: torch.dtype, scale: Tensor | None, slot: Tensor | None
     ) -> tuple[Layout, Layout, Tensor] | None:
+        """Both layouts and the statistics of the weight of ``module``, quantised now or before; ``None`` where not cached.
+
+        Args:
+            module: Whose weight.
+            plan: The recipe.
+            dtype: The compute dtype, to which the weight is rounded first.
+            scale: Delayed scaling's scale of the weight.
+            slot: Where to record its amax.
+        """
         if not self.cache_weights or torch.compiler.is_compiling() or not module.training:
             return None
         weight = module.weight
+        if not isinstance(
+            weight, nn.Parameter
+        ):  # a view that FSDP1 gathered: no counter tells when its shard changes
+            if not self._warned:
+                self._warned = True
+                log.warning(
+                    "%s: cache_weights has no effect here: the weight in use is not the module's own parameter, as under "
+                    "FSDP1. Use FSDP2, or set algorithms.fp8.cache_weights to false.",
+                    module.fqn,
+                )
+            return None
         if weight.is_cuda and torch.cuda.is_current_stream_capturing():
             return None  # a replay would go on reading the weight of the capture
-        # A delayed scale changes with every forward pass; the tensor that holds it is replaced or rewritten then.
-        moment = None if scale is None else (scale.data_ptr(), scale._version)
-        key = (weight.data_ptr(), weight._version, weight.shape, dtype, plan, moment)
+        # A delayed scale changes with every forward pass.
+        key = (
+            weight.data_ptr(),
+            weight._version,
+            weight.shape,
+            dtype,
+            plan,
+            None if scale is None or module.slots is None else module.slots["w"].scale_version,
+        )
         found = self._cache.get(module.fqn)
         if found is None or found.key != key:
             from foundry_fp8.backends.native.linear import quantize_weight
@@ -167,15 +202,35 @@ class NativeBackend(Backend):
         return found.quantized
 
 
+def checked_dtype(module: FP8Linear, x: Tensor) -> torch.dtype:
+    """The dtype in which ``module`` computes on ``x``.
+
+    Raises:
+        ValueError: Another number of features: the kernels pad, so a GEMM might not notice.
+        RuntimeError: Another device than the weight's.
+        TypeError: A dtype that the kernels do not read.
+    """
+    if x.dim() == 0 or x.shape[-1] != module.in_features:
+        raise ValueError(
+            f"{module.fqn}: the input is {tuple(x.shape)}; its last dimension must be in_features={module.in_features}."
+        )
+    if x.device != module.weight.device:
+        raise RuntimeError(
+            f"{module.fqn}: the input is on {x.device}, the weight on {module.weight.device}. Move one of them."
+        )
+    dtype = compute_dtype(x)
+    if dtype not in HP_DTYPES:
+        raise TypeError(f"{module.fqn}: the input is {dtype}; FP8 layers take float32, bfloat16 and float16.")
+    return dtype
+
+
 def delayed_tensors(module: FP8Linear) -> tuple[list[Tensor | None], list[Tensor | None]]:
     """The scale of x, w and dy, and where to record their amaxes; ``None`` for recipes other than delayed."""
     if module.slots is None or not isinstance(module.recipe, DelayedScaling):
         return [None] * 3, [None] * 3
     scales: list[Tensor | None] = [slot.scale for slot in module.slots.values()]
     recording = module.recording()
-    return scales, [
-        slot.amax_history[0] if operand in recording else None for operand, slot in module.slots.items()
-    ]
+    return scales, [slot.amax if operand in recording else None for operand, slot in module.slots.items()]
 
 
 def _mx_availability(capability: tuple[int, int]) -> Availability:

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from foundry_fp8.backends.base import compute_dtype
-from foundry_fp8.backends.native.backend import NativeBackend, delayed_tensors
+from foundry_fp8.backends.native.backend import NativeBackend, checked_dtype, delayed_tensors
 from foundry_fp8.backends.native.linear import dgrad_and_wgrad, fprop
-from foundry_fp8.backends.native.operand import Plan, Source, plan_of
+from foundry_fp8.backends.native.operand import Layout, Plan, Source, plan_of
 from foundry_fp8.backends.norm_fusion import DeferredNorm
 from foundry_fp8.modules.linear import FP8Linear
 
@@ -134,6 +134,7 @@ class _ProducedLinear(torch.autograd.Function):
         w_slot: Tensor | None,
         dy_scale: Tensor | None,
         dy_slot: Tensor | None,
+        cached: tuple[Layout, Layout, Tensor] | None,
         plan: Plan,
         kind: int,
         eps: float,
@@ -152,12 +153,12 @@ class _ProducedLinear(torch.autograd.Function):
             bias,
             (x_scale, x_slot),
             (w_scale, w_slot),
-            None,
+            cached,
             plan,
             keep_x=ctx.needs_input_grad[5],
         )
-        ctx.save_for_backward(x, up, mean, rstd, norm_weight, norm_bias, alpha, dy_scale, *saved)
-        ctx.dy_slot, ctx.plan, ctx.kind = dy_slot, plan, kind
+        ctx.save_for_backward(x, up, mean, rstd, norm_weight, norm_bias, alpha, *saved)
+        ctx.w_scale, ctx.dy_delayed, ctx.plan, ctx.kind = w_scale, (dy_scale, dy_slot), plan, kind
         ctx.bias_dtype = None if bias is None else bias.dtype
         return y
 
@@ -165,9 +166,11 @@ class _ProducedLinear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         from foundry_fp8.backends.native import ops
 
-        x, up, mean, rstd, norm_weight, norm_bias, alpha, dy_scale, *saved = ctx.saved_tensors
+        x, up, mean, rstd, norm_weight, norm_bias, alpha, *saved = ctx.saved_tensors
         needs = (any(ctx.needs_input_grad[:5]), ctx.needs_input_grad[5], ctx.needs_input_grad[6])
-        produced, dw, db = dgrad_and_wgrad(dy, saved, (dy_scale, ctx.dy_slot), ctx.plan, x.dtype, needs=needs)
+        produced, dw, db = dgrad_and_wgrad(
+            dy, saved, ctx.w_scale, ctx.dy_delayed, ctx.plan, x.dtype, needs=needs
+        )
         dx = dup = dnorm_weight = dnorm_bias = dalpha = None
         if produced is not None and ctx.kind == NORM:
             dx, dnorm_weight, dnorm_bias = ops.norm_backward(produced, x, rstd, norm_weight, mean)
@@ -178,7 +181,7 @@ class _ProducedLinear(torch.autograd.Function):
             dup = None if up is None else dup
             dalpha = None if alpha is None else dalpha
         db = None if db is None else db.to(ctx.bias_dtype)
-        return dx, dup, dnorm_weight, dnorm_bias, dalpha, dw, db, *([None] * 10)
+        return dx, dup, dnorm_weight, dnorm_bias, dalpha, dw, db, *([None] * 11)
 
 
 def _run(
@@ -193,8 +196,8 @@ def _run(
     eps: float = 0.0,
     centered: bool = False,
 ) -> Tensor:
-    assert linear.recipe is not None
-    dtype = compute_dtype(x)
+    assert linear.recipe is not None and isinstance(linear.backend, NativeBackend)
+    dtype, plan = checked_dtype(linear, x), plan_of(linear.recipe)
     scales, slots = delayed_tensors(linear)
     with torch.autocast(x.device.type, enabled=False):
         y = _ProducedLinear.apply(
@@ -211,7 +214,8 @@ def _run(
             slots[1],
             scales[2],
             slots[2],
-            plan_of(linear.recipe),
+            linear.backend.cached_weight(linear, plan, dtype, scales[1], slots[1]),
+            plan,
             kind,
             eps,
             centered,

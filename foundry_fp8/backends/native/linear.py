@@ -87,20 +87,22 @@ class NativeLinear(torch.autograd.Function):
             probe=probe,
         )
         hp_x = x if needs_w and not fp8_wgrad else None
-        ctx.save_for_backward(dy_scale, hp_x, *saved)
-        ctx.dy_slot, ctx.plan, ctx.probe = dy_slot, plan, probe
+        ctx.save_for_backward(hp_x, *saved)
+        # Not saved for backward: they are the state's own, and what they hold by then is what backward shall read.
+        ctx.w_scale, ctx.dy_delayed, ctx.plan, ctx.probe = w_scale, (dy_scale, dy_slot), plan, probe
         ctx.x_dtype, ctx.bias_dtype = x.dtype, None if bias is None else bias.dtype
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         """Run dgrad and wgrad, as far as they are needed."""
-        dy_scale, hp_x, *saved = ctx.saved_tensors
+        hp_x, *saved = ctx.saved_tensors
         needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
         dx, dw, db = dgrad_and_wgrad(
             dy,
             saved,
-            (dy_scale, ctx.dy_slot),
+            ctx.w_scale,
+            ctx.dy_delayed,
             ctx.plan,
             ctx.x_dtype,
             needs=(needs_x, needs_w and hp_x is None, needs_b),
@@ -165,12 +167,13 @@ def fprop(
     )
     kept_x = (qx_t.data, qx_t.scale) if keep_x else (None, None)
     kept_w = (None, None) if cached is None else (cached[1].data, cached[1].scale)
-    return y, (weight, w_delayed[0], w_stats, *kept_x, *kept_w)
+    return y, (weight, w_stats, *kept_x, *kept_w)
 
 
 def dgrad_and_wgrad(
     dy: Tensor,
     saved: Sequence[Tensor | None],
+    w_scale: Tensor | None,
     dy_delayed: Delayed,
     plan: Plan,
     x_dtype: torch.dtype,
@@ -183,6 +186,7 @@ def dgrad_and_wgrad(
     Args:
         dy: ``[M, N]``, hp.
         saved: From :func:`fprop`.
+        w_scale: Delayed scaling's scale of the weight.
         dy_delayed: Delayed scaling's state of dy.
         plan: The recipe.
         x_dtype: dtype of ``dX``.
@@ -192,7 +196,7 @@ def dgrad_and_wgrad(
     Returns:
         The three; ``dW`` in the weight's dtype, the bias gradient in float32.
     """
-    weight, w_scale, w_stats, kept_x, kept_x_scale, kept_w, kept_w_scale = saved
+    weight, w_stats, kept_x, kept_x_scale, kept_w, kept_w_scale = saved
     assert weight is not None and w_stats is not None
     (m, n), k = dy.shape, weight.shape[1]
     needs_x, needs_w, needs_b = needs

@@ -10,7 +10,7 @@ from foundry_fp8.formats import E4M3, E5M2, Float8Format
 from foundry_fp8.kernels.block_gemm import block_gemm as block_gemm_kernel
 from foundry_fp8.kernels.blockwise import quantize_blockwise as quantize_blockwise_kernel
 from foundry_fp8.kernels.gated import activation_backward as activation_backward_kernel
-from foundry_fp8.kernels.launch import GEMM_MULTIPLE, round_up
+from foundry_fp8.kernels.launch import GEMM_MULTIPLE, on_its_device, round_up
 from foundry_fp8.kernels.norms import norm_backward as norm_backward_kernel
 from foundry_fp8.kernels.norms import norm_statistics as norm_statistics_kernel
 from foundry_fp8.kernels.producers import Producer
@@ -29,6 +29,7 @@ FORMATS: dict[str, Float8Format] = {fmt.name: fmt for fmt in (E4M3, E5M2)}
 
 
 @torch.library.custom_op("foundry_fp8::quantize_tensorwise", mutates_args=("amax_slot",))
+@on_its_device
 def quantize_tensorwise(
     x: Tensor,
     up: Tensor | None,
@@ -78,6 +79,7 @@ def _(
 
 
 @torch.library.custom_op("foundry_fp8::quantize_blockwise", mutates_args=())
+@on_its_device
 def quantize_blockwise(
     x: Tensor,
     up: Tensor | None,
@@ -135,6 +137,7 @@ def _(x, up, mean, rstd, weight, bias, alpha, kind, fmt, group, square, power_2,
 
 
 @torch.library.custom_op("foundry_fp8::block_gemm", mutates_args=())
+@on_its_device
 def block_gemm(
     a: Tensor,
     a_scale: Tensor,
@@ -158,6 +161,7 @@ def _(a, a_scale, b, b_scale, bias, m, n, out_dtype, square_b):
 
 
 @torch.library.custom_op("foundry_fp8::norm_statistics", mutates_args=())
+@on_its_device
 def norm_statistics(x: Tensor, eps: float, centered: bool) -> tuple[Tensor, Tensor]:
     """:func:`foundry_fp8.kernels.norms.norm_statistics`: mean (empty unless centered), rstd."""
     mean, rstd = norm_statistics_kernel(x, eps, centered=centered)
@@ -171,6 +175,7 @@ def _(x, eps, centered):
 
 
 @torch.library.custom_op("foundry_fp8::norm_backward", mutates_args=())
+@on_its_device
 def norm_backward(
     dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor | None, mean: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -186,6 +191,7 @@ def _(dy, x, rstd, weight, mean):
 
 
 @torch.library.custom_op("foundry_fp8::activation_backward", mutates_args=())
+@on_its_device
 def activation_backward(
     dy: Tensor, x: Tensor, up: Tensor | None, alpha: Tensor | None, kind: int
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -78,6 +78,13 @@ class TransformerEngineBackend(Backend):
                     )
         return super().shape_reason(recipe, linear)
 
+    def weight_cache_reason(self) -> str | None:
+        """TE's own cache (``is_first_microbatch``) is not asked for."""
+        return (
+            "Transformer Engine's own cache of quantised weights keeps the scale of the first microbatch under the delayed "
+            "recipe and believes its caller about whether a weight changed, so results could differ from uncached ones"
+        )
+
     def attach(self, module: FP8Linear) -> None:
         """Make the TE module of the configured recipe, so that what cannot be made fails at conversion."""
         module.__dict__[_ATTRIBUTE] = {}

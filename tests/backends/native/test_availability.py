@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+import foundry_fp8
 from foundry_fp8.backends import choose_backend
 from foundry_fp8.backends.native import NativeBackend
 from foundry_fp8.backends.native.size_rule import break_even, size_reason
@@ -37,6 +38,15 @@ def test_older_gpus_are_refused_by_name(gpu):
     found = gpu((8, 0)).availability(CurrentScaling(), CUDA)
     assert not found.ok
     assert "NVIDIA Pretend has compute capability 8.0" in found.reason and "8.9" in found.reason
+
+
+@pytest.mark.parametrize("backend", ["native", "auto"])
+def test_a_model_is_not_converted_for_an_older_gpu(backend, gpu):
+    gpu((8, 0))
+    model = nn.Sequential(nn.Linear(32, 32))
+    with pytest.raises(RuntimeError, match=r"compute capability 8\.0.*Train in BF16 on this GPU"):
+        foundry_fp8.apply_fp8(model, recipe="current", backend=backend, device="cuda")
+    assert type(model[0]) is nn.Linear
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import foundry_fp8
-from foundry_fp8.state import FP8State
 
 
 @pytest.fixture
@@ -25,8 +25,7 @@ def one_rank(device):
 def make(recipe, device, cache_weights=False):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 48)).to(device)
-    foundry_fp8.apply_fp8(model, recipe=recipe, backend="native")
-    FP8State.of(model).backend.cache_weights = cache_weights
+    foundry_fp8.apply_fp8(model, recipe=recipe, backend="native", cache_weights=cache_weights)
     return model
 
 
@@ -46,17 +45,69 @@ def train(model, device, steps=3):
     return losses
 
 
-@pytest.mark.parametrize("wrap", ["fsdp1", "fsdp2"])
+def wrapped(model, wrap, device):
+    if wrap.startswith("fsdp1"):
+        return FullyShardedDataParallel(
+            model,
+            use_orig_params=wrap == "fsdp1",
+            device_id=torch.device(device),
+            auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+        )
+    mesh = dist.init_device_mesh(device, (1,))
+    if wrap == "fsdp2":
+        fully_shard(model[0], mesh=mesh)
+        fully_shard(model[2], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+every_wrap = pytest.mark.parametrize("wrap", ["fsdp1", "fsdp1 flat", "fsdp2", "fsdp2 one unit"])
+
+
+@every_wrap
 @pytest.mark.parametrize("recipe", ["delayed", "block"])
 @pytest.mark.parametrize("cache_weights", [False, True])
 def test_trains_as_without_fsdp(recipe, wrap, cache_weights, device, one_rank):
     plain = train(make(recipe, device), device)
-    model = make(recipe, device, cache_weights)
-    if wrap == "fsdp1":
-        model = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device(device))
-    else:
-        mesh = dist.init_device_mesh(device, (1,))
-        fully_shard(model[0], mesh=mesh)
-        fully_shard(model[2], mesh=mesh)
-        fully_shard(model, mesh=mesh)
-    assert train(model, device) == plain
+    assert train(wrapped(make(recipe, device, cache_weights), wrap, device), device) == plain
+
+
+def loads(model):
+    model.load_state_dict({name: value * 1.5 for name, value in model.state_dict().items()})
+
+
+def writes_in_place(model):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(-2.0)
+
+
+def loads_other_parameters(model):
+    model.load_state_dict({name: value * 1.5 for name, value in model.state_dict().items()}, assign=True)
+
+
+@every_wrap
+@pytest.mark.parametrize("change", [loads, writes_in_place, loads_other_parameters])
+def test_cached_weights_notice_a_write_to_a_shard(wrap, change, device, one_rank):
+    """Between two microbatches, with no optimizer step that would clear the cache."""
+    if change is loads_other_parameters and wrap.startswith("fsdp1"):
+        pytest.skip("FSDP1 cannot take other parameters")
+    results = []
+    for cache_weights in (False, True):
+        model = wrapped(make("current", device, cache_weights), wrap, device)
+        x = torch.linspace(-1, 1, 16 * 32, device=device).view(16, 32).requires_grad_()
+        model(x).square().sum().backward()
+        change(model)
+        y = model(x)
+        y.square().sum().backward()
+        results.append((y.detach(), x.grad))
+    for uncached, cached in zip(*results, strict=True):
+        assert torch.equal(uncached, cached)
+
+
+def test_fsdp1_says_that_it_caches_nothing(device, one_rank, caplog):
+    model = wrapped(make("current", device, cache_weights=True), "fsdp1", device)
+    for _ in range(2):
+        model(torch.ones(16, 32, device=device))
+    (record,) = [r for r in caplog.records if "cache_weights has no effect" in r.message]
+    assert "Use FSDP2" in record.message

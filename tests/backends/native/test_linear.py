@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 import foundry_fp8
 from foundry_fp8 import quantize as reference
 from foundry_fp8.backends.native import NativeBackend
+from foundry_fp8.backends.native.fused import activation_linear
 from foundry_fp8.quantize import amax_of, scale_from_amax
 from foundry_fp8.recipes import RECIPES, BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling
 from foundry_fp8.state import FP8State
@@ -253,6 +254,7 @@ def test_any_shape_of_input(recipe, device):
     flat = model(x)
     assert torch.equal(model(x.view(2, 3, 4, 96)), flat.view(2, 3, 4, 160))
     assert torch.equal(model(x.t().contiguous().t()), flat)  # not contiguous
+    assert model(x[0]).shape == (160,)
     empty = torch.zeros(0, 5, 96, device=device, requires_grad=True)
     y = model(empty)
     assert y.shape == (0, 5, 160)
@@ -271,64 +273,53 @@ def test_autocast_decides_the_dtype(recipe, device):
     assert model[0].weight.grad.dtype == torch.float32
 
 
-def test_bad_inputs_are_named(device):
-    model = make("current", device)
-    with pytest.raises(TypeError, match=r"0: the input is torch\.float64"):
-        model[0](torch.zeros(4, 96, dtype=torch.float64, device=device))
-    with pytest.raises(RuntimeError, match="0: the input is on meta, the weight on"):
-        model[0](torch.zeros(4, 96, device="meta"))
+BAD_INPUTS = [
+    (torch.zeros(4, 96, dtype=torch.float64), TypeError, r"0: the input is torch\.float64"),
+    (torch.zeros(4, 96, dtype=torch.int64), TypeError, r"0: the input is torch\.int64"),
+    (torch.zeros(4, 96, device="meta"), RuntimeError, "0: the input is on meta, the weight on"),
+    # Padded to 96, which a GEMM would take.
+    (torch.zeros(4, 90), ValueError, r"0: the input is \(4, 90\); its last dimension must be in_features=96"),
+    (torch.zeros(()), ValueError, r"0: the input is \(\)"),
+]
 
 
-class WritesThroughData(torch.optim.Optimizer):
-    """Like LLM Foundry's DecoupledLionW: no version counter moves."""
-
-    def __init__(self, params):
-        super().__init__(params, {})
-
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.data.mul_(0.5)
+@pytest.mark.parametrize(("x", "error", "message"), BAD_INPUTS)
+@every_recipe
+def test_bad_inputs_are_named(recipe, x, error, message, device):
+    model = make(recipe, device)
+    x = x if x.device.type == "meta" else x.to(device)
+    with pytest.raises(error, match=message):
+        model[0](x)
+    with pytest.raises(error, match=message):
+        activation_linear(model[0], x, "gelu")
 
 
 @every_recipe
-def test_cached_weights_are_quantised_once_a_step(recipe, device):
-    torch.manual_seed(1)
-    model, plain = make(recipe, device, bias=False), make(recipe, device, bias=False)
-    plain[0].weight.data.copy_(model[0].weight.data)
-    FP8State.of(model).backend.cache_weights = True
-    optimizers = [WritesThroughData([m[0].weight]) for m in (model, plain)]
-    for _ in range(2):
-        with CountOps() as ops:
-            for microbatch in range(3):
-                x = ranged(32, 96).to(device).requires_grad_()
-                dy = ranged(32, 160).to(device)
-                ours, theirs = model[0](x), plain[0](x)
-                assert torch.equal(ours, theirs), microbatch
-                ours.backward(dy)
-                mine, x.grad = x.grad, None
-                theirs.backward(dy)
-                assert torch.equal(mine, x.grad)
-        quantizations = sum(name.startswith("quantize") for name in ops.calls)
-        # A microbatch quantises x, dy and, without the cache, the weight twice.
-        assert quantizations == 3 * 4 + 3 * 2 + 1
-        for optimizer in optimizers:
-            optimizer.step()
-    with torch.no_grad():  # a change that is not an optimizer's
-        for m in (model, plain):
-            m[0].weight.add_(1.0)
-    x = ranged(32, 96).to(device)
-    assert torch.equal(model[0](x), plain[0](x))
+def test_gradients_and_weights_of_any_strides(recipe, device):
+    """Expanded (as ``sum()`` gives), transposed and sliced: the same as their contiguous copies."""
+    model = make(recipe, device)[0]
+    x = ranged(32, 96).to(device).requires_grad_()
+    dy = ranged(160, 64).to(device).t()[::2]
+    for strided in (dy, dy[:1].expand(32, -1), dy[:, :1].expand(-1, 160)):
+        given = []
+        for gradient in (strided, strided.contiguous()):
+            x.grad = model.weight.grad = None
+            model(x).backward(gradient)
+            given.append((x.grad, model.weight.grad))
+        assert torch.equal(given[0][0], given[1][0]) and torch.equal(given[0][1], given[1][1])
+    contiguous = model(x)
+    model.weight.data = model.weight.data.t().contiguous().t()
+    assert torch.equal(model(x), contiguous)
 
 
-def test_cached_weights_see_loaded_ones(device):
-    model = make("current", device)
-    FP8State.of(model).backend.cache_weights = True
-    x = ranged(32, 96).to(device)
-    before = model(x)
-    state = {name: value * 2 for name, value in model.state_dict().items()}
-    model.load_state_dict(state)
-    assert not torch.equal(model(x), before)
+@every_recipe
+def test_a_layer_without_outputs_is_empty(recipe, device):
+    model = nn.Sequential(nn.Linear(32, 0)).to(device)
+    foundry_fp8.apply_fp8(model, recipe=recipe, backend="native")
+    x = torch.ones(4, 32, device=device, requires_grad=True)
+    y = model(x)
+    y.sum().backward()
+    assert y.shape == (4, 0) and not bool(x.grad.any())
 
 
 def test_ledger_counts_native_gemms(device):
