@@ -5,7 +5,7 @@ with tc's token bucket filter, and a small GPT is trained over them with gloo, o
 kernel's own counters of each link, besides those that the process group counted. Needs root and iproute2.
 
     sudo python benchmarks/slow_network.py --gbit 1 --hosts 2 --steps 12
-    sudo python benchmarks/slow_network.py --losses --steps 300 --gbit 10
+    sudo python benchmarks/slow_network.py --gbit 10 --steps 298 --width 128 --layers 2 --vocabulary 512 --batch 8   # losses
 
 The last line printed is JSON; --out writes it to a file too.
 """
