@@ -118,7 +118,8 @@ class DelayedScalingState:
             group: The ranks to reduce over where ``recipe.reduce_amax``; all of them by default.
         """
         history = self.amax_history
-        if self.recipe.reduce_amax and dist.is_available() and dist.is_initialized():
+        shared = self.recipe.reduce_amax and dist.is_available() and dist.is_initialized()
+        if shared and dist.get_world_size(group) > 1:
             dist.all_reduce(history[0], op=dist.ReduceOp.MAX, group=group)
         use_max = self.recipe.amax_compute_algo == "max"
         if history.device.type == "cuda" and triton_missing() is None:

@@ -77,7 +77,7 @@ def on_its_device(function: F) -> F:
 
     @functools.wraps(function)
     def run(first, *args, **kwargs):  # type: ignore[no-untyped-def]
-        if not first.is_cuda:
+        if not first.is_cuda or torch.cuda.device_count() < 2:
             return function(first, *args, **kwargs)
         with torch.cuda.device(first.device):
             return function(first, *args, **kwargs)
