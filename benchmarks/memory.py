@@ -190,9 +190,9 @@ def plot(tables: dict[str, list[dict[str, Any]]], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, len(tables), figsize=(6 * len(tables), 4.5), squeeze=False)
+    figure, axes = plt.subplots(1, len(tables), figsize=(6 * len(tables), 7), squeeze=False)
     for axis, (name, rows) in zip(axes[0], tables.items(), strict=True):
-        for r in rows:
+        for number, r in enumerate(rows, 1):
             kind = (
                 "planner"
                 if r["case"].startswith("planner")
@@ -201,13 +201,13 @@ def plot(tables: dict[str, list[dict[str, Any]]], path: Path) -> None:
                 else "rest"
             )
             colour = {"planner": "tab:blue", "compression": "tab:green", "rest": "tab:gray"}[kind]
-            axis.scatter(r["time_ratio"], r["peak_bytes"] / 2**20, color=colour)
-            axis.annotate(
-                r["case"].replace("planner ", ""), (r["time_ratio"], r["peak_bytes"] / 2**20), fontsize=6
-            )
+            at = (r["time_ratio"], r["peak_bytes"] / 2**20)
+            axis.scatter(*at, color=colour, label=f"{number}  {r['case']}")
+            axis.annotate(str(number), at, xytext=(4, 4 if number % 2 else -10), textcoords="offset points")
         axis.set_xlabel("step time, of none")
         axis.set_ylabel("peak MiB")
         axis.set_title(name)
+        axis.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.12))
     figure.tight_layout()
     figure.savefig(path)
 
