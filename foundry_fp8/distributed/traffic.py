@@ -33,6 +33,9 @@ class Traffic:
     stays; an all-gather sends the shard to the W - 1 others; a reduce-scatter ``(W - 1) / W`` of its input and an
     all-reduce twice that, which is what ring algorithms (gloo, NCCL) move. ``logical`` is what the same tensors would
     have taken uncompressed.
+
+    ``seconds["quantize"]`` is time spent coding and decoding, ``seconds["collective"]`` time spent launching collectives
+    and waiting for them. What is on the wire while something else is coded is in neither.
     """
 
     def __init__(self) -> None:
