@@ -22,6 +22,7 @@ Source:
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Literal
 
 import torch
@@ -157,25 +158,30 @@ def quantize_blocks_reference(flat: Tensor, fmt: PackFormat) -> tuple[Tensor, Te
     blocks = (torch.nn.functional.pad(flat, (0, padding)) if padding else flat).view(-1, fmt.block)
     # amin and amax are vectorised on a CPU, where a norm or aminmax along a dimension takes forty times as long.
     low, high = blocks.amin(1).float(), blocks.amax(1).float()
-    amax = torch.maximum(high, -low)
-    finite = amax.isfinite()
-    usable = amax.clamp_min(MIN_AMAX)
+    usable = torch.maximum(high, low.neg()).clamp_min_(MIN_AMAX)
+    # Rare cases are looked for once for all blocks: on a CPU every small operation costs as much as a pass over a tensor.
+    not_finite = usable.numel() > 0 and not math.isfinite(usable.max())
     scale_inv = (usable * (1.0 / fmt.code_max)).to(fmt.scale_dtype)
     # int4 rounds its scale, so codes are made with the scale that will be read; the others keep full precision.
     # A division, as in the kernels; torch would turn number / tensor into a reciprocal and a product.
-    divisor = scale_inv.float() if fmt.name == "int4" else usable
-    scale = torch.full_like(divisor, 1.0 if fmt.name == "int4" else fmt.code_max) / divisor
+    int4 = fmt.name == "int4"
+    scale = torch.div(usable.new_tensor(1.0 if int4 else fmt.code_max), scale_inv.float() if int4 else usable)
     scaled = blocks * scale.unsqueeze(1)
-    if not bool(finite.all()):
+    if not_finite:
         # Such a block is NaN through its scale; its codes only have to be castable.
+        finite = usable.isfinite()
         scale_inv = torch.where(finite, scale_inv, torch.nan)
         scaled = torch.where(finite.unsqueeze(1), scaled, 0.0)
     if fmt.name == "e4m3":
         codes = scaled.clamp_(-448.0, 448.0).to(torch.float8_e4m3fn).view(torch.uint8)
     elif fmt.name == "int8":
-        positive = ((low >= 0) & (high > 0)).unsqueeze(1)
-        if bool(positive.any()):
-            scaled = torch.where(positive & (scaled > 0), scaled.clamp(min=1.0), scaled)
+        if low.numel() > 0 and low.max() >= 0:
+            if low.min() >= 0:  # softmax, relu
+                torch.maximum(scaled, scaled.sign(), out=scaled)
+            else:
+                positive = (low >= 0).nonzero().squeeze(1)
+                some = scaled[positive]
+                scaled[positive] = torch.maximum(some, some.sign())
         codes = scaled.round_().to(torch.int8).view(torch.uint8)
     else:
         nibbles = scaled.round_().clamp_(-7.0, 7.0).add_(8.0).to(torch.uint8).view(-1, fmt.block // 2, 2)

@@ -8,6 +8,7 @@ What goes wrong with such hooks, and what is done about it here (each line has a
   *statistics* (mean, rstd, log-sum-exp), *small tensors*, and tensors the module was handed that need no gradient.
 - What passes through is detached: an op's own output kept with its graph is a cycle that is never freed. Its version is
   kept and checked, because hooks switch off torch's check that a saved tensor was not written to.
+- *Outputs of fused norms and activations* are not kept at all: the fused form makes them again (:func:`.keeping.made_again`).
 - *One tensor saved twice* is packed once. The key holds the storage, and the storage must still be alive: freed memory is
   reused at the same address within a step, and a stale hit is a wrong gradient.
 - *torch.compile* saves transposed copies of weights that no longer lead back to a Parameter: it is refused.
@@ -19,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_iter
 
+from foundry_fp8.activations.keeping import made_again
 from foundry_fp8.activations.packing import Packed, PackFormat, pack, packable, unpack
 
 __all__ = ["Compressor", "SavedBytes", "StorageRef", "Untouched", "compresses_inside", "is_parameter"]
@@ -68,11 +70,13 @@ class SavedBytes:
         original: What would have been kept of the tensors that were packed.
         packed: What is kept of them.
         passed: What is kept as it was, parameters left out.
+        left_out: What is not kept, as backward makes it again from what is.
     """
 
     original: int = 0
     packed: int = 0
     passed: int = 0
+    left_out: int = 0
 
 
 class _Payload:
@@ -121,11 +125,18 @@ class Untouched:
         return self.value
 
 
+@dataclasses.dataclass(slots=True)
+class _MadeAgain:
+    """What autograd keeps of an output of a fused form."""
+
+    tensor: Callable[[], Tensor]
+
+
 class Compressor:
     """Packs what the modules it is attached to save for backward.
 
     Args:
-        fmt: The format; ``None`` packs nothing (for counting, or for a region left alone inside another).
+        fmt: The format; ``None`` packs nothing: exact regions, also inside others, and counting.
         min_numel: Smaller tensors pass through.
 
     Attributes:
@@ -143,7 +154,7 @@ class Compressor:
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
 
     def attach(self, module: nn.Module) -> None:
-        """Pack what ``module`` saves during its forward. Modules must not nest; the outermost is enough."""
+        """Pack what ``module`` saves during its forward. Of nested modules the innermost's compressor acts."""
         self._handles += [
             module.register_forward_pre_hook(self._enter, with_kwargs=True),
             module.register_forward_hook(self._leave, always_call=True),
@@ -196,9 +207,12 @@ class Compressor:
         self._handed.clear()
         self._cache = {key: entry for key, entry in self._cache.items() if entry[1]() is not None}
 
-    def pack(self, x: Tensor) -> _Handle | Untouched:
+    def pack(self, x: Tensor) -> _Handle | Untouched | _MadeAgain:
         """The pack hook."""
         parameter = is_parameter(x)
+        if not parameter and x.numel() >= self.min_numel and (again := made_again(x)) is not None:
+            self.saved.left_out += x.untyped_storage().nbytes()
+            return _MadeAgain(again)
         if parameter or self.fmt is None or not self._wanted(x):
             if not parameter:
                 self.saved.passed += x.untyped_storage().nbytes() if type(x) is Tensor else 0
@@ -213,7 +227,7 @@ class Compressor:
         row = size[-1] if size and (stride is None or stride[-1] == 1) else 0
         return _Handle(self._payload(x, base, stride is None, row), size, stride, expanded)
 
-    def unpack(self, handle: _Handle | Untouched) -> Tensor:
+    def unpack(self, handle: _Handle | Untouched | _MadeAgain) -> Tensor:
         """The unpack hook."""
         return handle.tensor()
 

@@ -1,8 +1,8 @@
 """``foundry-fp8 plan memory run.yaml``: what a run needs, and the YAML that makes it fit, without training.
 
 The model of the YAML is built here and one microbatch of random tokens is measured. For a model that does not fit on this
-machine there is ``--device fake``: nothing is allocated, bytes are counted, seconds come from a cost model; compression
-is not offered there.
+machine there is ``--device fake``: nothing is allocated, bytes are counted, seconds come from a cost model; of compression
+only the ``exact`` format is offered there.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def plan_yaml(path: Path, *, budget: str | None, microbatch: int | None, device:
             model,
             loss_fn,
             budget=limit,
-            compress=not dry,
+            compression={"format": "exact"} if dry else None,  # packing looks at values
             optimizer_bytes=8 * trained,  # two float32 moments; nothing is allocated here
             cost_model=CostModel() if dry else None,
         )
@@ -138,12 +138,14 @@ def _prepare(
     if not dry:
         batch |= {"labels": tokens, "attention_mask": torch.ones_like(tokens, dtype=torch.bool)}
     half = config.get("precision") in ("amp_bf16", "amp_fp16")
+    held: list[Any] = [None]  # the trainer holds its outputs through backward
 
     def loss_fn() -> Tensor:
+        held[0] = None
         with torch.autocast(autocast_type(device), dtype=torch.bfloat16, enabled=half):
-            outputs = model(batch)
+            held[0] = model(batch)
             if dry:
-                return torch.nn.functional.cross_entropy(outputs.logits.flatten(0, 1), tokens.flatten())
-            return model.loss(outputs, batch)
+                return torch.nn.functional.cross_entropy(held[0].logits.flatten(0, 1), tokens.flatten())
+            return model.loss(held[0], batch)
 
     return loss_fn

@@ -1,7 +1,7 @@
 """Triton kernels for packed activations: quantise and dequantise blocks, and the backward of a gated activation.
 
 Twins of :mod:`foundry_fp8.activations.packing` (same arguments, same bytes) and of the backward in
-:mod:`foundry_fp8.activations.fused`. One program handles ``ROWS`` blocks; everything is computed in float32. Differences
+:mod:`foundry_fp8.activations.fused_activation`. One program handles ``ROWS`` blocks; everything is computed in float32. Differences
 from the reference: none in int8 and int4; in e4m3 none on a GPU, while Triton's interpreter rounds ties of the FP8 cast
 away from zero instead of to even.
 """

@@ -22,6 +22,7 @@ from foundry_fp8.algorithms.activation_checkpointing.blocks import format_blocks
 from foundry_fp8.algorithms.activation_checkpointing.policy import policy_name
 from foundry_fp8.algorithms.activation_checkpointing.targets import Selection
 from foundry_fp8.algorithms.activation_compression import apply_activation_compression
+from foundry_fp8.algorithms.activation_compression.apply import EXACT
 from foundry_fp8.config import ConfigError
 from foundry_fp8.planning.budget import check_budget, fit_bytes, format_bytes, parse_bytes
 from foundry_fp8.planning.measure import (
@@ -39,7 +40,7 @@ __all__ = ["Measurements", "MemoryPlan", "apply_plan", "choose", "device_capacit
 
 KEY = "algorithms.activation_checkpointing.budget"
 
-ROUNDS = 4
+ROUNDS = 12
 """Timed runs of each option; the fastest counts."""
 
 
@@ -53,6 +54,7 @@ class Measurements:
         options: For each kind, its options.
         costs: For each kind, ``{option name: cost}``.
         frame: What is held outside the blocks.
+        lean: The same with cross-entropies that recompute their softmax; ``None`` where there is none to change.
         source: How bytes and seconds were found, for the report.
         classes: The class name of each block.
     """
@@ -62,6 +64,7 @@ class Measurements:
     options: tuple[tuple[BlockOption, ...], ...]
     costs: tuple[dict[str, Cost], ...]
     frame: Frame
+    lean: Frame | None
     source: str
     classes: tuple[str, ...]
 
@@ -70,7 +73,7 @@ class Measurements:
         return [self.costs[kind][name] for kind, name in zip(self.kind, chosen, strict=True)]
 
     def peak(self, option: str) -> int:
-        """The predicted peak with one option in every block."""
+        """The predicted peak with one option in every block, and the loss as it is."""
         return predict_peak(self.costs_of([option] * len(self.names)), self.frame)
 
     def seconds(self, option: str) -> float:
@@ -85,6 +88,7 @@ class MemoryPlan:
     Attributes:
         measurements: What it was made from.
         chosen: One option name a block.
+        frame: What is held outside the blocks: one of the measurements' two.
         budget: Bytes it had to meet.
         offload: Whether checkpoint inputs go to host memory.
         compression: Options of ``activation_compression`` for the compressed blocks.
@@ -92,6 +96,7 @@ class MemoryPlan:
 
     measurements: Measurements
     chosen: tuple[str, ...]
+    frame: Frame
     budget: int
     offload: bool
     compression: dict[str, Any]
@@ -99,7 +104,7 @@ class MemoryPlan:
     @property
     def predicted_peak(self) -> int:
         """Peak bytes of a step, parameters, gradients and optimizer state included."""
-        return predict_peak(self.measurements.costs_of(list(self.chosen)), self.measurements.frame)
+        return predict_peak(self.measurements.costs_of(list(self.chosen)), self.frame)
 
     @property
     def added_seconds(self) -> float:
@@ -121,9 +126,20 @@ class MemoryPlan:
             for name, policy in self.option(i).checkpoints
         ]
 
-    def compressed(self) -> list[str]:
-        """The blocks to compress."""
-        return [block for i, block in enumerate(self.measurements.names) if self.option(i).compress]
+    def formats(self) -> dict[str, str]:
+        """``{module: format}`` to keep packed, or without what can be made again."""
+        return {
+            f"{block}.{name}" if name else block: form
+            for i, block in enumerate(self.measurements.names)
+            for name, form in self.option(i).formats
+        }
+
+    def compression_options(self) -> dict[str, Any]:
+        """Options of ``activation_compression``; empty where the plan does without."""
+        formats = self.formats()
+        if not formats and self.frame is self.measurements.frame:
+            return {}
+        return {**self.compression, "targets": formats or []}
 
     def to_config(self) -> dict[str, Any]:
         """The ``algorithms`` of a YAML that pin this plan."""
@@ -141,8 +157,8 @@ class MemoryPlan:
             config["activation_checkpointing"] = {"targets": targets}
             if self.offload:
                 config["activation_checkpointing"]["offload"] = True
-        if self.compressed():
-            config["activation_compression"] = {**self.compression, "targets": self.compressed()}
+        if self.compression_options():
+            config["activation_compression"] = self.compression_options()
         return config
 
     def to_yaml(self) -> str:
@@ -151,9 +167,10 @@ class MemoryPlan:
         for name, options in self.to_config().items():
             lines.append(f"  {name}:")
             for key, value in options.items():
-                if key == "targets":
+                if key == "targets" and value:
                     lines.append("    targets:")
-                    lines += [f"    - {_flow(entry)}" for entry in value]
+                    lines += [f"    - {_flow(entry)}" for entry in value] if isinstance(value, list) else []
+                    lines += [f"      {k}: {v}" for k, v in value.items()] if isinstance(value, dict) else []
                 else:
                     lines.append(f"    {key}: {_flow(value)}")
         return "\n".join(lines) if len(lines) > 1 else "algorithms: {}  # everything fits as it is"
@@ -226,7 +243,7 @@ def plan_memory(
         compression: Options of ``activation_compression`` for it.
         optimizer_bytes: Optimizer state that is not allocated yet.
         cost_model: Seconds from a model instead of a clock, for a dry run: build the model and call this inside torch's
-            ``FakeTensorMode``, with ``compress=False``.
+            ``FakeTensorMode``, with ``compression={"format": "exact"}``, as packing looks at values.
 
     Raises:
         ConfigError: Nothing meets the budget (says what would), or the model is wrapped, checkpointed or compressed.
@@ -263,8 +280,10 @@ def choose(
         capacity: The bytes that ``fit`` stands for, from :func:`device_capacity`.
     """
     limit = _limit(measured, budget, capacity)
-    options = [measured.costs[kind] for kind in measured.kind]
-    chosen = solve(options, measured.frame, limit)
+    frame = measured.frame
+    if measured.lean is not None and measured.peak("none") > limit:
+        frame = measured.lean
+    chosen = solve([measured.costs[kind] for kind in measured.kind], frame, limit)
     if chosen is None:
         smallest, how = _smallest(measured)
         raise ConfigError(
@@ -272,23 +291,24 @@ def choose(
             f"{format_bytes(smallest)} ({smallest} B), of which {format_bytes(measured.frame.static)} are parameters and "
             f"optimizer state, with {', '.join(sorted(set(how)))}. Lower the microbatch size, shard, or raise the budget."
         )
-    return MemoryPlan(measured, tuple(chosen), limit, offload, dict(compression or {}))
+    return MemoryPlan(measured, tuple(chosen), frame, limit, offload, dict(compression or {}))
 
 
 def _smallest(measured: Measurements) -> tuple[int, list[str]]:
     """The smallest peak that some plan reaches, and that plan."""
     options = [measured.costs[kind] for kind in measured.kind]
-    low, high = measured.frame.static, measured.peak("none")
-    best = solve(options, measured.frame, high)
+    frame = measured.lean or measured.frame
+    low, high = frame.static, measured.peak("none")
+    best = solve(options, frame, high)
     while high - low > max(high // 2000, 1):
         middle = (low + high) // 2
-        found = solve(options, measured.frame, middle)
+        found = solve(options, frame, middle)
         if found is None:
             low = middle
         else:
-            best, high = found, predict_peak(measured.costs_of(found), measured.frame)
+            best, high = found, predict_peak(measured.costs_of(found), frame)
     assert best is not None
-    return predict_peak(measured.costs_of(best), measured.frame), best
+    return predict_peak(measured.costs_of(best), frame), best
 
 
 def _limit(measured: Measurements, budget: float | str, capacity: int | None) -> int:
@@ -327,8 +347,9 @@ def measure(
     compression: dict[str, Any] | None = None,
     optimizer_bytes: int = 0,
     cost_model: CostModel | None = None,
+    rounds: int = ROUNDS,
 ) -> Measurements:
-    """What :func:`plan_memory` measures; see there."""
+    """What :func:`plan_memory` measures; see there. ``rounds``: how often each option is timed, more on a noisy machine."""
     blocks = [(clean_name(name), block) for name, block in transformer_blocks(model)]
     _check_plannable(model, blocks)
     device = _device_of(model)
@@ -344,17 +365,19 @@ def measure(
         return kind_of[-1] == len(kinds) - 1 and kind_of.count(kind_of[-1]) == 1
 
     calls = capture_calls(modules, loss_fn, device, first_of_kind)
+    compression = compression or {}
+    formats = list(dict.fromkeys((EXACT, compression.get("format", "int8")))) if compress else []
     options, costs = [], []
     for kind in range(len(kinds)):
         index = kind_of.index(kind)
         name = blocks[index][0]
-        candidates = options_of(modules[index], compress=compress)
+        candidates = options_of(modules[index], formats=formats)
         sizes: dict[str, tuple[int, int, int]] = {}
         taken: dict[str, list[float]] = {option.name: [] for option in candidates}
         # In rounds, so that a slow moment of the machine does not fall on one option; the first round only warms up.
-        for turn in range(1 if cost_model else 1 + ROUNDS):
+        for turn in range(1 if cost_model else 1 + rounds):
             for option in candidates:
-                with _applied(model, [name], option, offload, compression or {}) as configured:
+                with _applied(model, [name], option, offload, compression) as configured:
                     run = BlockRun(configured(), calls[index], device)
                     if turn == 0:
                         sizes[option.name] = run.bytes()
@@ -367,22 +390,33 @@ def measure(
             _agreed({name: Cost(*sizes[name], max(min(times), plain)) for name, times in taken.items()})
         )
     block = next(o for o in options[0] if o.name == "block")
+    lean = None
     with _applied(model, [name for name, _ in blocks], block, offload, {}):
         outer = [module for _, module in transformer_blocks(model)]
         static = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
         kept = [costs[kind]["block"].kept for kind in kind_of]
-        frame = measure_frame(
-            outer, kept, loss_fn, list(model.parameters()), device, static + optimizer_bytes
-        )
-    frame = _agreed({"frame": frame})["frame"]
+
+        def measured_frame() -> Frame:
+            parameters = list(model.parameters())
+            frame = measure_frame(outer, kept, loss_fn, parameters, device, static + optimizer_bytes)
+            return _agreed({"frame": frame})["frame"]
+
+        frame = measured_frame()
+        if compress and compression.get("overrides", {}).get("loss") != "none":
+            losses = apply_activation_compression(model, targets=[])
+            try:
+                lean = measured_frame() if losses.rows else None
+            finally:
+                losses.undo()
     bytes_from = "the CUDA allocator" if device.type == "cuda" else "every live storage (LiveBytes)"
-    seconds_from = "a cost model" if cost_model else f"the fastest of {ROUNDS} runs of a block"
+    seconds_from = "a cost model" if cost_model else f"the fastest of {rounds} runs of a block"
     return Measurements(
         tuple(name for name, _ in blocks),
         tuple(kind_of),
         tuple(options),
         tuple(costs),
         frame,
+        lean,
         f"bytes: {bytes_from} on {device.type}; seconds: {seconds_from}; {len(kinds)} kind(s) of block",
         tuple(own_class(module).__name__ for module in modules),
     )
@@ -410,9 +444,15 @@ class _applied:
         ]
         wrap_selected(self.model, selected, offload=self.offload)
         self.report = None
-        if self.option.compress:
+        if self.option.formats:
+            targets = {
+                f"{block}.{name}" if name else block: form
+                for block in self.names
+                for name, form in self.option.formats
+            }
+            overrides = {**self.compression.get("overrides", {}), "loss": "none"}
             self.report = apply_activation_compression(
-                self.model, **{**self.compression, "targets": self.names}
+                self.model, **{**self.compression, "targets": targets, "overrides": overrides}
             )
         first = self.names[0]
         return lambda: (
@@ -471,6 +511,6 @@ def _device_of(model: nn.Module) -> torch.device:
 def apply_plan(model: nn.Module, plan: MemoryPlan) -> CheckpointingReport:
     """Checkpoint and compress as planned. ``model``: the one planned for, changed in place."""
     report = wrap_selected(model, plan.selections(), offload=plan.offload)
-    if plan.compressed():
-        apply_activation_compression(model, **{**plan.compression, "targets": plan.compressed()})
+    if plan.compression_options():
+        apply_activation_compression(model, **plan.compression_options())
     return report

@@ -1,13 +1,15 @@
-"""What can be done with one block: which of its modules to checkpoint, how, and whether to compress what it saves."""
+"""What can be done with one block: which of its modules to checkpoint, how, and what to keep packed or only the inputs of."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from torch import nn
 
 from foundry_fp8.activations.wrapping import clean_name
 from foundry_fp8.algorithms.activation_checkpointing.policy import Policy
+from foundry_fp8.algorithms.activation_compression.apply import EXACT
 
 __all__ = ["BlockOption", "options_of"]
 
@@ -19,15 +21,15 @@ class BlockOption:
     Attributes:
         name: As a table shows it.
         checkpoints: ``(module name inside the block, policy)``; the name is empty for the block itself.
-        compress: Whether what the block saves is packed.
+        formats: ``(module name inside the block, format)`` of ``activation_compression``; the same.
     """
 
     name: str
     checkpoints: tuple[tuple[str, Policy], ...] = ()
-    compress: bool = False
+    formats: tuple[tuple[str, str], ...] = ()
 
 
-def options_of(block: nn.Module, *, compress: bool) -> list[BlockOption]:
+def options_of(block: nn.Module, *, formats: Sequence[str] = ()) -> list[BlockOption]:
     """The candidates for ``block``, ``none`` first.
 
     Children that hold linears are sub-layers (attention, MLP); the other children with parameters are norms, whose
@@ -35,7 +37,7 @@ def options_of(block: nn.Module, *, compress: bool) -> list[BlockOption]:
 
     Args:
         block: A transformer block.
-        compress: Offer compression too.
+        formats: Formats of ``activation_compression`` to offer.
     """
     layers, norms = [], []
     for name, child in block.named_children():
@@ -57,18 +59,31 @@ def options_of(block: nn.Module, *, compress: bool) -> list[BlockOption]:
             found.append(BlockOption(f"norms + {layer}", checkpoint(*norms, layer)))
     if len(layers) > 1:
         found.append(BlockOption(" + ".join(layers), checkpoint(*layers)))
-        if (
-            norms
-        ):  # what the block's own checkpoint recomputes, less each layer's last matmul, where recompute stops
+        if norms:
+            # What the block's own checkpoint recomputes, less each layer's last matmul, where recompute stops.
             found.append(BlockOption(f"norms + {' + '.join(layers)}", checkpoint(*norms, *layers)))
     found += [
         BlockOption("selective", (("", "selective"),)),
         BlockOption("block", (("", "full"),)),
     ]
-    if compress:
-        found.append(BlockOption("compressed", compress=True))
-        found += [BlockOption(f"compressed, {x}", checkpoint(x), compress=True) for x in layers]
+    for form in formats:
+        found.append(BlockOption(form, formats=(("", form),)))
+        found += [
+            BlockOption(f"{form}, checkpoint {layer}", checkpoint(layer), (("", form),)) for layer in layers
+        ]
+        if form == EXACT:
+            continue
+        if EXACT in formats and len(layers) > 1:
+            for layer in layers:
+                mixed = (("", EXACT), (layer, form))
+                found.append(BlockOption(f"exact, {layer} {form}", formats=mixed))
+                found += [
+                    BlockOption(f"exact, {layer} {form}, checkpoint {other}", checkpoint(other), mixed)
+                    for other in layers
+                    if other != layer
+                ]
         if len(layers) > 1:
-            found.append(BlockOption(f"compressed, {' + '.join(layers)}", checkpoint(*layers), compress=True))
-        found.append(BlockOption("compressed, block", (("", "full"),), compress=True))
+            both = checkpoint(*layers)
+            found.append(BlockOption(f"{form}, checkpoint {' + '.join(layers)}", both, (("", form),)))
+        found.append(BlockOption(f"{form}, checkpoint block", (("", "full"),), (("", form),)))
     return found

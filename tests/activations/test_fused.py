@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from foundry_fp8.activations.fused import packed_activation, packed_activation_linear, packed_norm
+from foundry_fp8.activations.fused_activation import packed_activation, packed_activation_linear
+from foundry_fp8.activations.fused_norm import packed_norm
 from foundry_fp8.activations.packing import PackFormat
 from foundry_fp8.models.fog.feedforward import XIELU
 
@@ -17,7 +18,8 @@ ACTS = {
     "gelu": F.gelu,
     "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
 }
-LIMIT = {"int8": 1e-2, "e4m3": 4.5e-2}
+FORMATS = {"int8": PackFormat(name="int8"), "e4m3": PackFormat(name="e4m3"), "exact": None}
+LIMIT = {"int8": 1e-2, "e4m3": 4.5e-2, "exact": 1e-6}
 """e4m3: a product of two packed factors has sqrt(2) of the 2.6e-2 of one, and some margin."""
 
 
@@ -36,12 +38,12 @@ def check(function, reference, inputs, limit, seed=99):
         assert error < limit, (i, error)
 
 
-@pytest.mark.parametrize("fmt", ["int8", "e4m3"])
+@pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("kind", ACTS)
 @pytest.mark.parametrize("gated", [True, False])
 def test_activation_and_linear(kind, gated, fmt):
     torch.manual_seed(0)
-    act, fmt_ = ACTS[kind], PackFormat(name=fmt)
+    act, fmt_ = ACTS[kind], FORMATS[fmt]
     gate, up = torch.randn(3, 50, 96), torch.randn(3, 50, 96)
     weight, bias = torch.randn(64, 96) / 10, torch.randn(64)
     inputs = [gate, up] if gated else [gate]
@@ -60,7 +62,7 @@ def test_activation_and_linear(kind, gated, fmt):
     check(two, lambda *x: F.linear(h(*x[:-2]), x[-2], x[-1]), [*inputs, weight, bias], LIMIT[fmt])
 
 
-@pytest.mark.parametrize("fmt", ["int8", "e4m3"])
+@pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("centred", [True, False])
 @pytest.mark.parametrize("affine", [True, False])
 def test_norm(centred, affine, fmt):
@@ -75,9 +77,7 @@ def test_norm(centred, affine, fmt):
         return F.rms_norm(x, (96,), w, 1e-5)
 
     def ours(x, w=None, b=None):
-        return packed_norm(
-            x, w, b, lambda x: norm(x, w, b), eps=1e-5, centred=centred, fmt=PackFormat(name=fmt)
-        )
+        return packed_norm(x, w, b, lambda x: norm(x, w, b), eps=1e-5, centred=centred, fmt=FORMATS[fmt])
 
     check(ours, norm, inputs, LIMIT[fmt])
 

@@ -112,11 +112,17 @@ class ActivationCheckpointing(Algorithm):
 
 
 def loss_of_microbatch(state: State, model: Any) -> Callable[[], Tensor]:
-    """A function that runs ``state.batch`` through ``model`` in the trainer's precision and returns the loss."""
+    """A function that runs ``state.batch`` through ``model`` in the trainer's precision and returns the loss.
+
+    The outputs, logits among them, live as long as the trainer's ``state.outputs``: through backward.
+    """
+    held: list[Any] = [None]
 
     def run() -> Tensor:
         with get_precision_context(state.precision, state.precision_config):
-            loss = model.loss(model(state.batch), state.batch)
+            held[0] = None
+            held[0] = model(state.batch)
+            loss = model.loss(held[0], state.batch)
         return loss if isinstance(loss, Tensor) else sum(loss)
 
     return run

@@ -1,4 +1,4 @@
-"""The functional form: keep what chosen modules save for backward in 8 or 4 bits."""
+"""The functional form: keep what chosen modules save for backward packed, or only what the rest can be made from."""
 
 from __future__ import annotations
 
@@ -10,11 +10,16 @@ from typing import Any, Literal
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
-from foundry_fp8.activations.packing import FORMATS, FormatName, PackFormat
+from foundry_fp8.activations.packing import FORMATS, PackFormat
 from foundry_fp8.activations.saved import Compressor, SavedBytes, compresses_inside
 from foundry_fp8.activations.wrapping import clean_name
 from foundry_fp8.algorithms.activation_compression.fp8 import FP8Saved
-from foundry_fp8.algorithms.activation_compression.matching import fuse_mlp, fuse_norm, unfuse
+from foundry_fp8.algorithms.activation_compression.matching import (
+    fuse_losses,
+    fuse_mlp,
+    fuse_norm,
+    unfuse,
+)
 from foundry_fp8.config import ConfigError, check_choice, check_integer, check_patterns, from_mapping, nearest
 from foundry_fp8.modules.linear import FP8Linear
 from foundry_fp8.selection import check_patterns_match, transformer_blocks
@@ -29,35 +34,41 @@ __all__ = [
 
 KEY = "algorithms.activation_compression"
 
-Kind = Literal["norm", "activation", "boundary", "other"]
-KINDS: tuple[Kind, ...] = ("norm", "activation", "boundary", "other")
+Kind = Literal["norm", "activation", "boundary", "other", "loss"]
+KINDS: tuple[Kind, ...] = ("norm", "activation", "boundary", "other", "loss")
+
+EXACT = "exact"
+"""The format that packs nothing: fused forms keep their inputs as they are and recompute the rest."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ActivationCompressionConfig:
     """What ``algorithms.activation_compression`` takes."""
 
-    format: FormatName = "int8"
-    """``int8`` (most accurate at 8 bits), ``e4m3``, or ``int4`` (twice as small, ten times the error)."""
+    format: str = "int8"
+    """``int8`` (most accurate at 8 bits), ``e4m3``, ``int4`` (twice as small, ten times the error), or ``exact``:
+    nothing is rounded; fused norms and MLPs keep their inputs as they are and recompute the rest."""
     block_size: int | None = None
     """Elements that share a scale; ``null`` for 128 (int4: 32)."""
-    targets: Sequence[str] = ("*",)
-    """Patterns on the names of the blocks and of what they hold; of nested matches the outermost is taken."""
+    targets: Sequence[str] | Mapping[str, str] = ("*",)
+    """Patterns on the names of the blocks and of what they hold, or ``{pattern: format}``, where the first pattern that
+    matches a name counts. Of nested matches of one format the outermost is taken; an empty list leaves the loss alone."""
     include_checkpoint_boundaries: bool = True
     """Pack the inputs of activation checkpoints too."""
     overrides: Mapping[Kind, str] = dataclasses.field(default_factory=dict)
     """Another format for one kind: ``norm`` and ``activation`` (inputs of fused norms and activation functions),
-    ``boundary`` (inputs of checkpointed blocks), ``other``. ``none`` leaves the kind as it is."""
+    ``boundary`` (inputs of checkpointed blocks), ``other``. ``none`` leaves the kind as it is. ``loss`` (``exact`` or
+    ``none``) is the cross-entropy, which keeps the logits and recomputes their softmax."""
     min_numel: int = 4096
     """Tensors with fewer elements are left alone."""
 
     def __post_init__(self) -> None:
-        check_choice(f"{KEY}.format", self.format, FORMATS)
-        check_patterns(f"{KEY}.targets", self.targets)
-        if not self.targets:
-            raise ConfigError(
-                f"{KEY}.targets: an empty list compresses nothing. Remove the algorithm instead."
-            )
+        check_choice(f"{KEY}.format", self.format, (*FORMATS, EXACT))
+        if isinstance(self.targets, Mapping):
+            for pattern, name in self.targets.items():
+                check_choice(f"{KEY}.targets.{pattern}", name, (*FORMATS, EXACT))
+        else:
+            check_patterns(f"{KEY}.targets", self.targets)
         check_integer(f"{KEY}.min_numel", self.min_numel)
         if not isinstance(self.include_checkpoint_boundaries, bool):
             raise ConfigError(
@@ -70,14 +81,30 @@ class ActivationCompressionConfig:
                 raise ConfigError(
                     f"{KEY}.overrides.{kind}: unknown kind. It takes {', '.join(KINDS)}.{nearest(kind, KINDS)}"
                 )
-            check_choice(f"{KEY}.overrides.{kind}", name, (*FORMATS, "none"))
-        for kind in KINDS:
-            self.pack_format(kind)
+            choices = (EXACT, "none") if kind == "loss" else (*FORMATS, EXACT, "none")
+            check_choice(f"{KEY}.overrides.{kind}", name, choices)
+        if not self.targets and not self.fuses("loss"):
+            raise ConfigError(
+                f"{KEY}.targets: an empty list and overrides.loss: none change nothing. Remove the algorithm instead."
+            )
+        for kind in KINDS[:-1]:
+            for name in self.formats.values():
+                self.pack_format(kind, name)
 
-    def pack_format(self, kind: Kind) -> PackFormat | None:
-        """The format of one kind; ``None`` where it is not packed."""
-        name = self.overrides.get(kind, self.format)
-        if name == "none":
+    @property
+    def formats(self) -> dict[str, str]:
+        """``{pattern: format}``."""
+        targets = self.targets
+        return dict(targets) if isinstance(targets, Mapping) else dict.fromkeys(targets, self.format)
+
+    def fuses(self, kind: Kind) -> bool:
+        """Whether modules of a kind get their fused form."""
+        return self.overrides.get(kind) != "none"
+
+    def pack_format(self, kind: Kind, name: str) -> PackFormat | None:
+        """How one kind is packed in a target of the format ``name``; ``None`` where it is not."""
+        name = self.overrides.get(kind, name)
+        if name in ("none", EXACT):
             return None
         block = self.block_size if self.block_size is not None and name == self.format else 0
         try:
@@ -91,7 +118,8 @@ class CompressionReport:
     """What was attached where.
 
     Attributes:
-        rows: ``(module name, "hooks" | "boundary" | "fused norm" | "fused mlp" | "fp8" | "left", reason)``.
+        rows: ``(module name, "hooks" | "boundary" | "fused norm" | "fused mlp" | "fused loss" | "fp8" | "left", reason)``;
+            the reason is the format, where there is one.
         compressors: One a target, in the order of the model.
         undo: Takes everything off again.
     """
@@ -114,14 +142,16 @@ class CompressionReport:
             total.original += compressor.saved.original
             total.packed += compressor.saved.packed
             total.passed += compressor.saved.passed
+            total.left_out += compressor.saved.left_out
         return total
 
 
 def apply_activation_compression(model: nn.Module, **options: Any) -> CompressionReport:
-    """Keep what the chosen modules save for backward packed. The forward stays exact; gradients get the rounding.
+    """Keep what the chosen modules save for backward packed, or only what the rest can be made from (``format="exact"``).
 
-    Apply it after :func:`~foundry_fp8.algorithms.activation_checkpointing.apply_activation_checkpointing`, before or after
-    wrapping in DDP or FSDP. Double backward and torch.compile are not supported.
+    The forward stays exact; gradients get the rounding of what is packed. Apply it after
+    :func:`~foundry_fp8.algorithms.activation_checkpointing.apply_activation_checkpointing`, before or after wrapping in
+    DDP or FSDP. Double backward and torch.compile are not supported.
 
     Args:
         model: Changed in place; parameters, names and ``state_dict`` stay.
@@ -136,30 +166,38 @@ def apply_activation_compression(model: nn.Module, **options: Any) -> Compressio
     rows: list[tuple[str, str, str]] = []
     compressors: list[Compressor] = []
     fp8 = FP8Saved()
-    for name, module in _targets(model, config):
+    targets = _targets(model, config)
+    for name, (module, form) in targets.items():
         checkpointed = isinstance(module, CheckpointWrapper)
-        fmt = config.pack_format("boundary" if checkpointed else "other")
+        fmt = config.pack_format("boundary" if checkpointed else "other", form)
         if checkpointed and not config.include_checkpoint_boundaries:
             rows.append((name, "left", "a checkpoint, and include_checkpoint_boundaries is false"))
             continue
         compressor = Compressor(fmt, min_numel=config.min_numel)
         compressor.attach(module)
         compressors.append(compressor)
-        rows.append((name, "boundary" if checkpointed else "hooks", str(fmt and fmt.name)))
+        rows.append((name, "boundary" if checkpointed else "hooks", fmt.name if fmt else EXACT))
         if not checkpointed:
-            rows += _inside(name, module, config, fp8, compressors)
+            rows += _inside(name, module, form, set(targets) - {name}, config, fp8, compressors)
+    unfuse_losses = []
+    if config.fuses("loss"):
+        for name, unfuse_loss in fuse_losses(model):
+            rows.append((name, "fused loss", EXACT))
+            unfuse_losses.append(unfuse_loss)
 
     def undo() -> None:
         for compressor in (*compressors, fp8):
             compressor.detach(model)
         for module in model.modules():
             unfuse(module)
+        for unfuse_loss in unfuse_losses:
+            unfuse_loss()
 
     return CompressionReport(tuple(rows), tuple(compressors), undo)
 
 
-def _targets(model: nn.Module, config: ActivationCompressionConfig) -> list[tuple[str, nn.Module]]:
-    """The outermost modules that the patterns name, checkpoint wrappers in place of what they wrap."""
+def _targets(model: nn.Module, config: ActivationCompressionConfig) -> dict[str, tuple[nn.Module, str]]:
+    """``{name: (module, format)}``: checkpoint wrappers in place of what they wrap, nothing nested in its own format."""
     found: dict[str, tuple[nn.Module, bool]] = {}
     for block_name, block in transformer_blocks(model):
         for sub, module in block.named_modules(prefix=block_name):
@@ -173,39 +211,44 @@ def _targets(model: nn.Module, config: ActivationCompressionConfig) -> list[tupl
             found[name] = (module, inside)
     if not found:
         raise ConfigError(f"{KEY}: {type(model).__name__} has no list of transformer blocks.")
-    check_patterns_match(config.targets, list(found), f"{KEY}.targets", "modules inside blocks")
-    chosen: list[tuple[str, nn.Module]] = []
+    formats = config.formats
+    check_patterns_match(list(formats), list(found), f"{KEY}.targets", "modules inside blocks")
+    chosen: dict[str, tuple[nn.Module, str]] = {}
     for name, (module, inside) in found.items():
-        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in config.targets):
+        form = next((f for pattern, f in formats.items() if fnmatch.fnmatchcase(name, pattern)), None)
+        around = max((outer for outer in chosen if name.startswith(f"{outer}.")), key=len, default=None)
+        if form is None or (around is not None and chosen[around][1] == form):
             continue
-        if any(name.startswith(f"{outer}.") for outer, _ in chosen):
-            continue
-        if inside:
+        if inside and around is None:
             raise ConfigError(
                 f"{KEY}.targets: {name} lies inside an activation checkpoint. Hooks there would switch the checkpoint "
                 "off; name the checkpointed module instead, to pack its inputs."
             )
-        chosen.append((name, module))
+        if not inside:
+            chosen[name] = (module, form)
     return chosen
 
 
 def _inside(
     target: str,
     module: nn.Module,
+    form: str,
+    others: set[str],
     config: ActivationCompressionConfig,
     fp8: FP8Saved,
     compressors: list[Compressor],
 ) -> list[tuple[str, str, str]]:
-    """What lies inside a target and is not left to its hooks: fused forms, FP8 linears, checkpoints."""
+    """What lies inside a target, and in no other, and is not left to its hooks: fused forms, FP8 linears, checkpoints."""
     rows: list[tuple[str, str, str]] = []
-    norm, activation = config.pack_format("norm"), config.pack_format("activation")
-    checkpoints: list[str] = []
+    skipped: list[str] = []
     for sub, child in module.named_modules(prefix=target):
-        if any(sub.startswith(f"{checkpoint}.") for checkpoint in checkpoints):
-            continue
         name = clean_name(sub)
-        if isinstance(child, CheckpointWrapper):
-            checkpoints.append(sub)
+        if any(sub.startswith(f"{around}.") for around in skipped):
+            continue
+        if name in others:
+            skipped.append(sub)
+        elif isinstance(child, CheckpointWrapper):
+            skipped.append(sub)
             if not config.include_checkpoint_boundaries:
                 keep = Compressor(None)
                 keep.attach(child)
@@ -214,8 +257,16 @@ def _inside(
         elif isinstance(child, FP8Linear):
             fp8.attach(child)
             rows.append((name, "fp8", "its input is kept in FP8 already"))
-        elif norm is not None and fuse_norm(child, norm):
-            rows.append((name, "fused norm", norm.name))
-        elif activation is not None and fuse_mlp(child, activation):
-            rows.append((name, "fused mlp", activation.name))
+        else:
+            fused: tuple[tuple[Kind, Callable[..., bool]], ...] = (
+                ("norm", fuse_norm),
+                ("activation", fuse_mlp),
+            )
+            for kind, fuse in fused:
+                fmt = config.pack_format(kind, form)
+                if config.fuses(kind) and fuse(child, fmt):
+                    rows.append(
+                        (name, f"fused {'mlp' if kind == 'activation' else kind}", fmt.name if fmt else EXACT)
+                    )
+                    break
     return rows

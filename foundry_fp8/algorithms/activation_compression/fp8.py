@@ -41,7 +41,10 @@ class FP8Saved(Compressor):
         x: Tensor = args[0] if args else kwargs["input"]
         recipe = module.recipe
         slot = module.slots["x"] if isinstance(recipe, DelayedScaling) and module.slots else None
-        scale = float(slot.scale) if slot is not None and slot.scale.device.type == "cpu" else None
+        # On a CPU looking costs nothing; a fake tensor (a dry run) has nothing to look at.
+        scale = None
+        if slot is not None and slot.scale.device.type == "cpu" and type(slot.scale) is Tensor:
+            scale = float(slot.scale)
         self._input = x.untyped_storage()
         key = (self._input._cdata, x.data_ptr(), tuple(x.shape), tuple(x.stride()), x._version, recipe, scale)
         self._source.append(() if slot is not None and scale is None else key)

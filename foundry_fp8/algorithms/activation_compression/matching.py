@@ -1,4 +1,4 @@
-"""Which modules have a fused form that keeps a packed input, and giving it to them.
+"""Which modules have a fused form that keeps only its input, and giving it to them.
 
 A module gets its fused form by becoming an instance of a subclass of its own class, as ``torch.nn.utils.parametrize`` and
 FSDP2's ``fully_shard`` do it: parameters, names, hooks, ``isinstance`` and what FSDP holds of it stay as they are.
@@ -7,22 +7,24 @@ FSDP2's ``fully_shard`` do it: parameters, names, hooks, ``isinstance`` and what
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from foundry_fp8.activations.fused import (
+from foundry_fp8.activations.cross_entropy import lean_cross_entropy
+from foundry_fp8.activations.fused_activation import (
     ActivationKind,
     packed_activation,
     packed_activation_linear,
-    packed_norm,
 )
+from foundry_fp8.activations.fused_norm import packed_norm
 from foundry_fp8.activations.packing import PackFormat
 from foundry_fp8.activations.wrapping import own_class
 
-__all__ = ["fuse_mlp", "fuse_norm", "unfuse"]
+__all__ = ["fuse_losses", "fuse_mlp", "fuse_norm", "unfuse"]
 
 
 def _separate(mlp: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -67,8 +69,8 @@ def _name(module: nn.Module) -> str:
     return f"fog.{cls.__name__}" if cls.__module__.startswith("foundry_fp8.models.fog.") else cls.__name__
 
 
-def fuse_mlp(module: nn.Module, fmt: PackFormat) -> bool:
-    """Let a known gated or plain MLP keep packed inputs of its activation function. False if it is not a known one."""
+def fuse_mlp(module: nn.Module, fmt: PackFormat | None) -> bool:
+    """Let a known gated or plain MLP keep the inputs of its activation function, and no more. False if it is unknown."""
     project = _MLPS.get(_name(module))
     kind = None if project is None else _activation_kind(_activation(module))
     if project is None or kind is None:
@@ -97,8 +99,8 @@ def _activation(mlp: Any) -> Any:
     return getattr(mlp, "act_fn", None) or getattr(mlp, "act", None)
 
 
-def fuse_norm(module: nn.Module, fmt: PackFormat) -> bool:
-    """Let a known LayerNorm or RMSNorm keep a packed input. False if it is not a known one."""
+def fuse_norm(module: nn.Module, fmt: PackFormat | None) -> bool:
+    """Let a known LayerNorm or RMSNorm keep its input, and no more. False if it is unknown."""
     cls = type(module)
     name = _name(module)
     centred = name in _LAYER
@@ -123,6 +125,64 @@ def fuse_norm(module: nn.Module, fmt: PackFormat) -> bool:
 
     _become(module, forward)
     return True
+
+
+def fuse_losses(model: nn.Module) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Let cross-entropies keep their logits and recompute the softmax: ``(name, undo)`` of each.
+
+    They are ``nn.CrossEntropyLoss`` modules over class indices (LLM Foundry's MPT), and the ``loss_function`` of Hugging
+    Face causal models, as far as their forward asks for it.
+    """
+    for name, module in model.named_modules():
+        if type(module) is nn.CrossEntropyLoss and module.weight is None and not module.label_smoothing:
+            _become(module, _cross_entropy_of_module)
+            yield name, functools.partial(unfuse, module)
+        elif getattr(module, "loss_type", None) == "ForCausalLM" and _calls_loss_function(module):
+            from transformers.loss.loss_utils import ForCausalLMLoss
+
+            owner: Any = module
+            if owner.loss_function is ForCausalLMLoss:
+                owner.loss_function = causal_lm_loss
+                yield f"{name}.loss_function".lstrip("."), functools.partial(delattr, owner, "_loss_function")
+
+
+def _calls_loss_function(module: nn.Module) -> bool:
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and "loss_function" in code.co_names
+
+
+def _cross_entropy_of_module(self: Any, logits: Tensor, targets: Tensor) -> Tensor:
+    return lean_cross_entropy(logits, targets, ignore_index=self.ignore_index, reduction=self.reduction)
+
+
+def causal_lm_loss(
+    logits: Tensor,
+    labels: Tensor,
+    vocab_size: int,
+    num_items_in_batch: Any = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    **_: Any,
+) -> Tensor:
+    """The ``ForCausalLMLoss`` of transformers without its float32 copy of the logits.
+
+    Args:
+        logits: ``[..., T, vocab_size]``.
+        labels: ``[..., T]``, not yet shifted.
+        vocab_size: Columns of the logits.
+        num_items_in_batch: What the sum is divided by; the mean over the labels without it.
+        ignore_index: Label without loss.
+        shift_labels: Labels that are shifted already.
+    """
+    if shift_labels is None:
+        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    loss = lean_cross_entropy(
+        logits.view(-1, vocab_size),
+        shift_labels.reshape(-1).to(logits.device),
+        ignore_index=ignore_index,
+        reduction="mean" if num_items_in_batch is None else "sum",
+    )
+    return loss if num_items_in_batch is None else loss / num_items_in_batch
 
 
 def unfuse(module: nn.Module) -> None:

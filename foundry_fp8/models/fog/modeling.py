@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
@@ -300,9 +299,7 @@ class FogForCausalLM(FogPreTrainedModel, GenerationMixin):
         logits = self.lm_head(out.last_hidden_state[:, keep, :])
         loss = None
         if labels is not None:
-            loss = F.cross_entropy(
-                logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100
-            )
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1])
         output = CausalLMOutputWithPast(
             loss=loss,  # type: ignore[arg-type]
             logits=logits,

@@ -59,6 +59,81 @@ def test_the_forward_is_exact_and_gradients_are_within_the_format_s_error(
     assert torch.equal(gradients(model, autocast)[1], reference)
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+def test_exact_rounds_nothing_and_keeps_less(make_llama, autocast):
+    """Recomputed norms and products are repeated bit for bit; what is left is the rounding of closed forms."""
+    model = make_llama(4, attention_dropout=0.1, tie_word_embeddings=True)
+    model.train()
+    loss, reference = gradients(model, autocast)
+    before = peak(model)
+    report = apply_activation_compression(model, format="exact", min_numel=1024)
+    ours, exact = gradients(model, autocast)
+    assert ours == loss
+    assert error(exact, reference) < (5e-3 if autocast else 2e-6)
+    assert report.saved.packed == 0 and report.saved.left_out > 0
+    assert {reason for _, action, reason in report.rows if action.startswith(("hooks", "fused"))} == {"exact"}
+    assert peak(model) < 0.75 * before
+
+
+def test_targets_with_formats_of_their_own(make_llama):
+    """The first pattern that matches counts, and a sub-layer may differ from its block."""
+    model = make_llama(3)
+    reference = gradients(model)[1]
+    formats = {"*.0.mlp": "e4m3", "*.[01]": "exact", "*.layers.1.*": "exact", "*.2.mlp": "int8"}
+    report = apply_activation_compression(model, targets=formats, min_numel=1024)
+    form = {
+        name: reason for name, action, reason in report.rows if action in ("hooks", "fused mlp", "fused norm")
+    }
+    prefix = "model.layers."
+    assert form.pop(f"{prefix}0") == form.pop(f"{prefix}1") == "exact"
+    assert form.pop(f"{prefix}0.mlp") == "e4m3" and form.pop(f"{prefix}1.mlp") == "exact"
+    assert form.pop(f"{prefix}2.mlp") == "int8"
+    assert len(form) == 4 and set(form.values()) == {"exact"}  # two norms in each of the first two blocks
+    assert 1e-4 < error(gradients(model)[1], reference) < LIMIT["e4m3"]
+    report.undo()
+    assert torch.equal(gradients(model)[1], reference)
+
+
+def test_the_loss_alone(make_llama):
+    model = make_llama(2)
+    loss, reference = gradients(model)
+    report = apply_activation_compression(model, targets=[])
+    assert report.rows == (("loss_function", "fused loss", "exact"),)
+    ours, lean = gradients(model)
+    assert ours == loss and error(lean, reference) < 1e-6
+    assert "_loss_function" in vars(model)
+    report.undo()
+    assert "_loss_function" not in vars(model)
+
+
+def test_foundry_s_loss_module_is_fused(make_llama):
+    class Trained(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = make_llama(2)
+            self.loss_fn = torch.nn.CrossEntropyLoss(ignore_index=-100, reduction="none")
+
+        def forward(self, input_ids, labels):
+            logits = self.model(input_ids=input_ids).logits
+            self.model.loss = self.loss_fn(logits.flatten(0, 1), labels.flatten()).mean()
+            return self.model
+
+    model = Trained()
+    loss, reference = gradients(model)
+    report = apply_activation_compression(model, targets=[])
+    assert ("loss_fn", "fused loss", "exact") in report.rows
+    assert isinstance(model.loss_fn, torch.nn.CrossEntropyLoss)
+    with LiveBytes() as meter:
+        ours = model.loss_fn(torch.randn(64, 128, requires_grad=True), torch.zeros(64, dtype=torch.long))
+        assert meter.live == 64 * (128 + 1) * 4 + 64 * 8 and ours.shape == (
+            64,
+        )  # logits, losses, targets: no log-softmax
+    ours, lean = gradients(model)
+    assert ours == loss and error(lean, reference) < 1e-6
+    report.undo()
+    assert type(model.loss_fn) is torch.nn.CrossEntropyLoss
+
+
 def block_bytes(options, autocast, tokens=256, width=256):
     """Bytes a block saves, and what of that are casts of its parameters (not activations)."""
     from transformers import LlamaConfig
@@ -196,7 +271,7 @@ def test_what_is_float64_passes_through(make_llama):
     """Fused norms leave a float64 model alone; hooks still see the float32 in which its norms compute."""
     model = make_llama(2).double()
     reference = gradients(model)[1]
-    apply_activation_compression(model, targets=["*.mlp", "*.self_attn"])
+    apply_activation_compression(model, targets=["*.mlp", "*.self_attn"], overrides={"loss": "none"})
     assert torch.equal(gradients(model)[1], reference)
 
 
@@ -225,7 +300,9 @@ def test_a_copy_of_a_compressed_model_trains(make_llama):
         ({"block_size": 100}, "block_size: 100 is not a power of two"),
         ({"block_size": True}, "block_size: True"),
         ({"targets": "*"}, "targets: '\\*' is not a list"),
-        ({"targets": []}, "targets: an empty list"),
+        ({"targets": [], "overrides": {"loss": "none"}}, "targets: an empty list"),
+        ({"targets": {"*": "int9"}}, r"targets\.\*: 'int9' is not one of int8, e4m3, int4, exact"),
+        ({"overrides": {"loss": "int8"}}, "overrides.loss: 'int8' is not one of exact, none"),
         ({"targets": ["*.atn"]}, "targets: pattern '\\*.atn' matches none"),
         ({"overrides": {"nrom": "int8"}}, "overrides.nrom: unknown kind.*Did you mean 'norm'"),
         ({"overrides": {"norm": "fp4"}}, "overrides.norm: 'fp4'"),
@@ -264,7 +341,7 @@ def test_fp8_blocks_under_checkpoints_are_bit_identical_beside_compressed_ones(m
     for model in (plain, both):
         apply_fp8(model, recipe=recipe, backend="emulated")
     apply_activation_checkpointing(both, targets={"LlamaDecoderLayer": "last-2"})
-    apply_activation_compression(both, include_checkpoint_boundaries=False)
+    apply_activation_compression(both, include_checkpoint_boundaries=False, overrides={"loss": "none"})
     assert gradients(both)[0] == gradients(plain)[0]
     late = [
         n
