@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import weakref
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -114,23 +113,19 @@ def test_a_tensor_saved_twice_is_packed_once():
 
 
 def test_reused_memory_is_not_taken_for_the_tensor_that_was_there():
-    """A new tensor at an old one's address; an unchecked cache gave gradients 95 % wrong."""
-    generator = np.random.default_rng(0)
-    memory = np.empty((64, 64), dtype=np.float32)
-    weights = [torch.randn(64, 64, requires_grad=True) for _ in range(24)]
-    values, places, loss = [], [], 0.0
-    with Compressor(INT8, min_numel=1).region():
-        for w in weights:
-            memory[:] = generator.standard_normal((64, 64))
-            x = torch.from_numpy(memory)
-            values.append(x.clone())
-            places.append((x.untyped_storage()._cdata, x.data_ptr()))
-            loss = loss + (w * x).sum()
-            del x
-    loss.backward()
-    assert len(set(places)) < len(places)  # storages come back at the same place, too
-    for w, x in zip(weights, values, strict=True):
-        assert relative(w.grad, x) < 1e-2
+    """A key holds addresses, which freed storages leave to new ones; an unchecked cache gave gradients 95 % wrong.
+
+    Which addresses come back is the allocator's business, so the new tensor's key is given the old one's entry here.
+    """
+    compressor = Compressor(INT8, min_numel=1)
+    old, new = torch.randn(64, 64), torch.randn(64, 64)
+    kept = compressor.pack(old)
+    ((_, entry),) = compressor._cache.items()
+    compressor.pack(new)
+    key = next(reversed(compressor._cache))
+    compressor._cache[key] = entry
+    assert relative(compressor.unpack(compressor.pack(new)), new) < 1e-2
+    assert relative(compressor.unpack(kept), old) < 1e-2
 
 
 def test_in_place_after_save_uses_the_saved_value_or_raises():
