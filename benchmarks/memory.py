@@ -78,7 +78,7 @@ def demo() -> nn.Module:
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, int]]] = {
     "demo": (demo, (8, 256)),
-    "llama": (llama, (2, 256)),
+    "llama": (llama, (4, 256)),
 }
 
 

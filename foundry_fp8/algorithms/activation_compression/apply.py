@@ -219,13 +219,12 @@ def _targets(model: nn.Module, config: ActivationCompressionConfig) -> dict[str,
         around = max((outer for outer in chosen if name.startswith(f"{outer}.")), key=len, default=None)
         if form is None or (around is not None and chosen[around][1] == form):
             continue
-        if inside and around is None:
+        if inside:
             raise ConfigError(
                 f"{KEY}.targets: {name} lies inside an activation checkpoint. Hooks there would switch the checkpoint "
                 "off; name the checkpointed module instead, to pack its inputs."
             )
-        if not inside:
-            chosen[name] = (module, form)
+        chosen[name] = (module, form)
     return chosen
 
 

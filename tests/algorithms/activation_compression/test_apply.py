@@ -75,6 +75,17 @@ def test_exact_rounds_nothing_and_keeps_less(make_llama, autocast):
     assert peak(model) < 0.75 * before
 
 
+@pytest.mark.parametrize("targets", [{"*.mlp": [0, 2]}, {"*.self_attn": [1]}, {"LlamaDecoderLayer": [1]}])
+def test_exact_around_and_beside_checkpoints(make_llama, targets):
+    """A checkpointed sub-layer's input is a norm's output: it is made again for the recompute."""
+    model = make_llama(3)
+    loss, reference = gradients(model)
+    apply_activation_checkpointing(model, targets=targets)
+    report = apply_activation_compression(model, format="exact", min_numel=1024)
+    ours, exact = gradients(model)
+    assert ours == loss and error(exact, reference) < 2e-6 and report.saved.left_out > 0
+
+
 def test_targets_with_formats_of_their_own(make_llama):
     """The first pattern that matches counts, and a sub-layer may differ from its block."""
     model = make_llama(3)
@@ -264,6 +275,8 @@ def test_a_checkpoint_over_compression_is_refused_in_either_order(make_llama):
     apply_activation_checkpointing(model)
     with pytest.raises(ConfigError, match=r"layers\.0\.mlp lies inside an activation checkpoint"):
         apply_activation_compression(model, targets=["*.mlp"])
+    with pytest.raises(ConfigError, match=r"layers\.0\.mlp lies inside an activation checkpoint"):
+        apply_activation_compression(model, targets={"*.[01]": "int8", "*.0.mlp": "exact"})
     assert compresses_inside(model) is None
 
 
