@@ -1,7 +1,7 @@
 """Peak memory and step time of checkpointing, compression and plans, on the demo model and a 12-layer Llama-style model.
 
     python benchmarks/memory.py [--models demo llama] [--repeats 5] [--save memory_cpu_DATE]
-    python benchmarks/memory.py --train          # 300-step losses over 6 seeds, with and without compression
+    python benchmarks/memory.py --train          # 300-step losses over 3 seeds, with and without compression
     python benchmarks/memory.py --coat           # end-to-end reduction against bfloat16, counted as COAT does
 
 Peak is parameters, gradients and activations of one step (no optimizer state): the CUDA allocator on a GPU, every live
@@ -230,8 +230,8 @@ NOISE = 6.5e-3
 """Relative error of an int8 activation (Gaussian input), put on every gradient as unbiased noise in a control."""
 
 
-def train() -> dict[str, Any]:
-    """Held-out loss after 300 AdamW steps on Python source, byte by byte, for 6 seeds.
+def train(seeds: int) -> dict[str, Any]:
+    """Held-out loss after 300 AdamW steps on Python source, byte by byte.
 
     Two controls say what of a difference is not compression's doing: ``perturbed`` scales every initial weight by
     ``1 + 1e-6`` (rounding), ``noise`` adds Gaussian noise of int8's size to the gradients (no bias at all).
@@ -240,7 +240,7 @@ def train() -> dict[str, Any]:
     data = torch.frombuffer(bytearray(source), dtype=torch.uint8).long()
     held_out, data = data[-65_536:].view(-1, 8, 128).to(DEVICE), data[:-65_536]
     results: dict[str, list[float]] = {}
-    for seed in range(6):
+    for seed in range(seeds):
         for case in ("none", "perturbed", "noise", "int8", "e4m3"):
             loss = _train_once(case, seed, data, held_out)
             results.setdefault(case, []).append(loss)
@@ -331,6 +331,7 @@ def main() -> None:
         "--tokens", type=int, nargs=2, metavar=("BATCH", "LENGTH"), help="instead of the model's own"
     )
     parser.add_argument("--train", action="store_true")
+    parser.add_argument("--seeds", type=int, default=3, help="of --train")
     parser.add_argument("--coat", action="store_true")
     parser.add_argument("--save", default=None, metavar="NAME", help="write results/NAME.json, .md and .png")
     args = parser.parse_args()
@@ -340,7 +341,7 @@ def main() -> None:
         MODELS.update({name: (build, tuple(args.tokens)) for name, (build, _) in MODELS.items()})
     result: dict[str, Any] = {"benchmark": "memory", **environment()}
     if args.train:
-        result["train"] = train()
+        result["train"] = train(args.seeds)
     elif args.coat:
         result["coat"] = coat()
     else:

@@ -280,10 +280,11 @@ def choose(
         capacity: The bytes that ``fit`` stands for, from :func:`device_capacity`.
     """
     limit = _limit(measured, budget, capacity)
-    frame = measured.frame
-    if measured.lean is not None and measured.peak("none") > limit:
-        frame = measured.lean
-    chosen = solve([measured.costs[kind] for kind in measured.kind], frame, limit)
+    fits = measured.peak("none") <= limit
+    frame = measured.frame if fits or measured.lean is None else measured.lean
+    chosen: list[str] | None = ["none"] * len(measured.names)
+    if not fits:
+        chosen = solve([measured.costs[kind] for kind in measured.kind], frame, limit)
     if chosen is None:
         smallest, how = _smallest(measured)
         raise ConfigError(

@@ -41,6 +41,9 @@ CHUNKS = 8  # of a decode, so that its temporaries stay small beside the weight
 class TensorCodec:
     """E4M3 with one scale for the whole weight; a :class:`~.fsdp2_parameters.Codec`.
 
+    Exact for float32, and for bfloat16 from an amax of 1e-33 up: below it the smallest codes are subnormal in bfloat16 and
+    may round twice.
+
     Attributes:
         amax: Of the whole weight in ``dtype``, float32, 0-d.
         power_2: The recipe's ``power_2_scales``.
