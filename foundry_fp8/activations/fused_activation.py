@@ -49,7 +49,7 @@ def packed_activation(
         slopes: xIELU's ``(alpha_p, alpha_n)``, float32 ``[2]``, which get their gradients from here.
     """
     if not fuses(gate, up):
-        return act(gate) if up is None else act(gate) * up
+        return _product(act, gate, up)
     return _PackedActivation.apply(gate, up, None, None, slopes, act, kind, fmt)
 
 
@@ -77,8 +77,12 @@ def packed_activation_linear(
         slopes: See there.
     """
     if not fuses(gate, up):
-        return F.linear(act(gate) if up is None else act(gate) * up, weight, bias)
+        return F.linear(_product(act, gate, up), weight, bias)
     return _PackedActivation.apply(gate, up, weight, bias, slopes, act, kind, fmt)
+
+
+def _product(act: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor | None) -> Tensor:
+    return act(gate) if up is None else act(gate) * up
 
 
 class _PackedActivation(torch.autograd.Function):
@@ -98,7 +102,7 @@ class _PackedActivation(torch.autograd.Function):
         ctx.dtype, ctx.numel = gate.dtype, gate.numel()
         ctx.bias_dtype = None if bias is None else bias.dtype
         keep(ctx, [kept_form(x, fmt) for x in (gate, up) if x is not None], weight, slopes)
-        h = act(gate) if up is None else act(gate) * up
+        h = _product(act, gate, up)
         if weight is None:
             ctx.again = _activation_again
             return h
@@ -172,8 +176,7 @@ def _gradients(
 def _activation_again(ctx: Any) -> Tensor:
     gate, *up = (kept_values(k, ctx.shape) for k in kept_of(ctx)[0])
     with torch.no_grad():
-        h: Tensor = ctx.act(gate)
-        return h * up[0] if up else h
+        return _product(ctx.act, gate, up[0] if up else None)
 
 
 def _activation_backward(dh: Tensor, x: Tensor, kind: ActivationKind) -> Tensor:

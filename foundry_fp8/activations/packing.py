@@ -175,7 +175,7 @@ def quantize_blocks_reference(flat: Tensor, fmt: PackFormat) -> tuple[Tensor, Te
     if fmt.name == "e4m3":
         codes = scaled.clamp_(-448.0, 448.0).to(torch.float8_e4m3fn).view(torch.uint8)
     elif fmt.name == "int8":
-        if low.numel() > 0 and low.max() >= 0:
+        if low.numel() > 0 and not low.max() < 0:  # NaN, of another block, says nothing about the rest
             if low.min() >= 0:  # softmax, relu
                 torch.maximum(scaled, scaled.sign(), out=scaled)
             else:

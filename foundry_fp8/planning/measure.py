@@ -137,7 +137,9 @@ class BlockRun:
 
     def step(self) -> None:
         """Forward and backward."""
-        out = self.forward()
+        self._backward(self.forward())
+
+    def _backward(self, out: Tensor) -> None:
         torch.autograd.grad(out, self.parameters, torch.ones_like(out), allow_unused=True)
 
     def bytes(self) -> tuple[int, int, int]:
@@ -168,7 +170,7 @@ class BlockRun:
             # Between the two, the rest of the model runs: what was kept is in no cache by the time it is read.
             torch.empty(CACHE_BYTES, dtype=torch.uint8, device=self.device).fill_(0)
             start = self._now()
-            torch.autograd.grad(out, self.parameters, torch.ones_like(out), allow_unused=True)
+            self._backward(out)
             return taken + self._now() - start
 
     def _now(self) -> float:

@@ -9,6 +9,7 @@ from torch import nn
 
 from foundry_fp8.activations.wrapping import clean_name
 from foundry_fp8.algorithms.activation_checkpointing.policy import Policy
+from foundry_fp8.algorithms.activation_checkpointing.targets import Selection
 from foundry_fp8.algorithms.activation_compression.apply import EXACT
 
 __all__ = ["BlockOption", "options_of"]
@@ -27,6 +28,18 @@ class BlockOption:
     name: str
     checkpoints: tuple[tuple[str, Policy], ...] = ()
     formats: tuple[tuple[str, str], ...] = ()
+
+    def selections(self, block: str) -> list[Selection]:
+        """What it checkpoints in the block of this name."""
+        return [Selection(_inside(block, name), policy) for name, policy in self.checkpoints]
+
+    def targets(self, block: str) -> dict[str, str]:
+        """``{module: format}`` for ``activation_compression``, in the block of this name."""
+        return {_inside(block, name): form for name, form in self.formats}
+
+
+def _inside(block: str, name: str) -> str:
+    return f"{block}.{name}" if name else block
 
 
 def options_of(block: nn.Module, *, formats: Sequence[str] = ()) -> list[BlockOption]:

@@ -113,3 +113,12 @@ def test_blocks_do_not_cross_rows_where_they_can_help_it():
 def test_int8_keeps_apart_from_zero_what_relu_lets_through():
     x = torch.randn(4096, generator=torch.Generator().manual_seed(0)).relu()
     assert torch.equal(unpack(pack(x, PackFormat(name="int8"))).sign(), x.sign())
+
+
+def test_positive_values_stay_positive_beside_a_block_that_is_not_finite():
+    x = torch.full((3, 128), 1e-4)
+    x[0, 0], x[1, :] = 1.0, -1.0
+    for bad in (torch.nan, torch.inf):
+        x[2, 7] = bad
+        back = unpack(pack(x, PackFormat(name="int8"))).view(3, 128)
+        assert (back[0] > 0).all() and (back[1] < 0).all() and back[2].isnan().all()

@@ -52,7 +52,7 @@ class ActivationCompressionConfig:
     """Elements that share a scale; ``null`` for 128 (int4: 32)."""
     targets: Sequence[str] | Mapping[str, str] = ("*",)
     """Patterns on the names of the blocks and of what they hold, or ``{pattern: format}``, where the first pattern that
-    matches a name counts. Of nested matches of one format the outermost is taken; an empty list leaves the loss alone."""
+    matches a name counts. Of nested matches of one format the outermost is taken; an empty list changes only the loss."""
     include_checkpoint_boundaries: bool = True
     """Pack the inputs of activation checkpoints too."""
     overrides: Mapping[Kind, str] = dataclasses.field(default_factory=dict)
