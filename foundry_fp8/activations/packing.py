@@ -11,8 +11,11 @@ e4m3     1.031       128    E4M3(x * 448 / amax)     2.6e-2
 int4     0.5625      32     round(x * 7 / amax)      9.7e-2
 =======  ==========  =====  =======================  ==============================================
 
-In int8, what is positive stays positive in a block without negative elements: relu's output, whose backward asks for the
-sign, had gradients 10 % wrong where its smallest elements became zeros. A block that holds an Inf or a NaN comes back as NaN throughout, so that overflow stays visible to gradient clipping.
+An integer format makes zeros of the smallest elements. Where backward asks whether an element is zero (relu's output: the
+gradient was 10 % wrong), ``nonzero=True`` gives them the smallest code instead. Everywhere else that would be a bias: the
+tail of a peaked softmax would outgrow its head (the gradient of the scores came out twice too large).
+
+A block that holds an Inf or a NaN comes back as NaN throughout, so that overflow stays visible to gradient clipping.
 
 Source:
     Group-wise E4M3 of activations: COAT (arXiv:2410.19313), which groups 16 elements; here 128, as at equal bytes the
@@ -37,6 +40,9 @@ FORMATS: tuple[FormatName, ...] = ("int8", "e4m3", "int4")
 
 MIN_AMAX = 1e-30
 """A block whose amax is below this packs to zeros; above it ``127 / amax`` is finite in float32."""
+
+PART = 2**19
+"""Elements that the reference rounds at a time: they stay in a CPU's cache, and what lies between is small."""
 
 _DEFAULT_BLOCK = {"int8": 128, "e4m3": 128, "int4": 32}
 _CODE_MAX = {"int8": 127.0, "e4m3": 448.0, "int4": 7.0}
@@ -75,6 +81,11 @@ class PackFormat:
         while block > 32 and row % block:
             block //= 2
         return self if block == self.block or row % block else dataclasses.replace(self, block=block)
+
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of a block's codes."""
+        return self.block // 2 if self.name == "int4" else self.block
 
     @property
     def scale_dtype(self) -> torch.dtype:
@@ -121,13 +132,15 @@ def packable(x: Tensor) -> bool:
     return type(x) in (Tensor, torch.nn.Parameter) and x.layout == torch.strided and x.dtype in _DTYPES
 
 
-def pack(x: Tensor, fmt: PackFormat, *, row: int | None = None) -> Packed:
+def pack(x: Tensor, fmt: PackFormat, *, row: int | None = None, nonzero: bool = False) -> Packed:
     """Pack a tensor, read in logical order.
 
     Args:
         x: Any shape, float32, bfloat16 or float16 (:func:`packable`).
         fmt: The format. Its block is made smaller where it does not divide a row (:meth:`PackFormat.within`).
         row: Elements of a row, where it is not the last dimension of ``x``.
+        nonzero: ``x`` has no negative elements, and what is positive must not become 0 (int8, int4; E4M3 reaches
+            down to 1/458752 of the amax).
 
     Returns:
         Holds no reference to ``x``.
@@ -137,9 +150,9 @@ def pack(x: Tensor, fmt: PackFormat, *, row: int | None = None) -> Packed:
     if flat.is_cuda:
         from foundry_fp8.kernels.activations import quantize_blocks
 
-        codes, scale_inv = quantize_blocks(flat, fmt)
+        codes, scale_inv = quantize_blocks(flat, fmt, nonzero=nonzero)
     else:
-        codes, scale_inv = quantize_blocks_reference(flat, fmt)
+        codes, scale_inv = quantize_blocks_reference(flat, fmt, nonzero=nonzero)
     return Packed(codes, scale_inv, fmt, flat.numel(), x.dtype)
 
 
@@ -152,41 +165,44 @@ def unpack(packed: Packed) -> Tensor:
     return dequantize_blocks_reference(packed)
 
 
-def quantize_blocks_reference(flat: Tensor, fmt: PackFormat) -> tuple[Tensor, Tensor]:
-    """``(codes, scale_inv)`` of :class:`Packed` for a 1-d tensor."""
+def quantize_blocks_reference(
+    flat: Tensor, fmt: PackFormat, *, nonzero: bool = False
+) -> tuple[Tensor, Tensor]:
+    """``(codes, scale_inv)`` of :class:`Packed` for a 1-d tensor; ``nonzero`` as in :func:`pack`."""
     padding = -flat.numel() % fmt.block
     blocks = (torch.nn.functional.pad(flat, (0, padding)) if padding else flat).view(-1, fmt.block)
     # amin and amax are vectorised on a CPU, where a norm or aminmax along a dimension takes forty times as long.
-    low, high = blocks.amin(1).float(), blocks.amax(1).float()
-    usable = torch.maximum(high, low.neg()).clamp_min_(MIN_AMAX)
-    # Rare cases are looked for once for all blocks: on a CPU every small operation costs as much as a pass over a tensor.
-    not_finite = usable.numel() > 0 and not math.isfinite(usable.max())
-    scale_inv = (usable * (1.0 / fmt.code_max)).to(fmt.scale_dtype)
+    amax = torch.maximum(blocks.amax(1), blocks.amin(1).neg_()).float().clamp_min_(MIN_AMAX)
+    scale_inv = (amax * (1.0 / fmt.code_max)).to(fmt.scale_dtype)
     # int4 rounds its scale, so codes are made with the scale that will be read; the others keep full precision.
     # A division, as in the kernels; torch would turn number / tensor into a reciprocal and a product.
     int4 = fmt.name == "int4"
-    scale = torch.div(usable.new_tensor(1.0 if int4 else fmt.code_max), scale_inv.float() if int4 else usable)
-    scaled = blocks * scale.unsqueeze(1)
-    if not_finite:
-        # Such a block is NaN through its scale; its codes only have to be castable.
-        finite = usable.isfinite()
+    scale = torch.div(amax.new_full((), 1.0 if int4 else fmt.code_max), scale_inv.float() if int4 else amax)
+    # Looked for once for all blocks: on a CPU every small operation costs as much as a pass over a tensor.
+    finite = None
+    if amax.numel() > 0 and not math.isfinite(amax.max()):
+        finite = amax.isfinite()
         scale_inv = torch.where(finite, scale_inv, torch.nan)
-        scaled = torch.where(finite.unsqueeze(1), scaled, 0.0)
+    codes = torch.empty((len(blocks), fmt.code_bytes), dtype=torch.uint8, device=flat.device)
+    rows = max(PART // fmt.block, 1)
+    for part in (slice(i, i + rows) for i in range(0, len(blocks), rows)):
+        scaled = blocks[part] * scale[part].unsqueeze(1)
+        if finite is not None:  # such a block is NaN through its scale; its codes only have to be castable
+            scaled = torch.where(finite[part].unsqueeze(1), scaled, 0.0)
+        if nonzero and fmt.name != "e4m3":
+            torch.maximum(scaled, scaled.sign(), out=scaled)
+        _encode(scaled, fmt, codes[part])
+    return codes, scale_inv.view(torch.uint8)
+
+
+def _encode(scaled: Tensor, fmt: PackFormat, codes: Tensor) -> None:
     if fmt.name == "e4m3":
-        codes = scaled.clamp_(-448.0, 448.0).to(torch.float8_e4m3fn).view(torch.uint8)
+        codes.view(torch.float8_e4m3fn).copy_(scaled.clamp_(-448.0, 448.0))
     elif fmt.name == "int8":
-        if low.numel() > 0 and not low.max() < 0:  # NaN, of another block, says nothing about the rest
-            if low.min() >= 0:  # softmax, relu
-                torch.maximum(scaled, scaled.sign(), out=scaled)
-            else:
-                positive = (low >= 0).nonzero().squeeze(1)
-                some = scaled[positive]
-                scaled[positive] = torch.maximum(some, some.sign())
-        codes = scaled.round_().to(torch.int8).view(torch.uint8)
+        codes.view(torch.int8).copy_(scaled.round_())
     else:
         nibbles = scaled.round_().clamp_(-7.0, 7.0).add_(8.0).to(torch.uint8).view(-1, fmt.block // 2, 2)
-        codes = nibbles[..., 0] | (nibbles[..., 1] << 4)
-    return codes, scale_inv.view(torch.uint8)
+        torch.bitwise_or(nibbles[..., 0], nibbles[..., 1] << 4, out=codes)
 
 
 def dequantize_blocks_reference(packed: Packed) -> Tensor:

@@ -8,6 +8,7 @@ What goes wrong with such hooks, and what is done about it here (each line has a
   *statistics* (mean, rstd, log-sum-exp), *small tensors*, and tensors the module was handed that need no gradient.
 - What passes through is detached: an op's own output kept with its graph is a cycle that is never freed. Its version is
   kept and checked, because hooks switch off torch's check that a saved tensor was not written to.
+- *relu* asks its packed result which elements passed, and *sqrt* divides by its own: there nothing becomes zero.
 - *Outputs of fused norms and activations* are not kept at all: the fused form makes them again (:func:`.keeping.made_again`).
 - *One tensor saved twice* is packed once. The key holds the storage, and the storage must still be alive: freed memory is
   reused at the same address within a step, and a stale hit is a wrong gradient.
@@ -45,6 +46,9 @@ _CASTS_AND_VIEWS = (
     "T", "View", "UnsafeView", "ReshapeAlias", "ToCopy", "Transpose", "Permute", "Alias", "Split", "SplitWithSizes",
     "Slice", "Select", "AsStrided", "Unsqueeze", "Squeeze", "Expand", "Narrow", "Clone", "Detach",
 )  # fmt: skip
+
+_ZEROS_MATTER = frozenset({"ReluBackward0", "SqrtBackward0"})
+"""Nodes that keep their result, which is never negative, and whose backward is wrong where it became zero."""
 
 
 def is_parameter(x: Tensor) -> bool:
@@ -143,7 +147,7 @@ class Compressor:
         saved: Bytes packed and passed since it was made; set a new :class:`SavedBytes` to start again.
     """
 
-    def __init__(self, fmt: PackFormat | None, *, min_numel: int = 4096) -> None:
+    def __init__(self, fmt: PackFormat | None, *, min_numel: int = 32768) -> None:
         self.fmt = fmt
         self.min_numel = min_numel
         self.saved = SavedBytes()
@@ -241,7 +245,8 @@ class Compressor:
             payload = entry[1]()
             if payload is not None:
                 return payload
-        payload = _Payload(pack(flat, self.fmt, row=row))
+        nonzero = x.grad_fn is not None and x.grad_fn.name() in _ZEROS_MATTER
+        payload = _Payload(pack(flat, self.fmt, row=row, nonzero=nonzero))
         self._cache[key] = (weakref.ref(storage), weakref.ref(payload))
         self.saved.original += flat.numel() * flat.element_size()
         self.saved.packed += payload.packed.nbytes

@@ -29,21 +29,28 @@ ROWS = 8
 """Blocks a program; 8 x 128 elements keep four warps busy with 128-bit loads."""
 
 
-def quantize_blocks(flat: Tensor, fmt: PackFormat) -> tuple[Tensor, Tensor]:
+def quantize_blocks(flat: Tensor, fmt: PackFormat, *, nonzero: bool = False) -> tuple[Tensor, Tensor]:
     """``(codes, scale_inv)`` of :class:`~foundry_fp8.activations.packing.Packed`.
 
     Args:
         flat: ``[numel]``, contiguous, float32, bfloat16 or float16.
         fmt: The format.
+        nonzero: As in :func:`~foundry_fp8.activations.packing.pack`.
     """
     n_blocks = triton.cdiv(flat.numel(), fmt.block)
-    width = fmt.block // 2 if fmt.name == "int4" else fmt.block
-    codes = torch.empty((n_blocks, width), dtype=torch.uint8, device=flat.device)
+    codes = torch.empty((n_blocks, fmt.code_bytes), dtype=torch.uint8, device=flat.device)
     scale_inv = torch.empty(n_blocks, dtype=fmt.scale_dtype, device=flat.device).view(torch.uint8)
     packed = Packed(codes, scale_inv, fmt, flat.numel(), flat.dtype)
     if n_blocks:
         _quantize[(triton.cdiv(n_blocks, ROWS),)](
-            flat, *operands(packed), flat.numel(), n_blocks, FORMAT=fmt.name, BLOCK=fmt.block, ROWS=ROWS
+            flat,
+            *operands(packed),
+            flat.numel(),
+            n_blocks,
+            FORMAT=fmt.name,
+            NONZERO=nonzero,
+            BLOCK=fmt.block,
+            ROWS=ROWS,
         )
     return codes, scale_inv
 
@@ -138,10 +145,7 @@ def byte_codes(x, scale, FORMAT: tl.constexpr):
     if FORMAT == "e4m3":
         return tl.minimum(tl.maximum(scaled, -448.0), 448.0).to(tl.float8e4nv)
     else:
-        # In a block without negative elements what is positive stays positive, as in the reference.
-        positive = tl.min(scaled, axis=1) >= 0.0
-        lifted = tl.where(positive[:, None] & (scaled > 0.0), tl.maximum(scaled, 1.0), scaled)
-        return (_round_to_even(lifted).to(tl.int32) & 255).to(tl.uint8)
+        return (_round_to_even(scaled).to(tl.int32) & 255).to(tl.uint8)
 
 
 @triton.jit
@@ -161,6 +165,7 @@ def _quantize(
     numel,
     n_blocks,
     FORMAT: tl.constexpr,
+    NONZERO: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
@@ -170,6 +175,9 @@ def _quantize(
     x = tl.load(x_ptr + offset, mask=inside, other=0.0).to(tl.float32)
     x, scale, scale_inv = block_scales(x, FORMAT, scale_ptr.dtype.element_ty)
     tl.store(scale_ptr + row, scale_inv, mask=row < n_blocks)
+    if NONZERO and FORMAT != "e4m3":
+        # At least 1 / scale, which becomes the smallest code.
+        x = tl.where(x > 0.0, tl.maximum(x, tl.div_rn(1.0, scale)[:, None]), x)
     if FORMAT == "int4":
         rounded = tl.minimum(tl.maximum(_round_to_even(x * scale[:, None]), -7.0), 7.0) + 8.0
         pairs = tl.reshape(rounded.to(tl.int32), (ROWS, BLOCK // 2, 2))

@@ -147,6 +147,7 @@ def launch_everything(gemm):
     for name in FORMATS:
         label, fmt = f"packed {name}", PackFormat(name=name)
         packed = Packed(*activations.quantize_blocks(x.view(-1), fmt), fmt, x.numel(), x.dtype)
+        activations.quantize_blocks(x.view(-1), fmt, nonzero=True)
         activations.dequantize_blocks(packed)
         if name != "int4":
             activations.gated_backward(x.view(-1), packed, packed, "silu")

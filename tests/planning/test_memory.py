@@ -18,7 +18,7 @@ from foundry_fp8.planning.budget import check_budget, fit_bytes, format_bytes, p
 from foundry_fp8.planning.measure import CostModel
 from foundry_fp8.planning.memory import apply_plan, choose, measure, plan_memory
 
-TOKENS = torch.randint(0, 256, (2, 64), generator=torch.Generator().manual_seed(0))
+TOKENS = torch.randint(0, 256, (4, 64), generator=torch.Generator().manual_seed(0))
 
 
 def build(layers=6, fp8=None):
@@ -172,7 +172,7 @@ def test_a_dry_run_on_fake_tensors_counts_the_same_bytes():
         model = build(3)
         dry = measure(
             model,
-            loss_of(model, torch.zeros(2, 64, dtype=torch.long)),
+            loss_of(model, torch.zeros_like(TOKENS)),
             cost_model=CostModel(),
             compress=False,
         )

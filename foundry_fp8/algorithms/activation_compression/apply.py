@@ -59,7 +59,7 @@ class ActivationCompressionConfig:
     """Another format for one kind: ``norm`` and ``activation`` (inputs of fused norms and activation functions),
     ``boundary`` (inputs of checkpointed blocks), ``other``. ``none`` leaves the kind as it is. ``loss`` (``exact`` or
     ``none``) is the cross-entropy, which keeps the logits and recomputes their softmax."""
-    min_numel: int = 4096
+    min_numel: int = 32768
     """Tensors with fewer elements are left alone."""
 
     def __post_init__(self) -> None:

@@ -19,6 +19,11 @@ TOKENS = torch.randint(0, 128, (4, 64), generator=torch.Generator().manual_seed(
 LIMIT = {"int8": 1e-2, "e4m3": 3e-2}
 
 
+def compress(model, **options):
+    """With a limit as small as these models."""
+    return apply_activation_compression(model, **{"min_numel": 1024, **options})
+
+
 def gradients(model, autocast=False):
     model.zero_grad(set_to_none=True)
     torch.manual_seed(1)
@@ -50,7 +55,7 @@ def test_the_forward_is_exact_and_gradients_are_within_the_format_s_error(
     model.train()
     loss, reference = gradients(model, autocast)
     keys = list(model.state_dict())
-    report = apply_activation_compression(model, format=name, **options)
+    report = compress(model, format=name, **options)
     ours, compressed = gradients(model, autocast)
     assert ours == loss
     assert 1e-4 < error(compressed, reference) < LIMIT[name]
@@ -66,7 +71,7 @@ def test_exact_rounds_nothing_and_keeps_less(make_llama, autocast):
     model.train()
     loss, reference = gradients(model, autocast)
     before = peak(model)
-    report = apply_activation_compression(model, format="exact", min_numel=1024)
+    report = compress(model, format="exact")
     ours, exact = gradients(model, autocast)
     assert ours == loss
     assert error(exact, reference) < (5e-3 if autocast else 2e-6)
@@ -81,7 +86,7 @@ def test_exact_around_and_beside_checkpoints(make_llama, targets):
     model = make_llama(3)
     loss, reference = gradients(model)
     apply_activation_checkpointing(model, targets=targets)
-    report = apply_activation_compression(model, format="exact", min_numel=1024)
+    report = compress(model, format="exact")
     ours, exact = gradients(model)
     assert ours == loss and error(exact, reference) < 2e-6 and report.saved.left_out > 0
 
@@ -91,7 +96,7 @@ def test_targets_with_formats_of_their_own(make_llama):
     model = make_llama(3)
     reference = gradients(model)[1]
     formats = {"*.0.mlp": "e4m3", "*.[01]": "exact", "*.layers.1.*": "exact", "*.2.mlp": "int8"}
-    report = apply_activation_compression(model, targets=formats, min_numel=1024)
+    report = compress(model, targets=formats)
     form = {
         name: reason for name, action, reason in report.rows if action in ("hooks", "fused mlp", "fused norm")
     }
@@ -108,7 +113,7 @@ def test_targets_with_formats_of_their_own(make_llama):
 def test_the_loss_alone(make_llama):
     model = make_llama(2)
     loss, reference = gradients(model)
-    report = apply_activation_compression(model, targets=[])
+    report = compress(model, targets=[])
     assert report.rows == (("loss_function", "fused loss", "exact"),)
     ours, lean = gradients(model)
     assert ours == loss and error(lean, reference) < 1e-6
@@ -131,7 +136,7 @@ def test_foundry_s_loss_module_is_fused(make_llama):
 
     model = Trained()
     loss, reference = gradients(model)
-    report = apply_activation_compression(model, targets=[])
+    report = compress(model, targets=[])
     assert ("loss_fn", "fused loss", "exact") in report.rows
     assert isinstance(model.loss_fn, torch.nn.CrossEntropyLoss)
     with LiveBytes() as meter:
@@ -161,7 +166,7 @@ def block_bytes(options, autocast, tokens=256, width=256):
     model = LlamaForCausalLM(config)
     block = model.model.layers[0]
     if options is not None:
-        apply_activation_compression(model, **options)
+        compress(model, **options)
     x = torch.randn(2, tokens, width, requires_grad=True)
     rotation = model.model.rotary_emb(x, torch.arange(tokens)[None])
 
@@ -197,7 +202,7 @@ def test_fp8_linears_keep_their_input_once_and_nothing_is_quantised_twice(make_l
     fp8, both = make_llama(2), make_llama(2)
     for model in (fp8, both):
         apply_fp8(model, recipe=recipe, backend="emulated")
-    report = apply_activation_compression(both)
+    report = compress(both)
     assert sum(action == "fp8" for _, action, _ in report.rows) == 14
     loss, reference = gradients(fp8)
     ours, compressed = gradients(both)
@@ -230,7 +235,7 @@ def test_fp8_linears_keep_their_input_once_and_nothing_is_quantised_twice(make_l
 def test_with_fp8_linears_activations_are_at_most_0_35_of_float32(make_llama):
     plain, both = make_llama(4), make_llama(4)
     apply_fp8(both, recipe="current", backend="emulated")
-    apply_activation_compression(both, min_numel=1024)
+    compress(both)
     assert peak(both) <= 0.35 * peak(plain)
 
 
@@ -238,7 +243,7 @@ def test_a_demoted_linear_and_a_high_precision_wgrad_are_packed_by_the_hooks(mak
     model = make_llama(2)
     apply_fp8(model, recipe="current", backend="emulated", wgrad="high_precision")
     reference = gradients(model)[1]
-    report = apply_activation_compression(model, overrides={"norm": "none", "activation": "none"})
+    report = compress(model, overrides={"norm": "none", "activation": "none"})
     kept_hp = report.saved.packed
     compressed = gradients(model)[1]
     assert report.saved.packed > kept_hp
@@ -257,7 +262,7 @@ def test_checkpoint_boundaries_are_packed_or_left(make_llama):
         for m in (plain, model):
             apply_activation_checkpointing(m, targets={"LlamaDecoderLayer": "first-2", "*.mlp": [2]})
         reference = gradients(plain)[1]
-        report = apply_activation_compression(model, include_checkpoint_boundaries=include, min_numel=1024)
+        report = compress(model, include_checkpoint_boundaries=include)
         actions = [action for _, action, _ in report.rows]
         assert actions.count("boundary") == (2 if include else 0)
         assert actions.count("left") == (0 if include else 3)
@@ -266,7 +271,7 @@ def test_checkpoint_boundaries_are_packed_or_left(make_llama):
 
 def test_a_checkpoint_over_compression_is_refused_in_either_order(make_llama):
     model = make_llama(2)
-    apply_activation_compression(model, targets=["*.mlp"])
+    compress(model, targets=["*.mlp"])
     with pytest.raises(
         ConfigError, match=r"layers\.0\.mlp compresses what it saves .* before activation_compression"
     ):
@@ -274,9 +279,9 @@ def test_a_checkpoint_over_compression_is_refused_in_either_order(make_llama):
     model = make_llama(2)
     apply_activation_checkpointing(model)
     with pytest.raises(ConfigError, match=r"layers\.0\.mlp lies inside an activation checkpoint"):
-        apply_activation_compression(model, targets=["*.mlp"])
+        compress(model, targets=["*.mlp"])
     with pytest.raises(ConfigError, match=r"layers\.0\.mlp lies inside an activation checkpoint"):
-        apply_activation_compression(model, targets={"*.[01]": "int8", "*.0.mlp": "exact"})
+        compress(model, targets={"*.[01]": "int8", "*.0.mlp": "exact"})
     assert compresses_inside(model) is None
 
 
@@ -284,24 +289,24 @@ def test_what_is_float64_passes_through(make_llama):
     """Fused norms leave a float64 model alone; hooks still see the float32 in which its norms compute."""
     model = make_llama(2).double()
     reference = gradients(model)[1]
-    apply_activation_compression(model, targets=["*.mlp", "*.self_attn"], overrides={"loss": "none"})
+    compress(model, targets=["*.mlp", "*.self_attn"], overrides={"loss": "none"})
     assert torch.equal(gradients(model)[1], reference)
 
 
 def test_int4_and_overrides(make_llama):
     model = make_llama(2)
     reference = gradients(model)[1]
-    report = apply_activation_compression(model, format="int4")
+    report = compress(model, format="int4")
     coarse = error(gradients(model)[1], reference)
     report.undo()
-    apply_activation_compression(model, format="int4", overrides={"other": "int8"}, block_size=64)
+    compress(model, format="int4", overrides={"other": "int8"}, block_size=64)
     assert 1e-2 < error(gradients(model)[1], reference) < coarse < 0.15
 
 
 def test_a_copy_of_a_compressed_model_trains(make_llama):
     model = make_llama(2)
     loss = gradients(model)[0]
-    apply_activation_compression(model)
+    compress(model)
     assert gradients(copy.deepcopy(model))[0] == loss
 
 
@@ -324,14 +329,14 @@ def test_a_copy_of_a_compressed_model_trains(make_llama):
 )
 def test_bad_options_fail_at_construction(make_llama, options, message):
     with pytest.raises(ConfigError, match=message):
-        apply_activation_compression(make_llama(2), **options)
+        compress(make_llama(2), **options)
 
 
 def test_twice_is_refused(make_llama):
     model = make_llama(2)
-    apply_activation_compression(model)
+    compress(model)
     with pytest.raises(ConfigError, match="already"):
-        apply_activation_compression(model)
+        compress(model)
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["model", "blocks"])
@@ -339,7 +344,7 @@ def test_twice_is_refused(make_llama):
 def test_torch_compile_is_refused(make_llama, whole):
     """A compiled graph would hand transposed weights to the hooks, which pack them."""
     model = make_llama(2)
-    apply_activation_compression(model)
+    compress(model)
     for module in [model] if whole else model.model.layers:
         module.compile(backend="eager")
     with pytest.raises(RuntimeError, match=r"under torch\.compile.*compile_config"):
@@ -354,7 +359,7 @@ def test_fp8_blocks_under_checkpoints_are_bit_identical_beside_compressed_ones(m
     for model in (plain, both):
         apply_fp8(model, recipe=recipe, backend="emulated")
     apply_activation_checkpointing(both, targets={"LlamaDecoderLayer": "last-2"})
-    apply_activation_compression(both, include_checkpoint_boundaries=False, overrides={"loss": "none"})
+    compress(both, include_checkpoint_boundaries=False, overrides={"loss": "none"})
     assert gradients(both)[0] == gradients(plain)[0]
     late = [
         n
@@ -378,7 +383,7 @@ def test_packed_boundaries_of_fp8_blocks_change_no_forward_and_no_amax_of_it(mak
     for model in (plain, both):
         apply_fp8(model, recipe=recipe, backend="emulated")
     apply_activation_checkpointing(both)
-    apply_activation_compression(both, min_numel=1024)
+    compress(both)
     for step in range(3):
         loss, reference = gradients(plain)
         ours, compressed = gradients(both)
