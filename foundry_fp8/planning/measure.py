@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 from torch.utils.flop_counter import FlopCounterMode
@@ -18,7 +19,18 @@ from foundry_fp8.activations.accounting import meter_for
 from foundry_fp8.activations.wrapping import autocast_type
 from foundry_fp8.planning.solver import Frame
 
-__all__ = ["BlockRun", "Call", "CostModel", "capture_calls", "measure_frame", "parameter_bytes"]
+__all__ = [
+    "BlockRun",
+    "Call",
+    "CostModel",
+    "capture_calls",
+    "clock",
+    "gradients",
+    "local_numel",
+    "map_input",
+    "measure_frame",
+    "unchanged",
+]
 
 
 CACHE_BYTES = 128 * 2**20
@@ -98,9 +110,37 @@ def capture_calls(
     return [calls[i] for i in range(len(blocks))]
 
 
-def parameter_bytes(module: nn.Module) -> int:
-    """Bytes of the gradients of ``module``'s parameters."""
-    return sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
+def local_numel(x: Tensor) -> int:
+    """Elements that this rank holds."""
+    return x.to_local().numel() if isinstance(x, DTensor) else x.numel()
+
+
+def map_input(f: Callable[[Tensor], Tensor], args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """A block's arguments with ``f`` of its hidden states."""
+    if args:
+        return (f(args[0]), *args[1:]), kwargs
+    return args, {k: f(x) if k == "hidden_states" else x for k, x in kwargs.items()}
+
+
+def gradients(loss: Tensor, parameters: Sequence[nn.Parameter], *, sharded: bool) -> list[Tensor | None]:
+    """Backward from ``loss``. The parameters' ``.grad`` stays as it is; under FSDP it must be ``None``.
+
+    DDP's reducer wants every gradient that is accumulated, once; FSDP reduces in hooks of accumulating alone.
+    """
+    if not sharded:
+        return list(torch.autograd.grad(loss, parameters, allow_unused=True))
+    loss.backward()
+    found = [p.grad for p in parameters]
+    for p in parameters:
+        p.grad = None
+    return found
+
+
+def clock(device: torch.device) -> float:
+    """Seconds, when ``device`` has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 class BlockRun:
@@ -110,10 +150,13 @@ class BlockRun:
         block: With or without checkpoints and packing.
         call: From :func:`capture_calls`.
         device: Where it runs.
+        cost_model: Seconds from a model instead of a clock.
     """
 
-    def __init__(self, block: nn.Module, call: Call, device: torch.device) -> None:
-        self.block, self.call, self.device = block, call, device
+    def __init__(
+        self, block: nn.Module, call: Call, device: torch.device, cost_model: CostModel | None = None
+    ) -> None:
+        self.block, self.call, self.device, self.cost_model = block, call, device, cost_model
         self.parameters = [p for p in block.parameters() if p.requires_grad]
 
     def forward(self) -> Tensor:
@@ -124,11 +167,7 @@ class BlockRun:
         def fresh(x: Any) -> Any:
             return x + zero.to(x.dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
 
-        args, kwargs = self.call.args, self.call.kwargs
-        if args:
-            args = (fresh(args[0]), *args[1:])
-        else:
-            kwargs = {k: fresh(x) if k == "hidden_states" else x for k, x in kwargs.items()}
+        args, kwargs = map_input(fresh, self.call.args, self.call.kwargs)
         with torch.autocast(
             autocast_type(self.device), enabled=self.call.autocast, dtype=self.call.autocast_dtype
         ):
@@ -144,7 +183,7 @@ class BlockRun:
 
     def bytes(self) -> tuple[int, int, int]:
         """``(kept, forward_peak, backward_peak)`` of :class:`Cost`."""
-        with _unchanged(self.device):
+        with unchanged(self.device):
             dy = torch.ones_like(self.forward())
             with meter_for(self.device) as meter:
                 out = self.forward()
@@ -156,30 +195,22 @@ class BlockRun:
             del out, grads
         return kept, forward_peak, backward_peak
 
-    def seconds(self, model: CostModel | None = None) -> float:
-        """A forward and a backward, timed, or computed from ``model``."""
-        with _unchanged(self.device):
-            if model is not None:
+    def seconds(self) -> float:
+        """A forward and a backward, timed or computed."""
+        with unchanged(self.device):
+            if (model := self.cost_model) is not None:
                 with FlopCounterMode(display=False) as flops, _Traffic() as traffic:
                     self.step()
                 arithmetic = flops.get_total_flops() / model.flops_per_second
                 return arithmetic + traffic.bytes / model.bytes_per_second
-            taken, start = 0.0, self._now()
+            start = clock(self.device)
             out = self.forward()
-            taken += self._now() - start
+            taken = clock(self.device) - start
             # Between the two, the rest of the model runs: what was kept is in no cache by the time it is read.
             torch.empty(CACHE_BYTES, dtype=torch.uint8, device=self.device).fill_(0)
-            start = self._now()
+            start = clock(self.device)
             self._backward(out)
-            return taken + self._now() - start
-
-    def _now(self) -> float:
-        self._synchronize()
-        return time.perf_counter()
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+            return taken + clock(self.device) - start
 
 
 def measure_frame(
@@ -189,6 +220,8 @@ def measure_frame(
     parameters: Sequence[nn.Parameter],
     device: torch.device,
     static: int,
+    *,
+    sharded: bool = False,
 ) -> Frame:
     """Run a whole step, blocks as they are configured now, and take from its bytes what the blocks hold.
 
@@ -199,18 +232,26 @@ def measure_frame(
         parameters: Of the whole model.
         device: Where.
         static: Bytes of parameters, buffers and optimizer state.
+        sharded: Whether FSDP wraps the model.
     """
     seen: dict[str, int] = {}
-    with _unchanged(device), meter_for(device) as meter:
+    starts = [0] * len(blocks)
+    with unchanged(device), meter_for(device) as meter:
 
-        def at_head(module: nn.Module, args: Any, output: Any) -> None:
-            seen["blocks"] = meter.live
-            meter.reset_peak()
-            out = next(x for x in tree_iter(output) if isinstance(x, Tensor))
-            out.register_hook(at_last_backward)
+        def at_output(index: int) -> Callable[..., None]:
+            def hook(module: nn.Module, args: Any, output: Any) -> None:
+                out = next(x for x in tree_iter(output) if isinstance(x, Tensor))
+                out.register_hook(lambda _: at_backward(index))
+                if index == len(blocks) - 1:
+                    seen["blocks"] = meter.live
+                    meter.reset_peak()
 
-        def at_last_backward(_: Tensor) -> None:
-            seen["head_peak"], seen["after_head"] = meter.peak, meter.live
+            return hook
+
+        def at_backward(index: int) -> None:
+            starts[index] = meter.live
+            if index == len(blocks) - 1:
+                seen["head_peak"] = meter.peak
 
         def at_start(module: nn.Module, args: Any, kwargs: Any) -> None:
             for x in tree_iter((args, kwargs)):
@@ -219,30 +260,30 @@ def measure_frame(
                     break
 
         handles = [
-            blocks[-1].register_forward_hook(at_head),
+            *(block.register_forward_hook(at_output(i)) for i, block in enumerate(blocks)),
             blocks[0].register_forward_pre_hook(at_start, with_kwargs=True),
         ]
         try:
             trained = [p for p in parameters if p.requires_grad]
-            grads = torch.autograd.grad(loss_fn(), trained, allow_unused=True)
+            grads = gradients(loss_fn(), trained, sharded=sharded)
             end_peak = max(meter.peak, meter.live)
         finally:
             for handle in handles:
                 handle.remove()
         del grads
-    before = max(seen["blocks"] - sum(kept), 0)
+    left = [starts[i - 1] - starts[i] + kept[i] for i in range(1, len(blocks))]
     return Frame(
         static=static,
-        before=before,
+        before=max(seen["blocks"] - sum(kept), 0),
         head_peak=max(seen["head_peak"] - seen["blocks"], 0),
-        after_head=max(seen["after_head"] - seen["blocks"], 0),
-        gradients=tuple(parameter_bytes(block) for block in blocks),
+        after_head=max(starts[-1] - seen["blocks"], 0),
+        left=(0, *(max(x, 0) for x in left)),
         end_peak=end_peak,
     )
 
 
 @contextlib.contextmanager
-def _unchanged(device: torch.device) -> Iterator[None]:
+def unchanged(device: torch.device) -> Iterator[None]:
     """Random state is as before afterwards."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.enable_grad():

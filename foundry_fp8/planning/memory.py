@@ -8,7 +8,7 @@ programme (:mod:`.solver`) then picks the options with the least added time.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,15 +18,18 @@ from torch import Tensor, nn
 from foundry_fp8.activations.saved import compresses_inside
 from foundry_fp8.activations.wrapping import checkpoint_wrappers, clean_name, modules_by_clean_name, own_class
 from foundry_fp8.algorithms.activation_checkpointing.apply import CheckpointingReport, unwrap, wrap_selected
+from foundry_fp8.algorithms.activation_checkpointing.targets import Selection
 from foundry_fp8.algorithms.activation_compression import apply_activation_compression
 from foundry_fp8.algorithms.activation_compression.apply import EXACT
 from foundry_fp8.config import ConfigError
 from foundry_fp8.planning.budget import check_budget, fit_bytes, format_bytes, parse_bytes
+from foundry_fp8.planning.in_step import BlockInStep, is_sharded
 from foundry_fp8.planning.measure import (
     BlockRun,
     Call,
     CostModel,
     capture_calls,
+    local_numel,
     measure_frame,
 )
 from foundry_fp8.planning.options import BlockOption, options_of
@@ -40,6 +43,9 @@ KEY = "algorithms.activation_checkpointing.budget"
 
 ROUNDS = 12
 """Timed runs of each option; the fastest counts."""
+
+ROUNDS_SHARDED = 4
+"""The same under FSDP, where each is a step of the whole model."""
 
 
 def plan_memory(
@@ -59,7 +65,8 @@ def plan_memory(
     largest bytes and the mean seconds of all ranks.
 
     Args:
-        model: Plain or inside DDP (pass the inner module); not FSDP, whose units cannot run alone.
+        model: Plain, inside DDP (pass the inner module) or wrapped in FSDP, where every rank must call this and bytes
+            are those of a rank.
         loss_fn: Runs the microbatch through ``model``, with autocast where training has it, and returns the loss.
         budget: Peak bytes of a step with everything in it (``20GiB``), a fraction of what no checkpointing needs
             (``0.4``), or ``fit``: what the GPU has.
@@ -71,7 +78,7 @@ def plan_memory(
             ``FakeTensorMode``, with ``compression={"format": "exact"}``, as packing looks at values.
 
     Raises:
-        ConfigError: Nothing meets the budget (says what would), or the model is wrapped, checkpointed or compressed.
+        ConfigError: Nothing meets the budget (says what would), or the model is checkpointed or compressed already.
     """
     check_budget(budget, KEY)
     capacity = device_capacity(_device_of(model)) if budget == "fit" else None
@@ -173,42 +180,55 @@ def measure(
     compression: dict[str, Any] | None = None,
     optimizer_bytes: int = 0,
     cost_model: CostModel | None = None,
-    rounds: int = ROUNDS,
+    rounds: int | None = None,
 ) -> Measurements:
     """What :func:`plan_memory` measures; see there. ``rounds``: how often each option is timed, more on a noisy machine."""
-    blocks = [(clean_name(name), block) for name, block in transformer_blocks(model)]
-    _check_plannable(model, blocks)
+    sharded = is_sharded(model)
+    rounds = rounds or (ROUNDS_SHARDED if sharded else ROUNDS)
+    innermost = modules_by_clean_name(model)
+    blocks = [(clean_name(name), innermost[clean_name(name)][1]) for name, _ in transformer_blocks(model)]
+    _check_plannable(model, blocks, sharded)
     device = _device_of(model)
     modules = [block for _, block in blocks]
+    parameters = list(model.parameters())
     kinds: dict[tuple[Any, ...], int] = {}
     kind_of: list[int] = []
 
     def first_of_kind(index: int, call: Call) -> bool:
         block = modules[index]
-        shapes = tuple((tuple(p.shape), p.dtype, p.requires_grad) for p in block.parameters())
+        # FSDP1 cuts each rank's parameters elsewhere, and kinds must be those of every rank.
+        shapes = tuple((sharded or tuple(p.shape), p.dtype, p.requires_grad) for p in block.parameters())
         key = (repr(block), shapes, call.signature())
         kind_of.append(kinds.setdefault(key, len(kinds)))
-        return kind_of[-1] == len(kinds) - 1 and kind_of.count(kind_of[-1]) == 1
+        return not sharded and kind_of.count(kind_of[-1]) == 1
 
     calls = capture_calls(modules, loss_fn, device, first_of_kind)
     compression = compression or {}
     formats = list(dict.fromkeys((EXACT, compression.get("format", "int8")))) if compress else []
     options, costs = [], []
     for kind in range(len(kinds)):
-        index = kind_of.index(kind)
+        of_kind = [i for i, k in enumerate(kind_of) if k == kind]
+        # Under FSDP2 a block takes the place of its neighbour's gathered parameters: measured between two of its kind.
+        index = of_kind[len(of_kind) // 2 if sharded else 0]
         name = blocks[index][0]
+        # Under FSDP the model runs as a whole, with as little memory as the rest of it can take.
+        rest = [other for other, _ in blocks if other != name] if sharded else []
         candidates = options_of(modules[index], formats=formats)
         sizes: dict[str, tuple[int, int, int]] = {}
         taken: dict[str, list[float]] = {option.name: [] for option in candidates}
         # In rounds, so that a slow moment of the machine does not fall on one option; the first round only warms up.
         for turn in range(1 if cost_model else 1 + rounds):
             for option in candidates:
-                with _applied(model, [name], option, offload, compression) as configured:
-                    run = BlockRun(configured(), calls[index], device)
+                with _applied(model, [name], option, offload, compression, rest) as configured:
+                    run: BlockRun | BlockInStep = (
+                        BlockInStep(transformer_blocks(model)[index][1], loss_fn, parameters, device)
+                        if sharded
+                        else BlockRun(configured(), calls[index], device, cost_model)
+                    )
                     if turn == 0:
                         sizes[option.name] = run.bytes()
                     if turn > 0 or cost_model:
-                        taken[option.name].append(run.seconds(cost_model))
+                        taken[option.name].append(run.seconds())
         plain = min(taken["none"])
         options.append(tuple(candidates))
         # Recomputing cannot be faster than not doing so: what looks faster is noise.
@@ -219,12 +239,12 @@ def measure(
     lean = None
     with _applied(model, [name for name, _ in blocks], block, offload, {}):
         outer = [module for _, module in transformer_blocks(model)]
-        static = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
+        static = sum(local_numel(t) * t.element_size() for t in (*parameters, *model.buffers()))
         kept = [costs[kind]["block"].kept for kind in kind_of]
 
         def measured_frame() -> Frame:
-            parameters = list(model.parameters())
-            frame = measure_frame(outer, kept, loss_fn, parameters, device, static + optimizer_bytes)
+            held = static + optimizer_bytes
+            frame = measure_frame(outer, kept, loss_fn, parameters, device, held, sharded=sharded)
             return _agreed({"frame": frame})["frame"]
 
         frame = measured_frame()
@@ -235,7 +255,8 @@ def measure(
             finally:
                 losses.undo()
     bytes_from = "the CUDA allocator" if device.type == "cuda" else "every live storage (LiveBytes)"
-    seconds_from = "a cost model" if cost_model else f"the fastest of {rounds} runs of a block"
+    runs = "whole steps" if sharded else "runs of a block"
+    seconds_from = "a cost model" if cost_model else f"the fastest of {rounds} {runs}"
     return Measurements(
         tuple(name for name, _ in blocks),
         tuple(kind_of),
@@ -249,7 +270,7 @@ def measure(
 
 
 class _applied:
-    """Blocks configured as an option, and taken back."""
+    """Blocks configured as an option, the rest checkpointed, and all of it taken back."""
 
     def __init__(
         self,
@@ -258,12 +279,14 @@ class _applied:
         option: BlockOption,
         offload: bool,
         compression: dict[str, Any],
+        rest: Sequence[str] = (),
     ) -> None:
-        self.model, self.names, self.option = model, names, option
+        self.model, self.names, self.option, self.rest = model, names, option, rest
         self.offload, self.compression = offload, compression
 
     def __enter__(self) -> Callable[[], nn.Module]:
-        selected = [selection for block in self.names for selection in self.option.selections(block)]
+        selected = [Selection(name, "full") for name in self.rest]
+        selected += [selection for block in self.names for selection in self.option.selections(block)]
         wrap_selected(self.model, selected, offload=self.offload)
         self.report = None
         if self.option.formats:
@@ -302,7 +325,7 @@ def _agreed(of_rank: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _check_plannable(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> None:
+def _check_plannable(model: nn.Module, blocks: list[tuple[str, nn.Module]], sharded: bool) -> None:
     if not blocks:
         raise ConfigError(f"{KEY}: {type(model).__name__} has no list of transformer blocks.")
     if next(checkpoint_wrappers(model), None) is not None:
@@ -313,12 +336,9 @@ def _check_plannable(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> N
         raise ConfigError(
             f"{KEY}: the budget plans compression itself. Remove activation_compression from the algorithms."
         )
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-
-    if any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules()):
+    if sharded and any(p.grad is not None for p in model.parameters()):
         raise ConfigError(
-            f"{KEY}: a plan runs blocks alone, which FSDP units cannot. Plan without training (foundry-fp8 plan memory "
-            "run.yaml) and put the YAML that it prints into the run."
+            f"{KEY}: parameters hold gradients. Under FSDP plan before the first backward of a step."
         )
 
 

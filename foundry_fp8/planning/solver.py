@@ -4,7 +4,7 @@ The peak of a step is the largest of, with blocks numbered in forward order and 
 
     forward of block i     before + sum(kept[j], j < i) + forward_peak[i]
     the head               before + sum(kept[j]) + head_peak
-    backward of block i    before + sum(kept[j], j < i) + gradients of the head and of blocks after i + backward_peak[i]
+    backward of block i    before + sum(kept[j], j < i) + after_head + sum(left[j], j > i) + backward_peak[i]
     the end of backward    end_peak
 
 Each depends on the blocks before i only through the sum of what they keep. So a dynamic programme over that sum, in the
@@ -45,7 +45,8 @@ class Frame:
         before: Kept by what runs before the blocks (embedding, masks, position tables).
         head_peak: Largest held between the last block's forward and its backward, over what was there.
         after_head: Held when the last block's backward starts, over what the blocks keep: gradients of the head.
-        gradients: Parameter gradients of each block.
+        left: What each block's backward leaves behind: its parameter gradients, under FSDP what it is still reducing.
+            The first block's is not asked for.
         end_peak: Largest held after the first block's backward.
     """
 
@@ -53,16 +54,16 @@ class Frame:
     before: int
     head_peak: int
     after_head: int
-    gradients: tuple[int, ...]
+    left: tuple[int, ...]
     end_peak: int
 
 
 def predict_peak(costs: Sequence[Cost], frame: Frame) -> int:
     """The peak bytes of a step in which block i runs as ``costs[i]``, ``frame.static`` included."""
-    held, later = frame.before, sum(frame.gradients)
+    held, later = frame.before, sum(frame.left)
     peak = frame.end_peak
-    for cost, gradients in zip(costs, frame.gradients, strict=True):
-        later -= gradients
+    for cost, left in zip(costs, frame.left, strict=True):
+        later -= left
         peak = max(peak, held + cost.forward_peak, held + frame.after_head + later + cost.backward_peak)
         held += cost.kept
     return frame.static + max(peak, held + frame.head_peak)
@@ -84,9 +85,9 @@ def solve(options: Sequence[Mapping[str, Cost]], frame: Frame, budget: int) -> l
         return None
     # held bytes -> (seconds, choices); kept sorted by held, seconds strictly falling.
     front: list[tuple[int, float, tuple[str, ...]]] = [(frame.before, 0.0, ())]
-    later = sum(frame.gradients)
-    for of_block, gradients in zip(options, frame.gradients, strict=True):
-        later -= gradients
+    later = sum(frame.left)
+    for of_block, left in zip(options, frame.left, strict=True):
+        later -= left
         grown = [
             (held + cost.kept, seconds + cost.seconds, (*chosen, name))
             for held, seconds, chosen in front

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
+from foundry_fp8.activations.saved import compresses_inside
 from foundry_fp8.activations.wrapping import checkpoint_wrappers
 from foundry_fp8.algorithms.activation_checkpointing import ActivationCheckpointing
 from foundry_fp8.algorithms.activation_compression import ActivationCompression
@@ -40,7 +41,7 @@ class Model(ComposerModel):
         return nn.functional.cross_entropy(outputs.flatten(0, 1), batch[0].flatten())
 
 
-def train(parallelism, algorithms):
+def fit(parallelism, algorithms):
     data = TensorDataset(torch.randint(0, 64, (16, 32), generator=torch.Generator().manual_seed(0)))
     loader = DataLoader(data, batch_size=4, sampler=dist.get_sampler(data, shuffle=False))
     model = Model()
@@ -55,6 +56,11 @@ def train(parallelism, algorithms):
         progress_bar=False,
     )
     trainer.fit()
+    return trainer
+
+
+def train(parallelism, algorithms):
+    trainer = fit(parallelism, algorithms)
     wrapped = {name: type(w.checkpoint_fn).__name__ for name, w in checkpoint_wrappers(trainer.state.model)}
     keywords = [w.checkpoint_fn.keywords for _, w in checkpoint_wrappers(trainer.state.model)]
     with torch.no_grad():
@@ -62,6 +68,14 @@ def train(parallelism, algorithms):
     loss = float(trainer.state.loss)
     trainer.close()
     return sorted(wrapped), [k.get("use_reentrant") for k in keywords], loss, total
+
+
+def plan(parallelism):
+    trainer = fit(parallelism, [ActivationCheckpointing(budget=0.8)])
+    model, loss = trainer.state.model, float(trainer.state.loss)
+    changed = any(True for _ in checkpoint_wrappers(model)) or compresses_inside(model) is not None
+    trainer.close()
+    return changed, loss
 
 
 TARGETS = {"LlamaDecoderLayer": "first-1", "LlamaMLP": "last-1"}
@@ -87,6 +101,7 @@ def main():
             make(False), [ActivationCompression(min_numel=512), ActivationCheckpointing(targets=TARGETS)]
         )
         results[f"{name} compressed"] = [both, plain]
+        results[f"{name} budget"] = [plan(make(False)), plain]
     if dist.get_global_rank() == 0:
         with open(RESULT, "w") as file:
             json.dump(results, file)

@@ -31,7 +31,7 @@ def problems(draw):
         before=draw(size),
         head_peak=draw(size),
         after_head=draw(size),
-        gradients=tuple(draw(st.integers(0, 20)) for _ in range(n)),
+        left=tuple(draw(st.integers(0, 20)) for _ in range(n)),
         end_peak=draw(size),
     )
     return options, frame, draw(st.integers(0, 500))

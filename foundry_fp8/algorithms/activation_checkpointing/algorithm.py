@@ -93,11 +93,12 @@ class ActivationCheckpointing(Algorithm):
             module._activation_checkpointing = name in marked  # type: ignore[assignment]
 
     def _plan(self, state: State) -> None:
+        from foundry_fp8.planning.measure import local_numel
         from foundry_fp8.planning.memory import apply_plan, plan_memory
 
         assert self.config.budget is not None
         model = getattr(state.model, "module", state.model)  # inside DDP, whose reducer expects whole steps
-        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        trained = sum(local_numel(p) for p in model.parameters() if p.requires_grad)
         allocated = any(optimizer.state for optimizer in state.optimizers)
         plan = plan_memory(
             model,
