@@ -163,6 +163,7 @@ class BlockRun:
         """The block's output, with a graph."""
         # Not a leaf: autograd would keep a leaf alive for its gradient, which the model does not.
         zero = torch.zeros((), device=self.device, requires_grad=True)
+        self.leaves: list[Tensor] = [*self.parameters] or [zero]
 
         def fresh(x: Any) -> Any:
             return x + zero.to(x.dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
@@ -179,7 +180,7 @@ class BlockRun:
         self._backward(self.forward())
 
     def _backward(self, out: Tensor) -> None:
-        torch.autograd.grad(out, self.parameters, torch.ones_like(out), allow_unused=True)
+        torch.autograd.grad(out, self.leaves, torch.ones_like(out), allow_unused=True)
 
     def bytes(self) -> tuple[int, int, int]:
         """``(kept, forward_peak, backward_peak)`` of :class:`Cost`."""
@@ -190,7 +191,7 @@ class BlockRun:
                 forward_peak, kept = meter.peak, meter.live - out.untyped_storage().nbytes()
                 meter.reset_peak()
                 # dy is not counted and the output is; in the model it is the other way round, and they are of one size.
-                grads = torch.autograd.grad(out, self.parameters, dy, allow_unused=True)
+                grads = torch.autograd.grad(out, self.leaves, dy, allow_unused=True)
                 backward_peak = meter.peak
             del out, grads
         return kept, forward_peak, backward_peak
@@ -235,13 +236,14 @@ def measure_frame(
         sharded: Whether FSDP wraps the model.
     """
     seen: dict[str, int] = {}
-    starts = [0] * len(blocks)
+    starts: list[int | None] = [None] * len(blocks)
     with unchanged(device), meter_for(device) as meter:
 
         def at_output(index: int) -> Callable[..., None]:
             def hook(module: nn.Module, args: Any, output: Any) -> None:
                 out = next(x for x in tree_iter(output) if isinstance(x, Tensor))
-                out.register_hook(lambda _: at_backward(index))
+                if out.requires_grad:  # not behind frozen blocks
+                    out.register_hook(lambda _: at_backward(index))
                 if index == len(blocks) - 1:
                     seen["blocks"] = meter.live
                     meter.reset_peak()
@@ -271,13 +273,15 @@ def measure_frame(
             for handle in handles:
                 handle.remove()
         del grads
-    left = [starts[i - 1] - starts[i] + kept[i] for i in range(1, len(blocks))]
+    left = [0]
+    for before, after, held in zip(starts[1:], starts[:-1], kept[1:], strict=True):
+        left.append(0 if before is None or after is None else max(after - before + held, 0))
     return Frame(
         static=static,
         before=max(seen["blocks"] - sum(kept), 0),
-        head_peak=max(seen["head_peak"] - seen["blocks"], 0),
-        after_head=max(starts[-1] - seen["blocks"], 0),
-        left=(0, *(max(x, 0) for x in left)),
+        head_peak=max(seen.get("head_peak", end_peak) - seen["blocks"], 0),
+        after_head=max((starts[-1] or 0) - seen["blocks"], 0),
+        left=tuple(left),
         end_peak=end_peak,
     )
 
