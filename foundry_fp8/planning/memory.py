@@ -61,8 +61,9 @@ def plan_memory(
 ) -> MemoryPlan:
     """Measure ``model`` on a microbatch and choose what to checkpoint and compress.
 
-    The model is as before afterwards: parameters, gradients, random state. Every rank gets the same plan, made from the
-    largest bytes and the mean seconds of all ranks.
+    The model is as before afterwards: parameters, gradients, random state. Delayed scales have seen the microbatch, and
+    under FSDP the residuals of compressed gradients are those of the last step measured. Every rank gets the same plan,
+    made from the largest bytes and the mean seconds of all ranks.
 
     Args:
         model: Plain, inside DDP (pass the inner module) or wrapped in FSDP, where every rank must call this and bytes

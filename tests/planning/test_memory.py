@@ -14,11 +14,18 @@ from foundry_fp8.algorithms.activation_checkpointing import apply_activation_che
 from foundry_fp8.algorithms.activation_compression import apply_activation_compression
 from foundry_fp8.algorithms.fp8 import apply_fp8
 from foundry_fp8.config import ConfigError
+from foundry_fp8.planning import measure as measuring
 from foundry_fp8.planning.budget import check_budget, fit_bytes, format_bytes, parse_bytes
 from foundry_fp8.planning.measure import CostModel
 from foundry_fp8.planning.memory import apply_plan, choose, measure, plan_memory
 
 TOKENS = torch.randint(0, 256, (4, 64), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """Seconds decide between plans that all have to be right here."""
+    monkeypatch.setattr(measuring, "CACHE_BYTES", 2**16)
 
 
 def build(layers=6, fp8=None):
@@ -56,7 +63,7 @@ def measured_peak(model):
 def test_predicted_peaks_are_within_5_percent_of_measured_ones(fp8):
     model = build(fp8=fp8)
     measured_peak(model)  # gradients of a first step apart, nothing may depend on what ran before
-    measurements = measure(model, loss_of(model))
+    measurements = measure(model, loss_of(model), rounds=2)
     none = measured_peak(build(fp8=fp8))
     assert measurements.peak("none") == pytest.approx(none, rel=0.05)
     checkpointed = build(fp8=fp8)
@@ -104,7 +111,7 @@ def test_planning_leaves_the_model_and_the_random_state_as_they_were():
 
 def test_the_printed_yaml_pins_the_plan():
     model, pinned, planned = build(), build(), build()
-    measurements = measure(model, loss_of(model))
+    measurements = measure(model, loss_of(model), rounds=2)
     for budget in (0.9, f"{measurements.peak('block')}B"):
         model, pinned, planned = build(), build(), build()
         plan = choose(measurements, budget)
@@ -128,13 +135,13 @@ def test_the_functional_form_plans_and_applies():
     loss_of(reference)().backward()
     apply_activation_checkpointing(model, budget=0.8, loss_fn=loss_of(model))
     assert measured_peak(model) < 0.85 * measured_peak(reference)
-    for a, b in zip(model.parameters(), reference.parameters(), strict=True):
-        assert (a.grad - b.grad).norm() / b.grad.norm() < 1e-2
+    ours, exact = (torch.cat([p.grad.flatten() for p in m.parameters()]) for m in (model, reference))
+    assert (ours - exact).norm() / exact.norm() < 1e-2
 
 
 def test_equal_measurements_give_equal_plans():
     model = build()
-    measurements = measure(model, loss_of(model))
+    measurements = measure(model, loss_of(model), rounds=2)
     assert choose(measurements, 0.85).chosen == choose(measurements, 0.85).chosen
 
 
@@ -155,7 +162,7 @@ def test_fit_is_what_the_device_has_for_this_process():
     """Cached and used bytes are this process's already; 5 % stay for rounding and fragments."""
     assert fit_bytes(free=60 * 2**30, reserved=20 * 2**30) == 76 * 2**30
     model = build()
-    measurements = measure(model, loss_of(model))
+    measurements = measure(model, loss_of(model), rounds=2)
     used = static(model)
     for room in (measurements.peak("block"), measurements.peak("none")):
         device = int(room / 0.95) + 64
@@ -185,7 +192,7 @@ def test_what_is_checkpointed_or_compressed_already_is_refused():
 def test_a_dry_run_on_fake_tensors_counts_the_same_bytes():
     """Nothing is allocated and nothing computed: seconds come from the cost model."""
     model = build(3)
-    real = measure(model, loss_of(model), compress=False)
+    real = measure(model, loss_of(model), compress=False, rounds=2)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = build(3)
         dry = measure(
