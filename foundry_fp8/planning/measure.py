@@ -157,16 +157,15 @@ class BlockRun:
         self, block: nn.Module, call: Call, device: torch.device, cost_model: CostModel | None = None
     ) -> None:
         self.block, self.call, self.device, self.cost_model = block, call, device, cost_model
-        self.parameters = [p for p in block.parameters() if p.requires_grad]
+        self._zero = torch.zeros((), device=device, requires_grad=True)
+        self.leaves: list[Tensor] = [p for p in block.parameters() if p.requires_grad] or [self._zero]
 
     def forward(self) -> Tensor:
         """The block's output, with a graph."""
-        # Not a leaf: autograd would keep a leaf alive for its gradient, which the model does not.
-        zero = torch.zeros((), device=self.device, requires_grad=True)
-        self.leaves: list[Tensor] = [*self.parameters] or [zero]
 
+        # Not a leaf: autograd would keep a leaf alive for its gradient, which the model does not.
         def fresh(x: Any) -> Any:
-            return x + zero.to(x.dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+            return x + self._zero.to(x.dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
 
         args, kwargs = map_input(fresh, self.call.args, self.call.kwargs)
         with torch.autocast(
@@ -274,8 +273,8 @@ def measure_frame(
                 handle.remove()
         del grads
     left = [0]
-    for before, after, held in zip(starts[1:], starts[:-1], kept[1:], strict=True):
-        left.append(0 if before is None or after is None else max(after - before + held, 0))
+    for start, end, held in zip(starts[1:], starts[:-1], kept[1:], strict=True):
+        left.append(0 if start is None or end is None else max(end - start + held, 0))
     return Frame(
         static=static,
         before=max(seen["blocks"] - sum(kept), 0),

@@ -7,8 +7,9 @@ programme (:mod:`.solver`) then picks the options with the least added time.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -220,11 +221,12 @@ def measure(
         # In rounds, so that a slow moment of the machine does not fall on one option; the first round only warms up.
         for turn in range(1 if cost_model else 1 + rounds):
             for option in candidates:
-                with _applied(model, [name], option, offload, compression, rest) as configured:
+                with _applied(model, [name], option, offload, compression, rest):
+                    configured = transformer_blocks(model)[index][1]
                     run: BlockRun | BlockInStep = (
-                        BlockInStep(transformer_blocks(model)[index][1], loss_fn, parameters, device)
+                        BlockInStep(configured, loss_fn, parameters, device)
                         if sharded
-                        else BlockRun(configured(), calls[index], device, cost_model)
+                        else BlockRun(configured, calls[index], device, cost_model)
                     )
                     if turn == 0:
                         sizes[option.name] = run.bytes()
@@ -270,41 +272,32 @@ def measure(
     )
 
 
-class _applied:
+@contextlib.contextmanager
+def _applied(
+    model: nn.Module,
+    names: Sequence[str],
+    option: BlockOption,
+    offload: bool,
+    compression: dict[str, Any],
+    rest: Sequence[str] = (),
+) -> Iterator[None]:
     """Blocks configured as an option, the rest checkpointed, and all of it taken back."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        names: list[str],
-        option: BlockOption,
-        offload: bool,
-        compression: dict[str, Any],
-        rest: Sequence[str] = (),
-    ) -> None:
-        self.model, self.names, self.option, self.rest = model, names, option, rest
-        self.offload, self.compression = offload, compression
-
-    def __enter__(self) -> Callable[[], nn.Module]:
-        selected = [Selection(name, "full") for name in self.rest]
-        selected += [selection for block in self.names for selection in self.option.selections(block)]
-        wrap_selected(self.model, selected, offload=self.offload)
-        self.report = None
-        if self.option.formats:
-            targets = {k: v for block in self.names for k, v in self.option.targets(block).items()}
-            overrides = {**self.compression.get("overrides", {}), "loss": "none"}
-            self.report = apply_activation_compression(
-                self.model, **{**self.compression, "targets": targets, "overrides": overrides}
+    selected = [Selection(name, "full") for name in rest]
+    selected += [selection for block in names for selection in option.selections(block)]
+    report = None
+    try:
+        wrap_selected(model, selected, offload=offload)
+        if option.formats:
+            targets = {k: v for block in names for k, v in option.targets(block).items()}
+            overrides = {**compression.get("overrides", {}), "loss": "none"}
+            report = apply_activation_compression(
+                model, **{**compression, "targets": targets, "overrides": overrides}
             )
-        first = self.names[0]
-        return lambda: (
-            dict(checkpoint_wrappers(self.model)).get(first) or modules_by_clean_name(self.model)[first][1]
-        )
-
-    def __exit__(self, *exc: Any) -> None:
-        if self.report is not None:
-            self.report.undo()
-        unwrap(self.model)
+        yield
+    finally:
+        if report is not None:
+            report.undo()
+        unwrap(model)
 
 
 def _agreed(of_rank: dict[str, Any]) -> dict[str, Any]:

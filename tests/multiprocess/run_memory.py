@@ -15,14 +15,14 @@ from foundry_fp8.algorithms.activation_checkpointing import apply_activation_che
 from foundry_fp8.algorithms.activation_compression import apply_activation_compression
 
 
-def build() -> LlamaForCausalLM:
+def build(width: int = 64) -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=160,
+        hidden_size=width,
+        intermediate_size=width * 5 // 2,
         num_hidden_layers=4,
         num_attention_heads=4,
-        vocab_size=128,
+        vocab_size=2 * width,
         use_cache=False,
         tie_word_embeddings=True,
     )

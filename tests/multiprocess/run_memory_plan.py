@@ -8,28 +8,18 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from foundry_fp8.activations.accounting import LiveBytes
 from foundry_fp8.algorithms.activation_checkpointing import apply_activation_checkpointing
 from foundry_fp8.config import ConfigError
 from foundry_fp8.planning.memory import apply_plan, choose, measure
 from foundry_fp8.planning.plan import MemoryPlan
+from tests.multiprocess.run_memory import build as plain
 from tests.multiprocess.run_memory import wrap
 
 
-def build(kind: str) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=128,
-        intermediate_size=352,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        vocab_size=256,
-        use_cache=False,
-        tie_word_embeddings=True,
-    )
-    return wrap(kind, LlamaForCausalLM(config))
+def build(kind: str) -> torch.nn.Module:
+    return wrap(kind, plain(width=128))
 
 
 def loss_of(model: torch.nn.Module):
@@ -84,7 +74,7 @@ def main() -> None:
         loss_of(held)().backward()
         with pytest.raises(ConfigError, match=r"hold gradients\. Under FSDP plan before the first"):
             apply_activation_checkpointing(held, budget=0.9, loss_fn=loss_of(held))
-        static = sum(p.numel() * p.element_size() for p in LlamaForCausalLM(held.config).parameters())
+        static = sum(p.numel() * p.element_size() for p in plain(width=128).parameters())
         results[kind] = {
             "predicted": predicted,
             "losses": losses,

@@ -116,6 +116,7 @@ def test_the_printed_yaml_pins_the_plan():
         model, pinned, planned = build(), build(), build()
         plan = choose(measurements, budget)
         config = yaml.safe_load(plan.to_yaml())["algorithms"]
+        assert config
         if "activation_checkpointing" in config:
             apply_activation_checkpointing(pinned, **config["activation_checkpointing"])
         if "activation_compression" in config:
@@ -137,6 +138,8 @@ def test_the_functional_form_plans_and_applies():
     assert measured_peak(model) < 0.85 * measured_peak(reference)
     ours, exact = (torch.cat([p.grad.flatten() for p in m.parameters()]) for m in (model, reference))
     assert (ours - exact).norm() / exact.norm() < 1e-2
+    for a, b in zip(model.parameters(), reference.parameters(), strict=True):
+        assert (a.grad - b.grad).norm() / b.grad.norm() < 0.1  # queries and keys in int8: 0.05
 
 
 def test_equal_measurements_give_equal_plans():
