@@ -17,12 +17,13 @@ import time
 import torch
 from common import environment, save
 
-from foundry_fp8.attention_surgery import FP8AttentionState
-from foundry_fp8.modules.attention import FP8DotProductAttention
-from foundry_fp8.modules.attention_mask import AttentionMask
-from foundry_fp8.modules.attention_reference import attention_reference
-from foundry_fp8.quantize import quantize_tensor
-from foundry_fp8.recipes import DelayedScaling
+from foundry_fp8.backends.emulated.attention import EmulatedAttention
+from foundry_fp8.backends.emulated.attention_reference import attention_reference
+from foundry_fp8.layers.attention import FP8DotProductAttention
+from foundry_fp8.layers.attention_mask import AttentionMask
+from foundry_fp8.numerics.quantize import quantize_tensor
+from foundry_fp8.numerics.recipes import DelayedScaling
+from foundry_fp8.surgery.attention import FP8AttentionState
 
 CASES = ("blockwise", "unfused")
 
@@ -31,14 +32,14 @@ def run(case: str, sequence: int, heads: int, head_dim: int) -> dict[str, float]
     torch.manual_seed(0)
     q, k, v, do = (torch.randn(1, h, sequence, head_dim) for h in (heads, heads // 2, heads // 2, heads))
     mask, scale, recipe = AttentionMask(causal=True), head_dim**-0.5, DelayedScaling()
-    attention = FP8DotProductAttention(fqn="attn", recipe=recipe)
+    attention = FP8DotProductAttention(fqn="attn", recipe=recipe, backend=EmulatedAttention())
     FP8AttentionState(torch.nn.Linear(1, 1), {"attn": attention}, recipe)
     before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     if case == "blockwise":
         leaves = [x.requires_grad_() for x in (q, k, v)]
         attention(*leaves, mask=mask, softmax_scale=scale).backward(do)
     else:
-        from foundry_fp8.formats import E4M3, E5M2
+        from foundry_fp8.numerics.formats import E4M3, E5M2
 
         def quantize(name: str, x: torch.Tensor):
             return quantize_tensor(x, torch.ones(()), E5M2 if name.startswith("d") else E4M3)

@@ -31,10 +31,10 @@ from common import RESULTS, environment, save
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from foundry_fp8.algorithms.fp8 import apply_fp8
 from foundry_fp8.models.fog import FogConfig, FogForCausalLM
 from foundry_fp8.models.fog.attention import eager_attention, softmax_logit_bound
 from foundry_fp8.models.schedule import wsd_multiplier
+from foundry_fp8.surgery.apply import apply_fp8
 
 MEASURE_EVERY = 10
 IMAGES = Path(__file__).parents[1] / "docs" / "images"

@@ -15,11 +15,11 @@ import torch
 from gpu_common import DEVICE, TOLERANCE, ceilings, finish, linears, machine, parser, require_device, timed
 
 from foundry_fp8.backends.native.gemm import tensorwise_mm
-from foundry_fp8.formats import E4M3, E5M2
 from foundry_fp8.kernels.block_gemm import block_gemm
 from foundry_fp8.kernels.blockwise import quantize_blockwise
 from foundry_fp8.kernels.producers import Producer
 from foundry_fp8.kernels.tensorwise import quantize_tensorwise
+from foundry_fp8.numerics.formats import E4M3, E5M2
 
 
 def cases(m: int, n: int, k: int, *, weight: bool, gradient: bool) -> dict[str, Callable[[], Any]]:

@@ -18,7 +18,7 @@ from common import environment, interleaved, median_ratio, save
 from torch import nn
 
 import foundry_fp8
-from foundry_fp8.recipes import RECIPES
+from foundry_fp8.numerics.recipes import RECIPES
 
 TOKENS, IN, OUT = 2048, 1024, 4096
 LIMITS = {"delayed": 0.70, "current": 0.70, "block": 0.85, "mxfp8": 0.95}

@@ -5,7 +5,7 @@
     python benchmarks/memory.py --coat           # end-to-end reduction against bfloat16, counted as COAT does
 
 Peak is parameters, gradients and activations of one step (no optimizer state): the CUDA allocator on a GPU, every live
-storage (``foundry_fp8.activations.accounting.LiveBytes``) on a CPU. Cases are timed in turn; the figure is the median of
+storage (``foundry_fp8.planning.memory.live_bytes.LiveBytes``) on a CPU. Cases are timed in turn; the figure is the median of
 the ratios to ``none`` within one round. A plan's column "predicted" is what the planner said before the case ran.
 """
 
@@ -23,11 +23,11 @@ from common import RESULTS, environment, interleaved, keep_freed_memory, median_
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from foundry_fp8.activations.accounting import meter_for
-from foundry_fp8.algorithms.activation_checkpointing import apply_activation_checkpointing
-from foundry_fp8.algorithms.activation_compression import apply_activation_compression
-from foundry_fp8.algorithms.fp8 import apply_fp8
-from foundry_fp8.planning.memory import apply_plan, choose, measure
+from foundry_fp8.activations.checkpointing.apply import apply_activation_checkpointing
+from foundry_fp8.activations.compression.apply import apply_activation_compression
+from foundry_fp8.planning.memory.live_bytes import meter_for
+from foundry_fp8.planning.memory.planner import apply_plan, choose, measure
+from foundry_fp8.surgery.apply import apply_fp8
 
 ROUNDS = 30
 """Timed runs of each of the planner's options: more than its default, as CPUs are noisy."""

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from gpu_common import DEVICE, SMOKE, TOLERANCE, ceilings, finish, machine, parser, require_device, timed
 
-from foundry_fp8.formats import E4M3, E5M2
 from foundry_fp8.kernels import blockwise, tensorwise
 from foundry_fp8.kernels.delayed import update_delayed_
 from foundry_fp8.kernels.gated import activation_backward
 from foundry_fp8.kernels.norms import norm_backward, norm_statistics
 from foundry_fp8.kernels.producers import Producer
+from foundry_fp8.numerics.formats import E4M3, E5M2
 
 SIZES = ((70, 96),) if SMOKE else ((2048, 2048), (4096, 4096), (8192, 4096), (8192, 14336))
 

@@ -115,7 +115,7 @@ def worker(arguments: argparse.Namespace) -> None:
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
     from torch.nn.parallel import DistributedDataParallel
 
-    from foundry_fp8.algorithms.compressed_communication import apply_compressed_communication
+    from foundry_fp8.distributed.compression.apply import apply_compressed_communication
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=300))

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import foundry_fp8
 from foundry_fp8.backends.native.fused import activation_linear, norm_linear
-from foundry_fp8.modules.linear import FP8Linear
+from foundry_fp8.layers.linear import FP8Linear
 
 RECIPES = ("delayed", "current", "block")
 

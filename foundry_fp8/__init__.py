@@ -1,15 +1,72 @@
 """FP8 training for MosaicML Composer and LLM Foundry.
 
-``import foundry_fp8`` needs torch alone. Composer and LLM Foundry are imported only by what plugs into them
-(``foundry_fp8.algorithms``, ``.callbacks``, ``.models``, ``.cli``).
+``import foundry_fp8`` needs torch alone and loads nothing else: public names are imported when they are first used. Composer
+and LLM Foundry are imported only by what plugs into them (``foundry_fp8.algorithms``, ``.callbacks``, ``.models``, ``.data``,
+``.cli``).
 """
 
 from __future__ import annotations
 
-from foundry_fp8.algorithms.fp8.functional import apply_fp8
-from foundry_fp8.config import ConfigError
-from foundry_fp8.surgery import SurgeryReport
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from foundry_fp8.activations.checkpointing.apply import apply_activation_checkpointing
+    from foundry_fp8.activations.compression.apply import apply_activation_compression
+    from foundry_fp8.config import ConfigError
+    from foundry_fp8.distributed.compression.apply import apply_compressed_communication
+    from foundry_fp8.distributed.hybrid_sharding.apply import hybrid_degrees, hybrid_mesh
+    from foundry_fp8.layers.state import FP8State
+    from foundry_fp8.numerics.recipes import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling
+    from foundry_fp8.planning.memory.planner import apply_plan, plan_memory
+    from foundry_fp8.surgery.apply import apply_fp8
+    from foundry_fp8.surgery.report import SurgeryReport
 
 __version__ = "0.1.0"
 
-__all__ = ["ConfigError", "SurgeryReport", "__version__", "apply_fp8"]
+_HOMES = {
+    "BlockScaling": "numerics.recipes",
+    "ConfigError": "config",
+    "CurrentScaling": "numerics.recipes",
+    "DelayedScaling": "numerics.recipes",
+    "FP8State": "layers.state",
+    "MXFP8Scaling": "numerics.recipes",
+    "SurgeryReport": "surgery.report",
+    "apply_activation_checkpointing": "activations.checkpointing.apply",
+    "apply_activation_compression": "activations.compression.apply",
+    "apply_compressed_communication": "distributed.compression.apply",
+    "apply_fp8": "surgery.apply",
+    "apply_plan": "planning.memory.planner",
+    "hybrid_degrees": "distributed.hybrid_sharding.apply",
+    "hybrid_mesh": "distributed.hybrid_sharding.apply",
+    "plan_memory": "planning.memory.planner",
+}
+
+__all__ = [
+    "BlockScaling",
+    "ConfigError",
+    "CurrentScaling",
+    "DelayedScaling",
+    "FP8State",
+    "MXFP8Scaling",
+    "SurgeryReport",
+    "__version__",
+    "apply_activation_checkpointing",
+    "apply_activation_compression",
+    "apply_compressed_communication",
+    "apply_fp8",
+    "apply_plan",
+    "hybrid_degrees",
+    "hybrid_mesh",
+    "plan_memory",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"foundry_fp8.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
-__all__ = ["ConfigError", "check_choice", "check_integer", "check_patterns", "from_mapping", "nearest"]
+__all__ = [
+    "ConfigError",
+    "check_choice",
+    "check_integer",
+    "check_patterns",
+    "format_bytes",
+    "from_mapping",
+    "nearest",
+    "parse_bytes",
+]
 
 T = TypeVar("T")
+
+_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 class ConfigError(ValueError):
@@ -74,3 +86,30 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], key: str) -> T:
                 f"{key}.{name}: unknown key. {key} takes {', '.join(allowed)}.{nearest(name, allowed)}"
             )
     return cls(**values)
+
+
+def parse_bytes(value: object, key: str) -> int:
+    """``"20GiB"``, ``"64kib"`` or ``65536`` in bytes.
+
+    Raises:
+        ConfigError: Neither a number of bytes nor a number with one of B, KiB, MiB, GiB, KB, MB, GB (in any case).
+    """
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    match = (
+        re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)\s*", value) if isinstance(value, str) else None
+    )
+    units = {unit.lower(): size for unit, size in _UNITS.items()}
+    if match is None or match[2].lower() not in units:
+        raise ConfigError(
+            f"{key}: {value!r} is not a size. Write a number of bytes, or a number and one of {', '.join(_UNITS)} (64KiB)."
+        )
+    return int(float(match[1]) * units[match[2].lower()])
+
+
+def format_bytes(count: float) -> str:
+    """``count`` bytes with a unit a person reads."""
+    for unit in ("GiB", "MiB", "KiB"):
+        if abs(count) >= _UNITS[unit]:
+            return f"{count / _UNITS[unit]:.2f} {unit}"
+    return f"{count:.0f} B"

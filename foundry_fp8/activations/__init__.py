@@ -1,1 +1,1 @@
-"""What a model keeps between forward and backward: measuring it, packing it, and recomputing from packed inputs."""
+"""What is kept between forward and backward: checkpointing and compression."""

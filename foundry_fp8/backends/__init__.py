@@ -1,6 +1,6 @@
 """Who runs the GEMMs, and how the choice is made.
 
-To add a backend: write a :class:`~foundry_fp8.backends.base.Backend`, name it in ``_LOADERS``, and place it in the order
+To add a backend: write a :class:`~foundry_fp8.layers.backend.Backend`, name it in ``_LOADERS``, and place it in the order
 of preference of ``AUTO_ORDER``.
 """
 
@@ -10,11 +10,12 @@ import importlib
 
 import torch
 
-from foundry_fp8.backends.base import Availability, Backend
 from foundry_fp8.config import check_choice
-from foundry_fp8.recipes import Recipe
+from foundry_fp8.layers.attention import AttentionBackend
+from foundry_fp8.layers.backend import Availability, Backend
+from foundry_fp8.numerics.recipes import Recipe
 
-__all__ = ["BACKENDS", "Availability", "Backend", "choose_backend", "load_backend"]
+__all__ = ["BACKENDS", "Availability", "Backend", "choose_backend", "load_attention_backend", "load_backend"]
 
 _LOADERS = {
     "transformer_engine": ("foundry_fp8.backends.transformer_engine", "TransformerEngineBackend"),
@@ -24,6 +25,11 @@ _LOADERS = {
 
 BACKENDS = tuple(_LOADERS)
 
+_ATTENTION_LOADERS = {
+    "transformer_engine": ("foundry_fp8.backends.transformer_engine.attention", "TransformerEngineAttention"),
+    "emulated": ("foundry_fp8.backends.emulated.attention", "EmulatedAttention"),
+}
+
 AUTO_ORDER = {"cuda": ("transformer_engine", "native"), "cpu": ("emulated",)}
 """What ``backend: auto`` tries, in order. On a GPU it never chooses emulation, which is slower than not using FP8."""
 
@@ -31,6 +37,14 @@ AUTO_ORDER = {"cuda": ("transformer_engine", "native"), "cpu": ("emulated",)}
 def load_backend(name: str) -> Backend:
     """Make the backend ``name``. Imports it, but nothing that it stands on (Triton, Transformer Engine)."""
     module, cls = _LOADERS[name]
+    return getattr(importlib.import_module(module), cls)()
+
+
+def load_attention_backend(name: str) -> AttentionBackend | None:
+    """Make the attention backend ``name``; ``None`` where that backend has no FP8 attention."""
+    if name not in _ATTENTION_LOADERS:
+        return None
+    module, cls = _ATTENTION_LOADERS[name]
     return getattr(importlib.import_module(module), cls)()
 
 

@@ -53,9 +53,9 @@ def demo(
     from rich.console import Console
 
     from foundry_fp8.config import ConfigError, check_choice
+    from foundry_fp8.layers.attention import AttentionRecipe
     from foundry_fp8.models.fog.config import VARIANTS
-    from foundry_fp8.modules.attention import AttentionRecipe
-    from foundry_fp8.recipes import parse_recipe
+    from foundry_fp8.numerics.recipes import parse_recipe
 
     console = Console()
     family = _MPT if model == _MPT else _FOG

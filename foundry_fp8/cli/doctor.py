@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from foundry_fp8.doctor import collect
+from foundry_fp8.backends.survey import collect
 
 __all__ = ["doctor", "render"]
 
@@ -36,7 +36,7 @@ def doctor(
 
 
 def render(found: dict[str, Any]) -> Group:
-    """The tables of what :func:`foundry_fp8.doctor.collect` found."""
+    """The tables of what :func:`foundry_fp8.backends.survey.collect` found."""
     parts: list[Any] = [_stack(found)]
     for device in found["devices"]:
         entries = [entry for entry in found["support"] if entry["device"] == device["device"]]

@@ -17,10 +17,9 @@ import typer
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from foundry_fp8.activations.wrapping import autocast_type
 from foundry_fp8.cli.yaml_model import build_yaml_model
-from foundry_fp8.config import ConfigError, check_choice
-from foundry_fp8.planning.budget import format_bytes
+from foundry_fp8.config import ConfigError, check_choice, format_bytes
+from foundry_fp8.layers.autocast import autocast_type
 
 __all__ = ["app", "plan_yaml"]
 
@@ -58,14 +57,14 @@ def plan_yaml(path: Path, *, budget: str | None, microbatch: int | None, device:
 
     Args:
         path: An LLM Foundry training YAML with ``model``, ``max_seq_len`` and, for precision, ``precision``.
-        budget: See :func:`foundry_fp8.planning.memory.plan_memory`; by default the YAML's own.
+        budget: See :func:`foundry_fp8.planning.memory.planner.plan_memory`; by default the YAML's own.
         microbatch: Sequences in the microbatch; by default ``device_train_microbatch_size``.
         device: ``cpu``, ``cuda`` or ``fake``; by default the GPU if there is one.
     """
     from omegaconf import OmegaConf
 
-    from foundry_fp8.planning.measure import CostModel
-    from foundry_fp8.planning.memory import plan_memory
+    from foundry_fp8.planning.memory.measure import CostModel
+    from foundry_fp8.planning.memory.planner import plan_memory
 
     config: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
     own = ((config.get("algorithms") or {}).get("activation_checkpointing") or {}).get("budget")
@@ -129,7 +128,7 @@ def _prepare(
     model.to(device).train()
     fp8 = (config.get("algorithms") or {}).get("fp8")
     if fp8 is not None:
-        from foundry_fp8.algorithms.fp8 import apply_fp8
+        from foundry_fp8.surgery.apply import apply_fp8
 
         apply_fp8(model, device=device, **fp8)
     tokens = torch.randint(0, 100, (microbatch, config["max_seq_len"]), device=device)

@@ -16,7 +16,7 @@ from torch import Tensor
 from foundry_fp8.distributed import collectives
 from foundry_fp8.distributed.traffic import CountingGroup, FinishedWork, Traffic, reduction_of
 from foundry_fp8.distributed.two_hop import TwoHop, reduce_scatter_two_hop, two_hop_all_reduce
-from foundry_fp8.distributed.wire import WireFormat
+from foundry_fp8.numerics.wire_format import WireFormat
 
 __all__ = ["CompressedGroup", "Switch"]
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from foundry_fp8.config import ConfigError
 from foundry_fp8.distributed import collectives
 from foundry_fp8.distributed.traffic import CountingGroup, Traffic, scatter_options
-from foundry_fp8.distributed.wire import WireFormat
+from foundry_fp8.numerics.wire_format import WireFormat
 
 __all__ = [
     "TwoHop",

@@ -15,8 +15,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foundry_fp8.formats import Float8Format
-from foundry_fp8.formats import e8m0_round_up as e8m0_round_up_reference
 from foundry_fp8.kernels.launch import GEMM_MULTIPLE, round_up
 from foundry_fp8.kernels.producers import Producer, load_tile
 from foundry_fp8.kernels.scales import (
@@ -29,7 +27,9 @@ from foundry_fp8.kernels.scales import (
     scale_from_amax,
 )
 from foundry_fp8.kernels.tensorwise import pad_to_multiple
-from foundry_fp8.quantize import Quantized, quantize_block, quantize_mx
+from foundry_fp8.numerics.formats import Float8Format
+from foundry_fp8.numerics.formats import e8m0_round_up as e8m0_round_up_reference
+from foundry_fp8.numerics.quantize import Quantized, quantize_block, quantize_mx
 
 __all__ = ["Blockwise", "quantize_blockwise", "quantize_blockwise_reference"]
 

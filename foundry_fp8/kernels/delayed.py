@@ -1,6 +1,6 @@
 """The delayed-scaling update of a whole model in one launch.
 
-Reference: :meth:`foundry_fp8.delayed_scaling.DelayedScalingState.update`, after its all-reduce. In plain torch that is a
+Reference: :meth:`foundry_fp8.layers.delayed_scaling.DelayedScalingState.update`, after its all-reduce. In plain torch that is a
 dozen small kernels over a ``[L, T]`` history; here one program owns a column, so that the roll happens in place.
 """
 

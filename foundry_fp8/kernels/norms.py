@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foundry_fp8.activations.packing import Packed
-from foundry_fp8.kernels.activations import load_codes, operands
 from foundry_fp8.kernels.launch import as_rows, check_hp
+from foundry_fp8.kernels.packing import load_codes, operands
+from foundry_fp8.numerics.packed import Packed
 
 __all__ = [
     "MAX_COLUMNS",

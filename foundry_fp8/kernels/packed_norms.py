@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foundry_fp8.activations.packing import Packed, PackFormat
-from foundry_fp8.kernels.activations import block_scales, byte_codes, operands, quantize_blocks
 from foundry_fp8.kernels.launch import check_hp
 from foundry_fp8.kernels.norms import check_columns, norm_statistics, row_block
+from foundry_fp8.kernels.packing import block_scales, byte_codes, operands, quantize_blocks
+from foundry_fp8.numerics.packed import Packed, PackFormat
 
 __all__ = ["pack_norm_input"]
 
@@ -29,7 +29,7 @@ def pack_norm_input(
         centered: LayerNorm; otherwise RMSNorm.
 
     Returns:
-        The bytes of :func:`~foundry_fp8.activations.packing.pack`, the mean (or ``None``) and the reciprocal root.
+        The bytes of :func:`~foundry_fp8.activations.compression.packing.pack`, the mean (or ``None``) and the reciprocal root.
 
     Raises:
         ValueError: More than 65536 columns.

@@ -20,13 +20,13 @@ def is_inf(x):
 
 @triton.jit
 def magnitude(x):
-    """``foundry_fp8.quantize.amax_of`` before the reduction: |x|, 0 for NaN."""
+    """``foundry_fp8.numerics.quantize.amax_of`` before the reduction: |x|, 0 for NaN."""
     return tl.where(x != x, 0.0, tl.abs(x))
 
 
 @triton.jit
 def saturate(x, LIMIT: tl.constexpr):
-    """``foundry_fp8.formats.cast`` before the cast: clamp to ``+-LIMIT``, NaN stays NaN.
+    """``foundry_fp8.numerics.formats.cast`` before the cast: clamp to ``+-LIMIT``, NaN stays NaN.
 
     The store's conversion then rounds to nearest even (``cvt.rn.satfinite`` on sm_89 and later).
     """
@@ -35,7 +35,7 @@ def saturate(x, LIMIT: tl.constexpr):
 
 @triton.jit
 def scale_from_amax(amax, FMT_MAX: tl.constexpr, POWER_2: tl.constexpr, VALUE_FOR_INF: tl.constexpr):
-    """``foundry_fp8.quantize.scale_from_amax``. ``div_rn``, because Triton's ``/`` is an approximation.
+    """``foundry_fp8.numerics.quantize.scale_from_amax``. ``div_rn``, because Triton's ``/`` is an approximation.
 
     It flushes subnormals, which changes nothing here: a subnormal amax overflows the quotient either way.
     """
@@ -63,7 +63,7 @@ def reciprocal(scale):
 
 @triton.jit
 def e8m0_round_up(x):
-    """``foundry_fp8.formats.e8m0_round_up``, as int32; ``x`` is neither negative nor NaN."""
+    """``foundry_fp8.numerics.formats.e8m0_round_up``, as int32; ``x`` is neither negative nor NaN."""
     bits = x.to(tl.int32, bitcast=True)
     exponent = (bits >> 23) & 0xFF
     mantissa = bits & 0x7FFFFF
@@ -73,6 +73,6 @@ def e8m0_round_up(x):
 
 @triton.jit
 def e8m0_decode(code):
-    """``foundry_fp8.formats.e8m0_decode`` of an int32 code."""
+    """``foundry_fp8.numerics.formats.e8m0_decode`` of an int32 code."""
     bits = tl.where(code == 0, 0x400000, code << 23)
     return tl.where(code == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)

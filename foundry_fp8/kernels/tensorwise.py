@@ -13,13 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foundry_fp8.formats import Float8Format
 from foundry_fp8.kernels.launch import GEMM_MULTIPLE, round_up
 from foundry_fp8.kernels.producers import Producer, load_tile
 from foundry_fp8.kernels.scales import is_inf, magnitude, reciprocal, saturate, scale_from_amax
-from foundry_fp8.quantize import FLOAT32_MAX, quantize_tensor
-from foundry_fp8.quantize import amax_of as amax_reference
-from foundry_fp8.quantize import scale_from_amax as scale_reference
+from foundry_fp8.numerics.formats import Float8Format
+from foundry_fp8.numerics.quantize import FLOAT32_MAX, quantize_tensor
+from foundry_fp8.numerics.quantize import amax_of as amax_reference
+from foundry_fp8.numerics.quantize import scale_from_amax as scale_reference
 
 __all__ = ["Tensorwise", "amax", "quantize_tensorwise", "quantize_tensorwise_reference"]
 
@@ -46,7 +46,7 @@ class Tensorwise:
 
 
 def amax(source: Producer, out: Tensor | None = None) -> Tensor:
-    """Max |x| of what ``source`` produces, NaN ignored; :func:`foundry_fp8.quantize.amax_of` is the definition.
+    """Max |x| of what ``source`` produces, NaN ignored; :func:`foundry_fp8.numerics.quantize.amax_of` is the definition.
 
     Args:
         source: What to measure.

@@ -7,15 +7,12 @@ the rotation before int4 may differ by the order of its 32 products.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from foundry_fp8.distributed.wire import WireFormat
+from foundry_fp8.numerics.wire_format import WireFormat, hadamard_matrix
 
 __all__ = ["decode_mean_rows", "decode_rows", "encode_rows"]
 
@@ -38,7 +35,7 @@ def encode_rows(x: Tensor, wire: WireFormat, out: Tensor) -> None:
         out.stride(0),
         scales,
         scales.stride(0),
-        _hadamard(x.device),
+        hadamard_matrix(x.device),
         numel,
         blocks,
         LIMIT=wire.limit,
@@ -72,7 +69,7 @@ def _launch_decode(
         scales.stride(0),
         out,
         out.stride(0),
-        _hadamard(message.device),
+        hadamard_matrix(message.device),
         numel,
         blocks,
         summed,
@@ -81,12 +78,6 @@ def _launch_decode(
         BLOCK=wire.block_size,
         MANY=_BLOCKS_A_PROGRAM,
     )
-
-
-def _hadamard(device: torch.device) -> Tensor:
-    from foundry_fp8.distributed.wire import hadamard_matrix
-
-    return hadamard_matrix(device)
 
 
 @triton.jit

@@ -16,7 +16,7 @@ import dataclasses
 import functools
 
 from foundry_fp8.config import ConfigError, check_choice
-from foundry_fp8.distributed.wire import WireFormat
+from foundry_fp8.numerics.wire_format import WireFormat
 
 __all__ = [
     "GPUS",

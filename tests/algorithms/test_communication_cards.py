@@ -8,10 +8,10 @@ import pytest
 import yaml
 
 import foundry_fp8
-from foundry_fp8.algorithms.compressed_communication.config import KEY, CompressionConfig
-from foundry_fp8.algorithms.hybrid_sharding.functional import KEY as HYBRID_KEY
-from foundry_fp8.algorithms.hybrid_sharding.functional import HybridShardingConfig
 from foundry_fp8.config import from_mapping
+from foundry_fp8.distributed.compression.config import KEY, CompressionConfig
+from foundry_fp8.distributed.hybrid_sharding.apply import KEY as HYBRID_KEY
+from foundry_fp8.distributed.hybrid_sharding.apply import HybridShardingConfig
 from tests.multiprocess import launch
 
 CONFIGS = {

@@ -9,10 +9,9 @@ import torch
 import yaml
 
 import foundry_fp8
-from foundry_fp8.algorithms.fp8 import FP8Config
-from foundry_fp8.algorithms.fp8.functional import KEY
 from foundry_fp8.config import from_mapping
-from foundry_fp8.recipes import RECIPES
+from foundry_fp8.numerics.recipes import RECIPES
+from foundry_fp8.surgery.apply import KEY, FP8Config
 
 CARD = (Path(foundry_fp8.__file__).parent / "algorithms/fp8/README.md").read_text()
 BACKENDS = Path(foundry_fp8.__file__).parents[1] / "docs/backends.md"

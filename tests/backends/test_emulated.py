@@ -7,13 +7,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import foundry_fp8
-from foundry_fp8 import quantize as reference
 from foundry_fp8.backends.emulated.gemm import has_bf16_units, to_dense
 from foundry_fp8.backends.emulated.quantizers import quantize_operand
-from foundry_fp8.formats import E4M3, E5M2
-from foundry_fp8.quantize import Quantized, amax_of, scale_from_amax
-from foundry_fp8.recipes import RECIPES, BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling
-from foundry_fp8.state import FP8State
+from foundry_fp8.layers.state import FP8State
+from foundry_fp8.numerics import quantize as reference
+from foundry_fp8.numerics.formats import E4M3, E5M2
+from foundry_fp8.numerics.quantize import Quantized, amax_of, scale_from_amax
+from foundry_fp8.numerics.recipes import RECIPES, BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling
 
 every_recipe = pytest.mark.parametrize("recipe", RECIPES)
 STATELESS = [

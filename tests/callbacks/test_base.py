@@ -55,7 +55,8 @@ def test_a_monitor_that_raises_is_switched_off_once_and_training_goes_on(train, 
 
 
 def test_a_hook_that_raises_in_the_forward_is_caught(train, monkeypatch, caplog):
-    from foundry_fp8.callbacks.kurtosis_monitor import KurtosisMonitor, kurtosis
+    from foundry_fp8.callbacks.kurtosis_monitor import KurtosisMonitor
+    from foundry_fp8.observe import kurtosis
 
     def broken(*args, **kwargs):
         raise RuntimeError("broken on purpose")

@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 
-from foundry_fp8.modules.linear import FP8Linear
+from foundry_fp8.layers.linear import FP8Linear
 from tests.callbacks.conftest import batches, build_llama, series
 
 pytestmark = pytest.mark.integration

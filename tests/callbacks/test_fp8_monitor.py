@@ -7,10 +7,16 @@ import math
 import pytest
 import torch
 
-from foundry_fp8.algorithms.fp8 import apply_fp8
-from foundry_fp8.callbacks.fp8_monitor.health import HealthProbe, measure, summarise
-from foundry_fp8.formats import E4M3, E5M2
-from foundry_fp8.quantize import amax_of, quantize_block, quantize_mx, quantize_tensor, scale_from_amax
+from foundry_fp8.numerics.formats import E4M3, E5M2
+from foundry_fp8.numerics.quantize import (
+    amax_of,
+    quantize_block,
+    quantize_mx,
+    quantize_tensor,
+    scale_from_amax,
+)
+from foundry_fp8.observe.operand_health import HealthProbe, measure, summarise
+from foundry_fp8.surgery.apply import apply_fp8
 from tests.callbacks.conftest import build_llama, series
 
 

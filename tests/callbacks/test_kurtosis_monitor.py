@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from foundry_fp8.callbacks.kurtosis_monitor.kurtosis import kurtosis_per_sample, kurtosis_per_token, row_sums
-from foundry_fp8.callbacks.kurtosis_monitor.taps import ROLES, find_taps
 from foundry_fp8.config import ConfigError
+from foundry_fp8.observe.kurtosis import kurtosis_per_sample, kurtosis_per_token, row_sums
+from foundry_fp8.observe.kurtosis_taps import ROLES, find_taps
 from tests.callbacks.conftest import batches, build_llama, series
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from foundry_fp8.flops import attention_shapes, gemms_of
+from foundry_fp8.observe.flops import attention_shapes, gemms_of
 from tests.callbacks.conftest import batches, build_llama, series
 
 pytestmark = pytest.mark.integration

@@ -3,9 +3,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foundry_fp8.algorithms.compressed_communication.fsdp2_fp8_weights import TensorCodec
-from foundry_fp8.formats import E4M3
-from foundry_fp8.quantize import amax_of, quantize_tensor, scale_from_amax
+from foundry_fp8.distributed.compression.fsdp2_fp8_weights import TensorCodec
+from foundry_fp8.numerics.formats import E4M3
+from foundry_fp8.numerics.quantize import amax_of, quantize_tensor, scale_from_amax
 
 
 def quantized(weight, power_2):

@@ -6,16 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foundry_fp8.config import ConfigError
-from foundry_fp8.distributed.wire import (
-    FORMATS,
-    HADAMARD_ORDER,
-    CorruptedMessageError,
-    WireFormat,
-    decode,
-    decode_mean,
-    encode,
-    hadamard_matrix,
-)
+from foundry_fp8.distributed.wire import CorruptedMessageError, decode, decode_mean, encode
+from foundry_fp8.numerics.wire_format import FORMATS, HADAMARD_ORDER, WireFormat, hadamard_matrix
 
 QUANTIZED = ("int8", "e4m3", "int4")
 

@@ -10,12 +10,12 @@ from torch import nn
 
 import foundry_fp8
 from foundry_fp8.backends.native.gemm import tensorwise_mm
-from foundry_fp8.delayed_scaling import DelayedScalingState
-from foundry_fp8.formats import E4M3, E5M2, cast
 from foundry_fp8.kernels.producers import Producer
 from foundry_fp8.kernels.tensorwise import quantize_tensorwise
-from foundry_fp8.recipes import DelayedScaling
-from foundry_fp8.state import FP8State
+from foundry_fp8.layers.delayed_scaling import DelayedScalingState
+from foundry_fp8.layers.state import FP8State
+from foundry_fp8.numerics.formats import E4M3, E5M2, cast
+from foundry_fp8.numerics.recipes import DelayedScaling
 
 pytestmark = pytest.mark.gpu
 RECIPES = ("delayed", "current", "block")

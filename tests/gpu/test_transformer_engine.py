@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from foundry_fp8 import apply_fp8
 from foundry_fp8.backends.transformer_engine import TransformerEngineBackend
-from foundry_fp8.recipes import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling
-from foundry_fp8.state import FP8State
+from foundry_fp8.layers.state import FP8State
+from foundry_fp8.numerics.recipes import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling
+from foundry_fp8.surgery.apply import apply_fp8
 
 pytestmark = pytest.mark.gpu
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from foundry_fp8.activations.saved import compresses_inside
-from foundry_fp8.activations.wrapping import checkpoint_wrappers
+from foundry_fp8.activations.compression.saved import compresses_inside
 from foundry_fp8.config import ConfigError
+from foundry_fp8.model_structure.wrappers import checkpoint_wrappers
 from tests.integration.foundry_runs import config, llama, make_data, train
 
 pytestmark = pytest.mark.integration

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from foundry_fp8.config import ConfigError
-from foundry_fp8.recipes import RECIPES
+from foundry_fp8.numerics.recipes import RECIPES
 from tests.integration.foundry_runs import MPT, config, llama, make_data, train
 
 pytestmark = pytest.mark.integration

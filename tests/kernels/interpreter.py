@@ -35,7 +35,7 @@ MODULES = (
             "norms",
             "packed_norms",
             "gated",
-            "activations",
+            "packing",
         )
     ),
 )

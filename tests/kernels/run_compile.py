@@ -23,19 +23,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from foundry_fp8.activations.packing import FORMATS, Packed, PackFormat
-from foundry_fp8.formats import E4M3, E5M2
-from foundry_fp8.kernels import (
-    activations,
-    block_gemm,
-    blockwise,
-    delayed,
-    gated,
-    norms,
-    packed_norms,
-    tensorwise,
-)
+from foundry_fp8.kernels import block_gemm, blockwise, delayed, gated, norms, packed_norms, tensorwise
+from foundry_fp8.kernels import packing as activations
 from foundry_fp8.kernels.producers import Producer
+from foundry_fp8.numerics.formats import E4M3, E5M2
+from foundry_fp8.numerics.packed import FORMATS, Packed, PackFormat
 
 TYPES = {
     torch.float32: "*fp32",

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from foundry_fp8.delayed_scaling import DelayedScalingState
 from foundry_fp8.kernels.delayed import update_delayed_
-from foundry_fp8.recipes import DelayedScaling
+from foundry_fp8.layers.delayed_scaling import DelayedScalingState
+from foundry_fp8.numerics.recipes import DelayedScaling
 from tests.kernels.cases import assert_same_bits
 
 

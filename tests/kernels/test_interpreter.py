@@ -6,7 +6,7 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-from foundry_fp8.formats import E4M3, E5M2, cast
+from foundry_fp8.numerics.formats import E4M3, E5M2, cast
 from tests.kernels.interpreter import convert_float, interpreters_own_convert_float
 
 CASES = ((E4M3, tl.float8e4nv), (E5M2, tl.float8e5))

@@ -6,14 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from foundry_fp8.activations.packing import (
-    Packed,
-    PackFormat,
-    dequantize_blocks_reference,
-    quantize_blocks_reference,
-)
+from foundry_fp8.activations.compression.packing import dequantize_blocks_reference, quantize_blocks_reference
 from foundry_fp8.kernels.norms import norm_backward, norm_backward_reference, norm_statistics_reference
 from foundry_fp8.kernels.packed_norms import pack_norm_input
+from foundry_fp8.numerics.packed import Packed, PackFormat
 from tests.kernels.cases import DTYPES, HALF_ULP, assert_same_bits, poisoned, spread
 
 # Whole blocks, one block, three blocks of eight, blocks that cross rows, one row.

@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from foundry_fp8.formats import E4M3
 from foundry_fp8.kernels.blockwise import quantize_blockwise, quantize_blockwise_reference
 from foundry_fp8.kernels.gated import activation_backward, activation_backward_reference
 from foundry_fp8.kernels.norms import (
@@ -15,6 +14,7 @@ from foundry_fp8.kernels.norms import (
 )
 from foundry_fp8.kernels.producers import ACTIVATIONS, Producer, xielu_reference
 from foundry_fp8.kernels.tensorwise import quantize_tensorwise, quantize_tensorwise_reference
+from foundry_fp8.numerics.formats import E4M3
 from tests.kernels.cases import DTYPES, HALF_ULP, assert_same_bits
 
 ALPHA = (0.8, 0.9)

@@ -1,12 +1,12 @@
-"""The tensorwise quantise kernels against ``foundry_fp8.quantize``, bit for bit."""
+"""The tensorwise quantise kernels against ``foundry_fp8.numerics.quantize``, bit for bit."""
 
 import pytest
 import torch
 
-from foundry_fp8.formats import E4M3, E5M2
 from foundry_fp8.kernels.producers import Producer
 from foundry_fp8.kernels.tensorwise import amax, quantize_tensorwise, quantize_tensorwise_reference
-from foundry_fp8.quantize import amax_of
+from foundry_fp8.numerics.formats import E4M3, E5M2
+from foundry_fp8.numerics.quantize import amax_of
 from tests.kernels.cases import DTYPES, SHAPES, assert_same_bits, poisoned, spread
 
 INF, NAN = float("inf"), float("nan")

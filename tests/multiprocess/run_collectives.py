@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from foundry_fp8.distributed import collectives
-from foundry_fp8.distributed.lanes import Lane
+from foundry_fp8.distributed.background_collectives import Lane
 from foundry_fp8.distributed.traffic import CountingGroup, Traffic
 from foundry_fp8.distributed.two_hop import (
     default_splits,
@@ -16,7 +16,7 @@ from foundry_fp8.distributed.two_hop import (
     reduce_scatter_two_hop,
     two_hop_all_reduce,
 )
-from foundry_fp8.distributed.wire import WireFormat
+from foundry_fp8.numerics.wire_format import WireFormat
 
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()

@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from foundry_fp8.algorithms.compressed_communication import apply_compressed_communication
 from foundry_fp8.distributed import agreement, collectives, wire
+from foundry_fp8.distributed.compression.apply import apply_compressed_communication
 from foundry_fp8.distributed.traffic import CountingGroup
 
 case = sys.argv[1]

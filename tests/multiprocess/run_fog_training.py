@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from foundry_fp8.attention_surgery import FP8AttentionState
+from foundry_fp8.surgery.attention import FP8AttentionState
 from tests.integration.foundry_runs import config, train
 
 FOG = {

@@ -11,11 +11,11 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from foundry_fp8.algorithms.compressed_communication import apply_compressed_communication
 from foundry_fp8.backends.emulated import EmulatedBackend
-from foundry_fp8.distributed.wire import WireFormat
-from foundry_fp8.modules.linear import FP8Linear
-from foundry_fp8.recipes import BlockScaling, CurrentScaling
+from foundry_fp8.distributed.compression.apply import apply_compressed_communication
+from foundry_fp8.layers.linear import FP8Linear
+from foundry_fp8.numerics.recipes import BlockScaling, CurrentScaling
+from foundry_fp8.numerics.wire_format import WireFormat
 
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from foundry_fp8.state import FP8State
+from foundry_fp8.layers.state import FP8State
 from tests.integration.foundry_runs import config, train
 
 FSDP = {

@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from foundry_fp8.algorithms.activation_checkpointing import apply_activation_checkpointing
-from foundry_fp8.algorithms.activation_compression import apply_activation_compression
+from foundry_fp8.activations.checkpointing.apply import apply_activation_checkpointing
+from foundry_fp8.activations.compression.apply import apply_activation_compression
 
 
 def build(width: int = 64) -> LlamaForCausalLM:

@@ -13,10 +13,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from foundry_fp8.activations.saved import compresses_inside
-from foundry_fp8.activations.wrapping import checkpoint_wrappers
+from foundry_fp8.activations.compression.saved import compresses_inside
 from foundry_fp8.algorithms.activation_checkpointing import ActivationCheckpointing
 from foundry_fp8.algorithms.activation_compression import ActivationCompression
+from foundry_fp8.model_structure.wrappers import checkpoint_wrappers
 
 torch.cuda.current_device = lambda: torch.device("cpu")
 RESULT = os.environ["RESULT_FILE"]

@@ -9,11 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from foundry_fp8.activations.accounting import LiveBytes
-from foundry_fp8.algorithms.activation_checkpointing import apply_activation_checkpointing
 from foundry_fp8.config import ConfigError
-from foundry_fp8.planning.memory import apply_plan, choose, measure
-from foundry_fp8.planning.plan import MemoryPlan
+from foundry_fp8.planning.memory.live_bytes import LiveBytes
+from foundry_fp8.planning.memory.plan import MemoryPlan
+from foundry_fp8.planning.memory.planner import apply_plan, choose, measure, plan_memory
 from tests.multiprocess.run_memory import build as plain
 from tests.multiprocess.run_memory import wrap
 
@@ -73,7 +72,7 @@ def main() -> None:
         held = build(kind)
         loss_of(held)().backward()
         with pytest.raises(ConfigError, match=r"hold gradients\. Under FSDP plan before the first"):
-            apply_activation_checkpointing(held, budget=0.9, loss_fn=loss_of(held))
+            plan_memory(held, loss_of(held), budget=0.9)
         static = sum(p.numel() * p.element_size() for p in plain(width=128).parameters())
         results[kind] = {
             "predicted": predicted,

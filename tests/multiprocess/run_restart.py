@@ -13,7 +13,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from foundry_fp8.algorithms.compressed_communication import apply_compressed_communication
+from foundry_fp8.distributed.compression.apply import apply_compressed_communication
 from tests.multiprocess.wrapped import COMMON, TIMEOUT, load, parameters_of, rank, save, train, world, wrap
 
 CHECKPOINT, TASK = sys.argv[1:]

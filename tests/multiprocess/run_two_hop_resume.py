@@ -7,7 +7,7 @@ import tempfile
 import torch
 import torch.distributed as dist
 
-from foundry_fp8.algorithms.compressed_communication import apply_compressed_communication
+from foundry_fp8.distributed.compression.apply import apply_compressed_communication
 from tests.multiprocess.wrapped import (
     COMMON,
     backward,

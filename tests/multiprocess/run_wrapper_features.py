@@ -10,7 +10,7 @@ import torch.distributed as dist
 from composer.algorithms.gradient_clipping import apply_gradient_clipping
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from foundry_fp8.algorithms.compressed_communication import apply_compressed_communication
+from foundry_fp8.distributed.compression.apply import apply_compressed_communication
 from tests.multiprocess.wrapped import (
     COMMON,
     KINDS,

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 
-from foundry_fp8.algorithms.compressed_communication import apply_compressed_communication
+from foundry_fp8.distributed.compression.apply import apply_compressed_communication
 from tests.multiprocess.wrapped import (
     COMMON,
     KINDS,

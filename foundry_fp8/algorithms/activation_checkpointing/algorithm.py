@@ -11,14 +11,10 @@ from composer.core.precision import get_precision_context
 from composer.loggers import Logger
 from torch import Tensor
 
-from foundry_fp8.activations.wrapping import checkpoint_wrappers
-from foundry_fp8.algorithms.activation_checkpointing.apply import (
-    KEY,
-    ActivationCheckpointingConfig,
-    wrap_selected,
-)
-from foundry_fp8.algorithms.activation_checkpointing.targets import Selection, select
+from foundry_fp8.activations.checkpointing.apply import KEY, ActivationCheckpointingConfig, wrap_selected
+from foundry_fp8.activations.checkpointing.targets import Selection, select
 from foundry_fp8.config import from_mapping
+from foundry_fp8.model_structure.wrappers import checkpoint_wrappers
 
 __all__ = ["ActivationCheckpointing"]
 
@@ -93,8 +89,8 @@ class ActivationCheckpointing(Algorithm):
             module._activation_checkpointing = name in marked  # type: ignore[assignment]
 
     def _plan(self, state: State) -> None:
-        from foundry_fp8.planning.measure import local_numel
-        from foundry_fp8.planning.memory import apply_plan, plan_memory
+        from foundry_fp8.planning.memory.measure import local_numel
+        from foundry_fp8.planning.memory.planner import apply_plan, plan_memory
 
         assert self.config.budget is not None
         model = getattr(state.model, "module", state.model)  # inside DDP, whose reducer expects whole steps

@@ -8,7 +8,7 @@ from typing import Any
 from composer.core import Algorithm, Event, State
 from composer.loggers import Logger
 
-from foundry_fp8.algorithms.activation_compression.apply import (
+from foundry_fp8.activations.compression.apply import (
     KEY,
     ActivationCompressionConfig,
     CompressionReport,

@@ -8,13 +8,10 @@ from typing import Any
 from composer.core import Algorithm, Event, State
 from composer.loggers import Logger
 
-from foundry_fp8.algorithms.compressed_communication.config import KEY, CompressionConfig
-from foundry_fp8.algorithms.compressed_communication.functional import (
-    apply_compressed_communication,
-    wrapper_of,
-)
-from foundry_fp8.algorithms.compressed_communication.runtime import Compression
 from foundry_fp8.config import ConfigError, from_mapping
+from foundry_fp8.distributed.compression.apply import apply_compressed_communication, wrapper_of
+from foundry_fp8.distributed.compression.config import KEY, CompressionConfig
+from foundry_fp8.distributed.compression.runtime import Compression
 
 __all__ = ["CompressedCommunication"]
 
@@ -34,7 +31,7 @@ class CompressedCommunication(Algorithm):
     sampled batches ``comm/quantization_error`` (relative, L2).
 
     Args:
-        **options: The fields of :class:`~foundry_fp8.algorithms.compressed_communication.CompressionConfig`.
+        **options: The fields of :class:`~foundry_fp8.distributed.compression.config.CompressionConfig`.
 
     Attributes:
         compression: What is attached.

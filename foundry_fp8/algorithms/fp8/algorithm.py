@@ -8,12 +8,12 @@ from typing import Any
 from composer.core import Algorithm, Event, Precision, State
 from composer.loggers import Logger
 
-from foundry_fp8.algorithms.fp8.functional import KEY, FP8Config, apply_fp8
-from foundry_fp8.attention_surgery import FP8AttentionState
 from foundry_fp8.callbacks.run_log import ensure_run_log
 from foundry_fp8.config import ConfigError, from_mapping
-from foundry_fp8.state import FP8State
-from foundry_fp8.surgery import SurgeryReport
+from foundry_fp8.layers.state import FP8State
+from foundry_fp8.surgery.apply import KEY, FP8Config, apply_fp8
+from foundry_fp8.surgery.attention import FP8AttentionState
+from foundry_fp8.surgery.report import SurgeryReport
 
 __all__ = ["FP8"]
 
@@ -27,7 +27,7 @@ class FP8(Algorithm):
     delayed-scaling update, so that what is saved in a checkpoint is complete.
 
     Args:
-        **options: The fields of :class:`~foundry_fp8.algorithms.fp8.FP8Config`.
+        **options: The fields of :class:`~foundry_fp8.surgery.apply.FP8Config`.
 
     Attributes:
         report: What became of every linear; ``None`` before ``Event.INIT``.

@@ -10,14 +10,14 @@ from composer.core import Algorithm, Event, State
 from composer.loggers import Logger
 from composer.utils.parallelism import FSDP2Config, FSDPConfig
 
-from foundry_fp8.algorithms.hybrid_sharding.functional import (
+from foundry_fp8.config import ConfigError, from_mapping
+from foundry_fp8.distributed.fsdp2_units import average_on_gloo
+from foundry_fp8.distributed.hybrid_sharding.apply import (
     KEY,
     HybridShardingConfig,
     hybrid_degrees,
     hybrid_mesh,
 )
-from foundry_fp8.config import ConfigError, from_mapping
-from foundry_fp8.distributed.fsdp2_units import average_on_gloo
 
 __all__ = ["HybridSharding"]
 
@@ -34,7 +34,7 @@ class HybridSharding(Algorithm):
     ``Event.AFTER_LOAD`` gloo's missing averages are supplied, on a CPU.
 
     Args:
-        **options: The fields of :class:`~foundry_fp8.algorithms.hybrid_sharding.HybridShardingConfig`.
+        **options: The fields of :class:`~foundry_fp8.distributed.hybrid_sharding.apply.HybridShardingConfig`.
 
     Attributes:
         degrees: ``(replicate, shard)``; ``None`` before ``Event.INIT``.

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foundry_fp8.backends.base import Availability, Backend, compute_dtype
 from foundry_fp8.backends.emulated.gemm import scaled_mm, to_dense
 from foundry_fp8.backends.emulated.quantizers import quantize_operand
-from foundry_fp8.formats import e8m0_decode, e8m0_round_up
-from foundry_fp8.quantize import Quantized
-from foundry_fp8.recipes import BlockScaling, MXFP8Scaling, Operand, Recipe
-
-if TYPE_CHECKING:
-    from foundry_fp8.modules.linear import FP8Linear
+from foundry_fp8.layers.autocast import compute_dtype
+from foundry_fp8.layers.backend import Availability, Backend
+from foundry_fp8.layers.linear import FP8Linear
+from foundry_fp8.numerics.formats import e8m0_decode, e8m0_round_up
+from foundry_fp8.numerics.quantize import Quantized
+from foundry_fp8.numerics.recipes import BlockScaling, MXFP8Scaling, Operand, Recipe
 
 __all__ = ["EmulatedBackend"]
 
@@ -45,7 +44,7 @@ class EmulatedBackend(Backend):
 
 
 class _EmulatedLinear(torch.autograd.Function):
-    """``y = x @ w.T + b`` with the GEMMs of :mod:`foundry_fp8.backends.base`."""
+    """``y = x @ w.T + b`` with the GEMMs of :mod:`foundry_fp8.layers.backend`."""
 
     @staticmethod
     def forward(

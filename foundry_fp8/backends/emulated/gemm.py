@@ -13,8 +13,8 @@ import functools
 import torch
 from torch import Tensor
 
-from foundry_fp8.formats import E4M3
-from foundry_fp8.quantize import Quantized
+from foundry_fp8.numerics.formats import E4M3
+from foundry_fp8.numerics.quantize import Quantized
 
 __all__ = ["scaled_mm", "to_dense"]
 

@@ -1,4 +1,4 @@
-"""Operands for the emulated GEMMs: :mod:`foundry_fp8.quantize` on any device, and the same bytes faster on a CPU.
+"""Operands for the emulated GEMMs: :mod:`foundry_fp8.numerics.quantize` on any device, and the same bytes faster on a CPU.
 
 What is slow on a CPU is not the arithmetic but the passes: ``x.abs().amax()`` allocates a copy, a clamp that cannot act
 still reads everything, a fresh 32 MB buffer faults in page by page. So the fast path works in slabs through one scratch
@@ -15,11 +15,18 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from foundry_fp8 import quantize as reference
-from foundry_fp8.delayed_scaling import DelayedSlot
-from foundry_fp8.formats import E8M0_BIAS, Float8Format, e8m0_decode, e8m0_round_up
-from foundry_fp8.quantize import Quantized, scale_from_amax
-from foundry_fp8.recipes import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling, Operand, Recipe
+from foundry_fp8.layers.delayed_scaling import DelayedSlot
+from foundry_fp8.numerics import quantize as reference
+from foundry_fp8.numerics.formats import E8M0_BIAS, Float8Format, e8m0_decode, e8m0_round_up
+from foundry_fp8.numerics.quantize import Quantized, scale_from_amax
+from foundry_fp8.numerics.recipes import (
+    BlockScaling,
+    CurrentScaling,
+    DelayedScaling,
+    MXFP8Scaling,
+    Operand,
+    Recipe,
+)
 
 __all__ = ["quantize_operand"]
 

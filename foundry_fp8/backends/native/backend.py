@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from foundry_fp8.backends.base import Availability, Backend, Fusion, compute_dtype
+from foundry_fp8.backends.native.inputs import checked_dtype, delayed_tensors
 from foundry_fp8.backends.native.operand import Layout, Plan, plan_of
 from foundry_fp8.backends.native.size_rule import size_reason
-from foundry_fp8.backends.norm_fusion import deferred_norm_of, fuse_norms
 from foundry_fp8.compat.fsdp2_shards import shard_versions
-from foundry_fp8.kernels.launch import HP_DTYPES, interpreting, triton_missing
-from foundry_fp8.recipes import DelayedScaling, MXFP8Scaling, Recipe
+from foundry_fp8.kernels.launch import interpreting, triton_missing
+from foundry_fp8.layers.autocast import compute_dtype
+from foundry_fp8.layers.backend import Availability, Backend
+from foundry_fp8.layers.deferred_norm import deferred_norm_of
+from foundry_fp8.layers.linear import FP8Linear
+from foundry_fp8.numerics.recipes import MXFP8Scaling, Recipe
 
-if TYPE_CHECKING:
-    from foundry_fp8.modules.linear import FP8Linear
-
-__all__ = ["NativeBackend", "checked_dtype", "delayed_tensors"]
+__all__ = ["NativeBackend"]
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +55,7 @@ class NativeBackend(Backend):
     """
 
     name: ClassVar[str] = "native"
+    fuses_norms: ClassVar[bool] = True
 
     def __init__(self, *, cache_weights: bool = False, only_where_faster: bool = False) -> None:
         self.cache_weights = cache_weights
@@ -135,10 +135,6 @@ class NativeBackend(Backend):
             )
         return y.view(*x.shape[:-1], module.out_features)
 
-    def fuse(self, model: nn.Module, converted: Mapping[str, FP8Linear]) -> dict[str, Fusion]:
-        """See :meth:`Backend.fuse`: the norm is computed in the quantisation of the linear that reads it."""
-        return fuse_norms(model, converted)
-
     def clear_weight_cache(self) -> None:
         """Forget every cached weight. Optimizer steps call it."""
         self._cache.clear()
@@ -200,37 +196,6 @@ class NativeBackend(Backend):
         elif slot is not None:
             torch.fmax(slot, found.quantized[2][0], out=slot)
         return found.quantized
-
-
-def checked_dtype(module: FP8Linear, x: Tensor) -> torch.dtype:
-    """The dtype in which ``module`` computes on ``x``.
-
-    Raises:
-        ValueError: Another number of features: the kernels pad, so a GEMM might not notice.
-        RuntimeError: Another device than the weight's.
-        TypeError: A dtype that the kernels do not read.
-    """
-    if x.dim() == 0 or x.shape[-1] != module.in_features:
-        raise ValueError(
-            f"{module.fqn}: the input is {tuple(x.shape)}; its last dimension must be in_features={module.in_features}."
-        )
-    if x.device != module.weight.device:
-        raise RuntimeError(
-            f"{module.fqn}: the input is on {x.device}, the weight on {module.weight.device}. Move one of them."
-        )
-    dtype = compute_dtype(x)
-    if dtype not in HP_DTYPES:
-        raise TypeError(f"{module.fqn}: the input is {dtype}; FP8 layers take float32, bfloat16 and float16.")
-    return dtype
-
-
-def delayed_tensors(module: FP8Linear) -> tuple[list[Tensor | None], list[Tensor | None]]:
-    """The scale of x, w and dy, and where to record their amaxes; ``None`` for recipes other than delayed."""
-    if module.slots is None or not isinstance(module.recipe, DelayedScaling):
-        return [None] * 3, [None] * 3
-    scales: list[Tensor | None] = [slot.scale for slot in module.slots.values()]
-    recording = module.recording()
-    return scales, [slot.amax if operand in recording else None for operand, slot in module.slots.items()]
 
 
 def _mx_availability(capability: tuple[int, int]) -> Availability:

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foundry_fp8.backends.base import compute_dtype
-from foundry_fp8.backends.native.backend import NativeBackend, checked_dtype, delayed_tensors
+from foundry_fp8.backends.native.inputs import checked_dtype, delayed_tensors
 from foundry_fp8.backends.native.linear import dgrad_and_wgrad, fprop
 from foundry_fp8.backends.native.operand import Layout, Plan, Source, plan_of
-from foundry_fp8.backends.norm_fusion import DeferredNorm
-from foundry_fp8.modules.linear import FP8Linear
+from foundry_fp8.layers.autocast import compute_dtype
+from foundry_fp8.layers.deferred_norm import DeferredNorm
+from foundry_fp8.layers.linear import FP8Linear
 
 __all__ = ["activation_linear", "deferred_norm_linear", "norm_linear"]
 
@@ -196,7 +196,8 @@ def _run(
     eps: float = 0.0,
     centered: bool = False,
 ) -> Tensor:
-    assert linear.recipe is not None and isinstance(linear.backend, NativeBackend)
+    assert linear.recipe is not None
+    backend: Any = linear.backend
     dtype, plan = checked_dtype(linear, x), plan_of(linear.recipe)
     scales, slots = delayed_tensors(linear)
     with torch.autocast(x.device.type, enabled=False):
@@ -214,7 +215,7 @@ def _run(
             slots[1],
             scales[2],
             slots[2],
-            linear.backend.cached_weight(linear, plan, dtype, scales[1], slots[1]),
+            backend.cached_weight(linear, plan, dtype, scales[1], slots[1]),
             plan,
             kind,
             eps,
@@ -224,7 +225,7 @@ def _run(
 
 
 def _check_linear(linear: FP8Linear) -> None:
-    if not isinstance(linear, FP8Linear) or not isinstance(linear.backend, NativeBackend):
+    if not isinstance(linear, FP8Linear) or linear.backend.name != "native":
         raise TypeError(f"{linear}: only linears converted with backend: native can be fused.")
     if linear.wgrad != "fp8":
         raise TypeError(

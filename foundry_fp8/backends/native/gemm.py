@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from foundry_fp8.formats import e8m0_decode
+from foundry_fp8.numerics.formats import e8m0_decode
 
 __all__ = ["mx_mm", "swizzle_mx_scales", "tensorwise_mm"]
 

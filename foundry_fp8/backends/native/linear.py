@@ -17,16 +17,14 @@ the copies instead, for a whole optimizer step.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from foundry_fp8.backends.native.operand import Layout, Plan, Source, gemm, quantized_view
-from foundry_fp8.formats import E4M3, E5M2
-
-if TYPE_CHECKING:
-    from foundry_fp8.backends.base import Probe
+from foundry_fp8.layers.linear import Probe
+from foundry_fp8.numerics.formats import E4M3, E5M2
 
 __all__ = ["NativeLinear", "dgrad_and_wgrad", "fprop", "quantize_weight"]
 

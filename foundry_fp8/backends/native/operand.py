@@ -8,9 +8,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from foundry_fp8.formats import Float8Format
-from foundry_fp8.quantize import Quantized, quantize_block, quantize_mx
-from foundry_fp8.recipes import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling, Operand, Recipe
+from foundry_fp8.numerics.formats import Float8Format
+from foundry_fp8.numerics.quantize import Quantized, quantize_block, quantize_mx
+from foundry_fp8.numerics.recipes import (
+    BlockScaling,
+    CurrentScaling,
+    DelayedScaling,
+    MXFP8Scaling,
+    Operand,
+    Recipe,
+)
 
 __all__ = ["Layout", "Plan", "Source", "gemm", "plan_of", "quantized_view"]
 

@@ -6,7 +6,6 @@ Operators take tensors, numbers and strings; an output that was not asked for is
 import torch
 from torch import Tensor
 
-from foundry_fp8.formats import E4M3, E5M2, Float8Format
 from foundry_fp8.kernels.block_gemm import block_gemm as block_gemm_kernel
 from foundry_fp8.kernels.blockwise import quantize_blockwise as quantize_blockwise_kernel
 from foundry_fp8.kernels.gated import activation_backward as activation_backward_kernel
@@ -15,6 +14,7 @@ from foundry_fp8.kernels.norms import norm_backward as norm_backward_kernel
 from foundry_fp8.kernels.norms import norm_statistics as norm_statistics_kernel
 from foundry_fp8.kernels.producers import Producer
 from foundry_fp8.kernels.tensorwise import quantize_tensorwise as quantize_tensorwise_kernel
+from foundry_fp8.numerics.formats import E4M3, E5M2, Float8Format
 
 __all__ = [
     "activation_backward",

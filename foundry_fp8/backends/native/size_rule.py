@@ -11,7 +11,7 @@ Llama-3 8B's 4096 x 1024 key and value projections (819) included.
 
 from __future__ import annotations
 
-from foundry_fp8.recipes import BlockScaling, DelayedScaling, Recipe
+from foundry_fp8.numerics.recipes import BlockScaling, DelayedScaling, Recipe
 
 __all__ = ["break_even", "size_reason"]
 

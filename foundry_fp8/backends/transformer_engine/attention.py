@@ -13,22 +13,24 @@ import dataclasses
 import functools
 import importlib
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from foundry_fp8.backends.transformer_engine.attention_requirements import (
+    AttentionMachine,
+    AttentionShape,
+    attention_requirement,
+)
 from foundry_fp8.backends.transformer_engine.backend import library, te_recipe_of
 from foundry_fp8.backends.transformer_engine.delayed import keep_out_of_global_buffers
 from foundry_fp8.backends.transformer_engine.library import release
-from foundry_fp8.modules.attention_mask import AttentionMask
-from foundry_fp8.modules.attention_requirements import AttentionMachine, AttentionShape, attention_requirement
-from foundry_fp8.recipes import DelayedScaling
+from foundry_fp8.layers.attention import AttentionBackend, AttentionRecipe, FP8DotProductAttention
+from foundry_fp8.layers.attention_mask import AttentionMask
+from foundry_fp8.numerics.recipes import DelayedScaling, Recipe
 
-if TYPE_CHECKING:
-    from foundry_fp8.modules.attention import AttentionRecipe, FP8DotProductAttention
-
-__all__ = ["attention_machine", "conversion_reason", "te_attention"]
+__all__ = ["TransformerEngineAttention", "attention_machine"]
 
 _ATTRIBUTE = "_te_attention"
 _PLACES = {
@@ -40,14 +42,6 @@ _PLACES = {
     "dqkv": ("scaling_bwd", "META_DQKV"),
 }
 """Slot -> where TE keeps its quantiser, by the names of TE's own constants."""
-
-
-def conversion_reason(recipe: AttentionRecipe, head_dim: int | None) -> str | None:
-    """Why attention of this head size cannot run on the current GPU at all, or ``None``; the rest is checked when it is called."""
-    if head_dim is None or not torch.cuda.is_available():
-        return None
-    shape = AttentionShape(head_dim=head_dim, sequence=128)
-    return attention_requirement(recipe, shape, attention_machine(torch.device("cuda"))).reason or None
 
 
 def attention_machine(device: torch.device) -> AttentionMachine:
@@ -62,41 +56,62 @@ def attention_machine(device: torch.device) -> AttentionMachine:
     )
 
 
-@torch.compiler.disable
-def te_attention(
-    module: FP8DotProductAttention,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    mask: AttentionMask,
-    softmax_scale: float,
-    dropout_p: float,
-) -> Tensor:
-    """The forward of ``module`` through TE; arguments and result as :meth:`FP8DotProductAttention.forward`.
+class TransformerEngineAttention(AttentionBackend):
+    """FP8 attention through cuDNN's fused kernel."""
 
-    Raises:
-        RuntimeError: cuDNN has no FP8 kernel for this call, with the reason and the way out.
-    """
-    recipe = module.recipe
-    assert isinstance(recipe, DelayedScaling)
-    mask = mask.simplified()
-    _check(module, q, k, mask, recipe)
-    te_recipe = _with_attention(recipe)
-    dpa = _te_module(module, q, k, softmax_scale, dropout_p)
-    dpa.train(module.training)
-    window = None if mask.window is None else (mask.window[0], 0)
-    with library().autocast(te_recipe):
-        dpa.init_fp8_metadata(
-            num_gemms=3
-        )  # makes the quantisers; the forward's own call then returns at once
-        _bind(module, dpa)
-        out = dpa(
-            *(x.transpose(1, 2).contiguous() for x in (q, k, v)),  # "bshd"
-            attn_mask_type="causal" if mask.causal else "no_mask",
-            window_size=window,
+    name: ClassVar[str] = "transformer_engine"
+
+    def recipe_reason(self, recipe: Recipe) -> str | None:
+        """The delayed recipe alone."""
+        if isinstance(recipe, DelayedScaling):
+            return None
+        return (
+            f"through Transformer Engine FP8 attention runs with the delayed recipe alone, not {recipe.name}"
         )
-    return out.unflatten(-1, (q.shape[1], -1)).transpose(1, 2)
+
+    def module_reason(self, recipe: AttentionRecipe, head_dim: int | None) -> str | None:
+        """What the current GPU refuses for every call."""
+        if head_dim is None or not torch.cuda.is_available():
+            return None
+        shape = AttentionShape(head_dim=head_dim, sequence=128)
+        return attention_requirement(recipe, shape, attention_machine(torch.device("cuda"))).reason or None
+
+    @torch.compiler.disable
+    def attend(
+        self,
+        module: FP8DotProductAttention,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: AttentionMask,
+        softmax_scale: float,
+        dropout_p: float,
+    ) -> Tensor:
+        """See :meth:`AttentionBackend.attend`.
+
+        Raises:
+            RuntimeError: cuDNN has no FP8 kernel for this call, with the reason and the way out.
+        """
+        recipe = module.recipe
+        assert isinstance(recipe, DelayedScaling)
+        mask = mask.simplified()
+        _check(module, q, k, mask, recipe)
+        te_recipe = _with_attention(recipe)
+        dpa = _te_module(module, q, k, softmax_scale, dropout_p)
+        dpa.train(module.training)
+        window = None if mask.window is None else (mask.window[0], 0)
+        with library().autocast(te_recipe):
+            dpa.init_fp8_metadata(
+                num_gemms=3
+            )  # makes the quantisers; the forward's own call then returns at once
+            _bind(module, dpa)
+            out = dpa(
+                *(x.transpose(1, 2).contiguous() for x in (q, k, v)),  # "bshd"
+                attn_mask_type="causal" if mask.causal else "no_mask",
+                window_size=window,
+            )
+        return out.unflatten(-1, (q.shape[1], -1)).transpose(1, 2)
 
 
 @functools.lru_cache(maxsize=32)

@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from foundry_fp8.backends.base import Availability, Backend, Fusion, compute_dtype
 from foundry_fp8.backends.emulated.quantizers import quantize_operand
-from foundry_fp8.backends.norm_fusion import DeferredNorm, deferred_norm_of, fuse_norms
 from foundry_fp8.backends.transformer_engine.delayed import bind_slots, keep_out_of_global_buffers
 from foundry_fp8.backends.transformer_engine.library import ImportProblem, Library, load_library
 from foundry_fp8.backends.transformer_engine.nonfinite import keep_non_finite
 from foundry_fp8.backends.transformer_engine.recipes import make_te_recipe
 from foundry_fp8.backends.transformer_engine.requirements import machine_of, requirement
 from foundry_fp8.backends.transformer_engine.wgrad import with_high_precision_wgrad
-from foundry_fp8.recipes import BlockScaling, Operand, Recipe
-
-if TYPE_CHECKING:
-    from foundry_fp8.modules.linear import FP8Linear
+from foundry_fp8.layers.autocast import compute_dtype
+from foundry_fp8.layers.backend import Availability, Backend
+from foundry_fp8.layers.deferred_norm import DeferredNorm, deferred_norm_of
+from foundry_fp8.layers.linear import FP8Linear
+from foundry_fp8.numerics.recipes import BlockScaling, Operand, Recipe
 
 __all__ = ["TransformerEngineBackend"]
 
@@ -43,6 +41,7 @@ class TransformerEngineBackend(Backend):
     """
 
     name: ClassVar[str] = "transformer_engine"
+    fuses_norms: ClassVar[bool] = True
 
     def availability(self, recipe: Recipe, device: torch.device) -> Availability:
         """Checks the device, the installation, TE's own rules, and the limits that TE does not check."""
@@ -89,10 +88,6 @@ class TransformerEngineBackend(Backend):
         """Make the TE module of the configured recipe, so that what cannot be made fails at conversion."""
         module.__dict__[_ATTRIBUTE] = {}
         te_module_of(module, module.configured_recipe)
-
-    def fuse(self, model: nn.Module, converted: Mapping[str, FP8Linear]) -> dict[str, Fusion]:
-        """See :mod:`foundry_fp8.backends.norm_fusion`."""
-        return fuse_norms(model, converted)
 
     def forward_context(self, recipe: Recipe) -> AbstractContextManager[Any]:
         """One autocast around the model's forward; layers enter their own only where it is not theirs."""

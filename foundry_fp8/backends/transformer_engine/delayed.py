@@ -2,14 +2,14 @@
 
 TE's delayed quantiser reads ``scale`` from, and takes the largest |x| into, two tensors that are attributes of a Python
 object and are looked up at every cast. They are pointed at the slots of
-:class:`~foundry_fp8.delayed_scaling.DelayedScalingState`, and the module is kept out of TE's global buffers. What follows:
+:class:`~foundry_fp8.layers.delayed_scaling.DelayedScalingState`, and the module is kept out of TE's global buffers. What follows:
 
 * one state in every backend: saved with the algorithm, fixed shapes, resumes bit-exact, nothing of it in the model;
 * one all-reduce a forward pass, where TE makes two, and none that hangs when ranks run different modules;
 * scales stand still between two training forwards, so a recompute by activation checkpointing is bit-identical without
   TE's stash of scales, and layers may nest their own autocast, which would break TE's own reduction.
 
-The update itself follows TE's kernel (see :mod:`foundry_fp8.delayed_scaling`).
+The update itself follows TE's kernel (see :mod:`foundry_fp8.layers.delayed_scaling`).
 
 Source: TE 2.4 to 2.20, ``pytorch/csrc/quantizer.cpp`` (``Float8Quantizer``), ``pytorch/module/base.py``
 (``prepare_forward``), ``FP8GlobalStateManager.add_fp8_tensors_to_global_buffer``.
@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from foundry_fp8.backends.base import Slots
 from foundry_fp8.backends.transformer_engine.library import Library
+from foundry_fp8.layers.linear import Slots
 
 __all__ = ["bind_slots", "keep_out_of_global_buffers"]
 

@@ -15,7 +15,7 @@ import dataclasses
 from typing import Any
 
 from foundry_fp8.backends.transformer_engine.library import Library
-from foundry_fp8.recipes import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling, Recipe
+from foundry_fp8.numerics.recipes import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling, Recipe
 
 __all__ = ["make_te_recipe"]
 
@@ -34,7 +34,7 @@ def make_te_recipe(recipe: Recipe, library: Library) -> Any:
     """TE's recipe for ``recipe``.
 
     For delayed scaling TE is given a history of one entry: the histories, the scales and their update are
-    :class:`~foundry_fp8.delayed_scaling.DelayedScalingState`'s, and TE's own stay unused.
+    :class:`~foundry_fp8.layers.delayed_scaling.DelayedScalingState`'s, and TE's own stay unused.
 
     Raises:
         RuntimeError: The installed release lacks the recipe, or a field that it needs.

@@ -12,9 +12,9 @@ import functools
 
 import torch
 
-from foundry_fp8.backends.base import Availability
 from foundry_fp8.backends.transformer_engine.library import release
-from foundry_fp8.recipes import BlockScaling, MXFP8Scaling, Recipe
+from foundry_fp8.layers.backend import Availability
+from foundry_fp8.numerics.recipes import BlockScaling, MXFP8Scaling, Recipe
 
 __all__ = ["Machine", "cublas_version", "machine_of", "requirement"]
 

@@ -12,15 +12,15 @@ from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
 
-from foundry_fp8.attention_hosts import HUGGING_FACE_IMPLEMENTATION
 from foundry_fp8.config import ConfigError
+from foundry_fp8.layers.attention_mask import AttentionMask
 from foundry_fp8.models.fog.attention import FogAttention
 from foundry_fp8.models.fog.config import FogConfig
 from foundry_fp8.models.fog.feedforward import MLP, XIELU, GatedMLP, InputScale
 from foundry_fp8.models.fog.norms import LayerScale, RMSNorm
 from foundry_fp8.models.fog.qk import TanhNorm
 from foundry_fp8.models.fog.rope import rope_frequencies, rope_tables
-from foundry_fp8.modules.attention_mask import AttentionMask
+from foundry_fp8.surgery.attention_hosts import HUGGING_FACE_IMPLEMENTATION
 
 __all__ = ["FogBlock", "FogForCausalLM", "FogModel", "FogPreTrainedModel"]
 

@@ -9,7 +9,7 @@ from foundry_fp8.backends import choose_backend
 from foundry_fp8.backends.native import NativeBackend
 from foundry_fp8.backends.native.size_rule import break_even, size_reason
 from foundry_fp8.kernels import launch
-from foundry_fp8.recipes import RECIPES, BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling
+from foundry_fp8.numerics.recipes import RECIPES, BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling
 
 CUDA = torch.device("cuda", 0)
 
@@ -135,7 +135,7 @@ def test_importing_the_package_needs_no_triton():
     code = (
         "import sys; sys.modules['triton'] = None\n"
         "import foundry_fp8, foundry_fp8.backends.native, torch\n"
-        "from foundry_fp8.recipes import CurrentScaling\n"
+        "from foundry_fp8.numerics.recipes import CurrentScaling\n"
         "assert not any(m.startswith('foundry_fp8.kernels.') and m != 'foundry_fp8.kernels.launch' for m in sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -9,10 +9,10 @@ from torch import nn
 
 import foundry_fp8
 from foundry_fp8.backends.native.fused import activation_linear, norm_linear
-from foundry_fp8.backends.norm_fusion import SITES
 from foundry_fp8.kernels.producers import xielu_reference
-from foundry_fp8.recipes import RECIPES
-from foundry_fp8.state import FP8State
+from foundry_fp8.layers.state import FP8State
+from foundry_fp8.numerics.recipes import RECIPES
+from foundry_fp8.surgery.norm_fusion import SITES
 from tests.backends.native.test_linear import CountOps
 
 every_recipe = pytest.mark.parametrize("recipe", RECIPES)

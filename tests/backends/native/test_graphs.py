@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import foundry_fp8
-from foundry_fp8.delayed_scaling import DelayedScalingState
-from foundry_fp8.recipes import DelayedScaling
-from foundry_fp8.state import FP8State
+from foundry_fp8.layers.delayed_scaling import DelayedScalingState
+from foundry_fp8.layers.state import FP8State
+from foundry_fp8.numerics.recipes import DelayedScaling
 
 RECIPES = [
     DelayedScaling(amax_history_len=3),

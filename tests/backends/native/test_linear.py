@@ -8,12 +8,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import foundry_fp8
-from foundry_fp8 import quantize as reference
 from foundry_fp8.backends.native import NativeBackend
 from foundry_fp8.backends.native.fused import activation_linear
-from foundry_fp8.quantize import amax_of, scale_from_amax
-from foundry_fp8.recipes import RECIPES, BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling
-from foundry_fp8.state import FP8State
+from foundry_fp8.layers.state import FP8State
+from foundry_fp8.numerics import quantize as reference
+from foundry_fp8.numerics.quantize import amax_of, scale_from_amax
+from foundry_fp8.numerics.recipes import RECIPES, BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling
 
 every_recipe = pytest.mark.parametrize("recipe", RECIPES)
 RECIPE_VARIANTS = [
@@ -40,7 +40,7 @@ def make(recipe, device, k=96, n=160, bias=True, dtype=torch.float32, **options)
 
 
 def by_reference(x, operand, recipe, along, scale=None):
-    """float64 values of the operand after quantising, by ``foundry_fp8.quantize`` alone."""
+    """float64 values of the operand after quantising, by ``foundry_fp8.numerics.quantize`` alone."""
     fmt = recipe.format(operand)
     if isinstance(recipe, MXFP8Scaling):
         q = reference.quantize_mx(x, (1, 32) if along else (32, 1), fmt)

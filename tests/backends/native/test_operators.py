@@ -11,9 +11,9 @@ from foundry_fp8.backends.native import ops
 from foundry_fp8.backends.native.gemm import swizzle_mx_scales, tensorwise_mm
 from foundry_fp8.backends.native.linear import dgrad_and_wgrad, fprop
 from foundry_fp8.backends.native.operand import Source, plan_of
-from foundry_fp8.formats import E4M3, E5M2
-from foundry_fp8.recipes import BlockScaling, CurrentScaling, DelayedScaling
-from foundry_fp8.state import FP8State
+from foundry_fp8.layers.state import FP8State
+from foundry_fp8.numerics.formats import E4M3, E5M2
+from foundry_fp8.numerics.recipes import BlockScaling, CurrentScaling, DelayedScaling
 from tests.kernels.cases import spread
 
 NOTHING = (None,) * 6

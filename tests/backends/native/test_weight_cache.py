@@ -10,11 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import foundry_fp8
-from foundry_fp8 import ConfigError
 from foundry_fp8.backends import load_backend
 from foundry_fp8.backends.native.fused import activation_linear
-from foundry_fp8.recipes import RECIPES
-from foundry_fp8.state import FP8State
+from foundry_fp8.config import ConfigError
+from foundry_fp8.layers.state import FP8State
+from foundry_fp8.numerics.recipes import RECIPES
 
 every_recipe = pytest.mark.parametrize("recipe", RECIPES)
 

@@ -7,7 +7,7 @@ import torch
 
 from foundry_fp8.backends.transformer_engine import TransformerEngineBackend
 from foundry_fp8.backends.transformer_engine.requirements import Machine, cublas_version, requirement
-from foundry_fp8.recipes import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling
+from foundry_fp8.numerics.recipes import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling
 
 PINNED = {"cuda": (12, 6), "cublas": (12, 6, 4), "te": (2, 8, 0)}
 MODERN = {"cuda": (13, 0), "cublas": (13, 1, 0), "te": (2, 20, 2)}

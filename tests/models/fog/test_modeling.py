@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from foundry_fp8.algorithms.fp8 import apply_fp8
 from foundry_fp8.models.fog import VARIANTS, FogConfig, FogForCausalLM
 from foundry_fp8.models.fog.config import LLAMA31_ROPE_SCALING
+from foundry_fp8.surgery.apply import apply_fp8
 
 
 def build(variant: str, seed: int = 0, **kwargs: Any) -> FogForCausalLM:

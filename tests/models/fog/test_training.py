@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from foundry_fp8.attention_surgery import FP8AttentionState
 from foundry_fp8.config import ConfigError
 from foundry_fp8.models.fog import VARIANTS
+from foundry_fp8.surgery.attention import FP8AttentionState
 from tests.integration.foundry_runs import MPT, SEQ, VOCAB, config, make_data, train
 
 pytestmark = pytest.mark.integration
@@ -266,9 +266,9 @@ def test_lora_trains_its_adapters_alone_and_merges(attention: bool | None, root:
 @pytest.mark.parametrize("tied", [False, True])
 def test_meta_initialisation_and_wrapping_are_foundrys(tied: bool) -> None:
     """What FSDP does on a GPU, done here on the CPU: materialise each module, then call the model's own initialisation."""
-    from foundry_fp8.algorithms.fp8 import apply_fp8
     from foundry_fp8.models.fog.causal_lm import ComposerFogCausalLM
     from foundry_fp8.models.fog.modeling import FogBlock
+    from foundry_fp8.surgery.apply import apply_fp8
 
     kwargs = {
         k: v for k, v in fog("fog-flash", tie_word_embeddings=tied, vocab_size=64).items() if k != "name"

@@ -9,8 +9,8 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from foundry_fp8.algorithms.fp8 import FP8Config
 from foundry_fp8.models.fog import FogConfig, FogForCausalLM
+from foundry_fp8.surgery.apply import FP8Config
 
 ROOT = Path(__file__).parents[3] / "yamls"
 PRETRAIN = sorted((ROOT / "pretrain").glob("fog-*.yaml"))

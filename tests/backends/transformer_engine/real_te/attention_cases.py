@@ -12,14 +12,15 @@ import pytest
 import te_on_cpu
 import torch
 
-from foundry_fp8.attention_surgery import FP8AttentionState, convert_attention
+from foundry_fp8.backends import load_attention_backend
+from foundry_fp8.backends.emulated.attention_reference import attention_reference
 from foundry_fp8.config import ConfigError
-from foundry_fp8.formats import E4M3, E5M2
-from foundry_fp8.modules.attention import FP8DotProductAttention
-from foundry_fp8.modules.attention_mask import AttentionMask
-from foundry_fp8.modules.attention_reference import attention_reference
-from foundry_fp8.quantize import Quantized, quantize_tensor
-from foundry_fp8.recipes import CurrentScaling, DelayedScaling
+from foundry_fp8.layers.attention import FP8DotProductAttention
+from foundry_fp8.layers.attention_mask import AttentionMask
+from foundry_fp8.numerics.formats import E4M3, E5M2
+from foundry_fp8.numerics.quantize import Quantized, quantize_tensor
+from foundry_fp8.numerics.recipes import CurrentScaling, DelayedScaling
+from foundry_fp8.surgery.attention import FP8AttentionState, convert_attention
 
 B, H, HK, S, D = 2, 4, 2, 128, 128
 RECIPE = DelayedScaling(amax_history_len=4)
@@ -140,7 +141,7 @@ def kernel():
 
 
 def build(backend):
-    attention = FP8DotProductAttention(fqn="attn", recipe=RECIPE, backend=backend)
+    attention = FP8DotProductAttention(fqn="attn", recipe=RECIPE, backend=load_attention_backend(backend))
     attention.bias = None
     holder = torch.nn.Linear(1, 1)
     state = FP8AttentionState(holder, {"attn": attention}, RECIPE)

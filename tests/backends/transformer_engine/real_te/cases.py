@@ -12,12 +12,18 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from foundry_fp8 import apply_fp8
-from foundry_fp8.backends import norm_fusion as fusion
 from foundry_fp8.backends.transformer_engine.backend import library, te_module_of, te_recipe_of
-from foundry_fp8.modules.linear import FP8Linear
-from foundry_fp8.recipes import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling, parse_recipe
-from foundry_fp8.state import FP8State
+from foundry_fp8.layers import deferred_norm as fusion
+from foundry_fp8.layers.linear import FP8Linear
+from foundry_fp8.layers.state import FP8State
+from foundry_fp8.numerics.recipes import (
+    BlockScaling,
+    CurrentScaling,
+    DelayedScaling,
+    MXFP8Scaling,
+    parse_recipe,
+)
+from foundry_fp8.surgery.apply import apply_fp8
 
 PER_TENSOR = [
     CurrentScaling(),

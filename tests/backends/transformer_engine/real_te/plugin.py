@@ -7,8 +7,8 @@ import pytest
 import te_on_cpu
 import torch
 
-from foundry_fp8.backends.base import Availability
 from foundry_fp8.backends.transformer_engine import TransformerEngineBackend
+from foundry_fp8.layers.backend import Availability
 
 _TE = te_on_cpu.load(os.environ["TE_WHEEL"])
 

@@ -1,0 +1,170 @@
+"""The functional form: put checkpoints around chosen modules of any model."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import save_on_cpu
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    CheckpointWrapper,
+    checkpoint_wrapper,
+)
+from torch.utils.checkpoint import checkpoint
+
+from foundry_fp8.activations.checkpointing.budget import check_budget
+from foundry_fp8.activations.checkpointing.policy import Policy, check_policy, context_fn_for, policy_name
+from foundry_fp8.activations.checkpointing.targets import Selection, normalize_targets, select
+from foundry_fp8.activations.compression.saved import compresses_inside
+from foundry_fp8.config import ConfigError
+from foundry_fp8.model_structure.wrappers import modules_by_clean_name, replace_module
+
+__all__ = [
+    "ActivationCheckpointingConfig",
+    "CheckpointingReport",
+    "apply_activation_checkpointing",
+    "unwrap",
+    "wrap_selected",
+]
+
+log = logging.getLogger(__name__)
+
+KEY = "algorithms.activation_checkpointing"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ActivationCheckpointingConfig:
+    """What ``algorithms.activation_checkpointing`` takes."""
+
+    targets: Any = None
+    """Which modules: ``null`` for every block, a name, a list of names, a mapping of names to blocks, or a list of
+    ``{target, blocks, policy}`` mappings. Names are LLM Foundry's, class names, or patterns on module names."""
+    policy: Policy = "full"
+    """``full`` keeps nothing; ``selective`` keeps matmul and attention outputs; or a list of ops to keep."""
+    budget: float | str | None = None
+    """Plan the targets from peak memory instead: ``20GiB``, a fraction of what no checkpointing needs, or ``fit``."""
+    offload: bool = False
+    """Move the inputs of the checkpoints to (pinned) host memory between forward and backward."""
+
+    def __post_init__(self) -> None:
+        check_policy(self.policy, f"{KEY}.policy")
+        normalize_targets(self.targets, f"{KEY}.targets")
+        if not isinstance(self.offload, bool):
+            raise ConfigError(f"{KEY}.offload: {self.offload!r} is not true or false.")
+        if self.budget is not None:
+            check_budget(self.budget, f"{KEY}.budget")
+            if self.targets is not None or self.policy != "full":
+                raise ConfigError(
+                    f"{KEY}.budget: the budget chooses targets and policies itself; leave targets and policy out, or "
+                    "remove budget."
+                )
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointingReport:
+    """What was checkpointed."""
+
+    selected: tuple[Selection, ...]
+    offload: bool = False
+
+    def __str__(self) -> str:
+        count: dict[str, int] = {}
+        for selection in self.selected:
+            count[policy_name(selection.policy)] = count.get(policy_name(selection.policy), 0) + 1
+        what = ", ".join(f"{n} x {policy}" for policy, n in count.items()) or "nothing"
+        return f"activation checkpointing: {what}{', boundaries offloaded' if self.offload else ''}"
+
+
+def apply_activation_checkpointing(
+    model: nn.Module,
+    *,
+    targets: Any = None,
+    policy: Policy = "full",
+    offload: bool = False,
+) -> CheckpointingReport:
+    """Recompute the chosen modules in backward instead of keeping what they save. Never reentrant.
+
+    Names, ``state_dict`` keys and parameters stay as they are. The checkpoint goes around the innermost module of a
+    name, hence inside its FSDP1 unit. Autocast and RNG state are restored for the recompute, so it repeats the forward
+    bit for bit where the module itself does. Applying the same twice changes nothing. From a memory budget instead: plan with
+    :func:`~foundry_fp8.planning.memory.planner.plan_memory` and apply the plan.
+
+    Args:
+        model: Changed in place. Plain, or wrapped in DDP, FSDP1 or FSDP2.
+        targets: See :class:`ActivationCheckpointingConfig`.
+        policy: See there.
+        offload: See there.
+
+    Raises:
+        ConfigError: Bad targets or policy.
+    """
+    config = ActivationCheckpointingConfig(targets=targets, policy=policy, offload=offload)
+    selected = select(model, config.targets, config.policy, f"{KEY}.targets")
+    return wrap_selected(model, selected, offload=config.offload)
+
+
+def wrap_selected(
+    model: nn.Module, selected: Iterable[Selection], *, offload: bool = False
+) -> CheckpointingReport:
+    """Wrap modules that :func:`~.targets.select` has chosen, by name.
+
+    Raises:
+        ConfigError: A module compresses its saved tensors itself: saved-tensor hooks inside a checkpoint would switch
+            the checkpoint off without a word.
+    """
+    done = []
+    _switch_off_cache(model)
+    for selection in selected:
+        name, module = modules_by_clean_name(model)[selection.name]
+        parent = model.get_submodule(name.rpartition(".")[0])
+        if isinstance(parent, CheckpointWrapper):
+            continue
+        packer = compresses_inside(module)
+        if packer is not None:
+            inner = f"{selection.name}.{packer}" if packer else selection.name
+            raise ConfigError(
+                f"{KEY}: {inner} compresses what it saves and would lie inside the checkpoint around {selection.name}, "
+                "which then recomputes nothing. Apply activation_checkpointing before activation_compression."
+            )
+        replace_module(model, name, _wrap(module, selection.policy, offload))
+        done.append(selection)
+    return CheckpointingReport(tuple(done), offload)
+
+
+def unwrap(model: nn.Module) -> None:
+    """Take every checkpoint off ``model``."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, CheckpointWrapper):
+            replace_module(model, name, module._checkpoint_wrapped_module)
+
+
+def _switch_off_cache(model: nn.Module) -> None:
+    """Set Hugging Face's ``config.use_cache`` to false: a recompute would append keys to the cache a second time."""
+    for module in model.modules():
+        if not hasattr(
+            module, "get_input_embeddings"
+        ):  # transformers' own models; layers may hold guarded configs
+            continue
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "use_cache", False) is True:
+            log.info("%s: set config.use_cache of %s to false", KEY, type(module).__name__)
+            config.use_cache = False
+
+
+def _wrap(module: nn.Module, policy: Policy, offload: bool) -> nn.Module:
+    if not offload:
+        return checkpoint_wrapper(
+            module, checkpoint_impl=CheckpointImpl.NO_REENTRANT, context_fn=context_fn_for(policy)
+        )
+    return checkpoint_wrapper(module, checkpoint_fn=_offloaded_checkpoint, context_fn=context_fn_for(policy))
+
+
+def _offloaded_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    # Hooks outside the checkpoint see its inputs alone; what is saved inside it is the checkpoint's.
+    with save_on_cpu(pin_memory=torch.cuda.is_available()):
+        return checkpoint(function, *args, use_reentrant=False, **kwargs)

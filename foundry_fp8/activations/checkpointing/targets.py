@@ -1,0 +1,217 @@
+"""From what a YAML names to modules: registry names, class names and patterns, on any decoder.
+
+A target's name is tried as, in this order:
+
+1. a name LLM Foundry knows (``mptblock``, ``grouped_query_attention``, ``mptmlp``, ...), when LLM Foundry is loaded;
+2. the class name of a module inside the blocks (``LlamaDecoderLayer``), subclasses included;
+3. an :mod:`fnmatch` pattern on whole module names (``*.self_attn``).
+
+Foundry's overlap rule (one target a block) holds between names of the first two kinds. Patterns are for what that rule
+forbids, such as attention and MLP of one block checkpointed apart; there, and everywhere, a selected module may not lie
+inside another selected module.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from foundry_fp8.activations.checkpointing.blocks import check_overlap, parse_blocks
+from foundry_fp8.activations.checkpointing.policy import Policy, check_policy
+from foundry_fp8.config import ConfigError, from_mapping, nearest
+from foundry_fp8.model_structure.names import clean_name
+from foundry_fp8.model_structure.selection import transformer_blocks
+from foundry_fp8.model_structure.wrappers import own_class
+
+__all__ = ["Selection", "Target", "normalize_targets", "select"]
+
+
+EVERY_BLOCK = "\0blocks"
+"""The target that no target stands for; no YAML name can equal it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Target:
+    """One target. In a YAML: a mapping with these keys, for what ``{name: blocks}`` cannot say."""
+
+    target: str
+    """Registry name, class name, or fnmatch pattern on module names."""
+    blocks: Any = None
+    """Which blocks, in the grammar of :mod:`.blocks`; ``None`` for all."""
+    policy: Policy | None = None
+    """Overrides the policy of the algorithm for these modules."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Selection:
+    """A module to checkpoint."""
+
+    name: str
+    policy: Policy
+
+
+def normalize_targets(targets: Any, key: str) -> tuple[list[Target], bool]:
+    """The targets as a list, and whether names of one class are merged (Foundry's forms) or kept apart (mappings).
+
+    Args:
+        targets: ``None`` or ``[]`` (all blocks), a name, a list of names, a mapping of names to blocks, or a list of
+            mappings with the keys of :class:`Target`.
+        key: The YAML key, for messages.
+    """
+    if targets is None or targets == []:
+        return [Target(target=EVERY_BLOCK)], True
+    if isinstance(targets, str):
+        return [Target(target=targets)], True
+    if isinstance(targets, list):
+        if all(isinstance(entry, Mapping) for entry in targets):
+            found = [from_mapping(Target, entry, f"{key}[{i}]") for i, entry in enumerate(targets)]
+            for i, entry in enumerate(found):
+                if entry.policy is not None:
+                    check_policy(entry.policy, f"{key}[{i}].policy")
+            return found, False
+        for entry in targets:
+            if not isinstance(entry, str):
+                raise ConfigError(
+                    f"{key}: {entry!r} is not a target name. A list holds names, or only mappings."
+                )
+        return [Target(target=entry) for entry in targets], True
+    if isinstance(targets, Mapping):
+        for name, blocks in targets.items():
+            if not isinstance(name, str):
+                raise ConfigError(f"{key}: {name!r} is not a target name.")
+            if blocks is None:
+                raise ConfigError(f"{key}.{name}: no blocks given. For all of them write {key}: [{name}].")
+        return [Target(target=name, blocks=blocks) for name, blocks in targets.items()], True
+    raise ConfigError(f"{key}: {targets!r} is not a name, a list or a mapping of names to blocks.")
+
+
+def select(model: nn.Module, targets: Any, policy: Policy, key: str) -> list[Selection]:
+    """The modules of ``model`` that ``targets`` names.
+
+    Args:
+        model: Plain, or wrapped in DDP or FSDP (names are those of the plain model).
+        targets: See :func:`normalize_targets`.
+        policy: For targets without their own.
+        key: The YAML key, for messages.
+
+    Returns:
+        In the order of the model. Empty only where the block numbers select nothing (``first-0``).
+
+    Raises:
+        ConfigError: An unknown name (lists what the model has), blocks not of the grammar, overlapping targets, one
+            selected module inside another, or a model without a list of blocks.
+    """
+    blocks = transformer_blocks(model)
+    if not blocks:
+        raise ConfigError(f"{key}: {type(model).__name__} has no list of transformer blocks to checkpoint.")
+    # FSDP and checkpoint wrappers share the clean name of what they wrap and come first: the innermost module stays.
+    inside = [
+        {clean_name(f"{name}.{sub}" if sub else name): module for sub, module in block.named_modules()}
+        for name, block in blocks
+    ]
+    entries, merge = normalize_targets(targets, key)
+    every = frozenset(range(len(blocks)))
+
+    def blocks_of(entry: Target) -> frozenset[int]:
+        return (
+            every
+            if entry.blocks is None
+            else parse_blocks(entry.blocks, len(blocks), f"{key}.{entry.target}")
+        )
+
+    for entry in entries:  # also those that a later spelling of the same class replaces
+        blocks_of(entry)
+    classes, patterns = _resolve(entries, merge, inside, key)
+    by_class = [(cls, entry, blocks_of(entry)) for cls, entry in classes]
+    by_pattern = [(entry, blocks_of(entry)) for entry in patterns]
+    check_overlap(((entry.target, chosen) for _, entry, chosen in by_class), key)
+
+    selected: list[Selection] = []
+    for index, modules in enumerate(inside):
+        for name, module in modules.items():
+            # As in Foundry, the first class that fits decides, also where its blocks leave this one out.
+            first = next((cls for cls, _, _ in by_class if isinstance(module, cls)), None)
+            hits = [e for cls, e, chosen in by_class if cls is first and index in chosen]
+            hits += [e for e, chosen in by_pattern if index in chosen and fnmatch.fnmatchcase(name, e.target)]
+            if len(hits) > 1:
+                raise ConfigError(
+                    f"{key}: {name} is named by both {hits[0].target!r} and {hits[1].target!r}."
+                )
+            if hits:
+                selected.append(Selection(name, hits[0].policy or policy))
+    _check_nested([s.name for s in selected], key)
+    return selected
+
+
+def _resolve(
+    entries: Sequence[Target], merge: bool, inside: Sequence[Mapping[str, nn.Module]], key: str
+) -> tuple[list[tuple[type, Target]], list[Target]]:
+    """Split the targets into ``(class, target)`` pairs and patterns."""
+    modules = {name: module for block in inside for name, module in block.items()}
+    present: dict[str, type] = {}
+    for module in modules.values():
+        own = own_class(module)
+        present.setdefault(own.__name__, own)
+    classes: list[tuple[type, Target]] = []
+    patterns: list[Target] = []
+    for entry in entries:
+        cls = _class_named(entry.target, inside, present)
+        if cls is None:
+            if not any(fnmatch.fnmatchcase(name, entry.target) for name in modules):
+                raise ConfigError(_unknown(entry.target, present, list(modules), key))
+            patterns.append(entry)
+        elif not any(isinstance(module, cls) for module in modules.values()):
+            raise ConfigError(_unknown(entry.target, present, list(modules), key))
+        elif merge and any(cls is other for other, _ in classes):
+            # {"mptblock": ..., "MPTBlock": ...} is one class: as in Foundry, the later one replaces the earlier.
+            classes = [(other, entry if other is cls else old) for other, old in classes]
+        else:
+            classes.append((cls, entry))
+    return classes, patterns
+
+
+def _class_named(
+    name: str, inside: Sequence[Mapping[str, nn.Module]], present: Mapping[str, type]
+) -> type | None:
+    if name == EVERY_BLOCK:
+        return own_class(next(iter(inside[0].values())))
+    # A model made of Foundry's classes has imported Foundry; without it none of its names can match.
+    foundry = sys.modules.get("llmfoundry.models.utils.act_ckpt")
+    if foundry is not None:
+        try:
+            cls = foundry.get_act_ckpt_module(name)
+        except ValueError:  # what it raises for a name it does not know
+            cls = None
+        if isinstance(cls, type):
+            return cls
+    if name in present:
+        return present[name]
+    return {known.lower(): cls for known, cls in present.items()}.get(name.lower())
+
+
+def _unknown(name: str, present: Mapping[str, type], modules: Sequence[str], key: str) -> str:
+    block = modules[0]
+    names = [module.removeprefix(f"{block}.") for module in modules[1:] if module.startswith(f"{block}.")]
+    return (
+        f"{key}: {name!r} names nothing in this model. Its blocks ({block}, ...) hold the classes "
+        f"{', '.join(present)}, and the modules {', '.join(f'*.{n}' for n in names[:12])}"
+        f"{', ...' if len(names) > 12 else ''}.{nearest(name, [*present, *names])}"
+    )
+
+
+def _check_nested(names: Sequence[str], key: str) -> None:
+    chosen = set(names)
+    for name in names:
+        parts = name.split(".")
+        for end in range(1, len(parts)):
+            outer = ".".join(parts[:end])
+            if outer in chosen:
+                raise ConfigError(
+                    f"{key}: {name} lies inside {outer}, which is checkpointed too: its forward would run three "
+                    "times. Select one of them."
+                )

@@ -1,0 +1,1 @@
+"""What is kept between forward and backward in fewer bits, or computed again."""

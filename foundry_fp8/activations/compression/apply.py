@@ -1,0 +1,266 @@
+"""The functional form: keep what chosen modules save for backward packed, or only what the rest can be made from."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+
+from foundry_fp8.activations.compression.fp8 import FP8Saved
+from foundry_fp8.activations.compression.matching import fuse_losses, fuse_mlp, fuse_norm, unfuse
+from foundry_fp8.activations.compression.saved import Compressor, SavedBytes, compresses_inside
+from foundry_fp8.config import ConfigError, check_choice, check_integer, check_patterns, from_mapping, nearest
+from foundry_fp8.layers.linear import FP8Linear
+from foundry_fp8.model_structure.names import clean_name
+from foundry_fp8.model_structure.selection import check_patterns_match, transformer_blocks
+from foundry_fp8.numerics.packed import FORMATS, PackFormat
+
+__all__ = [
+    "KINDS",
+    "ActivationCompressionConfig",
+    "CompressionReport",
+    "Kind",
+    "apply_activation_compression",
+]
+
+KEY = "algorithms.activation_compression"
+
+Kind = Literal["norm", "activation", "boundary", "other", "loss"]
+KINDS: tuple[Kind, ...] = ("norm", "activation", "boundary", "other", "loss")
+
+EXACT = "exact"
+"""The format that packs nothing: fused forms keep their inputs as they are and recompute the rest."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ActivationCompressionConfig:
+    """What ``algorithms.activation_compression`` takes."""
+
+    format: str = "int8"
+    """``int8`` (most accurate at 8 bits), ``e4m3``, ``int4`` (twice as small, ten times the error), or ``exact``:
+    nothing is rounded; fused norms and MLPs keep their inputs as they are and recompute the rest."""
+    block_size: int | None = None
+    """Elements that share a scale; ``null`` for 128 (int4: 32)."""
+    targets: Sequence[str] | Mapping[str, str] = ("*",)
+    """Patterns on the names of the blocks and of what they hold, or ``{pattern: format}``, where the first pattern that
+    matches a name counts. Of nested matches of one format the outermost is taken; an empty list changes only the loss."""
+    include_checkpoint_boundaries: bool = True
+    """Pack the inputs of activation checkpoints too."""
+    overrides: Mapping[Kind, str] = dataclasses.field(default_factory=dict)
+    """Another format for one kind: ``norm`` and ``activation`` (inputs of fused norms and activation functions),
+    ``boundary`` (inputs of checkpointed blocks), ``other``. ``none`` leaves the kind as it is. ``loss`` (``exact`` or
+    ``none``) is the cross-entropy, which keeps the logits and recomputes their softmax."""
+    min_numel: int = 32768
+    """Tensors with fewer elements are left alone."""
+
+    def __post_init__(self) -> None:
+        check_choice(f"{KEY}.format", self.format, (*FORMATS, EXACT))
+        if isinstance(self.targets, Mapping):
+            for pattern, name in self.targets.items():
+                check_choice(f"{KEY}.targets.{pattern}", name, (*FORMATS, EXACT))
+        else:
+            check_patterns(f"{KEY}.targets", self.targets)
+        check_integer(f"{KEY}.min_numel", self.min_numel)
+        if not isinstance(self.include_checkpoint_boundaries, bool):
+            raise ConfigError(
+                f"{KEY}.include_checkpoint_boundaries: {self.include_checkpoint_boundaries!r} is not true or false."
+            )
+        if self.block_size is not None:
+            check_integer(f"{KEY}.block_size", self.block_size, minimum=16)
+        for kind, name in self.overrides.items():
+            if kind not in KINDS:
+                raise ConfigError(
+                    f"{KEY}.overrides.{kind}: unknown kind. It takes {', '.join(KINDS)}.{nearest(kind, KINDS)}"
+                )
+            choices = (EXACT, "none") if kind == "loss" else (*FORMATS, EXACT, "none")
+            check_choice(f"{KEY}.overrides.{kind}", name, choices)
+        if not self.targets and not self.fuses("loss"):
+            raise ConfigError(
+                f"{KEY}.targets: an empty list and overrides.loss: none change nothing. Remove the algorithm instead."
+            )
+        for kind in KINDS[:-1]:
+            for name in self.formats.values():
+                self.pack_format(kind, name)
+
+    @property
+    def formats(self) -> dict[str, str]:
+        """``{pattern: format}``."""
+        targets = self.targets
+        return dict(targets) if isinstance(targets, Mapping) else dict.fromkeys(targets, self.format)
+
+    def fuses(self, kind: Kind) -> bool:
+        """Whether modules of a kind get their fused form."""
+        return self.overrides.get(kind) != "none"
+
+    def pack_format(self, kind: Kind, name: str) -> PackFormat | None:
+        """How one kind is packed in a target of the format ``name``; ``None`` where it is not."""
+        name = self.overrides.get(kind, name)
+        if name in ("none", EXACT):
+            return None
+        block = self.block_size if self.block_size is not None and name == self.format else 0
+        try:
+            return PackFormat(name=name, block=block)  # type: ignore[arg-type]
+        except ConfigError as error:
+            raise ConfigError(f"{KEY}.{error}") from error
+
+
+@dataclasses.dataclass(frozen=True)
+class CompressionReport:
+    """What was attached where.
+
+    Attributes:
+        rows: ``(module name, "hooks" | "boundary" | "fused norm" | "fused mlp" | "fused loss" | "fp8" | "left", reason)``;
+            the reason is the format, where there is one.
+        compressors: One a target, in the order of the model.
+        undo: Takes everything off again.
+    """
+
+    rows: tuple[tuple[str, str, str], ...]
+    compressors: tuple[Compressor, ...]
+    undo: Callable[[], None]
+
+    def __str__(self) -> str:
+        count: dict[str, int] = {}
+        for _, action, _ in self.rows:
+            count[action] = count.get(action, 0) + 1
+        return "activation compression: " + ", ".join(f"{n} x {action}" for action, n in count.items())
+
+    @property
+    def saved(self) -> SavedBytes:
+        """The bytes that the hooks packed and passed since the report was made (fused forms keep theirs apart)."""
+        total = SavedBytes()
+        for compressor in self.compressors:
+            total.original += compressor.saved.original
+            total.packed += compressor.saved.packed
+            total.passed += compressor.saved.passed
+            total.left_out += compressor.saved.left_out
+        return total
+
+
+def apply_activation_compression(model: nn.Module, **options: Any) -> CompressionReport:
+    """Keep what the chosen modules save for backward packed, or only what the rest can be made from (``format="exact"``).
+
+    The forward stays exact; gradients get the rounding of what is packed. Apply it after
+    :func:`~foundry_fp8.activations.checkpointing.apply.apply_activation_checkpointing`, before or after wrapping in
+    DDP or FSDP. Double backward and torch.compile are not supported.
+
+    Args:
+        model: Changed in place; parameters, names and ``state_dict`` stay.
+        **options: The fields of :class:`ActivationCompressionConfig`.
+
+    Raises:
+        ConfigError: Bad options, a pattern that matches nothing, a target inside a checkpoint, or applied twice.
+    """
+    config = from_mapping(ActivationCompressionConfig, options, KEY)
+    if compresses_inside(model) is not None:
+        raise ConfigError(f"{KEY}: the model compresses its activations already. Apply it once.")
+    rows: list[tuple[str, str, str]] = []
+    compressors: list[Compressor] = []
+    fp8 = FP8Saved()
+    targets = _targets(model, config)
+    for name, (module, form) in targets.items():
+        checkpointed = isinstance(module, CheckpointWrapper)
+        fmt = config.pack_format("boundary" if checkpointed else "other", form)
+        if checkpointed and not config.include_checkpoint_boundaries:
+            rows.append((name, "left", "a checkpoint, and include_checkpoint_boundaries is false"))
+            continue
+        compressor = Compressor(fmt, min_numel=config.min_numel)
+        compressor.attach(module)
+        compressors.append(compressor)
+        rows.append((name, "boundary" if checkpointed else "hooks", fmt.name if fmt else EXACT))
+        if not checkpointed:
+            rows += _inside(name, module, form, set(targets) - {name}, config, fp8, compressors)
+    unfuse_losses = []
+    if config.fuses("loss"):
+        for name, unfuse_loss in fuse_losses(model):
+            rows.append((name, "fused loss", EXACT))
+            unfuse_losses.append(unfuse_loss)
+
+    def undo() -> None:
+        for compressor in (*compressors, fp8):
+            compressor.detach(model)
+        for module in model.modules():
+            unfuse(module)
+        for unfuse_loss in unfuse_losses:
+            unfuse_loss()
+
+    return CompressionReport(tuple(rows), tuple(compressors), undo)
+
+
+def _targets(model: nn.Module, config: ActivationCompressionConfig) -> dict[str, tuple[nn.Module, str]]:
+    """``{name: (module, format)}``: checkpoint wrappers in place of what they wrap, nothing nested in its own format."""
+    found: dict[str, tuple[nn.Module, bool]] = {}
+    for block_name, block in transformer_blocks(model):
+        for sub, module in block.named_modules(prefix=block_name):
+            name = clean_name(sub)
+            if name in found and isinstance(found[name][0], CheckpointWrapper):
+                continue
+            inside = any(
+                isinstance(model.get_submodule(sub[:end]), CheckpointWrapper)
+                for end in (i for i, c in enumerate(sub) if c == ".")
+            )
+            found[name] = (module, inside)
+    if not found:
+        raise ConfigError(f"{KEY}: {type(model).__name__} has no list of transformer blocks.")
+    formats = config.formats
+    check_patterns_match(list(formats), list(found), f"{KEY}.targets", "modules inside blocks")
+    chosen: dict[str, tuple[nn.Module, str]] = {}
+    for name, (module, inside) in found.items():
+        form = next((f for pattern, f in formats.items() if fnmatch.fnmatchcase(name, pattern)), None)
+        around = max((outer for outer in chosen if name.startswith(f"{outer}.")), key=len, default=None)
+        if form is None or (around is not None and chosen[around][1] == form):
+            continue
+        if inside:
+            raise ConfigError(
+                f"{KEY}.targets: {name} lies inside an activation checkpoint. Hooks there would switch the checkpoint "
+                "off; name the checkpointed module instead, to pack its inputs."
+            )
+        chosen[name] = (module, form)
+    return chosen
+
+
+def _inside(
+    target: str,
+    module: nn.Module,
+    form: str,
+    others: set[str],
+    config: ActivationCompressionConfig,
+    fp8: FP8Saved,
+    compressors: list[Compressor],
+) -> list[tuple[str, str, str]]:
+    """What lies inside a target, and in no other, and is not left to its hooks: fused forms, FP8 linears, checkpoints."""
+    rows: list[tuple[str, str, str]] = []
+    skipped: list[str] = []
+    for sub, child in module.named_modules(prefix=target):
+        name = clean_name(sub)
+        if any(sub.startswith(f"{around}.") for around in skipped):
+            continue
+        if name in others:
+            skipped.append(sub)
+        elif isinstance(child, CheckpointWrapper):
+            skipped.append(sub)
+            if not config.include_checkpoint_boundaries:
+                keep = Compressor(None)
+                keep.attach(child)
+                compressors.append(keep)
+                rows.append((name, "left", "a checkpoint, and include_checkpoint_boundaries is false"))
+        elif isinstance(child, FP8Linear):
+            fp8.attach(child)
+            rows.append((name, "fp8", "its input is kept in FP8 already"))
+        else:
+            fused: tuple[tuple[Kind, Callable[..., bool]], ...] = (
+                ("norm", fuse_norm),
+                ("activation", fuse_mlp),
+            )
+            for kind, fuse in fused:
+                fmt = config.pack_format(kind, form)
+                if config.fuses(kind) and fuse(child, fmt):
+                    rows.append(
+                        (name, f"fused {'mlp' if kind == 'activation' else kind}", fmt.name if fmt else EXACT)
+                    )
+                    break
+    return rows

@@ -1,0 +1,212 @@
+"""Activation functions that keep their inputs, packed or as they are, and recompute everything else in backward.
+
+    gated      h = act(gate) * up, y = h @ W.T + b    keeps gate and up; act(gate), h are recomputed
+    plain      h = act(x),         y = h @ W.T + b    keeps x; act may be xIELU with its two trainable slopes
+
+The forward is the module's own expression, so it is exact. Backward uses the closed forms below on what was kept.
+
+Source:
+    DeepSeek-V3 (arXiv:2412.19437) section 3.3.3 keeps SwiGLU inputs in FP8 and recomputes its output; COAT
+    (arXiv:2410.19313) section 4 does so for activation functions with per-group scales.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from foundry_fp8.activations.compression.recompute import Kept, fuses, keep, kept_form, kept_of, kept_values
+from foundry_fp8.layers.autocast import autocast_type
+from foundry_fp8.numerics.packed import Packed, PackFormat
+
+__all__ = ["ActivationKind", "packed_activation", "packed_activation_linear"]
+
+ActivationKind = Literal["silu", "gelu", "gelu_tanh", "xielu"]
+
+
+def packed_activation(
+    gate: Tensor,
+    up: Tensor | None,
+    act: Callable[[Tensor], Tensor],
+    kind: ActivationKind,
+    fmt: PackFormat | None,
+    *,
+    slopes: Tensor | None = None,
+) -> Tensor:
+    """``act(gate) * up`` (``act(gate)`` without ``up``) that keeps nothing but its inputs.
+
+    Args:
+        gate: Any shape, hp.
+        up: The shape and dtype of ``gate``, or ``None``.
+        act: The activation function, for an exact forward.
+        kind: Which function ``act`` is, for backward.
+        fmt: How to pack them; ``None`` keeps them as they are, and gradients are exact.
+        slopes: xIELU's ``(alpha_p, alpha_n)``, float32 ``[2]``, which get their gradients from here.
+    """
+    if not fuses(gate, up):
+        return _product(act, gate, up)
+    return _PackedActivation.apply(gate, up, None, None, slopes, act, kind, fmt)
+
+
+def packed_activation_linear(
+    gate: Tensor,
+    up: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    act: Callable[[Tensor], Tensor],
+    kind: ActivationKind,
+    fmt: PackFormat | None,
+    *,
+    slopes: Tensor | None = None,
+) -> Tensor:
+    """``F.linear(act(gate) * up, weight, bias)``; the product, the linear's input, is recomputed too.
+
+    Args:
+        gate: ``[..., in_features]``, hp.
+        up: The same, or ``None``.
+        weight: ``[out_features, in_features]``.
+        bias: ``[out_features]`` or ``None``.
+        act: See :func:`packed_activation`.
+        kind: See there.
+        fmt: See there.
+        slopes: See there.
+    """
+    if not fuses(gate, up):
+        return F.linear(_product(act, gate, up), weight, bias)
+    return _PackedActivation.apply(gate, up, weight, bias, slopes, act, kind, fmt)
+
+
+def _product(act: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor | None) -> Tensor:
+    return act(gate) if up is None else act(gate) * up
+
+
+class _PackedActivation(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        gate: Tensor,
+        up: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        slopes: Tensor | None,
+        act: Callable[[Tensor], Tensor],
+        kind: ActivationKind,
+        fmt: PackFormat | None,
+    ) -> Tensor:
+        ctx.act, ctx.kind, ctx.shape = act, kind, gate.shape
+        ctx.dtype, ctx.numel = gate.dtype, gate.numel()
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        keep(ctx, [kept_form(x, fmt) for x in (gate, up) if x is not None], weight, slopes)
+        h = _product(act, gate, up)
+        if weight is None:
+            ctx.again = _activation_again
+            return h
+        y = F.linear(h, weight, bias)  # autocast, where it is on, acts here as in nn.Linear
+        ctx.compute_dtype = y.dtype
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        kept, (weight, slopes) = kept_of(ctx)
+        db = None
+        found: tuple[Tensor | None, ...]
+        with torch.autocast(autocast_type(dy.device), enabled=False):
+            gate, up = kept[0], kept[1] if len(kept) == 2 else None
+            if _kernel_takes(gate) and _kernel_takes(up) and ctx.kind in ("silu", "gelu"):
+                found = (*_gradients_by_kernel(ctx, dy, gate, up, weight), None)  # type: ignore[arg-type]
+            else:
+                found = _gradients(ctx, dy, gate, up, weight, slopes)
+            if ctx.bias_dtype is not None and ctx.needs_input_grad[3]:
+                db = dy.flatten(0, -2).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+        dgate, dup, dw, dslopes = found
+        return dgate, dup, dw, db, dslopes, None, None, None
+
+
+def _dh(ctx: Any, dy: Tensor, weight: Tensor | None) -> Tensor:
+    return dy if weight is None else (dy @ weight.to(ctx.compute_dtype)).to(ctx.dtype)
+
+
+def _dw(ctx: Any, dy: Tensor, weight: Tensor, h: Tensor) -> Tensor:
+    return (dy.flatten(0, -2).t() @ h.to(ctx.compute_dtype).flatten(0, -2)).to(weight.dtype)
+
+
+def _kernel_takes(kept: Kept | None) -> bool:
+    return isinstance(kept, Packed) and kept.codes.is_cuda and kept.fmt.name != "int4"
+
+
+def _gradients_by_kernel(
+    ctx: Any, dy: Tensor, gate: Packed, up: Packed, weight: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """``(dgate, dup, dw)`` from the codes themselves, in one pass."""
+    from foundry_fp8.kernels.packing import gated_backward
+
+    dh = _dh(ctx, dy, weight)
+    dgate, dup, h = (x.view(ctx.shape) for x in gated_backward(dh.reshape(-1), gate, up, ctx.kind))
+    return dgate, dup, _dw(ctx, dy, weight, h) if weight is not None and ctx.needs_input_grad[2] else None
+
+
+def _gradients(
+    ctx: Any, dy: Tensor, kept_gate: Kept, kept_up: Kept | None, weight: Tensor | None, slopes: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """``(dgate, dup, dw, dslopes)``.
+
+    The weight's gradient comes first, and h goes before dh comes: together they would be the peak of the step.
+    """
+    gate = kept_values(kept_gate, ctx.shape)
+    up = None if kept_up is None else kept_values(kept_up, ctx.shape)
+    dw = dup = None
+    if weight is not None and ctx.needs_input_grad[2]:
+        dw = _dw(ctx, dy, weight, ctx.act(gate) if up is None else (dup := ctx.act(gate)) * up)
+    dh = _dh(ctx, dy, weight)
+    if up is not None:
+        dup = (ctx.act(gate) if dup is None else dup).mul_(dh)
+        dh = dh * up
+    if slopes is not None:
+        dgate, dslopes = _xielu_backward(dh, gate, slopes)
+        return dgate, dup, dw, dslopes
+    return _activation_backward(dh, gate, ctx.kind), dup, dw, None
+
+
+def _activation_again(ctx: Any) -> Tensor:
+    gate, *up = (kept_values(k, ctx.shape) for k in kept_of(ctx)[0])
+    with torch.no_grad():
+        return _product(ctx.act, gate, up[0] if up else None)
+
+
+def _activation_backward(dh: Tensor, x: Tensor, kind: ActivationKind) -> Tensor:
+    """``dh * act'(x)``."""
+    if kind == "silu":
+        return torch.ops.aten.silu_backward(dh, x)
+    return torch.ops.aten.gelu_backward(dh, x, approximate="tanh" if kind == "gelu_tanh" else "none")
+
+
+def _xielu_backward(dh: Tensor, x: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor]:
+    """``dh * f'(x)``, and the gradient of ``slopes = (ap, an)``, float32, of :class:`~foundry_fp8.models.fog.feedforward.XIELU`::
+
+        x > 0:   f' = 2 ap x + 1/2          df/dap = x^2
+        x <= 0:  f' = an expm1(x) + 1/2     df/dan = expm1(x) - x       expm1 at min(x, -1e-6)
+
+    Autograd of the clamp has ``1/2 - an`` between -1e-6 and 0, a jump that an input rounded to 0 would fall into.
+    """
+    if dh.is_cuda:
+        from foundry_fp8.kernels.gated import activation_backward
+        from foundry_fp8.kernels.producers import Producer
+
+        source = Producer.activation("xielu", x.reshape(-1, x.shape[-1]), alpha=slopes)
+        dx, _, dslopes = activation_backward(dh.reshape(-1, x.shape[-1]), source)
+        assert dslopes is not None
+        return dx.view(x.shape), dslopes
+    dtype, dh, x = x.dtype, dh.float(), x.float()
+    ap, an = slopes.unbind()
+    positive = x > 0
+    bend = torch.expm1(x.clamp(max=-1e-6))
+    dx = dh * torch.where(positive, 2.0 * ap * x, an * bend).add_(0.5)
+    dap = torch.where(positive, dh * x.square(), 0.0).sum()
+    dan = torch.where(positive, 0.0, dh * (bend - x)).sum()
+    return dx.to(dtype), torch.stack((dap, dan))

@@ -1,0 +1,87 @@
+"""What fused forms keep for backward, and how hooks ask them to make their output again instead of keeping that too.
+
+A fused form is a custom autograd function whose node carries ``again``, a function from the node to the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foundry_fp8.activations.compression.packing import pack, packable, unpack
+from foundry_fp8.layers.autocast import autocast_type
+from foundry_fp8.numerics.packed import Packed, PackFormat
+
+__all__ = ["Kept", "Repeat", "fuses", "keep", "kept_form", "kept_of", "kept_values", "made_again"]
+
+Kept = Packed | Tensor
+
+_RESHAPES_AND_CASTS = frozenset(
+    f"{name}Backward0"
+    for name in ("View", "UnsafeView", "ReshapeAlias", "ToCopy", "Alias", "Detach", "Unsqueeze", "Squeeze")
+)
+
+
+def made_again(x: Tensor) -> Callable[[], Tensor] | None:
+    """How backward can make ``x`` again from what a fused form keeps, if ``x`` is its output, reshaped or cast."""
+    node = x.grad_fn
+    while node is not None and node.name() in _RESHAPES_AND_CASTS:
+        node = node.next_functions[0][0]
+    again = getattr(node, "again", None)
+    if again is None or node.numel != x.numel() or not x.is_contiguous():  # type: ignore[union-attr]
+        return None
+    dtype, shape = x.dtype, x.shape
+    return lambda: again(node).to(dtype).view(shape)
+
+
+class Repeat:
+    """An expression and the autocast it ran under, so that backward repeats it bit for bit."""
+
+    def __init__(self, expression: Callable[..., Tensor], device: torch.device) -> None:
+        self.expression, self.type = expression, autocast_type(device)
+        self.autocast = torch.is_autocast_enabled(self.type)
+        self.dtype = torch.get_autocast_dtype(self.type)
+
+    def __call__(self, *args: Tensor) -> Tensor:
+        """The expression, without gradients."""
+        with torch.no_grad(), torch.autocast(self.type, enabled=self.autocast, dtype=self.dtype):
+            return self.expression(*args)
+
+
+def fuses(x: Tensor, other: Tensor | None = None) -> bool:
+    """Whether a fused form takes these inputs; without gradients and for other dtypes the plain expression runs."""
+    if not torch.is_grad_enabled() or not packable(x):
+        return False
+    return other is None or (packable(other) and other.dtype == x.dtype and other.shape == x.shape)
+
+
+def kept_form(x: Tensor, fmt: PackFormat | None) -> Kept:
+    """``x`` packed, or ``x``."""
+    return x if fmt is None else pack(x, fmt)
+
+
+def kept_values(kept: Kept, shape: torch.Size) -> Tensor:
+    """The values, not to be written to."""
+    return unpack(kept).view(shape) if isinstance(kept, Packed) else kept.reshape(shape)
+
+
+def keep(ctx: Any, kept: list[Kept], *others: Tensor | None) -> None:
+    """Save for backward, where :func:`kept_of` finds it."""
+    tensors: list[Tensor | None] = []
+    ctx.layout = []
+    for k in kept:
+        tensors += (k.codes, k.scale_inv) if isinstance(k, Packed) else (k,)
+        ctx.layout.append((k.fmt, k.numel, k.dtype) if isinstance(k, Packed) else None)
+    ctx.save_for_backward(*tensors, *others)
+
+
+def kept_of(ctx: Any) -> tuple[list[Kept], list[Tensor | None]]:
+    """What :func:`keep` was given."""
+    tensors = list(ctx.saved_tensors)
+    kept: list[Kept] = []
+    for layout in ctx.layout:
+        kept.append(tensors.pop(0) if layout is None else Packed(tensors.pop(0), tensors.pop(0), *layout))
+    return kept, tensors

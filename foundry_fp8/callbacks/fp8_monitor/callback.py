@@ -1,0 +1,157 @@
+"""The Composer callback ``fp8_monitor``."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from composer.core import State
+from composer.loggers import Logger
+
+from foundry_fp8.callbacks.base import Monitor, model_of
+from foundry_fp8.config import check_integer
+from foundry_fp8.model_structure.names import clean_name
+from foundry_fp8.model_structure.selection import block_index_of, transformer_blocks
+from foundry_fp8.numerics.recipes import DelayedScaling, Operand
+from foundry_fp8.observe.operand_health import Health, HealthProbe
+
+__all__ = ["FP8Monitor", "FP8MonitorConfig"]
+
+log = logging.getLogger(__name__)
+
+KEY = "callbacks.fp8_monitor"
+
+LOWER_IS_WORSE = ("sqnr_db",)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FP8MonitorConfig:
+    """The YAML under ``callbacks.fp8_monitor``."""
+
+    interval: int = 10
+    """Batches between two measurements. Nothing is measured in the batches between."""
+    worst: int = 5
+    """Log every figure of the linears with the lowest SQNR, this many for each operand."""
+    per_layer: bool = True
+    """Log the worst figure of every transformer block."""
+
+    def __post_init__(self) -> None:
+        check_integer(f"{KEY}.interval", self.interval, minimum=1)
+        check_integer(f"{KEY}.worst", self.worst)
+
+
+class FP8Monitor(Monitor):
+    """Measures what quantisation does to ``x``, ``w`` and ``dy`` of every converted linear, on this rank.
+
+    Works with every backend that calls the linear's probe. Each due batch costs a few passes over each operand, and one
+    copy of the results to the host.
+
+    Args:
+        **options: The fields of :class:`FP8MonitorConfig`.
+    """
+
+    key = "fp8_monitor"
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(FP8MonitorConfig, options)
+        self._probe: HealthProbe | None = None
+        self._layers: dict[str, int | None] = {}
+        self._due = False
+        self._scales: dict[tuple[str, Operand], tuple[float, int]] = {}
+        """Last scale seen, and the batch in which it was first seen."""
+
+    def detach(self) -> None:
+        """Stop measuring."""
+        if self._probe is not None:
+            self._probe.detach()
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        """Find the converted linears."""
+        self._probe = HealthProbe(model_of(state), self.guarded)
+        blocks = [(clean_name(name), block) for name, block in transformer_blocks(model_of(state))]
+        self._layers = {name: block_index_of(name, blocks) for name in self._probe.modules}
+        if not self._probe.modules:
+            log.warning(
+                "%s: the model has no FP8 linear, so nothing is measured. Is `algorithms.fp8` in the YAML?",
+                KEY,
+            )
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        """Attach if this batch is due."""
+        self._due = (state.timestamp.batch.value + 1) % self.config.interval == 0
+        if self._due and self._probe is not None:
+            self._probe.attach()
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        """Detach and log."""
+        if not self._due or self._probe is None:
+            return
+        self._due = False
+        self._probe.detach()
+        found = self._probe.collect()
+        if found:
+            logger.log_metrics(self._metrics(found, state.timestamp.batch.value))
+
+    def _metrics(self, found: Mapping[tuple[str, Operand], Health], batch: int) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        for operand in ("x", "w", "dy"):
+            of_operand = {name: health for (name, op), health in found.items() if op == operand}
+            if not of_operand:
+                continue
+            for stat in ("saturated", "flushed", "sqnr_db"):
+                values = {name: getattr(health, stat) for name, health in of_operand.items()}
+                metrics[f"fp8/{stat}/{operand}/mean"] = _mean(values.values())
+                metrics[f"fp8/{stat}/{operand}/worst"] = _worst(stat, values.values())
+                if self.config.per_layer:
+                    metrics |= self._by_layer(f"fp8/{stat}/{operand}", stat, values)
+            ages = self._ages({(name, operand): health for name, health in of_operand.items()}, batch)
+            if ages:
+                metrics[f"fp8/scale_age/{operand}/mean"] = _mean(ages)
+                metrics[f"fp8/scale_age/{operand}/worst"] = max(ages)
+            for name in sorted(of_operand, key=lambda n: _rank(of_operand[n].sqnr_db))[: self.config.worst]:
+                for field, value in dataclasses.asdict(of_operand[name]).items():
+                    metrics[f"fp8_worst/{operand}/{name}/{field}"] = value
+        return metrics
+
+    def _by_layer(self, prefix: str, stat: str, values: Mapping[str, float]) -> dict[str, float]:
+        layers: dict[int, list[float]] = defaultdict(list)
+        for name, value in values.items():
+            layer = self._layers[name]
+            if layer is not None:
+                layers[layer].append(value)
+        return {f"{prefix}/layer_{layer:03d}": _worst(stat, found) for layer, found in sorted(layers.items())}
+
+    def _ages(self, found: Mapping[tuple[str, Operand], Health], batch: int) -> list[float]:
+        """Batches for which each delayed scale has been seen unchanged (to the monitor's interval)."""
+        assert self._probe is not None
+        ages = []
+        for where, health in found.items():
+            if not isinstance(self._probe.modules[where[0]].recipe, DelayedScaling):
+                continue
+            scale, since = self._scales.get(where, (math.nan, batch))
+            if health.scale != scale:
+                since = batch
+            self._scales[where] = health.scale, since
+            ages.append(float(batch - since))
+        return ages
+
+
+def _rank(value: float) -> float:
+    return -math.inf if math.isnan(value) else value
+
+
+def _worst(stat: str, values: Iterable[float]) -> float:
+    """NaN is worse than anything."""
+    found = list(values)
+    if any(math.isnan(value) for value in found):
+        return math.nan
+    return min(found) if stat in LOWER_IS_WORSE else max(found)
+
+
+def _mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return sum(found) / len(found)

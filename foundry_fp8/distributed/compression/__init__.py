@@ -1,0 +1,1 @@
+"""Gradients and parameters compressed under DDP, FSDP1 and FSDP2."""

@@ -1,0 +1,93 @@
+"""``apply_compressed_communication``: compress what a wrapped model sends. Needs torch alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+
+from foundry_fp8.config import ConfigError, from_mapping
+from foundry_fp8.distributed.agreement import agree, check_all_to_all
+from foundry_fp8.distributed.compression.config import KEY, CompressionConfig
+from foundry_fp8.distributed.compression.ddp import attach_ddp
+from foundry_fp8.distributed.compression.fsdp1 import attach_fsdp1
+from foundry_fp8.distributed.compression.fsdp2 import attach_fsdp2
+from foundry_fp8.distributed.compression.runtime import Compression
+
+__all__ = ["apply_compressed_communication", "wrapper_of"]
+
+ATTACHED = "_foundry_fp8_compression"
+
+
+def wrapper_of(model: nn.Module) -> str | None:
+    """``ddp``, ``fsdp1``, ``fsdp2``, or ``None`` for a model that nothing has wrapped (yet)."""
+    if isinstance(model, DistributedDataParallel):
+        return "ddp"
+    kinds = {
+        "fsdp1" if isinstance(module, FullyShardedDataParallel) else "fsdp2"
+        for module in model.modules()
+        if isinstance(module, FullyShardedDataParallel | FSDPModule)
+    }
+    if len(kinds) > 1:
+        raise ConfigError(f"{KEY}: the model mixes FSDP1 and FSDP2 modules, which is not supported.")
+    return next(iter(kinds), None)
+
+
+def apply_compressed_communication(
+    model: nn.Module, *, compression: Compression | None = None, **options: Any
+) -> Compression:
+    """Compress the gradients (and parameters) that ``model`` sends, from its next step on.
+
+    Applying it twice to one model changes nothing. Call :meth:`Compression.start_batch` before each batch if ``warmup``
+    or error sampling is wanted; the Algorithm does.
+
+    Args:
+        model: Wrapped by DDP, FSDP1 or FSDP2 (1-D or 2-D mesh); modified in place. Parameters, their names and the
+            model's state dict stay as they are.
+        compression: State to attach, where a checkpoint was loaded into it before.
+        **options: The fields of :class:`CompressionConfig`.
+
+    Returns:
+        The attached state: report, traffic, residuals.
+
+    Raises:
+        ConfigError: Options that are not valid, or that this wrapper cannot do.
+        RuntimeError: No process group, one rank, ranks that disagree, or a backend without all-to-all.
+    """
+    attached = getattr(model, ATTACHED, None)
+    if attached is not None:
+        return attached
+    compression = (
+        Compression(from_mapping(CompressionConfig, options, KEY)) if compression is None else compression
+    )
+    config = compression.config
+    kind = wrapper_of(model)
+    if not dist.is_initialized() or dist.get_world_size() < 2:
+        raise RuntimeError(
+            f"{KEY} needs at least two ranks: with one, nothing is sent. Remove it from this run."
+        )
+    agree(KEY, json.dumps({"wrapper": kind, **dataclasses.asdict(config)}, sort_keys=True))
+    if kind is None:
+        raise ConfigError(
+            f"{KEY}: the model is wrapped by neither DDP nor FSDP. Wrap it first (torch's composable replicate() and "
+            "DeepSpeed engines are not supported)."
+        )
+    if kind == "ddp":
+        assert isinstance(model, DistributedDataParallel)
+        if config.parameters != "none":
+            raise ConfigError(
+                f"{KEY}.parameters: {config.parameters}, but DDP gathers no parameters. Use parameters: none, or FSDP."
+            )
+        check_all_to_all(model.process_group, model.device)
+        attach_ddp(model, compression)
+    elif kind == "fsdp1":
+        attach_fsdp1(model, compression)
+    else:
+        attach_fsdp2(model, compression)
+    setattr(model, ATTACHED, compression)
+    return compression

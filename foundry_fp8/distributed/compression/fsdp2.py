@@ -1,0 +1,250 @@
+"""FSDP2 (``fully_shard``) and its HSDP: both legs of every unit through a compressing process group.
+
+torch 2.7 has no setter for FSDP2's reduce-scatter, so the groups of each unit's mesh are replaced
+(``FSDPParamGroup.mesh_info``); where torch has ``set_custom_reduce_scatter`` (2.9 and later), that is used for the
+reduce-scatter.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from foundry_fp8.compat import cpu_stream_events
+from foundry_fp8.config import ConfigError
+from foundry_fp8.distributed.agreement import check_all_to_all
+from foundry_fp8.distributed.compressed_group import CompressedGroup
+from foundry_fp8.distributed.compression.config import KEY
+from foundry_fp8.distributed.compression.fsdp2_fp8_weights import share_amaxes
+from foundry_fp8.distributed.compression.fsdp2_parameters import BlockCodec, GatheredParameter
+from foundry_fp8.distributed.compression.runtime import Compression, Route, Row
+from foundry_fp8.distributed.fsdp2_units import Unit, units_of
+from foundry_fp8.distributed.traffic import CountingGroup, inner_group, scatter_options
+from foundry_fp8.layers.linear import FP8Linear
+from foundry_fp8.numerics.wire_format import WireFormat
+
+__all__ = ["attach_fsdp2"]
+
+
+def attach_fsdp2(model: nn.Module, compression: Compression) -> None:
+    """Compress the units' reduce-scatters, their all-reduces if the mesh is 2-D, and their all-gathers.
+
+    Raises:
+        ConfigError: What was asked for cannot run on this mesh; see the messages.
+    """
+    units = units_of(model)
+    config = compression.config
+    if config.gradients == "int4" and not units[0].replicates:
+        raise ConfigError(
+            f"{KEY}.gradients: int4 is for legs that replicate, and this FSDP2 mesh only shards. Use int8 or e4m3, or "
+            "add algorithms.hybrid_sharding."
+        )
+    if config.error_feedback is True and not units[0].replicates:
+        raise ConfigError(
+            f"{KEY}.error_feedback: true would keep a whole gradient on every rank under FSDP. Use auto, or add "
+            "algorithms.hybrid_sharding: its replicate leg keeps a shard only."
+        )
+    for root in (module for module in model.modules() if isinstance(module, FSDPModule)):
+        # From here on parameters are padded and named for good; FSDP2 would do this in the first forward.
+        root._get_fsdp_state()._lazy_init()
+    compression.replicates = units[0].replicates
+    for unit in units:
+        _attach_unit(unit, compression)
+    if config.parameters != "none":
+        _attach_parameters(model, units, compression)
+
+
+def _attach_unit(unit: Unit, compression: Compression) -> None:
+    config, group = compression.config, unit.group
+    shared_mesh = group.post_forward_mesh_info is group.mesh_info
+    group.mesh_info = copy.copy(group.mesh_info)  # so that this unit's groups are its own
+    if shared_mesh:
+        group.post_forward_mesh_info = group.mesh_info
+    if unit.replicates and group.device.type == "cpu":
+        cpu_stream_events.apply()
+
+    shard = inner_group(group.mesh_info.shard_process_group)
+    wire = config.wire("int8" if config.gradients == "int4" else config.gradients)
+    route = compression.route(shard)
+    if route.wire(wire) is not None:
+        check_all_to_all(shard, group.device)
+    wrapped = _UnitGroup(shard, unit, compression, wire, route)
+    group.mesh_info.shard_process_group = wrapped
+    if hasattr(unit.module, "set_custom_reduce_scatter"):
+        unit.module.set_custom_reduce_scatter(_ReduceScatter(wrapped))
+    _report(unit, compression, "reduce-scatter", wire, route)
+
+    if unit.replicates:
+        replicate = inner_group(group.mesh_info.replicate_process_group)
+        wire, route = config.wire(config.gradients), compression.route(replicate)
+        residual = None
+        if wire is not None and route.compressed:
+            check_all_to_all(replicate, group.device)
+            if config.feeds_back:
+                numel = route.residual_numel(unit.shard_numel, wire)
+                residual = compression.residual(unit.name, numel, group.device)
+        group.mesh_info.replicate_process_group = CompressedGroup(
+            replicate,
+            compression.traffic,
+            compression.switch,
+            route.wire(wire),
+            second_leg=config.wire(config.second_leg),
+            hop=route.hop,
+            residual=residual,
+        )
+        _report(unit, compression, "all-reduce across replicas", wire, route)
+
+
+class _UnitGroup(CompressedGroup):
+    """The shard leg's group of one unit; tells the compression that a reduction ran, and what a gather would take."""
+
+    def __init__(
+        self,
+        inner: dist.ProcessGroup,
+        unit: Unit,
+        compression: Compression,
+        wire: WireFormat | None,
+        route: Route,
+    ) -> None:
+        super().__init__(inner, compression.traffic, compression.switch, route.wire(wire), hop=route.hop)
+        self.compression = compression
+        self.gathered_bytes = sum(
+            p.padded_sharded_param_size.numel() * (p.param_dtype or p.orig_dtype).itemsize
+            for p in unit.group.fsdp_params
+        )
+
+    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any) -> Any:
+        self.compression.calls += 1
+        return super()._reduce_scatter_base(output, input, opts)
+
+    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        if opts is not None:  # FSDP2's gather of the unit, and not a leg of ours
+            self.traffic.count_logical(
+                self.gathered_bytes * (self.size() - 1), compressed=input.dtype == torch.uint8
+            )
+        return super()._allgather_base(output, input, opts)
+
+
+class _ReduceScatter:
+    """FSDP2's custom reduce-scatter (torch 2.9 and later): the same group behind the public setter."""
+
+    def __init__(self, group: CompressedGroup) -> None:
+        self.group = group
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A plain buffer."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> Any:
+        """Reduce-scatter ``input_tensor`` into ``output_tensor``."""
+        work = self.group._reduce_scatter_base(output_tensor, input_tensor, scatter_options(op))
+        if async_op:
+            return work
+        work.wait()
+        return None
+
+
+def _attach_parameters(model: nn.Module, units: list[Unit], compression: Compression) -> None:
+    """Compress the all-gathers of the units' matrices."""
+    wire = compression.config.wire(compression.config.parameters)
+    assert wire is not None
+    fp8_weights: dict[dist.ProcessGroup, list[tuple[GatheredParameter, FP8Linear]]] = defaultdict(list)
+    for unit in units:
+        group = inner_group(unit.group.mesh_info.shard_process_group)
+        for gathered in _gathered_of(unit, compression, wire):
+            # verify: checksums are those of block messages.
+            if wire.name == "e4m3" and not wire.checksum and _is_weight_of_fp8_linear(gathered):
+                fp8_weights[group].append((gathered, gathered.parameter._module_info.module))
+    for group, weights in fp8_weights.items():
+        share_amaxes(model, weights, wire, CountingGroup(group, compression.traffic))
+
+
+def _is_weight_of_fp8_linear(gathered: GatheredParameter) -> bool:
+    info = gathered.parameter._module_info
+    return isinstance(info.module, FP8Linear) and info.param_name == "weight" and not info.shared_modules
+
+
+def _gathered_of(unit: Unit, compression: Compression, wire: WireFormat) -> list[GatheredParameter]:
+    """Bind the extension to the unit's matrices."""
+    config, group = compression.config, unit.group
+    mesh_info = group.post_forward_mesh_info
+    if mesh_info is not None and mesh_info is not group.mesh_info:
+        raise ConfigError(
+            f"{KEY}.parameters: {config.parameters} and FSDP2's reshard_after_forward: <int> exclude each other "
+            "(torch raises NotImplementedError for extensions there). Set reshard_after_forward to true or false."
+        )
+    inside = not compression.route(inner_group(group.mesh_info.shard_process_group)).compressed
+    gathered = []
+    for parameter in group.fsdp_params:
+        name = f"{unit.name}.{parameter._module_info.param_name}".lstrip(".")
+        reason = (
+            "all ranks of the shard group are on one node"
+            if inside
+            else _why_not(parameter, config.least_bytes)
+        )
+        compression.rows.append(
+            Row(
+                name,
+                "parameters",
+                "uncompressed" if reason else config.parameters,
+                reason or "FSDP2 all-gather",
+            )
+        )
+        if not reason:
+            gathered.append(GatheredParameter(parameter, BlockCodec(wire), compression.traffic))
+
+    def bind(*_: Any) -> None:
+        for parameter in gathered:
+            parameter.bind()
+
+    bind()
+    # reset_sharded_param (load_state_dict, module.to) makes new local tensors, on ranks with padding only: without
+    # this the ranks would disagree on the size of the next message.
+    unit.module.register_forward_pre_hook(bind, prepend=True)  # type: ignore[attr-defined]
+    return gathered
+
+
+def _why_not(parameter: Any, least_bytes: int) -> str | None:
+    """Why a parameter stays uncompressed, or ``None``."""
+    size = parameter._orig_size
+    if len(size) < 2:
+        return "not a matrix"
+    if isinstance(parameter._module_info.module, nn.Embedding):
+        return "an embedding"
+    if not parameter.orig_dtype.is_floating_point:
+        return f"dtype {parameter.orig_dtype}"
+    if size.numel() * parameter.sharded_param.element_size() < least_bytes:
+        return f"smaller than min_bytes ({least_bytes})"
+    if parameter.is_dtensor:
+        return "tensor parallel"
+    if parameter.fsdp_placement.dim != 0:
+        return f"sharded on dim {parameter.fsdp_placement.dim}"
+    if parameter.offload_to_cpu:
+        return "offloaded to the CPU"
+    return None
+
+
+def _report(unit: Unit, compression: Compression, leg: str, wire: WireFormat | None, route: Route) -> None:
+    action, reason = "uncompressed", f"FSDP2 {leg}"
+    if wire is None:
+        reason = "gradients: none"
+    elif not route.compressed:
+        reason = f"FSDP2 {leg}: all its ranks are on one node"
+    elif unit.nbytes < compression.config.least_bytes:
+        reason = f"FSDP2 {leg}: smaller than min_bytes ({compression.config.least_bytes})"
+    else:
+        action = wire.name
+    compression.rows.append(Row(unit.name, "gradients", action, reason))

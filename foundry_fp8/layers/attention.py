@@ -1,0 +1,190 @@
+"""FP8 dot-product attention: the module that serves an attention of the model, and what its backends are asked."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Mapping
+from typing import ClassVar, Literal
+
+from torch import Tensor, nn
+
+from foundry_fp8.compat.autograd import inside_backward
+from foundry_fp8.layers.attention_mask import AttentionMask
+from foundry_fp8.layers.delayed_scaling import DelayedSlot
+from foundry_fp8.layers.ledger import GemmLedger
+from foundry_fp8.numerics.formats import E4M3, Float8Format
+from foundry_fp8.numerics.quantize import Quantized
+from foundry_fp8.numerics.recipes import CurrentScaling, DelayedScaling, Recipe
+
+__all__ = [
+    "GRADIENTS",
+    "SLOTS",
+    "AttentionBackend",
+    "AttentionProbe",
+    "AttentionRecipe",
+    "FP8DotProductAttention",
+    "attention_format",
+    "attention_slots",
+]
+
+AttentionRecipe = DelayedScaling | CurrentScaling
+AttentionProbe = Callable[[str, Tensor, Quantized], None]
+"""Called with each tensor that is quantised: its name (``q``, ..., ``dv``), the hp tensor (or the block of it), the result."""
+
+SLOTS = {
+    "q": "qkv",
+    "k": "qkv",
+    "v": "qkv",
+    "s": "s",
+    "o": "o",
+    "do": "do",
+    "dp": "dp",
+    "dq": "dqkv",
+    "dk": "dqkv",
+    "dv": "dqkv",
+}
+"""The delayed-scaling slot of each tensor. Q, K and V share one scale, as in TE (one ``QKV_quantizer``)."""
+
+GRADIENTS = ("do", "dp", "dqkv")
+
+
+def attention_slots(recipe: AttentionRecipe) -> tuple[str, ...]:
+    """The slots that need delayed-scaling state: all of them, or S and dP alone under current scaling, as in TE."""
+    return ("qkv", "s", "o", "do", "dp", "dqkv") if isinstance(recipe, DelayedScaling) else ("s", "dp")
+
+
+def attention_format(recipe: AttentionRecipe, slot: str) -> Float8Format:
+    """The number format of one slot: E4M3; that of gradients for dO, dP and dQKV."""
+    return recipe.format("dy") if slot in GRADIENTS else E4M3
+
+
+class AttentionBackend(abc.ABC):
+    """Runs FP8 attention. One instance serves a whole model."""
+
+    name: ClassVar[str]
+
+    @abc.abstractmethod
+    def recipe_reason(self, recipe: Recipe) -> str | None:
+        """Why it cannot run ``recipe``, or ``None`` if it can."""
+
+    def module_reason(self, recipe: AttentionRecipe, head_dim: int | None) -> str | None:
+        """Why attention of this head size cannot run here at all, or ``None``; the rest is checked when it is called."""
+        return None
+
+    @abc.abstractmethod
+    def attend(
+        self,
+        module: FP8DotProductAttention,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: AttentionMask,
+        softmax_scale: float,
+        dropout_p: float,
+    ) -> Tensor:
+        """The forward of ``module``, differentiable; arguments and result as :meth:`FP8DotProductAttention.forward`."""
+
+
+class FP8DotProductAttention(nn.Module):
+    """Dot-product attention whose GEMMs, forward and backward, take FP8 operands. It has no parameters.
+
+    Attributes:
+        fqn: The name of the attention module that it serves.
+        backend: Who runs it.
+        recipe: What runs now; ``None`` is high precision, which the caller runs itself. See :meth:`set_recipe`.
+        configured_recipe: What the conversion asked for.
+        evaluate: What a forward in ``eval()`` mode runs in.
+        slots: The delayed-scaling state by slot (:func:`attention_slots`).
+        ledger: The GEMMs that ran. Both GEMMs of the forward count as fprop, the four of the backward as dgrad.
+        probe: Called with every tensor quantised while it is set; for monitors.
+    """
+
+    def __init__(
+        self,
+        *,
+        fqn: str,
+        recipe: AttentionRecipe,
+        backend: AttentionBackend,
+        evaluate: Literal["fp8", "high_precision"] = "high_precision",
+    ) -> None:
+        super().__init__()
+        self.fqn = fqn
+        self.backend = backend
+        self.recipe: AttentionRecipe | None = recipe
+        self.configured_recipe = recipe
+        self.evaluate = evaluate
+        self.slots: Mapping[str, DelayedSlot] = {}
+        self.ledger = GemmLedger()
+        self.probe: AttentionProbe | None = None
+
+    def set_recipe(self, recipe: AttentionRecipe | None) -> None:
+        """Run ``recipe`` from the next forward on; ``None`` runs high precision.
+
+        Raises:
+            RuntimeError: Neither ``None``, nor current scaling, nor the recipe of the conversion.
+        """
+        stateless = isinstance(recipe, CurrentScaling) and self.backend.recipe_reason(recipe) is None
+        if recipe is not None and recipe != self.configured_recipe and not stateless:
+            raise RuntimeError(
+                f"{self.fqn}: {recipe.name} is not what this attention was converted with "
+                f"({self.configured_recipe.name}). Demote to high precision (on the emulated backend, also to current)."
+            )
+        self.recipe = recipe
+
+    @property
+    def runs_fp8(self) -> bool:
+        """Whether a forward in the present mode runs in FP8."""
+        return self.recipe is not None and (self.training or self.evaluate == "fp8")
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: AttentionMask,
+        softmax_scale: float,
+        dropout_p: float = 0.0,
+    ) -> Tensor:
+        """Attention in FP8, differentiable in q, k and v.
+
+        Args:
+            q: [b, heads, q, d], hp.
+            k: [b, kv_heads, k, d], hp; ``kv_heads`` divides ``heads``.
+            v: [b, kv_heads, k, d], hp.
+            mask: What each query sees. A query that sees nothing gets zeros.
+            softmax_scale: Multiplies the logits.
+            dropout_p: Probability of dropping a probability; the caller passes 0 in evaluation.
+
+        Returns:
+            [b, heads, q, d], the dtype of ``q``.
+        """
+        if mask.bias is not None and mask.bias.requires_grad:
+            raise RuntimeError(f"{self.fqn}: FP8 attention has no gradient for a trainable attention bias.")
+        # Counted before it runs: a recompute stops inside it, once it has what the backward needs.
+        self._record_forward(q, k)
+        out = self.backend.attend(self, q, k, v, mask=mask, softmax_scale=softmax_scale, dropout_p=dropout_p)
+        self._record_backward(q, k, out)
+        return out
+
+    def _record_forward(self, q: Tensor, k: Tensor) -> None:
+        rows, keys, d = q.shape[0] * q.shape[1] * q.shape[2], k.shape[2], q.shape[3]
+        recompute = inside_backward()
+        for n, inner in ((keys, d), (d, keys)):  # P, O
+            self.ledger.record("fprop", rows, n, inner, "fp8", recompute=recompute)
+
+    def _record_backward(self, q: Tensor, k: Tensor, out: Tensor) -> None:
+        if not out.requires_grad:
+            return
+        rows, keys, d = q.shape[0] * q.shape[1] * q.shape[2], k.shape[2], q.shape[3]
+
+        def record(_: Tensor) -> None:
+            for n, inner in ((keys, d), (d, keys), (d, keys), (d, keys)):  # dS, dQ, dK, dV
+                self.ledger.record("dgrad", rows, n, inner, "fp8")
+
+        out.register_hook(record)
+
+    def extra_repr(self) -> str:
+        """What it runs."""
+        return f"recipe={'high_precision' if self.recipe is None else self.recipe.name}"

@@ -1,0 +1,85 @@
+"""What a backend is: the code that runs the three GEMMs of a converted linear.
+
+========= =============================== ==============
+GEMM      equation                        contracts over
+========= =============================== ==============
+fprop     ``Y[M,N] = X[M,K] W[N,K]^T``    K, in_features
+dgrad     ``dX[M,K] = dY[M,N] W[N,K]``    N, out_features
+wgrad     ``dW[N,K] = dY[M,N]^T X[M,K]``  M, tokens
+========= =============================== ==============
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from contextlib import AbstractContextManager, nullcontext
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from foundry_fp8.layers.linear import FP8Linear
+from foundry_fp8.numerics.recipes import Recipe
+
+__all__ = ["Availability", "Backend"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Availability:
+    """Whether something can run here; if not, why, and what would make it run."""
+
+    ok: bool
+    reason: str = ""
+    remedy: str = ""
+
+
+class Backend(abc.ABC):
+    """Runs FP8 linears. One instance serves a whole model."""
+
+    name: ClassVar[str]
+    fuses_norms: ClassVar[bool] = False
+    """Whether its linears can compute the norm before them (:class:`~foundry_fp8.layers.deferred_norm.DeferredNorm`)."""
+    only_where_faster: bool = False
+    """Leave layers in high precision that are predicted to be no faster in FP8; ``recipe: auto`` sets it. A backend that
+    predicts nothing ignores it."""
+    cache_weights: bool = False
+    """Quantise each weight once per optimizer step; ``cache_weights: true`` sets it where :meth:`weight_cache_reason` allows."""
+
+    @abc.abstractmethod
+    def availability(self, recipe: Recipe, device: torch.device) -> Availability:
+        """Whether this backend can run ``recipe`` on ``device`` with what is installed."""
+
+    @abc.abstractmethod
+    def linear(self, module: FP8Linear, x: Tensor) -> Tensor:
+        """The forward of ``module`` under ``module.recipe`` (never ``None`` here), differentiable.
+
+        Args:
+            module: Its parameters, recipe, slots and probe are read at each call.
+            x: ``[..., in_features]``, hp.
+
+        Returns:
+            ``[..., out_features]`` in the compute dtype (:func:`compute_dtype`).
+        """
+
+    def shape_reason(self, recipe: Recipe, linear: nn.Linear) -> str | None:
+        """Why ``recipe`` cannot take this layer's shape, or ``None`` if it can."""
+        multiple = recipe.shape_multiple
+        for label, size in (("in_features", linear.in_features), ("out_features", linear.out_features)):
+            if size % multiple:
+                return f"{label}={size} is not a multiple of {multiple}, which the {recipe.name} recipe needs"
+        return None
+
+    def weight_cache_reason(self) -> str | None:
+        """Why this backend cannot keep quantised weights across microbatches, or ``None`` if it can."""
+        return "it quantises them in every forward"
+
+    def before_forward(self, model: nn.Module) -> None:  # noqa: B027
+        """A forward of the whole ``model`` begins."""
+
+    def attach(self, module: FP8Linear) -> None:  # noqa: B027
+        """Prepare per-module state once, when ``module`` is made."""
+
+    def forward_context(self, recipe: Recipe) -> AbstractContextManager[None]:
+        """Entered around every forward of the whole model."""
+        return nullcontext()

@@ -1,0 +1,178 @@
+"""The converted linear: an ``nn.Linear`` whose three GEMMs run in FP8."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from foundry_fp8.compat.autograd import inside_backward
+from foundry_fp8.layers.autocast import compute_dtype
+from foundry_fp8.layers.delayed_scaling import DelayedSlot
+from foundry_fp8.layers.ledger import Gemm, GemmLedger, Precision, precision_of
+from foundry_fp8.numerics.quantize import Quantized
+from foundry_fp8.numerics.recipes import DelayedScaling, Operand, Recipe
+
+__all__ = ["OPERANDS", "FP8Linear", "LinearBackend", "Probe", "Slots"]
+
+OPERANDS: tuple[Operand, ...] = ("x", "w", "dy")
+
+Probe = Callable[[Operand, Tensor, Quantized], None]
+"""Called with each operand that a linear quantises: its name, the hp tensor ``[R, C]``, and the result."""
+
+Slots = Mapping[Operand, DelayedSlot]
+
+
+class LinearBackend(Protocol):
+    """What a linear asks of its backend. :class:`~foundry_fp8.layers.backend.Backend` is the whole interface."""
+
+    @property
+    def name(self) -> str:
+        """As the YAML writes it."""
+
+    def linear(self, module: FP8Linear, x: Tensor) -> Tensor:
+        """The forward of ``module``, differentiable."""
+
+    def attach(self, module: FP8Linear) -> None:
+        """Prepare per-module state once, when ``module`` is made."""
+
+
+class FP8Linear(nn.Linear):
+    """An ``nn.Linear`` that runs its GEMMs through a :class:`~foundry_fp8.layers.backend.Backend`.
+
+    It is made from a linear by :meth:`from_linear` and keeps that module's Parameters, hooks and attributes, so that
+    optimizers, FSDP, parameter initialisation and ``state_dict`` see the layer they know. FP8 state is not in
+    ``state_dict``; it belongs to :class:`~foundry_fp8.layers.state.FP8State`.
+
+    Attributes:
+        fqn: The module's name in the model, for messages and reports.
+        backend: Who runs the GEMMs.
+        recipe: What runs now; ``None`` is high precision. Change it with :meth:`set_recipe`.
+        configured_recipe: What the conversion asked for.
+        wgrad: Whether the weight gradient's GEMM runs in FP8.
+        evaluate: What a forward in ``eval()`` mode runs in.
+        slots: The delayed-scaling state of each operand; ``None`` unless ``configured_recipe`` is delayed.
+        ledger: The GEMMs that ran.
+        probe: Called with every operand quantised while it is set; for monitors.
+    """
+
+    fqn: str
+    backend: LinearBackend
+    recipe: Recipe | None
+    configured_recipe: Recipe
+    wgrad: Literal["fp8", "high_precision"]
+    evaluate: Literal["fp8", "high_precision"]
+    slots: Slots | None
+    _first_forward_recorded: bool
+    ledger: GemmLedger
+    probe: Probe | None
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        *,
+        fqn: str,
+        backend: LinearBackend,
+        recipe: Recipe,
+        wgrad: Literal["fp8", "high_precision"] = "fp8",
+        evaluate: Literal["fp8", "high_precision"] = "high_precision",
+    ) -> FP8Linear:
+        """Make a converted linear that adopts everything ``linear`` holds (Parameters by identity, hooks, attributes)."""
+        self = cls.__new__(cls)
+        self.__dict__.update(linear.__dict__)
+        self.fqn = fqn
+        self.backend = backend
+        self.recipe = self.configured_recipe = recipe
+        self.wgrad = wgrad
+        self.evaluate = evaluate
+        self.slots = None
+        self.ledger = GemmLedger()
+        self.probe = None
+        self._first_forward_recorded = False
+        backend.attach(self)
+        return self
+
+    def set_recipe(self, recipe: Recipe | None) -> None:
+        """Run ``recipe`` from the next forward on; ``None`` runs high precision.
+
+        Raises:
+            RuntimeError: A delayed recipe for a layer that has no delayed-scaling state.
+        """
+        if isinstance(recipe, DelayedScaling) and recipe != self.configured_recipe:
+            raise RuntimeError(
+                f"{self.fqn}: delayed scaling has state only where the model was converted with it "
+                f"(this layer was converted with {self.configured_recipe.name}). Demote to current, block or mxfp8."
+            )
+        self.recipe = recipe
+
+    @property
+    def runs_fp8(self) -> bool:
+        """Whether a forward in the present mode runs in FP8."""
+        return self.recipe is not None and (self.training or self.evaluate == "fp8")
+
+    def recording(self) -> tuple[Operand, ...]:
+        """Whose amax this forward and its backward take into the delayed-scaling state; call it once a forward.
+
+        A recompute leaves out ``x`` and ``w`` where the first forward took them: its ``x`` may have been packed since.
+        Under a reentrant checkpoint the first forward runs without gradients and takes nothing.
+        """
+        trains = self.training and torch.is_grad_enabled()
+        if not torch.compiler.is_compiling():
+            if trains and inside_backward() and self._first_forward_recorded:
+                return ("dy",)
+            if not inside_backward():
+                self._first_forward_recorded = trains
+        return ("x", "w", "dy") if trains else ()
+
+    def gemm_precisions(self, hp: Precision) -> dict[Gemm, Precision]:
+        """The precision of each GEMM in the present mode; ``hp`` names the high precision that runs beside FP8."""
+        if not self.runs_fp8:
+            return {"fprop": hp, "dgrad": hp, "wgrad": hp}
+        return {"fprop": "fp8", "dgrad": "fp8", "wgrad": "fp8" if self.wgrad == "fp8" else hp}
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``input @ weight.T + bias``. ``input``: ``[..., in_features]``, hp; the result has the compute dtype."""
+        return self.recorded(input, self._compute)
+
+    def recorded(self, input: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
+        """``compute(input)``, entered in the ledger; for code that runs this layer's GEMMs in a kernel of its own."""
+        if torch.compiler.is_compiling():  # a compiled graph cannot keep Python counters
+            return compute(input)
+        # Before the GEMM: a recompute that stops as soon as it has what it needs never comes back from its last one.
+        tokens = input.numel() // self.in_features
+        try:
+            precisions = self.gemm_precisions(precision_of(compute_dtype(input)))
+        except KeyError as error:
+            raise TypeError(
+                f"{self.fqn}: the input is {error}; FP8 layers take float32, bfloat16 and float16."
+            ) from None
+        n, k = self.out_features, self.in_features
+        self.ledger.record("fprop", tokens, n, k, precisions["fprop"], recompute=inside_backward())
+        output = compute(input)
+        if not output.requires_grad:
+            return output
+        dgrad, wgrad = input.requires_grad, self.weight.requires_grad
+
+        # A hook, because only the backward that really runs should count: a recompute builds a graph that nothing walks.
+        def record_backward(_: Tensor) -> None:
+            if dgrad:
+                self.ledger.record("dgrad", tokens, k, n, precisions["dgrad"])
+            if wgrad:
+                self.ledger.record("wgrad", n, k, tokens, precisions["wgrad"])
+
+        output.register_hook(record_backward)
+        return output
+
+    def _compute(self, input: Tensor) -> Tensor:
+        if self.runs_fp8:
+            return self.backend.linear(self, input)
+        return F.linear(input, self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        """The linear's own, with what it runs."""
+        running = "high_precision" if self.recipe is None else self.recipe.name
+        return f"{super().extra_repr()}, recipe={running}, backend={self.backend.name}, wgrad={self.wgrad}"

@@ -1,0 +1,117 @@
+"""The FP8 state of a converted model: delayed-scaling scales and histories, kept apart from the model's own state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from foundry_fp8.layers.backend import Backend
+from foundry_fp8.layers.delayed_scaling import FRESH_STATE, DelayedScalingState, ModuleScales
+from foundry_fp8.layers.linear import OPERANDS, FP8Linear
+from foundry_fp8.numerics.recipes import DelayedScaling, Recipe
+
+__all__ = ["FP8State"]
+
+_FORMAT_VERSION = 1
+
+
+class FP8State:
+    """What a converted model carries besides its parameters, and the hooks that keep it current.
+
+    Made by the conversion, which leaves it on the model; :meth:`of` finds it again. It updates delayed scaling when a
+    training forward of ``model`` begins, and wraps every forward in the backend's context.
+
+    Args:
+        model: The root that is called in training.
+        modules: Its converted linears by name.
+        recipe: What they were converted to.
+        backend: Who runs them.
+    """
+
+    _ATTRIBUTE = "_foundry_fp8_state"
+
+    def __init__(
+        self, model: nn.Module, modules: Mapping[str, FP8Linear], recipe: Recipe, backend: Backend
+    ) -> None:
+        self.modules = dict(modules)
+        self.recipe = recipe
+        self.backend = backend
+        self._scales: ModuleScales | None = None
+        if isinstance(recipe, DelayedScaling):
+            fp8_max = {operand: recipe.format(operand).max for operand in OPERANDS}
+            self._scales = ModuleScales(recipe, list(self.modules), fp8_max, "FP8 state")
+            for name, module in self.modules.items():
+                module.slots = self._scales.slots(name)
+        self._contexts = ExitStack()
+        setattr(model, self._ATTRIBUTE, self)
+        model.register_forward_pre_hook(self._before_forward)
+        model.register_forward_hook(self._after_forward, always_call=True)
+
+    @classmethod
+    def of(cls, model: nn.Module) -> FP8State | None:
+        """The state of a converted model (wrapped by DDP, ``torch.compile`` or not), or ``None``."""
+        for module in model.modules():
+            found = module.__dict__.get(cls._ATTRIBUTE)
+            if found is not None:
+                return found
+        return None
+
+    @property
+    def delayed(self) -> DelayedScalingState | None:
+        """The scales and histories of the delayed recipe; ``None`` for the others."""
+        return None if self._scales is None else self._scales.state
+
+    def update(self) -> None:
+        """Finish the running pass of delayed scaling: a collective, so every rank calls it. Twice is as good as once."""
+        if self._scales is not None:
+            self._scales.state.update()
+
+    @torch.compiler.disable
+    def _before_forward(self, model: nn.Module, args: Any) -> None:
+        if self._scales is not None:
+            self._scales.begin_forward(model, next(iter(self.modules.values())).weight.device)
+        self.backend.before_forward(model)
+        if any(module.runs_fp8 for module in self.modules.values()):
+            self._contexts.enter_context(self.backend.forward_context(self.recipe))
+
+    @torch.compiler.disable
+    def _after_forward(self, model: nn.Module, args: Any, output: Any) -> None:
+        self._contexts.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Fixed-shape float32 tensors by module name, numbers and strings: loads with ``weights_only=True``.
+
+        Returns:
+            ``recipe`` (its fields), ``backend``, and for the delayed recipe ``modules``: name -> ``scale`` ``[3]`` and
+            ``amax_history`` ``[L, 3]``, the operands in the order x, w, dy.
+        """
+        return {
+            "version": _FORMAT_VERSION,
+            "recipe": self.recipe.to_dict(),
+            "backend": self.backend.name,
+            "modules": {} if self._scales is None else self._scales.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what :meth:`state_dict` gave.
+
+        Raises:
+            RuntimeError: The state is of another recipe or another model, or damaged; nothing is changed then.
+        """
+        missing = {"version", "recipe", "modules"} - set(state)
+        if missing or state["version"] != _FORMAT_VERSION:
+            raise RuntimeError(
+                f"the checkpoint's FP8 state is not readable (missing {sorted(missing)}, version "
+                f"{state.get('version')!r}, expected {_FORMAT_VERSION}). {FRESH_STATE}"
+            )
+        if dict(state["recipe"]) != self.recipe.to_dict():
+            raise RuntimeError(
+                f"the checkpoint's FP8 state was made by the recipe {dict(state['recipe'])}, this run uses "
+                f"{self.recipe.to_dict()}. Set algorithms.fp8.recipe to the former. {FRESH_STATE}"
+            )
+        if self._scales is not None:
+            self._scales.load_state_dict(state["modules"])

@@ -1,0 +1,1 @@
+"""Blocks, names and wrappers of any model."""

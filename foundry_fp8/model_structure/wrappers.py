@@ -1,0 +1,39 @@
+"""Modules behind wrappers, and putting a wrapper around a module that sits anywhere in a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.fsdp import FSDPModule
+
+from foundry_fp8.model_structure.names import clean_name
+
+__all__ = ["checkpoint_wrappers", "modules_by_clean_name", "own_class", "replace_module"]
+
+
+def modules_by_clean_name(model: nn.Module) -> dict[str, tuple[str, nn.Module]]:
+    """``{clean name: (full name, module)}``; of a wrapper and what it wraps, the innermost."""
+    return {clean_name(name): (name, module) for name, module in model.named_modules()}
+
+
+def own_class(module: nn.Module) -> type[nn.Module]:
+    """The class that ``module`` was made with: FSDP2 and fused forms make it an instance of a subclass."""
+    cls = type(module)
+    while "_unfused" in cls.__dict__ or (FSDPModule in cls.__bases__ and len(cls.__bases__) == 2):
+        cls = cls.__dict__["_unfused"] if "_unfused" in cls.__dict__ else cls.__bases__[1]
+    return cls
+
+
+def checkpoint_wrappers(model: nn.Module) -> Iterator[tuple[str, CheckpointWrapper]]:
+    """Every checkpointed module as ``(clean name, wrapper)``, whoever wrapped it."""
+    for name, module in model.named_modules():
+        if isinstance(module, CheckpointWrapper):
+            yield clean_name(name), module
+
+
+def replace_module(model: nn.Module, name: str, new: nn.Module) -> None:
+    """Put ``new`` where ``model`` holds the submodule with the full name ``name``."""
+    parent_name, _, leaf = name.rpartition(".")
+    model.get_submodule(parent_name)._modules[leaf] = new

@@ -1,0 +1,100 @@
+"""Blocks of elements in 8 or 4 bits that share a scale: how activations are kept between forward and backward."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from foundry_fp8.config import ConfigError, check_choice
+
+__all__ = ["FORMATS", "MIN_AMAX", "FormatName", "PackFormat", "Packed", "pack_format"]
+
+FormatName = Literal["int8", "e4m3", "int4"]
+FORMATS: tuple[FormatName, ...] = ("int8", "e4m3", "int4")
+
+MIN_AMAX = 1e-30
+"""A block whose amax is below this packs to zeros; above it ``127 / amax`` is finite in float32."""
+
+_DEFAULT_BLOCK = {"int8": 128, "e4m3": 128, "int4": 32}
+_CODE_MAX = {"int8": 127.0, "e4m3": 448.0, "int4": 7.0}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PackFormat:
+    """How a saved tensor is packed."""
+
+    name: FormatName = "int8"
+    """``int8``, ``e4m3`` or ``int4``."""
+    block: int = 0
+    """Elements that share a scale; 0 for the format's default (128, 128, 32)."""
+
+    def __post_init__(self) -> None:
+        check_choice("format", self.name, FORMATS)
+        if self.block == 0:
+            object.__setattr__(self, "block", _DEFAULT_BLOCK[self.name])
+        if self.block not in (16, 32, 64, 128, 256, 512, 1024):
+            raise ConfigError(
+                f"block_size: {self.block!r} is not a power of two from 16 to 1024 (elements that share one scale)."
+            )
+
+    @property
+    def code_max(self) -> float:
+        """What a block's amax maps to."""
+        return _CODE_MAX[self.name]
+
+    def within(self, row: int) -> PackFormat:
+        """This format with the largest block of at least 32 that divides rows of ``row`` elements, if there is one.
+
+        Tokens differ in magnitude, so a block should not hold two; below 32 the scales cost more than that is worth.
+        """
+        block = self.block
+        while block > 32 and row % block:
+            block //= 2
+        return self if block == self.block or row % block else dataclasses.replace(self, block=block)
+
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of a block's codes."""
+        return self.block // 2 if self.name == "int4" else self.block
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        """float32; bfloat16 for int4, whose blocks are small."""
+        return torch.bfloat16 if self.name == "int4" else torch.float32
+
+
+def pack_format(name: str, block: int = 0) -> PackFormat:
+    """A :class:`PackFormat` from what a YAML holds."""
+    return PackFormat(name=name, block=block)  # type: ignore[arg-type]
+
+
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """A packed tensor.
+
+    Attributes:
+        codes: uint8 ``[n_blocks, block]`` (``[n_blocks, block // 2]`` for int4): the bytes of the codes.
+        scale_inv: uint8: the bytes of one scale a block. Bytes, because saved-tensor hooks leave integers alone.
+        fmt: The format.
+        numel: Elements packed; the last block is padded with zeros.
+        dtype: What unpacking returns.
+    """
+
+    codes: Tensor
+    scale_inv: Tensor
+    fmt: PackFormat
+    numel: int
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory it holds."""
+        return self.codes.numel() + self.scale_inv.numel()
+
+    @property
+    def scales(self) -> Tensor:
+        """What codes are multiplied with, float32 ``[n_blocks]``."""
+        return self.scale_inv.view(self.fmt.scale_dtype).float()

@@ -1,0 +1,166 @@
+"""The four FP8 recipes: number format, granularity and timing of the scales.
+
+======== ============================ =============================== ============================
+recipe   scale of ``x`` and ``dy``    scale of ``w``                  amax taken from
+======== ============================ =============================== ============================
+delayed  one per tensor               one per tensor                  the last forward passes
+current  one per tensor               one per tensor                  this tensor
+block    one per 1 x 128 along K      one per 128 x 128               this block
+mxfp8    one per 1 x 32 along K, E8M0 one per 1 x 32 along K, E8M0    this block
+======== ============================ =============================== ============================
+
+"Along K" means along the dimension that the GEMM contracts, so that ``x`` and ``dy`` (and ``w`` in mxfp8) are quantised
+once by rows and once by columns. The semantics are those of Transformer Engine's ``DelayedScaling``,
+``Float8CurrentScaling``, ``Float8BlockScaling`` and ``MXFP8BlockScaling``; see ``docs/numerics.md``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+from foundry_fp8.config import ConfigError, check_choice, check_integer, from_mapping, nearest
+from foundry_fp8.numerics.formats import E4M3, E5M2, Float8Format
+
+__all__ = [
+    "RECIPES",
+    "BlockScaling",
+    "CurrentScaling",
+    "DelayedScaling",
+    "MXFP8Scaling",
+    "Operand",
+    "Recipe",
+    "parse_recipe",
+]
+
+Operand = Literal["x", "w", "dy"]
+"""The three tensors of a linear that are quantised: input, weight, gradient of the output."""
+
+FORMATS = ("hybrid", "e4m3")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What every recipe has."""
+
+    name: ClassVar[str]
+    shape_multiple: ClassVar[int] = 16
+    """in_features and out_features must be multiples of this (cuBLASLt's rule; a block size where blocks may not be ragged)."""
+    token_multiple: ClassVar[int] = 16
+    """tokens (batch x sequence) a GPU must be a multiple of this, because wgrad contracts over them."""
+
+    fp8_format: Literal["hybrid", "e4m3"] = "hybrid"
+    """``hybrid``: E4M3 for ``x`` and ``w``, E5M2 for ``dy``. ``e4m3``: E4M3 for all."""
+
+    def __post_init__(self) -> None:
+        check_choice(f"recipe.{self.name}.fp8_format", self.fp8_format, FORMATS)
+
+    def format(self, operand: Operand) -> Float8Format:
+        """The number format of one operand."""
+        return E5M2 if operand == "dy" and self.fp8_format == "hybrid" else E4M3
+
+    def to_dict(self) -> dict[str, Any]:
+        """``{"name": ..., field: value}``: what :func:`parse_recipe` reads back, and what the logs show."""
+        return {"name": self.name, **dataclasses.asdict(self)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DelayedScaling(Recipe):
+    """One scale per tensor, from the amax history of earlier forward passes. Fastest; scales lag one step behind."""
+
+    name: ClassVar[str] = "delayed"
+
+    margin: int = 0
+    """The scale is divided by ``2 ** margin``: head room for an amax that grows."""
+    amax_history_len: int = 1024
+    """Forward passes (microbatches, not optimizer steps) that the history holds."""
+    amax_compute_algo: Literal["max", "most_recent"] = "max"
+    """The amax that sets the scale: the largest of the history, or that of the last pass."""
+    reduce_amax: bool = True
+    """Take the largest amax over all ranks, so that replicas quantise alike."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_integer("recipe.delayed.margin", self.margin)
+        check_integer("recipe.delayed.amax_history_len", self.amax_history_len, minimum=1)
+        check_choice("recipe.delayed.amax_compute_algo", self.amax_compute_algo, ("max", "most_recent"))
+        _check_bool("recipe.delayed.reduce_amax", self.reduce_amax)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CurrentScaling(Recipe):
+    """One scale per tensor, from the tensor itself. No state; costs one more pass over the tensor."""
+
+    name: ClassVar[str] = "current"
+
+    power_2_scales: bool = False
+    """Round each scale down to a power of two."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_bool("recipe.current.power_2_scales", self.power_2_scales)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockScaling(Recipe):
+    """One scale per 1 x 128 of activations and gradients and per 128 x 128 of weights (DeepSeek-V3's scheme)."""
+
+    name: ClassVar[str] = "block"
+    block_size: ClassVar[int] = 128
+
+    fp8_format: Literal["hybrid", "e4m3"] = "e4m3"
+    power_2_scales: bool = True
+    """Round each scale down to a power of two. ``false`` keeps float32 scales, which only Hopper GPUs can run."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_bool("recipe.block.power_2_scales", self.power_2_scales)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MXFP8Scaling(Recipe):
+    """One E8M0 scale per 32 elements (the OCP microscaling format): what Blackwell GPUs run natively."""
+
+    name: ClassVar[str] = "mxfp8"
+    block_size: ClassVar[int] = 32
+    shape_multiple: ClassVar[int] = 32
+    token_multiple: ClassVar[int] = 32
+
+    fp8_format: Literal["hybrid", "e4m3"] = "e4m3"
+
+
+RECIPES: dict[str, type[Recipe]] = {
+    cls.name: cls for cls in (DelayedScaling, CurrentScaling, BlockScaling, MXFP8Scaling)
+}
+
+
+def parse_recipe(value: str | Mapping[str, Any] | Recipe, key: str = "recipe") -> Recipe:
+    """Read a recipe as a YAML gives it.
+
+    Args:
+        value: A name (``"current"``), a mapping (``{"name": "delayed", "margin": 1}``), or a recipe, returned as it is.
+        key: The YAML key, for messages.
+
+    Raises:
+        ConfigError: Unknown recipe or field, wrong type or value.
+    """
+    if isinstance(value, Recipe):
+        return value
+    if isinstance(value, str):
+        value = {"name": value}
+    if not isinstance(value, Mapping):
+        raise ConfigError(
+            f"{key}: {value!r} is neither a recipe's name ({', '.join(RECIPES)}) nor a mapping with its fields."
+        )
+    fields = dict(value)
+    name = fields.pop("name", None)
+    if name not in RECIPES:
+        said = "no name given" if name is None else f"{name!r} is not a recipe"
+        raise ConfigError(f"{key}: {said}. Recipes: {', '.join(RECIPES)}.{nearest(name, RECIPES)}")
+    return from_mapping(RECIPES[name], fields, f"{key}.{name}")
+
+
+def _check_bool(key: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{key}: {value!r} is not true or false.")

@@ -1,0 +1,1 @@
+"""What a running model shows: operand health, kurtosis, FLOPs."""

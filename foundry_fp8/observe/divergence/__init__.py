@@ -1,0 +1,1 @@
+"""Alarm signals, and the precision ladder that the guard moves layers on."""

@@ -1,0 +1,188 @@
+"""Attention: attended (query, key) pairs times head width.
+
+``QK^T`` and ``PV`` of one layer cost ``2 * heads * (d_qk + d_v)`` FLOPs for each pair that the mask lets through, and
+twice that in the backward pass. The pairs of one sequence of ``s`` tokens:
+
+========================  ==========================
+causal                    ``s (s + 1) / 2``
+causal, window ``w < s``  ``w s - w (w - 1) / 2``
+full                      ``s^2``
+packed documents          the sum over the documents
+========================  ==========================
+
+Grouped queries change the K and V projections, not these GEMMs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from foundry_fp8.model_structure.names import clean_name, named_modules_clean
+from foundry_fp8.model_structure.selection import transformer_blocks
+
+__all__ = ["AttentionShape", "attended_pairs", "attention_shapes", "packed_pairs"]
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionShape:
+    """One attention layer.
+
+    Attributes:
+        name: The module's name, without wrapper parts.
+        heads: Query heads.
+        d_qk: Width of a query or key head.
+        d_v: Width of a value head.
+        window: Keys that a query sees, itself included; ``None`` where there is no window.
+        causal: A query sees no later key.
+        packed: The mask keeps documents apart where the batch has a ``sequence_id``.
+    """
+
+    name: str
+    heads: int
+    d_qk: int
+    d_v: int
+    window: int | None = None
+    causal: bool = True
+    packed: bool = False
+
+    def forward_flops(self, pairs: float) -> float:
+        """FLOPs of the forward pass for ``pairs`` attended pairs. The backward pass costs twice as much."""
+        return 2.0 * self.heads * (self.d_qk + self.d_v) * pairs
+
+
+def attended_pairs(length: int, window: int | None = None, causal: bool = True) -> int:
+    """Attended pairs of one sequence of ``length`` tokens."""
+    if not causal:
+        return length * length
+    if window is None or window >= length:
+        return length * (length + 1) // 2
+    return window * length - window * (window - 1) // 2
+
+
+def packed_pairs(
+    window: int | None, *, documents: Tensor | None = None, mask: Tensor | None = None, causal: bool = True
+) -> Tensor:
+    """Attended pairs of a batch whose rows hold several documents, padding, or both.
+
+    Args:
+        window: As in :class:`AttentionShape`.
+        documents: ``[B, S]``, integers, constant over a document. ``None``: one document a row.
+        mask: ``[B, S]``, true (or 1) at real tokens. Padding neither attends nor is attended. ``None``: no padding.
+        causal: As in :class:`AttentionShape`.
+
+    Returns:
+        0-d int64, on the device of the input, so that nothing waits.
+    """
+    like = documents if documents is not None else mask
+    if like is None:
+        raise ValueError("packed_pairs needs documents or mask.")
+    real = torch.ones_like(like, dtype=torch.bool) if mask is None else mask.bool()
+    index = torch.arange(like.shape[1], device=like.device).expand_as(like)
+    if documents is None:
+        first = torch.zeros_like(index)
+    else:
+        starts = torch.ones_like(real)
+        starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
+        first = torch.where(starts, index, 0).cummax(dim=1).values
+    before = real.long().cumsum(dim=1)  # real tokens up to here, over the row
+    at_start = before.gather(1, first) - real.long().gather(1, first)
+    position = before - at_start  # 1 at a document's first real token
+    if causal:
+        seen = position if window is None else position.clamp(max=window)
+        return (seen * real).sum()
+    ends = torch.ones_like(real)
+    ends[:, :-1] = first[:, 1:] != first[:, :-1]
+    return (position * ends).square().sum()
+
+
+def attention_shapes(model: nn.Module) -> list[AttentionShape]:
+    """The attention layer of every transformer block, in order.
+
+    Reads what the modules say: MPT (``n_heads``, ``head_dim``, ``sliding_window_size``), Hugging Face (``config``,
+    ``head_dim``, ``layer_idx``), multi-head latent attention (``qk_head_dim``, ``v_head_dim``).
+
+    Raises:
+        ValueError: No blocks, or a block whose attention does not say its heads: an uncounted term would make the
+            utilisation too low without saying so.
+    """
+    blocks = transformer_blocks(model)
+    if not blocks:
+        raise ValueError("The model has no list of transformer blocks, so its attention cannot be counted.")
+    shapes = []
+    for block_name, block in blocks:
+        found = list(_outermost_attention(block))
+        if not found:
+            raise ValueError(
+                f"{clean_name(block_name)}: no attention module found (no class named *Attention*)."
+            )
+        for name, module in found:
+            shapes.append(_shape(clean_name(f"{block_name}.{name}"), module, model))
+    return shapes
+
+
+def _outermost_attention(block: nn.Module) -> list[tuple[str, nn.Module]]:
+    taken: list[tuple[str, nn.Module]] = []
+    for name, module in named_modules_clean(block):
+        inside = any(name.startswith(f"{outer}.") for outer, _ in taken)
+        if name and "attention" in type(module).__name__.lower() and not inside and _has_weights(module):
+            taken.append((name, module))
+    return taken
+
+
+def _has_weights(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
+
+
+def _shape(name: str, module: nn.Module, model: nn.Module) -> AttentionShape:
+    config = getattr(module, "config", None) or getattr(model, "config", None)
+    heads = _int(module, "n_heads", "num_heads", "num_attention_heads") or _int(
+        config, "num_attention_heads", "n_heads"
+    )
+    if heads is None:
+        raise ValueError(
+            f"{name} ({type(module).__name__}) does not say how many heads it has. "
+            "Looked for n_heads, num_heads and num_attention_heads on it and on its config."
+        )
+    width = _int(module, "hidden_size", "d_model", "embed_dim") or _int(config, "hidden_size", "d_model") or 0
+    head_dim = _int(module, "head_dim") or _int(config, "head_dim") or width // heads
+    d_qk = _int(module, "qk_head_dim") or head_dim
+    d_v = _int(module, "v_head_dim") or head_dim
+    if not d_qk:
+        raise ValueError(f"{name} ({type(module).__name__}) says neither head_dim nor its hidden size.")
+    causal = getattr(module, "is_causal", True) is not False
+    return AttentionShape(name, heads, d_qk, d_v, _window(module, config), causal, _packed(model))
+
+
+def _window(module: nn.Module, config: Any) -> int | None:
+    mpt = getattr(module, "sliding_window_size", None)
+    if isinstance(mpt, int):  # MPT: that many keys before the query, and the query's own; -1 for none
+        return mpt + 1 if mpt >= 0 else None
+    if hasattr(module, "sliding_window"):  # Gemma, Qwen 3: decided layer by layer
+        return _int(module, "sliding_window") or None
+    window = _int(config, "sliding_window")
+    if window is None or getattr(config, "use_sliding_window", True) is False:
+        return None
+    if (
+        getattr(config, "use_sliding_window", None) is not None
+    ):  # Qwen 2: only the layers from max_window_layers on
+        layer = _int(module, "layer_idx")
+        first = _int(config, "max_window_layers")
+        if layer is not None and first is not None and layer < first:
+            return None
+    return window
+
+
+def _packed(model: nn.Module) -> bool:
+    return any(getattr(module, "attn_uses_sequence_id", False) is True for module in model.modules())
+
+
+def _int(source: Any, *names: str) -> int | None:
+    for name in names:
+        value = getattr(source, name, None)
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+    return None

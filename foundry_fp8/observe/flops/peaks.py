@@ -1,0 +1,193 @@
+"""What a device could do: dense FLOP/s by precision, with the source of each number.
+
+Vendors print the sparse figure beside or instead of the dense one; everything here is dense. A device that is not in
+the table has no peak: nothing is assumed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+
+from foundry_fp8.config import ConfigError, nearest
+from foundry_fp8.numerics.formats import E4M3
+
+__all__ = ["PRECISIONS", "TABLE", "Device", "Peaks", "measured_peaks", "peaks_from_user", "peaks_of"]
+
+PRECISIONS = ("fp8", "bf16", "fp16", "tf32", "fp32")
+"""What a GEMM can have run in. ``tf32`` is fp32 with reduced-precision multiplication allowed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Peaks:
+    """Peaks of one device.
+
+    Attributes:
+        flops_per_sec: Dense FLOP/s by precision.
+        source: ``table``, ``user`` or ``measured``.
+        detail: The device and where the numbers come from, for the log.
+    """
+
+    flops_per_sec: Mapping[str, float]
+    source: Literal["table", "user", "measured"]
+    detail: str
+
+    def of(self, precision: str) -> float:
+        """The peak for ``precision``; for tf32 and fp16 where they are not given, that of fp32 and bf16.
+
+        Raises:
+            KeyError: No peak for this precision.
+        """
+        if precision in self.flops_per_sec:
+            return self.flops_per_sec[precision]
+        other = {"tf32": "fp32", "fp16": "bf16"}.get(precision, precision)
+        if other in self.flops_per_sec:
+            return self.flops_per_sec[other]
+        raise KeyError(
+            f"No {precision} peak for {self.detail}. Known: {', '.join(self.flops_per_sec)}. "
+            f"Give it in mfu_monitor.peak_flops, for example {{{precision}: 1.0e14}}."
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """A row of the table: TFLOP/s, dense."""
+
+    name: str
+    pattern: str
+    """Regular expression for the whole name that the driver reports, case ignored."""
+    bf16: float
+    fp8: float | None
+    tf32: float | None
+    fp32: float
+    source: str
+
+
+def _nvidia(product: str) -> str:
+    return rf"(nvidia )?{product}"
+
+
+_H100 = "NVIDIA H100 datasheet (sparse figures halved)"
+_B = "NVIDIA Blackwell architecture brief (sparse figures halved)"
+
+TABLE: tuple[Device, ...] = (
+    Device("H100 SXM", _nvidia(r"h100( 80gb| 96gb| 64gb)? hbm3|h100 sxm\S*.*"), 989.4, 1978.9, 494.7, 66.9, _H100),
+    Device("H100 PCIe", _nvidia(r"h100 (pcie|80gb hbm2e)"), 756.5, 1513.0, 378.0, 51.2, _H100),
+    Device("H100 NVL", _nvidia(r"h100 nvl"), 835.5, 1671.0, 417.5, 60.0, _H100),
+    Device("H200 SXM", _nvidia(r"h200( sxm.*)?"), 989.4, 1978.9, 494.7, 66.9, "NVIDIA H200 datasheet (halved)"),
+    Device("H200 NVL", _nvidia(r"h200 nvl"), 835.5, 1671.0, 417.5, 60.0, "NVIDIA H200 datasheet (halved)"),
+    Device("H800 SXM", _nvidia(r"h800"), 989.4, 1978.9, 494.7, 66.9, "H100 SXM silicon; NVIDIA H800 datasheet"),
+    Device("H20", _nvidia(r"h20"), 148.0, 296.0, 74.0, 44.0, "NVIDIA H20 product brief"),
+    Device("GH200", _nvidia(r"gh200( \d+gb?( hbm3e?)?)?"), 989.4, 1978.9, 494.7, 66.9, "NVIDIA GH200 datasheet (halved)"),
+    Device("A100", _nvidia(r"a100([- ](sxm4|pcie|pg\d+))?([- ]\d+gb)?( pcie)?"), 312.0, None, 156.0, 19.5, "NVIDIA A100 datasheet"),
+    Device("A800", _nvidia(r"a800([- ](sxm4|pcie))?([- ]\d+gb)?( pcie)?"), 312.0, None, 156.0, 19.5, "A100 silicon; NVIDIA A800 datasheet"),
+    Device("A10", _nvidia(r"a10"), 125.0, None, 62.5, 31.2, "NVIDIA A10 datasheet"),
+    Device("A10G", _nvidia(r"a10g"), 70.0, None, 35.0, 31.5, "NVIDIA A10G datasheet: 70 TF dense FP16"),
+    Device("L40S", _nvidia(r"l40s"), 362.05, 733.0, 183.0, 91.6, "NVIDIA L40S datasheet"),
+    Device("L4", _nvidia(r"l4"), 121.0, 242.5, 60.0, 30.3, "NVIDIA L4 datasheet (sparse figures halved)"),
+    Device("B200", _nvidia(r"b200"), 2250.0, 4500.0, 1100.0, 75.0, _B),
+    Device("B300", _nvidia(r"b300( sxm\d?)?( ac)?"), 2250.0, 4500.0, 1100.0, 75.0, _B),
+    Device("GB200", _nvidia(r"gb200"), 2500.0, 5000.0, 1250.0, 80.0, _B),
+    Device("GB300", _nvidia(r"gb300"), 2500.0, 5000.0, 1250.0, 80.0, _B),
+    Device("MI300X", r"(amd )?(instinct )?mi300x.*", 1307.4, 2614.9, 653.7, 163.4, "AMD Instinct MI300X datasheet"),
+    Device("MI325X", r"(amd )?(instinct )?mi325x.*", 1307.4, 2614.9, 653.7, 163.4, "AMD Instinct MI325X datasheet"),
+    Device("MI250X", r"(amd )?(instinct )?mi250x.*", 191.5, None, None, 23.9, "AMD Instinct MI250X datasheet, one of its two dies"),
+)  # fmt: skip
+
+
+def peaks_of(device_name: str) -> Peaks | None:
+    """The datasheet peaks of the device that reports ``device_name``, or ``None``. The whole name must match."""
+    wanted = " ".join(device_name.lower().split())
+    for device in TABLE:
+        if re.fullmatch(device.pattern, wanted):
+            values = {
+                "fp8": device.fp8,
+                "bf16": device.bf16,
+                "fp16": device.bf16,
+                "tf32": device.tf32,
+                "fp32": device.fp32,
+            }
+            peaks = {name: value * 1e12 for name, value in values.items() if value is not None}
+            return Peaks(peaks, "table", f"{device.name}: {device.source}")
+    return None
+
+
+def peaks_from_user(value: object, key: str = "mfu_monitor.peak_flops") -> Peaks:
+    """Peaks as a YAML gives them: a mapping of precision to FLOP/s, or one number for bf16.
+
+    Raises:
+        ConfigError: Not a positive number, or an unknown precision.
+    """
+    given = value if isinstance(value, Mapping) else {"bf16": value}
+    peaks: dict[str, float] = {}
+    for name, number in given.items():
+        if name not in PRECISIONS:
+            raise ConfigError(
+                f"{key}.{name}: not a precision. Known: {', '.join(PRECISIONS)}.{nearest(name, PRECISIONS)}"
+            )
+        if isinstance(number, bool) or not isinstance(number, int | float) or not number > 0:
+            raise ConfigError(
+                f"{key}.{name}: {number!r} is not a positive number of FLOP/s (such as 989.4e12)."
+            )
+        peaks[name] = float(number)
+    if not peaks:
+        raise ConfigError(
+            f"{key}: empty. Give FLOP/s by precision, such as {{bf16: 989.4e12, fp8: 1978.9e12}}."
+        )
+    return Peaks(peaks, "user", "given by the user")
+
+
+def measured_peaks(device: torch.device, size: int | None = None, seconds: float = 0.25) -> Peaks:
+    """Time one large square GEMM in each precision that ``device`` runs.
+
+    A measured peak is what a good GEMM reaches here, 60 to 80 % of the datasheet on a data-centre GPU, so the
+    utilisation it gives is not comparable with one from the table. Where there is no FP8 GEMM, fp8 gets the fp32
+    figure: emulated FP8 multiplies in fp32.
+
+    Args:
+        device: Where to run.
+        size: M = N = K; 8192 on an accelerator, 1024 on a CPU.
+        seconds: Time to spend on each precision, after one warm-up.
+    """
+    size = size or (1024 if device.type == "cpu" else 8192)
+    peaks: dict[str, float] = {}
+    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        if device.type == "cpu" and name == "fp16":
+            continue
+        a = torch.randn(size, size, device=device).to(dtype)
+        peaks[name] = _rate(lambda a=a: a @ a, size, device, seconds)  # type: ignore[misc]
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9):
+        a8 = torch.randn(size, size, device=device).to(E4M3.dtype)
+        one = torch.ones((), device=device)
+        peaks["fp8"] = _rate(
+            lambda: torch._scaled_mm(a8, a8.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True),
+            size, device, seconds,
+        )  # fmt: skip
+        fp8 = "fp8 with torch._scaled_mm"
+    else:
+        peaks["fp8"] = peaks["fp32"]
+        fp8 = "no FP8 GEMM here: fp8 is given the fp32 figure, which is what emulation runs"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return Peaks(peaks, "measured", f"{name}: {size}^3 GEMMs timed at start; {fp8}")
+
+
+def _rate(gemm, size: int, device: torch.device, seconds: float) -> float:
+    def once() -> float:
+        start = time.perf_counter()
+        gemm()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - start
+
+    once()
+    best = once()
+    spent = best
+    while spent < seconds:
+        took = once()
+        best, spent = min(best, took), spent + took
+    return 2.0 * size**3 / best

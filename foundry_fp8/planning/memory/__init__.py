@@ -1,0 +1,1 @@
+"""Which checkpoints, compression and offload fit a model into a memory budget."""

@@ -1,0 +1,188 @@
+"""A memory plan: the measurements it was made from, what each block does, and both as a table and as YAML."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from foundry_fp8.activations.checkpointing.blocks import format_blocks
+from foundry_fp8.activations.checkpointing.policy import policy_name
+from foundry_fp8.activations.checkpointing.targets import Selection
+from foundry_fp8.config import format_bytes
+from foundry_fp8.planning.memory.options import BlockOption
+from foundry_fp8.planning.memory.solver import Cost, Frame, predict_peak
+
+__all__ = ["Measurements", "MemoryPlan"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurements:
+    """Everything a plan is made from.
+
+    Attributes:
+        names: The blocks, in forward order.
+        kind: For each block, the index of its kind.
+        options: For each kind, its options.
+        costs: For each kind, ``{option name: cost}``.
+        frame: What is held outside the blocks.
+        lean: The same with cross-entropies that recompute their softmax; ``None`` where there is none to change.
+        source: How bytes and seconds were found, for the report.
+        classes: The class name of each block.
+    """
+
+    names: tuple[str, ...]
+    kind: tuple[int, ...]
+    options: tuple[tuple[BlockOption, ...], ...]
+    costs: tuple[dict[str, Cost], ...]
+    frame: Frame
+    lean: Frame | None
+    source: str
+    classes: tuple[str, ...]
+
+    def costs_of(self, chosen: list[str]) -> list[Cost]:
+        """The cost of each block under ``chosen``."""
+        return [self.costs[kind][name] for kind, name in zip(self.kind, chosen, strict=True)]
+
+    def peak(self, option: str) -> int:
+        """The predicted peak with one option in every block, and the loss as it is."""
+        return predict_peak(self.costs_of([option] * len(self.names)), self.frame)
+
+    def seconds(self, option: str) -> float:
+        """Seconds that the blocks take with one option in every block."""
+        return sum(cost.seconds for cost in self.costs_of([option] * len(self.names)))
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryPlan:
+    """What each block does.
+
+    Attributes:
+        measurements: What it was made from.
+        chosen: One option name a block.
+        frame: What is held outside the blocks: one of the measurements' two.
+        budget: Bytes it had to meet.
+        offload: Whether checkpoint inputs go to host memory.
+        compression: Options of ``activation_compression`` for the compressed blocks.
+    """
+
+    measurements: Measurements
+    chosen: tuple[str, ...]
+    frame: Frame
+    budget: int
+    offload: bool
+    compression: dict[str, Any]
+
+    @property
+    def predicted_peak(self) -> int:
+        """Peak bytes of a step, parameters, gradients and optimizer state included."""
+        return predict_peak(self.measurements.costs_of(list(self.chosen)), self.frame)
+
+    @property
+    def added_seconds(self) -> float:
+        """Seconds a step takes more than without checkpoints and compression."""
+        return sum(
+            c.seconds for c in self.measurements.costs_of(list(self.chosen))
+        ) - self.measurements.seconds("none")
+
+    def option(self, index: int) -> BlockOption:
+        """The option of block ``index``."""
+        kind = self.measurements.kind[index]
+        return next(o for o in self.measurements.options[kind] if o.name == self.chosen[index])
+
+    def selections(self) -> list[Selection]:
+        """The modules to checkpoint."""
+        return [
+            s for i, block in enumerate(self.measurements.names) for s in self.option(i).selections(block)
+        ]
+
+    def formats(self) -> dict[str, str]:
+        """``{module: format}`` to keep packed, or without what can be made again."""
+        return {
+            module: form
+            for i, block in enumerate(self.measurements.names)
+            for module, form in self.option(i).targets(block).items()
+        }
+
+    def compression_options(self) -> dict[str, Any]:
+        """Options of ``activation_compression``; empty where the plan does without."""
+        formats = self.formats()
+        if not formats and self.frame is self.measurements.frame:
+            return {}
+        return {**self.compression, "targets": formats or []}
+
+    def to_config(self) -> dict[str, Any]:
+        """The ``algorithms`` of a YAML that pin this plan."""
+        groups: dict[tuple[str, str], list[int]] = {}
+        for i in range(len(self.chosen)):
+            for name, policy in self.option(i).checkpoints:
+                target = f"*.{name}" if name else self.measurements.classes[i]
+                groups.setdefault((target, policy_name(policy)), []).append(i)
+        config: dict[str, Any] = {}
+        if groups:
+            targets = [
+                {"target": target, "blocks": format_blocks(blocks), "policy": policy}
+                for (target, policy), blocks in groups.items()
+            ]
+            config["activation_checkpointing"] = {"targets": targets}
+            if self.offload:
+                config["activation_checkpointing"]["offload"] = True
+        if compression := self.compression_options():
+            config["activation_compression"] = compression
+        return config
+
+    def to_yaml(self) -> str:
+        """:meth:`to_config` as YAML text."""
+        lines = ["algorithms:"]
+        for name, options in self.to_config().items():
+            lines.append(f"  {name}:")
+            for key, value in options.items():
+                if key == "targets" and value:
+                    lines.append("    targets:")
+                    if isinstance(value, dict):
+                        lines += [f"      {module}: {form}" for module, form in value.items()]
+                    else:
+                        lines += [f"    - {_flow(entry)}" for entry in value]
+                else:
+                    lines.append(f"    {key}: {_flow(value)}")
+        return "\n".join(lines) if len(lines) > 1 else "algorithms: {}  # everything fits as it is"
+
+    def __str__(self) -> str:
+        m = self.measurements
+        count: dict[tuple[int, str], int] = {}
+        for kind, name in zip(m.kind, self.chosen, strict=True):
+            count[kind, name] = count.get((kind, name), 0) + 1
+        rows = [("blocks", "option", "keeps", "backward peak", "seconds", "added")]
+        for kind, costs in enumerate(m.costs):
+            for name, cost in costs.items():
+                rows.append(
+                    (
+                        str(count.get((kind, name), "")),
+                        name,
+                        format_bytes(cost.kept),
+                        format_bytes(cost.backward_peak),
+                        f"{cost.seconds:.4g}",
+                        f"{cost.seconds - costs['none'].seconds:+.2g}",
+                    )
+                )
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        table = "\n".join(
+            "  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows
+        )
+        return (
+            f"memory plan: predicted peak {format_bytes(self.predicted_peak)} of {format_bytes(self.budget)}, "
+            f"{self.added_seconds:+.4g} s a microbatch in the blocks "
+            f"(no checkpointing: {format_bytes(m.peak('none'))}; every block: {format_bytes(m.peak('block'))}, "
+            f"{m.seconds('block') - m.seconds('none'):+.4g} s)\n{table}\n{m.source}\n{self.to_yaml()}"
+        )
+
+
+def _flow(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{k}: {_flow(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return (
+        f'"{value}"'
+        if isinstance(value, str) and (set(value) & set("*,:[]{}") or " " in value)
+        else str(value)
+    )

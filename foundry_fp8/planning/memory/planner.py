@@ -1,0 +1,348 @@
+"""The planner: from a memory budget to what each block checkpoints and compresses, measured on the model itself.
+
+Blocks that are alike (same modules, parameters and input shapes) are measured once. Each option runs forward and backward
+on the block's real input; the rest of the model is measured in one step with every block in its leanest option. A dynamic
+programme (:mod:`.solver`) then picks the options with the least added time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from foundry_fp8.activations.checkpointing.apply import CheckpointingReport, unwrap, wrap_selected
+from foundry_fp8.activations.checkpointing.budget import check_budget, fit_bytes
+from foundry_fp8.activations.checkpointing.targets import Selection
+from foundry_fp8.activations.compression.apply import EXACT, apply_activation_compression
+from foundry_fp8.activations.compression.saved import compresses_inside
+from foundry_fp8.config import ConfigError, format_bytes, parse_bytes
+from foundry_fp8.model_structure.names import clean_name
+from foundry_fp8.model_structure.selection import transformer_blocks
+from foundry_fp8.model_structure.wrappers import checkpoint_wrappers, modules_by_clean_name, own_class
+from foundry_fp8.planning.memory.measure import (
+    BlockRun,
+    Call,
+    CostModel,
+    capture_calls,
+    local_numel,
+    measure_frame,
+)
+from foundry_fp8.planning.memory.measure_sharded import BlockInStep, is_sharded
+from foundry_fp8.planning.memory.options import BlockOption, options_of
+from foundry_fp8.planning.memory.plan import Measurements, MemoryPlan
+from foundry_fp8.planning.memory.solver import Cost, Frame, predict_peak, solve
+
+__all__ = ["apply_plan", "choose", "device_capacity", "measure", "plan_memory"]
+
+KEY = "algorithms.activation_checkpointing.budget"
+
+ROUNDS = 12
+"""Timed runs of each option; the fastest counts."""
+
+ROUNDS_SHARDED = 4
+"""The same under FSDP, where each is a step of the whole model."""
+
+
+def plan_memory(
+    model: nn.Module,
+    loss_fn: Callable[[], Tensor],
+    *,
+    budget: float | str,
+    offload: bool = False,
+    compress: bool = True,
+    compression: dict[str, Any] | None = None,
+    optimizer_bytes: int = 0,
+    cost_model: CostModel | None = None,
+) -> MemoryPlan:
+    """Measure ``model`` on a microbatch and choose what to checkpoint and compress.
+
+    The model is as before afterwards: parameters, gradients, random state. Delayed scales have seen the microbatch, and
+    under FSDP the residuals of compressed gradients are those of the last step measured. Every rank gets the same plan,
+    made from the largest bytes and the mean seconds of all ranks.
+
+    Args:
+        model: Plain, inside DDP (pass the inner module) or wrapped in FSDP, where every rank must call this and bytes
+            are those of a rank.
+        loss_fn: Runs the microbatch through ``model``, with autocast where training has it, and returns the loss.
+        budget: Peak bytes of a step with everything in it (``20GiB``), a fraction of what no checkpointing needs
+            (``0.4``), or ``fit``: what the GPU has.
+        offload: Checkpoint inputs go to host memory.
+        compress: Offer compression.
+        compression: Options of ``activation_compression`` for it.
+        optimizer_bytes: Optimizer state that is not allocated yet.
+        cost_model: Seconds from a model instead of a clock, for a dry run: build the model and call this inside torch's
+            ``FakeTensorMode``, with ``compression={"format": "exact"}``, as packing looks at values.
+
+    Raises:
+        ConfigError: Nothing meets the budget (says what would), or the model is checkpointed or compressed already.
+    """
+    check_budget(budget, KEY)
+    capacity = device_capacity(_device_of(model)) if budget == "fit" else None
+    measured = measure(
+        model,
+        loss_fn,
+        offload=offload,
+        compress=compress,
+        compression=compression,
+        optimizer_bytes=optimizer_bytes,
+        cost_model=cost_model,
+    )
+    return choose(measured, budget, offload=offload, compression=compression, capacity=capacity)
+
+
+def choose(
+    measured: Measurements,
+    budget: float | str,
+    *,
+    offload: bool = False,
+    compression: dict[str, Any] | None = None,
+    capacity: int | None = None,
+) -> MemoryPlan:
+    """The plan for ``budget`` from measurements already taken: a pure function of its arguments.
+
+    Args:
+        measured: From :func:`measure`.
+        budget: See :func:`plan_memory`.
+        offload: What the measurements were taken with.
+        compression: The same.
+        capacity: The bytes that ``fit`` stands for, from :func:`device_capacity`.
+    """
+    limit = _limit(measured, budget, capacity)
+    fits = measured.peak("none") <= limit
+    frame = measured.frame if fits or measured.lean is None else measured.lean
+    chosen: list[str] | None = ["none"] * len(measured.names)
+    if not fits:
+        chosen = solve([measured.costs[kind] for kind in measured.kind], frame, limit)
+    if chosen is None:
+        smallest, how = _smallest(measured)
+        raise ConfigError(
+            f"{KEY}: nothing meets {budget!r} ({format_bytes(limit)}). The smallest peak that can be met is "
+            f"{format_bytes(smallest)} ({smallest} B), of which {format_bytes(measured.frame.static)} are parameters and "
+            f"optimizer state, with {', '.join(sorted(set(how)))}. Lower the microbatch size, shard, or raise the budget."
+        )
+    return MemoryPlan(measured, tuple(chosen), frame, limit, offload, dict(compression or {}))
+
+
+def _smallest(measured: Measurements) -> tuple[int, list[str]]:
+    """The smallest peak that some plan reaches, and that plan."""
+    options = [measured.costs[kind] for kind in measured.kind]
+    frame = measured.lean or measured.frame
+    low, high = frame.static, measured.peak("none")
+    best = solve(options, frame, high)
+    while high - low > max(high // 2000, 1):
+        middle = (low + high) // 2
+        found = solve(options, frame, middle)
+        if found is None:
+            low = middle
+        else:
+            best, high = found, predict_peak(measured.costs_of(found), frame)
+    assert best is not None
+    return predict_peak(measured.costs_of(best), frame), best
+
+
+def _limit(measured: Measurements, budget: float | str, capacity: int | None) -> int:
+    if isinstance(budget, float):
+        return int(budget * measured.peak("none"))
+    if budget != "fit":
+        return parse_bytes(budget, KEY)
+    if capacity is None:
+        raise ConfigError(f"{KEY}: fit needs the bytes that the device has; pass capacity, or give a size.")
+    return capacity
+
+
+def device_capacity(device: torch.device) -> int:
+    """The bytes that ``fit`` stands for on ``device``, the smallest of all ranks.
+
+    Raises:
+        ConfigError: Not a GPU.
+    """
+    if device.type != "cuda":
+        raise ConfigError(
+            f"{KEY}: fit asks a GPU how much memory it has; on {device} give a size, such as 20GiB."
+        )
+    free, _ = torch.cuda.mem_get_info(device)
+    share = torch.tensor([fit_bytes(free, torch.cuda.memory_reserved(device))], device=device)
+    if dist.is_initialized():
+        dist.all_reduce(share, dist.ReduceOp.MIN)
+    return int(share)
+
+
+def measure(
+    model: nn.Module,
+    loss_fn: Callable[[], Tensor],
+    *,
+    offload: bool = False,
+    compress: bool = True,
+    compression: dict[str, Any] | None = None,
+    optimizer_bytes: int = 0,
+    cost_model: CostModel | None = None,
+    rounds: int | None = None,
+) -> Measurements:
+    """What :func:`plan_memory` measures; see there. ``rounds``: how often each option is timed, more on a noisy machine."""
+    sharded = is_sharded(model)
+    rounds = rounds or (ROUNDS_SHARDED if sharded else ROUNDS)
+    innermost = modules_by_clean_name(model)
+    blocks = [(clean_name(name), innermost[clean_name(name)][1]) for name, _ in transformer_blocks(model)]
+    _check_plannable(model, blocks, sharded)
+    device = _device_of(model)
+    modules = [block for _, block in blocks]
+    parameters = list(model.parameters())
+    kinds: dict[tuple[Any, ...], int] = {}
+    kind_of: list[int] = []
+
+    def first_of_kind(index: int, call: Call) -> bool:
+        block = modules[index]
+        # FSDP1 cuts each rank's parameters elsewhere, and kinds must be those of every rank.
+        shapes = tuple((sharded or tuple(p.shape), p.dtype, p.requires_grad) for p in block.parameters())
+        key = (repr(block), shapes, call.signature())
+        kind_of.append(kinds.setdefault(key, len(kinds)))
+        return not sharded and kind_of.count(kind_of[-1]) == 1
+
+    calls = capture_calls(modules, loss_fn, device, first_of_kind)
+    compression = compression or {}
+    formats = list(dict.fromkeys((EXACT, compression.get("format", "int8")))) if compress else []
+    options, costs = [], []
+    for kind in range(len(kinds)):
+        of_kind = [i for i, k in enumerate(kind_of) if k == kind]
+        # Under FSDP2 a block takes the place of its neighbour's gathered parameters: measured between two of its kind.
+        index = of_kind[len(of_kind) // 2 if sharded else 0]
+        name = blocks[index][0]
+        # Under FSDP the model runs as a whole, with as little memory as the rest of it can take.
+        rest = [other for other, _ in blocks if other != name] if sharded else []
+        candidates = options_of(modules[index], formats=formats)
+        sizes: dict[str, tuple[int, int, int]] = {}
+        taken: dict[str, list[float]] = {option.name: [] for option in candidates}
+        # In rounds, so that a slow moment of the machine does not fall on one option; the first round only warms up.
+        for turn in range(1 if cost_model else 1 + rounds):
+            for option in candidates:
+                with _applied(model, [name], option, offload, compression, rest):
+                    configured = transformer_blocks(model)[index][1]
+                    run: BlockRun | BlockInStep = (
+                        BlockInStep(configured, loss_fn, parameters, device)
+                        if sharded
+                        else BlockRun(configured, calls[index], device, cost_model)
+                    )
+                    if turn == 0:
+                        sizes[option.name] = run.bytes()
+                    if turn > 0 or cost_model:
+                        taken[option.name].append(run.seconds())
+        plain = min(taken["none"])
+        options.append(tuple(candidates))
+        # Recomputing cannot be faster than not doing so: what looks faster is noise.
+        costs.append(
+            _agreed({name: Cost(*sizes[name], max(min(times), plain)) for name, times in taken.items()})
+        )
+    block = next(o for o in options[0] if o.name == "block")
+    lean = None
+    with _applied(model, [name for name, _ in blocks], block, offload, {}):
+        outer = [module for _, module in transformer_blocks(model)]
+        static = sum(local_numel(t) * t.element_size() for t in (*parameters, *model.buffers()))
+        kept = [costs[kind]["block"].kept for kind in kind_of]
+
+        def measured_frame() -> Frame:
+            held = static + optimizer_bytes
+            frame = measure_frame(outer, kept, loss_fn, parameters, device, held, sharded=sharded)
+            return _agreed({"frame": frame})["frame"]
+
+        frame = measured_frame()
+        if compress and compression.get("overrides", {}).get("loss") != "none":
+            losses = apply_activation_compression(model, targets=[])
+            try:
+                lean = measured_frame() if losses.rows else None
+            finally:
+                losses.undo()
+    bytes_from = "the CUDA allocator" if device.type == "cuda" else "every live storage (LiveBytes)"
+    runs = "whole steps" if sharded else "runs of a block"
+    seconds_from = "a cost model" if cost_model else f"the fastest of {rounds} {runs}"
+    return Measurements(
+        tuple(name for name, _ in blocks),
+        tuple(kind_of),
+        tuple(options),
+        tuple(costs),
+        frame,
+        lean,
+        f"bytes: {bytes_from} on {device.type}; seconds: {seconds_from}; {len(kinds)} kind(s) of block",
+        tuple(own_class(module).__name__ for module in modules),
+    )
+
+
+@contextlib.contextmanager
+def _applied(
+    model: nn.Module,
+    names: Sequence[str],
+    option: BlockOption,
+    offload: bool,
+    compression: dict[str, Any],
+    rest: Sequence[str] = (),
+) -> Iterator[None]:
+    """Blocks configured as an option, the rest checkpointed, and all of it taken back."""
+    selected = [Selection(name, "full") for name in rest]
+    selected += [selection for block in names for selection in option.selections(block)]
+    report = None
+    try:
+        wrap_selected(model, selected, offload=offload)
+        if option.formats:
+            targets = {k: v for block in names for k, v in option.targets(block).items()}
+            overrides = {**compression.get("overrides", {}), "loss": "none"}
+            report = apply_activation_compression(
+                model, **{**compression, "targets": targets, "overrides": overrides}
+            )
+        yield
+    finally:
+        if report is not None:
+            report.undo()
+        unwrap(model)
+
+
+def _agreed(of_rank: dict[str, Any]) -> dict[str, Any]:
+    """The same on every rank: the largest bytes, the mean seconds, rank by rank in order."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return of_rank
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, of_rank)
+
+    def join(name: str, field: str) -> Any:
+        values = [getattr(rank[name], field) for rank in gathered]
+        if isinstance(values[0], tuple):
+            return tuple(max(v) for v in zip(*values, strict=True))
+        return sum(values) / len(values) if isinstance(values[0], float) else max(values)
+
+    return {
+        name: type(value)(**{f.name: join(name, f.name) for f in dataclasses.fields(value)})
+        for name, value in of_rank.items()
+    }
+
+
+def _check_plannable(model: nn.Module, blocks: list[tuple[str, nn.Module]], sharded: bool) -> None:
+    if not blocks:
+        raise ConfigError(f"{KEY}: {type(model).__name__} has no list of transformer blocks.")
+    if next(checkpoint_wrappers(model), None) is not None:
+        raise ConfigError(
+            f"{KEY}: the model is checkpointed already. Switch off activation_checkpointing in the FSDP config."
+        )
+    if compresses_inside(model) is not None:
+        raise ConfigError(
+            f"{KEY}: the budget plans compression itself. Remove activation_compression from the algorithms."
+        )
+    if sharded and any(p.grad is not None for p in model.parameters()):
+        raise ConfigError(
+            f"{KEY}: parameters hold gradients. Under FSDP plan before the first backward of a step."
+        )
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
+
+
+def apply_plan(model: nn.Module, plan: MemoryPlan) -> CheckpointingReport:
+    """Checkpoint and compress as planned. ``model``: the one planned for, changed in place."""
+    report = wrap_selected(model, plan.selections(), offload=plan.offload)
+    if compression := plan.compression_options():
+        apply_activation_compression(model, **compression)
+    return report

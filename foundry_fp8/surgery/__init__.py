@@ -1,0 +1,1 @@
+"""Which modules of a model become FP8, swapped how, and the report of it."""

@@ -1,0 +1,189 @@
+"""``apply_fp8``: convert a model, with no trainer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from foundry_fp8.backends import BACKENDS, Backend, choose_backend
+from foundry_fp8.config import ConfigError, check_choice, check_integer, check_patterns, from_mapping
+from foundry_fp8.layers.linear import FP8Linear
+from foundry_fp8.layers.state import FP8State
+from foundry_fp8.numerics.recipes import RECIPES, Recipe, parse_recipe
+from foundry_fp8.surgery.attention import convert_attention
+from foundry_fp8.surgery.linears import convert_linears, kept_blocks
+from foundry_fp8.surgery.norm_fusion import fuse_norms
+from foundry_fp8.surgery.report import SurgeryReport, SurgeryRow
+
+__all__ = ["FP8Config", "apply_fp8", "resolve_recipe"]
+
+KEY = "algorithms.fp8"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FP8Config:
+    """The YAML under ``algorithms.fp8``."""
+
+    recipe: str | Mapping[str, Any] | Recipe = "auto"
+    """``delayed``, ``current``, ``block``, ``mxfp8``, a mapping with the recipe's own fields (``{name: delayed, margin:
+    1}``), or ``auto``: mxfp8 on GPUs of compute capability 10.x, current elsewhere, and where the backend predicts that
+    FP8 makes a layer no faster (native does), that layer stays in high precision."""
+    backend: str = "auto"
+    """``transformer_engine``, ``native``, ``emulated``, or ``auto``: Transformer Engine if it can run the recipe, else
+    native, on a GPU; emulated on a CPU."""
+    include: Sequence[str] = ("*",)
+    """Globs on module names to convert."""
+    exclude: Sequence[str] = ()
+    """Globs on module names to leave in high precision. Output heads, routers and embeddings are out anyway."""
+    keep_first_blocks: int = 0
+    """Transformer blocks left in high precision at the bottom."""
+    keep_last_blocks: int = 0
+    """Transformer blocks left in high precision at the top."""
+    wgrad: Literal["fp8", "high_precision"] = "fp8"
+    """What the weight gradient's GEMM runs in."""
+    evaluate: Literal["fp8", "high_precision"] = "high_precision"
+    """What evaluation runs in."""
+    fuse: bool = False
+    """Compute the norm before a linear in the linear's own kernel, where that is the same arithmetic. Transformer Engine
+    and native only."""
+    cache_weights: bool = False
+    """Quantise each weight once per optimizer step instead of in every microbatch's forward and again in its backward. Costs
+    two bytes of memory a weight element, under FSDP2 of the whole unsharded model. Native only; not under FSDP1."""
+    attention: bool = False
+    """Whether attention's GEMMs run in FP8 too (FP8DPA). Needs the delayed recipe; emulated, also the current one."""
+
+    def __post_init__(self) -> None:
+        if self.recipe != "auto":
+            if isinstance(self.recipe, str):
+                check_choice(f"{KEY}.recipe", self.recipe, (*RECIPES, "auto"))
+            object.__setattr__(self, "recipe", parse_recipe(self.recipe, f"{KEY}.recipe"))
+        check_choice(f"{KEY}.backend", self.backend, ("auto", *BACKENDS))
+        object.__setattr__(self, "include", check_patterns(f"{KEY}.include", self.include))
+        object.__setattr__(self, "exclude", check_patterns(f"{KEY}.exclude", self.exclude))
+        check_integer(f"{KEY}.keep_first_blocks", self.keep_first_blocks)
+        check_integer(f"{KEY}.keep_last_blocks", self.keep_last_blocks)
+        check_choice(f"{KEY}.wgrad", self.wgrad, ("fp8", "high_precision"))
+        check_choice(f"{KEY}.evaluate", self.evaluate, ("high_precision", "fp8"))
+        for name in ("fuse", "cache_weights", "attention"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{KEY}.{name}: {getattr(self, name)!r} is not true or false.")
+        if self.fuse and self.wgrad == "high_precision":
+            raise ConfigError(
+                f"{KEY}.fuse: true keeps no high-precision input, from which {KEY}.wgrad: high_precision computes. "
+                "Remove one of them."
+            )
+
+
+def resolve_recipe(recipe: str | Mapping[str, Any] | Recipe, device: torch.device) -> Recipe:
+    """The recipe itself; for ``auto``, what suits the device."""
+    if recipe != "auto":
+        return parse_recipe(recipe, f"{KEY}.recipe")
+    blackwell = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10
+    return RECIPES["mxfp8" if blackwell else "current"]()
+
+
+def apply_fp8(model: nn.Module, *, device: torch.device | str | None = None, **options: Any) -> SurgeryReport:
+    """Convert the linear layers of ``model`` to FP8, in place.
+
+    Call it before wrapping with DDP or FSDP and before ``torch.compile``. Parameters keep their identity and names, so an
+    optimizer made before or after is fine, and the model's checkpoints are those of the unconverted model.
+
+    Args:
+        model: Any module; its root is what training calls.
+        device: Where it will run; by default where its parameters are (for ``meta``: the GPU if there is one).
+        **options: The fields of :class:`FP8Config`.
+
+    Returns:
+        What became of every linear.
+
+    Raises:
+        ConfigError: Unknown option or value, a pattern that matches nothing, a model that is converted already, or nothing
+            to convert.
+        RuntimeError: The backend cannot run the recipe here.
+
+    Example:
+        >>> report = apply_fp8(model, recipe="current", exclude=["*.down_proj"])
+        >>> print(report.summary())
+    """
+    config = from_mapping(FP8Config, options, KEY)
+    if any(isinstance(module, FP8Linear) for module in model.modules()):
+        raise ConfigError(f"{KEY}: the model is converted to FP8 already. Name the algorithm once.")
+    foreign = [n for n, m in model.named_modules() if type(m).__module__.startswith("transformer_engine.")]
+    if foreign:
+        raise ConfigError(
+            f"{KEY}: the model holds Transformer Engine modules ({foreign[0]}, ...), so FP8 would be set up twice. "
+            "Remove `fc_type: te` and `ffn_type: te_ln_mlp` from the model's config; this algorithm converts plain linears."
+        )
+    where = _device_of(model) if device is None else torch.device(device)
+    recipe = resolve_recipe(config.recipe, where)
+    backend, chosen = choose_backend(config.backend, recipe, where, f"{KEY}.backend")
+    backend.only_where_faster = config.recipe == "auto"
+    if config.cache_weights:
+        reason = backend.weight_cache_reason()
+        if reason is not None:
+            raise ConfigError(
+                f"{KEY}.cache_weights: the {backend.name} backend cannot keep quantised weights: {reason}. "
+                "Set it to false, or backend: native."
+            )
+        backend.cache_weights = True
+    rows, converted = convert_linears(
+        model,
+        recipe=recipe,
+        backend=backend,
+        include=config.include,
+        exclude=config.exclude,
+        keep_first_blocks=config.keep_first_blocks,
+        keep_last_blocks=config.keep_last_blocks,
+        wgrad=config.wgrad,
+        evaluate=config.evaluate,
+        key=KEY,
+    )
+    if config.fuse:
+        rows = _fuse(model, rows, converted, backend)
+    attention: tuple[SurgeryRow, ...] = ()
+    if config.attention:
+        kept = kept_blocks(model, config.keep_first_blocks, config.keep_last_blocks, KEY)
+        attention, _ = convert_attention(
+            model, recipe=recipe, backend=backend.name, kept_blocks=kept, evaluate=config.evaluate
+        )
+    FP8State(model, converted, recipe, backend)
+    return SurgeryReport(rows=rows, attention=attention, recipe=recipe, backend=backend.name, chosen=chosen)
+
+
+def _fuse(
+    model: nn.Module, rows: tuple[SurgeryRow, ...], converted: Mapping[str, FP8Linear], backend: Backend
+) -> tuple[SurgeryRow, ...]:
+    """Fuse norms into the linears that read them; the rows with what became of it."""
+    outcome = fuse_norms(model, converted) if backend.fuses_norms else {}
+    if all(fusion.refused for fusion in outcome.values()):
+        if not backend.fuses_norms:
+            why = f"the {backend.name} backend fuses nothing; transformer_engine and native do"
+        else:
+            why = "; ".join(sorted({f.refused for f in outcome.values() if f.refused}))
+            why = why or "no norm is known to feed exactly one converted linear (MPT blocks have such)"
+        raise ConfigError(f"{KEY}.fuse: nothing can be fused: {why}. Set it to false.")
+
+    def noted(row: SurgeryRow) -> SurgeryRow:
+        fusion = outcome.get(row.name)
+        if fusion is None:
+            return row
+        if fusion.refused:
+            return dataclasses.replace(
+                row, reason=f"{row.reason}, not fused with {fusion.norm}: {fusion.refused}"
+            )
+        return dataclasses.replace(
+            row, reason=f"{row.reason}, fused with {fusion.norm}", fused_with=fusion.norm
+        )
+
+    return tuple(noted(row) for row in rows)
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    if device.type == "meta":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return device

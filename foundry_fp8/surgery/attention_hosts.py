@@ -1,0 +1,324 @@
+"""How FP8 attention gets into a model: through MPT's, transformers' and torch's own seams.
+
+=============== =========================================================== ==========================================
+host            recognised by                                               attached by
+=============== =========================================================== ==========================================
+LLM Foundry MPT its attention classes, with ``attn_impl: torch``            the module's ``attn_fn``
+Hugging Face    a ``forward`` that looks up ``ALL_ATTENTION_FUNCTIONS``     that registry and ``config._attn_implementation``
+torch           a ``forward`` that calls ``scaled_dot_product_attention``   a torch function mode around the module
+=============== =========================================================== ==========================================
+
+No library is imported here: a module's own class leads to the registry of the library that it came from.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from foundry_fp8.layers.attention import FP8DotProductAttention
+from foundry_fp8.layers.attention_mask import AttentionMask
+
+__all__ = ["HOSTS", "HUGGING_FACE_IMPLEMENTATION", "AttentionHost"]
+
+HUGGING_FACE_IMPLEMENTATION = "fp8_dpa"
+"""The name under which FP8 attention stands in transformers' registry of attention functions."""
+CHILD = "fp8_attention"
+REGISTRY = "ALL_ATTENTION_FUNCTIONS"
+
+
+class AttentionHost(Protocol):
+    """A kind of attention module."""
+
+    name: ClassVar[str]
+
+    def recognises(self, module: nn.Module) -> bool:
+        """Whether ``module`` is of this kind."""
+
+    def reason(self, module: nn.Module) -> str | None:
+        """Why this module cannot take FP8 attention, or ``None``."""
+
+    def attach(self, module: nn.Module, attention: FP8DotProductAttention) -> None:
+        """Let ``module`` call ``attention``, which falls back to what was there where it does not run FP8."""
+
+
+def _forward(module: nn.Module) -> Any:
+    return inspect.unwrap(type(module).forward)
+
+
+def _names_in_forward(module: nn.Module) -> tuple[str, ...]:
+    code = getattr(_forward(module), "__code__", None)
+    return code.co_names if code is not None else ()
+
+
+class MPTAttention(nn.Module):
+    """Stands in for Foundry's attention function, with its signature; ``attn_impl: torch``."""
+
+    def __init__(self, attention: FP8DotProductAttention, original: Callable[..., Any]) -> None:
+        super().__init__()
+        self.fp8 = attention
+        self.original = original
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        n_heads: int,
+        kv_n_heads: int,
+        past_key_value: tuple[Tensor, ...] | None = None,
+        softmax_scale: float | None = None,
+        attn_bias: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
+        dropout_p: float = 0.0,
+        training: bool = False,
+        needs_weights: bool = False,
+        attn_logit_softcapping: float | None = None,
+        sliding_window_size: int = -1,
+    ) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor] | None]:
+        """As Foundry's ``scaled_multihead_dot_product_attention``: ``query`` [b, q, heads * d], and so on."""
+        if not self.fp8.runs_fp8:
+            return self.original(
+                query,
+                key,
+                value,
+                n_heads,
+                kv_n_heads,
+                past_key_value=past_key_value,
+                softmax_scale=softmax_scale,
+                attn_bias=attn_bias,
+                key_padding_mask=key_padding_mask,
+                is_causal=is_causal,
+                dropout_p=dropout_p,
+                training=training,
+                needs_weights=needs_weights,
+                attn_logit_softcapping=attn_logit_softcapping,
+                sliding_window_size=sliding_window_size,
+            )
+        if needs_weights:
+            raise RuntimeError(f"{self.fp8.fqn}: FP8 attention keeps no probabilities (output_attentions).")
+        q, k, v = (
+            x.unflatten(-1, (heads, -1)).transpose(1, 2)
+            for x, heads in ((query, n_heads), (key, kv_n_heads), (value, kv_n_heads))
+        )
+        if past_key_value is not None:
+            if len(past_key_value):  # Foundry keeps keys as [b, heads, d, s]
+                k = torch.cat([past_key_value[0].transpose(2, 3), k], dim=2)
+                v = torch.cat([past_key_value[1], v], dim=2)
+            past_key_value = (k.transpose(2, 3), v)
+        queries, keys = q.shape[2], k.shape[2]
+        if attn_bias is not None:
+            attn_bias = attn_bias[
+                :, :, max(0, attn_bias.size(2) - queries) :, max(0, attn_bias.size(3) - keys) :
+            ]
+        window = None if sliding_window_size == -1 else (sliding_window_size, sliding_window_size)
+        out = self.fp8(
+            q,
+            k,
+            v,
+            mask=AttentionMask(causal=is_causal, window=window, key_padding=key_padding_mask, bias=attn_bias),
+            softmax_scale=q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
+            dropout_p=dropout_p if training else 0.0,
+        )
+        return out.transpose(1, 2).flatten(2), None, past_key_value
+
+
+class FoundryHost:
+    """LLM Foundry's attention classes and those derived from them."""
+
+    name: ClassVar[str] = "MPT"
+
+    def recognises(self, module: nn.Module) -> bool:
+        """By the class, and by the attributes that are used here."""
+        ours = any(c.__module__ == "llmfoundry.models.layers.attention" for c in type(module).__mro__)
+        return ours and hasattr(module, "attn_fn") and hasattr(module, "attn_impl")
+
+    def reason(self, module: nn.Module) -> str | None:
+        """``attn_impl: torch`` without soft capping."""
+        if isinstance(module.attn_fn, MPTAttention):
+            return "it is converted already"
+        if module.attn_impl != "torch":
+            return f"attn_impl is {module.attn_impl}; FP8 attention stands in for attn_impl: torch"
+        if getattr(module, "attn_logit_softcapping", None) is not None:
+            return "attn_logit_softcapping is not part of FP8 attention"
+        return None
+
+    def attach(self, module: nn.Module, attention: FP8DotProductAttention) -> None:
+        """Replace the function that the module holds."""
+        original: Any = module.attn_fn
+        module.attn_fn = MPTAttention(attention, original)
+
+
+def hugging_face_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | AttentionMask | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Transformers' attention function ``fp8_dpa``: FP8 where the module is converted and runs it, SDPA elsewhere.
+
+    Args:
+        module: The attention module.
+        query: [b, heads, q, d].
+        key: [b, kv_heads, k, d].
+        value: [b, kv_heads, k, d].
+        attention_mask: Additive or boolean, broadcasting to [b, heads, q, k]; or rules.
+        dropout: Probability of dropping a probability.
+        scaling: Multiplies the logits; ``None``: 1/sqrt(d).
+        is_causal: ``None``: where there is no mask and more than one query.
+        kwargs: What else models pass; a soft cap is refused.
+
+    Returns:
+        [b, q, heads, d], and no probabilities.
+    """
+    attention = module._modules.get(CHILD)
+    queries, keys = query.shape[2], key.shape[2]
+    if isinstance(attention_mask, Tensor) and attention_mask.dim() == 4:
+        attention_mask = attention_mask[..., :keys]
+    if attention is None or not attention.runs_fp8:
+        if isinstance(attention_mask, AttentionMask):
+            seen, bias = attention_mask.block(0, queries, 0, keys, queries, keys, query.device)
+            attention_mask = (
+                seen if bias is None else attention_mask.dense(queries, keys, query.device, query.dtype)
+            )
+            is_causal = False
+        sdpa = _forward(module).__globals__[REGISTRY]["sdpa"]
+        return sdpa(
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=dropout,
+            scaling=scaling,
+            is_causal=is_causal,
+            **kwargs,
+        )
+    if kwargs.get("softcap") is not None:
+        raise RuntimeError(f"{attention.fqn}: soft capping of the logits is not part of FP8 attention.")
+    if not isinstance(attention_mask, AttentionMask):
+        if is_causal is None:
+            is_causal = attention_mask is None and queries > 1
+        window = kwargs.get("sliding_window")
+        attention_mask = AttentionMask(
+            causal=is_causal and attention_mask is None,
+            # Where there is a mask, the model has put the window into it.
+            window=(window - 1, None) if window is not None and attention_mask is None else None,
+            bias=attention_mask,
+        )
+    out = attention(
+        query,
+        key,
+        value,
+        mask=attention_mask,
+        softmax_scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        dropout_p=dropout,
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+class HuggingFaceHost:
+    """Attention modules that go through transformers' ``AttentionInterface`` (4.48 and later), FOG's among them."""
+
+    name: ClassVar[str] = "Hugging Face"
+
+    def recognises(self, module: nn.Module) -> bool:
+        """By the look-up in the code of its forward."""
+        return REGISTRY in _names_in_forward(module) and hasattr(module, "config")
+
+    def reason(self, module: nn.Module) -> str | None:
+        """Anything but soft capping."""
+        if CHILD in module._modules:
+            return "it is converted already"
+        if getattr(module, "attn_logit_softcapping", None) is not None:
+            return "attn_logit_softcapping is not part of FP8 attention"
+        return None
+
+    def attach(self, module: nn.Module, attention: FP8DotProductAttention) -> None:
+        """Register the function, point the configuration at it, and leave the state on the module."""
+        _forward(module).__globals__[REGISTRY][HUGGING_FACE_IMPLEMENTATION] = hugging_face_attention
+        config: Any = module.config
+        config._attn_implementation = HUGGING_FACE_IMPLEMENTATION
+        module.add_module(CHILD, attention)
+
+
+class _SDPAMode(TorchFunctionMode):
+    """Sends ``scaled_dot_product_attention`` to FP8 attention while it is entered."""
+
+    def __init__(self, attention: FP8DotProductAttention) -> None:
+        super().__init__()
+        self.attention = attention
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention and self.attention.runs_fp8:
+            return self._attend(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if query.dim() != 4 or (is_causal and query.shape[2] != key.shape[2]):
+            raise RuntimeError(
+                f"{self.attention.fqn}: FP8 attention takes scaled_dot_product_attention of [b, heads, s, d], causal only "
+                f"with as many queries as keys; got {tuple(query.shape)} and {tuple(key.shape)}."
+            )
+        return self.attention(
+            query,
+            key,
+            value,
+            mask=AttentionMask(causal=is_causal, bias=attn_mask),
+            softmax_scale=query.shape[-1] ** -0.5 if scale is None else scale,
+            dropout_p=dropout_p,
+        )
+
+
+class TorchHost:
+    """Modules of any other origin that call ``torch.nn.functional.scaled_dot_product_attention`` themselves."""
+
+    name: ClassVar[str] = "torch"
+
+    def recognises(self, module: nn.Module) -> bool:
+        """By the call in the code of its forward."""
+        return "scaled_dot_product_attention" in _names_in_forward(module)
+
+    def reason(self, module: nn.Module) -> str | None:
+        """Anything."""
+        return "it is converted already" if CHILD in module._modules else None
+
+    def attach(self, module: nn.Module, attention: FP8DotProductAttention) -> None:
+        """Enter the mode before, and leave it after, each forward of the module."""
+        entered: list[_SDPAMode] = []
+
+        def enter(_: nn.Module, args: Any) -> None:
+            entered.append(_SDPAMode(attention))
+            entered[-1].__enter__()
+
+        def leave(_: nn.Module, args: Any, output: Any) -> None:
+            entered.pop().__exit__(None, None, None)
+
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(leave, always_call=True)
+        module.add_module(CHILD, attention)
+
+
+HOSTS: tuple[AttentionHost, ...] = (FoundryHost(), HuggingFaceHost(), TorchHost())

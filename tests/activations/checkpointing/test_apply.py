@@ -1,0 +1,156 @@
+"""Checkpoints on a Hugging Face decoder: same gradients, counted recompute, bit-identical FP8, dropout, offload."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from foundry_fp8.activations.checkpointing.apply import (
+    ActivationCheckpointingConfig,
+    apply_activation_checkpointing,
+)
+from foundry_fp8.config import ConfigError
+from foundry_fp8.layers.linear import FP8Linear
+from foundry_fp8.model_structure.selection import transformer_blocks
+from foundry_fp8.planning.memory.live_bytes import LiveBytes
+from foundry_fp8.surgery.apply import apply_fp8
+
+TOKENS = torch.randint(0, 128, (2, 64), generator=torch.Generator().manual_seed(0))
+
+
+def gradients(model, autocast=False):
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(1)
+    with torch.autocast("cpu", enabled=autocast, dtype=torch.bfloat16):
+        loss = model(input_ids=TOKENS, labels=TOKENS).loss
+    loss.backward()
+    return {name.replace("_checkpoint_wrapped_module.", ""): p.grad for name, p in model.named_parameters()}
+
+
+def assert_same(ours, reference):
+    assert ours.keys() == reference.keys()
+    for name, gradient in reference.items():
+        assert torch.equal(ours[name], gradient), name
+
+
+TARGETS = [
+    {},
+    {"policy": "selective"},
+    {"policy": ["aten.mm", "aten._scaled_dot_product_flash_attention_for_cpu"]},
+    {"targets": {"*.mlp": "every-2", "*.self_attn": "last-3"}},
+    {"targets": {"LlamaDecoderLayer": "first-2", "LlamaMLP": "last-2"}, "offload": True},
+]
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("options", TARGETS)
+def test_gradients_are_bit_identical_with_dropout_on(make_llama, options, autocast):
+    model = make_llama(4, attention_dropout=0.1)
+    model.train()
+    reference = gradients(model, autocast)
+    keys = list(model.state_dict())
+    apply_activation_checkpointing(model, **options)
+    assert_same(gradients(model, autocast), reference)
+    assert list(model.state_dict()) == keys
+    assert len(transformer_blocks(model)) == 4  # a partly wrapped list is still the list of blocks
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block", "mxfp8"])
+@pytest.mark.parametrize("policy", ["full", "selective"])
+def test_fp8_recompute_is_bit_identical_and_records_no_amax_twice(make_llama, recipe, policy):
+    plain, checkpointed = make_llama(2), make_llama(2)
+    for model in (plain, checkpointed):
+        apply_fp8(model, recipe=recipe, backend="emulated")
+    apply_activation_checkpointing(checkpointed, policy=policy)
+    for _ in range(3):  # later steps run with scales that the earlier ones have recorded
+        assert_same(gradients(checkpointed), gradients(plain))
+    ours = {m.fqn: m for m in checkpointed.modules() if isinstance(m, FP8Linear)}
+    for module in plain.modules():
+        if isinstance(module, FP8Linear):
+            assert ours[module.fqn].ledger.flops == module.ledger.flops
+            assert not module.ledger.recomputed_flops
+            if not module.fqn.endswith("down_proj"):  # the recompute stops early, inside the last linear
+                assert ours[module.fqn].ledger.recomputed_flops
+            if module.slots is not None:
+                for operand in ("x", "w", "dy"):
+                    history = ours[module.fqn].slots[operand].amax_history
+                    assert torch.equal(history, module.slots[operand].amax_history)
+
+
+def backward_flops(model):
+    with FlopCounterMode(display=False) as counter:
+        gradients(model)
+    return counter.get_total_flops()
+
+
+def test_what_is_recomputed_is_what_was_chosen(make_llama):
+    """In units of a layer's forward FLOPs: full recomputes all of it, selective none of its matmuls, MLP its share."""
+    plain = backward_flops(make_llama(4))
+
+    def extra(**options):
+        model = make_llama(4)
+        apply_activation_checkpointing(model, **options)
+        return backward_flops(model) - plain
+
+    full = extra()
+    assert full > 0
+    assert extra(policy="selective") == 0
+    assert extra(targets={"LlamaDecoderLayer": "first-2"}) == pytest.approx(full / 2)
+    mlp_matmul = 2 * TOKENS.numel() * 64 * 160
+    assert (
+        extra(targets="LlamaMLP") == 4 * 2 * mlp_matmul
+    )  # early stop: the last matmul's output is not needed
+    assert extra(policy=["aten.mm"]) < full / 2
+
+
+def test_fewer_bytes_are_kept(make_llama):
+    def kept(**options):
+        model = make_llama(6)
+        if options:
+            apply_activation_checkpointing(model, **options)
+        with LiveBytes() as meter:
+            model(input_ids=TOKENS, labels=TOKENS).loss  # noqa: B018
+            loss = model(input_ids=TOKENS, labels=TOKENS).loss
+            live = meter.live
+        del loss
+        return live
+
+    model_none = kept()
+    selective, full = kept(policy="selective"), kept(policy="full")
+    half = kept(targets={"LlamaDecoderLayer": "every-2"})
+    assert full < selective < model_none
+    assert half == pytest.approx((full + model_none) / 2, rel=0.02)
+
+
+def test_applying_twice_changes_nothing(make_llama):
+    model = make_llama(2)
+    assert len(apply_activation_checkpointing(model).selected) == 2
+    modules = [name for name, _ in model.named_modules()]
+    assert apply_activation_checkpointing(model).selected == ()
+    assert [name for name, _ in model.named_modules()] == modules
+
+
+def test_a_key_value_cache_would_be_filled_twice_and_is_switched_off(make_llama):
+    model = make_llama(2)
+    assert model.config.use_cache
+    apply_activation_checkpointing(model)
+    assert not model.config.use_cache
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"policy": "selectiv"}, "policy: 'selectiv'.*Did you mean 'selective'"),
+        ({"policy": ["aten.mmm"]}, "policy: 'aten.mmm' is not an op.*Did you mean 'aten.mm'"),
+        ({"policy": []}, "policy"),
+        ({"budget": "20GB/s"}, "budget: '20GB/s' is not a size"),
+        ({"budget": 1.5}, "budget: 1.5 is not a size"),
+        ({"budget": True}, "budget: True"),
+        ({"budget": "fit", "targets": "LlamaMLP"}, "the budget chooses targets"),
+        ({"offload": "yes"}, "offload: 'yes'"),
+    ],
+)
+def test_bad_options_fail_at_construction(options, message):
+    with pytest.raises(ConfigError, match=message):
+        ActivationCheckpointingConfig(**options)

@@ -1,0 +1,98 @@
+"""The block grammar against LLM Foundry's own function, on generated specs."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llmfoundry.models.utils.act_ckpt import check_mapping_blocks_overlap, get_target_block_list
+
+from foundry_fp8.activations.checkpointing.blocks import check_overlap, format_blocks, parse_blocks
+from foundry_fp8.config import ConfigError
+
+
+def numbers(rng: random.Random) -> str:
+    return rng.choice(
+        ["0", "1", "2", "3", "5", "7", "12", "40", "007", "", "-1", "x", "1.5", "²", " 2", "+3", "1_0"]
+    )
+
+
+def element(rng: random.Random) -> str:
+    kind = rng.choice(["first", "middle", "last", "range", "range", "First", "frist", ""])
+    if kind == "range":
+        return "range-" + "-".join(numbers(rng) for _ in range(rng.choice([1, 2, 2, 2, 2, 3])))
+    return f"{kind}-{numbers(rng)}" if rng.random() < 0.95 else kind
+
+
+def spec(rng: random.Random) -> object:
+    shape = rng.random()
+    if shape < 0.15:
+        return rng.choice([0, 1, 3, 12, 100, -1, True, False, None, 2.5, (1, 2), {}])
+    if shape < 0.55:
+        return rng.choice([",", ", ", " , "]).join(element(rng) for _ in range(rng.randint(1, 3)))
+    return [
+        rng.choice([element(rng), rng.randint(-2, 14), rng.randint(0, 9)]) for _ in range(rng.randint(0, 4))
+    ] + ([rng.choice([None, 1.5, [1]])] if rng.random() < 0.1 else [])
+
+
+def outcome(function, spec, n):
+    try:
+        return {block for block in function(spec, n) if 0 <= block < n}
+    except (AssertionError, ValueError, TypeError, AttributeError):
+        return "error"
+
+
+def test_600_generated_specs_mean_what_they_mean_to_foundry():
+    rng = random.Random(4)
+    valid = invalid = 0
+    for _ in range(600):
+        s, n = spec(rng), rng.choice([1, 2, 5, 6, 12])
+        theirs = outcome(lambda s, n: get_target_block_list(s, n - 1), s, n)
+        ours = outcome(lambda s, n: parse_blocks(s, n, "targets"), s, n)
+        assert ours == theirs, (s, n)
+        valid, invalid = valid + (theirs != "error"), invalid + (theirs == "error")
+    assert min(valid, invalid) > 150  # the generator covers both
+
+
+def test_600_generated_mappings_overlap_as_in_foundry():
+    rng = random.Random(5)
+    errors = 0
+    for _ in range(600):
+        n = rng.choice([3, 6, 12])
+        mapping = {
+            name: rng.sample(range(n), rng.randint(0, max(1, n // 3))) if rng.random() < 0.9 else -1
+            for name in rng.sample(["a", "b", "c", "d"], rng.randint(1, 3))
+        }
+
+        def theirs(mapping=mapping, n=n):
+            check_mapping_blocks_overlap(mapping, n - 1)
+
+        def ours(mapping=mapping, n=n):
+            every = frozenset(range(n))
+            check_overlap([(k, every if v == -1 else frozenset(v)) for k, v in mapping.items()], "targets")
+
+        try:
+            theirs()
+        except ValueError:
+            errors += 1
+            with pytest.raises(ConfigError, match="belongs to both"):
+                ours()
+        else:
+            ours()
+    assert 100 < errors < 500
+
+
+def test_every_k_counts_from_block_0():
+    assert parse_blocks("every-3", 8, "targets") == {0, 3, 6}
+    assert parse_blocks("every-1, first-1", 3, "targets") == {0, 1, 2}
+    with pytest.raises(ConfigError, match=r"targets\.x: 'every-0'"):
+        parse_blocks("every-0", 8, "targets.x")
+
+
+@given(st.sets(st.integers(0, 40)))
+@settings(max_examples=50, deadline=None)
+def test_formatted_blocks_parse_back(blocks):
+    if blocks:
+        assert parse_blocks(format_blocks(blocks), 41, "targets") == blocks

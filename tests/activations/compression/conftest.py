@@ -1,0 +1,1 @@
+from tests.activations.checkpointing.conftest import make_llama  # noqa: F401

@@ -1,1 +1,0 @@
-from tests.algorithms.activation_checkpointing.conftest import make_llama  # noqa: F401

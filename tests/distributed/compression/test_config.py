@@ -1,0 +1,44 @@
+import pytest
+
+from foundry_fp8.config import ConfigError, from_mapping
+from foundry_fp8.distributed.compression.apply import apply_compressed_communication
+from foundry_fp8.distributed.compression.config import KEY, CompressionConfig
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"gradients": "int16"}, "Did you mean 'int8'"),
+        ({"gradient": "int8"}, "Did you mean 'gradients'"),
+        ({"gradients": "none"}, "both none"),
+        ({"block_size": 100}, "power of two"),
+        ({"warmup": "1ep"}, "100ba"),
+        ({"warmup": -1}, "at least 0"),
+        ({"min_bytes": "64 furlongs"}, "64KiB"),
+        ({"error_feedback": "sometimes"}, "auto, true or false"),
+        ({"gradients": "bf16", "error_feedback": True}, "loses nothing"),
+        ({"scope": "node"}, "inter_node"),
+        ({"verify": "yes"}, "true or false"),
+    ],
+)
+def test_bad_options_are_refused_with_what_to_write(options, said):
+    with pytest.raises(ConfigError, match=said) as caught:
+        from_mapping(CompressionConfig, options, KEY)
+    assert KEY in str(caught.value) or "block_size" in str(caught.value)
+
+
+def test_units_are_understood():
+    config = CompressionConfig(warmup="100ba", min_bytes="64KiB", sample_interval=7)
+    assert (config.warmup_batches, config.least_bytes, config.sample_batches) == (100, 65536, 7)
+
+
+@pytest.mark.parametrize(("gradients", "fed"), [("int8", True), ("int4", True), ("bf16", False)])
+def test_auto_feeds_back_what_is_quantised(gradients, fed):
+    assert CompressionConfig(gradients=gradients).feeds_back is fed
+
+
+def test_one_process_is_an_error():
+    import torch
+
+    with pytest.raises(RuntimeError, match="at least two ranks"):
+        apply_compressed_communication(torch.nn.Linear(2, 2))

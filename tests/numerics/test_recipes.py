@@ -1,0 +1,56 @@
+import dataclasses
+
+import pytest
+
+from foundry_fp8.config import ConfigError
+from foundry_fp8.numerics.formats import E4M3, E5M2
+from foundry_fp8.numerics.recipes import (
+    RECIPES,
+    BlockScaling,
+    CurrentScaling,
+    DelayedScaling,
+    MXFP8Scaling,
+    parse_recipe,
+)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_name_gives_the_default_recipe_and_to_dict_round_trips(name):
+    recipe = parse_recipe(name)
+    assert recipe == RECIPES[name]() and parse_recipe(recipe.to_dict()) == recipe
+
+
+def test_formats_per_operand():
+    assert [DelayedScaling().format(o) for o in ("x", "w", "dy")] == [E4M3, E4M3, E5M2]
+    assert [MXFP8Scaling().format(o) for o in ("x", "w", "dy")] == [E4M3] * 3
+    assert BlockScaling(fp8_format="hybrid").format("dy") is E5M2
+
+
+@pytest.mark.parametrize(
+    "value, message",
+    [
+        ("delayd", r"recipe: 'delayd' is not a recipe.*Did you mean 'delayed'"),
+        ({"margin": 1}, "no name given"),
+        ({"name": "current", "margin": 1}, r"recipe\.current\.margin: unknown key.*power_2_scales"),
+        ({"name": "delayed", "amax_histroy_len": 4}, "Did you mean 'amax_history_len'"),
+        ({"name": "delayed", "margin": -1}, r"recipe\.delayed\.margin: -1 is not an integer of at least 0"),
+        ({"name": "delayed", "margin": True}, "True is not an integer"),
+        ({"name": "delayed", "amax_history_len": 0}, "at least 1"),
+        ({"name": "delayed", "amax_compute_algo": "mx"}, "Did you mean 'max'"),
+        ({"name": "delayed", "reduce_amax": "yes"}, "'yes' is not true or false"),
+        ({"name": "current", "power_2_scales": 1}, "1 is not true or false"),
+        (
+            {"name": "mxfp8", "fp8_format": "e5m2"},
+            r"recipe\.mxfp8\.fp8_format: 'e5m2' is not one of hybrid, e4m3",
+        ),
+        (3, "neither a recipe's name"),
+    ],
+)
+def test_bad_recipes_name_the_key_the_value_and_what_is_allowed(value, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_recipe(value)
+
+
+def test_recipes_are_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        CurrentScaling().power_2_scales = True

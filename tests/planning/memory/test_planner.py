@@ -1,0 +1,255 @@
+"""Plans on a Llama-style model: predicted peaks against measured ones, pinning, bad budgets, the command line."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import yaml
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
+
+from foundry_fp8.activations.checkpointing.apply import apply_activation_checkpointing
+from foundry_fp8.activations.checkpointing.budget import check_budget, fit_bytes
+from foundry_fp8.activations.compression.apply import apply_activation_compression
+from foundry_fp8.config import ConfigError, format_bytes, parse_bytes
+from foundry_fp8.planning.memory import measure as measuring
+from foundry_fp8.planning.memory.live_bytes import LiveBytes
+from foundry_fp8.planning.memory.measure import CostModel
+from foundry_fp8.planning.memory.planner import apply_plan, choose, measure, plan_memory
+from foundry_fp8.surgery.apply import apply_fp8
+
+TOKENS = torch.randint(0, 256, (4, 64), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """Seconds decide between plans that all have to be right here."""
+    monkeypatch.setattr(measuring, "CACHE_BYTES", 2**16)
+
+
+def build(layers=6, fp8=None):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=128,
+        intermediate_size=352,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        vocab_size=256,
+        use_cache=False,
+    )
+    model = LlamaForCausalLM(config)
+    if fp8:
+        apply_fp8(model, recipe=fp8, backend="emulated")
+    return model
+
+
+def loss_of(model, tokens=TOKENS):
+    return lambda: model(input_ids=tokens, labels=tokens).loss
+
+
+def static(model):
+    return sum(p.nbytes for p in model.parameters()) + sum(b.nbytes for b in model.buffers())
+
+
+def measured_peak(model):
+    model.zero_grad(set_to_none=True)
+    with LiveBytes() as meter:
+        loss_of(model)().backward()
+        return static(model) + meter.peak
+
+
+@pytest.mark.parametrize("fp8", [None, "current"])
+def test_predicted_peaks_are_within_5_percent_of_measured_ones(fp8):
+    model = build(fp8=fp8)
+    measured_peak(model)  # gradients of a first step apart, nothing may depend on what ran before
+    measurements = measure(model, loss_of(model), rounds=2)
+    none = measured_peak(build(fp8=fp8))
+    assert measurements.peak("none") == pytest.approx(none, rel=0.05)
+    checkpointed = build(fp8=fp8)
+    apply_activation_checkpointing(checkpointed)
+    assert measurements.peak("block") == pytest.approx(measured_peak(checkpointed), rel=0.05)
+    for budget in (0.95, 0.85, f"{measurements.peak('block')}B"):
+        plan = choose(measurements, budget)
+        planned = build(fp8=fp8)
+        apply_plan(planned, plan)
+        peak = measured_peak(planned)
+        assert plan.predicted_peak == pytest.approx(peak, rel=0.05), budget
+        assert peak <= plan.budget * 1.05
+        assert plan.added_seconds >= 0
+
+
+@pytest.mark.parametrize("blocks", [2, 4])
+def test_a_model_with_frozen_blocks_is_planned_for_at_least_what_it_needs(blocks):
+    def frozen():
+        model = build(4)
+        for module in (model.model.embed_tokens, *model.model.layers[:blocks]):
+            module.requires_grad_(False)
+        return model
+
+    model = frozen()
+    measurements = measure(model, loss_of(model), rounds=1)
+    for option in ("none", "block"):
+        checkpointed = frozen()
+        if option == "block":
+            apply_activation_checkpointing(checkpointed)
+        assert measurements.peak(option) >= measured_peak(checkpointed)
+
+
+def test_planning_leaves_the_model_and_the_random_state_as_they_were():
+    model = build()
+    before = {name: p.clone() for name, p in model.state_dict().items()}
+    model.lm_head.weight.grad = marker = torch.ones_like(model.lm_head.weight)
+    modules, state = [(n, type(m)) for n, m in model.named_modules()], torch.get_rng_state()
+    plan_memory(model, loss_of(model), budget=0.85)
+    assert [(n, type(m)) for n, m in model.named_modules()] == modules
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(before[name], p) for name, p in model.state_dict().items())
+    assert model.lm_head.weight.grad is marker and model.model.norm.weight.grad is None
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_the_printed_yaml_pins_the_plan():
+    model, pinned, planned = build(), build(), build()
+    measurements = measure(model, loss_of(model), rounds=2)
+    for budget in (0.9, f"{measurements.peak('block')}B"):
+        model, pinned, planned = build(), build(), build()
+        plan = choose(measurements, budget)
+        config = yaml.safe_load(plan.to_yaml())["algorithms"]
+        assert config
+        if "activation_checkpointing" in config:
+            apply_activation_checkpointing(pinned, **config["activation_checkpointing"])
+        if "activation_compression" in config:
+            apply_activation_compression(pinned, **config["activation_compression"])
+        apply_plan(planned, plan)
+        assert [n for n, _ in pinned.named_modules()] == [n for n, _ in planned.named_modules()]
+        loss_of(pinned)().backward()
+        loss_of(planned)().backward()
+        for a, b in zip(pinned.parameters(), planned.parameters(), strict=True):
+            assert torch.equal(a.grad, b.grad)
+        assert str(plan).count(plan.to_yaml()) == 1
+
+
+def test_the_functional_form_plans_and_applies():
+    model = build()
+    reference = build()
+    loss_of(reference)().backward()
+    apply_plan(model, plan_memory(model, loss_of(model), budget=0.8))
+    assert measured_peak(model) < 0.85 * measured_peak(reference)
+    ours, exact = (torch.cat([p.grad.flatten() for p in m.parameters()]) for m in (model, reference))
+    assert (ours - exact).norm() / exact.norm() < 1e-2
+    for a, b in zip(model.parameters(), reference.parameters(), strict=True):
+        assert (a.grad - b.grad).norm() / b.grad.norm() < 0.1  # queries and keys in int8: 0.05
+
+
+def test_equal_measurements_give_equal_plans():
+    model = build()
+    measurements = measure(model, loss_of(model), rounds=2)
+    assert choose(measurements, 0.85).chosen == choose(measurements, 0.85).chosen
+
+
+def test_a_budget_that_nothing_meets_says_what_would():
+    model = build()
+    with pytest.raises(
+        ConfigError, match=r"nothing meets 0.01 .*smallest peak that can be met is .*MiB \((\d+) B\)"
+    ) as error:
+        plan_memory(model, loss_of(model), budget=0.01)
+    smallest = int(str(error.value).split("(")[2].split(" B")[0])
+    plan = plan_memory(model, loss_of(model), budget=f"{smallest}B")
+    assert plan.predicted_peak <= smallest
+    with pytest.raises(ConfigError, match="fit asks a GPU"):
+        plan_memory(model, loss_of(model), budget="fit")
+
+
+def test_fit_is_what_the_device_has_for_this_process():
+    """Cached and used bytes are this process's already; 5 % stay for rounding and fragments."""
+    assert fit_bytes(free=60 * 2**30, reserved=20 * 2**30) == 76 * 2**30
+    model = build()
+    measurements = measure(model, loss_of(model), rounds=2)
+    used = static(model)
+    for room in (measurements.peak("block"), measurements.peak("none")):
+        device = int(room / 0.95) + 64
+        capacity = fit_bytes(free=device - used, reserved=used)
+        plan = choose(measurements, "fit", capacity=capacity)
+        assert room <= plan.budget == capacity <= room + 64
+        assert plan.predicted_peak <= room + 64
+        assert plan.chosen == choose(measurements, f"{capacity}B").chosen
+    assert plan.chosen == ("none",) * 6
+    with pytest.raises(ConfigError, match="nothing meets 'fit'"):
+        choose(measurements, "fit", capacity=used)
+    with pytest.raises(ConfigError, match="fit needs the bytes"):
+        choose(measurements, "fit")
+
+
+def test_what_is_checkpointed_or_compressed_already_is_refused():
+    model = build(2)
+    apply_activation_checkpointing(model)
+    with pytest.raises(ConfigError, match="checkpointed already"):
+        plan_memory(model, loss_of(model), budget=0.5)
+    model = build(2)
+    apply_activation_compression(model)
+    with pytest.raises(ConfigError, match="plans compression itself"):
+        plan_memory(model, loss_of(model), budget=0.5)
+
+
+def test_a_dry_run_on_fake_tensors_counts_the_same_bytes():
+    """Nothing is allocated and nothing computed: seconds come from the cost model."""
+    model = build(3)
+    real = measure(model, loss_of(model), compress=False, rounds=2)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = build(3)
+        dry = measure(
+            model,
+            loss_of(model, torch.zeros_like(TOKENS)),
+            cost_model=CostModel(),
+            compress=False,
+        )
+    for name, cost in dry.costs[0].items():
+        assert cost.kept == real.costs[0][name].kept, name
+        assert cost.backward_peak == pytest.approx(real.costs[0][name].backward_peak, rel=0.02), name
+    assert dry.peak("none") == pytest.approx(real.peak("none"), rel=0.02)
+    seconds = {name: cost.seconds for name, cost in dry.costs[0].items()}
+    assert seconds["block"] > seconds["mlp"] > seconds["norms"] > seconds["none"]
+    # Layers with their norms hold a third less than layers alone, and recompute less than the block.
+    layers, with_norms = dry.costs[0]["self_attn + mlp"], dry.costs[0]["norms + self_attn + mlp"]
+    assert with_norms.kept < 0.7 * layers.kept
+    assert layers.seconds < with_norms.seconds < seconds["block"]
+
+
+def test_budgets_and_bytes():
+    assert parse_bytes("20GiB", "k") == 20 * 2**30 and parse_bytes(" 1.5 MB", "k") == 1_500_000
+    assert format_bytes(20 * 2**30) == "20.00 GiB" and format_bytes(10) == "10 B"
+    for good in ("20GiB", 0.4, 1.0, "fit"):
+        check_budget(good, "k")
+    for bad in (0, 0.0, 1.5, -0.1, "20", "GiB", "0GiB", "fits", None, True, [1]):
+        with pytest.raises(ConfigError, match="k: "):
+            check_budget(bad, "k")
+
+
+def test_the_command_plans_an_mpt_yaml(tmp_path):
+    from foundry_fp8.cli.plan_memory import app
+
+    run = {
+        "max_seq_len": 32,
+        "device_train_microbatch_size": 2,
+        "model": {"name": "mpt_causal_lm", "d_model": 64, "n_heads": 2, "n_layers": 3, "expansion_ratio": 2,
+                  "max_seq_len": 32, "vocab_size": 128, "attn_config": {"attn_impl": "torch"},
+                  "loss_fn": "torch_crossentropy"},
+        "algorithms": {"activation_checkpointing": {"budget": 0.95}},
+    }  # fmt: skip
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(run))
+    done = CliRunner().invoke(app, ["memory", str(file)])
+    assert done.exit_code == 0, done.output
+    assert "run.yaml: 2 x 32 tokens" in done.output and "algorithms:" in done.output
+    # Without allocating anything, and with a tokenizer that nobody has: MPT is built without it.
+    run |= {"tokenizer": {"name": "no/such-tokenizer"}, "algorithms": {"fp8": {"recipe": "delayed"}}}
+    file.write_text(yaml.safe_dump(run))
+    done = CliRunner().invoke(app, ["memory", str(file), "--device", "fake", "--budget", "1.0"])
+    assert done.exit_code == 0, done.output
+    assert "run.yaml: 2 x 32 tokens" in done.output and "algorithms:" in done.output
+    # MPT's default attention needs a GPU.
+    del run["model"]["attn_config"]
+    file.write_text(yaml.safe_dump(run))
+    done = CliRunner().invoke(app, ["memory", str(file), "--device", "fake", "--budget", "1.0"])
+    assert done.exit_code == 2 and "attn_impl: flash" in done.output

@@ -1,0 +1,66 @@
+"""The dynamic programme against brute force, and its determinism."""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from foundry_fp8.planning.memory.solver import Cost, Frame, predict_peak, solve
+
+size = st.integers(0, 60)
+cost = st.builds(
+    lambda kept, forward, backward, seconds: Cost(kept, kept + forward, kept + backward, seconds / 8),
+    size, size, size, st.integers(0, 40),
+)  # fmt: skip
+
+
+@st.composite
+def problems(draw):
+    n = draw(st.integers(1, 5))
+    options = [
+        {
+            name: draw(cost)
+            for name in draw(st.lists(st.sampled_from("abcd"), min_size=1, max_size=4, unique=True))
+        }
+        for _ in range(n)
+    ]
+    frame = Frame(
+        static=draw(size),
+        before=draw(size),
+        head_peak=draw(size),
+        after_head=draw(size),
+        left=tuple(draw(st.integers(0, 20)) for _ in range(n)),
+        end_peak=draw(size),
+    )
+    return options, frame, draw(st.integers(0, 500))
+
+
+@given(problems())
+@settings(max_examples=300, deadline=None)
+def test_it_is_the_best_of_all_assignments(problem):
+    options, frame, budget = problem
+    feasible = [
+        sum(o[c].seconds for o, c in zip(options, chosen, strict=True))
+        for chosen in itertools.product(*options)
+        if predict_peak([o[c] for o, c in zip(options, chosen, strict=True)], frame) <= budget
+    ]
+    found = solve(options, frame, budget)
+    if not feasible:
+        assert found is None
+        return
+    costs = [o[c] for o, c in zip(options, found, strict=True)]
+    assert predict_peak(costs, frame) <= budget
+    assert sum(c.seconds for c in costs) == min(feasible)
+    assert solve(options, frame, budget) == found
+
+
+def test_one_hundred_unlike_blocks_are_solved():
+    options = [
+        {f"o{k}": Cost(1000 - 97 * k + i, 1100, 1200, 0.01 * k * (1 + i / 1000)) for k in range(10)}
+        for i in range(100)
+    ]
+    frame = Frame(0, 10, 500, 10, (7,) * 100, 900)
+    chosen = solve(options, frame, 60_000)
+    assert predict_peak([o[c] for o, c in zip(options, chosen, strict=True)], frame) <= 60_000

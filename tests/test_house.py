@@ -1,0 +1,47 @@
+"""The README's plan of the house is the one that `make lint` holds, and the public names are what they say."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import foundry_fp8
+
+ROOT = Path(foundry_fp8.__file__).parents[1]
+
+
+def rooms_of_the_contract():
+    text = (ROOT / "pyproject.toml").read_text().split("[[tool.importlinter.contracts]]")[1]
+    listed = re.search(r"layers = \[(.*?)\]", text, re.S)[1]
+    return [set(re.findall(r"\w+", line)) for line in re.findall(r'"(.*?)"', listed)][
+        ::-1
+    ]  # the lowest first
+
+
+def rooms_of_the_readme():
+    plan = (ROOT / "README.md").read_text().split("    foundry_fp8/\n", 1)[1].split("\n\n", 1)[0]
+    return [re.match(r"\s+([a-z_]+)(?:/|\.py)", line)[1] for line in plan.splitlines()]
+
+
+def test_the_readme_lists_every_room_in_the_order_of_the_contract():
+    readme, contract = rooms_of_the_readme(), rooms_of_the_contract()
+    assert set(readme) == set().union(*contract)
+    place = {room: floor for floor, rooms in enumerate(contract) for room in rooms}
+    floors = [place[room] for room in readme if room != "config" and room != "compat"]
+    assert floors == sorted(floors)
+
+
+def test_every_public_name_can_be_imported():
+    assert set(foundry_fp8.__all__) == {*foundry_fp8._HOMES, "__version__"}
+    for name in foundry_fp8.__all__:
+        assert getattr(foundry_fp8, name) is not None
+    assert set(dir(foundry_fp8)) == set(foundry_fp8.__all__)
+
+
+def test_importing_the_package_loads_nothing_beside_torch():
+    code = (
+        "import sys, torch; before = set(sys.modules); import foundry_fp8; "
+        "new = {m for m in set(sys.modules) - before if not m.startswith('foundry_fp8')}; sys.exit(str(new) if new else 0)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
