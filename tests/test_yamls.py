@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-from foundry_fp8.surgery.report import SurgeryReport
 from omegaconf import OmegaConf
 
 from foundry_fp8.surgery.apply import apply_fp8
+from foundry_fp8.surgery.report import SurgeryReport
 
 ALL = sorted((Path(__file__).parents[1] / "yamls").rglob("*.yaml"))
 # FOG's have tests of their own: tests/models/fog/test_yamls.py.

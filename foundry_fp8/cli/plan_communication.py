@@ -124,7 +124,7 @@ def _model_of(path: Path) -> tuple[float, int, int]:
     """Parameters, blocks, and tokens a GPU and step of the YAML's model, built on the meta device."""
     from omegaconf import OmegaConf
 
-    from foundry_fp8.model_structure.selection import transformer_blocks
+    from foundry_fp8.model_structure.blocks import transformer_blocks
 
     config: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
     model = build_yaml_model(config, "meta")

@@ -22,13 +22,9 @@ from typing import Literal
 from torch import Tensor, nn
 
 from foundry_fp8.config import ConfigError
+from foundry_fp8.model_structure.blocks import block_index_of, transformer_blocks
 from foundry_fp8.model_structure.names import clean_name, named_modules_clean
-from foundry_fp8.model_structure.selection import (
-    block_index_of,
-    check_patterns_match,
-    matches,
-    transformer_blocks,
-)
+from foundry_fp8.model_structure.selection import check_patterns_match, matches
 
 __all__ = ["PRESETS", "ROLES", "Part", "Tap", "find_taps"]
 
@@ -136,9 +132,7 @@ def find_taps(
     if preset == "none":
         return taps
     name = preset if preset != "auto" else _guess(blocks, key)
-    if preset != "auto" and not _places(
-        PRESETS[name]["qkv_input"], blocks[0][1] if blocks else nn.Identity()
-    ):
+    if preset != "auto" and not _fits(name, blocks):
         raise ConfigError(
             f"{key}.preset: {preset!r} does not fit this model: no QKV projection under the names it knows."
         )
@@ -153,9 +147,14 @@ def find_taps(
     return taps
 
 
+def _fits(preset: str, blocks: Sequence[tuple[str, nn.Module]]) -> bool:
+    """Whether any block has the preset's QKV projection; not every block of a mixed stack attends."""
+    return any(_places(PRESETS[preset]["qkv_input"], block) for _, block in blocks)
+
+
 def _guess(blocks: Sequence[tuple[str, nn.Module]], key: str) -> str:
-    for name, preset in PRESETS.items():
-        if blocks and _places(preset["qkv_input"], blocks[0][1]):
+    for name in PRESETS:
+        if _fits(name, blocks):
             return name
     raise ConfigError(
         f"{key}.preset: no preset ({', '.join(PRESETS)}) fits this model. Set `preset: none` and name the tensors: "

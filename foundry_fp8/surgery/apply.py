@@ -40,9 +40,9 @@ class FP8Config:
     exclude: Sequence[str] = ()
     """Globs on module names to leave in high precision. Output heads, routers and embeddings are out anyway."""
     keep_first_blocks: int = 0
-    """Transformer blocks left in high precision at the bottom."""
+    """Transformer blocks left in high precision at the bottom, of an encoder and of a decoder each."""
     keep_last_blocks: int = 0
-    """Transformer blocks left in high precision at the top."""
+    """The same at the top."""
     wgrad: Literal["fp8", "high_precision"] = "fp8"
     """What the weight gradient's GEMM runs in."""
     evaluate: Literal["fp8", "high_precision"] = "high_precision"

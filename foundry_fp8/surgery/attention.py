@@ -17,12 +17,8 @@ from foundry_fp8.layers.attention import (
     attention_slots,
 )
 from foundry_fp8.layers.delayed_scaling import FRESH_STATE, DelayedScalingState, ModuleScales
-from foundry_fp8.model_structure.selection import (
-    block_index_of,
-    check_patterns_match,
-    matches,
-    transformer_blocks,
-)
+from foundry_fp8.model_structure.blocks import block_index_of, transformer_blocks
+from foundry_fp8.model_structure.selection import check_patterns_match, matches
 from foundry_fp8.numerics.recipes import DelayedScaling, Recipe
 from foundry_fp8.surgery.attention_hosts import HOSTS
 from foundry_fp8.surgery.report import SurgeryRow

@@ -12,12 +12,8 @@ from torch import nn
 from foundry_fp8.config import ConfigError
 from foundry_fp8.layers.backend import Backend
 from foundry_fp8.layers.linear import FP8Linear
-from foundry_fp8.model_structure.selection import (
-    block_index_of,
-    check_patterns_match,
-    matches,
-    transformer_blocks,
-)
+from foundry_fp8.model_structure.blocks import block_index_of, transformer_blocks, transformer_stacks
+from foundry_fp8.model_structure.selection import check_patterns_match, matches
 from foundry_fp8.numerics.recipes import Recipe
 from foundry_fp8.surgery.report import SurgeryRow
 
@@ -51,8 +47,8 @@ def convert_linears(
         backend: Who runs them; it also says which shapes it cannot take.
         include: Globs on the module names to consider.
         exclude: Globs on the module names to leave out.
-        keep_first_blocks: Transformer blocks left alone at the bottom.
-        keep_last_blocks: Transformer blocks left alone at the top.
+        keep_first_blocks: Transformer blocks left alone at the bottom of each stack.
+        keep_last_blocks: Transformer blocks left alone at the top of each stack.
         wgrad: Whether the weight gradient's GEMM runs in FP8.
         evaluate: What ``eval()`` mode runs in.
         key: The YAML key, for messages.
@@ -107,16 +103,25 @@ def convert_linears(
 
 
 def kept_blocks(model: nn.Module, first: int, last: int, key: str) -> set[int]:
-    """Indices of the transformer blocks that stay in high precision; raises where they are all of them."""
+    """Indices of the transformer blocks that stay in high precision, of every stack the outermost.
+
+    Raises:
+        ConfigError: They are all blocks of all stacks.
+    """
     if not first and not last:
         return set()
-    count = len(transformer_blocks(model))
-    if first + last >= max(count, 1):
+    kept: set[int] = set()
+    count = 0
+    for stack in transformer_stacks(model):
+        inside = range(count, count + len(stack))
+        kept |= {*inside[:first], *inside[max(0, len(stack) - last) :]}
+        count += len(stack)
+    if len(kept) == count:
         raise ConfigError(
             f"{key}.keep_first_blocks={first} and {key}.keep_last_blocks={last} leave nothing of the model's {count} "
             "transformer blocks to convert. Lower them, or name the layers with exclude."
         )
-    return set(range(first)) | set(range(count - last, count))
+    return kept
 
 
 def _structurally_excluded(model: nn.Module) -> dict[nn.Module, str]:

@@ -24,13 +24,14 @@ from torch import nn
 from foundry_fp8.activations.checkpointing.blocks import check_overlap, parse_blocks
 from foundry_fp8.activations.checkpointing.policy import Policy, check_policy
 from foundry_fp8.config import ConfigError, from_mapping, nearest
+from foundry_fp8.model_structure.blocks import transformer_blocks
 from foundry_fp8.model_structure.names import clean_name
-from foundry_fp8.model_structure.selection import transformer_blocks
 from foundry_fp8.model_structure.wrappers import own_class
 
 __all__ = ["Selection", "Target", "normalize_targets", "select"]
 
 
+Classes = type | tuple[type, ...]
 EVERY_BLOCK = "\0blocks"
 """The target that no target stands for; no YAML name can equal it."""
 
@@ -150,14 +151,14 @@ def select(model: nn.Module, targets: Any, policy: Policy, key: str) -> list[Sel
 
 def _resolve(
     entries: Sequence[Target], merge: bool, inside: Sequence[Mapping[str, nn.Module]], key: str
-) -> tuple[list[tuple[type, Target]], list[Target]]:
+) -> tuple[list[tuple[Classes, Target]], list[Target]]:
     """Split the targets into ``(class, target)`` pairs and patterns."""
     modules = {name: module for block in inside for name, module in block.items()}
     present: dict[str, type] = {}
     for module in modules.values():
         own = own_class(module)
         present.setdefault(own.__name__, own)
-    classes: list[tuple[type, Target]] = []
+    classes: list[tuple[Classes, Target]] = []
     patterns: list[Target] = []
     for entry in entries:
         cls = _class_named(entry.target, inside, present)
@@ -177,9 +178,11 @@ def _resolve(
 
 def _class_named(
     name: str, inside: Sequence[Mapping[str, nn.Module]], present: Mapping[str, type]
-) -> type | None:
-    if name == EVERY_BLOCK:
-        return own_class(next(iter(inside[0].values())))
+) -> Classes | None:
+    if (
+        name == EVERY_BLOCK
+    ):  # of all classes that there are: an encoder's and a decoder's, attention's and Mamba's
+        return tuple(dict.fromkeys(own_class(next(iter(block.values()))) for block in inside))
     # A model made of Foundry's classes has imported Foundry; without it none of its names can match.
     foundry = sys.modules.get("llmfoundry.models.utils.act_ckpt")
     if foundry is not None:

@@ -15,8 +15,9 @@ from foundry_fp8.activations.compression.matching import fuse_losses, fuse_mlp, 
 from foundry_fp8.activations.compression.saved import Compressor, SavedBytes, compresses_inside
 from foundry_fp8.config import ConfigError, check_choice, check_integer, check_patterns, from_mapping, nearest
 from foundry_fp8.layers.linear import FP8Linear
+from foundry_fp8.model_structure.blocks import transformer_blocks
 from foundry_fp8.model_structure.names import clean_name
-from foundry_fp8.model_structure.selection import check_patterns_match, transformer_blocks
+from foundry_fp8.model_structure.selection import check_patterns_match
 from foundry_fp8.numerics.packed import FORMATS, PackFormat
 
 __all__ = [

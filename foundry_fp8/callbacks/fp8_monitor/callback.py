@@ -14,8 +14,8 @@ from composer.loggers import Logger
 
 from foundry_fp8.callbacks.base import Monitor, model_of
 from foundry_fp8.config import check_integer
+from foundry_fp8.model_structure.blocks import block_index_of, transformer_blocks
 from foundry_fp8.model_structure.names import clean_name
-from foundry_fp8.model_structure.selection import block_index_of, transformer_blocks
 from foundry_fp8.numerics.recipes import DelayedScaling, Operand
 from foundry_fp8.observe.operand_health import Health, HealthProbe
 

@@ -11,8 +11,8 @@ from torch import nn
 
 from foundry_fp8.layers.backend import Backend
 from foundry_fp8.layers.linear import FP8Linear
+from foundry_fp8.model_structure.blocks import block_index_of, transformer_blocks
 from foundry_fp8.model_structure.names import clean_name, named_modules_clean
-from foundry_fp8.model_structure.selection import block_index_of, transformer_blocks
 from foundry_fp8.numerics.recipes import (
     BlockScaling,
     CurrentScaling,

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from foundry_fp8.compat.autograd import inside_backward
+from foundry_fp8.model_structure.blocks import block_index_of, transformer_blocks
 from foundry_fp8.model_structure.names import clean_name, named_modules_clean
-from foundry_fp8.model_structure.selection import block_index_of, transformer_blocks
 from foundry_fp8.numerics.recipes import Operand
 from foundry_fp8.observe.divergence.ladder import OUTSIDE
 from foundry_fp8.observe.kurtosis import kurtosis_per_token, row_sums

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from foundry_fp8.model_structure.blocks import transformer_blocks
 from foundry_fp8.model_structure.names import clean_name, named_modules_clean
-from foundry_fp8.model_structure.selection import transformer_blocks
 
 __all__ = ["AttentionShape", "attended_pairs", "attention_shapes", "packed_pairs"]
 

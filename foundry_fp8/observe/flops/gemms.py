@@ -16,8 +16,8 @@ from typing import Any
 
 from torch import nn
 
+from foundry_fp8.model_structure.blocks import transformer_blocks
 from foundry_fp8.model_structure.names import clean_name, named_modules_clean
-from foundry_fp8.model_structure.selection import transformer_blocks
 
 __all__ = ["Gemm", "gemms_of", "uncounted_matrices"]
 

@@ -22,8 +22,8 @@ from foundry_fp8.activations.checkpointing.targets import Selection
 from foundry_fp8.activations.compression.apply import EXACT, apply_activation_compression
 from foundry_fp8.activations.compression.saved import compresses_inside
 from foundry_fp8.config import ConfigError, format_bytes, parse_bytes
+from foundry_fp8.model_structure.blocks import transformer_blocks
 from foundry_fp8.model_structure.names import clean_name
-from foundry_fp8.model_structure.selection import transformer_blocks
 from foundry_fp8.model_structure.wrappers import checkpoint_wrappers, modules_by_clean_name, own_class
 from foundry_fp8.planning.memory.measure import (
     BlockRun,

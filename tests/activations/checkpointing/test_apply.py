@@ -12,7 +12,7 @@ from foundry_fp8.activations.checkpointing.apply import (
 )
 from foundry_fp8.config import ConfigError
 from foundry_fp8.layers.linear import FP8Linear
-from foundry_fp8.model_structure.selection import transformer_blocks
+from foundry_fp8.model_structure.blocks import transformer_blocks
 from foundry_fp8.planning.memory.live_bytes import LiveBytes
 from foundry_fp8.surgery.apply import apply_fp8
 

@@ -1,0 +1,352 @@
+"""Every kind of model that the package says it takes, at tiny size and with no download: ``MODELS[name]()``.
+
+Each gives ``(model, batch)``: float32, no dropout, sizes in multiples of 32, so that every recipe takes its layers. Models of
+transformers are named by their classes' common prefix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+VOCABULARY = 64
+Case = tuple[nn.Module, dict[str, Any]]
+MODELS: dict[str, Callable[[], Case]] = {}
+
+
+def _tokens() -> Tensor:
+    return torch.randint(1, VOCABULARY, (2, 16))
+
+
+def _hugging_face(
+    name: str,
+    *,
+    cls: str = "ForCausalLM",
+    config: str = "",
+    batch: Callable[[], dict[str, Any]],
+    **options: Any,
+) -> Callable[[], Case]:
+    def build() -> Case:
+        import transformers
+
+        configuration = getattr(transformers, f"{config or name}Config")(**options)
+        return getattr(transformers, name + cls)(configuration), batch()
+
+    return build
+
+
+def _text() -> dict[str, Any]:
+    return {"input_ids": _tokens()}
+
+
+def _classified_text() -> dict[str, Any]:
+    return {"input_ids": _tokens(), "labels": torch.tensor([0, 1])}
+
+
+def _text_to_text() -> dict[str, Any]:
+    tokens = _tokens()
+    return {"input_ids": tokens, "labels": tokens}
+
+
+LLAMA_STYLE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+NO_DROPOUT = {"dropout": 0.0, "attention_dropout": 0.0}
+T5_STYLE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "d_model": 64,
+    "d_kv": 16,
+    "d_ff": 96,
+    "num_layers": 2,
+    "num_heads": 4,
+    "decoder_start_token_id": 0,
+    "dropout_rate": 0.0,
+}
+BERT_STYLE: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+GPT2_STYLE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 32,
+    "attn_pdrop": 0.0,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+}
+
+for _name, _options in {
+    "Llama": {},
+    "Mistral": {},
+    "Qwen2": {},
+    "Qwen3": {"head_dim": 16},
+    "Olmo2": {},
+    "GPTNeoX": {},
+    "Phi": {"resid_pdrop": 0.0},
+    "Phi3": {},
+    "Gemma": {"head_dim": 16},
+    "Gemma2": {"head_dim": 16, "attn_implementation": "eager"},
+    "Mixtral": {"num_local_experts": 4},
+    "Qwen2Moe": {"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
+    "Olmoe": {"num_experts": 32, "num_experts_per_tok": 2},
+    "GraniteMoe": {"num_local_experts": 4},
+}.items():
+    MODELS[_name] = _hugging_face(_name, batch=_text, **LLAMA_STYLE | _options)
+MODELS["LlamaClassifier"] = _hugging_face(
+    "Llama", cls="ForSequenceClassification", batch=_classified_text, **LLAMA_STYLE, num_labels=32
+)
+MODELS["GPT2"] = _hugging_face("GPT2", cls="LMHeadModel", batch=_text, **GPT2_STYLE)
+MODELS["Falcon"] = _hugging_face(
+    "Falcon",
+    batch=_text,
+    vocab_size=VOCABULARY,
+    hidden_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    attention_dropout=0.0,
+    hidden_dropout=0.0,
+    bias=True,
+)
+MODELS["Bloom"] = _hugging_face(
+    "Bloom", batch=_text, vocab_size=VOCABULARY, hidden_size=64, n_layer=2, n_head=4
+)
+MODELS["OPT"] = _hugging_face(
+    "OPT",
+    batch=_text,
+    vocab_size=VOCABULARY,
+    hidden_size=64,
+    ffn_dim=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    word_embed_proj_dim=32,
+    max_position_embeddings=64,
+    **NO_DROPOUT,
+)
+MODELS["T5"] = _hugging_face(
+    "T5",
+    cls="ForConditionalGeneration",
+    batch=_text_to_text,
+    feed_forward_proj="gated-gelu",
+    **T5_STYLE,
+)
+MODELS["Bart"] = _hugging_face(
+    "Bart",
+    cls="ForConditionalGeneration",
+    batch=_text_to_text,
+    vocab_size=VOCABULARY,
+    d_model=64,
+    encoder_layers=2,
+    decoder_layers=2,
+    encoder_attention_heads=4,
+    decoder_attention_heads=4,
+    encoder_ffn_dim=96,
+    decoder_ffn_dim=96,
+    max_position_embeddings=64,
+    **NO_DROPOUT,
+)
+MODELS["SwitchTransformers"] = _hugging_face(
+    "SwitchTransformers",
+    cls="ForConditionalGeneration",
+    batch=_text_to_text,
+    num_experts=4,
+    num_decoder_layers=2,
+    num_sparse_encoder_layers=1,
+    num_sparse_decoder_layers=1,
+    router_jitter_noise=0.0,
+    **T5_STYLE,
+)
+MODELS["Bert"] = _hugging_face(
+    "Bert",
+    cls="ForSequenceClassification",
+    batch=_classified_text,
+    vocab_size=VOCABULARY,
+    max_position_embeddings=64,
+    **BERT_STYLE,
+)
+MODELS["ViT"] = _hugging_face(
+    "ViT",
+    cls="ForImageClassification",
+    batch=lambda: {"pixel_values": torch.randn(2, 3, 32, 32), "labels": torch.tensor([0, 1])},
+    image_size=32,
+    patch_size=8,
+    **BERT_STYLE,
+)
+MODELS["VideoMAE"] = _hugging_face(
+    "VideoMAE",
+    cls="ForVideoClassification",
+    batch=lambda: {"pixel_values": torch.randn(2, 4, 3, 32, 32), "labels": torch.tensor([0, 1])},
+    image_size=32,
+    patch_size=16,
+    num_frames=4,
+    **BERT_STYLE,
+)
+MODELS["Dbrx"] = _hugging_face(
+    "Dbrx",
+    batch=_text,
+    vocab_size=VOCABULARY,
+    d_model=64,
+    n_heads=4,
+    n_layers=2,
+    max_seq_len=64,
+    attn_config={"kv_n_heads": 2, "clip_qkv": 8.0},
+    ffn_config={"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
+)
+MODELS["Llama4"] = _hugging_face(
+    "Llama4",
+    config="Llama4Text",
+    batch=_text,
+    **LLAMA_STYLE,
+    intermediate_size_mlp=96,
+    head_dim=16,
+    num_local_experts=4,
+    attention_chunk_size=32,
+    torch_dtype=torch.float32,
+)
+MODELS["JetMoe"] = _hugging_face(
+    "JetMoe",
+    batch=_text,
+    vocab_size=VOCABULARY,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_key_value_heads=2,
+    kv_channels=16,
+    num_local_experts=4,
+    num_experts_per_tok=2,
+)
+MODELS["DeepseekV3"] = _hugging_face(
+    "DeepseekV3",
+    batch=_text,
+    **LLAMA_STYLE | {"num_key_value_heads": 4},
+    moe_intermediate_size=32,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    n_group=1,
+    topk_group=1,
+    first_k_dense_replace=1,
+    q_lora_rank=32,
+    kv_lora_rank=32,
+    qk_rope_head_dim=16,
+    qk_nope_head_dim=16,
+    v_head_dim=16,
+)
+MODELS["Mamba"] = _hugging_face(
+    "Mamba",
+    batch=_text,
+    vocab_size=VOCABULARY,
+    hidden_size=64,
+    num_hidden_layers=2,
+    state_size=16,
+    time_step_rank=32,
+)
+MODELS["Jamba"] = _hugging_face(
+    "Jamba",
+    batch=_text,
+    **LLAMA_STYLE | {"num_hidden_layers": 4},
+    num_experts=4,
+    num_experts_per_tok=2,
+    attn_layer_period=4,
+    attn_layer_offset=2,
+    expert_layer_period=4,
+    expert_layer_offset=1,
+    use_mamba_kernels=False,
+    mamba_dt_rank=32,
+)
+
+
+def _mpt(**options: Any) -> Callable[[], Case]:
+    def build() -> Case:
+        from llmfoundry.models.mpt import MPTConfig, MPTForCausalLM
+
+        model = MPTForCausalLM(
+            MPTConfig(
+                d_model=64,
+                n_heads=4,
+                n_layers=2,
+                vocab_size=VOCABULARY,
+                max_seq_len=32,
+                attn_config={"attn_impl": "torch"},
+                **options,
+            )
+        )
+        tokens = _tokens()
+        return model, {"input_ids": tokens, "attention_mask": torch.ones_like(tokens).bool()}
+
+    return build
+
+
+def _dmoe(mlp_type: str) -> dict[str, Any]:
+    return {
+        "ffn_type": "torch_dmoe",
+        "mlp_type": mlp_type,
+        "moe_num_experts": 4,
+        "moe_top_k": 2,
+        "moe_jitter_eps": None,
+        "moe_normalize_expert_weights": 1,
+        "uniform_expert_assignment": False,
+    }
+
+
+MODELS["MPT"] = _mpt()
+MODELS["MPT-glu"] = _mpt(ffn_config={"ffn_type": "mptglu"}, tie_word_embeddings=False)
+MODELS["MPT-dmoe"] = _mpt(ffn_config=_dmoe("mlp"))
+MODELS["MPT-dmoe-glu"] = _mpt(ffn_config=_dmoe("glu"), tie_word_embeddings=False)
+
+
+def _fog() -> Case:
+    from foundry_fp8.models.fog import FogConfig, FogForCausalLM
+
+    config = FogConfig(
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCABULARY,
+    )
+    return FogForCausalLM(config), _text()
+
+
+class TorchEncoder(nn.Module):
+    """``nn.TransformerEncoder`` with a plain head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(64, 4, 96, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+        self.head = nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encoder(x))
+
+
+def _lora(base: str, **options: Any) -> Callable[[], Case]:
+    def build() -> Case:
+        import peft
+
+        model, batch = MODELS[base]()
+        return peft.get_peft_model(model, peft.LoraConfig(r=32, task_type="CAUSAL_LM", **options)), batch
+
+    return build
+
+
+MODELS["FOG"] = _fog
+MODELS["torch"] = lambda: (TorchEncoder(), {"x": torch.randn(2, 16, 64)})
+MODELS["Llama-LoRA"] = _lora("Llama", target_modules=["q_proj", "v_proj", "down_proj"])
+MODELS["GPT2-LoRA"] = _lora("GPT2", target_modules=["c_attn", "c_fc"], fan_in_fan_out=True)
