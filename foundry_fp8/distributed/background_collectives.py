@@ -2,7 +2,7 @@
 
 A quantised all-reduce is a chain (encode, all-to-all, sum, encode, all-gather, decode). Launching its later links from
 the callbacks of the earlier ones is unsafe on gloo: it matches collectives by the order in which they are issued, and
-callbacks of different buckets finish in different orders on different ranks. A lane therefore runs whole chains one
+callbacks of different buckets finish in different orders on different ranks. A queue therefore runs whole chains one
 after another: on a CPU in one thread with a process group of its own, on a GPU on one side stream (where waiting for a
 collective blocks the stream only, not the host).
 """
@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Lane"]
+__all__ = ["CollectiveQueue"]
 
 
-class Lane:
+class CollectiveQueue:
     """Runs chains of collectives on ``group`` in the order in which they are submitted.
 
     Args:
-        group: Used by this lane alone while it runs.
+        group: Used by this queue alone while it runs.
         device: Where the tensors live.
     """
 
@@ -31,7 +31,7 @@ class Lane:
         self.group = group
         self.device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._thread = None if self._stream is not None else ThreadPoolExecutor(1, "foundry_fp8-lane")
+        self._thread = None if self._stream is not None else ThreadPoolExecutor(1, "foundry_fp8-collectives")
 
     def submit(self, chain: Callable[[], Tensor]) -> torch.futures.Future[Tensor]:
         """Run ``chain`` after everything submitted before it.

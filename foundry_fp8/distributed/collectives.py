@@ -8,7 +8,7 @@ Sums are taken in float32 on the receiving side, so the error does not grow with
 each hop of a ring rounds again. Every rank decodes the same bytes, its own shard included, so replicas stay bitwise
 equal. Error feedback keeps what quantising lost and adds it to the next step: ``x' = x + e``, send ``Q(x')``,
 ``e = x' - decode(Q(x'))`` (arXiv 1901.09847). Each function blocks the caller (on a GPU: the current stream);
-:class:`foundry_fp8.distributed.background_collectives.Lane` runs it in the background.
+:class:`foundry_fp8.distributed.background_collectives.CollectiveQueue` runs it in the background.
 
 On a CPU a tensor travels in pieces: the next piece is coded while the last one is on the wire, and gloo sends and
 receives at the same time only while messages are small (two hosts, 1 Gbit/s, 8 MB each way: 111 ms as one all-to-all,

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from foundry_fp8.distributed import collectives
-from foundry_fp8.distributed.background_collectives import Lane
+from foundry_fp8.distributed.background_collectives import CollectiveQueue
 from foundry_fp8.distributed.traffic import CountingGroup, Traffic
 from foundry_fp8.distributed.two_hop import (
     default_splits,
@@ -120,15 +120,15 @@ for name in ("bf16", "int8", "int4"):
     (small, small_bytes), (whole, whole_bytes) = found
     results[f"pieces_{name}"] = small_bytes == whole_bytes and all(map(torch.equal, small, whole))
 
-# In the background: two lanes with their own groups, many chains, in order.
-lanes = [Lane(CountingGroup(dist.new_group(), traffic), torch.device("cpu")) for _ in range(2)]
+# In the background: two queues with their own groups, many chains, in order.
+queues = [CollectiveQueue(CountingGroup(dist.new_group(), traffic), torch.device("cpu")) for _ in range(2)]
 tensors = [data(5000 + 17 * i, seed=i)[rank].clone() for i in range(12)]
 wire = WireFormat(name="int8")
 futures = [
-    lanes[i % 2].submit(lambda t=t, i=i: collectives.all_reduce(t, lanes[i % 2].group, wire))
+    queues[i % 2].submit(lambda t=t, i=i: collectives.all_reduce(t, queues[i % 2].group, wire))
     for i, t in enumerate(tensors)
 ]
-results["lanes"] = max(
+results["queues"] = max(
     error(f.wait(), data(5000 + 17 * i, seed=i).double().mean(0)) for i, f in enumerate(futures)
 )
 
@@ -138,10 +138,10 @@ def fails():
 
 
 try:
-    lanes[0].submit(fails).wait()
-    results["lane_error"] = "none"
+    queues[0].submit(fails).wait()
+    results["queue_error"] = "none"
 except Exception as failure:
-    results["lane_error"] = str(failure)
+    results["queue_error"] = str(failure)
 
 # Two hops on nodes of two ranks.
 if world == 4:

@@ -33,8 +33,8 @@ def test_quantised_collectives_on_four_ranks():
         assert results["conservation"] < 1e-6
         assert results["residual_finite_after_nan"]
         assert results["pieces_bf16"] and results["pieces_int8"] and results["pieces_int4"]
-        assert results["lanes"] < 2e-2
-        assert "chain failed" in results["lane_error"]
+        assert results["queues"] < 2e-2
+        assert "chain failed" in results["queue_error"]
         assert results["two_hop"] < 0.2 and results["two_hop_int8"] < 0.2
         assert results["two_hop_same"] and results["two_hop_int8_same"]
         assert results["two_hop_scatter_exact"] < 1e-6

@@ -20,7 +20,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from foundry_fp8.activations.compression.recompute import Kept, fuses, keep, kept_form, kept_of, kept_values
+from foundry_fp8.activations.compression.recompute import (
+    MaybePacked,
+    fuses,
+    pack_if,
+    save_inputs,
+    saved_inputs,
+    unpacked,
+)
 from foundry_fp8.layers.autocast import autocast_type
 from foundry_fp8.numerics.packed import Packed, PackFormat
 
@@ -101,10 +108,10 @@ class _PackedActivation(torch.autograd.Function):
         ctx.act, ctx.kind, ctx.shape = act, kind, gate.shape
         ctx.dtype, ctx.numel = gate.dtype, gate.numel()
         ctx.bias_dtype = None if bias is None else bias.dtype
-        keep(ctx, [kept_form(x, fmt) for x in (gate, up) if x is not None], weight, slopes)
+        save_inputs(ctx, [pack_if(x, fmt) for x in (gate, up) if x is not None], weight, slopes)
         h = _product(act, gate, up)
         if weight is None:
-            ctx.again = _activation_again
+            ctx.recompute = _recompute_activation
             return h
         y = F.linear(h, weight, bias)  # autocast, where it is on, acts here as in nn.Linear
         ctx.compute_dtype = y.dtype
@@ -113,7 +120,7 @@ class _PackedActivation(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        kept, (weight, slopes) = kept_of(ctx)
+        kept, (weight, slopes) = saved_inputs(ctx)
         db = None
         found: tuple[Tensor | None, ...]
         with torch.autocast(autocast_type(dy.device), enabled=False):
@@ -136,7 +143,7 @@ def _dw(ctx: Any, dy: Tensor, weight: Tensor, h: Tensor) -> Tensor:
     return (dy.flatten(0, -2).t() @ h.to(ctx.compute_dtype).flatten(0, -2)).to(weight.dtype)
 
 
-def _kernel_takes(kept: Kept | None) -> bool:
+def _kernel_takes(kept: MaybePacked | None) -> bool:
     return isinstance(kept, Packed) and kept.codes.is_cuda and kept.fmt.name != "int4"
 
 
@@ -152,14 +159,19 @@ def _gradients_by_kernel(
 
 
 def _gradients(
-    ctx: Any, dy: Tensor, kept_gate: Kept, kept_up: Kept | None, weight: Tensor | None, slopes: Tensor | None
+    ctx: Any,
+    dy: Tensor,
+    kept_gate: MaybePacked,
+    kept_up: MaybePacked | None,
+    weight: Tensor | None,
+    slopes: Tensor | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """``(dgate, dup, dw, dslopes)``.
 
     The weight's gradient comes first, and h goes before dh comes: together they would be the peak of the step.
     """
-    gate = kept_values(kept_gate, ctx.shape)
-    up = None if kept_up is None else kept_values(kept_up, ctx.shape)
+    gate = unpacked(kept_gate, ctx.shape)
+    up = None if kept_up is None else unpacked(kept_up, ctx.shape)
     dw = dup = None
     if weight is not None and ctx.needs_input_grad[2]:
         dw = _dw(ctx, dy, weight, ctx.act(gate) if up is None else (dup := ctx.act(gate)) * up)
@@ -173,8 +185,8 @@ def _gradients(
     return _activation_backward(dh, gate, ctx.kind), dup, dw, None
 
 
-def _activation_again(ctx: Any) -> Tensor:
-    gate, *up = (kept_values(k, ctx.shape) for k in kept_of(ctx)[0])
+def _recompute_activation(ctx: Any) -> Tensor:
+    gate, *up = (unpacked(k, ctx.shape) for k in saved_inputs(ctx)[0])
     with torch.no_grad():
         return _product(ctx.act, gate, up[0] if up else None)
 

@@ -1,7 +1,7 @@
 """Norms that keep their input, packed or as it is, and two numbers a row.
 
 The forward is the module's own expression, so it is exact. Backward uses the closed form on what was kept; who comes next, a
-projection, need not keep the output, as backward can make it again (:mod:`.keeping`).
+projection, need not keep the output, as backward can make it again (:mod:`.recompute`).
 
 Source:
     COAT (arXiv:2410.19313) section 4 keeps norms' inputs in FP8 with per-group scales.
@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from foundry_fp8.activations.compression.recompute import (
-    Kept,
+    MaybePacked,
     Repeat,
     fuses,
-    keep,
-    kept_form,
-    kept_of,
-    kept_values,
+    pack_if,
+    save_inputs,
+    saved_inputs,
+    unpacked,
 )
 from foundry_fp8.layers.autocast import autocast_type
 from foundry_fp8.numerics.packed import Packed, PackFormat
@@ -72,26 +72,26 @@ class _PackedNorm(torch.autograd.Function):
         fmt: PackFormat | None,
         gain: float,
     ) -> Tensor:
-        again = Repeat(norm, x.device)
+        expression = Repeat(norm, x.device)
         mean: Tensor | None
-        if centred and x.device.type == "cpu" and not again.autocast and _all_float32(x, weight, bias):
+        if centred and x.device.type == "cpu" and not expression.autocast and _all_float32(x, weight, bias):
             # What norm(x) runs; it gives the statistics along.
             y, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], weight, bias, eps)
-            kept = kept_form(x, fmt)
+            kept = pack_if(x, fmt)
         else:
             y = norm(x)
             kept, mean, rstd = _keep_norm_input(x, fmt, eps, centred)
         ctx.shape, ctx.numel, ctx.dtype, ctx.gain = x.shape, x.numel(), x.dtype, gain
         ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.norm, ctx.again, ctx.output = again, _norm_again, None
-        keep(ctx, [kept], rstd, mean, weight)
+        ctx.norm, ctx.recompute, ctx.output = expression, _recompute_norm, None
+        save_inputs(ctx, [kept], rstd, mean, weight)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         ctx.output = None
-        (kept,), (rstd, mean, weight) = kept_of(ctx)
+        (kept,), (rstd, mean, weight) = saved_inputs(ctx)
         assert rstd is not None
         with torch.autocast(autocast_type(dy.device), enabled=False):
             dx, dw, db = _norm_gradients(dy.reshape(-1, dy.shape[-1]), kept, rstd, mean, weight)
@@ -109,11 +109,11 @@ def _all_float32(*tensors: Tensor | None) -> bool:
     return all(x is None or x.dtype == torch.float32 for x in tensors)
 
 
-def _norm_again(ctx: Any) -> Tensor:
+def _recompute_norm(ctx: Any) -> Tensor:
     """The norm's output; held until the norm's own backward, as query, key and value projections each ask for it."""
     if ctx.output is None:
-        ((kept,), _) = kept_of(ctx)
-        ctx.output = ctx.norm(kept_values(kept, ctx.shape))
+        ((kept,), _) = saved_inputs(ctx)
+        ctx.output = ctx.norm(unpacked(kept, ctx.shape))
     output: Tensor = ctx.output
     return output
 
@@ -129,7 +129,7 @@ def _norm_kernels(x: Tensor, fmt: PackFormat | None) -> bool:
 
 def _keep_norm_input(
     x: Tensor, fmt: PackFormat | None, eps: float, centred: bool
-) -> tuple[Kept, Tensor | None, Tensor]:
+) -> tuple[MaybePacked, Tensor | None, Tensor]:
     """``x`` ``[..., C]`` packed or as it is; the mean of its rows (``None`` unless centred) and their reciprocal root.
 
     The backward of a norm that computes in bfloat16 uses its statistics too; float32 ones are closer to the truth.
@@ -144,14 +144,14 @@ def _keep_norm_input(
         return pack_norm_input(rows, fmt.within(rows.shape[1]), eps, centered=centred)
     if centred:
         _, mean, rstd = torch.native_layer_norm(rows.float(), rows.shape[1:], None, None, eps)
-        return kept_form(x, fmt), mean, rstd
+        return pack_if(x, fmt), mean, rstd
     # The only reduction over rows that is one vectorised pass on a CPU.
     root = torch.linalg.vector_norm(rows, 2, 1, dtype=torch.float32)
-    return kept_form(x, fmt), None, torch.rsqrt(root.square() / rows.shape[1] + eps)
+    return pack_if(x, fmt), None, torch.rsqrt(root.square() / rows.shape[1] + eps)
 
 
 def _norm_gradients(
-    dy: Tensor, kept: Kept, rstd: Tensor, mean: Tensor | None, weight: Tensor | None
+    dy: Tensor, kept: MaybePacked, rstd: Tensor, mean: Tensor | None, weight: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``dx`` in the dtype of the input, and the float32 gradients of weight and bias; ``dy`` is ``[R, C]``."""
     if _norm_kernels(dy, kept.fmt if isinstance(kept, Packed) else None):
@@ -159,7 +159,7 @@ def _norm_gradients(
 
         x = kept if isinstance(kept, Packed) else kept.reshape(dy.shape)
         return norm_backward(dy, x, rstd, weight, mean=mean)
-    dtype, dy, x = kept.dtype, dy.float(), kept_values(kept, dy.shape).float()
+    dtype, dy, x = kept.dtype, dy.float(), unpacked(kept, dy.shape).float()
     if mean is not None:
         gain = torch.ones(dy.shape[1], device=dy.device) if weight is None else weight.float()
         dx, dw, db = torch.ops.aten.native_layer_norm_backward(

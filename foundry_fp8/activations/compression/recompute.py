@@ -1,6 +1,6 @@
 """What fused forms keep for backward, and how hooks ask them to make their output again instead of keeping that too.
 
-A fused form is a custom autograd function whose node carries ``again``, a function from the node to the output.
+A fused form is a custom autograd function whose node carries ``recompute``, a function from the node to the output.
 """
 
 from __future__ import annotations
@@ -15,9 +15,18 @@ from foundry_fp8.activations.compression.packing import pack, packable, unpack
 from foundry_fp8.layers.autocast import autocast_type
 from foundry_fp8.numerics.packed import Packed, PackFormat
 
-__all__ = ["Kept", "Repeat", "fuses", "keep", "kept_form", "kept_of", "kept_values", "made_again"]
+__all__ = [
+    "MaybePacked",
+    "Repeat",
+    "fuses",
+    "pack_if",
+    "recomputation",
+    "save_inputs",
+    "saved_inputs",
+    "unpacked",
+]
 
-Kept = Packed | Tensor
+MaybePacked = Packed | Tensor
 
 _RESHAPES_AND_CASTS = frozenset(
     f"{name}Backward0"
@@ -25,16 +34,16 @@ _RESHAPES_AND_CASTS = frozenset(
 )
 
 
-def made_again(x: Tensor) -> Callable[[], Tensor] | None:
+def recomputation(x: Tensor) -> Callable[[], Tensor] | None:
     """How backward can make ``x`` again from what a fused form keeps, if ``x`` is its output, reshaped or cast."""
     node = x.grad_fn
     while node is not None and node.name() in _RESHAPES_AND_CASTS:
         node = node.next_functions[0][0]
-    again = getattr(node, "again", None)
-    if again is None or node.numel != x.numel() or not x.is_contiguous():  # type: ignore[union-attr]
+    recompute = getattr(node, "recompute", None)
+    if recompute is None or node.numel != x.numel() or not x.is_contiguous():  # type: ignore[union-attr]
         return None
     dtype, shape = x.dtype, x.shape
-    return lambda: again(node).to(dtype).view(shape)
+    return lambda: recompute(node).to(dtype).view(shape)
 
 
 class Repeat:
@@ -58,18 +67,18 @@ def fuses(x: Tensor, other: Tensor | None = None) -> bool:
     return other is None or (packable(other) and other.dtype == x.dtype and other.shape == x.shape)
 
 
-def kept_form(x: Tensor, fmt: PackFormat | None) -> Kept:
+def pack_if(x: Tensor, fmt: PackFormat | None) -> MaybePacked:
     """``x`` packed, or ``x``."""
     return x if fmt is None else pack(x, fmt)
 
 
-def kept_values(kept: Kept, shape: torch.Size) -> Tensor:
+def unpacked(kept: MaybePacked, shape: torch.Size) -> Tensor:
     """The values, not to be written to."""
     return unpack(kept).view(shape) if isinstance(kept, Packed) else kept.reshape(shape)
 
 
-def keep(ctx: Any, kept: list[Kept], *others: Tensor | None) -> None:
-    """Save for backward, where :func:`kept_of` finds it."""
+def save_inputs(ctx: Any, kept: list[MaybePacked], *others: Tensor | None) -> None:
+    """Save for backward, where :func:`saved_inputs` finds it."""
     tensors: list[Tensor | None] = []
     ctx.layout = []
     for k in kept:
@@ -78,10 +87,10 @@ def keep(ctx: Any, kept: list[Kept], *others: Tensor | None) -> None:
     ctx.save_for_backward(*tensors, *others)
 
 
-def kept_of(ctx: Any) -> tuple[list[Kept], list[Tensor | None]]:
-    """What :func:`keep` was given."""
+def saved_inputs(ctx: Any) -> tuple[list[MaybePacked], list[Tensor | None]]:
+    """What :func:`save_inputs` was given."""
     tensors = list(ctx.saved_tensors)
-    kept: list[Kept] = []
+    kept: list[MaybePacked] = []
     for layout in ctx.layout:
         kept.append(tensors.pop(0) if layout is None else Packed(tensors.pop(0), tensors.pop(0), *layout))
     return kept, tensors

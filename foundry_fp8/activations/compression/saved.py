@@ -9,7 +9,7 @@ What goes wrong with such hooks, and what is done about it here (each line has a
 - What passes through is detached: an op's own output kept with its graph is a cycle that is never freed. Its version is
   kept and checked, because hooks switch off torch's check that a saved tensor was not written to.
 - *relu* asks its packed result which elements passed, and *sqrt* divides by its own: there nothing becomes zero.
-- *Outputs of fused norms and activations* are not kept at all: the fused form makes them again (:func:`.keeping.made_again`).
+- *Outputs of fused norms and activations* are not kept at all: the fused form makes them again (:func:`.recompute.recomputation`).
 - *One tensor saved twice* is packed once. The key holds the storage, and the storage must still be alive: freed memory is
   reused at the same address within a step, and a stale hit is a wrong gradient.
 - *torch.compile* saves transposed copies of weights that no longer lead back to a Parameter: it is refused.
@@ -31,7 +31,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_iter
 
 from foundry_fp8.activations.compression.packing import pack, packable, unpack
-from foundry_fp8.activations.compression.recompute import made_again
+from foundry_fp8.activations.compression.recompute import recomputation
 from foundry_fp8.numerics.packed import Packed, PackFormat
 
 __all__ = ["Compressor", "SavedBytes", "StorageRef", "Untouched", "compresses_inside", "is_parameter"]
@@ -215,7 +215,7 @@ class Compressor:
     def pack(self, x: Tensor) -> _Handle | Untouched | _MadeAgain:
         """The pack hook."""
         parameter = is_parameter(x)
-        if not parameter and x.numel() >= self.min_numel and (again := made_again(x)) is not None:
+        if not parameter and x.numel() >= self.min_numel and (again := recomputation(x)) is not None:
             self.saved.left_out += x.untyped_storage().nbytes()
             return _MadeAgain(again)
         if parameter or self.fmt is None or not self._wanted(x):

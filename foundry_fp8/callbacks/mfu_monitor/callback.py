@@ -26,7 +26,7 @@ from foundry_fp8.observe.flops import (
     utilisation,
 )
 from foundry_fp8.observe.flops.meter import FlopMeter, Tokens
-from foundry_fp8.observe.flops.observer import Census
+from foundry_fp8.observe.flops.observer import Observer
 from foundry_fp8.observe.flops.peaks import TABLE, peaks_from_user
 
 __all__ = ["MFUMonitor", "MFUMonitorConfig"]
@@ -75,7 +75,7 @@ class MFUMonitor(Monitor):
         super().__init__(MFUMonitorConfig, options)
         self.peaks: Peaks | None = None
         self.meter: FlopMeter | None = None
-        self._census: Census | None = None
+        self._observer: Observer | None = None
         self._hfu = True
         self._tokens = Tokens()
         self._total = Flops()
@@ -88,8 +88,8 @@ class MFUMonitor(Monitor):
 
     def detach(self) -> None:
         """Remove the first batch's hooks."""
-        if self._census is not None:
-            self._census.detach()
+        if self._observer is not None:
+            self._observer.detach()
 
     def init(self, state: State, logger: Logger) -> None:
         """Name what will not be counted, before FSDP hides the shapes."""
@@ -119,11 +119,11 @@ class MFUMonitor(Monitor):
         """Count the batch; watch the first one."""
         assert self.meter is not None
         self.meter.take_batch(state.batch, self._tokens)
-        if self._batches is None and self._census is None:
+        if self._batches is None and self._observer is None:
             self._hfu = not _is_compiled(state.model)
             if self._hfu:
-                self._census = Census(self.meter.to_watch(), self.guarded)
-                self._census.attach()
+                self._observer = Observer(self.meter.to_watch(), self.guarded)
+                self._observer.attach()
             else:
                 log.info(
                     "%s: the model is compiled, so what is recomputed cannot be seen; mfu/hfu is not logged.",
@@ -136,7 +136,7 @@ class MFUMonitor(Monitor):
         now = time.perf_counter()
         if self._batches is None:
             self.detach()
-            self.meter.settle(self._census.observed if self._census else {}, _autocast_precision(state))
+            self.meter.settle(self._observer.observed if self._observer else {}, _autocast_precision(state))
             self._ledger_mark = self.meter.read_ledgers()
             self._tokens, self._batches, self._fit_began, self._seconds_in_eval = Tokens(), 0, now, 0.0
             return

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from foundry_fp8.distributed import collectives
-from foundry_fp8.distributed.background_collectives import Lane
+from foundry_fp8.distributed.background_collectives import CollectiveQueue
 from foundry_fp8.distributed.compression.runtime import Compression, Route, Row
 from foundry_fp8.distributed.layout import BlockLayout
 from foundry_fp8.distributed.traffic import CountingGroup, average
@@ -61,7 +61,7 @@ class BucketHook:
         ranks = dist.get_process_group_ranks(ddp.process_group)
         # A lane of its own group: nothing else issues collectives there, so their order is the lane's order.
         self.lanes = [
-            Lane(
+            CollectiveQueue(
                 CountingGroup(dist.new_group(ranks, use_local_synchronization=True), compression.traffic),
                 ddp.device,
             )

@@ -66,7 +66,7 @@ class FlopMeter:
         self.high_precision = "fp32"
 
     def to_watch(self) -> list[tuple[str, nn.Module, tuple[str, ...]]]:
-        """The modules that a :class:`~foundry_fp8.observe.flops.observer.Census` should watch."""
+        """The modules that a :class:`~foundry_fp8.observe.flops.observer.Observer` should watch."""
         linears = [
             (gemm.name, self.modules[gemm.name], LINEAR_OPERATORS)
             for gemm in self.static
@@ -77,10 +77,10 @@ class FlopMeter:
         ]
 
     def settle(self, observed: Mapping[str, Observed], high_precision: str) -> None:
-        """Take what the census saw; a converted layer whose ledger is empty (compiled code keeps none) is counted by shape.
+        """Take what the observer saw; a converted layer whose ledger is empty (compiled code keeps none) is counted by shape.
 
         Args:
-            observed: Empty if there was no census.
+            observed: Empty if there was no observer.
             high_precision: What layers that nobody observed run in.
         """
         self.observed = {name: seen for name, seen in observed.items() if seen.calls}

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from foundry_fp8.compat.autograd import inside_backward
 from foundry_fp8.compat.selective_checkpoint import cached_results
 
-__all__ = ["ATTENTION_OPERATORS", "LINEAR_OPERATORS", "Census", "Observed"]
+__all__ = ["ATTENTION_OPERATORS", "LINEAR_OPERATORS", "Observed", "Observer"]
 
 LINEAR_OPERATORS = ("mm", "addmm", "_scaled_mm", "linear")
 ATTENTION_OPERATORS = ("bmm", "baddbmm", "_scaled_dot_product")
@@ -48,7 +48,7 @@ class Observed:
         return self.recomputed / self.calls if self.calls else 0.0
 
 
-class Census:
+class Observer:
     """Watches the named modules from :meth:`attach` to :meth:`detach`.
 
     Args:

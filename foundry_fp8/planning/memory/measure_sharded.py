@@ -16,7 +16,7 @@ from foundry_fp8.activations.compression.saved import StorageRef
 from foundry_fp8.planning.memory.live_bytes import meter_for
 from foundry_fp8.planning.memory.measure import clock, gradients, map_input, unchanged
 
-__all__ = ["BlockInStep", "is_sharded"]
+__all__ = ["ShardedBlockRun", "is_sharded"]
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -24,7 +24,7 @@ def is_sharded(model: nn.Module) -> bool:
     return any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules())
 
 
-class BlockInStep:
+class ShardedBlockRun:
     """The figures of :class:`~foundry_fp8.planning.memory.measure.BlockRun`, taken by hooks while the whole model runs.
 
     A unit's gathered parameters and its unreduced gradients count for the block, as far as the meter sees them: on a

@@ -33,7 +33,7 @@ from foundry_fp8.planning.memory.measure import (
     local_numel,
     measure_frame,
 )
-from foundry_fp8.planning.memory.measure_sharded import BlockInStep, is_sharded
+from foundry_fp8.planning.memory.measure_sharded import ShardedBlockRun, is_sharded
 from foundry_fp8.planning.memory.options import BlockOption, options_of
 from foundry_fp8.planning.memory.plan import Measurements, MemoryPlan
 from foundry_fp8.planning.memory.solver import Cost, Frame, predict_peak, solve
@@ -223,8 +223,8 @@ def measure(
             for option in candidates:
                 with _applied(model, [name], option, offload, compression, rest):
                     configured = transformer_blocks(model)[index][1]
-                    run: BlockRun | BlockInStep = (
-                        BlockInStep(configured, loss_fn, parameters, device)
+                    run: BlockRun | ShardedBlockRun = (
+                        ShardedBlockRun(configured, loss_fn, parameters, device)
                         if sharded
                         else BlockRun(configured, calls[index], device, cost_model)
                     )

@@ -12,7 +12,7 @@ from torch import nn
 
 from foundry_fp8.activations.compression.fused_activation import packed_activation
 from foundry_fp8.activations.compression.fused_norm import packed_norm
-from foundry_fp8.activations.compression.recompute import made_again
+from foundry_fp8.activations.compression.recompute import recomputation
 from foundry_fp8.activations.compression.saved import Compressor
 from foundry_fp8.numerics.packed import PackFormat
 
@@ -38,11 +38,11 @@ def test_what_is_reshaped_or_cast_is_made_again_bit_for_bit(form, autocast):
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         y = form(X.clone().requires_grad_(), weight)
     for out in (y, y.view(64, 64), y.bfloat16().unsqueeze(1), y.flatten().to(torch.float64)):
-        again = made_again(out)
+        again = recomputation(out)
         assert again is not None
         assert again().dtype == out.dtype and torch.equal(again(), out)
     rounded = form(X.clone().requires_grad_(), weight, PackFormat())
-    again = made_again(rounded)
+    again = recomputation(rounded)
     assert again is not None and 0 < (again() - y).norm() / y.norm() < 2e-2
 
 
@@ -50,9 +50,9 @@ def test_other_views_and_what_was_written_to_are_not():
     weight = torch.ones(64, requires_grad=True)
     y = normed(X, weight)
     for out in (y[1:], y.transpose(0, 1), y[..., ::2], y * 2, X, y.expand(2, -1, -1, -1)):
-        assert made_again(out) is None
+        assert recomputation(out) is None
     y.mul_(2.0)
-    assert made_again(y) is None
+    assert recomputation(y) is None
 
 
 def test_the_output_goes_when_the_norm_s_backward_has_run():
