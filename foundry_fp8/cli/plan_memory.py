@@ -98,6 +98,8 @@ def plan_yaml(path: Path, *, budget: str | None, microbatch: int | None, device:
             for module in model.modules():
                 if hasattr(module, "tie_weights"):
                     module.tie_weights()
+        else:
+            model.to(where)
         loss_fn = _prepare(model, config, microbatch, where)
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         plan = plan_memory(
@@ -125,7 +127,7 @@ def _prepare(
     model: Any, config: dict[str, Any], microbatch: int, device: torch.device
 ) -> Callable[[], Tensor]:
     """Apply the YAML's fp8 algorithm to ``model``, and return a step on random tokens."""
-    model.to(device).train()
+    model.train()
     fp8 = (config.get("algorithms") or {}).get("fp8")
     if fp8 is not None:
         from foundry_fp8.surgery.apply import apply_fp8

@@ -68,17 +68,16 @@ def context_fn_for(policy: Policy) -> Callable[[], tuple[Any, Any]]:
     return functools.partial(create_selective_checkpoint_contexts, saved)
 
 
-def _overloads(name: str) -> list[torch._ops.OpOverload]:
+def _overloads(name: str) -> list[Any]:
     """Every overload of ``namespace.name``, or the one of ``namespace.name.overload``; empty if there is none."""
     namespace, _, rest = name.partition(".")
     packet_name, _, overload = rest.partition(".")
-    # getattr on torch.ops creates any namespace on demand, so ask the schema registry for what is really there.
-    schemas = torch._C._jit_get_schemas_for_operator(f"{namespace}::{packet_name}") if packet_name else []
-    found = [schema.overload_name or "default" for schema in schemas]
-    if overload:
-        found = [name for name in found if name == overload]
-    if not found:
+    # Any namespace comes into being when it is asked for; an operator does not.
+    packet: Any = (
+        getattr(getattr(torch.ops, namespace), packet_name, None) if namespace and packet_name else None
+    )
+    if not hasattr(packet, "overloads"):
         return []
-    packet = getattr(getattr(torch.ops, namespace), packet_name)
     # out= variants write into their argument; there is no output of theirs to keep.
-    return [getattr(packet, name) for name in found if "out" not in name and name in packet.overloads()]
+    found = [found for found in packet.overloads() if "out" not in found and overload in ("", found)]
+    return [getattr(packet, found) for found in found]

@@ -26,12 +26,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_iter
 
 from foundry_fp8.activations.compression.packing import pack, packable, unpack
 from foundry_fp8.activations.compression.recompute import recomputation
+from foundry_fp8.compat.compiled_caller import compiled_caller_waits
 from foundry_fp8.numerics.packed import Packed, PackFormat
 
 __all__ = ["Compressor", "SavedBytes", "StorageRef", "Untouched", "compresses_inside", "is_parameter"]
@@ -195,8 +195,7 @@ class Compressor:
         self._push()
 
     def _push(self) -> None:
-        # Hooks break the graph, so that is_compiling() is false here; the callback says that a compiled caller waits.
-        if get_eval_frame_callback() not in (None, False):
+        if compiled_caller_waits():
             raise RuntimeError(
                 "activation compression does not work under torch.compile: a compiled graph saves copies of weights "
                 "that cannot be told from activations. Do not compile the model (compile_config), or take "

@@ -45,7 +45,7 @@ def tensorwise_mm(
     inside = _bias_inside(bias, b.shape[0], out_dtype)
     if a.device.type == "cpu":  # the definition; only Triton's interpreter gets here
         product = (a.float() @ b.float().t()) * (a_scale * b_scale)
-        out = (product if inside is None else product + inside).to(out_dtype)
+        out = _in_dtype(product if inside is None else product + inside, out_dtype)
     else:
         out = torch._scaled_mm(
             a,
@@ -56,8 +56,7 @@ def tensorwise_mm(
             out_dtype=out_dtype,
             use_fast_accum=fast_accumulation,
         )
-    out = _without_padding(out, m, n)
-    return out if bias is None or inside is not None else out.add_(bias)
+    return _with_bias(_without_padding(out, m, n), None if inside is not None else bias)
 
 
 def mx_mm(
@@ -86,9 +85,9 @@ def mx_mm(
     inside = _bias_inside(bias, b.shape[0], out_dtype) if out_dtype == torch.bfloat16 else None
     if a.device.type == "cpu":  # the definition; only Triton's interpreter gets here
         product = _dense(a, a_scale) @ _dense(b, b_scale).t()
-        out = (product if inside is None else product + inside).to(out_dtype)
+        out = _in_dtype(product if inside is None else product + inside, out_dtype)
     else:
-        out = torch._scaled_mm(
+        product = torch._scaled_mm(
             a,
             b.t(),
             scale_a=swizzle_mx_scales(a_scale.t()),
@@ -96,9 +95,9 @@ def mx_mm(
             bias=inside,
             # The MX mode writes bfloat16.
             out_dtype=torch.bfloat16,
-        ).to(out_dtype)
-    out = _without_padding(out, m, n)
-    return out if bias is None or inside is not None else out.add_(bias)
+        )
+        out = _in_dtype(product, out_dtype)
+    return _with_bias(_without_padding(out, m, n), None if inside is not None else bias)
 
 
 def swizzle_mx_scales(codes: Tensor) -> Tensor:
@@ -133,6 +132,18 @@ def _bias_inside(bias: Tensor | None, padded_n: int, out_dtype: torch.dtype) -> 
     if bias is None or out_dtype == torch.float32 or bias.dtype != out_dtype:
         return None
     return bias if len(bias) == padded_n else torch.nn.functional.pad(bias, (0, padded_n - len(bias)))
+
+
+# torch.compile in torch 2.11 gives zeros as the gradients of an autograd.Function whose output is one tensor with an
+# intermediate result: after a write in place, or a `to` that changes nothing (pytorch issue 180642). Hence neither below.
+
+
+def _with_bias(out: Tensor, bias: Tensor | None) -> Tensor:
+    return out if bias is None else _in_dtype(out + bias, out.dtype)
+
+
+def _in_dtype(out: Tensor, dtype: torch.dtype) -> Tensor:
+    return out if out.dtype == dtype else out.to(dtype)
 
 
 def _without_padding(out: Tensor, m: int, n: int) -> Tensor:
