@@ -30,6 +30,12 @@ class AttentionMask:
     bias: Tensor | None = None
     """Added to the logits (or bool, true where seen): anything that broadcasts to [b, heads, q, k]."""
 
+    @property
+    def only_causal(self) -> bool:
+        """Whether :attr:`causal` is the one rule."""
+        others = (self.window, self.key_padding, self.documents, self.bias)
+        return self.causal and all(rule is None for rule in others)
+
     def simplified(self) -> AttentionMask:
         """Without padding that hides nothing and documents that are one: asks the device once, then remembers."""
         return self._simplified

@@ -1,24 +1,27 @@
-"""FP8 attention emulated on any device, in blocks, equal bit for bit to the unfused definition (:mod:`.attention_reference`).
+"""FP8 attention emulated on any device, in blocks, after the unfused definition (:mod:`.attention_reference`).
 
-Queries are taken in blocks of rows, each with all the keys it can see. The forward keeps Q, K and V, in FP8; the backward
-computes each block of probabilities again. No tensor of queries x keys outlives its block.
+Queries are taken in blocks of rows, head by head, each with all the keys it can see. The forward keeps Q, K and V, in FP8; the
+backward computes each block of probabilities again, to the same bits. Nothing of queries x keys outlives its block, so
+memory grows with the sequence, not with its square.
+
+Products of FP8 values are exact in float32 (and on bfloat16 units, which take the values as they are), and float32 adds them
+up. So a result differs from the definition, which adds in float64, by float32's rounding of the sums, and where that moves a
+probability across the border between two FP8 values, by the step between them.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
-from foundry_fp8.backends.emulated.attention_reference import (
-    fp8_gemm,
-    keep_mask,
-    softmax_backward,
-    softmax_rows,
-)
+from foundry_fp8.backends.emulated.attention_reference import keep_mask
+from foundry_fp8.backends.emulated.rounding import round_values_
 from foundry_fp8.compat.autograd import inside_backward
 from foundry_fp8.layers.attention import (
     GRADIENTS,
@@ -35,8 +38,8 @@ from foundry_fp8.numerics.recipes import CurrentScaling, DelayedScaling, Recipe
 
 __all__ = ["EmulatedAttention"]
 
-BLOCK_ELEMENTS = 2**21
-"""Probabilities (over batch and heads) that a block of rows holds at most; a row is never split."""
+BLOCK_ELEMENTS = 2**18
+"""Probabilities that a block holds at most (1 MiB of float32, which stays in the cache); a row is never split."""
 
 
 class EmulatedAttention(AttentionBackend):
@@ -50,6 +53,7 @@ class EmulatedAttention(AttentionBackend):
             return None
         return f"the {recipe.name} recipe has no FP8 attention (Transformer Engine has none either)"
 
+    @torch.compiler.disable
     def attend(
         self,
         module: FP8DotProductAttention,
@@ -64,103 +68,206 @@ class EmulatedAttention(AttentionBackend):
         """See :meth:`AttentionBackend.attend`."""
         assert module.recipe is not None
         call = _Call(
-            quantize=_quantizer(module, module.recipe),
+            module=module,
+            recipe=module.recipe,
             mask=mask,
             softmax_scale=softmax_scale,
             dropout_p=dropout_p,
             # Drawn from torch's generator, so that activation checkpointing restores it for the recompute.
             seed=torch.randint(2**62, ()).to(q.device) if dropout_p else None,
-            rounds_outputs=isinstance(module.recipe, DelayedScaling),
+            # S and O are quantised in the forward and S again in the backward: with the scale that the forward saw.
+            scales={
+                slot: module.slots[slot].scale.clone()
+                for slot in attention_slots(module.recipe)
+                if slot not in GRADIENTS
+            },
         )
         return _Attention.apply(q, k, v, call)
-
-
-def _quantizer(module: FP8DotProductAttention, recipe: AttentionRecipe) -> Callable[..., Quantized]:
-    power_2 = isinstance(recipe, CurrentScaling) and recipe.power_2_scales
-    delayed = attention_slots(recipe)
-    # S and O are quantised in the forward and S again in the backward: with the scale that the forward saw.
-    scales = {slot: module.slots[slot].scale.clone() for slot in delayed if slot not in GRADIENTS}
-    recording = module.training
-
-    def quantize(name: str, x: Tensor, *, again: bool = False) -> Quantized:
-        slot, amax = SLOTS[name], amax_of(x)
-        if slot not in delayed:
-            scale = scale_from_amax(amax, attention_format(recipe, slot), power_2=power_2)
-        else:
-            scale = scales[slot] if slot in scales else module.slots[slot].scale
-            # A recompute records no forward tensor: its input may have been packed since the first forward.
-            if recording and not again and (slot in GRADIENTS or not inside_backward()):
-                module.slots[slot].record(amax)
-        found = quantize_tensor(x, scale, attention_format(recipe, slot), amax)
-        if module.probe is not None and not again:
-            module.probe(name, x, found)
-        return found
-
-    return quantize
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Call:
     """What one forward and its backward share besides tensors with gradients."""
 
-    quantize: Callable[..., Quantized]
+    module: FP8DotProductAttention
+    recipe: AttentionRecipe
     mask: AttentionMask
     softmax_scale: float
     dropout_p: float
     seed: Tensor | None
-    rounds_outputs: bool
+    scales: dict[str, Tensor]
 
-    def round_output(self, name: str, x: Tensor) -> Tensor:
+    def quantize(self, name: str, x: Tensor) -> Quantized:
+        """A whole tensor, by its name (:data:`SLOTS`)."""
+        slot, amax = SLOTS[name], amax_of(x)
+        fmt = attention_format(self.recipe, slot)
+        if slot in attention_slots(self.recipe):
+            scale = self.scale(slot)
+            self.record(slot, amax)
+        else:
+            power_2 = isinstance(self.recipe, CurrentScaling) and self.recipe.power_2_scales
+            scale = scale_from_amax(amax, fmt, power_2=power_2)
+        found = quantize_tensor(x, scale, fmt, amax)
+        if self.module.probe is not None:
+            self.module.probe(name, x, found)
+        return found
+
+    def scale(self, slot: str) -> Tensor:
+        """The delayed scale of a slot."""
+        return self.scales[slot] if slot in self.scales else self.module.slots[slot].scale
+
+    def record(self, slot: str, amax: Tensor) -> None:
+        """Into the running pass."""
+        # A recompute records no forward tensor: its input may have been packed since the first forward.
+        if self.module.training and (slot in GRADIENTS or not inside_backward()):
+            self.module.slots[slot].record(amax)
+
+    def output(self, name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
         """Through FP8 and back where the recipe's kernel writes FP8."""
-        return self.quantize(name, x).dequantize() if self.rounds_outputs else x
+        rounds = isinstance(self.recipe, DelayedScaling)
+        return (self.quantize(name, x).dequantize() if rounds else x).to(dtype)
+
+
+class _BlockOperand:
+    """S or dP, which is quantised block by block with a scale known beforehand.
+
+    Args:
+        call: The call.
+        name: ``s`` or ``dp``.
+        probed: Whether monitors see it.
+    """
+
+    def __init__(self, call: _Call, name: str, *, probed: bool = True) -> None:
+        self._call = call
+        self._name = name
+        self._fmt = attention_format(call.recipe, SLOTS[name])
+        self._scale = call.scale(SLOTS[name])
+        self._amax = torch.zeros_like(self._scale)
+        self._probe = call.module.probe if probed else None
+
+    def quantize(self, x: Tensor, out: Tensor, scratch: Tensor) -> Tensor:
+        """The FP8 values of the block ``x``, unscaled, in ``out`` (float32, the same shape; may be ``x``)."""
+        amax = _block_amax(x)
+        self._amax = torch.maximum(self._amax, amax)
+        if self._probe is not None:
+            self._probe(self._name, x, quantize_tensor(x, self._scale, self._fmt, amax))
+        return round_values_(torch.mul(x, self._scale, out=out), self._fmt, scratch)
+
+    @property
+    def gemm_scale(self) -> Tensor:
+        """What sums of its values are multiplied with: NaN where any block so far held an Inf."""
+        return torch.where(torch.isinf(self._amax), torch.nan, self._scale.reciprocal())
+
+    def record(self) -> None:
+        """All blocks were seen."""
+        self._call.record(SLOTS[self._name], self._amax)
+
+
+def _block_amax(x: Tensor) -> Tensor:
+    """:func:`amax_of`, in one pass where there is no NaN and looking costs nothing."""
+    if x.device.type != "cpu" or isinstance(x, FakeTensor):
+        return amax_of(x)
+    least, most = x.aminmax()
+    amax = torch.maximum(-least, most)
+    return amax_of(x) if math.isnan(amax.item()) else amax
 
 
 @dataclasses.dataclass(frozen=True)
 class _Block:
-    """Queries ``start:stop`` and the keys ``first:last`` that they can see, batch and heads first."""
+    """The softmax of queries ``rows`` of one batch entry and the heads that share a key head, over the ``keys`` they see."""
 
-    start: int
-    stop: int
-    first: int
-    last: int
-    s: Tensor
-    """The softmax, float32 [b, heads, rows, keys]."""
-    kept: Tensor | None
-    """Dropout's factor, float32, the same shape."""
+    batch: int
+    head: int
+    """The key head."""
+    group: int
+    """The heads that share it."""
+    rows: slice
+    keys: slice
 
-    @property
-    def dropped(self) -> Tensor:
-        return self.s if self.kept is None else self.s * self.kept
+    def of_queries(self, x: Tensor) -> Tensor:
+        """This block's part of ``x`` [b, kv_heads, group, q, d]: [group * rows, d]."""
+        return x[self.batch, self.head, :, self.rows].reshape(-1, x.shape[-1])
+
+    def write_queries(self, out: Tensor, x: Tensor) -> None:
+        """``x`` [group * rows, d] to its place in ``out`` [b, kv_heads, group, q, d]."""
+        part = out[self.batch, self.head, :, self.rows]
+        part.copy_(x.view(part.shape))
+
+    def of_keys(self, x: Tensor) -> Tensor:
+        """This block's part of ``x`` [b, kv_heads, k, d], a view: [keys, d]."""
+        return x[self.batch, self.head, self.keys]
+
+    def of_mask(self, x: Tensor) -> Tensor:
+        """This block's part of ``x``, which broadcasts to [b, heads, rows, keys]; it broadcasts to [group, rows, keys]."""
+        x = x.expand((1,) * (4 - x.dim()) + x.shape)
+        x = x[self.batch if x.shape[0] > 1 else 0]
+        return x if x.shape[0] == 1 else x[self.head * self.group : (self.head + 1) * self.group]
 
 
-def _blocks(call: _Call, q: Quantized, k: Quantized) -> Iterator[_Block]:
-    """The probabilities, block by block."""
-    b, h, queries, d = q.data.shape
-    hk, keys = k.data.shape[1:3]
-    alpha = q.gemm_scale * k.gemm_scale * call.softmax_scale
-    rows = max(1, min(queries, BLOCK_ELEMENTS // max(1, b * h * keys)))
-    for start in range(0, queries, rows):
-        stop = min(start + rows, queries)
-        first, last = call.mask.keys_seen(start, stop, queries, keys)
-        grouped = q.data[:, :, start:stop].reshape(b, hk, -1, d)
-        logits = fp8_gemm(grouped, k.data[:, :, first:last].transpose(2, 3)).float() * alpha
-        logits = logits.view(b, h, stop - start, last - first)
-        seen, bias = call.mask.block(start, stop, first, last, queries, keys, q.data.device)
+class _Softmax:
+    """The probabilities, block by block, and the memory that the blocks share.
+
+    Args:
+        call: The call.
+        q: FP8 values of Q, float32 [b, kv_heads, group, q, d].
+        k: Of K, [b, kv_heads, k, d].
+        logit_scale: 0-d: from products of values to logits.
+    """
+
+    def __init__(self, call: _Call, q: Tensor, k: Tensor, logit_scale: Tensor) -> None:
+        self._call, self._q, self._k = call, q, k
+        # exp is taken as a power of two, which torch computes several times faster on a CPU.
+        self._scale = logit_scale * math.log2(math.e)
+        self._queries, self._keys = q.shape[3], k.shape[2]
+        self._rows = max(1, min(self._queries, BLOCK_ELEMENTS // max(1, q.shape[2] * self._keys)))
+        size = self._rows * q.shape[2] * self._keys
+        self._memory = [torch.empty(size, dtype=torch.float32, device=q.device) for _ in range(2)]
+        self._scratch = torch.empty(size, dtype=torch.int32, device=q.device)
+
+    def blocks(self) -> Iterator[tuple[_Block, Tensor, Tensor | None]]:
+        """Each block with S, float32 [group * rows, keys] (until the next), and dropout's factor of the same shape."""
+        b, hk, group = self._q.shape[:3]
+        mask, device = self._call.mask, self._q.device
+        for start in range(0, self._queries, self._rows):
+            stop = min(start + self._rows, self._queries)
+            first, last = mask.keys_seen(start, stop, self._queries, self._keys)
+            # A causal rule hides nothing to the left of the first query's own key.
+            edge = first
+            if mask.only_causal:
+                edge = max(first, min(last, start + self._keys - self._queries))
+            seen, bias = mask.block(start, stop, edge, last, self._queries, self._keys, device)
+            hidden = None if seen is None else ~seen
+            for batch in range(b):
+                for head in range(hk):
+                    block = _Block(batch, head, group, slice(start, stop), slice(first, last))
+                    yield block, self._softmax(block, hidden, edge - first, bias), self._kept(block)
+
+    def other(self, s: Tensor) -> tuple[Tensor, Tensor]:
+        """More memory of the shape of ``s``: float32, and int32."""
+        return self._memory[1][: s.numel()].view(s.shape), self._scratch[: s.numel()].view(s.shape)
+
+    def _softmax(self, block: _Block, hidden: Tensor | None, edge: int, bias: Tensor | None) -> Tensor:
+        queries, keys = block.of_queries(self._q), block.of_keys(self._k)
+        s = self._memory[0][: len(queries) * len(keys)].view(len(queries), len(keys))
+        torch.mm(queries, keys.t(), out=s).mul_(self._scale)
+        by_head = s.view(block.group, -1, len(keys))
         if bias is not None:
-            logits = logits + bias.float()
-        if seen is not None:
-            logits = logits.masked_fill(~seen, -torch.inf)
-        s = softmax_rows(logits)
-        kept = None
-        if call.seed is not None:
-            keep = keep_mask(call.seed, b * h, start, stop, first, last, call.dropout_p)
-            kept = keep.view(s.shape) / (1.0 - call.dropout_p)
-        yield _Block(start, stop, first, last, s, kept)
+            by_head.add_(block.of_mask(bias).float(), alpha=math.log2(math.e))
+        if hidden is not None:
+            by_head[..., edge:].masked_fill_(block.of_mask(hidden), -torch.inf)
+        most = s.amax(-1, keepdim=True)
+        s.sub_(torch.where(most == -torch.inf, 0.0, most)).exp2_()
+        total = s.sum(-1, keepdim=True)
+        return s.mul_(torch.where(total == 0, 1.0, total).reciprocal_())
 
-
-def _keep_nan(seen: Tensor, scale: Tensor) -> Tensor:
-    """``scale``, which is the same for every block, unless an earlier block held an Inf (its scale was NaN)."""
-    return torch.where(torch.isnan(seen), seen, scale)
+    def _kept(self, block: _Block) -> Tensor | None:
+        call, (_, hk, group) = self._call, self._q.shape[:3]
+        if call.seed is None:
+            return None
+        head = (block.batch * hk + block.head) * group
+        rows, keys = block.rows, block.keys
+        keep = keep_mask(call.seed, head, group, rows.start, rows.stop, keys.start, keys.stop, call.dropout_p)
+        return keep.flatten(0, 1) / (1.0 - call.dropout_p)
 
 
 class _Attention(torch.autograd.Function):
@@ -168,61 +275,72 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> Tensor:
-        q8, k8, v8 = call.quantize("q", q), call.quantize("k", k), call.quantize("v", v)
-        b, h, queries, _ = q.shape
-        hk = k.shape[1]
-        o = torch.empty(b, h, queries, v.shape[-1], dtype=torch.float32, device=q.device)
-        for block in _blocks(call, q8, k8):
-            s8 = call.quantize("s", block.dropped)
-            values = v8.data[:, :, block.first : block.last]
-            part = fp8_gemm(s8.data.view(b, hk, -1, block.last - block.first), values).float()
-            scale = s8.gemm_scale * v8.gemm_scale
-            o[:, :, block.start : block.stop] = part.view(b, h, -1, v.shape[-1]) * scale
-        ctx.save_for_backward(*(t for x in (q8, k8, v8) for t in (x.data, x.scale_inv, x.amax)))
-        ctx.formats = (q8.fmt, k8.fmt, v8.fmt)
-        ctx.call = call
-        ctx.dtypes = (q.dtype, k.dtype, v.dtype)
-        return call.round_output("o", o).to(q.dtype)
+        with torch.autocast(q.device.type, enabled=False):
+            q8, k8, v8 = call.quantize("q", q), call.quantize("k", k), call.quantize("v", v)
+            q_values, k_values, v_values = _values(q8, k8, v8)
+            softmax = _Softmax(call, q_values, k_values, q8.gemm_scale * k8.gemm_scale * call.softmax_scale)
+            s8 = _BlockOperand(call, "s")
+            o = q_values.new_empty(*q_values.shape[:4], v.shape[-1])
+            for block, s, kept in softmax.blocks():
+                dropped = s if kept is None else s.mul_(kept)
+                values = s8.quantize(dropped, s, softmax.other(s)[1])
+                block.write_queries(o, values @ block.of_keys(v_values))
+            s8.record()
+            o = o.mul_(s8.gemm_scale * v8.gemm_scale).flatten(1, 2)
+            ctx.save_for_backward(*(t for x in (q8, k8, v8) for t in (x.data, x.scale_inv, x.amax)))
+            ctx.formats = (q8.fmt, k8.fmt, v8.fmt)
+            ctx.call = call
+            ctx.dtypes = (q.dtype, k.dtype, v.dtype)
+            return call.output("o", o, q.dtype)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         call: _Call = ctx.call
         saved = ctx.saved_tensors
-        q8, k8, v8 = (
-            Quantized(saved[3 * i], saved[3 * i + 1], None, fmt, saved[3 * i + 2])
-            for i, fmt in enumerate(ctx.formats)
-        )
-        b, h, queries, d = q8.data.shape
-        hk, keys = k8.data.shape[1:3]
-        do8 = call.quantize("do", do)
-        dq = torch.empty(b, h, queries, d, dtype=torch.float32, device=do.device)
-        dk = torch.zeros(b, hk, keys, d, dtype=torch.float64, device=do.device)
-        dv = torch.zeros(b, hk, keys, do.shape[-1], dtype=torch.float64, device=do.device)
-        dk_scale = dv_scale = torch.ones((), device=do.device)
-        for block in _blocks(call, q8, k8):
-            columns = slice(block.first, block.last)
-            width = block.last - block.first
-            s8 = call.quantize("s", block.dropped, again=True)
-            grouped_do = do8.data[:, :, block.start : block.stop].reshape(b, hk, -1, do.shape[-1])
-            dv[:, :, columns] += fp8_gemm(s8.data.view(b, hk, -1, width).transpose(2, 3), grouped_do)
-            dv_scale = _keep_nan(dv_scale, s8.gemm_scale * do8.gemm_scale)
-            ds = fp8_gemm(grouped_do, v8.data[:, :, columns].transpose(2, 3)).float()
-            ds = (ds * (do8.gemm_scale * v8.gemm_scale)).view(block.s.shape)
-            if block.kept is not None:
-                ds = ds * block.kept
-            dp8 = call.quantize("dp", softmax_backward(block.s, ds))
-            grouped_dp = dp8.data.view(b, hk, -1, width)
-            part = fp8_gemm(grouped_dp, k8.data[:, :, columns]).float()
-            dq[:, :, block.start : block.stop] = part.view(b, h, -1, d) * (
-                dp8.gemm_scale * k8.gemm_scale * call.softmax_scale
+        with torch.autocast(do.device.type, enabled=False):
+            q8, k8, v8 = (
+                Quantized(saved[3 * i], saved[3 * i + 1], None, fmt, saved[3 * i + 2])
+                for i, fmt in enumerate(ctx.formats)
             )
-            grouped_q = q8.data[:, :, block.start : block.stop].reshape(b, hk, -1, d)
-            dk[:, :, columns] += fp8_gemm(grouped_dp.transpose(2, 3), grouped_q)
-            dk_scale = _keep_nan(dk_scale, dp8.gemm_scale * q8.gemm_scale * call.softmax_scale)
-        gradients = (("dq", dq), ("dk", dk.float() * dk_scale), ("dv", dv.float() * dv_scale))
-        dq, dk, dv = (
-            call.round_output(name, gradient).to(dtype)
-            for (name, gradient), dtype in zip(gradients, ctx.dtypes, strict=True)
-        )
+            gradients = _backward(call, q8, k8, v8, call.quantize("do", do))
+            dq, dk, dv = (
+                call.output(name, gradient, dtype)
+                for name, gradient, dtype in zip(("dq", "dk", "dv"), gradients, ctx.dtypes, strict=True)
+            )
         return dq, dk, dv, None
+
+
+def _backward(call: _Call, q8: Quantized, k8: Quantized, v8: Quantized, do8: Quantized) -> tuple[Tensor, ...]:
+    """dQ, dK and dV, float32."""
+    q, k, v = _values(q8, k8, v8)
+    do = do8.data.float().unflatten(1, q.shape[1:3])
+    softmax = _Softmax(call, q, k, q8.gemm_scale * k8.gemm_scale * call.softmax_scale)
+    s8, dp8 = _BlockOperand(call, "s", probed=False), _BlockOperand(call, "dp")
+    ds_scale = do8.gemm_scale * v8.gemm_scale
+    dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for block, s, kept in softmax.blocks():
+        other, scratch = softmax.other(s)
+        block_do = block.of_queries(do)
+        dropped = s if kept is None else s * kept
+        block.of_keys(dv).addmm_(s8.quantize(dropped, other, scratch).t(), block_do)
+        ds = torch.mm(block_do, block.of_keys(v).t(), out=other).mul_(ds_scale)
+        if kept is not None:
+            ds.mul_(kept)
+        product = torch.mul(s, ds, out=scratch.view(torch.float32))
+        ds.sub_(product.sum(-1, keepdim=True)).mul_(s)
+        dp = dp8.quantize(ds, ds, scratch)
+        block.write_queries(dq, dp @ block.of_keys(k))
+        block.of_keys(dk).addmm_(dp.t(), block.of_queries(q))
+    dp8.record()
+    dp_scale = dp8.gemm_scale * call.softmax_scale
+    dq.mul_(dp_scale * k8.gemm_scale)
+    dk.mul_(dp_scale * q8.gemm_scale)
+    dv.mul_(s8.gemm_scale * do8.gemm_scale)
+    return dq.flatten(1, 2), dk, dv
+
+
+def _values(q8: Quantized, k8: Quantized, v8: Quantized) -> tuple[Tensor, Tensor, Tensor]:
+    """FP8 values in float32: Q [b, kv_heads, group, q, d], K and V [b, kv_heads, k, d]."""
+    q, k, v = (x.data.float() for x in (q8, k8, v8))
+    return q.unflatten(1, (k.shape[1], -1)), k, v

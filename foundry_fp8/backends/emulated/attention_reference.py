@@ -20,8 +20,8 @@ quantised after dropout; the softmax's own gradient uses the unquantised S. This
 documented to that detail.
 
 GEMMs accumulate in float64 and are rounded once to float32. Sums of products of FP8 numbers are then exact (E4M3 x E4M3)
-or off by less than 2**-52 of the largest partial sum, so that the result does not depend on the order of summation and a
-blockwise implementation can be held to the same bits. Hardware accumulates in float32 or less.
+or off by less than 2**-52 of the largest partial sum, so that the result does not depend on the order of summation. The blockwise
+implementation (:mod:`.attention`) accumulates in float32, hardware in float32 or less.
 """
 
 from __future__ import annotations
@@ -60,12 +60,15 @@ def softmax_backward(s: Tensor, ds: Tensor) -> Tensor:
     return s * (ds - (s * ds).sum(-1, keepdim=True, dtype=torch.float64).float())
 
 
-def keep_mask(seed: Tensor, heads: int, start: int, stop: int, first: int, last: int, p: float) -> Tensor:
+def keep_mask(
+    seed: Tensor, head: int, heads: int, start: int, stop: int, first: int, last: int, p: float
+) -> Tensor:
     """Which probabilities dropout keeps: a hash of the seed and the place, the same in any blocking and in backward.
 
     Args:
         seed: 0-d int64.
-        heads: Batch times heads.
+        head: First head, counted through the batch.
+        heads: How many.
         start: First query.
         stop: One past the last query.
         first: First key.
@@ -76,11 +79,11 @@ def keep_mask(seed: Tensor, heads: int, start: int, stop: int, first: int, last:
         bool ``[heads, stop - start, last - first]``.
     """
     device = seed.device
-    head = torch.arange(heads, device=device)[:, None, None]
+    place = torch.arange(head, head + heads, device=device)[:, None, None]
     query = torch.arange(start, stop, device=device)[None, :, None]
     key = torch.arange(first, last, device=device)[None, None, :]
     # The finaliser of SplitMix64 (Steele et al. 2014) on a distinct counter for each place; int64 wraps as it should.
-    x = seed + ((head << 42) ^ (query << 21) ^ key) * -7046029254386353131
+    x = seed + ((place << 42) ^ (query << 21) ^ key) * -7046029254386353131
     x = (x ^ _shift_right(x, 30)) * -4658895280553007687
     x = (x ^ _shift_right(x, 27)) * -7723592293110705685
     x = x ^ _shift_right(x, 31)
@@ -147,7 +150,7 @@ def attention_reference(
     dropped = s
     if dropout_p:
         assert seed is not None
-        keep = keep_mask(seed, b * h, 0, queries, 0, keys, dropout_p).view(s.shape) / (1.0 - dropout_p)
+        keep = keep_mask(seed, 0, b * h, 0, queries, 0, keys, dropout_p).view(s.shape) / (1.0 - dropout_p)
         dropped = s * keep
     s8 = quantize("s", dropped)
     o = quantize("o", fp8_gemm(s8.data, v_all).float() * (s8.gemm_scale * v8.gemm_scale)).dequantize()
