@@ -1,25 +1,39 @@
-# make demo   train a small MPT in high precision and in FP8 on this machine, and compare
-# make test   lint, types, tests
-# Both set up .venv first (pinned by constraints.txt); the second time that is a no-op.
+# make demo           train a small MPT in high precision and in FP8 on this machine, and compare
+# make test           lint, types and the default tier of the tests: what every landing and pull request must pass
+# make test-all       the same with every test
+# make release        build, check the metadata, and try the wheel in a clean environment from another folder
+# Each sets up .venv first (pinned by constraints.txt); the second time that is a no-op.
 
-PYTHON ?= python3
-VENV   := .venv
-BIN    := $(VENV)/bin
-STAMP  := $(VENV)/.installed
-ARGS   ?=
+PYTHON  ?= python3
+VENV    := .venv
+BIN     := $(VENV)/bin
+STAMP   := $(VENV)/.installed
+ARGS    ?=
+WORKERS ?= 2
+PYTEST  := -m pytest -n $(WORKERS) --dist worksteal
+DEFAULT := -m "not full"
 
-.PHONY: demo test lint setup clean
+.PHONY: demo test test-all lint release setup clean
 demo: setup
 	$(BIN)/foundry-fp8 demo $(ARGS)
 
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python $(PYTEST) $(DEFAULT) $(ARGS)
+
+test-all: lint
+	$(BIN)/python $(PYTEST) $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+release: setup
+	rm -rf dist
+	$(BIN)/uv build --quiet --out-dir dist
+	$(BIN)/uv tool run --quiet twine check --strict dist/*
+	.ci/wheel $(PYTHON) dist/*.whl
 
 setup: $(STAMP)
 
@@ -31,4 +45,4 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) dist

@@ -45,3 +45,7 @@ def test_importing_the_package_loads_nothing_beside_torch():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
+
+
+def test_the_documented_yamls_are_those_of_the_package():
+    assert (ROOT / "yamls").resolve() == (ROOT / "foundry_fp8" / "yamls").resolve()

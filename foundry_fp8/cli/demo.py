@@ -52,6 +52,7 @@ def demo(
     """
     from rich.console import Console
 
+    import foundry_fp8
     from foundry_fp8.config import ConfigError, check_choice
     from foundry_fp8.layers.attention import AttentionRecipe
     from foundry_fp8.models.fog.config import VARIANTS
@@ -70,7 +71,7 @@ def demo(
                     f"--recipes: {name!r}. What can follow a recipe is +attention, after delayed or current."
                 )
         check_choice("--model", model, (_MPT, *VARIANTS))
-        yaml = yaml or _demo_yaml(family)
+        yaml = yaml or Path(foundry_fp8.__file__).parent / "yamls" / "demo" / f"{family}.yaml"
         data = _prepare(console, yaml, output, corpus)
     except (ConfigError, RuntimeError, FileNotFoundError) as error:
         console.print(f"[red]{error}[/]", highlight=False)
@@ -105,18 +106,6 @@ def _fp8(name: str) -> dict[str, object]:
     """The YAML keys that ``delayed`` or ``delayed+attention`` stand for."""
     recipe, attention, _ = name.partition("+")
     return {"algorithms.fp8.recipe": recipe, **({"algorithms.fp8.attention": True} if attention else {})}
-
-
-def _demo_yaml(name: str) -> Path:
-    import foundry_fp8
-
-    path = Path(foundry_fp8.__file__).parents[1] / "yamls" / "demo" / f"{name}.yaml"
-    if not path.exists():
-        raise FileNotFoundError(
-            f"{path} is not there: foundry-fp8 was installed without its checkout. "
-            "Run from a clone, or give a YAML with --yaml."
-        )
-    return path
 
 
 def _prepare(console: Console, yaml: Path, output: Path, corpus: Path | None) -> Path:

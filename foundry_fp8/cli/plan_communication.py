@@ -20,17 +20,9 @@ from foundry_fp8.planning.communication import (
     plan_communication,
 )
 
-__all__ = ["app", "communication"]
-
-app = typer.Typer(no_args_is_help=True, help="Plans on paper.")
+__all__ = ["communication"]
 
 
-@app.callback()
-def _group() -> None:
-    """Plans on paper."""  # keeps `communication` a subcommand while it is the only one
-
-
-@app.command("communication")
 def communication(
     yaml: Annotated[
         Path | None, typer.Argument(help="An LLM Foundry training YAML.", exists=True, dir_okay=False)

@@ -21,17 +21,9 @@ from foundry_fp8.cli.yaml_model import build_yaml_model
 from foundry_fp8.config import ConfigError, check_choice, format_bytes
 from foundry_fp8.layers.autocast import autocast_type
 
-__all__ = ["app", "plan_yaml"]
-
-app = typer.Typer(no_args_is_help=True, help="Plans made by measuring.")
+__all__ = ["memory", "plan_yaml"]
 
 
-@app.callback()
-def _group() -> None:
-    """Plans made by measuring."""  # keeps `memory` a subcommand while it is the only one
-
-
-@app.command("memory")
 def memory(
     yaml: Annotated[Path, typer.Argument(help="An LLM Foundry training YAML.", exists=True, dir_okay=False)],
     budget: Annotated[

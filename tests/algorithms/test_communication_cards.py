@@ -36,7 +36,7 @@ def test_python_of_the_card_runs(name, tmp_path):
     for code in blocks(name, "python"):
         (tmp_path / "card.py").write_text(code)
         ranks = int(re.search(r"--nproc-per-node (\d+)", card(name))[1])
-        codes, outputs = launch.run(str(tmp_path / "card.py"), ranks, check=False)
+        codes, outputs = launch.run(tmp_path / "card.py", ranks, check=False)
         assert codes == [0] * ranks, outputs
         if name == "compressed_communication":
             summary, *_, ratio = outputs[0].strip().splitlines()

@@ -1,15 +1,13 @@
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("typer")
 from typer.testing import CliRunner
 
-from foundry_fp8.cli.plan_communication import app
+from foundry_fp8.cli.main import app
 
 
 def run(*arguments):
-    return CliRunner().invoke(app, ["communication", *arguments])
+    return CliRunner().invoke(app, ["plan", "communication", *arguments])
 
 
 def test_the_table_and_the_plot(tmp_path):

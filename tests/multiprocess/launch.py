@@ -1,127 +1,131 @@
-"""Runs a worker script on several gloo ranks of this machine, and returns what rank 0 wrote.
+"""Runs a worker on several gloo ranks of this machine: a script, or a function of an importable module."""
 
-The ranks are forked from one process that has imported torch (and what else is asked for): importing is most of the
-cost of a short multi-process test, and this way it is paid once.
-"""
-
-import importlib
+import atexit
+import contextlib
 import json
 import os
-import runpy
-import signal
+import pickle
+import random
 import socket
 import subprocess
 import sys
 import tempfile
-import time
+from multiprocessing import Pipe
 from pathlib import Path
 
 HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+TIMEOUT = 1500.0
+"""Seconds after which ranks that hang are killed. Not a measure of speed: nothing here takes a tenth of it."""
+FSDP = "torch.distributed.fsdp"
+COMPOSER = f"{FSDP},composer"
+FOUNDRY = f"{COMPOSER},llmfoundry.command_utils.train"
 
 
-def run(
-    script: str,
-    world: int,
-    *args: str,
-    per_node: int | None = None,
-    imports: str = "torch.distributed.fsdp",
-    timeout: float = 240,
-    check: bool = True,
-):
+def run(script, world, *args, imports=FSDP, check=True, **options):
     """Run ``script`` on ``world`` ranks to the end.
 
+    Args:
+        script: A path, from this folder.
+        world: How many ranks.
+        args: Its ``sys.argv[1:]``.
+        imports: Modules, separated by commas, that are imported once for all tests of this pytest process.
+        check: Raise if a rank fails.
+        options: ``per_node`` (ranks), ``timeout`` (seconds), ``environment`` (a dict).
+
     Returns:
-        Rank 0's JSON; with ``check=False``, ``(exit codes, outputs)`` of all ranks instead.
+        What rank 0 wrote to ``$RESULT_FILE`` (``None`` if nothing); with ``check=False``, ``(exit codes, outputs)`` of all
+        ranks instead.
     """
     with tempfile.TemporaryDirectory() as folder:
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = s.getsockname()[1]
-        spec = {"script": str(HERE / script), "args": args, "world": world, "per_node": per_node or world}
-        spec |= {"port": port, "folder": folder, "imports": imports.split(","), "timeout": timeout}
-        env = dict(os.environ, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="")
-        env["PYTHONPATH"] = os.pathsep.join([str(HERE.parent.parent), env.get("PYTHONPATH", "")])
-        subprocess.run(
-            [sys.executable, __file__, json.dumps(spec)], env=env, timeout=timeout + 60, check=True
-        )
-        codes = json.loads((Path(folder) / "codes").read_text())
-        outputs = [(Path(folder) / f"out{rank}").read_text(errors="replace") for rank in range(world)]
+        request = {"script": str(HERE / script), "args": list(map(str, args))}
+        codes, outputs = _ranks(folder, request, world, imports, **options)
         if not check:
             return codes, outputs
-        shown = "\n".join(f"--- rank {r}\n{outputs[r][-3000:]}" for r in range(world) if codes[r])
-        assert not any(codes), f"exit codes {codes}\n{shown}"
-        return json.loads((Path(folder) / "result.json").read_text())
+        _raise_if_failed(codes, outputs)
+        written = Path(folder) / "result.json"
+        return json.loads(written.read_text()) if written.exists() else None
 
 
-def through_composer(script: str, *args: object, timeout: float = 540) -> None:
-    """Run ``script`` on two ranks through the composer launcher, and raise with its output if it fails."""
+def call(function, world, *args, imports=FSDP, **options):
+    """Call ``function(*args)`` on ``world`` ranks; returns what each rank returned, in the order of the ranks.
+
+    Ranks have what ``init_process_group("gloo")`` reads, but no group yet. The function's module is imported in the ranks,
+    so it should be cheap to import or among ``imports``; ``args`` and results are pickled.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        request = {"function": (function.__module__, function.__qualname__), "args": args}
+        codes, outputs = _ranks(folder, request, world, imports, **options)
+        _raise_if_failed(codes, outputs)
+        return [pickle.loads((Path(folder) / f"returned{rank}").read_bytes()) for rank in range(world)]
+
+
+def through_composer(script, *args, ranks=2):
+    """Run ``script`` through the composer launcher, and raise with its output if it fails."""
     launcher = Path(sys.executable).with_name("composer")
-    path = os.pathsep.join([str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")])
     ended = subprocess.run(
-        [launcher, "-n", "2", HERE / script, *map(str, args)],
+        [launcher, "-n", str(ranks), HERE / script, *map(str, args)],
         capture_output=True,
         text=True,
-        timeout=timeout,
-        env={**os.environ, "PYTHONPATH": path},
+        timeout=TIMEOUT,
+        env=_environment(),
         check=False,
     )
     assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
 
 
-def _fork_ranks(spec: dict) -> None:
-    for module in spec["imports"]:
-        importlib.import_module(module)
-    children = []
-    for rank in range(spec["world"]):
-        child = os.fork()
-        if child == 0:
-            _be_rank(rank, spec)
-        children.append(child)
-    codes: dict[int, int] = {}
-    deadline = time.monotonic() + spec["timeout"]
-    while len(codes) < len(children):
-        child, status = os.waitpid(-1, os.WNOHANG)
-        if child:
-            codes[child] = os.waitstatus_to_exitcode(status)
-        elif time.monotonic() > deadline:
-            for child in set(children) - set(codes):
-                os.kill(child, signal.SIGKILL)
-            deadline = float("inf")
-        else:
-            time.sleep(0.05)
-    (Path(spec["folder"]) / "codes").write_text(json.dumps([codes[child] for child in children]))
+def _ranks(folder, request, world, imports, *, per_node=None, timeout=TIMEOUT, environment=None):
+    request |= {"world": world, "per_node": per_node or world, "folder": folder, "port": _free_port()}
+    request |= {"imports": imports.split(","), "timeout": timeout, "environment": environment or {}}
+    codes = _server().ask(request)
+    assert isinstance(codes, list), codes  # the traceback of an import
+    return codes, [(Path(folder) / f"out{rank}").read_text(errors="replace") for rank in range(world)]
 
 
-def _be_rank(rank: int, spec: dict) -> None:
-    out = os.open(Path(spec["folder"]) / f"out{rank}", os.O_WRONLY | os.O_CREAT)
-    os.dup2(out, 1)
-    os.dup2(out, 2)
-    world, per_node = spec["world"], spec["per_node"]
-    os.environ.update(
-        RANK=str(rank),
-        WORLD_SIZE=str(world),
-        LOCAL_RANK=str(rank % per_node),
-        LOCAL_WORLD_SIZE=str(per_node),
-        NODE_RANK=str(rank // per_node),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(spec["port"]),
-        RESULT_FILE=str(Path(spec["folder"]) / "result.json"),
-    )
-    sys.argv = [spec["script"], *spec["args"]]
-    code = 0
-    try:
-        runpy.run_path(spec["script"], run_name="__main__")
-    except SystemExit as stop:
-        code = int(stop.code or 0)
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-        code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+def _raise_if_failed(codes, outputs):
+    shown = "\n".join(f"--- rank {r}\n{outputs[r][-3000:]}" for r, code in enumerate(codes) if code)
+    assert not any(codes), f"exit codes {codes}\n{shown}"
 
 
-if __name__ == "__main__":
-    _fork_ranks(json.loads(sys.argv[1]))
+def _free_port():
+    # Below the range from which the kernel serves other processes, so that nobody takes it before rank 0 listens.
+    while True:
+        port = random.SystemRandom().randrange(10_000, 30_000)
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
+
+
+def _environment():
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
+
+
+class _Server:
+    def __init__(self):
+        self.connection, theirs = Pipe()
+        self.process = subprocess.Popen(
+            [sys.executable, HERE / "ranks.py", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            env=_environment(),
+            cwd=ROOT,
+        )
+        theirs.close()
+        atexit.register(self.close)
+
+    def ask(self, request):
+        self.connection.send(request)
+        return self.connection.recv()
+
+    def close(self):
+        self.connection.close()
+        self.process.wait()
+
+
+_running = []
+
+
+def _server():
+    if not _running or _running[0].process.poll() is not None:
+        _running[:] = [_Server()]
+    return _running[0]

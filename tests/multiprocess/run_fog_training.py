@@ -1,4 +1,4 @@
-"""Two ranks, one process each, started by test_fog_training.py through the composer launcher.
+"""Worker of test_fog_training.py, two ranks.
 
 Trains FOG-max with FP8 attention under FSDP2 and writes what it found to ``OUT/rank{r}.json``. From the CPU only: Composer
 materialises meta tensors on CUDA.

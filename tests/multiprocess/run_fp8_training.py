@@ -1,4 +1,4 @@
-"""Two ranks, one process each, started by test_fp8_training.py through the composer launcher.
+"""Worker of test_fp8_training.py, two ranks.
 
 Trains the same small MPT under DDP and FSDP2, whole and resumed, and writes what each case found to ``OUT/rank{r}.json``.
 Gradients, not losses: gloo's reduce-scatter sums where it should average, which AdamW would hide.

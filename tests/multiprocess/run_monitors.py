@@ -1,4 +1,4 @@
-"""Two ranks, one process each, started by test_monitors.py through the composer launcher.
+"""Worker of test_monitors.py, two ranks.
 
 The four callbacks from a YAML under DDP and FSDP2; an outlier on rank 1 alone, on which both ranks have to act alike; and a
 guard that breaks on rank 1 alone, which must not leave rank 0 waiting.

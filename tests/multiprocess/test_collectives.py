@@ -1,10 +1,6 @@
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-import launch
+from tests.multiprocess import launch
 
 # Relative L2 error. One shot falls with the square root of the ranks; two shots have the second's as a floor. The bounds
 # are twice the single-pass error of each format on blocks whose elements span a wide range.

@@ -1,10 +1,6 @@
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-import launch
+from tests.multiprocess import launch
 
 LOGGED = {
     "comm/wire_bytes",
@@ -21,7 +17,7 @@ LOGGED = {
 @pytest.mark.integration
 def test_trainer_attaches_once_logs_bytes_resumes_exactly_and_shards_hybrid(tmp_path):
     """DDP with two fits and two microbatches; HSDP of FSDP2 and FSDP1, sharded checkpoints; gradients against DDP's."""
-    results = launch.run("run_composer.py", 4, str(tmp_path), imports="composer", timeout=300)
+    results = launch.run("run_composer.py", 4, str(tmp_path), imports=launch.COMPOSER)
     for name in ("ddp", "hsdp2", "hsdp1", "hsdp2-plain"):
         assert results[name]["bit_exact"], (name, results[name])
     for name in ("ddp", "hsdp2", "hsdp1"):

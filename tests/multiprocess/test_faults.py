@@ -1,11 +1,8 @@
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-import launch
+from tests.multiprocess import launch
 
 pytestmark = pytest.mark.multiprocess
 
@@ -21,7 +18,7 @@ REFUSED = {
 
 
 def test_what_cannot_run_is_an_error_on_every_rank_and_damage_is_found():
-    codes, outputs = launch.run("run_faults.py", 4, "all", check=False, timeout=150)
+    codes, outputs = launch.run("run_faults.py", 4, "all", check=False)
     assert codes == [0] * 4, outputs
     for rank, output in enumerate(outputs):
         results = json.loads(output.split("RESULT ")[1].splitlines()[0])
@@ -36,14 +33,14 @@ def test_what_cannot_run_is_an_error_on_every_rank_and_damage_is_found():
 
 
 def test_compression_on_one_rank_only_ends_both_ranks():
-    codes, outputs = launch.run("run_faults.py", 2, "one_rank_only", check=False, timeout=150)
+    codes, outputs = launch.run("run_faults.py", 2, "one_rank_only", check=False)
     assert codes[0] == 3 and "ranks [1] did not set it up" in outputs[0]
     assert codes[1] not in (0, -9), outputs[1]  # it ends by its own error, not by our time limit
 
 
 def test_a_rank_killed_in_a_backward_ends_the_others_and_a_restart_is_bit_exact(tmp_path):
     checkpoint = str(tmp_path / "checkpoint")
-    codes, outputs = launch.run("run_restart.py", 3, checkpoint, "killed", check=False, timeout=200)
+    codes, outputs = launch.run("run_restart.py", 3, checkpoint, "killed", check=False)
     assert codes == [5, -9, 5], (codes, outputs)  # -9 is the kill; the others end by an error of their own
     assert all("ended by:" in outputs[rank] for rank in (0, 2))
     restarted = launch.run("run_restart.py", 3, checkpoint, "restarted")

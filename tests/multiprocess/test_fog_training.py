@@ -5,14 +5,14 @@ import json
 import pytest
 
 from tests.integration.foundry_runs import make_data
-from tests.multiprocess.launch import through_composer
+from tests.multiprocess import launch
 
 pytestmark = pytest.mark.multiprocess
 
 
 def test_two_ranks_train_fog_with_fp8_attention(tmp_path):
     root = make_data(tmp_path)
-    through_composer("run_fog_training.py", root, tmp_path)
+    launch.run("run_fog_training.py", 2, root, tmp_path, imports=launch.FOUNDRY)
     for rank in (0, 1):
         found = json.loads((tmp_path / f"rank{rank}.json").read_text())
         assert "error" not in found, found["error"]

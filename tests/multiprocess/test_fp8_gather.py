@@ -1,12 +1,8 @@
 """FSDP2 with ``parameters: e4m3`` and FP8 linears: what is rounded twice, and what is not."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-import launch
+from tests.multiprocess import launch
 
 pytestmark = pytest.mark.multiprocess
 

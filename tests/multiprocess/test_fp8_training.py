@@ -1,11 +1,11 @@
-"""FP8 on two gloo ranks through the composer launcher: DDP and FSDP2."""
+"""FP8 through LLM Foundry on two gloo ranks: DDP and FSDP2."""
 
 import json
 
 import pytest
 
 from tests.integration.foundry_runs import make_data
-from tests.multiprocess.launch import through_composer
+from tests.multiprocess import launch
 
 pytestmark = pytest.mark.multiprocess
 CASES = [f"{wrapper}-{recipe}" for wrapper in ("ddp", "fsdp2") for recipe in ("delayed", "mxfp8")]
@@ -15,7 +15,7 @@ CASES = [f"{wrapper}-{recipe}" for wrapper in ("ddp", "fsdp2") for recipe in ("d
 def results(tmp_path_factory):
     root = make_data(tmp_path_factory.mktemp("data"))
     out = tmp_path_factory.mktemp("out")
-    through_composer("run_fp8_training.py", root, out)
+    launch.run("run_fp8_training.py", 2, root, out, imports=launch.FOUNDRY)
     return [json.loads((out / f"rank{r}.json").read_text()) for r in (0, 1)]
 
 

@@ -1,33 +1,20 @@
-from __future__ import annotations
-
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-from tests.multiprocess.launch import run
+from tests.multiprocess import launch
+
+TRANSFORMERS = f"{launch.FSDP},transformers.models.llama.modeling_llama"
 
 
 @pytest.mark.multiprocess
 def test_checkpointing_and_compression_under_ddp_fsdp1_fsdp2():
-    worker = Path(__file__).with_name("run_memory.py")
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node=2",
-        "--standalone",
-        str(worker),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    assert done.stdout.count("all good") == 2
+    codes, outputs = launch.run("run_memory.py", 2, imports=TRANSFORMERS, check=False)
+    assert codes == [0, 0], outputs
+    assert all("all good" in output for output in outputs)
 
 
 @pytest.mark.multiprocess
 def test_plans_for_fsdp_units():
-    results = run("run_memory_plan.py", 2, imports="torch.distributed.fsdp,transformers")
+    results = launch.run("run_memory_plan.py", 2, imports=TRANSFORMERS)
     assert set(results) == {"fsdp1", "fsdp2"}
     for kind, found in results.items():
         assert len(found["predicted"]) > 20
@@ -40,7 +27,7 @@ def test_plans_for_fsdp_units():
 
 @pytest.mark.multiprocess
 def test_composer_or_the_algorithm_wraps_the_chosen_modules_only(tmp_path):
-    results = run("run_memory_composer.py", 2, imports="torch.distributed.fsdp,composer,transformers")
+    results = launch.run("run_memory_composer.py", 2, imports=f"{launch.COMPOSER},{TRANSFORMERS}")
     assert len(results) == 16
     for kind in ("ddp", "fsdp1", "fsdp2"):
         planned, plain = results.pop(f"{kind} budget")

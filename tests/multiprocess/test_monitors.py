@@ -1,11 +1,11 @@
-"""The four callbacks on two gloo ranks through the composer launcher: DDP and FSDP2."""
+"""The four callbacks on two gloo ranks: DDP and FSDP2."""
 
 import json
 
 import pytest
 
 from tests.integration.foundry_runs import make_data
-from tests.multiprocess.launch import through_composer
+from tests.multiprocess import launch
 
 pytestmark = pytest.mark.multiprocess
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.multiprocess
 def results(tmp_path_factory):
     root = make_data(tmp_path_factory.mktemp("data"))
     out = tmp_path_factory.mktemp("out")
-    through_composer("run_monitors.py", root, out, timeout=500)
+    launch.run("run_monitors.py", 2, root, out, imports=launch.FOUNDRY)
     both = [json.loads((out / f"rank{r}.json").read_text()) for r in (0, 1)]
     for found in both:
         for name, case in found.items():

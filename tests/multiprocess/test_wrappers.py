@@ -1,12 +1,8 @@
 """The matrix of docs/communication.md: wrapper x what is compressed x fp32, accumulation, resume; and what else a step has."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-import launch
+from tests.multiprocess import launch
 
 pytestmark = pytest.mark.multiprocess
 KINDS = {
