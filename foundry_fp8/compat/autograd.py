@@ -1,23 +1,52 @@
-"""Whether a forward is being run inside a backward, that is, by activation checkpointing.
+"""What autograd's engine is doing, and how it numbers its nodes.
 
-Cause: torch has no public way to ask. ``torch.utils.checkpoint`` itself asks through ``_current_graph_task_id``
-(https://github.com/pytorch/pytorch/blob/v2.7.0/torch/utils/checkpoint.py), which is -1 outside of a backward.
-Remove when torch offers a public call.
+Cause: torch has no public way to ask. ``torch.utils.checkpoint`` itself asks through ``_current_graph_task_id``, which is -1
+outside of a backward (https://github.com/pytorch/pytorch/blob/v2.7.0/torch/utils/checkpoint.py), and torch's tracing through
+``_get_sequence_nr`` and ``Node._sequence_nr`` (``torch/csrc/autograd/function.h``: a thread numbers the nodes it makes; leaves
+have the largest number there is). Remove when torch offers public calls.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-__all__ = ["inside_backward"]
+__all__ = ["inside_backward", "newest_node", "node_number"]
 
-if not hasattr(torch._C, "_current_graph_task_id"):
+
+def _missing() -> str | None:
+    """Which of the calls below this torch does not have."""
+    if not hasattr(torch._C, "_current_graph_task_id"):
+        return "torch._C._current_graph_task_id"
+    with torch.enable_grad():
+        node: Any = torch.zeros((), requires_grad=True).neg().grad_fn
+    if not hasattr(node, "_sequence_nr"):
+        return "Node._sequence_nr"
+    # The number that the next node gets.
+    counter = getattr(torch._C._autograd, "_get_sequence_nr", lambda: None)
+    return None if counter() == node._sequence_nr() + 1 else "torch._C._autograd._get_sequence_nr"
+
+
+if (_name := _missing()) is not None:
     raise RuntimeError(
-        f"torch {torch.__version__} no longer has torch._C._current_graph_task_id, by which foundry_fp8 tells a recompute "
-        "from a first forward. Install a torch from 2.7 to 2.11, or adapt foundry_fp8/compat/autograd.py."
+        f"torch {torch.__version__} no longer has {_name}, or it means something else. By it foundry_fp8 tells a recompute from a "
+        "first forward, and which operator saves a tensor. Install a torch from 2.7 to 2.11, or adapt "
+        "foundry_fp8/compat/autograd.py."
     )
 
 
 def inside_backward() -> bool:
     """True while the autograd engine runs a backward in this thread."""
     return torch._C._current_graph_task_id() != -1
+
+
+def newest_node() -> int:
+    """The number of the node that this thread made last: in a saved-tensor hook, the one that saves."""
+    return torch._C._autograd._get_sequence_nr() - 1
+
+
+def node_number(node: Any) -> int:
+    """The number of a node, larger than any other's for a leaf."""
+    number: int = node._sequence_nr()
+    return number

@@ -16,7 +16,7 @@ from foundry_fp8.layers.ledger import Gemm, GemmLedger, Precision, precision_of
 from foundry_fp8.numerics.quantize import Quantized
 from foundry_fp8.numerics.recipes import DelayedScaling, Operand, Recipe
 
-__all__ = ["OPERANDS", "FP8Linear", "LinearBackend", "Probe", "Slots"]
+__all__ = ["OPERANDS", "FP8Linear", "KeepInput", "LinearBackend", "Probe", "Slots"]
 
 OPERANDS: tuple[Operand, ...] = ("x", "w", "dy")
 
@@ -24,6 +24,9 @@ Probe = Callable[[Operand, Tensor, Quantized], None]
 """Called with each operand that a linear quantises: its name, the hp tensor ``[R, C]``, and the result."""
 
 Slots = Mapping[Operand, DelayedSlot]
+
+KeepInput = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
+"""Told by a backend the tensors that hold the quantised x, returns those to keep for backward: the same, or their equals."""
 
 
 class LinearBackend(Protocol):
@@ -57,6 +60,8 @@ class FP8Linear(nn.Linear):
         slots: The delayed-scaling state of each operand; ``None`` unless ``configured_recipe`` is delayed.
         ledger: The GEMMs that ran.
         probe: Called with every operand quantised while it is set; for monitors.
+        share_input: Called with this module and its input before the input is quantised; what it returns the backend asks
+            what to keep of it (:data:`KeepInput`), so that linears with one input can keep it once. For compression.
     """
 
     fqn: str
@@ -69,6 +74,7 @@ class FP8Linear(nn.Linear):
     _first_forward_recorded: bool
     ledger: GemmLedger
     probe: Probe | None
+    share_input: Callable[[FP8Linear, Tensor], KeepInput | None] | None = None
 
     @classmethod
     def from_linear(
@@ -127,6 +133,10 @@ class FP8Linear(nn.Linear):
             if not inside_backward():
                 self._first_forward_recorded = trains
         return ("x", "w", "dy") if trains else ()
+
+    def keep_input(self, x: Tensor) -> KeepInput | None:
+        """What the backend asks, of an input that it will have quantised, what to keep for backward; ``None``: all."""
+        return None if self.share_input is None else self.share_input(self, x)
 
     def gemm_precisions(self, hp: Precision) -> dict[Gemm, Precision]:
         """The precision of each GEMM in the present mode; ``hp`` names the high precision that runs beside FP8."""

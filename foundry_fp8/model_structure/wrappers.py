@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.fsdp import FSDPModule
 
+from foundry_fp8.compat.checkpoint_wrapper import CheckpointWrapper
 from foundry_fp8.model_structure.names import clean_name
 
 __all__ = ["checkpoint_wrappers", "modules_by_clean_name", "own_class", "replace_module"]
@@ -18,9 +18,9 @@ def modules_by_clean_name(model: nn.Module) -> dict[str, tuple[str, nn.Module]]:
     return {clean_name(name): (name, module) for name, module in model.named_modules()}
 
 
-def own_class(module: nn.Module) -> type[nn.Module]:
+def own_class(module: nn.Module | type[nn.Module]) -> type[nn.Module]:
     """The class that ``module`` was made with: FSDP2 and fused forms make it an instance of a subclass."""
-    cls = type(module)
+    cls = module if isinstance(module, type) else type(module)
     while "_unfused" in cls.__dict__ or (FSDPModule in cls.__bases__ and len(cls.__bases__) == 2):
         cls = cls.__dict__["_unfused"] if "_unfused" in cls.__dict__ else cls.__bases__[1]
     return cls

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import nn
-from torch.autograd.graph import save_on_cpu
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    CheckpointImpl,
-    CheckpointWrapper,
-    checkpoint_wrapper,
-)
-from torch.utils.checkpoint import checkpoint
 
 from foundry_fp8.activations.checkpointing.budget import check_budget
-from foundry_fp8.activations.checkpointing.policy import Policy, check_policy, context_fn_for, policy_name
+from foundry_fp8.activations.checkpointing.policy import Policy, check_policy, policy_name
+from foundry_fp8.activations.checkpointing.recompute import recomputed
 from foundry_fp8.activations.checkpointing.targets import Selection, normalize_targets, select
 from foundry_fp8.activations.compression.saved import compresses_inside
+from foundry_fp8.compat.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper
 from foundry_fp8.config import ConfigError
 from foundry_fp8.model_structure.wrappers import modules_by_clean_name, replace_module
 
@@ -131,7 +125,10 @@ def wrap_selected(
                 f"{KEY}: {inner} compresses what it saves and would lie inside the checkpoint around {selection.name}, "
                 "which then recomputes nothing. Apply activation_checkpointing before activation_compression."
             )
-        replace_module(model, name, _wrap(module, selection.policy, offload))
+        wrapper = checkpoint_wrapper(
+            module, checkpoint_fn=recomputed, policy=selection.policy, offload=offload
+        )
+        replace_module(model, name, wrapper)
         done.append(selection)
     return CheckpointingReport(tuple(done), offload)
 
@@ -154,17 +151,3 @@ def _switch_off_cache(model: nn.Module) -> None:
         if getattr(config, "use_cache", False) is True:
             log.info("%s: set config.use_cache of %s to false", KEY, type(module).__name__)
             config.use_cache = False
-
-
-def _wrap(module: nn.Module, policy: Policy, offload: bool) -> nn.Module:
-    if not offload:
-        return checkpoint_wrapper(
-            module, checkpoint_impl=CheckpointImpl.NO_REENTRANT, context_fn=context_fn_for(policy)
-        )
-    return checkpoint_wrapper(module, checkpoint_fn=_offloaded_checkpoint, context_fn=context_fn_for(policy))
-
-
-def _offloaded_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    # Hooks outside the checkpoint see its inputs alone; what is saved inside it is the checkpoint's.
-    with save_on_cpu(pin_memory=torch.cuda.is_available()):
-        return checkpoint(function, *args, use_reentrant=False, **kwargs)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
-from torch.utils.checkpoint import create_selective_checkpoint_contexts, noop_context_fn
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from foundry_fp8.config import ConfigError, nearest
 
@@ -59,13 +59,19 @@ def policy_name(policy: Policy) -> str:
     return policy if isinstance(policy, str) else "save " + ", ".join(policy)
 
 
-def context_fn_for(policy: Policy) -> Callable[[], tuple[Any, Any]]:
-    """The ``context_fn`` that :func:`torch.utils.checkpoint.checkpoint` takes."""
+def context_fn_for(policy: Policy) -> Callable[[], tuple[Any, Any]] | None:
+    """The ``context_fn`` that :func:`torch.utils.checkpoint.checkpoint` takes; ``None`` for full checkpoints.
+
+    Those get none, not even torch's own that does nothing: ``torch.compile`` cannot trace it.
+    """
     if policy == "full":
-        return noop_context_fn
-    names = SELECTIVE_OPS if policy == "selective" else policy
-    saved = [overload for name in names for overload in _overloads(name)]
-    return functools.partial(create_selective_checkpoint_contexts, saved)
+        return None
+    return functools.partial(_selective_contexts, SELECTIVE_OPS if policy == "selective" else tuple(policy))
+
+
+def _selective_contexts(names: Sequence[str]) -> tuple[Any, Any]:
+    # Operators are looked up here, because they cannot be pickled and names can.
+    return create_selective_checkpoint_contexts([op for name in names for op in _overloads(name)])
 
 
 def _overloads(name: str) -> list[Any]:

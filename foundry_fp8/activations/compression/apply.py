@@ -8,11 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
-from foundry_fp8.activations.compression.fp8 import FP8Saved
-from foundry_fp8.activations.compression.matching import fuse_losses, fuse_mlp, fuse_norm, unfuse
+from foundry_fp8.activations.compression.fp8 import SharedInputs
+from foundry_fp8.activations.compression.fused_classes import unfuse
+from foundry_fp8.activations.compression.fused_loss import fuse_losses
+from foundry_fp8.activations.compression.matching import fuse_mlp, fuse_norm
 from foundry_fp8.activations.compression.saved import Compressor, SavedBytes, compresses_inside
+from foundry_fp8.compat.checkpoint_wrapper import CheckpointWrapper
 from foundry_fp8.config import ConfigError, check_choice, check_integer, check_patterns, from_mapping, nearest
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.model_structure.blocks import transformer_blocks
@@ -133,13 +135,7 @@ class CompressionReport:
     @property
     def saved(self) -> SavedBytes:
         """The bytes that the hooks packed and passed since the report was made (fused forms keep theirs apart)."""
-        total = SavedBytes()
-        for compressor in self.compressors:
-            total.original += compressor.saved.original
-            total.packed += compressor.saved.packed
-            total.passed += compressor.saved.passed
-            total.left_out += compressor.saved.left_out
-        return total
+        return sum((compressor.saved for compressor in self.compressors), SavedBytes())
 
 
 def apply_activation_compression(model: nn.Module, **options: Any) -> CompressionReport:
@@ -161,20 +157,18 @@ def apply_activation_compression(model: nn.Module, **options: Any) -> Compressio
         raise ConfigError(f"{KEY}: the model compresses its activations already. Apply it once.")
     rows: list[tuple[str, str, str]] = []
     compressors: list[Compressor] = []
-    fp8 = FP8Saved()
+    shared_inputs = SharedInputs()
     targets = _targets(model, config)
     for name, (module, form) in targets.items():
-        checkpointed = isinstance(module, CheckpointWrapper)
-        fmt = config.pack_format("boundary" if checkpointed else "other", form)
-        if checkpointed and not config.include_checkpoint_boundaries:
-            rows.append((name, "left", "a checkpoint, and include_checkpoint_boundaries is false"))
+        if isinstance(module, CheckpointWrapper):
+            rows.append(_boundary(name, module, form, config, compressors))
             continue
+        fmt = config.pack_format("other", form)
         compressor = Compressor(fmt, min_numel=config.min_numel)
         compressor.attach(module)
         compressors.append(compressor)
-        rows.append((name, "boundary" if checkpointed else "hooks", fmt.name if fmt else EXACT))
-        if not checkpointed:
-            rows += _inside(name, module, form, set(targets) - {name}, config, fp8, compressors)
+        rows.append((name, "hooks", fmt.name if fmt else EXACT))
+        rows += _inside(name, module, form, set(targets) - {name}, config, shared_inputs, compressors)
     unfuse_losses = []
     if config.fuses("loss"):
         for name, unfuse_loss in fuse_losses(model):
@@ -182,10 +176,12 @@ def apply_activation_compression(model: nn.Module, **options: Any) -> Compressio
             unfuse_losses.append(unfuse_loss)
 
     def undo() -> None:
-        for compressor in (*compressors, fp8):
+        for compressor in compressors:
             compressor.detach(model)
         for module in model.modules():
             unfuse(module)
+            if isinstance(module, FP8Linear):
+                module.share_input = None
         for unfuse_loss in unfuse_losses:
             unfuse_loss()
 
@@ -224,13 +220,30 @@ def _targets(model: nn.Module, config: ActivationCompressionConfig) -> dict[str,
     return chosen
 
 
+def _boundary(
+    name: str,
+    checkpoint: CheckpointWrapper,
+    form: str,
+    config: ActivationCompressionConfig,
+    compressors: list[Compressor],
+) -> tuple[str, str, str]:
+    """Pack what a checkpoint keeps, its inputs, or see to it that the hooks around it do not; the row of the report."""
+    fmt = config.pack_format("boundary", form) if config.include_checkpoint_boundaries else None
+    compressor = Compressor(fmt, min_numel=config.min_numel, boundary=True)
+    compressor.attach(checkpoint)
+    compressors.append(compressor)
+    if not config.include_checkpoint_boundaries:
+        return name, "left", "a checkpoint, and include_checkpoint_boundaries is false"
+    return name, "boundary", fmt.name if fmt else EXACT
+
+
 def _inside(
     target: str,
     module: nn.Module,
     form: str,
     others: set[str],
     config: ActivationCompressionConfig,
-    fp8: FP8Saved,
+    shared_inputs: SharedInputs,
     compressors: list[Compressor],
 ) -> list[tuple[str, str, str]]:
     """What lies inside a target, and in no other, and is not left to its hooks: fused forms, FP8 linears, checkpoints."""
@@ -244,13 +257,9 @@ def _inside(
             skipped.append(sub)
         elif isinstance(child, CheckpointWrapper):
             skipped.append(sub)
-            if not config.include_checkpoint_boundaries:
-                keep = Compressor(None)
-                keep.attach(child)
-                compressors.append(keep)
-                rows.append((name, "left", "a checkpoint, and include_checkpoint_boundaries is false"))
+            rows.append(_boundary(name, child, form, config, compressors))
         elif isinstance(child, FP8Linear):
-            fp8.attach(child)
+            child.share_input = shared_inputs
             rows.append((name, "fp8", "its input is kept in FP8 already"))
         else:
             fused: tuple[tuple[Kind, Callable[..., bool]], ...] = (

@@ -1,74 +1,70 @@
-"""Converted FP8 linears already keep their input in FP8: leave it alone, and keep it once."""
+"""FP8 linears keep their input in FP8 already; those with the same input keep it once."""
 
 from __future__ import annotations
 
+import functools
 import weakref
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from foundry_fp8.activations.compression.saved import Compressor, StorageRef, Untouched
-from foundry_fp8.layers.linear import FP8Linear
+from foundry_fp8.activations.compression.saved import StorageRef
+from foundry_fp8.layers.autocast import compute_dtype
+from foundry_fp8.layers.linear import FP8Linear, KeepInput
 from foundry_fp8.numerics.recipes import DelayedScaling
 
-__all__ = ["FP8Saved"]
+__all__ = ["SharedInputs"]
+
+_Source = tuple[torch.UntypedStorage, tuple[Any, ...]]
 
 
-class FP8Saved(Compressor):
-    """Leaves what FP8 linears save as it is, and shares it between linears that have the same input.
+class SharedInputs:
+    """Gives a linear, for what its backend made of its input, what an earlier linear keeps of the same input.
 
     Query, key and value projections of one input each quantise it. Recipes without state give the same bytes for the
-    same tensor, so that one copy serves all. Delayed scaling has a scale for each linear; where the scale has been found
-    equal (on a CPU, where looking costs nothing) the copies are shared too.
+    same tensor. Delayed scaling has a scale for each linear; where the scales are found equal (on a CPU, where looking
+    costs nothing) the bytes are equal too.
 
-    A linear whose weight gradient stays in high precision, or that was demoted, saves a high-precision input: there the
-    hooks around it go on packing.
+    Which tensors hold the quantised input, only the backend knows: under FSDP and with cached weights the others that it
+    saves, the weight among them, look the same from linear to linear.
     """
 
     def __init__(self) -> None:
-        super().__init__(None)
-        self._source: list[tuple[Any, ...] | None] = []
-        self._index = 0
-        self._input: torch.UntypedStorage | None = None
-        self._shared: dict[tuple[Any, ...], tuple[StorageRef, weakref.ref[Untouched]]] = {}
+        self._kept: dict[tuple[Any, ...], tuple[StorageRef, list[StorageRef]]] = {}
 
-    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        assert isinstance(module, FP8Linear)
-        if not (module.runs_fp8 and module.wgrad == "fp8"):
-            self._source.append(None)
-            return
-        x: Tensor = args[0] if args else kwargs["input"]
-        recipe = module.recipe
-        slot = module.slots["x"] if isinstance(recipe, DelayedScaling) and module.slots else None
-        # On a CPU looking costs nothing; a fake tensor (a dry run) has nothing to look at.
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SharedInputs, ()  # what is kept belongs to the graphs of one process
+
+    def __call__(self, module: FP8Linear, x: Tensor) -> KeepInput | None:
+        """See :attr:`FP8Linear.share_input`."""
         scale = None
-        if slot is not None and slot.scale.device.type == "cpu" and type(slot.scale) is Tensor:
-            scale = float(slot.scale)
-        self._input = x.untyped_storage()
-        key = (self._input._cdata, x.data_ptr(), tuple(x.shape), tuple(x.stride()), x._version, recipe, scale)
-        self._source.append(() if slot is not None and scale is None else key)
-        self._index = 0
-        self._push()
+        if module.slots is not None and isinstance(module.recipe, DelayedScaling):
+            slot_scale = module.slots["x"].scale
+            # A fake tensor (a dry run) has nothing to look at.
+            if slot_scale.device.type != "cpu" or type(slot_scale) is not Tensor:
+                return None
+            scale = float(slot_scale)
+        storage = x.untyped_storage()
+        how = (module.recipe, scale, compute_dtype(x))
+        key = (storage._cdata, x.data_ptr(), tuple(x.shape), x.stride(), x.dtype, x._version, *how)
+        return functools.partial(self._keep, (storage, key))
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._source.pop() is not None:
-            self._regions.pop().__exit__(None, None, None)
-        self._input = None
-        self._shared = {key: entry for key, entry in self._shared.items() if entry[1]() is not None}
+    def _keep(self, source: _Source, quantized: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        storage, key = source
+        key += tuple((t.dtype, t.storage_offset(), tuple(t.shape), t.stride()) for t in quantized)
+        found = self._kept.get(key)
+        if found is not None and found[0]() is storage:  # the same storage, not another one at its address
+            kept = [ref() for ref in found[1]]
+            if None not in kept:
+                return tuple(_at(of, like) for of, like in zip(kept, quantized, strict=True))
+        # Backward lets go of what it has read.
+        self._kept = {k: (x, refs) for k, (x, refs) in self._kept.items() if refs[0]() is not None}
+        self._kept[key] = weakref.ref(storage), [weakref.ref(t.untyped_storage()) for t in quantized]
+        return quantized
 
-    def pack(self, x: Tensor) -> Untouched:
-        """The pack hook."""
-        kept = Untouched.of(x)
-        source = self._source[-1] if self._source else None
-        if not source or self._input is None or isinstance(x, nn.Parameter):
-            return kept
-        self._index += 1
-        key = (*source, self._index, x.dtype, tuple(x.shape))
-        entry = self._shared.get(key)
-        if entry is not None and entry[0]() is self._input:
-            shared = entry[1]()
-            if shared is not None:
-                return shared
-        self._shared[key] = (weakref.ref(self._input), weakref.ref(kept))
-        return kept
+
+def _at(storage: Any, like: Tensor) -> Tensor:
+    """The tensor in ``storage`` that lies there as ``like`` does in its own."""
+    empty = torch.empty(0, dtype=like.dtype, device=like.device)
+    return empty.set_(storage, like.storage_offset(), like.shape, like.stride())

@@ -1,30 +1,33 @@
 """Which modules have a fused form that keeps only its input, and giving it to them.
 
-A module gets its fused form by becoming an instance of a subclass of its own class, as ``torch.nn.utils.parametrize`` and
-FSDP2's ``fully_shard`` do it: parameters, names, hooks, ``isinstance`` and what FSDP holds of it stay as they are.
+A class is known by its module and name: another class of the same name (anybody's ``RMSNorm``) and a subclass may compute
+something else, as Gemma's norm does, which multiplies by 1 + weight. So may a class or an instance whose forward was replaced.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from foundry_fp8.activations.compression.cross_entropy import lean_cross_entropy
 from foundry_fp8.activations.compression.fused_activation import (
     ActivationKind,
     packed_activation,
     packed_activation_linear,
 )
+from foundry_fp8.activations.compression.fused_classes import become
 from foundry_fp8.activations.compression.fused_norm import packed_norm
+from foundry_fp8.layers.deferred_norm import qualified_name
 from foundry_fp8.model_structure.wrappers import own_class
 from foundry_fp8.numerics.packed import PackFormat
 
-__all__ = ["fuse_losses", "fuse_mlp", "fuse_norm", "unfuse"]
+__all__ = ["LAYER_NORMS", "MLPS", "RMS_NORMS", "fuse_mlp", "fuse_norm"]
+
+Projection = Callable[[Any, Tensor], tuple[Tensor, Tensor | None]]
+"""From an MLP and its input to the gate and, where it is gated, the other factor."""
 
 
 def _separate(mlp: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -40,45 +43,86 @@ def _ungated(mlp: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
     return mlp.up_proj(x), None
 
 
-_MLPS = {
-    "LlamaMLP": _separate,
-    "MistralMLP": _separate,
-    "Qwen2MLP": _separate,
-    "Qwen3MLP": _separate,
-    "GemmaMLP": _separate,
-    "Gemma2MLP": _separate,
-    "OlmoMLP": _separate,
-    "Olmo2MLP": _separate,
-    "MPTGLU": _separate,
-    "MPTMLP": _ungated,
-    "fog.MLP": _ungated,
-    "fog.FogMPTFFN": _ungated,
-    "fog.GatedMLP": _joint,
-}
-_RMS = (
-    "LlamaRMSNorm", "MistralRMSNorm", "MixtralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "Olmo2RMSNorm", "RMSNorm",
-    "LPRMSNorm", "fog.RMSNorm",
+def _transformers(*names: str) -> tuple[str, ...]:
+    """``llama.LlamaMLP`` -> ``transformers.models.llama.modeling_llama.LlamaMLP``."""
+    split = (name.split(".") for name in names)
+    return tuple(f"transformers.models.{model}.modeling_{model}.{cls}" for model, cls in split)
+
+
+_FOG = "foundry_fp8.models.fog"
+_FOUNDRY = "llmfoundry.models.layers"
+
+MLPS: dict[str, Projection] = {
+    **dict.fromkeys(
+        _transformers(
+            "llama.LlamaMLP", "mistral.MistralMLP", "qwen2.Qwen2MLP", "qwen3.Qwen3MLP", "gemma.GemmaMLP",
+            "gemma2.Gemma2MLP", "olmo.OlmoMLP", "olmo2.Olmo2MLP",
+        ),
+        _separate,
+    ),
+    f"{_FOUNDRY}.ffn.MPTGLU": _separate,
+    f"{_FOUNDRY}.ffn.MPTMLP": _ungated,
+    f"{_FOG}.feedforward.MLP": _ungated,
+    f"{_FOG}.mpt_parts.FogMPTFFN": _ungated,
+    f"{_FOG}.feedforward.GatedMLP": _joint,
+}  # fmt: skip
+RMS_NORMS = frozenset(
+    (
+        *_transformers(
+            "llama.LlamaRMSNorm", "mistral.MistralRMSNorm", "mixtral.MixtralRMSNorm", "qwen2.Qwen2RMSNorm",
+            "qwen3.Qwen3RMSNorm", "olmo2.Olmo2RMSNorm", "phi3.Phi3RMSNorm", "granite.GraniteRMSNorm",
+        ),
+        "torch.nn.modules.normalization.RMSNorm",
+        f"{_FOUNDRY}.norm.LPRMSNorm",
+        f"{_FOG}.norms.RMSNorm",
+    )
 )  # fmt: skip
-_LAYER = ("LayerNorm", "LPLayerNorm")
-"""By exact class name: a subclass or a look-alike (Gemma's norm multiplies by 1 + weight) may compute something else."""
+LAYER_NORMS = frozenset(("torch.nn.modules.normalization.LayerNorm", f"{_FOUNDRY}.norm.LPLayerNorm"))
 
-
-def _name(module: nn.Module) -> str:
-    """The class's name; FOG's with its package, as anybody may have an ``MLP``."""
-    cls = own_class(module)
-    return f"fog.{cls.__name__}" if cls.__module__.startswith("foundry_fp8.models.fog.") else cls.__name__
+_ACTIVATIONS: dict[str, ActivationKind] = {
+    "torch.nn.modules.activation.SiLU": "silu",
+    "transformers.activations.SiLUActivation": "silu",
+    "transformers.activations.GELUActivation": "gelu",
+    "transformers.activations.PytorchGELUTanh": "gelu_tanh",
+    "transformers.activations.NewGELUActivation": "gelu_tanh",
+    f"{_FOG}.feedforward.XIELU": "xielu",
+}
 
 
 def fuse_mlp(module: nn.Module, fmt: PackFormat | None) -> bool:
     """Let a known gated or plain MLP keep the inputs of its activation function, and no more. False if it is unknown."""
-    project = _MLPS.get(_name(module))
-    kind = None if project is None else _activation_kind(_activation(module))
-    if project is None or kind is None:
+    if _known(module) not in MLPS or _activation_kind(_activation(module)) is None:
         return False
+    become(module, _mlp_forward, fmt)
+    return True
+
+
+def fuse_norm(module: nn.Module, fmt: PackFormat | None) -> bool:
+    """Let a known LayerNorm or RMSNorm keep its input, and no more. False if it is unknown."""
+    name = _known(module)
+    shape = getattr(module, "normalized_shape", (0,))
+    if (name not in LAYER_NORMS and name not in RMS_NORMS) or _eps(module) is None or len(shape) != 1:
+        return False
+    become(module, _norm_forward, fmt)
+    return True
+
+
+def _known(module: nn.Module) -> str | None:
+    """The module and name of the class whose forward ``module`` runs; ``None`` where somebody replaced it."""
+    cls = own_class(module)
+    defined_in: Any = next((base for base in cls.__mro__ if "forward" in vars(base)), cls)
+    replaced = "forward" in vars(module) or defined_in.forward.__module__ != defined_in.__module__
+    return None if replaced else qualified_name(cls)
+
+
+def _mlp_forward(cls: type[nn.Module], fmt: PackFormat | None) -> Callable[..., Tensor]:
+    project = MLPS[qualified_name(own_class(cls))]
 
     def forward(self: Any, x: Tensor) -> Tensor:
         gate, up = project(self, x)
         act, down = _activation(self), self.down_proj
+        kind = _activation_kind(act)
+        assert kind is not None
         slopes = act.slopes() if kind == "xielu" else None
         # A plain linear is a function of its parameters; anything else (FP8, FSDP, LoRA, hooks) has to be called.
         if type(down) is nn.Linear and not (down._forward_hooks or down._forward_pre_hooks):
@@ -88,28 +132,11 @@ def fuse_mlp(module: nn.Module, fmt: PackFormat | None) -> bool:
         post_norm = getattr(self, "post_norm", None)
         return y if post_norm is None else post_norm(y)
 
-    _become(module, forward)
-    return True
+    return forward
 
 
-def _activation(mlp: Any) -> Any:
-    """The activation function of an MLP of :data:`_MLPS`; ``None`` where it is more than a function of the gate."""
-    if _name(mlp) == "fog.GatedMLP":
-        return F.silu if mlp.activation == "swiglu" else None
-    return getattr(mlp, "act_fn", None) or getattr(mlp, "act", None)
-
-
-def fuse_norm(module: nn.Module, fmt: PackFormat | None) -> bool:
-    """Let a known LayerNorm or RMSNorm keep its input, and no more. False if it is unknown."""
-    cls = type(module)
-    name = _name(module)
-    centred = name in _LAYER
-    if not centred and name not in _RMS:
-        return False
-    eps = getattr(module, "eps", getattr(module, "variance_epsilon", None))
-    shape = getattr(module, "normalized_shape", (0,))
-    if eps is None or len(shape) != 1:
-        return False
+def _norm_forward(cls: type[nn.Module], fmt: PackFormat | None) -> Callable[..., Tensor]:
+    centred = qualified_name(own_class(cls)) in LAYER_NORMS
 
     def forward(self: Any, x: Tensor) -> Tensor:
         return packed_norm(
@@ -117,84 +144,24 @@ def fuse_norm(module: nn.Module, fmt: PackFormat | None) -> bool:
             self.weight,
             getattr(self, "bias", None),
             functools.partial(cls.forward, self),
-            eps=eps,
+            eps=_eps(self),
             centred=centred,
             fmt=fmt,
             gain=getattr(self, "gain", 1.0) if self.weight is None else 1.0,
         )
 
-    _become(module, forward)
-    return True
+    return forward
 
 
-def fuse_losses(model: nn.Module) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Let cross-entropies keep their logits and recompute the softmax: ``(name, undo)`` of each.
-
-    They are ``nn.CrossEntropyLoss`` modules over class indices (LLM Foundry's MPT), and the ``loss_function`` of Hugging
-    Face causal models, as far as their forward asks for it.
-    """
-    for name, module in model.named_modules():
-        if type(module) is nn.CrossEntropyLoss and module.weight is None and not module.label_smoothing:
-            _become(module, _cross_entropy_of_module)
-            yield name, functools.partial(unfuse, module)
-        elif getattr(module, "loss_type", None) == "ForCausalLM" and _calls_loss_function(module):
-            from transformers.loss.loss_utils import ForCausalLMLoss
-
-            owner: Any = module
-            if owner.loss_function is ForCausalLMLoss:
-                owner.loss_function = causal_lm_loss
-                yield f"{name}.loss_function".lstrip("."), functools.partial(delattr, owner, "_loss_function")
+def _eps(norm: Any) -> Any:
+    return getattr(norm, "eps", getattr(norm, "variance_epsilon", None))
 
 
-def _calls_loss_function(module: nn.Module) -> bool:
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return code is not None and "loss_function" in code.co_names
-
-
-def _cross_entropy_of_module(self: Any, logits: Tensor, targets: Tensor) -> Tensor:
-    return lean_cross_entropy(logits, targets, ignore_index=self.ignore_index, reduction=self.reduction)
-
-
-def causal_lm_loss(
-    logits: Tensor,
-    labels: Tensor,
-    vocab_size: int,
-    num_items_in_batch: Any = None,
-    ignore_index: int = -100,
-    shift_labels: Tensor | None = None,
-    **_: Any,
-) -> Tensor:
-    """The ``ForCausalLMLoss`` of transformers without its float32 copy of the logits.
-
-    Args:
-        logits: ``[..., T, vocab_size]``.
-        labels: ``[..., T]``, not yet shifted.
-        vocab_size: Columns of the logits.
-        num_items_in_batch: What the sum is divided by; the mean over the labels without it.
-        ignore_index: Label without loss.
-        shift_labels: Labels that are shifted already.
-    """
-    if shift_labels is None:
-        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    loss = lean_cross_entropy(
-        logits.view(-1, vocab_size),
-        shift_labels.reshape(-1).to(logits.device),
-        ignore_index=ignore_index,
-        reduction="mean" if num_items_in_batch is None else "sum",
-    )
-    return loss if num_items_in_batch is None else loss / num_items_in_batch
-
-
-def unfuse(module: nn.Module) -> None:
-    """Give a fused module the class back that it had."""
-    if "_unfused" in type(module).__dict__:
-        module.__class__ = type(module)._unfused  # type: ignore[attr-defined]
-
-
-def _become(module: nn.Module, forward: Callable[..., Tensor]) -> None:
-    cls = type(module)
-    namespace = {"forward": forward, "__module__": cls.__module__, "_unfused": cls}
-    module.__class__ = type(f"Packed{cls.__name__}", (cls,), namespace)
+def _activation(mlp: Any) -> Any:
+    """The activation function of an MLP of :data:`MLPS`; ``None`` where it is more than a function of the gate."""
+    if MLPS[qualified_name(own_class(mlp))] is _joint:
+        return F.silu if mlp.activation == "swiglu" else None
+    return getattr(mlp, "act_fn", None) or getattr(mlp, "act", None)
 
 
 def _activation_kind(act: Any) -> ActivationKind | None:
@@ -207,15 +174,11 @@ def _activation_kind(act: Any) -> ActivationKind | None:
         if act.args:
             return None
         act, keywords = act.func, act.keywords
-    if isinstance(act, nn.GELU):
-        keywords = {"approximate": act.approximate}
-    name = type(act).__name__
-    if isinstance(act, nn.Module) and _name(act) == "fog.XIELU":
-        return "xielu"
-    if act is F.silu or name in ("SiLU", "SiLUActivation"):
-        return "silu"
-    if act is F.gelu or isinstance(act, nn.GELU):
+    if type(act) is nn.GELU:
+        keywords, act = {"approximate": act.approximate}, F.gelu
+    if act is F.gelu:
         return "gelu_tanh" if keywords.get("approximate") == "tanh" else "gelu"
-    if name == "GELUActivation":
-        return "gelu"
-    return "gelu_tanh" if name in ("PytorchGELUTanh", "NewGELUActivation") else None
+    if act is F.silu:
+        return "silu"
+    name = _known(act) if isinstance(act, nn.Module) else None
+    return None if name is None else _ACTIVATIONS.get(name)

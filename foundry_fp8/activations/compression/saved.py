@@ -2,15 +2,16 @@
 
 What goes wrong with such hooks, and what is done about it here (each line has a test):
 
+- *Who reads it back* decides whether it may be rounded: only what known nodes save is packed (:mod:`.readers`). That is known
+  once something comes after the node, so a tensor is kept as it is until then.
 - *Weights* must not be packed, nor their casts and views: :func:`is_parameter` walks from a tensor back through views and
   casts to a Parameter. Packing them costs accuracy and, under FSDP, keeps unsharded copies alive.
 - *Masks, indices, RNG state, FP8 data, float64, complex, subclasses* pass through (:func:`~.packing.packable`), and so do
   *statistics* (mean, rstd, log-sum-exp), *small tensors*, and tensors the module was handed that need no gradient.
 - What passes through is detached: an op's own output kept with its graph is a cycle that is never freed. Its version is
   kept and checked, because hooks switch off torch's check that a saved tensor was not written to.
-- *relu* asks its packed result which elements passed, and *sqrt* divides by its own: there nothing becomes zero.
 - *Outputs of fused norms and activations* are not kept at all: the fused form makes them again (:func:`.recompute.recomputation`).
-- *One tensor saved twice* is packed once. The key holds the storage, and the storage must still be alive: freed memory is
+- *One tensor saved twice* is kept once. The key holds the storage, and the storage must still be alive: freed memory is
   reused at the same address within a step, and a stale hit is a wrong gradient.
 - *torch.compile* saves transposed copies of weights that no longer lead back to a Parameter: it is refused.
 - Hooks *inside* a checkpoint switch the checkpoint off. They go outside, where they pack its inputs.
@@ -18,21 +19,24 @@ What goes wrong with such hooks, and what is done about it here (each line has a
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_iter
 
-from foundry_fp8.activations.compression.packing import pack, packable, unpack
+from foundry_fp8.activations.compression.layouts import Flat, Payload, Rounded
+from foundry_fp8.activations.compression.packing import packable
+from foundry_fp8.activations.compression.readers import Reads, Region, reads_of
 from foundry_fp8.activations.compression.recompute import recomputation
+from foundry_fp8.compat.autograd import newest_node
 from foundry_fp8.compat.compiled_caller import compiled_caller_waits
-from foundry_fp8.numerics.packed import Packed, PackFormat
+from foundry_fp8.compat.pytree import tree_iter
+from foundry_fp8.numerics.packed import PackFormat
 
 __all__ = ["Compressor", "SavedBytes", "StorageRef", "Untouched", "compresses_inside", "is_parameter"]
 
@@ -48,13 +52,12 @@ _CASTS_AND_VIEWS = (
     "Slice", "Select", "AsStrided", "Unsqueeze", "Squeeze", "Expand", "Narrow", "Clone", "Detach",
 )  # fmt: skip
 
-_ZEROS_MATTER = frozenset({"ReluBackward0", "SqrtBackward0"})
-"""Nodes that keep their result, which is never negative, and whose backward is wrong where it became zero."""
-
 
 def is_parameter(x: Tensor) -> bool:
     """Whether ``x`` is a Parameter, or a view or cast of one (autocast's copy, FSDP1's view of its flat parameter)."""
-    if isinstance(x, nn.Parameter):
+    if isinstance(x, nn.Parameter) or isinstance(
+        x._base, nn.Parameter
+    ):  # of a frozen one only the base tells
         return True
     node = x.grad_fn
     while node is not None:
@@ -75,37 +78,21 @@ class SavedBytes:
         original: What would have been kept of the tensors that were packed.
         packed: What is kept of them.
         passed: What is kept as it was, parameters left out.
+        exact: What of ``passed`` was large enough to pack but is read by a node that must not find it rounded, by the
+            node's name.
         left_out: What is not kept, as backward makes it again from what is.
     """
 
     original: int = 0
     packed: int = 0
     passed: int = 0
+    exact: Counter[str] = dataclasses.field(default_factory=Counter)
     left_out: int = 0
 
-
-class _Payload:
-    """A :class:`Packed` that several handles share; ``__slots__`` with a weakref, for the cache."""
-
-    __slots__ = ("__weakref__", "packed")
-
-    def __init__(self, packed: Packed) -> None:
-        self.packed = packed
-
-
-@dataclasses.dataclass(slots=True)
-class _Handle:
-    """What autograd keeps of a packed tensor: the payload, and how to lay it out again."""
-
-    payload: _Payload
-    size: Sequence[int]
-    stride: Sequence[int] | None
-    expanded: Sequence[int] | None
-
-    def tensor(self) -> Tensor:
-        flat = unpack(self.payload.packed)
-        x = flat.view(self.size) if self.stride is None else flat.as_strided(self.size, self.stride)
-        return x if self.expanded is None else x.expand(self.expanded)
+    def __add__(self, other: SavedBytes) -> SavedBytes:
+        return SavedBytes(
+            *(getattr(self, f.name) + getattr(other, f.name) for f in dataclasses.fields(SavedBytes))
+        )
 
 
 @dataclasses.dataclass(eq=False)
@@ -120,14 +107,30 @@ class Untouched:
         """Keep ``x`` detached: with its graph, an op's own output would hold the op that holds it."""
         return cls(x.detach(), x._version)
 
+    @property
+    def written_to(self) -> bool:
+        """Whether it has changed since."""
+        return self.value._version != self.version
+
     def tensor(self) -> Tensor:
         """The tensor; raises ``RuntimeError`` if it was written to since."""
-        if self.value._version != self.version:
+        if self.written_to:
             raise RuntimeError(
                 f"a tensor of shape {list(self.value.shape)} that backward needs was modified in place after it was "
                 f"saved (version {self.version}, now {self.value._version}). Clone it before the in-place operation."
             )
         return self.value
+
+
+@dataclasses.dataclass(slots=True)
+class _Waiting:
+    """What autograd keeps of a tensor that may be packed, once it is known who reads it back."""
+
+    kept: Untouched | Rounded
+    positive: bool
+
+    def tensor(self) -> Tensor:
+        return self.kept.tensor()
 
 
 @dataclasses.dataclass(slots=True)
@@ -143,20 +146,32 @@ class Compressor:
     Args:
         fmt: The format; ``None`` packs nothing: exact regions, also inside others, and counting.
         min_numel: Smaller tensors pass through.
+        boundary: The modules are activation checkpoints: what comes here are their inputs, for their recompute to read.
 
     Attributes:
         saved: Bytes packed and passed since it was made; set a new :class:`SavedBytes` to start again.
     """
 
-    def __init__(self, fmt: PackFormat | None, *, min_numel: int = 32768) -> None:
+    def __init__(self, fmt: PackFormat | None, *, min_numel: int = 32768, boundary: bool = False) -> None:
         self.fmt = fmt
         self.min_numel = min_numel
+        self.boundary = boundary
         self.saved = SavedBytes()
-        self._cache: dict[tuple[Any, ...], tuple[StorageRef, weakref.ref[_Payload]]] = {}
-        self._leading: set[tuple[int, ...]] = set()
-        self._handed: dict[int, StorageRef] = {}
-        self._regions: list[saved_tensors_hooks] = []
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._forget()
+
+    def _forget(self) -> None:
+        self._calls: list[tuple[saved_tensors_hooks, Region[_Waiting]]] = []
+        self._kept: dict[tuple[Any, ...], tuple[StorageRef, weakref.ref[Untouched | Payload]]] = {}
+        self._handed: dict[int, StorageRef] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What is kept belongs to the graphs of one process.
+        return {k: v for k, v in vars(self).items() if k not in ("_calls", "_kept", "_handed")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._forget()
 
     def attach(self, module: nn.Module) -> None:
         """Pack what ``module`` saves during its forward. Of nested modules the innermost's compressor acts."""
@@ -175,13 +190,13 @@ class Compressor:
             if module.__dict__.get(MARK) is self:
                 delattr(module, MARK)
 
-    @contextlib.contextmanager
-    def region(self) -> Iterator[Compressor]:
-        """Pack what is saved inside this context."""
-        with saved_tensors_hooks(self.pack, self.unpack):
-            yield self
-
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if compiled_caller_waits():
+            raise RuntimeError(
+                "activation compression does not work under torch.compile: a compiled graph saves copies of weights "
+                "that cannot be told from activations. Do not compile the model (compile_config), or take "
+                "activation_compression off."
+            )
         for x in tree_iter((args, kwargs)):
             # Masks, position tables: constants of the whole model, shared by its blocks.
             if (
@@ -192,100 +207,80 @@ class Compressor:
             ):
                 storage = x.untyped_storage()
                 self._handed[storage._cdata] = weakref.ref(storage)
-        self._push()
-
-    def _push(self) -> None:
-        if compiled_caller_waits():
-            raise RuntimeError(
-                "activation compression does not work under torch.compile: a compiled graph saves copies of weights "
-                "that cannot be told from activations. Do not compile the model (compile_config), or take "
-                "activation_compression off."
-            )
-        region = saved_tensors_hooks(self.pack, self.unpack)
-        region.__enter__()
-        self._regions.append(region)
+        hooks = saved_tensors_hooks(self.pack, self.unpack)
+        hooks.__enter__()
+        self._calls.append((hooks, Region(self._settle)))
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._regions.pop().__exit__(None, None, None)
-        self._leading.clear()
+        hooks, region = self._calls.pop()
+        hooks.__exit__(None, None, None)
+        region.close(x.grad_fn for x in tree_iter(output) if isinstance(x, Tensor))
         self._handed.clear()
-        self._cache = {key: entry for key, entry in self._cache.items() if entry[1]() is not None}
+        self._kept = {key: entry for key, entry in self._kept.items() if entry[1]() is not None}
 
-    def pack(self, x: Tensor) -> _Handle | Untouched | _MadeAgain:
+    def pack(self, x: Tensor) -> Untouched | _Waiting | _MadeAgain:
         """The pack hook."""
-        parameter = is_parameter(x)
-        if not parameter and x.numel() >= self.min_numel and (again := recomputation(x)) is not None:
+        number = newest_node()  # first, because looking at a view's grad_fn may make nodes
+        if not self.boundary:
+            self._calls[-1][1].look(x.grad_fn)
+        if is_parameter(x):
+            return Untouched.of(x)
+        if x.numel() >= self.min_numel and (again := recomputation(x)) is not None:
             self.saved.left_out += x.untyped_storage().nbytes()
             return _MadeAgain(again)
-        if parameter or self.fmt is None or not self._wanted(x):
-            if not parameter:
-                self.saved.passed += x.untyped_storage().nbytes() if type(x) is Tensor else 0
-            return Untouched.of(x)
-        base, expanded = _without_expansion(x.detach())
-        size: tuple[int, ...] = tuple(base.shape)
-        stride: tuple[int, ...] | None = tuple(base.stride())
-        if torch._prims_common.is_non_overlapping_and_dense(base):
-            base = base.as_strided((base.numel(),), (1,))  # as it lies in memory: no copy, strides come back
+        kept = Untouched.of(x)
+        if self.fmt is None or not self._wanted(x):
+            self.saved.passed += x.untyped_storage().nbytes() if type(x) is Tensor else 0
+            return kept
+        waiting = _Waiting(kept, x.grad_fn is not None and reads_of(x.grad_fn) is Reads.SIGN)
+        if self.boundary:
+            self._settle(waiting, Reads.SMOOTHLY, "")
         else:
-            base, stride = base.contiguous().view(-1), None
-        row = size[-1] if size and (stride is None or stride[-1] == 1) else 0
-        return _Handle(self._payload(x, base, stride is None, row), size, stride, expanded)
+            self._calls[-1][1].wait(waiting, number)
+        return waiting
 
-    def unpack(self, handle: _Handle | Untouched | _MadeAgain) -> Tensor:
+    def unpack(self, kept: Untouched | _Waiting | _MadeAgain) -> Tensor:
         """The unpack hook."""
-        return handle.tensor()
+        return kept.tensor()
 
-    def _payload(self, x: Tensor, flat: Tensor, copied: bool, row: int) -> _Payload:
-        assert self.fmt is not None
-        storage = x.untyped_storage()
-        layout = (tuple(x.shape), tuple(x.stride())) if copied else flat.numel()
-        key = (storage._cdata, x.data_ptr(), layout, x.dtype, x._version)
-        entry = self._cache.get(key)
-        if entry is not None and entry[0]() is storage:  # the same storage, not another one at its address
-            payload = entry[1]()
-            if payload is not None:
-                return payload
-        nonzero = x.grad_fn is not None and x.grad_fn.name() in _ZEROS_MATTER
-        payload = _Payload(pack(flat, self.fmt, row=row, nonzero=nonzero))
-        self._cache[key] = (weakref.ref(storage), weakref.ref(payload))
-        self.saved.original += flat.numel() * flat.element_size()
-        self.saved.packed += payload.packed.nbytes
-        return payload
+    def _settle(self, waiting: _Waiting, reads: Reads, node: str) -> None:
+        """Pack what ``node`` saved, if it may be."""
+        kept = waiting.kept
+        assert isinstance(kept, Untouched) and self.fmt is not None
+        x, storage = kept.value, kept.value.untyped_storage()
+        flat = Flat.of(x)
+        key: tuple[Any, ...] = (storage._cdata, x.data_ptr(), flat.layout, x.dtype, kept.version)
+        held = self._held(key, storage)
+        log_sum_exp = reads is Reads.ATTENTION and x.dtype == torch.float32 and x.dim() < 4
+        if reads is Reads.EXACTLY or log_sum_exp or kept.written_to:
+            if held is None:
+                self.saved.passed += storage.nbytes()
+                self.saved.exact[node] += 0 if log_sum_exp else storage.nbytes()
+                self._kept[key] = weakref.ref(storage), weakref.ref(kept)
+            return
+        if held is not None:  # another node needs it as it is
+            return
+        nonzero = waiting.positive or reads is Reads.SIGN
+        key = (*key, nonzero)
+        payload = self._held(key, storage)
+        if payload is None:
+            payload = flat.pack(self.fmt, nonzero=nonzero)
+            self._kept[key] = weakref.ref(storage), weakref.ref(payload)
+            self.saved.original += flat.base.numel() * x.element_size()
+            self.saved.packed += payload.packed.nbytes
+        waiting.kept = flat.rounded(payload)
+
+    def _held(self, key: tuple[Any, ...], storage: torch.UntypedStorage) -> Any:
+        """What is kept under ``key``, if it is of this storage and not of another one at its address."""
+        entry = self._kept.get(key)
+        return entry[1]() if entry is not None and entry[0]() is storage else None
 
     def _wanted(self, x: Tensor) -> bool:
-        if not packable(x) or x.numel() < self.min_numel:
+        """Not small, not a statistic (mean and rstd keep a last dimension of 1), and not handed to the module."""
+        if not packable(x) or x.numel() < self.min_numel or x.shape[-1:] == (1,):
             return False
-        if not x.requires_grad:
-            handed = self._handed.get(x.untyped_storage()._cdata)
-            if handed is not None and handed() is x.untyped_storage():
-                return False
-        return not self._is_statistic(x)
-
-    def _is_statistic(self, x: Tensor) -> bool:
-        """Mean and rstd keep a last dimension of 1; an attention's log-sum-exp has its output's shape but the last."""
-        if x.shape[-1:] == (1,):
-            return True
-        if x.dim() == 4:
-            self._leading.add(tuple(x.shape[:3]))
-            self._leading.add((x.shape[0], x.shape[2], x.shape[1]))
-            return False
-        # Attention kernels may pad the sequence of the log-sum-exp.
-        return (
-            x.dim() == 3
-            and x.dtype == torch.float32
-            and any(
-                tuple(x.shape[:2]) == seen[:2] and seen[2] <= x.shape[2] < seen[2] + 128
-                for seen in self._leading
-            )
-        )
-
-
-def _without_expansion(x: Tensor) -> tuple[Tensor, Sequence[int] | None]:
-    """``x`` with expanded dimensions (stride 0) cut to 1, and the shape to expand to again."""
-    if not any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True)):
-        return x, None
-    cut = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in x.stride())
-    return x[cut], tuple(x.shape)
+        handed = None if x.requires_grad else self._handed.get(x.untyped_storage()._cdata)
+        return handed is None or handed() is not x.untyped_storage()
 
 
 def compresses_inside(module: nn.Module) -> str | None:

@@ -12,7 +12,7 @@ from foundry_fp8.backends.emulated.gemm import scaled_mm, to_dense
 from foundry_fp8.backends.emulated.quantizers import quantize_operand
 from foundry_fp8.layers.autocast import compute_dtype
 from foundry_fp8.layers.backend import Availability, Backend
-from foundry_fp8.layers.linear import FP8Linear
+from foundry_fp8.layers.linear import FP8Linear, KeepInput
 from foundry_fp8.numerics.formats import e8m0_decode, e8m0_round_up
 from foundry_fp8.numerics.quantize import Quantized
 from foundry_fp8.numerics.recipes import BlockScaling, MXFP8Scaling, Operand, Recipe
@@ -37,9 +37,9 @@ class EmulatedBackend(Backend):
             bias = None if module.bias is None else module.bias.to(dtype)
             return F.linear(x.to(dtype), module.weight.to(dtype), bias)
         recording = module.recording()
-        x2d = x.to(dtype).reshape(-1, x.shape[-1])
+        x2d, keep = x.to(dtype).reshape(-1, x.shape[-1]), module.keep_input(x)
         with torch.autocast(x.device.type, enabled=False):
-            y = _EmulatedLinear.apply(x2d, module.weight, module.bias, module, recording)
+            y = _EmulatedLinear.apply(x2d, module.weight, module.bias, module, recording, keep)
         return y.view(*x.shape[:-1], module.out_features)
 
 
@@ -54,6 +54,7 @@ class _EmulatedLinear(torch.autograd.Function):
         bias: Tensor | None,
         module: FP8Linear,
         recording: tuple[Operand, ...],
+        keep: KeepInput | None,
     ) -> Tensor:
         ctx.module, ctx.recipe, ctx.wgrad, ctx.recording = module, module.recipe, module.wgrad, recording
         qx = _quantize(ctx, x, "x", along=1)
@@ -68,8 +69,10 @@ class _EmulatedLinear(torch.autograd.Function):
                     qx = _quantize(ctx, x, "x", along=0, probed=False)
                 ctx.x_layout = (qx.block, qx.fmt, qx.nan_free)
                 kept = (qx.data, _pack_scale(qx.gemm_scale, ctx.recipe))
+                kept = kept if keep is None else keep(kept)
             else:
                 kept = (x,)
+                ctx.reads_smoothly = True  # a product: activation compression may round x
         # Like nn.Linear, keep the weight itself: dgrad quantises it again, which costs less than keeping a copy.
         ctx.save_for_backward(weight, *kept)
         ctx.x_dtype = x.dtype
@@ -103,7 +106,7 @@ class _EmulatedLinear(torch.autograd.Function):
                 dw = (dy.t() @ kept[0]).to(weight.dtype)
             if needs_b:
                 db = dy.float().sum(dim=0).to(ctx.bias_dtype)
-        return dx, dw, db, None, None
+        return dx, dw, db, None, None, None
 
 
 def _quantize(ctx: Any, x: Tensor, operand: Operand, *, along: int, probed: bool = True) -> Quantized:

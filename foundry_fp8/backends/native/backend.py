@@ -115,7 +115,7 @@ class NativeBackend(Backend):
             dtype = compute_dtype(x)
         plan = plan_of(recipe)
         scales, slots = delayed_tensors(module)
-        x2d = x.to(dtype).reshape(-1, x.shape[-1])
+        x2d, keep = x.to(dtype).reshape(-1, x.shape[-1]), module.keep_input(x)
         with torch.autocast(x.device.type, enabled=False):
             cached = self.cached_weight(module, plan, dtype, scales[1], slots[1])
             y = NativeLinear.apply(
@@ -132,6 +132,7 @@ class NativeBackend(Backend):
                 plan,
                 module.wgrad == "fp8",
                 module.probe,
+                keep,
             )
         return y.view(*x.shape[:-1], module.out_features)
 

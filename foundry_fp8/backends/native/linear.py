@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from foundry_fp8.backends.native.operand import Layout, Plan, Source, gemm, quantized_view
-from foundry_fp8.layers.linear import Probe
+from foundry_fp8.layers.linear import KeepInput, Probe
 from foundry_fp8.numerics.formats import E4M3, E5M2
 
 __all__ = ["NativeLinear", "dgrad_and_wgrad", "fprop", "quantize_weight"]
@@ -53,6 +53,7 @@ class NativeLinear(torch.autograd.Function):
         plan: Plan,
         fp8_wgrad: bool,
         probe: Probe | None,
+        keep: KeepInput | None,
     ) -> Tensor:
         """Run fprop.
 
@@ -71,6 +72,7 @@ class NativeLinear(torch.autograd.Function):
             plan: The recipe.
             fp8_wgrad: Run wgrad in FP8, otherwise in the dtype of ``x``.
             probe: Shown every operand once.
+            keep: Asked what to keep of the quantised x.
         """
         needs_w = ctx.needs_input_grad[1]
         y, saved = fprop(
@@ -83,8 +85,10 @@ class NativeLinear(torch.autograd.Function):
             plan,
             keep_x=needs_w and fp8_wgrad,
             probe=probe,
+            keep=keep,
         )
         hp_x = x if needs_w and not fp8_wgrad else None
+        ctx.reads_smoothly = hp_x is not None  # a product: activation compression may round x
         ctx.save_for_backward(hp_x, *saved)
         # Not saved for backward: they are the state's own, and what they hold by then is what backward shall read.
         ctx.w_scale, ctx.dy_delayed, ctx.plan, ctx.probe = w_scale, (dy_scale, dy_slot), plan, probe
@@ -108,7 +112,7 @@ class NativeLinear(torch.autograd.Function):
         )
         if hp_x is not None:
             dw = (dy.t() @ hp_x).to(saved[0].dtype)
-        return dx, dw, None if db is None else db.to(ctx.bias_dtype), *([None] * 10)
+        return dx, dw, None if db is None else db.to(ctx.bias_dtype), *([None] * 11)
 
 
 def fprop(
@@ -122,6 +126,7 @@ def fprop(
     *,
     keep_x: bool,
     probe: Probe | None = None,
+    keep: KeepInput | None = None,
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
     """``Y = X W^T + b``.
 
@@ -135,6 +140,7 @@ def fprop(
         plan: The recipe.
         keep_x: Make what wgrad needs.
         probe: Shown x and w.
+        keep: Asked what to keep of the quantised x.
 
     Returns:
         ``Y`` in the dtype of x, and what :func:`dgrad_and_wgrad` needs.
@@ -163,7 +169,10 @@ def fprop(
         bias=None if bias is None else bias.to(x.dtype),
         fast_accumulation=True,
     )
-    kept_x = (qx_t.data, qx_t.scale) if keep_x else (None, None)
+    kept_x: tuple[Tensor | None, ...] = (None, None)
+    if keep_x:
+        made = qx_t.data, qx_t.scale
+        kept_x = made if keep is None else keep(made)
     kept_w = (None, None) if cached is None else (cached[1].data, cached[1].scale)
     return y, (weight, w_stats, *kept_x, *kept_w)
 

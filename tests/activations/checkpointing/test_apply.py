@@ -154,3 +154,62 @@ def test_a_key_value_cache_would_be_filled_twice_and_is_switched_off(make_llama)
 def test_bad_options_fail_at_construction(options, message):
     with pytest.raises(ConfigError, match=message):
         ActivationCheckpointingConfig(**options)
+
+
+def saved_shapes(function):
+    """What hooks around ``function`` are given."""
+    seen = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: (seen.append(tuple(x.shape)), x)[1], lambda x: x):
+        function()
+    return seen
+
+
+def test_a_checkpoint_gives_the_hooks_around_it_what_it_is_called_with_by_keyword(make_llama):
+    """Hugging Face calls attention so. Masks and position tables, which blocks share, are none of the hooks' business."""
+    model = make_llama(1)
+    apply_activation_checkpointing(model, targets={"*.self_attn": [0]})
+    attention = model.model.layers[0].self_attn
+    x = torch.randn(2, 64, 64, requires_grad=True)
+    rotation = model.model.rotary_emb(x, torch.arange(64)[None])
+
+    def call():
+        return attention(hidden_states=x, position_embeddings=rotation, attention_mask=None)[0]
+
+    assert saved_shapes(call) == [(0,), (2, 64, 64)]  # torch's dummy, and the input
+    (ours,) = torch.autograd.grad(call().sum(), x)
+    attention = attention._checkpoint_wrapped_module
+    assert torch.equal(ours, torch.autograd.grad(call().sum(), x)[0])
+
+
+def test_a_cache_of_keys_is_handed_on_and_not_copied(make_llama):
+    """transformers registers it with torch's tree functions, which would make another one of its parts."""
+    from transformers import DynamicCache
+
+    model = make_llama(1)
+    apply_activation_checkpointing(model)
+    cache = DynamicCache()
+    x = torch.randn(2, 8, 64)
+    rotation = model.model.rotary_emb(x, torch.arange(8)[None])
+    with torch.no_grad():
+        model.model.layers[0](x, position_embeddings=rotation, past_key_value=cache, use_cache=True)
+    assert cache.get_seq_length() == 8
+
+
+@pytest.mark.parametrize("policy", ["full", "selective"])
+@pytest.mark.parametrize("whole", [True, False], ids=["model", "blocks"])
+def test_checkpoints_are_compiled(make_llama, policy, whole):
+    model = make_llama(2, use_cache=False)
+    reference = gradients(model)
+    apply_activation_checkpointing(model, policy=policy)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    if whole:
+        model.compile(backend="aot_eager")
+    else:
+        for layer in model.model.layers:
+            layer.compile(backend="aot_eager", fullgraph=True)
+    compiled = gradients(model)
+    assert not torch._dynamo.utils.counters["graph_break"]
+    for name, gradient in reference.items():
+        torch.testing.assert_close(compiled[name], gradient, rtol=1e-4, atol=1e-6)
+    torch._dynamo.reset()

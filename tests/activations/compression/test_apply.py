@@ -264,7 +264,7 @@ def test_checkpoint_boundaries_are_packed_or_left(make_llama):
         reference = gradients(plain)[1]
         report = compress(model, include_checkpoint_boundaries=include)
         actions = [action for _, action, _ in report.rows]
-        assert actions.count("boundary") == (2 if include else 0)
+        assert actions.count("boundary") == (3 if include else 0)
         assert actions.count("left") == (0 if include else 3)
         assert 1e-4 < error(gradients(model)[1], reference) < 1e-2
 

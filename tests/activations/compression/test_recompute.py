@@ -15,6 +15,7 @@ from foundry_fp8.activations.compression.fused_norm import packed_norm
 from foundry_fp8.activations.compression.recompute import recomputation
 from foundry_fp8.activations.compression.saved import Compressor
 from foundry_fp8.numerics.packed import PackFormat
+from tests.activations.compression.inside import inside
 
 SEED = torch.Generator().manual_seed(0)
 X = torch.randn(4, 16, 64, generator=SEED)
@@ -66,11 +67,16 @@ def test_the_output_goes_when_the_norm_s_backward_has_run():
         return F.rms_norm(x, (64,), norm_weight, 1e-5)
 
     x = X.clone().requires_grad_()
-    with Compressor(None, min_numel=1).region():
+
+    def function(x):
         y = packed_norm(x, norm_weight, None, norm, eps=1e-5, centred=False, fmt=None)
-        node, kept = y.grad_fn, weakref.ref(y.untyped_storage())
-        loss = sum(linear(y).square().sum() for linear in linears)
-        del y
+        return (
+            y.grad_fn,
+            weakref.ref(y.untyped_storage()),
+            sum(linear(y).square().sum() for linear in linears),
+        )
+
+    node, kept, loss = inside(Compressor(None, min_numel=1), function, x)
     assert kept() is None and node.output is None and count == 1
     handle = linears[0].weight.register_hook(lambda _: seen.append(node.output is not None))
     weights = [linear.weight for linear in linears]
@@ -86,8 +92,7 @@ def test_the_output_goes_when_the_norm_s_backward_has_run():
 
 def test_a_second_backward_through_a_kept_graph_is_the_same():
     weight, linear = torch.ones(64, requires_grad=True), nn.Linear(64, 8)
-    with Compressor(None, min_numel=1).region():
-        loss = linear(normed(X, weight)).square().sum()
+    loss = inside(Compressor(None, min_numel=1), lambda x: linear(normed(x, weight)).square().sum(), X)
     step = functools.partial(torch.autograd.grad, loss, [weight, linear.weight], retain_graph=True)
     for a, b in zip(step(), step(), strict=True):
         assert torch.equal(a, b)

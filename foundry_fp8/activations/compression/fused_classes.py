@@ -1,0 +1,54 @@
+"""Giving a module another forward by making it an instance of a subclass of its own class.
+
+``torch.nn.utils.parametrize`` and FSDP2's ``fully_shard`` do the same: parameters, names, hooks, ``isinstance`` and what FSDP
+holds of the module stay as they are. The class is made from what can be found again by name, so that the module can be copied
+and pickled.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from foundry_fp8.numerics.packed import PackFormat
+
+__all__ = ["MakeForward", "become", "unfuse"]
+
+MakeForward = Callable[[Any, PackFormat | None], Callable[..., Tensor]]
+"""From a module's class and a format to a forward: a function of a module, so that pickle finds it by its name."""
+
+
+def become(module: nn.Module, make: MakeForward, fmt: PackFormat | None) -> None:
+    """Let ``module`` run the forward that ``make`` makes."""
+    cls: Any = type(module)
+    module.__class__ = _fused_class(cls, make, fmt)
+
+
+def unfuse(module: nn.Module) -> None:
+    """Give a fused module the class back that it had. Others are left alone."""
+    if "_unfused" in type(module).__dict__:
+        module.__class__ = type(module)._unfused  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _fused_class(cls: Any, make: MakeForward, fmt: PackFormat | None) -> Any:
+    def reduce(self: nn.Module, protocol: Any) -> Any:
+        reduced = super(fused, self).__reduce_ex__(protocol)  # type: ignore[arg-type]
+        return (_new, (cls, make, fmt), *reduced[2:]) if type(self) is fused else reduced
+
+    namespace = {
+        "forward": make(cls, fmt),
+        "__module__": cls.__module__,
+        "__reduce_ex__": reduce,
+        "_unfused": cls,
+    }
+    fused = type(f"Packed{cls.__name__}", (cls,), namespace)
+    return fused
+
+
+def _new(cls: Any, make: MakeForward, fmt: PackFormat | None) -> Any:
+    fused = _fused_class(cls, make, fmt)
+    return fused.__new__(fused)

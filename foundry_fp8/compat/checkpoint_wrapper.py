@@ -1,0 +1,21 @@
+"""The module that puts an activation checkpoint around another, which Composer and FSDP recognise.
+
+Cause: it is in ``torch.distributed.algorithms._checkpoint.checkpoint_wrapper``; torch has no public one. Remove when it has.
+"""
+
+from __future__ import annotations
+
+import torch
+
+try:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+        CheckpointWrapper,
+        checkpoint_wrapper,
+    )
+except ImportError as error:
+    raise RuntimeError(
+        f"torch {torch.__version__} no longer has torch.distributed.algorithms._checkpoint.checkpoint_wrapper as foundry_fp8 uses "
+        f"it ({error}). Install a torch from 2.7 to 2.11, or adapt foundry_fp8/compat/checkpoint_wrapper.py."
+    ) from error
+
+__all__ = ["CheckpointWrapper", "checkpoint_wrapper"]

@@ -1,0 +1,19 @@
+"""Tensors inside nested arguments and results.
+
+Cause: torch's tree functions are in ``torch.utils._pytree``; ``torch.utils.pytree`` came after 2.7 and holds other names. Remove
+when every supported torch has a public module with these.
+"""
+
+from __future__ import annotations
+
+import torch
+
+try:
+    from torch.utils._pytree import tree_flatten, tree_iter, tree_map, tree_unflatten
+except ImportError as error:
+    raise RuntimeError(
+        f"torch {torch.__version__} no longer has torch.utils._pytree as foundry_fp8 uses it ({error}). Install a torch from 2.7 "
+        "to 2.11, or adapt foundry_fp8/compat/pytree.py."
+    ) from error
+
+__all__ = ["tree_flatten", "tree_iter", "tree_map", "tree_unflatten"]

@@ -1,0 +1,220 @@
+"""Beside FP8 linears: what they keep is theirs alone, except for the quantised input that some of them share."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from foundry_fp8.activations.compression.apply import apply_activation_compression
+from foundry_fp8.layers.linear import FP8Linear
+from foundry_fp8.numerics.recipes import RECIPES
+from foundry_fp8.surgery.apply import apply_fp8
+from tests.kernels.interpreter import interpret
+
+HOOKS_ALONE = {"format": "exact", "overrides": {"norm": "none", "activation": "none", "loss": "none"}}
+"""Nothing is rounded and nothing is computed in another way, so that gradients are equal bit for bit."""
+
+
+class Block(nn.Module):
+    """Projections of one shape that read one tensor, as in attention and in gated units."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(64, 64) for _ in range(3))
+        self.out = nn.Linear(64, 64, bias=False)
+
+    def forward(self, x):
+        return x + self.out(torch.tanh(self.q(x)) * self.k(x) + self.v(x))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.fixture(scope="module")
+def one_rank():
+    began = not dist.is_initialized()
+    if began:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    if began:
+        dist.destroy_process_group()
+
+
+def make(recipe, wrap, options, **fp8):
+    torch.manual_seed(0)
+    model = Model()
+    apply_fp8(model, recipe=recipe, **{"backend": "emulated", **fp8})
+    if wrap == "fsdp1":
+        policy = ModuleWrapPolicy({Block})
+        model = FullyShardedDataParallel(
+            model, use_orig_params=True, auto_wrap_policy=policy, device_id=torch.device("cpu")
+        )
+    elif wrap == "fsdp2":
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+    report = apply_activation_compression(model, min_numel=64, **options) if options else None
+    return model, report
+
+
+def gradients(model, passes=2, tokens=64, autocast=False):
+    """By name; of the last pass, so that delayed scales differ from layer to layer and weight caches are used."""
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(passes):
+        x = torch.randn(2, tokens // 2, 64, generator=generator)
+        model.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            y = model(x)
+        y.float().square().mean().backward()
+    if isinstance(model, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(model, with_grads=True, writeback=False):
+            return {name: p.grad.clone() for name, p in model.named_parameters()}
+    return {
+        name: getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for name, p in model.named_parameters()
+    }
+
+
+def assert_equal(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    for name, gradient in ours.items():
+        assert torch.equal(gradient, theirs[name]), name
+
+
+@pytest.mark.parametrize("wgrad", ["fp8", "high_precision"])
+@pytest.mark.parametrize("wrap", ["plain", "fsdp1", "fsdp2"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_emulated_linears_keep_their_own_weight(recipe, wrap, wgrad, one_rank):
+    """FSDP1's weights are views in forward, which nothing but the backend can tell from an input."""
+    plain, compressed = (gradients(make(recipe, wrap, o, wgrad=wgrad)[0]) for o in (None, HOOKS_ALONE))
+    assert_equal(compressed, plain)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "wrap", "cache_weights"),
+    [
+        ("current", "fsdp1", False),
+        ("current", "plain", True),
+        ("delayed", "plain", True),
+        ("block", "plain", True),
+        ("mxfp8", "fsdp2", True),
+    ],
+)
+def test_native_linears_keep_their_own_weight(recipe, wrap, cache_weights, one_rank, monkeypatch):
+    """A cached weight is FP8 of the shape of its neighbour's, and a weight's statistics are of every weight's shape."""
+    interpret(monkeypatch)
+    native = {
+        "backend": "native",
+        "cache_weights": cache_weights,
+        "exclude": ["*.out"],
+        "keep_first_blocks": 1,
+    }
+    made = [make(recipe, wrap, options, **native)[0] for options in (None, HOOKS_ALONE)]
+    plain, compressed = (gradients(model, passes=1, tokens=16) for model in made)
+    assert_equal(compressed, plain)
+
+
+@pytest.mark.parametrize("wrap", ["plain", "fsdp1"])
+def test_under_autocast(wrap, one_rank):
+    plain, compressed = (gradients(make("current", wrap, o)[0], autocast=True) for o in (None, HOOKS_ALONE))
+    assert_equal(compressed, plain)
+
+
+def kept_inputs(model, x):
+    """The tensors that each linear's node keeps besides the weight, by name."""
+    nodes = {}
+
+    def note(name):
+        return lambda module, args, output: nodes.__setitem__(name, output.grad_fn)
+
+    handles = [m.register_forward_hook(note(n)) for n, m in model.named_modules() if isinstance(m, FP8Linear)]
+    model(x)
+    for handle in handles:
+        handle.remove()
+    found = {}
+    for name, node in nodes.items():
+        while not hasattr(node, "recipe"):  # the emulated backend's own
+            node = node.next_functions[0][0]
+        found[name] = node.saved_tensors[1:]
+    return found
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_linears_with_one_input_keep_it_once(recipe):
+    model, report = make(recipe, "plain", HOOKS_ALONE)
+    kept = kept_inputs(model, torch.randn(2, 32, 64))
+    addresses = [[t.data_ptr() for t in kept[f"blocks.0.{name}"]] for name in ("q", "k", "v", "out")]
+    assert addresses[0] == addresses[1] == addresses[2] != addresses[3]
+    assert kept["blocks.0.q"][0].dtype == torch.float8_e4m3fn
+    report.undo()
+    kept = kept_inputs(model, torch.randn(2, 32, 64))
+    assert len({kept[f"blocks.0.{name}"][0].data_ptr() for name in "qkv"}) == 3
+
+
+def test_what_is_quantised_differently_is_not_shared():
+    """Another delayed scale, another recipe, another compute dtype, or a write to the input in between."""
+    model, _ = make("delayed", "plain", HOOKS_ALONE)
+    block, x = model.blocks[0], torch.randn(2, 32, 64)
+    block.k.slots["x"].scale.fill_(2.0)
+    kept = kept_inputs(model, x)
+    address = {name: kept[f"blocks.0.{name}"][0].data_ptr() for name in "qkv"}
+    assert address["q"] == address["v"] != address["k"]
+    model, _ = make("current", "plain", HOOKS_ALONE)
+    q, k = model.blocks[0].q, model.blocks[0].k
+    q(x)  # outlives nothing: its graph is gone
+    results = [q(x)]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        results.append(k(x))
+    x.mul_(3.0)
+    results.append(k(x))
+    shared = [module.share_input for module in (q, k)]
+    assert shared[0] is shared[1]
+    inputs = [t for y in results for t in _saved_fp8(y)]
+    assert len({t.data_ptr() for t in inputs}) == 3
+    assert len({t.float().sum().item() for t in inputs}) > 1
+
+
+def _saved_fp8(y):
+    node = y.grad_fn
+    while not hasattr(node, "recipe"):
+        node = node.next_functions[0][0]
+    return [t for t in node.saved_tensors if t.dtype == torch.float8_e4m3fn]
+
+
+@pytest.mark.parametrize("wrap", ["plain", "fsdp1", "fsdp2"])
+def test_frozen_weights_are_not_packed(wrap, one_rank):
+    """As LoRA's: they need no gradient, so that only what they are views of says that they are weights."""
+    torch.manual_seed(0)
+    reports = []
+    for frozen in (False, True):
+        model = Model()
+        if frozen:
+            for block in model.blocks:
+                block.q.requires_grad_(False)
+        if wrap == "fsdp1":
+            model = FullyShardedDataParallel(
+                model,
+                use_orig_params=True,
+                auto_wrap_policy=ModuleWrapPolicy({Block}),
+                device_id=torch.device("cpu"),
+            )
+        elif wrap == "fsdp2":
+            for block in model.blocks:
+                fully_shard(block)
+            fully_shard(model)
+        report = apply_activation_compression(model, min_numel=64)
+        model(torch.randn(2, 32, 64))
+        reports.append(report.saved)
+    assert reports[0].original > 0
+    assert reports[1].original <= reports[0].original
