@@ -30,7 +30,7 @@ import resource
 import sys
 import time
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Annotated, Any
 
 import numpy as np
 import torch
@@ -39,7 +39,9 @@ from composer.core import State
 from composer.loggers import Logger, LoggerDestination
 from composer.utils import dist, format_name_with_dist
 
-__all__ = ["FORMAT_VERSION", "RunLog", "ensure_run_log"]
+from foundry_fp8.config import check_arguments, printable, template
+
+__all__ = ["FORMAT_VERSION", "RunLog", "RunPath", "ensure_run_log"]
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +49,11 @@ FORMAT_VERSION = 1
 FILE_NAME = "run_log.jsonl"
 LOSS_KEY = "loss/train/total"
 """What Composer logs the loss of a batch under, averaged over ranks."""
+
+RunPath = Annotated[
+    str, printable, template("run_name", "rank", "local_rank", "world_size", "local_world_size", "node_rank")
+]
+"""A path with what Composer's ``format_name_with_dist`` fills in."""
 
 _PACKAGES = ("foundry-fp8", "mosaicml", "llm-foundry", "mosaicml-streaming", "transformer-engine")
 
@@ -62,9 +69,8 @@ class RunLog(LoggerDestination):
             in the run's ``save_folder``, or in ``runs/{run_name}`` where checkpoints are not saved to a local folder.
     """
 
-    def __init__(self, path: str | None = None) -> None:
-        if path is not None and not isinstance(path, str):
-            raise ValueError(f"loggers.run_log.path: {path!r} is not a string.")
+    def __init__(self, path: RunPath | None = None) -> None:
+        check_arguments(RunLog, {"path": path}, "loggers.run_log")
         self._path_format = path
         self.path: Path | None = None
         """The file, once training has started."""

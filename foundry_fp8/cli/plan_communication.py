@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from foundry_fp8.cli.yaml_model import build_yaml_model
+from foundry_fp8.cli.yaml_model import build_yaml_model, read_yaml
 from foundry_fp8.config import ConfigError, check_choice
 from foundry_fp8.planning.communication import (
     GPUS,
@@ -52,8 +53,10 @@ def communication(
             if yaml is None:
                 raise ConfigError("Give a training YAML, or --parameters.")
             parameters, units, from_yaml = _model_of(yaml)
-            tokens = tokens or from_yaml
-        work = Workload(parameters=parameters, units=units, tokens=tokens or 8192, mfu=mfu)
+            tokens = from_yaml if tokens is None else tokens
+        work = Workload(
+            parameters=parameters, units=units, tokens=8192 if tokens is None else tokens, mfu=mfu
+        )
         rows = plan_communication(work, _counts(gpus), GPUS[gpu], constants)
     except ConfigError as error:
         typer.echo(f"error: {error}", err=True)
@@ -82,19 +85,18 @@ def communication(
 
 
 def _counts(text: str) -> list[int]:
-    try:
-        if ".." in text:
-            low, high = (int(part) for part in text.split(".."))
-            counts = [low]
-            while counts[-1] * 2 <= high and low > 0:
-                counts.append(counts[-1] * 2)
-        else:
-            counts = [int(part) for part in text.split(",")]
-    except ValueError as error:
-        raise ConfigError(f"--gpus: {text!r} is not like 64..16384 or 64,512.") from error
-    if min(counts) < 2:
-        raise ConfigError(f"--gpus: {text!r} has fewer than 2 GPUs.")
-    return counts
+    ends, listed = (
+        re.fullmatch(r"([0-9]{1,9})\.\.([0-9]{1,9})", text),
+        re.fullmatch(r"[0-9]{1,9}(,[0-9]{1,9})*", text),
+    )
+    if listed:
+        return [int(part) for part in text.split(",")]
+    if not ends:
+        raise ConfigError(f"--gpus: {text!r} is not like 64..16384 or 64,512.")
+    low, high = int(ends[1]), int(ends[2])
+    if low > high:
+        raise ConfigError(f"--gpus: {text!r} runs backwards. Write {high}..{low}.")
+    return [low * 2**n for n in range(max(1, high.bit_length())) if low * 2**n <= high]
 
 
 def _override(network: Network, pairs: list[str]) -> Network:
@@ -104,9 +106,10 @@ def _override(network: Network, pairs: list[str]) -> Network:
         name, _, value = pair.partition("=")
         check_choice("--set", name, names)
         try:
-            changes[name] = type(getattr(network, name))(float(value))
+            number = float(value)
         except ValueError as error:
             raise ConfigError(f"--set {name}: {value!r} is not a number.") from error
+        changes[name] = int(number) if number.is_integer() else number
     if changes:
         changes["source"] = f"{network.source}; given: {', '.join(pairs)}"
     return dataclasses.replace(network, **changes)
@@ -114,11 +117,9 @@ def _override(network: Network, pairs: list[str]) -> Network:
 
 def _model_of(path: Path) -> tuple[float, int, int]:
     """Parameters, blocks, and tokens a GPU and step of the YAML's model, built on the meta device."""
-    from omegaconf import OmegaConf
-
     from foundry_fp8.model_structure.blocks import transformer_blocks
 
-    config: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    config = read_yaml(path)
     model = build_yaml_model(config, "meta")
     count = sum(p.numel() for p in model.parameters())
     microbatch = config.get("device_train_microbatch_size")

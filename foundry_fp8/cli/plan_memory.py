@@ -17,8 +17,8 @@ import typer
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from foundry_fp8.cli.yaml_model import build_yaml_model
-from foundry_fp8.config import ConfigError, check_choice, format_bytes
+from foundry_fp8.cli.yaml_model import build_yaml_model, read_yaml
+from foundry_fp8.config import ConfigError, Positive, accept, check_choice, format_bytes
 from foundry_fp8.layers.autocast import autocast_type
 
 __all__ = ["memory", "plan_yaml"]
@@ -53,21 +53,23 @@ def plan_yaml(path: Path, *, budget: str | None, microbatch: int | None, device:
         microbatch: Sequences in the microbatch; by default ``device_train_microbatch_size``.
         device: ``cpu``, ``cuda`` or ``fake``; by default the GPU if there is one.
     """
-    from omegaconf import OmegaConf
-
     from foundry_fp8.planning.memory.measure import CostModel
     from foundry_fp8.planning.memory.planner import plan_memory
 
-    config: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    config = read_yaml(path)
     own = ((config.get("algorithms") or {}).get("activation_checkpointing") or {}).get("budget")
     limit = _budget(budget) if budget is not None else own
     if limit is None:
         raise ConfigError(
             "--budget: the YAML's activation_checkpointing has no budget either; give one, such as 0.5."
         )
-    microbatch = microbatch or config.get("device_train_microbatch_size")
-    if not isinstance(microbatch, int):
-        raise ConfigError(f"device_train_microbatch_size: {microbatch!r} is not a number; give --microbatch.")
+    if microbatch is None:
+        microbatch = config.get("device_train_microbatch_size")
+        if not isinstance(microbatch, int):
+            raise ConfigError(
+                f"device_train_microbatch_size: {microbatch!r} is not a number; give --microbatch."
+            )
+    accept(Positive, microbatch, "--microbatch")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     check_choice("--device", device, ("cpu", "cuda", "fake"))
     dry = device == "fake"
@@ -120,11 +122,11 @@ def _prepare(
 ) -> Callable[[], Tensor]:
     """Apply the YAML's fp8 algorithm to ``model``, and return a step on random tokens."""
     model.train()
-    fp8 = (config.get("algorithms") or {}).get("fp8")
-    if fp8 is not None:
+    algorithms = config.get("algorithms") or {}
+    if "fp8" in algorithms:
         from foundry_fp8.surgery.apply import apply_fp8
 
-        apply_fp8(model, device=device, **fp8)
+        apply_fp8(model, device=device, **(algorithms["fp8"] or {}))
     tokens = torch.randint(0, 100, (microbatch, config["max_seq_len"]), device=device)
     batch = {"input_ids": tokens}
     dry = isinstance(tokens, FakeTensor)  # models look into masks and labels, and fake ones hold no values

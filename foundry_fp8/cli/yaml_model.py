@@ -1,10 +1,48 @@
-"""The model of a training YAML, for commands that plan with it."""
+"""A training YAML and its model, for commands that plan with it."""
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
 
-__all__ = ["build_yaml_model"]
+from foundry_fp8.config import Config, ConfigError, Positive, Text, from_mapping
+
+__all__ = ["build_yaml_model", "read_yaml"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Read(Config):
+    """The keys of a training YAML that planning reads."""
+
+    model: Mapping[Text, Any]
+    max_seq_len: Positive
+    device_train_microbatch_size: Positive | Literal["auto"] = "auto"
+    algorithms: Mapping[Text, Mapping[Text, Any] | None] | None = None
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The YAML in ``path``, resolved.
+
+    Raises:
+        ConfigError: What planning reads is missing or of the wrong type.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    try:
+        config: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    except (OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read as a YAML: {error}") from error
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"{path}: the YAML is not a mapping.")
+    names = [field.name for field in dataclasses.fields(_Read)]
+    read = from_mapping(_Read, {name: config[name] for name in names if name in config}, "")
+    if not isinstance(read.model.get("name"), str):
+        raise ConfigError(f"model.name: {read.model.get('name')!r} is not the name of a model.")
+    return dict(config)
 
 
 def build_yaml_model(config: dict[str, Any], init_device: str) -> Any:

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import re
+from typing import Annotated, Any, Literal
+
 from composer.core import State, Time
 from composer.optim import ComposerScheduler
 
-from foundry_fp8.config import ConfigError, check_choice
+from foundry_fp8.config import ConfigError, Parse, at_least, at_most, check_arguments
 
 __all__ = ["WarmupStableDecayScheduler", "wsd_multiplier"]
 
-SHAPES = ("1-sqrt", "linear")
+
+def _time(value: Any, key: str) -> Time:
+    if isinstance(value, Time) and value.value >= 0:
+        return value
+    if isinstance(value, str) and re.fullmatch(r"\d+(iter|ep|ba|sp|tok|sec)|\d*\.?\d+dur", value):
+        return Time.from_timestring(value)
+    raise ConfigError(f"{key}: {value!r} is not a time. Write it like 100ba, 1000000tok, 2ep or 0.1dur.")
+
+
+Duration = Annotated[Any, Parse(_time, "a time (100ba, 0.1dur)")]
 
 
 def wsd_multiplier(time: float, warmup: float, decay: float, end: float, alpha_f: float, shape: str) -> float:
@@ -45,15 +57,14 @@ class WarmupStableDecayScheduler(ComposerScheduler):
 
     def __init__(
         self,
-        t_warmup: str | Time,
-        t_decay: str | Time = "0.2dur",
-        t_max: str | Time = "1dur",
-        alpha_f: float = 0.0,
-        shape: str = "1-sqrt",
+        t_warmup: Duration,
+        t_decay: Duration = "0.2dur",
+        t_max: Duration = "1dur",
+        alpha_f: Annotated[float, at_least(0), at_most(1)] = 0.0,
+        shape: Literal["1-sqrt", "linear"] = "1-sqrt",
     ) -> None:
-        check_choice("scheduler.shape", shape, SHAPES)
-        if not 0.0 <= alpha_f <= 1.0:
-            raise ConfigError(f"scheduler.alpha_f: {alpha_f} is not in [0, 1].")
+        given = {"t_warmup": t_warmup, "t_decay": t_decay, "t_max": t_max, "alpha_f": alpha_f, "shape": shape}
+        check_arguments(WarmupStableDecayScheduler, given, "scheduler")
         self.t_warmup, self.t_decay, self.t_max = t_warmup, t_decay, t_max
         self.alpha_f, self.shape = alpha_f, shape
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
-from foundry_fp8.config import ConfigError, check_choice
+from foundry_fp8.config import Config, power_of_two
 
-__all__ = ["FORMATS", "MIN_AMAX", "FormatName", "PackFormat", "Packed", "pack_format"]
+__all__ = ["FORMATS", "MIN_AMAX", "FormatName", "PackFormat", "Packed", "PackedBlock"]
 
 FormatName = Literal["int8", "e4m3", "int4"]
 FORMATS: tuple[FormatName, ...] = ("int8", "e4m3", "int4")
+PackedBlock = Annotated[int, power_of_two(16, 1024)]
+"""Elements that share a scale."""
 
 MIN_AMAX = 1e-30
 """A block whose amax is below this packs to zeros; above it ``127 / amax`` is finite in float32."""
@@ -23,22 +25,18 @@ _CODE_MAX = {"int8": 127.0, "e4m3": 448.0, "int4": 7.0}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PackFormat:
+class PackFormat(Config):
     """How a saved tensor is packed."""
 
     name: FormatName = "int8"
     """``int8``, ``e4m3`` or ``int4``."""
-    block: int = 0
+    block: Literal[0] | PackedBlock = 0
     """Elements that share a scale; 0 for the format's default (128, 128, 32)."""
 
     def __post_init__(self) -> None:
-        check_choice("format", self.name, FORMATS)
+        super().__post_init__()
         if self.block == 0:
             object.__setattr__(self, "block", _DEFAULT_BLOCK[self.name])
-        if self.block not in (16, 32, 64, 128, 256, 512, 1024):
-            raise ConfigError(
-                f"block_size: {self.block!r} is not a power of two from 16 to 1024 (elements that share one scale)."
-            )
 
     @property
     def code_max(self) -> float:
@@ -64,11 +62,6 @@ class PackFormat:
     def scale_dtype(self) -> torch.dtype:
         """float32; bfloat16 for int4, whose blocks are small."""
         return torch.bfloat16 if self.name == "int4" else torch.float32
-
-
-def pack_format(name: str, block: int = 0) -> PackFormat:
-    """A :class:`PackFormat` from what a YAML holds."""
-    return PackFormat(name=name, block=block)  # type: ignore[arg-type]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from foundry_fp8.config import ConfigError, check_choice, check_integer, from_mapping, nearest
+from foundry_fp8.config import Config, ConfigError, Natural, Positive, at_most, from_mapping, nearest
 from foundry_fp8.numerics.formats import E4M3, E5M2, Float8Format
 
 __all__ = [
@@ -37,13 +37,12 @@ __all__ = [
 Operand = Literal["x", "w", "dy"]
 """The three tensors of a linear that are quantised: input, weight, gradient of the output."""
 
-FORMATS = ("hybrid", "e4m3")
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Recipe:
+class Recipe(Config):
     """What every recipe has."""
 
+    key: ClassVar[str] = "recipe"
     name: ClassVar[str]
     shape_multiple: ClassVar[int] = 16
     """in_features and out_features must be multiples of this (cuBLASLt's rule; a block size where blocks may not be ragged)."""
@@ -52,9 +51,6 @@ class Recipe:
 
     fp8_format: Literal["hybrid", "e4m3"] = "hybrid"
     """``hybrid``: E4M3 for ``x`` and ``w``, E5M2 for ``dy``. ``e4m3``: E4M3 for all."""
-
-    def __post_init__(self) -> None:
-        check_choice(f"recipe.{self.name}.fp8_format", self.fp8_format, FORMATS)
 
     def format(self, operand: Operand) -> Float8Format:
         """The number format of one operand."""
@@ -71,21 +67,14 @@ class DelayedScaling(Recipe):
 
     name: ClassVar[str] = "delayed"
 
-    margin: int = 0
-    """The scale is divided by ``2 ** margin``: head room for an amax that grows."""
-    amax_history_len: int = 1024
+    margin: Annotated[Natural, at_most(16)] = 0
+    """The scale is divided by ``2 ** margin``: head room for an amax that grows. At 16 an amax is among E4M3's subnormals."""
+    amax_history_len: Positive = 1024
     """Forward passes (microbatches, not optimizer steps) that the history holds."""
     amax_compute_algo: Literal["max", "most_recent"] = "max"
     """The amax that sets the scale: the largest of the history, or that of the last pass."""
     reduce_amax: bool = True
     """Take the largest amax over all ranks, so that replicas quantise alike."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_integer("recipe.delayed.margin", self.margin)
-        check_integer("recipe.delayed.amax_history_len", self.amax_history_len, minimum=1)
-        check_choice("recipe.delayed.amax_compute_algo", self.amax_compute_algo, ("max", "most_recent"))
-        _check_bool("recipe.delayed.reduce_amax", self.reduce_amax)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,10 +85,6 @@ class CurrentScaling(Recipe):
 
     power_2_scales: bool = False
     """Round each scale down to a power of two."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_bool("recipe.current.power_2_scales", self.power_2_scales)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,10 +97,6 @@ class BlockScaling(Recipe):
     fp8_format: Literal["hybrid", "e4m3"] = "e4m3"
     power_2_scales: bool = True
     """Round each scale down to a power of two. ``false`` keeps float32 scales, which only Hopper GPUs can run."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_bool("recipe.block.power_2_scales", self.power_2_scales)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -155,12 +136,7 @@ def parse_recipe(value: str | Mapping[str, Any] | Recipe, key: str = "recipe") -
         )
     fields = dict(value)
     name = fields.pop("name", None)
-    if name not in RECIPES:
+    if not isinstance(name, str) or name not in RECIPES:
         said = "no name given" if name is None else f"{name!r} is not a recipe"
         raise ConfigError(f"{key}: {said}. Recipes: {', '.join(RECIPES)}.{nearest(name, RECIPES)}")
-    return from_mapping(RECIPES[name], fields, f"{key}.{name}")
-
-
-def _check_bool(key: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise ConfigError(f"{key}: {value!r} is not true or false.")
+    return from_mapping(RECIPES[name], fields, key, owner=f"Recipe {name}")

@@ -17,17 +17,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Literal
+from typing import Annotated, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from foundry_fp8.config import ConfigError, check_choice
+from foundry_fp8.config import Config, power_of_two
 from foundry_fp8.numerics.formats import E4M3
 
 __all__ = ["CHECKSUM_BYTES", "FORMATS", "HADAMARD_ORDER", "LEAST_AMAX", "WireFormat", "hadamard_matrix"]
 
-FORMATS = ("fp32", "bf16", "int8", "e4m3", "int4")
+FormatName = Literal["fp32", "bf16", "int8", "e4m3", "int4"]
+FORMATS: tuple[FormatName, ...] = get_args(FormatName)
 LIMITS = {"int8": 127.0, "e4m3": E4M3.max, "int4": 7.0}
 HADAMARD_ORDER = 32
 """Elements that one rotation mixes."""
@@ -37,26 +38,15 @@ CHECKSUM_BYTES = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class WireFormat:
+class WireFormat(Config):
     """How the elements of one message are coded."""
 
-    name: Literal["fp32", "bf16", "int8", "e4m3", "int4"]
+    name: FormatName
     """``fp32`` is lossless; ``bf16`` rounds; the others are codes with one float32 scale a block."""
-    block_size: int = 128
-    """Elements that share a scale: a power of two from 32 to 65536."""
+    block_size: Annotated[int, power_of_two(32, 65536)] = 128
+    """Elements that share a scale."""
     checksum: bool = False
     """Append a checksum to every row and verify it on arrival (debug mode)."""
-
-    def __post_init__(self) -> None:
-        check_choice("wire format", self.name, FORMATS)
-        size = self.block_size
-        if (
-            isinstance(size, bool)
-            or not isinstance(size, int)
-            or not 32 <= size <= 65536
-            or size & (size - 1)
-        ):
-            raise ConfigError(f"block_size: {size!r} is not a power of two from 32 to 65536.")
 
     @property
     def quantized(self) -> bool:

@@ -14,8 +14,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
+from typing import Annotated, Literal
 
-from foundry_fp8.config import ConfigError, check_choice
+from foundry_fp8.config import (
+    Config,
+    ConfigError,
+    Fraction,
+    Positive,
+    PositiveNumber,
+    accept,
+    at_least,
+)
 from foundry_fp8.numerics.wire_format import WireFormat
 
 __all__ = [
@@ -33,6 +43,10 @@ __all__ = [
 ]
 
 
+Seconds = Annotated[float, at_least(0)]
+Gradients = Literal["bf16", "int8", "e4m3", "int4"]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gpu:
     """What a GPU brings to the estimate."""
@@ -46,18 +60,20 @@ class Gpu:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Network:
+class Network(Config):
     """Constants of the alpha-beta model; override any of them with a measured one (``dataclasses.replace``)."""
 
-    gpus_per_node: int = 8
-    inside_bus: float = 360e9
+    key = "--set "
+
+    gpus_per_node: Positive = 8
+    inside_bus: PositiveNumber = 360e9
     """Ring bus bandwidth inside a node, bytes/s."""
-    across_bus: float = 340e9
+    across_bus: PositiveNumber = 340e9
     """Ring bus bandwidth of a ring that crosses nodes (all NICs of a node together), bytes/s."""
-    base_seconds: float = 8.4e-6
-    inside_seconds: float = 3.4e-6
+    base_seconds: Seconds = 8.4e-6
+    inside_seconds: Seconds = 3.4e-6
     """Latency of a ring step over NVLink."""
-    across_seconds: float = 14.0e-6
+    across_seconds: Seconds = 14.0e-6
     """Latency of a ring step over the network."""
     source: str = ""
 
@@ -98,34 +114,28 @@ OPTIMIZER_BYTES = 12  # float32 master weight and Adam's two moments, beside the
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Workload:
+class Workload(Config):
     """The model and the step."""
 
-    parameters: float
-    units: int
-    """FSDP units: transformer blocks, as a rule."""
-    tokens: int
-    """Tokens a GPU and step."""
-    mfu: float = 0.4
-    """Of the BF16 peak, while nothing is exposed."""
-    microbatches: int = 1
-    """FSDP gathers and reduces for each."""
-    activation_bytes: float = 0.0
-    """What activations and buffers take on each GPU."""
-    gradients: str = "bf16"
-    """What gradients travel as: bf16, int8, e4m3, int4 (int4 on the replicate leg, int8 on the shard leg)."""
-    weights: str = "bf16"
-    """What parameters travel as: bf16, int8, e4m3."""
-    second_leg: str = "bf16"
-    """What the second half of the all-reduce travels as."""
+    key = "--"
 
-    def __post_init__(self) -> None:
-        for name, allowed in (
-            ("gradients", ("bf16", "int8", "e4m3", "int4")),
-            ("weights", ("bf16", "int8", "e4m3")),
-            ("second_leg", ("bf16", "int8", "e4m3", "int4")),
-        ):
-            check_choice(name, getattr(self, name), allowed)
+    parameters: Annotated[float, at_least(1)]
+    units: Positive
+    """FSDP units: transformer blocks, as a rule."""
+    tokens: Positive
+    """Tokens a GPU and step."""
+    mfu: Fraction = 0.4
+    """Of the BF16 peak, while nothing is exposed."""
+    microbatches: Positive = 1
+    """FSDP gathers and reduces for each."""
+    activation_bytes: Annotated[float, at_least(0)] = 0.0
+    """What activations and buffers take on each GPU."""
+    gradients: Gradients = "bf16"
+    """What gradients travel as (int4 on the replicate leg, int8 on the shard leg)."""
+    weights: Literal["bf16", "int8", "e4m3"] = "bf16"
+    """What parameters travel as."""
+    second_leg: Gradients = "bf16"
+    """What the second half of the all-reduce travels as."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,17 +254,18 @@ def best_layout(work: Workload, gpus: int, gpu: Gpu, network: Network) -> Layout
 
 
 def plan_communication(
-    work: Workload, gpus: list[int], gpu: Gpu, network: Network, *, compressed: Workload | None = None
+    work: Workload, gpus: Sequence[int], gpu: Gpu, network: Network, *, compressed: Workload | None = None
 ) -> list[dict[str, float | int | str]]:
     """Rows of the plan: for each number of GPUs, plain FSDP and the best HSDP, uncompressed and compressed.
 
     Args:
         work: The uncompressed workload.
-        gpus: Numbers of GPUs.
+        gpus: Numbers of GPUs, at least 2.
         gpu: The GPU.
         network: The network.
         compressed: The same workload compressed; int8 gradients (second leg too) and e4m3 weights where ``None``.
     """
+    accept(Sequence[Annotated[int, at_least(2)]], gpus, "--gpus")
     if compressed is None:
         compressed = dataclasses.replace(work, gradients="int8", second_leg="int8", weights="e4m3")
     rows: list[dict[str, float | int | str]] = []

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import nn
 
 from foundry_fp8.backends import BACKENDS, Backend, choose_backend
-from foundry_fp8.config import ConfigError, check_choice, check_integer, check_patterns, from_mapping
+from foundry_fp8.config import (
+    Config,
+    ConfigError,
+    Names,
+    Natural,
+    Parse,
+    check_choice,
+    from_mapping,
+    not_empty,
+    one_of,
+)
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.layers.state import FP8State
 from foundry_fp8.numerics.recipes import RECIPES, Recipe, parse_recipe
@@ -24,24 +34,33 @@ __all__ = ["FP8Config", "apply_fp8", "resolve_recipe"]
 KEY = "algorithms.fp8"
 
 
+def _recipe_or_auto(value: Any, key: str) -> Recipe | Literal["auto"]:
+    if isinstance(value, str) and value not in RECIPES:
+        check_choice(key, value, (*RECIPES, "auto"))
+        return "auto"
+    return parse_recipe(value, key)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FP8Config:
+class FP8Config(Config):
     """The YAML under ``algorithms.fp8``."""
 
-    recipe: str | Mapping[str, Any] | Recipe = "auto"
+    key = KEY
+
+    recipe: Annotated[Recipe | Literal["auto"], Parse(_recipe_or_auto, "a recipe")] = "auto"
     """``delayed``, ``current``, ``block``, ``mxfp8``, a mapping with the recipe's own fields (``{name: delayed, margin:
     1}``), or ``auto``: mxfp8 on GPUs of compute capability 10.x, current elsewhere, and where the backend predicts that
     FP8 makes a layer no faster (native does), that layer stays in high precision."""
-    backend: str = "auto"
+    backend: Annotated[str, one_of("auto", *BACKENDS)] = "auto"
     """``transformer_engine``, ``native``, ``emulated``, or ``auto``: Transformer Engine if it can run the recipe, else
     native, on a GPU; emulated on a CPU."""
-    include: Sequence[str] = ("*",)
+    include: Annotated[Names, not_empty] = ("*",)
     """Globs on module names to convert."""
-    exclude: Sequence[str] = ()
+    exclude: Names = ()
     """Globs on module names to leave in high precision. Output heads, routers and embeddings are out anyway."""
-    keep_first_blocks: int = 0
+    keep_first_blocks: Natural = 0
     """Transformer blocks left in high precision at the bottom, of an encoder and of a decoder each."""
-    keep_last_blocks: int = 0
+    keep_last_blocks: Natural = 0
     """The same at the top."""
     wgrad: Literal["fp8", "high_precision"] = "fp8"
     """What the weight gradient's GEMM runs in."""
@@ -57,20 +76,7 @@ class FP8Config:
     """Whether attention's GEMMs run in FP8 too (FP8DPA). Needs the delayed recipe; emulated, also the current one."""
 
     def __post_init__(self) -> None:
-        if self.recipe != "auto":
-            if isinstance(self.recipe, str):
-                check_choice(f"{KEY}.recipe", self.recipe, (*RECIPES, "auto"))
-            object.__setattr__(self, "recipe", parse_recipe(self.recipe, f"{KEY}.recipe"))
-        check_choice(f"{KEY}.backend", self.backend, ("auto", *BACKENDS))
-        object.__setattr__(self, "include", check_patterns(f"{KEY}.include", self.include))
-        object.__setattr__(self, "exclude", check_patterns(f"{KEY}.exclude", self.exclude))
-        check_integer(f"{KEY}.keep_first_blocks", self.keep_first_blocks)
-        check_integer(f"{KEY}.keep_last_blocks", self.keep_last_blocks)
-        check_choice(f"{KEY}.wgrad", self.wgrad, ("fp8", "high_precision"))
-        check_choice(f"{KEY}.evaluate", self.evaluate, ("high_precision", "fp8"))
-        for name in ("fuse", "cache_weights", "attention"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{KEY}.{name}: {getattr(self, name)!r} is not true or false.")
+        super().__post_init__()
         if self.fuse and self.wgrad == "high_precision":
             raise ConfigError(
                 f"{KEY}.fuse: true keeps no high-precision input, from which {KEY}.wgrad: high_precision computes. "

@@ -31,9 +31,12 @@ def test_formats_per_operand():
     [
         ("delayd", r"recipe: 'delayd' is not a recipe.*Did you mean 'delayed'"),
         ({"margin": 1}, "no name given"),
-        ({"name": "current", "margin": 1}, r"recipe\.current\.margin: unknown key.*power_2_scales"),
+        (
+            {"name": "current", "margin": 1},
+            r"recipe\.margin: unknown key\. Recipe current takes .*power_2_scales",
+        ),
         ({"name": "delayed", "amax_histroy_len": 4}, "Did you mean 'amax_history_len'"),
-        ({"name": "delayed", "margin": -1}, r"recipe\.delayed\.margin: -1 is not an integer of at least 0"),
+        ({"name": "delayed", "margin": -1}, r"recipe\.margin: -1 is not an integer of at least 0"),
         ({"name": "delayed", "margin": True}, "True is not an integer"),
         ({"name": "delayed", "amax_history_len": 0}, "at least 1"),
         ({"name": "delayed", "amax_compute_algo": "mx"}, "Did you mean 'max'"),
@@ -41,9 +44,11 @@ def test_formats_per_operand():
         ({"name": "current", "power_2_scales": 1}, "1 is not true or false"),
         (
             {"name": "mxfp8", "fp8_format": "e5m2"},
-            r"recipe\.mxfp8\.fp8_format: 'e5m2' is not one of hybrid, e4m3",
+            r"recipe\.fp8_format: 'e5m2' is not one of hybrid, e4m3",
         ),
         (3, "neither a recipe's name"),
+        ({"name": ["delayed"]}, r"\['delayed'\] is not a recipe"),
+        ({"name": "delayed", "margin": 17}, "at most 16"),  # 2^17 below an amax E4M3 has nothing left
     ],
 )
 def test_bad_recipes_name_the_key_the_value_and_what_is_allowed(value, message):

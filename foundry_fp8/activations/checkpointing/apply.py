@@ -9,13 +9,13 @@ from typing import Any
 
 from torch import nn
 
-from foundry_fp8.activations.checkpointing.budget import check_budget
-from foundry_fp8.activations.checkpointing.policy import Policy, check_policy, policy_name
+from foundry_fp8.activations.checkpointing.budget import Budget
+from foundry_fp8.activations.checkpointing.policy import CheckedPolicy, Policy, policy_name
 from foundry_fp8.activations.checkpointing.recompute import recomputed
-from foundry_fp8.activations.checkpointing.targets import Selection, normalize_targets, select
+from foundry_fp8.activations.checkpointing.targets import Selection, Targets, select
 from foundry_fp8.activations.compression.saved import compresses_inside
 from foundry_fp8.compat.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper
-from foundry_fp8.config import ConfigError
+from foundry_fp8.config import Config, ConfigError
 from foundry_fp8.model_structure.wrappers import modules_by_clean_name, replace_module
 
 __all__ = [
@@ -32,31 +32,28 @@ KEY = "algorithms.activation_checkpointing"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ActivationCheckpointingConfig:
+class ActivationCheckpointingConfig(Config):
     """What ``algorithms.activation_checkpointing`` takes."""
 
-    targets: Any = None
+    key = KEY
+
+    targets: Targets = None
     """Which modules: ``null`` for every block, a name, a list of names, a mapping of names to blocks, or a list of
     ``{target, blocks, policy}`` mappings. Names are LLM Foundry's, class names, or patterns on module names."""
-    policy: Policy = "full"
+    policy: CheckedPolicy = "full"
     """``full`` keeps nothing; ``selective`` keeps matmul and attention outputs; or a list of ops to keep."""
-    budget: float | str | None = None
+    budget: Budget | None = None
     """Plan the targets from peak memory instead: ``20GiB``, a fraction of what no checkpointing needs, or ``fit``."""
     offload: bool = False
     """Move the inputs of the checkpoints to (pinned) host memory between forward and backward."""
 
     def __post_init__(self) -> None:
-        check_policy(self.policy, f"{KEY}.policy")
-        normalize_targets(self.targets, f"{KEY}.targets")
-        if not isinstance(self.offload, bool):
-            raise ConfigError(f"{KEY}.offload: {self.offload!r} is not true or false.")
-        if self.budget is not None:
-            check_budget(self.budget, f"{KEY}.budget")
-            if self.targets is not None or self.policy != "full":
-                raise ConfigError(
-                    f"{KEY}.budget: the budget chooses targets and policies itself; leave targets and policy out, or "
-                    "remove budget."
-                )
+        super().__post_init__()
+        if self.budget is not None and (self.targets is not None or self.policy != "full"):
+            raise ConfigError(
+                f"{KEY}.budget: the budget chooses targets and policies itself; leave targets and policy out, or "
+                "remove budget."
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +74,7 @@ class CheckpointingReport:
 def apply_activation_checkpointing(
     model: nn.Module,
     *,
-    targets: Any = None,
+    targets: Targets = None,
     policy: Policy = "full",
     offload: bool = False,
 ) -> CheckpointingReport:

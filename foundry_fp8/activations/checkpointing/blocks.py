@@ -5,18 +5,19 @@ YAML serves models of several depths.
 
 Source:
     LLM Foundry, ``llmfoundry/models/utils/act_ckpt.py`` (``get_target_block_list``, ``check_mapping_blocks_overlap``).
-    Differences: errors are :class:`~foundry_fp8.config.ConfigError` (Foundry mixes ``assert`` and ``ValueError``), and
-    ``every-k`` is new.
+    Differences: errors are :class:`~foundry_fp8.config.ConfigError` (Foundry mixes ``assert`` and ``ValueError``),
+    ``every-k`` is new, and what Foundry reads a number or nothing into is refused: ``true``, numbers below zero, ranges
+    that run backwards, an empty list.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Annotated, Any
 
-from foundry_fp8.config import ConfigError
+from foundry_fp8.config import ConfigError, Parse
 
-__all__ = ["GRAMMAR", "check_overlap", "format_blocks", "parse_blocks"]
+__all__ = ["GRAMMAR", "Blocks", "check_overlap", "format_blocks", "parse_blocks"]
 
 GRAMMAR = (
     "an integer n (the first n), a list of block numbers, or a comma-separated string of first-n, middle-m, last-k, "
@@ -38,18 +39,18 @@ def parse_blocks(spec: Any, n_blocks: int, key: str) -> frozenset[int]:
     Raises:
         ConfigError: ``spec`` is not of the grammar.
     """
-    if isinstance(spec, int):
+    if _is_number(spec):
         chosen: Iterable[int] = range(spec)
-    elif isinstance(spec, list):
+    elif isinstance(spec, list) and spec:
         found: set[int] = set()
         for element in spec:
-            if isinstance(element, int):
+            if _is_number(element):
                 found.add(element)
             elif isinstance(element, str):
                 found.update(_parse_element(element, n_blocks, key))
             else:
                 raise ConfigError(
-                    f"{key}: {element!r} in {spec!r} is not a block number or string. {GRAMMAR}."
+                    f"{key}: {element!r} in {spec!r} is not a block number or string. It takes {GRAMMAR}."
                 )
         chosen = found
     elif isinstance(spec, str):
@@ -79,11 +80,28 @@ def _parse_element(element: str, n_blocks: int, key: str) -> range:
             if number > 0:
                 return range(0, n_blocks, number)
         elif kind == "range":
-            start_text, end_text = rest.split("-")
-            return range(max(int(start_text), 0), min(int(end_text), n_blocks))
+            start, end = (int(number) for number in rest.split("-"))
+            if start <= end:
+                return range(start, min(end, n_blocks))
     except ValueError:
         pass
     raise ConfigError(f"{key}: {element!r} does not name blocks. It takes {GRAMMAR}.")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _check_blocks(spec: Any, key: str) -> Any:
+    if spec is None:
+        target = key.rpartition(".")
+        raise ConfigError(f"{key}: no blocks given. For all of them write {target[0]}: [{target[2]}].")
+    parse_blocks(spec, 0, key)
+    return spec
+
+
+Blocks = Annotated[Any, Parse(_check_blocks, GRAMMAR)]
+"""What a YAML says of blocks: of the grammar, whatever the model's depth."""
 
 
 def check_overlap(chosen: Iterable[tuple[str, frozenset[int]]], key: str) -> None:

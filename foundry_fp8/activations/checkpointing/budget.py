@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from foundry_fp8.config import ConfigError, parse_bytes
+from foundry_fp8.config import ConfigError, Parse, parse_bytes
 
-__all__ = ["FIT_SHARE", "check_budget", "fit_bytes"]
+__all__ = ["FIT_SHARE", "Budget", "check_budget", "fit_bytes"]
 
+WORDS = "a size (20GiB), a fraction of what no checkpointing needs (0.4), or fit"
 FIT_SHARE = 0.95
 """Of what a device has for this process: the allocator rounds blocks up and its cache fragments."""
 
 
-def check_budget(budget: Any, key: str) -> None:
-    """Raise :class:`ConfigError` unless ``budget`` is a size, a fraction in (0, 1], or ``fit``."""
+def check_budget(budget: Any, key: str) -> float | str:
+    """``budget``; raises :class:`ConfigError` unless it is a size, a fraction in (0, 1], or ``fit``."""
     if isinstance(budget, float) and 0.0 < budget <= 1.0:
-        return
+        return budget
     if isinstance(budget, str) and budget == "fit":
-        return
-    if isinstance(budget, str):
+        return budget
+    if isinstance(budget, str) and budget[-1:].isalpha():  # a bare number could be bytes or a share
         if parse_bytes(budget, key) == 0:
             raise ConfigError(f"{key}: {budget!r} is no memory at all.")
-        return
-    raise ConfigError(
-        f"{key}: {budget!r} is not a size (20GiB), a fraction of what no checkpointing needs (0.4), or fit."
-    )
+        return budget
+    raise ConfigError(f"{key}: {budget!r} is not {WORDS}.")
+
+
+Budget = Annotated[float | str, Parse(check_budget, WORDS)]
 
 
 def fit_bytes(free: int, reserved: int) -> int:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from foundry_fp8.config import ConfigError, nearest
+from foundry_fp8.config import ConfigError, Parse, nearest
 
-__all__ = ["SELECTIVE_OPS", "Policy", "check_policy", "context_fn_for", "policy_name"]
+__all__ = ["SELECTIVE_OPS", "CheckedPolicy", "Policy", "check_policy", "context_fn_for", "policy_name"]
 
 Policy = Literal["full", "selective"] | Sequence[str]
 
@@ -38,10 +38,10 @@ and with every attention op of torch and flash-attn. Those not installed are pas
 """
 
 
-def check_policy(policy: Any, key: str) -> None:
-    """Raise :class:`ConfigError` unless ``policy`` is ``full``, ``selective`` or a list of ops that exist."""
+def check_policy(policy: Any, key: str) -> Policy:
+    """``policy``; raises :class:`ConfigError` unless it is ``full``, ``selective`` or a list of ops that exist."""
     if policy in ("full", "selective"):
-        return
+        return policy
     if isinstance(policy, str) or not isinstance(policy, Sequence) or not policy:
         raise ConfigError(
             f"{key}: {policy!r} is not full, selective or a list of ops.{nearest(policy, ['full', 'selective'])}"
@@ -52,6 +52,10 @@ def check_policy(policy: Any, key: str) -> None:
             raise ConfigError(
                 f"{key}: {op!r} is not an op of torch.ops. Write it as namespace.name, such as aten.mm.{close}"
             )
+    return policy
+
+
+CheckedPolicy = Annotated[Policy, Parse(check_policy, "full, selective or a list of ops")]
 
 
 def policy_name(policy: Policy) -> str:

@@ -17,35 +17,44 @@ import dataclasses
 import fnmatch
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated
 
 from torch import nn
 
-from foundry_fp8.activations.checkpointing.blocks import check_overlap, parse_blocks
-from foundry_fp8.activations.checkpointing.policy import Policy, check_policy
-from foundry_fp8.config import ConfigError, from_mapping, nearest
+from foundry_fp8.activations.checkpointing.blocks import Blocks, check_overlap, parse_blocks
+from foundry_fp8.activations.checkpointing.policy import CheckedPolicy, Policy
+from foundry_fp8.config import Config, ConfigError, Text, accept, nearest, not_empty
 from foundry_fp8.model_structure.blocks import transformer_blocks
 from foundry_fp8.model_structure.names import clean_name
 from foundry_fp8.model_structure.wrappers import own_class
 
-__all__ = ["Selection", "Target", "normalize_targets", "select"]
+__all__ = ["Selection", "Target", "Targets", "normalize_targets", "select"]
 
 
 Classes = type | tuple[type, ...]
-EVERY_BLOCK = "\0blocks"
-"""The target that no target stands for; no YAML name can equal it."""
+EVERY_BLOCK = "<blocks>"
+"""The target that no target stands for; no module and no class can be called so."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Target:
+class Target(Config):
     """One target. In a YAML: a mapping with these keys, for what ``{name: blocks}`` cannot say."""
 
-    target: str
+    target: Text
     """Registry name, class name, or fnmatch pattern on module names."""
-    blocks: Any = None
+    blocks: Blocks | None = None
     """Which blocks, in the grammar of :mod:`.blocks`; ``None`` for all."""
-    policy: Policy | None = None
+    policy: CheckedPolicy | None = None
     """Overrides the policy of the algorithm for these modules."""
+
+
+Targets = (
+    Text
+    | Sequence[Text]
+    | Sequence[Target]
+    | Annotated[Mapping[Text, Blocks], not_empty]
+    | None  # as a YAML has them
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +65,7 @@ class Selection:
     policy: Policy
 
 
-def normalize_targets(targets: Any, key: str) -> tuple[list[Target], bool]:
+def normalize_targets(targets: Targets, key: str) -> tuple[list[Target], bool]:
     """The targets as a list, and whether names of one class are merged (Foundry's forms) or kept apart (mappings).
 
     Args:
@@ -64,34 +73,19 @@ def normalize_targets(targets: Any, key: str) -> tuple[list[Target], bool]:
             mappings with the keys of :class:`Target`.
         key: The YAML key, for messages.
     """
-    if targets is None or targets == []:
+    given = accept(Targets, targets, key)
+    if not given:
         return [Target(target=EVERY_BLOCK)], True
-    if isinstance(targets, str):
-        return [Target(target=targets)], True
-    if isinstance(targets, list):
-        if all(isinstance(entry, Mapping) for entry in targets):
-            found = [from_mapping(Target, entry, f"{key}[{i}]") for i, entry in enumerate(targets)]
-            for i, entry in enumerate(found):
-                if entry.policy is not None:
-                    check_policy(entry.policy, f"{key}[{i}].policy")
-            return found, False
-        for entry in targets:
-            if not isinstance(entry, str):
-                raise ConfigError(
-                    f"{key}: {entry!r} is not a target name. A list holds names, or only mappings."
-                )
-        return [Target(target=entry) for entry in targets], True
-    if isinstance(targets, Mapping):
-        for name, blocks in targets.items():
-            if not isinstance(name, str):
-                raise ConfigError(f"{key}: {name!r} is not a target name.")
-            if blocks is None:
-                raise ConfigError(f"{key}.{name}: no blocks given. For all of them write {key}: [{name}].")
-        return [Target(target=name, blocks=blocks) for name, blocks in targets.items()], True
-    raise ConfigError(f"{key}: {targets!r} is not a name, a list or a mapping of names to blocks.")
+    if isinstance(given, str):
+        return [Target(target=given)], True
+    if isinstance(given, Mapping):
+        return [Target(target=name, blocks=blocks) for name, blocks in given.items()], True
+    if isinstance(given[0], Target):
+        return list(given), False
+    return [Target(target=name) for name in given], True
 
 
-def select(model: nn.Module, targets: Any, policy: Policy, key: str) -> list[Selection]:
+def select(model: nn.Module, targets: Targets, policy: Policy, key: str) -> list[Selection]:
     """The modules of ``model`` that ``targets`` names.
 
     Args:

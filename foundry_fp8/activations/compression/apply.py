@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal
 
 from torch import nn
 
@@ -15,15 +15,23 @@ from foundry_fp8.activations.compression.fused_loss import fuse_losses
 from foundry_fp8.activations.compression.matching import fuse_mlp, fuse_norm
 from foundry_fp8.activations.compression.saved import Compressor, SavedBytes, compresses_inside
 from foundry_fp8.compat.checkpoint_wrapper import CheckpointWrapper
-from foundry_fp8.config import ConfigError, check_choice, check_integer, check_patterns, from_mapping, nearest
+from foundry_fp8.config import (
+    Config,
+    ConfigError,
+    Names,
+    Natural,
+    Text,
+    check_choice,
+    from_mapping,
+    not_empty,
+)
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.model_structure.blocks import transformer_blocks
 from foundry_fp8.model_structure.names import clean_name
 from foundry_fp8.model_structure.selection import check_patterns_match
-from foundry_fp8.numerics.packed import FORMATS, PackFormat
+from foundry_fp8.numerics.packed import PackedBlock, PackFormat
 
 __all__ = [
-    "KINDS",
     "ActivationCompressionConfig",
     "CompressionReport",
     "Kind",
@@ -33,61 +41,41 @@ __all__ = [
 KEY = "algorithms.activation_compression"
 
 Kind = Literal["norm", "activation", "boundary", "other", "loss"]
-KINDS: tuple[Kind, ...] = ("norm", "activation", "boundary", "other", "loss")
-
-EXACT = "exact"
+Format = Literal["int8", "e4m3", "int4", "exact"]
+EXACT: Format = "exact"
 """The format that packs nothing: fused forms keep their inputs as they are and recompute the rest."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ActivationCompressionConfig:
+class ActivationCompressionConfig(Config):
     """What ``algorithms.activation_compression`` takes."""
 
-    format: str = "int8"
+    key = KEY
+
+    format: Format = "int8"
     """``int8`` (most accurate at 8 bits), ``e4m3``, ``int4`` (twice as small, ten times the error), or ``exact``:
     nothing is rounded; fused norms and MLPs keep their inputs as they are and recompute the rest."""
-    block_size: int | None = None
+    block_size: PackedBlock | None = None
     """Elements that share a scale; ``null`` for 128 (int4: 32)."""
-    targets: Sequence[str] | Mapping[str, str] = ("*",)
+    targets: Names | Annotated[Mapping[Text, Format], not_empty] = ("*",)
     """Patterns on the names of the blocks and of what they hold, or ``{pattern: format}``, where the first pattern that
     matches a name counts. Of nested matches of one format the outermost is taken; an empty list changes only the loss."""
     include_checkpoint_boundaries: bool = True
     """Pack the inputs of activation checkpoints too."""
-    overrides: Mapping[Kind, str] = dataclasses.field(default_factory=dict)
+    overrides: Mapping[Kind, Format | Literal["none"]] = dataclasses.field(default_factory=dict)
     """Another format for one kind: ``norm`` and ``activation`` (inputs of fused norms and activation functions),
     ``boundary`` (inputs of checkpointed blocks), ``other``. ``none`` leaves the kind as it is. ``loss`` (``exact`` or
     ``none``) is the cross-entropy, which keeps the logits and recomputes their softmax."""
-    min_numel: int = 32768
+    min_numel: Natural = 32768
     """Tensors with fewer elements are left alone."""
 
     def __post_init__(self) -> None:
-        check_choice(f"{KEY}.format", self.format, (*FORMATS, EXACT))
-        if isinstance(self.targets, Mapping):
-            for pattern, name in self.targets.items():
-                check_choice(f"{KEY}.targets.{pattern}", name, (*FORMATS, EXACT))
-        else:
-            check_patterns(f"{KEY}.targets", self.targets)
-        check_integer(f"{KEY}.min_numel", self.min_numel)
-        if not isinstance(self.include_checkpoint_boundaries, bool):
-            raise ConfigError(
-                f"{KEY}.include_checkpoint_boundaries: {self.include_checkpoint_boundaries!r} is not true or false."
-            )
-        if self.block_size is not None:
-            check_integer(f"{KEY}.block_size", self.block_size, minimum=16)
-        for kind, name in self.overrides.items():
-            if kind not in KINDS:
-                raise ConfigError(
-                    f"{KEY}.overrides.{kind}: unknown kind. It takes {', '.join(KINDS)}.{nearest(kind, KINDS)}"
-                )
-            choices = (EXACT, "none") if kind == "loss" else (*FORMATS, EXACT, "none")
-            check_choice(f"{KEY}.overrides.{kind}", name, choices)
+        super().__post_init__()
+        check_choice(f"{KEY}.overrides.loss", self.overrides.get("loss", EXACT), (EXACT, "none"))
         if not self.targets and not self.fuses("loss"):
             raise ConfigError(
                 f"{KEY}.targets: an empty list and overrides.loss: none change nothing. Remove the algorithm instead."
             )
-        for kind in KINDS[:-1]:
-            for name in self.formats.values():
-                self.pack_format(kind, name)
 
     @property
     def formats(self) -> dict[str, str]:
@@ -105,10 +93,7 @@ class ActivationCompressionConfig:
         if name in ("none", EXACT):
             return None
         block = self.block_size if self.block_size is not None and name == self.format else 0
-        try:
-            return PackFormat(name=name, block=block)  # type: ignore[arg-type]
-        except ConfigError as error:
-            raise ConfigError(f"{KEY}.{error}") from error
+        return PackFormat(name=name, block=block)  # type: ignore[arg-type]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 from composer.core import Event, State
@@ -14,64 +14,58 @@ from composer.loggers import Logger
 from composer.utils import checkpoint, dist
 
 from foundry_fp8.callbacks.base import Monitor, device_of, model_of
-from foundry_fp8.config import check_choice, check_integer, check_patterns
+from foundry_fp8.callbacks.run_log import RunPath
+from foundry_fp8.config import Config, ConfigError, Positive, at_least, not_empty, one_of
 from foundry_fp8.layers.state import FP8State
 from foundry_fp8.numerics.recipes import RECIPES
 from foundry_fp8.observe.divergence.ladder import Ladder, ladders_of
 from foundry_fp8.observe.divergence.signals import RULES, Signal
 from foundry_fp8.observe.divergence.watch import LAYER_SIGNALS, Watch
 
-__all__ = ["ACTIONS", "DivergenceGuard", "DivergenceGuardConfig"]
+__all__ = ["DivergenceGuard", "DivergenceGuardConfig"]
 
 log = logging.getLogger(__name__)
 
 KEY = "callbacks.divergence_guard"
 
-ACTIONS = ("warn", "checkpoint", "demote", "stop")
-
+FINER = tuple(name for name in RECIPES if name != "delayed")
 GLOBAL = "model"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DivergenceGuardConfig:
+class DivergenceGuardConfig(Config):
     """The YAML under ``callbacks.divergence_guard``."""
 
-    interval: int = 10
+    key = KEY
+
+    interval: Positive = 10
     """Batches between two observations. The batches between cost nothing."""
-    actions: Sequence[str] = ("demote",)
+    actions: Annotated[Sequence[Literal["warn", "checkpoint", "demote", "stop"]], not_empty] = ("demote",)
     """What an alarm does besides being logged: ``warn`` (nothing more), ``checkpoint``, ``demote``, ``stop``; several."""
-    signals: Sequence[str] = tuple(RULES)
+    signals: Annotated[Sequence[Annotated[str, one_of(*RULES)]], not_empty] = tuple(RULES)
     """What to watch: ``kurtosis``, ``saturated``, ``flushed``, ``gradient_norm`` (each layer by layer), ``loss``."""
-    finer: str | None = "auto"
+    finer: Annotated[str, one_of("auto", *FINER)] | None = "auto"
     """The rung between the configured recipe and high precision: a recipe's name, ``auto`` (current after delayed, block
     after current), or null to go straight to high precision."""
-    quiet_batches: int = 500
+    quiet_batches: Positive = 500
     """Batches without anything above its threshold before a demoted layer is promoted by one rung. Doubles for a layer
     each time it has to be demoted again."""
-    window: int = 64
+    window: Annotated[int, at_least(4)] = 64
     """Observations that the running statistics hold."""
-    warmup: int = 10
+    warmup: Annotated[int, at_least(2)] = 10
     """Observations before the first alarm (a loss that is not finite does not wait)."""
-    patience: int = 2
+    patience: Positive = 2
     """Observations above the threshold, in a row, that make an alarm."""
-    checkpoint_folder: str = "divergence_guard"
+    checkpoint_folder: RunPath = "divergence_guard"
     """Where ``checkpoint`` saves: ``ba<batch>-rank<rank>.pt``, under this folder and the run's name."""
 
     def __post_init__(self) -> None:
-        check_integer(f"{KEY}.interval", self.interval, minimum=1)
-        for key, allowed in (("actions", ACTIONS), ("signals", tuple(RULES))):
-            names = check_patterns(f"{KEY}.{key}", getattr(self, key))
-            object.__setattr__(self, key, names)
-            for name in names:
-                check_choice(f"{KEY}.{key}", name, allowed)
-        if self.finer is not None:
-            check_choice(
-                f"{KEY}.finer", self.finer, ("auto", *(name for name in RECIPES if name != "delayed"))
+        super().__post_init__()
+        if self.warmup > self.window:
+            raise ConfigError(
+                f"{KEY}.warmup: {self.warmup} observations never come together in a window of {self.window}, so nothing "
+                f"would raise an alarm. Set it to at most {KEY}.window."
             )
-        check_integer(f"{KEY}.quiet_batches", self.quiet_batches, minimum=1)
-        check_integer(f"{KEY}.window", self.window, minimum=4)
-        check_integer(f"{KEY}.warmup", self.warmup, minimum=2)
-        check_integer(f"{KEY}.patience", self.patience, minimum=1)
 
 
 class DivergenceGuard(Monitor):

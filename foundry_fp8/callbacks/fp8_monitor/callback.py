@@ -13,7 +13,7 @@ from composer.core import State
 from composer.loggers import Logger
 
 from foundry_fp8.callbacks.base import Monitor, model_of
-from foundry_fp8.config import check_integer
+from foundry_fp8.config import Config, Natural, Positive
 from foundry_fp8.model_structure.blocks import block_index_of, transformer_blocks
 from foundry_fp8.model_structure.names import clean_name
 from foundry_fp8.numerics.recipes import DelayedScaling, Operand
@@ -29,19 +29,17 @@ LOWER_IS_WORSE = ("sqnr_db",)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FP8MonitorConfig:
+class FP8MonitorConfig(Config):
     """The YAML under ``callbacks.fp8_monitor``."""
 
-    interval: int = 10
+    key = KEY
+
+    interval: Positive = 10
     """Batches between two measurements. Nothing is measured in the batches between."""
-    worst: int = 5
+    worst: Natural = 5
     """Log every figure of the linears with the lowest SQNR, this many for each operand."""
     per_layer: bool = True
     """Log the worst figure of every transformer block."""
-
-    def __post_init__(self) -> None:
-        check_integer(f"{KEY}.interval", self.interval, minimum=1)
-        check_integer(f"{KEY}.worst", self.worst)
 
 
 class FP8Monitor(Monitor):

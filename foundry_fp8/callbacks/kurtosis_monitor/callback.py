@@ -6,7 +6,7 @@ import dataclasses
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from composer.core import State
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from foundry_fp8.callbacks.base import Monitor, model_of
 from foundry_fp8.compat.autograd import inside_backward
-from foundry_fp8.config import ConfigError, check_choice, check_integer, check_patterns
+from foundry_fp8.config import Config, ConfigError, Names, Positive, Text, not_empty, one_of
 from foundry_fp8.observe import kurtosis
 from foundry_fp8.observe.kurtosis_taps import PRESETS, ROLES, Tap, find_taps
 
@@ -30,16 +30,18 @@ Where = tuple[str, int | None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class KurtosisMonitorConfig:
+class KurtosisMonitorConfig(Config):
     """The YAML under ``callbacks.kurtosis_monitor``."""
 
-    interval: int = 10
+    key = KEY
+
+    interval: Positive = 10
     """Batches between two measurements. The model has no hooks in the batches between."""
-    preset: str = "auto"
+    preset: Annotated[str, one_of("auto", *PRESETS, "none")] = "auto"
     """Where the tensors are: ``mpt``, ``llama``, ``fog``, ``auto`` (whichever fits), or ``none``."""
-    roles: Sequence[str] = ROLES
+    roles: Sequence[Annotated[str, one_of(*ROLES)]] = ROLES
     """Which tensors of the preset to watch."""
-    tensors: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
+    tensors: Mapping[Text, Annotated[Names, not_empty]] = dataclasses.field(default_factory=dict)
     """More tensors, by a name of yours: globs on module names, with ``@input`` behind a glob for the module's input."""
     gradients: bool = False
     """Also the gradients of the tensors that are module outputs, under ``<role>_grad``."""
@@ -47,19 +49,10 @@ class KurtosisMonitorConfig:
     """Log every layer, not only the mean over layers."""
 
     def __post_init__(self) -> None:
-        check_integer(f"{KEY}.interval", self.interval, minimum=1)
-        check_choice(f"{KEY}.preset", self.preset, ("auto", *PRESETS, "none"))
-        object.__setattr__(self, "roles", check_patterns(f"{KEY}.roles", self.roles))
-        for role in self.roles:
-            check_choice(f"{KEY}.roles", role, ROLES)
-        if not isinstance(self.tensors, Mapping):
-            raise ConfigError(
-                f"{KEY}.tensors: {self.tensors!r} is not a mapping of names to lists of patterns."
-            )
-        tensors = {role: check_patterns(f"{KEY}.tensors.{role}", p) for role, p in self.tensors.items()}
-        object.__setattr__(self, "tensors", tensors)
-        if self.preset == "none" and not tensors:
-            raise ConfigError(f"{KEY}: `preset: none` without `tensors` watches nothing.")
+        super().__post_init__()
+        for option, nothing in (("preset", "none"), ("roles", ())):
+            if getattr(self, option) == nothing and not self.tensors:
+                raise ConfigError(f"{KEY}.{option}: {nothing!r} without `tensors` watches nothing.")
 
 
 class KurtosisMonitor(Monitor):

@@ -6,8 +6,7 @@ import dataclasses
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from composer.core import State
@@ -15,7 +14,7 @@ from composer.loggers import Logger
 from torch import nn
 
 from foundry_fp8.callbacks.base import Monitor, device_of, model_of
-from foundry_fp8.config import ConfigError, check_integer
+from foundry_fp8.config import Config, Positive
 from foundry_fp8.observe.flops import (
     Flops,
     Peaks,
@@ -27,7 +26,7 @@ from foundry_fp8.observe.flops import (
 )
 from foundry_fp8.observe.flops.meter import FlopMeter, Tokens
 from foundry_fp8.observe.flops.observer import Observer
-from foundry_fp8.observe.flops.peaks import TABLE, peaks_from_user
+from foundry_fp8.observe.flops.peaks import TABLE, PeakFlops, peaks_from_user
 
 __all__ = ["MFUMonitor", "MFUMonitorConfig"]
 
@@ -37,24 +36,16 @@ KEY = "callbacks.mfu_monitor"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MFUMonitorConfig:
+class MFUMonitorConfig(Config):
     """The YAML under ``callbacks.mfu_monitor``."""
 
-    interval: int = 10
+    key = KEY
+
+    interval: Positive = 10
     """Batches between two logs; each covers the batches since the one before."""
-    peak_flops: str | float | Mapping[str, float] = "auto"
+    peak_flops: Literal["auto", "measured"] | PeakFlops = "auto"
     """``auto``: the table of datasheet figures; ``measured``: time a large GEMM at start; or dense FLOP/s of one device:
     ``{bf16: 989.4e12, fp8: 1978.9e12}``, or one number for bf16."""
-
-    def __post_init__(self) -> None:
-        check_integer(f"{KEY}.interval", self.interval, minimum=1)
-        if isinstance(self.peak_flops, str):
-            if self.peak_flops not in ("auto", "measured"):
-                raise ConfigError(
-                    f"{KEY}.peak_flops: {self.peak_flops!r} is not auto, measured, a number or a mapping."
-                )
-        else:
-            peaks_from_user(self.peak_flops, f"{KEY}.peak_flops")
 
 
 class MFUMonitor(Monitor):
@@ -209,7 +200,7 @@ class MFUMonitor(Monitor):
         if asked == "measured":
             return measured_peaks(device)
         if asked != "auto":
-            return peaks_from_user(asked, f"{KEY}.peak_flops")
+            return peaks_from_user(asked)
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
         peaks = peaks_of(name)
         if peaks is None:

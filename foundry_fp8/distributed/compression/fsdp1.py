@@ -164,8 +164,8 @@ def _compress_gather(name: str, state: Any, compression: Compression) -> None:
     reason = None
     if state.sharding_strategy == ShardingStrategy.NO_SHARD:
         reason = "NO_SHARD gathers nothing"
-    elif nbytes < config.least_bytes:
-        reason = f"smaller than min_bytes ({config.least_bytes})"
+    elif nbytes < config.min_bytes:
+        reason = f"smaller than min_bytes ({config.min_bytes})"
     elif not compression.route(handle.process_group).compressed:
         reason = "all ranks of the shard group are on one node"
     compression.rows.append(

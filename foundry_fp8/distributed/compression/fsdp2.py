@@ -193,7 +193,7 @@ def _gathered_of(unit: Unit, compression: Compression, wire: WireFormat) -> list
         reason = (
             "all ranks of the shard group are on one node"
             if inside
-            else _why_not(parameter, config.least_bytes)
+            else _why_not(parameter, config.min_bytes)
         )
         compression.rows.append(
             Row(
@@ -243,8 +243,8 @@ def _report(unit: Unit, compression: Compression, leg: str, wire: WireFormat | N
         reason = "gradients: none"
     elif not route.compressed:
         reason = f"FSDP2 {leg}: all its ranks are on one node"
-    elif unit.nbytes < compression.config.least_bytes:
-        reason = f"FSDP2 {leg}: smaller than min_bytes ({compression.config.least_bytes})"
+    elif unit.nbytes < compression.config.min_bytes:
+        reason = f"FSDP2 {leg}: smaller than min_bytes ({compression.config.min_bytes})"
     else:
         action = wire.name
     compression.rows.append(Row(unit.name, "gradients", action, reason))

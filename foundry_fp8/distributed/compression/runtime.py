@@ -70,7 +70,7 @@ class Compression:
     def __init__(self, config: CompressionConfig) -> None:
         self.config = config
         self.traffic = Traffic()
-        self.switch = Switch(on=config.warmup_batches == 0, min_bytes=config.least_bytes)
+        self.switch = Switch(on=config.warmup == 0, min_bytes=config.min_bytes)
         self.rows: list[Row] = []
         self.residuals: dict[str, Tensor] = {}
         self.loaded: dict[str, Tensor] = {}
@@ -82,8 +82,8 @@ class Compression:
 
     def start_batch(self, batch: int) -> None:
         """Say which batch comes next: warm-up ends, and the quantisation error is sampled, by this number."""
-        every = self.config.sample_batches
-        self.switch.on = batch >= self.config.warmup_batches
+        every = self.config.sample_interval
+        self.switch.on = batch >= self.config.warmup
         self.traffic.sample = every > 0 and batch % every == 0 and self.switch.on
 
     def residual(self, name: str, numel: int, device: torch.device) -> Tensor:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from foundry_fp8.compat import cpu_stream_events
-from foundry_fp8.config import ConfigError
+from foundry_fp8.config import Config, ConfigError, Fraction, Natural, Positive
 from foundry_fp8.distributed.agreement import agree
 from foundry_fp8.distributed.mesh import hsdp_mesh, ranks_per_node, resolve_degrees, smallest_shard
 
@@ -21,27 +21,19 @@ KEY = "algorithms.hybrid_sharding"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HybridShardingConfig:
+class HybridShardingConfig(Config):
     """The shape of the mesh."""
 
-    shard: Literal["node", "auto"] | int = "auto"
-    """Ranks that share one copy of the model: those of a node, a number, or the smallest group whose state fits."""
-    replicate: Literal["auto"] | int = "auto"
-    """Copies of the model: the rest, or a number."""
-    state_fraction: float = 0.6
-    """How much of a device's memory the model's state may take, for ``shard: auto``; the rest is for activations."""
-    optimizer_bytes: int = 8
-    """Bytes of optimizer state a parameter, for ``shard: auto``: 8 for Adam's two float32 moments."""
+    key = KEY
 
-    def __post_init__(self) -> None:
-        for name, words in (("shard", ("node", "auto")), ("replicate", ("auto",))):
-            value = getattr(self, name)
-            if value not in words and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ConfigError(f"{KEY}.{name}: {value!r} is not {', '.join(words)} or a number of ranks.")
-        if not 0 < self.state_fraction <= 1:
-            raise ConfigError(f"{KEY}.state_fraction: {self.state_fraction!r} is not above 0 and at most 1.")
-        if not self.optimizer_bytes >= 0:
-            raise ConfigError(f"{KEY}.optimizer_bytes: {self.optimizer_bytes!r} is negative.")
+    shard: Literal["node", "auto"] | Positive = "auto"
+    """Ranks that share one copy of the model: those of a node, a number, or the smallest group whose state fits."""
+    replicate: Literal["auto"] | Positive = "auto"
+    """Copies of the model: the rest, or a number."""
+    state_fraction: Fraction = 0.6
+    """How much of a device's memory the model's state may take, for ``shard: auto``; the rest is for activations."""
+    optimizer_bytes: Natural = 8
+    """Bytes of optimizer state a parameter, for ``shard: auto``: 8 for Adam's two float32 moments."""
 
 
 def state_bytes(model: nn.Module, optimizer_bytes: int = 8) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from composer.models.huggingface import HuggingFaceModel, peft_installed
 from llmfoundry.models.hf import ComposerHFCausalLM
@@ -11,7 +12,7 @@ from llmfoundry.models.hf.hf_fsdp import hf_get_init_device
 from llmfoundry.models.utils import init_empty_weights
 from transformers import PreTrainedTokenizerBase
 
-from foundry_fp8.config import ConfigError, nearest
+from foundry_fp8.config import ConfigError, Names, Text, check_arguments, nearest
 from foundry_fp8.models.fog.config import Architecture, FogConfig
 from foundry_fp8.models.fog.modeling import FogForCausalLM
 
@@ -49,17 +50,18 @@ class ComposerFogCausalLM(ComposerHFCausalLM):
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase | None = None,
-        pretrained_model_name_or_path: str | None = None,
-        init_device: str = "cpu",
-        attn_implementation: str = "sdpa",
-        peft_config: dict[str, Any] | None = None,
+        pretrained_model_name_or_path: Text | None = None,
+        init_device: Literal["cpu", "meta", "mixed"] = "cpu",
+        attn_implementation: Literal["sdpa", "eager"] = "sdpa",
+        peft_config: Mapping[str, Any] | None = None,
         use_train_metrics: bool = True,
-        additional_train_metrics: list[str] | None = None,
-        additional_eval_metrics: list[str] | None = None,
+        additional_train_metrics: Names | None = None,
+        additional_eval_metrics: Names | None = None,
         should_save_peft_only: bool = True,
         allow_embedding_resizing: bool = False,
         **config: Any,
     ) -> None:
+        check_arguments(ComposerFogCausalLM, locals(), "model")
         for key in config:
             if key not in CONFIG_KEYS:
                 raise ConfigError(
@@ -81,8 +83,8 @@ class ComposerFogCausalLM(ComposerHFCausalLM):
             raise RuntimeError("model.peft_config: needs the package peft. Install llm-foundry[peft].")
         metrics, eval_metrics = self.build_metrics(
             use_train_metrics=use_train_metrics,
-            additional_train_metrics=additional_train_metrics,
-            additional_eval_metrics=additional_eval_metrics,
+            additional_train_metrics=list(additional_train_metrics or ()),
+            additional_eval_metrics=list(additional_eval_metrics or ()),
         )
         # Past ComposerHFCausalLM's constructor, which builds from the Hub; everything else of it is used.
         HuggingFaceModel.__init__(
@@ -94,7 +96,7 @@ class ComposerFogCausalLM(ComposerHFCausalLM):
             eval_metrics=eval_metrics,
             shift_labels=True,
             allow_embedding_resizing=allow_embedding_resizing,
-            peft_config=None if peft_config is None else self.get_peft_config(peft_config),
+            peft_config=None if peft_config is None else self.get_peft_config(dict(peft_config)),
             should_save_peft_only=should_save_peft_only,
         )
         self.prepare_inner_model(self.model, init_device)
@@ -121,8 +123,6 @@ def _build(
     device = hf_get_init_device(init_device)
     if device == "cpu":
         return FogForCausalLM(fog_config)
-    if device != "meta":
-        raise ConfigError(f"model.init_device: {init_device!r} is not one of cpu, meta, mixed.")
     with init_empty_weights(include_buffers=False):
         model = FogForCausalLM(fog_config)
     if fog_config.tie_word_embeddings:

@@ -5,17 +5,27 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 from transformers import PretrainedConfig
 
-from foundry_fp8.config import ConfigError, check_choice, check_integer, from_mapping
+from foundry_fp8.config import (
+    Config,
+    ConfigError,
+    Positive,
+    PositiveNumber,
+    at_least,
+    below,
+    check_arguments,
+    from_mapping,
+    one_of,
+)
 
 __all__ = ["ACTIVATIONS", "SIZES", "VARIANTS", "Architecture", "FogConfig", "Size"]
 
 ACTIVATIONS = ("xielu", "gelu", "relu", "swiglu", "smooth_swiglu", "smooth_swiglu_fog")
 GATED = ("swiglu", "smooth_swiglu", "smooth_swiglu_fog")
-QK_NORMS = ("none", "rms", "tanh")
 LLAMA31_ROPE_SCALING = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
@@ -27,14 +37,16 @@ SELF_LOGIT_WARNING = 4.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Architecture:
+class Architecture(Config):
     """The choices that define a variant. ``variant: custom`` takes them one by one from the YAML."""
+
+    key = "model"
 
     pre_norm: bool = True
     """RMSNorm on the input of attention and of the MLP."""
     post_norm: bool = False
     """RMSNorm on the output of attention and of the MLP, before the residual addition."""
-    post_norm_gain: float | None = None
+    post_norm_gain: PositiveNumber | None = None
     """Initial gain of the post-norm; ``None``: 1/sqrt(layers)."""
     final_norm: bool = True
     """RMSNorm between the last block and the head."""
@@ -44,9 +56,9 @@ class Architecture:
     """QK regularisation, by head, before RoPE: RMSNorm, or tanh(alpha x) with one alpha a layer for q and one for k."""
     qk_gain: Literal["frozen", "trainable"] = "frozen"
     """Whether the RMSNorm of q and k trains a gain vector."""
-    softmax_scale_factor: float = 1.0
+    softmax_scale_factor: PositiveNumber = 1.0
     """Logits are multiplied by ``softmax_scale_factor / sqrt(head_dim)``."""
-    activation: str = "swiglu"
+    activation: Annotated[str, one_of(*ACTIVATIONS)] = "swiglu"
     """One of ACTIVATIONS. Gated ones have a gate beside the up projection; the others are 3/2 as wide."""
     input_scaling: bool = False
     """Multiply the embeddings by 1/initializer_range, so that the residual stream starts at RMS 1."""
@@ -152,36 +164,34 @@ class FogConfig(PretrainedConfig):
 
     def __init__(
         self,
-        variant: str = "fog-max",
-        size: str | None = None,
-        vocab_size: int = 131072,
-        hidden_size: int | None = None,
-        intermediate_size: int | None = None,
-        num_hidden_layers: int | None = None,
-        num_attention_heads: int | None = None,
-        num_key_value_heads: int | None = None,
-        head_dim: int | None = None,
-        max_position_embeddings: int = 4096,
-        rope_theta: float = 500000.0,
-        rope_scaling: dict[str, float] | Literal[False] | None = None,
-        norm_eps: float = 1e-5,
-        initializer_range: float | None = None,
-        qk_gain_value: float = 1.0,
+        variant: Annotated[str, one_of(*VARIANTS, "custom")] = "fog-max",
+        size: Annotated[str, one_of(*SIZES)] | None = None,
+        vocab_size: Positive = 131072,
+        hidden_size: Positive | None = None,
+        intermediate_size: Positive | None = None,
+        num_hidden_layers: Positive | None = None,
+        num_attention_heads: Positive | None = None,
+        num_key_value_heads: Positive | None = None,
+        head_dim: Annotated[int, at_least(2)] | None = None,
+        max_position_embeddings: Positive = 4096,
+        rope_theta: PositiveNumber = 500000.0,
+        rope_scaling: Mapping[str, PositiveNumber] | Literal[False] | None = None,
+        norm_eps: PositiveNumber = 1e-5,
+        initializer_range: PositiveNumber | None = None,
+        qk_gain_value: PositiveNumber = 1.0,
         qk_norm_over: Literal["head", "projection"] = "head",
-        tanh_alpha_init: float = 1.0,
+        tanh_alpha_init: PositiveNumber = 1.0,
         tanh_alpha_trainable: bool = True,
-        softmax_scale: float | None = None,
-        mlp_input_scale: float | None = None,
-        sliding_window: int | None = None,
-        attention_dropout: float = 0.0,
+        softmax_scale: PositiveNumber | None = None,
+        mlp_input_scale: PositiveNumber | None = None,
+        sliding_window: Positive | None = None,
+        attention_dropout: Annotated[float, at_least(0), below(1)] = 0.0,
         tie_word_embeddings: bool | None = None,
         sequence_ids: bool = True,
         use_cache: bool = True,
         **kwargs: Any,
     ) -> None:
-        check_choice("model.variant", variant, (*VARIANTS, "custom"))
-        if size is not None:
-            check_choice("model.size", size, tuple(SIZES))
+        check_arguments(FogConfig, locals(), "model")
         self.variant, self.size = variant, size
         architecture = _resolve_architecture(variant, kwargs)
         for field in dataclasses.fields(Architecture):
@@ -208,7 +218,6 @@ class FogConfig(PretrainedConfig):
             values["intermediate_size"] = preset.ffn * 3 // 2
         tied = bool(values.pop("tie_word_embeddings"))
         for key, value in values.items():
-            check_integer(f"model.{key}", value, minimum=1)
             setattr(self, key, value)
         self.head_dim = self.hidden_size // self.num_attention_heads if head_dim is None else head_dim
 
@@ -239,10 +248,6 @@ class FogConfig(PretrainedConfig):
         self._check(scaled_and_tied)
 
     def _check(self, scaled_and_tied: bool) -> None:
-        check_integer("model.head_dim", self.head_dim, minimum=2)
-        check_integer("model.vocab_size", self.vocab_size, minimum=1)
-        check_integer("model.max_position_embeddings", self.max_position_embeddings, minimum=1)
-        check_choice("model.qk_norm_over", self.qk_norm_over, ("head", "projection"))
         if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigError(
                 f"model.num_key_value_heads: {self.num_key_value_heads} does not divide num_attention_heads="
@@ -255,13 +260,6 @@ class FogConfig(PretrainedConfig):
             )
         if self.head_dim % 2:
             raise ConfigError(f"model.head_dim: {self.head_dim} is odd, and RoPE turns pairs of elements.")
-        for key in ("initializer_range", "norm_eps", "rope_theta", "softmax_scale"):
-            if not getattr(self, key) > 0:
-                raise ConfigError(f"model.{key}: {getattr(self, key)} is not above 0.")
-        if not 0 <= self.attention_dropout < 1:
-            raise ConfigError(f"model.attention_dropout: {self.attention_dropout} is not in [0, 1).")
-        if self.sliding_window is not None:
-            check_integer("model.sliding_window", self.sliding_window, minimum=1)
         if self.rope_scaling is not False and set(self.rope_scaling) != set(LLAMA31_ROPE_SCALING):
             raise ConfigError(
                 f"model.rope_scaling: {self.rope_scaling!r} is neither false nor a mapping of exactly "
@@ -341,11 +339,9 @@ def _resolve_architecture(variant: str, kwargs: dict[str, Any]) -> Architecture:
     """Take Architecture's fields out of ``kwargs``; they may repeat a named variant's choices, not contradict them."""
     names = [field.name for field in dataclasses.fields(Architecture)]
     given = {name: kwargs.pop(name) for name in names if name in kwargs}
-    check_choice("model.activation", given.get("activation", "swiglu"), ACTIVATIONS)
-    check_choice("model.qk_norm", given.get("qk_norm", "none"), QK_NORMS)
-    check_choice("model.qk_gain", given.get("qk_gain", "frozen"), ("frozen", "trainable"))
+    custom = from_mapping(Architecture, given, "model")
     if variant == "custom":
-        return from_mapping(Architecture, given, "model")
+        return custom
     base = VARIANTS[variant]
     free = FREE_CHOICES.get(variant, ())
     for name, value in given.items():
@@ -365,8 +361,6 @@ def _complete_dimensions(given: dict[str, Any], head_dim: int | None) -> Size:
         raise ConfigError(
             f"model.{missing[0]}: missing. Give {', '.join(required)}, or a size ({', '.join(SIZES)})."
         )
-    for key in required:
-        check_integer(f"model.{key}", given[key], minimum=1)
     hidden, heads = given["hidden_size"], given["num_attention_heads"]
     if head_dim is None and hidden % heads:
         raise ConfigError(

@@ -12,7 +12,8 @@ lives inside the attention class and the MLP here, and MPT's own norms become ``
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 from llmfoundry.models.layers.attention import GroupedQueryAttention
@@ -20,7 +21,7 @@ from llmfoundry.models.layers.ffn import resolve_ffn_hidden_size
 from llmfoundry.models.layers.layer_builders import build_fc
 from torch import Tensor, nn
 
-from foundry_fp8.config import check_choice
+from foundry_fp8.config import Positive, PositiveNumber, accept, check_arguments
 from foundry_fp8.models.fog.feedforward import XIELU, smooth_swiglu_fog
 from foundry_fp8.models.fog.norms import RMSNorm
 from foundry_fp8.models.fog.qk import TanhNorm
@@ -37,8 +38,14 @@ __all__ = [
 class NoNorm(nn.Module):
     """An identity with a norm's signature: FOG's blocks have no pre-norm and no final norm."""
 
-    def __init__(self, normalized_shape: int, eps: float = 1e-5, device: str | None = None) -> None:
+    def __init__(
+        self,
+        normalized_shape: int,
+        eps: float | None = 1e-5,
+        device: str | None = None,
+    ) -> None:
         super().__init__()
+        accept(PositiveNumber | None, eps, "model.norm_eps")
         del normalized_shape, eps, device
 
     def forward(self, x: Tensor) -> Tensor:
@@ -65,15 +72,15 @@ class FogMPTAttention(GroupedQueryAttention):
         self,
         d_model: int,
         n_heads: int,
-        kv_n_heads: int | None = None,
-        qk_norm: str = "rms",
-        tanh_alpha_init: float = 1.0,
-        post_norm_gain: float | None = None,
-        norm_eps: float = 1e-5,
+        kv_n_heads: Positive | None = None,
+        qk_norm: Literal["rms", "tanh", "none"] = "rms",
+        tanh_alpha_init: PositiveNumber = 1.0,
+        post_norm_gain: PositiveNumber | None = None,
+        norm_eps: PositiveNumber = 1e-5,
         device: str | None = None,
         **kwargs: Any,
     ) -> None:
-        check_choice("model.attn_config.qk_norm", qk_norm, ("rms", "tanh", "none"))
+        check_arguments(FogMPTAttention, locals(), "model.attn_config")
         super().__init__(
             d_model=d_model,
             n_heads=n_heads,
@@ -133,17 +140,17 @@ class FogMPTFFN(nn.Module):
 
 def build_fog_ffn(
     d_model: int,
-    expansion_ratio: int | float,
+    expansion_ratio: PositiveNumber,
     fc_type: dict[str, Any] | None = None,
-    ffn_hidden_size: int | None = None,
-    ffn_act: str = "xielu",
-    post_norm_gain: float | None = None,
-    norm_eps: float = 1e-5,
+    ffn_hidden_size: Positive | None = None,
+    ffn_act: Literal["xielu", "gelu", "relu"] = "xielu",
+    post_norm_gain: PositiveNumber | None = None,
+    norm_eps: PositiveNumber = 1e-5,
     device: str | None = None,
     bias: bool = False,
 ) -> nn.Module:
     """``ffn_type: fog_ffn``: xIELU or GELU, and an optional post-norm. Arguments as LLM Foundry's ``mptmlp``."""
-    check_choice("model.ffn_config.ffn_act", ffn_act, ("xielu", "gelu", "relu"))
+    _check_ffn(build_fog_ffn, locals())
     act = XIELU(device=device) if ffn_act == "xielu" else nn.GELU() if ffn_act == "gelu" else nn.ReLU()
     hidden = resolve_ffn_hidden_size(d_model, expansion_ratio, ffn_hidden_size)
     return FogMPTFFN(
@@ -157,15 +164,16 @@ def build_fog_ffn(
 
 def build_smooth_swiglu_ffn(
     d_model: int,
-    expansion_ratio: int | float,
+    expansion_ratio: PositiveNumber,
     fc_type: dict[str, Any] | None = None,
-    ffn_hidden_size: int | None = None,
-    post_norm_gain: float | None = None,
-    norm_eps: float = 1e-5,
+    ffn_hidden_size: Positive | None = None,
+    post_norm_gain: PositiveNumber | None = None,
+    norm_eps: PositiveNumber = 1e-5,
     device: str | None = None,
     bias: bool = False,
 ) -> nn.Module:
     """``ffn_type: smooth_swiglu``: the gated MLP with FOG's baseline's per-token scale, see ``smooth_swiglu_fog``."""
+    _check_ffn(build_smooth_swiglu_ffn, locals())
     hidden = resolve_ffn_hidden_size(d_model, expansion_ratio, ffn_hidden_size)
     return FogMPTFFN(
         d_model,
@@ -174,6 +182,11 @@ def build_smooth_swiglu_ffn(
         _post_norm(d_model, post_norm_gain, norm_eps, device),
         fc_type or {"name": "torch", "bias": bias, "device": device},
     )
+
+
+def _check_ffn(builder: Callable[..., nn.Module], given: dict[str, Any]) -> None:
+    check_arguments(builder, {"expansion_ratio": given.pop("expansion_ratio")}, "model")
+    check_arguments(builder, given, "model.ffn_config")
 
 
 def init_fog_module(module: nn.Module, **_: Any) -> bool:

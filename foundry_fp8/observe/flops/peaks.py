@@ -10,16 +10,28 @@ import dataclasses
 import re
 import time
 from collections.abc import Mapping
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 
-from foundry_fp8.config import ConfigError, nearest
+from foundry_fp8.config import PositiveNumber, accept, not_empty, one_of
 from foundry_fp8.numerics.formats import E4M3
 
-__all__ = ["PRECISIONS", "TABLE", "Device", "Peaks", "measured_peaks", "peaks_from_user", "peaks_of"]
+__all__ = [
+    "PRECISIONS",
+    "TABLE",
+    "Device",
+    "PeakFlops",
+    "Peaks",
+    "measured_peaks",
+    "peaks_from_user",
+    "peaks_of",
+]
 
 PRECISIONS = ("fp8", "bf16", "fp16", "tf32", "fp32")
+PeakFlops = (
+    PositiveNumber | Annotated[Mapping[Annotated[str, one_of(*PRECISIONS)], PositiveNumber], not_empty]
+)  # dense FLOP/s of one device: one number for bf16, or by precision
 """What a GEMM can have run in. ``tf32`` is fp32 with reduced-precision multiplication allowed."""
 
 
@@ -117,29 +129,15 @@ def peaks_of(device_name: str) -> Peaks | None:
     return None
 
 
-def peaks_from_user(value: object, key: str = "mfu_monitor.peak_flops") -> Peaks:
+def peaks_from_user(value: object, key: str = "callbacks.mfu_monitor.peak_flops") -> Peaks:
     """Peaks as a YAML gives them: a mapping of precision to FLOP/s, or one number for bf16.
 
     Raises:
         ConfigError: Not a positive number, or an unknown precision.
     """
-    given = value if isinstance(value, Mapping) else {"bf16": value}
-    peaks: dict[str, float] = {}
-    for name, number in given.items():
-        if name not in PRECISIONS:
-            raise ConfigError(
-                f"{key}.{name}: not a precision. Known: {', '.join(PRECISIONS)}.{nearest(name, PRECISIONS)}"
-            )
-        if isinstance(number, bool) or not isinstance(number, int | float) or not number > 0:
-            raise ConfigError(
-                f"{key}.{name}: {number!r} is not a positive number of FLOP/s (such as 989.4e12)."
-            )
-        peaks[name] = float(number)
-    if not peaks:
-        raise ConfigError(
-            f"{key}: empty. Give FLOP/s by precision, such as {{bf16: 989.4e12, fp8: 1978.9e12}}."
-        )
-    return Peaks(peaks, "user", "given by the user")
+    given = accept(PeakFlops, value, key)
+    peaks = given if isinstance(given, Mapping) else {"bf16": given}
+    return Peaks({name: float(number) for name, number in peaks.items()}, "user", "given by the user")
 
 
 def measured_peaks(device: torch.device, size: int | None = None, seconds: float = 0.25) -> Peaks:

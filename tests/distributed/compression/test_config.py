@@ -13,9 +13,10 @@ from foundry_fp8.distributed.compression.config import KEY, CompressionConfig
         ({"gradients": "none"}, "both none"),
         ({"block_size": 100}, "power of two"),
         ({"warmup": "1ep"}, "100ba"),
-        ({"warmup": -1}, "at least 0"),
+        ({"warmup": -1}, "100ba"),
+        ({"warmup": "-5ba"}, "100ba"),
         ({"min_bytes": "64 furlongs"}, "64KiB"),
-        ({"error_feedback": "sometimes"}, "auto, true or false"),
+        ({"error_feedback": "sometimes"}, "auto or true or false"),
         ({"gradients": "bf16", "error_feedback": True}, "loses nothing"),
         ({"scope": "node"}, "inter_node"),
         ({"verify": "yes"}, "true or false"),
@@ -24,12 +25,12 @@ from foundry_fp8.distributed.compression.config import KEY, CompressionConfig
 def test_bad_options_are_refused_with_what_to_write(options, said):
     with pytest.raises(ConfigError, match=said) as caught:
         from_mapping(CompressionConfig, options, KEY)
-    assert KEY in str(caught.value) or "block_size" in str(caught.value)
+    assert str(caught.value).startswith(KEY)
 
 
 def test_units_are_understood():
     config = CompressionConfig(warmup="100ba", min_bytes="64KiB", sample_interval=7)
-    assert (config.warmup_batches, config.least_bytes, config.sample_batches) == (100, 65536, 7)
+    assert (config.warmup, config.min_bytes, config.sample_interval) == (100, 65536, 7)
 
 
 @pytest.mark.parametrize(("gradients", "fed"), [("int8", True), ("int4", True), ("bf16", False)])

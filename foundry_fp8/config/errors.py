@@ -1,0 +1,18 @@
+"""The error of every bad configuration."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection
+
+__all__ = ["ConfigError", "nearest"]
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be run, found before training starts."""
+
+
+def nearest(name: object, allowed: Collection[str]) -> str:
+    """``" Did you mean 'x'?"`` for the closest of ``allowed``, or an empty string."""
+    found = difflib.get_close_matches(str(name), list(allowed), n=1, cutoff=0.5)
+    return f" Did you mean {found[0]!r}?" if found else ""
