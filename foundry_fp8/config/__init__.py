@@ -8,7 +8,7 @@ unions, sequences, mappings, other ``Config`` classes), narrowed by ``Annotated`
     state_fraction: Annotated[float, above(0), at_most(1)] = 0.6
     warmup: Batches = 100                                       # Annotated[int, Parse(...)]: "100ba" becomes 100
 
-A bool is no number, a string is no list, and NaN and infinity are no values. Every message begins with the whole path of
+A bool is no number, a string is no list, and NaN, infinity and what float32 cannot hold are no numbers. Every message begins with the whole path of
 the YAML key and says what is allowed there.
 """
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +15,8 @@ from foundry_fp8.config.rules import Parse, one_of
 __all__ = ["Config", "accept", "check_arguments", "check_choice", "from_mapping"]
 
 T = TypeVar("T")
+
+_FLOAT32_MAX = 3.4e38  # a number ends up in a float32 tensor; comparing refuses NaN too
 
 
 class Config:
@@ -124,7 +125,7 @@ def accept(hint: Any, value: Any, key: str) -> Any:
         if value is None:
             return value
     elif hint is float:
-        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _FLOAT32_MAX:
             return value
     elif hint is int:
         if isinstance(value, int) and not isinstance(value, bool):

@@ -50,7 +50,7 @@ class CompressionConfig(Config):
         super().__post_init__()
         if self.gradients == "none" and self.parameters == "none":
             raise ConfigError(
-                f"{KEY}: gradients and parameters are both none. Name a format, or remove {KEY}."
+                f"{KEY}.gradients: none, and parameters too: both none compresses nothing. Name a format, or remove {KEY}."
             )
         if self.error_feedback is True and self.gradients in ("none", "bf16"):
             raise ConfigError(
