@@ -176,7 +176,8 @@ def _parsers(hint: Any) -> list[Parse]:
 
 
 def _mismatch(hint: Any, value: Any, key: str) -> ConfigError:
-    return ConfigError(f"{key}: {value!r} is not {_words(hint)}.{nearest(value, _choices(hint))}")
+    close = nearest(value, _choices(hint)) if isinstance(value, str) else ""
+    return ConfigError(f"{key}: {value!r} is not {_words(hint)}.{close}")
 
 
 def _words(hint: Any) -> str:

@@ -259,7 +259,10 @@ class FogConfig(PretrainedConfig):
                 f"{self.hidden_size // self.num_attention_heads}. Leave size out to set every dimension."
             )
         if self.head_dim % 2:
-            raise ConfigError(f"model.head_dim: {self.head_dim} is odd, and RoPE turns pairs of elements.")
+            raise ConfigError(
+                f"model.head_dim: {self.head_dim} (hidden_size / num_attention_heads where it is not given) is odd, and RoPE "
+                "turns pairs of elements."
+            )
         if self.rope_scaling is not False and set(self.rope_scaling) != set(LLAMA31_ROPE_SCALING):
             raise ConfigError(
                 f"model.rope_scaling: {self.rope_scaling!r} is neither false nor a mapping of exactly "

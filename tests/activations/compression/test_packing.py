@@ -90,8 +90,11 @@ def test_what_is_not_packable():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"name": "int6"}, "format: 'int6' is not one of int8, e4m3, int4. Did you mean 'int8'"),
-        ({"name": "int8", "block": 100}, "block_size: 100 is not a power of two"),
+        ({"name": "int6"}, "name: 'int6' is not one of int8, e4m3, int4. Did you mean 'int8'"),
+        (
+            {"name": "int8", "block": 100},
+            "block: 100 is not 0 or an integer that is a power of two from 16 to 1024",
+        ),
     ],
 )
 def test_bad_formats(options, message):
