@@ -1,0 +1,70 @@
+"""How far a gradient may lie from the reference, by what is switched on. Relative to the ranks' mean norm of that gradient.
+
+An error epsilon in what a GEMM reads becomes a relative error epsilon in what it writes, and independent ones add up as
+squares: over the matrices of a path through two blocks, that is :data:`DEPTH` times one of them. Where FP8 quantises behind a
+small difference d, values near a rounding edge move by a whole step q: a share d/q of them, so sqrt(d q) in the mean.
+"""
+
+from __future__ import annotations
+
+import math
+
+from tests.combinations.space import Case
+
+DEPTH = math.sqrt(14)
+MARGIN = 3.0
+ROUNDOFF = {"float32": 2.0**-24, "bfloat16": 2.0**-9, "float16": 2.0**-12}
+FP8_STEP = 2.0**-3
+"""E5M2's, relative: the coarsest."""
+INT8 = 3.5 / 127 / math.sqrt(12)
+"""Rounding a block of normal values whose largest is 3.5 standard deviations, rms."""
+E4M3 = 2.0**-3 / math.sqrt(12)
+INT8_WORST = math.sqrt(32) / 254
+"""Half a step in every element of a block of 32 whose largest element holds the whole norm."""
+FLOOR = 2e-3
+"""Of the norm of all gradients, for what is lossy: a sum that cancels keeps the noise of what it summed."""
+
+SUMS = 1e-5
+"""Another order of float32 sums."""
+DIFFERENCES = 1e-4
+"""FSDP1's flat parameters are compared by their step, which is a difference of float32 weights."""
+
+
+def relative(case: Case) -> float:
+    """Of one parameter's gradient, against the same numerics without the rest."""
+    total = DIFFERENCES if case.wrapper == "fsdp1-flat" else SUMS
+    for epsilon in _in_backward(case):
+        total += MARGIN * DEPTH * epsilon
+        if case.fp8 != "none":
+            total += MARGIN * DEPTH * math.sqrt(epsilon * FP8_STEP)
+    if case.gradients != "none":
+        legs = 2 if case.wrapper.startswith("hsdp") else 1
+        carried = 2  # error feedback adds the step before
+        reductions = 2 if case.accumulation == "two" else 1
+        total += legs * carried * reductions * INT8_WORST + 2.0**-8
+    return total
+
+
+def _in_backward(case: Case) -> list[float]:
+    found = []
+    if case.compression == "exact":
+        found.append(4 * ROUNDOFF[case.dtype])  # the same formula, in other steps
+    if case.compression == "int8":
+        found.append(INT8)
+    if case.parameters != "none":
+        found.append(INT8 if case.parameters == "int8" else E4M3)
+    return found
+
+
+def absolute(case: Case) -> float:
+    """Added to the above, of the norm of all gradients together."""
+    lossy = case.communicates or case.compression == "int8"
+    return FLOOR if lossy else 1e-7
+
+
+def numerics(case: Case) -> dict[str, float]:
+    """The number formats alone, against float64: the gradient as a whole, and each parameter's."""
+    if case.fp8 != "none":
+        return {"direction": 0.5, "ratio": 0.25, "parameter": 1.0}
+    epsilon = ROUNDOFF[case.dtype]
+    return {"direction": 16 * epsilon, "ratio": 16 * epsilon, "parameter": 64 * epsilon}

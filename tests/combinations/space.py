@@ -1,0 +1,140 @@
+"""What a run can switch on, which of it excludes each other, and rows in which every pair of values occurs."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import covertable
+
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "model": ("llama", "plain", "odd"),
+    "wrapper": ("none", "ddp", "fsdp1", "fsdp1-flat", "fsdp2", "hsdp1", "hsdp2"),
+    "dtype": ("float32", "bfloat16", "float16"),
+    "fp8": (
+        "none",
+        "delayed",
+        "current",
+        "block",
+        "mxfp8",
+        "native-delayed",
+        "native-current",
+        "native-block",
+    ),
+    "attention": (False, True),
+    "checkpoint": ("none", "full", "selective", "targets", "offload"),
+    "compression": ("none", "exact", "int8"),
+    "gradients": ("none", "int8"),
+    "parameters": ("none", "int8", "e4m3"),
+    "cache_weights": (False, True),
+    "lora": (False, True),
+    "frozen": (False, True),
+    "tied": (False, True),
+    "accumulation": ("one", "two", "two-unsynchronised", "two-forwards"),
+    "clip": (False, True),
+    "wrapped": ("first", "last"),
+    "evaluate": (False, True),
+}
+"""``accumulation``: microbatches a step, without a reduction between them, or with both forwards before one backward.
+``wrapped``: whether checkpoints and compression are applied to what is wrapped already. ``evaluate``: a forward in
+``eval()`` between the steps."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """One row. A default is the value that switches nothing on."""
+
+    model: str = "llama"
+    wrapper: str = "none"
+    dtype: str = "float32"
+    fp8: str = "none"
+    attention: bool = False
+    checkpoint: str = "none"
+    compression: str = "none"
+    gradients: str = "none"
+    parameters: str = "none"
+    cache_weights: bool = False
+    lora: bool = False
+    frozen: bool = False
+    tied: bool = False
+    accumulation: str = "one"
+    clip: bool = False
+    wrapped: str = "first"
+    evaluate: bool = False
+
+    @property
+    def communicates(self) -> bool:
+        return self.gradients != "none" or self.parameters != "none"
+
+    @property
+    def numerics(self) -> Case:
+        """The same case without what must not change a gradient, and without what may round it on its way."""
+        return Case(
+            **{
+                name: getattr(self, name)
+                for name in (
+                    "model", "dtype", "fp8", "attention", "lora", "frozen", "tied", "accumulation", "clip", "evaluate",
+                )
+            }
+        )  # fmt: skip
+
+    def __str__(self) -> str:
+        changed = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return " ".join(
+            f"{name}={value}" if not isinstance(value, bool) else name
+            for name, value in changed.items()
+            if value != getattr(DEFAULT, name) or name in ("model", "wrapper")
+        )
+
+
+DEFAULT = Case()
+
+EXCLUDED: dict[str, tuple[tuple[str, ...], Callable[[Any], bool]]] = {
+    "FP8 attention is delayed or current, emulated": (
+        ("attention", "fp8"),
+        lambda r: r["attention"] and r["fp8"] not in ("delayed", "current"),
+    ),
+    "only native keeps quantised weights": (
+        ("cache_weights", "fp8"),
+        lambda r: r["cache_weights"] and not r["fp8"].startswith("native"),
+    ),
+    "one rank sends nothing": (
+        ("gradients", "wrapper"),
+        lambda r: r["gradients"] != "none" and r["wrapper"] == "none",
+    ),
+    "only FSDP gathers parameters": (
+        ("parameters", "wrapper"),
+        lambda r: r["parameters"] != "none" and r["wrapper"] in ("none", "ddp"),
+    ),
+    "FSDP1's flat parameter trains as a whole or not at all": (
+        ("wrapper", "frozen", "lora"),
+        lambda r: r["wrapper"] == "fsdp1-flat" and (r["frozen"] or r["lora"]),
+    ),
+    "on a CPU, torch cannot drop the gather of an HSDP unit without any gradient (compat/cpu_stream_events)": (
+        ("wrapper", "frozen", "model"),
+        lambda r: r["wrapper"] == "hsdp2" and r["frozen"] and r["model"] == "llama",
+    ),
+}
+"""What cannot be asked for together, by reason."""
+
+
+def allowed(row: dict[str, Any]) -> bool:
+    """Whether no rule of :data:`EXCLUDED` speaks against the values that ``row`` names."""
+    return not any(set(names) <= row.keys() and excluded(row) for names, excluded in EXCLUDED.values())
+
+
+@functools.cache
+def covering(strength: int = 2) -> tuple[Case, ...]:
+    """Cases in which every allowed combination of ``strength`` values occurs, always in the same order."""
+    constraints = [
+        {
+            "operator": "fn",
+            "requires": list(names),
+            "evaluate": lambda row, excluded=excluded: not excluded(row),
+        }
+        for names, excluded in EXCLUDED.values()
+    ]
+    rows = covertable.make(FACTORS, strength=strength, constraints=constraints)
+    return tuple(Case(**row) for row in rows)
