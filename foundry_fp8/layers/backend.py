@@ -14,7 +14,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from contextlib import AbstractContextManager, nullcontext
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,9 @@ class Backend(abc.ABC):
     only_where_faster: bool = False
     """Leave layers in high precision that are predicted to be no faster in FP8; ``recipe: auto`` sets it. A backend that
     predicts nothing ignores it."""
+    accumulation: Literal["float32", "hopper"] = "float32"
+    """How a backend that emulates adds products up: in float32, or bit for bit as Hopper's tensor cores do under the recipe's
+    ``fast_accumulation``. Hardware does what it does."""
     cache_weights: bool = False
     """Quantise each weight once per optimizer step; ``cache_weights: true`` sets it where :meth:`weight_cache_reason` allows."""
 

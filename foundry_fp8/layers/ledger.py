@@ -12,9 +12,10 @@ from typing import Literal
 
 import torch
 
+from foundry_fp8.numerics.recipes import Gemm
+
 __all__ = ["Gemm", "GemmLedger", "Precision", "precision_of"]
 
-Gemm = Literal["fprop", "dgrad", "wgrad"]
 Precision = Literal["fp8", "bf16", "fp16", "fp32", "fp64"]
 
 _NAMES: dict[torch.dtype, Precision] = {

@@ -62,6 +62,18 @@ class Quantized:
         """float32 ``[R, C]``: ``data * gemm_scale``."""
         return self.data.float() * self.expanded(self.gemm_scale)
 
+    def t(self) -> Quantized:
+        """The transpose: views of the same bytes, scales and amaxes."""
+        if self.block is None:
+            return dataclasses.replace(self, data=self.data.t())
+        return dataclasses.replace(
+            self,
+            data=self.data.t(),
+            scale_inv=self.scale_inv.t(),
+            block=self.block[::-1],
+            amax=self.amax.t(),
+        )
+
     def expanded(self, per_block: Tensor) -> Tensor:
         """``per_block`` (the shape of ``scale_inv``) repeated so that it broadcasts against ``data``."""
         if self.block is None:

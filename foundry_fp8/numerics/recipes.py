@@ -17,7 +17,7 @@ once by rows and once by columns. The semantics are those of Transformer Engine'
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from foundry_fp8.config import Config, ConfigError, Natural, Positive, at_most, from_mapping, nearest
@@ -28,14 +28,21 @@ __all__ = [
     "BlockScaling",
     "CurrentScaling",
     "DelayedScaling",
+    "Gemm",
     "MXFP8Scaling",
     "Operand",
     "Recipe",
+    "TensorwiseRecipe",
     "parse_recipe",
 ]
 
 Operand = Literal["x", "w", "dy"]
 """The three tensors of a linear that are quantised: input, weight, gradient of the output."""
+
+Gemm = Literal["fprop", "dgrad", "wgrad"]
+"""The three products of a linear: ``Y = X W^T``, ``dX = dY W``, ``dW = dY^T X``."""
+
+GEMMS: tuple[Gemm, ...] = ("fprop", "dgrad", "wgrad")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,13 +63,40 @@ class Recipe(Config):
         """The number format of one operand."""
         return E5M2 if operand == "dy" and self.fp8_format == "hybrid" else E4M3
 
+    def accumulates_fast(self, gemm: Gemm) -> bool:
+        """Whether Hopper and Ada GPUs may add up all of this product in the tensor cores' own short accumulator."""
+        return False
+
     def to_dict(self) -> dict[str, Any]:
         """``{"name": ..., field: value}``: what :func:`parse_recipe` reads back, and what the logs show."""
         return {"name": self.name, **dataclasses.asdict(self)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DelayedScaling(Recipe):
+class TensorwiseRecipe(Recipe):
+    """One scale a tensor, so that a GEMM is one product, which Hopper and Ada GPUs can add up in two ways.
+
+    Block scales are applied to sums of 128, outside of the tensor core, and mxfp8 runs on GPUs whose accumulator is longer:
+    there is no choice to make.
+    """
+
+    fast_accumulation: Sequence[Gemm] = ("fprop",)
+    """The GEMMs that Hopper and Ada GPUs add up in the tensor cores' own accumulator (13 bits of mantissa) from the first
+    product to the last; the others are promoted to float32 on the way. ``[]`` is the most accurate and slower."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(
+            self, "fast_accumulation", tuple(gemm for gemm in GEMMS if gemm in self.fast_accumulation)
+        )
+
+    def accumulates_fast(self, gemm: Gemm) -> bool:
+        """See :meth:`Recipe.accumulates_fast`."""
+        return gemm in self.fast_accumulation
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DelayedScaling(TensorwiseRecipe):
     """One scale per tensor, from the amax history of earlier forward passes. Fastest; scales lag one step behind."""
 
     name: ClassVar[str] = "delayed"
@@ -73,12 +107,10 @@ class DelayedScaling(Recipe):
     """Forward passes (microbatches, not optimizer steps) that the history holds."""
     amax_compute_algo: Literal["max", "most_recent"] = "max"
     """The amax that sets the scale: the largest of the history, or that of the last pass."""
-    reduce_amax: bool = True
-    """Take the largest amax over all ranks, so that replicas quantise alike."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CurrentScaling(Recipe):
+class CurrentScaling(TensorwiseRecipe):
     """One scale per tensor, from the tensor itself. No state; costs one more pass over the tensor."""
 
     name: ClassVar[str] = "current"

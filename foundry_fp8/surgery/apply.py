@@ -54,6 +54,9 @@ class FP8Config(Config):
     backend: Annotated[str, one_of("auto", *BACKENDS)] = "auto"
     """``transformer_engine``, ``native``, ``emulated``, or ``auto``: Transformer Engine if it can run the recipe, else
     native, on a GPU; emulated on a CPU."""
+    accumulation: Literal["float32", "hopper"] = "float32"
+    """How the emulated backend adds products up: in float32, or bit for bit as Hopper's tensor cores do under the recipe's
+    ``fast_accumulation`` (slow; not for mxfp8)."""
     include: Annotated[Names, not_empty] = ("*",)
     """Globs on module names to convert."""
     exclude: Names = ()
@@ -128,6 +131,8 @@ def apply_fp8(model: nn.Module, *, device: torch.device | str | None = None, **o
     recipe = resolve_recipe(config.recipe, where)
     backend, chosen = choose_backend(config.backend, recipe, where, f"{KEY}.backend")
     backend.only_where_faster = config.recipe == "auto"
+    if config.accumulation != "float32":
+        chosen = f"{chosen}; {_emulate_accumulation(backend, config.accumulation, recipe, where)}"
     if config.cache_weights:
         reason = backend.weight_cache_reason()
         if reason is not None:
@@ -158,6 +163,23 @@ def apply_fp8(model: nn.Module, *, device: torch.device | str | None = None, **o
         )
     FP8State(model, converted, recipe, backend)
     return SurgeryReport(rows=rows, attention=attention, recipe=recipe, backend=backend.name, chosen=chosen)
+
+
+def _emulate_accumulation(
+    backend: Backend, accumulation: Literal["float32", "hopper"], recipe: Recipe, device: torch.device
+) -> str:
+    """Set it; what to say of it in the log."""
+    key = f"{KEY}.accumulation"
+    if backend.name != "emulated":
+        raise ConfigError(
+            f"{key}: {accumulation} is for backend: emulated; {backend.name} runs on hardware, which adds up in its own way. "
+            f"Remove it, and choose with the recipe's fast_accumulation."
+        )
+    backend.accumulation = accumulation
+    found = backend.availability(recipe, device)
+    if not found.ok:
+        raise ConfigError(f"{key}: {accumulation}: {found.reason}. {found.remedy}")
+    return f"products are added up as {accumulation.capitalize()} does"
 
 
 def _fuse(

@@ -5,6 +5,7 @@ import pytest
 from foundry_fp8.config import ConfigError
 from foundry_fp8.numerics.formats import E4M3, E5M2
 from foundry_fp8.numerics.recipes import (
+    GEMMS,
     RECIPES,
     BlockScaling,
     CurrentScaling,
@@ -40,7 +41,12 @@ def test_formats_per_operand():
         ({"name": "delayed", "margin": True}, "True is not an integer"),
         ({"name": "delayed", "amax_history_len": 0}, "at least 1"),
         ({"name": "delayed", "amax_compute_algo": "mx"}, "Did you mean 'max'"),
-        ({"name": "delayed", "reduce_amax": "yes"}, "'yes' is not true or false"),
+        (
+            {"name": "delayed", "fast_accumulation": ["fprp"]},
+            r"recipe\.fast_accumulation\[0\]: 'fprp' .*Did you mean 'fprop'",
+        ),
+        ({"name": "current", "fast_accumulation": "fprop"}, r"recipe\.fast_accumulation: 'fprop' is not a list"),
+        ({"name": "block", "fast_accumulation": []}, r"recipe\.fast_accumulation: unknown key"),
         ({"name": "current", "power_2_scales": 1}, "1 is not true or false"),
         (
             {"name": "mxfp8", "fp8_format": "e5m2"},
@@ -54,6 +60,16 @@ def test_formats_per_operand():
 def test_bad_recipes_name_the_key_the_value_and_what_is_allowed(value, message):
     with pytest.raises(ConfigError, match=message):
         parse_recipe(value)
+
+
+def test_the_forward_alone_accumulates_fast_unless_asked_and_only_where_there_is_a_choice():
+    """Transformer Engine's and torchao's default for one scale a tensor; block scales are promoted whatever one asks."""
+    fast = {name: [g for g in GEMMS if RECIPES[name]().accumulates_fast(g)] for name in RECIPES}
+    assert fast == {"delayed": ["fprop"], "current": ["fprop"], "block": [], "mxfp8": []}
+    chosen = parse_recipe({"name": "current", "fast_accumulation": ["wgrad", "fprop"]})
+    assert [g for g in GEMMS if chosen.accumulates_fast(g)] == ["fprop", "wgrad"]
+    assert parse_recipe({"name": "delayed", "fast_accumulation": []}).fast_accumulation == ()
+    assert hash(chosen) == hash(CurrentScaling(fast_accumulation=("fprop", "wgrad")))
 
 
 def test_recipes_are_frozen():

@@ -8,25 +8,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foundry_fp8.backends.emulated.gemm import scaled_mm, to_dense
+from foundry_fp8.backends.emulated.gemm import Sums, scaled_mm
 from foundry_fp8.backends.emulated.quantizers import quantize_operand
-from foundry_fp8.layers.autocast import compute_dtype
+from foundry_fp8.layers.autocast import autocast_type, compute_dtype
 from foundry_fp8.layers.backend import Availability, Backend
 from foundry_fp8.layers.linear import FP8Linear, KeepInput
 from foundry_fp8.numerics.formats import e8m0_decode, e8m0_round_up
 from foundry_fp8.numerics.quantize import Quantized
-from foundry_fp8.numerics.recipes import BlockScaling, MXFP8Scaling, Operand, Recipe
+from foundry_fp8.numerics.recipes import BlockScaling, DelayedScaling, Gemm, MXFP8Scaling, Operand, Recipe
 
 __all__ = ["EmulatedBackend"]
 
 
 class EmulatedBackend(Backend):
-    """Exact FP8 operands, products on bfloat16 or float32 units; runs every recipe on every device."""
+    """Exact FP8 operands and products, float32 sums; runs every recipe on every device."""
 
     name: ClassVar[str] = "emulated"
 
     def availability(self, recipe: Recipe, device: torch.device) -> Availability:
-        """Always available."""
+        """Always available, but for mxfp8 as Hopper would add it up."""
+        if self.accumulation == "hopper" and isinstance(recipe, MXFP8Scaling):
+            return Availability(
+                False,
+                "Hopper GPUs cannot run mxfp8",
+                "Use accumulation: float32, or recipe: block or current.",
+            )
         return Availability(True)
 
     @torch.compiler.disable
@@ -38,7 +44,7 @@ class EmulatedBackend(Backend):
             return F.linear(x.to(dtype), module.weight.to(dtype), bias)
         recording = module.recording()
         x2d, keep = x.to(dtype).reshape(-1, x.shape[-1]), module.keep_input(x)
-        with torch.autocast(x.device.type, enabled=False):
+        with torch.autocast(autocast_type(x.device), enabled=False):
             y = _EmulatedLinear.apply(x2d, module.weight, module.bias, module, recording, keep)
         return y.view(*x.shape[:-1], module.out_features)
 
@@ -57,9 +63,10 @@ class _EmulatedLinear(torch.autograd.Function):
         keep: KeepInput | None,
     ) -> Tensor:
         ctx.module, ctx.recipe, ctx.wgrad, ctx.recording = module, module.recipe, module.wgrad, recording
+        ctx.scales = {} if module.slots is None else {name: slot.scale for name, slot in module.slots.items()}
         qx = _quantize(ctx, x, "x", along=1)
         qw = _quantize(ctx, weight.to(x.dtype), "w", along=1)
-        y = scaled_mm(_dense(ctx, qx), _transposed(_dense(ctx, qw)), x.dtype, bias)
+        y = _gemm(ctx, "fprop", qx, qw, x.dtype, bias)
 
         kept: tuple[Tensor, ...] = ()
         if ctx.needs_input_grad[1]:
@@ -84,14 +91,14 @@ class _EmulatedLinear(torch.autograd.Function):
         weight, *kept = ctx.saved_tensors
         needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
         dx = dw = db = None
-        with torch.autocast(dy.device.type, enabled=False):
+        with torch.autocast(autocast_type(dy.device), enabled=False):
             qdy = None
             if needs_x or not _blockwise(ctx.recipe):
                 qdy = _quantize(ctx, dy, "dy", along=1)
             if needs_x:
                 assert qdy is not None
                 qw = _quantize(ctx, weight.to(ctx.x_dtype), "w", along=0, probed=False)
-                dx = scaled_mm(_dense(ctx, qdy), _dense(ctx, qw), ctx.x_dtype)
+                dx = _gemm(ctx, "dgrad", qdy, qw.t(), ctx.x_dtype)
             if needs_w and ctx.wgrad == "fp8":
                 if _blockwise(ctx.recipe):
                     qdy = _quantize(ctx, dy, "dy", along=0, probed=qdy is None)
@@ -101,7 +108,7 @@ class _EmulatedLinear(torch.autograd.Function):
                 block, fmt, nan_free = ctx.x_layout
                 # The scale is NaN already where there was an Inf, so that no amax is left to say so.
                 qx = Quantized(data, scale, block, fmt, torch.zeros_like(scale), nan_free)
-                dw = scaled_mm(_transposed(_dense(ctx, qdy)), _dense(ctx, qx), ctx.x_dtype).to(weight.dtype)
+                dw = _gemm(ctx, "wgrad", qdy.t(), qx.t(), ctx.x_dtype).to(weight.dtype)
             elif needs_w:
                 dw = (dy.t() @ kept[0]).to(weight.dtype)
             if needs_b:
@@ -111,9 +118,9 @@ class _EmulatedLinear(torch.autograd.Function):
 
 def _quantize(ctx: Any, x: Tensor, operand: Operand, *, along: int, probed: bool = True) -> Quantized:
     module = ctx.module
-    slot = None if module.slots is None else module.slots[operand]
-    record = operand in ctx.recording
-    quantized = quantize_operand(x, operand, ctx.recipe, along=along, slot=slot, record=record)
+    quantized = quantize_operand(x, operand, ctx.recipe, along=along, scale=ctx.scales.get(operand))
+    if operand in ctx.recording and isinstance(ctx.recipe, DelayedScaling):
+        module.slots[operand].record(quantized.amax)
     if probed and module.probe is not None:
         module.probe(operand, x, quantized)
     return quantized
@@ -132,9 +139,11 @@ def _blockwise(recipe: Recipe) -> bool:
     return isinstance(recipe, BlockScaling | MXFP8Scaling)
 
 
-def _dense(ctx: Any, quantized: Quantized) -> tuple[Tensor, Tensor | None]:
-    return to_dense(quantized, power_2=getattr(ctx.recipe, "power_2_scales", True))
-
-
-def _transposed(operand: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
-    return operand[0].t(), operand[1]
+def _gemm(
+    ctx: Any, gemm: Gemm, a: Quantized, b: Quantized, out_dtype: torch.dtype, bias: Tensor | None = None
+) -> Tensor:
+    power_2 = getattr(ctx.recipe, "power_2_scales", True)
+    sums: Sums = "float32"
+    if ctx.module.backend.accumulation == "hopper":
+        sums = "hopper_fast" if ctx.recipe.accumulates_fast(gemm) else "hopper_precise"
+    return scaled_mm(a, b, out_dtype=out_dtype, bias=bias, power_2=power_2, sums=sums)

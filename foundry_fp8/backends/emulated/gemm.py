@@ -1,22 +1,27 @@
-"""The emulated GEMM: products of FP8 values in float32 accumulation, on the fastest unit that is exact for them.
+"""The emulated GEMM: exact products of FP8 values, added up in float32 or as Hopper does it, scaled in float32, rounded once.
 
-Every FP8 value is a bfloat16 value, and so is an FP8 value times a power of two. A bfloat16 matrix unit multiplies them
-exactly and accumulates in float32, which is what an FP8 tensor core does; its result is rounded to bfloat16, which is
-what an FP8 GEMM writes under bfloat16 mixed precision. Where the processor has no bfloat16 unit, or block scales are not
-powers of two, the products run in float32 and are not rounded.
+Every FP8 value is a bfloat16 value, and so is an FP8 value times a power of two. So matrix units for bfloat16 (or TF32)
+form the products exactly and add them up in float32; block scales that are not powers of two take plain float32 products.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from foundry_fp8.numerics.formats import E4M3
+from foundry_fp8.backends.emulated.dense import dense_values
+from foundry_fp8.backends.emulated.hopper import hopper_mm
+from foundry_fp8.backends.emulated.scratch import readable, scratch
+from foundry_fp8.compat.float32_products import float32_products
 from foundry_fp8.numerics.quantize import Quantized
 
-__all__ = ["scaled_mm", "to_dense"]
+__all__ = ["Sums", "has_bf16_units", "scaled_mm"]
+
+Sums = Literal["float32", "hopper_fast", "hopper_precise"]
+"""How the products are added up: in float32, or as :mod:`foundry_fp8.backends.emulated.hopper` says."""
 
 
 @functools.cache
@@ -28,62 +33,66 @@ def has_bf16_units(device_type: str) -> bool:
     return any(getattr(torch.cpu, name, lambda: False)() for name in features)
 
 
-def to_dense(q: Quantized, *, power_2: bool) -> tuple[Tensor, Tensor | None]:
-    """The operand as a matrix unit takes it.
-
-    Args:
-        q: The quantised operand, ``[R, C]``.
-        power_2: Its block scales are powers of two (always for mxfp8), so that folding them in is exact.
-
-    Returns:
-        The values ``[R, C]`` in bfloat16 or float32 with block scales folded in, and the 0-d scale still to be applied
-        to the product (``None`` where the scales are folded in).
-    """
-    bf16 = has_bf16_units(q.data.device.type) and (q.block is None or power_2)
-    if q.block is None:
-        return (_to_bf16(q) if bf16 else q.data.float()), q.gemm_scale
-    if not bf16:
-        return q.dequantize(), None
-    rows, columns = q.data.shape
-    block_rows, block_columns = q.block
-    if rows % block_rows or columns % block_columns:
-        return q.dequantize().bfloat16(), None
-    values = _to_bf16(q)
-    tiles = values.view(rows // block_rows, block_rows, columns // block_columns, block_columns)
-    tiles.mul_(q.gemm_scale.bfloat16()[:, None, :, None])
-    return values, None
-
-
 def scaled_mm(
-    a: tuple[Tensor, Tensor | None],
-    b: tuple[Tensor, Tensor | None],
+    a: Quantized,
+    b: Quantized,
+    *,
     out_dtype: torch.dtype,
     bias: Tensor | None = None,
+    power_2: bool,
+    sums: Sums = "float32",
 ) -> Tensor:
-    """``a @ b + bias`` of two operands from :func:`to_dense` (either transposed as needed), scaled, in ``out_dtype``."""
-    (a_values, a_scale), (b_values, b_scale) = a, b
-    common = torch.promote_types(a_values.dtype, b_values.dtype)
-    product = a_values.to(common) @ b_values.to(common)
-    # With a bias the epilogue runs in float32, so that the sum is rounded once.
-    result = product.to(out_dtype if bias is None else torch.float32)
-    scales = [s for s in (a_scale, b_scale) if s is not None]
-    if scales:
-        result.mul_(scales[0] if len(scales) == 1 else scales[0] * scales[1])
-    return result if bias is None else result.add_(bias).to(out_dtype)
+    """``a @ b.T + bias``.
 
+    Args:
+        a: ``[M, K]``.
+        b: ``[N, K]``.
+        out_dtype: What the result is rounded to, from float32.
+        bias: ``[N]``, hp; added in float32.
+        power_2: Block scales are powers of two (always for mxfp8).
+        sums: How the products are added up.
 
-def _to_bf16(q: Quantized) -> Tensor:
-    """The FP8 values in bfloat16, exactly.
-
-    torch 2.7 converts FP8 on a CPU one element at a time. An FP8 number is a bfloat16 number with the exponent moved, so
-    that shifting the bits and multiplying by the difference of the biases gives the same, subnormals included, ten times
-    faster. Not so NaN, which the shift would turn into a number: a tensor that may hold one takes the plain way.
+    Returns:
+        ``[M, N]``, NaN where an operand's scale says that it held an Inf.
     """
-    if q.data.device.type != "cpu" or not q.nan_free:
-        return q.data.bfloat16()
-    # E4M3 has 3 mantissa bits and bias 7, E5M2 has 2 and 15; bfloat16 has 7 and 127.
-    shift, mask, exponent = (4, -0x7810, 120) if q.data.dtype == E4M3.dtype else (5, -0x7020, 112)
-    bits = torch.empty(q.data.shape, dtype=torch.int16)
-    bits.copy_(q.data.view(torch.int8))  # sign-extends; the mask clears the copies of the sign
-    bits.bitwise_left_shift_(shift).bitwise_and_(mask)
-    return bits.view(torch.bfloat16).mul_(2.0**exponent)
+    if sums == "float32":
+        product = _float32_mm(a, b, temporary=out_dtype != torch.float32, narrow=a.block is None or power_2)
+    else:
+        product = hopper_mm(a, b, fast=sums == "hopper_fast")
+    if a.block is None:
+        product.mul_(a.gemm_scale * b.gemm_scale)
+    if bias is not None:
+        product.add_(bias)
+    return product.to(out_dtype)
+
+
+def _float32_mm(a: Quantized, b: Quantized, *, temporary: bool, narrow: bool) -> Tensor:
+    """``a @ b.T`` in float32 with block scales applied.
+
+    Args:
+        a: ``[M, K]``.
+        b: ``[N, K]``.
+        temporary: The result may lie in scratch memory.
+        narrow: The scaled values are bfloat16 values.
+    """
+    left, right = _scaled_values(a, "a"), _scaled_values(b, "b")
+    device_type = left.device.type
+    product = None
+    if temporary and readable(a.data) and readable(b.data):
+        product = scratch("product", (left.shape[0], right.shape[0]))
+    with float32_products(device_type, narrow=narrow and has_bf16_units(device_type)):
+        return torch.mm(left, right.t(), out=product)
+
+
+def _scaled_values(q: Quantized, place: str) -> Tensor:
+    """The values with block scales folded in; a tensorwise scale is left to the result."""
+    values = dense_values(q, place)
+    if q.block is None:
+        return values
+    (rows, columns), (block_rows, block_columns) = q.data.shape, q.block
+    if rows % block_rows or columns % block_columns:
+        return values.mul_(q.expanded(q.gemm_scale))
+    values.unflatten(1, (-1, block_columns)).unflatten(0, (-1, block_rows)).mul_(
+        q.gemm_scale[:, None, :, None]
+    )
+    return values

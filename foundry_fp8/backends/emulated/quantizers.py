@@ -9,13 +9,11 @@ the reference for finite input and hands everything else to it.
 from __future__ import annotations
 
 import math
-import threading
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
-from foundry_fp8.layers.delayed_scaling import DelayedSlot
+from foundry_fp8.backends.emulated.scratch import readable, scratch
 from foundry_fp8.numerics import quantize as reference
 from foundry_fp8.numerics.formats import E8M0_BIAS, Float8Format, e8m0_decode, e8m0_round_up
 from foundry_fp8.numerics.quantize import Quantized, scale_from_amax
@@ -33,8 +31,6 @@ __all__ = ["quantize_operand"]
 _SLAB = 1 << 21
 """Elements that one pass of the fast path works on: 8 MiB of float32 scratch."""
 
-_scratch = threading.local()
-
 
 def quantize_operand(
     x: Tensor,
@@ -42,8 +38,7 @@ def quantize_operand(
     recipe: Recipe,
     *,
     along: int,
-    slot: DelayedSlot | None = None,
-    record: bool = False,
+    scale: Tensor | None = None,
 ) -> Quantized:
     """Quantise one operand of a GEMM as ``recipe`` says.
 
@@ -53,17 +48,13 @@ def quantize_operand(
         recipe: The recipe.
         along: The dimension that the GEMM contracts: 1 for blocks along rows, 0 for blocks along columns. Tensorwise
             scales and 128 x 128 weight blocks are the same either way.
-        slot: The operand's delayed-scaling state, for the delayed recipe.
-        record: Take this tensor's amax into ``slot``.
+        scale: 0-d float32, for the delayed recipe.
     """
     fmt = recipe.format(operand)
     match recipe:
         case DelayedScaling():
-            assert slot is not None
-            quantized = _quantize_tensor(x, fmt, scale=slot.scale)
-            if record:
-                slot.record(quantized.amax)
-            return quantized
+            assert scale is not None
+            return _quantize_tensor(x, fmt, scale=scale)
         case CurrentScaling():
             return _quantize_tensor(x, fmt, power_2=recipe.power_2_scales)
         case BlockScaling():
@@ -79,7 +70,7 @@ def quantize_operand(
 def _quantize_tensor(
     x: Tensor, fmt: Float8Format, *, scale: Tensor | None = None, power_2: bool = False
 ) -> Quantized:
-    if _readable(x):
+    if readable(x):
         low, high = torch.aminmax(x)
         amax = torch.maximum(-low, high).float()
         if math.isfinite(amax):
@@ -87,7 +78,7 @@ def _quantize_tensor(
             data = torch.empty(x.shape, dtype=fmt.dtype)
             saturates = bool(amax * scale > fmt.max)
             for piece, out in zip(_slabs(x, 1), _slabs(data, 1), strict=True):
-                scaled = torch.mul(_widen(piece), scale, out=_buffer(piece.shape))
+                scaled = torch.mul(_widen(piece), scale, out=scratch("slab", piece.shape))
                 out.copy_(scaled.clamp_(-fmt.max, fmt.max) if saturates else scaled)
             return Quantized(data, scale.reciprocal(), None, fmt, amax, nan_free=True)
     amax = reference.amax_of(x)
@@ -117,11 +108,11 @@ def _quantize_mx(x: Tensor, block: tuple[int, int], fmt: Float8Format) -> Quanti
 def _finite_block_amax(x: Tensor, block: tuple[int, int]) -> Tensor | None:
     """The amax of each block on a CPU; ``None`` where the fast path does not apply (elsewhere, ragged, not finite)."""
     rows, columns = x.shape
-    if not _readable(x) or rows % block[0] or columns % block[1]:
+    if not readable(x) or rows % block[0] or columns % block[1]:
         return None
     amax = torch.empty(rows // block[0], columns // block[1])
     for piece, out in zip(_slabs(x, block[0]), _slabs(amax, 1, like=x, rows=block[0]), strict=True):
-        magnitude = torch.abs(_widen(piece), out=_buffer(piece.shape))
+        magnitude = torch.abs(_widen(piece), out=scratch("slab", piece.shape))
         if block[1] > 1:
             magnitude = magnitude.view(len(piece), columns // block[1], block[1]).amax(dim=2)
         if block[0] > 1:
@@ -130,17 +121,12 @@ def _finite_block_amax(x: Tensor, block: tuple[int, int]) -> Tensor | None:
     return amax if math.isfinite(amax.amax()) else None  # amax keeps NaN here, unlike the reference's
 
 
-def _readable(x: Tensor) -> bool:
-    """Whether values of ``x`` can be looked at for free: on a CPU, and not in a dry run on fake tensors."""
-    return x.device.type == "cpu" and x.numel() > 0 and not isinstance(x, FakeTensor)
-
-
 def _scale_and_cast(x: Tensor, scale: Tensor, block: tuple[int, int], fmt: Float8Format) -> Tensor:
     """``cast(x * scale)`` for scales that keep every element within the format, so that nothing needs clamping."""
     data = torch.empty(x.shape, dtype=fmt.dtype)
     scale_slabs = _slabs(scale, 1, like=x, rows=block[0])
     for piece, out, s in zip(_slabs(x, block[0]), _slabs(data, block[0]), scale_slabs, strict=True):
-        scaled = _buffer(piece.shape)
+        scaled = scratch("slab", piece.shape)
         tiles = (len(piece) // block[0], block[0], piece.shape[1] // block[1], block[1])
         torch.mul(_widen(piece).view(tiles), s[:, None, :, None], out=scaled.view(tiles))
         out.copy_(scaled)
@@ -158,17 +144,8 @@ def _slabs(x: Tensor, multiple: int, *, like: Tensor | None = None, rows: int = 
     return x.split(height if like is None else height // rows)
 
 
-def _buffer(shape: torch.Size) -> Tensor:
-    """A float32 scratch of ``shape``, the same memory at every call of this thread."""
-    size = shape.numel()
-    buffer = getattr(_scratch, "buffer", None)
-    if buffer is None or buffer.numel() < size:
-        buffer = _scratch.buffer = torch.empty(size)
-    return buffer[:size].view(shape)
-
-
 def _widen(x: Tensor) -> Tensor:
     """``x`` as contiguous float32; through the scratch buffer where it has to be converted."""
     if x.dtype == torch.float32 and x.is_contiguous():
         return x
-    return _buffer(x.shape).copy_(x)
+    return scratch("slab", x.shape).copy_(x)

@@ -1,12 +1,14 @@
 """The three GEMMs of a linear as one autograd function.
 
-====== ============================== ======================================= =================
-GEMM   product                        operands                                accumulation
-====== ============================== ======================================= =================
-fprop  ``Y = X W^T``                  x by rows, w by rows                    fast
-dgrad  ``dX = dY W``                  dy by rows, w transposed                float32
-wgrad  ``dW = dY^T X``                dy transposed, x transposed             float32
-====== ============================== ======================================= =================
+====== ============================== =======================================
+GEMM   product                        operands
+====== ============================== =======================================
+fprop  ``Y = X W^T``                  x by rows, w by rows
+dgrad  ``dX = dY W``                  dy by rows, w transposed
+wgrad  ``dW = dY^T X``                dy transposed, x transposed
+====== ============================== =======================================
+
+How Hopper adds each of them up is the recipe's choice (``fast_accumulation``).
 
 Each of x and dy is read once and written in both layouts. Kept for backward: the transposed FP8 x, one byte an element
 where ``nn.Linear`` keeps two or four; and the weight itself, which is quantised again (with its first amax) because an
@@ -160,6 +162,7 @@ def fprop(
         probe("x", x, quantized_view(x, "x", plan, FORMATS[plan.x_fmt], qx, x_stats))
         probe("w", w_hp, quantized_view(w_hp, "w", plan, FORMATS[plan.x_fmt], qw, w_stats))
     y = gemm(
+        "fprop",
         qx,
         qw,
         plan,
@@ -167,7 +170,6 @@ def fprop(
         n=weight.shape[0],
         out_dtype=x.dtype,
         bias=None if bias is None else bias.to(x.dtype),
-        fast_accumulation=True,
     )
     kept_x: tuple[Tensor | None, ...] = (None, None)
     if keep_x:
@@ -229,11 +231,11 @@ def dgrad_and_wgrad(
             )
         else:
             qw_t = Layout(kept_w, kept_w_scale)
-        dx = gemm(qdy, qw_t, plan, m=m, n=k, out_dtype=x_dtype)
+        dx = gemm("dgrad", qdy, qw_t, plan, m=m, n=k, out_dtype=x_dtype)
     if needs_w:
         assert kept_x is not None and kept_x_scale is not None
         x_t = Layout(kept_x, kept_x_scale)
-        dw = gemm(qdy_t, x_t, plan, m=n, n=k, out_dtype=x_dtype, weight_scales=False).to(weight.dtype)
+        dw = gemm("wgrad", qdy_t, x_t, plan, m=n, n=k, out_dtype=x_dtype).to(weight.dtype)
     return dx, dw, column_sum if needs_b else None
 
 

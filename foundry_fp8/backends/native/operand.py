@@ -14,6 +14,7 @@ from foundry_fp8.numerics.recipes import (
     BlockScaling,
     CurrentScaling,
     DelayedScaling,
+    Gemm,
     MXFP8Scaling,
     Operand,
     Recipe,
@@ -40,6 +41,8 @@ class Plan:
     x_fmt: str
     dy_fmt: str
     power_2: bool
+    fast: tuple[Gemm, ...] = ()
+    """The GEMMs that may be added up in the tensor cores' own accumulator."""
 
     def fmt(self, operand: Operand) -> str:
         """The name of the operand's number format."""
@@ -53,7 +56,8 @@ def plan_of(recipe: Recipe) -> Plan:
     if granularity is None:
         raise TypeError(f"the native backend does not know the recipe {recipe!r}")
     power_2 = getattr(recipe, "power_2_scales", granularity == "mx")
-    return Plan(granularity, recipe.format("x").name, recipe.format("dy").name, power_2)
+    fast = getattr(recipe, "fast_accumulation", ())
+    return Plan(granularity, recipe.format("x").name, recipe.format("dy").name, power_2, fast)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,6 +128,7 @@ class Source:
 
 
 def gemm(
+    which: Gemm,
     a: Layout,
     b: Layout,
     plan: Plan,
@@ -132,12 +137,12 @@ def gemm(
     n: int,
     out_dtype: torch.dtype,
     bias: Tensor | None = None,
-    weight_scales: bool = True,
-    fast_accumulation: bool = False,
 ) -> Tensor:
     """``a @ b.T + bias``, ``[m, n]``.
 
     Args:
+        which: Which of a linear's products it is; in all but wgrad ``b`` is a weight, which block scaling quantises in
+            squares.
         a: Contracted along its columns.
         b: The same.
         plan: The recipe.
@@ -145,14 +150,12 @@ def gemm(
         n: Rows of ``b`` without padding.
         out_dtype: dtype of the result.
         bias: ``[n]``, hp.
-        weight_scales: ``b`` is a weight, which block scaling quantises in squares.
-        fast_accumulation: See :func:`foundry_fp8.backends.native.gemm.tensorwise_mm`.
     """
     from foundry_fp8.backends.native import ops
     from foundry_fp8.backends.native.gemm import mx_mm, tensorwise_mm
 
     if plan.granularity == "block":
-        return ops.block_gemm(a.data, a.scale, b.data, b.scale, bias, m, n, out_dtype, weight_scales)
+        return ops.block_gemm(a.data, a.scale, b.data, b.scale, bias, m, n, out_dtype, which != "wgrad")
     if plan.granularity == "mx":
         return mx_mm(a.data, a.scale, b.data, b.scale, m=m, n=n, out_dtype=out_dtype, bias=bias)
     return tensorwise_mm(
@@ -164,7 +167,7 @@ def gemm(
         n=n,
         out_dtype=out_dtype,
         bias=bias,
-        fast_accumulation=fast_accumulation,
+        fast_accumulation=which in plan.fast,
     )
 
 

@@ -237,7 +237,5 @@ def _probe_operand(module: FP8Linear, tensor: Tensor, operand: Operand) -> None:
     """TE does not hand out what it quantised; the reference gives the same bytes from the same scale."""
     if module.probe is None or module.recipe is None:
         return
-    slot = None if module.slots is None else module.slots[operand]
-    module.probe(
-        operand, tensor, quantize_operand(tensor, operand, module.recipe, along=1, slot=slot, record=False)
-    )
+    scale = None if module.slots is None else module.slots[operand].scale
+    module.probe(operand, tensor, quantize_operand(tensor, operand, module.recipe, along=1, scale=scale))

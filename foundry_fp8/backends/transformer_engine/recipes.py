@@ -3,7 +3,7 @@
 TE's recipes are pydantic dataclasses that drop unknown fields in silence, take some defaults from environment variables
 when they are imported, and ignore two of their own: ``use_power_2_scales`` (current) and ``use_f32_scales`` (block) drive
 class attributes that were frozen at import. So every field is checked to exist, every default is given, and the
-quantisation parameters are set on the instance, where TE's modules read them.
+quantisation parameters and the accumulation of each GEMM are set on the instance, where TE's modules read them.
 
 Source: TE 2.4, 2.8 and 2.20, ``common/recipe/__init__.py`` and ``pytorch/module/linear.py``
 (``_customize_quantizers_float8_current_scaling``).
@@ -15,7 +15,15 @@ import dataclasses
 from typing import Any
 
 from foundry_fp8.backends.transformer_engine.library import Library
-from foundry_fp8.numerics.recipes import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling, Recipe
+from foundry_fp8.numerics.recipes import (
+    BlockScaling,
+    CurrentScaling,
+    DelayedScaling,
+    Gemm,
+    MXFP8Scaling,
+    Recipe,
+    TensorwiseRecipe,
+)
 
 __all__ = ["make_te_recipe"]
 
@@ -26,6 +34,12 @@ _CLASSES: dict[type[Recipe], str] = {
     MXFP8Scaling: "MXFP8BlockScaling",
 }
 _QPARAMS = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
+_SPLIT_ACCUMULATOR: dict[str, Gemm] = {
+    "fp8_gemm_fprop": "fprop",
+    "fp8_gemm_dgrad": "dgrad",
+    "fp8_gemm_wgrad": "wgrad",
+}
+"""Where TE's modules look for a GEMM's accumulation; a recipe that lacks them (delayed) gets TE's default otherwise."""
 _OPTIONAL = {"backward_override": None, "enable_2d_quantization": False}
 """Fields of newer releases, given so that no environment variable decides them."""
 
@@ -73,4 +87,8 @@ def make_te_recipe(recipe: Recipe, library: Library) -> Any:
         for attribute in _QPARAMS:
             old = getattr(made, attribute)
             setattr(made, attribute, dataclasses.replace(old, power_2_scale=recipe.power_2_scales))
+    if isinstance(recipe, TensorwiseRecipe):
+        for attribute, gemm in _SPLIT_ACCUMULATOR.items():
+            precise = not recipe.accumulates_fast(gemm)
+            setattr(made, attribute, library.recipe.MMParams(use_split_accumulator=precise))
     return made

@@ -6,8 +6,10 @@ from torch import nn
 
 import foundry_fp8
 from foundry_fp8.backends import choose_backend
+from foundry_fp8.backends.emulated import EmulatedBackend
 from foundry_fp8.backends.native import NativeBackend
 from foundry_fp8.backends.native.size_rule import break_even, size_reason
+from foundry_fp8.config import ConfigError
 from foundry_fp8.kernels import launch
 from foundry_fp8.numerics.recipes import RECIPES, BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling
 
@@ -100,9 +102,20 @@ def test_auto_takes_native_where_transformer_engine_is_absent(gpu):
     assert backend.name == "native" and "auto chose native" in chosen
 
 
+def test_it_does_not_emulate_hoppers_accumulation(device):
+    model = nn.Sequential(nn.Linear(64, 64)).to(device)
+    with pytest.raises(
+        ConfigError, match=r"accumulation: hopper is for backend: emulated; native runs on hardware"
+    ):
+        foundry_fp8.apply_fp8(model, accumulation="hopper", recipe="current", backend="native")
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_ragged_layers_are_taken(recipe):
-    assert NativeBackend().shape_reason(RECIPES[recipe](), nn.Linear(50, 75)) is None
+@pytest.mark.parametrize("shape", [(64, 1), (64, 8), (50, 75), (48, 64), (64, 96)], ids=str)
+def test_it_takes_the_layers_that_emulation_takes(recipe, shape):
+    """A value head, an adapter of rank 8: the kernels would pad them, and gain nothing by it."""
+    recipe, linear = RECIPES[recipe](), nn.Linear(*shape)
+    assert NativeBackend().shape_reason(recipe, linear) == EmulatedBackend().shape_reason(recipe, linear)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 import foundry_fp8
 from foundry_fp8.backends.native import NativeBackend
 from foundry_fp8.backends.native.fused import activation_linear
+from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.layers.state import FP8State
 from foundry_fp8.numerics import quantize as reference
 from foundry_fp8.numerics.quantize import amax_of, scale_from_amax
@@ -37,6 +38,24 @@ def make(recipe, device, k=96, n=160, bias=True, dtype=torch.float32, **options)
     model.to(device)
     foundry_fp8.apply_fp8(model, recipe=recipe, backend="native", **options)
     return model
+
+
+def padded(recipe, device, k, n, dtype):
+    """A layer of a shape that the surgery leaves alone, which the kernels pad."""
+    linear = nn.Linear(k, n, dtype=dtype)
+    linear.weight.data = ranged(n, k).to(dtype)
+    backend = NativeBackend()
+    layer = FP8Linear.from_linear(linear.to(device), fqn="0", backend=backend, recipe=recipe)
+    model = nn.Sequential(layer)
+    FP8State(model, {"0": layer}, recipe, backend)
+    return model
+
+
+def hold_scales(model, device):
+    """Count what follows as one forward of the whole model, so that layers called one by one begin no pass of their own."""
+    delayed = FP8State.of(model).delayed
+    if delayed is not None:
+        delayed.begin_forward(torch.device(device), trains=False)
 
 
 def by_reference(x, operand, recipe, along, scale=None):
@@ -82,7 +101,7 @@ class CountOps(TorchDispatchMode):
 @pytest.mark.parametrize("shape", [(64, 96, 160), (33, 100, 75), (1, 17, 8)], ids=str)
 def test_three_gemms_match_float64(shape, dtype, recipe, device):
     m, k, n = shape
-    model = make(recipe, device, k, n, dtype=dtype)
+    model = padded(recipe, device, k, n, dtype)
     x = ranged(m, k).to(dtype).to(device).requires_grad_()
     dy = (ranged(m, n) * 1e-3).to(dtype).to(device)
     y = model(x)
@@ -166,14 +185,14 @@ def test_recompute_is_bit_identical_and_records_no_amax_twice(recipe, device):
     gradients, histories = [], []
     for use_reentrant in (None, True, False):
         torch.manual_seed(0)
-        model = make(recipe, device)
+        model = Maybe(nn.Linear(96, 160), use_reentrant).to(device)
+        foundry_fp8.apply_fp8(model, recipe=recipe, backend="native")
         for scale in (1.0, 4.0):
             x = (ranged(32, 96) * scale).to(device).requires_grad_()
             dy = ranged(32, 160).to(device)
             model.zero_grad()
-            y = model(x) if use_reentrant is None else _checkpointed(model, x, use_reentrant)
-            y.backward(dy)
-        gradients.append((x.grad, model[0].weight.grad))
+            model(x).backward(dy)
+        gradients.append((x.grad, model.body.weight.grad))
         delayed = FP8State.of(model).delayed
         histories.append(None if delayed is None else delayed.amax_history[0].clone())
     for (dx, dw), history in zip(gradients[1:], histories[1:], strict=True):
@@ -181,17 +200,23 @@ def test_recompute_is_bit_identical_and_records_no_amax_twice(recipe, device):
         assert history is None or torch.equal(history, histories[0])
 
 
-def _checkpointed(model, x, use_reentrant):
-    state = FP8State.of(model)
-    state._before_forward(model, ())
-    y = checkpoint(model[0], x, use_reentrant=use_reentrant)
-    state._after_forward(model, (), y)
-    return y
+class Maybe(nn.Module):
+    """A body, checkpointed unless ``use_reentrant`` is None."""
+
+    def __init__(self, body, use_reentrant):
+        super().__init__()
+        self.body, self.use_reentrant = body, use_reentrant
+
+    def forward(self, x):
+        if self.use_reentrant is None:
+            return self.body(x)
+        return checkpoint(self.body, x, use_reentrant=self.use_reentrant)
 
 
 @every_recipe
 def test_gradients_accumulate(recipe, device):
     model = make(recipe, device)
+    hold_scales(model, device)
     batches = [(ranged(32, 96).to(device), ranged(32, 160).to(device)) for _ in range(2)]
     single = []
     for x, dy in batches:
@@ -297,7 +322,9 @@ def test_bad_inputs_are_named(recipe, x, error, message, device):
 @every_recipe
 def test_gradients_and_weights_of_any_strides(recipe, device):
     """Expanded (as ``sum()`` gives), transposed and sliced: the same as their contiguous copies."""
-    model = make(recipe, device)[0]
+    net = make(recipe, device)
+    hold_scales(net, device)
+    model = net[0]
     x = ranged(32, 96).to(device).requires_grad_()
     dy = ranged(160, 64).to(device).t()[::2]
     for strided in (dy, dy[:1].expand(32, -1), dy[:, :1].expand(-1, 160)):
@@ -350,3 +377,21 @@ def test_converted_models_train_alike(device):
 
 def test_one_backend_instance_serves_a_model():
     assert NativeBackend().name == "native"
+
+
+@pytest.mark.parametrize("fast", [(), ("fprop",), ("dgrad",), ("fprop", "dgrad", "wgrad")], ids=str)
+def test_the_recipe_says_which_gemms_accumulate_fast(fast, device, monkeypatch):
+    """On a CPU the product is its definition; what a GPU would be asked is the argument."""
+    from foundry_fp8.backends.native import gemm
+
+    asked, multiply = [], gemm.tensorwise_mm
+
+    def spy(*args, fast_accumulation, **options):
+        asked.append(fast_accumulation)
+        return multiply(*args, fast_accumulation=fast_accumulation, **options)
+
+    monkeypatch.setattr(gemm, "tensorwise_mm", spy)
+    model = make(CurrentScaling(fast_accumulation=fast), device, k=32, n=48)
+    x = ranged(16, 32).to(device).requires_grad_()
+    model(x).sum().backward()
+    assert asked == [gemm in fast for gemm in ("fprop", "dgrad", "wgrad")]

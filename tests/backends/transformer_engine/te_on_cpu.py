@@ -131,6 +131,7 @@ class _Extension:
 
     def __init__(self):
         self.casts = []
+        self.split_accumulators = []
 
     @functools.cached_property
     def tensors(self):
@@ -150,6 +151,7 @@ class _Extension:
         extension.rmsnorm_fwd = self.rmsnorm_fwd
         extension.rmsnorm_bwd = self.rmsnorm_bwd
         extension.casts = self.casts
+        extension.split_accumulators = self.split_accumulators
         extension.get_cublasLt_version = lambda: 130100
         extension.get_num_cublas_streams = lambda: 1
 
@@ -229,6 +231,7 @@ class _Extension:
     ):
         """cuBLAS is column-major: in row-major terms the result is op(b) @ op(a), with the layouts read from the right."""
         assert out is None and quantizer is None and not gelu
+        self.split_accumulators.append(bool(rest[3]))
         (left, left_scale), (right, right_scale) = self.dense(b), self.dense(a)
         left, right = left.flatten(0, -2), right.flatten(0, -2)
         left = left.t() if transb else left

@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from foundry_fp8.backends.transformer_engine.backend import library, te_module_of, te_recipe_of
-from foundry_fp8.layers import deferred_norm as fusion
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.layers.state import FP8State
 from foundry_fp8.numerics.recipes import (
@@ -24,6 +23,7 @@ from foundry_fp8.numerics.recipes import (
     parse_recipe,
 )
 from foundry_fp8.surgery.apply import apply_fp8
+from foundry_fp8.surgery.norm_fusion import SITES
 
 PER_TENSOR = [
     CurrentScaling(),
@@ -80,7 +80,7 @@ def step(net, seed, shape=(2, 16)):
 
 
 def assert_same(ours, theirs):
-    """Equal up to how the sums are rounded: the emulated backend rounds to bfloat16 before and after adding the bias."""
+    """Equal up to the order of the sums, and what it makes of the rounding to bfloat16."""
     assert ours.keys() == theirs.keys()
     for name in ours:
         largest = ours[name].abs().max().item()
@@ -130,6 +130,15 @@ def test_delayed_casts_use_the_scales_of_the_state(casts):
     scales = FP8State.of(net).delayed.scale.tolist()
     assert sorted(scale for _, _, scale in casts) == sorted(scales)
     assert {kind for kind, _, _ in casts} == {"Float8Quantizer"}
+
+
+@pytest.mark.parametrize("recipe", [CurrentScaling, DelayedScaling])
+@pytest.mark.parametrize("fast", [(), ("fprop",), ("dgrad",), ("fprop", "wgrad")], ids=str)
+def test_the_recipe_says_which_gemms_accumulate_fast(recipe, fast, split_accumulators):
+    step(converted(recipe=recipe(fast_accumulation=fast), net=Single()), 0)
+    fprop, *backward = split_accumulators
+    assert fprop == ("fprop" not in fast)
+    assert sorted(backward) == sorted(gemm not in fast for gemm in ("dgrad", "wgrad"))
 
 
 @pytest.mark.parametrize("fp8_format, dy", [("hybrid", torch.float8_e5m2), ("e4m3", torch.float8_e4m3fn)])
@@ -390,7 +399,7 @@ class Block(nn.Module):
 
 @pytest.fixture
 def fusible(monkeypatch):
-    monkeypatch.setitem(fusion.SITES, f"{Block.__module__}.Block", (("norm_1", "attn.Wqkv"),))
+    monkeypatch.setitem(SITES, f"{Block.__module__}.Block", (("norm_1", "attn.Wqkv"),))
 
 
 NORMS = {

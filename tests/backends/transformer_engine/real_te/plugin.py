@@ -29,6 +29,14 @@ def casts():
     return log
 
 
+@pytest.fixture
+def split_accumulators():
+    """For each GEMM that ran since, whether it was asked to promote its sums."""
+    log = sys.modules["transformer_engine_torch"].split_accumulators
+    log.clear()
+    return log
+
+
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
