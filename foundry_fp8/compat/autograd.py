@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 
-__all__ = ["inside_backward", "newest_node", "node_number"]
+__all__ = ["inside_backward", "newest_node", "node_number", "running_node"]
 
 
 def _missing() -> str | None:
     """Which of the calls below this torch does not have."""
-    if not hasattr(torch._C, "_current_graph_task_id"):
-        return "torch._C._current_graph_task_id"
+    for name in ("_current_graph_task_id", "_current_autograd_node"):
+        if not hasattr(torch._C, name):
+            return f"torch._C.{name}"
     with torch.enable_grad():
         node: Any = torch.zeros((), requires_grad=True).neg().grad_fn
     if not hasattr(node, "_sequence_nr"):
@@ -31,7 +32,7 @@ def _missing() -> str | None:
 if (_name := _missing()) is not None:
     raise RuntimeError(
         f"torch {torch.__version__} no longer has {_name}, or it means something else. By it foundry_fp8 tells a recompute from a "
-        "first forward, and which operator saves a tensor. Install a torch from 2.7 to 2.11, or adapt "
+        "first forward, and of which, and which operator saves a tensor. Install a torch from 2.7 to 2.11, or adapt "
         "foundry_fp8/compat/autograd.py."
     )
 
@@ -44,6 +45,15 @@ def inside_backward() -> bool:
 def newest_node() -> int:
     """The number of the node that this thread made last: in a saved-tensor hook, the one that saves."""
     return torch._C._autograd._get_sequence_nr() - 1
+
+
+def running_node() -> int | None:
+    """The number of the node whose backward runs in this thread: in a recompute, of one that the first forward made.
+
+    ``None`` outside of a backward, and in the hooks that run between two nodes.
+    """
+    node = torch._C._current_autograd_node()
+    return None if node is None else node_number(node)
 
 
 def node_number(node: Any) -> int:

@@ -6,12 +6,14 @@ import abc
 from collections.abc import Callable, Mapping
 from typing import ClassVar, Literal
 
+import torch
 from torch import Tensor, nn
 
 from foundry_fp8.compat.autograd import inside_backward
 from foundry_fp8.layers.attention_mask import AttentionMask
 from foundry_fp8.layers.delayed_scaling import DelayedSlot
 from foundry_fp8.layers.ledger import GemmLedger
+from foundry_fp8.layers.second_derivative import refuse_second_derivative
 from foundry_fp8.numerics.formats import E4M3, Float8Format
 from foundry_fp8.numerics.quantize import Quantized
 from foundry_fp8.numerics.recipes import CurrentScaling, DelayedScaling, Recipe
@@ -162,6 +164,9 @@ class FP8DotProductAttention(nn.Module):
         """
         if mask.bias is not None and mask.bias.requires_grad:
             raise RuntimeError(f"{self.fqn}: FP8 attention has no gradient for a trainable attention bias.")
+        if self.slots:
+            state = next(iter(self.slots.values())).state
+            state.begin_layer(q.device, trains=self.training and torch.is_grad_enabled())
         # Counted before it runs: a recompute stops inside it, once it has what the backward needs.
         self._record_forward(q, k)
         out = self.backend.attend(self, q, k, v, mask=mask, softmax_scale=softmax_scale, dropout_p=dropout_p)
@@ -179,7 +184,13 @@ class FP8DotProductAttention(nn.Module):
             return
         rows, keys, d = q.shape[0] * q.shape[1] * q.shape[2], k.shape[2], q.shape[3]
 
+        state = next(iter(self.slots.values())).state if self.slots else None
+        forward = None if state is None else state.in_force()
+
         def record(_: Tensor) -> None:
+            refuse_second_derivative(self.fqn)
+            if state is not None and forward is not None:
+                state.begin_backward(forward)
             for n, inner in ((keys, d), (d, keys), (d, keys), (d, keys)):  # dS, dQ, dK, dV
                 self.ledger.record("dgrad", rows, n, inner, "fp8")
 

@@ -2,18 +2,22 @@
 
 Semantics are those of Transformer Engine's ``DelayedScaling`` (``common/recipe/delayed_scaling.cu``, the bulk kernel);
 the time of the update is ours. TE updates forward tensors when the outermost ``autocast`` exits and backward tensors at
-the end of the first module's backward. Here both are updated together when the next training forward begins. Between
-the two moments nothing reads a scale except a recompute by activation checkpointing, which has to see the scales of the
-first forward anyway: so the numbers are TE's, the recompute is bit-identical without a stash, and there is one collective
-a forward pass (and one at the end of a batch) instead of two.
+the end of the first module's backward. Here both are updated together when the next training forward begins, so that there is
+one collective a forward pass (and one at the end of a batch) instead of two.
 
-Everything is written in place, nothing waits for the device, and no decision is Python's: an update that has nothing to
-finish changes nothing. So a captured CUDA graph that holds a training forward of the model, its backward, or both, reads
+A forward and its backward use the scales with which the forward began, and so does what activation checkpointing runs again,
+even where other forwards have begun in between (a loss over two forwards, a pipeline): each pass has a copy of the scales,
+which nothing writes any more, and a recompute finds the pass that it belongs to.
+
+Scales and histories are written in place, nothing waits for the device, and no decision is Python's: an update that has nothing
+to finish changes nothing. So a captured CUDA graph that holds a training forward of the model, its backward, or both, reads
 and writes the same memory at every replay.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,45 +25,78 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from foundry_fp8.compat.autograd import inside_backward
+from foundry_fp8.compat.autograd import inside_backward, newest_node, running_node
 from foundry_fp8.kernels.launch import triton_missing
 from foundry_fp8.numerics.quantize import FLOAT32_MAX
-from foundry_fp8.numerics.recipes import DelayedScaling
+from foundry_fp8.numerics.recipes import DelayedScaling, Recipe
 
-__all__ = ["FRESH_STATE", "DelayedScalingState", "DelayedSlot", "ModuleScales"]
+__all__ = [
+    "FRESH_STATE",
+    "DelayedScalingState",
+    "DelayedSlot",
+    "ModuleScales",
+    "Pass",
+    "same_scaling",
+]
+
+_NOT_OF_THE_STATE = ("fast_accumulation", "reduce_amax")
+"""Fields of a saved recipe on which scales do not depend; the last one is of older checkpoints."""
 
 FRESH_STATE = "To start with fresh FP8 state on purpose, resume with `load_ignore_keys: [state/algorithms]`."
 """The way out that every refusal to load FP8 state names."""
 
 
+KEPT_PASSES = 256
+"""Training forwards that may wait for their backward before the scales of the oldest are forgotten."""
+
+
+@dataclasses.dataclass(eq=False)
+class Pass:
+    """The time between two updates: usually one training forward and its backward.
+
+    Attributes:
+        number: Counts the passes.
+        scale: ``[T]`` float32, what its forward began with; nothing writes to it.
+        start: The first node of the autograd graph that can be of this pass.
+        end: The first that cannot, as far as the end of its forward is known.
+        waiting: A training forward ran, and its backward has not begun.
+    """
+
+    number: int
+    scale: Tensor
+    start: int
+    end: float = math.inf
+    waiting: bool = False
+
+
 class DelayedSlot:
     """One tensor's place in a :class:`DelayedScalingState`."""
 
-    __slots__ = ("_index", "_state")
+    __slots__ = ("_index", "state")
 
     def __init__(self, state: DelayedScalingState, index: int) -> None:
-        self._state = state
+        self.state = state
         self._index = index
 
     @property
     def scale(self) -> Tensor:
-        """0-d float32, a view: what the tensor is multiplied with until the next update writes another value."""
-        return self._state.scales[self._index]
+        """0-d float32: what the tensor is multiplied with in this pass; in a recompute, in the pass of its first forward."""
+        return self.state.in_force().scale[self._index]
 
     @property
     def scale_version(self) -> int:
-        """Counts the writes to the scales."""
-        return self._state.scale._version
+        """Another number where the scale may be another."""
+        return self.state.in_force().number
 
     @property
     def amax_history(self) -> Tensor:
         """``[L]`` float32; entry 0 collects the running pass, the last entry is the newest finished one."""
-        return self._state.amax_history[:, self._index]
+        return self.state.amax_history[:, self._index]
 
     @property
     def amax(self) -> Tensor:
         """0-d float32, a view of the history's entry 0: the running pass."""
-        return self._state.amaxes[self._index]
+        return self.state.amaxes[self._index]
 
     def record(self, amax: Tensor) -> None:
         """Take ``amax`` (0-d float32) into the running pass. Recording the same tensor twice changes nothing."""
@@ -70,24 +107,47 @@ class DelayedScalingState:
     """Scales and histories of ``T`` tensors.
 
     Args:
-        recipe: Its margin, history length, algorithm and reduction.
+        recipe: Its margin, history length and algorithm.
         fp8_max: The largest value of each tensor's format.
 
     Attributes:
-        scale: ``[T]`` float32, 1 at first.
+        scale: ``[T]`` float32, 1 at first: what the next pass begins with.
         amax_history: ``[L, T]`` float32, 0 at first.
-        scales: The elements of ``scale``, 0-d, in its memory.
-        amaxes: The same of entry 0 of the history.
+        amaxes: The elements of entry 0 of the history, 0-d, in its memory.
+        running: The pass of the latest training forward.
 
-    All stay where they are from the first forward on the device on: what changes is written in place.
+    Scales and histories stay where they are from the first forward on the device on: what changes is written in place.
     """
+
+    running: Pass
+    amaxes: list[Tensor]
 
     def __init__(self, recipe: DelayedScaling, fp8_max: Sequence[float]) -> None:
         self.recipe = recipe
         self.scale = torch.ones(len(fp8_max))
         self.amax_history = torch.zeros(recipe.amax_history_len, len(fp8_max))
         self._scaled_max = torch.tensor(list(fp8_max)) * 2.0**-recipe.margin
-        self._make_views()
+        self._use_max = recipe.amax_compute_algo == "max"
+        self._inside_root = False
+        self._start()
+
+    def _start(self) -> None:
+        """Make what is derived from scales and histories, after their memory changed."""
+        # Through .data, each with a version counter of its own. A compiled layer saves its tensors for backward, and
+        # autograd would refuse them once another layer has recorded into the same history.
+        self.amaxes = [amax.data for amax in self.amax_history[0].unbind()]
+        self._backward_ran = False
+        self._passes = [Pass(0, self.scale.clone(), start=0)]
+        self.running = self._passes[-1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what would lose its tie to the histories' memory, or belongs to a graph that is not copied."""
+        derived = ("amaxes", "running", "_passes", "_backward_ran")
+        return {name: value for name, value in self.__dict__.items() if name not in derived}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._start()
 
     def slot(self, index: int) -> DelayedSlot:
         """The handle of tensor ``index``."""
@@ -96,41 +156,90 @@ class DelayedScalingState:
     def to(self, device: torch.device) -> None:
         """Move to the device that the model runs on."""
         if self.scale.device != device:
-            self.scale = self.scale.to(device)
-            self.amax_history = self.amax_history.to(device)
-            self._scaled_max = self._scaled_max.to(device)
-            self._make_views()
+            with torch.inference_mode(False):  # an evaluation may be the first to run
+                self.scale = self.scale.to(device)
+                self.amax_history = self.amax_history.to(device)
+                self._scaled_max = self._scaled_max.to(device)
+                self._start()
 
-    def _make_views(self) -> None:
-        # Through .data, each with a version counter of its own. A compiled layer saves its tensors for backward, and
-        # autograd would refuse them once another layer has recorded into the same history.
-        self.scales = [scale.data for scale in self.scale.unbind()]
-        self.amaxes = [amax.data for amax in self.amax_history[0].unbind()]
+    def in_force(self) -> Pass:
+        """The pass that the running forward belongs to."""
+        if torch.compiler.is_compiling() or len(self._passes) == 1 or not inside_backward():
+            return self.running
+        node, end = running_node(), self.running.end
+        if node is None:  # a hook, which computes nothing
+            return self.running
+        for candidate in reversed(self._passes):
+            if candidate.start <= node < end:
+                return candidate
+            end = candidate.start
+        raise RuntimeError(
+            f"activation checkpointing runs an FP8 layer again for none of the {len(self._passes)} forwards that wait for their "
+            f"backward: they were more than {KEPT_PASSES}, or this is a reentrant checkpoint inside another. Use "
+            "use_reentrant=False (activation_checkpointing_reentrant: false), or fewer forwards before a backward."
+        )
+
+    def begin_forward(self, device: torch.device, *, trains: bool) -> None:
+        """A forward of the whole model, whose parameters are on ``device``, begins. A training forward finishes the pass before it.
+
+        Not so a forward that activation checkpointing runs again: it belongs to a pass that is there.
+        """
+        self._inside_root = True
+        if device.type != "cpu":  # where parameters are kept on the CPU, the layers know better
+            self.to(device)
+        if trains and not inside_backward():
+            self.update()
+            self.running.waiting = True
+
+    def end_forward(self) -> None:
+        """It ends."""
+        self._inside_root = False
+        if not inside_backward():
+            self.running.end = newest_node() + 1
+
+    def begin_layer(self, device: torch.device, *, trains: bool) -> None:
+        """A forward of one layer begins on ``device``.
+
+        Outside of a forward of the whole model (training that calls ``model.body(...)``, evaluation that calls a method)
+        the first layer that trains after a backward finishes the pass before it.
+        """
+        self.to(device)
+        if trains and not self._inside_root and not inside_backward():
+            if self._backward_ran:
+                self.update()
+            self.running.waiting = True
+            self.running.end = math.inf
+
+    def begin_backward(self, forward: Pass) -> None:
+        """A backward reaches a layer whose forward ran in the pass ``forward``."""
+        forward.waiting = False
+        self._backward_ran = True
 
     @torch.no_grad()
-    def update(self, group: dist.ProcessGroup | None = None) -> None:
-        """Finish the running pass: reduce its amaxes over the ranks, roll the histories, set the scales.
+    def update(self) -> None:
+        """Finish the running pass: take the largest amaxes of all ranks, roll the histories, set the scales, begin a pass.
 
         A tensor that saw no amax in this pass (or only zeros) keeps its history and its scale, so calling this twice in a
         row changes nothing.
-
-        Args:
-            group: The ranks to reduce over where ``recipe.reduce_amax``; all of them by default.
         """
         history = self.amax_history
-        shared = self.recipe.reduce_amax and dist.is_available() and dist.is_initialized()
-        if shared and dist.get_world_size(group) > 1:
-            dist.all_reduce(history[0], op=dist.ReduceOp.MAX, group=group)
-        use_max = self.recipe.amax_compute_algo == "max"
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(history[0], op=dist.ReduceOp.MAX)
         if history.device.type == "cuda" and triton_missing() is None:
             from foundry_fp8.kernels.delayed import update_delayed_
 
-            update_delayed_(self.scale, history, self._scaled_max, use_max=use_max)
-            return
+            update_delayed_(self.scale, history, self._scaled_max, use_max=self._use_max)
+        else:
+            self.roll()
+        self.begin_pass()
+
+    def roll(self) -> None:
+        """Roll the histories and set the scales in plain torch: the reference of :mod:`foundry_fp8.kernels.delayed`."""
+        history = self.amax_history
         current = history[0].clone()
         seen = current != 0
 
-        if use_max and len(history) > 1:
+        if self._use_max and len(history) > 1:
             amax = torch.fmax(history[1:].amax(dim=0), current)
         else:
             amax = current
@@ -142,6 +251,22 @@ class DelayedScalingState:
             rolled = torch.cat([history[1:], current[None]])
             history.copy_(torch.where(seen, rolled, history))
         history[0].zero_()
+
+    def begin_pass(self) -> None:
+        """What runs from now on uses the scales as they are now."""
+        waiting = [old for old in self._passes if old.waiting]
+        self.running = Pass(self.running.number + 1, self.scale.clone(), start=newest_node() + 1)
+        self._passes = [*waiting[-KEPT_PASSES:], self.running]
+        self._backward_ran = False
+
+
+def same_scaling(saved: Mapping[str, Any], recipe: Recipe) -> bool:
+    """Whether a checkpoint's recipe, as :meth:`Recipe.to_dict` gave it, makes the scales that ``recipe`` makes."""
+    theirs, ours = (
+        {name: value for name, value in fields.items() if name not in _NOT_OF_THE_STATE}
+        for fields in (saved, recipe.to_dict())
+    )
+    return theirs == ours
 
 
 class ModuleScales:
@@ -170,14 +295,21 @@ class ModuleScales:
         first = self._modules.index(module) * len(self._slots)
         return {slot: self.state.slot(first + i) for i, slot in enumerate(self._slots)}
 
-    def begin_forward(self, model: nn.Module, device: torch.device) -> None:
-        """A forward of the whole ``model`` begins on ``device``. A training forward finishes the pass before it.
+    def attach(self, model: nn.Module) -> None:
+        """Begin a pass whenever ``model``, the root that is called in training, begins a training forward."""
+        model.register_forward_pre_hook(self._before_forward)
+        model.register_forward_hook(self._after_forward, always_call=True)
 
-        Not so a forward that activation checkpointing runs again: it belongs to the pass that is running.
-        """
-        self.state.to(device)
-        if model.training and torch.is_grad_enabled() and not inside_backward():
-            self.state.update()
+    @torch.compiler.disable
+    def _before_forward(self, model: nn.Module, args: Any) -> None:
+        trains = model.training and torch.is_grad_enabled()
+        first = next(model.parameters(), None)
+        device = torch.device("cpu") if first is None else first.device
+        self.state.begin_forward(device, trains=trains)
+
+    @torch.compiler.disable
+    def _after_forward(self, model: nn.Module, args: Any, output: Any) -> None:
+        self.state.end_forward()
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """Name -> ``scale`` ``[slots]`` and ``amax_history`` ``[L, slots]``, float32 on the CPU."""
@@ -220,3 +352,4 @@ class ModuleScales:
         self.state.amax_history.copy_(
             torch.cat([saved[name]["amax_history"] for name in self._modules], dim=1)
         )
+        self.state.begin_pass()

@@ -10,9 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foundry_fp8.compat.autograd import inside_backward
+from foundry_fp8.kernels.launch import HP_DTYPES
 from foundry_fp8.layers.autocast import compute_dtype
 from foundry_fp8.layers.delayed_scaling import DelayedSlot
+from foundry_fp8.layers.dtensor import is_dtensor
 from foundry_fp8.layers.ledger import Gemm, GemmLedger, Precision, precision_of
+from foundry_fp8.layers.second_derivative import refuse_second_derivative
 from foundry_fp8.numerics.quantize import Quantized
 from foundry_fp8.numerics.recipes import DelayedScaling, Operand, Recipe
 
@@ -152,23 +155,27 @@ class FP8Linear(nn.Linear):
         """``compute(input)``, entered in the ledger; for code that runs this layer's GEMMs in a kernel of its own."""
         if torch.compiler.is_compiling():  # a compiled graph cannot keep Python counters
             return compute(input)
+        state = self.slots["x"].state if self.slots is not None else None
+        if state is not None:
+            state.begin_layer(input.device, trains=self.training and torch.is_grad_enabled())
         # Before the GEMM: a recompute that stops as soon as it has what it needs never comes back from its last one.
         tokens = input.numel() // self.in_features
-        try:
-            precisions = self.gemm_precisions(precision_of(compute_dtype(input)))
-        except KeyError as error:
-            raise TypeError(
-                f"{self.fqn}: the input is {error}; FP8 layers take float32, bfloat16 and float16."
-            ) from None
+        self._check_input(input)
+        precisions = self.gemm_precisions(precision_of(compute_dtype(input)))
         n, k = self.out_features, self.in_features
         self.ledger.record("fprop", tokens, n, k, precisions["fprop"], recompute=inside_backward())
         output = compute(input)
         if not output.requires_grad:
             return output
-        dgrad, wgrad = input.requires_grad, self.weight.requires_grad
+        fp8, dgrad, wgrad = self.runs_fp8, input.requires_grad, self.weight.requires_grad
+        forward = None if state is None else state.in_force()
 
         # A hook, because only the backward that really runs should count: a recompute builds a graph that nothing walks.
         def record_backward(_: Tensor) -> None:
+            if fp8:
+                refuse_second_derivative(self.fqn)
+            if state is not None and forward is not None:
+                state.begin_backward(forward)
             if dgrad:
                 self.ledger.record("dgrad", tokens, k, n, precisions["dgrad"])
             if wgrad:
@@ -176,6 +183,21 @@ class FP8Linear(nn.Linear):
 
         output.register_hook(record_backward)
         return output
+
+    def _check_input(self, input: Tensor) -> None:
+        """What would otherwise end in an error of some kernel, or run in a precision that is not FP8's."""
+        dtype = compute_dtype(input)
+        if dtype not in (HP_DTYPES if self.runs_fp8 else (*HP_DTYPES, torch.float64)):
+            raise TypeError(
+                f"{self.fqn}: the input is {dtype}; FP8 layers take float32, bfloat16 and float16."
+            )
+        for what, tensor in (("input", input), ("weight", self.weight)):
+            if self.runs_fp8 and is_dtensor(tensor):
+                raise RuntimeError(
+                    f"{self.fqn}: its {what} is a DTensor, and FP8 layers do not run under tensor parallelism: the scale of a "
+                    "tensor would have to be agreed on by the ranks that hold its parts. Leave the layers of the parallel plan "
+                    "in high precision (algorithms.fp8.exclude), or shard with FSDP instead."
+                )
 
     def _compute(self, input: Tensor) -> Tensor:
         if self.runs_fp8:

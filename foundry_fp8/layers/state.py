@@ -10,7 +10,12 @@ import torch
 from torch import nn
 
 from foundry_fp8.layers.backend import Backend
-from foundry_fp8.layers.delayed_scaling import FRESH_STATE, DelayedScalingState, ModuleScales
+from foundry_fp8.layers.delayed_scaling import (
+    FRESH_STATE,
+    DelayedScalingState,
+    ModuleScales,
+    same_scaling,
+)
 from foundry_fp8.layers.linear import OPERANDS, FP8Linear
 from foundry_fp8.numerics.recipes import DelayedScaling, Recipe
 
@@ -46,6 +51,7 @@ class FP8State:
             self._scales = ModuleScales(recipe, list(self.modules), fp8_max, "FP8 state")
             for name, module in self.modules.items():
                 module.slots = self._scales.slots(name)
+            self._scales.attach(model)
         self._contexts = ExitStack()
         setattr(model, self._ATTRIBUTE, self)
         model.register_forward_pre_hook(self._before_forward)
@@ -72,8 +78,6 @@ class FP8State:
 
     @torch.compiler.disable
     def _before_forward(self, model: nn.Module, args: Any) -> None:
-        if self._scales is not None:
-            self._scales.begin_forward(model, next(iter(self.modules.values())).weight.device)
         self.backend.before_forward(model)
         if any(module.runs_fp8 for module in self.modules.values()):
             self._contexts.enter_context(self.backend.forward_context(self.recipe))
@@ -108,7 +112,7 @@ class FP8State:
                 f"the checkpoint's FP8 state is not readable (missing {sorted(missing)}, version "
                 f"{state.get('version')!r}, expected {_FORMAT_VERSION}). {FRESH_STATE}"
             )
-        if dict(state["recipe"]) != self.recipe.to_dict():
+        if not same_scaling(state["recipe"], self.recipe):
             raise RuntimeError(
                 f"the checkpoint's FP8 state was made by the recipe {dict(state['recipe'])}, this run uses "
                 f"{self.recipe.to_dict()}. Set algorithms.fp8.recipe to the former. {FRESH_STATE}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, cast
 
-import torch
 from torch import nn
 
 from foundry_fp8.backends import load_attention_backend
@@ -16,7 +15,12 @@ from foundry_fp8.layers.attention import (
     attention_format,
     attention_slots,
 )
-from foundry_fp8.layers.delayed_scaling import FRESH_STATE, DelayedScalingState, ModuleScales
+from foundry_fp8.layers.delayed_scaling import (
+    FRESH_STATE,
+    DelayedScalingState,
+    ModuleScales,
+    same_scaling,
+)
 from foundry_fp8.model_structure.blocks import block_index_of, transformer_blocks
 from foundry_fp8.model_structure.selection import check_patterns_match, matches
 from foundry_fp8.numerics.recipes import DelayedScaling, Recipe
@@ -141,7 +145,7 @@ class FP8AttentionState:
         for name, module in self.modules.items():
             module.slots = self._scales.slots(name)
         setattr(model, self._ATTRIBUTE, self)
-        model.register_forward_pre_hook(self._before_forward)
+        self._scales.attach(model)
 
     @classmethod
     def of(cls, model: nn.Module) -> FP8AttentionState | None:
@@ -160,10 +164,6 @@ class FP8AttentionState:
     def update(self) -> None:
         """Finish the running pass: a collective, so every rank calls it. Twice is as good as once."""
         self._scales.state.update()
-
-    @torch.compiler.disable
-    def _before_forward(self, model: nn.Module, args: Any) -> None:
-        self._scales.begin_forward(model, next(model.parameters()).device)
 
     def state_dict(self) -> dict[str, Any]:
         """Loads with ``weights_only=True``.
@@ -187,7 +187,10 @@ class FP8AttentionState:
         """
         mine = {"version": _FORMAT_VERSION, "recipe": self.recipe.to_dict(), "slots": list(self.slots)}
         for key, value in mine.items():
-            if state.get(key) != value:
+            same = (
+                same_scaling(state.get(key, {}), self.recipe) if key == "recipe" else state.get(key) == value
+            )
+            if not same:
                 raise RuntimeError(
                     f"the checkpoint's FP8 attention state has {key} {state.get(key)!r}, this run {value!r}. {FRESH_STATE}"
                 )

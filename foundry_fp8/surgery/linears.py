@@ -11,6 +11,7 @@ from torch import nn
 
 from foundry_fp8.config import ConfigError
 from foundry_fp8.layers.backend import Backend
+from foundry_fp8.layers.dtensor import is_dtensor
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.model_structure.blocks import block_index_of, transformer_blocks, transformer_stacks
 from foundry_fp8.model_structure.selection import check_patterns_match, matches
@@ -168,6 +169,8 @@ def _module_reason(linear: nn.Linear) -> str | None:
         return f"its class {cls.__name__} has a forward of its own"
     if linear._parameters.get("weight") is None:
         return "its weight is parametrised"
+    if is_dtensor(linear.weight):
+        return "its weight is a DTensor: it was sharded before the conversion, which has to come first"
     if linear.weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"its weight is {linear.weight.dtype}"
     return None

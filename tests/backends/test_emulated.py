@@ -52,7 +52,6 @@ def within_one_rounding(ours, exact):
     return bool(((ours.double() - exact).abs() <= exact.abs() * rounding + exact.abs().max() * 1e-6).all())
 
 
-
 @pytest.mark.parametrize("recipe", STATELESS, ids=lambda r: f"{r.name}-{r.fp8_format}")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("shape", [(384, 256), (200, 256), (3, 64)], ids=str)

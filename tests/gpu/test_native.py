@@ -150,7 +150,7 @@ def test_replays_in_a_cuda_graph(recipe):
         with torch.no_grad():
             x.copy_(torch.randn_like(x) * seed * 10)
         if model.slots is not None:
-            model.slots["x"]._state.amax_history.zero_()
+            model.slots["x"].state.amax_history.zero_()
         graph.replay()
         replayed = [t.clone() for t in captured]
         if model.slots is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import logging
 from typing import Any
 
@@ -66,10 +67,22 @@ class FP8(Algorithm):
             )
         ensure_run_log(state, logger)
         self.report = apply_fp8(state.model, device=state.device._device, **self.options)
+        self._refuse_tensor_parallelism(state)
         self._fp8_state = FP8State.of(state.model)
         self._attention_state = FP8AttentionState.of(state.model)
         log.info("%s\n%s\n%s", self.report.chosen, self.report.summary(), self.report.table())
         logger.log_hyperparameters({"fp8": self.report.to_dict()})
+
+    def _refuse_tensor_parallelism(self, state: State) -> None:
+        """Layers of the parallel plan become DTensors after INIT, which FP8 layers do not take."""
+        plan = () if state.tp_config is None else (state.tp_config.layer_plan or ())
+        assert self.report is not None
+        both = [name for name in self.report.converted if any(fnmatch.fnmatch(name, p) for p in plan)]
+        if both:
+            raise ConfigError(
+                f"{KEY}: {len(both)} converted layers ({', '.join(both[:3])}, ...) are in parallelism_config.tp's layer plan, "
+                f"and FP8 layers do not run under tensor parallelism. Name them in {KEY}.exclude, or use FSDP alone."
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """The FP8 state (see :meth:`FP8State.state_dict`)."""

@@ -75,12 +75,7 @@ class EmulatedAttention(AttentionBackend):
             dropout_p=dropout_p,
             # Drawn from torch's generator, so that activation checkpointing restores it for the recompute.
             seed=torch.randint(2**62, ()).to(q.device) if dropout_p else None,
-            # S and O are quantised in the forward and S again in the backward: with the scale that the forward saw.
-            scales={
-                slot: module.slots[slot].scale.clone()
-                for slot in attention_slots(module.recipe)
-                if slot not in GRADIENTS
-            },
+            scales={slot: module.slots[slot].scale for slot in attention_slots(module.recipe)},
         )
         return _Attention.apply(q, k, v, call)
 
@@ -102,7 +97,7 @@ class _Call:
         slot, amax = SLOTS[name], amax_of(x)
         fmt = attention_format(self.recipe, slot)
         if slot in attention_slots(self.recipe):
-            scale = self.scale(slot)
+            scale = self.scales[slot]
             self.record(slot, amax)
         else:
             power_2 = isinstance(self.recipe, CurrentScaling) and self.recipe.power_2_scales
@@ -111,10 +106,6 @@ class _Call:
         if self.module.probe is not None:
             self.module.probe(name, x, found)
         return found
-
-    def scale(self, slot: str) -> Tensor:
-        """The delayed scale of a slot."""
-        return self.scales[slot] if slot in self.scales else self.module.slots[slot].scale
 
     def record(self, slot: str, amax: Tensor) -> None:
         """Into the running pass."""
@@ -141,7 +132,7 @@ class _BlockOperand:
         self._call = call
         self._name = name
         self._fmt = attention_format(call.recipe, SLOTS[name])
-        self._scale = call.scale(SLOTS[name])
+        self._scale = call.scales[SLOTS[name]]
         self._amax = torch.zeros_like(self._scale)
         self._probe = call.module.probe if probed else None
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
+import weakref
 from typing import ClassVar
 
 import torch
@@ -63,8 +65,6 @@ class NativeBackend(Backend):
         self._cache: dict[str, _CachedWeight] = {}
         self._shards: tuple[int, ...] = ()
         self._warned = False
-        # For optimizers that write through .data, which no version counter sees (LLM Foundry's DecoupledLionW does).
-        self._hook = register_optimizer_step_post_hook(lambda *_: self.clear_weight_cache())
 
     def availability(self, recipe: Recipe, device: torch.device) -> Availability:
         """See :meth:`Backend.availability`. On a CPU only under Triton's interpreter, for tests."""
@@ -91,10 +91,11 @@ class NativeBackend(Backend):
         return _mx_availability(capability) if isinstance(recipe, MXFP8Scaling) else Availability(True)
 
     def shape_reason(self, recipe: Recipe, linear: nn.Linear) -> str | None:
-        """Any shape can run: the kernels pad. With :attr:`only_where_faster`, why this layer had better not."""
-        if self.only_where_faster:
-            return size_reason(recipe, linear.in_features, linear.out_features)
-        return None
+        """As everywhere (the kernels would pad any shape); with :attr:`only_where_faster`, why this layer had better not."""
+        reason = super().shape_reason(recipe, linear)
+        if reason is None and self.only_where_faster:
+            reason = size_reason(recipe, linear.in_features, linear.out_features)
+        return reason
 
     def linear(self, module: FP8Linear, x: Tensor) -> Tensor:
         """See :meth:`Backend.linear`."""
@@ -194,9 +195,30 @@ class NativeBackend(Backend):
             with torch.no_grad():
                 quantized = quantize_weight(weight.to(dtype), plan, scale=scale, amax_slot=slot)
             found = self._cache[module.fqn] = _CachedWeight(key, quantized)
+            _forget_after_optimizer_steps(self)
         elif slot is not None:
             torch.fmax(slot, found.quantized[2][0], out=slot)
         return found.quantized
+
+
+_caching: weakref.WeakSet[NativeBackend] = weakref.WeakSet()
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    """Once a process: torch keeps such hooks for all optimizers and for good."""
+    register_optimizer_step_post_hook(_after_optimizer_step)
+
+
+def _after_optimizer_step(*_: object) -> None:
+    for backend in list(_caching):
+        backend.clear_weight_cache()
+
+
+def _forget_after_optimizer_steps(backend: NativeBackend) -> None:
+    """For optimizers that write through .data, which no version counter sees (LLM Foundry's DecoupledLionW does)."""
+    _watch_optimizers()
+    _caching.add(backend)
 
 
 def _mx_availability(capability: tuple[int, int]) -> Availability:

@@ -13,7 +13,7 @@ from foundry_fp8.kernels.producers import xielu_reference
 from foundry_fp8.layers.state import FP8State
 from foundry_fp8.numerics.recipes import RECIPES
 from foundry_fp8.surgery.norm_fusion import SITES
-from tests.backends.native.test_linear import CountOps
+from tests.backends.native.test_linear import CountOps, hold_scales
 
 every_recipe = pytest.mark.parametrize("recipe", RECIPES)
 
@@ -47,6 +47,7 @@ def assert_alike(fused, unfused, dtype):
 @pytest.mark.parametrize("name", ["RMSNorm", "LayerNorm"])
 def test_norm_linear(name, dtype, recipe, device):
     model = converted(recipe, device, dtype)
+    hold_scales(model, device)
     norm = getattr(nn, name)(96, eps=1e-5, dtype=dtype, device=device)
     norm.weight.data.uniform_(0.5, 1.5)
     x = (torch.randn(2, 20, 96, device=device) * 3).to(dtype).requires_grad_()
@@ -61,6 +62,7 @@ def test_norm_linear(name, dtype, recipe, device):
 @pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh", "xielu"])
 def test_activation_linear(name, gated, recipe, device):
     model = converted(recipe, device, torch.float32)
+    hold_scales(model, device)
     x = torch.randn(2, 20, 96, device=device, requires_grad=True)
     up = torch.randn(2, 20, 96, device=device, requires_grad=True) if gated else None
     alpha = torch.tensor([0.8, 0.9], device=device, requires_grad=True) if name == "xielu" else None

@@ -117,13 +117,13 @@ def test_delayed_state_never_moves(device):
     state = FP8State.of(run.model)
     tensors = state.delayed.scale, state.delayed.amax_history
     places = [t.data_ptr() for t in tensors]
-    views = [t.data_ptr() for slot in run.model[2].slots.values() for t in (slot.scale, slot.amax)]
+    views = [slot.amax.data_ptr() for slot in run.model[2].slots.values()]
     saved = state.state_dict()
     versions = [t._version for t in tensors]
     for change in (run.step, state.update, lambda: state.load_state_dict(saved)):
         change()
         assert [t.data_ptr() for t in (state.delayed.scale, state.delayed.amax_history)] == places
-        assert [t.data_ptr() for s in run.model[2].slots.values() for t in (s.scale, s.amax)] == views
+        assert [slot.amax.data_ptr() for slot in run.model[2].slots.values()] == views
         assert all(t._version > version for t, version in zip(tensors, versions, strict=True))
         versions = [t._version for t in tensors]
 
@@ -135,17 +135,18 @@ def test_the_update_reads_nothing_on_the_host(algorithm):
     with FakeTensorMode():
         DelayedScalingState(recipe, [448.0, 57344.0]).update()
     compiled, plain = (DelayedScalingState(recipe, [448.0, 57344.0]) for _ in range(2))
-    update = torch.compile(compiled.update, backend="aot_eager", fullgraph=True)
+    roll = torch.compile(compiled.roll, backend="aot_eager", fullgraph=True)
     for amax in (3.0, 0.0, 5.0):
-        for state, finish in ((compiled, update), (plain, plain.update)):
+        for state, finish in ((compiled, roll), (plain, plain.roll)):
             state.slot(1).record(torch.tensor(amax))
-            finish()
+            with torch.no_grad():
+                finish()
         assert torch.equal(compiled.scale, plain.scale)
         assert torch.equal(compiled.amax_history, plain.amax_history)
 
 
 def test_a_backward_may_follow_the_next_forward(device):
-    """Two forwards, then both backwards: dy, and the weight for dgrad, are quantised with the scales of that moment."""
+    """Two forwards, then both backwards: dy, and the weight for dgrad, are quantised with the scales of their forward."""
     gradients = {}
     for backend in ("native", "emulated"):
         torch.manual_seed(0)
@@ -158,5 +159,4 @@ def test_a_backward_may_follow_the_next_forward(device):
             y.backward(dy)
         gradients[backend] = [model[0].weight.grad, *(value.grad for value in inputs)]
     for ours, theirs in zip(*gradients.values(), strict=True):
-        # The emulated product may be rounded to bfloat16; an operand of another scale would be off by some 2 %.
-        assert float((ours - theirs).norm() / theirs.norm()) < 2**-8
+        assert float((ours - theirs).norm() / theirs.norm()) < 1e-5  # another scale would be off by some 2 %

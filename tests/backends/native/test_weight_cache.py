@@ -43,7 +43,7 @@ class WritesThroughData(torch.optim.Optimizer):
 
 def make(recipe, device, cache_weights, **options):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(48, 80, bias=False), nn.GELU(), nn.Linear(80, 48)).to(device)
+    model = nn.Sequential(nn.Linear(64, 96, bias=False), nn.GELU(), nn.Linear(96, 64)).to(device)
     foundry_fp8.apply_fp8(model, recipe=recipe, backend="native", cache_weights=cache_weights, **options)
     return model
 
@@ -51,7 +51,7 @@ def make(recipe, device, cache_weights, **options):
 def run(model, device, seed=0, call=None):
     """One microbatch: the output and every gradient."""
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(32, 48, generator=generator).to(device).requires_grad_()
+    x = torch.randn(32, 64, generator=generator).to(device).requires_grad_()
     y = (call or model)(x)
     model.zero_grad()
     y.backward(torch.randn(y.shape, generator=generator).to(device))
@@ -93,7 +93,7 @@ def replace_data(model):
 def evaluate(model):
     model.eval()
     with torch.no_grad():
-        model(torch.ones(16, 48, device=model[0].weight.device))
+        model(torch.ones(16, 64, device=model[0].weight.device))
     model.train()
 
 
@@ -150,7 +150,7 @@ def test_evaluation_keeps_no_weights(recipe, device):
     model = make(recipe, device, True, evaluate="fp8").eval()
     with CountQuantizations() as quantizations, torch.no_grad():
         for _ in range(2):
-            model(torch.ones(16, 48, device=device))
+            model(torch.ones(16, 64, device=device))
     assert quantizations.count == 2 * 2 * 2
 
 
