@@ -45,7 +45,7 @@ def test_options_are_those_of_the_config():
 def test_recipe_fields_are_those_of_the_recipes():
     documented = {(row[0], row[1].strip("`")): row[2] for row in rows("recipes") if row[0] != "all"}
     fields = {
-        (name, f.name): f.default
+        (name, f.name): list(f.default) if isinstance(f.default, tuple) else f.default
         for name, cls in RECIPES.items()
         for f in dataclasses.fields(cls)
         if f.name != "fp8_format"

@@ -166,7 +166,7 @@ def test_what_is_quantised_differently_is_not_shared():
     """Another delayed scale, another recipe, another compute dtype, or a write to the input in between."""
     model, _ = make("delayed", "plain", HOOKS_ALONE)
     block, x = model.blocks[0], torch.randn(2, 32, 64)
-    block.k.slots["x"].scale.fill_(2.0)
+    block.k.slots["x"].record(torch.tensor(224.0))  # from the next pass on its scale is 2
     kept = kept_inputs(model, x)
     address = {name: kept[f"blocks.0.{name}"][0].data_ptr() for name in "qkv"}
     assert address["q"] == address["v"] != address["k"]
