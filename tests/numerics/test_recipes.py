@@ -45,7 +45,10 @@ def test_formats_per_operand():
             {"name": "delayed", "fast_accumulation": ["fprp"]},
             r"recipe\.fast_accumulation\[0\]: 'fprp' .*Did you mean 'fprop'",
         ),
-        ({"name": "current", "fast_accumulation": "fprop"}, r"recipe\.fast_accumulation: 'fprop' is not a list"),
+        (
+            {"name": "current", "fast_accumulation": "fprop"},
+            r"recipe\.fast_accumulation: 'fprop' is not a list",
+        ),
         ({"name": "block", "fast_accumulation": []}, r"recipe\.fast_accumulation: unknown key"),
         ({"name": "current", "power_2_scales": 1}, "1 is not true or false"),
         (
