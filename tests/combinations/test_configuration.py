@@ -134,9 +134,9 @@ RECIPES = {
         "margin": whole(0, 16),
         "amax_history_len": whole(1),
         "amax_compute_algo": word("max", "most_recent"),
-        "reduce_amax": FLAG,
+        "fast_accumulation": some(word("fprop", "dgrad", "wgrad")),
     },
-    "current": {"power_2_scales": FLAG},
+    "current": {"power_2_scales": FLAG, "fast_accumulation": some(word("fprop", "dgrad", "wgrad"))},
     "block": {"power_2_scales": FLAG},
     "mxfp8": {},
 }
@@ -164,6 +164,7 @@ ALGORITHMS: dict[str, dict[str, Takes]] = {
     "fp8": {
         "recipe": either(word("delayed", "current", "block", "mxfp8", "auto"), RECIPE),
         "backend": word("auto", "transformer_engine", "native", "emulated"),
+        "accumulation": word("float32", "hopper"),
         "include": some(TEXT, least=1),
         "exclude": NAMES,
         "keep_first_blocks": whole(0),
