@@ -1,4 +1,4 @@
-"""``run_log``: everything a run logged, as one JSONL file beside its checkpoints, for ``foundry-fp8 compare``.
+"""``run_log``: everything a run logged, as one JSONL file, for ``foundry-fp8 compare``.
 
 One JSON object a line, told apart by ``kind``:
 
@@ -22,6 +22,7 @@ every reader accepts. Each line is flushed, so a crash loses at most the line be
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import json
 import logging
 import math
@@ -34,12 +35,11 @@ from typing import IO, Annotated, Any
 
 import numpy as np
 import torch
-from composer.callbacks.checkpoint_saver import CheckpointSaver
 from composer.core import State
 from composer.loggers import Logger, LoggerDestination
 from composer.utils import dist, format_name_with_dist
 
-from foundry_fp8.config import check_arguments, printable, template
+from foundry_fp8.config import ConfigError, check_arguments, printable, template
 
 __all__ = ["FORMAT_VERSION", "RunLog", "RunPath", "ensure_run_log"]
 
@@ -66,7 +66,7 @@ class RunLog(LoggerDestination):
 
     Args:
         path: The file. ``{run_name}`` and Composer's other name fields are filled in. If ``None``: ``run_log.jsonl``
-            in the run's ``save_folder``, or in ``runs/{run_name}`` where checkpoints are not saved to a local folder.
+            in ``runs/{run_name}``, under the folder that training is started in.
     """
 
     def __init__(self, path: RunPath | None = None) -> None:
@@ -76,7 +76,10 @@ class RunLog(LoggerDestination):
         """The file, once training has started."""
         self._file: IO[str] | None = None
         self._hyperparameters: dict[str, Any] = {}
-        self._tables: list[dict[str, Any]] = []
+        self._asked = True
+        self._waiting: list[dict[str, Any]] | None = []
+        """Lines from before the header: tables, and an evaluation before training. ``None`` from ``FIT_START`` on."""
+        self._parameters: int | None = None
         self._metrics: dict[str, Any] = {}
         self._started = time.time()
 
@@ -98,27 +101,37 @@ class RunLog(LoggerDestination):
         self, columns: list[str], rows: list[list[Any]], name: str = "Table", step: int | None = None
     ) -> None:
         """Write the table, after the header."""
-        line = {"kind": "table", "name": name, "step": step, "columns": columns, "rows": rows}
-        if self._file is None:
-            self._tables.append(line)
-        else:
-            self._write(line)
+        self._write({"kind": "table", "name": name, "step": step, "columns": columns, "rows": rows})
 
     # Events
+
+    def init(self, state: State, logger: Logger) -> None:
+        """Count the parameters, before a wrapper shards them."""
+        del logger
+        self._parameters = sum(p.numel() for p in state.model.parameters())
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Open the file and write the header. Not before: only now is the whole configuration known."""
         del logger
+        waiting, self._waiting = self._waiting, None
         if dist.get_global_rank() != 0 or self._file is not None:
             return
-        self.path = self._resolve_path(state)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        # Appending, so that a resumed run goes on in its file. Readers drop what a resume repeats.
-        self._file = self.path.open("a", encoding="utf-8")
+        template = self._path_format or f"runs/{{run_name}}/{FILE_NAME}"
+        self.path = Path(format_name_with_dist(template, state.run_name))
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if int(state.timestamp.batch) == 0:
+                _set_aside(self.path)
+            # Appending, so that a resumed run goes on in its file. Readers drop what a resume repeats.
+            self._file = self.path.open("a", encoding="utf-8")
+        except OSError as error:
+            if self._asked:
+                raise ConfigError(f"loggers.run_log.path: {self.path} cannot be written: {error}.") from error
+            log.warning("run_log: %s cannot be written (%s), so there is none.", self.path, error)
+            return
         self._write(self._header(state))
-        for table in self._tables:
-            self._write(table)
-        self._tables.clear()
+        for line in waiting or ():
+            self._write(line)
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Write one line. Loggers run after callbacks on this event, so every metric of the step is here."""
@@ -166,13 +179,6 @@ class RunLog(LoggerDestination):
 
     # Writing
 
-    def _resolve_path(self, state: State) -> Path:
-        if self._path_format is not None:
-            template = self._path_format
-        else:
-            template = f"{_local_checkpoint_folder(state) or 'runs/{run_name}'}/{FILE_NAME}"
-        return Path(format_name_with_dist(template, state.run_name))
-
     def _header(self, state: State) -> dict[str, Any]:
         cuda = state.device.name == "gpu"
         return {
@@ -189,13 +195,15 @@ class RunLog(LoggerDestination):
             "threads": torch.get_num_threads(),
             "world_size": dist.get_world_size(),
             "nodes": dist.get_world_size() // max(dist.get_local_world_size(), 1),
-            "parameters": sum(p.numel() for p in state.model.parameters()),
+            "parameters": self._parameters,
             "versions": _versions(),
             "hyperparameters": self._hyperparameters,
         }
 
     def _write(self, line: dict[str, Any]) -> None:
         if self._file is None:
+            if self._waiting is not None:
+                self._waiting.append(line)
             return
         try:
             self._file.write(json.dumps(plain(line), allow_nan=False) + "\n")
@@ -213,6 +221,8 @@ def ensure_run_log(state: State, logger: Logger) -> None:
     """
     if not any(isinstance(destination, RunLog) for destination in logger.destinations):
         run_log = RunLog()
+        run_log._asked = False
+        run_log.init(state, logger)
         logger.destinations = (*logger.destinations, run_log)
         state.callbacks.insert(0, run_log)
 
@@ -232,11 +242,16 @@ def plain(value: Any) -> Any:
     return str(value)
 
 
-def _local_checkpoint_folder(state: State) -> str | None:
-    for callback in state.callbacks:
-        if isinstance(callback, CheckpointSaver):
-            return callback.folder
-    return None
+def _set_aside(path: Path) -> None:
+    """Rename the log of an earlier run of this name, so that this one begins a file of its own and the other is not lost."""
+    if path.exists():
+        number = next(n for n in itertools.count(1) if not _numbered(path, n).exists())
+        path.rename(_numbered(path, number))
+        log.warning("run_log: %s is of an earlier run and is now %s.", path, _numbered(path, number).name)
+
+
+def _numbered(path: Path, number: int) -> Path:
+    return path.with_name(f"{path.stem}.{number}{path.suffix}")
 
 
 def _host_peak_bytes() -> int:

@@ -8,7 +8,7 @@ sticks out: one token 50 times as large among 512 leaves the first at 3 and take
 
 Source: the FOG poster (https://alehc.com/papers/neurips2025-fog.html) gives the per-token formula with the variance of
 ``x^2`` below the line, which would be ``K / (K - 1)``; its code (``anonymous4375934/FOG``, ``metrics_tracking.py``)
-divides by the squared mean, over the flattened sample. Moments here are float32, not the activation's dtype.
+divides by the squared mean, over the flattened sample. Moments here are float32 or better, not the activation's dtype.
 """
 
 from __future__ import annotations
@@ -27,17 +27,22 @@ def row_sums(x: Tensor, leading: int) -> tuple[Tensor, Tensor, int]:
         leading: Dimensions in front that count tokens (2 for ``[B, S, D]``, 1 for ``[N, D]``).
 
     Returns:
-        ``sum(x^2)`` and ``sum(x^4)``, float32, in the shape of the leading dimensions, and the number of features.
+        ``sum(x^2)`` and ``sum(x^4)``, float64, in the shape of the leading dimensions, and the number of features.
     """
-    squares = x.detach().flatten(leading).float().square()
-    return squares.sum(-1), squares.square().sum(-1), squares.shape[-1]
+    rows = x.detach().flatten(leading).float()
+    # A gradient of 1e-12 has a fourth power that float32 does not hold. Each row is brought near 1 by a power of two, which is
+    # exact, summed in float32, and its sums are brought back in float64. A row with NaN or Inf keeps exponent 0.
+    exponent = torch.frexp(rows.abs().amax(-1, keepdim=True))[1].clamp(-126, 126)
+    squares = torch.ldexp(rows, -exponent).square()
+    back = torch.ldexp(torch.ones_like(exponent[..., 0], dtype=torch.float64), 2 * exponent[..., 0])
+    return squares.sum(-1) * back, squares.square().sum(-1) * back.square(), squares.shape[-1]
 
 
 def kurtosis_per_token(s2: Tensor, s4: Tensor, features: int) -> Tensor:
     """Mean over tokens of ``D sum(x^4) / sum(x^2)^2``; 0-d float32. Tokens that are all zero are left out; NaN is not."""
     counted = s2 != 0  # true for NaN
     ratio = torch.where(counted, features * s4 / s2.square(), 0.0)
-    return ratio.sum() / counted.sum()
+    return (ratio.sum() / counted.sum()).float()
 
 
 def kurtosis_per_sample(s2: Tensor, s4: Tensor, features: int) -> Tensor:

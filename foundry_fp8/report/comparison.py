@@ -1,8 +1,10 @@
 """The comparison of runs in numbers: the columns of the tables in AWS's FP8 measurements.
 
 Source: https://aws.amazon.com/blogs/machine-learning/how-fp8-boosts-llm-training-by-18-on-amazon-sagemaker-p5-instances/
-(tokens/s/GPU, % decrease against the smallest node count, loss, % faster, % loss higher). That page divides the
-difference in speed by the speed without FP8 in its first table and with FP8 in its second; here it is always without.
+(tokens/s/GPU, % decrease against the smallest node count, loss, % faster, % loss higher). In its first table that page
+divides differences in speed by the speed without FP8, and takes the decrease of both precisions from the run without FP8 on
+one node; in its second it divides by the speed with FP8, and takes each decrease from its own precision. Here it is always
+as in the first. Only runs of one model are held against each other.
 """
 
 from __future__ import annotations
@@ -44,8 +46,8 @@ UNKNOWN = "–"
 
 _DEFINITIONS = {
     "Tokens/s per device": "after the first 10 % of the steps (warm-up), evaluation excluded",
-    "% decrease": "of that, against the same precision on the fewest devices",
-    "% faster": "against the high-precision run on as many devices",
+    "% decrease": "of that, against the high-precision run of the same model on the fewest devices",
+    "% faster": "against the high-precision run of the same model on as many devices",
     "Final loss": "mean training loss over the last 10 % of the steps",
     "% loss higher": "the same against the high-precision run, over the steps that both have",
     "Held-out loss": "the last evaluation",
@@ -69,11 +71,12 @@ class Row:
 
 
 def baseline_of(run: Run, runs: Sequence[Run]) -> Run | None:
-    """The first high-precision run on as many devices, ``None`` for a high-precision run itself."""
+    """The first high-precision run of the same model on as many devices, ``None`` for a high-precision run itself."""
     if run.recipe == HIGH_PRECISION:
         return None
     for other in runs:
-        if other.recipe == HIGH_PRECISION and (other.nodes, other.devices) == (run.nodes, run.devices):
+        alike = (other.nodes, other.devices) == (run.nodes, run.devices) and other.same_model(run)
+        if other.recipe == HIGH_PRECISION and alike:
             return other
     return None
 
@@ -107,8 +110,9 @@ def compare(runs: Sequence[Run]) -> list[Row]:
 
 def _row(run: Run, runs: Sequence[Run]) -> Row:
     speed = run.tokens_per_second_per_device
-    alike = [other for other in runs if other.recipe == run.recipe]
-    smallest = min(alike, key=lambda other: (other.nodes, other.devices))
+    smallest = next(
+        other for other in runs if other.same_model(run)
+    )  # in order of devices, high precision first
     baseline = baseline_of(run, runs)
     final_loss, loss_higher, faster = run.final_loss, math.nan, math.nan
     if baseline is not None:

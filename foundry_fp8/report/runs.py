@@ -23,6 +23,17 @@ __all__ = ["Run", "Series", "Table", "read_run", "read_runs"]
 FILE_NAME = "run_log.jsonl"
 HIGH_PRECISION = "high precision"
 WARM_UP_SHARE = 0.1
+NOT_ARCHITECTURE = {
+    *(
+        "activation_checkpointing_target",
+        "additional_eval_metrics",
+        "additional_train_metrics",
+        "attn_implementation",
+    ),
+    *("attn_impl", "fc_type", "init_device", "loss_fn", "peft_config", "pretrained", "should_save_peft_only"),
+    *("use_auth_token", "use_flash_attention_2", "use_train_metrics", "verbose"),
+}
+"""Keys under ``model`` that say how it is built, watched or run."""
 FINAL_SHARE = 0.1
 
 
@@ -72,6 +83,8 @@ class Run:
     tables: list[Table]
     status: str
     """``finished``, ``stopped...``, or ``unknown`` where the log was cut off."""
+    precisions: tuple[str, ...]
+    """What it ran in, in the order of its starts."""
     problems: list[str]
     """What could not be read or is missing, in sentences."""
 
@@ -88,13 +101,10 @@ class Run:
 
     @property
     def recipe(self) -> str:
-        """The recipe's name, with ``FP8DPA`` where attention's GEMMs ran in FP8 too; or ``high precision``."""
-        if self.conversion is None:
-            return HIGH_PRECISION
-        recipe = self.conversion.get("recipe")
-        name = str(recipe.get("name", "fp8")) if isinstance(recipe, Mapping) else str(recipe)
-        attention = (row.get("action") for row in self.conversion.get("attention") or [])
-        return f"{name}, FP8DPA" if "converted" in attention else name
+        """The recipe's name, with ``FP8DPA`` where attention's GEMMs ran in FP8 too; or ``high precision``. Several, joined
+        by "then", where a resume changed it.
+        """
+        return " then ".join(self.precisions) or HIGH_PRECISION
 
     @property
     def backend(self) -> str | None:
@@ -110,6 +120,16 @@ class Run:
     def nodes(self) -> int:
         """Machines of the run."""
         return int(self.header.get("nodes") or 1)
+
+    def same_model(self, other: Run) -> bool:
+        """Whether both train one architecture: as many parameters, and no architectural key of ``model`` that differs."""
+        if (
+            None not in (mine := self.header.get("parameters"), theirs := other.header.get("parameters"))
+            and mine != theirs
+        ):
+            return False
+        here, there = _architecture(self.hyperparameters), _architecture(other.hyperparameters)
+        return not here or not there or here == there
 
     @property
     def final_loss(self) -> float:
@@ -181,6 +201,7 @@ def read_run(path: Path) -> Run:
     status = "unknown"
     problems: list[str] = []
     unreadable: list[int] = []
+    started_as: list[tuple[int, dict[str, Any]]] = []
     count = 0
     for number, line in _lines(file):
         count += 1
@@ -194,8 +215,12 @@ def read_run(path: Path) -> Run:
             batches = [batch for batch in batches if batch["step"] <= resumed_at]
             evals = [entry for entry in evals if entry["step"] <= resumed_at]
             others = [entry for entry in others if entry["step"] < resumed_at]
-            merged = {**(header.get("hyperparameters") or {}), **(line.get("hyperparameters") or {})}
-            header = {**line, "hyperparameters": merged}
+            if resumed_at == 0 and header:
+                problems.append("It was started again under the same name: what came before is left out.")
+                started_as.clear()
+            # A start knows its whole configuration: nothing of an earlier one is carried over.
+            header = {**line, "hyperparameters": dict(line.get("hyperparameters") or {})}
+            started_as.append((resumed_at, header))
             status = "unknown"
         elif kind == "batch" and isinstance(line.get("step"), int):
             batches.append(line)
@@ -225,6 +250,12 @@ def read_run(path: Path) -> Run:
         problems.append(f"The run did not finish ({status}); what follows is partial.")
     if not batches:
         problems.append("No step was logged.")
+    precisions = [_precision(start) for _, start in started_as]
+    if len(set(precisions)) > 1:
+        steps = ", ".join(
+            f"{name} from step {step}" for (step, _), name in zip(started_as, precisions, strict=True)
+        )
+        problems.append(f"Its precision changed when it was resumed ({steps}): its figures mix them.")
     loss = _column(batches, "loss")
     if len(loss) and not np.isfinite(loss).all():
         first = int(np.flatnonzero(~np.isfinite(loss))[0])
@@ -246,7 +277,30 @@ def read_run(path: Path) -> Run:
         tables=list(tables.values()),
         status=status,
         problems=problems,
+        precisions=tuple(dict.fromkeys(precisions)),
     )
+
+
+def _precision(header: Mapping[str, Any]) -> str:
+    """The recipe's name, with ``FP8DPA`` where attention's GEMMs ran in FP8 too; or ``high precision``."""
+    conversion = (header.get("hyperparameters") or {}).get("fp8")
+    if not isinstance(conversion, Mapping):
+        return HIGH_PRECISION
+    recipe = conversion.get("recipe")
+    name = str(recipe.get("name", "fp8")) if isinstance(recipe, Mapping) else str(recipe)
+    attention = (row.get("action") for row in conversion.get("attention") or [])
+    return f"{name}, FP8DPA" if "converted" in attention else name
+
+
+def _architecture(hyperparameters: Mapping[str, Any]) -> Any:
+    def kept(value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return value
+        return {
+            key: kept(item) for key, item in value.items() if key not in NOT_ARCHITECTURE and item is not None
+        }
+
+    return kept(hyperparameters.get("model") or {})
 
 
 def _find(path: Path) -> Path:

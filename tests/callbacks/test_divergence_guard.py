@@ -158,12 +158,52 @@ def test_resuming_keeps_rungs_statistics_and_events(train, tmp_path):
     assert moves(whole), "the run has to demote something for this test to mean anything"
     assert moves(whole)[0][0] <= 7
     assert moves(again) == moves(whole)
-    assert again.state_dict()["rungs"] == whole.state_dict()["rungs"]
+    assert again.carried_state()["rungs"] == whole.carried_state()["rungs"]
     assert {k: s.threshold for k, s in again._signals.items()} == {
         k: s.threshold for k, s in whole._signals.items()
     }
     assert series(resumed, "loss/train/total") == series(straight, "loss/train/total")[7:]
     assert recipes(again_model, 1) == recipes(whole_model, 1)
+
+
+@pytest.mark.parametrize(
+    ("finer", "recipe"), [(None, "high_precision"), ("block", "block"), ("current", "current")]
+)
+def test_a_demoted_layer_never_resumes_in_what_it_was_demoted_from(train, tmp_path, caplog, finer, recipe):
+    model, first = build_llama(), guard(signals=["kurtosis"])
+    grow = Outlier(model, lambda step: 1.0 if step < 5 else 3000.0)
+    train(
+        model,
+        [grow.callback, first],
+        algorithms=[fp8()],
+        steps=7,
+        lr=0.0,
+        save_folder=str(tmp_path),
+        save_interval="7ba",
+    )
+    assert recipes(model, 1) == {"current"}
+    model, again = build_llama(), guard(signals=["kurtosis"], finer=finer)
+    caplog.clear()
+    train(model, [again], algorithms=[fp8()], steps=8, lr=0.0, load_path=str(tmp_path / "latest-rank0.pt"))
+    assert again.failed is None
+    assert recipes(model, 0) == {"delayed"} and recipes(model, 1) == {recipe}
+    assert ("none of its rungs now" in caplog.text) is (finer != "current")
+
+
+def test_quiet_batches_may_change_on_resume(train, tmp_path):
+    def run(watch, steps, **options):
+        model = build_llama()
+        grow = Outlier(model, lambda step: 1e6 if 4 <= step < 6 else 1.0)
+        train(model, [grow.callback, watch], algorithms=[fp8()], steps=steps, lr=0.0, **options)
+        return model
+
+    first = guard(signals=["flushed"], quiet_batches=500)
+    model = run(first, 8, save_folder=str(tmp_path), save_interval="8ba")
+    assert recipes(model, 1) != {"delayed"}
+    again = guard(signals=["flushed"], quiet_batches=3)
+    model = run(again, 16, load_path=str(tmp_path / "latest-rank0.pt"))
+    assert [move[2] for move in moves(again)][-1] == "promote"
+    assert recipes(model, 1) == {"delayed"}
 
 
 def test_a_model_in_high_precision_is_watched_all_the_same(train):

@@ -10,6 +10,7 @@ from composer.models import ComposerModel
 from torch.utils.data import DataLoader
 
 from foundry_fp8.callbacks.run_log import RunLog, ensure_run_log, plain
+from foundry_fp8.config import ConfigError
 from foundry_fp8.report.runs import read_run
 
 
@@ -149,19 +150,52 @@ def test_a_resumed_run_goes_on_in_its_file_and_is_read_as_one(tmp_path):
     assert read.loss[2] == repeated
 
 
-def test_without_a_path_the_log_lies_with_the_checkpoints(tmp_path):
+def test_without_a_path_the_log_lies_under_runs_and_never_among_the_checkpoints(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     run = trainer(None, loggers=[RunLog()], save_folder=str(tmp_path / "{run_name}" / "ck"), run_name="named")
     run.fit()
     run.close()
-    assert (tmp_path / "named" / "ck" / "run_log.jsonl").exists()
+    assert (tmp_path / "runs" / "named" / "run_log.jsonl").exists()
+    assert not list((tmp_path / "named" / "ck").glob("*.jsonl"))
 
 
-def test_without_checkpoints_the_log_lies_under_runs(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    run = trainer(None, loggers=[RunLog()], run_name="named")
+def test_an_evaluation_before_training_is_in_the_log(tmp_path):
+    path = tmp_path / "run_log.jsonl"
+    run = trainer(path, eval_dataloader=loader())
+    run.logger.log_metrics({"metrics/eval/CrossEntropy": 9.0})
+    run.eval()
     run.fit()
     run.close()
-    assert (tmp_path / "runs" / "named" / "run_log.jsonl").exists()
+    found = lines(path)
+    assert [line["kind"] for line in found[:3]] == ["header", "table", "eval"]
+    assert found[2]["step"] == 0 and found[2]["metrics"]["metrics/eval/CrossEntropy"] == 9.0
+    assert read_run(path).evals["metrics/eval/CrossEntropy"].steps.tolist() == [0]
+
+
+def test_a_second_run_of_one_name_has_a_file_of_its_own(tmp_path):
+    path = tmp_path / "run_log.jsonl"
+    for duration in ("4ba", "2ba", "3ba"):
+        run = trainer(path, duration)
+        run.fit()
+        run.close()
+    kept = [path, tmp_path / "run_log.1.jsonl", tmp_path / "run_log.2.jsonl"]
+    assert [len(read_run(file).step) for file in kept] == [3, 4, 2]
+    assert len(read_run(tmp_path).step) == 3  # a folder means its newest run
+
+
+def test_a_path_that_cannot_be_written_is_an_error_if_it_was_asked_for(tmp_path, monkeypatch):
+    (tmp_path / "runs").write_text("a file where the folder should be")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"loggers\.run_log\.path: .* cannot be written"):
+        trainer(None, loggers=[RunLog()]).fit()
+
+    class Asks(Callback):
+        def init(self, state, logger):
+            ensure_run_log(state, logger)
+
+    run = trainer(None, callbacks=[Asks()])
+    run.fit()
+    assert run.state.timestamp.batch.value == 4
 
 
 def test_a_callback_can_ask_for_a_log_and_gets_one_only(tmp_path, monkeypatch):
@@ -233,5 +267,8 @@ def test_plain_values_are_strict_json(value, expected):
 
 
 def test_a_path_that_is_no_string_is_refused():
-    with pytest.raises(ValueError, match=r"loggers\.run_log\.path: 3 is not a string"):
-        RunLog(3)
+    for path in (3, "", "logs/{run}/x", "{"):
+        with pytest.raises(
+            ConfigError, match=r"loggers\.run_log\.path: .* is not a string of printable characters"
+        ):
+            RunLog(path)

@@ -107,3 +107,35 @@ def test_unknown_kinds_and_keys_are_passed_over(tmp_path):
 def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):
     paths = [write_log(tmp_path / n / "ck" / "run_log.jsonl", [header("same")]) for n in ("x", "y")]
     assert [run.name for run in read_runs(paths)] == ["x/ck", "y/ck"]
+
+
+def test_a_run_started_again_without_fp8_is_not_shown_as_fp8(tmp_path):
+    lines = [header(recipe="delayed"), *batches([5, 4, 3]), END, header(), *batches([6, 5]), END]
+    run = read_run(write_log(tmp_path / "run_log.jsonl", lines))
+    assert run.recipe == "high precision" and run.backend is None
+    assert run.loss.tolist() == [6, 5]
+    assert run.problems == ["It was started again under the same name: what came before is left out."]
+
+
+def test_a_resume_in_another_precision_is_said_and_is_no_baseline(tmp_path):
+    lines = [header(recipe="delayed"), *batches([5, 4]), header(step=2), *batches([3, 2], start=2), END]
+    run = read_run(write_log(tmp_path / "run_log.jsonl", lines))
+    assert run.recipe == "delayed then high precision"
+    assert run.problems == [
+        "Its precision changed when it was resumed (delayed from step 0, high precision from step 2): its figures mix them."
+    ]
+
+
+def test_models_are_told_apart_by_parameters_and_by_architecture(tmp_path):
+    def run(folder, parameters=1000, **model):
+        lines = [header(folder, config={"model": model}, parameters=parameters), *batches([1]), END]
+        return read_run(write_log(tmp_path / folder / "run_log.jsonl", lines))
+
+    mpt = run("mpt", name="mpt_causal_lm", d_model=8, init_device="cpu", attn_config={"attn_impl": "flash"})
+    same = run(
+        "same", name="mpt_causal_lm", d_model=8, init_device="meta", attn_config={"attn_impl": "torch"}
+    )
+    assert mpt.same_model(same)
+    assert not mpt.same_model(run("larger", parameters=7000, name="mpt_causal_lm", d_model=8))
+    assert not mpt.same_model(run("other", name="fog_causal_lm", variant="fog-max"))
+    assert mpt.same_model(run("plain"))  # a run outside of LLM Foundry logs no model section

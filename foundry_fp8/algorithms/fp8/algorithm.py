@@ -86,7 +86,9 @@ class FP8(Algorithm):
 
     def state_dict(self) -> dict[str, Any]:
         """The FP8 state (see :meth:`FP8State.state_dict`)."""
-        found = {} if self._fp8_state is None else self._fp8_state.state_dict()
+        found = super().state_dict()  # its repr, as Composer's own algorithms have it
+        if self._fp8_state is not None:
+            found |= self._fp8_state.state_dict()
         if self._attention_state is not None:
             found["attention"] = self._attention_state.state_dict()
         return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -14,6 +15,7 @@ from composer.loggers import Logger
 from composer.utils import checkpoint, dist
 
 from foundry_fp8.callbacks.base import Monitor, device_of, model_of
+from foundry_fp8.callbacks.carried_state import CarriedState
 from foundry_fp8.callbacks.run_log import RunPath
 from foundry_fp8.config import Config, ConfigError, Positive, at_least, not_empty, one_of
 from foundry_fp8.layers.state import FP8State
@@ -68,6 +70,10 @@ class DivergenceGuardConfig(Config):
             )
 
 
+class DivergenceGuardState(CarriedState):
+    """Rungs, statistics and events of a :class:`DivergenceGuard` in the checkpoint."""
+
+
 class DivergenceGuard(Monitor):
     """Watches layers, raises an alarm, acts on the layers at fault.
 
@@ -90,8 +96,8 @@ class DivergenceGuard(Monitor):
         self._watch: Watch | None = None
         self._signals: dict[tuple[str, str], Signal] = {}
         self._quiet_since: dict[str, int] = {}
-        self._patience_of: dict[str, int] = {}
-        """Quiet batches that a unit has to show; grows with every time it is demoted again."""
+        self._relapses: Counter[str] = Counter()
+        """How often a unit was demoted again after it had been promoted to what was configured."""
         self._loaded: dict[str, Any] | None = None
         self._save_due = False
         self._agreed_off = False
@@ -147,6 +153,10 @@ class DivergenceGuard(Monitor):
         if self._watch is not None:
             self._watch.detach()
 
+    def init(self, state: State, logger: Logger) -> None:
+        """Have the state carried."""
+        state.algorithms.append(DivergenceGuardState(self))
+
     def fit_start(self, state: State, logger: Logger) -> None:
         """Find the layers, and put them where a checkpoint left them."""
         if not self.ladders:  # a second fit() goes on where the first one stopped
@@ -161,8 +171,6 @@ class DivergenceGuard(Monitor):
         for name in self.config.signals:
             for unit in [GLOBAL] if name == "loss" else self.ladders:
                 self._signals.setdefault((unit, name), Signal(RULES[name], **options))
-        for unit in self.ladders:
-            self._patience_of.setdefault(unit, self.config.quiet_batches)
         if self._loaded is not None:
             self._take_back(self._loaded)
             self._loaded = None
@@ -243,7 +251,7 @@ class DivergenceGuard(Monitor):
                 if self.ladders[unit].rung == 0 and any(
                     e["unit"] == unit and e["action"] == "promote" for e in self.events
                 ):
-                    self._patience_of[unit] *= 2
+                    self._relapses[unit] += 1
                 self._move(unit, +1, batch, logger)
         if "stop" in self.config.actions:
             self._note(batch, GLOBAL, "", math.nan, math.nan, "stop")
@@ -264,7 +272,8 @@ class DivergenceGuard(Monitor):
         assert self._watch is not None
         renewed = False
         for unit, ladder in self.ladders.items():
-            if ladder.rung and batch - self._quiet_since.get(unit, batch) >= self._patience_of[unit]:
+            patience = self.config.quiet_batches * 2 ** self._relapses[unit]
+            if ladder.rung and batch - self._quiet_since.get(unit, batch) >= patience:
                 self._move(unit, -1, batch, logger)
                 renewed |= ladder.forget_history(self._watch.amax)
         fp8 = FP8State.of(state.model)
@@ -306,19 +315,21 @@ class DivergenceGuard(Monitor):
 
     # -- resuming ----------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
+    def carried_state(self) -> dict[str, Any]:
         """Rungs, running statistics and events: numbers and strings only."""
+        if self._loaded is not None:  # saved again before the model was ready
+            return self._loaded
         return {
-            "rungs": {unit: ladder.recipe for unit, ladder in self.ladders.items()},
+            "rungs": {unit: [ladder.rung, ladder.recipe] for unit, ladder in self.ladders.items()},
             "signals": {
                 f"{unit}/{name}": signal.state_dict() for (unit, name), signal in self._signals.items()
             },
             "quiet_since": dict(self._quiet_since),
-            "quiet_batches": dict(self._patience_of),
+            "relapses": dict(self._relapses),
             "events": list(self.events),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def take_carried_state(self, state: dict[str, Any]) -> None:
         """Keep the state until the model is ready."""
         self._loaded = state
 
@@ -326,16 +337,20 @@ class DivergenceGuard(Monitor):
         if set(state["rungs"]) != set(self.ladders):
             log.warning("%s: the checkpoint is of a model with other layers; the guard starts afresh.", KEY)
             return
-        for unit, recipe in state["rungs"].items():
+        for unit, (rung, recipe) in state["rungs"].items():
             ladder = self.ladders[unit]
-            names = ["high_precision" if rung is None else rung.name for rung in ladder.rungs]
-            ladder.move(names.index(recipe) if recipe in names else 0)
+            ladder.move(ladder.rung_of(recipe) if rung else 0)
+            if rung and ladder.recipe != recipe:
+                log.warning(
+                    "%s: %s ran %s when the checkpoint was saved, which is none of its rungs now (finer: %s); it goes on "
+                    "in %s.", KEY, unit, recipe, self.config.finer, ladder.recipe,
+                )  # fmt: skip
         for key, saved in state["signals"].items():
             unit, _, name = key.partition("/")
             if (unit, name) in self._signals:
                 self._signals[unit, name].load_state_dict(saved)
         self._quiet_since = dict(state["quiet_since"])
-        self._patience_of |= state["quiet_batches"]
+        self._relapses = Counter(state["relapses"])
         self.events = list(state["events"])
 
 

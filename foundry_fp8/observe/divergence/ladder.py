@@ -48,6 +48,15 @@ class Ladder:
         recipe = self.rungs[self.rung]
         return "high_precision" if recipe is None else recipe.name
 
+    def rung_of(self, recipe: str) -> int:
+        """The rung below the configured one that runs ``recipe``; the next one down where none does.
+
+        Args:
+            recipe: A recipe's name, or ``high_precision``.
+        """
+        names = ["high_precision" if rung is None else rung.name for rung in self.rungs]
+        return names.index(recipe, 1) if recipe in names[1:] else 1
+
     def move(self, rung: int) -> bool:
         """Run rung ``rung`` (bounded by the ladder's ends) from the next forward on; false if that changes nothing."""
         rung = min(max(rung, 0), len(self.rungs) - 1)
