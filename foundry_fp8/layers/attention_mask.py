@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,15 +37,28 @@ class AttentionMask:
         others = (self.window, self.key_padding, self.documents, self.bias)
         return self.causal and all(rule is None for rule in others)
 
+    def also(self, *, causal: bool, window: tuple[int | None, int | None] | None) -> AttentionMask:
+        """With these rules besides; the same object at every call, so that layers share what it remembers."""
+        derived: dict[Any, AttentionMask] = self.__dict__.setdefault("_derived", {})
+        if (causal, window) not in derived:
+            derived[causal, window] = dataclasses.replace(self, causal=causal, window=window)
+        return derived[causal, window]
+
     def simplified(self) -> AttentionMask:
-        """Without padding that hides nothing and documents that are one: asks the device once, then remembers."""
+        """Without padding that hides nothing from a token and documents that are one: asks the device once, then remembers.
+
+        Padding on the right is to the right of every token's query, where a causal rule hides it anyway. So queries that are
+        padding themselves may see more than they did.
+        """
         return self._simplified
 
     @functools.cached_property
     def _simplified(self) -> AttentionMask:
         padding, documents = self.key_padding, self.documents
-        if padding is not None and bool(padding.all()):
-            padding = None
+        if padding is not None:
+            tokens = padding.bool()
+            hides = (~tokens[:, :-1] & tokens[:, 1:]) if self.causal else ~tokens
+            padding = padding if bool(hides.any()) else None
         if documents is not None and bool((documents == documents[:, :1]).all()):
             documents = None
         return dataclasses.replace(self, key_padding=padding, documents=documents)

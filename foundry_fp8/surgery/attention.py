@@ -25,6 +25,7 @@ from foundry_fp8.model_structure.blocks import block_index_of, transformer_block
 from foundry_fp8.model_structure.selection import check_patterns_match, matches
 from foundry_fp8.numerics.recipes import DelayedScaling, Recipe
 from foundry_fp8.surgery.attention_hosts import HOSTS
+from foundry_fp8.surgery.attention_inputs import BatchMasks
 from foundry_fp8.surgery.report import SurgeryRow
 
 __all__ = ["FP8AttentionState", "convert_attention"]
@@ -87,6 +88,7 @@ def convert_attention(
     blocks = transformer_blocks(model)
     rows: list[SurgeryRow] = []
     converted: dict[str, FP8DotProductAttention] = {}
+    masks: BatchMasks | None = None
     for name, module, host in found:
         reason = host.reason(module)
         if reason is None and (not matches(name, include) or matches(name, exclude)):
@@ -100,7 +102,8 @@ def convert_attention(
                 fqn=name, recipe=attention_recipe, backend=runner, evaluate=evaluate
             )
             attention.train(module.training)
-            host.attach(module, attention)
+            masks = masks or BatchMasks.of(model)
+            host.attach(module, attention, masks)
             converted[name] = attention
         rows.append(
             SurgeryRow(

@@ -4,17 +4,20 @@
 host            recognised by                                               attached by
 =============== =========================================================== ==========================================
 LLM Foundry MPT its attention classes, with ``attn_impl: torch``            the module's ``attn_fn``
-Hugging Face    a ``forward`` that looks up ``ALL_ATTENTION_FUNCTIONS``     that registry and ``config._attn_implementation``
+Hugging Face    a ``forward`` that looks up ``ALL_ATTENTION_FUNCTIONS``     that registry, and a configuration of the module's own
 torch           a ``forward`` that calls ``scaled_dot_product_attention``   a torch function mode around the module
 =============== =========================================================== ==========================================
 
-No library is imported here: a module's own class leads to the registry of the library that it came from.
+No library is imported here: a module's own class leads to the registry of the library that it came from. Attention that is not
+converted keeps what it had, and so does converted attention while it runs in high precision. A dense mask is exchanged for the
+rules that it was made of (:mod:`.attention_inputs`), or kept as a bias where it means anything else.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -24,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from foundry_fp8.layers.attention import FP8DotProductAttention
 from foundry_fp8.layers.attention_mask import AttentionMask
+from foundry_fp8.surgery.attention_inputs import BatchMasks
 
 __all__ = ["HOSTS", "HUGGING_FACE_IMPLEMENTATION", "AttentionHost"]
 
@@ -31,6 +35,8 @@ HUGGING_FACE_IMPLEMENTATION = "fp8_dpa"
 """The name under which FP8 attention stands in transformers' registry of attention functions."""
 CHILD = "fp8_attention"
 REGISTRY = "ALL_ATTENTION_FUNCTIONS"
+_ORIGINAL = "_foundry_fp8_attn_implementation"
+_MASKS = "_foundry_fp8_batch_masks"
 
 
 class AttentionHost(Protocol):
@@ -44,8 +50,8 @@ class AttentionHost(Protocol):
     def reason(self, module: nn.Module) -> str | None:
         """Why this module cannot take FP8 attention, or ``None``."""
 
-    def attach(self, module: nn.Module, attention: FP8DotProductAttention) -> None:
-        """Let ``module`` call ``attention``, which falls back to what was there where it does not run FP8."""
+    def attach(self, module: nn.Module, attention: FP8DotProductAttention, masks: BatchMasks) -> None:
+        """Let ``module`` call ``attention``, and what was there where that does not run FP8."""
 
 
 def _forward(module: nn.Module) -> Any:
@@ -60,10 +66,19 @@ def _names_in_forward(module: nn.Module) -> tuple[str, ...]:
 class MPTAttention(nn.Module):
     """Stands in for Foundry's attention function, with its signature; ``attn_impl: torch``."""
 
-    def __init__(self, attention: FP8DotProductAttention, original: Callable[..., Any]) -> None:
+    def __init__(
+        self,
+        attention: FP8DotProductAttention,
+        original: Callable[..., Any],
+        masks: BatchMasks,
+        *,
+        documents: bool,
+    ) -> None:
         super().__init__()
         self.fp8 = attention
         self.original = original
+        self.masks = masks
+        self.documents = documents
 
     def forward(
         self,
@@ -113,21 +128,34 @@ class MPTAttention(nn.Module):
                 k = torch.cat([past_key_value[0].transpose(2, 3), k], dim=2)
                 v = torch.cat([past_key_value[1], v], dim=2)
             past_key_value = (k.transpose(2, 3), v)
-        queries, keys = q.shape[2], k.shape[2]
-        if attn_bias is not None:
-            attn_bias = attn_bias[
-                :, :, max(0, attn_bias.size(2) - queries) :, max(0, attn_bias.size(3) - keys) :
-            ]
         window = None if sliding_window_size == -1 else (sliding_window_size, sliding_window_size)
         out = self.fp8(
             q,
             k,
             v,
-            mask=AttentionMask(causal=is_causal, window=window, key_padding=key_padding_mask, bias=attn_bias),
+            mask=self._mask(attn_bias, key_padding_mask, q.shape[2], k.shape[2], is_causal, window),
             softmax_scale=q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
             dropout_p=dropout_p if training else 0.0,
         )
         return out.transpose(1, 2).flatten(2), None, past_key_value
+
+    def _mask(
+        self,
+        bias: Tensor | None,
+        padding: Tensor | None,
+        queries: int,
+        keys: int,
+        causal: bool,
+        window: tuple[int, int] | None,
+    ) -> AttentionMask:
+        rules = None
+        if bias is not None:
+            # Foundry's bias holds padding, documents and ALiBi; the causal rule and the window come beside it.
+            rules = self.masks.rules(bias, queries, keys, causal=False, window=None, documents=self.documents)
+            bias = bias[:, :, max(0, bias.size(2) - queries) :, max(0, bias.size(3) - keys) :]
+        if rules is not None and padding is None:
+            return rules.also(causal=causal, window=window)
+        return AttentionMask(causal=causal, window=window, key_padding=padding, bias=bias)
 
 
 class FoundryHost:
@@ -150,10 +178,11 @@ class FoundryHost:
             return "attn_logit_softcapping is not part of FP8 attention"
         return None
 
-    def attach(self, module: nn.Module, attention: FP8DotProductAttention) -> None:
+    def attach(self, module: nn.Module, attention: FP8DotProductAttention, masks: BatchMasks) -> None:
         """Replace the function that the module holds."""
         original: Any = module.attn_fn
-        module.attn_fn = MPTAttention(attention, original)
+        documents = bool(getattr(module, "attn_uses_sequence_id", False))
+        module.attn_fn = MPTAttention(attention, original, masks, documents=documents)
 
 
 def hugging_face_attention(
@@ -161,20 +190,21 @@ def hugging_face_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | AttentionMask | None,
+    attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Transformers' attention function ``fp8_dpa``: FP8 where the module is converted and runs it, SDPA elsewhere.
+    """Transformers' attention function ``fp8_dpa``, of a converted module that runs FP8.
 
     Args:
         module: The attention module.
         query: [b, heads, q, d].
         key: [b, kv_heads, k, d].
         value: [b, kv_heads, k, d].
-        attention_mask: Additive or boolean, broadcasting to [b, heads, q, k]; or rules.
+        attention_mask: As the model made it for the implementation it has: additive or boolean, broadcasting to [b, heads,
+            q, k]; [b, k] for flash attention.
         dropout: Probability of dropping a probability.
         scaling: Multiplies the logits; ``None``: 1/sqrt(d).
         is_causal: ``None``: where there is no mask and more than one query.
@@ -183,50 +213,48 @@ def hugging_face_attention(
     Returns:
         [b, q, heads, d], and no probabilities.
     """
-    attention = module._modules.get(CHILD)
-    queries, keys = query.shape[2], key.shape[2]
-    if isinstance(attention_mask, Tensor) and attention_mask.dim() == 4:
-        attention_mask = attention_mask[..., :keys]
-    if attention is None or not attention.runs_fp8:
-        if isinstance(attention_mask, AttentionMask):
-            seen, bias = attention_mask.block(0, queries, 0, keys, queries, keys, query.device)
-            attention_mask = (
-                seen if bias is None else attention_mask.dense(queries, keys, query.device, query.dtype)
-            )
-            is_causal = False
-        sdpa = _forward(module).__globals__[REGISTRY]["sdpa"]
-        return sdpa(
-            module,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout=dropout,
-            scaling=scaling,
-            is_causal=is_causal,
-            **kwargs,
-        )
+    attention = module._modules[CHILD]
+    assert isinstance(attention, FP8DotProductAttention)
     if kwargs.get("softcap") is not None:
         raise RuntimeError(f"{attention.fqn}: soft capping of the logits is not part of FP8 attention.")
-    if not isinstance(attention_mask, AttentionMask):
-        if is_causal is None:
-            is_causal = attention_mask is None and queries > 1
-        window = kwargs.get("sliding_window")
-        attention_mask = AttentionMask(
-            causal=is_causal and attention_mask is None,
-            # Where there is a mask, the model has put the window into it.
-            window=(window - 1, None) if window is not None and attention_mask is None else None,
-            bias=attention_mask,
-        )
     out = attention(
         query,
         key,
         value,
-        mask=attention_mask,
+        mask=_hugging_face_mask(module, attention_mask, query.shape[2], key.shape[2], is_causal, kwargs),
         softmax_scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         dropout_p=dropout,
     )
     return out.transpose(1, 2).contiguous(), None
+
+
+def _hugging_face_mask(
+    module: nn.Module,
+    given: Tensor | None,
+    queries: int,
+    keys: int,
+    is_causal: bool | None,
+    kwargs: Mapping[str, Any],
+) -> AttentionMask:
+    """What the model means by ``given``."""
+    size = (
+        kwargs["sliding_window"]
+        if "sliding_window" in kwargs
+        else getattr(module.config, "sliding_window", None)
+    )
+    window = None if size is None else (size - 1, None)
+    causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
+    if given is not None and given.dim() == 4:
+        given = given if given.shape[-1] == keys else given[..., :keys]
+        masks: BatchMasks = module.__dict__[_MASKS]
+        documents = bool(getattr(module, "attn_uses_sequence_id", False))
+        # The window is in the mask of some models and not of others, as transformers' versions go.
+        for of_mask in dict.fromkeys((window, None)):
+            rules = masks.rules(given, queries, keys, causal=causal, window=of_mask, documents=documents)
+            if rules is not None:
+                return rules
+        return AttentionMask(bias=given)
+    return AttentionMask(causal=causal and queries > 1, window=window, key_padding=given)
 
 
 class HuggingFaceHost:
@@ -244,14 +272,35 @@ class HuggingFaceHost:
             return "it is converted already"
         if getattr(module, "attn_logit_softcapping", None) is not None:
             return "attn_logit_softcapping is not part of FP8 attention"
+        config: Any = module.config
+        implementation = config._attn_implementation
+        if implementation not in ("sdpa", "eager"):
+            return (
+                f"attn_implementation is {implementation}, with which packed documents travel outside of the mask; "
+                "FP8 attention stands in for sdpa and eager"
+            )
         return None
 
-    def attach(self, module: nn.Module, attention: FP8DotProductAttention) -> None:
-        """Register the function, point the configuration at it, and leave the state on the module."""
+    def attach(self, module: nn.Module, attention: FP8DotProductAttention, masks: BatchMasks) -> None:
+        """Register the function, give the module a configuration of its own that names it, and leave the state on the module."""
         _forward(module).__globals__[REGISTRY][HUGGING_FACE_IMPLEMENTATION] = hugging_face_attention
         config: Any = module.config
-        config._attn_implementation = HUGGING_FACE_IMPLEMENTATION
+        module.__dict__[_ORIGINAL] = config._attn_implementation
+        module.__dict__[_MASKS] = masks
+        # The model's own configuration still says what the others run, and so what masks are made.
+        module.config = copy.copy(config)
         module.add_module(CHILD, attention)
+        module.register_forward_pre_hook(_name_implementation)
+
+
+def _name_implementation(module: nn.Module, args: Any) -> None:
+    """FP8 where it runs, else what the module had."""
+    attention = module._modules[CHILD]
+    assert isinstance(attention, FP8DotProductAttention)
+    config: Any = module.config
+    config._attn_implementation = (
+        HUGGING_FACE_IMPLEMENTATION if attention.runs_fp8 else module.__dict__[_ORIGINAL]
+    )
 
 
 class _SDPAMode(TorchFunctionMode):
@@ -305,7 +354,7 @@ class TorchHost:
         """Anything."""
         return "it is converted already" if CHILD in module._modules else None
 
-    def attach(self, module: nn.Module, attention: FP8DotProductAttention) -> None:
+    def attach(self, module: nn.Module, attention: FP8DotProductAttention, masks: BatchMasks) -> None:
         """Enter the mode before, and leave it after, each forward of the module."""
         entered: list[_SDPAMode] = []
 

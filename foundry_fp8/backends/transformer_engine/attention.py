@@ -30,7 +30,7 @@ from foundry_fp8.layers.attention import AttentionBackend, AttentionRecipe, FP8D
 from foundry_fp8.layers.attention_mask import AttentionMask
 from foundry_fp8.numerics.recipes import DelayedScaling, Recipe
 
-__all__ = ["TransformerEngineAttention", "attention_machine"]
+__all__ = ["TransformerEngineAttention", "attention_machine", "attention_shape"]
 
 _ATTRIBUTE = "_te_attention"
 _PLACES = {
@@ -157,18 +157,23 @@ def _bind(module: FP8DotProductAttention, dpa: Any) -> None:
         quantizer.amax = amax if record or group == "scaling_bwd" else torch.zeros_like(amax)
 
 
-def _check(
-    module: FP8DotProductAttention, q: Tensor, k: Tensor, mask: AttentionMask, recipe: DelayedScaling
-) -> None:
-    shape = AttentionShape(
-        head_dim=q.shape[3],
-        sequence=q.shape[2],
+def attention_shape(mask: AttentionMask, *, head_dim: int, sequence: int) -> AttentionShape:
+    """What the rules need to know of one call."""
+    return AttentionShape(
+        head_dim=head_dim,
+        sequence=sequence,
         causal=mask.causal,
         window=mask.window is not None,
         bias=mask.bias is not None,
         documents=mask.documents is not None,
         padding=mask.key_padding is not None,
     )
+
+
+def _check(
+    module: FP8DotProductAttention, q: Tensor, k: Tensor, mask: AttentionMask, recipe: DelayedScaling
+) -> None:
+    shape = attention_shape(mask, head_dim=q.shape[3], sequence=q.shape[2])
     found = attention_requirement(recipe, shape, attention_machine(q.device))
     reason, remedy = found.reason, found.remedy
     if found.ok and q.shape[2] != k.shape[2]:

@@ -20,7 +20,6 @@ from foundry_fp8.models.fog.feedforward import MLP, XIELU, GatedMLP, InputScale
 from foundry_fp8.models.fog.norms import LayerScale, RMSNorm
 from foundry_fp8.models.fog.qk import TanhNorm
 from foundry_fp8.models.fog.rope import rope_frequencies, rope_tables
-from foundry_fp8.surgery.attention_hosts import HUGGING_FACE_IMPLEMENTATION
 
 __all__ = ["FogBlock", "FogForCausalLM", "FogModel", "FogPreTrainedModel"]
 
@@ -196,7 +195,7 @@ class FogModel(FogPreTrainedModel):
         hidden: Tensor,
         cache: Cache | None,
     ) -> Any:
-        """The mask in the form the attention implementation takes: rules, a tensor, or ``None`` for plain causal."""
+        """The mask in the form the attention implementation takes: a tensor, or ``None`` for plain causal."""
         window = self.config.sliding_window
         documents = sequence_id if self.config.sequence_ids else None
         if documents is not None and cached:
@@ -218,8 +217,6 @@ class FogModel(FogPreTrainedModel):
             bias=bias,
         )
         implementation = self.config._attn_implementation
-        if implementation == HUGGING_FACE_IMPLEMENTATION:
-            return rules
         plain = attention_mask is None and documents is None and bias is None and window is None
         if plain and implementation == "sdpa" and (cached == 0 or s == 1):
             return None

@@ -1,0 +1,229 @@
+"""What reaches FP8 attention from the real masks of each host, and which of it a GPU's kernel takes; the table in docs/attention.md."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from foundry_fp8.backends.emulated.attention import EmulatedAttention
+from foundry_fp8.backends.transformer_engine.attention import attention_shape
+from foundry_fp8.backends.transformer_engine.attention_requirements import (
+    AttentionMachine,
+    attention_requirement,
+)
+from foundry_fp8.layers.attention_mask import AttentionMask
+from foundry_fp8.numerics.recipes import DelayedScaling
+from foundry_fp8.surgery.attention import convert_attention
+from foundry_fp8.surgery.attention_inputs import same_mask
+
+DOCS = Path(__file__).parents[2] / "docs" / "attention.md"
+S = 16
+HOPPER = AttentionMachine(capability=(9, 0), cudnn=(9, 19, 0), te=(2, 20))
+
+
+def hugging_face(name: str, **options: Any) -> nn.Module:
+    import transformers
+
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        pad_token_id=0,
+        **options,
+    )
+    return getattr(transformers, f"{name}ForCausalLM")(config)
+
+
+def fog(**options: Any) -> nn.Module:
+    from foundry_fp8.models.fog import FogConfig, FogForCausalLM
+
+    return FogForCausalLM(
+        FogConfig(
+            hidden_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=64,
+            **options,
+        )
+    )
+
+
+def mpt(**attn_config: Any) -> nn.Module:
+    from llmfoundry.models.mpt import MPTConfig, MPTForCausalLM
+
+    return MPTForCausalLM(
+        MPTConfig(
+            d_model=64,
+            n_heads=4,
+            n_layers=2,
+            vocab_size=64,
+            max_seq_len=S,
+            attn_config={"attn_impl": "torch", **attn_config},
+        )
+    )
+
+
+HOSTS = {
+    "MPT": (mpt, ("full", "right", "left")),
+    "MPT, ALiBi": (lambda: mpt(alibi=True), ("full",)),
+    "MPT, sliding window": (lambda: mpt(sliding_window_size=8), ("full",)),
+    "MPT, `attn_uses_sequence_id`": (lambda: mpt(attn_uses_sequence_id=True), ("one document", "packed")),
+    "FOG": (fog, ("none", "full", "right", "left", "one document", "packed")),
+    "FOG, sliding window": (lambda: fog(sliding_window=8), ("none", "right")),
+    "Llama": (lambda: hugging_face("Llama"), ("none", "full", "right", "left", "user's own")),
+    "Llama, eager": (lambda: hugging_face("Llama", attn_implementation="eager"), ("none", "right")),
+    "Qwen2": (lambda: hugging_face("Qwen2"), ("none", "full", "right", "left")),
+    "Mistral, window beyond the sequence": (
+        lambda: hugging_face("Mistral", sliding_window=64),
+        ("none", "full", "right", "left"),
+    ),
+    "Mistral, sliding window": (lambda: hugging_face("Mistral", sliding_window=8), ("none", "right")),
+    "OLMo2": (lambda: hugging_face("Olmo2"), ("none", "full", "right", "left")),
+    "GPT-NeoX": (lambda: hugging_face("GPTNeoX"), ("none", "full", "right", "left")),
+}
+"""Each host and the batches that it is asked with."""
+
+
+def batch(kind: str) -> dict[str, Any]:
+    ids = torch.randint(1, 64, (2, S))
+    full = torch.ones(2, S, dtype=torch.bool)
+    place = torch.arange(S).expand(2, S)
+    given: dict[str, dict[str, Any]] = {
+        "none": {},
+        "full": {"attention_mask": full},
+        "right": {"attention_mask": place < torch.tensor([[S], [11]])},
+        "left": {"attention_mask": place >= torch.tensor([[0], [5]])},
+        "one document": {"attention_mask": full, "sequence_id": place * 0},
+        "packed": {"attention_mask": full, "sequence_id": place // 6},
+        "user's own": {
+            "attention_mask": torch.where(torch.ones(2, 1, S, S).tril(2).bool(), 0.0, torch.finfo().min)
+        },
+    }
+    return {"input_ids": ids, **given[kind]}
+
+
+class Recording(EmulatedAttention):
+    """Keeps the mask of each call."""
+
+    def __init__(self) -> None:
+        self.masks: list[AttentionMask] = []
+
+    def attend(self, module: Any, q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Tensor:
+        self.masks.append(kwargs["mask"])
+        return super().attend(module, q, k, v, **kwargs)
+
+
+def masks_of(model: nn.Module, batches: list[dict[str, Any]]) -> list[AttentionMask]:
+    """What the first layer sees of each batch, in training."""
+    _, converted = convert_attention(model, recipe=DelayedScaling())
+    recording = Recording()
+    for attention in converted.values():
+        attention.backend = recording
+    model.train()
+    for given in batches:
+        model(**given)
+    layers = len(converted)
+    for i in range(0, len(recording.masks), layers):  # one object, so that the device is asked once
+        assert (
+            len({id(mask) for mask in recording.masks[i : i + layers] if mask.key_padding is not None}) <= 1
+        )
+    return recording.masks[::layers]
+
+
+def said(mask: AttentionMask) -> str:
+    """A mask in words."""
+    words = ["causal"] if mask.causal else []
+    names = {"window": "window", "key_padding": "padding", "documents": "documents", "bias": "a dense mask"}
+    return ", ".join(words + [word for name, word in names.items() if getattr(mask, name) is not None])
+
+
+@pytest.fixture(scope="module")
+def seen() -> dict[tuple[str, str], AttentionMask]:
+    torch.manual_seed(0)
+    found = {}
+    for host, (make, kinds) in HOSTS.items():
+        batches = [batch(kind) for kind in kinds]
+        masks = masks_of(make(), batches)
+        found.update({(host, kind): mask for kind, mask in zip(kinds, masks, strict=True)})
+    return found
+
+
+def table(seen: dict[tuple[str, str], AttentionMask]) -> str:
+    """As in the docs."""
+    lines = ["| host | batch | reaches FP8 attention as | through Transformer Engine |", "|---|---|---|---|"]
+    for (host, kind), mask in seen.items():
+        shape = attention_shape(mask.simplified(), head_dim=128, sequence=128)
+        answer = attention_requirement(DelayedScaling(), shape, HOPPER)
+        names = {"none": "no mask", "full": "mask of ones", "right": "padded right", "left": "padded left"}
+        verdict = "yes" if answer.ok else f"no: {answer.reason}"
+        lines.append(f"| {host} | {names.get(kind, kind)} | {said(mask)} | {verdict} |")
+    return "\n".join(lines)
+
+
+def test_the_table_in_the_docs_is_what_the_hosts_do(seen: Any) -> None:
+    text = DOCS.read_text()
+    written = text.split("<!-- hosts -->\n")[1].split("\n<!-- /hosts -->")[0]
+    assert written == table(seen), f"docs/attention.md should hold\n{table(seen)}"
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_a_causal_batch_and_padding_on_the_right_run_through_transformer_engine(host: str, seen: Any) -> None:
+    if "ALiBi" in host or host.endswith("sliding window"):
+        pytest.skip("cuDNN has no FP8 form on Hopper: the table says so")
+    for kind in ("none", "full", "right", "one document"):
+        if (host, kind) in seen:
+            shape = attention_shape(seen[host, kind].simplified(), head_dim=128, sequence=128)
+            assert attention_requirement(DelayedScaling(), shape, HOPPER).ok, kind
+
+
+def test_the_users_own_mask_stays_a_mask(seen: Any) -> None:
+    assert seen["Llama", "user's own"].bias is not None and not seen["Llama", "user's own"].causal
+
+
+def test_layers_left_out_keep_their_implementation() -> None:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    calls: list[str] = []
+    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def counted(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        calls.append(str(module.layer_idx))
+        return sdpa(module, *args, **kwargs)
+
+    model = hugging_face("Llama")
+    convert_attention(model, recipe=DelayedScaling(), exclude=["model.layers.1.*"])
+    assert model.config._attn_implementation == "sdpa"  # type: ignore[union-attr]
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = counted
+    try:
+        model.train()
+        model(**batch("right"))
+        assert calls == ["1"]
+        model.eval()
+        model(**batch("right"))
+        assert calls == ["1", "0", "1"]
+    finally:
+        ALL_ATTENTION_FUNCTIONS["sdpa"] = sdpa
+
+
+def test_a_dense_mask_is_its_rules_only_where_every_element_agrees() -> None:
+    padding = torch.arange(6) < torch.tensor([[6], [4]])
+    rules = AttentionMask(causal=True, key_padding=padding)
+    dense = rules.dense(6, 6, torch.device("cpu"), torch.float32)
+    assert same_mask(dense, rules, 6, 6) and same_mask(dense == 0, rules, 6, 6)
+    assert not same_mask(dense, AttentionMask(causal=True), 6, 6)
+    for change in (0.5, torch.finfo().min):
+        other = dense.clone()
+        other[1, 0, 3, 1] = change  # a visible key of one entry
+        assert not same_mask(other, rules, 6, 6)
+    left = AttentionMask(causal=True, key_padding=~padding)
+    opened = left.dense(6, 6, torch.device("cpu"), torch.float32)
+    opened[1, 0, 0] = 0.0  # a query that sees nothing may hold anything
+    assert same_mask(opened, left, 6, 6)
