@@ -71,14 +71,11 @@ class MPTAttention(nn.Module):
         attention: FP8DotProductAttention,
         original: Callable[..., Any],
         masks: BatchMasks,
-        *,
-        documents: bool,
     ) -> None:
         super().__init__()
         self.fp8 = attention
         self.original = original
         self.masks = masks
-        self.documents = documents
 
     def forward(
         self,
@@ -128,7 +125,8 @@ class MPTAttention(nn.Module):
                 k = torch.cat([past_key_value[0].transpose(2, 3), k], dim=2)
                 v = torch.cat([past_key_value[1], v], dim=2)
             past_key_value = (k.transpose(2, 3), v)
-        window = None if sliding_window_size == -1 else (sliding_window_size, sliding_window_size)
+        reaches_all = sliding_window_size == -1 or sliding_window_size >= k.shape[2]
+        window = None if reaches_all else (sliding_window_size, sliding_window_size)
         out = self.fp8(
             q,
             k,
@@ -151,9 +149,9 @@ class MPTAttention(nn.Module):
         rules = None
         if bias is not None:
             # Foundry's bias holds padding, documents and ALiBi; the causal rule and the window come beside it.
-            rules = self.masks.rules(bias, queries, keys, causal=False, window=None, documents=self.documents)
+            rules = self.masks.rules(bias, queries, keys, causal=False, window=None, padding=padding)
             bias = bias[:, :, max(0, bias.size(2) - queries) :, max(0, bias.size(3) - keys) :]
-        if rules is not None and padding is None:
+        if rules is not None:
             return rules.also(causal=causal, window=window)
         return AttentionMask(causal=causal, window=window, key_padding=padding, bias=bias)
 
@@ -181,8 +179,7 @@ class FoundryHost:
     def attach(self, module: nn.Module, attention: FP8DotProductAttention, masks: BatchMasks) -> None:
         """Replace the function that the module holds."""
         original: Any = module.attn_fn
-        documents = bool(getattr(module, "attn_uses_sequence_id", False))
-        module.attn_fn = MPTAttention(attention, original, masks, documents=documents)
+        module.attn_fn = MPTAttention(attention, original, masks)
 
 
 def hugging_face_attention(
@@ -242,15 +239,14 @@ def _hugging_face_mask(
         if "sliding_window" in kwargs
         else getattr(module.config, "sliding_window", None)
     )
-    window = None if size is None else (size - 1, None)
+    window = None if size is None or size >= keys else (size - 1, None)
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
     if given is not None and given.dim() == 4:
         given = given if given.shape[-1] == keys else given[..., :keys]
         masks: BatchMasks = module.__dict__[_MASKS]
-        documents = bool(getattr(module, "attn_uses_sequence_id", False))
         # The window is in the mask of some models and not of others, as transformers' versions go.
         for of_mask in dict.fromkeys((window, None)):
-            rules = masks.rules(given, queries, keys, causal=causal, window=of_mask, documents=documents)
+            rules = masks.rules(given, queries, keys, causal=causal, window=of_mask)
             if rules is not None:
                 return rules
         return AttentionMask(bias=given)

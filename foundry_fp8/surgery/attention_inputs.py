@@ -60,7 +60,7 @@ class BatchMasks:
         *,
         causal: bool,
         window: tuple[int | None, int | None] | None,
-        documents: bool,
+        padding: Tensor | None = None,
     ) -> AttentionMask | None:
         """The rules that ``dense`` means, or ``None`` where it means something else. Layers that share ``dense`` share the answer.
 
@@ -70,19 +70,37 @@ class BatchMasks:
             keys: How many.
             causal: Whether the host has put the causal rule into ``dense``.
             window: The sliding window that the host has put into it.
-            documents: Whether it has put the batch's documents into it.
+            padding: [b, k], what the host hands over as padding besides.
         """
         memo = dense.__dict__.setdefault(_MEMO, {})
-        key = (causal, window, documents)
+        key = (causal, window)
         if key not in memo:
-            rules = AttentionMask(
-                causal=causal,
-                window=window,
-                key_padding=self._padding,
-                documents=self._documents if documents else None,
-            )
-            memo[key] = rules if self._known and same_mask(dense, rules, queries, keys) else None
+            memo[key] = self._recognise(dense, queries, keys, causal, window, padding)
         return memo[key]
+
+    def _recognise(
+        self,
+        dense: Tensor,
+        queries: int,
+        keys: int,
+        causal: bool,
+        window: tuple[int | None, int | None] | None,
+        padding: Tensor | None,
+    ) -> AttentionMask | None:
+        if not self._known:
+            return None
+        if padding is not None and (
+            self._padding is None or not torch.equal(padding.bool(), self._padding.bool())
+        ):
+            return None
+        # A batch may name documents to a model that does not keep them apart.
+        for documents in dict.fromkeys((self._documents, None)):
+            rules = AttentionMask(
+                causal=causal, window=window, key_padding=self._padding, documents=documents
+            )
+            if same_mask(dense, rules, queries, keys):
+                return rules
+        return None
 
 
 def same_mask(dense: Tensor, rules: AttentionMask, queries: int, keys: int) -> bool:

@@ -72,7 +72,7 @@ def mpt(**attn_config: Any) -> nn.Module:
 
 
 HOSTS = {
-    "MPT": (mpt, ("full", "right", "left")),
+    "MPT": (mpt, ("full", "right")),  # refuses to train with padding on the left itself
     "MPT, ALiBi": (lambda: mpt(alibi=True), ("full",)),
     "MPT, sliding window": (lambda: mpt(sliding_window_size=8), ("full",)),
     "MPT, `attn_uses_sequence_id`": (lambda: mpt(attn_uses_sequence_id=True), ("one document", "packed")),
@@ -131,10 +131,6 @@ def masks_of(model: nn.Module, batches: list[dict[str, Any]]) -> list[AttentionM
     for given in batches:
         model(**given)
     layers = len(converted)
-    for i in range(0, len(recording.masks), layers):  # one object, so that the device is asked once
-        assert (
-            len({id(mask) for mask in recording.masks[i : i + layers] if mask.key_padding is not None}) <= 1
-        )
     return recording.masks[::layers]
 
 
@@ -176,7 +172,7 @@ def test_the_table_in_the_docs_is_what_the_hosts_do(seen: Any) -> None:
 
 @pytest.mark.parametrize("host", HOSTS)
 def test_a_causal_batch_and_padding_on_the_right_run_through_transformer_engine(host: str, seen: Any) -> None:
-    if "ALiBi" in host or host.endswith("sliding window"):
+    if "ALiBi" in host or host.endswith(", sliding window"):
         pytest.skip("cuDNN has no FP8 form on Hopper: the table says so")
     for kind in ("none", "full", "right", "one document"):
         if (host, kind) in seen:
