@@ -107,14 +107,8 @@ def demo_step(repeats: int) -> list[dict[str, object]]:
     ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--save", default=None, metavar="NAME", help="write results/NAME.json")
-    args = parser.parse_args()
-
+def table(repeats: int) -> list[dict[str, object]]:
+    """Forward and backward of the linear, and what it keeps, by case."""
     x, dy = torch.randn(TOKENS, IN, requires_grad=True), torch.randn(TOKENS, OUT)
     models = cases()
 
@@ -123,21 +117,32 @@ def main() -> None:
         model.zero_grad(set_to_none=True)
         model(x).backward(dy)
 
-    seconds = interleaved({name: lambda m=model: step(m) for name, model in models.items()}, args.repeats, 2)
+    seconds = interleaved({name: lambda m=model: step(m) for name, model in models.items()}, repeats, 2)
     full = saved_bytes(models["float32"], x)
     rows = []
     for name, model in models.items():
         rows.append(
             {
                 "case": name,
-                "median_ms": round(sorted(seconds[name])[args.repeats // 2] * 1e3, 1),
+                "median_ms": round(sorted(seconds[name])[repeats // 2] * 1e3, 1),
                 "of_float32": round(median_ratio(seconds[name], seconds["float32"]), 3),
                 "saved_of_float32": round(saved_bytes(model, x) / full, 3),
             }
         )
         if "torchao emulate" in models:
             rows[-1]["of_torchao"] = round(median_ratio(seconds[name], seconds["torchao emulate"]), 3)
+    return rows
 
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--save", default=None, metavar="NAME", help="write results/NAME.json")
+    args = parser.parse_args()
+
+    rows = table(args.repeats)
     print(f"{TOKENS} x {IN} by {IN} x {OUT}, forward and backward, {args.repeats} interleaved repeats")
     print(f"{'case':18}{'median ms':>10}{'/ float32':>11}{'limit':>7}{'/ torchao':>11}{'saved':>8}")
     for row in rows:
@@ -146,11 +151,16 @@ def main() -> None:
             f"{row['case']:18}{row['median_ms']:>10}{row['of_float32']:>11}{limit:>7}"
             f"{row.get('of_torchao', ''):>11}{row['saved_of_float32']:>8}"
         )
+    steps = demo_step(args.repeats)
+    print("one step of the demo's model")
+    for row in steps:
+        print(f"{row['case']:18}{row['median_ms']:>10}{row['of_float32']:>11}")
     result = {
         "benchmark": "linear_cpu",
         "shape": [TOKENS, IN, OUT],
         "environment": environment(),
         "rows": rows,
+        "demo_step": steps,
     }
     if args.save:
         save(args.save, result)
