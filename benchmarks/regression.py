@@ -87,7 +87,9 @@ def main() -> None:
         kept = {ratio: factor for ratio, factor in slack.items() if not args.bytes or factor == BYTES}
         found = worse(rows_of(before), measure(args.repeats), kept)
         failed |= bool(found)
-        print(f"{name}: " + ("\n  ".join(["worse", *found]) if found else "as committed, or better"), flush=True)
+        print(
+            f"{name}: " + ("\n  ".join(["worse", *found]) if found else "as committed, or better"), flush=True
+        )
     sys.exit(failed)
 
 

@@ -37,7 +37,8 @@ AUTO_ORDER = {"cuda": ("transformer_engine", "native"), "cpu": ("emulated",)}
 def load_backend(name: str) -> Backend:
     """Make the backend ``name``. Imports it, but nothing that it stands on (Triton, Transformer Engine)."""
     module, cls = _LOADERS[name]
-    return getattr(importlib.import_module(module), cls)()
+    backend: Backend = getattr(importlib.import_module(module), cls)()
+    return backend
 
 
 def load_attention_backend(name: str) -> AttentionBackend | None:
@@ -45,7 +46,8 @@ def load_attention_backend(name: str) -> AttentionBackend | None:
     if name not in _ATTENTION_LOADERS:
         return None
     module, cls = _ATTENTION_LOADERS[name]
-    return getattr(importlib.import_module(module), cls)()
+    backend: AttentionBackend = getattr(importlib.import_module(module), cls)()
+    return backend
 
 
 def choose_backend(

@@ -65,7 +65,8 @@ class DeferredNorm(nn.Module):
 
     def normalise(self, x: Tensor) -> Tensor:
         """The norm of ``x``, whoever computes it in training."""
-        return super().forward(x)
+        y: Tensor = super().forward(x)
+        return y
 
     def _same_arithmetic(self, x: Tensor) -> bool:
         recipe = self.consumer.recipe
@@ -111,7 +112,7 @@ def refusal(norm: Any, linear: FP8Linear) -> str | None:
 def defer(norm: Any, linear: FP8Linear) -> DeferredNorm:
     """A norm that adopts everything ``norm`` holds and leaves its arithmetic to ``linear``."""
     cls = _deferred_class(type(norm))
-    self = cls.__new__(cls)
+    self: DeferredNorm = cls.__new__(cls)
     self.__dict__.update(norm.__dict__)
     self.__dict__["consumer"] = linear  # past nn.Module, so that the linear's parameters get no second name
     self.normalization, self.low_precision = _NORMS[qualified_name(type(norm))]

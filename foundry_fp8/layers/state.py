@@ -61,7 +61,7 @@ class FP8State:
     def of(cls, model: nn.Module) -> FP8State | None:
         """The state of a converted model (wrapped by DDP, ``torch.compile`` or not), or ``None``."""
         for module in model.modules():
-            found = module.__dict__.get(cls._ATTRIBUTE)
+            found: FP8State | None = module.__dict__.get(cls._ATTRIBUTE)
             if found is not None:
                 return found
         return None

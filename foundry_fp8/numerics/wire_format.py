@@ -85,4 +85,5 @@ def hadamard_matrix(device: torch.device) -> Tensor:
     matrix = torch.ones(1, 1)
     while matrix.shape[0] < HADAMARD_ORDER:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)], 0)
-    return (matrix / HADAMARD_ORDER**0.5).to(device)
+    normalised: Tensor = matrix / HADAMARD_ORDER**0.5
+    return normalised.to(device)

@@ -77,7 +77,8 @@ class EmulatedAttention(AttentionBackend):
             seed=torch.randint(2**62, ()).to(q.device) if dropout_p else None,
             scales={slot: module.slots[slot].scale for slot in attention_slots(module.recipe)},
         )
-        return _Attention.apply(q, k, v, call)
+        out: Tensor = _Attention.apply(q, k, v, call)  # type: ignore[no-untyped-call]
+        return out
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

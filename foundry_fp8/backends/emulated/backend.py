@@ -45,7 +45,9 @@ class EmulatedBackend(Backend):
         recording = module.recording()
         x2d, keep = x.to(dtype).reshape(-1, x.shape[-1]), module.keep_input(x)
         with torch.autocast(autocast_type(x.device), enabled=False):
-            y = _EmulatedLinear.apply(x2d, module.weight, module.bias, module, recording, keep)
+            y: Tensor = _EmulatedLinear.apply(  # type: ignore[no-untyped-call]
+                x2d, module.weight, module.bias, module, recording, keep
+            )
         return y.view(*x.shape[:-1], module.out_features)
 
 

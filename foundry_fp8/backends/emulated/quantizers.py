@@ -141,7 +141,8 @@ def _slabs(x: Tensor, multiple: int, *, like: Tensor | None = None, rows: int = 
     whole = x if like is None else like
     multiple = multiple if like is None else rows
     height = max(1, _SLAB // max(1, whole.shape[1]) // multiple) * multiple
-    return x.split(height if like is None else height // rows)
+    slabs: tuple[Tensor, ...] = x.split(height if like is None else height // rows)
+    return slabs
 
 
 def _widen(x: Tensor) -> Tensor:

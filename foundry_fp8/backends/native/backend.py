@@ -119,7 +119,7 @@ class NativeBackend(Backend):
         x2d, keep = x.to(dtype).reshape(-1, x.shape[-1]), module.keep_input(x)
         with torch.autocast(x.device.type, enabled=False):
             cached = self.cached_weight(module, plan, dtype, scales[1], slots[1])
-            y = NativeLinear.apply(
+            y: Tensor = NativeLinear.apply(  # type: ignore[no-untyped-call]
                 x2d,
                 weight,
                 bias,

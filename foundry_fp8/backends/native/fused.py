@@ -54,7 +54,8 @@ def norm_linear(linear: FP8Linear, x: Tensor, norm: nn.Module) -> Tensor:
         )
     _check_linear(linear)
     if not linear.runs_fp8 or linear.probe is not None or x.numel() == 0:
-        return linear(norm(x))
+        plain: Tensor = linear(norm(x))
+        return plain
     eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
     bias = getattr(norm, "bias", None)
     centered = isinstance(norm, nn.LayerNorm)
@@ -110,7 +111,8 @@ def activation_linear(
         )
     _check_linear(linear)
     if not linear.runs_fp8 or linear.probe is not None or x.numel() == 0:
-        return linear(_unfused_activation(x, activation, up, alpha))
+        plain: Tensor = linear(_unfused_activation(x, activation, up, alpha))
+        return plain
     code = ACTIVATION_CODES[activation]
     return linear.recorded(x, lambda x: _run(linear, x, code, up=up, alpha=alpha))
 
@@ -201,7 +203,7 @@ def _run(
     dtype, plan = checked_dtype(linear, x), plan_of(linear.recipe)
     scales, slots = delayed_tensors(linear)
     with torch.autocast(x.device.type, enabled=False):
-        y = _ProducedLinear.apply(
+        y: Tensor = _ProducedLinear.apply(  # type: ignore[no-untyped-call]
             x.to(dtype).reshape(-1, x.shape[-1]),
             None if up is None else up.to(dtype).reshape(-1, x.shape[-1]),
             norm_weight,

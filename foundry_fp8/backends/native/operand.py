@@ -155,7 +155,8 @@ def gemm(
     from foundry_fp8.backends.native.gemm import mx_mm, tensorwise_mm
 
     if plan.granularity == "block":
-        return ops.block_gemm(a.data, a.scale, b.data, b.scale, bias, m, n, out_dtype, which != "wgrad")
+        y: Tensor = ops.block_gemm(a.data, a.scale, b.data, b.scale, bias, m, n, out_dtype, which != "wgrad")
+        return y
     if plan.granularity == "mx":
         return mx_mm(a.data, a.scale, b.data, b.scale, m=m, n=n, out_dtype=out_dtype, bias=bias)
     return tensorwise_mm(

@@ -106,12 +106,13 @@ class TransformerEngineAttention(AttentionBackend):
                 num_gemms=3
             )  # makes the quantisers; the forward's own call then returns at once
             _bind(module, dpa)
-            out = dpa(
+            out: Tensor = dpa(
                 *(x.transpose(1, 2).contiguous() for x in (q, k, v)),  # "bshd"
                 attn_mask_type="causal" if mask.causal else "no_mask",
                 window_size=window,
             )
-        return out.unflatten(-1, (q.shape[1], -1)).transpose(1, 2)
+        out = out.unflatten(-1, (q.shape[1], -1))
+        return out.transpose(1, 2)
 
 
 @functools.lru_cache(maxsize=32)

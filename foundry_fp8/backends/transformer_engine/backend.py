@@ -190,7 +190,8 @@ def _call(te_module: Any, x: Tensor, **tensors: Tensor | None) -> Tensor:
     """
     te_module._parameters.update({name: tensor for name, tensor in tensors.items() if tensor is not None})
     try:
-        return te_module(x)
+        y: Tensor = te_module(x)
+        return y
     finally:
         te_module._parameters.clear()
 

@@ -55,8 +55,10 @@ class Library:
     def autocast(self, recipe: Any, *, enabled: bool = True) -> AbstractContextManager[Any]:
         """TE's autocast. ``recipe`` is TE's own; its amax reduction stays unused (see :mod:`.delayed`)."""
         if hasattr(self.te, "autocast"):
-            return self.te.autocast(enabled=enabled, recipe=recipe)
-        return self.te.fp8_autocast(enabled=enabled, fp8_recipe=recipe)
+            context: AbstractContextManager[Any] = self.te.autocast(enabled=enabled, recipe=recipe)
+        else:
+            context = self.te.fp8_autocast(enabled=enabled, fp8_recipe=recipe)
+        return context
 
     def is_running(self, recipe: Any) -> bool:
         """Whether an autocast of this very recipe object is entered now."""

@@ -22,7 +22,8 @@ def keep_non_finite(y: Tensor, x: Tensor) -> Tensor:
         y: ``[M, N]``, what was computed from ``x``; nothing else reads it.
         x: ``[M, K]``, hp.
     """
-    return _KeepNonFinite.apply(y, x.detach())
+    kept: Tensor = _KeepNonFinite.apply(y, x.detach())  # type: ignore[no-untyped-call]
+    return kept
 
 
 class _KeepNonFinite(torch.autograd.Function):

@@ -22,7 +22,8 @@ def with_high_precision_wgrad(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     """
     if not (torch.is_grad_enabled() and weight.requires_grad):
         return y
-    return _HighPrecisionWgrad.apply(y, x.detach(), weight)
+    watched: Tensor = _HighPrecisionWgrad.apply(y, x.detach(), weight)  # type: ignore[no-untyped-call]
+    return watched
 
 
 class _HighPrecisionWgrad(torch.autograd.Function):
