@@ -5,59 +5,69 @@ from __future__ import annotations
 import datetime
 import itertools
 from collections import defaultdict
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["AGREEMENT_SECONDS", "agree", "check_all_to_all"]
+from foundry_fp8.compat.group_timeout import group_timeout
 
-AGREEMENT_SECONDS = 60.0
-"""How long a rank waits for the others to say what they are configured to do."""
+__all__ = ["agree", "check_all_to_all"]
 
 _round = itertools.count()
 
 
-def agree(
-    what: str, value: str, *, group: dist.ProcessGroup | None = None, seconds: float | None = None
-) -> None:
-    """Raise on every rank unless all ranks of ``group`` call this with the same ``value``.
+def agree(what: str, value: str) -> None:
+    """Raise on every rank unless all ranks of the job call this with the same ``value``.
 
     It goes over the rendezvous store and not over a collective, so that a rank that never comes (because compression
-    was asked for on some ranks only) is an error that names it instead of a hang.
+    was asked for on some ranks only) is an error that names it instead of a hang. Rank 0 reads what all say and writes the verdict, and the
+    others read that: as many requests as there are ranks, and not their square. It waits as long as the job's process group would.
 
     Args:
         what: What is being compared, for the message (a YAML key).
         value: This rank's value, in a form that compares.
-        group: All ranks where ``None``.
-        seconds: How long to wait; :data:`AGREEMENT_SECONDS` where ``None``.
 
     Raises:
         RuntimeError: Ranks differ, or some did not answer in time. Both are named.
     """
     store = dist.distributed_c10d._get_default_store()
-    ranks = list(range(dist.get_world_size())) if group is None else dist.get_process_group_ranks(group)
-    prefix = f"foundry_fp8/agree/{what}/{next(_round)}"
+    prefix, limit = f"foundry_fp8/agree/{what}/{next(_round)}", group_timeout()
     store.set(f"{prefix}/{dist.get_rank()}", value)
-    seconds = AGREEMENT_SECONDS if seconds is None else seconds
-    deadline = datetime.datetime.now() + datetime.timedelta(seconds=seconds)
+    if dist.get_rank() == 0:
+        store.set(f"{prefix}/verdict", _verdict(store, prefix, what, limit))
+    try:
+        store.wait([f"{prefix}/0"], limit)
+        store.wait([f"{prefix}/verdict"], 2 * limit)  # rank 0 may wait its whole limit for another
+    except RuntimeError as error:  # a TCPStore's DistStoreError
+        raise RuntimeError(_missing(what, [0], limit)) from error
+    verdict = store.get(f"{prefix}/verdict").decode()
+    if verdict:
+        raise RuntimeError(verdict)
+
+
+def _verdict(store: Any, prefix: str, what: str, limit: datetime.timedelta) -> str:
+    """What is wrong with what the ranks say; nothing if they agree."""
+    ranks = range(dist.get_world_size())
+    keys = [f"{prefix}/{rank}" for rank in ranks]
+    try:
+        store.wait(keys, limit)
+    except RuntimeError:
+        return _missing(what, [rank for rank in ranks if not store.check([keys[rank]])], limit)
     values: dict[str, list[int]] = defaultdict(list)
-    missing = []
     for rank in ranks:
-        left = max(deadline - datetime.datetime.now(), datetime.timedelta(milliseconds=100))
-        try:
-            store.wait([f"{prefix}/{rank}"], left)
-        except RuntimeError:  # a TCPStore's DistStoreError
-            missing.append(rank)
-            continue
-        values[store.get(f"{prefix}/{rank}").decode()].append(rank)
-    if missing:
-        raise RuntimeError(
-            f"{what}: ranks {missing} did not set it up within {seconds:g} s, while ranks "
-            f"{sorted(set(ranks) - set(missing))} did. Every rank must ask for it, with the same options."
-        )
-    if len(values) > 1:
-        shown = "; ".join(f"ranks {who}: {said}" for said, who in values.items())
-        raise RuntimeError(f"{what} differs between ranks ({shown}). Every rank must ask for the same.")
+        values[store.get(keys[rank]).decode()].append(rank)
+    if len(values) == 1:
+        return ""
+    shown = "; ".join(f"ranks {who}: {said}" for said, who in values.items())
+    return f"{what} differs between ranks ({shown}). Every rank must ask for the same."
+
+
+def _missing(what: str, ranks: list[int], limit: datetime.timedelta) -> str:
+    return (
+        f"{what}: ranks {ranks} did not set it up within {limit.total_seconds():g} s, while others did. Every rank must ask for "
+        "it, with the same options."
+    )
 
 
 def check_all_to_all(group: dist.ProcessGroup, device: torch.device) -> None:

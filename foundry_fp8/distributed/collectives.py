@@ -10,6 +10,8 @@ equal. Error feedback keeps what quantising lost and adds it to the next step: `
 ``e = x' - decode(Q(x'))`` (arXiv 1901.09847). Each function blocks the caller (on a GPU: the current stream);
 :class:`foundry_fp8.distributed.background_collectives.CollectiveQueue` runs it in the background.
 
+Each rank's part of a tensor is a :class:`~foundry_fp8.distributed.rows.Row`: which of its elements travel as codes, and which exactly.
+
 On a CPU a tensor travels in pieces: the next piece is coded while the last one is on the wire, and gloo sends and
 receives at the same time only while messages are small (two hosts, 1 Gbit/s, 8 MB each way: 111 ms as one all-to-all,
 67 ms in pieces of 512 kB; benchmarks/slow_network.py has the set-up). On a GPU it travels whole.
@@ -21,18 +23,19 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from foundry_fp8.distributed.rounding import Noise
+from foundry_fp8.distributed.rows import Row, share
 from foundry_fp8.distributed.traffic import CountingGroup, Traffic
-from foundry_fp8.distributed.wire import decode, decode_mean, encode, encode_keeping_error
 from foundry_fp8.numerics.wire_format import WireFormat
 
-__all__ = ["all_gather", "all_reduce", "reduce_scatter", "shard_sizes"]
+__all__ = ["all_gather", "all_reduce", "reduce_scatter"]
 
 PIECE_ON_CPU = 1 << 19
 """Elements of one rank's part that travel together on a CPU. A multiple of every block size, so codes do not depend on it."""
@@ -43,9 +46,10 @@ def reduce_scatter(
     group: dist.ProcessGroup,
     wire: WireFormat,
     *,
-    splits: Sequence[int] | None = None,
+    rows: Sequence[Row] | None = None,
     mean: bool = True,
     residual: Tensor | None = None,
+    noise: Noise | None = None,
 ) -> Tensor:
     """Reduce ``input`` over the group; each rank keeps its part.
 
@@ -53,17 +57,18 @@ def reduce_scatter(
         input: 1-D, floating. Not modified.
         group: Counted if it is a :class:`CountingGroup`.
         wire: What travels.
-        splits: Elements that each rank receives, summing to ``input.numel()``; equal parts where ``None``.
+        rows: What each rank receives, ``input.numel()`` elements in all; equal parts of codes where ``None``.
         mean: Divide by the group's size.
         residual: float32, like ``input``: added before quantising, and replaced with what quantising lost.
+        noise: Round at random without a bias, where there is no ``residual``.
 
     Returns:
-        float32 ``[splits[rank]]``.
+        float32 ``[rows[rank].numel]``.
     """
-    splits = _check_splits(input, group.size(), splits, "reduce_scatter")
-    out = torch.empty(splits[group.rank()], dtype=torch.float32, device=input.device)
+    rows = _check_rows(input, group.size(), rows, "reduce_scatter")
+    out = torch.empty(rows[group.rank()].numel, dtype=torch.float32, device=input.device)
     scattered = [
-        _scatter(input, piece, splits, group, wire, residual) for piece in _pieces(splits, input.device)
+        _scatter(input, piece, group, wire, residual, noise) for piece in _pieces(rows, input.device)
     ]
     for piece in scattered:
         piece.reduce(out, mean)
@@ -71,22 +76,22 @@ def reduce_scatter(
 
 
 def all_gather(
-    input: Tensor, group: dist.ProcessGroup, wire: WireFormat, *, splits: Sequence[int] | None = None
+    input: Tensor, group: dist.ProcessGroup, wire: WireFormat, *, rows: Sequence[Row] | None = None
 ) -> Tensor:
     """Gather the 1-D tensors of all ranks.
 
     Args:
-        input: 1-D, floating, ``[splits[rank]]``.
+        input: 1-D, floating, ``[rows[rank].numel]``.
         group: Counted if it is a :class:`CountingGroup`.
         wire: What travels.
-        splits: Elements that each rank has; all alike where ``None``. Shorter shards are padded to the longest.
+        rows: What each rank has; all alike, and codes, where ``None``. Shorter messages are padded to the longest.
 
     Returns:
-        float32 ``[sum(splits)]``. The same bits on every rank, and for this rank's own part too.
+        float32, of all rows in order. The same bits on every rank, and for this rank's own part too.
     """
-    splits = [input.numel()] * group.size() if splits is None else list(splits)
-    out = torch.empty(sum(splits), dtype=torch.float32, device=input.device)
-    gathered = [_gather(input, piece, splits, group, wire) for piece in _pieces(splits, input.device)]
+    rows = [Row.of(input.numel())] * group.size() if rows is None else list(rows)
+    out = torch.empty(sum(row.numel for row in rows), dtype=torch.float32, device=input.device)
+    gathered = [_gather(input, piece, group, wire) for piece in _pieces(rows, input.device)]
     for piece in gathered:
         piece.decode(out)
     return out
@@ -98,7 +103,7 @@ def all_reduce(
     wire: WireFormat,
     *,
     second_leg: WireFormat | None = None,
-    splits: Sequence[int] | None = None,
+    rows: Sequence[Row] | None = None,
     mean: bool = True,
     residual: Tensor | None = None,
 ) -> Tensor:
@@ -109,7 +114,7 @@ def all_reduce(
         group: Counted if it is a :class:`CountingGroup`.
         wire: What travels in the first shot (the reduce-scatter).
         second_leg: What travels in the second (the all-gather); ``wire`` where ``None``.
-        splits: Elements that each rank sums; :func:`shard_sizes` where ``None``.
+        rows: What each rank sums; codes alone, shared out evenly, where ``None``.
         mean: Divide by the group's size.
         residual: Error feedback, float32, like ``tensor``; updated. The error of the second shot, which only the owner of
             a part knows, is added to the owner's residual times the number of ranks, so that the next mean carries it:
@@ -119,56 +124,63 @@ def all_reduce(
         ``tensor``.
     """
     world, rank = group.size(), group.rank()
-    splits = shard_sizes(tensor.numel(), world, wire.block_size) if splits is None else list(splits)
-    splits = _check_splits(tensor, world, splits, "all_reduce")
+    rows = share(Row.of(tensor.numel()), world, wire.block_size) if rows is None else rows
+    rows = _check_rows(tensor, world, rows, "all_reduce")
     second_leg = wire if second_leg is None else second_leg
-    part = torch.empty(splits[rank], dtype=torch.float32, device=tensor.device)
-    own_residual = None if residual is None else residual.narrow(0, sum(splits[:rank]), splits[rank])
-    pieces = _pieces(splits, tensor.device)
-    scattered = [_scatter(tensor, piece, splits, group, wire, residual) for piece in pieces]
+    own = rows[rank].numel
+    part = torch.empty(own, dtype=torch.float32, device=tensor.device)
+    own_residual = None
+    if residual is not None:
+        own_residual = residual.narrow(0, sum(row.numel for row in rows[:rank]), own)
+    pieces = _pieces(rows, tensor.device)
+    scattered = [_scatter(tensor, piece, group, wire, residual) for piece in pieces]
     gathered = []
     for piece, sent in zip(pieces, scattered, strict=True):
         sent.reduce(part, mean)
         weight = world if mean else 1
-        gathered.append(_gather(part, piece, splits, group, second_leg, own_residual, weight))
+        gathered.append(_gather(part, piece, group, second_leg, own_residual, weight))
     for received in gathered:
         received.decode(tensor)
     return tensor
 
 
-def shard_sizes(numel: int, world: int, block_size: int) -> list[int]:
-    """Elements of each rank's part of ``numel``: whole blocks, as even as they go; the last parts may be empty."""
-    part = -(-numel // world)
-    part += -part % block_size
-    return [max(0, min(part, numel - part * rank)) for rank in range(world)]
-
-
 @dataclasses.dataclass(frozen=True)
 class _Piece:
-    """The elements from ``start`` on of every rank's part; ``sizes`` of them."""
+    """A part of every rank's row."""
 
-    start: int
-    sizes: list[int]
+    rows: list[Row]
+    starts: list[int]
+    """By rank, the first element of its part in its row."""
+    parts: list[Row]
 
-    def runs(self, splits: Sequence[int]) -> list[tuple[int, int]]:
-        """``(first rank, ranks)`` of runs of ranks with equal parts: each run is one batch of rows."""
-        counts = [len(list(run)) for _, run in itertools.groupby(splits)]
-        return list(zip(itertools.accumulate(counts, initial=0), counts, strict=False))
+    def runs(self) -> Iterator[tuple[int, int]]:
+        """``(first rank, ranks)`` of runs of ranks alike in row and part: each run is one batch. Empty ones are left out."""
+        alike = zip((row.numel for row in self.rows), self.starts, self.parts, strict=True)
+        first = 0
+        for (_, _, part), run in itertools.groupby(alike):
+            count = len(list(run))
+            if part.sections:
+                yield first, count
+            first += count
 
-    def rows(self, flat: Tensor, splits: Sequence[int], first: int, count: int) -> Tensor:
-        """The pieces of ``count`` equal parts from rank ``first`` on, ``[count, n]``, a view."""
-        stride = splits[first]
-        rows = flat.narrow(0, sum(splits[:first]), count * stride).view(count, stride)
-        return rows.narrow(1, self.start, self.sizes[first])
+    def batch(self, flat: Tensor, first: int, count: int) -> Tensor:
+        """The parts of a run, ``[count, n]``, a view of ``flat``, the concatenation of all rows."""
+        stride = self.rows[first].numel
+        begin = sum(row.numel for row in self.rows[:first])
+        whole = flat.narrow(0, begin, count * stride).view(count, stride)
+        return whole.narrow(1, self.starts[first], self.parts[first].numel)
+
+    def own(self, flat: Tensor, rank: int) -> Tensor:
+        """The part of ``rank``, ``[1, n]``, a view of ``flat``, its row."""
+        return flat.narrow(0, self.starts[rank], self.parts[rank].numel).view(1, -1)
 
 
-def _pieces(splits: Sequence[int], device: torch.device) -> list[_Piece]:
-    longest = max(splits)
-    step = PIECE_ON_CPU if device.type == "cpu" else max(longest, 1)
-    return [
-        _Piece(start, [min(max(n - start, 0), step) for n in splits])
-        for start in range(0, max(longest, 1), step)
-    ]
+def _pieces(rows: list[Row], device: torch.device) -> list[_Piece]:
+    if device.type != "cpu":
+        return [_Piece(rows, [0] * len(rows), rows)]
+    empty = (0, Row(()))
+    cut = itertools.zip_longest(*(row.pieces(PIECE_ON_CPU) for row in rows), fillvalue=empty)
+    return [_Piece(rows, [start for start, _ in piece], [part for _, part in piece]) for piece in cut]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,46 +196,42 @@ class _Scattered:
 
     def reduce(self, out: Tensor, mean: bool) -> None:
         """Wait, and write the reduced piece into ``out``, this rank's part."""
-        traffic, rank = _traffic(self.group), self.group.rank()
+        traffic, rank, world = _traffic(self.group), self.group.rank(), self.group.size()
         with traffic.timed("collective", out.device):
             self.work.wait()
-        numel = self.piece.sizes[rank]
         with traffic.timed("quantize", out.device):
-            rows = self.received.view(self.group.size(), -1)
-            target = out.narrow(0, self.piece.start if numel else 0, numel)
-            decode_mean(rows, self.wire, numel, self.group.size() if mean else 1, target)
+            received, own = self.received.view(world, -1), self.piece.own(out, rank)
+            self.piece.parts[rank].decode_mean(received, self.wire, world if mean else 1, own)
 
 
 def _scatter(
     input: Tensor,
     piece: _Piece,
-    splits: Sequence[int],
     group: dist.ProcessGroup,
     wire: WireFormat,
     residual: Tensor | None,
+    noise: Noise | None = None,
 ) -> _Scattered:
     """Code a piece of ``input`` (plus ``residual``, which is replaced with what coding lost) and send it."""
     traffic = _traffic(group)
-    sizes = [wire.row_bytes(n) for n in piece.sizes]
+    sizes = [part.nbytes(wire) for part in piece.parts]
     message = torch.empty(sum(sizes), dtype=torch.uint8, device=input.device)
-    sent = 0
-    for first, count in piece.runs(splits):
-        if not (size := sizes[first]):
-            continue
-        coded = message.narrow(0, sent, count * size).view(count, size)
-        sent += count * size
-        rows = piece.rows(input, splits, first, count)
+    for first, count in piece.runs():
+        part, size = piece.parts[first], sizes[first]
+        coded = message.narrow(0, sum(sizes[:first]), count * size).view(count, size)
+        values = piece.batch(input, first, count)
         with traffic.timed("quantize", input.device):
             if residual is None:
-                encode(rows, wire, coded)
+                part.encode(values, wire, coded, noise)
             else:
-                error = piece.rows(residual, splits, first, count)
-                rows = error.add_(rows)
+                error = piece.batch(residual, first, count)
+                values = error.add_(values)
                 if traffic.sample:
-                    rows = rows.clone()
-                encode_keeping_error(error, wire, coded)
+                    values = values.clone()
+                part.encode_keeping_error(error, wire, coded)
             if traffic.sample:
-                traffic.add_error(decode(coded, wire, piece.sizes[first]), rows)
+                sent = torch.empty(values.shape, dtype=torch.float32, device=values.device)
+                traffic.add_error(part.decode(coded, wire, sent), values)
     own, even = sizes[group.rank()], len(set(sizes)) == 1
     received = torch.empty(group.size() * own, dtype=torch.uint8, device=input.device)
     with traffic.timed("collective", input.device):
@@ -235,10 +243,9 @@ def _scatter(
 
 @dataclasses.dataclass(frozen=True)
 class _Gathered:
-    """An all-gather under way. Shorter pieces are padded to the longest, so that all messages have one size."""
+    """An all-gather under way. Shorter messages are padded to the longest, so that all have one size."""
 
     piece: _Piece
-    splits: Sequence[int]
     group: dist.ProcessGroup
     wire: WireFormat
     message: Tensor
@@ -246,72 +253,69 @@ class _Gathered:
     work: Any
 
     def decode(self, out: Tensor) -> None:
-        """Wait, and write the pieces of all ranks into ``out``, the concatenation of their parts."""
+        """Wait, and write the pieces of all ranks into ``out``, the concatenation of their rows."""
         if not self.message.numel():
             return
-        traffic, longest = _traffic(self.group), max(self.piece.sizes)
+        traffic = _traffic(self.group)
         with traffic.timed("collective", out.device):
             self.work.wait()
-        rows = self.received.view(self.group.size(), -1)
+        received = self.received.view(self.group.size(), -1)
         with traffic.timed("quantize", out.device):
-            for first, count in self.piece.runs(self.splits):
-                numel, coded = self.piece.sizes[first], rows.narrow(0, first, count)
-                target = self.piece.rows(out, self.splits, first, count) if numel else None
-                if target is not None and numel == longest:
-                    decode(coded, self.wire, numel, target)
-                elif target is not None:
-                    target.copy_(decode(coded, self.wire, longest)[:, :numel])
+            for first, count in self.piece.runs():
+                part = self.piece.parts[first]
+                coded = received.narrow(0, first, count).narrow(1, 0, part.nbytes(self.wire))
+                part.decode(coded, self.wire, self.piece.batch(out, first, count))
 
 
 def _gather(
-    part: Tensor,
+    row: Tensor,
     piece: _Piece,
-    splits: Sequence[int],
     group: dist.ProcessGroup,
     wire: WireFormat,
     residual: Tensor | None = None,
     weight: float = 1,
 ) -> _Gathered:
-    """Code a piece of this rank's ``part`` and send it to all.
+    """Code a piece of this rank's ``row`` and send it to all.
 
-    With a ``residual`` (of the part), what coding lost is added to it ``weight`` times, and ``part`` is overwritten.
+    With a ``residual`` (of the row), what coding lost is added to it ``weight`` times, and ``row`` is overwritten.
     """
-    traffic, numel = _traffic(group), piece.sizes[group.rank()]
-    longest = max(piece.sizes)
-    with traffic.timed("quantize", part.device):
-        own = part.narrow(0, piece.start if numel else 0, numel)
-        row = (own if numel == longest else torch.nn.functional.pad(own, (0, longest - numel))).view(1, -1)
-        message = torch.empty(1, wire.row_bytes(longest), dtype=torch.uint8, device=part.device)
-        if residual is None or not numel:
-            encode(row, wire, message)
+    traffic, rank = _traffic(group), group.rank()
+    part, values = piece.parts[rank], piece.own(row, rank)
+    message = torch.empty(
+        max(part.nbytes(wire) for part in piece.parts), dtype=torch.uint8, device=row.device
+    )
+    with traffic.timed("quantize", row.device):
+        coded = message.narrow(0, 0, part.nbytes(wire)).view(1, -1)
+        if residual is None:
+            part.encode(values, wire, coded)
         else:
-            encode_keeping_error(row, wire, message)
-            residual.narrow(0, piece.start, numel).add_(row[0, :numel], alpha=weight)
-        message = message.view(-1)
-    received = torch.empty(group.size() * message.numel(), dtype=torch.uint8, device=part.device)
+            part.encode_keeping_error(values, wire, coded)
+            piece.own(residual, rank).add_(values, alpha=weight)
+    received = torch.empty(group.size() * message.numel(), dtype=torch.uint8, device=row.device)
     work = None
-    with traffic.timed("collective", part.device):
+    with traffic.timed("collective", row.device):
         if message.numel():
             work = group._allgather_base(received, message)
-    return _Gathered(piece, splits, group, wire, message, received, work)
+    return _Gathered(piece, group, wire, message, received, work)
 
 
-def _check_splits(input: Tensor, world: int, splits: Sequence[int] | None, what: str) -> list[int]:
+def _check_rows(input: Tensor, world: int, rows: Sequence[Row] | None, what: str) -> list[Row]:
     if input.dim() != 1 or not input.is_floating_point() or not input.is_contiguous():
         raise ValueError(
             f"{what} takes a contiguous 1-D floating tensor, not {input.dtype} of shape {tuple(input.shape)}."
         )
-    if splits is None:
+    if rows is None:
         if input.numel() % world:
             raise ValueError(
-                f"{what}: {input.numel()} elements do not divide over {world} ranks. Give splits, or pad."
+                f"{what}: {input.numel()} elements do not divide over {world} ranks. Give rows, or pad."
             )
-        return [input.numel() // world] * world
-    if len(splits) != world or sum(splits) != input.numel():
+        return [Row.of(input.numel() // world)] * world
+    numels = [row.numel for row in rows]
+    if len(numels) != world or sum(numels) != input.numel():
         raise ValueError(
-            f"{what}: splits {list(splits)} do not cover {input.numel()} elements on {world} ranks."
+            f"{what}: rows of {numels} elements do not cover {input.numel()} elements on {world} ranks."
         )
-    return list(splits)
+    return list(rows)
 
 
 def _traffic(group: dist.ProcessGroup) -> Traffic:

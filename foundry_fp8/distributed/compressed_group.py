@@ -7,6 +7,7 @@ both legs of FSDP2 and native HSDP, unit by unit, without a global patch.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,11 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from foundry_fp8.distributed import collectives
+from foundry_fp8.distributed.rounding import Noise
+from foundry_fp8.distributed.rows import Row
 from foundry_fp8.distributed.traffic import CountingGroup, FinishedWork, Traffic, reduction_of
-from foundry_fp8.distributed.two_hop import TwoHop, reduce_scatter_two_hop, two_hop_all_reduce
+from foundry_fp8.distributed.two_hop import TwoHop, own_numel, reduce_scatter_two_hop, two_hop_all_reduce
 from foundry_fp8.numerics.wire_format import WireFormat
 
-__all__ = ["CompressedGroup", "Switch"]
+__all__ = ["CompressedGroup", "Leg", "Switch"]
 
 
 @dataclasses.dataclass
@@ -29,79 +32,116 @@ class Switch:
     """Off during warm-up: everything travels uncompressed."""
     min_bytes: int = 0
     """Tensors with fewer bytes than this travel uncompressed."""
+    reductions: int = 0
+    """Reductions of gradients that ran, compressed or not."""
 
     def takes(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is compressed now. Depends on nothing that differs between ranks."""
-        return self.on and tensor.is_floating_point() and tensor.nbytes >= max(self.min_bytes, 1)
+        return self.on and self.large(tensor)
+
+    def large(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is compressed once the warm-up is over."""
+        return tensor.is_floating_point() and tensor.nbytes >= max(self.min_bytes, 1)
+
+
+@dataclasses.dataclass
+class Leg:
+    """How one leg of one FSDP unit is compressed: its reduce-scatter, or its all-reduce across replicas."""
+
+    wire: WireFormat
+    """The first shot."""
+    rows: Callable[[int], Sequence[Row] | None]
+    """What each rank sums of a tensor of so many elements; ``None`` where that is not known, and so not compressed."""
+    second_leg: WireFormat | None = None
+    """The second shot of an all-reduce; ``wire`` where ``None``."""
+    hop: TwoHop | None = None
+    """Two-hop groups where the group spans nodes and only the network is worth compressing."""
+    noise: Noise | None = None
+    """Round a reduce-scatter at random."""
+    feeds_back: bool = False
+    """Whether an all-reduce carries what it lost to the next."""
+    _residual: Tensor | None = None
+
+    def residual(self, numel: int, device: torch.device) -> Tensor | None:
+        """The error feedback of an all-reduce of ``numel`` elements; fresh where their number changed."""
+        rows = self.rows(numel) if self.feeds_back else None
+        if rows is None:
+            return None
+        kept = numel if self.hop is None else own_numel(rows, self.hop)
+        if self._residual is None or self._residual.numel() != kept:
+            self._residual = torch.zeros(kept, dtype=torch.float32, device=device)
+        return self._residual
+
+    def held(self) -> list[Tensor]:
+        """The residual in use, if there is one."""
+        return [] if self._residual is None else [self._residual]
 
 
 class CompressedGroup(CountingGroup):
-    """Compresses the reduce-scatters and all-reduces of one FSDP2 unit; passes everything else on, counted.
+    """Compresses the reduce-scatters or all-reduces of one FSDP unit; passes everything else on, counted.
 
     Args:
         inner: The group of the mesh.
         traffic: Where bytes are counted.
         switch: When to compress.
-        wire: The first shot; ``None`` compresses nothing (bytes are still counted, and gloo still averages).
-        second_leg: The second shot of an all-reduce.
-        hop: Two-hop groups where ``inner`` spans nodes and only the network is worth compressing.
-        residual: Error feedback of the all-reduce.
+        leg: How; ``None`` compresses nothing (bytes are still counted, and gloo still averages).
     """
 
     def __init__(
-        self,
-        inner: dist.ProcessGroup,
-        traffic: Traffic,
-        switch: Switch,
-        wire: WireFormat | None,
-        *,
-        second_leg: WireFormat | None = None,
-        hop: TwoHop | None = None,
-        residual: Tensor | None = None,
+        self, inner: dist.ProcessGroup, traffic: Traffic, switch: Switch, leg: Leg | None = None
     ) -> None:
         super().__init__(inner, traffic)
         self.switch = switch
-        self.wire = wire
-        self.second_leg = second_leg
-        self.hop = hop
-        self.residual = residual
+        self.leg = leg
+
+    def _rows(self, tensor: Tensor) -> Sequence[Row] | None:
+        """What each rank sums of ``tensor`` if it is compressed, else ``None``."""
+        rows = self.leg.rows(tensor.numel()) if self.leg is not None and self.switch.takes(tensor) else None
+        return rows if rows is not None and any(row.coded for row in rows) else None
 
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any) -> Any:
-        taken = self.wire is not None and self.switch.takes(input)
+        self.switch.reductions += 1
+        rows, leg = self._rows(input), self.leg
+        taken = rows is not None
         self.traffic.count_logical(input.nbytes - input.nbytes // self.size(), compressed=taken)
-        if not taken:
+        if rows is None or leg is None:
             return super()._reduce_scatter_base(output, input, opts)
-        assert self.wire is not None
-        mean = reduction_of(opts, "reduce-scatter")
+        options: dict[str, Any] = {
+            "rows": rows,
+            "mean": reduction_of(opts, "reduce-scatter"),
+            "noise": leg.noise,
+        }
         with torch.no_grad():
-            if self.hop is not None:
-                part = reduce_scatter_two_hop(input, self.hop, self.wire, mean=mean)
+            if leg.hop is not None:
+                part = reduce_scatter_two_hop(input, leg.hop, leg.wire, **options)
             else:
-                part = collectives.reduce_scatter(input.view(-1), self, self.wire, mean=mean)
+                part = collectives.reduce_scatter(input.view(-1), self, leg.wire, **options)
             output.copy_(part.view_as(output))
         return FinishedWork([output])
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         """All-reduce, in place; compressed if it is one floating tensor that is large enough."""
+        self.switch.reductions += 1
         tensors = [tensors] if isinstance(tensors, Tensor) else tensors
         opts = dist.AllreduceOptions() if opts is None else opts
         nbytes = sum(t.nbytes for t in tensors)
-        taken = self.wire is not None and len(tensors) == 1 and self.switch.takes(tensors[0])
         # Not "in (SUM, AVG)": a RedOpType does not know that it equals a ReduceOp.
-        taken = taken and (opts.reduceOp == dist.ReduceOp.SUM or opts.reduceOp == dist.ReduceOp.AVG)
+        sums = opts.reduceOp == dist.ReduceOp.SUM or opts.reduceOp == dist.ReduceOp.AVG
+        rows, leg = self._rows(tensors[0]) if sums and len(tensors) == 1 else None, self.leg
+        taken = rows is not None
         self.traffic.count_logical(2 * (nbytes - nbytes // self.size()), compressed=taken)
-        if not taken:
+        if rows is None or leg is None:
             return super().allreduce(tensors, opts)
-        assert self.wire is not None
         options: dict[str, Any] = {
-            "second_leg": self.second_leg,
+            "rows": rows,
+            "second_leg": leg.second_leg,
             "mean": reduction_of(opts, "all-reduce"),
-            "residual": self.residual,
+            "residual": leg.residual(tensors[0].numel(), tensors[0].device),
         }
         with torch.no_grad():
             flat = tensors[0].view(-1)
-            if self.hop is not None:
-                two_hop_all_reduce(flat, self.hop, self.wire, **options)
+            if leg.hop is not None:
+                two_hop_all_reduce(flat, leg.hop, leg.wire, **options)
             else:
-                collectives.all_reduce(flat, self, self.wire, **options)
+                collectives.all_reduce(flat, self, leg.wire, **options)
         return FinishedWork(tensors)

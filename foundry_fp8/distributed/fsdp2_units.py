@@ -72,10 +72,12 @@ def units_of(model: nn.Module) -> list[Unit]:
 def average_on_gloo(model: nn.Module) -> None:
     """Give FSDP2 on gloo the averages that gloo lacks, without compressing: see :class:`CountingGroup`.
 
-    Without it FSDP2 on a CPU multiplies gradients by the number of ranks, and its HSDP raises. Units that are attached
-    already are left alone.
+    Without it FSDP2 on a CPU multiplies gradients by the number of ranks, and its HSDP raises. Units on a GPU, and units that are
+    attached already, are left alone.
     """
     for unit in units_of(model):
+        if unit.group.device.type != "cpu":
+            continue
         mesh_info = copy.copy(unit.group.mesh_info)
         for leg in ("shard_process_group", "replicate_process_group"):
             group = getattr(mesh_info, leg, None)

@@ -4,7 +4,7 @@ DDP reduces its first backward in other buckets than the later ones. If blocks r
 sums a block depended on the bucket, the first step after a resume would round differently from the step it repeats.
 Here every parameter starts a block, and block ``k`` of the model is summed by owner ``k mod W``, whatever its bucket.
 Owners are the ranks; under two hops, they are numbered place by place, so that a place of the node has consecutive
-owners and crosses the network with a section of the packed bucket.
+owners and crosses the network with a section of the packed bucket. An owner's coded blocks come before its exact ones.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from foundry_fp8.distributed.rows import Row
 
 __all__ = ["BlockLayout"]
 
@@ -25,6 +27,7 @@ class BlockLayout:
 
     Args:
         sizes: Elements of each tensor of the bucket, in its order.
+        exact: Whether each of them travels exactly.
         first_blocks: The number, in the whole model, of each tensor's first block.
         block_size: Elements in a block.
         world: Owners.
@@ -33,13 +36,14 @@ class BlockLayout:
 
     Attributes:
         aligned: Whether every tensor is whole blocks, so that blocks are the same without packing.
-        splits: Elements that each owner sums.
+        rows: What each owner sums.
         residual_sizes: Elements of each tensor's residual.
     """
 
     def __init__(
         self,
         sizes: Sequence[int],
+        exact: Sequence[bool],
         first_blocks: Sequence[int],
         block_size: int,
         world: int,
@@ -55,16 +59,17 @@ class BlockLayout:
             for first, size in zip(first_blocks, self.padded, strict=True)
         ]
         owner = torch.cat(numbers) % world
-        order = torch.argsort(owner, stable=True)
+        blocks = [n // block_size for n in self.padded]
+        kind = owner * 2 + torch.tensor(exact, dtype=torch.int64).repeat_interleave(torch.tensor(blocks))
+        order = torch.argsort(kind, stable=True)
         self.order = order.to(device)
         self.inverse = torch.argsort(self.order)
-        self.splits = (torch.bincount(owner, minlength=world) * block_size).tolist()
+        counts = (torch.bincount(kind, minlength=2 * world) * block_size).view(world, 2).tolist()
+        self.rows = [Row.join([(coded, False), (exactly, True)], block_size) for coded, exactly in counts]
 
         section = range(world) if section is None else section
         mine = (owner >= section.start) & (owner < section.stop)
-        self.residual_sizes = [
-            int(part.sum()) * block_size for part in mine.split([n // block_size for n in self.padded])
-        ]
+        self.residual_sizes = [int(part.sum()) * block_size for part in mine.split(blocks)]
         # Where the blocks of the section, in the bucket's order, lie in the section.
         self._section_inverse = torch.argsort(order[mine[order]]).to(device)
 

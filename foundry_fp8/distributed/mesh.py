@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from foundry_fp8.config import ConfigError
+from foundry_fp8.distributed.groups import make_group
 
 __all__ = ["hsdp_mesh", "ranks_per_node", "resolve_degrees", "smallest_shard", "spans_nodes"]
 
@@ -94,5 +96,11 @@ def smallest_shard(state_bytes: int, device_bytes: int, *, world: int, per_node:
 def hsdp_mesh(
     device_type: str, replicate: int, shard: int, names: tuple[str, str] = (REPLICATE, SHARD)
 ) -> DeviceMesh:
-    """The 2-D mesh ``[replicate, shard]``: consecutive ranks shard. Every rank must call it."""
-    return init_device_mesh(device_type, (replicate, shard), mesh_dim_names=names)
+    """The 2-D mesh ``[replicate, shard]``: consecutive ranks shard. Every rank must call it.
+
+    Its groups have the job's time limit; those that ``init_device_mesh`` makes have torch's default.
+    """
+    ranks = torch.arange(replicate * shard).view(replicate, shard)
+    row, column = divmod(dist.get_rank(), shard)
+    groups = [make_group(ranks[:, column].tolist()), make_group(ranks[row].tolist())]
+    return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=names)

@@ -20,17 +20,13 @@ from torch import Tensor
 
 from foundry_fp8.config import ConfigError
 from foundry_fp8.distributed import collectives
+from foundry_fp8.distributed.groups import make_group
+from foundry_fp8.distributed.rounding import Noise
+from foundry_fp8.distributed.rows import Row, share
 from foundry_fp8.distributed.traffic import CountingGroup, Traffic, scatter_options
 from foundry_fp8.numerics.wire_format import WireFormat
 
-__all__ = [
-    "TwoHop",
-    "default_splits",
-    "make_two_hop",
-    "own_numel",
-    "reduce_scatter_two_hop",
-    "two_hop_all_reduce",
-]
+__all__ = ["TwoHop", "make_two_hop", "own_numel", "reduce_scatter_two_hop", "two_hop_all_reduce"]
 
 EXACT = WireFormat(name="fp32")
 
@@ -49,11 +45,16 @@ class TwoHop:
     across: CountingGroup
     inside_wire: WireFormat | None = None
 
+    @property
+    def ranks(self) -> int:
+        """Of both hops together."""
+        return self.inside.size() * self.across.size()
+
 
 def make_two_hop(
     ranks: Sequence[int], ranks_per_node: int, traffic: Traffic, inside_wire: WireFormat | None = None
 ) -> TwoHop:
-    """Make the groups of a two-hop collective. Every rank of the job must call it, with the same arguments.
+    """Make the groups of a two-hop collective. Every one of ``ranks`` must call it, with the same arguments.
 
     Args:
         ranks: The global ranks to reduce over; those of one node stand together.
@@ -66,9 +67,9 @@ def make_two_hop(
     """
     if len(ranks) % ranks_per_node:
         raise ConfigError(f"{len(ranks)} ranks do not divide into nodes of {ranks_per_node}.")
-    nodes = [list(ranks[i : i + ranks_per_node]) for i in range(0, len(ranks), ranks_per_node)]
-    inside, _ = dist.new_subgroups_by_enumeration(nodes)
-    across, _ = dist.new_subgroups_by_enumeration([list(place) for place in zip(*nodes, strict=True)])
+    node, place = divmod(list(ranks).index(dist.get_rank()), ranks_per_node)
+    inside = make_group(ranks[node * ranks_per_node : (node + 1) * ranks_per_node])
+    across = make_group(ranks[place::ranks_per_node])
     return TwoHop(CountingGroup(inside, traffic), CountingGroup(across, traffic), inside_wire)
 
 
@@ -78,7 +79,7 @@ def two_hop_all_reduce(
     wire: WireFormat,
     *,
     second_leg: WireFormat | None = None,
-    splits: Sequence[int] | None = None,
+    rows: Sequence[Row] | None = None,
     mean: bool = True,
     residual: Tensor | None = None,
 ) -> Tensor:
@@ -93,58 +94,77 @@ def two_hop_all_reduce(
         hop: The groups.
         wire: What crosses nodes in the first shot.
         second_leg: What crosses nodes in the second.
-        splits: Elements that each rank sums, place by place and node by node within a place;
-            :func:`collectives.shard_sizes` where ``None``.
+        rows: What each rank sums, place by place and node by node within a place; codes alone, shared out evenly, where
+            ``None``.
         mean: Divide by the number of ranks of both hops.
-        residual: Error feedback of the hop across, float32 ``[own_numel(splits, hop)]``.
+        residual: Error feedback of the hop across, float32 ``[own_numel(rows, hop)]``.
     """
-    if splits is None:
-        splits = default_splits(tensor.numel(), hop, wire)
-    by_place = _by_place(splits, hop)
-    sections = [sum(nodes) for nodes in by_place]
+    if rows is None:
+        rows = share(Row.of(tensor.numel()), hop.ranks, wire.block_size)
+    by_place = _by_place(rows, hop)
+    sections = [_joined(place, wire.block_size) for place in by_place]
     if hop.inside_wire is None:
-        part = _sum_in_order(tensor.float(), hop.inside, sections, mean)
+        part = _sum_in_order(tensor.float(), hop.inside, [section.numel for section in sections], mean)
     else:
-        part = collectives.reduce_scatter(tensor, hop.inside, hop.inside_wire, splits=sections, mean=mean)
+        part = collectives.reduce_scatter(tensor, hop.inside, hop.inside_wire, rows=sections, mean=mean)
     own = by_place[hop.inside.rank()]
     collectives.all_reduce(
-        part, hop.across, wire, second_leg=second_leg, splits=own, mean=mean, residual=residual
+        part, hop.across, wire, second_leg=second_leg, rows=own, mean=mean, residual=residual
     )
     # Lossless: the parts are the same on all nodes.
-    return tensor.copy_(collectives.all_gather(part, hop.inside, EXACT, splits=sections))
+    return tensor.copy_(collectives.all_gather(part, hop.inside, EXACT, rows=sections))
 
 
-def default_splits(numel: int, hop: TwoHop, wire: WireFormat) -> list[int]:
-    """Elements that each rank of both hops sums where nothing else is asked for: whole blocks, as even as they go."""
-    return collectives.shard_sizes(numel, hop.inside.size() * hop.across.size(), wire.block_size)
-
-
-def own_numel(splits: Sequence[int], hop: TwoHop) -> int:
+def own_numel(rows: Sequence[Row], hop: TwoHop) -> int:
     """Elements that cross the network from this rank: those of its place in the node."""
-    return sum(_by_place(splits, hop)[hop.inside.rank()])
+    return sum(row.numel for row in _by_place(rows, hop)[hop.inside.rank()])
 
 
-def reduce_scatter_two_hop(input: Tensor, hop: TwoHop, wire: WireFormat, *, mean: bool = True) -> Tensor:
+def reduce_scatter_two_hop(
+    input: Tensor,
+    hop: TwoHop,
+    wire: WireFormat,
+    *,
+    rows: Sequence[Row] | None = None,
+    mean: bool = True,
+    noise: Noise | None = None,
+) -> Tensor:
     """Reduce ``input`` over both hops and keep this rank's part; ranks are ordered node by node.
 
     Args:
         input: 1-D contiguous, ``W * n`` elements.
         hop: The groups.
         wire: What crosses nodes.
+        rows: What each rank receives, ``n`` elements each; codes alone where ``None``.
         mean: Divide by the number of ranks.
+        noise: Round what crosses nodes at random, without a bias.
 
     Returns:
         float32 ``[n]``.
     """
     nodes, places = hop.across.size(), hop.inside.size()
+    rows = [Row.of(input.numel() // hop.ranks)] * hop.ranks if rows is None else rows
     # [node, place, n] -> [place, node, n]: what goes to one place of this node first.
     by_place = input.view(nodes, places, -1).transpose(0, 1).reshape(-1).float()
-    return collectives.reduce_scatter(_reduce_inside(by_place, hop, mean), hop.across, wire, mean=mean)
+    rows_by_place = [rows[place::places] for place in range(places)]
+    if hop.inside_wire is not None and places > 1:
+        sections = [_joined(place, wire.block_size) for place in rows_by_place]
+        part = collectives.reduce_scatter(by_place, hop.inside, hop.inside_wire, rows=sections, mean=mean)
+    else:
+        part = torch.empty(input.numel() // places, dtype=by_place.dtype, device=by_place.device)
+        op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
+        hop.inside._reduce_scatter_base(part, by_place, scatter_options(op)).wait()
+    own = rows_by_place[hop.inside.rank()]
+    return collectives.reduce_scatter(part, hop.across, wire, rows=own, mean=mean, noise=noise)
 
 
-def _by_place(splits: Sequence[int], hop: TwoHop) -> list[list[int]]:
+def _by_place(rows: Sequence[Row], hop: TwoHop) -> list[list[Row]]:
     nodes = hop.across.size()
-    return [list(splits[first : first + nodes]) for first in range(0, len(splits), nodes)]
+    return [list(rows[first : first + nodes]) for first in range(0, len(rows), nodes)]
+
+
+def _joined(rows: Sequence[Row], block_size: int) -> Row:
+    return Row.join([section for row in rows for section in row.sections], block_size)
 
 
 def _sum_in_order(input: Tensor, group: CountingGroup, splits: list[int], mean: bool) -> Tensor:
@@ -155,13 +175,3 @@ def _sum_in_order(input: Tensor, group: CountingGroup, splits: list[int], mean: 
     for other in others:
         total += other
     return total.div_(ranks) if mean else total
-
-
-def _reduce_inside(input: Tensor, hop: TwoHop, mean: bool) -> Tensor:
-    places = hop.inside.size()
-    if hop.inside_wire is not None and places > 1:
-        return collectives.reduce_scatter(input, hop.inside, hop.inside_wire, mean=mean)
-    part = torch.empty(input.numel() // places, dtype=input.dtype, device=input.device)
-    op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
-    hop.inside._reduce_scatter_base(part, input, scatter_options(op)).wait()
-    return part

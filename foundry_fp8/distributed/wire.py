@@ -24,13 +24,14 @@ class CorruptedMessageError(RuntimeError):
     """A message whose checksum does not match what was received."""
 
 
-def encode(x: Tensor, wire: WireFormat, out: Tensor | None = None) -> Tensor:
+def encode(x: Tensor, wire: WireFormat, out: Tensor | None = None, *, seed: int | None = None) -> Tensor:
     """Code the rows of ``x``.
 
     Args:
         x: ``[R, N]``, float32, float16 or bfloat16, contiguous rows.
         wire: The format.
         out: uint8 ``[R, wire.row_bytes(N)]``, written in place; a new tensor where ``None``.
+        seed: Round codes up or down at random, so that their mean is ``x``; to the nearest where ``None``.
 
     Returns:
         uint8 ``[R, wire.row_bytes(N)]``.
@@ -46,7 +47,7 @@ def encode(x: Tensor, wire: WireFormat, out: Tensor | None = None) -> Tensor:
         out[:, : 2 * numel].view(torch.bfloat16).copy_(x)
         out[:, 2 * numel : wire.payload_bytes(numel)].zero_()
     else:
-        _encode_rows(x, wire, out)
+        _encode_rows(x, wire, out, seed)
     if wire.checksum:
         sums = _checksum(out[:, :-CHECKSUM_BYTES]).view(torch.int32)  # rows are aligned to 4 bytes, not to 8
         out[:, -CHECKSUM_BYTES:].view(torch.int32).copy_(sums)
@@ -136,13 +137,14 @@ def decode_mean(
     return out
 
 
-def _encode_rows(x: Tensor, wire: WireFormat, out: Tensor) -> None:
+def _encode_rows(x: Tensor, wire: WireFormat, out: Tensor, seed: int | None) -> None:
     """Write codes and scales of every row of ``x`` into ``out``."""
     if x.is_cuda:
         from foundry_fp8.kernels.wire import encode_rows
 
-        encode_rows(x, wire, out)
+        encode_rows(x, wire, out, seed)
         return
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
     numel = x.shape[1]
     payload, blocks, size = wire.payload_bytes(numel), wire.blocks(numel), wire.block_size
     code_bytes = payload // blocks
@@ -155,10 +157,11 @@ def _encode_rows(x: Tensor, wire: WireFormat, out: Tensor) -> None:
             chunk = row[first * size : last * size].float()
             if chunk.numel() < (last - first) * size:
                 chunk = torch.nn.functional.pad(chunk, (0, (last - first) * size - chunk.numel()))
-            _encode_blocks(chunk.view(-1, size), wire, codes[first:last], scales[first:last])
+            noise = None if generator is None else torch.rand(chunk.shape, generator=generator)
+            _encode_blocks(chunk.view(-1, size), wire, codes[first:last], scales[first:last], noise)
 
 
-def _encode_blocks(x: Tensor, wire: WireFormat, codes: Tensor, scales: Tensor) -> None:
+def _encode_blocks(x: Tensor, wire: WireFormat, codes: Tensor, scales: Tensor, noise: Tensor | None) -> None:
     """``x``: float32 ``[n, block]``; writes ``codes`` (uint8 ``[n, bytes]``) and ``scales`` (float32 ``[n]``)."""
     if wire.name == "int4":
         x = rotate(x)
@@ -173,6 +176,8 @@ def _encode_blocks(x: Tensor, wire: WireFormat, codes: Tensor, scales: Tensor) -
     if not whole:
         scaled.nan_to_num_(nan=0.0)  # the scale says it; a code must be a number
     torch.div(amax, wire.limit, out=scales)
+    if noise is not None:
+        _round_at_random(scaled, wire, noise.view_as(scaled))
     if wire.name == "e4m3":
         codes.view(torch.float8_e4m3fn).copy_(scaled.clamp_(-wire.limit, wire.limit))
         return
@@ -183,6 +188,17 @@ def _encode_blocks(x: Tensor, wire: WireFormat, codes: Tensor, scales: Tensor) -
     nibbles = scaled.add_(8).to(torch.uint8)  # 1 to 15
     half = wire.block_size // 2
     torch.bitwise_or(nibbles[:, :half], nibbles[:, half:] << 4, out=codes)
+
+
+def _round_at_random(scaled: Tensor, wire: WireFormat, noise: Tensor) -> None:
+    """Round ``scaled`` up or down to a neighbouring code, in place, so that its mean over ``noise`` in [0, 1) is itself."""
+    if wire.name == "e4m3":  # three bits after the leading one; a step of 2**-9 below 2**-6
+        _, exponent = torch.frexp(scaled)
+        step = torch.exp2(exponent.sub_(1).clamp_(min=-6).sub_(3).float())
+        scaled.div_(step).add_(noise).floor_().mul_(step)
+    else:
+        scaled.add_(noise).floor_()
+    scaled.clamp_(-wire.limit, wire.limit)
 
 
 def _decoded_chunks(row: Tensor, wire: WireFormat, numel: int) -> Iterator[tuple[int, Tensor]]:

@@ -22,7 +22,7 @@ _LEAST_AMAX = 1e-30
 _BLOCKS_A_PROGRAM = 16  # 16 runs of 32 is the least that tl.dot takes
 
 
-def encode_rows(x: Tensor, wire: WireFormat, out: Tensor) -> None:
+def encode_rows(x: Tensor, wire: WireFormat, out: Tensor, seed: int | None = None) -> None:
     """Write codes and scales of the rows of ``x`` into ``out``; see :func:`foundry_fp8.distributed.wire.encode`."""
     rows, numel = x.shape
     blocks, payload = wire.blocks(numel), wire.payload_bytes(numel)
@@ -38,6 +38,8 @@ def encode_rows(x: Tensor, wire: WireFormat, out: Tensor) -> None:
         hadamard_matrix(x.device),
         numel,
         blocks,
+        seed or 0,
+        AT_RANDOM=seed is not None,
         LIMIT=wire.limit,
         KIND=_KINDS[wire.name],
         BLOCK=wire.block_size,
@@ -90,13 +92,18 @@ def _rotate(x, matrix, BLOCK: tl.constexpr, MANY: tl.constexpr):
 
 
 @triton.jit
-def _to_e4m3(x):
-    """The E4M3 byte of ``|x| <= 448``, rounded to nearest even. In integers, so that it runs before sm_89 as well."""
+def _to_e4m3(x, noise, AT_RANDOM: tl.constexpr):
+    """The E4M3 byte of ``|x| <= 448``, to nearest even or by ``noise``. In integers, so that it runs before sm_89 as well."""
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
-    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
-    # Below 2**-6 codes are multiples of 2**-9; 12582912 is 1.5 * 2**23, whose last bit stands for 1.
-    subnormal = ((tl.abs(x) * 512.0 + 12582912.0) - 12582912.0).to(tl.int32)
+    # Below 2**-6 codes are multiples of 2**-9.
+    if AT_RANDOM:
+        normal = ((magnitude + (noise * 1048576.0).to(tl.int32)) >> 20) - (120 << 3)
+        subnormal = (tl.abs(x) * 512.0 + noise).to(tl.int32)
+    else:
+        normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
+        # 12582912 is 1.5 * 2**23, whose last bit stands for 1.
+        subnormal = ((tl.abs(x) * 512.0 + 12582912.0) - 12582912.0).to(tl.int32)
     code = tl.where(magnitude < 0x3C800000, subnormal, normal)
     return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
 
@@ -122,6 +129,8 @@ def _encode(
     matrix,
     numel,
     blocks,
+    seed,
+    AT_RANDOM: tl.constexpr,
     LIMIT: tl.constexpr,
     KIND: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -143,12 +152,16 @@ def _encode(
     inverse = tl.div_rn(amax * 0.0 + LIMIT, amax)
     scaled = tl.where(bad[:, None], 0.0, value * inverse[:, None])
     base = out + row * out_stride
+    noise = tl.rand(seed + row, (element & 0x7FFFFFFF).to(tl.int32)) if AT_RANDOM else 0.0
     if KIND == 1:
         clamped = tl.minimum(tl.maximum(scaled, -LIMIT), LIMIT)
-        tl.store(base + element, _to_e4m3(clamped), mask=inside[:, None])
+        tl.store(base + element, _to_e4m3(clamped, noise, AT_RANDOM), mask=inside[:, None])
     else:
-        # Round half to even: adding and taking away 1.5 * 2**23 leaves an integer, with the hardware's rounding.
-        whole = ((scaled + 12582912.0) - 12582912.0).to(tl.int32)
+        if AT_RANDOM:
+            whole = tl.minimum(tl.maximum(tl.floor(scaled + noise), -LIMIT), LIMIT).to(tl.int32)
+        else:
+            # Round half to even: adding and taking away 1.5 * 2**23 leaves an integer, with the hardware's rounding.
+            whole = ((scaled + 12582912.0) - 12582912.0).to(tl.int32)
         if KIND == 0:
             tl.store(base + element, whole.to(tl.int8).to(tl.uint8, bitcast=True), mask=inside[:, None])
         else:

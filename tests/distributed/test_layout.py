@@ -9,23 +9,30 @@ FIRSTS = [0, 3, 5]
 SIZES = [70, 64, 10]  # of which the blocks are 0 to 2, 3 and 4, and 5
 
 
-@given(st.lists(st.integers(1, 200), min_size=1, max_size=6), st.integers(1, 5))
+@given(st.lists(st.tuples(st.integers(1, 200), st.booleans()), min_size=1, max_size=6), st.integers(1, 5))
 @settings(max_examples=40, deadline=None)
-def test_unpack_inverts_pack_and_splits_cover_it(sizes, world):
+def test_unpack_inverts_pack_and_the_rows_say_what_is_exact(tensors, world):
+    sizes, exact = map(list, zip(*tensors, strict=True))
     firsts = [sum(-(-s // 32) for s in sizes[:i]) for i in range(len(sizes))]
-    layout = BlockLayout(sizes, firsts, 32, world, CPU)
-    flat = torch.randn(sum(sizes))
+    layout = BlockLayout(sizes, exact, firsts, 32, world, CPU)
+    flat = torch.cat([torch.full((size,), 2.0 if kept else 1.0) for size, kept in tensors])
     packed = layout.pack(flat)
-    assert sum(layout.splits) == packed.numel() and len(layout.splits) == world
-    assert torch.equal(layout.unpack(packed, torch.empty_like(flat)), flat)
+    assert sum(row.numel for row in layout.rows) == packed.numel() and len(layout.rows) == world
+    kinds = [kept for row in layout.rows for numel, kept in row.sections for _ in range(numel)]
+    assert set(packed[torch.tensor(kinds)].tolist()) <= {0.0, 2.0}  # 0 is padding
+    assert set(packed[~torch.tensor(kinds)].tolist()) <= {0.0, 1.0}
+    flat = torch.randn(sum(sizes))
+    assert torch.equal(layout.unpack(layout.pack(flat), torch.empty_like(flat)), flat)
 
 
 def test_a_block_has_one_content_and_one_owner_in_any_bucket():
     tensors = [torch.randn(n) for n in SIZES]
 
     def blocks(order):
-        layout = BlockLayout([SIZES[i] for i in order], [FIRSTS[i] for i in order], 32, 3, CPU)
-        packed = layout.pack(torch.cat([tensors[i] for i in order])).split(layout.splits)
+        layout = BlockLayout(
+            [SIZES[i] for i in order], [i == 1 for i in order], [FIRSTS[i] for i in order], 32, 3, CPU
+        )
+        packed = layout.pack(torch.cat([tensors[i] for i in order])).split([row.numel for row in layout.rows])
         return [{tuple(block.tolist()) for block in part.view(-1, 32)} for part in packed]
 
     assert blocks([0, 1, 2]) == blocks([2, 0, 1])
@@ -40,10 +47,16 @@ def test_a_residual_is_a_section_of_the_packed_bucket_and_the_same_by_tensor_in_
     by_tensor = {}
     for order in ([0, 1, 2], [2, 0, 1]):
         layout = BlockLayout(
-            [len(numbered[i]) for i in order], [FIRSTS[i] for i in order], 32, 4, CPU, range(2, 4)
+            [len(numbered[i]) for i in order],
+            [i == 1 for i in order],
+            [FIRSTS[i] for i in order],
+            32,
+            4,
+            CPU,
+            range(2, 4),
         )
         packed = layout.pack(torch.cat([numbered[i] for i in order]).float())
-        section = packed[sum(layout.splits[:2]) :]
+        section = packed[sum(row.numel for row in layout.rows[:2]) :]
         assert sorted(section[::32].tolist()) == [2, 3]
         pieces = layout.unpack_residual(section)
         assert [piece.numel() for piece in pieces] == layout.residual_sizes

@@ -164,3 +164,42 @@ def test_half_precision_input_is_coded_as_its_float32_value(dtype):
 def test_bad_formats_are_refused(options):
     with pytest.raises(ConfigError):
         WireFormat(**options)
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_rounding_at_random_has_no_bias_and_takes_neighbouring_codes(name):
+    """One spike in a block: the rest is below half a step of int8, and to the nearest always zero."""
+    x = torch.randn(1, 128, generator=torch.Generator().manual_seed(1)) * 0.1
+    x[0, 17] = 60.0
+    wire, draws = WireFormat(name=name), 4000
+    nearest = decode(encode(x, wire), wire, 128)
+    drawn = torch.cat([decode(encode(x, wire, seed=seed), wire, 128) for seed in range(draws)]).double()
+    if name == "int4":  # it rounds what the rotation leaves
+        error, step = drawn - x, 32**0.5 * 60 / 7
+    else:
+        codes = (drawn / nearest.abs().max() * {"int8": 127, "e4m3": 448}[name]).float()
+        scaled = x / x.abs().max() * {"int8": 127, "e4m3": 448}[name]
+        if name == "int8":
+            low, high = scaled.floor(), scaled.ceil()
+        else:
+            grid = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+            grid = grid[grid.isfinite()].unique()
+            at = torch.searchsorted(grid, scaled)
+            low, high = grid[(at - 1).clamp(min=0)], grid[at.clamp(max=len(grid) - 1)]
+        near = ((codes - low).abs() < 1e-3 * low.abs().clamp(min=1e-3)) | (
+            (codes - high).abs() < 1e-3 * high.abs().clamp(min=1e-3)
+        )
+        assert near.all()
+        error, step = drawn - x, (high - low) * 60 / {"int8": 127, "e4m3": 448}[name]
+    # The mean of n draws, each within a step: five standard deviations of at most step / 2.
+    assert (error.mean(0).abs() <= 5 * step / 2 / draws**0.5 + 1e-6).all()
+    if name == "int8":
+        assert (nearest[0, 18:] == 0).float().mean() > 0.95 and (drawn[:, 18:] != 0).any()
+
+
+def test_a_seed_gives_the_same_codes_again_and_another_gives_others():
+    x, wire = spread(2, 1000), WireFormat(name="int8")
+    assert torch.equal(encode(x, wire, seed=5), encode(x, wire, seed=5))
+    assert not torch.equal(encode(x, wire, seed=5), encode(x, wire, seed=6))
+    x[0, 3] = float("nan")
+    assert decode(encode(x, wire, seed=5), wire, 1000)[0, :128].isnan().all()

@@ -44,6 +44,26 @@ for name in ("int8", "e4m3", "int4"):
                 "decode_nan": bool(torch.equal(out.cpu().isnan(), reference.isnan())),
                 "mean": float((mean - mean_reference).nan_to_num(0).abs().max() / mean_reference.nan_to_num(0).abs().max().clamp(min=1e-30)),
             }
+random = {}
+for name in ("int8", "e4m3", "int4"):
+    # 512 rows alike: every row draws for itself.
+    x = torch.randn(1, 128) * 0.1
+    x[0, 17] = 60.0
+    wire = WireFormat(name=name)
+    x = x.expand(512, 128).contiguous()
+    codes = [torch.empty(512, wire.row_bytes(128), dtype=torch.uint8, device=device) for _ in range(3)]
+    for out, seed in zip(codes, (7, 7, 8)):
+        encode_rows(x.to(device), wire, out, seed)
+    drawn = decode(codes[0].cpu(), wire, 128).double()
+    step = 60 / {"int8": 127, "e4m3": 448 * 8, "int4": 7 / 32**0.5}[name] + (x.abs() / 8 if name == "e4m3" else 0)
+    random[name] = {
+        "again": bool(torch.equal(codes[0], codes[1])),
+        "other": not torch.equal(codes[0], codes[2]),
+        "rows": len({tuple(row) for row in codes[0].tolist()}) > 400,
+        "furthest": float(((drawn - x).abs() / step).max()),
+        "bias": float(((drawn - x).mean(0).abs() / step[:1] if name == "e4m3" else (drawn - x).mean(0).abs() / step).max()),
+    }
+results["random"] = random
 print(json.dumps(results))
 """
 
@@ -56,6 +76,7 @@ def test_kernels_match_the_reference():
     run = subprocess.run([sys.executable, "-c", CASES], env=env, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr[-3000:]
     results = json.loads(run.stdout.splitlines()[-1])
+    random = results.pop("random")
     assert len(results) == 12
     for case, got in results.items():
         exact = not case.startswith("int4")  # the rotation's sums may be taken in another order
@@ -65,3 +86,7 @@ def test_kernels_match_the_reference():
         rounds = "bfloat16" in case or not exact  # the interpreter truncates where a GPU rounds to bfloat16
         assert got["decode"] <= (2.0**-7 if rounds else 0), (case, got)
         assert got["mean"] <= 1e-6, (case, got)
+    for name, got in random.items():
+        assert got["again"] and got["other"] and got["rows"], (name, got)
+        assert got["furthest"] <= 1.001, (name, got)  # to a neighbouring code
+        assert got["bias"] <= 5 * 0.5 / 512**0.5, (name, got)  # five standard deviations of the mean of 512

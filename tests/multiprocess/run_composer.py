@@ -1,7 +1,9 @@
 """Worker: the algorithms under Composer's Trainer, on four gloo ranks. FSDP1 needs its CUDA device faked."""
 
+import contextlib
 import json
 import os
+import pickle
 import sys
 
 import torch
@@ -56,21 +58,40 @@ class Gradients(Callback):
     """Keeps the first batch's gradients, the logged metrics, and the parameters at the end."""
 
     def __init__(self):
-        self.first, self.last = None, None
+        self.first, self.last, self.start = None, None, None
+
+    def fit_start(self, state, logger):
+        if self.start is None:  # the first of two fits
+            self.start = whole(state.model, lambda p: p)
+        self.keys = [algorithm.state_dict().keys() for algorithm in state.algorithms]
+        self.size = max((len(pickle.dumps(a.state_dict())) for a in state.algorithms), default=0)
 
     def after_train_batch(self, state, logger):
-        if self.first is None and not any(isinstance(m, FSDP1) for m in state.model.modules()):
-            self.first = torch.cat(
-                [
-                    (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad).flatten().double()
-                    for p in state.model.parameters()
-                ]
-            )
+        if self.first is None:
+            self.first = whole(state.model, lambda p: p.grad)
 
     def batch_end(self, state, logger):
         self.last = [
             (p.to_local() if isinstance(p, DTensor) else p).detach().clone() for p in state.model.parameters()
         ]
+
+    def fit_end(self, state, logger):
+        self.constant = self.keys == [algorithm.state_dict().keys() for algorithm in state.algorithms]
+        self.size = max((len(pickle.dumps(a.state_dict())) for a in state.algorithms), default=0)
+
+
+def whole(model, get):
+    """``get(parameter)`` of all parameters of the model, unsharded, as one float64 vector."""
+    root = next((m for m in model.modules() if isinstance(m, FSDP1)), None)
+    summoned = contextlib.nullcontext()
+    if root is not None:
+        summoned = FSDP1.summon_full_params(root, with_grads=root._is_root is not None, writeback=False)
+    with summoned:
+        parts = [get(p) for p in model.parameters()]
+        parts = [
+            (p.full_tensor() if isinstance(p, DTensor) else p).detach().flatten().double() for p in parts
+        ]
+        return torch.cat(parts)
 
 
 def train(parallelism, algorithms, name, load=None, batches=BATCHES, microbatch=8, twice=False, **options):
@@ -139,35 +160,94 @@ CASES = {
     ),
     "hsdp1": (fsdp1, lambda: [HybridSharding(shard=2), compress(gradients="int8", second_leg="int8")]),
     "hsdp2-plain": (fsdp2, lambda: [HybridSharding(shard=2)]),
+    # A model that fits one GPU: shard: auto gives 1.
+    "hsdp1-one": (fsdp1, lambda: [HybridSharding(shard=1)]),
+    "hsdp1-one-full": (lambda: fsdp1(state_dict_type="full"), lambda: [HybridSharding(shard=1)]),
+    "hsdp2-one": (fsdp2, lambda: [HybridSharding(shard=1), compress(gradients="int8", second_leg="int8")]),
+}
+# What a checkpoint of another run is resumed with.
+CHANGED = {
+    "changed": ("ddp", "hsdp2", lambda: [compress(gradients="e4m3", error_feedback=False)]),
+    "added": ("reference", "hsdp2-plain", lambda: [compress(gradients="int8", second_leg="int8")]),
+    "removed": ("ddp", "hsdp2", list),
 }
 
-results = {}
-reference = train(None, [], "reference")[0].first
-for name in sys.argv[2].split(",") if len(sys.argv) > 2 else CASES:
-    parallelism, algorithms = CASES[name]
-    through, logged = train(parallelism(), algorithms(), name, twice=name == "ddp", microbatch=4)
-    checkpoint = f"{FOLDER}/{name}/" + ("ba2.pt" if parallelism() is None else "ep0-ba2")
-    assert os.path.exists(checkpoint), os.listdir(f"{FOLDER}/{name}")
-    resumed, _ = train(parallelism(), algorithms(), name, load=checkpoint, twice=name == "ddp", microbatch=4)
-    equal = all(torch.equal(a, b) for a, b in zip(through.last, resumed.last, strict=True))
-    everywhere = dist.all_gather_object(equal)
-    cell = results[name] = {"bit_exact": all(everywhere)}
-    if through.first is not None:
-        cell["ratio"] = float(through.first.norm() / reference.norm())
-        cell["direction"] = float(
-            (through.first / through.first.norm() - reference / reference.norm()).norm()
-        )
-    cell["logged"] = {key: values[-1][1] for key, values in logged.items() if key.startswith("comm/")}
-    print(name, cell, flush=True)
 
-try:
-    train(None, [compress()], "forced", ddp_sync_strategy="forced_sync")
-except Exception as error:
-    results["forced_sync"] = str(error)
-try:
-    train(None, [HybridSharding(shard=2)], "no_fsdp")
-except Exception as error:
-    results["no_fsdp"] = str(error)
+def checkpoint_of(name):
+    found = [
+        f"{FOLDER}/{name}/{kind}" for kind in ("ep0-ba2", "ba2.pt", "ba2")
+    ]  # sharded, DDP's, FSDP's whole
+    return next(path for path in found if os.path.exists(path))
+
+
+def everywhere(value):
+    return all(dist.all_gather_object(bool(value)))
+
+
+def compared(got, wanted):
+    return {
+        "ratio": float(got.norm() / wanted.norm()),
+        "direction": float((got / got.norm() - wanted / wanted.norm()).norm()),
+    }
+
+
+def resumed(source, parallelism, algorithms):
+    """What a checkpoint gives to a run with other algorithms, or on other ranks."""
+    wanted = torch.load(f"{FOLDER}/{source}-parameters.pt")
+    found, _ = train(parallelism, algorithms, source, load=checkpoint_of(source), microbatch=4)
+    return {
+        "loaded": everywhere(torch.equal(found.start, wanted)),
+        "trained": everywhere(not torch.equal(found.first, torch.zeros(1)) and found.first.isfinite().all()),
+        "constant": found.constant,
+        "size": found.size,
+    }
+
+
+results = {}
+if sys.argv[2] == "elsewhere":
+    # The checkpoints of the other launch, on as many ranks as there are now.
+    for source, parallelism in (
+        ("ddp", None),
+        ("hsdp2", fsdp2()),
+        ("hsdp1", fsdp1()),
+        ("hsdp2-one", fsdp2()),
+    ):
+        hybrid = [HybridSharding(shard=1)] if parallelism else []
+        results[source] = resumed(
+            source, parallelism, [*hybrid, compress(gradients="int8", second_leg="int8")]
+        )
+else:
+    plain, _ = train(None, [], "reference")
+    reference = plain.first
+    for name, (parallelism, algorithms) in CASES.items():
+        through, logged = train(parallelism(), algorithms(), name, twice=name == "ddp", microbatch=4)
+        again, _ = train(
+            parallelism(), algorithms(), name, load=checkpoint_of(name), twice=name == "ddp", microbatch=4
+        )
+        if dist.get_global_rank() == 0:
+            torch.save(again.start, f"{FOLDER}/{name}-parameters.pt")
+        equal = all(torch.equal(a, b) for a, b in zip(through.last, again.last, strict=True))
+        cell = results[name] = {"bit_exact": everywhere(equal), **compared(through.first, reference)}
+        cell |= {"constant": through.constant, "size": through.size}
+        cell["logged"] = {key: values[-1][1] for key, values in logged.items() if key.startswith("comm/")}
+        print(name, cell, flush=True)
+    again, _ = train(None, [], "reference", load=checkpoint_of("reference"))
+    if dist.get_global_rank() == 0:
+        torch.save(again.start, f"{FOLDER}/reference-parameters.pt")
+    torch_dist.barrier()
+    for name, (whole_source, sharded_source, algorithms) in CHANGED.items():
+        results[f"{name} monolithic"] = resumed(whole_source, None, algorithms())
+        results[f"{name} sharded"] = resumed(
+            sharded_source, fsdp2(), [HybridSharding(shard=2), *algorithms()]
+        )
+    try:
+        train(None, [compress()], "forced", ddp_sync_strategy="forced_sync")
+    except Exception as error:
+        results["forced_sync"] = str(error)
+    try:
+        train(None, [HybridSharding(shard=2)], "no_fsdp")
+    except Exception as error:
+        results["no_fsdp"] = str(error)
 if dist.get_global_rank() == 0:
     with open(os.environ["RESULT_FILE"], "w") as file:
         json.dump({k: v for k, v in results.items()}, file, default=float)

@@ -1,8 +1,10 @@
 """Worker: what must end in an error on every rank, and never in a hang. The case is the first argument."""
 
+import contextlib
 import json
 import os
 import sys
+import time
 from datetime import timedelta
 
 import torch
@@ -11,15 +13,14 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from foundry_fp8.distributed import agreement, collectives, wire
+from foundry_fp8.distributed import rows, wire
 from foundry_fp8.distributed.compression.apply import apply_compressed_communication
 from foundry_fp8.distributed.traffic import CountingGroup
 
 case = sys.argv[1]
 # Short only where ranks wait in vain; elsewhere a busy machine must not look like a missing rank.
-in_vain = case == "one_rank_only"
-agreement.AGREEMENT_SECONDS = 10.0 if in_vain else 600.0
-dist.init_process_group("gloo", timeout=timedelta(seconds=20 if in_vain else 600))
+LIMIT = 20 if case in ("one_rank_only", "stuck") else 600
+dist.init_process_group("gloo", timeout=timedelta(seconds=LIMIT))
 rank = dist.get_rank()
 COMMON = {"warmup": 0, "min_bytes": 0, "block_size": 32, "scope": "all"}
 
@@ -63,6 +64,7 @@ def refusals():
         "fsdp_int4": refusal(sharded(), gradients="int4"),
         "fsdp_feedback": refusal(sharded(), error_feedback=True),
         "inter_node": refusal(DDP(make()), scope="inter_node"),
+        "ddp_stochastic": refusal(DDP(make()), rounding="stochastic"),
         "no_all_to_all": refusal(without),
     }
 
@@ -84,13 +86,13 @@ def corrupted():
     compression.start_batch(1)  # 0 would be sampled: the sender decodes what it sends, and finds it first
     step(wrapped)
 
-    def damaged(x, form, out):
-        message = wire.encode(x, form, out)
+    def damaged(x, form, out, **options):
+        message = wire.encode(x, form, out, **options)
         message[:, 3] ^= 1
         return message
 
     if rank == 1:
-        collectives.encode = damaged
+        rows.encode = damaged
     try:
         step(wrapped)
     except RuntimeError as error:
@@ -105,6 +107,21 @@ if case == "one_rank_only":
         sys.exit(3)
     step(wrapped)  # the other rank goes on, and must not wait for ever
     step(wrapped)
+elif case == "stuck":
+    wrapped = DDP(make())
+    apply_compressed_communication(wrapped, **COMMON)
+    step(wrapped)
+    if rank == 1:
+        with contextlib.suppress(RuntimeError):
+            while True:  # stuck outside of any collective, until rank 0 ends and its store with it
+                dist.distributed_c10d._get_default_store().check(["key"])
+                time.sleep(0.5)
+        os._exit(0)
+    try:
+        step(wrapped)
+    except RuntimeError as error:
+        print(f"ended by: {error}", flush=True)
+        os._exit(4)
 else:
     results = {"refusals": refusals(), "padded_reload": padded_reload(), "corrupted": corrupted()}
     print(

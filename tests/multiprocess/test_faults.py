@@ -13,6 +13,7 @@ REFUSED = {
     "fsdp_int4": "only shards",
     "fsdp_feedback": "whole gradient on every rank",
     "inter_node": "nothing crosses nodes",
+    "ddp_stochastic": "nothing is sharded",
     "no_all_to_all": "does not have",
 }
 
@@ -36,6 +37,12 @@ def test_compression_on_one_rank_only_ends_both_ranks():
     codes, outputs = launch.run("run_faults.py", 2, "one_rank_only", check=False)
     assert codes[0] == 3 and "ranks [1] did not set it up" in outputs[0]
     assert codes[1] not in (0, -9), outputs[1]  # it ends by its own error, not by our time limit
+
+
+def test_a_stuck_rank_ends_the_others_within_the_time_limit_of_the_job():
+    """20 s here, where torch gives a new group half an hour: then the test would kill rank 0."""
+    codes, outputs = launch.run("run_faults.py", 2, "stuck", check=False, timeout=600)
+    assert codes[0] == 4, (codes, outputs)
 
 
 def test_a_rank_killed_in_a_backward_ends_the_others_and_a_restart_is_bit_exact(tmp_path):

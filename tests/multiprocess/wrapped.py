@@ -83,8 +83,8 @@ def wrap(kind):
     model = copy.deepcopy(ORIGINAL)
     if kind == "ddp":
         return DDP(model, bucket_cap_mb=0.01)
-    two_by_two = kind in ("fsdp1-HYBRID_SHARD", "hsdp2")
-    shape = (2, 2) if two_by_two else (world,)
+    hybrid = kind in ("fsdp1-HYBRID_SHARD", "hsdp2", "hsdp2-4x1")
+    shape = ((4, 1) if kind == "hsdp2-4x1" else (2, 2)) if hybrid else (world,)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     if kind.startswith("fsdp1"):
         return FSDP1(
@@ -93,9 +93,9 @@ def wrap(kind):
             device_id=torch.device("cpu"),
             auto_wrap_policy=ModuleWrapPolicy({Block}),
             use_orig_params=True,
-            device_mesh=mesh if two_by_two else None,
+            device_mesh=mesh if hybrid else None,
         )
-    if two_by_two:
+    if hybrid:
         cpu_stream_events.apply()
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
@@ -153,21 +153,17 @@ def compare(got, wanted):
 
 
 def save(model, optimizer, compression, folder):
-    """A sharded checkpoint, and what an Algorithm adds to it."""
+    """A sharded checkpoint, which compression adds nothing to."""
     weights, moments = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=folder)
-    state = compression.state_dict()
-    if rank == 0:
-        torch.save(state, f"{folder}/compression")
-    dist.barrier()
+    compression.forget()
 
 
-def load(model, optimizer, compression, folder):
+def load(model, optimizer, folder):
     weights, moments = get_state_dict(model, optimizer)
     state = {"model": weights, "optimizer": moments}
     dcp.load(state, checkpoint_id=folder)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    compression.load_state_dict(torch.load(f"{folder}/compression", weights_only=True))
 
 
 def train(model, optimizer, compression, steps):
@@ -176,6 +172,10 @@ def train(model, optimizer, compression, steps):
         backward(model, step, 1)
         optimizer.step()
         optimizer.zero_grad()
+
+
+def norm_of(residuals):
+    return sum(float(residual.abs().sum()) for residual in residuals)
 
 
 def parameters_of(model):

@@ -12,6 +12,8 @@ from foundry_fp8.config import ConfigError, from_mapping
 from foundry_fp8.distributed.compression.apply import apply_compressed_communication, wrapper_of
 from foundry_fp8.distributed.compression.config import KEY, CompressionConfig
 from foundry_fp8.distributed.compression.runtime import Compression
+from foundry_fp8.distributed.groups import alone
+from foundry_fp8.distributed.replicas import check_replicas
 
 __all__ = ["CompressedCommunication"]
 
@@ -24,7 +26,10 @@ class CompressedCommunication(Algorithm):
     Composer wraps with FSDP before ``Event.BEFORE_LOAD`` and with DDP after ``Event.AFTER_LOAD``, so this attaches to
     FSDP on ``AFTER_LOAD`` and to DDP on ``FIT_START``, once, also if ``fit`` runs again. ``BATCH_START`` ends the
     warm-up, ``AFTER_TRAIN_BATCH`` checks once that gradients really came through, before the first optimizer step, and
-    ``BATCH_END`` logs.
+    ``BATCH_END`` logs, the first also compares replicas. With one rank it warns and does nothing.
+
+    It has no state to save: a checkpoint makes it forget what quantising lost, in the run that goes on as in the one that resumes, so that
+    both are the same run, with any number of ranks (:meth:`~foundry_fp8.distributed.compression.runtime.Compression.forget`).
 
     Logs, every batch: ``comm/wire_bytes`` and ``comm/uncompressed_bytes`` (this rank, this batch),
     ``comm/compression_ratio``, ``comm/collectives``, ``comm/quantize_seconds``, ``comm/collective_seconds``, and on
@@ -42,7 +47,7 @@ class CompressedCommunication(Algorithm):
         self.config = from_mapping(CompressionConfig, options, KEY)
         self.compression = Compression(self.config)
         self._attached = False
-        self._checked = False
+        self._first = True
         self._last: dict[str, float] = {}
 
     def __repr__(self) -> str:
@@ -67,11 +72,17 @@ class CompressedCommunication(Algorithm):
         """Attach, switch, check or log."""
         if event in (Event.AFTER_LOAD, Event.FIT_START):
             self._attach(event, state)
+        elif alone():
+            return
         elif event == Event.BATCH_START:
             self.compression.start_batch(int(state.timestamp.batch))
         elif event == Event.AFTER_TRAIN_BATCH:
-            self._check_calls()
+            if self._first:
+                self._check_reductions()
         else:
+            if self._first and self.config.check_replicas:
+                check_replicas(state.model, KEY)
+            self._first = False
             self._log(logger)
 
     def _attach(self, event: Event, state: State) -> None:
@@ -81,15 +92,12 @@ class CompressedCommunication(Algorithm):
         self._attached = True
         log.info("%s", self.compression.summary())
 
-    def _check_calls(self) -> None:
-        if self._checked or self.config.gradients == "none":
-            return
-        if self.compression.calls == 0:
+    def _check_reductions(self) -> None:
+        if self.config.gradients != "none" and not self.compression.switch.reductions:
             raise ConfigError(
                 f"{KEY}: the first batch sent no gradient through the hook. Composer's ddp_sync_strategy: forced_sync "
                 "reduces outside of DDP; use single_auto_sync or multi_auto_sync."
             )
-        self._checked = True
 
     def _log(self, logger: Logger) -> None:
         traffic = self.compression.traffic
@@ -112,9 +120,13 @@ class CompressedCommunication(Algorithm):
         logger.log_metrics(metrics)
 
     def state_dict(self) -> dict[str, Any]:
-        """The error-feedback residuals of all replicas; every rank must call it (Composer does)."""
-        return self.compression.state_dict()
+        """Composer's own entry, and nothing else; forgets what quantising lost, since a checkpoint is being taken."""
+        self.compression.forget()
+        return super().state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back this rank's residuals, so that resuming is bit-exact."""
-        self.compression.load_state_dict(state)
+        """Nothing to take; a checkpoint of version 0.1.0 with residuals is named."""
+        if state.get("residuals"):
+            log.warning(
+                "%s: the error-feedback residuals of this checkpoint are not used; they start at zero.", KEY
+            )

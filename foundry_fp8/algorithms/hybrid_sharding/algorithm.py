@@ -6,18 +6,22 @@ import logging
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from composer.core import Algorithm, Event, State
 from composer.loggers import Logger
 from composer.utils.parallelism import FSDP2Config, FSDPConfig
+from torch.distributed.device_mesh import DeviceMesh
 
 from foundry_fp8.config import ConfigError, from_mapping
 from foundry_fp8.distributed.fsdp2_units import average_on_gloo
+from foundry_fp8.distributed.groups import alone
 from foundry_fp8.distributed.hybrid_sharding.apply import (
     KEY,
     HybridShardingConfig,
     hybrid_degrees,
     hybrid_mesh,
 )
+from foundry_fp8.distributed.replicas import check_replicas
 
 __all__ = ["HybridSharding"]
 
@@ -30,8 +34,12 @@ class HybridSharding(Algorithm):
     """Shards inside small groups of ranks and replicates across them.
 
     Runs on ``Event.INIT``, when Composer has made its own mesh and has not wrapped the model yet. Composer overwrites a
-    mesh given in FSDP2's config with a 1-D one (composer issue 3916); here the 2-D mesh is put in its place. On
-    ``Event.AFTER_LOAD`` gloo's missing averages are supplied, on a CPU.
+    mesh given in FSDP2's config with a 1-D one (composer issue 3916); here the 2-D mesh is put in its place. FSDP1 with a shard
+    group of one rank becomes NO_SHARD over all ranks: torch would run HYBRID_SHARD as NO_SHARD over the one rank, and never reduce a
+    gradient. On ``Event.AFTER_LOAD`` gloo's missing averages are supplied, on a CPU. Replicas are compared on ``Event.AFTER_LOAD`` and on
+    the first ``Event.BATCH_END``.
+
+    With one rank it warns and does nothing.
 
     Args:
         **options: The fields of :class:`~foundry_fp8.distributed.hybrid_sharding.apply.HybridShardingConfig`.
@@ -44,6 +52,7 @@ class HybridSharding(Algorithm):
         self.options = options
         self.config = from_mapping(HybridShardingConfig, options, KEY)
         self.degrees: tuple[int, int] | None = None
+        self._checked = not self.config.check_replicas
 
     def __repr__(self) -> str:
         return f"HybridSharding({', '.join(f'{key}={value!r}' for key, value in self.options.items())})"
@@ -54,16 +63,24 @@ class HybridSharding(Algorithm):
         return False
 
     def match(self, event: Event, state: State) -> bool:
-        """Run on INIT and AFTER_LOAD."""
-        return event in (Event.INIT, Event.AFTER_LOAD)
+        """Run on INIT, AFTER_LOAD and BATCH_END."""
+        return event in (Event.INIT, Event.AFTER_LOAD, Event.BATCH_END)
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
-        """Put the mesh in place."""
-        fsdp = state.fsdp_config
-        device = torch.device(state.device._device)  # type: ignore[call-overload]
-        if event == Event.AFTER_LOAD:
-            if isinstance(fsdp, FSDP2Config) and device.type == "cpu":
+        """Put the mesh in place, or compare replicas."""
+        if event == Event.INIT:
+            self._place_mesh(state, logger)
+        elif self.degrees != (1, 1):
+            if event == Event.AFTER_LOAD and isinstance(state.fsdp_config, FSDP2Config):
                 average_on_gloo(state.model)
+            if not self._checked:
+                check_replicas(state.model, KEY)
+            self._checked = self._checked or event == Event.BATCH_END
+
+    def _place_mesh(self, state: State, logger: Logger) -> None:
+        fsdp, device = state.fsdp_config, _device_of(state)
+        if alone():
+            self.degrees = hybrid_degrees(state.model, self.config, device=device)
             return
         if fsdp is None:
             raise ConfigError(
@@ -75,17 +92,25 @@ class HybridSharding(Algorithm):
             raise ConfigError(
                 f"{KEY}: load_monolith_rank0_only does not broadcast across replicas. Set it to false."
             )
-        device = torch.device(state.device._device)  # type: ignore[call-overload]
+        if isinstance(fsdp, FSDPConfig) and fsdp.sharding_strategy not in ("FULL_SHARD", "HYBRID_SHARD"):
+            raise ConfigError(
+                f"{KEY} works with sharding_strategy FULL_SHARD or HYBRID_SHARD, not {fsdp.sharding_strategy}."
+            )
         replicate, shard = self.degrees = hybrid_degrees(state.model, self.config, device=device)
-        mesh = hybrid_mesh(device.type, replicate, shard, NAMES)
+        if isinstance(fsdp, FSDPConfig) and shard == 1:
+            assert dist.group.WORLD is not None
+            mesh = DeviceMesh.from_group(dist.group.WORLD, device.type, mesh_dim_names=NAMES[1:])
+            fsdp.sharding_strategy = "NO_SHARD"
+        else:
+            mesh = hybrid_mesh(device.type, replicate, shard, NAMES)
+            if isinstance(fsdp, FSDPConfig):
+                fsdp.sharding_strategy = "HYBRID_SHARD"
+                fsdp.data_parallel_replicate_degree, fsdp.data_parallel_shard_degree = replicate, shard
         state.device_mesh = mesh
         fsdp.device_mesh = mesh
-        if isinstance(fsdp, FSDPConfig):
-            if fsdp.sharding_strategy not in ("FULL_SHARD", "HYBRID_SHARD"):
-                raise ConfigError(
-                    f"{KEY} works with sharding_strategy FULL_SHARD or HYBRID_SHARD, not {fsdp.sharding_strategy}."
-                )
-            fsdp.sharding_strategy = "HYBRID_SHARD"
-            fsdp.data_parallel_replicate_degree, fsdp.data_parallel_shard_degree = replicate, shard
         log.info("%s: %d copies of the model, each over %d ranks", KEY, replicate, shard)
         logger.log_hyperparameters({"hybrid_sharding/replicate": replicate, "hybrid_sharding/shard": shard})
+
+
+def _device_of(state: State) -> torch.device:
+    return torch.device(state.device._device)  # type: ignore[call-overload]

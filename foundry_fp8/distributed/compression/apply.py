@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
@@ -18,10 +18,13 @@ from foundry_fp8.distributed.compression.ddp import attach_ddp
 from foundry_fp8.distributed.compression.fsdp1 import attach_fsdp1
 from foundry_fp8.distributed.compression.fsdp2 import attach_fsdp2
 from foundry_fp8.distributed.compression.runtime import Compression
+from foundry_fp8.distributed.groups import alone
+from foundry_fp8.distributed.replicas import check_replicas
 
 __all__ = ["apply_compressed_communication", "wrapper_of"]
 
 ATTACHED = "_foundry_fp8_compression"
+log = logging.getLogger(__name__)
 
 
 def wrapper_of(model: nn.Module) -> str | None:
@@ -43,21 +46,22 @@ def apply_compressed_communication(
 ) -> Compression:
     """Compress the gradients (and parameters) that ``model`` sends, from its next step on.
 
-    Applying it twice to one model changes nothing. Call :meth:`Compression.start_batch` before each batch if ``warmup``
-    or error sampling is wanted; the Algorithm does.
+    Applying it twice to one model changes nothing, and with one rank nothing is sent: a warning says so. Call
+    :meth:`Compression.start_batch` before each batch if ``warmup`` or error sampling is wanted, and :meth:`Compression.forget` where a
+    checkpoint is taken; the Algorithm does both.
 
     Args:
         model: Wrapped by DDP, FSDP1 or FSDP2 (1-D or 2-D mesh); modified in place. Parameters, their names and the
             model's state dict stay as they are.
-        compression: State to attach, where a checkpoint was loaded into it before.
+        compression: What to attach, where it was made before.
         **options: The fields of :class:`CompressionConfig`.
 
     Returns:
-        The attached state: report, traffic, residuals.
+        What is attached: report, traffic, residuals.
 
     Raises:
         ConfigError: Options that are not valid, or that this wrapper cannot do.
-        RuntimeError: No process group, one rank, ranks that disagree, or a backend without all-to-all.
+        RuntimeError: Ranks that disagree, replicas that differ, or a backend without all-to-all.
     """
     attached = getattr(model, ATTACHED, None)
     if attached is not None:
@@ -65,12 +69,11 @@ def apply_compressed_communication(
     compression = (
         Compression(from_mapping(CompressionConfig, options, KEY)) if compression is None else compression
     )
+    if alone():
+        log.warning("%s: this job has one rank, so nothing is sent and nothing is compressed.", KEY)
+        return compression
     config = compression.config
     kind = wrapper_of(model)
-    if not dist.is_initialized() or dist.get_world_size() < 2:
-        raise RuntimeError(
-            f"{KEY} needs at least two ranks: with one, nothing is sent. Remove it from this run."
-        )
     agree(KEY, json.dumps({"wrapper": kind, **dataclasses.asdict(config)}, sort_keys=True))
     if kind is None:
         raise ConfigError(
@@ -90,4 +93,6 @@ def apply_compressed_communication(
     else:
         attach_fsdp2(model, compression)
     setattr(model, ATTACHED, compression)
+    if config.check_replicas:
+        check_replicas(model, KEY)
     return compression

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from foundry_fp8.config import Batches, Bytes, Config, ConfigError, power_of_two
@@ -32,10 +34,13 @@ class CompressionConfig(Config):
     """Carry what quantising lost to the next step, on the legs that replicate. ``auto`` does so for every format but
     ``bf16``. It costs a float32 gradient on every rank under DDP and a gradient shard under HSDP; under plain FSDP it
     would cost a whole gradient on every rank and is refused."""
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    """How gradients round on the legs that shard (FSDP's reduce-scatter), where error feedback does not reach. ``stochastic`` has
+    no bias, at twice the squared error on the average."""
     warmup: Batches = 100
     """Batches before gradients are compressed, such as ``100ba``."""
     min_bytes: Bytes = 2**16
-    """Gradient buckets and parameters below this size (``64KiB``) stay uncompressed."""
+    """Gradient buckets and parameters below this size (``64KiB``) stay uncompressed, and so do vectors of any size."""
     scope: Literal["auto", "inter_node", "all"] = "auto"
     """``inter_node`` compresses only what crosses nodes and works in two hops where a group spans them; ``all``
     compresses every hop; ``auto`` is ``inter_node`` on several nodes and ``all`` on one."""
@@ -45,6 +50,8 @@ class CompressionConfig(Config):
     """Debug mode: every message carries a checksum, and a damaged one is an error."""
     sample_interval: Batches = 50
     """Batches between two measurements of the quantisation error; 0 for never."""
+    check_replicas: bool = True
+    """Compare the bits of all replicas when attaching and after the first optimizer step, and raise if they differ."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -57,6 +64,11 @@ class CompressionConfig(Config):
                 f"{KEY}.error_feedback: true, but gradients: {self.gradients} loses nothing worth carrying. "
                 "Use auto, or a gradients format of int8, e4m3 or int4."
             )
+        if self.rounding == "stochastic" and self.gradients in ("none", "bf16"):
+            raise ConfigError(
+                f"{KEY}.rounding: stochastic, but gradients: {self.gradients} are not quantised. Use nearest, or a gradients format "
+                "of int8, e4m3 or int4."
+            )
 
     @property
     def feeds_back(self) -> bool:
@@ -64,6 +76,17 @@ class CompressionConfig(Config):
         if self.error_feedback == "auto":
             return self.gradients in ("int8", "e4m3", "int4")
         return bool(self.error_feedback)
+
+    def why_exact(self, shape: Sequence[int], itemsize: int) -> str | None:
+        """Why a parameter of this shape stays uncompressed among others that do not; ``None`` if it does not.
+
+        Vectors (norms, biases) and small parameters are few bytes, and their values lie far from their neighbours'.
+        """
+        if sum(size > 1 for size in shape) < 2:
+            return "not a matrix"
+        if math.prod(shape) * itemsize < self.min_bytes:
+            return f"smaller than min_bytes ({self.min_bytes})"
+        return None
 
     def wire(self, name: str) -> WireFormat | None:
         """The wire format called ``name``; ``None`` for ``none``."""

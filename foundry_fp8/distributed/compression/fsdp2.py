@@ -8,6 +8,7 @@ reduce-scatter.
 from __future__ import annotations
 
 import copy
+import logging
 from collections import defaultdict
 from typing import Any
 
@@ -18,18 +19,21 @@ from torch.distributed.fsdp import FSDPModule
 
 from foundry_fp8.compat import cpu_stream_events
 from foundry_fp8.config import ConfigError
-from foundry_fp8.distributed.agreement import check_all_to_all
-from foundry_fp8.distributed.compressed_group import CompressedGroup
-from foundry_fp8.distributed.compression.config import KEY
+from foundry_fp8.distributed.compressed_group import CompressedGroup, Leg
+from foundry_fp8.distributed.compression.config import KEY, CompressionConfig
 from foundry_fp8.distributed.compression.fsdp2_fp8_weights import share_amaxes
 from foundry_fp8.distributed.compression.fsdp2_parameters import BlockCodec, GatheredParameter
-from foundry_fp8.distributed.compression.runtime import Compression, Route, Row
+from foundry_fp8.distributed.compression.legs import check_legs, replicate_leg, shard_leg
+from foundry_fp8.distributed.compression.runtime import Compression, ReportRow
 from foundry_fp8.distributed.fsdp2_units import Unit, units_of
+from foundry_fp8.distributed.rows import Row
 from foundry_fp8.distributed.traffic import CountingGroup, inner_group, scatter_options
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.numerics.wire_format import WireFormat
 
 __all__ = ["attach_fsdp2"]
+
+log = logging.getLogger(__name__)
 
 
 def attach_fsdp2(model: nn.Module, compression: Compression) -> None:
@@ -39,89 +43,66 @@ def attach_fsdp2(model: nn.Module, compression: Compression) -> None:
         ConfigError: What was asked for cannot run on this mesh; see the messages.
     """
     units = units_of(model)
-    config = compression.config
-    if config.gradients == "int4" and not units[0].replicates:
-        raise ConfigError(
-            f"{KEY}.gradients: int4 is for legs that replicate, and this FSDP2 mesh only shards. Use int8 or e4m3, or "
-            "add algorithms.hybrid_sharding."
-        )
-    if config.error_feedback is True and not units[0].replicates:
-        raise ConfigError(
-            f"{KEY}.error_feedback: true would keep a whole gradient on every rank under FSDP. Use auto, or add "
-            "algorithms.hybrid_sharding: its replicate leg keeps a shard only."
-        )
+    check_legs(compression, shards=True, replicates=units[0].replicates)
     for root in (module for module in model.modules() if isinstance(module, FSDPModule)):
         # From here on parameters are padded and named for good; FSDP2 would do this in the first forward.
         root._get_fsdp_state()._lazy_init()
-    compression.replicates = units[0].replicates
     for unit in units:
         _attach_unit(unit, compression)
-    if config.parameters != "none":
+    if compression.config.parameters != "none":
         _attach_parameters(model, units, compression)
 
 
 def _attach_unit(unit: Unit, compression: Compression) -> None:
-    config, group = compression.config, unit.group
+    group = unit.group
     shared_mesh = group.post_forward_mesh_info is group.mesh_info
     group.mesh_info = copy.copy(group.mesh_info)  # so that this unit's groups are its own
     if shared_mesh:
         group.post_forward_mesh_info = group.mesh_info
     if unit.replicates and group.device.type == "cpu":
         cpu_stream_events.apply()
+    row = _RowOf(unit, compression)
 
     shard = inner_group(group.mesh_info.shard_process_group)
-    wire = config.wire("int8" if config.gradients == "int4" else config.gradients)
-    route = compression.route(shard)
-    if route.wire(wire) is not None:
-        check_all_to_all(shard, group.device)
-    wrapped = _UnitGroup(shard, unit, compression, wire, route)
+    ranks = shard.size()
+
+    def rows(numel: int) -> list[Row] | None:
+        known = row(numel // ranks)
+        return None if known is None else [known] * ranks
+
+    leg = shard_leg(compression, shard, rows, name=unit.name, device=group.device, nbytes=unit.nbytes)
+    wrapped = _UnitGroup(shard, unit, compression, leg)
     group.mesh_info.shard_process_group = wrapped
     if hasattr(unit.module, "set_custom_reduce_scatter"):
         unit.module.set_custom_reduce_scatter(_ReduceScatter(wrapped))
-    _report(unit, compression, "reduce-scatter", wire, route)
 
     if unit.replicates:
         replicate = inner_group(group.mesh_info.replicate_process_group)
-        wire, route = config.wire(config.gradients), compression.route(replicate)
-        residual = None
-        if wire is not None and route.compressed:
-            check_all_to_all(replicate, group.device)
-            if config.feeds_back:
-                numel = route.residual_numel(unit.shard_numel, wire)
-                residual = compression.residual(unit.name, numel, group.device)
-        group.mesh_info.replicate_process_group = CompressedGroup(
+        leg = replicate_leg(
+            compression,
             replicate,
-            compression.traffic,
-            compression.switch,
-            route.wire(wire),
-            second_leg=config.wire(config.second_leg),
-            hop=route.hop,
-            residual=residual,
+            row,
+            name=unit.name,
+            device=group.device,
+            numel=row.of_trained().numel,
+            nbytes=unit.nbytes // ranks,
         )
-        _report(unit, compression, "all-reduce across replicas", wire, route)
+        group.mesh_info.replicate_process_group = CompressedGroup(
+            replicate, compression.traffic, compression.switch, leg
+        )
 
 
 class _UnitGroup(CompressedGroup):
-    """The shard leg's group of one unit; tells the compression that a reduction ran, and what a gather would take."""
+    """The shard leg's group of one unit; also counts what its gather would take."""
 
     def __init__(
-        self,
-        inner: dist.ProcessGroup,
-        unit: Unit,
-        compression: Compression,
-        wire: WireFormat | None,
-        route: Route,
+        self, inner: dist.ProcessGroup, unit: Unit, compression: Compression, leg: Leg | None
     ) -> None:
-        super().__init__(inner, compression.traffic, compression.switch, route.wire(wire), hop=route.hop)
-        self.compression = compression
+        super().__init__(inner, compression.traffic, compression.switch, leg)
         self.gathered_bytes = sum(
             p.padded_sharded_param_size.numel() * (p.param_dtype or p.orig_dtype).itemsize
             for p in unit.group.fsdp_params
         )
-
-    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any) -> Any:
-        self.compression.calls += 1
-        return super()._reduce_scatter_base(output, input, opts)
 
     def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         if opts is not None:  # FSDP2's gather of the unit, and not a leg of ours
@@ -129,6 +110,48 @@ class _UnitGroup(CompressedGroup):
                 self.gathered_bytes * (self.size() - 1), compressed=input.dtype == torch.uint8
             )
         return super()._allgather_base(output, input, opts)
+
+
+class _RowOf:
+    """What a rank's shard of a unit's gradients is made of: the padded rows of one parameter after the other.
+
+    FSDP2 leaves out parameters without a gradient and does not say which. Those that train are known; a message of another size is
+    left as it is, with a warning.
+    """
+
+    def __init__(self, unit: Unit, compression: Compression) -> None:
+        self.unit = unit
+        self.config = compression.config
+        self._warned = False
+
+    def of_trained(self) -> Row:
+        """The row of all parameters that train."""
+        sections = [
+            (
+                parameter.padded_sharded_param_size.numel(),
+                self.config.why_exact(parameter._orig_size, parameter.orig_dtype.itemsize) is not None,
+            )
+            for parameter in self.unit.group.fsdp_params
+            if parameter.sharded_param.requires_grad
+        ]
+        return Row.join(sections, self.config.block_size)
+
+    def __call__(self, numel: int) -> Row | None:
+        """The row of a shard of ``numel`` elements, or ``None``."""
+        row = self.of_trained()
+        if row.numel == numel:
+            return row
+        if not self._warned:
+            self._warned = True
+            log.warning(
+                "%s: a gradient of the FSDP2 unit %r has %d elements a rank and its trainable parameters have %d: some got no "
+                "gradient. Such messages travel uncompressed.",
+                KEY,
+                self.unit.name,
+                numel,
+                row.numel,
+            )
+        return None
 
 
 class _ReduceScatter:
@@ -186,17 +209,13 @@ def _gathered_of(unit: Unit, compression: Compression, wire: WireFormat) -> list
             f"{KEY}.parameters: {config.parameters} and FSDP2's reshard_after_forward: <int> exclude each other "
             "(torch raises NotImplementedError for extensions there). Set reshard_after_forward to true or false."
         )
-    inside = not compression.route(inner_group(group.mesh_info.shard_process_group)).compressed
+    route = compression.route(inner_group(group.mesh_info.shard_process_group))
     gathered = []
     for parameter in group.fsdp_params:
         name = f"{unit.name}.{parameter._module_info.param_name}".lstrip(".")
-        reason = (
-            "all ranks of the shard group are on one node"
-            if inside
-            else _why_not(parameter, config.min_bytes)
-        )
+        reason = route.why_not or _why_not(parameter, config)
         compression.rows.append(
-            Row(
+            ReportRow(
                 name,
                 "parameters",
                 "uncompressed" if reason else config.parameters,
@@ -217,34 +236,16 @@ def _gathered_of(unit: Unit, compression: Compression, wire: WireFormat) -> list
     return gathered
 
 
-def _why_not(parameter: Any, least_bytes: int) -> str | None:
+def _why_not(parameter: Any, config: CompressionConfig) -> str | None:
     """Why a parameter stays uncompressed, or ``None``."""
-    size = parameter._orig_size
-    if len(size) < 2:
-        return "not a matrix"
     if isinstance(parameter._module_info.module, nn.Embedding):
         return "an embedding"
     if not parameter.orig_dtype.is_floating_point:
         return f"dtype {parameter.orig_dtype}"
-    if size.numel() * parameter.sharded_param.element_size() < least_bytes:
-        return f"smaller than min_bytes ({least_bytes})"
     if parameter.is_dtensor:
         return "tensor parallel"
     if parameter.fsdp_placement.dim != 0:
         return f"sharded on dim {parameter.fsdp_placement.dim}"
     if parameter.offload_to_cpu:
         return "offloaded to the CPU"
-    return None
-
-
-def _report(unit: Unit, compression: Compression, leg: str, wire: WireFormat | None, route: Route) -> None:
-    action, reason = "uncompressed", f"FSDP2 {leg}"
-    if wire is None:
-        reason = "gradients: none"
-    elif not route.compressed:
-        reason = f"FSDP2 {leg}: all its ranks are on one node"
-    elif unit.nbytes < compression.config.min_bytes:
-        reason = f"FSDP2 {leg}: smaller than min_bytes ({compression.config.min_bytes})"
-    else:
-        action = wire.name
-    compression.rows.append(Row(unit.name, "gradients", action, reason))
+    return config.why_exact(parameter._orig_size, parameter.orig_dtype.itemsize)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from typing import Literal
 
 import torch
@@ -13,11 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from foundry_fp8.compat import cpu_stream_events
 from foundry_fp8.config import Config, ConfigError, Fraction, Natural, Positive
 from foundry_fp8.distributed.agreement import agree
+from foundry_fp8.distributed.groups import alone
 from foundry_fp8.distributed.mesh import hsdp_mesh, ranks_per_node, resolve_degrees, smallest_shard
 
 __all__ = ["KEY", "HybridShardingConfig", "hybrid_degrees", "hybrid_mesh", "state_bytes"]
 
 KEY = "algorithms.hybrid_sharding"
+log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,6 +37,8 @@ class HybridShardingConfig(Config):
     """How much of a device's memory the model's state may take, for ``shard: auto``; the rest is for activations."""
     optimizer_bytes: Natural = 8
     """Bytes of optimizer state a parameter, for ``shard: auto``: 8 for Adam's two float32 moments."""
+    check_replicas: bool = True
+    """Compare the bits of all replicas when attaching and after the first optimizer step, and raise if they differ."""
 
 
 def state_bytes(model: nn.Module, optimizer_bytes: int = 8) -> int:
@@ -47,7 +52,7 @@ def state_bytes(model: nn.Module, optimizer_bytes: int = 8) -> int:
 def hybrid_degrees(
     model: nn.Module, config: HybridShardingConfig, *, device: torch.device, device_bytes: int | None = None
 ) -> tuple[int, int]:
-    """The degrees ``(replicate, shard)`` for this job.
+    """The degrees ``(replicate, shard)`` for this job; ``(1, 1)`` and a warning where it has one rank.
 
     Args:
         model: Before wrapping.
@@ -57,10 +62,11 @@ def hybrid_degrees(
 
     Raises:
         ConfigError: They do not fit the ranks, or the model does not fit the devices.
-        RuntimeError: Ranks disagree, or there is only one.
+        RuntimeError: Ranks disagree.
     """
-    if not dist.is_initialized() or dist.get_world_size() < 2:
-        raise RuntimeError(f"{KEY} needs at least two ranks. Remove it from this run.")
+    if alone():
+        log.warning("%s: this job has one rank, so there is nothing to shard or to replicate.", KEY)
+        return 1, 1
     world, per_node, fits = dist.get_world_size(), ranks_per_node(), None
     if config.shard == "auto":
         if device_bytes is None:

@@ -1,4 +1,5 @@
 import pytest
+import torch
 
 from foundry_fp8.config import ConfigError, from_mapping
 from foundry_fp8.distributed.compression.apply import apply_compressed_communication
@@ -20,6 +21,9 @@ from foundry_fp8.distributed.compression.config import KEY, CompressionConfig
         ({"gradients": "bf16", "error_feedback": True}, "loses nothing"),
         ({"scope": "node"}, "inter_node"),
         ({"verify": "yes"}, "true or false"),
+        ({"check_replicas": "yes"}, "true or false"),
+        ({"rounding": "random"}, "nearest, stochastic"),
+        ({"rounding": "stochastic", "gradients": "bf16"}, "not quantised"),
     ],
 )
 def test_bad_options_are_refused_with_what_to_write(options, said):
@@ -38,8 +42,24 @@ def test_auto_feeds_back_what_is_quantised(gradients, fed):
     assert CompressionConfig(gradients=gradients).feeds_back is fed
 
 
-def test_one_process_is_an_error():
-    import torch
+def test_one_process_is_warned_about_and_changes_nothing(caplog):
+    model = torch.nn.Linear(2, 2)
+    compression = apply_compressed_communication(model)
+    assert "one rank" in caplog.text and not compression.rows and not compression.residuals()
+    model(torch.randn(1, 2)).sum().backward()
 
-    with pytest.raises(RuntimeError, match="at least two ranks"):
-        apply_compressed_communication(torch.nn.Linear(2, 2))
+
+@pytest.mark.parametrize(
+    ("shape", "exact"),
+    [
+        ((4096,), True),  # a norm or a bias, of any size
+        ((1, 4096), True),
+        ((), True),
+        ((3, 2), True),  # below 64 KiB
+        ((128, 127), True),
+        ((128, 128), False),
+        ((4, 64, 64), False),
+    ],
+)
+def test_vectors_and_small_parameters_stay_exact(shape, exact):
+    assert (CompressionConfig().why_exact(shape, 4) is not None) is exact

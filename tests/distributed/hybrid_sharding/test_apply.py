@@ -3,12 +3,19 @@ import torch
 
 from foundry_fp8.compat import cpu_stream_events
 from foundry_fp8.config import ConfigError
-from foundry_fp8.distributed.hybrid_sharding.apply import HybridShardingConfig, state_bytes
+from foundry_fp8.distributed.hybrid_sharding.apply import HybridShardingConfig, hybrid_degrees, state_bytes
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"shard": "nodes"}, {"shard": 0}, {"shard": True}, {"replicate": "node"}, {"state_fraction": 0.0}],
+    [
+        {"shard": "nodes"},
+        {"shard": 0},
+        {"shard": True},
+        {"replicate": "node"},
+        {"state_fraction": 0.0},
+        {"check_replicas": 1},
+    ],
 )
 def test_bad_options_are_refused(options):
     with pytest.raises(ConfigError, match="hybrid_sharding"):
@@ -32,3 +39,8 @@ def test_the_patch_of_the_cpu_stream_is_still_needed():
         assert isinstance(torch.cpu.Stream().record_event(), torch.cpu.Event)
     finally:
         torch.cpu.Stream.record_event = original
+
+
+def test_one_rank_is_warned_about_and_has_one_copy(caplog):
+    assert hybrid_degrees(torch.nn.Linear(2, 2), HybridShardingConfig(), device=torch.device("cpu")) == (1, 1)
+    assert "one rank" in caplog.text

@@ -1,0 +1,138 @@
+"""The two legs of an FSDP unit: the reduce-scatter among the ranks that shard it, and the all-reduce across its replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from foundry_fp8.config import ConfigError
+from foundry_fp8.distributed.agreement import check_all_to_all
+from foundry_fp8.distributed.compressed_group import Leg
+from foundry_fp8.distributed.compression.config import KEY
+from foundry_fp8.distributed.compression.runtime import Compression, ReportRow, Route
+from foundry_fp8.distributed.rounding import Noise
+from foundry_fp8.distributed.rows import Row, share
+from foundry_fp8.numerics.wire_format import WireFormat
+
+__all__ = ["check_legs", "replicate_leg", "shard_leg"]
+
+
+def check_legs(compression: Compression, *, shards: bool, replicates: bool) -> None:
+    """Raise :class:`ConfigError` for what the legs of a wrapper cannot do.
+
+    Args:
+        compression: What is asked for.
+        shards: Whether gradients are reduce-scattered.
+        replicates: Whether they are all-reduced.
+    """
+    config = compression.config
+    if not replicates and config.gradients == "int4":
+        raise ConfigError(
+            f"{KEY}.gradients: int4 is for legs that replicate, and this FSDP only shards. Use int8 or e4m3, or add "
+            "algorithms.hybrid_sharding."
+        )
+    if not replicates and config.error_feedback is True:
+        raise ConfigError(
+            f"{KEY}.error_feedback: true would keep a whole gradient on every rank where FSDP only shards. Use auto (and rounding: "
+            "stochastic), or add algorithms.hybrid_sharding: its replicate leg keeps a shard only."
+        )
+    if not shards and config.rounding == "stochastic":
+        raise ConfigError(
+            f"{KEY}.rounding: stochastic is for legs that shard, and nothing is sharded here. Use nearest: error_feedback carries what "
+            "is lost to the next step."
+        )
+
+
+def shard_leg(
+    compression: Compression,
+    group: dist.ProcessGroup,
+    rows: Callable[[int], Sequence[Row] | None],
+    *,
+    name: str,
+    device: torch.device,
+    nbytes: int,
+) -> Leg | None:
+    """How the reduce-scatter of a unit is compressed, if it is; adds its line to the report.
+
+    Args:
+        compression: What is asked for.
+        group: The ranks that shard the unit.
+        rows: What each of them receives of a tensor of so many elements.
+        name: The unit's.
+        device: Where its gradients live.
+        nbytes: Of all of them.
+    """
+    config, route = compression.config, compression.route(group)
+    wire = route.wire(config.wire("int8" if config.gradients == "int4" else config.gradients))
+    _report(compression, name, "reduce-scatter", wire, route, nbytes)
+    if wire is None:
+        return None
+    check_all_to_all(group, device)
+    leg = Leg(wire, rows, hop=route.hop)
+    if config.rounding == "stochastic":
+        leg.noise = Noise(name, dist.get_rank())
+        compression.noises.append(leg.noise)
+    return leg
+
+
+def replicate_leg(
+    compression: Compression,
+    group: dist.ProcessGroup,
+    row: Callable[[int], Row | None],
+    *,
+    name: str,
+    device: torch.device,
+    numel: int,
+    nbytes: int,
+) -> Leg | None:
+    """How the all-reduce of a unit (or of its shard) is compressed, if it is; adds its line to the report.
+
+    Args:
+        compression: What is asked for.
+        group: The replicas.
+        row: What this rank reduces, of a tensor of so many elements.
+        name: The unit's.
+        device: Where its gradients live.
+        numel: How many elements it reduces as a rule.
+        nbytes: Of these.
+    """
+    config, route = compression.config, compression.route(group)
+    wire = route.wire(config.wire(config.gradients))
+    _report(compression, name, "all-reduce across replicas", wire, route, nbytes)
+    if wire is None:
+        return None
+    check_all_to_all(group, device)
+    parts = group.size() if route.hop is None else route.hop.ranks
+
+    def rows(count: int) -> Sequence[Row] | None:
+        known = row(count)
+        return None if known is None else share(known, parts, config.block_size)
+
+    leg = Leg(
+        wire,
+        rows,
+        second_leg=config.wire(config.second_leg),
+        hop=route.hop,
+        feeds_back=config.feeds_back,
+    )
+    leg.residual(numel, device)  # now, so that memory does not grow when the warm-up ends
+    compression.holders.append(leg.held)
+    return leg
+
+
+def _report(
+    compression: Compression, name: str, leg: str, wire: WireFormat | None, route: Route, nbytes: int
+) -> None:
+    config = compression.config
+    why_not = None
+    if config.gradients == "none":
+        why_not = "gradients: none"
+    elif route.why_not:
+        why_not = route.why_not
+    elif nbytes < config.min_bytes:
+        why_not = f"smaller than min_bytes ({config.min_bytes})"
+    action = "uncompressed" if wire is None or why_not else wire.name
+    reason = f"FSDP {leg}" + (f": {why_not}" if why_not else ", vectors and small parameters exactly")
+    compression.rows.append(ReportRow(name, "gradients", action, reason))
