@@ -21,10 +21,11 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
             {"current, both layouts", "swiglu backward", "delayed update, whole model"},
         ),
         ("gemm_gpu.py", "gemm", {"fprop", "dgrad", "wgrad"}),
-        (
+        pytest.param(
             "step_gpu.py",
             "variant",
             {"bf16 eager", "native block fused eager", "native delayed eager"},
+            marks=pytest.mark.full,
         ),
     ],
 )

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.integration
+@pytest.mark.full
 def test_the_demo_trains_compares_and_reports(tmp_path):
     rng = random.Random(0)
     words = ["def", "return", "self", "x", "y", "(", ")", ":", "\n", "import", "=", "1", "None"]
@@ -45,7 +46,6 @@ def test_the_demo_trains_compares_and_reports(tmp_path):
         command,
         capture_output=True,
         text=True,
-        timeout=400,
         env={**os.environ, "COLUMNS": "160"},
         cwd=tmp_path,
     )

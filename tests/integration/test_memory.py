@@ -57,6 +57,7 @@ def test_compression_comes_after_checkpoints_whatever_the_order(root):
         assert (value - plain[name]).abs().max() < 1e-2, name
 
 
+@pytest.mark.full
 def test_a_budget_is_planned_on_the_first_microbatch_of_a_hugging_face_model(root):
     planned = {"activation_checkpointing": {"budget": 0.97}}
     changes = {"model": llama(root), "max_duration": "2ba"}

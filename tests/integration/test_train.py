@@ -23,7 +23,9 @@ def fp8(recipe, **options):
     return {"fp8": {"recipe": recipe, **options}}
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(r, marks=[] if r == "delayed" else pytest.mark.full) for r in RECIPES]
+)
 def test_a_resumed_run_ends_bit_exactly_like_an_uninterrupted_one(root, tmp_path, recipe):
     whole = train(
         config(
@@ -92,6 +94,7 @@ def test_activation_checkpointing_by_composer_changes_nothing(root):
     assert all(torch.equal(v, expected[n]) for n, v in weights(checkpointed).items())
 
 
+@pytest.mark.full
 def test_a_compiled_run_equals_the_eager_one(root):
     eager = train(config(root, algorithms=fp8("current"), max_duration="2ba"))
     compiled = train(

@@ -73,7 +73,7 @@ def test_kernels_match_the_reference():
     env = dict(os.environ, PYTHONPATH=str(Path(__file__).parents[2]))
     if not torch.cuda.is_available():
         env["TRITON_INTERPRET"] = "1"  # read when Triton is imported, hence another process
-    run = subprocess.run([sys.executable, "-c", CASES], env=env, capture_output=True, text=True, timeout=300)
+    run = subprocess.run([sys.executable, "-c", CASES], env=env, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-3000:]
     results = json.loads(run.stdout.splitlines()[-1])
     random = results.pop("random")

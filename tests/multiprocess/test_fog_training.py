@@ -7,7 +7,7 @@ import pytest
 from tests.integration.foundry_runs import make_data
 from tests.multiprocess import launch
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.full]
 
 
 def test_two_ranks_train_fog_with_fp8_attention(tmp_path):

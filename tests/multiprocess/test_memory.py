@@ -13,6 +13,7 @@ def test_checkpointing_and_compression_under_ddp_fsdp1_fsdp2():
 
 
 @pytest.mark.multiprocess
+@pytest.mark.full
 def test_plans_for_fsdp_units():
     results = launch.run("run_memory_plan.py", 2, imports=TRANSFORMERS)
     assert set(results) == {"fsdp1", "fsdp2"}
@@ -26,6 +27,7 @@ def test_plans_for_fsdp_units():
 
 
 @pytest.mark.multiprocess
+@pytest.mark.full
 def test_composer_or_the_algorithm_wraps_the_chosen_modules_only(tmp_path):
     results = launch.run("run_memory_composer.py", 2, imports=f"{launch.COMPOSER},{TRANSFORMERS}")
     assert len(results) == 16

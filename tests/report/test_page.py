@@ -161,7 +161,7 @@ def test_a_browser_shows_figures_and_text(full, tmp_path):
         f"--screenshot={shot}",
         full[0].resolve().as_uri(),
     ]
-    subprocess.run(command, check=True, timeout=120, capture_output=True)
+    subprocess.run(command, check=True, capture_output=True)
     image = imread(shot)[..., :3]
     assert image.shape[:2] == (5200, 1100)
     # White paper with ink on it: in every fifth of the page's first 4000 rows.
