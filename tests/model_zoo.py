@@ -33,7 +33,11 @@ def _hugging_face(
         import transformers
 
         configuration = getattr(transformers, f"{config or name}Config")(**options)
-        return getattr(transformers, name + cls)(configuration), batch()
+        model = getattr(transformers, name + cls)(configuration)
+        for parameter in model.parameters():
+            if parameter.dim() == 3:  # experts, some of which are left as torch.empty gave them
+                nn.init.normal_(parameter, std=0.02)
+        return model, batch()
 
     return build
 
@@ -217,7 +221,7 @@ MODELS["Llama4"] = _hugging_face(
     head_dim=16,
     num_local_experts=4,
     attention_chunk_size=32,
-    torch_dtype=torch.float32,
+    use_cache=False,  # the cache it makes is bfloat16
 )
 MODELS["JetMoe"] = _hugging_face(
     "JetMoe",

@@ -116,11 +116,11 @@ def test_foundry_takes_the_yaml_and_its_model_converts(path, model_folder):
         model, device="cpu", **{"recipe": "auto", **((config.get("algorithms") or {}).get("fp8") or {})}
     )
     assert isinstance(report, SurgeryReport)
-    # Every linear of every block, and nothing else, by the model's own count.
+    # Every linear of every block, and nothing else, by the model's own count; MPT multiplies by its embedding at the end.
     per_block = 7 if "llama" in path.stem else 4
     layers = train.model.get("n_layers") or model.config.num_hidden_layers
     assert len(report.converted) == per_block * layers
-    assert set(report.skipped) <= {"model.lm_head"}
+    assert set(report.skipped) < {"model.lm_head", "model.transformer.wte.weight"}
 
 
 def test_the_finetuning_data_is_read_from_local_files(model_folder, tmp_path):

@@ -65,10 +65,10 @@ class Backend(abc.ABC):
             ``[..., out_features]`` in the compute dtype (:func:`compute_dtype`).
         """
 
-    def shape_reason(self, recipe: Recipe, linear: nn.Linear) -> str | None:
-        """Why ``recipe`` cannot take this layer's shape, or ``None`` if it can."""
+    def shape_reason(self, recipe: Recipe, in_features: int, out_features: int) -> str | None:
+        """Why ``recipe`` cannot take a layer of this shape, or ``None`` if it can."""
         multiple = recipe.shape_multiple
-        for label, size in (("in_features", linear.in_features), ("out_features", linear.out_features)):
+        for label, size in (("in_features", in_features), ("out_features", out_features)):
             if size % multiple:
                 return f"{label}={size} is not a multiple of {multiple}, which the {recipe.name} recipe needs"
         return None

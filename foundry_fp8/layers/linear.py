@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Literal, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foundry_fp8.compat.autograd import inside_backward
@@ -19,7 +18,15 @@ from foundry_fp8.layers.second_derivative import refuse_second_derivative
 from foundry_fp8.numerics.quantize import Quantized
 from foundry_fp8.numerics.recipes import DelayedScaling, Operand, Recipe
 
-__all__ = ["OPERANDS", "FP8Linear", "KeepInput", "LinearBackend", "Probe", "Slots"]
+__all__ = [
+    "OPERANDS",
+    "FP8Linear",
+    "FP8TransposedLinear",
+    "KeepInput",
+    "LinearBackend",
+    "Probe",
+    "Slots",
+]
 
 OPERANDS: tuple[Operand, ...] = ("x", "w", "dy")
 
@@ -50,7 +57,8 @@ class FP8Linear(nn.Linear):
     """An ``nn.Linear`` that runs its GEMMs through a :class:`~foundry_fp8.layers.backend.Backend`.
 
     It is made from a linear by :meth:`from_linear` and keeps that module's Parameters, hooks and attributes, so that
-    optimizers, FSDP, parameter initialisation and ``state_dict`` see the layer they know. FP8 state is not in
+    optimizers, FSDP, parameter initialisation and ``state_dict`` see the layer they know. What does not run in FP8
+    (evaluation, demotion) is that module's own forward. FP8 state is not in
     ``state_dict``; it belongs to :class:`~foundry_fp8.layers.state.FP8State`.
 
     Attributes:
@@ -60,6 +68,7 @@ class FP8Linear(nn.Linear):
         configured_recipe: What the conversion asked for.
         wgrad: Whether the weight gradient's GEMM runs in FP8.
         evaluate: What a forward in ``eval()`` mode runs in.
+        high_precision_forward: The forward of the class that it was made from.
         slots: The delayed-scaling state of each operand; ``None`` unless ``configured_recipe`` is delayed.
         ledger: The GEMMs that ran.
         probe: Called with every operand quantised while it is set; for monitors.
@@ -73,6 +82,7 @@ class FP8Linear(nn.Linear):
     configured_recipe: Recipe
     wgrad: Literal["fp8", "high_precision"]
     evaluate: Literal["fp8", "high_precision"]
+    high_precision_forward: Callable[[nn.Module, Tensor], Tensor]
     slots: Slots | None
     _first_forward_recorded: bool
     ledger: GemmLedger
@@ -82,7 +92,7 @@ class FP8Linear(nn.Linear):
     @classmethod
     def from_linear(
         cls,
-        linear: nn.Linear,
+        linear: nn.Module,
         *,
         fqn: str,
         backend: LinearBackend,
@@ -90,9 +100,14 @@ class FP8Linear(nn.Linear):
         wgrad: Literal["fp8", "high_precision"] = "fp8",
         evaluate: Literal["fp8", "high_precision"] = "high_precision",
     ) -> FP8Linear:
-        """Make a converted linear that adopts everything ``linear`` holds (Parameters by identity, hooks, attributes)."""
+        """Make a converted linear that adopts everything ``linear`` holds (Parameters by identity, hooks, attributes).
+
+        ``linear`` computes what ``nn.Linear`` does; :mod:`foundry_fp8.surgery.same_as_linear` knows.
+        """
         self = cls.__new__(cls)
         self.__dict__.update(linear.__dict__)
+        self.out_features, self.in_features = self.matrix.shape
+        self.high_precision_forward = type(linear).forward
         self.fqn = fqn
         self.backend = backend
         self.recipe = self.configured_recipe = recipe
@@ -117,6 +132,11 @@ class FP8Linear(nn.Linear):
                 f"(this layer was converted with {self.configured_recipe.name}). Demote to current, block or mxfp8."
             )
         self.recipe = recipe
+
+    @property
+    def matrix(self) -> Tensor:
+        """The weight as ``[out_features, in_features]``, differentiable; not always contiguous."""
+        return self.weight
 
     @property
     def runs_fp8(self) -> bool:
@@ -202,9 +222,18 @@ class FP8Linear(nn.Linear):
     def _compute(self, input: Tensor) -> Tensor:
         if self.runs_fp8:
             return self.backend.linear(self, input)
-        return F.linear(input, self.weight, self.bias)
+        return self.high_precision_forward(self, input)
 
     def extra_repr(self) -> str:
         """The linear's own, with what it runs."""
         running = "high_precision" if self.recipe is None else self.recipe.name
         return f"{super().extra_repr()}, recipe={running}, backend={self.backend.name}, wgrad={self.wgrad}"
+
+
+class FP8TransposedLinear(FP8Linear):
+    """The same for a layer that keeps its weight as ``[in_features, out_features]``: the ``Conv1D`` of transformers' GPT-2."""
+
+    @property
+    def matrix(self) -> Tensor:
+        """The weight as ``[out_features, in_features]``, a view."""
+        return self.weight.t()

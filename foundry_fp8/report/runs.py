@@ -95,8 +95,8 @@ class Run:
 
     @property
     def conversion(self) -> dict[str, Any] | None:
-        """The ``fp8`` algorithm's report, or ``None`` for a run in high precision."""
-        found = self.hyperparameters.get("fp8")
+        """The ``fp8`` algorithm's report (of what ran, once a batch has), or ``None`` for a run in high precision."""
+        found = self.hyperparameters.get("fp8_as_run", self.hyperparameters.get("fp8"))
         return found if isinstance(found, Mapping) else None  # type: ignore[return-value]
 
     @property

@@ -24,9 +24,9 @@ from foundry_fp8.config import (
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.layers.state import FP8State
 from foundry_fp8.numerics.recipes import RECIPES, Recipe, parse_recipe
-from foundry_fp8.surgery.attention import convert_attention
-from foundry_fp8.surgery.linears import convert_linears, kept_blocks
-from foundry_fp8.surgery.norm_fusion import fuse_norms
+from foundry_fp8.surgery.attention import plan_attention
+from foundry_fp8.surgery.linears import LinearPlan, kept_blocks, plan_linears
+from foundry_fp8.surgery.norm_fusion import Fusion, fuse_norms, plan_norms
 from foundry_fp8.surgery.report import SurgeryReport, SurgeryRow
 
 __all__ = ["FP8Config", "apply_fp8", "resolve_recipe"]
@@ -58,9 +58,10 @@ class FP8Config(Config):
     """How the emulated backend adds products up: in float32, or bit for bit as Hopper's tensor cores do under the recipe's
     ``fast_accumulation`` (slow; not for mxfp8)."""
     include: Annotated[Names, not_empty] = ("*",)
-    """Globs on module names to convert."""
+    """Globs on module names to convert. One that names a layer takes it in where it would be left out by default."""
     exclude: Names = ()
-    """Globs on module names to leave in high precision. Output heads, routers and embeddings are out anyway."""
+    """Globs on module names to leave in high precision. Output heads, routers, adapters (LoRA) and embeddings are out by
+    default."""
     keep_first_blocks: Natural = 0
     """Transformer blocks left in high precision at the bottom, of an encoder and of a decoder each."""
     keep_last_blocks: Natural = 0
@@ -107,7 +108,7 @@ def apply_fp8(model: nn.Module, *, device: torch.device | str | None = None, **o
         **options: The fields of :class:`FP8Config`.
 
     Returns:
-        What became of every linear.
+        What became of every weight that is multiplied.
 
     Raises:
         ConfigError: Unknown option or value, a pattern that matches nothing, a model that is converted already, or nothing
@@ -141,7 +142,8 @@ def apply_fp8(model: nn.Module, *, device: torch.device | str | None = None, **o
                 "Set it to false, or backend: native."
             )
         backend.cache_weights = True
-    rows, converted = convert_linears(
+    # Everything that can fail comes first: a call that raises leaves the model as it was.
+    linears = plan_linears(
         model,
         recipe=recipe,
         backend=backend,
@@ -153,16 +155,29 @@ def apply_fp8(model: nn.Module, *, device: torch.device | str | None = None, **o
         evaluate=config.evaluate,
         key=KEY,
     )
-    if config.fuse:
-        rows = _fuse(model, rows, converted, backend)
-    attention: tuple[SurgeryRow, ...] = ()
+    fusions = _plan_norms(model, linears, backend) if config.fuse else {}
+    attention = None
     if config.attention:
-        kept = kept_blocks(model, config.keep_first_blocks, config.keep_last_blocks, KEY)
-        attention, _ = convert_attention(
-            model, recipe=recipe, backend=backend.name, kept_blocks=kept, evaluate=config.evaluate
+        attention = plan_attention(
+            model,
+            recipe=recipe,
+            backend=backend.name,
+            kept_blocks=kept_blocks(model, config.keep_first_blocks, config.keep_last_blocks, KEY),
+            evaluate=config.evaluate,
         )
-    FP8State(model, converted, recipe, backend)
-    return SurgeryReport(rows=rows, attention=attention, recipe=recipe, backend=backend.name, chosen=chosen)
+
+    linears.carry_out(model)
+    fuse_norms(model, linears.converted, fusions)
+    if attention is not None:
+        attention.carry_out(model)
+    FP8State(model, linears.converted, recipe, backend)
+    return SurgeryReport(
+        rows=tuple(_with_fusion(row, fusions.get(row.name)) for row in linears.rows),
+        attention=() if attention is None else attention.rows,
+        recipe=recipe,
+        backend=backend.name,
+        chosen=chosen,
+    )
 
 
 def _emulate_accumulation(
@@ -182,32 +197,26 @@ def _emulate_accumulation(
     return f"products are added up as {accumulation.capitalize()} does"
 
 
-def _fuse(
-    model: nn.Module, rows: tuple[SurgeryRow, ...], converted: Mapping[str, FP8Linear], backend: Backend
-) -> tuple[SurgeryRow, ...]:
-    """Fuse norms into the linears that read them; the rows with what became of it."""
-    outcome = fuse_norms(model, converted) if backend.fuses_norms else {}
-    if all(fusion.refused for fusion in outcome.values()):
+def _plan_norms(model: nn.Module, linears: LinearPlan, backend: Backend) -> dict[str, Fusion]:
+    """Which norms are fused into the linears that read them; an error if none is."""
+    plan = plan_norms(model, linears.converted) if backend.fuses_norms else {}
+    if all(fusion.refused for fusion in plan.values()):
         if not backend.fuses_norms:
             why = f"the {backend.name} backend fuses nothing; transformer_engine and native do"
         else:
-            why = "; ".join(sorted({f.refused for f in outcome.values() if f.refused}))
+            why = "; ".join(sorted({f.refused for f in plan.values() if f.refused}))
             why = why or "no norm is known to feed exactly one converted linear (MPT blocks have such)"
         raise ConfigError(f"{KEY}.fuse: nothing can be fused: {why}. Set it to false.")
+    return plan
 
-    def noted(row: SurgeryRow) -> SurgeryRow:
-        fusion = outcome.get(row.name)
-        if fusion is None:
-            return row
-        if fusion.refused:
-            return dataclasses.replace(
-                row, reason=f"{row.reason}, not fused with {fusion.norm}: {fusion.refused}"
-            )
-        return dataclasses.replace(
-            row, reason=f"{row.reason}, fused with {fusion.norm}", fused_with=fusion.norm
-        )
 
-    return tuple(noted(row) for row in rows)
+def _with_fusion(row: SurgeryRow, fusion: Fusion | None) -> SurgeryRow:
+    if fusion is None:
+        return row
+    if fusion.refused:
+        reason = f"{row.reason}, not fused with {fusion.norm}: {fusion.refused}"
+        return dataclasses.replace(row, reason=reason)
+    return dataclasses.replace(row, reason=f"{row.reason}, fused with {fusion.norm}", fused_with=fusion.norm)
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, cast
 
@@ -24,16 +25,65 @@ from foundry_fp8.layers.delayed_scaling import (
 from foundry_fp8.model_structure.blocks import block_index_of, transformer_blocks
 from foundry_fp8.model_structure.selection import check_patterns_match, matches
 from foundry_fp8.numerics.recipes import DelayedScaling, Recipe
-from foundry_fp8.surgery.attention_hosts import HOSTS
+from foundry_fp8.surgery.attention_hosts import HOSTS, AttentionHost
 from foundry_fp8.surgery.attention_inputs import BatchMasks
 from foundry_fp8.surgery.report import SurgeryRow
 
-__all__ = ["FP8AttentionState", "convert_attention"]
+__all__ = ["AttentionPlan", "FP8AttentionState", "convert_attention", "plan_attention"]
 
 _FORMAT_VERSION = 1
 
 
+@dataclasses.dataclass(frozen=True)
+class AttentionPlan:
+    """What a conversion will do to the attention modules of a model.
+
+    Attributes:
+        rows: One an attention module.
+        converted: The FP8 attentions by the names of the modules that they will serve.
+        hosts: How each gets into its module.
+        recipe: What they run.
+    """
+
+    rows: tuple[SurgeryRow, ...]
+    converted: Mapping[str, FP8DotProductAttention]
+    hosts: Mapping[str, AttentionHost]
+    recipe: AttentionRecipe
+
+    def carry_out(self, model: nn.Module) -> None:
+        """Attach them, and leave their state on ``model``."""
+        masks = BatchMasks.of(model)
+        for name, attention in self.converted.items():
+            module = model.get_submodule(name)
+            attention.train(module.training)
+            self.hosts[name].attach(module, attention, masks)
+        FP8AttentionState(model, self.converted, self.recipe)
+
+
 def convert_attention(
+    model: nn.Module, **options: Any
+) -> tuple[tuple[SurgeryRow, ...], Mapping[str, FP8DotProductAttention]]:
+    """Let the attention modules of ``model`` run their GEMMs in FP8, in place.
+
+    Parameters and ``state_dict`` do not change. The delayed-scaling state is found again by
+    ``FP8AttentionState.of(model)``; it updates itself when a training forward of ``model`` begins.
+
+    Args:
+        model: Any module; its root is what training calls.
+        **options: Those of :func:`plan_attention`.
+
+    Returns:
+        A row an attention module, and the FP8 attentions by the names of the modules that they serve.
+
+    Raises:
+        ConfigError: See :func:`plan_attention`; nothing is changed then.
+    """
+    plan = plan_attention(model, **options)
+    plan.carry_out(model)
+    return plan.rows, plan.converted
+
+
+def plan_attention(
     model: nn.Module,
     *,
     recipe: Recipe,
@@ -43,11 +93,8 @@ def convert_attention(
     kept_blocks: Collection[int] = (),
     evaluate: Literal["fp8", "high_precision"] = "high_precision",
     key: str = "algorithms.fp8.attention",
-) -> tuple[tuple[SurgeryRow, ...], dict[str, FP8DotProductAttention]]:
-    """Let the attention modules of ``model`` run their GEMMs in FP8, in place.
-
-    Parameters and ``state_dict`` do not change. The delayed-scaling state is found again by
-    ``FP8AttentionState.of(model)``; it updates itself when a training forward of ``model`` begins.
+) -> AttentionPlan:
+    """Choose the attention modules of ``model`` that run their GEMMs in FP8; the model stays as it is.
 
     Args:
         model: Any module; its root is what training calls.
@@ -58,9 +105,6 @@ def convert_attention(
         kept_blocks: Indices of transformer blocks left in high precision.
         evaluate: What ``eval()`` mode runs in.
         key: The YAML key, for messages.
-
-    Returns:
-        A row an attention module, and the FP8 attentions by the names of the modules that they serve.
 
     Raises:
         ConfigError: A recipe or backend without an attention form, a pattern that matches nothing, or nothing to convert.
@@ -88,7 +132,7 @@ def convert_attention(
     blocks = transformer_blocks(model)
     rows: list[SurgeryRow] = []
     converted: dict[str, FP8DotProductAttention] = {}
-    masks: BatchMasks | None = None
+    hosts: dict[str, AttentionHost] = {}
     for name, module, host in found:
         reason = host.reason(module)
         if reason is None and (not matches(name, include) or matches(name, exclude)):
@@ -98,13 +142,10 @@ def convert_attention(
         if reason is None:
             reason = runner.module_reason(attention_recipe, getattr(module, "head_dim", None))
         if reason is None:
-            attention = FP8DotProductAttention(
+            hosts[name] = host
+            converted[name] = FP8DotProductAttention(
                 fqn=name, recipe=attention_recipe, backend=runner, evaluate=evaluate
             )
-            attention.train(module.training)
-            masks = masks or BatchMasks.of(model)
-            host.attach(module, attention, masks)
-            converted[name] = attention
         rows.append(
             SurgeryRow(
                 name=name,
@@ -119,8 +160,7 @@ def convert_attention(
             "attn_impl: torch, Hugging Face models that use the attention interface (FOG's too), and modules whose "
             "forward calls scaled_dot_product_attention. Set attention: false to convert linear layers alone."
         )
-    FP8AttentionState(model, converted, attention_recipe)
-    return tuple(rows), converted
+    return AttentionPlan(tuple(rows), converted, hosts, attention_recipe)
 
 
 class FP8AttentionState:

@@ -1,30 +1,55 @@
-"""Which linears of a model become FP8, swapped how."""
+"""Which linears of a model become FP8, decided before anything changes."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-import torch
 from torch import nn
 
 from foundry_fp8.config import ConfigError
 from foundry_fp8.layers.backend import Backend
-from foundry_fp8.layers.dtensor import is_dtensor
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.model_structure.blocks import block_index_of, transformer_blocks, transformer_stacks
 from foundry_fp8.model_structure.selection import check_patterns_match, matches
+from foundry_fp8.model_structure.wrappers import replace_module
 from foundry_fp8.numerics.recipes import Recipe
+from foundry_fp8.surgery.left_out import left_out, unconvertible
+from foundry_fp8.surgery.other_weights import other_weights
 from foundry_fp8.surgery.report import SurgeryRow
+from foundry_fp8.surgery.same_as_linear import features_of, linear_form, looks_linear
 
-__all__ = ["convert_linears", "kept_blocks"]
+__all__ = ["LinearPlan", "kept_blocks", "plan_linears"]
 
-ROUTER_NAMES = ("gate", "router", "gating", "wg")
-"""Last parts of the names that mixture-of-experts routers go by (Mixtral, Qwen-MoE, DBRX, Megablocks)."""
+IN_KEPT_BLOCK = "it is in a block that keep_first_blocks or keep_last_blocks leaves in high precision"
 
 
-def convert_linears(
+@dataclasses.dataclass(frozen=True)
+class LinearPlan:
+    """What a conversion will do to the linears of a model.
+
+    Attributes:
+        rows: One for each linear and each raw parameter, in the model's order.
+        converted: The converted modules by their first name, made and not yet in the model.
+        places: Where each goes: every name of the linear that it replaces.
+    """
+
+    rows: tuple[SurgeryRow, ...]
+    converted: Mapping[str, FP8Linear]
+    places: Mapping[str, FP8Linear]
+
+    def carry_out(self, model: nn.Module) -> None:
+        """Put the converted modules in their places."""
+        for name, module in self.places.items():
+            replace_module(model, name, module)
+            owner = model.get_submodule(name.rpartition(".")[0])
+            if isinstance(owner, nn.TransformerEncoderLayer) and module.evaluate == "fp8":
+                module.register_forward_pre_hook(_is_called)
+
+
+def plan_linears(
     model: nn.Module,
     *,
     recipe: Recipe,
@@ -36,17 +61,19 @@ def convert_linears(
     wgrad: Literal["fp8", "high_precision"] = "fp8",
     evaluate: Literal["fp8", "high_precision"] = "high_precision",
     key: str = "algorithms.fp8",
-) -> tuple[tuple[SurgeryRow, ...], dict[str, FP8Linear]]:
-    """Replace the chosen ``nn.Linear`` modules of ``model`` by :class:`FP8Linear`, in place.
+) -> LinearPlan:
+    """Choose the linears of ``model`` that become an :class:`FP8Linear`, and make those; the model stays as it is.
 
     Parameters keep their identity, name, device (``meta`` included) and ties. A module that appears under several names
-    is converted once. Embeddings are not linears; output heads and mixture-of-experts routers are always left out.
+    is converted once. Converted are ``nn.Linear`` and what is shown to compute the same
+    (:mod:`foundry_fp8.surgery.same_as_linear`).
 
     Args:
-        model: Any module.
+        model: Any module that holds linears; it is not one itself.
         recipe: What the converted modules run.
         backend: Who runs them; it also says which shapes it cannot take.
-        include: Globs on the module names to consider.
+        include: Globs on the module names to consider. One that names a layer takes it in also where it would be left out
+            by default (:mod:`foundry_fp8.surgery.left_out`).
         exclude: Globs on the module names to leave out.
         keep_first_blocks: Transformer blocks left alone at the bottom of each stack.
         keep_last_blocks: Transformer blocks left alone at the top of each stack.
@@ -54,53 +81,83 @@ def convert_linears(
         evaluate: What ``eval()`` mode runs in.
         key: The YAML key, for messages.
 
-    Returns:
-        A row a linear, and the converted modules by (first) name.
-
     Raises:
-        ConfigError: A pattern that matches nothing, too many blocks kept, or nothing left to convert.
+        ConfigError: A model that is a linear itself, a pattern that matches nothing, too many blocks kept, or nothing
+            left to convert.
     """
-    linears = [(n, m) for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, nn.Linear)]
+    if looks_linear(model):
+        raise ConfigError(
+            f"{key}: the model is a single {type(model).__name__}, and a module cannot be replaced in itself. "
+            "Wrap it: apply_fp8(torch.nn.Sequential(layer)) converts the layer inside."
+        )
+    linears = [(n, m) for n, m in model.named_modules(remove_duplicate=False) if looks_linear(m)]
     names = [name for name, _ in linears]
     if include != ("*",):
         check_patterns_match(include, names, f"{key}.include", "linear layers")
     check_patterns_match(exclude, names, f"{key}.exclude", "linear layers")
     kept = kept_blocks(model, keep_first_blocks, keep_last_blocks, key)
     blocks = transformer_blocks(model)
-    outside = _structurally_excluded(model)
+    never, by_default = unconvertible(model, linears), left_out(model, linears)
 
     rows: list[SurgeryRow] = []
+    first_name: dict[int, str] = {}  # by weight
+    made: dict[nn.Module, FP8Linear] = {}
     converted: dict[str, FP8Linear] = {}
-    replaced: dict[nn.Module, FP8Linear] = {}
-    for name, linear in linears:
-        reason = outside.get(linear) or _name_reason(name) or _module_reason(linear)
-        if reason is None and not matches(name, include):
-            reason = f"{key}.include does not name it"
-        if reason is None and matches(name, exclude):
-            reason = f"{key}.exclude names it"
-        if reason is None and block_index_of(name, blocks) in kept:
-            reason = "it is in a block that keep_first_blocks or keep_last_blocks leaves in high precision"
-        if reason is None:
-            reason = backend.shape_reason(recipe, linear)
-        size: dict[str, Any] = {"in_features": linear.in_features, "out_features": linear.out_features}
-        if reason is not None:
-            rows.append(SurgeryRow(name=name, action="skipped", reason=reason, **size))
-            continue
-        if linear not in replaced:
-            replaced[linear] = converted[name] = FP8Linear.from_linear(
-                linear, fqn=name, backend=backend, recipe=recipe, wgrad=wgrad, evaluate=evaluate
-            )
-        _set_module(model, name, replaced[linear])
-        rows.append(SurgeryRow(name=name, action="converted", reason=recipe.name, **size))
+    places: dict[str, FP8Linear] = {}
 
+    def why_not(name: str, linear: nn.Module, form: type[FP8Linear] | None) -> str | None:
+        if linear in never:
+            return never[linear]
+        if form is None:
+            return f"its class {type(linear).__name__} has a forward of its own, which is not x W^T + b"
+        if name in by_default and not by_default[name].named_by(name, include):
+            return by_default[name].reason
+        if not matches(name, include):
+            return f"{key}.include does not name it"
+        if matches(name, exclude):
+            return f"{key}.exclude names it"
+        if block_index_of(name, blocks) in kept:
+            return IN_KEPT_BLOCK
+        return backend.shape_reason(recipe, *features_of(linear))
+
+    for name, linear in linears:
+        form = None if linear in never else linear_form(linear)
+        reason = why_not(name, linear, form)
+        if form is not None and reason is None:
+            if linear not in made:
+                made[linear] = converted[name] = form.from_linear(
+                    linear, fqn=name, backend=backend, recipe=recipe, wgrad=wgrad, evaluate=evaluate
+                )
+            places[name] = made[linear]
+        weight = linear._parameters.get("weight")
+        rows.append(
+            SurgeryRow(
+                name=name,
+                action="converted" if reason is None else "skipped",
+                reason=recipe.name if reason is None else reason,
+                shape=features_of(linear)[::-1],
+                shared_with=first_name.get(id(weight), ""),
+            )
+        )
+        if weight is not None:
+            first_name.setdefault(id(weight), name)
     if not converted:
-        reasons = Counter(row.reason for row in rows)
-        said = "; ".join(f"{count} because {reason}" for reason, count in reasons.most_common(5))
+        said = "; ".join(f"{n} because {r}" for r, n in Counter(row.reason for row in rows).most_common(5))
         raise ConfigError(
             f"{key}: no linear layer was converted ({said or 'the model has none'}). "
             f"Check {key}.include and {key}.exclude, or remove the algorithm."
         )
-    return tuple(rows), converted
+    rows += other_weights(model, [linear for _, linear in linears])
+    order = {name: i for i, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
+    rows.sort(key=lambda row: order.get(row.name, order.get(row.name.rpartition(".")[0], 0)))
+    return LinearPlan(tuple(rows), converted, places)
+
+
+def _is_called(module: nn.Module, args: Any) -> None:
+    """A hook for a hook's sake: where there is one, ``nn.TransformerEncoderLayer`` calls its linears in evaluation too.
+
+    Otherwise it hands their weights to a fused kernel. Source: ``torch/nn/modules/transformer.py``, ``forward``.
+    """
 
 
 def kept_blocks(model: nn.Module, first: int, last: int, key: str) -> set[int]:
@@ -123,59 +180,3 @@ def kept_blocks(model: nn.Module, first: int, last: int, key: str) -> set[int]:
             "transformer blocks to convert. Lower them, or name the layers with exclude."
         )
     return kept
-
-
-def _structurally_excluded(model: nn.Module) -> dict[nn.Module, str]:
-    """Linears that must stay in high precision, or whose forward is never called, whatever their name."""
-    found: dict[nn.Module, str] = {}
-    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    for module in model.modules():
-        if isinstance(module, nn.MultiheadAttention):
-            found[module.out_proj] = "nn.MultiheadAttention reads its weight without calling it"
-        if isinstance(module, nn.Linear) and id(module.weight) in embeddings:
-            found[module] = "its weight is tied to an embedding"
-        head = _output_head(module)
-        if head is not None:
-            found[head] = "output heads stay in high precision"
-    return found
-
-
-def _output_head(module: nn.Module) -> nn.Module | None:
-    """The output head of a Hugging Face model, by its own accessor."""
-    accessor = getattr(module, "get_output_embeddings", None)
-    if accessor is None:
-        return None
-    try:
-        head = accessor()
-    except (AttributeError, NotImplementedError):  # models without a head do either
-        return None
-    return head if isinstance(head, nn.Linear) else None
-
-
-def _name_reason(name: str) -> str | None:
-    parts = name.split(".")
-    if "lm_head" in name:
-        return "output heads stay in high precision"
-    if parts[-1] in ROUTER_NAMES or "router" in parts:
-        return "mixture-of-experts routers stay in high precision"
-    return None
-
-
-def _module_reason(linear: nn.Linear) -> str | None:
-    cls = type(linear)
-    if isinstance(linear, FP8Linear):
-        return "it is converted already"
-    if cls.forward is not nn.Linear.forward or "forward" in linear.__dict__:
-        return f"its class {cls.__name__} has a forward of its own"
-    if linear._parameters.get("weight") is None:
-        return "its weight is parametrised"
-    if is_dtensor(linear.weight):
-        return "its weight is a DTensor: it was sharded before the conversion, which has to come first"
-    if linear.weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"its weight is {linear.weight.dtype}"
-    return None
-
-
-def _set_module(model: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, module)

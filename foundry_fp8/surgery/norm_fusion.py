@@ -9,8 +9,9 @@ from torch import nn
 
 from foundry_fp8.layers.deferred_norm import defer, qualified_name, refusal
 from foundry_fp8.layers.linear import FP8Linear
+from foundry_fp8.model_structure.wrappers import replace_module
 
-__all__ = ["SITES", "Fusion", "fuse_norms"]
+__all__ = ["SITES", "Fusion", "fuse_norms", "plan_norms"]
 
 _BLOCKS = "llmfoundry.models.layers.blocks"
 SITES: dict[str, tuple[tuple[str, str], ...]] = {
@@ -33,26 +34,25 @@ class Fusion:
     """Why it was left alone; ``None`` if it is fused."""
 
 
-def fuse_norms(model: nn.Module, converted: Mapping[str, FP8Linear]) -> dict[str, Fusion]:
-    """Fuse every norm of ``model`` that feeds exactly one converted linear, in place.
-
-    Parameters keep their identity and names.
+def plan_norms(model: nn.Module, converted: Mapping[str, FP8Linear]) -> dict[str, Fusion]:
+    """Which norms of ``model`` feed exactly one converted linear and can be fused with it.
 
     Returns:
-        By the linear's name: what it was fused with, or why it was not.
+        By the linear's name: what it is to be fused with, or why it cannot be.
     """
-    outcome: dict[str, Fusion] = {}
-    for norm_name, linear_name in _sites(model):
-        linear = converted.get(linear_name)
-        if linear is None:
-            continue
-        norm = model.get_submodule(norm_name)
-        refused = refusal(norm, linear)
-        outcome[linear_name] = Fusion(norm_name, refused)
-        if refused is None:
-            parent, _, child = norm_name.rpartition(".")
-            setattr(model.get_submodule(parent), child, defer(norm, linear))
-    return outcome
+    return {
+        linear: Fusion(norm, refusal(model.get_submodule(norm), converted[linear]))
+        for norm, linear in _sites(model)
+        if linear in converted
+    }
+
+
+def fuse_norms(model: nn.Module, converted: Mapping[str, FP8Linear], plan: Mapping[str, Fusion]) -> None:
+    """Carry out :func:`plan_norms`, in place. Parameters keep their identity and names."""
+    for name, fusion in plan.items():
+        if fusion.refused is None:
+            norm = model.get_submodule(fusion.norm)
+            replace_module(model, fusion.norm, defer(norm, converted[name]))
 
 
 def _sites(model: nn.Module) -> Iterator[tuple[str, str]]:

@@ -1,8 +1,9 @@
-"""The report of a conversion: what became of every module, and why."""
+"""The report of a conversion: every weight that is multiplied, in what, and why."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -10,31 +11,47 @@ from typing import Literal
 
 from foundry_fp8.numerics.recipes import Recipe
 
-__all__ = ["SurgeryReport", "SurgeryRow"]
+__all__ = ["Action", "SurgeryReport", "SurgeryRow", "kind_of", "merged_name"]
+
+Action = Literal["converted", "skipped", "unused"]
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SurgeryRow:
-    """What became of one module."""
+    """What became of one module, or of one parameter that belongs to no linear layer."""
 
     name: str
-    action: Literal["converted", "skipped"]
+    action: Action
+    """``unused``: a batch showed that nothing multiplies by it."""
     reason: str
     """Why it was skipped; for a converted one, what it became."""
-    in_features: int = 0
-    out_features: int = 0
+    shape: tuple[int, ...] = ()
+    """Of the weight: ``[out, in]`` of a linear; empty for attention, which has none."""
     fused_with: str = ""
     """The norm that is computed in its kernel, if any."""
+    shared_with: str = ""
+    """The earlier row that has the same weight, if any."""
+    precision: str = ""
+    """What a batch showed its product to run in: ``fp8``, ``bf16``, ...; empty before, and where none was seen."""
+
+    @property
+    def elements(self) -> int:
+        """Elements of the weight that it adds to those that are multiplied."""
+        return 0 if self.shared_with or self.action == "unused" or not self.shape else math.prod(self.shape)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SurgeryReport:
-    """Every linear of the model: what it became, and why the others did not.
+    """Every weight of the model that is multiplied: what it runs in, and why not in FP8.
+
+    Linear layers and raw parameters of two or more dimensions (experts, ``in_proj_weight``, convolutions) have a row each.
+    Whether anything multiplies by a raw parameter, and whether a converted layer is really called, only a batch can tell:
+    :func:`~foundry_fp8.surgery.first_batch.as_run` gives the report of what ran.
 
     Attributes:
-        rows: One a module, in the model's order.
+        rows: One a module or raw parameter, in the model's order.
         recipe: What the converted ones run.
         backend: Who runs them.
         chosen: How the backend was chosen.
@@ -54,47 +71,52 @@ class SurgeryReport:
 
     @property
     def skipped(self) -> dict[str, str]:
-        """Name -> reason of the modules left in high precision."""
+        """Name -> reason of the weights left in high precision."""
         return {row.name: row.reason for row in self.rows if row.action == "skipped"}
 
     @property
     def converted_share(self) -> float:
-        """The share of all linear weights that is in converted modules, 0 to 1."""
+        """The share of all weights that are multiplied that is in converted modules, 0 to 1, by elements."""
         sizes = Counter({"converted": 0, "skipped": 0})
         for row in self.rows:
-            sizes[row.action] += row.in_features * row.out_features
+            sizes[row.action] += row.elements
         return sizes["converted"] / max(1, sizes.total())
 
     def summary(self) -> str:
         """One line with counts, and one for each reason."""
         lines = [
-            f"{len(self.converted)} of {len(self.rows)} linear layers ({self.converted_share:.1%} of their weights) run "
-            f"the {self.recipe.name} recipe on the {self.backend} backend."
+            f"{len(self.converted)} of {len(self.rows)} weights ({self.converted_share:.1%} of their elements) run the "
+            f"{self.recipe.name} recipe on the {self.backend} backend."
         ]
         fused = sum(1 for row in self.rows if row.fused_with)
         if fused:
             lines.append(f"  {fused} of them compute the norm before them in the same kernel.")
+        sizes: Counter[str] = Counter()
+        for row in self.rows:
+            sizes[row.reason] += row.elements
         for reason, count in Counter(self.skipped.values()).most_common():
-            lines.append(f"  {count} in high precision: {reason}")
+            lines.append(f"  {count} in high precision ({sizes[reason]:,} elements): {reason}")
+        unused = Counter(row.reason for row in self.rows if row.action == "unused")
+        lines += [f"  {count} not multiplied: {reason}" for reason, count in unused.most_common()]
         for (action, reason), count in Counter((row.action, row.reason) for row in self.attention).items():
             lines.append(f"{count} attention modules {action}: {reason}")
         return "\n".join(lines)
 
     def table(self) -> str:
-        """Every linear in a table; layers that differ only in their block's number share a line."""
+        """Every weight in a table; rows that differ only in their block's number share a line."""
         from io import StringIO
 
         from rich.console import Console
         from rich.table import Table
 
-        groups: dict[tuple[str, ...], list[SurgeryRow]] = {}
+        groups: dict[tuple[str, ...], list[str]] = {}
         for row in self.rows:
-            shape = f"{row.out_features} x {row.in_features}"
-            groups.setdefault((_NUMBER.sub("*", row.name), shape, row.action, row.reason), []).append(row)
-        table = Table("linear", "out x in", "runs", title=f"FP8 conversion: {self.backend}")
-        for (name, shape, action, reason), rows in groups.items():
-            runs = reason if action == "converted" else f"high precision: {reason}"
-            table.add_row(_merged_name(name, rows), shape, runs)
+            shape = " x ".join(map(str, row.shape))
+            groups.setdefault((kind_of(row.name), shape, row.action, row.reason), []).append(row.name)
+        table = Table("weight of", "shape", "runs", title=f"FP8 conversion: {self.backend}")
+        words = {"converted": "", "skipped": "high precision: ", "unused": "not multiplied: "}
+        for (_, shape, action, reason), names in groups.items():
+            table.add_row(merged_name(names), shape, words[action] + reason)
         out = StringIO()
         Console(file=out, width=140).print(table)
         return out.getvalue()
@@ -112,11 +134,17 @@ class SurgeryReport:
         }
 
 
-def _merged_name(pattern: str, rows: Sequence[SurgeryRow]) -> str:
-    """``blocks.*.up`` of blocks 0, 1, 2 as ``blocks.{0-2}.up``; the number shown is the first one of the name."""
-    if len(rows) == 1 or "*" not in pattern:
-        return rows[0].name
-    numbers = sorted({int(_NUMBER.findall(row.name)[0]) for row in rows})
+def kind_of(name: str) -> str:
+    """``name`` with ``*`` for the numbers in it: the same for corresponding layers of all blocks and experts."""
+    return _NUMBER.sub("*", name)
+
+
+def merged_name(names: Sequence[str]) -> str:
+    """``blocks.0.up``, ``blocks.1.up`` and ``blocks.2.up`` as ``blocks.{0-2}.up``; of several numbers the first is shown."""
+    pattern = kind_of(names[0])
+    if len(names) == 1 or "*" not in pattern:
+        return names[0]
+    numbers = sorted({int(_NUMBER.findall(name)[0]) for name in names})
     consecutive = numbers == list(range(numbers[0], numbers[-1] + 1))
     said = f"{numbers[0]}-{numbers[-1]}" if consecutive else ",".join(map(str, numbers))
     return pattern.replace("*", f"{{{said}}}", 1)

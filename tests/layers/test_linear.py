@@ -1,4 +1,6 @@
-"""What an FP8 linear refuses, whoever runs it."""
+"""What an FP8 linear owes its owner and what it refuses, whoever runs it."""
+
+import copy
 
 import pytest
 import torch
@@ -68,3 +70,44 @@ def test_what_is_sharded_already_is_not_converted(mesh):
     assert isinstance(net[0], FP8Linear) and type(net[2]) is nn.Linear
     with pytest.raises(ConfigError, match="sharded before the conversion"):
         apply_fp8(nn.Sequential(net[2]), recipe="current", backend="emulated")
+
+
+class AddsInPlace(nn.Module):
+    """As transformers' Falcon: the sum of two branches is written into the result of a linear."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x):
+        y = self.a(x)
+        y += self.b(x)
+        return y.relu_()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_result_may_be_changed_in_place(recipe):
+    model = AddsInPlace()
+    apply_fp8(model, recipe=recipe)
+    apart = copy.deepcopy(model)
+    x, dy = torch.randn(2, 16, 32), torch.randn(2, 16, 32)
+    model(x).backward(dy)
+    (apart.a(x) + apart.b(x)).relu().backward(dy)
+    for ours, theirs in zip(model.parameters(), apart.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+    for layer in (model.a, model.b):
+        assert layer.ledger.calls["fprop", "fp8"] == layer.ledger.calls["wgrad", "fp8"] == 1
+
+
+def test_high_precision_is_the_forward_of_the_class_it_was_made_from():
+    class Rounded(nn.Linear):
+        def forward(self, x):
+            return (x @ self.weight.T).bfloat16().float() + self.bias
+
+    layer = Rounded(32, 32)
+    model = nn.Sequential(nn.Linear(32, 32))
+    apply_fp8(model, recipe="current")
+    converted = FP8Linear.from_linear(layer, fqn="x", backend=model[0].backend, recipe=model[0].recipe)
+    x = torch.randn(4, 32)
+    assert not torch.equal(converted(x), layer(x))
+    assert torch.equal(converted.eval()(x), layer(x))

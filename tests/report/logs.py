@@ -21,15 +21,13 @@ def header(name="run", recipe=None, world_size=1, nodes=1, config=None, step=0, 
                 "name": "blocks.0.up",
                 "action": "converted",
                 "reason": recipe,
-                "in_features": 8,
-                "out_features": 16,
+                "shape": [16, 8],
             },
             {
                 "name": "lm_head",
                 "action": "skipped",
                 "reason": "output heads stay",
-                "in_features": 8,
-                "out_features": 4,
+                "shape": [4, 8],
             },
         ]
         hyperparameters["fp8"] = {

@@ -62,7 +62,7 @@ def test_attention_in_fp8_is_told_apart_and_listed(tmp_path):
     text = " ".join(page.read_text().split())
     assert "<td>delayed, FP8DPA, emulated</td>" in text and "<td>delayed, emulated</td>" in text
     assert "delayed, FP8DPA, emulated" in " ".join(console.split())
-    assert text.count("(80.0 % of their weights), and the GEMMs of 1 of 2 attentions.") == 1
+    assert text.count("(80.0 % of their elements), and the GEMMs of 1 of 2 attentions.") == 1
     assert "<li>1 in high precision: head_dim is 64</li>" in text
     assert "<td>blocks.0.attn</td><td></td><td>converted: delayed, in a FOG attention</td>" in text
 

@@ -53,17 +53,26 @@ def test_the_report_names_every_linear_and_why():
     model = Model()
     linears = [n for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, nn.Linear)]
     report = foundry_fp8.apply_fp8(model, recipe="current")
-    assert [row.name for row in report.rows] == linears
+    in_proj = [f"blocks.{i}.attention.in_proj_weight" for i in range(4)]
+    assert {row.name for row in report.rows} == {*linears, *in_proj}
+    assert [row.name for row in report.rows if row.name not in in_proj] == linears
     converted = {f"blocks.{i}.{n}" for i in range(4) for n in ("up", "down")} | {"shared"}
     assert set(report.converted) == converted
     assert "tied to an embedding" in report.skipped["head"]
     assert "output heads" in report.skipped["lm_head"]
-    assert "routers" in report.skipped["blocks.1.gate"]
+    assert "MultiheadAttention holds it as a parameter" in report.skipped["blocks.1.attention.in_proj_weight"]
+    assert "out_features=4 is not a multiple of 16" in report.skipped["blocks.1.gate"]
     assert "OwnForward has a forward of its own" in report.skipped["blocks.2.own"]
     assert "out_features=50 is not a multiple of 16" in report.skipped["blocks.3.odd"]
     assert "without calling it" in report.skipped["blocks.0.attention.out_proj"]
     assert "float64" in report.skipped["double"]
     assert "9 of" in report.summary() and "current recipe on the emulated backend" in report.summary()
+    # A layer under two names and a head tied to its embedding count once.
+    sizes = {
+        "converted": 4 * 2 * 64 * 128,
+        "skipped": 4 * (4 * 64 + 64 * 64 + 50 * 64 + 4 * 64 * 64) + 2 * 96 * 64 + 64 * 64,
+    }
+    assert report.converted_share == pytest.approx(sizes["converted"] / sum(sizes.values()))
 
 
 @pytest.mark.parametrize("options", [{}, {"exclude": ["body.2"]}], ids=["default", "exclude given"])

@@ -14,6 +14,7 @@ from foundry_fp8.config import ConfigError, from_mapping
 from foundry_fp8.layers.state import FP8State
 from foundry_fp8.surgery.apply import KEY, FP8Config, apply_fp8
 from foundry_fp8.surgery.attention import FP8AttentionState
+from foundry_fp8.surgery.first_batch import ForwardTrace, as_run
 from foundry_fp8.surgery.report import SurgeryReport
 
 __all__ = ["FP8"]
@@ -25,13 +26,14 @@ class FP8(Algorithm):
     """Runs the linear layers of the model in FP8.
 
     Runs on ``Event.INIT``, before the trainer wraps the model, to convert it, and on ``Event.BATCH_END`` to finish the
-    delayed-scaling update, so that what is saved in a checkpoint is complete.
+    delayed-scaling update, so that what is saved in a checkpoint is complete. The first batch is watched: what was converted
+    and did not run is a warning, and the report becomes that of what ran.
 
     Args:
         **options: The fields of :class:`~foundry_fp8.surgery.apply.FP8Config`.
 
     Attributes:
-        report: What became of every linear; ``None`` before ``Event.INIT``.
+        report: What became of every weight; ``None`` before ``Event.INIT``, and from the first batch on what really ran.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -40,6 +42,7 @@ class FP8(Algorithm):
         self.report: SurgeryReport | None = None
         self._fp8_state: FP8State | None = None
         self._attention_state: FP8AttentionState | None = None
+        self._trace: ForwardTrace | None = None
 
     def __repr__(self) -> str:
         return f"FP8({', '.join(f'{key}={value!r}' for key, value in self.options.items())})"
@@ -50,16 +53,23 @@ class FP8(Algorithm):
         return False
 
     def match(self, event: Event, state: State) -> bool:
-        """Run on INIT and BATCH_END."""
-        return event in (Event.INIT, Event.BATCH_END)
+        """Run on INIT, BATCH_START and BATCH_END."""
+        return event in (Event.INIT, Event.BATCH_START, Event.BATCH_END)
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
-        """Convert the model, or finish the update."""
+        """Convert the model, finish the update, or see what the first batch ran."""
+        if event == Event.BATCH_START:
+            if self._trace is not None:
+                self._watch(state)
+            return
         if event == Event.BATCH_END:
             assert self._fp8_state is not None
             self._fp8_state.update()
             if self._attention_state is not None:
                 self._attention_state.update()
+            if self._trace is not None:
+                self._report_what_ran(self._trace, logger)
+                self._trace = None
             return
         if state.precision == Precision.AMP_FP8:
             raise ConfigError(
@@ -72,6 +82,27 @@ class FP8(Algorithm):
         self._attention_state = FP8AttentionState.of(state.model)
         log.info("%s\n%s\n%s", self.report.chosen, self.report.summary(), self.report.table())
         logger.log_hyperparameters({"fp8": self.report.to_dict()})
+        self._trace = ForwardTrace(state.model)
+
+    def _watch(self, state: State) -> None:
+        assert self._trace is not None
+        if any("_orig_mod" in module._modules for module in state.model.modules()):
+            log.info(
+                "Under torch.compile nobody checks which of the converted layers run: a graph keeps no ledger."
+            )
+            self._trace = None
+        else:
+            self._trace.arm()
+
+    def _report_what_ran(self, trace: ForwardTrace, logger: Logger) -> None:
+        trace.disarm()
+        assert self.report is not None
+        before, (self.report, warnings) = self.report, as_run(self.report, trace)
+        for warning in warnings:
+            log.warning("%s", warning)
+        if self.report.converted_share != before.converted_share:
+            log.info("What the first batch ran: %s", self.report.summary())
+        logger.log_hyperparameters({"fp8_as_run": self.report.to_dict()})
 
     def _refuse_tensor_parallelism(self, state: State) -> None:
         """Layers of the parallel plan become DTensors after INIT, which FP8 layers do not take."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from foundry_fp8.backends.emulated.gemm import Sums, scaled_mm
 from foundry_fp8.backends.emulated.quantizers import quantize_operand
+from foundry_fp8.compat.fresh_view import fresh_view
 from foundry_fp8.layers.autocast import autocast_type, compute_dtype
 from foundry_fp8.layers.backend import Availability, Backend
 from foundry_fp8.layers.linear import FP8Linear, KeepInput
@@ -41,14 +42,14 @@ class EmulatedBackend(Backend):
         dtype = compute_dtype(x)
         if x.numel() == 0:
             bias = None if module.bias is None else module.bias.to(dtype)
-            return F.linear(x.to(dtype), module.weight.to(dtype), bias)
+            return F.linear(x.to(dtype), module.matrix.to(dtype), bias)
         recording = module.recording()
         x2d, keep = x.to(dtype).reshape(-1, x.shape[-1]), module.keep_input(x)
         with torch.autocast(autocast_type(x.device), enabled=False):
             y: Tensor = _EmulatedLinear.apply(  # type: ignore[no-untyped-call]
-                x2d, module.weight, module.bias, module, recording, keep
+                x2d, module.matrix, module.bias, module, recording, keep
             )
-        return y.view(*x.shape[:-1], module.out_features)
+        return fresh_view(y, *x.shape[:-1], module.out_features)
 
 
 class _EmulatedLinear(torch.autograd.Function):

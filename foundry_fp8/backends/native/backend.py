@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from foundry_fp8.backends.native.inputs import checked_dtype, delayed_tensors
 from foundry_fp8.backends.native.operand import Layout, Plan, plan_of
 from foundry_fp8.backends.native.size_rule import size_reason
+from foundry_fp8.compat.fresh_view import fresh_view
 from foundry_fp8.compat.fsdp2_shards import shard_versions
 from foundry_fp8.kernels.launch import interpreting, triton_missing
 from foundry_fp8.layers.autocast import compute_dtype
@@ -90,18 +91,18 @@ class NativeBackend(Backend):
             )
         return _mx_availability(capability) if isinstance(recipe, MXFP8Scaling) else Availability(True)
 
-    def shape_reason(self, recipe: Recipe, linear: nn.Linear) -> str | None:
+    def shape_reason(self, recipe: Recipe, in_features: int, out_features: int) -> str | None:
         """As everywhere (the kernels would pad any shape); with :attr:`only_where_faster`, why this layer had better not."""
-        reason = super().shape_reason(recipe, linear)
+        reason = super().shape_reason(recipe, in_features, out_features)
         if reason is None and self.only_where_faster:
-            reason = size_reason(recipe, linear.in_features, linear.out_features)
+            reason = size_reason(recipe, in_features, out_features)
         return reason
 
     def linear(self, module: FP8Linear, x: Tensor) -> Tensor:
         """See :meth:`Backend.linear`."""
         from foundry_fp8.backends.native.linear import NativeLinear  # Triton is imported here, not before
 
-        weight, bias, recipe = module.weight, module.bias, module.recipe
+        weight, bias, recipe = module.matrix.contiguous(), module.bias, module.recipe
         assert recipe is not None
         dtype = checked_dtype(module, x)
         if x.numel() == 0 or weight.numel() == 0:
@@ -135,7 +136,7 @@ class NativeBackend(Backend):
                 module.probe,
                 keep,
             )
-        return y.view(*x.shape[:-1], module.out_features)
+        return fresh_view(y, *x.shape[:-1], module.out_features)
 
     def clear_weight_cache(self) -> None:
         """Forget every cached weight. Optimizer steps call it."""
@@ -193,7 +194,8 @@ class NativeBackend(Backend):
             from foundry_fp8.backends.native.linear import quantize_weight
 
             with torch.no_grad():
-                quantized = quantize_weight(weight.to(dtype), plan, scale=scale, amax_slot=slot)
+                matrix = module.matrix.to(dtype).contiguous()
+                quantized = quantize_weight(matrix, plan, scale=scale, amax_slot=slot)
             found = self._cache[module.fqn] = _CachedWeight(key, quantized)
             _forget_after_optimizer_steps(self)
         elif slot is not None:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from foundry_fp8.backends.native.inputs import checked_dtype, delayed_tensors
 from foundry_fp8.backends.native.linear import dgrad_and_wgrad, fprop
 from foundry_fp8.backends.native.operand import Layout, Plan, Source, plan_of
+from foundry_fp8.compat.fresh_view import fresh_view
 from foundry_fp8.layers.autocast import compute_dtype
 from foundry_fp8.layers.deferred_norm import DeferredNorm
 from foundry_fp8.layers.linear import FP8Linear
@@ -209,7 +210,7 @@ def _run(
             norm_weight,
             norm_bias,
             alpha,
-            linear.weight,
+            linear.matrix.contiguous(),
             linear.bias,
             scales[0],
             slots[0],
@@ -223,7 +224,7 @@ def _run(
             eps,
             centered,
         )
-    return y.view(*x.shape[:-1], linear.out_features)
+    return fresh_view(y, *x.shape[:-1], linear.out_features)
 
 
 def _check_linear(linear: FP8Linear) -> None:

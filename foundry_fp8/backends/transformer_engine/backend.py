@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from foundry_fp8.backends.emulated.quantizers import quantize_operand
 from foundry_fp8.backends.transformer_engine.delayed import bind_slots, keep_out_of_global_buffers
@@ -18,6 +18,7 @@ from foundry_fp8.backends.transformer_engine.nonfinite import keep_non_finite
 from foundry_fp8.backends.transformer_engine.recipes import make_te_recipe
 from foundry_fp8.backends.transformer_engine.requirements import machine_of, requirement
 from foundry_fp8.backends.transformer_engine.wgrad import with_high_precision_wgrad
+from foundry_fp8.compat.fresh_view import fresh_view
 from foundry_fp8.layers.autocast import compute_dtype
 from foundry_fp8.layers.backend import Availability, Backend
 from foundry_fp8.layers.deferred_norm import DeferredNorm, deferred_norm_of
@@ -66,16 +67,16 @@ class TransformerEngineBackend(Backend):
             return Availability(False, f"Transformer Engine {library.version} refuses: {refusal}")
         return found
 
-    def shape_reason(self, recipe: Recipe, linear: nn.Linear) -> str | None:
+    def shape_reason(self, recipe: Recipe, in_features: int, out_features: int) -> str | None:
         """As everywhere, and whole 128-blocks for block scaling, whose ragged edges TE documents as unsupported."""
         if isinstance(recipe, BlockScaling):
-            for label, size in (("in_features", linear.in_features), ("out_features", linear.out_features)):
+            for label, size in (("in_features", in_features), ("out_features", out_features)):
                 if size % recipe.block_size:
                     return (
                         f"{label}={size} is not a multiple of {recipe.block_size}, which block scaling needs on "
                         "Transformer Engine"
                     )
-        return super().shape_reason(recipe, linear)
+        return super().shape_reason(recipe, in_features, out_features)
 
     def weight_cache_reason(self) -> str | None:
         """TE's own cache (``is_first_microbatch``) is not asked for."""
@@ -101,7 +102,7 @@ class TransformerEngineBackend(Backend):
         assert recipe is not None
         if x.numel() == 0:
             bias = None if module.bias is None else module.bias.to(dtype)
-            return F.linear(x.to(dtype), module.weight.to(dtype), bias)
+            return F.linear(x.to(dtype), module.matrix.to(dtype), bias)
         x2d = x.to(dtype).reshape(-1, x.shape[-1])
         tokens = len(x2d)
         missing = -tokens % recipe.token_multiple
@@ -109,7 +110,7 @@ class TransformerEngineBackend(Backend):
             _warn_padding(module.fqn, tokens, recipe.token_multiple)
             x2d = F.pad(x2d, (0, 0, 0, missing))
 
-        weight = module.weight
+        weight = module.matrix.contiguous()
         high_precision_wgrad = module.wgrad == "high_precision"
         te_weight = weight.detach() if high_precision_wgrad else weight
         norm = deferred_norm_of(module)
@@ -130,7 +131,7 @@ class TransformerEngineBackend(Backend):
             y = y[:tokens]
         if module.probe is not None and y.requires_grad:
             y.register_hook(functools.partial(_probe_dy, module))
-        return y.view(*x.shape[:-1], module.out_features)
+        return fresh_view(y, *x.shape[:-1], module.out_features)
 
     def _recipe_context(self, recipe: Recipe) -> AbstractContextManager[Any]:
         """The layer's own autocast, unless the model's is the one: a recompute, or a recipe changed at run time."""
@@ -227,7 +228,7 @@ def _warn_padding(fqn: str, tokens: int, multiple: int) -> None:
 def _probe(module: FP8Linear, x: Tensor, norm: DeferredNorm | None) -> None:
     with torch.no_grad():
         _probe_operand(module, x if norm is None else norm.normalise(x).to(x.dtype), "x")
-    _probe_operand(module, module.weight.detach(), "w")
+    _probe_operand(module, module.matrix.detach(), "w")
 
 
 def _probe_dy(module: FP8Linear, dy: Tensor) -> None:

@@ -118,7 +118,10 @@ def _rungs(modules: Sequence[FP8Linear], finer: str | None, device: torch.device
     runs = (
         between is not None
         and backend.availability(between, device).ok
-        and all(backend.shape_reason(between, module) is None for module in modules)
+        and all(
+            backend.shape_reason(between, module.in_features, module.out_features) is None
+            for module in modules
+        )
     )
     return [configured, between, None] if runs else [configured, None]
 

@@ -93,5 +93,5 @@ def test_other_devices_are_refused_with_a_way_out():
     ],
 )
 def test_shapes_that_te_cannot_take(recipe, sizes, reason):
-    said = TransformerEngineBackend().shape_reason(recipe, torch.nn.Linear(*sizes, device="meta"))
+    said = TransformerEngineBackend().shape_reason(recipe, *sizes)
     assert said is None if reason is None else reason in said
