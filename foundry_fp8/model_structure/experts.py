@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 __all__ = ["expert_count", "router_modules"]
 
@@ -49,4 +50,6 @@ def router_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _rows(module: nn.Module) -> int | None:
     weight = module._parameters.get("weight")
-    return weight.shape[0] if weight is not None and weight.dim() == 2 else None
+    if weight is None or is_lazy(weight) or weight.dim() != 2:
+        return None
+    return weight.shape[0]

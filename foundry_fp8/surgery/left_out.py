@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from foundry_fp8.layers.dtensor import is_dtensor
 from foundry_fp8.layers.linear import FP8Linear
@@ -107,7 +108,7 @@ def _unconvertible(linear: nn.Module) -> str | None:
         return "it is converted already"
     if weight is None:
         return "its weight is parametrised"
-    if isinstance(weight, nn.parameter.UninitializedParameter):
+    if is_lazy(weight):
         return "its weight has no shape yet; run the model once before"
     if is_dtensor(weight):
         return "its weight is a DTensor: it was sharded before the conversion, which has to come first"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from foundry_fp8.model_structure.experts import expert_count, router_modules
 from foundry_fp8.surgery.left_out import HEAD, ROUTER, output_heads
@@ -31,8 +32,7 @@ def other_weights(model: nn.Module, linears: Collection[nn.Module]) -> Iterator[
         if isinstance(module, NO_PRODUCTS) and module not in heads:
             continue
         for part, parameter in module.named_parameters(recurse=False):
-            dims = sum(size > 1 for size in parameter.shape)
-            if dims < 2 or id(parameter) in seen:
+            if id(parameter) in seen or is_lazy(parameter) or sum(n > 1 for n in parameter.shape) < 2:
                 continue
             seen.add(id(parameter))
             if module in heads:
