@@ -5,6 +5,8 @@ Cause: it is in ``torch.distributed.algorithms._checkpoint.checkpoint_wrapper``;
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 try:
@@ -18,4 +20,9 @@ except ImportError as error:
         f"it ({error}). Install a torch from 2.7 to 2.11, or adapt foundry_fp8/compat/checkpoint_wrapper.py."
     ) from error
 
-__all__ = ["CheckpointWrapper", "checkpoint_wrapper"]
+__all__ = ["CheckpointWrapper", "checkpoint_wrapper", "keywords_of"]
+
+
+def keywords_of(wrapper: CheckpointWrapper) -> dict[str, Any]:
+    """The keywords that ``wrapper`` was made with for its checkpoint function."""
+    return getattr(wrapper.checkpoint_fn, "keywords", {})

@@ -369,15 +369,20 @@ def activity(case: Case, model: nn.Module, reports: dict[str, Any]) -> dict[str,
         active["fp8"] = bool(linears) and all(m.ledger.flops["fprop", "fp8"] > 0 for m in linears)
     if case.checkpoint != "none":
         active["checkpoint"] = bool(reports["checkpoint"].selected)
-    # Inside whole checkpoints `exact` has nothing to do, and what needs no gradient is kept by whoever made it.
-    whole = case.compression == "exact" and case.checkpoint in ("full", "selective", "offload")
-    if case.compression != "none" and not whole and not (case.frozen and case.lora):
-        report = reports["compression"]
-        fused = any(how.startswith("fused") for _, how, _ in report.rows)
-        active["compression"] = report.saved.packed > 0 or fused
+    if case.compression != "none":
+        active["compression"] = compresses(case, reports["compression"])
     if case.communicates:
         traffic = reports["communication"].traffic
         active["communication"] = 0 < traffic.wire_bytes < traffic.logical
     if case.lora:
         active["lora"] = any("lora_A" in name for name, p in model.named_parameters())
     return active
+
+
+def compresses(case: Case, report: Any) -> bool:
+    """Whether compression did what its report says; a report in which everything is left says so by itself."""
+    doing = {how for _, how, form in report.rows if how not in ("left", "fp8") and form != "exact"}
+    no_gradient = case.frozen and case.lora  # what needs none is kept by whoever made it
+    return (
+        not doing or no_gradient or report.saved.packed > 0 or any(how.startswith("fused") for how in doing)
+    )

@@ -20,23 +20,6 @@ IMPORTS = ",".join(
 EVERY = 3
 """One row in so many is in the default tier."""
 
-KNOWN = {
-    "float16 overflows in the emulated GEMM before it is scaled": lambda c: (
-        c.dtype == "float16" and c.fp8 in ("current", "delayed")
-    ),
-    "a recompute after a second forward reads newer scales": lambda c: (
-        c.accumulation == "two-forwards" and c.checkpoint != "none" and ("delayed" in c.fp8 or c.attention)
-    ),
-    "compression takes look-alikes for what it knows": lambda c: c.model == "odd" and c.compression != "none",
-    "compression hands one FP8 linear what another saved": lambda c: (
-        c.compression != "none" and c.fp8.startswith("native") and c.cache_weights
-    ),
-    "offloading keeps the compression of its boundaries from happening": lambda c: (
-        c.checkpoint == "offload" and c.compression == "int8"
-    ),
-}
-"""What is wrong today, by reason. A line goes when its mend lands."""
-
 
 def wrong(case: Case, ranks: list[dict]) -> list[str]:
     """What is not as it should be, in words."""
@@ -108,7 +91,4 @@ def pytest_generate_tests(metafunc):
 def test_features_hold_together(case):
     results = launch.call(run, world_of(case), case, imports=IMPORTS, timeout=300)
     problems = wrong(case, results)
-    known = [reason for reason, holds in KNOWN.items() if holds(case)]
-    if problems and known:
-        pytest.xfail("; ".join(known))
     assert not problems, "\n".join([str(case), *problems[:12]])

@@ -14,7 +14,7 @@ from foundry_fp8.activations.compression.fused_classes import unfuse
 from foundry_fp8.activations.compression.fused_loss import fuse_losses
 from foundry_fp8.activations.compression.matching import fuse_mlp, fuse_norm
 from foundry_fp8.activations.compression.saved import Compressor, SavedBytes, compresses_inside
-from foundry_fp8.compat.checkpoint_wrapper import CheckpointWrapper
+from foundry_fp8.compat.checkpoint_wrapper import CheckpointWrapper, keywords_of
 from foundry_fp8.config import (
     Config,
     ConfigError,
@@ -219,6 +219,8 @@ def _boundary(
     compressors.append(compressor)
     if not config.include_checkpoint_boundaries:
         return name, "left", "a checkpoint, and include_checkpoint_boundaries is false"
+    if keywords_of(checkpoint).get("offload", False):  # its hooks are the inner ones, and only those run
+        return name, "left", "a checkpoint that offloads its inputs to host memory, as they are"
     return name, "boundary", fmt.name if fmt else EXACT
 
 
