@@ -119,7 +119,7 @@ def table(name: str, repeats: int) -> list[dict[str, Any]]:
         ("mptblock", "grouped_query_attention") if name == "demo" else ("LlamaDecoderLayer", "LlamaAttention")
     )
     planned_on = build()
-    measured = measure(planned_on, loss_of(planned_on, tokens), rounds=ROUNDS)
+    measured = measure(planned_on, loss_of(planned_on, tokens), compression="int8", rounds=ROUNDS)
     smallest = measured.peak("block")
     none = measured.peak("none")
     budgets = {
@@ -143,7 +143,7 @@ def table(name: str, repeats: int) -> list[dict[str, Any]]:
             apply_fp8(m, recipe="current", backend="emulated") and apply_activation_compression(m) and None
         ),
     }
-    without = measure(planned_on, loss_of(planned_on, tokens), compress=False, rounds=ROUNDS)
+    without = measure(planned_on, loss_of(planned_on, tokens), compression="none", rounds=ROUNDS)
     for label, budget in budgets.items():
         for kind, m in (("checkpointing", without), ("checkpointing and compression", measured)):
             plan = choose(m, f"{budget}B")

@@ -11,10 +11,10 @@ import torch
 from composer.core import Callback, Event, State
 from composer.loggers import Logger
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from foundry_fp8.callbacks.run_log import ensure_run_log
 from foundry_fp8.config import ConfigError, from_mapping
+from foundry_fp8.model_structure.wrappers import without_ddp
 
 __all__ = ["Monitor", "device_of", "model_of"]
 
@@ -32,8 +32,7 @@ def device_of(state: State) -> torch.device:
 
 def model_of(state: State) -> nn.Module:
     """The model under the names that its user knows: not DDP's wrapper, which puts ``module.`` before all of them."""
-    model = state.model
-    return model.module if isinstance(model, DistributedDataParallel) else model
+    return without_ddp(state.model)
 
 
 class Monitor(Callback):

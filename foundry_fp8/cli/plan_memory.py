@@ -10,14 +10,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import torch
 import typer
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from foundry_fp8.cli.yaml_model import build_yaml_model, read_yaml
+from foundry_fp8.compat.fake_tensor import FakeTensor, FakeTensorMode
 from foundry_fp8.config import ConfigError, Positive, accept, check_choice, format_bytes
 from foundry_fp8.layers.autocast import autocast_type
 
@@ -35,16 +35,31 @@ def memory(
     device: Annotated[
         str, typer.Option(help="cpu, cuda or fake (nothing allocated; seconds from a cost model).")
     ] = "",
+    compression: Annotated[
+        str | None,
+        typer.Option(
+            help="none, exact, int8, e4m3 or int4; by default what the YAML's algorithm says, else exact."
+        ),
+    ] = None,
 ) -> None:
     """Print a table of what each block could do, the plan, and the YAML that pins it."""
     try:
-        typer.echo(plan_yaml(yaml, budget=budget, microbatch=microbatch, device=device))
+        typer.echo(
+            plan_yaml(yaml, budget=budget, microbatch=microbatch, device=device, compression=compression)
+        )
     except ConfigError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from error
 
 
-def plan_yaml(path: Path, *, budget: str | None, microbatch: int | None, device: str) -> str:
+def plan_yaml(
+    path: Path,
+    *,
+    budget: str | None,
+    microbatch: int | None,
+    device: str,
+    compression: str | None = None,
+) -> str:
     """The plan for the run in ``path``, as text.
 
     Args:
@@ -52,13 +67,15 @@ def plan_yaml(path: Path, *, budget: str | None, microbatch: int | None, device:
         budget: See :func:`foundry_fp8.planning.memory.planner.plan_memory`; by default the YAML's own.
         microbatch: Sequences in the microbatch; by default ``device_train_microbatch_size``.
         device: ``cpu``, ``cuda`` or ``fake``; by default the GPU if there is one.
+        compression: What the plan may use beside checkpoints; by default the YAML's own, else ``exact``.
     """
+    from foundry_fp8.activations.checkpointing.apply import PlannedCompression
     from foundry_fp8.planning.memory.measure import CostModel
     from foundry_fp8.planning.memory.planner import plan_memory
 
     config = read_yaml(path)
-    own = ((config.get("algorithms") or {}).get("activation_checkpointing") or {}).get("budget")
-    limit = _budget(budget) if budget is not None else own
+    own = (config.get("algorithms") or {}).get("activation_checkpointing") or {}
+    limit = _budget(budget) if budget is not None else own.get("budget")
     if limit is None:
         raise ConfigError(
             "--budget: the YAML's activation_checkpointing has no budget either; give one, such as 0.5."
@@ -73,6 +90,8 @@ def plan_yaml(path: Path, *, budget: str | None, microbatch: int | None, device:
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     check_choice("--device", device, ("cpu", "cuda", "fake"))
     dry = device == "fake"
+    kinds: Any = own.get("compression", "exact") if compression is None else compression
+    check_choice("--compression", kinds, ("none", "exact") if dry else get_args(PlannedCompression))
     where = torch.device("cpu" if dry else device)
     attention = config["model"].get("attn_config") or {}
     if (
@@ -100,7 +119,7 @@ def plan_yaml(path: Path, *, budget: str | None, microbatch: int | None, device:
             model,
             loss_fn,
             budget=limit,
-            compression={"format": "exact"} if dry else None,  # packing looks at values
+            compression=kinds,
             optimizer_bytes=8 * trained,  # two float32 moments; nothing is allocated here
             cost_model=CostModel() if dry else None,
         )

@@ -84,8 +84,7 @@ class Traffic:
             start.record()
             yield
             end.record()
-            with self._lock:
-                self._events.append((what, start, end))
+            self._add_events([(what, start, end)], wait=False)
             return
         begin = time.perf_counter()
         yield
@@ -94,11 +93,16 @@ class Traffic:
 
     def settle(self) -> None:
         """Wait for outstanding GPU events and add their times. Call it where the host may wait (when logging)."""
+        self._add_events([], wait=True)
+
+    def _add_events(self, new: list[tuple[str, Any, Any]], *, wait: bool) -> None:
+        """Add the times of events that the GPU has reached, or of all, so that they do not pile up where nobody logs."""
         with self._lock:
-            events, self._events = self._events, []
-        for what, start, end in events:
-            end.synchronize()
-            self.seconds[what] += start.elapsed_time(end) / 1e3
+            self._events += new
+            while self._events and (wait or self._events[0][2].query()):
+                what, start, end = self._events.pop(0)
+                end.synchronize()
+                self.seconds[what] += start.elapsed_time(end) / 1e3
 
 
 class FinishedWork(dist._Work):

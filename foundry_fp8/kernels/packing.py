@@ -1,7 +1,7 @@
 """Triton kernels for packed activations: quantise and dequantise blocks, and the backward of a gated activation.
 
 Twins of :mod:`foundry_fp8.activations.compression.packing` (same arguments, same bytes) and of the backward in
-:mod:`foundry_fp8.activations.compression.fused_activation`. One program handles ``ROWS`` blocks; everything is computed in float32. Differences
+:mod:`foundry_fp8.activations.compression.fused_activation`. One program handles ``ROWS`` blocks; everything is computed in float32, and offsets in 64 bits, as they pass 2**31. Differences
 from the reference: none in int8 and int4; in e4m3 none on a GPU, while Triton's interpreter rounds ties of the FP8 cast
 away from zero instead of to even.
 """
@@ -169,7 +169,7 @@ def _quantize(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     offset = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = offset < numel
     x = tl.load(x_ptr + offset, mask=inside, other=0.0).to(tl.float32)
@@ -185,8 +185,7 @@ def _quantize(
         half = row[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
         tl.store(codes_ptr + half, (low | (high << 4)).to(tl.uint8), mask=row[:, None] < n_blocks)
     else:
-        stored = (row[:, None] < n_blocks) & (offset < n_blocks * BLOCK)
-        tl.store(codes_ptr + offset, byte_codes(x, scale, FORMAT), mask=stored)
+        tl.store(codes_ptr + offset, byte_codes(x, scale, FORMAT), mask=row[:, None] < n_blocks)
 
 
 @triton.jit
@@ -216,7 +215,7 @@ def _dequantize(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     values = _load_values(codes_ptr, scale_ptr, row, n_blocks, FORMAT, BLOCK, ROWS)
     offset = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     tl.store(out_ptr + offset, values.to(out_ptr.dtype.element_ty), mask=offset < numel)
@@ -239,7 +238,7 @@ def _gated_backward(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     offset = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = offset < numel
     dh = tl.load(dh_ptr + offset, mask=inside, other=0.0).to(tl.float32)

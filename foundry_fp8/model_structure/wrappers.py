@@ -6,11 +6,29 @@ from collections.abc import Iterator
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
 from foundry_fp8.compat.checkpoint_wrapper import CheckpointWrapper
 from foundry_fp8.model_structure.names import clean_name
 
-__all__ = ["checkpoint_wrappers", "modules_by_clean_name", "own_class", "replace_module"]
+__all__ = [
+    "checkpoint_wrappers",
+    "has_forward",
+    "modules_by_clean_name",
+    "own_class",
+    "replace_module",
+    "without_ddp",
+]
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether ``module`` can be called: an ``nn.ModuleList`` cannot, its owner calls what is in it, past any hook of the list."""
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+
+
+def without_ddp(model: nn.Module) -> nn.Module:
+    """The model inside DDP, or ``model``: its own submodule called ``module`` (``ComposerClassifier`` has one) is no wrapper's."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def modules_by_clean_name(model: nn.Module) -> dict[str, tuple[str, nn.Module]]:

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from foundry_fp8.compat.autograd import inside_backward
+from foundry_fp8.compat.fake_tensor import FakeTensor
 from foundry_fp8.layers.attention_mask import AttentionMask
 
 __all__ = ["BatchMasks", "same_mask"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -13,6 +13,7 @@ from foundry_fp8.activations.checkpointing.budget import Budget
 from foundry_fp8.activations.checkpointing.policy import CheckedPolicy, Policy, policy_name
 from foundry_fp8.activations.checkpointing.recompute import recomputed
 from foundry_fp8.activations.checkpointing.targets import Selection, Targets, select
+from foundry_fp8.activations.compression.apply import CompressionReport
 from foundry_fp8.activations.compression.saved import compresses_inside
 from foundry_fp8.compat.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper
 from foundry_fp8.config import Config, ConfigError
@@ -21,7 +22,9 @@ from foundry_fp8.model_structure.wrappers import modules_by_clean_name, replace_
 __all__ = [
     "ActivationCheckpointingConfig",
     "CheckpointingReport",
+    "PlannedCompression",
     "apply_activation_checkpointing",
+    "switch_off_cache",
     "unwrap",
     "wrap_selected",
 ]
@@ -29,6 +32,8 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 KEY = "algorithms.activation_checkpointing"
+
+PlannedCompression = Literal["none", "exact", "int8", "e4m3", "int4"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,9 +51,17 @@ class ActivationCheckpointingConfig(Config):
     """Plan the targets from peak memory instead: ``20GiB``, a fraction of what no checkpointing needs, or ``fit``."""
     offload: bool = False
     """Move the inputs of the checkpoints to (pinned) host memory between forward and backward."""
+    compression: PlannedCompression = "exact"
+    """What a budget may use beside checkpoints: ``none``, ``exact`` (rounds nothing), or a format of ``activation_compression``
+    that rounds what is kept, and with it the gradients: ``int8``, ``e4m3``, ``int4``."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.budget is None and self.compression != "exact":
+            raise ConfigError(
+                f"{KEY}.compression: it says what a budget may use, and there is none. Without a budget use "
+                "algorithms.activation_compression."
+            )
         if self.budget is not None and (self.targets is not None or self.policy != "full"):
             raise ConfigError(
                 f"{KEY}.budget: the budget chooses targets and policies itself; leave targets and policy out, or "
@@ -58,17 +71,19 @@ class ActivationCheckpointingConfig(Config):
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointingReport:
-    """What was checkpointed."""
+    """What was checkpointed, and what a plan compresses beside it."""
 
     selected: tuple[Selection, ...]
     offload: bool = False
+    compression: CompressionReport | None = None
 
     def __str__(self) -> str:
         count: dict[str, int] = {}
         for selection in self.selected:
             count[policy_name(selection.policy)] = count.get(policy_name(selection.policy), 0) + 1
         what = ", ".join(f"{n} x {policy}" for policy, n in count.items()) or "nothing"
-        return f"activation checkpointing: {what}{', boundaries offloaded' if self.offload else ''}"
+        beside = "" if self.compression is None else f"; {self.compression}"
+        return f"activation checkpointing: {what}{', boundaries offloaded' if self.offload else ''}{beside}"
 
 
 def apply_activation_checkpointing(
@@ -109,7 +124,7 @@ def wrap_selected(
             the checkpoint off without a word.
     """
     done = []
-    _switch_off_cache(model)
+    switch_off_cache(model)
     for selection in selected:
         name, module = modules_by_clean_name(model)[selection.name]
         parent = model.get_submodule(name.rpartition(".")[0])
@@ -137,7 +152,7 @@ def unwrap(model: nn.Module) -> None:
             replace_module(model, name, module._checkpoint_wrapped_module)
 
 
-def _switch_off_cache(model: nn.Module) -> None:
+def switch_off_cache(model: nn.Module) -> None:
     """Set Hugging Face's ``config.use_cache`` to false: a recompute would append keys to the cache a second time."""
     for module in model.modules():
         if not hasattr(

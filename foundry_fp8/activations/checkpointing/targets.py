@@ -26,7 +26,7 @@ from foundry_fp8.activations.checkpointing.policy import CheckedPolicy, Policy
 from foundry_fp8.config import Config, ConfigError, Text, accept, nearest, not_empty
 from foundry_fp8.model_structure.blocks import transformer_blocks
 from foundry_fp8.model_structure.names import clean_name
-from foundry_fp8.model_structure.wrappers import own_class
+from foundry_fp8.model_structure.wrappers import has_forward, own_class
 
 __all__ = ["Selection", "Target", "Targets", "normalize_targets", "select"]
 
@@ -109,6 +109,8 @@ def select(model: nn.Module, targets: Targets, policy: Policy, key: str) -> list
         {clean_name(f"{name}.{sub}" if sub else name): module for sub, module in block.named_modules()}
         for name, block in blocks
     ]
+    lists = [name for block in inside for name, module in block.items() if not has_forward(module)]
+    inside = [{name: module for name, module in block.items() if has_forward(module)} for block in inside]
     entries, merge = normalize_targets(targets, key)
     every = frozenset(range(len(blocks)))
 
@@ -121,6 +123,14 @@ def select(model: nn.Module, targets: Targets, policy: Policy, key: str) -> list
 
     for entry in entries:  # also those that a later spelling of the same class replaces
         blocks_of(entry)
+    called = [name for block in inside for name in block]
+    for entry in entries:
+        found = fnmatch.filter(lists, entry.target)
+        if found and not fnmatch.filter(called, entry.target):
+            raise ConfigError(
+                f"{key}: {entry.target!r} names {found[0]}, which holds modules and is never called itself. Name what it holds: "
+                f"{entry.target}.*"
+            )
     classes, patterns = _resolve(entries, merge, inside, key)
     by_class = [(cls, entry, blocks_of(entry)) for cls, entry in classes]
     by_pattern = [(entry, blocks_of(entry)) for entry in patterns]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from torch import nn
 
@@ -27,11 +28,15 @@ from foundry_fp8.config import (
 )
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.model_structure.blocks import transformer_blocks
+from foundry_fp8.model_structure.experts import router_modules
 from foundry_fp8.model_structure.names import clean_name
 from foundry_fp8.model_structure.selection import check_patterns_match
+from foundry_fp8.model_structure.wrappers import has_forward
 from foundry_fp8.numerics.packed import PackedBlock, PackFormat
 
 __all__ = [
+    "EXACT",
+    "LOSSY",
     "ActivationCompressionConfig",
     "CompressionReport",
     "Kind",
@@ -44,6 +49,7 @@ Kind = Literal["norm", "activation", "boundary", "other", "loss"]
 Format = Literal["int8", "e4m3", "int4", "exact"]
 EXACT: Format = "exact"
 """The format that packs nothing: fused forms keep their inputs as they are and recompute the rest."""
+LOSSY = frozenset(get_args(Format)) - {EXACT}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,10 +118,18 @@ class CompressionReport:
     undo: Callable[[], None]
 
     def __str__(self) -> str:
-        count: dict[str, int] = {}
-        for _, action, _ in self.rows:
-            count[action] = count.get(action, 0) + 1
-        return "activation compression: " + ", ".join(f"{n} x {action}" for action, n in count.items())
+        count = Counter(
+            f"{action} {form}" if form in get_args(Format) else action for _, action, form in self.rows
+        )
+        rounded = f"rounded to {', '.join(self.lossy)}" if self.lossy else "nothing is rounded"
+        return f"activation compression ({rounded}): " + ", ".join(
+            f"{n} x {what}" for what, n in count.items()
+        )
+
+    @property
+    def lossy(self) -> tuple[str, ...]:
+        """The formats that something is rounded to."""
+        return tuple(sorted({form for _, _, form in self.rows} & LOSSY))
 
     @property
     def saved(self) -> SavedBytes:
@@ -179,7 +193,7 @@ def _targets(model: nn.Module, config: ActivationCompressionConfig) -> dict[str,
     for block_name, block in transformer_blocks(model):
         for sub, module in block.named_modules(prefix=block_name):
             name = clean_name(sub)
-            if name in found and isinstance(found[name][0], CheckpointWrapper):
+            if (name in found and isinstance(found[name][0], CheckpointWrapper)) or not has_forward(module):
                 continue
             inside = any(
                 isinstance(model.get_submodule(sub[:end]), CheckpointWrapper)
@@ -213,14 +227,23 @@ def _boundary(
     compressors: list[Compressor],
 ) -> tuple[str, str, str]:
     """Pack what a checkpoint keeps, its inputs, or see to it that the hooks around it do not; the row of the report."""
-    fmt = config.pack_format("boundary", form) if config.include_checkpoint_boundaries else None
-    compressor = Compressor(fmt, min_numel=config.min_numel, boundary=True)
+    fmt = config.pack_format("boundary", form)
+    left = None if config.include_checkpoint_boundaries else "include_checkpoint_boundaries is false"
+    if fmt is not None and (router := next(router_modules(checkpoint), None)) is not None:
+        inner = clean_name(f"{name}.{router[0]}")
+        if "boundary" in config.overrides and left is None:
+            raise ConfigError(
+                f"{KEY}.overrides.boundary: the checkpoint {name} holds the router {inner}, which would choose other experts when "
+                f"it runs again on inputs rounded to {fmt.name}. Set it to exact, or take {name} out of the checkpoints."
+            )
+        left = f"its router {inner} has to choose the same experts again"
+    elif keywords_of(checkpoint).get("offload", False):  # its hooks are the inner ones, and only those run
+        left = left or "it offloads its inputs to host memory, as they are"
+    compressor = Compressor(fmt if left is None else None, min_numel=config.min_numel, boundary=True)
     compressor.attach(checkpoint)
     compressors.append(compressor)
-    if not config.include_checkpoint_boundaries:
-        return name, "left", "a checkpoint, and include_checkpoint_boundaries is false"
-    if keywords_of(checkpoint).get("offload", False):  # its hooks are the inner ones, and only those run
-        return name, "left", "a checkpoint that offloads its inputs to host memory, as they are"
+    if left is not None:
+        return name, "left", f"a checkpoint, and {left}"
     return name, "boundary", fmt.name if fmt else EXACT
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from foundry_fp8.activations.checkpointing.apply import KEY, ActivationCheckpointingConfig, wrap_selected
 from foundry_fp8.activations.checkpointing.targets import Selection, select
 from foundry_fp8.config import from_mapping
-from foundry_fp8.model_structure.wrappers import checkpoint_wrappers
+from foundry_fp8.model_structure.wrappers import checkpoint_wrappers, without_ddp
 
 __all__ = ["ActivationCheckpointing"]
 
@@ -93,7 +93,7 @@ class ActivationCheckpointing(Algorithm):
         from foundry_fp8.planning.memory.planner import apply_plan, plan_memory
 
         assert self.config.budget is not None
-        model = getattr(state.model, "module", state.model)  # inside DDP, whose reducer expects whole steps
+        model = without_ddp(state.model)  # DDP's reducer expects whole steps
         trained = sum(local_numel(p) for p in model.parameters() if p.requires_grad)
         allocated = any(optimizer.state for optimizer in state.optimizers)
         plan = plan_memory(
@@ -101,11 +101,12 @@ class ActivationCheckpointing(Algorithm):
             loss_of_microbatch(state, model),
             budget=self.config.budget,
             offload=self.config.offload,
+            compression=self.config.compression,
             optimizer_bytes=0 if allocated and state.device.name == "gpu" else ADAM_BYTES * trained,
         )
         self._planned = True
         log.info("%s", plan)
-        apply_plan(model, plan)
+        log.info("%s", apply_plan(model, plan))
 
 
 def loss_of_microbatch(state: State, model: Any) -> Callable[[], Tensor]:

@@ -15,6 +15,7 @@ from foundry_fp8.activations.compression.apply import (
     apply_activation_compression,
 )
 from foundry_fp8.config import ConfigError, from_mapping
+from foundry_fp8.model_structure.wrappers import without_ddp
 
 __all__ = ["ActivationCompression"]
 
@@ -55,7 +56,6 @@ class ActivationCompression(Algorithm):
                 f"{KEY}: only the innermost saved-tensor hooks run, so fsdp_config.activation_cpu_offload would switch "
                 "compression off. Choose one of them."
             )
-        model = getattr(state.model, "module", state.model)
-        self.report = apply_activation_compression(model, **self.options)
+        self.report = apply_activation_compression(without_ddp(state.model), **self.options)
         log.info("%s", self.report)
         logger.log_hyperparameters({"activation_compression/modules": len(self.report.rows)})

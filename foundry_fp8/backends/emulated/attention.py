@@ -18,11 +18,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from foundry_fp8.backends.emulated.attention_reference import keep_mask
 from foundry_fp8.backends.emulated.rounding import round_values_
 from foundry_fp8.compat.autograd import inside_backward
+from foundry_fp8.compat.fake_tensor import FakeTensor
 from foundry_fp8.layers.attention import (
     GRADIENTS,
     SLOTS,

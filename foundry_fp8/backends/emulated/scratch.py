@@ -6,7 +6,8 @@ import threading
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+
+from foundry_fp8.compat.fake_tensor import FakeTensor
 
 __all__ = ["readable", "scratch"]
 

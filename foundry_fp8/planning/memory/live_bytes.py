@@ -14,8 +14,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
+
+from foundry_fp8.compat.dispatch_mode import TorchDispatchMode
+from foundry_fp8.compat.pytree import tree_iter
 
 __all__ = ["CudaBytes", "LiveBytes", "Meter", "activation_bytes", "meter_for"]
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
+from foundry_fp8.compat.dispatch_mode import TorchDispatchMode
+from foundry_fp8.compat.pytree import tree_iter, tree_map
 from foundry_fp8.layers.autocast import autocast_type
 from foundry_fp8.planning.memory.live_bytes import meter_for
 from foundry_fp8.planning.memory.solver import Frame

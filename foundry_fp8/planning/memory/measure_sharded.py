@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.utils._pytree import tree_iter
 
 from foundry_fp8.activations.compression.saved import StorageRef
+from foundry_fp8.compat.pytree import tree_iter
 from foundry_fp8.planning.memory.live_bytes import meter_for
 from foundry_fp8.planning.memory.measure import clock, gradients, map_input, unchanged
 

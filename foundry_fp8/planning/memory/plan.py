@@ -8,6 +8,7 @@ from typing import Any
 from foundry_fp8.activations.checkpointing.blocks import format_blocks
 from foundry_fp8.activations.checkpointing.policy import policy_name
 from foundry_fp8.activations.checkpointing.targets import Selection
+from foundry_fp8.activations.compression.apply import LOSSY
 from foundry_fp8.config import format_bytes
 from foundry_fp8.planning.memory.options import BlockOption
 from foundry_fp8.planning.memory.solver import Cost, Frame, predict_peak
@@ -62,7 +63,6 @@ class MemoryPlan:
         frame: What is held outside the blocks: one of the measurements' two.
         budget: Bytes it had to meet.
         offload: Whether checkpoint inputs go to host memory.
-        compression: Options of ``activation_compression`` for the compressed blocks.
     """
 
     measurements: Measurements
@@ -70,7 +70,6 @@ class MemoryPlan:
     frame: Frame
     budget: int
     offload: bool
-    compression: dict[str, Any]
 
     @property
     def predicted_peak(self) -> int:
@@ -108,7 +107,12 @@ class MemoryPlan:
         formats = self.formats()
         if not formats and self.frame is self.measurements.frame:
             return {}
-        return {**self.compression, "targets": formats or []}
+        return {"targets": formats or []}
+
+    @property
+    def lossy(self) -> tuple[str, ...]:
+        """The formats that it rounds to, and with it the gradients."""
+        return tuple(sorted(set(self.formats().values()) & LOSSY))
 
     def to_config(self) -> dict[str, Any]:
         """The ``algorithms`` of a YAML that pin this plan."""
@@ -169,7 +173,8 @@ class MemoryPlan:
             "  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows
         )
         return (
-            f"memory plan: predicted peak {format_bytes(self.predicted_peak)} of {format_bytes(self.budget)}, "
+            f"memory plan ({'rounds to ' + ', '.join(self.lossy) if self.lossy else 'rounds nothing'}): "
+            f"predicted peak {format_bytes(self.predicted_peak)} of {format_bytes(self.budget)}, "
             f"{self.added_seconds:+.4g} s a microbatch in the blocks "
             f"(no checkpointing: {format_bytes(m.peak('none'))}; every block: {format_bytes(m.peak('block'))}, "
             f"{m.seconds('block') - m.seconds('none'):+.4g} s)\n{table}\n{m.source}\n{self.to_yaml()}"

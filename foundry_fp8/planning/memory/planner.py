@@ -16,7 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from foundry_fp8.activations.checkpointing.apply import CheckpointingReport, unwrap, wrap_selected
+from foundry_fp8.activations.checkpointing.apply import (
+    CheckpointingReport,
+    PlannedCompression,
+    switch_off_cache,
+    unwrap,
+    wrap_selected,
+)
 from foundry_fp8.activations.checkpointing.budget import check_budget, fit_bytes
 from foundry_fp8.activations.checkpointing.targets import Selection
 from foundry_fp8.activations.compression.apply import EXACT, apply_activation_compression
@@ -55,8 +61,7 @@ def plan_memory(
     *,
     budget: float | str,
     offload: bool = False,
-    compress: bool = True,
-    compression: dict[str, Any] | None = None,
+    compression: PlannedCompression = "exact",
     optimizer_bytes: int = 0,
     cost_model: CostModel | None = None,
 ) -> MemoryPlan:
@@ -73,11 +78,10 @@ def plan_memory(
         budget: Peak bytes of a step with everything in it (``20GiB``), a fraction of what no checkpointing needs
             (``0.4``), or ``fit``: what the GPU has.
         offload: Checkpoint inputs go to host memory.
-        compress: Offer compression.
-        compression: Options of ``activation_compression`` for it.
+        compression: What to use beside checkpoints: nothing, what rounds nothing, or a format of ``activation_compression``.
         optimizer_bytes: Optimizer state that is not allocated yet.
         cost_model: Seconds from a model instead of a clock, for a dry run: build the model and call this inside torch's
-            ``FakeTensorMode``, with ``compression={"format": "exact"}``, as packing looks at values.
+            ``FakeTensorMode``. ``compression`` rounds nothing then, as packing looks at values.
 
     Raises:
         ConfigError: Nothing meets the budget (says what would), or the model is checkpointed or compressed already.
@@ -88,12 +92,11 @@ def plan_memory(
         model,
         loss_fn,
         offload=offload,
-        compress=compress,
         compression=compression,
         optimizer_bytes=optimizer_bytes,
         cost_model=cost_model,
     )
-    return choose(measured, budget, offload=offload, compression=compression, capacity=capacity)
+    return choose(measured, budget, offload=offload, capacity=capacity)
 
 
 def choose(
@@ -101,7 +104,6 @@ def choose(
     budget: float | str,
     *,
     offload: bool = False,
-    compression: dict[str, Any] | None = None,
     capacity: int | None = None,
 ) -> MemoryPlan:
     """The plan for ``budget`` from measurements already taken: a pure function of its arguments.
@@ -110,7 +112,6 @@ def choose(
         measured: From :func:`measure`.
         budget: See :func:`plan_memory`.
         offload: What the measurements were taken with.
-        compression: The same.
         capacity: The bytes that ``fit`` stands for, from :func:`device_capacity`.
     """
     limit = _limit(measured, budget, capacity)
@@ -126,7 +127,7 @@ def choose(
             f"{format_bytes(smallest)} ({smallest} B), of which {format_bytes(measured.frame.static)} are parameters and "
             f"optimizer state, with {', '.join(sorted(set(how)))}. Lower the microbatch size, shard, or raise the budget."
         )
-    return MemoryPlan(measured, tuple(chosen), frame, limit, offload, dict(compression or {}))
+    return MemoryPlan(measured, tuple(chosen), frame, limit, offload)
 
 
 def _smallest(measured: Measurements) -> tuple[int, list[str]]:
@@ -178,8 +179,7 @@ def measure(
     loss_fn: Callable[[], Tensor],
     *,
     offload: bool = False,
-    compress: bool = True,
-    compression: dict[str, Any] | None = None,
+    compression: PlannedCompression = "exact",
     optimizer_bytes: int = 0,
     cost_model: CostModel | None = None,
     rounds: int | None = None,
@@ -204,9 +204,11 @@ def measure(
         kind_of.append(kinds.setdefault(key, len(kinds)))
         return not sharded and kind_of.count(kind_of[-1]) == 1
 
+    switch_off_cache(
+        model
+    )  # a block called again with the cache that it filled would attend to its own keys twice
     calls = capture_calls(modules, loss_fn, device, first_of_kind)
-    compression = compression or {}
-    formats = list(dict.fromkeys((EXACT, compression.get("format", "int8")))) if compress else []
+    formats = [] if compression == "none" else list(dict.fromkeys((EXACT, compression)))
     options, costs = [], []
     for kind in range(len(kinds)):
         of_kind = [i for i, k in enumerate(kind_of) if k == kind]
@@ -221,7 +223,7 @@ def measure(
         # In rounds, so that a slow moment of the machine does not fall on one option; the first round only warms up.
         for turn in range(1 if cost_model else 1 + rounds):
             for option in candidates:
-                with _applied(model, [name], option, offload, compression, rest):
+                with _applied(model, [name], option, offload, rest):
                     configured = transformer_blocks(model)[index][1]
                     run: BlockRun | ShardedBlockRun = (
                         ShardedBlockRun(configured, loss_fn, parameters, device)
@@ -240,7 +242,7 @@ def measure(
         )
     block = next(o for o in options[0] if o.name == "block")
     lean = None
-    with _applied(model, [name for name, _ in blocks], block, offload, {}):
+    with _applied(model, [name for name, _ in blocks], block, offload):
         outer = [module for _, module in transformer_blocks(model)]
         static = sum(local_numel(t) * t.element_size() for t in (*parameters, *model.buffers()))
         kept = [costs[kind]["block"].kept for kind in kind_of]
@@ -251,7 +253,7 @@ def measure(
             return _agreed({"frame": frame})["frame"]
 
         frame = measured_frame()
-        if compress and compression.get("overrides", {}).get("loss") != "none":
+        if formats:
             losses = apply_activation_compression(model, targets=[])
             try:
                 lean = measured_frame() if losses.rows else None
@@ -278,7 +280,6 @@ def _applied(
     names: Sequence[str],
     option: BlockOption,
     offload: bool,
-    compression: dict[str, Any],
     rest: Sequence[str] = (),
 ) -> Iterator[None]:
     """Blocks configured as an option, the rest checkpointed, and all of it taken back."""
@@ -289,10 +290,7 @@ def _applied(
         wrap_selected(model, selected, offload=offload)
         if option.formats:
             targets = {k: v for block in names for k, v in option.targets(block).items()}
-            overrides = {**compression.get("overrides", {}), "loss": "none"}
-            report = apply_activation_compression(
-                model, **{**compression, "targets": targets, "overrides": overrides}
-            )
+            report = apply_activation_compression(model, targets=targets, overrides={"loss": "none"})
         yield
     finally:
         if report is not None:
@@ -344,5 +342,5 @@ def apply_plan(model: nn.Module, plan: MemoryPlan) -> CheckpointingReport:
     """Checkpoint and compress as planned. ``model``: the one planned for, changed in place."""
     report = wrap_selected(model, plan.selections(), offload=plan.offload)
     if compression := plan.compression_options():
-        apply_activation_compression(model, **compression)
+        report = dataclasses.replace(report, compression=apply_activation_compression(model, **compression))
     return report

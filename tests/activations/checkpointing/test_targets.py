@@ -166,3 +166,21 @@ def test_bad_targets_say_what_to_do(make_llama, targets, message):
 def test_a_model_without_blocks_is_refused():
     with pytest.raises(ConfigError, match="Linear has no list of transformer blocks"):
         names(torch.nn.Linear(2, 2), None)
+
+
+def test_a_list_of_modules_which_nobody_calls_is_no_target():
+    """A checkpoint around it would recompute nothing. Its members may be targets."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+        vocab_size=64, num_local_experts=4,
+    )  # fmt: skip
+    model = MixtralForCausalLM(config)
+    with pytest.raises(
+        ConfigError, match=r"'\*\.experts' names .*experts, which holds modules .*\*\.experts\.\*"
+    ):
+        select(model, "*.experts", "full", "k")
+    with pytest.raises(ConfigError, match="names nothing in this model"):
+        select(model, "ModuleList", "full", "k")
+    assert len(select(model, "*.experts.[0-3]", "full", "k")) == 8

@@ -277,7 +277,7 @@ def test_boundaries_that_are_offloaded_are_left_and_reported(make_llama):
     reference = gradients(plain)[1]
     report = compress(model, overrides={"loss": "none"})
     assert [row[1:] for row in report.rows if row[1] in ("left", "boundary")] == [
-        ("left", "a checkpoint that offloads its inputs to host memory, as they are")
+        ("left", "a checkpoint, and it offloads its inputs to host memory, as they are")
     ] * 2
     assert torch.equal(gradients(model)[1], reference) and report.saved.packed == 0
 
@@ -407,3 +407,63 @@ def test_packed_boundaries_of_fp8_blocks_change_no_forward_and_no_amax_of_it(mak
         assert (a.slots is None) == (b.slots is None) == (recipe != "delayed")
         for operand in ("x", "w") if a.slots is not None else ():
             assert torch.equal(a.slots[operand].amax_history, b.slots[operand].amax_history)
+
+
+def mixtral():
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
+        vocab_size=128, num_local_experts=8, use_cache=False,
+    )  # fmt: skip
+    return MixtralForCausalLM(config)
+
+
+def test_the_input_of_a_checkpointed_router_is_not_rounded():
+    """From a rounded one the recompute sends tokens to other experts: an error where counts differ, else a wrong gradient."""
+    model = mixtral()
+    reference = gradients(model)[1]
+    apply_activation_checkpointing(model, targets={"*.block_sparse_moe": [0], "MixtralDecoderLayer": [1]})
+    with pytest.raises(
+        ConfigError, match=r"overrides\.boundary: the checkpoint .*\.gate.* other experts .*int4"
+    ):
+        compress(model, format="int4", overrides={"boundary": "int4"})
+    assert compresses_inside(model) is None
+    report = compress(model, format="int4")
+    left = {name: reason for name, action, reason in report.rows if action == "left"}
+    assert set(left) == {"model.layers.0.block_sparse_moe", "model.layers.1"}
+    assert (
+        "router model.layers.1.block_sparse_moe.gate has to choose the same experts" in left["model.layers.1"]
+    )
+    assert error(gradients(model)[1], reference) < 0.2  # int4's, of what lies outside the checkpoints
+    report.undo()
+    compress(model, format="exact")
+    assert error(gradients(model)[1], reference) < 2e-6
+
+
+def test_a_list_of_modules_takes_no_hooks():
+    model = mixtral()
+    with pytest.raises(ConfigError, match=r"'\*\.experts' matches none"):
+        compress(model, targets=["*.experts"])
+    report = compress(model, targets=["*.experts.*"])
+    gradients(model)
+    assert report.saved.packed > 0
+
+
+def test_the_report_says_whether_anything_is_rounded(make_llama):
+    assert str(compress(make_llama(2), format="exact")).startswith(
+        "activation compression (nothing is rounded): 2 x hooks exact"
+    )
+    assert "(rounded to int8): 2 x hooks int8, 4 x fused norm int8" in str(compress(make_llama(2)))
+
+
+def test_what_a_checkpoint_is_called_with_by_keyword_is_packed(make_llama):
+    """Hugging Face calls attention so."""
+    plain, model = make_llama(2), make_llama(2)
+    for m in (plain, model):
+        apply_activation_checkpointing(m, targets=["*.self_attn"])
+    reference = gradients(plain)[1]
+    report = compress(model, targets=["*.self_attn"], overrides={"loss": "none"})
+    assert 1e-4 < error(gradients(model)[1], reference) < 3e-2
+    assert report.saved.original == 2 * TOKENS.numel() * 64 * 4
