@@ -261,3 +261,25 @@ def test_delayed_scaling_uses_yesterdays_scale():
     model(x * 4).sum().backward()
     scale = model[0].slots["x"].scale.item()
     assert scale == pytest.approx(DelayedScaling().format("x").max / x.abs().amax().item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block", "mxfp8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_selective_checkpoint_may_keep_what_the_gemm_returned(recipe, dtype):
+    """Scales and bias go into memory of their own: torch refuses a kept tensor that was written to."""
+    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+    def contexts():
+        return create_selective_checkpoint_contexts([torch.ops.aten.mm.default])
+
+    found = []
+    for selective in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(128, 128), torch.nn.SiLU(), torch.nn.Linear(128, 128))
+        foundry_fp8.apply_fp8(model.to(dtype), recipe=recipe, backend="emulated")
+        x = torch.randn(64, 128, dtype=dtype, requires_grad=True)
+        y = checkpoint(model, x, use_reentrant=False, context_fn=contexts) if selective else model(x)
+        y.float().square().mean().backward()
+        found.append([x.grad, *(p.grad for p in model.parameters())])
+    for plain, checkpointed in zip(*found, strict=True):
+        assert torch.equal(plain, checkpointed)

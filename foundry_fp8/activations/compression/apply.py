@@ -31,7 +31,7 @@ from foundry_fp8.model_structure.blocks import transformer_blocks
 from foundry_fp8.model_structure.experts import router_modules
 from foundry_fp8.model_structure.names import clean_name
 from foundry_fp8.model_structure.selection import check_patterns_match
-from foundry_fp8.model_structure.wrappers import has_forward
+from foundry_fp8.model_structure.wrappers import checkpoint_wrappers, has_forward
 from foundry_fp8.numerics.packed import PackedBlock, PackFormat
 
 __all__ = [
@@ -158,6 +158,7 @@ def apply_activation_compression(model: nn.Module, **options: Any) -> Compressio
     compressors: list[Compressor] = []
     shared_inputs = SharedInputs()
     targets = _targets(model, config)
+    _check_routers(model, config)
     for name, (module, form) in targets.items():
         if isinstance(module, CheckpointWrapper):
             rows.append(_boundary(name, module, form, config, compressors))
@@ -219,6 +220,19 @@ def _targets(model: nn.Module, config: ActivationCompressionConfig) -> dict[str,
     return chosen
 
 
+def _check_routers(model: nn.Module, config: ActivationCompressionConfig) -> None:
+    """Raise where boundaries are to be rounded by name and a router would choose other experts from them."""
+    form = config.overrides.get("boundary")
+    if form not in LOSSY or not config.include_checkpoint_boundaries:
+        return
+    for name, checkpoint in checkpoint_wrappers(model):
+        for router, _ in router_modules(checkpoint):
+            raise ConfigError(
+                f"{KEY}.overrides.boundary: the checkpoint {name} holds the router {clean_name(f'{name}.{router}')}, which "
+                f"would choose other experts when it runs again on inputs rounded to {form}. Set it to exact."
+            )
+
+
 def _boundary(
     name: str,
     checkpoint: CheckpointWrapper,
@@ -230,13 +244,7 @@ def _boundary(
     fmt = config.pack_format("boundary", form)
     left = None if config.include_checkpoint_boundaries else "include_checkpoint_boundaries is false"
     if fmt is not None and (router := next(router_modules(checkpoint), None)) is not None:
-        inner = clean_name(f"{name}.{router[0]}")
-        if "boundary" in config.overrides and left is None:
-            raise ConfigError(
-                f"{KEY}.overrides.boundary: the checkpoint {name} holds the router {inner}, which would choose other experts when "
-                f"it runs again on inputs rounded to {fmt.name}. Set it to exact, or take {name} out of the checkpoints."
-            )
-        left = f"its router {inner} has to choose the same experts again"
+        left = f"its router {clean_name(f'{name}.{router[0]}')} has to choose the same experts again"
     elif keywords_of(checkpoint).get("offload", False):  # its hooks are the inner ones, and only those run
         left = left or "it offloads its inputs to host memory, as they are"
     compressor = Compressor(fmt if left is None else None, min_numel=config.min_numel, boundary=True)

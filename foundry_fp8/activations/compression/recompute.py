@@ -34,13 +34,18 @@ _RESHAPES_AND_CASTS = frozenset(
 )
 
 
-def recomputation(x: Tensor) -> Callable[[], Tensor] | None:
-    """How backward can make ``x`` again from what a fused form keeps, if ``x`` is its output, reshaped or cast."""
+def recomputation(x: Tensor, *, exact: bool = False) -> Callable[[], Tensor] | None:
+    """How backward can make ``x`` again from what a fused form keeps, if ``x`` is its output, reshaped or cast.
+
+    With ``exact``, only bit for bit: not from what is kept packed.
+    """
     node = x.grad_fn
     while node is not None and node.name() in _RESHAPES_AND_CASTS:
         node = node.next_functions[0][0]
     recompute = getattr(node, "recompute", None)
     if recompute is None or node.numel != x.numel() or not x.is_contiguous():  # type: ignore[union-attr]
+        return None
+    if exact and any(layout is not None for layout in node.layout):  # type: ignore[union-attr]
         return None
     dtype, shape = x.dtype, x.shape
     return lambda: recompute(node).to(dtype).view(shape)

@@ -225,7 +225,7 @@ class Compressor:
             self._calls[-1][1].look(x.grad_fn)
         if is_parameter(x):
             return Untouched.of(x)
-        if x.numel() >= self.min_numel and (again := recomputation(x)) is not None:
+        if x.numel() >= self.min_numel and (again := self._recomputation(x)) is not None:
             self.saved.left_out += x.untyped_storage().nbytes()
             return _MadeAgain(again)
         kept = Untouched.of(x)
@@ -238,6 +238,10 @@ class Compressor:
         else:
             self._calls[-1][1].wait(waiting, number)
         return waiting
+
+    def _recomputation(self, x: Tensor) -> Callable[[], Tensor] | None:
+        # The input of a checkpoint that is left exact must not come from a rounded one: a router would choose otherwise.
+        return recomputation(x, exact=self.boundary and self.fmt is None)
 
     def unpack(self, kept: Untouched | _Waiting | _MadeAgain) -> Tensor:
         """The unpack hook."""

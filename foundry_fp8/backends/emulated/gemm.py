@@ -55,33 +55,34 @@ def scaled_mm(
     Returns:
         ``[M, N]``, NaN where an operand's scale says that it held an Inf.
     """
+    # A selective checkpoint keeps what a matmul returned, and that must not be written to; scratch memory may be.
+    own = None
     if sums == "float32":
-        product = _float32_mm(a, b, temporary=out_dtype != torch.float32, narrow=a.block is None or power_2)
+        temporary = out_dtype != torch.float32 and readable(a.data) and readable(b.data)
+        own = scratch("product", (a.data.shape[0], b.data.shape[0])) if temporary else None
+        product = _float32_mm(a, b, out=own, narrow=a.block is None or power_2)
     else:
         product = hopper_mm(a, b, fast=sums == "hopper_fast")
     if a.block is None:
-        product.mul_(a.gemm_scale * b.gemm_scale)
+        product = own = torch.mul(product, a.gemm_scale * b.gemm_scale, out=own)
     if bias is not None:
-        product.add_(bias)
+        product = torch.add(product, bias, out=own)
     return product.to(out_dtype)
 
 
-def _float32_mm(a: Quantized, b: Quantized, *, temporary: bool, narrow: bool) -> Tensor:
+def _float32_mm(a: Quantized, b: Quantized, *, out: Tensor | None, narrow: bool) -> Tensor:
     """``a @ b.T`` in float32 with block scales applied.
 
     Args:
         a: ``[M, K]``.
         b: ``[N, K]``.
-        temporary: The result may lie in scratch memory.
+        out: Where to put it; ``None`` for memory of its own.
         narrow: The scaled values are bfloat16 values.
     """
     left, right = _scaled_values(a, "a"), _scaled_values(b, "b")
     device_type = left.device.type
-    product = None
-    if temporary and readable(a.data) and readable(b.data):
-        product = scratch("product", (left.shape[0], right.shape[0]))
     with float32_products(device_type, narrow=narrow and has_bf16_units(device_type)):
-        return torch.mm(left, right.t(), out=product)
+        return torch.mm(left, right.t(), out=out)
 
 
 def _scaled_values(q: Quantized, place: str) -> Tensor:

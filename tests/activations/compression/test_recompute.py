@@ -42,7 +42,9 @@ def test_what_is_reshaped_or_cast_is_made_again_bit_for_bit(form, autocast):
         again = recomputation(out)
         assert again is not None
         assert again().dtype == out.dtype and torch.equal(again(), out)
+    assert recomputation(y, exact=True) is not None
     rounded = form(X.clone().requires_grad_(), weight, PackFormat())
+    assert recomputation(rounded, exact=True) is None
     again = recomputation(rounded)
     assert again is not None and 0 < (again() - y).norm() / y.norm() < 2e-2
 
