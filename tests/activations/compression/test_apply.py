@@ -455,13 +455,9 @@ def test_the_report_says_whether_anything_is_rounded(make_llama):
     assert str(compress(make_llama(2), format="exact")).startswith(
         "activation compression (nothing is rounded): 2 x hooks exact"
     )
-<<<<<<< ours
-    assert "(rounded to int8): 2 x hooks int8, 4 x fused norm int8" in str(compress(make_llama(2)))
-=======
     assert "(rounded to int8): 2 x hooks int8, 2 x fused mlp int8, 4 x fused norm int8" in str(
         compress(make_llama(2))
     )
->>>>>>> theirs
 
 
 def test_what_a_checkpoint_is_called_with_by_keyword_is_packed(make_llama):
