@@ -2,6 +2,8 @@
 # make test           lint, types and the default tier of the tests: what every landing and pull request must pass
 # make test-all       the same with every test
 # make test-modern    the default tier on the modern stack (overrides-modern.txt), in .venv-modern
+# make mutants        break the core on purpose; every break must be noticed by a test
+# make benchmarks     measure again and compare the ratios with the committed ones; on a quiet machine
 # make release        build, check the metadata, and try the wheel in a clean environment from another folder
 # Each sets up .venv first (pinned by constraints.txt); the second time that is a no-op.
 
@@ -15,7 +17,7 @@ WORKERS ?= 2
 PYTEST  := -m pytest -n $(WORKERS) --dist worksteal
 DEFAULT := -m "not full"
 
-.PHONY: demo test test-all test-modern lint release setup clean
+.PHONY: demo test test-all test-modern lint mutants benchmarks release setup clean
 demo: setup
 	$(BIN)/foundry-fp8 demo $(ARGS)
 
@@ -33,6 +35,12 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+mutants: setup
+	$(BIN)/python tests/mutants.py $(ARGS)
+
+benchmarks: setup
+	$(BIN)/python benchmarks/regression.py $(ARGS)
 
 release: setup
 	rm -rf dist

@@ -1,0 +1,231 @@
+"""Breaks the core on purpose, one line at a time, and expects a test to notice: ``make mutants``.
+
+    python tests/mutants.py [--only SUBSTRING] [--workers 2]
+
+Each mutant is a textual change of one file. It is made in a copy of the package, and the tests named for it run against that
+copy: one has to fail. First they all have to pass on an unchanged copy. A mutant whose text is not found once is an error,
+so that the list follows the code.
+
+torch and what tests import besides are imported once; every mutant runs in a fork of that process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import os
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    """``old`` becomes ``new`` in ``foundry_fp8/{file}``; ``tests`` (below tests/) must notice."""
+
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+QUANTIZE, FORMATS, RECIPES = "numerics/quantize.py", "numerics/formats.py", "numerics/recipes.py"
+DELAYED, LINEAR, MASK = "layers/delayed_scaling.py", "layers/linear.py", "layers/attention_mask.py"
+LINEARS, PACKING, WIRE = "surgery/linears.py", "activations/compression/packing.py", "distributed/wire.py"
+SOLVER = "planning/memory/solver.py"
+T_QUANTIZE, T_FORMATS, T_RECIPES = (f"numerics/test_{name}.py" for name in ("quantize", "formats", "recipes"))
+T_DELAYED, T_STATE, T_EMULATED = (
+    "layers/test_delayed_scaling.py",
+    "layers/test_state.py",
+    "backends/test_emulated.py",
+)
+T_LINEARS, T_PACKING = "surgery/test_linears.py", "activations/compression/test_packing.py"
+T_WIRE, T_SOLVER = "distributed/test_wire.py", "planning/memory/test_solver.py"
+T_ATTENTION = "backends/test_emulated_attention.py"
+
+MUTANTS = [
+    # Contract 6: what is not finite stays visible; and the bytes of the recipes.
+    Mutant(QUANTIZE, "torch.isinf(self.amax), torch.nan", "torch.isinf(self.amax), 1.0", T_QUANTIZE),
+    Mutant(QUANTIZE, "usable = torch.isfinite(amax) & (amax > 0)", "usable = amax > 0", T_QUANTIZE),
+    Mutant(QUANTIZE, "usable, scale, 1.0)", "usable, scale, 0.5)", T_QUANTIZE),
+    Mutant(QUANTIZE, "& -0x800000)", "& -0x400000)", T_QUANTIZE),
+    Mutant(QUANTIZE, "torch.isinf(scale), value_for_inf", "torch.isinf(scale), 1.0", T_QUANTIZE),
+    Mutant(
+        QUANTIZE,
+        "torch.div(torch.full_like(amax, fmt.max), torch.where(usable, amax, 1.0))",
+        "torch.where(usable, amax, 1.0).reciprocal() * fmt.max",
+        T_QUANTIZE,
+    ),
+    Mutant(QUANTIZE, "[:rows].repeat_interleave(self.block[1]", "[:rows].repeat_interleave(self.block[0]", T_QUANTIZE),
+    Mutant(FORMATS, ".clamp(-fmt.max, fmt.max)", ".clamp(-fmt.max / 2, fmt.max)", T_FORMATS),
+    Mutant(FORMATS, "(mantissa > 0) & (exponent", "(mantissa > 1) & (exponent", T_FORMATS),
+    Mutant(FORMATS, "torch.isinf(x), 254", "torch.isinf(x), 255", T_FORMATS),
+    Mutant(FORMATS, "code == 0, 0x400000", "code == 0, 0x800000", T_FORMATS),
+    Mutant(RECIPES, 'operand == "dy" and', 'operand == "x" and', T_RECIPES),
+    Mutant(RECIPES, 'amax_compute_algo: Literal["max", "most_recent"] = "max"', 'amax_compute_algo: Literal["max", "most_recent"] = "most_recent"', f"{T_RECIPES} {T_DELAYED}"),
+    # Contracts 2 and 4: delayed scaling's state, and that a recompute changes nothing.
+    Mutant(DELAYED, "torch.fmax(self.amax, amax, out=self.amax)", "self.amax.copy_(amax)", f"{T_DELAYED} {T_EMULATED}"),
+    Mutant(DELAYED, "2.0**-recipe.margin", "2.0**recipe.margin", T_DELAYED),
+    Mutant(DELAYED, "torch.where(seen, rolled, history)", "rolled", T_DELAYED),
+    Mutant(DELAYED, "seen & torch.isfinite(amax)", "seen", T_DELAYED),
+    Mutant(DELAYED, "history[0].zero_()", "pass", T_DELAYED),
+    Mutant(DELAYED, "torch.fmax(history[1:].amax(dim=0), current)", "history[1:].amax(dim=0)", T_DELAYED),
+    Mutant(DELAYED, "if trains and not inside_backward():", "if trains:", f"{T_EMULATED} {T_DELAYED}"),
+    Mutant(DELAYED, "if candidate.start <= node < end:", "if True:", T_DELAYED),
+    Mutant(DELAYED, "forward.waiting = False", "pass", T_DELAYED),
+    Mutant(DELAYED, "bool((scale <= 0).any())", "bool((scale < 0).any())", f"{T_STATE} {T_DELAYED}"),
+    Mutant(LINEAR, 'return ("dy",)', 'return ("x", "w", "dy")', f"{T_EMULATED} {T_DELAYED} activations/compression/test_apply.py"),
+    # Contract 3: the ledger is what ran.
+    Mutant(LINEAR, '"wgrad": "fp8" if self.wgrad == "fp8" else hp', '"wgrad": "fp8"', f"{T_EMULATED} observe"),
+    Mutant(LINEAR, 'precisions["fprop"], recompute=inside_backward())', 'precisions["fprop"])', T_EMULATED),
+    Mutant("layers/ledger.py", "2 * m * n * k\n        self.calls", "m * n * k\n        self.calls", f"{T_EMULATED} observe"),
+    Mutant(LINEAR, 'self.training or self.evaluate == "fp8"', "True", T_EMULATED),
+    # Contract 1: the same parameters; contract 5: what is left out, and why.
+    Mutant(LINEARS, "if linear not in made:", "if True:", T_LINEARS),
+    Mutant("surgery/left_out.py", "return LeftOut(TIED)", "pass", T_LINEARS),
+    Mutant(LINEARS, "inside[max(0, len(stack) - last) :]", "inside[len(stack) - last + 1 :]", T_LINEARS),
+    Mutant(LINEARS, "if len(kept) == count:", "if False:", T_LINEARS),
+    Mutant("model_structure/selection.py", "fnmatch.fnmatchcase(name, pattern) for pattern", "pattern in name for pattern", T_LINEARS),
+    # The emulated GEMM.
+    Mutant("backends/emulated/gemm.py", "torch.mul(product, a.gemm_scale * b.gemm_scale", "torch.mul(product, a.scale_inv * b.scale_inv", T_EMULATED),
+    Mutant("backends/emulated/gemm.py", "torch.add(product, bias,", "torch.add(product, bias.bfloat16(),", T_EMULATED),
+    # FP8 attention's masks.
+    Mutant(MASK, "rules.append(columns <= rows)", "rules.append(columns < rows)", T_ATTENTION),
+    Mutant(MASK, "columns >= rows - left", "columns > rows - left", T_ATTENTION),
+    Mutant(MASK, "min(last, stop + shift)", "min(last, stop + shift - 1)", T_ATTENTION),
+    # Packed activations.
+    Mutant(PACKING, "torch.where(finite, scale_inv, torch.nan)", "scale_inv", T_PACKING),
+    Mutant(PACKING, "torch.maximum(blocks.amax(1), blocks.amin(1).neg_())", "blocks.amax(1)", T_PACKING),
+    Mutant(PACKING, "torch.maximum(scaled, scaled.sign(), out=scaled)", "pass", f"{T_PACKING} activations/compression/test_saved.py"),
+    Mutant(PACKING, "nibbles[..., 1] << 4", "nibbles[..., 1] << 3", T_PACKING),
+    # The wire.
+    Mutant(WIRE, "amax.masked_fill_(~finite, torch.nan)", "pass", T_WIRE),
+    Mutant(WIRE, "if divisor != 1:", "if divisor > 2:", T_WIRE),
+    Mutant(WIRE, "(words * weights).sum(1)", "words.sum(1)", T_WIRE),
+    Mutant("numerics/wire_format.py", "4 * self.blocks(numel) if self.quantized", "4 * numel if self.quantized", T_WIRE),
+    # Configuration and plans.
+    Mutant("config/rules.py", "return Rule(f\"of at least {minimum}\", lambda value: value >= minimum)", "return Rule(f\"of at least {minimum}\", lambda value: value > minimum)", f"config {T_RECIPES}"),
+    Mutant("config/rules.py", "\"KiB\": 2**10", "\"KiB\": 10**3", "config"),
+    Mutant(SOLVER, "held + cost.forward_peak, held + frame.after_head", "held + frame.after_head", T_SOLVER),
+    Mutant(SOLVER, "state[0] + frame.head_peak <= room and", "", T_SOLVER),
+    Mutant("observe/kurtosis.py", "counted = s2 != 0", "counted = s2 >= 0", "callbacks/test_kurtosis_monitor.py"),
+]  # fmt: skip
+
+
+def copy_of_the_checkout(folder: Path) -> None:
+    ignored = shutil.ignore_patterns("__pycache__", "*.pyc")
+    for name in ("foundry_fp8", "tests", "benchmarks", "docs"):
+        shutil.copytree(ROOT / name, folder / name, ignore=ignored)
+    for name in ("pyproject.toml", "README.md", "Makefile"):
+        shutil.copy(ROOT / name, folder / name)
+    (folder / "yamls").symlink_to("foundry_fp8/yamls")
+
+
+def run_pytest(folder: Path, tests: list[str]) -> int:
+    """Run the tests against the package in ``folder``, and not against the one that is installed."""
+    os.chdir(folder)
+    ours = (ROOT, ROOT / "tests")
+    sys.path[:] = [str(folder), *(p for p in sys.path if Path(p).resolve() not in ours)]
+    sys.meta_path[:] = [f for f in sys.meta_path if "__editable__" not in repr(f)]
+    import foundry_fp8
+
+    assert Path(foundry_fp8.__file__).is_relative_to(folder), foundry_fp8.__file__
+    import pytest
+
+    os.environ["PYTHONPATH"] = str(folder)
+    options = ["-x", "-q", "-n0", "-p", "no:cacheprovider", "-m", "not full", f"--rootdir={folder}"]
+    return int(pytest.main([*options, *(f"tests/{test}" for test in tests)]))
+
+
+def in_a_fork(folder: Path, tests: list[str], output: Path) -> int:
+    """Start the tests in ``folder``; returns the process id. Its exit code is pytest's."""
+    child = os.fork()
+    if child:
+        return child
+    code = 70
+    try:
+        sink = os.open(output, os.O_WRONLY | os.O_CREAT)
+        os.dup2(sink, 1), os.dup2(sink, 2)
+        code = run_pytest(folder, tests)
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush(), sys.stderr.flush()
+    os._exit(code)
+
+
+def made(mutant: Mutant | None, folder: Path) -> None:
+    copy_of_the_checkout(folder)
+    if mutant is not None:
+        path = folder / "foundry_fp8" / mutant.file
+        text = path.read_text()
+        found = text.count(mutant.old)
+        if found != 1:
+            raise SystemExit(
+                f"{mutant.file}: {mutant.old!r} is there {found} times, not once. Update tests/mutants.py."
+            )
+        path.write_text(text.replace(mutant.old, mutant.new))
+
+
+def outcomes(mutants: list[Mutant | None], tests: list[list[str]], workers: int):
+    """Yield ``(mutant, exit code, output, seconds)`` as they end."""
+    waiting, running = list(zip(mutants, tests, strict=True)), {}
+    with tempfile.TemporaryDirectory() as top:
+        number = 0
+        while waiting or running:
+            while waiting and len(running) < workers:
+                mutant, names = waiting.pop(0)
+                folder = Path(top) / str(number)
+                number += 1
+                made(mutant, folder)
+                child = in_a_fork(folder, names, folder / "output")
+                running[child] = mutant, folder, time.monotonic()
+            child, status = os.wait()
+            mutant, folder, begin = running.pop(child)
+            output = (folder / "output").read_text(errors="replace")
+            shutil.rmtree(folder)
+            yield mutant, os.waitstatus_to_exitcode(status), output, time.monotonic() - begin
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default="", help="mutants whose file, text or tests contain this")
+    parser.add_argument("--workers", type=int, default=2)
+    args = parser.parse_args()
+    chosen = [m for m in MUTANTS if any(args.only in t for t in (m.file, m.old, m.new, m.tests))]
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    sys.path.remove(str(ROOT / "tests"))  # where tests/multiprocess would hide a package that datasets wants
+    for module in ("torch.distributed.fsdp", "transformers.models.llama.modeling_llama"):
+        importlib.import_module(module)
+
+    everything = sorted({test for mutant in chosen for test in mutant.tests.split()})
+    for _, code, output, seconds in outcomes([None], [everything], 1):
+        if code != 0:
+            raise SystemExit(f"The unchanged copy fails ({code}):\n{output[-3000:]}")
+        print(f"unchanged: passes ({seconds:.0f} s)", flush=True)
+    survivors = 0
+    tests = [mutant.tests.split() for mutant in chosen]
+    for mutant, code, output, seconds in outcomes(list(chosen), tests, args.workers):
+        died = code == 1  # a test failed; anything else is no verdict
+        survivors += not died
+        by = next((line.split(" - ")[0] for line in output.splitlines() if line.startswith("FAILED")), "")
+        print(
+            f"{'died' if died else 'SURVIVED' if code == 0 else f'ERROR {code}'}  {mutant.file}: {mutant.new}  {by} ({seconds:.0f} s)",
+            flush=True,
+        )
+        if not died and code:
+            print(output[-2000:])
+    print(f"{len(chosen) - survivors} of {len(chosen)} mutants died.")
+    sys.exit(survivors > 0)
+
+
+if __name__ == "__main__":
+    main()
