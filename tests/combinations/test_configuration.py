@@ -198,6 +198,7 @@ ALGORITHMS: dict[str, dict[str, Takes]] = {
             word("fit"),
         ),
         "offload": FLAG,
+        "compression": only("exact"),  # by itself; another word needs a budget beside it
     },
     "activation_compression": {
         "format": FORMAT,
@@ -223,18 +224,21 @@ ALGORITHMS: dict[str, dict[str, Takes]] = {
         "block_size": whole(32, 65536, lambda n: not n & (n - 1)),
         "second_leg": word("fp32", "bf16", "int8", "e4m3", "int4"),
         "error_feedback": either(word("auto"), FLAG),
+        "rounding": word("nearest", "stochastic"),
         "warmup": BATCHES,
         "min_bytes": SIZE,
         "scope": word("auto", "inter_node", "all"),
         "inside_node": word("fp32", "int8"),
         "verify": FLAG,
         "sample_interval": BATCHES,
+        "check_replicas": FLAG,
     },
     "hybrid_sharding": {
         "shard": either(word("node", "auto"), whole(1)),
         "replicate": either(word("auto"), whole(1)),
         "state_fraction": number(0, 1, without=(0,)),
         "optimizer_bytes": whole(0),
+        "check_replicas": FLAG,
     },
 }  # fmt: skip
 CALLBACKS: dict[str, dict[str, Takes]] = {
