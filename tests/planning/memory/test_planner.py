@@ -243,9 +243,10 @@ def test_a_plan_rounds_nothing_unless_it_is_told_to():
         loss_of(planned)().backward()
         for ours, theirs in zip(planned.parameters(), reference.parameters(), strict=True):
             assert (ours.grad - theirs.grad).norm() <= 1e-5 * theirs.grad.norm()
-    tight = choose(
-        lossy, f"{lossy.peak('int8, checkpoint block')}B"
-    )  # less than exact plans and checkpoints reach
+    below = f"{lossy.peak('int8, checkpoint self_attn + mlp')}B"  # no mixture of exact options reaches it
+    with pytest.raises(ConfigError, match="nothing meets"):
+        choose(exact, below)
+    tight = choose(lossy, below)
     assert tight.lossy == ("int8",) and "memory plan (rounds to int8)" in str(tight)
     assert "rounded to int8" in str(apply_plan(build(), tight))
     none = measure(model, loss_of(model), rounds=1, compression="none")
