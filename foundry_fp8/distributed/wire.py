@@ -172,7 +172,9 @@ def _encode_blocks(x: Tensor, wire: WireFormat, codes: Tensor, scales: Tensor, n
     if not whole:
         amax.masked_fill_(~finite, torch.nan)
     amax.clamp_(min=LEAST_AMAX)
-    torch.mul(x, (wire.limit / amax).unsqueeze(1), out=scaled)
+    # One rounding, as in the kernel; limit / amax would be reciprocal and product, and decide ties otherwise.
+    inverse = torch.div(torch.full_like(amax, wire.limit), amax)
+    torch.mul(x, inverse.unsqueeze(1), out=scaled)
     if not whole:
         scaled.nan_to_num_(nan=0.0)  # the scale says it; a code must be a number
     torch.div(amax, wire.limit, out=scales)

@@ -22,6 +22,7 @@ from triton.runtime.jit import JITFunction
 # Triton's own library (cdiv, sum, max, ...) is decorated like a kernel.
 MODULES = (
     "triton.language",
+    "triton.language.random",
     "triton.language.standard",
     *(
         f"foundry_fp8.kernels.{name}"
@@ -36,6 +37,7 @@ MODULES = (
             "packed_norms",
             "gated",
             "packing",
+            "wire",
         )
     ),
 )
