@@ -38,12 +38,27 @@ def test_every_public_name_can_be_imported():
     assert set(dir(foundry_fp8)) == set(foundry_fp8.__all__)
 
 
-def test_importing_the_package_loads_nothing_beside_torch():
-    code = (
-        "import sys, torch; before = set(sys.modules); import foundry_fp8; "
-        "new = {m for m in set(sys.modules) - before if not m.startswith('foundry_fp8')}; sys.exit(str(new) if new else 0)"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+IMPORTS = """
+import sys
+import torch
+before = set(sys.modules)
+sys.modules["triton"] = None  # whoever imports it now fails
+import foundry_fp8
+new = {m for m in set(sys.modules) - before if not m.startswith("foundry_fp8")} - {"triton"}
+assert not new, new
+import foundry_fp8.backends.native
+for name in foundry_fp8.__all__:
+    getattr(foundry_fp8, name)
+others = {"composer", "llmfoundry", "streaming", "transformers", "transformer_engine"} & set(sys.modules)
+assert not others, others
+kernels = {m for m in sys.modules if m.startswith("foundry_fp8.kernels.")} - {"foundry_fp8.kernels.launch"}
+assert not kernels, kernels
+"""
+
+
+def test_importing_the_package_loads_nothing_beside_torch_and_its_names_need_torch_alone():
+    """And no Triton."""
+    result = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
 
 

@@ -11,8 +11,6 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from foundry_fp8.backends.survey import collect
-
 __all__ = ["doctor", "render"]
 
 _EMULATED_ATTENTION = Text(
@@ -28,6 +26,8 @@ def doctor(
     ] = False,
 ) -> None:
     """Show what this machine and its installed stack can run: each recipe on each backend, or the reason why not."""
+    from foundry_fp8.backends.survey import collect
+
     found = collect()
     if as_json:
         typer.echo(json.dumps(found, indent=2))

@@ -7,8 +7,16 @@ from typer.testing import CliRunner
 from foundry_fp8.cli.main import app
 from tests.report.logs import END, batches, header, write_log
 
-# Not torch: the package itself imports it.
-SLOW_IMPORTS = ("composer", "llmfoundry", "streaming", "transformers", "matplotlib")
+# Not torch: the plans need it.
+SLOW_IMPORTS = (
+    "torch._dynamo",
+    "triton",
+    "composer",
+    "llmfoundry",
+    "streaming",
+    "transformers",
+    "matplotlib",
+)
 
 
 def run(*arguments):

@@ -17,7 +17,7 @@ IMPORTS = ",".join(
         "tests.combinations.running",
     )
 )
-EVERY = 3
+EVERY = 5
 """One row in so many is in the default tier."""
 
 

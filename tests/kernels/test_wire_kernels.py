@@ -64,7 +64,11 @@ def test_rounding_at_random_is_unbiased_and_follows_the_seed(name, device):
     assert torch.equal(drawn, codes(7)) and not torch.equal(drawn, codes(8))
     decoded = decode(drawn, wire, 2048).double()
     assert len({tuple(row) for row in decoded.view(512, 128).tolist()}) > 400
-    step = 60 / {"int8": 127, "e4m3": 448 * 8, "int4": 7 / 32**0.5}[name] + (x.abs() / 8 if name == "e4m3" else 0)
+    step = 60 / {"int8": 127, "e4m3": 448 * 8, "int4": 7 / 32**0.5}[name] + (
+        x.abs() / 8 if name == "e4m3" else 0
+    )
     error = (decoded.view(512, 128) - x) / step
     assert float(error.abs().max()) <= 1.001  # to a neighbouring code
-    assert float(error.mean(0).abs().max()) <= 5 * 0.5 / 512**0.5  # five standard deviations of the mean of 512
+    assert (
+        float(error.mean(0).abs().max()) <= 5 * 0.5 / 512**0.5
+    )  # five standard deviations of the mean of 512

@@ -195,8 +195,15 @@ def test_a_cache_of_keys_is_handed_on_and_not_copied(make_llama):
     assert cache.get_seq_length() == 8
 
 
-@pytest.mark.parametrize("policy", ["full", "selective"])
-@pytest.mark.parametrize("whole", [True, False], ids=["model", "blocks"])
+@pytest.mark.parametrize(
+    ("policy", "whole"),
+    [
+        pytest.param("full", True, id="full, the model"),
+        pytest.param("selective", False, id="selective, its blocks"),
+        pytest.param("full", False, id="full, its blocks", marks=pytest.mark.full),
+        pytest.param("selective", True, id="selective, the model", marks=pytest.mark.full),
+    ],
+)
 def test_checkpoints_are_compiled(make_llama, policy, whole):
     model = make_llama(2, use_cache=False)
     reference = gradients(model)

@@ -65,13 +65,13 @@ def foundrys_choice(model, target):
         model.config.activation_checkpointing_target = None
 
 
-def test_900_generated_targets_choose_what_foundry_chooses(mpt):
+def test_300_generated_targets_choose_what_foundry_chooses(mpt):
     """Two differences. What names nothing ({}, or a name that no module has) is an error here, and nothing in Foundry. And mptglu, whose registry
     entry is a function and not a class, ends in a TypeError of isinstance in Foundry; here it is the class of that name.
     """
     rng = random.Random(6)
     same = errors = absent = builders = 0
-    for _ in range(900):
+    for _ in range(300):
         target = spec(rng)
         theirs = foundrys_choice(mpt, target)
         try:
@@ -92,7 +92,7 @@ def test_900_generated_targets_choose_what_foundry_chooses(mpt):
             continue
         assert ours == theirs, target
         same, errors = same + (theirs != "error"), errors + (theirs == "error")
-    assert same > 80 and errors > 80 and absent > 20 and builders > 20, (same, errors, absent, builders)
+    assert same > 30 and errors > 30 and absent > 10 and builders > 10, (same, errors, absent, builders)
 
 
 def test_seed_targets_of_the_reference_run(mpt):

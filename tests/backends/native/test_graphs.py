@@ -16,16 +16,6 @@ from foundry_fp8.layers.delayed_scaling import DelayedScalingState
 from foundry_fp8.layers.state import FP8State
 from foundry_fp8.numerics.recipes import DelayedScaling
 
-RECIPES = [
-    DelayedScaling(amax_history_len=3),
-    DelayedScaling(amax_history_len=1, amax_compute_algo="most_recent"),
-    "current",
-    "block",
-]
-every_recipe = pytest.mark.parametrize(
-    "recipe", RECIPES, ids=lambda r: r if isinstance(r, str) else f"delayed {r.amax_history_len}"
-)
-
 
 class Graph(TorchDispatchMode):
     """Records what runs inside of it; :meth:`replay` runs it again."""
@@ -79,8 +69,21 @@ class Run:
         return [*state, *self.model.parameters()]
 
 
-@every_recipe
-@pytest.mark.parametrize("finished", [False, True], ids=["captured in a pass", "captured after its end"])
+@pytest.mark.parametrize(
+    ("recipe", "finished"),
+    [
+        pytest.param(
+            recipe, finished, id=f"{name}, captured {'after the end of' if finished else 'in'} a pass"
+        )
+        for name, recipe, ends in (
+            ("delayed 3", DelayedScaling(amax_history_len=3), (False, True)),
+            ("delayed 1", DelayedScaling(amax_history_len=1, amax_compute_algo="most_recent"), (False, True)),
+            ("current", "current", (True,)),  # without a state a pass has no end
+            ("block", "block", (False,)),
+        )
+        for finished in ends
+    ],
+)
 def test_replays_train_as_eager_steps_do(recipe, finished, device):
     """Replays and eager steps in any order, with and without the update at a batch's end, equal eager steps alone."""
     if device == "cuda":

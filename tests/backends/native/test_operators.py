@@ -61,8 +61,7 @@ def test_operators_say_what_they_return(name, device):
     torch.library.opcheck(op, args, test_utils=checks)
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "block"])
-@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("recipe", "bias"), [("delayed", True), ("block", False)])
 def test_compiles_whole_and_gives_the_same_bits(recipe, bias, device):
     """One graph for every number of tokens, forward and backward, no breaks. 48 tokens need no padding."""
     torch.manual_seed(0)
