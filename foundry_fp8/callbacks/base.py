@@ -12,7 +12,7 @@ from composer.core import Callback, Event, State
 from composer.loggers import Logger
 from torch import nn
 
-from foundry_fp8.callbacks.run_log import ensure_run_log
+from foundry_fp8.callbacks.run_log import ensure_run_log, log_details
 from foundry_fp8.config import ConfigError, from_mapping
 from foundry_fp8.model_structure.wrappers import without_ddp
 
@@ -75,6 +75,14 @@ class Monitor(Callback):
             self.disable(error)
         except Exception as error:
             self.disable(error)
+
+    def log(self, logger: Logger, metrics: dict[str, float], details: dict[str, float]) -> None:
+        """``metrics`` go to every logger. ``details`` (by layer, by unit) go to the run log alone, or with ``details: true``
+        to every logger too.
+        """
+        logger.log_metrics(metrics | details if self.config.details else metrics)
+        if not self.config.details:
+            log_details(logger, details)
 
     def close(self, state: State, logger: Logger) -> None:
         """Leave no hook behind when the trainer closes."""

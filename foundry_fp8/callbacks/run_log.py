@@ -5,8 +5,8 @@ One JSON object a line, told apart by ``kind``:
 ========== ======================================================================================================
 header     first line of a run, and once more after each resume: versions, device, world size, hyperparameters
            (LLM Foundry's resolved config among them; what algorithms logged at INIT too)
-batch      ``step`` (batches done), ``tokens`` and ``samples`` (all ranks), ``seconds`` (training time, evaluation
-           excluded), ``loss``, ``host_peak_bytes`` (largest resident size of rank 0 so far), and ``metrics``: every
+batch      ``step`` (batches done), ``tokens`` and ``samples`` (all ranks), ``seconds`` (in training steps: neither
+           evaluation nor saving), ``loss``, ``host_peak_bytes`` (largest resident size of rank 0 so far), and ``metrics``: every
            other metric that was logged during that step, under its own key
 eval       ``step`` and the ``metrics`` of one evaluation
 metrics    ``step`` and the ``metrics`` that were logged when training ended, after the last batch's line
@@ -21,6 +21,7 @@ every reader accepts. Each line is flushed, so a crash loses at most the line be
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import itertools
 import json
@@ -39,9 +40,10 @@ from composer.core import State
 from composer.loggers import Logger, LoggerDestination
 from composer.utils import dist, format_name_with_dist
 
+from foundry_fp8.callbacks.step_clock import StepClock
 from foundry_fp8.config import ConfigError, check_arguments, printable, template
 
-__all__ = ["FORMAT_VERSION", "RunLog", "RunPath", "ensure_run_log"]
+__all__ = ["FORMAT_VERSION", "RunLog", "RunPath", "ensure_run_log", "log_details"]
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +83,7 @@ class RunLog(LoggerDestination):
         """Lines from before the header: tables, and an evaluation before training. ``None`` from ``FIT_START`` on."""
         self._parameters: int | None = None
         self._metrics: dict[str, Any] = {}
+        self._clock = StepClock()
         self._started = time.time()
 
     # What others log
@@ -105,6 +108,10 @@ class RunLog(LoggerDestination):
 
     # Events
 
+    def path_of(self, run_name: str) -> Path:
+        """The file of a run of this name."""
+        return Path(format_name_with_dist(self._path_format or f"runs/{{run_name}}/{FILE_NAME}", run_name))
+
     def init(self, state: State, logger: Logger) -> None:
         """Count the parameters, before a wrapper shards them."""
         del logger
@@ -116,8 +123,8 @@ class RunLog(LoggerDestination):
         waiting, self._waiting = self._waiting, None
         if dist.get_global_rank() != 0 or self._file is not None:
             return
-        template = self._path_format or f"runs/{{run_name}}/{FILE_NAME}"
-        self.path = Path(format_name_with_dist(template, state.run_name))
+        self.path = self.path_of(state.run_name)
+        self._clock = StepClock(_seconds_before(self.path, int(state.timestamp.batch)))
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if int(state.timestamp.batch) == 0:
@@ -133,9 +140,14 @@ class RunLog(LoggerDestination):
         for line in waiting or ():
             self._write(line)
 
+    def before_dataloader(self, state: State, logger: Logger) -> None:
+        """A step begins with waiting for its data."""
+        self._clock.begin()
+
     def batch_end(self, state: State, logger: Logger) -> None:
         """Write one line. Loggers run after callbacks on this event, so every metric of the step is here."""
         del logger
+        self._clock.end()
         metrics, self._metrics = self._metrics, {}
         self._write(
             {
@@ -143,7 +155,7 @@ class RunLog(LoggerDestination):
                 "step": int(state.timestamp.batch),
                 "tokens": int(state.timestamp.token),
                 "samples": int(state.timestamp.sample),
-                "seconds": state.timestamp.total_wct.total_seconds(),
+                "seconds": self._clock.seconds,
                 "loss": metrics.pop(LOSS_KEY, None),
                 "host_peak_bytes": _host_peak_bytes(),
                 "metrics": metrics,
@@ -214,17 +226,27 @@ class RunLog(LoggerDestination):
             self._file = None
 
 
-def ensure_run_log(state: State, logger: Logger) -> None:
-    """Give the run a :class:`RunLog` if its YAML asked for none.
+def ensure_run_log(state: State, logger: Logger) -> RunLog:
+    """The run's :class:`RunLog`; one of its own if its YAML asked for none.
 
     For callbacks and algorithms whose metrics the report reads; call it at INIT, before logging anything.
     """
-    if not any(isinstance(destination, RunLog) for destination in logger.destinations):
-        run_log = RunLog()
-        run_log._asked = False
-        run_log.init(state, logger)
-        logger.destinations = (*logger.destinations, run_log)
-        state.callbacks.insert(0, run_log)
+    for destination in logger.destinations:
+        if isinstance(destination, RunLog):
+            return destination
+    run_log = RunLog()
+    run_log._asked = False
+    run_log.init(state, logger)
+    logger.destinations = (*logger.destinations, run_log)
+    state.callbacks.insert(0, run_log)
+    return run_log
+
+
+def log_details(logger: Logger, metrics: dict[str, Any]) -> None:
+    """Log to the run log alone: what the report draws and a tracker would drown in."""
+    for destination in logger.destinations:
+        if isinstance(destination, RunLog):
+            destination.log_metrics(metrics)
 
 
 def plain(value: Any) -> Any:
@@ -240,6 +262,20 @@ def plain(value: Any) -> Any:
     if isinstance(value, (torch.Tensor, np.ndarray, np.generic)):
         return plain(value.tolist())
     return str(value)
+
+
+def _seconds_before(path: Path, step: int) -> float:
+    """What the log of a run that is resumed after ``step`` had counted by then; 0 for one that starts."""
+    if step == 0 or not path.exists():
+        return 0.0
+    seconds = 0.0
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for text in lines:
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                line = json.loads(text)
+                if line["kind"] == "batch" and line["step"] <= step:
+                    seconds = float(line["seconds"])
+    return seconds
 
 
 def _set_aside(path: Path) -> None:

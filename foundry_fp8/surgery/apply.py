@@ -78,6 +78,8 @@ class FP8Config(Config):
     two bytes of memory a weight element, under FSDP2 of the whole unsharded model. Native only; not under FSDP1."""
     attention: bool = False
     """Whether attention's GEMMs run in FP8 too (FP8DPA). Needs the delayed recipe; emulated, also the current one."""
+    announce: bool = True
+    """Whether a run prints what became of the model when it starts, whatever the logging level. A call prints nothing."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -7,14 +7,15 @@ import math
 import re
 from collections import Counter
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from foundry_fp8.numerics.recipes import Recipe
 
-__all__ = ["Action", "SurgeryReport", "SurgeryRow", "kind_of", "merged_name"]
+__all__ = ["Action", "SurgeryReport", "SurgeryRow", "kind_of", "merged_name", "merged_rows"]
 
 Action = Literal["converted", "skipped", "unused"]
 
+MOST_CHARACTERS = 5500
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
@@ -122,16 +123,41 @@ class SurgeryReport:
         return out.getvalue()
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values, for loggers."""
-        return {
+        """Plain values, for loggers; corresponding layers of all blocks share a row.
+
+        As text it is shorter than the 6,000 characters that MLflow keeps of a parameter.
+        """
+        rows, attention = merged_rows(self.rows), merged_rows(self.attention)
+        found: dict[str, object] = {
             "recipe": self.recipe.to_dict(),
             "backend": self.backend,
             "chosen": self.chosen,
             "converted": len(self.converted),
+            "total": len(self.rows),
             "converted_share": self.converted_share,
-            "rows": [dataclasses.asdict(row) for row in self.rows],
-            "attention": [dataclasses.asdict(row) for row in self.attention],
+            "rows": rows,
+            "attention": attention,
         }
+        if len(str(found)) > MOST_CHARACTERS:  # of odd parts, of which the fewest are left out
+            rows.sort(key=lambda row: -row["count"])
+        left_out = 0
+        while len(str(found)) > MOST_CHARACTERS and (attention or rows):
+            left_out += (attention or rows).pop()["count"]
+            found["left_out"] = left_out
+        return found
+
+
+def merged_rows(rows: Sequence[SurgeryRow]) -> list[dict[str, Any]]:
+    """Rows as plain values; those of one kind that became the same share one, with their ``count``."""
+    groups: dict[tuple[str, tuple[int, ...], Action, str, str], list[str]] = {}
+    for row in rows:
+        key = (kind_of(row.name), row.shape, row.action, row.reason, row.precision)
+        groups.setdefault(key, []).append(row.name)
+    return [
+        {"name": merged_name(names), "count": len(names), "shape": list(shape), "action": action, "reason": reason}
+        | ({"precision": precision} if precision else {})
+        for (_, shape, action, reason, precision), names in groups.items()
+    ]  # fmt: skip
 
 
 def kind_of(name: str) -> str:

@@ -2,6 +2,7 @@
 
 import logging
 
+import pytest
 import torch
 import torch.nn.functional as F
 from composer import Trainer
@@ -10,6 +11,10 @@ from composer.models import ComposerModel
 from torch import nn
 
 from foundry_fp8.algorithms.fp8 import FP8
+from foundry_fp8.algorithms.fp8.announcement import announcement, surprises
+from foundry_fp8.numerics.recipes import RECIPES
+from foundry_fp8.surgery.left_out import HEAD, ROUTER
+from foundry_fp8.surgery.report import SurgeryReport, SurgeryRow
 
 
 class Bypassing(ComposerModel):
@@ -24,6 +29,133 @@ class Bypassing(ComposerModel):
 
     def loss(self, outputs, batch):
         return outputs.pow(2).mean()
+
+
+def run(*, callbacks=(), loggers=(), model=None, **options):
+    return Trainer(
+        model=model or Bypassing(),
+        train_dataloader=torch.utils.data.DataLoader(torch.randn(32, 32), batch_size=16),
+        max_duration="2ba",
+        algorithms=[FP8(**options)],
+        callbacks=list(callbacks),
+        loggers=list(loggers),
+        device="cpu",
+        progress_bar=False,
+        run_name="mine",
+    )
+
+
+def test_a_run_says_what_became_of_the_model_whatever_the_logging_level(capsys):
+    logging.disable(logging.CRITICAL)
+    try:
+        run(recipe="delayed", exclude=["outer"]).close()
+    finally:
+        logging.disable(logging.NOTSET)
+    assert capsys.readouterr().err.splitlines()[0:3] == [
+        "FP8: 1 of 2 linears (50.0 % of GEMM weights), delayed, emulated; log: runs/mine/run_log.jsonl",
+        "  1 stays fp32 (outer): algorithms.fp8.exclude names it",
+        "  Warning: emulated. The losses are FP8's, the speed is not: slower than high precision, and no MFU.",
+    ]
+    run(recipe="delayed", announce=False).close()
+    assert "FP8:" not in capsys.readouterr().err
+
+
+def report(rows, backend="native", recipe="current"):
+    return SurgeryReport(rows=tuple(rows), recipe=RECIPES[recipe](), backend=backend)
+
+
+def linear(name, reason="", elements=64):
+    action = "skipped" if reason else "converted"
+    return SurgeryRow(name=name, action=action, reason=reason or "current", shape=(elements, 1))
+
+
+def test_the_line_names_what_usually_stays_and_a_line_each_what_does_not():
+    rows = [linear(f"model.layers.{i}.{part}") for i in range(12) for part in ("up", "down")]
+    rows += [linear(f"model.layers.{i}.router", ROUTER, 1) for i in range(12)] + [
+        linear("model.lm_head", HEAD)
+    ]
+    rows += [linear(f"model.layers.{i}.odd", "64 is not a multiple of 128") for i in (0, 1)]
+    text = announcement(report(rows), around="bf16", log="a.jsonl", notes=["Warning: x."])
+    assert text.splitlines() == [
+        "FP8: 24 of 39 linears (88.3 % of GEMM weights), current, native; model.layers.{0-11}.router, lm_head stay bf16; log: a.jsonl",
+        "  2 stay bf16 (model.layers.{0-1}.odd): 64 is not a multiple of 128",
+        "  Warning: x.",
+    ]
+
+
+def test_what_nobody_would_expect_is_said():
+    few = report([linear("a"), linear("b", "because", 200)], recipe="delayed")
+    said = surprises(few, precision="fp32", device="cuda", callbacks=["SpeedMonitor"])
+    assert [text.split(":")[0] for text in said] == ["Warning", "Warning", "Warning", "Note"]
+    assert "only 24%" in said[0] and "precision: fp32" in said[1]
+    assert "divergence_guard" in said[2] and "speed_monitor" in said[3]
+    most = report([linear("a"), linear("b", HEAD, 2)])
+    assert surprises(most, precision="amp_bf16", device="cuda", callbacks=[]) == []
+
+
+@pytest.mark.parametrize("odd", [1, 400])
+def test_a_report_fits_into_what_mlflow_keeps_of_a_parameter(odd):
+    rows = [
+        linear(f"model.layers.{i}.{part}")
+        for i in range(126)
+        for part in ("q", "k", "v", "o", "gate", "up", "down")
+    ]
+    rows += [linear(f"odd_{i}_{'x' * 30}", f"reason {i}") for i in range(odd)]
+    found = report(rows).to_dict()
+    assert len(str(found)) < 6000
+    assert found["total"] == len(rows) and found["converted"] == 126 * 7
+    assert found["rows"][0] | {"count": 126, "name": "model.layers.{0-125}.q"} == found["rows"][0]
+    assert sum(row["count"] for row in found["rows"]) + found.get("left_out", 0) == len(rows)
+    assert ("left_out" in found) == (odd == 400)
+
+
+def test_trackers_get_few_keys_and_always_the_same():
+    """All monitors on, delayed scaling: what each due step sends beyond Composer's own, on 2 layers as on 6."""
+    from foundry_fp8.callbacks.divergence_guard import DivergenceGuard
+    from foundry_fp8.callbacks.fp8_monitor import FP8Monitor
+    from foundry_fp8.callbacks.kurtosis_monitor import KurtosisMonitor
+    from foundry_fp8.callbacks.mfu_monitor import MFUMonitor
+    from tests.callbacks.conftest import batches, build_llama
+
+    sent = {}
+    for layers in (2, 4):
+        memory = InMemoryLogger()
+        trainer = Trainer(
+            model=Wrapped(build_llama(layers)),
+            train_dataloader=torch.utils.data.DataLoader(batches(4), batch_size=4),
+            max_duration="4ba",
+            algorithms=[FP8(recipe="delayed")],
+            callbacks=[
+                MFUMonitor(interval=2, peak_flops={"fp8": 2e12, "fp32": 1e12}),
+                *(kind(interval=2) for kind in (KurtosisMonitor, FP8Monitor, DivergenceGuard)),
+            ],
+            loggers=[memory],
+            device="cpu",
+            progress_bar=False,
+        )
+        trainer.fit()
+        trainer.close()
+        own = {
+            key: len(found)
+            for key, found in memory.data.items()
+            if key.startswith(("mfu/", "kurt", "fp8", "guard"))
+        }
+        assert set(own.values()) == {2}
+        sent[layers] = set(own)
+    assert sent[2] == sent[4]
+    assert 15 <= len(sent[2]) <= 25
+
+
+class Wrapped(ComposerModel):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch):
+        return self.model(**batch).logits
+
+    def loss(self, outputs, batch):
+        return F.cross_entropy(outputs[:, :-1].flatten(0, 1).float(), batch["input_ids"][:, 1:].flatten())
 
 
 def test_a_layer_that_nobody_calls_is_a_warning_after_the_first_batch(caplog):

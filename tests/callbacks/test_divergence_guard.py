@@ -18,7 +18,7 @@ QUICK = {"interval": 1, "warmup": 3, "patience": 1, "window": 8}
 def guard(**options):
     from foundry_fp8.callbacks.divergence_guard import DivergenceGuard
 
-    return DivergenceGuard(**QUICK | options)
+    return DivergenceGuard(**QUICK | {"details": True} | options)
 
 
 def fp8(recipe="delayed"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -101,15 +102,25 @@ def test_a_recompute_is_not_measured_again(recipe):
     assert found[0] == found[1]
 
 
+def by_name(path):
+    tables = {}
+    for line in map(json.loads, path.read_text().splitlines()):
+        if line["kind"] == "table":
+            tables.setdefault(line["name"], []).append(line)
+    return tables
+
+
 @pytest.mark.integration
-def test_the_run_logs_health_by_operand_layer_and_worst_linear(train):
+def test_the_run_logs_health_by_operand_layer_and_worst_linear(train, tmp_path):
     from foundry_fp8.algorithms.fp8 import FP8
     from foundry_fp8.callbacks.fp8_monitor import FP8Monitor
 
     trainer = train(
-        build_llama(), [FP8Monitor(interval=2, worst=2)], algorithms=[FP8(recipe="delayed")], steps=6
+        build_llama(),
+        [FP8Monitor(interval=2, worst=2, details=True)],
+        algorithms=[FP8(recipe="delayed")],
+        steps=6,
     )
-    logged = trainer.logged.data
     for operand in ("x", "w", "dy"):
         for stat in ("saturated", "flushed", "sqnr_db", "scale_age"):
             assert len(series(trainer, f"fp8/{stat}/{operand}/worst")) == 3
@@ -122,7 +133,10 @@ def test_the_run_logs_health_by_operand_layer_and_worst_linear(train):
                 *(series(trainer, f"fp8/sqnr_db/{operand}/layer_00{i}") for i in (0, 1)), strict=True
             )
         ]
-        assert len([key for key in logged if key.startswith(f"fp8_worst/{operand}/")]) >= 2 * 5
+    table = by_name(next(tmp_path.glob("runs/*/run_log.jsonl")))["fp8_worst"][0]
+    assert table["columns"] == ["operand", "linear", "amax", "scale", "saturated", "flushed", "sqnr_db"]
+    assert [row[0] for row in table["rows"]] == ["x", "x", "w", "w", "dy", "dy"]
+    assert all(".layers." in row[1] and len(row) == 7 for row in table["rows"])
     # After the first step the scales are the weights' own: E4M3 rounding alone gives about 31 dB.
     assert series(trainer, "fp8/sqnr_db/w/mean")[-1] == pytest.approx(31, abs=2)
     assert series(trainer, "fp8/scale_age/w/worst")[0] == 0

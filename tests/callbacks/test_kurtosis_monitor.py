@@ -148,7 +148,7 @@ def test_what_is_logged_is_what_the_tensors_say(train, microbatch):
     model = build_llama()
     ids = torch.stack([row["input_ids"] for row in batches(1)])
     expected = expected_from_forward(model, ids)
-    monitor = KurtosisMonitor(interval=1)
+    monitor = KurtosisMonitor(interval=1, details=True)
     trainer = train(model, [monitor], steps=1, device_train_microbatch_size=microbatch)
     for (role, layer), (token, sample) in expected.items():
         assert series(trainer, f"kurtosis_token/{role}/layer_{layer:03d}") == pytest.approx([token], rel=1e-4)
@@ -158,6 +158,7 @@ def test_what_is_logged_is_what_the_tensors_say(train, microbatch):
     for role in ROLES:
         layers = [series(trainer, f"kurtosis_token/{role}/layer_{layer:03d}")[0] for layer in (0, 1)]
         assert series(trainer, f"kurtosis_token/{role}/mean") == pytest.approx([sum(layers) / 2])
+        assert series(trainer, f"kurtosis_token/{role}/worst") == pytest.approx([max(layers)])
 
 
 @pytest.mark.integration
@@ -165,7 +166,12 @@ def test_interval_gradients_checkpointing_and_user_tensors(train):
     from foundry_fp8.algorithms.fp8 import FP8
     from foundry_fp8.callbacks.kurtosis_monitor import KurtosisMonitor
 
-    options = {"interval": 2, "gradients": True, "tensors": {"mine": ["*.down_proj@input", "model.lm_head"]}}
+    options = {
+        "interval": 2,
+        "details": True,
+        "gradients": True,
+        "tensors": {"mine": ["*.down_proj@input", "model.lm_head"]},
+    }
     plain, checkpointed = build_llama(), build_llama()
     checkpointed.gradient_checkpointing_enable({"use_reentrant": False})
     first = train(plain, [KurtosisMonitor(**options)], algorithms=[FP8(recipe="delayed")], steps=5)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import time
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ TOKENS = ROWS * LENGTH
 def monitor(**options):
     from foundry_fp8.callbacks.mfu_monitor import MFUMonitor
 
-    return MFUMonitor(**{"interval": 2, "peak_flops": PEAKS} | options)
+    return MFUMonitor(**{"interval": 2, "peak_flops": PEAKS, "details": True} | options)
 
 
 def fp8(**options):
@@ -52,10 +54,10 @@ def test_a_high_precision_run(train):
     assert flops == {"fp32": expected_linear(model) + expected_attention(model)}
     assert sum(again.values()) == 0
     mfu, hfu = series(trainer, "mfu/mfu"), series(trainer, "mfu/hfu")
-    assert len(mfu) == 2
+    assert len(mfu) == 3  # the second batch, the fourth, and what is left
     assert mfu == hfu
-    assert series(trainer, "mfu/effective_peak") == pytest.approx([1.0, 1.0])
-    assert series(trainer, "mfu/speedup_cap") == pytest.approx([0.5, 0.5])
+    assert series(trainer, "mfu/effective_peak") == pytest.approx([1.0] * 3)
+    assert series(trainer, "mfu/speedup_cap") == pytest.approx([0.5] * 3)
     rate = series(trainer, "mfu/tflops_per_device")[0]
     assert mfu[0] == pytest.approx(rate)
     tokens = series(trainer, "mfu/tokens_per_sec_per_device")[0]
@@ -73,7 +75,7 @@ def test_each_gemm_counts_in_the_precision_it_ran_in(train, wgrad):
     assert flops["fp8"] == blocks * (3 if wgrad == "fp8" else 2)
     assert sum(flops.values()) == linear + expected_attention(model)
     share = flops["fp8"] / sum(flops.values())
-    assert series(trainer, "mfu/fp8_flop_fraction") == pytest.approx([share, share])
+    assert series(trainer, "mfu/fp8_flop_fraction") == pytest.approx([share] * 3)
     ideal = flops["fp8"] / 4e12 + flops["fp32"] / 1e12
     assert series(trainer, "mfu/effective_peak")[0] == pytest.approx(sum(flops.values()) / ideal / 1e12)
 
@@ -186,8 +188,54 @@ def test_every_documented_key_is_logged_and_the_other_way_round(train):
     card = (Path(room.__file__).parent / "README.md").read_text()
     documented = {line.split("`")[1] for line in card.splitlines() if line.startswith("| `mfu/")}
     logged = {key for key in trainer.logged.data if key.startswith("mfu/")}
-    assert logged == documented - {"mfu/peak_source", "mfu/peak_detail"}
-    assert {"mfu/peak_source", "mfu/peak_detail"} <= set(trainer.logged.hyperparameters)
+    once = {"mfu/peak_source", "mfu/peak_detail", "mfu/peak_bf16", "mfu/peak_fp8"}
+    assert logged == documented - once
+    assert once <= set(trainer.logged.hyperparameters)
+
+
+def test_the_second_batch_is_logged_and_then_the_batches_that_the_interval_divides(train):
+    trainer = train(build_llama(), [monitor(interval=4)], steps=9)
+    at = [int(timestamp.batch) for timestamp, _ in trainer.logged.data["mfu/mfu"]]
+    assert at == [2, 4, 8, 9]
+    assert len(series(trainer, "mfu/tokens_per_sec_per_device")) == 4
+
+
+@pytest.mark.parametrize("peaks", ["auto", "measured"])
+def test_an_emulated_run_has_rates_and_no_mfu(train, caplog, peaks):
+    with caplog.at_level(logging.WARNING):
+        trainer = train(build_llama(), [monitor(peak_flops=peaks)], algorithms=[fp8()], steps=3)
+    assert series(trainer, "mfu/tflops_per_device") and series(trainer, "mfu/tokens_per_sec_per_device")
+    assert not series(trainer, "mfu/mfu") and not series(trainer, "mfu/hfu")
+    assert sum("FP8 is emulated here" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_saving_and_evaluating_count_neither_in_the_run_log_nor_in_mfu(train, tmp_path, monkeypatch):
+    from composer.core import Callback
+
+    from foundry_fp8.callbacks import step_clock
+    from foundry_fp8.callbacks.run_log import RunLog
+
+    away, real = [0.0], time.perf_counter
+    monkeypatch.setattr(step_clock.time, "perf_counter", lambda: real() + away[0])
+
+    class Slow(Callback):
+        """A thousand seconds for each checkpoint and each evaluation."""
+
+        def batch_checkpoint(self, state, logger):
+            away[0] += 1000
+
+        def eval_start(self, state, logger):
+            away[0] += 1000
+
+    loader = torch.utils.data.DataLoader(batches(1), batch_size=ROWS)
+    log = RunLog(path="log.jsonl")
+    trainer = train(build_llama(), [monitor(interval=1), Slow(), log], steps=4,
+                    eval_dataloader=loader, eval_interval="1ba")  # fmt: skip
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    seconds = [line["seconds"] for line in lines if line["kind"] == "batch"]
+    steps = [TOKENS / rate for rate in series(trainer, "mfu/tokens_per_sec_per_device")]
+    assert len(steps) == 3 and away[0] == 8000
+    assert 0 < sum(steps) <= seconds[-1] - seconds[0] < 1000
 
 
 def test_attention_in_fp8_counts_in_fp8(train):

@@ -174,6 +174,7 @@ ALGORITHMS: dict[str, dict[str, Takes]] = {
         "fuse": FLAG,
         "cache_weights": FLAG,
         "attention": FLAG,
+        "announce": FLAG,
     },
     "activation_checkpointing": {
         "targets": either(
@@ -247,8 +248,9 @@ CALLBACKS: dict[str, dict[str, Takes]] = {
         "peak_flops": either(
             word("auto", "measured"),
             POSITIVE,
-            table(word("fp8", "bf16", "fp16", "tf32", "fp32"), POSITIVE, least=1),
+            table(word("fp4", "fp8", "bf16", "fp16", "tf32", "fp32"), POSITIVE, least=1),
         ),
+        "details": FLAG,
     },
     "kurtosis_monitor": {
         "interval": whole(1),
@@ -259,9 +261,9 @@ CALLBACKS: dict[str, dict[str, Takes]] = {
         ),
         "tensors": table(TEXT, some(TEXT, least=1)),
         "gradients": FLAG,
-        "per_layer": FLAG,
+        "details": FLAG,
     },
-    "fp8_monitor": {"interval": whole(1), "worst": whole(0), "per_layer": FLAG},
+    "fp8_monitor": {"interval": whole(1), "worst": whole(0), "details": FLAG},
     "divergence_guard": {
         "interval": whole(1),
         "actions": some(word("warn", "checkpoint", "demote", "stop"), least=1),
@@ -272,6 +274,7 @@ CALLBACKS: dict[str, dict[str, Takes]] = {
         "warmup": whole(2, 64),  # its window is 64
         "patience": whole(1),
         "checkpoint_folder": PATH,
+        "details": FLAG,
     },
 }
 LOGGERS = {"run_log": {"path": either(NULL, PATH)}}

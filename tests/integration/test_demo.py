@@ -57,7 +57,7 @@ def test_the_demo_trains_compares_and_reports(tmp_path):
         assert np.isfinite(run.eval_loss())
     assert runs["high-precision"].conversion is None
     # 4 linears in each of 2 blocks; the loss head is tied to the embedding, so it is no linear.
-    assert sum(row["action"] == "converted" for row in runs["current"].conversion["rows"]) == 8
+    assert sum(r["count"] for r in runs["current"].conversion["rows"] if r["action"] == "converted") == 8
     assert runs["current"].hyperparameters["seed"] == 3
     # Same weights and batches: the first losses differ by FP8's rounding alone, and they do differ.
     first, second = (runs[name].loss[0] for name in ("high-precision", "current"))

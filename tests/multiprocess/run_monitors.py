@@ -23,10 +23,18 @@ from tests.integration.foundry_runs import config, train
 from tests.multiprocess.run_fp8_training import FSDP
 
 ALL = {
-    "mfu_monitor": {"interval": 2, "peak_flops": {"fp32": 1.0e12, "bf16": 1.0e12, "fp8": 2.0e12}},
-    "kurtosis_monitor": {"interval": 2, "tensors": {"mine": ["model.transformer.blocks.0.ffn"]}},
-    "fp8_monitor": {"interval": 2},
-    "divergence_guard": {"interval": 1},
+    "mfu_monitor": {
+        "interval": 2,
+        "peak_flops": {"fp32": 1.0e12, "bf16": 1.0e12, "fp8": 2.0e12},
+        "details": True,
+    },
+    "kurtosis_monitor": {
+        "interval": 2,
+        "details": True,
+        "tensors": {"mine": ["model.transformer.blocks.0.ffn"]},
+    },
+    "fp8_monitor": {"interval": 2, "details": True},
+    "divergence_guard": {"interval": 1, "details": True},
 }
 QUICK = {"interval": 1, "warmup": 2, "patience": 1, "signals": ["kurtosis", "gradient_norm", "loss"]}
 

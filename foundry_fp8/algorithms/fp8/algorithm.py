@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import fnmatch
 import logging
+import sys
 from typing import Any
 
 from composer.core import Algorithm, Event, Precision, State
 from composer.loggers import Logger
+from composer.utils import dist
 
+from foundry_fp8.algorithms.fp8.announcement import announcement, surprises
 from foundry_fp8.callbacks.run_log import ensure_run_log
 from foundry_fp8.config import ConfigError, from_mapping
 from foundry_fp8.layers.state import FP8State
@@ -75,14 +78,27 @@ class FP8(Algorithm):
             raise ConfigError(
                 f"precision: amp_fp8 is Composer's own FP8 and cannot be combined with {KEY}. Set precision: amp_bf16."
             )
-        ensure_run_log(state, logger)
+        run_log = ensure_run_log(state, logger)
         self.report = apply_fp8(state.model, device=state.device._device, **self.options)
         self._refuse_tensor_parallelism(state)
         self._fp8_state = FP8State.of(state.model)
         self._attention_state = FP8AttentionState.of(state.model)
         log.info("%s\n%s\n%s", self.report.chosen, self.report.summary(), self.report.table())
         logger.log_hyperparameters({"fp8": self.report.to_dict()})
+        if self.config.announce and dist.get_global_rank() == 0:
+            self._announce(self.report, state, str(run_log.path_of(state.run_name)))
         self._trace = ForwardTrace(state.model)
+
+    def _announce(self, report: SurgeryReport, state: State, log_path: str) -> None:
+        """Not through logging: LLM Foundry leaves this package's loggers at WARNING."""
+        notes = surprises(
+            report,
+            precision=state.precision.value,
+            device="cuda" if state.device.name == "gpu" else state.device.name,
+            callbacks=[type(callback).__name__ for callback in state.callbacks],
+        )
+        around = state.precision.value.removeprefix("amp_")
+        print(announcement(report, around=around, log=log_path, notes=notes), file=sys.stderr, flush=True)
 
     def _watch(self, state: State) -> None:
         assert self._trace is not None

@@ -60,6 +60,8 @@ class DivergenceGuardConfig(Config):
     """Observations above the threshold, in a row, that make an alarm."""
     checkpoint_folder: RunPath = "divergence_guard"
     """Where ``checkpoint`` saves: ``ba<batch>-rank<rank>.pt``, under this folder and the run's name."""
+    details: bool = False
+    """Send to every logger what only the run log holds otherwise: the worst of each signal, and each unit's rung."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -290,7 +292,7 @@ class DivergenceGuard(Monitor):
         self._note(batch, unit, f"{before} -> {ladder.recipe}", math.nan, math.nan, action)
         log.warning("%s: batch %d, %s: %sd from %s to %s.", KEY, batch, unit, action, before, ladder.recipe)
         demoted = float(sum(ladder.rung > 0 for ladder in self.ladders.values()))
-        logger.log_metrics({f"guard/rung/{unit}": float(ladder.rung), "guard/demoted_layers": demoted})
+        self.log(logger, {"guard/demoted_layers": demoted}, {f"guard/rung/{unit}": float(ladder.rung)})
 
     def _note(self, batch: int, unit: str, signal: str, value: float, threshold: float, action: str) -> None:
         self.events.append(
@@ -305,13 +307,15 @@ class DivergenceGuard(Monitor):
         )
 
     def _log_observations(self, observed: dict[tuple[str, str], float], logger: Logger) -> None:
-        metrics = {}
+        details = {}
         for name in self.config.signals:
             values = [value for (_, signal), value in observed.items() if signal == name]
-            metrics[f"guard/{name}/worst" if name != "loss" else "guard/loss"] = max(values)
-        metrics["guard/demoted_layers"] = float(sum(ladder.rung > 0 for ladder in self.ladders.values()))
-        metrics["guard/alarms"] = float(sum(event["action"] == "alarm" for event in self.events))
-        logger.log_metrics(metrics)
+            details[f"guard/{name}/worst" if name != "loss" else "guard/loss"] = max(values)
+        metrics = {
+            "guard/demoted_layers": float(sum(ladder.rung > 0 for ladder in self.ladders.values())),
+            "guard/alarms": float(sum(event["action"] == "alarm" for event in self.events)),
+        }
+        self.log(logger, metrics, details)
 
     # -- resuming ----------------------------------------------------------------------------------------------------
 

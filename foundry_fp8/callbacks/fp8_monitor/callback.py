@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 KEY = "callbacks.fp8_monitor"
 
 LOWER_IS_WORSE = ("sqnr_db",)
+FIGURES = tuple(field.name for field in dataclasses.fields(Health))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,9 +38,9 @@ class FP8MonitorConfig(Config):
     interval: Positive = 10
     """Batches between two measurements. Nothing is measured in the batches between."""
     worst: Natural = 5
-    """Log every figure of the linears with the lowest SQNR, this many for each operand."""
-    per_layer: bool = True
-    """Log the worst figure of every transformer block."""
+    """Log every figure of the linears with the lowest SQNR as a table, this many for each operand."""
+    details: bool = False
+    """Send to every logger what only the run log holds otherwise: means, ages of scales, the worst figure of every transformer block."""
 
 
 class FP8Monitor(Monitor):
@@ -92,28 +93,40 @@ class FP8Monitor(Monitor):
         self._probe.detach()
         found = self._probe.collect()
         if found:
-            logger.log_metrics(self._metrics(found, state.timestamp.batch.value))
+            self.log(logger, *self._metrics(found, state.timestamp.batch.value))
+            if self.config.worst:
+                rows = self._worst_rows(found)
+                logger.log_table(
+                    ["operand", "linear", *FIGURES], rows, "fp8_worst", state.timestamp.batch.value
+                )
 
-    def _metrics(self, found: Mapping[tuple[str, Operand], Health], batch: int) -> dict[str, float]:
+    def _metrics(
+        self, found: Mapping[tuple[str, Operand], Health], batch: int
+    ) -> tuple[dict[str, float], dict[str, float]]:
         metrics: dict[str, float] = {}
+        details: dict[str, float] = {}
         for operand in ("x", "w", "dy"):
             of_operand = {name: health for (name, op), health in found.items() if op == operand}
             if not of_operand:
                 continue
             for stat in ("saturated", "flushed", "sqnr_db"):
                 values = {name: getattr(health, stat) for name, health in of_operand.items()}
-                metrics[f"fp8/{stat}/{operand}/mean"] = _mean(values.values())
                 metrics[f"fp8/{stat}/{operand}/worst"] = _worst(stat, values.values())
-                if self.config.per_layer:
-                    metrics |= self._by_layer(f"fp8/{stat}/{operand}", stat, values)
+                details[f"fp8/{stat}/{operand}/mean"] = _mean(values.values())
+                details |= self._by_layer(f"fp8/{stat}/{operand}", stat, values)
             ages = self._ages({(name, operand): health for name, health in of_operand.items()}, batch)
             if ages:
-                metrics[f"fp8/scale_age/{operand}/mean"] = _mean(ages)
-                metrics[f"fp8/scale_age/{operand}/worst"] = max(ages)
-            for name in sorted(of_operand, key=lambda n: _rank(of_operand[n].sqnr_db))[: self.config.worst]:
-                for field, value in dataclasses.asdict(of_operand[name]).items():
-                    metrics[f"fp8_worst/{operand}/{name}/{field}"] = value
-        return metrics
+                details[f"fp8/scale_age/{operand}/mean"] = _mean(ages)
+                details[f"fp8/scale_age/{operand}/worst"] = max(ages)
+        return metrics, details
+
+    def _worst_rows(self, found: Mapping[tuple[str, Operand], Health]) -> list[list[Any]]:
+        rows: list[list[Any]] = []
+        for operand in ("x", "w", "dy"):
+            of_operand = {name: health for (name, op), health in found.items() if op == operand}
+            worst = sorted(of_operand, key=lambda n: _rank(of_operand[n].sqnr_db))[: self.config.worst]
+            rows += [[operand, name, *dataclasses.astuple(of_operand[name])] for name in worst]
+        return rows
 
     def _by_layer(self, prefix: str, stat: str, values: Mapping[str, float]) -> dict[str, float]:
         layers: dict[int, list[float]] = defaultdict(list)

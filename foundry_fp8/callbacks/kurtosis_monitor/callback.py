@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
@@ -45,8 +46,8 @@ class KurtosisMonitorConfig(Config):
     """More tensors, by a name of yours: globs on module names, with ``@input`` behind a glob for the module's input."""
     gradients: bool = False
     """Also the gradients of the tensors that are module outputs, under ``<role>_grad``."""
-    per_layer: bool = True
-    """Log every layer, not only the mean over layers."""
+    details: bool = False
+    """Send to every logger what only the run log holds otherwise: means, every layer, and the variant per sample."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -117,17 +118,26 @@ class KurtosisMonitor(Monitor):
                 self._said = True
             return
         values = torch.stack([torch.stack(microbatches).mean() for microbatches in results.values()]).tolist()
-        logger.log_metrics(self._metrics(dict(zip(results, values, strict=True))))
+        self.log(logger, *self._metrics(dict(zip(results, values, strict=True))))
 
-    def _metrics(self, values: dict[tuple[str, str, int | None], float]) -> dict[str, float]:
-        metrics: dict[str, float] = {}
-        by_role: dict[str, list[float]] = defaultdict(list)
+    def _metrics(
+        self, values: dict[tuple[str, str, int | None], float]
+    ) -> tuple[dict[str, float], dict[str, float]]:
+        details: dict[str, float] = {}
+        by_role: dict[tuple[str, str], list[float]] = defaultdict(list)
         for (variant, role, layer), value in values.items():
             name = "outside" if layer is None else f"layer_{layer:03d}"
-            by_role[f"kurtosis_{variant}/{role}/mean"].append(value)
-            if self.config.per_layer:
-                metrics[f"kurtosis_{variant}/{role}/{name}"] = value
-        return metrics | {key: sum(found) / len(found) for key, found in by_role.items()}
+            by_role[variant, role].append(value)
+            details[f"kurtosis_{variant}/{role}/{name}"] = value
+        details |= {
+            f"kurtosis_{v}/{role}/mean": sum(found) / len(found) for (v, role), found in by_role.items()
+        }
+        metrics = {
+            f"kurtosis_token/{role}/worst": math.nan if any(map(math.isnan, found)) else max(found)
+            for (variant, role), found in by_role.items()
+            if variant == "token"
+        }
+        return metrics, details
 
     def _attach(self, tap: Tap) -> None:
         def forward(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:

@@ -14,7 +14,9 @@ from composer.loggers import Logger
 from torch import nn
 
 from foundry_fp8.callbacks.base import Monitor, device_of, model_of
+from foundry_fp8.callbacks.step_clock import StepClock
 from foundry_fp8.config import Config, Positive
+from foundry_fp8.layers.state import FP8State
 from foundry_fp8.observe.flops import (
     Flops,
     Peaks,
@@ -34,6 +36,11 @@ log = logging.getLogger(__name__)
 
 KEY = "callbacks.mfu_monitor"
 
+DETAILS = frozenset({
+    "mfu/speedup_cap", "mfu/bf16_equivalent", "mfu/fp8_flop_fraction", "mfu/attention_flop_fraction",
+    "mfu/tokens_nonpad_per_sec_per_device",
+})  # fmt: skip
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MFUMonitorConfig(Config):
@@ -42,10 +49,12 @@ class MFUMonitorConfig(Config):
     key = KEY
 
     interval: Positive = 10
-    """Batches between two logs; each covers the batches since the one before."""
+    """Logs follow the second batch and every batch whose number it divides; each covers the batches since the one before."""
     peak_flops: Literal["auto", "measured"] | PeakFlops = "auto"
     """``auto``: the table of datasheet figures; ``measured``: time a large GEMM at start; or dense FLOP/s of one device:
     ``{bf16: 989.4e12, fp8: 1978.9e12}``, or one number for bf16."""
+    details: bool = False
+    """Send to every logger what only the run log holds otherwise: what follows from the others or from the model."""
 
 
 class MFUMonitor(Monitor):
@@ -54,7 +63,8 @@ class MFUMonitor(Monitor):
     Everything is of this rank's device (Composer logs rank 0): its own ledgers, its own batches, its own clock. There is
     no collective and no synchronisation of its own; Composer reads the loss at the end of every batch, so the clock is
     that of finished work. The first batch (warm-up, compilation) is left out; evaluation and the saving of checkpoints
-    are left out of everything but ``mfu/mfu_end_to_end``, which leaves out only evaluation.
+    are left out of everything but ``mfu/mfu_end_to_end``, which leaves out only evaluation. Where FP8 is emulated there is
+    no MFU unless the peaks are given as numbers: the GEMMs run in another precision than they count in.
 
     Args:
         **options: The fields of :class:`MFUMonitorConfig`.
@@ -72,8 +82,10 @@ class MFUMonitor(Monitor):
         self._total = Flops()
         self._ledger_mark: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
         self._ledger_eval: tuple[Counter[str], Counter[str]] | None = None
-        self._batch_began = self._fit_began = self._eval_began = 0.0
-        self._seconds = self._seconds_in_eval = 0.0
+        self._clock = StepClock()
+        self._fit_began = self._eval_began = 0.0
+        self._seconds_in_eval = 0.0
+        self._logged = False
         self._batches: int | None = None
         """Batches since the last log; ``None`` until the first batch is over."""
 
@@ -96,15 +108,18 @@ class MFUMonitor(Monitor):
     def fit_start(self, state: State, logger: Logger) -> None:
         """Find the peaks and the shapes."""
         self.meter = FlopMeter(model_of(state))
-        self.peaks = self._find_peaks(device_of(state))
+        self.peaks = self._find_peaks(device_of(state), FP8State.of(state.model))
         if self.peaks is not None:
-            source = {"mfu/peak_source": self.peaks.source, "mfu/peak_detail": self.peaks.detail}
-            logger.log_hyperparameters(source)
-        self._batches, self._tokens, self._total, self._seconds = None, Tokens(), Flops(), 0.0
+            found = {f"mfu/peak_{p}": value / 1e12 for p, value in self.peaks.flops_per_sec.items()}
+            logger.log_hyperparameters(
+                {"mfu/peak_source": self.peaks.source, "mfu/peak_detail": self.peaks.detail} | found
+            )
+        self._batches, self._tokens, self._total = None, Tokens(), Flops()
+        self._clock, self._logged = StepClock(), False
 
     def before_dataloader(self, state: State, logger: Logger) -> None:
         """A step begins with waiting for its data."""
-        self._batch_began = time.perf_counter()
+        self._clock.begin()
 
     def batch_start(self, state: State, logger: Logger) -> None:
         """Count the batch; watch the first one."""
@@ -122,18 +137,19 @@ class MFUMonitor(Monitor):
                 )
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        """Close the batch; log every ``interval``."""
+        """Close the batch; log the second, and then every ``interval``."""
         assert self.meter is not None
+        self._clock.end()
         now = time.perf_counter()
         if self._batches is None:
             self.detach()
             self.meter.settle(self._observer.observed if self._observer else {}, _autocast_precision(state))
             self._ledger_mark = self.meter.read_ledgers()
             self._tokens, self._batches, self._fit_began, self._seconds_in_eval = Tokens(), 0, now, 0.0
+            self._clock = StepClock()
             return
-        self._seconds += now - self._batch_began
         self._batches += 1
-        if self._batches >= self.config.interval:
+        if not self._logged or int(state.timestamp.batch) % self.config.interval == 0:
             self._log(logger, now)
 
     def eval_start(self, state: State, logger: Logger) -> None:
@@ -163,11 +179,17 @@ class MFUMonitor(Monitor):
         model, again = (end - start for end, start in zip(ledgers, self._ledger_mark, strict=True))
         flops = self.meter.static_flops(self._tokens) + Flops({**model}, {**again})
         self._total = self._total + flops
-        logger.log_metrics(self._metrics(flops, now))
-        self._ledger_mark, self._tokens, self._seconds, self._batches = ledgers, Tokens(), 0.0, 0
+        metrics = self._metrics(flops, now)
+        self.log(
+            logger,
+            {key: value for key, value in metrics.items() if key not in DETAILS},
+            {key: value for key, value in metrics.items() if key in DETAILS},
+        )
+        self._ledger_mark, self._tokens, self._batches = ledgers, Tokens(), 0
+        self._clock, self._logged = StepClock(), True
 
     def _metrics(self, flops: Flops, now: float) -> dict[str, float]:
-        seconds = self._seconds
+        seconds = self._clock.seconds
         metrics = {
             "mfu/tflops_per_device": flops.total / seconds / 1e12,
             "mfu/tokens_per_sec_per_device": self._tokens.computed / seconds,
@@ -188,15 +210,17 @@ class MFUMonitor(Monitor):
             del ratios["hfu"]
         metrics |= {f"mfu/{name}": value for name, value in ratios.items()}
         metrics["mfu/mfu_end_to_end"] = total["mfu"]
-        metrics |= {
-            f"mfu/peak_{p}": value / 1e12
-            for p, value in self.peaks.flops_per_sec.items()
-            if p in ("bf16", "fp8")
-        }
         return metrics
 
-    def _find_peaks(self, device: torch.device) -> Peaks | None:
+    def _find_peaks(self, device: torch.device, converted: FP8State | None) -> Peaks | None:
         asked = self.config.peak_flops
+        if isinstance(asked, str) and converted is not None and converted.backend.name == "emulated":
+            log.warning(
+                "%s: FP8 is emulated here, so no MFU is logged (tokens/s and TFLOP/s are): no peak of this device is that of "
+                "what it computes. To count against peaks of your own: `%s: {peak_flops: {fp8: 2.0e14, bf16: 1.0e14}}`.",
+                KEY, KEY.rpartition(".")[2],
+            )  # fmt: skip
+            return None
         if asked == "measured":
             return measured_peaks(device)
         if asked != "auto":

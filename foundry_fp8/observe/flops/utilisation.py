@@ -61,7 +61,7 @@ def utilisation(flops: Flops, seconds: float, peaks: Peaks) -> dict[str, float]:
         peaks: Of that device.
 
     Returns:
-        ``mfu``, ``hfu``, ``effective_peak`` (TFLOP/s), ``speedup_cap``, ``bf16_equivalent``.
+        ``mfu``, ``hfu``, ``effective_peak`` (TFLOP/s), and with a bf16 peak ``speedup_cap`` and ``bf16_equivalent``.
 
     Raises:
         KeyError: A precision ran for which ``peaks`` has no number.
@@ -71,10 +71,12 @@ def utilisation(flops: Flops, seconds: float, peaks: Peaks) -> dict[str, float]:
         raise ValueError(f"Nothing to divide: {flops.total:g} FLOPs in {seconds:g} s.")
     ideal = sum(count / peaks.of(precision) for precision, count in flops.model.items())
     again = sum(count / peaks.of(precision) for precision, count in flops.recomputed.items())
-    return {
+    ratios = {
         "mfu": ideal / seconds,
         "hfu": (ideal + again) / seconds,
         "effective_peak": flops.total / ideal / 1e12,
-        "speedup_cap": flops.total / peaks.of("bf16") / ideal,
-        "bf16_equivalent": flops.total / seconds / peaks.of("bf16"),
     }
+    if "bf16" in peaks.flops_per_sec:  # a V100 has none
+        bf16 = flops.total / peaks.of("bf16")
+        ratios |= {"speedup_cap": bf16 / ideal, "bf16_equivalent": bf16 / seconds}
+    return ratios

@@ -106,8 +106,12 @@ def test_the_monitors_read_fog(root: Path) -> None:
             optimizer={"name": "decoupled_adamw", "lr": 1.0e-30},
             device_train_microbatch_size=8,
             callbacks={
-                "mfu_monitor": {"interval": 1, "peak_flops": {"fp8": 2e12, "bf16": 1e12, "fp32": 1e12}},
-                "kurtosis_monitor": {"interval": 1},
+                "mfu_monitor": {
+                    "details": True,
+                    "interval": 1,
+                    "peak_flops": {"fp8": 2e12, "bf16": 1e12, "fp32": 1e12},
+                },
+                "kurtosis_monitor": {"interval": 1, "details": True},
             },
             loggers={"inmemory": {}},
         )

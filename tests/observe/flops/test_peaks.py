@@ -15,10 +15,13 @@ NAMES = {
     "NVIDIA GH200 120GB": "GH200", "NVIDIA A100-SXM4-40GB": "A100", "NVIDIA A100-SXM4-80GB": "A100",
     "NVIDIA A100-PCIE-40GB": "A100", "NVIDIA A100 80GB PCIe": "A100", "NVIDIA A10": "A10", "NVIDIA A10G": "A10G",
     "NVIDIA L40S": "L40S", "NVIDIA L4": "L4", "NVIDIA B200": "B200", "NVIDIA GB200": "GB200",
-    "AMD Instinct MI300X": "MI300X", "NVIDIA H800": "H800 SXM",
+    "AMD Instinct MI300X": "MI300X", "NVIDIA H800": "H800 SXM", "NVIDIA L40": "L40", "NVIDIA RTX 6000 Ada Generation": "RTX 6000 Ada",
+    "NVIDIA RTX PRO 6000 Blackwell Workstation Edition": "RTX PRO 6000 Blackwell", "NVIDIA GB10": "GB10",
+    "NVIDIA B100": "B100", "AMD Instinct MI350X": "MI350X", "AMD Instinct MI355X": "MI355X",
+    "Tesla V100-SXM2-32GB": "V100 SXM", "Tesla V100-PCIE-16GB": "V100 PCIe",
     # Substrings of known names, and parts of a GPU: unknown rather than wrong.
     "NVIDIA RTX A1000": None, "NVIDIA T400": None, "NVIDIA H100 80GB HBM3 MIG 1g.10gb": None, "Tesla T4": None,
-    "NVIDIA GeForce RTX 4090": None, "NVIDIA L40": None, "Quadro A100000": None, "": None,
+    "NVIDIA GeForce RTX 4090": None, "NVIDIA RTX 6000": None, "NVIDIA B1000": None, "Quadro A100000": None, "": None,
 }  # fmt: skip
 
 
@@ -35,9 +38,15 @@ def test_the_table_holds_dense_figures():
             device.fp8 is not None
         ):  # FP8 runs at twice the rate of bf16 on all of these; 4 times would be sparse
             assert device.fp8 == pytest.approx(2 * device.bf16, rel=0.02), device.name
+        if device.fp4 is not None:  # and FP4 at twice that, and at three times on Blackwell Ultra
+            assert 1.9 < device.fp4 / device.fp8 < 3.1, device.name
         if device.tf32 is not None:
             assert device.tf32 == pytest.approx(device.bf16 / 2, rel=0.03), device.name
     assert peaks_of("NVIDIA H100 80GB HBM3").of("bf16") == pytest.approx(989.4e12)
+    assert peaks_of("NVIDIA B200").of("fp4") == 2 * peaks_of("NVIDIA B200").of("fp8")
+    assert peaks_of("Tesla V100-SXM2-16GB").of("fp16") == 125e12
+    with pytest.raises(KeyError, match="No bf16 peak for V100"):
+        peaks_of("Tesla V100-SXM2-16GB").of("bf16")
 
 
 def test_a_missing_precision_says_how_to_give_it():
