@@ -11,15 +11,13 @@ from typing import Annotated, Any
 import typer
 
 from foundry_fp8.cli.yaml_model import build_yaml_model, read_yaml
-from foundry_fp8.config import ConfigError, check_choice
-from foundry_fp8.planning.communication import (
-    GPUS,
-    NETWORKS,
-    Network,
-    Workload,
-    check_published,
-    plan_communication,
-)
+from foundry_fp8.config import ConfigError, check_choice, from_mapping
+from foundry_fp8.distributed.compression.config import KEY as COMPRESSION
+from foundry_fp8.distributed.compression.config import CompressionConfig
+from foundry_fp8.planning.communication.machines import GPUS, NETWORKS, Network
+from foundry_fp8.planning.communication.nccl_tests import with_logs
+from foundry_fp8.planning.communication.published import check_published, skill
+from foundry_fp8.planning.communication.step import Workload, plan_communication
 
 __all__ = ["communication"]
 
@@ -34,10 +32,19 @@ def communication(
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="Override a network constant: across_bus=1.2e11.")
     ] = None,
+    nccl_tests: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="A log of nccl-tests (all_gather, reduce_scatter, all_reduce) to take constants from.",
+            exists=True,
+            dir_okay=False,
+        ),
+    ] = None,
     parameters: Annotated[float | None, typer.Option(help="Instead of a YAML, such as 7e9.")] = None,
     units: Annotated[int, typer.Option(help="FSDP units, with --parameters.")] = 32,
     tokens: Annotated[int | None, typer.Option(help="Tokens a GPU and step; by default the YAML's.")] = None,
-    mfu: Annotated[float, typer.Option(help="Of the BF16 peak while nothing is exposed.")] = 0.4,
+    microbatches: Annotated[int, typer.Option(help="FSDP communicates for each of a step.")] = 1,
+    mfu: Annotated[float, typer.Option(help="Of the BF16 peak, of a GPU that computes alone.")] = 0.4,
     plot: Annotated[Path | None, typer.Option(help="Write a plot here (.png or .svg).")] = None,
     check: Annotated[bool, typer.Option(help="Compare the model with published points instead.")] = False,
 ) -> None:
@@ -48,15 +55,15 @@ def communication(
             return
         check_choice("--gpu", gpu, tuple(GPUS))
         check_choice("--network", network, tuple(NETWORKS))
-        constants = _override(NETWORKS[network], set_ or [])
-        if parameters is None:
-            if yaml is None:
-                raise ConfigError("Give a training YAML, or --parameters.")
-            parameters, units, from_yaml = _model_of(yaml)
-            tokens = from_yaml if tokens is None else tokens
-        work = Workload(
-            parameters=parameters, units=units, tokens=8192 if tokens is None else tokens, mfu=mfu
-        )
+        constants = _override(with_logs(NETWORKS[network], nccl_tests or []), set_ or [])
+        if parameters is not None:
+            work = Workload(parameters=parameters, units=units, tokens=tokens or 8192)
+        elif yaml is not None:
+            work = _workload_of(yaml)
+            work = work if tokens is None else dataclasses.replace(work, tokens=tokens)
+        else:
+            raise ConfigError("Give a training YAML, or --parameters.")
+        work = dataclasses.replace(work, mfu=mfu, microbatches=microbatches)
         rows = plan_communication(work, _counts(gpus), GPUS[gpu], constants)
     except ConfigError as error:
         typer.echo(f"error: {error}", err=True)
@@ -67,15 +74,19 @@ def communication(
     )
     header = f"{'GPUs':>6} {'layout':16} {'wire':10} {'comm ms':>9} {'exposed ms':>11} {'efficiency':>10} {'GB a GPU':>9}"
     typer.echo(header)
+    shortest = {
+        row["gpus"]: row for row in sorted(rows, key=lambda row: (row["fits"], -float(row["step_ms"])))
+    }
     for row in rows:
         typer.echo(
             f"{row['gpus']:>6} {row['layout']:16} {row['wire']:10} {row['communication_ms']:9.1f} "
             f"{row['exposed_ms']:11.1f} {row['efficiency']:10.1%} {row['memory_gb']:9.1f}"
             + ("" if row["fits"] else "  does not fit")
+            + ("  shortest step" if row is shortest[row["gpus"]] else "")
         )
     typer.echo(
         "\nGB a GPU: parameters, gradients, Adam's state and two gathered units; no activations."
-        "\nRanks layouts; leaves out tree all-reduce, PAT, congestion. Its errors: --check."
+        "\nefficiency: of a GPU that computes alone. Ranks layouts; leaves out tree all-reduce, PAT, congestion. Its errors: --check."
     )
     if plot is not None:
         title = (
@@ -115,32 +126,57 @@ def _override(network: Network, pairs: list[str]) -> Network:
     return dataclasses.replace(network, **changes)
 
 
-def _model_of(path: Path) -> tuple[float, int, int]:
-    """Parameters, blocks, and tokens a GPU and step of the YAML's model, built on the meta device."""
+def _workload_of(path: Path) -> Workload:
+    """The YAML's model, built on the meta device, and what the YAML says of its step on a GPU.
+
+    ``device_train_microbatch_size`` sequences a step, 1 where it is ``auto``.
+    """
     from foundry_fp8.model_structure.blocks import transformer_blocks
+    from foundry_fp8.observe.flops.attention import attended_pairs, attention_shapes
 
     config = read_yaml(path)
     model = build_yaml_model(config, "meta")
-    count = sum(p.numel() for p in model.parameters())
-    microbatch = config.get("device_train_microbatch_size")
-    sequences = microbatch if isinstance(microbatch, int) else 1
-    return float(count), max(1, len(transformer_blocks(model))), sequences * config["max_seq_len"]
+    microbatch, length = config.get("device_train_microbatch_size"), config["max_seq_len"]
+    fsdp = config.get("fsdp_config") or {}
+    compression = (config.get("algorithms") or {}).get("compressed_communication")
+    attention = sum(
+        shape.forward_flops(attended_pairs(length, shape.window, shape.causal))
+        for shape in attention_shapes(model)
+    )
+    return Workload(
+        parameters=float(sum(p.numel() for p in model.parameters())),
+        units=max(1, len(transformer_blocks(model))),
+        tokens=(microbatch if isinstance(microbatch, int) else 1) * length,
+        attention_flops=3 * attention / length,
+        sharding="SHARD_GRAD_OP" if fsdp.get("sharding_strategy") == "SHARD_GRAD_OP" else "FULL_SHARD",
+        gradient_bytes=2 if fsdp.get("mixed_precision") == "PURE" else 4,
+        compression=None
+        if compression is None
+        else from_mapping(CompressionConfig, compression, COMPRESSION),
+    )
 
 
 def _check_table() -> str:
-    rows = check_published()
-    lines = [f"{'series':22} {'GPUs':>5} {'published':>10} {'predicted':>10} {'error %':>8}"]
-    for row in rows:
-        mark = "  baseline" if row["baseline"] else ""
-        lines.append(
-            f"{row['series']:22} {row['gpus']:>5} {row['published']:10.0f} {row['predicted']:10.0f} "
-            f"{row['error_percent']:8.1f}{mark}"
-        )
-    for series in dict.fromkeys(row["series"] for row in rows):
-        row = next(row for row in rows if row["series"] == series)
-        lines.append(f"{series}: {row['source']}. Assumed: {row['assumed']}.")
+    checks = check_published()
+    lines = [
+        f"{'series':32} {'GPUs':>5} {'published':>10} {'predicted':>10} {'error %':>8} {'no slowdown %':>14}"
+    ]
+    for one in checks:
+        if one.baseline:
+            lines.append(f"{one.series:32} {one.gpus:>5} {one.published:10.0f}")
+        else:
+            lines.append(
+                f"{one.series:32} {one.gpus:>5} {one.published:10.0f} {one.predicted:10.0f} "
+                f"{one.error_percent:8.1f} {one.unslowed_error_percent:14.1f}"
+            )
+    for series in dict.fromkeys(one.series for one in checks):
+        first = next(one for one in checks if one.series == series)
+        lines.append(f"{series}: {first.source}. Assumed: {first.assumed}.")
+    found = skill(checks)
     lines.append(
-        "tokens per second and GPU; the first size of a series gives its compute time and is no test."
+        "tokens per second and GPU; the first size of a series gives its compute time and is no test. 'no slowdown' is the guess "
+        f"that it stays.\n{found.tests} tests: error {found.rms:.1f} % rms, {found.largest:.1f} % at most; no slowdown "
+        f"{found.unslowed_rms:.1f} %, {found.unslowed_largest:.1f} %; skill {found.score:.2f} (1 - the ratio of squared errors)."
     )
     return "\n".join(lines)
 
@@ -166,7 +202,7 @@ def _draw(rows: list[dict[str, float | int | str]], title: str, path: Path) -> N
     left.set_yscale("log")
     left.set_ylabel("communication, ms a step")
     right.set_ylim(0, 1.05)
-    right.set_ylabel("compute / (compute + exposed)")
+    right.set_ylabel("step of a GPU alone / step")
     for axes in (left, right):
         axes.set_xscale("log", base=2)
         axes.set_xticks(gpus, [str(count) for count in gpus], rotation=45)

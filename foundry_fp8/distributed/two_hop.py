@@ -4,7 +4,7 @@
     reduce_scatter    reduce-scatter inside -> quantised reduce-scatter across
 
 L ranks of a node send each byte across the network once instead of L times, and what crosses it may be as coarse as
-4 bits. The hop inside a node stays in full precision by default: NVLink is faster than quantising.
+4 bits. The hop inside a node is exact by default: it sends what it has, in its own dtype, and sums in float32.
 
 Source: ZeRO++ (arXiv 2306.10209), qgZ; SDP4Bit (arXiv 2410.15526) for 8 bits inside and rotated 4 bits across.
 """
@@ -23,7 +23,7 @@ from foundry_fp8.distributed import collectives
 from foundry_fp8.distributed.groups import make_group
 from foundry_fp8.distributed.rounding import Noise
 from foundry_fp8.distributed.rows import Row, share
-from foundry_fp8.distributed.traffic import CountingGroup, Traffic, scatter_options
+from foundry_fp8.distributed.traffic import CountingGroup, Traffic
 from foundry_fp8.numerics.wire_format import WireFormat
 
 __all__ = ["TwoHop", "make_two_hop", "own_numel", "reduce_scatter_two_hop", "two_hop_all_reduce"]
@@ -38,7 +38,7 @@ class TwoHop:
     Attributes:
         inside: The ranks of this node, in order.
         across: The ranks with this rank's place in their node, in the order of the nodes.
-        inside_wire: What travels inside a node; ``None`` for full precision.
+        inside_wire: What travels inside a node; ``None`` for the tensor as it is.
     """
 
     inside: CountingGroup
@@ -104,7 +104,7 @@ def two_hop_all_reduce(
     by_place = _by_place(rows, hop)
     sections = [_joined(place, wire.block_size) for place in by_place]
     if hop.inside_wire is None:
-        part = _sum_in_order(tensor.float(), hop.inside, [section.numel for section in sections], mean)
+        part = _sum_in_order(tensor, hop.inside, [section.numel for section in sections], mean)
     else:
         part = collectives.reduce_scatter(tensor, hop.inside, hop.inside_wire, rows=sections, mean=mean)
     own = by_place[hop.inside.rank()]
@@ -145,15 +145,13 @@ def reduce_scatter_two_hop(
     nodes, places = hop.across.size(), hop.inside.size()
     rows = [Row.of(input.numel() // hop.ranks)] * hop.ranks if rows is None else rows
     # [node, place, n] -> [place, node, n]: what goes to one place of this node first.
-    by_place = input.view(nodes, places, -1).transpose(0, 1).reshape(-1).float()
+    by_place = input.view(nodes, places, -1).transpose(0, 1).reshape(-1)
     rows_by_place = [rows[place::places] for place in range(places)]
     if hop.inside_wire is not None and places > 1:
         sections = [_joined(place, wire.block_size) for place in rows_by_place]
         part = collectives.reduce_scatter(by_place, hop.inside, hop.inside_wire, rows=sections, mean=mean)
     else:
-        part = torch.empty(input.numel() // places, dtype=by_place.dtype, device=by_place.device)
-        op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
-        hop.inside._reduce_scatter_base(part, by_place, scatter_options(op)).wait()
+        part = _sum_in_order(by_place, hop.inside, [input.numel() // places] * places, mean)
     own = rows_by_place[hop.inside.rank()]
     return collectives.reduce_scatter(part, hop.across, wire, rows=own, mean=mean, noise=noise)
 
@@ -168,10 +166,15 @@ def _joined(rows: Sequence[Row], block_size: int) -> Row:
 
 
 def _sum_in_order(input: Tensor, group: CountingGroup, splits: list[int], mean: bool) -> Tensor:
-    ranks, own = group.size(), splits[group.rank()]
+    """Send each rank its part of ``input`` in the dtype it has, and sum what arrives in float32, in the order of the ranks."""
+    ranks, own, size = group.size(), splits[group.rank()], input.element_size()
     received = input.new_empty(ranks * own)
-    group.alltoall_base(received, input, [own] * ranks, splits).wait()
-    total, *others = received.view(ranks, own)
+    # As bytes: gloo does not know every dtype.
+    group.alltoall_base(
+        received.view(torch.uint8), input.view(torch.uint8), [own * size] * ranks, [n * size for n in splits]
+    ).wait()
+    first, *others = received.view(ranks, own)
+    total = first.float()
     for other in others:
         total += other
     return total.div_(ranks) if mean else total

@@ -35,5 +35,7 @@ def test_quantised_collectives_on_four_ranks():
         assert results["two_hop"] < 0.2 and results["two_hop_int8"] < 0.2
         assert results["two_hop_same"] and results["two_hop_int8_same"]
         assert results["two_hop_scatter_exact"] < 1e-6
+        assert results["two_hop_bf16_exact"] < 1e-7
+        assert results["two_hop_bf16_bytes"] == pytest.approx(2 * 2 + 4, rel=0.02)
         assert results["two_hop_residual"]
         assert "do not divide over 4 ranks" in results["not_divisible"]

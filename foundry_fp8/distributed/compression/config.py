@@ -28,8 +28,9 @@ class CompressionConfig(Config):
     optimizer and checkpoints keep their precision."""
     block_size: Annotated[int, power_of_two(32, 65536)] = 128
     """Elements that share one float32 scale."""
-    second_leg: Literal["fp32", "bf16", "int8", "e4m3", "int4"] = "bf16"
-    """What the second half of an all-reduce (DDP, the replicate leg) travels as."""
+    second_leg: Literal["auto", "fp32", "bf16", "int8", "e4m3", "int4"] = "auto"
+    """What the second half of an all-reduce (DDP, the replicate leg) travels as. ``auto`` is the format of the gradients, int8 for
+    int4: with error feedback its loss is carried as the first half's is."""
     error_feedback: Literal["auto"] | bool = "auto"
     """Carry what quantising lost to the next step, on the legs that replicate. ``auto`` does so for every format but
     ``bf16``. It costs a float32 gradient on every rank under DDP and a gradient shard under HSDP; under plain FSDP it
@@ -44,8 +45,10 @@ class CompressionConfig(Config):
     scope: Literal["auto", "inter_node", "all"] = "auto"
     """``inter_node`` compresses only what crosses nodes and works in two hops where a group spans them; ``all``
     compresses every hop; ``auto`` is ``inter_node`` on several nodes and ``all`` on one."""
-    inside_node: Literal["fp32", "int8"] = "fp32"
-    """What the hop inside a node travels as where there are two hops. ``fp32`` loses nothing."""
+    inside_node: Literal["auto", "exact", "int8"] = "auto"
+    """What the hop inside a node travels as where there are two hops. ``exact`` sends gradients in their own dtype and loses nothing.
+    ``auto`` is ``int8`` for FSDP's reduce-scatter of coded gradients, as in ZeRO++, and ``exact`` where error feedback carries on what
+    is lost."""
     verify: bool = False
     """Debug mode: every message carries a checksum, and a damaged one is an error."""
     sample_interval: Batches = 50
@@ -76,6 +79,30 @@ class CompressionConfig(Config):
         if self.error_feedback == "auto":
             return self.gradients in ("int8", "e4m3", "int4")
         return bool(self.error_feedback)
+
+    @property
+    def second_wire(self) -> WireFormat | None:
+        """The wire format of the second half of an all-reduce."""
+        auto = "int8" if self.gradients == "int4" else self.gradients
+        return self.wire(auto if self.second_leg == "auto" else self.second_leg)
+
+    @property
+    def shard_wire(self) -> WireFormat | None:
+        """The wire format of a reduce-scatter, where int4 is too coarse: nothing carries what it loses."""
+        return self.wire("int8" if self.gradients == "int4" else self.gradients)
+
+    def inside_wire(self, *, shards: bool) -> WireFormat | None:
+        """The wire format of the hop inside a node of two hops, ``None`` for exact.
+
+        Args:
+            shards: Whether it belongs to a reduce-scatter, or to an all-reduce.
+        """
+        coded = shards and self.gradients in ("int8", "e4m3", "int4")
+        return (
+            self.wire("int8")
+            if self.inside_node == "int8" or (self.inside_node == "auto" and coded)
+            else None
+        )
 
     def why_exact(self, shape: Sequence[int], itemsize: int) -> str | None:
         """Why a parameter of this shape stays uncompressed among others that do not; ``None`` if it does not.

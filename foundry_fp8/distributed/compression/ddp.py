@@ -27,7 +27,7 @@ LANES_ON_CPU = 2
 def attach_ddp(ddp: DistributedDataParallel, compression: Compression) -> None:
     """Register the hook. It replaces DDP's all-reduce and its division by the number of ranks."""
     group = ddp.process_group
-    route = compression.route(group)
+    route = compression.route(group, shards=False)
     check_legs(compression, shards=False, replicates=True)
     hook = BucketHook(compression, ddp, route)
     # A function without annotations: DDP compares them with objects, and this file's are strings.
@@ -52,7 +52,7 @@ class BucketHook:
             self.section = range(first, first + hop.across.size())
         config = compression.config
         self.wire = route.wire(config.wire(config.gradients))
-        self.second_leg = config.wire(config.second_leg)
+        self.second_leg = config.second_wire
         self.names: dict[int, str] = {}
         self.first_block: dict[str, int] = {}
         self.exact: dict[str, bool] = {}

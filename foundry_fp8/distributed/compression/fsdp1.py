@@ -201,7 +201,7 @@ def _compressed_gather(name: str, state: Any, compression: Compression) -> Calla
         return isinstance(part.module, nn.Embedding) or config.why_exact(part.shape, itemsize) is not None
 
     rows = _rows_of(state, is_exact, config.block_size)
-    reason = compression.route(handle.process_group).why_not
+    reason = compression.path(handle.process_group).why_not
     if not reason and sum(row.numel for row in rows) * itemsize < config.min_bytes:
         reason = f"smaller than min_bytes ({config.min_bytes})"
     if not reason and not any(row.coded for row in rows):

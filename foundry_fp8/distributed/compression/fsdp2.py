@@ -209,11 +209,11 @@ def _gathered_of(unit: Unit, compression: Compression, wire: WireFormat) -> list
             f"{KEY}.parameters: {config.parameters} and FSDP2's reshard_after_forward: <int> exclude each other "
             "(torch raises NotImplementedError for extensions there). Set reshard_after_forward to true or false."
         )
-    route = compression.route(inner_group(group.mesh_info.shard_process_group))
+    path = compression.path(inner_group(group.mesh_info.shard_process_group))
     gathered = []
     for parameter in group.fsdp_params:
         name = f"{unit.name}.{parameter._module_info.param_name}".lstrip(".")
-        reason = route.why_not or _why_not(parameter, config)
+        reason = path.why_not or _why_not(parameter, config)
         compression.rows.append(
             ReportRow(
                 name,

@@ -64,8 +64,8 @@ def shard_leg(
         device: Where its gradients live.
         nbytes: Of all of them.
     """
-    config, route = compression.config, compression.route(group)
-    wire = route.wire(config.wire("int8" if config.gradients == "int4" else config.gradients))
+    config, route = compression.config, compression.route(group, shards=True)
+    wire = route.wire(config.shard_wire)
     _report(compression, name, "reduce-scatter", wire, route, nbytes)
     if wire is None:
         return None
@@ -98,7 +98,7 @@ def replicate_leg(
         numel: How many elements it reduces as a rule.
         nbytes: Of these.
     """
-    config, route = compression.config, compression.route(group)
+    config, route = compression.config, compression.route(group, shards=False)
     wire = route.wire(config.wire(config.gradients))
     _report(compression, name, "all-reduce across replicas", wire, route, nbytes)
     if wire is None:
@@ -113,7 +113,7 @@ def replicate_leg(
     leg = Leg(
         wire,
         rows,
-        second_leg=config.wire(config.second_leg),
+        second_leg=config.second_wire,
         hop=route.hop,
         feeds_back=config.feeds_back,
     )

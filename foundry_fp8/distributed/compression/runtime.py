@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable
 import torch.distributed as dist
 from torch import Tensor
 
-from foundry_fp8.config import ConfigError
 from foundry_fp8.distributed.compressed_group import Switch
-from foundry_fp8.distributed.compression.config import KEY, CompressionConfig
-from foundry_fp8.distributed.mesh import ranks_per_node, spans_nodes
+from foundry_fp8.distributed.compression.config import CompressionConfig
+from foundry_fp8.distributed.compression.routing import Path, path_of
+from foundry_fp8.distributed.mesh import ranks_per_node
 from foundry_fp8.distributed.rounding import Noise
 from foundry_fp8.distributed.traffic import Traffic
 from foundry_fp8.distributed.two_hop import TwoHop, make_two_hop
@@ -91,38 +91,33 @@ class Compression:
         for residual in self.residuals():
             residual.zero_()
 
-    def route(self, group: dist.ProcessGroup) -> Route:
-        """How ``group`` is compressed, given ``scope``.
+    def path(self, group: dist.ProcessGroup) -> Path:
+        """Which hops the messages of ``group`` take, given ``scope``.
 
         Raises:
-            ConfigError: ``scope: inter_node`` on a single node, or a group that two hops cannot serve.
+            ConfigError: See :func:`path_of`.
         """
-        per_node = ranks_per_node()
-        several = dist.get_world_size() > per_node
-        if self.config.scope == "inter_node" and not several:
-            raise ConfigError(
-                f"{KEY}.scope: inter_node, but all {per_node} ranks are on one node: nothing crosses nodes. "
-                "Use scope: all to compress inside the node."
-            )
         ranks = dist.get_process_group_ranks(group)
-        if len(ranks) == 1:
-            return Route("a group of one rank")
-        if self.config.scope == "all" or not several:
-            return Route()
-        if not spans_nodes(ranks, per_node):
-            return Route("all its ranks are on one node")
-        in_node = sum(rank // per_node == ranks[0] // per_node for rank in ranks)
-        if in_node == 1:
-            return Route()
-        if len(ranks) != dist.get_world_size():
-            raise ConfigError(
-                f"{KEY}.scope: {self.config.scope} needs two hops for a group of {len(ranks)} of the "
-                f"{dist.get_world_size()} ranks. Shard inside nodes (hybrid_sharding.shard: node), or use scope: all."
-            )
-        key = tuple(ranks)
+        return path_of(ranks, world=dist.get_world_size(), per_node=ranks_per_node(), scope=self.config.scope)
+
+    def route(self, group: dist.ProcessGroup, *, shards: bool) -> Route:
+        """How gradients are reduced in ``group``; makes the groups of two hops where they are needed.
+
+        Args:
+            group: The ranks that reduce.
+            shards: Whether each keeps its part (a reduce-scatter) or all have all (an all-reduce).
+
+        Raises:
+            ConfigError: See :func:`path_of`.
+        """
+        path = self.path(group)
+        if path.inside == 1:
+            return Route(path.why_not)
+        inside = self.config.inside_wire(shards=shards)
+        ranks = dist.get_process_group_ranks(group)
+        key = (shards, *ranks)
         if key not in self._hops:
-            inside = self.config.wire("int8") if self.config.inside_node == "int8" else None
-            self._hops[key] = make_two_hop(ranks, in_node, self.traffic, inside)
+            self._hops[key] = make_two_hop(ranks, path.inside, self.traffic, inside)
         return Route(hop=self._hops[key])
 
     def summary(self) -> str:

@@ -1,0 +1,55 @@
+"""Which hops the messages of a process group take, from the places of its ranks alone: training and the planner ask the same."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from foundry_fp8.config import ConfigError
+from foundry_fp8.distributed.compression.config import KEY
+from foundry_fp8.distributed.mesh import spans_nodes
+
+__all__ = ["Path", "path_of"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Path:
+    """How the messages of one group travel."""
+
+    why_not: str | None = None
+    """Why they are not worth compressing; ``None`` where they are."""
+    inside: int = 1
+    """Ranks of a node that reduce among themselves first, exactly or coded; 1 where there is one hop."""
+
+
+def path_of(ranks: Sequence[int], *, world: int, per_node: int, scope: str) -> Path:
+    """How the messages among ``ranks`` are compressed.
+
+    Args:
+        ranks: The global ranks of the group, in order.
+        world: All ranks of the job.
+        per_node: Ranks on a node; nodes hold consecutive ranks.
+        scope: ``CompressionConfig.scope``.
+
+    Raises:
+        ConfigError: ``scope: inter_node`` on a single node, or a group that two hops cannot serve.
+    """
+    several = world > per_node
+    if scope == "inter_node" and not several:
+        raise ConfigError(
+            f"{KEY}.scope: inter_node, but all {per_node} ranks are on one node: nothing crosses nodes. "
+            "Use scope: all to compress inside the node."
+        )
+    if len(ranks) == 1:
+        return Path("a group of one rank")
+    if scope == "all" or not several:
+        return Path()
+    if not spans_nodes(ranks, per_node):
+        return Path("all its ranks are on one node")
+    inside = sum(rank // per_node == ranks[0] // per_node for rank in ranks)
+    if inside > 1 and len(ranks) != world:
+        raise ConfigError(
+            f"{KEY}.scope: {scope} needs two hops for a group of {len(ranks)} of the "
+            f"{world} ranks. Shard inside nodes (hybrid_sharding.shard: node), or use scope: all."
+        )
+    return Path(inside=inside)

@@ -1,0 +1,105 @@
+"""GPUs and networks that the plan knows, and the constants it uses of them, each with its source."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated
+
+from foundry_fp8.config import Config, Positive, PositiveNumber, at_least, at_most
+from foundry_fp8.observe.flops.peaks import peaks_of
+
+__all__ = ["GPUS", "NETWORKS", "Gpu", "Network"]
+
+Seconds = Annotated[float, at_least(0)]
+Share = Annotated[float, at_least(0), at_most(1)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """What a GPU brings to the estimate."""
+
+    memory_bytes: float
+    bf16_flops: float
+    """Dense peak."""
+    hbm_bytes_per_second: float
+    """What a fused quantiser reads and writes: three quarters of the data sheet's peak (assumed)."""
+    source: str
+
+
+def _gpu(device: str, memory_bytes: float, hbm_bytes_per_second: float) -> Gpu:
+    peaks = peaks_of(device)
+    assert peaks is not None
+    return Gpu(
+        memory_bytes=memory_bytes,
+        bf16_flops=peaks.of("bf16"),
+        hbm_bytes_per_second=0.75 * hbm_bytes_per_second,
+        source=f"{peaks.detail}, dense",
+    )
+
+
+GPUS = {
+    "h100-sxm": _gpu("H100 SXM", 80e9, 3.35e12),
+    "h200-sxm": _gpu("H200 SXM", 141e9, 4.8e12),
+    "a100-40g": _gpu("A100", 40e9, 1.555e12),
+    "a100-80g": _gpu("A100", 80e9, 2.039e12),
+    "b200": _gpu("B200", 180e9, 7.7e12),
+    "b300": _gpu("B300", 270e9, 8e12),
+    "gb200": _gpu("GB200", 186e9, 8e12),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Network(Config):
+    """Constants of the model; override any of them with a measured one (``dataclasses.replace``, ``--set``, ``--nccl-tests``)."""
+
+    key = "--set "
+
+    gpus_per_node: Positive = 8
+    """GPUs that NVLink joins: a server, or a whole rack."""
+    inside_bus: PositiveNumber = 360e9
+    """Ring bus bandwidth inside a node, bytes/s."""
+    across_bus: PositiveNumber = 340e9
+    """Ring bus bandwidth of a ring that crosses nodes (all NICs of a node together), bytes/s."""
+    base_seconds: Seconds = 8.4e-6
+    inside_seconds: Seconds = 3.4e-6
+    """Latency of a ring step over NVLink."""
+    across_seconds: Seconds = 14.0e-6
+    """Latency of a ring step over the network."""
+    overlap_slowdown: Share = 0.189
+    """How much longer computing takes while communication runs beside it: it takes multiprocessors, memory bandwidth and power.
+    The mean over A100, H100, MI210 and MI250 of arXiv 2507.03114."""
+    gpu_spread: Share = 0.0148
+    """Standard deviation of GPUs' speeds, of the mean; a step waits for the slowest. 8 % between GPUs of one model, the mean of arXiv
+    2208.11035, read as the span of a box plot's whiskers, which is 5.4 standard deviations."""
+    source: str = ""
+
+
+_NCCL = "latencies: NCCL src/graph/tuning.cc, ring, Simple protocol; overlap: arXiv 2507.03114; spread of GPUs: arXiv 2208.11035"
+
+NETWORKS = {
+    "h100-3200g": Network(
+        source=f"8 x 400 Gbit/s a node, 85 % of 400 GB/s; 80 % of NVLink 4 (assumed); {_NCCL}"
+    ),
+    "h100-1600g": Network(across_bus=170e9, source=f"4 x 400 Gbit/s a node, 85 % (assumed); {_NCCL}"),
+    "b200-3200g": Network(
+        inside_bus=720e9, source=f"8 x 400 Gbit/s a node, 85 %; 80 % of NVLink 5 (assumed); {_NCCL}"
+    ),
+    "b300-6400g": Network(
+        inside_bus=720e9, across_bus=680e9, source=f"8 x 800 Gbit/s a node, 85 % (assumed); {_NCCL}"
+    ),
+    "gb200-nvl72": Network(
+        gpus_per_node=72,
+        inside_bus=720e9,
+        across_bus=72 * 42.5e9,
+        source=f"72 GPUs in one NVLink domain, 400 Gbit/s each across, 85 % (assumed); {_NCCL}",
+    ),
+    "a100-1600g": Network(
+        inside_bus=230e9, across_bus=170e9, source=f"8 x 200 Gbit/s a node, 85 % (assumed); {_NCCL}"
+    ),
+    "a100-400g": Network(
+        inside_bus=230e9, across_bus=42.5e9, source=f"4 x 100 Gbit/s a node, 85 % (assumed); {_NCCL}"
+    ),
+    "ethernet-100g": Network(
+        across_bus=10.6e9, source=f"one 100 Gbit/s port a node, 85 % (assumed); {_NCCL}"
+    ),
+}

@@ -1,0 +1,207 @@
+"""One training step under FSDP or HSDP at scale, on paper.
+
+    step = (compute + overlap_slowdown * hidden) (1 + gpu_spread z(N)) + exposed
+
+``hidden`` is the communication that runs beside computing, ``exposed`` what nothing hides, ``z(N)`` the expected largest of N standard normal
+numbers: a step waits for the slowest GPU. It is for ranking layouts; nothing is fitted to the published points it is checked
+against (:mod:`foundry_fp8.planning.communication.published`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from statistics import NormalDist
+from typing import Annotated, Literal
+
+from foundry_fp8.config import Config, ConfigError, Fraction, Positive, accept, at_least
+from foundry_fp8.distributed.compression.config import CompressionConfig
+from foundry_fp8.distributed.compression.routing import path_of
+from foundry_fp8.planning.communication import legs
+from foundry_fp8.planning.communication.machines import Gpu, Network
+
+__all__ = ["COMPRESSED", "Layout", "Workload", "best_layout", "layout", "plan_communication"]
+
+OPTIMIZER_BYTES = 12  # float32 master weight and Adam's two moments, beside the working copy and the gradient
+COMPRESSED = CompressionConfig(gradients="int8", parameters="e4m3")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Workload(Config):
+    """The model and the step."""
+
+    key = "--"
+
+    parameters: Annotated[float, at_least(1)]
+    units: Positive
+    """FSDP units: transformer blocks, as a rule."""
+    tokens: Positive
+    """Tokens a GPU and step."""
+    attention_flops: Annotated[float, at_least(0)] = 0.0
+    """Of attention's two GEMMs, forward and backward, a token; the rest are ``6 * parameters``."""
+    mfu: Fraction = 0.4
+    """Of the BF16 peak, of a GPU that computes alone."""
+    microbatches: Positive = 1
+    """FSDP gathers and reduces for each."""
+    sharding: Literal["FULL_SHARD", "SHARD_GRAD_OP"] = "FULL_SHARD"
+    """``SHARD_GRAD_OP`` keeps what forward gathered for the backward."""
+    gradient_bytes: Literal[2, 4] = 2
+    """Of an element of an uncompressed reduction: 2 under Composer's ``mixed_precision: PURE``, 4 under ``DEFAULT``."""
+    activation_bytes: Annotated[float, at_least(0)] = 0.0
+    """What activations and buffers take on each GPU."""
+    compression: CompressionConfig | None = None
+    """``algorithms.compressed_communication``."""
+
+    @property
+    def flops(self) -> float:
+        """Of the model, a GPU and step."""
+        return (6 * self.parameters + self.attention_flops) * self.tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """One way to spread the model over the GPUs, and what the model says of it."""
+
+    gpus: int
+    shard: int
+    communication_seconds: float
+    exposed_seconds: float
+    compute_seconds: float
+    step_seconds: float
+    memory_bytes: float
+    fits: bool
+
+    @property
+    def replicate(self) -> int:
+        """Copies of the model."""
+        return self.gpus // self.shard
+
+    @property
+    def efficiency(self) -> float:
+        """The share of a step that the same GPU would need alone."""
+        return self.compute_seconds / self.step_seconds
+
+
+def slowest_of(count: int) -> float:
+    """The expected largest of ``count`` standard normal numbers (Blom 1958)."""
+    return NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0
+
+
+def layout(work: Workload, gpus: int, shard: int, gpu: Gpu, network: Network) -> Layout:
+    """The estimate for ``shard`` ranks a copy of the model on ``gpus`` GPUs.
+
+    Raises:
+        ConfigError: Training would refuse to compress on this layout.
+    """
+    replicate, config = gpus // shard, work.compression
+    per_unit = work.parameters / work.units
+    mine = per_unit / shard
+    scope = "all" if config is None else config.scope
+    route = functools.partial(path_of, world=gpus, per_node=network.gpus_per_node, scope=scope)
+    sharing, replicas = route(range(shard)), route(range(0, gpus, shard))
+
+    weights = None if config is None or sharing.why_not else config.wire(config.parameters)
+    gather = legs.gather(per_unit, 2, shard, network, gpu, weights)
+    scatter = legs.reduce_scatter(per_unit, work.gradient_bytes, shard, network, gpu, sharing, config)
+    reduce = legs.all_reduce(
+        mine, work.gradient_bytes, replicate, network, gpu, replicas, config, stride=shard
+    )
+
+    compute = work.flops / work.microbatches / (gpu.bf16_flops * work.mfu)
+    forward, backward = compute / 3, 2 * compute / 3
+    again = gather if work.sharding == "FULL_SHARD" else 0.0
+    one_forward, one_backward = work.units * gather, work.units * (again + scatter + reduce)
+    # The first gather and the last reduction have nothing to hide behind.
+    exposed = gather + max(0.0, one_forward - gather - forward)
+    exposed += scatter + reduce + max(0.0, one_backward - scatter - reduce - backward)
+    hidden = one_forward + one_backward - exposed
+    computing = (compute + network.overlap_slowdown * hidden) * (1 + network.gpu_spread * slowest_of(gpus))
+
+    memory = work.parameters * (2 + 2 + OPTIMIZER_BYTES) / shard + 2 * 2 * per_unit + work.activation_bytes
+    if work.sharding == "SHARD_GRAD_OP":
+        memory += 2 * (work.parameters - 2 * per_unit)
+    if config is not None and config.feeds_back and replicate > 1 and not replicas.why_not:
+        memory += (
+            4 * work.parameters / shard / replicas.inside
+        )  # what quantising lost, carried to the next step
+    return Layout(
+        gpus=gpus,
+        shard=shard,
+        communication_seconds=work.microbatches * (one_forward + one_backward),
+        exposed_seconds=work.microbatches * exposed,
+        compute_seconds=work.microbatches * compute,
+        step_seconds=work.microbatches * (computing + exposed),
+        memory_bytes=memory,
+        fits=memory <= gpu.memory_bytes,
+    )
+
+
+def best_layout(work: Workload, gpus: int, gpu: Gpu, network: Network) -> Layout:
+    """The shard degree with the shortest step of those that fit, the least communication among equals.
+
+    Raises:
+        ConfigError: Nothing fits; the memory of the smallest is named.
+    """
+    degrees = [
+        n
+        for n in range(1, gpus + 1)
+        if gpus % n == 0 and (n % network.gpus_per_node == 0 or network.gpus_per_node % n == 0)
+    ]
+    layouts, refused = [], None
+    for shard in degrees:
+        try:
+            layouts.append(layout(work, gpus, shard, gpu, network))
+        except ConfigError as error:  # training refuses it too
+            refused = error
+    if not layouts:
+        assert refused is not None
+        raise refused
+    fitting = [one for one in layouts if one.fits]
+    if not fitting:
+        least = min(layouts, key=lambda one: one.memory_bytes)
+        raise ConfigError(
+            f"--gpus: {gpus} GPUs do not hold the model: {least.memory_bytes / 1e9:.0f} GB a GPU even with shard "
+            f"{least.shard}, of {gpu.memory_bytes / 1e9:.0f} GB. Use more GPUs."
+        )
+    return min(fitting, key=lambda one: (round(one.step_seconds, 5), one.communication_seconds))
+
+
+def plan_communication(
+    work: Workload, gpus: Sequence[int], gpu: Gpu, network: Network
+) -> list[dict[str, float | int | str]]:
+    """Rows of the plan: for each number of GPUs, plain FSDP and the best HSDP, uncompressed and compressed.
+
+    Args:
+        work: The workload; int8 gradients and e4m3 weights where it names no compression.
+        gpus: Numbers of GPUs, at least 2.
+        gpu: The GPU.
+        network: The network.
+    """
+    accept(Sequence[Annotated[int, at_least(2)]], gpus, "--gpus")
+    config = work.compression or COMPRESSED
+    plain = dataclasses.replace(work, compression=None)
+    compressed = dataclasses.replace(work, compression=config)
+    rows: list[dict[str, float | int | str]] = []
+    for count in gpus:
+        for wire, one in (("bf16", plain), (f"{config.gradients}/{config.parameters}", compressed)):
+            for name, choose in (
+                ("FSDP", functools.partial(layout, shard=count)),
+                ("HSDP", best_layout),
+            ):
+                found = choose(one, gpus=count, gpu=gpu, network=network)
+                rows.append(
+                    {
+                        "gpus": count,
+                        "layout": f"{name} {found.replicate}x{found.shard}",
+                        "wire": wire,
+                        "compute_ms": found.compute_seconds * 1e3,
+                        "communication_ms": found.communication_seconds * 1e3,
+                        "exposed_ms": found.exposed_seconds * 1e3,
+                        "step_ms": found.step_seconds * 1e3,
+                        "efficiency": found.efficiency,
+                        "memory_gb": found.memory_bytes / 1e9,
+                        "fits": int(found.fits),
+                    }
+                )
+    return rows

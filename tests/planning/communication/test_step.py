@@ -1,0 +1,142 @@
+"""The model of a step against sums done by hand, and what it must say of layouts."""
+
+import dataclasses
+from statistics import NormalDist
+
+import pytest
+
+from foundry_fp8.config import ConfigError
+from foundry_fp8.distributed.compression.config import CompressionConfig
+from foundry_fp8.planning.communication.machines import GPUS, NETWORKS
+from foundry_fp8.planning.communication.step import (
+    COMPRESSED,
+    Workload,
+    best_layout,
+    layout,
+    plan_communication,
+    slowest_of,
+)
+
+H100, EFA = GPUS["h100-sxm"], NETWORKS["h100-3200g"]
+SLOW = NETWORKS["ethernet-100g"]
+WORK = Workload(parameters=6.7e9, units=32, tokens=8192)
+PACKED = dataclasses.replace(WORK, compression=COMPRESSED)
+
+
+@pytest.mark.parametrize(("gpus", "published_ms"), [(64, 150), (512, 355), (2048, 1052), (4096, 1981)])
+def test_flat_fsdp_of_7b_agrees_with_an_independent_calculation(gpus, published_ms):
+    """Computed separately from the same constants with a 7.0e9 parameter model; ours is 6.7e9."""
+    seconds = layout(WORK, gpus, gpus, H100, EFA).communication_seconds
+    assert seconds * 1e3 == pytest.approx(published_ms, rel=0.05)
+
+
+def test_a_step_is_computing_slowed_by_what_runs_beside_it_and_by_the_slowest_gpu():
+    found = layout(WORK, 64, 64, H100, EFA)
+    compute = 6 * 6.7e9 * 8192 / (0.4 * 989.4e12)
+    assert found.compute_seconds == pytest.approx(compute)
+    hidden = found.communication_seconds - found.exposed_seconds
+    wanted = (compute + 0.189 * hidden) * (1 + 0.0148 * slowest_of(64)) + found.exposed_seconds
+    assert found.step_seconds == pytest.approx(wanted)
+    alone = layout(WORK, 1, 1, H100, EFA)
+    assert alone.step_seconds == alone.compute_seconds and alone.communication_seconds == 0
+
+
+@pytest.mark.parametrize("count", [2, 8, 64, 1024])
+def test_the_slowest_of_many(count):
+    """Against the integral of the largest's distribution, by the midpoint rule."""
+    normal = NormalDist()
+    grid = [-8 + (k + 0.5) * 0.002 for k in range(8000)]
+    exact = sum(x * count * normal.cdf(x) ** (count - 1) * normal.pdf(x) * 0.002 for x in grid)
+    assert slowest_of(count) == pytest.approx(exact, rel=0.05)
+
+
+def test_attention_microbatches_and_what_backward_gathers_again():
+    attention = dataclasses.replace(WORK, attention_flops=6.7e9)
+    assert layout(attention, 64, 64, H100, EFA).compute_seconds == pytest.approx(
+        layout(WORK, 64, 64, H100, EFA).compute_seconds * 7 / 6
+    )
+    four = dataclasses.replace(WORK, microbatches=4)
+    assert layout(four, 64, 64, H100, EFA).communication_seconds == pytest.approx(
+        4 * layout(WORK, 64, 64, H100, EFA).communication_seconds
+    )
+    kept = dataclasses.replace(WORK, sharding="SHARD_GRAD_OP")
+    full, grad = layout(WORK, 64, 64, H100, EFA), layout(kept, 64, 64, H100, EFA)
+    assert grad.communication_seconds == pytest.approx(full.communication_seconds * 2 / 3)
+    assert grad.memory_bytes - full.memory_bytes == pytest.approx(2 * 6.7e9 * 30 / 32)
+
+
+def test_a_ring_of_codes_saves_bytes_alone_and_two_hops_save_latency_too():
+    gathered = dataclasses.replace(WORK, compression=CompressionConfig(gradients="none", parameters="e4m3"))
+    reduced = dataclasses.replace(WORK, compression=CompressionConfig(gradients="int8"))
+    gains = {"ring": [], "two hops": []}
+    for gpus in (64, 512, 4096):
+        plain = layout(WORK, gpus, gpus, H100, EFA).communication_seconds
+        for name, work in (("ring", gathered), ("two hops", reduced)):
+            gains[name].append(1 - layout(work, gpus, gpus, H100, EFA).communication_seconds / plain)
+    assert gains["ring"][0] > gains["ring"][1] > gains["ring"][2] > 0
+    assert gains["two hops"][0] < gains["two hops"][1] < gains["two hops"][2]
+
+
+@pytest.mark.parametrize("gpus", [512, 4096, 16384])
+def test_the_best_hybrid_layout_beats_flat_fsdp_at_scale_and_fits(gpus):
+    best, flat = best_layout(WORK, gpus, H100, EFA), layout(WORK, gpus, gpus, H100, EFA)
+    assert best.fits and best.shard * best.replicate == gpus and best.shard < gpus
+    assert best.communication_seconds < flat.communication_seconds
+    assert best.step_seconds <= flat.step_seconds
+
+
+def test_memory_is_the_state_over_the_shard_and_what_error_feedback_carries():
+    # 16 bytes a parameter, and two gathered BF16 units.
+    state = 6.7e9 * 16 / 8 + 4 * 6.7e9 / 32
+    assert layout(WORK, 64, 8, H100, EFA).memory_bytes == pytest.approx(state)
+    assert layout(PACKED, 64, 8, H100, EFA).memory_bytes == pytest.approx(state + 4 * 6.7e9 / 8)
+    flat = layout(WORK, 64, 64, H100, EFA).memory_bytes
+    assert layout(PACKED, 64, 64, H100, EFA).memory_bytes == flat  # a reduce-scatter carries nothing
+
+
+def test_layouts_that_training_refuses_are_not_planned():
+    """Shards of 16 on nodes of 8 span nodes and are not all ranks: two hops cannot serve them."""
+    with pytest.raises(ConfigError, match="needs two hops"):
+        layout(PACKED, 64, 16, H100, EFA)
+    assert best_layout(PACKED, 64, H100, EFA).shard in (8, 64)
+    everywhere = dataclasses.replace(COMPRESSED, scope="all")
+    layout(dataclasses.replace(WORK, compression=everywhere), 64, 16, H100, EFA)
+
+
+def test_inside_a_node_nothing_is_compressed_unless_asked():
+    """HSDP with shards inside nodes: the shard leg and the gather travel as they are."""
+    gathered = dataclasses.replace(COMPRESSED, gradients="none")
+    assert layout(
+        dataclasses.replace(WORK, compression=gathered), 64, 8, H100, EFA
+    ).communication_seconds == (layout(WORK, 64, 8, H100, EFA).communication_seconds)
+    everywhere = dataclasses.replace(gathered, scope="all")
+    slow = dataclasses.replace(EFA, inside_bus=1e9)
+    plain, coded = (
+        layout(dataclasses.replace(WORK, compression=one), 64, 8, H100, slow) for one in (None, everywhere)
+    )
+    assert coded.communication_seconds < 0.8 * plain.communication_seconds
+
+
+@pytest.mark.parametrize("gpus", [16, 64, 512])
+def test_compression_pays_where_the_network_is_slow(gpus):
+    for gradients in ("int8", "e4m3"):
+        config = CompressionConfig(gradients=gradients)
+        packed = dataclasses.replace(WORK, compression=config)
+        assert (
+            layout(packed, gpus, gpus, H100, SLOW).step_seconds
+            < layout(WORK, gpus, gpus, H100, SLOW).step_seconds
+        )
+
+
+def test_a_model_that_does_not_fit_is_an_error():
+    with pytest.raises(ConfigError, match="do not hold the model"):
+        best_layout(dataclasses.replace(WORK, parameters=1e12), 64, H100, EFA)
+
+
+def test_every_row_of_the_plan_is_complete():
+    rows = plan_communication(WORK, [64, 128], H100, EFA)
+    assert len(rows) == 8 and {row["gpus"] for row in rows} == {64, 128}
+    assert all(row["exposed_ms"] <= row["communication_ms"] and 0 < row["efficiency"] <= 1 for row in rows)
+    assert {row["wire"] for row in rows} == {"bf16", "int8/e4m3"}
+    own = dataclasses.replace(WORK, compression=CompressionConfig(gradients="e4m3"))
+    assert {row["wire"] for row in plan_communication(own, [64], H100, EFA)} == {"bf16", "e4m3/none"}
