@@ -7,7 +7,7 @@ one collective a forward pass (and one at the end of a batch) instead of two.
 
 A forward and its backward use the scales with which the forward began, and so does what activation checkpointing runs again,
 even where other forwards have begun in between (a loss over two forwards, a pipeline): each pass has a copy of the scales,
-which nothing writes any more, and a recompute finds the pass that it belongs to.
+which nothing writes any more, and a recompute finds the pass that it belongs to, in a second backward through its graph too.
 
 Scales and histories are written in place, nothing waits for the device, and no decision is Python's: an update that has nothing
 to finish changes nothing. So a captured CUDA graph that holds a training forward of the model, its backward, or both, reads
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -138,11 +139,12 @@ class DelayedScalingState:
         self.amaxes = [amax.data for amax in self.amax_history[0].unbind()]
         self._backward_ran = False
         self._passes = [Pass(0, self.scale.clone(), start=0)]
+        self._finished: list[weakref.ref[Pass]] = []
         self.running = self._passes[-1]
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what would lose its tie to the histories' memory, or belongs to a graph that is not copied."""
-        derived = ("amaxes", "running", "_passes", "_backward_ran")
+        derived = ("amaxes", "running", "_passes", "_finished", "_backward_ran")
         return {name: value for name, value in self.__dict__.items() if name not in derived}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -164,20 +166,27 @@ class DelayedScalingState:
 
     def in_force(self) -> Pass:
         """The pass that the running forward belongs to."""
-        if torch.compiler.is_compiling() or len(self._passes) == 1 or not inside_backward():
+        alone = len(self._passes) == 1
+        if torch.compiler.is_compiling() or (alone and not self._finished) or not inside_backward():
             return self.running
         node, end = running_node(), self.running.end
         if node is None:  # a hook, which computes nothing
             return self.running
-        for candidate in reversed(self._passes):
+        for candidate in sorted([*self._passes, *self._retained()], key=lambda p: p.number, reverse=True):
             if candidate.start <= node < end:
                 return candidate
             end = candidate.start
+        if alone:  # of a reentrant checkpoint inside another, and there is one forward that it can be of
+            return self.running
         raise RuntimeError(
             f"activation checkpointing runs an FP8 layer again for none of the {len(self._passes)} forwards that wait for their "
-            f"backward: they were more than {KEPT_PASSES}, or this is a reentrant checkpoint inside another. Use "
-            "use_reentrant=False (activation_checkpointing_reentrant: false), or fewer forwards before a backward."
+            f"backward: they were more than {KEPT_PASSES}, or this is a reentrant checkpoint inside another or in a second backward. "
+            "Use use_reentrant=False (activation_checkpointing_reentrant: false), or fewer forwards before a backward."
         )
+
+    def _retained(self) -> list[Pass]:
+        """Passes whose backward ran, and whose graph is still there: ``retain_graph=True`` may send another one through it."""
+        return [known for reference in self._finished if (known := reference()) is not None]
 
     def begin_forward(self, device: torch.device, *, trains: bool) -> None:
         """A forward of the whole model, whose parameters are on ``device``, begins. A training forward finishes the pass before it.
@@ -255,6 +264,8 @@ class DelayedScalingState:
     def begin_pass(self) -> None:
         """What runs from now on uses the scales as they are now."""
         waiting = [old for old in self._passes if old.waiting]
+        finished = [*self._retained(), *(old for old in self._passes if not old.waiting)]
+        self._finished = [weakref.ref(old) for old in finished]
         self.running = Pass(self.running.number + 1, self.scale.clone(), start=newest_node() + 1)
         self._passes = [*waiting[-KEPT_PASSES:], self.running]
         self._backward_ran = False

@@ -109,6 +109,31 @@ def test_gradients_of_recomputed_blocks_are_those_of_kept_ones(run, schedule):
         assert torch.equal(gradients(kept), gradients(recomputed)), f"step {step}"
 
 
+def twice(model):
+    """A second backward through a forward after which others began."""
+    for seed in range(4):
+        old = model(batch(seed, 50.0)).square().mean()
+        old.backward(retain_graph=True)
+        for between in range(2):
+            model(batch(seed + 9 + between, 0.02)).square().mean().backward()
+        old.backward()
+        yield
+
+
+@pytest.mark.parametrize("run", [non_reentrant, nested], ids=lambda f: f.__name__)
+def test_a_second_backward_recomputes_what_the_first_did(run):
+    kept, recomputed = made(length=1), made(length=1)
+    recomputed.body.run = run
+    for step, _ in enumerate(zip(twice(kept), twice(recomputed), strict=True)):
+        assert torch.equal(gradients(kept), gradients(recomputed)), f"step {step}"
+    for model in (kept, recomputed):
+        state = FP8State.of(model).delayed
+        model(batch(0)).square().mean().backward()
+        state.update()
+        state.update()
+        assert not state._retained()  # a pass is kept only as long as its graph
+
+
 @pytest.mark.parametrize("run", CHECKPOINTS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("schedule", [pairs, pipeline], ids=lambda f: f.__name__)
 def test_a_recompute_computes_what_its_forward_did(run, schedule):

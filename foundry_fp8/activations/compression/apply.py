@@ -149,7 +149,8 @@ def apply_activation_compression(model: nn.Module, **options: Any) -> Compressio
         **options: The fields of :class:`ActivationCompressionConfig`.
 
     Raises:
-        ConfigError: Bad options, a pattern that matches nothing, a target inside a checkpoint, or applied twice.
+        ConfigError: Bad options, a pattern that matches nothing, a target inside a checkpoint, transformers' own checkpoints, or
+            applied twice.
     """
     config = from_mapping(ActivationCompressionConfig, options, KEY)
     if compresses_inside(model) is not None:
@@ -157,6 +158,7 @@ def apply_activation_compression(model: nn.Module, **options: Any) -> Compressio
     rows: list[tuple[str, str, str]] = []
     compressors: list[Compressor] = []
     shared_inputs = SharedInputs()
+    _check_checkpoints_of_transformers(model)
     targets = _targets(model, config)
     _check_routers(model, config)
     for name, (module, form) in targets.items():
@@ -218,6 +220,17 @@ def _targets(model: nn.Module, config: ActivationCompressionConfig) -> dict[str,
             )
         chosen[name] = (module, form)
     return chosen
+
+
+def _check_checkpoints_of_transformers(model: nn.Module) -> None:
+    """Raise where transformers checkpoints the blocks from outside, which leaves no wrapper to be seen."""
+    for name, module in model.named_modules():
+        if getattr(module, "gradient_checkpointing", False) is True:
+            where = clean_name(name) or type(module).__name__
+            raise ConfigError(
+                f"{KEY}: {where} runs under transformers' own gradient checkpointing, which compression inside it would switch off. "
+                "Call gradient_checkpointing_disable() on the model, and use activation_checkpointing of foundry_fp8 instead."
+            )
 
 
 def _check_routers(model: nn.Module, config: ActivationCompressionConfig) -> None:

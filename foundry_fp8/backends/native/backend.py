@@ -18,6 +18,7 @@ from foundry_fp8.backends.native.operand import Layout, Plan, plan_of
 from foundry_fp8.backends.native.size_rule import size_reason
 from foundry_fp8.compat.fresh_view import fresh_view
 from foundry_fp8.compat.fsdp2_shards import shard_versions
+from foundry_fp8.compat.peft_merges import merged_adapters
 from foundry_fp8.kernels.launch import interpreting, triton_missing
 from foundry_fp8.layers.autocast import compute_dtype
 from foundry_fp8.layers.backend import Availability, Backend
@@ -50,8 +51,8 @@ class NativeBackend(Backend):
         cache_weights: Quantise each weight once per optimizer step instead of in every forward and again in its backward.
             Costs two bytes of memory a weight element for as long as the model lives, under FSDP2 for the whole unsharded
             model; saves time with gradient accumulation. What an optimizer changes is noticed, and so is whatever torch
-            counts as a change (:attr:`Tensor._version`), of a weight or of FSDP2's shard of it; a write through ``.data``
-            from elsewhere is not: call :meth:`clear_weight_cache` after one. Quantised in every forward all the same: what
+            counts as a change (:attr:`Tensor._version`), of a weight or of FSDP2's shard of it, and what PEFT merges into one;
+            another write through ``.data`` is not: call :meth:`clear_weight_cache` after one. Quantised in every forward all the same: what
             FSDP1 gathered (a warning says so), what ``torch.compile`` traced, and what a CUDA graph captured.
         only_where_faster: Leave layers in high precision that are predicted to be no faster in FP8
             (:mod:`foundry_fp8.backends.native.size_rule`). ``recipe: auto`` sets it.
@@ -64,7 +65,7 @@ class NativeBackend(Backend):
         self.cache_weights = cache_weights
         self.only_where_faster = only_where_faster
         self._cache: dict[str, _CachedWeight] = {}
-        self._shards: tuple[int, ...] = ()
+        self._written: tuple[object, ...] = ()
         self._warned = False
 
     def availability(self, recipe: Recipe, device: torch.device) -> Availability:
@@ -147,9 +148,12 @@ class NativeBackend(Backend):
         return None
 
     def before_forward(self, model: nn.Module) -> None:
-        """Forget the cached weights if FSDP2's shards were written since the last forward."""
-        if self.cache_weights and (shards := shard_versions(model)) != self._shards:
-            self._shards = shards
+        """Forget the cached weights if FSDP2's shards were written or adapters merged since the last forward."""
+        if (
+            self.cache_weights
+            and (written := (shard_versions(model), merged_adapters(model))) != self._written
+        ):
+            self._written = written
             self.clear_weight_cache()
 
     def cached_weight(

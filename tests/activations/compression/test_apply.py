@@ -469,3 +469,20 @@ def test_what_a_checkpoint_is_called_with_by_keyword_is_packed(make_llama):
     report = compress(model, targets=["*.self_attn"], overrides={"loss": "none"})
     assert 1e-4 < error(gradients(model)[1], reference) < 3e-2
     assert report.saved.original == 2 * TOKENS.numel() * 64 * 4
+
+
+def test_transformers_own_checkpoints_are_refused(make_llama):
+    """Compression inside of one keeps the block's tensors from it, so that nothing is recomputed."""
+    model = make_llama(2)
+    model.train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    with pytest.raises(
+        ConfigError, match=r"model runs under transformers' own .*gradient_checkpointing_disable"
+    ):
+        compress(model)
+    assert compresses_inside(model) is None
+    model.gradient_checkpointing_disable()
+    _, reference = gradients(model)
+    apply_activation_checkpointing(model)
+    compress(model, format="exact")
+    assert error(gradients(model)[1], reference) < 1e-6

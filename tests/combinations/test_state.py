@@ -1,0 +1,86 @@
+"""Whatever has state, in any checkpoint: resumed as it was, with other settings, as an addition, or on other ranks.
+
+A resume begins with the checkpoint's parameters, and its first gradient is that of the functional forms with the state that it should
+have; unchanged, it is bit for bit the run that nothing interrupted.
+"""
+
+from importlib.metadata import entry_points
+
+import pytest
+
+from tests.combinations.parts import PARTS
+from tests.multiprocess import launch
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.integration]
+IMPORTS = f"{launch.COMPOSER},transformers.models.llama.modeling_llama,tests.combinations.resuming"
+KINDS = ["monolithic", "sharded"]
+SAMPLE = ["everything"], ["sharded"]
+SAVED, DAMAGED = 4, "inner.model.model.layers.1.mlp.down_proj"
+
+
+def resumed(names, kinds, folder):
+    from tests.combinations.resuming import elsewhere, resumptions
+
+    here = launch.call(resumptions, 2, names, kinds, str(folder), imports=IMPORTS)
+    there = launch.call(elsewhere, 4, names, kinds, str(folder), imports=IMPORTS)
+    assert here[0].keys() == here[1].keys()
+    return [*here, *there]
+
+
+def wrong(name, kind, how, facts):
+    part, found = PARTS[name], []
+    if facts["first"] != SAVED or facts["loaded"] or facts["failed"] or not facts["constant"]:
+        found.append(f"{facts['first']=} {facts['loaded'][:3]=} {facts['failed']=} {facts['constant']=}")
+    if facts["optimizer"]:
+        found.append(f"{facts['optimizer'][:3]=}")
+    if not facts["gradient"] <= part.lossy:
+        found.append(f"{facts['gradient']=}")
+    found += facts.get("differs", [])
+    if facts.get("steps") not in (None, [1, 2, 3, 4, 5, 6]):
+        found.append(f"the run log holds batches {facts['steps']}")
+    if how == "changed" and part.refused:
+        refusal = facts["refusal"] or "nothing was refused"
+        if part.refused not in refusal or "load_ignore_keys" not in refusal:
+            found.append(refusal)
+    return [f"{name}, {kind}, {how}: {text}" for text in found]
+
+
+def check(names, kinds, folder):
+    problems = []
+    for rank in resumed(names, kinds, folder):
+        for key, facts in rank.items():
+            problems += wrong(*key, facts)
+            problems += wrong_guard(*key, facts)
+    assert not problems, "\n".join(problems[:20])
+
+
+def wrong_guard(name, kind, how, facts):
+    """It was demoted to ``current`` at batch 3 and is not in the recipe that it was demoted from ever after."""
+    if "divergence_guard" not in PARTS[name].settings.callbacks:
+        return []
+    state, runs = facts["guard"], facts["running"][DAMAGED]
+    demoted = [(e["batch"], e["unit"], e["signal"]) for e in state["events"] if e["action"] == "demote"]
+    if how == "added":
+        ok = runs == "delayed" and not demoted
+    else:
+        wanted = "high_precision" if how == "changed" else "current"
+        ok = runs == wanted and (3, "layer_001", "delayed -> current") in demoted and state["signals"]
+    return [] if ok else [f"{name}, {kind}, {how}: {runs=} {demoted=} {sorted(state['signals'])=}"]
+
+
+def test_a_sample(tmp_path):
+    check(*SAMPLE, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", PARTS)
+def test_every_part(name, tmp_path):
+    check([name], KINDS, tmp_path)
+
+
+def test_every_registered_name_is_in_a_part():
+    for kind in ("algorithms", "callbacks", "loggers"):
+        ours = {
+            e.name for e in entry_points(group=f"llmfoundry_{kind}") if e.value.startswith("foundry_fp8.")
+        }
+        assert ours and ours <= {name for part in PARTS.values() for name in getattr(part.settings, kind)}
