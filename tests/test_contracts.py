@@ -23,6 +23,7 @@ def test_everything_the_blueprint_promises_can_be_named():
         "activation_compression",
         "compressed_communication",
         "hybrid_sharding",
+        "unit_scaling",
     }
     assert algorithms | {"mfu_monitor", "kurtosis_monitor", "fp8_monitor", "divergence_guard"} <= names
 

@@ -27,6 +27,8 @@ LLAMA_3_8B = {
     "tie_word_embeddings": False,
 }
 
+MUS = (("1b", 1.62e9), ("3b", 3.03e9), ("7b", 7.26e9), ("13b", 13.61e9))
+
 FOG = (("390m", 0.386e9), ("1.5b", 1.544e9), ("8b", 8.053e9))
 
 # Parameters of each model; MPT: 12 l d^2 + 13 l d + (vocabulary + positions) d, its final norm included.
@@ -40,6 +42,9 @@ PARAMETERS = {
     "mpt-gqa": 3.4e6,
     **{f"fog-{size}-{v}": n for size, n in FOG for v in ("max", "opt", "flash")},
     "fog": 5.0e6,
+    **{f"{kind}-{size}": n for size, n in MUS for kind in ("mus", "mpt-mus")},
+    "mus": 3.93e6,
+    "mpt-mus": 3.93e6,
 }
 
 

@@ -1,6 +1,6 @@
 """One scale per tensor: amax, and the cast that writes both layouts, the amax and the bias gradient in one pass.
 
-Bytes moved, for a bf16 tensor of n elements: delayed 2n read + 2n written; current one more read of 2n. The transposed
+Bytes moved, for a bf16 tensor of n elements: delayed and unit 2n read + 2n written; current one more read of 2n. The transposed
 copy exists because Hopper's FP8 GEMM takes both operands contiguous along the dimension it contracts.
 
 Nothing here waits for the device: scales stay in device memory from the amax to the GEMM.
@@ -17,7 +17,7 @@ from foundry_fp8.kernels.launch import GEMM_MULTIPLE, round_up
 from foundry_fp8.kernels.producers import Producer, load_tile
 from foundry_fp8.kernels.scales import is_inf, magnitude, reciprocal, saturate, scale_from_amax
 from foundry_fp8.numerics.formats import Float8Format
-from foundry_fp8.numerics.quantize import FLOAT32_MAX, quantize_tensor
+from foundry_fp8.numerics.quantize import FLOAT32_MAX, quantize_constant, quantize_tensor
 from foundry_fp8.numerics.quantize import amax_of as amax_reference
 from foundry_fp8.numerics.quantize import scale_from_amax as scale_reference
 
@@ -35,7 +35,7 @@ class Tensorwise:
         data: FP8 ``[R', C']``: R and C rounded up to 16, zeros outside; ``None`` if not asked for.
         data_t: FP8 ``[C', R']``: its transpose; ``None`` if not asked for.
         stats: float32 ``[3]``: amax, gemm_scale, scale_inv. ``scale_inv`` is ``1 / scale``; ``gemm_scale`` is the same, or
-            NaN if the tensor held an Inf.
+            NaN if the tensor held an Inf. Of a constant scale: 0, ``alpha / scale``, ``1 / scale``.
         column_sum: float32 ``[C]``: the sum over rows of the hp value; ``None`` if not asked for.
     """
 
@@ -83,6 +83,8 @@ def quantize_tensorwise(
     rows: bool = True,
     columns: bool = True,
     column_sum: bool = False,
+    constant: float | None = None,
+    alpha: float = 1.0,
 ) -> Tensorwise:
     """Quantise with one scale; :func:`quantize_tensorwise_reference` is the definition.
 
@@ -98,14 +100,20 @@ def quantize_tensorwise(
         rows: Write ``data``.
         columns: Write ``data_t``.
         column_sum: Sum the columns (the bias gradient), in a fixed order: the result is deterministic.
+        constant: A scale that is known now, a power of two: nothing is measured, and Inf becomes NaN. Alone: without
+            ``scale``, ``known_amax`` and ``amax_slot``.
+        alpha: What gemm_scale holds besides a constant scale's reciprocal.
     """
     (r, c), device = source.x.shape, source.x.device
     padded_r, padded_c = round_up(r, GEMM_MULTIPLE), round_up(c, GEMM_MULTIPLE)
     data = torch.empty((padded_r, padded_c), dtype=fmt.dtype, device=device) if rows else None
     data_t = torch.empty((padded_c, padded_r), dtype=fmt.dtype, device=device) if columns else None
-    # amax, gemm_scale, scale_inv: zero, because atomics raise the first two.
-    stats = torch.zeros(3, dtype=torch.float32, device=device)
-    if known_amax is not None:
+    # amax, gemm_scale, scale_inv: zero, because atomics raise the first two; a constant scale's are written as they are.
+    new = torch.zeros if constant is None else torch.empty
+    stats = new(3, dtype=torch.float32, device=device)
+    if constant is not None:
+        pass
+    elif known_amax is not None:
         stats.narrow(0, 0, 1).copy_(known_amax)
     elif scale is None:
         amax(source, out=stats)
@@ -124,6 +132,8 @@ def quantize_tensorwise(
         c,
         padded_r,
         padded_c,
+        constant,
+        None if constant is None else alpha / constant,
         KIND=source.kind,
         FMT_MAX=fmt.max,
         POWER_2=power_2,
@@ -146,20 +156,28 @@ def quantize_tensorwise_reference(
     rows: bool = True,
     columns: bool = True,
     column_sum: bool = False,
+    constant: float | None = None,
+    alpha: float = 1.0,
 ) -> Tensorwise:
     """The torch expression that :func:`quantize_tensorwise` computes, bit for bit (``column_sum`` up to its order)."""
     x = source.reference()
+    if constant is not None:
+        q = quantize_constant(x, constant, fmt)
+        stats = torch.stack([q.amax, torch.full_like(q.amax, alpha / constant), q.scale_inv])
+        return _padded(q.data, stats, rows, columns, x.float().sum(0) if column_sum else None)
     measured = amax_reference(x) if known_amax is None else known_amax.reshape(())
     if amax_slot is not None:
         amax_slot.copy_(torch.maximum(amax_slot, measured.reshape(amax_slot.shape)))
     scale = scale_reference(measured, fmt, power_2=power_2) if scale is None else scale.reshape(())
     q = quantize_tensor(x, scale, fmt, measured)
-    padded = pad_to_multiple(q.data)
+    stats = torch.stack([q.amax, q.gemm_scale, q.scale_inv])
+    return _padded(q.data, stats, rows, columns, x.float().sum(0) if column_sum else None)
+
+
+def _padded(data: Tensor, stats: Tensor, rows: bool, columns: bool, column_sum: Tensor | None) -> Tensorwise:
+    padded = pad_to_multiple(data)
     return Tensorwise(
-        padded if rows else None,
-        padded.t().contiguous() if columns else None,
-        torch.stack([q.amax, q.gemm_scale, q.scale_inv]),
-        x.float().sum(0) if column_sum else None,
+        padded if rows else None, padded.t().contiguous() if columns else None, stats, column_sum
     )
 
 
@@ -221,6 +239,8 @@ def _quantize_kernel(
     C,
     padded_R,
     padded_C,
+    constant,
+    gemm_constant,
     KIND: tl.constexpr,
     FMT_MAX: tl.constexpr,
     POWER_2: tl.constexpr,
@@ -238,7 +258,13 @@ def _quantize_kernel(
         first_row, first_column, R, C, KIND, TILE_R, TILE_C,
     )  # fmt: skip
 
-    if scale_ptr is None:
+    if constant is not None:
+        scale = tl.full((), constant, tl.float32)
+        scale_inv = reciprocal(scale)
+        if pid == 0:
+            tl.store(stats_ptr, 0.0)
+            tl.store(stats_ptr + 1, gemm_constant)
+    elif scale_ptr is None:
         amax = tl.load(stats_ptr)
         scale = scale_from_amax(amax, FMT_MAX, POWER_2, VALUE_FOR_INF)
         scale_inv = reciprocal(scale)
@@ -267,6 +293,8 @@ def _quantize_kernel(
         columns = first_column + local_columns
         tl.store(partial_ptr + tile_r * C + columns, tl.sum(x, axis=0), mask=columns < C)
     q = saturate(x * scale, FMT_MAX)
+    if constant is not None:
+        q = tl.where(is_inf(tl.abs(x)), float("nan"), q)
     row_inside = first_row + local_rows < padded_R
     column_inside = first_column + local_columns < padded_C
     if data_ptr is not None:

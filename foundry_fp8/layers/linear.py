@@ -74,6 +74,8 @@ class FP8Linear(nn.Linear):
         probe: Called with every operand quantised while it is set; for monitors.
         share_input: Called with this module and its input before the input is quantised; what it returns the backend asks
             what to keep of it (:data:`KeepInput`), so that linears with one input can keep it once. For compression.
+        output_multiplier: What the result of every GEMM is multiplied by, as part of its scale; 1 but for
+            :class:`~foundry_fp8.layers.unit_linear.FP8UnitLinear`.
     """
 
     fqn: str
@@ -88,6 +90,7 @@ class FP8Linear(nn.Linear):
     ledger: GemmLedger
     probe: Probe | None
     share_input: Callable[[FP8Linear, Tensor], KeepInput | None] | None = None
+    output_multiplier: float = 1.0
 
     @classmethod
     def from_linear(

@@ -24,9 +24,11 @@ __all__ = [
     "amax_of",
     "block_amax",
     "quantize_block",
+    "quantize_constant",
     "quantize_mx",
     "quantize_tensor",
     "scale_from_amax",
+    "with_amax",
 ]
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -141,6 +143,27 @@ def quantize_tensor(x: Tensor, scale: Tensor, fmt: Float8Format, amax: Tensor | 
     """
     amax = amax_of(x) if amax is None else amax
     return Quantized(cast(x.float() * scale, fmt), scale.reciprocal(), None, fmt, amax)
+
+
+def quantize_constant(x: Tensor, scale: float, fmt: Float8Format) -> Quantized:
+    """Clip and cast with a constant scale (unit). Inf becomes NaN, since no amax tells of it.
+
+    Args:
+        x: ``[R, C]``, hp.
+        scale: What to multiply by, a power of two.
+        fmt: The number format.
+
+    Returns:
+        Its ``amax`` is 0: nobody measured it.
+    """
+    wide = x.float()
+    data = cast(torch.where(torch.isinf(wide), torch.nan, wide * scale), fmt)
+    return Quantized(data, wide.new_full((), 1 / scale), None, fmt, wide.new_zeros(()))
+
+
+def with_amax(q: Quantized, x: Tensor) -> Quantized:
+    """What :func:`quantize_constant` made of ``x``, with the amax that it left out; for monitors."""
+    return dataclasses.replace(q, amax=amax_of(x))
 
 
 def quantize_block(

@@ -1,4 +1,4 @@
-"""The four FP8 recipes: number format, granularity and timing of the scales.
+"""The FP8 recipes: number format, granularity and timing of the scales.
 
 ======== ============================ =============================== ============================
 recipe   scale of ``x`` and ``dy``    scale of ``w``                  amax taken from
@@ -7,23 +7,36 @@ delayed  one per tensor               one per tensor                  the last f
 current  one per tensor               one per tensor                  this tensor
 block    one per 1 x 128 along K      one per 128 x 128               this block
 mxfp8    one per 1 x 32 along K, E8M0 one per 1 x 32 along K, E8M0    this block
+unit     1; a constant for ``dy``     1                               nothing
 ======== ============================ =============================== ============================
 
 "Along K" means along the dimension that the GEMM contracts, so that ``x`` and ``dy`` (and ``w`` in mxfp8) are quantised
 once by rows and once by columns. The semantics are those of Transformer Engine's ``DelayedScaling``,
-``Float8CurrentScaling``, ``Float8BlockScaling`` and ``MXFP8BlockScaling``; see ``docs/numerics.md``.
+``Float8CurrentScaling``, ``Float8BlockScaling`` and ``MXFP8BlockScaling``; see ``docs/numerics.md``. ``unit`` is µnit Scaling's, for models of that
+architecture alone; see ``docs/unit_scaling.md``.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from foundry_fp8.config import Config, ConfigError, Natural, Positive, at_most, from_mapping, nearest
+from foundry_fp8.config import (
+    Config,
+    ConfigError,
+    Natural,
+    Positive,
+    at_most,
+    from_mapping,
+    nearest,
+    power_of_two,
+)
 from foundry_fp8.numerics.formats import E4M3, E5M2, Float8Format
 
 __all__ = [
+    "FOR_ANY_MODEL",
     "RECIPES",
     "BlockScaling",
     "CurrentScaling",
@@ -33,6 +46,7 @@ __all__ = [
     "Operand",
     "Recipe",
     "TensorwiseRecipe",
+    "UnitScaling",
     "parse_recipe",
 ]
 
@@ -55,6 +69,8 @@ class Recipe(Config):
     """in_features and out_features must be multiples of this (cuBLASLt's rule; a block size where blocks may not be ragged)."""
     token_multiple: ClassVar[int] = 16
     """tokens (batch x sequence) a GPU must be a multiple of this, because wgrad contracts over them."""
+    for_any_model: ClassVar[bool] = True
+    """Whether it takes ordinary linears; otherwise only those with µnit Scaling's output multiplier."""
 
     fp8_format: Literal["hybrid", "e4m3"] = "hybrid"
     """``hybrid``: E4M3 for ``x`` and ``w``, E5M2 for ``dy``. ``e4m3``: E4M3 for all."""
@@ -143,9 +159,62 @@ class MXFP8Scaling(Recipe):
     fp8_format: Literal["hybrid", "e4m3"] = "e4m3"
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UnitScaling(TensorwiseRecipe):
+    """Constant scales: clip and cast. No amax, no history, no state, no collective.
+
+    The layer's output multiplier alpha = 1/sqrt(in_features) is given to all three GEMMs as their scale, so that x, w and,
+    through ``gradient_scale``, dy are near unit variance by construction. Inf becomes NaN in the cast, because nothing else
+    would tell of it.
+
+    Source:
+        Narayan et al., "µnit Scaling: Simple and Scalable FP8 LLM Training" (arXiv 2502.05967); ``gradient_scale`` is this
+        package's, see ``docs/unit_scaling.md``.
+    """
+
+    name: ClassVar[str] = "unit"
+    for_any_model: ClassVar[bool] = False
+
+    gradient_scale: Annotated[int, power_of_two(1, 2**60)] | Literal["auto"] = "auto"
+    """What dy is multiplied by before the cast, and dgrad's and wgrad's results divided by, exactly: a power of two. ``auto``
+    is :meth:`gradient_scale_for` the tokens of the first batch, which the algorithm ``fp8`` sets."""
+
+    def scale(self, operand: Operand) -> float:
+        """The constant that one operand is multiplied by before the cast.
+
+        Raises:
+            RuntimeError: dy's, where it is still ``auto``.
+        """
+        if operand != "dy":
+            return 1.0
+        if self.gradient_scale == "auto":
+            raise RuntimeError(
+                "recipe.gradient_scale: auto is set from the first batch by the algorithm fp8. Without a trainer, set a power "
+                "of two near tokens x width (UnitScaling.gradient_scale_for), as in {name: unit, gradient_scale: 1048576}."
+            )
+        return float(self.gradient_scale)
+
+    @staticmethod
+    def gradient_scale_for(tokens: int, width: int) -> int:
+        """The power of two nearest to ``tokens * width``.
+
+        A loss that is the mean over ``tokens`` sends ``(p - y) / tokens`` into the logits, and a head with the output
+        multiplier ``1 / width`` and unit weights sends ``|p - y| / (tokens * width)`` into each element of the residual
+        stream: times this scale, about 1, in the middle of E5M2's range.
+
+        Args:
+            tokens: That the loss of one backward's accumulation on one rank is a mean over.
+            width: The head's fan-in, d_model.
+        """
+        return int(2 ** min(60, max(0, round(math.log2(max(1, tokens * width))))))
+
+
 RECIPES: dict[str, type[Recipe]] = {
-    cls.name: cls for cls in (DelayedScaling, CurrentScaling, BlockScaling, MXFP8Scaling)
+    cls.name: cls for cls in (DelayedScaling, CurrentScaling, BlockScaling, MXFP8Scaling, UnitScaling)
 }
+
+FOR_ANY_MODEL = tuple(name for name, cls in RECIPES.items() if cls.for_any_model)
+"""The recipes that take models of any architecture."""
 
 
 def parse_recipe(value: str | Mapping[str, Any] | Recipe, key: str = "recipe") -> Recipe:

@@ -48,7 +48,7 @@ class FP8Config(Config):
     key = KEY
 
     recipe: Annotated[Recipe | Literal["auto"], Parse(_recipe_or_auto, "a recipe")] = "auto"
-    """``delayed``, ``current``, ``block``, ``mxfp8``, a mapping with the recipe's own fields (``{name: delayed, margin:
+    """``delayed``, ``current``, ``block``, ``mxfp8``, ``unit`` (for µnit-scaled models), a mapping with the recipe's own fields (``{name: delayed, margin:
     1}``), or ``auto``: mxfp8 on GPUs of compute capability 10.x, current elsewhere, and where the backend predicts that
     FP8 makes a layer no faster (native does), that layer stays in high precision."""
     backend: Annotated[str, one_of("auto", *BACKENDS)] = "auto"

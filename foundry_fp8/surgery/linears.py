@@ -12,6 +12,7 @@ from torch import nn
 from foundry_fp8.config import ConfigError
 from foundry_fp8.layers.backend import Backend
 from foundry_fp8.layers.linear import FP8Linear
+from foundry_fp8.layers.unit_linear import FP8UnitLinear
 from foundry_fp8.model_structure.blocks import block_index_of, transformer_blocks, transformer_stacks
 from foundry_fp8.model_structure.selection import check_patterns_match, matches
 from foundry_fp8.model_structure.wrappers import replace_module
@@ -24,6 +25,12 @@ from foundry_fp8.surgery.same_as_linear import features_of, linear_form, looks_l
 __all__ = ["LinearPlan", "kept_blocks", "plan_linears"]
 
 IN_KEPT_BLOCK = "it is in a block that keep_first_blocks or keep_last_blocks leaves in high precision"
+
+MULTIPLIED = "it has µnit Scaling's output multiplier, which only recipe: unit gives to the GEMMs"
+NOT_MULTIPLIED = (
+    "the unit recipe's constant scales need layers with µnit Scaling's output multiplier, as mus_causal_lm and MPT with "
+    "fc_type: {name: unit} have (docs/unit_scaling.md); other models take delayed, current, block or mxfp8"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +125,8 @@ def plan_linears(
             return f"{key}.exclude names it"
         if block_index_of(name, blocks) in kept:
             return IN_KEPT_BLOCK
+        if (form is FP8UnitLinear) == recipe.for_any_model:
+            return MULTIPLIED if recipe.for_any_model else NOT_MULTIPLIED
         return backend.shape_reason(recipe, *features_of(linear))
 
     for name, linear in linears:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foundry_fp8.layers.linear import FP8Linear, FP8TransposedLinear
+from foundry_fp8.layers.unit_linear import FP8UnitLinear, UnitLinear
 
 __all__ = ["features_of", "linear_form", "looks_linear"]
 
@@ -33,11 +34,14 @@ def linear_form(module: nn.Module) -> type[FP8Linear] | None:
 
     ``nn.Linear`` itself needs no proof. Another class (Falcon's ``x @ W.T + b``, GPT-2's ``Conv1D``) has to give the output and
     the gradients of ``x W^T + b`` in float64, in both modes, on a small copy of the module with random parameters; what
-    holds parameters, buffers or modules besides (an adapter, a scale) is refused unseen.
+    holds parameters, buffers or modules besides (an adapter, a scale) is refused unseen. A :class:`UnitLinear` has a form of
+    its own.
     """
     form = FP8TransposedLinear if _is_transposed(module) else FP8Linear
     if "forward" in module.__dict__:
         return None
+    if type(module).forward is UnitLinear.forward:
+        return FP8UnitLinear
     if type(module).forward is nn.Linear.forward:
         return form
     alone = set(module._parameters) <= {"weight", "bias"} and not module._buffers and not module._modules

@@ -11,9 +11,16 @@ from foundry_fp8.backends.emulated.quantizers import quantize_operand
 from foundry_fp8.layers.state import FP8State
 from foundry_fp8.numerics import quantize as reference
 from foundry_fp8.numerics.quantize import amax_of, scale_from_amax
-from foundry_fp8.numerics.recipes import RECIPES, BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling
+from foundry_fp8.numerics.recipes import (
+    FOR_ANY_MODEL,
+    RECIPES,
+    BlockScaling,
+    CurrentScaling,
+    DelayedScaling,
+    MXFP8Scaling,
+)
 
-every_recipe = pytest.mark.parametrize("recipe", RECIPES)
+every_recipe = pytest.mark.parametrize("recipe", FOR_ANY_MODEL)
 STATELESS = [
     CurrentScaling(),
     CurrentScaling(power_2_scales=True, fp8_format="e4m3"),

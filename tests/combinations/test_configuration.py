@@ -139,6 +139,10 @@ RECIPES = {
     "current": {"power_2_scales": FLAG, "fast_accumulation": some(word("fprop", "dgrad", "wgrad"))},
     "block": {"power_2_scales": FLAG},
     "mxfp8": {},
+    "unit": {
+        "gradient_scale": either(word("auto"), whole(1, 2**60, lambda n: not n & (n - 1))),
+        "fast_accumulation": some(word("fprop", "dgrad", "wgrad")),
+    },
 }
 
 
@@ -162,7 +166,7 @@ RECIPE = Takes(
 
 ALGORITHMS: dict[str, dict[str, Takes]] = {
     "fp8": {
-        "recipe": either(word("delayed", "current", "block", "mxfp8", "auto"), RECIPE),
+        "recipe": either(word("delayed", "current", "block", "mxfp8", "unit", "auto"), RECIPE),
         "backend": word("auto", "transformer_engine", "native", "emulated"),
         "accumulation": word("float32", "hopper"),
         "include": some(TEXT, least=1),
@@ -241,6 +245,7 @@ ALGORITHMS: dict[str, dict[str, Takes]] = {
         "optimizer_bytes": whole(0),
         "check_replicas": FLAG,
     },
+    "unit_scaling": {"base_width": either(only(None), whole(1))},
 }  # fmt: skip
 CALLBACKS: dict[str, dict[str, Takes]] = {
     "mfu_monitor": {
@@ -346,6 +351,21 @@ FOG: dict[str, Takes] = {
     "additional_train_metrics": FOREIGN,
     "additional_eval_metrics": FOREIGN,
 }
+TAU = number(0, 1, without=(0, 1))
+_SHARED = (
+    "vocab_size", "intermediate_size", "num_hidden_layers", "num_key_value_heads", "head_dim", "max_position_embeddings",
+    "rope_theta", "rope_scaling", "norm_eps", "sliding_window", "attention_dropout", "sequence_ids", "use_cache",
+    "size", "hidden_size", "num_attention_heads", "init_device", "attn_implementation", "use_train_metrics",
+    "should_save_peft_only", "allow_embedding_resizing", "pretrained_model_name_or_path", "peft_config",
+    "additional_train_metrics", "additional_eval_metrics",
+)  # fmt: skip
+MUS = {
+    **{name: FOG[name] for name in _SHARED},
+    "rope_scaling": only(False),
+    "tau": either(NULL, TAU),
+    "activation": word("gelu", "silu", "relu"),
+    "tie_word_embeddings": only(False),
+}
 GAIN = either(NULL, POSITIVE)
 FFN: dict[str, Takes] = {
     "ffn_hidden_size": either(NULL, whole(1, 5000)),
@@ -362,8 +382,11 @@ PARTS: dict[str, dict[str, Takes]] = {
         "post_norm_gain": GAIN,
         "norm_eps": POSITIVE,
     },
+    "mus_attention": {"norm_eps": POSITIVE, "tau": TAU},
     "no_norm": {"eps": either(NULL, POSITIVE)},
+    "mus_ffn": {"ffn_hidden_size": FFN["ffn_hidden_size"], "ffn_act": word("gelu", "silu", "relu"), "norm_eps": POSITIVE, "tau": TAU},
 }  # fmt: skip
+UNIT = {"name": "unit", "bias": False}
 PATHS = {"no_norm": "model.norm_eps"}
 """Where an option is not written under its own name."""
 
@@ -382,9 +405,12 @@ def build(kind: str, name: str, options: dict[str, Any]) -> Any:
         return builders.build_scheduler(name, {"t_warmup": "5ba", **options})
     if kind == "model":
         return builders.build_composer_model(name, {**TINY, **options}, None)
-    if name == "fog_attention":
+    if name == "mus_ffn":
+        return layers.build_ffn(name, 32, 2, "cpu", False, {"tau": 0.4, "fc_type": UNIT, **options})
+    if name in ("fog_attention", "mus_attention"):
+        own = {"tau": 0.4, "fc_type": UNIT, "bias": False} if name == "mus_attention" else {}
         return layers.build_attention_layer(
-            name, {"d_model": 32, "n_heads": 2, "attn_impl": "torch", **options}
+            name, {"d_model": 32, "n_heads": 2, "attn_impl": "torch", **own, **options}
         )
     if name == "no_norm":
         return layers.build_norm(name, 32, **options)
@@ -396,9 +422,9 @@ KINDS = {
     "callbacks": CALLBACKS,
     "loggers": LOGGERS,
     "scheduler": SCHEDULERS,
-    "model": {"fog_causal_lm": FOG},
-    "model.ffn_config": {name: PARTS[name] for name in ("fog_ffn", "smooth_swiglu")},
-    "model.attn_config": {"fog_attention": PARTS["fog_attention"]},
+    "model": {"fog_causal_lm": FOG, "mus_causal_lm": MUS},
+    "model.ffn_config": {name: PARTS[name] for name in ("fog_ffn", "smooth_swiglu", "mus_ffn")},
+    "model.attn_config": {name: PARTS[name] for name in ("fog_attention", "mus_attention")},
     "model.norm": {"no_norm": PARTS["no_norm"]},
 }
 CASES = [(kind, name) for kind, names in KINDS.items() for name in names]
@@ -492,18 +518,19 @@ def test_every_option_takes_what_it_should_and_nothing_else(kind, name, option):
 
 def test_no_option_escapes():
     """What the constructors take is what the tables above hold, and every registered name is in them."""
-    from foundry_fp8.models.fog.causal_lm import CONFIG_KEYS, ComposerFogCausalLM
+    from foundry_fp8.models.fog.causal_lm import ComposerFogCausalLM
+    from foundry_fp8.models.mus.causal_lm import ComposerMusCausalLM
     from foundry_fp8.models.schedule import WarmupStableDecayScheduler
 
     for kind in ("algorithms", "callbacks"):
         for name, options in KINDS[kind].items():
             assert list(options) == list(vars(build(kind, name, {}).config)), name
     given = inspect.signature(ComposerFogCausalLM).parameters
-    assert set(FOG) == {*CONFIG_KEYS, *given} - {"config", "tokenizer"}
+    for table_, cls in ((FOG, ComposerFogCausalLM), (MUS, ComposerMusCausalLM)):
+        assert set(table_) == {*cls.config_keys(), *given} - {"config", "tokenizer"}
     assert set(SCHEDULERS["wsd"]) == set(inspect.signature(WarmupStableDecayScheduler).parameters)
     groups = [name for name in entry_points().groups if name.startswith("llmfoundry_")]
     entries = [e for group in groups for e in entry_points(group=group)]
     registered = {entry.name for entry in entries if entry.value.startswith("foundry_fp8")}
-    assert registered - {"fog"} == {
-        name for _, name in CASES
-    }  # `fog`: an initialiser, which takes modules alone
+    # `fog` and `unit_normal_` are initialisers, which take modules alone; `unit` is a linear, which takes no option.
+    assert registered - {"fog", "unit_normal_", "unit"} == {name for _, name in CASES}

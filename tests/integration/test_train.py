@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from foundry_fp8.config import ConfigError
-from foundry_fp8.numerics.recipes import RECIPES
+from foundry_fp8.numerics.recipes import FOR_ANY_MODEL
 from tests.integration.foundry_runs import MPT, config, llama, make_data, train
 
 pytestmark = pytest.mark.integration
@@ -24,7 +24,7 @@ def fp8(recipe, **options):
 
 
 @pytest.mark.parametrize(
-    "recipe", [pytest.param(r, marks=[] if r == "delayed" else pytest.mark.full) for r in RECIPES]
+    "recipe", [pytest.param(r, marks=[] if r == "delayed" else pytest.mark.full) for r in FOR_ANY_MODEL]
 )
 def test_a_resumed_run_ends_bit_exactly_like_an_uninterrupted_one(root, tmp_path, recipe):
     whole = train(

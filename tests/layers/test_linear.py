@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 from foundry_fp8.config import ConfigError
 from foundry_fp8.layers.linear import FP8Linear
-from foundry_fp8.numerics.recipes import RECIPES
+from foundry_fp8.numerics.recipes import FOR_ANY_MODEL
 from foundry_fp8.surgery.apply import apply_fp8
 
 
@@ -23,7 +23,7 @@ def model(recipe="current", **options):
     return net
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", FOR_ANY_MODEL)
 @pytest.mark.parametrize("tokens", [64, 50])
 def test_a_second_derivative_is_refused(recipe, tokens):
     net, x = model(recipe), torch.randn(tokens, 64, requires_grad=True)
@@ -88,7 +88,7 @@ class AddsInPlace(nn.Module):
         return y.relu_()
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", FOR_ANY_MODEL)
 def test_a_result_may_be_changed_in_place(recipe):
     model = AddsInPlace()
     apply_fp8(model, recipe=recipe)

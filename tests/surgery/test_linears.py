@@ -8,7 +8,7 @@ import foundry_fp8
 from foundry_fp8.config import ConfigError
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.layers.state import FP8State
-from foundry_fp8.numerics.recipes import RECIPES
+from foundry_fp8.numerics.recipes import FOR_ANY_MODEL
 
 
 class OwnForward(nn.Linear):
@@ -111,7 +111,7 @@ def test_parameters_names_ties_hooks_and_attributes_survive():
     assert calls
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", FOR_ANY_MODEL)
 def test_checkpoints_are_interchangeable_with_the_unconverted_model(recipe):
     plain, converted = Model(), Model()
     foundry_fp8.apply_fp8(converted, recipe=recipe)
@@ -209,7 +209,7 @@ class TestState:
         FP8State.of(model).update()
         return model
 
-    @pytest.mark.parametrize("recipe", RECIPES)
+    @pytest.mark.parametrize("recipe", FOR_ANY_MODEL)
     def test_resume_is_bit_exact_and_loads_with_weights_only(self, recipe, tmp_path):
         model = self.trained(recipe)
         torch.save({"model": model.state_dict(), "fp8": FP8State.of(model).state_dict()}, tmp_path / "c.pt")

@@ -15,6 +15,8 @@ from foundry_fp8.algorithms.fp8.announcement import announcement, surprises
 from foundry_fp8.callbacks.run_log import ensure_run_log
 from foundry_fp8.config import ConfigError, from_mapping
 from foundry_fp8.layers.state import FP8State
+from foundry_fp8.layers.unit_linear import FP8UnitLinear
+from foundry_fp8.numerics.recipes import UnitScaling
 from foundry_fp8.surgery.apply import KEY, FP8Config, apply_fp8
 from foundry_fp8.surgery.attention import FP8AttentionState
 from foundry_fp8.surgery.first_batch import ForwardTrace, as_run
@@ -46,6 +48,7 @@ class FP8(Algorithm):
         self._fp8_state: FP8State | None = None
         self._attention_state: FP8AttentionState | None = None
         self._trace: ForwardTrace | None = None
+        self._unscaled: list[FP8UnitLinear] = []
 
     def __repr__(self) -> str:
         return f"FP8({', '.join(f'{key}={value!r}' for key, value in self.options.items())})"
@@ -62,6 +65,7 @@ class FP8(Algorithm):
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         """Convert the model, finish the update, or see what the first batch ran."""
         if event == Event.BATCH_START:
+            self._set_gradient_scale(state)
             if self._trace is not None:
                 self._watch(state)
             return
@@ -78,10 +82,19 @@ class FP8(Algorithm):
             raise ConfigError(
                 f"precision: amp_fp8 is Composer's own FP8 and cannot be combined with {KEY}. Set precision: amp_bf16."
             )
+        if state.precision == Precision.AMP_FP16 and isinstance(self.config.recipe, UnitScaling):
+            raise ConfigError(
+                f"precision: amp_fp16 scales the loss, which would push gradients past the constant scale of {KEY}.recipe: unit. "
+                "Set precision: amp_bf16."
+            )
         run_log = ensure_run_log(state, logger)
         self.report = apply_fp8(state.model, device=state.device._device, **self.options)
         self._refuse_tensor_parallelism(state)
         self._fp8_state = FP8State.of(state.model)
+        assert self._fp8_state is not None
+        recipe = self._fp8_state.recipe
+        if isinstance(recipe, UnitScaling) and recipe.gradient_scale == "auto":
+            self._unscaled = [m for m in self._fp8_state.modules.values() if isinstance(m, FP8UnitLinear)]
         self._attention_state = FP8AttentionState.of(state.model)
         log.info("%s\n%s\n%s", self.report.chosen, self.report.summary(), self.report.table())
         logger.log_hyperparameters({"fp8": self.report.to_dict()})
@@ -99,6 +112,24 @@ class FP8(Algorithm):
         )
         around = state.precision.value.removeprefix("amp_")
         print(announcement(report, around=around, log=log_path, notes=notes), file=sys.stderr, flush=True)
+
+    def _set_gradient_scale(self, state: State) -> None:
+        """For the recipe unit with ``gradient_scale: auto``: the tokens of this rank's first batch decide, for the whole run."""
+        assert self._fp8_state is not None
+        if self._unscaled:
+            tokens = state.batch["input_ids"].numel()
+            width = min(module.in_features for module in self._unscaled)
+            scale = UnitScaling.gradient_scale_for(tokens, width)
+            for module in self._unscaled:
+                module.choose_gradient_scale(scale)
+            self._unscaled = []
+            log.info(
+                "%s.recipe.gradient_scale: auto is %d, the power of two nearest to %d tokens x width %d.",
+                KEY,
+                scale,
+                tokens,
+                width,
+            )
 
     def _watch(self, state: State) -> None:
         assert self._trace is not None

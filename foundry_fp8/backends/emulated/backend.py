@@ -15,8 +15,16 @@ from foundry_fp8.layers.autocast import autocast_type, compute_dtype
 from foundry_fp8.layers.backend import Availability, Backend
 from foundry_fp8.layers.linear import FP8Linear, KeepInput
 from foundry_fp8.numerics.formats import e8m0_decode, e8m0_round_up
-from foundry_fp8.numerics.quantize import Quantized
-from foundry_fp8.numerics.recipes import BlockScaling, DelayedScaling, Gemm, MXFP8Scaling, Operand, Recipe
+from foundry_fp8.numerics.quantize import Quantized, with_amax
+from foundry_fp8.numerics.recipes import (
+    BlockScaling,
+    DelayedScaling,
+    Gemm,
+    MXFP8Scaling,
+    Operand,
+    Recipe,
+    UnitScaling,
+)
 
 __all__ = ["EmulatedBackend"]
 
@@ -113,7 +121,7 @@ class _EmulatedLinear(torch.autograd.Function):
                 qx = Quantized(data, scale, block, fmt, torch.zeros_like(scale), nan_free)
                 dw = _gemm(ctx, "wgrad", qdy.t(), qx.t(), ctx.x_dtype).to(weight.dtype)
             elif needs_w:
-                dw = (dy.t() @ kept[0]).to(weight.dtype)
+                dw = (dy.t() @ kept[0]).mul(ctx.module.output_multiplier).to(weight.dtype)
             if needs_b:
                 db = dy.float().sum(dim=0).to(ctx.bias_dtype)
         return dx, dw, db, None, None, None
@@ -125,7 +133,9 @@ def _quantize(ctx: Any, x: Tensor, operand: Operand, *, along: int, probed: bool
     if operand in ctx.recording and isinstance(ctx.recipe, DelayedScaling):
         module.slots[operand].record(quantized.amax)
     if probed and module.probe is not None:
-        module.probe(operand, x, quantized)
+        module.probe(
+            operand, x, with_amax(quantized, x) if isinstance(ctx.recipe, UnitScaling) else quantized
+        )
     return quantized
 
 
@@ -149,4 +159,5 @@ def _gemm(
     sums: Sums = "float32"
     if ctx.module.backend.accumulation == "hopper":
         sums = "hopper_fast" if ctx.recipe.accumulates_fast(gemm) else "hopper_precise"
-    return scaled_mm(a, b, out_dtype=out_dtype, bias=bias, power_2=power_2, sums=sums)
+    alpha = ctx.module.output_multiplier
+    return scaled_mm(a, b, out_dtype=out_dtype, bias=bias, power_2=power_2, sums=sums, alpha=alpha)

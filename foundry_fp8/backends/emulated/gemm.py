@@ -41,8 +41,9 @@ def scaled_mm(
     bias: Tensor | None = None,
     power_2: bool,
     sums: Sums = "float32",
+    alpha: float = 1.0,
 ) -> Tensor:
-    """``a @ b.T + bias``.
+    """``alpha * a @ b.T + bias``.
 
     Args:
         a: ``[M, K]``.
@@ -51,6 +52,7 @@ def scaled_mm(
         bias: ``[N]``, hp; added in float32.
         power_2: Block scales are powers of two (always for mxfp8).
         sums: How the products are added up.
+        alpha: Multiplies the sums, as part of their scale; of operands with one scale a tensor.
 
     Returns:
         ``[M, N]``, NaN where an operand's scale says that it held an Inf.
@@ -64,7 +66,7 @@ def scaled_mm(
     else:
         product = hopper_mm(a, b, fast=sums == "hopper_fast")
     if a.block is None:
-        product = own = torch.mul(product, a.gemm_scale * b.gemm_scale, out=own)
+        product = own = torch.mul(product, a.gemm_scale * b.gemm_scale * alpha, out=own)
     if bias is not None:
         product = torch.add(product, bias, out=own)
     return product.to(out_dtype)

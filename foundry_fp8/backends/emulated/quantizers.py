@@ -24,6 +24,7 @@ from foundry_fp8.numerics.recipes import (
     MXFP8Scaling,
     Operand,
     Recipe,
+    UnitScaling,
 )
 
 __all__ = ["quantize_operand"]
@@ -64,6 +65,8 @@ def quantize_operand(
         case MXFP8Scaling():
             size = recipe.block_size
             return _quantize_mx(x, (1, size) if along == 1 else (size, 1), fmt)
+        case UnitScaling():
+            return _quantize_constant(x, recipe.scale(operand), fmt)
     raise TypeError(f"the emulated backend does not know the recipe {recipe!r}")
 
 
@@ -84,6 +87,24 @@ def _quantize_tensor(
     amax = reference.amax_of(x)
     scale = scale_from_amax(amax, fmt, power_2=power_2) if scale is None else scale
     return reference.quantize_tensor(x, scale, fmt, amax)
+
+
+def _quantize_constant(x: Tensor, scale: float, fmt: Float8Format) -> Quantized:
+    if not readable(x):
+        return reference.quantize_constant(x, scale, fmt)
+    data = torch.empty(x.shape, dtype=fmt.dtype)
+    finite = True
+    for piece, out in zip(_slabs(x, 1), _slabs(data, 1), strict=True):
+        scaled = torch.mul(_widen(piece), scale, out=scratch("slab", piece.shape))
+        low, high = torch.aminmax(scaled) if scaled.numel() else (scaled.new_zeros(()),) * 2
+        if not (math.isfinite(low) and math.isfinite(high)):
+            finite = False
+            break
+        out.copy_(scaled.clamp_(-fmt.max, fmt.max))
+    if not finite:
+        return reference.quantize_constant(x, scale, fmt)
+    one = torch.full((), 1 / scale)
+    return Quantized(data, one, None, fmt, torch.zeros(()), nan_free=True)
 
 
 def _quantize_block(x: Tensor, block: tuple[int, int], fmt: Float8Format, *, power_2: bool) -> Quantized:

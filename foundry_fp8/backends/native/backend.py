@@ -116,7 +116,7 @@ class NativeBackend(Backend):
         if norm is not None:  # a probe is shown the norm's output, which fusing never writes
             x = norm.normalise(x)
             dtype = compute_dtype(x)
-        plan = plan_of(recipe)
+        plan = plan_of(recipe, module.output_multiplier)
         scales, slots = delayed_tensors(module)
         x2d, keep = x.to(dtype).reshape(-1, x.shape[-1]), module.keep_input(x)
         with torch.autocast(x.device.type, enabled=False):

@@ -201,7 +201,7 @@ def _run(
 ) -> Tensor:
     assert linear.recipe is not None
     backend: Any = linear.backend
-    dtype, plan = checked_dtype(linear, x), plan_of(linear.recipe)
+    dtype, plan = checked_dtype(linear, x), plan_of(linear.recipe, linear.output_multiplier)
     scales, slots = delayed_tensors(linear)
     with torch.autocast(x.device.type, enabled=False):
         y: Tensor = _ProducedLinear.apply(  # type: ignore[no-untyped-call]

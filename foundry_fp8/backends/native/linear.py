@@ -113,7 +113,7 @@ class NativeLinear(torch.autograd.Function):
             probe=ctx.probe,
         )
         if hp_x is not None:
-            dw = (dy.t() @ hp_x).to(saved[0].dtype)
+            dw = (dy.t() @ hp_x * ctx.plan.alpha).to(saved[0].dtype)
         return dx, dw, None if db is None else db.to(ctx.bias_dtype), *([None] * 11)
 
 

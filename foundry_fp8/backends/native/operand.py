@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from foundry_fp8.numerics.formats import Float8Format
-from foundry_fp8.numerics.quantize import Quantized, quantize_block, quantize_mx
+from foundry_fp8.numerics.quantize import Quantized, quantize_block, quantize_mx, with_amax
 from foundry_fp8.numerics.recipes import (
     BlockScaling,
     CurrentScaling,
@@ -18,16 +18,18 @@ from foundry_fp8.numerics.recipes import (
     MXFP8Scaling,
     Operand,
     Recipe,
+    UnitScaling,
 )
 
 __all__ = ["Layout", "Plan", "Source", "gemm", "plan_of", "quantized_view"]
 
 
-Granularity = Literal["tensor", "block", "mx"]
+Granularity = Literal["tensor", "constant", "block", "mx"]
 
 GRANULARITY: dict[str, Granularity] = {
     DelayedScaling.name: "tensor",
     CurrentScaling.name: "tensor",
+    UnitScaling.name: "constant",
     BlockScaling.name: "block",
     MXFP8Scaling.name: "mx",
 }
@@ -43,21 +45,27 @@ class Plan:
     power_2: bool
     fast: tuple[Gemm, ...] = ()
     """The GEMMs that may be added up in the tensor cores' own accumulator."""
+    gradient_scale: int | Literal["auto"] = 1
+    """The constant scale of dy, where scales are constants."""
+    alpha: float = 1.0
+    """What every GEMM's result is multiplied by, where scales are constants."""
 
     def fmt(self, operand: Operand) -> str:
         """The name of the operand's number format."""
         return self.dy_fmt if operand == "dy" else self.x_fmt
 
 
-def plan_of(recipe: Recipe) -> Plan:
-    """Read a recipe."""
+def plan_of(recipe: Recipe, alpha: float = 1.0) -> Plan:
+    """Read a recipe, for a layer with the output multiplier ``alpha``."""
     # By name, because Dynamo traces neither class patterns nor isinstance of a union.
     granularity = GRANULARITY.get(recipe.name)
     if granularity is None:
         raise TypeError(f"the native backend does not know the recipe {recipe!r}")
     power_2 = getattr(recipe, "power_2_scales", granularity == "mx")
     fast = getattr(recipe, "fast_accumulation", ())
-    return Plan(granularity, recipe.format("x").name, recipe.format("dy").name, power_2, fast)
+    gradient_scale = getattr(recipe, "gradient_scale", 1)
+    fmts = recipe.format("x").name, recipe.format("dy").name
+    return Plan(granularity, *fmts, power_2, fast, gradient_scale, alpha)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +121,15 @@ class Source:
 
         inputs = (self.x, self.up, self.mean, self.rstd, self.weight, self.bias, self.alpha, self.kind)
         fmt = plan.fmt(operand)
+        if plan.granularity == "constant":
+            constant = float(plan.gradient_scale) if operand == "dy" else 1.0
+            # Each product gets alpha once: by x in fprop, by dy in dgrad and wgrad.
+            alpha = 1.0 if operand == "w" else plan.alpha
+            data, data_t, stats, summed = ops.quantize_tensorwise(
+                *inputs, None, None, None, fmt, False, rows, columns, column_sum, constant, alpha
+            )
+            by_rows, by_columns = stats.select(0, 1), stats.select(0, 2 if operand == "x" else 1)
+            return Layout(data, by_rows), Layout(data_t, by_columns), stats, summed
         if plan.granularity == "tensor":
             data, data_t, stats, summed = ops.quantize_tensorwise(
                 *inputs, scale, known_amax, amax_slot, fmt, plan.power_2, rows, columns, column_sum
@@ -184,4 +201,5 @@ def quantized_view(
         return quantize_block(x, (128, 128) if operand == "w" else (1, 128), fmt, power_2=plan.power_2)
     if plan.granularity == "mx":
         return quantize_mx(x, (1, 32), fmt)
-    return Quantized(layout.data[: x.shape[0], : x.shape[1]], stats[2], None, fmt, stats[0])
+    quantized = Quantized(layout.data[: x.shape[0], : x.shape[1]], stats[2], None, fmt, stats[0])
+    return with_amax(quantized, x) if plan.granularity == "constant" else quantized

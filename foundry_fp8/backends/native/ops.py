@@ -47,6 +47,8 @@ def quantize_tensorwise(
     rows: bool,
     columns: bool,
     column_sum: bool,
+    constant: float | None = None,
+    gemm_alpha: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """:func:`foundry_fp8.kernels.tensorwise.quantize_tensorwise`: data, data_t, (amax, gemm_scale, scale_inv), column_sum."""
     source = Producer(kind=kind, x=x, up=up, mean=mean, rstd=rstd, weight=weight, bias=bias, alpha=alpha)
@@ -60,13 +62,16 @@ def quantize_tensorwise(
         rows=rows,
         columns=columns,
         column_sum=column_sum,
+        constant=constant,
+        alpha=gemm_alpha,
     )
     return _given(q.data, x), _given(q.data_t, x), q.stats, _given(q.column_sum, x)
 
 
 @quantize_tensorwise.register_fake
 def _(
-    x, up, mean, rstd, weight, bias, alpha, kind, scale, known_amax, amax_slot, fmt, power_2, rows, columns, column_sum
+    x, up, mean, rstd, weight, bias, alpha, kind, scale, known_amax, amax_slot, fmt, power_2, rows, columns, column_sum,
+    constant=None, gemm_alpha=1.0,
 ):  # fmt: skip
     r, c = (round_up(size, GEMM_MULTIPLE) for size in x.shape)
     dtype = FORMATS[fmt].dtype

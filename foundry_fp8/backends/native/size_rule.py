@@ -11,7 +11,7 @@ Llama-3 8B's 4096 x 1024 key and value projections (819) included.
 
 from __future__ import annotations
 
-from foundry_fp8.numerics.recipes import BlockScaling, DelayedScaling, Recipe
+from foundry_fp8.numerics.recipes import BlockScaling, CurrentScaling, Recipe
 
 __all__ = ["break_even", "size_reason"]
 
@@ -27,7 +27,7 @@ def break_even(recipe: Recipe) -> float:
     """The ``N K / (N + K)`` above which ``recipe`` is predicted to be faster than BF16."""
     fp8 = BLOCK_FP8_FLOPS if isinstance(recipe, BlockScaling) else FP8_FLOPS
     # An element of bf16 is read once, and once more for the amax of current scaling; two FP8 layouts are written.
-    single_pass = isinstance(recipe, DelayedScaling | BlockScaling) or recipe.name == "mxfp8"
+    single_pass = not isinstance(recipe, CurrentScaling)
     moved = 2 + 2 if single_pass else 4 + 2
     return moved / BANDWIDTH / (6 * (1 / BF16_FLOPS - 1 / fp8))
 

@@ -14,7 +14,7 @@ import torch
 
 from foundry_fp8.backends.transformer_engine.library import release
 from foundry_fp8.layers.backend import Availability
-from foundry_fp8.numerics.recipes import BlockScaling, MXFP8Scaling, Recipe
+from foundry_fp8.numerics.recipes import BlockScaling, MXFP8Scaling, Recipe, UnitScaling
 
 __all__ = ["Machine", "cublas_version", "machine_of", "requirement"]
 
@@ -47,6 +47,12 @@ def requirement(recipe: Recipe, machine: Machine) -> Availability:
     """Whether ``machine`` can run ``recipe`` through Transformer Engine; if not, why and what would."""
     major, minor = machine.capability
     gpu = f"the GPU has compute capability {major}.{minor}"
+    if isinstance(recipe, UnitScaling):
+        return Availability(
+            False,
+            "Transformer Engine's recipes all measure an amax, and its linear has no factor for its GEMMs",
+            "Use backend: native.",
+        )
     if isinstance(recipe, MXFP8Scaling):
         if not (10, 0) <= machine.capability < (12, 0):
             return Availability(

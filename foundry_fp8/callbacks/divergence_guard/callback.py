@@ -19,7 +19,7 @@ from foundry_fp8.callbacks.carried_state import CarriedState
 from foundry_fp8.callbacks.run_log import RunPath
 from foundry_fp8.config import Config, ConfigError, Positive, at_least, not_empty, one_of
 from foundry_fp8.layers.state import FP8State
-from foundry_fp8.numerics.recipes import RECIPES
+from foundry_fp8.numerics.recipes import FOR_ANY_MODEL
 from foundry_fp8.observe.divergence.ladder import Ladder, ladders_of
 from foundry_fp8.observe.divergence.signals import RULES, Signal
 from foundry_fp8.observe.divergence.watch import LAYER_SIGNALS, Watch
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 KEY = "callbacks.divergence_guard"
 
-FINER = tuple(name for name in RECIPES if name != "delayed")
+FINER = tuple(name for name in FOR_ANY_MODEL if name != "delayed")
 GLOBAL = "model"
 
 

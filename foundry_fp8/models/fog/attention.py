@@ -53,6 +53,8 @@ def eager_attention(
 class FogAttention(nn.Module):
     """``Wo DPA(R(phi(q)), R(phi(k)), v; softmax_scale)`` with ``q, k, v = Wqkv x``; phi from :mod:`.qk`, R is RoPE."""
 
+    linear: type[nn.Linear] = nn.Linear
+
     def __init__(self, config: FogConfig, layer_idx: int) -> None:
         super().__init__()
         self.config = config
@@ -65,10 +67,10 @@ class FogAttention(nn.Module):
         self.is_causal = True
         self.attn_uses_sequence_id = config.sequence_ids  # LLM Foundry's word for packed documents
         width = self.heads * self.head_dim
-        self.qkv_proj = nn.Linear(config.hidden_size, width + 2 * self.kv_heads * self.head_dim, bias=False)
+        self.qkv_proj = self.linear(config.hidden_size, width + 2 * self.kv_heads * self.head_dim, bias=False)
         self.q_norm = build_qk_norm(config, self.heads)
         self.k_norm = build_qk_norm(config, self.kv_heads)
-        self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
+        self.o_proj = self.linear(width, config.hidden_size, bias=False)
         self.o_proj._is_residual = True  # type: ignore[assignment]
 
     def forward(

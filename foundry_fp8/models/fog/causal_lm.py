@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from composer.models.huggingface import HuggingFaceModel, peft_installed
 from llmfoundry.models.hf import ComposerHFCausalLM
@@ -17,11 +17,6 @@ from foundry_fp8.models.fog.config import Architecture, FogConfig
 from foundry_fp8.models.fog.modeling import FogForCausalLM
 
 __all__ = ["ComposerFogCausalLM"]
-
-CONFIG_KEYS = (
-    *(name for name in inspect.signature(FogConfig.__init__).parameters if name not in ("self", "kwargs")),
-    *Architecture.__dataclass_fields__,
-)
 
 
 class ComposerFogCausalLM(ComposerHFCausalLM):
@@ -47,6 +42,10 @@ class ComposerFogCausalLM(ComposerHFCausalLM):
         ConfigError: An unknown key, or what FogConfig raises.
     """
 
+    yaml_name: ClassVar[str] = "fog_causal_lm"
+    config_type: ClassVar[Any] = FogConfig
+    model_type: ClassVar[Any] = FogForCausalLM
+
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase | None = None,
@@ -62,10 +61,11 @@ class ComposerFogCausalLM(ComposerHFCausalLM):
         **config: Any,
     ) -> None:
         check_arguments(ComposerFogCausalLM, locals(), "model")
+        keys = self.config_keys()
         for key in config:
-            if key not in CONFIG_KEYS:
+            if key not in keys:
                 raise ConfigError(
-                    f"model.{key}: unknown key. fog_causal_lm takes {', '.join(CONFIG_KEYS)}.{nearest(key, CONFIG_KEYS)}"
+                    f"model.{key}: unknown key. {self.yaml_name} takes {', '.join(keys)}.{nearest(key, keys)}"
                 )
         if pretrained_model_name_or_path is not None:
             if config:
@@ -73,11 +73,11 @@ class ComposerFogCausalLM(ComposerHFCausalLM):
                     f"model.{next(iter(config))}: a pretrained model brings its own configuration. "
                     "Remove the key, or pretrained_model_name_or_path."
                 )
-            model = FogForCausalLM.from_pretrained(
+            model = self.model_type.from_pretrained(
                 pretrained_model_name_or_path, attn_implementation=attn_implementation
             )
         else:
-            model = _build(config, tokenizer, init_device, attn_implementation)
+            model = self._build(config, tokenizer, init_device, attn_implementation)
         model.config.use_cache = False  # training keeps no cache; generate() asks for one itself
         if peft_config is not None and not peft_installed:
             raise RuntimeError("model.peft_config: needs the package peft. Install llm-foundry[peft].")
@@ -101,31 +101,39 @@ class ComposerFogCausalLM(ComposerHFCausalLM):
         )
         self.prepare_inner_model(self.model, init_device)
 
+    @classmethod
+    def config_keys(cls) -> tuple[str, ...]:
+        """What a YAML may say of the configuration."""
+        named = inspect.signature(cls.config_type.__init__).parameters
+        own = tuple(name for name in named if name not in ("self", "kwargs"))
+        return (*own, *Architecture.__dataclass_fields__) if cls.config_type is FogConfig else own
 
-def _build(
-    config: dict[str, Any],
-    tokenizer: PreTrainedTokenizerBase | None,
-    init_device: str,
-    attn_implementation: str,
-) -> FogForCausalLM:
-    if "vocab_size" not in config and tokenizer is not None:
-        config["vocab_size"] = -(-len(tokenizer) // 128) * 128
-    if tokenizer is not None:
-        config.update(
-            {
-                key: getattr(tokenizer, key)
-                for key in ("bos_token_id", "eos_token_id", "pad_token_id")
-                if getattr(tokenizer, key) is not None
-            }
-        )
-    fog_config = FogConfig(**config)
-    fog_config._attn_implementation = attn_implementation
-    device = hf_get_init_device(init_device)
-    if device == "cpu":
-        return FogForCausalLM(fog_config)
-    with init_empty_weights(include_buffers=False):
-        model = FogForCausalLM(fog_config)
-    if fog_config.tie_word_embeddings:
-        # Past tie_weights(): within LLM Foundry's meta context every registration makes a parameter of its own.
-        model.lm_head._parameters["weight"] = model.model.embed_tokens._parameters["weight"]
-    return model
+    @classmethod
+    def _build(
+        cls,
+        config: dict[str, Any],
+        tokenizer: PreTrainedTokenizerBase | None,
+        init_device: str,
+        attn_implementation: str,
+    ) -> FogForCausalLM:
+        if "vocab_size" not in config and tokenizer is not None:
+            config["vocab_size"] = -(-len(tokenizer) // 128) * 128
+        if tokenizer is not None:
+            config.update(
+                {
+                    key: getattr(tokenizer, key)
+                    for key in ("bos_token_id", "eos_token_id", "pad_token_id")
+                    if getattr(tokenizer, key) is not None
+                }
+            )
+        made = cls.config_type(**config)
+        made._attn_implementation = attn_implementation
+        device = hf_get_init_device(init_device)
+        if device == "cpu":
+            return cls.model_type(made)
+        with init_empty_weights(include_buffers=False):
+            model = cls.model_type(made)
+        if made.tie_word_embeddings:
+            # Past tie_weights(): within LLM Foundry's meta context every registration makes a parameter of its own.
+            model.lm_head._parameters["weight"] = model.model.embed_tokens._parameters["weight"]
+        return model

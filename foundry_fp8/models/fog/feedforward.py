@@ -121,11 +121,14 @@ class InputScale(nn.Module):
 class MLP(nn.Module):
     """``W2 act(W1 x)``, without biases. FOG's: not gated, 3/2 as wide as a gated one of the same parameter count."""
 
-    def __init__(self, hidden: int, ffn: int, activation: Literal["xielu", "gelu", "relu"]) -> None:
+    linear: type[nn.Linear] = nn.Linear
+
+    def __init__(self, hidden: int, ffn: int, activation: Literal["xielu", "gelu", "relu", "silu"]) -> None:
         super().__init__()
-        self.up_proj = nn.Linear(hidden, ffn, bias=False)
-        self.act: nn.Module = {"xielu": XIELU, "gelu": nn.GELU, "relu": nn.ReLU}[activation]()
-        self.down_proj = nn.Linear(ffn, hidden, bias=False)
+        acts = {"xielu": XIELU, "gelu": nn.GELU, "relu": nn.ReLU, "silu": nn.SiLU}
+        self.up_proj = self.linear(hidden, ffn, bias=False)
+        self.act: nn.Module = acts[activation]()
+        self.down_proj = self.linear(ffn, hidden, bias=False)
         self.down_proj._is_residual = True  # type: ignore[assignment]  # LLM Foundry's mark for the smaller initialisation
 
     def forward(self, x: Tensor) -> Tensor:

@@ -93,10 +93,12 @@ class FogPreTrainedModel(PreTrainedModel):
 class FogModel(FogPreTrainedModel):
     """Embedding, scaled by ``embedding_multiplier``; the blocks; the final norm where the variant has one."""
 
+    block: type[nn.Module] = FogBlock
+
     def __init__(self, config: FogConfig) -> None:
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList([FogBlock(config, i) for i in range(config.num_hidden_layers)])
+        self.layers = nn.ModuleList([self.block(config, i) for i in range(config.num_hidden_layers)])
         self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps) if config.final_norm else nn.Identity()
         self.frequencies = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
         self.gradient_checkpointing = False
@@ -231,13 +233,18 @@ class FogForCausalLM(FogPreTrainedModel, GenerationMixin):
     """:class:`FogModel` with a language-model head, tied to the embedding where the configuration says so."""
 
     _tied_weights_keys = ["lm_head.weight"]  # type: ignore[assignment]  # noqa: RUF012
+    decoder: type[FogModel] = FogModel
 
     def __init__(self, config: FogConfig) -> None:
         super().__init__(config)
-        self.model = FogModel(config)
+        self.model = self.decoder(config)
         self.vocab_size = config.vocab_size
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = self.new_head(config.vocab_size)
         self.post_init()
+
+    def new_head(self, vocab_size: int) -> nn.Linear:
+        """A head for so many tokens, not initialised."""
+        return nn.Linear(self.config.hidden_size, vocab_size, bias=False)
 
     def get_input_embeddings(self) -> nn.Module:
         """The token embedding."""

@@ -113,7 +113,7 @@ def _rungs(modules: Sequence[FP8Linear], finer: str | None, device: torch.device
     if not modules:
         return [None]
     configured = modules[0].configured_recipe
-    between = _finer(configured, finer)
+    between = _finer(configured, finer) if configured.for_any_model else None
     backend = cast(Backend, modules[0].backend)  # one instance serves the whole model
     runs = (
         between is not None

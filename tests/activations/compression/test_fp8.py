@@ -11,7 +11,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from foundry_fp8.activations.compression.apply import apply_activation_compression
 from foundry_fp8.layers.linear import FP8Linear
-from foundry_fp8.numerics.recipes import RECIPES
+from foundry_fp8.numerics.recipes import FOR_ANY_MODEL
 from foundry_fp8.surgery.apply import apply_fp8
 from tests.kernels.interpreter import interpret
 
@@ -94,7 +94,7 @@ def assert_equal(ours, theirs):
 
 @pytest.mark.parametrize("wgrad", ["fp8", "high_precision"])
 @pytest.mark.parametrize("wrap", ["plain", "fsdp1", "fsdp2"])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", FOR_ANY_MODEL)
 def test_emulated_linears_keep_their_own_weight(recipe, wrap, wgrad, one_rank):
     """FSDP1's weights are views in forward, which nothing but the backend can tell from an input."""
     plain, compressed = (gradients(make(recipe, wrap, o, wgrad=wgrad)[0]) for o in (None, HOOKS_ALONE))
@@ -150,7 +150,7 @@ def kept_inputs(model, x):
     return found
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", FOR_ANY_MODEL)
 def test_linears_with_one_input_keep_it_once(recipe):
     model, report = make(recipe, "plain", HOOKS_ALONE)
     kept = kept_inputs(model, torch.randn(2, 32, 64))

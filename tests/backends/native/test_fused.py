@@ -11,11 +11,11 @@ import foundry_fp8
 from foundry_fp8.backends.native.fused import activation_linear, norm_linear
 from foundry_fp8.kernels.producers import xielu_reference
 from foundry_fp8.layers.state import FP8State
-from foundry_fp8.numerics.recipes import RECIPES
+from foundry_fp8.numerics.recipes import FOR_ANY_MODEL
 from foundry_fp8.surgery.norm_fusion import SITES
 from tests.backends.native.test_linear import CountOps, hold_scales
 
-every_recipe = pytest.mark.parametrize("recipe", RECIPES)
+every_recipe = pytest.mark.parametrize("recipe", FOR_ANY_MODEL)
 
 
 def converted(recipe, device, dtype, **options):

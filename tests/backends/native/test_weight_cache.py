@@ -14,9 +14,9 @@ from foundry_fp8.backends import load_backend
 from foundry_fp8.backends.native.fused import activation_linear
 from foundry_fp8.config import ConfigError
 from foundry_fp8.layers.state import FP8State
-from foundry_fp8.numerics.recipes import RECIPES
+from foundry_fp8.numerics.recipes import FOR_ANY_MODEL
 
-every_recipe = pytest.mark.parametrize("recipe", RECIPES)
+every_recipe = pytest.mark.parametrize("recipe", FOR_ANY_MODEL)
 
 
 class CountQuantizations(TorchDispatchMode):

@@ -1,0 +1,175 @@
+"""Does the best learning rate stay where it is as the model grows wider? µnit Scaling against the standard parametrisation.
+
+    python benchmarks/unit_scaling/transfer.py --widths 32,64,128 --seeds 17
+    python benchmarks/unit_scaling/transfer.py --plot          table and plot of what results/unit_scaling_transfer.json holds
+
+Bytes of the demo's corpus (the standard library's source), 4 layers, AdamW without weight decay, cosine to 10 %. A run that
+is in the results file already is not repeated. SP is a pre-norm decoder of the same parts (RoPE, GELU, 4x MLP, untied) with
+weights of standard deviation 0.02 and one learning rate for everything. Each loss is the mean over held-out sequences.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from common import RESULTS, environment
+
+from foundry_fp8.data.corpus import split_documents, standard_library_documents
+from foundry_fp8.layers.unit_linear import UnitLinear
+from foundry_fp8.models.fog import FogConfig, FogForCausalLM
+from foundry_fp8.models.mus import MusConfig, MusForCausalLM
+from foundry_fp8.numerics.recipes import UnitScaling
+from foundry_fp8.observe.operand_health import HealthProbe
+from foundry_fp8.surgery.apply import apply_fp8
+
+FILE = RESULTS / "unit_scaling_transfer.json"
+IMAGE = Path(__file__).parents[2] / "docs" / "images" / "unit_scaling_transfer.png"
+BASE, LAYERS, HEAD_DIM, BATCH, SEQ = 32, 4, 16, 8, 128
+RATES = {"mus": [2.0**-k for k in range(8, 1, -1)], "sp": [2.0**-k for k in range(11, 4, -1)]}
+
+
+def model_of(kind: str, width: int) -> nn.Module:
+    sizes: dict[str, Any] = {
+        "hidden_size": width,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": width // HEAD_DIM,
+        "vocab_size": 256,
+        "max_position_embeddings": SEQ,
+        "rope_scaling": False,
+        "rope_theta": 10000.0,
+    }
+    if kind == "mus":
+        return MusForCausalLM(MusConfig(**sizes))
+    return FogForCausalLM(
+        FogConfig(
+            variant="custom", activation="gelu", intermediate_size=4 * width, initializer_range=0.02, **sizes
+        )
+    )
+
+
+def groups(kind: str, model: nn.Module, width: int, lr: float) -> list[dict[str, Any]]:
+    if kind == "sp":
+        return [{"params": list(model.parameters()), "lr": lr}]
+    hidden = [m.weight for n, m in model.named_modules() if isinstance(m, UnitLinear) and n != "lm_head"]
+    inside = {id(p) for p in hidden}
+    rest = [p for p in model.parameters() if id(p) not in inside]
+    return [{"params": hidden, "lr": lr * math.sqrt(BASE / width)}, {"params": rest, "lr": lr}]
+
+
+class Corpus:
+    """The demo's corpus as bytes, and batches of it that depend on the seed alone."""
+
+    def __init__(self) -> None:
+        parts = split_documents(standard_library_documents())
+        self.train, self.held_out = (
+            torch.frombuffer(bytearray("\0".join(d.text for d in part).encode()), dtype=torch.uint8)
+            for part in parts
+        )
+
+    def batch(self, text: Tensor, rows: int, generator: torch.Generator) -> Tensor:
+        starts = torch.randint(len(text) - SEQ - 1, (rows,), generator=generator)
+        return torch.stack([text[s : s + SEQ] for s in starts]).long()
+
+
+def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
+    logits = model(ids).logits
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+
+
+def train(kind: str, precision: str, width: int, lr: float, seed: int, steps: int, corpus: Corpus) -> dict[str, Any]:  # fmt: skip
+    torch.manual_seed(seed)
+    model = model_of(kind, width).train()
+    if precision == "fp8":
+        scale = UnitScaling.gradient_scale_for(BATCH * SEQ, width)
+        apply_fp8(model, recipe={"name": "unit", "gradient_scale": scale}, evaluate="fp8")
+    optimizer = torch.optim.AdamW(groups(kind, model, width, lr), betas=(0.9, 0.95), weight_decay=0.0)
+    warmup = max(1, steps // 10)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer,
+        lambda s: (
+            min(1.0, (s + 1) / warmup) * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * min(1.0, s / steps))))
+        ),
+    )
+    generator = torch.Generator().manual_seed(seed)
+    probe = HealthProbe(model, lambda f: f) if precision == "fp8" else None
+    losses, began = [], time.perf_counter()
+    for step in range(steps):
+        if probe is not None and step == steps - 1:
+            probe.attach()
+        loss = loss_of(model, corpus.batch(corpus.train, BATCH, generator))
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        losses.append(loss.item())
+        if not math.isfinite(losses[-1]):
+            break
+    found: dict[str, Any] = {
+        "kind": kind,
+        "precision": precision,
+        "width": width,
+        "lr": lr,
+        "seed": seed,
+        "steps": steps,
+        "train_loss": sum(losses[-10:]) / len(losses[-10:]),
+        "seconds": round(time.perf_counter() - began, 1),
+    }
+    if probe is not None:
+        probe.detach()
+        found["flushed"] = {
+            f"{name}/{operand}": health.flushed for (name, operand), health in probe.collect().items()
+        }
+    model.eval()
+    generator.manual_seed(1)
+    with torch.no_grad():
+        held_out = [loss_of(model, corpus.batch(corpus.held_out, 32, generator)).item() for _ in range(4)]
+    return {**found, "loss": sum(held_out) / len(held_out)}
+
+
+def read() -> dict[str, Any]:
+    return json.loads(FILE.read_text()) if FILE.exists() else {"runs": []}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--widths", default="32,64,128")
+    parser.add_argument("--seeds", default="17")
+    parser.add_argument("--arms", default="mus/fp32,sp/fp32,mus/fp8")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--plot", action="store_true")
+    args = parser.parse_args()
+    if args.plot:
+        from plot import draw
+
+        return draw(read(), IMAGE)
+    corpus = Corpus()
+    for seed in map(int, args.seeds.split(",")):
+        for width in map(int, args.widths.split(",")):
+            for arm in args.arms.split(","):
+                kind, precision = arm.split("/")
+                for lr in RATES[kind]:
+                    key = (kind, precision, width, lr, seed, args.steps)
+                    result = read()
+                    names = ("kind", "precision", "width", "lr", "seed", "steps")
+                    if key in [tuple(run[n] for n in names) for run in result["runs"]]:
+                        continue
+                    run = train(kind, precision, width, lr, seed, args.steps, corpus)
+                    result["runs"].append(run)
+                    result["environment"] = environment()
+                    FILE.write_text(json.dumps(result, indent=1) + "\n")
+                    print(*key, round(run["loss"], 4), run["seconds"], flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""The Composer algorithm ``unit_scaling``."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any
+
+from composer.core import Algorithm, Event, State
+from composer.loggers import Logger
+
+from foundry_fp8.config import Config, ConfigError, Positive, from_mapping
+from foundry_fp8.models.mus.optimizer import check_groups, scale_groups
+from foundry_fp8.models.mus.structure import UnitScaledModel, unit_scaled
+
+__all__ = ["UnitScaling", "UnitScalingConfig"]
+
+log = logging.getLogger(__name__)
+
+KEY = "algorithms.unit_scaling"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UnitScalingConfig(Config):
+    """The YAML under ``algorithms.unit_scaling``."""
+
+    key = KEY
+
+    base_width: Positive | None = None
+    """The width at which the optimizer's learning rate was found; required."""
+
+
+class UnitScaling(Algorithm):
+    """Gives the hidden weights of a µnit-scaled model their learning rate, ``lr * sqrt(base_width / width)``.
+
+    Runs on ``Event.INIT``, before schedulers are made (they keep the ratio) and the model is wrapped, and checks on
+    ``Event.FIT_START`` that the groups survived the wrapping. A model that is µnit-scaled only in part is refused.
+
+    Args:
+        **options: The fields of :class:`UnitScalingConfig`.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+        self.config = from_mapping(UnitScalingConfig, options, KEY)
+        self._described: UnitScaledModel | None = None
+
+    def __repr__(self) -> str:
+        return f"UnitScaling({', '.join(f'{key}={value!r}' for key, value in self.options.items())})"
+
+    @property
+    def find_unused_parameters(self) -> bool:
+        """Every parameter takes part as before."""
+        return False
+
+    def match(self, event: Event, state: State) -> bool:
+        """Run on INIT and FIT_START."""
+        return event in (Event.INIT, Event.FIT_START)
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        """Scale the groups, or check that they are still scaled."""
+        if event == Event.FIT_START:
+            assert self._described is not None
+            for optimizer in state.optimizers:
+                check_groups(optimizer, state.model, self._described, KEY)
+            return
+        self._described = unit_scaled(state.model, KEY)
+        base_width, width = self.config.base_width, self._described.width
+        if base_width is None:
+            raise ConfigError(
+                f"{KEY}.base_width: missing. It is the width at which optimizer.lr was found; if that is this model's, "
+                f"write {width}."
+            )
+        for optimizer in state.optimizers:
+            factor = scale_groups(optimizer, state.model, self._described, base_width, KEY)
+            log.info(
+                "%s: %d hidden weights train at lr x sqrt(%d / %d) = lr x %.4g",
+                KEY,
+                len(self._described.hidden),
+                base_width,
+                width,
+                factor,
+            )
+            logger.log_hyperparameters({"unit_scaling": {**self._facts(), "hidden_lr_factor": factor}})
+
+    def _facts(self) -> dict[str, Any]:
+        assert self._described is not None
+        return {
+            "base_width": self.config.base_width,
+            "width": self._described.width,
+            "tau": list(self._described.taus),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run has to agree with: base width, width, tau."""
+        found = super().state_dict()  # its repr, as Composer's own algorithms have it
+        return found if self._described is None else found | self._facts()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Compare.
+
+        Raises:
+            RuntimeError: The checkpoint was trained with another base width, width or tau.
+        """
+        for name, value in self._facts().items():
+            if name in state and state[name] != value:
+                where = (
+                    "model.tau"
+                    if name == "tau"
+                    else f"{KEY}.base_width"
+                    if name == "base_width"
+                    else "the model"
+                )
+                raise RuntimeError(
+                    f"{KEY}: the checkpoint was trained with {name} {state[name]}, this run has {value}. "
+                    f"Set {where} as it was: the weights were trained for it."
+                )

@@ -1,0 +1,148 @@
+"""The configuration of a µnit-scaled decoder."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from transformers import PretrainedConfig
+
+from foundry_fp8.config import (
+    ConfigError,
+    Positive,
+    PositiveNumber,
+    at_least,
+    below,
+    check_arguments,
+    one_of,
+)
+from foundry_fp8.models.mus.residual import Tau, default_tau
+
+__all__ = ["SIZES", "MusConfig", "default_tau"]
+
+SIZES = {"1b": (2048, 24, 16), "3b": (2560, 32, 20), "7b": (4096, 32, 32), "13b": (5120, 40, 40)}
+"""Width, layers and heads of the paper's models (its table 4)."""
+
+
+class MusConfig(PretrainedConfig):
+    """The Hugging Face configuration.
+
+    Args:
+        size: One of ``SIZES``; width, layers and heads can be given instead.
+        vocab_size: Tokens.
+        hidden_size: Width d of the residual stream.
+        num_hidden_layers: Blocks.
+        num_attention_heads: Query heads.
+        num_key_value_heads: Key and value heads; divides the query heads. Default: as many.
+        intermediate_size: Width of the MLP. Default: 4 d.
+        head_dim: Default: d / heads.
+        tau: The share of each branch in the variance of the residual stream. Default: :func:`default_tau` of the depth.
+        activation: ``gelu``, ``silu`` or ``relu``.
+        max_position_embeddings: Longest sequence.
+        rope_theta: Base of RoPE.
+        rope_scaling: As FogConfig's. Default: none.
+        norm_eps: Epsilon of every LayerNorm.
+        sliding_window: Keys each query sees, itself included; ``None`` for all.
+        attention_dropout: Dropout on the attention probabilities.
+        sequence_ids: Whether ``sequence_id`` of the batch keeps packed documents apart.
+        use_cache: Whether a forward returns its keys and values.
+        tie_word_embeddings: Must be false.
+        kwargs: Fields of ``PretrainedConfig``.
+
+    Raises:
+        ConfigError: Impossible dimensions, tau outside (0, 1), tied embeddings.
+    """
+
+    model_type = "mus"
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012 (the name and the type are transformers')
+
+    # What FOG's decoder, of which this one is made, asks of a configuration besides.
+    final_norm = False
+    qk_norm = "none"
+    embedding_multiplier = 1.0
+
+    def __init__(
+        self,
+        size: Annotated[str, one_of(*SIZES)] | None = None,
+        vocab_size: Positive = 100352,
+        hidden_size: Positive | None = None,
+        num_hidden_layers: Positive | None = None,
+        num_attention_heads: Positive | None = None,
+        num_key_value_heads: Positive | None = None,
+        intermediate_size: Positive | None = None,
+        head_dim: Annotated[int, at_least(2)] | None = None,
+        tau: Tau | None = None,
+        activation: Literal["gelu", "silu", "relu"] = "gelu",
+        max_position_embeddings: Positive = 4096,
+        rope_theta: PositiveNumber = 10000.0,
+        rope_scaling: Mapping[str, PositiveNumber] | Literal[False] = False,
+        norm_eps: PositiveNumber = 1e-5,
+        sliding_window: Positive | None = None,
+        attention_dropout: Annotated[float, at_least(0), below(1)] = 0.0,
+        sequence_ids: bool = True,
+        use_cache: bool = True,
+        tie_word_embeddings: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        check_arguments(MusConfig, locals(), "model")
+        given = (hidden_size, num_hidden_layers, num_attention_heads)
+        preset = SIZES["1b"] if size is None and given == (None, None, None) else SIZES.get(size or "")
+        dimensions = [
+            value if value is not None or preset is None else preset[i] for i, value in enumerate(given)
+        ]
+        for key, value in zip(
+            ("hidden_size", "num_hidden_layers", "num_attention_heads"), dimensions, strict=True
+        ):
+            if value is None:
+                raise ConfigError(
+                    f"model.{key}: missing. Give it beside the others, or a size ({', '.join(SIZES)})."
+                )
+            setattr(self, key, value)
+        self.size = size
+        self.vocab_size = vocab_size
+        self.num_key_value_heads = num_key_value_heads or self.num_attention_heads
+        self.intermediate_size = intermediate_size or 4 * self.hidden_size
+        self.head_dim = head_dim or self.hidden_size // self.num_attention_heads
+        self.tau = default_tau(self.num_hidden_layers) if tau is None else float(tau)
+        self.activation = activation
+        self.max_position_embeddings = max_position_embeddings
+        self.rope_theta = rope_theta
+        self.rope_scaling = rope_scaling
+        self.norm_eps = norm_eps
+        self.sliding_window = sliding_window
+        self.attention_dropout = attention_dropout
+        self.sequence_ids = sequence_ids
+        self.use_cache = use_cache
+        super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
+        self._check(head_dim)
+
+    def _check(self, head_dim: int | None) -> None:
+        if self.tie_word_embeddings:
+            raise ConfigError(
+                "model.tie_word_embeddings: true cannot be µnit-scaled: the input table has multiplier 1 and the head "
+                "1/hidden_size, and both have unit weights. Set it to false."
+            )
+        if head_dim is None and self.hidden_size % self.num_attention_heads:
+            raise ConfigError(
+                f"model.num_attention_heads: {self.num_attention_heads} does not divide hidden_size={self.hidden_size}, and "
+                "head_dim is not given."
+            )
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ConfigError(
+                f"model.num_key_value_heads: {self.num_key_value_heads} does not divide num_attention_heads="
+                f"{self.num_attention_heads}."
+            )
+        if self.head_dim % 2:
+            raise ConfigError(f"model.head_dim: {self.head_dim} is odd, and RoPE turns pairs of elements.")
+
+    @property
+    def softmax_scale(self) -> float:
+        """What attention logits are multiplied by: 1/sqrt(head_dim), which keeps unit variance."""
+        return 1 / math.sqrt(self.head_dim)
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """Every field: what is a default depends on the size."""
+        values = self.to_dict()
+        self.dict_torch_dtype_to_str(values)
+        return values

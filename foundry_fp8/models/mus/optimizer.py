@@ -1,0 +1,97 @@
+"""The optimizer's side of µnit Scaling: a learning rate for the hidden weights that falls with the square root of width."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from foundry_fp8.config import ConfigError
+from foundry_fp8.model_structure.names import clean_name
+from foundry_fp8.models.mus.structure import UnitScaledModel
+
+__all__ = ["MARK", "check_groups", "scale_groups"]
+
+MARK = "unit_scaling"
+"""The key in a parameter group that says ``hidden`` or ``other``."""
+
+DECOUPLED = ("DecoupledAdamW", "DecoupledLionW")
+"""Weight decay of ``w *= 1 - lambda * lr / initial_lr``: the same for a group whose lr and initial_lr are scaled alike."""
+
+
+def scale_groups(
+    optimizer: torch.optim.Optimizer, model: nn.Module, described: UnitScaledModel, base_width: int, key: str
+) -> float:
+    """Split each parameter group into hidden weights, with ``lr * sqrt(base_width / width)``, and the rest, with ``lr``.
+
+    Call it before a scheduler is made. Weight decay stays what it is at ``base_width``, whatever the width:
+    Composer's and LLM Foundry's decoupled optimizers have it so; torch's AdamW multiplies it by the group's lr, so that the
+    hidden weights' is divided by the same factor.
+
+    Args:
+        optimizer: DecoupledAdamW, DecoupledLionW, or torch's AdamW.
+        model: Whose parameters it has.
+        described: What :func:`~foundry_fp8.models.mus.structure.unit_scaled` says of it.
+        base_width: Where the learning rate was found.
+        key: The YAML key, for messages.
+
+    Returns:
+        The factor of the hidden weights' learning rate.
+
+    Raises:
+        ConfigError: Another optimizer, or one whose groups are scaled already.
+
+    Source:
+        Narayan et al., arXiv 2502.05967, table 1.
+    """
+    kind = type(optimizer).__name__
+    if kind not in (*DECOUPLED, "AdamW"):
+        raise ConfigError(
+            f"{key}: the optimizer {kind} has no known rule. Use decoupled_adamw, decoupled_lionw or adamw: learning rates "
+            "transfer under optimizers whose step does not depend on the gradient's scale."
+        )
+    if any(MARK in group for group in optimizer.param_groups):
+        raise ConfigError(f"{key}: the optimizer's groups are scaled already. Name the algorithm once.")
+    factor = math.sqrt(base_width / described.width)
+    hidden = {id(p) for name, p in model.named_parameters() if clean_name(name) in described.hidden}
+    groups = []
+    for group in optimizer.param_groups:
+        for mark in ("hidden", "other"):
+            params = [p for p in group["params"] if (id(p) in hidden) == (mark == "hidden")]
+            if not params:
+                continue
+            new = {**group, "params": params, MARK: mark}
+            if mark == "hidden":
+                new["lr"] = group["lr"] * factor
+                if "initial_lr" in group:
+                    new["initial_lr"] = group["initial_lr"] * factor
+                if kind == "AdamW":
+                    new["weight_decay"] = group["weight_decay"] / factor
+            groups.append(new)
+    optimizer.param_groups[:] = groups
+    return factor
+
+
+def check_groups(
+    optimizer: torch.optim.Optimizer, model: nn.Module, described: UnitScaledModel, key: str
+) -> None:
+    """Whether every hidden weight is where it belongs, after FSDP or whoever else rebuilt the groups.
+
+    Raises:
+        RuntimeError: One is not.
+    """
+    where = {id(p): group.get(MARK) for group in optimizer.param_groups for p in group["params"]}
+    for name, parameter in model.named_parameters():
+        expected = "hidden" if clean_name(name) in described.hidden else "other"
+        found = where.get(id(parameter))
+        if id(parameter) in where and found != expected:
+            raise RuntimeError(
+                f"{key}: {clean_name(name)} is {expected} and the optimizer has it in the group {found!r}: something rebuilt the "
+                "groups after the algorithm. Under FSDP1 this needs use_orig_params: true."
+            )
+    missing = described.hidden - {clean_name(name) for name, _ in model.named_parameters()}
+    if missing:
+        raise RuntimeError(
+            f"{key}: {min(missing)} is no parameter of the wrapped model. Under FSDP1 set fsdp_config.use_orig_params: true."
+        )

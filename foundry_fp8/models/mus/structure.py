@@ -1,0 +1,85 @@
+"""What makes a model µnit-scaled, read off a built one: its width, taus and hidden weights, and what it lacks."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from torch import nn
+
+from foundry_fp8.config import ConfigError
+from foundry_fp8.layers.unit_linear import FP8UnitLinear, UnitLinear
+from foundry_fp8.model_structure.names import named_modules_clean
+
+__all__ = ["UnitScaledModel", "unit_scaled"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UnitScaledModel:
+    """A µnit-scaled model's description.
+
+    Attributes:
+        width: Of the residual stream.
+        taus: The residual coefficients in use, without repetition.
+        hidden: Names of the hidden weights, as the model was built (without wrappers' parts).
+    """
+
+    width: int
+    taus: tuple[float, ...]
+    hidden: frozenset[str]
+
+
+def unit_scaled(model: nn.Module, key: str) -> UnitScaledModel:
+    """Describe ``model``.
+
+    Args:
+        model: MPT or :class:`MusForCausalLM`, within LLM Foundry's model or not, converted to FP8 or not.
+        key: The YAML key of whoever asks, for messages.
+
+    Raises:
+        ConfigError: It is not µnit-scaled, or only in part.
+    """
+    config = next((c for m in model.modules() if (c := getattr(m, "config", None)) is not None), None)
+    linears = {
+        name: module
+        for name, module in named_modules_clean(model)
+        if isinstance(module, UnitLinear | FP8UnitLinear)
+    }
+    width = getattr(config, "d_model", None) or getattr(config, "hidden_size", None)
+    if not linears or not isinstance(width, int):
+        raise ConfigError(
+            f"{key}: the model is not µnit-scaled: no layer has an output multiplier. Use model.name: mus_causal_lm, or MPT "
+            "with the parts of docs/unit_scaling.md; for other models remove the algorithm."
+        )
+    if hasattr(config, "d_model"):
+        _check_mpt(config, key)
+    hidden = {name for name in linears if name.rpartition(".")[2] != "lm_head"}
+    found = {getattr(module, "tau", None) for module in model.modules()}
+    taus = sorted(tau for tau in found if isinstance(tau, float))
+    return UnitScaledModel(
+        width=width, taus=tuple(taus), hidden=frozenset(f"{name}.weight" for name in hidden)
+    )
+
+
+def _check_mpt(config: Any, key: str) -> None:
+    """MPT takes its parts one by one; each that is missing would break unit variance in silence."""
+    attention, ffn = config.attn_config, config.ffn_config
+    head = 1 / config.d_model
+    scale = config.logit_scale
+    for part, found, right, expected in (
+        ("norm_type", config.norm_type, config.norm_type == "no_norm", "no_norm"),
+        ("learned_pos_emb", config.learned_pos_emb, not config.learned_pos_emb, "false (use attn_config.rope)"),
+        ("tie_word_embeddings", config.tie_word_embeddings, not config.tie_word_embeddings, "false"),
+        (
+            "logit_scale",
+            scale,
+            isinstance(scale, float) and abs(scale - head) <= 1e-6 * head,
+            f"1/d_model = {head!r}, the head's output multiplier",
+        ),
+        ("init_config.name", config.init_config.get("name"), config.init_config.get("name") == "unit_normal_", "unit_normal_"),
+        ("attn_config.attn_type", attention.get("attn_type"), attention.get("attn_type") == "mus_attention", "mus_attention"),
+        ("ffn_config.ffn_type", ffn.get("ffn_type"), ffn.get("ffn_type") == "mus_ffn", "mus_ffn"),
+        ("attn_config.tau", attention.get("tau"), attention.get("tau") == ffn.get("tau"), "the same as ffn_config.tau"),
+    ):  # fmt: skip
+        if not right:
+            raise ConfigError(f"{key}: model.{part}: {found!r}; in a µnit-scaled MPT it is {expected}.")

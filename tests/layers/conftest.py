@@ -1,0 +1,1 @@
+from tests.kernels.interpreter import device  # noqa: F401

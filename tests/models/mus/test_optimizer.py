@@ -1,0 +1,104 @@
+"""Learning rates and weight decay by group, and what is refused."""
+
+import copy
+
+import pytest
+import torch
+from composer.optim import DecoupledAdamW
+from llmfoundry.optim import DecoupledLionW
+from torch import nn
+
+from foundry_fp8.algorithms.unit_scaling import UnitScaling
+from foundry_fp8.config import ConfigError
+from foundry_fp8.models.mus.optimizer import check_groups, scale_groups
+from foundry_fp8.models.mus.structure import unit_scaled
+from tests.models.mus.test_modeling import small
+
+OPTIMIZERS = [DecoupledLionW, DecoupledAdamW, torch.optim.AdamW]
+
+
+def scaled(kind, base_width=16, lr=0.5, weight_decay=1e-4, model=None):
+    model = small() if model is None else model
+    optimizer = kind(model.parameters(), lr=lr, weight_decay=weight_decay)
+    described = unit_scaled(model, "key")
+    assert scale_groups(optimizer, model, described, base_width, "key") == 0.5
+    return model, optimizer, described
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_hidden_weights_alone_get_the_width_rule_and_schedulers_keep_it(kind):
+    model, optimizer, described = scaled(kind)
+    names = {id(p): n for n, p in model.named_parameters()}
+    hidden, other = optimizer.param_groups
+    assert {names[id(p)] for p in hidden["params"]} == {
+        f"model.layers.{i}.{part}.weight"
+        for i in range(2)
+        for part in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj")
+    }
+    assert {names[id(p)].split(".")[-2] for p in other["params"]} == {"embed_tokens", "lm_head", "attention_norm", "mlp_norm"}  # fmt: skip
+    assert (hidden["lr"], other["lr"]) == (0.25, 0.5)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+    model(torch.randint(0, 96, (2, 8))).logits.square().sum().backward()
+    optimizer.step(), schedule.step()
+    assert hidden["lr"] / other["lr"] == 0.5 and other["lr"] == 0.25
+    check_groups(optimizer, model, described, "key")
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_weight_decay_does_not_depend_on_the_width(kind):
+    """A step without gradients is decay alone: the same factor for a weight of the base width and of four times it."""
+    found = {}
+    for base_width in (64, 16):
+        model = small()
+        optimizer = kind(model.parameters(), lr=0.5, weight_decay=1e-4)
+        scale_groups(optimizer, model, unit_scaled(model, "key"), base_width, "key")
+        weight = model.model.layers[0].mlp.up_proj.weight
+        before = weight.detach().clone()
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        found[base_width] = float((before - weight.detach()).norm() / before.norm())
+    assert found[64] > 0 and found[16] == pytest.approx(found[64], rel=1e-3)
+
+
+def test_groups_of_the_yaml_are_split_and_keep_what_they_say():
+    model = small()
+    norms = [p for p in model.parameters() if p.dim() == 1]
+    rest = [p for p in model.parameters() if p.dim() == 2]
+    optimizer = DecoupledAdamW(
+        [{"params": rest}, {"params": norms, "weight_decay": 0.0}], lr=0.5, weight_decay=1e-4
+    )
+    scale_groups(optimizer, model, unit_scaled(model, "key"), 16, "key")
+    assert [(g["unit_scaling"], g["lr"], g["weight_decay"]) for g in optimizer.param_groups] == [
+        ("hidden", 0.25, 1e-4),
+        ("other", 0.5, 1e-4),
+        ("other", 0.5, 0.0),
+    ]
+
+
+def test_what_cannot_be_right_is_refused():
+    model, optimizer, described = scaled(DecoupledAdamW)
+    with pytest.raises(ConfigError, match="key: the optimizer's groups are scaled already"):
+        scale_groups(optimizer, model, described, 16, "key")
+    with pytest.raises(ConfigError, match="the optimizer SGD has no known rule"):
+        scale_groups(torch.optim.SGD(model.parameters(), lr=1.0), model, described, 16, "key")
+    with pytest.raises(ConfigError, match="the model is not µnit-scaled"):
+        unit_scaled(nn.Sequential(nn.Linear(4, 4)), "key")
+    with pytest.raises(ConfigError, match=r"unit_scaling\.base_width"):
+        UnitScaling(base_width=0)
+    hidden, other = optimizer.param_groups
+    other["params"].append(hidden["params"].pop())
+    with pytest.raises(
+        RuntimeError, match=r"down_proj\.weight is hidden and the optimizer has it in the group 'other'"
+    ):
+        check_groups(optimizer, model, described, "key")
+
+
+def test_a_resumed_run_agrees_on_base_width_and_tau():
+    algorithm = UnitScaling(base_width=16)
+    algorithm._described = unit_scaled(small(tau=0.3), "key")
+    state = copy.deepcopy(algorithm.state_dict())
+    algorithm.load_state_dict(state)
+    for change, said in (({"base_width": 32}, "base_width 32"), ({"tau": [0.4]}, r"tau \[0.4\]"), ({"width": 128}, "width 128")):  # fmt: skip
+        with pytest.raises(RuntimeError, match=f"trained with {said}"):
+            algorithm.load_state_dict({**state, **change})
