@@ -146,7 +146,7 @@ def main() -> None:
     parser.add_argument("--widths", default="32,64,128")
     parser.add_argument("--seeds", default="17")
     parser.add_argument("--arms", default="mus/fp32,sp/fp32,mus/fp8")
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--plot", action="store_true")
     args = parser.parse_args()
     if args.plot:

@@ -408,9 +408,16 @@ def build(kind: str, name: str, options: dict[str, Any]) -> Any:
     if name == "mus_ffn":
         return layers.build_ffn(name, 32, 2, "cpu", False, {"tau": 0.4, "fc_type": UNIT, **options})
     if name in ("fog_attention", "mus_attention"):
-        own = {"tau": 0.4, "fc_type": UNIT, "bias": False} if name == "mus_attention" else {}
+        own = {"tau": 0.4, "fc_type": dict(UNIT), "bias": False, "attention_bias": False}
         return layers.build_attention_layer(
-            name, {"d_model": 32, "n_heads": 2, "attn_impl": "torch", **own, **options}
+            name,
+            {
+                "d_model": 32,
+                "n_heads": 2,
+                "attn_impl": "torch",
+                **(own if name == "mus_attention" else {}),
+                **options,
+            },
         )
     if name == "no_norm":
         return layers.build_norm(name, 32, **options)

@@ -68,7 +68,8 @@ def test_bad_recipes_name_the_key_the_value_and_what_is_allowed(value, message):
 def test_the_forward_alone_accumulates_fast_unless_asked_and_only_where_there_is_a_choice():
     """Transformer Engine's and torchao's default for one scale a tensor; block scales are promoted whatever one asks."""
     fast = {name: [g for g in GEMMS if RECIPES[name]().accumulates_fast(g)] for name in RECIPES}
-    assert fast == {"delayed": ["fprop"], "current": ["fprop"], "block": [], "mxfp8": []}
+    one_scale = {name: ["fprop"] for name in ("delayed", "current", "unit")}
+    assert fast == {**one_scale, "block": [], "mxfp8": []}
     chosen = parse_recipe({"name": "current", "fast_accumulation": ["wgrad", "fprop"]})
     assert [g for g in GEMMS if chosen.accumulates_fast(g)] == ["fprop", "wgrad"]
     assert parse_recipe({"name": "delayed", "fast_accumulation": []}).fast_accumulation == ()

@@ -11,7 +11,7 @@ from composer.loggers import Logger
 
 from foundry_fp8.config import Config, ConfigError, Positive, from_mapping
 from foundry_fp8.models.mus.optimizer import check_groups, scale_groups
-from foundry_fp8.models.mus.structure import UnitScaledModel, unit_scaled
+from foundry_fp8.models.mus.structure import UnitScaledModel, initialise_mpt_head, unit_scaled
 
 __all__ = ["UnitScaling", "UnitScalingConfig"]
 
@@ -65,6 +65,7 @@ class UnitScaling(Algorithm):
                 check_groups(optimizer, state.model, self._described, KEY)
             return
         self._described = unit_scaled(state.model, KEY)
+        initialise_mpt_head(state.model)
         base_width, width = self.config.base_width, self._described.width
         if base_width is None:
             raise ConfigError(

@@ -11,7 +11,7 @@ from foundry_fp8.config import ConfigError
 from foundry_fp8.layers.unit_linear import FP8UnitLinear, UnitLinear
 from foundry_fp8.model_structure.names import named_modules_clean
 
-__all__ = ["UnitScaledModel", "unit_scaled"]
+__all__ = ["UnitScaledModel", "initialise_mpt_head", "unit_scaled"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,6 +59,20 @@ def unit_scaled(model: nn.Module, key: str) -> UnitScaledModel:
     return UnitScaledModel(
         width=width, taus=tuple(taus), hidden=frozenset(f"{name}.weight" for name in hidden)
     )
+
+
+def initialise_mpt_head(model: nn.Module) -> None:
+    """Draw MPT's untied head from N(0, 1) where LLM Foundry has left torch's default.
+
+    LLM Foundry 0.22 calls its ``init_config`` for the head on the meta device alone (``MPTModel`` initialises itself, and the
+    head is its owner's). torch's default is uniform within 1/sqrt(d_model), which no µnit-scaled head is.
+    """
+    for module in model.modules():
+        head = getattr(module, "lm_head", None)
+        if type(head) is nn.Linear and hasattr(getattr(module, "config", None), "d_model"):
+            weight = head.weight
+            if not weight.is_meta and float(weight.detach().abs().max()) <= head.in_features**-0.5:
+                nn.init.normal_(weight)
 
 
 def _check_mpt(config: Any, key: str) -> None:
