@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foundry_fp8.kernels.launch import GEMM_MULTIPLE, round_up
+from foundry_fp8.kernels.launch import AS_WRITTEN, GEMM_MULTIPLE, round_up
 from foundry_fp8.kernels.producers import Producer, load_tile
 from foundry_fp8.kernels.scales import (
     e8m0_decode,
@@ -119,6 +119,7 @@ def quantize_blockwise(
             VALUE_FOR_INF=torch.finfo(source.x.dtype).max,
             TILE=TILE,
             num_warps=8,
+            **AS_WRITTEN,
         )
     return Blockwise(data, scale, data_t, scale_t, None if partial is None else partial.sum(0))
 

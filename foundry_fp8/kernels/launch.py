@@ -8,12 +8,13 @@ import functools
 import importlib.util
 import os
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 __all__ = [
+    "AS_WRITTEN",
     "GEMM_MULTIPLE",
     "HP_DTYPES",
     "as_rows",
@@ -31,6 +32,14 @@ HP_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 GEMM_MULTIPLE = 16
 """The FP8 GEMMs want rows of whole 16-byte words; the quantise kernels pad with zeros up to it."""
+
+
+AS_WRITTEN: dict[str, Any] = {"enable_fp_fusion": False}
+"""Launch option of the kernels that are defined to the bit: a product and a sum stay two roundings.
+
+By default Triton and ptxas contract ``a * b + c`` to one. Rounding to a whole number by ``(x * scale + 1.5 * 2**23) - 1.5 * 2**23``
+then rounds the exact product, and the reference the float32 one: other codes at ties, which 16-bit inputs hit.
+"""
 
 
 def triton_missing() -> str | None:

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foundry_fp8.kernels.launch import check_hp
+from foundry_fp8.kernels.launch import AS_WRITTEN, check_hp
 from foundry_fp8.kernels.norms import check_columns, norm_statistics, row_block
 from foundry_fp8.kernels.packing import block_scales, byte_codes, operands, quantize_blocks
 from foundry_fp8.numerics.packed import Packed, PackFormat
@@ -60,6 +60,7 @@ def pack_norm_input(
             BLOCK=fmt.block,
             BLOCKS=max(width // fmt.block, 1),
             num_warps=warps,
+            **AS_WRITTEN,
         )
     return packed, mean, rstd
 

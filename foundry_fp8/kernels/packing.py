@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from foundry_fp8.kernels.launch import AS_WRITTEN
 from foundry_fp8.numerics.packed import Packed, PackFormat
 
 __all__ = [
@@ -51,6 +52,7 @@ def quantize_blocks(flat: Tensor, fmt: PackFormat, *, nonzero: bool = False) -> 
             NONZERO=nonzero,
             BLOCK=fmt.block,
             ROWS=ROWS,
+            **AS_WRITTEN,
         )
     return codes, scale_inv
 

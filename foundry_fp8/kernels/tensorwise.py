@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foundry_fp8.kernels.launch import GEMM_MULTIPLE, round_up
+from foundry_fp8.kernels.launch import AS_WRITTEN, GEMM_MULTIPLE, round_up
 from foundry_fp8.kernels.producers import Producer, load_tile
 from foundry_fp8.kernels.scales import is_inf, magnitude, reciprocal, saturate, scale_from_amax
 from foundry_fp8.numerics.formats import Float8Format
@@ -68,6 +68,7 @@ def amax(source: Producer, out: Tensor | None = None) -> Tensor:
             TILE_R=TILE_R,
             TILE_C=TILE_C,
             num_warps=WARPS,
+            **AS_WRITTEN,
         )
     return out
 
@@ -141,6 +142,7 @@ def quantize_tensorwise(
         TILE_R=TILE_R,
         TILE_C=TILE_C,
         num_warps=WARPS,
+        **AS_WRITTEN,
     )
     return Tensorwise(data, data_t, stats, None if partial is None else partial.sum(0))
 

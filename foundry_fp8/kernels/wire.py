@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from foundry_fp8.kernels.launch import AS_WRITTEN
 from foundry_fp8.numerics.wire_format import WireFormat, hadamard_matrix
 
 __all__ = ["decode_mean_rows", "decode_rows", "encode_rows"]
@@ -44,6 +45,7 @@ def encode_rows(x: Tensor, wire: WireFormat, out: Tensor, seed: int | None = Non
         KIND=_KINDS[wire.name],
         BLOCK=wire.block_size,
         MANY=_BLOCKS_A_PROGRAM,
+        **AS_WRITTEN,
     )
 
 
@@ -79,6 +81,7 @@ def _launch_decode(
         KIND=_KINDS[wire.name],
         BLOCK=wire.block_size,
         MANY=_BLOCKS_A_PROGRAM,
+        **AS_WRITTEN,
     )
 
 
