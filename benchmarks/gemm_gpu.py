@@ -1,4 +1,4 @@
-"""The GEMMs of training's linears: BF16, ``torch._scaled_mm``, and the block-scaled Triton kernel.
+"""The GEMMs of training's linears: BF16, ``torch._scaled_mm``, the block-scaled Triton kernel, and torch's own block mode.
 
     python benchmarks/gemm_gpu.py [--models llama3-8b] [--tokens 8192] [--save gemm_h100_2026-11-21]
 
@@ -20,6 +20,9 @@ from foundry_fp8.kernels.blockwise import quantize_blockwise
 from foundry_fp8.kernels.producers import Producer
 from foundry_fp8.kernels.tensorwise import quantize_tensorwise
 from foundry_fp8.numerics.formats import E4M3, E5M2
+
+TORCH_BLOCKS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 9)
+"""From then on ``torch._scaled_mm`` takes blocks of 128 itself, with cuBLASLt 12.9."""
 
 
 def cases(m: int, n: int, k: int, *, weight: bool, gradient: bool) -> dict[str, Callable[[], Any]]:
@@ -57,7 +60,27 @@ def cases(m: int, n: int, k: int, *, weight: bool, gradient: bool) -> dict[str, 
     for name, run in (("tensorwise", tensorwise), ("block", block)):
         error = float((run().to(exact.dtype) - exact).norm() / exact.norm())
         assert error < 0.1 + TOLERANCE, f"{name} is wrong before it is timed: relative error {error:.3f}"
-    return {"bf16": lambda: a @ b.t(), "tensorwise": tensorwise, "block": block}
+    made = {"bf16": lambda: a @ b.t(), "tensorwise": tensorwise, "block": block}
+    if DEVICE == "cuda" and TORCH_BLOCKS:
+
+        def torch_block() -> torch.Tensor:
+            return torch._scaled_mm(
+                a_block,
+                b_block.t(),
+                scale_a=a_scales.t(),
+                scale_b=torch_scales,
+                out_dtype=torch.bfloat16,
+            )
+
+        # torch wants one scale a row [K / 128, N], and squares with K running fastest.
+        torch_scales = b_scales.t().contiguous().t() if weight else b_scales
+        try:
+            torch_block()
+        except RuntimeError as error:
+            print(f"torch's block mode declines {m} x {n} x {k}: {str(error).splitlines()[0]}")
+        else:
+            made["torch block"] = torch_block
+    return made
 
 
 def main() -> None:
@@ -78,7 +101,7 @@ def main() -> None:
             row: dict[str, Any] = {"layer": label, "gemm": gemm, "M,N,K": "{} {} {}".format(*shape)}
             for name, time in found.items():
                 row[f"{name} TFLOPS"] = flops / time.seconds / 1e12
-            for name in ("tensorwise", "block"):
+            for name in [name for name in found if name != "bf16"]:
                 row[f"{name}/bf16"] = found["bf16"].seconds / found[name].seconds
                 if "fp8_flops" in limits:
                     row[f"{name} share"] = flops / found[name].seconds / limits["fp8_flops"]

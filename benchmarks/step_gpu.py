@@ -100,9 +100,10 @@ def variants(
 ) -> Iterator[tuple[str, Callable[[], nn.Module]]]:
     """(name, a function that makes the model of that variant)."""
 
-    def native(recipe: str, fuse: bool = False) -> nn.Module:
+    def ours(recipe: str, backend: str = "native", fuse: bool = False) -> nn.Module:
         model = make(fuse)
-        foundry_fp8.apply_fp8(model, recipe=recipe, backend="native")
+        report = foundry_fp8.apply_fp8(model, recipe=recipe, backend=backend)
+        assert report.converted_share == 1, report.summary()  # a peer converts every linear
         return model
 
     def compiled(model: nn.Module) -> nn.Module:
@@ -112,11 +113,11 @@ def variants(
     if not SMOKE:
         yield "bf16 compiled", lambda: compiled(make(False))
     for recipe in RECIPES:
-        yield f"native {recipe} eager", lambda recipe=recipe: native(recipe)
+        yield f"native {recipe} eager", lambda recipe=recipe: ours(recipe)
         if fusable:
-            yield f"native {recipe} fused eager", lambda recipe=recipe: native(recipe, True)
+            yield f"native {recipe} fused eager", lambda recipe=recipe: ours(recipe, fuse=True)
         if not SMOKE:  # minutes of tracing under the interpreter; tests/backends/native compiles
-            yield f"native {recipe} compiled", lambda recipe=recipe: compiled(native(recipe))
+            yield f"native {recipe} compiled", lambda recipe=recipe: compiled(ours(recipe))
     if SMOKE:
         return
     if importlib.util.find_spec("torchao") is not None:
@@ -130,13 +131,34 @@ def variants(
             yield f"torchao {name} compiled", lambda name=name: compiled(ao(name))
     if importlib.util.find_spec("transformer_engine_torch") is not None:
         for recipe in ("delayed", "current"):
+            yield (
+                f"transformer_engine {recipe} eager",
+                lambda recipe=recipe: ours(recipe, "transformer_engine"),
+            )
+            yield f"te.Linear {recipe} eager", lambda recipe=recipe: TELinears(make(False), recipe)
 
-            def te(recipe: str = recipe) -> nn.Module:
-                model = make(False)
-                foundry_fp8.apply_fp8(model, recipe=recipe, backend="transformer_engine")
-                return model
 
-            yield f"transformer_engine {recipe} eager", te
+class TELinears(nn.Module):
+    """``model`` with Transformer Engine's own linears in place of torch's, without this package."""
+
+    def __init__(self, model: nn.Module, recipe: str) -> None:
+        super().__init__()
+        import transformer_engine.pytorch as te
+        from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
+
+        for name, linear in [(n, m) for n, m in model.named_modules() if type(m) is nn.Linear]:
+            theirs = te.Linear(
+                linear.in_features, linear.out_features, bias=False, params_dtype=linear.weight.dtype
+            )
+            theirs.weight.data.copy_(linear.weight.data)
+            model.set_submodule(name, theirs)
+        self.model, self.autocast = model, te.fp8_autocast
+        self.recipe = DelayedScaling() if recipe == "delayed" else Float8CurrentScaling()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """In FP8."""
+        with self.autocast(enabled=True, fp8_recipe=self.recipe):
+            return self.model(x)
 
 
 def measure(

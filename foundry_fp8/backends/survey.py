@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import importlib.metadata
 import platform
@@ -19,6 +18,7 @@ from foundry_fp8.backends.transformer_engine.attention_requirements import (
 )
 from foundry_fp8.backends.transformer_engine.library import ImportProblem, installed_version, load_library
 from foundry_fp8.backends.transformer_engine.requirements import cublas_version
+from foundry_fp8.kernels.launch import driver_version
 from foundry_fp8.numerics.recipes import RECIPES
 
 __all__ = ["collect"]
@@ -69,7 +69,7 @@ def collect() -> dict[str, Any]:
             "bf16 units (CPU)": "yes" if has_bf16_units("cpu") else "no",
             "torch": torch.__version__,
             "cuda": torch.version.cuda,
-            "driver": _dotted(_driver_version()),
+            "driver": _dotted(driver_version()),
             "cublas": _dotted(cublas_version()),
             "cudnn": _dotted(_cudnn_version()),
             **{name: _version(package) for name, package in _PACKAGES.items()},
@@ -150,18 +150,6 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _driver_version() -> tuple[int, ...] | None:
-    """The newest CUDA that the installed driver supports; asking needs no GPU."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
-    packed = ctypes.c_int()
-    if driver.cuDriverGetVersion(ctypes.byref(packed)):
-        return None
-    return packed.value // 1000, packed.value % 1000 // 10
 
 
 def _cudnn_version() -> tuple[int, ...] | None:

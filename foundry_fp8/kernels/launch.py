@@ -4,6 +4,7 @@ Kernel files import Triton at their top, so they are imported only where they ar
 anywhere. Under ``TRITON_INTERPRET=1`` the same kernels run on CPU tensors, which is how they are tested without a GPU.
 """
 
+import ctypes
 import functools
 import importlib.util
 import os
@@ -19,6 +20,7 @@ __all__ = [
     "HP_DTYPES",
     "as_rows",
     "check_hp",
+    "driver_version",
     "interpreting",
     "on_its_device",
     "round_up",
@@ -47,6 +49,18 @@ def triton_missing() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed (pip install triton; it comes with torch's CUDA wheels on Linux)"
     return None
+
+
+def driver_version() -> tuple[int, ...] | None:
+    """The newest CUDA that the installed driver supports; asking needs no GPU. ``None`` without a driver."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    packed = ctypes.c_int()
+    if driver.cuDriverGetVersion(ctypes.byref(packed)):
+        return None
+    return packed.value // 1000, packed.value % 1000 // 10
 
 
 def interpreting() -> bool:

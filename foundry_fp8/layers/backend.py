@@ -77,6 +77,19 @@ class Backend(abc.ABC):
         """Why this backend cannot keep quantised weights across microbatches, or ``None`` if it can."""
         return "it quantises them in every forward"
 
+    def self_check(self, recipe: Recipe, dtype: torch.dtype, device: torch.device, *, fused: bool) -> None:  # noqa: B027
+        """Prove on ``device`` what a conversion is about to rely on, before anything is changed.
+
+        Args:
+            recipe: What the model will run.
+            dtype: Its compute dtype, as far as its parameters tell.
+            device: Where.
+            fused: Norms will be computed in the linears' kernels.
+
+        Raises:
+            RuntimeError: Something computes wrongly there.
+        """
+
     def before_forward(self, model: nn.Module) -> None:  # noqa: B027
         """A forward of the whole ``model`` begins."""
 

@@ -168,6 +168,7 @@ def apply_fp8(model: nn.Module, *, device: torch.device | str | None = None, **o
             evaluate=config.evaluate,
         )
 
+    backend.self_check(recipe, _compute_dtype(model), where, fused=bool(fusions))
     linears.carry_out(model)
     fuse_norms(model, linears.converted, fusions)
     if attention is not None:
@@ -219,6 +220,12 @@ def _with_fusion(row: SurgeryRow, fusion: Fusion | None) -> SurgeryRow:
         reason = f"{row.reason}, not fused with {fusion.norm}: {fusion.refused}"
         return dataclasses.replace(row, reason=reason)
     return dataclasses.replace(row, reason=f"{row.reason}, fused with {fusion.norm}", fused_with=fusion.norm)
+
+
+def _compute_dtype(model: nn.Module) -> torch.dtype:
+    """float16 or bfloat16 where the parameters have it; bfloat16, autocast's, for float32 ones."""
+    first = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    return torch.float16 if first == torch.float16 else torch.bfloat16
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -1,0 +1,183 @@
+"""Before a model is converted: the kernels that it will use, run once on this machine and compared with their definitions.
+
+What is proven elsewhere is another compiler's output or another driver's. A kernel that gives other bytes here trains wrongly and
+says nothing, so that it is an error, before anything is changed. The values are the awkward ones: zeros, exact ties,
+subnormals, a range of its own in each row and column, Inf and NaN; the sizes end inside a tile. They are multiples of 16, as a
+model's are, so that what is compiled here is what training launches.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from foundry_fp8.backends.native.linear import FORMATS
+from foundry_fp8.backends.native.operand import Layout, Plan, Source, gemm, plan_of
+from foundry_fp8.kernels.launch import driver_version
+from foundry_fp8.numerics.formats import e8m0_decode
+from foundry_fp8.numerics.recipes import DelayedScaling, Gemm, Operand, Recipe
+
+if TYPE_CHECKING:
+    from foundry_fp8.kernels.producers import Producer  # Triton is imported where it is used
+
+__all__ = ["check_kernels"]
+
+TOKENS, IN, OUT = 208, 144, 176
+GEMM_TOLERANCE = 2.0**-7
+"""Of the sum of magnitudes: a bfloat16 result, and Hopper's short accumulation over 144 products."""
+
+
+@functools.cache
+def check_kernels(recipe: Recipe, dtype: torch.dtype, device: torch.device, fused: bool) -> None:
+    """Run what a linear of ``recipe`` runs and compare it. Once a process.
+
+    Args:
+        recipe: What the model will run.
+        dtype: Its compute dtype.
+        device: Where; a CUDA device, or the CPU under Triton's interpreter.
+        fused: Also the norm computed inside the quantise kernel.
+
+    Raises:
+        RuntimeError: A kernel gives something else than its definition. Names it, the stack and the first difference.
+    """
+    plan = plan_of(recipe)
+    for kernel, what, ours, reference, bound in _results(recipe, plan, dtype, device, fused):
+        found = _difference(ours, reference, bound)
+        if found:
+            import triton
+
+            where = torch.cuda.get_device_name(device) if device.type == "cuda" else "Triton's interpreter"
+            raise RuntimeError(
+                f"algorithms.fp8: the native backend's kernel {kernel} is wrong on this machine ({where}, Triton "
+                f"{triton.__version__}, torch {torch.__version__}, driver for CUDA {driver_version() or 'unknown'}): {what} "
+                f"of the {recipe.name} recipe {found}. Training with it would be silently wrong. Use another version of "
+                "Triton, or backend: transformer_engine."
+            )
+
+
+Result = tuple[str, str, Tensor | None, Tensor | None, Tensor | None]
+"""Kernel, what of it, ours, its definition's, and the error allowed (``None``: the same bits)."""
+
+
+def _results(
+    recipe: Recipe, plan: Plan, dtype: torch.dtype, device: torch.device, fused: bool
+) -> Iterator[Result]:
+    from foundry_fp8.kernels.norms import norm_statistics
+    from foundry_fp8.kernels.producers import Producer
+
+    x, w, dy = (_awkward(*shape, dtype, device) for shape in ((TOKENS, IN), (OUT, IN), (TOKENS, OUT)))
+    operands: tuple[tuple[Operand, Tensor], ...] = (("x", x), ("w", w), ("dy", dy))
+    for operand, value in operands:
+        for rows, columns in ((True, True),) if operand != "w" else ((True, False), (False, True)):
+            yield from _quantised(Producer.identity(value), operand, recipe, plan, rows, columns)
+    if fused:
+        _, rstd = norm_statistics(x, 1e-5, centered=False)
+        source = Producer.norm(x, rstd, torch.ones(IN, dtype=dtype, device=device))
+        yield from _quantised(source, "x", recipe, plan, True, True)
+    yield _product("fprop", x, w, recipe, plan, dtype)
+    yield _product("wgrad", dy.t().contiguous(), x.t().contiguous(), recipe, plan, dtype)
+
+
+def _quantised(
+    source: Producer, operand: Operand, recipe: Recipe, plan: Plan, rows: bool, columns: bool
+) -> Iterator[Result]:
+    from foundry_fp8.kernels import blockwise, tensorwise
+
+    fmt = FORMATS[plan.fmt(operand)]
+    layouts = {"rows": rows, "columns": columns, "column_sum": operand == "dy"}
+    if plan.granularity == "tensor":
+        zero = torch.zeros((), device=source.x.device)
+        delayed = isinstance(recipe, DelayedScaling)
+        slots = (zero.clone(), zero.clone()) if delayed else (None, None)
+        given: Any = {"scale": zero + 13.7 if delayed else None, "power_2": plan.power_2, **layouts}
+        names: tuple[str, ...] = ("data", "data_t", "stats")
+        ours: Any
+        expected: Any
+        ours = tensorwise.quantize_tensorwise(source, fmt, amax_slot=slots[0], **given)
+        expected = tensorwise.quantize_tensorwise_reference(source, fmt, amax_slot=slots[1], **given)
+        kernel = "quantize_tensorwise"
+        yield kernel, f"the recorded amax of {operand}", *slots, None
+    else:
+        group = 128 if plan.granularity == "block" else 32
+        options: Any = {
+            "group": group,
+            "square": group == 128 and operand == "w",
+            "power_2": plan.power_2,
+            **layouts,
+        }
+        names = ("data", "gemm_scale", "data_t", "gemm_scale_t")
+        ours = blockwise.quantize_blockwise(source, fmt, **options)
+        expected = blockwise.quantize_blockwise_reference(source, fmt, **options)
+        kernel = "quantize_blockwise"
+    for name in names:
+        yield kernel, f"{name} of {operand}", getattr(ours, name), getattr(expected, name), None
+    bound = source.x.double().abs().sum(0) * len(source.x) * 2.0**-24
+    yield kernel, f"column_sum of {operand}", ours.column_sum, expected.column_sum, bound
+
+
+def _product(which: Gemm, a: Tensor, b: Tensor, recipe: Recipe, plan: Plan, dtype: torch.dtype) -> Result:
+    """One GEMM of finite operands, against float64 of the same operands."""
+    a, b = (torch.nan_to_num(t, nan=1.0, posinf=2.0, neginf=-2.0) for t in (a, b))
+    scale = torch.ones((), device=a.device) if isinstance(recipe, DelayedScaling) else None
+    pairs: list[tuple[Layout, Tensor]] = []
+    operands: tuple[Operand, Operand] = ("dy", "x") if which == "wgrad" else ("x", "w")
+    for value, operand in zip((a, b), operands, strict=True):
+        layout, _, _, _ = Source(value).quantize(operand, plan, rows=True, columns=False, scale=scale)
+        pairs.append((layout, _dense(layout, plan)[: value.shape[0], : value.shape[1]]))
+    (qa, da), (qb, db) = pairs
+    ours = gemm(which, qa, qb, plan, m=a.shape[0], n=b.shape[0], out_dtype=dtype)
+    bound = (da.abs() @ db.abs().t()) * GEMM_TOLERANCE + 1e-6
+    return (
+        ("block_gemm" if plan.granularity == "block" else "torch._scaled_mm"),
+        which,
+        ours,
+        da @ db.t(),
+        bound,
+    )
+
+
+def _dense(layout: Layout, plan: Plan) -> Tensor:
+    """float64 values of a quantised operand."""
+    data = layout.data.double()
+    if plan.granularity == "tensor":
+        return data * layout.scale.double()
+    scale = e8m0_decode(layout.scale) if plan.granularity == "mx" else layout.scale
+    per_element = scale.t().double().repeat_interleave(128 if plan.granularity == "block" else 32, 1)
+    if per_element.shape[0] != data.shape[0]:
+        per_element = per_element.repeat_interleave(128, 0)
+    return data * per_element[: data.shape[0], : data.shape[1]]
+
+
+def _awkward(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(rows * columns)
+    x = torch.randn(rows, columns, generator=generator)
+    x *= torch.exp2(torch.randint(-6, 7, (rows, 1), generator=generator).float())
+    flat = x.view(-1)
+    flat[::7] = 0.0
+    flat[3::11] = (flat[3::11] * 8).round() / 8 + 0.0625  # halfway between neighbours in E4M3
+    flat[5::13] *= 2.0**-20
+    flat[columns + 1], flat[-2] = float("nan"), float("-inf")
+    return x.to(dtype).to(device)
+
+
+def _difference(ours: Tensor | None, expected: Tensor | None, bound: Tensor | None) -> str:
+    """Where the two differ, in words; empty if they do not. Any NaN equals any other."""
+    if ours is None or expected is None:
+        return "" if ours is expected else "is made where it should not be, or the other way round"
+    if ours.shape != expected.shape:
+        return f"has shape {tuple(ours.shape)} instead of {tuple(expected.shape)}"
+    a, b = ours.double(), expected.double()
+    equal = (
+        (a == b) & (torch.signbit(a) == torch.signbit(b))
+        if bound is None
+        else (a == b) | ((a - b).abs() <= bound)
+    )
+    same = equal | (a.isnan() & b.isnan())
+    if bool(same.all()):
+        return ""
+    place = tuple(int(i) for i in (~same).nonzero()[0])
+    return f"is {float(a[place])} instead of {float(b[place])} at {place}, {int((~same).sum())} of {same.numel()} differ"

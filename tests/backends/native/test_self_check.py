@@ -1,0 +1,69 @@
+"""What conversion proves on the machine before it changes anything."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+import foundry_fp8
+from foundry_fp8.backends.native import NativeBackend
+from foundry_fp8.backends.native.self_check import check_kernels
+from foundry_fp8.kernels import block_gemm, blockwise, tensorwise
+from foundry_fp8.numerics.recipes import RECIPES, BlockScaling, CurrentScaling
+
+check = check_kernels.__wrapped__  # without its memory of what passed
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_kernels_of_every_recipe_pass(name, device):
+    check(RECIPES[name](), torch.bfloat16, torch.device(device), True)
+
+
+def broken(monkeypatch, module, name, output):
+    """The kernel's launch, with one element of one output another."""
+    launch = getattr(module, name)
+
+    def wrong(*args, **kwargs):
+        result = launch(*args, **kwargs)
+        tensor = getattr(result, output) if output else result
+        if tensor is not None:
+            tensor.view(-1)[77:78].view(torch.uint8)[-1] ^= 4
+        return dataclasses.replace(result, **{output: tensor}) if output else tensor
+
+    monkeypatch.setattr(module, name, wrong)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "module", "name", "output", "said"),
+    [
+        (CurrentScaling(), tensorwise, "quantize_tensorwise", "data_t", "data_t of x"),
+        (BlockScaling(), blockwise, "quantize_blockwise", "gemm_scale_t", "gemm_scale_t of x"),
+    ],
+)
+def test_one_wrong_element_is_an_error_that_names_it(recipe, module, name, output, said, monkeypatch, device):
+    broken(monkeypatch, module, name, output)
+    with pytest.raises(RuntimeError, match=rf"kernel {name} is wrong .*Triton \d.*{said}.* 1 of \d+ differ"):
+        check(recipe, torch.bfloat16, torch.device(device), False)
+
+
+def test_a_wrong_product_is_an_error(monkeypatch, device):
+    from foundry_fp8.backends.native import ops
+
+    right = ops.block_gemm_kernel
+    monkeypatch.setattr(ops, "block_gemm_kernel", lambda *args, **kwargs: right(*args, **kwargs) * 1.02)
+    with pytest.raises(RuntimeError, match=r"kernel block_gemm is wrong .* fprop of the block recipe"):
+        check(BlockScaling(), torch.bfloat16, torch.device(device), False)
+    assert block_gemm.block_gemm is right
+
+
+def test_a_model_is_not_touched_when_it_fails(monkeypatch, device):
+    def fails(self, recipe, dtype, where, *, fused):
+        assert (recipe.name, dtype, fused) == ("current", torch.bfloat16, False)
+        raise RuntimeError("wrong here")
+
+    monkeypatch.setattr(NativeBackend, "self_check", fails)
+    model = nn.Sequential(nn.Linear(32, 32))
+    with pytest.raises(RuntimeError, match="wrong here"):
+        foundry_fp8.apply_fp8(model, recipe="current", backend="native", device=device)
+    assert type(model[0]) is nn.Linear
