@@ -35,7 +35,7 @@ from foundry_fp8.surgery.apply import apply_fp8
 FILE = RESULTS / "unit_scaling_transfer.json"
 IMAGE = Path(__file__).parents[2] / "docs" / "images" / "unit_scaling_transfer.png"
 BASE, LAYERS, HEAD_DIM, BATCH, SEQ = 32, 4, 16, 8, 128
-RATES = {"mus": [2.0**-k for k in range(8, 1, -1)], "sp": [2.0**-k for k in range(11, 4, -1)]}
+RATES = {"mus": [2.0**-k for k in range(7, 0, -1)], "sp": [2.0**-k for k in range(11, 4, -1)]}
 
 
 def model_of(kind: str, width: int) -> nn.Module:

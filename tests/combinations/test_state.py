@@ -83,5 +83,7 @@ def test_every_registered_name_is_in_a_part():
         ours = {
             e.name for e in entry_points(group=f"llmfoundry_{kind}") if e.value.startswith("foundry_fp8.")
         }
-        ours.discard("unit_scaling")  # of models of its own: tests/models/mus, tests/multiprocess/test_mus_training.py
+        ours.discard(
+            "unit_scaling"
+        )  # of models of its own: tests/models/mus, tests/multiprocess/test_mus_training.py
         assert ours and ours <= {name for part in PARTS.values() for name in getattr(part.settings, kind)}

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from foundry_fp8.backends.native import ops
 from foundry_fp8.config import ConfigError
 from foundry_fp8.layers.unit_linear import FP8UnitLinear, UnitLinear
 from foundry_fp8.numerics.formats import E4M3, E5M2
@@ -102,6 +103,27 @@ def test_the_kernel_is_the_reference_bit_for_bit(device):
             for name in ("data", "data_t", "stats"):
                 assert_same_bits(getattr(pair[0], name), getattr(pair[1], name), name)
             assert pair[0].stats.tolist() == [0.0, 0.125 / scale, 1 / scale]
+
+
+def test_one_launch_an_operand_where_current_scaling_needs_two(device, monkeypatch):
+    from foundry_fp8.kernels import tensorwise
+
+    passes = []
+    amax, quantise = tensorwise.amax, ops.quantize_tensorwise_kernel
+    monkeypatch.setattr(tensorwise, "amax", lambda *a, **k: (passes.append("amax"), amax(*a, **k))[1])
+    monkeypatch.setattr(
+        ops, "quantize_tensorwise_kernel", lambda *a, **k: (passes.append("cast"), quantise(*a, **k))[1]
+    )
+    other = nn.Sequential(nn.Linear(96, 160, bias=False, device=device))
+    apply_fp8(other, recipe="current", backend="native")
+    counts = {}
+    for name, model in (("unit", convert("native", device=device)), ("current", other)):
+        passes.clear()
+        x = torch.randn(64, 96, device=device, requires_grad=True)
+        model(x).backward(torch.randn(64, 160, device=device) / S)
+        counts[name] = {what: passes.count(what) for what in ("amax", "cast")}
+    # x, w and dy, and w once more in backward, whose amax current scaling still knows.
+    assert counts == {"unit": {"amax": 0, "cast": 4}, "current": {"amax": 3, "cast": 4}}
 
 
 @every_backend
