@@ -9,6 +9,7 @@ from torch import nn
 
 from foundry_fp8.config import ConfigError
 from foundry_fp8.model_structure.names import clean_name
+from foundry_fp8.model_structure.wrappers import without_ddp
 from foundry_fp8.models.mus.structure import UnitScaledModel
 
 __all__ = ["MARK", "check_groups", "scale_groups"]
@@ -81,6 +82,7 @@ def check_groups(
     Raises:
         RuntimeError: One is not.
     """
+    model = without_ddp(model)
     where = {id(p): group.get(MARK) for group in optimizer.param_groups for p in group["params"]}
     for name, parameter in model.named_parameters():
         expected = "hidden" if clean_name(name) in described.hidden else "other"
