@@ -29,6 +29,9 @@ def memory(
     budget: Annotated[
         str | None, typer.Option(help="20GiB, 0.4 or fit; by default what the YAML's algorithm says.")
     ] = None,
+    accumulate: Annotated[
+        bool, typer.Option(help="Several microbatches a step: gradients are there from the second on.")
+    ] = True,
     microbatch: Annotated[
         int | None, typer.Option(help="Sequences; by default device_train_microbatch_size.")
     ] = None,
@@ -45,7 +48,14 @@ def memory(
     """Print a table of what each block could do, the plan, and the YAML that pins it."""
     try:
         typer.echo(
-            plan_yaml(yaml, budget=budget, microbatch=microbatch, device=device, compression=compression)
+            plan_yaml(
+                yaml,
+                budget=budget,
+                microbatch=microbatch,
+                device=device,
+                compression=compression,
+                accumulate=accumulate,
+            )
         )
     except ConfigError as error:
         typer.echo(f"error: {error}", err=True)
@@ -59,6 +69,7 @@ def plan_yaml(
     microbatch: int | None,
     device: str,
     compression: str | None = None,
+    accumulate: bool = True,
 ) -> str:
     """The plan for the run in ``path``, as text.
 
@@ -68,6 +79,7 @@ def plan_yaml(
         microbatch: Sequences in the microbatch; by default ``device_train_microbatch_size``.
         device: ``cpu``, ``cuda`` or ``fake``; by default the GPU if there is one.
         compression: What the plan may use beside checkpoints; by default the YAML's own, else ``exact``.
+        accumulate: Whether a step has several microbatches.
     """
     from foundry_fp8.activations.checkpointing.apply import PlannedCompression
     from foundry_fp8.planning.memory.measure import CostModel
@@ -105,6 +117,7 @@ def plan_yaml(
         )
     # Built before the fake mode begins: metrics copy their tensors in ways that it does not allow.
     model = build_yaml_model(config, "meta" if dry else "cpu")
+    state_bytes = _optimizer_bytes(model, config)
     with FakeTensorMode(allow_non_fake_inputs=True) if dry else contextlib.nullcontext():
         if dry:
             model.to_empty(device=where)
@@ -114,19 +127,32 @@ def plan_yaml(
         else:
             model.to(where)
         loss_fn = _prepare(model, config, microbatch, where)
-        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         plan = plan_memory(
             model,
             loss_fn,
             budget=limit,
             compression=kinds,
-            optimizer_bytes=8 * trained,  # two float32 moments; nothing is allocated here
+            optimizer_bytes=state_bytes,
+            accumulates=accumulate,
             cost_model=CostModel() if dry else None,
         )
     return (
         f"{path.name}: {microbatch} x {config['max_seq_len']} tokens, parameters and optimizer state "
         f"{format_bytes(plan.measurements.frame.static)}\n{plan}"
     )
+
+
+def _optimizer_bytes(model: Any, config: dict[str, Any]) -> int:
+    """Of the YAML's optimizer; two float32 moments where it names none."""
+    from foundry_fp8.planning.memory.optimizer_state import optimizer_bytes
+
+    named = config.get("optimizer")
+    if not isinstance(named, dict) or "name" not in named:
+        return 8 * sum(p.numel() for p in model.parameters() if p.requires_grad)
+    from llmfoundry.utils.builders import build_optimizer
+
+    settings = {key: value for key, value in named.items() if key != "name"}
+    return optimizer_bytes([build_optimizer(model, named["name"], settings)])
 
 
 def _budget(text: str) -> float | str:

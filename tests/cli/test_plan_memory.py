@@ -1,7 +1,11 @@
+import re
+
+import pytest
 import yaml
 from typer.testing import CliRunner
 
 from foundry_fp8.cli.main import app
+from foundry_fp8.config import parse_bytes
 
 
 def test_the_command_plans_an_mpt_yaml(tmp_path):
@@ -24,6 +28,28 @@ def test_the_command_plans_an_mpt_yaml(tmp_path):
     done = CliRunner().invoke(app, ["plan", "memory", str(file), "--device", "fake", "--budget", "1.0"])
     assert done.exit_code == 0, done.output
     assert "run.yaml: 2 x 32 tokens" in done.output and "algorithms:" in done.output
+    # Lion keeps one moment and Adam two; gradients are there from the start unless the step has one microbatch.
+    one_layer = run | {"model": run["model"] | {"n_layers": 1}, "algorithms": {}}
+    held = []
+    for name, options in (("decoupled_adamw", []), ("decoupled_lionw", ["--no-accumulate"])):
+        file.write_text(yaml.safe_dump(one_layer | {"optimizer": {"name": name, "lr": 1.0e-3}}))
+        arguments = [
+            "plan",
+            "memory",
+            str(file),
+            "--device",
+            "fake",
+            "--compression",
+            "none",
+            "--budget",
+            "1.0",
+            *options,
+        ]
+        done = CliRunner().invoke(app, arguments)
+        assert done.exit_code == 0, done.output
+        held.append(parse_bytes(re.search(r"optimizer state (.*)", done.output)[1], "held"))
+    count = 128 * 64 + 32 * 64 + 4 * 64 * 64 + 2 * 2 * 64 * 64  # embeddings and matrices; the rest is small
+    assert held[0] - held[1] == pytest.approx((4 + 4) * count, rel=0.05)
     # MPT's default attention needs a GPU.
     del run["model"]["attn_config"]
     file.write_text(yaml.safe_dump(run))

@@ -72,6 +72,31 @@ def test_a_budget_is_planned_on_the_first_microbatch_of_a_hugging_face_model(roo
         assert (value - plain[name]).abs().max() < 1e-2, name
 
 
+def test_a_resumed_run_keeps_its_plan(root, tmp_path, monkeypatch):
+    """Measured anew, other seconds could give another plan; the run that goes on and the run that resumes are the same, bit for bit."""
+    planned = {"activation_checkpointing": {"budget": 0.9, "compression": "int8"}}
+    run = train(
+        config(root, algorithms=planned, save_folder=str(tmp_path), save_interval="2ba", save_overwrite=True)
+    )
+
+    def measured_again(*_, **__):
+        raise AssertionError("planned again")
+
+    from foundry_fp8.planning.memory import planner
+
+    monkeypatch.setattr(planner, "plan_memory", measured_again)
+    resumed = train(config(root, algorithms=planned, load_path=str(tmp_path / "ep0-ba2-rank0.pt")))
+    assert [n for n, _ in checkpoint_wrappers(run.state.model)] == [
+        n for n, _ in checkpoint_wrappers(resumed.state.model)
+    ]
+    assert all(
+        torch.equal(a, b) for a, b in zip(weights(run).values(), weights(resumed).values(), strict=True)
+    )
+    other = {"activation_checkpointing": {"budget": 0.8, "compression": "int8"}}
+    with pytest.raises(AssertionError, match="planned again"):
+        train(config(root, algorithms=other, load_path=str(tmp_path / "ep0-ba2-rank0.pt")))
+
+
 def test_a_budget_and_compression_do_not_mix(root):
     algorithms = {"activation_checkpointing": {"budget": 0.9}, "activation_compression": {}}
     with pytest.raises(ConfigError, match="plans compression itself"):

@@ -11,15 +11,18 @@ from composer.core.precision import get_precision_context
 from composer.loggers import Logger
 from torch import Tensor
 
-from foundry_fp8.activations.checkpointing.apply import KEY, ActivationCheckpointingConfig, wrap_selected
+from foundry_fp8.activations.checkpointing.apply import (
+    KEY,
+    ActivationCheckpointingConfig,
+    switch_off_cache,
+    wrap_selected,
+)
 from foundry_fp8.activations.checkpointing.targets import Selection, select
+from foundry_fp8.activations.compression.apply import apply_activation_compression
 from foundry_fp8.config import from_mapping
 from foundry_fp8.model_structure.wrappers import checkpoint_wrappers, without_ddp
 
 __all__ = ["ActivationCheckpointing"]
-
-ADAM_BYTES = 8
-"""Optimizer state a parameter, where it is not allocated yet: two float32 moments, as Foundry's optimizers keep."""
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +47,7 @@ class ActivationCheckpointing(Algorithm):
         self._options = options
         self._selected: list[Selection] = []
         self._planned = self.config.budget is None
+        self._plan_config: dict[str, Any] | None = None
 
     def __repr__(self) -> str:
         return f"ActivationCheckpointing({', '.join(f'{k}={v!r}' for k, v in self._options.items())})"
@@ -65,8 +69,19 @@ class ActivationCheckpointing(Algorithm):
             logger.log_hyperparameters(
                 {"activation_checkpointing/modules": len(list(checkpoint_wrappers(state.model)))}
             )
-        else:
+        elif self._plan_config is None:
             self._plan(state)
+        else:
+            self._apply_loaded(state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The plan, so that a resumed run keeps it: seconds measured anew could choose another."""
+        return {"budget": self.config.budget, "plan": self._plan_config}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take a plan that was made for the same budget; another budget is planned anew."""
+        if self.config.budget is not None and state.get("budget") == self.config.budget:
+            self._plan_config = state.get("plan")
 
     def _select(self, state: State) -> None:
         config = self.config
@@ -89,24 +104,43 @@ class ActivationCheckpointing(Algorithm):
             module._activation_checkpointing = name in marked  # type: ignore[assignment]
 
     def _plan(self, state: State) -> None:
-        from foundry_fp8.planning.memory.measure import local_numel
+        from foundry_fp8.planning.memory.optimizer_state import optimizer_bytes
         from foundry_fp8.planning.memory.planner import apply_plan, plan_memory
 
         assert self.config.budget is not None
         model = without_ddp(state.model)  # DDP's reducer expects whole steps
-        trained = sum(local_numel(p) for p in model.parameters() if p.requires_grad)
-        allocated = any(optimizer.state for optimizer in state.optimizers)
         plan = plan_memory(
             model,
             loss_of_microbatch(state, model),
             budget=self.config.budget,
             offload=self.config.offload,
             compression=self.config.compression,
-            optimizer_bytes=0 if allocated and state.device.name == "gpu" else ADAM_BYTES * trained,
+            optimizer_bytes=optimizer_bytes(state.optimizers),
+            accumulates=accumulates(state),
         )
-        self._planned = True
+        self._planned, self._plan_config = True, plan.to_config()
         log.info("%s", plan)
         log.info("%s", apply_plan(model, plan))
+
+    def _apply_loaded(self, state: State) -> None:
+        assert self._plan_config is not None
+        model = without_ddp(state.model)
+        checkpoints = self._plan_config.get("activation_checkpointing")
+        if checkpoints:
+            selected = select(model, checkpoints["targets"], "full", f"{KEY}.targets")
+            wrap_selected(model, selected, offload=self.config.offload)
+        if "activation_compression" in self._plan_config:
+            apply_activation_compression(model, **self._plan_config["activation_compression"])
+        switch_off_cache(model)
+        self._planned = True
+        log.info("%s: the plan of the checkpoint is kept: %s", KEY, self._plan_config)
+
+
+def accumulates(state: State) -> bool:
+    """Whether a step may have several microbatches: unless the loader's batch is known to be one."""
+    batch = getattr(state.dataloader, "batch_size", None)
+    microbatch = state.device_train_microbatch_size
+    return batch is None or state.auto_microbatching or microbatch is None or batch > microbatch
 
 
 def loss_of_microbatch(state: State, model: Any) -> Callable[[], Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from foundry_fp8.compat.dispatch_mode import TorchDispatchMode
 from foundry_fp8.compat.pytree import tree_iter, tree_map
 from foundry_fp8.layers.autocast import autocast_type
 from foundry_fp8.planning.memory.live_bytes import meter_for
-from foundry_fp8.planning.memory.solver import Frame
+from foundry_fp8.planning.memory.solver import Cost, Frame
 
 __all__ = [
     "BlockRun",
@@ -168,11 +168,14 @@ class BlockRun:
             return x + self._zero.to(x.dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
 
         args, kwargs = map_input(fresh, self.call.args, self.call.kwargs)
-        with torch.autocast(
-            autocast_type(self.device), enabled=self.call.autocast, dtype=self.call.autocast_dtype
-        ):
+        with self._autocast():
             out = self.block(*args, **kwargs)
         return next(x for x in tree_iter(out) if isinstance(x, Tensor) and x.requires_grad)
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(
+            autocast_type(self.device), enabled=self.call.autocast, dtype=self.call.autocast_dtype
+        )
 
     def step(self) -> None:
         """Forward and backward."""
@@ -181,19 +184,21 @@ class BlockRun:
     def _backward(self, out: Tensor) -> None:
         torch.autograd.grad(out, self.leaves, torch.ones_like(out), allow_unused=True)
 
-    def bytes(self) -> tuple[int, int, int]:
-        """``(kept, forward_peak, backward_peak)`` of :class:`Cost`."""
+    def bytes(self) -> tuple[int, int, int, int]:
+        """``(kept, cached, forward_peak, backward_peak)`` of :class:`Cost`."""
         with unchanged(self.device):
             dy = torch.ones_like(self.forward())
             with meter_for(self.device) as meter:
-                out = self.forward()
-                forward_peak, kept = meter.peak, meter.live - out.untyped_storage().nbytes()
+                with self._autocast():  # as in the model, where it ends after the last block
+                    out = self.forward()
+                    forward_peak, cached = meter.peak, meter.live
+                kept, cached = meter.live - out.untyped_storage().nbytes(), cached - meter.live
                 meter.reset_peak()
                 # dy is not counted and the output is; in the model it is the other way round, and they are of one size.
                 grads = torch.autograd.grad(out, self.leaves, dy, allow_unused=True)
                 backward_peak = meter.peak
             del out, grads
-        return kept, forward_peak, backward_peak
+        return kept, cached, forward_peak, backward_peak
 
     def seconds(self) -> float:
         """A forward and a backward, timed or computed."""
@@ -214,24 +219,26 @@ class BlockRun:
 
 
 def measure_frame(
+    model: nn.Module,
     blocks: Sequence[nn.Module],
-    kept: Sequence[int],
+    costs: Sequence[Cost],
     loss_fn: Callable[[], Tensor],
-    parameters: Sequence[nn.Parameter],
     device: torch.device,
     static: int,
     *,
+    accumulates: bool = False,
     sharded: bool = False,
 ) -> Frame:
     """Run a whole step, blocks as they are configured now, and take from its bytes what the blocks hold.
 
     Args:
-        blocks: In forward order.
-        kept: What each block keeps in its present configuration (:attr:`Cost.kept`).
+        model: As a whole.
+        blocks: Its blocks, in forward order.
+        costs: What each holds in its present configuration.
         loss_fn: Runs a microbatch and returns the loss.
-        parameters: Of the whole model.
         device: Where.
         static: Bytes of parameters, buffers and optimizer state.
+        accumulates: Whether the step has several microbatches: all but the first run beside the gradients of those before.
         sharded: Whether FSDP wraps the model.
     """
     seen: dict[str, int] = {}
@@ -252,7 +259,7 @@ def measure_frame(
         def at_backward(index: int) -> None:
             starts[index] = meter.live
             if index == len(blocks) - 1:
-                seen["head_peak"] = meter.peak
+                seen["head_backward"] = meter.peak
 
         def at_start(module: nn.Module, args: Any, kwargs: Any) -> None:
             for x in tree_iter((args, kwargs)):
@@ -265,24 +272,55 @@ def measure_frame(
             blocks[0].register_forward_pre_hook(at_start, with_kwargs=True),
         ]
         try:
-            trained = [p for p in parameters if p.requires_grad]
-            grads = gradients(loss_fn(), trained, sharded=sharded)
+            trained = [p for p in model.parameters() if p.requires_grad]
+            loss = loss_fn()
+            seen["head"] = meter.peak
+            meter.reset_peak()
+            grads = gradients(loss, trained, sharded=sharded)
             end_peak = max(meter.peak, meter.live)
         finally:
             for handle in handles:
                 handle.remove()
-        del grads
+        del grads, loss
     left = [0]
-    for start, end, held in zip(starts[1:], starts[:-1], kept[1:], strict=True):
-        left.append(0 if start is None or end is None else max(end - start + held, 0))
-    return Frame(
+    for start, end, cost in zip(starts[1:], starts[:-1], costs[1:], strict=True):
+        left.append(0 if start is None or end is None else max(end - start + cost.kept, 0))
+    before = max(seen["blocks"] - sum(cost.kept + cost.cached for cost in costs), 0)
+    beside_blocks = before + sum(cost.kept for cost in costs)
+    frame = Frame(
         static=static,
-        before=max(seen["blocks"] - sum(kept), 0),
-        head_peak=max(seen.get("head_peak", end_peak) - seen["blocks"], 0),
-        after_head=max((starts[-1] or 0) - seen["blocks"], 0),
+        before=before,
+        head_peak=max(seen["head"] - seen["blocks"], 0),
+        head_backward_peak=max(seen.get("head_backward", end_peak) - beside_blocks, 0),
+        after_head=max((starts[-1] or 0) - beside_blocks, 0),
         left=tuple(left),
         end_peak=end_peak,
     )
+    return _beside_gradients(frame, model, blocks) if accumulates else frame
+
+
+def _beside_gradients(frame: Frame, model: nn.Module, blocks: Sequence[nn.Module]) -> Frame:
+    """The frame of a later microbatch: gradients are there from the start, and what a backward makes is added to them and freed.
+
+    Only the embedding's gradient counts twice at the end, where it is the last that is made. A head that is tied to it frees
+    nothing before.
+    """
+    of_blocks = [_gradient_bytes(block.parameters()) for block in blocks]
+    embedding = _gradient_bytes(
+        p for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()
+    )
+    total = _gradient_bytes(model.parameters())
+    return dataclasses.replace(
+        frame,
+        static=frame.static + total,
+        after_head=max(frame.after_head - (total - sum(of_blocks) - embedding), 0),
+        left=tuple(max(left - own, 0) for left, own in zip(frame.left, of_blocks, strict=True)),
+        end_peak=max(frame.end_peak - total + embedding, 0),
+    )
+
+
+def _gradient_bytes(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(local_numel(p) * p.element_size() for p in parameters if p.requires_grad)
 
 
 @contextlib.contextmanager

@@ -63,6 +63,7 @@ def plan_memory(
     offload: bool = False,
     compression: PlannedCompression = "exact",
     optimizer_bytes: int = 0,
+    accumulates: bool = False,
     cost_model: CostModel | None = None,
 ) -> MemoryPlan:
     """Measure ``model`` on a microbatch and choose what to checkpoint and compress.
@@ -79,7 +80,8 @@ def plan_memory(
             (``0.4``), or ``fit``: what the GPU has.
         offload: Checkpoint inputs go to host memory.
         compression: What to use beside checkpoints: nothing, what rounds nothing, or a format of ``activation_compression``.
-        optimizer_bytes: Optimizer state that is not allocated yet.
+        optimizer_bytes: Optimizer state, allocated or not.
+        accumulates: Whether a step has several microbatches, and so gradients of the whole model from the second on.
         cost_model: Seconds from a model instead of a clock, for a dry run: build the model and call this inside torch's
             ``FakeTensorMode``. ``compression`` rounds nothing then, as packing looks at values.
 
@@ -94,6 +96,7 @@ def plan_memory(
         offload=offload,
         compression=compression,
         optimizer_bytes=optimizer_bytes,
+        accumulates=accumulates,
         cost_model=cost_model,
     )
     return choose(measured, budget, offload=offload, capacity=capacity)
@@ -181,6 +184,7 @@ def measure(
     offload: bool = False,
     compression: PlannedCompression = "exact",
     optimizer_bytes: int = 0,
+    accumulates: bool = False,
     cost_model: CostModel | None = None,
     rounds: int | None = None,
 ) -> Measurements:
@@ -218,7 +222,7 @@ def measure(
         # Under FSDP the model runs as a whole, with as little memory as the rest of it can take.
         rest = [other for other, _ in blocks if other != name] if sharded else []
         candidates = options_of(modules[index], formats=formats)
-        sizes: dict[str, tuple[int, int, int]] = {}
+        sizes: dict[str, tuple[int, int, int, int]] = {}
         taken: dict[str, list[float]] = {option.name: [] for option in candidates}
         # In rounds, so that a slow moment of the machine does not fall on one option; the first round only warms up.
         for turn in range(1 if cost_model else 1 + rounds):
@@ -238,18 +242,20 @@ def measure(
         options.append(tuple(candidates))
         # Recomputing cannot be faster than not doing so: what looks faster is noise.
         costs.append(
-            _agreed({name: Cost(*sizes[name], max(min(times), plain)) for name, times in taken.items()})
+            _agreed({name: _cost(sizes[name], max(min(times), plain)) for name, times in taken.items()})
         )
     block = next(o for o in options[0] if o.name == "block")
     lean = None
     with _applied(model, [name for name, _ in blocks], block, offload):
         outer = [module for _, module in transformer_blocks(model)]
         static = sum(local_numel(t) * t.element_size() for t in (*parameters, *model.buffers()))
-        kept = [costs[kind]["block"].kept for kind in kind_of]
+        whole = [costs[kind]["block"] for kind in kind_of]
 
         def measured_frame() -> Frame:
             held = static + optimizer_bytes
-            frame = measure_frame(outer, kept, loss_fn, parameters, device, held, sharded=sharded)
+            frame = measure_frame(
+                model, outer, whole, loss_fn, device, held, accumulates=accumulates, sharded=sharded
+            )
             return _agreed({"frame": frame})["frame"]
 
         frame = measured_frame()
@@ -272,6 +278,11 @@ def measure(
         f"bytes: {bytes_from} on {device.type}; seconds: {seconds_from}; {len(kinds)} kind(s) of block",
         tuple(own_class(module).__name__ for module in modules),
     )
+
+
+def _cost(sizes: tuple[int, int, int, int], seconds: float) -> Cost:
+    kept, cached, forward_peak, backward_peak = sizes
+    return Cost(kept, forward_peak, backward_peak, seconds, cached)
 
 
 @contextlib.contextmanager

@@ -2,17 +2,19 @@
 
 The peak of a step is the largest of, with blocks numbered in forward order and ``kept[j]`` chosen for block j:
 
-    forward of block i     before + sum(kept[j], j < i) + forward_peak[i]
-    the head               before + sum(kept[j]) + head_peak
+    forward of block i     before + sum(kept[j] + cached[j], j < i) + forward_peak[i]
+    the head's forward     before + sum(kept[j] + cached[j]) + head_peak
+    the head's backward    before + sum(kept[j]) + head_backward_peak
     backward of block i    before + sum(kept[j], j < i) + after_head + sum(left[j], j > i) + backward_peak[i]
     the end of backward    end_peak
 
-Each depends on the blocks before i only through the sum of what they keep. So a dynamic programme over that sum, in the
-order of the blocks, is exact: it is pruned to sums that are not both larger and slower than another.
+Each depends on the blocks before i only through what they hold in forward and in backward. So a dynamic programme over these two
+sums, in the order of the blocks, is exact: it is pruned to states that no other beats in both and in seconds.
 """
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections.abc import Mapping, Sequence
 
@@ -25,6 +27,7 @@ class Cost:
 
     Attributes:
         kept: Bytes held between its forward and its backward.
+        cached: Bytes held beside them until the whole forward is over: weights that autocast has cast and nothing keeps.
         forward_peak: Largest bytes held during its forward, over what was there before.
         backward_peak: Largest bytes held during its backward, ``kept`` and its own parameter gradients included.
         seconds: Forward plus backward.
@@ -34,6 +37,7 @@ class Cost:
     forward_peak: int
     backward_peak: int
     seconds: float
+    cached: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +47,8 @@ class Frame:
     Attributes:
         static: Parameters, buffers, optimizer state.
         before: Kept by what runs before the blocks (embedding, masks, position tables).
-        head_peak: Largest held between the last block's forward and its backward, over what was there.
+        head_peak: Largest held between the last block's forward and the loss, over what was there.
+        head_backward_peak: Largest held between the loss and the last block's backward, over what the blocks keep.
         after_head: Held when the last block's backward starts, over what the blocks keep: gradients of the head.
         left: What each block's backward leaves behind: its parameter gradients, under FSDP what it is still reducing.
             The first block's is not asked for.
@@ -53,6 +58,7 @@ class Frame:
     static: int
     before: int
     head_peak: int
+    head_backward_peak: int
     after_head: int
     left: tuple[int, ...]
     end_peak: int
@@ -60,13 +66,15 @@ class Frame:
 
 def predict_peak(costs: Sequence[Cost], frame: Frame) -> int:
     """The peak bytes of a step in which block i runs as ``costs[i]``, ``frame.static`` included."""
-    held, later = frame.before, sum(frame.left)
+    held, cached, later = frame.before, 0, sum(frame.left)
     peak = frame.end_peak
     for cost, left in zip(costs, frame.left, strict=True):
         later -= left
-        peak = max(peak, held + cost.forward_peak, held + frame.after_head + later + cost.backward_peak)
+        backward = held + frame.after_head + later + cost.backward_peak
+        peak = max(peak, held + cached + cost.forward_peak, backward)
         held += cost.kept
-    return frame.static + max(peak, held + frame.head_peak)
+        cached += cost.cached
+    return frame.static + max(peak, held + cached + frame.head_peak, held + frame.head_backward_peak)
 
 
 def solve(options: Sequence[Mapping[str, Cost]], frame: Frame, budget: int) -> list[str] | None:
@@ -83,31 +91,53 @@ def solve(options: Sequence[Mapping[str, Cost]], frame: Frame, budget: int) -> l
     room = budget - frame.static
     if frame.end_peak > room:
         return None
-    # held bytes -> (seconds, choices); kept sorted by held, seconds strictly falling.
-    front: list[tuple[int, float, tuple[str, ...]]] = [(frame.before, 0.0, ())]
+    # What is held in backward, what in forward, seconds, and the choices.
+    front: list[_State] = [(frame.before, frame.before, 0.0, ())]
     later = sum(frame.left)
     for of_block, left in zip(options, frame.left, strict=True):
         later -= left
         grown = [
-            (held + cost.kept, seconds + cost.seconds, (*chosen, name))
-            for held, seconds, chosen in front
+            (held + cost.kept, forward + cost.kept + cost.cached, seconds + cost.seconds, (*chosen, name))
+            for held, forward, seconds, chosen in front
             for name, cost in of_block.items()
-            if held + cost.forward_peak <= room
+            if forward + cost.forward_peak <= room
             and held + frame.after_head + later + cost.backward_peak <= room
         ]
-        front = []
-        for state in sorted(grown, key=lambda s: (s[0], s[1])):
-            if state[0] + frame.head_peak <= room and (not front or state[1] < front[-1][1] - 1e-12):
-                front.append(state)
-        front = _thin(front)
-    return list(front[-1][2]) if front else None
+        fitting = [
+            state
+            for state in grown
+            if state[1] + frame.head_peak <= room and state[0] + frame.head_backward_peak <= room
+        ]
+        front = _thin(_undominated(fitting))
+    return list(min(front, key=lambda state: state[2])[3]) if front else None
 
 
-def _thin(
-    front: list[tuple[int, float, tuple[str, ...]]], most: int = 4000
-) -> list[tuple[int, float, tuple[str, ...]]]:
+_State = tuple[int, int, float, tuple[str, ...]]
+
+
+def _undominated(states: list[_State]) -> list[_State]:
+    """Those that no other beats in both sums and in seconds, by what they hold in backward."""
+    kept: list[_State] = []
+    forwards: list[int] = []  # of what is kept so far, rising, with seconds strictly falling
+    fastest: list[float] = []
+    for state in sorted(states, key=lambda s: s[:3]):
+        _, forward, seconds, _ = state
+        place = bisect.bisect_right(forwards, forward)
+        if place and fastest[place - 1] <= seconds + 1e-12:
+            continue
+        kept.append(state)
+        end = place
+        while end < len(forwards) and fastest[end] >= seconds:
+            end += 1
+        if place and forwards[place - 1] == forward:
+            place -= 1
+        forwards[place:end], fastest[place:end] = [forward], [seconds]
+    return kept
+
+
+def _thin(front: list[_State], most: int = 4000) -> list[_State]:
     """At most ``most`` states, evenly spaced, the leanest and the fastest among them (deep models of unlike blocks)."""
     if len(front) <= most:
         return front
-    step = (len(front) - 1) / (most - 1)
-    return [front[round(i * step)] for i in range(most)]
+    step = (len(front) - 1) / (most - 2)
+    return [*(front[round(i * step)] for i in range(most - 1)), min(front, key=lambda state: state[2])]

@@ -15,6 +15,8 @@ from foundry_fp8.config import ConfigError, format_bytes, parse_bytes
 from foundry_fp8.planning.memory import measure as measuring
 from foundry_fp8.planning.memory.live_bytes import LiveBytes
 from foundry_fp8.planning.memory.measure import CostModel
+from foundry_fp8.planning.memory.optimizer_state import optimizer_bytes
+from foundry_fp8.planning.memory.plan import MemoryPlan
 from foundry_fp8.planning.memory.planner import apply_plan, choose, measure, plan_memory
 from foundry_fp8.surgery.apply import apply_fp8
 
@@ -27,14 +29,15 @@ def quick(monkeypatch):
     monkeypatch.setattr(measuring, "CACHE_BYTES", 2**16)
 
 
-def build(layers=6, fp8=None):
+def build(layers=6, fp8=None, tied=False, vocabulary=256):
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=128,
         intermediate_size=352,
         num_hidden_layers=layers,
         num_attention_heads=2,
-        vocab_size=256,
+        vocab_size=vocabulary,
+        tie_word_embeddings=tied,
         use_cache=False,
     )
     model = LlamaForCausalLM(config)
@@ -213,6 +216,45 @@ def test_a_dry_run_on_fake_tensors_counts_the_same_bytes():
     layers, with_norms = dry.costs[0]["self_attn + mlp"], dry.costs[0]["norms + self_attn + mlp"]
     assert with_norms.kept < 0.7 * layers.kept
     assert layers.seconds < with_norms.seconds < seconds["block"]
+
+
+@pytest.mark.parametrize(
+    ("half", "microbatches", "tied"), [(False, 3, False), (True, 1, False), (True, 3, True)]
+)
+def test_peaks_of_resumed_runs_in_autocast_with_accumulation(half, microbatches, tied):
+    """With the states of AdamW there, gradients of earlier microbatches, and weights that autocast has cast."""
+    tokens = torch.randint(0, 256, (8, 128), generator=torch.Generator().manual_seed(1))
+
+    def stepped():
+        model = build(tied=tied, vocabulary=4096 if tied else 256)
+        optimizer = torch.optim.AdamW(model.parameters())
+        loss_of(model)().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return model, optimizer
+
+    def step(model):
+        def run():
+            with torch.autocast("cpu", torch.bfloat16, enabled=half):
+                return loss_of(model, tokens)()
+
+        return run
+
+    model, optimizer = stepped()
+    held = optimizer_bytes([optimizer])
+    assert held == 8 * sum(p.numel() for p in model.parameters())
+    measured = measure(model, step(model), rounds=1, optimizer_bytes=held, accumulates=microbatches > 1)
+    for option in ("none", "block", "exact", "self_attn"):
+        plan = MemoryPlan(
+            measured, (option,) * 6, measured.frame if option != "exact" else measured.lean, 0, False
+        )
+        fresh, optimizer = stepped()
+        apply_plan(fresh, plan)
+        with LiveBytes() as meter:
+            for _ in range(microbatches):
+                step(fresh)().backward()
+            peak = static(fresh) + held + meter.peak
+        assert plan.predicted_peak == pytest.approx(peak, rel=0.03), option
 
 
 def test_budgets_and_bytes():

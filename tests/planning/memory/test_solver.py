@@ -11,8 +11,8 @@ from foundry_fp8.planning.memory.solver import Cost, Frame, predict_peak, solve
 
 size = st.integers(0, 60)
 cost = st.builds(
-    lambda kept, forward, backward, seconds: Cost(kept, kept + forward, kept + backward, seconds / 8),
-    size, size, size, st.integers(0, 40),
+    lambda kept, forward, backward, seconds, cached: Cost(kept, kept + forward, kept + backward, seconds / 8, cached),
+    size, size, size, st.integers(0, 40), st.sampled_from((0, 0, 7, 20)),
 )  # fmt: skip
 
 
@@ -30,6 +30,7 @@ def problems(draw):
         static=draw(size),
         before=draw(size),
         head_peak=draw(size),
+        head_backward_peak=draw(size),
         after_head=draw(size),
         left=tuple(draw(st.integers(0, 20)) for _ in range(n)),
         end_peak=draw(size),
@@ -61,6 +62,6 @@ def test_one_hundred_unlike_blocks_are_solved():
         {f"o{k}": Cost(1000 - 97 * k + i, 1100, 1200, 0.01 * k * (1 + i / 1000)) for k in range(10)}
         for i in range(100)
     ]
-    frame = Frame(0, 10, 500, 10, (7,) * 100, 900)
+    frame = Frame(0, 10, 500, 500, 10, (7,) * 100, 900)
     chosen = solve(options, frame, 60_000)
     assert predict_peak([o[c] for o, c in zip(options, chosen, strict=True)], frame) <= 60_000
