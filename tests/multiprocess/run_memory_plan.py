@@ -45,12 +45,11 @@ def main() -> None:
         assert all(p.grad is None for p in model.parameters())
         predicted = {}
         for option in measured.options[0]:
-            everywhere = MemoryPlan(
-                measured, (option.name,) * 4, measured.frame, 0, False, {"overrides": {"loss": "none"}}
-            )
+            frame = measured.lean if option.formats and measured.lean else measured.frame
+            everywhere = MemoryPlan(measured, (option.name,) * 4, frame, 0, False)
             planned = build(kind)
             apply_plan(planned, everywhere)
-            bytes_here = everywhere.predicted_peak - measured.frame.static
+            bytes_here = everywhere.predicted_peak - frame.static
             predicted[option.name] = (bytes_here, peak_of(planned))
 
         texts: list[str] = [""] * dist.get_world_size()
