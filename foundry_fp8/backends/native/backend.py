@@ -17,7 +17,7 @@ from foundry_fp8.backends.native.inputs import checked_dtype, delayed_tensors
 from foundry_fp8.backends.native.operand import Layout, Plan, plan_of
 from foundry_fp8.backends.native.size_rule import size_reason
 from foundry_fp8.compat.fresh_view import fresh_view
-from foundry_fp8.compat.fsdp2_shards import shard_versions
+from foundry_fp8.compat.fsdp2 import shard_versions
 from foundry_fp8.compat.peft_merges import merged_adapters
 from foundry_fp8.kernels.launch import interpreting, triton_missing
 from foundry_fp8.layers.autocast import compute_dtype

@@ -1,23 +1,27 @@
-"""FSDP1 (``FullyShardedDataParallel``): its public communication hook, and the two seams that have no hook.
+"""FSDP1 (``FullyShardedDataParallel``): its communication hook and its gathers.
 
-FULL_SHARD, SHARD_GRAD_OP and NO_SHARD use ``register_comm_hook``. The hybrid strategies refuse it, so there the hook is
-set on each FSDP state (``_comm_hook``), where torch then leaves both legs to it. Parameters are gathered by
-``FlatParamHandle._all_gather_flat_param``, which is bound anew on each handle: to count what it sends, and to compress it. All of these
-are feature-tested here.
+Each unit has a hook of its own, in the hybrid strategies for both legs; and its gathers are replaced, to count what they send and to
+compress it.
 """
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
-from foundry_fp8.compat.fsdp1 import HYBRID, flat_parts, lost_replicas, replica_group
+from foundry_fp8.compat.fsdp1 import (
+    flat_parameter,
+    flat_parts,
+    has_hook,
+    lost_replicas,
+    replace_gather,
+    replica_group,
+    set_hooks,
+)
 from foundry_fp8.config import ConfigError
 from foundry_fp8.distributed import collectives
 from foundry_fp8.distributed.compressed_group import CompressedGroup
@@ -53,20 +57,11 @@ def attach_fsdp1(model: nn.Module, compression: Compression) -> None:
         _check_state(name, state)
     for root in roots_of(model):
         states = _states(root)
-        hybrid = any(state.sharding_strategy in HYBRID for _, state in states)
-        hooks = {id(state): _hook_of(name, state, compression) for name, state in states}
-        if hybrid:
-            for _, state in states:
-                state._comm_hook, state._comm_hook_state = hooks[id(state)], None
-        else:
-            root.register_comm_hook(None, hooks[id(states[0][1])])
-            for (
-                _,
-                state,
-            ) in states:  # registered once for all, where each unit has groups and a residual of its own
-                state._comm_hook = hooks[id(state)]
+        # Each unit has groups and a residual of its own.
+        hooks = [_hook_of(name, state, compression) for name, state in states]
+        set_hooks(root, [state for _, state in states], hooks)
         for name, state in states:
-            if state._handle is not None:
+            if flat_parameter(state) is not None:
                 _bind_gather(name, state, compression)
 
 
@@ -75,9 +70,7 @@ def _states(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 def _check_state(name: str, state: Any) -> None:
-    if not hasattr(state, "_comm_hook"):
-        raise RuntimeError(f"{KEY}: torch {torch.__version__} has no FSDP1 hook where foundry_fp8 sets it.")
-    if state._comm_hook is not None:
+    if has_hook(state):
         raise RuntimeError(f"{KEY}: the FSDP1 module {name!r} has a communication hook already. Remove one.")
     if lost_replicas(state):
         raise ConfigError(
@@ -105,8 +98,9 @@ def _hook_of(name: str, state: Any, compression: Compression) -> Callable[..., N
     """The hook of one FSDP1 state: ``hook(None, grad, shard)``, or ``hook(None, grad)`` under NO_SHARD."""
     config = compression.config
     shard = replicate = None
-    if state._handle is not None:
-        flat, device = state._handle.flat_param, state.compute_device
+    flat = flat_parameter(state)
+    if flat is not None:
+        device = state.compute_device
         itemsize = flat.element_size()
 
         def is_exact(part: Any) -> bool:
@@ -149,59 +143,39 @@ def _hook_of(name: str, state: Any, compression: Compression) -> Callable[..., N
 
 
 def _bind_gather(name: str, state: Any, compression: Compression) -> None:
-    """Bind a counting, and perhaps compressing, ``_all_gather_flat_param`` on the handle of one state."""
-    handle, traffic = state._handle, compression.traffic
+    """Count what the unit gathers, and compress it if asked to."""
+    traffic = compression.traffic
     if state.sharding_strategy == ShardingStrategy.NO_SHARD:
         if compression.config.parameters != "none":
             compression.rows.append(ReportRow(name, "parameters", "uncompressed", "NO_SHARD gathers nothing"))
         return
-    if not hasattr(handle, "_all_gather_flat_param"):
-        raise RuntimeError(f"{KEY}: torch {torch.__version__} gathers FSDP1 parameters elsewhere.")
     compressed = _compressed_gather(name, state, compression)
-    original, needs_unshard = handle._all_gather_flat_param, handle.needs_unshard
     others = state.world_size - 1
-    rounded = False
 
-    def gather(self: Any, padded: Tensor) -> Tensor:
-        nonlocal rounded
-        if not _computing(self):  # a state dict or summon_full_params; what is saved is not rounded
-            return original(padded)
-        shard = self.flat_param.data
-        # Evaluation in full precision was asked for by FSDP's own switch: not rounded either.
-        codes = None if self._force_full_precision else compressed
+    def gather(shard: Tensor, full_precision: bool) -> Tensor | None:
+        codes = None if full_precision else compressed
         traffic.count_logical(shard.nbytes * others, compressed=codes is not None)
-        if codes is None:
-            traffic.count("all_gather", shard.nbytes * others)
-            return original(padded)
-        rounded = True
-        padded.copy_(codes(shard).view_as(padded))
-        return padded
+        if codes is not None:
+            return codes(shard)
+        traffic.count("all_gather", shard.nbytes * others)
+        return None
 
-    def needs_exact(self: Any) -> bool:
-        # The root stays gathered after its forward. A state dict taken then would hold the rounded copy: free it.
-        nonlocal rounded
-        if rounded and not _computing(self) and not needs_unshard():
-            self._free_unsharded_flat_param()
-            rounded = False
-        return needs_unshard()
-
-    handle._all_gather_flat_param = types.MethodType(gather, handle)
-    handle.needs_unshard = types.MethodType(needs_exact, handle)
+    replace_gather(state, gather)
 
 
 def _compressed_gather(name: str, state: Any, compression: Compression) -> Callable[[Tensor], Tensor] | None:
     """The gather of a shard as codes, if parameters are compressed in this unit; adds its line to the report."""
-    config, handle = compression.config, state._handle
+    config, flat = compression.config, flat_parameter(state)
     wire = config.wire(config.parameters)
-    if wire is None:
+    if wire is None or flat is None:
         return None
-    itemsize = handle.flat_param.element_size()
+    itemsize = flat.element_size()
 
     def is_exact(part: Any) -> bool:
         return isinstance(part.module, nn.Embedding) or config.why_exact(part.shape, itemsize) is not None
 
     rows = _rows_of(state, is_exact, config.block_size)
-    reason = compression.path(handle.process_group).why_not
+    reason = compression.path(state.process_group).why_not
     if not reason and sum(row.numel for row in rows) * itemsize < config.min_bytes:
         reason = f"smaller than min_bytes ({config.min_bytes})"
     if not reason and not any(row.coded for row in rows):
@@ -211,10 +185,5 @@ def _compressed_gather(name: str, state: Any, compression: Compression) -> Calla
     compression.rows.append(ReportRow(name, "parameters", action, reason or what))
     if reason:
         return None
-    group = CountingGroup(handle.process_group, compression.traffic)
+    group = CountingGroup(state.process_group, compression.traffic)
     return lambda shard: collectives.all_gather(shard, group, wire, rows=rows)
-
-
-def _computing(handle: Any) -> bool:
-    """Whether the handle unshards for a forward or backward pass, as opposed to a summon of full parameters."""
-    return handle._training_state.name != "SUMMON_FULL_PARAMS"

@@ -1,13 +1,11 @@
 """FSDP2 (``fully_shard``) and its HSDP: both legs of every unit through a compressing process group.
 
-torch 2.7 has no setter for FSDP2's reduce-scatter, so the groups of each unit's mesh are replaced
-(``FSDPParamGroup.mesh_info``); where torch has ``set_custom_reduce_scatter`` (2.9 and later), that is used for the
-reduce-scatter.
+torch 2.7 has no setter for FSDP2's reduce-scatter, so the groups of each unit's mesh are replaced; where torch has
+``set_custom_reduce_scatter`` (2.9 and later), that is used for the reduce-scatter.
 """
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections import defaultdict
 from typing import Any
@@ -15,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from foundry_fp8.compat import cpu_stream_events
+from foundry_fp8.compat.fsdp2 import ShardedParameter, Unit, lazy_init, units_of
 from foundry_fp8.config import ConfigError
 from foundry_fp8.distributed.compressed_group import CompressedGroup, Leg
 from foundry_fp8.distributed.compression.config import KEY, CompressionConfig
@@ -25,7 +23,6 @@ from foundry_fp8.distributed.compression.fsdp2_fp8_weights import share_amaxes
 from foundry_fp8.distributed.compression.fsdp2_parameters import BlockCodec, GatheredParameter
 from foundry_fp8.distributed.compression.legs import check_legs, replicate_leg, shard_leg
 from foundry_fp8.distributed.compression.runtime import Compression, ReportRow
-from foundry_fp8.distributed.fsdp2_units import Unit, units_of
 from foundry_fp8.distributed.rows import Row
 from foundry_fp8.distributed.traffic import CountingGroup, inner_group, scatter_options
 from foundry_fp8.layers.linear import FP8Linear
@@ -44,9 +41,7 @@ def attach_fsdp2(model: nn.Module, compression: Compression) -> None:
     """
     units = units_of(model)
     check_legs(compression, shards=True, replicates=units[0].replicates)
-    for root in (module for module in model.modules() if isinstance(module, FSDPModule)):
-        # From here on parameters are padded and named for good; FSDP2 would do this in the first forward.
-        root._get_fsdp_state()._lazy_init()
+    lazy_init(model)
     for unit in units:
         _attach_unit(unit, compression)
     if compression.config.parameters != "none":
@@ -54,42 +49,36 @@ def attach_fsdp2(model: nn.Module, compression: Compression) -> None:
 
 
 def _attach_unit(unit: Unit, compression: Compression) -> None:
-    group = unit.group
-    shared_mesh = group.post_forward_mesh_info is group.mesh_info
-    group.mesh_info = copy.copy(group.mesh_info)  # so that this unit's groups are its own
-    if shared_mesh:
-        group.post_forward_mesh_info = group.mesh_info
-    if unit.replicates and group.device.type == "cpu":
+    if unit.replicates and unit.device.type == "cpu":
         cpu_stream_events.apply()
     row = _RowOf(unit, compression)
 
-    shard = inner_group(group.mesh_info.shard_process_group)
+    shard = inner_group(unit.shard_group)
     ranks = shard.size()
 
     def rows(numel: int) -> list[Row] | None:
         known = row(numel // ranks)
         return None if known is None else [known] * ranks
 
-    leg = shard_leg(compression, shard, rows, name=unit.name, device=group.device, nbytes=unit.nbytes)
+    leg = shard_leg(compression, shard, rows, name=unit.name, device=unit.device, nbytes=unit.nbytes)
     wrapped = _UnitGroup(shard, unit, compression, leg)
-    group.mesh_info.shard_process_group = wrapped
     if hasattr(unit.module, "set_custom_reduce_scatter"):
         unit.module.set_custom_reduce_scatter(_ReduceScatter(wrapped))
 
-    if unit.replicates:
-        replicate = inner_group(group.mesh_info.replicate_process_group)
+    compressed_replicate = None
+    if unit.replicate_group is not None:
+        replicate = inner_group(unit.replicate_group)
         leg = replicate_leg(
             compression,
             replicate,
             row,
             name=unit.name,
-            device=group.device,
+            device=unit.device,
             numel=row.of_trained().numel,
             nbytes=unit.nbytes // ranks,
         )
-        group.mesh_info.replicate_process_group = CompressedGroup(
-            replicate, compression.traffic, compression.switch, leg
-        )
+        compressed_replicate = CompressedGroup(replicate, compression.traffic, compression.switch, leg)
+    unit.replace_groups(wrapped, compressed_replicate)
 
 
 class _UnitGroup(CompressedGroup):
@@ -99,10 +88,7 @@ class _UnitGroup(CompressedGroup):
         self, inner: dist.ProcessGroup, unit: Unit, compression: Compression, leg: Leg | None
     ) -> None:
         super().__init__(inner, compression.traffic, compression.switch, leg)
-        self.gathered_bytes = sum(
-            p.padded_sharded_param_size.numel() * (p.param_dtype or p.orig_dtype).itemsize
-            for p in unit.group.fsdp_params
-        )
+        self.gathered_bytes = sum(p.padded_numel * p.gathered_dtype.itemsize for p in unit.parameters)
 
     def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         if opts is not None:  # FSDP2's gather of the unit, and not a leg of ours
@@ -128,11 +114,11 @@ class _RowOf:
         """The row of all parameters that train."""
         sections = [
             (
-                parameter.padded_sharded_param_size.numel(),
-                self.config.why_exact(parameter._orig_size, parameter.orig_dtype.itemsize) is not None,
+                parameter.padded_numel,
+                self.config.why_exact(parameter.size, parameter.dtype.itemsize) is not None,
             )
-            for parameter in self.unit.group.fsdp_params
-            if parameter.sharded_param.requires_grad
+            for parameter in self.unit.parameters
+            if parameter.trains
         ]
         return Row.join(sections, self.config.block_size)
 
@@ -186,33 +172,33 @@ def _attach_parameters(model: nn.Module, units: list[Unit], compression: Compres
     assert wire is not None
     fp8_weights: dict[dist.ProcessGroup, list[tuple[GatheredParameter, FP8Linear]]] = defaultdict(list)
     for unit in units:
-        group = inner_group(unit.group.mesh_info.shard_process_group)
+        group = inner_group(unit.shard_group)
         for gathered in _gathered_of(unit, compression, wire):
             # verify: checksums are those of block messages.
             if wire.name == "e4m3" and not wire.checksum and _is_weight_of_fp8_linear(gathered):
-                fp8_weights[group].append((gathered, gathered.parameter._module_info.module))
+                assert isinstance(gathered.parameter.module, FP8Linear)
+                fp8_weights[group].append((gathered, gathered.parameter.module))
     for group, weights in fp8_weights.items():
         share_amaxes(model, weights, wire, CountingGroup(group, compression.traffic))
 
 
 def _is_weight_of_fp8_linear(gathered: GatheredParameter) -> bool:
-    info = gathered.parameter._module_info
-    return isinstance(info.module, FP8Linear) and info.param_name == "weight" and not info.shared_modules
+    found = gathered.parameter
+    return isinstance(found.module, FP8Linear) and found.name == "weight" and not found.shared
 
 
 def _gathered_of(unit: Unit, compression: Compression, wire: WireFormat) -> list[GatheredParameter]:
     """Bind the extension to the unit's matrices."""
-    config, group = compression.config, unit.group
-    mesh_info = group.post_forward_mesh_info
-    if mesh_info is not None and mesh_info is not group.mesh_info:
+    config = compression.config
+    if unit.reshards_to_fewer:
         raise ConfigError(
             f"{KEY}.parameters: {config.parameters} and FSDP2's reshard_after_forward: <int> exclude each other "
             "(torch raises NotImplementedError for extensions there). Set reshard_after_forward to true or false."
         )
-    path = compression.path(inner_group(group.mesh_info.shard_process_group))
+    path = compression.path(inner_group(unit.shard_group))
     gathered = []
-    for parameter in group.fsdp_params:
-        name = f"{unit.name}.{parameter._module_info.param_name}".lstrip(".")
+    for parameter in unit.parameters:
+        name = f"{unit.name}.{parameter.name}".lstrip(".")
         reason = path.why_not or _why_not(parameter, config)
         compression.rows.append(
             ReportRow(
@@ -232,20 +218,12 @@ def _gathered_of(unit: Unit, compression: Compression, wire: WireFormat) -> list
     bind()
     # reset_sharded_param (load_state_dict, module.to) makes new local tensors, on ranks with padding only: without
     # this the ranks would disagree on the size of the next message.
-    unit.module.register_forward_pre_hook(bind, prepend=True)  # type: ignore[attr-defined]
+    unit.module.register_forward_pre_hook(bind, prepend=True)
     return gathered
 
 
-def _why_not(parameter: Any, config: CompressionConfig) -> str | None:
+def _why_not(parameter: ShardedParameter, config: CompressionConfig) -> str | None:
     """Why a parameter stays uncompressed, or ``None``."""
-    if isinstance(parameter._module_info.module, nn.Embedding):
+    if isinstance(parameter.module, nn.Embedding):
         return "an embedding"
-    if not parameter.orig_dtype.is_floating_point:
-        return f"dtype {parameter.orig_dtype}"
-    if parameter.is_dtensor:
-        return "tensor parallel"
-    if parameter.fsdp_placement.dim != 0:
-        return f"sharded on dim {parameter.fsdp_placement.dim}"
-    if parameter.offload_to_cpu:
-        return "offloaded to the CPU"
-    return config.why_exact(parameter._orig_size, parameter.orig_dtype.itemsize)
+    return parameter.why_odd or config.why_exact(parameter.size, parameter.dtype.itemsize)

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from foundry_fp8.compat.fsdp2 import ShardedParameter
 from foundry_fp8.distributed.traffic import Traffic
 from foundry_fp8.distributed.wire import decode, encode
 from foundry_fp8.numerics.wire_format import WireFormat
@@ -45,10 +46,10 @@ class BlockCodec:
 
 
 class GatheredParameter:
-    """One ``FSDPParam`` whose all-gather sends codes.
+    """One parameter whose all-gather sends codes.
 
     Args:
-        parameter: The ``FSDPParam``.
+        parameter: Which.
         codec: What travels.
         traffic: Where the time is counted.
 
@@ -56,31 +57,25 @@ class GatheredParameter:
         codec: May be replaced between gathers, on all ranks alike.
     """
 
-    def __init__(self, parameter: Any, codec: Codec, traffic: Traffic) -> None:
+    def __init__(self, parameter: ShardedParameter, codec: Codec, traffic: Traffic) -> None:
         self.parameter = parameter
         self.codec = codec
         self.traffic = traffic
-        self.numel = parameter.padded_sharded_param_size.numel()
+        self.numel = parameter.padded_numel
 
     @property
     def dtype(self) -> torch.dtype:
         """What the parameter is gathered in."""
-        return self.parameter.param_dtype or self.parameter.orig_dtype
+        return self.parameter.gathered_dtype
 
     @property
     def shard(self) -> Tensor:
         """This rank's rows, flat, padded with zeros to those of rank 0."""
-        return self.parameter._sharded_param_data
+        return self.parameter.shard
 
     def bind(self) -> None:
         """Set the extension on the local shard, unless it is there already."""
-        local = self.parameter._sharded_local_tensor
-        if hasattr(local, "fsdp_pre_all_gather"):
-            return
-        local.fsdp_pre_all_gather = self.pre_all_gather
-        local.fsdp_post_all_gather = self.post_all_gather
-        if not hasattr(self.parameter, "_extensions_data"):
-            self.parameter._init_extensions()
+        self.parameter.extend(self.pre_all_gather, self.post_all_gather)
 
     # FSDP2 checks the shape of what a five-argument form returns against the shard's; a message has another shape.
     def pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor], Codec]:
@@ -92,7 +87,7 @@ class GatheredParameter:
         self, outputs: tuple[Tensor], codec: Codec, param_dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor]] | None:
         """The whole parameter, padded at its end; written where ``out`` lives if it is given."""
-        world = self.parameter.mesh_info.shard_mesh_size
+        world = self.parameter.ranks
         messages = outputs[0].view(world, -1)
         with torch.no_grad(), self.traffic.timed("quantize", messages.device):
             if out is None:
