@@ -3,23 +3,25 @@
 Source: https://aws.amazon.com/blogs/machine-learning/how-fp8-boosts-llm-training-by-18-on-amazon-sagemaker-p5-instances/
 (tokens/s/GPU, % decrease against the smallest node count, loss, % faster, % loss higher). In its first table that page
 divides differences in speed by the speed without FP8, and takes the decrease of both precisions from the run without FP8 on
-one node; in its second it divides by the speed with FP8, and takes each decrease from its own precision. Here it is always
-as in the first. Only runs of one model are held against each other.
+one node: ``percent_of="baseline"``. In its second it divides by the speed with FP8, and takes each decrease from its own
+precision: ``percent_of="own"``. Only runs of one model are held against each other.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from foundry_fp8.report.runs import FINAL_SHARE, HIGH_PRECISION, Run
+from foundry_fp8.report.run import FINAL_SHARE, HIGH_PRECISION, Run
 
 __all__ = [
     "COLUMNS",
+    "PercentOf",
     "Row",
     "baseline_of",
     "compare",
@@ -30,8 +32,11 @@ __all__ = [
     "shown_columns",
 ]
 
+PercentOf = Literal["baseline", "own"]
+
 COLUMNS = (
     "Run",
+    "Model",
     "Precision",
     "Nodes x devices",
     "Tokens/s per device",
@@ -45,9 +50,9 @@ COLUMNS = (
 UNKNOWN = "–"
 
 _DEFINITIONS = {
-    "Tokens/s per device": "after the first 10 % of the steps (warm-up), evaluation excluded",
+    "Tokens/s per device": "after the first 10 % of the steps (warm-up), evaluation and saving excluded",
     "% decrease": "of that, against the high-precision run of the same model on the fewest devices",
-    "% faster": "against the high-precision run of the same model on as many devices",
+    "% faster": "against the high-precision run of the same model on as many devices; not where FP8 is emulated",
     "Final loss": "mean training loss over the last 10 % of the steps",
     "% loss higher": "the same against the high-precision run, over the steps that both have",
     "Held-out loss": "the last evaluation",
@@ -70,26 +75,32 @@ class Row:
     held_out_loss: float
 
 
-def baseline_of(run: Run, runs: Sequence[Run]) -> Run | None:
-    """The first high-precision run of the same model on as many devices, ``None`` for a high-precision run itself."""
-    if run.recipe == HIGH_PRECISION:
+def baseline_of(run: Run, runs: Sequence[Run], named: str | None = None) -> Run | None:
+    """The first baseline of the same model on as many devices, ``None`` for a baseline itself.
+
+    Args:
+        run: Which to hold against it.
+        runs: All.
+        named: A glob on the names of the baselines; by default the runs in high precision are.
+    """
+    if _is_baseline(run, named):
         return None
     for other in runs:
         alike = (other.nodes, other.devices) == (run.nodes, run.devices) and other.same_model(run)
-        if other.recipe == HIGH_PRECISION and alike:
+        if _is_baseline(other, named) and alike:
             return other
     return None
 
 
+def _is_baseline(run: Run, named: str | None) -> bool:
+    return run.recipe == HIGH_PRECISION if named is None else fnmatch.fnmatchcase(run.name, named)
+
+
 def shown_columns(cells: Sequence[Sequence[str]]) -> list[int]:
     """The columns of :func:`format_row` that say something: not those that no run fills, nor one and the same layout."""
-    layout = COLUMNS.index("Nodes x devices")
-    one_layout = len({row[layout] for row in cells}) == 1
-    return [
-        i
-        for i in range(len(COLUMNS))
-        if any(row[i] != UNKNOWN for row in cells) and not (i == layout and one_layout)
-    ]
+    told_apart = [COLUMNS.index("Model"), COLUMNS.index("Nodes x devices")]
+    alike = [i for i in told_apart if len({row[i] for row in cells}) == 1]
+    return [i for i in range(len(COLUMNS)) if any(row[i] != UNKNOWN for row in cells) and i not in alike]
 
 
 def explain(rows: Sequence[Row], columns: Sequence[int]) -> str:
@@ -100,23 +111,50 @@ def explain(rows: Sequence[Row], columns: Sequence[int]) -> str:
     return " ".join(said)
 
 
-def compare(runs: Sequence[Run]) -> list[Row]:
-    """One row a run, ordered by devices, high precision first, otherwise as given."""
-    ordered = sorted(
-        runs, key=lambda run: (run.nodes, run.devices, run.recipe != HIGH_PRECISION)
-    )  # sorted() is stable
-    return [_row(run, ordered) for run in ordered]
+def compare(
+    runs: Sequence[Run], *, baseline: str | None = None, percent_of: PercentOf = "baseline"
+) -> list[Row]:
+    """One row a run: model by model, by devices, baselines first, otherwise as given.
+
+    Args:
+        runs: Of any models.
+        baseline: A glob on the names of the runs that others are held against; by default those in high precision.
+        percent_of: What percentages of speed are of: see the module.
+
+    Raises:
+        ValueError: No run has such a name.
+    """
+    if baseline is not None and not any(_is_baseline(run, baseline) for run in runs):
+        raise ValueError(
+            f"--baseline {baseline}: no run is called so. They are: {', '.join(r.name for r in runs)}."
+        )
+    models: list[Run] = []
+    for run in runs:
+        if not any(run.same_model(first) for first in models):
+            models.append(run)
+
+    def place(run: Run) -> tuple[int, int, int, bool]:
+        model = next(i for i, first in enumerate(models) if run.same_model(first))
+        return model, run.nodes, run.devices, not _is_baseline(run, baseline)
+
+    ordered = sorted(runs, key=place)  # sorted() is stable
+    return [_row(run, ordered, baseline, percent_of) for run in ordered]
 
 
-def _row(run: Run, runs: Sequence[Run]) -> Row:
+def _row(run: Run, runs: Sequence[Run], named: str | None, percent_of: PercentOf) -> Row:
     speed = run.tokens_per_second_per_device
+    own = percent_of == "own"
+    # In order of devices, baselines first.
     smallest = next(
-        other for other in runs if other.same_model(run)
-    )  # in order of devices, high precision first
-    baseline = baseline_of(run, runs)
+        other for other in runs if other.same_model(run) and (not own or other.recipe == run.recipe)
+    )
+    baseline = baseline_of(run, runs, named)
     final_loss, loss_higher, faster = run.final_loss, math.nan, math.nan
     if baseline is not None:
-        faster = 100 * (speed / baseline.tokens_per_second_per_device - 1)
+        if "emulated" not in (run.backend, baseline.backend):
+            faster = 100 * (speed / baseline.tokens_per_second_per_device - 1)
+            if own:
+                faster = 100 * (1 - baseline.tokens_per_second_per_device / speed)
         common = np.intersect1d(run.step, baseline.step)
         last = common[-max(1, round(len(common) * FINAL_SHARE)) :]
         if len(last):
@@ -146,6 +184,7 @@ def format_row(row: Row) -> tuple[str, ...]:
     precision = around if run.backend is None else f"{run.recipe}, {run.backend}"
     return (
         run.name,
+        run.model,
         precision,
         f"{run.nodes} x {max(1, run.devices // run.nodes)}",
         _text(row.tokens_per_second_per_device, ",.0f"),

@@ -14,14 +14,36 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from foundry_fp8.report.comparison import Row
-from foundry_fp8.report.runs import Series
+from foundry_fp8.report.run import HIGH_PRECISION, Series
 from foundry_fp8.report.style import HEAT_MAP, INK, MUTED, label_ends, new_figure, run_style
 
-__all__ = ["FIGURES", "FigureSpec", "smooth"]
+__all__ = ["FIGURES", "LINE_PANELS", "FigureSpec", "has_speed", "kurtosis_maps", "mfu_panels", "smooth"]
 
 _WIDTH = 9.0
 _SMOOTH_SHARE = 0.02
 _LAYER = re.compile(r"(.+)/layer_(\d+)")
+
+
+LINE_PANELS: dict[str, list[tuple[str, str, float]]] = {
+    "fp8-health": [
+        (f"fp8/{stat}/{operand}/worst", f"{label}: {operand}", scale)
+        for stat, label, scale in (
+            ("saturated", "saturated (%)", 100.0),
+            ("flushed", "flushed to zero (%)", 100.0),
+            ("sqnr_db", "SQNR (dB)", 1.0),
+        )
+        for operand in ("x", "w", "dy")
+    ],
+    "guard": [
+        ("guard/kurtosis/worst", "kurtosis, worst block", 1.0),
+        ("guard/saturated/worst", "saturated, worst (%)", 100.0),
+        ("guard/flushed/worst", "flushed to zero, worst (%)", 100.0),
+        ("guard/gradient_norm/worst", "gradient norm, largest", 1.0),
+        ("guard/alarms", "alarms so far", 1.0),
+        ("guard/demoted_layers", "demoted layers", 1.0),
+    ],
+}
+"""Of figures that are panels of lines: key of the metric, label, factor."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,12 +82,13 @@ def loss(rows: Sequence[Row]) -> Figure | None:
     grid = figure.add_gridspec(2 if paired else 1, 1, height_ratios=[2.2, 1] if paired else [1])
     above = figure.add_subplot(grid[0])
     ends = []
+    kinds = [row.run.recipe for row in rows]
     for index, row in enumerate(rows):
         run = row.run
         if not len(run.step):
             continue
         curve = smooth(run.loss)
-        style = run_style(index, len(curve))
+        style = run_style(kinds, index, len(curve))
         above.plot(run.step, run.loss, color=style["color"], linewidth=0.6, alpha=0.25)
         above.plot(run.step, curve, **style)
         _mark_non_finite(above, run.step, run.loss, style["color"])
@@ -86,7 +109,7 @@ def loss(rows: Sequence[Row]) -> Figure | None:
             if not len(steps):
                 continue
             percent = 100 * (smooth(row.run.loss[here]) / smooth(row.baseline.loss[there]) - 1)
-            style = run_style(index, len(percent))
+            style = run_style(kinds, index, len(percent))
             below.plot(steps, percent, **style)
             percents.append(percent)
             differences.append((row.run.name, *_last_finite(steps, percent), style["color"]))
@@ -102,12 +125,16 @@ def loss(rows: Sequence[Row]) -> Figure | None:
 
 def speed(rows: Sequence[Row]) -> Figure | None:
     """Tokens a second and device, one bar a run."""
-    shown = [(i, row) for i, row in enumerate(rows) if np.isfinite(row.tokens_per_second_per_device)]
-    if not shown:
+    shown = [(i, row) for i, row in enumerate(rows) if has_speed(row)]
+    alone = all(row.run.recipe == HIGH_PRECISION for _, row in shown)
+    if not shown or (
+        alone and any(row.run.backend for row in rows)
+    ):  # the others' speed is that of emulation
         return None
     figure = new_figure(_WIDTH, 0.75 + 0.42 * len(shown))
     axes = figure.add_subplot()
-    _bars(axes, [(i, row.run.name, row.tokens_per_second_per_device) for i, row in shown], "{:,.0f}")
+    kinds = [row.run.recipe for row in rows]
+    _bars(axes, kinds, [(i, row.run.name, row.tokens_per_second_per_device) for i, row in shown], "{:,.0f}")
     axes.set_xlabel("tokens / second / device")
     return figure
 
@@ -136,50 +163,45 @@ def memory(rows: Sequence[Row]) -> Figure | None:
     figure = new_figure(_WIDTH, (0.75 + 0.42 * len(rows)) * len(panels))
     for position, (label, bars) in enumerate(panels, start=1):
         axes = figure.add_subplot(len(panels), 1, position)
-        _bars(axes, bars, "{:.2f}")
+        _bars(axes, [row.run.recipe for row in rows], bars, "{:.2f}")
         axes.set_xlabel(label)
     return figure
 
 
 def mfu(rows: Sequence[Row]) -> Figure | None:
-    """MFU, HFU and the peak they are measured against."""
+    """MFU, HFU where it differs, and the peak they are measured against."""
+    return _line_panels(rows, mfu_panels(rows), columns=3)
+
+
+def mfu_panels(rows: Sequence[Row]) -> list[tuple[str, str, float]]:
+    """Key, label and factor of what says something: HFU does where a run recomputes, a constant peak is in a run's facts."""
     panels = [
         ("mfu/mfu", "MFU (%)", 100.0),
         ("mfu/hfu", "HFU: with recompute (%)", 100.0),
+        ("mfu/tflops_per_device", "TFLOP/s of a device", 1.0),
         ("mfu/effective_peak", "effective peak (TFLOP/s)", 1.0),
     ]
-    return _line_panels(rows, panels, columns=3)
+    return [panel for panel in panels if panel[0] != "mfu/hfu" or any(_recomputes(row) for row in rows)]
+
+
+def _recomputes(row: Row) -> bool:
+    mfu, hfu = (row.run.metrics.get(key) for key in ("mfu/mfu", "mfu/hfu"))
+    if mfu is None or hfu is None:
+        return hfu is not None
+    return len(mfu.values) != len(hfu.values) or not np.allclose(mfu.values, hfu.values, equal_nan=True)
 
 
 def fp8_health(rows: Sequence[Row]) -> Figure | None:
     """The worst linear's saturation, underflow and SQNR for each operand over the run."""
-    stats = [
-        ("saturated", "saturated (%)", 100.0),
-        ("flushed", "flushed to zero (%)", 100.0),
-        ("sqnr_db", "SQNR (dB)", 1.0),
-    ]
-    panels = [
-        (f"fp8/{stat}/{operand}/worst", f"{label}: {operand}", scale)
-        for stat, label, scale in stats
-        for operand in ("x", "w", "dy")
-    ]
-    return _line_panels(rows, panels, columns=3)
+    return _line_panels(rows, LINE_PANELS["fp8-health"], columns=3)
 
 
 def kurtosis(rows: Sequence[Row]) -> Figure | None:
     """Kurtosis by layer over time: one row of heat maps a tensor, one column a run, one colour scale for all."""
-    maps: dict[tuple[str, int], dict[int, Series]] = {}
-    for index, row in enumerate(rows):
-        for key, series in row.run.matching("kurtosis").items():
-            found = _LAYER.fullmatch(key)
-            if found:
-                maps.setdefault((found[1], index), {})[int(found[2])] = series
+    maps = kurtosis_maps(rows)
     if not maps:
         return None
     tensors = list(dict.fromkeys(tensor for tensor, _ in maps))
-    # Per token and per sample look alike; the page shows one, the log has both.
-    tensors = [t for t in tensors if t.startswith("kurtosis_token/")] or tensors
-    maps = {where: layers for where, layers in maps.items() if where[0] in tensors}
     columns = sorted({index for _, index in maps})
     finite = np.concatenate([series.values for layers in maps.values() for series in layers.values()])
     finite = finite[np.isfinite(finite) & (finite > 0)]
@@ -212,28 +234,37 @@ def kurtosis(rows: Sequence[Row]) -> Figure | None:
     return figure
 
 
+def kurtosis_maps(rows: Sequence[Row]) -> dict[tuple[str, int], dict[int, Series]]:
+    """By tensor and run, kurtosis by layer; per token where a run has that, since per sample looks alike."""
+    maps: dict[tuple[str, int], dict[int, Series]] = {}
+    for index, row in enumerate(rows):
+        for key, series in row.run.matching("kurtosis").items():
+            found = _LAYER.fullmatch(key)
+            if found:
+                maps.setdefault((found[1], index), {})[int(found[2])] = series
+    by_token = {where: layers for where, layers in maps.items() if where[0].startswith("kurtosis_token/")}
+    return by_token or maps
+
+
 def guard(rows: Sequence[Row]) -> Figure | None:
     """The signals that the divergence guard watches, its alarms, and how many layers it has demoted."""
-    panels = [
-        ("guard/kurtosis/worst", "kurtosis, worst block", 1.0),
-        ("guard/saturated/worst", "saturated, worst (%)", 100.0),
-        ("guard/flushed/worst", "flushed to zero, worst (%)", 100.0),
-        ("guard/gradient_norm/worst", "gradient norm, largest", 1.0),
-        ("guard/alarms", "alarms so far", 1.0),
-        ("guard/demoted_layers", "demoted layers", 1.0),
-    ]
-    return _line_panels(rows, panels, columns=3)
+    return _line_panels(rows, LINE_PANELS["guard"], columns=3)
 
 
 def _peak(series: Series | None) -> float:
     return float(np.nanmax(series.values)) if series is not None and len(series.values) else float("nan")
 
 
-def _bars(axes: Axes, bars: Sequence[tuple[int, str, float]], form: str) -> None:
+def has_speed(row: Row) -> bool:
+    """Whether its speed is known and says something: not that of emulation."""
+    return bool(np.isfinite(row.tokens_per_second_per_device)) and row.run.backend != "emulated"
+
+
+def _bars(axes: Axes, kinds: Sequence[str], bars: Sequence[tuple[int, str, float]], form: str) -> None:
     """Horizontal bars from ``(index of the run, name, value)``, the value written at the end of each."""
     largest = max(value for _, _, value in bars)
     for position, (index, _, value) in enumerate(bars):
-        axes.barh(position, value, height=0.6, color=run_style(index, 1)["color"])
+        axes.barh(position, value, height=0.6, color=run_style(kinds, index, 1)["color"])
         axes.text(value + 0.01 * largest, position, form.format(value), va="center", fontsize=9.5)
     axes.set_yticks(range(len(bars)), [name for _, name, _ in bars])
     axes.tick_params(axis="y", length=0)
@@ -253,6 +284,7 @@ def _line_panels(
     lines = -(-len(shown) // columns)
     figure = new_figure(_WIDTH, 0.6 + 2.0 * lines)
     handles = {}
+    kinds = [row.run.recipe for row in rows]
     for position, (key, label, scale) in enumerate(shown, start=1):
         axes = figure.add_subplot(lines, columns, position)
         axes.set_title(label, fontsize=9.5, fontweight="normal")
@@ -260,7 +292,7 @@ def _line_panels(
             series = row.run.metrics.get(key)
             if series is None:
                 continue
-            style = run_style(index, len(series.steps))
+            style = run_style(kinds, index, len(series.steps))
             (handles[row.run.name],) = axes.plot(series.steps, scale * series.values, **style)
             _mark_non_finite(axes, series.steps, series.values, style["color"])
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
@@ -352,7 +384,7 @@ FIGURES: tuple[FigureSpec, ...] = (
     FigureSpec(
         name="loss",
         title="Loss",
-        caption="Thin: each step. Thick: mean over the last 2 % of the steps. Below: how much higher the smoothed loss is "
+        caption="Mean over the last 2 % of the steps (each step: thin, in loss.png). Below: how much higher the smoothed loss is "
         "than that of the high-precision run with as many devices, at the same step. A cross on the axis is a value "
         "that is not finite.",
         draw=loss,

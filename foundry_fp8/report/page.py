@@ -1,17 +1,15 @@
-"""The HTML page: one file, nothing loaded from elsewhere."""
+"""The HTML page: one file, charts and the library that draws them in it, nothing loaded from elsewhere."""
 
 from __future__ import annotations
 
-import base64
-import io
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
-from matplotlib.figure import Figure
 
+from foundry_fp8.report.charts import CHARTS, as_html, script
 from foundry_fp8.report.comparison import (
     COLUMNS,
     Row,
@@ -22,20 +20,15 @@ from foundry_fp8.report.comparison import (
     shown_columns,
 )
 from foundry_fp8.report.figures import FIGURES
+from foundry_fp8.report.verdict import verdict
 
 __all__ = ["render_page"]
 
 _TEMPLATE = Path(__file__).with_name("template.html")
 
 
-def render_page(rows: Sequence[Row], figures: Mapping[str, Figure], title: str) -> str:
-    """The page as text.
-
-    Args:
-        rows: The comparison.
-        figures: Drawn figures by :attr:`FigureSpec.name`; one that is missing is replaced by how to get it.
-        title: The heading.
-    """
+def render_page(rows: Sequence[Row], title: str) -> str:
+    """The page as text; what no run measured has no chart, and a line at the end that says how to get it."""
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
     runs = [row.run for row in rows]
@@ -43,6 +36,8 @@ def render_page(rows: Sequence[Row], figures: Mapping[str, Figure], title: str) 
     shown = shown_columns(cells)
     return template.render(
         title=title,
+        verdict=verdict(rows),
+        script=script(),
         columns=[COLUMNS[index] for index in shown],
         definitions=explain(rows, shown),
         cells=[[line[index] for index in shown] for line in cells],
@@ -53,9 +48,10 @@ def render_page(rows: Sequence[Row], figures: Mapping[str, Figure], title: str) 
                 "title": spec.title,
                 "caption": spec.caption,
                 "without": spec.without,
-                "source": _data_uri(figures[spec.name]) if spec.name in figures else None,
+                "chart": None if chart is None else as_html(chart, spec.name),
             }
             for spec in FIGURES
+            for chart in [CHARTS[spec.name](rows)]
         ],
         conversions=[_conversion(row) for row in rows if row.run.conversion is not None],
         differences=config_differences(runs),
@@ -66,32 +62,35 @@ def render_page(rows: Sequence[Row], figures: Mapping[str, Figure], title: str) 
     )
 
 
-def _data_uri(figure: Figure) -> str:
-    out = io.BytesIO()
-    figure.savefig(out, format="svg", metadata={"Date": None})
-    return "data:image/svg+xml;base64," + base64.b64encode(out.getvalue()).decode("ascii")
-
-
 def _conversion(row: Row) -> dict[str, Any]:
     report = row.run.conversion or {}
     modules = [module for module in report.get("rows") or [] if isinstance(module, Mapping)]
     attention = [module for module in report.get("attention") or [] if isinstance(module, Mapping)]
-    skipped = Counter(str(m.get("reason")) for m in (*modules, *attention) if m.get("action") != "converted")
+    skipped: Counter[str] = Counter()
+    for module in (*modules, *attention):
+        if module.get("action") != "converted":
+            skipped[str(module.get("reason"))] += _count(module)
     recipe = report.get("recipe")
     fields = recipe if isinstance(recipe, Mapping) else {}
     return {
         "run": row.run.name,
         "recipe": ", ".join(f"{key} {value}" for key, value in fields.items() if key != "name"),
         "backend": report.get("chosen") or report.get("backend"),
-        "converted": sum(m.get("action") == "converted" for m in modules),
-        "total": len(modules),
+        "converted": sum(_count(m) for m in modules if m.get("action") == "converted"),
+        "total": report.get("total", sum(map(_count, modules))),
+        "left_out": report.get("left_out", 0),
         "share": report.get("converted_share"),
         "skipped": skipped.most_common(),
         "modules": modules,
-        "attention": sum(m.get("action") == "converted" for m in attention),
-        "attention_total": len(attention),
+        "attention": sum(_count(m) for m in attention if m.get("action") == "converted"),
+        "attention_total": sum(map(_count, attention)),
         "attentions": attention,
     }
+
+
+def _count(module: Mapping[str, Any]) -> int:
+    """How many a row stands for."""
+    return int(module.get("count", 1))
 
 
 def _facts(row: Row) -> tuple[str, list[tuple[str, str]]]:
@@ -105,7 +104,10 @@ def _facts(row: Row) -> tuple[str, list[tuple[str, str]]]:
         ("tokens", f"{run.tokens[-1]:,.0f}" if len(run.tokens) else "none"),
         ("device", f"{header.get('device', 'unknown')} ({header.get('device_type', 'unknown')})"),
         ("ranks x threads", f"{run.devices} x {header.get('threads', '?')}"),
-        ("parameters", f"{header['parameters']:,}" if "parameters" in header else "unknown"),
+        ("parameters", f"{header['parameters']:,}" if header.get("parameters") else "unknown"),
     ]
+    peak = run.metrics.get("mfu/effective_peak")
+    if peak is not None and len(peak.values):
+        facts.append(("effective peak", f"{peak.values[-1]:,.0f} TFLOP/s"))
     facts += [(name, str(version)) for name, version in (header.get("versions") or {}).items()]
     return run.name, facts

@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-__all__ = ["HEAT_MAP", "INK", "MUTED", "RUN_STYLES", "label_ends", "new_figure", "run_style", "styled"]
+__all__ = ["HEAT_MAP", "INK", "MUTED", "label_ends", "look", "new_figure", "run_style", "styled"]
 
 INK = "#1a1a1a"
 MUTED = "#6b6b6b"
@@ -19,17 +19,24 @@ GRID = "#d9d9d9"
 HEAT_MAP = "cividis"
 """Perceptually uniform, and the same to a reader with red-green deficiency; dark to light also in grey."""
 
-# The colours of Okabe and Ito, told apart in every common form of colour blindness; black first, for the baseline.
-# https://jfly.uni-koeln.de/color/
-RUN_STYLES: tuple[dict[str, Any], ...] = (
-    {"color": "#000000", "linestyle": "-", "marker": "o"},
-    {"color": "#0072B2", "linestyle": "--", "marker": "s"},
-    {"color": "#D55E00", "linestyle": "-.", "marker": "^"},
-    {"color": "#009E73", "linestyle": (0, (1, 1)), "marker": "D"},
-    {"color": "#CC79A7", "linestyle": (0, (5, 1, 1, 1, 1, 1)), "marker": "v"},
-    {"color": "#E69F00", "linestyle": (0, (8, 2)), "marker": "P"},
-    {"color": "#56B4E9", "linestyle": (0, (3, 1, 1, 1)), "marker": "X"},
-)
+# The colours of Okabe and Ito, told apart in every common form of colour blindness, one a precision; grey for the baseline,
+# which can be seen on white and on black. https://jfly.uni-koeln.de/color/
+COLOURS = {
+    "high precision": "#808080",
+    "delayed": "#0072B2",
+    "current": "#D55E00",
+    "block": "#009E73",
+    "mxfp8": "#CC79A7",
+    "unit": "#E69F00",
+}
+OTHER_COLOURS = ("#56B4E9", "#B8A200")
+DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
+"""Told apart by these, runs of one precision; in the words of the page's charts."""
+_LINES: dict[str, Any] = {
+    "solid": "-", "dash": "--", "dot": (0, (1, 1)), "dashdot": "-.", "longdash": (0, (8, 2)),
+    "longdashdot": (0, (5, 1, 1, 1, 1, 1)),
+}  # fmt: skip
+_MARKERS = "os^DvPX*"
 
 _RC: Any = {
     "font.family": "sans-serif",
@@ -72,12 +79,30 @@ def new_figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def run_style(index: int, points: int) -> dict[str, Any]:
+def look(precisions: Sequence[str], index: int) -> tuple[str, str, int]:
+    """Colour, dash and number of the run at ``index``: the colour is its precision's, the rest tells it from others of it."""
+    own = precisions[index]
+    kind = own.split(",")[0].split(" then ")[0]
+    others = [
+        name
+        for name in dict.fromkeys(p.split(",")[0].split(" then ")[0] for p in precisions)
+        if name not in COLOURS
+    ]
+    colour = COLOURS[kind] if kind in COLOURS else OTHER_COLOURS[others.index(kind) % len(OTHER_COLOURS)]
+    before = sum(p.split(",")[0].split(" then ")[0] == kind for p in precisions[:index])
+    return colour, DASHES[before % len(DASHES)], before
+
+
+def run_style(precisions: Sequence[str], index: int, points: int) -> dict[str, Any]:
     """Line, colour and marker of the run at ``index``; about 8 markers over ``points`` points, apart from its neighbours'."""
-    style = dict(RUN_STYLES[index % len(RUN_STYLES)])
+    colour, dash, number = look(precisions, index)
     every = max(1, points // 8)
-    style["markevery"] = ((index * every) // len(RUN_STYLES) % every, every)
-    return style
+    return {
+        "color": colour,
+        "linestyle": _LINES[dash],
+        "marker": _MARKERS[number % len(_MARKERS)],
+        "markevery": ((index * every) // max(1, len(precisions)) % every, every),
+    }
 
 
 def label_ends(axes: Axes, ends: Sequence[tuple[str, float, float, str]]) -> None:

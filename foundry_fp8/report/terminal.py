@@ -20,7 +20,7 @@ def print_comparison(rows: Sequence[Row], console: Console) -> None:
     table = Table(caption=explain(rows, shown), caption_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for index in shown:
         # In a narrow terminal the run's name is the last to be cut.
-        table.add_column(COLUMNS[index], justify="left" if index < 2 else "right", no_wrap=index == 0)
+        table.add_column(COLUMNS[index], justify="left" if index < 3 else "right", no_wrap=index == 0)
     for line in cells:
         table.add_row(*(line[index] for index in shown))
     console.print(table)

@@ -13,7 +13,7 @@ def write_log(path: Path, lines: list[dict], tail: str = "") -> Path:
     return path
 
 
-def header(name="run", recipe=None, world_size=1, nodes=1, config=None, step=0, **more):
+def header(name="run", recipe=None, world_size=1, nodes=1, config=None, step=0, backend="native", **more):
     hyperparameters = dict(config or {})
     if recipe is not None:
         rows = [
@@ -32,8 +32,8 @@ def header(name="run", recipe=None, world_size=1, nodes=1, config=None, step=0, 
         ]
         hyperparameters["fp8"] = {
             "recipe": {"name": recipe},
-            "backend": "emulated",
-            "chosen": "auto chose emulated",
+            "backend": backend,
+            "chosen": f"auto chose {backend}",
             "converted_share": 0.8,
             "rows": rows,
         }

@@ -43,15 +43,35 @@ def test_a_file_that_is_no_log_is_refused(tmp_path):
 
 
 def test_a_folder_without_a_log_says_how_to_get_one(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"holds no run_log\.jsonl.*loggers"):
+    with pytest.raises(
+        FileNotFoundError, match=r"holds no run \(run_log\.jsonl, W&B.*loggers: \{run_log: \{\}\}"
+    ):
         read_run(tmp_path)
 
 
-def test_a_folder_with_two_logs_asks_for_one(tmp_path):
+def test_a_folder_with_two_logs_is_two_runs(tmp_path):
     for name in ("a", "b"):
-        write_log(tmp_path / name / "run_log.jsonl", [header()])
-    with pytest.raises(ValueError, match=r"holds 2 logs \(a/run_log\.jsonl, b/run_log\.jsonl\)"):
+        write_log(tmp_path / "runs" / name / "run_log.jsonl", [header(name), *batches([1.0])])
+    (tmp_path / "table.csv").write_text("step,loss\n1,2\n")  # a tracker's copy of the same, as likely as not
+    assert [run.name for run in read_runs([tmp_path])] == ["a", "b"]
+    with pytest.raises(ValueError, match=r"holds 2 runs \(a, b\)\. Name one\."):
         read_run(tmp_path)
+
+
+def test_a_log_of_a_newer_version_is_refused_in_a_sentence(tmp_path):
+    path = write_log(tmp_path / "run_log.jsonl", [{**header(), "format_version": 2}, *batches([1.0])])
+    with pytest.raises(ValueError, match=r"newer foundry-fp8 \(format 2; this one reads up to 1\)"):
+        read_run(path)
+
+
+def test_a_log_of_the_first_version_with_a_row_for_each_layer_is_read(tmp_path):
+    rows = [{"name": f"b.{i}", "action": "converted", "reason": "", "shape": [8, 8]} for i in range(3)]
+    head = header(recipe="delayed")
+    head["hyperparameters"]["fp8"]["rows"] = rows
+    run = read_run(
+        write_log(tmp_path / "run_log.jsonl", [{**head, "format_version": 1}, *batches([1.0]), END])
+    )
+    assert run.conversion["rows"] == rows and run.problems == []
 
 
 def test_a_mistyped_path_names_the_nearest(tmp_path):

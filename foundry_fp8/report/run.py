@@ -1,0 +1,189 @@
+"""One run as arrays, whatever it was read from."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+__all__ = ["FINAL_SHARE", "HIGH_PRECISION", "Run", "Series", "Table", "recipe_of"]
+
+HIGH_PRECISION = "high precision"
+WARM_UP_SHARE = 0.1
+NOT_ARCHITECTURE = {
+    *(
+        "activation_checkpointing_target",
+        "additional_eval_metrics",
+        "additional_train_metrics",
+        "attn_implementation",
+    ),
+    *("attn_impl", "fc_type", "init_device", "loss_fn", "peft_config", "pretrained", "should_save_peft_only"),
+    *("use_auth_token", "use_flash_attention_2", "use_train_metrics", "verbose"),
+}
+"""Keys under ``model`` that say how it is built, watched or run."""
+FINAL_SHARE = 0.1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Series:
+    """One metric over a run; logged at some of its steps."""
+
+    steps: np.ndarray
+    """[n] int64, increasing: batches done when the value was logged."""
+    values: np.ndarray
+    """[n] float64; NaN and Inf as they were logged."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Table:
+    """A table that a callback logged."""
+
+    name: str
+    columns: list[str]
+    rows: list[list[Any]]
+
+
+@dataclasses.dataclass(kw_only=True)
+class Run:
+    """One run, as its log tells it."""
+
+    name: str
+    """What to call it; unique among the runs read together."""
+    path: Path
+    """The log file."""
+    header: dict[str, Any]
+    """The last header line; empty if the log has none."""
+    step: np.ndarray
+    """[n] batches done, increasing."""
+    loss: np.ndarray
+    """[n] training loss of each batch, NaN where it was not logged."""
+    seconds: np.ndarray
+    """[n] training time so far, in seconds, without evaluation."""
+    tokens: np.ndarray
+    """[n] tokens so far, on all devices."""
+    host_peak_bytes: np.ndarray
+    """[n] largest resident size so far of rank 0's process, NaN where it was not logged."""
+    metrics: dict[str, Series]
+    """Every scalar metric of the batch lines by its key."""
+    evals: dict[str, Series]
+    """Every scalar metric of the eval lines by its key."""
+    tables: list[Table]
+    status: str
+    """``finished``, ``stopped...``, or ``unknown`` where the log was cut off."""
+    precisions: tuple[str, ...]
+    """What it ran in, in the order of its starts."""
+    problems: list[str]
+    """What could not be read or is missing, in sentences."""
+
+    @property
+    def hyperparameters(self) -> dict[str, Any]:
+        """LLM Foundry's resolved configuration and whatever else was logged as hyperparameters."""
+        return self.header.get("hyperparameters") or {}
+
+    @property
+    def conversion(self) -> dict[str, Any] | None:
+        """The ``fp8`` algorithm's report (of what ran, once a batch has), or ``None`` for a run in high precision."""
+        found = self.hyperparameters.get("fp8_as_run", self.hyperparameters.get("fp8"))
+        return found if isinstance(found, Mapping) else None  # type: ignore[return-value]
+
+    @property
+    def recipe(self) -> str:
+        """The recipe's name, with ``FP8DPA`` where attention's GEMMs ran in FP8 too; or ``high precision``. Several, joined
+        by "then", where a resume changed it.
+        """
+        return " then ".join(self.precisions) or HIGH_PRECISION
+
+    @property
+    def backend(self) -> str | None:
+        """Who ran the FP8 GEMMs; ``None`` for a run in high precision."""
+        return None if self.conversion is None else str(self.conversion.get("backend", "unknown"))
+
+    @property
+    def devices(self) -> int:
+        """Ranks of the run."""
+        return int(self.header.get("world_size") or 1)
+
+    @property
+    def nodes(self) -> int:
+        """Machines of the run."""
+        return int(self.header.get("nodes") or 1)
+
+    @property
+    def model(self) -> str:
+        """Its size (``7B``) and, where the configuration says it, its name."""
+        count = self.header.get("parameters")
+        size = "" if not isinstance(count, int | float) else _size(float(count))
+        named = self.hyperparameters.get("model")
+        name = str(named.get("name", "")) if isinstance(named, Mapping) else ""
+        return " ".join(part for part in (name.removesuffix("_causal_lm"), size) if part) or "–"
+
+    def same_model(self, other: Run) -> bool:
+        """Whether both train one architecture: as many parameters, and no architectural key of ``model`` that differs."""
+        if (
+            None not in (mine := self.header.get("parameters"), theirs := other.header.get("parameters"))
+            and mine != theirs
+        ):
+            return False
+        here, there = _architecture(self.hyperparameters), _architecture(other.hyperparameters)
+        return not here or not there or here == there
+
+    @property
+    def final_loss(self) -> float:
+        """Mean loss over the last 10 % of the steps (at least one); NaN if any of them is, or if there are none."""
+        count = max(1, round(len(self.loss) * FINAL_SHARE))
+        return float(np.mean(self.loss[-count:])) if len(self.loss) else math.nan
+
+    @property
+    def tokens_per_second_per_device(self) -> float:
+        """Tokens a second and device, after the first 10 % of the steps (warm-up); NaN with fewer than 3 steps."""
+        skip = max(1, round(len(self.step) * WARM_UP_SHARE))
+        if len(self.step) < skip + 2:
+            return math.nan
+        elapsed = self.seconds[-1] - self.seconds[skip]
+        return (
+            float((self.tokens[-1] - self.tokens[skip]) / elapsed / self.devices) if elapsed > 0 else math.nan
+        )
+
+    def eval_loss(self) -> float:
+        """The last logged cross entropy on held-out data, NaN if there was no evaluation."""
+        for key, series in self.evals.items():
+            if key.endswith("CrossEntropy") and len(series.values):
+                return float(series.values[-1])
+        return math.nan
+
+    def matching(self, prefix: str) -> dict[str, Series]:
+        """The metrics whose key starts with ``prefix``."""
+        return {key: series for key, series in self.metrics.items() if key.startswith(prefix)}
+
+
+def recipe_of(header: Mapping[str, Any]) -> str:
+    """The recipe's name, with ``FP8DPA`` where attention's GEMMs ran in FP8 too; or ``high precision``."""
+    conversion = (header.get("hyperparameters") or {}).get("fp8")
+    if not isinstance(conversion, Mapping):
+        return HIGH_PRECISION
+    recipe = conversion.get("recipe")
+    name = str(recipe.get("name", "fp8")) if isinstance(recipe, Mapping) else str(recipe)
+    attention = (row.get("action") for row in conversion.get("attention") or [])
+    return f"{name}, FP8DPA" if "converted" in attention else name
+
+
+def _architecture(hyperparameters: Mapping[str, Any]) -> Any:
+    def kept(value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return value
+        return {
+            key: kept(item) for key, item in value.items() if key not in NOT_ARCHITECTURE and item is not None
+        }
+
+    return kept(hyperparameters.get("model") or {})
+
+
+def _size(parameters: float) -> str:
+    for unit, name in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if parameters >= unit:
+            return f"{parameters / unit:.3g}{name}"
+    return f"{parameters:.0f}"

@@ -1,0 +1,109 @@
+"""A run from what a tracker kept of it: metrics by key and step, and hyperparameters.
+
+Composer's loggers give trackers the same keys: ``loss/train/total`` at each batch, ``time/token`` when it begins,
+``wall_clock/train`` (hours, if ``speed_monitor`` is on) when it ends. Trackers count steps from 0, run logs batches done.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from foundry_fp8.report.run import Run, Series, recipe_of
+
+__all__ = ["Points", "run_of"]
+
+LOSS, TOKENS, HOURS = "loss/train/total", "time/token", "wall_clock/train"
+Points = Mapping[str, Mapping[int, float]]
+"""By key, then by the tracker's step."""
+
+
+def run_of(
+    name: str,
+    path: Path,
+    points: Points,
+    hyperparameters: Mapping[str, Any],
+    *,
+    clock: Mapping[int, float] | None = None,
+    status: str = "unknown",
+) -> Run:
+    """The run.
+
+    Args:
+        name: What to call it.
+        path: Where it was read from.
+        points: Its metrics.
+        hyperparameters: LLM Foundry's configuration and what algorithms logged; values may be text.
+        clock: Seconds at each step by the tracker's own clock, for want of training time.
+        status: How it ended, if the tracker knows.
+
+    Raises:
+        ValueError: There is no training loss in it.
+    """
+    if not points.get(LOSS):
+        raise ValueError(f"{path} holds no {LOSS}: it is no training run of Composer.")
+    config = {key: _plain(value) for key, value in hyperparameters.items()}
+    steps = sorted(points[LOSS])
+    problems = []
+    hours = points.get(HOURS) or {}
+    if hours:
+        seconds = [3600 * hours.get(step, np.nan) for step in steps]
+    else:
+        seconds = [(clock or {}).get(step, np.nan) for step in steps]
+        problems.append(
+            f"No {HOURS} (speed_monitor logs it): its time is the tracker's own, evaluation and saving included."
+        )
+    devices = config.get("n_gpus")
+    if not isinstance(devices, int):
+        problems.append("How many devices it ran on was not logged: it is taken for one.")
+        devices = 1
+    header = {
+        "run_name": name,
+        "hyperparameters": config,
+        "world_size": devices,
+        "nodes": max(1, devices // 8),  # not logged; LLM Foundry's clusters have 8 devices a node
+        "precision": config.get("precision", "precision not logged"),
+        "parameters": config.get("n_params"),
+    }
+    training = {key: values for key, values in points.items() if not key.startswith("metrics/eval")}
+    return Run(
+        name=name,
+        path=path,
+        header=header,
+        step=np.array(steps, dtype=np.int64) + 1,
+        loss=np.array([points[LOSS][step] for step in steps], dtype=np.float64),
+        seconds=np.array(seconds, dtype=np.float64),
+        tokens=np.array([points.get(TOKENS, {}).get(step, np.nan) for step in steps], dtype=np.float64),
+        host_peak_bytes=np.full(len(steps), np.nan),
+        metrics={key: _series(values) for key, values in training.items() if key != LOSS},
+        evals={key: _series(values) for key, values in points.items() if key.startswith("metrics/eval")},
+        tables=[],
+        status=status,
+        precisions=(recipe_of(header),),
+        problems=problems,
+    )
+
+
+def _series(values: Mapping[int, float]) -> Series:
+    steps = sorted(values)
+    return Series(
+        steps=np.array(steps, dtype=np.int64) + 1,
+        values=np.array([values[s] for s in steps], dtype=np.float64),
+    )
+
+
+def _plain(value: Any) -> Any:
+    """A hyperparameter that a tracker kept as text, as what it was."""
+    if not isinstance(value, str):
+        return value
+    for read in (json.loads, ast.literal_eval):
+        try:
+            return read(value)
+        except (ValueError, SyntaxError):
+            continue
+    return value
