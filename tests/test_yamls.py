@@ -1,17 +1,27 @@
 """Every YAML of ``yamls/`` is what LLM Foundry takes, and its model can be built and converted without memory."""
 
 import json
+import re
+import shutil
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 
+from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.surgery.apply import apply_fp8
+from foundry_fp8.surgery.left_out import ADAPTER, HEAD, ROUTER
+from foundry_fp8.surgery.linears import IN_KEPT_BLOCK
 from foundry_fp8.surgery.report import SurgeryReport
 
 ALL = sorted((Path(__file__).parents[1] / "yamls").rglob("*.yaml"))
 # FOG's have tests of their own: tests/models/fog/test_yamls.py.
 YAMLS = [path for path in ALL if not path.stem.startswith("fog")]
+
+WHOLE_RUNS = [
+    path for path in YAMLS if path.parent.name == "pretrain" and re.match(r"mpt-\d+b|llama|moe", path.stem)
+]
+"""With sharding, checkpoints and monitors, for a cluster that they name."""
 
 LLAMA_3_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -29,6 +39,25 @@ LLAMA_3_8B = {
 
 MUS = (("1b", 1.62e9), ("3b", 3.03e9), ("7b", 7.26e9), ("13b", 13.61e9))
 
+LLAMA_3_70B = {
+    **LLAMA_3_8B,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 80,
+}
+LLAMA_31_405B = {
+    **LLAMA_3_8B,
+    "hidden_size": 16384,
+    "intermediate_size": 53248,
+    "num_attention_heads": 128,
+    "num_hidden_layers": 126,
+}
+MIXTRAL = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "tie_word_embeddings": False}
+CONFIGS = {"llama-3-70b": LLAMA_3_70B, "llama-3.1-405b": LLAMA_31_405B, "moe-132b": MIXTRAL}
+PLANNED = (*CONFIGS, "llama-3-8b-lora")
+"""Slow to build; tested under -m full."""
+
 FOG = (("390m", 0.386e9), ("1.5b", 1.544e9), ("8b", 8.053e9))
 
 # Parameters of each model; MPT: 12 l d^2 + 13 l d + (vocabulary + positions) d, its final norm included.
@@ -39,6 +68,10 @@ PARAMETERS = {
     "mpt-7b": 6.66e9,
     "mpt-13b": 12.85e9,
     "llama-3-8b": 8.03e9,
+    "llama-3-8b-lora": 8.03e9 + 0.168e9,  # 64 (in + out) for each linear of 32 blocks
+    "llama-3-70b": 70.6e9,
+    "llama-3.1-405b": 405.9e9,
+    "moe-132b": 132e9,
     "mpt-gqa": 3.4e6,
     **{f"fog-{size}-{v}": n for size, n in FOG for v in ("max", "opt", "flash")},
     "fog": 5.0e6,
@@ -49,19 +82,26 @@ PARAMETERS = {
 
 
 @pytest.fixture(scope="module")
-def model_folder(tmp_path_factory):
-    """What ``meta-llama/Meta-Llama-3-8B`` is to these tests: its config.json, and a small tokenizer."""
+def folders(tmp_path_factory):
+    """What a hub has, to these tests: for each YAML a folder with a config.json and a small tokenizer."""
     from foundry_fp8.data.tokenizer import train_tokenizer
 
-    folder = tmp_path_factory.mktemp("llama-3-8b")
-    train_tokenizer(["a b c"], 300, folder)
-    (folder / "config.json").write_text(json.dumps(LLAMA_3_8B))
+    root = tmp_path_factory.mktemp("hub")
+    train_tokenizer(["a b c"], 300, root / "tokenizer")
+
+    def folder(stem, **changes):
+        found = root / stem
+        shutil.copytree(root / "tokenizer", found, dirs_exist_ok=True)
+        (found / "config.json").write_text(json.dumps({**CONFIGS.get(stem, LLAMA_3_8B), **changes}))
+        return found
+
     return folder
 
 
-def load(path, model_folder):
+def load(path, folders):
     """The YAML with what this machine lacks replaced: a hub, a pretrained checkpoint, the flash-attn package, a GPU."""
     config = OmegaConf.load(path)
+    model_folder = folders(path.stem)
     # Only what the YAML calls by name; a key that is not there must not be added.
     for key, value in (
         ("tokenizer.name", str(model_folder)),
@@ -78,8 +118,17 @@ def load(path, model_folder):
     return config
 
 
-@pytest.mark.parametrize("path", YAMLS, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_foundry_takes_the_yaml_and_its_model_converts(path, model_folder):
+def each(paths, quick):
+    return [
+        pytest.param(
+            path, id=f"{path.parent.name}/{path.stem}", marks=[] if quick(path.stem) else pytest.mark.full
+        )
+        for path in paths
+    ]
+
+
+@pytest.mark.parametrize("path", each(YAMLS, lambda stem: stem not in PLANNED))
+def test_foundry_takes_the_yaml_and_its_model_converts(path, folders):
     from llmfoundry.utils.builders import (
         build_algorithm,
         build_callback,
@@ -95,7 +144,7 @@ def test_foundry_takes_the_yaml_and_its_model_converts(path, model_folder):
         process_init_device,
     )
 
-    config = load(path, model_folder)
+    config = load(path, folders)
     logged, train = make_dataclass_and_log_config(config, TrainConfig, TRAIN_CONFIG_KEYS, transforms="all")
     algorithms = [build_algorithm(name, kwargs) for name, kwargs in (train.algorithms or {}).items()]
     assert algorithms
@@ -122,13 +171,106 @@ def test_foundry_takes_the_yaml_and_its_model_converts(path, model_folder):
     )
     assert isinstance(report, SurgeryReport)
     # Every linear of every block, and nothing else, by the model's own count; MPT multiplies by its embedding at the end.
-    per_block = 7 if "llama" in path.stem else 4
+    per_block = 4 + 16 * 3 if "moe" in path.stem else 7 if "llama" in path.stem else 4
     layers = train.model.get("n_layers") or model.config.num_hidden_layers
-    assert len(report.converted) == per_block * layers
-    assert set(report.skipped) < {"model.lm_head", "model.transformer.wte.weight"}
+    fp8 = (config.get("algorithms") or {}).get("fp8") or {}
+    kept = fp8.get("keep_first_blocks", 0) + fp8.get("keep_last_blocks", 0)
+    assert len(report.converted) == per_block * (layers - kept)
+    assert not {*report.skipped.values()} - {HEAD, ROUTER, ADAPTER, IN_KEPT_BLOCK}
+
+    # At the stated cluster: float32 parameters, gradients and two moments of what is trained, over a shard group.
+    planned = re.search(r"^# Planned for (?:1 to )?(\d+) nodes? of 8 H100 80GB", path.read_text(), re.M)
+    if path in WHOLE_RUNS:
+        assert planned is not None
+        shard = config.algorithms.hybrid_sharding.shard
+        ranks = 8 if shard == "node" else shard
+        assert 8 * int(planned[1]) % ranks == 0
+        assert 16 * parameters / ranks < 0.6 * 80e9
+        per_step = 8 * int(planned[1]) * config.device_train_microbatch_size
+        assert config.global_train_batch_size % per_step == 0
 
 
-def test_the_finetuning_data_is_read_from_local_files(model_folder, tmp_path):
+# A block's share of a model's width, not of its depth: targets count blocks.
+TINY_LLAMA = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+}
+DEPTH = {"llama-3-70b": 4, "llama-3.1-405b": 4, "moe-132b": 2}
+
+
+def scaled_down(path, folders, root):
+    """The YAML's own run with a narrow model, short sequences, local data, one CPU process, two batches."""
+    config = load(path, folders)
+    config.variables.max_seq_len = 64
+    name = config.model.name
+    changes = {
+        "run_name": path.stem, "max_duration": "2ba", "eval_interval": 0, "global_train_batch_size": 4,
+        "device_train_microbatch_size": 2, "device_eval_batch_size": 2, "precision": "fp32", "fsdp_config": None,
+        "model.init_device": "cpu", "scheduler.t_warmup": "1ba", "save_folder": None, "python_log_level": "warning",
+        "log_to_console": False, "eval_loader": None,
+    }  # fmt: skip
+    if name == "mpt_causal_lm":
+        changes |= {"model.d_model": 64, "model.n_heads": 4, "model.vocab_size": 512}
+        config.tokenizer.name = str(root / "tokenizer")
+    else:
+        tiny = {**TINY_LLAMA, "num_hidden_layers": DEPTH.get(path.stem, 32)}
+        if "config_overrides" in config.model:
+            changes |= {f"model.config_overrides.{key}": value for key, value in tiny.items()}
+        folder = folders(path.stem, **tiny)
+        shutil.copytree(root / "tokenizer", folder, dirs_exist_ok=True)
+        config.tokenizer.name = str(folder)
+    for key, value in changes.items():
+        OmegaConf.update(config, key, value, force_add=True)
+    loader = {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False}
+    config.train_loader = OmegaConf.merge(config.train_loader, loader)
+    if config.train_loader.name == "text":
+        config.train_loader.dataset.update({"local": str(root / "data"), "remote": None})
+    else:
+        rows = [{"prompt": f"What is {i} + 1?", "response": f" {i + 1}"} for i in range(8)]
+        (root / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        config.variables.data_dir = str(root)
+    return config
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    from tests.integration.foundry_runs import make_data
+
+    return make_data(tmp_path_factory.mktemp("foundry"))
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    "path",
+    each([*WHOLE_RUNS, *(p for p in YAMLS if p.parent.name == "finetune")], lambda stem: stem == "mpt-1b"),
+)
+def test_the_first_steps_of_the_run_and_its_bf16_twin(path, folders, root, capsys):
+    from foundry_fp8.report.runs import read_run
+    from tests.integration.foundry_runs import train
+
+    config = scaled_down(path, folders, root)
+    trainer = train(config)
+    algorithm = trainer.state.algorithms[0]
+    assert trainer.state.timestamp.batch == 2 and len(algorithm.report.converted) > 0
+    assert f"FP8: {len(algorithm.report.converted)} of" in capsys.readouterr().err
+    assert [c.failed for c in trainer.state.callbacks if hasattr(c, "failed")] == [None, None]
+    trainer.close()
+
+    OmegaConf.update(config, "algorithms.fp8.enabled", False)
+    config.run_name = f"{path.stem}-bf16"
+    twin = train(config)
+    assert not any(isinstance(module, FP8Linear) for module in twin.state.model.modules())
+    assert capsys.readouterr().err.startswith("FP8: off (algorithms.fp8.enabled: false)")
+    twin.close()
+    here, there = (read_run(Path("runs") / name) for name in (path.stem, f"{path.stem}-bf16"))
+    assert (there.recipe, there.backend) == ("high precision", None) and here.same_model(there)
+    assert here.loss[0] != there.loss[0] and here.loss[0] == pytest.approx(there.loss[0], rel=0.02)
+
+
+def test_the_finetuning_data_is_read_from_local_files(folders, tmp_path):
     from llmfoundry.data.dataloader import build_dataloader
     from llmfoundry.utils.builders import build_tokenizer
 
@@ -136,7 +278,7 @@ def test_the_finetuning_data_is_read_from_local_files(model_folder, tmp_path):
     for split in ("train", "validation"):
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     path = next(path for path in YAMLS if path.parent.name == "finetune")
-    config = load(path, model_folder)
+    config = load(path, folders)
     config.variables.data_dir = str(tmp_path)
     config.variables.max_seq_len = 64
     values = OmegaConf.to_container(config, resolve=True)

@@ -168,10 +168,11 @@ def _prepare(
     """Apply the YAML's fp8 algorithm to ``model``, and return a step on random tokens."""
     model.train()
     algorithms = config.get("algorithms") or {}
-    if "fp8" in algorithms:
+    fp8 = algorithms.get("fp8", {"enabled": False}) or {}
+    if fp8.get("enabled", True):
         from foundry_fp8.surgery.apply import apply_fp8
 
-        apply_fp8(model, device=device, **(algorithms["fp8"] or {}))
+        apply_fp8(model, device=device, **fp8)
     tokens = torch.randint(0, 100, (microbatch, config["max_seq_len"]), device=device)
     batch = {"input_ids": tokens}
     dry = isinstance(tokens, FakeTensor)  # models look into masks and labels, and fake ones hold no values

@@ -63,11 +63,12 @@ def build_yaml_model(config: dict[str, Any], init_device: str) -> Any:
     for file in config.get("code_paths") or []:
         import_file(file)
     name = config["model"]["name"]
-    options = {k: v for k, v in config["model"].items() if k not in ("name", "pretrained", "init_device")}
+    options = {k: v for k, v in config["model"].items() if k not in ("name", "init_device")}
     tokenizer = None
     if name == "hf_causal_lm":
         wanted = config["tokenizer"]
         tokenizer = build_tokenizer(wanted["name"], wanted.get("kwargs") or {})
+        options["pretrained"] = False  # its default is true, and a folder may hold a config.json alone
     elif name == "mpt_causal_lm":
         options["loss_fn"] = "torch_crossentropy"  # the default is a kernel that only a GPU has
     return build_composer_model(name=name, cfg={**options, "init_device": init_device}, tokenizer=tokenizer)

@@ -78,6 +78,8 @@ class FP8Config(Config):
     two bytes of memory a weight element, under FSDP2 of the whole unsharded model. Native only; not under FSDP1."""
     attention: bool = False
     """Whether attention's GEMMs run in FP8 too (FP8DPA). Needs the delayed recipe; emulated, also the current one."""
+    enabled: bool = True
+    """``false`` converts nothing: with this one override a run is its own twin in high precision."""
     announce: bool = True
     """Whether a run prints what became of the model when it starts, whatever the logging level. A call prints nothing."""
 
@@ -113,8 +115,8 @@ def apply_fp8(model: nn.Module, *, device: torch.device | str | None = None, **o
         What became of every weight that is multiplied.
 
     Raises:
-        ConfigError: Unknown option or value, a pattern that matches nothing, a model that is converted already, or nothing
-            to convert.
+        ConfigError: Unknown option or value, a pattern that matches nothing, a model that is converted already, nothing
+            to convert, or ``enabled: false``, which is for who would call this.
         RuntimeError: The backend cannot run the recipe here.
 
     Example:
@@ -122,6 +124,8 @@ def apply_fp8(model: nn.Module, *, device: torch.device | str | None = None, **o
         >>> print(report.summary())
     """
     config = from_mapping(FP8Config, options, KEY)
+    if not config.enabled:
+        raise ConfigError(f"{KEY}.enabled: false converts nothing. Do not call this, or set it to true.")
     if any(isinstance(module, FP8Linear) for module in model.modules()):
         raise ConfigError(f"{KEY}: the model is converted to FP8 already. Name the algorithm once.")
     foreign = [n for n, m in model.named_modules() if type(m).__module__.startswith("transformer_engine.")]

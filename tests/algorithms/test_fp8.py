@@ -12,6 +12,7 @@ from torch import nn
 
 from foundry_fp8.algorithms.fp8 import FP8
 from foundry_fp8.algorithms.fp8.announcement import announcement, surprises
+from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.numerics.recipes import RECIPES
 from foundry_fp8.surgery.left_out import HEAD, ROUTER
 from foundry_fp8.surgery.report import SurgeryReport, SurgeryRow
@@ -58,6 +59,19 @@ def test_a_run_says_what_became_of_the_model_whatever_the_logging_level(capsys):
     ]
     run(recipe="delayed", announce=False).close()
     assert "FP8:" not in capsys.readouterr().err
+
+
+def test_a_run_and_its_twin_in_high_precision_load_each_others_checkpoints(caplog):
+    on, off = FP8(recipe="delayed"), FP8(recipe="delayed", enabled=False)
+    for algorithm in (on, off):
+        trainer = Trainer(model=Bypassing(), algorithms=[algorithm], device="cpu", progress_bar=False)
+        trainer.close()
+    assert off.report is None and not any(isinstance(m, FP8Linear) for m in trainer.state.model.modules())
+    off.load_state_dict(on.state_dict())
+    before = on.state_dict()
+    on.load_state_dict(off.state_dict())
+    assert "FP8's state starts afresh" in caplog.text
+    assert repr(on.state_dict()) == repr(before)
 
 
 def report(rows, backend="native", recipe="current"):

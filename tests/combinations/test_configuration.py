@@ -179,6 +179,7 @@ ALGORITHMS: dict[str, dict[str, Takes]] = {
         "cache_weights": FLAG,
         "attention": FLAG,
         "announce": FLAG,
+        "enabled": FLAG,
     },
     "activation_checkpointing": {
         "targets": either(

@@ -60,6 +60,8 @@ class FP8(Algorithm):
 
     def match(self, event: Event, state: State) -> bool:
         """Run on INIT, BATCH_START and BATCH_END."""
+        if not self.config.enabled:
+            return event == Event.INIT
         return event in (Event.INIT, Event.BATCH_START, Event.BATCH_END)
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
@@ -88,6 +90,9 @@ class FP8(Algorithm):
                 "Set precision: amp_bf16."
             )
         run_log = ensure_run_log(state, logger)
+        if not self.config.enabled:
+            self._say(f"FP8: off ({KEY}.enabled: false); log: {run_log.path_of(state.run_name)}")
+            return
         self.report = apply_fp8(state.model, device=state.device._device, **self.options)
         self._refuse_tensor_parallelism(state)
         self._fp8_state = FP8State.of(state.model)
@@ -98,12 +103,16 @@ class FP8(Algorithm):
         self._attention_state = FP8AttentionState.of(state.model)
         log.info("%s\n%s\n%s", self.report.chosen, self.report.summary(), self.report.table())
         logger.log_hyperparameters({"fp8": self.report.to_dict()})
-        if self.config.announce and dist.get_global_rank() == 0:
-            self._announce(self.report, state, str(run_log.path_of(state.run_name)))
+        self._say(self._announcement(self.report, state, str(run_log.path_of(state.run_name))))
         self._trace = ForwardTrace(state.model)
 
-    def _announce(self, report: SurgeryReport, state: State, log_path: str) -> None:
+    def _say(self, text: str) -> None:
         """Not through logging: LLM Foundry leaves this package's loggers at WARNING."""
+        if self.config.announce and dist.get_global_rank() == 0:
+            print(text, file=sys.stderr, flush=True)
+
+    @staticmethod
+    def _announcement(report: SurgeryReport, state: State, log_path: str) -> str:
         notes = surprises(
             report,
             precision=state.precision.value,
@@ -111,7 +120,7 @@ class FP8(Algorithm):
             callbacks=[type(callback).__name__ for callback in state.callbacks],
         )
         around = state.precision.value.removeprefix("amp_")
-        print(announcement(report, around=around, log=log_path, notes=notes), file=sys.stderr, flush=True)
+        return announcement(report, around=around, log=log_path, notes=notes)
 
     def _set_gradient_scale(self, state: State) -> None:
         """For the recipe unit with ``gradient_scale: auto``: the tokens of this rank's first batch decide, for the whole run."""
@@ -173,6 +182,12 @@ class FP8(Algorithm):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back the FP8 state; raises ``RuntimeError`` if it does not fit (see :meth:`FP8State.load_state_dict`)."""
+        if not self.config.enabled or "recipe" not in state:
+            if self.config.enabled:
+                log.warning(
+                    "%s: the checkpoint is of a run with enabled: false, so FP8's state starts afresh.", KEY
+                )
+            return
         assert self._fp8_state is not None, "Composer loads algorithms after Event.INIT"
         self._fp8_state.load_state_dict(state)
         if self._attention_state is not None:
