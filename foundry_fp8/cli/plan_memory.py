@@ -82,6 +82,7 @@ def plan_yaml(
         accumulate: Whether a step has several microbatches.
     """
     from foundry_fp8.activations.checkpointing.apply import PlannedCompression
+    from foundry_fp8.planning.memory.flash_bytes import hold_flash_bytes
     from foundry_fp8.planning.memory.measure import CostModel
     from foundry_fp8.planning.memory.planner import plan_memory
 
@@ -106,17 +107,14 @@ def plan_yaml(
     check_choice("--compression", kinds, ("none", "exact") if dry else get_args(PlannedCompression))
     where = torch.device("cpu" if dry else device)
     attention = config["model"].get("attn_config") or {}
-    if (
-        config["model"]["name"] == "mpt_causal_lm"
-        and attention.get("attn_impl", "flash") == "flash"
-        and device != "cuda"
-    ):
-        raise ConfigError(
-            "model.attn_config.attn_impl: flash (MPT's default) runs on a GPU only. Plan there, or set it to torch in a copy "
-            f"of {path.name}: that plan counts the scores of attention, which flash does not keep."
-        )
+    flash = config["model"]["name"] == "mpt_causal_lm" and attention.get("attn_impl", "flash") == "flash"
+    stand_in = flash and device != "cuda"
+    if stand_in:
+        config["model"] = {**config["model"], "attn_config": {**attention, "attn_impl": "torch"}}
     # Built before the fake mode begins: metrics copy their tensors in ways that it does not allow.
     model = build_yaml_model(config, "meta" if dry else "cpu")
+    if stand_in:
+        hold_flash_bytes(model)
     state_bytes = _optimizer_bytes(model, config)
     with FakeTensorMode(allow_non_fake_inputs=True) if dry else contextlib.nullcontext():
         if dry:
@@ -136,9 +134,10 @@ def plan_yaml(
             accumulates=accumulate,
             cost_model=CostModel() if dry else None,
         )
+    note = "attention holds flash attention's bytes, at other seconds\n" if stand_in else ""
     return (
         f"{path.name}: {microbatch} x {config['max_seq_len']} tokens, parameters and optimizer state "
-        f"{format_bytes(plan.measurements.frame.static)}\n{plan}"
+        f"{format_bytes(plan.measurements.frame.static)}\n{note}{plan}"
     )
 
 
