@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, ShardingStrategy, fully_shard
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import foundry_fp8
@@ -38,13 +38,16 @@ NATIVE = {
 LORA = {"llama": ["q_proj", "v_proj", "up_proj"], "plain": ["qkv", "up"], "odd": ["qkv", "gate"]}
 
 
-def numerics(case: Case, **fp8: Any) -> nn.Module:
-    """The model of a case in its number formats; nothing else is switched on."""
+def numerics(case: Case, *, weights: bool = True, **fp8: Any) -> nn.Module:
+    """The model of a case in its number formats; nothing else is switched on. Without weights it is on the meta device."""
     model = build(case.model, tied=case.tied)
     if case.lora:
         add_lora(model, LORA[case.model])
     if case.frozen:
         freeze(model)
+    if not weights:
+        take_weights(model)
+        fp8["device"] = "cpu"
     if case.fp8 != "none":
         backend, _, recipe = case.fp8.rpartition("-")
         if backend:
@@ -78,10 +81,11 @@ def freeze(model: nn.Module) -> None:
 def switch_on(case: Case) -> tuple[nn.Module, dict[str, Any]]:
     """The model of a case, wrapped, and what its features say about themselves."""
     reports: dict[str, Any] = {}
-    model = numerics(case, cache_weights=case.cache_weights)
+    has_weights = case.init == "cpu" or (case.init == "mixed" and dist.get_rank() == 0)
+    model = numerics(case, weights=has_weights, cache_weights=case.cache_weights)
     if case.wrapped == "last":
         reports |= save_less(case, model)
-    model = wrap(case.wrapper, model)
+    model = wrap(case.wrapper, model, source=None if case.init == "cpu" else Source(case))
     if case.wrapped == "first":
         reports |= save_less(case, model.module if isinstance(model, DDP) else model)
     if case.communicates:
@@ -99,6 +103,70 @@ def switch_on(case: Case) -> tuple[nn.Module, dict[str, Any]]:
 
         average_on_gloo(model)
     return model, reports
+
+
+def take_weights(model: nn.Module) -> None:
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                empty = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+                module._parameters[name] = empty
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to("meta")
+
+
+class Source:
+    """Where a model without weights gets them: from a copy on this rank (``meta``), or from rank 0 (``mixed``)."""
+
+    def __init__(self, case: Case) -> None:
+        self.mixed = case.init == "mixed"
+        self.model = numerics(Case(model=case.model, lora=case.lora, frozen=case.frozen))
+
+    def tensor(self, name: str) -> Tensor:
+        """The parameter or buffer ``name``, whole."""
+        found = self.model.get_parameter(name) if name in self.parameters else self.model.get_buffer(name)
+        found = found.detach().clone()
+        if self.mixed:
+            if dist.get_rank() != 0:
+                found.zero_()
+            dist.broadcast(found, 0)
+        return found
+
+    @functools.cached_property
+    def parameters(self) -> set[str]:
+        return {name for name, _ in self.model.named_parameters()}
+
+    def fsdp1(self, model: nn.Module) -> dict[str, Any]:
+        """What torch's FSDP1 is told. It sends rank 0's weights to the others itself, but not on a CPU, unless not asked."""
+        names = {module: clean(name) for name, module in model.named_modules()}
+
+        def initialise(module: nn.Module) -> None:
+            module.to_empty(device=torch.device("cpu"), recurse=False)
+            with torch.no_grad():
+                for name, tensor in (
+                    *module.named_parameters(recurse=False),
+                    *module.named_buffers(recurse=False),
+                ):
+                    if not self.mixed:
+                        tensor.copy_(self.tensor(f"{names[module]}.{name}".lstrip(".")))
+
+        if self.mixed:
+            from torch.distributed.fsdp import _init_utils
+
+            _init_utils._check_module_states_for_sync_module_states = lambda module: None
+        return {"param_init_fn": initialise, "sync_module_states": self.mixed}
+
+    def fill(self, model: nn.Module) -> None:
+        """Every shard of an FSDP2 model."""
+        if next(model.parameters()).device.type == "meta":
+            model.to_empty(device="cpu")
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                whole = self.tensor(clean(name))
+                assert isinstance(parameter, DTensor)
+                parameter.copy_(distribute_tensor(whole, parameter.device_mesh, parameter.placements))
+            for name, buffer in model.named_buffers():
+                buffer.copy_(self.tensor(clean(name)))
 
 
 CHECKPOINTS: dict[str, dict[str, Any]] = {
@@ -130,7 +198,7 @@ def mesh(*shape: int) -> DeviceMesh:
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
-def wrap(kind: str, model: nn.Module) -> nn.Module:
+def wrap(kind: str, model: nn.Module, source: Source | None = None) -> nn.Module:
     if kind == "none":
         return model
     if kind == "ddp":
@@ -147,6 +215,7 @@ def wrap(kind: str, model: nn.Module) -> nn.Module:
             ),
             use_orig_params=kind != "fsdp1-flat",
             device_mesh=two_by_two,
+            **({} if source is None else source.fsdp1(model)),
         )
     if two_by_two is not None:
         from foundry_fp8.compat import cpu_stream_events
@@ -154,6 +223,8 @@ def wrap(kind: str, model: nn.Module) -> nn.Module:
         cpu_stream_events.apply()
     for module in (*blocks, model):
         fully_shard(module, mesh=two_by_two or mesh(world))
+    if source is not None:
+        source.fill(model)
     return model
 
 
@@ -163,12 +234,17 @@ def clean(name: str) -> str:
     return name.removeprefix("module.")
 
 
+def has_fsdp1(model: nn.Module) -> bool:
+    """Itself, or in it: Composer wraps what its model holds."""
+    return any(isinstance(module, FSDP1) for module in model.modules())
+
+
 def parameters_of(model: nn.Module) -> dict[str, Tensor]:
     """Whole parameters by name, copied."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # the root stays gathered after an evaluation
-    whole = FSDP1.summon_full_params(model, writeback=False) if isinstance(model, FSDP1) else None
+    whole = FSDP1.summon_full_params(model, writeback=False) if has_fsdp1(model) else None
     with whole or contextlib.nullcontext(), torch.no_grad():
         return {
             clean(name): (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
@@ -179,7 +255,7 @@ def parameters_of(model: nn.Module) -> dict[str, Tensor]:
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
     """Whole gradients by name, float64."""
-    whole = isinstance(model, FSDP1) and FSDP1.summon_full_params(model, with_grads=True, writeback=False)
+    whole = has_fsdp1(model) and FSDP1.summon_full_params(model, with_grads=True, writeback=False)
     with whole or contextlib.nullcontext():
         return {
             clean(name): (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad).double()

@@ -36,10 +36,12 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "clip": (False, True),
     "wrapped": ("first", "last"),
     "evaluate": (False, True),
+    "init": ("cpu", "meta", "mixed"),
 }
 """``accumulation``: microbatches a step, without a reduction between them, or with both forwards before one backward.
 ``wrapped``: whether checkpoints and compression are applied to what is wrapped already. ``evaluate``: a forward in
-``eval()`` between the steps."""
+``eval()`` between the steps. ``init``: where the model is made and converted: every rank with its weights, every rank
+without, or only rank 0 with."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,6 +65,7 @@ class Case:
     clip: bool = False
     wrapped: str = "first"
     evaluate: bool = False
+    init: str = "cpu"
 
     @property
     def communicates(self) -> bool:
@@ -108,13 +111,21 @@ EXCLUDED: dict[str, tuple[tuple[str, ...], Callable[[Any], bool]]] = {
         ("parameters", "wrapper"),
         lambda r: r["parameters"] != "none" and r["wrapper"] in ("none", "ddp"),
     ),
+    "only FSDP gives weights to a model without any, and torch unties what it gives them to": (
+        ("init", "wrapper", "tied"),
+        lambda r: r["init"] != "cpu" and (r["wrapper"] in ("none", "ddp") or r["tied"]),
+    ),
+    "of a model's buffers torch's FSDP1 tells the first shard group alone (they are marked as sent before the others get them)": (
+        ("init", "wrapper", "model"),
+        lambda r: r["init"] == "mixed" and r["wrapper"] == "hsdp1" and r["model"] == "llama",
+    ),
     "FSDP1's flat parameter trains as a whole or not at all": (
         ("wrapper", "frozen", "lora"),
         lambda r: r["wrapper"] == "fsdp1-flat" and (r["frozen"] or r["lora"]),
     ),
     "on a CPU, torch cannot drop the gather of an HSDP unit without any gradient (compat/cpu_stream_events)": (
-        ("wrapper", "frozen", "model"),
-        lambda r: r["wrapper"] == "hsdp2" and r["frozen"] and r["model"] == "llama",
+        ("wrapper", "frozen", "model", "lora"),
+        lambda r: r["wrapper"] == "hsdp2" and r["frozen"] and (r["model"] == "llama" or r["lora"]),
     ),
 }
 """What cannot be asked for together, by reason."""

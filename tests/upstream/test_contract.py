@@ -1,0 +1,142 @@
+"""What Composer's own suites ask of any algorithm, callback and logger: asked of everything registered here.
+
+After tests/algorithms/test_algorithm_resumption.py and test_algorithms_train.py, tests/callbacks/test_callbacks.py and
+tests/trainer/test_checkpoint.py of mosaicml/composer 0.32.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from tests.combinations.parts import PARTS, Settings
+
+pytestmark = pytest.mark.integration
+SAMPLE = ("everything",)
+"""The others have no code of their own in what these tests ask; they run under ``full``."""
+BATCHES = 4
+NAMES = [pytest.param(name, marks=[] if name in SAMPLE else [pytest.mark.full]) for name in PARTS]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def trainer_of(settings, **options):
+    from composer import Trainer
+
+    from tests.combinations.composing import Causal, Tokens
+
+    torch.manual_seed(0)
+    model = Causal()
+    return Trainer(
+        model=model,
+        train_dataloader=torch.utils.data.DataLoader(Tokens(2 * BATCHES), batch_size=2),
+        optimizers=torch.optim.AdamW(model.parameters(), lr=1e-2),
+        algorithms=settings.build("algorithms"),
+        callbacks=settings.build("callbacks"),
+        loggers=settings.build("loggers"),
+        device="cpu",
+        progress_bar=False,
+        **{"max_duration": f"{BATCHES}ba", "run_name": "upstream", **options},
+    )
+
+
+def trained(settings, **options):
+    trainer = trainer_of(settings, **options)
+    trainer.fit()
+    trainer.close()
+    return trainer
+
+
+def ours(trainer):
+    return [c for c in trainer.state.callbacks if type(c).__module__.startswith("foundry_fp8.")]
+
+
+def tree_differs(a, b, place=""):
+    if isinstance(a, dict):
+        assert a.keys() == b.keys(), (place, a.keys() ^ b.keys())
+        return [x for key in a for x in tree_differs(a[key], b[key], f"{place}/{key}")]
+    if isinstance(a, list | tuple):
+        return [
+            x for i, (v, w) in enumerate(zip(a, b, strict=True)) for x in tree_differs(v, w, f"{place}/{i}")
+        ]
+    same = torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b or (a != a and b != b)
+    return [] if same else [place]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_algorithm_and_callback_says_what_it_is(name):
+    """Composer saves an algorithm's ``repr`` and compares it on load, so it is the same for the same options."""
+    settings = PARTS[name].settings
+    for kind in ("algorithms", "callbacks"):
+        for made, again in zip(settings.build(kind), settings.build(kind), strict=True):
+            if type(made).__module__.startswith("foundry_fp8."):
+                assert repr(made) == repr(again) and re.fullmatch(r"\w+\(.*\)", repr(made))
+                if kind == "algorithms":
+                    assert made.state_dict()["repr"] == repr(made)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_resuming_ends_in_the_checkpoint_of_the_run_that_went_through(name, tmp_path):
+    """Whole files compared: weights, optimizer, and the states of all algorithms and callbacks."""
+    settings, saving = PARTS[name].settings, {"save_interval": "1ba", "save_filename": "ba{batch}.pt"}
+    trained(settings, save_folder=str(tmp_path / "first"), **saving)
+    trained(
+        settings, save_folder=str(tmp_path / "second"), load_path=str(tmp_path / "first" / "ba2.pt"), **saving
+    )
+    for batch in (3, 4):
+        first, second = (
+            torch.load(tmp_path / folder / f"ba{batch}.pt", weights_only=False)["state"]
+            for folder in ("first", "second")
+        )
+        for state in (first, second):  # of the clock, and of the folder
+            for key in ("timestamp", "integrations", "metadata", "run_name"):
+                del state[key]
+            del state["callbacks"]["CheckpointSaver"]
+        of_composer = {"GradientClipping"}  # whose repr is an address
+        places = tree_differs(first, second)
+        names = [name for name, _ in first["algorithms"]]
+        for index in (i for i, name in enumerate(names) if name in of_composer):
+            places = [place for place in places if place != f"/algorithms/{index}/1/repr"]
+        assert not places, places[:5]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_else_lies_where_checkpoints_do_and_others_read_them(name, tmp_path):
+    """As many files as without; and the model alone, in a run without any of it, is the one that was trained."""
+    with_it, without = tmp_path / "with", tmp_path / "without"
+    trainer = trained(PARTS[name].settings, save_folder=str(with_it), save_interval="2ba")
+    trained(Settings(), save_folder=str(without), save_interval="2ba")
+    assert sorted(p.name for p in with_it.rglob("*")) == sorted(p.name for p in without.rglob("*"))
+    plain = trainer_of(
+        Settings(),
+        load_path=str(with_it / "latest-rank0.pt"),
+        load_strict_model_weights=True,
+        max_duration="9ba",
+    )
+    there, here = trainer.state.model.state_dict(), plain.state.model.state_dict()
+    assert there.keys() == here.keys()
+    assert all(torch.equal(there[key], here[key]) for key in there)
+    plain.close()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_fit_may_be_called_again_and_close_too(name):
+    """After ``close`` nothing of ours is left in the model's hooks, whether or not anything was trained."""
+    trainer = trainer_of(PARTS[name].settings)
+    trainer.fit(duration="2ba")
+    trainer.fit(duration="2ba")
+    assert int(trainer.state.timestamp.batch) == 4
+    assert [c.failed for c in ours(trainer) if getattr(c, "failed", None)] == []
+    for _ in range(2):
+        trainer.close()
+        for callback in ours(trainer):
+            callback.close(trainer.state, trainer.logger)
+            callback.post_close()
+    unused = trainer_of(PARTS[name].settings)
+    unused.close()
+    unused.close()
