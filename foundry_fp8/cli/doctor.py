@@ -1,8 +1,10 @@
-"""``foundry-fp8 doctor``: what this machine can run, and what would make it run the rest."""
+"""``foundry-fp8 doctor``: what this machine can run and what would make it run the rest; or what a YAML will do."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -10,6 +12,8 @@ from rich.console import Console, Group
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
+
+from foundry_fp8.config import ConfigError
 
 __all__ = ["doctor", "render"]
 
@@ -21,11 +25,23 @@ _ORDER = ("transformer_engine", "native", "emulated", "auto")
 
 
 def doctor(
+    yaml: Annotated[
+        Path | None,
+        typer.Argument(
+            help="An LLM Foundry training YAML: say what it will do, without starting it.",
+            exists=True,
+            dir_okay=False,
+        ),
+    ] = None,
+    hardware: Annotated[str, typer.Option(help="What the YAML will run on: h100x8, b200x64, ...")] = "h100x8",
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the facts as JSON instead of tables.")
     ] = False,
 ) -> None:
-    """Show what this machine and its installed stack can run: each recipe on each backend, or the reason why not."""
+    """Show what this machine can run (each recipe on each backend, or the reason why not), or what a YAML will do."""
+    if yaml is not None:
+        _examine(yaml, hardware, as_json)
+        return
     from foundry_fp8.backends.survey import collect
 
     found = collect()
@@ -33,6 +49,27 @@ def doctor(
         typer.echo(json.dumps(found, indent=2))
     else:
         Console().print(render(found))
+
+
+def _examine(yaml: Path, hardware: str, as_json: bool) -> None:
+    from foundry_fp8.cli.hardware import parse_hardware
+    from foundry_fp8.cli.run_check import check_run
+
+    try:
+        findings = check_run(yaml, parse_hardware(hardware))
+    except ConfigError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from error
+    if as_json:
+        typer.echo(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
+    else:
+        for finding in findings:
+            lines = finding.text.splitlines()
+            typer.echo(f"{finding.level:8} {finding.topic:14} {lines[0]}")
+            for line in lines[1:]:
+                typer.echo(f"{'':23} {line}")
+    if any(finding.level == "error" for finding in findings):
+        raise typer.Exit(2)
 
 
 def render(found: dict[str, Any]) -> Group:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from foundry_fp8.cli import compare, demo, doctor, plan_communication, plan_memory, transfer
+from foundry_fp8.cli import compare, demo, doctor, init, plan_communication, plan_memory, transfer
 
 __all__ = ["app"]
 
@@ -20,6 +20,7 @@ plan = typer.Typer(help="Estimate before a run what it will need.", no_args_is_h
 app.command("demo")(demo.demo)
 app.command("compare")(compare.compare)
 app.command("doctor")(doctor.doctor)
+app.command("init")(init.init)
 app.command("transfer")(transfer.transfer)
 app.add_typer(plan, name="plan")
 plan.command("memory")(plan_memory.memory)

@@ -178,8 +178,8 @@ ALGORITHMS: dict[str, dict[str, Takes]] = {
         "fuse": FLAG,
         "cache_weights": FLAG,
         "attention": FLAG,
-        "announce": FLAG,
         "enabled": FLAG,
+        "announce": FLAG,
     },
     "activation_checkpointing": {
         "targets": either(

@@ -1,0 +1,59 @@
+"""What ``--hardware h100x8`` stands for: a kind of GPU, how many a run has, and what FP8 it can run."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+from foundry_fp8.config import ConfigError, nearest
+
+__all__ = ["Hardware", "parse_hardware"]
+
+PER_NODE = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """A kind of GPU."""
+
+    memory_bytes: float
+    recipe: str | None
+    """What ``recipe: auto`` chooses on it; ``None`` where nothing multiplies FP8."""
+
+
+GPUS = {
+    "a100": Gpu(80e9, None),
+    "l40s": Gpu(48e9, "current"),
+    "h100": Gpu(80e9, "current"),
+    "h200": Gpu(141e9, "current"),
+    "b200": Gpu(180e9, "mxfp8"),
+    "gb200": Gpu(186e9, "mxfp8"),
+    "b300": Gpu(270e9, "mxfp8"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Hardware:
+    """So many GPUs of one kind, eight a node."""
+
+    name: str
+    gpu: Gpu
+    devices: int
+
+    @property
+    def nodes(self) -> int:
+        """Machines."""
+        return -(-self.devices // PER_NODE)
+
+
+def parse_hardware(text: str) -> Hardware:
+    """``h100x64`` or ``h100`` (eight of them).
+
+    Raises:
+        ConfigError: Another kind, or no number.
+    """
+    found = re.fullmatch(r"([a-z]+[0-9]+[a-z]*)(?:x([1-9][0-9]{0,5}))?", text.lower())
+    if found is None or found[1] not in GPUS:
+        hint = nearest("" if found is None else found[1], GPUS)
+        raise ConfigError(f"--hardware: {text!r} is not like h100x8. Known: {', '.join(GPUS)}.{hint}")
+    return Hardware(found[1], GPUS[found[1]], int(found[2] or PER_NODE))

@@ -1,0 +1,160 @@
+"""``foundry-fp8 init RUN.yaml``: the lines that turn somebody's own run into an FP8 run, each with its reason."""
+
+from __future__ import annotations
+
+import difflib
+import io
+import re
+from collections.abc import MutableMapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from foundry_fp8.cli.hardware import Hardware, parse_hardware
+from foundry_fp8.config import ConfigError
+
+if TYPE_CHECKING:
+    from ruamel.yaml import YAML
+
+__all__ = ["add_fp8", "init"]
+
+
+def init(
+    yaml: Annotated[Path, typer.Argument(help="An LLM Foundry training YAML.", exists=True, dir_okay=False)],
+    hardware: Annotated[str, typer.Option(help="What it will run on: h100x8, b200x64, ...")] = "h100x8",
+    diff: Annotated[bool, typer.Option("--diff", help="Print what would change, and write nothing.")] = False,
+    output: Annotated[Path | None, typer.Option(help="Write here instead of over the file.")] = None,
+) -> None:
+    """Add FP8, its monitors and its log to a YAML; comments and everything else stay as they are."""
+    try:
+        before = yaml.read_text(encoding="utf-8")
+        after, said = add_fp8(before, parse_hardware(hardware), str(yaml))
+    except (ConfigError, UnicodeDecodeError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from error
+    if diff:
+        lines = difflib.unified_diff(
+            before.splitlines(True), after.splitlines(True), str(yaml), f"{yaml} with FP8"
+        )
+        typer.echo("".join(lines), nl=False)
+    elif after != before or output is not None:
+        (output or yaml).write_text(after, encoding="utf-8")
+    for line in said or ["Nothing to add: everything is there."]:
+        typer.echo(line, err=diff)
+    if not diff:
+        typer.echo(f"Next: foundry-fp8 doctor {output or yaml} --hardware {hardware}")
+
+
+def add_fp8(text: str, hardware: Hardware, where: str = "the YAML") -> tuple[str, list[str]]:
+    """The YAML with what it lacks, and a sentence for each line that was added or changed.
+
+    Args:
+        text: An LLM Foundry training YAML.
+        hardware: What the run will have.
+        where: Its name, for messages.
+
+    Raises:
+        ConfigError: No YAML, no training run, or hardware without FP8.
+    """
+    from ruamel.yaml.error import YAMLError
+
+    if hardware.gpu.recipe is None:
+        raise ConfigError(
+            f"--hardware: {hardware.name} does not multiply FP8. To see FP8's losses without its speed, write "
+            "algorithms: {fp8: {backend: emulated}} yourself."
+        )
+    reader = _reader()
+    try:
+        config = reader.load(text)
+    except YAMLError as error:
+        raise ConfigError(f"{where} cannot be read as a YAML: {error}") from error
+    if not isinstance(config, MutableMapping) or not isinstance(config.get("model"), MutableMapping):
+        raise ConfigError(f"{where} is no training run of LLM Foundry: it has no model.")
+    said: list[str] = []
+
+    def add(section: str, name: str, value: Any, why: str) -> None:
+        if config.get(section) is None:
+            config[section] = {}
+        if name not in config[section]:
+            config[section][name] = value
+            said.append(f"+ {section}.{name}: {why}.")
+            if hasattr(config[section], "yaml_add_eol_comment"):
+                config[section].yaml_add_eol_comment(why, name)
+
+    def change(section: Any, path: str, value: Any, why: str) -> None:
+        key = path.rpartition(".")[2]
+        said.append(f"~ {path}: {section[key]} becomes {value}: {why}.")
+        section[key] = value
+
+    _replace_others_fp8(config, change)
+    for section in ("algorithms", "callbacks", "loggers"):
+        if config.get(section) is None:
+            config[section] = type(config)()
+    add("algorithms", "fp8", _flow({"recipe": "auto"}, config),
+        f"linear layers in FP8; auto is {hardware.gpu.recipe} on {hardware.name}; algorithms.fp8.enabled=false is the BF16 twin")  # fmt: skip
+    if hardware.nodes > 1 and config.get("fsdp_config"):
+        add("algorithms", "hybrid_sharding", _flow({"shard": "node"}, config),
+            f"shard inside a node, replicate across the {hardware.nodes}; remove it if a node cannot hold the model")  # fmt: skip
+    add(
+        "callbacks", "mfu_monitor", _flow({}, config), "MFU with each GEMM over the peak of its own precision"
+    )
+    add(
+        "callbacks",
+        "divergence_guard",
+        _flow({}, config),
+        "puts layers back into BF16 when their numbers outgrow FP8",
+    )
+    add(
+        "loggers",
+        "run_log",
+        _flow({}, config),
+        "runs/{run_name}/run_log.jsonl, which foundry-fp8 compare reads",
+    )
+    if not said:
+        return text, []
+    out = io.StringIO()
+    reader.dump(config, out)
+    return _as_written(text, out.getvalue()), said
+
+
+def _replace_others_fp8(config: Any, change: Any) -> None:
+    """Composer's and MPT's own ways to FP8 do not go together with this one."""
+    model = config["model"]
+    if config.get("precision") == "amp_fp8":
+        change(config, "precision", "amp_bf16", "Composer's own FP8; what stays out of FP8 runs in this")
+    if model.get("fc_type") == "te":
+        change(model, "model.fc_type", "torch", "this package converts plain linears")
+    ffn = model.get("ffn_config")
+    if isinstance(ffn, MutableMapping) and ffn.get("ffn_type") == "te_ln_mlp":
+        change(ffn, "model.ffn_config.ffn_type", "mptmlp", "this package converts plain linears")
+
+
+def _flow(values: dict[str, Any], like: Any) -> Any:
+    """``{recipe: auto}`` on one line."""
+    made = type(like)(values)
+    made.fa.set_flow_style()
+    return made
+
+
+def _reader() -> YAML:
+    from ruamel.yaml import YAML
+
+    reader = YAML()
+    reader.preserve_quotes = True
+    reader.width = 4096
+    return reader
+
+
+def _as_written(before: str, after: str) -> str:
+    """``after`` with the lines of ``before`` where it differs in spelling alone: ``null``, or the space before a comment."""
+
+    def meaning(line: str) -> str:
+        return " ".join(re.sub(r":\s+null\b", ":", line).split())
+
+    old, new = before.splitlines(True), after.splitlines(True)
+    lines: list[str] = []
+    matcher = difflib.SequenceMatcher(None, list(map(meaning, old)), list(map(meaning, new)), autojunk=False)
+    for tag, i, j, k, m in matcher.get_opcodes():
+        lines += old[i:j] if tag == "equal" else new[k:m]
+    return "".join(lines)

@@ -1,0 +1,313 @@
+"""What will happen when a YAML is started, found out without starting it: for ``foundry-fp8 doctor RUN.yaml``."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from foundry_fp8.cli.hardware import PER_NODE, Hardware
+from foundry_fp8.cli.yaml_model import build_yaml_model, read_yaml
+from foundry_fp8.config import ConfigError, format_bytes
+
+__all__ = ["Finding", "check_run"]
+
+STATE_BYTES = 16
+"""A trained parameter in float32: itself, its gradient, two moments of Adam."""
+FROZEN_BYTES = 4
+ROOM = 0.6
+"""Of a GPU's memory for what is sharded; the rest is activations and what is gathered."""
+
+Level = Literal["ok", "warning", "error"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One thing that will happen."""
+
+    topic: str
+    level: Level
+    text: str
+
+
+def check_run(path: Path, hardware: Hardware) -> list[Finding]:
+    """Everything that can be known before the start.
+
+    Args:
+        path: An LLM Foundry training YAML.
+        hardware: What it will run on; this machine needs none of it.
+
+    Raises:
+        ConfigError: The YAML cannot be read.
+    """
+    config = read_yaml(path)
+    found = [*_parts(config), *_clashes(config), *_ranks(config, hardware)]
+    try:
+        model = build_yaml_model(config, "meta")
+    except Exception as error:  # Foundry, transformers and PEFT raise what they like
+        remedy = "From a hub that this machine does not reach, give a local folder with config.json and the tokenizer."
+        found.append(Finding("model", "error", f"it cannot be built: {_first_line(error)}. {remedy}"))
+        return found
+    found += _attention_kernel(config)
+    found += _memory(config, model, hardware)
+    found += _targets(config, model)
+    found += _conversion(config, model, hardware)
+    return found
+
+
+def _parts(config: Mapping[str, Any]) -> list[Finding]:
+    """Every algorithm, callback and logger, built as LLM Foundry builds it."""
+    from llmfoundry.utils.builders import build_algorithm, build_callback, build_logger
+
+    builders: tuple[tuple[str, Callable[[str, Any], Any]], ...] = (
+        ("algorithms", build_algorithm),
+        ("callbacks", lambda name, kwargs: build_callback(name, kwargs, train_config=dict(config))),
+        ("loggers", build_logger),
+    )
+    found = []
+    for section, build in builders:
+        built = []
+        for name, kwargs in (config.get(section) or {}).items():
+            if section == "loggers" and name in ("wandb", "mlflow", "tensorboard", "neptune", "cometml"):
+                missing = importlib.util.find_spec(name) is None
+                if missing:
+                    found.append(Finding(section, "error", f"{name} is not installed: pip install {name}"))
+                else:
+                    built.append(name)
+                continue  # building one would start it
+            try:
+                build(name, dict(kwargs or {}))
+                built.append(name)
+            except Exception as error:
+                found.append(Finding(section, "error", f"{name}: {_first_line(error)}"))
+        if built:
+            found.append(Finding(section, "ok", ", ".join(built)))
+    return found
+
+
+def _clashes(config: Mapping[str, Any]) -> list[Finding]:
+    algorithms = config.get("algorithms") or {}
+    model, fsdp = config["model"], config.get("fsdp_config") or {}
+    fp8 = "fp8" in algorithms
+    found = []
+
+    def clash(when: bool, text: str, level: Level = "error") -> None:
+        if when:
+            found.append(Finding("clash", level, text))
+
+    clash(
+        not fp8, "no algorithms.fp8: the run stays in high precision. `foundry-fp8 init` adds it", "warning"
+    )
+    clash(config.get("precision") == "amp_fp8", "precision: amp_fp8 is Composer's own FP8; write amp_bf16")
+    clash(config.get("precision", "amp_bf16") == "fp32" and fp8,
+          "precision: fp32, so what stays out of FP8 runs in float32; amp_bf16 is usual", "warning")  # fmt: skip
+    ffn = (model.get("ffn_config") or {}).get("ffn_type")
+    clash("te" in (model.get("fc_type"), (model.get("fc_type") or {}).get("name") if isinstance(model.get("fc_type"), Mapping) else None)
+          or ffn == "te_ln_mlp", "the model's config asks for Transformer Engine's layers; this package converts plain linears")  # fmt: skip
+    tensor_parallel = (
+        config.get("tp_config") or (config.get("parallelism_config") or {}).get("tp")
+    ) is not None
+    clash(fp8 and tensor_parallel, "FP8 layers do not run under tensor parallelism")
+    compiled = config.get("compile_config") is not None
+    clash(
+        compiled and "activation_compression" in algorithms,
+        "activation_compression does not run under torch.compile",
+    )
+    clash(compiled and "divergence_guard" in (config.get("callbacks") or {}),
+          "under torch.compile divergence_guard sees loss and gradient norms alone", "warning")  # fmt: skip
+    clash(bool(fsdp.get("activation_checkpointing")) and "activation_checkpointing" in algorithms,
+          "fsdp_config.activation_checkpointing and algorithms.activation_checkpointing: the algorithm says what is wrapped", "warning")  # fmt: skip
+    clash(not config.get("run_name") and not os.environ.get("RUN_NAME"), "run_name is blank: RUN_NAME has to be in the environment, or the "
+          "name is random", "warning")  # fmt: skip
+    return found
+
+
+def _ranks(config: Mapping[str, Any], hardware: Hardware) -> list[Finding]:
+    devices, found = hardware.devices, []
+    total, micro = config.get("global_train_batch_size"), config.get("device_train_microbatch_size")
+    if isinstance(total, int):
+        if total % devices:
+            found.append(
+                Finding(
+                    "ranks",
+                    "error",
+                    f"global_train_batch_size: {total} is not a multiple of {devices} devices",
+                )
+            )
+        elif isinstance(micro, int) and total // devices < micro:
+            found.append(
+                Finding("ranks", "warning", f"{total // devices} sequences a device and step, less than device_train_microbatch_size: {micro}")
+            )  # fmt: skip
+        else:
+            each = total // devices
+            steps = f", in {each // micro} microbatches of {micro}" if isinstance(micro, int) else ""
+            found.append(
+                Finding(
+                    "ranks",
+                    "ok",
+                    f"{devices} devices on {hardware.nodes} nodes, {each} sequences each{steps}",
+                )
+            )
+    algorithms = config.get("algorithms") or {}
+    if devices > 1 and "hybrid_sharding" in algorithms:
+        if not config.get("fsdp_config"):
+            found.append(Finding("ranks", "error", "algorithms.hybrid_sharding needs an fsdp_config"))
+        shard = _shard(config, hardware)
+        if devices % shard:
+            found.append(
+                Finding(
+                    "ranks", "error", f"hybrid_sharding: shards of {shard} do not divide {devices} devices"
+                )
+            )
+    if devices == 1 and {"hybrid_sharding", "compressed_communication"} & set(algorithms):
+        found.append(
+            Finding("ranks", "warning", "one device: hybrid_sharding and compressed_communication do nothing")
+        )
+    return found
+
+
+def _shard(config: Mapping[str, Any], hardware: Hardware) -> int:
+    """Ranks that share one copy of the model."""
+    if not config.get("fsdp_config"):
+        return 1
+    wanted = ((config.get("algorithms") or {}).get("hybrid_sharding") or {}).get("shard")
+    if isinstance(wanted, int):
+        return wanted
+    return min(PER_NODE, hardware.devices) if wanted == "node" else hardware.devices
+
+
+def _memory(config: Mapping[str, Any], model: Any, hardware: Hardware) -> list[Finding]:
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    frozen = sum(p.numel() for p in model.parameters()) - trained
+    shard = _shard(config, hardware)
+    each = (STATE_BYTES * trained + FROZEN_BYTES * frozen) / shard
+    size = f"{(trained + frozen) / 1e9:.2f} B parameters" + (
+        f", {trained / 1e6:.0f} M of them trained" if frozen else ""
+    )
+    text = (
+        f"{size}: {format_bytes(int(each))} a GPU of {format_bytes(int(hardware.gpu.memory_bytes))} for parameters, gradients and "
+        f"Adam's moments in float32 over {shard} ranks; activations: foundry-fp8 plan memory"
+    )
+    fits = each <= ROOM * hardware.gpu.memory_bytes
+    more = "" if fits else ". That leaves too little: shard over more ranks"
+    return [Finding("memory", "ok" if fits else "error", text + more)]
+
+
+def _attention_kernel(config: Mapping[str, Any]) -> list[Finding]:
+    """Which kernel attention's mask goes to, and whether it is installed."""
+    model = config["model"]
+    attention = model.get("attn_config") or {}
+    flash = model.get("use_flash_attention_2") or (
+        model["name"] == "mpt_causal_lm" and attention.get("attn_impl", "flash") == "flash"
+    )
+    packed = bool(attention.get("attn_uses_sequence_id"))
+    alibi = bool(attention.get("alibi"))
+    masks = "causal" + (", documents apart" if packed else "") + (", ALiBi" if alibi else "")
+    packing = ((config.get("train_loader") or {}).get("dataset") or {}).get("packing_ratio")
+    found = []
+    if packing and model["name"] == "mpt_causal_lm" and not packed:
+        found.append(
+            Finding(
+                "attention",
+                "warning",
+                "packing_ratio without attn_uses_sequence_id: tokens attend other documents",
+            )
+        )
+    if flash and importlib.util.find_spec("flash_attn") is None:
+        found.append(
+            Finding("attention", "warning", f"flash, {masks}; flash-attn is not installed on this machine")
+        )
+    else:
+        found.append(
+            Finding("attention", "ok", f"{'flash' if flash else attention.get('attn_impl', 'sdpa')}, {masks}")
+        )
+    return found
+
+
+def _targets(config: Mapping[str, Any], model: Any) -> list[Finding]:
+    from foundry_fp8.activations.checkpointing.targets import select
+
+    options = (config.get("algorithms") or {}).get("activation_checkpointing")
+    if options is None or options.get("budget") is not None:
+        return []
+    key = "algorithms.activation_checkpointing.targets"
+    try:
+        chosen = select(model, options.get("targets"), options.get("policy", "full"), key)
+    except ConfigError as error:
+        return [Finding("checkpointing", "error", str(error))]
+    return [
+        Finding(
+            "checkpointing", "ok" if chosen else "error", f"{len(chosen)} modules are run again in backward"
+        )
+    ]
+
+
+def _conversion(config: Mapping[str, Any], model: Any, hardware: Hardware) -> list[Finding]:
+    from foundry_fp8.algorithms.fp8.announcement import announcement, surprises
+    from foundry_fp8.callbacks.run_log import RunLog
+    from foundry_fp8.surgery.apply import apply_fp8
+
+    options = dict((config.get("algorithms") or {}).get("fp8") or {})
+    if "fp8" not in (config.get("algorithms") or {}) or options.get("enabled") is False:
+        return []
+    recipe = options.get("recipe", "auto")
+    chosen = hardware.gpu.recipe if recipe == "auto" else recipe
+    if hardware.gpu.recipe is None and options.get("backend") != "emulated":
+        return [
+            Finding(
+                "conversion",
+                "error",
+                f"{hardware.name} does not multiply FP8; backend: emulated shows its losses alone",
+            )
+        ]
+    name = chosen.get("name") if isinstance(chosen, Mapping) else chosen
+    found = []
+    if name == "mxfp8" and hardware.gpu.recipe != "mxfp8" and options.get("backend") != "emulated":
+        found.append(
+            Finding(
+                "conversion",
+                "error",
+                f"mxfp8 needs Blackwell; {hardware.name} runs current, delayed and block",
+            )
+        )
+    # What is converted is a matter of the model; who multiplies, of the machine: there it is asked again.
+    here = {**options, "recipe": chosen, "backend": "emulated"} | dict.fromkeys(
+        ("cache_weights", "fuse"), False
+    )
+    try:
+        report = apply_fp8(model, device="cpu", **here)
+    except (ConfigError, RuntimeError) as error:
+        return [*found, Finding("conversion", "error", str(error))]
+    asked = options.get("backend", "auto")
+    backend = "transformer_engine if installed there, else native" if asked == "auto" else asked
+    report = dataclasses.replace(report, backend=backend)
+    callbacks = [_CLASSES.get(name, name) for name in config.get("callbacks") or {}]
+    precision = str(config.get("precision", "amp_bf16"))
+    log = RunLog((config.get("loggers") or {}).get("run_log", {}).get("path"))
+    where = str(log.path_of(str(config.get("run_name") or "{run_name}")))
+    notes = surprises(report, precision=precision, device="cuda", callbacks=callbacks)
+    head, *lines = announcement(
+        report, around=precision.removeprefix("amp_"), log=where, notes=notes
+    ).splitlines()
+    level: Level = "warning" if any(line.strip().startswith("Warning") for line in lines) else "ok"
+    found.append(Finding("conversion", level, "\n".join([head, *lines])))
+    found += [
+        Finding(
+            "attention",
+            "ok" if row.action == "converted" else "warning",
+            f"{row.name}: {row.action}: {row.reason}",
+        )
+        for row in report.attention[:1]
+        + tuple(r for r in report.attention[1:] if r.reason != report.attention[0].reason)
+    ]
+    return found
+
+
+_CLASSES = {"divergence_guard": "DivergenceGuard", "speed_monitor": "SpeedMonitor"}
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).strip().splitlines()[0].rstrip(".")
