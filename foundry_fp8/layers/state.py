@@ -10,21 +10,15 @@ import torch
 from torch import nn
 
 from foundry_fp8.layers.backend import Backend
-from foundry_fp8.layers.delayed_scaling import (
-    FRESH_STATE,
-    DelayedScalingState,
-    ModuleScales,
-    same_scaling,
-)
+from foundry_fp8.layers.delayed_scaling import DelayedScalingState, ModuleScales
 from foundry_fp8.layers.linear import OPERANDS, FP8Linear
+from foundry_fp8.layers.model_state import ModelState
 from foundry_fp8.numerics.recipes import DelayedScaling, Recipe
 
 __all__ = ["FP8State"]
 
-_FORMAT_VERSION = 1
 
-
-class FP8State:
+class FP8State(ModelState):
     """What a converted model carries besides its parameters, and the hooks that keep it current.
 
     Made by the conversion, which leaves it on the model; :meth:`of` finds it again. It updates delayed scaling when a
@@ -37,7 +31,7 @@ class FP8State:
         backend: Who runs them.
     """
 
-    _ATTRIBUTE = "_foundry_fp8_state"
+    NAME = "FP8 state"
 
     def __init__(
         self, model: nn.Module, modules: Mapping[str, FP8Linear], recipe: Recipe, backend: Backend
@@ -48,23 +42,14 @@ class FP8State:
         self._scales: ModuleScales | None = None
         if isinstance(recipe, DelayedScaling):
             fp8_max = {operand: recipe.format(operand).max for operand in OPERANDS}
-            self._scales = ModuleScales(recipe, list(self.modules), fp8_max, "FP8 state")
+            self._scales = ModuleScales(recipe, list(self.modules), fp8_max, self.NAME)
             for name, module in self.modules.items():
                 module.slots = self._scales.slots(name)
             self._scales.attach(model)
         self._contexts = ExitStack()
-        setattr(model, self._ATTRIBUTE, self)
+        self.leave_on(model)
         model.register_forward_pre_hook(self._before_forward)
         model.register_forward_hook(self._after_forward, always_call=True)
-
-    @classmethod
-    def of(cls, model: nn.Module) -> FP8State | None:
-        """The state of a converted model (wrapped by DDP, ``torch.compile`` or not), or ``None``."""
-        for module in model.modules():
-            found: FP8State | None = module.__dict__.get(cls._ATTRIBUTE)
-            if found is not None:
-                return found
-        return None
 
     @property
     def delayed(self) -> DelayedScalingState | None:
@@ -94,8 +79,7 @@ class FP8State:
             ``amax_history`` ``[L, 3]``, the operands in the order x, w, dy.
         """
         return {
-            "version": _FORMAT_VERSION,
-            "recipe": self.recipe.to_dict(),
+            **self.header(),
             "backend": self.backend.name,
             "modules": {} if self._scales is None else self._scales.state_dict(),
         }
@@ -106,16 +90,6 @@ class FP8State:
         Raises:
             RuntimeError: The state is of another recipe or another model, or damaged; nothing is changed then.
         """
-        missing = {"version", "recipe", "modules"} - set(state)
-        if missing or state["version"] != _FORMAT_VERSION:
-            raise RuntimeError(
-                f"the checkpoint's FP8 state is not readable (missing {sorted(missing)}, version "
-                f"{state.get('version')!r}, expected {_FORMAT_VERSION}). {FRESH_STATE}"
-            )
-        if not same_scaling(state["recipe"], self.recipe):
-            raise RuntimeError(
-                f"the checkpoint's FP8 state was made by the recipe {dict(state['recipe'])}, this run uses "
-                f"{self.recipe.to_dict()}. Set algorithms.fp8.recipe to the former. {FRESH_STATE}"
-            )
+        self.check_header(state)
         if self._scales is not None:
             self._scales.load_state_dict(state["modules"])

@@ -16,12 +16,8 @@ from foundry_fp8.layers.attention import (
     attention_format,
     attention_slots,
 )
-from foundry_fp8.layers.delayed_scaling import (
-    FRESH_STATE,
-    DelayedScalingState,
-    ModuleScales,
-    same_scaling,
-)
+from foundry_fp8.layers.delayed_scaling import DelayedScalingState, ModuleScales
+from foundry_fp8.layers.model_state import ModelState
 from foundry_fp8.model_structure.blocks import block_index_of, transformer_blocks
 from foundry_fp8.model_structure.selection import check_patterns_match, matches
 from foundry_fp8.numerics.recipes import DelayedScaling, Recipe
@@ -29,9 +25,7 @@ from foundry_fp8.surgery.attention_hosts import HOSTS, AttentionHost
 from foundry_fp8.surgery.attention_inputs import BatchMasks
 from foundry_fp8.surgery.report import SurgeryRow
 
-__all__ = ["AttentionPlan", "FP8AttentionState", "convert_attention", "plan_attention"]
-
-_FORMAT_VERSION = 1
+__all__ = ["AttentionPlan", "FP8AttentionState", "plan_attention"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,29 +52,6 @@ class AttentionPlan:
             attention.train(module.training)
             self.hosts[name].attach(module, attention, masks)
         FP8AttentionState(model, self.converted, self.recipe)
-
-
-def convert_attention(
-    model: nn.Module, **options: Any
-) -> tuple[tuple[SurgeryRow, ...], Mapping[str, FP8DotProductAttention]]:
-    """Let the attention modules of ``model`` run their GEMMs in FP8, in place.
-
-    Parameters and ``state_dict`` do not change. The delayed-scaling state is found again by
-    ``FP8AttentionState.of(model)``; it updates itself when a training forward of ``model`` begins.
-
-    Args:
-        model: Any module; its root is what training calls.
-        **options: Those of :func:`plan_attention`.
-
-    Returns:
-        A row an attention module, and the FP8 attentions by the names of the modules that they serve.
-
-    Raises:
-        ConfigError: See :func:`plan_attention`; nothing is changed then.
-    """
-    plan = plan_attention(model, **options)
-    plan.carry_out(model)
-    return plan.rows, plan.converted
 
 
 def plan_attention(
@@ -163,7 +134,7 @@ def plan_attention(
     return AttentionPlan(tuple(rows), converted, hosts, attention_recipe)
 
 
-class FP8AttentionState:
+class FP8AttentionState(ModelState):
     """The delayed-scaling state of all converted attentions, updated like that of the linears.
 
     Args:
@@ -172,7 +143,7 @@ class FP8AttentionState:
         recipe: What they were converted to.
     """
 
-    _ATTRIBUTE = "_foundry_fp8_attention_state"
+    NAME = "FP8 attention state"
 
     def __init__(
         self, model: nn.Module, modules: Mapping[str, FP8DotProductAttention], recipe: AttentionRecipe
@@ -184,20 +155,11 @@ class FP8AttentionState:
             recipe if isinstance(recipe, DelayedScaling) else DelayedScaling(fp8_format=recipe.fp8_format)
         )
         fp8_max = {slot: attention_format(recipe, slot).max for slot in self.slots}
-        self._scales = ModuleScales(timing, list(self.modules), fp8_max, "FP8 attention state")
+        self._scales = ModuleScales(timing, list(self.modules), fp8_max, self.NAME)
         for name, module in self.modules.items():
             module.slots = self._scales.slots(name)
-        setattr(model, self._ATTRIBUTE, self)
+        self.leave_on(model)
         self._scales.attach(model)
-
-    @classmethod
-    def of(cls, model: nn.Module) -> FP8AttentionState | None:
-        """The state of a converted model, wrapped or not, or ``None``."""
-        for module in model.modules():
-            state = module.__dict__.get(cls._ATTRIBUTE)
-            if state is not None:
-                return state
-        return None
 
     @property
     def delayed(self) -> DelayedScalingState:
@@ -208,6 +170,10 @@ class FP8AttentionState:
         """Finish the running pass: a collective, so every rank calls it. Twice is as good as once."""
         self._scales.state.update()
 
+    def header(self) -> dict[str, Any]:
+        """As of any state, and the slots' names."""
+        return {**super().header(), "slots": list(self.slots)}
+
     def state_dict(self) -> dict[str, Any]:
         """Loads with ``weights_only=True``.
 
@@ -215,12 +181,7 @@ class FP8AttentionState:
             ``version``, ``recipe``, ``slots`` (their names), ``modules``: name -> ``scale`` ``[slots]`` and ``amax_history``
             ``[L, slots]``.
         """
-        return {
-            "version": _FORMAT_VERSION,
-            "recipe": self.recipe.to_dict(),
-            "slots": list(self.slots),
-            "modules": self._scales.state_dict(),
-        }
+        return {**self.header(), "modules": self._scales.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what :meth:`state_dict` gave.
@@ -228,13 +189,5 @@ class FP8AttentionState:
         Raises:
             RuntimeError: The state is of another recipe, version or model, or damaged; nothing is changed then.
         """
-        mine = {"version": _FORMAT_VERSION, "recipe": self.recipe.to_dict(), "slots": list(self.slots)}
-        for key, value in mine.items():
-            same = (
-                same_scaling(state.get(key, {}), self.recipe) if key == "recipe" else state.get(key) == value
-            )
-            if not same:
-                raise RuntimeError(
-                    f"the checkpoint's FP8 attention state has {key} {state.get(key)!r}, this run {value!r}. {FRESH_STATE}"
-                )
+        self.check_header(state)
         self._scales.load_state_dict(state["modules"])

@@ -6,9 +6,11 @@ from typer.testing import CliRunner
 
 from foundry_fp8.cli.main import app
 from foundry_fp8.config import parse_bytes
+from foundry_fp8.planning.memory import measure
 
 
-def test_the_command_plans_an_mpt_yaml(tmp_path):
+def test_the_command_plans_an_mpt_yaml(tmp_path, monkeypatch):
+    monkeypatch.setattr(measure, "CACHE_BYTES", 2**16)  # no matter here how exact its seconds are
     run = {
         "max_seq_len": 32,
         "device_train_microbatch_size": 2,

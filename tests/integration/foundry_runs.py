@@ -113,6 +113,14 @@ def config(root: Path, **changes: Any) -> dict[str, Any]:
     return {**base, **changes}
 
 
+def weights(trainer: Any) -> dict[str, Any]:
+    """The parameters of a trainer's model by the names of the plain model, copied."""
+    return {
+        name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", ""): p.detach().clone()
+        for name, p in trainer.state.model.named_parameters()
+    }
+
+
 def train(cfg: dict[str, Any]) -> Any:
     """Run LLM Foundry's own entry; returns Composer's trainer."""
     from llmfoundry.command_utils.train import train as foundry_train

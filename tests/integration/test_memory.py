@@ -6,30 +6,17 @@ import torch
 from foundry_fp8.activations.compression.saved import compresses_inside
 from foundry_fp8.config import ConfigError
 from foundry_fp8.model_structure.wrappers import checkpoint_wrappers
-from tests.integration.foundry_runs import config, llama, make_data, train
+from tests.integration.foundry_runs import config, llama, train, weights
 
 pytestmark = pytest.mark.integration
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    return make_data(tmp_path_factory.mktemp("foundry"))
-
-
-def weights(trainer):
-    return {
-        name.replace("_checkpoint_wrapped_module.", ""): p.detach().clone()
-        for name, p in trainer.state.model.named_parameters()
-    }
 
 
 SEED_TARGETS = {"mptblock": "first-1", "grouped_query_attention": "last-1"}
 
 
-def test_foundrys_targets_change_nothing_but_memory_with_fp8_and_resume(root, tmp_path):
-    fp8 = {"fp8": {"recipe": "delayed"}}
-    both = {"activation_checkpointing": {"targets": SEED_TARGETS}, **fp8}
-    plain = weights(train(config(root, algorithms=fp8)))
+def test_foundrys_targets_change_nothing_but_memory_with_fp8_and_resume(root, delayed_run, tmp_path):
+    both = {"activation_checkpointing": {"targets": SEED_TARGETS}, "fp8": {"recipe": "delayed"}}
+    plain = delayed_run.weights
     run = train(
         config(root, algorithms=both, save_folder=str(tmp_path), save_interval="2ba", save_overwrite=True)
     )

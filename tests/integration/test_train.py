@@ -5,71 +5,54 @@ import torch
 
 from foundry_fp8.config import ConfigError
 from foundry_fp8.numerics.recipes import FOR_ANY_MODEL
-from tests.integration.foundry_runs import MPT, config, llama, make_data, train
+from tests.integration.foundry_runs import MPT, config, llama, train, weights
 
 pytestmark = pytest.mark.integration
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    return make_data(tmp_path_factory.mktemp("foundry"))
-
-
-def weights(trainer):
-    return {name: p.detach().clone() for name, p in trainer.state.model.named_parameters()}
 
 
 def fp8(recipe, **options):
     return {"fp8": {"recipe": recipe, **options}}
 
 
-@pytest.mark.parametrize(
-    "recipe", [pytest.param(r, marks=[] if r == "delayed" else pytest.mark.full) for r in FOR_ANY_MODEL]
-)
-def test_a_resumed_run_ends_bit_exactly_like_an_uninterrupted_one(root, tmp_path, recipe):
-    whole = train(
-        config(
-            root, algorithms=fp8(recipe), save_folder=str(tmp_path), save_interval="2ba", save_overwrite=True
-        )
-    )
-    expected = weights(whole)
-    assert len(whole.state.algorithms[0].report.converted) == 8
+def test_a_resumed_run_ends_bit_exactly_like_an_uninterrupted_one(root, delayed_run):
+    assert len(delayed_run.trainer.state.algorithms[0].report.converted) == 8
+    resumed = train(config(root, load_path=delayed_run.checkpoint))
+    for name, value in weights(resumed).items():
+        assert torch.equal(value, delayed_run.weights[name]), name
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("recipe", [name for name in FOR_ANY_MODEL if name != "delayed"])
+def test_runs_in_other_recipes_resume_bit_exactly(root, tmp_path, recipe):
+    whole = train(config(root, algorithms=fp8(recipe), save_folder=str(tmp_path), save_interval="2ba"))
     resumed = train(config(root, algorithms=fp8(recipe), load_path=str(tmp_path / "ep0-ba2-rank0.pt")))
+    expected = weights(whole)
     for name, value in weights(resumed).items():
         assert torch.equal(value, expected[name]), name
 
 
-def test_checkpoints_go_from_high_precision_to_fp8_and_back(root, tmp_path):
+def test_checkpoints_go_from_high_precision_to_fp8_and_back(root, delayed_run, tmp_path):
     still = {
         "optimizer": {"name": "decoupled_adamw", "lr": 1e-30, "weight_decay": 0.0},
         "scheduler": {"name": "constant_with_warmup", "t_warmup": "0ba"},
     }
-    for first, second in ((None, fp8("delayed")), (fp8("delayed"), None)):
-        folder = tmp_path / ("to_fp8" if second else "from_fp8")
-        saved = train(
-            config(root, algorithms=first, save_folder=str(folder), save_interval="2ba", max_duration="2ba")
-        )
-        path = str(folder / "ep0-ba2-rank0.pt")
-        loaded = train(
-            config(
-                root, algorithms=second, load_path=path, load_weights_only=True, max_duration="1ba", **still
-            )
-        )
-        expected = weights(saved)
-        assert all(torch.equal(v, expected[n]) for n, v in weights(loaded).items())
-        resumed = train(config(root, algorithms=second, load_path=path, max_duration="3ba"))
+    train(config(root, algorithms=None, save_folder=str(tmp_path), max_duration="2ba"))
+    high_precision = str(tmp_path / "ep0-ba2-rank0.pt")
+    for path, algorithms in ((high_precision, fp8("delayed")), (delayed_run.checkpoint, None)):
+        saved = torch.load(path, weights_only=False)["state"]["model"]
+        weights_alone = {"load_path": path, "load_weights_only": True, "max_duration": "1ba", **still}
+        loaded = train(config(root, algorithms=algorithms, **weights_alone))
+        assert all(torch.equal(v, saved[n]) for n, v in weights(loaded).items())
+        resumed = train(config(root, algorithms=algorithms, load_path=path, max_duration="3ba"))
         assert resumed.state.timestamp.batch == 3
 
 
-def test_resuming_with_another_recipe_is_an_error_with_the_way_out(root, tmp_path):
-    train(config(root, save_folder=str(tmp_path), save_interval="2ba", max_duration="2ba"))
-    path = str(tmp_path / "ep0-ba2-rank0.pt")
+def test_resuming_with_another_recipe_is_an_error_with_the_way_out(root, delayed_run):
+    other = {"algorithms": fp8("current"), "load_path": delayed_run.checkpoint, "max_duration": "3ba"}
     with pytest.raises(RuntimeError, match="made by the recipe"):
-        train(config(root, algorithms=fp8("current"), load_path=path))
-    fresh = train(
-        config(root, algorithms=fp8("current"), load_path=path, load_ignore_keys=["state/algorithms"])
-    )
-    assert fresh.state.timestamp.batch == 4
+        train(config(root, **other))
+    fresh = train(config(root, **other, load_ignore_keys=["state/algorithms"]))
+    assert fresh.state.timestamp.batch == 3
 
 
 def test_a_hugging_face_llama_trains_in_fp8_and_learns(root):
@@ -86,12 +69,10 @@ def test_a_hugging_face_llama_trains_in_fp8_and_learns(root):
     assert abs(losses[True] - losses[False]) / losses[False] < 0.02
 
 
-def test_activation_checkpointing_by_composer_changes_nothing(root):
-    plain = train(config(root, algorithms=fp8("delayed"), max_duration="3ba"))
+def test_activation_checkpointing_by_composer_changes_nothing(root, delayed_run):
     model = dict(MPT, activation_checkpointing_target="mptblock")
-    checkpointed = train(config(root, model=model, algorithms=fp8("delayed"), max_duration="3ba"))
-    expected = weights(plain)
-    assert all(torch.equal(v, expected[n]) for n, v in weights(checkpointed).items())
+    checkpointed = train(config(root, model=model))
+    assert all(torch.equal(v, delayed_run.weights[n]) for n, v in weights(checkpointed).items())
 
 
 @pytest.mark.full
@@ -100,8 +81,7 @@ def test_a_compiled_run_equals_the_eager_one(root):
     compiled = train(
         config(root, algorithms=fp8("current"), max_duration="2ba", compile_config={"backend": "aot_eager"})
     )
-    expected = weights(eager)
-    got = {name.replace("_orig_mod.", ""): value for name, value in weights(compiled).items()}
+    expected, got = weights(eager), weights(compiled)
     assert sorted(got) == sorted(expected)
     for name, value in got.items():
         torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5)
@@ -123,13 +103,11 @@ def test_the_hugging_face_checkpointer_exports_a_plain_model(root, tmp_path):
     assert all(torch.equal(found[name], trained[name]) for name in found)
 
 
-def test_evaluation_in_the_middle_of_training_leaves_no_trace(root):
-    without = train(config(root, algorithms=fp8("delayed")))
-    cfg = config(root, algorithms=fp8("delayed"), eval_interval="1ba", eval_subset_num_batches=2)
+def test_evaluation_in_the_middle_of_training_leaves_no_trace(root, delayed_run):
+    cfg = config(root, eval_interval="1ba", eval_subset_num_batches=2)
     cfg["eval_loader"] = {**cfg["train_loader"], "drop_last": False}
     with_eval = train(cfg)
-    expected = weights(without)
-    assert all(torch.equal(v, expected[n]) for n, v in weights(with_eval).items())
+    assert all(torch.equal(v, delayed_run.weights[n]) for n, v in weights(with_eval).items())
 
 
 def test_composers_own_fp8_is_refused(root):

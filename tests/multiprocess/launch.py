@@ -75,7 +75,7 @@ def through_composer(script, *args, ranks=2):
 
 
 def _ranks(folder, request, world, imports, *, per_node=None, timeout=TIMEOUT, environment=None):
-    request |= {"world": world, "per_node": per_node or world, "folder": folder, "port": _free_port()}
+    request |= {"world": world, "per_node": per_node or world, "folder": folder, "port": free_port()}
     request |= {"imports": imports.split(","), "timeout": timeout, "environment": environment or {}}
     codes = _server().ask(request)
     assert isinstance(codes, list), codes  # the traceback of an import
@@ -87,8 +87,8 @@ def _raise_if_failed(codes, outputs):
     assert not any(codes), f"exit codes {codes}\n{shown}"
 
 
-def _free_port():
-    # Below the range from which the kernel serves other processes, so that nobody takes it before rank 0 listens.
+def free_port():
+    """A port below the range from which the kernel serves other processes, so that nobody takes it before rank 0 listens."""
     while True:
         port = random.SystemRandom().randrange(10_000, 30_000)
         with socket.socket() as s, contextlib.suppress(OSError):

@@ -1,4 +1,7 @@
-"""Worker: what must end in an error on every rank, and never in a hang. The case is the first argument."""
+"""Worker: what must end in an error on every rank, and never in a hang.
+
+Arguments: ``all``; or ``waits`` and two ports, for two cases of two ranks each that wait side by side for their time limit.
+"""
 
 import contextlib
 import json
@@ -17,11 +20,16 @@ from foundry_fp8.distributed import rows, wire
 from foundry_fp8.distributed.compression.apply import apply_compressed_communication
 from foundry_fp8.distributed.traffic import CountingGroup
 
-case = sys.argv[1]
 # Short only where ranks wait in vain; elsewhere a busy machine must not look like a missing rank.
-LIMIT = 20 if case in ("one_rank_only", "stuck") else 600
-dist.init_process_group("gloo", timeout=timedelta(seconds=LIMIT))
-rank = dist.get_rank()
+if sys.argv[1] == "waits":
+    pair, rank = divmod(int(os.environ["RANK"]), 2)
+    case = ("one_rank_only", "stuck")[pair]
+    store = f"tcp://127.0.0.1:{sys.argv[2 + pair]}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timedelta(seconds=20))
+else:
+    case = "all"
+    dist.init_process_group("gloo", timeout=timedelta(seconds=600))
+    rank = dist.get_rank()
 COMMON = {"warmup": 0, "min_bytes": 0, "block_size": 32, "scope": "all"}
 
 

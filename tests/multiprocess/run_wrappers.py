@@ -1,4 +1,7 @@
-"""Worker: every wrapper with gradients and parameters compressed, against the float64 mean of all ranks' gradients."""
+"""Worker: every wrapper with gradients and parameters compressed, against the float64 mean of all ranks' gradients.
+
+Argument: ``some`` or ``every`` cell of wrapper x what is compressed x what is done.
+"""
 
 import json
 import os
@@ -54,8 +57,13 @@ def resume(kind, options):
     return {"bit_exact": all(everywhere), "residuals": residuals}
 
 
+DONE = {name: ("fp32", "accumulation", "resume") for name in ("gradients", "parameters", "both")}
+DONE["none"] = ("fp32", "accumulation")
+if sys.argv[1] == "some":
+    DONE |= {"none": ("fp32",), "parameters": ("fp32", "resume"), "both": ("accumulation",)}
+
 results = {}
-for kind in sys.argv[1].split(",") if len(sys.argv) > 1 else KINDS:
+for kind in KINDS:
     cells = results[kind] = {}
     for name, options in {
         "none": {"gradients": "bf16", "warmup": 100},
@@ -67,6 +75,8 @@ for kind in sys.argv[1].split(",") if len(sys.argv) > 1 else KINDS:
             continue
         options = COMMON | options
         for parts, label in ((1, "fp32"), (2, "accumulation")):
+            if label not in DONE[name]:
+                continue
             model = wrap(kind)
             compression = apply_compressed_communication(model, **options)
             assert apply_compressed_communication(model, **options) is compression
@@ -93,7 +103,7 @@ for kind in sys.argv[1].split(",") if len(sys.argv) > 1 else KINDS:
                     cells[f"{name}/{label}"]["state_exact"] = all(
                         torch.equal(full[n], p) for n, p in ORIGINAL.named_parameters()
                     )
-        if name != "none":
+        if "resume" in DONE[name]:
             cells[f"{name}/resume"] = resume(kind, options)
     print(kind, json.dumps(cells, indent=1), flush=True)
 

@@ -23,8 +23,9 @@ DIRECTION = {"none": 1e-6, "gradients": 1.5e-2, "parameters": 1e-2, "both": 5e-2
 LEAST_RATIO = {"gradients": 2.5, "parameters": 1.4, "both": 2.0}
 
 
-def test_every_cell_of_the_matrix():
-    results = launch.run("run_wrappers.py", 4)
+@pytest.mark.parametrize("cells", ["some", pytest.param("every", marks=pytest.mark.full)])
+def test_cells_of_the_matrix(cells):
+    results = launch.run("run_wrappers.py", 4, cells)
     assert results.keys() == KINDS
     wrong = []
     for kind, cells in results.items():

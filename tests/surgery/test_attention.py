@@ -14,7 +14,8 @@ from foundry_fp8.backends.emulated.attention import EmulatedAttention
 from foundry_fp8.config import ConfigError
 from foundry_fp8.layers.attention import FP8DotProductAttention
 from foundry_fp8.numerics.recipes import BlockScaling, CurrentScaling, DelayedScaling
-from foundry_fp8.surgery.attention import FP8AttentionState, convert_attention
+from foundry_fp8.surgery.attention import FP8AttentionState
+from tests.surgery.conversion import convert_attention
 
 RECIPES = [DelayedScaling(amax_history_len=4), CurrentScaling()]
 
@@ -252,8 +253,12 @@ def test_a_foreign_or_damaged_state_is_refused() -> None:
     state = FP8AttentionState.of(model)
     assert state is not None
     good = state.state_dict()
-    with pytest.raises(RuntimeError, match="has recipe"):
+    with pytest.raises(RuntimeError, match="FP8 attention state was made by the recipe"):
         state.load_state_dict({**good, "recipe": CurrentScaling().to_dict()})
+    with pytest.raises(RuntimeError, match="FP8 attention state is not readable: it lacks slots"):
+        state.load_state_dict({key: value for key, value in good.items() if key != "slots"})
+    with pytest.raises(RuntimeError, match="FP8 attention state has slots"):
+        state.load_state_dict({**good, "slots": ["q"]})
     with pytest.raises(RuntimeError, match=r"another model or selection.*layers\.1"):
         state.load_state_dict({**good, "modules": {"layers.0": good["modules"]["layers.0"]}})
     good["modules"]["layers.1"]["scale"][2] = torch.nan

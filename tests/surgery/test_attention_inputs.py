@@ -17,8 +17,8 @@ from foundry_fp8.backends.transformer_engine.attention_requirements import (
 )
 from foundry_fp8.layers.attention_mask import AttentionMask
 from foundry_fp8.numerics.recipes import DelayedScaling
-from foundry_fp8.surgery.attention import convert_attention
 from foundry_fp8.surgery.attention_inputs import same_mask
+from tests.surgery.conversion import convert_attention
 
 DOCS = Path(__file__).parents[2] / "docs" / "attention.md"
 S = 16

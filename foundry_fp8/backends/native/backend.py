@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from foundry_fp8.backends.native.inputs import checked_dtype, delayed_tensors
-from foundry_fp8.backends.native.operand import Layout, Plan, plan_of
+from foundry_fp8.backends.native.inputs import LinearCall, checked_dtype
+from foundry_fp8.backends.native.operand import Layout
 from foundry_fp8.backends.native.size_rule import size_reason
 from foundry_fp8.compat.fresh_view import fresh_view
 from foundry_fp8.compat.fsdp2 import shard_versions
@@ -111,8 +111,7 @@ class NativeBackend(Backend):
         """See :meth:`Backend.linear`."""
         from foundry_fp8.backends.native.linear import NativeLinear  # Triton is imported here, not before
 
-        weight, bias, recipe = module.matrix.contiguous(), module.bias, module.recipe
-        assert recipe is not None
+        weight, bias = module.matrix.contiguous(), module.bias
         dtype = checked_dtype(module, x)
         if x.numel() == 0 or weight.numel() == 0:
             return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
@@ -124,27 +123,11 @@ class NativeBackend(Backend):
         if norm is not None:  # a probe is shown the norm's output, which fusing never writes
             x = norm.normalise(x)
             dtype = compute_dtype(x)
-        plan = plan_of(recipe, module.output_multiplier)
-        scales, slots = delayed_tensors(module)
+        call = LinearCall.of(module, module.probe)
         x2d, keep = x.to(dtype).reshape(-1, x.shape[-1]), module.keep_input(x)
         with torch.autocast(x.device.type, enabled=False):
-            cached = self.cached_weight(module, plan, dtype, scales[1], slots[1])
-            y: Tensor = NativeLinear.apply(  # type: ignore[no-untyped-call]
-                x2d,
-                weight,
-                bias,
-                scales[0],
-                slots[0],
-                scales[1],
-                slots[1],
-                scales[2],
-                slots[2],
-                cached,
-                plan,
-                module.wgrad == "fp8",
-                module.probe,
-                keep,
-            )
+            cached = self.cached_weight(module, call, dtype)
+            y: Tensor = NativeLinear.apply(x2d, weight, bias, cached, keep, call)  # type: ignore[no-untyped-call]
         return fresh_view(y, *x.shape[:-1], module.out_features)
 
     def clear_weight_cache(self) -> None:
@@ -165,16 +148,14 @@ class NativeBackend(Backend):
             self.clear_weight_cache()
 
     def cached_weight(
-        self, module: FP8Linear, plan: Plan, dtype: torch.dtype, scale: Tensor | None, slot: Tensor | None
+        self, module: FP8Linear, call: LinearCall, dtype: torch.dtype
     ) -> tuple[Layout, Layout, Tensor] | None:
         """Both layouts and the statistics of the weight of ``module``, quantised now or before; ``None`` where not cached.
 
         Args:
             module: Whose weight.
-            plan: The recipe.
+            call: The recipe, and delayed scaling's state of the weight.
             dtype: The compute dtype, to which the weight is rounded first.
-            scale: Delayed scaling's scale of the weight.
-            slot: Where to record its amax.
         """
         if not self.cache_weights or torch.compiler.is_compiling() or not module.training:
             return None
@@ -192,13 +173,14 @@ class NativeBackend(Backend):
             return None
         if weight.is_cuda and torch.cuda.is_current_stream_capturing():
             return None  # a replay would go on reading the weight of the capture
+        scale, slot = call.w
         # A delayed scale changes with every forward pass.
         key = (
             weight.data_ptr(),
             weight._version,
             weight.shape,
             dtype,
-            plan,
+            call.plan,
             None if scale is None or module.slots is None else module.slots["w"].scale_version,
         )
         found = self._cache.get(module.fqn)
@@ -207,7 +189,7 @@ class NativeBackend(Backend):
 
             with torch.no_grad():
                 matrix = module.matrix.to(dtype).contiguous()
-                quantized = quantize_weight(matrix, plan, scale=scale, amax_slot=slot)
+                quantized = quantize_weight(matrix, call.plan, scale=scale, amax_slot=slot)
             found = self._cache[module.fqn] = _CachedWeight(key, quantized)
             _forget_after_optimizer_steps(self)
         elif slot is not None:

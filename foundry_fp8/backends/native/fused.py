@@ -14,14 +14,15 @@ They call the linear's GEMMs, not the module: forward hooks on the linear do not
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from foundry_fp8.backends.native.inputs import checked_dtype, delayed_tensors
+from foundry_fp8.backends.native.inputs import LinearCall, checked_dtype
 from foundry_fp8.backends.native.linear import dgrad_and_wgrad, fprop
-from foundry_fp8.backends.native.operand import Layout, Plan, Source, plan_of
+from foundry_fp8.backends.native.operand import Layout, Source
 from foundry_fp8.compat.fresh_view import fresh_view
 from foundry_fp8.layers.autocast import compute_dtype
 from foundry_fp8.layers.deferred_norm import DeferredNorm
@@ -59,11 +60,8 @@ def norm_linear(linear: FP8Linear, x: Tensor, norm: nn.Module) -> Tensor:
         return plain
     eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
     bias = getattr(norm, "bias", None)
-    centered = isinstance(norm, nn.LayerNorm)
-    return linear.recorded(
-        x,
-        lambda x: _run(linear, x, NORM, norm_weight=norm.weight, norm_bias=bias, eps=eps, centered=centered),
-    )
+    producer = _Producer(kind=NORM, eps=eps, centered=isinstance(norm, nn.LayerNorm))
+    return linear.recorded(x, lambda x: _run(linear, x, producer, norm_weight=norm.weight, norm_bias=bias))
 
 
 def deferred_norm_linear(linear: FP8Linear, x: Tensor, norm: DeferredNorm) -> Tensor:
@@ -75,14 +73,13 @@ def deferred_norm_linear(linear: FP8Linear, x: Tensor, norm: DeferredNorm) -> Te
     eps: float | None = norm.eps  # type: ignore[assignment]
     centered = norm.normalization == "LayerNorm"
     bias = norm.bias if centered else None
+    eps = torch.finfo(dtype).eps if eps is None else eps
     return _run(
         linear,
         x,
-        NORM,
+        _Producer(kind=NORM, eps=eps, centered=centered),
         norm_weight=norm.weight.to(dtype),
         norm_bias=None if bias is None else bias.to(dtype),
-        eps=torch.finfo(dtype).eps if eps is None else eps,
-        centered=centered,
     )
 
 
@@ -114,8 +111,17 @@ def activation_linear(
     if not linear.runs_fp8 or linear.probe is not None or x.numel() == 0:
         plain: Tensor = linear(_unfused_activation(x, activation, up, alpha))
         return plain
-    code = ACTIVATION_CODES[activation]
-    return linear.recorded(x, lambda x: _run(linear, x, code, up=up, alpha=alpha))
+    producer = _Producer(kind=ACTIVATION_CODES[activation])
+    return linear.recorded(x, lambda x: _run(linear, x, producer, up=up, alpha=alpha))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Producer:
+    """What makes x: a norm (``NORM``) or an activation, by its code."""
+
+    kind: int
+    eps: float = 0.0
+    centered: bool = False
 
 
 class _ProducedLinear(torch.autograd.Function):
@@ -131,37 +137,20 @@ class _ProducedLinear(torch.autograd.Function):
         alpha: Tensor | None,
         weight: Tensor,
         bias: Tensor | None,
-        x_scale: Tensor | None,
-        x_slot: Tensor | None,
-        w_scale: Tensor | None,
-        w_slot: Tensor | None,
-        dy_scale: Tensor | None,
-        dy_slot: Tensor | None,
         cached: tuple[Layout, Layout, Tensor] | None,
-        plan: Plan,
-        kind: int,
-        eps: float,
-        centered: bool,
+        call: LinearCall,
+        producer: _Producer,
     ) -> Tensor:
         from foundry_fp8.backends.native import ops
 
         mean = rstd = None
-        if kind == NORM:
-            mean, rstd = ops.norm_statistics(x, eps, centered)
-            mean = mean if centered else None
-        source = Source(x, up, mean, rstd, norm_weight, norm_bias, alpha, kind)
-        y, saved = fprop(
-            source,
-            weight,
-            bias,
-            (x_scale, x_slot),
-            (w_scale, w_slot),
-            cached,
-            plan,
-            keep_x=ctx.needs_input_grad[5],
-        )
+        if producer.kind == NORM:
+            mean, rstd = ops.norm_statistics(x, producer.eps, producer.centered)
+            mean = mean if producer.centered else None
+        source = Source(x, up, mean, rstd, norm_weight, norm_bias, alpha, producer.kind)
+        y, saved = fprop(source, weight, bias, call, cached=cached, keep_x=ctx.needs_input_grad[5])
         ctx.save_for_backward(x, up, mean, rstd, norm_weight, norm_bias, alpha, *saved)
-        ctx.w_scale, ctx.dy_delayed, ctx.plan, ctx.kind = w_scale, (dy_scale, dy_slot), plan, kind
+        ctx.call, ctx.kind = call, producer.kind
         ctx.bias_dtype = None if bias is None else bias.dtype
         return y
 
@@ -171,9 +160,7 @@ class _ProducedLinear(torch.autograd.Function):
 
         x, up, mean, rstd, norm_weight, norm_bias, alpha, *saved = ctx.saved_tensors
         needs = (any(ctx.needs_input_grad[:5]), ctx.needs_input_grad[5], ctx.needs_input_grad[6])
-        produced, dw, db = dgrad_and_wgrad(
-            dy, saved, ctx.w_scale, ctx.dy_delayed, ctx.plan, x.dtype, needs=needs
-        )
+        produced, dw, db = dgrad_and_wgrad(dy, saved, ctx.call, x.dtype, needs=needs)
         dx = dup = dnorm_weight = dnorm_bias = dalpha = None
         if produced is not None and ctx.kind == NORM:
             dx, dnorm_weight, dnorm_bias = ops.norm_backward(produced, x, rstd, norm_weight, mean)
@@ -184,25 +171,21 @@ class _ProducedLinear(torch.autograd.Function):
             dup = None if up is None else dup
             dalpha = None if alpha is None else dalpha
         db = None if db is None else db.to(ctx.bias_dtype)
-        return dx, dup, dnorm_weight, dnorm_bias, dalpha, dw, db, *([None] * 11)
+        return dx, dup, dnorm_weight, dnorm_bias, dalpha, dw, db, None, None, None
 
 
 def _run(
     linear: FP8Linear,
     x: Tensor,
-    kind: int,
+    producer: _Producer,
     *,
     up: Tensor | None = None,
     norm_weight: Tensor | None = None,
     norm_bias: Tensor | None = None,
     alpha: Tensor | None = None,
-    eps: float = 0.0,
-    centered: bool = False,
 ) -> Tensor:
-    assert linear.recipe is not None
     backend: Any = linear.backend
-    dtype, plan = checked_dtype(linear, x), plan_of(linear.recipe, linear.output_multiplier)
-    scales, slots = delayed_tensors(linear)
+    dtype, call = checked_dtype(linear, x), LinearCall.of(linear)
     with torch.autocast(x.device.type, enabled=False):
         y: Tensor = _ProducedLinear.apply(  # type: ignore[no-untyped-call]
             x.to(dtype).reshape(-1, x.shape[-1]),
@@ -212,17 +195,9 @@ def _run(
             alpha,
             linear.matrix.contiguous(),
             linear.bias,
-            scales[0],
-            slots[0],
-            scales[1],
-            slots[1],
-            scales[2],
-            slots[2],
-            backend.cached_weight(linear, plan, dtype, scales[1], slots[1]),
-            plan,
-            kind,
-            eps,
-            centered,
+            backend.cached_weight(linear, call, dtype),
+            call,
+            producer,
         )
     return fresh_view(y, *x.shape[:-1], linear.out_features)
 

@@ -2,15 +2,50 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
+from foundry_fp8.backends.native.operand import Plan, plan_of
 from foundry_fp8.kernels.launch import HP_DTYPES
 from foundry_fp8.layers.autocast import compute_dtype
-from foundry_fp8.layers.linear import FP8Linear
+from foundry_fp8.layers.linear import FP8Linear, Probe
 from foundry_fp8.numerics.recipes import DelayedScaling
 
-__all__ = ["checked_dtype", "delayed_tensors"]
+__all__ = ["Delayed", "LinearCall", "checked_dtype"]
+
+Delayed = tuple[Tensor | None, Tensor | None]
+"""Delayed scaling's scale (0-d), and where to record the amax (``None``: nowhere). Both ``None`` for the other recipes."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LinearCall:
+    """What a linear's GEMMs read beside the tensors that they are differentiated for, in forward and in backward.
+
+    Attributes:
+        plan: The recipe.
+        x: Delayed scaling's state of the input.
+        w: The same of the weight.
+        dy: The same of the output's gradient.
+        fp8_wgrad: Run wgrad in FP8, otherwise in the dtype of x.
+        probe: Shown every operand once.
+    """
+
+    plan: Plan
+    x: Delayed = (None, None)
+    w: Delayed = (None, None)
+    dy: Delayed = (None, None)
+    fp8_wgrad: bool = True
+    probe: Probe | None = None
+
+    @classmethod
+    def of(cls, module: FP8Linear, probe: Probe | None = None) -> LinearCall:
+        """What ``module`` says now."""
+        assert module.recipe is not None
+        x, w, dy = _delayed_tensors(module)
+        fp8_wgrad = module.wgrad == "fp8"
+        return cls(plan=plan_of(module.recipe, module.output_multiplier), x=x, w=w, dy=dy, fp8_wgrad=fp8_wgrad, probe=probe)
 
 
 def checked_dtype(module: FP8Linear, x: Tensor) -> torch.dtype:
@@ -35,10 +70,11 @@ def checked_dtype(module: FP8Linear, x: Tensor) -> torch.dtype:
     return dtype
 
 
-def delayed_tensors(module: FP8Linear) -> tuple[list[Tensor | None], list[Tensor | None]]:
-    """The scale of x, w and dy, and where to record their amaxes; ``None`` for recipes other than delayed."""
+def _delayed_tensors(module: FP8Linear) -> list[Delayed]:
+    """Of x, w and dy."""
     if module.slots is None or not isinstance(module.recipe, DelayedScaling):
-        return [None] * 3, [None] * 3
-    scales: list[Tensor | None] = [slot.scale for slot in module.slots.values()]
+        return [(None, None)] * 3
     recording = module.recording()
-    return scales, [slot.amax if operand in recording else None for operand, slot in module.slots.items()]
+    return [
+        (slot.scale, slot.amax if operand in recording else None) for operand, slot in module.slots.items()
+    ]

@@ -24,20 +24,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foundry_fp8.backends.native.inputs import LinearCall
 from foundry_fp8.backends.native.operand import Layout, Plan, Source, gemm, quantized_view
-from foundry_fp8.layers.linear import KeepInput, Probe
+from foundry_fp8.layers.linear import KeepInput
 from foundry_fp8.numerics.formats import E4M3, E5M2
 
 __all__ = ["NativeLinear", "dgrad_and_wgrad", "fprop", "quantize_weight"]
-
-Delayed = tuple[Tensor | None, Tensor | None]
-"""Delayed scaling's scale (0-d), and where to record the amax (``None``: nowhere). Both ``None`` for the other recipes."""
 
 FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2)}
 
 
 class NativeLinear(torch.autograd.Function):
-    """``y = x @ w.T + b`` with the GEMMs above. The arguments are plain, so that ``torch.compile`` can trace it."""
+    """``y = x @ w.T + b`` with the GEMMs above; ``torch.compile`` traces it."""
 
     @staticmethod
     def forward(
@@ -45,17 +43,9 @@ class NativeLinear(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        x_scale: Tensor | None,
-        x_slot: Tensor | None,
-        w_scale: Tensor | None,
-        w_slot: Tensor | None,
-        dy_scale: Tensor | None,
-        dy_slot: Tensor | None,
         cached: tuple[Layout, Layout, Tensor] | None,
-        plan: Plan,
-        fp8_wgrad: bool,
-        probe: Probe | None,
         keep: KeepInput | None,
+        call: LinearCall,
     ) -> Tensor:
         """Run fprop.
 
@@ -64,36 +54,18 @@ class NativeLinear(torch.autograd.Function):
             x: ``[M, K]``, hp.
             weight: ``[N, K]``, hp.
             bias: ``[N]``, hp, or ``None``.
-            x_scale: Delayed scaling's scale of x, 0-d; ``None`` for the other recipes.
-            x_slot: Where to record the amax of x; ``None`` for nowhere.
-            w_scale: The same for the weight.
-            w_slot: The same for the weight.
-            dy_scale: The same for the output's gradient.
-            dy_slot: The same for the output's gradient.
             cached: What :func:`quantize_weight` made of this weight earlier.
-            plan: The recipe.
-            fp8_wgrad: Run wgrad in FP8, otherwise in the dtype of ``x``.
-            probe: Shown every operand once.
             keep: Asked what to keep of the quantised x.
+            call: Everything else.
         """
         needs_w = ctx.needs_input_grad[1]
-        y, saved = fprop(
-            Source(x),
-            weight,
-            bias,
-            (x_scale, x_slot),
-            (w_scale, w_slot),
-            cached,
-            plan,
-            keep_x=needs_w and fp8_wgrad,
-            probe=probe,
-            keep=keep,
-        )
-        hp_x = x if needs_w and not fp8_wgrad else None
+        keep_x = needs_w and call.fp8_wgrad
+        y, saved = fprop(Source(x), weight, bias, call, cached=cached, keep_x=keep_x, keep=keep)
+        hp_x = x if needs_w and not call.fp8_wgrad else None
         ctx.reads_smoothly = hp_x is not None  # a product: activation compression may round x
         ctx.save_for_backward(hp_x, *saved)
         # Not saved for backward: they are the state's own, and what they hold by then is what backward shall read.
-        ctx.w_scale, ctx.dy_delayed, ctx.plan, ctx.probe = w_scale, (dy_scale, dy_slot), plan, probe
+        ctx.call = call
         ctx.x_dtype, ctx.bias_dtype = x.dtype, None if bias is None else bias.dtype
         return y
 
@@ -102,32 +74,21 @@ class NativeLinear(torch.autograd.Function):
         """Run dgrad and wgrad, as far as they are needed."""
         hp_x, *saved = ctx.saved_tensors
         needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
-        dx, dw, db = dgrad_and_wgrad(
-            dy,
-            saved,
-            ctx.w_scale,
-            ctx.dy_delayed,
-            ctx.plan,
-            ctx.x_dtype,
-            needs=(needs_x, needs_w and hp_x is None, needs_b),
-            probe=ctx.probe,
-        )
+        needs = (needs_x, needs_w and hp_x is None, needs_b)
+        dx, dw, db = dgrad_and_wgrad(dy, saved, ctx.call, ctx.x_dtype, needs=needs)
         if hp_x is not None:
-            dw = (dy.t() @ hp_x * ctx.plan.alpha).to(saved[0].dtype)
-        return dx, dw, None if db is None else db.to(ctx.bias_dtype), *([None] * 11)
+            dw = (dy.t() @ hp_x * ctx.call.plan.alpha).to(saved[0].dtype)
+        return dx, dw, None if db is None else db.to(ctx.bias_dtype), None, None, None
 
 
 def fprop(
     source: Source,
     weight: Tensor,
     bias: Tensor | None,
-    x_delayed: Delayed,
-    w_delayed: Delayed,
-    cached: tuple[Layout, Layout, Tensor] | None,
-    plan: Plan,
+    call: LinearCall,
     *,
     keep_x: bool,
-    probe: Probe | None = None,
+    cached: tuple[Layout, Layout, Tensor] | None = None,
     keep: KeepInput | None = None,
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
     """``Y = X W^T + b``.
@@ -136,25 +97,22 @@ def fprop(
         source: What produces x, ``[M, K]``.
         weight: ``[N, K]``, hp.
         bias: ``[N]``, hp, or ``None``.
-        x_delayed: Delayed scaling's state of x.
-        w_delayed: Delayed scaling's state of the weight.
-        cached: The weight, if it is quantised already.
-        plan: The recipe.
+        call: Recipe, delayed scaling's state of x and the weight, and who is shown both.
         keep_x: Make what wgrad needs.
-        probe: Shown x and w.
+        cached: The weight, if it is quantised already.
         keep: Asked what to keep of the quantised x.
 
     Returns:
         ``Y`` in the dtype of x, and what :func:`dgrad_and_wgrad` needs.
     """
-    x = source.x
+    x, plan, probe = source.x, call.plan, call.probe
     qx, qx_t, x_stats, _ = source.quantize(
-        "x", plan, rows=True, columns=keep_x, scale=x_delayed[0], amax_slot=x_delayed[1]
+        "x", plan, rows=True, columns=keep_x, scale=call.x[0], amax_slot=call.x[1]
     )
     w_hp = weight.to(x.dtype)
     if cached is None:
         qw, _, w_stats, _ = Source(w_hp).quantize(
-            "w", plan, rows=True, columns=False, scale=w_delayed[0], amax_slot=w_delayed[1]
+            "w", plan, rows=True, columns=False, scale=call.w[0], amax_slot=call.w[1]
         )
     else:
         qw, _, w_stats = cached
@@ -182,31 +140,26 @@ def fprop(
 def dgrad_and_wgrad(
     dy: Tensor,
     saved: Sequence[Tensor | None],
-    w_scale: Tensor | None,
-    dy_delayed: Delayed,
-    plan: Plan,
+    call: LinearCall,
     x_dtype: torch.dtype,
     *,
     needs: tuple[bool, bool, bool],
-    probe: Probe | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """``dX = dY W``, ``dW = dY^T X`` and the bias gradient, from one pass over dy.
 
     Args:
         dy: ``[M, N]``, hp.
         saved: From :func:`fprop`.
-        w_scale: Delayed scaling's scale of the weight.
-        dy_delayed: Delayed scaling's state of dy.
-        plan: The recipe.
+        call: That of the forward.
         x_dtype: dtype of ``dX``.
         needs: Which of ``dX``, ``dW`` and the bias gradient to compute.
-        probe: Shown dy.
 
     Returns:
         The three; ``dW`` in the weight's dtype, the bias gradient in float32.
     """
     weight, w_stats, kept_x, kept_x_scale, kept_w, kept_w_scale = saved
     assert weight is not None and w_stats is not None
+    plan, probe, w_scale = call.plan, call.probe, call.w[0]
     (m, n), k = dy.shape, weight.shape[1]
     needs_x, needs_w, needs_b = needs
     if not (needs_x or needs_w):
@@ -217,8 +170,8 @@ def dgrad_and_wgrad(
         rows=needs_x or probe is not None,
         columns=needs_w,
         column_sum=needs_b,
-        scale=dy_delayed[0],
-        amax_slot=dy_delayed[1],
+        scale=call.dy[0],
+        amax_slot=call.dy[1],
     )
     if probe is not None:
         probe("dy", dy, quantized_view(dy, "dy", plan, FORMATS[plan.dy_fmt], qdy, dy_stats))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,30 +18,7 @@ from torch import Tensor
 from foundry_fp8.compat.dispatch_mode import TorchDispatchMode
 from foundry_fp8.compat.pytree import tree_iter
 
-__all__ = ["CudaBytes", "LiveBytes", "Meter", "activation_bytes", "meter_for"]
-
-
-class Meter(Protocol):
-    """Counts bytes from the moment it is entered."""
-
-    peak: int
-
-    @property
-    def live(self) -> int:
-        """Bytes allocated since it was entered and still alive."""
-        ...
-
-    def reset_peak(self) -> None:
-        """Let :attr:`peak` start again from :attr:`live`."""
-        ...
-
-    def __enter__(self) -> Any:
-        """Start."""
-        ...
-
-    def __exit__(self, *exc: Any) -> Any:
-        """Stop."""
-        ...
+__all__ = ["CudaBytes", "LiveBytes", "activation_bytes", "meter_for"]
 
 
 class LiveBytes(TorchDispatchMode):
@@ -123,7 +100,7 @@ class CudaBytes:
         torch.cuda.synchronize(self.device)
 
 
-def meter_for(device: torch.device) -> Any:
+def meter_for(device: torch.device) -> CudaBytes | LiveBytes:
     """:class:`CudaBytes` on a GPU, :class:`LiveBytes` elsewhere."""
     return CudaBytes(device) if device.type == "cuda" else LiveBytes()
 

@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import foundry_fp8
 from foundry_fp8.backends.native import ops
 from foundry_fp8.backends.native.gemm import swizzle_mx_scales, tensorwise_mm
+from foundry_fp8.backends.native.inputs import LinearCall
 from foundry_fp8.backends.native.linear import dgrad_and_wgrad, fprop
 from foundry_fp8.backends.native.operand import Source, plan_of
 from foundry_fp8.layers.state import FP8State
@@ -112,7 +113,6 @@ def test_three_gemms_on_fake_cuda_tensors(recipe, shape, dtype):
     """What CUDA would be asked to do: shapes, dtypes and layouts that ``_scaled_mm`` takes, three GEMMs of the right size, and
     nothing that waits for the device (a fake tensor has no value to wait for: ``item()`` raises)."""
     m, k, n = shape
-    plan = plan_of(recipe)
     with FakeTensorMode():
         x = torch.empty(m, k, dtype=dtype, device="cuda")
         weight, bias = torch.empty(n, k, device="cuda"), torch.empty(n, device="cuda")
@@ -121,10 +121,9 @@ def test_three_gemms_on_fake_cuda_tensors(recipe, shape, dtype):
         if isinstance(recipe, DelayedScaling):
             delayed = (torch.empty((), device="cuda"), torch.empty((), device="cuda"))
         with FlopCounterMode(display=False) as flops:
-            y, saved = fprop(Source(x), weight, bias, delayed, delayed, None, plan, keep_x=True)
-            dx, dw, db = dgrad_and_wgrad(
-                dy, saved, delayed[0], delayed, plan, dtype, needs=(True, True, True)
-            )
+            call = LinearCall(plan=plan_of(recipe), x=delayed, w=delayed, dy=delayed)
+            y, saved = fprop(Source(x), weight, bias, call, keep_x=True)
+            dx, dw, db = dgrad_and_wgrad(dy, saved, call, dtype, needs=(True, True, True))
     assert (y.shape, y.dtype, y.device.type) == ((m, n), dtype, "cuda")
     assert (dx.shape, dx.dtype) == ((m, k), dtype)
     assert (dw.shape, dw.dtype) == ((n, k), torch.float32)

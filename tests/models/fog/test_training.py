@@ -48,10 +48,22 @@ def fp8(attention: bool) -> dict[str, Any]:
     return {"fp8": {"recipe": dict(RECIPE), "attention": attention}}
 
 
-@pytest.mark.parametrize("attention", [False, True], ids=["fp8", "fp8dpa"])
+QUICK = (("fog-max", True), ("op1", False))
+"""What every landing trains, with and without FP8 attention; the other variants are in the full tier."""
+
+
 @pytest.mark.parametrize(
-    "variant",
-    [pytest.param(v, marks=[] if v in ("fog-max", "op1") else pytest.mark.full) for v in VARIANTS],
+    ("variant", "attention"),
+    [
+        pytest.param(
+            variant,
+            attention,
+            id=f"{variant}-{'fp8dpa' if attention else 'fp8'}",
+            marks=[] if (variant, attention) in QUICK else pytest.mark.full,
+        )
+        for variant in VARIANTS
+        for attention in (False, True)
+    ],
 )
 def test_every_variant_trains_saves_and_generates(
     variant: str, attention: bool, root: Path, tmp_path: Path
@@ -141,6 +153,7 @@ def test_the_monitors_read_fog(root: Path) -> None:
             assert last[key] == pytest.approx(float(value.mean()), rel=0.01)
 
 
+@pytest.mark.full
 def test_fp8_with_and_without_attention_stay_near_high_precision(root: Path) -> None:
     def loss(algorithms: dict[str, Any] | None) -> float:
         trainer = train(
@@ -236,7 +249,14 @@ def test_a_bad_model_fails_before_training(model: dict[str, Any], message: str, 
 LORA_TARGETS = ("qkv_proj", "o_proj", "up_proj", "down_proj")
 
 
-@pytest.mark.parametrize("attention", [None, False, True], ids=["hp", "fp8", "fp8dpa"])
+@pytest.mark.parametrize(
+    "attention",
+    [
+        pytest.param(None, id="hp", marks=pytest.mark.full),
+        pytest.param(False, id="fp8", marks=pytest.mark.full),
+        pytest.param(True, id="fp8dpa"),
+    ],
+)
 def test_lora_trains_its_adapters_alone_and_merges(attention: bool | None, root: Path) -> None:
     lora = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 16, "target_modules": list(LORA_TARGETS)}
     cfg = config(

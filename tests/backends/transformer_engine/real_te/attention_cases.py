@@ -20,7 +20,7 @@ from foundry_fp8.layers.attention_mask import AttentionMask
 from foundry_fp8.numerics.formats import E4M3, E5M2
 from foundry_fp8.numerics.quantize import Quantized, quantize_tensor
 from foundry_fp8.numerics.recipes import CurrentScaling, DelayedScaling
-from foundry_fp8.surgery.attention import FP8AttentionState, convert_attention
+from foundry_fp8.surgery.attention import FP8AttentionState, plan_attention
 
 B, H, HK, S, D = 2, 4, 2, 128, 128
 RECIPE = DelayedScaling(amax_history_len=4)
@@ -243,7 +243,7 @@ def test_a_head_size_without_a_kernel_is_left_out_at_conversion(kernel):
             return torch.nn.functional.scaled_dot_product_attention(x, x, x)
 
     model = torch.nn.Sequential(Attention(128), Attention(192))
-    rows, converted = convert_attention(model, recipe=RECIPE, backend="transformer_engine")
-    assert list(converted) == ["0"] and "head_dim is 192" in rows[1].reason
+    plan = plan_attention(model, recipe=RECIPE, backend="transformer_engine")
+    assert list(plan.converted) == ["0"] and "head_dim is 192" in plan.rows[1].reason
     with pytest.raises(ConfigError, match="with the delayed recipe alone, not current"):
-        convert_attention(model, recipe=CurrentScaling(), backend="transformer_engine")
+        plan_attention(model, recipe=CurrentScaling(), backend="transformer_engine")

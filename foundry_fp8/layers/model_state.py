@@ -1,0 +1,74 @@
+"""What the states of converted models have in common: where they are found, and what they refuse to load."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, TypeVar
+
+from torch import nn
+
+from foundry_fp8.layers.delayed_scaling import FRESH_STATE, same_scaling
+from foundry_fp8.numerics.recipes import Recipe
+
+__all__ = ["ModelState"]
+
+State = TypeVar("State", bound="ModelState")
+
+
+class ModelState:
+    """A state that a conversion leaves on a model, by which :meth:`of` finds it again.
+
+    Attributes:
+        recipe: What the model was converted to.
+    """
+
+    NAME: ClassVar[str]
+    """As messages call it."""
+    VERSION: ClassVar[int] = 1
+    """Of :meth:`header`'s form."""
+
+    recipe: Recipe
+
+    @classmethod
+    def of(cls: type[State], model: nn.Module) -> State | None:
+        """The state of a converted model (wrapped by DDP, ``torch.compile`` or not), or ``None``."""
+        for module in model.modules():
+            found: State | None = module.__dict__.get(cls._attribute())
+            if found is not None:
+                return found
+        return None
+
+    @classmethod
+    def _attribute(cls) -> str:
+        return "_foundry_" + cls.NAME.lower().replace(" ", "_")
+
+    def leave_on(self, model: nn.Module) -> None:
+        """Let :meth:`of` find it on ``model``."""
+        setattr(model, self._attribute(), self)
+
+    def header(self) -> dict[str, Any]:
+        """What a checkpoint has to agree with."""
+        return {"version": self.VERSION, "recipe": self.recipe.to_dict()}
+
+    def check_header(self, state: Mapping[str, Any]) -> None:
+        """Refuse a checkpoint's state that is not of this model's kind.
+
+        Raises:
+            RuntimeError: ``state`` lacks a key of :meth:`header` or its ``modules``, or is of another version, recipe or form.
+        """
+        mine = self.header()
+        missing = {*mine, "modules"} - set(state)
+        if missing:
+            raise RuntimeError(
+                f"the checkpoint's {self.NAME} is not readable: it lacks {', '.join(sorted(missing))}. {FRESH_STATE}"
+            )
+        if not same_scaling(state["recipe"], self.recipe):
+            raise RuntimeError(
+                f"the checkpoint's {self.NAME} was made by the recipe {dict(state['recipe'])}, this run uses "
+                f"{mine['recipe']}. Set algorithms.fp8.recipe to the former. {FRESH_STATE}"
+            )
+        for key in mine.keys() - {"recipe"}:
+            if state[key] != mine[key]:
+                raise RuntimeError(
+                    f"the checkpoint's {self.NAME} has {key} {state[key]!r}, this run {mine[key]!r}. {FRESH_STATE}"
+                )

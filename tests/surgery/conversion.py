@@ -1,0 +1,10 @@
+"""FP8 attention alone, in a model whose linears stay as they are."""
+
+from foundry_fp8.surgery.attention import plan_attention
+
+
+def convert_attention(model, **options):
+    """Plan and carry out; returns the report's rows, and the FP8 attentions by name."""
+    plan = plan_attention(model, **options)
+    plan.carry_out(model)
+    return plan.rows, plan.converted
