@@ -40,9 +40,9 @@ DELAYED, LINEAR, MASK = "layers/delayed_scaling.py", "layers/linear.py", "layers
 LINEARS, PACKING, WIRE = "surgery/linears.py", "activations/compression/packing.py", "distributed/wire.py"
 SOLVER = "planning/memory/solver.py"
 T_QUANTIZE, T_FORMATS, T_RECIPES = (f"numerics/test_{name}.py" for name in ("quantize", "formats", "recipes"))
-T_DELAYED, T_STATE, T_EMULATED = (
+T_DELAYED, T_PASSES, T_EMULATED = (
     "layers/test_delayed_scaling.py",
-    "layers/test_state.py",
+    "layers/test_passes.py layers/test_state.py",
     "backends/test_emulated.py",
 )
 T_LINEARS, T_PACKING = "surgery/test_linears.py", "activations/compression/test_packing.py"
@@ -76,10 +76,10 @@ MUTANTS = [
     Mutant(DELAYED, "seen & torch.isfinite(amax)", "seen", T_DELAYED),
     Mutant(DELAYED, "history[0].zero_()", "pass", T_DELAYED),
     Mutant(DELAYED, "torch.fmax(history[1:].amax(dim=0), current)", "history[1:].amax(dim=0)", T_DELAYED),
-    Mutant(DELAYED, "if trains and not inside_backward():", "if trains:", f"{T_EMULATED} {T_DELAYED}"),
-    Mutant(DELAYED, "if candidate.start <= node < end:", "if True:", T_DELAYED),
-    Mutant(DELAYED, "forward.waiting = False", "pass", T_DELAYED),
-    Mutant(DELAYED, "bool((scale <= 0).any())", "bool((scale < 0).any())", f"{T_STATE} {T_DELAYED}"),
+    Mutant(DELAYED, "if trains and not inside_backward():", "if trains:", T_PASSES),
+    Mutant(DELAYED, "if candidate.start <= node < end:", "if True:", T_PASSES),
+    Mutant(DELAYED, "forward.waiting = False", "pass", T_PASSES),
+    Mutant(DELAYED, "bool((scale <= 0).any())", "bool((scale < 0).any())", T_LINEARS),
     Mutant(LINEAR, 'return ("dy",)', 'return ("x", "w", "dy")', f"{T_EMULATED} {T_DELAYED} activations/compression/test_apply.py"),
     # Contract 3: the ledger is what ran.
     Mutant(LINEAR, '"wgrad": "fp8" if self.wgrad == "fp8" else hp', '"wgrad": "fp8"', f"{T_EMULATED} observe"),
@@ -94,10 +94,10 @@ MUTANTS = [
     Mutant("model_structure/selection.py", "fnmatch.fnmatchcase(name, pattern) for pattern", "pattern in name for pattern", T_LINEARS),
     # The emulated GEMM.
     Mutant("backends/emulated/gemm.py", "torch.mul(product, a.gemm_scale * b.gemm_scale", "torch.mul(product, a.scale_inv * b.scale_inv", T_EMULATED),
-    Mutant("backends/emulated/gemm.py", "torch.add(product, bias,", "torch.add(product, bias.bfloat16(),", T_EMULATED),
+    Mutant("backends/emulated/gemm.py", "torch.add(product, bias,", "torch.add(product, bias.bfloat16(),", "backends/test_emulated_gemm.py"),
     # FP8 attention's masks.
     Mutant(MASK, "rules.append(columns <= rows)", "rules.append(columns < rows)", T_ATTENTION),
-    Mutant(MASK, "columns >= rows - left", "columns > rows - left", T_ATTENTION),
+    Mutant(MASK, "columns >= rows - left", "columns > rows - left", "layers/test_attention_mask.py"),
     Mutant(MASK, "min(last, stop + shift)", "min(last, stop + shift - 1)", T_ATTENTION),
     # Packed activations.
     Mutant(PACKING, "torch.where(finite, scale_inv, torch.nan)", "scale_inv", T_PACKING),

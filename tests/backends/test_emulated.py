@@ -100,6 +100,9 @@ def test_high_precision_wgrad_is_that_of_the_plain_linear(recipe):
     x, dy = ranged(64, 256), ranged(64, 384)
     model(x).backward(dy)
     torch.testing.assert_close(model[0].weight.grad, dy.t() @ x)
+    ledger, flops = model[0].ledger, 2 * 64 * 256 * 384
+    assert ledger.flops["wgrad", "fp32"] == ledger.flops["fprop", "fp8"] == flops
+    assert not ledger.flops["wgrad", "fp8"]
 
 
 @every_recipe

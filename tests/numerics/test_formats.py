@@ -73,6 +73,12 @@ def test_e8m0_rounds_every_positive_bf16_up_to_a_power_of_two():
     assert ours == [reference_e8m0(v) for v in x.numpy()]
 
 
+def test_e8m0_rounds_the_next_float32_above_every_power_of_two_up():
+    powers = torch.exp2(torch.arange(-126, 127).float())
+    above = torch.nextafter(powers, torch.tensor(torch.inf))
+    assert torch.equal(e8m0_round_up(above), e8m0_round_up(powers) + 1)
+
+
 @given(value=st.floats(min_value=0, width=32))
 def test_e8m0_rounds_up_any_float32(value):
     assert int(e8m0_round_up(torch.tensor(value))) == reference_e8m0(np.float32(value))

@@ -241,6 +241,7 @@ class TestState:
             (lambda s: s["modules"].pop("blocks.0.up"), "another model or selection"),
             (lambda s: s["modules"]["blocks.0.up"].update(scale=torch.ones(2)), "blocks.0.up has shapes"),
             (lambda s: s["modules"]["blocks.0.up"]["scale"].fill_(torch.nan), "blocks.0.up is damaged"),
+            (lambda s: s["modules"]["blocks.0.up"]["scale"].fill_(0.0), "blocks.0.up is damaged"),
             (lambda s: s["modules"]["blocks.0.up"]["amax_history"].fill_(-1), "blocks.0.up is damaged"),
         ],
     )

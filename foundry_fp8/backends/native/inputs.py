@@ -45,7 +45,14 @@ class LinearCall:
         assert module.recipe is not None
         x, w, dy = _delayed_tensors(module)
         fp8_wgrad = module.wgrad == "fp8"
-        return cls(plan=plan_of(module.recipe, module.output_multiplier), x=x, w=w, dy=dy, fp8_wgrad=fp8_wgrad, probe=probe)
+        return cls(
+            plan=plan_of(module.recipe, module.output_multiplier),
+            x=x,
+            w=w,
+            dy=dy,
+            fp8_wgrad=fp8_wgrad,
+            probe=probe,
+        )
 
 
 def checked_dtype(module: FP8Linear, x: Tensor) -> torch.dtype:

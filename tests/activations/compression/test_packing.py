@@ -63,7 +63,9 @@ def test_a_block_that_is_not_finite_comes_back_as_nan_and_only_that_block(name, 
     fmt = PackFormat(name=name, block=32)
     x = torch.ones(96)
     x[40] = bad
-    y = unpack(pack(x, fmt))
+    packed = pack(x, fmt)
+    assert packed.scale_inv.view(fmt.scale_dtype).isnan().tolist() == [False, True, False]
+    y = unpack(packed)
     assert y[32:64].isnan().all()
     assert torch.equal(y[:32], y[64:]) and torch.allclose(y[:32], torch.ones(32), rtol=4e-3)
 
