@@ -230,8 +230,9 @@ def scaled_down(path, folders, root):
         config.train_loader.dataset.update({"local": str(root / "data"), "remote": None})
     else:
         rows = [{"prompt": f"What is {i} + 1?", "response": f" {i + 1}"} for i in range(8)]
-        (root / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        config.variables.data_dir = str(root)
+        (root / "task").mkdir(exist_ok=True)
+        (root / "task" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        config.variables.data_dir = str(root / "task")
     return config
 
 
@@ -263,7 +264,7 @@ def test_the_first_steps_of_the_run_and_its_bf16_twin(path, folders, root, capsy
     config.run_name = f"{path.stem}-bf16"
     twin = train(config)
     assert not any(isinstance(module, FP8Linear) for module in twin.state.model.modules())
-    assert capsys.readouterr().err.startswith("FP8: off (algorithms.fp8.enabled: false)")
+    assert "FP8: off (algorithms.fp8.enabled: false)" in capsys.readouterr().err
     twin.close()
     here, there = (read_run(Path("runs") / name) for name in (path.stem, f"{path.stem}-bf16"))
     assert (there.recipe, there.backend) == ("high precision", None) and here.same_model(there)

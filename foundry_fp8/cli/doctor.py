@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
+import warnings
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -55,11 +57,16 @@ def _examine(yaml: Path, hardware: str, as_json: bool) -> None:
     from foundry_fp8.cli.hardware import parse_hardware
     from foundry_fp8.cli.run_check import check_run
 
+    logging.disable(logging.WARNING)  # what libraries say while the model is built is not about this run
     try:
-        findings = check_run(yaml, parse_hardware(hardware))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            findings = check_run(yaml, parse_hardware(hardware))
     except ConfigError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from error
+    finally:
+        logging.disable(logging.NOTSET)
     if as_json:
         typer.echo(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
     else:
