@@ -112,8 +112,8 @@ MUTANTS = [
     # Configuration and plans.
     Mutant("config/rules.py", "return Rule(f\"of at least {minimum}\", lambda value: value >= minimum)", "return Rule(f\"of at least {minimum}\", lambda value: value > minimum)", f"config {T_RECIPES}"),
     Mutant("config/rules.py", "\"KiB\": 2**10", "\"KiB\": 10**3", "config"),
-    Mutant(SOLVER, "held + cost.forward_peak, held + frame.after_head", "held + frame.after_head", T_SOLVER),
-    Mutant(SOLVER, "state[0] + frame.head_peak <= room and", "", T_SOLVER),
+    Mutant(SOLVER, "peak = max(peak, held + cached + cost.forward_peak, backward)", "peak = max(peak, backward)", T_SOLVER),
+    Mutant(SOLVER, "state[1] + frame.head_peak <= room and", "", T_SOLVER),
     Mutant("observe/kurtosis.py", "counted = s2 != 0", "counted = s2 >= 0", "callbacks/test_kurtosis_monitor.py"),
 ]  # fmt: skip
 

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import foundry_fp8
+from tests.mutants import MUTANTS
 
 ROOT = Path(foundry_fp8.__file__).parents[1]
 
@@ -60,6 +61,13 @@ def test_importing_the_package_loads_nothing_beside_torch_and_its_names_need_tor
     """And no Triton."""
     result = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
+
+
+def test_every_mutant_is_one_of_todays_code():
+    for mutant in MUTANTS:
+        text = (ROOT / "foundry_fp8" / mutant.file).read_text()
+        assert text.count(mutant.old) == 1, f"{mutant.file}: {mutant.old!r}: update tests/mutants.py"
+        assert [test for test in mutant.tests.split() if not (ROOT / "tests" / test).exists()] == []
 
 
 def test_the_documented_yamls_are_those_of_the_package():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -36,6 +37,36 @@ def problems(draw):
         end_peak=draw(size),
     )
     return options, frame, draw(st.integers(0, 500))
+
+
+@pytest.mark.parametrize("moment", ["forward", "head", "head_backward", "backward", "end"])
+def test_the_peak_is_that_of_the_largest_moment(moment):
+    """Two blocks; one of the five moments takes 1000 bytes by itself, on top of what is held then, counted by hand."""
+    large = {
+        name: 1000 if name == moment else 0
+        for name in ("forward", "head", "head_backward", "backward", "end")
+    }
+    costs = [
+        Cost(kept=10, forward_peak=11, backward_peak=12, seconds=0.0, cached=3),
+        Cost(kept=20, forward_peak=large["forward"], backward_peak=large["backward"], seconds=0.0, cached=5),
+    ]
+    frame = Frame(
+        static=100,
+        before=40,
+        head_peak=large["head"],
+        head_backward_peak=large["head_backward"],
+        after_head=7,
+        left=(2, 4),
+        end_peak=large["end"],
+    )
+    held = {
+        "forward": 40 + 10 + 3,
+        "head": 40 + 10 + 3 + 20 + 5,
+        "head_backward": 40 + 10 + 20,
+        "backward": 40 + 10 + 7,  # of the last block, after which no other has left anything
+        "end": 0,
+    }
+    assert predict_peak(costs, frame) == 100 + 1000 + held[moment]
 
 
 @given(problems())
