@@ -20,7 +20,7 @@ __all__ = ["CHARTS", "as_html", "script"]
 
 MOST_POINTS = 1500
 """Of a line; longer runs are thinned for the page, not for the figures."""
-MOST_COLUMNS = 4
+MOST_COLUMNS = 3
 """Of heat maps beside each other."""
 _SCALE = [[0.0, "#00224e"], [0.5, "#7d7c78"], [1.0, "#fee838"]]  # cividis
 
