@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from foundry_fp8.cli import compare, demo, doctor, init, plan_communication, plan_memory, transfer
+from foundry_fp8.cli import compare, demo, doctor, init, plan_communication, plan_memory, selftest, transfer
 
 __all__ = ["app"]
 
@@ -21,6 +21,7 @@ app.command("demo")(demo.demo)
 app.command("compare")(compare.compare)
 app.command("doctor")(doctor.doctor)
 app.command("init")(init.init)
+app.command("selftest")(selftest.selftest)
 app.command("transfer")(transfer.transfer)
 app.add_typer(plan, name="plan")
 plan.command("memory")(plan_memory.memory)

@@ -1,0 +1,94 @@
+"""The command: run the stages, judge the claims, write one folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+__all__ = ["selftest"]
+
+
+def selftest(
+    output: Annotated[Path, typer.Option(help="Folder for everything that is found.")] = Path("selftest"),
+    budget: Annotated[float, typer.Option(help="Seconds for all stages together.", min=1)] = 530.0,
+    only: Annotated[
+        str | None, typer.Option(help="Names of stages, separated by commas; all of them where not given.")
+    ] = None,
+    dry: Annotated[
+        bool, typer.Option("--dry", help="The host path of every stage, without a GPU. Measures nothing.")
+    ] = False,
+) -> None:
+    """Run on a GPU what only a GPU can show, and say which claims of the documents it confirms.
+
+    Doctor, kernels, tests, benchmarks and a training run, each in a process of its own with a limit of its own; small sizes
+    first. Needs no network. From a checkout everything runs; an installed wheel has no tests and no benchmarks.
+    """
+    import torch
+    from rich.console import Console
+
+    from foundry_fp8.cli.selftest.claims import judge
+    from foundry_fp8.cli.selftest.page import page, table
+    from foundry_fp8.cli.selftest.stages import run_stages, stages_of
+
+    console = Console()
+    if not dry and not torch.cuda.is_available():
+        console.print(
+            "There is no CUDA device here. foundry-fp8 selftest --dry tries the stages without one."
+        )
+        raise typer.Exit(2)
+    output = output.resolve()
+    stages = stages_of(output, dry=dry)
+    if only is not None:
+        wanted = [name.strip() for name in only.split(",")]
+        unknown = [name for name in wanted if name not in {stage.name for stage in stages}]
+        if unknown:
+            console.print(f"--only: {unknown[0]!r} is none of: {'; '.join(stage.name for stage in stages)}.")
+            raise typer.Exit(2)
+        stages = [stage for stage in stages if stage.name in wanted]
+    output.mkdir(parents=True, exist_ok=True)
+    outcomes: list[Any] = []
+    started = time.monotonic()
+
+    def said(outcome: Any) -> None:
+        outcomes.append(outcome)
+        console.print(
+            f"{outcome.seconds:6.1f} s  {outcome.stage}: {outcome.state} {outcome.why}".rstrip(),
+            highlight=False,
+        )
+        _write(output, outcomes, judge(outcomes), started, dry)  # so that what was found survives what comes
+
+    run_stages(stages, output / "logs", budget, dry=dry, said=said)
+    verdicts = judge(outcomes)
+    console.print(table(verdicts))
+    found = _write(output, outcomes, verdicts, started, dry)
+    (output / "selftest.html").write_text(page(found), encoding="utf-8")
+    console.print(f"Everything: {output}", soft_wrap=True, highlight=False)
+    failed = [outcome for outcome in outcomes if outcome.state == "failed"]
+    if failed or any(verdict.word == "refuted" for verdict in verdicts):
+        raise typer.Exit(1)
+
+
+def _write(
+    output: Path, outcomes: list[Any], verdicts: list[Any], started: float, dry: bool
+) -> dict[str, Any]:
+    doctor = next((o.result for o in outcomes if o.stage == "doctor" and o.result), None)
+    found = {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "dry": dry,
+        "seconds": round(time.monotonic() - started, 1),
+        "versions": (doctor or {}).get("platform"),
+        "devices": (doctor or {}).get("devices"),
+        "claims": [
+            {"document": v.claim.document, "claim": v.claim.quote, "verdict": v.word, "figures": v.figures}
+            for v in verdicts
+        ],
+        "stages": [dataclasses.asdict(outcome) for outcome in outcomes],
+    }
+    (output / "selftest.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return found
