@@ -34,7 +34,7 @@ LINEARS = {
     "mpt-1b": (("Wqkv", 2048, 6144), ("out_proj", 2048, 2048), ("up_proj", 2048, 8192), ("down_proj", 8192, 2048)),
     "fog-1.5b": (("Wqkv", 2048, 4096), ("out_proj", 2048, 2048), ("up_proj", 2048, 12288), ("down_proj", 12288, 2048)),
 }  # fmt: skip
-SMOKE_LINEARS = {"smoke": (("square", 64, 64), ("ragged", 50, 70))}
+SMOKE_LINEARS = {"smoke": (("square", 64, 64), ("ragged", 48, 80))}
 
 # Dense vendor peaks, FLOP/s: bf16, fp8 (NVIDIA data sheets; the sparse figures are twice these).
 PEAKS = {"H100 80GB HBM3": (989.5e12, 1979e12), "H200": (989.5e12, 1979e12), "H100 PCIe": (756e12, 1513e12)}

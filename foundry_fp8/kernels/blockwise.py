@@ -22,6 +22,7 @@ from foundry_fp8.kernels.scales import (
     e8m0_round_up,
     is_inf,
     magnitude,
+    power_2_scale,
     reciprocal,
     saturate,
     scale_from_amax,
@@ -95,6 +96,9 @@ def quantize_blockwise(
         scales = torch.empty((triton.cdiv(short, group), per_row), dtype=scale_dtype, device=device)
         return torch.empty((long, short), dtype=fmt.dtype, device=device), scales
 
+    # What a producer adds would leave room for one block a multiprocessor; it does not spill at 128.
+    producing = source.kind != 0 and group == 128 and not square and rows and columns
+    bounded = {"maxnreg": 128} if producing else {}
     data, scale = outputs(rows, padded_r, padded_c)
     data_t, scale_t = outputs(columns, padded_c, padded_r)
     partial = torch.empty((tiles_r, c), dtype=torch.float32, device=device) if column_sum else None
@@ -119,6 +123,7 @@ def quantize_blockwise(
             VALUE_FOR_INF=torch.finfo(source.x.dtype).max,
             TILE=TILE,
             num_warps=8,
+            **bounded,
             **AS_WRITTEN,
         )
     return Blockwise(data, scale, data_t, scale_t, None if partial is None else partial.sum(0))
@@ -181,6 +186,9 @@ def _scales(
     if GROUP == 32:
         code = e8m0_round_up(amax * INV_FMT_MAX)
         return e8m0_decode(254 - code), tl.where(is_inf(amax), 255, code).to(tl.uint8)
+    elif POWER_2:
+        scale, scale_inv = power_2_scale(amax, FMT_MAX, VALUE_FOR_INF)
+        return scale, tl.where(is_inf(amax), float("nan"), scale_inv)
     else:
         scale = scale_from_amax(amax, FMT_MAX, POWER_2, VALUE_FOR_INF)
         return scale, tl.where(is_inf(amax), float("nan"), reciprocal(scale))

@@ -8,6 +8,8 @@ import ctypes
 import functools
 import importlib.util
 import os
+import shutil
+import sysconfig
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -20,6 +22,7 @@ __all__ = [
     "HP_DTYPES",
     "as_rows",
     "check_hp",
+    "compiler_missing",
     "driver_version",
     "interpreting",
     "on_its_device",
@@ -61,6 +64,15 @@ def driver_version() -> tuple[int, ...] | None:
     if driver.cuDriverGetVersion(ctypes.byref(packed)):
         return None
     return packed.value // 1000, packed.value % 1000 // 10
+
+
+def compiler_missing() -> str | None:
+    """Why Triton could not build what launches its kernels, a C extension of this Python; ``None`` if it can."""
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "Triton builds its launchers with a C compiler, and there is neither gcc nor clang here, nor is CC set"
+    if not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")):
+        return "Triton builds its launchers against Python's headers, and there is no Python.h here"
+    return None
 
 
 def interpreting() -> bool:

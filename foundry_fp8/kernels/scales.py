@@ -3,7 +3,16 @@
 import triton
 import triton.language as tl
 
-__all__ = ["e8m0_decode", "e8m0_round_up", "is_inf", "magnitude", "reciprocal", "saturate", "scale_from_amax"]
+__all__ = [
+    "e8m0_decode",
+    "e8m0_round_up",
+    "is_inf",
+    "magnitude",
+    "power_2_scale",
+    "reciprocal",
+    "saturate",
+    "scale_from_amax",
+]
 
 FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
 INF = tl.constexpr(float("inf"))
@@ -45,6 +54,24 @@ def scale_from_amax(amax, FMT_MAX: tl.constexpr, POWER_2: tl.constexpr, VALUE_FO
     if POWER_2:
         scale = (scale.to(tl.int32, bitcast=True) & EXPONENT_BITS).to(tl.float32, bitcast=True)
     return tl.where(usable, scale, 1.0)
+
+
+@triton.jit
+def power_2_scale(amax, FMT_MAX: tl.constexpr, VALUE_FOR_INF: tl.constexpr):
+    """``(scale, 1 / scale)`` of :func:`scale_from_amax` with ``POWER_2``, without dividing: a block kernel makes many.
+
+    ``FMT_MAX / amax`` rounded down to a power of two is the difference of the exponents, less one where the mantissa of
+    amax is above that of FMT_MAX, which is 1.75 in both formats. The quotient's own rounding never lifts it to the next power.
+    """
+    bits = amax.to(tl.int32, bitcast=True)
+    exponent = bits >> 23
+    of_max = tl.full(amax.shape, FMT_MAX, tl.float32).to(tl.int32, bitcast=True) >> 23
+    for_inf = tl.full(amax.shape, VALUE_FOR_INF, tl.float32).to(tl.int32, bitcast=True) >> 23
+    scale = of_max + 127 - exponent - ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
+    scale = tl.where((exponent == 0) | (scale > 254), for_inf, scale)
+    scale = tl.where((amax > 0) & (amax < INF), scale, 127)
+    inverse = tl.where(scale < 254, (254 - scale) << 23, 0x400000)  # 2**-127 is subnormal
+    return (scale << 23).to(tl.float32, bitcast=True), inverse.to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -23,6 +23,9 @@ from foundry_fp8.numerics.quantize import scale_from_amax as scale_reference
 
 __all__ = ["Tensorwise", "amax", "quantize_tensorwise", "quantize_tensorwise_reference"]
 
+STATS_STRIDE = 4
+"""Elements from one statistic to the next: each has the 16 bytes of its own that some of cuBLAS's FP8 paths ask of a scale."""
+
 TILE_R, TILE_C, WARPS = 64, 128, 8
 """One program's tile: it writes 128 bytes of each row and 64 of each row of the transpose, and keeps few registers."""
 
@@ -109,14 +112,11 @@ def quantize_tensorwise(
     padded_r, padded_c = round_up(r, GEMM_MULTIPLE), round_up(c, GEMM_MULTIPLE)
     data = torch.empty((padded_r, padded_c), dtype=fmt.dtype, device=device) if rows else None
     data_t = torch.empty((padded_c, padded_r), dtype=fmt.dtype, device=device) if columns else None
-    # amax, gemm_scale, scale_inv: zero, because atomics raise the first two; a constant scale's are written as they are.
-    new = torch.zeros if constant is None else torch.empty
-    stats = new(3, dtype=torch.float32, device=device)
-    if constant is not None:
-        pass
-    elif known_amax is not None:
-        stats.narrow(0, 0, 1).copy_(known_amax)
-    elif scale is None:
+    # Zero where atomics raise them. Of a constant scale, or with a known amax, they are written as they are.
+    measures = constant is None and known_amax is None
+    new = torch.zeros if measures else torch.empty
+    stats = new((3, STATS_STRIDE), dtype=torch.float32, device=device).select(1, 0)
+    if measures and scale is None:
         amax(source, out=stats)
     tiles_r, tiles_c = triton.cdiv(padded_r, TILE_R), triton.cdiv(padded_c, TILE_C)
     partial = torch.empty((tiles_r, c), dtype=torch.float32, device=device) if column_sum else None
@@ -124,6 +124,7 @@ def quantize_tensorwise(
         *source.pointers,
         scale,
         amax_slot,
+        stats if known_amax is None else known_amax,
         stats,
         stats.view(torch.int32),
         data,
@@ -139,6 +140,7 @@ def quantize_tensorwise(
         FMT_MAX=fmt.max,
         POWER_2=power_2,
         VALUE_FOR_INF=FLOAT32_MAX,
+        STRIDE=STATS_STRIDE,
         TILE_R=TILE_R,
         TILE_C=TILE_C,
         num_warps=WARPS,
@@ -232,6 +234,7 @@ def _quantize_kernel(
     alpha_ptr,
     scale_ptr,
     slot_ptr,
+    amax_ptr,
     stats_ptr,
     stats_bits_ptr,
     data_ptr,
@@ -247,6 +250,7 @@ def _quantize_kernel(
     FMT_MAX: tl.constexpr,
     POWER_2: tl.constexpr,
     VALUE_FOR_INF: tl.constexpr,
+    STRIDE: tl.constexpr,
     TILE_R: tl.constexpr,
     TILE_C: tl.constexpr,
 ):
@@ -265,13 +269,14 @@ def _quantize_kernel(
         scale_inv = reciprocal(scale)
         if pid == 0:
             tl.store(stats_ptr, 0.0)
-            tl.store(stats_ptr + 1, gemm_constant)
+            tl.store(stats_ptr + STRIDE, gemm_constant)
     elif scale_ptr is None:
-        amax = tl.load(stats_ptr)
+        amax = tl.load(amax_ptr)
         scale = scale_from_amax(amax, FMT_MAX, POWER_2, VALUE_FOR_INF)
         scale_inv = reciprocal(scale)
         if pid == 0:
-            tl.store(stats_ptr + 1, tl.where(is_inf(amax), float("nan"), scale_inv))
+            tl.store(stats_ptr, amax)
+            tl.store(stats_ptr + STRIDE, tl.where(is_inf(amax), float("nan"), scale_inv))
     else:
         scale = tl.load(scale_ptr)
         scale_inv = reciprocal(scale)
@@ -280,12 +285,12 @@ def _quantize_kernel(
         # Raised as integers: the bits of NaN lie above those of every positive float, so one Inf anywhere wins.
         if (pid == 0) | is_inf(amax):
             tl.atomic_max(
-                stats_bits_ptr + 1,
+                stats_bits_ptr + STRIDE,
                 tl.where(is_inf(amax), float("nan"), scale_inv).to(tl.int32, bitcast=True),
                 sem="relaxed",
             )
     if pid == 0:
-        tl.store(stats_ptr + 2, scale_inv)
+        tl.store(stats_ptr + 2 * STRIDE, scale_inv)
     if slot_ptr is not None:
         tl.atomic_max(slot_ptr, amax, sem="relaxed")
 

@@ -4,7 +4,7 @@ Triton ships ptxas and needs no driver to compile. Launches are caught on their 
 so what is compiled is what the host functions really launch. A worker of ``test_compile.py``, in a process of its own because
 the kernels of the test process are the interpreter's.
 
-    python tests/kernels/run_compile.py 90
+    python -m tests.kernels.run_compile 90
 """
 
 import functools
@@ -19,8 +19,6 @@ from collections import Counter
 import torch
 import triton
 from torch._subclasses.fake_tensor import FakeTensorMode
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from foundry_fp8.kernels import block_gemm, blockwise, delayed, gated, norms, packed_norms, tensorwise
@@ -28,57 +26,39 @@ from foundry_fp8.kernels import packing as activations
 from foundry_fp8.kernels.producers import Producer
 from foundry_fp8.numerics.formats import E4M3, E5M2
 from foundry_fp8.numerics.packed import FORMATS, Packed, PackFormat
+from tests.kernels.ptx.launch import compile_launch
 
-TYPES = {
-    torch.float32: "*fp32",
-    torch.bfloat16: "*bf16",
-    torch.float16: "*fp16",
-    torch.float8_e4m3fn: "*fp8e4nv",
-    torch.float8_e5m2: "*fp8e5",
-    torch.int32: "*i32",
-    torch.uint8: "*u8",
-}
 label = ""
 
 
-def compile_launch(arch, kernel, *args, grid=None, warmup=False, num_warps=4, num_stages=3, **kwargs):
+ELEMENTS = {"_amax_kernel": 64 * 128, "_quantize_kernel": 64 * 128, "_quantize_blockwise_kernel": 128 * 128}
+"""What one program of a quantise kernel handles."""
+
+
+def report(arch, kernel, *args, grid=None, warmup=False, **kwargs):
     """In place of ``JITFunction.run``: compile for ``arch`` and report, launch nothing."""
-    values = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
-    signature, constants, attributes = {}, {}, {}
-    for index, param in enumerate(kernel.params):
-        value = values[param.name]
-        if param.is_constexpr or value is None or (type(value) is int and value == 1):
-            signature[param.name] = "constexpr"
-            constants[(index,)] = value
-            continue
-        if isinstance(value, torch.Tensor):
-            signature[param.name] = TYPES[value.dtype]
-        else:
-            signature[param.name] = "fp32" if isinstance(value, float) else "i32"
-        if not isinstance(value, float) and (isinstance(value, torch.Tensor) or value % 16 == 0):
-            attributes[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    compiled = triton.compile(
-        source,
-        target=GPUTarget("cuda", arch, 32),
-        options={"num_warps": num_warps, "num_stages": num_stages},
-    )
+    compiled, _ = compile_launch(arch, kernel, args, kwargs)
     ptx = compiled.asm["ptx"]
     if len(sys.argv) > 2:
-        pathlib.Path(sys.argv[2]).joinpath(f"{kernel.__name__} {label}.ptx").write_text(ptx)
-        pathlib.Path(sys.argv[2]).joinpath(f"{kernel.__name__} {label}.ttgir").write_text(
-            compiled.asm["ttgir"]
-        )
-    usage = resource_usage(compiled.asm["cubin"])
+        folder = pathlib.Path(sys.argv[2])
+        folder.joinpath(f"{kernel.__name__} {label}.ptx").write_text(ptx)
+        folder.joinpath(f"{kernel.__name__} {label}.ttgir").write_text(compiled.asm["ttgir"])
+    usage, code = machine_code(compiled.asm["cubin"])
+    elements = ELEMENTS.get(kernel.__name__)
+    threads = 32 * compiled.metadata.num_warps
     print(
         json.dumps(
             {
                 "kernel": kernel.__name__,
                 "case": label,
                 "arch": arch,
+                "triton": triton.__version__,
+                "contracts": compiled.metadata.enable_fp_fusion,
                 "registers": usage["REG"],
                 "spill_bytes": usage["LOCAL"] + usage["STACK"],
                 "shared_bytes": compiled.metadata.shared,
+                "resident_blocks": resident_blocks(usage["REG"], threads, compiled.metadata.shared),
+                "instructions_an_element": elements and round(issued(code) * threads / elements, 1),
                 "wgmma": sorted(set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.\S+", ptx))),
                 "mma": sorted(set(re.findall(r"mma\.sync\.aligned\.\S+", ptx))),
                 "cvt": sorted(set(re.findall(r"cvt\.rn\.satfinite\.\S+", ptx))),
@@ -92,16 +72,53 @@ def compile_launch(arch, kernel, *args, grid=None, warmup=False, num_warps=4, nu
     )
 
 
-def resource_usage(cubin):
-    """Registers, local and stack bytes a thread, by cuobjdump."""
+def machine_code(cubin):
+    """Registers, local and stack bytes a thread; and the disassembly, by the tools that Triton ships."""
     tool = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        text = subprocess.run(
-            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
-    return {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
+
+        def dump(*options):
+            return subprocess.run(
+                [tool, *options, file.name], capture_output=True, text=True, check=True
+            ).stdout
+
+        usage = dump("--dump-resource-usage")
+        code = dump("-sass")
+    return {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}, code
+
+
+def resident_blocks(registers, threads, shared):
+    """Thread blocks that one multiprocessor holds at once: 64 K registers in eights a thread, 2048 threads, 227 KiB."""
+    by_registers = 65536 // (-(-registers // 8) * 8 * threads)
+    return min(by_registers, 2048 // threads, 32, 227 * 1024 // (shared + 1024))
+
+
+INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,5})\*/\s+(.*?);", re.M)
+
+
+def issued(sass):
+    """Instructions that a thread of a whole tile issues: the common path, from the top to the first unconditional exit.
+
+    A branch over a call is the fast path of a division, which is what all but subnormal operands take.
+    """
+    code = [(int(address, 16), text.strip()) for address, text in INSTRUCTION.findall(sass)]
+    place, index, count = {address: i for i, (address, _) in enumerate(code)}, 0, 0
+    while index < len(code) and count < 100_000:
+        _, text = code[index]
+        predicate, text = re.match(r"(@!?U?P\w+\s+)?(.*)", text).groups()
+        count += 1
+        if text.startswith("EXIT") and predicate is None:
+            break
+        if text.startswith("BRA"):
+            target = place[int(re.search(r"0x([0-9a-f]+)", text)[1], 16)]
+            skipped = [body for _, body in code[index + 1 : index + 11]]
+            if predicate is None or (target > index and any("CALL" in body for body in skipped)):
+                index = target
+                continue
+        index += 1
+    return count
 
 
 def launch_everything(gemm):
@@ -117,12 +134,18 @@ def launch_everything(gemm):
 
     label = "current e4m3"
     tensorwise.quantize_tensorwise(identity, E4M3)
+    label = "delayed e4m3"
+    tensorwise.quantize_tensorwise(identity, E4M3, scale=scale, amax_slot=scale)
     label = "delayed e5m2 bias"
     tensorwise.quantize_tensorwise(identity, E5M2, scale=scale, amax_slot=scale, column_sum=True)
-    for label, source in (("norm", norm), ("swiglu", swiglu), ("xielu", xielu)):  # noqa: B007 - compile_launch reads it
+    for label, source in (("norm", norm), ("swiglu", swiglu), ("xielu", xielu)):  # noqa: B007 - report reads it
         tensorwise.quantize_tensorwise(source, E4M3, scale=scale, amax_slot=scale)
     label = "rows and columns"
     blockwise.quantize_blockwise(identity, E4M3)
+    label = "rows"
+    blockwise.quantize_blockwise(identity, E4M3, columns=False)
+    label = "columns"
+    blockwise.quantize_blockwise(identity, E4M3, rows=False)
     label = "rows and columns, swiglu"
     blockwise.quantize_blockwise(swiglu, E4M3)
     label = "square"
@@ -165,9 +188,7 @@ if __name__ == "__main__":
     arch = int(sys.argv[1])
     block_gemm._processors = lambda device: 132
     torch.cuda.get_device_properties = lambda device: type("P", (), {"multi_processor_count": 132})
-    JITFunction.run = lambda self, *args, **kwargs: functools.partial(compile_launch, arch)(
-        self, *args, **kwargs
-    )
+    JITFunction.run = lambda self, *args, **kwargs: functools.partial(report, arch)(self, *args, **kwargs)
     with FakeTensorMode():
         torch.empty(
             1, device="cuda"

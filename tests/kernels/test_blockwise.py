@@ -36,6 +36,17 @@ def test_matches_the_reference(shape, dtype, options, device):
     assert_matches_reference(spread(*shape, dtype, device), E4M3, **options)
 
 
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda f: f.name)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_scales_of_every_exponent(dtype, fmt, device):
+    """Powers of two come from exponents alone: amaxes around the formats' mantissa 1.75, from the least subnormal to the largest."""
+    mantissas = torch.tensor([1.0, 1.75 - 2.0**-7, 1.75, 1.75 + 2.0**-23, 1.75 + 2.0**-7, 2 - 2.0**-23])
+    amax = torch.outer(mantissas.double(), 2.0 ** torch.arange(-149, 128).double()).float().to(dtype)
+    x = torch.zeros(amax.numel(), 16, dtype=dtype)
+    x[:, 3], x[:, 5] = amax.view(-1), -amax.view(-1) / 3
+    assert_matches_reference(x.to(device), fmt, columns=False)
+
+
 @every_granularity
 @pytest.mark.parametrize("shape", [(0, 48), (48, 0), (0, 0)], ids=str)
 def test_nothing_gives_nothing(shape, options, device):

@@ -11,16 +11,82 @@ import sys
 
 import pytest
 
-RUN = pathlib.Path(__file__).with_name("run_compile.py")
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def compiled():
     """The worker's lines for sm_90, one process for all tests."""
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    done = subprocess.run([sys.executable, RUN, "90"], env=environment, capture_output=True, text=True)
+    return compile_for(90)
+
+
+def compile_for(arch):
+    """The worker's lines."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.kernels.run_compile", str(arch)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+TABLE = pathlib.Path(__file__).with_name("compiled.json")
+"""What each kernel compiled to when it was last looked at: by Triton's version and architecture, then kernel and case.
+`python -m tests.kernels.compiled_table` writes it, and the table of docs/kernels.md, after a change for the better."""
+
+
+def committed(lines):
+    """The entries of the Triton and architecture of ``lines``; none of them for another Triton."""
+    table = json.loads(TABLE.read_text())
+    minor = ".".join(lines[0]["triton"].split(".")[:2])
+    return table.get(f"triton {minor} sm_{lines[0]['arch']}", {})
+
+
+def worse(lines):
+    """Everything that got worse than the committed table, in words."""
+    before, found = committed(lines), []
+    for line in lines:
+        entry = before.get(f"{line['kernel']}, {line['case']}")
+        if entry is None:
+            found.append(f"{line['kernel']}, {line['case']} is not in the table")
+            continue
+        for what, limit in entry.items():
+            if limit is None:
+                continue
+            got = line[what]
+            if (got < limit) if what == "resident_blocks" else (got > limit):
+                found.append(f"{line['kernel']}, {line['case']}: {what} {got}, was {limit}")
+    return found
+
+
+def test_machine_code_is_no_worse_than_it_was(compiled):
+    """Registers, spills, blocks a multiprocessor, instructions an element: sm_90, the Triton of this stack."""
+    if not committed(compiled):
+        pytest.skip(f"the table has no Triton {compiled[0]['triton']}")
+    assert worse(compiled) == []
+
+
+@pytest.mark.full
+def test_machine_code_for_blackwell_is_no_worse_than_it_was():
+    lines = compile_for(100)
+    if not committed(lines):
+        pytest.skip(f"the table has no Triton {lines[0]['triton']}")
+    assert worse(lines) == []
+
+
+EXACT = ("_amax_kernel", "_quantize_kernel", "_quantize_blockwise_kernel", "_quantize", "_pack_norm_input")
+
+
+def test_what_is_defined_to_the_bit_is_not_contracted(compiled):
+    """ptxas contracts too, past what the executor of PTX can see."""
+    for line in named(compiled, *EXACT):
+        assert not line["contracts"], (line["kernel"], line["case"])
+
+
+def test_two_blocks_share_a_multiprocessor(compiled):
+    """So that one loads while the other computes. Not yet squares of a weight (173 registers) and MX (230)."""
+    for line in named(compiled, "_quantize_kernel", "_quantize_blockwise_kernel"):
+        if line["case"] not in ("square", "mx"):
+            assert line["resident_blocks"] >= 2, line["case"]
 
 
 def named(compiled, *kernels):
@@ -78,3 +144,10 @@ def test_scales_divide_exactly(compiled):
     for line in named(compiled, "_quantize_kernel", "_quantize_blockwise_kernel"):
         if line["case"] not in ("mx", "swiglu", "rows and columns, swiglu"):
             assert all(op.startswith("div.rn") for op in line["div"]), line["case"]
+
+
+def test_the_documents_table_is_the_committed_one():
+    from tests.kernels.compiled_table import DOCUMENT, in_document
+
+    text = DOCUMENT.read_text()
+    assert text == in_document(json.loads(TABLE.read_text()), text)

@@ -76,6 +76,14 @@ def test_known_amax_gives_the_same_bytes_without_measuring(device):
     assert_same_bits(again.stats, measured.stats, "stats")
 
 
+def test_every_scale_has_16_bytes_of_its_own(device):
+    """What some of cuBLAS's FP8 paths ask of the pointers (pytorch pull request 159957)."""
+    x = spread(48, 80, torch.bfloat16, device)
+    for known in (None, torch.full((1,), 3.0, device=device)):
+        stats = quantize_tensorwise(Producer.identity(x), E4M3, known_amax=known).stats
+        assert [stats[i].data_ptr() % 16 for i in range(3)] == [0, 0, 0]
+
+
 def test_slot_keeps_a_larger_amax_and_recording_twice_changes_nothing(device):
     x = spread(40, 40, torch.float32, device)
     slot = torch.tensor(1e9, device=device)

@@ -19,7 +19,7 @@ from foundry_fp8.backends.native.size_rule import size_reason
 from foundry_fp8.compat.fresh_view import fresh_view
 from foundry_fp8.compat.fsdp2 import shard_versions
 from foundry_fp8.compat.peft_merges import merged_adapters
-from foundry_fp8.kernels.launch import interpreting, triton_missing
+from foundry_fp8.kernels.launch import compiler_missing, interpreting, triton_missing
 from foundry_fp8.layers.autocast import compute_dtype
 from foundry_fp8.layers.backend import Availability, Backend
 from foundry_fp8.layers.deferred_norm import deferred_norm_of
@@ -89,6 +89,11 @@ class NativeBackend(Backend):
                 f"{torch.cuda.get_device_name(device)} has compute capability {_dotted(capability)}, and FP8 tensor cores "
                 f"begin with {_dotted(SM_FP8)}",
                 "Train in BF16 on this GPU.",
+            )
+        unbuilt = compiler_missing()
+        if unbuilt is not None:
+            return Availability(
+                False, unbuilt, "Install gcc and Python's development headers (apt install gcc python3-dev)."
             )
         return _mx_availability(capability) if isinstance(recipe, MXFP8Scaling) else Availability(True)
 
@@ -224,6 +229,12 @@ def _mx_availability(capability: tuple[int, int]) -> Availability:
             False,
             f"mxfp8 needs compute capability {_dotted(SM_MX)}, this GPU has {_dotted(capability)}",
             remedy,
+        )
+    if capability[0] != SM_MX[0]:  # 12.x: FP8 tensor cores of another kind, which nobody has tried this on
+        return Availability(
+            False,
+            f"mxfp8 is written for compute capability 10.x, this GPU has {_dotted(capability)}",
+            "Use recipe: current.",
         )
     torch_version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     cuda_version = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])

@@ -78,7 +78,7 @@ def _(
     return (
         x.new_empty((r, c) if rows else (0,), dtype=dtype if rows else x.dtype),
         x.new_empty((c, r) if columns else (0,), dtype=dtype if columns else x.dtype),
-        x.new_empty((3,), dtype=torch.float32),
+        x.new_empty_strided((3,), (4,), dtype=torch.float32),
         x.new_empty((x.shape[1],) if column_sum else (0,), dtype=torch.float32 if column_sum else x.dtype),
     )
 

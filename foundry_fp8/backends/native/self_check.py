@@ -8,6 +8,7 @@ model's are, so that what is compiled here is what training launches.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -45,6 +46,8 @@ def check_kernels(recipe: Recipe, dtype: torch.dtype, device: torch.device, fuse
         RuntimeError: A kernel gives something else than its definition. Names it, the stack and the first difference.
     """
     plan = plan_of(recipe)
+    if plan.gradient_scale == "auto":  # not known before the first batch; the same kernel for every power of two
+        plan = dataclasses.replace(plan, gradient_scale=2**20)
     for kernel, what, ours, reference, bound in _results(recipe, plan, dtype, device, fused):
         found = _difference(ours, reference, bound)
         if found:
@@ -89,11 +92,13 @@ def _quantised(
 
     fmt = FORMATS[plan.fmt(operand)]
     layouts = {"rows": rows, "columns": columns, "column_sum": operand == "dy"}
-    if plan.granularity == "tensor":
+    if plan.granularity in ("tensor", "constant"):
         zero = torch.zeros((), device=source.x.device)
         delayed = isinstance(recipe, DelayedScaling)
         slots = (zero.clone(), zero.clone()) if delayed else (None, None)
         given: Any = {"scale": zero + 13.7 if delayed else None, "power_2": plan.power_2, **layouts}
+        if plan.granularity == "constant":
+            given |= {"constant": float(plan.gradient_scale) if operand == "dy" else 1.0, "alpha": plan.alpha}
         names: tuple[str, ...] = ("data", "data_t", "stats")
         ours: Any
         expected: Any
@@ -143,7 +148,7 @@ def _product(which: Gemm, a: Tensor, b: Tensor, recipe: Recipe, plan: Plan, dtyp
 def _dense(layout: Layout, plan: Plan) -> Tensor:
     """float64 values of a quantised operand."""
     data = layout.data.double()
-    if plan.granularity == "tensor":
+    if plan.granularity in ("tensor", "constant"):
         return data * layout.scale.double()
     scale = e8m0_decode(layout.scale) if plan.granularity == "mx" else layout.scale
     per_element = scale.t().double().repeat_interleave(128 if plan.granularity == "block" else 32, 1)

@@ -1,5 +1,7 @@
 """Where the native backend says it runs, why not elsewhere, and which layers are worth it."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -40,6 +42,27 @@ def test_older_gpus_are_refused_by_name(gpu):
     found = gpu((8, 0)).availability(CurrentScaling(), CUDA)
     assert not found.ok
     assert "NVIDIA Pretend has compute capability 8.0" in found.reason and "8.9" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("missing", "said"),
+    [("compiler", "neither gcc nor clang"), ("headers", r"no Python\.h")],
+)
+def test_what_triton_builds_with_is_asked_for_by_name(missing, said, gpu, monkeypatch):
+    """Triton's own error comes at the first launch and names a temporary file."""
+    monkeypatch.delenv("CC", raising=False)
+    compiler = None if missing == "compiler" else "/usr/bin/gcc"
+    monkeypatch.setattr(launch.shutil, "which", lambda name: compiler)
+    monkeypatch.setattr(launch.sysconfig, "get_path", lambda name: "/nowhere")
+    found = gpu((9, 0)).availability(CurrentScaling(), CUDA)
+    assert not found.ok and re.search(said, found.reason) and "python3-dev" in found.remedy
+
+
+def test_mxfp8_is_for_the_blackwells_it_was_written_for(gpu):
+    pretend = gpu((12, 0), version="2.11.0", cuda="13.0")
+    refused = pretend.availability(MXFP8Scaling(), CUDA)
+    assert not refused.ok and "10.x, this GPU has 12.0" in refused.reason
+    assert pretend.availability(CurrentScaling(), CUDA).ok
 
 
 @pytest.mark.parametrize("backend", ["native", "auto"])

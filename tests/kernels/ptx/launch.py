@@ -8,6 +8,7 @@ import itertools
 
 import torch
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
@@ -28,6 +29,9 @@ TYPES = {
     torch.uint8: "*u8",
     torch.int8: "*i8",
 }
+LANGUAGE = (tl, tl.core, tl.math, tl.tensor, tl.dtype)
+PRISTINE = [dict(vars(part)) for part in LANGUAGE]
+"""Triton 3.3's interpreter leaves its own functions in the language, with which nothing compiles any more."""
 OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "enable_fp_fusion")
 
 
@@ -82,8 +86,19 @@ def execute(monkeypatch, arch: int = 90) -> None:
         for index in itertools.product(*map(range, grid)):
             Block(program, words, memory, compiled.metadata.shared, index, grid).run()
 
+    restore_language()
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # what lets CPU tensors in; the kernels stay compiled ones
     monkeypatch.setattr(JITFunction, "run", run)
+
+
+def restore_language() -> None:
+    """As it was when this file was imported, that is, before any test ran."""
+    for part, before in zip(LANGUAGE, PRISTINE, strict=True):
+        for name in set(vars(part)) - set(before):
+            delattr(part, name)
+        for name, value in before.items():
+            if vars(part).get(name) is not value:
+                setattr(part, name, value)
 
 
 def word_of(value) -> int:

@@ -80,6 +80,9 @@ class TestEveryVariant:
     def test_blockwise(self, shape, dtype, options, device):
         test_blockwise.assert_matches_reference(spread(*shape, dtype, device), E4M3, **options)
 
+    def test_scales_of_every_exponent(self, device):
+        test_blockwise.test_scales_of_every_exponent(torch.float32, E4M3, device)
+
     @pytest.mark.parametrize("values", [(NAN,), (-INF, NAN)], ids=str)
     @pytest.mark.parametrize("options", GRANULARITIES.values(), ids=GRANULARITIES)
     def test_blockwise_what_is_not_finite(self, values, options, device):
