@@ -8,7 +8,9 @@ from tests.multiprocess.first_batch import what_ran
 pytestmark = pytest.mark.multiprocess
 
 
-@pytest.mark.parametrize("kind", ["none", "ddp", "fsdp1", "fsdp2"])
+@pytest.mark.parametrize(
+    "kind", [*(pytest.param(kind, marks=pytest.mark.full) for kind in ("none", "ddp")), "fsdp1", "fsdp2"]
+)
 def test_what_ran_is_seen_through_the_wrapper(kind):
     results = launch.call(what_ran, 2, kind)
     for rows, warnings in results:
