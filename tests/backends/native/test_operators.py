@@ -13,8 +13,9 @@ from foundry_fp8.backends.native.inputs import LinearCall
 from foundry_fp8.backends.native.linear import dgrad_and_wgrad, fprop
 from foundry_fp8.backends.native.operand import Source, plan_of
 from foundry_fp8.layers.state import FP8State
+from foundry_fp8.layers.unit_linear import UnitLinear
 from foundry_fp8.numerics.formats import E4M3, E5M2
-from foundry_fp8.numerics.recipes import BlockScaling, CurrentScaling, DelayedScaling
+from foundry_fp8.numerics.recipes import BlockScaling, CurrentScaling, DelayedScaling, UnitScaling
 from tests.kernels.cases import spread
 
 NOTHING = (None,) * 6
@@ -36,6 +37,10 @@ def operator_samples(device):
             ops.quantize_tensorwise,
             (x, *NOTHING, 0, scale, None, slot, "e5m2", False, True, False, False),
         ),
+        "constant": (
+            ops.quantize_tensorwise,
+            (x, *NOTHING, 0, None, None, None, "e5m2", False, True, True, True, 1024.0, 0.125),
+        ),
         "block": (ops.quantize_blockwise, (x, *NOTHING, 0, "e4m3", 128, False, True, True, True, True)),
         "square": (ops.quantize_blockwise, (x, *NOTHING, 0, "e4m3", 128, True, True, True, True, False)),
         "mx": (ops.quantize_blockwise, (x, *NOTHING, 0, "e4m3", 32, False, True, False, True, False)),
@@ -52,7 +57,7 @@ def operator_samples(device):
 
 @pytest.mark.parametrize(
     "name",
-    ["current", "delayed", "block", "square", "mx", "gemm", "statistics", "norm_backward", "activation_backward", "xielu_backward"],
+    ["current", "delayed", "constant", "block", "square", "mx", "gemm", "statistics", "norm_backward", "activation_backward", "xielu_backward"],
 )  # fmt: skip
 def test_operators_say_what_they_return(name, device):
     """torch's own check: the schema tells the truth about mutation and aliases, fake outputs match real ones."""
@@ -62,11 +67,13 @@ def test_operators_say_what_they_return(name, device):
     torch.library.opcheck(op, args, test_utils=checks)
 
 
-@pytest.mark.parametrize(("recipe", "bias"), [("delayed", True), ("block", False)])
+@pytest.mark.parametrize(("recipe", "bias"), [("delayed", True), ("block", False), ("unit", False)])
 def test_compiles_whole_and_gives_the_same_bits(recipe, bias, device):
     """One graph for every number of tokens, forward and backward, no breaks. 48 tokens need no padding."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 96, bias=bias)).to(device)
+    unit = recipe == "unit"
+    model = nn.Sequential((UnitLinear if unit else nn.Linear)(64, 96, bias=bias)).to(device)
+    recipe = {"name": "unit", "gradient_scale": 8} if unit else recipe
     foundry_fp8.apply_fp8(model, recipe=recipe, backend="native")
     parts = nn.Sequential(*model)  # the same modules without the state's hooks: scales stand still
     compiled = torch.compile(parts, backend="aot_eager", fullgraph=True, dynamic=True)
@@ -106,7 +113,11 @@ def test_layers_compiled_one_by_one_share_delayed_state(device):
         assert torch.equal(eager, traced)
 
 
-@pytest.mark.parametrize("recipe", [DelayedScaling(), CurrentScaling(), BlockScaling()], ids=lambda r: r.name)
+@pytest.mark.parametrize(
+    "recipe",
+    [DelayedScaling(), CurrentScaling(), BlockScaling(), UnitScaling(gradient_scale=1024)],
+    ids=lambda r: r.name,
+)
 @pytest.mark.parametrize("shape", [(64, 128, 256), (33, 100, 75)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_three_gemms_on_fake_cuda_tensors(recipe, shape, dtype):
