@@ -14,7 +14,6 @@ import argparse
 import json
 import math
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +101,7 @@ def train(kind: str, precision: str, width: int, lr: float, seed: int, steps: in
     )
     generator = torch.Generator().manual_seed(seed)
     probe = HealthProbe(model, lambda f: f) if precision == "fp8" else None
-    losses, began = [], time.perf_counter()
+    losses: list[float] = []
     for step in range(steps):
         if probe is not None and step == steps - 1:
             probe.attach()
@@ -123,7 +122,6 @@ def train(kind: str, precision: str, width: int, lr: float, seed: int, steps: in
         "seed": seed,
         "steps": steps,
         "train_loss": sum(losses[-10:]) / len(losses[-10:]),
-        "seconds": round(time.perf_counter() - began, 1),
     }
     if probe is not None:
         probe.detach()
@@ -168,7 +166,7 @@ def main() -> None:
                     result["runs"].append(run)
                     result["environment"] = environment()
                     FILE.write_text(json.dumps(result, indent=1) + "\n")
-                    print(*key, round(run["loss"], 4), run["seconds"], flush=True)
+                    print(*key, round(run["loss"], 4), flush=True)
 
 
 if __name__ == "__main__":
