@@ -10,8 +10,8 @@ so that the part at its end can return what makes the block's plain sum the fixe
     norm_type: no_norm
     fc_type: {name: unit}
     init_config: {name: unit_normal_}
-    attn_config: {attn_type: mus_attention, tau: 0.1848, rope: true, ...}
-    ffn_config: {ffn_type: mus_ffn, ffn_act: gelu, tau: 0.1848}
+    attn_config: {attn_type: mus_attention, tau: 0.1849, rope: true, ...}
+    ffn_config: {ffn_type: mus_ffn, ffn_act: gelu, tau: 0.1849}
 
 The algorithm ``unit_scaling`` checks that they are all there.
 """
