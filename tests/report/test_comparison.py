@@ -29,8 +29,7 @@ def logged(tmp_path, name, losses, **options):
     return write_log(tmp_path / name / "run_log.jsonl", lines)
 
 
-# The second. Its page takes 10900 for the 11000 tokens/s of its first line in four of the decreases with FP8, and something
-# near in a fifth: those are left out here.
+# The second. Four of its decreases with FP8 do not follow from its speeds (three divide by 10900 instead of 11000): left out here.
 AWS_7B = [
     (1, (9350, None, 6.595), (11000, None, 6.602), 15, 0.11),
     (2, (9400, -0.5347, 6.688), (10750, ..., 6.695), 12.56, 0.1),
