@@ -20,7 +20,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
             "kernel",
             {"current, both layouts", "swiglu backward", "delayed update, whole model"},
         ),
-        ("gemm_gpu.py", "gemm", {"fprop", "dgrad", "wgrad"}),
+        pytest.param("gemm_gpu.py", "gemm", {"fprop", "dgrad", "wgrad"}, marks=pytest.mark.full),
         pytest.param(
             "step_gpu.py",
             "variant",

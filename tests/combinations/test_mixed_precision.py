@@ -11,9 +11,9 @@ IMPORTS = f"{launch.COMPOSER},transformers.models.llama.modeling_llama,tests.com
 @pytest.mark.parametrize(
     ("recipes", "wrappers"),
     [
-        (["delayed"], ["ddp", "fsdp1", "fsdp2"]),
+        (["delayed"], ["fsdp1", "fsdp2"]),
         pytest.param(
-            [None, "current", "block", "mxfp8"],
+            [None, "delayed", "current", "block", "mxfp8"],
             ["ddp", "fsdp1", "fsdp1-flat", "fsdp2"],
             marks=pytest.mark.full,
         ),

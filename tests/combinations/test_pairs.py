@@ -17,7 +17,7 @@ IMPORTS = ",".join(
         "tests.combinations.running",
     )
 )
-EVERY = 5
+EVERY = 7
 """One row in so many is in the default tier."""
 
 

@@ -59,6 +59,28 @@ def test_a_budget_is_planned_on_the_first_microbatch_of_a_hugging_face_model(roo
         assert (value - plain[name]).abs().max() < 1e-2, name
 
 
+def test_a_plan_is_kept_for_its_own_budget_alone():
+    """The state alone; a run that resumes is below, in the full tier."""
+    from foundry_fp8.algorithms.activation_checkpointing import ActivationCheckpointing
+
+    saved = ActivationCheckpointing(budget=0.9).state_dict()
+    assert (
+        saved["budget"] == 0.9
+        and saved["plan"] is None
+        and saved["repr"] == "ActivationCheckpointing(budget=0.9)"
+    )
+    plan = {
+        "activation_checkpointing": {
+            "targets": [{"target": "*.attn", "blocks": "range-0-1", "policy": "full"}]
+        }
+    }
+    for options, kept in (({"budget": 0.9}, plan), ({"budget": 0.8}, None), ({}, None)):
+        resumed = ActivationCheckpointing(**options)
+        resumed.load_state_dict(saved | {"plan": plan})
+        assert resumed.state_dict()["plan"] == kept
+
+
+@pytest.mark.full
 def test_a_resumed_run_keeps_its_plan(root, tmp_path, monkeypatch):
     """Measured anew, other seconds could give another plan; the run that goes on and the run that resumes are the same, bit for bit."""
     planned = {"activation_checkpointing": {"budget": 0.9, "compression": "int8"}}

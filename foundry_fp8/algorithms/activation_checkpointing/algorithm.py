@@ -76,7 +76,7 @@ class ActivationCheckpointing(Algorithm):
 
     def state_dict(self) -> dict[str, Any]:
         """The plan, so that a resumed run keeps it: seconds measured anew could choose another."""
-        return {"budget": self.config.budget, "plan": self._plan_config}
+        return super().state_dict() | {"budget": self.config.budget, "plan": self._plan_config}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take a plan that was made for the same budget; another budget is planned anew."""

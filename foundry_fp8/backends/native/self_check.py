@@ -46,7 +46,9 @@ def check_kernels(recipe: Recipe, dtype: torch.dtype, device: torch.device, fuse
         RuntimeError: A kernel gives something else than its definition. Names it, the stack and the first difference.
     """
     plan = plan_of(recipe)
-    if plan.gradient_scale == "auto":  # not known before the first batch; the same kernel for every power of two
+    if (
+        plan.gradient_scale == "auto"
+    ):  # not known before the first batch; the same kernel for every power of two
         plan = dataclasses.replace(plan, gradient_scale=2**20)
     for kernel, what, ours, reference, bound in _results(recipe, plan, dtype, device, fused):
         found = _difference(ours, reference, bound)
