@@ -68,8 +68,10 @@ def gradient(kind: str, model: torch.nn.Module) -> tuple[torch.Tensor, int]:
         with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
             grads = [p.grad.flatten().clone() for p in model.parameters()]
     elif kind == "fsdp2":
-        # gloo's reduce-scatter sums where NCCL's takes the mean.
-        grads = [p.grad.full_tensor().flatten() / dist.get_world_size() for p in model.parameters()]
+        # gloo's reduce-scatter sums where NCCL's takes the mean, on older torch.
+        ones = torch.ones(dist.get_world_size())
+        dist.reduce_scatter_tensor(mean_of_ones := torch.empty(1), ones, op=dist.ReduceOp.AVG)
+        grads = [p.grad.full_tensor().flatten() / mean_of_ones for p in model.parameters()]
     else:
         grads = [p.grad.flatten() for p in model.parameters()]
     return torch.cat(grads), gathers.count
