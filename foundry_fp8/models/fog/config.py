@@ -22,7 +22,7 @@ from foundry_fp8.config import (
     one_of,
 )
 
-__all__ = ["ACTIVATIONS", "SIZES", "VARIANTS", "Architecture", "FogConfig", "Size"]
+__all__ = ["ACTIVATIONS", "SIZES", "VARIANTS", "Architecture", "FogConfig", "Size", "check_heads"]
 
 ACTIVATIONS = ("xielu", "gelu", "relu", "swiglu", "smooth_swiglu", "smooth_swiglu_fog")
 GATED = ("swiglu", "smooth_swiglu", "smooth_swiglu_fog")
@@ -248,25 +248,11 @@ class FogConfig(PretrainedConfig):
         self._check(scaled_and_tied)
 
     def _check(self, scaled_and_tied: bool) -> None:
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ConfigError(
-                f"model.num_key_value_heads: {self.num_key_value_heads} does not divide num_attention_heads="
-                f"{self.num_attention_heads}."
-            )
+        check_heads(self)
         if self.head_dim * self.num_attention_heads != self.hidden_size and self.size is not None:
             raise ConfigError(
                 f"model.head_dim: {self.head_dim} contradicts size={self.size}, whose head_dim is "
                 f"{self.hidden_size // self.num_attention_heads}. Leave size out to set every dimension."
-            )
-        if self.head_dim % 2:
-            raise ConfigError(
-                f"model.head_dim: {self.head_dim} (hidden_size / num_attention_heads where it is not given) is odd, and RoPE "
-                "turns pairs of elements."
-            )
-        if self.rope_scaling is not False and set(self.rope_scaling) != set(LLAMA31_ROPE_SCALING):
-            raise ConfigError(
-                f"model.rope_scaling: {self.rope_scaling!r} is neither false nor a mapping of exactly "
-                f"{', '.join(LLAMA31_ROPE_SCALING)}."
             )
         self._check_parts()
         logit = self.hidden_size * self.initializer_range
@@ -377,3 +363,26 @@ def _complete_dimensions(given: dict[str, Any], head_dim: int | None) -> Size:
         ffn=4 * hidden,
         tied=False,
     )
+
+
+def check_heads(config: Any) -> None:
+    """Refuse heads that do not group or that RoPE cannot turn, and scalings of RoPE other than Llama 3.1's.
+
+    Raises:
+        ConfigError: With the key of ``model``.
+    """
+    if config.num_attention_heads % config.num_key_value_heads:
+        raise ConfigError(
+            f"model.num_key_value_heads: {config.num_key_value_heads} does not divide num_attention_heads="
+            f"{config.num_attention_heads}."
+        )
+    if config.head_dim % 2:
+        raise ConfigError(
+            f"model.head_dim: {config.head_dim} (hidden_size / num_attention_heads where it is not given) is odd, and RoPE "
+            "turns pairs of elements."
+        )
+    if config.rope_scaling is not False and set(config.rope_scaling) != set(LLAMA31_ROPE_SCALING):
+        raise ConfigError(
+            f"model.rope_scaling: {config.rope_scaling!r} is neither false nor a mapping of exactly "
+            f"{', '.join(LLAMA31_ROPE_SCALING)}."
+        )

@@ -17,7 +17,7 @@ from foundry_fp8.config import (
     check_arguments,
     one_of,
 )
-from foundry_fp8.models.fog.config import LLAMA31_ROPE_SCALING
+from foundry_fp8.models.fog.config import check_heads
 from foundry_fp8.models.mus.residual import Tau, default_tau
 
 __all__ = ["SIZES", "MusConfig", "default_tau"]
@@ -129,21 +129,7 @@ class MusConfig(PretrainedConfig):
                 f"model.num_attention_heads: {self.num_attention_heads} does not divide hidden_size={self.hidden_size}, and "
                 "head_dim is not given."
             )
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ConfigError(
-                f"model.num_key_value_heads: {self.num_key_value_heads} does not divide num_attention_heads="
-                f"{self.num_attention_heads}."
-            )
-        if self.head_dim % 2:
-            raise ConfigError(
-                f"model.head_dim: {self.head_dim} (hidden_size / num_attention_heads where it is not given) is odd, and RoPE "
-                "turns pairs of elements."
-            )
-        if self.rope_scaling is not False and set(self.rope_scaling) != set(LLAMA31_ROPE_SCALING):
-            raise ConfigError(
-                f"model.rope_scaling: {self.rope_scaling!r} is neither false nor a mapping of exactly "
-                f"{', '.join(LLAMA31_ROPE_SCALING)}."
-            )
+        check_heads(self)
 
     @property
     def softmax_scale(self) -> float:

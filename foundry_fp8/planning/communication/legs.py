@@ -68,9 +68,8 @@ def gather(
     if wire is None or ranks == 1:
         return collective_seconds(numel * itemsize, ranks, network)
     seconds = collective_seconds(numel * bytes_per_element(wire), ranks, network)
-    return (
-        seconds + (numel / ranks + numel) * (itemsize + 1) / gpu.hbm_bytes_per_second
-    )  # coded, then decoded
+    coded_and_decoded = (numel / ranks + numel) * (itemsize + 1)
+    return seconds + coded_and_decoded / gpu.hbm_bytes_per_second
 
 
 def reduce_scatter(
@@ -109,14 +108,12 @@ def all_reduce(
     inside = config.inside_wire(shards=False)
     seconds = _coded_reduce_scatter(numel, itemsize, ranks, network, gpu, path.inside, wire, inside, stride)
     if path.inside > 1:
-        seconds += collective_seconds(
-            4 * numel, path.inside, network
-        )  # the parts of the node's ranks, as float32
+        # The parts of the node's ranks, as float32.
+        seconds += collective_seconds(4 * numel, path.inside, network)
         numel, ranks, stride = numel / path.inside, ranks // path.inside, path.inside
     seconds += collective_seconds(numel * bytes_per_element(second), ranks, network, stride=stride)
-    return (
-        seconds + (numel / ranks + numel) * 5 / gpu.hbm_bytes_per_second
-    )  # the sum coded; all of it decoded
+    coded_and_decoded = (numel / ranks + numel) * 5
+    return seconds + coded_and_decoded / gpu.hbm_bytes_per_second
 
 
 def _coded_reduce_scatter(
