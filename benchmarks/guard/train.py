@@ -1,0 +1,157 @@
+"""One run of a case: high precision, FP8 alone, or FP8 under the guard."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from typing import Any, Literal
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+import torch.nn.functional as F
+import transformers
+from case import Case
+from composer import Trainer
+from composer.algorithms import GradientClipping
+from composer.core import Callback
+from composer.loggers import InMemoryLogger
+from composer.models import ComposerModel
+from torch import Tensor, nn
+
+from foundry_fp8.algorithms.fp8 import FP8
+from foundry_fp8.callbacks.divergence_guard import DivergenceGuard
+from foundry_fp8.layers.attention import FP8DotProductAttention
+from foundry_fp8.layers.linear import FP8Linear
+from foundry_fp8.models.fog import FogConfig, FogForCausalLM
+
+VOCAB, LENGTH, HIDDEN, LAYERS = 64, 32, 64, 2
+GUARD: dict[str, Any] = {"interval": 5, "quiet_batches": 60}
+"""The guard's settings in every case: shorter times than its defaults, because the runs are short."""
+
+Variant = Literal["high", "fp8", "guarded"]
+
+
+@dataclasses.dataclass
+class Run:
+    """What one run gave."""
+
+    losses: list[float]
+    events: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    linears_in_fp8: list[float] = dataclasses.field(default_factory=list)
+    """By step: the share of the linears that FP8 was asked for that ran in FP8."""
+    attention_in_fp8: list[float] = dataclasses.field(default_factory=list)
+
+
+class Model(ComposerModel):
+    """A causal language model on ``[rows, LENGTH]`` tokens."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        torch.manual_seed(case.seed)
+        self.model = _mixture() if case.model.get("kind") == "mixture" else _llama(case.model)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return self.model(input_ids=batch, use_cache=False).logits
+
+    def loss(self, outputs: Tensor, batch: Tensor) -> Tensor:
+        return F.cross_entropy(outputs[:, :-1].reshape(-1, VOCAB), batch[:, 1:].reshape(-1))
+
+
+def _llama(fields: dict[str, Any]) -> nn.Module:
+    defaults = {
+        "variant": "llama3", "vocab_size": VOCAB, "hidden_size": HIDDEN, "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128, "max_position_embeddings": LENGTH,
+    }  # fmt: skip
+    return FogForCausalLM(FogConfig(**{**defaults, **fields}))
+
+
+def _mixture() -> nn.Module:
+    return transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(
+            vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=64, num_hidden_layers=LAYERS, num_attention_heads=4,
+            num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=LENGTH,
+        )
+    )  # fmt: skip
+
+
+def tokens(case: Case) -> Tensor:
+    """``[steps * rows, LENGTH]``: each token is a function of the last two, but for a share of random ones."""
+    generator = torch.Generator().manual_seed(1000 + case.seed)
+    table = torch.randint(0, VOCAB, (VOCAB, 4), generator=torch.Generator().manual_seed(1234))
+    ids = torch.randint(0, VOCAB, (case.steps, case.rows, LENGTH), generator=generator)
+    noise = torch.tensor([case.noise(step) for step in range(case.steps)])[:, None, None]
+    random = torch.rand(ids.shape, generator=generator) < noise
+    for t in range(2, LENGTH):
+        follows = table[ids[..., t - 1], ids[..., t - 2] % 4]
+        ids[..., t] = torch.where(random[..., t], ids[..., t], follows)
+    return ids.flatten(0, 1)
+
+
+class Happens(Callback):
+    """Lets the mechanism act, sets the learning rate, and notes what ran in FP8."""
+
+    def __init__(self, case: Case, model: Model, run: Run) -> None:
+        self.case, self.model, self.run = case, model, run
+        self.mechanism = case.mechanism()
+        self.mechanism.install(model.model)
+
+    def batch_start(self, state: Any, logger: Any) -> None:
+        step = state.timestamp.batch.value
+        for group in state.optimizers[0].param_groups:
+            group["lr"] = self.case.lr(step)
+        self.mechanism.step(step, self.model.model)
+        for kind, shares in (
+            (FP8Linear, self.run.linears_in_fp8),
+            (FP8DotProductAttention, self.run.attention_in_fp8),
+        ):
+            found = [module.recipe is not None for module in self.model.modules() if isinstance(module, kind)]
+            shares.append(sum(found) / len(found) if found else 0.0)
+
+
+def train(case: Case, variant: Variant, guard: dict[str, Any] | None = None) -> Run:
+    """Train ``case``.
+
+    Args:
+        case: Which.
+        variant: ``guarded`` has the divergence guard.
+        guard: Its options instead of ``GUARD``.
+    """
+    run = Run(losses=[])
+    model = Model(case)
+    callbacks: list[Callback] = [Happens(case, model, run)]
+    watcher = DivergenceGuard(**(GUARD if guard is None else guard)) if variant == "guarded" else None
+    if watcher is not None:
+        callbacks.append(watcher)
+    algorithms: list[Any] = []
+    if case.clip is not None:
+        algorithms.append(GradientClipping(clipping_type="norm", clipping_threshold=case.clip))
+    if variant != "high":
+        algorithms.append(
+            FP8(recipe=case.recipe, attention=case.attention, backend="emulated", announce=False)
+        )
+    logger = InMemoryLogger()
+    with open(os.devnull, "w") as quiet, contextlib.redirect_stderr(quiet):
+        trainer = Trainer(
+            model=model,
+            train_dataloader=torch.utils.data.DataLoader(tokens(case), batch_size=case.rows),
+            max_duration=f"{case.steps}ba",
+            optimizers=torch.optim.AdamW(
+                model.parameters(), lr=case.lr(0), betas=(0.9, 0.95), weight_decay=0.0
+            ),
+            algorithms=algorithms,
+            callbacks=callbacks,
+            loggers=[logger],
+            device="cpu",
+            progress_bar=False,
+            seed=case.seed,
+        )
+        trainer.fit()
+        trainer.close()
+    run.losses = [float(value) for _, value in logger.data["loss/train/total"]]
+    if watcher is not None:
+        if watcher.failed is not None:
+            raise RuntimeError(f"{case.name}: the guard failed: {watcher.failed}")
+        run.events = list(watcher.events)
+    return run

@@ -1,0 +1,139 @@
+"""The guard's suite: its cases are what they say, its mechanisms leave high precision as it was, and its counts are right."""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "guard"))
+import held_out
+import judge
+import tuned
+from case import Case
+from common import RESULTS
+from mechanisms import Activations, AttentionOutliers, CompensatedBias, SuperWeight, SwigluAlignment
+
+from foundry_fp8.models.fog import FogConfig, FogForCausalLM
+from foundry_fp8.surgery.apply import apply_fp8
+
+CASES = [*tuned.CASES, *held_out.CASES]
+
+
+def logits(mechanism, *, fp8: bool, attention: bool = False) -> torch.Tensor:
+    torch.manual_seed(0)
+    model = FogForCausalLM(
+        FogConfig(
+            variant="llama3", vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
+            intermediate_size=64, max_position_embeddings=16, initializer_range=0.3,
+        )
+    )  # fmt: skip
+    mechanism.install(model)
+    if fp8:
+        apply_fp8(model, recipe="current", attention=attention, backend="emulated")
+    ids = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(1))
+    mechanism.step(0, model)
+    return model.train()(ids, use_cache=False).logits.detach()
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+@pytest.mark.parametrize(
+    ("make", "attention"),
+    [
+        (lambda size: Activations("*_proj", size), False),
+        (lambda size: Activations("*.gate_up_proj", size, share=None), False),
+        (lambda size: CompensatedBias("*.down_proj", size), False),
+        (lambda size: SwigluAlignment(0, size), False),
+        (lambda size: SuperWeight("*_proj", size), False),
+        (lambda size: AttentionOutliers("keys", size), True),
+        (lambda size: AttentionOutliers("values", size), True),
+    ],
+    ids=["activations", "first token", "bias", "swiglu", "super weight", "keys", "values"],
+)
+def test_a_mechanism_harms_fp8_and_leaves_high_precision_as_it_was(make, attention):
+    calm = logits(make(lambda step: 0.0), fp8=False)
+    assert (
+        distance(logits(make(lambda step: 1e3), fp8=False), calm) < 1e-4
+    )  # what is added and taken off again is rounded
+    quantised = logits(make(lambda step: 0.0), fp8=True, attention=attention)
+    sick = logits(make(lambda step: 3e6), fp8=True, attention=attention)
+    assert distance(sick, calm) > 3 * distance(quantised, calm)
+
+
+def test_names_are_unique_and_both_halves_hold_eight_of_each():
+    assert len({case.name for case in CASES}) == len(CASES)
+    for half in (tuned.CASES, held_out.CASES):
+        assert sum(case.diverges for case in half) >= 8 and sum(not case.diverges for case in half) >= 8
+
+
+def test_stored_labels_hold():
+    stored = json.loads((RESULTS / "guard_labels.json").read_text())["cases"]
+    assert set(stored) == {case.name for case in CASES}
+    for case in CASES:
+        high, fp8, calm = (
+            [float(x) for x in stored[case.name]["losses"][k]] for k in ("high", "fp8", "reference")
+        )
+        assert len(high) == len(fp8) == len(calm) == case.steps
+        assert stored[case.name]["label"] == case.label
+        assert judge.label(case, high, fp8, calm)["holds"], case.name
+
+
+def test_the_loss_leaves_its_band_where_it_does():
+    case = Case(name="x", label="diverges", about="", onset=50, steps=100)
+    high = [2.0] * 100
+    noisy = [2.0 + 0.01 * (-1) ** step for step in range(100)]
+    assert judge.departure(case, noisy, high) is None
+    rising = [x * (1 if step < 70 else 1.05) for step, x in enumerate(noisy)]
+    # The mean of ten passes 1 % with the third step of 5 %: 3 x 5 % / 10.
+    assert judge.departure(case, rising, high) in (71, 72)
+    assert judge.departure(case, [*noisy[:70], *[float("nan")] * 30], high) == 70
+    assert (
+        judge.departure(dataclasses.replace(case, onset=90), [2.0] * 60 + [3.0] * 5 + [2.0] * 35, high)
+        is None
+    )
+
+
+def test_a_verdict_counts_what_is_false():
+    case = Case(name="x", label="diverges", about="", onset=50, ends=80, sick=(0,), steps=100)
+
+    def event(batch, action, unit="layer_000"):
+        return {"batch": batch, "action": action, "unit": unit, "signal": "kurtosis"}
+
+    events = [
+        event(40, "alarm"), event(40, "demote"), event(60, "alarm"), event(60, "demote"), event(61, "demote", "model.layers.1.mlp.down_proj"),
+        event(70, "promote"), event(90, "promote"),
+    ]  # fmt: skip
+    row = judge.verdict(case, 65, [2.0] * 100, [2.0] * 100, events, [1.0] * 60 + [0.0] * 40)
+    assert (row["first_alarm"], row["lead_steps"]) == (60, 6)
+    assert (row["false_alarms"], row["false_demotions"]) == (1, 2)
+    assert (row["promotions"], row["promotions_while_sick"]) == (2, 1)
+    assert row["time_in_fp8"] == 0.6 and row["guarded_above_high"] == 0
+
+
+def test_foresight_is_of_first_alarms_before_the_loss_leaves():
+    def row(departure, *alarms):
+        return {"departure": departure, "events": [{"batch": batch, "action": "alarm"} for batch in alarms]}
+
+    rows = [row(100, 90, 95), row(100, 20), row(None, 50), row(100, 110), row(100)]
+    assert judge.foresight(rows, 20) == (3, 1) and judge.foresight(rows, 81) == (3, 2)
+
+
+@pytest.mark.integration
+def test_a_run_is_the_same_with_a_guard_that_only_warns():
+    """So that what the guard saw first can be set against the loss of FP8 alone."""
+    import train
+
+    case = next(case for case in tuned.CASES if case.name == "bad_batch")
+    mechanism = Activations("*_proj", lambda step: 4e5 if step == 20 else 0.0)
+    short = dataclasses.replace(case, steps=30, mechanism=lambda: mechanism)
+    alone = train.train(short, "fp8")
+    watched = train.train(short, "guarded", {"interval": 1, "actions": ["warn"]})
+    assert watched.losses == alone.losses and len(alone.losses) == 30
+    assert any(event["action"] == "alarm" and event["batch"] > 20 for event in watched.events)
+    assert watched.linears_in_fp8 == [1.0] * 30
