@@ -21,33 +21,16 @@ def _tokens() -> Tensor:
     return torch.randint(1, VOCABULARY, (2, 16))
 
 
-def _hugging_face(
-    name: str,
-    *,
-    cls: str = "ForCausalLM",
-    config: str = "",
-    batch: Callable[[], dict[str, Any]],
-    **options: Any,
-) -> Callable[[], Case]:
-    def build() -> Case:
-        import transformers
-
-        configuration = getattr(transformers, f"{config or name}Config")(**options)
-        model = getattr(transformers, name + cls)(configuration)
-        for parameter in model.parameters():
-            if parameter.dim() == 3:  # experts, some of which are left as torch.empty gave them
-                nn.init.normal_(parameter, std=0.02)
-        return model, batch()
-
-    return build
-
-
-def _text() -> dict[str, Any]:
+def text() -> dict[str, Any]:
     return {"input_ids": _tokens()}
 
 
+def _labelled(**inputs: Tensor) -> dict[str, Any]:
+    return {**inputs, "labels": torch.tensor([0, 1])}
+
+
 def _classified_text() -> dict[str, Any]:
-    return {"input_ids": _tokens(), "labels": torch.tensor([0, 1])}
+    return _labelled(input_ids=_tokens())
 
 
 def _text_to_text() -> dict[str, Any]:
@@ -55,18 +38,23 @@ def _text_to_text() -> dict[str, Any]:
     return {"input_ids": tokens, "labels": tokens}
 
 
-LLAMA_STYLE: dict[str, Any] = {
+DECODER: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
-    "intermediate_size": 96,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
+}
+LLAMA_STYLE = {
+    **DECODER,
+    "intermediate_size": 96,
     "num_key_value_heads": 2,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
 NO_DROPOUT = {"dropout": 0.0, "attention_dropout": 0.0}
+NO_HIDDEN_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+BERT_STYLE = {**DECODER, "intermediate_size": 96, **NO_HIDDEN_DROPOUT}
 T5_STYLE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "d_model": 64,
@@ -76,14 +64,6 @@ T5_STYLE: dict[str, Any] = {
     "num_heads": 4,
     "decoder_start_token_id": 0,
     "dropout_rate": 0.0,
-}
-BERT_STYLE: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
 }
 GPT2_STYLE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -96,66 +76,87 @@ GPT2_STYLE: dict[str, Any] = {
     "embd_pdrop": 0.0,
 }
 
-for _name, _options in {
-    "Llama": {},
-    "Mistral": {},
-    "Qwen2": {},
-    "Qwen3": {"head_dim": 16},
-    "Olmo2": {},
-    "GPTNeoX": {},
-    "Phi": {"resid_pdrop": 0.0},
-    "Phi3": {},
-    "Gemma": {"head_dim": 16},
-    "Gemma2": {"head_dim": 16, "attn_implementation": "eager"},
-    "Mixtral": {"num_local_experts": 4},
-    "Qwen2Moe": {"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
-    "Olmoe": {"num_experts": 32, "num_experts_per_tok": 2},
-    "GraniteMoe": {"num_local_experts": 4},
-}.items():
-    MODELS[_name] = _hugging_face(_name, batch=_text, **LLAMA_STYLE | _options)
-MODELS["LlamaClassifier"] = _hugging_face(
-    "Llama", cls="ForSequenceClassification", batch=_classified_text, **LLAMA_STYLE, num_labels=32
-)
-MODELS["GPT2"] = _hugging_face("GPT2", cls="LMHeadModel", batch=_text, **GPT2_STYLE)
-MODELS["Falcon"] = _hugging_face(
-    "Falcon",
-    batch=_text,
-    vocab_size=VOCABULARY,
-    hidden_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    attention_dropout=0.0,
-    hidden_dropout=0.0,
-    bias=True,
-)
-MODELS["Bloom"] = _hugging_face(
-    "Bloom", batch=_text, vocab_size=VOCABULARY, hidden_size=64, n_layer=2, n_head=4
-)
-MODELS["OPT"] = _hugging_face(
+
+def hugging_face(
+    name: str,
+    *,
+    cls: str = "ForCausalLM",
+    config: str = "",
+    style: dict[str, Any] = LLAMA_STYLE,
+    **options: Any,
+) -> nn.Module:
+    """``{name}{cls}`` of transformers, by default of a Llama's dimensions."""
+    import transformers
+
+    configuration = getattr(transformers, f"{config or name}Config")(**style | options)
+    model = getattr(transformers, name + cls)(configuration)
+    for parameter in model.parameters():
+        if parameter.dim() == 3:  # experts, some of which are left as torch.empty gave them
+            nn.init.normal_(parameter, std=0.02)
+    return model
+
+
+def fog(**options: Any) -> nn.Module:
+    """A FOG of the same dimensions."""
+    from foundry_fp8.models.fog import FogConfig, FogForCausalLM
+
+    return FogForCausalLM(FogConfig(**{**DECODER, "num_key_value_heads": 2, **options}))
+
+
+def mpt(attn_config: dict[str, Any] | None = None, **options: Any) -> nn.Module:
+    """An MPT of the same width, with torch's attention."""
+    from llmfoundry.models.mpt import MPTConfig, MPTForCausalLM
+
+    sizes = {"d_model": 64, "n_heads": 4, "n_layers": 2, "vocab_size": VOCABULARY, "max_seq_len": 32}
+    attention = {"attn_impl": "torch", **(attn_config or {})}
+    return MPTForCausalLM(MPTConfig(**{**sizes, "attn_config": attention, **options}))
+
+
+def _add(
+    name: str,
+    cls: str = "ForCausalLM",
+    *,
+    named: str = "",
+    batch: Callable[[], dict[str, Any]] = text,
+    style: dict[str, Any] = LLAMA_STYLE,
+    **options: Any,
+) -> None:
+    MODELS[named or name] = lambda: (hugging_face(name, cls=cls, style=style, **options), batch())
+
+
+for _name in ("Llama", "Mistral", "Qwen2", "Olmo2", "GPTNeoX", "Phi3"):
+    _add(_name)
+_add("Qwen3", head_dim=16)
+_add("Phi", resid_pdrop=0.0)
+_add("Gemma", head_dim=16)
+_add("Gemma2", head_dim=16, attn_implementation="eager")
+_add("Mixtral", num_local_experts=4)
+_add("Qwen2Moe", num_experts=4, moe_intermediate_size=32, shared_expert_intermediate_size=32)
+_add("Olmoe", num_experts=32, num_experts_per_tok=2)
+_add("GraniteMoe", num_local_experts=4)
+_add("Llama", "ForSequenceClassification", named="LlamaClassifier", batch=_classified_text, num_labels=32)
+_add("GPT2", "LMHeadModel", style=GPT2_STYLE)
+_add("Falcon", style=DECODER, attention_dropout=0.0, hidden_dropout=0.0, bias=True)
+_add("Bloom", style={"vocab_size": VOCABULARY}, hidden_size=64, n_layer=2, n_head=4)
+_add(
     "OPT",
-    batch=_text,
-    vocab_size=VOCABULARY,
-    hidden_size=64,
+    style=DECODER | NO_DROPOUT,
     ffn_dim=96,
-    num_hidden_layers=2,
-    num_attention_heads=4,
     word_embed_proj_dim=32,
     max_position_embeddings=64,
-    **NO_DROPOUT,
 )
-MODELS["T5"] = _hugging_face(
+_add(
     "T5",
-    cls="ForConditionalGeneration",
+    "ForConditionalGeneration",
     batch=_text_to_text,
+    style=T5_STYLE,
     feed_forward_proj="gated-gelu",
-    **T5_STYLE,
 )
-MODELS["Bart"] = _hugging_face(
+_add(
     "Bart",
-    cls="ForConditionalGeneration",
+    "ForConditionalGeneration",
     batch=_text_to_text,
-    vocab_size=VOCABULARY,
-    d_model=64,
+    style={"vocab_size": VOCABULARY, "d_model": 64} | NO_DROPOUT,
     encoder_layers=2,
     decoder_layers=2,
     encoder_attention_heads=4,
@@ -163,82 +164,69 @@ MODELS["Bart"] = _hugging_face(
     encoder_ffn_dim=96,
     decoder_ffn_dim=96,
     max_position_embeddings=64,
-    **NO_DROPOUT,
 )
-MODELS["SwitchTransformers"] = _hugging_face(
+_add(
     "SwitchTransformers",
-    cls="ForConditionalGeneration",
+    "ForConditionalGeneration",
     batch=_text_to_text,
+    style=T5_STYLE,
     num_experts=4,
     num_decoder_layers=2,
     num_sparse_encoder_layers=1,
     num_sparse_decoder_layers=1,
     router_jitter_noise=0.0,
-    **T5_STYLE,
 )
-MODELS["Bert"] = _hugging_face(
+_add(
     "Bert",
-    cls="ForSequenceClassification",
+    "ForSequenceClassification",
     batch=_classified_text,
-    vocab_size=VOCABULARY,
+    style=BERT_STYLE,
     max_position_embeddings=64,
-    **BERT_STYLE,
 )
-MODELS["ViT"] = _hugging_face(
+_add(
     "ViT",
-    cls="ForImageClassification",
-    batch=lambda: {"pixel_values": torch.randn(2, 3, 32, 32), "labels": torch.tensor([0, 1])},
+    "ForImageClassification",
+    batch=lambda: _labelled(pixel_values=torch.randn(2, 3, 32, 32)),
+    style=BERT_STYLE,
     image_size=32,
     patch_size=8,
-    **BERT_STYLE,
 )
-MODELS["VideoMAE"] = _hugging_face(
+_add(
     "VideoMAE",
-    cls="ForVideoClassification",
-    batch=lambda: {"pixel_values": torch.randn(2, 4, 3, 32, 32), "labels": torch.tensor([0, 1])},
+    "ForVideoClassification",
+    batch=lambda: _labelled(pixel_values=torch.randn(2, 4, 3, 32, 32)),
+    style=BERT_STYLE,
     image_size=32,
     patch_size=16,
     num_frames=4,
-    **BERT_STYLE,
 )
-MODELS["Dbrx"] = _hugging_face(
+_add(
     "Dbrx",
-    batch=_text,
-    vocab_size=VOCABULARY,
-    d_model=64,
-    n_heads=4,
-    n_layers=2,
+    style={"vocab_size": VOCABULARY, "d_model": 64, "n_heads": 4, "n_layers": 2},
     max_seq_len=64,
     attn_config={"kv_n_heads": 2, "clip_qkv": 8.0},
     ffn_config={"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
 )
-MODELS["Llama4"] = _hugging_face(
+_add(
     "Llama4",
     config="Llama4Text",
-    batch=_text,
-    **LLAMA_STYLE,
     intermediate_size_mlp=96,
     head_dim=16,
     num_local_experts=4,
     attention_chunk_size=32,
     use_cache=False,  # the cache it makes is bfloat16
 )
-MODELS["JetMoe"] = _hugging_face(
+_add(
     "JetMoe",
-    batch=_text,
-    vocab_size=VOCABULARY,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=2,
+    style={"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2},
     num_key_value_heads=2,
     kv_channels=16,
     num_local_experts=4,
     num_experts_per_tok=2,
 )
-MODELS["DeepseekV3"] = _hugging_face(
+_add(
     "DeepseekV3",
-    batch=_text,
-    **LLAMA_STYLE | {"num_key_value_heads": 4},
+    num_key_value_heads=4,
     moe_intermediate_size=32,
     n_routed_experts=4,
     num_experts_per_tok=2,
@@ -251,19 +239,15 @@ MODELS["DeepseekV3"] = _hugging_face(
     qk_nope_head_dim=16,
     v_head_dim=16,
 )
-MODELS["Mamba"] = _hugging_face(
+_add(
     "Mamba",
-    batch=_text,
-    vocab_size=VOCABULARY,
-    hidden_size=64,
-    num_hidden_layers=2,
+    style={"vocab_size": VOCABULARY, "hidden_size": 64, "num_hidden_layers": 2},
     state_size=16,
     time_step_rank=32,
 )
-MODELS["Jamba"] = _hugging_face(
+_add(
     "Jamba",
-    batch=_text,
-    **LLAMA_STYLE | {"num_hidden_layers": 4},
+    num_hidden_layers=4,
     num_experts=4,
     num_experts_per_tok=2,
     attn_layer_period=4,
@@ -273,27 +257,6 @@ MODELS["Jamba"] = _hugging_face(
     use_mamba_kernels=False,
     mamba_dt_rank=32,
 )
-
-
-def _mpt(**options: Any) -> Callable[[], Case]:
-    def build() -> Case:
-        from llmfoundry.models.mpt import MPTConfig, MPTForCausalLM
-
-        model = MPTForCausalLM(
-            MPTConfig(
-                d_model=64,
-                n_heads=4,
-                n_layers=2,
-                vocab_size=VOCABULARY,
-                max_seq_len=32,
-                attn_config={"attn_impl": "torch"},
-                **options,
-            )
-        )
-        tokens = _tokens()
-        return model, {"input_ids": tokens, "attention_mask": torch.ones_like(tokens).bool()}
-
-    return build
 
 
 def _dmoe(mlp_type: str) -> dict[str, Any]:
@@ -308,23 +271,16 @@ def _dmoe(mlp_type: str) -> dict[str, Any]:
     }
 
 
-MODELS["MPT"] = _mpt()
-MODELS["MPT-glu"] = _mpt(ffn_config={"ffn_type": "mptglu"}, tie_word_embeddings=False)
-MODELS["MPT-dmoe"] = _mpt(ffn_config=_dmoe("mlp"))
-MODELS["MPT-dmoe-glu"] = _mpt(ffn_config=_dmoe("glu"), tie_word_embeddings=False)
-
-
-def _fog() -> Case:
-    from foundry_fp8.models.fog import FogConfig, FogForCausalLM
-
-    config = FogConfig(
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=VOCABULARY,
+for _name, _options in {
+    "MPT": {},
+    "MPT-glu": {"ffn_config": {"ffn_type": "mptglu"}, "tie_word_embeddings": False},
+    "MPT-dmoe": {"ffn_config": _dmoe("mlp")},
+    "MPT-dmoe-glu": {"ffn_config": _dmoe("glu"), "tie_word_embeddings": False},
+}.items():
+    MODELS[_name] = lambda options=_options: (
+        mpt(**options),
+        {**text(), "attention_mask": torch.ones(2, 16).bool()},
     )
-    return FogForCausalLM(config), _text()
 
 
 class TorchEncoder(nn.Module):
@@ -350,7 +306,7 @@ def _lora(base: str, **options: Any) -> Callable[[], Case]:
     return build
 
 
-MODELS["FOG"] = _fog
+MODELS["FOG"] = lambda: (fog(), text())
 MODELS["torch"] = lambda: (TorchEncoder(), {"x": torch.randn(2, 16, 64)})
 MODELS["Llama-LoRA"] = _lora("Llama", target_modules=["q_proj", "v_proj", "down_proj"])
 MODELS["GPT2-LoRA"] = _lora("GPT2", target_modules=["c_attn", "c_fc"], fan_in_fan_out=True)

@@ -15,6 +15,7 @@ from foundry_fp8.config import ConfigError
 from foundry_fp8.layers.attention import FP8DotProductAttention
 from foundry_fp8.numerics.recipes import BlockScaling, CurrentScaling, DelayedScaling
 from foundry_fp8.surgery.attention import FP8AttentionState
+from tests import model_zoo
 from tests.surgery.conversion import convert_attention
 
 RECIPES = [DelayedScaling(amax_history_len=4), CurrentScaling()]
@@ -49,69 +50,32 @@ def plain() -> tuple[nn.Module, dict[str, Any]]:
     return Plain(), {"x": torch.randn(2, 16, 32)}
 
 
-def llama(cls: str = "Llama") -> tuple[nn.Module, dict[str, Any]]:
-    import transformers
-
-    config = getattr(transformers, f"{cls}Config")(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    model = getattr(transformers, f"{cls}ForCausalLM")(config)
+def labelled_text() -> dict[str, Any]:
     ids = torch.randint(0, 64, (2, 16))
-    return model, {"input_ids": ids, "labels": ids}
+    return {"input_ids": ids, "labels": ids}
+
+
+def llama(name: str = "Llama") -> tuple[nn.Module, dict[str, Any]]:
+    return model_zoo.hugging_face(name), labelled_text()
+
+
+DOCUMENTS = (torch.arange(16) // 6).expand(2, 16)
 
 
 def fog() -> tuple[nn.Module, dict[str, Any]]:
-    from foundry_fp8.models.fog import FogConfig, FogForCausalLM
-
-    model = FogForCausalLM(
-        FogConfig(
-            hidden_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            vocab_size=64,
-            sliding_window=9,
-        )
-    )
-    ids = torch.randint(0, 64, (2, 16))
-    return model, {
-        "input_ids": ids,
-        "labels": ids,
-        "sequence_id": (torch.arange(16) // 6).expand(2, 16),
-    }
+    return model_zoo.fog(sliding_window=9), {**labelled_text(), "sequence_id": DOCUMENTS}
 
 
 def mpt() -> tuple[nn.Module, dict[str, Any]]:
-    from llmfoundry.models.mpt import MPTConfig, MPTForCausalLM
-
-    model = MPTForCausalLM(
-        MPTConfig(
-            d_model=64,
-            n_heads=4,
-            n_layers=2,
-            vocab_size=64,
-            max_seq_len=16,
-            attn_config={
-                "attn_impl": "torch",
-                "attn_type": "grouped_query_attention",
-                "kv_n_heads": 2,
-                "attn_uses_sequence_id": True,
-                "sliding_window_size": 8,
-            },
-        )
-    )
-    ids = torch.randint(0, 64, (2, 16))
-    sequence_id = (torch.arange(16) // 6).expand(2, 16)
-    return model, {
-        "input_ids": ids,
-        "sequence_id": sequence_id,
-        "attention_mask": torch.ones_like(ids).bool(),
+    attention = {
+        "attn_type": "grouped_query_attention",
+        "kv_n_heads": 2,
+        "attn_uses_sequence_id": True,
+        "sliding_window_size": 8,
     }
+    ids = torch.randint(0, 64, (2, 16))
+    batch = {"input_ids": ids, "sequence_id": DOCUMENTS, "attention_mask": torch.ones_like(ids).bool()}
+    return model_zoo.mpt(attention), batch
 
 
 MODELS = {"plain": plain, "llama": llama, "mistral": lambda: llama("Mistral"), "fog": fog, "mpt": mpt}

@@ -18,6 +18,7 @@ from foundry_fp8.backends.transformer_engine.attention_requirements import (
 from foundry_fp8.layers.attention_mask import AttentionMask
 from foundry_fp8.numerics.recipes import DelayedScaling
 from foundry_fp8.surgery.attention_inputs import same_mask
+from tests.model_zoo import fog, hugging_face, mpt
 from tests.surgery.conversion import convert_attention
 
 DOCS = Path(__file__).parents[2] / "docs" / "attention.md"
@@ -25,57 +26,14 @@ S = 16
 HOPPER = AttentionMachine(capability=(9, 0), cudnn=(9, 19, 0), te=(2, 20))
 
 
-def hugging_face(name: str, **options: Any) -> nn.Module:
-    import transformers
-
-    config = getattr(transformers, f"{name}Config")(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        pad_token_id=0,
-        **options,
-    )
-    return getattr(transformers, f"{name}ForCausalLM")(config)
-
-
-def fog(**options: Any) -> nn.Module:
-    from foundry_fp8.models.fog import FogConfig, FogForCausalLM
-
-    return FogForCausalLM(
-        FogConfig(
-            hidden_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            vocab_size=64,
-            **options,
-        )
-    )
-
-
-def mpt(**attn_config: Any) -> nn.Module:
-    from llmfoundry.models.mpt import MPTConfig, MPTForCausalLM
-
-    return MPTForCausalLM(
-        MPTConfig(
-            d_model=64,
-            n_heads=4,
-            n_layers=2,
-            vocab_size=64,
-            max_seq_len=S,
-            attn_config={"attn_impl": "torch", **attn_config},
-        )
-    )
-
-
 HOSTS = {
     "MPT": (mpt, ("full", "right")),  # refuses to train with padding on the left itself
-    "MPT, ALiBi": (lambda: mpt(alibi=True), ("full",)),
-    "MPT, sliding window": (lambda: mpt(sliding_window_size=8), ("full",)),
-    "MPT, `attn_uses_sequence_id`": (lambda: mpt(attn_uses_sequence_id=True), ("one document", "packed")),
+    "MPT, ALiBi": (lambda: mpt({"alibi": True}), ("full",)),
+    "MPT, sliding window": (lambda: mpt({"sliding_window_size": 8}), ("full",)),
+    "MPT, `attn_uses_sequence_id`": (
+        lambda: mpt({"attn_uses_sequence_id": True}),
+        ("one document", "packed"),
+    ),
     "FOG": (fog, ("none", "full", "right", "left", "one document", "packed")),
     "FOG, sliding window": (lambda: fog(sliding_window=8), ("none", "right")),
     "Llama": (lambda: hugging_face("Llama"), ("none", "full", "right", "left", "user's own")),

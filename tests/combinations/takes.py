@@ -1,0 +1,151 @@
+"""What an option of a YAML takes: the test of a value, how to draw one, and the kinds that several options share."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from hypothesis import strategies as st
+
+
+class Takes(NamedTuple):
+    """What an option takes: the test of a value, and how to draw one."""
+
+    holds: Callable[[Any], bool]
+    draw: st.SearchStrategy[Any]
+    judged: Callable[[Any], bool] = lambda value: True
+    """Values that it may hand on to others, whose word it is, are not judged."""
+
+
+def whole(low: int, high: int = 10**30, where: Callable[[int], bool] = lambda n: True) -> Takes:
+    return Takes(
+        lambda v: type(v) is int and low <= v <= high and where(v),
+        st.integers(low, min(high, low + 300)).filter(where),
+    )
+
+
+def number(low: float, high: float = math.inf, *, without: tuple[float, ...] = ()) -> Takes:
+    def holds(v: Any) -> bool:
+        return type(v) in (int, float) and abs(v) < 3.4e38 and low <= v <= high and v not in without
+
+    return Takes(holds, st.floats(low, min(high, 1e3)).filter(holds))
+
+
+def word(*choices: str) -> Takes:
+    return Takes(lambda v: isinstance(v, str) and v in choices, st.sampled_from(choices or [""]))
+
+
+def only(*values: Any) -> Takes:
+    return Takes(lambda v: any(type(v) is type(x) and v == x for x in values), st.sampled_from(values))
+
+
+def either(*takes: Takes) -> Takes:
+    return Takes(
+        lambda v: any(t.holds(v) for t in takes),
+        st.one_of([t.draw for t in takes]),
+        lambda v: all(t.judged(v) for t in takes),
+    )
+
+
+def some(of: Takes, *, least: int = 0) -> Takes:
+    return Takes(
+        lambda v: isinstance(v, list) and len(v) >= least and all(of.holds(x) for x in v),
+        st.lists(of.draw, min_size=least, max_size=3),
+    )
+
+
+def table(keys: Takes, values: Takes, *, least: int = 0) -> Takes:
+    def holds(v: Any) -> bool:
+        return (
+            isinstance(v, dict)
+            and len(v) >= least
+            and all(keys.holds(k) and values.holds(x) for k, x in v.items())
+        )
+
+    return Takes(holds, st.dictionaries(keys.draw, values.draw, min_size=least, max_size=3))
+
+
+FLAG = only(True, False)
+NULL = only(None)
+POSITIVE = number(0, without=(0,))
+PRINTABLE = st.text(st.characters(codec="ascii", min_codepoint=32, max_codepoint=126), min_size=1, max_size=8)
+TEXT = Takes(lambda v: isinstance(v, str) and v != "" and v.isprintable(), PRINTABLE)
+NAMES = some(TEXT)
+FIELDS = ("run_name", "rank", "local_rank", "world_size", "local_world_size", "node_rank")
+
+
+def is_path(v: Any) -> bool:
+    plain = re.sub("{(" + "|".join(FIELDS) + ")}", "", v) if isinstance(v, str) else ""
+    return isinstance(v, str) and v != "" and v.isprintable() and not set("{}") & set(plain)
+
+
+PATH = Takes(is_path, st.sampled_from(["logs/a.jsonl", "{run_name}/x", "/tmp/x-{rank}"]),
+             lambda v: not isinstance(v, str) or ("{{" not in v and "}}" not in v and "{run_name" not in v.replace("{run_name}", "")))  # fmt: skip
+BATCHES = Takes(
+    lambda v: (
+        (type(v) is int and v >= 0) or (isinstance(v, str) and re.fullmatch("[0-9]{1,18}ba", v) is not None)
+    ),
+    st.sampled_from([0, 7, "0ba", "100ba"]),
+)
+SIZE = Takes(
+    lambda v: (
+        (type(v) is int and v >= 0)
+        or (
+            isinstance(v, str)
+            and re.fullmatch(r"(?i)\s*[0-9]+(\.[0-9]+)?\s*([kmg]i?)?b?\s*", v) is not None
+            and not re.search(r"(?i)[kmg]i?\s*$", v)
+        )
+    ),
+    st.sampled_from([0, 65536, "64KiB", "1.5 MB", "7b"]),
+)
+TIME = Takes(
+    lambda v: (
+        isinstance(v, str)
+        and re.fullmatch(r"[0-9]+(iter|ep|ba|sp|tok|sec)|[0-9]*\.?[0-9]+dur", v) is not None
+    ),
+    st.sampled_from(["5ba", "0.1dur", "1000tok", "2ep"]),
+)
+FORMAT = word("int8", "e4m3", "int4", "exact")
+BLOCKS = Takes(
+    lambda v: type(v) is int and v >= 0,
+    st.integers(0, 20),
+    lambda v: (
+        not isinstance(v, str | list)
+    ),  # tests/activations/checkpointing/test_blocks.py judges the grammar
+)
+RECIPES = {
+    "delayed": {
+        "margin": whole(0, 16),
+        "amax_history_len": whole(1),
+        "amax_compute_algo": word("max", "most_recent"),
+        "fast_accumulation": some(word("fprop", "dgrad", "wgrad")),
+    },
+    "current": {"power_2_scales": FLAG, "fast_accumulation": some(word("fprop", "dgrad", "wgrad"))},
+    "block": {"power_2_scales": FLAG},
+    "mxfp8": {},
+    "unit": {
+        "gradient_scale": either(word("auto"), whole(1, 2**60, lambda n: not n & (n - 1))),
+        "fast_accumulation": some(word("fprop", "dgrad", "wgrad")),
+    },
+}
+
+
+def is_recipe(v: Any) -> bool:
+    if not isinstance(v, dict) or not isinstance(v.get("name"), str) or v["name"] not in RECIPES:
+        return False
+    options = {"fp8_format": word("hybrid", "e4m3"), **RECIPES[v["name"]]}
+    return all(key in options and options[key].holds(x) for key, x in v.items() if key != "name")
+
+
+RECIPE = Takes(
+    is_recipe,
+    st.one_of(
+        [
+            st.builds(lambda x, name=name, key=key: {"name": name, key: x}, takes.draw)
+            for name, options in RECIPES.items()
+            for key, takes in {**options, "fp8_format": word("hybrid", "e4m3")}.items()
+        ]
+    ),
+)
