@@ -1,8 +1,8 @@
 """FP8 training for MosaicML Composer and LLM Foundry.
 
-``import foundry_fp8`` needs torch alone and loads nothing else: public names are imported when they are first used. Composer
-and LLM Foundry are imported only by what plugs into them (``foundry_fp8.algorithms``, ``.callbacks``, ``.models``, ``.data``,
-``.cli``).
+``import foundry_fp8`` needs torch alone and loads nothing else: public names are imported when they are first used, with
+torch alone but for ``apply_unit_scaling``, whose models are transformers'. Composer and LLM Foundry are imported only by what
+plugs into them (``foundry_fp8.algorithms``, ``.callbacks``, ``.models``, ``.data``, ``.cli``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,14 @@ if TYPE_CHECKING:
     from foundry_fp8.distributed.compression.apply import apply_compressed_communication
     from foundry_fp8.distributed.hybrid_sharding.apply import hybrid_degrees, hybrid_mesh
     from foundry_fp8.layers.state import FP8State
-    from foundry_fp8.numerics.recipes import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling
+    from foundry_fp8.models.mus.apply import apply_unit_scaling
+    from foundry_fp8.numerics.recipes import (
+        BlockScaling,
+        CurrentScaling,
+        DelayedScaling,
+        MXFP8Scaling,
+        UnitScaling,
+    )
     from foundry_fp8.planning.memory.planner import apply_plan, plan_memory
     from foundry_fp8.surgery.apply import apply_fp8
     from foundry_fp8.surgery.report import SurgeryReport
@@ -32,11 +39,13 @@ _HOMES = {
     "FP8State": "layers.state",
     "MXFP8Scaling": "numerics.recipes",
     "SurgeryReport": "surgery.report",
+    "UnitScaling": "numerics.recipes",
     "apply_activation_checkpointing": "activations.checkpointing.apply",
     "apply_activation_compression": "activations.compression.apply",
     "apply_compressed_communication": "distributed.compression.apply",
     "apply_fp8": "surgery.apply",
     "apply_plan": "planning.memory.planner",
+    "apply_unit_scaling": "models.mus.apply",
     "hybrid_degrees": "distributed.hybrid_sharding.apply",
     "hybrid_mesh": "distributed.hybrid_sharding.apply",
     "plan_memory": "planning.memory.planner",
@@ -50,12 +59,14 @@ __all__ = [
     "FP8State",
     "MXFP8Scaling",
     "SurgeryReport",
+    "UnitScaling",
     "__version__",
     "apply_activation_checkpointing",
     "apply_activation_compression",
     "apply_compressed_communication",
     "apply_fp8",
     "apply_plan",
+    "apply_unit_scaling",
     "hybrid_degrees",
     "hybrid_mesh",
     "plan_memory",

@@ -48,6 +48,13 @@ T_DELAYED, T_PASSES, T_EMULATED = (
 T_LINEARS, T_PACKING = "surgery/test_linears.py", "activations/compression/test_packing.py"
 T_WIRE, T_SOLVER = "distributed/test_wire.py", "planning/memory/test_solver.py"
 T_ATTENTION = "backends/test_emulated_attention.py"
+MUS, STEP, MEMORY = "models/mus", "planning/communication/step.py", "planning/memory"
+T_UNIT, T_MUS, T_RATES = (
+    "layers/test_unit_linear.py",
+    "models/mus/test_modeling.py",
+    "models/mus/test_optimizer.py",
+)
+T_STEP, T_PLANNER = "planning/communication/test_step.py", "planning/memory/test_planner.py"
 
 MUTANTS = [
     # Contract 6: what is not finite stays visible; and the bytes of the recipes.
@@ -114,6 +121,30 @@ MUTANTS = [
     Mutant("config/rules.py", "\"KiB\": 2**10", "\"KiB\": 10**3", "config"),
     Mutant(SOLVER, "peak = max(peak, held + cached + cost.forward_peak, backward)", "peak = max(peak, backward)", T_SOLVER),
     Mutant(SOLVER, "state[1] + frame.head_peak <= room and", "", T_SOLVER),
+    Mutant(STEP, "network.overlap_slowdown * hidden", "0.0 * hidden", T_STEP),
+    Mutant(STEP, "network.gpu_spread * slowest_of(gpus)", "network.gpu_spread * slowest_of(shard)", T_STEP),
+    Mutant(STEP, "one_forward - gather - forward)", "one_forward - gather)", T_STEP),
+    Mutant(f"{MEMORY}/optimizer_state.py", "if not parameter.requires_grad:", "if False:", f"{MEMORY}/test_optimizer_state.py"),
+    Mutant(f"{MEMORY}/optimizer_state.py", "isinstance(value, Tensor) and value.dim()", "isinstance(value, Tensor)", f"{MEMORY}/test_optimizer_state.py"),
+    Mutant(f"{MEMORY}/measure.py", "static=frame.static + total", "static=frame.static", T_PLANNER),
+    Mutant(f"{MEMORY}/measure.py", "frame.end_peak - total + embedding", "frame.end_peak - total", T_PLANNER),
+    # µnit Scaling: the residual, the rates of hidden weights, the multipliers, and casts that measure nothing.
+    Mutant(f"{MUS}/residual.py", "return stream * math.sqrt(1 - tau) + branch", "return stream * (1 - tau) + branch", T_MUS),
+    Mutant(f"{MUS}/residual.py", "stream * (math.sqrt(1 - tau) - 1)", "stream * math.sqrt(1 - tau)", T_MUS),
+    Mutant(f"{MUS}/modeling.py", "output_multiplier=1 / width", "output_multiplier=width**-0.5", T_MUS),
+    Mutant(f"{MUS}/modeling.py", "if type(new_embeddings) is nn.Linear:", "if False:", T_MUS),
+    Mutant(f"{MUS}/adapters.py", "return delta / base.output_multiplier", "return delta", T_MUS),
+    Mutant(f"{MUS}/optimizer.py", "math.sqrt(base_width / described.width)", "(base_width / described.width)", T_RATES),
+    Mutant(f"{MUS}/optimizer.py", 'group["weight_decay"] / factor', 'group["weight_decay"]', T_RATES),
+    Mutant(f"{MUS}/optimizer.py", 'group["initial_lr"] * factor', 'group["initial_lr"]', T_RATES),
+    Mutant(f"{MUS}/structure.py", "nn.init.normal_(weight)", "pass", "models/mus"),
+    Mutant("algorithms/unit_scaling/algorithm.py", "if name in state and state[name] != value:", "if name in state and state[name] < value:", T_RATES),
+    Mutant("algorithms/unit_scaling/algorithm.py", "check_groups(optimizer, state.model, self._described, KEY)", "pass", T_RATES),
+    Mutant(RECIPES, "max(1, tokens * width)", "max(1, tokens)", T_UNIT),
+    Mutant(QUANTIZE, "torch.where(torch.isinf(wide), torch.nan, wide * scale), fmt)", "wide * scale, fmt)", T_UNIT),
+    Mutant("layers/unit_linear.py", "and self.chosen_gradient_scale is not None", "and False", T_UNIT),
+    Mutant("backends/emulated/gemm.py", "b.gemm_scale * alpha", "b.gemm_scale", T_UNIT),
+    Mutant("backends/emulated/backend.py", ".mul(ctx.module.output_multiplier)", "", T_UNIT),
     Mutant("observe/kurtosis.py", "counted = s2 != 0", "counted = s2 >= 0", "callbacks/test_kurtosis_monitor.py"),
 ]  # fmt: skip
 

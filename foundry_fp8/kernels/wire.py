@@ -19,7 +19,6 @@ __all__ = ["decode_mean_rows", "decode_rows", "encode_rows"]
 
 INT8, E4M3, INT4 = 0, 1, 2
 _KINDS = {"int8": INT8, "e4m3": E4M3, "int4": INT4}
-_LEAST_AMAX = 1e-30
 _BLOCKS_A_PROGRAM = 16  # 16 runs of 32 is the least that tl.dot takes
 
 

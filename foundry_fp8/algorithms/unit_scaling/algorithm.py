@@ -9,15 +9,14 @@ from typing import Any
 from composer.core import Algorithm, Event, State
 from composer.loggers import Logger
 
-from foundry_fp8.config import Config, ConfigError, Positive, from_mapping
-from foundry_fp8.models.mus.optimizer import check_groups, scale_groups
-from foundry_fp8.models.mus.structure import UnitScaledModel, initialise_mpt_head, unit_scaled
+from foundry_fp8.config import Config, Positive, from_mapping
+from foundry_fp8.models.mus.apply import KEY, apply_unit_scaling
+from foundry_fp8.models.mus.optimizer import check_groups
+from foundry_fp8.models.mus.structure import UnitScaledModel, unit_scaled
 
 __all__ = ["UnitScaling", "UnitScalingConfig"]
 
 log = logging.getLogger(__name__)
-
-KEY = "algorithms.unit_scaling"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,21 +64,14 @@ class UnitScaling(Algorithm):
                 check_groups(optimizer, state.model, self._described, KEY)
             return
         self._described = unit_scaled(state.model, KEY)
-        initialise_mpt_head(state.model)
-        base_width, width = self.config.base_width, self._described.width
-        if base_width is None:
-            raise ConfigError(
-                f"{KEY}.base_width: missing. It is the width at which optimizer.lr was found; if that is this model's, "
-                f"write {width}."
-            )
         for optimizer in state.optimizers:
-            factor = scale_groups(optimizer, state.model, self._described, base_width, KEY)
+            factor = apply_unit_scaling(state.model, optimizer, base_width=self.config.base_width)
             log.info(
                 "%s: %d hidden weights train at lr x sqrt(%d / %d) = lr x %.4g",
                 KEY,
                 len(self._described.hidden),
-                base_width,
-                width,
+                self.config.base_width,
+                self._described.width,
                 factor,
             )
             logger.log_hyperparameters({"unit_scaling": {**self._facts(), "hidden_lr_factor": factor}})

@@ -20,7 +20,7 @@ from foundry_fp8.distributed.two_hop import two_hop_all_reduce
 
 __all__ = ["attach_ddp"]
 
-LANES_ON_CPU = 2
+QUEUES_ON_CPU = 2
 """While one bucket's bytes are on the wire, another is being coded."""
 
 
@@ -62,14 +62,14 @@ class BucketHook:
             self.first_block[name] = count
             self.exact[name] = config.why_exact(parameter.shape, parameter.element_size()) is not None
             count += -(-parameter.numel() // config.block_size)
-        lanes = 1 if ddp.device.type == "cuda" or hop is not None else LANES_ON_CPU
+        queues = 1 if ddp.device.type == "cuda" or hop is not None else QUEUES_ON_CPU
         ranks = dist.get_process_group_ranks(ddp.process_group)
-        # A lane of its own group: nothing else issues collectives there, so their order is the lane's order.
-        self.lanes = [
+        # Each has a group of its own: nothing else issues collectives there, so their order is the queue's order.
+        self.queues = [
             CollectiveQueue(
                 CountingGroup(make_group(ranks, ddp.process_group), compression.traffic), ddp.device
             )
-            for _ in range(lanes)
+            for _ in range(queues)
         ]
         self._layouts: dict[tuple[str, ...], BlockLayout] = {}
         self._residuals: dict[str, Tensor] = {}
@@ -81,8 +81,8 @@ class BucketHook:
         compression = self.compression
         compression.switch.reductions += 1
         buffer = bucket.buffer()
-        lane = self.lanes[bucket.index() % len(self.lanes)]
-        group = lane.group
+        queue = self.queues[bucket.index() % len(self.queues)]
+        group = queue.group
         layout, residual = None, None
         if self.wire is not None and compression.switch.large(buffer):
             layout, residual = self._layout(bucket.parameters())
@@ -90,7 +90,7 @@ class BucketHook:
         world = group.size()
         compression.traffic.count_logical(2 * buffer.nbytes * (world - 1) / world, compressed=taken)
         if not taken:
-            return lane.submit(lambda: average(buffer, group))
+            return queue.submit(lambda: average(buffer, group))
         assert self.wire is not None and layout is not None
         wire, second_leg, hop, packing = self.wire, self.second_leg, self.hop, layout
 
@@ -104,7 +104,7 @@ class BucketHook:
                 return two_hop_all_reduce(packed, hop, wire, **options)
             return collectives.all_reduce(packed, group, wire, **options)
 
-        return lane.submit(lambda: packing.unpack(all_reduce(packing.pack(buffer)), buffer))
+        return queue.submit(lambda: packing.unpack(all_reduce(packing.pack(buffer)), buffer))
 
     def _layout(self, parameters: list[Tensor]) -> tuple[BlockLayout, Tensor | None]:
         """The layout of a bucket, and its residual in that layout."""
@@ -116,7 +116,7 @@ class BucketHook:
                 [self.exact[name] for name in names],
                 [self.first_block[name] for name in names],
                 self.compression.config.block_size,
-                self.lanes[0].group.size(),
+                self.queues[0].group.size(),
                 parameters[0].device,
                 self.section,
             )

@@ -1,9 +1,12 @@
 """Learning rates and weight decay by group, and what is refused."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
+from composer.core import Event
+from composer.loggers import Logger
 from composer.optim import DecoupledAdamW
 from llmfoundry.optim import DecoupledLionW
 from torch import nn
@@ -92,6 +95,20 @@ def test_what_cannot_be_right_is_refused():
         RuntimeError, match=r"down_proj\.weight is hidden and the optimizer has it in the group 'other'"
     ):
         check_groups(optimizer, model, described, "key")
+
+
+def test_the_algorithm_checks_when_training_starts_that_its_groups_survived():
+    model = small()
+    optimizer = DecoupledAdamW(model.parameters(), lr=0.5)
+    state = SimpleNamespace(model=model, optimizers=[optimizer])
+    algorithm = UnitScaling(base_width=16)
+    for event in (Event.INIT, Event.FIT_START):
+        assert algorithm.match(event, state)
+        algorithm.apply(event, state, Logger(state))
+    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.5]
+    optimizer.param_groups[:] = DecoupledAdamW(model.parameters(), lr=0.5).param_groups
+    with pytest.raises(RuntimeError, match=r"unit_scaling: .* and the optimizer has it in the group None"):
+        algorithm.apply(Event.FIT_START, state, Logger(state))
 
 
 def test_a_resumed_run_agrees_on_base_width_and_tau():
