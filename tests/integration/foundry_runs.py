@@ -125,7 +125,17 @@ def train(cfg: dict[str, Any]) -> Any:
     """Run LLM Foundry's own entry; returns Composer's trainer."""
     from llmfoundry.command_utils.train import train as foundry_train
     from omegaconf import OmegaConf
+
+    _clean_shared_memory()
+    return foundry_train(OmegaConf.create(cfg))
+
+
+def _clean_shared_memory() -> None:
+    """What the datasets of earlier runs in this process have left. Another worker may be cleaning the same names."""
     from streaming.base.util import clean_stale_shared_memory
 
-    clean_stale_shared_memory()
-    return foundry_train(OmegaConf.create(cfg))
+    while True:
+        try:
+            return clean_stale_shared_memory()
+        except FileNotFoundError:  # the other one was faster: go on with the rest
+            continue

@@ -24,7 +24,7 @@ def test_repaired_cast_is_the_reference_cast(fmt, target):
     grid = torch.arange(256, dtype=torch.uint8).view(fmt.dtype).float()
     grid = grid[torch.isfinite(grid)].sort().values
     middle = (grid[1:] + grid[:-1]) / 2
-    up, down = torch.tensor(np.nextafter(middle, np.inf)), torch.tensor(np.nextafter(middle, -np.inf))
+    up, down = (torch.from_numpy(np.nextafter(middle.numpy(), np.float32(end))) for end in (np.inf, -np.inf))
     values = torch.cat([grid, middle, up, down])
     assert torch.equal(bits_by(convert_float, values, target), cast(values, fmt).view(torch.uint8))
 

@@ -100,7 +100,8 @@ class TransformerEngineAttention(AttentionBackend):
         te_recipe = _with_attention(recipe)
         dpa = _te_module(module, q, k, softmax_scale, dropout_p)
         dpa.train(module.training)
-        window = None if mask.window is None else (mask.window[0], 0)
+        # Always given: the default of a module that was built causal is a causal window, which TE mends with a warning.
+        window = (-1, 0 if mask.causal else -1) if mask.window is None else (mask.window[0], 0)
         with library().autocast(te_recipe):
             dpa.init_fp8_metadata(
                 num_gemms=3
