@@ -120,7 +120,7 @@ class OddMLP(nn.Module):
         left, right = up.chunk(2, dim=-1)
         left = F.leaky_relu(left, 0.1).clamp(-1.5)
         right = right.abs().add(0.5).sqrt().reciprocal() * 0.3
-        gate = self.gate(x).relu_()
+        gate = self.gate(x).add_(0.1).relu_()
         return self.down(torch.cat([left, right], dim=-1) * gate)
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 import torch
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
+from foundry_fp8.compat.selective_checkpoint import selective_contexts
 from foundry_fp8.config import ConfigError, Parse, nearest
 
 __all__ = ["SELECTIVE_OPS", "CheckedPolicy", "Policy", "check_policy", "context_fn_for", "policy_name"]
@@ -75,7 +75,7 @@ def context_fn_for(policy: Policy) -> Callable[[], tuple[Any, Any]] | None:
 
 def _selective_contexts(names: Sequence[str]) -> tuple[Any, Any]:
     # Operators are looked up here, because they cannot be pickled and names can.
-    return create_selective_checkpoint_contexts([op for name in names for op in _overloads(name)])
+    return selective_contexts([op for name in names for op in _overloads(name)])
 
 
 def _overloads(name: str) -> list[Any]:

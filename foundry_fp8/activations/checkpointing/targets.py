@@ -138,9 +138,16 @@ def select(model: nn.Module, targets: Targets, policy: Policy, key: str) -> list
 
     selected: list[Selection] = []
     for index, modules in enumerate(inside):
+        root = clean_name(blocks[index][0])
         for name, module in modules.items():
-            # As in Foundry, the first class that fits decides, also where its blocks leave this one out.
-            first = next((cls for cls, _, _ in by_class if isinstance(module, cls)), None)
+            # As in Foundry, the first class that fits decides, also where its blocks leave this one out. A block may hold
+            # another of a block's class (Zamba's, a Mamba layer).
+            fits = (
+                c
+                for c, e, _ in by_class
+                if isinstance(module, c) and (e.target != EVERY_BLOCK or name == root)
+            )
+            first = next(fits, None)
             hits = [e for cls, e, chosen in by_class if cls is first and index in chosen]
             hits += [e for e, chosen in by_pattern if index in chosen and fnmatch.fnmatchcase(name, e.target)]
             if len(hits) > 1:

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterable
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from foundry_fp8.compat.autograd import newest_node, node_number
 
-__all__ = ["Reads", "Region", "reads_of"]
+__all__ = ["Reader", "Reads", "Region", "reads_of"]
 
 Saved = TypeVar("Saved")
 
@@ -30,8 +30,8 @@ class Reads(enum.Enum):
     SIGN = enum.auto()
     """It may be rounded as long as what is positive stays positive."""
     ATTENTION = enum.auto()
-    """It may be rounded, except for the log-sum-exp: float32 of at most three dimensions, where what is attended to has four
-    or is half as wide."""
+    """It may be rounded, except for the log-sum-exp (float32 of at most three dimensions, where what is attended to has four
+    or is half as wide) and for what is added to the scores (:attr:`Reader.mask`)."""
     EXACTLY = enum.auto()
     """It must not be rounded."""
 
@@ -79,24 +79,49 @@ def reads_of(node: Any) -> Reads:
     return _KNOWN.get(node.name(), Reads.EXACTLY)
 
 
+class Reader(NamedTuple):
+    """A node, as far as it matters for what it saved.
+
+    Attributes:
+        reads: What it makes of it.
+        name: torch's name of it.
+        mask: The address of the storage that holds what an attention adds to its scores, a mask or a bias. Its largest
+            elements are the most negative numbers there are: rounding passes what a dtype can hold, and in the blocks that
+            share their scale all others are lost, where backward adds them to scores of order 1 again.
+    """
+
+    reads: Reads
+    name: str
+    mask: int | None = None
+
+    @classmethod
+    def of(cls, node: Any) -> Reader:
+        """What is known of ``node``."""
+        reads, mask = reads_of(node), None
+        if reads is Reads.ATTENTION:
+            added = getattr(node, "_saved_attn_mask", None), getattr(node, "_saved_attn_bias", None)
+            mask = next((x.untyped_storage()._cdata for x in added if x is not None), None)
+        return cls(reads, node.name(), mask)
+
+
 class Region(Generic[Saved]):
     """What is saved while a module runs, until it is found out by which node.
 
     Args:
-        settle: Told what was saved, what the node makes of it, and the node's name. Where no node is found (in-place
-            operators on views, functions that make a graph of their own) that is ``EXACTLY``.
+        settle: Told what was saved and by whom. Where no node is found (in-place operators on views, functions that make a
+            graph of their own) that one reads ``EXACTLY``.
     """
 
-    def __init__(self, settle: Callable[[Saved, Reads, str], None]) -> None:
+    def __init__(self, settle: Callable[[Saved, Reader], None]) -> None:
         self._settle = settle
         self._first = newest_node()
-        self._found: dict[int, tuple[Reads, str]] = {}
+        self._found: dict[int, Reader] = {}
         self._waiting: dict[int, list[Saved]] = {}
 
     def wait(self, saved: Saved, number: int) -> None:
         """Settle ``saved`` when the node is found that was the newest, ``number``, when it was saved."""
         if number in self._found:
-            self._settle(saved, *self._found[number])
+            self._settle(saved, self._found[number])
         else:
             self._waiting.setdefault(number, []).append(saved)
 
@@ -104,7 +129,7 @@ class Region(Generic[Saved]):
         """Settle what nodes saved that lead to ``node``, as far as they are of this region."""
         newest = newest_node()  # leaves have no number of their own: theirs is larger
         nodes = [node] if self._waiting else []
-        ready: list[tuple[Saved, Reads, str]] = []
+        ready: list[tuple[Saved, Reader]] = []
         while nodes:
             node = nodes.pop()
             if node is None:
@@ -112,12 +137,12 @@ class Region(Generic[Saved]):
             number = node_number(node)
             if not self._first < number <= newest or number in self._found:
                 continue
-            found = self._found[number] = reads_of(node), node.name()
-            ready += [(saved, *found) for saved in self._waiting.pop(number, ())]
+            found = self._found[number] = Reader.of(node)
+            ready += [(saved, found) for saved in self._waiting.pop(number, ())]
             nodes += [before for before, _ in node.next_functions]
         # What some node needs as it is, is not kept rounded for others.
-        for saved, reads, name in sorted(ready, key=lambda item: item[1] is not Reads.EXACTLY):
-            self._settle(saved, reads, name)
+        for saved, reader in sorted(ready, key=lambda item: item[1].reads is not Reads.EXACTLY):
+            self._settle(saved, reader)
 
     def close(self, nodes: Iterable[Any]) -> None:
         """The module has returned outputs of ``nodes``: settle everything."""
@@ -125,5 +150,5 @@ class Region(Generic[Saved]):
             self.look(node)
         for waiting in self._waiting.values():
             for saved in waiting:
-                self._settle(saved, Reads.EXACTLY, "an unknown node")
+                self._settle(saved, Reader(Reads.EXACTLY, "an unknown node"))
         self._waiting.clear()

@@ -31,7 +31,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from foundry_fp8.activations.compression.layouts import Flat, Payload, Rounded
 from foundry_fp8.activations.compression.packing import packable
-from foundry_fp8.activations.compression.readers import Reads, Region, reads_of
+from foundry_fp8.activations.compression.readers import Reader, Reads, Region, reads_of
 from foundry_fp8.activations.compression.recompute import recomputation
 from foundry_fp8.compat.autograd import newest_node
 from foundry_fp8.compat.compiled_caller import compiled_caller_waits
@@ -234,7 +234,7 @@ class Compressor:
             return kept
         waiting = _Waiting(kept, x.grad_fn is not None and reads_of(x.grad_fn) is Reads.SIGN)
         if self.boundary:
-            self._settle(waiting, Reads.SMOOTHLY, "")
+            self._settle(waiting, Reader(Reads.SMOOTHLY, "a checkpoint"))
         else:
             self._calls[-1][1].wait(waiting, number)
         return waiting
@@ -247,24 +247,25 @@ class Compressor:
         """The unpack hook."""
         return kept.tensor()
 
-    def _settle(self, waiting: _Waiting, reads: Reads, node: str) -> None:
-        """Pack what ``node`` saved, if it may be."""
+    def _settle(self, waiting: _Waiting, reader: Reader) -> None:
+        """Pack what ``reader`` saved, if it may be."""
         kept = waiting.kept
         assert isinstance(kept, Untouched) and self.fmt is not None
         x, storage = kept.value, kept.value.untyped_storage()
         flat = Flat.of(x)
         key: tuple[Any, ...] = (storage._cdata, x.data_ptr(), flat.layout, x.dtype, kept.version)
         held = self._held(key, storage)
-        log_sum_exp = reads is Reads.ATTENTION and x.dtype == torch.float32 and x.dim() < 4
-        if reads is Reads.EXACTLY or log_sum_exp or kept.written_to:
+        log_sum_exp = reader.reads is Reads.ATTENTION and x.dtype == torch.float32 and x.dim() < 4
+        exactly = reader.reads is Reads.EXACTLY or storage._cdata == reader.mask
+        if exactly or log_sum_exp or kept.written_to:
             if held is None:
                 self.saved.passed += storage.nbytes()
-                self.saved.exact[node] += 0 if log_sum_exp else storage.nbytes()
+                self.saved.exact[reader.name] += 0 if log_sum_exp else storage.nbytes()
                 self._kept[key] = weakref.ref(storage), weakref.ref(kept)
             return
         if held is not None:  # another node needs it as it is
             return
-        nonzero = waiting.positive or reads is Reads.SIGN
+        nonzero = waiting.positive or reader.reads is Reads.SIGN
         key = (*key, nonzero)
         payload = self._held(key, storage)
         if payload is None:

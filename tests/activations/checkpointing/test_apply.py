@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from foundry_fp8.activations.checkpointing.apply import (
@@ -76,6 +77,44 @@ def test_fp8_recompute_is_bit_identical_and_records_no_amax_twice(make_llama, re
                 for operand in ("x", "w", "dy"):
                     history = ours[module.fqn].slots[operand].amax_history
                     assert torch.equal(history, module.slots[operand].amax_history)
+
+
+class Scores(nn.Module):
+    """Adds to products in place, as T5 does its position bias to the scores; through a view, and not."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner_attention = nn.Linear(16, 16)
+        self.bias = nn.Parameter(torch.randn(4, 4, generator=torch.Generator().manual_seed(3)))
+
+    def forward(self, x):
+        q = self.inner_attention(x)
+        q.mul_(2.0)
+        scores = torch.matmul(
+            q.unflatten(-1, (2, 8)).transpose(1, 2), x.unflatten(-1, (2, 8)).permute(0, 2, 3, 1)
+        )
+        scores += self.bias
+        return x + (scores.softmax(-1) @ x.unflatten(-1, (2, 8)).transpose(1, 2)).transpose(1, 2).flatten(2)
+
+
+def test_what_a_selective_checkpoint_keeps_may_be_written_to():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.ModuleList([Scores(), Scores()]))
+    blocks, x = model[0], torch.randn(2, 4, 16)
+
+    def run():
+        model.zero_grad()
+        y = x
+        for block in blocks:
+            y = block(y)
+        y.square().sum().backward()
+        return {
+            name.replace("_checkpoint_wrapped_module.", ""): p.grad for name, p in model.named_parameters()
+        }
+
+    reference = run()
+    apply_activation_checkpointing(model, policy="selective")
+    assert_same(run(), reference)
 
 
 def backward_flops(model):

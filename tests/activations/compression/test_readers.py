@@ -121,6 +121,25 @@ def test_what_other_nodes_saved_is_not_rounded(function):
     assert compressor.saved.packed == 0 and compressor.saved.exact
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lowest", [-torch.inf, -3e38, -1e4, 0.0])
+def test_what_attention_adds_to_its_scores_is_not_rounded(lowest, dtype):
+    """Masks that blocks make themselves (Gemma 3, ModernBERT, CLIP), and ALiBi: a column far away, and neighbours close by."""
+    length = ROWS // 8
+    distance = torch.arange(length) - torch.arange(length)[:, None]
+    far = torch.tensor(lowest).clamp(min=torch.finfo(dtype).min if lowest > -torch.inf else -torch.inf)
+
+    def function(x):
+        q, k, v = (heads(x * factor).to(dtype) for factor in (1.0, OTHER, 2.0))
+        mask = torch.where(distance > 0, far, 0.3 * distance).to(dtype).expand(2, 4, -1, -1).clone()
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).float()
+
+    (exact, _), (rounded, spy) = gradient(None, function), gradient(PackFormat(), function)
+    assert (rounded - exact).norm() / exact.norm() < LIMIT["int8"]
+    assert list(spy.saved.exact) == ["ScaledDotProductFlashAttentionForCpuBackward0"]
+    assert spy.saved.exact.total() == 2 * 4 * length**2 * dtype.itemsize
+
+
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(
     "activation", [F.relu, lambda x: F.relu(x).square(), lambda x: F.relu(x * 1, inplace=True)]
