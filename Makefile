@@ -6,7 +6,7 @@
 # make coverage       branch coverage of the default tier, workers, launched runs and gloo ranks included
 # make mutants        break the core on purpose; every break must be noticed by a test
 # make benchmarks     measure again and compare the ratios with the committed ones; on a quiet machine
-# make release        build, check the metadata, and try the wheel in a clean environment from another folder
+# make release        build, check the metadata, and try the wheel in a clean environment from another folder, the README's way too
 # Each sets up .venv first (pinned by constraints.txt); the second time that is a no-op.
 
 PYTHON  ?= python3
@@ -56,6 +56,7 @@ release: setup
 	$(BIN)/uv build --quiet --out-dir dist
 	$(BIN)/uv tool run --quiet twine check --strict dist/*
 	.ci/wheel $(PYTHON) dist/*.whl
+	.ci/first-page $(PYTHON) dist/*.whl
 
 setup: $(STAMP)
 

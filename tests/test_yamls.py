@@ -73,6 +73,7 @@ PARAMETERS = {
     "llama-3.1-405b": 405.9e9,
     "moe-132b": 132e9,
     "mpt-gqa": 3.4e6,
+    "downstream": 3.4e6,
     **{f"fog-{size}-{v}": n for size, n in FOG for v in ("max", "opt", "flash")},
     "fog": 5.0e6,
     **{f"{kind}-{size}": n for size, n in MUS for kind in ("mus", "mpt-mus")},

@@ -14,10 +14,13 @@ from typing import Any
 import numpy as np
 
 from foundry_fp8.data.corpus import Document, corpus_digest, split_documents, standard_library_documents
+from foundry_fp8.data.tasks import write_tasks
 
 __all__ = ["PreparedData", "prepare_data"]
 
-_LAYOUT_VERSION = 1
+_LAYOUT_VERSION = 2
+_QUESTIONS = 100
+"""Of each downstream task."""
 _ENCODE_BATCH = 64
 _SHARD_BYTES = 1 << 24
 
@@ -27,7 +30,7 @@ class PreparedData:
     """Where the shards are and what they hold. Also what ``data.json`` beside them says."""
 
     folder: Path
-    """Holds ``train/`` and ``val/`` (MDS), ``tokenizer/`` and ``data.json``."""
+    """Holds ``train/`` and ``val/`` (MDS), ``tasks/`` (JSONL), ``tokenizer/`` and ``data.json``."""
     vocab_size: int
     """Rows the model's embedding must have."""
     sequence_length: int
@@ -40,6 +43,8 @@ class PreparedData:
     """Samples of ``sequence_length`` tokens in ``train/``."""
     val_samples: int
     """The same in ``val/``."""
+    questions: int
+    """Of the shortest downstream task in ``tasks/``."""
 
     @property
     def tokenizer(self) -> Path:
@@ -118,6 +123,8 @@ def _build(
                 f"the {split} split of this corpus ({len(documents)} files) is shorter than one sample of "
                 f"{sequence_length} tokens. Give a larger corpus or a shorter sequence_length."
             )
+    say("writing downstream tasks from the files held out")
+    questions = write_tasks(folder / "tasks", held_out, _QUESTIONS)
     facts = {
         "vocab_size": len(tokenizer),
         "sequence_length": sequence_length,
@@ -125,6 +132,7 @@ def _build(
         "corpus_bytes": corpus_bytes,
         "train_samples": counts["train"],
         "val_samples": counts["val"],
+        "questions": questions,
     }
     (folder / "data.json").write_text(json.dumps(facts, indent=2) + "\n")
 

@@ -11,10 +11,10 @@ import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 from plotly.subplots import make_subplots
 
+from foundry_fp8.report.across import BY_SIZE, by_size, over_devices, scored, speeds
 from foundry_fp8.report.comparison import Row
-from foundry_fp8.report.figures import LINE_PANELS, has_speed, kurtosis_maps, mfu_panels, smooth
-from foundry_fp8.report.run import HIGH_PRECISION
-from foundry_fp8.report.style import look
+from foundry_fp8.report.figures import LINE_PANELS, kurtosis_maps, mfu_panels, smooth
+from foundry_fp8.report.style import group_look, look
 
 __all__ = ["CHARTS", "as_html", "script"]
 
@@ -22,6 +22,8 @@ MOST_POINTS = 1500
 """Of a line; longer runs are thinned for the page, not for the figures."""
 MOST_COLUMNS = 3
 """Of heat maps beside each other."""
+MARKERS = ("circle", "square", "diamond", "cross", "triangle-up", "star")
+"""Of runs of one precision."""
 _SCALE = [[0.0, "#00224e"], [0.5, "#7d7c78"], [1.0, "#fee838"]]  # cividis
 
 
@@ -64,36 +66,68 @@ def loss(rows: Sequence[Row]) -> go.Figure | None:
 
 def speed(rows: Sequence[Row]) -> go.Figure | None:
     """Tokens a second and device: over devices where runs differ in them, else one bar a run."""
-    shown = [(i, row) for i, row in enumerate(rows) if has_speed(row)]
-    alone = all(row.run.recipe == HIGH_PRECISION for _, row in shown)
-    if not shown or (alone and any(row.run.backend for row in rows)):
-        return None
+    groups = over_devices(rows)
     figure = go.Figure()
-    if len({row.run.devices for _, row in shown}) == 1:
+    if not groups:
+        shown = speeds(rows)
         for index, row in shown:
             figure.add_bar(y=[row.run.name], x=[row.tokens_per_second_per_device], orientation="h", name=row.run.name,
                            marker_color=_look(rows, index)[0], hovertemplate="%{x:,.0f}<extra>%{y}</extra>")  # fmt: skip
         figure.update_layout(
             showlegend=False, xaxis_title="tokens / second / device", yaxis_autorange="reversed"
         )
-        return _dressed(figure, 110 + 32 * len(shown))
-    lines: dict[tuple[str, str], list[tuple[int, Row]]] = {}
-    for index, row in shown:
-        lines.setdefault((row.run.model, row.run.recipe), []).append((index, row))
-    for (model, recipe), points in lines.items():
-        points.sort(key=lambda point: point[1].run.devices)
-        number = [m for m, r in lines if r == recipe].index(model)
-        colour, dash, _ = look([recipe] * (number + 1), number)
+        return _dressed(figure, 110 + 32 * len(shown)) if shown else None
+    for group in groups:
+        colour, dash, _ = group_look([(g.model, g.recipe) for g in groups], (group.model, group.recipe))
         figure.add_scatter(
-            x=[row.run.devices for _, row in points], y=[row.tokens_per_second_per_device for _, row in points],
-            name=f"{model}, {recipe}", mode="lines+markers", line={"color": colour, "dash": dash},
+            x=[row.run.devices for _, row in group.rows], y=[row.tokens_per_second_per_device for _, row in group.rows],
+            name=f"{group.model}, {group.recipe}", mode="lines+markers", line={"color": colour, "dash": dash},
             hovertemplate="%{x} devices: %{y:,.0f}<extra>%{fullData.name}</extra>",
         )  # fmt: skip
-    figure.update_xaxes(
-        type="log", title_text="devices", tickvals=sorted({row.run.devices for _, row in shown})
-    )
+    ticks = sorted({row.run.devices for group in groups for _, row in group.rows})
+    figure.update_xaxes(type="log", title_text="devices", tickvals=ticks)
     figure.update_yaxes(title_text="tokens / second / device", rangemode="tozero")
     return _dressed(figure, 400)
+
+
+def sizes(rows: Sequence[Row]) -> go.Figure | None:
+    """FLOP/s and MFU by model size, one bar a precision."""
+    groups = by_size(rows)
+    if not groups:
+        return None
+    models = list(dict.fromkeys(group.model for group in groups))
+    shown = [p for p in BY_SIZE if any(np.isfinite(getattr(group.rows[0][1], p[0])) for group in groups)]
+    figure = make_subplots(rows=len(shown), cols=1, shared_xaxes=True, vertical_spacing=0.16,
+                           subplot_titles=[label for _, label, _ in shown])  # fmt: skip
+    for recipe in dict.fromkeys(group.recipe for group in groups):
+        found = {group.model: group.rows[0][1] for group in groups if group.recipe == recipe}
+        for place, (field, _, factor) in enumerate(shown, start=1):
+            values = np.array([factor * getattr(found[m], field) if m in found else np.nan for m in models])
+            figure.add_bar(
+                x=models, y=_listed(values), name=recipe, legendgroup=recipe, showlegend=place == 1, texttemplate="%{y:.0f}",
+                marker_color=look([recipe], 0)[0], hovertemplate="%{x}: %{y:.1f}<extra>%{fullData.name}</extra>", row=place, col=1,
+            )  # fmt: skip
+    figure.update_layout(barmode="group")
+    return _dressed(figure, 110 + 190 * len(shown))
+
+
+def tasks(rows: Sequence[Row]) -> go.Figure | None:
+    """The last score of each downstream task, one mark a run."""
+    names, shown = scored(rows)
+    if not shown:
+        return None
+    figure = go.Figure()
+    for index, row in shown:
+        colour, _, number = _look(rows, index)
+        known = [name for name in names if name in row.scores]
+        figure.add_scatter(
+            x=[100 * row.scores[name] for name in known], y=known, name=row.run.name, mode="markers",
+            marker={"color": colour, "size": 10, "symbol": MARKERS[number % len(MARKERS)]},
+            hovertemplate="%{y}: %{x:.1f} %<extra>%{fullData.name}</extra>",
+        )  # fmt: skip
+    figure.update_layout(xaxis_title="accuracy (%)", scattermode="group")
+    figure.update_yaxes(categoryorder="array", categoryarray=names[::-1])
+    return _dressed(figure, 120 + 34 * len(names) + 8 * len(shown) * len(names))
 
 
 def kurtosis(rows: Sequence[Row]) -> go.Figure | None:
@@ -237,6 +271,8 @@ def _dressed(figure: go.Figure, height: int) -> go.Figure:
 CHARTS: dict[str, Callable[[Sequence[Row]], go.Figure | None]] = {
     "loss": loss,
     "speed": speed,
+    "sizes": sizes,
+    "tasks": tasks,
     "mfu": panels(mfu_panels),
     "kurtosis": kurtosis,
     "fp8-health": panels(lambda rows: LINE_PANELS["fp8-health"]),

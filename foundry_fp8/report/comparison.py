@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -21,6 +21,7 @@ from foundry_fp8.report.run import FINAL_SHARE, HIGH_PRECISION, Run
 
 __all__ = [
     "COLUMNS",
+    "UNKNOWN",
     "PercentOf",
     "Row",
     "baseline_of",
@@ -45,6 +46,7 @@ COLUMNS = (
     "Final loss",
     "% loss higher",
     "Held-out loss",
+    "Task score",
 )
 
 UNKNOWN = "–"
@@ -56,6 +58,7 @@ _DEFINITIONS = {
     "Final loss": "mean training loss over the last 10 % of the steps",
     "% loss higher": "the same against the high-precision run, over the steps that both have",
     "Held-out loss": "the last evaluation",
+    "Task score": "mean accuracy in % over the downstream tasks that all evaluated runs have",
 }
 _EMULATED = "Emulated: FP8's numbers, computed on hardware without FP8; its loss is that of FP8 training, its speed is not."
 
@@ -73,6 +76,13 @@ class Row:
     final_loss: float
     percent_loss_higher: float
     held_out_loss: float
+    scores: Mapping[str, float]
+    """The last accuracy of each downstream task, a share of one; empty if there was no such evaluation."""
+    task_score: float
+    """Its mean in % over the tasks that every run with any has."""
+    tflops_per_device: float
+    mfu: float
+    """A share of one, as the former a mean after warm-up."""
 
 
 def baseline_of(run: Run, runs: Sequence[Run], named: str | None = None) -> Run | None:
@@ -114,7 +124,7 @@ def explain(rows: Sequence[Row], columns: Sequence[int]) -> str:
 def compare(
     runs: Sequence[Run], *, baseline: str | None = None, percent_of: PercentOf = "baseline"
 ) -> list[Row]:
-    """One row a run: model by model, by devices, baselines first, otherwise as given.
+    """One row a run: model by model from small to large, by devices, baselines first, otherwise as given.
 
     Args:
         runs: Of any models.
@@ -132,6 +142,7 @@ def compare(
     for run in runs:
         if not any(run.same_model(first) for first in models):
             models.append(run)
+    models.sort(key=lambda run: run.header.get("parameters") or 0)
 
     def place(run: Run) -> tuple[int, int, int, bool]:
         model = next(i for i, first in enumerate(models) if run.same_model(first))
@@ -149,6 +160,8 @@ def _row(run: Run, runs: Sequence[Run], named: str | None, percent_of: PercentOf
         other for other in runs if other.same_model(run) and (not own or other.recipe == run.recipe)
     )
     baseline = baseline_of(run, runs, named)
+    scores = {task: float(series.values[-1]) for task, series in run.scores.items()}
+    shared = [t for t in scores if all(t in other.scores for other in runs if other.scores)]
     final_loss, loss_higher, faster = run.final_loss, math.nan, math.nan
     if baseline is not None:
         if "emulated" not in (run.backend, baseline.backend):
@@ -170,6 +183,10 @@ def _row(run: Run, runs: Sequence[Run], named: str | None, percent_of: PercentOf
         final_loss=final_loss,
         percent_loss_higher=loss_higher,
         held_out_loss=run.eval_loss(),
+        scores=scores,
+        task_score=100 * float(np.mean([scores[task] for task in shared])) if shared else math.nan,
+        tflops_per_device=run.settled("mfu/tflops_per_device"),
+        mfu=run.settled("mfu/mfu"),
     )
 
 
@@ -193,6 +210,7 @@ def format_row(row: Row) -> tuple[str, ...]:
         _text(row.final_loss, ".4f"),
         _text(row.percent_loss_higher, "+.2f"),
         _text(row.held_out_loss, ".4f"),
+        _text(row.task_score, ".1f"),
     )
 
 

@@ -14,12 +14,12 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from foundry_fp8.report.comparison import Row
-from foundry_fp8.report.run import HIGH_PRECISION, Series
-from foundry_fp8.report.style import HEAT_MAP, INK, MUTED, label_ends, new_figure, run_style
+from foundry_fp8.report.figures_across import bars, sizes, speed, tasks
+from foundry_fp8.report.run import Series
+from foundry_fp8.report.style import HEAT_MAP, INK, MUTED, WIDTH, label_ends, new_figure, run_style
 
-__all__ = ["FIGURES", "LINE_PANELS", "FigureSpec", "has_speed", "kurtosis_maps", "mfu_panels", "smooth"]
+__all__ = ["FIGURES", "LINE_PANELS", "FigureSpec", "kurtosis_maps", "mfu_panels", "smooth"]
 
-_WIDTH = 9.0
 _SMOOTH_SHARE = 0.02
 _LAYER = re.compile(r"(.+)/layer_(\d+)")
 
@@ -78,7 +78,7 @@ def loss(rows: Sequence[Row]) -> Figure | None:
     if not shown:
         return None
     paired = [row for row in shown if row.baseline is not None and len(row.baseline.step)]
-    figure = new_figure(_WIDTH, 5.6 if paired else 3.9)
+    figure = new_figure(WIDTH, 5.6 if paired else 3.9)
     grid = figure.add_gridspec(2 if paired else 1, 1, height_ratios=[2.2, 1] if paired else [1])
     above = figure.add_subplot(grid[0])
     ends = []
@@ -123,22 +123,6 @@ def loss(rows: Sequence[Row]) -> Figure | None:
     return figure
 
 
-def speed(rows: Sequence[Row]) -> Figure | None:
-    """Tokens a second and device, one bar a run."""
-    shown = [(i, row) for i, row in enumerate(rows) if has_speed(row)]
-    alone = all(row.run.recipe == HIGH_PRECISION for _, row in shown)
-    if not shown or (
-        alone and any(row.run.backend for row in rows)
-    ):  # the others' speed is that of emulation
-        return None
-    figure = new_figure(_WIDTH, 0.75 + 0.42 * len(shown))
-    axes = figure.add_subplot()
-    kinds = [row.run.recipe for row in rows]
-    _bars(axes, kinds, [(i, row.run.name, row.tokens_per_second_per_device) for i, row in shown], "{:,.0f}")
-    axes.set_xlabel("tokens / second / device")
-    return figure
-
-
 def memory(rows: Sequence[Row]) -> Figure | None:
     """Largest memory of each run: of the device where Composer's memory_monitor logged it, else of the process."""
     device = [
@@ -151,8 +135,8 @@ def memory(rows: Sequence[Row]) -> Figure | None:
         for i, row in enumerate(rows)
     ]
     panels = [
-        (label, [bar for bar in bars if np.isfinite(bar[2]) and bar[2] > 0])
-        for label, bars in (
+        (label, [bar for bar in found if np.isfinite(bar[2]) and bar[2] > 0])
+        for label, found in (
             ("device, peak reserved (GB)", device),
             ("host, rank 0's process, peak (GB)", host),
         )
@@ -160,10 +144,10 @@ def memory(rows: Sequence[Row]) -> Figure | None:
     panels = [panel for panel in panels if panel[1]]
     if not panels:
         return None
-    figure = new_figure(_WIDTH, (0.75 + 0.42 * len(rows)) * len(panels))
-    for position, (label, bars) in enumerate(panels, start=1):
+    figure = new_figure(WIDTH, (0.75 + 0.42 * len(rows)) * len(panels))
+    for position, (label, found) in enumerate(panels, start=1):
         axes = figure.add_subplot(len(panels), 1, position)
-        _bars(axes, [row.run.recipe for row in rows], bars, "{:.2f}")
+        bars(axes, [row.run.recipe for row in rows], found, "{:.2f}")
         axes.set_xlabel(label)
     return figure
 
@@ -209,7 +193,7 @@ def kurtosis(rows: Sequence[Row]) -> Figure | None:
         return None
     # A Gaussian has 3; the scale starts at 1, the smallest kurtosis there is.
     norm = LogNorm(vmin=1.0, vmax=max(10.0, float(finite.max())))
-    figure = new_figure(max(_WIDTH, 2.6 * len(columns)), 0.9 + 1.25 * len(tensors))
+    figure = new_figure(max(WIDTH, 2.6 * len(columns)), 0.9 + 1.25 * len(tensors))
     grid = figure.subplots(len(tensors), len(columns), squeeze=False, sharex="col")
     image: Any = None
     for y, tensor in enumerate(tensors):
@@ -255,24 +239,6 @@ def _peak(series: Series | None) -> float:
     return float(np.nanmax(series.values)) if series is not None and len(series.values) else float("nan")
 
 
-def has_speed(row: Row) -> bool:
-    """Whether its speed is known and says something: not that of emulation."""
-    return bool(np.isfinite(row.tokens_per_second_per_device)) and row.run.backend != "emulated"
-
-
-def _bars(axes: Axes, kinds: Sequence[str], bars: Sequence[tuple[int, str, float]], form: str) -> None:
-    """Horizontal bars from ``(index of the run, name, value)``, the value written at the end of each."""
-    largest = max(value for _, _, value in bars)
-    for position, (index, _, value) in enumerate(bars):
-        axes.barh(position, value, height=0.6, color=run_style(kinds, index, 1)["color"])
-        axes.text(value + 0.01 * largest, position, form.format(value), va="center", fontsize=9.5)
-    axes.set_yticks(range(len(bars)), [name for _, name, _ in bars])
-    axes.tick_params(axis="y", length=0)
-    axes.set_ylim(len(bars) - 0.45, -0.55)
-    axes.set_xlim(0, 1.12 * largest)
-    axes.grid(axis="y", visible=False)
-
-
 def _line_panels(
     rows: Sequence[Row], panels: Sequence[tuple[str, str, float]], columns: int
 ) -> Figure | None:
@@ -282,7 +248,7 @@ def _line_panels(
         return None
     columns = min(columns, len(shown))
     lines = -(-len(shown) // columns)
-    figure = new_figure(_WIDTH, 0.6 + 2.0 * lines)
+    figure = new_figure(WIDTH, 0.6 + 2.0 * lines)
     handles = {}
     kinds = [row.run.recipe for row in rows]
     for position, (key, label, scale) in enumerate(shown, start=1):
@@ -396,6 +362,22 @@ FIGURES: tuple[FigureSpec, ...] = (
         caption="After the first 10 % of the steps, evaluation excluded.",
         draw=speed,
         without="Needs at least three steps of a run.",
+    ),
+    FigureSpec(
+        name="sizes",
+        title="FLOP/s and MFU by model size",
+        caption="Means after the first 10 % of the steps, of each model's run on the most devices. MFU counts each GEMM against the "
+        "peak of its own precision.",
+        draw=sizes,
+        without="Needs mfu_monitor in runs of several models.",
+    ),
+    FigureSpec(
+        name="tasks",
+        title="Downstream tasks",
+        caption="LLM Foundry's in-context learning evaluation, the last of each run. A hundred questions leave a standard error of up to "
+        "5 points.",
+        draw=tasks,
+        without="Not evaluated. Give icl_tasks in the YAML, as yamls/demo/downstream.yaml does.",
     ),
     FigureSpec(
         name="mfu",

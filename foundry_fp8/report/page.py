@@ -9,9 +9,11 @@ from typing import Any
 
 import jinja2
 
+from foundry_fp8.report.across import scored
 from foundry_fp8.report.charts import CHARTS, as_html, script
 from foundry_fp8.report.comparison import (
     COLUMNS,
+    UNKNOWN,
     Row,
     config_differences,
     explain,
@@ -57,9 +59,20 @@ def render_page(rows: Sequence[Row], title: str) -> str:
         differences=config_differences(runs),
         run_names=[run.name for run in runs],
         facts=[_facts(row) for row in rows],
+        scores=_scores(rows),
         moves=[(run.name, *move) for run in runs for move in guard_moves(run)],
         tables=[(run.name, table) for run in runs for table in run.tables],
     )
+
+
+def _scores(rows: Sequence[Row]) -> dict[str, Any]:
+    """Runs by tasks, in %, as text; in the manner of FOG's table 1."""
+    names, shown = scored(rows)
+    lines = [
+        [row.run.name, *(f"{100 * row.scores[n]:.1f}" if n in row.scores else UNKNOWN for n in names)]
+        for _, row in shown
+    ]
+    return {"columns": ["Run", *names], "lines": lines}
 
 
 def _conversion(row: Row) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ NOT_ARCHITECTURE = {
 }
 """Keys under ``model`` that say how it is built, watched or run."""
 FINAL_SHARE = 0.1
+_TASK = re.compile(r"metrics/(.+)/InContextLearning\w*Accuracy")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -154,6 +156,21 @@ class Run:
             if key.endswith("CrossEntropy") and len(series.values):
                 return float(series.values[-1])
         return math.nan
+
+    @property
+    def scores(self) -> dict[str, Series]:
+        """Accuracies of LLM Foundry's downstream evaluation, shares of one, by task (``next_line/0-shot``)."""
+        found = ((_TASK.fullmatch(key), series) for key, series in {**self.metrics, **self.evals}.items())
+        return {key[1]: series for key, series in found if key is not None and len(series.values)}
+
+    def settled(self, key: str) -> float:
+        """Mean of a metric after the first 10 % of the steps (warm-up), not finite values left out; NaN without any."""
+        series = self.metrics.get(key)
+        if series is None or not len(self.step):
+            return math.nan
+        late = series.values[series.steps > WARM_UP_SHARE * self.step[-1]]
+        late = late[np.isfinite(late)]
+        return float(late.mean()) if len(late) else math.nan
 
     def matching(self, prefix: str) -> dict[str, Series]:
         """The metrics whose key starts with ``prefix``."""

@@ -11,8 +11,22 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-__all__ = ["HEAT_MAP", "INK", "MUTED", "label_ends", "look", "new_figure", "run_style", "styled"]
+__all__ = [
+    "HEAT_MAP",
+    "INK",
+    "MUTED",
+    "WIDTH",
+    "group_look",
+    "group_style",
+    "label_ends",
+    "look",
+    "new_figure",
+    "run_style",
+    "styled",
+]
 
+WIDTH = 9.0
+"""Of a figure, in inches."""
 INK = "#1a1a1a"
 MUTED = "#6b6b6b"
 GRID = "#d9d9d9"
@@ -91,6 +105,19 @@ def look(precisions: Sequence[str], index: int) -> tuple[str, str, int]:
     colour = COLOURS[kind] if kind in COLOURS else OTHER_COLOURS[others.index(kind) % len(OTHER_COLOURS)]
     before = sum(p.split(",")[0].split(" then ")[0] == kind for p in precisions[:index])
     return colour, DASHES[before % len(DASHES)], before
+
+
+def group_look(groups: Sequence[tuple[str, str]], own: tuple[str, str]) -> tuple[str, str, int]:
+    """The same for all runs of one model and precision, among such pairs: a colour a precision, a dash a model."""
+    model, recipe = own
+    number = [m for m, r in groups if r == recipe].index(model)
+    return look([recipe] * (number + 1), number)
+
+
+def group_style(groups: Sequence[tuple[str, str]], own: tuple[str, str]) -> dict[str, Any]:
+    """:func:`group_look` in matplotlib's words."""
+    colour, dash, number = group_look(groups, own)
+    return {"color": colour, "linestyle": _LINES[dash], "marker": _MARKERS[number % len(_MARKERS)]}
 
 
 def run_style(precisions: Sequence[str], index: int, points: int) -> dict[str, Any]:

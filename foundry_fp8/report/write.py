@@ -94,6 +94,9 @@ def _values(row: Row) -> dict[str, Any]:
         "final_loss": row.final_loss,
         "percent_loss_higher": row.percent_loss_higher,
         "held_out_loss": row.held_out_loss,
+        "task_score": row.task_score,
+        "tflops_per_device": row.tflops_per_device,
+        "mfu": row.mfu,
     }
     return {
         "run": run.name,
@@ -121,7 +124,7 @@ def _csv(rows: Sequence[Row]) -> str:
 
 
 def _json(rows: Sequence[Row]) -> str:
-    found = [{**_values(row), "problems": row.run.problems} for row in rows]
+    found = [{**_values(row), "tasks": row.scores, "problems": row.run.problems} for row in rows]
     return json.dumps({"verdict": verdict(rows), "runs": found}, indent=2) + "\n"
 
 

@@ -1,4 +1,5 @@
 import csv
+import html
 import json
 import math
 import re
@@ -42,7 +43,7 @@ def full(tmp_path_factory):
 def test_every_figure_is_in_the_page_and_beside_it(full):
     page, _ = full
     text = page.read_text()
-    drawn = {spec.name for spec in FIGURES}
+    drawn = {spec.name for spec in FIGURES} - {"sizes", "tasks"}  # several models, evaluations: below
     assert {path.stem for path in page.parent.glob("*.png")} == drawn
     assert (
         set(re.findall(r'<section id="([\w-]+)">\s*<h2>[^<]*</h2>\s*<figure>\s*<div class="chart"', text))
@@ -119,6 +120,67 @@ def test_tokens_a_second_stand_over_devices_where_runs_differ_in_them(tmp_path):
     lines = charts(page)["speed"]["data"]
     assert [line["x"] for line in lines] == [[8, 16, 32]] * 2
     assert [line["name"] for line in lines] == ["1K, high precision", "1K, current"]
+
+    assert (page.parent / "speed.png").stat().st_size > 5000
+
+
+def test_flops_and_mfu_stand_by_model_size_and_precision(tmp_path):
+    """Databricks' figures 1 and 2, from logs: means after warm-up, of the run on the most devices, models from small to large."""
+
+    def logging(tflops, mfu):
+        warm = {"mfu/tflops_per_device": 1.0, "mfu/mfu": 0.01}
+        return lambda step: warm if step <= 4 else {"mfu/tflops_per_device": tflops, "mfu/mfu": mfu}
+
+    logs = [
+        [header(f"{size}-{recipe}-{devices}", recipe, parameters=size * 10**9, world_size=devices),
+         *batches(curve(40), metrics=logging(tflops * (0.9 if devices == 8 else 1), mfu)), END]
+        for size, recipe, devices, tflops, mfu in (
+            (7, None, 64, 500, 0.50), (7, "delayed", 64, 750, 0.40), (1, None, 64, 450, 0.45), (1, "delayed", 64, 650, 0.35),
+            (1, "delayed", 8, 650, 0.35),
+        )
+    ]  # fmt: skip
+    page, _ = report(tmp_path, *logs)
+    drawn = [
+        (bar["name"], bar["x"], [round(y, 6) for y in bar["y"]]) for bar in charts(page)["sizes"]["data"]
+    ]
+    assert drawn == [
+        ("high precision", ["1B", "7B"], [450.0, 500.0]),
+        ("high precision", ["1B", "7B"], [45.0, 50.0]),
+        ("delayed", ["1B", "7B"], [650.0, 750.0]),
+        ("delayed", ["1B", "7B"], [35.0, 40.0]),
+    ]
+    assert (page.parent / "sizes.png").stat().st_size > 5000
+    found = json.loads((page.parent / "comparison.json").read_text())["runs"]
+    assert [(run["run"], run["tflops_per_device"]) for run in found][:2] == [
+        ("1-delayed-8", pytest.approx(585.0)),
+        ("1-None-64", 450.0),
+    ]
+
+
+def test_scores_of_downstream_tasks_stand_beside_the_loss(tmp_path):
+    def evaluated(name, recipe, *scores):
+        evals = [
+            {"kind": "eval", "step": 20, "label": task, "metrics": {f"metrics/{task}/InContextLearning{kind}Accuracy": value}}
+            for (task, kind), value in zip((("line/0-shot", "MultipleChoice"), ("rest/0-shot", "LM")), scores, strict=False)
+        ]  # fmt: skip
+        return [header(name, recipe), *batches(curve(20)), *evals, END]
+
+    page, terminal = report(
+        tmp_path,
+        evaluated("bf16", None, 0.5, 0.25),
+        evaluated("fp8", "current", 0.48),
+        [header("not evaluated", "block"), *batches(curve(20)), END],
+    )
+    assert "Task score" in terminal
+    found = json.loads((page.parent / "comparison.json").read_text())["runs"]
+    # The mean is over what all evaluated runs have.
+    assert [run["task_score"] for run in found] == [50.0, 48.0, None]
+    assert found[0]["tasks"] == {"line/0-shot": 0.5, "rest/0-shot": 0.25}
+    marks = {mark["name"]: (mark["x"], mark["y"]) for mark in charts(page)["tasks"]["data"]}
+    assert marks == {"bf16": ([50.0, 25.0], ["line/0-shot", "rest/0-shot"]), "fp8": ([48.0], ["line/0-shot"])}
+    text = " ".join(page.read_text().split())
+    assert "<td>fp8</td><td>48.0</td><td>–</td>" in text
+    assert (page.parent / "tasks.png").stat().st_size > 5000
 
 
 def test_what_the_guard_did_is_listed(full):
@@ -248,3 +310,50 @@ def test_a_browser_shows_figures_and_text(full, tmp_path):
     # The curves are there in their own colours (0072B2 and CC79A7), not only text.
     for colour in ((0x00, 0x72, 0xB2), (0xCC, 0x79, 0xA7)):
         assert (np.abs(image[:4000] * 255 - colour).max(-1) < 12).sum() > 300
+
+
+MEASURED = """<script>
+const frame = width => { const made = document.createElement("iframe"); made.width = width; made.height = 3000; made.src = PAGE;
+                         document.body.append(made); return made.contentWindow; };
+const frames = [390, 640].map(frame), box = element => element.getBoundingClientRect();
+setTimeout(() => { document.title = JSON.stringify(frames.map(view => ({
+    wide: view.document.documentElement.scrollWidth - view.innerWidth,
+    charts: [...view.document.querySelectorAll(".chart")].map(div => {
+        const legend = div.querySelector(".legend .bg"), bar = div.querySelector(".modebar"), plot = div.querySelector(".plot, .bglayer");
+        const title = div.querySelector(".annotation-text");
+        return {
+            beyond: box(div.querySelector(".main-svg")).right - box(div).right,
+            bar: legend && bar ? box(legend).top - box(bar).bottom : 0,
+            legend: legend ? Math.min(...[...div.querySelectorAll(".xy .gridlayer, .annotation-text")].map(e => box(e).top)) - box(legend).bottom : 0,
+        };
+    }),
+}))); }, 15000);
+</script>"""
+
+
+@pytest.mark.full
+@pytest.mark.skipif(browser() is None, reason="no Chromium on this machine")
+def test_twelve_runs_are_legible_on_a_telephone_and_in_a_narrow_window(tmp_path):
+    """The legend of twelve runs touches neither the toolbar nor the plot, and nothing is wider than its place."""
+    logs = [
+        [
+            header(f"mpt-7b-{recipe or 'bf16'}-{seed}-of-64gpus", recipe),
+            *batches(curve(30, seed), metrics=monitored),
+            END,
+        ]
+        for recipe in (None, "delayed", "current", "mxfp8")
+        for seed in range(3)
+    ]
+    page, _ = report(tmp_path, *logs)
+    outside = tmp_path / "frames.html"
+    outside.write_text(f"<body>{MEASURED.replace('PAGE', json.dumps(page.resolve().as_uri()))}</body>")
+    command = [
+        browser(), "--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files", "--virtual-time-budget=40000",
+        "--window-size=1200,3200", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", outside.as_uri(),
+    ]  # fmt: skip
+    shown = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    narrow, wider = json.loads(html.unescape(re.search("<title>(.*?)</title>", shown)[1]))
+    for window in (narrow, wider):
+        assert window["wide"] <= 0 and len(window["charts"]) >= 5
+        for chart in window["charts"]:
+            assert chart["beyond"] <= 1 and chart["bar"] >= 0 and chart["legend"] >= 0, window

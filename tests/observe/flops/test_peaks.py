@@ -45,12 +45,22 @@ def test_the_table_holds_dense_figures():
     assert peaks_of("NVIDIA H100 80GB HBM3").of("bf16") == pytest.approx(989.4e12)
     assert peaks_of("NVIDIA B200").of("fp4") == 2 * peaks_of("NVIDIA B200").of("fp8")
     assert peaks_of("Tesla V100-SXM2-16GB").of("fp16") == 125e12
-    with pytest.raises(KeyError, match="No bf16 peak for V100"):
+    with pytest.raises(KeyError, match=r"bf16 has no peak \(V100 SXM: NVIDIA"):
         peaks_of("Tesla V100-SXM2-16GB").of("bf16")
 
 
+def test_a_figure_that_nobody_could_look_up_is_logged_as_not_verified():
+    assert peaks_of("NVIDIA H100 80GB HBM3").detail.endswith("(sparse figures halved)")
+    assert peaks_of("NVIDIA GB10").detail.endswith(", not verified")
+    unread = {device.name for device in TABLE if device.read is None}
+    assert "H100 SXM" not in unread and len(unread) < len(TABLE) / 2
+
+
 def test_a_missing_precision_says_how_to_give_it():
-    with pytest.raises(KeyError, match=r"No fp8 peak for A100.*peak_flops"):
+    with pytest.raises(
+        KeyError,
+        match=r"fp8 has no peak \(A100: NVIDIA A100 datasheet.*: bf16, .*\)\. Give it in mfu_monitor.peak_flops",
+    ):
         peaks_of("NVIDIA A100-SXM4-80GB").of("fp8")
 
 
@@ -58,6 +68,8 @@ def test_peaks_from_a_user():
     assert peaks_from_user(2.5e14).of("bf16") == 2.5e14
     assert peaks_from_user({"bf16": 1e14, "fp8": 2e14}).of("fp8") == 2e14
     assert peaks_from_user({"fp32": 1e13}).of("tf32") == 1e13
+    with pytest.raises(KeyError, match=r"fp32 has no peak \(given by the user: bf16, fp8\)\. Give it in"):
+        peaks_from_user({"bf16": 1e14, "fp8": 2e14}).of("fp32")
     with pytest.raises(ConfigError, match=r"peak_flops.bf61: 'bf61' is not one of .*Did you mean 'bf16'"):
         peaks_from_user({"bf61": 1e14})
     for bad in (-1, 0, "fast", True, {"fp8": float("nan")}, {}):

@@ -1,0 +1,115 @@
+"""Figures that stand across runs: speed, over devices where runs differ in them; FLOP/s and MFU by model size; scores of tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from foundry_fp8.report.across import BY_SIZE, by_size, over_devices, scored, speeds
+from foundry_fp8.report.comparison import Row
+from foundry_fp8.report.style import WIDTH, group_style, new_figure, run_style
+
+__all__ = ["bars", "sizes", "speed", "tasks"]
+
+
+def speed(rows: Sequence[Row]) -> Figure | None:
+    """Tokens a second and device: one bar a run, or lines over devices where runs differ in them."""
+    groups = over_devices(rows)
+    if not groups:
+        shown = speeds(rows)
+        if not shown:
+            return None
+        figure = new_figure(WIDTH, 0.75 + 0.42 * len(shown))
+        axes = figure.add_subplot()
+        kinds = [row.run.recipe for row in rows]
+        bars(
+            axes, kinds, [(i, row.run.name, row.tokens_per_second_per_device) for i, row in shown], "{:,.0f}"
+        )
+        axes.set_xlabel("tokens / second / device")
+        return figure
+    figure = new_figure(WIDTH, 4.2)
+    axes = figure.add_subplot()
+    for group in groups:
+        devices = [row.run.devices for _, row in group.rows]
+        values = [row.tokens_per_second_per_device for _, row in group.rows]
+        style = group_style([(g.model, g.recipe) for g in groups], (group.model, group.recipe))
+        axes.plot(devices, values, label=f"{group.model}, {group.recipe}", **style)
+    axes.set_xscale("log")
+    ticks = sorted({row.run.devices for group in groups for _, row in group.rows})
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.minorticks_off()
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("devices")
+    axes.set_ylabel("tokens / second / device")
+    figure.legend(loc="outside upper left", ncols=3, frameon=False, handlelength=3.2)
+    return figure
+
+
+def sizes(rows: Sequence[Row]) -> Figure | None:
+    """FLOP/s and MFU by model size, one bar a precision."""
+    groups = by_size(rows)
+    if not groups:
+        return None
+    models = list(dict.fromkeys(group.model for group in groups))
+    recipes = list(dict.fromkeys(group.recipe for group in groups))
+    shown = [p for p in BY_SIZE if any(np.isfinite(getattr(group.rows[0][1], p[0])) for group in groups)]
+    figure = new_figure(WIDTH, 3.6)
+    width = 0.8 / len(recipes)
+    for place, (field, label, factor) in enumerate(shown, start=1):
+        axes = figure.add_subplot(1, len(shown), place)
+        for number, recipe in enumerate(recipes):
+            found = {g.model: factor * getattr(g.rows[0][1], field) for g in groups if g.recipe == recipe}
+            found = {model: value for model, value in found.items() if np.isfinite(value)}
+            at = (
+                np.array([models.index(model) for model in found]) + (number - (len(recipes) - 1) / 2) * width
+            )
+            colour = group_style([("", name) for name in recipes], ("", recipe))["color"]
+            drawn = axes.bar(
+                at, list(found.values()), width * 0.92, color=colour, label=recipe if place == 1 else None
+            )
+            axes.bar_label(drawn, fmt="%.0f", fontsize=8, padding=1)
+        axes.set_xticks(range(len(models)), models)
+        axes.set_title(label, fontsize=9.5, fontweight="normal")
+        axes.grid(axis="x", visible=False)
+    figure.legend(loc="outside upper left", ncols=4, frameon=False)
+    return figure
+
+
+def tasks(rows: Sequence[Row]) -> Figure | None:
+    """The last score of each downstream task, one mark a run."""
+    names, shown = scored(rows)
+    if not shown:
+        return None
+    kinds = [row.run.recipe for row in rows]
+    figure = new_figure(WIDTH, 1.1 + 0.45 * len(names) + 0.16 * len(shown))
+    axes = figure.add_subplot()
+    for order, (index, row) in enumerate(shown):
+        # Beside each other, so that equal scores do not hide one another.
+        offset = 0.5 * (order / max(1, len(shown) - 1) - 0.5) if len(shown) > 1 else 0.0
+        points = [
+            (100 * row.scores[name], place + offset) for place, name in enumerate(names) if name in row.scores
+        ]
+        style = run_style(kinds, index, 1)
+        axes.plot(*zip(*points, strict=True), linestyle="none", color=style["color"], marker=style["marker"], markersize=6,
+                  label=row.run.name)  # fmt: skip
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.set_xlabel("accuracy (%)")
+    figure.legend(loc="outside upper left", ncols=4, frameon=False)
+    return figure
+
+
+def bars(axes: Axes, kinds: Sequence[str], found: Sequence[tuple[int, str, float]], form: str) -> None:
+    """Horizontal bars from ``(index of the run, name, value)``, the value written at the end of each."""
+    largest = max(value for _, _, value in found)
+    for position, (index, _, value) in enumerate(found):
+        axes.barh(position, value, height=0.6, color=run_style(kinds, index, 1)["color"])
+        axes.text(value + 0.01 * largest, position, form.format(value), va="center", fontsize=9.5)
+    axes.set_yticks(range(len(found)), [name for _, name, _ in found])
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylim(len(found) - 0.45, -0.55)
+    axes.set_xlim(0, 1.12 * largest)
+    axes.grid(axis="y", visible=False)
