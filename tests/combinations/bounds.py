@@ -40,11 +40,17 @@ def relative(case: Case) -> float:
         if case.model == "odd" and _moves_the_forward(case):
             total += MARGIN * math.sqrt(epsilon)  # a share epsilon of values lies on the other side of a kink
     if case.gradients != "none":
-        legs = 2 if case.wrapper.startswith("hsdp") else 1
-        carried = 2  # error feedback adds the step before
-        reductions = 2 if case.accumulation == "two" else 1
-        total += legs * carried * reductions * INT8_WORST + 2.0**-8
+        total += carried(case) + 2.0**-8
     return total
+
+
+def carried(case: Case) -> float:
+    """Of the same parameter's gradient one step before: what coding left of it, which error feedback adds to this one."""
+    if case.gradients == "none":
+        return 0.0
+    legs = 2 if case.wrapper.startswith("hsdp") else 1
+    reductions = 2 if case.accumulation == "two" else 1
+    return legs * reductions * INT8_WORST
 
 
 def _moves_the_forward(case: Case) -> bool:

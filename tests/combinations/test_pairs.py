@@ -32,18 +32,20 @@ def wrong(case: Case, ranks: list[dict]) -> list[str]:
             f"rank {number}: {name} did nothing" for name, active in rank["active"].items() if not active
         ]
         for index, step in enumerate(rank["steps"]):
-            found += [f"rank {number}, step {index}: {text}" for text in _beyond(case, step["errors"])]
+            before = rank["steps"][index - 1]["errors"] if index else {}
+            found += [f"rank {number}, step {index}: {text}" for text in _beyond(case, step["errors"], before)]
             if not step["update"] < 1e-5:
                 found.append(f"rank {number}, step {index}: weights moved otherwise by {step['update']:.1e}")
         found += _numerics(case, rank["numerics"])
     return found
 
 
-def _beyond(case: Case, errors: dict[str, tuple[float, float, float]]) -> list[str]:
+def _beyond(case: Case, errors: dict[str, tuple[float, float, float]], before: dict) -> list[str]:
     total = sum(norm**2 for _, norm, _ in errors.values()) ** 0.5
     found = []
     for name, (error, _, local) in errors.items():
         allowed = bounds.relative(case) * local + bounds.absolute(case) * total
+        allowed += bounds.carried(case) * before.get(name, (0.0, 0.0, 0.0))[2]
         if not error <= allowed:
             found.append(
                 f"{name} is off by {error / max(local, 1e-30):.1e} of its norm, allowed {allowed / max(local, 1e-30):.1e}"
