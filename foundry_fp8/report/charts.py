@@ -61,7 +61,7 @@ def loss(rows: Sequence[Row]) -> go.Figure | None:
     if paired:
         figure.update_yaxes(title_text="% loss higher", zeroline=True, row=2, col=1)
     figure.update_xaxes(title_text="step", row=2 if paired else 1, col=1)
-    return _dressed(figure, 560 if paired else 400)
+    return _laid_out(figure, 560 if paired else 400)
 
 
 def speed(rows: Sequence[Row]) -> go.Figure | None:
@@ -76,7 +76,7 @@ def speed(rows: Sequence[Row]) -> go.Figure | None:
         figure.update_layout(
             showlegend=False, xaxis_title="tokens / second / device", yaxis_autorange="reversed"
         )
-        return _dressed(figure, 110 + 32 * len(shown)) if shown else None
+        return _laid_out(figure, 110 + 32 * len(shown)) if shown else None
     for group in groups:
         colour, dash, _ = group_look([(g.model, g.recipe) for g in groups], (group.model, group.recipe))
         figure.add_scatter(
@@ -87,7 +87,7 @@ def speed(rows: Sequence[Row]) -> go.Figure | None:
     ticks = sorted({row.run.devices for group in groups for _, row in group.rows})
     figure.update_xaxes(type="log", title_text="devices", tickvals=ticks)
     figure.update_yaxes(title_text="tokens / second / device", rangemode="tozero")
-    return _dressed(figure, 400)
+    return _laid_out(figure, 400)
 
 
 def sizes(rows: Sequence[Row]) -> go.Figure | None:
@@ -108,7 +108,7 @@ def sizes(rows: Sequence[Row]) -> go.Figure | None:
                 marker_color=look([recipe], 0)[0], hovertemplate="%{x}: %{y:.1f}<extra>%{fullData.name}</extra>", row=place, col=1,
             )  # fmt: skip
     figure.update_layout(barmode="group")
-    return _dressed(figure, 110 + 190 * len(shown))
+    return _laid_out(figure, 110 + 190 * len(shown))
 
 
 def tasks(rows: Sequence[Row]) -> go.Figure | None:
@@ -127,7 +127,7 @@ def tasks(rows: Sequence[Row]) -> go.Figure | None:
         )  # fmt: skip
     figure.update_layout(xaxis_title="accuracy (%)", scattermode="group")
     figure.update_yaxes(categoryorder="array", categoryarray=names[::-1])
-    return _dressed(figure, 120 + 34 * len(names) + 8 * len(shown) * len(names))
+    return _laid_out(figure, 120 + 34 * len(names) + 8 * len(shown) * len(names))
 
 
 def kurtosis(rows: Sequence[Row]) -> go.Figure | None:
@@ -167,7 +167,7 @@ def kurtosis(rows: Sequence[Row]) -> go.Figure | None:
         "colorbar": {"title": "kurtosis", "tickvals": ticks, "ticktext": [f"{10**tick:,}" for tick in ticks], "thickness": 12},
     })  # fmt: skip
     figure.update_annotations(font_size=10)
-    return _dressed(figure, 120 + 120 * -(-len(maps) // columns))
+    return _laid_out(figure, 120 + 120 * -(-len(maps) // columns))
 
 
 def memory(rows: Sequence[Row]) -> go.Figure | None:
@@ -186,7 +186,7 @@ def memory(rows: Sequence[Row]) -> go.Figure | None:
         return None
     what = "device, peak reserved (GB)" if on_device else "host, rank 0's process, peak (GB)"
     figure.update_layout(showlegend=False, xaxis_title=what, yaxis_autorange="reversed")
-    return _dressed(figure, 110 + 32 * len(figure.data))
+    return _laid_out(figure, 110 + 32 * len(figure.data))
 
 
 def panels(
@@ -216,7 +216,7 @@ def panels(
                     )
                     seen.add(index)
         figure.update_xaxes(title_text="step", row=len(shown), col=1)
-        return _dressed(figure, 110 + 150 * len(shown))
+        return _laid_out(figure, 110 + 150 * len(shown))
 
     return draw
 
@@ -255,7 +255,7 @@ def _listed(values: np.ndarray) -> list[Any]:
     return list(plain.tolist())
 
 
-def _dressed(figure: go.Figure, height: int) -> go.Figure:
+def _laid_out(figure: go.Figure, height: int) -> go.Figure:
     """Without colours of its own but the lines': the page's style sheet gives text and grid those of light or dark."""
     figure.update_layout(
         height=height, margin={"l": 8, "r": 8, "t": 28, "b": 8}, template="none",

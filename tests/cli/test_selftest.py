@@ -119,7 +119,14 @@ def dry_run(folder, *arguments):
     return result, {s["stage"]: s for s in found["stages"]}, found, page
 
 
-def test_dry_run_of_what_decides_first(tmp_path):
+@pytest.mark.parametrize(
+    "real",
+    [False, pytest.param(True, marks=pytest.mark.full)],
+    ids=["with another program in its place", "doctor"],
+)
+def test_dry_run_of_what_decides_first(real, tmp_path, monkeypatch):
+    if not real:
+        monkeypatch.setattr(stages, "stages_of", lambda output, dry: [script("doctor", "print('{}')")])
     result, found, whole, page = dry_run(tmp_path, "--only", "doctor")
     assert found["doctor"]["state"] == "passed", found
     assert result.exit_code == 0, result.output

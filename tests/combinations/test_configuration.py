@@ -111,7 +111,7 @@ RUN = {"deadline": None, "suppress_health_check": list(HealthCheck), "derandomiz
 def test_a_sample_of_values_is_taken_or_refused_as_it_should_be(kind, name):
     options = KINDS[kind][name]
 
-    @settings(max_examples=60 if kind == "model" else 120, **RUN)
+    @settings(max_examples=30 if kind == "model" else 60, **RUN)
     @given(st.data())
     def holds(data):
         option = data.draw(st.sampled_from(sorted(options)))

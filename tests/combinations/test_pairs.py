@@ -17,7 +17,7 @@ IMPORTS = ",".join(
         "tests.combinations.running",
     )
 )
-EVERY = 7
+EVERY = 14
 """One row in so many is in the default tier."""
 
 

@@ -1,8 +1,11 @@
 """Inputs and comparisons of the kernel tests."""
 
+import pytest
 import torch
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MOST_DTYPES = (torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.full))
+"""For products of many cases; float16 differs from bfloat16 in one rounding."""
 HALF_ULP = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
 # Whole tiles, ragged in either dimension, less than one 16-byte word, one element, nothing.
 SHAPES = ((128, 256), (200, 144), (37, 130), (5, 3), (1, 1), (0, 48), (48, 0))

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from foundry_fp8.numerics.packed import PackFormat
 
-__all__ = ["MakeForward", "become", "unfuse"]
+__all__ = ["MakeForward", "fuse", "unfuse"]
 
 MakeForward = Callable[[Any, PackFormat | None], Callable[..., Tensor]]
 """From a module's class and a format to a forward: a function of a module, so that pickle finds it by its name."""
 
 
-def become(module: nn.Module, make: MakeForward, fmt: PackFormat | None) -> None:
+def fuse(module: nn.Module, make: MakeForward, fmt: PackFormat | None) -> None:
     """Let ``module`` run the forward that ``make`` makes."""
     cls: Any = type(module)
     module.__class__ = _fused_class(cls, make, fmt)

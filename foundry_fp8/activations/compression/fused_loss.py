@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foundry_fp8.activations.compression.cross_entropy import lean_cross_entropy
-from foundry_fp8.activations.compression.fused_classes import become, unfuse
+from foundry_fp8.activations.compression.fused_classes import fuse, unfuse
 from foundry_fp8.numerics.packed import PackFormat
 
 __all__ = ["causal_lm_loss", "fuse_losses"]
@@ -25,7 +25,7 @@ def fuse_losses(model: nn.Module) -> Iterator[tuple[str, Callable[[], None]]]:
     """
     for name, module in model.named_modules():
         if type(module) is nn.CrossEntropyLoss and module.weight is None and not module.label_smoothing:
-            become(module, _cross_entropy, None)
+            fuse(module, _cross_entropy, None)
             yield name, functools.partial(unfuse, module)
         elif getattr(module, "loss_type", None) == "ForCausalLM" and _calls_loss_function(module):
             from transformers.loss.loss_utils import ForCausalLMLoss

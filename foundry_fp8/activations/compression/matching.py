@@ -18,7 +18,7 @@ from foundry_fp8.activations.compression.fused_activation import (
     packed_activation,
     packed_activation_linear,
 )
-from foundry_fp8.activations.compression.fused_classes import become
+from foundry_fp8.activations.compression.fused_classes import fuse
 from foundry_fp8.activations.compression.fused_norm import packed_norm
 from foundry_fp8.layers.deferred_norm import qualified_name
 from foundry_fp8.model_structure.wrappers import own_class
@@ -93,7 +93,7 @@ def fuse_mlp(module: nn.Module, fmt: PackFormat | None) -> bool:
     """Let a known gated or plain MLP keep the inputs of its activation function, and no more. False if it is unknown."""
     if _known(module) not in MLPS or _activation_kind(_activation(module)) is None:
         return False
-    become(module, _mlp_forward, fmt)
+    fuse(module, _mlp_forward, fmt)
     return True
 
 
@@ -103,7 +103,7 @@ def fuse_norm(module: nn.Module, fmt: PackFormat | None) -> bool:
     shape = getattr(module, "normalized_shape", (0,))
     if (name not in LAYER_NORMS and name not in RMS_NORMS) or _eps(module) is None or len(shape) != 1:
         return False
-    become(module, _norm_forward, fmt)
+    fuse(module, _norm_forward, fmt)
     return True
 
 

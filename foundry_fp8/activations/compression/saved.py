@@ -134,7 +134,7 @@ class _Waiting:
 
 
 @dataclasses.dataclass(slots=True)
-class _MadeAgain:
+class _Recomputed:
     """What autograd keeps of an output of a fused form."""
 
     tensor: Callable[[], Tensor]
@@ -218,7 +218,7 @@ class Compressor:
         self._handed.clear()
         self._kept = {key: entry for key, entry in self._kept.items() if entry[1]() is not None}
 
-    def pack(self, x: Tensor) -> Untouched | _Waiting | _MadeAgain:
+    def pack(self, x: Tensor) -> Untouched | _Waiting | _Recomputed:
         """The pack hook."""
         number = newest_node()  # first, because looking at a view's grad_fn may make nodes
         if not self.boundary:
@@ -227,7 +227,7 @@ class Compressor:
             return Untouched.of(x)
         if x.numel() >= self.min_numel and (again := self._recomputation(x)) is not None:
             self.saved.left_out += x.untyped_storage().nbytes()
-            return _MadeAgain(again)
+            return _Recomputed(again)
         kept = Untouched.of(x)
         if self.fmt is None or not self._wanted(x):
             self.saved.passed += x.untyped_storage().nbytes() if type(x) is Tensor else 0
@@ -243,7 +243,7 @@ class Compressor:
         # The input of a checkpoint that is left exact must not come from a rounded one: a router would choose otherwise.
         return recomputation(x, exact=self.boundary and self.fmt is None)
 
-    def unpack(self, kept: Untouched | _Waiting | _MadeAgain) -> Tensor:
+    def unpack(self, kept: Untouched | _Waiting | _Recomputed) -> Tensor:
         """The unpack hook."""
         return kept.tensor()
 

@@ -65,13 +65,14 @@ def foundrys_choice(model, target):
         model.config.activation_checkpointing_target = None
 
 
-def test_300_generated_targets_choose_what_foundry_chooses(mpt):
+@pytest.mark.parametrize("count", [75, pytest.param(300, marks=pytest.mark.full)])
+def test_generated_targets_choose_what_foundry_chooses(mpt, count):
     """Two differences. What names nothing ({}, or a name that no module has) is an error here, and nothing in Foundry. And mptglu, whose registry
     entry is a function and not a class, ends in a TypeError of isinstance in Foundry; here it is the class of that name.
     """
     rng = random.Random(6)
     same = errors = absent = builders = 0
-    for _ in range(300):
+    for _ in range(count):
         target = spec(rng)
         theirs = foundrys_choice(mpt, target)
         try:
@@ -92,7 +93,12 @@ def test_300_generated_targets_choose_what_foundry_chooses(mpt):
             continue
         assert ours == theirs, target
         same, errors = same + (theirs != "error"), errors + (theirs == "error")
-    assert same > 30 and errors > 30 and absent > 10 and builders > 10, (same, errors, absent, builders)
+    assert min(same, errors) > count / 10 and min(absent, builders) > count / 30, (
+        same,
+        errors,
+        absent,
+        builders,
+    )
 
 
 def test_seed_targets_of_the_reference_run(mpt):

@@ -75,13 +75,13 @@ def losses_without_fsdp(recipe, device):
     ("recipe", "wrap", "cache_weights"),
     [  # every pair of two of them
         ("delayed", "fsdp1", False),
-        ("delayed", "fsdp1 flat", True),
         ("delayed", "fsdp2", True),
-        ("delayed", "fsdp2 one unit", False),
-        ("block", "fsdp1", True),
         ("block", "fsdp1 flat", False),
-        ("block", "fsdp2", False),
         ("block", "fsdp2 one unit", True),
+        pytest.param("delayed", "fsdp1 flat", True, marks=pytest.mark.full),
+        pytest.param("delayed", "fsdp2 one unit", False, marks=pytest.mark.full),
+        pytest.param("block", "fsdp1", True, marks=pytest.mark.full),
+        pytest.param("block", "fsdp2", False, marks=pytest.mark.full),
     ],
 )
 def test_trains_as_without_fsdp(recipe, wrap, cache_weights, device, one_rank):
@@ -104,7 +104,9 @@ def loads_other_parameters(model):
 
 
 @every_wrap
-@pytest.mark.parametrize("change", [loads, writes_in_place, loads_other_parameters])
+@pytest.mark.parametrize(
+    "change", [pytest.param(loads, marks=pytest.mark.full), writes_in_place, loads_other_parameters]
+)
 def test_cached_weights_notice_a_write_to_a_shard(wrap, change, device, one_rank):
     """Between two microbatches, with no optimizer step that would clear the cache."""
     if change is loads_other_parameters and wrap.startswith("fsdp1"):

@@ -43,7 +43,9 @@ def assert_alike(fused, unfused, dtype):
 
 
 @every_recipe
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.full), torch.bfloat16], ids=str
+)
 @pytest.mark.parametrize("name", ["RMSNorm", "LayerNorm"])
 def test_norm_linear(name, dtype, recipe, device):
     model = converted(recipe, device, dtype)
@@ -59,7 +61,11 @@ def test_norm_linear(name, dtype, recipe, device):
 
 @every_recipe
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
-@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh", "xielu"])
+@pytest.mark.parametrize(
+    "name",
+    # what each computes is in tests/kernels/test_producers.py
+    ["silu", *(pytest.param(name, marks=pytest.mark.full) for name in ("gelu", "gelu_tanh")), "xielu"],
+)
 def test_activation_linear(name, gated, recipe, device):
     model = converted(recipe, device, torch.float32)
     hold_scales(model, device)

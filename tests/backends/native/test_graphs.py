@@ -73,7 +73,10 @@ class Run:
     ("recipe", "finished"),
     [
         pytest.param(
-            recipe, finished, id=f"{name}, captured {'after the end of' if finished else 'in'} a pass"
+            recipe,
+            finished,
+            id=f"{name}, captured {'after the end of' if finished else 'in'} a pass",
+            marks=() if name == "delayed 3" else pytest.mark.full,
         )
         for name, recipe, ends in (
             ("delayed 3", DelayedScaling(amax_history_len=3), (False, True)),

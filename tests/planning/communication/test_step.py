@@ -41,6 +41,18 @@ def test_a_step_is_computing_slowed_by_what_runs_beside_it_and_by_the_slowest_gp
     assert alone.step_seconds == alone.compute_seconds and alone.communication_seconds == 0
 
 
+def test_what_computing_cannot_hide_is_exposed():
+    """A gather and a reduction where there is computing enough; all but the computing where there is too little."""
+    kept = dataclasses.replace(WORK, sharding="SHARD_GRAD_OP")
+    full, grad = (layout(work, 64, 64, H100, EFA).communication_seconds / 32 for work in (WORK, kept))
+    gather = full - grad
+    scatter = grad - gather
+    busy = layout(dataclasses.replace(WORK, tokens=10**8), 64, 64, H100, EFA)
+    assert busy.exposed_seconds == pytest.approx(gather + scatter)
+    idle = layout(dataclasses.replace(WORK, tokens=64), 64, 64, H100, EFA)
+    assert idle.exposed_seconds == pytest.approx(idle.communication_seconds - idle.compute_seconds)
+
+
 @pytest.mark.parametrize("count", [2, 8, 64, 1024])
 def test_the_slowest_of_many(count):
     """Against the integral of the largest's distribution, by the midpoint rule."""

@@ -61,7 +61,7 @@ def measured_peak(model):
         return static(model) + meter.peak
 
 
-@pytest.mark.parametrize("fp8", [None, "current"])
+@pytest.mark.parametrize("fp8", [None, pytest.param("current", marks=pytest.mark.full)])
 def test_predicted_peaks_are_within_5_percent_of_measured_ones(fp8):
     model = build(fp8=fp8)
     measured_peak(model)  # gradients of a first step apart, nothing may depend on what ran before
@@ -219,7 +219,8 @@ def test_a_dry_run_on_fake_tensors_counts_the_same_bytes():
 
 
 @pytest.mark.parametrize(
-    ("half", "microbatches", "tied"), [(False, 3, False), (True, 1, False), (True, 3, True)]
+    ("half", "microbatches", "tied"),
+    [pytest.param(False, 3, False, marks=pytest.mark.full), (True, 1, False), (True, 3, True)],
 )
 def test_peaks_of_resumed_runs_in_autocast_with_accumulation(half, microbatches, tied):
     """With the states of AdamW there, gradients of earlier microbatches, and weights that autocast has cast."""
