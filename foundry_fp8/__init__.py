@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from foundry_fp8.activations.checkpointing.apply import apply_activation_checkpointing
     from foundry_fp8.activations.compression.apply import apply_activation_compression
+    from foundry_fp8.backends.native.fused import activation_linear, norm_linear
     from foundry_fp8.config import ConfigError
     from foundry_fp8.distributed.compression.apply import apply_compressed_communication
     from foundry_fp8.distributed.hybrid_sharding.apply import hybrid_degrees, hybrid_mesh
@@ -40,6 +41,7 @@ _HOMES = {
     "MXFP8Scaling": "numerics.recipes",
     "SurgeryReport": "surgery.report",
     "UnitScaling": "numerics.recipes",
+    "activation_linear": "backends.native.fused",
     "apply_activation_checkpointing": "activations.checkpointing.apply",
     "apply_activation_compression": "activations.compression.apply",
     "apply_compressed_communication": "distributed.compression.apply",
@@ -48,6 +50,7 @@ _HOMES = {
     "apply_unit_scaling": "models.mus.apply",
     "hybrid_degrees": "distributed.hybrid_sharding.apply",
     "hybrid_mesh": "distributed.hybrid_sharding.apply",
+    "norm_linear": "backends.native.fused",
     "plan_memory": "planning.memory.planner",
 }
 
@@ -61,6 +64,7 @@ __all__ = [
     "SurgeryReport",
     "UnitScaling",
     "__version__",
+    "activation_linear",
     "apply_activation_checkpointing",
     "apply_activation_compression",
     "apply_compressed_communication",
@@ -69,6 +73,7 @@ __all__ = [
     "apply_unit_scaling",
     "hybrid_degrees",
     "hybrid_mesh",
+    "norm_linear",
     "plan_memory",
 ]
 
