@@ -96,6 +96,7 @@ MUTANTS = [
     # Contract 1: the same parameters; contract 5: what is left out, and why.
     Mutant(LINEARS, "if linear not in made:", "if True:", T_LINEARS),
     Mutant("surgery/left_out.py", "return LeftOut(TIED)", "pass", T_LINEARS),
+    Mutant(LINEARS, "found |= dict.fromkeys(names, out)", "pass", T_LINEARS),
     Mutant(LINEARS, "inside[max(0, len(stack) - last) :]", "inside[len(stack) - last + 1 :]", T_LINEARS),
     Mutant(LINEARS, "if len(kept) == count:", "if False:", T_LINEARS),
     Mutant("model_structure/selection.py", "fnmatch.fnmatchcase(name, pattern) for pattern", "pattern in name for pattern", T_LINEARS),
@@ -111,6 +112,10 @@ MUTANTS = [
     Mutant(PACKING, "torch.maximum(blocks.amax(1), blocks.amin(1).neg_())", "blocks.amax(1)", T_PACKING),
     Mutant(PACKING, "torch.maximum(scaled, scaled.sign(), out=scaled)", "pass", f"{T_PACKING} activations/compression/test_saved.py"),
     Mutant(PACKING, "nibbles[..., 1] << 4", "nibbles[..., 1] << 3", T_PACKING),
+    Mutant("activations/compression/saved.py", "or storage._cdata == reader.mask", "", "activations/compression/test_readers.py"),
+    # Checkpoints.
+    Mutant("compat/selective_checkpoint.py", "kept.val = x.clone()", "pass", "activations/checkpointing/test_apply.py"),
+    Mutant("activations/checkpointing/targets.py", "or name == root)", "or True)", "activations/checkpointing/test_targets.py"),
     # The wire.
     Mutant(WIRE, "amax.masked_fill_(~finite, torch.nan)", "pass", T_WIRE),
     Mutant(WIRE, "if divisor != 1:", "if divisor > 2:", T_WIRE),

@@ -26,8 +26,9 @@ HEAD = "output heads stay in high precision"
 ROUTER = "mixture-of-experts routers stay in high precision"
 ADAPTER = "adapters (LoRA) stay in high precision"
 TIED = "its weight is tied to an embedding"
-HEAD_NAMES = ("embed_out", "head", "score", "classifier")
-"""Last parts of the names of heads, for models where no blocks tell what comes after them; besides any ``lm_head``."""
+HEAD_NAMES = ("embed_out", "head", "score", "classifier", "fc")
+"""What heads are called, or the module whose last linear they are (``classifier.6``), in models where no blocks tell what comes
+after them; besides any ``lm_head``."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +68,13 @@ def left_out(model: nn.Module, linears: Sequence[tuple[str, nn.Module]]) -> dict
         lm_head = next((i for i, part in enumerate(parts) if "lm_head" in part), None)
         if lm_head is not None:
             return LeftOut(HEAD, lm_head)
-        if linear in heads or (parts[-1] in HEAD_NAMES and block_index_of(name, blocks) is None):
+        if linear in heads:
             return LeftOut(HEAD)
+        called = next((i for i, part in enumerate(parts) if part in HEAD_NAMES), None)
+        if called is not None and block_index_of(name, blocks) is None:
+            holder = ".".join(parts[: called + 1])
+            if [n for n, _ in linears if f"{n}.".startswith(f"{holder}.")][-1] == name:
+                return LeftOut(HEAD, called)
         return None
 
     found = {name: reason(name, linear) for name, linear in linears}

@@ -24,6 +24,7 @@ from foundry_fp8.surgery.same_as_linear import features_of, linear_form, looks_l
 
 __all__ = ["LinearPlan", "kept_blocks", "plan_linears"]
 
+EXCLUDED = "{key}.exclude names it"
 IN_KEPT_BLOCK = "it is in a block that keep_first_blocks or keep_last_blocks leaves in high precision"
 
 MULTIPLIED = "it has µnit Scaling's output multiplier, which only recipe: unit gives to the GEMMs"
@@ -122,16 +123,17 @@ def plan_linears(
         if not matches(name, include):
             return f"{key}.include does not name it"
         if matches(name, exclude):
-            return f"{key}.exclude names it"
+            return EXCLUDED.format(key=key)
         if block_index_of(name, blocks) in kept:
             return IN_KEPT_BLOCK
         if (form is FP8UnitLinear) == recipe.for_any_model:
             return MULTIPLIED if recipe.for_any_model else NOT_MULTIPLIED
         return backend.shape_reason(recipe, *features_of(linear))
 
+    forms = {linear: None if linear in never else linear_form(linear) for _, linear in linears}
+    reasons = _one_reason_a_place(model, {n: why_not(n, linear, forms[linear]) for n, linear in linears}, key)
     for name, linear in linears:
-        form = None if linear in never else linear_form(linear)
-        reason = why_not(name, linear, form)
+        form, reason = forms[linear], reasons[name]
         if form is not None and reason is None:
             if linear not in made:
                 made[linear] = converted[name] = form.from_linear(
@@ -160,6 +162,26 @@ def plan_linears(
     order = {name: i for i, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
     rows.sort(key=lambda row: order.get(row.name, order.get(row.name.rpartition(".")[0], 0)))
     return LinearPlan(tuple(rows), converted, places)
+
+
+def _one_reason_a_place(
+    model: nn.Module, reasons: Mapping[str, str | None], key: str
+) -> dict[str, str | None]:
+    """The same answer for every name of one place: of a layer in a module that several blocks share (Zamba's attention).
+
+    Who leaves one of the names out leaves the layer out; otherwise who takes one of them in takes it in.
+    """
+    places: dict[tuple[nn.Module, str], list[str]] = {}
+    for name in reasons:
+        owner, _, leaf = name.rpartition(".")
+        places.setdefault((model.get_submodule(owner), leaf), []).append(name)
+    found = dict(reasons)
+    for names in places.values():
+        said = [reasons[name] for name in names]
+        out = next((r for r in said if r in (EXCLUDED.format(key=key), IN_KEPT_BLOCK)), None)
+        if out is not None or None in said:
+            found |= dict.fromkeys(names, out)
+    return found
 
 
 def _is_called(module: nn.Module, args: Any) -> None:

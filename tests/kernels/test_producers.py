@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from foundry_fp8.kernels import gated
 from foundry_fp8.kernels.blockwise import quantize_blockwise, quantize_blockwise_reference
 from foundry_fp8.kernels.gated import activation_backward, activation_backward_reference
 from foundry_fp8.kernels.norms import (
@@ -99,6 +100,34 @@ def test_activation_backward(name, gated, dtype, device):
     assert (ours[1] is None) == (not gated)
     if name == "xielu":
         torch.testing.assert_close(ours[2], reference[2], rtol=1e-4, atol=1e-2)
+
+
+def test_offsets_past_2_to_the_31(device, monkeypatch):
+    """Of memory that is asked for and, but for its last rows, never touched; only the last program runs."""
+    if device != "cpu":
+        pytest.skip("the interpreter's programs can be chosen, a GPU's cannot")
+    from triton.runtime import interpreter
+
+    builder, kernel, last = interpreter.interpreter_builder, gated._backward_kernel, 2**31 // gated.TILE**2
+
+    class OnlyTheLast:
+        def __getitem__(self, grid):
+            assert grid == (last + 1,)
+            return kernel[(1,)]
+
+    monkeypatch.setattr(
+        builder, "set_grid_idx", lambda x, y, z: setattr(builder, "grid_idx", (x + last, y, z))
+    )
+    monkeypatch.setattr(gated, "_backward_kernel", OnlyTheLast())
+    x, dy = (
+        torch.empty(2**31 // gated.TILE + gated.TILE, gated.TILE, dtype=torch.bfloat16) for _ in range(2)
+    )
+    for tensor in (x, dy):
+        tensor[-gated.TILE :] = torch.randn(gated.TILE, gated.TILE)
+    dx, _, _ = activation_backward(dy, Producer.activation("silu", x))
+    end = Producer.activation("silu", x[-gated.TILE :].clone())
+    expected, _, _ = activation_backward_reference(dy[-gated.TILE :], end)
+    torch.testing.assert_close(dx[-gated.TILE :], expected, rtol=2.0**-6, atol=1e-5)
 
 
 @every_activation

@@ -6,7 +6,7 @@ from torch import nn
 
 import foundry_fp8
 from foundry_fp8.config import ConfigError
-from foundry_fp8.surgery.left_out import ADAPTER, HEAD, ROUTER, TIED
+from foundry_fp8.surgery.left_out import ADAPTER, HEAD, ROUTER, TIED, left_out
 from tests.model_zoo import MODELS
 
 
@@ -91,6 +91,29 @@ def test_a_head_before_its_blocks_is_told_by_its_name():
     model.layers[0].head = nn.Linear(64, 64)  # inside a block, a name says nothing
     report = convert(model)
     assert report.skipped == {"head": HEAD} and "layers.0.head" in report.converted
+
+
+@pytest.mark.parametrize(
+    ("name", "head", "others"),
+    [
+        ("resnet18", "fc", 0),
+        ("alexnet", "classifier.6", 2),
+        ("vgg11", "classifier.6", 2),
+        ("mobilenet_v2", "classifier.1", 0),
+        ("convnext_tiny", "classifier.2", 36),
+    ],
+)
+def test_heads_of_convolutional_networks(name, head, others):
+    import torchvision
+
+    with torch.device("meta"):
+        model = nn.ModuleDict(
+            {"module": getattr(torchvision.models, name)()}
+        )  # as ComposerClassifier holds it
+    linears = [n for n, m in model.named_modules() if isinstance(m, nn.Linear)]
+    found = left_out(model, [(n, model.get_submodule(n)) for n in linears])
+    assert {n: why.reason for n, why in found.items()} == {f"module.{head}": HEAD}
+    assert len(linears) == others + 1
 
 
 @pytest.mark.parametrize("model", ["Llama-LoRA", "GPT2-LoRA"])

@@ -156,6 +156,31 @@ def test_patterns_and_kept_blocks_choose():
     assert "exclude names it" in report.skipped["blocks.1.down"]
 
 
+def test_what_several_blocks_share_has_one_answer():
+    """Zamba's blocks share their attention. Left out under one name, it runs in high precision under all, and the report says so."""
+
+    def model():
+        made = nn.Module()
+        made.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(3))
+        made.layers[0].shared = made.layers[2].shared = nn.Sequential(nn.Linear(32, 32))
+        return made
+
+    shared = {"layers.0.shared.0", "layers.2.shared.0"}
+    for options, out in (
+        ({}, set()),
+        ({"keep_last_blocks": 1}, {"layers.2.0", *shared}),
+        ({"keep_first_blocks": 1}, {"layers.0.0", *shared}),
+        ({"exclude": ["layers.2.*"]}, {"layers.2.0", *shared}),
+        ({"include": ["layers.0.*"]}, {"layers.1.0", "layers.2.0"}),
+    ):
+        converted = model()
+        report = foundry_fp8.apply_fp8(converted, recipe="current", **options)
+        named = dict(converted.named_modules(remove_duplicate=False))
+        runs = {n for n, m in named.items() if isinstance(m, FP8Linear)}
+        assert {n for n, m in named.items() if isinstance(m, nn.Linear)} - runs == out, options
+        assert {row.name for row in report.rows if row.action == "converted"} == runs, options
+
+
 def test_a_pattern_with_an_index_does_not_take_another_index():
     report = foundry_fp8.apply_fp8(Model(blocks=11), recipe="current", include=["blocks.1.*"])
     assert report.converted == ["blocks.1.up", "blocks.1.down"]

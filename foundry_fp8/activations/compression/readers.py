@@ -95,10 +95,10 @@ class Reader(NamedTuple):
     mask: int | None = None
 
     @classmethod
-    def of(cls, node: Any) -> Reader:
-        """What is known of ``node``."""
+    def of(cls, node: Any, *, saved_here: bool) -> Reader:
+        """What is known of ``node``. To look at what it saved, where that lies in a checkpoint, would run the checkpoint again."""
         reads, mask = reads_of(node), None
-        if reads is Reads.ATTENTION:
+        if reads is Reads.ATTENTION and saved_here:
             added = getattr(node, "_saved_attn_mask", None), getattr(node, "_saved_attn_bias", None)
             mask = next((x.untyped_storage()._cdata for x in added if x is not None), None)
         return cls(reads, node.name(), mask)
@@ -137,8 +137,9 @@ class Region(Generic[Saved]):
             number = node_number(node)
             if not self._first < number <= newest or number in self._found:
                 continue
-            found = self._found[number] = Reader.of(node)
-            ready += [(saved, found) for saved in self._waiting.pop(number, ())]
+            waiting = self._waiting.pop(number, [])
+            found = self._found[number] = Reader.of(node, saved_here=bool(waiting))
+            ready += [(saved, found) for saved in waiting]
             nodes += [before for before, _ in node.next_functions]
         # What some node needs as it is, is not kept rounded for others.
         for saved, reader in sorted(ready, key=lambda item: item[1].reads is not Reads.EXACTLY):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from composer.distributed.activation_checkpointing import generate_default_check_fn
 from llmfoundry.models.mpt import MPTConfig, MPTForCausalLM
+from torch import nn
 
 from foundry_fp8.activations.checkpointing.targets import select
 from foundry_fp8.config import ConfigError
@@ -190,3 +191,33 @@ def test_a_list_of_modules_which_nobody_calls_is_no_target():
     with pytest.raises(ConfigError, match="names nothing in this model"):
         select(model, "ModuleList", "full", "k")
     assert len(select(model, "*.experts.[0-3]", "full", "k")) == 8
+
+
+class Mamba(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mixer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + self.mixer(x)
+
+
+class Hybrid(Mamba):
+    """Zamba's: beside attention it holds a block of the other class."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention, self.mamba = nn.Linear(8, 8), Mamba()
+
+
+def test_every_block_is_no_block_inside_a_block():
+    model = nn.Module()
+    model.layers = nn.ModuleList([Mamba(), Hybrid(), Mamba()])
+
+    def names(targets):
+        return [selected.name for selected in select(model, targets, "full", "targets")]
+
+    assert names(None) == ["layers.0", "layers.1", "layers.2"]
+    assert names({"Hybrid": "middle-1"}) == ["layers.1"]
+    with pytest.raises(ConfigError, match=r"layers\.1\.mamba lies inside layers\.1"):
+        names("Mamba")

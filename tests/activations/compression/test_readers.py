@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 
 from foundry_fp8.activations.compression.readers import Reads, reads_of
 from foundry_fp8.activations.compression.saved import Compressor
@@ -138,6 +139,25 @@ def test_what_attention_adds_to_its_scores_is_not_rounded(lowest, dtype):
     assert (rounded - exact).norm() / exact.norm() < LIMIT["int8"]
     assert list(spy.saved.exact) == ["ScaledDotProductFlashAttentionForCpuBackward0"]
     assert spy.saved.exact.total() == 2 * 4 * length**2 * dtype.itemsize
+
+
+def test_attention_inside_a_checkpoint_is_not_run_again_in_the_forward():
+    """Its node is reached from what follows, and its mask is the checkpoint's."""
+    ran = []
+
+    def attention(x):
+        ran.append(x.shape)
+        mask = torch.zeros(ROWS // 8, ROWS // 8)
+        return F.scaled_dot_product_attention(heads(x), heads(x), heads(x), attn_mask=mask).reshape(x.shape)
+
+    def function(x):
+        return torch.utils.checkpoint.checkpoint(attention, x, use_reentrant=False) * (x * OTHER)
+
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    y = inside(Compressor(PackFormat(), min_numel=64), function, x)
+    assert len(ran) == 1
+    y.sum().backward()
+    assert len(ran) == 2
 
 
 @pytest.mark.parametrize("name", FORMATS)
