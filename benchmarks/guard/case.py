@@ -34,6 +34,8 @@ class Case:
     history remembers ends with the history, which a guard may renew."""
     sick: tuple[int, ...] = ()
     """The blocks at fault; demoting what is in another one is false."""
+    touched: str = "*"
+    """Glob on the names of the modules that the cause touches; in the others FP8 is well, and promoting them is right."""
     model: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Fields of FogConfig; or ``{"kind": "mixture"}``, a small Mixtral."""
     noise: Callable[[int], float] = lambda step: 0.1

@@ -21,12 +21,12 @@ BOTH = (0, 1)
 
 CASES = [
     Case(
-        name="swiglu_alignment_current", label="diverges", onset=90, sick=BOTH, recipe="current", seed=1,
+        name="swiglu_alignment_current", label="diverges", onset=90, sick=BOTH, touched="*.mlp.*", recipe="current", seed=1,
         about="gate and up rows of a channel grow 20 % a step (arXiv:2409.12517), current",
         mechanism=lambda: Several(*(SwigluAlignment(i, grows(90, 1.2, 1.0, 1e5)) for i in (0, 1))),
     ),
     Case(
-        name="value_outliers", label="diverges", onset=60, sick=BOTH, attention=True, seed=2,
+        name="value_outliers", label="diverges", onset=60, sick=BOTH, touched="*.self_attn*", attention=True, seed=2,
         about="one channel of the values grows 20 % a step under FP8 attention (FOG), delayed",
         mechanism=lambda: AttentionOutliers("values", grows(60, 1.2, 1.0, 1e8)),
     ),
@@ -54,7 +54,7 @@ CASES = [
         ),
     ),
     Case(
-        name="norm_gain_outliers", label="diverges", onset=60, sick=BOTH, seed=1,
+        name="norm_gain_outliers", label="diverges", onset=60, sick=BOTH, touched="*.[gq]*_proj", seed=1,
         about="one channel behind each norm grows by 20 % a step, which delayed scaling clips",
         mechanism=lambda: CompensatedBias("*.[gq]*_proj", grows(60, 1.2, 0.1, 1e6)),
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from fnmatch import fnmatch
 from typing import Any
 
 from case import Case
@@ -124,7 +125,9 @@ def verdict(case: Case, left: int | None, losses: list[float], high: list[float]
 
     def sick(event: dict[str, Any]) -> bool:
         there = case.ends is None or event["batch"] < case.ends
-        return case.diverges and there and event["batch"] > onset and not innocent(event)
+        # A whole block has the cause in it, whatever the module.
+        touched = "." not in event["unit"] or fnmatch(event["unit"], case.touched)
+        return case.diverges and there and touched and not innocent(event)
 
     return {
         "first_alarm": true[0]["batch"] if true else None,

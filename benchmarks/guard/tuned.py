@@ -22,12 +22,12 @@ LONG = {"name": "delayed", "amax_history_len": 256}
 
 CASES = [
     Case(
-        name="swiglu_alignment", label="diverges", onset=80, sick=BOTH,
+        name="swiglu_alignment", label="diverges", onset=80, sick=BOTH, touched="*.mlp.*",
         about="gate and up rows of a channel align and grow 12 % a step (arXiv:2409.12517), delayed",
         mechanism=lambda: Several(*(SwigluAlignment(i, grows(80, 1.12, 1.0, 1e5)) for i in (0, 1))),
     ),
     Case(
-        name="key_outliers", label="diverges", onset=80, sick=BOTH, attention=True,
+        name="key_outliers", label="diverges", onset=80, sick=BOTH, touched="*.self_attn*", attention=True,
         about="two channels of the keys grow 20 % a step (arXiv:2402.02750) under FP8 attention without QK norm, delayed",
         mechanism=lambda: AttentionOutliers("keys", grows(80, 1.2, 1.0, 1e7)),
     ),
@@ -52,7 +52,7 @@ CASES = [
         mechanism=lambda: SuperWeight("*_proj", grows(80, 1.2, 0.1, 1e7)),
     ),
     Case(
-        name="channel_outliers", label="diverges", onset=80, sick=BOTH,
+        name="channel_outliers", label="diverges", onset=80, sick=BOTH, touched="*.down_proj",
         about="one channel before each down projection grows 15 % a step, which delayed scaling clips",
         mechanism=lambda: CompensatedBias("*.down_proj", grows(80, 1.15, 0.1)),
     ),

@@ -100,19 +100,22 @@ def test_the_loss_leaves_its_band_where_it_does():
 
 
 def test_a_verdict_counts_what_is_false():
-    case = Case(name="x", label="diverges", about="", onset=50, ends=80, sick=(0,), steps=100)
+    case = Case(
+        name="x", label="diverges", about="", onset=50, ends=80, sick=(0,), touched="*.mlp.*", steps=100
+    )
 
     def event(batch, action, unit="layer_000"):
         return {"batch": batch, "action": action, "unit": unit, "signal": "kurtosis"}
 
     events = [
         event(40, "alarm"), event(40, "demote"), event(60, "alarm"), event(60, "demote"), event(61, "demote", "model.layers.1.mlp.down_proj"),
-        event(70, "promote"), event(90, "promote"),
+        event(70, "promote"), event(70, "promote", "layers.0.mlp.down_proj"),
+        event(70, "promote", "layers.0.self_attn.o_proj"), event(90, "promote"),
     ]  # fmt: skip
     row = judge.verdict(case, 65, [2.0] * 100, [2.0] * 100, events, [1.0] * 60 + [0.0] * 40)
     assert (row["first_alarm"], row["lead_steps"]) == (60, 6)
     assert (row["false_alarms"], row["false_demotions"]) == (1, 2)
-    assert (row["promotions"], row["promotions_while_sick"]) == (2, 1)
+    assert (row["promotions"], row["promotions_while_sick"]) == (4, 2)
     assert row["time_in_fp8"] == 0.6 and row["guarded_above_high"] == 0
 
 
