@@ -38,7 +38,7 @@ from foundry_fp8.callbacks.divergence_guard import DivergenceGuard
 
 VOCAB, LENGTH, ROWS = 256, 64, 8
 OUTLIER_BLOCKS, CHANNEL, GROWTH, START = (1, 2), 7, 1.08, 100
-GUARD = {"interval": 5, "window": 32, "warmup": 8, "quiet_batches": 100_000}
+GUARD = {"interval": 5}
 TAIL = 20
 """Steps at the end whose mean is the final loss."""
 

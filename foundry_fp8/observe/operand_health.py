@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from foundry_fp8.compat.autograd import inside_backward
-from foundry_fp8.layers.linear import FP8Linear, Probe
+from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.model_structure.names import named_modules_clean
+from foundry_fp8.numerics.formats import Float8Format
 from foundry_fp8.numerics.quantize import Quantized
 from foundry_fp8.numerics.recipes import Operand
+from foundry_fp8.observe.operand_stats import FIELDS, quantisation, rounding_noise, sample_rows
 
-__all__ = ["Health", "HealthProbe", "measure"]
+__all__ = ["Health", "HealthProbe", "measure", "outliers", "summarise", "with_format"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Health:
-    """One operand of one linear in one batch (microbatches together).
+    """One operand of one linear in one due batch.
 
     Attributes:
         amax: max |x|.
@@ -29,6 +31,13 @@ class Health:
         saturated: Share of elements beyond what rounding alone would bring to the format's maximum.
         flushed: Share of elements that were not zero and became zero.
         sqnr_db: ``20 log10(|x| / |x - Q(x)|)``, Frobenius norms; Inf if nothing was lost, NaN if something is not finite.
+        noise: The mean over tokens of ``|x - Q(x)|^2 / |x|^2``, over what rounding alone makes of it
+            (:func:`~foundry_fp8.observe.operand_stats.rounding_noise`): about 1 where a token keeps what the format can hold of
+            it, 1 / rounding (1420 for E4M3, 355 for E5M2) where nothing is left of any. One token that is lost shows here and
+            not in ``sqnr_db``, if another is much larger.
+        kurtosis: The mean over tokens of ``C sum(x^4) / sum(x^2)^2``.
+        kurtosis_flat: The same of all elements together.
+        peak: ``amax`` over the root mean square.
     """
 
     amax: float
@@ -36,63 +45,105 @@ class Health:
     saturated: float
     flushed: float
     sqnr_db: float
+    noise: float
+    kurtosis: float
+    kurtosis_flat: float
+    peak: float
 
 
 def measure(x: Tensor, q: Quantized) -> Tensor:
-    """The sums behind :class:`Health`, float32 ``[7]``: amax, scale, elements saturated, flushed, all; signal, noise.
+    """The sums behind :class:`Health`, float64: those of :func:`~foundry_fp8.observe.operand_stats.quantisation`, and the
+    rounding noise of the format.
 
     Args:
         x: ``[R, C]``, hp.
         q: What became of it.
     """
-    x = x.detach().float()
-    data = q.data.float()  # once: from FP8 this is the slow part on a CPU
-    # Half a step above the maximum still rounds to it: 464 for E4M3, 61440 for E5M2.
-    limit = q.fmt.max + {448.0: 16.0, 57344.0: 4096.0}.get(q.fmt.max, 0.0)
-    saturated = x.abs() > q.expanded(q.scale_inv) * limit
-    flushed = data.eq(0).logical_and_(x)
-    noise = torch.addcmul(x, data, q.expanded(q.gemm_scale), value=-1.0)
-    count = torch.full((), float(x.numel()), device=x.device)
-    largest = q.scale_inv.flatten()[q.amax.flatten().argmax()]
-    return torch.stack(
-        [
-            q.amax.max(),
-            1.0 / largest,
-            saturated.count_nonzero().float(),
-            flushed.count_nonzero().float(),
-            count,
-            torch.linalg.vector_norm(x).square(),
-            torch.linalg.vector_norm(noise).square(),
-        ]
+    return with_format(quantisation(x, q, sample_rows(x)), q.fmt)
+
+
+def with_format(sums: Tensor, fmt: Float8Format) -> Tensor:
+    """``sums`` and the rounding noise of ``fmt`` behind them."""
+    return torch.cat([sums, sums.new_full((1,), rounding_noise(fmt))])
+
+
+def summarise(row: Sequence[float]) -> Health:
+    """The :class:`Health` from one :func:`measure`."""
+    *sums, rounding = row
+    of = dict(zip(FIELDS, sums, strict=True))
+    signal, error, elements = of["s2"], of["error"], of["elements"]
+    if error == 0:
+        sqnr = math.inf
+    elif signal > 0 and math.isfinite(signal) and math.isfinite(error):
+        sqnr = 10 * math.log10(signal / error)
+    else:
+        sqnr = math.nan
+    return Health(
+        of["amax"],
+        of["scale"],
+        of["saturated"] / elements,
+        of["flushed"] / elements,
+        sqnr,
+        _share(of["relative_error"], of["tokens"]) / rounding,
+        *outliers(sums),
     )
 
 
-def summarise(rows: list[list[float]]) -> Health:
-    """One :class:`Health` from the :func:`measure` of each microbatch."""
-    amax, scale = max(row[0] for row in rows), rows[-1][1]
-    saturated, flushed, count, signal, noise = (math.fsum(row[i] for row in rows) for i in range(2, 7))
-    if noise == 0:
-        sqnr = math.inf
-    elif signal > 0 and math.isfinite(signal) and math.isfinite(noise):
-        sqnr = 10 * math.log10(signal / noise)
-    else:
-        sqnr = math.nan
-    return Health(amax, scale, saturated / count, flushed / count, sqnr)
+def outliers(sums: Sequence[float]) -> tuple[float, float, float]:
+    """``kurtosis``, ``kurtosis_flat`` and ``peak`` from :func:`~foundry_fp8.observe.operand_stats.moments`."""
+    amax, tokens, elements, s2, s4, kurtosis = sums[:6]
+    square = _share(s2, elements)
+    return (
+        _share(kurtosis, tokens),
+        _share(_share(s4, elements), square * square),
+        _share(amax, math.sqrt(square) if square >= 0 else math.nan),
+    )
+
+
+def _share(part: float, whole: float) -> float:
+    """0 of a tensor of zeros."""
+    return 0.0 if whole == 0 else part / whole
 
 
 class _Fanout:
-    """What ``FP8Linear.probe`` holds while anyone watches: it has one place, and there may be several monitors."""
+    """What ``FP8Linear.probe`` holds while anyone watches: an operand is read once, however many monitors are told."""
 
     def __init__(self) -> None:
-        self.listeners: list[Probe] = []
+        self.listeners: list[Listener] = []
 
+    @torch.no_grad()
     def __call__(self, operand: Operand, x: Tensor, q: Quantized) -> None:
-        for listener in self.listeners:
-            listener(operand, x, q)
+        if operand != "dy" and inside_backward():  # activation checkpointing runs the same forward again
+            return
+        listeners = [listener for listener in self.listeners if x.numel() and listener.wants(operand)]
+        row = functools.cache(functools.partial(measure, x, q))  # inside of what guards the first listener
+        for listener in listeners:
+            listener.take(operand, row)
+
+
+class Listener:
+    """One monitor's ear at one linear: what the first microbatch of a due batch brought.
+
+    Args:
+        take: Given each operand's name and what computes its row.
+    """
+
+    def __init__(self, take: Callable[[Operand, Callable[[], Tensor]], None]) -> None:
+        self._take = take
+        self._heard: set[Operand] = set()
+
+    def wants(self, operand: Operand) -> bool:
+        """Not heard yet."""
+        return operand not in self._heard
+
+    def take(self, operand: Operand, row: Callable[[], Tensor]) -> None:
+        """Hear it."""
+        self._heard.add(operand)
+        self._take(operand, row)
 
 
 class HealthProbe:
-    """Measures every operand that the converted linears of a model quantise, while attached.
+    """Measures every operand that the converted linears of a model quantise, while attached, in their first microbatch.
 
     Args:
         model: Wrapped or not.
@@ -102,8 +153,8 @@ class HealthProbe:
     def __init__(self, model: nn.Module, guard: Callable[[Callable[..., None]], Callable[..., None]]) -> None:
         self.modules = {name: m for name, m in named_modules_clean(model) if isinstance(m, FP8Linear)}
         self._guard = guard
-        self._own: dict[str, Probe] = {}
-        self._rows: dict[tuple[str, Operand], list[Tensor]] = defaultdict(list)
+        self._own: dict[str, Listener] = {}
+        self._rows: dict[tuple[str, Operand], Tensor] = {}
 
     def attach(self) -> None:
         """Start measuring, beside whoever else does."""
@@ -111,7 +162,7 @@ class HealthProbe:
         for name, module in self.modules.items():
             if not isinstance(module.probe, _Fanout):
                 module.probe = _Fanout()
-            self._own[name] = self._guard(self._listener(name))  # type: ignore[assignment]
+            self._own[name] = Listener(self._guard(functools.partial(self._keep, name)))
             module.probe.listeners.append(self._own[name])
 
     def detach(self) -> None:
@@ -124,9 +175,9 @@ class HealthProbe:
                     module.probe = None
         self._own.clear()
 
-    def tensors(self) -> dict[tuple[str, Operand], list[Tensor]]:
-        """What was measured since the last call, still on the device: :func:`measure` of each microbatch."""
-        rows, self._rows = self._rows, defaultdict(list)
+    def tensors(self) -> dict[tuple[str, Operand], Tensor]:
+        """What was measured since the last call, still on the device: :func:`measure` of each operand."""
+        rows, self._rows = self._rows, {}
         return rows
 
     def collect(self) -> dict[tuple[str, Operand], Health]:
@@ -134,19 +185,7 @@ class HealthProbe:
         rows = self.tensors()
         if not rows:
             return {}
-        flat = torch.stack([row for found in rows.values() for row in found]).tolist()
-        healths, start = {}, 0
-        for where, found in rows.items():
-            healths[where] = summarise(flat[start : start + len(found)])
-            start += len(found)
-        return healths
+        return dict(zip(rows, map(summarise, torch.stack(list(rows.values())).tolist()), strict=True))
 
-    def _listener(self, name: str) -> Callable[[Operand, Tensor, Quantized], None]:
-        @torch.no_grad()
-        def listen(operand: Operand, x: Tensor, q: Quantized) -> None:
-            if operand != "dy" and inside_backward():  # activation checkpointing runs the same forward again
-                return
-            if x.numel():
-                self._rows[name, operand].append(measure(x, q))
-
-        return listen
+    def _keep(self, name: str, operand: Operand, row: Callable[[], Tensor]) -> None:
+        self._rows[name, operand] = row()

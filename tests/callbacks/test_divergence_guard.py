@@ -12,19 +12,19 @@ from tests.callbacks.conftest import batches, build_llama, series
 
 pytestmark = pytest.mark.integration
 
-QUICK = {"interval": 1, "warmup": 3, "patience": 1, "window": 8}
+SICK = "model.model.layers.1.mlp.down_proj"
 
 
 def guard(**options):
     from foundry_fp8.callbacks.divergence_guard import DivergenceGuard
 
-    return DivergenceGuard(**QUICK | {"details": True} | options)
+    return DivergenceGuard(**{"interval": 1, "details": True} | options)
 
 
-def fp8(recipe="delayed"):
+def fp8(recipe="delayed", **options):
     from foundry_fp8.algorithms.fp8 import FP8
 
-    return FP8(recipe=recipe)
+    return FP8(recipe=recipe, **options)
 
 
 class Outlier:
@@ -51,11 +51,12 @@ class Outlier:
         self.callback = Schedule()
 
 
-def recipes(model, layer):
+def recipes(model):
+    """What each FP8 linear runs that does not run what is configured."""
     return {
-        "high_precision" if m.recipe is None else m.recipe.name
-        for m in model.model.layers[layer].modules()
-        if isinstance(m, FP8Linear)
+        m.fqn: "high_precision" if m.recipe is None else m.recipe.name
+        for m in model.modules()
+        if isinstance(m, FP8Linear) and m.recipe != m.configured_recipe
     }
 
 
@@ -67,43 +68,67 @@ def moves(watch):
     ]
 
 
-def test_the_layer_at_fault_is_demoted_rung_by_rung_and_the_others_are_left_alone(train):
-    model, watch = build_llama(), guard(signals=["kurtosis"])
-    grow = Outlier(model, lambda step: 1.0 if step < 5 else 3000.0)
-    trainer = train(model, [grow.callback, watch], algorithms=[fp8()], steps=12, lr=0.0)
+def test_the_linear_at_fault_is_demoted_while_it_lasts_and_comes_back_when_its_shadow_is_healthy(train):
+    model, watch = build_llama(), guard(quiet_batches=3, finer="current")
+    grow = Outlier(model, lambda step: 1e6 if 10 <= step < 18 else 1.0)
+    trainer = train(model, [grow.callback, watch], algorithms=[fp8()], steps=28, lr=0.0)
     assert watch.failed is None
-    assert next(move[1:] for move in moves(watch)) == ("layer_001", "demote", "delayed -> current")
-    assert recipes(model, 0) == {"delayed"}
-    assert recipes(model, 1) == {"current"}
-    assert series(trainer, "guard/demoted_layers")[-1] == 1.0
-    assert {e["unit"] for e in watch.events} == {"layer_001"}
-    alarm = next(e for e in watch.events if e["action"] == "alarm")
-    assert alarm["value"] > alarm["threshold"]
-
-
-def test_a_damage_that_lasts_ends_in_high_precision_and_a_quiet_period_brings_it_back(train):
-    model, watch = build_llama(), guard(signals=["flushed"], quiet_batches=4, finer="current")
-    grow = Outlier(model, lambda step: 1e6 if 6 <= step < 12 else 1.0)
-    trainer = train(model, [grow.callback, watch], algorithms=[fp8()], steps=24, lr=0.0)
-    assert watch.failed is None
-    found = moves(watch)
+    found = [move for move in moves(watch) if move[1] == SICK]
     assert [move[1:] for move in found] == [
-        ("layer_001", "demote", "delayed -> current"),
-        ("layer_001", "demote", "current -> high_precision"),
-        ("layer_001", "promote", "high_precision -> current"),
+        (SICK, "demote", "delayed -> current"),
+        (SICK, "demote", "current -> high_precision"),
+        (SICK, "promote", "high_precision -> current"),
         # The default history holds 1024 passes, the outlier among them: it has to be forgotten, or this is undone at once.
-        ("layer_001", "promote", "current -> delayed"),
+        (SICK, "promote", "current -> delayed"),
     ]
-    assert recipes(model, 1) == {"delayed"}
-    promoted = [move[0] for move in found if move[2] == "promote"]
-    assert promoted[-1] - promoted[-2] >= 4
+    assert min(batch for batch, *_, signal in found if signal == "high_precision -> current") > 18 + 2
+    assert recipes(model) == {}
     assert series(trainer, "guard/demoted_layers")[-1] == 0.0
-    after = series(trainer, "guard/flushed/worst")[promoted[-1] :]
+    alarm = next(e for e in watch.events if e["action"] == "alarm" and e["unit"] == SICK)
+    assert alarm["value"] > alarm["threshold"]
+    after = series(trainer, "guard/flushed/worst")[found[-1][0] :]
     assert max(after) == pytest.approx(series(trainer, "guard/flushed/worst")[4], abs=0.02)
 
 
+@pytest.mark.parametrize("finer", ["current", None])
+def test_no_promotion_while_the_cause_is_still_there(train, finer):
+    """In high precision nobody measures saturation; the shadow does."""
+    model, watch = build_llama(), guard(quiet_batches=2, finer=finer)
+    grow = Outlier(model, lambda step: 1e6 if step >= 9 else 1.0)
+    train(model, [grow.callback, watch], algorithms=[fp8()], steps=24, lr=0.0)
+    assert watch.failed is None
+    assert {move[2] for move in moves(watch) if move[1] == SICK} == {"demote"}
+    assert recipes(model)[SICK] == "high_precision"
+
+
+def test_one_token_that_sticks_out_is_told_and_moves_nothing_while_nothing_is_damaged(train):
+    """A sign, not a damage: block scaling keeps every other token as it was."""
+    model, watch = build_llama(hidden_size=128, intermediate_size=128), guard()
+    size = {"now": 1.0}
+
+    def bump(module, args):
+        factor = torch.ones(args[0].shape[:2])[..., None]
+        factor[0, 3] = size["now"]
+        return (args[0] * factor,)
+
+    model.model.layers[1].mlp.down_proj.register_forward_pre_hook(bump)
+
+    from composer.core import Callback
+
+    class Grow(Callback):
+        def batch_start(self, state, logger):
+            size["now"] = 100.0 if state.timestamp.batch.value >= 12 else 1.0
+
+    train(model, [Grow(), watch], algorithms=[fp8("block")], steps=16, lr=0.0)
+    assert watch.failed is None
+    told = {(e["unit"], e["signal"]) for e in watch.events if e["action"] == "alarm"}
+    assert {("layer_001", "kurtosis_flat"), ("layer_001", "peak")} <= told
+    assert ("layer_001", "kurtosis") not in told
+    assert not moves(watch)
+
+
 def test_a_nan_loss_alarms_at_once_and_stop_stops(train, caplog):
-    model, watch = build_llama(), guard(actions=["stop"], signals=["loss"])
+    model, watch = build_llama(), guard(actions=["stop"])
 
     from composer.core import Callback
 
@@ -116,111 +141,96 @@ def test_a_nan_loss_alarms_at_once_and_stop_stops(train, caplog):
     with caplog.at_level(logging.WARNING):
         trainer = train(model, [Poison(), watch], steps=8)
     assert trainer.state.timestamp.batch.value == 4
-    assert watch.events[0]["unit"] == "model"
-    assert "stopping the run at batch 4" in caplog.text
+    assert "model" in {e["unit"] for e in watch.events if e["action"] == "alarm"}
+    assert "batch 4, model: stop the run" in caplog.text
 
 
 def test_the_checkpoint_action_saves_one_that_loads(train, tmp_path):
-    model, watch = (
-        build_llama(),
-        guard(actions=["checkpoint", "demote"], signals=["kurtosis"], checkpoint_folder=str(tmp_path)),
-    )
-    grow = Outlier(model, lambda step: 1.0 if step < 5 else 3000.0)
-    train(model, [grow.callback, watch], algorithms=[fp8()], steps=7, lr=0.0)
+    model, watch = build_llama(), guard(actions=["checkpoint", "demote"], checkpoint_folder=str(tmp_path))
+    grow = Outlier(model, lambda step: 1.0 if step < 9 else 1e6)
+    train(model, [grow.callback, watch], algorithms=[fp8()], steps=12, lr=0.0)
     assert watch.failed is None
-    (saved,) = tmp_path.rglob("*.pt")
-    assert saved.name == "ba6-rank0.pt"
-    state = torch.load(saved, weights_only=False)["state"]
+    saved = sorted(tmp_path.rglob("*.pt"))
+    state = torch.load(saved[0], weights_only=False)["state"]
     assert "model" in state
-    assert state["timestamp"]["Timestamp"]["batch"] == 6
+    assert f"ba{state['timestamp']['Timestamp']['batch']}-rank0.pt" == saved[0].name
 
 
 def test_resuming_keeps_rungs_statistics_and_events(train, tmp_path):
     def build(model):
-        return guard(signals=["kurtosis", "loss", "gradient_norm"]), Outlier(
-            model, lambda step: 1.0 if step < 5 else 3000.0
-        )
+        return guard(quiet_batches=4), Outlier(model, lambda step: 1e6 if 9 <= step < 13 else 1.0)
 
-    data = batches(10)
+    data = batches(22)
     whole_model = build_llama()
     whole, grow = build(whole_model)
-    straight = train(whole_model, [grow.callback, whole], algorithms=[fp8()], steps=10, data=data)
+    straight = train(whole_model, [grow.callback, whole], algorithms=[fp8()], steps=22, data=data)
 
     first_model = build_llama()
     first, grow = build(first_model)
-    train(first_model, [grow.callback, first], algorithms=[fp8()], steps=7, data=data,
-          save_folder=str(tmp_path), save_interval="7ba")  # fmt: skip
+    train(first_model, [grow.callback, first], algorithms=[fp8()], steps=14, data=data,
+          save_folder=str(tmp_path), save_interval="14ba")  # fmt: skip
     again_model = build_llama(seed=5)
     again, grow = build(again_model)
-    resumed = train(again_model, [grow.callback, again], algorithms=[fp8()], steps=10, data=data,
+    resumed = train(again_model, [grow.callback, again], algorithms=[fp8()], steps=22, data=data,
                     load_path=str(tmp_path / "latest-rank0.pt"))  # fmt: skip
     assert again.failed is None
-    assert moves(whole), "the run has to demote something for this test to mean anything"
-    assert moves(whole)[0][0] <= 7
+    assert {move[2] for move in moves(whole)} == {"demote", "promote"}
+    assert moves(whole)[0][0] <= 14 < moves(whole)[-1][0]
     assert moves(again) == moves(whole)
-    assert again.carried_state()["rungs"] == whole.carried_state()["rungs"]
-    assert {k: s.threshold for k, s in again._signals.items()} == {
-        k: s.threshold for k, s in whole._signals.items()
-    }
-    assert series(resumed, "loss/train/total") == series(straight, "loss/train/total")[7:]
-    assert recipes(again_model, 1) == recipes(whole_model, 1)
+    assert again.decision.state_dict() == whole.decision.state_dict()
+    assert series(resumed, "loss/train/total") == series(straight, "loss/train/total")[14:]
+    assert recipes(again_model) == recipes(whole_model)
 
 
 @pytest.mark.parametrize(
     ("finer", "recipe"), [(None, "high_precision"), ("block", "block"), ("current", "current")]
 )
 def test_a_demoted_layer_never_resumes_in_what_it_was_demoted_from(train, tmp_path, caplog, finer, recipe):
-    model, first = build_llama(), guard(signals=["kurtosis"])
-    grow = Outlier(model, lambda step: 1.0 if step < 5 else 3000.0)
+    model, first = build_llama(), guard()
+    grow = Outlier(model, lambda step: 1.0 if step < 9 else 1e6)
     train(
         model,
         [grow.callback, first],
         algorithms=[fp8()],
-        steps=7,
+        steps=12,
         lr=0.0,
         save_folder=str(tmp_path),
-        save_interval="7ba",
+        save_interval="12ba",
     )
-    assert recipes(model, 1) == {"current"}
-    model, again = build_llama(), guard(signals=["kurtosis"], finer=finer)
+    assert recipes(model)[SICK] == "current"
+    model, again = build_llama(), guard(finer=finer)
     caplog.clear()
-    train(model, [again], algorithms=[fp8()], steps=8, lr=0.0, load_path=str(tmp_path / "latest-rank0.pt"))
+    train(model, [again], algorithms=[fp8()], steps=13, lr=0.0, load_path=str(tmp_path / "latest-rank0.pt"))
     assert again.failed is None
-    assert recipes(model, 0) == {"delayed"} and recipes(model, 1) == {recipe}
+    assert recipes(model)[SICK] == recipe
     assert ("none of its rungs now" in caplog.text) is (finer != "current")
 
 
-def test_quiet_batches_may_change_on_resume(train, tmp_path):
-    def run(watch, steps, **options):
-        model = build_llama()
-        grow = Outlier(model, lambda step: 1e6 if 4 <= step < 6 else 1.0)
-        train(model, [grow.callback, watch], algorithms=[fp8()], steps=steps, lr=0.0, **options)
-        return model
-
-    first = guard(signals=["flushed"], quiet_batches=500)
-    model = run(first, 8, save_folder=str(tmp_path), save_interval="8ba")
-    assert recipes(model, 1) != {"delayed"}
-    again = guard(signals=["flushed"], quiet_batches=3)
-    model = run(again, 16, load_path=str(tmp_path / "latest-rank0.pt"))
-    assert [move[2] for move in moves(again)][-1] == "promote"
-    assert recipes(model, 1) == {"delayed"}
-
-
 def test_a_model_in_high_precision_is_watched_all_the_same(train):
-    model, watch = build_llama(), guard(signals=["kurtosis", "gradient_norm", "loss"])
-    grow = Outlier(model, lambda step: 1.0 if step < 6 else 3000.0)
-    trainer = train(model, [grow.callback, watch], steps=10, lr=0.0)
+    model, watch = build_llama(), guard()
+    grow = Outlier(model, lambda step: 1.0 if step < 10 else 3000.0)
+    trainer = train(model, [grow.callback, watch], steps=14, lr=0.0)
     assert watch.failed is None
     assert any(e["unit"] == "layer_001" and e["signal"] == "kurtosis" for e in watch.events)
     assert not moves(watch)
-    assert len(series(trainer, "guard/kurtosis/worst")) == 10
+    assert len(series(trainer, "guard/kurtosis/worst")) == 14
+
+
+@pytest.mark.parametrize("lr", [2e-2])
+def test_a_large_learning_rate_that_trains_well_demotes_nothing(train, lr):
+    model, watch = build_llama(), guard(interval=2)
+    data = batches(8) * 12
+    trainer = train(model, [watch], algorithms=[fp8()], steps=96, data=data, lr=lr)
+    losses = series(trainer, "loss/train/total")
+    assert losses[-1] < 0.8 * losses[0]
+    assert watch.failed is None and not moves(watch)
 
 
 def test_the_norm_is_that_of_all_gradients_before_clipping(train):
     from composer.algorithms import GradientClipping
 
     for microbatch in (4, 1):
-        model, watch = build_llama(), guard(signals=["gradient_norm"])
+        model, watch = build_llama(), guard()
         reference = build_llama()
         ids = torch.stack([row["input_ids"] for row in batches(1)])
         loss = torch.nn.functional.cross_entropy(

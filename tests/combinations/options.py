@@ -139,12 +139,8 @@ CALLBACKS: dict[str, dict[str, Takes]] = {
     "divergence_guard": {
         "interval": whole(1),
         "actions": some(word("warn", "checkpoint", "demote", "stop"), least=1),
-        "signals": some(word("kurtosis", "saturated", "flushed", "gradient_norm", "loss"), least=1),
         "finer": either(NULL, word("auto", "current", "block", "mxfp8")),
         "quiet_batches": whole(1),
-        "window": whole(10),  # its warm-up is 10
-        "warmup": whole(2, 64),  # its window is 64
-        "patience": whole(1),
         "checkpoint_folder": PATH,
         "details": FLAG,
     },

@@ -57,13 +57,7 @@ def fp8(**options: Any) -> dict[str, dict[str, Any]]:
     return {"fp8": {"recipe": {"name": "delayed", "amax_history_len": 8}, **options}}
 
 
-GUARD = {
-    "interval": 1,
-    "warmup": 2,
-    "patience": 1,
-    "window": 8,
-    "signals": ["saturated", "loss"],
-}
+GUARD = {"interval": 1}
 WIRE = {"warmup": 0, "min_bytes": 0, "scope": "all", "block_size": 32}
 INT8 = {"gradients": "int8", "second_leg": "int8", **WIRE}
 CLIP = {"gradient_clipping": {"clipping_type": "norm", "clipping_threshold": 0.05}}

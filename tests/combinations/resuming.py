@@ -34,11 +34,11 @@ ROWS = 4
 SAVED, END = 4, 6
 LEARNING_RATE = 0.02
 DAMAGED = "inner.model.model.layers.1.mlp.down_proj"
-GROWS = 2
+GROWS = 1
 
 
 class Growing(Causal):
-    """A quarter of what the last down projection reads grows from batch :data:`GROWS` on."""
+    """A quarter of what the last down projection reads grows twice from batch :data:`GROWS` on."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Growing(Causal):
 
     def _grow(self, module: nn.Module, args: Any) -> Any:
         factor = torch.ones(args[0].shape[-1])
-        factor[:24] = 300.0 if self.batches_seen >= GROWS else 1.0
+        factor[:24] = 1.0 if self.batches_seen < GROWS else 300.0 if self.batches_seen == GROWS else 3000.0
         return (args[0] * factor,)
 
 

@@ -64,8 +64,8 @@ def wrong_guard(name, kind, how, facts):
         ok = runs == "delayed" and not demoted
     else:
         wanted = "high_precision" if how == "changed" else "current"
-        ok = runs == wanted and (3, "layer_001", "delayed -> current") in demoted and state["signals"]
-    return [] if ok else [f"{name}, {kind}, {how}: {runs=} {demoted=} {sorted(state['signals'])=}"]
+        ok = runs == wanted and (3, DAMAGED, "delayed -> current") in demoted and state["decision"]["signals"]
+    return [] if ok else [f"{name}, {kind}, {how}: {runs=} {demoted=} {sorted(state['decision'])=}"]
 
 
 def test_a_sample(tmp_path):

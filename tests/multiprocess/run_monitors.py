@@ -36,11 +36,11 @@ ALL = {
     "fp8_monitor": {"interval": 2, "details": True},
     "divergence_guard": {"interval": 1, "details": True},
 }
-QUICK = {"interval": 1, "warmup": 2, "patience": 1, "signals": ["kurtosis", "gradient_norm", "loss"]}
+QUICK = {"interval": 1}
 
 
 class OutlierOnRank1(Callback):
-    """From batch 5 on, one channel that block 0's down projection reads is 3000 times as large, on rank 1."""
+    """From batch 5 on, one channel that block 0's down projection reads grows a hundredfold a batch, on rank 1."""
 
     def __init__(self):
         self.size = 1.0
@@ -56,8 +56,8 @@ class OutlierOnRank1(Callback):
         return (args[0] * factor,)
 
     def batch_start(self, state, logger):
-        late = state.timestamp.batch.value >= 5
-        self.size = 3000.0 if late and dist.get_rank() == 1 else 1.0
+        late = max(0, state.timestamp.batch.value - 4)
+        self.size = 100.0**late if dist.get_rank() == 1 else 1.0
 
 
 class BreaksOnRank1(DivergenceGuard):

@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections import Counter
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
 from composer.core import Event, State
@@ -16,60 +14,22 @@ from composer.utils import checkpoint, dist
 
 from foundry_fp8.callbacks.base import Monitor, device_of, model_of
 from foundry_fp8.callbacks.carried_state import CarriedState
-from foundry_fp8.callbacks.run_log import RunPath
-from foundry_fp8.config import Config, ConfigError, Positive, at_least, not_empty, one_of
+from foundry_fp8.callbacks.divergence_guard.agreement import everyone_works, gather
+from foundry_fp8.callbacks.divergence_guard.config import KEY, DivergenceGuardConfig
+from foundry_fp8.layers.attention import SLOTS, FP8DotProductAttention
 from foundry_fp8.layers.state import FP8State
-from foundry_fp8.numerics.recipes import FOR_ANY_MODEL
+from foundry_fp8.observe.divergence.decision import MODEL, Decision, Observed, Rungs
+from foundry_fp8.observe.divergence.decision import Event as GuardEvent
 from foundry_fp8.observe.divergence.ladder import Ladder, ladders_of
-from foundry_fp8.observe.divergence.signals import RULES, Signal
-from foundry_fp8.observe.divergence.watch import LAYER_SIGNALS, Watch
+from foundry_fp8.observe.divergence.watch import Watch, together
+from foundry_fp8.surgery.attention import FP8AttentionState
 
-__all__ = ["DivergenceGuard", "DivergenceGuardConfig"]
+__all__ = ["DivergenceGuard"]
 
 log = logging.getLogger(__name__)
 
-KEY = "callbacks.divergence_guard"
-
-FINER = tuple(name for name in FOR_ANY_MODEL if name != "delayed")
-GLOBAL = "model"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DivergenceGuardConfig(Config):
-    """The YAML under ``callbacks.divergence_guard``."""
-
-    key = KEY
-
-    interval: Positive = 10
-    """Batches between two observations. The batches between cost nothing."""
-    actions: Annotated[Sequence[Literal["warn", "checkpoint", "demote", "stop"]], not_empty] = ("demote",)
-    """What an alarm does besides being logged: ``warn`` (nothing more), ``checkpoint``, ``demote``, ``stop``; several."""
-    signals: Annotated[Sequence[Annotated[str, one_of(*RULES)]], not_empty] = tuple(RULES)
-    """What to watch: ``kurtosis``, ``saturated``, ``flushed``, ``gradient_norm`` (each layer by layer), ``loss``."""
-    finer: Annotated[str, one_of("auto", *FINER)] | None = "auto"
-    """The rung between the configured recipe and high precision: a recipe's name, ``auto`` (current after delayed, block
-    after current), or null to go straight to high precision."""
-    quiet_batches: Positive = 500
-    """Batches without anything above its threshold before a demoted layer is promoted by one rung. Doubles for a layer
-    each time it has to be demoted again."""
-    window: Annotated[int, at_least(4)] = 64
-    """Observations that the running statistics hold."""
-    warmup: Annotated[int, at_least(2)] = 10
-    """Observations before the first alarm (a loss that is not finite does not wait)."""
-    patience: Positive = 2
-    """Observations above the threshold, in a row, that make an alarm."""
-    checkpoint_folder: RunPath = "divergence_guard"
-    """Where ``checkpoint`` saves: ``ba<batch>-rank<rank>.pt``, under this folder and the run's name."""
-    details: bool = False
-    """Send to every logger what only the run log holds otherwise: the worst of each signal, and each unit's rung."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.warmup > self.window:
-            raise ConfigError(
-                f"{KEY}.warmup: {self.warmup} observations never come together in a window of {self.window}, so nothing "
-                f"would raise an alarm. Set it to at most {KEY}.window."
-            )
+TOLD = ("batch", "unit", "action", "signal", "detail")
+"""The columns of the table ``guard_events``."""
 
 
 class DivergenceGuardState(CarriedState):
@@ -86,7 +46,10 @@ class DivergenceGuard(Monitor):
         **options: The fields of :class:`DivergenceGuardConfig`.
 
     Attributes:
-        events: Every alarm and action so far: ``batch``, ``unit``, ``signal``, ``value``, ``threshold``, ``action``.
+        events: Every alarm and action so far: ``batch``, ``unit`` (a layer, a block, or ``model``), ``signal``, ``value``,
+            ``threshold``, ``action``, ``why``.
+        ladders: What each converted layer can run, by name.
+        decision: What is made of it; ``None`` before training starts.
     """
 
     key = "divergence_guard"
@@ -95,11 +58,8 @@ class DivergenceGuard(Monitor):
         super().__init__(DivergenceGuardConfig, options)
         self.events: list[dict[str, Any]] = []
         self.ladders: dict[str, Ladder] = {}
+        self.decision: Decision | None = None
         self._watch: Watch | None = None
-        self._signals: dict[tuple[str, str], Signal] = {}
-        self._quiet_since: dict[str, int] = {}
-        self._relapses: Counter[str] = Counter()
-        """How often a unit was demoted again after it had been promoted to what was configured."""
         self._loaded: dict[str, Any] | None = None
         self._save_due = False
         self._agreed_off = False
@@ -114,17 +74,12 @@ class DivergenceGuard(Monitor):
         if self._agreed_off or dist.get_world_size() == 1:
             return
         if event == Event.FIT_START:
-            self._agree_to_start(state)
+            if not everyone_works(state, self.failed is None):
+                self._switch_off("another rank could not start it")
         elif event == Event.BATCH_END and self.failed is not None and self._due(state, done=True):
             met = self._gathered == state.timestamp.batch.value  # it failed after this batch's gather
             if not met:
                 self._gather(state, None)
-
-    def _agree_to_start(self, state: State) -> None:
-        working = state.device.tensor_to_device(torch.tensor([float(self.failed is None)]))
-        dist.all_reduce(working, reduce_operation="MIN")
-        if not working.item():
-            self._switch_off("another rank could not start it")
 
     def _switch_off(self, why: str) -> None:
         self._agreed_off = True
@@ -132,18 +87,11 @@ class DivergenceGuard(Monitor):
             self.disable(RuntimeError(why))
 
     def _gather(self, state: State, mine: list[float] | None) -> list[list[float]] | None:
-        """Every rank's numbers, or ``None`` if the guard has failed somewhere; ``mine`` is ``None`` if it has here."""
         self._gathered = state.timestamp.batch.value
-        size = 2 + len(LAYER_SIGNALS) * len(self.ladders)
-        row = [0.0] * size if mine is None else [1.0, *mine]
-        if dist.get_world_size() == 1:
-            return [row[1:]]
-        rows = dist.all_gather(state.device.tensor_to_device(torch.tensor(row, dtype=torch.float64)))
-        values = torch.stack(list(rows)).tolist()
-        if not all(row[0] for row in values):
+        rows = gather(state, mine, 0 if self._watch is None else self._watch.columns.count)
+        if rows is None:
             self._switch_off("it failed on another rank")
-            return None
-        return [row[1:] for row in values]
+        return rows
 
     def _due(self, state: State, *, done: bool = False) -> bool:
         return (state.timestamp.batch.value + (not done)) % self.config.interval == 0
@@ -161,24 +109,20 @@ class DivergenceGuard(Monitor):
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Find the layers, and put them where a checkpoint left them."""
-        if not self.ladders:  # a second fit() goes on where the first one stopped
-            found = ladders_of(model_of(state), self.config.finer, device_of(state))
-            self.ladders = {ladder.name: ladder for ladder in found}
-        self._watch = Watch(model_of(state), self.guarded)
-        options = {
-            "window": self.config.window,
-            "warmup": self.config.warmup,
-            "patience": self.config.patience,
-        }
-        for name in self.config.signals:
-            for unit in [GLOBAL] if name == "loss" else self.ladders:
-                self._signals.setdefault((unit, name), Signal(RULES[name], **options))
+        if self.decision is None:  # a second fit() goes on where the first one stopped
+            self.ladders = ladders_of(model_of(state), self.config.finer, device_of(state))
+            self.decision = Decision(
+                {name: Rungs(unit=one.unit, recipes=one.recipes) for name, one in self.ladders.items()},
+                quiet=math.ceil(self.config.quiet_batches / self.config.interval),
+                acts="demote" in self.config.actions,
+            )
+        self._watch = Watch(model_of(state), self.ladders, self.guarded)
         if self._loaded is not None:
-            self._take_back(self._loaded)
+            self._take_back(self.decision, self._watch, self._loaded)
             self._loaded = None
-        if "demote" in self.config.actions and not any(ladder.modules for ladder in self.ladders.values()):
+        if "demote" in self.config.actions and not self.ladders:
             log.info(
-                "%s: the model has no FP8 linear; there is nothing to demote, alarms are logged only.", KEY
+                "%s: the model has nothing in FP8; there is nothing to demote, alarms are logged only.", KEY
             )
 
     def batch_start(self, state: State, logger: Logger) -> None:
@@ -193,25 +137,26 @@ class DivergenceGuard(Monitor):
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Observe, agree, act."""
-        if not self._due(state, done=True) or self._watch is None:
+        if not self._due(state, done=True) or self._watch is None or self.decision is None:
             return
         self._watch.detach()
-        units = self._watch.collect()
-        mine = [_loss(state), *(value for values in units.values() for value in values)]
-        rows = self._gather(state, mine)
+        rows = self._gather(state, self._watch.collect(_loss(state)))
         if rows is None:
             return
-        observed = _combine(rows, list(units))
+        seen = together(rows, self._watch.columns)
+        self._watch.amax.update(seen.amax)
         batch = state.timestamp.batch.value
-        self._log_observations(observed, logger)
-        alarms = {
-            where: value
-            for where, value in observed.items()
-            if where in self._signals and self._observe(where, value, batch)
-        }
-        if alarms:
-            self._act({unit for unit, _ in alarms}, batch, state, logger)
-        self._promote(batch, state, logger)
+        found = self.decision.decide(batch, seen)
+        if any(event.action == "alarm" for event in found):
+            found += self._further_actions(batch, state)
+        for event in found:
+            self.events.append(dataclasses.asdict(event))
+            log.warning("%s: %s.", KEY, event)
+        if found:
+            told = [[str(getattr(event, column)) for column in TOLD] for event in found]
+            logger.log_table(list(TOLD), told, "guard_events", batch)
+        self._move(state, {event.unit for event in found if event.action in ("demote", "promote")}, logger)
+        self._log(seen, logger)
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
         """Save where the trainer saves, so that the checkpoint is one that resumes."""
@@ -226,95 +171,53 @@ class DivergenceGuard(Monitor):
         """Leave no hook behind."""
         self.detach()
 
-    # -- decisions ---------------------------------------------------------------------------------------------------
+    # -- actions -----------------------------------------------------------------------------------------------------
 
-    def _observe(self, where: tuple[str, str], value: float, batch: int) -> bool:
-        unit, name = where
-        signal = self._signals[where]
-        threshold = signal.threshold
-        alarm = signal.observe(value)
-        if not signal.calm:
-            for quiet in self.ladders if unit == GLOBAL else [unit]:
-                self._quiet_since[quiet] = batch
-        if alarm:
-            self._note(batch, unit, name, value, threshold, "alarm")
-            log.warning(
-                "%s: batch %d, %s: %s is %.4g, above %.4g.", KEY, batch, unit, name, value, threshold,
-            )  # fmt: skip
-        return alarm
-
-    def _act(self, units: set[str], batch: int, state: State, logger: Logger) -> None:
-        logger.log_metrics({"guard/alarms": float(sum(event["action"] == "alarm" for event in self.events))})
+    def _further_actions(self, batch: int, state: State) -> list[GuardEvent]:
+        found = []
         if "checkpoint" in self.config.actions:
             self._save_due = True
-            self._note(batch, GLOBAL, "", math.nan, math.nan, "checkpoint")
-        if "demote" in self.config.actions:
-            for unit in self._at_fault(units):
-                if self.ladders[unit].rung == 0 and any(
-                    e["unit"] == unit and e["action"] == "promote" for e in self.events
-                ):
-                    self._relapses[unit] += 1
-                self._move(unit, +1, batch, logger)
+            found.append(GuardEvent(batch=batch, unit=MODEL, signal="", action="checkpoint"))
         if "stop" in self.config.actions:
-            self._note(batch, GLOBAL, "", math.nan, math.nan, "stop")
-            log.warning("%s: stopping the run at batch %d.", KEY, batch)
+            found.append(GuardEvent(batch=batch, unit=MODEL, signal="the run", action="stop"))
             state.stop_training()
+        return found
 
-    def _at_fault(self, units: set[str]) -> list[str]:
-        """The units with an alarm of their own; if only the loss has one, those with anything above, or else all."""
-        own = [unit for unit in self.ladders if unit in units]
-        if own:
-            return own
-        suspects = [
-            u for u in self.ladders if any(not s.calm for (unit, _), s in self._signals.items() if unit == u)
-        ]
-        return suspects or list(self.ladders)
-
-    def _promote(self, batch: int, state: State, logger: Logger) -> None:
-        assert self._watch is not None
+    def _move(self, state: State, moved: set[str], logger: Logger) -> None:
+        """Have the layers run what was decided."""
+        assert self.decision is not None and self._watch is not None
         renewed = False
-        for unit, ladder in self.ladders.items():
-            patience = self.config.quiet_batches * 2 ** self._relapses[unit]
-            if ladder.rung and batch - self._quiet_since.get(unit, batch) >= patience:
-                self._move(unit, -1, batch, logger)
-                renewed |= ladder.forget_history(self._watch.amax)
-        fp8 = FP8State.of(state.model)
-        if renewed and fp8 is not None and fp8.delayed is not None:
-            fp8.delayed.update()  # a collective; every rank has decided the same
+        for name in self.ladders:  # in the same order on every rank
+            if name not in moved:
+                continue
+            ladder, rung = self.ladders[name], self.decision.rungs[name]
+            promoted = rung < ladder.rung
+            ladder.move(rung)
+            if promoted:
+                amax = {operand: a for (where, operand), a in self._watch.amax.items() if where == name}
+                if isinstance(ladder.module, FP8DotProductAttention):
+                    by_slot: dict[str, float] = {}
+                    for operand, a in amax.items():
+                        by_slot[SLOTS[operand]] = max(a, by_slot.get(SLOTS[operand], 0.0))
+                    amax = by_slot
+                renewed |= ladder.forget_history(amax)
+            self.log(logger, {}, {f"guard/rung/{name}": float(rung)})
+        if renewed:  # a collective; every rank has decided the same
+            for kind in (FP8State, FP8AttentionState):
+                found = kind.of(state.model)
+                if found is not None and found.delayed is not None:
+                    found.delayed.update()
 
-    def _move(self, unit: str, step: int, batch: int, logger: Logger) -> None:
-        ladder = self.ladders[unit]
-        before = ladder.recipe
-        if not ladder.move(ladder.rung + step):
-            return
-        self._quiet_since[unit] = batch
-        action = "demote" if step > 0 else "promote"
-        self._note(batch, unit, f"{before} -> {ladder.recipe}", math.nan, math.nan, action)
-        log.warning("%s: batch %d, %s: %sd from %s to %s.", KEY, batch, unit, action, before, ladder.recipe)
-        demoted = float(sum(ladder.rung > 0 for ladder in self.ladders.values()))
-        self.log(logger, {"guard/demoted_layers": demoted}, {f"guard/rung/{unit}": float(ladder.rung)})
-
-    def _note(self, batch: int, unit: str, signal: str, value: float, threshold: float, action: str) -> None:
-        self.events.append(
-            {
-                "batch": batch,
-                "unit": unit,
-                "signal": signal,
-                "value": value,
-                "threshold": threshold,
-                "action": action,
-            }
-        )
-
-    def _log_observations(self, observed: dict[tuple[str, str], float], logger: Logger) -> None:
-        details = {}
-        for name in self.config.signals:
-            values = [value for (_, signal), value in observed.items() if signal == name]
-            details[f"guard/{name}/worst" if name != "loss" else "guard/loss"] = max(values)
+    def _log(self, seen: Observed, logger: Logger) -> None:
+        assert self.decision is not None
+        worst: dict[str, float] = {"loss": seen.loss}
+        for (*_, name), value in [*seen.signs.items(), *seen.damage.items()]:
+            worst[name] = max(value, worst.get(name, 0.0))
         metrics = {
-            "guard/demoted_layers": float(sum(ladder.rung > 0 for ladder in self.ladders.values())),
+            "guard/demoted_layers": float(sum(rung > 0 for rung in self.decision.rungs.values())),
             "guard/alarms": float(sum(event["action"] == "alarm" for event in self.events)),
         }
+        details = {f"guard/{name}/worst" if name != "loss" else "guard/loss": v for name, v in worst.items()}
         self.log(logger, metrics, details)
 
     # -- resuming ----------------------------------------------------------------------------------------------------
@@ -323,39 +226,35 @@ class DivergenceGuard(Monitor):
         """Rungs, running statistics and events: numbers and strings only."""
         if self._loaded is not None:  # saved again before the model was ready
             return self._loaded
+        decided = {} if self.decision is None else self.decision.state_dict()
+        amax = {} if self._watch is None else self._watch.amax
         return {
-            "rungs": {unit: [ladder.rung, ladder.recipe] for unit, ladder in self.ladders.items()},
-            "signals": {
-                f"{unit}/{name}": signal.state_dict() for (unit, name), signal in self._signals.items()
-            },
-            "quiet_since": dict(self._quiet_since),
-            "relapses": dict(self._relapses),
+            "decision": decided,
             "events": list(self.events),
+            "amax": {f"{name}/{operand}": value for (name, operand), value in amax.items()},
         }
 
     def take_carried_state(self, state: dict[str, Any]) -> None:
         """Keep the state until the model is ready."""
         self._loaded = state
 
-    def _take_back(self, state: dict[str, Any]) -> None:
-        if set(state["rungs"]) != set(self.ladders):
-            log.warning("%s: the checkpoint is of a model with other layers; the guard starts afresh.", KEY)
+    def _take_back(self, decision: Decision, watch: Watch, state: dict[str, Any]) -> None:
+        saved = state.get("decision")
+        if not saved or set(saved["rungs"]) != set(self.ladders):
+            log.warning(
+                "%s: the checkpoint is of a model with other layers, or of an older guard; the guard starts afresh.", KEY
+            )  # fmt: skip
             return
-        for unit, (rung, recipe) in state["rungs"].items():
-            ladder = self.ladders[unit]
-            ladder.move(ladder.rung_of(recipe) if rung else 0)
-            if rung and ladder.recipe != recipe:
-                log.warning(
-                    "%s: %s ran %s when the checkpoint was saved, which is none of its rungs now (finer: %s); it goes on "
-                    "in %s.", KEY, unit, recipe, self.config.finer, ladder.recipe,
-                )  # fmt: skip
-        for key, saved in state["signals"].items():
-            unit, _, name = key.partition("/")
-            if (unit, name) in self._signals:
-                self._signals[unit, name].load_state_dict(saved)
-        self._quiet_since = dict(state["quiet_since"])
-        self._relapses = Counter(state["relapses"])
+        for said in decision.load_state_dict(saved):
+            log.warning(
+                "%s: %s: what it ran is none of its rungs now (finer: %s).", KEY, said, self.config.finer
+            )
+        for name, ladder in self.ladders.items():
+            ladder.move(decision.rungs[name])
         self.events = list(state["events"])
+        for key, value in state["amax"].items():
+            name, _, operand = key.partition("/")
+            watch.amax[name, operand] = value
 
 
 def _loss(state: State) -> float:
@@ -365,16 +264,3 @@ def _loss(state: State) -> float:
         return float(losses.get("loss/train/total", math.nan))
     loss = state.loss
     return float(loss if isinstance(loss, torch.Tensor) else sum(loss.values()))  # type: ignore[union-attr]
-
-
-def _combine(rows: list[list[float]], units: list[str]) -> dict[tuple[str, str], float]:
-    """What all ranks together observed: the worst of the layer signals, the norm of all gradients, the mean loss."""
-    observed = {(GLOBAL, "loss"): sum(row[0] for row in rows) / len(rows)}
-    width = len(LAYER_SIGNALS)
-    for index, unit in enumerate(units):
-        columns = list(zip(*(row[1 + index * width : 1 + (index + 1) * width] for row in rows), strict=True))
-        for name, values in zip(LAYER_SIGNALS, columns, strict=True):
-            bad = any(math.isnan(value) for value in values)
-            together = math.sqrt(sum(values)) if name == "gradient_norm" and not bad else max(values)
-            observed[unit, name] = math.inf if bad else together
-    return observed

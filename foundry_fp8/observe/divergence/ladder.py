@@ -1,4 +1,4 @@
-"""What a part of the model can run, from what was asked for to high precision."""
+"""What one layer can run, from what was asked for to high precision."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import cast
 import torch
 from torch import nn
 
+from foundry_fp8.layers.attention import FP8DotProductAttention
 from foundry_fp8.layers.backend import Backend
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.model_structure.blocks import block_index_of, transformer_blocks
@@ -17,79 +18,81 @@ from foundry_fp8.numerics.recipes import (
     BlockScaling,
     CurrentScaling,
     DelayedScaling,
-    Operand,
     Recipe,
     parse_recipe,
 )
 
-__all__ = ["OUTSIDE", "Ladder", "ladders_of"]
+__all__ = ["OUTSIDE", "Ladder", "ladders_of", "units_of"]
 
 OUTSIDE = "outside"
 
 
 class Ladder:
-    """The rungs of one unit (a transformer block, or all that lies outside of the blocks), and where it stands.
+    """The rungs of one converted linear or attention, and where it stands.
 
     Args:
-        name: ``layer_003`` or ``outside``.
-        modules: Its converted linears by name; none where nothing is in FP8.
+        name: Its name in the model.
+        unit: The block it is in (:func:`units_of`).
+        module: The layer.
         rungs: Recipes from coarse to fine, ``None`` (high precision) last.
     """
 
-    def __init__(self, name: str, modules: Mapping[str, FP8Linear], rungs: Sequence[Recipe | None]) -> None:
+    def __init__(
+        self, name: str, unit: str, module: FP8Linear | FP8DotProductAttention, rungs: Sequence[Recipe | None]
+    ) -> None:
         self.name = name
-        self.modules = dict(modules)
+        self.unit = unit
+        self.module = module
         self.rungs = list(rungs)
         self.rung = 0
 
     @property
-    def recipe(self) -> str:
-        """What the unit runs, in words."""
-        recipe = self.rungs[self.rung]
-        return "high_precision" if recipe is None else recipe.name
+    def recipes(self) -> list[str]:
+        """The rungs in words."""
+        return ["high_precision" if rung is None else rung.name for rung in self.rungs]
 
-    def rung_of(self, recipe: str) -> int:
-        """The rung below the configured one that runs ``recipe``; the next one down where none does.
+    @property
+    def above(self) -> Recipe | None:
+        """What it would run if it were promoted; ``None`` where it runs what is configured."""
+        return self.rungs[self.rung - 1] if self.rung else None
 
-        Args:
-            recipe: A recipe's name, or ``high_precision``.
-        """
-        names = ["high_precision" if rung is None else rung.name for rung in self.rungs]
-        return names.index(recipe, 1) if recipe in names[1:] else 1
-
-    def move(self, rung: int) -> bool:
-        """Run rung ``rung`` (bounded by the ladder's ends) from the next forward on; false if that changes nothing."""
-        rung = min(max(rung, 0), len(self.rungs) - 1)
-        if not self.modules or rung == self.rung:
-            return False
+    def move(self, rung: int) -> None:
+        """Run rung ``rung`` from the next forward on."""
         self.rung = rung
-        for module in self.modules.values():
-            module.set_recipe(self.rungs[rung])
-        return True
+        self.module.set_recipe(self.rungs[rung])  # type: ignore[arg-type]
 
-    def forget_history(self, amax: Mapping[tuple[str, Operand], float]) -> bool:
-        """Start the amax histories afresh; true if the unit runs delayed scaling now, so that they matter.
+    def forget_history(self, amax: Mapping[str, float]) -> bool:
+        """Start the amax histories afresh; true if the layer runs delayed scaling now, so that they matter.
 
-        While a unit is demoted nobody records its amaxes, so on its return the history would hold the very outliers that
+        While a layer is demoted nobody records its amaxes, so on its return the history would hold the very outliers that
         it was demoted for, and scale by them for as long as it is long.
 
         Args:
-            amax: What was measured of each operand last; each becomes the only entry of its history. Without it the first
+            amax: What was measured last, by slot; each becomes the only entry of its history. Without it the first
                 pass runs with the old scale.
         """
         if not isinstance(self.rungs[self.rung], DelayedScaling):
             return False
-        for name, module in self.modules.items():
-            for operand, slot in (module.slots or {}).items():
-                slot.amax_history.zero_()
-                seen = amax.get((name, operand), 0.0)
-                if 0 < seen < math.inf:
-                    slot.record(torch.tensor(seen, device=slot.amax_history.device))
+        for name, slot in (self.module.slots or {}).items():
+            slot.amax_history.zero_()
+            seen = amax.get(name, 0.0)
+            if 0 < seen < math.inf:
+                slot.record(torch.tensor(seen, device=slot.amax_history.device))
         return True
 
 
-def ladders_of(model: nn.Module, finer: str | None, device: torch.device) -> list[Ladder]:
-    """One ladder a transformer block, and one for what lies outside.
+def units_of(model: nn.Module) -> tuple[list[str], dict[str, str]]:
+    """The blocks of ``model``, ``outside`` last, and the block of every module by name."""
+    blocks = [(clean_name(name), block) for name, block in transformer_blocks(model)]
+    of = {}
+    for name, _ in named_modules_clean(model):
+        layer = block_index_of(name, blocks)
+        of[name] = OUTSIDE if layer is None else f"layer_{layer:03d}"
+    return [*(f"layer_{i:03d}" for i in range(len(blocks))), OUTSIDE], of
+
+
+def ladders_of(model: nn.Module, finer: str | None, device: torch.device) -> dict[str, Ladder]:
+    """One ladder a converted linear or attention, by name.
 
     Args:
         model: Wrapped or not.
@@ -97,33 +100,32 @@ def ladders_of(model: nn.Module, finer: str | None, device: torch.device) -> lis
             after current; none after the others), or ``None``. Left out where the backend cannot run it.
         device: Where the model runs.
     """
-    blocks = [(clean_name(name), block) for name, block in transformer_blocks(model)]
-    units = [f"layer_{i:03d}" for i in range(len(blocks))] + [OUTSIDE]
-    by_unit: dict[str, dict[str, FP8Linear]] = {unit: {} for unit in units}
+    _, units = units_of(model)
+    found = {}
     for name, module in named_modules_clean(model):
-        if isinstance(module, FP8Linear):
-            layer = block_index_of(name, blocks)
-            by_unit[OUTSIDE if layer is None else f"layer_{layer:03d}"][name] = module
-    return [
-        Ladder(name, found, _rungs(list(found.values()), finer, device)) for name, found in by_unit.items()
-    ]
+        if isinstance(module, FP8Linear | FP8DotProductAttention):
+            between = _between(module, finer, device)
+            rungs = [module.configured_recipe, *([] if between is None else [between]), None]
+            found[name] = Ladder(name, units[name], module, rungs)
+    return found
 
 
-def _rungs(modules: Sequence[FP8Linear], finer: str | None, device: torch.device) -> list[Recipe | None]:
-    if not modules:
-        return [None]
-    configured = modules[0].configured_recipe
+def _between(
+    module: FP8Linear | FP8DotProductAttention, finer: str | None, device: torch.device
+) -> Recipe | None:
+    configured = module.configured_recipe
     between = _finer(configured, finer) if configured.for_any_model else None
-    backend = cast(Backend, modules[0].backend)  # one instance serves the whole model
-    runs = (
-        between is not None
-        and backend.availability(between, device).ok
-        and all(
-            backend.shape_reason(between, module.in_features, module.out_features) is None
-            for module in modules
+    if between is None:
+        return None
+    if isinstance(module, FP8DotProductAttention):
+        runs = isinstance(between, CurrentScaling) and module.backend.recipe_reason(between) is None
+    else:
+        backend = cast(Backend, module.backend)
+        runs = (
+            backend.availability(between, device).ok
+            and backend.shape_reason(between, module.in_features, module.out_features) is None
         )
-    )
-    return [configured, between, None] if runs else [configured, None]
+    return between if runs else None
 
 
 def _finer(configured: Recipe, finer: str | None) -> Recipe | None:

@@ -1,108 +1,104 @@
-"""One watched number: its robust running statistics, and when it raises the alarm.
+"""The numbers that the guard watches, and what each of them can say.
 
-A value is compared with the median of its own recent past, in logarithms, because everything that is watched grows by
-factors: with ``m`` the median and ``s`` 1.4826 times the median absolute deviation of ``log max(v, floor)`` over the
-last observations that raised nothing, a value is *above* if
-
-    log v > m + max(log ratio, sigmas * s)
-
-``patience`` observations above in a row raise the alarm; a value that is not finite does at once. Values above never
-enter the statistics, so that a slow climb cannot become its own yardstick once it has been noticed.
+*Damage* is what quantisation does to an operand: it is the one thing that leaving FP8 ends, so it alone says which layer is sick.
+*Signs* come before (kurtosis, the largest activation) or after it (gradient norm, loss), in healthy runs too: they raise an alarm
+for a person to read, and say where to look when the loss climbs and nothing is damaged.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import statistics
-from collections import deque
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
-__all__ = ["RULES", "Rule", "Signal"]
+from foundry_fp8.observe.divergence.change_point import Change, ChangePoint
+
+__all__ = ["DAMAGE", "RULES", "SIGNS", "Rule", "Signal"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rule:
-    """When a kind of signal is above, and when an alarm is repeated."""
+    """When one number is above."""
 
     floor: float
     """Smaller values count as this one: below it, differences mean nothing."""
     ratio: float
-    """At least this many times the median."""
-    sigmas: float = 8.0
-    """And at least this many robust standard deviations above it."""
-    repeat: Literal["higher", "lasting"]
-    """``higher``: a state of the tensor, which demoting a layer does not cure: alarm again only at ``ratio`` times the last
-    alarm. ``lasting``: a damage that the right action ends: alarm again while it goes on."""
+    """The change that matters, as a factor, if it comes at once."""
+    drift: float
+    """The same if it comes slowly and lasts."""
+    sick: float | None = None
+    """Of damage: above this, whatever the past."""
 
 
-RULES: dict[str, Rule] = {
-    "kurtosis": Rule(floor=5.0, ratio=4.0, repeat="higher"),
-    "saturated": Rule(floor=2e-5, ratio=10.0, repeat="lasting"),
-    "flushed": Rule(floor=5e-3, ratio=4.0, repeat="lasting"),
-    "gradient_norm": Rule(floor=1e-12, ratio=10.0, repeat="lasting"),
-    "loss": Rule(floor=1e-3, ratio=1.25, repeat="lasting"),
+DAMAGE: dict[str, Rule] = {
+    "flushed": Rule(floor=5e-3, ratio=4.0, drift=4.0, sick=0.5),
+    "noise": Rule(floor=2.0, ratio=4.0, drift=4.0, sick=64.0),
 }
-"""Layer by layer but for the loss. Chosen on the runs of ``benchmarks/divergence.py``, not on any published threshold."""
+"""By operand: the share of its elements that become zero, and what is lost of a token in units of what rounding alone takes
+(:class:`~foundry_fp8.observe.operand_health.Health`). Saturation damages by what it cuts off, which is in the second."""
+
+SIGNS: dict[str, Rule] = {
+    "kurtosis": Rule(floor=5.0, ratio=4.0, drift=4.0),
+    "kurtosis_flat": Rule(floor=5.0, ratio=6.0, drift=6.0),
+    "peak": Rule(floor=8.0, ratio=4.0, drift=4.0),
+    "saturated": Rule(floor=1e-3, ratio=10.0, drift=10.0),
+    "gradient_norm": Rule(floor=1e-12, ratio=8.0, drift=4.0),
+    "loss": Rule(floor=1e-3, ratio=1.25, drift=1.12),
+}
+"""By block, and the loss. Kurtosis of tokens, averaged, sees a channel that sticks out; that of all tokens together and the
+largest value over the root mean square see one token that does."""
+
+RULES = DAMAGE | SIGNS
 
 
 class Signal:
-    """The running statistics of one number.
+    """One watched number with its past, in logarithms, because everything that is watched grows by factors.
 
     Args:
         rule: When it is above.
-        window: Observations that the statistics hold.
-        warmup: Observations before the first alarm.
-        patience: Observations above, in a row, that make an alarm.
+        like: Of damage: the signal of the same operand under a coarser recipe, whose level is as much as this may have.
     """
 
-    def __init__(self, rule: Rule, *, window: int, warmup: int, patience: int) -> None:
+    def __init__(self, rule: Rule, like: Signal | None = None) -> None:
         self.rule = rule
-        self.warmup = warmup
-        self.patience = patience
-        self.past: deque[float] = deque(maxlen=window)
-        self.streak = 0
-        self.alarm_level: float | None = None
-        """The value at the last alarm, until the signal has come back."""
+        self.test: ChangePoint
+        ceiling = None if rule.sick is None else math.log(rule.sick)
+        bound = None
+        if like is not None and ceiling is not None and like.test.reference is not None:
+            bound = min(ceiling - math.log(rule.ratio), like.test.reference)
+        change = Change(jump=math.log(rule.ratio), drift=math.log(rule.drift))
+        self.test = ChangePoint(change, ceiling=ceiling, bound=bound)
+        self._damage = rule.sick is not None
 
     @property
     def threshold(self) -> float:
-        """What a value must exceed; Inf during the warm-up."""
-        if len(self.past) < self.warmup:
-            return math.inf
-        middle = statistics.median(self.past)
-        spread = 1.4826 * statistics.median(abs(value - middle) for value in self.past)
-        return math.exp(middle + max(math.log(self.rule.ratio), self.rule.sigmas * spread))
-
-    def observe(self, value: float) -> bool:
-        """Take one observation; true if it raises the alarm."""
-        finite = math.isfinite(value)
-        if finite and value <= self.threshold:
-            self.past.append(math.log(max(value, self.rule.floor)))
-            self.streak, self.alarm_level = 0, None
-            return False
-        self.streak += 1
-        if self.streak < self.patience and finite:
-            return False
-        higher = self.rule.repeat == "higher"
-        if higher and self.alarm_level is not None and not value > self.alarm_level * self.rule.ratio:
-            return False
-        self.alarm_level = value if finite else math.inf
-        self.streak = self.patience - 1 if higher else 0
-        return True
+        """What a value must exceed, twice in a row, to raise the alarm by itself; Inf during the warm-up."""
+        reference = self.test.reference
+        return math.inf if reference is None else math.exp(reference + self.test.jump)
 
     @property
-    def calm(self) -> bool:
-        """The last observation was not above."""
-        return self.streak == 0 and self.alarm_level is None
+    def suspect(self) -> bool:
+        """Part of an alarm has come together."""
+        return self.test.evidence > 0.5
+
+    def observe(self, value: float) -> bool:
+        """Take one observation; true if it raises the alarm. One that is not finite does at once, and teaches nothing."""
+        if not math.isfinite(value):
+            return True
+        return self.test.observe(math.log(max(value, self.rule.floor)), restart=not self._damage)
+
+    def healthy(self, value: float) -> bool:
+        """Whether ``value`` is well below what would raise the alarm: half of the way, in logarithms."""
+        reference = self.test.reference
+        if reference is None or not math.isfinite(value):
+            return False
+        return math.log(max(value, self.rule.floor)) <= reference + self.test.jump / 2
 
     def state_dict(self) -> dict[str, Any]:
         """Numbers only."""
-        return {"past": list(self.past), "streak": self.streak, "alarm_level": self.alarm_level}
+        return self.test.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what :meth:`state_dict` gave."""
-        self.past.clear()
-        self.past.extend(state["past"])
-        self.streak, self.alarm_level = state["streak"], state["alarm_level"]
+        self.test.load_state_dict(state)

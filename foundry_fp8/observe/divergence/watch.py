@@ -1,71 +1,106 @@
-"""What the guard measures on one rank in a due batch, unit by unit."""
+"""What the guard measures on one rank in a due batch."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from foundry_fp8.compat.autograd import inside_backward
-from foundry_fp8.model_structure.blocks import block_index_of, transformer_blocks
-from foundry_fp8.model_structure.names import clean_name, named_modules_clean
-from foundry_fp8.numerics.recipes import Operand
-from foundry_fp8.observe.divergence.ladder import OUTSIDE
-from foundry_fp8.observe.kurtosis import kurtosis_per_token, row_sums
-from foundry_fp8.observe.operand_health import HealthProbe, summarise
+from foundry_fp8.layers.linear import FP8Linear
+from foundry_fp8.model_structure.names import named_modules_clean
+from foundry_fp8.observe.divergence.decision import Observed
+from foundry_fp8.observe.divergence.ladder import OUTSIDE, Ladder, units_of
+from foundry_fp8.observe.divergence.shadow import LinearShadow
+from foundry_fp8.observe.divergence.signals import DAMAGE
+from foundry_fp8.observe.operand_health import HealthProbe, outliers, summarise
+from foundry_fp8.observe.operand_stats import moments, sample_rows
 
-__all__ = ["LAYER_SIGNALS", "Watch"]
+__all__ = ["Watch", "together"]
 
-LAYER_SIGNALS = ("kurtosis", "saturated", "flushed", "gradient_norm")
+OUTLIERS = ("kurtosis", "kurtosis_flat", "peak")
+OPERANDS = ("x", "w", "dy")
+NOT_MEASURED = -1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Columns:
+    """What the numbers that the ranks exchange are, in order: the loss, signs of every block, amax, damage and shadow of every
+    operand.
+    """
+
+    signs: Sequence[tuple[str, str]]
+    operands: Sequence[tuple[str, str]]
+    damage: Sequence[tuple[str, str, str]]
+
+    @property
+    def count(self) -> int:
+        """How many numbers."""
+        return 1 + len(self.signs) + len(self.operands) + 2 * len(self.damage)
 
 
 class Watch:
-    """Measures, between :meth:`attach` and :meth:`collect`, the kurtosis of what the linears of each block multiply, the
-    health of the FP8 operands, and the norm of the gradients.
+    """Measures, between :meth:`attach` and :meth:`collect`: outliers in what the linears of each block multiply, damage to the FP8
+    operands and to the shadows of demoted layers, in the first microbatch; and the norm of the gradients.
 
     Args:
         model: Wrapped or not.
+        ladders: Of its converted layers.
         guard: Wraps each hook.
 
     Attributes:
-        amax: The largest amax of each FP8 operand in the batch that was collected last.
+        amax: The amax of each operand over all ranks where it was measured last; to be set.
+        columns: What :meth:`collect` gives.
     """
 
-    def __init__(self, model: nn.Module, guard: Callable[[Callable[..., None]], Callable[..., None]]) -> None:
-        blocks = [(clean_name(name), block) for name, block in transformer_blocks(model)]
-        self.units = [f"layer_{i:03d}" for i in range(len(blocks))] + [OUTSIDE]
-        self._model = model
+    def __init__(
+        self,
+        model: nn.Module,
+        ladders: Mapping[str, Ladder],
+        guard: Callable[[Callable[..., None]], Callable[..., None]],
+    ) -> None:
+        units, self._unit_of = units_of(model)
+        self._ladders = ladders
         self._guard = guard
-        self.amax: dict[tuple[str, Operand], float] = {}
+        self.amax: dict[tuple[str, str], float] = {}
         self._health = HealthProbe(model, guard)
-        self._linears: list[tuple[str, nn.Module]] = []
+        self._shadow = LinearShadow(guard)
+        self._plain: dict[str, nn.Module] = {}
         self._parameters: dict[str, list[nn.Parameter]] = defaultdict(list)
-        self._unit_of: dict[str, str] = {}
         for name, module in named_modules_clean(model):
-            layer = block_index_of(name, blocks)
-            unit = OUTSIDE if layer is None else f"layer_{layer:03d}"
-            self._unit_of[name] = unit
-            self._parameters[unit] += list(module.parameters(recurse=False))
-            if isinstance(module, nn.Linear) and layer is not None:
-                self._linears.append((unit, module))
+            self._parameters[self._unit_of[name]] += list(module.parameters(recurse=False))
+            plain = isinstance(module, nn.Linear) and not isinstance(module, FP8Linear)
+            if plain and self._unit_of[name] != OUTSIDE:
+                self._plain[name] = module
+        self.columns = Columns(
+            [(unit, name) for unit in units for name in (*OUTLIERS, "saturated", "gradient_norm")],
+            [(target, operand) for target in ladders for operand in OPERANDS],
+            [(target, operand, name) for target in ladders for operand in OPERANDS for name in DAMAGE],
+        )
         self._handles: list[Any] = []
-        self._kurtosis: list[tuple[str, Tensor]] = []
+        self._moments: dict[str, Tensor] = {}
         self._squares: dict[str, Tensor] = {}
-        self._last: tuple[int, int] | None = None
 
     def attach(self) -> None:
         """Put the hooks in."""
         self.detach()
         self._health.attach()
-        for unit, module in self._linears:
+        demoted = {
+            name: (ladder.module, ladder.above)
+            for name, ladder in self._ladders.items()
+            if ladder.above is not None and isinstance(ladder.module, FP8Linear)
+        }
+        self._shadow.attach(demoted, self.amax)
+        for name, module in self._plain.items():
 
-            def see(module: nn.Module, args: Any, unit: str = unit) -> None:
+            def see(module: nn.Module, args: Any, name: str = name) -> None:
                 if not inside_backward() and args and isinstance(args[0], Tensor):
-                    self._see(unit, args[0])
+                    self._see(name, args[0])
 
             self._handles.append(module.register_forward_pre_hook(self._guard(see)))
 
@@ -75,6 +110,7 @@ class Watch:
             handle.remove()
         self._handles.clear()
         self._health.detach()
+        self._shadow.detach()
 
     @torch.no_grad()
     def read_gradients(self) -> None:
@@ -82,42 +118,84 @@ class Watch:
         for unit, parameters in self._parameters.items():
             gradients = [_local(p.grad) for p in parameters if p.grad is not None]
             if gradients:
-                self._squares[unit] = nn.utils.get_total_norm(gradients).float().square()
+                self._squares[unit] = nn.utils.get_total_norm(gradients).double().square()
 
-    def collect(self) -> dict[str, list[float]]:
-        """``{unit: [kurtosis, saturated, flushed, sum of squared gradients]}``, the worst of the unit. One copy to the host."""
-        healths = self._health.tensors()
-        kurtosis, self._kurtosis = self._kurtosis, []
+    def collect(self, loss: float) -> list[float]:
+        """The numbers of this rank, in the order of :attr:`columns`; :data:`NOT_MEASURED` where there is none. One copy to the
+        host.
+        """
+        health, shadow = self._health.tensors(), self._shadow.tensors()
+        plain, self._moments = self._moments, {}
         squares, self._squares = self._squares, {}
-        tensors = [k for _, k in kurtosis] + list(squares.values())
-        tensors += [row for rows in healths.values() for row in rows]
-        found = {unit: [0.0, 0.0, 0.0, 0.0] for unit in self.units}
-        self.amax = {}
-        if not tensors:
-            return found
-        values = iter(torch.cat([tensor.flatten() for tensor in tensors]).tolist())
-        for unit, _ in kurtosis:
-            found[unit][0] = _worse(found[unit][0], next(values))
-        for unit in squares:
-            found[unit][3] = next(values)
-        for (name, operand), rows in healths.items():
-            health = summarise([[next(values) for _ in row] for row in rows])
-            self.amax[name, operand] = health.amax
-            mine = found[self._unit_of[name]]
-            if (
-                operand != "dy"
-            ):  # gradients vary from batch to batch, so a delayed scale clips some in healthy runs
-                mine[1] = _worse(mine[1], health.saturated)
-            mine[2] = _worse(mine[2], health.flushed)
-        return found
+        tensors = [*health.values(), *shadow.values(), *plain.values(), *squares.values()]
+        flat = iter(torch.cat([t.double().flatten() for t in tensors]).tolist() if tensors else [])
+        rows = [[next(flat) for _ in range(tensor.numel())] for tensor in tensors]
+        found = iter(rows)
+        signs = dict.fromkeys(self.columns.signs, NOT_MEASURED)
+        damage = dict.fromkeys(self.columns.damage, NOT_MEASURED)
+        shadows = dict(damage)
+        amax = dict.fromkeys(self.columns.operands, NOT_MEASURED)
+        for (name, operand), row in zip(health, found, strict=False):
+            amax[name, operand] = row[0]
+            saturated = self._damage(damage, name, operand, row)
+            if operand != "dy":  # gradients vary, so that a delayed scale clips some in healthy runs
+                where = self._unit_of[name], "saturated"
+                signs[where] = _worse(signs[where], saturated)
+            if operand == "x":
+                self._outliers(signs, name, row)
+        for (name, what), row in zip(shadow, found, strict=False):
+            amax[name, what] = row[0]
+            if len(row) > 1:
+                self._damage(shadows, name, what, row)
+                if what == "x":
+                    self._outliers(signs, name, row)
+        for name, row in zip(plain, found, strict=False):
+            self._outliers(signs, name, row)
+        for unit, (square,) in zip(squares, found, strict=False):
+            signs[unit, "gradient_norm"] = square
+        return [loss, *signs.values(), *amax.values(), *damage.values(), *shadows.values()]
+
+    def _damage(self, into: dict[tuple[str, str, str], float], name: str, operand: str, row: list[float]) -> float:  # fmt: skip
+        found = summarise(row)
+        for signal in DAMAGE:
+            into[name, operand, signal] = getattr(found, signal)
+        return found.saturated
+
+    def _outliers(self, signs: dict[tuple[str, str], float], name: str, row: list[float]) -> None:
+        unit = self._unit_of[name]
+        if unit == OUTSIDE:
+            return
+        for signal, value in zip(OUTLIERS, outliers(row), strict=True):
+            signs[unit, signal] = _worse(signs[unit, signal], value)
 
     @torch.no_grad()
-    def _see(self, unit: str, x: Tensor) -> None:
-        same = (x.data_ptr(), x.numel())
-        if same == self._last or not x.numel():  # q, k and v projections read one tensor
-            return
-        self._last = same
-        self._kurtosis.append((unit, kurtosis_per_token(*row_sums(x, max(x.dim() - 1, 1)))))
+    def _see(self, name: str, x: Tensor) -> None:
+        if name not in self._moments and x.numel():
+            flat = x.detach().reshape(-1, x.shape[-1])
+            self._moments[name] = moments(flat, sample_rows(flat))
+
+
+def together(rows: Sequence[Sequence[float]], columns: Columns) -> Observed:
+    """What all ranks observed: the worst of each, the norm of all gradients, the mean loss. What nobody measured is left out."""
+    loss = sum(row[0] for row in rows) / len(rows)
+    start = 1 + len(columns.signs)
+    signs: dict[tuple[str, str], float] = {}
+    for where, values in zip(columns.signs, zip(*(row[1:start] for row in rows), strict=True), strict=True):
+        measured = [value for value in values if value != NOT_MEASURED]
+        if measured:
+            bad = any(math.isnan(value) for value in measured)
+            value = math.sqrt(sum(measured)) if where[1] == "gradient_norm" and not bad else max(measured)
+            signs[where] = math.inf if bad else value
+    parts = []
+    for places in (columns.operands, columns.damage, columns.damage):
+        worst: dict[Any, float] = {}
+        for place, values in zip(places, zip(*(row[start : start + len(places)] for row in rows), strict=True), strict=True):  # fmt: skip
+            value = math.inf if any(math.isnan(v) for v in values) else max(values)
+            if value != NOT_MEASURED:
+                worst[place] = value
+        parts.append(worst)
+        start += len(places)
+    return Observed(loss=loss, signs=signs, amax=parts[0], damage=parts[1], shadow=parts[2])
 
 
 def _local(gradient: Tensor) -> Tensor:

@@ -1,0 +1,175 @@
+"""What is demoted for what, and when it comes back; no model."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from foundry_fp8.observe.divergence.decision import HORIZON, Decision, Observed, Rungs
+
+RECIPES = ("delayed", "current", "high_precision")
+NAMES = ["b0.q", "b0.o", "b1.q", "b1.o"]
+
+
+class Run:
+    """A decision fed with what a test changes; everything else is healthy."""
+
+    def __init__(self, quiet=5, acts=True):
+        targets = {name: Rungs(unit=f"layer_00{name[1]}", recipes=RECIPES) for name in NAMES}
+        self.decision = Decision(targets, quiet=quiet, acts=acts)
+        self.batch = 0
+        self.events = []
+
+    def feed(self, times=1, *, loss=2.0, flushed=None, shadow=None, signs=None):
+        flushed, shadow = flushed or {}, {} if shadow is None else shadow
+        found = []
+        for _ in range(times):
+            self.batch += 1
+            rungs = self.decision.rungs
+            damage = {
+                (name, "x", "flushed"): flushed.get(name, 0.001)
+                for name in NAMES
+                if rungs[name] < len(RECIPES) - 1
+            }
+            shadows = {
+                (name, "x", "flushed"): shadow.get(name, 0.001)
+                for name in NAMES
+                if rungs[name] and shadow.get(name, 0) is not None
+            }
+            seen = Observed(
+                loss=loss(self.batch) if callable(loss) else loss,
+                signs={("layer_000", "kurtosis"): 10.0, ("layer_001", "kurtosis"): 10.0} | (signs or {}),
+                damage=damage,
+                shadow=shadows,
+            )
+            found += self.decision.decide(self.batch, seen)
+        self.events += found
+        return found
+
+
+def moves(events):
+    return [(e.unit, e.action, e.signal) for e in events if e.action in ("demote", "promote")]
+
+
+def test_the_sick_linear_is_demoted_rung_by_rung_and_its_neighbours_stay():
+    run = Run()
+    assert not run.feed(20)
+    found = run.feed(4, flushed={"b1.o": 0.4})
+    assert moves(found) == [("b1.o", "demote", "delayed -> current"), ("b1.o", "demote", "current -> high_precision")]  # fmt: skip
+    assert [e.signal for e in found if e.action == "alarm"] == ["flushed of x"] * 2
+    assert run.decision.rungs == dict.fromkeys(NAMES, 0) | {"b1.o": 2}
+
+
+def test_it_is_never_promoted_while_its_shadow_is_sick_and_is_once_that_is_healthy():
+    run = Run(quiet=5)
+    run.feed(20)
+    run.feed(4, flushed={"b1.o": 0.8})
+    assert not run.feed(200, shadow={"b1.o": 0.8})
+    assert not run.feed(4)
+    assert moves(run.feed(1)) == [("b1.o", "promote", "high_precision -> current")]
+    assert moves(run.feed(5)) == [("b1.o", "promote", "current -> delayed")]
+
+
+def test_a_shadow_that_is_sick_now_and_then_or_not_measured_does_not_promote():
+    run = Run(quiet=5)
+    run.feed(20)
+    run.feed(4, flushed={"b1.o": 0.8})
+    for _ in range(20):
+        assert not run.feed(4)
+        assert not run.feed(1, shadow={"b1.o": 0.8})
+    assert not run.feed(50, shadow={"b1.o": None})
+
+
+def test_each_relapse_doubles_the_patience():
+    run = Run(quiet=3)
+    run.feed(20)
+    waits = []
+    for _ in range(4):
+        run.feed(2, flushed={"b0.q": 0.4})
+        began = run.batch
+        while run.decision.rungs["b0.q"]:
+            run.feed()
+        waits.append(run.batch - began)
+    assert waits == [3, 6, 12, 24]
+
+
+def test_harder_data_is_one_alarm_and_no_demotion():
+    run = Run()
+    run.feed(60)
+    found = run.feed(300, loss=lambda batch: 2.7 + 0.02 * (batch % 3))
+    assert [(e.unit, e.action) for e in found] == [("model", "alarm")]
+
+
+@pytest.mark.parametrize("signs", [{}, {("layer_001", "kurtosis"): 100.0}])
+def test_a_loss_that_climbs_on_demotes_the_blocks_that_gave_a_sign_or_all(signs):
+    run = Run()
+    run.feed(60)
+    run.feed(4, signs=signs)
+    found = run.feed(20, loss=lambda batch: 2.0 * 1.06 ** (batch - 64))
+    assert moves(found)
+    expected = {"b1.q", "b1.o"} if signs else set(NAMES)
+    first = next(e.batch for e in found if e.action == "demote")
+    assert {e.unit for e in found if e.action == "demote" and e.batch == first} == expected
+    assert len([e for e in found if e.unit == "model" and e.batch <= first]) == 2, "the second alarm acts"
+
+
+def test_what_the_loss_demoted_without_damage_stays_away_four_times_as_long():
+    run = Run(quiet=5)
+    run.feed(60)
+    while not any(run.decision.rungs.values()):
+        run.feed(1, loss=lambda batch: 2.0 * 1.1 ** (batch - 60))
+    level = 2.0 * 1.1 ** (run.batch - 60)
+    assert not moves(run.feed(19, loss=level))
+    assert {m[1] for m in moves(run.feed(3, loss=level))} == {"promote"}
+
+
+def test_one_bad_batch_demotes_nothing_and_a_second_one_does():
+    run = Run()
+    run.feed(30)
+    assert [e.action for e in run.feed(1, loss=math.nan)] == ["alarm"]
+    assert not run.feed(20)
+    assert not moves(run.feed(1, loss=math.nan))
+    assert {m[0] for m in moves(run.feed(1, loss=math.nan))} == set(NAMES)
+    assert len(run.feed(100, loss=math.nan)) < 10, "it is told, and not in every observation"
+
+
+def test_a_guard_that_only_warns_tells_damage_once():
+    run = Run(acts=False)
+    run.feed(20)
+    found = run.feed(300, flushed={"b1.o": 0.4})
+    assert [(e.unit, e.action) for e in found] == [("b1.o", "alarm")]
+    run.feed(20)
+    assert len(run.feed(20, flushed={"b1.o": 0.4})) == 1
+
+
+def test_a_spike_in_every_sign_at_once_moves_nothing():
+    run = Run()
+    run.feed(60)
+    found = run.feed(2, loss=8.0, signs={("layer_000", "kurtosis"): 900.0, ("layer_001", "kurtosis"): 900.0})
+    assert not moves(found + run.feed(HORIZON))
+
+
+def test_its_state_goes_on_where_it_was():
+    straight, first = Run(quiet=4), Run(quiet=4)
+    for run in (straight, first):
+        run.feed(20)
+        run.feed(3, flushed={"b1.o": 0.8})
+    resumed = Run(quiet=4)
+    assert resumed.decision.load_state_dict(first.decision.state_dict()) == []
+    resumed.batch = first.batch
+    for run in (straight, resumed):
+        run.feed(1, flushed={"b1.o": 0.8})
+        run.feed(30)
+        run.feed(5, flushed={"b1.o": 0.8, "b0.q": 0.3}, loss=3.0)
+    assert moves(resumed.events) == moves(straight.events)[-len(moves(resumed.events)) :]
+    assert resumed.decision.state_dict() == straight.decision.state_dict()
+
+
+def test_a_target_whose_rung_is_gone_goes_on_below_what_is_configured():
+    run = Run()
+    run.feed(20)
+    run.feed(2, flushed={"b1.o": 0.8})
+    other = Decision({name: Rungs(unit="u", recipes=("delayed", "high_precision")) for name in NAMES}, quiet=5)  # fmt: skip
+    assert other.load_state_dict(run.decision.state_dict()) == ["b1.o ran current, now high_precision"]
+    assert other.rungs == dict.fromkeys(NAMES, 0) | {"b1.o": 1}
