@@ -22,6 +22,7 @@ __all__ = [
     "GRADIENTS",
     "SLOTS",
     "AttentionBackend",
+    "AttentionLook",
     "AttentionProbe",
     "AttentionRecipe",
     "FP8DotProductAttention",
@@ -30,6 +31,8 @@ __all__ = [
 ]
 
 AttentionRecipe = DelayedScaling | CurrentScaling
+AttentionLook = Callable[[Tensor, Tensor, Tensor, float], None]
+"""Called with q [b, heads, q, d], k and v [b, kv_heads, k, d], hp, and what multiplies the logits."""
 AttentionProbe = Callable[[str, Tensor, Quantized], None]
 """Called with each tensor that is quantised: its name (``q``, ..., ``dv``), the hp tensor (or the block of it), the result."""
 
@@ -100,6 +103,7 @@ class FP8DotProductAttention(nn.Module):
         slots: The delayed-scaling state by slot (:func:`attention_slots`).
         ledger: The GEMMs that ran. Both GEMMs of the forward count as fprop, the four of the backward as dgrad.
         probe: Called with every tensor quantised while it is set; for monitors.
+        look: Called with what each forward multiplies while it is set, by the host too where that runs high precision.
     """
 
     def __init__(
@@ -119,6 +123,7 @@ class FP8DotProductAttention(nn.Module):
         self.slots: Mapping[str, DelayedSlot] = {}
         self.ledger = GemmLedger()
         self.probe: AttentionProbe | None = None
+        self.look: AttentionLook | None = None
 
     def set_recipe(self, recipe: AttentionRecipe | None) -> None:
         """Run ``recipe`` from the next forward on; ``None`` runs high precision.
@@ -167,6 +172,8 @@ class FP8DotProductAttention(nn.Module):
         if self.slots:
             state = next(iter(self.slots.values())).state
             state.begin_layer(q.device, trains=self.training and torch.is_grad_enabled())
+        if self.look is not None:
+            self.look(q, k, v, softmax_scale)
         # Counted before it runs: a recompute stops inside it, once it has what the backward needs.
         self._record_forward(q, k)
         out = self.backend.attend(self, q, k, v, mask=mask, softmax_scale=softmax_scale, dropout_p=dropout_p)

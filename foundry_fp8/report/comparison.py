@@ -22,6 +22,7 @@ from foundry_fp8.report.run import FINAL_SHARE, HIGH_PRECISION, Run
 __all__ = [
     "COLUMNS",
     "UNKNOWN",
+    "GUARD_EVENTS",
     "PercentOf",
     "Row",
     "baseline_of",
@@ -29,7 +30,7 @@ __all__ = [
     "config_differences",
     "explain",
     "format_row",
-    "guard_moves",
+    "guard_timeline",
     "shown_columns",
 ]
 
@@ -230,16 +231,31 @@ def config_differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     return [(key, values) for key, values in rows if len(set(values)) > 1]
 
 
-def guard_moves(run: Run) -> list[tuple[int, str, int, int]]:
-    """What the divergence guard demoted and promoted: ``(step, unit, rung before, rung after)``, in order.
+GUARD_EVENTS = "guard_events"
+"""The table that the divergence guard logs: batch, unit, action, signal, detail."""
 
-    Rung 0 is what was configured; each rung above it is a safer precision.
+
+def guard_timeline(run: Run) -> list[tuple[int, str, str]]:
+    """What the divergence guard saw and did: ``(step, layer or block, what)``, in order.
+
+    From its table of events; of a log without tables, from the rungs that it logged, without alarms and reasons. Rung 0 is what was
+    configured; each rung above it is a safer precision.
     """
+    for table in run.tables:
+        if table.name == GUARD_EVENTS:
+            return [
+                (int(batch), str(unit), f"{action} {signal}".strip() + (f": {detail}" if detail else ""))
+                for batch, unit, action, signal, detail in table.rows
+            ]
     moves = []
     for key, series in run.matching("guard/rung/").items():
         rungs = [0, *(int(value) for value in series.values)]
         moves += [
-            (int(step), key.removeprefix("guard/rung/"), before, after)
+            (
+                int(step),
+                key.removeprefix("guard/rung/"),
+                f"{'demoted' if after > before else 'promoted'}, rung {before} to {after}",
+            )
             for step, before, after in zip(series.steps, rungs, rungs[1:], strict=False)
             if before != after
         ]

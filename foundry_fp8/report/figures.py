@@ -36,7 +36,7 @@ LINE_PANELS: dict[str, list[tuple[str, str, float]]] = {
     ],
     "guard": [
         ("guard/kurtosis/worst", "kurtosis, worst block", 1.0),
-        ("guard/saturated/worst", "saturated, worst (%)", 100.0),
+        ("guard/noise/worst", "noise over rounding's, worst", 1.0),
         ("guard/flushed/worst", "flushed to zero, worst (%)", 100.0),
         ("guard/gradient_norm/worst", "gradient norm, largest", 1.0),
         ("guard/alarms", "alarms so far", 1.0),

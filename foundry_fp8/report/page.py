@@ -14,11 +14,12 @@ from foundry_fp8.report.charts import CHARTS, as_html, script
 from foundry_fp8.report.comparison import (
     COLUMNS,
     UNKNOWN,
+    GUARD_EVENTS,
     Row,
     config_differences,
     explain,
     format_row,
-    guard_moves,
+    guard_timeline,
     shown_columns,
 )
 from foundry_fp8.report.figures import FIGURES
@@ -60,8 +61,8 @@ def render_page(rows: Sequence[Row], title: str) -> str:
         run_names=[run.name for run in runs],
         facts=[_facts(row) for row in rows],
         scores=_scores(rows),
-        moves=[(run.name, *move) for run in runs for move in guard_moves(run)],
-        tables=[(run.name, table) for run in runs for table in run.tables],
+        guarded=[(run.name, *event) for run in runs for event in guard_timeline(run)],
+        tables=[(run.name, table) for run in runs for table in run.tables if table.name != GUARD_EVENTS],
     )
 
 

@@ -58,6 +58,11 @@ def _forward(module: nn.Module) -> Any:
     return inspect.unwrap(type(module).forward)
 
 
+def _by_heads(*parts: tuple[Tensor, int]) -> tuple[Tensor, ...]:
+    """[b, s, heads * d] and heads, to [b, heads, s, d]."""
+    return tuple(x.unflatten(-1, (heads, -1)).transpose(1, 2) for x, heads in parts)
+
+
 def _names_in_forward(module: nn.Module) -> tuple[str, ...]:
     code = getattr(_forward(module), "__code__", None)
     return code.co_names if code is not None else ()
@@ -97,6 +102,9 @@ class MPTAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor] | None]:
         """As Foundry's ``scaled_multihead_dot_product_attention``: ``query`` [b, q, heads * d], and so on."""
         if not self.fp8.runs_fp8:
+            if self.fp8.look is not None:
+                q, k, v = _by_heads((query, n_heads), (key, kv_n_heads), (value, kv_n_heads))
+                self.fp8.look(q, k, v, q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
             return self.original(
                 query,
                 key,
@@ -116,10 +124,7 @@ class MPTAttention(nn.Module):
             )
         if needs_weights:
             raise RuntimeError(f"{self.fp8.fqn}: FP8 attention keeps no probabilities (output_attentions).")
-        q, k, v = (
-            x.unflatten(-1, (heads, -1)).transpose(1, 2)
-            for x, heads in ((query, n_heads), (key, kv_n_heads), (value, kv_n_heads))
-        )
+        q, k, v = _by_heads((query, n_heads), (key, kv_n_heads), (value, kv_n_heads))
         if past_key_value is not None:
             if len(past_key_value):  # Foundry keeps keys as [b, heads, d, s]
                 k = torch.cat([past_key_value[0].transpose(2, 3), k], dim=2)
@@ -212,6 +217,14 @@ def hugging_face_attention(
     """
     attention = module._modules[CHILD]
     assert isinstance(attention, FP8DotProductAttention)
+    if not attention.runs_fp8:  # it is here because somebody looks at what it multiplies
+        if attention.look is not None:
+            attention.look(query, key, value, query.shape[-1] ** -0.5 if scaling is None else scaling)
+        if is_causal is not None:
+            kwargs["is_causal"] = is_causal
+        return _original_of(module)(  # type: ignore[no-any-return]
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
     if kwargs.get("softcap") is not None:
         raise RuntimeError(f"{attention.fqn}: soft capping of the logits is not part of FP8 attention.")
     out = attention(
@@ -295,8 +308,19 @@ def _name_implementation(module: nn.Module, args: Any) -> None:
     assert isinstance(attention, FP8DotProductAttention)
     config: Any = module.config
     config._attn_implementation = (
-        HUGGING_FACE_IMPLEMENTATION if attention.runs_fp8 else module.__dict__[_ORIGINAL]
+        HUGGING_FACE_IMPLEMENTATION
+        if attention.runs_fp8 or attention.look is not None
+        else module.__dict__[_ORIGINAL]
     )
+
+
+def _original_of(module: nn.Module) -> Callable[..., Any]:
+    """The attention function that the module had, found as its own forward finds it."""
+    names, implementation = _forward(module).__globals__, module.__dict__[_ORIGINAL]
+    found: Callable[..., Any] = (
+        names["eager_attention_forward"] if implementation == "eager" else names[REGISTRY][implementation]
+    )
+    return found
 
 
 class _SDPAMode(TorchFunctionMode):
@@ -309,7 +333,14 @@ class _SDPAMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention and self.attention.runs_fp8:
             return self._attend(*args, **(kwargs or {}))
+        if func is F.scaled_dot_product_attention and self.attention.look is not None:
+            self._look(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+    def _look(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, scale: float | None = None, **__: Any) -> None:  # fmt: skip
+        look = self.attention.look
+        if look is not None and query.dim() == 4:
+            look(query, key, value, query.shape[-1] ** -0.5 if scale is None else scale)
 
     def _attend(
         self,

@@ -127,6 +127,30 @@ def test_one_token_that_sticks_out_is_told_and_moves_nothing_while_nothing_is_da
     assert not moves(watch)
 
 
+def test_attention_whose_logits_outgrow_fp8_is_demoted_and_comes_back(train):
+    """Every operand is as healthy as ever, and rounding moves the logits by more than one."""
+    model, watch = build_llama(), guard(quiet_batches=3)
+
+    from composer.core import Callback
+
+    class Grow(Callback):
+        def batch_start(self, state, logger):
+            factor = {12: 60.0, 18: 1 / 60.0}.get(state.timestamp.batch.value)
+            if factor is not None:
+                with torch.no_grad():
+                    model.model.layers[1].self_attn.q_proj.weight.mul_(factor)
+                    model.model.layers[1].self_attn.k_proj.weight.mul_(factor)
+
+    train(model, [Grow(), watch], algorithms=[fp8("current", attention=True)], steps=28, lr=0.0)
+    assert watch.failed is None
+    attention = "model.model.layers.1.self_attn.fp8_attention"
+    assert [move[1:] for move in moves(watch)] == [
+        (attention, "demote", "current -> high_precision"),
+        (attention, "promote", "high_precision -> current"),
+    ]
+    assert 12 < moves(watch)[0][0] <= 18 < moves(watch)[1][0]
+
+
 def test_a_nan_loss_alarms_at_once_and_stop_stops(train, caplog):
     model, watch = build_llama(), guard(actions=["stop"])
 

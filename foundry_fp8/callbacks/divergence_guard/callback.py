@@ -47,7 +47,7 @@ class DivergenceGuard(Monitor):
 
     Attributes:
         events: Every alarm and action so far: ``batch``, ``unit`` (a layer, a block, or ``model``), ``signal``, ``value``,
-            ``threshold``, ``action``, ``why``.
+            ``threshold``, ``action``, ``why``, ``detail`` (the last four in words).
         ladders: What each converted layer can run, by name.
         decision: What is made of it; ``None`` before training starts.
     """
@@ -150,10 +150,11 @@ class DivergenceGuard(Monitor):
         if any(event.action == "alarm" for event in found):
             found += self._further_actions(batch, state)
         for event in found:
-            self.events.append(dataclasses.asdict(event))
+            self.events.append({**dataclasses.asdict(event), "detail": event.detail})
             log.warning("%s: %s.", KEY, event)
         if found:
-            told = [[str(getattr(event, column)) for column in TOLD] for event in found]
+            # All of them each time: a reader of the log takes the last table of a name.
+            told = [[str(event[column]) for column in TOLD] for event in self.events]
             logger.log_table(list(TOLD), told, "guard_events", batch)
         self._move(state, {event.unit for event in found if event.action in ("demote", "promote")}, logger)
         self._log(seen, logger)

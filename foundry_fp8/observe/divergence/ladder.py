@@ -11,7 +11,7 @@ from torch import nn
 
 from foundry_fp8.layers.attention import FP8DotProductAttention
 from foundry_fp8.layers.backend import Backend
-from foundry_fp8.layers.linear import FP8Linear
+from foundry_fp8.layers.linear import OPERANDS, FP8Linear
 from foundry_fp8.model_structure.blocks import block_index_of, transformer_blocks
 from foundry_fp8.model_structure.names import clean_name, named_modules_clean
 from foundry_fp8.numerics.recipes import (
@@ -50,6 +50,11 @@ class Ladder:
     def recipes(self) -> list[str]:
         """The rungs in words."""
         return ["high_precision" if rung is None else rung.name for rung in self.rungs]
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """What of it is measured."""
+        return OPERANDS if isinstance(self.module, FP8Linear) else ("q", "k", "v")
 
     @property
     def above(self) -> Recipe | None:

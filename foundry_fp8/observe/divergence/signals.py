@@ -34,9 +34,11 @@ class Rule:
 DAMAGE: dict[str, Rule] = {
     "flushed": Rule(floor=5e-3, ratio=4.0, drift=4.0, sick=0.5),
     "noise": Rule(floor=2.0, ratio=4.0, drift=4.0, sick=64.0),
+    "logit_noise": Rule(floor=0.05, ratio=4.0, drift=4.0, sick=1.0),
 }
 """By operand: the share of its elements that become zero, and what is lost of a token in units of what rounding alone takes
-(:class:`~foundry_fp8.observe.operand_health.Health`). Saturation damages by what it cuts off, which is in the second."""
+(:class:`~foundry_fp8.observe.operand_health.Health`). Saturation damages by what it cuts off, which is in the second. By attention: the error of its logits
+(:func:`~foundry_fp8.observe.divergence.attention_watch.logit_noise`)."""
 
 SIGNS: dict[str, Rule] = {
     "kurtosis": Rule(floor=5.0, ratio=4.0, drift=4.0),

@@ -12,19 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from foundry_fp8.compat.autograd import inside_backward
+from foundry_fp8.layers.attention import FP8DotProductAttention
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.model_structure.names import named_modules_clean
+from foundry_fp8.observe.divergence.attention_watch import AttentionWatch, logit_noise
 from foundry_fp8.observe.divergence.decision import Observed
 from foundry_fp8.observe.divergence.ladder import OUTSIDE, Ladder, units_of
 from foundry_fp8.observe.divergence.shadow import LinearShadow
-from foundry_fp8.observe.divergence.signals import DAMAGE
 from foundry_fp8.observe.operand_health import HealthProbe, outliers, summarise
 from foundry_fp8.observe.operand_stats import moments, sample_rows
 
 __all__ = ["Watch", "together"]
 
 OUTLIERS = ("kurtosis", "kurtosis_flat", "peak")
-OPERANDS = ("x", "w", "dy")
 NOT_MEASURED = -1.0
 
 
@@ -70,6 +70,7 @@ class Watch:
         self.amax: dict[tuple[str, str], float] = {}
         self._health = HealthProbe(model, guard)
         self._shadow = LinearShadow(guard)
+        self._attention = AttentionWatch(guard)
         self._plain: dict[str, nn.Module] = {}
         self._parameters: dict[str, list[nn.Parameter]] = defaultdict(list)
         for name, module in named_modules_clean(model):
@@ -79,8 +80,8 @@ class Watch:
                 self._plain[name] = module
         self.columns = Columns(
             [(unit, name) for unit in units for name in (*OUTLIERS, "saturated", "gradient_norm")],
-            [(target, operand) for target in ladders for operand in OPERANDS],
-            [(target, operand, name) for target in ladders for operand in OPERANDS for name in DAMAGE],
+            [(target, operand) for target, ladder in ladders.items() for operand in ladder.operands],
+            [where for target, ladder in ladders.items() for where in _damage_of(target, ladder)],
         )
         self._handles: list[Any] = []
         self._moments: dict[str, Tensor] = {}
@@ -96,6 +97,12 @@ class Watch:
             if ladder.above is not None and isinstance(ladder.module, FP8Linear)
         }
         self._shadow.attach(demoted, self.amax)
+        attentions = {
+            name: (ladder.module, ladder.above)
+            for name, ladder in self._ladders.items()
+            if isinstance(ladder.module, FP8DotProductAttention)
+        }
+        self._attention.attach(attentions, self.amax)
         for name, module in self._plain.items():
 
             def see(module: nn.Module, args: Any, name: str = name) -> None:
@@ -111,6 +118,7 @@ class Watch:
         self._handles.clear()
         self._health.detach()
         self._shadow.detach()
+        self._attention.detach()
 
     @torch.no_grad()
     def read_gradients(self) -> None:
@@ -124,55 +132,72 @@ class Watch:
         """The numbers of this rank, in the order of :attr:`columns`; :data:`NOT_MEASURED` where there is none. One copy to the
         host.
         """
-        health, shadow = self._health.tensors(), self._shadow.tensors()
+        attentions = self._attention.collect()
         plain, self._moments = self._moments, {}
         squares, self._squares = self._squares, {}
-        tensors = [*health.values(), *shadow.values(), *plain.values(), *squares.values()]
-        flat = iter(torch.cat([t.double().flatten() for t in tensors]).tolist() if tensors else [])
-        rows = [[next(flat) for _ in range(tensor.numel())] for tensor in tensors]
-        found = iter(rows)
-        signs = dict.fromkeys(self.columns.signs, NOT_MEASURED)
-        damage = dict.fromkeys(self.columns.damage, NOT_MEASURED)
-        shadows = dict(damage)
-        amax = dict.fromkeys(self.columns.operands, NOT_MEASURED)
-        for (name, operand), row in zip(health, found, strict=False):
-            amax[name, operand] = row[0]
-            saturated = self._damage(damage, name, operand, row)
-            if operand != "dy":  # gradients vary, so that a delayed scale clips some in healthy runs
-                where = self._unit_of[name], "saturated"
-                signs[where] = _worse(signs[where], saturated)
-            if operand == "x":
-                self._outliers(signs, name, row)
-        for (name, what), row in zip(shadow, found, strict=False):
-            amax[name, what] = row[0]
-            if len(row) > 1:
-                self._damage(shadows, name, what, row)
-                if what == "x":
-                    self._outliers(signs, name, row)
-        for name, row in zip(plain, found, strict=False):
-            self._outliers(signs, name, row)
-        for unit, (square,) in zip(squares, found, strict=False):
-            signs[unit, "gradient_norm"] = square
-        return [loss, *signs.values(), *amax.values(), *damage.values(), *shadows.values()]
-
-    def _damage(self, into: dict[tuple[str, str, str], float], name: str, operand: str, row: list[float]) -> float:  # fmt: skip
-        found = summarise(row)
-        for signal in DAMAGE:
-            into[name, operand, signal] = getattr(found, signal)
-        return found.saturated
-
-    def _outliers(self, signs: dict[tuple[str, str], float], name: str, row: list[float]) -> None:
-        unit = self._unit_of[name]
-        if unit == OUTSIDE:
-            return
-        for signal, value in zip(OUTLIERS, outliers(row), strict=True):
-            signs[unit, signal] = _worse(signs[unit, signal], value)
+        real, shadow = dict(self._health.tensors()), dict(self._shadow.tensors())
+        amax: dict[tuple[str, str], Tensor] = {}
+        for name, looked in attentions.items():
+            real |= {(name, operand): row for operand, row in looked.real.items()}  # type: ignore[misc]
+            shadow |= {(name, operand): row for operand, row in looked.shadow.items()}
+            amax |= {(name, operand): value for operand, value in looked.amax.items()}
+        parts = _to_host([real, shadow, amax, plain, squares])
+        found = _Found(self.columns)
+        for damage, rows in ((found.damage, parts[0]), (found.shadow, parts[1])):
+            for (name, operand), row in rows.items():
+                found.amax[name, operand] = row[0]
+                if len(row) > 1:
+                    found.health(damage, self._unit_of[name], name, operand, row)
+            for name, looked in attentions.items():
+                if (name, "q") in rows and (name, "k") in rows:
+                    q, k = rows[name, "q"], rows[name, "k"]
+                    noise = logit_noise(q, k, looked.softmax_scale, looked.head_dim)
+                    damage[name, "qk", "logit_noise"] = noise
+        found.amax |= {where: value for where, (value,) in parts[2].items()}
+        for name, row in parts[3].items():
+            found.outliers(self._unit_of[name], row)
+        for unit, (square,) in parts[4].items():
+            found.signs[unit, "gradient_norm"] = square
+        return [loss, *found.signs.values(), *found.amax.values(), *found.damage.values(), *found.shadow.values()]  # fmt: skip
 
     @torch.no_grad()
     def _see(self, name: str, x: Tensor) -> None:
         if name not in self._moments and x.numel():
             flat = x.detach().reshape(-1, x.shape[-1])
             self._moments[name] = moments(flat, sample_rows(flat))
+
+
+class _Found:
+    """What one rank measured, by column."""
+
+    def __init__(self, columns: Columns) -> None:
+        self.signs = dict.fromkeys(columns.signs, NOT_MEASURED)
+        self.amax = dict.fromkeys(columns.operands, NOT_MEASURED)
+        self.damage = dict.fromkeys(columns.damage, NOT_MEASURED)
+        self.shadow = dict(self.damage)
+
+    def health(self, into: dict[tuple[str, str, str], float], unit: str, name: str, operand: str, row: list[float]) -> None:  # fmt: skip
+        """One operand's row."""
+        health = summarise(row)
+        into[name, operand, "flushed"], into[name, operand, "noise"] = health.flushed, health.noise
+        if operand in ("x", "q", "k", "v"):
+            self.outliers(unit, row)
+        # Gradients vary from batch to batch, so a delayed scale clips some in healthy runs.
+        if operand != "dy" and into is self.damage:
+            self.signs[unit, "saturated"] = _worse(self.signs[unit, "saturated"], health.saturated)
+
+    def outliers(self, unit: str, row: list[float]) -> None:
+        """The moments of what a block multiplies; what is outside of the blocks sticks out as it likes."""
+        if unit != OUTSIDE:
+            for signal, value in zip(OUTLIERS, outliers(row), strict=True):
+                self.signs[unit, signal] = _worse(self.signs[unit, signal], value)
+
+
+def _to_host(groups: Sequence[Mapping[Any, Tensor]]) -> list[dict[Any, list[float]]]:
+    """The numbers of all tensors, in one copy."""
+    tensors = [tensor for group in groups for tensor in group.values()]
+    flat = iter(torch.cat([t.double().flatten() for t in tensors]).tolist() if tensors else [])
+    return [{key: [next(flat) for _ in range(t.numel())] for key, t in group.items()} for group in groups]
 
 
 def together(rows: Sequence[Sequence[float]], columns: Columns) -> Observed:
@@ -196,6 +221,11 @@ def together(rows: Sequence[Sequence[float]], columns: Columns) -> Observed:
         parts.append(worst)
         start += len(places)
     return Observed(loss=loss, signs=signs, amax=parts[0], damage=parts[1], shadow=parts[2])
+
+
+def _damage_of(target: str, ladder: Ladder) -> list[tuple[str, str, str]]:
+    found = [(target, operand, name) for operand in ladder.operands for name in ("flushed", "noise")]
+    return found if isinstance(ladder.module, FP8Linear) else [*found, (target, "qk", "logit_noise")]
 
 
 def _local(gradient: Tensor) -> Tensor:

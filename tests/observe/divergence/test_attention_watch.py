@@ -1,0 +1,93 @@
+"""Attention's operands: seen in FP8 and out of it, on every host, without changing a bit; and the error of its logits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from foundry_fp8.layers.attention import FP8DotProductAttention
+from foundry_fp8.numerics.formats import E4M3
+from foundry_fp8.numerics.quantize import amax_of, quantize_tensor, scale_from_amax
+from foundry_fp8.observe.divergence.attention_watch import AttentionWatch, logit_noise
+from foundry_fp8.observe.operand_health import measure, summarise
+from foundry_fp8.surgery.apply import apply_fp8
+from tests.callbacks.conftest import build_llama
+
+
+class Plain(nn.Module):
+    """Attention that calls torch's function itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+def llama(implementation):
+    model = build_llama(attn_implementation=implementation).train()
+    return model, lambda: model(input_ids=torch.arange(32).view(2, 16) % 64).logits
+
+
+def mpt():
+    from llmfoundry.models.layers.attention import MultiheadAttention
+
+    torch.manual_seed(0)
+    module = MultiheadAttention(d_model=32, n_heads=4, attn_impl="torch").train()
+    x = torch.randn(2, 16, 32)
+    return module, lambda: module(x, is_causal=True)[0]
+
+
+def plain():
+    model, x = Plain().train(), torch.randn(2, 16, 32)
+    return model, lambda: model(x)
+
+
+HOSTS = {"sdpa": lambda: llama("sdpa"), "eager": lambda: llama("eager"), "torch": plain, "mpt": mpt}
+
+
+@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_looking_sees_q_k_and_v_in_fp8_and_out_of_it_and_changes_nothing(host, recipe):
+    model, run = HOSTS[host]()
+    apply_fp8(model, recipe=recipe, attention=True)
+    attentions = {n: m for n, m in model.named_modules() if isinstance(m, FP8DotProductAttention)}
+    watch = AttentionWatch(lambda hook: hook)
+    amax = {(name, operand): 3.0 for name in attentions for operand in "qkv"}
+    for running in (True, False):
+        configured = next(iter(attentions.values())).configured_recipe
+        for module in attentions.values():
+            module.set_recipe(configured if running else None)
+        unseen = run()
+        watch.attach({n: (m, None if running else configured) for n, m in attentions.items()}, amax)
+        seen = run()
+        watch.detach()
+        again = run()
+        if not running or recipe == "current":  # delayed scaling moves on with every forward
+            assert torch.equal(unseen, seen) and torch.equal(seen, again)
+        found = watch.collect()
+        assert found.keys() == attentions.keys()
+        for looked in found.values():
+            assert (looked.real if running else looked.shadow).keys() == {"q", "k", "v"}
+            assert not (looked.shadow if running else looked.real)
+            assert all(amax > 0 for amax in looked.amax.values())
+    assert not watch.collect()
+
+
+@pytest.mark.parametrize("size", [1.0, 30.0])
+def test_the_predicted_error_of_the_logits_is_the_measured_one(size):
+    torch.manual_seed(0)
+    q, k = torch.randn(200, 64) * size, torch.randn(200, 64)
+    rows, quantised = [], []
+    for x in (q, k):
+        found = quantize_tensor(x, scale_from_amax(amax_of(x), E4M3), E4M3)
+        rows.append(measure(x, found).tolist())
+        quantised.append(found.dequantize().double())
+    error = 64**-0.5 * (quantised[0] @ quantised[1].T - q.double() @ k.double().T)
+    assert logit_noise(*rows, 64**-0.5, 64) == pytest.approx(float(error.std()), rel=0.1)
+    assert summarise(rows[0]).noise == pytest.approx(1, abs=0.2), "no operand shows it"
