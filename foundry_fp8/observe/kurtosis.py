@@ -13,23 +13,64 @@ divides by the squared mean, over the flattened sample. Moments here are float32
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
-__all__ = ["kurtosis_per_sample", "kurtosis_per_token", "row_sums"]
+from foundry_fp8.observe.operand_stats import spread
+
+__all__ = ["Tokens", "kurtosis_per_sample", "kurtosis_per_token", "row_sums", "sample_tokens"]
+
+SAMPLE = 128
+"""Tokens of a long sequence that are looked at."""
 
 
-def row_sums(x: Tensor, leading: int) -> tuple[Tensor, Tensor, int]:
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+    """Some tokens of every sequence, by place: evenly spread ones, and the one with the largest value, which counts for itself.
+
+    Attributes:
+        index: ``[n]`` for ``[N, D]``, ``[B, n]`` for ``[B, S, D]``.
+        weight: How many tokens each stands for, float64 ``[n]``.
+    """
+
+    index: Tensor
+    weight: Tensor
+
+    def take(self, rows: Tensor) -> Tensor:
+        """Those tokens of ``rows``."""
+        if self.index.dim() == 1:
+            return rows[self.index]
+        return rows[torch.arange(len(rows), device=rows.device)[:, None], self.index]
+
+
+def sample_tokens(x: Tensor, leading: int) -> Tokens | None:
+    """Which tokens of ``x`` to look at; ``None`` for all. Arguments as of :func:`row_sums`."""
+    rows = x.detach().flatten(leading)
+    count = rows.shape[leading - 1]
+    if count <= SAMPLE:
+        return None
+    places, weight = spread(count, SAMPLE, x.device)
+    largest = torch.maximum(rows.amax(-1), -rows.amin(-1)).argmax(
+        -1, keepdim=True
+    )  # takes a NaN for the largest
+    return Tokens(torch.cat([places.expand(*largest.shape[:-1], -1), largest], -1), weight)
+
+
+def row_sums(x: Tensor, leading: int, tokens: Tokens | None = None) -> tuple[Tensor, Tensor, int]:
     """The second and fourth power, summed over features.
 
     Args:
         x: ``[..., features...]``, any float dtype.
         leading: Dimensions in front that count tokens (2 for ``[B, S, D]``, 1 for ``[N, D]``).
+        tokens: Which; all by default.
 
     Returns:
         ``sum(x^2)`` and ``sum(x^4)``, float64, in the shape of the leading dimensions, and the number of features.
     """
-    rows = x.detach().flatten(leading).float()
+    rows = x.detach().flatten(leading)
+    rows = (rows if tokens is None else tokens.take(rows)).float()
     # A gradient of 1e-12 has a fourth power that float32 does not hold. Each row is brought near 1 by a power of two, which is
     # exact, summed in float32, and its sums are brought back in float64. A row with NaN or Inf keeps exponent 0.
     exponent = torch.frexp(rows.abs().amax(-1, keepdim=True))[1].clamp(-126, 126)
@@ -38,13 +79,23 @@ def row_sums(x: Tensor, leading: int) -> tuple[Tensor, Tensor, int]:
     return squares.sum(-1) * back, squares.square().sum(-1) * back.square(), squares.shape[-1]
 
 
-def kurtosis_per_token(s2: Tensor, s4: Tensor, features: int) -> Tensor:
-    """Mean over tokens of ``D sum(x^4) / sum(x^2)^2``; 0-d float32. Tokens that are all zero are left out; NaN is not."""
+def kurtosis_per_token(s2: Tensor, s4: Tensor, features: int, weight: Tensor | None = None) -> Tensor:
+    """Mean over tokens of ``D sum(x^4) / sum(x^2)^2``; 0-d float32. Tokens that are all zero are left out; NaN is not.
+
+    Args:
+        s2: Of :func:`row_sums`, as ``s4`` and ``features``.
+        s4: See ``s2``.
+        features: See ``s2``.
+        weight: :attr:`Tokens.weight`, if the sums are of a sample.
+    """
     counted = s2 != 0  # true for NaN
+    weight = counted.double() if weight is None else counted * weight
     ratio = torch.where(counted, features * s4 / s2.square(), 0.0)
-    return (ratio.sum() / counted.sum()).float()
+    return ((ratio * weight).sum() / weight.sum()).float()
 
 
-def kurtosis_per_sample(s2: Tensor, s4: Tensor, features: int) -> Tensor:
-    """Mean over samples of ``S D sum(x^4) / sum(x^2)^2``; 0-d float32. ``s2``, ``s4``: ``[B, S]``."""
-    return kurtosis_per_token(s2.sum(-1), s4.sum(-1), features * s2.shape[-1])
+def kurtosis_per_sample(s2: Tensor, s4: Tensor, features: int, weight: Tensor | None = None) -> Tensor:
+    """Mean over samples of ``S D sum(x^4) / sum(x^2)^2``; 0-d float32. ``s2``, ``s4``: ``[B, S]``; see :func:`kurtosis_per_token`."""
+    weight = torch.ones(s2.shape[-1], dtype=torch.float64, device=s2.device) if weight is None else weight
+    flat = (s2 * weight).sum(-1), (s4 * weight).sum(-1)
+    return kurtosis_per_token(flat[0], flat[1] * weight.sum(), features)

@@ -17,7 +17,7 @@ from torch import Tensor
 from foundry_fp8.numerics.formats import Float8Format
 from foundry_fp8.numerics.quantize import Quantized
 
-__all__ = ["FIELDS", "SAMPLE", "Sample", "moments", "quantisation", "rounding_noise", "sample_rows"]
+__all__ = ["FIELDS", "SAMPLE", "Sample", "moments", "quantisation", "rounding_noise", "sample_rows", "spread"]
 
 SAMPLE = 256
 """Rows of a large tensor that are looked at."""
@@ -62,10 +62,10 @@ class Sample:
 
 
 @functools.lru_cache(maxsize=256)
-def _spread(count: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Rows and weights; the last row's place is for the one with the largest value."""
+def spread(count: int, sample: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """``sample`` rows of ``count``, and how many each stands for; one weight more, for the row with the largest value."""
     golden = (math.sqrt(5) - 1) / 2
-    rows = sorted({int((i * golden) % 1.0 * count) for i in range(SAMPLE)})
+    rows = sorted({int((i * golden) % 1.0 * count) for i in range(sample)})
     weight = [count / len(rows)] * len(rows) + [1.0]
     return (
         torch.tensor(rows, device=device),
@@ -80,7 +80,7 @@ def sample_rows(x: Tensor) -> Sample:
     amax = amaxes.amax().float()
     if len(x) <= SAMPLE:
         return Sample(None, torch.ones(len(x), dtype=torch.float64, device=x.device), amax)
-    rows, weight = _spread(len(x), x.device)
+    rows, weight = spread(len(x), SAMPLE, x.device)
     return Sample(
         torch.cat([rows, amaxes.argmax()[None]]), weight, amax
     )  # argmax takes a NaN for the largest
@@ -124,7 +124,8 @@ def quantisation(x: Tensor, q: Quantized, sample: Sample) -> Tensor:
     sums = _moments(near, exponent, sample)
     s2 = near.square().sum(1).double()
     weight = sample.weight
-    largest = q.scale_inv.flatten()[q.amax.flatten().argmax()]
+    # Not [argmax()]: an index of one element is read by the host, which would wait for the device.
+    largest = q.scale_inv.flatten().gather(0, q.amax.flatten().argmax(0, keepdim=True))[0]
     return torch.stack(
         [
             q.amax.max().double(),  # without the NaN that the tensor may hold

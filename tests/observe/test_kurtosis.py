@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from foundry_fp8.observe.kurtosis import kurtosis_per_sample, kurtosis_per_token, row_sums
+from foundry_fp8.observe.kurtosis import kurtosis_per_sample, kurtosis_per_token, row_sums, sample_tokens
 
 
 def exact(x, dims):
@@ -33,3 +33,19 @@ def test_zero_tokens_are_left_out_and_nan_and_inf_stay_visible():
         y[0, 2, 5] = bad
         assert torch.isnan(kurtosis_per_token(*row_sums(y, 2)))
         assert torch.isnan(kurtosis_per_sample(*row_sums(y, 2)))
+
+
+@pytest.mark.parametrize("shape", [(3, 1024, 64), (2048, 64)])
+def test_a_sample_of_a_long_sequence_is_near_the_whole_and_holds_the_token_that_sticks_out(shape):
+    torch.manual_seed(0)
+    x = torch.randn(shape)
+    x[..., 777, :] *= 30
+    leading = x.dim() - 1
+    tokens = sample_tokens(x, leading)
+    sums = row_sums(x, leading, tokens)
+    assert sums[0].shape[-1] == 129
+    assert float(kurtosis_per_token(*sums, tokens.weight)) == pytest.approx(exact(x, -1), rel=0.05)
+    if leading == 2:
+        found = float(kurtosis_per_sample(*sums, tokens.weight))
+        assert found == pytest.approx(exact(x, (-2, -1)), rel=0.05)
+        assert found > 50

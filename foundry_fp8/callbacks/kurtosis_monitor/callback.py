@@ -71,7 +71,7 @@ class KurtosisMonitor(Monitor):
         super().__init__(KurtosisMonitorConfig, options)
         self._handles: list[Any] = []
         self._taps: list[Tap] = []
-        self._pending: dict[Where, list[tuple[Tensor, Tensor, int]]] = {}
+        self._pending: dict[Where, list[tuple[kurtosis.Tokens | None, tuple[Tensor, Tensor, int]]]] = {}
         self._members: Counter[Where] = Counter()
         self._results: dict[tuple[str, str, int | None], list[Tensor]] = defaultdict(list)
         self._said = False
@@ -157,16 +157,17 @@ class KurtosisMonitor(Monitor):
         leading = 1 if tensor.dim() == 2 else 2
         if tensor.numel() == 0:  # an expert that no token chose
             return
-        sums = kurtosis.row_sums(tensor, leading)
-        if tap.grouped:
-            pending = self._pending.setdefault((role, tap.layer), [])
-            pending.append(sums)
-            if len(pending) < self._members[tap.role, tap.layer]:
-                return
-            del self._pending[role, tap.layer]
-            s2, s4, features = (sum(parts) for parts in zip(*pending, strict=True))
-        else:
-            s2, s4, features = sums
-        self._results["token", role, tap.layer].append(kurtosis.kurtosis_per_token(s2, s4, features))  # type: ignore[arg-type]
+        pending = self._pending.setdefault((role, tap.layer), [])
+        # Features that are one tensor are of the same tokens: those of the first.
+        tokens = pending[0][0] if pending else kurtosis.sample_tokens(tensor, leading)
+        pending.append((tokens, kurtosis.row_sums(tensor, leading, tokens)))
+        if tap.grouped and len(pending) < self._members[tap.role, tap.layer]:
+            return
+        del self._pending[role, tap.layer]
+        s2, s4, features = (sum(parts) for parts in zip(*(sums for _, sums in pending), strict=True))
+        weight = None if tokens is None else tokens.weight
+        per_token = kurtosis.kurtosis_per_token(s2, s4, features, weight)  # type: ignore[arg-type]
+        self._results["token", role, tap.layer].append(per_token)
         if leading == 2:
-            self._results["sample", role, tap.layer].append(kurtosis.kurtosis_per_sample(s2, s4, features))  # type: ignore[arg-type]
+            per_sample = kurtosis.kurtosis_per_sample(s2, s4, features, weight)  # type: ignore[arg-type]
+            self._results["sample", role, tap.layer].append(per_sample)

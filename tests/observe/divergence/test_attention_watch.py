@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from foundry_fp8.layers.attention import FP8DotProductAttention
+from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.numerics.formats import E4M3
 from foundry_fp8.numerics.quantize import amax_of, quantize_tensor, scale_from_amax
 from foundry_fp8.observe.divergence.attention_watch import AttentionWatch, logit_noise
@@ -56,6 +57,9 @@ HOSTS = {"sdpa": lambda: llama("sdpa"), "eager": lambda: llama("eager"), "torch"
 def test_looking_sees_q_k_and_v_in_fp8_and_out_of_it_and_changes_nothing(host, recipe):
     model, run = HOSTS[host]()
     apply_fp8(model, recipe=recipe, attention=True)
+    for module in model.modules():
+        if isinstance(module, FP8Linear):
+            module.set_recipe(None)
     attentions = {n: m for n, m in model.named_modules() if isinstance(m, FP8DotProductAttention)}
     watch = AttentionWatch(lambda hook: hook)
     amax = {(name, operand): 3.0 for name in attentions for operand in "qkv"}

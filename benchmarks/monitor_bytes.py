@@ -1,0 +1,101 @@
+"""What the monitors move through memory in a due batch of Llama-3 8B at 8192 tokens, counted operation by operation.
+
+The functions that the monitors run are run on tensors of those shapes without memory (torch's meta device), and the bytes that every
+operation reads and writes are added up, as torch runs them one by one on a GPU. No GPU is needed, and nothing is timed: the share of
+a step is those bytes at the given bandwidth over the step's operations at the given speed. What launching the operations costs the
+host is the last figure, their number.
+
+    python benchmarks/monitor_bytes.py [--interval 10] [--bandwidth 2.8e12] [--flops 4e14]
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from foundry_fp8.numerics.formats import E4M3
+from foundry_fp8.numerics.quantize import Quantized
+from foundry_fp8.observe.kurtosis import kurtosis_per_sample, kurtosis_per_token, row_sums, sample_tokens
+from foundry_fp8.observe.operand_health import measure
+
+TOKENS, LAYERS, WIDTH, INNER, KV, PARAMETERS = 8192, 32, 4096, 14336, 1024, 8.03e9
+LINEARS = [
+    (WIDTH, WIDTH),
+    (WIDTH, KV),
+    (WIDTH, KV),
+    (WIDTH, WIDTH),
+    (WIDTH, INNER),
+    (WIDTH, INNER),
+    (INNER, WIDTH),
+]
+"""``(in_features, out_features)`` of one block."""
+ROLES = [[WIDTH], [WIDTH], [WIDTH, KV, KV], [WIDTH], [KV], [INNER, INNER], [INNER], [WIDTH]]
+"""Features of what ``kurtosis_monitor`` looks at in one block."""
+
+
+class Traffic(TorchDispatchMode):
+    """Adds up what each operation reads and writes; views move nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = self.operations = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if not any(value.alias_info for value in func._schema.returns):
+            self.operations += 1
+            leaves = torch.utils._pytree.tree_leaves([args, kwargs, out])
+            self.bytes += sum(x.numel() * x.element_size() for x in leaves if isinstance(x, torch.Tensor))
+        return out
+
+
+def operand(rows: int, columns: int) -> None:
+    """One operand of a linear, as fp8_monitor and the guard share it."""
+    x = torch.empty(rows, columns, dtype=torch.bfloat16, device="meta")
+    scale = torch.empty((), device="meta")
+    measure(x, Quantized(x.to(torch.float8_e4m3fn), scale, None, E4M3, scale))
+
+
+def role(features: list[int]) -> None:
+    """What kurtosis_monitor does with one role."""
+    tokens = None
+    for count in features:
+        x = torch.empty(1, TOKENS, count, dtype=torch.bfloat16, device="meta")
+        tokens = sample_tokens(x, 2) if tokens is None else tokens
+        s2, s4, _ = row_sums(x, 2, tokens)
+    assert tokens is not None
+    kurtosis_per_token(s2, s4, sum(features), tokens.weight)
+    kurtosis_per_sample(s2, s4, sum(features), tokens.weight)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--interval", type=int, default=10)
+    parser.add_argument("--bandwidth", type=float, default=2.8e12, help="bytes a second that are reached")
+    parser.add_argument("--flops", type=float, default=4e14, help="operations a second that training reaches")
+    args = parser.parse_args()
+    # 6 a parameter and token, and causal attention.
+    step = (6 * PARAMETERS * TOKENS + 6 * LAYERS * TOKENS**2 * WIDTH) / args.flops
+    parts = {
+        "fp8_monitor and divergence_guard": lambda: [
+            operand(rows, columns) for k, n in LINEARS for rows, columns in ((TOKENS, k), (n, k), (TOKENS, n))
+        ],
+        "kurtosis_monitor": lambda: [role(features) for features in ROLES],
+    }
+    print(f"one microbatch of {TOKENS} tokens, a step of {step * 1e3:.0f} ms, interval {args.interval}")
+    for name, run in parts.items():
+        run()  # what is made once
+        with Traffic() as traffic:
+            run()
+        moved = LAYERS * traffic.bytes
+        # The cast that makes the FP8 tensor is the layer's own.
+        if name.startswith("fp8"):
+            moved -= LAYERS * sum(3 * (TOKENS * k + n * k + TOKENS * n) for k, n in LINEARS)
+        share = moved / args.bandwidth / args.interval / step
+        print(f"  {name:34s}{moved / 1e9:8.0f} GB  {share:7.2%}  {LAYERS * traffic.operations:8d} operations")
+
+
+if __name__ == "__main__":
+    main()
