@@ -19,7 +19,7 @@ from foundry_fp8.numerics.quantize import Quantized
 
 __all__ = ["FIELDS", "SAMPLE", "Sample", "moments", "quantisation", "rounding_noise", "sample_rows", "spread"]
 
-SAMPLE = 256
+SAMPLE = 128
 """Rows of a large tensor that are looked at."""
 
 FIELDS = (
@@ -45,11 +45,13 @@ class Sample:
     Attributes:
         rows: Their indices ``[n]``; ``None`` for all.
         weight: How many rows of the tensor each stands for, float64 ``[n]``.
+        amaxes: max |x| of each, float32 ``[n]``.
         amax: max |x| over the whole tensor, 0-d float32.
     """
 
     rows: Tensor | None
     weight: Tensor
+    amaxes: Tensor
     amax: Tensor
 
     def take(self, x: Tensor) -> Tensor:
@@ -76,14 +78,13 @@ def spread(count: int, sample: int, device: torch.device) -> tuple[Tensor, Tenso
 def sample_rows(x: Tensor) -> Sample:
     """Which rows of ``x`` ``[R, C]``, hp, to look at. Reads ``x`` twice for their amaxes and allocates nothing of its size."""
     x = x.detach()
-    amaxes = torch.maximum(x.amax(1), -x.amin(1))
-    amax = amaxes.amax().float()
+    amaxes = torch.maximum(x.amax(1), -x.amin(1)).float()
+    amax, largest = amaxes.max(0)  # NaN is the largest
     if len(x) <= SAMPLE:
-        return Sample(None, torch.ones(len(x), dtype=torch.float64, device=x.device), amax)
+        return Sample(None, _ones(len(x), x.device), amaxes, amax)
     rows, weight = spread(len(x), SAMPLE, x.device)
-    return Sample(
-        torch.cat([rows, amaxes.argmax()[None]]), weight, amax
-    )  # argmax takes a NaN for the largest
+    rows = torch.cat([rows, largest[None]])
+    return Sample(rows, weight, amaxes.index_select(0, rows), amax)
 
 
 def moments(x: Tensor, sample: Sample) -> Tensor:
@@ -96,7 +97,10 @@ def moments(x: Tensor, sample: Sample) -> Tensor:
         x: ``[R, C]``, hp.
         sample: :func:`sample_rows` of it.
     """
-    return torch.stack(_moments(*_near_one(sample.take(x.detach())), sample))
+    rows = sample.take(x.detach()).float()
+    factor, back = _near_one(sample)
+    found = _weighted(sample, *_moments((rows * factor).square(), back))
+    return torch.cat([sample.amax.double()[None], _in_order(found, sample, rows.shape[1])])
 
 
 def quantisation(x: Tensor, q: Quantized, sample: Sample) -> Tensor:
@@ -111,32 +115,26 @@ def quantisation(x: Tensor, q: Quantized, sample: Sample) -> Tensor:
         q: What became of it.
         sample: :func:`sample_rows` of ``x``.
     """
-    rows = sample.take(x.detach())
+    rows = sample.take(x.detach()).float()
     data = sample.take(q.data).float()
-    near, exponent = _near_one(rows)
-    scale_inv = _per_element(q, q.scale_inv, sample, rows.shape[1])
+    factor, back = _near_one(sample)
+    columns = rows.shape[1]
+    scale_inv = _per_element(q, q.scale_inv, sample, columns)
     # Half a step above the maximum still rounds to it: 464 for E4M3, 61440 for E5M2.
     limit = q.fmt.max + {448.0: 16.0, 57344.0: 4096.0}.get(q.fmt.max, 0.0)
-    saturated = (rows.float().abs() > scale_inv * limit).sum(1)
+    saturated = (rows.abs() > scale_inv * limit).sum(1)
     flushed = data.eq(0).logical_and_(rows).sum(1)
-    gemm_scale = _per_element(q, q.gemm_scale, sample, rows.shape[1])
-    error = torch.addcmul(near, data, torch.ldexp(gemm_scale, -exponent), value=-1.0).square().sum(1).double()
-    sums = _moments(near, exponent, sample)
-    s2 = near.square().sum(1).double()
-    weight = sample.weight
+    near = rows.mul_(factor) if rows.data_ptr() != x.data_ptr() else rows * factor
+    gemm_scale = _per_element(q, q.gemm_scale, sample, columns)
+    squares = near.square()
+    error = near.addcmul_(data, gemm_scale * factor, value=-1.0).square_().sum(1).double()
+    s2, *others = _moments(squares, back)
+    lost = torch.where(s2 != 0, error * back / s2, 0.0)
+    found = _weighted(sample, s2, *others, saturated, flushed, error * back, lost)
     # Not [argmax()]: an index of one element is read by the host, which would wait for the device.
-    largest = q.scale_inv.flatten().gather(0, q.amax.flatten().argmax(0, keepdim=True))[0]
-    return torch.stack(
-        [
-            q.amax.max().double(),  # without the NaN that the tensor may hold
-            *sums[1:],
-            1.0 / largest.double(),
-            (saturated * weight).sum(),
-            (flushed * weight).sum(),
-            (error * _back(exponent) * weight).sum(),
-            (torch.where(s2 != 0, error / s2, 0.0) * weight).sum(),
-        ]
-    )
+    largest = q.scale_inv.flatten().gather(0, q.amax.flatten().argmax(0, keepdim=True))
+    amax = q.amax.max()[None]  # without the NaN that the tensor may hold
+    return torch.cat([amax.double(), _in_order(found, sample, columns), 1.0 / largest.double(), found[4:]])
 
 
 def rounding_noise(fmt: Float8Format) -> float:
@@ -154,35 +152,38 @@ def _step(fmt: Float8Format) -> float:
     return fmt.min_subnormal / fmt.min_normal
 
 
-def _near_one(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row brought near 1 by a power of two, float32, and the exponents that were taken out, ``[n, 1]``.
+@functools.lru_cache(maxsize=256)
+def _ones(count: int, device: torch.device) -> Tensor:
+    return torch.ones(count, dtype=torch.float64, device=device)
 
-    A gradient of 1e-12 has a fourth power that float32 does not hold. A row with NaN or Inf keeps exponent 0.
+
+def _near_one(sample: Sample) -> tuple[Tensor, Tensor]:
+    """The powers of two that bring each row near 1, float32 ``[n, 1]``, and what its squares are multiplied with to be those of the
+    row again, float64 ``[n]``.
+
+    A gradient of 1e-12 has a fourth power that float32 does not hold. A row with NaN or Inf keeps 1.
     """
-    wide = rows.float()
-    exponent = torch.frexp(torch.maximum(wide.amax(1, True), -wide.amin(1, True)))[1].clamp(-126, 126)
-    return torch.ldexp(wide, -exponent), exponent
+    exponent = torch.frexp(sample.amaxes)[1].clamp(-126, 126)
+    factor = torch.ldexp(torch.ones_like(sample.amaxes), -exponent)
+    return factor[:, None], factor.double().square().reciprocal()
 
 
-def _back(exponent: Tensor) -> Tensor:
-    """What squares of :func:`_near_one` are multiplied with to be those of the rows, float64 ``[n]``."""
-    return torch.exp2(2.0 * exponent[:, 0].double())
-
-
-def _moments(near: Tensor, exponent: Tensor, sample: Sample) -> list[Tensor]:
-    squares = near.square()
+def _moments(squares: Tensor, back: Tensor) -> list[Tensor]:
+    """Of each row, from the squares of it near 1: sum of squares, of fourth powers, kurtosis, and whether it is not all zero."""
     s2, s4 = squares.sum(1).double(), squares.square().sum(1).double()
-    back, weight = _back(exponent), sample.weight
     counted = s2 != 0  # true for NaN
-    kurtosis = torch.where(counted, near.shape[1] * s4 / s2.square(), 0.0)
-    return [
-        sample.amax.double(),
-        (counted * weight).sum(),
-        weight.sum() * near.shape[1],
-        (s2 * back * weight).sum(),
-        (s4 * back.square() * weight).sum(),
-        (kurtosis * weight).sum(),
-    ]
+    kurtosis = torch.where(counted, squares.shape[1] * s4 / s2.square(), 0.0)
+    return [s2 * back, s4 * back.square(), kurtosis, counted]
+
+
+def _weighted(sample: Sample, *of_rows: Tensor) -> Tensor:
+    """Each ``[n]`` summed over the whole tensor, float64."""
+    return torch.stack([values.double() for values in of_rows]) @ sample.weight
+
+
+def _in_order(found: Tensor, sample: Sample, columns: int) -> Tensor:
+    """Tokens, elements, s2, s4, kurtosis, as :data:`FIELDS` has them."""
+    return torch.stack([found[3], sample.weight.sum() * columns, found[0], found[1], found[2]])
 
 
 def _per_element(q: Quantized, per_block: Tensor, sample: Sample, columns: int) -> Tensor:

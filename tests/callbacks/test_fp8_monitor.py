@@ -44,7 +44,7 @@ def test_flushed_counts_nonzeros_that_became_zero():
 @pytest.mark.parametrize("kind", ["tensor", "block", "mx"])
 def test_sqnr_and_scale_against_float64(kind):
     torch.manual_seed(0)
-    x = torch.randn(160, 256) * torch.logspace(-2, 2, 160)[:, None]
+    x = torch.randn(128, 256) * torch.logspace(-2, 2, 128)[:, None]
     scale = scale_from_amax(amax_of(x), E4M3)
     q = {
         "tensor": lambda: quantize_tensor(x, scale, E4M3),

@@ -6,6 +6,7 @@ amax of the due batch before, which is what a promotion would begin its history 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -66,7 +67,7 @@ def tensorwise(x: Tensor, sample: Sample, scale: Tensor, fmt: Float8Format) -> T
 
 
 def _of_rows(q: Quantized, rows: Tensor, sample: Sample, fmt: Float8Format) -> Tensor:
-    return with_format(quantisation(rows, q, Sample(None, sample.weight, sample.amax)), fmt)
+    return with_format(quantisation(rows, q, dataclasses.replace(sample, rows=None)), fmt)
 
 
 class LinearShadow:
