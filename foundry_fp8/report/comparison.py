@@ -21,8 +21,8 @@ from foundry_fp8.report.run import FINAL_SHARE, HIGH_PRECISION, Run
 
 __all__ = [
     "COLUMNS",
-    "UNKNOWN",
     "GUARD_EVENTS",
+    "UNKNOWN",
     "PercentOf",
     "Row",
     "baseline_of",

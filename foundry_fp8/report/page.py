@@ -13,8 +13,8 @@ from foundry_fp8.report.across import scored
 from foundry_fp8.report.charts import CHARTS, as_html, script
 from foundry_fp8.report.comparison import (
     COLUMNS,
-    UNKNOWN,
     GUARD_EVENTS,
+    UNKNOWN,
     Row,
     config_differences,
     explain,
