@@ -33,7 +33,9 @@ def wrong(case: Case, ranks: list[dict]) -> list[str]:
         ]
         for index, step in enumerate(rank["steps"]):
             before = rank["steps"][index - 1]["errors"] if index else {}
-            found += [f"rank {number}, step {index}: {text}" for text in _beyond(case, step["errors"], before)]
+            found += [
+                f"rank {number}, step {index}: {text}" for text in _beyond(case, step["errors"], before)
+            ]
             if not step["update"] < 1e-5:
                 found.append(f"rank {number}, step {index}: weights moved otherwise by {step['update']:.1e}")
         found += _numerics(case, rank["numerics"])

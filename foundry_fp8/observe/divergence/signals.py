@@ -32,11 +32,12 @@ class Rule:
 
 
 DAMAGE: dict[str, Rule] = {
-    "flushed": Rule(floor=0.04, ratio=4.0, drift=4.0, sick=0.5),
+    "flushed": Rule(floor=5e-3, ratio=4.0, drift=4.0, sick=0.5),
+    "flushed_gradient": Rule(floor=0.04, ratio=4.0, drift=4.0, sick=0.5),
     "noise": Rule(floor=2.0, ratio=4.0, drift=4.0, sick=64.0),
     "logit_noise": Rule(floor=0.25, ratio=4.0, drift=4.0, sick=1.0),
 }
-"""By operand: the share of its elements that become zero, and what is lost of a token in units of what rounding alone takes
+"""By operand: the share of its elements that become zero (of gradients healthy runs lose some percent), and what is lost of a token in units of what rounding alone takes
 (:class:`~foundry_fp8.observe.operand_health.Health`). Saturation damages by what it cuts off, which is in the second. By attention: the error of its logits
 (:func:`~foundry_fp8.observe.divergence.attention_watch.logit_noise`)."""
 

@@ -179,7 +179,7 @@ class _Found:
     def health(self, into: dict[tuple[str, str, str], float], unit: str, name: str, operand: str, row: list[float]) -> None:  # fmt: skip
         """One operand's row."""
         health = summarise(row)
-        into[name, operand, "flushed"], into[name, operand, "noise"] = health.flushed, health.noise
+        into[name, operand, _flushed(operand)], into[name, operand, "noise"] = health.flushed, health.noise
         if operand in ("x", "q", "k", "v"):
             self.outliers(unit, row)
         # Gradients vary from batch to batch, so a delayed scale clips some in healthy runs.
@@ -223,8 +223,12 @@ def together(rows: Sequence[Sequence[float]], columns: Columns) -> Observed:
     return Observed(loss=loss, signs=signs, amax=parts[0], damage=parts[1], shadow=parts[2])
 
 
+def _flushed(operand: str) -> str:
+    return "flushed_gradient" if operand == "dy" else "flushed"
+
+
 def _damage_of(target: str, ladder: Ladder) -> list[tuple[str, str, str]]:
-    found = [(target, operand, name) for operand in ladder.operands for name in ("flushed", "noise")]
+    found = [(target, operand, name) for operand in ladder.operands for name in (_flushed(operand), "noise")]
     return found if isinstance(ladder.module, FP8Linear) else [*found, (target, "qk", "logit_noise")]
 
 

@@ -110,7 +110,7 @@ def test_a_value_that_is_not_finite_is_an_alarm_at_once_and_teaches_nothing():
 def test_differences_below_the_floor_mean_nothing():
     watched = Signal(DAMAGE["flushed"])
     feed(watched, [1e-9] * 20)
-    assert not any(feed(watched, [1e-12, 0.039] * 10))
+    assert not any(feed(watched, [1e-12, 4.9e-3] * 10))
     assert any(feed(watched, [0.4] * 2))
 
 
