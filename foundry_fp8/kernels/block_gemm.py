@@ -98,8 +98,8 @@ def block_gemm(
     out = torch.empty((m, n), dtype=out_dtype, device=a.device)
 
     def run(config: GemmConfig) -> None:
-        tiles = triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)
-        programs = min(tiles, _processors(a.device))
+        # The same for every number of tokens, as the compiler is told it; where there are fewer tiles, some have nothing to do.
+        programs = _processors(a.device)
         _block_gemm_kernel[(programs,)](
             a,
             a_scale,
@@ -122,7 +122,10 @@ def block_gemm(
             num_stages=config.num_stages,
         )
 
-    run(_choose(run, (m.bit_length(), n, a.shape[1], a.dtype, b.dtype, out_dtype, square_b, a.device)))
+    # The dimension that holds tokens counts by its power of two, so that a length that was not seen before is not timed again:
+    # it is what wgrad contracts (its b has no squares), and the rows of the others' results.
+    sizes = (m.bit_length(), n, a.shape[1]) if square_b else (m, n, a.shape[1].bit_length())
+    run(_choose(run, (*sizes, a.dtype, b.dtype, out_dtype, square_b, a.device)))
     return out
 
 

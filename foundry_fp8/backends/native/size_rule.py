@@ -7,9 +7,15 @@ weight costs ``1 / M`` of that and launches cost nothing on large inputs, so bot
 The rates are what H100 GEMMs and copies are known to reach, not vendor peaks and not measured by this package; the ratio
 of the three is much the same on H200. With them the break-even is 528 for current scaling: square layers from 1056 on,
 Llama-3 8B's 4096 x 1024 key and value projections (819) included.
+
+The block GEMM is this package's Triton kernel. From its compiled code (a serial loop, one or two thread blocks a multiprocessor) and from
+what a like kernel is known to reach on an H100 (torchao's, 1 x 128 by 128 x 128, at most 399 TFLOPS), it is slower than BF16's GEMM, so
+no layer gains by it.
 """
 
 from __future__ import annotations
+
+import math
 
 from foundry_fp8.numerics.recipes import BlockScaling, CurrentScaling, Recipe
 
@@ -17,15 +23,17 @@ __all__ = ["break_even", "size_reason"]
 
 BF16_FLOPS = 600e12
 FP8_FLOPS = 1100e12
-BLOCK_FP8_FLOPS = 850e12
-"""The block-scaled kernel spends more on promotion."""
+BLOCK_FP8_FLOPS = 525e12
+"""The block-scaled kernel: the middle of 400 to 650 TFLOPS, read off its compiled code; not measured."""
 BANDWIDTH = 2.5e12
 """Bytes a second."""
 
 
 def break_even(recipe: Recipe) -> float:
-    """The ``N K / (N + K)`` above which ``recipe`` is predicted to be faster than BF16."""
+    """The ``N K / (N + K)`` above which ``recipe`` is predicted to be faster than BF16; infinite if it is at no size."""
     fp8 = BLOCK_FP8_FLOPS if isinstance(recipe, BlockScaling) else FP8_FLOPS
+    if fp8 <= BF16_FLOPS:
+        return math.inf
     # An element of bf16 is read once, and once more for the amax of current scaling; two FP8 layouts are written.
     single_pass = not isinstance(recipe, CurrentScaling)
     moved = 2 + 2 if single_pass else 4 + 2
@@ -38,6 +46,11 @@ def size_reason(recipe: Recipe, in_features: int, out_features: int) -> str | No
     least = break_even(recipe)
     if size >= least:
         return None
+    if least == math.inf:
+        return (
+            f"the {recipe.name} recipe's GEMMs are predicted to be slower than BF16's on this backend. Name the recipe instead of "
+            "auto to convert it anyway"
+        )
     return (
         f"too small to gain: {in_features} x {out_features} has in * out / (in + out) = {size:.0f}, and the "
         f"{recipe.name} recipe breaks even at about {least:.0f}. Name the recipe instead of auto to convert it anyway"

@@ -151,6 +151,10 @@ def test_size_rule(k, n, gains):
         assert f"{k} x {n}" in reason and "Name the recipe instead of auto" in reason
 
 
+def test_block_is_never_worth_it_while_its_gemm_is_slower():
+    assert "slower than BF16's" in size_reason(BlockScaling(), 16384, 53248)
+
+
 def test_break_even_orders_the_recipes():
     """Fewer bytes moved, earlier gain; a slower GEMM, later."""
     assert break_even(DelayedScaling()) < break_even(CurrentScaling()) and break_even(
