@@ -8,7 +8,12 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from foundry_fp8.cli.plan_communication import workload_of
+from foundry_fp8.cli.plan_memory import plan_yaml
+from foundry_fp8.config import parse_bytes
 from foundry_fp8.layers.linear import FP8Linear
+from foundry_fp8.planning.communication.machines import GPUS, NETWORKS
+from foundry_fp8.planning.communication.step import plan_communication
 from foundry_fp8.surgery.apply import apply_fp8
 from foundry_fp8.surgery.left_out import ADAPTER, HEAD, ROUTER
 from foundry_fp8.surgery.linears import IN_KEPT_BLOCK
@@ -179,6 +184,15 @@ def test_foundry_takes_the_yaml_and_its_model_converts(path, folders):
     assert len(report.converted) == per_block * (layers - kept)
     assert not {*report.skipped.values()} - {HEAD, ROUTER, ADAPTER, IN_KEPT_BLOCK}
 
+    # The network at the stated cluster, without compression and with it: somewhere it fits, and most of the time computes.
+    rows = plan_communication(
+        workload_of(OmegaConf.to_container(config, resolve=True), model),
+        [gpus_of(path)],
+        GPUS["h100-sxm"],
+        NETWORKS["h100-3200g"],
+    )
+    assert max(row["efficiency"] for row in rows if row["fits"]) > 0.3
+
     # At the stated cluster: float32 parameters, gradients and two moments of what is trained, over a shard group.
     planned = re.search(r"^# Planned for (?:1 to )?(\d+) nodes? of 8 H100 80GB", path.read_text(), re.M)
     if path in WHOLE_RUNS:
@@ -189,6 +203,30 @@ def test_foundry_takes_the_yaml_and_its_model_converts(path, folders):
         assert 16 * parameters / ranks < 0.6 * 80e9
         per_step = 8 * int(planned[1]) * config.device_train_microbatch_size
         assert config.global_train_batch_size % per_step == 0
+
+
+def gpus_of(path):
+    """Of the cluster that the YAML names; eight where it names none."""
+    planned = re.search(r"^# Planned for (?:1 to )?(\d+) nodes? of 8 H100 80GB", path.read_text(), re.M)
+    return 8 * int(planned[1]) if planned else 8
+
+
+@pytest.mark.parametrize(
+    "path", each([path for path in ALL if path.parent.name != "demo"], lambda stem: False)
+)
+def test_a_rank_of_the_stated_cluster_holds_the_run(path, folders, tmp_path):
+    """From one CPU, nothing allocated: a plan within 95 % of 80 GB, everything but activations where arithmetic puts it."""
+    run = tmp_path / path.name
+    config = load(path, folders)
+    if OmegaConf.select(config, "model.attn_config.attn_impl") is not None:
+        config.model.attn_config.attn_impl = "flash"  # as the YAML has it: a plan needs no GPU for that
+    OmegaConf.save(config, run)
+    said = plan_yaml(
+        run, budget=None, microbatch=None, device="", compression="none", world_size=gpus_of(path)
+    )
+    peak, limit = re.search(r"predicted peak (.*?) of (.*?),", said).groups()
+    assert parse_bytes(peak, "peak") <= parse_bytes(limit, "limit") * 1.001
+    assert "ranks by arithmetic" in said
 
 
 # A block's share of a model's width, not of its depth: targets count blocks.

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from foundry_fp8.cli.cluster import shard_of
 from foundry_fp8.cli.yaml_model import build_yaml_model, read_yaml
 from foundry_fp8.config import ConfigError, check_choice, from_mapping
 from foundry_fp8.distributed.compression.config import KEY as COMPRESSION
@@ -19,7 +21,7 @@ from foundry_fp8.planning.communication.nccl_tests import with_logs
 from foundry_fp8.planning.communication.published import check_published, skill
 from foundry_fp8.planning.communication.step import Workload, plan_communication
 
-__all__ = ["communication"]
+__all__ = ["communication", "workload_of"]
 
 
 def communication(
@@ -57,10 +59,12 @@ def communication(
         check_choice("--network", network, tuple(NETWORKS))
         constants = _override(with_logs(NETWORKS[network], nccl_tests or []), set_ or [])
         if parameters is not None:
-            work = Workload(parameters=parameters, units=units, tokens=tokens or 8192)
+            work = Workload(parameters=parameters, units=units, tokens=8192 if tokens is None else tokens)
         elif yaml is not None:
-            work = _workload_of(yaml)
-            work = work if tokens is None else dataclasses.replace(work, tokens=tokens)
+            config = read_yaml(yaml)
+            for count in _counts(gpus):
+                shard_of(config, count, "--gpus")
+            work = workload_of(config, build_yaml_model(config, "meta"), tokens)
         else:
             raise ConfigError("Give a training YAML, or --parameters.")
         work = dataclasses.replace(work, mfu=mfu, microbatches=microbatches)
@@ -126,17 +130,23 @@ def _override(network: Network, pairs: list[str]) -> Network:
     return dataclasses.replace(network, **changes)
 
 
-def _workload_of(path: Path) -> Workload:
-    """The YAML's model, built on the meta device, and what the YAML says of its step on a GPU.
+def workload_of(config: Mapping[str, Any], model: Any, tokens: int | None = None) -> Workload:
+    """What a YAML says of its step on a GPU.
 
-    ``device_train_microbatch_size`` sequences a step, 1 where it is ``auto``.
+    Args:
+        config: Resolved.
+        model: Its model, on any device.
+        tokens: A GPU and step; by default ``device_train_microbatch_size`` sequences.
+
+    Raises:
+        ConfigError: That is no number.
     """
     from foundry_fp8.model_structure.blocks import transformer_blocks
     from foundry_fp8.observe.flops.attention import attended_pairs, attention_shapes
 
-    config = read_yaml(path)
-    model = build_yaml_model(config, "meta")
     microbatch, length = config.get("device_train_microbatch_size"), config["max_seq_len"]
+    if tokens is None and not isinstance(microbatch, int):
+        raise ConfigError(f"device_train_microbatch_size: {microbatch!r} is not a number; give --tokens.")
     fsdp = config.get("fsdp_config") or {}
     compression = (config.get("algorithms") or {}).get("compressed_communication")
     attention = sum(
@@ -146,7 +156,7 @@ def _workload_of(path: Path) -> Workload:
     return Workload(
         parameters=float(sum(p.numel() for p in model.parameters())),
         units=max(1, len(transformer_blocks(model))),
-        tokens=(microbatch if isinstance(microbatch, int) else 1) * length,
+        tokens=microbatch * length if tokens is None else tokens,
         attention_flops=3 * attention / length,
         sharding="SHARD_GRAD_OP" if fsdp.get("sharding_strategy") == "SHARD_GRAD_OP" else "FULL_SHARD",
         gradient_bytes=2 if fsdp.get("mixed_precision") == "PURE" else 4,

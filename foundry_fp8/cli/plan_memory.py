@@ -2,7 +2,7 @@
 
 The model of the YAML is built here and one microbatch of random tokens is measured. For a model that does not fit on this
 machine there is ``--device fake``: nothing is allocated, bytes are counted, seconds come from a cost model; of compression
-only the ``exact`` format is offered there.
+only the ``exact`` format is offered there. ``--world-size`` answers so for a rank of a cluster, sharding by arithmetic.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 import typer
 from torch import Tensor
 
+from foundry_fp8.cli.cluster import cluster_of, limit_of
 from foundry_fp8.cli.yaml_model import build_yaml_model, read_yaml
 from foundry_fp8.compat.fake_tensor import FakeTensor, FakeTensorMode
 from foundry_fp8.config import ConfigError, Positive, accept, check_choice, format_bytes
@@ -44,6 +45,21 @@ def memory(
             help="none, exact, int8, e4m3 or int4; by default what the YAML's algorithm says, else exact."
         ),
     ] = None,
+    world_size: Annotated[
+        int | None,
+        typer.Option(
+            help="Plan for a rank of so many, on the YAML's sharding, from this machine (device fake)."
+        ),
+    ] = None,
+    sharding: Annotated[
+        str | None,
+        typer.Option(
+            help="With --world-size: FULL_SHARD, SHARD_GRAD_OP or NO_SHARD; by default the YAML's fsdp_config."
+        ),
+    ] = None,
+    gpu: Annotated[
+        str, typer.Option(help="With --world-size: the GPU whose memory is the budget where none is given.")
+    ] = "h100",
 ) -> None:
     """Print a table of what each block could do, the plan, and the YAML that pins it."""
     try:
@@ -55,6 +71,9 @@ def memory(
                 device=device,
                 compression=compression,
                 accumulate=accumulate,
+                world_size=world_size,
+                sharding=sharding,
+                gpu=gpu,
             )
         )
     except ConfigError as error:
@@ -70,6 +89,9 @@ def plan_yaml(
     device: str,
     compression: str | None = None,
     accumulate: bool = True,
+    world_size: int | None = None,
+    sharding: str | None = None,
+    gpu: str = "h100",
 ) -> str:
     """The plan for the run in ``path``, as text.
 
@@ -80,15 +102,24 @@ def plan_yaml(
         device: ``cpu``, ``cuda`` or ``fake``; by default the GPU if there is one.
         compression: What the plan may use beside checkpoints; by default the YAML's own, else ``exact``.
         accumulate: Whether a step has several microbatches.
+        world_size: Ranks to plan for, nothing allocated here; by default the one device.
+        sharding: With ``world_size``: FSDP's strategy, by default the YAML's.
+        gpu: With ``world_size``: whose memory the budget is where there is none.
     """
     from foundry_fp8.activations.checkpointing.apply import PlannedCompression
+    from foundry_fp8.planning.memory.cluster import on_cluster
     from foundry_fp8.planning.memory.flash_bytes import hold_flash_bytes
     from foundry_fp8.planning.memory.measure import CostModel
-    from foundry_fp8.planning.memory.planner import plan_memory
+    from foundry_fp8.planning.memory.planner import choose, measure, plan_memory
 
     config = read_yaml(path)
     own = (config.get("algorithms") or {}).get("activation_checkpointing") or {}
+    if sharding is not None and world_size is None:
+        raise ConfigError("--sharding: a strategy for ranks; give --world-size too.")
+    cluster = None if world_size is None else cluster_of(config, world_size, sharding)
     limit = _budget(budget) if budget is not None else own.get("budget")
+    if limit is None and cluster is not None:
+        limit = limit_of(gpu)
     if limit is None:
         raise ConfigError(
             "--budget: the YAML's activation_checkpointing has no budget either; give one, such as 0.5."
@@ -100,6 +131,16 @@ def plan_yaml(
                 f"device_train_microbatch_size: {microbatch!r} is not a number; give --microbatch."
             )
     accept(Positive, microbatch, "--microbatch")
+    if cluster is not None:
+        if device not in ("", "fake"):
+            raise ConfigError(
+                f"--device: {device!r} with --world-size. A cluster is planned with fake alone."
+            )
+        if limit == "fit":
+            raise ConfigError(
+                "--budget: fit asks a GPU of this machine. With --world-size give a size, such as 76GiB."
+            )
+        device = "fake"
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     check_choice("--device", device, ("cpu", "cuda", "fake"))
     dry = device == "fake"
@@ -116,6 +157,8 @@ def plan_yaml(
     if stand_in:
         hold_flash_bytes(model)
     state_bytes = _optimizer_bytes(model, config)
+    if cluster is not None and cluster.gathered == 2:
+        model.to(torch.bfloat16)  # what FSDP gathers under mixed precision
     with FakeTensorMode(allow_non_fake_inputs=True) if dry else contextlib.nullcontext():
         if dry:
             model.to_empty(device=where)
@@ -125,15 +168,20 @@ def plan_yaml(
         else:
             model.to(where)
         loss_fn = _prepare(model, config, microbatch, where)
-        plan = plan_memory(
-            model,
-            loss_fn,
-            budget=limit,
-            compression=kinds,
-            optimizer_bytes=state_bytes,
-            accumulates=accumulate,
-            cost_model=CostModel() if dry else None,
-        )
+        if cluster is None:
+            plan = plan_memory(
+                model,
+                loss_fn,
+                budget=limit,
+                compression=kinds,
+                optimizer_bytes=state_bytes,
+                accumulates=accumulate,
+                cost_model=CostModel() if dry else None,
+            )
+        else:
+            alone = measure(model, loss_fn, compression=kinds, cost_model=CostModel())
+            sharded = on_cluster(alone, model, cluster, optimizer_bytes=state_bytes, accumulates=accumulate)
+            plan = choose(sharded, limit)
     note = "attention holds flash attention's bytes, at other seconds\n" if stand_in else ""
     return (
         f"{path.name}: {microbatch} x {config['max_seq_len']} tokens, parameters and optimizer state "

@@ -47,9 +47,8 @@ def check_run(path: Path, hardware: Hardware) -> list[Finding]:
     found = [*_parts(config), *_clashes(config), *_ranks(config, hardware)]
     try:
         model = build_yaml_model(config, "meta")
-    except Exception as error:  # Foundry, transformers and PEFT raise what they like
-        remedy = "From a hub that this machine does not reach, give a local folder with config.json and the tokenizer."
-        found.append(Finding("model", "error", f"it cannot be built: {_first_line(error)}. {remedy}"))
+    except ConfigError as error:
+        found.append(Finding("model", "error", str(error).removeprefix("model: ")))
         return found
     found += _attention_kernel(config)
     found += _memory(config, model, hardware)

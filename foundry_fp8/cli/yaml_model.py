@@ -22,6 +22,14 @@ class _Read(Config):
     algorithms: Mapping[Text, Mapping[Text, Any] | None] | None = None
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Tokenizer(Config):
+    """What a Hugging Face model is built with."""
+
+    name: Text
+    kwargs: Mapping[Text, Any] | None = None
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
     """The YAML in ``path``, resolved.
 
@@ -56,6 +64,9 @@ def build_yaml_model(config: dict[str, Any], init_device: str) -> Any:
 
     Returns:
         The ComposerModel.
+
+    Raises:
+        ConfigError: It cannot be built: a hub that is not reached, a key that is wrong.
     """
     from llmfoundry.utils.builders import build_composer_model, build_tokenizer
     from llmfoundry.utils.registry_utils import import_file
@@ -66,9 +77,21 @@ def build_yaml_model(config: dict[str, Any], init_device: str) -> Any:
     options = {k: v for k, v in config["model"].items() if k not in ("name", "init_device")}
     tokenizer = None
     if name == "hf_causal_lm":
-        wanted = config["tokenizer"]
-        tokenizer = build_tokenizer(wanted["name"], wanted.get("kwargs") or {})
         options["pretrained"] = False  # its default is true, and a folder may hold a config.json alone
     elif name == "mpt_causal_lm":
         options["loss_fn"] = "torch_crossentropy"  # the default is a kernel that only a GPU has
-    return build_composer_model(name=name, cfg={**options, "init_device": init_device}, tokenizer=tokenizer)
+    try:
+        if name == "hf_causal_lm":
+            wanted = from_mapping(_Tokenizer, config.get("tokenizer") or {}, "tokenizer")
+            tokenizer = build_tokenizer(wanted.name, dict(wanted.kwargs or {}))
+        return build_composer_model(
+            name=name, cfg={**options, "init_device": init_device}, tokenizer=tokenizer
+        )
+    except ConfigError:
+        raise
+    except Exception as error:  # Foundry, transformers and PEFT raise what they like
+        said = (str(error) or type(error).__name__).strip().splitlines()[0].rstrip(".")
+        raise ConfigError(
+            f"model: it cannot be built: {said}. From a hub that this machine does not reach, give a local folder with config.json and "
+            "the tokenizer."
+        ) from error

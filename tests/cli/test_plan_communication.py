@@ -1,9 +1,11 @@
 from pathlib import Path
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from foundry_fp8.cli.main import app
+from tests.cli.test_plan_memory import MPT
 
 
 def run(*arguments):
@@ -58,6 +60,13 @@ def test_a_log_of_nccl_tests_and_a_slow_network_change_the_plan(tmp_path):
         (["--parameters", "7e9", "--set", "acros_bus=1"], "across_bus"),
         (["--parameters", "7e9", "--set", "across_bus=fast"], "not a number"),
         (["--parameters", "7e15", "--gpus", "64"], "do not hold"),
+        (["--parameters", "7e9", "--gpus", "0"], "0 is not an integer of at least 2."),
+        (["--parameters", "7e9", "--gpus", "512..64"], "runs backwards. Write 64..512."),
+        (["--parameters", "nan"], "--parameters: nan is not a number of at least 1."),
+        (["--parameters", "7e9", "--tokens", "0"], "--tokens: 0 is not an integer of at least 1."),
+        (["--parameters", "7e9", "--units", "-1"], "--units: -1 is not an integer of at least 1."),
+        (["--parameters", "7e9", "--mfu", "nan"], "--mfu: nan is not a number above 0"),
+        (["--parameters", "7e9", "--set", "across_bus=-1"], "across_bus: -1 is not a number above 0."),
     ],
 )
 def test_bad_input_is_an_error_that_says_what_to_do(arguments, said):
@@ -67,9 +76,24 @@ def test_bad_input_is_an_error_that_says_what_to_do(arguments, said):
 
 
 @pytest.mark.integration
+@pytest.mark.parametrize(
+    ("changes", "options", "said"),
+    [
+        ({"algorithms": {"hybrid_sharding": {"shard": 8}}}, ["--gpus", "7"], "--gpus: 7 cannot be divided into shards of 8"),
+        ({"device_train_microbatch_size": "auto"}, ["--gpus", "8"], "device_train_microbatch_size: 'auto' is not a number; give --tokens."),
+    ],
+)  # fmt: skip
+def test_a_yaml_that_does_not_say_enough_is_refused_in_a_sentence(tmp_path, changes, options, said):
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump({**MPT, "fsdp_config": {}, **changes}))
+    result = run(str(file), *options)
+    assert result.exit_code == 2 and said in result.output
+
+
+@pytest.mark.integration
 def test_a_yaml_is_planned_without_its_tokenizer_and_without_a_gpu():
     pytest.importorskip("llmfoundry")
-    yaml = Path(__file__).parents[2] / "yamls/pretrain/mpt-125m.yaml"
-    result = run(str(yaml), "--gpus", "64")
+    path = Path(__file__).parents[2] / "yamls/pretrain/mpt-125m.yaml"
+    result = run(str(path), "--gpus", "64")
     assert result.exit_code == 0, result.output
     assert "0.13 B parameters in 12 units" in result.output

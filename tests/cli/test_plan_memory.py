@@ -1,3 +1,4 @@
+import json
 import re
 
 import pytest
@@ -59,3 +60,132 @@ def test_the_command_plans_an_mpt_yaml(tmp_path, monkeypatch):
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
     assert "attention holds flash attention's bytes" in done.output
+
+
+MPT = {"max_seq_len": 32, "device_train_microbatch_size": 2,
+       "model": {"name": "mpt_causal_lm", "d_model": 64, "n_heads": 2, "n_layers": 2, "expansion_ratio": 2, "max_seq_len": 32,
+                 "vocab_size": 128}}  # fmt: skip
+FSDP = {"fsdp_config": {"sharding_strategy": "FULL_SHARD"}}
+HUB = {"max_seq_len": 32, "device_train_microbatch_size": 1, "tokenizer": {"name": "/no/such/folder"},
+       "model": {"name": "hf_causal_lm", "pretrained_model_name_or_path": "/no/such/folder"}}  # fmt: skip
+FAKE = ["--device", "fake"]
+
+
+@pytest.mark.parametrize(
+    ("run", "options", "said"),
+    [
+        ({**MPT, "device_train_microbatch_size": "auto"}, ["--budget", "0.5"], "device_train_microbatch_size: 'auto' is not a number; give --microbatch."),
+        ({**MPT, "max_seq_len": None}, ["--budget", "0.5"], "max_seq_len: None is not"),
+        (MPT, FAKE, "--budget: the YAML's activation_checkpointing has no budget either; give one, such as 0.5."),
+        (MPT, ["--budget", "nan", *FAKE], "nan is not a size (20GiB)"),
+        (MPT, ["--budget", "-1", *FAKE], "-1.0 is not a size (20GiB)"),
+        (MPT, ["--budget", "1", "--microbatch", "0"], "--microbatch: 0 is not an integer of at least 1."),
+        (HUB, ["--budget", "1", *FAKE], "give a local folder with config.json and the tokenizer."),
+        ({k: v for k, v in HUB.items() if k != "tokenizer"}, ["--budget", "1", *FAKE], "tokenizer.name: missing."),
+        (MPT, ["--world-size", "0"], "--world-size: 0 is not an integer of at least 1."),
+        (MPT, ["--world-size", "-8"], "--world-size: -8 is not an integer of at least 1."),
+        ({**MPT, **FSDP, "algorithms": {"hybrid_sharding": {"shard": 8}}}, ["--world-size", "7"],
+         "--world-size: 7 cannot be divided into shards of 8, as algorithms.hybrid_sharding asks. Give a multiple of 8."),
+        (MPT, ["--world-size", "8", "--sharding", "FULLSHARD"], "Did you mean 'FULL_SHARD'?"),
+        (MPT, ["--sharding", "FULL_SHARD"], "--sharding: a strategy for ranks; give --world-size too."),
+        (MPT, ["--world-size", "8", "--gpu", "h10"], "Did you mean 'h100'?"),
+        (MPT, ["--world-size", "8", "--device", "cpu"], "A cluster is planned with fake alone."),
+        (MPT, ["--world-size", "8", "--budget", "fit"], "With --world-size give a size, such as 76GiB."),
+        ({**MPT, "fsdp_config": {"sharding_strategy": "FULL"}}, ["--world-size", "8"], "fsdp_config.sharding_strategy: 'FULL' is not one of"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path, run, options, said):
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(run))
+    done = CliRunner().invoke(app, ["plan", "memory", str(file), *options])
+    assert done.exit_code == 2, done.output
+    (line,) = [line for line in done.output.splitlines() if line.startswith("error: ")]
+    assert said in line
+    assert done.output.rstrip().endswith(line)  # nothing after it, no traceback
+
+
+def test_a_cluster_is_planned_from_one_cpu(tmp_path):
+    """Eight ranks hold an eighth of parameters, gradients and the named optimizer's states; the budget is the GPU's memory."""
+    held = {}
+    run = {**MPT, **FSDP, "precision": "amp_bf16", "optimizer": {"name": "decoupled_adamw", "lr": 1.0e-3}}
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(run))
+    for ranks, options in ((8, []), (64, []), (8, ["--sharding", "NO_SHARD", "--no-accumulate"])):
+        done = CliRunner().invoke(
+            app, ["plan", "memory", str(file), "--compression", "none", "--world-size", str(ranks), *options]
+        )
+        assert done.exit_code == 0, done.output
+        assert "of 70.78 GiB" in done.output and f"of {ranks} ranks by arithmetic" in done.output
+        held[ranks, bool(options)] = parse_bytes(re.search(r"optimizer state (.*)", done.output)[1], "held")
+    count = 128 * 64 + 32 * 64 + 2 * (4 * 64 * 64 + 2 * 2 * 64 * 64 + 4 * 64) + 64
+    assert held[8, False] == pytest.approx(16 * count / 8, rel=0.02)
+    assert held[64, False] == pytest.approx(16 * count / 64, rel=0.02)
+    assert held[8, True] == pytest.approx(16 * count, rel=0.02)  # parameters, two moments, DDP's buckets
+
+
+SMALL = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 512,
+    "max_position_embeddings": 64,
+}
+FIVE = {
+    "llama": {
+        "architectures": ["LlamaForCausalLM"],
+        "intermediate_size": 128,
+        "num_key_value_heads": 2,
+        **SMALL,
+    },
+    "mistral": {
+        "architectures": ["MistralForCausalLM"],
+        "intermediate_size": 128,
+        "num_key_value_heads": 2,
+        **SMALL,
+    },
+    "qwen2": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "intermediate_size": 128,
+        "num_key_value_heads": 2,
+        **SMALL,
+    },
+    "gpt_neox": {"architectures": ["GPTNeoXForCausalLM"], "intermediate_size": 128, **SMALL},
+    "gpt2": {
+        "architectures": ["GPT2LMHeadModel"],
+        "n_embd": 64,
+        "n_layer": 2,
+        "n_head": 4,
+        "vocab_size": 512,
+        "n_positions": 64,
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind == "llama" else pytest.mark.full) for kind in FIVE]
+)
+def test_a_folder_with_a_configuration_alone_is_planned(tmp_path, kind):
+    """No weights, whatever ``pretrained`` says; one device, a cluster, and the network."""
+    from foundry_fp8.data.tokenizer import train_tokenizer
+
+    folder = tmp_path / "model"
+    train_tokenizer(["a b c"], 300, folder)
+    (folder / "config.json").write_text(json.dumps({"model_type": kind, **FIVE[kind]}))
+    model = {
+        "name": "hf_causal_lm",
+        "pretrained": True,
+        "pretrained_model_name_or_path": str(folder),
+        "use_flash_attention_2": False,
+    }
+    run = {"max_seq_len": 32, "device_train_microbatch_size": 2, "precision": "amp_bf16", "model": model, "tokenizer": {"name": str(folder)},
+           "fsdp_config": {"mixed_precision": "PURE"}}  # fmt: skip
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(run))
+    fake = ["plan", "memory", str(file), "--compression", "none"]
+    for command in (
+        [*fake, "--device", "fake", "--budget", "1.0"],
+        [*fake, "--world-size", "8"],
+        ["plan", "communication", str(file), "--gpus", "8"],
+    ):
+        done = CliRunner().invoke(app, command)
+        assert done.exit_code == 0, done.output
