@@ -100,7 +100,7 @@ class FP8DotProductAttention(nn.Module):
         recipe: What runs now; ``None`` is high precision, which the caller runs itself. See :meth:`set_recipe`.
         configured_recipe: What the conversion asked for.
         evaluate: What a forward in ``eval()`` mode runs in.
-        slots: The delayed-scaling state by slot (:func:`attention_slots`).
+        slots: The delayed-scaling state by slot (:func:`attention_slots`), from the conversion.
         ledger: The GEMMs that ran. Both GEMMs of the forward count as fprop, the four of the backward as dgrad.
         probe: Called with every tensor quantised while it is set; for monitors.
         look: Called with what each forward multiplies while it is set, by the host too where that runs high precision.
@@ -169,9 +169,8 @@ class FP8DotProductAttention(nn.Module):
         """
         if mask.bias is not None and mask.bias.requires_grad:
             raise RuntimeError(f"{self.fqn}: FP8 attention has no gradient for a trainable attention bias.")
-        if self.slots:
-            state = next(iter(self.slots.values())).state
-            state.begin_layer(q.device, trains=self.training and torch.is_grad_enabled())
+        state = next(iter(self.slots.values())).state
+        state.begin_layer(q.device, trains=self.training and torch.is_grad_enabled())
         if self.look is not None:
             self.look(q, k, v, softmax_scale)
         # Counted before it runs: a recompute stops inside it, once it has what the backward needs.
@@ -191,13 +190,12 @@ class FP8DotProductAttention(nn.Module):
             return
         rows, keys, d = q.shape[0] * q.shape[1] * q.shape[2], k.shape[2], q.shape[3]
 
-        state = next(iter(self.slots.values())).state if self.slots else None
-        forward = None if state is None else state.in_force()
+        state = next(iter(self.slots.values())).state
+        forward = state.in_force()
 
         def record(_: Tensor) -> None:
             refuse_second_derivative(self.fqn)
-            if state is not None and forward is not None:
-                state.begin_backward(forward)
+            state.begin_backward(forward)
             for n, inner in ((keys, d), (d, keys), (d, keys), (d, keys)):  # dS, dQ, dK, dV
                 self.ledger.record("dgrad", rows, n, inner, "fp8")
 

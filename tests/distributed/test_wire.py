@@ -207,3 +207,11 @@ def test_a_seed_gives_the_same_codes_again_and_another_gives_others():
     assert not torch.equal(encode(x, wire, seed=5), encode(x, wire, seed=6))
     x[0, 3] = float("nan")
     assert decode(encode(x, wire, seed=5), wire, 1000)[0, :128].isnan().all()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_messages_without_elements_decode_to_nothing(name):
+    """A rank that owns only padding."""
+    wire = WireFormat(name=name, block_size=32, checksum=True)
+    message = encode(torch.zeros(2, 0), wire)
+    assert decode(message, wire, 0).shape == (2, 0) and decode_mean(message, wire, 0, 2).shape == (0,)

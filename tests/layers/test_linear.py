@@ -1,6 +1,7 @@
 """What an FP8 linear owes its owner and what it refuses, whoever runs it."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from foundry_fp8.config import ConfigError
+from foundry_fp8.layers.deferred_norm import refusal
 from foundry_fp8.layers.linear import FP8Linear
-from foundry_fp8.numerics.recipes import FOR_ANY_MODEL
+from foundry_fp8.numerics.recipes import FOR_ANY_MODEL, DelayedScaling
 from foundry_fp8.surgery.apply import apply_fp8
 
 
@@ -114,3 +116,34 @@ def test_high_precision_is_the_forward_of_the_class_it_was_made_from():
     x = torch.randn(4, 32)
     assert not torch.equal(converted(x), layer(x))
     assert torch.equal(converted.eval()(x), layer(x))
+
+
+def test_delayed_scaling_runs_only_where_there_is_state_for_it():
+    layer = model("current")[0]
+    with pytest.raises(RuntimeError, match=r"^0: delayed scaling has state only where .* with current"):
+        layer.set_recipe(DelayedScaling())
+    assert layer.recipe.name == "current"
+
+
+def test_a_printed_model_says_what_each_layer_runs():
+    net = model("block", wgrad="high_precision")
+    net[2].set_recipe(None)
+    assert "in_features=64" in repr(net[0])
+    assert "recipe=block, backend=emulated, wgrad=high_precision" in repr(net[0])
+    assert "recipe=high_precision" in repr(net[2])
+
+
+@pytest.mark.parametrize(
+    "norm, said",
+    [
+        (nn.LayerNorm(64, eps=1e-5), None),
+        (nn.GroupNorm(2, 64), "no norm that computes what GroupNorm does"),
+        (nn.LayerNorm(64, elementwise_affine=False), "LayerNorm has no weight"),
+        (nn.RMSNorm(64), "RMSNorm takes eps from the dtype"),
+        (nn.LayerNorm(32), r"normalises \(32,\), the linear reads 64 features"),
+    ],
+    ids=["taken", "another norm", "no weight", "no eps", "another size"],
+)
+def test_a_norm_that_cannot_be_computed_with_its_linear_is_refused_with_the_reason(norm, said):
+    reason = refusal(norm, model()[0])
+    assert reason is None if said is None else re.search(said, reason)

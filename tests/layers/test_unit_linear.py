@@ -147,6 +147,7 @@ def test_cached_weights_give_the_same_bits(device):
 def test_high_precision_is_the_layer_that_it_was():
     layer = UnitLinear(64, 32)
     x = torch.randn(8, 64)
+    assert "output_multiplier=0.125" in repr(layer)
     expected = layer(x)
     torch.testing.assert_close(expected, x @ layer.weight.t() / 8)
     model = nn.Sequential(layer)

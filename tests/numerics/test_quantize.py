@@ -182,3 +182,9 @@ def test_round_trip_error_is_within_half_an_ulp(fmt):
     normal = (x / q.scale_inv).abs() >= fmt.min_normal
     error = (q.dequantize() - x).abs()[normal] / x.abs()[normal]
     assert error.max() <= ulp_at_one / 2 + 1e-6
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (64, 0)])
+def test_a_tensor_without_elements_has_amax_0_and_scale_1(shape):
+    x = torch.empty(shape)
+    assert amax_of(x).shape == () and amax_of(x) == 0 and scale_from_amax(amax_of(x), E4M3) == 1

@@ -236,7 +236,7 @@ def test_selection_and_its_errors() -> None:
     assert [row.action for row in rows] == ["converted", "skipped"] and list(converted) == ["layers.0"]
     model, _ = plain()
     _, converted = convert_attention(model, recipe=RECIPES[0], kept_blocks={0})
-    assert list(converted) == ["layers.1"]
+    assert list(converted) == ["layers.1"] and "recipe=delayed" in repr(converted["layers.1"])
     with pytest.raises(
         ConfigError, match=r"attention\.exclude: pattern 'layer\.1' matches none.*Did you mean"
     ):
