@@ -30,8 +30,9 @@ def test_flat_fsdp_of_7b_agrees_with_an_independent_calculation(gpus, published_
     assert seconds * 1e3 == pytest.approx(published_ms, rel=0.05)
 
 
-def test_a_step_is_computing_slowed_by_what_runs_beside_it_and_by_the_slowest_gpu():
-    found = layout(WORK, 64, 64, H100, EFA)
+@pytest.mark.parametrize("shard", [64, 8])
+def test_a_step_is_computing_slowed_by_what_runs_beside_it_and_by_the_slowest_gpu(shard):
+    found = layout(WORK, 64, shard, H100, EFA)
     compute = 6 * 6.7e9 * 8192 / (0.4 * 989.4e12)
     assert found.compute_seconds == pytest.approx(compute)
     hidden = found.communication_seconds - found.exposed_seconds
