@@ -258,6 +258,27 @@ def test_peaks_of_resumed_runs_in_autocast_with_accumulation(half, microbatches,
         assert plan.predicted_peak == pytest.approx(peak, rel=0.03), option
 
 
+def test_the_embedding_s_second_gradient_is_the_peak_of_a_short_microbatch():
+    """It is made last, beside the one of the microbatches before; the head here has none."""
+    tokens = torch.randint(0, 4096, (1, 8), generator=torch.Generator().manual_seed(1))
+
+    def frozen_head():
+        model = build(1, vocabulary=4096)
+        model.lm_head.requires_grad_(False)
+        return model
+
+    model = frozen_head()
+    measured = measure(model, loss_of(model, tokens), rounds=1, accumulates=True)
+    fresh = frozen_head()
+    with LiveBytes() as meter:
+        for _ in range(2):
+            loss_of(fresh, tokens)().backward()
+        peak = static(fresh) + meter.peak
+    gradients = sum(p.nbytes for p in fresh.parameters() if p.requires_grad)
+    assert peak > static(fresh) + gradients + fresh.model.embed_tokens.weight.nbytes
+    assert measured.peak("none") == pytest.approx(peak, rel=0.03)
+
+
 def test_budgets_and_bytes():
     assert parse_bytes("20GiB", "k") == 20 * 2**30 and parse_bytes(" 1.5 MB", "k") == 1_500_000
     assert format_bytes(20 * 2**30) == "20.00 GiB" and format_bytes(10) == "10 B"
