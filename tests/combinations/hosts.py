@@ -6,14 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 import foundry_fp8
-from foundry_fp8.distributed.fsdp2_units import average_on_gloo
-from foundry_fp8.model_structure.blocks import transformer_blocks
 from tests import model_zoo as zoo
 
 Case = tuple[nn.Module, dict[str, Any]]
@@ -146,9 +141,7 @@ def gradients(model: nn.Module, batch: dict[str, Any], dtype: torch.dtype) -> di
             output = model(**{name: _moved(x, number) for name, x in batch.items()})
         _loss(output).backward()
     return {
-        name.replace("_checkpoint_wrapped_module.", ""): p.grad.full_tensor()
-        if isinstance(p.grad, DTensor)
-        else p.grad
+        name.replace("_checkpoint_wrapped_module.", ""): p.grad
         for name, p in model.named_parameters()
         if p.grad is not None
     }
@@ -183,20 +176,3 @@ def errors(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> tuple[float, fl
         sum(e**2 for e in apart.values()) ** 0.5 / total,
         max(e / (norms[name] + 1e-3 * total) for name, e in apart.items()),
     )
-
-
-def sharded(hosts: list[str], recipe: str, dtype: torch.dtype) -> dict[str, tuple[float, float]]:
-    """The same under FSDP2 on these ranks, which all have one batch, against the model that nothing wraps."""
-    dist.init_process_group("gloo")
-    found = {}
-    for host in hosts:
-        wanted = gradients(*made(host, recipe, "none"), dtype)
-        for feature in FEATURES:
-            model, batch = made(host, recipe, feature)
-            for module in (*(block for _, block in transformer_blocks(model)), model):
-                fully_shard(module)
-            average_on_gloo(model)
-            found[f"{host}, {feature}"] = errors(gradients(model, batch, dtype), wanted)
-    dist.barrier()
-    dist.destroy_process_group()
-    return found

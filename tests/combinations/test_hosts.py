@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from tests.combinations.hosts import FEATURES, HOSTS, errors, gradients, made, sharded
-from tests.multiprocess import launch
+from tests.combinations.hosts import FEATURES, HOSTS, errors, gradients, made
 
 pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor:UserWarning", "ignore:::transformers[.]")
 QUICK = {"T5, tied": "current", "ModernBert": "delayed", "CLIP": "delayed", "Zamba2": "current"}
@@ -49,16 +48,3 @@ def assert_within(feature, total, worst, dtype):
     assert worst <= most[0] and total <= most[1], (
         f"{feature}: {worst:.1e} and {total:.1e} off, allowed {most}"
     )
-
-
-@pytest.mark.full
-@pytest.mark.multiprocess
-def test_features_hold_on_any_host_under_fsdp2():
-    hosts = ["T5, tied", "Phi3", "Gemma2, tied", "Siglip", "Whisper", "Bert, masked", "GPTBigCode", "Cohere"]
-    imports = f"{launch.FSDP},transformers,tests.combinations.hosts"
-    for found in launch.call(sharded, 2, hosts, "current", torch.float32, imports=imports):
-        for case, (total, worst) in found.items():
-            feature = case.rpartition(", ")[2]
-            if feature in ("none", "full", "selective"):  # the averages of two ranks are rounded
-                feature = "exact"
-            assert_within(feature, total, worst, torch.float32)
