@@ -64,6 +64,7 @@ class ChangePoint:
 
     Attributes:
         reference: The level that observations are compared with; ``None`` while it is not known.
+        noise: Standard deviation of one observation around its level; 0 while it is not known.
     """
 
     def __init__(self, change: Change, *, ceiling: float | None = None, bound: float | None = None) -> None:
@@ -74,6 +75,7 @@ class ChangePoint:
         self._mean: float | None = None
         self._last: float | None = None
         self._differences: deque[float] = deque(maxlen=MEMORY)
+        self.noise = 0.0
         self._seen = 0
         self._fast = self._slow = 0.0
 
@@ -93,13 +95,6 @@ class ChangePoint:
         return min(wide, max(self._change.jump, self._ceiling - reference))
 
     @property
-    def noise(self) -> float:
-        """Standard deviation of one observation around its level."""
-        if len(self._differences) < WARMUP - 1:
-            return 0.0
-        return 1.4826 * statistics.median(self._differences) / math.sqrt(2)
-
-    @property
     def evidence(self) -> float:
         """How much of an alarm has come together: 0 for none, 1 raises it."""
         return max(self._fast / self.jump, self._slow / self._slow_limit)
@@ -115,6 +110,7 @@ class ChangePoint:
         last, self._last = self._last, y
         if last is not None:
             self._differences.append(abs(y - last))
+            self._estimate_noise()
         self._learn(y)
         reference = self.reference
         if reference is None:
@@ -137,6 +133,10 @@ class ChangePoint:
     def _slow_limit(self) -> float:
         drift = max(self._change.drift, SLOW_SIGMAS * self.noise)
         return SLOW_OBSERVATIONS * drift / 2
+
+    def _estimate_noise(self) -> None:
+        if len(self._differences) >= WARMUP - 1:
+            self.noise = 1.4826 * statistics.median(self._differences) / math.sqrt(2)
 
     def _learn(self, y: float) -> None:
         self._seen += 1
@@ -168,4 +168,5 @@ class ChangePoint:
         self._lowest, self._mean, self._last = state["lowest"], state["mean"], state["last"]
         self._differences.clear()
         self._differences.extend(state["differences"])
+        self._estimate_noise()
         self._seen, self._fast, self._slow = state["seen"], state["fast"], state["slow"]
