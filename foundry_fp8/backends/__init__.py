@@ -27,6 +27,7 @@ BACKENDS = tuple(_LOADERS)
 
 _ATTENTION_LOADERS = {
     "transformer_engine": ("foundry_fp8.backends.transformer_engine.attention", "TransformerEngineAttention"),
+    "native": ("foundry_fp8.backends.native.attention", "NativeAttention"),
     "emulated": ("foundry_fp8.backends.emulated.attention", "EmulatedAttention"),
 }
 
@@ -41,10 +42,8 @@ def load_backend(name: str) -> Backend:
     return backend
 
 
-def load_attention_backend(name: str) -> AttentionBackend | None:
-    """Make the attention backend ``name``; ``None`` where that backend has no FP8 attention."""
-    if name not in _ATTENTION_LOADERS:
-        return None
+def load_attention_backend(name: str) -> AttentionBackend:
+    """Make what runs FP8 attention in the backend ``name``."""
     module, cls = _ATTENTION_LOADERS[name]
     backend: AttentionBackend = getattr(importlib.import_module(module), cls)()
     return backend

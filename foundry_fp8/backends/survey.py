@@ -11,6 +11,7 @@ import torch
 
 from foundry_fp8.backends import BACKENDS, choose_backend, load_backend
 from foundry_fp8.backends.emulated.gemm import has_bf16_units
+from foundry_fp8.backends.native.attention import native_attention_requirement
 from foundry_fp8.backends.transformer_engine.attention import attention_machine
 from foundry_fp8.backends.transformer_engine.attention_requirements import (
     AttentionShape,
@@ -58,8 +59,8 @@ def collect() -> dict[str, Any]:
         * ``transformer_engine``: ``version``, ``ok``, ``reason``, ``remedy``.
         * ``support``: one entry per device, recipe and backend: ``device``, ``recipe``, ``backend``, ``ok``, ``reason``,
           ``remedy``; for ``backend: auto`` also ``chosen``.
-        * ``attention``: whether FP8 attention trains through Transformer Engine, one entry per device, recipe and ``case``
-          (head size and mask): ``device``, ``recipe``, ``case``, ``ok``, ``reason``, ``remedy``.
+        * ``attention``: whether FP8 attention trains, one entry per device, recipe, ``backend`` (Transformer Engine's or native)
+          and ``case`` (head size and mask): ``device``, ``recipe``, ``backend``, ``case``, ``ok``, ``reason``, ``remedy``.
     """
     devices = _devices()
     return {
@@ -137,11 +138,14 @@ def _attention(device: torch.device) -> list[dict[str, Any]]:
     entries = []
     for name, case, shape in _ATTENTION_CASES:
         recipe = RECIPES[name]()
-        found = load_backend("transformer_engine").availability(recipe, device)
-        if found.ok:
-            found = attention_requirement(recipe, shape, attention_machine(device))
-        entry = {"device": str(device), "recipe": name, "case": case}
-        entries.append({**entry, "ok": found.ok, "reason": found.reason, "remedy": found.remedy})
+        for backend in ("transformer_engine", "native"):
+            found = load_backend(backend).availability(recipe, device)
+            if found.ok and backend == "native":
+                found = native_attention_requirement(recipe, head_dim=shape.head_dim, bias=shape.bias)
+            elif found.ok:
+                found = attention_requirement(recipe, shape, attention_machine(device))
+            entry = {"device": str(device), "recipe": name, "backend": backend, "case": case}
+            entries.append({**entry, "ok": found.ok, "reason": found.reason, "remedy": found.remedy})
     return entries
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import warnings
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -128,10 +129,14 @@ def _recipes(device: dict[str, Any], entries: list[dict[str, Any]]) -> Table:
 
 def _attention(device: dict[str, Any], entries: list[dict[str, Any]]) -> Table:
     table = Table(title=f"FP8 attention (attention: true) on {device['device']}", title_justify="left")
-    for column in ("recipe", "case", "transformer_engine"):
+    backends = list(dict.fromkeys(entry["backend"] for entry in entries))
+    for column in ("recipe", "case", *backends):
         table.add_column(column)
+    cases: dict[tuple[str, str], dict[str, str]] = {(e["recipe"], e["case"]): {} for e in entries}
     for entry in entries:
-        table.add_row(entry["recipe"], entry["case"], _cell(entry))
+        cases[entry["recipe"], entry["case"]][entry["backend"]] = _cell(entry)
+    for names, cells in cases.items():
+        table.add_row(*names, *(cells[backend] for backend in backends))
     return table
 
 
@@ -157,15 +162,18 @@ def _notes(entries: list[dict[str, Any]]) -> list[Text]:
 
 def _attention_notes(entries: list[dict[str, Any]]) -> list[Text]:
     """Each reason once, with the cases it stands for."""
-    reasons: dict[tuple[str, str], list[str]] = {}
+    reasons: dict[tuple[str, str, str], list[str]] = {}
     for entry in entries:
         if not entry["ok"]:
-            reasons.setdefault((entry["reason"], entry["remedy"]), []).append(
+            reasons.setdefault((entry["backend"], entry["reason"], entry["remedy"]), []).append(
                 f"{entry['recipe']}: {entry['case']}"
             )
+    every = Counter(entry["backend"] for entry in entries)
     return [
-        _note("every case" if len(cases) == len(entries) else "; ".join(cases), reason, remedy)
-        for (reason, remedy), cases in reasons.items()
+        _note(
+            f"{backend}, {'every case' if len(cases) == every[backend] else '; '.join(cases)}", reason, remedy
+        )
+        for (backend, reason, remedy), cases in reasons.items()
     ]
 
 

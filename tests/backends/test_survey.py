@@ -64,14 +64,30 @@ def test_a_broken_transformer_engine_is_explained(monkeypatch):
 
 
 def on_a_gpu(monkeypatch, capability, cudnn, te="2.8.0", **availability):
-    """What the doctor says of FP8 attention on such a machine, by recipe and case."""
+    """What the doctor says of FP8 attention through Transformer Engine on such a machine, by recipe and case."""
     backend = load_backend("transformer_engine")
     found = Availability(True) if not availability else Availability(False, **availability)
     monkeypatch.setattr(type(backend), "availability", lambda self, recipe, device: found)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
     monkeypatch.setattr(te_attention, "library", lambda: types.SimpleNamespace(version=te))
-    return {(e["recipe"], e["case"]): e for e in doctor._attention(torch.device("cuda:0"))}
+    entries = doctor._attention(torch.device("cuda:0"))
+    return {(e["recipe"], e["case"]): e for e in entries if e["backend"] == "transformer_engine"}
+
+
+def test_native_attention_takes_every_mask_but_a_bias(monkeypatch):
+    monkeypatch.setattr(
+        type(load_backend("native")), "availability", lambda self, recipe, device: Availability(True)
+    )
+    found = {
+        (e["recipe"], e["case"]): e
+        for e in doctor._attention(torch.device("cpu"))
+        if e["backend"] == "native"
+    }
+    refused = {case for (recipe, case), e in found.items() if recipe == "delayed" and not e["ok"]}
+    assert refused == {"bias (ALiBi, dense mask)"}
+    assert found["current", "head_dim 128, causal"]["ok"]
+    assert "block recipe has no FP8 attention" in found["block", "head_dim 128, causal"]["reason"]
 
 
 def test_attention_on_hopper_with_the_pinned_torch(monkeypatch):

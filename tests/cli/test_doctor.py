@@ -22,14 +22,18 @@ def test_tables_name_every_recipe_and_print_each_reason_once(app):
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(render(found))
     text = console.export_text()
+    linears = text[: text.index("FP8 attention (")]
     for entry in found["support"]:
         assert entry["recipe"] in text
         if not entry["ok"] and entry["backend"] != "auto":
-            assert len(re.findall(rf"{entry['backend']}, [a-z0-9, ]*: {re.escape(said(entry))}", text)) == 1
+            assert (
+                len(re.findall(rf"{entry['backend']}, [a-z0-9, ]*: {re.escape(said(entry))}", linears)) == 1
+            )
     for entry in found["attention"]:
         assert entry["case"] in text
         if not entry["ok"]:  # after the note on the recipes, once more for attention
-            assert text[text.index("FP8 attention (") :].count(said(entry)) == 1
+            notes = text[text.index("FP8 attention (") :]
+            assert len(re.findall(rf"{entry['backend']}, [^\n]*: {re.escape(said(entry))}", notes)) == 1
     for device in found["devices"]:
         assert device["name"] in text
 
@@ -40,12 +44,19 @@ def said(entry):
 
 def test_a_reason_for_some_attentions_names_them():
     entries = [
-        {"recipe": "delayed", "case": case, "ok": case == "b", "reason": reason, "remedy": "Do."}
+        {
+            "backend": "native",
+            "recipe": "delayed",
+            "case": case,
+            "ok": case == "b",
+            "reason": reason,
+            "remedy": "Do.",
+        }
         for case, reason in (("a", "one"), ("b", ""), ("c", "one"), ("d", "two"))
     ]
     notes = [note.plain for note in _attention_notes(entries)]
-    assert notes == ["delayed: a; delayed: c: one. Do.", "delayed: d: two. Do."]
-    assert [note.plain for note in _attention_notes(entries[:1])] == ["every case: one. Do."]
+    assert notes == ["native, delayed: a; delayed: c: one. Do.", "native, delayed: d: two. Do."]
+    assert [note.plain for note in _attention_notes(entries[:1])] == ["native, every case: one. Do."]
 
 
 def test_command_succeeds(app):

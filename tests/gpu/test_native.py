@@ -303,3 +303,37 @@ def test_a_weight_on_another_device_is_named():
     model = make("current")
     with pytest.raises(RuntimeError, match=r"0: the input is on cpu, the weight on cuda:0"):
         model(torch.zeros(16, 1024, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("kv_heads", [8, 2])
+def test_attention_stays_near_exact_attention(head_dim, kv_heads):
+    """Causal, 1000 tokens: the output and gradients of native FP8 attention against bfloat16's."""
+    from foundry_fp8.backends import load_attention_backend
+    from foundry_fp8.layers.attention import FP8DotProductAttention, attention_slots
+    from foundry_fp8.layers.attention_mask import AttentionMask
+    from foundry_fp8.numerics.recipes import CurrentScaling
+
+    recipe = CurrentScaling()
+    attention = FP8DotProductAttention(fqn="a", recipe=recipe, backend=load_attention_backend("native"))
+    state = DelayedScalingState(DelayedScaling(), [E5M2.max] * 2)
+    attention.slots = {name: state.slot(i) for i, name in enumerate(attention_slots(recipe))}
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v, do = (
+        torch.randn(2, heads, 1000, head_dim, device="cuda", generator=generator).bfloat16()
+        for heads in (8, kv_heads, kv_heads, 8)
+    )
+
+    def leaves():
+        return [x.clone().requires_grad_() for x in (q, k, v)]
+
+    for _ in range(3):  # dP's delayed scale follows
+        state.update()
+        ours = leaves()
+        out = attention(*ours, mask=AttentionMask(causal=True), softmax_scale=head_dim**-0.5)
+        out.backward(do * 1e-3)
+    theirs = leaves()
+    expected = nn.functional.scaled_dot_product_attention(*theirs, is_causal=True, enable_gqa=True)
+    expected.backward(do * 1e-3)
+    assert relative(out, expected) < 0.1
+    assert all(relative(a.grad, b.grad) < 0.2 for a, b in zip(ours, theirs, strict=True))

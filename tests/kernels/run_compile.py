@@ -21,7 +21,17 @@ import triton
 from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.runtime.jit import JITFunction
 
-from foundry_fp8.kernels import block_gemm, blockwise, delayed, gated, norms, packed_norms, tensorwise
+from foundry_fp8.kernels import (
+    attention,
+    attention_backward,
+    block_gemm,
+    blockwise,
+    delayed,
+    gated,
+    norms,
+    packed_norms,
+    tensorwise,
+)
 from foundry_fp8.kernels import packing as activations
 from foundry_fp8.kernels.producers import Producer
 from foundry_fp8.numerics.formats import E4M3, E5M2
@@ -179,9 +189,46 @@ def launch_everything(gemm):
             block_gemm.block_gemm(
                 data, by_row, data, b_scale, m=4096, n=4096, out_dtype=torch.bfloat16, square_b=square
             )
+    for head_dim in (64, 128):
+        launch_attention(head_dim)
     label = "e5m2 by e4m3"
     data_e5m2 = torch.empty(4096, 4096, dtype=torch.float8_e5m2, device="cuda")
     block_gemm.block_gemm(data_e5m2, by_row, data, by_row, m=4096, n=4096, out_dtype=torch.bfloat16)
+
+
+def launch_attention(head_dim):
+    """Causal, 4 documents of 4096 tokens, 8 heads that share 2 key heads."""
+    global label
+    label = f"head_dim {head_dim}"
+    shape = attention.AttentionShape(
+        batch=4, heads=8, kv_heads=2, queries=4096, keys=4096, head_dim=head_dim, softmax_scale=0.1, right=0
+    )
+
+    def operand(heads, dtype=torch.float8_e4m3fn):
+        rows = torch.empty(4 * 4096, heads * head_dim, dtype=dtype, device="cuda")
+        return rows, torch.empty(rows.shape[::-1], dtype=dtype, device="cuda")
+
+    q, k, do = operand(8), operand(2), operand(8, torch.float8_e5m2)
+    scale = torch.empty((), device="cuda")
+    out, lse = attention.attention_forward(
+        shape, q[0], k[0], k[1], (scale, scale, scale), out_dtype=torch.bfloat16, amax_s=scale, amax_o=scale
+    )
+    sums = attention_backward.attention_row_sums(shape, do[0], scale, out)
+    for name, dp_scale in (("", scale), (", dP in bfloat16", None)):
+        label = f"head_dim {head_dim}{name}"
+        attention_backward.attention_backward(
+            shape,
+            q,
+            k,
+            k[0],
+            do,
+            (scale,) * 4,
+            lse,
+            sums,
+            out_dtype=torch.bfloat16,
+            dp_scale=dp_scale,
+            amax_dp=scale,
+        )
 
 
 if __name__ == "__main__":

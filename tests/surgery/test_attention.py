@@ -243,8 +243,6 @@ def test_selection_and_its_errors() -> None:
         convert_attention(plain()[0], recipe=RECIPES[0], exclude=["layer.1"])
     with pytest.raises(ConfigError, match="the block recipe has no FP8 attention"):
         convert_attention(plain()[0], recipe=BlockScaling())
-    with pytest.raises(ConfigError, match="the native backend has no FP8 attention"):
-        convert_attention(plain()[0], recipe=RECIPES[0], backend="native")
     with pytest.raises(ConfigError, match="no attention was converted"):
         convert_attention(nn.Sequential(nn.Linear(4, 4)), recipe=RECIPES[0])
     with pytest.raises(ConfigError, match="converted already"):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from foundry_fp8.backends.emulated.attention import EmulatedAttention
+from foundry_fp8.backends.native.attention import native_attention_requirement
 from foundry_fp8.backends.transformer_engine.attention import attention_shape
 from foundry_fp8.backends.transformer_engine.attention_requirements import (
     AttentionMachine,
@@ -112,13 +113,17 @@ def seen() -> dict[tuple[str, str], AttentionMask]:
 
 def table(seen: dict[tuple[str, str], AttentionMask]) -> str:
     """As in the docs."""
-    lines = ["| host | batch | reaches FP8 attention as | through Transformer Engine |", "|---|---|---|---|"]
+    lines = [
+        "| host | batch | reaches FP8 attention as | native | through Transformer Engine |",
+        "|---|---|---|---|---|",
+    ]
     for (host, kind), mask in seen.items():
         shape = attention_shape(mask.simplified(), head_dim=128, sequence=128)
         answer = attention_requirement(DelayedScaling(), shape, HOPPER)
         names = {"none": "no mask", "full": "mask of ones", "right": "padded right", "left": "padded left"}
-        verdict = "yes" if answer.ok else f"no: {answer.reason}"
-        lines.append(f"| {host} | {names.get(kind, kind)} | {said(mask)} | {verdict} |")
+        native = native_attention_requirement(DelayedScaling(), head_dim=128, bias=mask.bias is not None)
+        verdicts = ("yes" if found.ok else f"no: {found.reason}" for found in (native, answer))
+        lines.append(f"| {host} | {names.get(kind, kind)} | {said(mask)} | {' | '.join(verdicts)} |")
     return "\n".join(lines)
 
 
