@@ -217,9 +217,11 @@ def _prepare(
     algorithms = config.get("algorithms") or {}
     fp8 = algorithms.get("fp8", {"enabled": False}) or {}
     if fp8.get("enabled", True):
+        from foundry_fp8.layers.unit_linear import choose_gradient_scale
         from foundry_fp8.surgery.apply import apply_fp8
 
         apply_fp8(model, device=device, **fp8)
+        choose_gradient_scale(model.modules(), microbatch * config["max_seq_len"])
     tokens = torch.randint(0, 100, (microbatch, config["max_seq_len"]), device=device)
     batch = {"input_ids": tokens}
     dry = isinstance(tokens, FakeTensor)  # models look into masks and labels, and fake ones hold no values

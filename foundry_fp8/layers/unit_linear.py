@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.numerics.recipes import Recipe, UnitScaling
 
-__all__ = ["FP8UnitLinear", "UnitLinear"]
+__all__ = ["FP8UnitLinear", "UnitLinear", "choose_gradient_scale"]
 
 
 class UnitLinear(nn.Linear):
@@ -98,3 +99,30 @@ class FP8UnitLinear(FP8Linear):
             assert isinstance(self.recipe, UnitScaling)
             self.recipe.scale("dy")  # raises where it is still to be chosen
         return super()._compute(input)
+
+
+def choose_gradient_scale(modules: Iterable[nn.Module], tokens: int) -> tuple[int, int] | None:
+    """Settle ``gradient_scale: auto`` (:meth:`UnitScaling.gradient_scale_for`) for those of ``modules`` that wait for it.
+
+    Args:
+        modules: Of one model.
+        tokens: Over how many the loss is the mean.
+
+    Returns:
+        The scale and the width that it was chosen for; ``None`` where nothing waits.
+    """
+    waiting = [
+        module
+        for module in modules
+        if isinstance(module, FP8UnitLinear)
+        and isinstance(module.configured_recipe, UnitScaling)
+        and module.configured_recipe.gradient_scale == "auto"
+        and module.chosen_gradient_scale is None
+    ]
+    if not waiting:
+        return None
+    width = min(module.in_features for module in waiting)
+    scale = UnitScaling.gradient_scale_for(tokens, width)
+    for module in waiting:
+        module.choose_gradient_scale(scale)
+    return scale, width

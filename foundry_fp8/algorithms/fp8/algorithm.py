@@ -15,7 +15,7 @@ from foundry_fp8.algorithms.fp8.announcement import announcement, surprises
 from foundry_fp8.callbacks.run_log import ensure_run_log
 from foundry_fp8.config import ConfigError, from_mapping
 from foundry_fp8.layers.state import FP8State
-from foundry_fp8.layers.unit_linear import FP8UnitLinear
+from foundry_fp8.layers.unit_linear import choose_gradient_scale
 from foundry_fp8.numerics.recipes import UnitScaling
 from foundry_fp8.surgery.apply import KEY, FP8Config, apply_fp8
 from foundry_fp8.surgery.attention import FP8AttentionState
@@ -48,7 +48,7 @@ class FP8(Algorithm):
         self._fp8_state: FP8State | None = None
         self._attention_state: FP8AttentionState | None = None
         self._trace: ForwardTrace | None = None
-        self._unscaled: list[FP8UnitLinear] = []
+        self._scaled = False
 
     def __repr__(self) -> str:
         return f"FP8({', '.join(f'{key}={value!r}' for key, value in self.options.items())})"
@@ -97,9 +97,6 @@ class FP8(Algorithm):
         self._refuse_tensor_parallelism(state)
         self._fp8_state = FP8State.of(state.model)
         assert self._fp8_state is not None
-        recipe = self._fp8_state.recipe
-        if isinstance(recipe, UnitScaling) and recipe.gradient_scale == "auto":
-            self._unscaled = [m for m in self._fp8_state.modules.values() if isinstance(m, FP8UnitLinear)]
         self._attention_state = FP8AttentionState.of(state.model)
         log.info("%s\n%s\n%s", self.report.chosen, self.report.summary(), self.report.table())
         logger.log_hyperparameters({"fp8": self.report.to_dict()})
@@ -125,20 +122,18 @@ class FP8(Algorithm):
     def _set_gradient_scale(self, state: State) -> None:
         """For the recipe unit with ``gradient_scale: auto``: the tokens of this rank's first batch decide, for the whole run."""
         assert self._fp8_state is not None
-        if self._unscaled:
+        if not self._scaled and isinstance(self._fp8_state.recipe, UnitScaling):
             tokens = state.batch["input_ids"].numel()
-            width = min(module.in_features for module in self._unscaled)
-            scale = UnitScaling.gradient_scale_for(tokens, width)
-            for module in self._unscaled:
-                module.choose_gradient_scale(scale)
-            self._unscaled = []
-            log.info(
-                "%s.recipe.gradient_scale: auto is %d, the power of two nearest to %d tokens x width %d.",
-                KEY,
-                scale,
-                tokens,
-                width,
-            )
+            found = choose_gradient_scale(self._fp8_state.modules.values(), tokens)
+            if found is not None:
+                log.info(
+                    "%s.recipe.gradient_scale: auto is %d, the power of two nearest to %d tokens x width %d.",
+                    KEY,
+                    found[0],
+                    tokens,
+                    found[1],
+                )
+        self._scaled = True
 
     def _watch(self, state: State) -> None:
         assert self._trace is not None
