@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from foundry_fp8.cli.hardware import GPUS, PER_NODE
 from foundry_fp8.config import ConfigError, Positive, accept, check_choice, from_mapping
 from foundry_fp8.distributed.compression.config import KEY as COMPRESSION
 from foundry_fp8.distributed.compression.config import CompressionConfig
-from foundry_fp8.planning.memory.cluster import SHARDINGS, Cluster, Sharding
+
+if TYPE_CHECKING:
+    from foundry_fp8.planning.memory.cluster import Cluster, Sharding
 
 __all__ = ["cluster_of", "limit_of", "shard_of"]
 
@@ -29,6 +31,8 @@ def cluster_of(config: Mapping[str, Any], world_size: int, sharding: str | None)
     Raises:
         ConfigError: No such strategy, or shards that do not divide the ranks.
     """
+    from foundry_fp8.planning.memory.cluster import SHARDINGS, Cluster  # slow to import: torch's FSDP
+
     accept(Positive, world_size, "--world-size")
     fsdp = config.get("fsdp_config")
     algorithms = config.get("algorithms") or {}

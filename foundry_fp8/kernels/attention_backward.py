@@ -7,7 +7,7 @@ S      ``exp2(logits - lse)``, float32                Q, K in E4M3
 dV     ``dV = e4m3(2^8 S)^T dO / 2^8``                S in E4M3, dO in the gradients' format
 dS     ``dS = dO V^T``                                dO, V
 dP     ``dP = S (dS - D)``, ``D = rowsum(dO O)``      float32, with the dO that was quantised
-dQ     ``dQ = softmax_scale dP K``                    dP in the gradients' format or bfloat16, K
+dQ     ``dQ = softmax_scale dP K``                    dP in the gradients' format, K
 dK     ``dK = softmax_scale dP^T Q``                  the same, Q
 ====== ============================================== ====================================================
 
@@ -74,7 +74,7 @@ def attention_backward(
     sums: Tensor,
     *,
     out_dtype: torch.dtype,
-    dp_scale: Tensor | None,
+    dp_scale: Tensor,
     amax_dp: Tensor,
     amax_gradients: Tensor | None = None,
     segments: tuple[Tensor, Tensor] | None = None,
@@ -91,7 +91,7 @@ def attention_backward(
         lse: The forward's second result.
         sums: :func:`attention_row_sums`.
         out_dtype: Of dQ, dK and dV.
-        dp_scale: What dP is multiplied with before it is rounded to the format of ``do``; ``None`` leaves it bfloat16.
+        dp_scale: What dP is multiplied with before it is rounded to the format of ``do``, one float32 element.
         amax_dp: One float32 element, 0: raised to the largest magnitude of dP.
         amax_gradients: One float32 element, raised to that of the three results.
         segments: As in the forward.
@@ -118,7 +118,7 @@ def attention_backward(
         amax_gradients,
     )
     strides = (q[1].stride(0), k[1].stride(0), do[1].stride(0))
-    largest = 0.0 if dp_scale is None else torch.finfo(do[0].dtype).max
+    largest = torch.finfo(do[0].dtype).max
     tile = ROW_TILES[shape.block_d]
     _dq_kernel[(triton.cdiv(shape.queries, tile.queries), shape.batch * shape.heads)](
         *given, dq, *strides, **shape.launch(), **tile.launch(), LARGEST=largest
@@ -140,7 +140,7 @@ def attention_backward_reference(
     seen: Tensor,
     out: Tensor,
     *,
-    dp_scale: Tensor | None,
+    dp_scale: Tensor,
     do_format: Float8Format,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """What :func:`attention_backward` computes, with every matrix in memory and float64 sums.
@@ -169,10 +169,7 @@ def attention_backward_reference(
     s = s / torch.where(total == 0, 1.0, total)
     s8 = cast(s.float() * P_SCALE.value, E4M3).double() / P_SCALE.value
     dp = s * (do @ v.transpose(2, 3) - (do * out.double()).sum(-1, keepdim=True))
-    if dp_scale is None:
-        dp8 = dp.to(torch.bfloat16).double()
-    else:
-        dp8 = cast(dp.float() * dp_scale.float(), do_format).double() / dp_scale.double()
+    dp8 = cast(dp.float() * dp_scale.float(), do_format).double() / dp_scale.double()
 
     def of_key_heads(x: Tensor) -> Tensor:
         return x.unflatten(1, (shape.kv_heads, -1)).sum(2)
@@ -201,33 +198,6 @@ def _row_sums_kernel(
     out = tl.load(out_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
     sums = tl.sum(do * out, axis=1) * tl.load(do_scale_ptr)
     tl.store(sums_ptr + (batch * H + head) * Q + rows, sums, mask=rows < Q)
-
-
-@triton.jit
-def rounded_dp(dp, scale, like_ptr, LARGEST: tl.constexpr):
-    """DP as its products take it."""
-    if LARGEST == 0.0:
-        rounded = dp.to(tl.bfloat16)
-    else:
-        rounded = saturate(dp * scale, LARGEST).to(like_ptr.dtype.element_ty)
-    return rounded
-
-
-@triton.jit
-def operand_of_dp(x, LARGEST: tl.constexpr):
-    """Q or K as the other side of that product."""
-    if LARGEST == 0.0:
-        x = x.to(tl.bfloat16)
-    return x
-
-
-@triton.jit
-def scale_of_dp(dp_scale_ptr, amax_ptr, LARGEST: tl.constexpr):
-    """What a product of dP is multiplied with: NaN where dP held an Inf, which the format has no place for."""
-    inverse = 1.0
-    if LARGEST != 0.0:
-        inverse = reciprocal(tl.load(dp_scale_ptr))
-    return tl.where(is_inf(tl.load(amax_ptr)), float("nan"), inverse)
 
 
 @triton.jit
@@ -281,9 +251,7 @@ def _dq_kernel(
     k_scale = tl.load(k_scale_ptr)
     logit_scale = tl.load(q_scale_ptr) * k_scale * scale_log2
     ds_scale = tl.load(do_scale_ptr) * tl.load(v_scale_ptr)
-    dp_scale = 1.0
-    if LARGEST != 0.0:
-        dp_scale = tl.load(dp_scale_ptr)
+    dp_scale = tl.load(dp_scale_ptr)
 
     last, first = K, 0
     if right is not None:
@@ -309,14 +277,12 @@ def _dq_kernel(
             mask=(columns < K)[:, None] & (d < D)[None, :],
             other=0.0,
         )
-        dq += tl.dot(rounded_dp(dp, dp_scale, do_ptr, LARGEST), operand_of_dp(k, LARGEST))
+        dq += tl.dot(saturate(dp * dp_scale, LARGEST).to(do_ptr.dtype.element_ty), k)
 
     largest = tl.max(amax, axis=0)
     tl.atomic_max(amax_ptr, largest, sem="relaxed")
-    inverse = 1.0
-    if LARGEST != 0.0:
-        inverse = reciprocal(dp_scale)
-    inverse = tl.where(is_inf(largest), float("nan"), inverse)
+    # NaN where dP held an Inf, which saturation would hide.
+    inverse = tl.where(is_inf(largest), float("nan"), reciprocal(dp_scale))
     dq = dq * (inverse * k_scale * scale_log2 * LN_2)
     raise_amax(amax_gradients_ptr, dq, inside)
     tl.store(dq_ptr + base + row_offsets, dq.to(dq_ptr.dtype.element_ty), mask=inside)
@@ -372,9 +338,7 @@ def _dkdv_kernel(
     q_scale, do_scale = tl.load(q_scale_ptr), tl.load(do_scale_ptr)
     logit_scale = q_scale * tl.load(k_scale_ptr) * scale_log2
     ds_scale = do_scale * tl.load(v_scale_ptr)
-    dp_scale = 1.0
-    if LARGEST != 0.0:
-        dp_scale = tl.load(dp_scale_ptr)
+    dp_scale = tl.load(dp_scale_ptr)
 
     first, last = 0, Q
     if right is not None:
@@ -405,9 +369,9 @@ def _dkdv_kernel(
         dp = s * (tl.dot(v, do) * ds_scale - sums[None, :])
         q_base = qt_ptr + (head * D).to(tl.int64) * qt_stride + batch * Q
         q_t = tl.load(q_base + d[None, :] * qt_stride + rows[:, None], mask=inside_t, other=0.0)
-        dk += tl.dot(rounded_dp(dp, dp_scale, do_ptr, LARGEST), operand_of_dp(q_t, LARGEST))
+        dk += tl.dot(saturate(dp * dp_scale, LARGEST).to(do_ptr.dtype.element_ty), q_t)
 
-    inverse = scale_of_dp(dp_scale_ptr, amax_ptr, LARGEST)
+    inverse = tl.where(is_inf(tl.load(amax_ptr)), float("nan"), reciprocal(dp_scale))
     dk = dk * (inverse * q_scale * scale_log2 * LN_2)
     dv = dv * (do_scale / P_SCALE)
     raise_amax(amax_gradients_ptr, dk, inside)

@@ -12,6 +12,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.mark.integration
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("script", "column", "expected"),
     [
@@ -20,13 +21,8 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
             "kernel",
             {"current, both layouts", "swiglu backward", "delayed update, whole model"},
         ),
-        pytest.param("gemm_gpu.py", "gemm", {"fprop", "dgrad", "wgrad"}, marks=pytest.mark.full),
-        pytest.param(
-            "step_gpu.py",
-            "variant",
-            {"bf16 eager", "native block fused eager", "native delayed eager"},
-            marks=pytest.mark.full,
-        ),
+        ("gemm_gpu.py", "gemm", {"fprop", "dgrad", "wgrad"}),
+        ("step_gpu.py", "variant", {"bf16 eager", "native block fused eager", "native delayed eager"}),
     ],
 )
 def test_smoke(script, column, expected, tmp_path):

@@ -10,6 +10,7 @@ from foundry_fp8.config import parse_bytes
 from foundry_fp8.planning.memory import measure
 
 
+@pytest.mark.full
 def test_the_command_plans_an_mpt_yaml(tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "CACHE_BYTES", 2**16)  # no matter here how exact its seconds are
     run = {
@@ -161,9 +162,7 @@ FIVE = {
 }
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[] if kind == "llama" else pytest.mark.full) for kind in FIVE]
-)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.full) for kind in FIVE])
 def test_a_folder_with_a_configuration_alone_is_planned(tmp_path, kind):
     """No weights, whatever ``pretrained`` says; one device, a cluster, and the network."""
     from foundry_fp8.data.tokenizer import train_tokenizer

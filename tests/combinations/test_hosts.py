@@ -6,7 +6,7 @@ import torch
 from tests.combinations.hosts import FEATURES, HOSTS, errors, gradients, made
 
 pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor:UserWarning", "ignore:::transformers[.]")
-QUICK = {"T5, tied": "current", "ModernBert": "delayed", "CLIP": "delayed", "Zamba2": "current"}
+QUICK = {"T5, tied": "current", "CLIP": "delayed"}
 """In the default tier: here something was wrong once."""
 REFUSES = {
     "Jamba": "which layer gets which mask it decides by the layers' class, and a checkpoint has another"

@@ -8,21 +8,13 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.integration]
 IMPORTS = f"{launch.COMPOSER},transformers.models.llama.modeling_llama,tests.combinations.mixed"
 
 
-@pytest.mark.parametrize(
-    ("recipes", "wrappers"),
-    [
-        (["delayed"], ["fsdp1", "fsdp2"]),
-        pytest.param(
-            [None, "delayed", "current", "block", "mxfp8"],
-            ["ddp", "fsdp1", "fsdp1-flat", "fsdp2"],
-            marks=pytest.mark.full,
-        ),
-    ],
-    ids=["delayed", "others"],
-)
-def test_the_trainer_s_mixed_precision_is_autocast_s(recipes, wrappers):
+@pytest.mark.full
+def test_the_trainer_s_mixed_precision_is_autocast_s():
+    """The quick twin: autocast's rows of test_pairs.py."""
     from tests.combinations.mixed import mixed_precision
 
+    recipes = [None, "delayed", "current", "block", "mxfp8"]
+    wrappers = ["ddp", "fsdp1", "fsdp1-flat", "fsdp2"]
     ranks = launch.call(mixed_precision, 2, recipes, wrappers, imports=IMPORTS)
     for cells in ranks:
         assert len(cells) == len(recipes) * len(wrappers)

@@ -63,20 +63,9 @@ def convert_float(input, input_dtype, output_dtype, rounding_mode):
     return converted.view(f"uint{np.dtype(target).itemsize * 8}")
 
 
-def create_dot(builder, a, b, d, input_precision, max_num_imprecise_acc):
-    """Drop-in for the interpreter's, which multiplies the bits of bfloat16 operands as integers."""
-
-    def widened(x):
-        values = np.ascontiguousarray(x.data).view(NUMPY[str(x.dtype.scalar)]).reshape(x.data.shape)
-        return values.astype(np.float32)
-
-    return interpreter.TensorHandle(np.matmul(widened(a), widened(b)) + d.data, d.dtype.scalar)
-
-
 def interpret(monkeypatch):
     """Interpret the kernels, with exact casts, until ``monkeypatch`` is undone."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
     monkeypatch.setattr(interpreter, "_convert_float", convert_float)
     interpreted = {}
     for name in MODULES:

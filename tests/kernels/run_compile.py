@@ -214,21 +214,19 @@ def launch_attention(head_dim):
         shape, q[0], k[0], k[1], (scale, scale, scale), out_dtype=torch.bfloat16, amax_s=scale, amax_o=scale
     )
     sums = attention_backward.attention_row_sums(shape, do[0], scale, out)
-    for name, dp_scale in (("", scale), (", dP in bfloat16", None)):
-        label = f"head_dim {head_dim}{name}"
-        attention_backward.attention_backward(
-            shape,
-            q,
-            k,
-            k[0],
-            do,
-            (scale,) * 4,
-            lse,
-            sums,
-            out_dtype=torch.bfloat16,
-            dp_scale=dp_scale,
-            amax_dp=scale,
-        )
+    attention_backward.attention_backward(
+        shape,
+        q,
+        k,
+        k[0],
+        do,
+        (scale,) * 4,
+        lse,
+        sums,
+        out_dtype=torch.bfloat16,
+        dp_scale=scale,
+        amax_dp=scale,
+    )
 
 
 if __name__ == "__main__":

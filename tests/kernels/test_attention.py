@@ -148,7 +148,13 @@ def assert_near(ours, exact, what):
     assert error < 1e-4, (what, error)
 
 
-@pytest.mark.parametrize("name", [*SHAPES, *DOCUMENTS])
+QUICK = ("head size 80, one key head", "fewer queries", "ragged", "two-sided window, documents")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in (*SHAPES, *DOCUMENTS)],
+)
 def test_forward_and_backward(name, device):
     c = case(SHAPES.get(name) or DOCUMENTS[name])
     s = c.shape
@@ -160,14 +166,13 @@ def test_forward_and_backward(name, device):
     torch.testing.assert_close(lse.double(), exact_lse, **TOLERANCE)
     assert_near(out.transpose(1, 2), exact_out, "o")
     assert float(amax_o) == float(out.abs().max())
-    *_, exact_s = backward_reference(c, out, None)
+    dp_scale = torch.tensor(2.0**24)
+    ours, amax = backward(c, out, lse, dp_scale)
+    *exact, exact_dp, exact_s = backward_reference(c, out, dp_scale)
     torch.testing.assert_close(amax_s.double(), exact_s.max(), **TOLERANCE)
-    for dp_scale in (torch.tensor(2.0**24), None):  # E5M2 and bfloat16
-        ours, amax = backward(c, out, lse, dp_scale)
-        *exact, exact_dp, _ = backward_reference(c, out, dp_scale)
-        for what, a, b in zip(("dq", "dk", "dv"), ours, exact, strict=True):
-            assert_near(a, b, what)
-        torch.testing.assert_close(amax.double(), exact_dp.abs().max(), **TOLERANCE)
+    for what, a, b in zip(("dq", "dk", "dv"), ours, exact, strict=True):
+        assert_near(a, b, what)
+    torch.testing.assert_close(amax.double(), exact_dp.abs().max(), **TOLERANCE)
 
 
 def backward_reference(c, out, dp_scale):

@@ -5,7 +5,6 @@ Argument: ``some`` or ``every`` cell of wrapper x what is compressed x what is d
 
 import json
 import os
-import sys
 import tempfile
 
 import torch
@@ -59,8 +58,6 @@ def resume(kind, options):
 
 DONE = {name: ("fp32", "accumulation", "resume") for name in ("gradients", "parameters", "both")}
 DONE["none"] = ("fp32", "accumulation")
-if sys.argv[1] == "some":
-    DONE |= {"none": ("fp32",), "parameters": ("fp32", "resume"), "both": ("accumulation",)}
 
 results = {}
 for kind in KINDS:

@@ -8,12 +8,10 @@ from tests.integration.foundry_runs import make_data
 from tests.multiprocess import launch
 
 pytestmark = pytest.mark.multiprocess
-CASES = [
-    "fsdp2-mxfp8",
-    *(pytest.param(case, marks=pytest.mark.full) for case in ("fsdp2-delayed", "ddp-delayed", "ddp-mxfp8")),
-]
+CASES = ("fsdp2-mxfp8", "fsdp2-delayed", "ddp-delayed", "ddp-mxfp8")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_train_resume_and_load_back(case, tmp_path):
     root = make_data(tmp_path)

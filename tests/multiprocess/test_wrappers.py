@@ -23,9 +23,10 @@ DIRECTION = {"none": 1e-6, "gradients": 1.5e-2, "parameters": 1e-2, "both": 5e-2
 LEAST_RATIO = {"gradients": 2.5, "parameters": 1.4, "both": 2.0}
 
 
-@pytest.mark.parametrize("cells", ["some", pytest.param("every", marks=pytest.mark.full)])
-def test_cells_of_the_matrix(cells):
-    results = launch.run("run_wrappers.py", 4, cells)
+@pytest.mark.full
+def test_cells_of_the_matrix():
+    """The quick twin: the rows of tests/combinations/test_pairs.py that compress."""
+    results = launch.run("run_wrappers.py", 4)
     assert results.keys() == KINDS
     wrong = []
     for kind, cells in results.items():
@@ -77,6 +78,7 @@ def test_autocast_clipping_loss_scaling_and_activation_checkpointing():
         assert recomputed["sent"] == recomputed["sent_again"] and all(recomputed["equal"]), (kind, recomputed)
 
 
+@pytest.mark.full
 def test_legs_parameter_by_parameter():
     """Vectors stay exact; frozen and unused parameters; rounding at random; replicas that differ; time limits of groups."""
     results = launch.run("run_legs.py", 4)

@@ -69,7 +69,7 @@ def attention_backward(
     lse: Tensor,
     q_segments: Tensor | None,
     k_segments: Tensor | None,
-    dp_scale: Tensor | None,
+    dp_scale: Tensor,
     amax_dp: Tensor,
     amax_gradients: Tensor | None,
     sizes: list[int],

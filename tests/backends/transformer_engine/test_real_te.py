@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-RELEASES = ("2.4.0", pytest.param("2.8.0", marks=pytest.mark.full), "2.20.2")
+RELEASES = (*(pytest.param(release, marks=pytest.mark.full) for release in ("2.4.0", "2.8.0")), "2.20.2")
 """The oldest supported, the last but one with the old spelling of autocast, the newest with the new one."""
 
 

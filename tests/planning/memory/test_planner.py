@@ -220,7 +220,11 @@ def test_a_dry_run_on_fake_tensors_counts_the_same_bytes():
 
 @pytest.mark.parametrize(
     ("half", "microbatches", "tied"),
-    [pytest.param(False, 3, False, marks=pytest.mark.full), (True, 1, False), (True, 3, True)],
+    [
+        pytest.param(False, 3, False, marks=pytest.mark.full),
+        pytest.param(True, 1, False, marks=pytest.mark.full),
+        (True, 3, True),
+    ],
 )
 def test_peaks_of_resumed_runs_in_autocast_with_accumulation(half, microbatches, tied):
     """With the states of AdamW there, gradients of earlier microbatches, and weights that autocast has cast."""
