@@ -103,7 +103,6 @@ def attention_forward(
     out_dtype: torch.dtype,
     segments: tuple[Tensor, Tensor] | None = None,
     amax_s: Tensor | None = None,
-    amax_o: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of quantised Q, K, V; :func:`attention_forward_reference` is the definition.
 
@@ -116,7 +115,6 @@ def attention_forward(
         out_dtype: hp.
         segments: Of the queries, int32 ``[batch, queries]``, and of the keys, ``[batch, keys]``: a query sees keys of its own segment.
         amax_s: One float32 element, raised to the largest probability.
-        amax_o: The same of the output's magnitude.
 
     Returns:
         The output ``[batch, queries, heads, head_dim]``, and float32 ``[batch, heads, queries]``: the logarithm to base 2 of the
@@ -137,7 +135,6 @@ def attention_forward(
         out,
         lse,
         amax_s,
-        amax_o,
         v_t.stride(0),
         **shape.launch(),
         **tile.launch(),
@@ -206,13 +203,6 @@ def seen_keys(rows, columns, Q, K, left, right, q_segments_ptr, k_segments_ptr, 
 
 
 @triton.jit
-def raise_amax(ptr, x, inside):
-    """The largest magnitude of ``x`` where ``inside``, into ``ptr`` if that is not None."""
-    if ptr is not None:
-        tl.atomic_max(ptr, tl.max(tl.max(tl.where(inside, magnitude(x), 0.0), axis=1), axis=0), sem="relaxed")
-
-
-@triton.jit
 def _forward_kernel(
     q_ptr,
     k_ptr,
@@ -225,7 +215,6 @@ def _forward_kernel(
     out_ptr,
     lse_ptr,
     amax_s_ptr,
-    amax_o_ptr,
     vt_stride,
     Q,
     K,
@@ -288,4 +277,3 @@ def _forward_kernel(
     if amax_s_ptr is not None:  # the probability of the largest logit is 1 / total
         largest = tl.where(nothing | (rows >= Q), 0.0, 1.0 / total)
         tl.atomic_max(amax_s_ptr, tl.max(magnitude(largest), axis=0), sem="relaxed")
-    raise_amax(amax_o_ptr, out, inside)

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foundry_fp8.kernels.attention import P_SCALE, AttentionShape, Tile, raise_amax, seen_keys
+from foundry_fp8.kernels.attention import P_SCALE, AttentionShape, Tile, seen_keys
 from foundry_fp8.kernels.scales import is_inf, magnitude, reciprocal, saturate
 from foundry_fp8.numerics.formats import E4M3, Float8Format, cast
 
@@ -76,7 +76,6 @@ def attention_backward(
     out_dtype: torch.dtype,
     dp_scale: Tensor,
     amax_dp: Tensor,
-    amax_gradients: Tensor | None = None,
     segments: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of :func:`foundry_fp8.kernels.attention.attention_forward`.
@@ -93,7 +92,6 @@ def attention_backward(
         out_dtype: Of dQ, dK and dV.
         dp_scale: What dP is multiplied with before it is rounded to the format of ``do``, one float32 element.
         amax_dp: One float32 element, 0: raised to the largest magnitude of dP.
-        amax_gradients: One float32 element, raised to that of the three results.
         segments: As in the forward.
 
     Returns:
@@ -115,7 +113,6 @@ def attention_backward(
         lse,
         sums,
         amax_dp,
-        amax_gradients,
     )
     strides = (q[1].stride(0), k[1].stride(0), do[1].stride(0))
     largest = torch.finfo(do[0].dtype).max
@@ -219,7 +216,6 @@ def _dq_kernel(
     lse_ptr,
     sums_ptr,
     amax_ptr,
-    amax_gradients_ptr,
     dq_ptr,
     qt_stride,
     kt_stride,
@@ -284,7 +280,6 @@ def _dq_kernel(
     # NaN where dP held an Inf, which saturation would hide.
     inverse = tl.where(is_inf(largest), float("nan"), reciprocal(dp_scale))
     dq = dq * (inverse * k_scale * scale_log2 * LN_2)
-    raise_amax(amax_gradients_ptr, dq, inside)
     tl.store(dq_ptr + base + row_offsets, dq.to(dq_ptr.dtype.element_ty), mask=inside)
 
 
@@ -307,7 +302,6 @@ def _dkdv_kernel(
     lse_ptr,
     sums_ptr,
     amax_ptr,
-    amax_gradients_ptr,
     dk_ptr,
     dv_ptr,
     qt_stride,
@@ -374,8 +368,6 @@ def _dkdv_kernel(
     inverse = tl.where(is_inf(tl.load(amax_ptr)), float("nan"), reciprocal(dp_scale))
     dk = dk * (inverse * q_scale * scale_log2 * LN_2)
     dv = dv * (do_scale / P_SCALE)
-    raise_amax(amax_gradients_ptr, dk, inside)
-    raise_amax(amax_gradients_ptr, dv, inside)
     base = (batch * K * HK + kv_head) * D
     tl.store(dk_ptr + base + offsets, dk.to(dk_ptr.dtype.element_ty), mask=inside)
     tl.store(dv_ptr + base + offsets, dv.to(dv_ptr.dtype.element_ty), mask=inside)

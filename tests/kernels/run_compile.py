@@ -211,7 +211,7 @@ def launch_attention(head_dim):
     q, k, do = operand(8), operand(2), operand(8, torch.float8_e5m2)
     scale = torch.empty((), device="cuda")
     out, lse = attention.attention_forward(
-        shape, q[0], k[0], k[1], (scale, scale, scale), out_dtype=torch.bfloat16, amax_s=scale, amax_o=scale
+        shape, q[0], k[0], k[1], (scale, scale, scale), out_dtype=torch.bfloat16, amax_s=scale
     )
     sums = attention_backward.attention_row_sums(shape, do[0], scale, out)
     attention_backward.attention_backward(

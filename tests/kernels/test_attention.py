@@ -160,12 +160,11 @@ def test_forward_and_backward(name, device):
     s = c.shape
     if name in DOCUMENTS:
         c.segments = documents(s)
-    amax_s, amax_o = torch.zeros(()), torch.zeros(())
-    out, lse = forward(c, amax_s=amax_s, amax_o=amax_o)
+    amax_s = torch.zeros(())
+    out, lse = forward(c, amax_s=amax_s)
     exact_out, exact_lse = reference(c)
     torch.testing.assert_close(lse.double(), exact_lse, **TOLERANCE)
     assert_near(out.transpose(1, 2), exact_out, "o")
-    assert float(amax_o) == float(out.abs().max())
     dp_scale = torch.tensor(2.0**24)
     ours, amax = backward(c, out, lse, dp_scale)
     *exact, exact_dp, exact_s = backward_reference(c, out, dp_scale)

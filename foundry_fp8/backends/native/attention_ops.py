@@ -12,7 +12,7 @@ from foundry_fp8.kernels.launch import on_its_device
 __all__ = ["attention_backward", "attention_forward"]
 
 
-@torch.library.custom_op("foundry_fp8::attention_forward", mutates_args=("amax_s", "amax_o"))
+@torch.library.custom_op("foundry_fp8::attention_forward", mutates_args=("amax_s",))
 @on_its_device
 def attention_forward(
     q: Tensor,
@@ -24,7 +24,6 @@ def attention_forward(
     q_segments: Tensor | None,
     k_segments: Tensor | None,
     amax_s: Tensor | None,
-    amax_o: Tensor | None,
     sizes: list[int],
     softmax_scale: float,
     left: int | None,
@@ -41,19 +40,18 @@ def attention_forward(
         out_dtype=out_dtype,
         segments=None if q_segments is None or k_segments is None else (q_segments, k_segments),
         amax_s=amax_s,
-        amax_o=amax_o,
     )
 
 
 @attention_forward.register_fake
-def _(q, k, v_t, q_scale, k_scale, v_scale, q_segments, k_segments, amax_s, amax_o, sizes, softmax_scale, left,
+def _(q, k, v_t, q_scale, k_scale, v_scale, q_segments, k_segments, amax_s, sizes, softmax_scale, left,
       right, out_dtype):  # fmt: skip
     batch, heads, _, queries, _, head_dim = sizes
     out = q.new_empty((batch, queries, heads, head_dim), dtype=out_dtype)
     return out, q.new_empty((batch, heads, queries), dtype=torch.float32)
 
 
-@torch.library.custom_op("foundry_fp8::attention_backward", mutates_args=("amax_dp", "amax_gradients"))
+@torch.library.custom_op("foundry_fp8::attention_backward", mutates_args=("amax_dp",))
 @on_its_device
 def attention_backward(
     q: Tensor,
@@ -71,7 +69,6 @@ def attention_backward(
     k_segments: Tensor | None,
     dp_scale: Tensor,
     amax_dp: Tensor,
-    amax_gradients: Tensor | None,
     sizes: list[int],
     softmax_scale: float,
     left: int | None,
@@ -91,14 +88,13 @@ def attention_backward(
         out_dtype=out.dtype,
         dp_scale=dp_scale,
         amax_dp=amax_dp,
-        amax_gradients=amax_gradients,
         segments=None if q_segments is None or k_segments is None else (q_segments, k_segments),
     )
 
 
 @attention_backward.register_fake
 def _(q, k, v, do, do_t, q_scale, k_scale, v_scale, do_scale, out, lse, q_segments, k_segments, dp_scale, amax_dp,
-      amax_gradients, sizes, softmax_scale, left, right):  # fmt: skip
+      sizes, softmax_scale, left, right):  # fmt: skip
     batch, _, kv_heads, _, keys, head_dim = sizes
     of_keys = (batch, keys, kv_heads, head_dim)
     return torch.empty_like(out), out.new_empty(of_keys), out.new_empty(of_keys)

@@ -116,9 +116,12 @@ def test_output_and_gradients_are_fp8_s_distance_from_the_exact_ones(name, recip
         peer = float((e.double() - reference).norm() / reference.norm())
         # TE's definition rounds to FP8 what this one does not; P's scale here is the better or the worse by less than a bit.
         assert error < 1.5 * peer and error < 0.25, (what, error, peer)
-    torch.testing.assert_close(state.amax_history, theirs.amax_history, rtol=0.2, atol=0)
-    same = [i for i, slot in enumerate(attention_slots(recipe)) if slot in ("qkv", "do")]
-    assert torch.equal(state.amax_history[:, same], theirs.amax_history[:, same])
+    for i, slot in enumerate(attention_slots(recipe)):
+        found, expected = state.amax_history[:, i], theirs.amax_history[:, i]
+        if slot in ("qkv", "do"):
+            assert torch.equal(found, expected), slot
+        elif slot in ("s", "dp"):
+            torch.testing.assert_close(found, expected, rtol=0.2, atol=0)
 
 
 def test_values_that_fp8_holds_and_one_visible_key_are_exact(device):
