@@ -27,7 +27,7 @@ def measured(arch):
 def rendered(table):
     """The quantise kernels' rows and the GEMM's, one column a compiler and architecture: registers / blocks / instructions."""
     columns = sorted(table)
-    rows = list(dict.fromkeys(key for column in columns for key in table[column]))
+    rows = sorted({key for column in columns for key in table[column]})
     rows = [key for key in rows if key.startswith(("_amax", "_quantize_", "_block_gemm"))]
     lines = ["| kernel, case | " + " | ".join(columns) + " |", "|---|" + "---|" * len(columns)]
     lines += [

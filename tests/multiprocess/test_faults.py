@@ -33,6 +33,7 @@ def test_what_cannot_run_is_an_error_on_every_rank_and_damage_is_found():
     assert any("arrived damaged: the checksum of rows [1]" in output for output in outputs)
 
 
+@pytest.mark.full
 def test_compression_on_one_rank_only_and_a_stuck_rank_end_within_the_time_limit_of_the_job():
     """20 s here, where torch gives a new group half an hour: then the test would kill the ranks. The two jobs wait together."""
     ports = launch.free_port(), launch.free_port()

@@ -6,6 +6,7 @@ TRANSFORMERS = f"{launch.FSDP},transformers.models.llama.modeling_llama"
 
 
 @pytest.mark.multiprocess
+@pytest.mark.full
 def test_checkpointing_and_compression_under_ddp_fsdp1_fsdp2():
     codes, outputs = launch.run("run_memory.py", 2, imports=TRANSFORMERS, check=False)
     assert codes == [0, 0], outputs

@@ -55,6 +55,7 @@ def test_cells_of_the_matrix():
 
 
 @pytest.mark.integration
+@pytest.mark.full
 def test_autocast_clipping_loss_scaling_and_activation_checkpointing():
     imports = "torch.distributed.fsdp,composer.algorithms.gradient_clipping"
     results = launch.run("run_wrapper_features.py", 4, imports=imports)
