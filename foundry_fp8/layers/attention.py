@@ -28,6 +28,7 @@ __all__ = [
     "FP8DotProductAttention",
     "attention_format",
     "attention_slots",
+    "no_attention_form",
 ]
 
 AttentionRecipe = DelayedScaling | CurrentScaling
@@ -51,6 +52,13 @@ SLOTS = {
 """The delayed-scaling slot of each tensor. Q, K and V share one scale, as in TE (one ``QKV_quantizer``)."""
 
 GRADIENTS = ("do", "dp", "dqkv")
+
+
+def no_attention_form(recipe: Recipe) -> str | None:
+    """Why no backend of ours has FP8 attention for ``recipe``, or ``None``: delayed and current scaling have a form."""
+    if isinstance(recipe, DelayedScaling | CurrentScaling):
+        return None
+    return f"the {recipe.name} recipe has no FP8 attention (Transformer Engine has none either)"
 
 
 def attention_slots(recipe: AttentionRecipe) -> tuple[str, ...]:

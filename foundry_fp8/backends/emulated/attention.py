@@ -31,6 +31,7 @@ from foundry_fp8.layers.attention import (
     FP8DotProductAttention,
     attention_format,
     attention_slots,
+    no_attention_form,
 )
 from foundry_fp8.layers.attention_mask import AttentionMask
 from foundry_fp8.numerics.quantize import Quantized, amax_of, quantize_tensor, scale_from_amax
@@ -49,9 +50,7 @@ class EmulatedAttention(AttentionBackend):
 
     def recipe_reason(self, recipe: Recipe) -> str | None:
         """Delayed and current scaling have an attention form."""
-        if isinstance(recipe, DelayedScaling | CurrentScaling):
-            return None
-        return f"the {recipe.name} recipe has no FP8 attention (Transformer Engine has none either)"
+        return no_attention_form(recipe)
 
     @torch.compiler.disable
     def attend(

@@ -31,10 +31,11 @@ from foundry_fp8.layers.attention import (
     FP8DotProductAttention,
     attention_format,
     attention_slots,
+    no_attention_form,
 )
 from foundry_fp8.layers.attention_mask import AttentionMask
 from foundry_fp8.layers.backend import Availability
-from foundry_fp8.numerics.recipes import CurrentScaling, DelayedScaling, Operand, Recipe
+from foundry_fp8.numerics.recipes import Operand, Recipe
 
 __all__ = ["NativeAttention", "native_attention_requirement"]
 
@@ -51,7 +52,7 @@ class NativeAttention(AttentionBackend):
 
     def recipe_reason(self, recipe: Recipe) -> str | None:
         """Delayed and current scaling have an attention form."""
-        return native_attention_requirement(recipe).reason or None
+        return no_attention_form(recipe)
 
     def module_reason(self, recipe: AttentionRecipe, head_dim: int | None) -> str | None:
         """Head sizes that the kernels have no tile for."""
@@ -115,9 +116,9 @@ def native_attention_requirement(
         dropout_p: Probability of dropping a probability.
     """
     otherwise = "Set attention: false, or backend: emulated to check numerics."
-    if not isinstance(recipe, DelayedScaling | CurrentScaling):
-        reason = f"the {recipe.name} recipe has no FP8 attention (Transformer Engine has none either)"
-        return Availability(False, reason, "Set recipe: delayed or current, or attention: false.")
+    formless = no_attention_form(recipe)
+    if formless is not None:
+        return Availability(False, formless, "Set recipe: delayed or current, or attention: false.")
     if head_dim > LARGEST_HEAD or head_dim % HEAD_MULTIPLE:
         reason = f"head_dim is {head_dim}, and the native kernels take multiples of {HEAD_MULTIPLE} up to {LARGEST_HEAD}"
         return Availability(False, reason, otherwise)
