@@ -203,6 +203,9 @@ def resumed(source, parallelism, algorithms):
     }
 
 
+SAMPLE = ("ddp", "hsdp2", "hsdp1-one")
+"""The cases of the default tier: each wrapper once, and the shard groups of one rank that once were never synchronised."""
+
 results = {}
 if sys.argv[2] == "elsewhere":
     # The checkpoints of the other launch, on as many ranks as there are now.
@@ -219,7 +222,8 @@ if sys.argv[2] == "elsewhere":
 else:
     plain, _ = train(None, [], "reference")
     reference = plain.first
-    for name, (parallelism, algorithms) in CASES.items():
+    for name in SAMPLE if sys.argv[2] == "sample" else CASES:
+        parallelism, algorithms = CASES[name]
         through, logged = train(parallelism(), algorithms(), name, twice=name == "ddp", microbatch=4)
         again, _ = train(
             parallelism(), algorithms(), name, load=checkpoint_of(name), twice=name == "ddp", microbatch=4
@@ -231,6 +235,7 @@ else:
         cell |= {"constant": through.constant, "size": through.size}
         cell["logged"] = {key: values[-1][1] for key, values in logged.items() if key.startswith("comm/")}
         print(name, cell, flush=True)
+if sys.argv[2] == "all":
     again, _ = train(None, [], "reference", load=checkpoint_of("reference"))
     if dist.get_global_rank() == 0:
         torch.save(again.start, f"{FOLDER}/reference-parameters.pt")
