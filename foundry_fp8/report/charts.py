@@ -13,7 +13,7 @@ from plotly.subplots import make_subplots
 
 from foundry_fp8.report.across import BY_SIZE, by_size, over_devices, scored, speeds
 from foundry_fp8.report.comparison import Row
-from foundry_fp8.report.figures import LINE_PANELS, kurtosis_maps, mfu_panels, smooth
+from foundry_fp8.report.figures import COUNTS, LINE_PANELS, kurtosis_maps, mfu_panels, smooth
 from foundry_fp8.report.style import group_look, look
 
 __all__ = ["CHARTS", "as_html", "script"]
@@ -213,6 +213,7 @@ def panels(
                         scale * series.values,
                         place=place,
                         legend=index not in seen,
+                        shape="hv" if key in COUNTS else "linear",
                     )
                     seen.add(index)
         figure.update_xaxes(title_text="step", row=len(shown), col=1)
@@ -227,15 +228,17 @@ def _look(rows: Sequence[Row], index: int) -> tuple[str, str, int]:
 
 def _line(
     figure: go.Figure, rows: Sequence[Row], index: int, x: np.ndarray, y: np.ndarray, *, place: int = 1,
-    legend: bool = False, form: str = ":.4g", unit: str = "",
+    legend: bool = False, form: str = ":.4g", unit: str = "", shape: str = "linear",
 ) -> None:  # fmt: skip
     colour, dash, _ = _look(rows, index)
     name = rows[index].run.name
     every = max(1, -(-len(x) // MOST_POINTS))
-    keep = np.r_[0 : len(x) : every, len(x) - 1 : len(x)] if len(x) else np.array([], dtype=int)
+    keep = np.unique(np.r_[0 : len(x) : every, max(0, len(x) - 1) : len(x)]).astype(
+        int
+    )  # the last one always
     figure.add_scatter(
-        x=x[keep].tolist(), y=_listed(y[keep]), name=name, legendgroup=name, showlegend=legend, mode="lines",
-        line={"color": colour, "dash": dash, "width": 1.8},
+        x=x[keep].tolist(), y=_listed(y[keep]), name=name, legendgroup=name, showlegend=legend,
+        mode="lines" if len(keep) > 1 else "markers", line={"color": colour, "dash": dash, "width": 1.8, "shape": shape},
         hovertemplate=f"step %{{x}}: %{{y{form}}}{unit}<extra>{name}</extra>", row=place, col=1,
     )  # fmt: skip
     bad = x[~np.isfinite(y)]

@@ -18,7 +18,7 @@ from foundry_fp8.report.figures_across import bars, sizes, speed, tasks
 from foundry_fp8.report.run import Series
 from foundry_fp8.report.style import HEAT_MAP, INK, MUTED, WIDTH, label_ends, new_figure, run_style
 
-__all__ = ["FIGURES", "LINE_PANELS", "FigureSpec", "kurtosis_maps", "mfu_panels", "smooth"]
+__all__ = ["COUNTS", "FIGURES", "LINE_PANELS", "FigureSpec", "kurtosis_maps", "mfu_panels", "smooth"]
 
 _SMOOTH_SHARE = 0.02
 _LAYER = re.compile(r"(.+)/layer_(\d+)")
@@ -44,6 +44,8 @@ LINE_PANELS: dict[str, list[tuple[str, str, float]]] = {
     ],
 }
 """Of figures that are panels of lines: key of the metric, label, factor."""
+COUNTS = frozenset({"guard/alarms", "guard/demoted_layers"})
+"""Metrics that keep their value until the next one: drawn as steps."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -259,7 +261,10 @@ def _line_panels(
             if series is None:
                 continue
             style = run_style(kinds, index, len(series.steps))
-            (handles[row.run.name],) = axes.plot(series.steps, scale * series.values, **style)
+            drawn = "steps-post" if key in COUNTS else "default"
+            (handles[row.run.name],) = axes.plot(
+                series.steps, scale * series.values, drawstyle=drawn, **style
+            )
             _mark_non_finite(axes, series.steps, series.values, style["color"])
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
         if position > len(shown) - columns:

@@ -202,6 +202,15 @@ def test_the_guards_own_table_of_events_is_its_time_line(tmp_path):
     assert "rung 0 to 1" not in text and text.count("guard_events") == 0
 
 
+def test_what_keeps_its_value_is_drawn_in_steps_and_a_single_value_as_a_point(full):
+    """A line from one demoted layer at step 50 to none at step 60 would say half a layer at step 55."""
+    data = re.search(r'data-for="chart-guard">(.*?)</script>', full[0].read_text(), re.S)[1]
+    lines = json.loads(data)["data"]
+    points = {tuple(line["x"]): line["mode"] for line in lines}
+    assert points == {(50,): "markers", (50, 60): "lines"}
+    assert {line["line"]["shape"] for line in lines} == {"hv"}
+
+
 def test_attention_in_fp8_is_told_apart_and_listed(tmp_path):
     head = header("fp8dpa", "delayed")
     head["hyperparameters"]["fp8"]["attention"] = [
