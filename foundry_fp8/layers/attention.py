@@ -143,7 +143,7 @@ class FP8DotProductAttention(nn.Module):
         if recipe is not None and recipe != self.configured_recipe and not stateless:
             raise RuntimeError(
                 f"{self.fqn}: {recipe.name} is not what this attention was converted with "
-                f"({self.configured_recipe.name}). Demote to high precision (on the emulated backend, also to current)."
+                f"({self.configured_recipe.name}). Demote to high precision (where its backend runs it, also to current)."
             )
         self.recipe = recipe
 

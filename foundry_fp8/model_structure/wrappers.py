@@ -16,6 +16,7 @@ __all__ = [
     "has_forward",
     "modules_by_clean_name",
     "own_class",
+    "replace_everywhere",
     "replace_module",
     "without_ddp",
 ]
@@ -55,3 +56,11 @@ def replace_module(model: nn.Module, name: str, new: nn.Module) -> None:
     """Put ``new`` where ``model`` holds the submodule with the full name ``name``."""
     parent_name, _, leaf = name.rpartition(".")
     model.get_submodule(parent_name)._modules[leaf] = new
+
+
+def replace_everywhere(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    """Put ``new`` wherever ``model`` holds the submodule ``old``: a block may stand in several places. ``new`` itself may hold it too."""
+    for parent in list(model.modules()):
+        for leaf, child in parent._modules.items():
+            if child is old and parent is not new:
+                parent._modules[leaf] = new

@@ -77,7 +77,7 @@ class FP8Config(Config):
     """Quantise each weight once per optimizer step instead of in every microbatch's forward and again in its backward. Costs
     two bytes of memory a weight element, under FSDP2 of the whole unsharded model. Native only; not under FSDP1."""
     attention: bool = False
-    """Whether attention's GEMMs run in FP8 too (FP8DPA). Needs the delayed recipe; emulated, also the current one."""
+    """Whether attention's GEMMs run in FP8 too (FP8DPA). With the delayed or the current recipe; Transformer Engine has delayed alone."""
     enabled: bool = True
     """``false`` converts nothing: with this one override a run is its own twin in high precision."""
     announce: bool = True

@@ -131,14 +131,16 @@ def made(host: str, recipe: str, feature: str) -> Case:
     return model, batch
 
 
-def gradients(model: nn.Module, batch: dict[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
-    """By name, of two microbatches, after a pass that gives delayed scaling its scales."""
+def gradients(
+    model: nn.Module, batch: dict[str, Any], dtype: torch.dtype, rank: int = 0
+) -> dict[str, Tensor]:
+    """By name, of two microbatches of a rank, after a pass that gives delayed scaling its scales."""
     for number in range(3):
         if number == 1:
             model.zero_grad()
         torch.manual_seed(number)
         with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-            output = model(**{name: _moved(x, number) for name, x in batch.items()})
+            output = model(**{name: _moved(x, number + 3 * rank) for name, x in batch.items()})
         _loss(output).backward()
     return {
         name.replace("_checkpoint_wrapped_module.", ""): p.grad

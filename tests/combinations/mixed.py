@@ -24,7 +24,7 @@ from foundry_fp8.distributed.fsdp2_units import average_on_gloo
 from foundry_fp8.layers.linear import FP8Linear
 from tests.combinations.composing import Causal, Tokens
 from tests.combinations.models import blocks_of
-from tests.combinations.running import gradients_of, parameters_of
+from tests.combinations.wrapping import gradients_of, parameters_of
 
 ROWS, BATCHES = 4, 2
 """Sequences of a rank's batch."""

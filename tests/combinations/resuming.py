@@ -27,7 +27,7 @@ from foundry_fp8.report.runs import read_run
 from foundry_fp8.surgery.attention import FP8AttentionState
 from tests.combinations.composing import Causal, Tokens
 from tests.combinations.parts import PARTS, Part, Settings
-from tests.combinations.running import gradients_of, parameters_of
+from tests.combinations.wrapping import gradients_of, parameters_of
 
 ROWS = 4
 """Sequences of a batch, all ranks together: the same for any number of them."""

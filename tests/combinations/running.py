@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 from collections.abc import Iterator
 from typing import Any
@@ -12,70 +11,19 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, ShardingStrategy, fully_shard
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
-from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import foundry_fp8
-from tests.combinations.models import batch, blocks_of, build
+from tests.combinations.building import Source, build_exact, numerics
+from tests.combinations.models import batch
 from tests.combinations.space import Case
+from tests.combinations.wrapping import MAX_NORM, clip, gradients_of, parameters_of, unsynchronised, wrap
 
 STEPS = 3
 """The first has delayed scaling's first scales, the second knows one amax; cached weights are stale in the third, if ever."""
 LEARNING_RATE = 0.25
-MAX_NORM = 0.1
 LOSS_SCALE = 2.0**8
 """Under float16, as Composer's scaler would."""
-NATIVE = {
-    "llama": ["*.1.self_attn.q_proj", "*.1.self_attn.k_proj"],
-    "plain": ["*.0.attention.qkv", "*.1.mlp.down"],
-    "odd": ["*.1.mlp.up", "*.1.mlp.gate"],
-}
-"""What is converted to native: Triton's interpreter takes a tenth of a second a layer and step."""
-LORA = {"llama": ["q_proj", "v_proj", "up_proj"], "plain": ["qkv", "up"], "odd": ["qkv", "gate"]}
-
-
-def numerics(case: Case, *, weights: bool = True, **fp8: Any) -> nn.Module:
-    """The model of a case in its number formats; nothing else is switched on. Without weights it is on the meta device."""
-    model = build(case.model, tied=case.tied)
-    if case.lora:
-        add_lora(model, LORA[case.model])
-    if case.frozen:
-        freeze(model)
-    if not weights:
-        take_weights(model)
-        fp8["device"] = "cpu"
-    if case.fp8 != "none":
-        backend, _, recipe = case.fp8.rpartition("-")
-        if backend:
-            fp8["include"] = [
-                p + s for p in NATIVE[case.model] for s in ([".base_layer"] if in_lora(case, p) else [""])
-            ]
-        foundry_fp8.apply_fp8(
-            model, recipe=recipe, backend=backend or "emulated", attention=case.attention, **fp8
-        )
-    return model
-
-
-def in_lora(case: Case, pattern: str) -> bool:
-    return case.lora and pattern.rpartition(".")[2] in LORA[case.model]
-
-
-def add_lora(model: nn.Module, targets: list[str]) -> None:
-    from peft import LoraConfig, inject_adapter_in_model
-
-    torch.manual_seed(3)  # both halves random: with B = 0, as usual, A has no gradient
-    inject_adapter_in_model(LoraConfig(r=4, target_modules=targets, init_lora_weights=False), model)
-
-
-def freeze(model: nn.Module) -> None:
-    """The embedding and the first block."""
-    frozen = [m for m in model.modules() if isinstance(m, nn.Embedding)] + blocks_of(model)[:1]
-    for module in frozen:
-        module.requires_grad_(False)
 
 
 def switch_on(case: Case) -> tuple[nn.Module, dict[str, Any]]:
@@ -105,70 +53,6 @@ def switch_on(case: Case) -> tuple[nn.Module, dict[str, Any]]:
     return model, reports
 
 
-def take_weights(model: nn.Module) -> None:
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                empty = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
-                module._parameters[name] = empty
-        for name, buffer in module._buffers.items():
-            module._buffers[name] = None if buffer is None else buffer.to("meta")
-
-
-class Source:
-    """Where a model without weights gets them: from a copy on this rank (``meta``), or from rank 0 (``mixed``)."""
-
-    def __init__(self, case: Case) -> None:
-        self.mixed = case.init == "mixed"
-        self.model = numerics(Case(model=case.model, lora=case.lora, frozen=case.frozen))
-
-    def tensor(self, name: str) -> Tensor:
-        """The parameter or buffer ``name``, whole."""
-        found = self.model.get_parameter(name) if name in self.parameters else self.model.get_buffer(name)
-        found = found.detach().clone()
-        if self.mixed:
-            if dist.get_rank() != 0:
-                found.zero_()
-            dist.broadcast(found, 0)
-        return found
-
-    @functools.cached_property
-    def parameters(self) -> set[str]:
-        return {name for name, _ in self.model.named_parameters()}
-
-    def fsdp1(self, model: nn.Module) -> dict[str, Any]:
-        """What torch's FSDP1 is told. It sends rank 0's weights to the others itself, but not on a CPU, unless not asked."""
-        names = {module: clean(name) for name, module in model.named_modules()}
-
-        def initialise(module: nn.Module) -> None:
-            module.to_empty(device=torch.device("cpu"), recurse=False)
-            with torch.no_grad():
-                for name, tensor in (
-                    *module.named_parameters(recurse=False),
-                    *module.named_buffers(recurse=False),
-                ):
-                    if not self.mixed:
-                        tensor.copy_(self.tensor(f"{names[module]}.{name}".lstrip(".")))
-
-        if self.mixed:
-            from torch.distributed.fsdp import _init_utils
-
-            _init_utils._check_module_states_for_sync_module_states = lambda module: None
-        return {"param_init_fn": initialise, "sync_module_states": self.mixed}
-
-    def fill(self, model: nn.Module) -> None:
-        """Every shard of an FSDP2 model."""
-        if next(model.parameters()).device.type == "meta":
-            model.to_empty(device="cpu")
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                whole = self.tensor(clean(name))
-                assert isinstance(parameter, DTensor)
-                parameter.copy_(distribute_tensor(whole, parameter.device_mesh, parameter.placements))
-            for name, buffer in model.named_buffers():
-                buffer.copy_(self.tensor(clean(name)))
-
-
 CHECKPOINTS: dict[str, dict[str, Any]] = {
     "full": {},
     "selective": {"policy": "selective"},
@@ -190,92 +74,6 @@ def save_less(case: Case, model: nn.Module) -> dict[str, Any]:
             model, format=case.compression, min_numel=256
         )
     return reports
-
-
-@functools.cache
-def mesh(*shape: int) -> DeviceMesh:
-    names = ("replicate", "shard")[-len(shape) :]
-    return init_device_mesh("cpu", shape, mesh_dim_names=names)
-
-
-def wrap(kind: str, model: nn.Module, source: Source | None = None) -> nn.Module:
-    if kind == "none":
-        return model
-    if kind == "ddp":
-        return DDP(model, bucket_cap_mb=0.02)
-    world, blocks = dist.get_world_size(), blocks_of(model)
-    two_by_two = mesh(2, world // 2) if kind.startswith("hsdp") else None
-    if kind in ("fsdp1", "fsdp1-flat", "hsdp1"):
-        return FSDP1(
-            model,
-            sharding_strategy=ShardingStrategy.HYBRID_SHARD if two_by_two else ShardingStrategy.FULL_SHARD,
-            device_id=torch.device("cpu"),
-            auto_wrap_policy=functools.partial(
-                lambda_auto_wrap_policy, lambda_fn=lambda m: any(m is b for b in blocks)
-            ),
-            use_orig_params=kind != "fsdp1-flat",
-            device_mesh=two_by_two,
-            **({} if source is None else source.fsdp1(model)),
-        )
-    if two_by_two is not None:
-        from foundry_fp8.compat import cpu_stream_events
-
-        cpu_stream_events.apply()
-    for module in (*blocks, model):
-        fully_shard(module, mesh=two_by_two or mesh(world))
-    if source is not None:
-        source.fill(model)
-    return model
-
-
-def clean(name: str) -> str:
-    for part in ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module."):
-        name = name.replace(part, "")
-    return name.removeprefix("module.")
-
-
-def has_fsdp1(model: nn.Module) -> bool:
-    """Itself, or in it: Composer wraps what its model holds."""
-    return any(isinstance(module, FSDP1) for module in model.modules())
-
-
-def parameters_of(model: nn.Module) -> dict[str, Tensor]:
-    """Whole parameters by name, copied."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # the root stays gathered after an evaluation
-    whole = FSDP1.summon_full_params(model, writeback=False) if has_fsdp1(model) else None
-    with whole or contextlib.nullcontext(), torch.no_grad():
-        return {
-            clean(name): (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
-            for name, p in model.named_parameters()
-            if "_flat_param" not in name
-        }
-
-
-def gradients_of(model: nn.Module) -> dict[str, Tensor]:
-    """Whole gradients by name, float64."""
-    whole = has_fsdp1(model) and FSDP1.summon_full_params(model, with_grads=True, writeback=False)
-    with whole or contextlib.nullcontext():
-        return {
-            clean(name): (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad).double()
-            for name, p in model.named_parameters()
-            if p.grad is not None and p.requires_grad  # summoned, FSDP1's frozen ones have one too
-        }
-
-
-@contextlib.contextmanager
-def unsynchronised(model: nn.Module, really: bool) -> Iterator[None]:
-    """A backward without a reduction."""
-    if not really or not isinstance(model, DDP | FSDP1 | FSDPModule):
-        yield
-    elif isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(False)
-        yield
-        model.set_requires_gradient_sync(True)
-    else:
-        with model.no_sync():
-            yield
 
 
 def backward(case: Case, model: nn.Module, step: int, dtype: torch.dtype | None = None) -> None:
@@ -302,13 +100,6 @@ def backward(case: Case, model: nn.Module, step: int, dtype: torch.dtype | None 
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad.div_(scale)
-
-
-def clip(model: nn.Module) -> None:
-    if isinstance(model, FSDP1):
-        model.clip_grad_norm_(MAX_NORM)
-    else:
-        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
 
 
 def averaged(case: Case, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, float]]:
@@ -405,11 +196,6 @@ def step_of(
     return averaged(case, plain)
 
 
-def build_exact(case: Case) -> nn.Module:
-    high = Case(**{**{f: getattr(case, f) for f in ("model", "lora", "frozen", "tied")}})
-    return numerics(high).double()
-
-
 def numerics_error(case, exact, wanted, parameters, step):
     """How far the number formats alone are from float64."""
     true, norms = step_of(case, exact, parameters, step, torch.float64)
@@ -437,12 +223,19 @@ def digest(tensors: dict[str, Tensor]) -> str:
 
 def activity(case: Case, model: nn.Module, reports: dict[str, Any]) -> dict[str, bool]:
     """Whether each feature that is on did something."""
+    from foundry_fp8.layers.attention import FP8DotProductAttention
     from foundry_fp8.layers.linear import FP8Linear
 
-    active = {}
+    active, backend = {}, case.fp8.rpartition("-")[0]
     if case.fp8 != "none":
         linears = [m for m in model.modules() if isinstance(m, FP8Linear)]
         active["fp8"] = bool(linears) and all(m.ledger.flops["fprop", "fp8"] > 0 for m in linears)
+    if case.attention:
+        attentions = [m for m in model.modules() if isinstance(m, FP8DotProductAttention)]
+        active["attention"] = bool(attentions) and all(
+            m.ledger.flops["fprop", "fp8"] > 0 and m.backend.name == (backend or "emulated")
+            for m in attentions
+        )
     if case.checkpoint != "none":
         active["checkpoint"] = bool(reports["checkpoint"].selected)
     if case.compression != "none":

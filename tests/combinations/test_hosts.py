@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.combinations.hosts import FEATURES, HOSTS, errors, gradients, made
+from tests.multiprocess import launch
 
 pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor:UserWarning", "ignore:::transformers[.]")
 QUICK = {"T5, tied": "current", "CLIP": "delayed"}
@@ -40,11 +41,50 @@ def test_features_hold_on_any_host(host, recipe, dtype):
                 gradients(*made(host, recipe, feature), dtype)
             continue
         total, worst = errors(gradients(*made(host, recipe, feature), dtype), wanted)
-        assert_within(feature, total, worst, dtype)
+        assert_within(feature, total, worst, bound_of(feature, dtype))
 
 
-def assert_within(feature, total, worst, dtype):
-    most = {"exact": EXACT[dtype], "int8": (float("inf"), INT8)}.get(feature, SUMS)
-    assert worst <= most[0] and total <= most[1], (
-        f"{feature}: {worst:.1e} and {total:.1e} off, allowed {most}"
-    )
+def bound_of(feature, dtype):
+    return {"exact": EXACT[dtype], "int8": (float("inf"), INT8)}.get(feature, SUMS)
+
+
+def assert_within(what, total, worst, most):
+    assert worst <= most[0] and total <= most[1], f"{what}: {worst:.1e} and {total:.1e} off, allowed {most}"
+
+
+NOT_SHARDED = {"CLIP": "scalar parameters"}
+"""What torch's FSDP2 refuses in these hosts."""
+SAMPLE = ["T5, tied", "nn.Transformer"]
+SHARES = [list(HOSTS)[first::6] for first in range(6)]
+IMPORTS = f"{launch.FSDP},transformers.models.llama.modeling_llama,tests.combinations.sharded_hosts"
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("hosts", "recipe", "dtype"),
+    [
+        pytest.param(SAMPLE, "delayed", torch.float32, id="sample"),
+        *(
+            pytest.param(hosts, recipe, dtype, id=f"{number}-{recipe}", marks=pytest.mark.full)
+            for number, hosts in enumerate(SHARES)
+            for recipe, dtype in (("current", torch.float32), ("delayed", torch.bfloat16))
+        ),
+    ],
+)
+def test_features_hold_on_any_host_under_fsdp2(hosts, recipe, dtype):
+    """Against the unsharded model's mean over the ranks."""
+    from tests.combinations.sharded_hosts import sharded
+
+    hosts = [host for host in hosts if dtype == torch.float32 or host not in NO_AUTOCAST]
+    for found in launch.call(sharded, 2, hosts, recipe, dtype, imports=IMPORTS):
+        assert found.keys() == {(host, feature) for host in hosts for feature in FEATURES}
+        for (host, feature), result in found.items():
+            refusal = NOT_SHARDED.get(host)
+            if host in REFUSES and feature in ("full", "selective"):
+                refusal = "must match the size"
+            if refusal is not None:
+                assert isinstance(result, str) and refusal in result, (host, feature, result)
+                continue
+            assert not isinstance(result, str), (host, feature, result)
+            total, worst = result
+            assert_within(f"{host}, {feature}", total, worst, bound_of(feature, dtype))

@@ -94,6 +94,7 @@ def offline(tmp_path_factory):
     for step in range(STEPS):
         run.log({key: value for key, value in at(step).items() if key != "wall_clock/train"}, step=step)
     run.finish()
+    wandb.teardown()  # finish() only asks W&B's service to close the file; this waits until it has ended
     return folder
 
 

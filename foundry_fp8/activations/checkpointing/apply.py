@@ -17,7 +17,7 @@ from foundry_fp8.activations.compression.apply import CompressionReport
 from foundry_fp8.activations.compression.saved import compresses_inside
 from foundry_fp8.compat.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper
 from foundry_fp8.config import Config, ConfigError
-from foundry_fp8.model_structure.wrappers import modules_by_clean_name, replace_module
+from foundry_fp8.model_structure.wrappers import modules_by_clean_name, replace_everywhere
 
 __all__ = [
     "ActivationCheckpointingConfig",
@@ -140,16 +140,16 @@ def wrap_selected(
         wrapper = checkpoint_wrapper(
             module, checkpoint_fn=recomputed, policy=selection.policy, offload=offload
         )
-        replace_module(model, name, wrapper)
+        replace_everywhere(model, module, wrapper)
         done.append(selection)
     return CheckpointingReport(tuple(done), offload)
 
 
 def unwrap(model: nn.Module) -> None:
     """Take every checkpoint off ``model``."""
-    for name, module in list(model.named_modules()):
+    for module in list(model.modules()):
         if isinstance(module, CheckpointWrapper):
-            replace_module(model, name, module._checkpoint_wrapped_module)
+            replace_everywhere(model, module, module._checkpoint_wrapped_module)
 
 
 def switch_off_cache(model: nn.Module) -> None:

@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from foundry_fp8.activations.checkpointing.apply import (
     ActivationCheckpointingConfig,
     apply_activation_checkpointing,
+    unwrap,
 )
 from foundry_fp8.config import ConfigError
 from foundry_fp8.layers.linear import FP8Linear
@@ -270,3 +271,26 @@ def test_checkpoints_are_compiled(make_llama, policy, whole):
     for name, gradient in reference.items():
         torch.testing.assert_close(compiled[name], gradient, rtol=1e-4, atol=1e-6)
     torch._dynamo.reset()
+
+
+def test_a_block_that_stands_in_several_places_is_recomputed_in_all_of_them():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            shared, own = (nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
+            self.blocks = nn.ModuleList([shared, own, shared])
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    model, calls = Model(), []
+    keys, shared = list(model.state_dict()), model.blocks[0]
+    shared[0].register_forward_hook(lambda *_: calls.append(1))
+    apply_activation_checkpointing(model)
+    assert model.blocks[0] is model.blocks[2] and list(model.state_dict()) == keys
+    model(torch.randn(4, 8, requires_grad=True)).sum().backward()
+    assert len(calls) == 4  # two forwards, two recomputes
+    unwrap(model)
+    assert model.blocks[0] is shared and model.blocks[2] is shared

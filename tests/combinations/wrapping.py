@@ -1,0 +1,116 @@
+"""Wrappers of a model, and what is read through them: whole parameters, whole gradients, their norm."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, ShardingStrategy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from tests.combinations.models import blocks_of
+
+MAX_NORM = 0.1
+
+
+@functools.cache
+def mesh(*shape: int) -> DeviceMesh:
+    names = ("replicate", "shard")[-len(shape) :]
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+def wrap(kind: str, model: nn.Module, source: Any = None) -> nn.Module:
+    """``source``: of the weights of a model that has none (building.py's)."""
+    if kind == "none":
+        return model
+    if kind == "ddp":
+        return DDP(model, bucket_cap_mb=0.02)
+    world, blocks = dist.get_world_size(), blocks_of(model)
+    two_by_two = mesh(2, world // 2) if kind.startswith("hsdp") else None
+    if kind in ("fsdp1", "fsdp1-flat", "hsdp1"):
+        return FSDP1(
+            model,
+            sharding_strategy=ShardingStrategy.HYBRID_SHARD if two_by_two else ShardingStrategy.FULL_SHARD,
+            device_id=torch.device("cpu"),
+            auto_wrap_policy=functools.partial(
+                lambda_auto_wrap_policy, lambda_fn=lambda m: any(m is b for b in blocks)
+            ),
+            use_orig_params=kind != "fsdp1-flat",
+            device_mesh=two_by_two,
+            **({} if source is None else source.fsdp1(model)),
+        )
+    if two_by_two is not None:
+        from foundry_fp8.compat import cpu_stream_events
+
+        cpu_stream_events.apply()
+    for module in (*blocks, model):
+        fully_shard(module, mesh=two_by_two or mesh(world))
+    if source is not None:
+        source.fill(model)
+    return model
+
+
+def clean(name: str) -> str:
+    for part in ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module."):
+        name = name.replace(part, "")
+    return name.removeprefix("module.")
+
+
+def has_fsdp1(model: nn.Module) -> bool:
+    """Itself, or in it: Composer wraps what its model holds."""
+    return any(isinstance(module, FSDP1) for module in model.modules())
+
+
+def parameters_of(model: nn.Module) -> dict[str, Tensor]:
+    """Whole parameters by name, copied."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # the root stays gathered after an evaluation
+    whole = FSDP1.summon_full_params(model, writeback=False) if has_fsdp1(model) else None
+    with whole or contextlib.nullcontext(), torch.no_grad():
+        return {
+            clean(name): (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+            for name, p in model.named_parameters()
+            if "_flat_param" not in name
+        }
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    """Whole gradients by name, float64."""
+    whole = has_fsdp1(model) and FSDP1.summon_full_params(model, with_grads=True, writeback=False)
+    with whole or contextlib.nullcontext():
+        return {
+            clean(name): (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad).double()
+            for name, p in model.named_parameters()
+            if p.grad is not None and p.requires_grad  # summoned, FSDP1's frozen ones have one too
+        }
+
+
+@contextlib.contextmanager
+def unsynchronised(model: nn.Module, really: bool) -> Iterator[None]:
+    """A backward without a reduction."""
+    if not really or not isinstance(model, DDP | FSDP1 | FSDPModule):
+        yield
+    elif isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(False)
+        yield
+        model.set_requires_gradient_sync(True)
+    else:
+        with model.no_sync():
+            yield
+
+
+def clip(model: nn.Module) -> None:
+    if isinstance(model, FSDP1):
+        model.clip_grad_norm_(MAX_NORM)
+    else:
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
