@@ -212,6 +212,22 @@ def test_norm_backward_is_autograds(centered, affine, device):
             torch.testing.assert_close(dbias, bias.grad, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("centered", [False, True], ids=["rmsnorm", "layernorm"])
+def test_norms_of_rows_past_2_to_the_31(centered, device):
+    """Rows far apart in memory that is asked for and, but for them, never touched."""
+    memory = torch.empty(2**31 + 128, dtype=torch.bfloat16, device=device)
+    x, dy = (memory[first:].as_strided((3, 64), (2**30, 1)) for first in (0, 64))
+    x.copy_(torch.randn(3, 64)), dy.copy_(torch.randn(3, 64))
+    statistics = norm_statistics(x, 1e-5, centered=centered)
+    expected = norm_statistics_reference(x, 1e-5, centered=centered)
+    torch.testing.assert_close(statistics[1], expected[1])
+    gradients = norm_backward(dy, x, expected[1], None, mean=expected[0])
+    for ours, reference in zip(
+        gradients, norm_backward_reference(dy, x, expected[1], None, mean=expected[0]), strict=True
+    ):
+        torch.testing.assert_close(ours, reference, rtol=2.0**-7, atol=1e-5)
+
+
 def test_a_nan_in_x_stays_visible_through_norm_and_activation(device):
     x = torch.randn(20, 64, device=device)
     x[4, 7] = float("nan")
