@@ -54,9 +54,9 @@ def assert_within(what, total, worst, most):
 
 NOT_SHARDED = {"CLIP": "scalar parameters"}
 """What torch's FSDP2 refuses in these hosts."""
-SAMPLE = ["T5, tied", "nn.Transformer"]
+SAMPLE = ["nn.Transformer", "shared block"]
 SHARES = [list(HOSTS)[first::6] for first in range(6)]
-IMPORTS = f"{launch.FSDP},transformers.models.llama.modeling_llama,tests.combinations.sharded_hosts"
+IMPORTS = f"{launch.FSDP},tests.combinations.sharded_hosts"
 
 
 @pytest.mark.multiprocess
