@@ -14,7 +14,9 @@ dK     ``dK = softmax_scale dP^T Q``                  the same, Q
 Two kernels, neither of which adds atomically, so that every run gives the same bits: one takes a tile of queries and walks over the keys
 (dQ, and the amax of dP), one takes a tile of keys and walks over the queries of all heads that share them (dK, dV).
 
-Every operand stands contiguous along what its product contracts: the transposed copies are of Q, K and dO.
+Every FP8 operand stands contiguous along what its product contracts: the transposed copies are of Q, K and dO. With dP in bfloat16 the last
+two products are bfloat16's, of the values of K and Q, which it holds exactly; it has float32's range, so that dP needs no scale, and both layouts,
+so that K and Q need no copies.
 """
 
 from __future__ import annotations
@@ -65,8 +67,8 @@ def attention_row_sums(shape: AttentionShape, do: Tensor, do_scale: Tensor, out:
 
 def attention_backward(
     shape: AttentionShape,
-    q: tuple[Tensor, Tensor],
-    k: tuple[Tensor, Tensor],
+    q: tuple[Tensor, Tensor | None],
+    k: tuple[Tensor, Tensor | None],
     v: Tensor,
     do: tuple[Tensor, Tensor],
     scales: tuple[Tensor, Tensor, Tensor, Tensor],
@@ -74,7 +76,7 @@ def attention_backward(
     sums: Tensor,
     *,
     out_dtype: torch.dtype,
-    dp_scale: Tensor,
+    dp_scale: Tensor | None,
     amax_dp: Tensor,
     segments: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -82,7 +84,7 @@ def attention_backward(
 
     Args:
         shape: As in the forward.
-        q: As in the forward, and transposed.
+        q: As in the forward, and transposed (``None`` where dP is bfloat16).
         k: The same.
         v: E4M3 ``[>= batch * keys, kv_heads * head_dim]``, contiguous.
         do: The output's gradient, quantised, as ``q``.
@@ -90,7 +92,8 @@ def attention_backward(
         lse: The forward's second result.
         sums: :func:`attention_row_sums`.
         out_dtype: Of dQ, dK and dV.
-        dp_scale: What dP is multiplied with before it is rounded to the format of ``do``, one float32 element.
+        dp_scale: What dP is multiplied with before it is rounded to the format of ``do``, one float32 element; ``None``: dP is rounded to
+            bfloat16.
         amax_dp: One float32 element, 0: raised to the largest magnitude of dP.
         segments: As in the forward.
 
@@ -114,7 +117,7 @@ def attention_backward(
         sums,
         amax_dp,
     )
-    strides = (q[1].stride(0), k[1].stride(0), do[1].stride(0))
+    strides = tuple(0 if t is None else t.stride(0) for t in (q[1], k[1], do[1]))
     largest = torch.finfo(do[0].dtype).max
     tile = ROW_TILES[shape.block_d]
     _dq_kernel[(triton.cdiv(shape.queries, tile.queries), shape.batch * shape.heads)](
@@ -137,7 +140,7 @@ def attention_backward_reference(
     seen: Tensor,
     out: Tensor,
     *,
-    dp_scale: Tensor,
+    dp_scale: Tensor | None,
     do_format: Float8Format,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """What :func:`attention_backward` computes, with every matrix in memory and float64 sums.
@@ -166,7 +169,10 @@ def attention_backward_reference(
     s = s / torch.where(total == 0, 1.0, total)
     s8 = cast(s.float() * P_SCALE.value, E4M3).double() / P_SCALE.value
     dp = s * (do @ v.transpose(2, 3) - (do * out.double()).sum(-1, keepdim=True))
-    dp8 = cast(dp.float() * dp_scale.float(), do_format).double() / dp_scale.double()
+    if dp_scale is None:
+        dp8 = dp.float().bfloat16().double()
+    else:
+        dp8 = cast(dp.float() * dp_scale.float(), do_format).double() / dp_scale.double()
 
     def of_key_heads(x: Tensor) -> Tensor:
         return x.unflatten(1, (shape.kv_heads, -1)).sum(2)
@@ -247,7 +253,9 @@ def _dq_kernel(
     k_scale = tl.load(k_scale_ptr)
     logit_scale = tl.load(q_scale_ptr) * k_scale * scale_log2
     ds_scale = tl.load(do_scale_ptr) * tl.load(v_scale_ptr)
-    dp_scale = tl.load(dp_scale_ptr)
+    dp_scale = 1.0
+    if dp_scale_ptr is not None:
+        dp_scale = tl.load(dp_scale_ptr)
 
     last, first = K, 0
     if right is not None:
@@ -267,13 +275,16 @@ def _dq_kernel(
         s = tl.exp2(tl.where(seen, logits, float("-inf")) - lse[:, None])
         dp = s * (tl.dot(do, v) * ds_scale - sums[:, None])
         amax = tl.maximum(amax, tl.max(magnitude(dp), axis=1))
-        kt_base = kt_ptr + (kv_head * D).to(tl.int64) * kt_stride + batch * K
-        k = tl.load(
-            kt_base + d[None, :] * kt_stride + columns[:, None],
-            mask=(columns < K)[:, None] & (d < D)[None, :],
-            other=0.0,
-        )
-        dq += tl.dot(saturate(dp * dp_scale, LARGEST).to(do_ptr.dtype.element_ty), k)
+        if dp_scale_ptr is None:
+            dq += tl.dot(dp.to(tl.bfloat16), tl.trans(k).to(tl.bfloat16))
+        else:
+            kt_base = kt_ptr + (kv_head * D).to(tl.int64) * kt_stride + batch * K
+            k_t = tl.load(
+                kt_base + d[None, :] * kt_stride + columns[:, None],
+                mask=(columns < K)[:, None] & (d < D)[None, :],
+                other=0.0,
+            )
+            dq += tl.dot(saturate(dp * dp_scale, LARGEST).to(do_ptr.dtype.element_ty), k_t)
 
     largest = tl.max(amax, axis=0)
     tl.atomic_max(amax_ptr, largest, sem="relaxed")
@@ -332,7 +343,9 @@ def _dkdv_kernel(
     q_scale, do_scale = tl.load(q_scale_ptr), tl.load(do_scale_ptr)
     logit_scale = q_scale * tl.load(k_scale_ptr) * scale_log2
     ds_scale = do_scale * tl.load(v_scale_ptr)
-    dp_scale = tl.load(dp_scale_ptr)
+    dp_scale = 1.0
+    if dp_scale_ptr is not None:
+        dp_scale = tl.load(dp_scale_ptr)
 
     first, last = 0, Q
     if right is not None:
@@ -361,9 +374,12 @@ def _dkdv_kernel(
         do_t = tl.load(do_base + d[None, :] * dot_stride + rows[:, None], mask=inside_t, other=0.0)
         dv += tl.dot((s * P_SCALE).to(k_ptr.dtype.element_ty), do_t)
         dp = s * (tl.dot(v, do) * ds_scale - sums[None, :])
-        q_base = qt_ptr + (head * D).to(tl.int64) * qt_stride + batch * Q
-        q_t = tl.load(q_base + d[None, :] * qt_stride + rows[:, None], mask=inside_t, other=0.0)
-        dk += tl.dot(saturate(dp * dp_scale, LARGEST).to(do_ptr.dtype.element_ty), q_t)
+        if dp_scale_ptr is None:
+            dk += tl.dot(dp.to(tl.bfloat16), tl.trans(q).to(tl.bfloat16))
+        else:
+            q_base = qt_ptr + (head * D).to(tl.int64) * qt_stride + batch * Q
+            q_t = tl.load(q_base + d[None, :] * qt_stride + rows[:, None], mask=inside_t, other=0.0)
+            dk += tl.dot(saturate(dp * dp_scale, LARGEST).to(do_ptr.dtype.element_ty), q_t)
 
     inverse = tl.where(is_inf(tl.load(amax_ptr)), float("nan"), reciprocal(dp_scale))
     dk = dk * (inverse * q_scale * scale_log2 * LN_2)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from foundry_fp8.compat.autograd import inside_backward
 from foundry_fp8.layers.attention_mask import AttentionMask
 from foundry_fp8.layers.delayed_scaling import DelayedSlot
-from foundry_fp8.layers.ledger import GemmLedger
+from foundry_fp8.layers.ledger import GemmLedger, Precision
 from foundry_fp8.layers.second_derivative import refuse_second_derivative
 from foundry_fp8.numerics.formats import E4M3, Float8Format
 from foundry_fp8.numerics.quantize import Quantized
@@ -26,12 +26,15 @@ __all__ = [
     "AttentionProbe",
     "AttentionRecipe",
     "FP8DotProductAttention",
+    "GradScores",
     "attention_format",
     "attention_slots",
     "no_attention_form",
 ]
 
 AttentionRecipe = DelayedScaling | CurrentScaling
+GradScores = Literal["fp8", "bfloat16"]
+"""What the gradient of the logits (dP here, dS in FlashAttention's papers) is rounded to before the products that make dQ and dK."""
 AttentionLook = Callable[[Tensor, Tensor, Tensor, float], None]
 """Called with q [b, heads, q, d], k and v [b, kv_heads, k, d], hp, and what multiplies the logits."""
 AttentionProbe = Callable[[str, Tensor, Quantized], None]
@@ -77,8 +80,8 @@ class AttentionBackend(abc.ABC):
     name: ClassVar[str]
 
     @abc.abstractmethod
-    def recipe_reason(self, recipe: Recipe) -> str | None:
-        """Why it cannot run ``recipe``, or ``None`` if it can."""
+    def recipe_reason(self, recipe: Recipe, grad_scores: GradScores = "fp8") -> str | None:
+        """Why it cannot run ``recipe`` with such gradients of the logits, or ``None`` if it can."""
 
     def module_reason(self, recipe: AttentionRecipe, head_dim: int | None) -> str | None:
         """Why attention of this head size cannot run here at all, or ``None``; the rest is checked when it is called."""
@@ -108,6 +111,7 @@ class FP8DotProductAttention(nn.Module):
         recipe: What runs now; ``None`` is high precision, which the caller runs itself. See :meth:`set_recipe`.
         configured_recipe: What the conversion asked for.
         evaluate: What a forward in ``eval()`` mode runs in.
+        grad_scores: What the gradient of the logits is rounded to.
         slots: The delayed-scaling state by slot (:func:`attention_slots`), from the conversion.
         ledger: The GEMMs that ran. Both GEMMs of the forward count as fprop, the four of the backward as dgrad.
         probe: Called with every tensor quantised while it is set; for monitors.
@@ -121,6 +125,7 @@ class FP8DotProductAttention(nn.Module):
         recipe: AttentionRecipe,
         backend: AttentionBackend,
         evaluate: Literal["fp8", "high_precision"] = "high_precision",
+        grad_scores: GradScores = "fp8",
     ) -> None:
         super().__init__()
         self.fqn = fqn
@@ -128,6 +133,7 @@ class FP8DotProductAttention(nn.Module):
         self.recipe: AttentionRecipe | None = recipe
         self.configured_recipe = recipe
         self.evaluate = evaluate
+        self.grad_scores = grad_scores
         self.slots: Mapping[str, DelayedSlot] = {}
         self.ledger = GemmLedger()
         self.probe: AttentionProbe | None = None
@@ -139,7 +145,10 @@ class FP8DotProductAttention(nn.Module):
         Raises:
             RuntimeError: Neither ``None``, nor current scaling, nor the recipe of the conversion.
         """
-        stateless = isinstance(recipe, CurrentScaling) and self.backend.recipe_reason(recipe) is None
+        stateless = (
+            isinstance(recipe, CurrentScaling)
+            and self.backend.recipe_reason(recipe, self.grad_scores) is None
+        )
         if recipe is not None and recipe != self.configured_recipe and not stateless:
             raise RuntimeError(
                 f"{self.fqn}: {recipe.name} is not what this attention was converted with "
@@ -200,15 +209,19 @@ class FP8DotProductAttention(nn.Module):
 
         state = next(iter(self.slots.values())).state
         forward = state.in_force()
+        of_scores: Precision = "fp8" if self.grad_scores == "fp8" else "bf16"
 
         def record(_: Tensor) -> None:
             refuse_second_derivative(self.fqn)
             state.begin_backward(forward)
-            for n, inner in ((keys, d), (d, keys), (d, keys), (d, keys)):  # dS, dQ, dK, dV
+            for n, inner in ((keys, d), (d, keys)):  # dS, dV
                 self.ledger.record("dgrad", rows, n, inner, "fp8")
+            for _name in ("dQ", "dK"):
+                self.ledger.record("dgrad", rows, d, keys, of_scores)
 
         out.register_hook(record)
 
     def extra_repr(self) -> str:
         """What it runs."""
-        return f"recipe={'high_precision' if self.recipe is None else self.recipe.name}"
+        recipe = "high_precision" if self.recipe is None else self.recipe.name
+        return f"recipe={recipe}" + ("" if self.grad_scores == "fp8" else f", grad_scores={self.grad_scores}")

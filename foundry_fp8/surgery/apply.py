@@ -25,6 +25,7 @@ from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.layers.state import FP8State
 from foundry_fp8.numerics.recipes import RECIPES, Recipe, parse_recipe
 from foundry_fp8.surgery.attention import plan_attention
+from foundry_fp8.surgery.attention_config import AttentionConfig, parse_attention
 from foundry_fp8.surgery.linears import LinearPlan, kept_blocks, plan_linears
 from foundry_fp8.surgery.norm_fusion import Fusion, fuse_norms, plan_norms
 from foundry_fp8.surgery.report import SurgeryReport, SurgeryRow
@@ -76,8 +77,11 @@ class FP8Config(Config):
     cache_weights: bool = False
     """Quantise each weight once per optimizer step instead of in every microbatch's forward and again in its backward. Costs
     two bytes of memory a weight element, under FSDP2 of the whole unsharded model. Native only; not under FSDP1."""
-    attention: bool = False
-    """Whether attention's GEMMs run in FP8 too (FP8DPA). With the delayed or the current recipe; Transformer Engine has delayed alone."""
+    attention: Annotated[
+        AttentionConfig | Literal[False], Parse(parse_attention, "true, false or a mapping")
+    ] = False
+    """Whether attention's GEMMs run in FP8 too (FP8DPA), with the delayed or the current recipe (through Transformer Engine the delayed one alone):
+    ``true``, or a mapping with ``recipe``, ``grad_scores`` and ``exclude``."""
     enabled: bool = True
     """``false`` converts nothing: with this one override a run is its own twin in high precision."""
     announce: bool = True
@@ -166,8 +170,10 @@ def apply_fp8(model: nn.Module, *, device: torch.device | str | None = None, **o
     if config.attention:
         attention = plan_attention(
             model,
-            recipe=recipe,
+            recipe=config.attention.recipe or recipe,
             backend=backend.name,
+            grad_scores=config.attention.grad_scores,
+            exclude=config.attention.exclude,
             kept_blocks=kept_blocks(model, config.keep_first_blocks, config.keep_last_blocks, KEY),
             evaluate=config.evaluate,
         )

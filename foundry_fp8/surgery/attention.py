@@ -13,6 +13,7 @@ from foundry_fp8.config import ConfigError
 from foundry_fp8.layers.attention import (
     AttentionRecipe,
     FP8DotProductAttention,
+    GradScores,
     attention_format,
     attention_slots,
 )
@@ -59,7 +60,7 @@ def plan_attention(
     *,
     recipe: Recipe,
     backend: str = "emulated",
-    include: Sequence[str] = ("*",),
+    grad_scores: GradScores = "fp8",
     exclude: Sequence[str] = (),
     kept_blocks: Collection[int] = (),
     evaluate: Literal["fp8", "high_precision"] = "high_precision",
@@ -71,8 +72,8 @@ def plan_attention(
         model: Any module; its root is what training calls.
         recipe: Delayed or current; under current scaling S and dP still have delayed scales, as in TE.
         backend: Who runs it.
-        include: Globs on the names of attention modules to consider.
-        exclude: Globs on the names to leave out.
+        grad_scores: What the gradient of the logits is rounded to.
+        exclude: Globs on the names of attention modules to leave out.
         kept_blocks: Indices of transformer blocks left in high precision.
         evaluate: What ``eval()`` mode runs in.
         key: The YAML key, for messages.
@@ -81,9 +82,12 @@ def plan_attention(
         ConfigError: A recipe without an attention form on this backend, a pattern that matches nothing, or nothing to convert.
     """
     runner = load_attention_backend(backend)
-    refused = runner.recipe_reason(recipe)
+    refused = runner.recipe_reason(recipe, grad_scores)
     if refused is not None:
-        raise ConfigError(f"{key}: {refused}. Set recipe: delayed, or attention: false.")
+        way_out = (
+            "Set recipe: delayed" if grad_scores == "fp8" else "Set grad_scores: fp8, or backend: native"
+        )
+        raise ConfigError(f"{key}: {refused}. {way_out}, or attention: false.")
     attention_recipe = cast(AttentionRecipe, recipe)
     found = [
         (name, module, host)
@@ -92,17 +96,16 @@ def plan_attention(
         if host.recognises(module)
     ]
     names = [name for name, _, _ in found]
-    if include != ("*",):
-        check_patterns_match(include, names, f"{key}.include", "attention modules")
     check_patterns_match(exclude, names, f"{key}.exclude", "attention modules")
     blocks = transformer_blocks(model)
+    runs = recipe.name + ("" if grad_scores == "fp8" else f" with the logits' gradients in {grad_scores}")
     rows: list[SurgeryRow] = []
     converted: dict[str, FP8DotProductAttention] = {}
     hosts: dict[str, AttentionHost] = {}
     for name, module, host in found:
         reason = host.reason(module)
-        if reason is None and (not matches(name, include) or matches(name, exclude)):
-            reason = f"{key}.include and exclude leave it out"
+        if reason is None and matches(name, exclude):
+            reason = f"{key}.exclude leaves it out"
         if reason is None and block_index_of(name, blocks) in kept_blocks:
             reason = "it is in a block that stays in high precision"
         if reason is None:
@@ -110,13 +113,13 @@ def plan_attention(
         if reason is None:
             hosts[name] = host
             converted[name] = FP8DotProductAttention(
-                fqn=name, recipe=attention_recipe, backend=runner, evaluate=evaluate
+                fqn=name, recipe=attention_recipe, backend=runner, evaluate=evaluate, grad_scores=grad_scores
             )
         rows.append(
             SurgeryRow(
                 name=name,
                 action="converted" if reason is None else "skipped",
-                reason=f"{recipe.name}, in a {host.name} attention" if reason is None else reason,
+                reason=f"{runs}, in a {host.name} attention" if reason is None else reason,
             )
         )
     if not converted:

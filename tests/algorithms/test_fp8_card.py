@@ -12,6 +12,7 @@ import foundry_fp8
 from foundry_fp8.config import from_mapping
 from foundry_fp8.numerics.recipes import RECIPES
 from foundry_fp8.surgery.apply import KEY, FP8Config
+from foundry_fp8.surgery.attention_config import AttentionConfig
 
 CARD = (Path(foundry_fp8.__file__).parent / "algorithms/fp8/README.md").read_text()
 BACKENDS = Path(foundry_fp8.__file__).parents[1] / "docs/backends.md"
@@ -40,6 +41,12 @@ def test_options_are_those_of_the_config():
     documented = {row[0].strip("`"): yaml.safe_load(row[1].strip("`")) for row in rows("options")}
     config = {f.name: f.default for f in dataclasses.fields(FP8Config)}
     assert documented == {name: list(v) if isinstance(v, tuple) else v for name, v in config.items()}
+
+
+def test_fields_of_attention_are_those_of_its_config():
+    documented = {row[0].strip("`"): yaml.safe_load(row[1].strip("`")) for row in rows("attention")}
+    fields = {f.name: f.default for f in dataclasses.fields(AttentionConfig)}
+    assert documented == {name: list(v) if isinstance(v, tuple) else v for name, v in fields.items()}
 
 
 def test_recipe_fields_are_those_of_the_recipes():

@@ -37,9 +37,9 @@ def inputs(seed: int = 0, *, keys: int = S, dtype: torch.dtype = torch.float32) 
     return draw(H, S, 2.0), draw(HK, keys, 1.5), draw(HK, keys, 0.7), draw(H, S, 1e-3)
 
 
-def make(recipe: Any) -> tuple[FP8DotProductAttention, DelayedScalingState]:
+def make(recipe: Any, **options: Any) -> tuple[FP8DotProductAttention, DelayedScalingState]:
     attention = FP8DotProductAttention(
-        fqn="block.attn", recipe=recipe, backend=EmulatedAttention(), evaluate="fp8"
+        fqn="block.attn", recipe=recipe, backend=EmulatedAttention(), evaluate="fp8", **options
     )
     names = attention_slots(recipe)
     timing = recipe if isinstance(recipe, DelayedScaling) else DelayedScaling()
@@ -67,6 +67,8 @@ def reference_quantizer(attention: FP8DotProductAttention, recipe: Any) -> Any:
         scale = attention.slots[SLOTS[name]].scale if SLOTS[name] in delayed else scale_from_amax(amax, fmt)
         if name in ("o", "dq", "dk", "dv") and not isinstance(recipe, DelayedScaling):
             return Untouched(x)  # type: ignore[return-value]
+        if name == "dp" and attention.grad_scores == "bfloat16":
+            return Rounded(x)  # type: ignore[return-value]
         return Quantized(cast(x.float() * scale, fmt), 1.0 / scale, None, fmt, amax)
 
     return quantize
@@ -80,6 +82,14 @@ class Untouched:
 
     def dequantize(self) -> Tensor:
         return self.x
+
+
+class Rounded(Untouched):
+    """To bfloat16, without a scale."""
+
+    def __init__(self, x: Tensor) -> None:
+        super().__init__(x.bfloat16().float())
+        self.data, self.gemm_scale = self.x, torch.ones(())
 
 
 MASKS = {
@@ -158,6 +168,8 @@ class Definition:
     def interval(self, name: str, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
         """What ``x - delta`` and ``x + delta`` become when they are quantised."""
         quantized = self.seen[name][1]
+        if isinstance(quantized, Rounded):
+            return (x - delta).float().bfloat16().double(), (x + delta).float().bfloat16().double()
         if isinstance(quantized, Untouched):
             return x - delta, x + delta
         scale, fmt = 1.0 / quantized.scale_inv.double(), quantized.fmt
@@ -192,6 +204,19 @@ def test_blockwise_is_the_unfused_definition_but_for_float32_sums(
     state.update()  # scales that are not 1
     found = run(attention, *inputs(), mask=MASKS[name])
     Definition(attention, inputs(), MASKS[name]).check(found)
+
+
+def test_gradients_of_the_logits_in_bfloat16_are_the_definitions() -> None:
+    (attention, _), (in_fp8, _) = make(CurrentScaling(), grad_scores="bfloat16"), make(CurrentScaling())
+    mask = MASKS["documents"]
+    found = run(attention, *inputs(), mask=mask)
+    Definition(attention, inputs(), mask).check(found)
+    other = run(in_fp8, *inputs(), mask=mask)
+    assert [torch.equal(a, b) for a, b in zip(found, other, strict=True)] == [True, False, False, True]
+    recorded = [a.slots["dp"].amax for a in (attention, in_fp8)]
+    assert float(recorded[0]) == float(recorded[1]) > 0  # so that a resumed run may take either
+    half = attention.ledger.flops["fprop", "fp8"]
+    assert attention.ledger.flops["dgrad", "fp8"] == attention.ledger.flops["dgrad", "bf16"] == half
 
 
 @pytest.mark.parametrize("rows", [1, 7, 48])

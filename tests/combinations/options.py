@@ -8,6 +8,7 @@ import re
 from hypothesis import strategies as st
 
 from tests.combinations.takes import (
+    ATTENTION,
     BATCHES,
     BLOCKS,
     FLAG,
@@ -43,7 +44,7 @@ ALGORITHMS: dict[str, dict[str, Takes]] = {
         "evaluate": word("fp8", "high_precision"),
         "fuse": FLAG,
         "cache_weights": FLAG,
-        "attention": FLAG,
+        "attention": either(FLAG, ATTENTION),
         "enabled": FLAG,
         "announce": FLAG,
     },

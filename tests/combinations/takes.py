@@ -149,3 +149,21 @@ RECIPE = Takes(
         ]
     ),
 )
+_OF_ATTENTION = {
+    "recipe": either(
+        NULL,
+        word("delayed", "current"),
+        Takes(
+            lambda v: is_recipe(v) and v["name"] in ("delayed", "current"),
+            RECIPE.draw.filter(lambda v: v["name"] in ("delayed", "current")),
+        ),
+    ),
+    "grad_scores": word("fp8", "bfloat16"),
+    "exclude": NAMES,
+}
+ATTENTION = Takes(
+    lambda v: (
+        isinstance(v, dict) and all(k in _OF_ATTENTION and _OF_ATTENTION[k].holds(x) for k, x in v.items())
+    ),
+    st.fixed_dictionaries({}, optional={name: takes.draw for name, takes in _OF_ATTENTION.items()}),
+)

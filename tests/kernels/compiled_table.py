@@ -1,4 +1,4 @@
-"""Write compiled.json, what each kernel compiles to, and the table of docs/kernels.md from it.
+"""Write compiled.json, what each kernel compiles to, and the tables of docs/kernels.md and docs/attention.md from it.
 
 Entries of other versions of Triton stay: run it once with each stack.
 
@@ -11,8 +11,8 @@ import re
 
 from tests.kernels.test_compile import TABLE, compile_for
 
-DOCUMENT = pathlib.Path(__file__).parents[2] / "docs" / "kernels.md"
-KEPT = ("registers", "spill_bytes", "resident_blocks", "instructions_an_element")
+DOCS = pathlib.Path(__file__).parents[2] / "docs"
+KEPT = ("registers", "spill_bytes", "resident_blocks", "instructions_an_element", "exponentials_an_element")
 BEGIN, END = "<!-- compiled: begin -->", "<!-- compiled: end -->"
 
 
@@ -20,7 +20,10 @@ def measured(arch):
     """(key of the table, its entries)."""
     lines = compile_for(arch)
     minor = ".".join(lines[0]["triton"].split(".")[:2])
-    entries = {f"{line['kernel']}, {line['case']}": {name: line[name] for name in KEPT} for line in lines}
+    entries = {
+        f"{line['kernel']}, {line['case']}": {name: line[name] for name in KEPT if name in line}
+        for line in lines
+    }
     return f"triton {minor} sm_{arch}", entries
 
 
@@ -53,10 +56,54 @@ def cell(entry):
     return found + (f", spills {entry['spill_bytes']} B" if entry["spill_bytes"] else "")
 
 
-def in_document(table, text):
-    """``text`` with its table made anew."""
-    before, rest = text.split(BEGIN)
-    return f"{before}{BEGIN}\n{rendered(table)}\n{END}{rest.split(END)[1]}"
+MULTIPLICATIONS = {90: 4096, 100: 8192}
+"""FP8 products that a multiprocessor's tensor cores add up in a cycle; bfloat16 ones: half. H100: 1979 TFLOP/s, 132 multiprocessors, 1.83
+GHz; B200: 4500, 148, 1.86 (NVIDIA's data sheets, dense)."""
+EXPONENTIALS, ISSUED = 16, 128
+"""Of a multiprocessor in a cycle: results of the special function unit (CUDA C++ Programming Guide, table of arithmetic throughput),
+and instructions of a thread (four warps)."""
+PRODUCTS = {"_forward_kernel": (2, 0), "_dq_kernel": (2, 1), "_dkdv_kernel": (3, 1)}
+"""FP8 products of a pair of query and key, and those of the logits' gradient."""
+
+
+def rendered_attention(table):
+    """Attention's kernels: registers, blocks, instructions a pair, and the share of FP8's peak that each limit leaves."""
+    lines = [
+        "| kernel, case | compiled by | registers | blocks | spilled bytes | instructions | limit by issue | by exponentials |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for key in sorted(
+        {key for column in table.values() for key in column if key.startswith(tuple(PRODUCTS))}
+    ):
+        for column in sorted(table):
+            entry = table[column].get(key)
+            if entry is not None:
+                issue, exponentials = limits(key, int(column.rpartition("_")[2]), entry)
+                lines.append(
+                    f"| {label(key)} | {column} | {entry['registers']} | {entry['resident_blocks']} | {entry['spill_bytes']} "
+                    f"| {entry['instructions_an_element']} | {issue:.0%} | {exponentials:.0%} |"
+                )
+    return "\n".join(lines)
+
+
+def limits(key, arch, entry):
+    """What part of the tensor cores' time the issue of instructions, and the exponentials, leave them at most."""
+    in_fp8, of_gradient = PRODUCTS[key.partition(",")[0]]
+    products = in_fp8 + of_gradient * (2 if "bfloat16" in key else 1)
+    cycles = products * int(re.search(r"head_dim (\d+)", key)[1]) / MULTIPLICATIONS[arch]
+    return (
+        min(1.0, cycles / (entry["instructions_an_element"] / ISSUED)),
+        min(1.0, cycles / (entry["exponentials_an_element"] / EXPONENTIALS)),
+    )
+
+
+TABLES = {DOCS / "kernels.md": rendered, DOCS / "attention.md": rendered_attention}
+
+
+def in_document(document, table):
+    """The text of ``document`` with its table made anew."""
+    before, rest = document.read_text().split(BEGIN)
+    return f"{before}{BEGIN}\n{TABLES[document](table)}\n{END}{rest.split(END)[1]}"
 
 
 if __name__ == "__main__":
@@ -65,4 +112,5 @@ if __name__ == "__main__":
         key, entries = measured(arch)
         table[key] = entries
     TABLE.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
-    DOCUMENT.write_text(in_document(table, DOCUMENT.read_text()))
+    for document in TABLES:
+        document.write_text(in_document(document, table))

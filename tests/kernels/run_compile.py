@@ -56,6 +56,13 @@ def report(arch, kernel, *args, grid=None, warmup=False, **kwargs):
     usage, code = machine_code(compiled.asm["cubin"])
     elements = ELEMENTS.get(kernel.__name__)
     threads = 32 * compiled.metadata.num_warps
+    instructions = elements and round(issued(code) * threads / elements, 1)
+    of_loop = {}
+    if "BLOCK_Q" in kwargs and "BLOCK_K" in kwargs:  # attention: a step of its loop, by pair of query and key
+        body, pairs = loop(code), kwargs["BLOCK_Q"] * kwargs["BLOCK_K"]
+        instructions = round(len(body) * threads / pairs, 1)
+        exponentials = sum(text.startswith("MUFU.EX2") for text in body)
+        of_loop = {"exponentials_an_element": round(exponentials * threads / pairs, 2)}
     print(
         json.dumps(
             {
@@ -68,7 +75,8 @@ def report(arch, kernel, *args, grid=None, warmup=False, **kwargs):
                 "spill_bytes": usage["LOCAL"] + usage["STACK"],
                 "shared_bytes": compiled.metadata.shared,
                 "resident_blocks": resident_blocks(usage["REG"], threads, compiled.metadata.shared),
-                "instructions_an_element": elements and round(issued(code) * threads / elements, 1),
+                "instructions_an_element": instructions,
+                **of_loop,
                 "wgmma": sorted(set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.\S+", ptx))),
                 "mma": sorted(set(re.findall(r"mma\.sync\.aligned\.\S+", ptx))),
                 "cvt": sorted(set(re.findall(r"cvt\.rn\.satfinite\.\S+", ptx))),
@@ -129,6 +137,17 @@ def issued(sass):
                 continue
         index += 1
     return count
+
+
+def loop(sass):
+    """The instructions of the longest loop, without their predicates."""
+    code = [(int(address, 16), text.strip()) for address, text in INSTRUCTION.findall(sass)]
+    place, longest = {address: i for i, (address, _) in enumerate(code)}, (0, 0)
+    for index, (address, text) in enumerate(code):
+        target = re.search(r"BRA.* 0x([0-9a-f]+)", text)
+        if target and int(target[1], 16) < address:
+            longest = max(longest, (place[int(target[1], 16)], index + 1), key=lambda span: span[1] - span[0])
+    return [re.sub(r"^@!?U?P\w+\s+", "", text) for _, text in code[slice(*longest)]]
 
 
 def launch_everything(gemm):
@@ -214,19 +233,25 @@ def launch_attention(head_dim):
         shape, q[0], k[0], k[1], (scale, scale, scale), out_dtype=torch.bfloat16, amax_s=scale
     )
     sums = attention_backward.attention_row_sums(shape, do[0], scale, out)
-    attention_backward.attention_backward(
-        shape,
-        q,
-        k,
-        k[0],
-        do,
-        (scale,) * 4,
-        lse,
-        sums,
-        out_dtype=torch.bfloat16,
-        dp_scale=scale,
-        amax_dp=scale,
-    )
+
+    def backward(q, k, dp_scale):
+        attention_backward.attention_backward(
+            shape,
+            q,
+            k,
+            k[0],
+            do,
+            (scale,) * 4,
+            lse,
+            sums,
+            out_dtype=torch.bfloat16,
+            dp_scale=dp_scale,
+            amax_dp=scale,
+        )
+
+    backward(q, k, scale)
+    label = f"head_dim {head_dim}, logits' gradients in bfloat16"
+    backward((q[0], None), (k[0], None), None)
 
 
 if __name__ == "__main__":

@@ -174,6 +174,19 @@ def test_forward_and_backward(name, device):
     torch.testing.assert_close(amax.double(), exact_dp.abs().max(), **TOLERANCE)
 
 
+@pytest.mark.parametrize("name", ["ragged", pytest.param("fewer queries", marks=pytest.mark.full)])
+def test_gradients_of_the_logits_in_bfloat16(name, device):
+    c = case(SHAPES[name])
+    out, lse = forward(c)
+    ours, amax = backward(c, out, lse, None)
+    *exact, exact_dp, _ = backward_reference(c, out, None)
+    for what, a, b in zip(("dq", "dk", "dv"), ours, exact, strict=True):
+        assert_near(a, b, what)
+    torch.testing.assert_close(amax.double(), exact_dp.abs().max(), **TOLERANCE)
+    in_fp8, _ = backward(c, out, lse, torch.tensor(2.0**24))
+    assert not torch.equal(in_fp8[0], ours[0]) and torch.equal(in_fp8[2], ours[2])
+
+
 def backward_reference(c, out, dp_scale):
     s = c.shape
     return attention_backward_reference(

@@ -29,6 +29,7 @@ from foundry_fp8.layers.attention import (
     AttentionBackend,
     AttentionRecipe,
     FP8DotProductAttention,
+    GradScores,
     attention_format,
     attention_slots,
     no_attention_form,
@@ -48,7 +49,7 @@ class EmulatedAttention(AttentionBackend):
 
     name: ClassVar[str] = "emulated"
 
-    def recipe_reason(self, recipe: Recipe) -> str | None:
+    def recipe_reason(self, recipe: Recipe, grad_scores: GradScores = "fp8") -> str | None:
         """Delayed and current scaling have an attention form."""
         return no_attention_form(recipe)
 
@@ -126,20 +127,24 @@ class _BlockOperand:
         call: The call.
         name: ``s`` or ``dp``.
         probed: Whether monitors see it.
+        high_precision: Rounded to bfloat16 instead, unscaled; its amax is recorded all the same, so that FP8 could follow.
     """
 
-    def __init__(self, call: _Call, name: str, *, probed: bool = True) -> None:
+    def __init__(self, call: _Call, name: str, *, probed: bool = True, high_precision: bool = False) -> None:
         self._call = call
+        self._high_precision = high_precision
         self._name = name
         self._fmt = attention_format(call.recipe, SLOTS[name])
         self._scale = call.scales[SLOTS[name]]
         self._amax = torch.zeros_like(self._scale)
-        self._probe = call.module.probe if probed else None
+        self._probe = call.module.probe if probed and not high_precision else None
 
     def quantize(self, x: Tensor, out: Tensor, scratch: Tensor) -> Tensor:
         """The FP8 values of the block ``x``, unscaled, in ``out`` (float32, the same shape; may be ``x``)."""
         amax = _block_amax(x)
         self._amax = torch.maximum(self._amax, amax)
+        if self._high_precision:
+            return out.copy_(x.bfloat16())
         if self._probe is not None:
             self._probe(self._name, x, quantize_tensor(x, self._scale, self._fmt, amax))
         return round_values_(torch.mul(x, self._scale, out=out), self._fmt, scratch)
@@ -147,6 +152,8 @@ class _BlockOperand:
     @property
     def gemm_scale(self) -> Tensor:
         """What sums of its values are multiplied with: NaN where any block so far held an Inf."""
+        if self._high_precision:
+            return torch.ones_like(self._scale)
         return torch.where(torch.isinf(self._amax), torch.nan, self._scale.reciprocal())
 
     def record(self) -> None:
@@ -307,7 +314,8 @@ def _backward(call: _Call, q8: Quantized, k8: Quantized, v8: Quantized, do8: Qua
     q, k, v = _values(q8, k8, v8)
     do = do8.data.float().unflatten(1, q.shape[1:3])
     softmax = _Softmax(call, q, k, q8.gemm_scale * k8.gemm_scale * call.softmax_scale)
-    s8, dp8 = _BlockOperand(call, "s", probed=False), _BlockOperand(call, "dp")
+    s8 = _BlockOperand(call, "s", probed=False)
+    dp8 = _BlockOperand(call, "dp", high_precision=call.module.grad_scores == "bfloat16")
     ds_scale = do8.gemm_scale * v8.gemm_scale
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for block, s, kept in softmax.blocks():

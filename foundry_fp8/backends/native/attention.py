@@ -29,6 +29,7 @@ from foundry_fp8.layers.attention import (
     AttentionBackend,
     AttentionRecipe,
     FP8DotProductAttention,
+    GradScores,
     attention_format,
     attention_slots,
     no_attention_form,
@@ -50,7 +51,7 @@ class NativeAttention(AttentionBackend):
 
     name: ClassVar[str] = "native"
 
-    def recipe_reason(self, recipe: Recipe) -> str | None:
+    def recipe_reason(self, recipe: Recipe, grad_scores: GradScores = "fp8") -> str | None:
         """Delayed and current scaling have an attention form."""
         return no_attention_form(recipe)
 
@@ -243,7 +244,7 @@ class _Attention(torch.autograd.Function):
             lse,
             q_segments,
             k_segments,
-            call.scales["dp"],
+            call.scales["dp"] if call.module.grad_scores == "fp8" else None,
             amax_dp,
             call.sizes,
             *call.positions,

@@ -67,7 +67,7 @@ def attention_backward(
     lse: Tensor,
     q_segments: Tensor | None,
     k_segments: Tensor | None,
-    dp_scale: Tensor,
+    dp_scale: Tensor | None,
     amax_dp: Tensor,
     sizes: list[int],
     softmax_scale: float,
@@ -78,8 +78,8 @@ def attention_backward(
     shape = _shape(sizes, softmax_scale, left, right)
     return backward_kernel(
         shape,
-        (q, _transposed(q)),
-        (k, _transposed(k)),
+        (q, None if dp_scale is None else _transposed(q)),
+        (k, None if dp_scale is None else _transposed(k)),
         v,
         (do, do_t),
         (q_scale, k_scale, v_scale, do_scale),

@@ -26,7 +26,7 @@ from foundry_fp8.backends.transformer_engine.attention_requirements import (
 from foundry_fp8.backends.transformer_engine.backend import library, te_recipe_of
 from foundry_fp8.backends.transformer_engine.delayed import keep_out_of_global_buffers
 from foundry_fp8.backends.transformer_engine.library import release
-from foundry_fp8.layers.attention import AttentionBackend, AttentionRecipe, FP8DotProductAttention
+from foundry_fp8.layers.attention import AttentionBackend, AttentionRecipe, FP8DotProductAttention, GradScores
 from foundry_fp8.layers.attention_mask import AttentionMask
 from foundry_fp8.numerics.recipes import DelayedScaling, Recipe
 
@@ -61,8 +61,12 @@ class TransformerEngineAttention(AttentionBackend):
 
     name: ClassVar[str] = "transformer_engine"
 
-    def recipe_reason(self, recipe: Recipe) -> str | None:
-        """The delayed recipe alone."""
+    def recipe_reason(self, recipe: Recipe, grad_scores: GradScores = "fp8") -> str | None:
+        """The delayed recipe alone, with every gradient in FP8."""
+        if grad_scores != "fp8":
+            return (
+                f"cuDNN's kernel rounds the gradient of the logits to FP8, and grad_scores is {grad_scores}"
+            )
         if isinstance(recipe, DelayedScaling):
             return None
         return (

@@ -123,7 +123,10 @@ def _between(
     if between is None:
         return None
     if isinstance(module, FP8DotProductAttention):
-        runs = isinstance(between, CurrentScaling) and module.backend.recipe_reason(between) is None
+        runs = (
+            isinstance(between, CurrentScaling)
+            and module.backend.recipe_reason(between, module.grad_scores) is None
+        )
     else:
         backend = cast(Backend, module.backend)
         runs = (

@@ -143,9 +143,12 @@ class FlopMeter:
             seen = self.observed.get(shape.name)
             precision = self._attention_precision(shape.name, seen)
             forward = shape.forward_flops(float(tokens.pairs[shape.window, shape.causal, shape.packed]))
-            both = forward * (3 if seen is None or seen.backward else 1)
-            flops.model[precision] += both
-            flops.attention += both
+            backward = forward * (2 if seen is None or seen.backward else 0)
+            served = self.fp8_attention.get(shape.name)
+            high = precision == "fp8" and served is not None and served.grad_scores != "fp8"
+            flops.model[precision] += forward + backward / 2  # of the backward: dV, dS
+            flops.model["bf16" if high else precision] += backward / 2  # dQ, dK
+            flops.attention += forward + backward
             if seen is not None:
                 flops.recomputed[precision] += forward * seen.recompute_ratio
         return flops

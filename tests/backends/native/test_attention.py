@@ -48,9 +48,9 @@ def inputs(dtype=torch.float32, keys=S):
     return draw(H, S, 2.0), draw(HK, keys, 1.5), draw(HK, keys, 0.7), draw(H, S, 1e-3)
 
 
-def make(recipe, backend="native"):
+def make(recipe, backend="native", **options):
     attention = FP8DotProductAttention(
-        fqn="block.attn", recipe=recipe, backend=load_attention_backend(backend)
+        fqn="block.attn", recipe=recipe, backend=load_attention_backend(backend), **options
     )
     names = attention_slots(recipe)
     timing = recipe if isinstance(recipe, DelayedScaling) else DelayedScaling(amax_history_len=2)
@@ -122,6 +122,23 @@ def test_output_and_gradients_are_fp8_s_distance_from_the_exact_ones(name, recip
             assert torch.equal(found, expected), slot
         elif slot in ("s", "dp"):
             torch.testing.assert_close(found, expected, rtol=0.2, atol=0)
+
+
+def test_gradients_of_the_logits_in_bfloat16_are_nearer_to_the_exact_ones(device):
+    given, mask = inputs(), MASKS["causal"]
+    reference = exact(*given, mask)
+    errors, recorded = {}, {}
+    for kind in ("fp8", "bfloat16"):
+        attention, state = make(CurrentScaling(), grad_scores=kind)
+        for _ in range(2):
+            state.update()
+            found = run(attention, *given, mask)
+        errors[kind] = [
+            float((a.double() - b).norm() / b.norm()) for a, b in zip(found, reference, strict=True)
+        ]
+        recorded[kind] = float(attention.slots["dp"].amax)
+    assert errors["bfloat16"][1] < errors["fp8"][1] and errors["bfloat16"][2] < errors["fp8"][2]
+    assert errors["bfloat16"][::3] == errors["fp8"][::3] and recorded["bfloat16"] == recorded["fp8"] > 0
 
 
 def test_values_that_fp8_holds_and_one_visible_key_are_exact(device):

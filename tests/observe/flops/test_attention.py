@@ -8,7 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from foundry_fp8.numerics.recipes import CurrentScaling
 from foundry_fp8.observe.flops import attended_pairs, attention_shapes, packed_pairs
+from foundry_fp8.observe.flops.meter import FlopMeter, Tokens
+from tests import model_zoo
+from tests.surgery.conversion import convert_attention
 
 
 def dense_mask(documents, real, window, causal):
@@ -65,3 +69,17 @@ def test_a_model_without_blocks_or_with_unknown_attention_is_an_error():
     blocks.layers = nn.ModuleList([nn.Sequential(OddAttention()) for _ in range(2)])
     with pytest.raises(ValueError, match="does not say how many heads"):
         attention_shapes(blocks)
+
+
+def test_gradients_of_the_logits_in_bfloat16_count_as_bfloat16():
+    """Of six products of FP8 attention dQ's and dK's are bfloat16's then."""
+    found = {}
+    for kind in ("fp8", "bfloat16"):
+        model = model_zoo.hugging_face("Llama")
+        convert_attention(model, recipe=CurrentScaling(), grad_scores=kind)
+        meter, tokens = FlopMeter(model), Tokens()
+        meter.take_batch({"input_ids": torch.zeros(2, 16, dtype=torch.long)}, tokens)
+        flops = meter.static_flops(tokens)
+        found[kind] = flops.model["fp8"], flops.model["bf16"], flops.attention
+    every = found["fp8"][2]
+    assert found == {"fp8": (every, 0, every), "bfloat16": (every * 4 / 6, every * 2 / 6, every)}
