@@ -17,10 +17,10 @@ SUMS = (1e-6, 1e-6)
 """Checkpoints: bit for bit, but for the order in which shared weights add their gradients up."""
 INT8 = 0.2
 """Of all gradients together: what int8 in two blocks and FP8 behind it move (tests/combinations/bounds.py) stays well below."""
-EXACT = {torch.float32: (0.05, 5e-3), torch.bfloat16: (0.3, 0.15)}
-"""Of the worst gradient, and of all together: sums in another order, which flip the FP8 rounding of a few elements behind them. Where
-that moves an amax by the last bit of bfloat16, its scale moves, and with it every rounding of that tensor."""
-
+EXACT = {torch.float32: (0.02, 5e-3), torch.bfloat16: (0.2, 0.1)}
+"""Of the worst gradient, and of all together: the same formula in other steps, whose last bit flips the FP8 rounding of elements behind
+it, and where it moves an amax, every rounding of that tensor. Twice what was measured: 7e-3 and 2.6e-3 (FOG, under FSDP2), 0.10 and 0.05
+(OLMo2; 0.006 and 0.003 without FP8, and FP8 itself is 0.18 and 0.12 from float32 there). 51 of 55 hosts stay below 1e-4 in bfloat16."""
 
 NO_AUTOCAST = {"SwitchTransformers"}
 """transformers puts bfloat16 into a float32 tensor there."""
