@@ -54,6 +54,7 @@ T_UNIT, T_MUS, T_RATES = (
     "models/mus/test_modeling.py",
     "models/mus/test_optimizer.py",
 )
+COMPRESSION = "activations/compression"
 T_STEP, T_PLANNER = "planning/communication/test_step.py", "planning/memory/test_planner.py"
 
 MUTANTS = [
@@ -151,6 +152,38 @@ MUTANTS = [
     Mutant("backends/emulated/gemm.py", "b.gemm_scale * alpha", "b.gemm_scale", T_UNIT),
     Mutant("backends/emulated/backend.py", ".mul(ctx.module.output_multiplier)", "", T_UNIT),
     Mutant("observe/kurtosis.py", "counted = s2 != 0", "counted = s2 >= 0", "callbacks/test_kurtosis_monitor.py"),
+    # What gave wrong results once, and no sign of it.
+    Mutant("backends/emulated/backend.py", "        ctx.save_for_backward(weight, *kept)", "        ctx.save_for_backward(*((weight, *kept) if keep is None else keep((weight, *kept))))", f"{COMPRESSION}/test_fp8.py"),
+    Mutant("backends/emulated/gemm.py", "torch.mul(product, a.gemm_scale", "torch.mul(product.to(out_dtype), a.gemm_scale", "backends/test_emulated_gemm.py"),
+    Mutant("backends/emulated/hopper.py", "return (total.view(torch.int32) & -(1 << (23 - BITS))).view(torch.float32)", "return total", "backends/test_emulated_hopper.py"),
+    Mutant(f"{COMPRESSION}/matching.py", "(name not in LAYER_NORMS and name not in RMS_NORMS)", 'type(module).__name__ not in {n.rpartition(".")[2] for n in LAYER_NORMS | RMS_NORMS}', f"{COMPRESSION}/test_matching.py"),
+    Mutant(f"{COMPRESSION}/readers.py", "return _KNOWN.get(node.name(), Reads.EXACTLY)", "return _KNOWN.get(node.name(), Reads.SMOOTHLY)", f"{COMPRESSION}/test_readers.py"),
+    Mutant(DELAYED, "if trains and not self._inside_root and not inside_backward():", "if False:", T_PASSES),
+    Mutant(DELAYED, "        self.__dict__.update(state)\n        self._start()", "        self.__dict__.update(state)\n        self._start()\n        self.amaxes = [amax.clone() for amax in self.amaxes]", T_PASSES),
+    Mutant("model_structure/blocks.py", "return attending or sorted(found, key=_size)[-1:]", "return sorted(found, key=_size)[-1:]", "model_structure/test_blocks.py"),
+    Mutant("model_structure/blocks.py", "if not blocks or expert_count(name, module) or not all", "if not blocks or not all", "model_structure/test_blocks.py"),
+    Mutant("model_structure/wrappers.py", "return model.module if isinstance(model, DistributedDataParallel) else model", 'return getattr(model, "module", model)', "model_structure/test_wrappers.py"),
+    Mutant("model_structure/wrappers.py", "if child is old and parent is not new:", "if child is old and parent is not new and all(m is not new for m in model.modules()):", "activations/checkpointing/test_apply.py"),
+    Mutant("model_structure/wrappers.py", 'return type(module).forward is not nn.Module.forward or "forward" in vars(module)', "return True", "activations/checkpointing/test_targets.py"),
+    Mutant("layers/second_derivative.py", "if torch.is_grad_enabled():", "if False:", "layers/test_linear.py"),
+    Mutant("observe/divergence/decision.py", "names.index(recipe, 1) if recipe in names[1:] else 1", "names.index(recipe, 1) if recipe in names[1:] else 0", "callbacks/test_divergence_guard.py"),
+    Mutant("distributed/compression/config.py", "if sum(size > 1 for size in shape) < 2:", "if False:", "distributed/compression/test_config.py"),
+    Mutant("distributed/rows.py", "(exact or joined[-1][0] % block_size == 0)", "True", "distributed/test_rows.py"),
+    Mutant("distributed/rows.py", "seed=noise.seed() if noise and section.quantized else None", "seed=None", "distributed/test_rows.py"),
+    Mutant("distributed/traffic.py", "(wait or self._events[0][2].query())", "wait", "distributed/test_traffic.py"),
+    Mutant("backends/native/backend.py", "@functools.cache\ndef _watch_optimizers", "def _watch_optimizers", "backends/native/test_lifetime.py"),
+    Mutant("activations/checkpointing/apply.py", 'compression: PlannedCompression = "exact"', 'compression: PlannedCompression = "int8"', "activations/checkpointing"),
+    Mutant("observe/kurtosis.py", "[1].clamp(-126, 126)", "[1].clamp(0, 0)", "observe/test_kurtosis.py"),
+    # What the report and the comparison say.
+    Mutant("surgery/apply.py", "    attention = None\n    if config.attention:", "    attention = None\n    linears.carry_out(model)\n    if config.attention:", "surgery/test_apply.py"),
+    Mutant("surgery/first_batch.py", 'if row.action == "converted" and trace.kind_of(row.shared_with or row.name) in ran:', 'if row.action == "converted":', "surgery/test_first_batch.py"),
+    Mutant("surgery/same_as_linear.py", "return form if alone and all(", "return form if alone or all(", "surgery/test_same_as_linear.py"),
+    Mutant("surgery/left_out.py", "if adapter is not None:", "if False:", "surgery/test_left_out.py"),
+    Mutant("model_structure/experts.py", "if _rows(leaf) in counts or (part in _ROUTERS and _rows(leaf) in lists):", "if _rows(leaf) in counts or part in _ROUTERS:", "surgery/test_left_out.py"),
+    Mutant("surgery/attention_inputs.py", "if same_mask(dense, rules, queries, keys):", "if False:", "surgery/test_attention_inputs.py"),
+    Mutant("report/comparison.py", " and other.same_model(run)", "", "report/test_comparison.py"),
+    Mutant("report/sources/run_log.py", 'header = {**line, "hyperparameters": dict(line.get("hyperparameters") or {})}', 'header = {**line, "hyperparameters": {**header.get("hyperparameters", {}), **dict(line.get("hyperparameters") or {})}}', "report/test_runs.py"),
+    Mutant("config/check.py", "if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _FLOAT32_MAX:", "if isinstance(value, int | float) and abs(value) < _FLOAT32_MAX:", "config"),
 ]  # fmt: skip
 
 
