@@ -84,7 +84,9 @@ class Mixer(nn.Module):
 
 def test_lists_of_heads_and_of_experts_are_no_blocks():
     model = nn.Module()
-    model.experts = nn.ModuleList(nn.Sequential(nn.Linear(64, 128)) for _ in range(8))  # the largest list of all
+    model.experts = nn.ModuleList(
+        nn.Sequential(nn.Linear(64, 128)) for _ in range(8)
+    )  # the largest list of all
     model.heads = nn.ModuleList(nn.Sequential(nn.Linear(16, 999)) for _ in range(3))
     model.layers = nn.ModuleList(nn.Sequential(Attention()) for _ in range(2))
     assert names(model) == [["layers.0", "layers.1"]]
