@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from foundry_fp8.config import ConfigError
     from foundry_fp8.distributed.compression.apply import apply_compressed_communication
     from foundry_fp8.distributed.hybrid_sharding.apply import hybrid_degrees, hybrid_mesh
+    from foundry_fp8.export.apply import export_fp8
     from foundry_fp8.layers.state import FP8State
     from foundry_fp8.models.mus.apply import apply_unit_scaling
     from foundry_fp8.numerics.recipes import (
@@ -48,6 +49,7 @@ _HOMES = {
     "apply_fp8": "surgery.apply",
     "apply_plan": "planning.memory.planner",
     "apply_unit_scaling": "models.mus.apply",
+    "export_fp8": "export.apply",
     "hybrid_degrees": "distributed.hybrid_sharding.apply",
     "hybrid_mesh": "distributed.hybrid_sharding.apply",
     "norm_linear": "backends.native.fused",
@@ -71,6 +73,7 @@ __all__ = [
     "apply_fp8",
     "apply_plan",
     "apply_unit_scaling",
+    "export_fp8",
     "hybrid_degrees",
     "hybrid_mesh",
     "norm_linear",

@@ -58,6 +58,13 @@ COMPRESSION = "activations/compression"
 T_STEP, T_PLANNER = "planning/communication/test_step.py", "planning/memory/test_planner.py"
 
 MUTANTS = [
+    Mutant(
+        "export/layout.py",
+        "(quantized.scale_inv * linear.output_multiplier).reshape(1)",
+        "quantized.scale_inv.reshape(1)",
+        "export/test_apply.py",
+    ),
+    Mutant("export/layout.py", ".detach().to(dtype)\n", ".detach()\n", "cli/test_export.py"),
     # Contract 6: what is not finite stays visible; and the bytes of the recipes.
     Mutant(QUANTIZE, "torch.isinf(self.amax), torch.nan", "torch.isinf(self.amax), 1.0", T_QUANTIZE),
     Mutant(QUANTIZE, "usable = torch.isfinite(amax) & (amax > 0)", "usable = amax > 0", T_QUANTIZE),

@@ -51,7 +51,8 @@ def test_python_runs(block, capsys):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Where the commands are typed: a small run.yaml, two runs, and a narrow proxy."""
+    """Where the commands are typed: a small run.yaml, two runs, a narrow proxy, and a checkpoint."""
+    from tests.export.served import save_checkpoint
     from tests.integration.foundry_runs import config, make_data
     from tests.report.logs import END, batches, header, write_log
 
@@ -60,6 +61,7 @@ def folder(tmp_path_factory):
     run = config(make_data(root), algorithms={}, precision="amp_bf16", run_name="mine", **batch)
     (root / "run.yaml").write_text(yaml.safe_dump(run, sort_keys=False))
     (root / "proxy.yaml").write_text((ROOT / "yamls" / "pretrain" / "mus-1b.yaml").read_text())
+    save_checkpoint(root / "CHECKPOINT")
     for name, recipe in (("RUN_A", None), ("RUN_B", "current")):
         lines = [header(name, recipe), *batches([2.0] * 20), END]
         write_log(root / name / "run_log.jsonl", lines)

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import typer
 
-from foundry_fp8.cli import compare, demo, doctor, init, plan_communication, plan_memory, selftest, transfer
+from foundry_fp8.cli import (
+    compare,
+    demo,
+    doctor,
+    export,
+    init,
+    plan_communication,
+    plan_memory,
+    selftest,
+    transfer,
+)
 
 __all__ = ["app"]
 
@@ -20,6 +30,7 @@ plan = typer.Typer(help="Estimate before a run what it will need.", no_args_is_h
 app.command("demo")(demo.demo)
 app.command("compare")(compare.compare)
 app.command("doctor")(doctor.doctor)
+app.command("export")(export.export)
 app.command("init")(init.init)
 app.command("selftest")(selftest.selftest)
 app.command("transfer")(transfer.transfer)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.numerics.recipes import Recipe, UnitScaling
 
-__all__ = ["FP8UnitLinear", "UnitLinear", "choose_gradient_scale"]
+__all__ = ["FP8UnitLinear", "UnitLinear", "choose_gradient_scale", "set_multiplier"]
 
 
 class UnitLinear(nn.Linear):
@@ -63,6 +63,14 @@ class UnitLinear(nn.Linear):
     def extra_repr(self) -> str:
         """The linear's own, with the multiplier."""
         return f"{super().extra_repr()}, output_multiplier={self.output_multiplier:.4g}"
+
+
+def set_multiplier(model: nn.Module, multiplier: float | None) -> None:
+    """Give every :class:`UnitLinear` of ``model`` this output multiplier; ``None`` leaves each its own."""
+    if multiplier is not None:
+        for module in model.modules():
+            if isinstance(module, UnitLinear):
+                module.output_multiplier = multiplier
 
 
 class FP8UnitLinear(FP8Linear):

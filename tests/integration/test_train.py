@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from foundry_fp8.cli.main import app
 from foundry_fp8.config import ConfigError
 from foundry_fp8.numerics.recipes import FOR_ANY_MODEL
+from tests.export.served import stored
 from tests.integration.foundry_runs import MPT, config, llama, train, weights
 
 pytestmark = pytest.mark.integration
@@ -45,6 +48,22 @@ def test_checkpoints_go_from_high_precision_to_fp8_and_back(root, delayed_run, t
         assert all(torch.equal(v, saved[n]) for n, v in weights(loaded).items())
         resumed = train(config(root, algorithms=algorithms, load_path=path, max_duration="3ba"))
         assert resumed.state.timestamp.batch == 3
+
+
+def test_a_checkpoint_is_exported_with_the_scales_of_its_state(delayed_run, tmp_path):
+    exported = CliRunner().invoke(app, ["export", delayed_run.checkpoint, str(tmp_path)])
+    assert exported.exit_code == 0 and "8 linears" in exported.output, exported.output
+    config, tensors = stored(tmp_path)
+    assert config["init_device"] == "cpu" and config["torch_dtype"] == "float32"
+    state = torch.load(delayed_run.checkpoint, weights_only=False)["state"]
+    fp8 = dict(state["algorithms"])["FP8"]
+    for name, scales in fp8["modules"].items():
+        inner = name.removeprefix("model.")
+        x, w, _ = scales["scale"]
+        assert float(tensors[f"{inner}.input_scale"]) == float(x.reciprocal())
+        assert float(tensors[f"{inner}.weight_scale"]) == float(w.reciprocal())
+        weight = (state["model"][f"{name}.weight"] * w).clamp(-448, 448).to(torch.float8_e4m3fn)
+        assert torch.equal(tensors[f"{inner}.weight"].float(), weight.float())
 
 
 def test_resuming_with_another_recipe_is_an_error_with_the_way_out(root, delayed_run):

@@ -38,6 +38,8 @@ class MusConfig(PretrainedConfig):
         num_key_value_heads: Key and value heads; divides the query heads. Default: as many.
         intermediate_size: Width of the MLP. Default: 4 d.
         head_dim: Default: d / heads.
+        hidden_multiplier: What hidden linears multiply by. Default: 1/sqrt(fan_in) each. 1 in an exported checkpoint, whose weights have
+            it in their scales; such a model is not trained.
         tau: The share of each branch in the variance of the residual stream. Default: :func:`default_tau` of the depth.
         activation: ``gelu``, ``silu`` or ``relu``.
         max_position_embeddings: Longest sequence.
@@ -73,6 +75,7 @@ class MusConfig(PretrainedConfig):
         num_key_value_heads: Positive | None = None,
         intermediate_size: Positive | None = None,
         head_dim: Annotated[int, at_least(2)] | None = None,
+        hidden_multiplier: PositiveNumber | None = None,
         tau: Tau | None = None,
         activation: Literal["gelu", "silu", "relu"] = "gelu",
         max_position_embeddings: Positive = 4096,
@@ -105,6 +108,7 @@ class MusConfig(PretrainedConfig):
         self.num_key_value_heads = num_key_value_heads or self.num_attention_heads
         self.intermediate_size = intermediate_size or 4 * self.hidden_size
         self.head_dim = head_dim or self.hidden_size // self.num_attention_heads
+        self.hidden_multiplier = hidden_multiplier
         self.tau = default_tau(self.num_hidden_layers) if tau is None else float(tau)
         self.activation = activation
         self.max_position_embeddings = max_position_embeddings

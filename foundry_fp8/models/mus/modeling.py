@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from foundry_fp8.layers.unit_linear import UnitLinear
+from foundry_fp8.layers.unit_linear import UnitLinear, set_multiplier
 from foundry_fp8.models.fog.attention import FogAttention
 from foundry_fp8.models.fog.feedforward import MLP
 from foundry_fp8.models.fog.modeling import FogForCausalLM, FogModel
@@ -43,6 +43,7 @@ class MusBlock(nn.Module):
         self.attention_norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps, bias=False)
         self.mlp = MusMLP(config.hidden_size, config.intermediate_size, config.activation)
         self.mlp_norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps, bias=False)
+        set_multiplier(self, config.hidden_multiplier)
 
     def forward(self, hidden: Tensor, **attention: Any) -> tuple[Tensor, Tensor | None]:
         """``hidden``: [b, s, hidden]. Returns the same shape, and the attention's probabilities or ``None``."""

@@ -28,6 +28,7 @@ from llmfoundry.models.utils.param_init_fns import generic_param_init_fn_
 from torch import Tensor, nn
 
 from foundry_fp8.config import ConfigError, Positive, PositiveNumber, check_arguments
+from foundry_fp8.layers.unit_linear import set_multiplier
 from foundry_fp8.models.mus.modeling import MusMLP
 from foundry_fp8.models.mus.residual import Tau, branch_for_plain_residual
 
@@ -109,7 +110,9 @@ def build_mus_ffn(
     _check_linears(bias, fc_type, "ffn_config.ffn_type: mus_ffn")
     hidden = resolve_ffn_hidden_size(d_model, expansion_ratio, ffn_hidden_size)
     with nullcontext() if device is None else torch.device(device):
-        return MusMPTFFN(d_model, hidden, ffn_act, tau, norm_eps)
+        ffn = MusMPTFFN(d_model, hidden, ffn_act, tau, norm_eps)
+    set_multiplier(ffn, (fc_type or {}).get("output_multiplier"))
+    return ffn
 
 
 def _check_linears(bias: bool, fc_type: dict[str, Any] | None, part: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 from torch import nn
@@ -54,6 +55,14 @@ def unit_scaled(model: nn.Module, key: str) -> UnitScaledModel:
     if hasattr(config, "d_model"):
         _check_mpt(config, key)
     hidden = {name for name in linears if name.rpartition(".")[2] != "lm_head"}
+    for name in sorted(hidden):
+        alpha = linears[name].output_multiplier
+        if not math.isclose(alpha, linears[name].in_features ** -0.5):
+            raise ConfigError(
+                f"{key}: {name} multiplies by {alpha:g}, not by 1/sqrt({linears[name].in_features}): its learning rate would not "
+                f"transfer. Remove model.{'fc_type.output_multiplier' if hasattr(config, 'd_model') else 'hidden_multiplier'}; an "
+                "exported checkpoint, which has it, is for serving."
+            )
     found = {getattr(module, "tau", None) for module in model.modules()}
     taus = sorted(tau for tau in found if isinstance(tau, float))
     return UnitScaledModel(

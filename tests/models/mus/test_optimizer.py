@@ -87,6 +87,10 @@ def test_what_cannot_be_right_is_refused():
         scale_groups(torch.optim.SGD(model.parameters(), lr=1.0), model, described, 16, "key")
     with pytest.raises(ConfigError, match="the model is not µnit-scaled"):
         unit_scaled(nn.Sequential(nn.Linear(4, 4)), "key")
+    with pytest.raises(
+        ConfigError, match=r"multiplies by 1, not by 1/sqrt\(256\).*Remove model.hidden_multiplier"
+    ):
+        unit_scaled(small(hidden_multiplier=1.0), "key")  # as an exported checkpoint's
     with pytest.raises(ConfigError, match=r"unit_scaling\.base_width"):
         UnitScaling(base_width=0)
     hidden, other = optimizer.param_groups

@@ -10,12 +10,20 @@ import pytest
 import torch
 from composer.core import Event, Precision
 from composer.loggers import Logger
+from typer.testing import CliRunner
 
 from foundry_fp8.algorithms.fp8 import FP8
+from foundry_fp8.cli.main import app
 from foundry_fp8.config import ConfigError
+from tests.export.served import emulated, load
 from tests.integration.foundry_runs import MPT, SEQ, config, make_data, train
 
-pytestmark = pytest.mark.integration
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.filterwarnings(
+        "ignore:The `dict` method is deprecated"
+    ),  # transformers, of compressed-tensors
+]
 
 ROPE = {"rope": True, "rope_impl": "hf"}
 MODELS: dict[str, dict[str, Any]] = {
@@ -76,6 +84,17 @@ def test_it_trains_in_fp8_and_resumes_bit_exactly(kind: str, root: Path, tmp_pat
     )
     assert (hidden, other) == ({0.04}, {0.08})  # sqrt(16 / 64)
 
+    exported = CliRunner().invoke(
+        app, ["export", str(tmp_path / "a" / "ep0-ba6-rank0.pt"), str(tmp_path / "served")]
+    )
+    assert exported.exit_code == 0 and "bit for bit" in exported.output, exported.output
+    ids = torch.arange(2 * SEQ).view(2, SEQ) % 257
+    for layer in layers:
+        layer.evaluate = "fp8"
+    with torch.no_grad():
+        logits = state.model.model.eval()(ids).logits
+    assert torch.equal(served_logits(tmp_path / "served", kind, ids), logits)
+
     resumed = run(root, kind, load_path=str(tmp_path / "a" / "ep0-ba3-rank0.pt"))
     expected = dict(state.model.named_parameters())
     for name, value in resumed.state.model.named_parameters():
@@ -88,6 +107,18 @@ def test_it_trains_in_fp8_and_resumes_bit_exactly(kind: str, root: Path, tmp_pat
             algorithms={**ALGORITHMS, "unit_scaling": {"base_width": 32}},
             load_path=str(tmp_path / "a" / "ep0-ba3-rank0.pt"),
         )
+
+
+def served_logits(folder: Path, kind: str, ids: torch.Tensor) -> torch.Tensor:
+    from llmfoundry.models.mpt import MPTForCausalLM
+
+    from foundry_fp8.models.mus import MusForCausalLM
+
+    model, names = emulated(load(folder, {"mpt": MPTForCausalLM, "mus_causal_lm": MusForCausalLM}[kind]))
+    assert len(names) == 8
+    with torch.no_grad():
+        found: torch.Tensor = model(ids).logits
+    return found
 
 
 def test_the_two_forms_are_one_model(root: Path) -> None:
@@ -151,6 +182,10 @@ def test_the_two_forms_are_one_model(root: Path) -> None:
             r"model\.learned_pos_emb",
         ),
         ({"init_config": {"name": "kaiming_normal_"}}, r"model\.init_config\.name"),
+        (
+            {"fc_type": {"name": "unit", "output_multiplier": 1.0}},
+            r"Wqkv multiplies by 1, not .*Remove model\.fc_type\.output_multiplier",
+        ),
         ({"fc_type": {"name": "torch"}}, r"mus_attention needs model\.no_bias: true and model\.fc_type"),
         ({"ffn_config": {"ffn_type": "mus_ffn", "tau": 0.2}}, r"model\.attn_config\.tau"),
         ({"ffn_config": {"ffn_type": "mus_ffn", "tau": 2}}, r"model\.ffn_config\.tau: 2"),

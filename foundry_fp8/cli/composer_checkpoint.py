@@ -1,0 +1,137 @@
+"""A Composer checkpoint as the model that it was trained as, converted to FP8."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from foundry_fp8.config import ConfigError
+
+__all__ = ["TrainedModel", "read_checkpoint"]
+
+PRECISIONS = {"fp32": "float32", "amp_bf16": "bfloat16", "amp_fp16": "float16"}
+OF_NO_MATTER = ("backend", "accumulation", "fuse", "cache_weights", "attention", "enabled", "announce")
+"""Options of ``algorithms.fp8`` that do not change the numbers that a forward of a linear multiplies."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainedModel:
+    """A model with the weights and the FP8 state of a checkpoint, on the CPU, not to be run.
+
+    Attributes:
+        model: Converted, within a module that has the names of the trained one.
+        dtype: What its forward computed in.
+    """
+
+    model: nn.Module
+    dtype: str
+
+
+class _Named(nn.Module):
+    """Gives the parameters the names that Composer's model gave them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+
+def read_checkpoint(path: Path) -> TrainedModel:
+    """Build the model of a whole checkpoint and convert it as ``algorithms.fp8`` had.
+
+    It is loaded as Composer loads it: unpickled, so that it must come from someone you trust.
+
+    Args:
+        path: A file that Composer's trainer saved.
+
+    Raises:
+        ConfigError: Sharded, not of Composer, of no Hugging Face model, not trained in FP8, of an unknown architecture.
+    """
+    if path.is_dir():
+        raise ConfigError(
+            f"{path} is a folder. If it is a sharded checkpoint, make it whole first: python -m "
+            f"torch.distributed.checkpoint.format_utils dcp_to_torch {path} whole.pt"
+        )
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=False, mmap=True)
+    except Exception as error:  # torch and pickle raise what they like
+        raise ConfigError(f"{path} cannot be read as a checkpoint: {error}") from error
+    state = content.get("state") if isinstance(content, dict) else None
+    if not isinstance(state, dict) or "model" not in state:
+        raise ConfigError(f"{path} is not a checkpoint of Composer's trainer: it has no state of a model.")
+    fp8 = dict(state.get("algorithms") or {}).get("FP8") or {}
+    if "recipe" not in fp8:
+        raise ConfigError(
+            f"{path} was not trained in FP8 (it has no state of algorithms.fp8), so there are no FP8 numbers to serve it with."
+        )
+    precision = state["metadata"]["precision"]
+    if precision not in PRECISIONS:
+        raise ConfigError(f"{path} was trained in precision {precision}; known are {', '.join(PRECISIONS)}.")
+    return TrainedModel(model=_convert(_build(state, path), fp8, state["model"]), dtype=PRECISIONS[precision])
+
+
+def _build(state: dict[str, Any], path: Path) -> nn.Module:
+    """The architecture alone, on the meta device."""
+    import transformers
+
+    import foundry_fp8.models.fog.modeling
+    import foundry_fp8.models.mus.modeling  # noqa: F401 (both register with the Auto classes)
+
+    found = (state.get("integrations") or {}).get("huggingface")
+    if not found:
+        raise ConfigError(
+            f"{path} holds no Hugging Face model, whose config.json tells a server how to build it."
+        )
+    values = dict(found["model"]["config"]["content"])
+    name = values.pop("model_type")
+    with torch.device("meta"):
+        if name == "mpt":  # LLM Foundry's, of which transformers' mpt is a part
+            from llmfoundry.models.mpt import MPTConfig, MPTForCausalLM
+
+            model = MPTForCausalLM(MPTConfig(**{**values, "init_device": "meta"}))
+            model.config.init_device = values.get("init_device", "cpu")
+            whole: nn.Module = model
+            return whole
+        try:
+            config = transformers.AutoConfig.for_model(name, **values)
+            built: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
+        except ValueError as error:
+            raise ConfigError(
+                f"{path}: its model_type {name} is none that transformers builds a causal language model of. Load it yourself, "
+                "convert it (apply_fp8, FP8State.load_state_dict), and call export_fp8."
+            ) from error
+    return built
+
+
+def _convert(model: nn.Module, fp8: dict[str, Any], weights: dict[str, Any]) -> nn.Module:
+    from foundry_fp8.layers.state import FP8State
+    from foundry_fp8.surgery.apply import apply_fp8
+
+    root = _Named(model)
+    mismatch = root.load_state_dict(weights, strict=False, assign=True)
+    tied = set(getattr(model, "_tied_weights_keys", None) or ())
+    missing = [name for name in mismatch.missing_keys if name.removeprefix("model.") not in tied]
+    if missing or mismatch.unexpected_keys:
+        odd = [*mismatch.unexpected_keys, *missing][0]
+        said = " It has LoRA adapters: merge them first." if "lora_" in odd else ""
+        raise ConfigError(f"the checkpoint's weights are not those of its configuration: {odd}, ....{said}")
+    options = {key: value for key, value in _options(fp8["repr"]).items() if key not in OF_NO_MATTER}
+    apply_fp8(root, **{**options, "recipe": fp8["recipe"], "backend": "emulated"})
+    state = FP8State.of(root)
+    assert state is not None
+    state.load_state_dict({**fp8, "backend": "emulated"})  # scales are the same whoever multiplies
+    return root
+
+
+def _options(text: str) -> dict[str, Any]:
+    """The options in an algorithm's ``repr``."""
+    try:
+        call = ast.parse(text, mode="eval").body
+        assert isinstance(call, ast.Call)
+        return {keyword.arg or "": ast.literal_eval(keyword.value) for keyword in call.keywords}
+    except (SyntaxError, ValueError, AssertionError) as error:
+        raise ConfigError(f"the checkpoint's algorithm is {text}, whose options cannot be read.") from error

@@ -1,0 +1,42 @@
+"""``foundry-fp8 export CHECKPOINT FOLDER``: a trained checkpoint as a folder that servers of FP8 models read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from foundry_fp8.config import ConfigError
+
+__all__ = ["export"]
+
+
+def export(
+    checkpoint: Annotated[
+        Path, typer.Argument(help="A whole checkpoint of Composer's trainer.", exists=True)
+    ],
+    folder: Annotated[Path, typer.Argument(help="Where to write; made if it is not there.", file_okay=False)],
+    dtype: Annotated[
+        str | None, typer.Option(help="bfloat16, float16 or float32; by default what training computed in.")
+    ] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="A tokenizer's folder, to copy beside it.", exists=True)
+    ] = None,
+) -> None:
+    """Write the FP8 weights that training multiplied with, and their scales, in compressed-tensors' layout (vLLM serves it)."""
+    from foundry_fp8.cli.composer_checkpoint import read_checkpoint
+    from foundry_fp8.export.apply import export_fp8
+
+    try:
+        found = read_checkpoint(checkpoint)
+        tokens = None
+        if tokenizer is not None:
+            from transformers import AutoTokenizer
+
+            tokens = AutoTokenizer.from_pretrained(tokenizer)
+        report = export_fp8(found.model, folder, dtype=dtype or found.dtype, tokenizer=tokens)  # type: ignore[arg-type]
+    except (ConfigError, RuntimeError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from error
+    typer.echo(f"{folder}: {report.summary()}")

@@ -1,0 +1,206 @@
+"""``export_fp8``: a converted model as a folder that servers of FP8 checkpoints read."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from foundry_fp8.config import ConfigError, check_arguments
+from foundry_fp8.export.layout import ServedLinear, check_recipe, served_linear
+from foundry_fp8.export.quantization_config import quantization_config
+from foundry_fp8.layers.dtensor import is_dtensor
+from foundry_fp8.layers.linear import FP8Linear
+from foundry_fp8.layers.unit_linear import FP8UnitLinear
+from foundry_fp8.model_structure.names import clean_name
+from foundry_fp8.numerics.recipes import CurrentScaling, Recipe, UnitScaling
+
+__all__ = ["ExportReport", "export_fp8"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExportReport:
+    """What was written.
+
+    Attributes:
+        layers: The quantised linears by name, without their weights.
+        recipe: That they were trained with.
+        dtype: Of everything else.
+        share: Of the parameters, the part that is in them.
+        bytes: On disk, of all tensors.
+    """
+
+    layers: dict[str, dict[str, float | None]]
+    recipe: Recipe
+    dtype: torch.dtype
+    share: float
+    bytes: int
+
+    def summary(self) -> str:
+        """A few lines, the error among them."""
+        if isinstance(self.recipe, UnitScaling):
+            error = "the numbers that training multiplied, bit for bit"
+        elif isinstance(self.recipe, CurrentScaling) and self.recipe.power_2_scales:
+            error = (
+                "weights as training multiplied them; the server takes the inputs' scales from each input, not rounded to powers of "
+                "two as in training"
+            )
+        elif isinstance(self.recipe, CurrentScaling):
+            error = "the numbers that training multiplied; the server takes the inputs' scales from each input, as training did"
+        else:
+            error = "the numbers that training multiplied; inputs by the scales of the last step, up to a rounding of the scale"
+        worst = max(self.layers, key=lambda name: self.layers[name]["rounding"] or 0.0)
+        return (
+            f"{len(self.layers)} linears ({self.share:.1%} of the parameters) in float8_e4m3fn, the rest in "
+            f"{str(self.dtype).removeprefix('torch.')}; {self.bytes / 2**20:,.1f} MiB\n"
+            f"{self.recipe.name}: {error}\n"
+            f"weights are at most {self.layers[worst]['rounding']:.2%} of their norm from those in high precision ({worst})"
+        )
+
+
+def export_fp8(
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16",
+    tokenizer: Any = None,
+) -> ExportReport:
+    """Write a converted Hugging Face model in compressed-tensors' FP8 layout, which vLLM serves.
+
+    The folder gets config.json with a ``quantization_config``, safetensors with ``weight`` (float8_e4m3fn), ``weight_scale`` and, where
+    it is static, ``input_scale`` of each converted linear, and everything else in ``dtype``. The model stays as it is.
+
+    Args:
+        model: Converted by ``apply_fp8`` with the recipe unit, delayed or current; a ``PreTrainedModel``, or what holds
+            one (LLM Foundry's models). Whole: not sharded, without adapters.
+        folder: Made if it is not there.
+        dtype: What the forward computed in during training (``amp_bf16``: bfloat16), and what is served beside FP8.
+        tokenizer: Saved beside it.
+
+    Raises:
+        ConfigError: Not converted, a recipe with block scales, adapters, an architecture whose multipliers cannot be told.
+        RuntimeError: A sharded model, or the package compressed-tensors is missing.
+
+    Example:
+        >>> report = export_fp8(model, "served")
+        >>> print(report.summary())
+    """
+    check_arguments(export_fp8, {"dtype": dtype}, "export")
+    inner = _pretrained(model)
+    layers = {clean_name(n): m for n, m in inner.named_modules(remove_duplicate=False) if isinstance(m, FP8Linear)}  # fmt: skip
+    if not layers:
+        raise ConfigError(
+            "export: no layer of the model is converted to FP8, so there is nothing that was trained in it. Convert it as it was "
+            "trained (apply_fp8), or serve the checkpoint in high precision."
+        )
+    recipe = next(iter(layers.values())).configured_recipe
+    check_recipe(recipe)
+    config = _serving_config(inner, layers)
+    hp = getattr(torch, dtype)
+    served: dict[str, ServedLinear] = {}
+    tensors: dict[str, Tensor] = {}
+    others: dict[int, Tensor] = {}  # by address, so that what is tied stays so
+    for key, tensor in _whole_state(inner).items():
+        name, _, leaf = key.rpartition(".")
+        if name in layers and leaf == "weight":
+            served[name] = linear = served_linear(name, layers[name], hp)
+            tensors[key], tensors[f"{name}.weight_scale"] = linear.weight, linear.weight_scale
+            if linear.input_scale is not None:
+                tensors[f"{name}.input_scale"] = linear.input_scale
+        else:
+            kept = tensor.to(hp) if tensor.is_floating_point() else tensor
+            tensors[key] = others.setdefault(tensor.data_ptr(), kept) if tensor.numel() else kept
+    for name, layer in layers.items():
+        if layer.weight.data_ptr() in others:
+            raise ConfigError(
+                f"export: {name} shares its weight with a layer in high precision (tied embeddings), and one tensor cannot be both. "
+                "Train with tie_word_embeddings: false, or leave it out of FP8."
+            )
+    ignored = [clean_name(n) for n, m in inner.named_modules() if isinstance(m, nn.Linear) and not isinstance(m, FP8Linear)]  # fmt: skip
+    static = not isinstance(recipe, CurrentScaling)
+    config.quantization_config = quantization_config(served, ignored, static=static)
+    config.torch_dtype, config.use_cache = hp, True  # training keeps no cache
+    _write(inner, config, tensors, Path(folder), tokenizer)
+    elements = sum(layer.weight.numel() for layer in served.values())
+    return ExportReport(
+        layers={name: _facts(layer) for name, layer in served.items()},
+        recipe=recipe,
+        dtype=hp,
+        share=elements / sum(t.numel() for n, t in tensors.items() if not n.endswith("_scale")),
+        bytes=sum(t.numel() * t.element_size() for t in tensors.values()),
+    )
+
+
+def _facts(layer: ServedLinear) -> dict[str, float | None]:
+    input_scale = None if layer.input_scale is None else float(layer.input_scale)
+    return {"weight_scale": float(layer.weight_scale), "input_scale": input_scale, "rounding": layer.rounding}
+
+
+def _pretrained(model: nn.Module) -> Any:
+    from transformers import PreTrainedModel
+
+    found = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    if found is None:
+        raise ConfigError(
+            f"export: {type(model).__name__} is and holds no Hugging Face model, whose config.json tells a server how to build it."
+        )
+    adapters = [name for name, _ in found.named_modules() if "lora_" in name]
+    if adapters:
+        raise ConfigError(
+            f"export: the model has adapters ({adapters[0]}, ...). Merge them first (merge_and_unload)."
+        )
+    return found
+
+
+def _serving_config(model: Any, layers: dict[str, FP8Linear]) -> Any:
+    """A copy of the model's configuration, told that the weights' scales hold the multipliers."""
+    config = copy.deepcopy(model.config)
+    if any(isinstance(layer, FP8UnitLinear) for layer in layers.values()):
+        if config.model_type == "mus":
+            config.hidden_multiplier = 1.0
+        elif config.model_type == "mpt" and isinstance(getattr(config, "fc_type", None), dict):
+            config.fc_type = {**config.fc_type, "output_multiplier": 1.0}
+        else:
+            raise ConfigError(
+                f"export: {type(model).__name__} has layers with an output multiplier, which becomes part of their weights' scales, "
+                "and its configuration has no place to say so. mus_causal_lm and MPT have one."
+            )
+    return config
+
+
+def _whole_state(model: Any) -> dict[str, Tensor]:
+    state = {clean_name(name): tensor for name, tensor in model.state_dict().items()}
+    for name, tensor in state.items():
+        if is_dtensor(tensor) or tensor.is_meta or name.endswith("_flat_param"):
+            raise RuntimeError(
+                f"export: {name} is not here as a whole: the model is sharded, or on the meta device. Export a whole checkpoint "
+                "(foundry-fp8 export), or gather the model's state on one rank."
+            )
+    return {name: tensor.detach().cpu() for name, tensor in state.items()}
+
+
+def _write(model: Any, config: Any, tensors: dict[str, Tensor], folder: Path, tokenizer: Any) -> None:
+    from huggingface_hub import save_torch_state_dict
+
+    folder.mkdir(parents=True, exist_ok=True)
+    tied = list(getattr(model, "_tied_weights_keys", None) or [])
+    save_torch_state_dict(
+        tensors,
+        folder,
+        filename_pattern="model{suffix}.safetensors",
+        metadata={"format": "pt"},
+        shared_tensors_to_discard=tied,
+    )
+    config.architectures = [type(model).__name__]
+    config._attn_implementation_autoset = (
+        False  # as save_pretrained: what this process chose is not the reader's
+    )
+    config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)

@@ -1,0 +1,52 @@
+"""The ``quantization_config`` of a config.json, by the package that defines it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from typing import Any
+
+from foundry_fp8.surgery.report import kind_of
+
+__all__ = ["quantization_config"]
+
+
+def quantization_config(layers: Collection[str], others: Collection[str], *, static: bool) -> dict[str, Any]:
+    """FP8 weights with one static scale, and inputs with a static scale or none, in the format ``float-quantized``.
+
+    Args:
+        layers: Names of the quantised linears.
+        others: Names of the linears that stay in high precision.
+        static: Whether the inputs' scales are in the checkpoint; otherwise the server takes them from each input.
+
+    Returns:
+        Plain values.
+
+    Raises:
+        RuntimeError: ``compressed-tensors`` is not installed.
+
+    Source:
+        https://github.com/vllm-project/compressed-tensors, its ``QuantizationConfig``.
+    """
+    try:
+        from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
+    except ImportError as error:
+        raise RuntimeError(
+            "an export needs the package compressed-tensors, which defines the layout: pip install 'foundry-fp8[export]'"
+        ) from error
+    fp8 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor"}
+    # By name: readers match class names too, and a model's linears need not be nn.Linear itself.
+    targets = sorted({"re:" + re.escape(kind_of(name)).replace(r"\*", r"\d+") + "$" for name in layers})
+    scheme = QuantizationScheme(
+        targets=targets,
+        weights=QuantizationArgs(**fp8, dynamic=False),
+        input_activations=QuantizationArgs(**fp8, dynamic=not static),
+    )
+    config = QuantizationConfig(
+        config_groups={"group_0": scheme},
+        format="float-quantized",
+        quantization_status="compressed",
+        ignore=sorted(others),
+    )
+    found: dict[str, Any] = config.model_dump(mode="json")
+    return found

@@ -1,0 +1,77 @@
+"""``foundry-fp8 export``: what is no checkpoint to serve is one sentence. Real ones: tests/integration, tests/models/mus."""
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from foundry_fp8.cli.main import app
+from tests.export.served import save_checkpoint, stored
+
+FP8 = {"repr": "FP8(recipe='current')", "recipe": {"name": "current"}, "version": 1, "modules": {}}
+
+
+def checkpoint(**changes):
+    return {
+        "state": {"model": {}, "algorithms": [("FP8", FP8)], "metadata": {"precision": "fp32"}, **changes}
+    }
+
+
+def of_model(**values):
+    return {"huggingface": {"model": {"config": {"content": values}}}}
+
+
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        ([1, 2], "is not a checkpoint of Composer's trainer"),
+        (checkpoint(algorithms=[]), "was not trained in FP8"),
+        (checkpoint(algorithms=[("FP8", {"repr": "FP8(enabled=False)"})]), "was not trained in FP8"),
+        (checkpoint(metadata={"precision": "amp_fp8"}), "was trained in precision amp_fp8"),
+        (checkpoint(), "holds no Hugging Face model"),
+        (checkpoint(integrations=of_model(model_type="t5")), "its model_type t5 is none that"),
+        (checkpoint(integrations=of_model(model_type="mine")), "its model_type mine is none that"),
+        (
+            checkpoint(
+                integrations=of_model(model_type="gpt2", n_layer=1, n_embd=32, n_head=2),
+                model={"model.base_model.lora_A.weight": torch.zeros(1)},
+            ),
+            "lora_A.weight, .... It has LoRA adapters: merge them first",
+        ),
+    ],
+    ids=["list", "no_fp8", "off", "precision", "no_model", "no_causal_lm", "unknown", "lora"],
+)
+def test_what_cannot_be_served_says_why(content, said, tmp_path):
+    path = tmp_path / "checkpoint.pt"
+    torch.save(content, path)
+    result = CliRunner().invoke(app, ["export", str(path), str(tmp_path / "out")])
+    assert result.exit_code == 2 and said in result.output, result.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_options_of_the_run_decide_what_is_fp8(tmp_path):
+    model = save_checkpoint(tmp_path / "checkpoint.pt")
+    result = CliRunner().invoke(app, ["export", str(tmp_path / "checkpoint.pt"), str(tmp_path / "out")])
+    assert result.exit_code == 0 and "6 linears" in result.output, result.output
+    config, tensors = stored(tmp_path / "out")
+    assert config["torch_dtype"] == "bfloat16" and config["quantization_config"]["ignore"] == [
+        "lm_head",
+        "model.layers.0.mlp.up_proj",
+    ]
+    name = "model.layers.0.mlp.down_proj"
+    weight = model.get_parameter(f"{name}.weight").detach().bfloat16().float()
+    scale = 448 / weight.abs().max()
+    assert float(tensors[f"{name}.weight_scale"]) == float(scale.reciprocal())
+    assert torch.equal(tensors[f"{name}.weight"].float(), (weight * scale).to(torch.float8_e4m3fn).float())
+    assert f"{name}.input_scale" not in tensors
+
+
+def test_a_sharded_checkpoint_says_how_to_make_it_whole(tmp_path):
+    result = CliRunner().invoke(app, ["export", str(tmp_path), str(tmp_path / "out")])
+    assert result.exit_code == 2 and "dcp_to_torch" in result.output
+
+
+def test_a_broken_file_is_said_to_be_one(tmp_path):
+    path = tmp_path / "broken.pt"
+    path.write_bytes(b"no checkpoint")
+    result = CliRunner().invoke(app, ["export", str(path), str(tmp_path / "out")])
+    assert result.exit_code == 2 and "cannot be read as a checkpoint" in result.output

@@ -1,0 +1,250 @@
+"""Exported folders: the layout on disk, the library's own reader, and the logits of what a server computes."""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+import foundry_fp8
+from foundry_fp8.config import ConfigError
+from foundry_fp8.layers.state import FP8State
+from foundry_fp8.models.mus import MusConfig, MusForCausalLM
+from tests.export.served import emulated, load, stored
+
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The `dict` method is deprecated"),  # transformers, of that package
+]
+
+IDS = torch.arange(48).view(2, 24) * 7 % 96
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+
+def llama(tied=False):
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=96,
+            tie_word_embeddings=tied,
+            attention_bias=True,
+        )
+    )
+
+
+def mus():
+    model = MusForCausalLM(
+        MusConfig(hidden_size=96, num_hidden_layers=2, num_attention_heads=6, vocab_size=96, tau=0.3)
+    )
+    for module in model.modules():
+        if isinstance(module, nn.LayerNorm):
+            nn.init.uniform_(module.weight, 0.5, 1.5)
+    return model
+
+
+def trained(model, recipe, dtype, **options):
+    """A step in FP8, so that weights and histories are those of a run."""
+    model = model.to(dtype)
+    foundry_fp8.apply_fp8(model, recipe=recipe, backend="emulated", evaluate="fp8", **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for _ in range(2):
+        model(IDS, labels=IDS).loss.backward()
+        optimizer.step(), optimizer.zero_grad()
+    FP8State.of(model).update()
+    return model.eval()
+
+
+def name_of(dtype):
+    return str(dtype).removeprefix("torch.")
+
+
+UNIT = {"name": "unit", "gradient_scale": 4096}
+
+
+@DTYPES
+def test_a_unit_scaled_model_is_served_as_it_was_trained_bit_for_bit(dtype, tmp_path):
+    model = trained(mus(), UNIT, dtype)
+    report = foundry_fp8.export_fp8(model, tmp_path, dtype=name_of(dtype))
+    assert len(report.layers) == 8 and "bit for bit" in report.summary()
+    served, names = emulated(load(tmp_path))
+    assert len(names) == 8
+    with torch.no_grad():
+        assert torch.equal(served.to(dtype)(IDS).logits, model(IDS).logits)
+
+
+def test_the_folder_has_the_published_layout(tmp_path):
+    """Names, dtypes and shapes as compressed-tensors' documentation and vLLM's reader have them."""
+    model = trained(mus(), UNIT, torch.float32)
+    foundry_fp8.export_fp8(model, tmp_path)
+    config, tensors = stored(tmp_path)
+    quantization = config["quantization_config"]
+    assert (quantization["quant_method"], quantization["format"]) == ("compressed-tensors", "float-quantized")
+    assert quantization["quantization_status"] == "compressed" and quantization["ignore"] == ["lm_head"]
+    (group,) = quantization["config_groups"].values()
+    for operand in ("weights", "input_activations"):
+        said = {key: group[operand][key] for key in ("num_bits", "type", "strategy", "symmetric", "dynamic")}
+        assert said == {
+            "num_bits": 8,
+            "type": "float",
+            "strategy": "tensor",
+            "symmetric": True,
+            "dynamic": False,
+        }
+    layers = {name.removesuffix(".weight_scale") for name in tensors if name.endswith("weight_scale")}
+    assert len(layers) == 8
+    for name in layers:
+        weight, scale = tensors[f"{name}.weight"], tensors[f"{name}.weight_scale"]
+        assert weight.dtype == torch.float8_e4m3fn and weight.shape == model.get_submodule(name).weight.shape
+        assert (scale.dtype, scale.shape) == (torch.float32, (1,))
+        assert (
+            float(scale) == pytest.approx(weight.shape[1] ** -0.5)
+            and float(tensors[f"{name}.input_scale"]) == 1
+        )
+    for name, parameter in model.named_parameters():
+        if name.removesuffix(".weight") not in layers:
+            assert torch.equal(tensors.pop(name), parameter.detach().bfloat16()), name
+    assert len(tensors) == 3 * 8 and config["torch_dtype"] == "bfloat16" and config["hidden_multiplier"] == 1
+
+
+@DTYPES
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_an_ordinary_model_is_served_with_its_scales(recipe, dtype, tmp_path):
+    model = trained(llama(), recipe, dtype)
+    report = foundry_fp8.export_fp8(model, tmp_path, dtype=name_of(dtype))
+    static = recipe == "delayed"
+    assert len(report.layers) == 14
+    assert all((layer["input_scale"] is not None) == static for layer in report.layers.values())
+    group = stored(tmp_path)[0]["quantization_config"]["config_groups"]["group_0"]
+    assert group["input_activations"]["dynamic"] is not static
+    served, names = emulated(load(tmp_path))
+    assert set(names) == set(report.layers)
+    with torch.no_grad():
+        trained_fp8, from_server = model(IDS).logits.float(), served.to(dtype)(IDS).logits.float()
+        for layer in model.modules():
+            if hasattr(layer, "evaluate"):
+                layer.evaluate = "high_precision"
+        without = model(IDS).logits.float()
+    error = (from_server - trained_fp8).norm() / trained_fp8.norm()
+    fp8 = (without - trained_fp8).norm() / trained_fp8.norm()
+    # The server multiplies by the reciprocal of a reciprocal: an ulp of the scale, which moves the inputs that lie at a tie.
+    assert error < 0.2 * fp8 and fp8 > 0.01, (error, fp8)
+
+
+def test_the_librarys_own_forward_computes_nearly_the_same(tmp_path):
+    """Its fake quantisation: scales folded into float32 weights and inputs, other roundings, other sums."""
+    model = trained(mus(), UNIT, torch.float32)
+    foundry_fp8.export_fp8(model, tmp_path, dtype="float32")
+    loaded = load(tmp_path)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(IDS).logits, model(IDS).logits, rtol=0, atol=0.02)
+    for name, module in model.named_modules():
+        if hasattr(module, "evaluate"):
+            q = module.weight.detach().to(torch.float8_e4m3fn).float() * module.output_multiplier
+            assert torch.equal(loaded.get_submodule(name).weight.float(), q), name
+
+
+def test_scales_rounded_to_powers_of_two_are_told_apart(tmp_path):
+    model = trained(llama(), {"name": "current", "power_2_scales": True}, torch.float32)
+    report = foundry_fp8.export_fp8(model, tmp_path)
+    assert all(
+        float(layer["weight_scale"]).hex().startswith("0x1.0000000000000p")
+        for layer in report.layers.values()
+    )
+    assert "not rounded to powers of two" in report.summary()
+
+
+def test_tied_embeddings_are_stored_once_and_nothing_changes_in_the_model(tmp_path):
+    model = trained(llama(tied=True), "current", torch.float32)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    foundry_fp8.export_fp8(model, tmp_path)
+    assert "lm_head.weight" not in stored(tmp_path)[1]
+    assert not hasattr(model.config, "quantization_config") and model.config.torch_dtype is None
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+class Holder(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args, **kwargs):
+        return self.model(*args, **kwargs)
+
+
+def test_what_holds_the_model_and_what_wraps_its_layers_change_no_name(tmp_path):
+    from foundry_fp8.activations.checkpointing.apply import apply_activation_checkpointing
+
+    model = trained(mus(), UNIT, torch.float32)
+    foundry_fp8.export_fp8(model, tmp_path / "plain")
+    apply_activation_checkpointing(model, targets={"musblock": 2})
+    foundry_fp8.export_fp8(Holder(model), tmp_path / "held")
+    plain, held = (stored(tmp_path / folder) for folder in ("plain", "held"))
+    assert plain[0] == held[0] and plain[1].keys() == held[1].keys()
+
+
+def gpt2():
+    return GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=1, n_head=4, vocab_size=96, n_positions=32))
+
+
+def adapted():
+    model = get_peft_model(llama(), LoraConfig(target_modules=["q_proj"]))
+    foundry_fp8.apply_fp8(model, recipe="current")
+    return model
+
+
+def renamed(model):
+    model.config.model_type = "somebodys_own"
+    return model
+
+
+def test_a_delayed_model_that_has_seen_nothing_has_no_scales(tmp_path):
+    model = llama()
+    foundry_fp8.apply_fp8(model, recipe="delayed")
+    with pytest.raises(RuntimeError, match=r"q_proj: no input was ever seen.*load the FP8 state"):
+        foundry_fp8.export_fp8(model, tmp_path / "out")
+
+
+def test_a_weight_that_is_not_finite_is_not_served(tmp_path):
+    model = trained(llama(), "current", torch.float32)
+    model.model.layers[1].mlp.up_proj.weight.data[3, 4] = float("inf")
+    with pytest.raises(RuntimeError, match=r"layers\.1\.mlp\.up_proj: its weight holds an Inf"):
+        foundry_fp8.export_fp8(model, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "make, said",
+    [
+        (lambda: llama(), "no layer of the model is converted"),
+        (lambda: nn.Sequential(nn.Linear(32, 32)), "holds no Hugging Face model"),
+        (lambda: trained(llama(), "block", torch.float32), "block has a scale a block"),
+        (lambda: trained(llama(), "mxfp8", torch.float32), "mxfp8 has a scale a block"),
+        (lambda: adapted(), r"has adapters \(.*lora_.*Merge them first"),
+        (
+            lambda: trained(gpt2(), "current", torch.float32),
+            r"h\.0\.attn\.c_attn: it holds its weight as \[in, out\]",
+        ),
+        (
+            lambda: trained(llama(tied=True), "current", torch.float32, include=["*", "lm_head"]),
+            "lm_head shares its weight",
+        ),
+        (lambda: renamed(trained(mus(), UNIT, torch.float32)), "has no place to say so"),
+    ],
+    ids=[
+        "high_precision",
+        "not_hugging_face",
+        "block",
+        "mxfp8",
+        "lora",
+        "transposed",
+        "tied",
+        "architecture",
+    ],
+)
+def test_what_the_layout_cannot_say_is_refused(make, said, tmp_path):
+    with pytest.raises(ConfigError, match=said):
+        foundry_fp8.export_fp8(make(), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
