@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["inside_backward", "newest_node", "node_number", "running_node"]
+__all__ = ["backward_number", "inside_backward", "newest_node", "node_number", "running_node"]
 
 
 def _missing() -> str | None:
@@ -40,6 +40,12 @@ if (_name := _missing()) is not None:
 def inside_backward() -> bool:
     """True while the autograd engine runs a backward in this thread."""
     return torch._C._current_graph_task_id() != -1
+
+
+def backward_number() -> int | None:
+    """The number of the backward that runs in this thread, which no other has; ``None`` outside of one."""
+    number: int = torch._C._current_graph_task_id()
+    return None if number == -1 else number
 
 
 def newest_node() -> int:

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from foundry_fp8.compat.pytree import tree_iter
 
-__all__ = ["cached_results", "selective_contexts"]
+__all__ = ["cached_results", "selective_checkpoint_runs", "selective_contexts"]
 
 _CACHED: Any = getattr(torch.utils.checkpoint, "_CachedTorchDispatchMode", None)
 _CACHING: Any = getattr(torch.utils.checkpoint, "_CachingTorchDispatchMode", None)
@@ -91,4 +91,11 @@ def cached_results(operators: tuple[str, ...]) -> int:
         if isinstance(mode, _CACHED)
         for operator, results in mode.storage.items()
         if operator.__name__.startswith(operators)
+    )
+
+
+def selective_checkpoint_runs() -> bool:
+    """Whether a forward runs under selective checkpointing, for the first time or again."""
+    return torch._C._len_torch_dispatch_stack() > 0 and any(
+        isinstance(mode, (_CACHED, _CACHING)) for mode in _get_current_dispatch_mode_stack()
     )

@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from foundry_fp8.kernels.launch import interpreting
+from foundry_fp8.kernels.launch import interpreting, launch, tiles
 
 __all__ = ["CONFIGS", "GROUP", "block_gemm", "block_gemm_reference"]
 
@@ -86,8 +86,8 @@ def block_gemm(
     Raises:
         ValueError: Operands that do not fit each other.
     """
-    k_blocks = triton.cdiv(a.shape[1], GROUP)
-    expected = (k_blocks, triton.cdiv(b.shape[0], GROUP) if square_b else b.shape[0])
+    k_blocks = tiles(a.shape[1], GROUP)
+    expected = (k_blocks, tiles(b.shape[0], GROUP) if square_b else b.shape[0])
     if a.shape[1] != b.shape[1] or a_scale.shape != (k_blocks, a.shape[0]) or b_scale.shape != expected:
         raise ValueError(
             f"block GEMM: a {tuple(a.shape)} with scales {tuple(a_scale.shape)} and b {tuple(b.shape)} with scales "
@@ -100,7 +100,9 @@ def block_gemm(
     def run(config: GemmConfig) -> None:
         # The same for every number of tokens, as the compiler is told it; where there are fewer tiles, some have nothing to do.
         programs = _processors(a.device)
-        _block_gemm_kernel[(programs,)](
+        launch(
+            _block_gemm_kernel,
+            programs,
             a,
             a_scale,
             b,

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foundry_fp8.kernels.launch import AS_WRITTEN, GEMM_MULTIPLE, round_up
+from foundry_fp8.kernels.launch import AS_WRITTEN, GEMM_MULTIPLE, launch, round_up, tiles
 from foundry_fp8.kernels.producers import Producer, load_tile
 from foundry_fp8.kernels.scales import (
     e8m0_decode,
@@ -85,15 +85,15 @@ def quantize_blockwise(
     (r, c), device = source.x.shape, source.x.device
     multiple = _multiple(group)
     padded_r, padded_c = round_up(r, multiple), round_up(c, multiple)
-    tiles_r, tiles_c = triton.cdiv(padded_r, TILE), triton.cdiv(padded_c, TILE)
+    tiles_r, tiles_c = tiles(padded_r, TILE), tiles(padded_c, TILE)
     scale_dtype = torch.float32 if group == 128 else torch.uint8
 
     def outputs(wanted: bool, long: int, short: int) -> tuple[Tensor | None, Tensor | None]:
         """Empty data ``[long, short]`` and its scales, blocks along ``short``."""
         if not wanted:
             return None, None
-        per_row = triton.cdiv(long, TILE) if square else long
-        scales = torch.empty((triton.cdiv(short, group), per_row), dtype=scale_dtype, device=device)
+        per_row = tiles(long, TILE) if square else long
+        scales = torch.empty((tiles(short, group), per_row), dtype=scale_dtype, device=device)
         return torch.empty((long, short), dtype=fmt.dtype, device=device), scales
 
     # What a producer adds would leave room for one block a multiprocessor; it does not spill at 128.
@@ -103,7 +103,9 @@ def quantize_blockwise(
     data_t, scale_t = outputs(columns, padded_c, padded_r)
     partial = torch.empty((tiles_r, c), dtype=torch.float32, device=device) if column_sum else None
     if tiles_r * tiles_c:
-        _quantize_blockwise_kernel[(tiles_r * tiles_c,)](
+        launch(
+            _quantize_blockwise_kernel,
+            tiles_r * tiles_c,
             *source.pointers,
             data,
             scale,

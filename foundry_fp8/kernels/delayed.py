@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foundry_fp8.kernels.launch import on_its_device
+from foundry_fp8.kernels.launch import launch, on_its_device
 from foundry_fp8.kernels.scales import FLOAT32_MAX, INF
 
 __all__ = ["update_delayed_"]
@@ -30,7 +30,9 @@ def update_delayed_(scale: Tensor, amax_history: Tensor, scaled_max: Tensor, *, 
         use_max: The amax is the largest of the history, otherwise that of the pass that ends now.
     """
     length, tensors = amax_history.shape
-    _update_kernel[(triton.cdiv(tensors, COLUMNS),)](
+    launch(
+        _update_kernel,
+        triton.cdiv(tensors, COLUMNS),
         scale,
         amax_history,
         scaled_max,

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foundry_fp8.kernels.launch import as_rows, check_hp
+from foundry_fp8.kernels.launch import as_rows, check_hp, launch
 from foundry_fp8.kernels.producers import (
     GELU,
     GELU_CUBIC,
@@ -55,7 +55,9 @@ def activation_backward(dy: Tensor, source: Producer) -> tuple[Tensor, Tensor | 
         partial = torch.zeros((tiles, 2), dtype=torch.float32, device=dy.device)
     if tiles:
         up_stride = 0 if source.up is None else source.up.stride(0)
-        _backward_kernel[(tiles,)](
+        launch(
+            _backward_kernel,
+            tiles,
             dy,
             dy.stride(0),
             source.x,

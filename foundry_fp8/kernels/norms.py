@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foundry_fp8.kernels.launch import as_rows, check_hp
+from foundry_fp8.kernels.launch import as_rows, check_hp, launch
 from foundry_fp8.kernels.packing import load_codes, operands
 from foundry_fp8.numerics.packed import Packed
 
@@ -50,7 +50,9 @@ def norm_statistics(x: Tensor, eps: float, *, centered: bool) -> tuple[Tensor | 
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
     if x.numel():
         block, warps = row_block(columns)
-        _statistics_kernel[(rows,)](x, x.stride(0), mean, rstd, columns, eps, BLOCK=block, num_warps=warps)
+        launch(
+            _statistics_kernel, rows, x, x.stride(0), mean, rstd, columns, eps, BLOCK=block, num_warps=warps
+        )
     return mean, rstd
 
 
@@ -97,7 +99,9 @@ def norm_backward(
         layout = {"FORMAT": "", "PACK_BLOCK": 0}
     if dy.numel():
         block, warps = row_block(columns)
-        _backward_kernel[(programs,)](
+        launch(
+            _backward_kernel,
+            programs,
             dy,
             dy.stride(0),
             values,

@@ -69,7 +69,10 @@ class Producer:
 
     def __post_init__(self) -> None:
         check_hp("x", self.x)
-        object.__setattr__(self, "x", as_rows(self.x))
+        if (x := as_rows(self.x)) is not self.x:
+            object.__setattr__(self, "x", x)
+        if self.kind == 0:
+            return
         if self.up is not None:
             object.__setattr__(self, "up", as_rows(self.up))
         for name in ("up", "mean", "rstd", "weight", "bias", "alpha"):

@@ -13,18 +13,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foundry_fp8.kernels.launch import AS_WRITTEN, GEMM_MULTIPLE, round_up
+from foundry_fp8.kernels.launch import AS_WRITTEN, GEMM_MULTIPLE, launch, round_up, tiles
 from foundry_fp8.kernels.producers import Producer, load_tile
 from foundry_fp8.kernels.scales import is_inf, magnitude, reciprocal, saturate, scale_from_amax
+from foundry_fp8.kernels.zeros import STRIDE as STATS_STRIDE
+from foundry_fp8.kernels.zeros import statistics
 from foundry_fp8.numerics.formats import Float8Format
 from foundry_fp8.numerics.quantize import FLOAT32_MAX, quantize_constant, quantize_tensor
 from foundry_fp8.numerics.quantize import amax_of as amax_reference
 from foundry_fp8.numerics.quantize import scale_from_amax as scale_reference
 
-__all__ = ["Tensorwise", "amax", "quantize_tensorwise", "quantize_tensorwise_reference"]
-
-STATS_STRIDE = 4
-"""Elements from one statistic to the next: each has the 16 bytes of its own that some of cuBLAS's FP8 paths ask of a scale."""
+__all__ = ["Tensorwise", "amax", "amax_of_two", "quantize_tensorwise", "quantize_tensorwise_reference"]
 
 TILE_R, TILE_C, WARPS = 64, 128, 8
 """One program's tile: it writes 128 bytes of each row and 64 of each row of the transpose, and keeps few registers."""
@@ -58,22 +57,55 @@ def amax(source: Producer, out: Tensor | None = None) -> Tensor:
     Returns:
         0-d float32 on the device of ``source``.
     """
-    rows, columns = source.x.shape
     out = torch.zeros((), dtype=torch.float32, device=source.x.device) if out is None else out
-    if source.x.numel():
-        grid = (triton.cdiv(rows, TILE_R) * triton.cdiv(columns, TILE_C),)
-        _amax_kernel[grid](
-            *source.pointers,
-            out,
-            rows,
-            columns,
-            KIND=source.kind,
-            TILE_R=TILE_R,
-            TILE_C=TILE_C,
-            num_warps=WARPS,
-            **AS_WRITTEN,
-        )
+    _launch_amax(source, out, None, None)
     return out
+
+
+def amax_of_two(source: Producer, other: Tensor) -> Tensor:
+    """The same of two sources in one launch: of a linear's input and of its weight.
+
+    Args:
+        source: The first.
+        other: The second, ``[R, C]``, hp.
+
+    Returns:
+        float32 ``[2]``.
+    """
+    out = statistics(source.x.device)[:2]
+    if source.x.numel() == 0 or other.numel() == 0:
+        amax(source, out[:1])
+        amax(Producer.identity(other), out[1:])
+    else:
+        _launch_amax(source, out, Producer.identity(other).x, out[1:])
+    return out
+
+
+def _launch_amax(source: Producer, out: Tensor, other: Tensor | None, other_out: Tensor | None) -> None:
+    rows, columns = source.x.shape
+    other_rows, other_columns = (0, 0) if other is None else other.shape
+    if source.x.numel() == 0:
+        return
+    programs = tiles(rows, TILE_R) * tiles(columns, TILE_C)
+    more = tiles(other_rows, TILE_R) * tiles(other_columns, TILE_C)
+    launch(
+        _amax_kernel,
+        programs + more,
+        *source.pointers,
+        out,
+        rows,
+        columns,
+        other,
+        None if other is None else other.stride(0),
+        other_out,
+        None if other is None else other_rows,
+        None if other is None else other_columns,
+        KIND=source.kind,
+        TILE_R=TILE_R,
+        TILE_C=TILE_C,
+        num_warps=WARPS,
+        **AS_WRITTEN,
+    )
 
 
 def quantize_tensorwise(
@@ -112,21 +144,20 @@ def quantize_tensorwise(
     padded_r, padded_c = round_up(r, GEMM_MULTIPLE), round_up(c, GEMM_MULTIPLE)
     data = torch.empty((padded_r, padded_c), dtype=fmt.dtype, device=device) if rows else None
     data_t = torch.empty((padded_c, padded_r), dtype=fmt.dtype, device=device) if columns else None
-    # Zero where atomics raise them. Of a constant scale, or with a known amax, they are written as they are.
-    measures = constant is None and known_amax is None
-    new = torch.zeros if measures else torch.empty
-    stats = new((3, STATS_STRIDE), dtype=torch.float32, device=device).select(1, 0)
-    if measures and scale is None:
+    stats = statistics(device)  # zero, as atomics raise them
+    if constant is None and known_amax is None and scale is None:
         amax(source, out=stats)
-    tiles_r, tiles_c = triton.cdiv(padded_r, TILE_R), triton.cdiv(padded_c, TILE_C)
+    tiles_r, tiles_c = tiles(padded_r, TILE_R), tiles(padded_c, TILE_C)
     partial = torch.empty((tiles_r, c), dtype=torch.float32, device=device) if column_sum else None
-    _quantize_kernel[(max(tiles_r * tiles_c, 1),)](
+    launch(
+        _quantize_kernel,
+        max(tiles_r * tiles_c, 1),
         *source.pointers,
         scale,
         amax_slot,
         stats if known_amax is None else known_amax,
         stats,
-        stats.view(torch.int32),
+        None if scale is None else stats.view(torch.int32),
         data,
         data_t,
         partial,
@@ -207,16 +238,58 @@ def _amax_kernel(
     amax_ptr,
     R,
     C,
+    other_ptr,
+    other_stride,
+    other_amax_ptr,
+    other_R,
+    other_C,
     KIND: tl.constexpr,
     TILE_R: tl.constexpr,
     TILE_C: tl.constexpr,
 ):
+    tile = tl.program_id(0)
+    tiles = tl.cdiv(R, TILE_R) * tl.cdiv(C, TILE_C)
+    if other_ptr is None:  # noqa: SIM114 - the compiler decides it
+        raise_amax(
+            x_ptr, x_stride, up_ptr, up_stride, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, alpha_ptr,
+            amax_ptr, R, C, tile, KIND, TILE_R, TILE_C,
+        )  # fmt: skip
+    elif tile < tiles:
+        raise_amax(
+            x_ptr, x_stride, up_ptr, up_stride, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, alpha_ptr,
+            amax_ptr, R, C, tile, KIND, TILE_R, TILE_C,
+        )  # fmt: skip
+    else:
+        raise_amax(
+            other_ptr, other_stride, None, 0, None, None, None, None, None,
+            other_amax_ptr, other_R, other_C, tile - tiles, 0, TILE_R, TILE_C,
+        )  # fmt: skip
+
+
+@triton.jit
+def raise_amax(
+    x_ptr,
+    x_stride,
+    up_ptr,
+    up_stride,
+    mean_ptr,
+    rstd_ptr,
+    weight_ptr,
+    bias_ptr,
+    alpha_ptr,
+    amax_ptr,
+    R,
+    C,
+    tile,
+    KIND: tl.constexpr,
+    TILE_R: tl.constexpr,
+    TILE_C: tl.constexpr,
+):
+    """Raise ``amax_ptr`` to the amax of one tile."""
     tiles_c = tl.cdiv(C, TILE_C)
-    first_row = (tl.program_id(0) // tiles_c) * TILE_R
-    first_column = (tl.program_id(0) % tiles_c) * TILE_C
     x = load_tile(
         x_ptr, x_stride, up_ptr, up_stride, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, alpha_ptr,
-        first_row, first_column, R, C, KIND, TILE_R, TILE_C,
+        (tile // tiles_c) * TILE_R, (tile % tiles_c) * TILE_C, R, C, KIND, TILE_R, TILE_C,
     )  # fmt: skip
     tl.atomic_max(amax_ptr, tl.max(tl.max(magnitude(x), axis=1), axis=0), sem="relaxed")
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
-__all__ = ["autocast_type", "compute_dtype"]
+__all__ = ["autocast_type", "compute_dtype", "without_autocast"]
 
 
 def autocast_type(device: torch.device) -> str:
@@ -19,3 +21,11 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return x.dtype
     return torch.get_autocast_dtype(device_type)
+
+
+def without_autocast(device_type: str) -> AbstractContextManager[object]:
+    """Autocast off. Nothing is entered where it is: entering takes the host as long as a launch."""
+    if not torch.is_autocast_enabled(device_type):
+        return nullcontext()
+    off: AbstractContextManager[object] = torch.autocast(device_type, enabled=False)
+    return off

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar, Literal
 
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from foundry_fp8.layers.linear import FP8Linear
+from foundry_fp8.layers.shared_inputs import SharedInputs
 from foundry_fp8.numerics.recipes import Recipe
 
 __all__ = ["Availability", "Backend"]
@@ -48,6 +50,11 @@ class Backend(abc.ABC):
     ``fast_accumulation``. Hardware does what it does."""
     cache_weights: bool = False
     """Quantise each weight once per optimizer step; ``cache_weights: true`` sets it where :meth:`weight_cache_reason` allows."""
+
+    @functools.cached_property
+    def inputs(self) -> SharedInputs:
+        """What has been made of the inputs of the running forward; for backends that keep them themselves."""
+        return SharedInputs()
 
     @abc.abstractmethod
     def availability(self, recipe: Recipe, device: torch.device) -> Availability:

@@ -22,7 +22,6 @@ __all__ = [
     "OPERANDS",
     "FP8Linear",
     "FP8TransposedLinear",
-    "KeepInput",
     "LinearBackend",
     "Probe",
     "Slots",
@@ -34,9 +33,6 @@ Probe = Callable[[Operand, Tensor, Quantized], None]
 """Called with each operand that a linear quantises: its name, the hp tensor ``[R, C]``, and the result."""
 
 Slots = Mapping[Operand, DelayedSlot]
-
-KeepInput = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
-"""Told by a backend the tensors that hold the quantised x, returns those to keep for backward: the same, or their equals."""
 
 
 class LinearBackend(Protocol):
@@ -72,8 +68,6 @@ class FP8Linear(nn.Linear):
         slots: The delayed-scaling state of each operand; ``None`` unless ``configured_recipe`` is delayed.
         ledger: The GEMMs that ran.
         probe: Called with every operand quantised while it is set; for monitors.
-        share_input: Called with this module and its input before the input is quantised; what it returns the backend asks
-            what to keep of it (:data:`KeepInput`), so that linears with one input can keep it once. For compression.
         output_multiplier: What the result of every GEMM is multiplied by, as part of its scale; 1 but for
             :class:`~foundry_fp8.layers.unit_linear.FP8UnitLinear`.
     """
@@ -89,7 +83,6 @@ class FP8Linear(nn.Linear):
     _first_forward_recorded: bool
     ledger: GemmLedger
     probe: Probe | None
-    share_input: Callable[[FP8Linear, Tensor], KeepInput | None] | None = None
     output_multiplier: float = 1.0
 
     @classmethod
@@ -159,10 +152,6 @@ class FP8Linear(nn.Linear):
             if not inside_backward():
                 self._first_forward_recorded = trains
         return ("x", "w", "dy") if trains else ()
-
-    def keep_input(self, x: Tensor) -> KeepInput | None:
-        """What the backend asks, of an input that it will have quantised, what to keep for backward; ``None``: all."""
-        return None if self.share_input is None else self.share_input(self, x)
 
     def gemm_precisions(self, hp: Precision) -> dict[Gemm, Precision]:
         """The precision of each GEMM in the present mode; ``hp`` names the high precision that runs beside FP8."""

@@ -64,11 +64,13 @@ class FP8State(ModelState):
     @torch.compiler.disable
     def _before_forward(self, model: nn.Module, args: Any) -> None:
         self.backend.before_forward(model)
+        self.backend.inputs.begin_forward()
         if any(module.runs_fp8 for module in self.modules.values()):
             self._contexts.enter_context(self.backend.forward_context(self.recipe))
 
     @torch.compiler.disable
     def _after_forward(self, model: nn.Module, args: Any, output: Any) -> None:
+        self.backend.inputs.end_forward()
         self._contexts.close()
 
     def state_dict(self) -> dict[str, Any]:

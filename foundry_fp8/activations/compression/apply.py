@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal, get_args
 
 from torch import nn
 
-from foundry_fp8.activations.compression.fp8 import SharedInputs
 from foundry_fp8.activations.compression.fused_classes import unfuse
 from foundry_fp8.activations.compression.fused_loss import fuse_losses
 from foundry_fp8.activations.compression.matching import fuse_mlp, fuse_norm
@@ -157,7 +156,6 @@ def apply_activation_compression(model: nn.Module, **options: Any) -> Compressio
         raise ConfigError(f"{KEY}: the model compresses its activations already. Apply it once.")
     rows: list[tuple[str, str, str]] = []
     compressors: list[Compressor] = []
-    shared_inputs = SharedInputs()
     _check_checkpoints_of_transformers(model)
     targets = _targets(model, config)
     _check_routers(model, config)
@@ -170,7 +168,7 @@ def apply_activation_compression(model: nn.Module, **options: Any) -> Compressio
         compressor.attach(module)
         compressors.append(compressor)
         rows.append((name, "hooks", fmt.name if fmt else EXACT))
-        rows += _inside(name, module, form, set(targets) - {name}, config, shared_inputs, compressors)
+        rows += _inside(name, module, form, set(targets) - {name}, config, compressors)
     unfuse_losses = []
     if config.fuses("loss"):
         for name, unfuse_loss in fuse_losses(model):
@@ -182,8 +180,6 @@ def apply_activation_compression(model: nn.Module, **options: Any) -> Compressio
             compressor.detach(model)
         for module in model.modules():
             unfuse(module)
-            if isinstance(module, FP8Linear):
-                module.share_input = None
         for unfuse_loss in unfuse_losses:
             unfuse_loss()
 
@@ -274,7 +270,6 @@ def _inside(
     form: str,
     others: set[str],
     config: ActivationCompressionConfig,
-    shared_inputs: SharedInputs,
     compressors: list[Compressor],
 ) -> list[tuple[str, str, str]]:
     """What lies inside a target, and in no other, and is not left to its hooks: fused forms, FP8 linears, checkpoints."""
@@ -290,7 +285,6 @@ def _inside(
             skipped.append(sub)
             rows.append(_boundary(name, child, form, config, compressors))
         elif isinstance(child, FP8Linear):
-            child.share_input = shared_inputs
             rows.append((name, "fp8", "its input is kept in FP8 already"))
         else:
             fused: tuple[tuple[Kind, Callable[..., bool]], ...] = (

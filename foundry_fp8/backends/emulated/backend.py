@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -10,10 +11,12 @@ from torch import Tensor
 
 from foundry_fp8.backends.emulated.gemm import Sums, scaled_mm
 from foundry_fp8.backends.emulated.quantizers import quantize_operand
+from foundry_fp8.backends.emulated.scratch import readable
 from foundry_fp8.compat.fresh_view import fresh_view
 from foundry_fp8.layers.autocast import autocast_type, compute_dtype
 from foundry_fp8.layers.backend import Availability, Backend
-from foundry_fp8.layers.linear import FP8Linear, KeepInput
+from foundry_fp8.layers.linear import FP8Linear
+from foundry_fp8.layers.shared_inputs import QuantizedInput
 from foundry_fp8.numerics.formats import e8m0_decode, e8m0_round_up
 from foundry_fp8.numerics.quantize import Quantized, with_amax
 from foundry_fp8.numerics.recipes import (
@@ -52,12 +55,19 @@ class EmulatedBackend(Backend):
             bias = None if module.bias is None else module.bias.to(dtype)
             return F.linear(x.to(dtype), module.matrix.to(dtype), bias)
         recording = module.recording()
-        x2d, keep = x.to(dtype).reshape(-1, x.shape[-1]), module.keep_input(x)
+        x2d, shared = x.to(dtype).reshape(-1, x.shape[-1]), self._shared(module, x, dtype)
         with torch.autocast(autocast_type(x.device), enabled=False):
             y: Tensor = _EmulatedLinear.apply(  # type: ignore[no-untyped-call]
-                x2d, module.matrix, module.bias, module, recording, keep
+                x2d, module.matrix, module.bias, module, recording, shared
             )
         return fresh_view(y, *x.shape[:-1], module.out_features)
+
+    def _shared(self, module: FP8Linear, x: Tensor, dtype: torch.dtype) -> QuantizedInput:
+        how: tuple[Hashable, ...] = (module.recipe, dtype)
+        if isinstance(module.recipe, DelayedScaling) and module.slots is not None:
+            scale = module.slots["x"].scale  # each linear's own; None is shared by nobody
+            how = (*how, float(scale) if readable(scale) else None)
+        return self.inputs.of(x, *how)
 
 
 class _EmulatedLinear(torch.autograd.Function):
@@ -71,23 +81,25 @@ class _EmulatedLinear(torch.autograd.Function):
         bias: Tensor | None,
         module: FP8Linear,
         recording: tuple[Operand, ...],
-        keep: KeepInput | None,
+        shared: QuantizedInput,
     ) -> Tensor:
         ctx.module, ctx.recipe, ctx.wgrad, ctx.recording = module, module.recipe, module.wgrad, recording
         ctx.scales = {} if module.slots is None else {name: slot.scale for name, slot in module.slots.items()}
-        qx = _quantize(ctx, x, "x", along=1)
+        qx = _quantize(ctx, x, "x", along=1, shared=shared)
         qw = _quantize(ctx, weight.to(x.dtype), "w", along=1)
         y = _gemm(ctx, "fprop", qx, qw, x.dtype, bias)
 
-        kept: tuple[Tensor, ...] = ()
+        kept: Sequence[Tensor] = ()
         if ctx.needs_input_grad[1]:
             if ctx.wgrad == "fp8":
                 # wgrad contracts over tokens: a recipe with blocks wants them along that dimension.
-                if _blockwise(ctx.recipe):
-                    qx = _quantize(ctx, x, "x", along=0, probed=False)
-                ctx.x_layout = (qx.block, qx.fmt, qx.nan_free)
-                kept = (qx.data, _pack_scale(qx.gemm_scale, ctx.recipe))
-                kept = kept if keep is None else keep(kept)
+                found = shared.get("kept")
+                if found is None:
+                    if _blockwise(ctx.recipe):
+                        qx = _quantize(ctx, x, "x", along=0, probed=False)
+                    found = qx.data, _pack_scale(qx.gemm_scale, ctx.recipe), (qx.block, qx.fmt, qx.nan_free)
+                    shared.put("kept", *found)
+                *kept, ctx.x_layout = found
             else:
                 kept = (x,)
                 ctx.reads_smoothly = True  # a product: activation compression may round x
@@ -127,9 +139,25 @@ class _EmulatedLinear(torch.autograd.Function):
         return dx, dw, db, None, None, None
 
 
-def _quantize(ctx: Any, x: Tensor, operand: Operand, *, along: int, probed: bool = True) -> Quantized:
+def _quantize(
+    ctx: Any,
+    x: Tensor,
+    operand: Operand,
+    *,
+    along: int,
+    probed: bool = True,
+    shared: QuantizedInput | None = None,
+) -> Quantized:
+    """``x`` quantised, or what ``shared`` has of it; either way the amax is recorded and the probe is shown it."""
     module = ctx.module
-    quantized = quantize_operand(x, operand, ctx.recipe, along=along, scale=ctx.scales.get(operand))
+    found = None if shared is None else shared.get("quantized")
+    if found is None:
+        quantized = quantize_operand(x, operand, ctx.recipe, along=along, scale=ctx.scales.get(operand))
+    else:
+        quantized = Quantized(*found)
+    if shared is not None and found is None:
+        q = quantized
+        shared.put("quantized", q.data, q.scale_inv, q.block, q.fmt, q.amax, q.nan_free)
     if operand in ctx.recording and isinstance(ctx.recipe, DelayedScaling):
         module.slots[operand].record(quantized.amax)
     if probed and module.probe is not None:

@@ -20,10 +20,11 @@ from foundry_fp8.compat.fresh_view import fresh_view
 from foundry_fp8.compat.fsdp2 import shard_versions
 from foundry_fp8.compat.peft_merges import merged_adapters
 from foundry_fp8.kernels.launch import compiler_missing, interpreting, triton_missing
-from foundry_fp8.layers.autocast import compute_dtype
+from foundry_fp8.layers.autocast import compute_dtype, without_autocast
 from foundry_fp8.layers.backend import Availability, Backend
 from foundry_fp8.layers.deferred_norm import deferred_norm_of
 from foundry_fp8.layers.linear import FP8Linear
+from foundry_fp8.layers.shared_inputs import QuantizedInput
 from foundry_fp8.numerics.recipes import MXFP8Scaling, Recipe
 
 __all__ = ["NativeBackend"]
@@ -129,10 +130,14 @@ class NativeBackend(Backend):
             x = norm.normalise(x)
             dtype = compute_dtype(x)
         call = LinearCall.of(module, module.probe)
-        x2d, keep = x.to(dtype).reshape(-1, x.shape[-1]), module.keep_input(x)
-        with torch.autocast(x.device.type, enabled=False):
+        x2d = x.to(dtype).reshape(-1, x.shape[-1])
+        shared: QuantizedInput | None = None
+        # Delayed scaling: whether another linear's scale is the same, only the device knows.
+        if not torch.compiler.is_compiling() and call.x[0] is None:
+            shared = self.inputs.of(x, call.plan, dtype)
+        with without_autocast(x.device.type):
             cached = self.cached_weight(module, call, dtype)
-            y: Tensor = NativeLinear.apply(x2d, weight, bias, cached, keep, call)  # type: ignore[no-untyped-call]
+            y: Tensor = NativeLinear.apply(x2d, weight, bias, cached, shared, call)  # type: ignore[no-untyped-call]
         return fresh_view(y, *x.shape[:-1], module.out_features)
 
     def clear_weight_cache(self) -> None:

@@ -11,7 +11,7 @@ from foundry_fp8.backends.native.operand import Plan, plan_of
 from foundry_fp8.kernels.launch import HP_DTYPES
 from foundry_fp8.layers.autocast import compute_dtype
 from foundry_fp8.layers.linear import FP8Linear, Probe
-from foundry_fp8.numerics.recipes import DelayedScaling
+from foundry_fp8.numerics.recipes import DelayedScaling, Recipe
 
 __all__ = ["Delayed", "LinearCall", "checked_dtype"]
 
@@ -44,15 +44,21 @@ class LinearCall:
         """What ``module`` says now."""
         assert module.recipe is not None
         x, w, dy = _delayed_tensors(module)
-        fp8_wgrad = module.wgrad == "fp8"
-        return cls(
-            plan=plan_of(module.recipe, module.output_multiplier),
-            x=x,
-            w=w,
-            dy=dy,
-            fp8_wgrad=fp8_wgrad,
-            probe=probe,
-        )
+        plan = _plan(module.recipe, module.output_multiplier)
+        return cls(plan=plan, x=x, w=w, dy=dy, fp8_wgrad=module.wgrad == "fp8", probe=probe)
+
+
+_plans: dict[tuple[Recipe, float], Plan] = {}
+
+
+def _plan(recipe: Recipe, alpha: float) -> Plan:
+    """:func:`plan_of`, once a recipe where nothing is traced."""
+    if torch.compiler.is_compiling():
+        return plan_of(recipe, alpha)
+    plan = _plans.get((recipe, alpha))
+    if plan is None:
+        plan = _plans[recipe, alpha] = plan_of(recipe, alpha)
+    return plan
 
 
 def checked_dtype(module: FP8Linear, x: Tensor) -> torch.dtype:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from foundry_fp8.backends.native.inputs import LinearCall
 from foundry_fp8.backends.native.operand import Layout, Plan, Source, gemm, quantized_view
-from foundry_fp8.layers.linear import KeepInput
+from foundry_fp8.layers.shared_inputs import QuantizedInput
 from foundry_fp8.numerics.formats import E4M3, E5M2
 
 __all__ = ["NativeLinear", "dgrad_and_wgrad", "fprop", "quantize_weight"]
@@ -44,7 +44,7 @@ class NativeLinear(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         cached: tuple[Layout, Layout, Tensor] | None,
-        keep: KeepInput | None,
+        shared: QuantizedInput | None,
         call: LinearCall,
     ) -> Tensor:
         """Run fprop.
@@ -55,12 +55,12 @@ class NativeLinear(torch.autograd.Function):
             weight: ``[N, K]``, hp.
             bias: ``[N]``, hp, or ``None``.
             cached: What :func:`quantize_weight` made of this weight earlier.
-            keep: Asked what to keep of the quantised x.
+            shared: What other linears made of this x, and where to note what this one makes.
             call: Everything else.
         """
         needs_w = ctx.needs_input_grad[1]
         keep_x = needs_w and call.fp8_wgrad
-        y, saved = fprop(Source(x), weight, bias, call, cached=cached, keep_x=keep_x, keep=keep)
+        y, saved = fprop(Source(x), weight, bias, call, cached=cached, keep_x=keep_x, shared=shared)
         hp_x = x if needs_w and not call.fp8_wgrad else None
         ctx.reads_smoothly = hp_x is not None  # a product: activation compression may round x
         ctx.save_for_backward(hp_x, *saved)
@@ -89,7 +89,7 @@ def fprop(
     *,
     keep_x: bool,
     cached: tuple[Layout, Layout, Tensor] | None = None,
-    keep: KeepInput | None = None,
+    shared: QuantizedInput | None = None,
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
     """``Y = X W^T + b``.
 
@@ -100,19 +100,21 @@ def fprop(
         call: Recipe, delayed scaling's state of x and the weight, and who is shown both.
         keep_x: Make what wgrad needs.
         cached: The weight, if it is quantised already.
-        keep: Asked what to keep of the quantised x.
+        shared: What other linears made of this x, and where to note what this one makes.
 
     Returns:
         ``Y`` in the dtype of x, and what :func:`dgrad_and_wgrad` needs.
     """
     x, plan, probe = source.x, call.plan, call.probe
-    qx, qx_t, x_stats, _ = source.quantize(
-        "x", plan, rows=True, columns=keep_x, scale=call.x[0], amax_slot=call.x[1]
-    )
     w_hp = weight.to(x.dtype)
+    amaxes = None
+    if plan.granularity == "tensor" and call.x[0] is None and cached is None and not _is_there(shared):
+        amaxes = source.amax_with(w_hp)
+    qx, x_stats, kept_x = _quantize_input(source, call, keep_x, shared, amaxes)
     if cached is None:
+        known = None if amaxes is None else amaxes.narrow(0, 1, 1)
         qw, _, w_stats, _ = Source(w_hp).quantize(
-            "w", plan, rows=True, columns=False, scale=call.w[0], amax_slot=call.w[1]
+            "w", plan, rows=True, columns=False, scale=call.w[0], known_amax=known, amax_slot=call.w[1]
         )
     else:
         qw, _, w_stats = cached
@@ -129,12 +131,51 @@ def fprop(
         out_dtype=x.dtype,
         bias=None if bias is None else bias.to(x.dtype),
     )
-    kept_x: tuple[Tensor | None, ...] = (None, None)
-    if keep_x:
-        made = qx_t.data, qx_t.scale
-        kept_x = made if keep is None else keep(made)
     kept_w = (None, None) if cached is None else (cached[1].data, cached[1].scale)
     return y, (weight, w_stats, *kept_x, *kept_w)
+
+
+def _is_there(shared: QuantizedInput | None) -> bool:
+    return shared is not None and shared.get("rows") is not None
+
+
+def _quantize_input(
+    source: Source,
+    call: LinearCall,
+    keep_x: bool,
+    shared: QuantizedInput | None,
+    amaxes: Tensor | None,
+) -> tuple[Layout, Tensor, tuple[Tensor | None, ...]]:
+    """The input by rows, its statistics, and what to keep: data and scale of the transposed layout. Made unless there already."""
+    plan = call.plan
+    rows = None if shared is None else shared.get("rows")
+    columns = shared.get("columns") if shared is not None and keep_x else None
+    make_columns = keep_x and columns is None
+    if rows is not None and not make_columns:
+        return Layout(*rows[:2]), rows[2], columns or (None, None)
+    known = None if amaxes is None else amaxes.narrow(0, 0, 1)
+    if rows is not None and plan.granularity == "tensor":
+        known = rows[2].narrow(0, 0, 1)
+    # Scales get no local name here: Dynamo names a graph's inputs by locals, and then finds another one for dy in backward
+    # (seen with torch 2.7; test_compiles_whole_and_gives_the_same_bits tells).
+    by_rows, transposed, stats, _ = source.quantize(
+        "x",
+        plan,
+        rows=rows is None,
+        columns=make_columns,
+        scale=call.x[0],
+        known_amax=known,
+        amax_slot=call.x[1],
+    )
+    if rows is None:
+        rows = by_rows.data, by_rows.scale, stats
+        if shared is not None:
+            shared.put("rows", *rows)
+    if make_columns:
+        columns = transposed.data, transposed.scale
+        if shared is not None:
+            shared.put("columns", *columns)
+    return Layout(*rows[:2]), rows[2], columns or (None, None)
 
 
 def dgrad_and_wgrad(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,16 +68,14 @@ def plan_of(recipe: Recipe, alpha: float = 1.0) -> Plan:
     return Plan(granularity, *fmts, power_2, fast, gradient_scale, alpha)
 
 
-@dataclasses.dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """One of the two layouts of a quantised operand, contiguous along what its GEMM contracts."""
 
     data: Tensor
     scale: Tensor
 
 
-@dataclasses.dataclass(frozen=True)
-class Source:
+class Source(NamedTuple):
     """The inputs of a kernel's tile producer (:class:`foundry_fp8.kernels.producers.Producer`) as an operator takes them."""
 
     x: Tensor
@@ -88,6 +86,13 @@ class Source:
     bias: Tensor | None = None
     alpha: Tensor | None = None
     kind: int = 0
+
+    def amax_with(self, weight: Tensor) -> Tensor:
+        """The amaxes of this and of a weight, float32 ``[2]``, in one launch."""
+        from foundry_fp8.backends.native import ops
+
+        found: Tensor = ops.amax_of_two(*self, weight)
+        return found
 
     def quantize(
         self,
@@ -119,7 +124,7 @@ class Source:
         """
         from foundry_fp8.backends.native import ops
 
-        inputs = (self.x, self.up, self.mean, self.rstd, self.weight, self.bias, self.alpha, self.kind)
+        inputs = tuple(self)
         fmt = plan.fmt(operand)
         if plan.granularity == "constant":
             constant = float(plan.gradient_scale) if operand == "dy" else 1.0

@@ -1,7 +1,13 @@
 """The kernels as torch operators, so that ``torch.compile`` sees one node with known outputs and does not look inside.
 
-Operators take tensors, numbers and strings; an output that was not asked for is an empty tensor.
+Operators take tensors, numbers and strings; an output that was not asked for is an empty tensor, in eager mode ``None``. Passing
+through torch's dispatcher costs the host more than the launch does. So :func:`operator` calls a kernel's function itself where
+nobody would notice: in eager mode, unless a mode watches operators (fake tensors, selective checkpointing, counters).
 """
+
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,11 +19,13 @@ from foundry_fp8.kernels.launch import GEMM_MULTIPLE, on_its_device, round_up
 from foundry_fp8.kernels.norms import norm_backward as norm_backward_kernel
 from foundry_fp8.kernels.norms import norm_statistics as norm_statistics_kernel
 from foundry_fp8.kernels.producers import Producer
+from foundry_fp8.kernels.tensorwise import amax_of_two as amax_of_two_kernel
 from foundry_fp8.kernels.tensorwise import quantize_tensorwise as quantize_tensorwise_kernel
 from foundry_fp8.numerics.formats import E4M3, E5M2, Float8Format
 
 __all__ = [
     "activation_backward",
+    "amax_of_two",
     "block_gemm",
     "norm_backward",
     "norm_statistics",
@@ -28,8 +36,40 @@ __all__ = [
 FORMATS: dict[str, Float8Format] = {fmt.name: fmt for fmt in (E4M3, E5M2)}
 
 
-@torch.library.custom_op("foundry_fp8::quantize_tensorwise", mutates_args=("amax_slot",))
-@on_its_device
+def _noticed() -> bool:
+    """Whether a mode watches operators, or autograd would record them."""
+    return torch._C._len_torch_dispatch_stack() > 0 or torch.is_grad_enabled()
+
+
+def operator(*, mutates: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Any]:
+    """Make an operator of a function, of the same name and in the namespace ``foundry_fp8``; its attribute ``definition``."""
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        direct = on_its_device(function)
+
+        @functools.wraps(function)
+        def whole(first: Tensor, *args: Any, **kwargs: Any) -> Any:
+            outputs = direct(first, *args, **kwargs)
+            if isinstance(outputs, Tensor):
+                return outputs
+            return tuple(first.new_empty((0,)) if output is None else output for output in outputs)
+
+        name = f"foundry_fp8::{function.__name__}"
+        definition = torch.library.custom_op(name, whole, mutates_args=mutates)
+
+        @functools.wraps(function)
+        def call(*args: Any) -> Any:
+            if torch.compiler.is_compiling() or _noticed():
+                return definition(*args)
+            return direct(*args)
+
+        vars(call).update(definition=definition, register_fake=definition.register_fake)
+        return call
+
+    return decorate
+
+
+@operator(mutates=("amax_slot",))
 def quantize_tensorwise(
     x: Tensor,
     up: Tensor | None,
@@ -65,7 +105,7 @@ def quantize_tensorwise(
         constant=constant,
         alpha=gemm_alpha,
     )
-    return _given(q.data, x), _given(q.data_t, x), q.stats, _given(q.column_sum, x)
+    return q.data, q.data_t, q.stats, q.column_sum  # type: ignore[return-value]
 
 
 @quantize_tensorwise.register_fake
@@ -83,8 +123,29 @@ def _(
     )
 
 
-@torch.library.custom_op("foundry_fp8::quantize_blockwise", mutates_args=())
-@on_its_device
+@operator()
+def amax_of_two(
+    x: Tensor,
+    up: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    alpha: Tensor | None,
+    kind: int,
+    other: Tensor,
+) -> Tensor:
+    """:func:`foundry_fp8.kernels.tensorwise.amax_of_two`: float32 ``[2]``."""
+    source = Producer(kind=kind, x=x, up=up, mean=mean, rstd=rstd, weight=weight, bias=bias, alpha=alpha)
+    return amax_of_two_kernel(source, other)
+
+
+@amax_of_two.register_fake
+def _(x, up, mean, rstd, weight, bias, alpha, kind, other):
+    return x.new_empty_strided((2,), (4,), dtype=torch.float32)
+
+
+@operator()
 def quantize_blockwise(
     x: Tensor,
     up: Tensor | None,
@@ -114,13 +175,7 @@ def quantize_blockwise(
         columns=columns,
         column_sum=column_sum,
     )
-    return (
-        _given(q.data, x),
-        _given(q.gemm_scale, x),
-        _given(q.data_t, x),
-        _given(q.gemm_scale_t, x),
-        _given(q.column_sum, x),
-    )
+    return q.data, q.gemm_scale, q.data_t, q.gemm_scale_t, q.column_sum  # type: ignore[return-value]
 
 
 @quantize_blockwise.register_fake
@@ -141,8 +196,7 @@ def _(x, up, mean, rstd, weight, bias, alpha, kind, fmt, group, square, power_2,
     return (*outputs(rows, r, c), *outputs(columns, c, r), summed)
 
 
-@torch.library.custom_op("foundry_fp8::block_gemm", mutates_args=())
-@on_its_device
+@operator()
 def block_gemm(
     a: Tensor,
     a_scale: Tensor,
@@ -165,12 +219,11 @@ def _(a, a_scale, b, b_scale, bias, m, n, out_dtype, square_b):
     return a.new_empty((m, n), dtype=out_dtype)
 
 
-@torch.library.custom_op("foundry_fp8::norm_statistics", mutates_args=())
-@on_its_device
+@operator()
 def norm_statistics(x: Tensor, eps: float, centered: bool) -> tuple[Tensor, Tensor]:
     """:func:`foundry_fp8.kernels.norms.norm_statistics`: mean (empty unless centered), rstd."""
     mean, rstd = norm_statistics_kernel(x, eps, centered=centered)
-    return rstd.new_empty((0,)) if mean is None else mean, rstd
+    return mean, rstd  # type: ignore[return-value]
 
 
 @norm_statistics.register_fake
@@ -179,8 +232,7 @@ def _(x, eps, centered):
     return mean, x.new_empty((x.shape[0],), dtype=torch.float32)
 
 
-@torch.library.custom_op("foundry_fp8::norm_backward", mutates_args=())
-@on_its_device
+@operator()
 def norm_backward(
     dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor | None, mean: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -195,14 +247,13 @@ def _(dy, x, rstd, weight, mean):
     return x.new_empty(x.shape), vector, torch.empty_like(vector)
 
 
-@torch.library.custom_op("foundry_fp8::activation_backward", mutates_args=())
-@on_its_device
+@operator()
 def activation_backward(
     dy: Tensor, x: Tensor, up: Tensor | None, alpha: Tensor | None, kind: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`foundry_fp8.kernels.gated.activation_backward`; what does not apply is empty."""
     dx, dup, dalpha = activation_backward_kernel(dy, Producer(kind=kind, x=x, up=up, alpha=alpha))
-    return dx, _given(dup, x), _given(dalpha, x)
+    return dx, dup, dalpha  # type: ignore[return-value]
 
 
 @activation_backward.register_fake
@@ -210,8 +261,3 @@ def _(dy, x, up, alpha, kind):
     dup = x.new_empty((0,) if up is None else x.shape)
     dalpha = x.new_empty((0,)) if alpha is None else x.new_empty((2,), dtype=torch.float32)
     return x.new_empty(x.shape), dup, dalpha
-
-
-def _given(output: Tensor | None, like: Tensor) -> Tensor:
-    """An operator cannot return ``None``."""
-    return like.new_empty((0,)) if output is None else output

@@ -20,7 +20,8 @@ from foundry_fp8.backends.native.linear import FORMATS
 from foundry_fp8.backends.native.operand import Layout, Plan, Source, gemm, plan_of
 from foundry_fp8.kernels.launch import driver_version
 from foundry_fp8.numerics.formats import e8m0_decode
-from foundry_fp8.numerics.recipes import DelayedScaling, Gemm, Operand, Recipe
+from foundry_fp8.numerics.quantize import amax_of
+from foundry_fp8.numerics.recipes import CurrentScaling, DelayedScaling, Gemm, Operand, Recipe
 
 if TYPE_CHECKING:
     from foundry_fp8.kernels.producers import Producer  # Triton is imported where it is used
@@ -73,12 +74,19 @@ def _results(
 ) -> Iterator[Result]:
     from foundry_fp8.kernels.norms import norm_statistics
     from foundry_fp8.kernels.producers import Producer
+    from foundry_fp8.kernels.tensorwise import amax_of_two
 
     x, w, dy = (_awkward(*shape, dtype, device) for shape in ((TOKENS, IN), (OUT, IN), (TOKENS, OUT)))
     operands: tuple[tuple[Operand, Tensor], ...] = (("x", x), ("w", w), ("dy", dy))
+    known: dict[Operand, Tensor] = {}
+    if isinstance(recipe, CurrentScaling):
+        amaxes = amax_of_two(Producer.identity(x), w)
+        known = {"x": amaxes[:1], "w": amaxes[1:]}
+        yield "amax_of_two", "the amaxes of x and w", amaxes, torch.stack([amax_of(x), amax_of(w)]), None
     for operand, value in operands:
         for rows, columns in ((True, True),) if operand != "w" else ((True, False), (False, True)):
-            yield from _quantised(Producer.identity(value), operand, recipe, plan, rows, columns)
+            source = Producer.identity(value)
+            yield from _quantised(source, operand, recipe, plan, rows, columns, known.get(operand))
     if fused:
         _, rstd = norm_statistics(x, 1e-5, centered=False)
         source = Producer.norm(x, rstd, torch.ones(IN, dtype=dtype, device=device))
@@ -88,7 +96,13 @@ def _results(
 
 
 def _quantised(
-    source: Producer, operand: Operand, recipe: Recipe, plan: Plan, rows: bool, columns: bool
+    source: Producer,
+    operand: Operand,
+    recipe: Recipe,
+    plan: Plan,
+    rows: bool,
+    columns: bool,
+    known_amax: Tensor | None = None,
 ) -> Iterator[Result]:
     from foundry_fp8.kernels import blockwise, tensorwise
 
@@ -99,6 +113,7 @@ def _quantised(
         delayed = isinstance(recipe, DelayedScaling)
         slots = (zero.clone(), zero.clone()) if delayed else (None, None)
         given: Any = {"scale": zero + 13.7 if delayed else None, "power_2": plan.power_2, **layouts}
+        given["known_amax"] = known_amax
         if plan.granularity == "constant":
             given |= {"constant": float(plan.gradient_scale) if operand == "dy" else 1.0, "alpha": plan.alpha}
         names: tuple[str, ...] = ("data", "data_t", "stats")

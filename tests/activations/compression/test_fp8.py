@@ -1,4 +1,4 @@
-"""Beside FP8 linears: what they keep is theirs alone, except for the quantised input that some of them share."""
+"""Beside FP8 linears: what they keep for backward is not packed, and their weights are their own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from foundry_fp8.activations.compression.apply import apply_activation_compression
-from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.numerics.recipes import FOR_ANY_MODEL
 from foundry_fp8.surgery.apply import apply_fp8
 from tests.kernels.interpreter import interpret
@@ -129,67 +128,6 @@ def test_native_linears_keep_their_own_weight(recipe, wrap, cache_weights, one_r
 def test_under_autocast(wrap, one_rank):
     plain, compressed = (gradients(make("current", wrap, o)[0], autocast=True) for o in (None, HOOKS_ALONE))
     assert_equal(compressed, plain)
-
-
-def kept_inputs(model, x):
-    """The tensors that each linear's node keeps besides the weight, by name."""
-    nodes = {}
-
-    def note(name):
-        return lambda module, args, output: nodes.__setitem__(name, output.grad_fn)
-
-    handles = [m.register_forward_hook(note(n)) for n, m in model.named_modules() if isinstance(m, FP8Linear)]
-    model(x)
-    for handle in handles:
-        handle.remove()
-    found = {}
-    for name, node in nodes.items():
-        while not hasattr(node, "recipe"):  # the emulated backend's own
-            node = node.next_functions[0][0]
-        found[name] = node.saved_tensors[1:]
-    return found
-
-
-@pytest.mark.parametrize("recipe", FOR_ANY_MODEL)
-def test_linears_with_one_input_keep_it_once(recipe):
-    model, report = make(recipe, "plain", HOOKS_ALONE)
-    kept = kept_inputs(model, torch.randn(2, 32, 64))
-    addresses = [[t.data_ptr() for t in kept[f"blocks.0.{name}"]] for name in ("q", "k", "v", "out")]
-    assert addresses[0] == addresses[1] == addresses[2] != addresses[3]
-    assert kept["blocks.0.q"][0].dtype == torch.float8_e4m3fn
-    report.undo()
-    kept = kept_inputs(model, torch.randn(2, 32, 64))
-    assert len({kept[f"blocks.0.{name}"][0].data_ptr() for name in "qkv"}) == 3
-
-
-def test_what_is_quantised_differently_is_not_shared():
-    """Another delayed scale, another recipe, another compute dtype, or a write to the input in between."""
-    model, _ = make("delayed", "plain", HOOKS_ALONE)
-    block, x = model.blocks[0], torch.randn(2, 32, 64)
-    block.k.slots["x"].record(torch.tensor(224.0))  # from the next pass on its scale is 2
-    kept = kept_inputs(model, x)
-    address = {name: kept[f"blocks.0.{name}"][0].data_ptr() for name in "qkv"}
-    assert address["q"] == address["v"] != address["k"]
-    model, _ = make("current", "plain", HOOKS_ALONE)
-    q, k = model.blocks[0].q, model.blocks[0].k
-    q(x)  # outlives nothing: its graph is gone
-    results = [q(x)]
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        results.append(k(x))
-    x.mul_(3.0)
-    results.append(k(x))
-    shared = [module.share_input for module in (q, k)]
-    assert shared[0] is shared[1]
-    inputs = [t for y in results for t in _saved_fp8(y)]
-    assert len({t.data_ptr() for t in inputs}) == 3
-    assert len({t.float().sum().item() for t in inputs}) > 1
-
-
-def _saved_fp8(y):
-    node = y.grad_fn
-    while not hasattr(node, "recipe"):
-        node = node.next_functions[0][0]
-    return [t for t in node.saved_tensors if t.dtype == torch.float8_e4m3fn]
 
 
 @pytest.mark.parametrize("wrap", ["plain", "fsdp1", "fsdp2"])

@@ -41,6 +41,7 @@ def operator_samples(device):
             ops.quantize_tensorwise,
             (x, *NOTHING, 0, None, None, None, "e5m2", False, True, True, True, 1024.0, 0.125),
         ),
+        "amax_of_two": (ops.amax_of_two, (x, *NOTHING, 0, x)),
         "block": (ops.quantize_blockwise, (x, *NOTHING, 0, "e4m3", 128, False, True, True, True, True)),
         "square": (ops.quantize_blockwise, (x, *NOTHING, 0, "e4m3", 128, True, True, True, True, False)),
         "mx": (ops.quantize_blockwise, (x, *NOTHING, 0, "e4m3", 32, False, True, False, True, False)),
@@ -57,14 +58,14 @@ def operator_samples(device):
 
 @pytest.mark.parametrize(
     "name",
-    ["current", "delayed", "constant", "block", "square", "mx", "gemm", "statistics", "norm_backward", "activation_backward", "xielu_backward"],
+    ["current", "delayed", "amax_of_two", "constant", "block", "square", "mx", "gemm", "statistics", "norm_backward", "activation_backward", "xielu_backward"],
 )  # fmt: skip
 def test_operators_say_what_they_return(name, device):
     """torch's own check: the schema tells the truth about mutation and aliases, fake outputs match real ones."""
     op, args = operator_samples(device)[name]
     # The schema check compares inputs before and after, which torch cannot do with FP8 ones.
     checks = ("test_faketensor",) if name == "gemm" else ("test_schema", "test_faketensor")
-    torch.library.opcheck(op, args, test_utils=checks)
+    torch.library.opcheck(op.definition, args, test_utils=checks)
 
 
 @pytest.mark.parametrize(("recipe", "bias"), [("delayed", True), ("block", False), ("unit", False)])

@@ -1,0 +1,49 @@
+"""Zeroed device memory for the few numbers that kernels raise atomically, without an allocation and a launch for each.
+
+Pieces are cut from one block that was zeroed at once. Each is handed out once, so nothing has to be cleared, and a block is freed
+when the last of its pieces is. Blocks are of a device and stream, on which they were zeroed.
+
+A captured CUDA graph has to zero what it raises at every replay: while a stream captures, each piece is zeroed by itself. So it is
+where operators are traced or watched, and off the GPU, where tests look for accesses outside of a tensor.
+"""
+
+import threading
+
+import torch
+from torch import Tensor
+
+__all__ = ["PIECES", "statistics"]
+
+STRIDE = 4
+"""Elements from one number to the next: each has the 16 bytes of its own that some of cuBLAS's FP8 paths ask of a scale."""
+NUMBERS = 3
+PIECES = 1024
+"""Pieces of a block: 48 KiB."""
+
+_blocks: dict[tuple[torch.device, int], list[Tensor]] = {}
+_lock = threading.Lock()
+
+
+def statistics(device: torch.device) -> Tensor:
+    """Three float32 zeros, 16 bytes apart, that nobody else has."""
+    stream = _stream_of_blocks(device)
+    if stream is None:
+        return torch.zeros((NUMBERS, STRIDE), dtype=torch.float32, device=device).select(1, 0)
+    with _lock:
+        pieces = _blocks.get((device, stream))
+        if not pieces:
+            with torch.inference_mode(False):  # the next piece may be saved for backward
+                block = torch.zeros((PIECES, NUMBERS, STRIDE), dtype=torch.float32, device=device)
+                pieces = _blocks[device, stream] = list(block.select(2, 0).unbind(0))
+        return pieces.pop()
+
+
+def _stream_of_blocks(device: torch.device) -> int | None:
+    """The stream whose blocks serve ``device`` now; ``None`` where each piece is zeroed by itself."""
+    if (
+        device.type != "cuda"
+        or torch._C._len_torch_dispatch_stack()
+        or torch.cuda.is_current_stream_capturing()
+    ):
+        return None
+    return torch.cuda.current_stream(device).cuda_stream

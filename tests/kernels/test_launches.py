@@ -1,0 +1,162 @@
+"""What a linear asks of the GPU and of the host, counted without either: launches, operators, compilations and timings."""
+
+import itertools
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import nn
+
+import foundry_fp8
+from foundry_fp8.backends.native import ops
+from foundry_fp8.kernels import zeros
+from foundry_fp8.kernels.launch import launch
+from foundry_fp8.layers.state import FP8State
+from tests.kernels.fake_driver import TorchLaunches, fake_driver
+from tests.kernels.ptx.launch import restore_language
+
+
+class Siblings(nn.Module):
+    """Three linears that read one tensor, as query, key and value do."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(256, 256, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        return self.q(x), self.k(x), self.v(x)
+
+
+def make(recipe, model, **options):
+    model = model.to(torch.bfloat16)
+    foundry_fp8.apply_fp8(model, recipe=recipe, backend="native", **options)
+    return model
+
+
+def step(model, tokens=512):
+    x = torch.zeros(tokens, 256, dtype=torch.bfloat16, requires_grad=True)
+    outputs = model(x)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    torch.autograd.backward(outputs, [torch.zeros_like(y) for y in outputs])
+
+
+@pytest.fixture(autouse=True)
+def device():
+    """In place of the folder's, which interprets the kernels."""
+    return "cpu"
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    restore_language()
+    with fake_driver(monkeypatch) as seen:
+        yield seen
+
+
+def launches(driver, model):
+    """Of one forward and backward after the first: Triton's kernels, GEMMs, and what of torch's launches something."""
+    step(model)
+    driver.launches.clear()
+    step(model)
+    return driver.launches.copy()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "bias", "most"),
+    [
+        ("current", False, 9),
+        ("delayed", False, 7),
+        ("block", False, 7),
+        ("unit", False, 7),
+        ("current", True, 11),
+    ],
+)
+def test_launches_of_a_linear(recipe, bias, most, driver):
+    if recipe == "unit":
+        from foundry_fp8.layers.unit_linear import UnitLinear
+
+        model = make({"name": "unit", "gradient_scale": 8}, nn.Sequential(UnitLinear(256, 256)))
+    else:
+        model = make(recipe, nn.Sequential(nn.Linear(256, 256, bias=bias)))
+    found = launches(driver, model)
+    assert sum(found.values()) <= most, found
+    assert found["_quantize_kernel"] + found["_quantize_blockwise_kernel"] == 4
+
+
+def test_linears_with_one_input_quantise_it_once(driver):
+    """Of the nine launches of each, the second and third spare the cast of x; what they measure is the weight alone."""
+    found = launches(driver, make("current", Siblings()))
+    assert found == {"_amax_kernel": 3 + 3, "_quantize_kernel": 1 + 3 + 3 + 3, "gemm": 9}
+    found = launches(driver, make("block", Siblings()))
+    assert found == {"_quantize_blockwise_kernel": 1 + 3 + 3 + 3, "_block_gemm_kernel": 9}
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed", "block"])
+def test_nothing_else_launches(recipe, driver, monkeypatch):
+    """torch's own operators, seen by a mode that the operators of this package do not notice."""
+    monkeypatch.setattr(ops, "_noticed", lambda: False)
+    model = make(recipe, nn.Sequential(nn.Linear(256, 256, bias=False)))
+    step(model)
+    model.zero_grad()
+    x = torch.zeros(512, 256, dtype=torch.bfloat16, requires_grad=True)
+    if recipe == "delayed":  # its update is one launch for the whole model, and not of this forward
+        FP8State.of(model).delayed.begin_forward(torch.device("cpu"), trains=False)
+    driver.launches.clear()
+    with TorchLaunches(driver):
+        y = model[0](x)
+        y.backward(torch.empty_like(y))
+    own = {name: count for name, count in driver.launches.items() if not name.startswith(("_", "gemm"))}
+    assert own == {}
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed", "block"])
+def test_new_token_counts_compile_and_time_nothing(recipe, driver):
+    """Fifty different lengths after the first few: ragged, a multiple of 16, and a power of two beyond."""
+    model = make(recipe, nn.Sequential(nn.Linear(256, 512, bias=False), nn.Linear(512, 256, bias=False)))
+    for tokens in (513, 528, 1023, 1024, 1040, 2047, 640):
+        step(model, tokens)
+    compiled, timed = set(driver.compiled), driver.timed
+    for tokens in range(520, 2048, 31):
+        step(model, tokens)
+    assert driver.compiled - compiled == set()
+    assert driver.timed == timed
+
+
+def test_statistics_take_no_launch_of_their_own(driver):
+    device = torch.device("cpu")
+    taken = [zeros.statistics(device) for _ in range(zeros.PIECES + 1)]
+    assert all(piece.shape == (3,) and piece.stride() == (4,) and not bool(piece.any()) for piece in taken)
+    assert len({piece.data_ptr() for piece in taken}) == len(taken)
+    assert all(piece[i].data_ptr() % 16 == 0 for piece in taken[:5] for i in range(3))
+    taken[0].fill_(1.0)
+    assert not bool(taken[1].any())
+    assert len({piece.untyped_storage().data_ptr() for piece in taken}) == 2
+
+
+def test_each_piece_is_zeroed_by_itself_where_a_graph_replays():
+    """Off the GPU, and there while a stream captures, or a mode watches."""
+    pieces = [zeros.statistics(torch.device("cpu")) for _ in range(2)]
+    assert pieces[0].untyped_storage().data_ptr() != pieces[1].untyped_storage().data_ptr()
+
+
+@triton.jit
+def kernel_of_test(a_ptr, b_ptr, size, stride, factor, WIDE: tl.constexpr):
+    tl.store(a_ptr, factor)
+
+
+def test_what_is_launched_again_is_what_triton_would_choose(driver):
+    """Over all that Triton specialises on: the fake driver compares. And nothing is bound again that was bound once."""
+    memory = torch.zeros(64)
+    pointers = [memory, memory[1:], memory[4:], memory.view(torch.int32), memory.half(), memory.half()[3:]]
+    numbers = [0, 1, 2, 15, 16, 48, 2**31 - 1, 2**31, 2**31 + 8, -1, -16, -(2**31) - 1]
+    calls = [
+        *itertools.product(pointers, [None, memory, memory[1:]], [1, 7, 16], [0, 1, 48], [0.5, 1.0], [True, False]),
+        *itertools.product([memory], [None], numbers, numbers, [2.0], [True]),
+    ]  # fmt: skip
+    for *args, wide in calls * 2:
+        launch(kernel_of_test, 3, *args, WIDE=wide, num_warps=4)
+    launch(kernel_of_test, 3, *calls[0][:-1], WIDE=True, num_warps=8)
+    assert driver.launches["kernel_of_test"] == 2 * len(calls) + 1
+    chosen = {key for key in driver.compiled if key[0] == "kernel_of_test"}
+    assert driver.bound["kernel_of_test"] == len(chosen)
