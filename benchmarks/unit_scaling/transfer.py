@@ -144,6 +144,9 @@ def main() -> None:
     parser.add_argument("--widths", default="32,64,128")
     parser.add_argument("--seeds", default="17")
     parser.add_argument("--arms", default="mus/fp32,sp/fp32,mus/fp8")
+    parser.add_argument(
+        "--exponents", help="learning rates as powers of 1/2: 4,3,2,1; by default each arm's seven"
+    )
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--plot", action="store_true")
     args = parser.parse_args()
@@ -156,7 +159,8 @@ def main() -> None:
         for width in map(int, args.widths.split(",")):
             for arm in args.arms.split(","):
                 kind, precision = arm.split("/")
-                for lr in RATES[kind]:
+                exponents = args.exponents and [2.0 ** -int(k) for k in args.exponents.split(",")]
+                for lr in exponents or RATES[kind]:
                     key = (kind, precision, width, lr, seed, args.steps)
                     result = read()
                     names = ("kind", "precision", "width", "lr", "seed", "steps")

@@ -10,8 +10,8 @@ import foundry_fp8
 from foundry_fp8.config import ConfigError
 from foundry_fp8.layers.state import FP8State
 from foundry_fp8.models.mus import MusConfig, MusForCausalLM
+from foundry_fp8.models.mus.adapters import use_unit_lora
 from tests.export.served import emulated, load, stored
-
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The `dict` method is deprecated"),  # transformers, of that package
@@ -191,8 +191,8 @@ def gpt2():
 
 
 def adapted():
-    model = get_peft_model(llama(), LoraConfig(target_modules=["q_proj"]))
-    foundry_fp8.apply_fp8(model, recipe="current")
+    model = get_peft_model(mus(), use_unit_lora(LoraConfig(target_modules=["qkv_proj"])))
+    foundry_fp8.apply_fp8(model, recipe="unit")
     return model
 
 

@@ -1,0 +1,124 @@
+"""A massive activation under constant scales and under measured ones: one channel before each down projection grows 15 % a step.
+
+    python benchmarks/unit_scaling/outliers.py --seeds 17,18,19    results/unit_scaling_outliers.json, table and plot
+    python benchmarks/unit_scaling/outliers.py --plot
+
+Models, corpus and schedule of transfer.py, width 64. The channel's weights are zero and stay so: in high precision its product is
+zero at any size, so that what the loss shows is what the outlier does to the other channels' numbers. From step 50 it is 1, and
+at step 150 a million. The same mechanism as the guard's (benchmarks/guard/mechanisms.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "guard"))
+from common import RESULTS, environment
+from mechanisms import Activations, grows
+from transfer import BATCH, SEQ, Corpus, groups, loss_of, model_of
+
+from foundry_fp8.numerics.recipes import UnitScaling
+from foundry_fp8.surgery.apply import apply_fp8
+
+FILE = RESULTS / "unit_scaling_outliers.json"
+IMAGE = Path(__file__).parents[2] / "docs" / "images" / "unit_scaling_outliers.png"
+WIDTH, STEPS, ONSET = 64, 150, 50
+ARMS = {"mus": ("float32", "unit"), "sp": ("float32", "current", "delayed")}
+RATES = {"mus": 2.0**-3, "sp": 2.0**-8}  # near the best of transfer.py at this width
+
+
+def train(kind: str, recipe: str, outlier: bool, seed: int, corpus: Corpus) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    model = model_of(kind, WIDTH).train()
+    mechanism = Activations("*.down_proj", grows(ONSET, 1.15) if outlier else lambda step: 0.0)
+    mechanism.install(model)
+    if recipe != "float32":
+        options: dict[str, Any] = {"name": recipe}
+        if recipe == "unit":
+            options["gradient_scale"] = UnitScaling.gradient_scale_for(BATCH * SEQ, WIDTH)
+        elif recipe == "delayed":
+            options["amax_history_len"] = 16
+        apply_fp8(model, recipe=options)
+    optimizer = torch.optim.AdamW(
+        groups(kind, model, WIDTH, RATES[kind]), betas=(0.9, 0.95), weight_decay=0.0
+    )
+    generator = torch.Generator().manual_seed(seed)
+    losses: list[float] = []
+    for step in range(STEPS):
+        for group in optimizer.param_groups:
+            group.setdefault("top", group["lr"])
+            group["lr"] = group["top"] * min(1.0, (step + 1) / 15)
+        mechanism.step(step, model)
+        loss = loss_of(model, corpus.batch(corpus.train, BATCH, generator))
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(round(loss.item(), 5))
+    return {"kind": kind, "recipe": recipe, "outlier": outlier, "seed": seed, "losses": losses}
+
+
+def draw(result: dict[str, Any]) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), sharey=True)
+    print(
+        "| run | seeds | mean loss of the last 20 steps | % above the same run without the outlier, by seed |"
+    )
+    print("|---|---|---|---|")
+    for axis, (kind, title) in zip(axes, (("mus", "µS"), ("sp", "SP")), strict=True):
+        for recipe in ARMS[kind]:
+            mine = [r for r in result["runs"] if (r["kind"], r["recipe"]) == (kind, recipe)]
+            final = {(r["outlier"], r["seed"]): statistics.fmean(r["losses"][-20:]) for r in mine}
+            seeds = sorted({r["seed"] for r in mine})
+            above = [100 * (final[True, s] / final[False, s] - 1) for s in seeds]
+            curves = [r["losses"] for r in mine if r["outlier"]]
+            axis.plot(
+                [statistics.fmean(column) for column in zip(*curves, strict=True)], label=recipe, linewidth=1
+            )
+            mean = statistics.fmean(final[True, s] for s in seeds)
+            print(
+                f"| {title}, {recipe} | {len(seeds)} | {mean:.3f} | {', '.join(f'{a:+.2f}' for a in above)} |"
+            )
+        axis.axvline(ONSET, color="grey", linewidth=0.8, linestyle=":")
+        axis.set(title=f"{title}, with the outlier", xlabel="step")
+        axis.legend()
+    axes[0].set_ylabel("training loss, mean over seeds")
+    figure.tight_layout()
+    figure.savefig(IMAGE, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--seeds", default="17,18,19")
+    parser.add_argument("--plot", action="store_true")
+    args = parser.parse_args()
+    result: dict[str, Any] = json.loads(FILE.read_text()) if FILE.exists() else {"runs": []}
+    if not args.plot:
+        corpus = Corpus()
+        done = {(r["kind"], r["recipe"], r["outlier"], r["seed"]) for r in result["runs"]}
+        for seed in map(int, args.seeds.split(",")):
+            for kind, recipes in ARMS.items():
+                for key in ((kind, recipe, outlier, seed) for recipe in recipes for outlier in (False, True)):
+                    if key not in done:
+                        result["runs"].append(train(*key, corpus))
+                        result["environment"] = environment()
+                        FILE.write_text(json.dumps(result) + "\n")
+                        print(*key, result["runs"][-1]["losses"][-1], flush=True)
+    draw(result)
+
+
+if __name__ == "__main__":
+    main()
