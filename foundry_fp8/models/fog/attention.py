@@ -31,7 +31,7 @@ def eager_attention(
     """The definition, with the probabilities in memory.
 
     Args:
-        module: The attention module.
+        module: The attention module; where its ``square_root`` is true, values are weighed by the probabilities' square roots.
         query: [b, heads, q, head_dim].
         key: [b, kv_heads, k, head_dim].
         value: [b, kv_heads, k, head_dim].
@@ -46,7 +46,13 @@ def eager_attention(
     logits = query @ key.repeat_interleave(groups, 1).transpose(2, 3) * scaling
     if attention_mask is not None:
         logits = logits + attention_mask
-    probabilities = F.dropout(logits.float().softmax(-1).to(query.dtype), p=dropout, training=module.training)
+    if getattr(
+        module, "square_root", False
+    ):  # through the logarithm, since a root has no slope at a masked 0
+        probabilities = (0.5 * logits.float().log_softmax(-1)).exp()
+    else:
+        probabilities = logits.float().softmax(-1)
+    probabilities = F.dropout(probabilities.to(query.dtype), p=dropout, training=module.training)
     return (probabilities @ value.repeat_interleave(groups, 1)).transpose(1, 2), probabilities
 
 

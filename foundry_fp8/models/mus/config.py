@@ -42,6 +42,9 @@ class MusConfig(PretrainedConfig):
             it in their scales; such a model is not trained.
         tau: The share of each branch in the variance of the residual stream. Default: :func:`default_tau` of the depth.
         activation: ``gelu``, ``silu`` or ``relu``.
+        square_root_softmax: Whether attention weighs values by the square roots of the probabilities, which keeps the variance of
+            independent values; computed by the eager implementation, whatever ``attn_implementation`` says. The paper proposes it and trains
+            without it.
         max_position_embeddings: Longest sequence.
         rope_theta: Base of RoPE.
         rope_scaling: As FogConfig's. Default: none.
@@ -78,6 +81,7 @@ class MusConfig(PretrainedConfig):
         hidden_multiplier: PositiveNumber | None = None,
         tau: Tau | None = None,
         activation: Literal["gelu", "silu", "relu"] = "gelu",
+        square_root_softmax: bool = False,
         max_position_embeddings: Positive = 4096,
         rope_theta: PositiveNumber = 10000.0,
         rope_scaling: Mapping[str, PositiveNumber] | Literal[False] = False,
@@ -111,6 +115,7 @@ class MusConfig(PretrainedConfig):
         self.hidden_multiplier = hidden_multiplier
         self.tau = default_tau(self.num_hidden_layers) if tau is None else float(tau)
         self.activation = activation
+        self.square_root_softmax = square_root_softmax
         self.max_position_embeddings = max_position_embeddings
         self.rope_theta = rope_theta
         self.rope_scaling = rope_scaling

@@ -18,9 +18,15 @@ __all__ = ["MusBlock", "MusForCausalLM", "MusModel"]
 
 
 class MusAttention(FogAttention):
-    """Grouped queries, RoPE and an ordinary softmax between µnit-scaled projections."""
+    """Grouped queries, RoPE and a softmax, or its square root, between µnit-scaled projections."""
 
     linear = UnitLinear
+
+    def __init__(self, config: MusConfig, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)  # type: ignore[arg-type]  # it has what that class reads
+        self.square_root = config.square_root_softmax
+        if self.square_root:
+            config._attn_implementation = "eager"  # no fused kernel weighs by roots
 
 
 class MusMLP(MLP):
@@ -39,7 +45,7 @@ class MusBlock(nn.Module):
     def __init__(self, config: MusConfig, layer_idx: int) -> None:
         super().__init__()
         self.tau = config.tau
-        self.self_attn = MusAttention(config, layer_idx)  # type: ignore[arg-type]  # it has what that class reads
+        self.self_attn = MusAttention(config, layer_idx)
         self.attention_norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps, bias=False)
         self.mlp = MusMLP(config.hidden_size, config.intermediate_size, config.activation)
         self.mlp_norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps, bias=False)

@@ -26,7 +26,7 @@ ACTIVATIONS = {
 }
 
 
-def logits(ids, weights, *, layers, heads, kv_heads, tau, activation):
+def logits(ids, weights, *, layers, heads, kv_heads, tau, activation, square_root=False):
     """``weights``: float64 by the names of :class:`MusForCausalLM`; ``[out, in]`` as there."""
 
     def hidden(x, name):
@@ -46,6 +46,8 @@ def logits(ids, weights, *, layers, heads, kv_heads, tau, activation):
         future = torch.arange(s)[:, None] < torch.arange(s)[None]
         weight = torch.exp(scores - scores.amax(-1, keepdim=True)) * ~future
         weight = weight / weight.sum(-1, keepdim=True)
+        if square_root:
+            weight = torch.where(future, 0.0, torch.where(future, 1.0, weight).sqrt())
         mixed = torch.einsum("bhqk,bkhc->bqhc", weight, v[:, :, group]).reshape(b, s, -1)
         branch = hidden(mixed, f"{block}.self_attn.o_proj")
         branch = layer_norm(branch, weights[f"{block}.attention_norm.weight"])

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from foundry_fp8.config import ConfigError
 from foundry_fp8.layers.unit_linear import UnitLinear
+from foundry_fp8.models.fog.attention import eager_attention
 from foundry_fp8.models.mus import SIZES, MusConfig, MusForCausalLM, default_tau
 from foundry_fp8.models.mus.residual import branch_for_plain_residual, fixed_residual
 from foundry_fp8.surgery.apply import apply_fp8
@@ -51,6 +52,42 @@ def test_logits_and_gradients_are_those_of_the_equations(activation, attention):
     for name, parameter in model.named_parameters():
         scale = weights[name].grad.abs().max()
         assert (parameter.grad - weights[name].grad).abs().max() < 1e-5 * scale, name
+
+
+def test_square_root_softmax_is_that_of_the_equations_and_keeps_the_variance_of_independent_values():
+    model = randomised(small(tau=0.3, square_root_softmax=True)).double()
+    weights = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
+    ids = torch.randint(0, 96, (2, 12))
+    expected = reference.logits(
+        ids, weights, layers=2, heads=4, kv_heads=2, tau=0.3, activation="gelu", square_root=True
+    )
+    ours = model(ids).logits
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
+    d_logits = torch.randn_like(expected)
+    ours.backward(d_logits), expected.backward(d_logits)
+    for name, parameter in model.named_parameters():
+        scale = weights[name].grad.abs().max()
+        assert (parameter.grad - weights[name].grad).abs().max() < 1e-5 * scale, name
+
+    q, k, v = torch.randn(3, 64, 2, 128, 16)
+    for root, expected_std in ((True, 1.0), (False, (math.e / 128) ** 0.5)):
+        model.model.layers[0].self_attn.square_root = root
+        out, _ = eager_attention(model.model.layers[0].self_attn, q, k, v, None, scaling=0.25)
+        assert float(out.std()) == pytest.approx(expected_std, rel=0.05)
+
+
+def test_square_root_softmax_is_kept_by_a_checkpoint_and_by_its_cache(tmp_path):
+    model = small(square_root_softmax=True).eval()
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    ids = torch.randint(0, 96, (2, 12))
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+    assert (loaded(ids).logits - small().eval()(ids).logits).abs().max() > 1e-3
+    found = [
+        loaded.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0, use_cache=cached)
+        for cached in (True, False)
+    ]
+    assert torch.equal(*found)
 
 
 def test_the_residual_keeps_variance_and_has_two_equal_forms():
