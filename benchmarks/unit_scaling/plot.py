@@ -17,10 +17,17 @@ ARMS = (("mus", "fp32", "µS, float32"), ("mus", "fp8", "µS, FP8 (unit)"), ("sp
 
 
 def draw(result: dict[str, Any], image: Path) -> None:
-    """Loss against learning rate by width, the optimum marked; the same as a Markdown table on the console."""
-    curves: dict[tuple[str, str, int], dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
+    """Loss against learning rate by width, the optimum marked, over the seeds that ran at every rate; a table on the console."""
+    by_seed: dict[tuple[str, str, int], dict[int, dict[float, float]]] = defaultdict(
+        lambda: defaultdict(dict)
+    )
     for run in result["runs"]:
-        curves[run["kind"], run["precision"], run["width"]][run["lr"]].append(run["loss"])
+        by_seed[run["kind"], run["precision"], run["width"]][run["seed"]][run["lr"]] = run["loss"]
+    curves: dict[tuple[str, str, int], dict[float, list[float]]] = {}
+    for key, seeds in by_seed.items():
+        most = max(map(len, seeds.values()))
+        whole = [losses for losses in seeds.values() if len(losses) == most]
+        curves[key] = {lr: [losses[lr] for losses in whole] for lr in whole[0]}
     figure, axes = plt.subplots(1, len(ARMS), figsize=(12, 3.6), sharey=True)
     print("| run | width | seeds | best lr | held-out loss there | loss by lr, from the lowest |")
     print("|---|---|---|---|---|---|")
@@ -51,6 +58,40 @@ def draw(result: dict[str, Any], image: Path) -> None:
     figure.tight_layout()
     image.parent.mkdir(exist_ok=True)
     figure.savefig(image, dpi=110)
+
+
+def paired(result: dict[str, Any]) -> None:
+    """FP8 against float32 at the same rate and seed, and what FP8 flushed of down_proj's input by activation, as Markdown tables."""
+    runs = {(r["kind"], r["precision"], r["width"], r["lr"], r["seed"]): r for r in result["runs"]}
+    ratios: dict[int, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
+    flushed: dict[str, list[list[float]]] = defaultdict(list)
+    for (kind, precision, width, lr, seed), run in runs.items():
+        twin = runs.get((kind, "fp32", width, lr, seed))
+        if precision != "fp8":
+            continue
+        if twin is not None:
+            ratios[width][lr].append(100 * (run["loss"] / twin["loss"] - 1))
+        if width == 64 and lr == 2.0**-3:
+            flushed[kind].append([100 * v for n, v in run["flushed"].items() if n.endswith("down_proj/x")])
+    print(
+        "\n| width | rate | seeds | FP8 above float32, %, by seed | mean | standard error |\n|---|---|---|---|---|---|"
+    )
+    for width, by_rate in sorted(ratios.items()):
+        chosen = {f"2^{math.log2(lr):.0f}": v for lr, v in sorted(by_rate.items()) if len(v) > 1}
+        chosen["all"] = [x for v in chosen.values() for x in v]
+        for name, found in chosen.items():
+            if len(found) > 1:
+                each = ", ".join(f"{x:+.2f}" for x in found) if name != "all" else ""
+                error = statistics.stdev(found) / len(found) ** 0.5
+                print(
+                    f"| {width} | {name} | {len(found)} | {each} | {statistics.fmean(found):+.2f} | {error:.2f} |"
+                )
+    print("\n| activation | seeds | % of down_proj's input flushed, layers 0 to 3 |\n|---|---|---|")
+    for kind, by_seed in flushed.items():
+        means = [statistics.fmean(layer) for layer in zip(*by_seed, strict=True)]
+        print(
+            f"| {kind.partition('-')[2] or 'gelu'} | {len(by_seed)} | {' '.join(f'{m:.2f}' for m in means)} |"
+        )
 
 
 def draw_initial(result: dict[str, Any], image: Path) -> None:

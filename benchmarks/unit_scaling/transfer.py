@@ -5,7 +5,7 @@
 
 Bytes of the demo's corpus (the standard library's source), 4 layers, AdamW without weight decay, cosine to 10 %. A run that
 is in the results file already is not repeated. SP is a pre-norm decoder of the same parts (RoPE, GELU, 4x MLP, untied) with
-weights of standard deviation 0.02 and one learning rate for everything. Each loss is the mean over held-out sequences.
+weights of standard deviation 0.02 and one learning rate for everything. Arms mus-relu/fp8 and mus-silu/fp8 change the activation. Each loss is the mean over held-out sequences.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def model_of(kind: str, width: int) -> nn.Module:
         "rope_scaling": False,
         "rope_theta": 10000.0,
     }
-    if kind == "mus":
-        return MusForCausalLM(MusConfig(**sizes))
+    if kind != "sp":
+        return MusForCausalLM(MusConfig(**sizes, activation=kind.partition("-")[2] or "gelu"))
     return FogForCausalLM(
         FogConfig(
             variant="custom", activation="gelu", intermediate_size=4 * width, initializer_range=0.02, **sizes
@@ -151,16 +151,17 @@ def main() -> None:
     parser.add_argument("--plot", action="store_true")
     args = parser.parse_args()
     if args.plot:
-        from plot import draw
+        from plot import draw, paired
 
-        return draw(read(), IMAGE)
+        draw(read(), IMAGE)
+        return paired(read())
     corpus = Corpus()
     for seed in map(int, args.seeds.split(",")):
         for width in map(int, args.widths.split(",")):
             for arm in args.arms.split(","):
                 kind, precision = arm.split("/")
                 exponents = args.exponents and [2.0 ** -int(k) for k in args.exponents.split(",")]
-                for lr in exponents or RATES[kind]:
+                for lr in exponents or RATES[kind.partition("-")[0]]:
                     key = (kind, precision, width, lr, seed, args.steps)
                     result = read()
                     names = ("kind", "precision", "width", "lr", "seed", "steps")

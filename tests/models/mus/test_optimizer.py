@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from composer.core import Event
-from composer.loggers import Logger
+from composer.loggers import InMemoryLogger, Logger
 from composer.optim import DecoupledAdamW
 from llmfoundry.optim import DecoupledLionW
 from torch import nn
@@ -106,10 +106,13 @@ def test_the_algorithm_checks_when_training_starts_that_its_groups_survived():
     optimizer = DecoupledAdamW(model.parameters(), lr=0.5)
     state = SimpleNamespace(model=model, optimizers=[optimizer])
     algorithm = UnitScaling(base_width=16)
+    logged = InMemoryLogger()
     for event in (Event.INIT, Event.FIT_START):
         assert algorithm.match(event, state)
-        algorithm.apply(event, state, Logger(state))
+        algorithm.apply(event, state, Logger(state, destinations=[logged]))
     assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.5]
+    facts = {"base_width": 16, "width": 64, "tau": [0.4], "hidden_lr_factor": 0.5}
+    assert logged.hyperparameters["unit_scaling"] == facts
     optimizer.param_groups[:] = DecoupledAdamW(model.parameters(), lr=0.5).param_groups
     with pytest.raises(RuntimeError, match=r"unit_scaling: .* and the optimizer has it in the group None"):
         algorithm.apply(Event.FIT_START, state, Logger(state))

@@ -1,17 +1,13 @@
-"""The pieces that µnit Scaling shares with u-µP, against Graphcore's ``unit-scaling`` (0.3.5), where it is installed.
-
-It is no dependency: ``pip install --no-deps unit-scaling einops docstring-parser`` beside the rest, and this file runs.
-"""
+"""The pieces that µnit Scaling shares with u-µP, against Graphcore's ``unit-scaling``."""
 
 import math
 
 import pytest
 import torch
+import unit_scaling.functional as library
 
 from foundry_fp8.layers.unit_linear import UnitLinear
 from foundry_fp8.models.mus.residual import fixed_residual
-
-library = pytest.importorskip("unit_scaling.functional")
 
 
 @pytest.mark.parametrize("head", [False, True])
