@@ -8,7 +8,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import foundry_fp8
-from foundry_fp8.planning.memory.live_bytes import activation_bytes
+from foundry_fp8.planning.memory.live_bytes import LiveBytes, activation_bytes
 
 
 class Layers(nn.Module):
@@ -80,3 +80,31 @@ def test_the_native_backend_keeps_as_much(recipe, monkeypatch):
     with FakeTensorMode():
         base, ours = kept(4096, 8192), kept(4096, 8192, recipe, "native")
     assert ours / base == pytest.approx(of_bfloat16(recipe=recipe), abs=0.01)
+
+
+def multiplied(a, a_scale, b, b_scale, *, m, n, out_dtype, bias=None, fast_accumulation=False):
+    """What a GPU's product allocates; that of a CPU makes float32 copies of both operands."""
+    return torch.empty((m, n), dtype=out_dtype)
+
+
+def peak(width, tokens, recipe=None):
+    """Live bytes at most in a forward and backward, gradients included, weights and optimizer left out."""
+    with FakeTensorMode():
+        model = in_bfloat16(Layers, width)
+        if recipe is not None:
+            foundry_fp8.apply_fp8(model, recipe=recipe, backend="native")
+        x = torch.zeros(1, tokens, width, dtype=torch.bfloat16, requires_grad=True)
+        dy = torch.zeros(1, tokens, width, dtype=torch.bfloat16)
+        with LiveBytes() as live:
+            model(x).backward(dy)
+    return live.peak
+
+
+@pytest.mark.parametrize(("recipe", "most"), [("current", 0.97), ("delayed", 1.01), ("block", 0.97)])
+def test_the_peak_of_a_block_of_llama_3_8b(recipe, most, monkeypatch):
+    """8192 tokens, on fake tensors."""
+    from foundry_fp8.backends.native import gemm
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(gemm, "tensorwise_mm", multiplied)
+    assert peak(4096, 8192, recipe) <= most * peak(4096, 8192)

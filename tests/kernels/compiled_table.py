@@ -9,6 +9,7 @@ import json
 import pathlib
 import re
 
+from tests.kernels.gpu import ISSUED, issue_cap
 from tests.kernels.test_compile import TABLE, compile_for
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
@@ -28,13 +29,14 @@ def measured(arch):
 
 
 def rendered(table):
-    """The quantise kernels' rows and the GEMM's, one column a compiler and architecture: registers / blocks / instructions."""
+    """The quantise kernels' rows and the GEMM's, one column a compiler and architecture: registers / blocks / instructions / issue cap."""
     columns = sorted(table)
     rows = sorted({key for column in columns for key in table[column]})
     rows = [key for key in rows if key.startswith(("_amax", "_quantize_", "_block_gemm"))]
     lines = ["| kernel, case | " + " | ".join(columns) + " |", "|---|" + "---|" * len(columns)]
     lines += [
-        f"| {label(key)} | " + " | ".join(cell(table[c].get(key)) for c in columns) + " |" for key in rows
+        f"| {label(key)} | " + " | ".join(cell(key, c, table[c].get(key)) for c in columns) + " |"
+        for key in rows
     ]
     return "\n".join(lines)
 
@@ -48,20 +50,21 @@ def label(key):
     return found.strip("_").replace("_kernel", "").replace("_", " ")
 
 
-def cell(entry):
+def cell(key, column, entry):
     if entry is None:
         return ""
     found = f"{entry['registers']}, {entry['resident_blocks']}"
-    found += "" if entry["instructions_an_element"] is None else f", {entry['instructions_an_element']}"
+    if entry["instructions_an_element"] is not None:
+        cap = issue_cap(key, int(column.rpartition("_")[2]), entry["instructions_an_element"])
+        found += f", {entry['instructions_an_element']}, {cap:.2f}x"
     return found + (f", spills {entry['spill_bytes']} B" if entry["spill_bytes"] else "")
 
 
 MULTIPLICATIONS = {90: 4096, 100: 8192}
 """FP8 products that a multiprocessor's tensor cores add up in a cycle; bfloat16 ones: half. H100: 1979 TFLOP/s, 132 multiprocessors, 1.83
 GHz; B200: 4500, 148, 1.86 (NVIDIA's data sheets, dense)."""
-EXPONENTIALS, ISSUED = 16, 128
-"""Of a multiprocessor in a cycle: results of the special function unit (CUDA C++ Programming Guide, table of arithmetic throughput),
-and instructions of a thread (four warps)."""
+EXPONENTIALS = 16
+"""Results of a multiprocessor's special function unit in a cycle (CUDA C++ Programming Guide, table of arithmetic throughput)."""
 PRODUCTS = {"_forward_kernel": (2, 0), "_dq_kernel": (2, 1), "_dkdv_kernel": (3, 1)}
 """FP8 products of a pair of query and key, and those of the logits' gradient."""
 

@@ -11,6 +11,8 @@ import sys
 
 import pytest
 
+from tests.kernels.gpu import issue_cap
+
 ROOT = pathlib.Path(__file__).parents[2]
 
 
@@ -87,6 +89,23 @@ def test_two_blocks_share_a_multiprocessor(compiled):
     for line in named(compiled, "_quantize_kernel", "_quantize_blockwise_kernel"):
         if line["case"] not in ("square", "mx"):
             assert line["resident_blocks"] >= 2, line["case"]
+
+
+MEANT = 1.3
+"""Of a copy's bandwidth, so that nine tenths of it can be reached."""
+BELOW = {
+    "delayed e5m2 bias": 1.16, "norm": 1.11, "swiglu": 1.14, "xielu": 0.72, "rows and columns": 1.15, "columns": 1.08,
+    "rows and columns, swiglu": 1.01, "mx": 0.74, "amax": 1.1,
+}  # fmt: skip
+"""What the arithmetic of these cases leaves of it."""
+
+
+def test_arithmetic_leaves_room_for_the_bandwidth(compiled):
+    """On an H100, by issued instructions."""
+    for line in named(compiled, "_amax_kernel", "_quantize_kernel", "_quantize_blockwise_kernel"):
+        cap = issue_cap(f"{line['kernel']}, {line['case']}", 90, line["instructions_an_element"])
+        least = BELOW.get(line["case"], MEANT)
+        assert cap >= least, (line["kernel"], line["case"], cap)
 
 
 def named(compiled, *kernels):

@@ -59,6 +59,8 @@ class Shared:
     """A block's shared memory. Two warps that touch a byte, one of them writing, need a barrier between them."""
 
     BASE = 1024
+    wavefronts = 0
+    """Passes that the loads and stores of all blocks so far would take, bank conflicts included; whoever counts resets it."""
 
     def __init__(self, size: int, threads: int) -> None:
         self.bytes = np.zeros(size, np.uint8)
@@ -77,6 +79,7 @@ class Shared:
             raise PTXError(f"shared access of {size} bytes at a misaligned address")
         if len(start) and (start.min() < 0 or start.max() + size > len(self.bytes)):
             raise PTXError(f"shared access outside of {len(self.bytes)} bytes")
+        Shared.wavefronts += wavefronts(np.flatnonzero(mask), start, size)
         return start[:, None] + np.arange(size), self.warp[mask][:, None]
 
     def load(self, addresses, mask, size):
@@ -102,3 +105,21 @@ class Shared:
             raise PTXError("shared memory is written by two warps without a barrier")
         self.writer[places] = np.broadcast_to(warps, places.shape)
         self.bytes[places] = data[mask]
+
+
+BANKS, WORD = 32, 4
+
+
+def wavefronts(threads, start, size):
+    """Passes through the banks that accesses of ``size`` bytes at ``start`` take.
+
+    A warp's 32 lanes go together for up to 4 bytes each, 16 of them for 8 bytes, 8 for 16. Different words of one bank take turns.
+    Source: the CUDA C++ Best Practices Guide, shared memory and memory banks; wide accesses as Nsight Compute counts them.
+    """
+    together = threads // min(32, 32 * WORD // max(size, WORD))
+    words = (start // WORD)[:, None] + np.arange(max(1, size // WORD))
+    group = np.broadcast_to(together[:, None], words.shape)
+    distinct = np.unique(np.stack([group.ravel(), words.ravel()]), axis=1)
+    turns = np.zeros((together.max(initial=-1) + 1, BANKS), np.int64)
+    np.add.at(turns, (distinct[0], distinct[1] % BANKS), 1)
+    return int(turns.max(axis=1, initial=0).sum())
