@@ -187,7 +187,7 @@ MUTANTS = [
     Mutant("surgery/same_as_linear.py", "return form if alone and all(", "return form if alone or all(", "surgery/test_same_as_linear.py"),
     Mutant("surgery/left_out.py", "if adapter is not None:", "if False:", "surgery/test_left_out.py"),
     Mutant("model_structure/experts.py", "if _rows(leaf) in counts or (part in _ROUTERS and _rows(leaf) in lists):", "if _rows(leaf) in counts or part in _ROUTERS:", "surgery/test_left_out.py"),
-    Mutant("surgery/attention_inputs.py", "if same_mask(dense, rules, queries, keys):", "if False:", "surgery/test_attention_inputs.py"),
+    Mutant("surgery/attention_inputs.py", "true = [i for i, found in enumerate(answers) if found is not None and bool(found)]", "true: list[int] = []", "surgery/test_attention_inputs.py"),
     Mutant("report/comparison.py", " and other.same_model(run)", "", "report/test_comparison.py"),
     Mutant("report/sources/run_log.py", 'header = {**line, "hyperparameters": dict(line.get("hyperparameters") or {})}', 'header = {**line, "hyperparameters": {**header.get("hyperparameters", {}), **dict(line.get("hyperparameters") or {})}}', "report/test_runs.py"),
     Mutant("config/check.py", "if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _FLOAT32_MAX:", "if isinstance(value, int | float) and abs(value) < _FLOAT32_MAX:", "config"),

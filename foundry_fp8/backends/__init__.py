@@ -11,11 +11,19 @@ import importlib
 import torch
 
 from foundry_fp8.config import check_choice
-from foundry_fp8.layers.attention import AttentionBackend
+from foundry_fp8.layers.attention import AttentionBackend, GradScores
 from foundry_fp8.layers.backend import Availability, Backend
 from foundry_fp8.numerics.recipes import Recipe
 
-__all__ = ["BACKENDS", "Availability", "Backend", "choose_backend", "load_attention_backend", "load_backend"]
+__all__ = [
+    "BACKENDS",
+    "Availability",
+    "Backend",
+    "choose_attention_backend",
+    "choose_backend",
+    "load_attention_backend",
+    "load_backend",
+]
 
 _LOADERS = {
     "transformer_engine": ("foundry_fp8.backends.transformer_engine", "TransformerEngineBackend"),
@@ -47,6 +55,40 @@ def load_attention_backend(name: str) -> AttentionBackend:
     module, cls = _ATTENTION_LOADERS[name]
     backend: AttentionBackend = getattr(importlib.import_module(module), cls)()
     return backend
+
+
+def choose_attention_backend(
+    name: str, chosen: str, recipe: Recipe, grad_scores: GradScores, device: torch.device
+) -> AttentionBackend:
+    """What runs FP8 attention beside linears.
+
+    Args:
+        name: The backend that the YAML asks for.
+        chosen: The one that runs the linears.
+        recipe: Attention's.
+        grad_scores: What the gradient of its logits is rounded to.
+        device: Where the model will run.
+
+    Returns:
+        ``chosen``'s own; under ``auto`` the native one where Transformer Engine cannot run ``recipe`` at all, and both of them, in that order,
+        where it can.
+    """
+    own = load_attention_backend(chosen)
+    if name != "auto" or chosen != "transformer_engine":
+        return own
+    native = load_attention_backend("native")
+    if (
+        native.recipe_reason(recipe, grad_scores)
+        or not load_backend("native").availability(recipe, device).ok
+    ):
+        return own
+    from foundry_fp8.backends.attention_choice import AttentionWithFallback
+
+    both = AttentionWithFallback(own, native)
+    refused = own.recipe_reason(recipe, grad_scores)
+    if refused is not None:
+        both.turn(refused)
+    return both
 
 
 def choose_backend(

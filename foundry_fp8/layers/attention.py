@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Mapping
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from foundry_fp8.compat.autograd import inside_backward
 from foundry_fp8.layers.attention_mask import AttentionMask
+from foundry_fp8.layers.backend import Availability
 from foundry_fp8.layers.delayed_scaling import DelayedSlot
 from foundry_fp8.layers.ledger import GemmLedger, Precision
 from foundry_fp8.layers.second_derivative import refuse_second_derivative
@@ -75,9 +76,14 @@ def attention_format(recipe: AttentionRecipe, slot: str) -> Float8Format:
 
 
 class AttentionBackend(abc.ABC):
-    """Runs FP8 attention. One instance serves a whole model."""
+    """Runs FP8 attention. One instance serves a whole model.
+
+    Attributes:
+        note: What a report says of it besides, once something ran.
+    """
 
     name: ClassVar[str]
+    note: str = ""
 
     @abc.abstractmethod
     def recipe_reason(self, recipe: Recipe, grad_scores: GradScores = "fp8") -> str | None:
@@ -86,6 +92,32 @@ class AttentionBackend(abc.ABC):
     def module_reason(self, recipe: AttentionRecipe, head_dim: int | None) -> str | None:
         """Why attention of this head size cannot run here at all, or ``None``; the rest is checked when it is called."""
         return None
+
+    def self_check(  # noqa: B027 - optional
+        self,
+        recipe: AttentionRecipe,
+        grad_scores: GradScores,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Prove the kernels for one head size on this machine, before anything is changed.
+
+        Raises:
+            RuntimeError: One of them is wrong.
+        """
+
+    @abc.abstractmethod
+    def call_reason(
+        self,
+        module: FP8DotProductAttention,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: AttentionMask,
+        dropout_p: float,
+    ) -> Availability:
+        """Whether it takes this call; if not, why, and what would change that. Arguments as :meth:`attend`."""
 
     @abc.abstractmethod
     def attend(
@@ -161,6 +193,22 @@ class FP8DotProductAttention(nn.Module):
         """Whether a forward in the present mode runs in FP8."""
         return self.recipe is not None and (self.training or self.evaluate == "fp8")
 
+    def amaxes(self) -> dict[str, Tensor]:
+        """Where a call that begins now records, by slot. Not in evaluation; a recompute records no forward tensor (its input may
+        have been packed since the first forward, and in a compiled graph recording twice changes nothing).
+        """
+        if not self.training:
+            return {}
+        again = inside_backward()
+        assert self.recipe is not None
+        return {
+            name: self.slots[name].amax
+            for name in attention_slots(self.recipe)
+            if name in GRADIENTS or not again
+        }
+
+    # Traced whole, the native backend's graph reads Q where its backward saved K and V (torch 2.7; gradients show it): a graph break instead.
+    @torch.compiler.disable
     def forward(
         self,
         q: Tensor,
@@ -186,13 +234,14 @@ class FP8DotProductAttention(nn.Module):
         """
         if mask.bias is not None and mask.bias.requires_grad:
             raise RuntimeError(f"{self.fqn}: FP8 attention has no gradient for a trainable attention bias.")
+        options: dict[str, Any] = {"mask": mask, "softmax_scale": softmax_scale, "dropout_p": dropout_p}
         state = next(iter(self.slots.values())).state
         state.begin_layer(q.device, trains=self.training and torch.is_grad_enabled())
         if self.look is not None:
             self.look(q, k, v, softmax_scale)
         # Counted before it runs: a recompute stops inside it, once it has what the backward needs.
         self._record_forward(q, k)
-        out = self.backend.attend(self, q, k, v, mask=mask, softmax_scale=softmax_scale, dropout_p=dropout_p)
+        out = self.backend.attend(self, q, k, v, **options)
         self._record_backward(q, k, out)
         return out
 

@@ -6,19 +6,30 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from foundry_fp8.compat.autograd import inside_backward
+from foundry_fp8.layers.attention import FP8DotProductAttention
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.model_structure.names import named_modules_clean
 from foundry_fp8.numerics.formats import Float8Format
 from foundry_fp8.numerics.quantize import Quantized
-from foundry_fp8.numerics.recipes import Operand
 from foundry_fp8.observe.operand_stats import FIELDS, quantisation, rounding_noise, sample_rows
 
-__all__ = ["Health", "HealthProbe", "measure", "outliers", "summarise", "with_format"]
+__all__ = [
+    "ATTENTION",
+    "LINEAR",
+    "Health",
+    "HealthProbe",
+    "Measured",
+    "measure",
+    "outliers",
+    "summarise",
+    "with_format",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +116,12 @@ def _share(part: float, whole: float) -> float:
     return 0.0 if whole == 0 else part / whole
 
 
+Measured = Literal["x", "w", "dy", "q", "k", "v", "do"]
+LINEAR: tuple[Measured, ...] = ("x", "w", "dy")
+ATTENTION: tuple[Measured, ...] = ("q", "k", "v", "do")
+"""The operands of attention that its probe shows whole; S and dP come in blocks, where they are shown at all."""
+
+
 class _Fanout:
     """What ``FP8Linear.probe`` holds while anyone watches: an operand is read once, however many monitors are told."""
 
@@ -112,8 +129,10 @@ class _Fanout:
         self.listeners: list[Listener] = []
 
     @torch.no_grad()
-    def __call__(self, operand: Operand, x: Tensor, q: Quantized) -> None:
-        if operand != "dy" and inside_backward():  # activation checkpointing runs the same forward again
+    def __call__(self, operand: Measured, x: Tensor, q: Quantized) -> None:
+        if (
+            operand not in ("dy", "do") and inside_backward()
+        ):  # activation checkpointing runs the same forward again
             return
         listeners = [listener for listener in self.listeners if x.numel() and listener.wants(operand)]
         row = functools.cache(functools.partial(measure, x, q))  # inside of what guards the first listener
@@ -128,15 +147,15 @@ class Listener:
         take: Given each operand's name and what computes its row.
     """
 
-    def __init__(self, take: Callable[[Operand, Callable[[], Tensor]], None]) -> None:
+    def __init__(self, take: Callable[[Measured, Callable[[], Tensor]], None]) -> None:
         self._take = take
-        self._heard: set[Operand] = set()
+        self._heard: set[Measured] = set()
 
-    def wants(self, operand: Operand) -> bool:
+    def wants(self, operand: Measured) -> bool:
         """Not heard yet."""
         return operand not in self._heard
 
-    def take(self, operand: Operand, row: Callable[[], Tensor]) -> None:
+    def take(self, operand: Measured, row: Callable[[], Tensor]) -> None:
         """Hear it."""
         self._heard.add(operand)
         self._take(operand, row)
@@ -148,13 +167,24 @@ class HealthProbe:
     Args:
         model: Wrapped or not.
         guard: Wraps each hook (:meth:`foundry_fp8.callbacks.base.Monitor.guarded`).
+        attention: Also of its FP8 attentions what is quantised whole: :data:`ATTENTION`.
     """
 
-    def __init__(self, model: nn.Module, guard: Callable[[Callable[..., None]], Callable[..., None]]) -> None:
-        self.modules = {name: m for name, m in named_modules_clean(model) if isinstance(m, FP8Linear)}
+    def __init__(
+        self,
+        model: nn.Module,
+        guard: Callable[[Callable[..., None]], Callable[..., None]],
+        *,
+        attention: bool = False,
+    ) -> None:
+        self.modules: dict[str, FP8Linear | FP8DotProductAttention] = {
+            name: m
+            for name, m in named_modules_clean(model)
+            if isinstance(m, FP8Linear) or (attention and isinstance(m, FP8DotProductAttention))
+        }
         self._guard = guard
         self._own: dict[str, Listener] = {}
-        self._rows: dict[tuple[str, Operand], Tensor] = {}
+        self._rows: dict[tuple[str, Measured], Tensor] = {}
 
     def attach(self) -> None:
         """Start measuring, beside whoever else does."""
@@ -175,17 +205,18 @@ class HealthProbe:
                     module.probe = None
         self._own.clear()
 
-    def tensors(self) -> dict[tuple[str, Operand], Tensor]:
+    def tensors(self) -> dict[tuple[str, Measured], Tensor]:
         """What was measured since the last call, still on the device: :func:`measure` of each operand."""
         rows, self._rows = self._rows, {}
         return rows
 
-    def collect(self) -> dict[tuple[str, Operand], Health]:
+    def collect(self) -> dict[tuple[str, Measured], Health]:
         """What was measured since the last call, by module and operand. One copy to the host."""
         rows = self.tensors()
         if not rows:
             return {}
         return dict(zip(rows, map(summarise, torch.stack(list(rows.values())).tolist()), strict=True))
 
-    def _keep(self, name: str, operand: Operand, row: Callable[[], Tensor]) -> None:
-        self._rows[name, operand] = row()
+    def _keep(self, name: str, operand: Measured, row: Callable[[], Tensor]) -> None:
+        if operand in (*LINEAR, *ATTENTION):
+            self._rows[name, operand] = row()

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import nn
 
-from foundry_fp8.backends import BACKENDS, Backend, choose_backend
+from foundry_fp8.backends import BACKENDS, Backend, choose_attention_backend, choose_backend
 from foundry_fp8.config import (
     Config,
     ConfigError,
@@ -171,7 +171,13 @@ def apply_fp8(model: nn.Module, *, device: torch.device | str | None = None, **o
         attention = plan_attention(
             model,
             recipe=config.attention.recipe or recipe,
-            backend=backend.name,
+            runner=choose_attention_backend(
+                config.backend,
+                backend.name,
+                config.attention.recipe or recipe,
+                config.attention.grad_scores,
+                where,
+            ),
             grad_scores=config.attention.grad_scores,
             exclude=config.attention.exclude,
             kept_blocks=kept_blocks(model, config.keep_first_blocks, config.keep_last_blocks, KEY),
@@ -179,6 +185,8 @@ def apply_fp8(model: nn.Module, *, device: torch.device | str | None = None, **o
         )
 
     backend.self_check(recipe, _compute_dtype(model), where, fused=bool(fusions))
+    if attention is not None:
+        attention.self_check(model, _compute_dtype(model), where)
     linears.carry_out(model)
     fuse_norms(model, linears.converted, fusions)
     if attention is not None:

@@ -6,11 +6,12 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, cast
 
+import torch
 from torch import nn
 
-from foundry_fp8.backends import load_attention_backend
 from foundry_fp8.config import ConfigError
 from foundry_fp8.layers.attention import (
+    AttentionBackend,
     AttentionRecipe,
     FP8DotProductAttention,
     GradScores,
@@ -45,6 +46,19 @@ class AttentionPlan:
     hosts: Mapping[str, AttentionHost]
     recipe: AttentionRecipe
 
+    def self_check(self, model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+        """Prove the kernels for every head size that is known, before anything is changed.
+
+        Raises:
+            RuntimeError: One of them is wrong on this machine.
+        """
+        sizes = {
+            getattr(model.get_submodule(name), "head_dim", None): a for name, a in self.converted.items()
+        }
+        for head_dim, attention in sizes.items():
+            if isinstance(head_dim, int):
+                attention.backend.self_check(self.recipe, attention.grad_scores, head_dim, dtype, device)
+
     def carry_out(self, model: nn.Module) -> None:
         """Attach them, and leave their state on ``model``."""
         masks = BatchMasks.of(model)
@@ -59,7 +73,7 @@ def plan_attention(
     model: nn.Module,
     *,
     recipe: Recipe,
-    backend: str = "emulated",
+    runner: AttentionBackend,
     grad_scores: GradScores = "fp8",
     exclude: Sequence[str] = (),
     kept_blocks: Collection[int] = (),
@@ -71,7 +85,7 @@ def plan_attention(
     Args:
         model: Any module; its root is what training calls.
         recipe: Delayed or current; under current scaling S and dP still have delayed scales, as in TE.
-        backend: Who runs it.
+        runner: Who runs it.
         grad_scores: What the gradient of the logits is rounded to.
         exclude: Globs on the names of attention modules to leave out.
         kept_blocks: Indices of transformer blocks left in high precision.
@@ -81,7 +95,6 @@ def plan_attention(
     Raises:
         ConfigError: A recipe without an attention form on this backend, a pattern that matches nothing, or nothing to convert.
     """
-    runner = load_attention_backend(backend)
     refused = runner.recipe_reason(recipe, grad_scores)
     if refused is not None:
         way_out = (
@@ -129,6 +142,11 @@ def plan_attention(
             "attn_impl: torch, Hugging Face models that use the attention interface (FOG's too), and modules whose "
             "forward calls scaled_dot_product_attention. Set attention: false to convert linear layers alone."
         )
+    if runner.note:
+        rows = [
+            dataclasses.replace(row, reason=f"{row.reason}, {runner.note}") if row.name in converted else row
+            for row in rows
+        ]
     return AttentionPlan(tuple(rows), converted, hosts, attention_recipe)
 
 

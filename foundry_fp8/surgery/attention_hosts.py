@@ -176,7 +176,10 @@ class FoundryHost:
         if isinstance(module.attn_fn, MPTAttention):
             return "it is converted already"
         if module.attn_impl != "torch":
-            return f"attn_impl is {module.attn_impl}; FP8 attention stands in for attn_impl: torch"
+            return (
+                f"attn_impl is {module.attn_impl}, with which packed documents travel outside of the mask; FP8 attention stands in for "
+                "attn_impl: torch, on a GPU with a fused kernel too"
+            )
         if getattr(module, "attn_logit_softcapping", None) is not None:
             return "attn_logit_softcapping is not part of FP8 attention"
         return None

@@ -16,9 +16,9 @@ from foundry_fp8.compat.autograd import inside_backward
 from foundry_fp8.compat.fake_tensor import FakeTensor
 from foundry_fp8.layers.attention_mask import AttentionMask
 
-__all__ = ["BatchMasks", "same_mask"]
+__all__ = ["BatchMasks", "compare_mask", "same_mask"]
 
-_INPUTS = ("attention_mask", "sequence_id")
+_INPUTS = ("attention_mask", "sequence_id", "position_ids")
 _MEMO = "_foundry_fp8_rules"
 
 
@@ -29,6 +29,8 @@ class BatchMasks:
         self._padding: Tensor | None = None
         self._documents: Tensor | None = None
         self._known = False
+        self._answers: dict[Any, bool] = {}
+        self._checks: list[_Check] = []
 
     @classmethod
     def of(cls, model: nn.Module) -> BatchMasks:
@@ -44,12 +46,17 @@ class BatchMasks:
     def _capture(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if inside_backward():
             return
+        self._read_checks()
         given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
-        padding, documents = (given.get(name) for name in _INPUTS)
+        padding, documents, positions = (given.get(name) for name in _INPUTS)
         # A mask that is a tensor of queries x keys already comes from the user; nothing is known of its meaning.
         self._known = padding is None or (isinstance(padding, Tensor) and padding.dim() == 2)
         self._padding = padding if self._known else None
         self._documents = documents if isinstance(documents, Tensor) else None
+        if self._documents is None and isinstance(positions, Tensor) and positions.dim() == 2:
+            self._documents = (positions == 0).cumsum(
+                -1
+            )  # what hosts without document ids are told packing by
 
     @torch.compiler.disable
     def rules(
@@ -87,34 +94,103 @@ class BatchMasks:
         window: tuple[int | None, int | None] | None,
         padding: Tensor | None,
     ) -> AttentionMask | None:
-        if not self._known:
-            return None
-        if padding is not None and (
-            self._padding is None or not torch.equal(padding.bool(), self._padding.bool())
-        ):
+        if not self._known or (padding is not None and self._padding is None):
             return None
         # A batch may name documents to a model that does not keep them apart.
-        for documents in dict.fromkeys((self._documents, None)):
-            rules = AttentionMask(
-                causal=causal, window=window, key_padding=self._padding, documents=documents
-            )
-            if same_mask(dense, rules, queries, keys):
+        candidates = [
+            AttentionMask(causal=causal, window=window, key_padding=self._padding, documents=documents)
+            for documents in dict.fromkeys((self._documents, None))
+        ]
+        given = (dense.dtype, dense.dim(), padding is None, self._padding is None, self._documents is None)
+        kind = (causal, window, given)
+        if kind in self._answers and self.defers(dense.device):
+            rules = candidates[self._answers[kind]]
+            found = self._same(dense, rules, queries, keys, padding)
+            if found is not None:
+                self._checks.append(_Check(found))
                 return rules
-        return None
+        answers = [self._same(dense, rules, queries, keys, padding) for rules in candidates]
+        true = [i for i, found in enumerate(answers) if found is not None and bool(found)]
+        if (
+            len(true) == 1
+        ):  # documents that are one whole sequence each do not tell whether the model keeps them apart
+            self._answers[kind] = bool(true[0])
+        return candidates[true[0]] if true else None
+
+    @staticmethod
+    def defers(device: torch.device) -> bool:
+        """Whether a mask of a kind that was seen before is compared without waiting: its answer is read at a later batch."""
+        return device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
+
+    def _same(
+        self, dense: Tensor, rules: AttentionMask, queries: int, keys: int, padding: Tensor | None
+    ) -> Tensor | None:
+        found = compare_mask(dense, rules, queries, keys)
+        if found is None or padding is None:
+            return found
+        assert self._padding is not None
+        if padding.shape != self._padding.shape:
+            return None
+        return found & (padding.bool() == self._padding.bool()).all()
+
+    def _read_checks(self) -> None:
+        """What has arrived by now; at most :data:`_WAITING` are left.
+
+        Raises:
+            RuntimeError: A mask meant something else than masks of its kind did before.
+        """
+        while self._checks and (len(self._checks) > _WAITING or self._checks[0].arrived):
+            if not self._checks.pop(0).answer:
+                raise RuntimeError(
+                    "a batch before this one came with an attention mask that was taken for the rules (causal, padding, documents) of earlier "
+                    "masks of its kind, and meant something else: that step was wrong. Hand the same kind of mask to every batch, or set "
+                    "algorithms.fp8.attention: false."
+                )
+
+
+class _Check:
+    """A comparison on its way from the device."""
+
+    def __init__(self, found: Tensor) -> None:
+        self._event = torch.cuda.Event() if found.device.type == "cuda" else None
+        self._host = torch.empty((), dtype=torch.bool, pin_memory=self._event is not None)
+        self._host.copy_(found, non_blocking=True)
+        if self._event is not None:
+            self._event.record()
+
+    @property
+    def arrived(self) -> bool:
+        return self._event is None or self._event.query()
+
+    @property
+    def answer(self) -> bool:
+        if self._event is not None:
+            self._event.synchronize()
+        return bool(self._host)
+
+
+_WAITING = 64
+"""Comparisons of which nobody has read the answer."""
 
 
 def same_mask(dense: Tensor, rules: AttentionMask, queries: int, keys: int) -> bool:
-    """Whether ``dense`` shows and hides exactly what ``rules`` do, and adds nothing else. Waits for the device.
+    """:func:`compare_mask`, and waits for the device."""
+    found = compare_mask(dense, rules, queries, keys)
+    return found is not None and bool(found)
+
+
+def compare_mask(dense: Tensor, rules: AttentionMask, queries: int, keys: int) -> Tensor | None:
+    """Whether ``dense`` shows and hides exactly what ``rules`` do, and adds nothing else: 0-d bool; ``None``: no, by its shape.
 
     Rows in which the rules show nothing (queries that are padding) are not compared: hosts fill them in different ways.
     """
     if isinstance(dense, FakeTensor) or dense.device.type == "meta":
-        return False
+        return None
     for tensor in (rules.key_padding, rules.documents):
         if tensor is not None and (tensor.shape[-1] != keys or tensor.shape[0] not in (1, dense.shape[0])):
-            return False
+            return None
     if dense.shape[-1] not in (1, keys) or dense.shape[-2] not in (1, queries):
-        return False
+        return None
     seen, _ = rules.block(0, queries, 0, keys, queries, keys, dense.device)
     if seen is None:
         seen = torch.ones((), dtype=torch.bool, device=dense.device)
@@ -122,7 +198,7 @@ def same_mask(dense: Tensor, rules: AttentionMask, queries: int, keys: int) -> b
     plain = torch.ones_like(shown) if dense.dtype == torch.bool else shown | (dense <= _HIDDEN)
     seen, shown = torch.broadcast_tensors(seen, shown)
     compared = (seen == shown) | ~seen.any(-1, keepdim=True)
-    return bool(compared.all() & plain.all())
+    return compared.all() & plain.all()
 
 
 _HIDDEN = torch.finfo(torch.float16).min / 2

@@ -21,6 +21,7 @@ from foundry_fp8.layers.delayed_scaling import DelayedScalingState
 from foundry_fp8.numerics.formats import E4M3, E5M2, cast
 from foundry_fp8.numerics.quantize import Quantized, amax_of, quantize_tensor, scale_from_amax
 from foundry_fp8.numerics.recipes import CurrentScaling, DelayedScaling
+from tests.backends.attention_masks import common_masks
 
 B, H, HK, S, D = 2, 4, 2, 48, 16
 SCALE = D**-0.5
@@ -93,15 +94,7 @@ class Rounded(Untouched):
 
 
 MASKS = {
-    "full": AttentionMask(),
-    "causal": AttentionMask(causal=True),
-    "window": AttentionMask(causal=True, window=(7, 0)),
-    "two-sided window": AttentionMask(window=(5, 3)),
-    "documents": AttentionMask(causal=True, documents=(torch.arange(S) // 13).expand(B, S)),
-    "padding": AttentionMask(
-        causal=True, key_padding=torch.arange(S).expand(B, S) < torch.tensor([[S], [S - 9]])
-    ),
-    "padding on the left": AttentionMask(causal=True, key_padding=torch.arange(S).expand(B, S) >= 5),
+    **common_masks(B, S),
     "bias": AttentionMask(causal=True, bias=torch.linspace(-2, 2, H * S).view(1, H, 1, S)),
     "boolean": AttentionMask(bias=torch.ones(S, S).tril(3).bool()),
 }

@@ -7,7 +7,8 @@ from foundry_fp8 import apply_fp8
 from foundry_fp8.config import ConfigError
 from foundry_fp8.numerics.recipes import CurrentScaling, DelayedScaling
 from foundry_fp8.surgery.apply import FP8Config
-from foundry_fp8.surgery.attention import FP8AttentionState, plan_attention
+from foundry_fp8.surgery.attention import FP8AttentionState
+from tests.surgery.conversion import convert_attention
 from tests.surgery.test_attention import Plain
 
 
@@ -64,7 +65,9 @@ def test_transformer_engine_has_no_bfloat16_gradients_of_the_logits():
     with pytest.raises(
         ConfigError, match=r"cuDNN's kernel rounds .* Set grad_scores: fp8, or backend: native"
     ):
-        plan_attention(Plain(), recipe=DelayedScaling(), backend="transformer_engine", grad_scores="bfloat16")
+        convert_attention(
+            Plain(), recipe=DelayedScaling(), backend="transformer_engine", grad_scores="bfloat16"
+        )
 
 
 def test_the_guard_steps_such_an_attention_down_to_current():

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from foundry_fp8.backends.emulated.attention import EmulatedAttention
 from foundry_fp8.backends.native.attention import native_attention_requirement
@@ -16,9 +17,10 @@ from foundry_fp8.backends.transformer_engine.attention_requirements import (
     AttentionMachine,
     attention_requirement,
 )
+from foundry_fp8.config import ConfigError
 from foundry_fp8.layers.attention_mask import AttentionMask
 from foundry_fp8.numerics.recipes import DelayedScaling
-from foundry_fp8.surgery.attention_inputs import same_mask
+from foundry_fp8.surgery.attention_inputs import BatchMasks, same_mask
 from tests.model_zoo import fog, hugging_face, mpt
 from tests.surgery.conversion import convert_attention
 
@@ -37,16 +39,16 @@ HOSTS = {
     ),
     "FOG": (fog, ("none", "full", "right", "left", "one document", "packed")),
     "FOG, sliding window": (lambda: fog(sliding_window=8), ("none", "right")),
-    "Llama": (lambda: hugging_face("Llama"), ("none", "full", "right", "left", "user's own")),
+    "Llama": (lambda: hugging_face("Llama"), ("none", "full", "right", "left", "position ids", "user's own")),
     "Llama, eager": (lambda: hugging_face("Llama", attn_implementation="eager"), ("none", "right")),
-    "Qwen2": (lambda: hugging_face("Qwen2"), ("none", "full", "right", "left")),
+    "Qwen2": (lambda: hugging_face("Qwen2"), ("none", "full", "right", "left", "position ids")),
     "Mistral, window beyond the sequence": (
         lambda: hugging_face("Mistral", sliding_window=64),
-        ("none", "full", "right", "left"),
+        ("none", "full", "right", "left", "position ids"),
     ),
     "Mistral, sliding window": (lambda: hugging_face("Mistral", sliding_window=8), ("none", "right")),
-    "OLMo2": (lambda: hugging_face("Olmo2"), ("none", "full", "right", "left")),
-    "GPT-NeoX": (lambda: hugging_face("GPTNeoX"), ("none", "full", "right", "left")),
+    "OLMo2": (lambda: hugging_face("Olmo2"), ("none", "full", "right", "left", "position ids")),
+    "GPT-NeoX": (lambda: hugging_face("GPTNeoX"), ("none", "full", "right", "left", "position ids")),
 }
 """Each host and the batches that it is asked with."""
 
@@ -62,6 +64,7 @@ def batch(kind: str) -> dict[str, Any]:
         "left": {"attention_mask": place >= torch.tensor([[0], [5]])},
         "one document": {"attention_mask": full, "sequence_id": place * 0},
         "packed": {"attention_mask": full, "sequence_id": place // 6},
+        "position ids": {"position_ids": place % 6},
         "user's own": {
             "attention_mask": torch.where(torch.ones(2, 1, S, S).tril(2).bool(), 0.0, torch.finfo().min)
         },
@@ -120,7 +123,13 @@ def table(seen: dict[tuple[str, str], AttentionMask]) -> str:
     for (host, kind), mask in seen.items():
         shape = attention_shape(mask.simplified(), head_dim=128, sequence=128)
         answer = attention_requirement(DelayedScaling(), shape, HOPPER)
-        names = {"none": "no mask", "full": "mask of ones", "right": "padded right", "left": "padded left"}
+        names = {
+            "none": "no mask",
+            "full": "mask of ones",
+            "right": "padded right",
+            "left": "padded left",
+            "position ids": "packed by position ids",
+        }
         native = native_attention_requirement(DelayedScaling(), head_dim=128, bias=mask.bias is not None)
         verdicts = ("yes" if found.ok else f"no: {found.reason}" for found in (native, answer))
         lines.append(f"| {host} | {names.get(kind, kind)} | {said(mask)} | {' | '.join(verdicts)} |")
@@ -186,3 +195,89 @@ def test_a_dense_mask_is_its_rules_only_where_every_element_agrees() -> None:
     opened = left.dense(6, 6, torch.device("cpu"), torch.float32)
     opened[1, 0, 0] = 0.0  # a query that sees nothing may hold anything
     assert same_mask(opened, left, 6, 6)
+
+
+class Reads(TorchDispatchMode):
+    """Counts values that Python reads from tensors."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func._schema.name in ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def deferred(monkeypatch: Any) -> BatchMasks:
+    """As on a GPU: masks of a kind that was seen are compared without waiting."""
+    monkeypatch.setattr(BatchMasks, "defers", staticmethod(lambda device: True))
+    masks = BatchMasks()
+    masks._known, masks._padding = True, torch.arange(6) < torch.tensor([[6], [4]])
+    return masks
+
+
+def recognised(masks: BatchMasks, dense: Tensor, padding: Tensor | None = None) -> AttentionMask | None:
+    return masks.rules(dense, 6, 6, causal=True, window=None, padding=padding)
+
+
+def test_masks_of_a_known_kind_are_compared_without_waiting(deferred: BatchMasks) -> None:
+    def dense() -> Tensor:
+        rules = AttentionMask(causal=True, key_padding=deferred._padding)
+        return rules.dense(6, 6, torch.device("cpu"), torch.float32)
+
+    assert recognised(deferred, dense(), deferred._padding) is not None
+    for padded in (5, 2):
+        deferred._padding = torch.arange(6) < torch.tensor([[6], [padded]])
+        with Reads() as reads:
+            found = recognised(deferred, dense(), deferred._padding)
+        assert found is not None and found.key_padding is deferred._padding and reads.count == 0
+    deferred._read_checks()
+    recognised(deferred, dense() + 0.5, deferred._padding)
+    with pytest.raises(RuntimeError, match="meant something else: that step was wrong"):
+        deferred._read_checks()
+
+
+def test_documents_of_one_whole_sequence_leave_the_question_open(deferred: BatchMasks) -> None:
+    """Whether the model keeps documents apart shows at the first batch that has two in a row."""
+    place = torch.arange(6).expand(2, 6)
+    for apart in (place * 0, place // 3):
+        deferred._documents = apart
+        rules = AttentionMask(causal=True, key_padding=deferred._padding)  # a model that does not
+        found = recognised(deferred, rules.dense(6, 6, torch.device("cpu"), torch.float32))
+        assert found is not None and (found.documents is None) == bool(apart.any())
+    assert list(deferred._answers.values()) == [True]
+
+
+def test_documents_told_by_position_ids_are_recognised_where_the_host_keeps_them_apart() -> None:
+    """Hosts that fold them into their mask (transformers from 4.53 on): here one that does, and one that does not."""
+
+    class Host(nn.Module):
+        def forward(
+            self, input_ids: Tensor, attention_mask: Any = None, position_ids: Any = None
+        ) -> None: ...
+
+    host = Host()
+    masks = BatchMasks.of(host)
+    place = torch.arange(6).expand(2, 6)
+    host(place, position_ids=place % 3)
+    apart = AttentionMask(causal=True, documents=place // 3)
+    for rules in (apart, AttentionMask(causal=True)):
+        found = recognised(masks, rules.dense(6, 6, torch.device("cpu"), torch.float32))
+        assert found is not None and (found.documents is None) == (rules.documents is None)
+        assert found.documents is None or torch.equal(found.documents, place // 3 + 1)
+
+
+@pytest.mark.parametrize("name", ["MPT", "Llama"])
+def test_flash_attention_is_refused_at_conversion_with_what_to_do(name: str) -> None:
+    """Its packed documents travel in cu_seqlens; the conversion needs no flash-attn to say so."""
+    if name == "MPT":
+        model = mpt()
+        for block in model.transformer.blocks:  # type: ignore[union-attr]
+            block.attn.attn_impl = "flash"
+    else:
+        model = hugging_face("Llama")
+        model.config._attn_implementation = "flash_attention_2"  # type: ignore[union-attr]
+    with pytest.raises(
+        ConfigError, match="packed documents travel outside of the mask; FP8 attention stands in for"
+    ):
+        convert_attention(model, recipe=DelayedScaling())

@@ -21,10 +21,8 @@ from torch import Tensor
 
 from foundry_fp8.backends.emulated.attention_reference import keep_mask
 from foundry_fp8.backends.emulated.rounding import round_values_
-from foundry_fp8.compat.autograd import inside_backward
 from foundry_fp8.compat.fake_tensor import FakeTensor
 from foundry_fp8.layers.attention import (
-    GRADIENTS,
     SLOTS,
     AttentionBackend,
     AttentionRecipe,
@@ -35,6 +33,7 @@ from foundry_fp8.layers.attention import (
     no_attention_form,
 )
 from foundry_fp8.layers.attention_mask import AttentionMask
+from foundry_fp8.layers.backend import Availability
 from foundry_fp8.numerics.quantize import Quantized, amax_of, quantize_tensor, scale_from_amax
 from foundry_fp8.numerics.recipes import CurrentScaling, DelayedScaling, Recipe
 
@@ -52,6 +51,18 @@ class EmulatedAttention(AttentionBackend):
     def recipe_reason(self, recipe: Recipe, grad_scores: GradScores = "fp8") -> str | None:
         """Delayed and current scaling have an attention form."""
         return no_attention_form(recipe)
+
+    def call_reason(
+        self,
+        module: FP8DotProductAttention,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: AttentionMask,
+        dropout_p: float,
+    ) -> Availability:
+        """It takes everything."""
+        return Availability(True)
 
     @torch.compiler.disable
     def attend(
@@ -76,6 +87,7 @@ class EmulatedAttention(AttentionBackend):
             # Drawn from torch's generator, so that activation checkpointing restores it for the recompute.
             seed=torch.randint(2**62, ()).to(q.device) if dropout_p else None,
             scales={slot: module.slots[slot].scale for slot in attention_slots(module.recipe)},
+            amaxes=module.amaxes(),
         )
         out: Tensor = _Attention.apply(q, k, v, call)  # type: ignore[no-untyped-call]
         return out
@@ -92,6 +104,7 @@ class _Call:
     dropout_p: float
     seed: Tensor | None
     scales: dict[str, Tensor]
+    amaxes: dict[str, Tensor]
 
     def quantize(self, name: str, x: Tensor) -> Quantized:
         """A whole tensor, by its name (:data:`SLOTS`)."""
@@ -110,9 +123,8 @@ class _Call:
 
     def record(self, slot: str, amax: Tensor) -> None:
         """Into the running pass."""
-        # A recompute records no forward tensor: its input may have been packed since the first forward.
-        if self.module.training and (slot in GRADIENTS or not inside_backward()):
-            self.module.slots[slot].record(amax)
+        if slot in self.amaxes:
+            torch.fmax(self.amaxes[slot], amax, out=self.amaxes[slot])
 
     def output(self, name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
         """Through FP8 and back where the recipe's kernel writes FP8."""

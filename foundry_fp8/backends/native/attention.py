@@ -21,12 +21,11 @@ import torch
 from torch import Tensor
 
 from foundry_fp8.backends.native.operand import Source, plan_of, quantized_view
-from foundry_fp8.compat.autograd import inside_backward
 from foundry_fp8.kernels.launch import HP_DTYPES
 from foundry_fp8.layers.attention import (
-    GRADIENTS,
     SLOTS,
     AttentionBackend,
+    AttentionProbe,
     AttentionRecipe,
     FP8DotProductAttention,
     GradScores,
@@ -63,6 +62,39 @@ class NativeAttention(AttentionBackend):
             else native_attention_requirement(recipe, head_dim=head_dim).reason or None
         )
 
+    def self_check(
+        self,
+        recipe: AttentionRecipe,
+        grad_scores: GradScores,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """See :meth:`AttentionBackend.self_check`. On CUDA devices; interpreted kernels have tests."""
+        if device.type == "cuda":
+            from foundry_fp8.backends.native.attention_check import check_attention_kernels
+
+            check_attention_kernels(recipe, grad_scores, head_dim, dtype, device)
+
+    def call_reason(
+        self,
+        module: FP8DotProductAttention,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: AttentionMask,
+        dropout_p: float,
+    ) -> Availability:
+        """See :meth:`AttentionBackend.call_reason`."""
+        assert module.recipe is not None
+        found = native_attention_requirement(
+            module.recipe, head_dim=q.shape[-1], bias=mask.bias is not None, dropout_p=dropout_p
+        )
+        if found.ok and (q.dtype not in HP_DTYPES or v.shape[-1] != q.shape[-1]):
+            said = f"queries are {tuple(q.shape)} {q.dtype}, values {tuple(v.shape)}"
+            found = Availability(False, said, "Set precision: amp_bf16, and one head size for both.")
+        return found
+
     def attend(
         self,
         module: FP8DotProductAttention,
@@ -80,12 +112,7 @@ class NativeAttention(AttentionBackend):
             RuntimeError: The kernels have no form for this call, with the reason and the way out.
         """
         assert module.recipe is not None
-        found = native_attention_requirement(
-            module.recipe, head_dim=q.shape[-1], bias=mask.bias is not None, dropout_p=dropout_p
-        )
-        if found.ok and (q.dtype not in HP_DTYPES or v.shape[-1] != q.shape[-1]):
-            said = f"queries are {tuple(q.shape)} {q.dtype}, values {tuple(v.shape)}"
-            found = Availability(False, said, "Set precision: amp_bf16, and one head size for both.")
+        found = self.call_reason(module, q, k, v, mask, dropout_p)
         if not found.ok:
             raise RuntimeError(
                 f"{module.fqn}: FP8 attention cannot run on the native backend: {found.reason}. {found.remedy}"
@@ -93,11 +120,13 @@ class NativeAttention(AttentionBackend):
         b, h, queries, d = q.shape
         left, right = mask.window or (None, None)
         call = _Call(
-            module=module,
             recipe=module.recipe,
             sizes=[b, h, k.shape[1], queries, k.shape[2], d],
             positions=(softmax_scale, left, min(0, right or 0) if mask.causal else right),
             scales={slot: module.slots[slot].scale for slot in attention_slots(module.recipe)},
+            amaxes=module.amaxes(),
+            fp8_scores=module.grad_scores == "fp8",
+            probe=module.probe,
         )
         segments = _segments(mask, b, queries, k.shape[2])
         with torch.autocast(q.device.type, enabled=False):
@@ -152,19 +181,16 @@ def _segments(
 class _Call:
     """What one forward and its backward share besides tensors with gradients."""
 
-    module: FP8DotProductAttention
     recipe: AttentionRecipe
     sizes: list[int]
     positions: tuple[float, int | None, int | None]
     """softmax_scale, left, right."""
     scales: dict[str, Tensor]
-
-    def recorded(self, slot: str) -> Tensor | None:
-        """Where this slot's amax goes, if anywhere."""
-        if slot not in attention_slots(self.recipe) or not self.module.training:
-            return None
-        # A recompute records no forward tensor: its input may have been packed since the first forward.
-        return None if slot not in GRADIENTS and inside_backward() else self.module.slots[slot].amax
+    amaxes: dict[str, Tensor]
+    """Where the amax of a slot goes, if anywhere."""
+    fp8_scores: bool
+    """Whether the logits' gradients are rounded to FP8."""
+    probe: AttentionProbe | None
 
     def quantize(self, name: str, x: Tensor, *, columns: bool) -> tuple[Tensor, Tensor, Tensor]:
         """``x`` [b, heads, s, d] as FP8 [b * s, heads * d], its transpose if asked for, and (amax, gemm_scale, scale_inv)."""
@@ -177,11 +203,11 @@ class _Call:
             rows=True,
             columns=columns,
             scale=self.scales.get(slot),
-            amax_slot=self.recorded(slot),
+            amax_slot=self.amaxes.get(slot),
         )
-        if self.module.probe is not None:
+        if self.probe is not None:
             fmt = attention_format(self.recipe, slot)
-            self.module.probe(name, rows, quantized_view(rows, operand, plan, fmt, layout, stats))
+            self.probe(name, rows, quantized_view(rows, operand, plan, fmt, layout, stats))
         return layout.data, layout_t.data, stats
 
 
@@ -211,7 +237,7 @@ class _Attention(torch.autograd.Function):
             *scales,
             q_segments,
             k_segments,
-            call.recorded("s"),
+            call.amaxes.get("s"),
             call.sizes,
             *call.positions,
             q.dtype,
@@ -222,7 +248,6 @@ class _Attention(torch.autograd.Function):
         return output
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
         from foundry_fp8.backends.native import attention_ops
 
@@ -244,11 +269,11 @@ class _Attention(torch.autograd.Function):
             lse,
             q_segments,
             k_segments,
-            call.scales["dp"] if call.module.grad_scores == "fp8" else None,
+            call.scales["dp"] if call.fp8_scores else None,
             amax_dp,
             call.sizes,
             *call.positions,
         )
-        if call.module.training:
-            call.module.slots["dp"].record(amax_dp)
+        if "dp" in call.amaxes:
+            torch.fmax(call.amaxes["dp"], amax_dp, out=call.amaxes["dp"])
         return (*(gradient.transpose(1, 2) for gradient in gradients), None, None, None)

@@ -26,7 +26,7 @@ from foundry_fp8.numerics.recipes import CurrentScaling, DelayedScaling, Gemm, O
 if TYPE_CHECKING:
     from foundry_fp8.kernels.producers import Producer  # Triton is imported where it is used
 
-__all__ = ["check_kernels"]
+__all__ = ["check_kernels", "kernel_error"]
 
 TOKENS, IN, OUT = 208, 144, 176
 GEMM_TOLERANCE = 2.0**-7
@@ -54,15 +54,19 @@ def check_kernels(recipe: Recipe, dtype: torch.dtype, device: torch.device, fuse
     for kernel, what, ours, reference, bound in _results(recipe, plan, dtype, device, fused):
         found = _difference(ours, reference, bound)
         if found:
-            import triton
+            raise kernel_error(kernel, f"{what} of the {recipe.name} recipe {found}", device)
 
-            where = torch.cuda.get_device_name(device) if device.type == "cuda" else "Triton's interpreter"
-            raise RuntimeError(
-                f"algorithms.fp8: the native backend's kernel {kernel} is wrong on this machine ({where}, Triton "
-                f"{triton.__version__}, torch {torch.__version__}, driver for CUDA {driver_version() or 'unknown'}): {what} "
-                f"of the {recipe.name} recipe {found}. Training with it would be silently wrong. Use another version of "
-                "Triton, or backend: transformer_engine."
-            )
+
+def kernel_error(kernel: str, said: str, device: torch.device) -> RuntimeError:
+    """What to raise of a kernel that is wrong here."""
+    import triton
+
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else "Triton's interpreter"
+    return RuntimeError(
+        f"algorithms.fp8: the native backend's kernel {kernel} is wrong on this machine ({where}, Triton "
+        f"{triton.__version__}, torch {torch.__version__}, driver for CUDA {driver_version() or 'unknown'}): {said}. "
+        "Training with it would be silently wrong. Use another version of Triton, or backend: transformer_engine."
+    )
 
 
 Result = tuple[str, str, Tensor | None, Tensor | None, Tensor | None]

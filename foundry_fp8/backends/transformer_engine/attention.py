@@ -28,6 +28,7 @@ from foundry_fp8.backends.transformer_engine.delayed import keep_out_of_global_b
 from foundry_fp8.backends.transformer_engine.library import release
 from foundry_fp8.layers.attention import AttentionBackend, AttentionRecipe, FP8DotProductAttention, GradScores
 from foundry_fp8.layers.attention_mask import AttentionMask
+from foundry_fp8.layers.backend import Availability
 from foundry_fp8.numerics.recipes import DelayedScaling, Recipe
 
 __all__ = ["TransformerEngineAttention", "attention_machine", "attention_shape"]
@@ -80,6 +81,29 @@ class TransformerEngineAttention(AttentionBackend):
         shape = AttentionShape(head_dim=head_dim, sequence=128)
         return attention_requirement(recipe, shape, attention_machine(torch.device("cuda"))).reason or None
 
+    def call_reason(
+        self,
+        module: FP8DotProductAttention,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: AttentionMask,
+        dropout_p: float,
+    ) -> Availability:
+        """See :meth:`AttentionBackend.call_reason`. Waits for the device once a forward where there is padding or documents."""
+        assert module.recipe is not None
+        mask = mask.simplified()
+        shape = attention_shape(mask, head_dim=q.shape[3], sequence=q.shape[2])
+        found = attention_requirement(module.recipe, shape, attention_machine(q.device))
+        reason, remedy = found.reason, found.remedy
+        if found.ok and q.shape[2] != k.shape[2]:
+            reason, remedy = "it has fewer queries than keys", "Set evaluate: high_precision."
+        elif found.ok and mask.window is not None and (not mask.causal or mask.window[0] is None):
+            reason, remedy = "its window is not causal", "Set attention: false."
+        elif found.ok and q.dtype not in (torch.bfloat16, torch.float16):
+            reason, remedy = f"its inputs are {q.dtype}", "Set precision: amp_bf16."
+        return Availability(not reason, reason, remedy)
+
     @torch.compiler.disable
     def attend(
         self,
@@ -99,8 +123,12 @@ class TransformerEngineAttention(AttentionBackend):
         """
         recipe = module.recipe
         assert isinstance(recipe, DelayedScaling)
+        found = self.call_reason(module, q, k, v, mask, dropout_p)
+        if not found.ok:
+            raise RuntimeError(
+                f"{module.fqn}: FP8 attention cannot run through Transformer Engine: {found.reason}. {found.remedy}"
+            )
         mask = mask.simplified()
-        _check(module, q, k, mask, recipe)
         te_recipe = _with_attention(recipe)
         dpa = _te_module(module, q, k, softmax_scale, dropout_p)
         dpa.train(module.training)
@@ -174,21 +202,3 @@ def attention_shape(mask: AttentionMask, *, head_dim: int, sequence: int) -> Att
         documents=mask.documents is not None,
         padding=mask.key_padding is not None,
     )
-
-
-def _check(
-    module: FP8DotProductAttention, q: Tensor, k: Tensor, mask: AttentionMask, recipe: DelayedScaling
-) -> None:
-    shape = attention_shape(mask, head_dim=q.shape[3], sequence=q.shape[2])
-    found = attention_requirement(recipe, shape, attention_machine(q.device))
-    reason, remedy = found.reason, found.remedy
-    if found.ok and q.shape[2] != k.shape[2]:
-        reason, remedy = "it has fewer queries than keys", "Set evaluate: high_precision."
-    elif found.ok and mask.window is not None and (not mask.causal or mask.window[0] is None):
-        reason, remedy = "its window is not causal", "Set attention: false."
-    elif found.ok and q.dtype not in (torch.bfloat16, torch.float16):
-        reason, remedy = f"its inputs are {q.dtype}", "Set precision: amp_bf16."
-    if reason:
-        raise RuntimeError(
-            f"{module.fqn}: FP8 attention cannot run through Transformer Engine: {reason}. {remedy}"
-        )

@@ -16,8 +16,8 @@ from foundry_fp8.callbacks.base import Monitor, model_of
 from foundry_fp8.config import Config, Natural, Positive
 from foundry_fp8.model_structure.blocks import block_index_of, transformer_blocks
 from foundry_fp8.model_structure.names import clean_name
-from foundry_fp8.numerics.recipes import DelayedScaling, Operand
-from foundry_fp8.observe.operand_health import Health, HealthProbe
+from foundry_fp8.numerics.recipes import DelayedScaling
+from foundry_fp8.observe.operand_health import ATTENTION, LINEAR, Health, HealthProbe, Measured
 
 __all__ = ["FP8Monitor", "FP8MonitorConfig"]
 
@@ -44,7 +44,8 @@ class FP8MonitorConfig(Config):
 
 
 class FP8Monitor(Monitor):
-    """Measures what quantisation does to ``x``, ``w`` and ``dy`` of every converted linear, on this rank.
+    """Measures what quantisation does to ``x``, ``w`` and ``dy`` of every converted linear, and to ``q``, ``k``, ``v`` and ``do`` of every converted
+    attention, on this rank.
 
     Works with every backend that calls the linear's probe. Each due batch costs a few passes over each operand, and one
     copy of the results to the host.
@@ -60,7 +61,7 @@ class FP8Monitor(Monitor):
         self._probe: HealthProbe | None = None
         self._layers: dict[str, int | None] = {}
         self._due = False
-        self._scales: dict[tuple[str, Operand], tuple[float, int]] = {}
+        self._scales: dict[tuple[str, Measured], tuple[float, int]] = {}
         """Last scale seen, and the batch in which it was first seen."""
 
     def detach(self) -> None:
@@ -70,7 +71,7 @@ class FP8Monitor(Monitor):
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Find the converted linears."""
-        self._probe = HealthProbe(model_of(state), self.guarded)
+        self._probe = HealthProbe(model_of(state), self.guarded, attention=True)
         blocks = [(clean_name(name), block) for name, block in transformer_blocks(model_of(state))]
         self._layers = {name: block_index_of(name, blocks) for name in self._probe.modules}
         if not self._probe.modules:
@@ -101,17 +102,19 @@ class FP8Monitor(Monitor):
                 )
 
     def _metrics(
-        self, found: Mapping[tuple[str, Operand], Health], batch: int
+        self, found: Mapping[tuple[str, Measured], Health], batch: int
     ) -> tuple[dict[str, float], dict[str, float]]:
         metrics: dict[str, float] = {}
         details: dict[str, float] = {}
-        for operand in ("x", "w", "dy"):
+        for operand in (*LINEAR, *ATTENTION):
             of_operand = {name: health for (name, op), health in found.items() if op == operand}
             if not of_operand:
                 continue
             for stat in ("saturated", "flushed", "sqnr_db"):
                 values = {name: getattr(health, stat) for name, health in of_operand.items()}
-                metrics[f"fp8/{stat}/{operand}/worst"] = _worst(stat, values.values())
+                # Attention's go where linears' do not crowd them out of what every logger takes.
+                of_logger = metrics if operand in LINEAR else details
+                of_logger[f"fp8/{stat}/{operand}/worst"] = _worst(stat, values.values())
                 details[f"fp8/{stat}/{operand}/mean"] = _mean(values.values())
                 details |= self._by_layer(f"fp8/{stat}/{operand}", stat, values)
             ages = self._ages({(name, operand): health for name, health in of_operand.items()}, batch)
@@ -120,9 +123,9 @@ class FP8Monitor(Monitor):
                 details[f"fp8/scale_age/{operand}/worst"] = max(ages)
         return metrics, details
 
-    def _worst_rows(self, found: Mapping[tuple[str, Operand], Health]) -> list[list[Any]]:
+    def _worst_rows(self, found: Mapping[tuple[str, Measured], Health]) -> list[list[Any]]:
         rows: list[list[Any]] = []
-        for operand in ("x", "w", "dy"):
+        for operand in (*LINEAR, *ATTENTION):
             of_operand = {name: health for (name, op), health in found.items() if op == operand}
             worst = sorted(of_operand, key=lambda n: _rank(of_operand[n].sqnr_db))[: self.config.worst]
             rows += [[operand, name, *dataclasses.astuple(of_operand[name])] for name in worst]
@@ -136,7 +139,7 @@ class FP8Monitor(Monitor):
                 layers[layer].append(value)
         return {f"{prefix}/layer_{layer:03d}": _worst(stat, found) for layer, found in sorted(layers.items())}
 
-    def _ages(self, found: Mapping[tuple[str, Operand], Health], batch: int) -> list[float]:
+    def _ages(self, found: Mapping[tuple[str, Measured], Health], batch: int) -> list[float]:
         """Batches for which each delayed scale has been seen unchanged (to the monitor's interval)."""
         assert self._probe is not None
         ages = []

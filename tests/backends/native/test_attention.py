@@ -12,6 +12,9 @@ from foundry_fp8.layers.attention import FP8DotProductAttention, attention_forma
 from foundry_fp8.layers.attention_mask import AttentionMask
 from foundry_fp8.layers.delayed_scaling import DelayedScalingState
 from foundry_fp8.numerics.recipes import BlockScaling, CurrentScaling, DelayedScaling
+from foundry_fp8.observe.divergence.attention_watch import AttentionWatch
+from foundry_fp8.observe.operand_health import ATTENTION, HealthProbe
+from tests.backends.attention_masks import common_masks
 from tests.surgery.conversion import convert_attention
 from tests.surgery.test_attention import MODELS, output_and_gradients
 
@@ -19,20 +22,12 @@ B, H, HK, S, D = 2, 4, 2, 96, 32
 SCALE = D**-0.5
 RECIPES = (DelayedScaling(amax_history_len=2), CurrentScaling())
 MASKS = {
-    "full": AttentionMask(),
-    "causal": AttentionMask(causal=True),
-    "window": AttentionMask(causal=True, window=(7, 0)),
-    "two-sided window": AttentionMask(window=(5, 3)),
-    "documents": AttentionMask(causal=True, documents=(torch.arange(S) // 13).expand(B, S)),
+    **common_masks(B, S),
     "documents, padded": AttentionMask(
         causal=True,
         documents=torch.where(torch.arange(S) < S - 9, torch.arange(S) // 31, -1).expand(B, S),
         key_padding=(torch.arange(S) < S - 9).expand(B, S),
     ),
-    "padding": AttentionMask(
-        causal=True, key_padding=torch.arange(S).expand(B, S) < torch.tensor([[S], [S - 9]])
-    ),
-    "padding on the left": AttentionMask(causal=True, key_padding=torch.arange(S).expand(B, S) >= 5),
 }
 
 
@@ -238,3 +233,28 @@ def test_hosts_train_through_it(name, device):
     assert 0 < (found[0] - exact_ones[0]).norm() / exact_ones[0].norm() < 0.1
     whole = [torch.cat([x.flatten() for x in side[1:]]) for side in (found, exact_ones)]
     assert (whole[0] - whole[1]).norm() / whole[1].norm() < 0.25
+
+
+def test_monitors_see_its_operands(device):
+    """Health of what is quantised whole, what the guard looks at, and the ledger that MFU reads."""
+    torch.manual_seed(0)
+    model, batch = MODELS["fog"]()
+    model.train()
+    _, converted = convert_attention(model, recipe=RECIPES[0], backend="native")
+    probe = HealthProbe(model, lambda f: f, attention=True)
+    watch = AttentionWatch(lambda f: f)
+    assert set(probe.modules.values()) == set(converted.values())
+    output_and_gradients(model, batch)  # the first pass sets the scales
+    probe.attach()
+    watch.attach({name: (module, None) for name, module in probe.modules.items()}, {})
+    output_and_gradients(model, batch)
+    probe.detach()
+    watch.detach()
+    found, looked = probe.collect(), watch.collect()
+    assert set(found) == {(name, operand) for name in probe.modules for operand in ATTENTION}
+    assert all(15 < health.sqnr_db < 40 for health in found.values()), found
+    for name, module in probe.modules.items():
+        amax = {operand: found[name, operand].amax for operand in "qkv"}
+        assert amax == {operand: float(value) for operand, value in looked[name].amax.items()}
+        assert module.probe is None and module.look is None
+        assert module.ledger.flops["dgrad", "fp8"] == 2 * module.ledger.flops["fprop", "fp8"] > 0

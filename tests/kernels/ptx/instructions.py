@@ -168,20 +168,20 @@ class Instructions(Operands):
         """bar.warp.sync: threads run in step here."""
 
     def _shfl(self, i, o, mask) -> None:
-        value, lane = self.read(o[1], "b32"), self.read(o[2], "s32")
-        first = self.threads & ~31
-        source = (
-            first
-            + {
-                "bfly": lambda: (self.threads ^ lane) & 31,
-                "idx": lambda: lane & 31,
-                "down": lambda: np.minimum((self.threads & 31) + lane, 31),
-                "up": lambda: np.maximum((self.threads & 31) - lane, 0),
-            }[i.suffixes[1]]()
-        )
+        value, by, limits = (self.read(operand, "b32").astype(np.int64) for operand in o[1:4])
+        lane, segment = self.threads & 31, limits >> 8 & 31
+        first, last = lane & segment, lane & segment | limits & 31 & ~segment
+        wanted = {
+            "bfly": lambda: lane ^ by & 31,
+            "idx": lambda: first | by & 31 & ~segment,
+            "down": lambda: lane + (by & 31),
+            "up": lambda: lane - (by & 31),
+        }[i.suffixes[1]]()
+        inside = wanted >= last if i.suffixes[1] == "up" else wanted <= last
+        source = (self.threads & ~31) + np.where(inside, wanted, lane)
         if not mask[source[mask]].all():
             raise PTXError("a shuffle reads a thread that does not take part")
-        self.write(o[0].split("|")[0], value[source], mask)
+        self.write(o[0].split("|")[0], value[source].astype(np.uint32), mask)
 
     def _redux(self, i, o, mask) -> None:
         if not mask.all():
@@ -278,9 +278,20 @@ class Instructions(Operands):
             names, keep = [name.strip() for name in o[0].strip("{} ").split(",")], self.read(o[3], "pred")
             zero = np.zeros(self.threads.shape, np.float32)
             before = np.stack([self.read(name, "f32") if keep.any() else zero for name in names], 1)
-            a, b = (self.read(operand, "u64") for operand in o[1:3])
+            if o[1].startswith("{"):
+                a = [self.read(name.strip(), "b32") for name in o[1].strip("{} ").split(",")]
+            else:
+                a = self.read(o[1], "u64")
+            # Behind the predicate: the signs of a and b (always 1 here), and of 16-bit operands in shared memory, whether they are transposed.
+            assert all(int(sign, 0) == 1 for sign in o[4:6]), "a negated operand"
             after = wgmma(
-                i.suffixes, self.shared.bytes, a, b, np.where(keep[:, None], before, 0), self.shared.BASE
+                i.suffixes,
+                self.shared.bytes,
+                a,
+                self.read(o[2], "u64"),
+                np.where(keep[:, None], before, 0),
+                self.shared.BASE,
+                transposed=any(int(flag, 0) for flag in o[6:]),
             )
             for place, name in enumerate(names):
                 self.write(name, after[:, place], mask)

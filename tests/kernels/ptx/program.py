@@ -7,7 +7,7 @@ __all__ = ["Instruction", "Program", "parse"]
 
 INSTRUCTION = re.compile(r"(?:@(!?)(%p\d+)\s+)?([a-z][\w.:]*)\s*(.*)$", re.S)
 REGISTERS = re.compile(r"\.reg\s+\.(\w+)\s+(%?[A-Za-z_]\w*)\b")
-BITS = {"pred": 1, "b16": 16, "b32": 32, "f32": 32, "b64": 64, "f64": 64}
+BITS = {"pred": 1, "b16": 16, "f16": 16, "b32": 32, "f32": 32, "b64": 64, "f64": 64}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -103,3 +103,13 @@ def test_fma_rounds_once():
         return (low + up) << bits
 
     assert [int(value) for value in ours] == [nearest(value) for value in exact]
+
+
+def test_a_shuffle_stays_in_its_segment():
+    """Within four lanes (mask 0x1c above a limit of 31): lane 3 of each; and a step down that would leave them stays where it is."""
+    shuffle = "shfl.sync.{}.b32 %r5, %r1, {}, 7199, -1"
+    thread = torch.arange(64)
+    out = run([shuffle.format("idx", 3), "st.global.b32 [%rd3], %r5"])
+    assert torch.equal(out.long(), thread | 3)
+    out = run([shuffle.format("down", 1), "st.global.b32 [%rd3], %r5"])
+    assert torch.equal(out.long(), torch.where(thread % 4 == 3, thread, thread + 1))

@@ -243,7 +243,7 @@ def test_a_head_size_without_a_kernel_is_left_out_at_conversion(kernel):
             return torch.nn.functional.scaled_dot_product_attention(x, x, x)
 
     model = torch.nn.Sequential(Attention(128), Attention(192))
-    plan = plan_attention(model, recipe=RECIPE, backend="transformer_engine")
+    plan = plan_attention(model, recipe=RECIPE, runner=load_attention_backend("transformer_engine"))
     assert list(plan.converted) == ["0"] and "head_dim is 192" in plan.rows[1].reason
     with pytest.raises(ConfigError, match="with the delayed recipe alone, not current"):
-        plan_attention(model, recipe=CurrentScaling(), backend="transformer_engine")
+        plan_attention(model, recipe=CurrentScaling(), runner=load_attention_backend("transformer_engine"))

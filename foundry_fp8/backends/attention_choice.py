@@ -1,0 +1,122 @@
+"""Who runs FP8 attention under ``backend: auto``: Transformer Engine where it can, else the native kernels."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from foundry_fp8.compat.autograd import inside_backward
+from foundry_fp8.layers.attention import (
+    AttentionBackend,
+    AttentionRecipe,
+    FP8DotProductAttention,
+    GradScores,
+)
+from foundry_fp8.layers.attention_mask import AttentionMask
+from foundry_fp8.layers.backend import Availability
+from foundry_fp8.numerics.recipes import Recipe
+
+__all__ = ["AttentionWithFallback"]
+
+log = logging.getLogger(__name__)
+
+_RAN = "_attention_ran"
+
+
+class AttentionWithFallback(AttentionBackend):
+    """One backend until it refuses a call, another from then on, for the whole model: kernels do not change with every batch.
+
+    The delayed-scaling state is the same in both. A run that resumes begins with the first again.
+
+    Args:
+        first: Who runs it.
+        second: Who takes over.
+
+    Attributes:
+        note: Why the second took over; empty before.
+    """
+
+    name: ClassVar[str] = "auto"
+
+    def __init__(self, first: AttentionBackend, second: AttentionBackend) -> None:
+        self.first = first
+        self.second = second
+        self.note = ""
+
+    def recipe_reason(self, recipe: Recipe, grad_scores: GradScores = "fp8") -> str | None:
+        """None of them can: a recipe that the first takes may be changed to one that only the second takes."""
+        reasons = [b.recipe_reason(recipe, grad_scores) for b in (self.first, self.second)]
+        return None if None in reasons else "; ".join(filter(None, reasons))
+
+    def module_reason(self, recipe: AttentionRecipe, head_dim: int | None) -> str | None:
+        """What no one takes; where only the second does, it takes the model."""
+        reasons = [b.module_reason(recipe, head_dim) for b in (self.first, self.second)]
+        if reasons[0] is not None and reasons[1] is None:
+            self.turn(reasons[0])
+        return None if None in reasons else "; ".join(filter(None, reasons))
+
+    def self_check(self, *args: Any) -> None:
+        """Of whoever may come to run."""
+        for backend in (self.first, self.second):
+            backend.self_check(*args)
+
+    def call_reason(
+        self,
+        module: FP8DotProductAttention,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: AttentionMask,
+        dropout_p: float,
+    ) -> Availability:
+        """That of the second, which has the last word."""
+        return self.second.call_reason(module, q, k, v, mask, dropout_p)
+
+    def attend(
+        self,
+        module: FP8DotProductAttention,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: AttentionMask,
+        **options: Any,
+    ) -> Tensor:
+        """See :meth:`AttentionBackend.attend`."""
+        runner: AttentionBackend = self._runner(module, q, k, v, mask, options["dropout_p"])
+        return runner.attend(module, q, k, v, mask=mask, **options)
+
+    @torch.compiler.disable
+    def _runner(
+        self,
+        module: FP8DotProductAttention,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: AttentionMask,
+        dropout_p: float,
+    ) -> AttentionBackend:
+        ran: AttentionBackend | None = module.__dict__.get(_RAN)
+        if ran is not None and inside_backward():  # a recompute is the computation that it repeats
+            return ran
+        if not self.note:
+            assert module.recipe is not None
+            refused = self.first.recipe_reason(module.recipe, module.grad_scores)
+            refused = refused or self.first.call_reason(module, q, k, v, mask, dropout_p).reason
+            if refused:
+                self.turn(refused, module.fqn)
+        module.__dict__[_RAN] = self.second if self.note else self.first
+        return module.__dict__[_RAN]  # type: ignore[no-any-return]
+
+    def turn(self, reason: str, where: str = "") -> None:
+        """The second takes over, if it has not; ``reason`` and the attention at which it showed, for the log."""
+        if not self.note:
+            self.note = f"through {self.second.name}, as {self.first.name} refused: {reason}"
+            log.warning(
+                "algorithms.fp8.attention: FP8 attention runs %s%s.",
+                self.note,
+                f" (first at {where})" if where else "",
+            )
