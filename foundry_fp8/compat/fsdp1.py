@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, _common_utils
 
 __all__ = [
     "HYBRID",
@@ -25,6 +25,7 @@ __all__ = [
     "flat_parameter",
     "flat_parts",
     "has_hook",
+    "is_flattened",
     "lost_replicas",
     "replace_gather",
     "replica_group",
@@ -71,6 +72,16 @@ def flat_parameter(unit: FullyShardedDataParallel) -> Tensor | None:
     """The flat parameter of ``unit``; ``None`` where it manages none."""
     handle: Any = unit._handle
     return None if handle is None else handle.flat_param
+
+
+def is_flattened(parameter: Tensor) -> bool:
+    """Whether ``parameter`` is a flat parameter, or one of those that FSDP1 made a view into one.
+
+    Raises:
+        RuntimeError: This torch marks them in another way.
+    """
+    _check(_common_utils, ("_is_fsdp_flattened",))
+    return bool(_common_utils._is_fsdp_flattened(parameter))
 
 
 def has_hook(unit: FullyShardedDataParallel) -> bool:

@@ -38,20 +38,31 @@ def optimizer_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> int:
 
 
 def _probe(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> float:
-    parameter = nn.Parameter(torch.zeros(PROBE, dtype=dtype))
-    parameter.grad = torch.ones_like(parameter)
+    """Bytes an element, as what twice the elements take more: tables that do not grow with a parameter cancel."""
     known = inspect.signature(type(optimizer)).parameters
-    settings = {name: value for name, value in optimizer.defaults.items() if name in known}
+    settings = {
+        name: value.item() if isinstance(value, Tensor) else value
+        for name, value in optimizer.defaults.items()
+        if name in known
+    }
     settings |= {name: False for name in ("fused", "capturable") if settings.get(name)}
-    probe = type(optimizer)([parameter], **settings)
-    probe.step()
-    return _bytes(probe.state[parameter]) / parameter.numel()
+    rows, columns = PROBE
+    parameters = [nn.Parameter(torch.zeros(n * rows, columns, dtype=dtype)) for n in (1, 2)]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    probe = type(optimizer)(parameters, **settings)
+    torch.compiler.set_stance("force_eager")(probe.step)()  # so little is not worth a compilation
+    once, twice = (_bytes(probe.state[parameter]) for parameter in parameters)
+    return (twice - once) / (rows * columns)
 
 
 def _bytes(state: dict[str, object]) -> int:
-    """Of the tensors with elements; steps and scales are left out."""
-    return sum(
-        local_numel(value) * value.element_size()
-        for value in state.values()
-        if isinstance(value, Tensor) and value.dim()
-    )
+    """Of the tensors with elements; steps are left out."""
+    return sum(_held(value) for value in state.values() if isinstance(value, Tensor) and value.dim())
+
+
+def _held(value: Tensor) -> int:
+    """What ``value`` keeps on this rank; of a tensor that is made of others (sharded, quantised) what they keep."""
+    if hasattr(value, "__tensor_flatten__"):
+        return sum(_held(getattr(value, name)) for name in value.__tensor_flatten__()[0])
+    return value.numel() * value.element_size()
