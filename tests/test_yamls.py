@@ -218,8 +218,11 @@ def test_a_rank_of_the_stated_cluster_holds_the_run(path, folders, tmp_path):
     """From one CPU, nothing allocated: a plan within 95 % of 80 GB, everything but activations where arithmetic puts it."""
     run = tmp_path / path.name
     config = load(path, folders)
+    # Flash attention, as the YAML has it: a plan needs no GPU for that.
     if OmegaConf.select(config, "model.attn_config.attn_impl") is not None:
-        config.model.attn_config.attn_impl = "flash"  # as the YAML has it: a plan needs no GPU for that
+        config.model.attn_config.attn_impl = "flash"
+    if OmegaConf.select(config, "model.use_flash_attention_2") is not None:
+        config.model.use_flash_attention_2 = True
     OmegaConf.save(config, run)
     said = plan_yaml(
         run, budget=None, microbatch=None, device="", compression="none", world_size=gpus_of(path)

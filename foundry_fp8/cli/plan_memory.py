@@ -147,11 +147,7 @@ def plan_yaml(
     kinds: Any = own.get("compression", "exact") if compression is None else compression
     check_choice("--compression", kinds, ("none", "exact") if dry else get_args(PlannedCompression))
     where = torch.device("cpu" if dry else device)
-    attention = config["model"].get("attn_config") or {}
-    flash = config["model"]["name"] == "mpt_causal_lm" and attention.get("attn_impl", "flash") == "flash"
-    stand_in = flash and device != "cuda"
-    if stand_in:
-        config["model"] = {**config["model"], "attn_config": {**attention, "attn_impl": "torch"}}
+    stand_in = device != "cuda" and _without_flash(config)
     # Built before the fake mode begins: metrics copy their tensors in ways that it does not allow.
     model = build_yaml_model(config, "meta" if dry else "cpu")
     if stand_in:
@@ -200,6 +196,19 @@ def _optimizer_bytes(model: Any, config: dict[str, Any]) -> int:
 
     settings = {key: value for key, value in named.items() if key != "name"}
     return optimizer_bytes([build_optimizer(model, named["name"], settings)])
+
+
+def _without_flash(config: dict[str, Any]) -> bool:
+    """Let ``config`` build its model without flash attention, which runs on a GPU alone; whether that is a change."""
+    model = config["model"]
+    attention = model.get("attn_config") or {}
+    if model["name"] == "mpt_causal_lm" and attention.get("attn_impl", "flash") == "flash":
+        config["model"] = {**model, "attn_config": {**attention, "attn_impl": "torch"}}
+        return True
+    if model.get("use_flash_attention_2"):
+        config["model"] = {**model, "use_flash_attention_2": False}
+        return True
+    return False
 
 
 def _budget(text: str) -> float | str:

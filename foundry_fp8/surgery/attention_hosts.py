@@ -29,7 +29,7 @@ from foundry_fp8.layers.attention import FP8DotProductAttention
 from foundry_fp8.layers.attention_mask import AttentionMask
 from foundry_fp8.surgery.attention_inputs import BatchMasks
 
-__all__ = ["HOSTS", "HUGGING_FACE_IMPLEMENTATION", "AttentionHost"]
+__all__ = ["HOSTS", "HUGGING_FACE_IMPLEMENTATION", "AttentionHost", "HuggingFaceHost", "register_attention"]
 
 HUGGING_FACE_IMPLEMENTATION = "fp8_dpa"
 """The name under which FP8 attention stands in transformers' registry of attention functions."""
@@ -56,6 +56,11 @@ class AttentionHost(Protocol):
 
 def _forward(module: nn.Module) -> Any:
     return inspect.unwrap(type(module).forward)
+
+
+def register_attention(module: nn.Module, name: str, function: Callable[..., Any]) -> None:
+    """Put ``function`` as ``name`` into the registry that the forward of ``module``, a :class:`HuggingFaceHost`'s, looks into."""
+    _forward(module).__globals__[REGISTRY][name] = function
 
 
 def _by_heads(*parts: tuple[Tensor, int]) -> tuple[Tensor, ...]:
@@ -295,7 +300,7 @@ class HuggingFaceHost:
 
     def attach(self, module: nn.Module, attention: FP8DotProductAttention, masks: BatchMasks) -> None:
         """Register the function, give the module a configuration of its own that names it, and leave the state on the module."""
-        _forward(module).__globals__[REGISTRY][HUGGING_FACE_IMPLEMENTATION] = hugging_face_attention
+        register_attention(module, HUGGING_FACE_IMPLEMENTATION, hugging_face_attention)
         config: Any = module.config
         module.__dict__[_ORIGINAL] = config._attn_implementation
         module.__dict__[_MASKS] = masks

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -238,7 +238,12 @@ class _Softmax:
         """Each block with S, float32 [group * rows, keys] (until the next), and dropout's factor of the same shape."""
         b, hk, group = self._q.shape[:3]
         mask, device = self._call.mask, self._q.device
-        for start in range(0, self._queries, self._rows):
+        starts = range(0, self._queries, self._rows)
+        if isinstance(
+            self._q, FakeTensor
+        ):  # a plan: the last block has every byte that any has, and there are no values
+            b, hk, starts = 1, 1, starts[-1:]
+        for start in starts:
             stop = min(start + self._rows, self._queries)
             first, last = mask.keys_seen(start, stop, self._queries, self._keys)
             # A causal rule hides nothing to the left of the first query's own key.

@@ -1,30 +1,46 @@
-"""MPT's flash attention where there is no GPU: a stand-in that holds the bytes that flash attention holds."""
+"""Flash attention where there is no GPU: a stand-in that holds the bytes that flash attention holds."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from foundry_fp8.surgery.attention_hosts import HuggingFaceHost, register_attention
+
 __all__ = ["hold_flash_bytes"]
+
+HUGGING_FACE_IMPLEMENTATION = "flash_bytes"
+"""The name under which the stand-in is in transformers' registry of attention functions."""
 
 
 def hold_flash_bytes(model: nn.Module) -> int:
-    """Let every attention of an MPT built with ``attn_impl: torch`` keep what flash attention keeps: q, k, v, output, log-sum-exp.
+    """Let every attention keep what flash attention keeps: q, k, v, output, log-sum-exp.
 
-    For planning alone: causal, without masks, biases, windows or dropout, and its seconds are those of a recompute.
+    Of an MPT built with ``attn_impl: torch``, and of Hugging Face models without flash attention. For planning alone: causal, without
+    masks, biases, windows or dropout, and its seconds are those of a recompute.
 
     Returns:
         The number of attentions changed.
     """
-    attentions = [
-        m for m in model.modules() if callable(getattr(m, "attn_fn", None)) and hasattr(m, "attn_impl")
-    ]
-    for attention in attentions:
-        attention.attn_fn = _attend  # type: ignore[assignment]
-    return len(attentions)
+    changed, hugging_face = 0, HuggingFaceHost()
+    for module in model.modules():
+        if callable(getattr(module, "attn_fn", None)) and hasattr(module, "attn_impl"):
+            module.attn_fn = _attend
+        elif hugging_face.recognises(module):
+            register_attention(module, HUGGING_FACE_IMPLEMENTATION, _hugging_face)
+            config: Any = module.config
+            own = copy.copy(config)
+            own._attn_implementation = HUGGING_FACE_IMPLEMENTATION
+            module.config = own
+            config._attn_implementation = "flash_attention_2"  # the model's: it makes no dense mask
+        else:
+            continue
+        changed += 1
+    return changed
 
 
 def _attend(
@@ -35,6 +51,13 @@ def _attend(
 
     q, k, v = heads(query, n_heads), heads(key, kv_n_heads), heads(value, kv_n_heads)
     return _Flash.apply(q, k, v).transpose(1, 2).flatten(2), None, None
+
+
+def _hugging_face(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
+) -> tuple[Tensor, None]:
+    """Transformers' signature: ``[B, H, S, D]`` to ``[B, S, H, D]``."""
+    return _Flash.apply(query, key, value).transpose(1, 2), None
 
 
 class _Flash(torch.autograd.Function):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 
 from foundry_fp8.planning.memory.flash_bytes import hold_flash_bytes
 from foundry_fp8.planning.memory.live_bytes import activation_bytes
@@ -47,6 +48,29 @@ def test_it_is_causal_attention_with_grouped_queries_and_keeps_no_scores():
         lse <= kept <= lse + output
     )  # its inputs are the caller's, its output may be a copy of what it kept
     assert kept < BATCH * HEADS * LENGTH * LENGTH * 8 / 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [("Llama", {}), ("Mixtral", {"num_local_experts": 2, "sliding_window": None})],
+)
+def test_a_hugging_face_model_computes_what_it_did_and_keeps_no_scores(kind, more):
+    config = getattr(transformers, f"{kind}Config")(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=64, use_cache=False, **more,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForCausalLM")._from_config(config, attn_implementation="eager")
+    tokens = torch.randint(0, 64, (2, LENGTH))
+    wanted = model(tokens, labels=tokens).loss
+    scores = activation_bytes(lambda: model(tokens, labels=tokens).loss, torch.device("cpu"))
+    expected = torch.autograd.grad(wanted, list(model.parameters()))
+    assert hold_flash_bytes(model) == 2
+    loss = model(tokens, labels=tokens).loss
+    for ours, theirs in zip(torch.autograd.grad(loss, list(model.parameters())), expected, strict=True):
+        assert (ours - theirs).norm() <= 1e-4 * theirs.norm() + 1e-8
+    kept = activation_bytes(lambda: model(tokens, labels=tokens).loss, torch.device("cpu"))
+    assert scores - kept > 2 * 2 * 4 * LENGTH * LENGTH * 4  # at least the probabilities of both layers
 
 
 @pytest.mark.parametrize("shape", [(1, 8), (2, 5)])

@@ -194,6 +194,29 @@ def test_what_is_checkpointed_or_compressed_already_is_refused():
         plan_memory(model, loss_of(model), budget=0.5)
 
 
+def test_fp8_attention_of_long_sequences_is_planned_from_one_block_of_it():
+    """The emulation works in blocks of rows; a fake tensor's have the same bytes, and there are a thousand of them."""
+    tokens = torch.randint(0, 256, (2, 640), generator=torch.Generator().manual_seed(0))
+
+    def measured(fake):
+        torch.manual_seed(0)
+        model = build(2)
+        apply_fp8(model, recipe="current", backend="emulated", attention=True)
+        given = torch.zeros_like(tokens) if fake else tokens
+        if not fake:
+            loss_of(model, given)().backward()  # the emulation's own memory, which it keeps, is there from now on
+            model.zero_grad()
+        cost_model = CostModel() if fake else None
+        return measure(model, loss_of(model, given), cost_model=cost_model, compression="none", rounds=1)
+
+    real = measured(fake=False)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        dry = measured(fake=True)
+    for name, cost in dry.costs[0].items():
+        assert cost.kept == real.costs[0][name].kept, name
+        assert cost.backward_peak == pytest.approx(real.costs[0][name].backward_peak, rel=0.02), name
+
+
 def test_a_dry_run_on_fake_tensors_counts_the_same_bytes():
     """Nothing is allocated and nothing computed: seconds come from the cost model."""
     model = build(3)
