@@ -8,7 +8,7 @@ only the ``exact`` format is offered there. ``--world-size`` answers so for a ra
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -18,9 +18,10 @@ from torch import Tensor
 
 from foundry_fp8.cli.cluster import cluster_of, limit_of
 from foundry_fp8.cli.yaml_model import build_yaml_model, read_yaml
-from foundry_fp8.compat.fake_tensor import FakeTensor, FakeTensorMode
+from foundry_fp8.compat.fake_tensor import NEEDS_VALUES, FakeTensor, FakeTensorMode
 from foundry_fp8.config import ConfigError, Positive, accept, check_choice, format_bytes
 from foundry_fp8.layers.autocast import autocast_type
+from foundry_fp8.model_structure.experts import router_modules
 
 __all__ = ["memory", "plan_yaml"]
 
@@ -111,6 +112,7 @@ def plan_yaml(
     from foundry_fp8.planning.memory.flash_bytes import hold_flash_bytes
     from foundry_fp8.planning.memory.measure import CostModel
     from foundry_fp8.planning.memory.planner import choose, measure, plan_memory
+    from foundry_fp8.planning.memory.routing import EqualShares
 
     config = read_yaml(path)
     own = (config.get("algorithms") or {}).get("activation_checkpointing") or {}
@@ -155,8 +157,11 @@ def plan_yaml(
     state_bytes = _optimizer_bytes(model, config)
     if cluster is not None and cluster.gathered == 2:
         model.to(torch.bfloat16)  # what FSDP gathers under mixed precision
-    with FakeTensorMode(allow_non_fake_inputs=True) if dry else contextlib.nullcontext():
+    with contextlib.ExitStack() as fake:
         if dry:
+            fake.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            fake.enter_context(EqualShares(model))
+            fake.enter_context(_said_what_needs_values())
             model.to_empty(device=where)
             for module in model.modules():
                 if hasattr(module, "tie_weights"):
@@ -179,6 +184,8 @@ def plan_yaml(
             sharded = on_cluster(alone, model, cluster, optimizer_bytes=state_bytes, accumulates=accumulate)
             plan = choose(sharded, limit)
     note = "attention holds flash attention's bytes, at other seconds\n" if stand_in else ""
+    if dry and next(router_modules(model), None) is not None:
+        note += "each expert has an equal share of the tokens\n"
     return (
         f"{path.name}: {microbatch} x {config['max_seq_len']} tokens, parameters and optimizer state "
         f"{format_bytes(plan.measurements.frame.static)}\n{note}{plan}"
@@ -196,6 +203,17 @@ def _optimizer_bytes(model: Any, config: dict[str, Any]) -> int:
 
     settings = {key: value for key, value in named.items() if key != "name"}
     return optimizer_bytes([build_optimizer(model, named["name"], settings)])
+
+
+@contextlib.contextmanager
+def _said_what_needs_values() -> Iterator[None]:
+    try:
+        yield
+    except NEEDS_VALUES as error:
+        raise ConfigError(
+            f"model: its forward depends on values ({error}), which a plan that allocates nothing does not have. Give --device cpu, "
+            "without --world-size."
+        ) from error
 
 
 def _without_flash(config: dict[str, Any]) -> bool:

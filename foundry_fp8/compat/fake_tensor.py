@@ -9,11 +9,19 @@ from __future__ import annotations
 import torch
 
 try:
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        FakeTensor,
+        FakeTensorMode,
+    )
 except ImportError as error:
     raise RuntimeError(
         f"torch {torch.__version__} no longer has torch._subclasses.fake_tensor as foundry_fp8 uses it ({error}). Install a torch "
         "from 2.7 to 2.11, or adapt foundry_fp8/compat/fake_tensor.py."
     ) from error
 
-__all__ = ["FakeTensor", "FakeTensorMode"]
+__all__ = ["NEEDS_VALUES", "FakeTensor", "FakeTensorMode"]
+
+NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
+"""What is raised where an operator's result depends on values."""
