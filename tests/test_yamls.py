@@ -194,28 +194,35 @@ def test_foundry_takes_the_yaml_and_its_model_converts(path, folders):
     assert max(row["efficiency"] for row in rows if row["fits"]) > 0.3
 
     # At the stated cluster: float32 parameters, gradients and two moments of what is trained, over a shard group.
-    planned = re.search(r"^# Planned for (?:1 to )?(\d+) nodes? of 8 H100 80GB", path.read_text(), re.M)
     if path in WHOLE_RUNS:
-        assert planned is not None
+        assert PLANNED_FOR.search(path.read_text())
         shard = config.algorithms.hybrid_sharding.shard
         ranks = 8 if shard == "node" else shard
-        assert 8 * int(planned[1]) % ranks == 0
+        assert gpus_of(path) % ranks == 0
         assert 16 * parameters / ranks < 0.6 * 80e9
-        per_step = 8 * int(planned[1]) * config.device_train_microbatch_size
+        per_step = gpus_of(path) * config.device_train_microbatch_size
         assert config.global_train_batch_size % per_step == 0
+
+
+PLANNED_FOR = re.compile(r"^# Planned for (?:1 to )?(\d+) nodes? of 8 (H100 80GB|H200 141GB)", re.M)
 
 
 def gpus_of(path):
     """Of the cluster that the YAML names; eight where it names none."""
-    planned = re.search(r"^# Planned for (?:1 to )?(\d+) nodes? of 8 H100 80GB", path.read_text(), re.M)
+    planned = PLANNED_FOR.search(path.read_text())
     return 8 * int(planned[1]) if planned else 8
+
+
+def kind_of_gpu(path):
+    planned = PLANNED_FOR.search(path.read_text())
+    return planned[2].split()[0].lower() if planned else "h100"
 
 
 @pytest.mark.parametrize(
     "path", each([path for path in ALL if path.parent.name != "demo"], lambda stem: False)
 )
 def test_a_rank_of_the_stated_cluster_holds_the_run(path, folders, tmp_path):
-    """From one CPU, nothing allocated: a plan within 95 % of 80 GB, everything but activations where arithmetic puts it."""
+    """From one CPU, nothing allocated: a plan within 95 % of a GPU's memory, everything but activations where arithmetic puts it."""
     run = tmp_path / path.name
     config = load(path, folders)
     # Flash attention, as the YAML has it: a plan needs no GPU for that.
@@ -225,7 +232,13 @@ def test_a_rank_of_the_stated_cluster_holds_the_run(path, folders, tmp_path):
         config.model.use_flash_attention_2 = True
     OmegaConf.save(config, run)
     said = plan_yaml(
-        run, budget=None, microbatch=None, device="", compression="none", world_size=gpus_of(path)
+        run,
+        budget=None,
+        microbatch=None,
+        device="",
+        compression="none",
+        world_size=gpus_of(path),
+        gpu=kind_of_gpu(path),
     )
     peak, limit = re.search(r"predicted peak (.*?) of (.*?),", said).groups()
     assert parse_bytes(peak, "peak") <= parse_bytes(limit, "limit") * 1.001

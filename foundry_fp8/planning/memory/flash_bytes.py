@@ -29,7 +29,7 @@ def hold_flash_bytes(model: nn.Module) -> int:
     changed, hugging_face = 0, HuggingFaceHost()
     for module in model.modules():
         if callable(getattr(module, "attn_fn", None)) and hasattr(module, "attn_impl"):
-            module.attn_fn = _attend
+            module.attn_fn = _attend  # type: ignore[assignment]
         elif hugging_face.recognises(module):
             register_attention(module, HUGGING_FACE_IMPLEMENTATION, _hugging_face)
             config: Any = module.config

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +41,7 @@ def optimizer_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> int:
 def _probe(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> float:
     """Bytes an element, as what twice the elements take more: tables that do not grow with a parameter cancel."""
     known = inspect.signature(type(optimizer)).parameters
-    settings = {
+    settings: dict[str, Any] = {
         name: value.item() if isinstance(value, Tensor) else value
         for name, value in optimizer.defaults.items()
         if name in known
