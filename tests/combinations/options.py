@@ -226,6 +226,8 @@ _SHARED = (
 MUS = {
     **{name: FOG[name] for name in _SHARED},
     "rope_scaling": only(False),
+    "hidden_multiplier": either(NULL, POSITIVE),
+    "square_root_softmax": FLAG,
     "tau": either(NULL, TAU),
     "activation": word("gelu", "silu", "relu"),
     "tie_word_embeddings": only(False),

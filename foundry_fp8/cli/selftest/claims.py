@@ -211,7 +211,7 @@ CLAIMS = (
     ),
     Claim(
         document="README.md",
-        quote="`recipe: auto` leaves layers in BF16 that cannot win",
+        quote="On the native backend `recipe: auto` leaves layers in BF16 that its size rule predicts to be no faster",
         stages=STEPS,
         shown=_auto_wins,
     ),

@@ -235,12 +235,13 @@ def test_hosts_train_through_it(name, device):
     assert (whole[0] - whole[1]).norm() / whole[1].norm() < 0.25
 
 
-def test_monitors_see_its_operands(device):
+@pytest.mark.parametrize("backend", ["native", "emulated"])
+def test_monitors_see_its_operands(backend, device):
     """Health of what is quantised whole, what the guard looks at, and the ledger that MFU reads."""
     torch.manual_seed(0)
     model, batch = MODELS["fog"]()
     model.train()
-    _, converted = convert_attention(model, recipe=RECIPES[0], backend="native")
+    _, converted = convert_attention(model, recipe=RECIPES[0], backend=backend)
     probe = HealthProbe(model, lambda f: f, attention=True)
     watch = AttentionWatch(lambda f: f)
     assert set(probe.modules.values()) == set(converted.values())
