@@ -152,7 +152,7 @@ def test_equal_measurements_give_equal_plans():
 
 
 def test_a_budget_that_nothing_meets_says_what_would():
-    model = build()
+    model = build(2)
     with pytest.raises(
         ConfigError, match=r"nothing meets 0.01 .*smallest peak that can be met is .*MiB \((\d+) B\)"
     ) as error:
