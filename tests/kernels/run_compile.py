@@ -8,7 +8,9 @@ the kernels of the test process are the interpreter's.
 """
 
 import functools
+import hashlib
 import json
+import os
 import pathlib
 import re
 import subprocess
@@ -91,20 +93,25 @@ def report(arch, kernel, *args, grid=None, warmup=False, **kwargs):
 
 
 def machine_code(cubin):
-    """Registers, local and stack bytes a thread; and the disassembly, by the tools that Triton ships."""
+    """Registers, local and stack bytes a thread; and the disassembly, by the tools that Triton ships.
+
+    Kept beside what Triton keeps, by the code's own hash: the tool takes ten times longer to start than to read.
+    """
     tool = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-
-        def dump(*options):
-            return subprocess.run(
-                [tool, *options, file.name], capture_output=True, text=True, check=True
-            ).stdout
-
-        usage = dump("--dump-resource-usage")
-        code = dump("-sass")
-    return {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}, code
+    cache = os.environ.get("TRITON_CACHE_DIR") or pathlib.Path.home() / ".triton" / "cache"
+    kept = pathlib.Path(cache, "disassembly", hashlib.sha256(cubin).hexdigest())
+    if not kept.exists():
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=kept.parent) as folder:
+            binary, text = pathlib.Path(folder, "code.cubin"), pathlib.Path(folder, "text")
+            binary.write_bytes(cubin)
+            options = ["--dump-resource-usage", "-sass"]
+            text.write_text(
+                subprocess.run([tool, *options, binary], capture_output=True, text=True, check=True).stdout
+            )
+            text.replace(kept)
+    code = kept.read_text()
+    return {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", code)}, code
 
 
 def resident_blocks(registers, threads, shared):

@@ -100,7 +100,7 @@ def test_a_model_with_frozen_blocks_is_planned_for_at_least_what_it_needs(blocks
 
 
 def test_planning_leaves_the_model_and_the_random_state_as_they_were():
-    model = build()
+    model = build(2)
     before = {name: p.clone() for name, p in model.state_dict().items()}
     model.lm_head.weight.grad = marker = torch.ones_like(model.lm_head.weight)
     modules, state = [(n, type(m)) for n, m in model.named_modules()], torch.get_rng_state()
@@ -134,8 +134,8 @@ def test_the_printed_yaml_pins_the_plan():
 
 
 def test_the_functional_form_plans_and_applies():
-    model = build()
-    reference = build()
+    model = build(2)
+    reference = build(2)
     loss_of(reference)().backward()
     apply_plan(model, plan_memory(model, loss_of(model), budget=0.8))
     assert measured_peak(model) < 0.85 * measured_peak(reference)
@@ -146,7 +146,7 @@ def test_the_functional_form_plans_and_applies():
 
 
 def test_equal_measurements_give_equal_plans():
-    model = build()
+    model = build(2)
     measurements = measure(model, loss_of(model), rounds=2)
     assert choose(measurements, 0.85).chosen == choose(measurements, 0.85).chosen
 
