@@ -64,7 +64,7 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
-	$(BIN)/uv pip install --quiet --python $(BIN)/python -c constraints.txt -e ".[stack,test]"
+	$(BIN)/uv pip install --quiet --python $(BIN)/python -c constraints.txt -e ".[stack,test,torchao]"
 	touch $@
 
 # Past the pins of Composer and LLM Foundry: resolved anew, so that it tells when something moves.

@@ -11,6 +11,7 @@ from torch import nn
 from foundry_fp8.planning.memory.optimizer_state import optimizer_bytes
 from tests.integration.foundry_runs import config, make_data, train
 
+pytest.importorskip("torchao")  # which the modern stack lacks
 NAMES = ("adamw_8bit", "adamw_fp8")
 
 
