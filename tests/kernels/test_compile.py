@@ -94,10 +94,10 @@ def test_two_blocks_share_a_multiprocessor(compiled):
 MEANT = 1.3
 """Of a copy's bandwidth, so that nine tenths of it can be reached."""
 BELOW = {
-    "delayed e5m2 bias": 1.16, "norm": 1.11, "swiglu": 1.14, "xielu": 0.72, "rows and columns": 1.15, "columns": 1.08,
-    "rows and columns, swiglu": 1.01, "mx": 0.74, "amax": 1.1,
+    "delayed e5m2 bias": 1.16, "norm": 1.11, "swiglu": 1.14, "xielu": 0.72, "rows and columns": 1.14, "columns": 1.06,
+    "rows and columns, swiglu": 0.97, "mx": 0.74, "amax": 1.1,
 }  # fmt: skip
-"""What the arithmetic of these cases leaves of it."""
+"""What the arithmetic of these cases leaves of it, by the worse of Triton 3.3 and 3.6."""
 
 
 def test_arithmetic_leaves_room_for_the_bandwidth(compiled):
