@@ -2,7 +2,7 @@
 
     python benchmarks/guard/run.py                          the guard on every case, against the stored labels
     python benchmarks/guard/run.py --labels                 high precision and FP8 without the guard first: store what each run is
-    python benchmarks/guard/run.py --split tuned            only the half that the guard's thresholds may be chosen on
+    python benchmarks/guard/run.py --split tuned            only those that the guard's thresholds may be chosen on
     python benchmarks/guard/run.py --only swiglu_alignment  one case; nothing is stored
     python benchmarks/guard/run.py --table                  tabulate and draw what is stored
 

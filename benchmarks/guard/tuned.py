@@ -1,6 +1,8 @@
-"""The half of the labelled runs on which the guard's thresholds may be chosen."""
+"""The labelled runs on which the guard's thresholds may be chosen."""
 
 from __future__ import annotations
+
+import math
 
 from case import Case
 from mechanisms import (
@@ -8,6 +10,7 @@ from mechanisms import (
     AttentionOutliers,
     CompensatedBias,
     Dropout,
+    EmbeddingGrowth,
     QueryKeyGrowth,
     Several,
     StaleHistory,
@@ -85,5 +88,81 @@ CASES = [
     Case(
         name="lasting_outliers", label="healthy", about="massive activations of 50 on the first token, from the start",
         mechanism=lambda: Activations("*_proj", lambda step: 50.0, share=None),
+    ),
+    # Until 2026-11-22 these were held out. Their results were published and read, so they are no longer.
+    Case(
+        name="swiglu_alignment_current", label="diverges", onset=90, sick=BOTH, touched="*.mlp.*", recipe="current", seed=1,
+        about="gate and up rows of a channel grow 20 % a step (arXiv:2409.12517), current",
+        mechanism=lambda: Several(*(SwigluAlignment(i, grows(90, 1.2, 1.0, 1e5)) for i in (0, 1))),
+    ),
+    Case(
+        name="value_outliers", label="diverges", onset=60, sick=BOTH, touched="*.self_attn*", attention=True, seed=2,
+        about="one channel of the values grows 20 % a step under FP8 attention (FOG), delayed",
+        mechanism=lambda: AttentionOutliers("values", grows(60, 1.2, 1.0, 1e8)),
+    ),
+    Case(
+        name="massive_few_tokens", label="diverges", onset=90, sick=BOTH, recipe="current", seed=1,
+        about="massive activations on one token of 256, anywhere (TWEO, arXiv:2511.23225), current",
+        mechanism=lambda: Activations("*_proj", grows(90, 1.25, 1.0, 1e8), share=1 / 256),
+    ),
+    Case(
+        name="bad_batches_one_block", label="diverges", onset=70, ends=111, sick=(0,), seed=2,
+        recipe={"name": "delayed", "amax_history_len": 32},
+        about="three batches, 20 steps apart, with inputs of 1e7 in one block; the history is 32 long, delayed",
+        mechanism=lambda: Activations("*.layers.0.*_proj", lambda step: 1e7 if step in (70, 90, 110) else 0.0),
+    ),
+    Case(
+        name="embedding_growth", label="diverges in both", onset=80, model={"tie_word_embeddings": True}, seed=1,
+        about="a tied embedding grows by 2 % a step, and the logits with it",
+        mechanism=lambda: EmbeddingGrowth(1.02, 80, 240),
+    ),
+    Case(
+        name="microscaling_outliers", label="diverges", onset=80, sick=BOTH, recipe="mxfp8", seed=2,
+        about="channels before every linear grow by 20 % a step, mxfp8",
+        mechanism=lambda: Several(
+            *(Activations("*_proj", grows(80, 1.2, 1.0, 1e8), channel=channel) for channel in (7, 40))
+        ),
+    ),
+    Case(
+        name="norm_gain_outliers", label="diverges", onset=60, sick=BOTH, touched="*.[gq]*_proj", seed=1,
+        about="one channel behind each norm grows by 20 % a step, which delayed scaling clips",
+        mechanism=lambda: CompensatedBias("*.[gq]*_proj", grows(60, 1.2, 0.1, 1e6)),
+    ),
+    Case(
+        name="stale_gradient_scales", label="diverges", onset=100, ends=101, sick=BOTH, seed=2,
+        recipe={"name": "delayed", "amax_history_len": 1024},
+        about="amaxes of gradients 1e12 too large, as of a run with another loss scale or batch size, delayed",
+        mechanism=lambda: StaleHistory("*_proj", 100, 1e12, ("dy",)),
+    ),
+    Case(
+        name="rate_restarts", label="healthy", seed=1, about="the learning rate is a cosine that starts again every 60 steps",
+        lr=lambda step: 8e-3 * (0.5 + 0.5 * math.cos(math.pi * (step % 60) / 60)) * min(1.0, (step + 1) / 20),
+    ),
+    Case(
+        name="dropout_in_mlp", label="healthy", seed=1, about="dropout of 0.5 before each down projection, current",
+        recipe="current", mechanism=lambda: Dropout("*.down_proj", 0.5),
+    ),
+    Case(
+        name="easier_data", label="healthy", seed=1, about="the share of random tokens goes from 0.35 to 0.05 in one step",
+        noise=lambda step: 0.35 if step < 90 else 0.05,
+    ),
+    Case(
+        name="harder_data_twice", label="healthy", seed=2, about="the share of random tokens goes 0.05, 0.2, 0.5",
+        noise=lambda step: 0.05 if step < 80 else 0.2 if step < 150 else 0.5,
+    ),
+    Case(
+        name="noisy_batches", label="healthy", seed=1, about="every 17th batch is half random",
+        noise=lambda step: 0.5 if step % 17 == 0 else 0.1,
+    ),
+    Case(
+        name="single_rows", label="healthy", seed=2, about="batches of 1 x 32 tokens, current", rows=1, recipe="current",
+    ),
+    Case(
+        name="mixture_high_rate", label="healthy", seed=1, about="a sparse mixture of 4 experts at a learning rate of 1e-2",
+        model={"kind": "mixture"}, lr=lambda step: 1e-2 * min(1.0, (step + 1) / 30),
+    ),
+    Case(
+        name="outliers_that_stop", label="healthy", seed=2, about="activations on the first token that grow to 20 and stay, current",
+        recipe="current", mechanism=lambda: Activations("*.down_proj", grows(60, 1.05, 1.0, 20.0), share=None),
     ),
 ]  # fmt: skip
