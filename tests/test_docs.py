@@ -1,9 +1,18 @@
-"""What the documents point to is there: links, files and commands."""
+"""What the documents point to is there (links, files, commands), their tables of options are the configuration's, and our
+own figures are those of the committed results.
+"""
 
+import dataclasses
+import json
 import re
+import typing
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
+import yaml
+
+from foundry_fp8.config import accept
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "foundry_fp8").rglob("*.md")])
@@ -49,3 +58,212 @@ def test_the_makes_that_documents_and_ci_name_are_targets():
     }
     assert {"demo", "test", "test-all", "release"} <= named
     assert named <= targets
+
+
+def table(text, first):
+    """Cells, row by row, of the table whose header begins with the cell ``first``, without header and rule; backticks taken off."""
+    lines = text[text.index(f"| {first} |") :].split("\n\n", 1)[0].splitlines()[2:]
+    cells = [[cell.strip().strip("`") for cell in line.strip().strip("|").split("|")] for line in lines]
+    assert cells
+    return cells
+
+
+NAMED = [e for kind in ("algorithms", "callbacks") for e in entry_points(group=f"llmfoundry_{kind}")]
+OURS = [e for e in NAMED if e.value.startswith("foundry_fp8.")]
+
+
+@pytest.mark.parametrize("entry", OURS, ids=lambda e: e.name)
+def test_options_and_defaults_of_a_card_are_those_of_its_configuration(entry):
+    """One by one: some defaults contradict each other as a whole, and some are written as ``100ba``."""
+    card = (ROOT / entry.value.split(":")[0].replace(".", "/") / "README.md").read_text()
+    section = re.split(r"^## \d.*$", card, flags=re.M)[3]
+    first = next(word for word in ("key", "option", "Option") if f"| {word} |" in section)
+    config = entry.load()().config
+    plain = {
+        f.name: f.default if f.default is not dataclasses.MISSING else f.default_factory()
+        for f in dataclasses.fields(config)
+    }
+    rows = {row[0]: row[1] for row in table(section, first)}
+    assert list(rows) == list(plain)
+    hints = typing.get_type_hints(type(config), include_extras=True)
+    words = {"all": plain.get("roles"), "none, required": None}  # said in words
+    for name, written in rows.items():
+        value = words[written] if written in words else accept(hints[name], yaml.safe_load(written), name)
+        default = plain[name]
+        assert (list(value) if isinstance(value, tuple) else value) == (
+            list(default) if isinstance(default, tuple) else default
+        ), name
+
+
+README = (ROOT / "README.md").read_text()
+RESULTS = ROOT / "benchmarks/results"
+
+
+def result(name):
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def as_written(value, cell):
+    """``value`` to as many digits as ``cell`` has, written as it is."""
+    sign = "+" if cell.startswith("+") else ""
+    if "e" in cell:
+        return f"{value:.{len(cell.split('e')[0].partition('.')[2])}e}".replace("e-0", "e-").replace(
+            "e+0", "e+"
+        )
+    return f"{value:{sign}.{len(cell.rstrip(' %').partition('.')[2])}f}" + (
+        " %" if cell.endswith("%") else ""
+    )
+
+
+def held(cells, values):
+    assert len(cells) == len(values)
+    assert cells == [
+        cell if value is None else as_written(value, cell) for cell, value in zip(cells, values, strict=True)
+    ]
+
+
+def test_the_table_of_linears():
+    rows = {row["case"]: row for row in result("linear_cpu_2026-11-21")["rows"]}
+    for case, *cells in table(README, "case | of float32"):
+        row = rows["torchao emulate" if case == "torchao emulate" else case]
+        held(cells, [row["of_float32"], row["of_torchao"], row["saved_of_float32"]])
+
+
+def test_the_table_of_memory():
+    found = result("memory_cpu_2026-11-21")["tables"]
+    names = {
+        "planner checkpointing": "planner, checkpoints only",
+        "planner checkpointing and compression": "planner",
+    }
+    steps = {
+        ", 1/4 above": ", a quarter above",
+        ", 1/2 above": ", half above",
+        ", at full's peak": " at full's peak",
+    }
+
+    def short(case):
+        case = case.split(":")[0].replace("fp8", "FP8")
+        for long, name in names.items():
+            for step, said in steps.items():
+                if case == long + step:
+                    return (name + said).replace("only at", "only, at")
+        return case
+
+    rows = table(README, "case | demo: peak MiB")
+    assert [row[0] for row in rows] == [short(row["case"]) for row in found["demo"]]
+    for (_, *cells), demo, llama in zip(rows, found["demo"], found["llama"], strict=True):
+        peaks = [
+            demo["peak_bytes"] / 2**20,
+            demo["time_ratio"],
+            llama["peak_bytes"] / 2**20,
+            llama["time_ratio"],
+        ]
+        held(cells, peaks)
+
+
+def test_the_table_of_the_network():
+    rows = {row["mode"]: row for row in result("slow_network_1gbit_2026-11-21")["results"]}
+    names = {"float32": "fp32", "torch's `bf16_compress_hook": "bf16 (torch bf16_compress_hook)"}
+    of_float32, of_hook = (rows[name]["step_seconds"] for name in names.values())
+    for mode, *cells in table(README, "mode"):
+        row = rows[names.get(mode, mode.replace(", error", " + error"))]
+        seconds = row["step_seconds"]
+        held(
+            cells, [seconds * 1e3, of_float32 / seconds, of_hook / seconds, row["link_bytes_per_step"] / 1e6]
+        )
+    assert f"computing alone takes {rows['compute alone']['step_seconds'] * 1e3:.0f} ms" in README
+
+
+def test_the_table_of_accumulation():
+    rows = {(r["data"], r["k"]): r for r in result("accumulation_2026-11-22")["rows"]}
+    data = ""
+    for name, k, *cells in table((ROOT / "docs/numerics.md").read_text(), "data"):
+        data = name or data
+        row = rows[data, int(k)]
+        low = [None if row[x] is None else 100 * row[x] for x in ("fast_low", "precise_low")]
+        assert [bool(cell) for cell in cells[3:]] == [x is not None for x in low]
+        held(cells, [row["quantising"], row["fast"], row["precise"], *low])
+
+
+def test_the_tables_of_fog():
+    runs = {
+        (r["task"], r["setting"], r["variant"], r["precision"]): r
+        for study in ("default", "others", "minimal")
+        for r in result(f"fog_stability_{study}")["runs"]
+        if study != "minimal" or r["setting"] == "outlier"
+    }
+    text = (ROOT / "docs/fog.md").read_text()
+    first, others = text.split("\n\n![training loss]")[0].split("`--study others`")
+    rows = table(first, "task | setting") + table(others, "task | setting")
+    rows += [["source", *row] for row in table(text.split("A provoked outlier")[1], "setting | variant")]
+    assert len(rows) == 11 + 3 + 3
+    for task, setting, variant, *cells in rows:
+        full = runs[task, setting, variant, "fp32"]
+        losses = [
+            runs[task, setting, variant, precision]["held_out"] for precision in ("fp32", "fp8", "fp8dpa")
+        ]
+        logit, bound = re.fullmatch(r"(\S+) \((\S+)\)", cells.pop()).groups()
+        seen = max(max(m["logit"]) for m in full["measured"])
+        held([*cells, logit], [*losses, max(full["measured"][-1]["kurtosis_sample"]), seen])
+        assert bound == ("none" if full["logit_bound"] is None else as_written(full["logit_bound"], bound))
+
+
+def test_the_tables_of_the_demo():
+    """What % is computed from is in the committed table, to four digits."""
+    found = {name: row for name, *row in table((RESULTS / "demo_cpu_2026-11-22.md").read_text(), "run")}
+    once, seeds = README.split("**FP8 trains like float32.**")[1].split("for N = 17, 18, 19")
+    for name, *row in table(once, "run | final loss"):
+        assert row == found[name]
+    losses = {name: [[float(x) for x in cell.split(", ")] for cell in row]
+              for name, *row in table((RESULTS / "demo_cpu_2026-11-21.md").read_text(), "run | seed 17")}  # fmt: skip
+    for name, *row in table(seeds, "run | 17"):
+        final, held_out = (
+            [
+                100 * (ours[i] / theirs[i] - 1)
+                for ours, theirs in zip(losses[name], losses["float32"], strict=True)
+            ]
+            for i in (0, 1)
+        )
+        held(row, [*final, sum(final) / 3, sum(held_out) / 3])
+
+
+def test_the_figures_in_sentences():
+    losses = result("memory_losses_cpu_2026-11-21")["train"]["relative_change"]
+    int8, e4m3, noise = ([f"{100 * x:+.2f}" for x in losses[kind]] for kind in ("int8", "e4m3", "noise"))
+    coat = {row["case"]: row["reduction"] for row in result("memory_coat_cpu_2026-11-21")["coat"]}
+    memory = result("memory_cpu_2026-11-21")["tables"]
+    (demo, demo_alone), (llama, llama_alone) = (
+        [
+            next(r["recompute_of_full"] for r in rows if r["case"] == f"planner {kind}, at full's peak")
+            for kind in ("checkpointing and compression", "checkpointing")
+        ]
+        for rows in (memory["demo"], memory["llama"])
+    )
+    told = [
+        row["predicted_bytes"] / row["peak_bytes"] - 1
+        for rows in memory.values()
+        for row in rows
+        if row["predicted_bytes"]
+    ]
+    assert max(abs(x) for x in told) < 0.023
+    slow = {row["mode"]: row["loss_last_20"] for row in result("slow_network_losses_2026-11-21")["results"]}
+    changes = [
+        100 * (slow[mode] / slow["fp32"] - 1)
+        for mode in ("int8", "e4m3 + error feedback", "int4 + error feedback")
+    ]
+    assert abs(changes[0]) < 0.001
+    card = (ROOT / "foundry_fp8/algorithms/activation_compression/README.md").read_text()
+    guide = (ROOT / "docs/memory.md").read_text()
+    for text, sentence in [
+        (README, "Predicted peaks are within 2.3 % of measured ones."),
+        (README, f"int8 {int8[0]}, {int8[1]} and {int8[2]} %, mean {100 * sum(losses['int8']) / 3:+.2f} %"),
+        (README, f"e4m3 {e4m3[0]}, {e4m3[1]} and {e4m3[2]} %, mean {100 * sum(losses['e4m3']) / 3:+.2f} %"),
+        (README, f"moves it by {noise[0]}, {noise[1]} and {noise[2]} %"),
+        (README, f"by at most {100 * max(abs(x) for x in losses['perturbed']):.3f} %"),
+        (README, f"reduce the peak of a step {coat['int8']:.2f}x, with FP8 linears {coat['fp8 linears, int8']:.2f}x"),
+        (card, f"{coat['int8']:.2f} times less than bfloat16 with int8, {coat['fp8 linears, int8']:.2f} times with FP8"),
+        (README, f"a plan adds {demo:.2f} of full's time on the demo model ({demo_alone:.2f} without compression) and {llama:.2f} on the Llama ({llama_alone:.2f})"),
+        (guide, f"adds {demo:.2f} of full's time on the demo model and {llama:.2f} on the Llama; without compression {demo_alone:.2f} and {llama_alone:.2f}"),
+        (README, f"int8 within 0.001 %, e4m3 {changes[1]:.3f} %, int4 {changes[2]:.2f} %"),
+    ]:  # fmt: skip
+        assert sentence in " ".join(text.split())
