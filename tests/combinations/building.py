@@ -21,6 +21,7 @@ NATIVE = {
     "odd": ["*.1.mlp.up", "*.1.mlp.gate"],
 }
 """What is converted to native: Triton's interpreter takes a tenth of a second a layer and step."""
+OWN_RECIPE = {"recipe": "delayed", "grad_scores": "bfloat16"}
 LORA = {"llama": ["q_proj", "v_proj", "up_proj"], "plain": ["qkv", "up"], "odd": ["qkv", "gate"]}
 
 
@@ -40,9 +41,8 @@ def numerics(case: Case, *, weights: bool = True, **fp8: Any) -> nn.Module:
             fp8["include"] = [
                 p + s for p in NATIVE[case.model] for s in ([".base_layer"] if in_lora(case, p) else [""])
             ]
-        foundry_fp8.apply_fp8(
-            model, recipe=recipe, backend=backend or "emulated", attention=case.attention, **fp8
-        )
+        attention = OWN_RECIPE if case.attention == "delayed" else case.attention
+        foundry_fp8.apply_fp8(model, recipe=recipe, backend=backend or "emulated", attention=attention, **fp8)
     return model
 
 

@@ -67,6 +67,7 @@ MONITORS = {
     "fp8_monitor": {"interval": 2},
 }
 DELAYED = Settings(algorithms=fp8())
+OF_ITS_OWN = {"recipe": {"name": "delayed", "amax_history_len": 8}}
 
 PARTS = {
     "fp8 delayed": Part(
@@ -81,6 +82,12 @@ PARTS = {
     "fp8 with attention": Part(settings=Settings(algorithms=fp8(attention=True)), changed=DELAYED),
     "attention added to fp8": Part(
         settings=DELAYED, changed=Settings(algorithms=fp8(attention=True)), refused="FP8 attention"
+    ),
+    "attention of its own recipe": Part(
+        settings=Settings(algorithms=fp8(recipe="current", attention=OF_ITS_OWN)),
+        changed=Settings(
+            algorithms=fp8(recipe="current", attention={**OF_ITS_OWN, "grad_scores": "bfloat16"})
+        ),
     ),
     "guard": Part(
         settings=Settings(algorithms=fp8(), callbacks={"divergence_guard": GUARD}),

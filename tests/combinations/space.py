@@ -23,7 +23,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
         "native-current",
         "native-block",
     ),
-    "attention": (False, True),
+    "attention": (False, True, "delayed"),
     "checkpoint": ("none", "full", "selective", "targets", "offload"),
     "compression": ("none", "exact", "int8"),
     "gradients": ("none", "int8"),
@@ -38,7 +38,8 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "evaluate": (False, True),
     "init": ("cpu", "meta", "mixed"),
 }
-"""``accumulation``: microbatches a step, without a reduction between them, or with both forwards before one backward.
+"""``attention``: FP8 attention in the linears' recipe, or in the delayed one whatever theirs is, with its logits' gradients in bfloat16.
+``accumulation``: microbatches a step, without a reduction between them, or with both forwards before one backward.
 ``wrapped``: whether checkpoints and compression are applied to what is wrapped already. ``evaluate``: a forward in
 ``eval()`` between the steps. ``init``: where the model is made and converted: every rank with its weights, every rank
 without, or only rank 0 with."""
@@ -52,7 +53,7 @@ class Case:
     wrapper: str = "none"
     dtype: str = "float32"
     fp8: str = "none"
-    attention: bool = False
+    attention: bool | str = False
     checkpoint: str = "none"
     compression: str = "none"
     gradients: str = "none"
@@ -95,9 +96,12 @@ class Case:
 DEFAULT = Case()
 
 EXCLUDED: dict[str, tuple[tuple[str, ...], Callable[[Any], bool]]] = {
-    "FP8 attention is delayed or current": (
+    "FP8 attention is delayed or current, and beside FP8 linears": (
         ("attention", "fp8"),
-        lambda r: r["attention"] and r["fp8"].rpartition("-")[2] not in ("delayed", "current"),
+        lambda r: (
+            (r["attention"] and r["fp8"] == "none")
+            or (r["attention"] is True and r["fp8"].rpartition("-")[2] not in ("delayed", "current"))
+        ),
     ),
     "only native keeps quantised weights": (
         ("cache_weights", "fp8"),
