@@ -1,6 +1,6 @@
 """What FP8 attention costs in accuracy: against the sequence's length, a sink's strength, and outliers in q and k, with and without QK norm.
 
-    python benchmarks/attention_error.py [--longest 16384] [--save NAME]      measure
+    python benchmarks/attention_error.py [--longest 16384] [--save NAME]      measure; goes on with what results/NAME.json holds
     python benchmarks/attention_error.py --plot NAME                          draw results/NAME.json to docs/images/NAME.png
 
 Relative distance (norm) of output and gradients from exact attention in float64, one causal head of 64. Cases: Transformer Engine's definition
@@ -110,8 +110,9 @@ def emulated(
     return [out[0, 0].detach(), *(leaf.grad[0, 0] for leaf in leaves)]  # type: ignore[index]
 
 
-def errors(q: Tensor, k: Tensor, v: Tensor, do: Tensor, scale: float) -> dict[str, dict[str, float]]:
+def errors(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> dict[str, dict[str, float]]:
     """Case -> what -> distance."""
+    scale = D**-0.5
     reference = exact(q, k, v, do, scale)
     found = {}
     for name, function in (("Transformer Engine's", emulated), ("native", native)):
@@ -124,19 +125,24 @@ def errors(q: Tensor, k: Tensor, v: Tensor, do: Tensor, scale: float) -> dict[st
     return found
 
 
-def drawn(sequence: int) -> list[Tensor]:
+def drawn(sequence: int) -> Given:
     generator = torch.Generator().manual_seed(sequence)
-    return [torch.randn(sequence, D, generator=generator) * size for size in (1.0, 1.0, 1.0, 1e-3)]
+    q, k, v, do = (torch.randn(sequence, D, generator=generator) * size for size in (1.0, 1.0, 1.0, 1e-3))
+    return q, k, v, do
 
 
-def by_length(longest: int) -> Iterator[tuple[str, dict[str, Any]]]:
+Given = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Q, K, V and dO, [sequence, D]."""
+
+
+def by_length(longest: int) -> Iterator[tuple[str, Given]]:
     sequence = 256
     while sequence <= longest:
-        yield str(sequence), errors(*drawn(sequence), D**-0.5)
+        yield str(sequence), drawn(sequence)
         sequence *= 2
 
 
-def by_sink() -> Iterator[tuple[str, dict[str, Any]]]:
+def by_sink() -> Iterator[tuple[str, Given]]:
     """The first key's logit stands so far above the others' (in nats), and its value is small, as in trained models."""
     for strength in (0, 4, 8, 12, 16):
         q, k, v, do = drawn(2048)
@@ -146,10 +152,10 @@ def by_sink() -> Iterator[tuple[str, dict[str, Any]]]:
         k[:, 0] = 0.0
         k[0] = direction * strength / 2  # q . k / sqrt(D) = strength
         v[0] *= 0.01
-        yield str(strength), errors(q, k, v, do, D**-0.5)
+        yield str(strength), (q, k, v, do)
 
 
-def by_outliers() -> Iterator[tuple[str, dict[str, Any]]]:
+def by_outliers() -> Iterator[tuple[str, Given]]:
     """Some tokens' q and k so many times as long, as they are and after an RMS norm of each head's q and k."""
     for factor in (1, 8, 64):
         for normed in (False, True):
@@ -158,10 +164,7 @@ def by_outliers() -> Iterator[tuple[str, dict[str, Any]]]:
             k[50::97] *= factor
             if normed:
                 q, k = (torch.nn.functional.rms_norm(x, (D,)) for x in (q, k))
-            yield (
-                f"{factor} x{', QK norm' if normed else ''}",
-                errors(q, k, v, do, D**-0.5),
-            )
+            yield f"{factor} x{', QK norm' if normed else ''}", (q, k, v, do)
 
 
 def plot(name: str) -> None:
@@ -215,15 +218,20 @@ def main() -> None:
         plot(args.plot)
         return
     found: dict[str, Any] = {}
+    if args.save and (RESULTS / f"{args.save}.json").exists():
+        before = json.loads((RESULTS / f"{args.save}.json").read_text())
+        found = {kind: before[kind] for kind in ("sink", "outliers", "length") if kind in before}
     for kind, points in (
         ("sink", by_sink()),
         ("outliers", by_outliers()),
         ("length", by_length(args.longest)),
     ):
-        found[kind] = {}
-        for point, measured in points:
-            found[kind][point] = measured
-            print(kind, point, json.dumps(measured), flush=True)
+        measured = found.setdefault(kind, {})
+        for point, given in points:
+            if point in measured:
+                continue
+            measured[point] = errors(*given)
+            print(kind, point, json.dumps(measured[point]), flush=True)
             if args.save:  # what there is, should it be cut short
                 save(
                     args.save,

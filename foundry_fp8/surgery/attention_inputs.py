@@ -28,7 +28,7 @@ class BatchMasks:
     def __init__(self) -> None:
         self._padding: Tensor | None = None
         self._documents: Tensor | None = None
-        self._known = False
+        self._made_by_user = False
         self._answers: dict[Any, bool] = {}
         self._checks: list[_Check] = []
 
@@ -49,9 +49,9 @@ class BatchMasks:
         self._read_checks()
         given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
         padding, documents, positions = (given.get(name) for name in _INPUTS)
-        # A mask that is a tensor of queries x keys already comes from the user; nothing is known of its meaning.
-        self._known = padding is None or (isinstance(padding, Tensor) and padding.dim() == 2)
-        self._padding = padding if self._known else None
+        # A mask that is a tensor of queries x keys already comes from the user; all that it may mean here is the documents beside it.
+        self._made_by_user = padding is not None and not (isinstance(padding, Tensor) and padding.dim() == 2)
+        self._padding = None if self._made_by_user else padding
         self._documents = documents if isinstance(documents, Tensor) else None
         if self._documents is None and isinstance(positions, Tensor) and positions.dim() == 2:
             self._documents = (positions == 0).cumsum(
@@ -94,15 +94,17 @@ class BatchMasks:
         window: tuple[int | None, int | None] | None,
         padding: Tensor | None,
     ) -> AttentionMask | None:
-        if not self._known or (padding is not None and self._padding is None):
+        if padding is not None and self._padding is None:
             return None
         # A batch may name documents to a model that does not keep them apart.
+        named = (self._documents,) if self._made_by_user else (self._documents, None)
         candidates = [
             AttentionMask(causal=causal, window=window, key_padding=self._padding, documents=documents)
-            for documents in dict.fromkeys((self._documents, None))
+            for documents in dict.fromkeys(named)
+            if documents is not None or not self._made_by_user
         ]
-        given = (dense.dtype, dense.dim(), padding is None, self._padding is None, self._documents is None)
-        kind = (causal, window, given)
+        given = (padding is None, self._padding is None, self._documents is None, self._made_by_user)
+        kind = (causal, window, dense.dtype, dense.dim(), given)
         if kind in self._answers and self.defers(dense.device):
             rules = candidates[self._answers[kind]]
             found = self._same(dense, rules, queries, keys, padding)

@@ -39,16 +39,28 @@ HOSTS = {
     ),
     "FOG": (fog, ("none", "full", "right", "left", "one document", "packed")),
     "FOG, sliding window": (lambda: fog(sliding_window=8), ("none", "right")),
-    "Llama": (lambda: hugging_face("Llama"), ("none", "full", "right", "left", "position ids", "user's own")),
+    "Llama": (
+        lambda: hugging_face("Llama"),
+        ("none", "full", "right", "left", "position ids", "packed, own mask", "user's own"),
+    ),
     "Llama, eager": (lambda: hugging_face("Llama", attn_implementation="eager"), ("none", "right")),
-    "Qwen2": (lambda: hugging_face("Qwen2"), ("none", "full", "right", "left", "position ids")),
+    "Qwen2": (
+        lambda: hugging_face("Qwen2"),
+        ("none", "full", "right", "left", "position ids", "packed, own mask"),
+    ),
     "Mistral, window beyond the sequence": (
         lambda: hugging_face("Mistral", sliding_window=64),
-        ("none", "full", "right", "left", "position ids"),
+        ("none", "full", "right", "left", "position ids", "packed, own mask"),
     ),
     "Mistral, sliding window": (lambda: hugging_face("Mistral", sliding_window=8), ("none", "right")),
-    "OLMo2": (lambda: hugging_face("Olmo2"), ("none", "full", "right", "left", "position ids")),
-    "GPT-NeoX": (lambda: hugging_face("GPTNeoX"), ("none", "full", "right", "left", "position ids")),
+    "OLMo2": (
+        lambda: hugging_face("Olmo2"),
+        ("none", "full", "right", "left", "position ids", "packed, own mask"),
+    ),
+    "GPT-NeoX": (
+        lambda: hugging_face("GPTNeoX"),
+        ("none", "full", "right", "left", "position ids", "packed, own mask"),
+    ),
 }
 """Each host and the batches that it is asked with."""
 
@@ -65,6 +77,12 @@ def batch(kind: str) -> dict[str, Any]:
         "one document": {"attention_mask": full, "sequence_id": place * 0},
         "packed": {"attention_mask": full, "sequence_id": place // 6},
         "position ids": {"position_ids": place % 6},
+        "packed, own mask": {
+            "position_ids": place % 6,
+            "attention_mask": AttentionMask(causal=True, documents=place // 6).dense(
+                S, S, ids.device, torch.float32
+            ),
+        },
         "user's own": {
             "attention_mask": torch.where(torch.ones(2, 1, S, S).tril(2).bool(), 0.0, torch.finfo().min)
         },
@@ -129,6 +147,7 @@ def table(seen: dict[tuple[str, str], AttentionMask]) -> str:
             "right": "padded right",
             "left": "padded left",
             "position ids": "packed by position ids",
+            "packed, own mask": "packed by position ids and a mask of its own",
         }
         native = native_attention_requirement(DelayedScaling(), head_dim=128, bias=mask.bias is not None)
         verdicts = ("yes" if found.ok else f"no: {found.reason}" for found in (native, answer))
@@ -212,7 +231,7 @@ def deferred(monkeypatch: Any) -> BatchMasks:
     """As on a GPU: masks of a kind that was seen are compared without waiting."""
     monkeypatch.setattr(BatchMasks, "defers", staticmethod(lambda device: True))
     masks = BatchMasks()
-    masks._known, masks._padding = True, torch.arange(6) < torch.tensor([[6], [4]])
+    masks._padding = torch.arange(6) < torch.tensor([[6], [4]])
     return masks
 
 
