@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -73,16 +73,16 @@ class Pass:
 class DelayedSlot:
     """One tensor's place in a :class:`DelayedScalingState`."""
 
-    __slots__ = ("_index", "state")
+    __slots__ = ("index", "state")
 
     def __init__(self, state: DelayedScalingState, index: int) -> None:
         self.state = state
-        self._index = index
+        self.index = index
 
     @property
     def scale(self) -> Tensor:
         """0-d float32: what the tensor is multiplied with in this pass; in a recompute, in the pass of its first forward."""
-        return self.state.in_force().scale[self._index]
+        return self.state.in_force().scale[self.index]
 
     @property
     def scale_version(self) -> int:
@@ -92,12 +92,12 @@ class DelayedSlot:
     @property
     def amax_history(self) -> Tensor:
         """``[L]`` float32; entry 0 collects the running pass, the last entry is the newest finished one."""
-        return self.state.amax_history[:, self._index]
+        return self.state.amax_history[:, self.index]
 
     @property
     def amax(self) -> Tensor:
         """0-d float32, a view of the history's entry 0: the running pass."""
-        return self.state.amaxes[self._index]
+        return self.state.amaxes[self.index]
 
     def record(self, amax: Tensor) -> None:
         """Take ``amax`` (0-d float32) into the running pass. Recording the same tensor twice changes nothing."""
@@ -112,10 +112,13 @@ class DelayedScalingState:
         fp8_max: The largest value of each tensor's format.
 
     Attributes:
+        fp8_max: As given.
         scale: ``[T]`` float32, 1 at first: what the next pass begins with.
         amax_history: ``[L, T]`` float32, 0 at first.
         amaxes: The elements of entry 0 of the history, 0-d, in its memory.
         running: The pass of the latest training forward.
+        review: Called with the state in every update, once entry 0 of the history holds the pass's amaxes over all ranks and before
+            the history is rolled. What it changes there counts. It decides on the device, from what is the same on every rank.
 
     Scales and histories stay where they are from the first forward on the device on: what changes is written in place.
     """
@@ -125,10 +128,12 @@ class DelayedScalingState:
 
     def __init__(self, recipe: DelayedScaling, fp8_max: Sequence[float]) -> None:
         self.recipe = recipe
+        self.fp8_max = tuple(fp8_max)
         self.scale = torch.ones(len(fp8_max))
         self.amax_history = torch.zeros(recipe.amax_history_len, len(fp8_max))
         self._scaled_max = torch.tensor(list(fp8_max)) * 2.0**-recipe.margin
         self._use_max = recipe.amax_compute_algo == "max"
+        self.review: Callable[[DelayedScalingState], None] | None = None
         self._inside_root = False
         self._start()
 
@@ -145,7 +150,8 @@ class DelayedScalingState:
     def __getstate__(self) -> dict[str, Any]:
         """Without what would lose its tie to the histories' memory, or belongs to a graph that is not copied."""
         derived = ("amaxes", "running", "_passes", "_finished", "_backward_ran")
-        return {name: value for name, value in self.__dict__.items() if name not in derived}
+        kept = {name: value for name, value in self.__dict__.items() if name not in derived}
+        return {**kept, "review": None}  # of another run
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -234,6 +240,8 @@ class DelayedScalingState:
         history = self.amax_history
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(history[0], op=dist.ReduceOp.MAX)
+        if self.review is not None:
+            self.review(self)
         if history.device.type == "cuda" and triton_missing() is None:
             from foundry_fp8.kernels.delayed import update_delayed_
 

@@ -45,7 +45,8 @@ class Health:
         noise: The mean over tokens of ``|x - Q(x)|^2 / |x|^2``, over what rounding alone makes of it
             (:func:`~foundry_fp8.observe.operand_stats.rounding_noise`): about 1 where a token keeps what the format can hold of
             it, 1 / rounding (1420 for E4M3, 355 for E5M2) where nothing is left of any. One token that is lost shows here and
-            not in ``sqnr_db``, if another is much larger.
+            not in ``sqnr_db``, if another is much larger. A few large channels that are the same on all tokens are no content: their
+            rounding alone may cost all that tokens differ in, so the loss counts against what is left without them.
         kurtosis: The mean over tokens of ``C sum(x^4) / sum(x^2)^2``.
         kurtosis_flat: The same of all elements together.
         peak: ``amax`` over the root mean square.
@@ -89,13 +90,16 @@ def summarise(row: Sequence[float]) -> Health:
         sqnr = 10 * math.log10(signal / error)
     else:
         sqnr = math.nan
+    lost = _share(of["relative_error"], of["tokens"])
+    if of["constant"] > 0:
+        lost = min(1.0, lost * signal / max(signal - of["constant"], 1e-9 * signal))
     return Health(
         of["amax"],
         of["scale"],
         of["saturated"] / elements,
         of["flushed"] / elements,
         sqnr,
-        _share(of["relative_error"], of["tokens"]) / rounding,
+        lost / rounding,
         *outliers(sums),
     )
 

@@ -12,7 +12,7 @@ from tests.callbacks.conftest import batches, build_llama, series
 
 pytestmark = pytest.mark.integration
 
-SICK = "model.model.layers.1.mlp.down_proj"
+FIRST, SICK = "model.model.layers.0.self_attn.q_proj", "model.model.layers.1.mlp.down_proj"
 
 
 def guard(**options):
@@ -90,6 +90,33 @@ def test_the_linear_at_fault_is_demoted_while_it_lasts_and_comes_back_when_its_s
     assert max(after) == pytest.approx(series(trainer, "guard/flushed/worst")[4], abs=0.02)
 
 
+@pytest.mark.parametrize("actions", [["demote"], ["warn"]])
+def test_a_history_of_another_run_is_told_and_renewed_in_the_step_that_meets_it(train, actions):
+    """Between two observations; nothing is demoted for what is mended."""
+    from composer.core import Callback
+
+    model, watch = build_llama(), guard(interval=10, actions=actions)
+    scales = []
+
+    class Stale(Callback):
+        def batch_start(self, state, logger):
+            for module in model.modules():
+                if isinstance(module, FP8Linear):
+                    if state.timestamp.batch.value == 23:
+                        module.slots["x"].amax_history.fill_(1e8)
+                    if module.fqn == FIRST:
+                        scales.append(float(module.slots["x"].state.scale[module.slots["x"].index]))
+
+    train(model, [Stale(), watch], algorithms=[fp8()], steps=28, lr=0.0)
+    assert watch.failed is None and not moves(watch)
+    told = [
+        (e["batch"], e["action"]) for e in watch.events if (e["unit"], e["signal"]) == (FIRST, "history of x")
+    ]
+    assert told == [(24, "alarm"), (24, "renew")][: 2 if actions == ["demote"] else 1]
+    assert "1e+08" in next(e["detail"] for e in watch.events)
+    assert (scales[25] == pytest.approx(scales[22], rel=0.5)) is (actions == ["demote"])
+
+
 @pytest.mark.parametrize("finer", ["current", None])
 def test_no_promotion_while_the_cause_is_still_there(train, finer):
     """In high precision nobody measures saturation; the shadow does."""
@@ -107,8 +134,8 @@ def test_one_token_that_sticks_out_is_told_and_moves_nothing_while_nothing_is_da
     size = {"now": 1.0}
 
     def bump(module, args):
-        factor = torch.ones(args[0].shape[:2])[..., None]
-        factor[0, 3] = size["now"]
+        factor = torch.ones(args[0].shape)
+        factor[0, 3, 7] = size["now"]
         return (args[0] * factor,)
 
     model.model.layers[1].mlp.down_proj.register_forward_pre_hook(bump)
@@ -117,7 +144,7 @@ def test_one_token_that_sticks_out_is_told_and_moves_nothing_while_nothing_is_da
 
     class Grow(Callback):
         def batch_start(self, state, logger):
-            size["now"] = 100.0 if state.timestamp.batch.value >= 12 else 1.0
+            size["now"] = 1000.0 if state.timestamp.batch.value >= 12 else 1.0
 
     train(model, [Grow(), watch], algorithms=[fp8("block")], steps=16, lr=0.0)
     assert watch.failed is None

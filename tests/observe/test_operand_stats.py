@@ -97,6 +97,30 @@ def test_noise_is_about_one_where_rounding_is_all_there_is(fmt):
     assert summarise(measure(x, tensorwise(x, fmt)).tolist()).noise == pytest.approx(1, abs=0.15)
 
 
+@pytest.mark.parametrize("size", [1.0, 1e-12])
+def test_a_large_channel_that_is_the_same_on_all_tokens_hides_no_noise(size):
+    """Its rounding is 3 % of it, which is more than tokens differ in."""
+    torch.manual_seed(0)
+    x = torch.randn(300, 128)
+    x[:, 7] += 1000
+    q = tensorwise(x * size)
+    got = summarise(measure(x * size, q).tolist())
+    error = (x.double() - q.data.double() * q.scale_inv.double() / size).square().sum(1)
+    varies = (x.double() - x.double().mean(0)).square().sum(1)
+    assert got.noise == pytest.approx(float((error / varies.mean()).mean()) / rounding_noise(E4M3), rel=0.2)
+    assert got.noise > 50
+    x[:, 7] = 1000 * torch.randn(300)  # what tokens differ in
+    assert summarise(measure(x, tensorwise(x)).tolist()).noise < 2
+
+
+def test_many_equal_tokens_are_no_constant_channel():
+    """Padding: most rows are one row."""
+    torch.manual_seed(0)
+    x = torch.randn(1, 128).repeat(400, 1)
+    x[:40] = torch.randn(40, 128)
+    assert summarise(measure(x, tensorwise(x)).tolist()).noise < 1.5
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_what_is_not_finite_stays_visible_wherever_it_is(bad):
     x = torch.randn(8 * SAMPLE, 32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import math
 from typing import Any
@@ -18,9 +19,11 @@ from foundry_fp8.callbacks.divergence_guard.agreement import everyone_works, gat
 from foundry_fp8.callbacks.divergence_guard.config import KEY, DivergenceGuardConfig
 from foundry_fp8.layers.attention import SLOTS, FP8DotProductAttention
 from foundry_fp8.layers.state import FP8State
-from foundry_fp8.observe.divergence.decision import MODEL, Decision, Observed, Rungs
-from foundry_fp8.observe.divergence.decision import Event as GuardEvent
+from foundry_fp8.observe.divergence.amax_review import AmaxReview
+from foundry_fp8.observe.divergence.decision import Decision
 from foundry_fp8.observe.divergence.ladder import Ladder, ladders_of
+from foundry_fp8.observe.divergence.observed import MODEL, Observed, Rungs
+from foundry_fp8.observe.divergence.observed import Event as GuardEvent
 from foundry_fp8.observe.divergence.watch import Watch, together
 from foundry_fp8.surgery.attention import FP8AttentionState
 
@@ -30,6 +33,11 @@ log = logging.getLogger(__name__)
 
 TOLD = ("batch", "unit", "action", "signal", "detail")
 """The columns of the table ``guard_events``."""
+ACTS = {
+    "spike": "it would rule the scale for as long as the history is",
+    "stale": "the history is not of this run",
+}
+DID = {"spike": "it is kept out of the history", "stale": "it starts afresh"}
 
 
 class DivergenceGuardState(CarriedState):
@@ -60,7 +68,11 @@ class DivergenceGuard(Monitor):
         self.ladders: dict[str, Ladder] = {}
         self.decision: Decision | None = None
         self._watch: Watch | None = None
+        self._reviews: dict[str, AmaxReview] = {}
+        """Of the amax histories, by the name of the state that holds them."""
         self._loaded: dict[str, Any] | None = None
+        self._losses: list[float] = []
+        """Of the batches since the last observation in turn."""
         self._save_due = False
         self._agreed_off = False
         self._gathered = -1
@@ -70,13 +82,16 @@ class DivergenceGuard(Monitor):
 
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
         """As any monitor; a failed one goes on meeting the others until all know."""
+        due = event == Event.BATCH_END and self._due(
+            state, done=True
+        )  # before this batch decides about the next
         super().run_event(event, state, logger)
         if self._agreed_off or dist.get_world_size() == 1:
             return
         if event == Event.FIT_START:
             if not everyone_works(state, self.failed is None):
                 self._switch_off("another rank could not start it")
-        elif event == Event.BATCH_END and self.failed is not None and self._due(state, done=True):
+        elif due and self.failed is not None:
             met = self._gathered == state.timestamp.batch.value  # it failed after this batch's gather
             if not met:
                 self._gather(state, None)
@@ -94,7 +109,11 @@ class DivergenceGuard(Monitor):
         return rows
 
     def _due(self, state: State, *, done: bool = False) -> bool:
-        return (state.timestamp.batch.value + (not done)) % self.config.interval == 0
+        again = self.decision is not None and self.decision.look_again
+        return again or self._in_turn(state.timestamp.batch.value + (not done))
+
+    def _in_turn(self, batch: int) -> bool:
+        return batch % self.config.interval == 0
 
     # -- events ------------------------------------------------------------------------------------------------------
 
@@ -102,6 +121,8 @@ class DivergenceGuard(Monitor):
         """Take the hooks away."""
         if self._watch is not None:
             self._watch.detach()
+        for review in self._reviews.values():
+            review.detach()
 
     def init(self, state: State, logger: Logger) -> None:
         """Have the state carried."""
@@ -117,6 +138,14 @@ class DivergenceGuard(Monitor):
                 acts="demote" in self.config.actions,
             )
         self._watch = Watch(model_of(state), self.ladders, self.guarded)
+        for kind in (FP8State, FP8AttentionState):
+            found = kind.of(state.model)
+            if found is not None and found.delayed is not None:
+                review = self._reviews.get(kind.NAME) or AmaxReview(
+                    found.delayed, acts="demote" in self.config.actions
+                )
+                self._reviews[kind.NAME] = review
+                review.attach()
         if self._loaded is not None:
             self._take_back(self.decision, self._watch, self._loaded)
             self._loaded = None
@@ -137,16 +166,60 @@ class DivergenceGuard(Monitor):
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Observe, agree, act."""
-        if not self._due(state, done=True) or self._watch is None or self.decision is None:
+        if self._watch is None or self.decision is None:
             return
+        self._losses.append(_loss(state))
+        found = self._review(state.timestamp.batch.value)
+        if self._due(state, done=True):
+            found += self._observe(state, logger, {event.unit for event in found})
+        self._tell(state, logger, found)
+        self._move(state, {event.unit for event in found if event.action in ("demote", "promote")}, logger)
+
+    def _observe(self, state: State, logger: Logger, mended: set[str]) -> list[GuardEvent]:
+        """What is decided on what all ranks see; about the layers in ``mended`` in the next observation."""
+        assert self._watch is not None and self.decision is not None
         self._watch.detach()
-        rows = self._gather(state, self._watch.collect(_loss(state)))
+        in_turn = self._in_turn(state.timestamp.batch.value)
+        # Of one batch it is noisy, and those between are known too. A look out of turn is about this batch.
+        losses = self._losses if in_turn else self._losses[-1:]
+        rows = self._gather(state, self._watch.collect(math.fsum(losses) / len(losses)))
         if rows is None:
-            return
+            return []
+        if in_turn:
+            self._losses = []
         seen = together(rows, self._watch.columns)
         self._watch.amax.update(seen.amax)
         batch = state.timestamp.batch.value
-        found = self.decision.decide(batch, seen)
+        if "demote" in self.config.actions:
+            damage = {where: value for where, value in seen.damage.items() if where[0] not in mended}
+            seen = dataclasses.replace(seen, damage=damage)
+        found = self.decision.decide(batch, seen, due=in_turn)
+        self._log(seen, logger)
+        return found
+
+    def _review(self, batch: int) -> list[GuardEvent]:
+        """What the histories of delayed scaling were found to be, by layer."""
+        found: dict[str, list[GuardEvent]] = {}
+        for review in self._reviews.values():
+            mismatches = {one.index: one for one in review.collect()}
+            if not mismatches:
+                continue
+            for name, ladder in self.ladders.items():
+                for operand, slot in (ladder.module.slots or {}).items():
+                    one = mismatches.get(slot.index) if slot.state is review.state else None
+                    if one is None or name in found:
+                        continue
+                    why = f"an amax of {one.amax:.3g} after {one.past:.3g} at most: " + ACTS[one.kind]
+                    tell = functools.partial(
+                        GuardEvent, batch=batch, unit=name, signal=f"history of {operand}"
+                    )
+                    found[name] = [tell(action="alarm", value=one.amax, threshold=one.threshold, why=why)]
+                    if review.acts:
+                        found[name].append(tell(action="renew", why=DID[one.kind]))
+        return [event for events in found.values() for event in events]
+
+    def _tell(self, state: State, logger: Logger, found: list[GuardEvent]) -> None:
+        batch = state.timestamp.batch.value
         if any(event.action == "alarm" for event in found):
             found += self._further_actions(batch, state)
         for event in found:
@@ -156,8 +229,6 @@ class DivergenceGuard(Monitor):
             # All of them each time: a reader of the log takes the last table of a name.
             told = [[str(event[column]) for column in TOLD] for event in self.events]
             logger.log_table(list(TOLD), told, "guard_events", batch)
-        self._move(state, {event.unit for event in found if event.action in ("demote", "promote")}, logger)
-        self._log(seen, logger)
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
         """Save where the trainer saves, so that the checkpoint is one that resumes."""
@@ -232,7 +303,9 @@ class DivergenceGuard(Monitor):
         return {
             "decision": decided,
             "events": list(self.events),
+            "losses": list(self._losses),
             "amax": {f"{name}/{operand}": value for (name, operand), value in amax.items()},
+            "reviews": {name: review.state_dict() for name, review in self._reviews.items()},
         }
 
     def take_carried_state(self, state: dict[str, Any]) -> None:
@@ -252,7 +325,10 @@ class DivergenceGuard(Monitor):
             )
         for name, ladder in self.ladders.items():
             ladder.move(decision.rungs[name])
-        self.events = list(state["events"])
+        self.events, self._losses = list(state["events"]), list(state.get("losses", ()))
+        for name, saved in state.get("reviews", {}).items():
+            if name in self._reviews:
+                self._reviews[name].load_state_dict(saved)
         for key, value in state["amax"].items():
             name, _, operand = key.partition("/")
             watch.amax[name, operand] = value

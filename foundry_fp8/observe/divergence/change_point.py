@@ -99,6 +99,11 @@ class ChangePoint:
         """How much of an alarm has come together: 0 for none, 1 raises it."""
         return max(self._fast / self.jump, self._slow / self._slow_limit)
 
+    @property
+    def fast(self) -> float:
+        """The same of the fast sum alone."""
+        return self._fast / self.jump
+
     def observe(self, y: float, *, restart: bool = True) -> bool:
         """Take one finite observation; true if it raises the alarm.
 

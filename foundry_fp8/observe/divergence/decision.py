@@ -1,12 +1,20 @@
 """What the guard makes of what was observed: alarms, demotions and promotions. No model, no trainer, no clock.
 
-Damage demotes the target it is measured on, by one rung, and again while it lasts. A loss that climbs demotes what shows part of
-an alarm; if it climbs on after that (a second alarm within :data:`HORIZON`, measured from the level of the first), or is not
-finite twice in a row, it demotes the blocks that gave a sign, or all. A loss that shifts and stays is one alarm, and no demotion.
+Damage demotes the target it is measured on, by one rung, and again while it lasts. A finer rung has to help: where an operand is not
+healthy on it for :data:`TRIAL` looks in a row, or the loss stays up, the next one is taken. A loss that climbs demotes what
+shows part of an alarm; if it climbs on after that (a second alarm within :data:`HORIZON`, and a trend since the first), or is
+not finite twice in a row, it demotes the blocks that gave a sign, or all. A loss that shifts and stays is one alarm, and no
+demotion, however often.
+
+Where one look decides (half of an alarm has come together, or a rung is on trial), the next batch is looked at too: sampling
+more often when something may be wrong is what charts with variable sampling intervals do.
 
 A demoted target is promoted by one rung once what the rung above would do to its operands, its *shadow*, has been healthy for
 ``quiet_batches`` of observations in a row: well below what would demote it, and measured each time. That doubles each time the
 target has to be demoted again, and begins four times as long where the loss demoted it and no damage said why.
+
+Source:
+    Reynolds, Amin and Arnold, "CUSUM charts with variable sampling intervals", Technometrics 32 (1990).
 """
 
 from __future__ import annotations
@@ -14,82 +22,18 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
+from foundry_fp8.observe.divergence.loss_watch import HORIZON, LossWatch, Rise
+from foundry_fp8.observe.divergence.observed import MODEL, Event, Observed, Rungs
 from foundry_fp8.observe.divergence.signals import RULES, Signal
 
-__all__ = ["HORIZON", "MODEL", "Decision", "Event", "Observed", "Rungs"]
+__all__ = ["Decision"]
 
-MODEL = "model"
-"""Where the loss is measured."""
-HORIZON = 64
-"""Observations for which an alarm of the loss or a sign is remembered."""
 BLIND = 2
 """Relapses that a demotion without damage begins with."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Rungs:
-    """What one target can run.
-
-    Attributes:
-        unit: The block that it is in.
-        recipes: Names, from the configured one to ``high_precision``.
-    """
-
-    unit: str
-    recipes: Sequence[str]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Observed:
-    """One observation, the same on every rank.
-
-    Attributes:
-        loss: Of the batch.
-        signs: ``(block, signal)`` -> value.
-        damage: ``(target, operand, signal)`` -> value, of what runs in FP8.
-        shadow: The same, of what the rung above would do to a demoted target.
-        amax: ``(target, operand)`` -> amax.
-    """
-
-    loss: float
-    signs: Mapping[tuple[str, str], float]
-    damage: Mapping[tuple[str, str, str], float]
-    shadow: Mapping[tuple[str, str, str], float]
-    amax: Mapping[tuple[str, str], float] = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Event:
-    """What was decided in one batch about one place.
-
-    Attributes:
-        unit: A module's name, a block (``layer_003``, ``outside``) or ``model``.
-        signal: What raised the alarm (``flushed of x``), or the move (``delayed -> current``).
-        why: Of a move: what it is for.
-    """
-
-    batch: int
-    unit: str
-    signal: str
-    action: Literal["alarm", "demote", "promote", "checkpoint", "stop"]
-    value: float = math.nan
-    threshold: float = math.nan
-    why: str = ""
-
-    @property
-    def detail(self) -> str:
-        """What raised the alarm, or why it was moved, in words."""
-        if self.action != "alarm":
-            return self.why
-        # The sums see what no single value does: a slow rise stays below the threshold of a jump.
-        rose = "above" if not self.value <= self.threshold else "risen for long, though below"
-        return f"{self.value:.4g}, {rose} {self.threshold:.4g}"
-
-    def __str__(self) -> str:
-        what = " ".join(part for part in (self.action, self.signal) if part)
-        return f"batch {self.batch}, {self.unit}: {what}{self.detail and f' ({self.detail})'}"
+TRIAL = 3
+"""Looks at a finer rung in which it has to help, and looks out of turn in a row."""
 
 
 class Decision:
@@ -99,6 +43,10 @@ class Decision:
         targets: By module name.
         quiet: Observations for which a shadow has to be healthy.
         acts: Whether alarms move anything.
+
+    Attributes:
+        rungs: By target.
+        look_again: Whether the next batch is to be observed, due or not.
     """
 
     def __init__(self, targets: Mapping[str, Rungs], *, quiet: int, acts: bool = True) -> None:
@@ -114,39 +62,84 @@ class Decision:
         self._promoted: set[str] = set()
         self._signed: dict[str, int] = {}
         """Blocks by the observation of their last sign."""
-        self._climbed: int | None = None
-        """Observation of the loss's last alarm."""
-        self._broken = 0
-        """Observations in a row whose loss was not finite."""
+        self._loss = LossWatch()
         self._count = 0
+        self._unwell: dict[str, int] = {}
+        """Looks in a row in which a target was not healthy on its finer rung."""
+        self._trial: dict[str, int] = {}
+        """Looks that are left to a rung on trial."""
+        self._looks = 0
+        """Looks out of turn in a row."""
+        self.look_again = False
 
     def recipe(self, target: str) -> str:
         """What it runs, in words."""
         return self._targets[target].recipes[self.rungs[target]]
 
-    def decide(self, batch: int, seen: Observed) -> list[Event]:
-        """Take one observation; what to tell and to do, in order. :attr:`rungs` are those from now on."""
-        self._count += 1
-        alarms, sick = self._damage(batch, seen.damage)
-        alarms += self._signs(batch, seen.signs)
-        climbs = self._loss(batch, seen.loss)
-        alarms += climbs
+    def decide(self, batch: int, seen: Observed, *, due: bool = True) -> list[Event]:
+        """Take one observation; what to tell and to do, in order. :attr:`rungs` are those from now on.
+
+        Args:
+            batch: For the events.
+            seen: What was observed.
+            due: Whether it was its turn. If not, only what is in doubt is judged.
+        """
+        self._count += due
+        alarms, sick = self._damage(batch, seen.damage, due)
+        rise = None
+        if due:
+            alarms += self._signs(batch, seen.signs)
+            rise = self._loss.observe(seen.loss)
+        else:
+            self._loss.look(seen.loss)
+        if rise is not None:
+            event = Event(batch=batch, unit=MODEL, signal="loss", action="alarm", value=seen.loss, threshold=rise.threshold)  # fmt: skip
+            hurt = sick or any(self._signals[key].suspect or key in self._told for key in self._watched())
+            if self._targets and not hurt:
+                event = dataclasses.replace(
+                    event, why=f"{event.detail}; no operand is damaged: hardly FP8's doing"
+                )
+            alarms.append(event)
+        self._judge_trials(seen.loss, sick)
         moves = [self._demote(batch, target, why) for target, why in sick.items()] if self._acts else []
-        if self._acts and climbs:
-            moves += self._answer_the_loss(batch, set(sick))
-        if self._acts:
+        if self._acts and rise is not None:
+            moves += self._answer_the_loss(batch, set(sick), rise)
+        if self._acts and due:
             moved = {move.unit for move in moves if move is not None}
             # The shadow of what was moved just now is that of another rung.
             moves += self._promote(batch, {w: v for w, v in seen.shadow.items() if w[0] not in moved})
-        return alarms + [move for move in moves if move is not None]
+        found = [move for move in moves if move is not None]
+        self._plan(due, found)
+        return alarms + found
+
+    def _plan(self, due: bool, moves: Sequence[Event]) -> None:
+        """Whether to look again in the next batch, and what is on trial then."""
+        for move in moves:
+            self._unwell.pop(move.unit, None)
+            self._trial.pop(move.unit, None)
+            if move.action == "demote" and self._can_fall(move.unit):
+                self._trial[move.unit] = TRIAL
+        self._looks = 0 if due or moves else self._looks + 1
+        doubt = any(self._signals[key].test.fast > 0.5 and key not in self._told for key in self._watched())
+        self.look_again = self._looks < TRIAL and (doubt or bool(self._trial) or bool(self._unwell))
+
+    def _watched(self) -> list[str]:
+        """The signals of damage by what runs now."""
+        return [
+            key
+            for key in self._signals
+            if (target := key.partition("/")[0]) in self._targets
+            and key.rpartition("/")[2] == self.recipe(target)
+        ]
 
     # -- what is wrong -----------------------------------------------------------------------------------------------
 
     def _damage(
-        self, batch: int, damage: Mapping[tuple[str, str, str], float]
+        self, batch: int, damage: Mapping[tuple[str, str, str], float], due: bool
     ) -> tuple[list[Event], dict[str, str]]:
         events: list[Event] = []
         sick: dict[str, str] = {}
+        unwell: dict[str, str] = {}
         for (target, operand, name), value in damage.items():
             if not math.isfinite(value):  # the loss and the signs tell of it, and no precision mends it
                 continue
@@ -154,14 +147,22 @@ class Decision:
             configured = f"{target}/{operand}/{name}/{self._targets[target].recipes[0]}"
             signal = self._signal(key, name, like=self._signals.get(configured))
             threshold = signal.threshold
-            if signal.observe(value):
-                what = f"{name} of {operand}"
+            what = f"{name} of {operand}"
+            if self.rungs[target] and not signal.healthy(value):
+                unwell.setdefault(target, f"{what} is {value:.3g} on {self.recipe(target)} too")
+            if (due or signal.test.fast > 0.5) and signal.observe(value):
                 sick.setdefault(target, f"{what} {value:.3g}, above {threshold:.3g}")
                 if value > self._told.get(key, 0.0) * signal.rule.ratio:
                     self._told[key] = value
                     events.append(Event(batch=batch, unit=target, signal=what, action="alarm", value=value, threshold=threshold))  # fmt: skip
             elif key in self._told and signal.healthy(value):
                 del self._told[key]
+        self._unwell = {
+            target: self._unwell.get(target, 0) + 1 for target in unwell if self._can_fall(target)
+        }
+        for target, looks in self._unwell.items():
+            if looks >= TRIAL:
+                sick.setdefault(target, unwell[target])
         return events, sick
 
     def _signs(self, batch: int, signs: Mapping[tuple[str, str], float]) -> list[Event]:
@@ -177,16 +178,15 @@ class Decision:
             self._tell_once(key, broken)
         return events
 
-    def _loss(self, batch: int, loss: float) -> list[Event]:
-        signal = self._signal(f"{MODEL}/loss", "loss")
-        threshold, broken = signal.threshold, not math.isfinite(loss)
-        alarm = signal.observe(loss)
-        self._broken = self._broken + 1 if broken else 0
-        told = broken and f"{MODEL}/loss" in self._told and self._broken > 2
-        self._tell_once(f"{MODEL}/loss", broken)
-        if not alarm or told:
-            return []
-        return [Event(batch=batch, unit=MODEL, signal="loss", action="alarm", value=loss, threshold=threshold)]  # fmt: skip
+    def _judge_trials(self, loss: float, sick: dict[str, str]) -> None:
+        """A finer rung does not help if the loss stays up on it."""
+        for target, left in list(self._trial.items()):
+            if self._loss.high > 1:
+                limit = self._loss.limit
+                sick.setdefault(target, f"the loss is {loss:.4g} on {self.recipe(target)}, above {limit:.4g}")
+            self._trial[target] = left - 1
+            if left <= 1:
+                del self._trial[target]
 
     def _tell_once(self, key: str, broken: bool) -> None:
         if broken:
@@ -201,19 +201,23 @@ class Decision:
 
     # -- what to do --------------------------------------------------------------------------------------------------
 
-    def _answer_the_loss(self, batch: int, sick: set[str]) -> list[Event | None]:
-        """After an alarm of the loss: what shows part of an alarm; if it goes on, the blocks with a sign, or all."""
-        again = self._climbed is not None and self._count - self._climbed <= HORIZON
-        self._climbed = self._count
+    def _answer_the_loss(self, batch: int, sick: set[str], rise: Rise) -> list[Event | None]:
+        """After an alarm of the loss: what shows part of an alarm or has left its recipe before; if it goes on, the blocks with a
+        sign, or all.
+        """
+        broken = self._loss.broken
         moves: list[Event | None] = []
-        for key, signal in self._signals.items():
-            target, _, rest = key.partition("/")
-            if signal.suspect and target in self._targets and target not in sick:
-                operand, name, _ = rest.split("/")
+        for key in self._watched():
+            target, operand, name, _ = key.split("/")
+            if self._signals[key].suspect and target not in sick:
                 sick.add(target)
                 moves.append(self._demote(batch, target, f"the loss rose, and {name} of {operand} did"))
-        if self._broken > 1 or (again and not self._broken):
-            why = "the loss is not finite" if self._broken else "the loss climbs on"
+        for target, rung in self.rungs.items():
+            if rung and not broken and target not in sick and self._can_fall(target):
+                sick.add(target)
+                moves.append(self._demote(batch, target, f"the loss rose on {self.recipe(target)}"))
+        if broken > 1 or rise.climbs:
+            why = "the loss is not finite" if broken else "the loss climbs on"
             units = {unit for unit, seen in self._signed.items() if self._count - seen <= HORIZON}
             signed = [t for t, rungs in self._targets.items() if rungs.unit in units and self._can_fall(t)]
             for target in signed or self._targets:
@@ -247,8 +251,7 @@ class Decision:
                 continue
             self._healthy_for[target] = self._healthy_for.get(target, 0) + 1 if health.get(target) else 0
             patience = self._quiet * 2 ** self._relapses.get(target, 0)
-            quiet = self._climbed is None or self._count - self._climbed >= patience
-            if self._healthy_for[target] >= patience and quiet:
+            if self._healthy_for[target] >= patience and self._loss.quiet_for(patience):
                 self._healthy_for[target] = 0
                 self._promoted.add(target)
                 why = f"its shadow was healthy for {patience} observations"
@@ -278,9 +281,12 @@ class Decision:
             "relapses": dict(self._relapses),
             "promoted": sorted(self._promoted),
             "signed": dict(self._signed),
-            "climbed": self._climbed,
-            "broken": self._broken,
+            "loss": self._loss.state_dict(),
             "count": self._count,
+            "unwell": dict(self._unwell),
+            "trial": dict(self._trial),
+            "looks": self._looks,
+            "look_again": self.look_again,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
@@ -298,11 +304,16 @@ class Decision:
             if rung and self.recipe(target) != recipe:
                 said.append(f"{target} ran {recipe}, now {self.recipe(target)}")
         for key, saved in state["signals"].items():
-            name = key.split("/")[2 if key.split("/")[0] in self._targets else 1]
-            if name in RULES:
+            unit, *rest = key.split("/")
+            name = rest[1 if unit in self._targets else 0]
+            if name in RULES and unit != MODEL:
                 self._signal(key, name).load_state_dict(saved)
         self._told, self._healthy_for = dict(state["told"]), dict(state["healthy_for"])
         self._relapses, self._promoted = dict(state["relapses"]), set(state["promoted"])
-        self._signed, self._climbed = dict(state["signed"]), state["climbed"]
-        self._broken, self._count = state["broken"], state["count"]
+        self._signed, self._count = dict(state["signed"]), state["count"]
+        if "loss" not in state:  # an older checkpoint: the loss is learned afresh, and nothing is on trial
+            return said
+        self._loss.load_state_dict(state["loss"])
+        self._unwell, self._trial = dict(state["unwell"]), dict(state["trial"])
+        self._looks, self.look_again = state["looks"], state["look_again"]
         return said

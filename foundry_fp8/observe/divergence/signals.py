@@ -34,7 +34,7 @@ class Rule:
 DAMAGE: dict[str, Rule] = {
     "flushed": Rule(floor=5e-3, ratio=4.0, drift=4.0, sick=0.5),
     "flushed_gradient": Rule(floor=0.04, ratio=4.0, drift=4.0, sick=0.5),
-    "noise": Rule(floor=2.0, ratio=4.0, drift=4.0, sick=64.0),
+    "noise": Rule(floor=1.0, ratio=4.0, drift=4.0, sick=64.0),
     "logit_noise": Rule(floor=0.25, ratio=4.0, drift=4.0, sick=1.0),
 }
 """By operand: the share of its elements that become zero (of gradients healthy runs lose some percent), and what is lost of a token in units of what rounding alone takes
@@ -42,11 +42,11 @@ DAMAGE: dict[str, Rule] = {
 (:func:`~foundry_fp8.observe.divergence.attention_watch.logit_noise`)."""
 
 SIGNS: dict[str, Rule] = {
-    "kurtosis": Rule(floor=8.0, ratio=5.0, drift=5.0),
-    "kurtosis_flat": Rule(floor=30.0, ratio=10.0, drift=10.0),
-    "peak": Rule(floor=8.0, ratio=4.0, drift=4.0),
+    "kurtosis": Rule(floor=16.0, ratio=5.0, drift=5.0),
+    "kurtosis_flat": Rule(floor=200.0, ratio=10.0, drift=10.0),
+    "peak": Rule(floor=32.0, ratio=4.0, drift=4.0),
     "saturated": Rule(floor=1e-3, ratio=10.0, drift=10.0),
-    "gradient_norm": Rule(floor=1e-12, ratio=8.0, drift=4.0),
+    "gradient_norm": Rule(floor=1e-12, ratio=8.0, drift=8.0),
     "loss": Rule(floor=1e-3, ratio=1.25, drift=1.12),
 }
 """By block, and the loss. Kurtosis of tokens, averaged, sees a channel that sticks out; that of all tokens together and the

@@ -16,8 +16,8 @@ from foundry_fp8.layers.attention import FP8DotProductAttention
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.model_structure.names import named_modules_clean
 from foundry_fp8.observe.divergence.attention_watch import AttentionWatch, logit_noise
-from foundry_fp8.observe.divergence.decision import Observed
 from foundry_fp8.observe.divergence.ladder import OUTSIDE, Ladder, units_of
+from foundry_fp8.observe.divergence.observed import Observed
 from foundry_fp8.observe.divergence.shadow import LinearShadow
 from foundry_fp8.observe.operand_health import HealthProbe, outliers, summarise
 from foundry_fp8.observe.operand_stats import moments, sample_rows

@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 
-from foundry_fp8.observe.divergence.decision import HORIZON, Decision, Observed, Rungs
+from foundry_fp8.observe.divergence.decision import Decision
+from foundry_fp8.observe.divergence.loss_watch import HORIZON
+from foundry_fp8.observe.divergence.observed import Observed, Rungs
 
 RECIPES = ("delayed", "current", "high_precision")
 NAMES = ["b0.q", "b0.o", "b1.q", "b1.o"]
@@ -21,7 +24,7 @@ class Run:
         self.batch = 0
         self.events = []
 
-    def feed(self, times=1, *, loss=2.0, flushed=None, shadow=None, signs=None):
+    def feed(self, times=1, *, due=True, loss=2.0, flushed=None, shadow=None, signs=None):
         flushed, shadow = flushed or {}, {} if shadow is None else shadow
         found = []
         for _ in range(times):
@@ -43,7 +46,7 @@ class Run:
                 damage=damage,
                 shadow=shadows,
             )
-            found += self.decision.decide(self.batch, seen)
+            found += self.decision.decide(self.batch, seen, due=due)
         self.events += found
         return found
 
@@ -99,6 +102,7 @@ def test_harder_data_is_one_alarm_and_no_demotion():
     run.feed(60)
     found = run.feed(300, loss=lambda batch: 2.7 + 0.02 * (batch % 3))
     assert [(e.unit, e.action) for e in found] == [("model", "alarm")]
+    assert "no operand is damaged" in str(found[0])
 
 
 @pytest.mark.parametrize("signs", [{}, {("layer_001", "kurtosis"): 100.0}])
@@ -114,12 +118,62 @@ def test_a_loss_that_climbs_on_demotes_the_blocks_that_gave_a_sign_or_all(signs)
     assert len([e for e in found if e.unit == "model" and e.batch <= first]) == 2, "the second alarm acts"
 
 
+@pytest.mark.parametrize("noise", [0.0, 0.04])
+@pytest.mark.parametrize("stairs", [(60, 110), (60, 90, 120), (60, 75)])
+def test_data_that_become_harder_twice_are_no_climb(stairs, noise):
+    run = Run()
+    generator = torch.Generator().manual_seed(3)
+
+    def loss(batch):
+        level = 2.0 * 1.4 ** sum(batch > stair for stair in stairs)
+        return level * float(torch.exp(noise * torch.randn((), generator=generator)))
+
+    found = run.feed(200, loss=loss)
+    assert len([e for e in found if e.unit == "model"]) == len(stairs)
+    assert not moves(found)
+
+
+def test_a_finer_rung_that_is_not_healthy_is_left_for_the_next_one():
+    """Below what would demote by itself, and not what a layer was demoted for."""
+    run = Run()
+    run.feed(20)
+    run.feed(2, flushed={"b1.o": 0.4})
+    assert run.decision.rungs["b1.o"] == 1
+    found = run.feed(3, flushed={"b1.o": 0.015})
+    assert moves(found) == [("b1.o", "demote", "current -> high_precision")] and run.batch == 25
+
+
+def test_a_finer_rung_on_which_the_loss_stays_up_is_left_for_the_next_one():
+    run = Run()
+    run.feed(60)
+    run.feed(2, flushed={"b1.o": 0.4})
+    assert moves(run.feed(1, loss=4.0)) == []
+    assert moves(run.feed(1, loss=4.0)) == [("b1.o", "demote", "current -> high_precision")]
+
+
+def test_where_one_look_decides_the_next_batch_is_looked_at_out_of_turn():
+    run = Run(quiet=50)
+    run.feed(20)
+    assert not run.decision.look_again
+    assert not run.feed(flushed={"b1.o": 0.6}) and run.decision.look_again
+    found = run.feed(flushed={"b1.o": 0.6, "b0.q": 0.6}, due=False)
+    assert moves(found) == [("b1.o", "demote", "delayed -> current")], "what was not in doubt is not judged"
+    looks = 0
+    while run.decision.look_again:
+        looks += 1
+        assert not run.feed(due=False)
+    assert looks == 3, "the new rung is on trial"
+    run.feed(flushed={"b0.o": 0.6})
+    assert not run.feed(due=False) and not moves(run.feed(5)), "it was one bad batch"
+
+
 def test_what_the_loss_demoted_without_damage_stays_away_four_times_as_long():
     run = Run(quiet=5)
     run.feed(60)
     while not any(run.decision.rungs.values()):
         run.feed(1, loss=lambda batch: 2.0 * 1.1 ** (batch - 60))
     level = 2.0 * 1.1 ** (run.batch - 60)
+    assert {m[2] for m in moves(run.feed(1, loss=level))} == {"current -> high_precision"}, "it did not help"
     assert not moves(run.feed(19, loss=level))
     assert {m[1] for m in moves(run.feed(3, loss=level))} == {"promote"}
 
@@ -131,7 +185,9 @@ def test_one_bad_batch_demotes_nothing_and_a_second_one_does():
     assert not run.feed(20)
     assert not moves(run.feed(1, loss=math.nan))
     assert {m[0] for m in moves(run.feed(1, loss=math.nan))} == set(NAMES)
-    assert len(run.feed(100, loss=math.nan)) < 10, "it is told, and not in every observation"
+    found = run.feed(100, loss=math.nan)
+    assert len(found) < 10, "it is told, and not in every observation"
+    assert {m[1] for m in moves(found)} == {"demote"}, "nothing comes back while the loss is not finite"
 
 
 def test_a_guard_that_only_warns_tells_damage_once():

@@ -1,0 +1,151 @@
+"""Amax histories that do not fit the run: one pass that would poison them, or a past that is not this run's.
+
+Delayed scaling multiplies by what the largest amax of the last L passes allows. Where that is one bad batch's, or another
+run's, everything is flushed for up to L passes, from the first one on: no observation in a due batch comes in time. But
+every pass's amax is known, so each update compares it with the history that it is about to enter. If they differ by more
+than half of the octaves that the format has (9 of E4M3's 17.8, 16 of E5M2's 31.8), then one of both would have no more than the
+other half for all of its elements, which is where they begin to be lost:
+
+- a pass *above* is kept out of the history. A second one in a row comes in: that is a level, not a spike. What is not finite never
+  does; it would hold the scale where it is.
+- a pass *below* makes the history start afresh. If the old level comes back while it would still be remembered, it was right:
+  it comes in at once, and the next time it takes twice as many passes in a row.
+
+All of it is arithmetic on the device, in the update that delayed scaling makes anyway; nothing waits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from foundry_fp8.layers.delayed_scaling import DelayedScalingState
+from foundry_fp8.numerics.formats import E4M3, E5M2
+
+__all__ = ["AmaxReview", "Mismatch"]
+
+OCTAVES = {fmt.max: math.log2(fmt.max / fmt.min_subnormal) for fmt in (E4M3, E5M2)}
+"""By the format's maximum: from there to the smallest number above zero."""
+_KEPT = ("spikes", "low", "patience", "age")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mismatch:
+    """A pass and a history that do not go together.
+
+    Attributes:
+        index: Of the tensor in the state.
+        kind: ``spike``: the pass is far above; ``stale``: the history is.
+        amax: Of the pass.
+        past: The largest of the history.
+        threshold: What of the amax would have gone with that history.
+    """
+
+    index: int
+    kind: Literal["spike", "stale"]
+    amax: float
+    past: float
+    threshold: float
+
+
+class AmaxReview:
+    """What :attr:`~foundry_fp8.layers.delayed_scaling.DelayedScalingState.review` calls in every update.
+
+    Args:
+        state: Whose histories; reviewed only where a history is remembered (``max`` of more than one pass).
+        acts: Whether histories are changed, or mismatches only told.
+    """
+
+    def __init__(self, state: DelayedScalingState, *, acts: bool) -> None:
+        self.state = state
+        self.acts = acts
+        count = len(state.fp8_max)
+        self._tensors = {
+            "limit": torch.tensor([2.0 ** (OCTAVES[largest] / 2) for largest in state.fp8_max]),
+            "spikes": torch.zeros(count, dtype=torch.int32),  # passes in a row above
+            "low": torch.zeros(count, dtype=torch.int32),  # passes in a row below
+            "patience": torch.ones(count, dtype=torch.int32),  # of those, how many start it afresh
+            "age": torch.full((count,), 2**30, dtype=torch.int32),  # passes since it did
+            "told": torch.zeros(4, count),  # spike, stale, amax, past: since the last look
+        }
+        self._arrived: tuple[Tensor, torch.cuda.Event] | None = None
+
+    def attach(self) -> None:
+        """Review from now on."""
+        recipe = self.state.recipe
+        if recipe.amax_compute_algo == "max" and recipe.amax_history_len > 1:
+            self.state.review = self
+
+    def detach(self) -> None:
+        """Review no more."""
+        if self.state.review is self:
+            self.state.review = None
+
+    @torch.no_grad()
+    def __call__(self, state: DelayedScalingState) -> None:
+        """Compare the pass with the history, and change what does not fit."""
+        if self._tensors["limit"].device != state.amax_history.device:
+            self._tensors = {name: t.to(state.amax_history.device) for name, t in self._tensors.items()}
+        limit, spikes, low, patience, age, told = self._tensors.values()
+        current, history = state.amax_history[0], state.amax_history[1:]
+        past = history.amax(0)
+        judged = (current != 0) & (past != 0)
+        above = judged & (current / limit > past)
+        below = judged & (current < past / limit)
+        age.add_((current != 0).int()).clamp_(max=2**30)
+        relapse = above & (age <= len(history))
+        spike = above & ~relapse & (spikes == 0)
+        kept_out = spike | torch.isinf(current)
+        torch.where(judged, (spikes + 1) * above, spikes, out=spikes)
+        torch.where(judged, (low + 1) * below, low, out=low)
+        stale = below & (low == patience)
+        patience.mul_(1 + relapse.int()).clamp_(max=2**20)
+        for row, value in zip(told, (spike.float(), stale.float(), current, past), strict=True):
+            torch.where(spike | stale, value, row, out=row)
+        if self.acts:
+            age.masked_fill_(stale, 0)
+            low.masked_fill_(stale, 0)
+            history.masked_fill_(stale, 0.0)
+            current.masked_fill_(kept_out, 0.0)
+
+    def collect(self) -> list[Mismatch]:
+        """What was found since the last call; on a GPU before the last call, so that nothing waits for it."""
+        told = self._tensors["told"]
+        if told.device.type == "cuda":
+            before = self._arrived
+            copy = torch.empty(told.shape, pin_memory=True).copy_(told, non_blocking=True)
+            self._arrived = copy, torch.cuda.current_stream().record_event()
+            told.zero_()
+            if before is None:
+                return []
+            arrived, event = before
+            event.synchronize()
+        else:
+            arrived = told
+        if not bool(arrived[:2].any()):
+            return []
+        found = []
+        for index, (spike, stale, amax, past) in enumerate(arrived.T.tolist()):
+            if spike or stale:
+                limit = 2.0 ** (OCTAVES[self.state.fp8_max[index]] / 2)
+                threshold = past * limit if spike else past / limit
+                kind: Literal["spike", "stale"] = "spike" if spike else "stale"
+                found.append(Mismatch(index=index, kind=kind, amax=amax, past=past, threshold=threshold))
+        if arrived is told:
+            told.zero_()
+        return found
+
+    def state_dict(self) -> dict[str, list[int]]:
+        """By number, one for each tensor of the state."""
+        return {name: self._tensors[name].tolist() for name in _KEPT}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Take back what :meth:`state_dict` gave, if it is of as many tensors."""
+        for name in _KEPT:
+            if len(saved.get(name, ())) == len(self._tensors[name]):
+                self._tensors[name].copy_(torch.tensor(saved[name], dtype=torch.int32))

@@ -1,0 +1,111 @@
+"""Amax histories that are not this run's, and passes that would poison them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from foundry_fp8.layers.delayed_scaling import DelayedScalingState
+from foundry_fp8.numerics.formats import E4M3, E5M2
+from foundry_fp8.numerics.recipes import DelayedScaling
+from foundry_fp8.observe.divergence.amax_review import AmaxReview
+
+
+class Run:
+    """Passes of one tensor in each format; the second one never changes."""
+
+    def __init__(self, length=16, acts=True, fmt=E4M3, **recipe):
+        self.state = DelayedScalingState(DelayedScaling(amax_history_len=length, **recipe), [fmt.max, 448.0])
+        self.review = AmaxReview(self.state, acts=acts)
+        self.review.attach()
+        self.fmt = fmt
+
+    def feed(self, *amaxes):
+        told = []
+        for amax in amaxes:
+            self.state.slot(0).record(torch.tensor(float(amax)))
+            self.state.slot(1).record(torch.tensor(2.0))
+            self.state.update()
+            found = self.review.collect()
+            assert all(one.index == 0 for one in found)
+            told.append("".join(one.kind for one in found))
+        assert float(self.state.scale[1]) == 224.0
+        return told
+
+    @property
+    def holds(self):
+        """The largest value that the next pass's scale holds."""
+        return float(f"{self.fmt.max / float(self.state.scale[0]):.5g}")
+
+
+def test_one_pass_far_above_is_kept_out_and_the_next_is_scaled_as_before():
+    run = Run()
+    assert run.feed(3, 4, 4e5, 4) == ["", "", "spike", ""]
+    assert run.holds == 4
+    assert run.feed(3, 5, 1e6, 1e6, 1e6)[2:] == ["spike", "", ""], "a second one in a row is a level"
+    assert run.holds == 1e6
+
+
+def test_a_history_far_above_starts_afresh_with_the_first_pass():
+    run = Run()
+    run.feed(3, 4)
+    run.state.amax_history[1:, 0] *= 1e6
+    run.state.update()
+    assert run.feed(3) == ["stale"] and run.holds == 3
+    assert run.feed(5, 4) == ["", ""] and run.holds == 5
+
+
+def test_a_level_that_comes_back_doubles_the_passes_that_it_takes():
+    """Batches with hardly a token to learn from: a small amax says nothing about the next one."""
+    run = Run(length=1024)
+    run.feed(100)
+    assert run.feed(0.01, 100) == ["stale", ""], "the old level comes in at once"
+    assert run.holds == 100
+    assert run.feed(0.01, 100, 0.01, 0.01, 100) == ["", "", "", "stale", ""]
+    assert run.holds == 100
+    assert run.feed(*[0.01] * 3, 100, *[0.01] * 3, 100) == [""] * 8
+
+
+@pytest.mark.parametrize(("fmt", "octaves"), [(E4M3, 8.9), (E5M2, 15.9)])
+def test_half_of_the_formats_octaves_is_the_limit(fmt, octaves):
+    for factor in (2.0**octaves, 2.0**-octaves):
+        assert Run(fmt=fmt).feed(1, factor * 0.99 if factor > 1 else factor / 0.99) == ["", ""]
+        assert Run(fmt=fmt).feed(1, factor * 1.1 if factor > 1 else factor / 1.1)[1]
+
+
+def test_a_fresh_history_and_a_steady_growth_are_none_of_its_business():
+    assert not any(Run().feed(*[1e-9 * 4.0**i for i in range(40)]))
+    assert not any(Run().feed(0, 0, 7, 0, 7))
+
+
+def test_what_is_not_finite_never_comes_in():
+    run = Run()
+    assert run.feed(3, math.inf, math.inf, 4) == ["", "spike", "", ""]
+    assert run.holds == 4 and bool(torch.isfinite(run.state.amax_history).all())
+
+
+def test_a_review_that_only_tells_changes_nothing():
+    told, plain = Run(acts=False), Run()
+    plain.review.detach()
+    passes = (3, 4, 4e5, 4, 4, 4)
+    assert told.feed(*passes) == ["", "", "spike", "stale", "", ""]
+    assert not any(plain.feed(*passes))
+    assert torch.equal(told.state.amax_history, plain.state.amax_history)
+    assert torch.equal(told.state.scale, plain.state.scale)
+
+
+def test_where_nothing_is_remembered_nothing_is_reviewed():
+    assert Run(amax_compute_algo="most_recent").state.review is None
+    assert Run(length=1).state.review is None
+
+
+def test_its_state_goes_on_where_it_was():
+    first, second = Run(length=64), Run(length=64)
+    first.feed(100, 0.01, 100)
+    second.state.scale.copy_(first.state.scale)
+    second.state.amax_history.copy_(first.state.amax_history)
+    second.review.load_state_dict(first.review.state_dict())
+    assert second.feed(0.01, 0.01) == first.feed(0.01, 0.01) == ["", "stale"]
+    Run(length=64).review.load_state_dict({"low": [1, 2, 3]})  # of another model: left out
