@@ -24,9 +24,11 @@ class DivergenceGuardConfig(Config):
     key = KEY
 
     interval: Positive = 10
-    """Batches between two observations. The batches between cost nothing."""
+    """Batches between two observations; where one of them is in doubt, the next batch is looked at too. In the batches between
+    only the amaxes that delayed scaling has anyway are compared with its histories."""
     actions: Annotated[Sequence[Literal["warn", "checkpoint", "demote", "stop"]], not_empty] = ("demote",)
-    """What an alarm does besides being logged: ``warn`` (nothing more), ``checkpoint``, ``demote``, ``stop``; several."""
+    """What an alarm does besides being logged: ``warn`` (nothing more), ``checkpoint``, ``demote`` (and renew amax histories),
+    ``stop``; several."""
     finer: Annotated[str, one_of("auto", *FINER)] | None = "auto"
     """The rung between the configured recipe and high precision: a recipe's name, ``auto`` (current after delayed, block
     after current), or null to go straight to high precision."""
