@@ -129,6 +129,7 @@ def quantisation(x: Tensor, q: Quantized, sample: Sample) -> Tensor:
     near = rows.mul_(factor) if rows.data_ptr() != x.data_ptr() else rows * factor
     gemm_scale = _per_element(q, q.gemm_scale, sample, columns)
     squares = near.square()
+    constant = _constant(near, squares, back, sample)
     error = near.addcmul_(data, gemm_scale * factor, value=-1.0).square_().sum(1).double()
     s2, *others = _moments(squares, back)
     lost = torch.where(s2 != 0, error * back / s2, 0.0)
@@ -136,7 +137,6 @@ def quantisation(x: Tensor, q: Quantized, sample: Sample) -> Tensor:
     # Not [argmax()]: an index of one element is read by the host, which would wait for the device.
     largest = q.scale_inv.flatten().gather(0, q.amax.flatten().argmax(0, keepdim=True))
     amax = q.amax.max()[None]  # without the NaN that the tensor may hold
-    constant = _constant(sample.take(x.detach()), sample)[None]
     return torch.cat(
         [amax.double(), _in_order(found, sample, columns), 1.0 / largest.double(), found[4:], constant]
     )
@@ -194,19 +194,17 @@ def _moments(squares: Tensor, back: Tensor) -> list[Tensor]:
     return [s2 * back, s4 * back.square(), kurtosis, counted]
 
 
-def _constant(rows: Tensor, sample: Sample) -> Tensor:
-    """``constant`` of :data:`FIELDS`, 0-d float64: of channels with 16 times the energy of the average one, of which the mean is more
+def _constant(near: Tensor, squares: Tensor, back: Tensor, sample: Sample) -> Tensor:
+    """``constant`` of :data:`FIELDS`, float64 ``[1]``: of channels with 16 times the energy of the average one, of which the mean is more
     than half.
     """
-    near = rows.float() * torch.where(sample.amax > 0, 1 / sample.amax, 1.0)
-    weight = (sample.weight / sample.weight.sum()).float()
-    mean, energy = (weight @ near).square(), weight @ near.square_()
-    sticks_out = (2 * mean > energy) & (energy > 16 * energy.mean())
-    return (
-        torch.where(sticks_out, mean, 0.0).sum().double()
-        * sample.amax.double().square()
-        * sample.weight.sum()
-    )
+    largest = back.max()
+    share = back / largest  # powers of two, so that sums over rows are in one unit again
+    weight = torch.stack([share.sqrt() * sample.weight, share * sample.weight]).float()
+    of_mean = (weight[:1] @ near).square_() / sample.weight.sum()
+    energy = weight[1:] @ squares
+    sticks_out = (2 * of_mean > energy) & (energy > 16 * energy.mean())
+    return (of_mean * sticks_out).sum(1).double() * largest
 
 
 def _weighted(sample: Sample, *of_rows: Tensor) -> Tensor:

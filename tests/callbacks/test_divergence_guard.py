@@ -149,7 +149,7 @@ def test_one_token_that_sticks_out_is_told_and_moves_nothing_while_nothing_is_da
     train(model, [Grow(), watch], algorithms=[fp8("block")], steps=16, lr=0.0)
     assert watch.failed is None
     told = {(e["unit"], e["signal"]) for e in watch.events if e["action"] == "alarm"}
-    assert {("layer_001", "kurtosis_flat"), ("layer_001", "peak")} <= told
+    assert ("layer_001", "kurtosis_flat") in told
     assert ("layer_001", "kurtosis") not in told
     assert not moves(watch)
 
