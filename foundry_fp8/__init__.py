@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from foundry_fp8.activations.checkpointing.apply import apply_activation_checkpointing
     from foundry_fp8.activations.compression.apply import apply_activation_compression
+    from foundry_fp8.activations.fused_head.apply import apply_fused_head
     from foundry_fp8.backends.native.fused import activation_linear, norm_linear
     from foundry_fp8.config import ConfigError
     from foundry_fp8.distributed.compression.apply import apply_compressed_communication
@@ -47,6 +48,7 @@ _HOMES = {
     "apply_activation_compression": "activations.compression.apply",
     "apply_compressed_communication": "distributed.compression.apply",
     "apply_fp8": "surgery.apply",
+    "apply_fused_head": "activations.fused_head.apply",
     "apply_plan": "planning.memory.planner",
     "apply_unit_scaling": "models.mus.apply",
     "export_fp8": "export.apply",
@@ -71,6 +73,7 @@ __all__ = [
     "apply_activation_compression",
     "apply_compressed_communication",
     "apply_fp8",
+    "apply_fused_head",
     "apply_plan",
     "apply_unit_scaling",
     "export_fp8",

@@ -22,6 +22,7 @@ def test_everything_the_blueprint_promises_can_be_named():
         "activation_checkpointing",
         "activation_compression",
         "compressed_communication",
+        "fused_head",
         "hybrid_sharding",
         "unit_scaling",
     }

@@ -115,6 +115,16 @@ def _clashes(config: Mapping[str, Any]) -> list[Finding]:
         compiled and "activation_compression" in algorithms,
         "activation_compression does not run under torch.compile",
     )
+    if "fused_head" in algorithms:
+        clash(
+            model.get("use_train_metrics", True) is not False,
+            "fused_head: train metrics read logits, which it does not make; set model.use_train_metrics: false",
+        )
+        clash(
+            model.get("name") == "mpt_causal_lm"
+            and model.get("loss_fn", "fused_crossentropy") == "fused_crossentropy",
+            "fused_head takes the place of model.loss_fn: fused_crossentropy; set torch_crossentropy",
+        )
     clash(compiled and "divergence_guard" in (config.get("callbacks") or {}),
           "under torch.compile divergence_guard sees loss and gradient norms alone", "warning")  # fmt: skip
     clash(bool(fsdp.get("activation_checkpointing")) and "activation_checkpointing" in algorithms,

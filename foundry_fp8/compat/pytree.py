@@ -9,11 +9,17 @@ from __future__ import annotations
 import torch
 
 try:
-    from torch.utils._pytree import tree_flatten, tree_iter, tree_map, tree_unflatten
+    from torch.utils._pytree import (
+        register_pytree_node,
+        tree_flatten,
+        tree_iter,
+        tree_map,
+        tree_unflatten,
+    )
 except ImportError as error:
     raise RuntimeError(
         f"torch {torch.__version__} no longer has torch.utils._pytree as foundry_fp8 uses it ({error}). Install a torch from 2.7 "
         "to 2.11, or adapt foundry_fp8/compat/pytree.py."
     ) from error
 
-__all__ = ["tree_flatten", "tree_iter", "tree_map", "tree_unflatten"]
+__all__ = ["register_pytree_node", "tree_flatten", "tree_iter", "tree_map", "tree_unflatten"]

@@ -64,6 +64,10 @@ def _in_backward(case: Case) -> list[float]:
         found.append(4 * ROUNDOFF[case.dtype])  # the same formula, in other steps
     if case.compression == "int8":
         found.append(INT8)
+    if case.fused_head and case.dtype != "float32":
+        found.append(
+            ROUNDOFF[case.dtype]
+        )  # of each chunk's part of the head's gradient, and of products of other shapes
     if case.parameters != "none":
         found.append(INT8 if case.parameters == "int8" else E4M3)
     return found

@@ -20,10 +20,11 @@ class Causal(ComposerModel):
             block._fsdp_wrap = True
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        return self.inner(batch["input_ids"][:, :-1])
+        return self.inner(batch["input_ids"])
 
     def loss(self, outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        return nn.functional.cross_entropy(outputs.float().flatten(0, 1), batch["input_ids"][:, 1:].flatten())
+        targets = nn.functional.pad(batch["input_ids"], (0, 1), value=-100)[:, 1:]
+        return nn.functional.cross_entropy(outputs.float().flatten(0, 1), targets.flatten())
 
 
 class Tokens(Dataset):
@@ -35,4 +36,4 @@ class Tokens(Dataset):
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"input_ids": self.rows[index]}
+        return {"input_ids": self.rows[index], "labels": self.rows[index]}

@@ -113,6 +113,7 @@ ALGORITHMS: dict[str, dict[str, Takes]] = {
         "optimizer_bytes": whole(0),
         "check_replicas": FLAG,
     },
+    "fused_head": {"head": either(NULL, TEXT), "chunk_tokens": either(NULL, whole(1))},
     "unit_scaling": {"base_width": either(only(None), whole(1))},
 }  # fmt: skip
 CALLBACKS: dict[str, dict[str, Takes]] = {

@@ -116,6 +116,11 @@ PARTS = {
         changed=Settings(algorithms={"activation_compression": {"format": "e4m3", "min_numel": 256}}),
         lossy=0.3,
     ),
+    "fused head": Part(
+        settings=Settings(algorithms={**fp8(), "fused_head": {"chunk_tokens": 7}}),
+        changed=Settings(algorithms={**fp8(), "fused_head": {}}),
+        base=DELAYED,
+    ),
     "monitors and run log": Part(
         settings=Settings(algorithms=fp8(), callbacks=MONITORS, loggers={"run_log": {}}),
         changed=Settings(

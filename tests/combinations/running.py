@@ -73,19 +73,27 @@ def save_less(case: Case, model: nn.Module) -> dict[str, Any]:
         reports["compression"] = foundry_fp8.apply_activation_compression(
             model, format=case.compression, min_numel=256
         )
+    if case.fused_head:
+        name = "model.lm_head" if case.model == "llama" else "head"
+        reports["head"] = foundry_fp8.apply_fused_head(model, head=name, chunk_tokens=11)
     return reports
 
 
-def backward(case: Case, model: nn.Module, step: int, dtype: torch.dtype | None = None) -> None:
-    """The gradients of one step of this rank's microbatches."""
+def backward(
+    case: Case, model: nn.Module, step: int, dtype: torch.dtype | None = None, head: Any = None
+) -> None:
+    """The gradients of one step of this rank's microbatches. ``head``: fused, to be told its targets."""
     parts = 1 if case.accumulation == "one" else 2
     scale = LOSS_SCALE if case.dtype == "float16" else 1.0
     low = torch.float32 if dtype is not None else getattr(torch, case.dtype)
 
     def loss(part: int) -> Tensor:
         tokens, labels = batch(step, dist.get_rank(), part)
+        if head is not None:
+            head.expect(labels)
         with torch.autocast("cpu", low, enabled=low != torch.float32):
             logits = model(tokens)
+        assert isinstance(logits, Tensor) == (head is None)
         return F.cross_entropy((logits if dtype else logits.float()).flatten(0, 1), labels.flatten()) * (
             scale / parts
         )
@@ -152,7 +160,7 @@ def _run(case: Case) -> dict[str, Any]:
             reports["communication"].start_batch(step)
         before = parameters_of(model)
         wanted, norms = step_of(case, reference, before, step)
-        backward(case, model, step)
+        backward(case, model, step, head=reports.get("head"))
         if case.clip:
             clip(model)
         got = None if case.wrapper == "fsdp1-flat" else gradients_of(model)

@@ -26,6 +26,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "attention": (False, True, "delayed"),
     "checkpoint": ("none", "full", "selective", "targets", "offload"),
     "compression": ("none", "exact", "int8"),
+    "fused_head": (False, True),
     "gradients": ("none", "int8"),
     "parameters": ("none", "int8", "e4m3"),
     "cache_weights": (False, True),
@@ -56,6 +57,7 @@ class Case:
     attention: bool | str = False
     checkpoint: str = "none"
     compression: str = "none"
+    fused_head: bool = False
     gradients: str = "none"
     parameters: str = "none"
     cache_weights: bool = False

@@ -1,0 +1,1 @@
+"""Cross-entropy of a head whose logits are never whole."""

@@ -1,0 +1,59 @@
+"""The Composer Algorithm."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from composer.core import Algorithm, Event, State
+from composer.loggers import Logger
+
+from foundry_fp8.activations.fused_head.apply import KEY, FusedHeadConfig, apply_fused_head
+from foundry_fp8.activations.fused_head.apply import FusedHead as Fused
+from foundry_fp8.config import ConfigError, from_mapping
+from foundry_fp8.model_structure.wrappers import without_ddp
+
+__all__ = ["FusedHead"]
+
+log = logging.getLogger(__name__)
+
+
+class FusedHead(Algorithm):
+    """Trains without logits: the head gives the losses of its tokens.
+
+    Runs once, on ``Event.FIT_START``, when the model is wrapped. It has no state: a run may switch it on or off at any checkpoint.
+
+    Args:
+        **options: The fields of :class:`~foundry_fp8.activations.fused_head.apply.FusedHeadConfig`.
+
+    Attributes:
+        fused: What was fused; ``None`` before ``Event.FIT_START``.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+        self.config = from_mapping(FusedHeadConfig, options, KEY)
+        self.fused: Fused | None = None
+
+    def __repr__(self) -> str:
+        return f"FusedHead({', '.join(f'{key}={value!r}' for key, value in self.options.items())})"
+
+    @property
+    def find_unused_parameters(self) -> bool:
+        """Every parameter takes part as before."""
+        return False
+
+    def match(self, event: Event, state: State) -> bool:
+        """Run on the first FIT_START."""
+        return event == Event.FIT_START and self.fused is None
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        """Fuse."""
+        if state.train_metrics:
+            raise ConfigError(
+                f"{KEY}: {', '.join(state.train_metrics)} read the logits of every training batch, and there are none. Set "
+                "model.use_train_metrics: false; metrics of evaluations stay."
+            )
+        self.fused = apply_fused_head(without_ddp(state.model), **self.options)
+        log.info("%s", self.fused)
+        logger.log_hyperparameters({"fused_head/head": self.fused.name})
