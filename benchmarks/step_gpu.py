@@ -80,10 +80,8 @@ class Block(nn.Module):
         qkv = _norm_linear(self.qkv, x, self.norm_1) if self.fuse else self.qkv(self.norm_1(x))
         q, k, v = qkv.split((s.hidden, s.head_dim * s.kv_heads, s.head_dim * s.kv_heads), -1)
         q, k, v = (t.unflatten(-1, (-1, s.head_dim)).transpose(1, 2) for t in (q, k, v))
-        repeats = s.heads // s.kv_heads
-        k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        x = x + self.out_proj(attended)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.out_proj(attended.transpose(1, 2).flatten(2))
         h = self.norm_2(x)
         gate, up = self.gate(h), self.up(h)
         if self.fuse and isinstance(self.down, FP8Linear):
@@ -181,7 +179,7 @@ def measure(
     for name, build in variants(make, fusable):
         try:
             model = build()
-            step = _step(model, x, optimize)
+            step = training_step(model, x, optimize)
             step()
             if DEVICE == "cuda":
                 torch.cuda.synchronize()
@@ -214,7 +212,8 @@ def measure(
     return rows + [{"group": group, "variant": name, "failed": why} for name, why in failed.items()]
 
 
-def _step(model: nn.Module, x: Tensor, optimize: bool) -> Callable[[], None]:
+def training_step(model: nn.Module, x: Tensor, optimize: bool) -> Callable[[], None]:
+    """Forward, backward, and AdamW where ``optimize``."""
     optimizer = torch.optim.AdamW(model.parameters(), 1e-5, fused=DEVICE == "cuda") if optimize else None
     dy = None
 

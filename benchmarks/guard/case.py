@@ -37,7 +37,7 @@ class Case:
     touched: str = "*"
     """Glob on the names of the modules that the cause touches; in the others FP8 is well, and promoting them is right."""
     model: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Fields of FogConfig; or ``{"kind": "mixture"}``, a small Mixtral."""
+    """Fields of FogConfig; or with a ``kind`` of ``train.HOSTS``, of that model's configuration."""
     noise: Callable[[int], float] = lambda step: 0.1
     """Share of random tokens in the batch of a step."""
     lr: Callable[[int], float] = lambda step: 3e-3 * min(1.0, (step + 1) / 20)

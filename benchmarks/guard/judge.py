@@ -140,19 +140,7 @@ def verdict(case: Case, left: int | None, losses: list[float], high: list[float]
         "false_demotions": sum(map(innocent, demotions)),
         "promotions": len(promotions),
         "promotions_while_sick": sum(map(sick, promotions)),
+        "renewals": sum(e["action"] == "renew" for e in events),
         "time_in_fp8": sum(in_fp8) / len(in_fp8),
         "guarded_above_high": above(losses, high),
     }
-
-
-def foresight(rows: list[dict[str, Any]], horizon: int) -> tuple[int, int]:
-    """How many runs had an alarm while their loss was still in its band, and in how many of these FP8 alone left it within
-    ``horizon`` steps of the first: an alarm's precision. An alarm is a yes or a no; there is no probability to calibrate.
-    """
-    first = [
-        (min(e["batch"] for e in row["events"] if e["action"] == "alarm"), row["departure"])
-        for row in rows
-        if any(e["action"] == "alarm" for e in row["events"])
-    ]
-    early = [(alarm, left) for alarm, left in first if left is None or alarm <= left]
-    return len(early), sum(left is not None and left + 1 - alarm <= horizon for alarm, left in early)

@@ -17,6 +17,7 @@ import dataclasses
 import json
 import logging
 import math
+import subprocess
 import sys
 import time
 import warnings
@@ -33,6 +34,8 @@ from case import Case
 from common import RESULTS, environment
 from mechanisms import Mechanism
 from train import GUARD, train
+
+import foundry_fp8
 
 LABELS = RESULTS / "guard_labels.json"
 SPLITS = {"tuned": tuned.CASES, "held-out": held_out.CASES}
@@ -119,6 +122,27 @@ def row(split: str, case: Case, known: dict[str, Any], run: dict[str, Any]) -> d
     }
 
 
+def provenance() -> dict[str, Any]:
+    """By which command and with which code a half is run."""
+    last = ["git", "log", "-1", "--format=%h", "--", "foundry_fp8"]
+    package = Path(foundry_fp8.__file__).parents[1]
+    return {
+        "command": " ".join(["python benchmarks/guard/run.py", *sys.argv[1:]]),
+        "commit": subprocess.run(last, capture_output=True, text=True, cwd=package).stdout.strip(),
+        "environment": environment(),
+    }
+
+
+def store(name: str, runs: dict[str, Any], made: dict[str, dict[str, Any]]) -> None:
+    """Write runs, beside those of the half that was not run now."""
+    path = RESULTS / f"{name}.json"
+    stored = json.loads(path.read_text()) if path.exists() else {"runs": {}, "made": {}}
+    kept = {case.name for half, cases in SPLITS.items() if half not in made for case in cases}
+    before = {case: run for case, run in stored["runs"].items() if case in kept}
+    result = {"guard": GUARD, "made": {**stored["made"], **made}, "runs": {**before, **runs}}
+    path.write_text(json.dumps(result) + "\n")
+
+
 def publish(name: str, labels: dict[str, Any]) -> None:
     """Table and time lines of what is stored."""
     result = json.loads((RESULTS / f"{name}.json").read_text())
@@ -161,20 +185,15 @@ def main() -> None:
             )  # fmt: skip
             LABELS.write_text(json.dumps({"environment": environment(), "cases": finite(labels)}) + "\n")
         return
-    result: dict[str, Any] = {
-        "command": " ".join(["python benchmarks/guard/run.py", *sys.argv[1:]]),
-        "environment": environment(),
-        "guard": GUARD,
-        "runs": {},
-    }
+    made, runs = provenance(), {}
     for split, case in cases:
         if case.name not in labels:
             raise SystemExit(f"{case.name} has no label yet: run with --labels --only {case.name}")
-        result["runs"][case.name] = run = finite(guarded(case))
+        runs[case.name] = run = finite(guarded(case))
         print(table.line(row(split, case, labels[case.name], run)), flush=True)
-    result["minutes"] = round((time.perf_counter() - began) / 60, 1)
+    made["minutes"] = round((time.perf_counter() - began) / 60, 1)
     if arguments.only is None:
-        (RESULTS / f"{arguments.save}.json").write_text(json.dumps(result) + "\n")
+        store(arguments.save, runs, {split: made for split, _ in cases})
         publish(arguments.save, labels)
         print((RESULTS / f"{arguments.save}.md").read_text())
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import judge
+import reliability
 from common import RESULTS
 
 SHOWN_FROM = 40
@@ -14,7 +15,7 @@ SHOWN_FROM = 40
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
 COLUMNS = (
     "case", "label", "FP8 alone", "leaves at", "first alarm (signal)", "lead", "with the guard", "in FP8", "false alarms",
-    "demoted (false)", "promoted (while sick)",
+    "demoted (false)", "promoted (while sick)", "renewed",
 )  # fmt: skip
 
 
@@ -31,7 +32,7 @@ def cells(row: dict[str, Any]) -> list[str]:
         row["name"], row["label"], percent(row["fp8_above_reference"]), str(row["departure"] or ""), alarm,
         "" if row["lead_steps"] is None else str(row["lead_steps"]), percent(row["guarded_above_high"]),
         f"{row['time_in_fp8']:.0%}", str(row["false_alarms"]), f"{row['demotions']} ({row['false_demotions']})",
-        f"{row['promotions']} ({row['promotions_while_sick']})",
+        f"{row['promotions']} ({row['promotions_while_sick']})", str(row["renewals"]),
     ]  # fmt: skip
 
 
@@ -56,10 +57,7 @@ def summary(rows: list[dict[str, Any]]) -> str:
         + (f" (median lead {leads[len(leads) // 2]} steps)" if leads else "")
         + f"; {saved} of {len(curable)} that diverge in FP8 alone end within 1 % of high precision; {false} false alarms in "
         f"{steps} steps ({1000 * false / max(1, steps):.1f} per 1000); {sum(row['false_demotions'] for row in healthy)} demotions in "
-        f"{len(healthy)} healthy runs; {sum(row['promotions_while_sick'] for row in rows)} promotions while the cause was there. First "
-        "alarms while the loss was in its band that FP8 alone left within "
-        + ", ".join("{2} steps: {1} of {0}".format(*judge.foresight(rows, n), n) for n in (20, 50, 100))
-        + "."
+        f"{len(healthy)} healthy runs; {sum(row['promotions_while_sick'] for row in rows)} promotions while the cause was there."
     )
 
 
@@ -70,7 +68,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         parts.append(f"**{split}**: {summary(mine)}\n")
         parts.append("| " + " | ".join(COLUMNS) + " |\n|" + "---|" * len(COLUMNS))
         parts += ["| " + " | ".join(cells(row)) + " |" for row in mine]
-        parts.append("")
+        parts += ["", reliability.markdown(mine), ""]
     return "\n".join(parts)
 
 
@@ -81,12 +79,17 @@ def plot(name: str, rows: list[dict[str, Any]], labels: dict[str, Any]) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    columns = 4
+    columns = 5
     height = -(-len(rows) // columns)
     figure, axes = plt.subplots(height, columns, figsize=(4 * columns, 2.3 * height), squeeze=False)
     for axis in axes.flat[len(rows) :]:
         axis.axis("off")
-    marks = (("alarm", "|", "tab:red"), ("demote", "v", "tab:purple"), ("promote", "^", "tab:green"))
+    marks = (
+        ("alarm", "|", "tab:red"),
+        ("demote", "v", "tab:purple"),
+        ("promote", "^", "tab:green"),
+        ("renew", "d", "tab:cyan"),
+    )
     for axis, row in zip(axes.flat, rows, strict=False):
         told = labels[row["name"]]
         runs = (("high precision", told["losses"]["high"], "black"), ("FP8 alone", told["losses"]["fp8"], "tab:orange"),
@@ -95,7 +98,7 @@ def plot(name: str, rows: list[dict[str, Any]], labels: dict[str, Any]) -> None:
             axis.plot(judge.smooth([float(x) for x in losses]), color=colour, lw=1, label=title)
         shown = judge.smooth([float(x) for x in told["losses"]["reference"]])[SHOWN_FROM:]
         low, high = min(shown), min(shown) + 1.7 * (max(shown) - min(shown))
-        axis.set_ylim(low - 0.2 * (high - low), high)
+        axis.set_ylim(low - 0.25 * (high - low), high)
         axis.set_xlim(SHOWN_FROM, len(row["losses"]))
         for depth, (action, mark, colour) in enumerate(marks):
             steps = [event["batch"] for event in row["events"] if event["action"] == action]
@@ -123,8 +126,6 @@ def plot(name: str, rows: list[dict[str, Any]], labels: dict[str, Any]) -> None:
 
 def publish(name: str, result: dict[str, Any], rows: list[dict[str, Any]], labels: dict[str, Any]) -> None:
     """Write ``results/NAME.md`` and ``docs/images/NAME.png``."""
-    text = (
-        f"`{result['command']}`, guard {json.dumps(result['guard'])}, {json.dumps(result['environment'])}\n\n"
-    )
+    text = "".join(f"{split}: {json.dumps(made)}\n\n" for split, made in result["made"].items())
     (RESULTS / f"{name}.md").write_text(text + markdown(rows))
     plot(name, rows, labels)

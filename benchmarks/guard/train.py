@@ -50,7 +50,8 @@ class Model(ComposerModel):
     def __init__(self, case: Case) -> None:
         super().__init__()
         torch.manual_seed(case.seed)
-        self.model = _mixture() if case.model.get("kind") == "mixture" else _llama(case.model)
+        fields = dict(case.model)
+        self.model = HOSTS[fields.pop("kind", "llama")](fields)
 
     def forward(self, batch: Tensor) -> Tensor:
         return self.model(input_ids=batch, use_cache=False).logits
@@ -67,13 +68,36 @@ def _llama(fields: dict[str, Any]) -> nn.Module:
     return FogForCausalLM(FogConfig(**{**defaults, **fields}))
 
 
-def _mixture() -> nn.Module:
-    return transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(
-            vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=64, num_hidden_layers=LAYERS, num_attention_heads=4,
-            num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=LENGTH,
-        )
-    )  # fmt: skip
+def _mixture(fields: dict[str, Any]) -> nn.Module:
+    defaults = {
+        "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 64, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2, "max_position_embeddings": LENGTH,
+    }  # fmt: skip
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**{**defaults, **fields}))
+
+
+def _opt(fields: dict[str, Any]) -> nn.Module:
+    """GPT-2's block (layer norms with biases, learned positions) with ReLU."""
+    defaults = {
+        "vocab_size": VOCAB, "hidden_size": HIDDEN, "ffn_dim": 128, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
+        "word_embed_proj_dim": fields.get("hidden_size", HIDDEN), "max_position_embeddings": LENGTH, "dropout": 0.0,
+        "tie_word_embeddings": False,
+    }  # fmt: skip
+    return transformers.OPTForCausalLM(transformers.OPTConfig(**{**defaults, **fields}))
+
+
+def _mpt(fields: dict[str, Any]) -> nn.Module:
+    """LLM Foundry's MPT: layer norms without biases, learned positions, GELU, tied embeddings."""
+    from llmfoundry.models.mpt import MPTConfig, MPTForCausalLM
+
+    defaults = {
+        "d_model": HIDDEN, "n_heads": 4, "n_layers": LAYERS, "expansion_ratio": 2, "vocab_size": VOCAB, "max_seq_len": LENGTH,
+        "no_bias": True, "attn_config": {"attn_impl": "torch"},
+    }  # fmt: skip
+    return MPTForCausalLM(MPTConfig(**{**defaults, **fields}))
+
+
+HOSTS = {"llama": _llama, "mixture": _mixture, "opt": _opt, "mpt": _mpt}
 
 
 def tokens(case: Case) -> Tensor:

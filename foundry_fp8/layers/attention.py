@@ -30,6 +30,7 @@ __all__ = [
     "GradScores",
     "attention_format",
     "attention_slots",
+    "by_tokens",
     "no_attention_form",
 ]
 
@@ -60,7 +61,7 @@ GRADIENTS = ("do", "dp", "dqkv")
 
 def no_attention_form(recipe: Recipe) -> str | None:
     """Why no backend of ours has FP8 attention for ``recipe``, or ``None``: delayed and current scaling have a form."""
-    if isinstance(recipe, DelayedScaling | CurrentScaling):
+    if recipe.name in ("delayed", "current"):  # by name: Dynamo does not trace isinstance of a union
         return None
     return f"the {recipe.name} recipe has no FP8 attention (Transformer Engine has none either)"
 
@@ -73,6 +74,11 @@ def attention_slots(recipe: AttentionRecipe) -> tuple[str, ...]:
 def attention_format(recipe: AttentionRecipe, slot: str) -> Float8Format:
     """The number format of one slot: E4M3; that of gradients for dO, dP and dQKV."""
     return recipe.format("dy") if slot in GRADIENTS else E4M3
+
+
+def by_tokens(x: Tensor) -> Tensor:
+    """[b, heads, s, d] as a linear's rows, which is what kernels quantise and monitors see: [b * s, heads * d]."""
+    return x.transpose(1, 2).reshape(x.shape[0] * x.shape[2], -1)
 
 
 class AttentionBackend(abc.ABC):
@@ -199,7 +205,7 @@ class FP8DotProductAttention(nn.Module):
         """
         if not self.training:
             return {}
-        again = inside_backward()
+        again = not torch.compiler.is_compiling() and inside_backward()
         assert self.recipe is not None
         return {
             name: self.slots[name].amax
@@ -207,8 +213,6 @@ class FP8DotProductAttention(nn.Module):
             if name in GRADIENTS or not again
         }
 
-    # Traced whole, the native backend's graph reads Q where its backward saved K and V (torch 2.7; gradients show it): a graph break instead.
-    @torch.compiler.disable
     def forward(
         self,
         q: Tensor,
@@ -235,6 +239,8 @@ class FP8DotProductAttention(nn.Module):
         if mask.bias is not None and mask.bias.requires_grad:
             raise RuntimeError(f"{self.fqn}: FP8 attention has no gradient for a trainable attention bias.")
         options: dict[str, Any] = {"mask": mask, "softmax_scale": softmax_scale, "dropout_p": dropout_p}
+        if torch.compiler.is_compiling():  # a compiled graph cannot keep Python counters
+            return self.backend.attend(self, q, k, v, **options)
         state = next(iter(self.slots.values())).state
         state.begin_layer(q.device, trains=self.training and torch.is_grad_enabled())
         if self.look is not None:

@@ -22,6 +22,16 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
             {"current, both layouts", "swiglu backward", "delayed update, whole model"},
         ),
         ("gemm_gpu.py", "gemm", {"fprop", "dgrad", "wgrad"}),
+        (
+            "context_gpu.py",
+            "variant",
+            {
+                "bf16",
+                "fp8 linears",
+                "native fp8 attention",
+                "native fp8 attention, grad_scores bfloat16",
+            },
+        ),
         ("step_gpu.py", "variant", {"bf16 eager", "native block fused eager", "native delayed eager"}),
     ],
 )

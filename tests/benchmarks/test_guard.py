@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -12,9 +13,11 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "guard"))
 import held_out
 import judge
+import reliability
 import tuned
 from case import Case
 from common import RESULTS
+from held_out_mechanisms import GainAmplifier, GradientOutliers, PivotKeys
 from mechanisms import Activations, AttentionOutliers, CompensatedBias, SuperWeight, SwigluAlignment
 
 from foundry_fp8.models.fog import FogConfig, FogForCausalLM
@@ -53,8 +56,9 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
         (lambda size: SuperWeight("*_proj", size), False),
         (lambda size: AttentionOutliers("keys", size), True),
         (lambda size: AttentionOutliers("values", size), True),
+        (lambda size: GainAmplifier("*_proj", size, (3, 17)), False),
     ],
-    ids=["activations", "first token", "bias", "swiglu", "super weight", "keys", "values"],
+    ids=["activations", "first token", "bias", "swiglu", "super weight", "keys", "values", "gains"],
 )
 def test_a_mechanism_harms_fp8_and_leaves_high_precision_as_it_was(make, attention):
     calm = logits(make(lambda step: 0.0), fp8=False)
@@ -64,6 +68,41 @@ def test_a_mechanism_harms_fp8_and_leaves_high_precision_as_it_was(make, attenti
     quantised = logits(make(lambda step: 0.0), fp8=True, attention=attention)
     sick = logits(make(lambda step: 3e6), fp8=True, attention=attention)
     assert distance(sick, calm) > 3 * distance(quantised, calm)
+
+
+def test_outliers_of_gradients_harm_gradients_of_fp8_alone():
+    def gradients(size: float, *, fp8: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 32))
+        mechanism = GradientOutliers("[02]", lambda step: size)
+        mechanism.install(model)
+        if fp8:
+            apply_fp8(model, recipe="block", backend="emulated")
+        mechanism.step(0, model)
+        x = torch.randn(16, 32, generator=torch.Generator().manual_seed(1), requires_grad=True)
+        model(x).square().mean().backward()
+        return torch.cat([x.grad.flatten(), *(p.grad.flatten() for p in model.parameters())])
+
+    calm = gradients(0.0, fp8=False)
+    assert distance(gradients(1e4, fp8=False), calm) < 1e-6
+    assert distance(gradients(1e4, fp8=True), calm) > 3 * distance(gradients(0.0, fp8=True), calm)
+
+
+def test_keys_of_the_first_token_grow_and_logits_stay():
+    linear = torch.nn.Linear(32, 96, bias=False)
+    mechanism = PivotKeys("0", lambda step: 100.0 * step, heads=2, channel=4)
+    mechanism.install(model := torch.nn.Sequential(linear))
+    x = torch.randn(1, 5, 32, generator=torch.Generator().manual_seed(1))
+
+    def logits_and_keys(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        mechanism.step(step, model)
+        query, key, _ = model(x)[0].unflatten(-1, (3, 2, 16)).unbind(1)
+        return torch.einsum("qhd,khd->hqk", query, key), key
+
+    calm, _ = logits_and_keys(0)
+    grown, keys = logits_and_keys(3)
+    torch.testing.assert_close(grown, calm)
+    assert (keys[0, :, 4] > 250).all() and keys[1:].abs().max() < 5
 
 
 def test_names_are_unique_and_there_are_enough_of_each():
@@ -113,21 +152,46 @@ def test_a_verdict_counts_what_is_false():
     events = [
         event(40, "alarm"), event(40, "demote"), event(60, "alarm"), event(60, "demote"), event(61, "demote", "model.layers.1.mlp.down_proj"),
         event(70, "promote"), event(70, "promote", "layers.0.mlp.down_proj"),
-        event(70, "promote", "layers.0.self_attn.o_proj"), event(90, "promote"),
+        event(70, "promote", "layers.0.self_attn.o_proj"), event(90, "promote"), event(91, "renew"),
     ]  # fmt: skip
     row = judge.verdict(case, 65, [2.0] * 100, [2.0] * 100, events, [1.0] * 60 + [0.0] * 40)
     assert (row["first_alarm"], row["lead_steps"]) == (60, 6)
     assert (row["false_alarms"], row["false_demotions"]) == (1, 2)
     assert (row["promotions"], row["promotions_while_sick"]) == (4, 2)
-    assert row["time_in_fp8"] == 0.6 and row["guarded_above_high"] == 0
+    assert row["renewals"] == 1 and row["time_in_fp8"] == 0.6 and row["guarded_above_high"] == 0
 
 
-def test_foresight_is_of_first_alarms_before_the_loss_leaves():
-    def row(departure, *alarms):
-        return {"departure": departure, "events": [{"batch": batch, "action": "alarm"} for batch in alarms]}
+def test_first_alarms_are_judged_by_horizon():
+    def row(departure, *alarms, onset=40, lead=None):
+        events = [{"batch": batch, "action": "alarm", "signal": "loss"} for batch in alarms]
+        return {
+            "departure": departure,
+            "onset": onset,
+            "events": events,
+            "lead_steps": lead,
+            "losses": [2.0] * 200,
+        }
 
-    rows = [row(100, 90, 95), row(100, 20), row(None, 50), row(100, 110), row(100)]
-    assert judge.foresight(rows, 20) == (3, 1) and judge.foresight(rows, 81) == (3, 2)
+    # In time; before the cause, and again in time; in a healthy run; too late; never.
+    rows = [
+        row(100, 90, 95, lead=11),
+        row(100, 20, 60, lead=41),
+        row(None, 50),
+        row(100, 110, lead=-9),
+        row(100),
+    ]
+    assert reliability.precision(rows, 10) == (0, 3) and reliability.precision(rows, 11) == (1, 3)
+    assert reliability.precision(rows, 400) == (1, 3)
+    assert reliability.recall(rows, 11) == (1, 4) and reliability.recall(rows, 41) == (2, 4)
+    assert reliability.chance(rows, 50) == 4 * 50 / (4 * 100 + 200)
+
+
+def test_the_interval_is_clopper_and_pearsons():
+    low, high = reliability.interval(5, 8)
+    # Its definition: at the ends, a result as far out as this one has 2.5 %.
+    assert sum(math.comb(8, k) * low**k * (1 - low) ** (8 - k) for k in range(5, 9)) == pytest.approx(0.025)
+    assert sum(math.comb(8, k) * high**k * (1 - high) ** (8 - k) for k in range(6)) == pytest.approx(0.025)
+    assert reliability.interval(0, 8)[0] == 0.0 and reliability.interval(8, 8)[1] == 1.0
 
 
 @pytest.mark.integration

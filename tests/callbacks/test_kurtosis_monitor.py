@@ -161,6 +161,24 @@ def test_what_is_logged_is_what_the_tensors_say(train, microbatch):
         assert series(trainer, f"kurtosis_token/{role}/worst") == pytest.approx([max(layers)])
 
 
+@pytest.mark.full
+@pytest.mark.integration
+def test_attention_operands_are_seen_where_attention_runs_fp8(train):
+    """On a Llama: within FP8's rounding of what they are without."""
+    from foundry_fp8.algorithms.fp8 import FP8
+    from foundry_fp8.callbacks.kurtosis_monitor import KurtosisMonitor
+
+    model = build_llama()
+    expected = expected_from_forward(model, torch.stack([row["input_ids"] for row in batches(1)]))
+    fp8 = FP8(recipe="current", attention=True)
+    trainer = train(model, [KurtosisMonitor(interval=1, details=True)], algorithms=[fp8], steps=1)
+    for role in ("q", "k", "qkv_output"):
+        for layer in (0, 1):
+            found = series(trainer, f"kurtosis_token/{role}/layer_{layer:03d}")
+            assert found == pytest.approx([expected[role, layer][0]], rel=0.2)
+            assert found != pytest.approx([expected[role, layer][0]], rel=1e-6)
+
+
 @pytest.mark.integration
 def test_interval_gradients_checkpointing_and_user_tensors(train):
     from foundry_fp8.algorithms.fp8 import FP8

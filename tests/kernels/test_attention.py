@@ -58,19 +58,22 @@ class Case:
         return seen
 
 
-def case(shape, *, segments=None, seed=0, dtype=torch.bfloat16, size=1.0):
+def case(shape, *, segments=None, seed=0, dtype=torch.bfloat16, size=1.0, poison=None):
+    """``poison``: an operand and the value that its first head has in one feature of token 5 of the first sequence."""
     generator = torch.Generator().manual_seed(seed)
 
-    def make(length, heads, fmt, factor):
+    def make(name, length, heads, fmt, factor):
         x = torch.randn(shape.batch * length, heads * shape.head_dim, generator=generator) * factor
+        if poison is not None and poison[0] == name:
+            x[5, 3] = poison[1]
         return quantize_tensorwise(Producer.identity(x.to(dtype)), fmt)
 
     return Case(
         shape,
-        make(shape.queries, shape.heads, E4M3, 2.0 * size),
-        make(shape.keys, shape.kv_heads, E4M3, 1.5),
-        make(shape.keys, shape.kv_heads, E4M3, 0.7),
-        make(shape.queries, shape.heads, E5M2, 1e-3),
+        make("q", shape.queries, shape.heads, E4M3, 2.0 * size),
+        make("k", shape.keys, shape.kv_heads, E4M3, 1.5),
+        make("v", shape.keys, shape.kv_heads, E4M3, 0.7),
+        make("do", shape.queries, shape.heads, E5M2, 1e-3),
         segments,
     )
 
@@ -241,3 +244,30 @@ def test_queries_that_see_nothing(device):
     assert not out[:, :11].any() and bool((lse[:, :, :11] == math.inf).all())
     assert not dq[:, :, :11].any() and not dk[:, :, :11].any() and not dv[:, :, :11].any()
     assert all(bool(torch.isfinite(x).all()) for x in (out, dq, dk, dv))
+
+
+BECOMES_NAN = {
+    "q": {"out": slice(5, 6), "dq": slice(5, 6), "dk": slice(6)},
+    "k": {"out": slice(5, None), "dq": slice(5, None), "dk": slice(5, 6), "dv": slice(5, 6)},
+    "v": {"out": slice(5, None), "dq": slice(5, None), "dk": slice(5, 6)},
+    "do": {"dq": slice(5, 6), "dk": slice(6), "dv": slice(6)},
+}
+"""After a NaN in token 5 of an operand of a causal attention: which tokens of what, at least."""
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf], ids=str)
+@pytest.mark.parametrize("which", BECOMES_NAN)
+def test_what_is_not_finite_stays_visible(which, value, device):
+    """A NaN in its own sequence and where it is read; an Inf, which has no FP8 scale, everywhere."""
+    shape = dataclasses.replace(SHAPES["ragged"], queries=70, keys=70)
+    c = case(shape, poison=(which, value))
+    out, lse = forward(c)
+    found = {"out": out.transpose(1, 2)}
+    found |= dict(zip(("dq", "dk", "dv"), backward(c, out, lse, torch.tensor(2.0**24))[0], strict=True))
+    for name, tokens in BECOMES_NAN[which].items():
+        nan = found[name].isnan()
+        assert bool(nan[0, 0, tokens].any(-1).all()), name
+        if value == math.inf and name != "dv":
+            assert bool(nan.all()), name
+        elif math.isnan(value):
+            assert not nan[1].any(), name

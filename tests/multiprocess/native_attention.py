@@ -49,8 +49,18 @@ def alone():
     return trained(make(), slice(0, 4))
 
 
+def of_an_average():
+    """What FSDP2 gets where it asks for the mean of the ranks' gradients, of ones: 1, or 2 where gloo adds up instead.
+
+    torch 2.7: reduce_scatter_tensor(AVG) is the sum there (pytorch issue 162338), so that FSDP2's gradients are as many times as large as there are ranks.
+    """
+    mean = torch.empty(1)
+    dist.reduce_scatter_tensor(mean, torch.ones(dist.get_world_size()), op=dist.ReduceOp.AVG)
+    return float(mean)
+
+
 def sharded():
-    """One of two ranks."""
+    """One of two ranks, and :func:`of_an_average`."""
     with pytest.MonkeyPatch.context() as patch:
         interpret(patch)
         dist.init_process_group("gloo")
@@ -60,4 +70,4 @@ def sharded():
         for layer in model.layers:
             fully_shard(layer)
         fully_shard(model)
-        return trained(model, slice(2 * rank, 2 * rank + 2))
+        return *trained(model, slice(2 * rank, 2 * rank + 2)), of_an_average()

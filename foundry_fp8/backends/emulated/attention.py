@@ -30,6 +30,7 @@ from foundry_fp8.layers.attention import (
     GradScores,
     attention_format,
     attention_slots,
+    by_tokens,
     no_attention_form,
 )
 from foundry_fp8.layers.attention_mask import AttentionMask
@@ -118,7 +119,7 @@ class _Call:
             scale = scale_from_amax(amax, fmt, power_2=power_2)
         found = quantize_tensor(x, scale, fmt, amax)
         if self.module.probe is not None:
-            self.module.probe(name, _rows(x), dataclasses.replace(found, data=_rows(found.data)))
+            self.module.probe(name, by_tokens(x), dataclasses.replace(found, data=by_tokens(found.data)))
         return found
 
     def record(self, slot: str, amax: Tensor) -> None:
@@ -130,11 +131,6 @@ class _Call:
         """Through FP8 and back where the recipe's kernel writes FP8."""
         rounds = isinstance(self.recipe, DelayedScaling)
         return (self.quantize(name, x).dequantize() if rounds else x).to(dtype)
-
-
-def _rows(x: Tensor) -> Tensor:
-    """[b, heads, s, d] as monitors and the native kernels see it: [b * s, heads * d]."""
-    return x.transpose(1, 2).reshape(x.shape[0] * x.shape[2], -1)
 
 
 class _BlockOperand:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from foundry_fp8.backends.native.operand import Source, plan_of, quantized_view
+from foundry_fp8.compat.dynamo_names import under_own_names
 from foundry_fp8.kernels.launch import HP_DTYPES
 from foundry_fp8.layers.attention import (
     SLOTS,
@@ -31,6 +32,7 @@ from foundry_fp8.layers.attention import (
     GradScores,
     attention_format,
     attention_slots,
+    by_tokens,
     no_attention_form,
 )
 from foundry_fp8.layers.attention_mask import AttentionMask
@@ -194,7 +196,7 @@ class _Call:
 
     def quantize(self, name: str, x: Tensor, *, columns: bool) -> tuple[Tensor, Tensor, Tensor]:
         """``x`` [b, heads, s, d] as FP8 [b * s, heads * d], its transpose if asked for, and (amax, gemm_scale, scale_inv)."""
-        rows = x.transpose(1, 2).reshape(x.shape[0] * x.shape[2], -1)
+        rows = by_tokens(x)
         operand: Operand = "dy" if name == "do" else "x"
         plan, slot = plan_of(self.recipe), SLOTS[name]
         layout, layout_t, stats, _ = Source(rows).quantize(
@@ -242,7 +244,8 @@ class _Attention(torch.autograd.Function):
             *call.positions,
             q.dtype,
         )
-        ctx.save_for_backward(q8, k8, v8, *scales, out, lse, q_segments, k_segments)
+        saved = (q8, k8, v8, *scales, out, lse, q_segments, k_segments)
+        ctx.save_for_backward(*under_own_names(saved))
         ctx.call = call
         output: Tensor = out.transpose(1, 2)
         return output
@@ -252,23 +255,13 @@ class _Attention(torch.autograd.Function):
         from foundry_fp8.backends.native import attention_ops
 
         call: _Call = ctx.call
-        q8, k8, v8, q_scale, k_scale, v_scale, out, lse, q_segments, k_segments = ctx.saved_tensors
         do8, do_t, do_stats = call.quantize("do", do, columns=True)
         amax_dp = torch.zeros((), dtype=torch.float32, device=do.device)
         gradients = attention_ops.attention_backward(
-            q8,
-            k8,
-            v8,
+            *ctx.saved_tensors,
             do8,
             do_t,
-            q_scale,
-            k_scale,
-            v_scale,
             do_stats.select(0, 1),
-            out,
-            lse,
-            q_segments,
-            k_segments,
             call.scales["dp"] if call.fp8_scores else None,
             amax_dp,
             call.sizes,

@@ -153,6 +153,6 @@ def _run(
     )
     amax = torch.zeros((), device=out.device)
     dq, dk, dv = attention_ops.attention_backward(
-        q.data, k.data, v.data, do.data, do.data_t, *scales, out, lse, documents, documents, dp_scale, amax, sizes, *positions
+        q.data, k.data, v.data, *scales[:3], out, lse, documents, documents, do.data, do.data_t, scales[3], dp_scale, amax, sizes, *positions
     )  # fmt: skip
     return {"output": out, "logarithm": lse, "dQ": dq, "dK": dk, "dV": dv}

@@ -57,16 +57,16 @@ def attention_backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    do: Tensor,
-    do_t: Tensor,
     q_scale: Tensor,
     k_scale: Tensor,
     v_scale: Tensor,
-    do_scale: Tensor,
     out: Tensor,
     lse: Tensor,
     q_segments: Tensor | None,
     k_segments: Tensor | None,
+    do: Tensor,
+    do_t: Tensor,
+    do_scale: Tensor,
     dp_scale: Tensor | None,
     amax_dp: Tensor,
     sizes: list[int],
@@ -93,7 +93,7 @@ def attention_backward(
 
 
 @attention_backward.register_fake
-def _(q, k, v, do, do_t, q_scale, k_scale, v_scale, do_scale, out, lse, q_segments, k_segments, dp_scale, amax_dp,
+def _(q, k, v, q_scale, k_scale, v_scale, out, lse, q_segments, k_segments, do, do_t, do_scale, dp_scale, amax_dp,
       sizes, softmax_scale, left, right):  # fmt: skip
     batch, _, kv_heads, _, keys, head_dim = sizes
     of_keys = (batch, keys, kv_heads, head_dim)

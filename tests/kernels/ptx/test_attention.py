@@ -4,6 +4,8 @@ The interpreter cannot see what a compiler does with P between two products: it 
 threads, and enters the next product from registers. Each stack runs this with the Triton that it brings.
 """
 
+import math
+
 import pytest
 
 from tests.kernels import test_attention as interpreted
@@ -27,3 +29,11 @@ def test_gradients_of_the_logits_in_bfloat16(name, device):
 @full
 def test_queries_that_see_nothing(device):
     interpreted.test_queries_that_see_nothing(device)
+
+
+@pytest.mark.parametrize(
+    "value", [pytest.param(math.nan, marks=full), pytest.param(math.inf, marks=full)], ids=str
+)
+@pytest.mark.parametrize("which", interpreted.BECOMES_NAN)
+def test_what_is_not_finite_stays_visible(which, value, device):
+    interpreted.test_what_is_not_finite_stays_visible(which, value, device)

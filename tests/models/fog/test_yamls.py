@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import torch
 from omegaconf import OmegaConf
 
 from foundry_fp8.models.fog import FogConfig, FogForCausalLM
-from foundry_fp8.surgery.apply import FP8Config
+from foundry_fp8.surgery.apply import FP8Config, apply_fp8
+from foundry_fp8.surgery.attention import FP8AttentionState
+from tests.kernels.interpreter import interpret
 
 ROOT = Path(__file__).parents[3] / "yamls"
 PRETRAIN = sorted((ROOT / "pretrain").glob("fog-*.yaml"))
@@ -47,6 +50,49 @@ def test_pretraining_settings_are_the_references(path: Path) -> None:
     optimizer = build_optimizer(built, options.pop("name"), options)
     for group in optimizer.param_groups:
         assert {p.dim() > 1 for p in group["params"]} == {group["weight_decay"] > 0}
+
+
+SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+RUN = [(path, backend) for path in PRETRAIN if "390m" in path.stem for backend in ("emulated", "native")]
+
+
+@pytest.mark.parametrize(
+    ("path", "backend"),
+    [
+        pytest.param(
+            path,
+            backend,
+            marks=[] if (path.stem, backend) == ("fog-390m-max", "emulated") else pytest.mark.full,
+            id=f"{path.stem}-{backend}",
+        )
+        for path, backend in RUN
+    ],
+)
+def test_it_trains_with_fp8_attention_and_without_transformer_engine(
+    path: Path, backend: str, monkeypatch: Any
+) -> None:
+    """The file's own model and FP8 settings at a small size, kernels interpreted: gradients stay FP8's distance from the exact ones."""
+    if backend == "native":
+        interpret(monkeypatch)
+    cfg = load(path)
+    torch.manual_seed(0)
+    options = {k: v for k, v in cfg["model"].items() if k not in ("name", "init_device", "size")}
+    model = FogForCausalLM(FogConfig(**{**options, **SMALL, "vocab_size": 64})).train()
+    exact = copy.deepcopy(model)
+    report = apply_fp8(model, **{**cfg["algorithms"]["fp8"], "backend": backend})
+    assert [row.action for row in report.attention] == ["converted"] * 2
+    ids = torch.randint(0, 64, (2, 32))
+    for _ in range(3):  # delayed scales follow
+        for each in (model, exact):
+            each.zero_grad()
+            each(input_ids=ids, labels=ids).loss.backward()
+    found, expected = (torch.cat([p.grad.flatten() for p in m.parameters()]) for m in (model, exact))  # type: ignore[union-attr]
+    assert 0.01 < float((found - expected).norm() / expected.norm()) < 0.25
+    state = FP8AttentionState.of(model)
+    assert state is not None
+    for attention in state.modules.values():
+        calls = attention.ledger.calls
+        assert calls["fprop", "fp8"] == 6 and calls["dgrad", "fp8"] == 12 and len(calls) == 2
 
 
 def test_the_demo_is_small() -> None:
