@@ -1,6 +1,9 @@
 """The Composer algorithm: what the first batch ran is in the log, the report and the hyperparameters."""
 
+import json
 import logging
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from composer.loggers import InMemoryLogger
 from composer.models import ComposerModel
 from torch import nn
 
+import foundry_fp8
 from foundry_fp8.algorithms.fp8 import FP8
 from foundry_fp8.algorithms.fp8.announcement import announcement, surprises
 from foundry_fp8.layers.linear import FP8Linear
@@ -123,8 +127,19 @@ def test_a_report_fits_into_what_mlflow_keeps_of_a_parameter(odd):
     assert ("left_out" in found) == (odd == 400)
 
 
+def documented(monitor):
+    """The patterns of its card's keys: those that every logger gets, and those for the run log alone."""
+    card = (Path(foundry_fp8.__file__).parent / "callbacks" / monitor / "README.md").read_text()
+    rows = re.findall(r"^\| `([\w/<>]+/[\w/<>]+)` \| (.*?) \|$", card, re.M)
+    patterns = {
+        key: re.sub(r"<\w+>", "[^/]+", key) for key, said in rows if not said.startswith("hyperparameter")
+    }
+    starred = {key for key, said in rows if said.startswith("*")}
+    return ({p for k, p in patterns.items() if (k in starred) == wanted} for wanted in (False, True))
+
+
 def test_trackers_get_few_keys_and_always_the_same():
-    """All monitors on, delayed scaling: what each due step sends beyond Composer's own, on 2 layers as on 6."""
+    """All monitors on, delayed scaling: what each due step sends beyond Composer's own, on 2 layers as on 4; and the cards say so."""
     from foundry_fp8.callbacks.divergence_guard import DivergenceGuard
     from foundry_fp8.callbacks.fp8_monitor import FP8Monitor
     from foundry_fp8.callbacks.kurtosis_monitor import KurtosisMonitor
@@ -140,7 +155,7 @@ def test_trackers_get_few_keys_and_always_the_same():
             max_duration="4ba",
             algorithms=[FP8(recipe="delayed")],
             callbacks=[
-                MFUMonitor(interval=2, peak_flops={"fp8": 2e12, "fp32": 1e12}),
+                MFUMonitor(interval=2, peak_flops={"fp8": 2e12, "bf16": 1e12, "fp32": 1e12}),
                 *(kind(interval=2) for kind in (KurtosisMonitor, FP8Monitor, DivergenceGuard)),
             ],
             loggers=[memory],
@@ -158,6 +173,26 @@ def test_trackers_get_few_keys_and_always_the_same():
         sent[layers] = set(own)
     assert sent[2] == sent[4]
     assert 15 <= len(sent[2]) <= 25
+
+    lines = [
+        json.loads(line) for log in Path("runs").rglob("*.jsonl") for line in log.read_text().splitlines()
+    ]
+    logged = {
+        key
+        for line in lines
+        for key in line.get("metrics", ())
+        if key.startswith(("mfu/", "kurt", "fp8", "guard"))
+    }
+    everyone, run_log = zip(
+        *map(documented, ("mfu_monitor", "kurtosis_monitor", "fp8_monitor", "divergence_guard")), strict=True
+    )
+    never = {"guard/rung/[^/]+"}  # nothing moved
+    for patterns, keys in (
+        (set().union(*everyone), sent[4]),
+        (set().union(*run_log) - never, logged - sent[4]),
+    ):
+        assert {key for key in keys if not any(re.fullmatch(p, key) for p in patterns)} == set()
+        assert {p for p in patterns if not any(re.fullmatch(p, key) for key in keys)} == set()
 
 
 class Wrapped(ComposerModel):

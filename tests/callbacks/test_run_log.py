@@ -1,6 +1,8 @@
 import itertools
 import json
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -98,6 +100,19 @@ def test_one_line_a_batch_with_the_metrics_of_that_batch(tmp_path):
     assert [b["metrics"].get("mine/once") for b in batches] == [None, "-inf", None, None]
     assert found[-2]["metrics"]["mine/last"] == 7
     assert found[-1]["status"] == "finished"
+
+
+def test_the_fields_of_every_line_are_those_of_the_docs(tmp_path):
+    path = tmp_path / "run_log.jsonl"
+    run = trainer(path, duration="2ba", eval_dataloader=loader(), eval_interval="1ba")
+    run.fit()
+    run.logger.log_hyperparameters({"late": 1})
+    run.close()
+    fields = {line["kind"]: set(line) - {"kind"} for line in lines(path)}
+    guide = (Path(__file__).parents[2] / "docs/reports.md").read_text().split("| `kind` | Fields |")[1]
+    rows = [row.split("|")[1:3] for row in guide.split("\n\n", 1)[0].splitlines()[2:]]
+    told = {kind.strip(" `"): re.sub(r"\(.*?\)|[:;] .*", "", said) for kind, said in rows}
+    assert {kind: set(re.findall(r"`(\w+)`", said)) for kind, said in told.items()} == fields
 
 
 def test_what_is_written_can_be_read_back(tmp_path):

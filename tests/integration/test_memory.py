@@ -59,7 +59,7 @@ def test_a_budget_is_planned_on_the_first_microbatch_of_a_hugging_face_model(roo
         assert (value - plain[name]).abs().max() < 1e-2, name
 
 
-def test_a_plan_is_kept_for_its_own_budget_alone():
+def test_a_plan_is_kept_for_what_it_was_made_for_alone():
     """The state alone; a run that resumes is below, in the full tier."""
     from foundry_fp8.algorithms.activation_checkpointing import ActivationCheckpointing
 
@@ -78,6 +78,12 @@ def test_a_plan_is_kept_for_its_own_budget_alone():
         resumed = ActivationCheckpointing(**options)
         resumed.load_state_dict(saved | {"plan": plan})
         assert resumed.state_dict()["plan"] == kept
+    # A plan that rounds is none for a run that no longer asks for it.
+    rounds = ActivationCheckpointing(budget=0.9, compression="int8").state_dict() | {"plan": plan}
+    for options in ({}, {"compression": "int8", "offload": True}):
+        resumed = ActivationCheckpointing(budget=0.9, **options)
+        resumed.load_state_dict(rounds)
+        assert resumed.state_dict()["plan"] is None
 
 
 @pytest.mark.full

@@ -38,8 +38,11 @@ def make():
     return nn.Sequential(nn.Linear(16, 30), nn.ReLU(), nn.Linear(30, 4))
 
 
-def sharded():
+def sharded(**options):
+    """``options``: of its first layer; the root stays gathered whatever it is told."""
     model = make()
+    if options:
+        fully_shard(model[0], **options)
     fully_shard(model)
     return model
 
@@ -54,6 +57,19 @@ def refusal(model, **options):
 
 def step(wrapped):
     wrapped(torch.randn(8, 16)).square().mean().backward()
+
+
+def other_divisor():
+    """FSDP2 asks for a pre-multiplied sum, which a reduction of codes cannot be."""
+    model = sharded()
+    newer = getattr(model, "set_gradient_divide_factor", None)
+    (newer or model.set_reduce_scatter_divide_factor)(8.0)
+    try:
+        apply_compressed_communication(model, **COMMON)
+        step(model)
+    except Exception as error:
+        return str(error)
+    return "accepted"
 
 
 class Without(CountingGroup):
@@ -74,6 +90,8 @@ def refusals():
         "inter_node": refusal(DDP(make()), scope="inter_node"),
         "ddp_stochastic": refusal(DDP(make()), rounding="stochastic"),
         "no_all_to_all": refusal(without),
+        "fewer": refusal(sharded(reshard_after_forward=2), parameters="int8"),
+        "divisor": other_divisor(),
     }
 
 

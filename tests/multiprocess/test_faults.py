@@ -15,6 +15,8 @@ REFUSED = {
     "inter_node": "nothing crosses nodes",
     "ddp_stochastic": "nothing is sharded",
     "no_all_to_all": "does not have",
+    "fewer": "reshard_after_forward: <int> exclude each other",
+    "divisor": "divide_factor: leave it unset",
 }
 
 

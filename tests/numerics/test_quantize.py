@@ -12,6 +12,7 @@ from foundry_fp8.numerics.formats import E4M3, E5M2
 from foundry_fp8.numerics.quantize import (
     amax_of,
     quantize_block,
+    quantize_constant,
     quantize_mx,
     quantize_tensor,
     scale_from_amax,
@@ -94,6 +95,18 @@ def test_current_scaling_is_bit_exact(kind, fmt, power_2):
 
 @FORMATS
 @every_input
+@pytest.mark.parametrize("scale", [1.0, 2.0**20])
+def test_constant_scaling_is_bit_exact(kind, fmt, scale):
+    x = bf16(kind)
+    q = quantize_constant(x, scale, fmt)
+    v = x.float().numpy()
+    assert q.scale_inv.item() == 1 / scale
+    with np.errstate(all="ignore"):
+        check_bytes(q.data, np_cast(np.where(np.isinf(v), np.nan, v * np.float32(scale)), fmt))
+
+
+@FORMATS
+@every_input
 @pytest.mark.parametrize("block", [(1, 32), (32, 1), (32, 32)], ids=str)
 @pytest.mark.parametrize("power_2", [False, True])
 def test_block_scaling_is_bit_exact_with_ragged_edges(kind, fmt, block, power_2):
@@ -142,8 +155,9 @@ def test_mxfp8_is_bit_exact(kind, fmt, block):
         lambda x: quantize_tensor(x, scale_from_amax(amax_of(x), E4M3), E4M3),
         lambda x: quantize_block(x, (1, 128), E4M3),
         lambda x: quantize_mx(x, (1, 32), E4M3),
+        lambda x: quantize_constant(x, 1.0, E4M3),
     ],
-    ids=["current", "block", "mxfp8"],
+    ids=["current", "block", "mxfp8", "unit"],
 )
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
 def test_a_value_that_is_not_finite_is_not_finite_when_dequantised(quantize, value):

@@ -76,12 +76,16 @@ class ActivationCheckpointing(Algorithm):
 
     def state_dict(self) -> dict[str, Any]:
         """The plan, so that a resumed run keeps it: seconds measured anew could choose another."""
-        return super().state_dict() | {"budget": self.config.budget, "plan": self._plan_config}
+        return super().state_dict() | self._planned_for() | {"plan": self._plan_config}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take a plan that was made for the same budget; another budget is planned anew."""
-        if self.config.budget is not None and state.get("budget") == self.config.budget:
+        """Take a plan that was made for the same budget, compression and offload; otherwise plan anew."""
+        ours = self._planned_for()
+        if self.config.budget is not None and ours == {name: state.get(name) for name in ours}:
             self._plan_config = state.get("plan")
+
+    def _planned_for(self) -> dict[str, Any]:
+        return {name: getattr(self.config, name) for name in ("budget", "compression", "offload")}
 
     def _select(self, state: State) -> None:
         config = self.config

@@ -14,6 +14,7 @@ from foundry_fp8.backends.native.size_rule import break_even, size_reason
 from foundry_fp8.config import ConfigError
 from foundry_fp8.kernels import launch
 from foundry_fp8.numerics.recipes import RECIPES, BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling
+from foundry_fp8.surgery.apply import resolve_recipe
 
 CUDA = torch.device("cuda", 0)
 
@@ -123,6 +124,25 @@ def test_auto_takes_native_where_transformer_engine_is_absent(gpu):
     gpu((9, 0))
     backend, chosen = choose_backend("auto", BlockScaling(), CUDA)
     assert backend.name == "native" and "auto chose native" in chosen
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_auto_never_emulates_on_a_gpu(recipe, gpu):
+    gpu((8, 0))
+    with pytest.raises(
+        RuntimeError, match=r"auto found no backend.*To check numerics without speed, set backend: emulated"
+    ):
+        choose_backend("auto", RECIPES[recipe](), CUDA)
+
+
+@pytest.mark.parametrize(
+    ("capability", "name"),
+    [((8, 9), "current"), ((9, 0), "current"), ((10, 0), "mxfp8"), ((10, 3), "mxfp8"), ((12, 0), "current")],
+)
+def test_the_recipe_that_auto_takes(capability, name, gpu):
+    gpu(capability)
+    assert resolve_recipe("auto", CUDA) == RECIPES[name]()
+    assert resolve_recipe("auto", torch.device("cpu")) == CurrentScaling()
 
 
 def test_it_does_not_emulate_hoppers_accumulation(device):

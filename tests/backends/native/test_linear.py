@@ -164,6 +164,20 @@ def test_delayed_state_and_probe_agree_with_the_emulated_backend(recipe, device)
             assert torch.equal(ours.scale_inv, theirs.scale_inv) and torch.equal(ours.amax, theirs.amax)
 
 
+def test_a_state_goes_on_in_another_backend(device):
+    """What the emulated backend saved, native computes with: scales, and the histories that the next ones come from."""
+    x, models = ranged(48, 96).to(device), {}
+    for backend in ("emulated", "native"):
+        models[backend] = nn.Sequential(nn.Linear(96, 160)).to(device)
+        foundry_fp8.apply_fp8(models[backend], recipe="delayed", backend=backend)
+    models["emulated"](x).sum().backward()
+    ours, theirs = (FP8State.of(models[backend]) for backend in ("emulated", "native"))
+    ours.update()
+    theirs.load_state_dict(ours.state_dict())
+    assert (theirs.delayed.scale != 1).all() and torch.equal(theirs.delayed.scale, ours.delayed.scale)
+    assert torch.equal(theirs.delayed.amax_history, ours.delayed.amax_history)
+
+
 @every_recipe
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_a_non_finite_gradient_stays_visible(recipe, value, device):

@@ -249,6 +249,11 @@ def test_a_cache_gives_the_logits_of_the_whole_sequence(variant: str) -> None:
     torch.testing.assert_close(torch.cat(found, 1), model(x).logits, rtol=1e-4, atol=1e-5)
 
 
+def test_a_static_cache_is_refused() -> None:
+    with pytest.raises(ValueError, match="does not support `cache_implementation='static'`"):
+        build("fog-max").eval().generate(ids(1, 4), max_new_tokens=2, cache_implementation="static")
+
+
 @pytest.mark.parametrize("variant", ["fog-max", "fog-flash"])
 def test_initial_magnitudes_are_those_of_the_reference(variant: str) -> None:
     """Residual RMS^2 after layer l of about 1 + 2 l / L; untied logits of std sigma sqrt(3 d)."""

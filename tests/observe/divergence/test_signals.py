@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import foundry_fp8
 from foundry_fp8.observe.divergence.signals import DAMAGE, RULES, SIGNS, Signal
 
 
@@ -134,3 +137,26 @@ def test_rules_are_sane(name):
     rule = RULES[name]
     assert 1 < rule.drift <= rule.ratio and rule.floor > 0
     assert rule.sick is None or rule.sick / rule.ratio >= rule.floor
+
+
+def test_the_card_has_the_rules():
+    """Floors of what is never zero stand for nothing and are left out."""
+    card = (Path(foundry_fp8.__file__).parent / "callbacks/divergence_guard/README.md").read_text()
+    rows = re.findall(r"^\| (\w+)(?: \(x, w\))? \| x (\S+) \| x (\S+) \| ([^|]*)\|([^|]*)\|$", card, re.M)
+    written = {name: (ratio, drift, floor.strip(), sick.strip()) for name, ratio, drift, floor, sick in rows}
+    said = {
+        name: (f"{rule.ratio:g}", f"{rule.drift:g}", "" if name in ("gradient_norm", "loss") else f"{rule.floor:g}",
+               "" if rule.sick is None else f"{rule.sick:g}")
+        for name, rule in RULES.items()
+    }  # fmt: skip
+    *_, of_gradients, _ = said.pop("flushed_gradient")
+    said["flushed"] = (
+        *said["flushed"][:2],
+        f"{said['flushed'][2]} (of gradients, `flushed_gradient`: {of_gradients})",
+        said["flushed"][3],
+    )
+    assert written == said
+    assert (RULES["flushed"].ratio, RULES["flushed"].sick) == (
+        RULES["flushed_gradient"].ratio,
+        RULES["flushed_gradient"].sick,
+    )
