@@ -14,6 +14,8 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
+from foundry_fp8.compat.collective_errors import keeps_its_error
+
 __all__ = [
     "CountingGroup",
     "FinishedWork",
@@ -172,6 +174,7 @@ class CountingGroup(dist.ProcessGroup):
         opts = dist.AllToAllOptions() if opts is None else opts
         return self.inner.alltoall_base(output, input, output_splits, input_splits, opts)
 
+    @keeps_its_error
     def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         self.traffic.count("all_gather", input.nbytes * (self.size() - 1))
         opts = c10d.AllgatherOptions() if opts is None else opts
@@ -183,6 +186,7 @@ class CountingGroup(dist.ProcessGroup):
         opts = c10d.AllgatherOptions() if opts is None else opts
         return self.inner.allgather(outputs, inputs, opts)
 
+    @keeps_its_error
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any) -> Any:
         mean = reduction_of(opts, "reduce-scatter")
         self.traffic.count("reduce_scatter", input.nbytes - input.nbytes // self.size())
@@ -192,6 +196,7 @@ class CountingGroup(dist.ProcessGroup):
         output.div_(self.size())
         return FinishedWork([output])
 
+    @keeps_its_error
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         """All-reduce, in place."""
         tensors = [tensors] if isinstance(tensors, Tensor) else tensors
@@ -243,7 +248,8 @@ def reduction_of(opts: Any, what: str) -> bool:
         return False
     raise RuntimeError(
         f"A {what} through foundry_fp8 can sum or average, not {opts.reduceOp}. A pre-multiplied sum comes from "
-        "FSDP2's set_reduce_scatter_divide_factor: leave it unset with compressed communication or gloo."
+        "FSDP2's set_gradient_divide_factor (older torch: set_reduce_scatter_divide_factor): leave it unset with compressed "
+        "communication or gloo."
     )
 
 

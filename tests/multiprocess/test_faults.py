@@ -16,7 +16,7 @@ REFUSED = {
     "ddp_stochastic": "nothing is sharded",
     "no_all_to_all": "does not have",
     "fewer": "reshard_after_forward: <int> exclude each other",
-    "divisor": "divide_factor: leave it unset",
+    "divisor": "RuntimeError: A reduce-scatter through foundry_fp8 can sum or average",
 }
 
 
