@@ -230,3 +230,24 @@ def test_a_layer_that_nobody_calls_is_a_warning_after_the_first_batch(caplog):
     assert memory.hyperparameters["fp8"]["converted"] == 2
     assert memory.hyperparameters["fp8_as_run"]["converted"] == 1
     trainer.close()
+
+
+@pytest.mark.full
+def test_of_a_compiled_model_nobody_says_what_did_not_run(caplog):
+    """A graph keeps no ledger, so that every layer of a native backend would look as if it had not run."""
+    algorithm, memory = FP8(recipe="current"), InMemoryLogger()
+    trainer = Trainer(
+        model=Bypassing(),
+        train_dataloader=torch.utils.data.DataLoader(torch.randn(32, 32), batch_size=16),
+        max_duration="1ba",
+        algorithms=[algorithm],
+        loggers=[memory],
+        compile_config={"backend": "eager"},
+        device="cpu",
+        progress_bar=False,
+    )
+    with caplog.at_level(logging.INFO, "foundry_fp8"):
+        trainer.fit()
+    trainer.close()
+    assert "Under torch.compile nobody checks which of the converted layers run" in caplog.text
+    assert "fp8_as_run" not in memory.hyperparameters and algorithm.report.converted == ["outer", "inner"]

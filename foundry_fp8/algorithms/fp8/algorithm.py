@@ -13,6 +13,7 @@ from composer.utils import dist
 
 from foundry_fp8.algorithms.fp8.announcement import announcement, surprises
 from foundry_fp8.callbacks.run_log import ensure_run_log
+from foundry_fp8.compat.compiled_model import is_compiled
 from foundry_fp8.config import ConfigError, from_mapping
 from foundry_fp8.layers.state import FP8State
 from foundry_fp8.layers.unit_linear import choose_gradient_scale
@@ -137,7 +138,7 @@ class FP8(Algorithm):
 
     def _watch(self, state: State) -> None:
         assert self._trace is not None
-        if any("_orig_mod" in module._modules for module in state.model.modules()):
+        if is_compiled(state.model):
             log.info(
                 "Under torch.compile nobody checks which of the converted layers run: a graph keeps no ledger."
             )

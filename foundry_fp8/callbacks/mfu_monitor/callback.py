@@ -11,10 +11,10 @@ from typing import Any, Literal
 import torch
 from composer.core import State
 from composer.loggers import Logger
-from torch import nn
 
 from foundry_fp8.callbacks.base import Monitor, device_of, model_of
 from foundry_fp8.callbacks.step_clock import StepClock
+from foundry_fp8.compat.compiled_model import is_compiled
 from foundry_fp8.config import Config, Positive
 from foundry_fp8.layers.state import FP8State
 from foundry_fp8.observe.flops import (
@@ -126,7 +126,7 @@ class MFUMonitor(Monitor):
         assert self.meter is not None
         self.meter.take_batch(state.batch, self._tokens)
         if self._batches is None and self._observer is None:
-            self._hfu = not _is_compiled(state.model)
+            self._hfu = not is_compiled(state.model)
             if self._hfu:
                 self._observer = Observer(self.meter.to_watch(), self.guarded)
                 self._observer.attach()
@@ -234,13 +234,6 @@ class MFUMonitor(Monitor):
                 KEY, name, KEY.rpartition(".")[2], ", ".join(row.name for row in TABLE),
             )  # fmt: skip
         return peaks
-
-
-def _is_compiled(model: nn.Module) -> bool:
-    return any(
-        type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
-        for module in model.modules()
-    )
 
 
 def _autocast_precision(state: State) -> str:
