@@ -5,6 +5,7 @@ What it is handed are CPU tensors, so that everything beside the kernels really 
 
 import contextlib
 import dataclasses
+import warnings
 from collections import Counter
 from collections.abc import Callable
 
@@ -15,6 +16,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from foundry_fp8.kernels import block_gemm, launch, zeros
+from tests.kernels.ptx.launch import restore_language
 
 
 class Driver:
@@ -82,9 +84,11 @@ class TorchLaunches(TorchDispatchMode):
 @contextlib.contextmanager
 def fake_driver(monkeypatch):
     """Until it is left, launches are counted in what it yields. The caller does not run under a mode of its own."""
-    from foundry_fp8.backends.native import gemm, operand
+    kernel_modules = _kernel_modules()  # before the variable below: compiled kernels
+    from foundry_fp8.backends.native import gemm, ops
 
-    assert operand
+    assert ops
+    restore_language()
     seen = Seen()
 
     def specialized(kernel, args, kwargs):
@@ -104,9 +108,11 @@ def fake_driver(monkeypatch):
 
         return Compiled(again)
 
-    def multiply(a, a_scale, b, b_scale, *, m, n, out_dtype, bias=None, fast_accumulation=False):
+    def multiply(
+        a, b, scale_a, scale_b, bias=None, scale_result=None, out_dtype=None, use_fast_accum=False
+    ):
         seen.launches["gemm"] += 1
-        return torch.empty((m, n), dtype=out_dtype)
+        return torch.empty((a.shape[0], b.shape[1]), dtype=out_dtype)
 
     def time(run, config):
         seen.timed += 1
@@ -116,7 +122,7 @@ def fake_driver(monkeypatch):
     with monkeypatch.context() as patched:
         patched.setenv("TRITON_INTERPRET", "1")  # lets CPU tensors in; the kernels stay compiled ones
         patched.setattr(JITFunction, "run", run)
-        patched.setattr(gemm, "tensorwise_mm", multiply)
+        patched.setattr(gemm, "_defined", lambda a: False)
         patched.setattr(zeros, "_stream_of_blocks", lambda device: 0)
         patched.setattr(zeros, "_blocks", {})
         patched.setattr(launch, "_prepared", {})
@@ -126,12 +132,17 @@ def fake_driver(monkeypatch):
         patched.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         patched.setattr(block_gemm, "_processors", lambda device: 132)
         driver.set_active(Driver())
+        scaled_mm = torch.library.Library("aten", "IMPL")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # newer torchs have one for CPUs
+            scaled_mm.impl("_scaled_mm", multiply, "CPU")
         try:
             yield seen
         finally:
+            scaled_mm._destroy()
             vars(driver).clear()
             vars(driver).update(before)
-            for module in (block_gemm, *_kernel_modules()):
+            for module in (block_gemm, *kernel_modules):
                 for value in vars(module).values():
                     if isinstance(value, JITFunction):
                         value.device_caches.clear()

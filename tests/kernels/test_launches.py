@@ -14,7 +14,6 @@ from foundry_fp8.kernels import zeros
 from foundry_fp8.kernels.launch import launch
 from foundry_fp8.layers.state import FP8State
 from tests.kernels.fake_driver import TorchLaunches, fake_driver
-from tests.kernels.ptx.launch import restore_language
 
 
 class Siblings(nn.Module):
@@ -49,7 +48,6 @@ def device():
 
 @pytest.fixture
 def driver(monkeypatch):
-    restore_language()
     with fake_driver(monkeypatch) as seen:
         yield seen
 

@@ -43,7 +43,7 @@ def tensorwise_mm(
         ``[m, n]``, contiguous, ``out_dtype``.
     """
     inside = _bias_inside(bias, b.shape[0], out_dtype)
-    if a.device.type == "cpu":  # the definition; only Triton's interpreter gets here
+    if _defined(a):
         product = (a.float() @ b.float().t()) * (a_scale * b_scale)
         out = _in_dtype(product if inside is None else product + inside, out_dtype)
     else:
@@ -83,7 +83,7 @@ def mx_mm(
         bias: ``[n]``, hp.
     """
     inside = _bias_inside(bias, b.shape[0], out_dtype) if out_dtype == torch.bfloat16 else None
-    if a.device.type == "cpu":  # the definition; only Triton's interpreter gets here
+    if _defined(a):
         product = _dense(a, a_scale) @ _dense(b, b_scale).t()
         out = _in_dtype(product if inside is None else product + inside, out_dtype)
     else:
@@ -121,6 +121,11 @@ def swizzle_mx_scales(codes: Tensor) -> Tensor:
         -(-rows // 128), 4, 32, -(-columns // 4), 4
     )  # [tile_r, r // 32, r % 32, tile_c, c]
     return tiles.permute(0, 3, 2, 1, 4).contiguous().view(torch.float8_e8m0fnu).flatten()
+
+
+def _defined(a: Tensor) -> bool:
+    """Whether the definition runs in place of a GEMM: only Triton's interpreter gets here with tensors of a CPU."""
+    return a.device.type == "cpu"
 
 
 def _dense(data: Tensor, codes: Tensor) -> Tensor:

@@ -1,0 +1,130 @@
+"""What a linear's forward and backward cost the host in eager mode: `nn.Linear`, the native backend, torchao's float8 linear.
+
+    python benchmarks/host_time.py [--recipes current delayed block] [--repeats 40] [--profile current] [--save NAME]
+
+No GPU is needed: tensors are tiny ones of the CPU, and Triton's driver is one that launches nothing (`tests/kernels/fake_driver.py`), so
+that what is timed is Python and torch's dispatcher. Left out on our side: what the CUDA driver takes for a launch. Left in on the others'
+side: what a CPU takes to compute with 16 x 16 elements. Cases run in turn; the figures are medians of the process's CPU time, and of
+ratios within one round. Counts of launches and of what passes torch's dispatcher are the machine-independent side of it
+(`tests/kernels/test_launches.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ["TRITON_INTERPRET"] = "0"  # read when a kernel is decorated
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from common import environment, median_ratio, save  # noqa: E402
+from torch import nn  # noqa: E402
+
+import foundry_fp8  # noqa: E402
+from tests.kernels.fake_driver import fake_driver  # noqa: E402
+
+SIZE, LINEARS, STEPS = 16, 8, 10
+PEERS = ("tensorwise", "rowwise")
+
+
+def plain() -> nn.Module:
+    """Linears in a row, bfloat16."""
+    return nn.Sequential(*(nn.Linear(SIZE, SIZE, bias=False) for _ in range(LINEARS))).to(torch.bfloat16)
+
+
+def ours(recipe: str) -> nn.Module:
+    """The same, converted."""
+    model = plain()
+    foundry_fp8.apply_fp8(model, recipe=recipe, backend="native")
+    return model
+
+
+def torchao(recipe: str) -> nn.Module | None:
+    """The same through torchao, ``None`` where it is not installed."""
+    try:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    except ImportError:
+        return None
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    found: nn.Module = convert_to_float8_training(plain(), config=config)
+    return found
+
+
+def step_of(model: nn.Module) -> Callable[[], None]:
+    """A function that runs forward and backward :data:`STEPS` times."""
+    x = torch.zeros(SIZE, SIZE, dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.zeros(SIZE, SIZE, dtype=torch.bfloat16)
+    leaves = [x, *model.parameters()]
+
+    def steps() -> None:
+        for _ in range(STEPS):
+            model(x).backward(dy)
+            for leaf in leaves:
+                leaf.grad = None
+
+    return steps
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipes", nargs="*", default=["current", "delayed", "block"])
+    parser.add_argument("--repeats", type=int, default=40)
+    parser.add_argument("--profile", metavar="RECIPE", help="where one recipe's time goes, by function")
+    parser.add_argument("--save", metavar="NAME", help="write results/NAME.json")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    with fake_driver(pytest.MonkeyPatch()) as seen:
+        seen.checks = False
+        if options.profile:
+            profile(step_of(ours(options.profile)))
+            return
+        models = {"nn.Linear": plain(), **{f"native {recipe}": ours(recipe) for recipe in options.recipes}}
+        models |= {f"torchao {recipe}": model for recipe in PEERS if (model := torchao(recipe)) is not None}
+        seconds = measured({name: step_of(model) for name, model in models.items()}, options.repeats)
+    rows = []
+    for name, times in seconds.items():
+        row = {"case": name, "microseconds": round(statistics.median(times) * 1e6, 1)}
+        for other in ("nn.Linear", "torchao tensorwise"):
+            if other in seconds:
+                row[f"of {other}"] = round(median_ratio(times, seconds[other]), 2)
+        rows.append(row)
+        print("  ".join(f"{key} {value}" for key, value in row.items()))
+    if options.save:
+        save(options.save, {"machine": environment(), "a linear's forward and backward": rows})
+
+
+def measured(cases: dict[str, Callable[[], None]], repeats: int) -> dict[str, list[float]]:
+    """CPU seconds of one linear's forward and backward, each case in turn."""
+    for case in cases.values():
+        case()
+    seconds: dict[str, list[float]] = {name: [] for name in cases}
+    for _ in range(repeats):
+        for name, case in cases.items():
+            start = time.process_time()
+            case()
+            seconds[name].append((time.process_time() - start) / (STEPS * LINEARS))
+    return seconds
+
+
+def profile(case: Callable[[], None]) -> None:
+    """Print the functions that take longest themselves."""
+    import cProfile
+    import pstats
+
+    case()
+    with cProfile.Profile(time.process_time) as found:
+        for _ in range(10):
+            case()
+    pstats.Stats(found).sort_stats("tottime").print_stats(45)
+
+
+if __name__ == "__main__":
+    main()
