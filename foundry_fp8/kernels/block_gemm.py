@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from foundry_fp8.kernels.launch import interpreting, launch, tiles
+from foundry_fp8.kernels.launch import aligned, interpreting, launch, tiles
 
 __all__ = ["CONFIGS", "GROUP", "block_gemm", "block_gemm_reference"]
 
@@ -100,6 +100,10 @@ def block_gemm(
     def run(config: GemmConfig) -> None:
         # The same for every number of tokens, as the compiler is told it; where there are fewer tiles, some have nothing to do.
         programs = _processors(a.device)
+        key = (
+            m, n, a.shape, expected, a.dtype, b.dtype, out_dtype, None if bias is None else bias.dtype, square_b, config, a.device,
+            *map(aligned, (a, a_scale, b, b_scale, bias)),
+        )  # fmt: skip
         launch(
             _block_gemm_kernel,
             programs,
@@ -114,6 +118,7 @@ def block_gemm(
             a.shape[1],
             a.shape[0],
             expected[1],
+            known_by=key,
             PROGRAMS=programs,
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,

@@ -8,7 +8,7 @@ Scales are stored with the long axis contiguous (``[blocks, rows]``), which is h
 row of its tile at each step along K.
 """
 
-import dataclasses
+from typing import NamedTuple
 
 import torch
 import triton
@@ -37,24 +37,20 @@ __all__ = ["Blockwise", "quantize_blockwise", "quantize_blockwise_reference"]
 TILE = 128
 
 
-@dataclasses.dataclass(frozen=True)
-class Blockwise:
-    """A tensor quantised with one scale a block, in the layouts that the GEMMs read.
-
-    Attributes:
-        data: FP8 ``[R', C']``: R and C rounded up to 16 (32 for MX), zeros outside; ``None`` if not asked for.
-        gemm_scale: Of ``data``, contiguous ``[ceil(C / group), R']`` float32 (``[ceil(C / 128), ceil(R / 128)]`` for square
-            blocks), or E8M0 bytes as uint8. NaN (255) where the block held an Inf.
-        data_t: FP8 ``[C', R']``; ``None`` if not asked for.
-        gemm_scale_t: Of ``data_t``, contiguous ``[ceil(R / group), C']`` (``[ceil(R / 128), ceil(C / 128)]``).
-        column_sum: float32 ``[C]``; ``None`` if not asked for.
-    """
+class Blockwise(NamedTuple):
+    """A tensor quantised with one scale a block, in the layouts that the GEMMs read."""
 
     data: Tensor | None
+    """FP8 ``[R', C']``: R and C rounded up to 16 (32 for MX), zeros outside; ``None`` if not asked for."""
     gemm_scale: Tensor | None
+    """Of ``data``, contiguous ``[ceil(C / group), R']`` float32 (``[ceil(C / 128), ceil(R / 128)]`` for square blocks), or E8M0 bytes as
+    uint8. NaN (255) where the block held an Inf."""
     data_t: Tensor | None
+    """FP8 ``[C', R']``; ``None`` if not asked for."""
     gemm_scale_t: Tensor | None
+    """Of ``data_t``, contiguous ``[ceil(R / group), C']`` (``[ceil(R / 128), ceil(C / 128)]``)."""
     column_sum: Tensor | None
+    """float32 ``[C]``; ``None`` if not asked for."""
 
 
 def quantize_blockwise(
@@ -116,6 +112,7 @@ def quantize_blockwise(
             c,
             padded_r,
             padded_c,
+            known_by=(*source.launch_key, fmt.name, group, square, power_2, rows, columns, column_sum),
             KIND=source.kind,
             GROUP=group,
             SQUARE=square,

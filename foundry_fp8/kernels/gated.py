@@ -87,7 +87,7 @@ def activation_backward_reference(
     hp = source.x.dtype
     x = source.x.detach().float().requires_grad_()
     with torch.enable_grad():
-        plain = Producer(kind=source.kind, x=x, alpha=source.alpha).reference()
+        plain = source._replace(x=x, up=None).reference()
     if source.up is None:
         dplain, dup = dy.float(), None
     else:

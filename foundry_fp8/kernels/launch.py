@@ -20,6 +20,7 @@ __all__ = [
     "AS_WRITTEN",
     "GEMM_MULTIPLE",
     "HP_DTYPES",
+    "aligned",
     "as_rows",
     "check_hp",
     "compiler_missing",
@@ -128,9 +129,19 @@ def on_its_device(function: F) -> F:
 
 
 _prepared: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+KNOWN = 4096
+"""Launches that are remembered before all are forgotten: keys of the callers' hold the number of tokens."""
 
 
-def launch(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
+def aligned(x: Tensor | None) -> bool | None:
+    """What Triton specialises on of an address; of memory that was allocated for it (``torch.empty``) it is always true."""
+    # Of fake tensors, with which kernels are compiled and not launched, torch warns who asks.
+    return None if x is None else type(x).__name__ == "FakeTensor" or x.data_ptr() % 16 == 0
+
+
+def launch(
+    kernel: Any, programs: int, *args: Any, known_by: tuple[Any, ...] | None = None, **constants: Any
+) -> None:
     """``kernel[(programs,)](*args, **constants)`` at a fraction of the host's time.
 
     Triton binds arguments, names their specialisation in a string and looks up what it compiled at every launch; that costs more
@@ -140,9 +151,26 @@ def launch(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
         kernel: A ``triton.jit`` function whose ``constexpr`` parameters come last.
         programs: Size of the grid.
         args: Values of the other parameters, in order: tensors, integers, floats and ``None``.
+        known_by: All that tells one launch of this kernel from another, grid and :func:`aligned` included; looked at in place of
+            each argument, of which there are thirty. By default: of each argument what Triton specialises on.
         constants: The ``constexpr`` parameters and launch options, in the same order at every call of a place.
     """
-    key: list[Any] = [id(kernel), *constants.values()]
+    key = (kernel, programs, *(_specialization(args, constants) if known_by is None else known_by))
+    prepared = _prepared.get(key)
+    if prepared is not None:
+        again, values = prepared
+        again(*args, *values)
+        return
+    compiled = kernel[(programs,)](*args, **constants)
+    if compiled is not None:  # not the interpreter's
+        if len(_prepared) >= KNOWN:
+            _prepared.clear()
+        values = tuple(constants[name] for name in kernel.arg_names[len(args) :])
+        _prepared[key] = compiled[programs, 1, 1], values
+
+
+def _specialization(args: tuple[Any, ...], constants: dict[str, Any]) -> list[Any]:
+    key: list[Any] = [*constants.values()]
     for value in args:
         if value is None:
             key.append(None)
@@ -151,18 +179,10 @@ def launch(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
             narrow = 0 if -(2**31) <= value < 2**31 else 4
             key.append(narrow + (2 if value == 1 else value % 16 == 0))
         elif isinstance(value, Tensor):
-            key += value.dtype, value.get_device(), value.data_ptr() % 16 == 0
+            key += value.dtype, value.get_device(), aligned(value)
         else:
             key.append(type(value))
-    prepared = _prepared.get(found := tuple(key))
-    if prepared is None:
-        compiled = kernel[(programs,)](*args, **constants)
-        if compiled is not None:  # not the interpreter's
-            values = tuple(constants[name] for name in kernel.arg_names[len(args) :])
-            _prepared[found] = compiled, values
-        return
-    compiled, values = prepared
-    compiled[programs, 1, 1](*args, *values)
+    return key
 
 
 def as_rows(x: Tensor) -> Tensor:

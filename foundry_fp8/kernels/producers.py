@@ -8,14 +8,14 @@ bytes moved and not the result.
 Each producer's definition in torch is :meth:`Producer.reference`.
 """
 
-import dataclasses
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from foundry_fp8.kernels.launch import as_rows, check_hp
+from foundry_fp8.kernels.launch import aligned, as_rows, check_hp
 
 __all__ = ["ACTIVATIONS", "Producer", "load_tile", "xielu_reference"]
 
@@ -47,11 +47,9 @@ def xielu_reference(x: Tensor, alpha: Tensor) -> Tensor:
     return torch.where(x > 0, alpha[0] * x * x + 0.5 * x, negative)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Producer:
-    """The inputs of one tile producer. Build it with one of the class methods."""
+class Producer(NamedTuple):
+    """The inputs of one tile producer. Build it with one of the class methods, or :meth:`checked`."""
 
-    kind: int
     x: Tensor
     """``[R, C]``, hp: the tensor, the norm's input, or the activation's (the gate of a gated one)."""
     up: Tensor | None = None
@@ -66,31 +64,37 @@ class Producer:
     """``[C]``: LayerNorm's bias."""
     alpha: Tensor | None = None
     """``[2]`` float32: xIELU's effective slopes."""
+    kind: int = 0
 
-    def __post_init__(self) -> None:
-        check_hp("x", self.x)
-        if (x := as_rows(self.x)) is not self.x:
-            object.__setattr__(self, "x", x)
-        if self.kind == 0:
-            return
-        if self.up is not None:
-            object.__setattr__(self, "up", as_rows(self.up))
+    @classmethod
+    def checked(cls, x: Tensor, *others: Any) -> "Producer":
+        """Of the fields in their order, with unit strides along rows.
+
+        Raises:
+            TypeError: ``x`` is of a dtype that kernels do not read.
+            ValueError: ``x`` is not on a CUDA device or not two-dimensional, or what belongs to it does not fit it.
+        """
+        check_hp("x", x)
+        found = cls(as_rows(x), *others)
+        if found.kind == 0:
+            return found
         for name in ("up", "mean", "rstd", "weight", "bias", "alpha"):
-            given = getattr(self, name)
-            if given is not None and given.device != self.x.device:
-                raise ValueError(
-                    f"{name} is on {given.device}, x on {self.x.device}; they must share a device."
-                )
-        if self.up is not None and (self.up.shape != self.x.shape or self.up.dtype != self.x.dtype):
+            given = getattr(found, name)
+            if given is not None and given.device != x.device:
+                raise ValueError(f"{name} is on {given.device}, x on {x.device}; they must share a device.")
+        if found.up is None:
+            return found
+        if found.up.shape != x.shape or found.up.dtype != x.dtype:
             raise ValueError(
-                f"up is {tuple(self.up.shape)} {self.up.dtype}, x {tuple(self.x.shape)} {self.x.dtype}; "
+                f"up is {tuple(found.up.shape)} {found.up.dtype}, x {tuple(x.shape)} {x.dtype}; "
                 "a gated activation needs two alike."
             )
+        return found._replace(up=as_rows(found.up))
 
     @classmethod
     def identity(cls, x: Tensor) -> "Producer":
         """The tensor ``x`` as it is."""
-        return cls(kind=0, x=x)
+        return cls.checked(x)
 
     @classmethod
     def norm(
@@ -103,7 +107,7 @@ class Producer:
         bias: Tensor | None = None,
     ) -> "Producer":
         """RMSNorm, or LayerNorm if ``mean`` is given; the statistics come from :mod:`foundry_fp8.kernels.norms`."""
-        return cls(kind=1, x=x, rstd=rstd, weight=weight, mean=mean, bias=bias)
+        return cls.checked(x, None, mean, rstd, weight, bias, None, 1)
 
     @classmethod
     def activation(
@@ -114,14 +118,28 @@ class Producer:
             raise ValueError(f"activation {name!r} is not one of {', '.join(ACTIVATIONS)}.")
         if (alpha is None) != (name != "xielu"):
             raise ValueError(f"activation {name!r}: alpha is xielu's, and xielu needs it.")
-        return cls(kind=ACTIVATIONS[name], x=x, up=up, alpha=alpha)
+        return cls.checked(x, up, None, None, None, None, alpha, ACTIVATIONS[name])
 
     @property
     def pointers(self) -> tuple[object, ...]:
         """The arguments that every kernel's signature begins with."""
-        up_stride = 0 if self.up is None else self.up.stride(0)
-        inputs = (self.up, up_stride, self.mean, self.rstd, self.weight, self.bias, self.alpha)
-        return (self.x, self.x.stride(0), *inputs)
+        x, up, mean, rstd, weight, bias, alpha, _ = self
+        return x, x.stride(0), up, 0 if up is None else up.stride(0), mean, rstd, weight, bias, alpha
+
+    @property
+    def launch_key(self) -> tuple[object, ...]:
+        """What :attr:`pointers` add to :func:`~foundry_fp8.kernels.launch.launch`'s key."""
+        x = self.x
+        key = (x.shape, x.stride(0), x.dtype, x.get_device(), aligned(x), self.kind)
+        if self.kind == 0:
+            return key
+        given = self[1:7]
+        return (
+            *key,
+            0 if self.up is None else self.up.stride(0),
+            *(None if t is None else t.dtype for t in given),
+            *map(aligned, given),
+        )
 
     def reference(self) -> Tensor:
         """What the kernels quantise, in torch: ``[R, C]`` in the dtype of ``x``."""

@@ -6,14 +6,14 @@ copy exists because Hopper's FP8 GEMM takes both operands contiguous along the d
 Nothing here waits for the device: scales stay in device memory from the amax to the GEMM.
 """
 
-import dataclasses
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from foundry_fp8.kernels.launch import AS_WRITTEN, GEMM_MULTIPLE, launch, round_up, tiles
+from foundry_fp8.kernels.launch import AS_WRITTEN, GEMM_MULTIPLE, aligned, launch, round_up, tiles
 from foundry_fp8.kernels.producers import Producer, load_tile
 from foundry_fp8.kernels.scales import is_inf, magnitude, reciprocal, saturate, scale_from_amax
 from foundry_fp8.kernels.zeros import STRIDE as STATS_STRIDE
@@ -29,22 +29,18 @@ TILE_R, TILE_C, WARPS = 64, 128, 8
 """One program's tile: it writes 128 bytes of each row and 64 of each row of the transpose, and keeps few registers."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Tensorwise:
-    """A tensor quantised with one scale.
-
-    Attributes:
-        data: FP8 ``[R', C']``: R and C rounded up to 16, zeros outside; ``None`` if not asked for.
-        data_t: FP8 ``[C', R']``: its transpose; ``None`` if not asked for.
-        stats: float32 ``[3]``: amax, gemm_scale, scale_inv. ``scale_inv`` is ``1 / scale``; ``gemm_scale`` is the same, or
-            NaN if the tensor held an Inf. Of a constant scale: 0, ``alpha / scale``, ``1 / scale``.
-        column_sum: float32 ``[C]``: the sum over rows of the hp value; ``None`` if not asked for.
-    """
+class Tensorwise(NamedTuple):
+    """A tensor quantised with one scale."""
 
     data: Tensor | None
+    """FP8 ``[R', C']``: R and C rounded up to 16, zeros outside; ``None`` if not asked for."""
     data_t: Tensor | None
+    """FP8 ``[C', R']``: its transpose; ``None`` if not asked for."""
     stats: Tensor
+    """float32 ``[3]``: amax, gemm_scale, scale_inv. ``scale_inv`` is ``1 / scale``; ``gemm_scale`` is the same, or NaN if the tensor
+    held an Inf. Of a constant scale: 0, ``alpha / scale``, ``1 / scale``."""
     column_sum: Tensor | None
+    """float32 ``[C]``: the sum over rows of the hp value; ``None`` if not asked for."""
 
 
 def amax(source: Producer, out: Tensor | None = None) -> Tensor:
@@ -86,11 +82,12 @@ def _launch_amax(source: Producer, out: Tensor, other: Tensor | None, other_out:
     other_rows, other_columns = (0, 0) if other is None else other.shape
     if source.x.numel() == 0:
         return
-    programs = tiles(rows, TILE_R) * tiles(columns, TILE_C)
-    more = tiles(other_rows, TILE_R) * tiles(other_columns, TILE_C)
+    key = (*source.launch_key, aligned(out))
+    if other is not None:
+        key += other.shape, other.stride(0), other.dtype, aligned(other)
     launch(
         _amax_kernel,
-        programs + more,
+        tiles(rows, TILE_R) * tiles(columns, TILE_C) + tiles(other_rows, TILE_R) * tiles(other_columns, TILE_C),
         *source.pointers,
         out,
         rows,
@@ -104,6 +101,7 @@ def _launch_amax(source: Producer, out: Tensor, other: Tensor | None, other_out:
         TILE_R=TILE_R,
         TILE_C=TILE_C,
         num_warps=WARPS,
+        known_by=key,
         **AS_WRITTEN,
     )
 
@@ -129,8 +127,8 @@ def quantize_tensorwise(
         fmt: The number format.
         scale: One float32 element on the device: delayed scaling. ``None`` takes the scale from this tensor's amax, at
             the price of a second pass: current scaling.
-        known_amax: One float32 element: the amax, if it was measured before. Saves current scaling its second pass; not to
-            be given with ``scale``.
+        known_amax: float32: its first element is the amax, if it was measured before. Saves current scaling its second pass; not
+            to be given with ``scale``.
         power_2: Round a scale taken from the amax down to a power of two.
         amax_slot: One float32 element, raised in place to this tensor's amax if that is larger.
         rows: Write ``data``.
@@ -141,12 +139,12 @@ def quantize_tensorwise(
         alpha: What gemm_scale holds besides a constant scale's reciprocal.
     """
     (r, c), device = source.x.shape, source.x.device
-    padded_r, padded_c = round_up(r, GEMM_MULTIPLE), round_up(c, GEMM_MULTIPLE)
+    padded_r, padded_c = round_up(r), round_up(c)
     data = torch.empty((padded_r, padded_c), dtype=fmt.dtype, device=device) if rows else None
     data_t = torch.empty((padded_c, padded_r), dtype=fmt.dtype, device=device) if columns else None
     stats = statistics(device)  # zero, as atomics raise them
     if constant is None and known_amax is None and scale is None:
-        amax(source, out=stats)
+        _launch_amax(source, stats, None, None)
     tiles_r, tiles_c = tiles(padded_r, TILE_R), tiles(padded_c, TILE_C)
     partial = torch.empty((tiles_r, c), dtype=torch.float32, device=device) if column_sum else None
     launch(
@@ -157,7 +155,6 @@ def quantize_tensorwise(
         amax_slot,
         stats if known_amax is None else known_amax,
         stats,
-        None if scale is None else stats.view(torch.int32),
         data,
         data_t,
         partial,
@@ -167,6 +164,10 @@ def quantize_tensorwise(
         padded_c,
         constant,
         None if constant is None else alpha / constant,
+        known_by=(
+            *source.launch_key, fmt.name, power_2, rows, columns, column_sum, constant, alpha,
+            aligned(scale), aligned(amax_slot), aligned(known_amax), aligned(stats),
+        ),
         KIND=source.kind,
         FMT_MAX=fmt.max,
         POWER_2=power_2,
@@ -200,7 +201,7 @@ def quantize_tensorwise_reference(
         q = quantize_constant(x, constant, fmt)
         stats = torch.stack([q.amax, torch.full_like(q.amax, alpha / constant), q.scale_inv])
         return _padded(q.data, stats, rows, columns, x.float().sum(0) if column_sum else None)
-    measured = amax_reference(x) if known_amax is None else known_amax.reshape(())
+    measured = amax_reference(x) if known_amax is None else known_amax.flatten()[0]
     if amax_slot is not None:
         amax_slot.copy_(torch.maximum(amax_slot, measured.reshape(amax_slot.shape)))
     scale = scale_reference(measured, fmt, power_2=power_2) if scale is None else scale.reshape(())
@@ -309,7 +310,6 @@ def _quantize_kernel(
     slot_ptr,
     amax_ptr,
     stats_ptr,
-    stats_bits_ptr,
     data_ptr,
     data_t_ptr,
     partial_ptr,
@@ -357,8 +357,9 @@ def _quantize_kernel(
         tl.atomic_max(stats_ptr, amax, sem="relaxed")
         # Raised as integers: the bits of NaN lie above those of every positive float, so one Inf anywhere wins.
         if (pid == 0) | is_inf(amax):
+            bits_ptr = stats_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
             tl.atomic_max(
-                stats_bits_ptr + STRIDE,
+                bits_ptr + STRIDE,
                 tl.where(is_inf(amax), float("nan"), scale_inv).to(tl.int32, bitcast=True),
                 sem="relaxed",
             )

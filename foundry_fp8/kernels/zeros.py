@@ -7,8 +7,6 @@ A captured CUDA graph has to zero what it raises at every replay: while a stream
 where operators are traced or watched, and off the GPU, where tests look for accesses outside of a tensor.
 """
 
-import threading
-
 import torch
 from torch import Tensor
 
@@ -21,7 +19,6 @@ PIECES = 1024
 """Pieces of a block: 48 KiB."""
 
 _blocks: dict[tuple[torch.device, int], list[Tensor]] = {}
-_lock = threading.Lock()
 
 
 def statistics(device: torch.device) -> Tensor:
@@ -29,13 +26,15 @@ def statistics(device: torch.device) -> Tensor:
     stream = _stream_of_blocks(device)
     if stream is None:
         return torch.zeros((NUMBERS, STRIDE), dtype=torch.float32, device=device).select(1, 0)
-    with _lock:
-        pieces = _blocks.get((device, stream))
-        if not pieces:
-            with torch.inference_mode(False):  # the next piece may be saved for backward
-                block = torch.zeros((PIECES, NUMBERS, STRIDE), dtype=torch.float32, device=device)
-                pieces = _blocks[device, stream] = list(block.select(2, 0).unbind(0))
-        return pieces.pop()
+    try:
+        return _blocks[device, stream].pop()  # one thread gets it, without a lock
+    except (KeyError, IndexError):
+        pass
+    with torch.inference_mode(False):  # the next piece may be saved for backward
+        block = torch.zeros((PIECES, NUMBERS, STRIDE), dtype=torch.float32, device=device)
+    *pieces, one = block.select(2, 0).unbind(0)
+    _blocks[device, stream] = pieces
+    return one
 
 
 def _stream_of_blocks(device: torch.device) -> int | None:

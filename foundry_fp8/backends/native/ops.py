@@ -91,7 +91,7 @@ def quantize_tensorwise(
     gemm_alpha: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """:func:`foundry_fp8.kernels.tensorwise.quantize_tensorwise`: data, data_t, (amax, gemm_scale, scale_inv), column_sum."""
-    source = Producer(kind=kind, x=x, up=up, mean=mean, rstd=rstd, weight=weight, bias=bias, alpha=alpha)
+    source = Producer.checked(x, up, mean, rstd, weight, bias, alpha, kind)
     q = quantize_tensorwise_kernel(
         source,
         FORMATS[fmt],
@@ -136,7 +136,7 @@ def amax_of_two(
     other: Tensor,
 ) -> Tensor:
     """:func:`foundry_fp8.kernels.tensorwise.amax_of_two`: float32 ``[2]``."""
-    source = Producer(kind=kind, x=x, up=up, mean=mean, rstd=rstd, weight=weight, bias=bias, alpha=alpha)
+    source = Producer.checked(x, up, mean, rstd, weight, bias, alpha, kind)
     return amax_of_two_kernel(source, other)
 
 
@@ -164,7 +164,7 @@ def quantize_blockwise(
     column_sum: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """:func:`foundry_fp8.kernels.blockwise.quantize_blockwise`: data, gemm_scale, data_t, gemm_scale_t, column_sum."""
-    source = Producer(kind=kind, x=x, up=up, mean=mean, rstd=rstd, weight=weight, bias=bias, alpha=alpha)
+    source = Producer.checked(x, up, mean, rstd, weight, bias, alpha, kind)
     q = quantize_blockwise_kernel(
         source,
         FORMATS[fmt],
@@ -252,7 +252,7 @@ def activation_backward(
     dy: Tensor, x: Tensor, up: Tensor | None, alpha: Tensor | None, kind: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`foundry_fp8.kernels.gated.activation_backward`; what does not apply is empty."""
-    dx, dup, dalpha = activation_backward_kernel(dy, Producer(kind=kind, x=x, up=up, alpha=alpha))
+    dx, dup, dalpha = activation_backward_kernel(dy, Producer.checked(x, up, None, None, None, None, alpha, kind))
     return dx, dup, dalpha  # type: ignore[return-value]
 
 
