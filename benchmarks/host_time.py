@@ -59,8 +59,8 @@ def torchao(recipe: str) -> nn.Module | None:
 
 def step_of(model: nn.Module) -> Callable[[], None]:
     """A function that runs forward and backward :data:`STEPS` times."""
-    x = torch.zeros(SIZE, SIZE, dtype=torch.bfloat16, requires_grad=True)
-    dy = torch.zeros(SIZE, SIZE, dtype=torch.bfloat16)
+    x = torch.zeros(1, SIZE, SIZE, dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.zeros(1, SIZE, SIZE, dtype=torch.bfloat16)
     leaves = [x, *model.parameters()]
 
     def steps() -> None:

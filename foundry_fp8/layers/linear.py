@@ -172,14 +172,15 @@ class FP8Linear(nn.Linear):
             state.begin_layer(input.device, trains=self.training and torch.is_grad_enabled())
         # Before the GEMM: a recompute that stops as soon as it has what it needs never comes back from its last one.
         tokens = input.numel() // self.in_features
-        self._check_input(input)
-        precisions = self.gemm_precisions(precision_of(compute_dtype(input)))
+        dtype, fp8, weight, ledger = compute_dtype(input), self.runs_fp8, self.weight, self.ledger
+        self._check_input(input, weight, dtype, fp8)
+        precisions = self.gemm_precisions(precision_of(dtype))
         n, k = self.out_features, self.in_features
-        self.ledger.record("fprop", tokens, n, k, precisions["fprop"], recompute=inside_backward())
+        ledger.record("fprop", tokens, n, k, precisions["fprop"], recompute=inside_backward())
         output = compute(input)
         if not output.requires_grad:
             return output
-        fp8, dgrad, wgrad = self.runs_fp8, input.requires_grad, self.weight.requires_grad
+        dgrad, wgrad = input.requires_grad, weight.requires_grad
         forward = None if state is None else state.in_force()
 
         # A hook, because only the backward that really runs should count: a recompute builds a graph that nothing walks.
@@ -189,22 +190,23 @@ class FP8Linear(nn.Linear):
             if state is not None and forward is not None:
                 state.begin_backward(forward)
             if dgrad:
-                self.ledger.record("dgrad", tokens, k, n, precisions["dgrad"])
+                ledger.record("dgrad", tokens, k, n, precisions["dgrad"])
             if wgrad:
-                self.ledger.record("wgrad", n, k, tokens, precisions["wgrad"])
+                ledger.record("wgrad", n, k, tokens, precisions["wgrad"])
 
         output.register_hook(record_backward)
         return output
 
-    def _check_input(self, input: Tensor) -> None:
+    def _check_input(self, input: Tensor, weight: Tensor, dtype: torch.dtype, fp8: bool) -> None:
         """What would otherwise end in an error of some kernel, or run in a precision that is not FP8's."""
-        dtype = compute_dtype(input)
-        if dtype not in (HP_DTYPES if self.runs_fp8 else (*HP_DTYPES, torch.float64)):
+        if dtype not in HP_DTYPES and (fp8 or dtype is not torch.float64):
             raise TypeError(
                 f"{self.fqn}: the input is {dtype}; FP8 layers take float32, bfloat16 and float16."
             )
-        for what, tensor in (("input", input), ("weight", self.weight)):
-            if self.runs_fp8 and is_dtensor(tensor):
+        if not fp8:
+            return
+        for what, tensor in (("input", input), ("weight", weight)):
+            if is_dtensor(tensor):
                 raise RuntimeError(
                     f"{self.fqn}: its {what} is a DTensor, and FP8 layers do not run under tensor parallelism: the scale of a "
                     "tensor would have to be agreed on by the ranks that hold its parts. Leave the layers of the parallel plan "

@@ -50,6 +50,8 @@ class QuantizedInput:
         """What was put under ``name``, if it is still there."""
         if name in self._held:
             return self._held[name]
+        if not self._seen:
+            return None
         found = []
         for part in self._seen.get(name, (_GONE,)):
             found.append(part() if isinstance(part, _Seen) else part)

@@ -1,12 +1,14 @@
 """What a linear asks of the GPU and of the host, counted without either: launches, operators, compilations and timings."""
 
 import itertools
+import sys
 
 import pytest
 import torch
 import triton
 import triton.language as tl
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import foundry_fp8
 from foundry_fp8.backends.native import ops
@@ -106,6 +108,54 @@ def test_nothing_else_launches(recipe, driver, monkeypatch):
         y.backward(torch.empty_like(y))
     own = {name: count for name, count in driver.launches.items() if not name.startswith(("_", "gemm"))}
     assert own == {}
+
+
+class Dispatched(TorchDispatchMode):
+    """Counts what passes torch's dispatcher, and of that what takes memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.all = self.allocations = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.all += 1
+        self.allocations += func._schema.name.split("::")[1] in ("empty", "empty_strided", "new_empty", "zeros")
+        return func(*args, **(kwargs or {}))
+
+
+MOST = {"current": (9, 27, 270), "delayed": (9, 30, 290), "block": (13, 25, 250)}
+"""Allocations, operators of torch, and calls of Python and C functions; the last one with some room for other torchs."""
+
+
+@pytest.mark.parametrize("recipe", list(MOST))
+def test_what_a_linear_asks_of_the_host(recipe, driver, monkeypatch):
+    """Of one forward and backward; what machines agree on. `benchmarks/host_time.py` has the time."""
+    driver.checks = False
+    model = make(recipe, nn.Sequential(nn.Linear(256, 256, bias=False)))
+    x = torch.zeros(1, 512, 256, dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.zeros(1, 512, 256, dtype=torch.bfloat16)
+    calls = 0
+
+    def count(frame, event, argument):
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    def once():
+        model[0](x).backward(dy)
+        x.grad = model[0].weight.grad = None
+
+    for _ in range(3):
+        once()
+    sys.setprofile(count)
+    try:
+        once()
+    finally:
+        sys.setprofile(None)
+    monkeypatch.setattr(ops, "_noticed", lambda: False)
+    with Dispatched() as seen:
+        once()
+    found = seen.allocations, seen.all, calls
+    assert all(got <= most for got, most in zip(found, MOST[recipe], strict=True)), found
 
 
 @pytest.mark.parametrize("recipe", ["current", "delayed", "block"])

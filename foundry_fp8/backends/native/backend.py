@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from foundry_fp8.backends.native.gemm import in_dtype
 from foundry_fp8.backends.native.inputs import LinearCall, checked_dtype
 from foundry_fp8.backends.native.operand import Layout
 from foundry_fp8.backends.native.size_rule import size_reason
@@ -117,8 +118,10 @@ class NativeBackend(Backend):
         """See :meth:`Backend.linear`."""
         from foundry_fp8.backends.native.linear import NativeLinear  # Triton is imported here, not before
 
-        weight, bias = module.matrix.contiguous(), module.bias
-        dtype = checked_dtype(module, x)
+        weight, bias = module.matrix, module.bias
+        dtype = checked_dtype(module, x, weight)
+        if not weight.is_contiguous():
+            weight = weight.contiguous()
         if x.numel() == 0 or weight.numel() == 0:
             return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
         norm = deferred_norm_of(module)
@@ -130,7 +133,9 @@ class NativeBackend(Backend):
             x = norm.normalise(x)
             dtype = compute_dtype(x)
         call = LinearCall.of(module, module.probe)
-        x2d = x.to(dtype).reshape(-1, x.shape[-1])
+        x2d = in_dtype(x, dtype)
+        if x.dim() != 2:
+            x2d = x2d.reshape(-1, x.shape[-1])
         shared: QuantizedInput | None = None
         # Delayed scaling: whether another linear's scale is the same, only the device knows.
         if not torch.compiler.is_compiling() and call.x[0] is None:
@@ -138,7 +143,7 @@ class NativeBackend(Backend):
         with without_autocast(x.device.type):
             cached = self.cached_weight(module, call, dtype)
             y: Tensor = NativeLinear.apply(x2d, weight, bias, cached, shared, call)  # type: ignore[no-untyped-call]
-        return fresh_view(y, *x.shape[:-1], module.out_features)
+        return y if x.dim() == 2 else fresh_view(y, *x.shape[:-1], module.out_features)
 
     def clear_weight_cache(self) -> None:
         """Forget every cached weight. Optimizer steps call it."""

@@ -185,7 +185,8 @@ def _run(
     alpha: Tensor | None = None,
 ) -> Tensor:
     backend: Any = linear.backend
-    dtype, call = checked_dtype(linear, x), LinearCall.of(linear)
+    weight = linear.matrix.contiguous()
+    dtype, call = checked_dtype(linear, x, weight), LinearCall.of(linear)
     with torch.autocast(x.device.type, enabled=False):
         y: Tensor = _ProducedLinear.apply(  # type: ignore[no-untyped-call]
             x.to(dtype).reshape(-1, x.shape[-1]),
@@ -193,7 +194,7 @@ def _run(
             norm_weight,
             norm_bias,
             alpha,
-            linear.matrix.contiguous(),
+            weight,
             linear.bias,
             backend.cached_weight(linear, call, dtype),
             call,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from foundry_fp8.numerics.formats import e8m0_decode
 
-__all__ = ["mx_mm", "swizzle_mx_scales", "tensorwise_mm"]
+__all__ = ["in_dtype", "mx_mm", "swizzle_mx_scales", "tensorwise_mm"]
 
 
 def tensorwise_mm(
@@ -45,7 +45,7 @@ def tensorwise_mm(
     inside = _bias_inside(bias, b.shape[0], out_dtype)
     if _defined(a):
         product = (a.float() @ b.float().t()) * (a_scale * b_scale)
-        out = _in_dtype(product if inside is None else product + inside, out_dtype)
+        out = in_dtype(product if inside is None else product + inside, out_dtype)
     else:
         out = torch._scaled_mm(
             a,
@@ -85,7 +85,7 @@ def mx_mm(
     inside = _bias_inside(bias, b.shape[0], out_dtype) if out_dtype == torch.bfloat16 else None
     if _defined(a):
         product = _dense(a, a_scale) @ _dense(b, b_scale).t()
-        out = _in_dtype(product if inside is None else product + inside, out_dtype)
+        out = in_dtype(product if inside is None else product + inside, out_dtype)
     else:
         product = torch._scaled_mm(
             a,
@@ -96,7 +96,7 @@ def mx_mm(
             # The MX mode writes bfloat16.
             out_dtype=torch.bfloat16,
         )
-        out = _in_dtype(product, out_dtype)
+        out = in_dtype(product, out_dtype)
     return _with_bias(_without_padding(out, m, n), None if inside is not None else bias)
 
 
@@ -144,10 +144,11 @@ def _bias_inside(bias: Tensor | None, padded_n: int, out_dtype: torch.dtype) -> 
 
 
 def _with_bias(out: Tensor, bias: Tensor | None) -> Tensor:
-    return out if bias is None else _in_dtype(out + bias, out.dtype)
+    return out if bias is None else in_dtype(out + bias, out.dtype)
 
 
-def _in_dtype(out: Tensor, dtype: torch.dtype) -> Tensor:
+def in_dtype(out: Tensor, dtype: torch.dtype) -> Tensor:
+    """``out.to(dtype)``, which costs the host something where it changes nothing too."""
     return out if out.dtype == dtype else out.to(dtype)
 
 

@@ -42,27 +42,29 @@ class LinearCall:
     @classmethod
     def of(cls, module: FP8Linear, probe: Probe | None = None) -> LinearCall:
         """What ``module`` says now."""
-        assert module.recipe is not None
+        recipe, alpha, fp8_wgrad = module.recipe, module.output_multiplier, module.wgrad == "fp8"
+        assert recipe is not None
+        if torch.compiler.is_compiling():
+            stateless = cls(plan=plan_of(recipe, alpha), fp8_wgrad=fp8_wgrad)
+        else:
+            # By the recipe's place: hashing its fields takes longer than all else here.
+            found = _stateless.get((id(recipe), alpha, fp8_wgrad))
+            if found is None:
+                found = recipe, cls(plan=plan_of(recipe, alpha), fp8_wgrad=fp8_wgrad)
+                _stateless[id(recipe), alpha, fp8_wgrad] = found
+            stateless = found[1]
+        if probe is None and (module.slots is None or not isinstance(recipe, DelayedScaling)):
+            return stateless
         x, w, dy = _delayed_tensors(module)
-        plan = _plan(module.recipe, module.output_multiplier)
-        return cls(plan=plan, x=x, w=w, dy=dy, fp8_wgrad=module.wgrad == "fp8", probe=probe)
+        return cls(plan=stateless.plan, x=x, w=w, dy=dy, fp8_wgrad=fp8_wgrad, probe=probe)
 
 
-_plans: dict[tuple[Recipe, float], Plan] = {}
+_stateless: dict[tuple[int, float, bool], tuple[Recipe, LinearCall]] = {}
+"""With the recipe itself, so that no other one comes to lie in its place."""
 
 
-def _plan(recipe: Recipe, alpha: float) -> Plan:
-    """:func:`plan_of`, once a recipe where nothing is traced."""
-    if torch.compiler.is_compiling():
-        return plan_of(recipe, alpha)
-    plan = _plans.get((recipe, alpha))
-    if plan is None:
-        plan = _plans[recipe, alpha] = plan_of(recipe, alpha)
-    return plan
-
-
-def checked_dtype(module: FP8Linear, x: Tensor) -> torch.dtype:
-    """The dtype in which ``module`` computes on ``x``.
+def checked_dtype(module: FP8Linear, x: Tensor, weight: Tensor) -> torch.dtype:
+    """The dtype in which ``module``, whose weight is ``weight``, computes on ``x``.
 
     Raises:
         ValueError: Another number of features: the kernels pad, so a GEMM might not notice.
@@ -73,9 +75,9 @@ def checked_dtype(module: FP8Linear, x: Tensor) -> torch.dtype:
         raise ValueError(
             f"{module.fqn}: the input is {tuple(x.shape)}; its last dimension must be in_features={module.in_features}."
         )
-    if x.device != module.weight.device:
+    if x.device != weight.device:
         raise RuntimeError(
-            f"{module.fqn}: the input is on {x.device}, the weight on {module.weight.device}. Move one of them."
+            f"{module.fqn}: the input is on {x.device}, the weight on {weight.device}. Move one of them."
         )
     dtype = compute_dtype(x)
     if dtype not in HP_DTYPES:

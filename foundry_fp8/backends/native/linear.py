@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foundry_fp8.backends.native.gemm import in_dtype
 from foundry_fp8.backends.native.inputs import LinearCall
 from foundry_fp8.backends.native.operand import Layout, Plan, Source, gemm, quantized_view
 from foundry_fp8.layers.shared_inputs import QuantizedInput
@@ -106,7 +107,7 @@ def fprop(
         ``Y`` in the dtype of x, and what :func:`dgrad_and_wgrad` needs.
     """
     x, plan, probe = source.x, call.plan, call.probe
-    w_hp = weight.to(x.dtype)
+    w_hp = in_dtype(weight, x.dtype)
     amaxes = None
     if plan.granularity == "tensor" and call.x[0] is None and cached is None and not _is_there(shared):
         amaxes = source.amax_with(w_hp)
@@ -129,7 +130,7 @@ def fprop(
         m=x.shape[0],
         n=weight.shape[0],
         out_dtype=x.dtype,
-        bias=None if bias is None else bias.to(x.dtype),
+        bias=None if bias is None else in_dtype(bias, x.dtype),
     )
     kept_w = (None, None) if cached is None else (cached[1].data, cached[1].scale)
     return y, (weight, w_stats, *kept_x, *kept_w)
@@ -153,9 +154,7 @@ def _quantize_input(
     make_columns = keep_x and columns is None
     if rows is not None and not make_columns:
         return Layout(*rows[:2]), rows[2], columns or (None, None)
-    known = None if amaxes is None else amaxes.narrow(0, 0, 1)
-    if rows is not None and plan.granularity == "tensor":
-        known = rows[2].narrow(0, 0, 1)
+    known = rows[2] if rows is not None and plan.granularity == "tensor" else amaxes
     # Scales get no local name here: Dynamo names a graph's inputs by locals, and then finds another one for dy in backward
     # (seen with torch 2.7; test_compiles_whole_and_gives_the_same_bits tells).
     by_rows, transposed, stats, _ = source.quantize(
@@ -219,8 +218,8 @@ def dgrad_and_wgrad(
     dx = dw = None
     if needs_x:
         if kept_w is None or kept_w_scale is None:
-            known = w_stats.narrow(0, 0, 1) if plan.granularity == "tensor" and w_scale is None else None
-            _, qw_t, _, _ = Source(weight.to(x_dtype)).quantize(
+            known = w_stats if plan.granularity == "tensor" and w_scale is None else None
+            _, qw_t, _, _ = Source(in_dtype(weight, x_dtype)).quantize(
                 "w", plan, rows=False, columns=True, scale=w_scale, known_amax=known
             )
         else:
@@ -229,7 +228,7 @@ def dgrad_and_wgrad(
     if needs_w:
         assert kept_x is not None and kept_x_scale is not None
         x_t = Layout(kept_x, kept_x_scale)
-        dw = gemm("wgrad", qdy_t, x_t, plan, m=n, n=k, out_dtype=x_dtype).to(weight.dtype)
+        dw = in_dtype(gemm("wgrad", qdy_t, x_t, plan, m=n, n=k, out_dtype=x_dtype), weight.dtype)
     return dx, dw, column_sum if needs_b else None
 
 

@@ -89,9 +89,9 @@ class Source(NamedTuple):
 
     def amax_with(self, weight: Tensor) -> Tensor:
         """The amaxes of this and of a weight, float32 ``[2]``, in one launch."""
-        from foundry_fp8.backends.native import ops
+        from foundry_fp8.backends.native.ops import amax_of_two
 
-        found: Tensor = ops.amax_of_two(*self, weight)
+        found: Tensor = amax_of_two(*self, weight)
         return found
 
     def quantize(
@@ -115,36 +115,36 @@ class Source(NamedTuple):
             columns: Make the transposed layout, which contracts over rows.
             column_sum: Sum the hp columns.
             scale: The scale, for delayed scaling.
-            known_amax: The amax, where current scaling has measured it before.
+            known_amax: Its first element is the amax, where current scaling has measured it before.
             amax_slot: Raised to the amax in place.
 
         Returns:
             The layout by rows, the transposed one (each with empty tensors if not made), the statistics (``[3]``: amax,
             gemm_scale, scale_inv; empty for block scales) and the column sum (empty if not asked for).
         """
-        from foundry_fp8.backends.native import ops
+        # Not `import ops`, which searches a package for a module at every call.
+        from foundry_fp8.backends.native.ops import quantize_blockwise, quantize_tensorwise
 
-        inputs = tuple(self)
-        fmt = plan.fmt(operand)
+        fmt = plan.dy_fmt if operand == "dy" else plan.x_fmt
+        if plan.granularity == "tensor":
+            data, data_t, stats, summed = quantize_tensorwise(
+                *self, scale, known_amax, amax_slot, fmt, plan.power_2, rows, columns, column_sum
+            )
+            gemm_scale = stats.select(0, 1)
+            return Layout(data, gemm_scale), Layout(data_t, gemm_scale), stats, summed
         if plan.granularity == "constant":
             constant = float(plan.gradient_scale) if operand == "dy" else 1.0
             # Each product gets alpha once: by x in fprop, by dy in dgrad and wgrad.
             alpha = 1.0 if operand == "w" else plan.alpha
-            data, data_t, stats, summed = ops.quantize_tensorwise(
-                *inputs, None, None, None, fmt, False, rows, columns, column_sum, constant, alpha
+            data, data_t, stats, summed = quantize_tensorwise(
+                *self, None, None, None, fmt, False, rows, columns, column_sum, constant, alpha
             )
             by_rows, by_columns = stats.select(0, 1), stats.select(0, 2 if operand == "x" else 1)
             return Layout(data, by_rows), Layout(data_t, by_columns), stats, summed
-        if plan.granularity == "tensor":
-            data, data_t, stats, summed = ops.quantize_tensorwise(
-                *inputs, scale, known_amax, amax_slot, fmt, plan.power_2, rows, columns, column_sum
-            )
-            gemm_scale = stats.select(0, 1)
-            return Layout(data, gemm_scale), Layout(data_t, gemm_scale), stats, summed
         group = 128 if plan.granularity == "block" else 32
         square = group == 128 and operand == "w"
-        data, gemm_scale, data_t, gemm_scale_t, summed = ops.quantize_blockwise(
-            *inputs, fmt, group, square, plan.power_2, rows, columns, column_sum
+        data, gemm_scale, data_t, gemm_scale_t, summed = quantize_blockwise(
+            *self, fmt, group, square, plan.power_2, rows, columns, column_sum
         )
         return Layout(data, gemm_scale), Layout(data_t, gemm_scale_t), self.x.new_empty((0,)), summed
 
@@ -173,12 +173,13 @@ def gemm(
         out_dtype: dtype of the result.
         bias: ``[n]``, hp.
     """
-    from foundry_fp8.backends.native import ops
+    if plan.granularity == "block":
+        from foundry_fp8.backends.native.ops import block_gemm
+
+        y: Tensor = block_gemm(a.data, a.scale, b.data, b.scale, bias, m, n, out_dtype, which != "wgrad")
+        return y
     from foundry_fp8.backends.native.gemm import mx_mm, tensorwise_mm
 
-    if plan.granularity == "block":
-        y: Tensor = ops.block_gemm(a.data, a.scale, b.data, b.scale, bias, m, n, out_dtype, which != "wgrad")
-        return y
     if plan.granularity == "mx":
         return mx_mm(a.data, a.scale, b.data, b.scale, m=m, n=n, out_dtype=out_dtype, bias=bias)
     return tensorwise_mm(
