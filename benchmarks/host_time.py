@@ -22,13 +22,13 @@ from pathlib import Path
 os.environ["TRITON_INTERPRET"] = "0"  # read when a kernel is decorated
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
-from common import environment, median_ratio, save  # noqa: E402
-from torch import nn  # noqa: E402
+import pytest
+import torch
+from common import environment, median_ratio, save
+from torch import nn
 
-import foundry_fp8  # noqa: E402
-from tests.kernels.fake_driver import fake_driver  # noqa: E402
+import foundry_fp8
+from tests.kernels.fake_driver import fake_driver
 
 SIZE, LINEARS, STEPS = 16, 8, 10
 PEERS = ("tensorwise", "rowwise")
@@ -74,7 +74,9 @@ def step_of(model: nn.Module) -> Callable[[], None]:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--recipes", nargs="*", default=["current", "delayed", "block"])
     parser.add_argument("--repeats", type=int, default=40)
     parser.add_argument("--profile", metavar="RECIPE", help="where one recipe's time goes, by function")

@@ -121,6 +121,21 @@ def variants(
     if importlib.util.find_spec("torchao") is not None:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
+        try:
+            from torchao.prototype.blockwise_fp8_training.linear import Float8BlockwiseLinear
+        except ImportError:
+            Float8BlockwiseLinear = None
+
+        def ao_blockwise() -> nn.Module:
+            model = make(False)
+            for name, linear in [(n, m) for n, m in model.named_modules() if type(m) is nn.Linear]:
+                model.set_submodule(name, Float8BlockwiseLinear.from_float(linear))
+            return model
+
+        if Float8BlockwiseLinear is not None:
+            yield "torchao blockwise eager", ao_blockwise
+            yield "torchao blockwise compiled", lambda: compiled(ao_blockwise())
+
         def ao(name: str) -> nn.Module:
             return convert_to_float8_training(make(False), config=Float8LinearConfig.from_recipe_name(name))
 

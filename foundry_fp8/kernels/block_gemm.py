@@ -51,6 +51,22 @@ CONFIGS = (
     GemmConfig(64, 64, 4, 4),
 )
 """What is tried, once a shape, on the first call with it."""
+WITHOUT_SPILLS = (
+    GemmConfig(64, 128, 4, 4),
+    GemmConfig(64, 128, 8, 4),
+    GemmConfig(128, 64, 8, 4),
+    GemmConfig(64, 64, 4, 4),
+)
+"""The same for wgrad on sm_100, whose tensor cores leave the product outside of the registers that it is promoted from: what holds two
+scales an element besides spills in tiles of 128 x 128 (400 B with 8 warps at 2 to 4 stages, 120 B with 16) and in 128 x 64 with 4 warps."""
+
+
+def configs(square_b: bool, device: torch.device) -> tuple[GemmConfig, ...]:
+    """What is tried on ``device``."""
+    if square_b or device.type != "cuda" or torch.cuda.get_device_capability(device) < (10, 0):
+        return CONFIGS
+    return WITHOUT_SPILLS
+
 
 _tuned: dict[tuple[object, ...], GemmConfig] = {}
 
@@ -132,18 +148,18 @@ def block_gemm(
     # The dimension that holds tokens counts by its power of two, so that a length that was not seen before is not timed again:
     # it is what wgrad contracts (its b has no squares), and the rows of the others' results.
     sizes = (m.bit_length(), n, a.shape[1]) if square_b else (m, n, a.shape[1].bit_length())
-    run(_choose(run, (*sizes, a.dtype, b.dtype, out_dtype, square_b, a.device)))
+    run(_choose(run, (*sizes, a.dtype, b.dtype, out_dtype, square_b, a.device), configs(square_b, a.device)))
     return out
 
 
-def _choose(run, key: tuple[object, ...]) -> GemmConfig:  # type: ignore[no-untyped-def]
-    """The fastest of :data:`CONFIGS` for ``key``, timed once; the first one where nothing can be timed."""
+def _choose(run, key: tuple[object, ...], configs: tuple[GemmConfig, ...]) -> GemmConfig:  # type: ignore[no-untyped-def]
+    """The fastest of ``configs`` for ``key``, timed once; the first one where nothing can be timed."""
     if key not in _tuned:
         # Timing waits for the device, which a graph capture forbids: warm up before capturing, as graphs want anyway.
         if interpreting() or torch.cuda.is_current_stream_capturing():
-            return CONFIGS[0]
-        times = [_time(run, config) for config in CONFIGS]
-        _tuned[key] = CONFIGS[times.index(min(times))]
+            return configs[0]
+        times = [_time(run, config) for config in configs]
+        _tuned[key] = configs[times.index(min(times))]
     return _tuned[key]
 
 

@@ -18,23 +18,25 @@ from torch import Tensor
 from foundry_fp8.kernels.launch import AS_WRITTEN, GEMM_MULTIPLE, launch, round_up, tiles
 from foundry_fp8.kernels.producers import Producer, load_tile
 from foundry_fp8.kernels.scales import (
+    amax_along,
     e8m0_decode,
     e8m0_round_up,
     is_inf,
-    magnitude,
     power_2_scale,
     reciprocal,
-    saturate,
     scale_from_amax,
 )
 from foundry_fp8.kernels.tensorwise import pad_to_multiple
 from foundry_fp8.numerics.formats import Float8Format
 from foundry_fp8.numerics.formats import e8m0_round_up as e8m0_round_up_reference
-from foundry_fp8.numerics.quantize import Quantized, quantize_block, quantize_mx
+from foundry_fp8.numerics.mx_layout import swizzle_mx_scales
+from foundry_fp8.numerics.quantize import quantize_block, quantize_mx
 
 __all__ = ["Blockwise", "quantize_blockwise", "quantize_blockwise_reference"]
 
-TILE = 128
+TILE, WARPS = 128, 8
+MX_TILE = (64, 128, 4)
+"""Rows, columns and warps where 32 elements share a scale: of the tilings that were compiled the one with the fewest instructions."""
 
 
 class Blockwise(NamedTuple):
@@ -44,7 +46,7 @@ class Blockwise(NamedTuple):
     """FP8 ``[R', C']``: R and C rounded up to 16 (32 for MX), zeros outside; ``None`` if not asked for."""
     gemm_scale: Tensor | None
     """Of ``data``, contiguous ``[ceil(C / group), R']`` float32 (``[ceil(C / 128), ceil(R / 128)]`` for square blocks), or E8M0 bytes as
-    uint8. NaN (255) where the block held an Inf."""
+    uint8, swizzled (:func:`swizzle_mx_scales`). NaN (255) where the block held an Inf."""
     data_t: Tensor | None
     """FP8 ``[C', R']``; ``None`` if not asked for."""
     gemm_scale_t: Tensor | None
@@ -81,15 +83,17 @@ def quantize_blockwise(
     (r, c), device = source.x.shape, source.x.device
     multiple = _multiple(group)
     padded_r, padded_c = round_up(r, multiple), round_up(c, multiple)
-    tiles_r, tiles_c = tiles(padded_r, TILE), tiles(padded_c, TILE)
-    scale_dtype = torch.float32 if group == 128 else torch.uint8
+    tile_r, tile_c, warps = MX_TILE if group == 32 else (TILE, TILE, WARPS)
+    # MX tiles cover the scales' padding too.
+    covered = TILE if group == 32 else 1
+    tiles_r, tiles_c = tiles(round_up(padded_r, covered), tile_r), tiles(round_up(padded_c, covered), tile_c)
 
     def outputs(wanted: bool, long: int, short: int) -> tuple[Tensor | None, Tensor | None]:
         """Empty data ``[long, short]`` and its scales, blocks along ``short``."""
         if not wanted:
             return None, None
-        per_row = tiles(long, TILE) if square else long
-        scales = torch.empty((tiles(short, group), per_row), dtype=scale_dtype, device=device)
+        shape, dtype = scales_of(long, short, group, square)
+        scales = torch.empty(shape, dtype=dtype, device=device)
         return torch.empty((long, short), dtype=fmt.dtype, device=device), scales
 
     # What a producer adds would leave room for one block a multiprocessor; it does not spill at 128.
@@ -120,8 +124,9 @@ def quantize_blockwise(
             INV_FMT_MAX=1.0 / fmt.max,
             POWER_2=power_2,
             VALUE_FOR_INF=torch.finfo(source.x.dtype).max,
-            TILE=TILE,
-            num_warps=8,
+            TILE_R=tile_r,
+            TILE_C=tile_c,
+            num_warps=warps,
             **bounded,
             **AS_WRITTEN,
         )
@@ -146,15 +151,12 @@ def quantize_blockwise_reference(
         block = (128, 128) if square else (1, group)
         q = quantize_block(hp, block, fmt, power_2=power_2) if group == 128 else quantize_mx(hp, block, fmt)
         data = pad_to_multiple(q.data, _multiple(group))
-        gemm_scale = _e8m0_codes(q) if group == 32 else q.gemm_scale
-        # Blocks that hold padding only: amax 0, hence scale 1 (code 0 in E8M0).
-        scales = torch.full(
-            (-(-data.shape[1] // group), -(-data.shape[0] // block[0])),
-            0 if group == 32 else 1.0,
-            dtype=gemm_scale.dtype,
-            device=x.device,
-        )
-        scales[: gemm_scale.shape[1], : gemm_scale.shape[0]] = gemm_scale.t()
+        if group == 32:
+            return data, swizzle_mx_scales(e8m0_round_up_reference(q.gemm_scale))
+        # Blocks that hold padding only: amax 0, hence scale 1.
+        shape, dtype = scales_of(data.shape[0], data.shape[1], group, square)
+        scales = torch.ones(shape, dtype=dtype, device=x.device)
+        scales[: q.gemm_scale.shape[1], : q.gemm_scale.shape[0]] = q.gemm_scale.t()
         return data, scales
 
     data, scale = one(x) if rows else (None, None)
@@ -162,14 +164,16 @@ def quantize_blockwise_reference(
     return Blockwise(data, scale, data_t, scale_t, x.float().sum(0) if column_sum else None)
 
 
+def scales_of(rows: int, columns: int, group: int, square: bool) -> tuple[tuple[int, ...], torch.dtype]:
+    """Shape and dtype of the scales of ``rows`` times ``columns`` padded elements, blocks along the columns."""
+    if group == 32:
+        return (tiles(rows, 128) * tiles(columns, 128) * 512,), torch.uint8
+    return (tiles(columns, group), tiles(rows, TILE) if square else rows), torch.float32
+
+
 def _multiple(group: int) -> int:
     """What rows and columns are padded to: whole MX groups, or whatever the GEMM asks."""
     return group if group == 32 else GEMM_MULTIPLE
-
-
-def _e8m0_codes(q: Quantized) -> Tensor:
-    """``gemm_scale`` of an MX tensor as E8M0 bytes: exact for its powers of two, 255 for NaN."""
-    return e8m0_round_up_reference(q.gemm_scale)
 
 
 @triton.jit
@@ -191,6 +195,20 @@ def _scales(
     else:
         scale = scale_from_amax(amax, FMT_MAX, POWER_2, VALUE_FOR_INF)
         return scale, tl.where(is_inf(amax), float("nan"), reciprocal(scale))
+
+
+@triton.jit
+def _store_scales(scale_ptr, gemm_scale, rows, groups, padded_rows, padded_columns, GROUP: tl.constexpr):
+    """Scales of ``rows`` and blocks ``groups``: ``[groups, rows]``, or those of MX as :func:`swizzle_mx_scales` puts them."""
+    if GROUP == 32:
+        # Tiles cover the padding of 128 rows and 4 blocks, whose code is 0: nothing needs a mask.
+        of_tile = (rows // 128) * tl.cdiv(padded_columns, 128) + groups // 4
+        tl.store(
+            scale_ptr + of_tile * 512 + (rows % 32) * 16 + (rows % 128) // 32 * 4 + groups % 4, gemm_scale
+        )
+    else:
+        inside = (rows < padded_rows) & (groups < tl.cdiv(padded_columns, GROUP))
+        tl.store(scale_ptr + groups * padded_rows + rows, gemm_scale, mask=inside)
 
 
 @triton.jit
@@ -220,21 +238,24 @@ def _quantize_blockwise_kernel(
     INV_FMT_MAX: tl.constexpr,
     POWER_2: tl.constexpr,
     VALUE_FOR_INF: tl.constexpr,
-    TILE: tl.constexpr,
+    TILE_R: tl.constexpr,
+    TILE_C: tl.constexpr,
 ):
-    GROUPS: tl.constexpr = TILE // GROUP
-    tiles_c = tl.cdiv(padded_C, TILE)
+    GROUPS_R: tl.constexpr = TILE_R // GROUP
+    GROUPS_C: tl.constexpr = TILE_C // GROUP
+    tiles_c = tl.cdiv(padded_C, TILE_C)
     tile_r = tl.program_id(0) // tiles_c
     tile_c = tl.program_id(0) % tiles_c
-    first_row = tile_r * TILE
-    first_column = tile_c * TILE
+    first_row = tile_r * TILE_R
+    first_column = tile_c * TILE_C
     x = load_tile(
         x_ptr, x_stride, up_ptr, up_stride, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, alpha_ptr,
-        first_row, first_column, R, C, KIND, TILE, TILE,
+        first_row, first_column, R, C, KIND, TILE_R, TILE_C,
     )  # fmt: skip
-    local = tl.arange(0, TILE)
-    rows = first_row + local
-    columns = first_column + local
+    local_rows = tl.arange(0, TILE_R)
+    local_columns = tl.arange(0, TILE_C)
+    rows = first_row + local_rows
+    columns = first_column + local_columns
     if partial_ptr is not None:
         tl.store(partial_ptr + tile_r * C + columns, tl.sum(x, axis=0), mask=columns < C)
     inside = (rows < padded_R)[:, None] & (columns < padded_C)[None, :]
@@ -244,17 +265,17 @@ def _quantize_blockwise_kernel(
     # One 64-bit base, 32-bit offsets inside the tile.
     base = tl.cast(first_row, tl.int64) * padded_C + first_column
     base_t = tl.cast(first_column, tl.int64) * padded_R + first_row
-    offsets = local[:, None] * padded_C + local[None, :]
-    offsets_t = local[:, None] * padded_R + local[None, :]
-    size = magnitude(x)
+    offsets = local_rows[:, None] * padded_C + local_columns[None, :]
+    offsets_t = local_columns[:, None] * padded_R + local_rows[None, :]
 
+    # Values are within the format by their scales; an Inf is not, and the stores' conversion saturates.
     if SQUARE:
-        amax = tl.max(tl.max(size, axis=1), axis=0)
+        amax = amax_along(tl.max(tl.abs(x), axis=1), 0)
         scale, gemm_scale = _scales(amax, GROUP, FMT_MAX, INV_FMT_MAX, POWER_2, VALUE_FOR_INF)
-        q = saturate(x * scale, FMT_MAX)
+        q = x * scale
         if data_ptr is not None:
             tl.store(data_ptr + base + offsets, q.to(data_ptr.dtype.element_ty), mask=inside)
-            tl.store(scale_ptr + tile_c * tl.cdiv(padded_R, TILE) + tile_r, gemm_scale)
+            tl.store(scale_ptr + tile_c * tl.cdiv(padded_R, TILE_R) + tile_r, gemm_scale)
         if data_t_ptr is not None:
             tl.store(
                 data_t_ptr + base_t + offsets_t,
@@ -264,25 +285,21 @@ def _quantize_blockwise_kernel(
             tl.store(scale_t_ptr + tile_r * tiles_c + tile_c, gemm_scale)
     else:
         if data_ptr is not None:
-            amax = tl.max(tl.reshape(size, (TILE, GROUPS, GROUP)), axis=2)  # [TILE, GROUPS]
+            blocks = tl.reshape(x, (TILE_R, GROUPS_C, GROUP))
+            amax = amax_along(blocks, 2)  # [TILE_R, GROUPS_C]
             scale, gemm_scale = _scales(amax, GROUP, FMT_MAX, INV_FMT_MAX, POWER_2, VALUE_FOR_INF)
-            scaled = tl.reshape(tl.reshape(x, (TILE, GROUPS, GROUP)) * scale[:, :, None], (TILE, TILE))
-            tl.store(
-                data_ptr + base + offsets,
-                saturate(scaled, FMT_MAX).to(data_ptr.dtype.element_ty),
-                mask=inside,
-            )
-            blocks = tile_c * GROUPS + tl.arange(0, GROUPS)
-            inside_scales = (rows < padded_R)[:, None] & (blocks < tl.cdiv(padded_C, GROUP))[None, :]
-            tl.store(scale_ptr + blocks[None, :] * padded_R + rows[:, None], gemm_scale, mask=inside_scales)
+            scaled = tl.reshape(blocks * scale[:, :, None], (TILE_R, TILE_C))
+            tl.store(data_ptr + base + offsets, scaled.to(data_ptr.dtype.element_ty), mask=inside)
+            groups = tile_c * GROUPS_C + tl.arange(0, GROUPS_C)
+            _store_scales(scale_ptr, gemm_scale, rows[:, None], groups[None, :], padded_R, padded_C, GROUP)
         if data_t_ptr is not None:
-            amax = tl.max(tl.reshape(size, (GROUPS, GROUP, TILE)), axis=1)  # [GROUPS, TILE]
+            blocks = tl.reshape(x, (GROUPS_R, GROUP, TILE_C))
+            amax = amax_along(blocks, 1)  # [GROUPS_R, TILE_C]
             scale, gemm_scale = _scales(amax, GROUP, FMT_MAX, INV_FMT_MAX, POWER_2, VALUE_FOR_INF)
-            scaled = tl.reshape(tl.reshape(x, (GROUPS, GROUP, TILE)) * scale[:, None, :], (TILE, TILE))
-            quantized = saturate(scaled, FMT_MAX).to(data_t_ptr.dtype.element_ty)
+            scaled = tl.reshape(blocks * scale[:, None, :], (TILE_R, TILE_C))
+            quantized = scaled.to(data_t_ptr.dtype.element_ty)
             tl.store(data_t_ptr + base_t + offsets_t, tl.trans(quantized), mask=inside_t)
-            blocks = tile_r * GROUPS + tl.arange(0, GROUPS)
-            inside_scales = (blocks < tl.cdiv(padded_R, GROUP))[:, None] & (columns < padded_C)[None, :]
-            tl.store(
-                scale_t_ptr + blocks[:, None] * padded_C + columns[None, :], gemm_scale, mask=inside_scales
+            groups = tile_r * GROUPS_R + tl.arange(0, GROUPS_R)
+            _store_scales(
+                scale_t_ptr, gemm_scale, columns[None, :], groups[:, None], padded_C, padded_R, GROUP
             )

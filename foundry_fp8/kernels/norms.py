@@ -5,6 +5,8 @@ needs tiles. For a bf16 input of n elements, norm and quantise together then mov
 8n and 4n for an unfused norm followed by current scaling.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -93,7 +95,7 @@ def norm_backward(
     scale: Tensor | None = None
     if isinstance(x, Packed):
         values, scale = operands(x)
-        layout: dict[str, str | int] = {"FORMAT": x.fmt.name, "PACK_BLOCK": x.fmt.block}
+        layout: dict[str, Any] = {"FORMAT": x.fmt.name, "PACK_BLOCK": x.fmt.block}
     else:
         values = as_rows(x)
         layout = {"FORMAT": "", "PACK_BLOCK": 0}

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 __all__ = [
+    "amax_along",
     "e8m0_decode",
     "e8m0_round_up",
     "is_inf",
@@ -34,10 +35,18 @@ def magnitude(x):
 
 
 @triton.jit
+def amax_along(x, axis: tl.constexpr):
+    """``foundry_fp8.numerics.quantize.amax_of`` along one axis. ``tl.max`` itself leaves NaN out, so that only a result can be NaN."""
+    found = tl.max(tl.abs(x), axis=axis)
+    return tl.where(found == found, found, 0.0)
+
+
+@triton.jit
 def saturate(x, LIMIT: tl.constexpr):
     """``foundry_fp8.numerics.formats.cast`` before the cast: clamp to ``+-LIMIT``, NaN stays NaN.
 
-    The store's conversion then rounds to nearest even (``cvt.rn.satfinite`` on sm_89 and later).
+    The conversion then rounds to nearest even. Not for what is only stored: ``cvt.rn.satfinite``, which sm_89 and later convert by,
+    clamps itself and keeps NaN.
     """
     return tl.clamp(x, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
 

@@ -108,9 +108,7 @@ def fake_driver(monkeypatch):
 
         return Compiled(again)
 
-    def multiply(
-        a, b, scale_a, scale_b, bias=None, scale_result=None, out_dtype=None, use_fast_accum=False
-    ):
+    def multiply(a, b, scale_a, scale_b, bias=None, scale_result=None, out_dtype=None, use_fast_accum=False):
         seen.launches["gemm"] += 1
         return torch.empty((a.shape[0], b.shape[1]), dtype=out_dtype)
 

@@ -6,7 +6,7 @@ interpreted ones.
 
 The interpreter of Triton 3.3 converts floats with its own routine: its float8 cast rounds ties away from zero, drops the carry
 out of the mantissa, mangles subnormals and turns NaN into a number; its bfloat16 cast truncates. The hardware does none of
-that (``cvt.rn``), so ``convert_float`` takes its place: round to nearest even, by ml_dtypes. With it the kernels are compared bit
+that (``cvt.rn.satfinite``), so ``convert_float`` takes its place: round to nearest even and saturate, by ml_dtypes. With it the kernels are compared bit
 for bit, ties included. A product of bfloat16 operands multiplies their bit patterns as integers; :func:`create_dot` converts them first. ``test_interpreter.py`` shows the difference, and fails once the repair is no longer needed.
 """
 
@@ -54,6 +54,7 @@ NUMPY = {
 }
 interpreters_own_convert_float = interpreter._convert_float
 interpreters_own_create_dot = interpreter.InterpreterBuilder.create_dot
+interpreters_own_min_max = interpreter.ReduceOps.min_max
 
 
 def convert_float(input, input_dtype, output_dtype, rounding_mode):
@@ -61,7 +62,11 @@ def convert_float(input, input_dtype, output_dtype, rounding_mode):
     source, target = NUMPY[str(input_dtype)], NUMPY[str(output_dtype)]
     with np.errstate(all="ignore"):
         values = np.ascontiguousarray(input).view(source).reshape(input.shape)
-        converted = values.astype(np.float32).astype(target)
+        values = values.astype(np.float32)
+        if str(output_dtype).startswith("fp8"):  # cvt.rn.satfinite
+            largest = float(ml_dtypes.finfo(target).max)
+            values = np.clip(values, -largest, largest)
+        converted = values.astype(target)
     return converted.view(f"uint{np.dtype(target).itemsize * 8}")
 
 
@@ -76,11 +81,22 @@ def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
     return interpreters_own_create_dot(self, a, b, d, input_precision, max_num_imprecise_acc)
 
 
+def without_nan(reduction):
+    """``np.max`` and ``np.min`` as the hardware's ``max.f32`` and Triton 3.6's own interpreter: NaN is left out."""
+    return {np.max: np.nanmax, np.min: np.nanmin}.get(reduction, reduction)
+
+
+def min_max(self, input, val_reduce_op, idx_reduce_op=None):
+    """Drop-in for ``ReduceOps.min_max``."""
+    return interpreters_own_min_max(self, input, without_nan(val_reduce_op), idx_reduce_op)
+
+
 def interpret(monkeypatch):
     """Interpret the kernels, with exact casts, until ``monkeypatch`` is undone."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(interpreter, "_convert_float", convert_float)
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+    monkeypatch.setattr(interpreter.ReduceOps, "min_max", min_max)
     interpreted = {}
     for name in MODULES:
         module = importlib.import_module(name)

@@ -43,10 +43,6 @@ from tests.kernels.ptx.launch import compile_launch
 label = ""
 
 
-ELEMENTS = {"_amax_kernel": 64 * 128, "_quantize_kernel": 64 * 128, "_quantize_blockwise_kernel": 128 * 128}
-"""What one program of a quantise kernel handles."""
-
-
 def report(arch, kernel, *args, grid=None, warmup=False, **kwargs):
     """In place of ``JITFunction.run``: compile for ``arch`` and report, launch nothing."""
     compiled, _ = compile_launch(arch, kernel, args, kwargs)
@@ -56,7 +52,9 @@ def report(arch, kernel, *args, grid=None, warmup=False, **kwargs):
         folder.joinpath(f"{kernel.__name__} {label}.ptx").write_text(ptx)
         folder.joinpath(f"{kernel.__name__} {label}.ttgir").write_text(compiled.asm["ttgir"])
     usage, code = machine_code(compiled.asm["cubin"])
-    elements = ELEMENTS.get(kernel.__name__)
+    elements = (
+        kwargs["TILE_R"] * kwargs["TILE_C"] if "TILE_R" in kwargs else None
+    )  # of a quantise kernel's program
     threads = 32 * compiled.metadata.num_warps
     instructions = elements and round(issued(code) * threads / elements, 1)
     of_loop = {}
@@ -208,9 +206,12 @@ def launch_everything(gemm):
         return
     data = torch.empty(4096, 4096, dtype=torch.float8_e4m3fn, device="cuda")
     by_row, by_tile = torch.empty(32, 4096, device="cuda"), torch.empty(32, 32, device="cuda")
-    for config in block_gemm.CONFIGS:
-        block_gemm._choose = lambda run, key, config=config: config
+    wgrad = block_gemm.WITHOUT_SPILLS if int(sys.argv[1]) >= 100 else block_gemm.CONFIGS
+    for config in dict.fromkeys((*block_gemm.CONFIGS, *wgrad)):
+        block_gemm._choose = lambda run, key, configs, config=config: config
         for square, b_scale in ((True, by_tile), (False, by_row)):
+            if config not in (block_gemm.CONFIGS if square else wgrad):
+                continue
             label = f"{config} square_b={square}"
             block_gemm.block_gemm(
                 data, by_row, data, b_scale, m=4096, n=4096, out_dtype=torch.bfloat16, square_b=square
@@ -265,6 +266,7 @@ if __name__ == "__main__":
     arch = int(sys.argv[1])
     block_gemm._processors = lambda device: 132
     torch.cuda.get_device_properties = lambda device: type("P", (), {"multi_processor_count": 132})
+    torch.cuda.get_device_capability = lambda device: divmod(arch, 10)
     JITFunction.run = lambda self, *args, **kwargs: functools.partial(report, arch)(self, *args, **kwargs)
     with FakeTensorMode():
         torch.empty(

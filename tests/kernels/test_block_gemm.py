@@ -56,7 +56,7 @@ def test_every_config_gives_the_same_bits(square, monkeypatch, device):
     args = operands(150, 90, 300, square, device)
     results = []
     for config in CONFIGS:
-        monkeypatch.setattr(module, "_choose", lambda run, key, config=config: config)
+        monkeypatch.setattr(module, "_choose", lambda run, key, configs, config=config: config)
         results.append(block_gemm(*args, m=150, n=90, out_dtype=torch.float32, square_b=square))
     for other in results[1:]:
         # numpy's matmul may block a different tile differently; the tensor core does not.

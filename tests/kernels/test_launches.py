@@ -119,11 +119,16 @@ class Dispatched(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.all += 1
-        self.allocations += func._schema.name.split("::")[1] in ("empty", "empty_strided", "new_empty", "zeros")
+        self.allocations += func._schema.name.split("::")[1] in (
+            "empty",
+            "empty_strided",
+            "new_empty",
+            "zeros",
+        )
         return func(*args, **(kwargs or {}))
 
 
-MOST = {"current": (9, 27, 270), "delayed": (9, 30, 290), "block": (13, 25, 250)}
+MOST = {"current": (6, 27, 560), "delayed": (6, 27, 560), "block": (19, 27, 525)}
 """Allocations, operators of torch, and calls of Python and C functions; the last one with some room for other torchs."""
 
 
@@ -141,6 +146,8 @@ def test_what_a_linear_asks_of_the_host(recipe, driver, monkeypatch):
         calls += event in ("call", "c_call")
 
     def once():
+        if recipe == "delayed":  # its update is of the whole model
+            FP8State.of(model).delayed.begin_forward(torch.device("cpu"), trains=False)
         model[0](x).backward(dy)
         x.grad = model[0].weight.grad = None
 
@@ -155,7 +162,7 @@ def test_what_a_linear_asks_of_the_host(recipe, driver, monkeypatch):
     with Dispatched() as seen:
         once()
     found = seen.allocations, seen.all, calls
-    assert all(got <= most for got, most in zip(found, MOST[recipe], strict=True)), found
+    assert all(got <= most for got, most in zip(found, MOST[recipe], strict=True)), (recipe, found)
 
 
 @pytest.mark.parametrize("recipe", ["current", "delayed", "block"])

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from foundry_fp8.numerics.formats import e8m0_decode
+from foundry_fp8.numerics.mx_layout import unswizzle_mx_scales
 
-__all__ = ["in_dtype", "mx_mm", "swizzle_mx_scales", "tensorwise_mm"]
+__all__ = ["in_dtype", "mx_mm", "tensorwise_mm"]
 
 
 def tensorwise_mm(
@@ -74,9 +75,9 @@ def mx_mm(
 
     Args:
         a: FP8 ``[M', K]``, contiguous, K a multiple of 32.
-        a_scale: E8M0 bytes, uint8 ``[K / 32, M']``, as the block kernel writes them.
+        a_scale: E8M0 bytes, uint8, as the block kernel writes them (:mod:`foundry_fp8.numerics.mx_layout`).
         b: FP8 ``[N', K]``, contiguous.
-        b_scale: uint8 ``[K / 32, N']``.
+        b_scale: The same for ``b``.
         m: Rows of the result.
         n: Columns of the result.
         out_dtype: bfloat16, float16 or float32.
@@ -90,8 +91,8 @@ def mx_mm(
         product = torch._scaled_mm(
             a,
             b.t(),
-            scale_a=swizzle_mx_scales(a_scale.t()),
-            scale_b=swizzle_mx_scales(b_scale.t()),
+            scale_a=a_scale.view(torch.float8_e8m0fnu),
+            scale_b=b_scale.view(torch.float8_e8m0fnu),
             bias=inside,
             # The MX mode writes bfloat16.
             out_dtype=torch.bfloat16,
@@ -100,36 +101,16 @@ def mx_mm(
     return _with_bias(_without_padding(out, m, n), None if inside is not None else bias)
 
 
-def swizzle_mx_scales(codes: Tensor) -> Tensor:
-    """E8M0 scales in the order in which the tensor cores of sm_100 read them.
-
-    Tiles of 128 rows by 4 scales, padded with zero codes; inside a tile, scale ``(r, c)`` lies at
-    ``(r % 32) * 16 + (r // 32) * 4 + c``.
-
-    Args:
-        codes: uint8 ``[R, K / 32]``, any strides.
-
-    Returns:
-        ``float8_e8m0fnu``, one-dimensional.
-
-    Source:
-        "1D block scaling factors layout", cuBLAS documentation.
-    """
-    rows, columns = codes.shape
-    padded = torch.nn.functional.pad(codes, (0, -columns % 4, 0, -rows % 128))
-    tiles = padded.reshape(
-        -(-rows // 128), 4, 32, -(-columns // 4), 4
-    )  # [tile_r, r // 32, r % 32, tile_c, c]
-    return tiles.permute(0, 3, 2, 1, 4).contiguous().view(torch.float8_e8m0fnu).flatten()
-
-
 def _defined(a: Tensor) -> bool:
     """Whether the definition runs in place of a GEMM: only Triton's interpreter gets here with tensors of a CPU."""
     return a.device.type == "cpu"
 
 
 def _dense(data: Tensor, codes: Tensor) -> Tensor:
-    return data.float() * e8m0_decode(codes).t().repeat_interleave(32, 1)
+    rows, columns = data.shape
+    return data.float() * e8m0_decode(unswizzle_mx_scales(codes, rows, columns // 32)).repeat_interleave(
+        32, 1
+    )
 
 
 def _bias_inside(bias: Tensor | None, padded_n: int, out_dtype: torch.dtype) -> Tensor | None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from foundry_fp8.kernels.block_gemm import block_gemm as block_gemm_kernel
 from foundry_fp8.kernels.blockwise import quantize_blockwise as quantize_blockwise_kernel
+from foundry_fp8.kernels.blockwise import scales_of
 from foundry_fp8.kernels.gated import activation_backward as activation_backward_kernel
 from foundry_fp8.kernels.launch import GEMM_MULTIPLE, on_its_device, round_up
 from foundry_fp8.kernels.norms import norm_backward as norm_backward_kernel
@@ -181,14 +182,13 @@ def quantize_blockwise(
 @quantize_blockwise.register_fake
 def _(x, up, mean, rstd, weight, bias, alpha, kind, fmt, group, square, power_2, rows, columns, column_sum):
     r, c = (round_up(size, group if group == 32 else GEMM_MULTIPLE) for size in x.shape)
-    dtype, scale_dtype = FORMATS[fmt].dtype, torch.float32 if group == 128 else torch.uint8
+    dtype = FORMATS[fmt].dtype
 
     def outputs(wanted: bool, long: int, short: int) -> tuple[Tensor, Tensor]:
         if not wanted:
             return x.new_empty((0,)), x.new_empty((0,))
-        per_row = (long + 127) // 128 if square else long
-        scales = x.new_empty(((short + group - 1) // group, per_row), dtype=scale_dtype)
-        return x.new_empty((long, short), dtype=dtype), scales
+        shape, scale_dtype = scales_of(long, short, group, square)
+        return x.new_empty((long, short), dtype=dtype), x.new_empty(shape, dtype=scale_dtype)
 
     summed = x.new_empty(
         (x.shape[1],) if column_sum else (0,), dtype=torch.float32 if column_sum else x.dtype
@@ -252,7 +252,9 @@ def activation_backward(
     dy: Tensor, x: Tensor, up: Tensor | None, alpha: Tensor | None, kind: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`foundry_fp8.kernels.gated.activation_backward`; what does not apply is empty."""
-    dx, dup, dalpha = activation_backward_kernel(dy, Producer.checked(x, up, None, None, None, None, alpha, kind))
+    dx, dup, dalpha = activation_backward_kernel(
+        dy, Producer.checked(x, up, None, None, None, None, alpha, kind)
+    )
     return dx, dup, dalpha  # type: ignore[return-value]
 
 

@@ -8,13 +8,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import foundry_fp8
 from foundry_fp8.backends.native import ops
-from foundry_fp8.backends.native.gemm import swizzle_mx_scales, tensorwise_mm
+from foundry_fp8.backends.native.gemm import tensorwise_mm
 from foundry_fp8.backends.native.inputs import LinearCall
 from foundry_fp8.backends.native.linear import dgrad_and_wgrad, fprop
 from foundry_fp8.backends.native.operand import Source, plan_of
 from foundry_fp8.layers.state import FP8State
 from foundry_fp8.layers.unit_linear import UnitLinear
 from foundry_fp8.numerics.formats import E4M3, E5M2
+from foundry_fp8.numerics.mx_layout import swizzle_mx_scales, unswizzle_mx_scales
 from foundry_fp8.numerics.recipes import BlockScaling, CurrentScaling, DelayedScaling, UnitScaling
 from tests.kernels.cases import spread
 
@@ -196,7 +197,7 @@ def test_mx_scales_are_swizzled_as_documented(shape):
     """cuBLAS, "1D block scaling factors layout", element by element."""
     rows, columns = shape
     codes = torch.randint(1, 255, shape, dtype=torch.uint8)
-    ours = swizzle_mx_scales(codes).view(torch.uint8)
+    ours = swizzle_mx_scales(codes)
     tiles_c = -(-columns // 4)
     assert ours.shape == (-(-rows // 128) * tiles_c * 512,)
     expected = torch.zeros_like(ours)
@@ -205,3 +206,4 @@ def test_mx_scales_are_swizzled_as_documented(shape):
             tile = (r // 128) * tiles_c + c // 4
             expected[tile * 512 + (r % 32) * 16 + (r % 128) // 32 * 4 + c % 4] = codes[r, c]
     assert torch.equal(ours, expected)
+    assert torch.equal(unswizzle_mx_scales(ours, rows, columns), codes)
