@@ -147,10 +147,10 @@ def _cell(entry: dict[str, Any]) -> str:
 
 
 def _notes(entries: list[dict[str, Any]]) -> list[Text]:
-    """Each reason once, with the recipes it stands for."""
+    """Each reason once, with the recipes it stands for; also what is said of one that runs."""
     reasons: dict[tuple[str, str, str], list[str]] = {}
     for entry in entries:
-        if not entry["ok"] and entry["backend"] != "auto":
+        if entry["reason"] and entry["backend"] != "auto":
             reasons.setdefault((entry["backend"], entry["reason"], entry["remedy"]), []).append(
                 entry["recipe"]
             )

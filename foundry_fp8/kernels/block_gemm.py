@@ -89,7 +89,7 @@ def block_gemm(
         a: FP8 ``[M', K]``, contiguous.
         a_scale: float32 ``[ceil(K / 128), M']``, contiguous.
         b: FP8 ``[N', K]``, contiguous.
-        b_scale: float32 ``[ceil(K / 128), N']``, or ``[ceil(K / 128), ceil(N' / 128)]`` for ``square_b``.
+        b_scale: float32 ``[ceil(K / 128), N']``, or ``[ceil(N' / 128), ceil(K / 128)]`` for ``square_b``.
         m: Rows of the result, at most M' (what is above is padding).
         n: Columns of the result, at most N'.
         out_dtype: bfloat16, float16 or float32.
@@ -103,7 +103,7 @@ def block_gemm(
         ValueError: Operands that do not fit each other.
     """
     k_blocks = tiles(a.shape[1], GROUP)
-    expected = (k_blocks, tiles(b.shape[0], GROUP) if square_b else b.shape[0])
+    expected = (tiles(b.shape[0], GROUP), k_blocks) if square_b else (k_blocks, b.shape[0])
     if a.shape[1] != b.shape[1] or a_scale.shape != (k_blocks, a.shape[0]) or b_scale.shape != expected:
         raise ValueError(
             f"block GEMM: a {tuple(a.shape)} with scales {tuple(a_scale.shape)} and b {tuple(b.shape)} with scales "
@@ -133,7 +133,7 @@ def block_gemm(
             n,
             a.shape[1],
             a.shape[0],
-            expected[1],
+            1 if square_b else expected[1],
             known_by=key,
             PROGRAMS=programs,
             BLOCK_M=config.block_m,
@@ -190,12 +190,12 @@ def block_gemm_reference(
     """The torch expression that :func:`block_gemm` computes, in float64 (the kernel accumulates in float32)."""
 
     def dense(data: Tensor, scale: Tensor) -> Tensor:
-        per_element = scale.t().repeat_interleave(GROUP, 1)[:, : data.shape[1]]
+        per_element = scale.repeat_interleave(GROUP, 1)[:, : data.shape[1]]
         if per_element.shape[0] != data.shape[0]:
             per_element = per_element.repeat_interleave(GROUP, 0)[: data.shape[0]]
         return data.double() * per_element.double()
 
-    out = (dense(a, a_scale) @ dense(b, b_scale).t())[:m, :n]
+    out = (dense(a, a_scale.t()) @ dense(b, b_scale if square_b else b_scale.t()).t())[:m, :n]
     return (out if bias is None else out + bias.double()).to(out_dtype)
 
 
@@ -236,7 +236,7 @@ def _block_gemm_kernel(
         a_ptrs = a_ptr + a_rows.to(tl.int64)[:, None] * K + k_offsets[None, :]
         b_ptrs = b_ptr + b_rows.to(tl.int64)[None, :] * K + k_offsets[:, None]
         a_scale_ptrs = a_scale_ptr + a_rows
-        b_scale_ptrs = b_scale_ptr + (tile_n * BLOCK_N // GROUP if SQUARE_B else b_rows)
+        b_scale_ptrs = b_scale_ptr + (tile_n * BLOCK_N // GROUP * tl.cdiv(K, GROUP) if SQUARE_B else b_rows)
 
         accumulator = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for block in range(0, tl.cdiv(K, GROUP)):

@@ -5,7 +5,7 @@ and ``data_t``, transposed, with blocks along what were its columns for the GEMM
 quantised independently from the hp values, so they are not transposes of each other, except for square blocks.
 
 Scales are stored with the long axis contiguous (``[blocks, rows]``), which is how the GEMM reads them: one scale of every
-row of its tile at each step along K.
+row of its tile at each step along K. Those of squares are stored along K. Both are as cuBLASLt's own block-scaled GEMM has them.
 """
 
 from typing import NamedTuple
@@ -45,12 +45,12 @@ class Blockwise(NamedTuple):
     data: Tensor | None
     """FP8 ``[R', C']``: R and C rounded up to 16 (32 for MX), zeros outside; ``None`` if not asked for."""
     gemm_scale: Tensor | None
-    """Of ``data``, contiguous ``[ceil(C / group), R']`` float32 (``[ceil(C / 128), ceil(R / 128)]`` for square blocks), or E8M0 bytes as
+    """Of ``data``, contiguous ``[ceil(C / group), R']`` float32 (``[ceil(R / 128), ceil(C / 128)]`` for square blocks), or E8M0 bytes as
     uint8, swizzled (:func:`swizzle_mx_scales`). NaN (255) where the block held an Inf."""
     data_t: Tensor | None
     """FP8 ``[C', R']``; ``None`` if not asked for."""
     gemm_scale_t: Tensor | None
-    """Of ``data_t``, contiguous ``[ceil(R / group), C']`` (``[ceil(R / 128), ceil(C / 128)]``)."""
+    """Of ``data_t``, contiguous ``[ceil(R / group), C']`` (``[ceil(C / 128), ceil(R / 128)]``)."""
     column_sum: Tensor | None
     """float32 ``[C]``; ``None`` if not asked for."""
 
@@ -156,7 +156,8 @@ def quantize_blockwise_reference(
         # Blocks that hold padding only: amax 0, hence scale 1.
         shape, dtype = scales_of(data.shape[0], data.shape[1], group, square)
         scales = torch.ones(shape, dtype=dtype, device=x.device)
-        scales[: q.gemm_scale.shape[1], : q.gemm_scale.shape[0]] = q.gemm_scale.t()
+        found = q.gemm_scale if square else q.gemm_scale.t()
+        scales[: found.shape[0], : found.shape[1]] = found
         return data, scales
 
     data, scale = one(x) if rows else (None, None)
@@ -168,7 +169,8 @@ def scales_of(rows: int, columns: int, group: int, square: bool) -> tuple[tuple[
     """Shape and dtype of the scales of ``rows`` times ``columns`` padded elements, blocks along the columns."""
     if group == 32:
         return (tiles(rows, 128) * tiles(columns, 128) * 512,), torch.uint8
-    return (tiles(columns, group), tiles(rows, TILE) if square else rows), torch.float32
+    blocks = tiles(columns, group)
+    return ((tiles(rows, TILE), blocks) if square else (blocks, rows)), torch.float32
 
 
 def _multiple(group: int) -> int:
@@ -275,14 +277,14 @@ def _quantize_blockwise_kernel(
         q = x * scale
         if data_ptr is not None:
             tl.store(data_ptr + base + offsets, q.to(data_ptr.dtype.element_ty), mask=inside)
-            tl.store(scale_ptr + tile_c * tl.cdiv(padded_R, TILE_R) + tile_r, gemm_scale)
+            tl.store(scale_ptr + tile_r * tiles_c + tile_c, gemm_scale)
         if data_t_ptr is not None:
             tl.store(
                 data_t_ptr + base_t + offsets_t,
                 tl.trans(q.to(data_t_ptr.dtype.element_ty)),
                 mask=inside_t,
             )
-            tl.store(scale_t_ptr + tile_r * tiles_c + tile_c, gemm_scale)
+            tl.store(scale_t_ptr + tile_c * tl.cdiv(padded_R, TILE_R) + tile_r, gemm_scale)
     else:
         if data_ptr is not None:
             blocks = tl.reshape(x, (TILE_R, GROUPS_C, GROUP))

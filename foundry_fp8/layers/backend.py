@@ -29,7 +29,7 @@ __all__ = ["Availability", "Backend"]
 
 @dataclasses.dataclass(frozen=True)
 class Availability:
-    """Whether something can run here; if not, why, and what would make it run."""
+    """Whether something can run here; if not, why, and what would make it run; if it can, maybe by what."""
 
     ok: bool
     reason: str = ""

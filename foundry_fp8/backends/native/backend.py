@@ -17,6 +17,7 @@ from foundry_fp8.backends.native.gemm import in_dtype
 from foundry_fp8.backends.native.inputs import LinearCall, checked_dtype
 from foundry_fp8.backends.native.operand import Layout
 from foundry_fp8.backends.native.size_rule import size_reason
+from foundry_fp8.compat.block_scaled_mm import block_mode_missing
 from foundry_fp8.compat.fresh_view import fresh_view
 from foundry_fp8.compat.fsdp2 import shard_versions
 from foundry_fp8.compat.peft_merges import merged_adapters
@@ -26,7 +27,7 @@ from foundry_fp8.layers.backend import Availability, Backend
 from foundry_fp8.layers.deferred_norm import deferred_norm_of
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.layers.shared_inputs import QuantizedInput
-from foundry_fp8.numerics.recipes import MXFP8Scaling, Recipe
+from foundry_fp8.numerics.recipes import BlockScaling, MXFP8Scaling, Recipe
 
 __all__ = ["NativeBackend"]
 
@@ -96,6 +97,11 @@ class NativeBackend(Backend):
         if unbuilt is not None:
             return Availability(
                 False, unbuilt, "Install gcc and Python's development headers (apt install gcc python3-dev)."
+            )
+        if isinstance(recipe, BlockScaling):
+            missing = block_mode_missing(device.index or 0)
+            return Availability(
+                True, "its GEMMs are cuBLASLt's" if missing is None else f"its GEMMs are Triton's: {missing}"
             )
         return _mx_availability(capability) if isinstance(recipe, MXFP8Scaling) else Availability(True)
 

@@ -1,7 +1,7 @@
 """Products of quantised operands, ``a @ b.T``: ``torch._scaled_mm`` for one scale a tensor and for MX.
 
 Both operands are contiguous along what they contract, as Hopper's FP8 GEMM demands; :mod:`foundry_fp8.kernels` wrote
-them so. Blocks of 128 have a kernel of their own, :func:`foundry_fp8.kernels.block_gemm.block_gemm`.
+them so. Blocks of 128 have torch's GEMM where it has one, and otherwise :func:`foundry_fp8.kernels.block_gemm.block_gemm`.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from foundry_fp8.compat.block_scaled_mm import block_mode_missing, block_scaled_mm, fits_block_mode
 from foundry_fp8.numerics.formats import e8m0_decode
 from foundry_fp8.numerics.mx_layout import unswizzle_mx_scales
 
-__all__ = ["in_dtype", "mx_mm", "tensorwise_mm"]
+__all__ = ["blockwise_mm", "in_dtype", "mx_mm", "tensorwise_mm"]
 
 
 def tensorwise_mm(
@@ -58,6 +59,35 @@ def tensorwise_mm(
             use_fast_accum=fast_accumulation,
         )
     return _with_bias(_without_padding(out, m, n), None if inside is not None else bias)
+
+
+def blockwise_mm(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    *,
+    m: int,
+    n: int,
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+    square_b: bool,
+) -> Tensor:
+    """``a @ b.T`` of two operands with scales of blocks of 128: torch's own GEMM where there is one, otherwise Triton's.
+
+    Args are those of :func:`foundry_fp8.kernels.block_gemm.block_gemm`. Both promote to float32 after every 128 products.
+    """
+    if (
+        bias is None  # which Triton's adds before it rounds
+        and a.is_cuda
+        and block_mode_missing(a.get_device()) is None
+        and fits_block_mode(b.shape[0], b.shape[1], out_dtype, square_b=square_b)
+    ):
+        return _without_padding(block_scaled_mm(a, a_scale, b, b_scale, out_dtype, square_b=square_b), m, n)
+    from foundry_fp8.backends.native.ops import block_gemm
+
+    y: Tensor = block_gemm(a, a_scale, b, b_scale, bias, m, n, out_dtype, square_b)
+    return y
 
 
 def mx_mm(

@@ -173,13 +173,13 @@ def gemm(
         out_dtype: dtype of the result.
         bias: ``[n]``, hp.
     """
+    from foundry_fp8.backends.native.gemm import blockwise_mm, mx_mm, tensorwise_mm
+
     if plan.granularity == "block":
-        from foundry_fp8.backends.native.ops import block_gemm
-
-        y: Tensor = block_gemm(a.data, a.scale, b.data, b.scale, bias, m, n, out_dtype, which != "wgrad")
-        return y
-    from foundry_fp8.backends.native.gemm import mx_mm, tensorwise_mm
-
+        square = which != "wgrad"
+        return blockwise_mm(
+            a.data, a.scale, b.data, b.scale, m=m, n=n, out_dtype=out_dtype, bias=bias, square_b=square
+        )
     if plan.granularity == "mx":
         return mx_mm(a.data, a.scale, b.data, b.scale, m=m, n=n, out_dtype=out_dtype, bias=bias)
     return tensorwise_mm(

@@ -39,6 +39,11 @@ def test_runs_from_compute_capability_8_9_on(capability, recipe, gpu):
     assert gpu(capability).availability(recipe, CUDA).ok
 
 
+def test_block_scaling_says_whose_gemm_runs(gpu):
+    said = gpu((9, 0)).availability(BlockScaling(), CUDA).reason
+    assert "Triton's: torch" in said or "cuBLASLt's" in said
+
+
 def test_older_gpus_are_refused_by_name(gpu):
     found = gpu((8, 0)).availability(CurrentScaling(), CUDA)
     assert not found.ok
