@@ -7,6 +7,7 @@ for linears that do not fit it; remove the question when every supported torch h
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -32,9 +33,17 @@ _MISSING = _missing()
 @torch.compiler.assume_constant_result
 def block_mode_missing(index: int) -> str | None:
     """Why torch's own block-scaled GEMM does not run on CUDA device ``index``, or ``None`` if it does."""
-    if _MISSING is None and (found := torch.cuda.get_device_capability(index)) != HOPPER:
-        return f"cuBLASLt scales blocks of 128 on compute capability 9.0, this GPU has {found[0]}.{found[1]}"
-    return _MISSING
+    return _MISSING or _missing_on(index)
+
+
+@functools.cache
+def _missing_on(index: int) -> str | None:
+    if not torch.cuda.is_available():  # fake tensors
+        return "there is no GPU"
+    found = torch.cuda.get_device_capability(index)
+    if found == HOPPER:
+        return None
+    return f"cuBLASLt scales blocks of 128 on compute capability 9.0, this GPU has {found[0]}.{found[1]}"
 
 
 def fits_block_mode(rows: int, k: int, out_dtype: torch.dtype, *, square_b: bool) -> bool:

@@ -93,6 +93,10 @@ def test_dynamo_takes_the_answer_for_a_constant(monkeypatch):
 
 def test_it_says_what_is_missing(monkeypatch):
     monkeypatch.setattr(compat, "_MISSING", None)
+    monkeypatch.setattr(compat, "_missing_on", compat._missing_on.__wrapped__)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "no GPU" in compat.block_mode_missing(0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     assert compat.block_mode_missing(0) is None
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (10, 0))

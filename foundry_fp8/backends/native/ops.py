@@ -6,7 +6,7 @@ nobody would notice: in eager mode, unless a mode watches operators (fake tensor
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -70,6 +70,11 @@ def operator(*, mutates: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]],
     return decorate
 
 
+def _made(x: Tensor, wanted: bool, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """An output of a fake implementation, as :func:`operator` hands it on: empty where it was not asked for."""
+    return x.new_empty(shape, dtype=dtype) if wanted else x.new_empty((0,))
+
+
 @operator(mutates=("amax_slot",))
 def quantize_tensorwise(
     x: Tensor,
@@ -93,7 +98,7 @@ def quantize_tensorwise(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """:func:`foundry_fp8.kernels.tensorwise.quantize_tensorwise`: data, data_t, (amax, gemm_scale, scale_inv), column_sum."""
     source = Producer.checked(x, up, mean, rstd, weight, bias, alpha, kind)
-    q = quantize_tensorwise_kernel(
+    return quantize_tensorwise_kernel(  # type: ignore[return-value]
         source,
         FORMATS[fmt],
         scale=scale,
@@ -106,7 +111,6 @@ def quantize_tensorwise(
         constant=constant,
         alpha=gemm_alpha,
     )
-    return q.data, q.data_t, q.stats, q.column_sum  # type: ignore[return-value]
 
 
 @quantize_tensorwise.register_fake
@@ -117,10 +121,10 @@ def _(
     r, c = (round_up(size, GEMM_MULTIPLE) for size in x.shape)
     dtype = FORMATS[fmt].dtype
     return (
-        x.new_empty((r, c) if rows else (0,), dtype=dtype if rows else x.dtype),
-        x.new_empty((c, r) if columns else (0,), dtype=dtype if columns else x.dtype),
+        _made(x, rows, (r, c), dtype),
+        _made(x, columns, (c, r), dtype),
         x.new_empty_strided((3,), (4,), dtype=torch.float32),
-        x.new_empty((x.shape[1],) if column_sum else (0,), dtype=torch.float32 if column_sum else x.dtype),
+        _made(x, column_sum, x.shape[1:], torch.float32),
     )
 
 
@@ -166,7 +170,7 @@ def quantize_blockwise(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """:func:`foundry_fp8.kernels.blockwise.quantize_blockwise`: data, gemm_scale, data_t, gemm_scale_t, column_sum."""
     source = Producer.checked(x, up, mean, rstd, weight, bias, alpha, kind)
-    q = quantize_blockwise_kernel(
+    return quantize_blockwise_kernel(  # type: ignore[return-value]
         source,
         FORMATS[fmt],
         group=group,
@@ -176,24 +180,19 @@ def quantize_blockwise(
         columns=columns,
         column_sum=column_sum,
     )
-    return q.data, q.gemm_scale, q.data_t, q.gemm_scale_t, q.column_sum  # type: ignore[return-value]
 
 
 @quantize_blockwise.register_fake
 def _(x, up, mean, rstd, weight, bias, alpha, kind, fmt, group, square, power_2, rows, columns, column_sum):
     r, c = (round_up(size, group if group == 32 else GEMM_MULTIPLE) for size in x.shape)
     dtype = FORMATS[fmt].dtype
-
-    def outputs(wanted: bool, long: int, short: int) -> tuple[Tensor, Tensor]:
-        if not wanted:
-            return x.new_empty((0,)), x.new_empty((0,))
-        shape, scale_dtype = scales_of(long, short, group, square)
-        return x.new_empty((long, short), dtype=dtype), x.new_empty(shape, dtype=scale_dtype)
-
-    summed = x.new_empty(
-        (x.shape[1],) if column_sum else (0,), dtype=torch.float32 if column_sum else x.dtype
+    return (
+        _made(x, rows, (r, c), dtype),
+        _made(x, rows, *scales_of(r, c, group, square)),
+        _made(x, columns, (c, r), dtype),
+        _made(x, columns, *scales_of(c, r, group, square)),
+        _made(x, column_sum, x.shape[1:], torch.float32),
     )
-    return (*outputs(rows, r, c), *outputs(columns, c, r), summed)
 
 
 @operator()

@@ -20,6 +20,7 @@ from foundry_fp8.backends.native.linear import FORMATS
 from foundry_fp8.backends.native.operand import Layout, Plan, Source, gemm, plan_of
 from foundry_fp8.kernels.launch import driver_version
 from foundry_fp8.numerics.formats import e8m0_decode
+from foundry_fp8.numerics.mx_layout import unswizzle_mx_scales
 from foundry_fp8.numerics.quantize import amax_of
 from foundry_fp8.numerics.recipes import CurrentScaling, DelayedScaling, Gemm, Operand, Recipe
 
@@ -97,6 +98,10 @@ def _results(
         yield from _quantised(source, "x", recipe, plan, True, True)
     yield _product("fprop", x, w, recipe, plan, dtype)
     yield _product("wgrad", dy.t().contiguous(), x.t().contiguous(), recipe, plan, dtype)
+    if plan.granularity == "block":  # in whole blocks, which torch's own GEMM takes where there is one
+        x, w = _awkward(TOKENS, 512, dtype, device), _awkward(128, 512, dtype, device)
+        yield _product("fprop", x, w, recipe, plan, dtype)
+        yield _product("wgrad", x, w, recipe, plan, dtype)
 
 
 def _quantised(
@@ -153,12 +158,13 @@ def _product(which: Gemm, a: Tensor, b: Tensor, recipe: Recipe, plan: Plan, dtyp
     operands: tuple[Operand, Operand] = ("dy", "x") if which == "wgrad" else ("x", "w")
     for value, operand in zip((a, b), operands, strict=True):
         layout, _, _, _ = Source(value).quantize(operand, plan, rows=True, columns=False, scale=scale)
-        pairs.append((layout, _dense(layout, plan)[: value.shape[0], : value.shape[1]]))
+        square = operand == "w"
+        pairs.append((layout, _dense(layout, plan, square=square)[: value.shape[0], : value.shape[1]]))
     (qa, da), (qb, db) = pairs
     ours = gemm(which, qa, qb, plan, m=a.shape[0], n=b.shape[0], out_dtype=dtype)
     bound = (da.abs() @ db.abs().t()) * GEMM_TOLERANCE + 1e-6
     return (
-        ("block_gemm" if plan.granularity == "block" else "torch._scaled_mm"),
+        "block_gemm" if plan.granularity == "block" else "torch._scaled_mm",
         which,
         ours,
         da @ db.t(),
@@ -166,16 +172,19 @@ def _product(which: Gemm, a: Tensor, b: Tensor, recipe: Recipe, plan: Plan, dtyp
     )
 
 
-def _dense(layout: Layout, plan: Plan) -> Tensor:
+def _dense(layout: Layout, plan: Plan, *, square: bool) -> Tensor:
     """float64 values of a quantised operand."""
     data = layout.data.double()
     if plan.granularity in ("tensor", "constant"):
         return data * layout.scale.double()
-    scale = e8m0_decode(layout.scale) if plan.granularity == "mx" else layout.scale
-    per_element = scale.t().double().repeat_interleave(128 if plan.granularity == "block" else 32, 1)
-    if per_element.shape[0] != data.shape[0]:
-        per_element = per_element.repeat_interleave(128, 0)
-    return data * per_element[: data.shape[0], : data.shape[1]]
+    rows, columns = data.shape
+    if plan.granularity == "mx":
+        scale = e8m0_decode(unswizzle_mx_scales(layout.scale, rows, columns // 32)).repeat_interleave(32, 1)
+    elif square:
+        scale = layout.scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    else:
+        scale = layout.scale.t().repeat_interleave(128, 1)
+    return data * scale.double()[:rows, :columns]
 
 
 def _awkward(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
