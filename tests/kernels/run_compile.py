@@ -207,7 +207,7 @@ def launch_everything(gemm):
     data = torch.empty(4096, 4096, dtype=torch.float8_e4m3fn, device="cuda")
     by_row, by_tile = torch.empty(32, 4096, device="cuda"), torch.empty(32, 32, device="cuda")
     wgrad = block_gemm.WITHOUT_SPILLS if int(sys.argv[1]) >= 100 else block_gemm.CONFIGS
-    for config in dict.fromkeys((*wgrad, *block_gemm.CONFIGS)):
+    for config in dict.fromkeys((*block_gemm.CONFIGS, *wgrad)):
         block_gemm._choose = lambda run, key, configs, config=config: config
         for square, b_scale in ((True, by_tile), (False, by_row)):
             if config not in (block_gemm.CONFIGS if square else wgrad):
@@ -219,6 +219,7 @@ def launch_everything(gemm):
     for head_dim in (64, 128):
         launch_attention(head_dim)
     label = "e5m2 by e4m3"
+    block_gemm._choose = lambda run, key, configs: configs[-1]
     data_e5m2 = torch.empty(4096, 4096, dtype=torch.float8_e5m2, device="cuda")
     block_gemm.block_gemm(data_e5m2, by_row, data, by_row, m=4096, n=4096, out_dtype=torch.bfloat16)
 

@@ -85,18 +85,15 @@ def test_what_is_defined_to_the_bit_is_not_contracted(compiled):
 
 
 def test_two_blocks_share_a_multiprocessor(compiled):
-    """So that one loads while the other computes. Not yet squares of a weight (173 registers) and MX (230)."""
+    """So that one loads while the other computes. Not squares of a weight with Triton 3.3 (155 registers)."""
     for line in named(compiled, "_quantize_kernel", "_quantize_blockwise_kernel"):
-        if line["case"] not in ("square", "mx"):
+        if line["case"] != "square":
             assert line["resident_blocks"] >= 2, line["case"]
 
 
 MEANT = 1.3
 """Of a copy's bandwidth, so that nine tenths of it can be reached."""
-BELOW = {
-    "delayed e5m2 bias": 1.16, "norm": 1.11, "swiglu": 1.14, "xielu": 0.72, "rows and columns": 1.14, "columns": 1.06,
-    "rows and columns, swiglu": 0.97, "mx": 0.74, "amax": 1.1,
-}  # fmt: skip
+BELOW = {"xielu": 0.9, "rows and columns, swiglu": 1.09, "mx": 1.15}
 """What the arithmetic of these cases leaves of it, by the worse of Triton 3.3 and 3.6."""
 
 
