@@ -186,8 +186,7 @@ class RunLog(LoggerDestination):
         finished = state.max_duration is not None and state.timestamp >= state.max_duration
         status = "finished" if finished else f"stopped: {error!r}" if error else "stopped"
         self._write({"kind": "end", "step": int(state.timestamp.batch), "status": status})
-        self._file.close()
-        self._file = None
+        self._let_go()
 
     # Writing
 
@@ -223,7 +222,14 @@ class RunLog(LoggerDestination):
         except OSError as error:
             # A full disk must not end a training run.
             log.error("run_log: cannot write to %s (%s); logging to it stops here.", self.path, error)
-            self._file = None
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Close the file, if it is open."""
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):  # of what could not be written; it has been said
+                file.close()
 
 
 def ensure_run_log(state: State, logger: Logger) -> RunLog:

@@ -3,6 +3,7 @@ import json
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -248,6 +249,18 @@ def test_a_run_that_stops_early_says_so(tmp_path):
     assert any("did not finish" in problem for problem in read_run(path).problems)
 
 
+def test_a_disk_that_is_full_at_the_end_is_said_once_and_closing_raises_nothing(tmp_path, caplog):
+    """Composer closes a run's callbacks at interpreter exit, and logs what they raise."""
+    run_log = RunLog(path=str(tmp_path / "run_log.jsonl"))
+    state = SimpleNamespace(max_duration=None, timestamp=SimpleNamespace(batch=3))
+    with Path("/dev/full").open("a", encoding="utf-8") as full:
+        run_log._file = full
+        run_log.close(state, None)
+        run_log.close(state, None)
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    assert "No space left on device" in caplog.text
+
+
 def test_a_full_disk_ends_the_log_and_not_the_run(tmp_path, caplog):
     run = trainer(tmp_path / "run_log.jsonl")
     log = run.logger.destinations[0]
@@ -255,6 +268,9 @@ def test_a_full_disk_ends_the_log_and_not_the_run(tmp_path, caplog):
     class Full:
         def write(self, text):
             raise OSError(28, "No space left on device")
+
+        def close(self):
+            pass
 
     class Fills(Callback):
         def batch_start(self, state, logger):
