@@ -148,7 +148,10 @@ def test_a_finer_rung_on_which_the_loss_stays_up_is_left_for_the_next_one():
     run.feed(60)
     run.feed(2, flushed={"b1.o": 0.4})
     assert moves(run.feed(1, loss=4.0)) == []
-    assert moves(run.feed(1, loss=4.0)) == [("b1.o", "demote", "current -> high_precision")]
+    found = run.feed(1, loss=4.0, flushed={"b1.o": 0.6})
+    assert moves(found) == [("b1.o", "demote", "current -> high_precision")]
+    run.feed(1)
+    assert not run.decision.look_again, "what the old rung left is no doubt about the new one"
 
 
 def test_where_one_look_decides_the_next_batch_is_looked_at_out_of_turn():
