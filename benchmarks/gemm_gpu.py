@@ -15,14 +15,12 @@ import torch
 from gpu_common import DEVICE, TOLERANCE, ceilings, finish, linears, machine, parser, require_device, timed
 
 from foundry_fp8.backends.native.gemm import tensorwise_mm
+from foundry_fp8.compat.block_scaled_mm import block_mode_missing, block_scaled_mm, fits_block_mode
 from foundry_fp8.kernels.block_gemm import block_gemm
 from foundry_fp8.kernels.blockwise import quantize_blockwise
 from foundry_fp8.kernels.producers import Producer
 from foundry_fp8.kernels.tensorwise import quantize_tensorwise
 from foundry_fp8.numerics.formats import E4M3, E5M2
-
-TORCH_BLOCKS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 9)
-"""From then on ``torch._scaled_mm`` takes blocks of 128 itself, with cuBLASLt 12.9."""
 
 
 def cases(m: int, n: int, k: int, *, weight: bool, gradient: bool) -> dict[str, Callable[[], Any]]:
@@ -61,25 +59,13 @@ def cases(m: int, n: int, k: int, *, weight: bool, gradient: bool) -> dict[str, 
         error = float((run().to(exact.dtype) - exact).norm() / exact.norm())
         assert error < 0.1 + TOLERANCE, f"{name} is wrong before it is timed: relative error {error:.3f}"
     made = {"bf16": lambda: a @ b.t(), "tensorwise": tensorwise, "block": block}
-    if DEVICE == "cuda" and TORCH_BLOCKS:
-
-        def torch_block() -> torch.Tensor:
-            return torch._scaled_mm(
-                a_block,
-                b_block.t(),
-                scale_a=a_scales.t(),
-                scale_b=torch_scales,
-                out_dtype=torch.bfloat16,
-            )
-
-        # torch wants one scale a row [K / 128, N], and squares with K running fastest.
-        torch_scales = b_scales.t().contiguous().t() if weight else b_scales
-        try:
-            torch_block()
-        except RuntimeError as error:
-            print(f"torch's block mode declines {m} x {n} x {k}: {str(error).splitlines()[0]}")
-        else:
-            made["torch block"] = torch_block
+    missing = block_mode_missing(torch.cuda.current_device()) if DEVICE == "cuda" else "there is no GPU"
+    if missing is None and fits_block_mode(n, k, torch.bfloat16, square_b=weight):
+        made["torch block"] = lambda: block_scaled_mm(
+            a_block, a_scales, b_block, b_scales, torch.bfloat16, square_b=weight
+        )
+    elif DEVICE == "cuda":
+        print(f"torch's block mode is left out at {m} x {n} x {k}: {missing or 'its scales do not fit'}")
     return made
 
 
