@@ -155,6 +155,7 @@ def plan_yaml(
     if stand_in:
         hold_flash_bytes(model)
     state_bytes = _optimizer_bytes(model, config)
+    others = _other_optimizers(model, state_bytes, 1 if cluster is None else cluster.shard)
     if cluster is not None and cluster.gathered == 2:
         model.to(torch.bfloat16)  # what FSDP gathers under mixed precision
     with contextlib.ExitStack() as fake:
@@ -188,7 +189,7 @@ def plan_yaml(
         note += "each expert has an equal share of the tokens\n"
     return (
         f"{path.name}: {microbatch} x {config['max_seq_len']} tokens, parameters and optimizer state "
-        f"{format_bytes(plan.measurements.frame.static)}\n{note}{plan}"
+        f"{format_bytes(plan.measurements.frame.static)}\n{note}{others}{plan}"
     )
 
 
@@ -203,6 +204,26 @@ def _optimizer_bytes(model: Any, config: dict[str, Any]) -> int:
 
     settings = {key: value for key, value in named.items() if key != "name"}
     return optimizer_bytes([build_optimizer(model, named["name"], settings)])
+
+
+def _other_optimizers(model: Any, state_bytes: int, shard: int) -> str:
+    """Of which optimizers a rank would keep less, where torchao is installed: one line each."""
+    from foundry_fp8.planning.memory.optimizer_state import optimizer_bytes
+
+    try:
+        from foundry_fp8.models.low_bit_adamw import AdamW8bit, AdamWFp8
+    except ImportError:
+        return ""
+    lines, kinds = "", {"adamw_8bit": AdamW8bit, "adamw_fp8": AdamWFp8}
+    optimizer: Any
+    for name, optimizer in kinds.items():
+        kept = optimizer_bytes([optimizer([p for p in model.parameters() if p.requires_grad])])
+        if kept < state_bytes:
+            lines += (
+                f"option optimizer: {{name: {name}}} (lossy; DDP or FSDP2): states take {format_bytes(kept / shard)} instead of "
+                f"{format_bytes(state_bytes / shard)}\n"
+            )
+    return lines
 
 
 @contextlib.contextmanager
@@ -239,7 +260,9 @@ def _budget(text: str) -> float | str:
 def _prepare(
     model: Any, config: dict[str, Any], microbatch: int, device: torch.device
 ) -> Callable[[], Tensor]:
-    """Apply the YAML's fp8 algorithm to ``model``, and return a step on random tokens."""
+    """Apply the YAML's fp8 and fused_head algorithms to ``model``, and return a step on random tokens."""
+    from foundry_fp8.activations.fused_head.apply import fused_head_of
+
     model.train()
     algorithms = config.get("algorithms") or {}
     fp8 = algorithms.get("fp8", {"enabled": False}) or {}
@@ -249,6 +272,12 @@ def _prepare(
 
         apply_fp8(model, device=device, **fp8)
         choose_gradient_scale(model.modules(), microbatch * config["max_seq_len"])
+    if "fused_head" in algorithms:
+        from foundry_fp8.activations.fused_head.apply import apply_fused_head
+
+        apply_fused_head(model, **(algorithms["fused_head"] or {})).expect(
+            None
+        )  # random tokens have no labels of their own
     tokens = torch.randint(0, 100, (microbatch, config["max_seq_len"]), device=device)
     batch = {"input_ids": tokens}
     dry = isinstance(tokens, FakeTensor)  # models look into masks and labels, and fake ones hold no values
@@ -259,6 +288,8 @@ def _prepare(
 
     def loss_fn() -> Tensor:
         held[0] = None
+        if dry and (fused := fused_head_of(model)) is not None:
+            fused.expect(tokens)
         with torch.autocast(autocast_type(device), dtype=torch.bfloat16, enabled=half):
             held[0] = model(batch)
             if dry:

@@ -124,6 +124,28 @@ def test_a_cluster_is_planned_from_one_cpu(tmp_path):
     assert held[8, True] == pytest.approx(16 * count, rel=0.02)  # parameters, two moments, DDP's buckets
 
 
+def test_optimizers_that_keep_less_are_shown_with_their_bytes(tmp_path):
+    pytest.importorskip("torchao")
+    file = tmp_path / "run.yaml"
+    run = {**MPT, **FSDP, "optimizer": {"name": "decoupled_adamw", "lr": 1.0e-3}}
+    for ranks in (1, 8):
+        file.write_text(yaml.safe_dump(run))
+        done = CliRunner().invoke(app, ["plan", "memory", str(file), "--world-size", str(ranks)])
+        assert done.exit_code == 0, done.output
+        found = re.findall(
+            r"option optimizer: \{name: (\w+)\} .*: states take (.*) instead of (.*)", done.output
+        )
+        assert [name for name, *_ in found] == ["adamw_8bit", "adamw_fp8"]
+        for _, kept, now in found:
+            # Moments of 8 bits and a float32 scale for 256 of them, instead of two in float32.
+            assert parse_bytes(kept, "") / parse_bytes(now, "") == pytest.approx(
+                2 * (1 + 4 / 256) / 8, rel=0.02
+            )
+    file.write_text(yaml.safe_dump({**run, "optimizer": {"name": "adamw_8bit", "lr": 1.0e-3}}))
+    done = CliRunner().invoke(app, ["plan", "memory", str(file), "--world-size", "8"])
+    assert done.exit_code == 0 and "adamw_8bit" not in done.output
+
+
 SMALL = {
     "hidden_size": 64,
     "num_hidden_layers": 2,
@@ -131,7 +153,7 @@ SMALL = {
     "vocab_size": 512,
     "max_position_embeddings": 64,
 }
-FIVE = {
+FOLDERS = {
     "llama": {
         "architectures": ["LlamaForCausalLM"],
         "intermediate_size": 128,
@@ -150,6 +172,12 @@ FIVE = {
         "num_key_value_heads": 2,
         **SMALL,
     },
+    "olmo2": {
+        "architectures": ["Olmo2ForCausalLM"],
+        "intermediate_size": 128,
+        "num_key_value_heads": 2,
+        **SMALL,
+    },
     "gpt_neox": {"architectures": ["GPTNeoXForCausalLM"], "intermediate_size": 128, **SMALL},
     "gpt2": {
         "architectures": ["GPT2LMHeadModel"],
@@ -162,14 +190,14 @@ FIVE = {
 }
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.full) for kind in FIVE])
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.full) for kind in FOLDERS])
 def test_a_folder_with_a_configuration_alone_is_planned(tmp_path, kind):
     """No weights, whatever ``pretrained`` says; one device, a cluster, and the network."""
     from foundry_fp8.data.tokenizer import train_tokenizer
 
     folder = tmp_path / "model"
     train_tokenizer(["a b c"], 300, folder)
-    (folder / "config.json").write_text(json.dumps({"model_type": kind, **FIVE[kind]}))
+    (folder / "config.json").write_text(json.dumps({"model_type": kind, **FOLDERS[kind]}))
     model = {
         "name": "hf_causal_lm",
         "pretrained": True,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from foundry_fp8.activations.compression.fused_classes import fuse, unfuse
-from foundry_fp8.activations.fused_head.logits import Step, UnmadeLogits, run_steps
+from foundry_fp8.activations.fused_head.logits import NoLogits, Step, UnmadeLogits, run_steps
 from foundry_fp8.activations.fused_head.row_losses import IGNORE, HeadCall, row_losses
 from foundry_fp8.config import Config, ConfigError, Positive, Text, from_mapping, nearest
 from foundry_fp8.layers.dtensor import is_dtensor
@@ -24,7 +24,7 @@ from foundry_fp8.model_structure.wrappers import modules_by_clean_name, own_clas
 from foundry_fp8.numerics.packed import PackFormat
 from foundry_fp8.surgery.left_out import output_heads
 
-__all__ = ["FusedHead", "FusedHeadConfig", "apply_fused_head"]
+__all__ = ["FusedHead", "FusedHeadConfig", "apply_fused_head", "fused_head_of"]
 
 KEY = "algorithms.fused_head"
 MARK = "_fused_head"
@@ -102,7 +102,7 @@ class FusedHead:
         targets = self._targets.reshape(-1).to(x.device)
         rows = x.flatten(0, -2)
         if rows.shape[0] != targets.shape[0]:
-            raise RuntimeError(
+            raise NoLogits(
                 f"{KEY}: {self.name} is called on {rows.shape[0]} tokens, and there are {targets.shape[0]} labels. It takes a model that "
                 "makes logits of every token."
             )
@@ -120,7 +120,7 @@ class FusedHead:
     def _check(self, expected: Tensor, targets: Tensor) -> None:
         """Whether the loss has the targets that were expected; once, as comparing waits for a GPU."""
         if not self._trusted and not torch.equal(expected, targets.to(expected.device)):
-            raise RuntimeError(
+            raise NoLogits(
                 f"{KEY}: the targets of the loss are not the batch's labels shifted by one. It takes causal language models; take it off."
             )
         self._trusted = True
@@ -161,6 +161,11 @@ def apply_fused_head(model: nn.Module, **options: Any) -> FusedHead:
 
     fused.undo = undo
     return fused
+
+
+def fused_head_of(model: nn.Module) -> FusedHead | None:
+    """What :func:`apply_fused_head` made of ``model``, if anything."""
+    return next((vars(module)[MARK] for module in model.modules() if MARK in vars(module)), None)
 
 
 def _fused_forward(cls: type[nn.Module], fmt: PackFormat | None) -> Callable[..., Any]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from foundry_fp8.activations.fused_head.row_losses import IGNORE
 from foundry_fp8.compat.pytree import register_pytree_node
 
-__all__ = ["Step", "UnmadeLogits", "run_steps"]
+__all__ = ["NoLogits", "Step", "UnmadeLogits", "run_steps"]
 
 Step = tuple[str, float]
 """What a model does to its logits: ``("mul" | "div", number)`` or ``("tanh", 0.0)``."""
@@ -23,6 +23,14 @@ _STEPS: dict[str, Callable[[Any, float], Any]] = {
     "div": lambda x, number: x / number,
     "tanh": lambda x, _: torch.tanh(x),
 }
+
+
+class NoLogits(RuntimeError):
+    """Something asked for logits that were never made."""
+
+
+class _NoAttribute(AttributeError, NoLogits):
+    """So that ``hasattr`` and ``copy`` can ask."""
 
 
 def run_steps(x: Tensor, steps: tuple[Step, ...]) -> Tensor:
@@ -119,11 +127,10 @@ class UnmadeLogits:
         raise self._refusal(f"takes a part of its logits ({index})")
 
     def __getattr__(self, name: str) -> Any:
-        # An AttributeError, so that hasattr() and copy can ask.
-        raise AttributeError(str(UnmadeLogits._refusal(self, f"asks its logits for {name}")))
+        raise _NoAttribute(str(UnmadeLogits._refusal(self, f"asks its logits for {name}")))
 
-    def _refusal(self, what: str) -> RuntimeError:
-        return RuntimeError(
+    def _refusal(self, what: str) -> NoLogits:
+        return NoLogits(
             f"algorithms.fused_head: something {what}, and in training there are none: the head gives the losses of its rows instead. It "
             "takes logit_scale, logits_scaling, final_logit_softcapping and a cross-entropy; take the algorithm off for anything else."
         )

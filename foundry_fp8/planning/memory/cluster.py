@@ -95,7 +95,7 @@ def on_cluster(
         held += MASTER * learnt * (cluster.world_size > 1) + cluster.residual * learnt
         frames = [
             _unsharded(f, counts, learnt, held, accumulates) if f else None
-            for f in (measured.frame, measured.lean)
+            for f in (measured.frame, measured.lean, measured.fused)
         ]
         costs = measured.costs
     else:
@@ -105,7 +105,7 @@ def on_cluster(
             _sharded(frame, counts, root, learnt - sum(trained), held, cluster, accumulates)
             if frame
             else None
-            for frame in (measured.frame, measured.lean)
+            for frame in (measured.frame, measured.lean, measured.fused)
         ]
         largest, in_flight = max(total), max(trained)
         costs = tuple(
@@ -115,7 +115,12 @@ def on_cluster(
     assert frames[0] is not None
     where = f"; {cluster.sharding} over {cluster.shard} of {cluster.world_size} ranks by arithmetic"
     return dataclasses.replace(
-        measured, frame=frames[0], lean=frames[1], costs=costs, source=measured.source + where
+        measured,
+        frame=frames[0],
+        lean=frames[1],
+        fused=frames[2],
+        costs=costs,
+        source=measured.source + where,
     )
 
 

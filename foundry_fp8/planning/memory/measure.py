@@ -23,6 +23,7 @@ __all__ = [
     "BlockRun",
     "Call",
     "CostModel",
+    "Traffic",
     "capture_calls",
     "clock",
     "gradients",
@@ -204,7 +205,7 @@ class BlockRun:
         """A forward and a backward, timed or computed."""
         with unchanged(self.device):
             if (model := self.cost_model) is not None:
-                with FlopCounterMode(display=False) as flops, _Traffic() as traffic:
+                with FlopCounterMode(display=False) as flops, Traffic() as traffic:
                     self.step()
                 arithmetic = flops.get_total_flops() / model.flops_per_second
                 return arithmetic + traffic.bytes / model.bytes_per_second
@@ -331,7 +332,7 @@ def unchanged(device: torch.device) -> Iterator[None]:
         yield
 
 
-class _Traffic(TorchDispatchMode):
+class Traffic(TorchDispatchMode):
     """Bytes that ops read and write."""
 
     def __init__(self) -> None:

@@ -29,6 +29,8 @@ class Measurements:
         lean: The same with cross-entropies that recompute their softmax; ``None`` where there is none to change.
         source: How bytes and seconds were found, for the report.
         classes: The class name of each block.
+        fused: The frame with ``fused_head``; ``None`` where the model has no head for it, or has it fused already.
+        fused_seconds: What that adds to a microbatch: the head's forward once more.
     """
 
     names: tuple[str, ...]
@@ -39,6 +41,8 @@ class Measurements:
     lean: Frame | None
     source: str
     classes: tuple[str, ...]
+    fused: Frame | None = None
+    fused_seconds: float = 0.0
 
     def costs_of(self, chosen: list[str]) -> list[Cost]:
         """The cost of each block under ``chosen``."""
@@ -177,7 +181,18 @@ class MemoryPlan:
             f"predicted peak {format_bytes(self.predicted_peak)} of {format_bytes(self.budget)}, "
             f"{self.added_seconds:+.4g} s a microbatch in the blocks "
             f"(no checkpointing: {format_bytes(m.peak('none'))}; every block: {format_bytes(m.peak('block'))}, "
-            f"{m.seconds('block') - m.seconds('none'):+.4g} s)\n{table}\n{m.source}\n{self.to_yaml()}"
+            f"{m.seconds('block') - m.seconds('none'):+.4g} s)\n{table}\n{self._fused_head()}{m.source}\n{self.to_yaml()}"
+        )
+
+    def _fused_head(self) -> str:
+        fused = self.measurements.fused
+        if fused is None:
+            return ""
+        now, then = (max(f.head_peak, f.head_backward_peak) for f in (self.frame, fused))
+        peak = predict_peak(self.measurements.costs_of(list(self.chosen)), fused)
+        return (
+            f"option fused_head: {{}} (exact; needs model.use_train_metrics: false): head and loss take {format_bytes(then)} instead of "
+            f"{format_bytes(now)}, {self.measurements.fused_seconds:+.2g} s; this plan's peak is then {format_bytes(peak)}\n"
         )
 
 

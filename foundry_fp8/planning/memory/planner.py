@@ -27,10 +27,12 @@ from foundry_fp8.activations.checkpointing.budget import check_budget, fit_bytes
 from foundry_fp8.activations.checkpointing.targets import Selection
 from foundry_fp8.activations.compression.apply import EXACT, apply_activation_compression
 from foundry_fp8.activations.compression.saved import compresses_inside
+from foundry_fp8.activations.fused_head.logits import NoLogits
 from foundry_fp8.config import ConfigError, format_bytes, parse_bytes
 from foundry_fp8.model_structure.blocks import transformer_blocks
 from foundry_fp8.model_structure.names import clean_name
 from foundry_fp8.model_structure.wrappers import checkpoint_wrappers, modules_by_clean_name, own_class
+from foundry_fp8.planning.memory.head_option import fused_head_applied, head_seconds
 from foundry_fp8.planning.memory.measure import (
     BlockRun,
     Call,
@@ -265,6 +267,12 @@ def measure(
                 lean = measured_frame() if losses.rows else None
             finally:
                 losses.undo()
+        fused, again = None, None
+        # Not under FSDP, which would be left in the middle of a step by a model that asks for logits.
+        with contextlib.suppress(NoLogits), fused_head_applied(model, skip=sharded) as head:
+            if head is not None:
+                again = head_seconds(model, head, loss_fn, device, cost_model)
+                fused = None if again is None else measured_frame()
     bytes_from = "the CUDA allocator" if device.type == "cuda" else "every live storage (LiveBytes)"
     runs = "whole steps" if sharded else "runs of a block"
     seconds_from = "a cost model" if cost_model else f"the fastest of {rounds} {runs}"
@@ -277,6 +285,8 @@ def measure(
         lean,
         f"bytes: {bytes_from} on {device.type}; seconds: {seconds_from}; {len(kinds)} kind(s) of block",
         tuple(own_class(module).__name__ for module in modules),
+        fused,
+        again or 0.0,
     )
 
 

@@ -1,0 +1,77 @@
+"""What a step would hold with ``fused_head``, and what making the logits again would take: an option that a plan shows."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from foundry_fp8.activations.fused_head.apply import FusedHead, apply_fused_head
+from foundry_fp8.activations.fused_head.logits import UnmadeLogits
+from foundry_fp8.config import ConfigError
+from foundry_fp8.model_structure.wrappers import modules_by_clean_name
+from foundry_fp8.planning.memory.measure import CostModel, Traffic, clock, unchanged
+
+__all__ = ["fused_head_applied", "head_seconds"]
+
+
+@contextlib.contextmanager
+def fused_head_applied(model: nn.Module, *, skip: bool) -> Iterator[FusedHead | None]:
+    """The model with a fused head, and as it was afterwards; ``None`` where it has no head that can be, has one fused already, or ``skip``."""
+    fused = None
+    with contextlib.suppress(ConfigError):
+        fused = None if skip else apply_fused_head(model)
+    if fused is None:
+        yield None
+        return
+    fused.expect(None)  # the targets of the loss are taken for its own: comparing them needs values
+    try:
+        yield fused
+    finally:
+        fused.undo()
+
+
+def head_seconds(
+    model: nn.Module,
+    fused: FusedHead,
+    loss_fn: Callable[[], Tensor],
+    device: torch.device,
+    cost_model: CostModel | None,
+) -> float | None:
+    """Seconds of the fused head's forward, which its backward repeats; ``None`` where it is not told its targets, and makes logits."""
+    head = modules_by_clean_name(model)[fused.name][1]
+    found: list[float] = []
+    with contextlib.ExitStack() as around:
+        counts: list[Any] = []
+
+        def before(module: nn.Module, args: Any) -> None:
+            if cost_model is None:
+                counts[:] = [clock(device)]
+            else:
+                counts[:] = [FlopCounterMode(display=False), Traffic()]
+                for mode in counts:
+                    around.enter_context(mode)
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            if cost_model is None:
+                taken = clock(device) - counts[0]
+            else:
+                around.close()
+                flops, traffic = counts
+                arithmetic = flops.get_total_flops() / cost_model.flops_per_second
+                taken = arithmetic + traffic.bytes / cost_model.bytes_per_second
+            if isinstance(output, UnmadeLogits):
+                found.append(taken)
+
+        handles = [head.register_forward_pre_hook(before), head.register_forward_hook(after)]
+        try:
+            with unchanged(device), torch.no_grad():
+                loss_fn()
+        finally:
+            for handle in handles:
+                handle.remove()
+    return found[-1] if found else None
