@@ -3,6 +3,7 @@
     python benchmarks/memory.py [--models demo llama] [--repeats 5] [--save memory_cpu_DATE]
     python benchmarks/memory.py --train          # 300-step losses over 3 seeds, with and without compression
     python benchmarks/memory.py --coat           # end-to-end reduction against bfloat16, counted as COAT does
+    python benchmarks/memory.py --head           # a head of 128k words, counted on fake tensors
 
 Peak is parameters, gradients and activations of one step (no optimizer state): the CUDA allocator on a GPU, every live
 storage (``foundry_fp8.planning.memory.live_bytes.LiveBytes``) on a CPU. Cases are timed in turn; the figure is the median of
@@ -25,6 +26,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from foundry_fp8.activations.checkpointing.apply import apply_activation_checkpointing
 from foundry_fp8.activations.compression.apply import apply_activation_compression
+from foundry_fp8.activations.fused_head.apply import apply_fused_head
+from foundry_fp8.compat.fake_tensor import FakeTensorMode
 from foundry_fp8.planning.memory.live_bytes import meter_for
 from foundry_fp8.planning.memory.planner import apply_plan, choose, measure
 from foundry_fp8.surgery.apply import apply_fp8
@@ -321,6 +324,25 @@ def coat() -> list[dict[str, Any]]:
     return rows
 
 
+def head() -> list[dict[str, Any]]:
+    """Peak of a step of two blocks of Llama-3 8B's width with its vocabulary, 2 x 8192 tokens in bfloat16 autocast; nothing is allocated."""
+    rows = []
+    for case in ("logits", "fused head"):
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            model = llama(layers=2, width=4096, vocab=128256)
+            apply_activation_checkpointing(model)
+            if case == "fused head":
+                apply_fused_head(model).expect(
+                    None
+                )  # takes the loss's targets for its own: fake ones hold no values
+            tokens = torch.randint(0, 128256, (2, 8192), device=DEVICE)
+            held = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+            peak = peak_of(model, loss_of(model, tokens, autocast=True)) - held
+        rows.append({"case": case, "peak_bytes": peak, "parameter_bytes": held})
+        print(f"{case:12} {peak / 2**30:6.2f} GiB beside {held / 2**30:.2f} GiB of parameters")
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -333,6 +355,7 @@ def main() -> None:
     parser.add_argument("--train", action="store_true")
     parser.add_argument("--seeds", type=int, default=3, help="of --train")
     parser.add_argument("--coat", action="store_true")
+    parser.add_argument("--head", action="store_true")
     parser.add_argument("--save", default=None, metavar="NAME", help="write results/NAME.json, .md and .png")
     args = parser.parse_args()
 
@@ -344,6 +367,8 @@ def main() -> None:
         result["train"] = train(args.seeds)
     elif args.coat:
         result["coat"] = coat()
+    elif args.head:
+        result["head"] = head()
     else:
         result["tables"] = {name: table(name, args.repeats) for name in args.models}
         text = "\n\n".join(show(name, rows) for name, rows in result["tables"].items())
