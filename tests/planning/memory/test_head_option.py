@@ -33,7 +33,7 @@ def step_of(model):
 def test_its_peak_is_the_measured_one():
     model = llama()
     loss = step_of(model)
-    measured = measure(model, loss, cost_model=CostModel())
+    measured = measure(model, loss, cost_model=CostModel(), compression="none")
     assert measured.fused is not None and fused_head_of(model) is None
     costs = measured.costs_of(["none"] * len(measured.names))
     foundry_fp8.apply_fused_head(model)
@@ -46,7 +46,7 @@ def test_its_peak_is_the_measured_one():
 
 def test_a_plan_shows_its_bytes_and_seconds():
     model = llama()
-    measured = measure(model, step_of(model), cost_model=CostModel())
+    measured = measure(model, step_of(model), cost_model=CostModel(), compression="none")
     product = 2 * 4 * 128 * 64 * WORDS / CostModel().flops_per_second
     assert measured.fused_seconds > product
     (line,) = [x for x in str(choose(measured, 1.0)).splitlines() if "fused_head" in x]
@@ -66,7 +66,7 @@ def test_a_model_that_looks_at_its_logits_has_no_such_option():
 
     unlabelled = lambda: model(input_ids=tokens).logits.float().mean()  # noqa: E731
     for function in (loss, unlabelled):
-        measured = measure(model, function, cost_model=CostModel())
+        measured = measure(model, function, cost_model=CostModel(), compression="none")
         assert (
             measured.fused is None
             and fused_head_of(model) is None
