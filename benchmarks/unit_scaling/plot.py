@@ -14,6 +14,8 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 ARMS = (("mus", "fp32", "µS, float32"), ("mus", "fp8", "µS, FP8 (unit)"), ("sp", "fp32", "SP, float32"))
+GRID_STEPS = 150
+"""Length of the runs over learning rates; longer ones are for FP8 against float32."""
 
 
 def draw(result: dict[str, Any], image: Path) -> None:
@@ -21,7 +23,7 @@ def draw(result: dict[str, Any], image: Path) -> None:
     by_seed: dict[tuple[str, str, int], dict[int, dict[float, float]]] = defaultdict(
         lambda: defaultdict(dict)
     )
-    for run in result["runs"]:
+    for run in (run for run in result["runs"] if run["steps"] == GRID_STEPS):
         by_seed[run["kind"], run["precision"], run["width"]][run["seed"]][run["lr"]] = run["loss"]
     curves: dict[tuple[str, str, int], dict[float, list[float]]] = {}
     for key, seeds in by_seed.items():
@@ -62,30 +64,31 @@ def draw(result: dict[str, Any], image: Path) -> None:
 
 def paired(result: dict[str, Any]) -> None:
     """FP8 against float32 at the same rate and seed, and what FP8 flushed of down_proj's input by activation, as Markdown tables."""
-    runs = {(r["kind"], r["precision"], r["width"], r["lr"], r["seed"]): r for r in result["runs"]}
-    ratios: dict[int, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
+    keys = ("kind", "steps", "width", "lr", "seed")
+    twins = {tuple(r[k] for k in keys): r["loss"] for r in result["runs"] if r["precision"] == "fp32"}
+    pairs: dict[tuple[str, int, int], dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
     flushed: dict[str, list[list[float]]] = defaultdict(list)
-    for (kind, precision, width, lr, seed), run in runs.items():
-        twin = runs.get((kind, "fp32", width, lr, seed))
-        if precision != "fp8":
-            continue
-        if twin is not None:
-            ratios[width][lr].append(100 * (run["loss"] / twin["loss"] - 1))
-        if width == 64 and lr == 2.0**-3:
-            flushed[kind].append([100 * v for n, v in run["flushed"].items() if n.endswith("down_proj/x")])
-    print(
-        "\n| width | rate | seeds | FP8 above float32, %, by seed | mean | standard error |\n|---|---|---|---|---|---|"
-    )
-    for width, by_rate in sorted(ratios.items()):
-        chosen = {f"2^{math.log2(lr):.0f}": v for lr, v in sorted(by_rate.items()) if len(v) > 1}
-        chosen["all"] = [x for v in chosen.values() for x in v]
-        for name, found in chosen.items():
-            if len(found) > 1:
-                each = ", ".join(f"{x:+.2f}" for x in found) if name != "all" else ""
-                error = statistics.stdev(found) / len(found) ** 0.5
-                print(
-                    f"| {width} | {name} | {len(found)} | {each} | {statistics.fmean(found):+.2f} | {error:.2f} |"
-                )
+    for run in (run for run in result["runs"] if run["precision"] == "fp8"):
+        if (twin := twins.get(tuple(run[k] for k in keys))) is not None:
+            found = pairs[run["kind"], run["steps"], run["width"]]
+            found[run["lr"]].append(100 * (run["loss"] / twin - 1))
+        if (run["steps"], run["width"], run["lr"]) == (GRID_STEPS, 64, 2.0**-3):
+            layers = [100 * v for name, v in run["flushed"].items() if name.endswith("down_proj/x")]
+            flushed[run["kind"]].append(layers)
+    print("\n| run | steps | width | rate | FP8 above float32, %, by seed | mean | standard error |")
+    print("|---|---|---|---|---|---|---|")
+    for (kind, steps, width), by_rate in sorted(pairs.items()):
+        chosen = {
+            f"2^{math.log2(lr):.0f}": v
+            for lr, v in sorted(by_rate.items())
+            if len(v) > 1 or steps != GRID_STEPS
+        }
+        every = [x for found in chosen.values() for x in found]
+        for name, found in {**chosen, "all": every}.items():
+            each = ", ".join(f"{x:+.2f}" for x in found) if name != "all" else ""
+            error = f"{statistics.stdev(found) / len(found) ** 0.5:.2f}" if len(found) > 1 else ""
+            mean = f"{statistics.fmean(found):+.2f}" if found else ""
+            print(f"| {kind} | {steps} | {width} | {name} | {each} | {mean} | {error} |")
     print("\n| activation | seeds | % of down_proj's input flushed, layers 0 to 3 |\n|---|---|---|")
     for kind, by_seed in flushed.items():
         means = [statistics.fmean(layer) for layer in zip(*by_seed, strict=True)]
