@@ -221,7 +221,7 @@ def test_a_sink_flushes_its_own_block_alone(device):
         shape, softmax_scale=unit / (math.log2(math.e) * float(c.scales[0] * c.scales[1]))
     )
     q, k, v = (x.to(torch.float8_e4m3fn) for x in (q, k, v))
-    c.q, c.k = dataclasses.replace(c.q, data=q), dataclasses.replace(c.k, data=k)
+    c.q, c.k = c.q._replace(data=q), c.k._replace(data=k)
     c.v = dataclasses.replace(c.v, data=v, data_t=v.t().contiguous())
     out, _ = forward(c)
     logits = q[: shape.queries].double() @ k[:keys].double().t() * unit
