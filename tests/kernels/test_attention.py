@@ -222,7 +222,7 @@ def test_a_sink_flushes_its_own_block_alone(device):
     )
     q, k, v = (x.to(torch.float8_e4m3fn) for x in (q, k, v))
     c.q, c.k = c.q._replace(data=q), c.k._replace(data=k)
-    c.v = dataclasses.replace(c.v, data=v, data_t=v.t().contiguous())
+    c.v = c.v._replace(data=v, data_t=v.t().contiguous())
     out, _ = forward(c)
     logits = q[: shape.queries].double() @ k[:keys].double().t() * unit
     p = torch.exp2(logits - logits.amax(-1, keepdim=True))
