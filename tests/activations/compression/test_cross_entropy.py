@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from foundry_fp8.activations.compression import cross_entropy
@@ -43,10 +43,15 @@ def check(x, t, **options):
     for dtype in (torch.float64, None):
         loss_, grad_ = run(eager, x, t, dtype, **options)
         torch.testing.assert_close(loss, loss_.float(), rtol=1e-5, atol=1e-6, equal_nan=True)
-        # A gradient element is p * scale, rounded to the logits' dtype; near float16's zero that is an absolute error.
+        # A gradient element is p * scale, rounded to the logits' dtype; near float16's zero that is an absolute error. At the target it
+        # is (p - 1) * scale, which keeps the roundings of a p near 1: four of float32, times a scale of at most 2.
         limit = EPS[x.dtype]
         torch.testing.assert_close(
-            grad.double(), grad_.double(), rtol=4 * limit, atol=max(1e-7, limit * 1e-4), equal_nan=True
+            grad.double(),
+            grad_.double(),
+            rtol=4 * limit,
+            atol=max(8 * 2.0**-24, limit * 1e-4),
+            equal_nan=True,
         )
     if options.get("reduction") == "none":
         torch.testing.assert_close(loss, loss_, rtol=0, atol=0, equal_nan=True)
@@ -76,6 +81,7 @@ def test_values_and_gradients(dtype, reduction, ignore_index):
     share=st.sampled_from([0.0, 0.4, 1.0]),
     seed=st.integers(0, 99),
 )
+@example(n=3, v=3, dtype=torch.float32, reduction="none", share=0.0, seed=17)
 def test_any_shape(n, v, dtype, reduction, share, seed):
     """Rows longer than a chunk, a column, a row, chunks that do not divide the rows, all ignored."""
     check(*sample(n, v, dtype, share=share, seed=seed), reduction=reduction)
