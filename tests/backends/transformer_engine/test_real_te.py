@@ -1,4 +1,4 @@
-"""Runs real_te/cases.py and attention_cases.py once for each release of Transformer Engine, in a process that pretends to have a GPU."""
+"""Runs real_te/*_cases.py once for each release of Transformer Engine, in a process that pretends to have a GPU."""
 
 import os
 import subprocess
@@ -21,6 +21,6 @@ def test_backend_over_the_python_of_transformer_engine(release, te_wheel):
     environment |= {"NVTE_BACKWARD_OVERRIDE": "high_precision"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
     command += ["-p", "real_te.plugin"]
-    command += [str(HERE / "real_te" / name) for name in ("cases.py", "attention_cases.py")]
+    command += map(str, sorted((HERE / "real_te").glob("*_cases.py")))
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

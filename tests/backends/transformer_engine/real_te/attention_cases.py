@@ -1,4 +1,4 @@
-"""FP8 attention over Transformer Engine's own Python, cuDNN's kernel computed by our definition. Run by test_real_te_attention.py.
+"""FP8 attention over Transformer Engine's own Python, cuDNN's kernel computed by our definition. Run by test_real_te.py.
 
 What this shows: that TE's casts and its kernel get our scales, record into our amaxes, and see the right layouts and mask. What
 it cannot show is what cuDNN computes.
