@@ -13,8 +13,9 @@ REFUSES = {
     "Jamba": "which layer gets which mask it decides by the layers' class, and a checkpoint has another"
 }
 """Hosts that cannot be checkpointed, and why; they say so by an error."""
-SUMS = (1e-6, 1e-6)
-"""Checkpoints: bit for bit, but for the order in which shared weights add their gradients up."""
+SUMS = (1e-5, 1e-6)
+"""Of the worst gradient, and of all together. Checkpoints: bit for bit, but for the order in which shared weights add their gradients up
+(Whisper's worst, under FSDP2: 1.3e-6)."""
 INT8 = 0.2
 """Of all gradients together: what int8 in two blocks and FP8 behind it move (tests/combinations/bounds.py) stays well below."""
 EXACT = {torch.float32: (0.02, 5e-3), torch.bfloat16: (0.2, 0.1)}

@@ -19,4 +19,5 @@ def test_two_ranks_resume_bit_exactly_or_are_refused(tmp_path):
         assert "cannot be saved under FSDP1" in found.pop("fsdp1")
         assert len(found) == 4
         for name, run in found.items():
-            assert run["bit_exact"] and run["in 8 bits"] > 0.9, (name, run)
+            assert run["bit_exact"], (name, run)
+            assert run["in 8 bits"] == run["could be"] > 0.8 * run["in all"], (name, run)
