@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gpu_common import DEVICE, SMOKE, finish, machine, parser, require_device, timed
+from gpu_common import DEVICE, SMOKE, finish, machine, parser, prepared, require_device, timed
 from step_gpu import BLOCKS, SMOKE_BLOCKS, Block, Shape, training_step
 from torch import Tensor, nn
 
@@ -82,26 +82,14 @@ def measure(
     group: str, make: Callable[[], nn.Module], x: Tensor, flops: float, repeats: int, *, linears: bool
 ) -> list[dict[str, Any]]:
     """Rows of one context; the cases in turn, so that ratios are within one run."""
-    cases: dict[str, Callable[[], None]] = {}
-    memory: dict[str, float] = {}
-    rows: list[dict[str, Any]] = []
-    for name, build in models(make, linears):
-        try:
-            step = training_step(build(), x, optimize=linears)
-            for _ in range(2):  # the first sets the scales
-                step()
-            if DEVICE == "cuda":
-                torch.cuda.synchronize()
-                torch.cuda.reset_peak_memory_stats()
-                before = torch.cuda.memory_allocated()
-                step()
-                memory[name] = (torch.cuda.max_memory_allocated() - before) / 2**30
-        except Exception as error:  # out of memory at one context, or a kernel that refuses: the others go on
-            if SMOKE:
-                raise
-            rows.append({"group": group, "variant": name, "failed": f"{type(error).__name__}: {error}"[:200]})
-            continue
-        cases[name] = step
+    cases, memory, failed = prepared(
+        models(make, linears),
+        lambda model: training_step(model, x, optimize=linears),
+        warmup=2,  # the first sets the scales
+    )
+    rows: list[dict[str, Any]] = [
+        {"group": group, "variant": name, "failed": why} for name, why in failed.items()
+    ]
     found = timed(cases, repeats)
     for name, time in found.items():
         row = {"group": group, "variant": name, "tokens": x.shape[1], "ms": time.seconds * 1e3}

@@ -13,7 +13,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 SMOKE = "--smoke" in sys.argv
@@ -69,6 +69,43 @@ def require_device() -> None:
     """Stop with a reason where nothing can be measured."""
     if DEVICE == "cuda" and not torch.cuda.is_available():
         raise SystemExit("no CUDA device here. Use --smoke to try the script; it measures nothing.")
+
+
+def prepared(
+    models: Iterable[tuple[str, Callable[[], torch.nn.Module]]],
+    step_of: Callable[[torch.nn.Module], Callable[[], None]],
+    warmup: int = 1,
+) -> tuple[dict[str, Callable[[], None]], dict[str, float], dict[str, str]]:
+    """Steps that run, the GiB that one takes at its peak beside what is there (on a GPU), and why the others do not run.
+
+    Args:
+        models: Names, and what makes the model.
+        step_of: A model's step.
+        warmup: Steps before the one whose memory counts.
+    """
+    cases: dict[str, Callable[[], None]] = {}
+    memory: dict[str, float] = {}
+    failed: dict[str, str] = {}
+    for name, build in models:
+        try:
+            step = step_of(build())
+            for _ in range(warmup):
+                step()
+            if DEVICE == "cuda":
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+                step()
+                memory[name] = (torch.cuda.max_memory_allocated() - before) / 2**30
+        except (
+            Exception
+        ) as error:  # out of memory, or a library that fails, must not cost the others' figures
+            if SMOKE:
+                raise
+            failed[name] = f"{type(error).__name__}: {error}"[:200]
+            continue
+        cases[name] = step
+    return cases, memory, failed
 
 
 def timed(cases: dict[str, Callable[[], Any]], repeats: int) -> dict[str, Time]:

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import pytest
 import torch
-from common import environment, median_ratio, save
+from common import environment, interleaved, median_ratio, save
 from torch import nn
 
 import foundry_fp8
@@ -90,10 +90,11 @@ def main() -> None:
             return
         models = {"nn.Linear": plain(), **{f"native {recipe}": ours(recipe) for recipe in options.recipes}}
         models |= {f"torchao {recipe}": model for recipe in PEERS if (model := torchao(recipe)) is not None}
-        seconds = measured({name: step_of(model) for name, model in models.items()}, options.repeats)
+        steps = {name: step_of(model) for name, model in models.items()}
+        seconds = interleaved(steps, options.repeats, clock=time.process_time)
     rows = []
     for name, times in seconds.items():
-        row = {"case": name, "microseconds": round(statistics.median(times) * 1e6, 1)}
+        row = {"case": name, "microseconds": round(statistics.median(times) / (STEPS * LINEARS) * 1e6, 1)}
         for other in ("nn.Linear", "torchao tensorwise"):
             if other in seconds:
                 row[f"of {other}"] = round(median_ratio(times, seconds[other]), 2)
@@ -101,19 +102,6 @@ def main() -> None:
         print("  ".join(f"{key} {value}" for key, value in row.items()))
     if options.save:
         save(options.save, {"machine": environment(), "a linear's forward and backward": rows})
-
-
-def measured(cases: dict[str, Callable[[], None]], repeats: int) -> dict[str, list[float]]:
-    """CPU seconds of one linear's forward and backward, each case in turn."""
-    for case in cases.values():
-        case()
-    seconds: dict[str, list[float]] = {name: [] for name in cases}
-    for _ in range(repeats):
-        for name, case in cases.items():
-            start = time.process_time()
-            case()
-            seconds[name].append((time.process_time() - start) / (STEPS * LINEARS))
-    return seconds
 
 
 def profile(case: Callable[[], None]) -> None:

@@ -17,7 +17,19 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gpu_common import DEVICE, SMOKE, ceilings, finish, linears, machine, parser, peaks, require_device, timed
+from gpu_common import (
+    DEVICE,
+    SMOKE,
+    ceilings,
+    finish,
+    linears,
+    machine,
+    parser,
+    peaks,
+    prepared,
+    require_device,
+    timed,
+)
 from torch import Tensor, nn
 
 import foundry_fp8
@@ -185,29 +197,10 @@ def measure(
     optimize: bool = False,
 ) -> list[dict[str, Any]]:
     """Rows of one group. ``flops``: of the linears and of the attention, forward and backward."""
-    cases: dict[str, Callable[[], None]] = {}
-    memory: dict[str, float] = {}
-    failed: dict[str, str] = {}
     # Variants share the code that is compiled, and past a limit torch would run the next ones in eager mode.
     torch._dynamo.reset()
     torch._dynamo.config.fail_on_recompile_limit_hit = True
-    for name, build in variants(make, fusable):
-        try:
-            model = build()
-            step = training_step(model, x, optimize)
-            step()
-            if DEVICE == "cuda":
-                torch.cuda.synchronize()
-                torch.cuda.reset_peak_memory_stats()
-                before = torch.cuda.memory_allocated()
-                step()
-                memory[name] = (torch.cuda.max_memory_allocated() - before) / 2**30
-        except Exception as error:  # one library that fails must not cost the others' figures
-            if SMOKE:
-                raise
-            failed[name] = f"{type(error).__name__}: {error}"[:200]
-            continue
-        cases[name] = step
+    cases, memory, failed = prepared(variants(make, fusable), lambda model: training_step(model, x, optimize))
     found = timed(cases, repeats)
     base = found["bf16 eager"].seconds
     rows: list[dict[str, Any]] = []

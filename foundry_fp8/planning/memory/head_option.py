@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from foundry_fp8.activations.fused_head.apply import FusedHead, apply_fused_head
 from foundry_fp8.activations.fused_head.logits import UnmadeLogits
 from foundry_fp8.config import ConfigError
 from foundry_fp8.model_structure.wrappers import modules_by_clean_name
-from foundry_fp8.planning.memory.measure import CostModel, Traffic, clock, unchanged
+from foundry_fp8.planning.memory.measure import CostModel, clock, unchanged
 
 __all__ = ["fused_head_applied", "head_seconds"]
 
@@ -45,27 +44,18 @@ def head_seconds(
     """Seconds of the fused head's forward, which its backward repeats; ``None`` where it is not told its targets, and makes logits."""
     head = modules_by_clean_name(model)[fused.name][1]
     found: list[float] = []
+    taken: Callable[[], float]
     with contextlib.ExitStack() as around:
-        counts: list[Any] = []
 
         def before(module: nn.Module, args: Any) -> None:
-            if cost_model is None:
-                counts[:] = [clock(device)]
-            else:
-                counts[:] = [FlopCounterMode(display=False), Traffic()]
-                for mode in counts:
-                    around.enter_context(mode)
+            nonlocal taken
+            taken = around.enter_context(_timed(device) if cost_model is None else cost_model.counting())
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
-            if cost_model is None:
-                taken = clock(device) - counts[0]
-            else:
-                around.close()
-                flops, traffic = counts
-                arithmetic = flops.get_total_flops() / cost_model.flops_per_second
-                taken = arithmetic + traffic.bytes / cost_model.bytes_per_second
+            seconds = taken()
+            around.close()
             if isinstance(output, UnmadeLogits):
-                found.append(taken)
+                found.append(seconds)
 
         handles = [head.register_forward_pre_hook(before), head.register_forward_hook(after)]
         try:
@@ -75,3 +65,9 @@ def head_seconds(
             for handle in handles:
                 handle.remove()
     return found[-1] if found else None
+
+
+@contextlib.contextmanager
+def _timed(device: torch.device) -> Iterator[Callable[[], float]]:
+    start = clock(device)
+    yield lambda: clock(device) - start

@@ -23,7 +23,6 @@ __all__ = [
     "BlockRun",
     "Call",
     "CostModel",
-    "Traffic",
     "capture_calls",
     "clock",
     "gradients",
@@ -48,6 +47,16 @@ class CostModel:
 
     flops_per_second: float = 0.6 * 989e12
     bytes_per_second: float = 0.8 * 3.35e12
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[Callable[[], float]]:
+        """Within it ops are counted; what it gives tells their seconds."""
+        with FlopCounterMode(display=False) as flops, _Traffic() as traffic:
+            yield (
+                lambda: (
+                    flops.get_total_flops() / self.flops_per_second + traffic.bytes / self.bytes_per_second
+                )
+            )
 
 
 @dataclasses.dataclass
@@ -205,10 +214,9 @@ class BlockRun:
         """A forward and a backward, timed or computed."""
         with unchanged(self.device):
             if (model := self.cost_model) is not None:
-                with FlopCounterMode(display=False) as flops, Traffic() as traffic:
+                with model.counting() as counted:
                     self.step()
-                arithmetic = flops.get_total_flops() / model.flops_per_second
-                return arithmetic + traffic.bytes / model.bytes_per_second
+                return counted()
             start = clock(self.device)
             out = self.forward()
             taken = clock(self.device) - start
@@ -332,7 +340,7 @@ def unchanged(device: torch.device) -> Iterator[None]:
         yield
 
 
-class Traffic(TorchDispatchMode):
+class _Traffic(TorchDispatchMode):
     """Bytes that ops read and write."""
 
     def __init__(self) -> None:
