@@ -1,4 +1,4 @@
-"""Mechanisms that only the held-out half has: in each, high precision stays as it was, as in ``mechanisms.py``."""
+"""Mechanisms that were made for held-out halves: in each, high precision stays as it was, as in ``mechanisms.py``."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
     python benchmarks/guard/run.py                          the guard on every case, against the stored labels
     python benchmarks/guard/run.py --labels                 high precision and FP8 without the guard first: store what each run is
     python benchmarks/guard/run.py --split tuned            only those that the guard's thresholds may be chosen on
+    python benchmarks/guard/run.py --resume                 go on where a stop left off: each run is stored as it ends
     python benchmarks/guard/run.py --only swiglu_alignment  one case; nothing is stored
     python benchmarks/guard/run.py --table                  tabulate and draw what is stored
 
@@ -19,7 +20,6 @@ import logging
 import math
 import subprocess
 import sys
-import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -86,14 +86,14 @@ def stored_labels() -> dict[str, Any]:
     }
 
 
-def label(split: str, case: Case) -> dict[str, Any]:
+def label(case: Case) -> dict[str, Any]:
     """Train without the guard; what the run is."""
     high, fp8 = train(case, "high").losses, train(case, "fp8").losses
     calm = high
     if case.label == "diverges in both":
         calm = train(dataclasses.replace(case, mechanism=Mechanism, lr=Case.lr), "high").losses
     losses = {"high": high, "fp8": fp8, "reference": calm}
-    return {"split": split, "label": case.label, "losses": losses, **judge.label(case, high, fp8, calm)}
+    return {"label": case.label, "losses": losses, **judge.label(case, high, fp8, calm)}
 
 
 def guarded(case: Case) -> dict[str, Any]:
@@ -133,19 +133,26 @@ def provenance() -> dict[str, Any]:
     }
 
 
-def store(name: str, runs: dict[str, Any], made: dict[str, dict[str, Any]]) -> None:
-    """Write runs, beside those of the half that was not run now."""
+def stored_runs(name: str) -> dict[str, Any]:
+    """What is stored under a name: the guard's settings, by which command each half was made, runs by case."""
     path = RESULTS / f"{name}.json"
-    stored = json.loads(path.read_text()) if path.exists() else {"runs": {}, "made": {}}
-    kept = {case.name for half, cases in SPLITS.items() if half not in made for case in cases}
-    before = {case: run for case, run in stored["runs"].items() if case in kept}
-    result = {"guard": GUARD, "made": {**stored["made"], **made}, "runs": {**before, **runs}}
-    path.write_text(json.dumps(result) + "\n")
+    return json.loads(path.read_text()) if path.exists() else {"guard": GUARD, "made": {}, "runs": {}}
+
+
+def begin(name: str, halves: set[str], made: dict[str, Any], resume: bool) -> dict[str, Any]:
+    """What is stored, without the halves that are run now; with ``resume``, with their runs by this commit."""
+    stored = stored_runs(name)
+    for half in halves:
+        if not (resume and stored["made"].get(half, made)["commit"] == made["commit"]):
+            for case in SPLITS[half]:
+                stored["runs"].pop(case.name, None)
+        stored["made"][half] = made
+    return {**stored, "guard": GUARD}
 
 
 def publish(name: str, labels: dict[str, Any]) -> None:
     """Table and time lines of what is stored."""
-    result = json.loads((RESULTS / f"{name}.json").read_text())
+    result = stored_runs(name)
     rows = [
         row(split, case, labels[case.name], result["runs"][case.name])
         for split, case in chosen("all", None)
@@ -164,6 +171,11 @@ def main() -> None:
         "--labels", action="store_true", help="run without the guard and store the labels' figures"
     )
     parser.add_argument("--table", action="store_true", help="only tabulate and draw what is stored")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="leave out cases whose stored run is of this commit of the package",
+    )
     parser.add_argument("--save", default="guard", help="under which name the results are stored")
     arguments = parser.parse_args()
     logging.getLogger("composer").setLevel(logging.ERROR)
@@ -174,10 +186,9 @@ def main() -> None:
         publish(arguments.save, labels)
         return
     cases = chosen(arguments.split, arguments.only)
-    began = time.perf_counter()
     if arguments.labels:
         for split, case in cases:
-            told = labels[case.name] = label(split, case)
+            told = labels[case.name] = label(case)
             print(
                 f"{split:9s}{case.name:28s}{case.label:17s}FP8 {told['fp8_above_reference']:+8.1%}, high precision "
                 f"{told['high_above_reference']:+8.1%} above; leaves at {told['departure']}; "
@@ -185,15 +196,17 @@ def main() -> None:
             )  # fmt: skip
             LABELS.write_text(json.dumps({"environment": environment(), "cases": finite(labels)}) + "\n")
         return
-    made, runs = provenance(), {}
+    result = begin(arguments.save, {split for split, _ in cases}, provenance(), arguments.resume)
     for split, case in cases:
         if case.name not in labels:
             raise SystemExit(f"{case.name} has no label yet: run with --labels --only {case.name}")
-        runs[case.name] = run = finite(guarded(case))
+        if arguments.only is None and case.name in result["runs"]:
+            continue
+        result["runs"][case.name] = run = finite(guarded(case))
         print(table.line(row(split, case, labels[case.name], run)), flush=True)
-    made["minutes"] = round((time.perf_counter() - began) / 60, 1)
+        if arguments.only is None:  # after each, so that a stop loses nothing
+            (RESULTS / f"{arguments.save}.json").write_text(json.dumps(result) + "\n")
     if arguments.only is None:
-        store(arguments.save, runs, {split: made for split, _ in cases})
         publish(arguments.save, labels)
         print((RESULTS / f"{arguments.save}.md").read_text())
 

@@ -56,7 +56,7 @@ def main() -> None:
             other = dataclasses.replace(case, seed=case.seed + seed)
             entry = stored["runs"].setdefault(f"{case.name}, seed {other.seed}", {})
             if labels:
-                entry["label"] = run.finite(run.label("tuned", other))
+                entry["label"] = run.finite(run.label(other))
                 print(
                     case.name,
                     other.seed,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import once_held_out
 from case import Case
 from mechanisms import (
     Activations,
@@ -23,7 +24,7 @@ from mechanisms import (
 BOTH = (0, 1)
 LONG = {"name": "delayed", "amax_history_len": 256}
 
-CASES = [
+CASES: list[Case] = [
     Case(
         name="swiglu_alignment", label="diverges", onset=80, sick=BOTH, touched="*.mlp.*",
         about="gate and up rows of a channel align and grow 12 % a step (arXiv:2409.12517), delayed",
@@ -89,7 +90,7 @@ CASES = [
         name="lasting_outliers", label="healthy", about="massive activations of 50 on the first token, from the start",
         mechanism=lambda: Activations("*_proj", lambda step: 50.0, share=None),
     ),
-    # Until 2026-11-22 these were held out. Their results were published and read, so they are no longer.
+    # Until 2026-11-22 these were held out, those of once_held_out.py after them. Their results were published and read, so they are no longer.
     Case(
         name="swiglu_alignment_current", label="diverges", onset=90, sick=BOTH, touched="*.mlp.*", recipe="current", seed=1,
         about="gate and up rows of a channel grow 20 % a step (arXiv:2409.12517), current",
@@ -165,4 +166,5 @@ CASES = [
         name="outliers_that_stop", label="healthy", seed=2, about="activations on the first token that grow to 20 and stay, current",
         recipe="current", mechanism=lambda: Activations("*.down_proj", grows(60, 1.05, 1.0, 20.0), share=None),
     ),
+    *once_held_out.CASES,
 ]  # fmt: skip
