@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -60,6 +60,15 @@ class FP8State(ModelState):
         """Finish the running pass of delayed scaling: a collective, so every rank calls it. Twice is as good as once."""
         if self._scales is not None:
             self._scales.state.update()
+
+    @contextmanager
+    def within_forward(self, model: nn.Module) -> Iterator[None]:
+        """What surrounds a forward of the whole ``model``, around a part of it that runs alone: what linears share, the backend's context."""
+        self._before_forward(model, ())
+        try:
+            yield
+        finally:
+            self._after_forward(model, (), None)
 
     @torch.compiler.disable
     def _before_forward(self, model: nn.Module, args: Any) -> None:

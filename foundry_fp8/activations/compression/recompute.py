@@ -93,8 +93,10 @@ def save_inputs(ctx: Any, kept: list[MaybePacked], *others: Tensor | None) -> No
 
 
 def saved_inputs(ctx: Any) -> tuple[list[MaybePacked], list[Tensor | None]]:
-    """What :func:`save_inputs` was given."""
-    tensors = list(ctx.saved_tensors)
+    """What :func:`save_inputs` was given, out of the graph: modules run on it again, and hooks on them may ask for a node, of which
+    a view that is made without gradients has none (``FlopCounterMode``'s do).
+    """
+    tensors: list[Any] = [None if x is None else x.detach() for x in ctx.saved_tensors]
     kept: list[MaybePacked] = []
     for layout in ctx.layout:
         kept.append(tensors.pop(0) if layout is None else Packed(tensors.pop(0), tensors.pop(0), *layout))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from foundry_fp8.compat.dispatch_mode import TorchDispatchMode
 from foundry_fp8.compat.pytree import tree_iter, tree_map
 from foundry_fp8.layers.autocast import autocast_type
+from foundry_fp8.layers.state import FP8State
 from foundry_fp8.planning.memory.live_bytes import meter_for
 from foundry_fp8.planning.memory.solver import Cost, Frame
 
@@ -161,12 +163,21 @@ class BlockRun:
         call: From :func:`capture_calls`.
         device: Where it runs.
         cost_model: Seconds from a model instead of a clock.
+        model: The block is of this one; its linears share what they share in a forward of it.
     """
 
     def __init__(
-        self, block: nn.Module, call: Call, device: torch.device, cost_model: CostModel | None = None
+        self,
+        block: nn.Module,
+        call: Call,
+        device: torch.device,
+        cost_model: CostModel | None = None,
+        *,
+        model: nn.Module,
     ) -> None:
         self.block, self.call, self.device, self.cost_model = block, call, device, cost_model
+        fp8 = FP8State.of(model)
+        self._within = contextlib.nullcontext if fp8 is None else functools.partial(fp8.within_forward, model)
         self._zero = torch.zeros((), device=device, requires_grad=True)
         self.leaves: list[Tensor] = [p for p in block.parameters() if p.requires_grad] or [self._zero]
 
@@ -178,7 +189,7 @@ class BlockRun:
             return x + self._zero.to(x.dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
 
         args, kwargs = map_input(fresh, self.call.args, self.call.kwargs)
-        with self._autocast():
+        with self._autocast(), self._within():
             out = self.block(*args, **kwargs)
         return next(x for x in tree_iter(out) if isinstance(x, Tensor) and x.requires_grad)
 

@@ -234,7 +234,7 @@ def measure(
                     run: BlockRun | ShardedBlockRun = (
                         ShardedBlockRun(configured, loss_fn, parameters, device)
                         if sharded
-                        else BlockRun(configured, calls[index], device, cost_model)
+                        else BlockRun(configured, calls[index], device, cost_model, model=model)
                     )
                     if turn == 0:
                         sizes[option.name] = run.bytes()

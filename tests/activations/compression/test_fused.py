@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from foundry_fp8.activations.compression.fused_activation import packed_activation, packed_activation_linear
 from foundry_fp8.activations.compression.fused_norm import packed_norm
@@ -138,6 +140,26 @@ def test_bfloat16_and_autocast():
     assert y.dtype == torch.bfloat16 and torch.equal(y, expected_y)
     for a, b in zip(ours, expected, strict=True):
         assert (a - b).norm() / b.norm() < 2e-2
+
+
+def test_modules_that_are_run_again_in_backward_may_be_watched():
+    """torch's FLOP counter hooks every module and asks its inputs for their nodes; it counts products of both passes."""
+    torch.manual_seed(0)
+    inputs = [torch.randn(6, 16), torch.randn(6, 16), torch.randn(8, 16), torch.ones(16)]
+    act, norm = torch.nn.SiLU(), torch.nn.RMSNorm(16, eps=1e-6)
+
+    def gradients(watch):
+        gate, up, weight, scale = (x.clone().requires_grad_() for x in inputs)
+        norm.weight = torch.nn.Parameter(scale.detach())
+        with watch:
+            normed = packed_norm(gate * 1, norm.weight, None, norm, eps=1e-6, centred=False, fmt=None)
+            packed_activation_linear(normed, up * 1, weight, None, act, "silu", None).sum().backward()
+        return [gate.grad, up.grad, weight.grad, norm.weight.grad]
+
+    plain = gradients(contextlib.nullcontext())
+    for a, b in zip(gradients(counter := FlopCounterMode(display=False)), plain, strict=True):
+        assert (a - b).norm() / b.norm() < 1e-6  # the counter takes some operators apart
+    assert counter.get_total_flops() == 3 * 2 * 6 * 16 * 8
 
 
 def test_other_dtypes_and_no_grad_run_the_plain_expression():
