@@ -42,6 +42,9 @@ class Mechanism:
     def step(self, step: int, model: nn.Module) -> None:
         """Before every batch, after surgery."""
 
+    def train(self, step: int, state: Any) -> None:
+        """Before every batch, after ``step``: what is Composer's state's, as the batch, the optimizer and the microbatches."""
+
 
 class Several(Mechanism):
     """Several at once."""
@@ -56,6 +59,10 @@ class Several(Mechanism):
     def step(self, step: int, model: nn.Module) -> None:
         for part in self.parts:
             part.step(step, model)
+
+    def train(self, step: int, state: Any) -> None:
+        for part in self.parts:
+            part.train(step, state)
 
 
 def _matching(model: nn.Module, pattern: str) -> list[tuple[str, Any]]:

@@ -126,6 +126,7 @@ class Happens(Callback):
         for group in state.optimizers[0].param_groups:
             group["lr"] = self.case.lr(step)
         self.mechanism.step(step, self.model.model)
+        self.mechanism.train(step, state)
         for kind, shares in (
             (FP8Linear, self.run.linears_in_fp8),
             (FP8DotProductAttention, self.run.attention_in_fp8),

@@ -5,6 +5,7 @@ import json
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,9 +17,11 @@ import judge
 import reliability
 import tuned
 from case import Case
+from changes import Adapters, Batches, Frozen, LateDropout, LossScale, TokenOutliers
 from common import RESULTS
 from held_out_mechanisms import GainAmplifier, GradientOutliers, PivotKeys
 from mechanisms import Activations, AttentionOutliers, CompensatedBias, SuperWeight, SwigluAlignment
+from rescalings import GainsShrink, GrowthBeforeNorm, KeyMean, NeuronRescaled, QueryOutliers
 
 from foundry_fp8.models.fog import FogConfig, FogForCausalLM
 from foundry_fp8.surgery.apply import apply_fp8
@@ -57,8 +60,21 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
         (lambda size: AttentionOutliers("keys", size), True),
         (lambda size: AttentionOutliers("values", size), True),
         (lambda size: GainAmplifier("*_proj", size, (3, 17)), False),
+        (lambda size: TokenOutliers("*_proj", size, lambda ids: ids < 8), False),
+        (lambda size: NeuronRescaled("*.gate_up_proj", (69, 80), "*.down_proj", (5, 16), size), False),
     ],
-    ids=["activations", "first token", "bias", "swiglu", "super weight", "keys", "values", "gains"],
+    ids=[
+        "activations",
+        "first token",
+        "bias",
+        "swiglu",
+        "super weight",
+        "keys",
+        "values",
+        "gains",
+        "some tokens",
+        "neurons",
+    ],
 )
 def test_a_mechanism_harms_fp8_and_leaves_high_precision_as_it_was(make, attention):
     calm = logits(make(lambda step: 0.0), fp8=False)
@@ -103,6 +119,117 @@ def test_keys_of_the_first_token_grow_and_logits_stay():
     grown, keys = logits_and_keys(3)
     torch.testing.assert_close(grown, calm)
     assert (keys[0, :, 4] > 250).all() and keys[1:].abs().max() < 5
+
+
+def test_a_loss_scale_harms_gradients_of_a_history_that_is_late():
+    def gradients(scales: tuple[float, ...], recipe) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = FogForCausalLM(
+            FogConfig(
+                variant="llama3", vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
+                intermediate_size=64, max_position_embeddings=16,
+            )
+        )  # fmt: skip
+        mechanism = LossScale(lambda step: scales[step])
+        mechanism.install(model)
+        if recipe is not None:
+            apply_fp8(model, recipe=recipe, backend="emulated")
+        ids = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(1))
+        for step in range(len(scales)):
+            mechanism.step(step, model)
+            model.zero_grad()
+            model.train()(ids, use_cache=False).logits.square().mean().backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    calm = gradients((1.0, 1.0), None)
+    assert torch.equal(gradients((2.0**40, 2.0**-20), None), calm)
+    delayed = {"name": "delayed", "amax_history_len": 8}
+    quantised = distance(gradients((1.0, 1.0), delayed), calm)
+    assert distance(gradients((2.0**40, 1.0), delayed), calm) > 3 * quantised
+    assert distance(gradients((2.0**40, 1.0), "current"), calm) < 2 * quantised
+
+
+def test_what_gains_lose_and_weights_win_is_a_history_that_is_late():
+    def output(sizes: tuple[float, ...], *, fp8: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(32, 32, bias=False))
+        mechanism = GainsShrink("0", lambda step: sizes[step])
+        mechanism.install(model)
+        if fp8:
+            apply_fp8(model, recipe={"name": "delayed", "amax_history_len": 8}, backend="emulated")
+        x = torch.randn(16, 32, generator=torch.Generator().manual_seed(1))
+        for step in range(len(sizes)):
+            mechanism.step(step, model)
+            y = model(x)
+            y.sum().backward()  # delayed scaling learns at the end of a step
+        return y.detach()
+
+    calm = output((1.0, 1.0, 1.0), fp8=False)
+    torch.testing.assert_close(output((1.0, 1e4, 1e8), fp8=False), calm)
+    assert distance(output((1.0, 1e4, 1e8), fp8=True), calm) > 3 * distance(
+        output((1.0, 1.0, 1.0), fp8=True), calm
+    )
+
+
+class _Heads(torch.nn.Module):
+    """Probabilities and operands of two heads of 8 channels, with a norm before the logits or without."""
+
+    def __init__(self, norm: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head_dim, self.norm = 8, norm
+        self.q_proj, self.k_proj = (torch.nn.Linear(16, 16, bias=False) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        query, key = (linear(x).unflatten(-1, (2, 8)) for linear in (self.q_proj, self.k_proj))
+        unit = (lambda t: t / t.norm(dim=-1, keepdim=True)) if self.norm else (lambda t: t)
+        logits = torch.einsum("qhd,khd->hqk", unit(query), unit(key))
+        return logits.softmax(-1).detach(), query.detach(), key.detach()
+
+
+@pytest.mark.parametrize(
+    ("make", "norm", "grown"),
+    [
+        (lambda size: KeyMean("heads.k_proj", size, (3, 12)), False, 2),
+        (lambda size: QueryOutliers("heads", size), False, 1),
+        (lambda size: GrowthBeforeNorm("heads.[qk]_proj", lambda linear: slice(0, 16), size), True, 2),
+    ],
+    ids=["mean of the keys", "queries", "before a norm"],
+)
+def test_an_operand_of_attention_grows_and_probabilities_stay(make, norm, grown):
+    x = torch.randn(5, 16, generator=torch.Generator().manual_seed(1))
+    model = torch.nn.ModuleDict({"heads": _Heads(norm)})
+    mechanism = make(lambda step: 100.0 * step)
+    mechanism.install(model)
+    mechanism.step(0, model)
+    calm = model["heads"](x)
+    mechanism.step(3, model)
+    sick = model["heads"](x)
+    torch.testing.assert_close(sick[0], calm[0], rtol=1e-3, atol=1e-4)
+    assert sick[grown].abs().max() > 50 * calm[grown].abs().max()
+
+
+def test_what_changes_changes_from_its_step_on():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    x = torch.ones(2, 8)
+    dropout = LateDropout("1", lambda step: 1.0 if step >= 5 else 0.0)
+    adapters, frozen = Adapters(5, "0", 2), Frozen(3, "1.*")
+    for mechanism in (dropout, adapters, frozen):
+        mechanism.install(model)
+    plain = model[1](model[0](x))
+    trained = []
+    for step in range(6):
+        for mechanism in (dropout, frozen, adapters):
+            mechanism.step(step, model)
+        trained.append({name for name, parameter in model.named_parameters() if parameter.requires_grad})
+    assert trained[0] == {"0.weight", "0.bias", "1.weight", "1.bias"} and trained[3] == {"0.weight", "0.bias"}
+    assert trained[5] == {"adapters.0", "adapters.1"}
+    torch.testing.assert_close(model[1](x), model[1].bias.expand(2, 8))  # all is dropped
+    dropout.now = 0.0
+    assert torch.equal(model[1](model[0](x)), plain)  # an adapter begins at zero
+    batch = SimpleNamespace(batch=torch.zeros(2, 8))
+    Batches(lambda step, tokens: tokens[:, :step]).train(3, batch)
+    assert batch.batch.shape == (2, 3)
 
 
 def test_names_are_unique_and_there_are_enough_of_each():
