@@ -19,6 +19,7 @@ FP8_STEP = 2.0**-3
 INT8 = 3.5 / 127 / math.sqrt(12)
 """Rounding a block of normal values whose largest is 3.5 standard deviations, rms."""
 E4M3 = 2.0**-3 / math.sqrt(12)
+E5M2 = 2.0**-2 / math.sqrt(12)
 INT8_WORST = math.sqrt(32) / 254
 """Half a step in every element of a block of 32 whose largest element holds the whole norm."""
 FLOOR = 2e-3
@@ -26,13 +27,11 @@ FLOOR = 2e-3
 
 SUMS = 1e-5
 """Another order of float32 sums."""
-DIFFERENCES = 1e-4
-"""FSDP1's flat parameters are compared by their step, which is a difference of float32 weights."""
 
 
 def relative(case: Case) -> float:
     """Of one parameter's gradient, against the same numerics without the rest."""
-    total = DIFFERENCES if case.wrapper == "fsdp1-flat" else SUMS
+    total = SUMS
     for epsilon in _in_backward(case):
         total += MARGIN * DEPTH * epsilon
         if case.fp8 != "none":
@@ -82,6 +81,10 @@ def absolute(case: Case) -> float:
 def numerics(case: Case) -> dict[str, float]:
     """The number formats alone, against float64: the gradient as a whole, and each parameter's."""
     if case.fp8 != "none":
-        return {"direction": 0.5, "ratio": 0.25, "parameter": 1.0}
+        # A GEMM of the backward reads one operand in each format; what it reads is off by less (a mantissa of 1 has the largest
+        # relative step), what amaxes known from other batches cut off comes on top. Measured: 0.25, 0.05, 0.29 (Llama, delayed).
+        turned = MARGIN / 2 * DEPTH * math.hypot(E4M3, E5M2)
+        # Noise across a vector makes it longer by half of its square.
+        return {"direction": turned, "ratio": turned**2 / 2, "parameter": turned}
     epsilon = ROUNDOFF[case.dtype]
     return {"direction": 16 * epsilon, "ratio": 16 * epsilon, "parameter": 64 * epsilon}

@@ -86,6 +86,8 @@ def parameters_of(model: nn.Module) -> dict[str, Tensor]:
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
     """Whole gradients by name, float64."""
+    if any("_flat_param" in name for name, _ in model.named_parameters()):
+        return _flat_gradients_of(model)
     whole = has_fsdp1(model) and FSDP1.summon_full_params(model, with_grads=True, writeback=False)
     with whole or contextlib.nullcontext():
         return {
@@ -93,6 +95,20 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
             for name, p in model.named_parameters()
             if p.grad is not None and p.requires_grad  # summoned, FSDP1's frozen ones have one too
         }
+
+
+@torch.no_grad()
+def _flat_gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    """FSDP1 takes flat weights apart for anyone, flat gradients for nobody: these stand in the place of those meanwhile.
+
+    (What a step moves is their difference only up to a rounding of the weights, which are a hundred times as large as a clipped step.)
+    """
+    flat = list(model.parameters())
+    weights = [parameter.clone() for parameter in flat]
+    torch._foreach_copy_(flat, [parameter.grad for parameter in flat])
+    found = {name: gradient.double() for name, gradient in parameters_of(model).items()}
+    torch._foreach_copy_(flat, weights)
+    return found
 
 
 @contextlib.contextmanager
