@@ -1,4 +1,4 @@
-"""What a checkpoint keeps: nothing (full), the outputs of matmuls and attention (selective), or a list of ops."""
+"""What a checkpoint keeps: nothing (full), the outputs of matmuls and attention (selective), a list of ops, or all, in host memory (offload)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from foundry_fp8.config import ConfigError, Parse, nearest
 
 __all__ = ["SELECTIVE_OPS", "CheckedPolicy", "Policy", "check_policy", "context_fn_for", "policy_name"]
 
-Policy = Literal["full", "selective"] | Sequence[str]
+Policy = Literal["full", "selective", "offload"] | Sequence[str]
+NAMED = ("full", "selective", "offload")
 
 SELECTIVE_OPS = (
     "aten.mm",
@@ -39,12 +40,12 @@ and with every attention op of torch and flash-attn. Those not installed are pas
 
 
 def check_policy(policy: Any, key: str) -> Policy:
-    """``policy``; raises :class:`ConfigError` unless it is ``full``, ``selective`` or a list of ops that exist."""
-    if policy in ("full", "selective"):
+    """``policy``; raises :class:`ConfigError` unless it is ``full``, ``selective``, ``offload`` or a list of ops that exist."""
+    if policy in NAMED:
         return policy
     if isinstance(policy, str) or not isinstance(policy, Sequence) or not policy:
         raise ConfigError(
-            f"{key}: {policy!r} is not full, selective or a list of ops.{nearest(policy, ['full', 'selective'])}"
+            f"{key}: {policy!r} is not full, selective, offload or a list of ops.{nearest(policy, NAMED)}"
         )
     for op in policy:
         if not isinstance(op, str) or not _overloads(op):
@@ -55,7 +56,7 @@ def check_policy(policy: Any, key: str) -> Policy:
     return policy
 
 
-CheckedPolicy = Annotated[Policy, Parse(check_policy, "full, selective or a list of ops")]
+CheckedPolicy = Annotated[Policy, Parse(check_policy, "full, selective, offload or a list of ops")]
 
 
 def policy_name(policy: Policy) -> str:

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from foundry_fp8.activations.checkpointing.policy import Policy, context_fn_for
-from foundry_fp8.compat.pytree import tree_flatten, tree_unflatten
+from foundry_fp8.activations.offload.store import host_store
+from foundry_fp8.compat.pytree import tree_flatten, tree_iter, tree_unflatten
 
 __all__ = ["recomputed"]
 
@@ -25,10 +25,39 @@ def recomputed(function: Callable[..., Any], *args: Any, policy: Policy, offload
     keyword. So the tensors that need gradients, the activations, go by position; masks and position tables, which all
     blocks share, stay where they are.
     """
-    context_fn = context_fn_for(policy)
-    options: dict[str, Any] = {} if context_fn is None else {"context_fn": context_fn}
+    if offload or policy == "offload":
+        return _offloaded(function, args, kwargs, policy)
     if torch.compiler.is_compiling():  # no hooks act there
-        return checkpoint(function, *args, use_reentrant=False, **options, **kwargs)
+        return checkpoint(function, *args, use_reentrant=False, **_options(policy), **kwargs)
+    run, activations = _by_position(function, args, kwargs)
+    return checkpoint(run, *activations, use_reentrant=False, **_options(policy))
+
+
+@torch.compiler.disable(
+    recursive=False
+)  # saved-tensor hooks cannot be traced; the module within is, as a graph of its own
+def _offloaded(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], policy: Policy
+) -> Any:
+    if policy == "offload":  # nothing is run again
+        given = [x for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)]
+        with host_store(given[0].device).unit():
+            return function(*args, **kwargs)
+    run, activations = _by_position(function, args, kwargs)
+    # Hooks outside the checkpoint see its inputs alone; what is saved inside it is the checkpoint's.
+    with host_store(activations[0].device).unit() if activations else contextlib.nullcontext():
+        return checkpoint(run, *activations, use_reentrant=False, **_options(policy))
+
+
+def _options(policy: Policy) -> dict[str, Any]:
+    context_fn = context_fn_for(policy)
+    return {} if context_fn is None else {"context_fn": context_fn}
+
+
+def _by_position(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[..., Any], list[Tensor]]:
+    """``function`` of the tensors that need gradients alone, and those tensors."""
     leaves, structure = tree_flatten((args, kwargs), is_leaf=_is_leaf)
     places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
     activations = [leaves[i] for i in places]
@@ -42,9 +71,7 @@ def recomputed(function: Callable[..., Any], *args: Any, policy: Policy, offload
         own_args, own_kwargs = tree_unflatten(filled, structure)
         return function(*own_args, **own_kwargs)
 
-    # Hooks outside the checkpoint see its inputs alone; what is saved inside it is the checkpoint's.
-    with save_on_cpu(pin_memory=torch.cuda.is_available()) if offload else contextlib.nullcontext():
-        return checkpoint(run, *activations, use_reentrant=False, **options)
+    return run, activations
 
 
 def _is_leaf(x: Any) -> bool:

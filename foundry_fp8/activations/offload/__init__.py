@@ -1,0 +1,1 @@
+"""What backward needs, in host memory until shortly before it does."""
