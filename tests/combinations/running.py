@@ -58,7 +58,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "full": {},
     "selective": {"policy": "selective"},
     "targets": {"targets": {"*.mlp": "first-1", "*attention|*self_attn": "last-1"}},
-    "offload": {"offload": True},
+    "offload": {"offload": True},  # and what the MLP saves
 }
 
 
@@ -66,8 +66,10 @@ def save_less(case: Case, model: nn.Module) -> dict[str, Any]:
     reports: dict[str, Any] = {}
     if case.checkpoint != "none":
         options = dict(CHECKPOINTS[case.checkpoint])
-        if case.checkpoint == "targets":
-            attention = "*.self_attn" if case.model == "llama" else "*.attention"
+        attention = "*.self_attn" if case.model == "llama" else "*.attention"
+        if case.checkpoint == "offload":
+            options["targets"] = [{"target": attention}, {"target": "*.mlp", "policy": "offload"}]
+        elif case.checkpoint == "targets":
             options["targets"] = {"*.mlp": "first-1", attention: "last-1"}
         reports["checkpoint"] = foundry_fp8.apply_activation_checkpointing(model, **options)
     if case.compression != "none":

@@ -12,10 +12,24 @@ pytestmark = pytest.mark.integration
 
 
 SEED_TARGETS = {"mptblock": "first-1", "grouped_query_attention": "last-1"}
+OFFLOADED = {
+    "targets": [
+        {"target": "*.blocks.0", "blocks": "first-1", "policy": "offload"},
+        {"target": "*.attn", "blocks": "last-1"},
+    ],
+    "offload": True,
+}
 
 
-def test_foundrys_targets_change_nothing_but_memory_with_fp8_and_resume(root, delayed_run, tmp_path):
-    both = {"activation_checkpointing": {"targets": SEED_TARGETS}, "fp8": {"recipe": "delayed"}}
+@pytest.mark.parametrize(
+    "checkpoints",
+    [
+        pytest.param({"targets": SEED_TARGETS}, id="recomputed", marks=pytest.mark.full),
+        pytest.param(OFFLOADED, id="offloaded"),
+    ],
+)
+def test_targets_change_nothing_but_memory_with_fp8_and_resume(root, delayed_run, tmp_path, checkpoints):
+    both = {"activation_checkpointing": checkpoints, "fp8": {"recipe": "delayed"}}
     plain = delayed_run.weights
     run = train(
         config(root, algorithms=both, save_folder=str(tmp_path), save_interval="2ba", save_overwrite=True)

@@ -89,6 +89,7 @@ CHECKPOINTS = (
     {"targets": {"LlamaDecoderLayer": "first-2", "*.mlp": "last-2"}},
     {"policy": "selective"},
     {"offload": True},
+    {"policy": "offload"},
 )
 
 

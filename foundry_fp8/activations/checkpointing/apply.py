@@ -46,11 +46,12 @@ class ActivationCheckpointingConfig(Config):
     """Which modules: ``null`` for every block, a name, a list of names, a mapping of names to blocks, or a list of
     ``{target, blocks, policy}`` mappings. Names are LLM Foundry's, class names, or patterns on module names."""
     policy: CheckedPolicy = "full"
-    """``full`` keeps nothing; ``selective`` keeps matmul and attention outputs; or a list of ops to keep."""
+    """``full`` keeps nothing; ``selective`` keeps matmul and attention outputs; a list of ops keeps theirs; ``offload`` runs nothing
+    again and keeps all of it in host memory."""
     budget: Budget | None = None
     """Plan the targets from peak memory instead: ``20GiB``, a fraction of what no checkpointing needs, or ``fit``."""
     offload: bool = False
-    """Move the inputs of the checkpoints to (pinned) host memory between forward and backward."""
+    """Move the inputs of the checkpoints to (pinned) host memory between forward and backward, beside the computation."""
     compression: PlannedCompression = "exact"
     """What a budget may use beside checkpoints: ``none``, ``exact`` (rounds nothing), or a format of ``activation_compression``
     that rounds what is kept, and with it the gradients: ``int8``, ``e4m3``, ``int4``."""

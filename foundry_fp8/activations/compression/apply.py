@@ -254,7 +254,11 @@ def _boundary(
     left = None if config.include_checkpoint_boundaries else "include_checkpoint_boundaries is false"
     if fmt is not None and (router := next(router_modules(checkpoint), None)) is not None:
         left = f"its router {clean_name(f'{name}.{router[0]}')} has to choose the same experts again"
-    elif keywords_of(checkpoint).get("offload", False):  # its hooks are the inner ones, and only those run
+    elif (
+        keywords_of(checkpoint).get("policy") == "offload"
+    ):  # its hooks are the inner ones, and only those run
+        left = left or "what it saves goes to host memory, as it is"
+    elif keywords_of(checkpoint).get("offload", False):  # the same
         left = left or "it offloads its inputs to host memory, as they are"
     compressor = Compressor(fmt if left is None else None, min_numel=config.min_numel, boundary=True)
     compressor.attach(checkpoint)

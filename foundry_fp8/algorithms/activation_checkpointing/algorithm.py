@@ -19,6 +19,7 @@ from foundry_fp8.activations.checkpointing.apply import (
 )
 from foundry_fp8.activations.checkpointing.targets import Selection, select
 from foundry_fp8.activations.compression.apply import apply_activation_compression
+from foundry_fp8.compat.compiled_model import is_compiled
 from foundry_fp8.config import from_mapping
 from foundry_fp8.model_structure.wrappers import checkpoint_wrappers, without_ddp
 
@@ -66,6 +67,12 @@ class ActivationCheckpointing(Algorithm):
             report = wrap_selected(state.model, self._selected, offload=self.config.offload)
             if report.selected:
                 log.info(str(report))
+            if is_compiled(state.model) and (
+                report.offload or any(s.policy == "offload" for s in report.selected)
+            ):
+                log.warning(
+                    "%s: offloading breaks the graph of the compiled model at each module that it moves", KEY
+                )
             logger.log_hyperparameters(
                 {"activation_checkpointing/modules": len(list(checkpoint_wrappers(state.model)))}
             )

@@ -12,6 +12,7 @@ from foundry_fp8.activations.checkpointing.apply import (
     apply_activation_checkpointing,
     unwrap,
 )
+from foundry_fp8.activations.offload.store import host_store
 from foundry_fp8.config import ConfigError
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.model_structure.blocks import transformer_blocks
@@ -42,6 +43,7 @@ TARGETS = [
     {"policy": ["aten.mm", "aten._scaled_dot_product_flash_attention_for_cpu"]},
     {"targets": {"*.mlp": "every-2", "*.self_attn": "last-3"}},
     {"targets": {"LlamaDecoderLayer": "first-2", "LlamaMLP": "last-2"}, "offload": True},
+    {"policy": "offload"},
 ]
 
 
@@ -65,10 +67,14 @@ def test_gradients_are_bit_identical_with_dropout_on(make_llama, options, autoca
         ("block", "full"),
         ("delayed", "selective"),
         ("mxfp8", "selective"),
+        ("delayed", "offload"),
         pytest.param("current", "full", marks=pytest.mark.full),
         pytest.param("mxfp8", "full", marks=pytest.mark.full),
         pytest.param("current", "selective", marks=pytest.mark.full),
         pytest.param("block", "selective", marks=pytest.mark.full),
+        pytest.param("current", "offload", marks=pytest.mark.full),
+        pytest.param("block", "offload", marks=pytest.mark.full),
+        pytest.param("mxfp8", "offload", marks=pytest.mark.full),
     ],
 )
 def test_fp8_recompute_is_bit_identical_and_records_no_amax_twice(make_llama, recipe, policy):
@@ -83,7 +89,9 @@ def test_fp8_recompute_is_bit_identical_and_records_no_amax_twice(make_llama, re
         if isinstance(module, FP8Linear):
             assert ours[module.fqn].ledger.flops == module.ledger.flops
             assert not module.ledger.recomputed_flops
-            if not module.fqn.endswith("down_proj"):  # the recompute stops early, inside the last linear
+            if policy == "offload":
+                assert not ours[module.fqn].ledger.recomputed_flops
+            elif not module.fqn.endswith("down_proj"):  # the recompute stops early, inside the last linear
                 assert ours[module.fqn].ledger.recomputed_flops
             if module.slots is not None:
                 for operand in ("x", "w", "dy"):
@@ -268,6 +276,23 @@ def test_checkpoints_are_compiled(make_llama, policy, whole):
             layer.compile(backend="aot_eager", fullgraph=True)
     compiled = gradients(model)
     assert not torch._dynamo.utils.counters["graph_break"]
+    for name, gradient in reference.items():
+        torch.testing.assert_close(compiled[name], gradient, rtol=1e-4, atol=1e-6)
+    torch._dynamo.reset()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("options", [{"offload": True}, {"policy": "offload"}])
+def test_offload_breaks_the_graph_of_a_compiled_model_and_moves_what_it_says(make_llama, options):
+    reference = gradients(make_llama(2, use_cache=False))
+    model = make_llama(2, use_cache=False)
+    apply_activation_checkpointing(model, **options)
+    torch._dynamo.reset()
+    model.compile(backend="aot_eager")
+    store = host_store(torch.device("cpu"))
+    before = store.moved
+    compiled = gradients(model)
+    assert store.moved > before
     for name, gradient in reference.items():
         torch.testing.assert_close(compiled[name], gradient, rtol=1e-4, atol=1e-6)
     torch._dynamo.reset()

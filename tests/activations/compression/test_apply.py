@@ -269,15 +269,22 @@ def test_checkpoint_boundaries_are_packed_or_left(make_llama):
         assert 1e-4 < error(gradients(model)[1], reference) < 1e-2
 
 
-def test_boundaries_that_are_offloaded_are_left_and_reported(make_llama):
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"offload": True}, "it offloads its inputs to host memory, as they are"),
+        ({"policy": "offload"}, "what it saves goes to host memory, as it is"),
+    ],
+)
+def test_what_is_offloaded_is_left_and_reported(make_llama, options, why):
     """Of two pairs of hooks the inner ones run, which are the offloading's."""
     plain, model = make_llama(2), make_llama(2)
     for m in (plain, model):
-        apply_activation_checkpointing(m, offload=True)
+        apply_activation_checkpointing(m, **options)
     reference = gradients(plain)[1]
     report = compress(model, overrides={"loss": "none"})
     assert [row[1:] for row in report.rows if row[1] in ("left", "boundary")] == [
-        ("left", "a checkpoint, and it offloads its inputs to host memory, as they are")
+        ("left", f"a checkpoint, and {why}")
     ] * 2
     assert torch.equal(gradients(model)[1], reference) and report.saved.packed == 0
 
