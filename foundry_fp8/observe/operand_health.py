@@ -190,10 +190,11 @@ class HealthProbe:
         self._own: dict[str, Listener] = {}
         self._rows: dict[tuple[str, Measured], Tensor] = {}
 
-    def attach(self) -> None:
-        """Start measuring, beside whoever else does."""
+    def attach(self, only: str | None = None) -> None:
+        """Start measuring, beside whoever else does: all modules, or only that of one name."""
         self.detach()
-        for name, module in self.modules.items():
+        for name in self.modules if only is None else (only,):
+            module = self.modules[name]
             if not isinstance(module.probe, _Fanout):
                 module.probe = _Fanout()
             self._own[name] = Listener(self._guard(functools.partial(self._keep, name)))

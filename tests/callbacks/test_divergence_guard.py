@@ -128,6 +128,44 @@ def test_no_promotion_while_the_cause_is_still_there(train, finer):
     assert recipes(model)[SICK] == "high_precision"
 
 
+def test_what_comes_at_once_is_met_between_two_observations(train):
+    """Block formats have no history: one linear in turn is looked at in every batch."""
+    model, watch = build_llama(), guard(interval=10)
+    size = {"now": 1.0}
+
+    def bump(module, args):
+        factor = torch.ones(args[0].shape[-1])
+        factor[::32] = size["now"]
+        return (args[0] * factor,)
+
+    linears = [m for n, m in model.named_modules() if n.endswith("_proj")]
+    for linear in linears:
+        linear.register_forward_pre_hook(bump)
+
+    from composer.core import Callback
+
+    class Jump(Callback):
+        def batch_start(self, state, logger):
+            size["now"] = 1e7 if state.timestamp.batch.value >= 13 else 1.0
+
+    train(model, [Jump(), watch], algorithms=[fp8("mxfp8")], steps=18, lr=0.0)
+    assert watch.failed is None
+    told = [e for e in watch.events if e["action"] == "demote"]
+    assert {e["batch"] for e in told} == {15}, "the batch after the first that was sick, not the 20th"
+    assert set(recipes(model).values()) == {"high_precision"} and len(recipes(model)) > len(linears) / 2
+
+
+def test_batches_that_are_clipped_between_observations_are_counted_in_every_pass(train):
+    """Every fifth batch is of another source that a history of 4 forgets, and none of them is due."""
+    model, watch = build_llama(), guard(interval=5, quiet_batches=5)
+    grow = Outlier(model, lambda step: 300.0 if 20 <= step < 50 and step % 5 == 1 else 1.0)
+    recipe = {"name": "delayed", "amax_history_len": 4}
+    train(model, [grow.callback, watch], algorithms=[fp8(recipe)], steps=50, lr=0.0)
+    assert watch.failed is None
+    assert {move[1:] for move in moves(watch)} == {(SICK, "demote", "delayed -> high_precision")}
+    assert next(e for e in watch.events if e["action"] == "alarm")["signal"] == "clipped of x"
+
+
 def test_one_token_that_sticks_out_is_told_and_moves_nothing_while_nothing_is_damaged(train):
     """A sign, not a damage: block scaling keeps every other token as it was."""
     model, watch = build_llama(hidden_size=128, intermediate_size=128), guard()

@@ -44,7 +44,7 @@ def norm_linear(linear: FP8Linear, x: Tensor, norm: nn.Module) -> Tensor:
         norm: An ``nn.RMSNorm`` or ``nn.LayerNorm`` (or subclass with their attributes) over the last dimension.
 
     Returns:
-        ``[..., out_features]``. While ``linear`` runs in high precision, or a probe wants to see what
+        ``[..., out_features]``. While ``linear`` runs in high precision, or a monitor wants to see what
         it reads: the unfused expression.
 
     Raises:
@@ -55,7 +55,7 @@ def norm_linear(linear: FP8Linear, x: Tensor, norm: nn.Module) -> Tensor:
             f"{linear.fqn}: cannot fuse {norm}; it takes nn.RMSNorm and nn.LayerNorm over {x.shape[-1]} features."
         )
     _check_linear(linear)
-    if not linear.runs_fp8 or linear.probe is not None or x.numel() == 0:
+    if not linear.runs_fp8 or linear.watched or x.numel() == 0:
         plain: Tensor = linear(norm(x))
         return plain
     eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
@@ -96,7 +96,7 @@ def activation_linear(
         alpha: xIELU's effective slopes ``(alpha_p, alpha_n)``, float32 ``[2]``; gets a gradient.
 
     Returns:
-        ``[..., out_features]``. While ``linear`` runs in high precision, or a probe wants to see what
+        ``[..., out_features]``. While ``linear`` runs in high precision, or a monitor wants to see what
         it reads: the unfused expression.
 
     Raises:
@@ -108,7 +108,7 @@ def activation_linear(
             f"{linear.fqn}: activation {activation!r} is not one of {', '.join(ACTIVATION_CODES)}."
         )
     _check_linear(linear)
-    if not linear.runs_fp8 or linear.probe is not None or x.numel() == 0:
+    if not linear.runs_fp8 or linear.watched or x.numel() == 0:
         plain: Tensor = linear(_unfused_activation(x, activation, up, alpha))
         return plain
     producer = _Producer(kind=ACTIVATION_CODES[activation])

@@ -17,7 +17,8 @@ from foundry_fp8.callbacks.base import Monitor, device_of, model_of
 from foundry_fp8.callbacks.carried_state import CarriedState
 from foundry_fp8.callbacks.divergence_guard.agreement import everyone_works, gather
 from foundry_fp8.callbacks.divergence_guard.config import KEY, DivergenceGuardConfig
-from foundry_fp8.layers.attention import SLOTS, FP8DotProductAttention
+from foundry_fp8.layers.attention import SLOTS
+from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.layers.state import FP8State
 from foundry_fp8.observe.divergence.amax_review import AmaxReview
 from foundry_fp8.observe.divergence.decision import Decision
@@ -47,7 +48,7 @@ class DivergenceGuardState(CarriedState):
 class DivergenceGuard(Monitor):
     """Watches layers, raises an alarm, acts on the layers at fault.
 
-    Ranks agree by one gather of a few floats a layer in each due batch: every rank sees the worst of all, and so decides
+    Ranks agree by one gather of a few floats a layer in each batch: every rank sees the worst of all, and so decides
     the same. A rank on which the guard fails says so in that gather, and all switch it off together.
 
     Args:
@@ -82,9 +83,7 @@ class DivergenceGuard(Monitor):
 
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
         """As any monitor; a failed one goes on meeting the others until all know."""
-        due = event == Event.BATCH_END and self._due(
-            state, done=True
-        )  # before this batch decides about the next
+        due = event == Event.BATCH_END and self._meets(state)  # before this batch decides about the next
         super().run_event(event, state, logger)
         if self._agreed_off or dist.get_world_size() == 1:
             return
@@ -112,6 +111,15 @@ class DivergenceGuard(Monitor):
         again = self.decision is not None and self.decision.look_again
         return again or self._in_turn(state.timestamp.batch.value + (not done))
 
+    def _pulse(self, state: State) -> str | None:
+        """The one linear that is looked at in a batch that is not due."""
+        batch = state.timestamp.batch.value
+        return None if self._watch is None else self._watch.pulse(batch - batch // self.config.interval)
+
+    def _meets(self, state: State) -> bool:
+        """Whether the ranks meet at the end of this batch."""
+        return self._due(state, done=True) or self._pulse(state) is not None
+
     def _in_turn(self, batch: int) -> bool:
         return batch % self.config.interval == 0
 
@@ -120,7 +128,7 @@ class DivergenceGuard(Monitor):
     def detach(self) -> None:
         """Take the hooks away."""
         if self._watch is not None:
-            self._watch.detach()
+            self._watch.close()
         for review in self._reviews.values():
             review.detach()
 
@@ -137,7 +145,6 @@ class DivergenceGuard(Monitor):
                 quiet=math.ceil(self.config.quiet_batches / self.config.interval),
                 acts="demote" in self.config.actions,
             )
-        self._watch = Watch(model_of(state), self.ladders, self.guarded)
         for kind in (FP8State, FP8AttentionState):
             found = kind.of(state.model)
             if found is not None and found.delayed is not None:
@@ -146,18 +153,25 @@ class DivergenceGuard(Monitor):
                 )
                 self._reviews[kind.NAME] = review
                 review.attach()
+        of_linears = self._reviews.get(FP8State.NAME)
+        self._watch = Watch(model_of(state), self.ladders, self.guarded, of_linears)
         if self._loaded is not None:
             self._take_back(self.decision, self._watch, self._loaded)
             self._loaded = None
+        self._watch.follow()
         if "demote" in self.config.actions and not self.ladders:
             log.info(
                 "%s: the model has nothing in FP8; there is nothing to demote, alarms are logged only.", KEY
             )
 
     def batch_start(self, state: State, logger: Logger) -> None:
-        """Attach if this batch is due."""
-        if self._due(state) and self._watch is not None:
+        """Attach to all that is measured if this batch is due, else to one linear."""
+        if self._watch is None:
+            return
+        if self._due(state):
             self._watch.attach()
+        elif (only := self._pulse(state)) is not None:
+            self._watch.attach(only)
 
     def after_backward(self, state: State, logger: Logger) -> None:
         """Gradients before any clipping; of several microbatches, the last one's are the sum."""
@@ -172,6 +186,10 @@ class DivergenceGuard(Monitor):
         found = self._review(state.timestamp.batch.value)
         if self._due(state, done=True):
             found += self._observe(state, logger, {event.unit for event in found})
+        elif self._pulse(state) is not None:
+            self._watch.detach()
+            rows = self._gather(state, self._watch.collect(self._losses[-1]))
+            self.decision.pulse({} if rows is None else together(rows, self._watch.columns).damage)
         self._tell(state, logger, found)
         self._move(state, {event.unit for event in found if event.action in ("demote", "promote")}, logger)
 
@@ -213,9 +231,13 @@ class DivergenceGuard(Monitor):
                     tell = functools.partial(
                         GuardEvent, batch=batch, unit=name, signal=f"history of {operand}"
                     )
-                    found[name] = [tell(action="alarm", value=one.amax, threshold=one.threshold, why=why)]
+                    found[name] = []
+                    if one.far:
+                        alarm = tell(action="alarm", value=one.amax, threshold=one.threshold, why=why)
+                        found[name].append(alarm)
                     if review.acts:
-                        found[name].append(tell(action="renew", why=DID[one.kind]))
+                        did = DID[one.kind] if one.far else f"{DID[one.kind]}: {why}"
+                        found[name].append(tell(action="renew", why=did))
         return [event for events in found.values() for event in events]
 
     def _tell(self, state: State, logger: Logger, found: list[GuardEvent]) -> None:
@@ -263,22 +285,24 @@ class DivergenceGuard(Monitor):
             if name not in moved:
                 continue
             ladder, rung = self.ladders[name], self.decision.rungs[name]
-            promoted = rung < ladder.rung
+            before = ladder.rung
             ladder.move(rung)
-            if promoted:
-                amax = {operand: a for (where, operand), a in self._watch.amax.items() if where == name}
-                if isinstance(ladder.module, FP8DotProductAttention):
-                    by_slot: dict[str, float] = {}
-                    for operand, a in amax.items():
-                        by_slot[SLOTS[operand]] = max(a, by_slot.get(SLOTS[operand], 0.0))
-                    amax = by_slot
-                renewed |= ladder.forget_history(amax)
+            if isinstance(ladder.module, FP8Linear):  # its amaxes go on being recorded
+                if before == 0:
+                    ladder.forget_history({})
+            elif rung == 0 and ladder.module.slots:
+                amax: dict[str, float] = {}
+                for operand in ladder.operands:
+                    seen = self._watch.amax.get((name, operand), 0.0)
+                    amax[SLOTS[operand]] = max(seen, amax.get(SLOTS[operand], 0.0))
+                ladder.forget_history(amax)
+                renewed = True
             self.log(logger, {}, {f"guard/rung/{name}": float(rung)})
+        self._watch.follow()
         if renewed:  # a collective; every rank has decided the same
-            for kind in (FP8State, FP8AttentionState):
-                found = kind.of(state.model)
-                if found is not None and found.delayed is not None:
-                    found.delayed.update()
+            found = FP8AttentionState.of(state.model)
+            if found is not None and found.delayed is not None:
+                found.delayed.update()
 
     def _log(self, seen: Observed, logger: Logger) -> None:
         assert self.decision is not None
@@ -313,8 +337,9 @@ class DivergenceGuard(Monitor):
         self._loaded = state
 
     def _take_back(self, decision: Decision, watch: Watch, state: dict[str, Any]) -> None:
-        saved = state.get("decision")
-        if not saved or set(saved["rungs"]) != set(self.ladders):
+        saved = state.get("decision") or {}
+        same = set(saved) == set(decision.state_dict())
+        if not same or set(saved["rungs"]) != set(self.ladders):
             log.warning(
                 "%s: the checkpoint is of a model with other layers, or of an older guard; the guard starts afresh.", KEY
             )  # fmt: skip
@@ -325,8 +350,8 @@ class DivergenceGuard(Monitor):
             )
         for name, ladder in self.ladders.items():
             ladder.move(decision.rungs[name])
-        self.events, self._losses = list(state["events"]), list(state.get("losses", ()))
-        for name, saved in state.get("reviews", {}).items():
+        self.events, self._losses = list(state["events"]), list(state["losses"])
+        for name, saved in state["reviews"].items():
             if name in self._reviews:
                 self._reviews[name].load_state_dict(saved)
         for key, value in state["amax"].items():

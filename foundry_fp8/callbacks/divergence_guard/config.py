@@ -25,7 +25,7 @@ class DivergenceGuardConfig(Config):
 
     interval: Positive = 10
     """Batches between two observations; where one of them is in doubt, the next batch is looked at too. In the batches between
-    only the amaxes that delayed scaling has anyway are compared with its histories."""
+    one linear in turn is looked at, and the amaxes that delayed scaling has anyway are compared with its histories."""
     actions: Annotated[Sequence[Literal["warn", "checkpoint", "demote", "stop"]], not_empty] = ("demote",)
     """What an alarm does besides being logged: ``warn`` (nothing more), ``checkpoint``, ``demote`` (and renew amax histories),
     ``stop``; several."""

@@ -8,8 +8,11 @@ other half for all of its elements, which is where they begin to be lost:
 
 - a pass *above* is kept out of the history. A second one in a row comes in: that is a level, not a spike. What is not finite never
   does; it would hold the scale where it is.
-- a pass *below* makes the history start afresh. If the old level comes back while it would still be remembered, it was right:
-  it comes in at once, and the next time it takes twice as many passes in a row.
+- a pass *below* makes the history start afresh; less far below, but by more than :data:`SLACK` octaves, several in a row do, the more
+  the nearer they are. If the old level comes back while it would still be remembered, it was right: it comes in at once, and
+  the next time it takes twice as many passes.
+- a pass that is *clipped*, because it is above all that the history remembers, is counted, by octaves: now and then one is by a
+  little; where it happens again and again, what is large comes more rarely than the history is long.
 
 All of it is arithmetic on the device, in the update that delayed scaling makes anyway; nothing waits.
 """
@@ -31,7 +34,15 @@ __all__ = ["AmaxReview", "Mismatch"]
 
 OCTAVES = {fmt.max: math.log2(fmt.max / fmt.min_subnormal) for fmt in (E4M3, E5M2)}
 """By the format's maximum: from there to the smallest number above zero."""
-_KEPT = ("spikes", "low", "patience", "age")
+SLACK = 3.0
+"""Octaves that a pass may lie below its history for any time."""
+CLIP = 0.5
+"""Octaves above the history that are not counted as clipped."""
+MEMORY = 32
+"""Passes after which a clipped one counts a third."""
+ENOUGH = 8
+"""Passes that a history holds before it is known what is above it."""
+_KEPT = ("spikes", "low", "patience", "age", "clipped")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,6 +63,11 @@ class Mismatch:
     past: float
     threshold: float
 
+    @property
+    def far(self) -> bool:
+        """Whether this one pass is beyond the threshold; otherwise several were on the way to it, which the format bears."""
+        return self.kind == "spike" or self.amax < self.threshold
+
 
 class AmaxReview:
     """What :attr:`~foundry_fp8.layers.delayed_scaling.DelayedScalingState.review` calls in every update.
@@ -66,11 +82,13 @@ class AmaxReview:
         self.acts = acts
         count = len(state.fp8_max)
         self._tensors = {
-            "limit": torch.tensor([2.0 ** (OCTAVES[largest] / 2) for largest in state.fp8_max]),
+            "octaves": torch.tensor([OCTAVES[largest] / 2 for largest in state.fp8_max]),
+            "largest": torch.tensor(state.fp8_max),
             "spikes": torch.zeros(count, dtype=torch.int32),  # passes in a row above
-            "low": torch.zeros(count, dtype=torch.int32),  # passes in a row below
+            "low": torch.zeros(count),  # passes in a row below, one nearer than the limit as a part of one
             "patience": torch.ones(count, dtype=torch.int32),  # of those, how many start it afresh
             "age": torch.full((count,), 2**30, dtype=torch.int32),  # passes since it did
+            "clipped": torch.zeros(count),  # octaves, of late
             "told": torch.zeros(4, count),  # spike, stale, amax, past: since the last look
         }
         self._arrived: tuple[Tensor, torch.cuda.Event] | None = None
@@ -89,29 +107,42 @@ class AmaxReview:
     @torch.no_grad()
     def __call__(self, state: DelayedScalingState) -> None:
         """Compare the pass with the history, and change what does not fit."""
-        if self._tensors["limit"].device != state.amax_history.device:
+        if self._tensors["octaves"].device != state.amax_history.device:
             self._tensors = {name: t.to(state.amax_history.device) for name, t in self._tensors.items()}
-        limit, spikes, low, patience, age, told = self._tensors.values()
+        octaves, largest, spikes, low, patience, age, clipped, told = self._tensors.values()
         current, history = state.amax_history[0], state.amax_history[1:]
         past = history.amax(0)
-        judged = (current != 0) & (past != 0)
-        above = judged & (current / limit > past)
-        below = judged & (current < past / limit)
-        age.add_((current != 0).int()).clamp_(max=2**30)
-        relapse = above & (age <= len(history))
-        spike = above & ~relapse & (spikes == 0)
+        seen = current != 0
+        judged = seen & (past != 0)
+        higher = torch.where(judged, torch.log2(current) - torch.log2(past), 0.0)
+        above = higher > octaves
+        age.add_(seen.int()).clamp_(max=2**30)
+        young = age <= len(history)
+        spike = above & ~young & (spikes == 0)
+        back = young & (higher > SLACK)
         kept_out = spike | torch.isinf(current)
         torch.where(judged, (spikes + 1) * above, spikes, out=spikes)
-        torch.where(judged, (low + 1) * below, low, out=low)
-        stale = below & (low == patience)
-        patience.mul_(1 + relapse.int()).clamp_(max=2**20)
+        below = ((-higher - SLACK) / (octaves - SLACK)).clamp(0.0, 1.0)
+        enough = patience - 1e-3
+        stale = (low <= enough) & (low + below > enough)
+        torch.where(judged, (low + below) * (below > 0), low, out=low)
+        patience.mul_(1 + back.int()).clamp_(max=2**20)
+        known = (history != 0).sum(0) >= min(ENOUGH, len(history))
+        over = (torch.log2(current * state.scale / largest) - CLIP).clamp(0.0, 1.0)
+        over = torch.where(seen & known & ~kept_out & ~back, over, 0.0)
+        torch.where(seen, clipped * (1 - 1 / MEMORY) + over, clipped, out=clipped)
         for row, value in zip(told, (spike.float(), stale.float(), current, past), strict=True):
             torch.where(spike | stale, value, row, out=row)
         if self.acts:
             age.masked_fill_(stale, 0)
-            low.masked_fill_(stale, 0)
+            low.masked_fill_(stale, 0.0)
             history.masked_fill_(stale, 0.0)
             current.masked_fill_(kept_out, 0.0)
+
+    @property
+    def clipped(self) -> Tensor:
+        """``[T]``: by how many octaves passes were clipped of late, each by one at most."""
+        return self._tensors["clipped"]
 
     def collect(self) -> list[Mismatch]:
         """What was found since the last call; on a GPU before the last call, so that nothing waits for it."""
@@ -140,7 +171,7 @@ class AmaxReview:
             told.zero_()
         return found
 
-    def state_dict(self) -> dict[str, list[int]]:
+    def state_dict(self) -> dict[str, list[float]]:
         """By number, one for each tensor of the state."""
         return {name: self._tensors[name].tolist() for name in _KEPT}
 
@@ -148,4 +179,5 @@ class AmaxReview:
         """Take back what :meth:`state_dict` gave, if it is of as many tensors."""
         for name in _KEPT:
             if len(saved.get(name, ())) == len(self._tensors[name]):
-                self._tensors[name].copy_(torch.tensor(saved[name], dtype=torch.int32))
+                own = self._tensors[name]
+                own.copy_(torch.tensor(saved[name], dtype=own.dtype))

@@ -4,13 +4,17 @@ Damage demotes the target it is measured on, by one rung, and again while it las
 healthy on it for :data:`TRIAL` looks in a row, or the loss stays up, the next one is taken. A loss that climbs demotes what
 shows part of an alarm; if it climbs on after that (a second alarm within :data:`HORIZON`, and a trend since the first), or is
 not finite twice in a row, it demotes the blocks that gave a sign, or all. A loss that shifts and stays is one alarm, and no
-demotion, however often.
+demotion, however often. What is counted over all batches (clipped passes) demotes to high precision: a finer rung cannot be tried on
+batches that observations miss.
 
-Where one look decides (half of an alarm has come together, or a rung is on trial), the next batch is looked at too: sampling
-more often when something may be wrong is what charts with variable sampling intervals do.
+Where one look decides (half of an alarm has come together, a rung is on trial, or the one operand that was looked at between two
+observations is sick), the next batch is looked at too: sampling more often when something may be wrong is what charts with
+variable sampling intervals do. Once one operand has been sick whatever its past in two batches running, others that are so in the
+second one need no more.
 
 A demoted target is promoted by one rung once what the rung above would do to its operands, its *shadow*, has been healthy for
-``quiet_batches`` of observations in a row: well below what would demote it, and measured each time. That doubles each time the
+``quiet_batches`` of observations in a row: well below what would demote it, each operand and number that was measured there measured
+each time. That doubles each time the
 target has to be demoted again, and begins four times as long where the loss demoted it and no damage said why.
 
 Source:
@@ -112,6 +116,15 @@ class Decision:
         self._plan(due, found)
         return alarms + found
 
+    def pulse(self, damage: Mapping[tuple[str, str, str], float]) -> None:
+        """Take a look at few operands between two observations; one that is sick whatever its past has the next batch observed."""
+        for (target, operand, name), value in damage.items():
+            key = f"{target}/{operand}/{name}/{self.recipe(target)}"
+            signal = self._signal(key, name)
+            if signal.sick(value) and key not in self._told:
+                signal.observe(value)
+                self.look_again = True
+
     def _plan(self, due: bool, moves: Sequence[Event]) -> None:
         """Whether to look again in the next batch, and what is on trial then."""
         for move in moves:
@@ -140,6 +153,17 @@ class Decision:
         events: list[Event] = []
         sick: dict[str, str] = {}
         unwell: dict[str, str] = {}
+        first: list[tuple[str, float, float]] = []
+
+        def tell(key: str, value: float, threshold: float) -> None:
+            target, operand, name, _ = key.split("/")
+            what = f"{name} of {operand}"
+            sick.setdefault(target, f"{what} {value:.3g}, above {threshold:.3g}")
+            if value > self._told.get(key, 0.0) * self._signals[key].rule.ratio:
+                self._told[key] = value
+                events.append(Event(batch=batch, unit=target, signal=what, action="alarm", value=value, threshold=threshold))  # fmt: skip
+
+        lasts = False
         for (target, operand, name), value in damage.items():
             if not math.isfinite(value):  # the loss and the signs tell of it, and no precision mends it
                 continue
@@ -147,16 +171,19 @@ class Decision:
             configured = f"{target}/{operand}/{name}/{self._targets[target].recipes[0]}"
             signal = self._signal(key, name, like=self._signals.get(configured))
             threshold = signal.threshold
-            what = f"{name} of {operand}"
             if self.rungs[target] and not signal.healthy(value):
-                unwell.setdefault(target, f"{what} is {value:.3g} on {self.recipe(target)} too")
-            if (due or signal.test.fast > 0.5) and signal.observe(value):
-                sick.setdefault(target, f"{what} {value:.3g}, above {threshold:.3g}")
-                if value > self._told.get(key, 0.0) * signal.rule.ratio:
-                    self._told[key] = value
-                    events.append(Event(batch=batch, unit=target, signal=what, action="alarm", value=value, threshold=threshold))  # fmt: skip
+                unwell.setdefault(target, f"{name} of {operand} is {value:.3g} on {self.recipe(target)} too")
+            if (due or signal.test.fast > 0.5 or signal.sick(value)) and signal.observe(value):
+                tell(key, value, threshold)
+                lasts |= signal.sick(value) and not signal.rule.counted
+            elif signal.sick(value):
+                first.append((key, value, threshold))
             elif key in self._told and signal.healthy(value):
                 del self._told[key]
+        for key, value, threshold in (
+            first if lasts else ()
+        ):  # it is no single bad batch, as the others have shown
+            tell(key, value, threshold)
         self._unwell = {
             target: self._unwell.get(target, 0) + 1 for target in unwell if self._can_fall(target)
         }
@@ -226,6 +253,10 @@ class Decision:
                     moves.append(self._demote(batch, target, why))
         return moves
 
+    def _judged_as(self, target: str, name: str) -> str:
+        """The recipe whose signals a shadow is held to: the rung above's, or where finer ones cannot be tried the configured one's."""
+        return self._targets[target].recipes[0 if RULES[name].counted else self.rungs[target] - 1]
+
     def _can_fall(self, target: str) -> bool:
         return self.rungs[target] + 1 < len(self._targets[target].recipes)
 
@@ -236,20 +267,26 @@ class Decision:
         if target in self._promoted:
             self._promoted.discard(target)
             self._relapses[target] = self._relapses.get(target, 0) + 1
-        return self._move(batch, target, +1, why)
+        counted = [k for k in self._told if k.startswith(f"{target}/") and RULES[k.split("/")[2]].counted]
+        last = len(self._targets[target].recipes) - 1
+        return self._move(batch, target, last - self.rungs[target] if counted else 1, why)
 
     def _promote(self, batch: int, shadow: Mapping[tuple[str, str, str], float]) -> list[Event | None]:
-        health: dict[str, bool] = {}
+        healthy: dict[str, set[str]] = {}
         for (target, operand, name), value in shadow.items():
             if self.rungs[target]:
-                above = self._targets[target].recipes[self.rungs[target] - 1]
-                healthy = self._signal(f"{target}/{operand}/{name}/{above}", name).healthy(value)
-                health[target] = health.get(target, True) and healthy
+                key = f"{target}/{operand}/{name}/{self._judged_as(target, name)}"
+                if self._signal(key, name).healthy(value):
+                    healthy.setdefault(target, set()).add(key)
         moves: list[Event | None] = []
         for target, rung in self.rungs.items():
             if not rung:
                 continue
-            self._healthy_for[target] = self._healthy_for.get(target, 0) + 1 if health.get(target) else 0
+            # All that was measured when it ran there has to be measured again.
+            places = [key.split("/") for key in self._signals if key.startswith(f"{target}/")]
+            known = {"/".join(key) for key in places if key[3] == self._judged_as(target, key[2])}
+            well = bool(known) and known <= healthy.get(target, set())
+            self._healthy_for[target] = self._healthy_for.get(target, 0) + 1 if well else 0
             patience = self._quiet * 2 ** self._relapses.get(target, 0)
             if self._healthy_for[target] >= patience and self._loss.quiet_for(patience):
                 self._healthy_for[target] = 0
@@ -311,8 +348,6 @@ class Decision:
         self._told, self._healthy_for = dict(state["told"]), dict(state["healthy_for"])
         self._relapses, self._promoted = dict(state["relapses"]), set(state["promoted"])
         self._signed, self._count = dict(state["signed"]), state["count"]
-        if "loss" not in state:  # an older checkpoint: the loss is learned afresh, and nothing is on trial
-            return said
         self._loss.load_state_dict(state["loss"])
         self._unwell, self._trial = dict(state["unwell"]), dict(state["trial"])
         self._looks, self.look_again = state["looks"], state["look_again"]

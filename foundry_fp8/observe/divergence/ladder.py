@@ -66,24 +66,18 @@ class Ladder:
         self.rung = rung
         self.module.set_recipe(self.rungs[rung])  # type: ignore[arg-type]
 
-    def forget_history(self, amax: Mapping[str, float]) -> bool:
-        """Start the amax histories afresh; true if the layer runs delayed scaling now, so that they matter.
-
-        While a layer is demoted nobody records its amaxes, so on its return the history would hold the very outliers that
-        it was demoted for, and scale by them for as long as it is long.
+    def forget_history(self, amax: Mapping[str, float]) -> None:
+        """Start the amax histories afresh, so that they do not hold the very outliers that the layer was demoted for.
 
         Args:
-            amax: What was measured last, by slot; each becomes the only entry of its history. Without it the first
-                pass runs with the old scale.
+            amax: What was measured last, by slot; each becomes the only entry of its history. Without it the first pass runs with
+                the old scale.
         """
-        if not isinstance(self.rungs[self.rung], DelayedScaling):
-            return False
         for name, slot in (self.module.slots or {}).items():
             slot.amax_history.zero_()
             seen = amax.get(name, 0.0)
             if 0 < seen < math.inf:
                 slot.record(torch.tensor(seen, device=slot.amax_history.device))
-        return True
 
 
 def units_of(model: nn.Module) -> tuple[list[str], dict[str, str]]:

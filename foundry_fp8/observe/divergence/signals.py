@@ -1,7 +1,7 @@
 """The numbers that the guard watches, and what each of them can say.
 
 *Damage* is what quantisation does to an operand: it is the one thing that leaving FP8 ends, so it alone says which layer is sick.
-*Signs* come before (kurtosis, the largest activation) or after it (gradient norm, loss), in healthy runs too: they raise an alarm
+*Signs* come before (kurtosis) or after it (gradient norm, loss), in healthy runs too: they raise an alarm
 for a person to read, and say where to look when the loss climbs and nothing is damaged.
 """
 
@@ -29,28 +29,31 @@ class Rule:
     """The same if it comes slowly and lasts."""
     sick: float | None = None
     """Of damage: above this, whatever the past."""
+    counted: bool = False
+    """Of damage: whether it is a sum over the batches already, which alarms above ``sick`` at once. It is of batches that observations may miss, so
+    that no finer recipe can be tried on it."""
 
 
 DAMAGE: dict[str, Rule] = {
     "flushed": Rule(floor=5e-3, ratio=4.0, drift=4.0, sick=0.5),
     "flushed_gradient": Rule(floor=0.04, ratio=4.0, drift=4.0, sick=0.5),
     "noise": Rule(floor=1.0, ratio=4.0, drift=4.0, sick=64.0),
+    "clipped": Rule(floor=0.3, ratio=1.44, drift=1.44, sick=1.2, counted=True),
     "logit_noise": Rule(floor=0.25, ratio=4.0, drift=4.0, sick=1.0),
 }
 """By operand: the share of its elements that become zero (of gradients healthy runs lose some percent), and what is lost of a token in units of what rounding alone takes
-(:class:`~foundry_fp8.observe.operand_health.Health`). Saturation damages by what it cuts off, which is in the second. By attention: the error of its logits
+(:class:`~foundry_fp8.observe.operand_health.Health`). Saturation damages by what it cuts off, which is in the second. Under delayed scaling the octaves by which passes were clipped of late, one each at most, of
+every pass (:class:`~foundry_fp8.observe.divergence.amax_review.AmaxReview`). By attention: the error of its logits
 (:func:`~foundry_fp8.observe.divergence.attention_watch.logit_noise`)."""
 
 SIGNS: dict[str, Rule] = {
     "kurtosis": Rule(floor=16.0, ratio=5.0, drift=5.0),
     "kurtosis_flat": Rule(floor=200.0, ratio=10.0, drift=10.0),
-    "peak": Rule(floor=32.0, ratio=4.0, drift=4.0),
-    "saturated": Rule(floor=1e-3, ratio=10.0, drift=10.0),
     "gradient_norm": Rule(floor=1e-12, ratio=8.0, drift=8.0),
     "loss": Rule(floor=1e-3, ratio=1.25, drift=1.12),
 }
-"""By block, and the loss. Kurtosis of tokens, averaged, sees a channel that sticks out; that of all tokens together and the
-largest value over the root mean square see one token that does."""
+"""By block, and the loss. Kurtosis of tokens, averaged, sees a channel that sticks out; that of all tokens together sees one token
+that does."""
 
 RULES = DAMAGE | SIGNS
 
@@ -85,10 +88,16 @@ class Signal:
         """Part of an alarm has come together."""
         return self.test.evidence > 0.5
 
+    def sick(self, value: float) -> bool:
+        """Of damage: whether it is, whatever the past."""
+        return self.rule.sick is not None and self.rule.sick < value < math.inf
+
     def observe(self, value: float) -> bool:
         """Take one observation; true if it raises the alarm. One that is not finite does at once, and teaches nothing."""
         if not math.isfinite(value):
             return True
+        if self.rule.counted:
+            return self.sick(value)
         return self.test.observe(math.log(max(value, self.rule.floor)), restart=not self._damage)
 
     def healthy(self, value: float) -> bool:

@@ -15,6 +15,8 @@ from foundry_fp8.compat.autograd import inside_backward
 from foundry_fp8.layers.attention import FP8DotProductAttention
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.model_structure.names import named_modules_clean
+from foundry_fp8.numerics.recipes import Operand
+from foundry_fp8.observe.divergence.amax_review import AmaxReview
 from foundry_fp8.observe.divergence.attention_watch import AttentionWatch, logit_noise
 from foundry_fp8.observe.divergence.ladder import OUTSIDE, Ladder, units_of
 from foundry_fp8.observe.divergence.observed import Observed
@@ -24,14 +26,16 @@ from foundry_fp8.observe.operand_stats import moments, sample_rows
 
 __all__ = ["Watch", "together"]
 
-OUTLIERS = ("kurtosis", "kurtosis_flat", "peak")
+OUTLIERS = ("kurtosis", "kurtosis_flat")
 NOT_MEASURED = -1.0
+CLIPPED: tuple[Operand, ...] = ("x", "w")
+"""Gradients vary from batch to batch, so that delayed scaling clips some in healthy runs."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """What the numbers that the ranks exchange are, in order: the loss, signs of every block, amax, damage and shadow of every
-    operand.
+    """What the numbers that the ranks exchange are, in order: the loss, signs of every block, amax of every attention's operands,
+    damage and shadow of every operand.
     """
 
     signs: Sequence[tuple[str, str]]
@@ -52,9 +56,10 @@ class Watch:
         model: Wrapped or not.
         ladders: Of its converted layers.
         guard: Wraps each hook.
+        review: Of the linears' amax histories, if there is one.
 
     Attributes:
-        amax: The amax of each operand over all ranks where it was measured last; to be set.
+        amax: The amax of each operand of an attention over all ranks where it was measured last; to be set.
         columns: What :meth:`collect` gives.
     """
 
@@ -63,10 +68,12 @@ class Watch:
         model: nn.Module,
         ladders: Mapping[str, Ladder],
         guard: Callable[[Callable[..., None]], Callable[..., None]],
+        review: AmaxReview | None = None,
     ) -> None:
         units, self._unit_of = units_of(model)
         self._ladders = ladders
         self._guard = guard
+        self._review = review
         self.amax: dict[tuple[str, str], float] = {}
         self._health = HealthProbe(model, guard)
         self._shadow = LinearShadow(guard)
@@ -79,24 +86,43 @@ class Watch:
             if plain and self._unit_of[name] != OUTSIDE:
                 self._plain[name] = module
         self.columns = Columns(
-            [(unit, name) for unit in units for name in (*OUTLIERS, "saturated", "gradient_norm")],
-            [(target, operand) for target, ladder in ladders.items() for operand in ladder.operands],
+            [(unit, name) for unit in units for name in (*OUTLIERS, "gradient_norm")],
+            [
+                (name, operand)
+                for name, one in ladders.items()
+                if not _linear(one)
+                for operand in one.operands
+            ],
             [where for target, ladder in ladders.items() for where in _damage_of(target, ladder)],
         )
         self._handles: list[Any] = []
         self._moments: dict[str, Tensor] = {}
         self._squares: dict[str, Tensor] = {}
 
-    def attach(self) -> None:
-        """Put the hooks in."""
+    def follow(self) -> None:
+        """Follow the linears that are demoted now."""
+        self._shadow.follow(
+            {
+                name: (ladder.module, ladder.above)
+                for name, ladder in self._ladders.items()
+                if ladder.above is not None and isinstance(ladder.module, FP8Linear)
+            }
+        )
+
+    def pulse(self, turn: int) -> str | None:
+        """Which linear is looked at between due batches, one a batch in turn; ``None`` if none runs FP8."""
+        found = [
+            name for name, one in self._ladders.items() if _linear(one) and one.module.recipe is not None
+        ]
+        return found[turn % len(found)] if found else None
+
+    def attach(self, only: str | None = None) -> None:
+        """Put the hooks in: all of them, or what the health of one linear takes."""
         self.detach()
-        self._health.attach()
-        demoted = {
-            name: (ladder.module, ladder.above)
-            for name, ladder in self._ladders.items()
-            if ladder.above is not None and isinstance(ladder.module, FP8Linear)
-        }
-        self._shadow.attach(demoted, self.amax)
+        self._health.attach(only)
+        if only is not None:
+            return
+        self._shadow.measures = True
         attentions = {
             name: (ladder.module, ladder.above)
             for name, ladder in self._ladders.items()
@@ -117,8 +143,13 @@ class Watch:
             handle.remove()
         self._handles.clear()
         self._health.detach()
-        self._shadow.detach()
+        self._shadow.measures = False
         self._attention.detach()
+
+    def close(self) -> None:
+        """Take away what :meth:`follow` put in, too."""
+        self.detach()
+        self._shadow.follow({})
 
     @torch.no_grad()
     def read_gradients(self) -> None:
@@ -141,13 +172,13 @@ class Watch:
             real |= {(name, operand): row for operand, row in looked.real.items()}  # type: ignore[misc]
             shadow |= {(name, operand): row for operand, row in looked.shadow.items()}
             amax |= {(name, operand): value for operand, value in looked.amax.items()}
-        parts = _to_host([real, shadow, amax, plain, squares])
+        reviewed = self._review is not None and self._review.state.review is self._review
+        clipped = {"clipped": self._review.clipped} if self._review is not None and reviewed else {}
+        parts = _to_host([real, shadow, amax, plain, squares, clipped])
         found = _Found(self.columns)
         for damage, rows in ((found.damage, parts[0]), (found.shadow, parts[1])):
             for (name, operand), row in rows.items():
-                found.amax[name, operand] = row[0]
-                if len(row) > 1:
-                    found.health(damage, self._unit_of[name], name, operand, row)
+                found.health(damage, self._unit_of[name], name, operand, row)
             for name, looked in attentions.items():
                 if (name, "q") in rows and (name, "k") in rows:
                     q, k = rows[name, "q"], rows[name, "k"]
@@ -158,7 +189,16 @@ class Watch:
             found.outliers(self._unit_of[name], row)
         for unit, (square,) in parts[4].items():
             found.signs[unit, "gradient_norm"] = square
+        for counts in parts[5].values():
+            self._see_clipped(found, counts)
         return [loss, *found.signs.values(), *found.amax.values(), *found.damage.values(), *found.shadow.values()]  # fmt: skip
+
+    def _see_clipped(self, found: _Found, counts: Sequence[float]) -> None:
+        for name, ladder in self._ladders.items():
+            into = found.shadow if ladder.rung else found.damage
+            for operand, slot in (ladder.module.slots or {}).items():
+                if (name, operand, "clipped") in into:
+                    into[name, operand, "clipped"] = counts[slot.index]
 
     @torch.no_grad()
     def _see(self, name: str, x: Tensor) -> None:
@@ -182,14 +222,11 @@ class _Found:
         into[name, operand, _flushed(operand)], into[name, operand, "noise"] = health.flushed, health.noise
         if operand in ("x", "q", "k", "v"):
             self.outliers(unit, row)
-        # Gradients vary from batch to batch, so a delayed scale clips some in healthy runs.
-        if operand != "dy" and into is self.damage:
-            self.signs[unit, "saturated"] = _worse(self.signs[unit, "saturated"], health.saturated)
 
     def outliers(self, unit: str, row: list[float]) -> None:
         """The moments of what a block multiplies; what is outside of the blocks sticks out as it likes."""
         if unit != OUTSIDE:
-            for signal, value in zip(OUTLIERS, outliers(row), strict=True):
+            for signal, value in zip(OUTLIERS, outliers(row), strict=False):
                 self.signs[unit, signal] = _worse(self.signs[unit, signal], value)
 
 
@@ -229,7 +266,17 @@ def _flushed(operand: str) -> str:
 
 def _damage_of(target: str, ladder: Ladder) -> list[tuple[str, str, str]]:
     found = [(target, operand, name) for operand in ladder.operands for name in (_flushed(operand), "noise")]
-    return found if isinstance(ladder.module, FP8Linear) else [*found, (target, "qk", "logit_noise")]
+    if not _linear(ladder):
+        return [*found, (target, "qk", "logit_noise")]
+    return [*found, *((target, operand, "clipped") for operand in CLIPPED if _clips(ladder))]
+
+
+def _linear(ladder: Ladder) -> bool:
+    return isinstance(ladder.module, FP8Linear)
+
+
+def _clips(ladder: Ladder) -> bool:
+    return _linear(ladder) and bool(ladder.module.slots)
 
 
 def _local(gradient: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ class Run:
             found = self.review.collect()
             assert all(one.index == 0 for one in found)
             told.append("".join(one.kind for one in found))
-        assert float(self.state.scale[1]) == 224.0
+        assert float(self.state.scale[1]) == 224.0 * 2.0**-self.state.recipe.margin
         return told
 
     @property
@@ -73,6 +73,49 @@ def test_half_of_the_formats_octaves_is_the_limit(fmt, octaves):
     for factor in (2.0**octaves, 2.0**-octaves):
         assert Run(fmt=fmt).feed(1, factor * 0.99 if factor > 1 else factor / 0.99) == ["", ""]
         assert Run(fmt=fmt).feed(1, factor * 1.1 if factor > 1 else factor / 1.1)[1]
+
+
+@pytest.mark.parametrize(("fmt", "passes"), [(E4M3, 4), (E5M2, 7)])
+def test_a_history_that_is_not_far_above_starts_afresh_after_several_passes(fmt, passes):
+    """Amaxes 30 times too large: 4.9 octaves, 3 of which any pass may lack; the rest adds up to the limit."""
+    run = Run(length=64, fmt=fmt)
+    run.feed(3, 4)
+    run.state.amax_history[1:, 0] *= 30
+    assert run.feed(*[4] * (passes - 1)) == [""] * (passes - 1)
+    assert run.feed(4) == ["stale"] and run.holds == 4
+    assert not any(run.feed(*[4] * 20))
+
+
+def test_what_comes_back_over_a_fresh_history_was_no_other_runs():
+    run = Run(length=64)
+    told = run.feed(*([100] + [4] * 7) * 12)
+    assert told.count("stale") <= 2, "the wait doubles"
+
+
+@pytest.mark.parametrize("margin", [0, 1])
+def test_passes_above_all_that_is_remembered_are_counted_in_every_pass(margin):
+    run = Run(length=5, margin=margin)
+    run.feed(*[2] * 10)
+    assert float(run.review.clipped[0]) == 0
+    counts = []
+    for _ in range(6):
+        run.feed(2.0 ** (2 + margin), *[2] * 5)
+        counts.append(float(run.review.clipped[0]))
+    # Half an octave of the one that it is above what is held, each forgotten by a thirty-second a pass.
+    assert counts == pytest.approx(
+        [0.5 * sum((31 / 32) ** (5 + 6 * j) for j in range(i + 1)) for i in range(6)]
+    )
+    quiet = Run(length=5)
+    quiet.feed(*[2, 2.5, 2.2, 1.8, 2.7] * 10)
+    assert float(quiet.review.clipped[0]) == 0
+
+
+def test_one_batch_is_an_octave_at_most_and_a_spike_that_is_kept_out_none():
+    run = Run(length=16)
+    run.feed(*[2] * 10, 200, 2)
+    assert float(run.review.clipped[0]) == pytest.approx(31 / 32)
+    run = Run(length=16)
+    assert run.feed(*[2] * 10, 2e6)[-1] == "spike" and float(run.review.clipped[0]) == 0
 
 
 def test_a_fresh_history_and_a_steady_growth_are_none_of_its_business():

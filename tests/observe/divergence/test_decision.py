@@ -159,7 +159,7 @@ def test_where_one_look_decides_the_next_batch_is_looked_at_out_of_turn():
     run.feed(20)
     assert not run.decision.look_again
     assert not run.feed(flushed={"b1.o": 0.6}) and run.decision.look_again
-    found = run.feed(flushed={"b1.o": 0.6, "b0.q": 0.6}, due=False)
+    found = run.feed(flushed={"b1.o": 0.6, "b0.q": 0.3}, due=False)
     assert moves(found) == [("b1.o", "demote", "delayed -> current")], "what was not in doubt is not judged"
     looks = 0
     while run.decision.look_again:
@@ -168,6 +168,72 @@ def test_where_one_look_decides_the_next_batch_is_looked_at_out_of_turn():
     assert looks == 3, "the new rung is on trial"
     run.feed(flushed={"b0.o": 0.6})
     assert not run.feed(due=False) and not moves(run.feed(5)), "it was one bad batch"
+
+
+def test_what_is_sick_whatever_its_past_needs_no_second_look_of_its_own():
+    """Two batches in a row were sick; that each layer was looked at in one of them only is the guard's economy."""
+    run = Run()
+    run.feed(20)
+    run.decision.pulse({("b0.q", "x", "flushed"): 0.9})
+    assert run.decision.look_again
+    found = run.feed(flushed=dict.fromkeys(NAMES, 0.9), due=False)
+    assert {m[:2] for m in moves(found)} == {(name, "demote") for name in NAMES}
+
+
+def test_a_pulse_only_asks_for_a_look():
+    run = Run()
+    run.feed(20)
+    run.decision.pulse({("b0.q", "x", "flushed"): 0.4})
+    assert not run.decision.look_again, "what is above its own past only waits for its turn"
+    run.decision.pulse({("b0.q", "x", "flushed"): 0.9})
+    assert run.decision.look_again and not run.feed(due=False) and not run.decision.look_again
+    assert not moves(run.feed(5)), "it was one bad batch"
+
+
+def test_what_is_clipped_now_and_then_goes_to_high_precision_and_stays_while_it_would_be_clipped():
+    run = Run(quiet=3)
+
+    def feed(times, clipped):
+        found = []
+        for _ in range(times):
+            run.batch += 1
+            rung = run.decision.rungs["b0.q"]
+            seen = {("b0.q", "x", "clipped"): clipped}
+            others = {("b0.q", "x", "flushed"): 0.001}
+            shadow = {**seen, **others} if rung else {}
+            damage = {**others, **({} if rung else seen)}
+            observed = Observed(loss=2.0, signs={}, damage=damage if rung < 2 else {}, shadow=shadow)
+            found += run.decision.decide(run.batch, observed)
+        return moves(found)
+
+    assert not feed(20, 0.2)
+    assert feed(3, 2.0) == [("b0.q", "demote", "delayed -> high_precision")]
+    assert not feed(50, 2.0)
+    assert feed(6, 0.2) == [
+        ("b0.q", "promote", "high_precision -> current"),
+        ("b0.q", "promote", "current -> delayed"),
+    ]
+
+
+def test_a_shadow_without_the_operand_that_was_sick_promotes_nothing():
+    run = Run(quiet=3)
+
+    def feed(times, gradient):
+        """``gradient``: None where it is not measured."""
+        for _ in range(times):
+            run.batch += 1
+            where = {("b0.q", "x", "flushed"): 0.001}
+            if gradient is not None:
+                where["b0.q", "dy", "flushed_gradient"] = gradient
+            rung = run.decision.rungs["b0.q"]
+            seen = Observed(
+                loss=2.0, signs={}, damage=where if rung < 2 else {}, shadow=where if rung else {}
+            )
+            run.events += run.decision.decide(run.batch, seen)
+        return run.decision.rungs["b0.q"]
+
+    assert feed(20, 0.01) == 0 and feed(5, 0.9) == 2
+    assert feed(20, None) == 2 and feed(2, 0.01) == 2 and feed(1, 0.01) == 1
 
 
 def test_what_the_loss_demoted_without_damage_stays_away_four_times_as_long():
