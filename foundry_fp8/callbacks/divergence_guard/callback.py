@@ -185,7 +185,7 @@ class DivergenceGuard(Monitor):
         self._losses.append(_loss(state))
         found = self._review(state.timestamp.batch.value)
         if self._due(state, done=True):
-            found += self._observe(state, logger, {event.unit for event in found})
+            found += self._observe(state, logger, {event.unit for event in found if event.action == "alarm"})
         elif self._pulse(state) is not None:
             self._watch.detach()
             rows = self._gather(state, self._watch.collect(self._losses[-1]))

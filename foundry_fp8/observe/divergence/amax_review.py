@@ -8,8 +8,8 @@ other half for all of its elements, which is where they begin to be lost:
 
 - a pass *above* is kept out of the history. A second one in a row comes in: that is a level, not a spike. What is not finite never
   does; it would hold the scale where it is.
-- a pass *below* makes the history start afresh; less far below, but by more than :data:`SLACK` octaves, several in a row do, the more
-  the nearer they are. If the old level comes back while it would still be remembered, it was right: it comes in at once, and
+- a pass *below* makes the history start afresh; less far below, but by more than a third of the limit (:data:`SLACK`), several in a row
+  do, the more the nearer they are. If the old level comes back while it would still be remembered, it was right: it comes in at once, and
   the next time it takes twice as many passes.
 - a pass that is *clipped*, because it is above all that the history remembers, is counted, by octaves: now and then one is by a
   little; where it happens again and again, what is large comes more rarely than the history is long.
@@ -34,8 +34,8 @@ __all__ = ["AmaxReview", "Mismatch"]
 
 OCTAVES = {fmt.max: math.log2(fmt.max / fmt.min_subnormal) for fmt in (E4M3, E5M2)}
 """By the format's maximum: from there to the smallest number above zero."""
-SLACK = 3.0
-"""Octaves that a pass may lie below its history for any time."""
+SLACK = 1 / 3
+"""Of the limit: the octaves that a pass may lie below its history for any time, 3 of E4M3's 9 and 5 of E5M2's 16."""
 CLIP = 0.5
 """Octaves above the history that are not counted as clipped."""
 MEMORY = 32
@@ -114,15 +114,16 @@ class AmaxReview:
         past = history.amax(0)
         seen = current != 0
         judged = seen & (past != 0)
+        slack = SLACK * octaves
         higher = torch.where(judged, torch.log2(current) - torch.log2(past), 0.0)
         above = higher > octaves
         age.add_(seen.int()).clamp_(max=2**30)
         young = age <= len(history)
         spike = above & ~young & (spikes == 0)
-        back = young & (higher > SLACK)
+        back = young & (higher > slack)
         kept_out = spike | torch.isinf(current)
         torch.where(judged, (spikes + 1) * above, spikes, out=spikes)
-        below = ((-higher - SLACK) / (octaves - SLACK)).clamp(0.0, 1.0)
+        below = ((-higher - slack) / (octaves - slack)).clamp(0.0, 1.0)
         enough = patience - 1e-3
         stale = (low <= enough) & (low + below > enough)
         torch.where(judged, (low + below) * (below > 0), low, out=low)
