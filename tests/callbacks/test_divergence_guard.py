@@ -117,6 +117,26 @@ def test_a_history_of_another_run_is_told_and_renewed_in_the_step_that_meets_it(
     assert (scales[25] == pytest.approx(scales[22], rel=0.5)) is (actions == ["demote"])
 
 
+def test_a_history_that_fp8_bears_is_renewed_without_an_alarm(train):
+    """Loss and signs are as before; what it would cost in the long run is not waited for."""
+    from composer.core import Callback
+
+    model, watch = build_llama(), guard(interval=5)
+
+    class Stale(Callback):
+        def batch_start(self, state, logger):
+            for module in model.modules():
+                if isinstance(module, FP8Linear) and state.timestamp.batch.value == 23:
+                    history = module.slots["x"].amax_history
+                    history.fill_(40 * float(history.max()))
+
+    train(model, [Stale(), watch], algorithms=[fp8()], steps=32, lr=0.0)
+    assert watch.failed is None and not moves(watch)
+    renewed = {e["unit"]: e for e in watch.events}
+    assert {e["action"] for e in watch.events} == {"renew"} and FIRST in renewed
+    assert 24 < renewed[FIRST]["batch"] < 29 and "starts afresh" in renewed[FIRST]["detail"]
+
+
 @pytest.mark.parametrize("finer", ["current", None])
 def test_no_promotion_while_the_cause_is_still_there(train, finer):
     """In high precision nobody measures saturation; the shadow does."""
