@@ -182,7 +182,7 @@ def _run(case: Case) -> dict[str, Any]:
                 },
                 "update": max(
                     float((moved[n] - got.get(n, torch.zeros(()))).abs().max())
-                    / max(1e-3, float(before[n].abs().max()))
+                    / max(1e-30, float(before[n].abs().max()), float(after[n].abs().max()))
                     for n in moved
                 ),
                 "digest": digest(after),

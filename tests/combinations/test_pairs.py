@@ -5,7 +5,7 @@ import re
 import pytest
 
 from tests.combinations import bounds
-from tests.combinations.running import run
+from tests.combinations.running import LEARNING_RATE, run
 from tests.combinations.space import Case, covering
 from tests.multiprocess import launch
 
@@ -38,7 +38,7 @@ def wrong(case: Case, ranks: list[dict]) -> list[str]:
             found += [
                 f"rank {number}, step {index}: {text}" for text in _beyond(case, step["errors"], before)
             ]
-            if not step["update"] < 1e-5:
+            if not step["update"] <= bounds.update(LEARNING_RATE):
                 found.append(f"rank {number}, step {index}: weights moved otherwise by {step['update']:.1e}")
         found += _numerics(case, rank["numerics"])
     return found
