@@ -4,7 +4,8 @@
 
 No GPU is needed: tensors are tiny ones of the CPU, and Triton's driver is one that launches nothing (`tests/kernels/fake_driver.py`), so
 that what is timed is Python and torch's dispatcher. Left out on our side: what the CUDA driver takes for a launch. Left in on the others'
-side: what a CPU takes to compute with 16 x 16 elements. Cases run in turn; the figures are medians of the process's CPU time, and of
+side: what a CPU takes to compute with 16 x 16 elements. "least" is what none in Python goes below: an autograd function that does nothing
+but allocate what `current` keeps and call its six kernels and three products (:class:`Least`). Cases run in turn; the figures are medians of the process's CPU time, and of
 ratios within one round. Counts of launches and of what passes torch's dispatcher are the machine-independent side of it
 (`tests/kernels/test_launches.py`).
 """
@@ -16,8 +17,10 @@ import os
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "0"  # read when a kernel is decorated
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -32,6 +35,7 @@ from tests.kernels.fake_driver import fake_driver
 
 SIZE, LINEARS, STEPS = 16, 8, 10
 PEERS = ("tensorwise", "rowwise")
+FP8, ONE, LAUNCHES = torch.float8_e4m3fn, torch.ones(()), Counter[str]()
 
 
 def plain() -> nn.Module:
@@ -44,6 +48,59 @@ def ours(recipe: str) -> nn.Module:
     model = plain()
     foundry_fp8.apply_fp8(model, recipe=recipe, backend="native")
     return model
+
+
+class Least(torch.autograd.Function):
+    """The calls that `current` cannot do without, with nothing around them: no scales' views, no padding, no state, no ledger."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """An amax of both; casts of x, both layouts, and of the weight; fprop."""
+        _launched(x, weight)
+        x_fp8, x_t = (torch.empty(shape, dtype=FP8) for shape in (x.shape, x.shape[::-1]))
+        _launched(x, x_fp8)
+        w_fp8 = torch.empty(weight.shape, dtype=FP8)
+        _launched(weight, w_fp8)
+        ctx.save_for_backward(weight, x_t)
+        return torch._scaled_mm(x_fp8, w_fp8.t(), scale_a=ONE, scale_b=ONE, out_dtype=x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """An amax of dy; casts of dy, both layouts, and of the weight again; dgrad, wgrad."""
+        weight, x_t = ctx.saved_tensors
+        _launched(dy, dy)
+        dy_fp8, dy_t = (torch.empty(shape, dtype=FP8) for shape in (dy.shape, dy.shape[::-1]))
+        _launched(dy, dy_fp8)
+        w_t = torch.empty(weight.shape[::-1], dtype=FP8)
+        _launched(weight, w_t)
+        dx = torch._scaled_mm(dy_fp8, w_t.t(), scale_a=ONE, scale_b=ONE, out_dtype=dy.dtype)
+        return dx, torch._scaled_mm(dy_t, x_t.t(), scale_a=ONE, scale_b=ONE, out_dtype=weight.dtype)
+
+
+def _launched(x: torch.Tensor, out: torch.Tensor) -> None:
+    """A kernel's call: as many arguments as `_quantize_kernel` takes."""
+    LAUNCHES["least"] += 1
+    _nothing(x, SIZE, None, 0, None, None, None, None, None, None, None, ONE, ONE, out, out, None, 16, 16, 16, 16,
+             None, None, 0, 448.0, False, 1.0, 4, 64, 128)  # fmt: skip
+
+
+def _nothing(*values: Any) -> None:
+    pass
+
+
+class LeastLinear(nn.Linear):
+    """`nn.Linear` through :class:`Least`."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x``: ``[1, M, K]``."""
+        y: torch.Tensor = Least.apply(x.view(-1, SIZE), self.weight)
+        return y.view(x.shape)
+
+
+def least() -> nn.Module:
+    """:func:`plain` through :class:`Least`."""
+    layers = (LeastLinear(SIZE, SIZE, bias=False) for _ in range(LINEARS))
+    return nn.Sequential(*layers).to(torch.bfloat16)
 
 
 def torchao(recipe: str) -> nn.Module | None:
@@ -88,7 +145,11 @@ def main() -> None:
         if options.profile:
             profile(step_of(ours(options.profile)))
             return
-        models = {"nn.Linear": plain(), **{f"native {recipe}": ours(recipe) for recipe in options.recipes}}
+        models = {
+            "nn.Linear": plain(),
+            "least": least(),
+            **{f"native {recipe}": ours(recipe) for recipe in options.recipes},
+        }
         models |= {f"torchao {recipe}": model for recipe in PEERS if (model := torchao(recipe)) is not None}
         steps = {name: step_of(model) for name, model in models.items()}
         seconds = interleaved(steps, options.repeats, clock=time.process_time)

@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from foundry_fp8.kernels.attention import P_SCALE, AttentionShape, Tile, seen_keys
-from foundry_fp8.kernels.scales import is_inf, magnitude, reciprocal, saturate
+from foundry_fp8.kernels.scales import is_inf, magnitude, reciprocal
 from foundry_fp8.numerics.formats import E4M3, Float8Format, cast
 
 __all__ = ["attention_backward", "attention_backward_reference", "attention_row_sums"]
@@ -118,14 +118,13 @@ def attention_backward(
         amax_dp,
     )
     strides = tuple(0 if t is None else t.stride(0) for t in (q[1], k[1], do[1]))
-    largest = torch.finfo(do[0].dtype).max
     tile = ROW_TILES[shape.block_d]
     _dq_kernel[(triton.cdiv(shape.queries, tile.queries), shape.batch * shape.heads)](
-        *given, dq, *strides, **shape.launch(), **tile.launch(), LARGEST=largest
+        *given, dq, *strides, **shape.launch(), **tile.launch()
     )
     tile = KEY_TILES[shape.block_d]
     _dkdv_kernel[(triton.cdiv(shape.keys, tile.keys), shape.batch * shape.kv_heads)](
-        *given, dk, dv, *strides, **shape.launch(), **tile.launch(), LARGEST=largest
+        *given, dk, dv, *strides, **shape.launch(), **tile.launch()
     )
     return dq, dk, dv
 
@@ -237,7 +236,6 @@ def _dq_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    LARGEST: tl.constexpr,
 ):
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_Q
     batch, head = (tl.program_id(1) // H).to(tl.int64), tl.program_id(1) % H
@@ -284,7 +282,7 @@ def _dq_kernel(
                 mask=(columns < K)[:, None] & (d < D)[None, :],
                 other=0.0,
             )
-            dq += tl.dot(saturate(dp * dp_scale, LARGEST).to(do_ptr.dtype.element_ty), k_t)
+            dq += tl.dot((dp * dp_scale).to(do_ptr.dtype.element_ty), k_t)
 
     largest = tl.max(amax, axis=0)
     tl.atomic_max(amax_ptr, largest, sem="relaxed")
@@ -329,7 +327,6 @@ def _dkdv_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    LARGEST: tl.constexpr,
 ):
     first_column = tl.program_id(0) * BLOCK_K
     batch, kv_head = (tl.program_id(1) // HK).to(tl.int64), tl.program_id(1) % HK
@@ -379,7 +376,7 @@ def _dkdv_kernel(
         else:
             q_base = qt_ptr + (head * D).to(tl.int64) * qt_stride + batch * Q
             q_t = tl.load(q_base + d[None, :] * qt_stride + rows[:, None], mask=inside_t, other=0.0)
-            dk += tl.dot(saturate(dp * dp_scale, LARGEST).to(do_ptr.dtype.element_ty), q_t)
+            dk += tl.dot((dp * dp_scale).to(do_ptr.dtype.element_ty), q_t)
 
     inverse = tl.where(is_inf(tl.load(amax_ptr)), float("nan"), reciprocal(dp_scale))
     dk = dk * (inverse * q_scale * scale_log2 * LN_2)

@@ -16,7 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from foundry_fp8.kernels.launch import AS_WRITTEN, GEMM_MULTIPLE, launch, round_up, tiles
-from foundry_fp8.kernels.producers import Producer, load_tile
+from foundry_fp8.kernels.producers import Producer
+from foundry_fp8.kernels.quarters import QUARTERS, largest_of, load_quarters, store_quarters, store_transposed
 from foundry_fp8.kernels.scales import (
     amax_along,
     e8m0_decode,
@@ -96,9 +97,6 @@ def quantize_blockwise(
         scales = torch.empty(shape, dtype=dtype, device=device)
         return torch.empty((long, short), dtype=fmt.dtype, device=device), scales
 
-    # What a producer adds would leave room for one block a multiprocessor; it does not spill at 128.
-    producing = source.kind != 0 and group == 128 and not square and rows and columns
-    bounded = {"maxnreg": 128} if producing else {}
     data, scale = outputs(rows, padded_r, padded_c)
     data_t, scale_t = outputs(columns, padded_c, padded_r)
     partial = torch.empty((tiles_r, c), dtype=torch.float32, device=device) if column_sum else None
@@ -127,7 +125,6 @@ def quantize_blockwise(
             TILE_R=tile_r,
             TILE_C=tile_c,
             num_warps=warps,
-            **bounded,
             **AS_WRITTEN,
         )
     return Blockwise(data, scale, data_t, scale_t, None if partial is None else partial.sum(0))
@@ -214,6 +211,38 @@ def _store_scales(scale_ptr, gemm_scale, rows, groups, padded_rows, padded_colum
 
 
 @triton.jit
+def _store_rows(
+    data_ptr, scale_ptr, a, b, c, d, first_row, first_column, padded_R, padded_C,
+    GROUP: tl.constexpr, FMT_MAX: tl.constexpr, INV_FMT_MAX: tl.constexpr, POWER_2: tl.constexpr,
+    VALUE_FOR_INF: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
+):  # fmt: skip
+    """Four quarters with a scale for every block of their rows."""
+    a, scale_a = _scaled_rows(a, GROUP, FMT_MAX, INV_FMT_MAX, POWER_2, VALUE_FOR_INF)
+    b, scale_b = _scaled_rows(b, GROUP, FMT_MAX, INV_FMT_MAX, POWER_2, VALUE_FOR_INF)
+    c, scale_c = _scaled_rows(c, GROUP, FMT_MAX, INV_FMT_MAX, POWER_2, VALUE_FOR_INF)
+    d, scale_d = _scaled_rows(d, GROUP, FMT_MAX, INV_FMT_MAX, POWER_2, VALUE_FOR_INF)
+    scale = tl.join(tl.join(scale_a, scale_c), tl.join(scale_b, scale_d))  # by row / 4, block, row % 4
+    scale = tl.permute(tl.reshape(scale, (TILE_R // QUARTERS, TILE_C // GROUP, QUARTERS)), (0, 2, 1))
+    rows = first_row + tl.arange(0, TILE_R)[:, None]
+    groups = first_column // GROUP + tl.arange(0, TILE_C // GROUP)[None, :]
+    scale = tl.reshape(scale, (TILE_R, TILE_C // GROUP))
+    _store_scales(scale_ptr, scale, rows, groups, padded_R, padded_C, GROUP)
+    store_quarters(data_ptr, a, b, c, d, first_row, first_column, padded_R, padded_C, TILE_R, TILE_C)
+
+
+@triton.jit
+def _scaled_rows(
+    x, GROUP: tl.constexpr, FMT_MAX: tl.constexpr, INV_FMT_MAX: tl.constexpr, POWER_2: tl.constexpr,
+    VALUE_FOR_INF: tl.constexpr,
+):  # fmt: skip
+    """A quarter times the scales of its rows' blocks, and what the GEMM gets of these, ``[rows, blocks]``."""
+    blocks = tl.reshape(x, (x.shape[0], x.shape[1] // GROUP, GROUP))
+    amax = amax_along(blocks, 2)
+    scale, gemm_scale = _scales(amax, GROUP, FMT_MAX, INV_FMT_MAX, POWER_2, VALUE_FOR_INF)
+    return tl.reshape(blocks * scale[:, :, None], x.shape), gemm_scale
+
+
+@triton.jit
 def _quantize_blockwise_kernel(
     x_ptr,
     x_stride,
@@ -244,64 +273,50 @@ def _quantize_blockwise_kernel(
     TILE_C: tl.constexpr,
 ):
     GROUPS_R: tl.constexpr = TILE_R // GROUP
-    GROUPS_C: tl.constexpr = TILE_C // GROUP
+    RUN: tl.constexpr = 8 if data_ptr is None else 16
     tiles_c = tl.cdiv(padded_C, TILE_C)
     tile_r = tl.program_id(0) // tiles_c
     tile_c = tl.program_id(0) % tiles_c
     first_row = tile_r * TILE_R
     first_column = tile_c * TILE_C
-    x = load_tile(
+    a, b, c, d = load_quarters(
         x_ptr, x_stride, up_ptr, up_stride, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, alpha_ptr,
         first_row, first_column, R, C, KIND, TILE_R, TILE_C,
     )  # fmt: skip
-    local_rows = tl.arange(0, TILE_R)
-    local_columns = tl.arange(0, TILE_C)
-    rows = first_row + local_rows
-    columns = first_column + local_columns
+    columns = first_column + tl.arange(0, TILE_C)
     if partial_ptr is not None:
-        tl.store(partial_ptr + tile_r * C + columns, tl.sum(x, axis=0), mask=columns < C)
-    inside = (rows < padded_R)[:, None] & (columns < padded_C)[None, :]
-    inside_t = (columns < padded_C)[:, None] & (rows < padded_R)[
-        None, :
-    ]  # tl.trans would hide it from the compiler
-    # One 64-bit base, 32-bit offsets inside the tile.
-    base = tl.cast(first_row, tl.int64) * padded_C + first_column
-    base_t = tl.cast(first_column, tl.int64) * padded_R + first_row
-    offsets = local_rows[:, None] * padded_C + local_columns[None, :]
-    offsets_t = local_columns[:, None] * padded_R + local_rows[None, :]
+        tl.store(partial_ptr + tile_r * C + columns, tl.sum((a + b) + (c + d), axis=0), mask=columns < C)
 
     # Values are within the format by their scales; an Inf is not, and the stores' conversion saturates.
     if SQUARE:
-        amax = amax_along(tl.max(tl.abs(x), axis=1), 0)
+        amax = amax_along(tl.max(largest_of(a, b, c, d), axis=1), 0)
         scale, gemm_scale = _scales(amax, GROUP, FMT_MAX, INV_FMT_MAX, POWER_2, VALUE_FOR_INF)
-        q = x * scale
+        a, b, c, d = a * scale, b * scale, c * scale, d * scale
         if data_ptr is not None:
-            tl.store(data_ptr + base + offsets, q.to(data_ptr.dtype.element_ty), mask=inside)
+            store_quarters(data_ptr, a, b, c, d, first_row, first_column, padded_R, padded_C, TILE_R, TILE_C)
             tl.store(scale_ptr + tile_r * tiles_c + tile_c, gemm_scale)
         if data_t_ptr is not None:
-            tl.store(
-                data_t_ptr + base_t + offsets_t,
-                tl.trans(q.to(data_t_ptr.dtype.element_ty)),
-                mask=inside_t,
+            store_transposed(
+                data_t_ptr, a, b, c, d, first_row, first_column, padded_R, padded_C, TILE_R, TILE_C, RUN
             )
             tl.store(scale_t_ptr + tile_c * tl.cdiv(padded_R, TILE_R) + tile_r, gemm_scale)
     else:
         if data_ptr is not None:
-            blocks = tl.reshape(x, (TILE_R, GROUPS_C, GROUP))
-            amax = amax_along(blocks, 2)  # [TILE_R, GROUPS_C]
-            scale, gemm_scale = _scales(amax, GROUP, FMT_MAX, INV_FMT_MAX, POWER_2, VALUE_FOR_INF)
-            scaled = tl.reshape(blocks * scale[:, :, None], (TILE_R, TILE_C))
-            tl.store(data_ptr + base + offsets, scaled.to(data_ptr.dtype.element_ty), mask=inside)
-            groups = tile_c * GROUPS_C + tl.arange(0, GROUPS_C)
-            _store_scales(scale_ptr, gemm_scale, rows[:, None], groups[None, :], padded_R, padded_C, GROUP)
+            _store_rows(
+                data_ptr, scale_ptr, a, b, c, d, first_row, first_column, padded_R, padded_C,
+                GROUP, FMT_MAX, INV_FMT_MAX, POWER_2, VALUE_FOR_INF, TILE_R, TILE_C,
+            )  # fmt: skip
         if data_t_ptr is not None:
-            blocks = tl.reshape(x, (GROUPS_R, GROUP, TILE_C))
+            blocks = tl.reshape(largest_of(a, b, c, d), (GROUPS_R, GROUP // QUARTERS, TILE_C))
             amax = amax_along(blocks, 1)  # [GROUPS_R, TILE_C]
             scale, gemm_scale = _scales(amax, GROUP, FMT_MAX, INV_FMT_MAX, POWER_2, VALUE_FOR_INF)
-            scaled = tl.reshape(blocks * scale[:, None, :], (TILE_R, TILE_C))
-            quantized = scaled.to(data_t_ptr.dtype.element_ty)
-            tl.store(data_t_ptr + base_t + offsets_t, tl.trans(quantized), mask=inside_t)
             groups = tile_r * GROUPS_R + tl.arange(0, GROUPS_R)
             _store_scales(
                 scale_t_ptr, gemm_scale, columns[None, :], groups[:, None], padded_C, padded_R, GROUP
             )
+            scale = tl.broadcast_to(scale[:, None, :], (GROUPS_R, GROUP // QUARTERS, TILE_C))
+            scale = tl.reshape(scale, (TILE_R // QUARTERS, TILE_C))
+            store_transposed(
+                data_t_ptr, a * scale, b * scale, c * scale, d * scale,
+                first_row, first_column, padded_R, padded_C, TILE_R, TILE_C, RUN,
+            )  # fmt: skip

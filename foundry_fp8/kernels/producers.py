@@ -179,7 +179,7 @@ def tanh(x):
 @triton.jit
 def expm1(x):
     """``torch.expm1`` for x <= 0: a series near 0, where ``exp(x) - 1`` cancels."""
-    series = x * (1.0 + x * (0.5 + x * (0.16666667 + x * (0.041666668 + x * 0.008333334))))
+    series = tl.fma(x, tl.fma(x, tl.fma(x, tl.fma(x, 0.008333334, 0.041666668), 0.16666667), 0.5), 1.0) * x
     return tl.where(x > -0.1, series, tl.exp(x) - 1.0)
 
 
@@ -193,8 +193,9 @@ def activate(x, alpha_ptr, KIND: tl.constexpr):
     elif KIND == GELU_TANH:
         return 0.5 * x * (1.0 + tanh(SQRT_2_OVER_PI * (x + GELU_CUBIC * x * x * x)))
     else:
-        negative = tl.load(alpha_ptr + 1) * (expm1(tl.minimum(x, XIELU_EPS)) - x) + XIELU_BETA * x
-        return tl.where(x > 0, tl.load(alpha_ptr) * x * x + XIELU_BETA * x, negative)
+        half = XIELU_BETA * x
+        negative = tl.fma(tl.load(alpha_ptr + 1), expm1(tl.minimum(x, XIELU_EPS)) - x, half)
+        return tl.where(x > 0, tl.fma(tl.load(alpha_ptr) * x, x, half), negative)
 
 
 @triton.jit
@@ -215,10 +216,14 @@ def load_tile(
     KIND: tl.constexpr,
     TILE_R: tl.constexpr,
     TILE_C: tl.constexpr,
+    STEP: tl.constexpr = 1,
 ):
-    """The float32 tile at ``first_row, first_column``: the produced value in the dtype of ``x``, 0 outside ``[R, C]``."""
+    """The float32 tile at ``first_row, first_column``: the produced value in the dtype of ``x``, 0 outside ``[R, C]``.
+
+    ``STEP``: from one of its rows to the next.
+    """
     # One 64-bit base, 32-bit offsets inside the tile: tensors may pass 2**31 elements, registers are scarce.
-    local_rows = tl.arange(0, TILE_R)
+    local_rows = tl.arange(0, TILE_R) * STEP
     local_columns = tl.arange(0, TILE_C)
     rows = first_row + local_rows
     columns = first_column + local_columns

@@ -9,9 +9,9 @@ __all__ = [
     "e8m0_round_up",
     "is_inf",
     "magnitude",
+    "nan_for_inf",
     "power_2_scale",
     "reciprocal",
-    "saturate",
     "scale_from_amax",
 ]
 
@@ -29,6 +29,12 @@ def is_inf(x):
 
 
 @triton.jit
+def nan_for_inf(x):
+    """``x`` with NaN where it is +-Inf, which a saturating conversion would hide."""
+    return tl.where(is_inf(tl.abs(x)), float("nan"), x)
+
+
+@triton.jit
 def magnitude(x):
     """``foundry_fp8.numerics.quantize.amax_of`` before the reduction: |x|, 0 for NaN."""
     return tl.where(x != x, 0.0, tl.abs(x))
@@ -39,16 +45,6 @@ def amax_along(x, axis: tl.constexpr):
     """``foundry_fp8.numerics.quantize.amax_of`` along one axis. ``tl.max`` itself leaves NaN out, so that only a result can be NaN."""
     found = tl.max(tl.abs(x), axis=axis)
     return tl.where(found == found, found, 0.0)
-
-
-@triton.jit
-def saturate(x, LIMIT: tl.constexpr):
-    """``foundry_fp8.numerics.formats.cast`` before the cast: clamp to ``+-LIMIT``, NaN stays NaN.
-
-    The conversion then rounds to nearest even. Not for what is only stored: ``cvt.rn.satfinite``, which sm_89 and later convert by,
-    clamps itself and keeps NaN.
-    """
-    return tl.clamp(x, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit

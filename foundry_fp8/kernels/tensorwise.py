@@ -15,7 +15,8 @@ from torch import Tensor
 
 from foundry_fp8.kernels.launch import AS_WRITTEN, GEMM_MULTIPLE, aligned, launch, round_up, tiles
 from foundry_fp8.kernels.producers import Producer, load_tile
-from foundry_fp8.kernels.scales import amax_along, is_inf, reciprocal, scale_from_amax
+from foundry_fp8.kernels.quarters import largest_of, load_quarters, store_quarters, store_transposed
+from foundry_fp8.kernels.scales import amax_along, is_inf, nan_for_inf, reciprocal, scale_from_amax
 from foundry_fp8.kernels.zeros import STRIDE as STATS_STRIDE
 from foundry_fp8.kernels.zeros import statistics
 from foundry_fp8.numerics.formats import Float8Format
@@ -343,7 +344,7 @@ def _quantize_kernel(
     tile_r = pid // tiles_c
     first_row = tile_r * TILE_R
     first_column = (pid % tiles_c) * TILE_C
-    x = load_tile(
+    a, b, c, d = load_quarters(
         x_ptr, x_stride, up_ptr, up_stride, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, alpha_ptr,
         first_row, first_column, R, C, KIND, TILE_R, TILE_C,
     )  # fmt: skip
@@ -364,7 +365,7 @@ def _quantize_kernel(
     else:
         scale = tl.load(scale_ptr)
         scale_inv = reciprocal(scale)
-        amax = amax_along(tl.max(tl.abs(x), axis=1), 0)
+        amax = amax_along(tl.max(largest_of(a, b, c, d), axis=1), 0)
         tl.atomic_max(stats_ptr, amax, sem="relaxed")
         # Raised as integers: the bits of NaN lie above those of every positive float, so one Inf anywhere wins.
         if (pid == 0) | is_inf(amax):
@@ -379,27 +380,16 @@ def _quantize_kernel(
     if slot_ptr is not None:
         tl.atomic_max(slot_ptr, amax, sem="relaxed")
 
-    local_rows = tl.arange(0, TILE_R)
-    local_columns = tl.arange(0, TILE_C)
     if partial_ptr is not None:
-        columns = first_column + local_columns
-        tl.store(partial_ptr + tile_r * C + columns, tl.sum(x, axis=0), mask=columns < C)
-    q = x * scale  # the stores' conversion saturates
+        columns = first_column + tl.arange(0, TILE_C)
+        tl.store(partial_ptr + tile_r * C + columns, tl.sum((a + b) + (c + d), axis=0), mask=columns < C)
     if constant is not None:
-        q = tl.where(is_inf(tl.abs(x)), float("nan"), q)
-    row_inside = first_row + local_rows < padded_R
-    column_inside = first_column + local_columns < padded_C
+        a, b, c, d = nan_for_inf(a), nan_for_inf(b), nan_for_inf(c), nan_for_inf(d)
+    a, b, c, d = a * scale, b * scale, c * scale, d * scale  # the stores' conversion saturates
     if data_ptr is not None:
-        tile_ptr = data_ptr + tl.cast(first_row, tl.int64) * padded_C + first_column
-        offsets = local_rows[:, None] * padded_C + local_columns[None, :]
-        tl.store(
-            tile_ptr + offsets,
-            q.to(data_ptr.dtype.element_ty),
-            mask=row_inside[:, None] & column_inside[None, :],
-        )
+        store_quarters(data_ptr, a, b, c, d, first_row, first_column, padded_R, padded_C, TILE_R, TILE_C)
     if data_t_ptr is not None:
-        tile_ptr = data_t_ptr + tl.cast(first_column, tl.int64) * padded_R + first_row
-        offsets = local_columns[:, None] * padded_R + local_rows[None, :]
-        # Not tl.trans of the mask above: the compiler cannot see through it, and would store byte by byte.
-        inside = column_inside[:, None] & row_inside[None, :]
-        tl.store(tile_ptr + offsets, tl.trans(q.to(data_t_ptr.dtype.element_ty)), mask=inside)
+        RUN: tl.constexpr = 8 if data_ptr is None else 16
+        store_transposed(
+            data_t_ptr, a, b, c, d, first_row, first_column, padded_R, padded_C, TILE_R, TILE_C, RUN
+        )

@@ -32,6 +32,7 @@ MODULES = (
             "attention",
             "attention_backward",
             "producers",
+            "quarters",
             "tensorwise",
             "blockwise",
             "block_gemm",
@@ -54,6 +55,7 @@ NUMPY = {
 }
 interpreters_own_convert_float = interpreter._convert_float
 interpreters_own_create_dot = interpreter.InterpreterBuilder.create_dot
+interpreters_own_maxnumf = interpreter.InterpreterBuilder.create_maxnumf
 interpreters_own_min_max = interpreter.ReduceOps.min_max
 
 
@@ -91,11 +93,17 @@ def min_max(self, input, val_reduce_op, idx_reduce_op=None):
     return interpreters_own_min_max(self, input, without_nan(val_reduce_op), idx_reduce_op)
 
 
+def maxnumf(self, lhs, rhs):
+    """Drop-in for ``InterpreterBuilder.create_maxnumf``, which hands NaN on; the instruction leaves it out."""
+    return self.binary_op(lhs, rhs, np.fmax)
+
+
 def interpret(monkeypatch):
     """Interpret the kernels, with exact casts, until ``monkeypatch`` is undone."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(interpreter, "_convert_float", convert_float)
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_maxnumf", maxnumf)
     monkeypatch.setattr(interpreter.ReduceOps, "min_max", min_max)
     interpreted = {}
     for name in MODULES:

@@ -85,15 +85,14 @@ def test_what_is_defined_to_the_bit_is_not_contracted(compiled):
 
 
 def test_two_blocks_share_a_multiprocessor(compiled):
-    """So that one loads while the other computes. Not squares of a weight with Triton 3.3 (155 registers)."""
+    """So that one loads while the other computes."""
     for line in named(compiled, "_quantize_kernel", "_quantize_blockwise_kernel"):
-        if line["case"] != "square":
-            assert line["resident_blocks"] >= 2, line["case"]
+        assert line["resident_blocks"] >= 2, line["case"]
 
 
 MEANT = 1.3
 """Of a copy's bandwidth, so that nine tenths of it can be reached."""
-BELOW = {"xielu": 0.9, "rows and columns, swiglu": 1.09, "mx": 1.15}
+BELOW = {"xielu": 1.15, "rows and columns, swiglu": 1.23}
 """What the arithmetic of these cases leaves of it, by the worse of Triton 3.3 and 3.6."""
 
 
@@ -149,7 +148,8 @@ def test_memory_is_accessed_in_whole_words(compiled):
     """16 bytes at a time for the tensors; what is smaller is a scale. A mask the compiler cannot see through shows here."""
     for line in named(compiled, "_quantize_kernel", "_quantize_blockwise_kernel"):
         assert line["stores"].get(".v4.b32", 0) >= 4, line["case"]
-        assert not any(width == ".b8" for width in line["stores"]), line["case"]
+        # Two scales of a thread's columns, MX's with Triton 3.3.
+        assert line["stores"].get(".b8", 0) <= (2 if line["case"] == "mx" else 0), line["case"]
         assert line["loads"][".v4.b32"] >= 4, line["case"]
 
 

@@ -12,6 +12,8 @@ from tests.kernels.interpreter import (
     create_dot,
     interpreters_own_convert_float,
     interpreters_own_create_dot,
+    interpreters_own_maxnumf,
+    maxnumf,
 )
 
 CASES = ((E4M3, tl.float8e4nv), (E5M2, tl.float8e5))
@@ -60,3 +62,12 @@ def test_triton_still_multiplies_the_bits_of_bfloat16():
     a = handle(bits, tl.bfloat16)
     exact, broken = (f(None, a, a, zero, None, 0).data for f in (create_dot, interpreters_own_create_dot))
     assert (exact == 16 * 1.5**2).all() and (broken != exact).all()
+
+
+def test_triton_still_hands_nan_on_from_a_maximum():
+    builder = interpreter.InterpreterBuilder()
+    nan, one = (
+        interpreter.TensorHandle(np.full(4, value, np.float32), tl.float32) for value in (np.nan, 1.0)
+    )
+    assert (maxnumf(builder, nan, one).data == 1).all()
+    assert np.isnan(interpreters_own_maxnumf(builder, nan, one).data).all()

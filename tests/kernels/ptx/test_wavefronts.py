@@ -42,13 +42,13 @@ def quantised(case, x):
 
 
 LEAST = {
-    "current": (4, 2.39, 9.57),
-    "delayed": (4, 2.36, 9.21),
-    "delayed and bias": (4, 1.04, 1.76),
-    "block": (4, 0.71, 1.67),
-    "block, columns": (3, 0.53, 1.27),
-    "square": (4, 1.58, 9.24),
-    "mx": (4, 0.53, 0.97),
+    "current": (4, 12.7, 19.1),
+    "delayed": (4, 12.1, 17.7),
+    "delayed and bias": (4, 1.61, 1.94),
+    "block": (4, 1.64, 1.90),
+    "block, columns": (3, 1.39, 1.50),
+    "square": (4, 17.8, 17.8),
+    "mx": (4, 1.80, 1.90),
 }
 """Bytes that an element moves; at how much of a copy's bandwidth it can, with Triton 3.3 and from 3.6 on."""
 
