@@ -131,9 +131,10 @@ class _Kept:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Handle:
-    """What autograd holds in place of a tensor."""
+    """What autograd holds in place of a tensor. Its unit need not be the one that saved the storage first."""
 
     kept: _Kept
+    unit: _Unit
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
@@ -225,15 +226,15 @@ class HostStore:
         elif kept.unit is not unit:
             kept.stay(x)
         kept.unread += 1
-        return _Handle(kept, x.dtype, x.size(), x.stride(), x.storage_offset())
+        return _Handle(kept, unit, x.dtype, x.size(), x.stride(), x.storage_offset())
 
     def _unpack(self, saved: _Handle | Untouched) -> Tensor:
         if isinstance(saved, Untouched):
             return saved.tensor()
         kept = saved.kept
-        before = None if kept.unit.before is None else kept.unit.before()
+        before = None if saved.unit.before is None else saved.unit.before()
         kept.fetch()
-        kept.unit.fetch()
+        saved.unit.fetch()
         self._wait(kept.copy)
         if before is not None:
             before.fetch()

@@ -162,7 +162,7 @@ def follow(steps, policy, haste, frozen, shares):
                 if step == "drop":
                     live.remove((theirs, ours))
                 else:
-                    if step == "twice":
+                    if step == "twice" and policy != "selective":  # whose recompute torch allows once
                         assert same(
                             gradients(model, ours, retain_graph=True),
                             gradients(plain, theirs, retain_graph=True),
@@ -236,8 +236,11 @@ def test_what_later_units_save_too_stays_on_the_device(monkeypatch):
     shared = batch(3)
     loss = model(batch(1), shared).square().sum()
     assert store.moved == 5 * shared.untyped_storage().nbytes()  # four boundaries, and what is shared once
+    outs = [e[2] for e in lane.trace if e[0] == "out"]
     loss.backward()
-    assert sum(e[0] == "back" for e in lane.trace) == 3
+    backs = [e[2] for e in lane.trace if e[0] == "back"]
+    own = [outs[0], *outs[2:]]  # the first unit saves its boundary, then what is shared
+    assert backs == own[-2::-1]  # one by one, whatever unit saved first what they share
 
 
 def test_a_buffer_serves_what_is_smaller_and_is_replaced_by_what_is_larger():
