@@ -133,6 +133,9 @@ def table(name: str, repeats: int) -> list[dict[str, Any]]:
     cases: dict[str, Callable[[nn.Module], int | None]] = {
         "none": lambda m: None,
         "full": lambda m: apply_activation_checkpointing(m) and None,
+        "every second block": lambda m: (
+            apply_activation_checkpointing(m, targets={block: "every-2"}) and None
+        ),
         f"foundry: {block} first-{first}, {attention} last-{layers - first}": lambda m: (
             apply_activation_checkpointing(
                 m, targets={block: f"first-{first}", attention: f"last-{layers - first}"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +58,7 @@ def cluster_of(config: Mapping[str, Any], world_size: int, sharding: str | None)
         gathered=gathered,
         reduced=reduced,
         residual=4 if keeps else 0,
+        fsdp=2 if os.environ.get("FSDP_VERSION") == "2" else 1,  # as Composer chooses
     )
 
 

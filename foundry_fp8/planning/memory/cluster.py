@@ -6,13 +6,22 @@ what autocast would cast and a block's own gradients have their sizes already. W
 
     all the time       (m n + optimizer) / s, buffers, and with several microbatches m n / s of gradients
     from the first     g of what is in no block: embeddings, head, last norm (FSDP's root unit)
-    FULL_SHARD         g of two blocks: the one that runs and the one that is fetched ahead
     SHARD_GRAD_OP      g of every block, from its forward to its backward
-    in backward        gradients of two blocks in g, where r differs in r too: one that is made, one that is reduced
-    after a block      m of its gradients / s
+    FULL_SHARD
+      forward          g of two blocks' size: FSDP2 gathers into one buffer and copies out of it (``foreach_all_gather_copy_out``), which it
+                       frees when the next block has its own; FSDP1 gathers one block ahead (``limit_all_gathers``)
+      backward         g of the block that runs and of the one before it, which is fetched meanwhile (``_backward_prefetch``, ``BACKWARD_PRE``);
+                       of one for the first block, and of the last block while the head runs
+    gradients
+      of a block       FSDP2 copies them in g to a buffer in r, which it holds until the next block's are done (``reduce_scatter_state``).
+                       FSDP1 joins the gradients of a block's parameters to one (autograd of ``split``, g beside g), casts that to r where r
+                       differs, and lets go of neither until they are reduced: on a GPU, where that runs beside the next block's backward
+                       (``record_stream``), the next block is done by then
+      of the root      the same at the end of backward
 
-Without sharding (DDP) a rank holds everything, and buckets of the size of the gradients beside them. Source of the order of events:
-torch.distributed.fsdp (``_runtime_utils.py``, ``_fsdp_param_group.py``) of torch 2.7; ``DistributedDataParallel``'s reducer with
+The last block's backward has no other block's gradients beside it, and all activations. Without sharding (DDP) a rank holds everything, and
+buckets of the size of the gradients beside them. Source of the order of events: torch.distributed.fsdp (``_runtime_utils.py``,
+``_flat_param.py``, ``_fsdp_param_group.py``, ``_fsdp_collectives.py``) of torch 2.7; ``DistributedDataParallel``'s reducer with
 ``gradient_as_bucket_view=False``, as Composer makes it.
 """
 
@@ -26,7 +35,7 @@ from torch import nn
 from foundry_fp8.config import ConfigError
 from foundry_fp8.model_structure.blocks import transformer_blocks
 from foundry_fp8.planning.memory.plan import Measurements
-from foundry_fp8.planning.memory.solver import Cost, Frame
+from foundry_fp8.planning.memory.solver import Frame
 
 __all__ = ["SHARDINGS", "Cluster", "on_cluster"]
 
@@ -34,8 +43,6 @@ Sharding = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
 SHARDINGS: tuple[Sharding, ...] = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 MASTER = 4
 """Bytes of an element of a shard: LLM Foundry trains from float32."""
-IN_FLIGHT = 2
-"""Blocks gathered at a time: FSDP2's prefetch, and FSDP1's with ``limit_all_gathers`` (its default)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,6 +56,8 @@ class Cluster:
         gathered: Bytes of an element of gathered parameters and of gradients as backward makes them.
         reduced: Bytes of an element of gradients on their way.
         residual: Bytes that error feedback keeps of each element of the gradients that this rank sends.
+        fsdp: Which FSDP shards.
+        overlaps: Whether collectives run beside the computation, as on a GPU; gloo's on a CPU do not, which FSDP1's memory shows.
     """
 
     world_size: int
@@ -57,6 +66,8 @@ class Cluster:
     gathered: int = 4
     reduced: int = 4
     residual: int = 0
+    fsdp: Literal[1, 2] = 1
+    overlaps: bool = True
 
     def __post_init__(self) -> None:
         if self.shard < 1 or self.world_size % self.shard:
@@ -65,8 +76,12 @@ class Cluster:
 
 @dataclasses.dataclass(frozen=True)
 class _Counts:
+    """Elements of each block, and of those what is trained; the same of what is in no block."""
+
     total: list[int]
     trained: list[int]
+    root: int
+    root_trained: int
 
 
 def on_cluster(
@@ -90,28 +105,19 @@ def on_cluster(
     buffers = measured.frame.static - cluster.gathered * everything
     held = -(-(MASTER * everything + optimizer_bytes) // cluster.shard) + max(buffers, 0)
     gradients = -(-MASTER * learnt // cluster.shard)
-    counts = _Counts(total, trained)
+    counts = _Counts(total, trained, everything - sum(total), learnt - sum(trained))
     if cluster.sharding == "NO_SHARD":
         held += MASTER * learnt * (cluster.world_size > 1) + cluster.residual * learnt
         frames = [
             _unsharded(f, counts, learnt, held, accumulates) if f else None
             for f in (measured.frame, measured.lean, measured.fused)
         ]
-        costs = measured.costs
     else:
         held += -(-cluster.residual * learnt // cluster.shard) + gradients * accumulates
-        root = everything - sum(total)
         frames = [
-            _sharded(frame, counts, root, learnt - sum(trained), held, cluster, accumulates)
-            if frame
-            else None
+            _sharded(frame, counts, held, cluster, accumulates) if frame else None
             for frame in (measured.frame, measured.lean, measured.fused)
         ]
-        largest, in_flight = max(total), max(trained)
-        costs = tuple(
-            {name: _beside(cost, largest, in_flight, cluster) for name, cost in of_kind.items()}
-            for of_kind in measured.costs
-        )
     assert frames[0] is not None
     where = f"; {cluster.sharding} over {cluster.shard} of {cluster.world_size} ranks by arithmetic"
     return dataclasses.replace(
@@ -119,49 +125,69 @@ def on_cluster(
         frame=frames[0],
         lean=frames[1],
         fused=frames[2],
-        costs=costs,
         source=measured.source + where,
     )
 
 
-def _beside(cost: Cost, block: int, trained: int, cluster: Cluster) -> Cost:
-    """A block's cost with what FSDP holds while it runs."""
-    around = IN_FLIGHT * cluster.gathered * block if cluster.sharding == "FULL_SHARD" else 0
-    reducing = trained * (cluster.gathered + (cluster.reduced if cluster.reduced != cluster.gathered else 0))
-    return dataclasses.replace(
-        cost, forward_peak=cost.forward_peak + around, backward_peak=cost.backward_peak + around + reducing
-    )
-
-
-def _sharded(
-    frame: Frame,
-    counts: _Counts,
-    root: int,
-    root_trained: int,
-    held: int,
-    cluster: Cluster,
-    accumulates: bool,
-) -> Frame:
-    g = cluster.gathered
-    full = cluster.sharding == "FULL_SHARD"
-    gathered = g * (root if full else root + sum(counts.total))
-    # The block that backward begins with is fetched while the head runs.
-    ahead = g * counts.total[-1] if full else 0
+def _sharded(frame: Frame, counts: _Counts, held: int, cluster: Cluster, accumulates: bool) -> Frame:
+    g, full, last = cluster.gathered, cluster.sharding == "FULL_SHARD", len(counts.total) - 1
+    # Without resharding after forward, what is gathered counts from the first block on: less, before and after it is.
+    gathered = g * (counts.root if full else counts.root + sum(counts.total))
     left = [0 if accumulates else -(-MASTER * count // cluster.shard) for count in counts.trained]
-    extra = cluster.reduced * root_trained if cluster.reduced != g else 0
-    end = (
-        frame.end_peak - g * sum(counts.trained) + sum(left) + gathered + (g * counts.total[0] if full else 0)
-        + g * counts.trained[0] + extra
-    )  # fmt: skip
-    return Frame(
+    in_forward, in_backward, reducing = [], [], []
+    for i, total in enumerate(counts.total):
+        before, behind = g * sum(counts.total[:i]), g * sum(counts.total[i + 1 :])
+        ahead = g * counts.total[i - 1] if full and i > 0 else 0
+        waiting = _waiting(counts.trained[i + 1], cluster) if i < last else 0
+        second = 0
+        if cluster.fsdp == 2:
+            second = g * total
+        elif cluster.overlaps and (full or i < last):
+            second = g * counts.total[min(i + 1, last)]
+        in_forward.append((g * total if full else -behind) + second)
+        in_backward.append((g * total + ahead if full else -behind) + waiting)
+        gone = ahead if full else before - g * sum(counts.total)
+        own = _handed_over(total, counts.trained[i], cluster)
+        reducing.append(gone + own + (waiting if cluster.fsdp == 1 else 0))
+    waiting = _waiting(counts.trained[0], cluster)
+    root = g * counts.root
+    shards = sum(left)
+    end = frame.end_peak - g * sum(counts.trained) + shards + root + waiting
+    over = shards + _handed_over(counts.root, counts.root_trained, cluster)
+    # FSDP2 has not let go of the last block's buffer while the head runs; then comes the block that backward begins with.
+    block = g * counts.total[-1]
+    return dataclasses.replace(
+        frame,
         static=held,
         before=frame.before + gathered,
-        head_peak=frame.head_peak + ahead,
-        head_backward_peak=frame.head_backward_peak + ahead,
-        after_head=frame.after_head,
+        head_peak=frame.head_peak + block * (cluster.fsdp == 2 or (full and cluster.overlaps)),
+        head_backward_peak=frame.head_backward_peak + block * full,
         left=tuple(left),
-        end_peak=max(end, 0),
+        end_peak=max(end, over, 0),
+        beside_forward=tuple(in_forward),
+        beside_backward=tuple(in_backward),
+        reducing=tuple(reducing),
     )
+
+
+def _waiting(trained: int, cluster: Cluster) -> int:
+    """What the gradients of the block behind hold during a block's backward."""
+    if cluster.fsdp == 2:
+        return cluster.reduced * trained
+    cast = cluster.reduced if cluster.reduced != cluster.gathered else 0
+    return (cluster.gathered + cast) * trained * cluster.overlaps
+
+
+def _handed_over(total: int, trained: int, cluster: Cluster) -> int:
+    """The most that a unit's gradients, and its parameters while they are there, hold after its backward."""
+    g, r = cluster.gathered * trained, cluster.reduced * trained
+    shard = -(-r // cluster.shard) + (
+        -(-MASTER * trained // cluster.shard) if cluster.reduced != MASTER else 0
+    )
+    if cluster.fsdp == 2:
+        return max(g + r, r + shard)
+    cast = r if cluster.reduced != cluster.gathered else 0
+    return max(cluster.gathered * total + 2 * g, g + cast + shard)
 
 
 def _unsharded(frame: Frame, counts: _Counts, learnt: int, held: int, accumulates: bool) -> Frame:

@@ -271,7 +271,8 @@ def measure_frame(
                 if out.requires_grad:  # not behind frozen blocks
                     out.register_hook(lambda _: at_backward(index))
                 if index == len(blocks) - 1:
-                    seen["blocks"] = meter.live
+                    seen["hidden"] = out.untyped_storage().nbytes()
+                    seen["blocks"] = meter.live - seen["hidden"]
                     meter.reset_peak()
 
             return hook
@@ -306,15 +307,17 @@ def measure_frame(
     for start, end, cost in zip(starts[1:], starts[:-1], costs[1:], strict=True):
         left.append(0 if start is None or end is None else max(end - start + cost.kept, 0))
     before = max(seen["blocks"] - sum(cost.kept + cost.cached for cost in costs), 0)
+    # The last block's output is the head's input: the head holds it, and the blocks' backward its gradient.
     beside_blocks = before + sum(cost.kept for cost in costs)
     frame = Frame(
         static=static,
         before=before,
         head_peak=max(seen["head"] - seen["blocks"], 0),
         head_backward_peak=max(seen.get("head_backward", end_peak) - beside_blocks, 0),
-        after_head=max((starts[-1] or 0) - beside_blocks, 0),
+        after_head=max((starts[-1] or 0) - beside_blocks - seen["hidden"], 0),
         left=tuple(left),
         end_peak=end_peak,
+        hidden=seen["hidden"],
     )
     return _beside_gradients(frame, model, blocks) if accumulates else frame
 

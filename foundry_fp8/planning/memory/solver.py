@@ -2,10 +2,11 @@
 
 The peak of a step is the largest of, with blocks numbered in forward order and ``kept[j]`` chosen for block j:
 
-    forward of block i     before + sum(kept[j] + cached[j], j < i) + forward_peak[i]
+    forward of block i     before + sum(kept[j] + cached[j], j < i) + forward_peak[i] + beside_forward[i]
     the head's forward     before + sum(kept[j] + cached[j]) + head_peak
     the head's backward    before + sum(kept[j]) + head_backward_peak
-    backward of block i    before + sum(kept[j], j < i) + after_head + sum(left[j], j > i) + backward_peak[i]
+    backward of block i    before + sum(kept[j], j < i) + after_head + sum(left[j], j > i) + backward_peak[i] + beside_backward[i]
+    after that of block i  before + sum(kept[j], j < i) + after_head + sum(left[j], j > i) + hidden + reducing[i]
     the end of backward    end_peak
 
 Each depends on the blocks before i only through what they hold in forward and in backward. So a dynamic programme over these two
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 __all__ = ["Cost", "Frame", "predict_peak", "solve"]
 
@@ -46,13 +47,17 @@ class Frame:
 
     Attributes:
         static: Parameters, buffers, optimizer state.
-        before: Kept by what runs before the blocks (embedding, masks, position tables).
+        before: Kept by what runs before the blocks (masks, position tables).
         head_peak: Largest held between the last block's forward and the loss, over what was there.
         head_backward_peak: Largest held between the loss and the last block's backward, over what the blocks keep.
         after_head: Held when the last block's backward starts, over what the blocks keep: gradients of the head.
         left: What each block's backward leaves behind: its parameter gradients, under FSDP what it is still reducing.
             The first block's is not asked for.
         end_peak: Largest held after the first block's backward.
+        hidden: Of the hidden states between two blocks, and of their gradient.
+        beside_forward: What FSDP holds beside each block's own during its forward: gathered parameters.
+        beside_backward: The same during its backward, gradients of the block behind it that are being reduced included.
+        reducing: What FSDP holds while a block's gradients are handed over, its own included. Empty, as those two, without FSDP.
     """
 
     static: int
@@ -62,16 +67,33 @@ class Frame:
     after_head: int
     left: tuple[int, ...]
     end_peak: int
+    hidden: int = 0
+    beside_forward: tuple[int, ...] = ()
+    beside_backward: tuple[int, ...] = ()
+    reducing: tuple[int, ...] = ()
+
+    def blocks(self) -> Iterator[tuple[int, int, int, int]]:
+        """``(left, beside_forward, beside_backward, reducing)`` of each block."""
+        nothing = (0,) * len(self.left)
+        return zip(
+            self.left,
+            self.beside_forward or nothing,
+            self.beside_backward or nothing,
+            self.reducing or nothing,
+            strict=True,
+        )
 
 
 def predict_peak(costs: Sequence[Cost], frame: Frame) -> int:
     """The peak bytes of a step in which block i runs as ``costs[i]``, ``frame.static`` included."""
     held, cached, later = frame.before, 0, sum(frame.left)
     peak = frame.end_peak
-    for cost, left in zip(costs, frame.left, strict=True):
+    for cost, (left, in_forward, in_backward, reducing) in zip(costs, frame.blocks(), strict=True):
         later -= left
-        backward = held + frame.after_head + later + cost.backward_peak
-        peak = max(peak, held + cached + cost.forward_peak, backward)
+        backward = (
+            held + frame.after_head + later + max(cost.backward_peak + in_backward, frame.hidden + reducing)
+        )
+        peak = max(peak, held + cached + cost.forward_peak + in_forward, backward)
         held += cost.kept
         cached += cost.cached
     return frame.static + max(peak, held + cached + frame.head_peak, held + frame.head_backward_peak)
@@ -94,14 +116,18 @@ def solve(options: Sequence[Mapping[str, Cost]], frame: Frame, budget: int) -> l
     # What is held in backward, what in forward, seconds, and the choices.
     front: list[_State] = [(frame.before, frame.before, 0.0, ())]
     later = sum(frame.left)
-    for of_block, left in zip(options, frame.left, strict=True):
+    for of_block, (left, in_forward, in_backward, reducing) in zip(options, frame.blocks(), strict=True):
         later -= left
         grown = [
             (held + cost.kept, forward + cost.kept + cost.cached, seconds + cost.seconds, (*chosen, name))
             for held, forward, seconds, chosen in front
             for name, cost in of_block.items()
-            if forward + cost.forward_peak <= room
-            and held + frame.after_head + later + cost.backward_peak <= room
+            if forward + cost.forward_peak + in_forward <= room
+            and held
+            + frame.after_head
+            + later
+            + max(cost.backward_peak + in_backward, frame.hidden + reducing)
+            <= room
         ]
         fitting = [
             state

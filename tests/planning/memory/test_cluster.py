@@ -46,22 +46,40 @@ def test_parameters_and_optimizer_states_are_shared_and_so_are_gradients_of_earl
 
 
 def test_what_is_gathered(plain):
-    """Without blocks: the root's; two blocks beside the one that runs; all of them until their backward with SHARD_GRAD_OP."""
+    """The root's always; under FULL_SHARD two blocks' size beside it, of the first block's backward one; under SHARD_GRAD_OP every block
+    from its forward to its backward.
+    """
     model, measured = plain
+    block = 4 * elements(model.model.layers[0])
+    root = 4 * elements(model) - 4 * block
+    for fsdp in (1, 2):
+        full, grad = (held(plain, kind, fsdp=fsdp).frame for kind in ("FULL_SHARD", "SHARD_GRAD_OP"))
+        assert full.before - measured.frame.before == root
+        assert full.beside_forward == (2 * block,) * 4
+        # Beside parameters: the gradients of the block behind, none behind the last.
+        assert full.beside_backward == (2 * block, 3 * block, 3 * block, 2 * block)
+        assert grad.before - measured.frame.before == root + 4 * block
+        behind = (-2 * block, -block, 0, 0 if fsdp == 1 else block)
+        assert grad.beside_forward == behind
+        assert grad.beside_backward == (-2 * block, -block, 0, 0)
+        assert full.left == grad.left == (-(-block // 8),) * 4
+        assert held(plain, fsdp=fsdp, accumulates=True).frame.left == (0,) * 4
+    # Nothing runs beside the computation on a CPU: FSDP1 holds one block in forward, and what it reduces is gone before the next.
+    alone = held(plain, overlaps=False).frame
+    assert alone.beside_forward == (block,) * 4
+    assert alone.beside_backward == (block, 2 * block, 2 * block, 2 * block)
+
+
+def test_gradients_that_are_reduced_in_another_type_are_there_twice(plain):
+    model, _ = plain
     block = elements(model.model.layers[0])
-    root = elements(model) - 4 * block
-    full, grad = held(plain), held(plain, "SHARD_GRAD_OP")
-    assert full.frame.before - measured.frame.before == 4 * root
-    assert grad.frame.before - measured.frame.before == 4 * elements(model)
-    (alone,), (there,), (kept,) = measured.costs, full.costs, grad.costs
-    assert there["none"].forward_peak - alone["none"].forward_peak == 2 * 4 * block
-    assert (
-        there["none"].backward_peak - alone["none"].backward_peak == 2 * 4 * block + 4 * block
-    )  # one more is being reduced
-    assert kept["none"].forward_peak == alone["none"].forward_peak
-    assert (
-        full.frame.left == (-(-4 * block // 8),) * 4 and held(plain, accumulates=True).frame.left == (0,) * 4
-    )
+    shard = 4 * block // 8
+    one, two = (held(plain, fsdp=fsdp, gathered=2, reduced=4).frame for fsdp in (1, 2))
+    assert two.beside_backward == (2 * block + 4 * block, *(4 * block + 4 * block,) * 2, 4 * block)
+    assert one.beside_backward == (2 * block + 6 * block, *(4 * block + 6 * block,) * 2, 4 * block)
+    # The next block is gathered; FSDP2 has the gradients and their copy, FSDP1 beside them a shard of the result.
+    assert two.reducing == (6 * block, *(2 * block + 6 * block,) * 3)
+    assert one.reducing[3] == 2 * block + 6 * block + shard
 
 
 def test_more_ranks_hold_less_and_hybrid_sharding_is_that_of_its_group(plain):

@@ -17,6 +17,20 @@ cost = st.builds(
 )  # fmt: skip
 
 
+def sharded(draw, n):
+    """What FSDP holds beside blocks; less than nothing where it is counted as gathered and is not yet."""
+
+    def of_blocks(least):
+        return tuple(draw(st.integers(least, 40)) for _ in range(n))
+
+    return {
+        "hidden": draw(st.integers(0, 9)),
+        "beside_forward": of_blocks(-9),
+        "beside_backward": of_blocks(-9),
+        "reducing": of_blocks(0),
+    }
+
+
 @st.composite
 def problems(draw):
     n = draw(st.integers(1, 5))
@@ -35,16 +49,17 @@ def problems(draw):
         after_head=draw(size),
         left=tuple(draw(st.integers(0, 20)) for _ in range(n)),
         end_peak=draw(size),
+        **(sharded(draw, n) if draw(st.booleans()) else {}),
     )
     return options, frame, draw(st.integers(0, 500))
 
 
-@pytest.mark.parametrize("moment", ["forward", "head", "head_backward", "backward", "end"])
+@pytest.mark.parametrize("moment", ["forward", "head", "head_backward", "backward", "reducing", "end"])
 def test_the_peak_is_that_of_the_largest_moment(moment):
-    """Two blocks; one of the five moments takes 1000 bytes by itself, on top of what is held then, counted by hand."""
+    """Two blocks; one of the six moments takes 1000 bytes by itself, on top of what is held then, counted by hand."""
     large = {
         name: 1000 if name == moment else 0
-        for name in ("forward", "head", "head_backward", "backward", "end")
+        for name in ("forward", "head", "head_backward", "backward", "reducing", "end")
     }
     costs = [
         Cost(kept=10, forward_peak=11, backward_peak=12, seconds=0.0, cached=3),
@@ -58,12 +73,17 @@ def test_the_peak_is_that_of_the_largest_moment(moment):
         after_head=7,
         left=(2, 4),
         end_peak=large["end"],
+        hidden=6,
+        beside_forward=(1, 2),
+        beside_backward=(3, -5),
+        reducing=(0, large["reducing"]),
     )
     held = {
-        "forward": 40 + 10 + 3,
+        "forward": 40 + 10 + 3 + 2,
         "head": 40 + 10 + 3 + 20 + 5,
         "head_backward": 40 + 10 + 20,
-        "backward": 40 + 10 + 7,  # of the last block, after which no other has left anything
+        "backward": 40 + 10 + 7 - 5,
+        "reducing": 40 + 10 + 7 + 6,  # both of the last block, after which no other has left anything
         "end": 0,
     }
     assert predict_peak(costs, frame) == 100 + 1000 + held[moment]
