@@ -94,6 +94,8 @@ def main() -> None:
         if name.startswith("fp8"):
             moved -= LAYERS * sum(3 * (TOKENS * k + n * k + TOKENS * n) for k, n in LINEARS)
         share = moved / args.bandwidth / args.interval / step
+        if "divergence_guard" in name:  # which looks at one linear in turn in the batches between
+            share *= 1 + (args.interval - 1) / (LAYERS * len(LINEARS))
         print(f"  {name:34s}{moved / 1e9:8.0f} GB  {share:7.2%}  {LAYERS * traffic.operations:8d} operations")
 
 
