@@ -73,6 +73,8 @@ def shard_of(config: Mapping[str, Any], ranks: int, key: str) -> int:
     if hybrid is None and named not in HYBRID:
         return ranks
     wanted = (hybrid or {}).get("shard", "node")
+    if isinstance(wanted, int):
+        accept(Positive, wanted, "algorithms.hybrid_sharding.shard")
     shard = wanted if isinstance(wanted, int) else min(PER_NODE, ranks) if wanted == "node" else ranks
     if ranks % shard:
         raise ConfigError(

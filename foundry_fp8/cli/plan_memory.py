@@ -203,7 +203,14 @@ def _optimizer_bytes(model: Any, config: dict[str, Any]) -> int:
     from llmfoundry.utils.builders import build_optimizer
 
     settings = {key: value for key, value in named.items() if key != "name"}
-    return optimizer_bytes([build_optimizer(model, named["name"], settings)])
+    try:
+        optimizer = build_optimizer(model, named["name"], settings)
+    except ConfigError:
+        raise
+    except Exception as error:  # Foundry's registry and the optimizers raise what they like
+        said = (str(error) or type(error).__name__).strip().splitlines()[0].rstrip(".")
+        raise ConfigError(f"optimizer: it cannot be built: {said}.") from error
+    return optimizer_bytes([optimizer])
 
 
 def _other_optimizers(model: Any, state_bytes: int, shard: int) -> str:

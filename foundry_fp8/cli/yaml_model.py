@@ -7,9 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from foundry_fp8.config import Config, ConfigError, Positive, Text, from_mapping
+from foundry_fp8.config import Config, ConfigError, Positive, Text, accept, from_mapping
 
 __all__ = ["build_yaml_model", "read_yaml"]
+
+SIZES = ("d_model", "n_heads", "n_layers", "vocab_size")
+"""Keys of MPT and of this package's models, of which nobody else says that 0 layers or words are none."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,6 +23,7 @@ class _Read(Config):
     max_seq_len: Positive
     device_train_microbatch_size: Positive | Literal["auto"] = "auto"
     algorithms: Mapping[Text, Mapping[Text, Any] | None] | None = None
+    fsdp_config: Mapping[Text, Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,6 +79,9 @@ def build_yaml_model(config: dict[str, Any], init_device: str) -> Any:
         import_file(file)
     name = config["model"]["name"]
     options = {k: v for k, v in config["model"].items() if k not in ("name", "init_device")}
+    for size in SIZES:
+        if isinstance(options.get(size), int | float):
+            accept(Positive, options[size], f"model.{size}")
     tokenizer = None
     if name == "hf_causal_lm":
         options["pretrained"] = False  # its default is true, and a folder may hold a config.json alone

@@ -92,6 +92,10 @@ FAKE = ["--device", "fake"]
         (MPT, ["--world-size", "8", "--gpu", "h10"], "Did you mean 'h100'?"),
         (MPT, ["--world-size", "8", "--device", "cpu"], "A cluster is planned with fake alone."),
         (MPT, ["--world-size", "8", "--budget", "fit"], "With --world-size give a size, such as 76GiB."),
+        ({**MPT, **FSDP, "algorithms": {"hybrid_sharding": {"shard": 0}}}, ["--world-size", "8"], "algorithms.hybrid_sharding.shard: 0 is not"),
+        ({**MPT, "model": {**MPT["model"], "vocab_size": 0}}, ["--budget", "1.0", *FAKE], "model.vocab_size: 0 is not an integer of at least 1."),
+        ({**MPT, "fsdp_config": "FULL_SHARD"}, ["--world-size", "8"], "fsdp_config: 'FULL_SHARD' is not a mapping"),
+        ({**MPT, "optimizer": {"name": "adamm"}}, ["--world-size", "8"], "optimizer: it cannot be built: "),
         ({**MPT, "fsdp_config": {"sharding_strategy": "FULL"}}, ["--world-size", "8"], "fsdp_config.sharding_strategy: 'FULL' is not one of"),
     ],
 )  # fmt: skip
