@@ -158,16 +158,13 @@ def follow(steps, policy, haste, frozen, shares):
                     run(model, rows)
                 handle.remove()
             elif live:
-                theirs, ours = live[which % len(live)]
-                if step == "drop":
-                    live.remove((theirs, ours))
-                else:
+                theirs, ours = live.pop(which % len(live))
+                if step != "drop":
                     if step == "twice" and policy != "selective":  # whose recompute torch allows once
                         assert same(
                             gradients(model, ours, retain_graph=True),
                             gradients(plain, theirs, retain_graph=True),
                         )
-                    live.remove((theirs, ours))
                     assert same(gradients(model, ours), gradients(plain, theirs))
                 del theirs, ours
             check(lane.trace)
