@@ -132,8 +132,8 @@ MUTANTS = [
     # Configuration and plans.
     Mutant("config/rules.py", "return Rule(f\"of at least {minimum}\", lambda value: value >= minimum)", "return Rule(f\"of at least {minimum}\", lambda value: value > minimum)", f"config {T_RECIPES}"),
     Mutant("config/rules.py", "\"KiB\": 2**10", "\"KiB\": 10**3", "config"),
-    Mutant(SOLVER, "peak = max(peak, held + cached + cost.forward_peak + in_forward, backward)", "peak = max(peak, backward)", T_SOLVER),
-    Mutant(SOLVER, "state[1] + frame.head_peak <= room and", "", T_SOLVER),
+    Mutant(SOLVER, "peak = max(peak, held - leaving + cached + cost.forward_peak + in_forward, backward)", "peak = max(peak, backward)", T_SOLVER),
+    Mutant(SOLVER, "forward - leaving + frame.head_peak <= room and", "", T_SOLVER),
     Mutant(STEP, "network.overlap_slowdown * hidden", "0.0 * hidden", T_STEP),
     Mutant(STEP, "network.gpu_spread * slowest_of(gpus)", "network.gpu_spread * slowest_of(shard)", T_STEP),
     Mutant(STEP, "one_forward - gather - forward)", "one_forward - gather)", T_STEP),

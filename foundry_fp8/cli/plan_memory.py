@@ -119,6 +119,7 @@ def plan_yaml(
     if sharding is not None and world_size is None:
         raise ConfigError("--sharding: a strategy for ranks; give --world-size too.")
     cluster = None if world_size is None else cluster_of(config, world_size, sharding)
+    offload = accept(bool, own.get("offload", False), "algorithms.activation_checkpointing.offload")
     limit = _budget(budget) if budget is not None else own.get("budget")
     if limit is None and cluster is not None:
         limit = limit_of(gpu)
@@ -175,15 +176,16 @@ def plan_yaml(
                 model,
                 loss_fn,
                 budget=limit,
+                offload=offload,
                 compression=kinds,
                 optimizer_bytes=state_bytes,
                 accumulates=accumulate,
-                cost_model=CostModel() if dry else None,
+                cost_model=CostModel(gpu=gpu) if dry else None,
             )
         else:
-            alone = measure(model, loss_fn, compression=kinds, cost_model=CostModel())
+            alone = measure(model, loss_fn, compression=kinds, cost_model=CostModel(gpu=gpu))
             sharded = on_cluster(alone, model, cluster, optimizer_bytes=state_bytes, accumulates=accumulate)
-            plan = choose(sharded, limit)
+            plan = choose(sharded, limit, offload=offload)
     note = "attention holds flash attention's bytes, at other seconds\n" if stand_in else ""
     if dry and next(router_modules(model), None) is not None:
         note += "each expert has an equal share of the tokens\n"

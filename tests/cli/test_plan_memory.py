@@ -121,6 +121,9 @@ def test_a_cluster_is_planned_from_one_cpu(tmp_path):
         )
         assert done.exit_code == 0, done.output
         assert "of 70.78 GiB" in done.output and f"of {ranks} ranks by arithmetic" in done.output
+        assert re.search(r"(?m)^ *\d* *offload +\S+ \w+ +[1-9]\S* KiB", done.output), (
+            done.output
+        )  # and its bytes in host memory
         held[ranks, bool(options)] = parse_bytes(re.search(r"optimizer state (.*)", done.output)[1], "held")
     count = 128 * 64 + 32 * 64 + 2 * (4 * 64 * 64 + 2 * 2 * 64 * 64 + 4 * 64) + 64
     assert held[8, False] == pytest.approx(16 * count / 8, rel=0.02)

@@ -39,6 +39,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from foundry_fp8.activations.compression.saved import StorageRef, Untouched, is_parameter
 from foundry_fp8.activations.offload.lanes import Lane, lane_of
+from foundry_fp8.compat.fake_tensor import FakeTensor
 
 __all__ = ["MIN_BYTES", "HostStore", "host_store", "moves"]
 
@@ -49,7 +50,7 @@ MIN_BYTES = 1024
 def moves(x: Tensor) -> bool:
     """Whether a store takes ``x``."""
     return (
-        type(x) is Tensor
+        type(x) in (Tensor, FakeTensor)
         and x.layout == torch.strided
         and not x.is_conj()
         and not x.is_neg()
@@ -156,7 +157,8 @@ class HostStore:
         self.lane = lane
         self.moved = 0
         self.held = 0
-        self._free: list[Tensor] = []  # rising in size
+        self._free: list[Tensor] = []
+        self._returned: collections.deque[Tensor] = collections.deque()
         self._flying: collections.deque[_Copy] = collections.deque()  # in the lane's order
         self._last: weakref.ref[_Unit] | None = None
         self._known: weakref.WeakValueDictionary[int, _Kept] = weakref.WeakValueDictionary()
@@ -168,7 +170,7 @@ class HostStore:
 
         def pack(x: Tensor) -> _Handle | Untouched:
             nonlocal unit
-            if not moves(x):
+            if type(x) is not Tensor or not moves(x):  # a dry run's have no bytes to keep
                 return Untouched.of(x)
             if unit is None:  # not one that saves nothing, as in evaluation
                 unit = self._begin()
@@ -179,17 +181,25 @@ class HostStore:
 
     def take(self, nbytes: int) -> Tensor:
         """A host buffer of at least so many bytes, in place of one that is too small where none is large enough."""
-        place = bisect.bisect_left(self._free, nbytes, key=Tensor.numel)
-        if place < len(self._free):
-            return self._free.pop(place)
-        if self._free:
-            self.held -= self._free.pop().numel()
+        free = self.free
+        place = bisect.bisect_left(free, nbytes, key=Tensor.numel)
+        if place < len(free):
+            return free.pop(place)
+        if free:
+            self.held -= free.pop().numel()
         self.held += nbytes
         return self.lane.buffer(nbytes)
 
     def give(self, host: Tensor) -> None:
         """Take a buffer back, whatever copies of it are under way: the lane makes them in order."""
-        bisect.insort(self._free, host, key=Tensor.numel)
+        self._returned.append(host)  # and no more: handles die at any moment, and on any thread
+
+    @property
+    def free(self) -> list[Tensor]:
+        """The host buffers that nothing uses, rising in size."""
+        while self._returned:
+            bisect.insort(self._free, self._returned.popleft(), key=Tensor.numel)
+        return self._free
 
     def start(self, target: Tensor, source: Tensor, memory: Tensor) -> _Copy:
         """Begin a copy. ``memory`` is the one of the two that is on the device."""

@@ -49,6 +49,8 @@ class CostModel:
 
     flops_per_second: float = 0.6 * 989e12
     bytes_per_second: float = 0.8 * 3.35e12
+    gpu: str = "H100"
+    """Whose way to host memory it has."""
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[Callable[[], float]]:

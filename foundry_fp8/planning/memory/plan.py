@@ -10,6 +10,7 @@ from foundry_fp8.activations.checkpointing.policy import policy_name
 from foundry_fp8.activations.checkpointing.targets import Selection
 from foundry_fp8.activations.compression.apply import LOSSY
 from foundry_fp8.config import format_bytes
+from foundry_fp8.planning.memory.host_link import HostLink, offloaded
 from foundry_fp8.planning.memory.options import BlockOption
 from foundry_fp8.planning.memory.solver import Cost, Frame, predict_peak
 
@@ -31,6 +32,8 @@ class Measurements:
         classes: The class name of each block.
         fused: The frame with ``fused_head``; ``None`` where the model has no head for it, or has it fused already.
         fused_seconds: What that adds to a microbatch: the head's forward once more.
+        link: The way to host memory; ``None`` where there is nothing to move, on a CPU, or it was not measured, under FSDP.
+        boundaries: For each kind, by option, the bytes that ``offload: true`` moves.
     """
 
     names: tuple[str, ...]
@@ -43,10 +46,25 @@ class Measurements:
     classes: tuple[str, ...]
     fused: Frame | None = None
     fused_seconds: float = 0.0
+    link: HostLink | None = None
+    boundaries: tuple[dict[str, int], ...] = ()
 
-    def costs_of(self, chosen: list[str]) -> list[Cost]:
+    def by_kind(self, offload: bool) -> list[dict[str, Cost]]:
+        """For each kind the costs of its options, with the inputs of checkpoints in host memory or not."""
+        if not offload or self.link is None:
+            return list(self.costs)
+        return [
+            {
+                name: offloaded(cost, moved[name], costs["none"], self.link) if moved.get(name) else cost
+                for name, cost in costs.items()
+            }
+            for costs, moved in zip(self.costs, self.boundaries, strict=True)
+        ]
+
+    def costs_of(self, chosen: list[str], offload: bool = False) -> list[Cost]:
         """The cost of each block under ``chosen``."""
-        return [self.costs[kind][name] for kind, name in zip(self.kind, chosen, strict=True)]
+        costs = self.by_kind(offload)
+        return [costs[kind][name] for kind, name in zip(self.kind, chosen, strict=True)]
 
     def peak(self, option: str) -> int:
         """The predicted peak with one option in every block, and the loss as it is."""
@@ -78,14 +96,16 @@ class MemoryPlan:
     @property
     def predicted_peak(self) -> int:
         """Peak bytes of a step, parameters, gradients and optimizer state included."""
-        return predict_peak(self.measurements.costs_of(list(self.chosen)), self.frame)
+        return predict_peak(self.costs(), self.frame)
+
+    def costs(self, offload: bool | None = None) -> list[Cost]:
+        """What each block costs; with ``offload`` otherwise than the plan has it."""
+        return self.measurements.costs_of(list(self.chosen), self.offload if offload is None else offload)
 
     @property
     def added_seconds(self) -> float:
         """Seconds a step takes more than without checkpoints and compression."""
-        return sum(
-            c.seconds for c in self.measurements.costs_of(list(self.chosen))
-        ) - self.measurements.seconds("none")
+        return sum(c.seconds for c in self.costs()) - self.measurements.seconds("none")
 
     def option(self, index: int) -> BlockOption:
         """The option of block ``index``."""
@@ -159,14 +179,15 @@ class MemoryPlan:
         count: dict[tuple[int, str], int] = {}
         for kind, name in zip(m.kind, self.chosen, strict=True):
             count[kind, name] = count.get((kind, name), 0) + 1
-        rows = [("blocks", "option", "keeps", "backward peak", "seconds", "added")]
-        for kind, costs in enumerate(m.costs):
+        rows = [("blocks", "option", "keeps", "in host memory", "backward peak", "seconds", "added")]
+        for kind, costs in enumerate(m.by_kind(self.offload)):
             for name, cost in costs.items():
                 rows.append(
                     (
                         str(count.get((kind, name), "")),
                         name,
                         format_bytes(cost.kept),
+                        format_bytes(cost.moved) if cost.moved else "",
                         format_bytes(cost.backward_peak),
                         f"{cost.seconds:.4g}",
                         f"{cost.seconds - costs['none'].seconds:+.2g}",
@@ -181,15 +202,32 @@ class MemoryPlan:
             f"predicted peak {format_bytes(self.predicted_peak)} of {format_bytes(self.budget)}, "
             f"{self.added_seconds:+.4g} s a microbatch in the blocks "
             f"(no checkpointing: {format_bytes(m.peak('none'))}; every block: {format_bytes(m.peak('block'))}, "
-            f"{m.seconds('block') - m.seconds('none'):+.4g} s)\n{table}\n{self._fused_head()}{m.source}\n{self.to_yaml()}"
+            f"{m.seconds('block') - m.seconds('none'):+.4g} s)\n{table}\n{self._host()}{self._fused_head()}{m.source}\n{self.to_yaml()}"
         )
+
+    def _host(self) -> str:
+        """What goes to host memory, and what more would with ``offload: true``."""
+        link = self.measurements.link
+        if link is None:
+            return ""
+        text = ""
+        as_is, moving = self.costs(), self.costs(offload=True)
+        if moved := sum(cost.moved for cost in as_is):
+            text = f"{format_bytes(moved)} a microbatch go to host memory and back ({link.source})\n"
+        if more := sum(cost.moved for cost in moving) - moved:
+            seconds = sum(cost.seconds for cost in moving) - sum(cost.seconds for cost in as_is)
+            text += (
+                f"option offload: true (exact): {format_bytes(more)} a microbatch to host memory and back, {seconds:+.2g} s that nothing "
+                f"hides; this plan's peak is then {format_bytes(predict_peak(moving, self.frame))} ({link.source})\n"
+            )
+        return text
 
     def _fused_head(self) -> str:
         fused = self.measurements.fused
         if fused is None:
             return ""
         now, then = (max(f.head_peak, f.head_backward_peak) for f in (self.frame, fused))
-        peak = predict_peak(self.measurements.costs_of(list(self.chosen)), fused)
+        peak = predict_peak(self.costs(), fused)
         return (
             f"option fused_head: {{}} (exact; needs model.use_train_metrics: false): head and loss take {format_bytes(then)} instead of "
             f"{format_bytes(now)}, {self.measurements.fused_seconds:+.2g} s; this plan's peak is then {format_bytes(peak)}\n"

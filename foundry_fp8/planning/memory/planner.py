@@ -33,6 +33,7 @@ from foundry_fp8.model_structure.blocks import transformer_blocks
 from foundry_fp8.model_structure.names import clean_name
 from foundry_fp8.model_structure.wrappers import checkpoint_wrappers, modules_by_clean_name, own_class
 from foundry_fp8.planning.memory.head_option import fused_head_applied, head_seconds
+from foundry_fp8.planning.memory.host_link import host_link_of, moved_boundaries, moved_whole, offloaded
 from foundry_fp8.planning.memory.measure import (
     BlockRun,
     Call,
@@ -95,7 +96,6 @@ def plan_memory(
     measured = measure(
         model,
         loss_fn,
-        offload=offload,
         compression=compression,
         optimizer_bytes=optimizer_bytes,
         accumulates=accumulates,
@@ -116,7 +116,7 @@ def choose(
     Args:
         measured: From :func:`measure`.
         budget: See :func:`plan_memory`.
-        offload: What the measurements were taken with.
+        offload: Checkpoint inputs go to host memory.
         capacity: The bytes that ``fit`` stands for, from :func:`device_capacity`.
     """
     limit = _limit(measured, budget, capacity)
@@ -124,9 +124,10 @@ def choose(
     frame = measured.frame if fits or measured.lean is None else measured.lean
     chosen: list[str] | None = ["none"] * len(measured.names)
     if not fits:
-        chosen = solve([measured.costs[kind] for kind in measured.kind], frame, limit)
+        costs = measured.by_kind(offload)
+        chosen = solve([costs[kind] for kind in measured.kind], frame, limit)
     if chosen is None:
-        smallest, how = _smallest(measured)
+        smallest, how = _smallest(measured, offload)
         raise ConfigError(
             f"{KEY}: nothing meets {budget!r} ({format_bytes(limit)}). The smallest peak that can be met is "
             f"{format_bytes(smallest)} ({smallest} B), of which {format_bytes(measured.frame.static)} are parameters and "
@@ -135,9 +136,10 @@ def choose(
     return MemoryPlan(measured, tuple(chosen), frame, limit, offload)
 
 
-def _smallest(measured: Measurements) -> tuple[int, list[str]]:
+def _smallest(measured: Measurements, offload: bool) -> tuple[int, list[str]]:
     """The smallest peak that some plan reaches, and that plan."""
-    options = [measured.costs[kind] for kind in measured.kind]
+    costs = measured.by_kind(offload)
+    options = [costs[kind] for kind in measured.kind]
     frame = measured.lean or measured.frame
     low, high = frame.static, measured.peak("none")
     best = solve(options, frame, high)
@@ -147,9 +149,9 @@ def _smallest(measured: Measurements) -> tuple[int, list[str]]:
         if found is None:
             low = middle
         else:
-            best, high = found, predict_peak(measured.costs_of(found), frame)
+            best, high = found, predict_peak(measured.costs_of(found, offload), frame)
     assert best is not None
-    return predict_peak(measured.costs_of(best), frame), best
+    return predict_peak(measured.costs_of(best, offload), frame), best
 
 
 def _limit(measured: Measurements, budget: float | str, capacity: int | None) -> int:
@@ -183,7 +185,6 @@ def measure(
     model: nn.Module,
     loss_fn: Callable[[], Tensor],
     *,
-    offload: bool = False,
     compression: PlannedCompression = "exact",
     optimizer_bytes: int = 0,
     accumulates: bool = False,
@@ -215,7 +216,10 @@ def measure(
     )  # a block called again with the cache that it filled would attend to its own keys twice
     calls = capture_calls(modules, loss_fn, device, first_of_kind)
     formats = [] if compression == "none" else list(dict.fromkeys((EXACT, compression)))
-    options, costs = [], []
+    options, costs, boundaries = [], [], []
+    link = None
+    if not sharded and (cost_model or device.type == "cuda"):
+        link = host_link_of(cost_model.gpu if cost_model else torch.cuda.get_device_name(device))
     for kind in range(len(kinds)):
         of_kind = [i for i, k in enumerate(kind_of) if k == kind]
         # Under FSDP2 a block takes the place of its neighbour's gathered parameters: measured between two of its kind.
@@ -226,10 +230,12 @@ def measure(
         candidates = options_of(modules[index], formats=formats)
         sizes: dict[str, tuple[int, int, int, int]] = {}
         taken: dict[str, list[float]] = {option.name: [] for option in candidates}
+        moved: dict[str, int] = {}
+        whole = 0
         # In rounds, so that a slow moment of the machine does not fall on one option; the first round only warms up.
         for turn in range(1 if cost_model else 1 + rounds):
             for option in candidates:
-                with _applied(model, [name], option, offload, rest):
+                with _applied(model, [name], option, rest):
                     configured = transformer_blocks(model)[index][1]
                     run: BlockRun | ShardedBlockRun = (
                         ShardedBlockRun(configured, loss_fn, parameters, device)
@@ -238,25 +244,32 @@ def measure(
                     )
                     if turn == 0:
                         sizes[option.name] = run.bytes()
+                        if link is not None and isinstance(run, BlockRun):
+                            moved[option.name] = 0 if option.formats else moved_boundaries(run)
+                            whole = whole or moved_whole(run)  # of the first: as it is
                     if turn > 0 or cost_model:
                         taken[option.name].append(run.seconds())
         plain = min(taken["none"])
-        options.append(tuple(candidates))
         # Recomputing cannot be faster than not doing so: what looks faster is noise.
         costs.append(
             _agreed({name: _cost(sizes[name], max(min(times), plain)) for name, times in taken.items()})
         )
+        if link is not None:
+            candidates.append(BlockOption("offload", (("", "offload"),)))
+            costs[-1]["offload"] = offloaded(costs[-1]["none"], whole, costs[-1]["none"], link)
+        options.append(tuple(candidates))
+        boundaries.append(moved)
     block = next(o for o in options[0] if o.name == "block")
     lean = None
-    with _applied(model, [name for name, _ in blocks], block, offload):
+    with _applied(model, [name for name, _ in blocks], block):
         outer = [module for _, module in transformer_blocks(model)]
         static = sum(local_numel(t) * t.element_size() for t in (*parameters, *model.buffers()))
-        whole = [costs[kind]["block"] for kind in kind_of]
+        of_blocks = [costs[kind]["block"] for kind in kind_of]
 
         def measured_frame() -> Frame:
             held = static + optimizer_bytes
             frame = measure_frame(
-                model, outer, whole, loss_fn, device, held, accumulates=accumulates, sharded=sharded
+                model, outer, of_blocks, loss_fn, device, held, accumulates=accumulates, sharded=sharded
             )
             return _agreed({"frame": frame})["frame"]
 
@@ -287,6 +300,8 @@ def measure(
         tuple(own_class(module).__name__ for module in modules),
         fused,
         again or 0.0,
+        link,
+        tuple(boundaries),
     )
 
 
@@ -300,7 +315,6 @@ def _applied(
     model: nn.Module,
     names: Sequence[str],
     option: BlockOption,
-    offload: bool,
     rest: Sequence[str] = (),
 ) -> Iterator[None]:
     """Blocks configured as an option, the rest checkpointed, and all of it taken back."""
@@ -308,7 +322,7 @@ def _applied(
     selected += [selection for block in names for selection in option.selections(block)]
     report = None
     try:
-        wrap_selected(model, selected, offload=offload)
+        wrap_selected(model, selected)
         if option.formats:
             targets = {k: v for block in names for k, v in option.targets(block).items()}
             report = apply_activation_compression(model, targets=targets, overrides={"loss": "none"})

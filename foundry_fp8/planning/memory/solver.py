@@ -9,8 +9,12 @@ The peak of a step is the largest of, with blocks numbered in forward order and 
     after that of block i  before + sum(kept[j], j < i) + after_head + sum(left[j], j > i) + hidden + reducing[i]
     the end of backward    end_peak
 
-Each depends on the blocks before i only through what they hold in forward and in backward. So a dynamic programme over these two
-sums, in the order of the blocks, is exact: it is pruned to states that no other beats in both and in seconds.
+A block that moves what it saves to host memory holds ``moved[i]`` bytes more until the next block that does so begins, and again when the backward
+of that block has begun: of the blocks before i the last that moves anything counts with ``kept + moved``, the others with ``kept``. It leaves
+the device before the forward of block i only if block i moves something itself.
+
+Each depends on the blocks before i only through what they hold in forward and in backward, and on that last ``moved``. So a dynamic programme over these two
+sums, in the order of the blocks and apart for each last ``moved``, is exact: it is pruned to states that no other beats in both and in seconds.
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ class Cost:
         forward_peak: Largest bytes held during its forward, over what was there before.
         backward_peak: Largest bytes held during its backward, ``kept`` and its own parameter gradients included.
         seconds: Forward plus backward.
+        moved: Bytes that are in host memory instead, but for those of the latest block that has any.
     """
 
     kept: int
@@ -39,6 +44,7 @@ class Cost:
     backward_peak: int
     seconds: float
     cached: int = 0
+    moved: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,15 +92,17 @@ class Frame:
 
 def predict_peak(costs: Sequence[Cost], frame: Frame) -> int:
     """The peak bytes of a step in which block i runs as ``costs[i]``, ``frame.static`` included."""
-    held, cached, later = frame.before, 0, sum(frame.left)
+    held, cached, later, tail = frame.before, 0, sum(frame.left), 0
     peak = frame.end_peak
     for cost, (left, in_forward, in_backward, reducing) in zip(costs, frame.blocks(), strict=True):
         later -= left
         backward = (
             held + frame.after_head + later + max(cost.backward_peak + in_backward, frame.hidden + reducing)
         )
-        peak = max(peak, held + cached + cost.forward_peak + in_forward, backward)
-        held += cost.kept
+        leaving = tail if cost.moved else 0
+        peak = max(peak, held - leaving + cached + cost.forward_peak + in_forward, backward)
+        held += cost.kept + cost.moved - leaving
+        tail = cost.moved or tail
         cached += cost.cached
     return frame.static + max(peak, held + cached + frame.head_peak, held + frame.head_backward_peak)
 
@@ -113,32 +121,41 @@ def solve(options: Sequence[Mapping[str, Cost]], frame: Frame, budget: int) -> l
     room = budget - frame.static
     if frame.end_peak > room:
         return None
-    # What is held in backward, what in forward, seconds, and the choices.
-    front: list[_State] = [(frame.before, frame.before, 0.0, ())]
+    # By the last ``moved``: what is held in backward, what in forward, seconds, and the choices.
+    fronts: dict[int, list[_State]] = {0: [(frame.before, frame.before, 0.0, ())]}
     later = sum(frame.left)
     for of_block, (left, in_forward, in_backward, reducing) in zip(options, frame.blocks(), strict=True):
         later -= left
-        grown = [
-            (held + cost.kept, forward + cost.kept + cost.cached, seconds + cost.seconds, (*chosen, name))
-            for held, forward, seconds, chosen in front
-            for name, cost in of_block.items()
-            if forward + cost.forward_peak + in_forward <= room
-            and held
-            + frame.after_head
-            + later
-            + max(cost.backward_peak + in_backward, frame.hidden + reducing)
-            <= room
-        ]
-        fitting = [
-            state
-            for state in grown
-            if state[1] + frame.head_peak <= room and state[0] + frame.head_backward_peak <= room
-        ]
-        front = _thin(_undominated(fitting))
-    return list(min(front, key=lambda state: state[2])[3]) if front else None
+        grown: dict[int, list[_State]] = {}
+        for tail, front in fronts.items():
+            for name, cost in of_block.items():
+                leaving = tail if cost.moved else 0
+                more = cost.kept + cost.moved - leaving
+                grown.setdefault(cost.moved or tail, []).extend(
+                    (held + more, forward + more + cost.cached, seconds + cost.seconds, (*chosen, name))
+                    for held, forward, seconds, chosen in front
+                    if forward - leaving + cost.forward_peak + in_forward <= room
+                    and held
+                    + frame.after_head
+                    + later
+                    + max(cost.backward_peak + in_backward, frame.hidden + reducing)
+                    <= room
+                )
+        fronts = {
+            tail: _thin(_undominated([state for state in states if _fits_head(state, tail, frame, room)]))
+            for tail, states in grown.items()
+        }
+    last = [state for front in fronts.values() for state in front if _fits_head(state, 0, frame, room)]
+    return list(min(last, key=lambda state: state[2])[3]) if last else None
 
 
 _State = tuple[int, int, float, tuple[str, ...]]
+
+
+def _fits_head(state: _State, leaving: int, frame: Frame, room: int) -> bool:
+    """Whether the head fits beside what the blocks hold, of which ``leaving`` may still go."""
+    held, forward, _, _ = state
+    return forward - leaving + frame.head_peak <= room and held - leaving + frame.head_backward_peak <= room
 
 
 def _undominated(states: list[_State]) -> list[_State]:

@@ -92,7 +92,7 @@ def test_a_step_is_bit_identical_and_its_events_are_in_order(monkeypatch, policy
                 order_of_units(lane.trace, 4)
     finally:
         gc.enable()
-    assert not store._flying and sum(b.numel() for b in store._free) == store.held
+    assert not store._flying and sum(b.numel() for b in store.free) == store.held
     if policy != "offload":  # boundaries of four blocks, and buffers for no more
         assert store.held == 4 * 4 * 32 * WIDTH * 4 and store.moved == 3 * store.held
 
@@ -171,7 +171,7 @@ def follow(steps, policy, haste, frozen, shares):
         live.clear()
         if any(step == "fail" for step, _, _ in steps):
             gc.collect()  # a traceback holds frames that hold it
-        assert sum(b.numel() for b in store._free) == store.held
+        assert sum(b.numel() for b in store.free) == store.held
         run(model, 1)
         check(lane.trace)
 

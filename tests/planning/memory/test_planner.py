@@ -222,7 +222,7 @@ def test_fp8_attention_of_long_sequences_is_planned_from_one_block_of_it():
     with FakeTensorMode(allow_non_fake_inputs=True):
         dry = measured(fake=True)
     # What selective checkpoints keep of the emulation's products is the emulation's, block by block.
-    for name, cost in ((n, c) for n, c in dry.costs[0].items() if "selective" not in n):
+    for name, cost in ((n, c) for n, c in dry.costs[0].items() if "selective" not in n and not c.moved):
         assert cost.kept == real.costs[0][name].kept, name
         assert cost.backward_peak == pytest.approx(real.costs[0][name].backward_peak, rel=0.1), name
 
@@ -258,7 +258,7 @@ def test_a_dry_run_on_fake_tensors_counts_the_same_bytes():
             cost_model=CostModel(),
             compression="none",
         )
-    for name, cost in dry.costs[0].items():
+    for name, cost in ((n, c) for n, c in dry.costs[0].items() if not c.moved):
         assert cost.kept == real.costs[0][name].kept, name
         assert cost.backward_peak == pytest.approx(real.costs[0][name].backward_peak, rel=0.02), name
     assert dry.peak("none") == pytest.approx(real.peak("none"), rel=0.02)

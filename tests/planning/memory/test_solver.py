@@ -12,8 +12,10 @@ from foundry_fp8.planning.memory.solver import Cost, Frame, predict_peak, solve
 
 size = st.integers(0, 60)
 cost = st.builds(
-    lambda kept, forward, backward, seconds, cached: Cost(kept, kept + forward, kept + backward, seconds / 8, cached),
-    size, size, size, st.integers(0, 40), st.sampled_from((0, 0, 7, 20)),
+    lambda kept, forward, backward, seconds, cached, moved: Cost(
+        kept, kept + moved + forward, kept + moved + backward, seconds / 8, cached, moved
+    ),
+    size, size, size, st.integers(0, 40), st.sampled_from((0, 0, 7, 20)), st.sampled_from((0, 0, 5, 30)),
 )  # fmt: skip
 
 
@@ -87,6 +89,43 @@ def test_the_peak_is_that_of_the_largest_moment(moment):
         "end": 0,
     }
     assert predict_peak(costs, frame) == 100 + 1000 + held[moment]
+
+
+@given(problems())
+@settings(max_examples=300, deadline=None)
+def test_what_is_moved_is_on_the_device_from_its_forward_to_the_next_and_again_from_the_next_ones_backward(
+    problem,
+):
+    """The peak from a list of what lies on the device, event by event."""
+    options, frame, _ = problem
+    costs = [next(iter(o.values())) for o in options]
+    device = {"before": frame.before}
+    peak, last, order = frame.end_peak, None, []
+    beside = list(frame.blocks())
+    for i, cost in enumerate(costs):
+        if cost.moved:
+            device.pop(("moved", last), None)
+            last = i
+        peak = max(peak, sum(device.values()) + cost.forward_peak + beside[i][1])
+        device |= {("kept", i): cost.kept, ("cached", i): cost.cached}
+        if cost.moved:
+            device["moved", i] = cost.moved
+            order.append(i)
+    peak = max(peak, sum(device.values()) + frame.head_peak)
+    device = {key: n for key, n in device.items() if key[0] != "cached"}
+    peak = max(peak, sum(device.values()) + frame.head_backward_peak)
+    device["head"] = frame.after_head
+    for i in reversed(range(len(costs))):
+        device.pop(("kept", i))
+        if costs[i].moved:
+            device.pop(("moved", i))
+            order.pop()
+            if order:
+                device["moved", order[-1]] = costs[order[-1]].moved
+        own = max(costs[i].backward_peak + beside[i][2], frame.hidden + beside[i][3])
+        peak = max(peak, sum(device.values()) + own)
+        device["left", i] = frame.left[i]
+    assert predict_peak(costs, frame) == frame.static + peak
 
 
 @given(problems())
