@@ -50,7 +50,8 @@ def norm_linear(linear: FP8Linear, x: Tensor, norm: nn.Module) -> Tensor:
     Raises:
         TypeError: A norm or a linear that this cannot fuse.
     """
-    if not isinstance(norm, nn.RMSNorm | nn.LayerNorm) or tuple(norm.normalized_shape) != (x.shape[-1],):
+    # A tuple, because Dynamo of torch 2.7 does not trace isinstance of a union.
+    if not isinstance(norm, (nn.RMSNorm, nn.LayerNorm)) or tuple(norm.normalized_shape) != (x.shape[-1],):
         raise TypeError(
             f"{linear.fqn}: cannot fuse {norm}; it takes nn.RMSNorm and nn.LayerNorm over {x.shape[-1]} features."
         )

@@ -88,6 +88,26 @@ def test_activation_linear(name, gated, recipe, device):
     assert_alike(fused, gradients(unfused, inputs, dy), torch.float32)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("recipe", ["current", "delayed", "block"])
+@pytest.mark.parametrize("name", ["RMSNorm", "LayerNorm"])
+def test_norm_linear_compiles_whole_and_gives_the_same_bits(name, recipe, device):
+    model = converted(recipe, device, torch.bfloat16)
+    norm = getattr(nn, name)(96, eps=1e-5, dtype=torch.bfloat16, device=device)
+    norm.weight.data.uniform_(0.5, 1.5)
+    x = torch.randn(48, 96, device=device).bfloat16().requires_grad_()
+    dy = torch.randn(48, 64, device=device).bfloat16()
+    inputs = [x, *norm.parameters(), *model.parameters()]
+
+    def run():
+        return norm_linear(model[0], x, norm)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    for eager, traced in zip(gradients(run, inputs, dy), gradients(compiled, inputs, dy), strict=True):
+        assert torch.equal(eager, traced)
+
+
 def test_fused_forward_is_recorded(device):
     model = converted("delayed", device, torch.float32)
     norm = nn.RMSNorm(96, device=device)
