@@ -95,8 +95,9 @@ class LinearShadow:
         see = functools.partial(self._see, name, module, recipe)
         norm = deferred_norm_of(module)
         dtype = compute_dtype(x)
-        see("x", (x if norm is None else norm.normalise(x)).to(dtype))
-        see("w", module.matrix.to(dtype))
+        with torch.no_grad():  # else a checkpoint counts what the norm saves, and its recompute, which is not looked at, saves less
+            see("x", (x if norm is None else norm.normalise(x)).to(dtype))
+            see("w", module.matrix.to(dtype))
         if output.requires_grad:
             output.register_hook(self._guard(functools.partial(see, "dy")))
 
