@@ -41,7 +41,9 @@ def _offloaded(
 ) -> Any:
     if policy == "offload":  # nothing is run again
         given = [x for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)]
-        with host_store(given[0].device).unit():
+        # Activations tell the device; a table of positions or lengths may be the host's.
+        first = next((x for x in given if x.requires_grad), next(iter(given), None))
+        with contextlib.nullcontext() if first is None else host_store(first.device).unit():
             return function(*args, **kwargs)
     run, activations = _by_position(function, args, kwargs)
     # Hooks outside the checkpoint see its inputs alone; what is saved inside it is the checkpoint's.
