@@ -17,6 +17,7 @@ from foundry_fp8.callbacks.base import Monitor, device_of, model_of
 from foundry_fp8.callbacks.carried_state import CarriedState
 from foundry_fp8.callbacks.divergence_guard.agreement import everyone_works, gather
 from foundry_fp8.callbacks.divergence_guard.config import KEY, DivergenceGuardConfig
+from foundry_fp8.compat.compiled_model import is_compiled
 from foundry_fp8.layers.attention import SLOTS
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.layers.state import FP8State
@@ -34,6 +35,7 @@ log = logging.getLogger(__name__)
 
 TOLD = ("batch", "unit", "action", "signal", "detail")
 """The columns of the table ``guard_events``."""
+MOVES = ("demote", "promote")
 ACTS = {
     "spike": "it would rule the scale for as long as the history is",
     "stale": "the history is not of this run",
@@ -74,6 +76,7 @@ class DivergenceGuard(Monitor):
         self._loaded: dict[str, Any] | None = None
         self._losses: list[float] = []
         """Of the batches since the last observation in turn."""
+        self._compiled = False
         self._save_due = False
         self._agreed_off = False
         self._gathered = -1
@@ -112,9 +115,13 @@ class DivergenceGuard(Monitor):
         return again or self._in_turn(state.timestamp.batch.value + (not done))
 
     def _pulse(self, state: State) -> str | None:
-        """The one linear that is looked at in a batch that is not due."""
+        """The one linear that is looked at in a batch that is not due; none in a graph, which would be compiled again for each of
+        them, and run eagerly from the eighth on.
+        """
+        if self._watch is None or self._compiled:
+            return None
         batch = state.timestamp.batch.value
-        return None if self._watch is None else self._watch.pulse(batch - batch // self.config.interval)
+        return self._watch.pulse(batch - batch // self.config.interval)
 
     def _meets(self, state: State) -> bool:
         """Whether the ranks meet at the end of this batch."""
@@ -155,6 +162,7 @@ class DivergenceGuard(Monitor):
                 review.attach()
         of_linears = self._reviews.get(FP8State.NAME)
         self._watch = Watch(model_of(state), self.ladders, self.guarded, of_linears)
+        self._compiled = is_compiled(state.model)
         if self._loaded is not None:
             self._take_back(self.decision, self._watch, self._loaded)
             self._loaded = None
@@ -184,17 +192,22 @@ class DivergenceGuard(Monitor):
             return
         self._losses.append(_loss(state))
         found = self._review(state.timestamp.batch.value)
+        seen = None
         if self._due(state, done=True):
-            found += self._observe(state, logger, {event.unit for event in found if event.action == "alarm"})
+            seen, decided = self._observe(state, {event.unit for event in found if event.action == "alarm"})
+            found += decided
         elif self._pulse(state) is not None:
             self._watch.detach()
             rows = self._gather(state, self._watch.collect(self._losses[-1]))
             self.decision.pulse({} if rows is None else together(rows, self._watch.columns).damage)
+        # Before any logger, which may fail on one rank alone: the ranks would run different recipes, and meet at different times.
+        self._move(state, {event.unit for event in found if event.action in MOVES})
+        if seen is not None:
+            self._log(seen, logger)
         self._tell(state, logger, found)
-        self._move(state, {event.unit for event in found if event.action in ("demote", "promote")}, logger)
 
-    def _observe(self, state: State, logger: Logger, mended: set[str]) -> list[GuardEvent]:
-        """What is decided on what all ranks see; about the layers in ``mended`` in the next observation."""
+    def _observe(self, state: State, mended: set[str]) -> tuple[Observed | None, list[GuardEvent]]:
+        """What all ranks see and what is decided on it; about the layers in ``mended`` in the next observation."""
         assert self._watch is not None and self.decision is not None
         self._watch.detach()
         in_turn = self._in_turn(state.timestamp.batch.value)
@@ -202,7 +215,7 @@ class DivergenceGuard(Monitor):
         losses = self._losses if in_turn else self._losses[-1:]
         rows = self._gather(state, self._watch.collect(math.fsum(losses) / len(losses)))
         if rows is None:
-            return []
+            return None, []
         if in_turn:
             self._losses = []
         seen = together(rows, self._watch.columns)
@@ -211,9 +224,7 @@ class DivergenceGuard(Monitor):
         if "demote" in self.config.actions:
             damage = {where: value for where, value in seen.damage.items() if where[0] not in mended}
             seen = dataclasses.replace(seen, damage=damage)
-        found = self.decision.decide(batch, seen, due=in_turn)
-        self._log(seen, logger)
-        return found
+        return seen, self.decision.decide(batch, seen, due=in_turn)
 
     def _review(self, batch: int) -> list[GuardEvent]:
         """What the histories of delayed scaling were found to be, by layer."""
@@ -223,10 +234,13 @@ class DivergenceGuard(Monitor):
             if not mismatches:
                 continue
             for name, ladder in self.ladders.items():
-                for operand, slot in (ladder.module.slots or {}).items():
-                    one = mismatches.get(slot.index) if slot.state is review.state else None
-                    if one is None or name in found:
-                        continue
+                met = [
+                    (operand, mismatches[slot.index])
+                    for operand, slot in (ladder.module.slots or {}).items()
+                    if slot.state is review.state and slot.index in mismatches
+                ]
+                # One event a layer: an alarm before what is no alarm.
+                for operand, one in sorted(met, key=lambda pair: not pair[1].far)[:1]:
                     why = f"an amax of {one.amax:.3g} after {one.past:.3g} at most: " + ACTS[one.kind]
                     tell = functools.partial(
                         GuardEvent, batch=batch, unit=name, signal=f"history of {operand}"
@@ -247,6 +261,9 @@ class DivergenceGuard(Monitor):
         for event in found:
             self.events.append({**dataclasses.asdict(event), "detail": event.detail})
             log.warning("%s: %s.", KEY, event)
+            if event.action in MOVES and self.decision is not None:
+                rung = float(self.decision.rungs[event.unit])
+                self.log(logger, {}, {f"guard/rung/{event.unit}": rung})
         if found:
             # All of them each time: a reader of the log takes the last table of a name.
             told = [[str(event[column]) for column in TOLD] for event in self.events]
@@ -277,7 +294,7 @@ class DivergenceGuard(Monitor):
             state.stop_training()
         return found
 
-    def _move(self, state: State, moved: set[str], logger: Logger) -> None:
+    def _move(self, state: State, moved: set[str]) -> None:
         """Have the layers run what was decided."""
         assert self.decision is not None and self._watch is not None
         renewed = False
@@ -297,7 +314,6 @@ class DivergenceGuard(Monitor):
                     amax[SLOTS[operand]] = max(seen, amax.get(SLOTS[operand], 0.0))
                 ladder.forget_history(amax)
                 renewed = True
-            self.log(logger, {}, {f"guard/rung/{name}": float(rung)})
         self._watch.follow()
         if renewed:  # a collective; every rank has decided the same
             found = FP8AttentionState.of(state.model)
