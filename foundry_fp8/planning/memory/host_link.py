@@ -55,12 +55,16 @@ HOST_LINKS = {
     ),
 }
 
+PCIE4 = ("A10", "A30", "A40", "L4", "RTX 40", "ADA")
+"""In names of Ampere's and Ada's GPUs: A10 and A100, L4, L40 and L40S, RTX 6000 Ada."""
+
 
 def host_link_of(gpu: str) -> HostLink:
-    """The link of a GPU of this name: C2C beside Grace, PCIe 4 on an A100, PCIe 5 else."""
+    """The link of a GPU of this name: C2C beside Grace, PCIe 4 on Ampere and Ada, PCIe 5 else."""
     name = gpu.upper()
-    grace = any(word in name for word in ("GH200", "GB200", "GB300"))
-    return HOST_LINKS["c2c" if grace else "pcie4" if "A100" in name else "pcie5"]
+    if any(word in name for word in ("GH200", "GB200", "GB300")):
+        return HOST_LINKS["c2c"]
+    return HOST_LINKS["pcie4" if any(word in name for word in PCIE4) else "pcie5"]
 
 
 def moved_whole(run: BlockRun) -> int:
@@ -79,13 +83,14 @@ def moved_whole(run: BlockRun) -> int:
 
 
 def moved_boundaries(run: BlockRun) -> int:
-    """Bytes that the store takes of the inputs of the block's checkpoints."""
-    storages: dict[int, Any] = {}
+    """Bytes that the store takes of the inputs of the block's checkpoints; what two of them read, as in a parallel block, stays."""
+    storages: dict[int, tuple[Any, set[int]]] = {}
 
     def note(module: nn.Module, args: Any, kwargs: Any) -> None:
         for x in tree_iter((args, kwargs)):
             if isinstance(x, torch.Tensor) and x.requires_grad and moves(x):
-                storages[x.untyped_storage()._cdata] = x.untyped_storage()  # held: no other gets its address
+                storage = x.untyped_storage()  # held: no other gets its address
+                storages.setdefault(storage._cdata, (storage, set()))[1].add(id(module))
 
     handles = [
         wrapper.register_forward_pre_hook(note, with_kwargs=True)
@@ -96,7 +101,7 @@ def moved_boundaries(run: BlockRun) -> int:
     finally:
         for handle in handles:
             handle.remove()
-    return sum(storage.nbytes() for storage in storages.values())
+    return sum(storage.nbytes() for storage, readers in storages.values() if len(readers) == 1)
 
 
 def offloaded(cost: Cost, moved: int, plain: Cost, link: HostLink) -> Cost:

@@ -209,7 +209,8 @@ class MemoryPlan:
         """What goes to host memory, and what more would with ``offload: true``."""
         link = self.measurements.link
         if link is None:
-            return ""
+            uncounted = "offload: true is not in these figures: what it moves is known on a GPU without FSDP and in dry runs\n"
+            return uncounted if self.offload else ""
         text = ""
         as_is, moving = self.costs(), self.costs(offload=True)
         if moved := sum(cost.moved for cost in as_is):

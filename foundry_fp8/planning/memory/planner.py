@@ -255,7 +255,10 @@ def measure(
             _agreed({name: _cost(sizes[name], max(min(times), plain)) for name, times in taken.items()})
         )
         if link is not None:
+            agreed = _agreed({name: _Bytes(n) for name, n in {**moved, "offload": whole}.items()})
+            moved = {name: most.moved for name, most in agreed.items()}
             candidates.append(BlockOption("offload", (("", "offload"),)))
+            whole = moved.pop("offload")
             costs[-1]["offload"] = offloaded(costs[-1]["none"], whole, costs[-1]["none"], link)
         options.append(tuple(candidates))
         boundaries.append(moved)
@@ -331,6 +334,13 @@ def _applied(
         if report is not None:
             report.undo()
         unwrap(model)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Bytes:
+    """What one option moves to host memory."""
+
+    moved: int
 
 
 def _agreed(of_rank: dict[str, Any]) -> dict[str, Any]:
