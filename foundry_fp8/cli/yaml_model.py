@@ -12,7 +12,7 @@ from foundry_fp8.config import Config, ConfigError, Positive, Text, accept, from
 __all__ = ["build_yaml_model", "read_yaml"]
 
 SIZES = ("d_model", "n_heads", "n_layers", "vocab_size")
-"""Keys of MPT and of this package's models, of which nobody else says that 0 layers or words are none."""
+"""Keys of MPT and of this package's models that have to be positive: the models themselves take 0 and fail somewhere else."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

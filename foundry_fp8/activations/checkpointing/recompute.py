@@ -33,9 +33,8 @@ def recomputed(function: Callable[..., Any], *args: Any, policy: Policy, offload
     return checkpoint(run, *activations, use_reentrant=False, **_options(policy))
 
 
-@torch.compiler.disable(
-    recursive=False
-)  # saved-tensor hooks cannot be traced; the module within is, as a graph of its own
+# Saved-tensor hooks cannot be traced; the module within is, as a graph of its own.
+@torch.compiler.disable(recursive=False)
 def _offloaded(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], policy: Policy
 ) -> Any:

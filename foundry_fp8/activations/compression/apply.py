@@ -254,11 +254,10 @@ def _boundary(
     left = None if config.include_checkpoint_boundaries else "include_checkpoint_boundaries is false"
     if fmt is not None and (router := next(router_modules(checkpoint), None)) is not None:
         left = f"its router {clean_name(f'{name}.{router[0]}')} has to choose the same experts again"
-    elif (
-        keywords_of(checkpoint).get("policy") == "offload"
-    ):  # its hooks are the inner ones, and only those run
+    # Of two pairs of hooks the inner ones, those of offloading, run, and only those.
+    elif keywords_of(checkpoint).get("policy") == "offload":
         left = left or "what it saves goes to host memory, as it is"
-    elif keywords_of(checkpoint).get("offload", False):  # the same
+    elif keywords_of(checkpoint).get("offload", False):
         left = left or "it offloads its inputs to host memory, as they are"
     compressor = Compressor(fmt if left is None else None, min_numel=config.min_numel, boundary=True)
     compressor.attach(checkpoint)
