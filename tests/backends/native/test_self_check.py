@@ -2,13 +2,16 @@
 
 import pytest
 import torch
+import triton.language as tl
 from torch import nn
+from triton.runtime import interpreter
 
 import foundry_fp8
-from foundry_fp8.backends.native import NativeBackend
+from foundry_fp8.backends.native import NativeBackend, self_check
 from foundry_fp8.backends.native.self_check import check_kernels
 from foundry_fp8.kernels import block_gemm, blockwise, tensorwise
-from foundry_fp8.numerics.recipes import RECIPES, BlockScaling, CurrentScaling
+from foundry_fp8.numerics.recipes import RECIPES, BlockScaling, CurrentScaling, DelayedScaling
+from tests.kernels.interpreter import convert_float
 
 check = check_kernels.__wrapped__  # without its memory of what passed
 
@@ -43,6 +46,39 @@ def test_one_wrong_element_is_an_error_that_names_it(recipe, module, name, outpu
     broken(monkeypatch, module, name, output)
     with pytest.raises(RuntimeError, match=rf"kernel {name} is wrong .*Triton \d.*{said}.* 1 of \d+ differ"):
         check(recipe, torch.bfloat16, torch.device(device), False)
+
+
+def test_what_rounds_twice_may_take_the_neighbour(monkeypatch, device):
+    """sm_89's conversion, through float16. Elsewhere that is an error."""
+    if device != "cpu":
+        pytest.skip("a GPU converts as it does")
+
+    def twice(values, source, target, rounding):
+        if str(target).startswith("fp8"):
+            values, source = convert_float(values, source, tl.float16, rounding), tl.float16
+        return convert_float(values, source, target, rounding)
+
+    monkeypatch.setattr(interpreter, "_convert_float", twice)
+    for recipe in (DelayedScaling(), CurrentScaling()):
+        with monkeypatch.context() as patch:
+            with pytest.raises(RuntimeError, match=r"data of .* differ"):
+                check(recipe, torch.bfloat16, torch.device(device), False)
+            patch.setattr(self_check, "_rounds_twice", lambda device: True)
+            check(recipe, torch.bfloat16, torch.device(device), False)
+
+
+def test_the_scale_of_finite_values_is_checked(monkeypatch, device):
+    """An Inf makes it 1, whatever the division gives."""
+    right = tensorwise.quantize_tensorwise_reference
+
+    def doubled(*args, **kwargs):
+        found = right(*args, **kwargs)
+        stats = torch.where(found.stats[1].isfinite(), found.stats * 2, found.stats)
+        return found._replace(stats=stats)
+
+    monkeypatch.setattr(tensorwise, "quantize_tensorwise_reference", doubled)
+    with pytest.raises(RuntimeError, match="stats of x of the current recipe"):
+        check(CurrentScaling(), torch.bfloat16, torch.device(device), False)
 
 
 def test_a_wrong_product_is_an_error(monkeypatch, device):
