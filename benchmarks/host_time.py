@@ -79,7 +79,7 @@ class Least(torch.autograd.Function):
 
 def _launched(x: torch.Tensor, out: torch.Tensor) -> None:
     """A kernel's call: as many arguments as `_quantize_kernel` takes."""
-    LAUNCHES["least"] += 1
+    LAUNCHES["least"] += 1  # as the driver that launches nothing counts ours
     _nothing(x, SIZE, None, 0, None, None, None, None, None, None, None, ONE, ONE, out, out, None, 16, 16, 16, 16,
              None, None, 0, 448.0, False, 1.0, 4, 64, 128)  # fmt: skip
 

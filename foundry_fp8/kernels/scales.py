@@ -1,4 +1,4 @@
-"""Device functions: amax to scale, value to FP8. Each is the Triton form of a torch function named in its docstring."""
+"""Device functions: amax to scale, E8M0, what is not finite. Each is the Triton form of a torch function named in its docstring."""
 
 import triton
 import triton.language as tl

@@ -28,7 +28,7 @@ __all__ = ["Tensorwise", "amax", "amax_of_two", "quantize_tensorwise", "quantize
 
 TILE_R, TILE_C, WARPS = 64, 128, 4
 """One program's tile: it writes 128 bytes of each row and 64 of each row of the transpose. Four warps: what is computed for an address
-or a mask serves twice the elements that it would with eight, and two or three blocks still share a multiprocessor."""
+or a mask serves twice the elements that it would with eight, and four to seven blocks still share a multiprocessor."""
 
 
 class Tensorwise(NamedTuple):
