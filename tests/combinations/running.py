@@ -54,24 +54,25 @@ def switch_on(case: Case) -> tuple[nn.Module, dict[str, Any]]:
     return model, reports
 
 
-CHECKPOINTS: dict[str, dict[str, Any]] = {
-    "full": {},
-    "selective": {"policy": "selective"},
-    "targets": {"targets": {"*.mlp": "first-1", "*attention|*self_attn": "last-1"}},
-    "offload": {"offload": True},  # and what the MLP saves
-}
+def checkpoints(case: Case) -> dict[str, Any]:
+    """Options of a case's checkpoints."""
+    attention = "*.self_attn" if case.model == "llama" else "*.attention"
+    options: dict[str, dict[str, Any]] = {
+        "full": {},
+        "selective": {"policy": "selective"},
+        "targets": {"targets": {"*.mlp": "first-1", attention: "last-1"}},
+        "offload": {
+            "offload": True,
+            "targets": [{"target": attention}, {"target": "*.mlp", "policy": "offload"}],
+        },
+    }
+    return options[case.checkpoint]
 
 
 def save_less(case: Case, model: nn.Module) -> dict[str, Any]:
     reports: dict[str, Any] = {}
     if case.checkpoint != "none":
-        options = dict(CHECKPOINTS[case.checkpoint])
-        attention = "*.self_attn" if case.model == "llama" else "*.attention"
-        if case.checkpoint == "offload":
-            options["targets"] = [{"target": attention}, {"target": "*.mlp", "policy": "offload"}]
-        elif case.checkpoint == "targets":
-            options["targets"] = {"*.mlp": "first-1", attention: "last-1"}
-        reports["checkpoint"] = foundry_fp8.apply_activation_checkpointing(model, **options)
+        reports["checkpoint"] = foundry_fp8.apply_activation_checkpointing(model, **checkpoints(case))
     if case.compression != "none":
         reports["compression"] = foundry_fp8.apply_activation_compression(
             model, format=case.compression, min_numel=MIN_NUMEL
@@ -180,11 +181,16 @@ def _run(case: Case) -> dict[str, Any]:
                 "errors": {
                     n: (float((got[n] - w).norm()), float(w.norm()), norms[n]) for n, w in wanted.items()
                 },
-                "update": max(
-                    float((moved[n] - got.get(n, torch.zeros(()))).abs().max())
-                    / max(1e-30, float(before[n].abs().max()), float(after[n].abs().max()))
-                    for n in moved
-                ),
+                # torch's maximum, which keeps NaN; Python's does not.
+                "update": torch.stack(
+                    [
+                        (moved[n] - got.get(n, torch.zeros(()))).abs().max()
+                        / torch.stack([before[n].abs().max(), after[n].abs().max()]).max().clamp(min=1e-30)
+                        for n in moved
+                    ]
+                )
+                .max()
+                .item(),
                 "digest": digest(after),
             }
         )
@@ -257,7 +263,8 @@ def activity(
     if case.checkpoint != "none":
         active["checkpoint"] = bool(reports["checkpoint"].selected)
     if case.compression != "none":
-        active["compression"] = all(target.right for target in watched)
+        packs = case.compression != "exact"
+        active["compression"] = bool(watched) == packs and all(target.right for target in watched)
     if case.communicates:
         traffic = reports["communication"].traffic
         active["communication"] = 0 < traffic.wire_bytes < traffic.logical

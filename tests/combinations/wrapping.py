@@ -99,9 +99,9 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _flat_gradients_of(model: nn.Module) -> dict[str, Tensor]:
-    """FSDP1 takes flat weights apart for anyone, flat gradients for nobody: these stand in the place of those meanwhile.
+    """FSDP1 takes flat weights apart for anyone, flat gradients for nobody: so gradients stand in the weights' place meanwhile.
 
-    (What a step moves is their difference only up to a rounding of the weights, which are a hundred times as large as a clipped step.)
+    Not read from what a step moved: that holds the rounding of the weights, which are a hundred times as large as a clipped step.
     """
     flat = list(model.parameters())
     weights = [parameter.clone() for parameter in flat]
