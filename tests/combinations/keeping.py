@@ -10,6 +10,8 @@ from torch.utils._pytree import tree_leaves
 
 from foundry_fp8.activations.compression.apply import CompressionReport
 from foundry_fp8.activations.compression.saved import MARK, Compressor
+from foundry_fp8.layers.attention import FP8DotProductAttention
+from foundry_fp8.layers.linear import FP8Linear
 from tests.combinations.wrapping import clean
 
 MIN_NUMEL = 256
@@ -20,36 +22,67 @@ class Watched:
     """One target that packs.
 
     A checkpoint keeps those of its inputs that need a gradient: none behind frozen weights alone, where nothing is left to
-    pack, whatever its policy (outputs that a policy keeps are the checkpoint's own). Any other module keeps something as soon
-    as what it returns needs a gradient, or its fused forms do, which pack for themselves.
+    pack, whatever its policy (outputs that a policy keeps are the checkpoint's own). Any other module keeps nothing unless what it
+    returns needs a gradient, and something as soon as a module within that keeps what it works on, and is in no other's hands,
+    returns what needs one.
     """
 
     compressor: Compressor
-    fused: bool
-    needs: bool = False
+    may: bool = False
+    must: bool = False
 
-    def look(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """A forward hook."""
-        kept = (args, kwargs) if self.compressor.boundary else output
-        self.needs |= any(
-            isinstance(x, Tensor) and x.requires_grad and x.numel() >= MIN_NUMEL for x in tree_leaves(kept)
-        )
+    def handed(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """A forward hook of the target."""
+        if self.compressor.boundary:
+            self.may |= needed((args, kwargs))
+            self.must = self.may
+        else:
+            self.may |= needed(output)
+
+    def worked(self, module: nn.Module, args: Any, output: Any) -> None:
+        """A forward hook of a module within."""
+        self.must |= needed(output)
 
     @property
     def right(self) -> bool:
-        """Whether something was packed, or left out as backward makes it again (a fused norm's output), exactly where it was needed."""
+        """Whether something was packed, or left out as backward makes it again (a fused norm's output), where it must and may be."""
         saved = self.compressor.saved
-        return (saved.packed + saved.left_out > 0) == self.needs or (self.fused and self.needs)
+        return self.must <= (saved.packed + saved.left_out > 0) <= self.may
+
+
+def needed(handed: Any) -> bool:
+    """Whether some of it needs a gradient and is large enough to be packed."""
+    return any(
+        isinstance(x, Tensor) and x.requires_grad and x.numel() >= MIN_NUMEL for x in tree_leaves(handed)
+    )
 
 
 def watch(model: nn.Module, report: CompressionReport) -> list[Watched]:
     """Every target of ``model`` that packs, from now on."""
-    fused = [name for name, how, _ in report.rows if how.startswith("fused")]
+    modules = {clean(name): module for name, module in model.named_modules()}
+    others = {clean(name) for name, _, _ in report.rows}
     found = []
-    for name, module in model.named_modules():
+    for name, module in modules.items():
         compressor = vars(module).get(MARK)
-        if compressor is not None and compressor.fmt is not None:
-            inside = any(form.startswith(f"{clean(name)}.") for form in fused)
-            found.append(Watched(compressor, inside))
-            module.register_forward_hook(found[-1].look, with_kwargs=True)
+        if compressor is None or compressor.fmt is None:
+            continue
+        found.append(Watched(compressor))
+        module.register_forward_hook(found[-1].handed, with_kwargs=True)
+        for inner, own in modules.items() if not compressor.boundary else ():
+            within = inner.startswith(f"{name}.") and not any(
+                other != name and f"{inner}.".startswith(f"{other}.")
+                for other in others
+                if other.startswith(f"{name}.")
+            )
+            if within and keeps(own):
+                own.register_forward_hook(found[-1].worked)
     return found
+
+
+def keeps(module: nn.Module) -> bool:
+    """Whether a module keeps what it works on: not FP8's, which keep it as they multiply it, nor a linear that is frozen."""
+    if isinstance(module, nn.Linear):
+        return not isinstance(module, FP8Linear) and module.weight.requires_grad
+    if any(isinstance(m, FP8DotProductAttention) for m in module.modules()):
+        return False
+    return not isinstance(module, nn.Identity | nn.Dropout | nn.Embedding)
