@@ -61,7 +61,7 @@ class OutlierOnRank1(Callback):
 
 
 class BreaksOnRank1(DivergenceGuard):
-    """Fails on rank 1: ``when`` is before or after the gather of batch 2, or at the start."""
+    """Fails on rank 1: ``when`` is before or after the ranks meet in batch 2, in what is logged of it, or at the start."""
 
     def __init__(self, when, **options):
         super().__init__(**options)
@@ -71,13 +71,18 @@ class BreaksOnRank1(DivergenceGuard):
         super().fit_start(state, logger)
         self.maybe_break("start")
 
-    def _gather(self, state, mine):
+    def _gather(self, state, mine, *, whole):
         if mine is not None and state.timestamp.batch.value == 2:
+            assert whole == (self.config.interval == 1)
             self.maybe_break("before")
-        rows = super()._gather(state, mine)
+        rows = super()._gather(state, mine, whole=whole)
         if mine is not None and state.timestamp.batch.value == 2:
             self.maybe_break("after")
         return rows
+
+    def _log(self, seen, logger):
+        self.maybe_break("log")
+        super()._log(seen, logger)
 
     def maybe_break(self, when):
         if when == self.when and dist.get_rank() == 1:
@@ -141,8 +146,8 @@ def outlier(root, wrapper):
     return {"failed": guard.failed, "events": str(guard.events), "running": running}
 
 
-def broken(root, when):
-    trainer = run(root, "ddp", {"breaks_on_rank_1": {"when": when, **QUICK}})
+def broken(root, when, interval=1):
+    trainer = run(root, "ddp", {"breaks_on_rank_1": {"when": when, "interval": interval}})
     return {"failed": monitor(trainer, DivergenceGuard).failed, "batches": int(trainer.state.timestamp.batch)}
 
 
@@ -152,7 +157,11 @@ def main():
         "all-ddp": lambda: all_four(root, "ddp"),
         "all-fsdp2": lambda: all_four(root, "fsdp2"),
         "outlier-fsdp2": lambda: outlier(root, "fsdp2"),
-        **{f"broken-{when}": lambda when=when: broken(root, when) for when in ("start", "before", "after")},
+        **{
+            f"broken-{when}": lambda when=when: broken(root, when)
+            for when in ("start", "before", "after", "log")
+        },
+        **{f"broken-{when}-between": lambda when=when: broken(root, when, 4) for when in ("before", "after")},
     }
     results = {}
     for name, case in cases.items():

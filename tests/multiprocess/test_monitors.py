@@ -50,7 +50,7 @@ def test_what_one_rank_sees_both_act_on(results):
     assert first["running"]["1.ffn.down_proj"] == "delayed"
 
 
-@pytest.mark.parametrize("when", ["start", "before", "after"])
+@pytest.mark.parametrize("when", ["start", "before", "after", "log", "before-between", "after-between"])
 def test_a_guard_that_breaks_on_one_rank_is_off_on_both_and_nobody_waits(results, when):
     first, second = (found[f"broken-{when}"] for found in results)
     assert "another rank" in first["failed"]

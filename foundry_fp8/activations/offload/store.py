@@ -147,14 +147,15 @@ class HostStore:
 
     Args:
         lane: Makes the copies.
+        device: Whose tensors it takes; those of another, a table in host memory for example, stay.
 
     Attributes:
         moved: Bytes copied out so far.
         held: Bytes of host buffers, in use and free.
     """
 
-    def __init__(self, lane: Lane) -> None:
-        self.lane = lane
+    def __init__(self, lane: Lane, device: torch.device) -> None:
+        self.lane, self.device = lane, device
         self.moved = 0
         self.held = 0
         self._free: list[Tensor] = []
@@ -170,7 +171,9 @@ class HostStore:
 
         def pack(x: Tensor) -> _Handle | Untouched:
             nonlocal unit
-            if type(x) is not Tensor or not moves(x):  # a dry run's have no bytes to keep
+            if (
+                type(x) is not Tensor or x.device != self.device or not moves(x)
+            ):  # a dry run's have no bytes to keep
                 return Untouched.of(x)
             if unit is None:  # not one that saves nothing, as in evaluation
                 unit = self._begin()
@@ -267,4 +270,4 @@ def _bytes_of(x: Tensor) -> Tensor:
 @functools.cache
 def host_store(device: torch.device) -> HostStore:
     """The store of ``device``: one a process, so that all models on it share its buffers."""
-    return HostStore(lane_of(device))
+    return HostStore(lane_of(device), device)

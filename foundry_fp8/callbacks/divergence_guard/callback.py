@@ -15,7 +15,7 @@ from composer.utils import checkpoint, dist
 
 from foundry_fp8.callbacks.base import Monitor, device_of, model_of
 from foundry_fp8.callbacks.carried_state import CarriedState
-from foundry_fp8.callbacks.divergence_guard.agreement import everyone_works, gather
+from foundry_fp8.callbacks.divergence_guard.agreement import everyone_works, gather, worst
 from foundry_fp8.callbacks.divergence_guard.config import KEY, DivergenceGuardConfig
 from foundry_fp8.compat.compiled_model import is_compiled
 from foundry_fp8.layers.attention import SLOTS
@@ -50,8 +50,8 @@ class DivergenceGuardState(CarriedState):
 class DivergenceGuard(Monitor):
     """Watches layers, raises an alarm, acts on the layers at fault.
 
-    Ranks agree by one gather of a few floats a layer in each batch: every rank sees the worst of all, and so decides
-    the same. A rank on which the guard fails says so in that gather, and all switch it off together.
+    Ranks agree by one collective of a few floats a layer in each batch: every rank sees the worst of all, and so decides
+    the same. A rank on which the guard fails says so in it, and all switch it off together.
 
     Args:
         **options: The fields of :class:`DivergenceGuardConfig`.
@@ -86,26 +86,33 @@ class DivergenceGuard(Monitor):
 
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
         """As any monitor; a failed one goes on meeting the others until all know."""
-        due = event == Event.BATCH_END and self._meets(state)  # before this batch decides about the next
+        # Before this batch decides about the next.
+        meets, due = event == Event.BATCH_END and self._meets(state), self._due(state, done=True)
         super().run_event(event, state, logger)
+        if (
+            event == Event.BATCH_CHECKPOINT and self._save_due
+        ):  # failed since, here alone; the others save with this rank
+            self.batch_checkpoint(state, logger)
         if self._agreed_off or dist.get_world_size() == 1:
             return
         if event == Event.FIT_START:
             if not everyone_works(state, self.failed is None):
                 self._switch_off("another rank could not start it")
-        elif due and self.failed is not None:
+        elif meets and self.failed is not None:
             met = self._gathered == state.timestamp.batch.value  # it failed after this batch's gather
             if not met:
-                self._gather(state, None)
+                self._gather(state, None, whole=due)
 
     def _switch_off(self, why: str) -> None:
         self._agreed_off = True
         if self.failed is None:
             self.disable(RuntimeError(why))
 
-    def _gather(self, state: State, mine: list[float] | None) -> list[list[float]] | None:
+    def _gather(self, state: State, mine: list[float] | None, *, whole: bool) -> list[list[float]] | None:
+        """Every rank's numbers in a due batch (``whole``), the worst of them in others."""
         self._gathered = state.timestamp.batch.value
-        rows = gather(state, mine, 0 if self._watch is None else self._watch.columns.count)
+        meet = gather if whole else worst
+        rows = meet(state, mine, 0 if self._watch is None else self._watch.columns.count)
         if rows is None:
             self._switch_off("it failed on another rank")
         return rows
@@ -198,10 +205,12 @@ class DivergenceGuard(Monitor):
             found += decided
         elif self._pulse(state) is not None:
             self._watch.detach()
-            rows = self._gather(state, self._watch.collect(self._losses[-1]))
+            rows = self._gather(state, self._watch.collect(self._losses[-1]), whole=False)
             self.decision.pulse({} if rows is None else together(rows, self._watch.columns).damage)
         # Before any logger, which may fail on one rank alone: the ranks would run different recipes, and meet at different times.
         self._move(state, {event.unit for event in found if event.action in MOVES})
+        if any(event.action == "alarm" for event in found):
+            found += self._further_actions(state.timestamp.batch.value, state)
         if seen is not None:
             self._log(seen, logger)
         self._tell(state, logger, found)
@@ -213,7 +222,7 @@ class DivergenceGuard(Monitor):
         in_turn = self._in_turn(state.timestamp.batch.value)
         # Of one batch it is noisy, and those between are known too. A look out of turn is about this batch.
         losses = self._losses if in_turn else self._losses[-1:]
-        rows = self._gather(state, self._watch.collect(math.fsum(losses) / len(losses)))
+        rows = self._gather(state, self._watch.collect(math.fsum(losses) / len(losses)), whole=True)
         if rows is None:
             return None, []
         if in_turn:
@@ -255,9 +264,6 @@ class DivergenceGuard(Monitor):
         return [event for events in found.values() for event in events]
 
     def _tell(self, state: State, logger: Logger, found: list[GuardEvent]) -> None:
-        batch = state.timestamp.batch.value
-        if any(event.action == "alarm" for event in found):
-            found += self._further_actions(batch, state)
         for event in found:
             self.events.append({**dataclasses.asdict(event), "detail": event.detail})
             log.warning("%s: %s.", KEY, event)
@@ -267,7 +273,7 @@ class DivergenceGuard(Monitor):
         if found:
             # All of them each time: a reader of the log takes the last table of a name.
             told = [[str(event[column]) for column in TOLD] for event in self.events]
-            logger.log_table(list(TOLD), told, "guard_events", batch)
+            logger.log_table(list(TOLD), told, "guard_events", state.timestamp.batch.value)
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
         """Save where the trainer saves, so that the checkpoint is one that resumes."""

@@ -19,6 +19,7 @@ from foundry_fp8.activations.offload.store import HostStore, host_store, moves
 from tests.activations.offload.device import LateLane, check, order_of_units
 
 WIDTH = 16
+CPU = torch.device("cpu")
 
 
 class Block(nn.Module):
@@ -48,7 +49,7 @@ class Chain(nn.Module):
 
 def on(monkeypatch, lane):
     """The store of the CPU, which stands for a device whose copies ``lane`` makes."""
-    store = HostStore(lane)
+    store = HostStore(lane, CPU)
     monkeypatch.setattr(store_module, "host_store", lambda device: store)
     monkeypatch.setattr("foundry_fp8.activations.checkpointing.recompute.host_store", lambda device: store)
     return store
@@ -241,7 +242,7 @@ def test_what_later_units_save_too_stays_on_the_device(monkeypatch):
 
 
 def test_a_buffer_serves_what_is_smaller_and_is_replaced_by_what_is_larger():
-    store = HostStore(LateLane())
+    store = HostStore(LateLane(), CPU)
     a, b = store.take(100), store.take(50)
     assert store.held == 150
     store.give(a), store.give(b)
@@ -250,7 +251,7 @@ def test_a_buffer_serves_what_is_smaller_and_is_replaced_by_what_is_larger():
     c = store.take(200)
     assert c.numel() == 200 and store.held == 250  # 100 went, 50 is free
     sizes = random.Random(0)
-    store = HostStore(LateLane())
+    store = HostStore(LateLane(), CPU)
     for _ in range(200):  # batches of any length: no more than as many of the longest
         taken = [store.take(sizes.randrange(1, 1000)) for _ in range(3)]
         for buffer in taken:
@@ -301,3 +302,13 @@ def test_hooks_around_see_nothing_of_it(monkeypatch):
     with saved_tensors_hooks(lambda x: (seen.append(x.shape), x)[1], lambda x: x):
         recomputed(block, batch(0), policy="full", offload=True)
     assert store.moved and not seen
+
+
+def test_what_is_on_another_device_stays():
+    """A table in host memory beside a GPU's activations: pinned buffers are in order with that GPU's copies alone."""
+    store = HostStore(LateLane(), torch.device("meta"))
+    x = torch.randn(64, 64, requires_grad=True)
+    with store.unit():
+        y = x.sin()
+    y.sum().backward()
+    assert store.moved == 0 and torch.equal(x.grad, x.detach().cos())
