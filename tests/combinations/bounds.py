@@ -35,13 +35,14 @@ SUMS = 1e-5
 
 def relative(case: Case) -> float:
     """Of one parameter's gradient, against the same numerics without the rest."""
-    total = SUMS
+    independent = []
     for epsilon in _in_backward(case):
-        total += MARGIN * DEPTH * epsilon
+        independent.append(DEPTH * epsilon)
         if case.fp8 != "none":
-            total += MARGIN * _over_edges(epsilon)
+            independent.append(_over_edges(epsilon))
         if case.model == "odd" and _moves_the_forward(case):
-            total += MARGIN * _over_kinks(epsilon)
+            independent.append(_over_kinks(epsilon))
+    total = SUMS + MARGIN * math.hypot(*independent)
     if case.gradients != "none":
         total += carried(case) + 2.0**-8
     return total
