@@ -69,6 +69,7 @@ def test_predicted_peaks_are_within_2_percent_of_measured_ones(fp8):
     def measured(plan):
         fresh = build(fp8=fp8)
         apply_plan(fresh, plan)
+        measured_peak(fresh)  # what goes to host memory is in buffers that a second step finds
         return measured_peak(fresh)
 
     model = build(fp8=fp8)
