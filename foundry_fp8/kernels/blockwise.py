@@ -37,8 +37,7 @@ __all__ = ["Blockwise", "quantize_blockwise", "quantize_blockwise_reference"]
 
 TILE, WARPS = 128, 8
 MX_TILE = (64, 128, 4)
-"""Rows, columns and warps where 32 elements share a scale. 128 rows take up to 1.1 instructions an element fewer, and twice the registers:
-two blocks a multiprocessor in place of four."""
+"""Rows, columns and warps where 32 elements share a scale. 128 rows: up to 1.1 instructions an element fewer, twice the registers."""
 
 
 class Blockwise(NamedTuple):
