@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from mechanisms import Activations, Mechanism, Size, _matching
+from mechanisms import Activations, Mechanism, Size, _matching, change_gradient
 from torch import Tensor, nn
 
 
@@ -136,17 +136,6 @@ class RowGrows(Mechanism):
             model.get_input_embeddings().weight[self.token] *= self.rate
 
 
-class _ScaleGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, scale: float) -> Tensor:
-        ctx.scale = scale
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return grad * ctx.scale, None
-
-
 class LossScale(Mechanism):
     """The gradient of the logits is multiplied by ``scale``, that of every parameter divided by it: a power of two is exact.
 
@@ -164,7 +153,7 @@ class LossScale(Mechanism):
         for parameter in model.parameters():
             parameter.register_hook(lambda grad: grad / self.now)
         model.get_output_embeddings().register_forward_hook(
-            lambda module, args, output: _ScaleGradient.apply(output, self.now)
+            lambda module, args, output: change_gradient(output, lambda grad, scale=self.now: grad * scale)
         )
 
     def step(self, step: int, model: nn.Module) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from mechanisms import Mechanism, Size, _keep, _matching
+from mechanisms import Mechanism, Size, _keep, _matching, change_gradient
 from torch import Tensor, nn
 
 
@@ -48,17 +48,6 @@ class GainAmplifier(Mechanism):
         return (args[0] * gain,)
 
 
-class _AddToGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, bump: Tensor) -> Tensor:
-        ctx.bump = bump
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return grad + ctx.bump, None
-
-
 class GradientOutliers(Mechanism):
     """The gradient of one output channel of some linears grows by ``size``; that channel's weights are zero, and stay so.
 
@@ -95,7 +84,7 @@ class GradientOutliers(Mechanism):
             return None
         bump = torch.zeros(output.shape[-1])
         bump[self.channel] = self.value
-        return _AddToGradient.apply(output, bump)
+        return change_gradient(output, lambda grad: grad + bump)
 
 
 class PivotKeys(Mechanism):

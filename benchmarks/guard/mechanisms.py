@@ -72,6 +72,22 @@ def _matching(model: nn.Module, pattern: str) -> list[tuple[str, Any]]:
     return found
 
 
+class _Changed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.change = change
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return ctx.change(grad), None
+
+
+def change_gradient(output: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """``output``, whose gradient is ``change`` of what it would be, for whoever looks at it within the module, too."""
+    return _Changed.apply(output, change)
+
+
 def _keep(parameter: nn.Parameter, index: Any) -> None:
     """No gradient for a part of a parameter."""
 

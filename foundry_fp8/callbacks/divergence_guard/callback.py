@@ -87,11 +87,11 @@ class DivergenceGuard(Monitor):
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
         """As any monitor; a failed one goes on meeting the others until all know."""
         # Before this batch decides about the next.
-        meets, due = event == Event.BATCH_END and self._meets(state), self._due(state, done=True)
+        due = event == Event.BATCH_END and self._due(state, done=True)
+        meets = due or (event == Event.BATCH_END and self._pulse(state) is not None)
         super().run_event(event, state, logger)
-        if (
-            event == Event.BATCH_CHECKPOINT and self._save_due
-        ):  # failed since, here alone; the others save with this rank
+        # Failed since, here alone: the others save with this rank.
+        if event == Event.BATCH_CHECKPOINT and self._save_due:
             self.batch_checkpoint(state, logger)
         if self._agreed_off or dist.get_world_size() == 1:
             return
@@ -129,10 +129,6 @@ class DivergenceGuard(Monitor):
             return None
         batch = state.timestamp.batch.value
         return self._watch.pulse(batch - batch // self.config.interval)
-
-    def _meets(self, state: State) -> bool:
-        """Whether the ranks meet at the end of this batch."""
-        return self._due(state, done=True) or self._pulse(state) is not None
 
     def _in_turn(self, batch: int) -> bool:
         return batch % self.config.interval == 0

@@ -143,9 +143,8 @@ class AmaxReview:
     @property
     def clipped(self) -> Tensor:
         """``[T]``: by how many octaves passes were clipped of late, each by one at most."""
-        return self._tensors["clipped"].to(
-            self.state.amax_history.device
-        )  # it moves in the update after the state
+        # It moves in the update after the state.
+        return self._tensors["clipped"].to(self.state.amax_history.device)
 
     def collect(self) -> list[Mismatch]:
         """What was found since the last call; on a GPU before the last call, so that nothing waits for it."""

@@ -180,10 +180,9 @@ class Decision:
                 first.append((key, value, threshold))
             elif key in self._told and signal.healthy(value):
                 del self._told[key]
-        for key, value, threshold in (
-            first if lasts else ()
-        ):  # it is no single bad batch, as the others have shown
-            tell(key, value, threshold)
+        if lasts:  # it is no single bad batch, as the others have shown
+            for key, value, threshold in first:
+                tell(key, value, threshold)
         self._unwell = {
             target: self._unwell.get(target, 0) + 1 for target in unwell if self._can_fall(target)
         }

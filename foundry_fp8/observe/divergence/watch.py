@@ -226,7 +226,8 @@ class _Found:
     def outliers(self, unit: str, row: list[float]) -> None:
         """The moments of what a block multiplies; what is outside of the blocks sticks out as it likes."""
         if unit != OUTSIDE:
-            for signal, value in zip(OUTLIERS, outliers(row), strict=False):
+            *kurtoses, _ = outliers(row)
+            for signal, value in zip(OUTLIERS, kurtoses, strict=True):
                 self.signs[unit, signal] = _worse(self.signs[unit, signal], value)
 
 
