@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import math
 
+from torch import Tensor
+
 from tests.combinations.models import LENGTH, WIDTH
 from tests.combinations.space import Case
 
@@ -34,7 +36,7 @@ SUMS = 1e-5
 
 
 def relative(case: Case) -> float:
-    """Of one parameter's gradient, against the same numerics without the rest."""
+    """Of one parameter's gradient, against the same numerics without the rest, at the weights that its forward was given."""
     independent = []
     for epsilon in _in_backward(case):
         independent.append(DEPTH * epsilon)
@@ -57,9 +59,23 @@ def carried(case: Case) -> float:
     return legs * reductions * INT8_WORST
 
 
+def gathered(case: Case, weight: Tensor) -> Tensor | float:
+    """Of each element of a parameter, between what FSDP shards and what a forward is given: half a step of its code.
+
+    int8's is of the largest value of its block, at most the parameter's; E4M3's of the element's own exponent or the smallest one,
+    a scale being within a factor of two of the largest that fits. Current scaling codes what autocast makes of the weight.
+    """
+    if case.parameters == "none" or weight.dim() < 2:
+        return 0.0
+    largest = float(weight.abs().max())
+    if case.parameters == "int8":
+        return (1 + SUMS) * largest / 254
+    return (2.0**-4 + 2 * ROUNDOFF[case.dtype]) * weight.abs() + 2.0**-10 * largest / 224
+
+
 def _moves_the_forward(case: Case) -> bool:
-    """Whether activations are made again, or for the first time, from something rounded."""
-    return case.parameters != "none" or (case.compression == "int8" and case.checkpoint != "none")
+    """Whether activations are made again from something rounded."""
+    return case.compression == "int8" and case.checkpoint != "none"
 
 
 def _over_edges(epsilon: float) -> float:
@@ -79,8 +95,6 @@ def _in_backward(case: Case) -> list[float]:
         found.append(INT8)
     if case.fused_head:
         found.append(ROUNDOFF[case.dtype])  # of each chunk's part of the head's gradient, other shapes
-    if case.parameters != "none":
-        found.append(INT8 if case.parameters == "int8" else E4M3)
     return found
 
 
@@ -94,7 +108,7 @@ def update(learning_rate: float) -> float:
 
 def absolute(case: Case) -> float:
     """Added to the above, of the norm of all gradients together."""
-    lossy = case.communicates or case.compression == "int8"
+    lossy = case.gradients != "none" or case.compression == "int8"
     return FLOOR if lossy else 1e-7
 
 

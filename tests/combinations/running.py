@@ -15,11 +15,20 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import foundry_fp8
+from tests.combinations import bounds
 from tests.combinations.building import Source, build_exact, numerics
 from tests.combinations.keeping import MIN_NUMEL, Watched, watch
 from tests.combinations.models import batch
 from tests.combinations.space import Case
-from tests.combinations.wrapping import MAX_NORM, clip, gradients_of, parameters_of, unsynchronised, wrap
+from tests.combinations.wrapping import (
+    MAX_NORM,
+    ForwardWeights,
+    clip,
+    gradients_of,
+    parameters_of,
+    unsynchronised,
+    wrap,
+)
 
 STEPS = 3
 """The first has delayed scaling's first scales, the second knows one amax; cached weights are stale in the third, if ever."""
@@ -159,14 +168,16 @@ def _run(case: Case) -> dict[str, Any]:
     watched = watch(model, reports["compression"]) if case.compression != "none" else []
     reference = numerics(case.numerics)
     initial = parameters_of(model)
+    forward = ForwardWeights(model, initial)
     optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE)
     found: dict[str, Any] = {"steps": []}
     for step in range(STEPS):
         if "communication" in reports:
             reports["communication"].start_batch(step)
         before = parameters_of(model)
-        wanted, norms = step_of(case, reference, before, step)
         backward(case, model, step, head=reports.get("head"))
+        weights = forward.taken()
+        wanted, norms = step_of(case, reference, weights, step)
         if case.clip:
             clip(model)
         got = gradients_of(model)
@@ -182,6 +193,11 @@ def _run(case: Case) -> dict[str, Any]:
                 "errors": {
                     n: (float((got[n] - w).norm()), float(w.norm()), norms[n]) for n, w in wanted.items()
                 },
+                "weights": [
+                    n
+                    for n, x in before.items()
+                    if not ((weights[n] - x).abs() <= bounds.gathered(case, x)).all()
+                ],
                 # torch's maximum, which keeps NaN; Python's does not.
                 "update": torch.stack(
                     [
@@ -192,7 +208,7 @@ def _run(case: Case) -> dict[str, Any]:
                 )
                 .max()
                 .item(),
-                "digest": digest(after),
+                "digest": digest(weights) + digest(after),
             }
         )
     found["numerics"] = numerics_error(case, reference, build_exact(case), initial)

@@ -38,6 +38,10 @@ def wrong(case: Case, ranks: list[dict]) -> list[str]:
             found += [
                 f"rank {number}, step {index}: {text}" for text in _beyond(case, step["errors"], before)
             ]
+            found += [
+                f"rank {number}, step {index}: {name} was gathered as another weight"
+                for name in step["weights"]
+            ]
             if not step["update"] <= bounds.update(LEARNING_RATE):
                 found.append(f"rank {number}, step {index}: weights moved otherwise by {step['update']:.1e}")
         found += _numerics(case, rank["numerics"])

@@ -1,10 +1,10 @@
-"""Wrappers of a model, and what is read through them: whole parameters, whole gradients, their norm."""
+"""Wrappers of a model, and what is read through them: whole parameters, before and in a forward, whole gradients, their norm."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -82,6 +82,39 @@ def parameters_of(model: nn.Module) -> dict[str, Tensor]:
             for name, p in model.named_parameters()
             if "_flat_param" not in name
         }
+
+
+class ForwardWeights:
+    """The weights that a model's training forwards compute with: what its units gathered, whole, by name.
+
+    Every gather between two calls of :meth:`taken`, those of recomputes too, has to bring the same.
+    """
+
+    def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
+        self._found: dict[str, Tensor] = {}
+        inside = {clean(f"{name}.").strip("."): m for name, m in model.named_modules()}  # of its wrappers
+        units = [""] + [
+            clean(f"{name}.").strip(".")
+            for name, module in model.named_modules()
+            if isinstance(module, FSDP1 | FSDPModule)
+        ]
+        held: dict[str, list[str]] = {unit: [] for unit in units}
+        for name in names:
+            held[max((u for u in held if not u or name.startswith(f"{u}.")), key=len)].append(name)
+        for unit, own in held.items():
+            hook = functools.partial(self._see, {name: inside[name.rpartition(".")[0]] for name in own})
+            inside[unit].register_forward_pre_hook(hook)
+
+    def _see(self, owners: dict[str, nn.Module], unit: nn.Module, args: Any) -> None:
+        for name, owner in owners.items() if unit.training else ():
+            weight = getattr(owner, name.rpartition(".")[2]).detach().clone()
+            found = self._found.setdefault(name, weight)
+            assert torch.equal(found, weight), f"{name} is not what an earlier forward of the step was given"
+
+    def taken(self) -> dict[str, Tensor]:
+        """Those of the forwards since the last call."""
+        found, self._found = self._found, {}
+        return found
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
