@@ -135,7 +135,7 @@ MUTANTS = [
     Mutant(SOLVER, "peak = max(peak, held - leaving + cached + cost.forward_peak + in_forward, backward)", "peak = max(peak, backward)", T_SOLVER),
     Mutant(SOLVER, "forward - leaving + frame.head_peak <= room and", "", T_SOLVER),
     Mutant(STEP, "network.overlap_slowdown * hidden", "0.0 * hidden", T_STEP),
-    Mutant(STEP, "network.gpu_spread * slowest_of(gpus)", "network.gpu_spread * slowest_of(shard)", T_STEP),
+    Mutant(STEP, "slowest(gpus, network)", "slowest(shard, network)", T_STEP),
     Mutant(STEP, "one_forward - gather - forward)", "one_forward - gather)", T_STEP),
     Mutant(f"{MEMORY}/optimizer_state.py", "if not parameter.requires_grad:", "if False:", f"{MEMORY}/test_optimizer_state.py"),
     Mutant(f"{MEMORY}/optimizer_state.py", "isinstance(value, Tensor) and value.dim()", "isinstance(value, Tensor)", f"{MEMORY}/test_optimizer_state.py"),

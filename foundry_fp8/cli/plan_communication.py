@@ -18,7 +18,7 @@ from foundry_fp8.distributed.compression.config import KEY as COMPRESSION
 from foundry_fp8.distributed.compression.config import CompressionConfig
 from foundry_fp8.planning.communication.machines import GPUS, NETWORKS, Network
 from foundry_fp8.planning.communication.nccl_tests import with_logs
-from foundry_fp8.planning.communication.published import check_published, skill
+from foundry_fp8.planning.communication.published import check_published, outside, skill
 from foundry_fp8.planning.communication.step import Workload, plan_communication
 
 __all__ = ["communication", "workload_of"]
@@ -188,6 +188,7 @@ def _check_table() -> str:
         f"that it stays.\n{found.tests} tests: error {found.rms:.1f} % rms, {found.largest:.1f} % at most; no slowdown "
         f"{found.unslowed_rms:.1f} %, {found.unslowed_largest:.1f} %; skill {found.score:.2f} (1 - the ratio of squared errors)."
     )
+    lines += outside(checks)
     return "\n".join(lines)
 
 

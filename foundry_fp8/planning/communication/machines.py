@@ -71,15 +71,27 @@ class Network(Config):
     gpu_spread: Share = 0.0148
     """Standard deviation of GPUs' speeds, of the mean; a step waits for the slowest. 8 % between GPUs of one model, the mean of arXiv
     2208.11035, read as the span of a box plot's whiskers, which is 5.4 standard deviations."""
+    straggler_share: Share = 0.005
+    """Of the hosts, those that are slower than their GPUs' spread explains: about 0.5 % (MegaScale, arXiv 2402.15627, section 5.1)."""
+    straggler_slowdown: Share = 0.10
+    """Of such a host: the same forward takes about 10 % longer there (MegaScale, section 6.3)."""
     source: str = ""
 
 
-_NCCL = "latencies: NCCL src/graph/tuning.cc, ring, Simple protocol; overlap: arXiv 2507.03114; spread of GPUs: arXiv 2208.11035"
+_MODEL = (
+    "overlap: arXiv 2507.03114; spread of GPUs: arXiv 2208.11035; stragglers: MegaScale, arXiv 2402.15627"
+)
+_NCCL = f"latencies: NCCL src/graph/tuning.cc, ring, Simple protocol; {_MODEL}"
+_EFA = (  # its 35 all-gathers of 32 MB to 2 GB on 2 to 32 nodes, in relative least squares with NCCL's other latencies
+    "across nodes: fitted to the all-gathers that github.com/crazyguitar/aws-gpu-communication-benchmark (data/nccl_all_gather.csv, "
+    "CC BY 4.0) measured on 2 to 32 p5.48xlarge; 80 % of NVLink 4 (assumed); other latencies: NCCL src/graph/tuning.cc"
+)
 
 NETWORKS = {
     "h100-3200g": Network(
         source=f"8 x 400 Gbit/s a node, 85 % of 400 GB/s; 80 % of NVLink 4 (assumed); {_NCCL}"
     ),
+    "p5-efa": Network(across_bus=325e9, across_seconds=51e-6, source=f"{_EFA}; {_MODEL}"),
     "h100-1600g": Network(across_bus=170e9, source=f"4 x 400 Gbit/s a node, 85 % (assumed); {_NCCL}"),
     "b200-3200g": Network(
         inside_bus=720e9, source=f"8 x 400 Gbit/s a node, 85 %; 80 % of NVLink 5 (assumed); {_NCCL}"

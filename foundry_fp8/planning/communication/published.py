@@ -9,7 +9,10 @@ from foundry_fp8.distributed.compression.config import CompressionConfig
 from foundry_fp8.planning.communication.machines import GPUS, NETWORKS, Gpu, Network
 from foundry_fp8.planning.communication.step import Workload, layout
 
-__all__ = ["Check", "PublishedPoint", "Skill", "check_published", "skill"]
+__all__ = ["Check", "PublishedPoint", "Skill", "check_published", "outside", "skill"]
+
+WITHIN = 10.0
+"""Percent that a prediction may be off before it is explained."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,6 +96,7 @@ def _aws(size: str, precision: str, *values: float) -> PublishedPoint:
         assumed="8192 tokens a GPU and step; flat FSDP; BF16 communication in both columns",
         work=Workload(parameters=parameters, units=units, tokens=8192),
         measured=dict(zip((8, 16, 32, 64, 128, 256), values, strict=True)),
+        network=NETWORKS["p5-efa"],
     )
 
 
@@ -199,6 +203,35 @@ def skill(checks: list[Check]) -> Skill:
         unslowed_rms=math.sqrt(sum(e**2 for e in unslowed) / len(unslowed)),
         unslowed_largest=max(unslowed),
     )
+
+
+def outside(checks: list[Check]) -> list[str]:
+    """A line for each test that is off by 10 % or more: which published series contradicts it.
+
+    Two series with the same communication, which differ in what they compute alone, must slow down much alike. Where they slow down by ``a``
+    and ``b``, what slows both by one factor is off by at least ``(a - b) / (2 + a + b)`` on one of them.
+    """
+    series = {point.name: point for point in published()}
+    lines = []
+    for check in checks:
+        if check.baseline or abs(check.error_percent) < WITHIN:
+            continue
+        this = series[check.series]
+        said = f"beyond {WITHIN:g} %: {check.series} on {check.gpus} GPUs, by {check.error_percent:.1f} %."
+        for other in series.values():
+            same = (other.work, other.network, other.gpu) == (this.work, this.network, this.gpu)
+            if other is this or not same or check.gpus not in other.measured:
+                continue
+            first = min(this.measured)
+            mine, its = (p.measured[first] / p.measured[check.gpus] - 1 for p in (this, other))
+            times = [1e3 * p.work.tokens / p.measured[first] for p in (this, other)]
+            said += (
+                f" {other.name} communicates the same and slows down by {100 * its:.1f} % from {first} GPUs, this by "
+                f"{100 * mine:.1f} % (steps of {times[1]:.0f} and {times[0]:.0f} ms there): what slows both alike is off by at least "
+                f"{100 * abs(its - mine) / (2 + its + mine):.1f} % on one of the two."
+            )
+        lines.append(said)
+    return lines
 
 
 def _computing_as(point: PublishedPoint, gpus: int) -> Workload:

@@ -1,10 +1,10 @@
 """One training step under FSDP or HSDP at scale, on paper.
 
-    step = (compute + overlap_slowdown * hidden) (1 + gpu_spread z(N)) + exposed
+    step = (compute + overlap_slowdown * hidden) (1 + slowest(N)) + exposed
 
-``hidden`` is the communication that runs beside computing, ``exposed`` what nothing hides, ``z(N)`` the expected largest of N standard normal
-numbers: a step waits for the slowest GPU. It is for ranking layouts; nothing is fitted to the published points it is checked
-against (:mod:`foundry_fp8.planning.communication.published`).
+``hidden`` is the communication that runs beside computing, ``exposed`` what nothing hides, ``slowest(N)`` what waiting for the slowest of N
+GPUs adds (:mod:`foundry_fp8.planning.communication.stragglers`). It is for ranking layouts; nothing is fitted to the published points it is
+checked against (:mod:`foundry_fp8.planning.communication.published`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from statistics import NormalDist
 from typing import Annotated, Literal
 
 from foundry_fp8.config import Config, ConfigError, Fraction, Positive, accept, at_least
@@ -20,6 +19,7 @@ from foundry_fp8.distributed.compression.config import CompressionConfig
 from foundry_fp8.distributed.compression.routing import path_of
 from foundry_fp8.planning.communication import legs
 from foundry_fp8.planning.communication.machines import Gpu, Network
+from foundry_fp8.planning.communication.stragglers import slowest
 
 __all__ = ["COMPRESSED", "Layout", "Workload", "best_layout", "layout", "plan_communication"]
 
@@ -83,11 +83,6 @@ class Layout:
         return self.compute_seconds / self.step_seconds
 
 
-def slowest_of(count: int) -> float:
-    """The expected largest of ``count`` standard normal numbers (Blom 1958)."""
-    return NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0
-
-
 def layout(work: Workload, gpus: int, shard: int, gpu: Gpu, network: Network) -> Layout:
     """The estimate for ``shard`` ranks a copy of the model on ``gpus`` GPUs.
 
@@ -116,7 +111,7 @@ def layout(work: Workload, gpus: int, shard: int, gpu: Gpu, network: Network) ->
     exposed = gather + max(0.0, one_forward - gather - forward)
     exposed += scatter + reduce + max(0.0, one_backward - scatter - reduce - backward)
     hidden = one_forward + one_backward - exposed
-    computing = (compute + network.overlap_slowdown * hidden) * (1 + network.gpu_spread * slowest_of(gpus))
+    computing = (compute + network.overlap_slowdown * hidden) * (1 + slowest(gpus, network))
 
     memory = work.parameters * (2 + 2 + OPTIMIZER_BYTES) / shard + 2 * 2 * per_unit + work.activation_bytes
     if work.sharding == "SHARD_GRAD_OP":
