@@ -1,9 +1,9 @@
 """What a quantise kernel reads: a stored tensor, or a norm or an activation computed on the fly.
 
-Every quantise kernel takes its tile from :func:`load_tile`. With ``Producer.identity`` that is a load; with another
-producer the high-precision value is computed in registers and never written to memory. The value is rounded to the
-dtype of its input before it is quantised, exactly as the unfused module would have written it, so fusing changes the
-bytes moved and not the result.
+:func:`load_tile` gives the amax kernels their tile, and every other quantise kernel the four quarters of its tile
+(:mod:`foundry_fp8.kernels.quarters`). With ``Producer.identity`` that is a load; with another producer the value is computed
+in registers and never written to memory in high precision. It is rounded to the dtype of its input before it is quantised,
+exactly as the unfused module would have written it, so fusing changes the bytes moved and not the result.
 
 Each producer's definition in torch is :meth:`Producer.reference`.
 """

@@ -7,8 +7,10 @@ the kernels of the test process are the interpreter's.
     python -m tests.kernels.run_compile 90
 """
 
+import contextlib
 import functools
 import hashlib
+import importlib.util
 import json
 import os
 import pathlib
@@ -77,6 +79,7 @@ def report(arch, kernel, *args, grid=None, warmup=False, **kwargs):
                 "resident_blocks": resident_blocks(usage["REG"], threads, compiled.metadata.shared),
                 "instructions_an_element": instructions,
                 **of_loop,
+                "code": hashlib.sha256(repr(INSTRUCTION.findall(code)).encode()).hexdigest(),
                 "wgmma": sorted(set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.\S+", ptx))),
                 "mma": sorted(set(re.findall(r"mma\.sync\.aligned\.\S+", ptx))),
                 "cvt": sorted(set(re.findall(r"cvt\.rn\.satfinite\.\S+", ptx))),
@@ -155,6 +158,18 @@ def loop(sass):
     return [re.sub(r"^@!?U?P\w+\s+", "", text) for _, text in code[slice(*longest)]]
 
 
+@contextlib.contextmanager
+def moved_by_a_line(module):
+    """``module`` again, from a copy of its file with an empty line on top."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = pathlib.Path(folder, pathlib.Path(module.__file__).name)
+        file.write_text("\n" + pathlib.Path(module.__file__).read_text())
+        spec = importlib.util.spec_from_file_location(f"{module.__name__}_moved", file)
+        found = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(found)
+        yield found
+
+
 def launch_everything(gemm):
     """Call each host function in the variants that training uses."""
     global label
@@ -166,6 +181,9 @@ def launch_everything(gemm):
     swiglu = Producer.activation("silu", x, up=x)
     xielu = Producer.activation("xielu", x, alpha=torch.empty(2, device="cuda"))
 
+    label = "rows"  # before all others: the first that this process compiles
+    with moved_by_a_line(blockwise) as moved:
+        moved.quantize_blockwise(identity, E4M3, columns=False)
     label = "current e4m3"
     tensorwise.quantize_tensorwise(identity, E4M3)
     label = "delayed e4m3"
@@ -265,6 +283,9 @@ def launch_attention(head_dim):
 
 if __name__ == "__main__":
     arch = int(sys.argv[1])
+    # Apart from what other processes keep, whose first kernel is of another kind (see ``settle_compiler``).
+    kept = os.environ.get("TRITON_CACHE_DIR") or pathlib.Path.home() / ".triton" / "cache"
+    os.environ["TRITON_CACHE_DIR"] = str(pathlib.Path(kept, "settled"))
     block_gemm._processors = lambda device: 132
     torch.cuda.get_device_properties = lambda device: type("P", (), {"multi_processor_count": 132})
     torch.cuda.get_device_capability = lambda device: divmod(arch, 10)

@@ -9,6 +9,7 @@ import itertools
 import torch
 import triton
 import triton.language as tl
+from triton._C.libtriton import llvm
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
@@ -35,8 +36,21 @@ PRISTINE = [dict(vars(part)) for part in LANGUAGE]
 OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "enable_fp_fusion")
 
 
+@functools.cache
+def settle_compiler() -> None:
+    """So that no kernel is the first one that this process compiles.
+
+    Triton 3.3 shortens shared memory's pointers to 32 bits (LLVM's option ``nvptx-short-ptr``) when it first writes PTX, which is after
+    it gave that kernel its data layout: the first kernel of a process has pointers of 64 bits, and other registers.
+    """
+    llvm.init_targets()
+    nothing = "define void @nothing() { ret void }"
+    llvm.translate_to_asm(nothing, "nvptx64-nvidia-cuda", "sm_90a", "", ["nvptx-short-ptr"], False, False)
+
+
 def compile_launch(arch, kernel, args, kwargs):
     """As Triton's JIT specialises a launch: ``(compiled kernel, arguments that are parameters)``."""
+    settle_compiler()
     options = {name: kwargs[name] for name in OPTIONS if name in kwargs}
     values = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
     signature, constants, attributes, passed = {}, {}, {}, []

@@ -1,9 +1,10 @@
 """The kernels as they ship, compiled for sm_90, against their definitions: the same bits.
 
-What the interpreter cannot see, because it runs the source: contraction, layouts of transposed FP8 tiles, barriers, vector
-accesses past an edge. Open bugs of exactly this kind in Triton (issue 11111: a clamp that keeps NaN, then a transposed FP8
-store; mlc-ai/pith-train 74) have the pattern of the quantise kernels, so both layouts are run on ragged shapes and on what
-is not finite. Each stack runs this with the Triton that it brings.
+What the interpreter cannot see, because it runs the source: contraction, what a conversion does with NaN and with what is too large,
+the exchange of words through shared memory, barriers, vector accesses past an edge. Open bugs of this kind in Triton (issue 11111: a
+clamp that keeps NaN, then a transposed FP8 store; mlc-ai/pith-train 74) are near to the quantise kernels, which transpose what they
+convert, though they have no clamp: so both layouts are run on ragged shapes and on what is not finite. Each stack runs this with the
+Triton that it brings.
 """
 
 import pytest
