@@ -4,21 +4,35 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from foundry_fp8.cli.hardware import GPUS, PER_NODE
 from foundry_fp8.config import ConfigError, Positive, accept, check_choice, from_mapping
 from foundry_fp8.distributed.compression.config import KEY as COMPRESSION
 from foundry_fp8.distributed.compression.config import CompressionConfig
+from foundry_fp8.distributed.compression.routing import path_of
 
 if TYPE_CHECKING:
     from foundry_fp8.planning.memory.cluster import Cluster, Sharding
 
-__all__ = ["cluster_of", "limit_of", "shard_of"]
+__all__ = ["cluster_of", "limit_of", "shard_of", "wire_bytes"]
 
 USABLE = 0.95
 """Of a GPU's memory; the rest is CUDA's context, NCCL's buffers and what the allocator cannot use."""
 HYBRID = {"HYBRID_SHARD": "FULL_SHARD", "_HYBRID_SHARD_ZERO2": "SHARD_GRAD_OP"}
+PRECISIONS = {"amp_bf16": 2, "amp_fp16": 2, "amp_fp8": 2, "fp32": 4}
+"""Composer's, and the bytes of what FSDP casts to under each."""
+DTYPES = {
+    "float32": 4,
+    "fp32": 4,
+    "float16": 2,
+    "half": 2,
+    "fp16": 2,
+    "bfloat16": 2,
+    "bfloat": 2,
+    "bf16": 2,
+} | PRECISIONS
+"""Names that Composer takes in ``mixed_precision`` (``composer.distributed.mosaic_parallelism._get_torch_dtype``)."""
 
 
 def cluster_of(config: Mapping[str, Any], world_size: int, sharding: str | None) -> Cluster:
@@ -45,21 +59,55 @@ def cluster_of(config: Mapping[str, Any], world_size: int, sharding: str | None)
     chosen = sharding or HYBRID.get(named, named)
     strategy: Sharding = "NO_SHARD" if world_size == 1 else next(s for s in SHARDINGS if s == chosen)
     shard = 1 if strategy == "NO_SHARD" else shard_of(config, world_size, "--world-size")
-    half = config.get("precision", "amp_bf16") in ("amp_bf16", "amp_fp16") and strategy != "NO_SHARD"
-    mixed = (fsdp or {}).get("mixed_precision", "DEFAULT") if half else "FULL"
-    gathered, reduced = {"PURE": (2, 2), "DEFAULT": (2, 4)}.get(str(mixed), (4, 4))
+    gathered, reduced = wire_bytes(config)
+    if strategy == "NO_SHARD":  # DDP keeps what it has
+        gathered = reduced = 4
     options = algorithms.get("compressed_communication")
     compression = None if options is None else from_mapping(CompressionConfig, options, COMPRESSION)
-    keeps = compression is not None and compression.feeds_back and shard < world_size
     return Cluster(
         world_size=world_size,
         sharding=strategy,
         shard=shard,
         gathered=gathered,
         reduced=reduced,
-        residual=4 if keeps else 0,
+        residual=_residual(compression, world_size, shard),
         fsdp=2 if os.environ.get("FSDP_VERSION") == "2" else 1,  # as Composer chooses
     )
+
+
+def wire_bytes(config: Mapping[str, Any]) -> tuple[Literal[2, 4], Literal[2, 4]]:
+    """Bytes of an element of the parameters that FSDP gathers and of the gradients that it reduces, uncompressed.
+
+    As ``composer.distributed.mosaic_parallelism.get_mixed_precision`` reads ``precision`` and ``fsdp_config.mixed_precision``: a name in any
+    case, or a mapping of dtypes, of which FSDP reduces in ``param_dtype`` where there is no ``reduce_dtype``.
+
+    Raises:
+        ConfigError: Composer knows no such precision.
+    """
+    precision, key = config.get("precision", "amp_bf16"), "fsdp_config.mixed_precision"
+    check_choice("precision", precision, tuple(PRECISIONS))
+    cast = PRECISIONS[precision]
+    mixed = (config.get("fsdp_config") or {}).get("mixed_precision", "DEFAULT")
+    if isinstance(mixed, Mapping):
+        given = {name: mixed[name] for name in ("param_dtype", "reduce_dtype") if mixed.get(name) is not None}
+        for name, dtype in given.items():
+            check_choice(f"{key}.{name}", str(dtype).removeprefix("torch."), tuple(DTYPES))
+        sizes = {name: DTYPES[str(dtype).removeprefix("torch.")] for name, dtype in given.items()}
+        gathered = sizes.get("param_dtype", 4)
+        reduced = sizes.get("reduce_dtype", gathered)
+    else:
+        named = mixed.upper() if isinstance(mixed, str) else mixed
+        check_choice(key, named, ("PURE", "DEFAULT", "FULL"))
+        gathered, reduced = {"PURE": (cast, cast), "DEFAULT": (cast, 4), "FULL": (4, 4)}[named]
+    return (2 if gathered == 2 else 4), (2 if reduced == 2 else 4)
+
+
+def _residual(compression: CompressionConfig | None, world_size: int, shard: int) -> float:
+    """Bytes that error feedback keeps of each element of the gradients that replicas share: of a node's part under two hops."""
+    if compression is None or not compression.feeds_back or shard == world_size:
+        return 0.0
+    path = path_of(range(0, world_size, shard), world=world_size, per_node=PER_NODE, scope=compression.scope)
+    return 0.0 if path.why_not else 4 / path.inside
 
 
 def shard_of(config: Mapping[str, Any], ranks: int, key: str) -> int:

@@ -11,8 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
-from foundry_fp8.cli.cluster import shard_of
-from foundry_fp8.cli.yaml_model import build_yaml_model, read_yaml
+from foundry_fp8.cli.cluster import shard_of, wire_bytes
+from foundry_fp8.cli.yaml_model import build_yaml_model, optimizer_bytes_of, read_yaml
 from foundry_fp8.config import ConfigError, check_choice, from_mapping
 from foundry_fp8.distributed.compression.config import KEY as COMPRESSION
 from foundry_fp8.distributed.compression.config import CompressionConfig
@@ -89,7 +89,8 @@ def communication(
             + ("  shortest step" if row is shortest[row["gpus"]] else "")
         )
     typer.echo(
-        "\nGB a GPU: parameters, gradients, Adam's state and two gathered units; no activations."
+        f"\nGB a GPU: parameters, gradients, {work.optimizer_bytes:.2f} bytes a parameter of optimizer states, and two gathered units; no "
+        "activations."
         "\nefficiency: of a GPU that computes alone. Ranks layouts; leaves out tree all-reduce, PAT, congestion. Its errors: --check."
     )
     if plot is not None:
@@ -153,13 +154,17 @@ def workload_of(config: Mapping[str, Any], model: Any, tokens: int | None = None
         shape.forward_flops(attended_pairs(length, shape.window, shape.causal))
         for shape in attention_shapes(model)
     )
+    parameters = sum(p.numel() for p in model.parameters())
+    gathered, reduced = wire_bytes(config)
     return Workload(
-        parameters=float(sum(p.numel() for p in model.parameters())),
+        parameters=float(parameters),
         units=max(1, len(transformer_blocks(model))),
         tokens=microbatch * length if tokens is None else tokens,
         attention_flops=3 * attention / length,
         sharding="SHARD_GRAD_OP" if fsdp.get("sharding_strategy") == "SHARD_GRAD_OP" else "FULL_SHARD",
-        gradient_bytes=2 if fsdp.get("mixed_precision") == "PURE" else 4,
+        parameter_bytes=gathered,
+        gradient_bytes=reduced,
+        optimizer_bytes=optimizer_bytes_of(model, config) / parameters,
         compression=None
         if compression is None
         else from_mapping(CompressionConfig, compression, COMPRESSION),

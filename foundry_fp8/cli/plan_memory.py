@@ -17,7 +17,7 @@ import typer
 from torch import Tensor
 
 from foundry_fp8.cli.cluster import cluster_of, limit_of
-from foundry_fp8.cli.yaml_model import build_yaml_model, read_yaml
+from foundry_fp8.cli.yaml_model import build_yaml_model, optimizer_bytes_of, read_yaml
 from foundry_fp8.compat.fake_tensor import NEEDS_VALUES, FakeTensor, FakeTensorMode
 from foundry_fp8.config import ConfigError, Positive, accept, check_choice, format_bytes
 from foundry_fp8.layers.autocast import autocast_type
@@ -155,7 +155,7 @@ def plan_yaml(
     model = build_yaml_model(config, "meta" if dry else "cpu")
     if stand_in:
         hold_flash_bytes(model)
-    state_bytes = _optimizer_bytes(model, config)
+    state_bytes = optimizer_bytes_of(model, config)
     others = _other_optimizers(model, state_bytes, 1 if cluster is None else cluster.shard)
     if cluster is not None and cluster.gathered == 2:
         model.to(torch.bfloat16)  # what FSDP gathers under mixed precision
@@ -193,26 +193,6 @@ def plan_yaml(
         f"{path.name}: {microbatch} x {config['max_seq_len']} tokens, parameters and optimizer state "
         f"{format_bytes(plan.measurements.frame.static)}\n{note}{others}{plan}"
     )
-
-
-def _optimizer_bytes(model: Any, config: dict[str, Any]) -> int:
-    """Of the YAML's optimizer; two float32 moments where it names none."""
-    from foundry_fp8.planning.memory.optimizer_state import optimizer_bytes
-
-    named = config.get("optimizer")
-    if not isinstance(named, dict) or "name" not in named:
-        return 8 * sum(p.numel() for p in model.parameters() if p.requires_grad)
-    from llmfoundry.utils.builders import build_optimizer
-
-    settings = {key: value for key, value in named.items() if key != "name"}
-    try:
-        optimizer = build_optimizer(model, named["name"], settings)
-    except ConfigError:
-        raise
-    except Exception as error:  # Foundry's registry and the optimizers raise what they like
-        said = (str(error) or type(error).__name__).strip().splitlines()[0].rstrip(".")
-        raise ConfigError(f"optimizer: it cannot be built: {said}.") from error
-    return optimizer_bytes([optimizer])
 
 
 def _other_optimizers(model: Any, state_bytes: int, shard: int) -> str:

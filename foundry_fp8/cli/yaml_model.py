@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from foundry_fp8.config import Config, ConfigError, Positive, Text, accept, from_mapping
 
-__all__ = ["build_yaml_model", "read_yaml"]
+__all__ = ["build_yaml_model", "optimizer_bytes_of", "read_yaml"]
 
 SIZES = ("d_model", "n_heads", "n_layers", "vocab_size")
 """Keys of MPT and of this package's models that have to be positive: the models themselves take 0 and fail somewhere else."""
@@ -102,3 +102,27 @@ def build_yaml_model(config: dict[str, Any], init_device: str) -> Any:
             f"model: it cannot be built: {said}. From a hub that this machine does not reach, give a local folder with config.json and "
             "the tokenizer."
         ) from error
+
+
+def optimizer_bytes_of(model: Any, config: Mapping[str, Any]) -> int:
+    """Bytes of the states that the YAML's optimizer keeps for the whole model; of two float32 moments where it names none.
+
+    Raises:
+        ConfigError: It cannot be built.
+    """
+    from foundry_fp8.planning.memory.optimizer_state import optimizer_bytes
+
+    named = config.get("optimizer")
+    if not isinstance(named, dict) or "name" not in named:
+        return 8 * sum(p.numel() for p in model.parameters() if p.requires_grad)
+    from llmfoundry.utils.builders import build_optimizer
+
+    settings = {key: value for key, value in named.items() if key != "name"}
+    try:
+        optimizer = build_optimizer(model, named["name"], settings)
+    except ConfigError:
+        raise
+    except Exception as error:  # Foundry's registry and the optimizers raise what they like
+        said = (str(error) or type(error).__name__).strip().splitlines()[0].rstrip(".")
+        raise ConfigError(f"optimizer: it cannot be built: {said}.") from error
+    return optimizer_bytes([optimizer])

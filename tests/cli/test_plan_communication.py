@@ -6,6 +6,10 @@ import yaml
 from typer.testing import CliRunner
 
 from foundry_fp8.cli.main import app
+from foundry_fp8.cli.plan_communication import workload_of
+from foundry_fp8.cli.yaml_model import build_yaml_model, read_yaml
+from foundry_fp8.planning.communication.machines import GPUS, NETWORKS
+from foundry_fp8.planning.communication.step import layout
 from tests.cli.test_plan_memory import MPT
 
 
@@ -101,6 +105,8 @@ def test_bad_input_is_an_error_that_says_what_to_do(arguments, said):
     ("changes", "options", "said"),
     [
         ({"algorithms": {"hybrid_sharding": {"shard": 8}}}, ["--gpus", "7"], "--gpus: 7 cannot be divided into shards of 8"),
+        ({"fsdp_config": {"mixed_precision": "PURR"}}, ["--gpus", "8"], "fsdp_config.mixed_precision: 'PURR' is not one of PURE, DEFAULT, FULL"),
+        ({"optimizer": {"name": "no_such"}}, ["--gpus", "8"], "optimizer: it cannot be built"),
         ({"device_train_microbatch_size": "auto"}, ["--gpus", "8"], "device_train_microbatch_size: 'auto' is not a number; give --tokens."),
     ],
 )  # fmt: skip
@@ -109,6 +115,28 @@ def test_a_yaml_that_does_not_say_enough_is_refused_in_a_sentence(tmp_path, chan
     file.write_text(yaml.safe_dump({**MPT, "fsdp_config": {}, **changes}))
     result = run(str(file), *options)
     assert result.exit_code == 2 and said in result.output
+
+
+@pytest.mark.integration
+def test_the_named_optimizer_and_the_mixed_precision_are_counted(tmp_path):
+    """8 GPUs of one node hold an eighth of parameters, gradients and states; Lion keeps one moment, FULL gathers float32."""
+    file, found = tmp_path / "run.yaml", {}
+    model = {**MPT["model"], "d_model": 1024, "vocab_size": 8192}
+    for name, states in (("decoupled_adamw", 8), ("decoupled_lionw", 4)):
+        for mixed, itemsize in (("DEFAULT", 2), ("FULL", 4)):
+            options = {"fsdp_config": {"mixed_precision": mixed}, "optimizer": {"name": name, "lr": 1e-3}}
+            file.write_text(yaml.safe_dump({**MPT, "model": model, **options}))
+            config = read_yaml(file)
+            work = workload_of(config, build_yaml_model(config, "meta"))
+            assert work.optimizer_bytes == states and (work.parameter_bytes, work.gradient_bytes) == (
+                itemsize,
+                4,
+            )
+            found[states, itemsize] = layout(work, 8, 8, GPUS["h100-sxm"], NETWORKS["h100-3200g"])
+            assert found[states, itemsize].memory_bytes == pytest.approx(
+                work.parameters * (8 + states) / 8 + 2 * itemsize * work.parameters / 2
+            )
+    assert found[8, 4].communication_seconds > 1.3 * found[8, 2].communication_seconds
 
 
 @pytest.mark.integration

@@ -23,7 +23,7 @@ from foundry_fp8.planning.communication.stragglers import slowest
 
 __all__ = ["COMPRESSED", "Layout", "Workload", "best_layout", "layout", "plan_communication"]
 
-OPTIMIZER_BYTES = 12  # float32 master weight and Adam's two moments, beside the working copy and the gradient
+STATE_BYTES = 8  # of a float32 parameter and its gradient
 COMPRESSED = CompressionConfig(gradients="int8", parameters="e4m3")
 
 
@@ -46,8 +46,12 @@ class Workload(Config):
     """FSDP gathers and reduces for each."""
     sharding: Literal["FULL_SHARD", "SHARD_GRAD_OP"] = "FULL_SHARD"
     """``SHARD_GRAD_OP`` keeps what forward gathered for the backward."""
+    parameter_bytes: Literal[2, 4] = 2
+    """Of an element of an uncompressed gather: 4 under Composer's ``mixed_precision: FULL``."""
     gradient_bytes: Literal[2, 4] = 2
     """Of an element of an uncompressed reduction: 2 under Composer's ``mixed_precision: PURE``, 4 under ``DEFAULT``."""
+    optimizer_bytes: Annotated[float, at_least(0)] = 8.0
+    """Of a parameter's optimizer states: two float32 moments for AdamW."""
     activation_bytes: Annotated[float, at_least(0)] = 0.0
     """What activations and buffers take on each GPU."""
     compression: CompressionConfig | None = None
@@ -97,7 +101,7 @@ def layout(work: Workload, gpus: int, shard: int, gpu: Gpu, network: Network) ->
     sharing, replicas = route(range(shard)), route(range(0, gpus, shard))
 
     weights = None if config is None or sharing.why_not else config.wire(config.parameters)
-    gather = legs.gather(per_unit, 2, shard, network, gpu, weights)
+    gather = legs.gather(per_unit, work.parameter_bytes, shard, network, gpu, weights)
     scatter = legs.reduce_scatter(per_unit, work.gradient_bytes, shard, network, gpu, sharing, config)
     reduce = legs.all_reduce(
         mine, work.gradient_bytes, replicate, network, gpu, replicas, config, stride=shard
@@ -113,9 +117,10 @@ def layout(work: Workload, gpus: int, shard: int, gpu: Gpu, network: Network) ->
     hidden = one_forward + one_backward - exposed
     computing = (compute + network.overlap_slowdown * hidden) * (1 + slowest(gpus, network))
 
-    memory = work.parameters * (2 + 2 + OPTIMIZER_BYTES) / shard + 2 * 2 * per_unit + work.activation_bytes
+    memory = work.parameters * (STATE_BYTES + work.optimizer_bytes) / shard + work.activation_bytes
+    memory += 2 * work.parameter_bytes * per_unit
     if work.sharding == "SHARD_GRAD_OP":
-        memory += 2 * (work.parameters - 2 * per_unit)
+        memory += work.parameter_bytes * (work.parameters - 2 * per_unit)
     if config is not None and config.feeds_back and replicate > 1 and not replicas.why_not:
         memory += (
             4 * work.parameters / shard / replicas.inside

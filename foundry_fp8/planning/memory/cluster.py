@@ -28,6 +28,7 @@ buckets of the size of the gradients beside them. Source of the order of events:
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Literal
 
 from torch import nn
@@ -65,7 +66,7 @@ class Cluster:
     shard: int
     gathered: int = 4
     reduced: int = 4
-    residual: int = 0
+    residual: float = 0.0
     fsdp: Literal[1, 2] = 1
     overlaps: bool = True
 
@@ -107,13 +108,13 @@ def on_cluster(
     gradients = -(-MASTER * learnt // cluster.shard)
     counts = _Counts(total, trained, everything - sum(total), learnt - sum(trained))
     if cluster.sharding == "NO_SHARD":
-        held += MASTER * learnt * (cluster.world_size > 1) + cluster.residual * learnt
+        held += MASTER * learnt * (cluster.world_size > 1) + math.ceil(cluster.residual * learnt)
         frames = [
             _unsharded(f, counts, learnt, held, accumulates) if f else None
             for f in (measured.frame, measured.lean, measured.fused)
         ]
     else:
-        held += -(-cluster.residual * learnt // cluster.shard) + gradients * accumulates
+        held += math.ceil(cluster.residual * learnt / cluster.shard) + gradients * accumulates
         frames = [
             _sharded(frame, counts, held, cluster, accumulates) if frame else None
             for frame in (measured.frame, measured.lean, measured.fused)

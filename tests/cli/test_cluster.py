@@ -1,0 +1,65 @@
+"""What a YAML says of its ranks, against Composer's own reading of it."""
+
+import warnings
+
+import pytest
+
+from foundry_fp8.cli.cluster import cluster_of, wire_bytes
+from foundry_fp8.config import ConfigError
+
+READINGS = {
+    "default": ({}, (2, 4)),
+    "lower case": ({"mixed_precision": "pure"}, (2, 2)),
+    "full": ({"mixed_precision": "FULL"}, (4, 4)),
+    "dtypes": ({"mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "torch.float32"}}, (2, 4)),
+    "no reduce_dtype": ({"mixed_precision": {"param_dtype": "float16"}}, (2, 2)),
+    "reduce_dtype alone": ({"mixed_precision": {"reduce_dtype": "bfloat16"}}, (4, 2)),
+}
+
+
+@pytest.mark.parametrize("name", READINGS)
+def test_precision_and_mixed_precision_are_read(name):
+    fsdp, wanted = READINGS[name]
+    assert wire_bytes({"precision": "amp_bf16", "fsdp_config": fsdp}) == wanted
+    if not isinstance(fsdp.get("mixed_precision"), dict):
+        assert wire_bytes({"precision": "fp32", "fsdp_config": fsdp}) == (4, 4)
+
+
+@pytest.mark.parametrize("precision", ["amp_bf16", "amp_fp16", "amp_fp8", "fp32"])
+@pytest.mark.integration
+def test_composer_reads_them_so(precision):
+    composer = pytest.importorskip("composer.distributed.mosaic_parallelism")
+    from composer.core import Precision
+
+    for fsdp, _ in READINGS.values():
+        mixed = fsdp.get("mixed_precision", "DEFAULT")
+        with warnings.catch_warnings(action="ignore"):
+            _, gathered, reduced, _ = composer.get_mixed_precision(Precision(precision), mixed)
+        said = wire_bytes({"precision": precision, "fsdp_config": fsdp})
+        assert said[0] == (4 if gathered is None else gathered.itemsize)
+        assert said[1] == (said[0] if reduced is None else reduced.itemsize)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"fsdp_config": {"mixed_precision": "DEFUALT"}}, "mixed_precision: 'DEFUALT' is not one of PURE, DEFAULT, FULL"),
+        ({"fsdp_config": {"mixed_precision": None}}, "mixed_precision: None is not one of"),
+        ({"fsdp_config": {"mixed_precision": {"param_dtype": "bf61"}}}, "mixed_precision.param_dtype: 'bf61' is not one of"),
+        ({"precision": "amp_bf61", "fsdp_config": {}}, "precision: 'amp_bf61' is not one of"),
+    ],
+)  # fmt: skip
+def test_what_composer_does_not_know_is_refused_and_not_taken_for_full(config, said):
+    with pytest.raises(ConfigError) as raised:
+        cluster_of(config, 8, None)
+    assert said in str(raised.value)
+
+
+def test_error_feedback_keeps_the_part_of_a_node_under_two_hops():
+    """Across nodes alone, a rank feeds back what it sends across: an eighth of the gradients of all."""
+    options = {"algorithms": {"compressed_communication": {"gradients": "int8"}}}
+    assert cluster_of(options, 8, None).residual == 4  # DDP on one node: coded everywhere
+    assert cluster_of(options, 32, None).residual == 0.5
+    hybrid = {"algorithms": {**options["algorithms"], "hybrid_sharding": {"shard": 8}}, "fsdp_config": {}}
+    assert cluster_of(hybrid, 32, None).residual == 4  # of an eighth already
+    assert cluster_of(hybrid, 8, None).residual == 0  # nothing replicates
