@@ -18,6 +18,7 @@ wgrad  dy, transposed       x, transposed          one per 1 x 128
 """
 
 import dataclasses
+import functools
 
 import torch
 import triton
@@ -25,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from foundry_fp8.kernels.launch import aligned, interpreting, launch, tiles
+from foundry_fp8.kernels.launch import Launch, Remembered, aligned, interpreting, tiles
 
 __all__ = ["CONFIGS", "GROUP", "block_gemm", "block_gemm_reference"]
 
@@ -69,6 +70,7 @@ def configs(square_b: bool, device: torch.device) -> tuple[GemmConfig, ...]:
 
 
 _tuned: dict[tuple[object, ...], GemmConfig] = {}
+_products = Remembered()
 
 
 def block_gemm(
@@ -102,54 +104,54 @@ def block_gemm(
     Raises:
         ValueError: Operands that do not fit each other.
     """
-    k_blocks = tiles(a.shape[1], GROUP)
-    expected = (tiles(b.shape[0], GROUP), k_blocks) if square_b else (k_blocks, b.shape[0])
-    if a.shape[1] != b.shape[1] or a_scale.shape != (k_blocks, a.shape[0]) or b_scale.shape != expected:
-        raise ValueError(
-            f"block GEMM: a {tuple(a.shape)} with scales {tuple(a_scale.shape)} and b {tuple(b.shape)} with scales "
-            f"{tuple(b_scale.shape)} do not fit; expected scales {(k_blocks, a.shape[0])} and {expected}."
-        )
-    if m == 0 or n == 0:
-        return torch.zeros((m, n), dtype=out_dtype, device=a.device)
+    (padded_m, k), padded_n = a.shape, b.shape[0]
+    key = (
+        m, n, out_dtype, square_b, None if bias is None else (bias.dtype, aligned(bias)), a.device,
+        a.shape, a_scale.shape, a.dtype, aligned(a), aligned(a_scale),
+        b.shape, b_scale.shape, b.dtype, aligned(b), aligned(b_scale),
+    )  # fmt: skip
+    if (known := _products.get(key)) is None:
+        k_blocks = tiles(k, GROUP)
+        expected = (tiles(padded_n, GROUP), k_blocks) if square_b else (k_blocks, padded_n)
+        if k != b.shape[1] or a_scale.shape != (k_blocks, padded_m) or b_scale.shape != expected:
+            raise ValueError(
+                f"block GEMM: a {tuple(a.shape)} with scales {tuple(a_scale.shape)} and b {tuple(b.shape)} with scales "
+                f"{tuple(b_scale.shape)} do not fit; expected scales {(k_blocks, padded_m)} and {expected}."
+            )
+        if m == 0 or n == 0:
+            return torch.zeros((m, n), dtype=out_dtype, device=a.device)
     out = torch.empty((m, n), dtype=out_dtype, device=a.device)
-
-    def run(config: GemmConfig) -> None:
-        # The same for every number of tokens, as the compiler is told it; where there are fewer tiles, some have nothing to do.
-        programs = _processors(a.device)
-        key = (
-            m, n, a.shape, expected, a.dtype, b.dtype, out_dtype, None if bias is None else bias.dtype, square_b, config, a.device,
-            *map(aligned, (a, a_scale, b, b_scale, bias)),
-        )  # fmt: skip
-        launch(
-            _block_gemm_kernel,
-            programs,
-            a,
-            a_scale,
-            b,
-            b_scale,
-            bias,
-            out,
-            m,
-            n,
-            a.shape[1],
-            a.shape[0],
-            1 if square_b else expected[1],
-            known_by=key,
-            PROGRAMS=programs,
-            BLOCK_M=config.block_m,
-            BLOCK_N=config.block_n,
-            GROUP=GROUP,
-            SQUARE_B=square_b,
-            EVEN_K=a.shape[1] % GROUP == 0,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-        )
-
+    args = a, a_scale, b, b_scale, bias, out, m, n, k, padded_m, 1 if square_b else padded_n
+    if known is not None:
+        known(*args)
+        return out
+    launch = functools.cache(lambda config: _launch(config, k, square_b, a.device))
     # The dimension that holds tokens counts by its power of two, so that a length that was not seen before is not timed again:
     # it is what wgrad contracts (its b has no squares), and the rows of the others' results.
-    sizes = (m.bit_length(), n, a.shape[1]) if square_b else (m, n, a.shape[1].bit_length())
-    run(_choose(run, (*sizes, a.dtype, b.dtype, out_dtype, square_b, a.device), configs(square_b, a.device)))
+    sizes = (m.bit_length(), n, k) if square_b else (m, n, k.bit_length())
+    kind = (*sizes, a.dtype, b.dtype, out_dtype, square_b, a.device)
+    chosen = launch(_choose(lambda config: launch(config)(*args), kind, configs(square_b, a.device)))
+    chosen(*args)
+    if kind in _tuned:
+        _products[key] = chosen
     return out
+
+
+def _launch(config: GemmConfig, k: int, square_b: bool, device: torch.device) -> Launch:
+    # The same for every number of tokens, as the compiler is told it; where there are fewer tiles, some have nothing to do.
+    programs = _processors(device)
+    return Launch(
+        _block_gemm_kernel,
+        programs,
+        PROGRAMS=programs,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        GROUP=GROUP,
+        SQUARE_B=square_b,
+        EVEN_K=k % GROUP == 0,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
 
 
 def _choose(run, key: tuple[object, ...], configs: tuple[GemmConfig, ...]) -> GemmConfig:  # type: ignore[no-untyped-def]

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foundry_fp8.kernels.launch import AS_WRITTEN, GEMM_MULTIPLE, launch, round_up, tiles
+from foundry_fp8.kernels.launch import AS_WRITTEN, GEMM_MULTIPLE, Launch, Remembered, round_up, tiles
 from foundry_fp8.kernels.producers import Producer
 from foundry_fp8.kernels.quarters import QUARTERS, largest_of, load_quarters, store_quarters, store_transposed
 from foundry_fp8.kernels.scales import (
@@ -38,6 +38,8 @@ __all__ = ["Blockwise", "quantize_blockwise", "quantize_blockwise_reference"]
 TILE, WARPS = 128, 8
 MX_TILE = (64, 128, 4)
 """Rows, columns and warps where 32 elements share a scale. 128 rows: up to 1.1 instructions an element fewer, twice the registers."""
+
+_casts = Remembered()
 
 
 class Blockwise(NamedTuple):
@@ -81,53 +83,75 @@ def quantize_blockwise(
     """
     if group not in (32, 128) or (square and group != 128):
         raise ValueError(f"group={group}, square={square}: blocks are 1 x 128, 128 x 128 or 1 x 32.")
-    (r, c), device = source.x.shape, source.x.device
+    key = *source.is_like, fmt.name, group, square, power_2, rows, columns, column_sum
+    known = _casts.get(key)
+    if known is None:
+        known = _casts[key] = _cast(source, fmt, group, square, power_2)
+    if known.copies:
+        source = source.checked()
+    device = source.x.device
+    data = scale = data_t = scale_t = None
+    if rows:
+        data = torch.empty(known.shape, dtype=fmt.dtype, device=device)
+        scale = torch.empty(known.scales, dtype=known.dtype, device=device)
+    if columns:
+        data_t = torch.empty(known.shape_t, dtype=fmt.dtype, device=device)
+        scale_t = torch.empty(known.scales_t, dtype=known.dtype, device=device)
+    partial = torch.empty(known.sums, dtype=torch.float32, device=device) if column_sum else None
+    known.launch(*source.pointers, data, scale, data_t, scale_t, partial, *known.sizes)
+    return Blockwise(data, scale, data_t, scale_t, None if partial is None else partial.sum(0))
+
+
+class _Cast(NamedTuple):
+    """What all calls of :func:`quantize_blockwise` of one kind have in common."""
+
+    launch: Launch
+    copies: bool
+    sizes: tuple[int, int, int, int]
+    sums: tuple[int, int]
+    shape: tuple[int, int]
+    shape_t: tuple[int, int]
+    scales: tuple[int, ...]
+    scales_t: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _cast(source: Producer, fmt: Float8Format, group: int, square: bool, power_2: bool) -> _Cast:
+    checked = source.checked()
+    r, c = checked.x.shape
     multiple = _multiple(group)
     padded_r, padded_c = round_up(r, multiple), round_up(c, multiple)
     tile_r, tile_c, warps = MX_TILE if group == 32 else (TILE, TILE, WARPS)
     # MX tiles cover the scales' padding too.
     covered = TILE if group == 32 else 1
     tiles_r, tiles_c = tiles(round_up(padded_r, covered), tile_r), tiles(round_up(padded_c, covered), tile_c)
-
-    def outputs(wanted: bool, long: int, short: int) -> tuple[Tensor | None, Tensor | None]:
-        """Empty data ``[long, short]`` and its scales, blocks along ``short``."""
-        if not wanted:
-            return None, None
-        shape, dtype = scales_of(long, short, group, square)
-        scales = torch.empty(shape, dtype=dtype, device=device)
-        return torch.empty((long, short), dtype=fmt.dtype, device=device), scales
-
-    data, scale = outputs(rows, padded_r, padded_c)
-    data_t, scale_t = outputs(columns, padded_c, padded_r)
-    partial = torch.empty((tiles_r, c), dtype=torch.float32, device=device) if column_sum else None
-    if tiles_r * tiles_c:
-        launch(
-            _quantize_blockwise_kernel,
-            tiles_r * tiles_c,
-            *source.pointers,
-            data,
-            scale,
-            data_t,
-            scale_t,
-            partial,
-            r,
-            c,
-            padded_r,
-            padded_c,
-            known_by=(*source.launch_key, fmt.name, group, square, power_2, rows, columns, column_sum),
-            KIND=source.kind,
-            GROUP=group,
-            SQUARE=square,
-            FMT_MAX=fmt.max,
-            INV_FMT_MAX=1.0 / fmt.max,
-            POWER_2=power_2,
-            VALUE_FOR_INF=torch.finfo(source.x.dtype).max,
-            TILE_R=tile_r,
-            TILE_C=tile_c,
-            num_warps=warps,
-            **AS_WRITTEN,
-        )
-    return Blockwise(data, scale, data_t, scale_t, None if partial is None else partial.sum(0))
+    launch = Launch(
+        _quantize_blockwise_kernel,
+        tiles_r * tiles_c,
+        KIND=source.kind,
+        GROUP=group,
+        SQUARE=square,
+        FMT_MAX=fmt.max,
+        INV_FMT_MAX=1.0 / fmt.max,
+        POWER_2=power_2,
+        VALUE_FOR_INF=torch.finfo(source.x.dtype).max,
+        TILE_R=tile_r,
+        TILE_C=tile_c,
+        num_warps=warps,
+        **AS_WRITTEN,
+    )
+    scales, dtype = scales_of(padded_r, padded_c, group, square)
+    return _Cast(
+        launch,
+        checked is not source,
+        sizes=(r, c, padded_r, padded_c),
+        sums=(tiles_r, c),
+        shape=(padded_r, padded_c),
+        shape_t=(padded_c, padded_r),
+        scales=scales,
+        scales_t=scales_of(padded_c, padded_r, group, square)[0],
+        dtype=dtype,
+    )
 
 
 def quantize_blockwise_reference(

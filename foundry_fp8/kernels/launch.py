@@ -20,6 +20,8 @@ __all__ = [
     "AS_WRITTEN",
     "GEMM_MULTIPLE",
     "HP_DTYPES",
+    "Launch",
+    "Remembered",
     "aligned",
     "as_rows",
     "check_hp",
@@ -128,45 +130,81 @@ def on_its_device(function: F) -> F:
     return run  # type: ignore[return-value]
 
 
-_prepared: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 KNOWN = 4096
-"""Launches that are remembered before all are forgotten: keys of the callers' hold the number of tokens."""
+"""Kinds of calls that are remembered before all are forgotten: keys hold the number of tokens."""
 
 
-def aligned(x: Tensor | None) -> bool | None:
+class Remembered(dict[tuple[Any, ...], Any]):
+    """What all calls of one kind have in common, by what tells the kinds apart."""
+
+    def __setitem__(self, key: tuple[Any, ...], value: Any) -> None:
+        if len(self) >= KNOWN:
+            self.clear()
+        super().__setitem__(key, value)
+
+
+def aligned(x: Tensor) -> bool:
     """What Triton specialises on of an address; of memory that was allocated for it (``torch.empty``) it is always true."""
     # Of fake tensors, with which kernels are compiled and not launched, torch warns who asks.
-    return None if x is None else type(x).__name__ == "FakeTensor" or x.data_ptr() % 16 == 0
+    return type(x).__name__ == "FakeTensor" or x.data_ptr() % 16 == 0
 
 
-def launch(
-    kernel: Any, programs: int, *args: Any, known_by: tuple[Any, ...] | None = None, **constants: Any
-) -> None:
-    """``kernel[(programs,)](*args, **constants)`` at a fraction of the host's time.
+class Launch:
+    """``kernel[(programs,)](*args, **constants)``, at a fraction of the host's time from the second call on.
 
     Triton binds arguments, names their specialisation in a string and looks up what it compiled at every launch; that costs more
-    than the launch. Here the compiled kernel is found by what Triton specialises on, and called itself.
+    than the launch. Here the compiled kernel is kept from the first one, and called itself. So an object of this class serves
+    arguments that Triton specialises on alike: of the same dtypes, sizes and device, and :func:`aligned` alike.
 
     Args:
         kernel: A ``triton.jit`` function whose ``constexpr`` parameters come last.
-        programs: Size of the grid.
-        args: Values of the other parameters, in order: tensors, integers, floats and ``None``.
-        known_by: All that tells one launch of this kernel from another, grid and :func:`aligned` included; looked at in place of
-            each argument, of which there are thirty. By default: of each argument what Triton specialises on.
-        constants: The ``constexpr`` parameters and launch options, in the same order at every call of a place.
+        programs: Size of the grid; with 0 nothing is launched.
+        constants: The ``constexpr`` parameters and launch options.
     """
-    key = (kernel, programs, *(_specialization(args, constants) if known_by is None else known_by))
-    prepared = _prepared.get(key)
-    if prepared is not None:
-        again, values = prepared
-        again(*args, *values)
-        return
-    compiled = kernel[(programs,)](*args, **constants)
-    if compiled is not None:  # not the interpreter's
-        if len(_prepared) >= KNOWN:
-            _prepared.clear()
-        values = tuple(constants[name] for name in kernel.arg_names[len(args) :])
-        _prepared[key] = compiled[programs, 1, 1], values
+
+    __slots__ = ("_again", "_constants", "_kernel", "_programs", "_values")
+
+    def __init__(self, kernel: Any, programs: int, **constants: Any) -> None:
+        self._kernel, self._programs, self._constants = kernel, programs, constants
+        self._again: Callable[..., None] | None = None
+        self._values: tuple[Any, ...] = ()
+
+    def __call__(self, *args: Any) -> None:
+        """Launch it.
+
+        Args:
+            args: Values of the other parameters, in order: tensors, integers, floats and ``None``.
+        """
+        if self._again is not None:
+            self._again(*args, *self._values)
+            return
+        if self._programs == 0:
+            return
+        compiled = self._kernel[(self._programs,)](*args, **self._constants)
+        if compiled is not None:  # not the interpreter's
+            self._values = tuple(self._constants[name] for name in self._kernel.arg_names[len(args) :])
+            self._again = compiled[self._programs, 1, 1]
+
+
+_launches = Remembered()
+
+
+def launch(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
+    """The :class:`Launch` of arguments of this kind, found by each of them.
+
+    Where there are many of them, remember the :class:`Launch` by what you know of them instead.
+
+    Args:
+        kernel: See :class:`Launch`.
+        programs: See :class:`Launch`.
+        args: See :meth:`Launch.__call__`.
+        constants: See :class:`Launch`; in the same order at every call of a place.
+    """
+    key = (kernel, programs, *_specialization(args, constants))
+    known = _launches.get(key)
+    if known is None:
+        known = _launches[key] = Launch(kernel, programs, **constants)
+    known(*args)
 
 
 def _specialization(args: tuple[Any, ...], constants: dict[str, Any]) -> list[Any]:

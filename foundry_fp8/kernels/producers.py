@@ -8,7 +8,7 @@ exactly as the unfused module would have written it, so fusing changes the bytes
 Each producer's definition in torch is :meth:`Producer.reference`.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -48,7 +48,7 @@ def xielu_reference(x: Tensor, alpha: Tensor) -> Tensor:
 
 
 class Producer(NamedTuple):
-    """The inputs of one tile producer. Build it with one of the class methods, or :meth:`checked`."""
+    """The inputs of one tile producer. The class methods check them, and so do kernels the first time that they get such ones."""
 
     x: Tensor
     """``[R, C]``, hp: the tensor, the norm's input, or the activation's (the gate of a gated one)."""
@@ -66,16 +66,17 @@ class Producer(NamedTuple):
     """``[2]`` float32: xIELU's effective slopes."""
     kind: int = 0
 
-    @classmethod
-    def checked(cls, x: Tensor, *others: Any) -> "Producer":
-        """Of the fields in their order, with unit strides along rows.
+    def checked(self) -> "Producer":
+        """What kernels can read: itself, or a copy of what has no unit strides along its rows.
 
         Raises:
             TypeError: ``x`` is of a dtype that kernels do not read.
             ValueError: ``x`` is not on a CUDA device or not two-dimensional, or what belongs to it does not fit it.
         """
+        x = self.x
         check_hp("x", x)
-        found = cls(as_rows(x), *others)
+        rows = as_rows(x)
+        found = self if rows is x else self._replace(x=rows)
         if found.kind == 0:
             return found
         for name in ("up", "mean", "rstd", "weight", "bias", "alpha"):
@@ -89,12 +90,13 @@ class Producer(NamedTuple):
                 f"up is {tuple(found.up.shape)} {found.up.dtype}, x {tuple(x.shape)} {x.dtype}; "
                 "a gated activation needs two alike."
             )
-        return found._replace(up=as_rows(found.up))
+        up = as_rows(found.up)
+        return found if up is found.up else found._replace(up=up)
 
     @classmethod
     def identity(cls, x: Tensor) -> "Producer":
         """The tensor ``x`` as it is."""
-        return cls.checked(x)
+        return cls(x).checked()
 
     @classmethod
     def norm(
@@ -107,7 +109,7 @@ class Producer(NamedTuple):
         bias: Tensor | None = None,
     ) -> "Producer":
         """RMSNorm, or LayerNorm if ``mean`` is given; the statistics come from :mod:`foundry_fp8.kernels.norms`."""
-        return cls.checked(x, None, mean, rstd, weight, bias, None, 1)
+        return cls(x, None, mean, rstd, weight, bias, None, 1).checked()
 
     @classmethod
     def activation(
@@ -118,7 +120,7 @@ class Producer(NamedTuple):
             raise ValueError(f"activation {name!r} is not one of {', '.join(ACTIVATIONS)}.")
         if (alpha is None) != (name != "xielu"):
             raise ValueError(f"activation {name!r}: alpha is xielu's, and xielu needs it.")
-        return cls.checked(x, up, None, None, None, None, alpha, ACTIVATIONS[name])
+        return cls(x, up, None, None, None, None, alpha, ACTIVATIONS[name]).checked()
 
     @property
     def pointers(self) -> tuple[object, ...]:
@@ -127,18 +129,15 @@ class Producer(NamedTuple):
         return x, x.stride(0), up, 0 if up is None else up.stride(0), mean, rstd, weight, bias, alpha
 
     @property
-    def launch_key(self) -> tuple[object, ...]:
-        """What :attr:`pointers` add to :func:`~foundry_fp8.kernels.launch.launch`'s key."""
-        x = self.x
-        key = (x.shape, x.stride(0), x.dtype, x.get_device(), aligned(x), self.kind)
-        if self.kind == 0:
+    def is_like(self) -> tuple[object, ...]:
+        """Equal for two of which :meth:`checked` says the same and on whose :attr:`pointers` Triton specialises alike."""
+        x, kind = self.x, self.kind
+        key = (x.shape, x.stride(), x.dtype, x.device, aligned(x), kind)
+        if kind == 0:
             return key
-        given = self[1:7]
         return (
             *key,
-            0 if self.up is None else self.up.stride(0),
-            *(None if t is None else t.dtype for t in given),
-            *map(aligned, given),
+            *(t if t is None else (t.shape, t.stride(), t.dtype, t.device, aligned(t)) for t in self[1:7]),
         )
 
     def reference(self) -> Tensor:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foundry_fp8.kernels.launch import AS_WRITTEN, GEMM_MULTIPLE, aligned, launch, round_up, tiles
+from foundry_fp8.kernels.launch import AS_WRITTEN, GEMM_MULTIPLE, Launch, Remembered, aligned, round_up, tiles
 from foundry_fp8.kernels.producers import Producer, load_tile
 from foundry_fp8.kernels.quarters import largest_of, load_quarters, store_quarters, store_transposed
 from foundry_fp8.kernels.scales import amax_along, is_inf, nan_for_inf, reciprocal, scale_from_amax
@@ -29,6 +29,8 @@ __all__ = ["Tensorwise", "amax", "amax_of_two", "quantize_tensorwise", "quantize
 TILE_R, TILE_C, WARPS = 64, 128, 4
 """One program's tile: it writes 128 bytes of each row and 64 of each row of the transpose. Four warps: what is computed for an address
 or a mask serves twice the elements that it would with eight, and four to seven blocks still share a multiprocessor."""
+
+_measures, _casts = Remembered(), Remembered()
 
 
 class Tensorwise(NamedTuple):
@@ -56,11 +58,11 @@ def amax(source: Producer, out: Tensor | None = None) -> Tensor:
         0-d float32 on the device of ``source``.
     """
     out = torch.zeros((), dtype=torch.float32, device=source.x.device) if out is None else out
-    _launch_amax(source, out, None, None)
+    _raise_amax(source, out)
     return out
 
 
-def amax_of_two(source: Producer, other: Tensor) -> Tensor:
+def amax_of_two(source: Producer, other: Tensor) -> tuple[Tensor, Tensor]:
     """The same of two sources in one launch: of a linear's input and of its weight.
 
     Args:
@@ -68,44 +70,43 @@ def amax_of_two(source: Producer, other: Tensor) -> Tensor:
         other: The second, ``[R, C]``, hp.
 
     Returns:
-        float32 ``[2]``.
+        The two, each the first of three float32 elements.
     """
-    out = statistics(source.x.device)[:2]
-    if source.x.numel() == 0 or other.numel() == 0:
-        amax(source, out[:1])
-        amax(Producer.identity(other), out[1:])
-    else:
-        _launch_amax(source, out, Producer.identity(other).x, out[1:])
-    return out
+    found = statistics(source.x.device), statistics(source.x.device)
+    _raise_amax(source, found[0], Producer(other), found[1])
+    return found
 
 
-def _launch_amax(source: Producer, out: Tensor, other: Tensor | None, other_out: Tensor | None) -> None:
-    rows, columns = source.x.shape
-    other_rows, other_columns = (0, 0) if other is None else other.shape
-    if source.x.numel() == 0:
-        return
-    key = (*source.launch_key, aligned(out))
-    if other is not None:
-        key += other.shape, other.stride(0), other.dtype, aligned(other)
-    launch(
-        _amax_kernel,
-        tiles(rows, TILE_R) * tiles(columns, TILE_C)
-        + tiles(other_rows, TILE_R) * tiles(other_columns, TILE_C),
-        *source.pointers,
-        out,
-        rows,
-        columns,
-        other,
-        None if other is None else other.stride(0),
-        other_out,
-        None if other is None else other_rows,
-        None if other is None else other_columns,
-        KIND=source.kind,
-        TILE_R=TILE_R,
-        TILE_C=TILE_C,
-        num_warps=WARPS,
-        known_by=key,
-        **AS_WRITTEN,
+class _Measure(NamedTuple):
+    """What all calls of :func:`_raise_amax` of one kind have in common."""
+
+    launch: Launch
+    copies: bool
+    sizes: tuple[int, ...]
+    other_sizes: tuple[int | None, ...] = (None, None)
+
+
+def _raise_amax(
+    source: Producer, out: Tensor, other: Producer | None = None, other_out: Tensor | None = None
+) -> None:
+    key = (*source.is_like, aligned(out), *(() if other is None else other.is_like))
+    known = _measures.get(key)
+    if known is None:
+        known = _measures[key] = _measure(source, other)
+    if known.copies:
+        source, other = source.checked(), None if other is None else other.checked()
+    x, stride = (None, None) if other is None else (other.x, other.x.stride(0))
+    known.launch(*source.pointers, out, *known.sizes, x, stride, other_out, *known.other_sizes)
+
+
+def _measure(*sources: Producer | None) -> _Measure:
+    given = [source for source in sources if source is not None]
+    checked = [source.checked() for source in given]
+    programs = sum(tiles(one.x.shape[0], TILE_R) * tiles(one.x.shape[1], TILE_C) for one in checked)
+    constants = {"KIND": given[0].kind, "TILE_R": TILE_R, "TILE_C": TILE_C, "num_warps": WARPS, **AS_WRITTEN}
+    copies = any(one is not source for one, source in zip(checked, given, strict=True))
+    return _Measure(
+        Launch(_amax_kernel, programs, **constants), copies, *(tuple(one.x.shape) for one in checked)
     )
 
 
@@ -141,45 +142,48 @@ def quantize_tensorwise(
             ``scale``, ``known_amax`` and ``amax_slot``.
         alpha: What gemm_scale holds besides a constant scale's reciprocal.
     """
-    (r, c), device = source.x.shape, source.x.device
-    padded_r, padded_c = round_up(r), round_up(c)
-    data = torch.empty((padded_r, padded_c), dtype=fmt.dtype, device=device) if rows else None
-    data_t = torch.empty((padded_c, padded_r), dtype=fmt.dtype, device=device) if columns else None
+    key = (
+        *source.is_like, fmt.name, power_2, rows, columns, column_sum, constant, alpha,
+        None if scale is None else aligned(scale), None if known_amax is None else aligned(known_amax),
+        None if amax_slot is None else aligned(amax_slot),
+    )  # fmt: skip
+    known = _casts.get(key)
+    if known is None:
+        known = _casts[key] = _cast(source, fmt, power_2, constant, alpha)
+    if known.copies:
+        source = source.checked()
+    device = source.x.device
+    data = torch.empty(known.shape, dtype=fmt.dtype, device=device) if rows else None
+    data_t = torch.empty(known.shape_t, dtype=fmt.dtype, device=device) if columns else None
+    partial = torch.empty(known.sums, dtype=torch.float32, device=device) if column_sum else None
     stats = statistics(device)  # zero, as atomics raise them
-    if constant is None and known_amax is None and scale is None:
-        _launch_amax(source, stats, None, None)
+    if known_amax is None:
+        known_amax = stats
+        if constant is None and scale is None:
+            _raise_amax(source, stats)
+    known.launch(*source.pointers, scale, amax_slot, known_amax, stats, data, data_t, partial, *known.sizes)
+    return Tensorwise(data, data_t, stats, None if partial is None else partial.sum(0))
+
+
+class _Cast(NamedTuple):
+    """What all calls of :func:`quantize_tensorwise` of one kind have in common."""
+
+    launch: Launch
+    copies: bool
+    shape: tuple[int, int]
+    shape_t: tuple[int, int]
+    sums: tuple[int, int]
+    sizes: tuple[object, ...]
+
+
+def _cast(source: Producer, fmt: Float8Format, power_2: bool, constant: float | None, alpha: float) -> _Cast:
+    checked = source.checked()
+    r, c = checked.x.shape
+    padded_r, padded_c = round_up(r), round_up(c)
     tiles_r, tiles_c = tiles(padded_r, TILE_R), tiles(padded_c, TILE_C)
-    partial = torch.empty((tiles_r, c), dtype=torch.float32, device=device) if column_sum else None
-    launch(
+    launch = Launch(
         _quantize_kernel,
         max(tiles_r * tiles_c, 1),
-        *source.pointers,
-        scale,
-        amax_slot,
-        stats if known_amax is None else known_amax,
-        stats,
-        data,
-        data_t,
-        partial,
-        r,
-        c,
-        padded_r,
-        padded_c,
-        constant,
-        None if constant is None else alpha / constant,
-        known_by=(
-            *source.launch_key,
-            fmt.name,
-            power_2,
-            rows,
-            columns,
-            column_sum,
-            constant,
-            alpha,
-            aligned(scale),
-            aligned(amax_slot),
-            aligned(known_amax),
-        ),
         KIND=source.kind,
         FMT_MAX=fmt.max,
         POWER_2=power_2,
@@ -190,7 +194,9 @@ def quantize_tensorwise(
         num_warps=WARPS,
         **AS_WRITTEN,
     )
-    return Tensorwise(data, data_t, stats, None if partial is None else partial.sum(0))
+    sizes = (r, c, padded_r, padded_c, constant, None if constant is None else alpha / constant)
+    shapes = (padded_r, padded_c), (padded_c, padded_r), (tiles_r, c)
+    return _Cast(launch, checked is not source, *shapes, sizes)
 
 
 def quantize_tensorwise_reference(

@@ -91,6 +91,14 @@ def fake_driver(monkeypatch):
     restore_language()
     seen = Seen()
 
+    def forget():
+        for module in (launch, block_gemm, *kernel_modules):
+            for value in vars(module).values():
+                if isinstance(value, JITFunction):
+                    value.device_caches.clear()
+                elif isinstance(value, launch.Remembered):
+                    value.clear()
+
     def specialized(kernel, args, kwargs):
         _, specialization, options = kernel.device_caches[0][-1](*args, **kwargs)
         return kernel.__name__, str(specialization), str(sorted(options.items()))
@@ -123,7 +131,7 @@ def fake_driver(monkeypatch):
         patched.setattr(gemm, "_defined", lambda a: False)
         patched.setattr(zeros, "_stream_of_blocks", lambda device: 0)
         patched.setattr(zeros, "_blocks", {})
-        patched.setattr(launch, "_prepared", {})
+        forget()
         patched.setattr(block_gemm, "_time", time)
         patched.setattr(block_gemm, "_tuned", {})
         patched.setattr(block_gemm, "interpreting", lambda: False)
@@ -140,10 +148,7 @@ def fake_driver(monkeypatch):
             scaled_mm._destroy()
             vars(driver).clear()
             vars(driver).update(before)
-            for module in (block_gemm, *kernel_modules):
-                for value in vars(module).values():
-                    if isinstance(value, JITFunction):
-                        value.device_caches.clear()
+            forget()
 
 
 def _kernel_modules():

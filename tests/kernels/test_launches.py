@@ -128,7 +128,7 @@ class Dispatched(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-MOST = {"current": (6, 27, 560), "delayed": (6, 27, 560), "block": (19, 27, 560)}
+MOST = {"current": (6, 27, 410), "delayed": (6, 27, 430), "block": (19, 27, 400)}
 """Allocations, operators of torch, and calls of Python and C functions; the last one with some room for other torchs."""
 
 

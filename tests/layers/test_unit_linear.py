@@ -109,8 +109,8 @@ def test_one_launch_an_operand_where_current_scaling_needs_two(device, monkeypat
     from foundry_fp8.kernels import tensorwise
 
     passes = []
-    amax, quantise = tensorwise._launch_amax, ops.quantize_tensorwise_kernel
-    monkeypatch.setattr(tensorwise, "_launch_amax", lambda *a, **k: (passes.append("amax"), amax(*a, **k))[1])
+    amax, quantise = tensorwise._raise_amax, ops.quantize_tensorwise_kernel
+    monkeypatch.setattr(tensorwise, "_raise_amax", lambda *a, **k: (passes.append("amax"), amax(*a, **k))[1])
     monkeypatch.setattr(
         ops, "quantize_tensorwise_kernel", lambda *a, **k: (passes.append("cast"), quantise(*a, **k))[1]
     )

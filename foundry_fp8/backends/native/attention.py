@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from foundry_fp8.backends.native.operand import Source, plan_of, quantized_view
+from foundry_fp8.backends.native.plan import plan_of, quantized_view
 from foundry_fp8.compat.dynamo_names import under_own_names
 from foundry_fp8.kernels.launch import HP_DTYPES
 from foundry_fp8.layers.attention import (
@@ -196,12 +196,16 @@ class _Call:
 
     def quantize(self, name: str, x: Tensor, *, columns: bool) -> tuple[Tensor, Tensor, Tensor]:
         """``x`` [b, heads, s, d] as FP8 [b * s, heads * d], its transpose if asked for, and (amax, gemm_scale, scale_inv)."""
+        from foundry_fp8.backends.native.operand import Source  # Triton is imported there
+        from foundry_fp8.backends.native.ops import unnoticed
+
         rows = by_tokens(x)
         operand: Operand = "dy" if name == "do" else "x"
         plan, slot = plan_of(self.recipe), SLOTS[name]
         layout, layout_t, stats, _ = Source(rows).quantize(
             operand,
             plan,
+            direct=unnoticed(),
             rows=True,
             columns=columns,
             scale=self.scales.get(slot),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from foundry_fp8.backends.native.operand import plan_of
+from foundry_fp8.backends.native.plan import plan_of
 from foundry_fp8.backends.native.self_check import kernel_error
 from foundry_fp8.layers.attention import AttentionRecipe, GradScores, attention_format
 

@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from foundry_fp8.backends.native.gemm import in_dtype
 from foundry_fp8.backends.native.inputs import LinearCall, checked_dtype
-from foundry_fp8.backends.native.operand import Layout
+from foundry_fp8.backends.native.plan import Layout
 from foundry_fp8.backends.native.size_rule import size_reason
 from foundry_fp8.compat.block_scaled_mm import block_mode_missing
 from foundry_fp8.compat.fresh_view import fresh_view

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from foundry_fp8.backends.native.inputs import LinearCall, checked_dtype
-from foundry_fp8.backends.native.linear import dgrad_and_wgrad, fprop
-from foundry_fp8.backends.native.operand import Layout, Source
+from foundry_fp8.backends.native.plan import Layout
 from foundry_fp8.compat.fresh_view import fresh_view
 from foundry_fp8.layers.autocast import compute_dtype
 from foundry_fp8.layers.deferred_norm import DeferredNorm
@@ -142,7 +141,9 @@ class _ProducedLinear(torch.autograd.Function):
         call: LinearCall,
         producer: _Producer,
     ) -> Tensor:
-        from foundry_fp8.backends.native import ops
+        from foundry_fp8.backends.native import ops  # Triton is imported there, not before
+        from foundry_fp8.backends.native.linear import fprop
+        from foundry_fp8.backends.native.operand import Source
 
         mean = rstd = None
         if producer.kind == NORM:
@@ -158,6 +159,7 @@ class _ProducedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         from foundry_fp8.backends.native import ops
+        from foundry_fp8.backends.native.linear import dgrad_and_wgrad
 
         x, up, mean, rstd, norm_weight, norm_bias, alpha, *saved = ctx.saved_tensors
         needs = (any(ctx.needs_input_grad[:5]), ctx.needs_input_grad[5], ctx.needs_input_grad[6])

@@ -44,7 +44,7 @@ def tensorwise_mm(
     Returns:
         ``[m, n]``, contiguous, ``out_dtype``.
     """
-    inside = _bias_inside(bias, b.shape[0], out_dtype)
+    inside = None if bias is None else _bias_inside(bias, b.shape[0], out_dtype)
     if _defined(a):
         product = (a.float() @ b.float().t()) * (a_scale * b_scale)
         out = in_dtype(product if inside is None else product + inside, out_dtype)
@@ -58,7 +58,8 @@ def tensorwise_mm(
             out_dtype=out_dtype,
             use_fast_accum=fast_accumulation,
         )
-    return _with_bias(_without_padding(out, m, n), None if inside is not None else bias)
+    out = _without_padding(out, m, n)
+    return out if bias is None or inside is not None else _with_bias(out, bias)
 
 
 def blockwise_mm(
@@ -113,7 +114,9 @@ def mx_mm(
         out_dtype: bfloat16, float16 or float32.
         bias: ``[n]``, hp.
     """
-    inside = _bias_inside(bias, b.shape[0], out_dtype) if out_dtype == torch.bfloat16 else None
+    inside = None
+    if bias is not None and out_dtype == torch.bfloat16:
+        inside = _bias_inside(bias, b.shape[0], out_dtype)
     if _defined(a):
         product = _dense(a, a_scale) @ _dense(b, b_scale).t()
         out = in_dtype(product if inside is None else product + inside, out_dtype)
@@ -128,7 +131,8 @@ def mx_mm(
             out_dtype=torch.bfloat16,
         )
         out = in_dtype(product, out_dtype)
-    return _with_bias(_without_padding(out, m, n), None if inside is not None else bias)
+    out = _without_padding(out, m, n)
+    return out if bias is None or inside is not None else _with_bias(out, bias)
 
 
 def _defined(a: Tensor) -> bool:
@@ -143,9 +147,9 @@ def _dense(data: Tensor, codes: Tensor) -> Tensor:
     )
 
 
-def _bias_inside(bias: Tensor | None, padded_n: int, out_dtype: torch.dtype) -> Tensor | None:
+def _bias_inside(bias: Tensor, padded_n: int, out_dtype: torch.dtype) -> Tensor | None:
     """The bias as the GEMM itself can add it: in the result's own 16-bit dtype, as long as the padded row."""
-    if bias is None or out_dtype == torch.float32 or bias.dtype != out_dtype:
+    if out_dtype == torch.float32 or bias.dtype != out_dtype:
         return None
     return bias if len(bias) == padded_n else torch.nn.functional.pad(bias, (0, padded_n - len(bias)))
 
@@ -154,8 +158,8 @@ def _bias_inside(bias: Tensor | None, padded_n: int, out_dtype: torch.dtype) -> 
 # intermediate result: after a write in place, or a `to` that changes nothing (pytorch issue 180642). Hence neither below.
 
 
-def _with_bias(out: Tensor, bias: Tensor | None) -> Tensor:
-    return out if bias is None else in_dtype(out + bias, out.dtype)
+def _with_bias(out: Tensor, bias: Tensor) -> Tensor:
+    return in_dtype(out + bias, out.dtype)
 
 
 def in_dtype(out: Tensor, dtype: torch.dtype) -> Tensor:

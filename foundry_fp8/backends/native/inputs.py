@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from foundry_fp8.backends.native.operand import Plan, plan_of
+from foundry_fp8.backends.native.plan import Plan, plan_of
 from foundry_fp8.kernels.launch import HP_DTYPES
 from foundry_fp8.layers.autocast import compute_dtype
 from foundry_fp8.layers.linear import FP8Linear, Probe

@@ -26,7 +26,9 @@ from torch import Tensor
 
 from foundry_fp8.backends.native.gemm import in_dtype
 from foundry_fp8.backends.native.inputs import LinearCall
-from foundry_fp8.backends.native.operand import Layout, Plan, Source, gemm, quantized_view
+from foundry_fp8.backends.native.operand import Source, gemm
+from foundry_fp8.backends.native.ops import unnoticed
+from foundry_fp8.backends.native.plan import Layout, Plan, quantized_view
 from foundry_fp8.layers.shared_inputs import QuantizedInput
 from foundry_fp8.numerics.formats import E4M3, E5M2
 
@@ -106,16 +108,22 @@ def fprop(
     Returns:
         ``Y`` in the dtype of x, and what :func:`dgrad_and_wgrad` needs.
     """
-    x, plan, probe = source.x, call.plan, call.probe
+    x, plan, probe, direct = source.x, call.plan, call.probe, unnoticed()
     w_hp = in_dtype(weight, x.dtype)
-    amaxes = None
+    x_amax = w_amax = None
     if plan.granularity == "tensor" and call.x[0] is None and cached is None and not _is_there(shared):
-        amaxes = source.amax_with(w_hp)
-    qx, x_stats, kept_x = _quantize_input(source, call, keep_x, shared, amaxes)
+        x_amax, w_amax = source.amax_with(w_hp, direct=direct)
+    qx, x_stats, kept_x = _quantize_input(source, call, keep_x, shared, x_amax, direct)
     if cached is None:
-        known = None if amaxes is None else amaxes.narrow(0, 1, 1)
         qw, _, w_stats, _ = Source(w_hp).quantize(
-            "w", plan, rows=True, columns=False, scale=call.w[0], known_amax=known, amax_slot=call.w[1]
+            "w",
+            plan,
+            direct=direct,
+            rows=True,
+            columns=False,
+            scale=call.w[0],
+            known_amax=w_amax,
+            amax_slot=call.w[1],
         )
     else:
         qw, _, w_stats = cached
@@ -145,7 +153,8 @@ def _quantize_input(
     call: LinearCall,
     keep_x: bool,
     shared: QuantizedInput | None,
-    amaxes: Tensor | None,
+    amax: Tensor | None,
+    direct: bool,
 ) -> tuple[Layout, Tensor, tuple[Tensor | None, ...]]:
     """The input by rows, its statistics, and what to keep: data and scale of the transposed layout. Made unless there already."""
     plan = call.plan
@@ -154,12 +163,13 @@ def _quantize_input(
     make_columns = keep_x and columns is None
     if rows is not None and not make_columns:
         return Layout(*rows[:2]), rows[2], columns or (None, None)
-    known = rows[2] if rows is not None and plan.granularity == "tensor" else amaxes
+    known = rows[2] if rows is not None and plan.granularity == "tensor" else amax
     # Scales get no local name here: Dynamo names a graph's inputs by locals, and then finds another one for dy in backward
     # (seen with torch 2.7; test_compiles_whole_and_gives_the_same_bits tells).
     by_rows, transposed, stats, _ = source.quantize(
         "x",
         plan,
+        direct=direct,
         rows=rows is None,
         columns=make_columns,
         scale=call.x[0],
@@ -204,9 +214,11 @@ def dgrad_and_wgrad(
     needs_x, needs_w, needs_b = needs
     if not (needs_x or needs_w):
         return None, None, dy.float().sum(0) if needs_b else None
+    direct = unnoticed()
     qdy, qdy_t, dy_stats, column_sum = Source(dy).quantize(
         "dy",
         plan,
+        direct=direct,
         rows=needs_x or probe is not None,
         columns=needs_w,
         column_sum=needs_b,
@@ -220,7 +232,7 @@ def dgrad_and_wgrad(
         if kept_w is None or kept_w_scale is None:
             known = w_stats if plan.granularity == "tensor" and w_scale is None else None
             _, qw_t, _, _ = Source(in_dtype(weight, x_dtype)).quantize(
-                "w", plan, rows=False, columns=True, scale=w_scale, known_amax=known
+                "w", plan, direct=direct, rows=False, columns=True, scale=w_scale, known_amax=known
             )
         else:
             qw_t = Layout(kept_w, kept_w_scale)
@@ -237,6 +249,6 @@ def quantize_weight(
 ) -> tuple[Layout, Layout, Tensor]:
     """Both layouts of a weight (``[N, K]``, in the compute dtype) in one pass, to be kept across microbatches."""
     rows, transposed, stats, _ = Source(weight).quantize(
-        "w", plan, rows=True, columns=True, scale=scale, amax_slot=amax_slot
+        "w", plan, direct=unnoticed(), rows=True, columns=True, scale=scale, amax_slot=amax_slot
     )
     return rows, transposed, stats

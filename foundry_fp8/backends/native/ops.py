@@ -1,8 +1,9 @@
 """The kernels as torch operators, so that ``torch.compile`` sees one node with known outputs and does not look inside.
 
 Operators take tensors, numbers and strings; an output that was not asked for is an empty tensor, in eager mode ``None``. Passing
-through torch's dispatcher costs the host more than the launch does. So :func:`operator` calls a kernel's function itself where
-nobody would notice: in eager mode, unless a mode watches operators (fake tensors, selective checkpointing, counters).
+through torch's dispatcher costs the host more than the launch does. So each has its function beside it (``direct``), to be called
+where nobody would notice (:func:`unnoticed`): in eager mode, unless a mode watches operators (fake tensors, selective checkpointing,
+counters).
 """
 
 import functools
@@ -32,6 +33,7 @@ __all__ = [
     "norm_statistics",
     "quantize_blockwise",
     "quantize_tensorwise",
+    "unnoticed",
 ]
 
 FORMATS: dict[str, Float8Format] = {fmt.name: fmt for fmt in (E4M3, E5M2)}
@@ -42,8 +44,16 @@ def _noticed() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0 or torch.is_grad_enabled()
 
 
+def unnoticed() -> bool:
+    """Whether kernels' functions may be called past torch's dispatcher now. Who calls several asks once."""
+    return not torch.compiler.is_compiling() and not _noticed()
+
+
 def operator(*, mutates: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Any]:
-    """Make an operator of a function, of the same name and in the namespace ``foundry_fp8``; its attribute ``definition``."""
+    """Make an operator of a function, of the same name and in the namespace ``foundry_fp8``.
+
+    Its attributes: ``definition``, torch's; ``direct``, the function.
+    """
 
     def decorate(function: Callable[..., Any]) -> Any:
         direct = on_its_device(function)
@@ -60,11 +70,9 @@ def operator(*, mutates: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]],
 
         @functools.wraps(function)
         def call(*args: Any) -> Any:
-            if torch.compiler.is_compiling() or _noticed():
-                return definition(*args)
-            return direct(*args)
+            return direct(*args) if unnoticed() else definition(*args)
 
-        vars(call).update(definition=definition, register_fake=definition.register_fake)
+        vars(call).update(definition=definition, direct=direct, register_fake=definition.register_fake)
         return call
 
     return decorate
@@ -97,7 +105,7 @@ def quantize_tensorwise(
     gemm_alpha: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """:func:`foundry_fp8.kernels.tensorwise.quantize_tensorwise`: data, data_t, (amax, gemm_scale, scale_inv), column_sum."""
-    source = Producer.checked(x, up, mean, rstd, weight, bias, alpha, kind)
+    source = Producer(x, up, mean, rstd, weight, bias, alpha, kind)
     return quantize_tensorwise_kernel(  # type: ignore[return-value]
         source,
         FORMATS[fmt],
@@ -139,15 +147,16 @@ def amax_of_two(
     alpha: Tensor | None,
     kind: int,
     other: Tensor,
-) -> Tensor:
-    """:func:`foundry_fp8.kernels.tensorwise.amax_of_two`: float32 ``[2]``."""
-    source = Producer.checked(x, up, mean, rstd, weight, bias, alpha, kind)
+) -> tuple[Tensor, Tensor]:
+    """:func:`foundry_fp8.kernels.tensorwise.amax_of_two`: two of float32 ``[3]``."""
+    source = Producer(x, up, mean, rstd, weight, bias, alpha, kind)
     return amax_of_two_kernel(source, other)
 
 
 @amax_of_two.register_fake
 def _(x, up, mean, rstd, weight, bias, alpha, kind, other):
-    return x.new_empty_strided((2,), (4,), dtype=torch.float32)
+    first, second = (x.new_empty_strided((3,), (4,), dtype=torch.float32) for _ in range(2))
+    return first, second
 
 
 @operator()
@@ -169,7 +178,7 @@ def quantize_blockwise(
     column_sum: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """:func:`foundry_fp8.kernels.blockwise.quantize_blockwise`: data, gemm_scale, data_t, gemm_scale_t, column_sum."""
-    source = Producer.checked(x, up, mean, rstd, weight, bias, alpha, kind)
+    source = Producer(x, up, mean, rstd, weight, bias, alpha, kind)
     return quantize_blockwise_kernel(  # type: ignore[return-value]
         source,
         FORMATS[fmt],
@@ -252,7 +261,7 @@ def activation_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`foundry_fp8.kernels.gated.activation_backward`; what does not apply is empty."""
     dx, dup, dalpha = activation_backward_kernel(
-        dy, Producer.checked(x, up, None, None, None, None, alpha, kind)
+        dy, Producer(x, up, None, None, None, None, alpha, kind).checked()
     )
     return dx, dup, dalpha  # type: ignore[return-value]
 

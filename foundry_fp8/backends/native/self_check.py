@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from foundry_fp8.backends.native.linear import FORMATS
-from foundry_fp8.backends.native.operand import Layout, Plan, Source, gemm, plan_of
+from foundry_fp8.backends.native.operand import Source, gemm
+from foundry_fp8.backends.native.plan import Layout, Plan, plan_of
 from foundry_fp8.kernels.launch import driver_version
 from foundry_fp8.numerics.formats import Float8Format, e8m0_decode
 from foundry_fp8.numerics.mx_layout import unswizzle_mx_scales
@@ -86,8 +87,14 @@ def _results(
     known: dict[Operand, Tensor] = {}
     if isinstance(recipe, CurrentScaling):
         amaxes = amax_of_two(Producer.identity(x), w)
-        known = {"x": amaxes[:1], "w": amaxes[1:]}
-        yield "amax_of_two", "the amaxes of x and w", amaxes, torch.stack([amax_of(x), amax_of(w)]), None
+        known = {"x": amaxes[0], "w": amaxes[1]}
+        yield (
+            "amax_of_two",
+            "the amaxes of x and w",
+            torch.stack([a[0] for a in amaxes]),
+            torch.stack([amax_of(x), amax_of(w)]),
+            None,
+        )
     for operand, value in operands:
         for rows, columns in ((True, True),) if operand != "w" else ((True, False), (False, True)):
             source = Producer.identity(value)
@@ -162,7 +169,9 @@ def _product(which: Gemm, a: Tensor, b: Tensor, recipe: Recipe, plan: Plan, dtyp
     pairs: list[tuple[Layout, Tensor]] = []
     operands: tuple[Operand, Operand] = ("dy", "x") if which == "wgrad" else ("x", "w")
     for value, operand in zip((a, b), operands, strict=True):
-        layout, _, _, _ = Source(value).quantize(operand, plan, rows=True, columns=False, scale=scale)
+        layout, _, _, _ = Source(value).quantize(
+            operand, plan, direct=False, rows=True, columns=False, scale=scale
+        )
         square = operand == "w"
         pairs.append((layout, _dense(layout, plan, square=square)[: value.shape[0], : value.shape[1]]))
     (qa, da), (qb, db) = pairs

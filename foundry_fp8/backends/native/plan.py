@@ -1,0 +1,89 @@
+"""What a recipe means for the kernels, and how an operand that they made lies in memory. Needs no Triton."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal, NamedTuple
+
+from torch import Tensor
+
+from foundry_fp8.numerics.formats import Float8Format
+from foundry_fp8.numerics.quantize import Quantized, quantize_block, quantize_mx, with_amax
+from foundry_fp8.numerics.recipes import (
+    BlockScaling,
+    CurrentScaling,
+    DelayedScaling,
+    Gemm,
+    MXFP8Scaling,
+    Operand,
+    Recipe,
+    UnitScaling,
+)
+
+__all__ = ["Layout", "Plan", "plan_of", "quantized_view"]
+
+Granularity = Literal["tensor", "constant", "block", "mx"]
+
+GRANULARITY: dict[str, Granularity] = {
+    DelayedScaling.name: "tensor",
+    CurrentScaling.name: "tensor",
+    UnitScaling.name: "constant",
+    BlockScaling.name: "block",
+    MXFP8Scaling.name: "mx",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a recipe means for the kernels: plain values, so that a compiled graph can carry it."""
+
+    granularity: Granularity
+    x_fmt: str
+    dy_fmt: str
+    power_2: bool
+    fast: tuple[Gemm, ...] = ()
+    """The GEMMs that may be added up in the tensor cores' own accumulator."""
+    gradient_scale: int | Literal["auto"] = 1
+    """The constant scale of dy, where scales are constants."""
+    alpha: float = 1.0
+    """What every GEMM's result is multiplied by, where scales are constants."""
+
+    def fmt(self, operand: Operand) -> str:
+        """The name of the operand's number format."""
+        return self.dy_fmt if operand == "dy" else self.x_fmt
+
+
+def plan_of(recipe: Recipe, alpha: float = 1.0) -> Plan:
+    """Read a recipe, for a layer with the output multiplier ``alpha``."""
+    # By name, because Dynamo traces neither class patterns nor isinstance of a union.
+    granularity = GRANULARITY.get(recipe.name)
+    if granularity is None:
+        raise TypeError(f"the native backend does not know the recipe {recipe!r}")
+    power_2 = getattr(recipe, "power_2_scales", granularity == "mx")
+    fast = getattr(recipe, "fast_accumulation", ())
+    gradient_scale = getattr(recipe, "gradient_scale", 1)
+    fmts = recipe.format("x").name, recipe.format("dy").name
+    return Plan(granularity, *fmts, power_2, fast, gradient_scale, alpha)
+
+
+class Layout(NamedTuple):
+    """One of the two layouts of a quantised operand, contiguous along what its GEMM contracts."""
+
+    data: Tensor
+    scale: Tensor
+
+
+def quantized_view(
+    x: Tensor, operand: Operand, plan: Plan, fmt: Float8Format, layout: Layout, stats: Tensor
+) -> Quantized:
+    """What a probe is shown.
+
+    One scale a tensor: the very bytes of the GEMM. Blocks: the reference, which has the same bytes (the kernel tests say
+    so) and the amaxes, which the kernels do not write.
+    """
+    if plan.granularity == "block":
+        return quantize_block(x, (128, 128) if operand == "w" else (1, 128), fmt, power_2=plan.power_2)
+    if plan.granularity == "mx":
+        return quantize_mx(x, (1, 32), fmt)
+    quantized = Quantized(layout.data[: x.shape[0], : x.shape[1]], stats[2], None, fmt, stats[0])
+    return with_amax(quantized, x) if plan.granularity == "constant" else quantized
