@@ -15,7 +15,7 @@ from foundry_fp8.distributed.compression.routing import path_of
 if TYPE_CHECKING:
     from foundry_fp8.planning.memory.cluster import Cluster, Sharding
 
-__all__ = ["cluster_of", "limit_of", "shard_of", "wire_bytes"]
+__all__ = ["cluster_of", "limit_of", "shard_of", "tensor_parallel_of", "wire_bytes"]
 
 USABLE = 0.95
 """Of a GPU's memory; the rest is CUDA's context, NCCL's buffers and what the allocator cannot use."""
@@ -44,11 +44,16 @@ def cluster_of(config: Mapping[str, Any], world_size: int, sharding: str | None)
         sharding: Instead of ``fsdp_config.sharding_strategy``.
 
     Raises:
-        ConfigError: No such strategy, or shards that do not divide the ranks.
+        ConfigError: No such strategy, shards that do not divide the ranks, or tensor parallelism.
     """
     from foundry_fp8.planning.memory.cluster import SHARDINGS, Cluster  # slow to import: torch's FSDP
 
     accept(Positive, world_size, "--world-size")
+    if tensor_parallel_of(config) > 1:
+        raise ConfigError(
+            "tp_config: memory plans know no tensor parallelism, under which FP8 layers do not run. `foundry-fp8 plan communication` "
+            "counts parameters and states under it; leave tp_config out here."
+        )
     fsdp = config.get("fsdp_config")
     algorithms = config.get("algorithms") or {}
     named = str((fsdp or {}).get("sharding_strategy", "FULL_SHARD")) if fsdp is not None else "NO_SHARD"
@@ -108,6 +113,16 @@ def _residual(compression: CompressionConfig | None, world_size: int, shard: int
         return 0.0
     path = path_of(range(0, world_size, shard), world=world_size, per_node=PER_NODE, scope=compression.scope)
     return 0.0 if path.why_not else 4 / path.inside
+
+
+def tensor_parallel_of(config: Mapping[str, Any]) -> int:
+    """``tp_config.tensor_parallel_degree``, 1 where the YAML has none.
+
+    Raises:
+        ConfigError: It is no positive integer.
+    """
+    degree = (config.get("tp_config") or {}).get("tensor_parallel_degree", 1)
+    return accept(Positive, degree, "tp_config.tensor_parallel_degree")
 
 
 def shard_of(config: Mapping[str, Any], ranks: int, key: str) -> int:

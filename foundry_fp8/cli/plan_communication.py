@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from foundry_fp8.cli.cluster import shard_of, wire_bytes
+from foundry_fp8.cli.cluster import shard_of, tensor_parallel_of, wire_bytes
 from foundry_fp8.cli.yaml_model import build_yaml_model, optimizer_bytes_of, read_yaml
 from foundry_fp8.config import ConfigError, check_choice, from_mapping
 from foundry_fp8.distributed.compression.config import KEY as COMPRESSION
@@ -46,6 +46,11 @@ def communication(
     units: Annotated[int, typer.Option(help="FSDP units, with --parameters.")] = 32,
     tokens: Annotated[int | None, typer.Option(help="Tokens a GPU and step; by default the YAML's.")] = None,
     microbatches: Annotated[int, typer.Option(help="FSDP communicates for each of a step.")] = 1,
+    tensor_parallel: Annotated[
+        int | None,
+        typer.Option(help="GPUs of a node that share every matrix; by default the YAML's tp_config."),
+    ] = None,
+    width: Annotated[int, typer.Option(help="Elements of a token between blocks, with --parameters.")] = 4096,
     mfu: Annotated[float, typer.Option(help="Of the BF16 peak, of a GPU that computes alone.")] = 0.4,
     plot: Annotated[Path | None, typer.Option(help="Write a plot here (.png or .svg).")] = None,
     check: Annotated[bool, typer.Option(help="Compare the model with published points instead.")] = False,
@@ -59,7 +64,9 @@ def communication(
         check_choice("--network", network, tuple(NETWORKS))
         constants = _override(with_logs(NETWORKS[network], nccl_tests or []), set_ or [])
         if parameters is not None:
-            work = Workload(parameters=parameters, units=units, tokens=8192 if tokens is None else tokens)
+            work = Workload(
+                parameters=parameters, units=units, tokens=8192 if tokens is None else tokens, width=width
+            )
         elif yaml is not None:
             config = read_yaml(yaml)
             for count in _counts(gpus):
@@ -68,6 +75,8 @@ def communication(
         else:
             raise ConfigError("Give a training YAML, or --parameters.")
         work = dataclasses.replace(work, mfu=mfu, microbatches=microbatches)
+        if tensor_parallel is not None:
+            work = dataclasses.replace(work, tensor_parallel=tensor_parallel)
         rows = plan_communication(work, _counts(gpus), GPUS[gpu], constants)
     except ConfigError as error:
         typer.echo(f"error: {error}", err=True)
@@ -142,6 +151,8 @@ def workload_of(config: Mapping[str, Any], model: Any, tokens: int | None = None
     Raises:
         ConfigError: That is no number.
     """
+    from torch.nn import Embedding
+
     from foundry_fp8.model_structure.blocks import transformer_blocks
     from foundry_fp8.observe.flops.attention import attended_pairs, attention_shapes
 
@@ -165,6 +176,8 @@ def workload_of(config: Mapping[str, Any], model: Any, tokens: int | None = None
         parameter_bytes=gathered,
         gradient_bytes=reduced,
         optimizer_bytes=optimizer_bytes_of(model, config) / parameters,
+        tensor_parallel=tensor_parallel_of(config),
+        width=float(next((m.embedding_dim for m in model.modules() if isinstance(m, Embedding)), 0)),
         compression=None
         if compression is None
         else from_mapping(CompressionConfig, compression, COMPRESSION),
@@ -208,7 +221,7 @@ def _draw(rows: list[dict[str, float | int | str]], title: str, path: Path) -> N
     gpus = sorted({int(row["gpus"]) for row in rows})
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4))
     for kind, color in (("FSDP", "tab:red"), ("HSDP", "tab:blue")):
-        for wire, style in zip(wires, ("-", "--"), strict=True):
+        for wire, style in zip(wires, ("-", "--"), strict=False):
             chosen = [row for row in rows if row["wire"] == wire and str(row["layout"]).startswith(kind)]
             for axes, key in ((left, "communication_ms"), (right, "efficiency")):
                 values = [float(row[key]) for row in chosen]

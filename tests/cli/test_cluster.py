@@ -46,10 +46,12 @@ def test_composer_reads_them_so(precision):
         ({"fsdp_config": {"mixed_precision": "DEFUALT"}}, "mixed_precision: 'DEFUALT' is not one of PURE, DEFAULT, FULL"),
         ({"fsdp_config": {"mixed_precision": None}}, "mixed_precision: None is not one of"),
         ({"fsdp_config": {"mixed_precision": {"param_dtype": "bf61"}}}, "mixed_precision.param_dtype: 'bf61' is not one of"),
+        ({"tp_config": {"tensor_parallel_degree": 2}, "fsdp_config": {}}, "tp_config: memory plans know no tensor parallelism"),
+        ({"tp_config": {"tensor_parallel_degree": "2"}}, "tp_config.tensor_parallel_degree: '2' is not an integer"),
         ({"precision": "amp_bf61", "fsdp_config": {}}, "precision: 'amp_bf61' is not one of"),
     ],
 )  # fmt: skip
-def test_what_composer_does_not_know_is_refused_and_not_taken_for_full(config, said):
+def test_what_plans_do_not_know_is_refused_and_not_taken_for_something_else(config, said):
     with pytest.raises(ConfigError) as raised:
         cluster_of(config, 8, None)
     assert said in str(raised.value)

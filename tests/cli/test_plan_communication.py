@@ -25,6 +25,13 @@ def test_the_table_and_the_plot(tmp_path):
     assert (tmp_path / "plan.png").stat().st_size > 1000
 
 
+def test_tensor_parallelism_is_planned_uncompressed(tmp_path):
+    plot = tmp_path / "plan.png"
+    result = run("--parameters", "7e9", "--gpus", "64", "--tensor-parallel", "8", "--plot", str(plot))
+    assert result.exit_code == 0 and "FSDP 1x8 TP 8" in result.output and plot.exists()
+    assert "int8" not in result.output
+
+
 def test_a_measured_constant_overrides():
     slow = run("--parameters", "7e9", "--gpus", "64", "--set", "across_bus=1e9").output
     assert '"across_bus": 1000000000' in slow and "given: across_bus=1e9" in slow
@@ -91,6 +98,11 @@ def test_a_log_of_nccl_tests_and_a_slow_network_change_the_plan(tmp_path):
         (["--parameters", "7e9", "--tokens", "0"], "--tokens: 0 is not an integer of at least 1."),
         (["--parameters", "7e9", "--units", "-1"], "--units: -1 is not an integer of at least 1."),
         (["--parameters", "7e9", "--mfu", "nan"], "--mfu: nan is not a number above 0"),
+        (["--parameters", "7e9", "--tensor-parallel", "16"], "16 does not divide the 8 GPUs of a node"),
+        (
+            ["--parameters", "7e9", "--tensor-parallel", "0"],
+            "--tensor_parallel: 0 is not an integer of at least 1.",
+        ),
         (["--parameters", "7e9", "--set", "across_bus=-1"], "across_bus: -1 is not a number above 0."),
     ],
 )

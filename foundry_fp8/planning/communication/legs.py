@@ -62,11 +62,18 @@ def all_to_all_seconds(nbytes: float, ranks: int, network: Network, *, stride: i
 
 
 def gather(
-    numel: float, itemsize: float, ranks: int, network: Network, gpu: Gpu, wire: WireFormat | None
+    numel: float,
+    itemsize: float,
+    ranks: int,
+    network: Network,
+    gpu: Gpu,
+    wire: WireFormat | None,
+    *,
+    stride: int = 1,
 ) -> float:
-    """Seconds to gather ``numel`` parameters from ``ranks`` consecutive ranks; as codes where ``wire`` is given."""
+    """Seconds to gather ``numel`` parameters from ``ranks`` ranks, ``stride`` apart; as codes from consecutive ones where ``wire`` is given."""
     if wire is None or ranks == 1:
-        return collective_seconds(numel * itemsize, ranks, network)
+        return collective_seconds(numel * itemsize, ranks, network, stride=stride)
     seconds = collective_seconds(numel * bytes_per_element(wire), ranks, network)
     coded_and_decoded = (numel / ranks + numel) * (itemsize + 1)
     return seconds + coded_and_decoded / gpu.hbm_bytes_per_second
@@ -80,11 +87,13 @@ def reduce_scatter(
     gpu: Gpu,
     path: Path,
     config: CompressionConfig | None,
+    *,
+    stride: int = 1,
 ) -> float:
-    """Seconds to reduce ``numel`` gradients among ``ranks`` consecutive ranks, each of which keeps its part."""
+    """Seconds to reduce ``numel`` gradients among ``ranks`` ranks, each of which keeps its part; ``stride`` as in :func:`gather`."""
     wire = None if config is None else config.shard_wire
     if wire is None or config is None or path.why_not:
-        return collective_seconds(numel * itemsize, ranks, network)
+        return collective_seconds(numel * itemsize, ranks, network, stride=stride)
     inside = config.inside_wire(shards=True)
     return _coded_reduce_scatter(numel, itemsize, ranks, network, gpu, path.inside, wire, inside, 1)
 

@@ -3,7 +3,9 @@
     step = (compute + overlap_slowdown * hidden) (1 + slowest(N)) + exposed
 
 ``hidden`` is the communication that runs beside computing, ``exposed`` what nothing hides, ``slowest(N)`` what waiting for the slowest of N
-GPUs adds (:mod:`foundry_fp8.planning.communication.stragglers`). It is for ranking layouts; nothing is fitted to the published points it is
+GPUs adds (:mod:`foundry_fp8.planning.communication.stragglers`). Under tensor parallelism a group of ``T`` GPUs on one node holds a part of every
+matrix each, FSDP shards these parts over the GPUs of the same place, and four all-reduces a block of its tokens' activations (two in forward,
+two in backward: Megatron-LM, arXiv 1909.08053, section 3) have nothing to hide behind. Pipelines are not planned: Composer has none. It is for ranking layouts; nothing is fitted to the published points it is
 checked against (:mod:`foundry_fp8.planning.communication.published`).
 """
 
@@ -54,6 +56,10 @@ class Workload(Config):
     """Of a parameter's optimizer states: two float32 moments for AdamW."""
     activation_bytes: Annotated[float, at_least(0)] = 0.0
     """What activations and buffers take on each GPU."""
+    tensor_parallel: Positive = 1
+    """GPUs that share every matrix (Composer's ``tensor_parallel_degree``), and the tokens of one of them."""
+    width: Annotated[float, at_least(0)] = 0.0
+    """Elements of a token between blocks, which tensor parallelism reduces."""
     compression: CompressionConfig | None = None
     """``algorithms.compressed_communication``."""
 
@@ -75,11 +81,12 @@ class Layout:
     step_seconds: float
     memory_bytes: float
     fits: bool
+    tensor_parallel: int = 1
 
     @property
     def replicate(self) -> int:
         """Copies of the model."""
-        return self.gpus // self.shard
+        return self.gpus // self.tensor_parallel // self.shard
 
     @property
     def efficiency(self) -> float:
@@ -88,26 +95,33 @@ class Layout:
 
 
 def layout(work: Workload, gpus: int, shard: int, gpu: Gpu, network: Network) -> Layout:
-    """The estimate for ``shard`` ranks a copy of the model on ``gpus`` GPUs.
+    """The estimate for ``shard`` ranks a copy of the model, or of a GPU's part of it, on ``gpus`` GPUs.
 
     Raises:
-        ConfigError: Training would refuse to compress on this layout.
+        ConfigError: Training would refuse to compress on this layout, or tensor parallelism would cross nodes.
     """
-    replicate, config = gpus // shard, work.compression
-    per_unit = work.parameters / work.units
+    together, config = work.tensor_parallel, work.compression
+    _check_together(work, gpus, network)
+    replicate = gpus // together // shard
+    parameters = work.parameters / together
+    per_unit = parameters / work.units
     mine = per_unit / shard
     scope = "all" if config is None else config.scope
     route = functools.partial(path_of, world=gpus, per_node=network.gpus_per_node, scope=scope)
     sharing, replicas = route(range(shard)), route(range(0, gpus, shard))
 
     weights = None if config is None or sharing.why_not else config.wire(config.parameters)
-    gather = legs.gather(per_unit, work.parameter_bytes, shard, network, gpu, weights)
-    scatter = legs.reduce_scatter(per_unit, work.gradient_bytes, shard, network, gpu, sharing, config)
-    reduce = legs.all_reduce(
-        mine, work.gradient_bytes, replicate, network, gpu, replicas, config, stride=shard
+    gather = legs.gather(per_unit, work.parameter_bytes, shard, network, gpu, weights, stride=together)
+    scatter = legs.reduce_scatter(
+        per_unit, work.gradient_bytes, shard, network, gpu, sharing, config, stride=together
     )
+    reduce = legs.all_reduce(
+        mine, work.gradient_bytes, replicate, network, gpu, replicas, config, stride=shard * together
+    )
+    activations = work.parameter_bytes * work.tokens / work.microbatches * work.width
+    joined = 4 * work.units * legs.collective_seconds(activations, together, network, shots=2)
 
-    compute = work.flops / work.microbatches / (gpu.bf16_flops * work.mfu)
+    compute = work.flops / together / work.microbatches / (gpu.bf16_flops * work.mfu)
     forward, backward = compute / 3, 2 * compute / 3
     again = gather if work.sharding == "FULL_SHARD" else 0.0
     one_forward, one_backward = work.units * gather, work.units * (again + scatter + reduce)
@@ -115,26 +129,45 @@ def layout(work: Workload, gpus: int, shard: int, gpu: Gpu, network: Network) ->
     exposed = gather + max(0.0, one_forward - gather - forward)
     exposed += scatter + reduce + max(0.0, one_backward - scatter - reduce - backward)
     hidden = one_forward + one_backward - exposed
+    exposed += joined
     computing = (compute + network.overlap_slowdown * hidden) * (1 + slowest(gpus, network))
 
-    memory = work.parameters * (STATE_BYTES + work.optimizer_bytes) / shard + work.activation_bytes
+    memory = parameters * (STATE_BYTES + work.optimizer_bytes) / shard + work.activation_bytes
     memory += 2 * work.parameter_bytes * per_unit
     if work.sharding == "SHARD_GRAD_OP":
-        memory += work.parameter_bytes * (work.parameters - 2 * per_unit)
+        memory += work.parameter_bytes * (parameters - 2 * per_unit)
     if config is not None and config.feeds_back and replicate > 1 and not replicas.why_not:
-        memory += (
-            4 * work.parameters / shard / replicas.inside
-        )  # what quantising lost, carried to the next step
+        memory += 4 * parameters / shard / replicas.inside  # what quantising lost, carried to the next step
     return Layout(
         gpus=gpus,
         shard=shard,
-        communication_seconds=work.microbatches * (one_forward + one_backward),
+        communication_seconds=work.microbatches * (one_forward + one_backward + joined),
         exposed_seconds=work.microbatches * exposed,
         compute_seconds=work.microbatches * compute,
         step_seconds=work.microbatches * (computing + exposed),
         memory_bytes=memory,
         fits=memory <= gpu.memory_bytes,
+        tensor_parallel=together,
     )
+
+
+def _check_together(work: Workload, gpus: int, network: Network) -> None:
+    together = work.tensor_parallel
+    if together == 1:
+        return
+    if network.gpus_per_node % together or gpus % together:
+        raise ConfigError(
+            f"--tensor-parallel: {together} does not divide the {network.gpus_per_node} GPUs of a node, or {gpus} GPUs in all. Its "
+            "all-reduces hide behind nothing: keep them inside a node."
+        )
+    if not work.width:
+        raise ConfigError(
+            "--width: 0, the elements of a token that tensor parallelism reduces. Give the model's."
+        )
+    if work.compression is not None:
+        raise ConfigError(
+            "algorithms.compressed_communication: it is not planned beside tensor parallelism. Leave one of the two out."
+        )
 
 
 def best_layout(work: Workload, gpus: int, gpu: Gpu, network: Network) -> Layout:
@@ -145,8 +178,9 @@ def best_layout(work: Workload, gpus: int, gpu: Gpu, network: Network) -> Layout
     """
     degrees = [
         n
-        for n in range(1, gpus + 1)
-        if gpus % n == 0 and (n % network.gpus_per_node == 0 or network.gpus_per_node % n == 0)
+        for n in range(1, gpus // work.tensor_parallel + 1)
+        if gpus // work.tensor_parallel % n == 0
+        and (n % network.gpus_per_node == 0 or network.gpus_per_node % n == 0)
     ]
     layouts, refused = [], None
     for shard in degrees:
@@ -173,27 +207,29 @@ def plan_communication(
     """Rows of the plan: for each number of GPUs, plain FSDP and the best HSDP, uncompressed and compressed.
 
     Args:
-        work: The workload; int8 gradients and e4m3 weights where it names no compression.
+        work: The workload; int8 gradients and e4m3 weights where it names no compression. Under tensor parallelism uncompressed alone.
         gpus: Numbers of GPUs, at least 2.
         gpu: The GPU.
         network: The network.
     """
     accept(Sequence[Annotated[int, at_least(2)]], gpus, "--gpus")
     config = work.compression or COMPRESSED
-    plain = dataclasses.replace(work, compression=None)
-    compressed = dataclasses.replace(work, compression=config)
+    wires = {"bf16": dataclasses.replace(work, compression=None)}
+    if work.compression is not None or work.tensor_parallel == 1:
+        wires[f"{config.gradients}/{config.parameters}"] = dataclasses.replace(work, compression=config)
     rows: list[dict[str, float | int | str]] = []
     for count in gpus:
-        for wire, one in (("bf16", plain), (f"{config.gradients}/{config.parameters}", compressed)):
+        for wire, one in wires.items():
             for name, choose in (
-                ("FSDP", functools.partial(layout, shard=count)),
+                ("FSDP", functools.partial(layout, shard=count // work.tensor_parallel)),
                 ("HSDP", best_layout),
             ):
                 found = choose(one, gpus=count, gpu=gpu, network=network)
                 rows.append(
                     {
                         "gpus": count,
-                        "layout": f"{name} {found.replicate}x{found.shard}",
+                        "layout": f"{name} {found.replicate}x{found.shard}"
+                        + (f" TP {found.tensor_parallel}" if found.tensor_parallel > 1 else ""),
                         "wire": wire,
                         "compute_ms": found.compute_seconds * 1e3,
                         "communication_ms": found.communication_seconds * 1e3,

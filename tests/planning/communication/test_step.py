@@ -97,6 +97,27 @@ def test_memory_is_the_state_over_the_shard_and_what_error_feedback_carries():
     assert layout(PACKED, 64, 64, H100, EFA).memory_bytes == flat  # a reduce-scatter carries nothing
 
 
+def test_tensor_parallelism_divides_matrices_and_reduces_activations_four_times_a_block():
+    """64 GPUs in groups of four on a node: sums done by hand, with Megatron-LM's two all-reduces a block and direction."""
+    work = dataclasses.replace(WORK, tensor_parallel=4, width=4096)
+    found = layout(work, 64, 16, H100, EFA)
+    assert (found.replicate, found.shard, found.tensor_parallel) == (1, 16, 4)
+    assert found.compute_seconds == pytest.approx(layout(WORK, 64, 64, H100, EFA).compute_seconds / 4)
+    joined = 4 * 32 * (8.4e-6 + 2 * (3 * 3.4e-6 + 2 * 8192 * 4096 / 360e9 * 3 / 4))
+    # Each GPU's quarter of a unit over 16 ranks, two of them on each of 8 nodes, four such groups through a node's network.
+    unit = 2 * 6.7e9 / 32 / 4
+    ring = 8.4e-6 + 8 * 3.4e-6 + 7 * 14e-6 + unit / (340e9 / 4) * 15 / 16
+    assert found.communication_seconds == pytest.approx(joined + 3 * 32 * ring)
+    assert found.exposed_seconds > joined
+    assert found.memory_bytes == pytest.approx(6.7e9 / 4 * 16 / 16 + 2 * unit)
+    rows = plan_communication(work, [64], H100, EFA)
+    assert {row["wire"] for row in rows} == {"bf16"} and rows[0]["layout"] == "FSDP 1x16 TP 4"
+    for changes, said in (({"tensor_parallel": 3}, "does not divide"), ({"width": 0.0}, "--width"),
+                          ({"compression": COMPRESSED}, "not planned beside")):  # fmt: skip
+        with pytest.raises(ConfigError, match=said):
+            layout(dataclasses.replace(work, **changes), 64, 16, H100, EFA)
+
+
 def test_layouts_that_training_refuses_are_not_planned():
     """Shards of 16 on nodes of 8 span nodes and are not all ranks: two hops cannot serve them."""
     with pytest.raises(ConfigError, match="needs two hops"):
