@@ -33,6 +33,7 @@ def wrong(case: Case, ranks: list[dict]) -> list[str]:
         found += [
             f"rank {number}: {name} did nothing" for name, active in rank["active"].items() if not active
         ]
+        found += [f"rank {number}: {text}" for text in rank["kept"]]
         for index, step in enumerate(rank["steps"]):
             before = rank["steps"][index - 1]["errors"] if index else {}
             found += [

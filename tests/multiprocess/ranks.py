@@ -4,6 +4,7 @@ Importing is most of the cost of a short multi-process test. It is paid once for
 test still gets fresh ranks: random numbers, process groups and patches of one do not reach the next.
 """
 
+import faulthandler
 import importlib
 import os
 import pickle
@@ -76,6 +77,7 @@ def _be_rank(rank, request):
         **request["environment"],
     )
     os.chdir(folder)
+    faulthandler.dump_traceback_later(0.9 * request["timeout"])  # where it hangs, before it is killed
     code = 0
     try:
         if "script" in request:
