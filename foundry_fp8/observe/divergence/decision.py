@@ -14,7 +14,8 @@ second one need no more.
 
 A demoted target is promoted by one rung once what the rung above would do to its operands, its *shadow*, has been healthy for
 ``quiet_batches`` of observations in a row: well below what would demote it, each operand and number that was measured there measured
-each time. That doubles each time the
+each time, and the loss back below where its last alarm was (for :data:`HORIZON` observations; what it is then is its level): a finer
+rung may have been left because of the loss, and no shadow tells of that. That doubles each time the
 target has to be demoted again, and begins four times as long where the loss demoted it and no damage said why.
 
 Source:
@@ -119,8 +120,7 @@ class Decision:
     def pulse(self, damage: Mapping[tuple[str, str, str], float]) -> None:
         """Take a look at few operands between two observations; one that is sick whatever its past has the next batch observed."""
         for (target, operand, name), value in damage.items():
-            key = f"{target}/{operand}/{name}/{self.recipe(target)}"
-            signal = self._signal(key, name)
+            key, signal = self._of_operand(target, operand, name, self.recipe(target))
             if signal.sick(value) and key not in self._told:
                 signal.observe(value)
                 self.look_again = True
@@ -167,9 +167,7 @@ class Decision:
         for (target, operand, name), value in damage.items():
             if not math.isfinite(value):  # the loss and the signs tell of it, and no precision mends it
                 continue
-            key = f"{target}/{operand}/{name}/{self.recipe(target)}"
-            configured = f"{target}/{operand}/{name}/{self._targets[target].recipes[0]}"
-            signal = self._signal(key, name, like=self._signals.get(configured))
+            key, signal = self._of_operand(target, operand, name, self.recipe(target))
             threshold = signal.threshold
             if self.rungs[target] and not signal.healthy(value):
                 unwell.setdefault(target, f"{name} of {operand} is {value:.3g} on {self.recipe(target)} too")
@@ -219,6 +217,12 @@ class Decision:
             self._told[key] = math.inf
         else:
             self._told.pop(key, None)
+
+    def _of_operand(self, target: str, operand: str, name: str, recipe: str) -> tuple[str, Signal]:
+        """An operand's signal under a recipe, run or as a shadow; what is configured bounds the level that a finer one may have."""
+        configured = f"{target}/{operand}/{name}/{self._targets[target].recipes[0]}"
+        key = f"{target}/{operand}/{name}/{recipe}"
+        return key, self._signal(key, name, like=self._signals.get(configured))
 
     def _signal(self, key: str, name: str, like: Signal | None = None) -> Signal:
         if key not in self._signals:
@@ -274,8 +278,8 @@ class Decision:
         healthy: dict[str, set[str]] = {}
         for (target, operand, name), value in shadow.items():
             if self.rungs[target]:
-                key = f"{target}/{operand}/{name}/{self._judged_as(target, name)}"
-                if self._signal(key, name).healthy(value):
+                key, signal = self._of_operand(target, operand, name, self._judged_as(target, name))
+                if signal.healthy(value):
                     healthy.setdefault(target, set()).add(key)
         moves: list[Event | None] = []
         for target, rung in self.rungs.items():
@@ -284,7 +288,7 @@ class Decision:
             # All that was measured when it ran there has to be measured again.
             places = [key.split("/") for key in self._signals if key.startswith(f"{target}/")]
             known = {"/".join(key) for key in places if key[3] == self._judged_as(target, key[2])}
-            well = bool(known) and known <= healthy.get(target, set())
+            well = bool(known) and known <= healthy.get(target, set()) and not self._loss.high
             self._healthy_for[target] = self._healthy_for.get(target, 0) + 1 if well else 0
             patience = self._quiet * 2 ** self._relapses.get(target, 0)
             if self._healthy_for[target] >= patience and self._loss.quiet_for(patience):

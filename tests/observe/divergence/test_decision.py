@@ -243,8 +243,45 @@ def test_what_the_loss_demoted_without_damage_stays_away_four_times_as_long():
         run.feed(1, loss=lambda batch: 2.0 * 1.1 ** (batch - 60))
     level = 2.0 * 1.1 ** (run.batch - 60)
     assert {m[2] for m in moves(run.feed(1, loss=level))} == {"current -> high_precision"}, "it did not help"
-    assert not moves(run.feed(19, loss=level))
-    assert {m[1] for m in moves(run.feed(3, loss=level))} == {"promote"}
+    assert not moves(run.feed(19))
+    assert {m[1] for m in moves(run.feed(3))} == {"promote"}
+
+
+def test_what_left_a_rung_because_the_loss_stayed_up_does_not_come_back_while_it_is_up():
+    run = Run(quiet=3)
+    run.feed(60)
+    while run.decision.rungs["b1.o"] < 2:  # half damaged, and on the finer rung the loss stays up
+        run.feed(1, loss=4.0, flushed={"b1.o": 0.018})
+    assert "the loss is 4 on current" in run.events[-1].why
+    # Every shadow is healthy, and no further alarm comes.
+    assert not moves(run.feed(HORIZON - 5, loss=4.0))
+    assert not moves(run.feed(2))
+    assert moves(run.feed(1)) == [("b1.o", "promote", "high_precision -> current")]
+
+
+def test_a_loss_that_is_up_for_good_keeps_nothing_away_for_good():
+    run = Run(quiet=3)
+    run.feed(60)
+    run.feed(3, flushed={"b1.o": 0.8})
+    assert {m[1] for m in moves(run.feed(HORIZON, loss=4.0))} == {"demote"}
+    assert {m[1] for m in moves(run.feed(30, loss=4.0))} == {"promote"}
+
+
+def test_a_shadow_of_what_never_ran_is_held_to_what_ran():
+    """Whatever would be told of the recipe that is configured is not healthy on a finer one, where nothing has been learned of it."""
+    targets = {"b0.q": Rungs(unit="layer_000", recipes=RECIPES)}
+    decision = Decision(targets, quiet=3)
+    where = ("b0.q", "dy", "flushed_gradient")
+    for batch in range(20):
+        seen = Observed(loss=2.0, signs={}, damage={where: 0.01}, shadow={})
+        assert not decision.decide(batch, seen)
+    clipped = {where: 0.01, ("b0.q", "x", "clipped"): 3.0}  # straight to high precision
+    decision.decide(21, Observed(loss=2.0, signs={}, damage=clipped, shadow={}))
+    assert decision.recipe("b0.q") == "high_precision"
+    sick = Observed(loss=2.0, signs={}, damage={}, shadow={where: 0.2, ("b0.q", "x", "clipped"): 0.0})
+    assert decision.rungs["b0.q"] == 2
+    for batch in range(22, 122):
+        assert not decision.decide(batch, sick), "0.2 is an alarm where 0.01 is the level"
 
 
 def test_one_bad_batch_demotes_nothing_and_a_second_one_does():
