@@ -26,6 +26,7 @@ from foundry_fp8.observe.divergence.decision import Decision
 from foundry_fp8.observe.divergence.ladder import Ladder, ladders_of
 from foundry_fp8.observe.divergence.observed import MODEL, Observed, Rungs
 from foundry_fp8.observe.divergence.observed import Event as GuardEvent
+from foundry_fp8.observe.divergence.signals import RULES
 from foundry_fp8.observe.divergence.watch import Watch, together
 from foundry_fp8.surgery.attention import FP8AttentionState
 
@@ -39,6 +40,7 @@ MOVES = ("demote", "promote")
 ACTS = {
     "spike": "it would rule the scale for as long as the history is",
     "stale": "the history is not of this run",
+    "again": "before it was full again, so the level falls on",
 }
 DID = {"spike": "it is kept out of the history", "stale": "it starts afresh"}
 
@@ -212,7 +214,7 @@ class DivergenceGuard(Monitor):
         self._tell(state, logger, found)
 
     def _observe(self, state: State, mended: set[str]) -> tuple[Observed | None, list[GuardEvent]]:
-        """What all ranks see and what is decided on it; about the layers in ``mended`` in the next observation."""
+        """What all ranks see and what is decided on it; what a layer in ``mended`` shows of this one batch is left out."""
         assert self._watch is not None and self.decision is not None
         self._watch.detach()
         in_turn = self._in_turn(state.timestamp.batch.value)
@@ -227,7 +229,11 @@ class DivergenceGuard(Monitor):
         self._watch.amax.update(seen.amax)
         batch = state.timestamp.batch.value
         if "demote" in self.config.actions:
-            damage = {where: value for where, value in seen.damage.items() if where[0] not in mended}
+            damage = {
+                where: value
+                for where, value in seen.damage.items()
+                if where[0] not in mended or RULES[where[2]].counted
+            }
             seen = dataclasses.replace(seen, damage=damage)
         return seen, self.decision.decide(batch, seen, due=in_turn)
 
@@ -245,17 +251,18 @@ class DivergenceGuard(Monitor):
                     if slot.state is review.state and slot.index in mismatches
                 ]
                 # One event a layer: an alarm before what is no alarm.
-                for operand, one in sorted(met, key=lambda pair: not pair[1].far)[:1]:
-                    why = f"an amax of {one.amax:.3g} after {one.past:.3g} at most: " + ACTS[one.kind]
+                for operand, one in sorted(met, key=lambda pair: not pair[1].alarms)[:1]:
+                    is_ = ACTS["again" if one.again else one.kind]
+                    why = f"an amax of {one.amax:.3g} after {one.past:.3g} at most: {is_}"
                     tell = functools.partial(
                         GuardEvent, batch=batch, unit=name, signal=f"history of {operand}"
                     )
                     found[name] = []
-                    if one.far:
+                    if one.alarms:
                         alarm = tell(action="alarm", value=one.amax, threshold=one.threshold, why=why)
                         found[name].append(alarm)
                     if review.acts:
-                        did = DID[one.kind] if one.far else f"{DID[one.kind]}: {why}"
+                        did = DID[one.kind] if one.alarms else f"{DID[one.kind]}: {why}"
                         found[name].append(tell(action="renew", why=did))
         return [event for events in found.values() for event in events]
 

@@ -10,9 +10,12 @@ other half for all of its elements, which is where they begin to be lost:
   does; it would hold the scale where it is.
 - a pass *below* makes the history start afresh; less far below, but by more than a third of the limit (:data:`SLACK`), several in a row
   do, the more the nearer they are. If the old level comes back while it would still be remembered, it was right: it comes in at once, and
-  the next time it takes twice as many passes.
+  the next time it takes twice as many passes. A history that starts afresh again before it is full, though nothing came back, was no
+  other run's: what it follows is falling on.
 - a pass that is *clipped*, because it is above all that the history remembers, is counted, by octaves: now and then one is by a
   little; where it happens again and again, what is large comes more rarely than the history is long.
+- a pass that is kept out though another one was that the history would still remember is counted too, of gradients as well: no
+  scale suits what comes and goes by so much, and it is no single bad batch.
 
 All of it is arithmetic on the device, in the update that delayed scaling makes anyway; nothing waits.
 """
@@ -42,7 +45,7 @@ MEMORY = 32
 """Passes after which a clipped one counts a third."""
 ENOUGH = 8
 """Passes that a history holds before it is known what is above it."""
-_KEPT = ("spikes", "low", "patience", "age", "clipped")
+_KEPT = ("spikes", "low", "patience", "age", "clipped", "since", "recurring")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,6 +58,7 @@ class Mismatch:
         amax: Of the pass.
         past: The largest of the history.
         threshold: What of the amax would have gone with that history.
+        again: The history is stale once more, before it was full and with nothing that came back.
     """
 
     index: int
@@ -62,11 +66,14 @@ class Mismatch:
     amax: float
     past: float
     threshold: float
+    again: bool = False
 
     @property
-    def far(self) -> bool:
-        """Whether this one pass is beyond the threshold; otherwise several were on the way to it, which the format bears."""
-        return self.kind == "spike" or self.amax < self.threshold
+    def alarms(self) -> bool:
+        """Whether this one pass is beyond the threshold, or the level falls on; otherwise several were on the way to it, which the
+        format bears.
+        """
+        return self.kind == "spike" or self.amax < self.threshold or self.again
 
 
 class AmaxReview:
@@ -89,7 +96,9 @@ class AmaxReview:
             "patience": torch.ones(count, dtype=torch.int32),  # of those, how many start it afresh
             "age": torch.full((count,), 2**30, dtype=torch.int32),  # passes since it did
             "clipped": torch.zeros(count),  # octaves, of late
-            "told": torch.zeros(4, count),  # spike, stale, amax, past: since the last look
+            "since": torch.full((count,), 2**30, dtype=torch.int32),  # passes since one was kept out
+            "recurring": torch.zeros(count),  # passes kept out again, of late
+            "told": torch.zeros(5, count),  # spike, stale, again, amax, past: since the last look
         }
         self._arrived: tuple[Tensor, torch.cuda.Event] | None = None
 
@@ -109,7 +118,7 @@ class AmaxReview:
         """Compare the pass with the history, and change what does not fit."""
         if self._tensors["octaves"].device != state.amax_history.device:
             self._tensors = {name: t.to(state.amax_history.device) for name, t in self._tensors.items()}
-        octaves, largest, spikes, low, patience, age, clipped, told = self._tensors.values()
+        octaves, largest, spikes, low, patience, age, clipped, since, recurring, told = self._tensors.values()
         current, history = state.amax_history[0], state.amax_history[1:]
         past = history.amax(0)
         seen = current != 0
@@ -131,9 +140,15 @@ class AmaxReview:
         known = (history != 0).sum(0) >= min(ENOUGH, len(history))
         over = (torch.log2(current * state.scale / largest) - CLIP).clamp(0.0, 1.0)
         over = torch.where(seen & known & ~kept_out & ~back, over, 0.0)
-        torch.where(seen, clipped * (1 - 1 / MEMORY) + over, clipped, out=clipped)
-        for row, value in zip(told, (spike.float(), stale.float(), current, past), strict=True):
-            torch.where(spike | stale, value, row, out=row)
+        since.add_(seen.int()).clamp_(max=2**30)
+        apart = spike & ~torch.isinf(current)
+        more = (apart & (since <= len(history))).float()
+        since.masked_fill_(apart, 0)
+        for counted, new in ((clipped, over), (recurring, more)):
+            torch.where(seen, counted * (1 - 1 / MEMORY) + new, counted, out=counted)
+        again = stale & young & (patience == 1)
+        for row, value in zip(told, (spike, stale, again, current, past), strict=True):
+            torch.where(spike | stale, value.to(row.dtype), row, out=row)
         if self.acts:
             age.masked_fill_(stale, 0)
             low.masked_fill_(stale, 0.0)
@@ -142,9 +157,10 @@ class AmaxReview:
 
     @property
     def clipped(self) -> Tensor:
-        """``[T]``: by how many octaves passes were clipped of late, each by one at most."""
-        # It moves in the update after the state.
-        return self._tensors["clipped"].to(self.state.amax_history.device)
+        """``[2, T]``: by how many octaves passes were clipped of late, each by one at most; how many were kept out again."""
+        # They move in the update after the state.
+        both = torch.stack([self._tensors["clipped"], self._tensors["recurring"]])
+        return both.to(self.state.amax_history.device)
 
     def collect(self) -> list[Mismatch]:
         """What was found since the last call; on a GPU before the last call, so that nothing waits for it."""
@@ -163,12 +179,15 @@ class AmaxReview:
         if not bool(arrived[:2].any()):
             return []
         found = []
-        for index, (spike, stale, amax, past) in enumerate(arrived.T.tolist()):
+        for index, (spike, stale, again, amax, past) in enumerate(arrived.T.tolist()):
             if spike or stale:
                 limit = 2.0 ** (OCTAVES[self.state.fp8_max[index]] / 2)
                 threshold = past * limit if spike else past / limit
                 kind: Literal["spike", "stale"] = "spike" if spike else "stale"
-                found.append(Mismatch(index=index, kind=kind, amax=amax, past=past, threshold=threshold))
+                one = Mismatch(
+                    index=index, kind=kind, amax=amax, past=past, threshold=threshold, again=bool(again)
+                )
+                found.append(one)
         if arrived is told:
             told.zero_()
         return found

@@ -29,7 +29,8 @@ __all__ = ["Watch", "together"]
 OUTLIERS = ("kurtosis", "kurtosis_flat")
 NOT_MEASURED = -1.0
 CLIPPED: tuple[Operand, ...] = ("x", "w")
-"""Gradients vary from batch to batch, so that delayed scaling clips some in healthy runs."""
+"""Gradients vary from batch to batch, so that delayed scaling clips some in healthy runs; of those only what is kept out of their
+history again and again is counted."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,11 +195,13 @@ class Watch:
         return [loss, *found.signs.values(), *found.amax.values(), *found.damage.values(), *found.shadow.values()]  # fmt: skip
 
     def _see_clipped(self, found: _Found, counts: Sequence[float]) -> None:
+        clipped, recurring = counts[: len(counts) // 2], counts[len(counts) // 2 :]
         for name, ladder in self._ladders.items():
             into = found.shadow if ladder.rung else found.damage
             for operand, slot in (ladder.module.slots or {}).items():
                 if (name, operand, "clipped") in into:
-                    into[name, operand, "clipped"] = counts[slot.index]
+                    octaves = clipped[slot.index] if operand in CLIPPED else 0.0
+                    into[name, operand, "clipped"] = octaves + recurring[slot.index]
 
     @torch.no_grad()
     def _see(self, name: str, x: Tensor) -> None:
@@ -269,7 +272,7 @@ def _damage_of(target: str, ladder: Ladder) -> list[tuple[str, str, str]]:
     found = [(target, operand, name) for operand in ladder.operands for name in (_flushed(operand), "noise")]
     if not _linear(ladder):
         return [*found, (target, "qk", "logit_noise")]
-    return [*found, *((target, operand, "clipped") for operand in CLIPPED if _clips(ladder))]
+    return [*found, *((target, operand, "clipped") for operand in ladder.operands if _clips(ladder))]
 
 
 def _linear(ladder: Ladder) -> bool:

@@ -21,6 +21,8 @@ class Run:
         self.review = AmaxReview(self.state, acts=acts)
         self.review.attach()
         self.fmt = fmt
+        self.alarms = []
+        """Of all that was told, whether it is one."""
 
     def feed(self, *amaxes):
         told = []
@@ -31,6 +33,7 @@ class Run:
             found = self.review.collect()
             assert all(one.index == 0 for one in found)
             told.append("".join(one.kind for one in found))
+            self.alarms += [one.alarms for one in found]
         assert float(self.state.scale[1]) == 224.0 * 2.0**-self.state.recipe.margin
         return told
 
@@ -68,6 +71,21 @@ def test_a_level_that_comes_back_doubles_the_passes_that_it_takes():
     assert run.feed(*[0.01] * 3, 100, *[0.01] * 3, 100) == [""] * 8
 
 
+def test_a_level_that_falls_on_is_told_and_another_runs_history_or_a_level_that_comes_back_is_not():
+    """Each step is one that the format bears."""
+
+    def alarms(*passes):
+        run = Run(length=64)
+        run.feed(*passes)
+        return run.alarms
+
+    assert alarms(*[100 * 0.8**i for i in range(60)])[:3] == [False, True, True]
+    assert alarms(*[100] * 5, *[2] * 60) == [False], "another run's"
+    assert True not in alarms(*([100] + [2] * 7) * 12)
+    # What has filled its history since is a level of its own.
+    assert alarms(*[100] * 5, *[2] * 80, *[0.04] * 20) == [False, False]
+
+
 @pytest.mark.parametrize(("fmt", "octaves"), [(E4M3, 8.9), (E5M2, 15.9)])
 def test_half_of_the_formats_octaves_is_the_limit(fmt, octaves):
     for factor in (2.0**octaves, 2.0**-octaves):
@@ -98,26 +116,37 @@ def test_what_comes_back_over_a_fresh_history_was_no_other_runs():
 def test_passes_above_all_that_is_remembered_are_counted_in_every_pass(margin):
     run = Run(length=5, margin=margin)
     run.feed(*[2] * 10)
-    assert float(run.review.clipped[0]) == 0
+    assert float(run.review.clipped[0, 0]) == 0
     counts = []
     for _ in range(6):
         run.feed(2.0 ** (2 + margin), *[2] * 5)
-        counts.append(float(run.review.clipped[0]))
+        counts.append(float(run.review.clipped[0, 0]))
     # Half an octave of the one that it is above what is held, each forgotten by a thirty-second a pass.
     assert counts == pytest.approx(
         [0.5 * sum((31 / 32) ** (5 + 6 * j) for j in range(i + 1)) for i in range(6)]
     )
     quiet = Run(length=5)
     quiet.feed(*[2, 2.5, 2.2, 1.8, 2.7] * 10)
-    assert float(quiet.review.clipped[0]) == 0
+    assert float(quiet.review.clipped[0, 0]) == 0
 
 
 def test_one_batch_is_an_octave_at_most_and_a_spike_that_is_kept_out_none():
     run = Run(length=16)
     run.feed(*[2] * 10, 200, 2)
-    assert float(run.review.clipped[0]) == pytest.approx(31 / 32)
+    assert float(run.review.clipped[0, 0]) == pytest.approx(31 / 32)
     run = Run(length=16)
-    assert run.feed(*[2] * 10, 2e6)[-1] == "spike" and float(run.review.clipped[0]) == 0
+    assert run.feed(*[2] * 10, 2e6)[-1] == "spike" and float(run.review.clipped[0, 0]) == 0
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2])
+def test_passes_that_are_kept_out_again_are_counted_and_one_is_not(fmt):
+    once, rare, often = (Run(length=16, fmt=fmt) for _ in range(3))
+    once.feed(*[2] * 20, 2e9, *[2] * 5)
+    rare.feed(*([2] * 20 + [2e9]) * 5)
+    often.feed(*([2] * 20), *([2e9] + [2] * 4) * 3)
+    counts = [float(run.review.clipped[1, 0]) for run in (once, rare, often)]
+    assert counts == pytest.approx([0.0, 0.0, (31 / 32) ** 9 + (31 / 32) ** 4])
+    assert often.holds == 2
 
 
 def test_a_fresh_history_and_a_steady_growth_are_none_of_its_business():
