@@ -21,13 +21,12 @@ import judge
 import run
 import torch
 from case import Case
-from common import RESULTS, environment
+from common import environment
 from mechanisms import Mechanism, Several
 from torch import nn
 from train import train
 
 SEEDS = (1, 2, 3)
-STORED = RESULTS / "guard_floor.json"
 
 
 class Moved(Mechanism):
@@ -57,10 +56,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--split", choices=["all", *run.SPLITS], default="all")
-    parser.add_argument("--only", help="one case's name")
+    parser.add_argument("--only", nargs="+", help="names of cases")
     parser.add_argument("--resume", action="store_true", help="leave out cases that are stored")
     arguments = parser.parse_args()
-    stored = json.loads(STORED.read_text()) if STORED.exists() else {"runs": {}}
+    stored = json.loads(run.FLOOR.read_text()) if run.FLOOR.exists() else {"runs": {}}
     stored["environment"] = environment()
     labels = run.stored_labels()
     for _, case in run.chosen(arguments.split, arguments.only):
@@ -70,7 +69,7 @@ def main() -> None:
         apart = [judge.above(train(moved(case, seed), "high").losses, high) for seed in SEEDS]
         stored["runs"][case.name] = run.finite(apart)
         print(f"{case.name:28s}" + "  ".join(f"{share:+.2%}" for share in apart), flush=True)
-        STORED.write_text(json.dumps(stored) + "\n")
+        run.FLOOR.write_text(json.dumps(stored) + "\n")
 
 
 if __name__ == "__main__":

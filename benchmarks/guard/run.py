@@ -3,8 +3,8 @@
     python benchmarks/guard/run.py                          the guard on every case, against the stored labels
     python benchmarks/guard/run.py --labels                 high precision and FP8 without the guard first: store what each run is
     python benchmarks/guard/run.py --split tuned            only those that the guard's thresholds may be chosen on
-    python benchmarks/guard/run.py --resume                 go on where a stop left off: each run is stored as it ends
-    python benchmarks/guard/run.py --only swiglu_alignment  one case; nothing is stored
+    python benchmarks/guard/run.py --resume                 only what is not stored as run by this very code; each is stored as it ends
+    python benchmarks/guard/run.py --only swiglu_alignment  some cases; nothing is stored but with --resume
     python benchmarks/guard/run.py --table                  tabulate and draw what is stored
 
 Cases: ``tuned.py`` and ``held_out.py``. A label is a claim (diverges in FP8 alone, in both precisions, healthy) that ``--labels``
@@ -14,13 +14,16 @@ checks. ``--save NAME`` writes ``results/NAME.json`` and ``.md`` and ``docs/imag
 from __future__ import annotations
 
 import argparse
+import ast
 import dataclasses
+import hashlib
 import json
 import logging
 import math
 import subprocess
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +41,14 @@ from train import GUARD, train
 import foundry_fp8
 
 LABELS = RESULTS / "guard_labels.json"
+FLOOR = RESULTS / "guard_floor.json"
 SPLITS = {"tuned": tuned.CASES, "held-out": held_out.CASES}
+DEPENDS = (
+    "foundry_fp8/numerics", "foundry_fp8/layers", "foundry_fp8/backends/emulated", "foundry_fp8/models/fog",
+    "foundry_fp8/observe/divergence", "foundry_fp8/observe/operand_*.py", "foundry_fp8/callbacks/divergence_guard",
+    "benchmarks/guard/*mechanisms.py", "benchmarks/guard/rescalings.py", "benchmarks/guard/changes.py", "benchmarks/guard/train.py",
+)  # fmt: skip
+"""What the losses and events of a guarded run follow from, besides its case, torch and the host models."""
 
 
 def finite(value: Any) -> Any:
@@ -57,12 +67,28 @@ def numbers(losses: list[Any]) -> list[float]:
     return [float(value) for value in losses]
 
 
-def chosen(split: str, only: str | None) -> list[tuple[str, Case]]:
+def fingerprint(root: Path) -> str:
+    """Of the code in :data:`DEPENDS` under ``root``, whatever its comments, docstrings and layout."""
+    digest = hashlib.sha256()
+    for pattern in DEPENDS:
+        for path in sorted(root.glob(pattern if pattern.endswith(".py") else f"{pattern}/**/*.py")):
+            tree = ast.parse(path.read_text())
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                    told = [
+                        n for n in node.body if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)
+                    ]
+                    node.body = [n for n in node.body if n not in told]
+            digest.update(f"{path.relative_to(root)} {ast.dump(tree)}".encode())
+    return digest.hexdigest()[:12]
+
+
+def chosen(split: str, only: Sequence[str] | None) -> list[tuple[str, Case]]:
     found = [
         (name, case)
         for name, cases in SPLITS.items()
         for case in cases
-        if split in ("all", name) and only in (None, case.name)
+        if split in ("all", name) and (only is None or case.name in only)
     ]
     if not found:
         names = ", ".join(case.name for cases in SPLITS.values() for case in cases)
@@ -84,6 +110,11 @@ def stored_labels() -> dict[str, Any]:
         for case in cases
         if case.name in stored
     }
+
+
+def stored_floor() -> dict[str, list[float]]:
+    """By case, how far runs in high precision that are equally right lie from the one that is compared with (``floor.py``)."""
+    return json.loads(FLOOR.read_text())["runs"] if FLOOR.exists() else {}
 
 
 def label(case: Case) -> dict[str, Any]:
@@ -117,18 +148,20 @@ def row(split: str, case: Case, known: dict[str, Any], run: dict[str, Any]) -> d
         "departure": known["departure"],
         "fp8_above_reference": known["fp8_above_reference"],
         **judge.verdict(case, known["departure"], losses, high, run["events"], run["in_fp8"]),
+        "floor": max(map(abs, stored_floor().get(case.name, [])), default=None),
         "losses": losses,
         "events": run["events"],
     }
 
 
 def provenance() -> dict[str, Any]:
-    """By which command and with which code a half is run."""
+    """By which command and with which code a half was run last."""
     last = ["git", "log", "-1", "--format=%h", "--", "foundry_fp8"]
     package = Path(foundry_fp8.__file__).parents[1]
     return {
         "command": " ".join(["python benchmarks/guard/run.py", *sys.argv[1:]]),
         "commit": subprocess.run(last, capture_output=True, text=True, cwd=package).stdout.strip(),
+        "code": fingerprint(package),
         "environment": environment(),
     }
 
@@ -140,10 +173,10 @@ def stored_runs(name: str) -> dict[str, Any]:
 
 
 def begin(name: str, halves: set[str], made: dict[str, Any], resume: bool) -> dict[str, Any]:
-    """What is stored, without the halves that are run now; with ``resume``, with their runs by this commit."""
+    """What is stored, without the halves that are run now; with ``resume``, with all of their runs, each of which knows its code."""
     stored = stored_runs(name)
     for half in halves:
-        if not (resume and stored["made"].get(half, made)["commit"] == made["commit"]):
+        if not resume:
             for case in SPLITS[half]:
                 stored["runs"].pop(case.name, None)
         stored["made"][half] = made
@@ -166,7 +199,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--split", choices=["all", *SPLITS], default="all")
-    parser.add_argument("--only", help="one case's name")
+    parser.add_argument("--only", nargs="+", help="names of cases")
     parser.add_argument(
         "--labels", action="store_true", help="run without the guard and store the labels' figures"
     )
@@ -174,7 +207,7 @@ def main() -> None:
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="leave out cases whose stored run is of this commit of the package",
+        help="keep what is stored, and leave out cases whose stored run is by this code (its syntax trees)",
     )
     parser.add_argument("--save", default="guard", help="under which name the results are stored")
     arguments = parser.parse_args()
@@ -196,17 +229,19 @@ def main() -> None:
             )  # fmt: skip
             LABELS.write_text(json.dumps({"environment": environment(), "cases": finite(labels)}) + "\n")
         return
-    result = begin(arguments.save, {split for split, _ in cases}, provenance(), arguments.resume)
+    stores = arguments.only is None or arguments.resume
+    made = provenance()
+    result = begin(arguments.save, {split for split, _ in cases}, made, arguments.resume or not stores)
     for split, case in cases:
         if case.name not in labels:
             raise SystemExit(f"{case.name} has no label yet: run with --labels --only {case.name}")
-        if arguments.only is None and case.name in result["runs"]:
+        if stores and result["runs"].get(case.name, {}).get("code") == made["code"]:
             continue
-        result["runs"][case.name] = run = finite(guarded(case))
+        result["runs"][case.name] = run = {**finite(guarded(case)), "code": made["code"]}
         print(table.line(row(split, case, labels[case.name], run)), flush=True)
-        if arguments.only is None:  # after each, so that a stop loses nothing
+        if stores:  # after each, so that a stop loses nothing
             (RESULTS / f"{arguments.save}.json").write_text(json.dumps(result) + "\n")
-    if arguments.only is None:
+    if stores:
         publish(arguments.save, labels)
         print((RESULTS / f"{arguments.save}.md").read_text())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ SHOWN_FROM = 40
 """Steps before it are the descent that all runs share."""
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
 COLUMNS = (
-    "case", "label", "FP8 alone", "leaves at", "first alarm (signal)", "lead", "with the guard", "in FP8", "false alarms",
+    "case", "label", "FP8 alone", "leaves at", "first alarm (signal)", "lead", "with the guard", "by chance", "in FP8", "false alarms",
     "demoted (false)", "promoted (while sick)", "renewed",
 )  # fmt: skip
 
@@ -31,7 +32,7 @@ def cells(row: dict[str, Any]) -> list[str]:
     return [
         row["name"], row["label"], percent(row["fp8_above_reference"]), str(row["departure"] or ""), alarm,
         "" if row["lead_steps"] is None else str(row["lead_steps"]), percent(row["guarded_above_high"]),
-        f"{row['time_in_fp8']:.0%}", str(row["false_alarms"]), f"{row['demotions']} ({row['false_demotions']})",
+        "" if row["floor"] is None else f"{row['floor']:.1%}", f"{row['time_in_fp8']:.0%}", str(row["false_alarms"]), f"{row['demotions']} ({row['false_demotions']})",
         f"{row['promotions']} ({row['promotions_while_sick']})", str(row["renewals"]),
     ]  # fmt: skip
 
@@ -51,11 +52,15 @@ def summary(rows: list[dict[str, Any]]) -> str:
     steps = sum(row["steps_that_could_alarm_falsely"] for row in rows)
     false = sum(row["false_alarms"] for row in rows)
     in_time = sum(lead > 0 for lead in leads)
-    saved = sum(abs(float(row["guarded_above_high"])) <= 0.01 for row in curable)
+    ends = [(float(row["guarded_above_high"]), row["floor"] or 0.0) for row in curable]
+    saved = sum(abs(end) <= 0.01 for end, _ in ends)
+    above = sum(end <= 0.01 for end, _ in ends)
+    apart = sum(abs(end) <= max(0.01, floor) for end, floor in ends)
     return (
         f"{in_time} of {len(sick)} that diverge alarmed before the loss left its band by 1 %"
         + (f" (median lead {leads[len(leads) // 2]} steps)" if leads else "")
-        + f"; {saved} of {len(curable)} that diverge in FP8 alone end within 1 % of high precision; {false} false alarms in "
+        + f"; {saved} of {len(curable)} that diverge in FP8 alone end within 1 % of high precision ({above} at most 1 % above it; "
+        f"{apart} within 1 % or what chance does); {false} false alarms in "
         f"{steps} steps ({1000 * false / max(1, steps):.1f} per 1000); {sum(row['false_demotions'] for row in healthy)} demotions in "
         f"{len(healthy)} healthy runs; {sum(row['promotions_while_sick'] for row in rows)} promotions while the cause was there."
     )
@@ -127,5 +132,9 @@ def plot(name: str, rows: list[dict[str, Any]], labels: dict[str, Any]) -> None:
 def publish(name: str, result: dict[str, Any], rows: list[dict[str, Any]], labels: dict[str, Any]) -> None:
     """Write ``results/NAME.md`` and ``docs/images/NAME.png``."""
     text = "".join(f"{split}: {json.dumps(made)}\n\n" for split, made in result["made"].items())
+    for split in result["made"]:
+        names = [row["name"] for row in rows if row["split"] == split]
+        codes = Counter(result["runs"][name]["code"] for name in names)
+        text += f"{split}: {', '.join(f'{count} runs by code {code}' for code, count in codes.items())}\n\n"
     (RESULTS / f"{name}.md").write_text(text + markdown(rows))
     plot(name, rows, labels)

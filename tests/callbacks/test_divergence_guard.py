@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 
 import pytest
 import torch
@@ -186,6 +187,30 @@ def test_batches_that_are_clipped_between_observations_are_counted_in_every_pass
     assert next(e for e in watch.events if e["action"] == "alarm")["signal"] == "clipped of x"
 
 
+def test_gradients_that_jump_again_and_again_between_observations_leave_the_recipe_for_good(train):
+    """Every third batch's gradients of one linear are 2^30 as large, and no history suits both."""
+    from composer.core import Callback
+
+    model, watch = build_llama(), guard(interval=10, quiet_batches=10)
+    size = {"now": 1.0}
+
+    class Jump(Callback):
+        def batch_start(self, state, logger):
+            step = state.timestamp.batch.value
+            size["now"] = 2.0**30 if step >= 22 and step % 3 == 1 else 1.0
+
+    def larger(module, args, output):
+        output.register_hook(lambda grad, factor=size["now"]: grad * factor)
+        args[0].register_hook(lambda grad, factor=size["now"]: grad / factor)
+
+    model.model.layers[1].mlp.down_proj.register_forward_hook(larger)
+    recipe = {"name": "delayed", "amax_history_len": 8}
+    train(model, [Jump(), watch], algorithms=[fp8(recipe)], steps=60, lr=0.0)
+    assert watch.failed is None
+    assert {move[1:] for move in moves(watch)} == {(SICK, "demote", "delayed -> high_precision")}
+    assert "clipped of dy" in {e["signal"] for e in watch.events if e["action"] == "alarm"}
+
+
 def test_one_token_that_sticks_out_is_told_and_moves_nothing_while_nothing_is_damaged(train):
     """A sign, not a damage: block scaling keeps every other token as it was."""
     model, watch = build_llama(hidden_size=128, intermediate_size=128), guard()
@@ -238,8 +263,10 @@ def test_attention_whose_logits_outgrow_fp8_is_demoted_and_comes_back(train):
     assert moves(watch)[0] == found[0], "before the gradients of its saturated softmax are damaged too"
 
 
-def test_a_nan_loss_alarms_at_once_and_stop_stops(train, caplog):
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_nan_loss_alarms_at_once_and_stop_stops_and_says_where_to_go_on(train, caplog, tmp_path, saves):
     model, watch = build_llama(), guard(actions=["stop"])
+    saving = {"save_folder": str(tmp_path), "save_interval": "2ba"} if saves else {}
 
     from composer.core import Callback
 
@@ -250,10 +277,19 @@ def test_a_nan_loss_alarms_at_once_and_stop_stops(train, caplog):
                     model.lm_head.weight[0, 0] = torch.nan
 
     with caplog.at_level(logging.WARNING):
-        trainer = train(model, [Poison(), watch], steps=8)
+        trainer = train(model, [Poison(), watch], steps=8, **saving)
     assert trainer.state.timestamp.batch.value == 4
     assert "model" in {e["unit"] for e in watch.events if e["action"] == "alarm"}
     assert "batch 4, model: stop the run" in caplog.text
+    said = watch.events[-1]["why"]
+    if not saves:
+        assert "nothing was saved before" in said
+        return
+    assert "checkpoint before is of batch 2;" in said
+    path = re.search(r"load_path: (\S+) a run", said)[1]  # batch 4 was saved since, with the NaN in it
+    resumed = train(build_llama(), [guard(actions=["stop"])], steps=8, load_path=path)
+    assert resumed.state.timestamp.batch.value == 8
+    assert all(bool(torch.isfinite(p).all()) for p in resumed.state.model.parameters())
 
 
 def test_the_checkpoint_action_saves_one_that_loads(train, tmp_path):

@@ -6,9 +6,11 @@ import dataclasses
 import functools
 import logging
 import math
+from pathlib import Path
 from typing import Any
 
 import torch
+from composer.callbacks import CheckpointSaver
 from composer.core import Event, State
 from composer.loggers import Logger
 from composer.utils import checkpoint, dist
@@ -299,7 +301,8 @@ class DivergenceGuard(Monitor):
             self._save_due = True
             found.append(GuardEvent(batch=batch, unit=MODEL, signal="", action="checkpoint"))
         if "stop" in self.config.actions:
-            found.append(GuardEvent(batch=batch, unit=MODEL, signal="the run", action="stop"))
+            why = _way_back(state)
+            found.append(GuardEvent(batch=batch, unit=MODEL, signal="the run", action="stop", why=why))
             state.stop_training()
         return found
 
@@ -382,6 +385,28 @@ class DivergenceGuard(Monitor):
         for key, value in state["amax"].items():
             name, _, operand = key.partition("/")
             watch.amax[name, operand] = value
+
+
+def _way_back(state: State) -> str:
+    """From where to go on: Composer has no way back inside of a run, and what it saves after this batch holds the cause.
+
+    A trainer saves after BATCH_END, so all that is there now is of before the alarm.
+    """
+    savers = [one for one in state.callbacks if isinstance(one, CheckpointSaver)]
+    if not savers:
+        return "nothing was saved before: the trainer has no save_folder"
+    saved = [
+        (one.last_checkpoint_batch, one.saved_checkpoints[-1]) for one in savers if one.saved_checkpoints
+    ]
+    if not saved:
+        return "this rank saved nothing before"
+    when, path = max(saved, key=lambda pair: pair[0])
+    if state.fsdp_sharded_state_dict_enabled:  # one of the files in the folder that is loaded
+        path = str(Path(path).parent)
+    return (
+        f"the last checkpoint before is of batch {when.value}; with load_path: {path} a run goes on from it, and alarms again unless "
+        "something is changed"
+    )
 
 
 def _loss(state: State) -> float:

@@ -63,6 +63,11 @@ def _of_rows(q: Quantized, rows: Tensor, sample: Sample, fmt: Float8Format) -> T
     return with_format(quantisation(rows, q, dataclasses.replace(sample, rows=None)), fmt)
 
 
+def _first(see: Callable[[Tensor], None], gradients: tuple[Tensor | None, ...]) -> None:
+    if gradients[0] is not None:
+        see(gradients[0])
+
+
 class LinearShadow:
     """Follows demoted linears: their amaxes in every pass where delayed scaling waits for them, and in due batches their shadows,
     in the first microbatch.
@@ -98,8 +103,11 @@ class LinearShadow:
         with torch.no_grad():  # else a checkpoint counts what the norm saves, and its recompute, which is not looked at, saves less
             see("x", (x if norm is None else norm.normalise(x)).to(dtype))
             see("w", module.matrix.to(dtype))
-        if output.requires_grad:
-            output.register_hook(self._guard(functools.partial(see, "dy")))
+        if output.grad_fn is not None:
+            # After all hooks on the tensor, those to come too, as the layer's own backward would.
+            output.grad_fn.register_prehook(
+                self._guard(functools.partial(_first, functools.partial(see, "dy")))
+            )
 
     @torch.no_grad()
     def _see(self, name: str, module: FP8Linear, recipe: Recipe, operand: Operand, x: Tensor) -> None:

@@ -23,11 +23,17 @@ class Louder(torch.autograd.Function):
         return torch.cat([grad[..., :1] + 1e7, grad[..., 1:]], -1)
 
 
+def louder_still(module, args, output):
+    """A hook on the tensor itself, later than any that the layer could put there."""
+    output.register_hook(lambda gradient: gradient * torch.linspace(1, 9, gradient.shape[-1]))
+
+
 def build(recipe):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(32, 128))
     apply_fp8(model, recipe=recipe, backend="emulated")
     model[0].register_forward_pre_hook(lambda module, args: (args[0] * torch.linspace(0.01, 40, 32),))
+    model[0].register_forward_hook(louder_still)
     model[0].register_forward_hook(lambda module, args, output: Louder.apply(output))
     return model.train()
 
