@@ -404,7 +404,7 @@ def _way_back(state: State) -> str:
     if state.fsdp_sharded_state_dict_enabled:  # one of the files in the folder that is loaded
         path = str(Path(path).parent)
     return (
-        f"the last checkpoint before is of batch {when.value}; with load_path: {path} a run goes on from it, and alarms again unless "
+        f"the last checkpoint before is of batch {when}; with load_path: {path} a run goes on from it, and alarms again unless "
         "something is changed"
     )
 
