@@ -396,11 +396,13 @@ def _way_back(state: State) -> str:
     if not savers:
         return "nothing was saved before: the trainer has no save_folder"
     saved = [
-        (one.last_checkpoint_batch, one.saved_checkpoints[-1]) for one in savers if one.saved_checkpoints
+        (int(one.last_checkpoint_batch.value), one.saved_checkpoints[-1])
+        for one in savers
+        if one.saved_checkpoints and one.last_checkpoint_batch is not None
     ]
     if not saved:
         return "this rank saved nothing before"
-    when, path = max(saved, key=lambda pair: pair[0])
+    when, path = max(saved)
     if state.fsdp_sharded_state_dict_enabled:  # one of the files in the folder that is loaded
         path = str(Path(path).parent)
     return (
