@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
+from typer.testing import CliRunner
 
+from foundry_fp8.cli.main import app
 from foundry_fp8.cli.plan_communication import workload_of
 from foundry_fp8.cli.plan_memory import plan_yaml
 from foundry_fp8.config import parse_bytes
@@ -243,6 +245,20 @@ def test_a_rank_of_the_stated_cluster_holds_the_run(path, folders, tmp_path):
     peak, limit = re.search(r"predicted peak (.*?) of (.*?),", said).groups()
     assert parse_bytes(peak, "peak") <= parse_bytes(limit, "limit") * 1.001
     assert "ranks by arithmetic" in said
+
+
+@pytest.mark.parametrize("path", each(ALL, lambda stem: stem == "fog"))
+def test_both_planners_take_the_yaml(path, folders, tmp_path):
+    """The network at the cluster that it names; the memory of one device where no cluster is named (the others are above)."""
+    file = tmp_path / path.name
+    OmegaConf.save(load(path, folders), file)
+    commands = [["communication", str(file), "--gpus", str(max(gpus_of(path), 8))]]
+    if path.parent.name == "demo":
+        commands.append(["memory", str(file), "--device", "fake", "--compression", "none", "--budget", "1.0"])
+    for command in commands:
+        done = CliRunner().invoke(app, ["plan", *command])
+        assert done.exit_code == 0, done.output
+        assert "FSDP 1x" in done.output or "predicted peak" in done.output
 
 
 # A block's share of a model's width, not of its depth: targets count blocks.
