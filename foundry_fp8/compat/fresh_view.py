@@ -13,7 +13,9 @@ from torch import Tensor
 
 __all__ = ["fresh_view"]
 
+_unsafe_view = torch.ops.aten._unsafe_view.default
+
 
 def fresh_view(result: Tensor, *shape: int) -> Tensor:
     """``result`` in another shape, no view of it for autograd; nobody else may hold ``result``."""
-    return torch.ops.aten._unsafe_view.default(result, shape)
+    return _unsafe_view(result, shape)

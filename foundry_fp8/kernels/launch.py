@@ -169,6 +169,12 @@ class Launch:
         self._again: Callable[..., None] | None = None
         self._values: tuple[Any, ...] = ()
 
+    @property
+    def name(self) -> str:
+        """The kernel's."""
+        found: str = self._kernel.__name__
+        return found
+
     def __call__(self, *args: Any) -> None:
         """Launch it.
 

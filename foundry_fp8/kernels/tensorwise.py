@@ -95,8 +95,8 @@ def _raise_amax(
         known = _measures[key] = _measure(source, other)
     if known.copies:
         source, other = source.checked(), None if other is None else other.checked()
-    x, stride = (None, None) if other is None else (other.x, other.x.stride(0))
-    known.launch(*source.pointers, out, *known.sizes, x, stride, other_out, *known.other_sizes)
+    second = (None, None) if other is None else (other.x, other.x.stride(0))
+    known.launch(*source.pointers, out, *known.sizes, *second, other_out, *known.other_sizes)
 
 
 def _measure(*sources: Producer | None) -> _Measure:
@@ -152,7 +152,7 @@ def quantize_tensorwise(
         known = _casts[key] = _cast(source, fmt, power_2, constant, alpha)
     if known.copies:
         source = source.checked()
-    device = source.x.device
+    pointers, device = source.pointers, source.x.device
     data = torch.empty(known.shape, dtype=fmt.dtype, device=device) if rows else None
     data_t = torch.empty(known.shape_t, dtype=fmt.dtype, device=device) if columns else None
     partial = torch.empty(known.sums, dtype=torch.float32, device=device) if column_sum else None
@@ -160,8 +160,9 @@ def quantize_tensorwise(
     if known_amax is None:
         known_amax = stats
         if constant is None and scale is None:
-            _raise_amax(source, stats)
-    known.launch(*source.pointers, scale, amax_slot, known_amax, stats, data, data_t, partial, *known.sizes)
+            measure = known.measure
+            measure.launch(*pointers, stats, *measure.sizes, None, None, None, *measure.other_sizes)
+    known.launch(*pointers, scale, amax_slot, known_amax, stats, data, data_t, partial, *known.sizes)
     return Tensorwise(data, data_t, stats, None if partial is None else partial.sum(0))
 
 
@@ -169,6 +170,7 @@ class _Cast(NamedTuple):
     """What all calls of :func:`quantize_tensorwise` of one kind have in common."""
 
     launch: Launch
+    measure: _Measure
     copies: bool
     shape: tuple[int, int]
     shape_t: tuple[int, int]
@@ -196,7 +198,7 @@ def _cast(source: Producer, fmt: Float8Format, power_2: bool, constant: float | 
     )
     sizes = (r, c, padded_r, padded_c, constant, None if constant is None else alpha / constant)
     shapes = (padded_r, padded_c), (padded_c, padded_r), (tiles_r, c)
-    return _Cast(launch, checked is not source, *shapes, sizes)
+    return _Cast(launch, _measure(checked), checked is not source, *shapes, sizes)
 
 
 def quantize_tensorwise_reference(

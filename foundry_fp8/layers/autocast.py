@@ -23,9 +23,12 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device_type)
 
 
+_NOTHING: AbstractContextManager[object] = nullcontext()
+
+
 def without_autocast(device_type: str) -> AbstractContextManager[object]:
     """Autocast off. Nothing is entered where it is: entering takes the host as long as a launch."""
     if not torch.is_autocast_enabled(device_type):
-        return nullcontext()
+        return _NOTHING
     off: AbstractContextManager[object] = torch.autocast(device_type, enabled=False)
     return off

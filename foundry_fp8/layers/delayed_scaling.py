@@ -57,14 +57,14 @@ class Pass:
 
     Attributes:
         number: Counts the passes.
-        scale: ``[T]`` float32, what its forward began with; nothing writes to it.
+        scales: ``T`` of 0-d float32, what its forward began with; nothing writes to them.
         start: The first node of the autograd graph that can be of this pass.
         end: The first that cannot, as far as the end of its forward is known.
         waiting: A training forward ran, and its backward has not begun.
     """
 
     number: int
-    scale: Tensor
+    scales: Sequence[Tensor]
     start: int
     end: float = math.inf
     waiting: bool = False
@@ -82,7 +82,7 @@ class DelayedSlot:
     @property
     def scale(self) -> Tensor:
         """0-d float32: what the tensor is multiplied with in this pass; in a recompute, in the pass of its first forward."""
-        return self.state.in_force().scale[self.index]
+        return self.state.in_force().scales[self.index]
 
     @property
     def scale_version(self) -> int:
@@ -143,7 +143,7 @@ class DelayedScalingState:
         # autograd would refuse them once another layer has recorded into the same history.
         self.amaxes = [amax.data for amax in self.amax_history[0].unbind()]
         self._backward_ran = False
-        self._passes = [Pass(0, self.scale.clone(), start=0)]
+        self._passes = [Pass(0, self.scale.clone().unbind(), start=0)]
         self._finished: list[weakref.ref[Pass]] = []
         self.running = self._passes[-1]
 
@@ -274,7 +274,10 @@ class DelayedScalingState:
         waiting = [old for old in self._passes if old.waiting]
         finished = [*self._retained(), *(old for old in self._passes if not old.waiting)]
         self._finished = [weakref.ref(old) for old in finished]
-        self.running = Pass(self.running.number + 1, self.scale.clone(), start=newest_node() + 1)
+        scales = (
+            self.scale.clone().unbind()
+        )  # once for all linears: taking one out costs the host as much as allocating it
+        self.running = Pass(self.running.number + 1, scales, start=newest_node() + 1)
         self._passes = [*waiting[-KEPT_PASSES:], self.running]
         self._backward_ran = False
 

@@ -172,7 +172,7 @@ class FP8Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """``input @ weight.T + bias``. ``input``: ``[..., in_features]``, hp; the result has the compute dtype."""
         output = self.recorded(input, self._compute)
-        if not torch.compiler.is_compiling() and self.look is not None:
+        if self.look is not None and not torch.compiler.is_compiling():
             self.look(input, output)
         return output
 

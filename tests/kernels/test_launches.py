@@ -128,7 +128,7 @@ class Dispatched(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-MOST = {"current": (6, 27, 410), "delayed": (6, 27, 430), "block": (19, 27, 400)}
+MOST = {"current": (6, 24, 375), "delayed": (6, 24, 400), "block": (19, 27, 375)}
 """Allocations, operators of torch, and calls of Python and C functions; the last one with some room for other torchs."""
 
 

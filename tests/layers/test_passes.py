@@ -228,8 +228,8 @@ def test_the_state_follows_the_model_to_its_device_in_an_evaluation_that_calls_a
     with torch.inference_mode():
         assert model.forward(torch.randn(4, 32, device="meta")).device.type == "meta"
     state = FP8State.of(model).delayed
-    assert {t.device.type for t in (state.scale, state.amax_history, state.running.scale)} == {"meta"}
-    assert not state.scale.is_inference() and not state.running.scale.is_inference()
+    assert {t.device.type for t in (state.scale, state.amax_history, state.running.scales[0])} == {"meta"}
+    assert not state.scale.is_inference() and not state.running.scales[0].is_inference()
 
 
 def test_loaded_scales_are_those_of_the_next_forward():

@@ -214,7 +214,7 @@ class _Call:
         if self.probe is not None:
             fmt = attention_format(self.recipe, slot)
             self.probe(name, rows, quantized_view(rows, operand, plan, fmt, layout, stats))
-        return layout.data, layout_t.data, stats
+        return layout[0], layout_t[0], stats
 
 
 class _Attention(torch.autograd.Function):

@@ -145,7 +145,7 @@ class NativeBackend(Backend):
         shared: QuantizedInput | None = None
         # Delayed scaling: whether another linear's scale is the same, only the device knows.
         if not torch.compiler.is_compiling() and call.x[0] is None:
-            shared = self.inputs.of(x, call.plan, dtype)
+            shared = self.inputs.of(x, id(call.plan), dtype)
         with without_autocast(x.device.type):
             cached = self.cached_weight(module, call, dtype)
             y: Tensor = NativeLinear.apply(x2d, weight, bias, cached, shared, call)  # type: ignore[no-untyped-call]

@@ -50,7 +50,8 @@ class LinearCall:
             # By the recipe's place: hashing its fields takes longer than all else here.
             found = _stateless.get((id(recipe), alpha, fp8_wgrad))
             if found is None:
-                found = recipe, cls(plan=plan_of(recipe, alpha), fp8_wgrad=fp8_wgrad)
+                plan = plan_of(recipe, alpha)
+                found = recipe, cls(plan=_plans.setdefault(plan, plan), fp8_wgrad=fp8_wgrad)
                 _stateless[id(recipe), alpha, fp8_wgrad] = found
             stateless = found[1]
         if probe is None and (module.slots is None or not isinstance(recipe, DelayedScaling)):
@@ -61,6 +62,8 @@ class LinearCall:
 
 _stateless: dict[tuple[int, float, bool], tuple[Recipe, LinearCall]] = {}
 """With the recipe itself, so that no other one comes to lie in its place."""
+_plans: dict[Plan, Plan] = {}
+"""Equal plans are one, for good: outside of compiled graphs they are told apart by their place."""
 
 
 def checked_dtype(module: FP8Linear, x: Tensor, weight: Tensor) -> torch.dtype:

@@ -140,7 +140,7 @@ def fprop(
         out_dtype=x.dtype,
         bias=None if bias is None else in_dtype(bias, x.dtype),
     )
-    kept_w = (None, None) if cached is None else (cached[1].data, cached[1].scale)
+    kept_w = (None, None) if cached is None else cached[1]
     return y, (weight, w_stats, *kept_x, *kept_w)
 
 
@@ -162,7 +162,7 @@ def _quantize_input(
     columns = shared.get("columns") if shared is not None and keep_x else None
     make_columns = keep_x and columns is None
     if rows is not None and not make_columns:
-        return Layout(*rows[:2]), rows[2], columns or (None, None)
+        return rows[:2], rows[2], columns or (None, None)
     known = rows[2] if rows is not None and plan.granularity == "tensor" else amax
     # Scales get no local name here: Dynamo names a graph's inputs by locals, and then finds another one for dy in backward
     # (seen with torch 2.7; test_compiles_whole_and_gives_the_same_bits tells).
@@ -177,14 +177,14 @@ def _quantize_input(
         amax_slot=call.x[1],
     )
     if rows is None:
-        rows = by_rows.data, by_rows.scale, stats
+        rows = *by_rows, stats
         if shared is not None:
             shared.put("rows", *rows)
     if make_columns:
-        columns = transposed.data, transposed.scale
+        columns = transposed
         if shared is not None:
             shared.put("columns", *columns)
-    return Layout(*rows[:2]), rows[2], columns or (None, None)
+    return rows[:2], rows[2], columns or (None, None)
 
 
 def dgrad_and_wgrad(
@@ -235,11 +235,11 @@ def dgrad_and_wgrad(
                 "w", plan, direct=direct, rows=False, columns=True, scale=w_scale, known_amax=known
             )
         else:
-            qw_t = Layout(kept_w, kept_w_scale)
+            qw_t = kept_w, kept_w_scale
         dx = gemm("dgrad", qdy, qw_t, plan, m=m, n=k, out_dtype=x_dtype)
     if needs_w:
         assert kept_x is not None and kept_x_scale is not None
-        x_t = Layout(kept_x, kept_x_scale)
+        x_t = kept_x, kept_x_scale
         dw = in_dtype(gemm("wgrad", qdy_t, x_t, plan, m=n, n=k, out_dtype=x_dtype), weight.dtype)
     return dx, dw, column_sum if needs_b else None
 

@@ -71,7 +71,7 @@ class Source(NamedTuple):
                     *self, scale, known_amax, amax_slot, fmt, plan.power_2, rows, columns, column_sum
                 )
                 gemm_scale = stats.select(0, 1)
-                return Layout(data, gemm_scale), Layout(data_t, gemm_scale), stats, summed
+                return (data, gemm_scale), (data_t, gemm_scale), stats, summed
             constant = float(plan.gradient_scale) if operand == "dy" else 1.0
             # Each product gets alpha once: by x in fprop, by dy in dgrad and wgrad.
             alpha = 1.0 if operand == "w" else plan.alpha
@@ -79,14 +79,14 @@ class Source(NamedTuple):
                 *self, None, None, None, fmt, False, rows, columns, column_sum, constant, alpha
             )
             by_rows, by_columns = stats.select(0, 1), stats.select(0, 2 if operand == "x" else 1)
-            return Layout(data, by_rows), Layout(data_t, by_columns), stats, summed
+            return (data, by_rows), (data_t, by_columns), stats, summed
         run = quantize_blockwise.direct if direct else quantize_blockwise
         group = 128 if plan.granularity == "block" else 32
         square = group == 128 and operand == "w"
         data, gemm_scale, data_t, gemm_scale_t, summed = run(
             *self, fmt, group, square, plan.power_2, rows, columns, column_sum
         )
-        return Layout(data, gemm_scale), Layout(data_t, gemm_scale_t), self.x.new_empty((0,)), summed
+        return (data, gemm_scale), (data_t, gemm_scale_t), self.x.new_empty((0,)), summed
 
 
 def gemm(
@@ -115,16 +115,12 @@ def gemm(
     """
     if plan.granularity == "block":
         square = which != "wgrad"
-        return products.blockwise_mm(
-            a.data, a.scale, b.data, b.scale, m=m, n=n, out_dtype=out_dtype, bias=bias, square_b=square
-        )
+        return products.blockwise_mm(*a, *b, m=m, n=n, out_dtype=out_dtype, bias=bias, square_b=square)
     if plan.granularity == "mx":
-        return products.mx_mm(a.data, a.scale, b.data, b.scale, m=m, n=n, out_dtype=out_dtype, bias=bias)
+        return products.mx_mm(*a, *b, m=m, n=n, out_dtype=out_dtype, bias=bias)
     return products.tensorwise_mm(
-        a.data,
-        a.scale,
-        b.data,
-        b.scale,
+        *a,
+        *b,
         m=m,
         n=n,
         out_dtype=out_dtype,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from torch import Tensor
 
@@ -66,11 +66,8 @@ def plan_of(recipe: Recipe, alpha: float = 1.0) -> Plan:
     return Plan(granularity, *fmts, power_2, fast, gradient_scale, alpha)
 
 
-class Layout(NamedTuple):
-    """One of the two layouts of a quantised operand, contiguous along what its GEMM contracts."""
-
-    data: Tensor
-    scale: Tensor
+Layout = tuple[Tensor, Tensor]
+"""One of the two layouts of a quantised operand: FP8 data, contiguous along what its GEMM contracts, and what the GEMM gets as its scale."""
 
 
 def quantized_view(
@@ -85,5 +82,5 @@ def quantized_view(
         return quantize_block(x, (128, 128) if operand == "w" else (1, 128), fmt, power_2=plan.power_2)
     if plan.granularity == "mx":
         return quantize_mx(x, (1, 32), fmt)
-    quantized = Quantized(layout.data[: x.shape[0], : x.shape[1]], stats[2], None, fmt, stats[0])
+    quantized = Quantized(layout[0][: x.shape[0], : x.shape[1]], stats[2], None, fmt, stats[0])
     return with_amax(quantized, x) if plan.granularity == "constant" else quantized

@@ -188,16 +188,17 @@ def _product(which: Gemm, a: Tensor, b: Tensor, recipe: Recipe, plan: Plan, dtyp
 
 def _dense(layout: Layout, plan: Plan, *, square: bool) -> Tensor:
     """float64 values of a quantised operand."""
-    data = layout.data.double()
+    values, scales = layout
+    data = values.double()
     if plan.granularity in ("tensor", "constant"):
-        return data * layout.scale.double()
+        return data * scales.double()
     rows, columns = data.shape
     if plan.granularity == "mx":
-        scale = e8m0_decode(unswizzle_mx_scales(layout.scale, rows, columns // 32)).repeat_interleave(32, 1)
+        scale = e8m0_decode(unswizzle_mx_scales(scales, rows, columns // 32)).repeat_interleave(32, 1)
     elif square:
-        scale = layout.scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        scale = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
     else:
-        scale = layout.scale.t().repeat_interleave(128, 1)
+        scale = scales.t().repeat_interleave(128, 1)
     return data * scale.double()[:rows, :columns]
 
 
