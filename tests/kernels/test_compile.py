@@ -100,16 +100,13 @@ def test_two_blocks_share_a_multiprocessor(compiled):
 
 MEANT = 1.3
 """Of a copy's bandwidth, so that nine tenths of it can be reached."""
-BELOW = {"xielu": 1.15, "rows and columns, swiglu": 1.23}
-"""What the arithmetic of these cases leaves of it, by the worse of Triton 3.3 and 3.6."""
 
 
 def test_arithmetic_leaves_room_for_the_bandwidth(compiled):
     """On an H100, by issued instructions."""
     for line in named(compiled, "_amax_kernel", "_quantize_kernel", "_quantize_blockwise_kernel"):
         cap = issue_cap(f"{line['kernel']}, {line['case']}", 90, line["instructions_an_element"])
-        least = BELOW.get(line["case"], MEANT)
-        assert cap >= least, (line["kernel"], line["case"], cap)
+        assert cap >= MEANT, (line["kernel"], line["case"], cap)
 
 
 def named(compiled, *kernels):
