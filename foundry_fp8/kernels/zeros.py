@@ -4,13 +4,19 @@ Pieces are cut from one block that was zeroed at once. Each is handed out once, 
 when the last of its pieces is. Blocks are of a device and stream, on which they were zeroed.
 
 A captured CUDA graph has to zero what it raises at every replay: while a stream captures, each piece is zeroed by itself. So it is
-where operators are traced or watched, and off the GPU, where tests look for accesses outside of a tensor.
+where operators are traced or watched, inside a torch operator, whose outputs may share no memory with one another or with an input
+(:func:`shared_with_none`; a compiled graph calls operators where nothing watches), and off the GPU, where tests look for accesses
+outside of a tensor.
 """
+
+import contextlib
+import threading
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-__all__ = ["PIECES", "statistics"]
+__all__ = ["PIECES", "shared_with_none", "statistics"]
 
 STRIDE = 4
 """Elements from one number to the next: each has the 16 bytes of its own that some of cuBLAS's FP8 paths ask of a scale."""
@@ -19,11 +25,23 @@ PIECES = 1024
 """Pieces of a block: 48 KiB."""
 
 _blocks: dict[tuple[torch.device, int], list[Tensor]] = {}
+_operator = threading.local()
+"""Has an attribute ``runs`` in a thread that is inside of a torch operator."""
+
+
+@contextlib.contextmanager
+def shared_with_none() -> Iterator[None]:
+    """While it is entered, :func:`statistics` in this thread are memory of their own."""
+    _operator.runs = True
+    try:
+        yield
+    finally:
+        del _operator.runs
 
 
 def statistics(device: torch.device) -> Tensor:
     """Three float32 zeros, 16 bytes apart, that nobody else has."""
-    stream = _stream_of_blocks(device)
+    stream = None if hasattr(_operator, "runs") else _stream_of_blocks(device)
     if stream is None:
         return torch.zeros((NUMBERS, STRIDE), dtype=torch.float32, device=device).select(1, 0)
     try:

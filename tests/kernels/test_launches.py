@@ -200,6 +200,19 @@ def kernel_of_test(a_ptr, b_ptr, size, stride, factor, WIDE: tl.constexpr):
     tl.store(a_ptr, factor)
 
 
+@pytest.mark.parametrize("recipe", ["current", "delayed", "block"])
+def test_a_compiled_graph_calls_operators_whose_outputs_share_no_memory(recipe, driver):
+    """torch refuses others, at every call: pieces of one block would be such, of what eager mode measured too."""
+    model = make(recipe, nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256, bias=False)))
+    step(model)
+    before = driver.launches.copy()
+    step(torch.compile(model, backend="aot_eager"))
+    assert driver.launches["gemm"] == 2 * before["gemm"]
+    with torch.no_grad():
+        amaxes = ops.amax_of_two.definition(torch.ones(32, 64), *(None,) * 6, 0, torch.ones(48, 64))
+    assert len({amax.untyped_storage().data_ptr() for amax in amaxes}) == 2
+
+
 def test_what_is_launched_again_is_what_triton_would_choose(driver):
     """Over all that Triton specialises on: the fake driver compares. And nothing is bound again that was bound once."""
     memory = torch.zeros(64)

@@ -23,6 +23,7 @@ from foundry_fp8.kernels.norms import norm_statistics as norm_statistics_kernel
 from foundry_fp8.kernels.producers import Producer
 from foundry_fp8.kernels.tensorwise import amax_of_two as amax_of_two_kernel
 from foundry_fp8.kernels.tensorwise import quantize_tensorwise as quantize_tensorwise_kernel
+from foundry_fp8.kernels.zeros import shared_with_none
 from foundry_fp8.numerics.formats import E4M3, E5M2, Float8Format
 
 __all__ = [
@@ -60,7 +61,8 @@ def operator(*, mutates: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]],
 
         @functools.wraps(function)
         def whole(first: Tensor, *args: Any, **kwargs: Any) -> Any:
-            outputs = direct(first, *args, **kwargs)
+            with shared_with_none():
+                outputs = direct(first, *args, **kwargs)
             if isinstance(outputs, Tensor):
                 return outputs
             return tuple(first.new_empty((0,)) if output is None else output for output in outputs)
