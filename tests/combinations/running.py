@@ -145,7 +145,8 @@ def run(case: Case) -> dict[str, Any]:
     with interpreted(case):
         found = _run(case)
     dist.barrier()
-    dist.destroy_process_group()
+    # The process ends without destroy_process_group, in which one of some hundred runs of compressed DDP hung: it joins gloo's threads
+    # with the interpreter's lock held, which one of them may want for the last tensor that it lets go (as read, not proven).
     return found
 
 
