@@ -74,10 +74,10 @@ class LossWatch:
         threshold, broken = self._signal.threshold, not math.isfinite(loss)
         alarm = self._signal.observe(loss)
         self.broken = self.broken + 1 if broken else 0
+        if self._calm is not None and (loss <= self._calm or not recent):
+            self._calm = None
         if alarm and self._calm is None:
             self._calm = threshold
-        elif self._calm is not None and (loss <= self._calm or not recent):
-            self._calm = None
         self.look(loss)
         if self.broken > 2:  # it has been told
             return None
