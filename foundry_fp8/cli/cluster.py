@@ -15,7 +15,7 @@ from foundry_fp8.distributed.compression.routing import path_of
 if TYPE_CHECKING:
     from foundry_fp8.planning.memory.cluster import Cluster, Sharding
 
-__all__ = ["cluster_of", "limit_of", "shard_of", "tensor_parallel_of", "wire_bytes"]
+__all__ = ["cluster_of", "limit_of", "refuse_tensor_parallelism", "shard_of", "wire_bytes"]
 
 USABLE = 0.95
 """Of a GPU's memory; the rest is CUDA's context, NCCL's buffers and what the allocator cannot use."""
@@ -28,6 +28,9 @@ DTYPES = {
     "float16": 2,
     "half": 2,
     "fp16": 2,
+    "amp": 2,
+    "fp8": 2,
+    "float8": 2,
     "bfloat16": 2,
     "bfloat": 2,
     "bf16": 2,
@@ -49,11 +52,7 @@ def cluster_of(config: Mapping[str, Any], world_size: int, sharding: str | None)
     from foundry_fp8.planning.memory.cluster import SHARDINGS, Cluster  # slow to import: torch's FSDP
 
     accept(Positive, world_size, "--world-size")
-    if tensor_parallel_of(config) > 1:
-        raise ConfigError(
-            "tp_config: memory plans know no tensor parallelism, under which FP8 layers do not run. `foundry-fp8 plan communication` "
-            "counts parameters and states under it; leave tp_config out here."
-        )
+    refuse_tensor_parallelism(config)
     fsdp = config.get("fsdp_config")
     algorithms = config.get("algorithms") or {}
     named = str((fsdp or {}).get("sharding_strategy", "FULL_SHARD")) if fsdp is not None else "NO_SHARD"
@@ -90,6 +89,7 @@ def wire_bytes(config: Mapping[str, Any]) -> tuple[Literal[2, 4], Literal[2, 4]]
         ConfigError: Composer knows no such precision.
     """
     precision, key = config.get("precision", "amp_bf16"), "fsdp_config.mixed_precision"
+    precision = precision.lower() if isinstance(precision, str) else precision
     check_choice("precision", precision, tuple(PRECISIONS))
     cast = PRECISIONS[precision]
     mixed = (config.get("fsdp_config") or {}).get("mixed_precision", "DEFAULT")
@@ -115,14 +115,19 @@ def _residual(compression: CompressionConfig | None, world_size: int, shard: int
     return 0.0 if path.why_not else 4 / path.inside
 
 
-def tensor_parallel_of(config: Mapping[str, Any]) -> int:
-    """``tp_config.tensor_parallel_degree``, 1 where the YAML has none.
+def refuse_tensor_parallelism(config: Mapping[str, Any]) -> None:
+    """Plans know none of a YAML: LLM Foundry's strategy shares feed-forward matrices alone, and FP8 layers do not run under it.
 
     Raises:
-        ConfigError: It is no positive integer.
+        ConfigError: ``tp_config.tensor_parallel_degree`` is above 1, or no positive integer.
     """
-    degree = (config.get("tp_config") or {}).get("tensor_parallel_degree", 1)
-    return accept(Positive, degree, "tp_config.tensor_parallel_degree")
+    key = "tp_config.tensor_parallel_degree"
+    degree = accept(Positive, (config.get("tp_config") or {}).get("tensor_parallel_degree", 1), key)
+    if degree > 1:
+        raise ConfigError(
+            f"{key}: {degree}; plans of a YAML know no tensor parallelism, and FP8 layers do not run under it. Leave tp_config out "
+            "here; `foundry-fp8 plan communication --tensor-parallel` estimates a model whose every matrix is shared."
+        )
 
 
 def shard_of(config: Mapping[str, Any], ranks: int, key: str) -> int:

@@ -11,9 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
-from foundry_fp8.cli.cluster import shard_of, tensor_parallel_of, wire_bytes
+from foundry_fp8.cli.cluster import refuse_tensor_parallelism, shard_of, wire_bytes
 from foundry_fp8.cli.yaml_model import build_yaml_model, optimizer_bytes_of, read_yaml
-from foundry_fp8.config import ConfigError, check_choice, from_mapping
+from foundry_fp8.config import ConfigError, Positive, accept, check_choice, from_mapping
 from foundry_fp8.distributed.compression.config import KEY as COMPRESSION
 from foundry_fp8.distributed.compression.config import CompressionConfig
 from foundry_fp8.planning.communication.machines import GPUS, NETWORKS, Network
@@ -47,9 +47,8 @@ def communication(
     tokens: Annotated[int | None, typer.Option(help="Tokens a GPU and step; by default the YAML's.")] = None,
     microbatches: Annotated[int, typer.Option(help="FSDP communicates for each of a step.")] = 1,
     tensor_parallel: Annotated[
-        int | None,
-        typer.Option(help="GPUs of a node that share every matrix; by default the YAML's tp_config."),
-    ] = None,
+        int, typer.Option(help="GPUs of a node that share every matrix, in a run without FP8.")
+    ] = 1,
     width: Annotated[int, typer.Option(help="Elements of a token between blocks, with --parameters.")] = 4096,
     mfu: Annotated[float, typer.Option(help="Of the BF16 peak, of a GPU that computes alone.")] = 0.4,
     plot: Annotated[Path | None, typer.Option(help="Write a plot here (.png or .svg).")] = None,
@@ -69,14 +68,14 @@ def communication(
             )
         elif yaml is not None:
             config = read_yaml(yaml)
+            refuse_tensor_parallelism(config)
             for count in _counts(gpus):
                 shard_of(config, count, "--gpus")
             work = workload_of(config, build_yaml_model(config, "meta"), tokens)
         else:
             raise ConfigError("Give a training YAML, or --parameters.")
-        work = dataclasses.replace(work, mfu=mfu, microbatches=microbatches)
-        if tensor_parallel is not None:
-            work = dataclasses.replace(work, tensor_parallel=tensor_parallel)
+        accept(Positive, tensor_parallel, "--tensor-parallel")
+        work = dataclasses.replace(work, mfu=mfu, microbatches=microbatches, tensor_parallel=tensor_parallel)
         rows = plan_communication(work, _counts(gpus), GPUS[gpu], constants)
     except ConfigError as error:
         typer.echo(f"error: {error}", err=True)
@@ -176,7 +175,6 @@ def workload_of(config: Mapping[str, Any], model: Any, tokens: int | None = None
         parameter_bytes=gathered,
         gradient_bytes=reduced,
         optimizer_bytes=optimizer_bytes_of(model, config) / parameters,
-        tensor_parallel=tensor_parallel_of(config),
         width=float(next((m.embedding_dim for m in model.modules() if isinstance(m, Embedding)), 0)),
         compression=None
         if compression is None

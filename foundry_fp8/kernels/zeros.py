@@ -26,22 +26,22 @@ PIECES = 1024
 
 _blocks: dict[tuple[torch.device, int], list[Tensor]] = {}
 _operator = threading.local()
-"""Has an attribute ``runs`` in a thread that is inside of a torch operator."""
+"""Its attribute ``runs``: how many torch operators this thread is inside of."""
 
 
 @contextlib.contextmanager
 def shared_with_none() -> Iterator[None]:
     """While it is entered, :func:`statistics` in this thread are memory of their own."""
-    _operator.runs = True
+    _operator.runs = getattr(_operator, "runs", 0) + 1
     try:
         yield
     finally:
-        del _operator.runs
+        _operator.runs -= 1
 
 
 def statistics(device: torch.device) -> Tensor:
     """Three float32 zeros, 16 bytes apart, that nobody else has."""
-    stream = None if hasattr(_operator, "runs") else _stream_of_blocks(device)
+    stream = None if getattr(_operator, "runs", 0) else _stream_of_blocks(device)
     if stream is None:
         return torch.zeros((NUMBERS, STRIDE), dtype=torch.float32, device=device).select(1, 0)
     try:

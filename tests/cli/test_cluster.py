@@ -13,6 +13,7 @@ READINGS = {
     "full": ({"mixed_precision": "FULL"}, (4, 4)),
     "dtypes": ({"mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "torch.float32"}}, (2, 4)),
     "no reduce_dtype": ({"mixed_precision": {"param_dtype": "float16"}}, (2, 2)),
+    "amp": ({"mixed_precision": {"param_dtype": "amp", "reduce_dtype": "float8"}}, (2, 2)),
     "reduce_dtype alone": ({"mixed_precision": {"reduce_dtype": "bfloat16"}}, (4, 2)),
 }
 
@@ -20,7 +21,7 @@ READINGS = {
 @pytest.mark.parametrize("name", READINGS)
 def test_precision_and_mixed_precision_are_read(name):
     fsdp, wanted = READINGS[name]
-    assert wire_bytes({"precision": "amp_bf16", "fsdp_config": fsdp}) == wanted
+    assert wire_bytes({"precision": "AMP_bf16", "fsdp_config": fsdp}) == wanted
     if not isinstance(fsdp.get("mixed_precision"), dict):
         assert wire_bytes({"precision": "fp32", "fsdp_config": fsdp}) == (4, 4)
 
@@ -46,7 +47,7 @@ def test_composer_reads_them_so(precision):
         ({"fsdp_config": {"mixed_precision": "DEFUALT"}}, "mixed_precision: 'DEFUALT' is not one of PURE, DEFAULT, FULL"),
         ({"fsdp_config": {"mixed_precision": None}}, "mixed_precision: None is not one of"),
         ({"fsdp_config": {"mixed_precision": {"param_dtype": "bf61"}}}, "mixed_precision.param_dtype: 'bf61' is not one of"),
-        ({"tp_config": {"tensor_parallel_degree": 2}, "fsdp_config": {}}, "tp_config: memory plans know no tensor parallelism"),
+        ({"tp_config": {"tensor_parallel_degree": 2}, "fsdp_config": {}}, "plans of a YAML know no tensor parallelism"),
         ({"tp_config": {"tensor_parallel_degree": "2"}}, "tp_config.tensor_parallel_degree: '2' is not an integer"),
         ({"precision": "amp_bf61", "fsdp_config": {}}, "precision: 'amp_bf61' is not one of"),
     ],

@@ -101,7 +101,7 @@ def test_a_log_of_nccl_tests_and_a_slow_network_change_the_plan(tmp_path):
         (["--parameters", "7e9", "--tensor-parallel", "16"], "16 does not divide the 8 GPUs of a node"),
         (
             ["--parameters", "7e9", "--tensor-parallel", "0"],
-            "--tensor_parallel: 0 is not an integer of at least 1.",
+            "--tensor-parallel: 0 is not an integer of at least 1.",
         ),
         (["--parameters", "7e9", "--set", "across_bus=-1"], "across_bus: -1 is not a number above 0."),
     ],
@@ -158,3 +158,16 @@ def test_a_yaml_is_planned_without_its_tokenizer_and_without_a_gpu():
     result = run(str(path), "--gpus", "64")
     assert result.exit_code == 0, result.output
     assert "0.13 B parameters in 12 units" in result.output
+
+
+def test_a_yaml_s_tensor_parallelism_is_refused(tmp_path):
+    yaml = tmp_path / "run.yaml"
+    yaml.write_text(
+        (Path(__file__).parents[2] / "yamls/pretrain/mpt-7b.yaml").read_text()
+        + "\ntp_config: {strategy: ffn, tensor_parallel_degree: 2}\n"
+    )
+    result = run(str(yaml), "--gpus", "64")
+    assert (
+        result.exit_code == 2
+        and "tp_config.tensor_parallel_degree: 2; plans of a YAML know no" in result.output
+    )

@@ -26,6 +26,7 @@ from foundry_fp8.planning.communication.stragglers import slowest
 __all__ = ["COMPRESSED", "Layout", "Workload", "best_layout", "layout", "plan_communication"]
 
 STATE_BYTES = 8  # of a float32 parameter and its gradient
+ACTIVATION_BYTES = 2  # BF16
 COMPRESSED = CompressionConfig(gradients="int8", parameters="e4m3")
 
 
@@ -57,7 +58,7 @@ class Workload(Config):
     activation_bytes: Annotated[float, at_least(0)] = 0.0
     """What activations and buffers take on each GPU."""
     tensor_parallel: Positive = 1
-    """GPUs that share every matrix (Composer's ``tensor_parallel_degree``), and the tokens of one of them."""
+    """GPUs that share every matrix, and the tokens of one of them."""
     width: Annotated[float, at_least(0)] = 0.0
     """Elements of a token between blocks, which tensor parallelism reduces."""
     compression: CompressionConfig | None = None
@@ -118,7 +119,7 @@ def layout(work: Workload, gpus: int, shard: int, gpu: Gpu, network: Network) ->
     reduce = legs.all_reduce(
         mine, work.gradient_bytes, replicate, network, gpu, replicas, config, stride=shard * together
     )
-    activations = work.parameter_bytes * work.tokens / work.microbatches * work.width
+    activations = ACTIVATION_BYTES * work.tokens / work.microbatches * work.width
     joined = 4 * work.units * legs.collective_seconds(activations, together, network, shots=2)
 
     compute = work.flops / together / work.microbatches / (gpu.bf16_flops * work.mfu)
