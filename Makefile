@@ -2,6 +2,7 @@
 # make test           lint, types and the default tier of the tests: what every landing and pull request must pass
 # make test-all       the same with every test
 # make test-modern    the default tier on the modern stack (overrides-modern.txt), in .venv-modern
+# make test-modern-all  every test there
 # make gpu            on a machine with a GPU: what only a GPU can show, and which claims it confirms; under 9 minutes, offline
 # make coverage       branch coverage of the default tier, workers, launched runs and gloo ranks included
 # make mutants        break the core on purpose; every break must be noticed by a test
@@ -19,7 +20,7 @@ WORKERS ?= 2
 PYTEST  := -m pytest -n $(WORKERS) --dist worksteal
 DEFAULT := -m "not full"
 
-.PHONY: demo gpu test test-all test-modern lint coverage mutants benchmarks release setup clean
+.PHONY: demo gpu test test-all test-modern test-modern-all lint coverage mutants benchmarks release setup clean
 demo: setup
 	$(BIN)/foundry-fp8 demo $(ARGS)
 
@@ -35,6 +36,9 @@ test-all: lint
 
 test-modern: $(MODERN)/.installed
 	$(MODERN)/bin/python $(PYTEST) $(DEFAULT) $(ARGS)
+
+test-modern-all: $(MODERN)/.installed
+	$(MODERN)/bin/python $(PYTEST) $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

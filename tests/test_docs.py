@@ -60,6 +60,35 @@ def test_the_makes_that_documents_and_ci_name_are_targets():
     assert named <= targets
 
 
+def test_the_paths_that_workflows_name_are_there():
+    """pytest ends before the first test where it is given one that is not."""
+    for workflow in (ROOT / ".github" / "workflows").glob("*.yml"):
+        runs = [
+            step["run"]
+            for job in yaml.safe_load(workflow.read_text())["jobs"].values()
+            for step in job["steps"]
+            if "run" in step
+        ]
+        named = {
+            word
+            for run in runs
+            for word in re.findall(r"(?<![\w./-])(?:tests|benchmarks|docs|\.ci)/[\w./-]+", run)
+        }
+        assert named
+        assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+def test_every_tier_runs_at_night_on_both_stacks():
+    """The two targets that leave no test out."""
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"].values()
+    nightly = {step.get("run") for job in jobs if "schedule" in job.get("if", "") for step in job["steps"]}
+    whole = set(
+        re.findall(r"^([\w-]+):.*\n\t.*\$\(PYTEST\) \$\(ARGS\)$", (ROOT / "Makefile").read_text(), re.M)
+    )
+    assert whole == {"test-all", "test-modern-all"}
+    assert {f"make {target}" for target in whole} <= nightly
+
+
 def table(text, first):
     """Cells, row by row, of the table whose header begins with the cell ``first``, without header and rule; backticks taken off."""
     lines = text[text.index(f"| {first} |") :].split("\n\n", 1)[0].splitlines()[2:]
