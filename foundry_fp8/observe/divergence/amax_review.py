@@ -17,6 +17,8 @@ other half for all of its elements, which is where they begin to be lost:
 - a pass that is kept out though another one was that the history would still remember is counted too, of gradients as well: no
   scale suits what comes and goes by so much, and it is no single bad batch.
 
+Where histories are only looked at, each pass is judged against what would be left of its history, so that the same is told.
+
 All of it is arithmetic on the device, in the update that delayed scaling makes anyway; nothing waits.
 """
 
@@ -46,6 +48,7 @@ MEMORY = 32
 ENOUGH = 8
 """Passes that a history holds before it is known what is above it."""
 _KEPT = ("spikes", "low", "patience", "age", "clipped", "since", "recurring")
+"""One value a tensor, in the checkpoint."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,7 +84,8 @@ class AmaxReview:
 
     Args:
         state: Whose histories; reviewed only where a history is remembered (``max`` of more than one pass).
-        acts: Whether histories are changed, or mismatches only told.
+        acts: Whether histories are changed, or mismatches only told. Then a pass that would have been kept out still takes a place
+            in the history that it is left out of.
     """
 
     def __init__(self, state: DelayedScalingState, *, acts: bool) -> None:
@@ -99,6 +103,8 @@ class AmaxReview:
             "since": torch.full((count,), 2**30, dtype=torch.int32),  # passes since one was kept out
             "recurring": torch.zeros(count),  # passes kept out again, of late
             "told": torch.zeros(5, count),  # spike, stale, again, amax, past: since the last look
+            # Where histories stay as they are: which of their passes would not be there.
+            "left_out": torch.zeros(0 if acts else len(state.amax_history) - 1, count, dtype=torch.bool),
         }
         self._arrived: tuple[Tensor, torch.cuda.Event] | None = None
 
@@ -118,8 +124,12 @@ class AmaxReview:
         """Compare the pass with the history, and change what does not fit."""
         if self._tensors["octaves"].device != state.amax_history.device:
             self._tensors = {name: t.to(state.amax_history.device) for name, t in self._tensors.items()}
-        octaves, largest, spikes, low, patience, age, clipped, since, recurring, told = self._tensors.values()
+        octaves, largest, spikes, low, patience, age, clipped, since, recurring, told, left_out = (
+            self._tensors.values()
+        )
         current, history = state.amax_history[0], state.amax_history[1:]
+        if not self.acts:
+            history = history.masked_fill(left_out, 0.0)
         past = history.amax(0)
         seen = current != 0
         judged = seen & (past != 0)
@@ -149,11 +159,14 @@ class AmaxReview:
         again = stale & young & (patience == 1)
         for row, value in zip(told, (spike, stale, again, current, past), strict=True):
             torch.where(spike | stale, value.to(row.dtype), row, out=row)
+        age.masked_fill_(stale, 0)
+        low.masked_fill_(stale, 0.0)
         if self.acts:
-            age.masked_fill_(stale, 0)
-            low.masked_fill_(stale, 0.0)
             history.masked_fill_(stale, 0.0)
             current.masked_fill_(kept_out, 0.0)
+        else:  # it rolls with the history
+            rolled = torch.cat([left_out[1:] | stale, kept_out[None]])
+            torch.where(seen, rolled, left_out, out=left_out)
 
     @property
     def clipped(self) -> Tensor:
@@ -192,9 +205,9 @@ class AmaxReview:
             told.zero_()
         return found
 
-    def state_dict(self) -> dict[str, list[float]]:
-        """By number, one for each tensor of the state."""
-        return {name: self._tensors[name].tolist() for name in _KEPT}
+    def state_dict(self) -> dict[str, Any]:
+        """By name one number for each tensor of the state; ``left_out`` ``[L - 1, T]``, empty where histories are changed."""
+        return {name: self._tensors[name].tolist() for name in (*_KEPT, "left_out")}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Take back what :meth:`state_dict` gave, if it is of as many tensors."""
@@ -202,3 +215,8 @@ class AmaxReview:
             if len(saved.get(name, ())) == len(self._tensors[name]):
                 own = self._tensors[name]
                 own.copy_(torch.tensor(saved[name], dtype=own.dtype))
+        left_out, own = torch.tensor(saved.get("left_out", []), dtype=torch.bool), self._tensors["left_out"]
+        if left_out.shape == own.shape:
+            own.copy_(left_out)
+        else:  # what was changed has nothing to leave out
+            own.zero_()

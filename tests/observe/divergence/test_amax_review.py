@@ -164,10 +164,42 @@ def test_a_review_that_only_tells_changes_nothing():
     told, plain = Run(acts=False), Run()
     plain.review.detach()
     passes = (3, 4, 4e5, 4, 4, 4)
-    assert told.feed(*passes) == ["", "", "spike", "stale", "", ""]
+    assert told.feed(*passes) == ["", "", "spike", "", "", ""]
     assert not any(plain.feed(*passes))
     assert torch.equal(told.state.amax_history, plain.state.amax_history)
     assert torch.equal(told.state.scale, plain.state.scale)
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2])
+@pytest.mark.parametrize(
+    "passes",
+    [
+        [100 * 0.5**i for i in range(60)],
+        [100] * 5 + [2] * 60,
+        [100, *[0.001] * 7] * 12,
+        [2] * 20 + ([2e9] + [2] * 4) * 3 + [2e9] * 3 + [2] * 80,
+        [3, 0, math.inf, math.inf, 4, 0, 0, 4e9, 4],
+    ],
+    ids=["falls on", "another run's", "comes back", "recurring", "not finite"],
+)
+def test_a_review_that_only_tells_tells_what_one_that_acts_tells(fmt, passes):
+    tells, acts = Run(length=64, fmt=fmt, acts=False), Run(length=64, fmt=fmt)
+    told = tells.feed(*passes)
+    assert told == acts.feed(*passes) and any(told)
+    assert tells.alarms == acts.alarms
+    assert torch.equal(tells.review.clipped[1], acts.review.clipped[1]), "kept out again"
+    plain = Run(length=64, fmt=fmt)
+    plain.review.detach()
+    plain.feed(*passes)
+    assert torch.equal(tells.state.amax_history, plain.state.amax_history)
+    assert torch.equal(tells.state.scale, plain.state.scale)
+
+
+def test_a_review_that_only_tells_sees_a_history_that_another_has_changed():
+    run = Run(acts=False)
+    assert run.feed(3, 4, 4e5, 4)[2] == "spike"
+    run.state.amax_history[1:, 0] *= 1e6
+    assert run.feed(3, 4) == ["stale", ""]
 
 
 def test_where_nothing_is_remembered_nothing_is_reviewed():
@@ -183,3 +215,19 @@ def test_its_state_goes_on_where_it_was():
     second.review.load_state_dict(first.review.state_dict())
     assert second.feed(0.01, 0.01) == first.feed(0.01, 0.01) == ["", "stale"]
     Run(length=64).review.load_state_dict({"low": [1, 2, 3]})  # of another model: left out
+
+
+def test_the_state_of_one_that_only_tells_goes_on_where_it_was():
+    """Which passes are left out of the histories is a part of it; what acted before has left none in."""
+    first, second, acted = Run(length=64, acts=False), Run(length=64, acts=False), Run(length=64)
+    first.feed(*[2] * 5, 2e6, 2)
+    acted.feed(*[2] * 5, 2e6, 2)
+    for before in (first, acted):
+        second.state.scale.copy_(before.state.scale)
+        second.state.amax_history.copy_(before.state.amax_history)
+        second.review.load_state_dict(before.review.state_dict())
+        after = Run(length=64, acts=False)
+        after.state.amax_history.copy_(before.state.amax_history)
+        after.review.load_state_dict(second.review.state_dict())
+        assert after.feed(2, 3e6, 2) == ["", "spike", ""]
+        assert float(after.review.clipped[1, 0]) > 0.9, "kept out again"
