@@ -63,9 +63,10 @@ def _of_rows(q: Quantized, rows: Tensor, sample: Sample, fmt: Float8Format) -> T
     return with_format(quantisation(rows, q, dataclasses.replace(sample, rows=None)), fmt)
 
 
-def _first(see: Callable[[Tensor], None], gradients: tuple[Tensor | None, ...]) -> None:
-    if gradients[0] is not None:
-        see(gradients[0])
+def _one_of(see: Callable[[Tensor], None], number: int, gradients: tuple[Tensor | None, ...]) -> None:
+    gradient = gradients[number]
+    if gradient is not None:
+        see(gradient)
 
 
 class LinearShadow:
@@ -106,7 +107,7 @@ class LinearShadow:
         if output.grad_fn is not None:
             # After all hooks on the tensor, those to come too, as the layer's own backward would.
             output.grad_fn.register_prehook(
-                self._guard(functools.partial(_first, functools.partial(see, "dy")))
+                self._guard(functools.partial(_one_of, functools.partial(see, "dy"), output.output_nr))
             )
 
     @torch.no_grad()

@@ -78,6 +78,22 @@ def test_a_shadow_sees_what_the_recipe_sees_whatever_hooks_the_layer_has(recipe)
     assert linear.look is None
 
 
+def test_a_shadow_takes_the_gradient_of_the_layers_output_where_its_node_has_several():
+    model = build("current")
+    linear: FP8Linear = model[0]
+    shadow = LinearShadow(lambda hook: hook)
+    shadow.follow({"0": (linear, linear.configured_recipe)})
+    shadow.measures = True
+    x = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
+    other, output = (
+        torch.randn(2, 64, 128, generator=torch.Generator().manual_seed(2)).requires_grad_().unbind()
+    )
+    linear.look(x, output)
+    (other * 1e5 + output * 3).sum().backward()
+    dy = summarise(shadow.tensors()["0", "dy"].tolist())
+    assert dy.amax == 3.0
+
+
 def test_between_due_batches_only_amaxes_are_recorded():
     model = build("delayed")
     linear: FP8Linear = model[0]
