@@ -48,6 +48,7 @@ T_DELAYED, T_PASSES, T_EMULATED = (
 T_LINEARS, T_PACKING = "surgery/test_linears.py", "activations/compression/test_packing.py"
 T_WIRE, T_SOLVER = "distributed/test_wire.py", "planning/memory/test_solver.py"
 T_ATTENTION = "backends/test_emulated_attention.py"
+T_DRIFTING = "multiprocess/test_drifting.py"
 MUS, STEP, MEMORY = "models/mus", "planning/communication/step.py", "planning/memory"
 T_UNIT, T_MUS, T_RATES = (
     "layers/test_unit_linear.py",
@@ -179,6 +180,9 @@ MUTANTS = [
     Mutant("observe/divergence/loss_watch.py", "and _climbs(self._since[: self._settled])", "", "observe/divergence/test_decision.py"),
     Mutant("observe/operand_stats.py", "(energy > 16 * energy.mean())", "(energy > 0)", "observe/test_operand_stats.py"),
     Mutant("observe/divergence/decision.py", "names.index(recipe, 1) if recipe in names[1:] else 1", "names.index(recipe, 1) if recipe in names[1:] else 0", "callbacks/test_divergence_guard.py"),
+    Mutant("algorithms/compressed_communication/algorithm.py", "check_replicas(state.model, KEY)", "pass", T_DRIFTING),
+    Mutant("algorithms/hybrid_sharding/algorithm.py", "check_replicas(state.model, KEY)", "pass", T_DRIFTING),
+    Mutant("algorithms/hybrid_sharding/algorithm.py", "self._checked or event == Event.BATCH_END", "True", T_DRIFTING),
     Mutant("distributed/compression/config.py", "if sum(size > 1 for size in shape) < 2:", "if False:", "distributed/compression/test_config.py"),
     Mutant("distributed/rows.py", "(exact or joined[-1][0] % block_size == 0)", "True", "distributed/test_rows.py"),
     Mutant("distributed/rows.py", "seed=noise.seed() if noise and section.quantized else None", "seed=None", "distributed/test_rows.py"),

@@ -116,6 +116,28 @@ def interpret(monkeypatch):
                 monkeypatch.setattr(module, attribute, interpreted[id(value)])
 
 
+def only_from(monkeypatch, first, module, *kernels):
+    """Of these kernels of ``module`` only the programs from ``first`` on run: tensors past 2**31 elements are asked for and, but for
+    what those programs take, never touched. Skips on a GPU."""
+    if torch.cuda.is_available():
+        pytest.skip("the interpreter's programs can be chosen, a GPU's cannot")
+    builder = interpreter.interpreter_builder
+
+    class Last:
+        def __init__(self, kernel):
+            self.kernel = kernel
+
+        def __getitem__(self, grid):
+            assert grid[0] > first
+            return self.kernel[(grid[0] - first, *grid[1:])]
+
+    monkeypatch.setattr(
+        builder, "set_grid_idx", lambda x, y, z: setattr(builder, "grid_idx", (x + first, y, z))
+    )
+    for name in kernels:
+        monkeypatch.setattr(module, name, Last(getattr(module, name)))
+
+
 @pytest.fixture(autouse=True)
 def device(monkeypatch):
     """Where kernels run: the GPU if there is one, otherwise the CPU, interpreted."""

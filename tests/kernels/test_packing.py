@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from foundry_fp8.activations.compression.packing import dequantize_blocks_reference, quantize_blocks_reference
 from foundry_fp8.kernels import packing as kernels
 from foundry_fp8.numerics.packed import FORMATS, Packed, PackFormat
+from tests.kernels.interpreter import only_from
 
 
 def case(numel, dtype, seed=0):
@@ -66,34 +67,24 @@ def test_gated_backward_is_autograd_of_the_unpacked_inputs(name, kind, device):
 
 def test_offsets_past_2_to_the_31(device, monkeypatch):
     """Of memory that is asked for and, but for its end, never touched; only the last programs run."""
-    if device != "cpu":
-        pytest.skip("the interpreter's programs can be chosen, a GPU's cannot")
-    from triton.runtime import interpreter
-
     fmt = PackFormat(name="int8")
     numel = 2**31 + 3 * kernels.ROWS * fmt.block
     first = 2**31 // (kernels.ROWS * fmt.block)
+    only_from(monkeypatch, first, kernels, "_quantize", "_dequantize", "_gated_backward")
     flat = torch.empty(numel, dtype=torch.bfloat16)
     flat[2**31 :] = torch.randn(numel - 2**31)
-    builder = interpreter.interpreter_builder
-
-    def only_the_last(kernel):
-        class Kernel:
-            def __getitem__(self, grid):
-                return kernel[(grid[0] - first,)]
-
-        return Kernel()
-
-    monkeypatch.setattr(
-        builder, "set_grid_idx", lambda x, y, z: setattr(builder, "grid_idx", (x + first, y, z))
-    )
-    monkeypatch.setattr(kernels, "_quantize", only_the_last(kernels._quantize))
-    monkeypatch.setattr(kernels, "_dequantize", only_the_last(kernels._dequantize))
     codes, scales = kernels.quantize_blocks(flat, fmt)
     tail = first * kernels.ROWS
     expected_codes, expected_scales = quantize_blocks_reference(flat[2**31 :].clone(), fmt)
     assert torch.equal(codes[tail:], expected_codes)
     assert torch.equal(scales[tail * 4 :], expected_scales)
-    values = kernels.dequantize_blocks(Packed(codes, scales, fmt, numel, torch.bfloat16))
+    packed = Packed(codes, scales, fmt, numel, torch.bfloat16)
     end = Packed(expected_codes, expected_scales, fmt, numel - 2**31, torch.bfloat16)
-    assert torch.equal(values[2**31 :], dequantize_blocks_reference(end))
+    assert torch.equal(kernels.dequantize_blocks(packed)[2**31 :], dequantize_blocks_reference(end))
+
+    found = [x[2**31 :].clone() for x in kernels.gated_backward(flat, packed, packed, "silu")]
+    g, u = (dequantize_blocks_reference(end).double().requires_grad_() for _ in range(2))
+    h = F.silu(g) * u
+    h.backward(flat[2**31 :].double())
+    for ours, exact in zip(found, (g.grad, u.grad, h.detach()), strict=True):
+        torch.testing.assert_close(ours.double(), exact, rtol=2.0**-8, atol=1e-6)

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from foundry_fp8.kernels import gated
+from foundry_fp8.kernels import gated, tensorwise
 from foundry_fp8.kernels.blockwise import quantize_blockwise, quantize_blockwise_reference
 from foundry_fp8.kernels.gated import activation_backward, activation_backward_reference
 from foundry_fp8.kernels.norms import (
@@ -17,6 +17,7 @@ from foundry_fp8.kernels.producers import ACTIVATIONS, Producer, xielu_reference
 from foundry_fp8.kernels.tensorwise import quantize_tensorwise, quantize_tensorwise_reference
 from foundry_fp8.numerics.formats import E4M3
 from tests.kernels.cases import DTYPES, HALF_ULP, assert_same_bits
+from tests.kernels.interpreter import only_from
 
 ALPHA = (0.8, 0.9)
 every_activation = pytest.mark.parametrize("name", ACTIVATIONS)
@@ -104,21 +105,7 @@ def test_activation_backward(name, gated, dtype, device):
 
 def test_offsets_past_2_to_the_31(device, monkeypatch):
     """Of memory that is asked for and, but for its last rows, never touched; only the last program runs."""
-    if device != "cpu":
-        pytest.skip("the interpreter's programs can be chosen, a GPU's cannot")
-    from triton.runtime import interpreter
-
-    builder, kernel, last = interpreter.interpreter_builder, gated._backward_kernel, 2**31 // gated.TILE**2
-
-    class OnlyTheLast:
-        def __getitem__(self, grid):
-            assert grid == (last + 1,)
-            return kernel[(1,)]
-
-    monkeypatch.setattr(
-        builder, "set_grid_idx", lambda x, y, z: setattr(builder, "grid_idx", (x + last, y, z))
-    )
-    monkeypatch.setattr(gated, "_backward_kernel", OnlyTheLast())
+    only_from(monkeypatch, 2**31 // gated.TILE**2, gated, "_backward_kernel")
     x, dy = (
         torch.empty(2**31 // gated.TILE + gated.TILE, gated.TILE, dtype=torch.bfloat16) for _ in range(2)
     )
@@ -128,6 +115,28 @@ def test_offsets_past_2_to_the_31(device, monkeypatch):
     end = Producer.activation("silu", x[-gated.TILE :].clone())
     expected, _, _ = activation_backward_reference(dy[-gated.TILE :], end)
     torch.testing.assert_close(dx[-gated.TILE :], expected, rtol=2.0**-6, atol=1e-5)
+
+
+@gated_or_not
+def test_quantising_past_2_to_the_31(gated, device, monkeypatch):
+    """The last tile of ``[R, C]``: its first element lies past 2**31, by rows and by columns."""
+    height, width = tensorwise.TILE_R, tensorwise.TILE_C
+    rows, columns = 2**16 + height, 2**15 + width
+    last = (rows // height) * (columns // width) - 1
+    only_from(monkeypatch, last, tensorwise, "_quantize_kernel")
+    x, up = (torch.empty(rows, columns, dtype=torch.bfloat16) for _ in range(2))
+    for tensor in (x, up):
+        tensor[-height:, -width:] = torch.randn(height, width)
+    tiles = (x, up), (x[-height:, -width:].clone(), up[-height:, -width:].clone())
+    ours, one = (Producer.activation("silu", a, up=b if gated else None) for a, b in tiles)
+    found = quantize_tensorwise(ours, E4M3, constant=1.0)
+    expected = quantize_tensorwise_reference(one, E4M3, constant=1.0)
+    for a, b in (
+        (found.data[-height:, -width:], expected.data),
+        (found.data_t[-width:, -height:], expected.data_t),
+    ):
+        # Two libraries' exp may fall on different sides of a rounding.
+        assert (a.view(torch.uint8) == b.view(torch.uint8)).float().mean() > 0.99
 
 
 @every_activation

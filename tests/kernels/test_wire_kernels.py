@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from foundry_fp8.distributed.wire import WireFormat, decode, decode_mean, encode
+from foundry_fp8.kernels import wire as kernels
 from foundry_fp8.kernels.wire import decode_mean_rows, decode_rows, encode_rows
+from tests.kernels.interpreter import only_from
 
 NAMES = ("int8", "e4m3", "int4")
 # (block, elements): one element, more blocks than a program takes (16), another block; the last block is ragged in each.
@@ -72,3 +74,30 @@ def test_rounding_at_random_is_unbiased_and_follows_the_seed(name, device):
     assert (
         float(error.mean(0).abs().max()) <= 5 * 0.5 / 512**0.5
     )  # five standard deviations of the mean of 512
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_elements_past_2_to_the_31(name, device, monkeypatch):
+    """The last programs of one row, of memory that is asked for and, but for its end, never touched."""
+    wire = WireFormat(name=name)
+    tail = 2 * 16 * wire.block_size
+    start = 2**31 if name == "int8" else 2**32  # int4 has two codes a byte
+    numel = start + tail
+    only_from(monkeypatch, start // (16 * wire.block_size), kernels, "_encode", "_decode")
+    x = torch.empty(1, numel, dtype=torch.bfloat16)
+    x[:, start:] = torch.randn(1, tail)
+    wanted = encode(x[:, start:].clone(), wire)
+    message = torch.empty(1, wire.row_bytes(numel), dtype=torch.uint8)
+    encode_rows(x, wire, message)
+    ours = message.tensor_split([wire.payload_bytes(numel)], dim=1)
+    theirs = wanted.tensor_split([wire.payload_bytes(tail)], dim=1)
+    codes, scales = (a[:, -b.shape[1] :] for a, b in zip(ours, theirs, strict=True))
+    # As above, the rotation's sums may be taken in another order.
+    assert float((codes != theirs[0]).float().mean()) <= (0 if name == "int8" else 0.02)
+    scales, scales_wanted = (s.contiguous().view(torch.float32) for s in (scales, theirs[1]))
+    torch.testing.assert_close(scales, scales_wanted, rtol=0 if name == "int8" else 1e-6, atol=0)
+
+    message[:, wire.payload_bytes(numel) - theirs[0].shape[1] : wire.payload_bytes(numel)] = theirs[0]
+    out = decode_rows(message, wire, numel, torch.empty_like(x))
+    reference = decode(wanted, wire, tail, out=torch.empty(1, tail, dtype=x.dtype))
+    torch.testing.assert_close(out[:, start:], reference, rtol=2.0**-7, atol=1e-4)

@@ -104,6 +104,7 @@ def test_emulated_linears_keep_their_own_weight(recipe, wrap, wgrad, one_rank):
     ("recipe", "wrap", "cache_weights"),
     [
         ("current", "fsdp1", False),
+        ("current", "plain", False),
         ("current", "plain", True),
         ("delayed", "plain", True),
         ("block", "plain", True),

@@ -136,6 +136,18 @@ def test_gradients_of_the_logits_in_bfloat16_are_nearer_to_the_exact_ones(device
     assert errors["bfloat16"][::3] == errors["fp8"][::3] and recorded["bfloat16"] == recorded["fp8"] > 0
 
 
+@pytest.mark.parametrize("backend", ["emulated", "native"])
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
+def test_a_second_derivative_is_refused(recipe, backend, device):
+    q, k, v, _ = inputs()
+    attention, _ = make(recipe, backend)
+    out = attention(q.requires_grad_(), k, v, mask=MASKS["causal"], softmax_scale=SCALE)
+    with pytest.raises(
+        RuntimeError, match=r"^block.attn: FP8 layers have no second derivative.*create_graph"
+    ):
+        torch.autograd.grad(out.sum(), q, create_graph=True)
+
+
 def test_values_that_fp8_holds_and_one_visible_key_are_exact(device):
     """Each query sees its own key alone: the output is V, dV is dO, dQ and dK are zero."""
     generator = torch.Generator().manual_seed(0)
