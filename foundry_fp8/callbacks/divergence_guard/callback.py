@@ -6,11 +6,9 @@ import dataclasses
 import functools
 import logging
 import math
-from pathlib import Path
 from typing import Any
 
 import torch
-from composer.callbacks import CheckpointSaver
 from composer.core import Event, State
 from composer.loggers import Logger
 from composer.utils import checkpoint, dist
@@ -19,6 +17,7 @@ from foundry_fp8.callbacks.base import Monitor, device_of, model_of
 from foundry_fp8.callbacks.carried_state import CarriedState
 from foundry_fp8.callbacks.divergence_guard.agreement import everyone_works, gather, worst
 from foundry_fp8.callbacks.divergence_guard.config import KEY, DivergenceGuardConfig
+from foundry_fp8.callbacks.divergence_guard.way_back import way_back
 from foundry_fp8.compat.compiled_model import is_compiled
 from foundry_fp8.layers.attention import SLOTS
 from foundry_fp8.layers.linear import FP8Linear
@@ -301,7 +300,7 @@ class DivergenceGuard(Monitor):
             self._save_due = True
             found.append(GuardEvent(batch=batch, unit=MODEL, signal="", action="checkpoint"))
         if "stop" in self.config.actions:
-            why = _way_back(state)
+            why = way_back(state)
             found.append(GuardEvent(batch=batch, unit=MODEL, signal="the run", action="stop", why=why))
             state.stop_training()
         return found
@@ -385,30 +384,6 @@ class DivergenceGuard(Monitor):
         for key, value in state["amax"].items():
             name, _, operand = key.partition("/")
             watch.amax[name, operand] = value
-
-
-def _way_back(state: State) -> str:
-    """From where to go on: Composer has no way back inside of a run, and what it saves after this batch holds the cause.
-
-    A trainer saves after BATCH_END, so all that is there now is of before the alarm.
-    """
-    savers = [one for one in state.callbacks if isinstance(one, CheckpointSaver)]
-    if not savers:
-        return "nothing was saved before: the trainer has no save_folder"
-    saved = [
-        (int(one.last_checkpoint_batch.value), one.saved_checkpoints[-1])
-        for one in savers
-        if one.saved_checkpoints and one.last_checkpoint_batch is not None
-    ]
-    if not saved:
-        return "this rank saved nothing before"
-    when, path = max(saved)
-    if state.fsdp_sharded_state_dict_enabled:  # one of the files in the folder that is loaded
-        path = str(Path(path).parent)
-    return (
-        f"the last checkpoint before is of batch {when}; with load_path: {path} a run goes on from it, and alarms again unless "
-        "something is changed"
-    )
 
 
 def _loss(state: State) -> float:
