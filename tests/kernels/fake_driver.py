@@ -17,6 +17,7 @@ from triton.runtime.jit import JITFunction
 
 from foundry_fp8.kernels import block_gemm, launch, zeros
 from tests.kernels.ptx.launch import restore_language
+from tests.kernels.remembered import remember_nothing
 
 
 class Driver:
@@ -96,8 +97,6 @@ def fake_driver(monkeypatch):
             for value in vars(module).values():
                 if isinstance(value, JITFunction):
                     value.device_caches.clear()
-                elif isinstance(value, launch.Remembered):
-                    value.clear()
 
     def specialized(kernel, args, kwargs):
         _, specialization, options = kernel.device_caches[0][-1](*args, **kwargs)
@@ -131,6 +130,7 @@ def fake_driver(monkeypatch):
         patched.setattr(gemm, "_defined", lambda a: False)
         patched.setattr(zeros, "_stream_of_blocks", lambda device: 0)
         patched.setattr(zeros, "_blocks", {})
+        remember_nothing(patched)
         forget()
         patched.setattr(block_gemm, "_time", time)
         patched.setattr(block_gemm, "_tuned", {})

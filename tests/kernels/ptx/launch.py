@@ -17,6 +17,7 @@ from triton.runtime.jit import JITFunction
 from tests.kernels.ptx.machine import Block
 from tests.kernels.ptx.memory import Global
 from tests.kernels.ptx.program import parse
+from tests.kernels.remembered import remember_nothing
 
 __all__ = ["TYPES", "compile_launch", "execute"]
 
@@ -101,6 +102,7 @@ def execute(monkeypatch, arch: int = 90) -> None:
             Block(program, words, memory, compiled.metadata.shared, index, grid).run()
 
     restore_language()
+    remember_nothing(monkeypatch)
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # what lets CPU tensors in; the kernels stay compiled ones
     monkeypatch.setattr(JITFunction, "run", run)
 
