@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
-import torch
 from composer.core import Callback, Event, State
 from composer.loggers import Logger
 from torch import nn
@@ -16,18 +15,11 @@ from foundry_fp8.callbacks.run_log import ensure_run_log, log_details
 from foundry_fp8.config import ConfigError, from_mapping
 from foundry_fp8.model_structure.wrappers import without_ddp
 
-__all__ = ["Monitor", "device_of", "model_of"]
+__all__ = ["Monitor", "model_of"]
 
 log = logging.getLogger(__name__)
 
 C = TypeVar("C")
-
-
-def device_of(state: State) -> torch.device:
-    """The device that this rank trains on. Composer keeps it in a private attribute; there is no public one."""
-    device = state.device._device
-    assert device is not None
-    return device
 
 
 def model_of(state: State) -> nn.Module:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
 try:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -20,9 +21,15 @@ except ImportError as error:
         f"it ({error}). Install a torch from 2.7 to 2.11, or adapt foundry_fp8/compat/checkpoint_wrapper.py."
     ) from error
 
-__all__ = ["CheckpointWrapper", "checkpoint_wrapper", "keywords_of"]
+__all__ = ["CheckpointWrapper", "checkpoint_wrapper", "keywords_of", "wrapped_module"]
 
 
 def keywords_of(wrapper: CheckpointWrapper) -> dict[str, Any]:
     """The keywords that ``wrapper`` was made with for its checkpoint function."""
     return getattr(wrapper.checkpoint_fn, "keywords", {})
+
+
+def wrapped_module(wrapper: CheckpointWrapper) -> nn.Module:
+    """The module that ``wrapper`` is around."""
+    module: nn.Module = wrapper._checkpoint_wrapped_module
+    return module

@@ -1,7 +1,7 @@
-"""Seeing every operator that runs.
+"""Seeing every operator that runs, and whether somebody does.
 
-Cause: ``TorchDispatchMode`` is in ``torch.utils._python_dispatch``; torch documents it and has no public module for it. Remove when
-it has.
+Cause: ``TorchDispatchMode`` is in ``torch.utils._python_dispatch``; torch documents it and has no public module for it. Nor has it a
+public way to ask whether a mode is entered: its own code asks ``torch._C._len_torch_dispatch_stack``. Remove when it has.
 """
 
 from __future__ import annotations
@@ -9,11 +9,22 @@ from __future__ import annotations
 import torch
 
 try:
+    from torch._C import _len_torch_dispatch_stack as watching_modes
     from torch.utils._python_dispatch import TorchDispatchMode
 except ImportError as error:
     raise RuntimeError(
-        f"torch {torch.__version__} no longer has torch.utils._python_dispatch.TorchDispatchMode, with which foundry_fp8 counts "
-        "bytes and operators. Install a torch from 2.7 to 2.11, or adapt foundry_fp8/compat/dispatch_mode.py."
+        f"torch {torch.__version__} no longer has torch.utils._python_dispatch.TorchDispatchMode and _len_torch_dispatch_stack as "
+        f"foundry_fp8 uses them ({error}), to count bytes and operators and to see who else does. Install a torch from 2.7 to 2.11, or adapt foundry_fp8/compat/dispatch_mode.py."
     ) from error
 
-__all__ = ["TorchDispatchMode"]
+__all__ = ["TorchDispatchMode", "watching_modes"]
+# ``watching_modes()``: how many modes see the operators of this thread. torch's function itself: layers ask it several times a forward.
+
+_before = watching_modes()
+with TorchDispatchMode():
+    _inside = watching_modes()
+if (_inside, watching_modes()) != (_before + 1, _before):
+    raise RuntimeError(
+        f"torch {torch.__version__}: torch._C._len_torch_dispatch_stack no longer counts the modes that are entered. Install a torch "
+        "from 2.7 to 2.11, or adapt foundry_fp8/compat/dispatch_mode.py."
+    )

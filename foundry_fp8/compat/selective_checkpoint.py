@@ -18,7 +18,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
+from foundry_fp8.compat.dispatch_mode import watching_modes
 from foundry_fp8.compat.pytree import tree_iter
+from foundry_fp8.compat.storages import storage_number
 
 __all__ = ["cached_results", "selective_checkpoint_runs", "selective_contexts"]
 
@@ -57,10 +59,12 @@ def selective_contexts(operators: Sequence[Any]) -> tuple[Any, Any]:
 class _CopyOnWrite(_CACHING):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.is_mutable:
-            written = {x.untyped_storage()._cdata for x in _written(func._schema, args, kwargs or {})}
+            written = {
+                storage_number(x.untyped_storage()) for x in _written(func._schema, args, kwargs or {})
+            }
             for kept in tree_iter(list(self.storage.values())):
                 x = kept.val
-                if _plain(x) and x.untyped_storage()._cdata in written:
+                if _plain(x) and storage_number(x.untyped_storage()) in written:
                     kept.val = x.clone()
                     kept.version = kept.val._version
         return super().__torch_dispatch__(func, types, args, kwargs)
@@ -96,6 +100,6 @@ def cached_results(operators: tuple[str, ...]) -> int:
 
 def selective_checkpoint_runs() -> bool:
     """Whether a forward runs under selective checkpointing, for the first time or again."""
-    return torch._C._len_torch_dispatch_stack() > 0 and any(
+    return watching_modes() > 0 and any(
         isinstance(mode, (_CACHED, _CACHING)) for mode in _get_current_dispatch_mode_stack()
     )

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from foundry_fp8.compat.default_store import default_store
 from foundry_fp8.compat.group_timeout import group_timeout
 
 __all__ = ["agree", "check_all_to_all"]
@@ -31,7 +32,7 @@ def agree(what: str, value: str) -> None:
     Raises:
         RuntimeError: Ranks differ, or some did not answer in time. Both are named.
     """
-    store = dist.distributed_c10d._get_default_store()
+    store = default_store()
     prefix, limit = f"foundry_fp8/agree/{what}/{next(_round)}", group_timeout()
     store.set(f"{prefix}/{dist.get_rank()}", value)
     if dist.get_rank() == 0:

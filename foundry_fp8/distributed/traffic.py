@@ -107,7 +107,7 @@ class Traffic:
                 self.seconds[what] += start.elapsed_time(end) / 1e3
 
 
-class FinishedWork(dist._Work):
+class FinishedWork(dist.Work):
     """A collective that is done (or, on a GPU, enqueued on the current stream) by the time it is returned."""
 
     def __init__(self, result: Any = None) -> None:

@@ -16,6 +16,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from foundry_fp8.compat.dispatch_mode import watching_modes
+
 __all__ = ["PIECES", "shared_with_none", "statistics"]
 
 STRIDE = 4
@@ -57,10 +59,6 @@ def statistics(device: torch.device) -> Tensor:
 
 def _stream_of_blocks(device: torch.device) -> int | None:
     """The stream whose blocks serve ``device`` now; ``None`` where each piece is zeroed by itself."""
-    if (
-        device.type != "cuda"
-        or torch._C._len_torch_dispatch_stack()
-        or torch.cuda.is_current_stream_capturing()
-    ):
+    if device.type != "cuda" or watching_modes() or torch.cuda.is_current_stream_capturing():
         return None
     return torch.cuda.current_stream(device).cuda_stream

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from foundry_fp8.compat.autograd import backward_number
 from foundry_fp8.compat.selective_checkpoint import selective_checkpoint_runs
+from foundry_fp8.compat.storages import storage_number
 
 __all__ = ["QuantizedInput", "SharedInputs"]
 
@@ -128,7 +129,7 @@ class SharedInputs:
         if span is None or None in how:
             return QuantizedInput()
         storage = x.untyped_storage()
-        seen_as = (storage._cdata, x.storage_offset(), x.shape, x.stride(), x.dtype, x._version)
+        seen_as = (storage_number(storage), x.storage_offset(), x.shape, x.stride(), x.dtype, x._version)
         key = (*seen_as, *span, *how)
         found = self._entries.get(key)
         if found is None or found[0]() is not storage:  # of another one at its address

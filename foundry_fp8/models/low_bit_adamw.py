@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from foundry_fp8.compat.fsdp1 import is_flattened
 
@@ -52,9 +53,10 @@ class _LowBitAdamW(torch.optim.Optimizer):
         self._steps += 1
         return super().step(closure)
 
+    @torch.no_grad()
     def _tell(self) -> None:
         moments = [
-            getattr(value, "_local_tensor", value)
+            value.to_local() if isinstance(value, DTensor) else value
             for state in self.state.values()
             for value in state.values()
             if isinstance(value, Tensor) and value.dim()

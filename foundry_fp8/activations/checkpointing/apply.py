@@ -15,7 +15,7 @@ from foundry_fp8.activations.checkpointing.recompute import recomputed
 from foundry_fp8.activations.checkpointing.targets import Selection, Targets, select
 from foundry_fp8.activations.compression.apply import CompressionReport
 from foundry_fp8.activations.compression.saved import compresses_inside
-from foundry_fp8.compat.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper
+from foundry_fp8.compat.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper, wrapped_module
 from foundry_fp8.config import Config, ConfigError
 from foundry_fp8.model_structure.wrappers import modules_by_clean_name, replace_everywhere
 
@@ -150,7 +150,7 @@ def unwrap(model: nn.Module) -> None:
     """Take every checkpoint off ``model``."""
     for module in list(model.modules()):
         if isinstance(module, CheckpointWrapper):
-            replace_everywhere(model, module, module._checkpoint_wrapped_module)
+            replace_everywhere(model, module, wrapped_module(module))
 
 
 def switch_off_cache(model: nn.Module) -> None:

@@ -30,7 +30,7 @@ def fuse(module: nn.Module, make: MakeForward, fmt: PackFormat | None) -> None:
 def unfuse(module: nn.Module) -> None:
     """Give a fused module the class back that it had. Others are left alone."""
     if "_unfused" in type(module).__dict__:
-        module.__class__ = type(module)._unfused  # type: ignore[attr-defined]
+        module.__class__ = type(module).__dict__["_unfused"]
 
 
 @functools.cache

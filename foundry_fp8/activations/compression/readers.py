@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from foundry_fp8.compat.autograd import newest_node, node_number
+from foundry_fp8.compat.autograd_nodes import added_to_scores, exponent_of, function_of
+from foundry_fp8.compat.storages import storage_number
 
 __all__ = ["Reader", "Reads", "Region", "reads_of"]
 
@@ -68,14 +70,14 @@ _KNOWN = {
 
 def reads_of(node: Any) -> Reads:
     """What ``node`` makes of what it saved. An autograd function of this package may say so: ``ctx.reads_smoothly = True``."""
-    function = getattr(node, "_forward_cls", None)
+    function = function_of(node)
     if function is not None:
         known = _KNOWN.get(f"{function.__module__}.{function.__qualname__}", Reads.EXACTLY)
         return Reads.SMOOTHLY if getattr(node, "reads_smoothly", False) else known
     if (
         node.name() == "PowBackward0"
     ):  # squares, cubes: the slope grows no faster than the values, as far as these go
-        return Reads.SMOOTHLY if 2 <= node._saved_exponent <= 4 else Reads.EXACTLY
+        return Reads.SMOOTHLY if 2 <= exponent_of(node) <= 4 else Reads.EXACTLY
     return _KNOWN.get(node.name(), Reads.EXACTLY)
 
 
@@ -85,7 +87,7 @@ class Reader(NamedTuple):
     Attributes:
         reads: What it makes of it.
         name: torch's name of it.
-        mask: The address of the storage that holds what an attention adds to its scores, a mask or a bias. Its largest
+        mask: The number of the storage that holds what an attention adds to its scores, a mask or a bias. Its largest
             elements are the most negative numbers there are: rounding passes what a dtype can hold, and in the blocks that
             share their scale all others are lost, where backward adds them to scores of order 1 again.
     """
@@ -99,8 +101,8 @@ class Reader(NamedTuple):
         """What is known of ``node``. To look at what it saved, where that lies in a checkpoint, would run the checkpoint again."""
         reads, mask = reads_of(node), None
         if reads is Reads.ATTENTION and saved_here:
-            added = getattr(node, "_saved_attn_mask", None), getattr(node, "_saved_attn_bias", None)
-            mask = next((x.untyped_storage()._cdata for x in added if x is not None), None)
+            added = added_to_scores(node)
+            mask = None if added is None else storage_number(added.untyped_storage())
         return cls(reads, node.name(), mask)
 
 

@@ -36,6 +36,7 @@ from foundry_fp8.activations.compression.recompute import recomputation
 from foundry_fp8.compat.autograd import newest_node
 from foundry_fp8.compat.compiled_caller import compiled_caller_waits
 from foundry_fp8.compat.pytree import tree_iter
+from foundry_fp8.compat.storages import storage_number
 from foundry_fp8.numerics.packed import PackFormat
 
 __all__ = ["Compressor", "SavedBytes", "StorageRef", "Untouched", "compresses_inside", "is_parameter"]
@@ -206,7 +207,7 @@ class Compressor:
                 and x.layout == torch.strided
             ):
                 storage = x.untyped_storage()
-                self._handed[storage._cdata] = weakref.ref(storage)
+                self._handed[storage_number(storage)] = weakref.ref(storage)
         hooks = saved_tensors_hooks(self.pack, self.unpack)
         hooks.__enter__()
         self._calls.append((hooks, Region(self._settle)))
@@ -253,10 +254,10 @@ class Compressor:
         assert isinstance(kept, Untouched) and self.fmt is not None
         x, storage = kept.value, kept.value.untyped_storage()
         flat = Flat.of(x)
-        key: tuple[Any, ...] = (storage._cdata, x.data_ptr(), flat.layout, x.dtype, kept.version)
+        key: tuple[Any, ...] = (storage_number(storage), x.data_ptr(), flat.layout, x.dtype, kept.version)
         held = self._held(key, storage)
         log_sum_exp = reader.reads is Reads.ATTENTION and x.dtype == torch.float32 and x.dim() < 4
-        exactly = reader.reads is Reads.EXACTLY or storage._cdata == reader.mask
+        exactly = reader.reads is Reads.EXACTLY or storage_number(storage) == reader.mask
         if exactly or log_sum_exp or kept.written_to:
             if held is None:
                 self.saved.passed += storage.nbytes()
@@ -284,7 +285,7 @@ class Compressor:
         """Not small, not a statistic (mean and rstd keep a last dimension of 1), and not handed to the module."""
         if not packable(x) or x.numel() < self.min_numel or x.shape[-1:] == (1,):
             return False
-        handed = None if x.requires_grad else self._handed.get(x.untyped_storage()._cdata)
+        handed = None if x.requires_grad else self._handed.get(storage_number(x.untyped_storage()))
         return handed is None or handed() is not x.untyped_storage()
 
 

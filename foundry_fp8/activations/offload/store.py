@@ -40,6 +40,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from foundry_fp8.activations.compression.saved import StorageRef, Untouched, is_parameter
 from foundry_fp8.activations.offload.lanes import Lane, lane_of
 from foundry_fp8.compat.fake_tensor import FakeTensor
+from foundry_fp8.compat.storages import storage_number
 
 __all__ = ["MIN_BYTES", "HostStore", "host_store", "moves"]
 
@@ -232,9 +233,9 @@ class HostStore:
 
     def _handle(self, unit: _Unit, x: Tensor) -> _Handle:
         storage = x.untyped_storage()
-        kept = self._known.get(storage._cdata)
+        kept = self._known.get(storage_number(storage))
         if kept is None or kept.storage() is not storage or kept.version != x._version:
-            kept = self._known[storage._cdata] = _Kept(self, unit, x)
+            kept = self._known[storage_number(storage)] = _Kept(self, unit, x)
             self.moved += kept.nbytes
         elif kept.unit is not unit:
             kept.stay(x)

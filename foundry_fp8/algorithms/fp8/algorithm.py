@@ -14,6 +14,7 @@ from composer.utils import dist
 from foundry_fp8.algorithms.fp8.announcement import announcement, surprises
 from foundry_fp8.callbacks.run_log import ensure_run_log
 from foundry_fp8.compat.compiled_model import is_compiled
+from foundry_fp8.compat.composer_device import device_of
 from foundry_fp8.config import ConfigError, from_mapping
 from foundry_fp8.layers.state import FP8State
 from foundry_fp8.layers.unit_linear import choose_gradient_scale
@@ -94,7 +95,7 @@ class FP8(Algorithm):
         if not self.config.enabled:
             self._say(f"FP8: off ({KEY}.enabled: false); log: {run_log.path_of(state.run_name)}")
             return
-        self.report = apply_fp8(state.model, device=state.device._device, **self.options)
+        self.report = apply_fp8(state.model, device=device_of(state), **self.options)
         self._refuse_tensor_parallelism(state)
         self._fp8_state = FP8State.of(state.model)
         assert self._fp8_state is not None

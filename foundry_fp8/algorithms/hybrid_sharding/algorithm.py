@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from composer.core import Algorithm, Event, State
 from composer.loggers import Logger
 from composer.utils.parallelism import FSDP2Config, FSDPConfig
 from torch.distributed.device_mesh import DeviceMesh
 
+from foundry_fp8.compat.composer_device import device_of
 from foundry_fp8.config import ConfigError, from_mapping
 from foundry_fp8.distributed.fsdp2_units import average_on_gloo
 from foundry_fp8.distributed.groups import alone
@@ -78,7 +78,7 @@ class HybridSharding(Algorithm):
             self._checked = self._checked or event == Event.BATCH_END
 
     def _place_mesh(self, state: State, logger: Logger) -> None:
-        fsdp, device = state.fsdp_config, _device_of(state)
+        fsdp, device = state.fsdp_config, device_of(state)
         if alone():
             self.degrees = hybrid_degrees(state.model, self.config, device=device)
             return
@@ -110,7 +110,3 @@ class HybridSharding(Algorithm):
         fsdp.device_mesh = mesh
         log.info("%s: %d copies of the model, each over %d ranks", KEY, replicate, shard)
         logger.log_hyperparameters({"hybrid_sharding/replicate": replicate, "hybrid_sharding/shard": shard})
-
-
-def _device_of(state: State) -> torch.device:
-    return torch.device(state.device._device)  # type: ignore[call-overload]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foundry_fp8.compat.dispatch_mode import watching_modes
 from foundry_fp8.kernels.block_gemm import block_gemm as block_gemm_kernel
 from foundry_fp8.kernels.blockwise import quantize_blockwise as quantize_blockwise_kernel
 from foundry_fp8.kernels.blockwise import scales_of
@@ -42,7 +43,7 @@ FORMATS: dict[str, Float8Format] = {fmt.name: fmt for fmt in (E4M3, E5M2)}
 
 def _noticed() -> bool:
     """Whether a mode watches operators, or autograd would record them."""
-    return torch._C._len_torch_dispatch_stack() > 0 or torch.is_grad_enabled()
+    return watching_modes() > 0 or torch.is_grad_enabled()
 
 
 def unnoticed() -> bool:

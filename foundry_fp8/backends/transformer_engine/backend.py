@@ -19,6 +19,7 @@ from foundry_fp8.backends.transformer_engine.recipes import make_te_recipe
 from foundry_fp8.backends.transformer_engine.requirements import machine_of, requirement
 from foundry_fp8.backends.transformer_engine.wgrad import with_high_precision_wgrad
 from foundry_fp8.compat.fresh_view import fresh_view
+from foundry_fp8.compat.te_fsdp2 import tell_about_fsdp2
 from foundry_fp8.layers.autocast import compute_dtype
 from foundry_fp8.layers.backend import Availability, Backend
 from foundry_fp8.layers.deferred_norm import DeferredNorm, deferred_norm_of
@@ -115,7 +116,7 @@ class TransformerEngineBackend(Backend):
         te_weight = weight.detach() if high_precision_wgrad else weight
         norm = deferred_norm_of(module)
         te_module = te_module_of(module, recipe, norm)
-        _tell_about_fsdp2(te_module, module)
+        tell_about_fsdp2(te_module, module)
         with self._recipe_context(recipe):
             if module.slots is not None and recipe == module.configured_recipe:
                 record = module.training and torch.is_grad_enabled()
@@ -195,23 +196,6 @@ def _call(te_module: Any, x: Tensor, **tensors: Tensor | None) -> Tensor:
         return y
     finally:
         te_module._parameters.clear()
-
-
-def _tell_about_fsdp2(te_module: Any, module: FP8Linear) -> None:
-    """From 2.16 on, TE frees FP8 weights between forward and backward under FSDP2 (its issue 2681).
-
-    It looks for the TE module in the wrapped model, where ours is not; the converted linear is.
-    """
-    if "_is_fsdp2" in te_module.__dict__ or not hasattr(type(te_module), "is_fsdp2"):
-        return
-    from transformer_engine.pytorch.distributed import _get_module_fsdp_state
-
-    try:
-        _get_module_fsdp_state(module)
-        te_module._is_fsdp2 = True
-    except RuntimeError:  # its answer for a module that FSDP2 does not know
-        te_module._is_fsdp2 = False
-    module.__dict__.pop("_te_cached_parent_fsdp_state", None)
 
 
 @functools.lru_cache(maxsize=1024)

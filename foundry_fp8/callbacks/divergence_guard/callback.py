@@ -13,12 +13,13 @@ from composer.core import Event, State
 from composer.loggers import Logger
 from composer.utils import checkpoint, dist
 
-from foundry_fp8.callbacks.base import Monitor, device_of, model_of
+from foundry_fp8.callbacks.base import Monitor, model_of
 from foundry_fp8.callbacks.carried_state import CarriedState
 from foundry_fp8.callbacks.divergence_guard.agreement import everyone_works, gather, worst
 from foundry_fp8.callbacks.divergence_guard.config import KEY, DivergenceGuardConfig
 from foundry_fp8.callbacks.divergence_guard.way_back import way_back
 from foundry_fp8.compat.compiled_model import is_compiled
+from foundry_fp8.compat.composer_device import device_of
 from foundry_fp8.layers.attention import SLOTS
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.layers.state import FP8State

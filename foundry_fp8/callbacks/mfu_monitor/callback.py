@@ -12,9 +12,10 @@ import torch
 from composer.core import State
 from composer.loggers import Logger
 
-from foundry_fp8.callbacks.base import Monitor, device_of, model_of
+from foundry_fp8.callbacks.base import Monitor, model_of
 from foundry_fp8.callbacks.step_clock import StepClock
 from foundry_fp8.compat.compiled_model import is_compiled
+from foundry_fp8.compat.composer_device import device_of
 from foundry_fp8.config import Config, Positive
 from foundry_fp8.layers.state import FP8State
 from foundry_fp8.observe.flops import (

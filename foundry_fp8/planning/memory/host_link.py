@@ -21,6 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from foundry_fp8.activations.offload.store import moves
 from foundry_fp8.compat.pytree import tree_iter
+from foundry_fp8.compat.storages import storage_number
 from foundry_fp8.model_structure.wrappers import checkpoint_wrappers
 from foundry_fp8.planning.memory.measure import BlockRun
 from foundry_fp8.planning.memory.solver import Cost
@@ -73,7 +74,7 @@ def moved_whole(run: BlockRun) -> int:
 
     def pack(x: torch.Tensor) -> torch.Tensor:
         if moves(x):
-            storages[x.untyped_storage()._cdata] = x.untyped_storage().nbytes()
+            storages[storage_number(x.untyped_storage())] = x.untyped_storage().nbytes()
         return x
 
     with saved_tensors_hooks(pack, lambda x: x):
@@ -90,7 +91,7 @@ def moved_boundaries(run: BlockRun) -> int:
         for x in tree_iter((args, kwargs)):
             if isinstance(x, torch.Tensor) and x.requires_grad and moves(x):
                 storage = x.untyped_storage()  # held: no other gets its address
-                storages.setdefault(storage._cdata, (storage, set()))[1].add(id(module))
+                storages.setdefault(storage_number(storage), (storage, set()))[1].add(id(module))
 
     handles = [
         wrapper.register_forward_pre_hook(note, with_kwargs=True)

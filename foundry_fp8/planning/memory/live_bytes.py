@@ -17,6 +17,7 @@ from torch import Tensor
 
 from foundry_fp8.compat.dispatch_mode import TorchDispatchMode
 from foundry_fp8.compat.pytree import tree_iter
+from foundry_fp8.compat.storages import storage_number
 
 __all__ = ["CudaBytes", "LiveBytes", "activation_bytes", "meter_for"]
 
@@ -41,19 +42,19 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the op and take its results into account."""
-        before = {x.untyped_storage()._cdata for x in tree_iter((args, kwargs)) if _plain(x)}
+        before = {storage_number(x.untyped_storage()) for x in tree_iter((args, kwargs)) if _plain(x)}
         out = func(*args, **(kwargs or {}))
         for x in tree_iter(out):
             if _plain(x):
                 storage = x.untyped_storage()
                 # A view or in-place result shares what an argument brought, which is known or was there before.
-                if storage._cdata not in before:
+                if storage_number(storage) not in before:
                     self._track(storage)
         self.peak = max(self.peak, self.live)
         return out
 
     def _track(self, storage: torch.UntypedStorage) -> None:
-        key, nbytes = storage._cdata, storage.nbytes()
+        key, nbytes = storage_number(storage), storage.nbytes()
         if key in self._known:
             return
 

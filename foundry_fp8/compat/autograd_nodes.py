@@ -1,0 +1,70 @@
+"""What a node of the autograd graph is and was told: the function that made it, and some of what it saved.
+
+Cause: torch shows what a node saved as attributes ``_saved_*``
+(https://pytorch.org/docs/stable/notes/autograd.html#saved-tensors), named after the arguments of its backward in
+``tools/autograd/derivatives.yaml``, and gives the node of a Python function its class as ``_forward_cls``; it promises none of these
+names. Remove when it does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["added_to_scores", "exponent_of", "function_of"]
+
+_ADDED = {
+    "ScaledDotProductFlashAttentionForCpuBackward0": "_saved_attn_mask",
+    "ScaledDotProductEfficientAttentionBackward0": "_saved_attn_bias",
+    "ScaledDotProductCudnnAttentionBackward0": "_saved_attn_bias",
+    "ScaledDotProductFusedAttentionOverrideableBackward0": "_saved_attn_bias",
+    "EfficientAttentionBackward0": "_saved_bias",
+}
+"""Of the attentions that add something. The others take no mask."""
+
+
+def _of(node: Any, name: str) -> Any:
+    if not hasattr(node, name):
+        raise RuntimeError(
+            f"torch {torch.__version__} no longer has {name} on {node.name()}. By it foundry_fp8 tells what activation_compression "
+            "may round. Install a torch from 2.7 to 2.11, or adapt foundry_fp8/compat/autograd_nodes.py."
+        )
+    return getattr(node, name)
+
+
+def exponent_of(node: Any) -> float:
+    """The exponent of a ``PowBackward0``."""
+    exponent: float = _of(node, "_saved_exponent")
+    return exponent
+
+
+def added_to_scores(node: Any) -> Tensor | None:
+    """What an attention's node saved of the mask or bias that it adds to its scores."""
+    name = _ADDED.get(node.name())
+    added: Tensor | None = None if name is None else _of(node, name)
+    return added
+
+
+def function_of(node: Any) -> Any:
+    """The ``autograd.Function`` of the node of one; ``None`` for torch's own nodes."""
+    return getattr(node, "_forward_cls", None)
+
+
+class _Probe(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0]
+
+
+with torch.inference_mode(False), torch.enable_grad():
+    if function_of(_Probe.apply(torch.zeros((), requires_grad=True)).grad_fn) is not _Probe:
+        raise RuntimeError(
+            f"torch {torch.__version__} no longer has _forward_cls on the nodes of autograd functions. By it foundry_fp8 tells what "
+            "activation_compression may round. Install a torch from 2.7 to 2.11, or adapt foundry_fp8/compat/autograd_nodes.py."
+        )
