@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import torch.distributed as dist
 from composer.core import Event
+from composer.devices import DeviceCPU
 from composer.utils.parallelism import FSDP2Config, FSDPConfig, TPConfig
 from torch import nn
 
@@ -21,7 +22,7 @@ def refusals():
     }
     found = {}
     for name, (fsdp, tp) in cases.items():
-        device = SimpleNamespace(_device="cpu")
+        device = DeviceCPU()
         state = SimpleNamespace(fsdp_config=fsdp, tp_config=tp, model=nn.Linear(4, 4), device=device)
         try:
             HybridSharding(shard=2).apply(Event.INIT, state, None)
