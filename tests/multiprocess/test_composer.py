@@ -12,18 +12,20 @@ LOGGED = {
     "comm/collective_seconds",
     "comm/quantization_error",
 }
-LEAST = {"ddp": 2.5, "hsdp2": 2.5, "hsdp1": 1.2, "hsdp2-one": 2.5}
-"""Uncompressed bytes over bytes sent, by case that compresses; the others are DDP in other words."""
+RATIOS = {"ddp": (2.5, 4), "hsdp2": (2.5, 4), "hsdp1": (1.2, 2), "hsdp2-one": (2.5, 4)}
+"""Bounds of uncompressed bytes over bytes sent, by case that compresses; the others are DDP in other words. FSDP1 gathers in full
+precision, which has to count: without its gathers the ratio would be 3.8."""
 
 
 def check(name, found):
     assert found["bit_exact"], (name, found)
     # A state of the same keys before the first batch and after the last, without a tensor.
     assert found["constant"] and found["size"] < 1000, (name, found)
-    if name in LEAST:
+    if name in RATIOS:
         logged = found["logged"]
         assert logged.keys() == LOGGED
-        assert LEAST[name] < logged["comm/compression_ratio"] < 4, (name, logged)
+        least, most = RATIOS[name]
+        assert least < logged["comm/compression_ratio"] < most, (name, logged)
         assert 1e-3 < logged["comm/quantization_error"] < 1e-2  # int8, blocks of 32
         assert abs(found["ratio"] - 1) < 1e-2 and 1e-4 < found["direction"] < 3e-2, name
     else:
