@@ -20,9 +20,9 @@ __all__ = ["cluster_of", "limit_of", "refuse_tensor_parallelism", "shard_of", "w
 USABLE = 0.95
 """Of a GPU's memory; the rest is CUDA's context, NCCL's buffers and what the allocator cannot use."""
 HYBRID = {"HYBRID_SHARD": "FULL_SHARD", "_HYBRID_SHARD_ZERO2": "SHARD_GRAD_OP"}
-PRECISIONS = {"amp_bf16": 2, "amp_fp16": 2, "amp_fp8": 2, "fp32": 4}
+PRECISIONS: dict[str, Literal[2, 4]] = {"amp_bf16": 2, "amp_fp16": 2, "amp_fp8": 2, "fp32": 4}
 """Composer's, and the bytes of what FSDP casts to under each."""
-DTYPES = {
+DTYPES: dict[str, Literal[2, 4]] = {
     "float32": 4,
     "fp32": 4,
     "float16": 2,
@@ -34,7 +34,8 @@ DTYPES = {
     "bfloat16": 2,
     "bfloat": 2,
     "bf16": 2,
-} | PRECISIONS
+    **PRECISIONS,
+}
 """Names that Composer takes in ``mixed_precision`` (``composer.distributed.mosaic_parallelism._get_torch_dtype``)."""
 
 
@@ -99,12 +100,12 @@ def wire_bytes(config: Mapping[str, Any]) -> tuple[Literal[2, 4], Literal[2, 4]]
             check_choice(f"{key}.{name}", str(dtype).removeprefix("torch."), tuple(DTYPES))
         sizes = {name: DTYPES[str(dtype).removeprefix("torch.")] for name, dtype in given.items()}
         gathered = sizes.get("param_dtype", 4)
-        reduced = sizes.get("reduce_dtype", gathered)
-    else:
-        named = mixed.upper() if isinstance(mixed, str) else mixed
-        check_choice(key, named, ("PURE", "DEFAULT", "FULL"))
-        gathered, reduced = {"PURE": (cast, cast), "DEFAULT": (cast, 4), "FULL": (4, 4)}[named]
-    return (2 if gathered == 2 else 4), (2 if reduced == 2 else 4)
+        return gathered, sizes.get("reduce_dtype", gathered)
+    named = mixed.upper() if isinstance(mixed, str) else mixed
+    check_choice(key, named, ("PURE", "DEFAULT", "FULL"))
+    if named == "FULL":
+        return 4, 4
+    return cast, cast if named == "PURE" else 4
 
 
 def _residual(compression: CompressionConfig | None, world_size: int, shard: int) -> float:

@@ -274,9 +274,8 @@ class DelayedScalingState:
         waiting = [old for old in self._passes if old.waiting]
         finished = [*self._retained(), *(old for old in self._passes if not old.waiting)]
         self._finished = [weakref.ref(old) for old in finished]
-        scales = (
-            self.scale.clone().unbind()
-        )  # once for all linears: taking one out costs the host as much as allocating it
+        # Once for all linears: taking one out costs the host as much as allocating it.
+        scales = self.scale.clone().unbind()
         self.running = Pass(self.running.number + 1, scales, start=newest_node() + 1)
         self._passes = [*waiting[-KEPT_PASSES:], self.running]
         self._backward_ran = False

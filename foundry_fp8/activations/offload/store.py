@@ -172,9 +172,8 @@ class HostStore:
 
         def pack(x: Tensor) -> _Handle | Untouched:
             nonlocal unit
-            if (
-                type(x) is not Tensor or x.device != self.device or not moves(x)
-            ):  # a dry run's have no bytes to keep
+            # A dry run's have no bytes to keep.
+            if type(x) is not Tensor or x.device != self.device or not moves(x):
                 return Untouched.of(x)
             if unit is None:  # not one that saves nothing, as in evaluation
                 unit = self._begin()

@@ -59,9 +59,7 @@ def _place(saver: CheckpointSaver, state: State, name: str, when: Timestamp) -> 
         # Rank 0 alone writes a whole checkpoint, and every rank notes a name of its own.
         return named(template, "0") if ours else local, saver.num_checkpoints_to_keep != 0
     remote = named(saver.remote_file_name.filename.lstrip("/"), "0")
-    if not ours and not os.path.normpath(local).endswith(
-        os.sep + remote
-    ):  # of a run with another name or folder
-        return local, False
+    if not ours and not os.path.normpath(local).endswith(os.sep + remote):
+        return local, False  # of a run with another name or folder
     backend, bucket, _ = parse_uri(saver.remote_uploader.remote_folder)
     return f"{backend}:/{'/' + bucket if bucket else ''}/{remote}", True

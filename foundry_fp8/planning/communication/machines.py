@@ -72,7 +72,7 @@ class Network(Config):
     """Standard deviation of GPUs' speeds, of the mean; a step waits for the slowest. 8 % between GPUs of one model, the mean of arXiv
     2208.11035, read as the span of a box plot's whiskers, which is 5.4 standard deviations."""
     straggler_share: Share = 0.005
-    """Of the hosts, those that are slower than their GPUs' spread explains: about 0.5 % (MegaScale, arXiv 2402.15627, section 5.1)."""
+    """Of the hosts, those that are slower than their GPUs' spread explains: about 0.5 % (of MegaScale, arXiv 2402.15627, as others quote it)."""
     straggler_slowdown: Share = 0.10
     """Of such a host: the same forward takes about 10 % longer there (MegaScale, section 6.3)."""
     source: str = ""
