@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+import linear_cpu
 import regression
 
 ROWS = [{"case": "a", "time": 0.5, "bytes": 0.25}, {"case": "planner x", "time": 0.1, "bytes": 0.1}]
@@ -35,3 +36,16 @@ def test_the_newest_committed_result_has_the_ratios(prefix):
     assert len(rows) > 3
     assert all(0 < row[ratio] < 10 for row in rows for ratio in slack)
     assert regression.worse(rows, rows, slack) == []
+
+
+def test_the_newest_committed_linears_are_within_their_limits():
+    rows = regression.committed("linear_cpu")[1]["rows"]
+    assert {row["case"] for row in rows} >= linear_cpu.LIMITS.keys()
+    assert linear_cpu.above_limits(rows) == []
+
+
+@pytest.mark.parametrize("value", [0.71, math.nan])
+def test_a_linear_above_its_limit_is_named(value):
+    rows = [{"case": "current", "of_float32": value}, {"case": "delayed", "of_float32": 0.70}]
+    (line,) = linear_cpu.above_limits(rows)
+    assert line.startswith("current: ") and "limit 0.7" in line

@@ -77,6 +77,7 @@ def _be_rank(rank, request):
         **request["environment"],
     )
     os.chdir(folder)
+    faulthandler.enable()  # where a signal ends it
     faulthandler.dump_traceback_later(0.9 * request["timeout"])  # where it hangs, before it is killed
     code = 0
     try:
