@@ -144,9 +144,7 @@ def run(case: Case) -> dict[str, Any]:
     dist.init_process_group("gloo")
     with interpreted(case):
         found = _run(case)
-    dist.barrier()
-    # The process ends without destroy_process_group, in which one of some hundred runs of compressed DDP hung: it joins gloo's threads
-    # with the interpreter's lock held, which one of them may want for the last tensor that it lets go (as read, not proven).
+    dist.barrier()  # and no destroy_process_group: tests/multiprocess/ranks.py says why
     return found
 
 

@@ -185,4 +185,4 @@ dist.all_gather_object(gathered, results)
 if rank == 0:
     with open(os.environ["RESULT_FILE"], "w") as file:
         json.dump(gathered, file)
-dist.destroy_process_group()
+dist.barrier()

@@ -251,4 +251,3 @@ if rank == 0:
         json.dump(results, file)
     print(json.dumps(results, indent=1))
 dist.barrier()
-dist.destroy_process_group()

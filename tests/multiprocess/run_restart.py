@@ -77,4 +77,3 @@ else:
                 file,
             )
     dist.barrier()
-    dist.destroy_process_group()

@@ -147,4 +147,3 @@ if rank == 0:
     with open(os.environ["RESULT_FILE"], "w") as file:
         json.dump(results, file)
 dist.barrier()
-dist.destroy_process_group()
