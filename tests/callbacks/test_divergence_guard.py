@@ -353,6 +353,28 @@ def test_a_demoted_layer_never_resumes_in_what_it_was_demoted_from(train, tmp_pa
     assert ("none of its rungs now" in caplog.text) is (finer != "current")
 
 
+def test_a_guard_that_resumes_an_older_one_s_state_says_once_what_starts_afresh(train, caplog):
+    first = guard()
+    train(build_llama(), [first], algorithms=[fp8()], steps=3)
+    saved = first.carried_state()
+    saved["decision"]["rungs"][SICK] = [1, "current"]
+    review = dict(saved["reviews"]["FP8 state"])
+    del review["since"], review["recurring"]
+    decision = {name: value for name, value in saved["decision"].items() if name != "trial"}
+    older = {**saved, "decision": decision, "reviews": {"FP8 state": review}}
+    del older["losses"]
+    for state, says in ((saved, 0), (older, 1)):
+        model, again = build_llama(), guard()
+        again.take_carried_state(state)
+        caplog.clear()
+        train(model, [again], algorithms=[fp8()], steps=1)
+        assert again.failed is None and recipes(model) == {SICK: "current"}
+        told = [r.getMessage() for r in caplog.records if "another version" in r.getMessage()]
+        assert len(told) == says
+    names = "losses, decision/trial, reviews/FP8 state/recurring, reviews/FP8 state/since are not in both"
+    assert names in told[0] and "starts afresh" in told[0]
+
+
 def test_a_model_in_high_precision_is_watched_all_the_same(train):
     model, watch = build_llama(), guard()
     grow = Outlier(model, lambda step: 1.0 if step < 10 else 3000.0)

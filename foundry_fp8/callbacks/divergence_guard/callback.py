@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import math
 from typing import Any
@@ -17,6 +16,8 @@ from foundry_fp8.callbacks.base import Monitor, model_of
 from foundry_fp8.callbacks.carried_state import CarriedState
 from foundry_fp8.callbacks.divergence_guard.agreement import everyone_works, gather, worst
 from foundry_fp8.callbacks.divergence_guard.config import KEY, DivergenceGuardConfig
+from foundry_fp8.callbacks.divergence_guard.histories import mismatches
+from foundry_fp8.callbacks.divergence_guard.resuming import collected, take_back
 from foundry_fp8.callbacks.divergence_guard.way_back import way_back
 from foundry_fp8.compat.compiled_model import is_compiled
 from foundry_fp8.compat.composer_device import device_of
@@ -39,12 +40,6 @@ log = logging.getLogger(__name__)
 TOLD = ("batch", "unit", "action", "signal", "detail")
 """The columns of the table ``guard_events``."""
 MOVES = ("demote", "promote")
-ACTS = {
-    "spike": "it would rule the scale for as long as the history is",
-    "stale": "the history is not of this run",
-    "again": "before it was full again, so the level falls on",
-}
-DID = {"spike": "it is kept out of the history", "stale": "it starts afresh"}
 
 
 class DivergenceGuardState(CarriedState):
@@ -171,7 +166,9 @@ class DivergenceGuard(Monitor):
         self._watch = Watch(model_of(state), self.ladders, self.guarded, of_linears)
         self._compiled = is_compiled(state.model)
         if self._loaded is not None:
-            self._take_back(self.decision, self._watch, self._loaded)
+            self.events, self._losses = take_back(
+                self._loaded, self.decision, self._watch, self._reviews, self.ladders, self.config.finer
+            )
             self._loaded = None
         self._watch.follow()
         if "demote" in self.config.actions and not self.ladders:
@@ -198,7 +195,7 @@ class DivergenceGuard(Monitor):
         if self._watch is None or self.decision is None:
             return
         self._losses.append(_loss(state))
-        found = self._review(state.timestamp.batch.value)
+        found = mismatches(self._reviews.values(), self.ladders, state.timestamp.batch.value)
         seen = None
         if self._due(state, done=True):
             seen, decided = self._observe(state, {event.unit for event in found if event.action == "alarm"})
@@ -238,35 +235,6 @@ class DivergenceGuard(Monitor):
             }
             seen = dataclasses.replace(seen, damage=damage)
         return seen, self.decision.decide(batch, seen, due=in_turn)
-
-    def _review(self, batch: int) -> list[GuardEvent]:
-        """What the histories of delayed scaling were found to be, by layer."""
-        found: dict[str, list[GuardEvent]] = {}
-        for review in self._reviews.values():
-            mismatches = {one.index: one for one in review.collect()}
-            if not mismatches:
-                continue
-            for name, ladder in self.ladders.items():
-                met = [
-                    (operand, mismatches[slot.index])
-                    for operand, slot in (ladder.module.slots or {}).items()
-                    if slot.state is review.state and slot.index in mismatches
-                ]
-                # One event a layer: an alarm before what is no alarm.
-                for operand, one in sorted(met, key=lambda pair: not pair[1].alarms)[:1]:
-                    is_ = ACTS["again" if one.again else one.kind]
-                    why = f"an amax of {one.amax:.3g} after {one.past:.3g} at most: {is_}"
-                    tell = functools.partial(
-                        GuardEvent, batch=batch, unit=name, signal=f"history of {operand}"
-                    )
-                    found[name] = []
-                    if one.alarms:
-                        alarm = tell(action="alarm", value=one.amax, threshold=one.threshold, why=why)
-                        found[name].append(alarm)
-                    if review.acts:
-                        did = DID[one.kind] if one.alarms else f"{DID[one.kind]}: {why}"
-                        found[name].append(tell(action="renew", why=did))
-        return [event for events in found.values() for event in events]
 
     def _tell(self, state: State, logger: Logger, found: list[GuardEvent]) -> None:
         for event in found:
@@ -350,41 +318,11 @@ class DivergenceGuard(Monitor):
         """Rungs, running statistics and events: numbers and strings only."""
         if self._loaded is not None:  # saved again before the model was ready
             return self._loaded
-        decided = {} if self.decision is None else self.decision.state_dict()
-        amax = {} if self._watch is None else self._watch.amax
-        return {
-            "decision": decided,
-            "events": list(self.events),
-            "losses": list(self._losses),
-            "amax": {f"{name}/{operand}": value for (name, operand), value in amax.items()},
-            "reviews": {name: review.state_dict() for name, review in self._reviews.items()},
-        }
+        return collected(self.decision, self._watch, self._reviews, self.events, self._losses)
 
     def take_carried_state(self, state: dict[str, Any]) -> None:
         """Keep the state until the model is ready."""
         self._loaded = state
-
-    def _take_back(self, decision: Decision, watch: Watch, state: dict[str, Any]) -> None:
-        saved = state.get("decision") or {}
-        same = set(saved) == set(decision.state_dict())
-        if not same or set(saved["rungs"]) != set(self.ladders):
-            log.warning(
-                "%s: the checkpoint is of a model with other layers, or of an older guard; the guard starts afresh.", KEY
-            )  # fmt: skip
-            return
-        for said in decision.load_state_dict(saved):
-            log.warning(
-                "%s: %s: what it ran is none of its rungs now (finer: %s).", KEY, said, self.config.finer
-            )
-        for name, ladder in self.ladders.items():
-            ladder.move(decision.rungs[name])
-        self.events, self._losses = list(state["events"]), list(state["losses"])
-        for name, saved in state["reviews"].items():
-            if name in self._reviews:
-                self._reviews[name].load_state_dict(saved)
-        for key, value in state["amax"].items():
-            name, _, operand = key.partition("/")
-            watch.amax[name, operand] = value
 
 
 def _loss(state: State) -> float:

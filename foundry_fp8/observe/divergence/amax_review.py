@@ -34,6 +34,7 @@ from torch import Tensor
 
 from foundry_fp8.layers.delayed_scaling import DelayedScalingState
 from foundry_fp8.numerics.formats import E4M3, E5M2
+from foundry_fp8.observe.divergence.resuming import taken
 
 __all__ = ["AmaxReview", "Mismatch"]
 
@@ -209,14 +210,23 @@ class AmaxReview:
         """By name one number for each tensor of the state; ``left_out`` ``[L - 1, T]``, empty where histories are changed."""
         return {name: self._tensors[name].tolist() for name in (*_KEPT, "left_out")}
 
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Take back what :meth:`state_dict` gave, if it is of as many tensors."""
+    def load_state_dict(self, saved: Mapping[str, Any]) -> list[str]:
+        """Take back what :meth:`state_dict` gave.
+
+        Returns:
+            The names that one of both lacks, or that are of another number of tensors; they start anew.
+        """
+        state, differs = taken(saved, self.state_dict())
         for name in _KEPT:
-            if len(saved.get(name, ())) == len(self._tensors[name]):
-                own = self._tensors[name]
-                own.copy_(torch.tensor(saved[name], dtype=own.dtype))
-        left_out, own = torch.tensor(saved.get("left_out", []), dtype=torch.bool), self._tensors["left_out"]
+            own = self._tensors[name]
+            if len(state[name]) == len(own):
+                own.copy_(torch.tensor(state[name], dtype=own.dtype))
+            else:
+                differs.append(name)
+        left_out, own = torch.tensor(state["left_out"], dtype=torch.bool), self._tensors["left_out"]
         if left_out.shape == own.shape:
             own.copy_(left_out)
         else:  # what was changed has nothing to leave out
             own.zero_()
+        # Nor has what changes them from now on.
+        return [name for name in differs if name != "left_out" or not self.acts]

@@ -28,6 +28,8 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+from foundry_fp8.observe.divergence.resuming import taken
+
 __all__ = ["WARMUP", "Change", "ChangePoint"]
 
 WARMUP = 8
@@ -167,11 +169,15 @@ class ChangePoint:
             "slow": self._slow,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what :meth:`state_dict` gave."""
+    def load_state_dict(self, saved: Mapping[str, Any]) -> list[str]:
+        """Take back what :meth:`state_dict` gave, all or nothing; the names that one of both lacks: with any, it starts anew."""
+        state, differs = taken(saved, self.state_dict())
+        if differs:
+            return differs
         self._bound = state["bound"]
         self._lowest, self._mean, self._last = state["lowest"], state["mean"], state["last"]
         self._differences.clear()
         self._differences.extend(state["differences"])
         self._estimate_noise()
         self._seen, self._fast, self._slow = state["seen"], state["fast"], state["slow"]
+        return []

@@ -31,6 +31,7 @@ from typing import Any
 
 from foundry_fp8.observe.divergence.loss_watch import HORIZON, LossWatch, Rise
 from foundry_fp8.observe.divergence.observed import MODEL, Event, Observed, Rungs
+from foundry_fp8.observe.divergence.resuming import taken
 from foundry_fp8.observe.divergence.signals import RULES, Signal
 
 __all__ = ["Decision"]
@@ -329,13 +330,14 @@ class Decision:
             "look_again": self.look_again,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
-        """Take back what :meth:`state_dict` gave.
+    def load_state_dict(self, saved: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+        """Take back what :meth:`state_dict` gave, of the same targets.
 
         Returns:
             A sentence for each target that runs something else than it did, because what it ran is none of its rungs now: it goes
-            on one rung below what is configured.
+            on one rung below what is configured. And the names that one of both lacks, which start anew.
         """
+        state, differs = taken(saved, self.state_dict())
         said = []
         for target, (rung, recipe) in state["rungs"].items():
             names = list(self._targets[target].recipes)
@@ -343,15 +345,19 @@ class Decision:
             self.rungs[target] = min(self.rungs[target], len(names) - 1)
             if rung and self.recipe(target) != recipe:
                 said.append(f"{target} ran {recipe}, now {self.recipe(target)}")
-        for key, saved in state["signals"].items():
+        lacks: set[str] = set()
+        for key, of_signal in state["signals"].items():
             unit, *rest = key.split("/")
             name = rest[1 if unit in self._targets else 0]
             if name in RULES and unit != MODEL:
-                self._signal(key, name).load_state_dict(saved)
+                lacks.update(self._signal(key, name).load_state_dict(of_signal))
+            else:
+                lacks.add(name)
+        differs += [f"signals/{name}" for name in sorted(lacks)]
         self._told, self._healthy_for = dict(state["told"]), dict(state["healthy_for"])
         self._relapses, self._promoted = dict(state["relapses"]), set(state["promoted"])
         self._signed, self._count = dict(state["signed"]), state["count"]
-        self._loss.load_state_dict(state["loss"])
+        differs += [f"loss/{name}" for name in self._loss.load_state_dict(state["loss"])]
         self._unwell, self._trial = dict(state["unwell"]), dict(state["trial"])
         self._looks, self.look_again = state["looks"], state["look_again"]
-        return said
+        return said, differs

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from foundry_fp8.observe.divergence.resuming import taken
 from foundry_fp8.observe.divergence.signals import RULES, Signal
 
 __all__ = ["HORIZON", "LossWatch", "Rise"]
@@ -103,11 +104,13 @@ class LossWatch:
             "settled": self._settled,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what :meth:`state_dict` gave."""
-        self._signal.load_state_dict(state["signal"])
+    def load_state_dict(self, saved: Mapping[str, Any]) -> list[str]:
+        """Take back what :meth:`state_dict` gave; the names that one of both lacks, which start anew."""
+        state, differs = taken(saved, self.state_dict())
+        differs += [f"signal/{name}" for name in self._signal.load_state_dict(state["signal"])]
         self.broken, self.high, self._age = state["broken"], state["high"], state["age"]
         self._calm, self._since, self._settled = state["calm"], list(state["since"]), state["settled"]
+        return differs
 
 
 def _climbs(series: Sequence[float]) -> bool:

@@ -111,6 +111,6 @@ class Signal:
         """Numbers only."""
         return self.test.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what :meth:`state_dict` gave."""
-        self.test.load_state_dict(state)
+    def load_state_dict(self, saved: Mapping[str, Any]) -> list[str]:
+        """Take back what :meth:`state_dict` gave; the names that one of both lacks: with any, it starts anew."""
+        return self.test.load_state_dict(saved)

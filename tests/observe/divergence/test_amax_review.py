@@ -212,9 +212,26 @@ def test_its_state_goes_on_where_it_was():
     first.feed(100, 0.01, 100)
     second.state.scale.copy_(first.state.scale)
     second.state.amax_history.copy_(first.state.amax_history)
-    second.review.load_state_dict(first.review.state_dict())
+    assert second.review.load_state_dict(first.review.state_dict()) == []
     assert second.feed(0.01, 0.01) == first.feed(0.01, 0.01) == ["", "stale"]
-    Run(length=64).review.load_state_dict({"low": [1, 2, 3]})  # of another model: left out
+
+
+def test_what_an_older_or_a_newer_one_saved_is_taken_as_far_as_both_have_it():
+    first = Run(length=64)
+    first.feed(100, 0.01, 100)
+    saved = first.review.state_dict()
+    older = {name: saved[name] for name in saved if name not in ("since", "recurring", "left_out")}
+    for acts, missing in ((True, ["recurring", "since"]), (False, ["left_out", "recurring", "since"])):
+        review = Run(length=64, acts=acts).review
+        fresh = review.state_dict()
+        assert review.load_state_dict(older) == missing
+        both = {name: values for name, values in review.state_dict().items() if name in older}
+        assert both == older != {name: fresh[name] for name in older}
+        assert all(review.state_dict()[name] == fresh[name] for name in missing)
+    review = Run(length=64).review
+    assert review.load_state_dict({**saved, "later": [1]}) == ["later"] and review.state_dict() == saved
+    assert "low" in review.load_state_dict({**saved, "low": [1.0, 2.0, 3.0]})  # of another model
+    assert review.state_dict() == saved
 
 
 def test_the_state_of_one_that_only_tells_goes_on_where_it_was():

@@ -318,7 +318,7 @@ def test_its_state_goes_on_where_it_was():
         run.feed(20)
         run.feed(3, flushed={"b1.o": 0.8})
     resumed = Run(quiet=4)
-    assert resumed.decision.load_state_dict(first.decision.state_dict()) == []
+    assert resumed.decision.load_state_dict(first.decision.state_dict()) == ([], [])
     resumed.batch = first.batch
     for run in (straight, resumed):
         run.feed(1, flushed={"b1.o": 0.8})
@@ -333,5 +333,24 @@ def test_a_target_whose_rung_is_gone_goes_on_below_what_is_configured():
     run.feed(20)
     run.feed(2, flushed={"b1.o": 0.8})
     other = Decision({name: Rungs(unit="u", recipes=("delayed", "high_precision")) for name in NAMES}, quiet=5)  # fmt: skip
-    assert other.load_state_dict(run.decision.state_dict()) == ["b1.o ran current, now high_precision"]
+    said = other.load_state_dict(run.decision.state_dict())
+    assert said == (["b1.o ran current, now high_precision"], [])
     assert other.rungs == dict.fromkeys(NAMES, 0) | {"b1.o": 1}
+
+
+def test_what_an_older_one_did_not_save_starts_anew_and_is_named():
+    run = Run()
+    run.feed(20)
+    run.feed(2, flushed={"b1.o": 0.8})
+    saved = run.decision.state_dict()
+    assert saved["rungs"]["b1.o"][0] == 1
+    del saved["trial"]
+    del saved["loss"]["calm"]
+    for of_signal in saved["signals"].values():
+        del of_signal["slow"]
+    saved["signals"]["b1.o/x/retired/delayed"] = saved["signals"]["b1.o/x/flushed/delayed"]
+    found = Run().decision
+    said, differs = found.load_state_dict(saved)
+    assert not said and differs == ["trial", "signals/retired", "signals/slow", "loss/calm"]
+    assert found.rungs["b1.o"] == 1 and found.state_dict()["count"] == saved["count"]
+    assert found.state_dict()["signals"]["b1.o/x/flushed/delayed"]["seen"] == 0
