@@ -15,17 +15,18 @@ from foundry_fp8.kernels.producers import (
     GELU_CUBIC,
     GELU_TANH,
     INV_SQRT_2PI,
+    LOG2_E,
     SILU,
     SQRT_2_OVER_PI,
-    SQRT_HALF,
     XIELU,
     XIELU_BETA,
     XIELU_EPS,
     Producer,
     activate,
     expm1,
+    gelu_sigmoid,
+    normal_cdf,
     sigmoid,
-    tanh,
 )
 
 __all__ = ["activation_backward", "activation_backward_reference"]
@@ -108,10 +109,10 @@ def _derivative(x, alpha_ptr, KIND: tl.constexpr):
         s = sigmoid(x)
         return s * (1.0 + x * (1.0 - s))
     elif KIND == GELU:
-        return 0.5 * (1.0 + tl.erf(x * SQRT_HALF)) + x * INV_SQRT_2PI * tl.exp(-0.5 * x * x)
+        return normal_cdf(x) + x * INV_SQRT_2PI * tl.exp2(x * x * (-0.5 * LOG2_E))
     elif KIND == GELU_TANH:
-        t = tanh(SQRT_2_OVER_PI * (x + GELU_CUBIC * x * x * x))
-        return 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * SQRT_2_OVER_PI * (1.0 + 3.0 * GELU_CUBIC * x * x)
+        s = gelu_sigmoid(x)
+        return s * (1.0 + x * (1.0 - s) * 2.0 * SQRT_2_OVER_PI * (1.0 + 3.0 * GELU_CUBIC * x * x))
     else:
         negative = tl.load(alpha_ptr + 1) * expm1(tl.minimum(x, XIELU_EPS)) + XIELU_BETA
         return tl.where(x > 0, 2.0 * tl.load(alpha_ptr) * x + XIELU_BETA, negative)

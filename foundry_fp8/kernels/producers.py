@@ -30,7 +30,6 @@ ACTIVATIONS = {"silu": 2, "gelu": 3, "gelu_tanh": 4, "xielu": 5}
 """Activation name to the kernels' code. With ``up`` given, silu is SwiGLU and gelu is GeGLU."""
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-SQRT_HALF = tl.constexpr(0.7071067811865476)
 SQRT_2_OVER_PI = tl.constexpr(0.7978845608028654)
 INV_SQRT_2PI = tl.constexpr(0.3989422804014327)
 GELU_CUBIC = tl.constexpr(0.044715)
@@ -173,9 +172,24 @@ def sigmoid(x):
 
 
 @triton.jit
-def tanh(x):
-    """``torch.tanh``."""
-    return 2.0 * sigmoid(2.0 * x) - 1.0
+def gelu_sigmoid(x):
+    """``(1 + torch.tanh(u)) / 2`` of tanh-GELU: ``sigmoid(2 u)``, where ``u = sqrt(2 / pi) (x + 0.044715 x^3)``."""
+    return sigmoid(x * tl.fma(x * x, 2.0 * SQRT_2_OVER_PI * GELU_CUBIC, 2.0 * SQRT_2_OVER_PI))
+
+
+@triton.jit
+def normal_cdf(x):
+    """``torch.special.ndtr``, which ``(1 + erf) / 2`` is: within 2e-7, and down to x = -3.5 within 4e-6 of itself, where ``1 + erf`` has cancelled
+    (2e-4). libdevice's erf takes 23 instructions more.
+
+    ``log2(ndtr(-|x|))`` is nearly a parabola: the polynomial of degree 8 that is -1 at 0 and on [0, 5.6] has the least largest error times
+    ``ndtr(-|x|) ** 0.4``. Its highest coefficient is negative, so that infinities come to 0 and 1.
+    """
+    u = tl.abs(x)
+    p = tl.fma(u, tl.fma(u, -7.12578014e-07, 1.18802773e-05), -4.44961624e-05)
+    p = tl.fma(u, tl.fma(u, tl.fma(u, p, -5.07802761e-04), 7.58517627e-03), -5.28790206e-02)
+    below = tl.exp2(tl.fma(u, tl.fma(u, tl.fma(u, p, -4.59078759e-01), -1.15111959e00), -1.0))
+    return tl.where(x > 0, 1.0 - below, below)
 
 
 @triton.jit
@@ -196,9 +210,9 @@ def activate(x, alpha_ptr, KIND: tl.constexpr):
     if KIND == SILU:
         return x * sigmoid(x)
     elif KIND == GELU:
-        return 0.5 * x * (1.0 + tl.erf(x * SQRT_HALF))
+        return x * normal_cdf(x)
     elif KIND == GELU_TANH:
-        return 0.5 * x * (1.0 + tanh(SQRT_2_OVER_PI * (x + GELU_CUBIC * x * x * x)))
+        return x * gelu_sigmoid(x)
     else:
         half = XIELU_BETA * x
         negative = tl.fma(tl.load(alpha_ptr + 1), expm1(tl.minimum(x, XIELU_EPS)) - x, half)

@@ -36,7 +36,7 @@ from foundry_fp8.kernels import (
     packed_norms,
     tensorwise,
 )
-from foundry_fp8.kernels import packing as activations
+from foundry_fp8.kernels import packing
 from foundry_fp8.kernels.producers import Producer
 from foundry_fp8.numerics.formats import E4M3, E5M2
 from foundry_fp8.numerics.packed import FORMATS, Packed, PackFormat
@@ -180,6 +180,8 @@ def launch_everything(gemm):
     norm = Producer.norm(x, vector, vector, mean=vector, bias=vector)
     swiglu = Producer.activation("silu", x, up=x)
     xielu = Producer.activation("xielu", x, alpha=torch.empty(2, device="cuda"))
+    gelu, gelu_tanh = (Producer.activation(name, x) for name in ("gelu", "gelu_tanh"))
+    activations = {"swiglu": swiglu, "xielu": xielu, "gelu": gelu, "gelu tanh": gelu_tanh}
 
     label = "rows"  # before all others: the first that this process compiles
     with moved_by_a_line(blockwise) as moved:
@@ -190,7 +192,7 @@ def launch_everything(gemm):
     tensorwise.quantize_tensorwise(identity, E4M3, scale=scale, amax_slot=scale)
     label = "delayed e5m2 bias"
     tensorwise.quantize_tensorwise(identity, E5M2, scale=scale, amax_slot=scale, column_sum=True)
-    for label, source in (("norm", norm), ("swiglu", swiglu), ("xielu", xielu)):  # noqa: B007 - report reads it
+    for label, source in {"norm": norm, **activations}.items():  # noqa: B007 - report reads it
         tensorwise.quantize_tensorwise(source, E4M3, scale=scale, amax_slot=scale)
     label = "rows and columns"
     blockwise.quantize_blockwise(identity, E4M3)
@@ -207,17 +209,17 @@ def launch_everything(gemm):
     label = "layernorm"
     norms.norm_statistics(x, 1e-5, centered=True)
     norms.norm_backward(x, x, vector, vector, mean=vector)
-    for label, source in (("swiglu", swiglu), ("xielu", xielu)):  # noqa: B007
+    for label, source in activations.items():  # noqa: B007
         gated.activation_backward(x, source)
     label = "delayed"
     delayed.update_delayed_(vector, torch.empty(1024, 4096, device="cuda"), vector, use_max=True)
     for name in FORMATS:
         label, fmt = f"packed {name}", PackFormat(name=name)
-        packed = Packed(*activations.quantize_blocks(x.view(-1), fmt), fmt, x.numel(), x.dtype)
-        activations.quantize_blocks(x.view(-1), fmt, nonzero=True)
-        activations.dequantize_blocks(packed)
+        packed = Packed(*packing.quantize_blocks(x.view(-1), fmt), fmt, x.numel(), x.dtype)
+        packing.quantize_blocks(x.view(-1), fmt, nonzero=True)
+        packing.dequantize_blocks(packed)
         if name != "int4":
-            activations.gated_backward(x.view(-1), packed, packed, "silu")
+            packing.gated_backward(x.view(-1), packed, packed, "silu")
             packed_norms.pack_norm_input(x, fmt, 1e-5, centered=True)
             norms.norm_backward(x, packed, vector, vector, mean=vector)
     if not gemm:

@@ -165,6 +165,20 @@ def in_float64(name, x, alpha):
     }[name]
 
 
+@every_activation
+def test_activations_far_out(name, device):
+    """Against float64 between -40 and 40, far beyond where exponentials overflow, and Inf stays Inf (of which torch's GELU makes NaN on a CPU)."""
+    x = torch.cat([torch.linspace(-40, 40, 1601), torch.tensor([-1e30, -300.0, 300.0, 1e18])])[None]
+    far = torch.tensor([[float("inf"), -float("inf"), float("nan")]], device=device)
+
+    def value(x):
+        return activation_backward(torch.ones_like(x), activation(name, x, True))[1]
+
+    expected = in_float64(name, x.double(), torch.tensor(ALPHA).double()).to(device)
+    torch.testing.assert_close(value(x.to(device)).double(), expected, rtol=1e-5, atol=2e-6)
+    assert_same_bits(value(far), torch.tensor([[float("inf"), float("nan"), float("nan")]]), name)
+
+
 @pytest.mark.parametrize("centered", [False, True], ids=["rmsnorm", "layernorm"])
 @pytest.mark.parametrize("shape", [(70, 200), (33, 16), (3, 1025), (0, 8)], ids=str)
 def test_norm_statistics(centered, shape, device):
