@@ -34,9 +34,9 @@ from foundry_fp8.kernels import (
     gated,
     norms,
     packed_norms,
+    packing,
     tensorwise,
 )
-from foundry_fp8.kernels import packing
 from foundry_fp8.kernels.producers import Producer
 from foundry_fp8.numerics.formats import E4M3, E5M2
 from foundry_fp8.numerics.packed import FORMATS, Packed, PackFormat
