@@ -229,6 +229,7 @@ def parse_recipe(value: str | Mapping[str, Any] | Recipe, key: str = "recipe") -
     """
     if isinstance(value, Recipe):
         return value
+    place = f"{key}.name" if isinstance(value, Mapping) else key
     if isinstance(value, str):
         value = {"name": value}
     if not isinstance(value, Mapping):
@@ -239,5 +240,5 @@ def parse_recipe(value: str | Mapping[str, Any] | Recipe, key: str = "recipe") -
     name = fields.pop("name", None)
     if not isinstance(name, str) or name not in RECIPES:
         said = "no name given" if name is None else f"{name!r} is not a recipe"
-        raise ConfigError(f"{key}: {said}. Recipes: {', '.join(RECIPES)}.{nearest(name, RECIPES)}")
+        raise ConfigError(f"{place}: {said}. Recipes: {', '.join(RECIPES)}.{nearest(name, RECIPES)}")
     return from_mapping(RECIPES[name], fields, key, owner=f"Recipe {name}")

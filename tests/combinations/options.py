@@ -16,9 +16,11 @@ from tests.combinations.takes import (
     NAMES,
     NULL,
     PATH,
+    POLICY,
     POSITIVE,
     RECIPE,
     SIZE,
+    TARGET,
     TEXT,
     TIME,
     Takes,
@@ -54,12 +56,9 @@ ALGORITHMS: dict[str, dict[str, Takes]] = {
             TEXT,
             NAMES,
             table(TEXT, BLOCKS, least=1),
-            Takes(lambda v: False, st.nothing(), lambda v: not isinstance(v, list | dict) or not any(
-                isinstance(x, str | list | dict) for x in (v.values() if isinstance(v, dict) else v))),
+            some(TARGET),
         ),
-        "policy": either(
-            word("full", "selective"), Takes(lambda v: False, st.nothing(), lambda v: not isinstance(v, list))
-        ),
+        "policy": POLICY,
         "budget": either(
             NULL,
             Takes(lambda v: type(v) is float and 0 < v <= 1, st.floats(0.01, 1)),
@@ -87,7 +86,6 @@ ALGORITHMS: dict[str, dict[str, Takes]] = {
             ),
             st.dictionaries(st.sampled_from(["norm", "activation", "boundary", "other", "loss"]),
                             st.sampled_from(["exact", "none"]), max_size=3),
-            lambda v: not isinstance(v, dict) or all(isinstance(x, str) for x in v.values()),
         ),
         "min_numel": whole(0),
     },

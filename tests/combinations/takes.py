@@ -108,12 +108,36 @@ TIME = Takes(
     st.sampled_from(["5ba", "0.1dur", "1000tok", "2ep"]),
 )
 FORMAT = word("int8", "e4m3", "int4", "exact")
+
+
+def is_blocks(v: Any) -> bool:
+    """README of the algorithm: the first n, numbers, or a comma list of words with numbers."""
+    if isinstance(v, list):
+        return bool(v) and all(whole(0).holds(x) or (isinstance(x, str) and _is_some_blocks(x)) for x in v)
+    return whole(0).holds(v) or (
+        isinstance(v, str) and all(_is_some_blocks(x) for x in v.replace(" ", "").split(","))
+    )
+
+
+def _is_some_blocks(v: str) -> bool:
+    between = re.fullmatch(r"range-([0-9]+)-([0-9]+)", v)
+    if between:
+        return int(between[1]) <= int(between[2])
+    return re.fullmatch(r"(first|last|middle)-[0-9]+|every-0*[1-9][0-9]*", v) is not None
+
+
 BLOCKS = Takes(
-    lambda v: type(v) is int and v >= 0,
-    st.integers(0, 20),
-    lambda v: (
-        not isinstance(v, str | list)
-    ),  # tests/activations/checkpointing/test_blocks.py judges the grammar
+    is_blocks,
+    st.one_of(
+        st.integers(0, 20),
+        st.sampled_from(["first-2", "range-1-3, last-1", "every-4"]),
+        st.lists(
+            st.one_of(st.integers(0, 20), st.sampled_from(["middle-2", "last-1"])), min_size=1, max_size=3
+        ),
+    ),
+)
+POLICY = either(
+    word("full", "selective", "offload"), some(word("aten.mm", "aten.addmm", "aten.mm.default"), least=1)
 )
 RECIPES = {
     "delayed": {
@@ -167,3 +191,39 @@ ATTENTION = Takes(
     ),
     st.fixed_dictionaries({}, optional={name: takes.draw for name, takes in _OF_ATTENTION.items()}),
 )
+_OF_A_TARGET = {"target": TEXT, "blocks": either(NULL, BLOCKS), "policy": either(NULL, POLICY)}
+TARGET = Takes(
+    lambda v: (
+        isinstance(v, dict)
+        and "target" in v
+        and all(k in _OF_A_TARGET and _OF_A_TARGET[k].holds(x) for k, x in v.items())
+    ),
+    st.fixed_dictionaries(
+        {"target": TEXT.draw}, optional={name: _OF_A_TARGET[name].draw for name in ("blocks", "policy")}
+    ),
+)
+
+KEYS = st.one_of(
+    PRINTABLE,
+    st.sampled_from(["", "name", "recipe", "blocks", "bf16", "margin", "\0", "a.b"]),
+    st.sampled_from([None, True, 0, 1.5]),
+)
+
+
+@st.composite
+def spoiled(draw: Any, valid: st.SearchStrategy[Any], anything: st.SearchStrategy[Any]) -> tuple[Any, str]:
+    """What ``valid`` draws with one of ``anything`` at one place inside, old or new, however deep; and that place's path (``[0].blocks``)."""
+
+    def spoil(v: Any, path: str) -> tuple[Any, str]:
+        if isinstance(v, dict):
+            key = draw(KEYS if draw(st.integers(0, 4)) == 0 else st.sampled_from(list(v)))
+            path = f"{path}.{key}"
+        else:
+            key = draw(st.integers(0, len(v) - 1))
+            path = f"{path}[{key}]"
+        inside = v[key] if isinstance(v, list) else v.get(key)
+        deeper = isinstance(inside, dict | list) and inside and draw(st.booleans())
+        new, path = spoil(inside, path) if deeper else (draw(anything), path)
+        return ({**v, key: new} if isinstance(v, dict) else [*v[:key], new, *v[key + 1 :]]), path
+
+    return spoil(draw(valid.filter(lambda v: isinstance(v, dict | list) and v)), "")

@@ -31,7 +31,7 @@ def test_formats_per_operand():
     "value, message",
     [
         ("delayd", r"recipe: 'delayd' is not a recipe.*Did you mean 'delayed'"),
-        ({"margin": 1}, "no name given"),
+        ({"margin": 1}, r"recipe\.name: no name given"),
         (
             {"name": "current", "margin": 1},
             r"recipe\.margin: unknown key\. Recipe current takes .*power_2_scales",
@@ -56,7 +56,7 @@ def test_formats_per_operand():
             r"recipe\.fp8_format: 'e5m2' is not one of hybrid, e4m3",
         ),
         (3, "neither a recipe's name"),
-        ({"name": ["delayed"]}, r"\['delayed'\] is not a recipe"),
+        ({"name": ["delayed"]}, r"recipe\.name: \['delayed'\] is not a recipe"),
         ({"name": "delayed", "margin": 17}, "at most 16"),  # 2^17 below an amax E4M3 has nothing left
     ],
 )

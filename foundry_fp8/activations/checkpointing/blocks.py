@@ -43,14 +43,14 @@ def parse_blocks(spec: Any, n_blocks: int, key: str) -> frozenset[int]:
         chosen: Iterable[int] = range(spec)
     elif isinstance(spec, list) and spec:
         found: set[int] = set()
-        for element in spec:
+        for index, element in enumerate(spec):
             if _is_number(element):
                 found.add(element)
             elif isinstance(element, str):
-                found.update(_parse_element(element, n_blocks, key))
+                found.update(_parse_element(element, n_blocks, f"{key}[{index}]"))
             else:
                 raise ConfigError(
-                    f"{key}: {element!r} in {spec!r} is not a block number or string. It takes {GRAMMAR}."
+                    f"{key}[{index}]: {element!r} is not a block number or string. It takes {GRAMMAR}."
                 )
         chosen = found
     elif isinstance(spec, str):

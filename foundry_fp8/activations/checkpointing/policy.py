@@ -47,11 +47,11 @@ def check_policy(policy: Any, key: str) -> Policy:
         raise ConfigError(
             f"{key}: {policy!r} is not full, selective, offload or a list of ops.{nearest(policy, NAMED)}"
         )
-    for op in policy:
+    for index, op in enumerate(policy):
         if not isinstance(op, str) or not _overloads(op):
             close = nearest(op, SELECTIVE_OPS)
             raise ConfigError(
-                f"{key}: {op!r} is not an op of torch.ops. Write it as namespace.name, such as aten.mm.{close}"
+                f"{key}[{index}]: {op!r} is not an op of torch.ops. Write it as namespace.name, such as aten.mm.{close}"
             )
     return policy
 
