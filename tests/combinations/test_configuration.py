@@ -140,8 +140,8 @@ def test_nonsense_inside_of_a_mapping_is_refused_where_it_stands(kind, name, opt
     @given(spoiled(KINDS[kind][name][option].draw, ANYTHING))
     def holds(drawn):
         value, place = drawn
-        # Another recipe's name makes the fields beside it wrong.
-        judge(kind, name, option, value, place.removesuffix(".name"))
+        # Another recipe's name makes the fields beside it wrong, and one item of another kind the others of a list.
+        judge(kind, name, option, value, re.sub(r"(\.name|(?<=\[)\d+\])$", "", place))
 
     holds()
 
