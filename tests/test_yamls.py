@@ -207,7 +207,7 @@ def test_foundry_takes_the_yaml_and_its_model_converts(path, folders):
         assert config.global_train_batch_size % per_step == 0
 
 
-LAYERS = {"llama-3-8b": 32, "llama-3-70b": 80, "llama-3.1-405b": 126, "moe-132b": 40}
+LAYERS = {"llama-3-8b": 32, "llama-3-8b-lora": 32, "llama-3-70b": 80, "llama-3.1-405b": 126, "moe-132b": 40}
 """Of models that take minutes to plan: every layer costs the same, and the whole model runs several times."""
 KEPT = 3
 """Layers that such a model is planned with."""
