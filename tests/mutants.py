@@ -183,6 +183,7 @@ MUTANTS = [
     Mutant("algorithms/compressed_communication/algorithm.py", "check_replicas(state.model, KEY)", "pass", T_DRIFTING),
     Mutant("algorithms/hybrid_sharding/algorithm.py", "check_replicas(state.model, KEY)", "pass", T_DRIFTING),
     Mutant("algorithms/hybrid_sharding/algorithm.py", "self._checked or event == Event.BATCH_END", "True", T_DRIFTING),
+    Mutant("distributed/compression/fsdp1.py", "None if full_precision else compressed", "None if full_precision or __import__(\"torch\")._C._current_graph_task_id() != -1 else compressed", "combinations/test_pairs.py"),
     Mutant("distributed/compression/config.py", "if sum(size > 1 for size in shape) < 2:", "if False:", "distributed/compression/test_config.py"),
     Mutant("distributed/rows.py", "(exact or joined[-1][0] % block_size == 0)", "True", "distributed/test_rows.py"),
     Mutant("distributed/rows.py", "seed=noise.seed() if noise and section.quantized else None", "seed=None", "distributed/test_rows.py"),

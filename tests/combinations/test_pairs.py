@@ -103,3 +103,9 @@ def test_features_hold_together(case):
     results = launch.call(run, world_of(case), case, imports=IMPORTS, timeout=300)
     problems = wrong(case, results)
     assert not problems, "\n".join([str(case), *problems[:12]])
+
+
+@pytest.mark.parametrize("wrapper", ["fsdp1", pytest.param("fsdp2", marks=pytest.mark.full)])
+def test_a_backward_has_the_weights_of_its_forward(wrapper):
+    """Gathered again as the same codes. Beside nothing that rounds on its way, so that other weights show."""
+    test_features_hold_together(Case(wrapper=wrapper, parameters="int8"))
