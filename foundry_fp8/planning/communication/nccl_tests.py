@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy
@@ -11,11 +12,11 @@ import numpy
 from foundry_fp8.config import ConfigError
 from foundry_fp8.planning.communication.machines import Network
 
-__all__ = ["Measured", "read_log", "with_logs"]
+__all__ = ["Measured", "fitted", "read_log", "with_logs"]
 
 KEY = "--nccl-tests"
 SMALLEST = 1 << 20
-"""Bytes from which on NCCL takes the protocol that FSDP's messages take."""
+"""Bytes of the smallest message that is fitted: below, NCCL takes protocols of its own, and steps send more."""
 _RANK = re.compile(r"^#\s+Rank\s+(\d+)\s.*?\bon\s+(\S+)\s+device", re.M)
 # size count type redop root, then time (us), algbw and busbw (GB/s) out of place.
 _ROW = re.compile(r"^\s*(\d+)\s+\d+\s+[a-z]\w*\s+\S+\s+-?\d+\s+([\d.]+)\s+([\d.]+)\s+([\d.]+)\s", re.M)
@@ -23,21 +24,18 @@ _ROW = re.compile(r"^\s*(\d+)\s+\d+\s+[a-z]\w*\s+\S+\s+-?\d+\s+([\d.]+)\s+([\d.]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One log: seconds of a collective are ``seconds + bytes / bus`` times what its ring sends."""
+    """One log."""
 
     ranks: int
     nodes: int
     shots: int
     """2 for all-reduce, 1 for all-gather and reduce-scatter."""
-    seconds: float
-    bus: float
-    """Bytes/s."""
+    seconds: Mapping[int, float]
+    """By bytes of the whole message."""
 
 
 def read_log(path: Path) -> Measured:
-    """Fit a latency and a bus bandwidth to the log of ``all_gather_perf``, ``reduce_scatter_perf`` or ``all_reduce_perf``.
-
-    Times are fitted in relative least squares over messages of at least 1 MiB.
+    """The log of ``all_gather_perf``, ``reduce_scatter_perf`` or ``all_reduce_perf``: its messages of at least 1 MiB.
 
     Raises:
         ConfigError: It is no such log, or has fewer than three sizes from 1 MiB on.
@@ -60,16 +58,7 @@ def read_log(path: Path) -> Measured:
         raise ConfigError(
             f"{KEY}: {path.name} is of no all_gather, reduce_scatter or all_reduce. Give the log of one of these."
         )
-    sizes = numpy.array([row[0] for row in rows], dtype=float)
-    times = numpy.array([row[1] for row in rows])
-    slope, start = numpy.polyfit(sizes, times, 1, w=1 / times)
-    return Measured(
-        ranks=ranks,
-        nodes=nodes,
-        shots=shots,
-        seconds=max(0.0, float(start)),
-        bus=shots * (ranks - 1) / ranks / float(slope),
-    )
+    return Measured(ranks=ranks, nodes=nodes, shots=shots, seconds={row[0]: row[1] for row in rows})
 
 
 def with_logs(network: Network, paths: list[Path]) -> Network:
@@ -79,21 +68,48 @@ def with_logs(network: Network, paths: list[Path]) -> Network:
         ConfigError: A log cannot be used, or is of other nodes than the network's.
     """
     logs = [(path, read_log(path)) for path in paths]
-    for path, log in sorted(logs, key=lambda one: one[1].nodes):
+    for path, log in logs:
         per_node = log.ranks // log.nodes
         if log.nodes > 1 and per_node != network.gpus_per_node:
             raise ConfigError(
                 f"{KEY}: {path.name} has {per_node} ranks on a node, the network {network.gpus_per_node}. Choose another --network, "
                 f"or --set gpus_per_node={per_node}."
             )
-        steps, crossing = log.ranks - 1, log.nodes - 1
-        ring = max(0.0, log.seconds - network.base_seconds) / log.shots
-        if log.nodes == 1:
-            network = dataclasses.replace(network, inside_bus=log.bus, inside_seconds=ring / steps)
-        else:
-            ring = max(0.0, ring - (steps - crossing) * network.inside_seconds)
-            network = dataclasses.replace(network, across_bus=log.bus, across_seconds=ring / crossing)
+    network = fitted(network, [log for _, log in logs])
     measured = ", ".join(path.name for path in paths)
     return (
         dataclasses.replace(network, source=f"{network.source}; measured: {measured}") if paths else network
     )
+
+
+def fitted(network: Network, logs: Sequence[Measured]) -> Network:
+    """``network`` with the bandwidth and latency at which :func:`~foundry_fp8.planning.communication.legs.collective_seconds` is nearest to
+    ``logs``: in relative least squares over all sizes of all logs of one node, then over those of several. Every size counts alike, because
+    steps send any; ``p5-efa``'s constants are made by this.
+    """
+    inside = [log for log in logs if log.nodes == 1]
+    if inside:
+        bus, seconds = _fit(network, inside)
+        network = dataclasses.replace(network, inside_bus=bus, inside_seconds=seconds)
+    across = [log for log in logs if log.nodes > 1]
+    if across:
+        bus, seconds = _fit(network, across)
+        network = dataclasses.replace(network, across_bus=bus, across_seconds=seconds)
+    return network
+
+
+def _fit(network: Network, logs: Sequence[Measured]) -> tuple[float, float]:
+    """Bytes/s of the ring, and seconds of one of those of its steps whose latency is asked for."""
+    rows, rest = [], []
+    for log in logs:
+        steps, crossing = log.ranks - 1, log.nodes - 1
+        asked = crossing or steps
+        known = network.base_seconds + log.shots * (steps - asked) * network.inside_seconds
+        for nbytes, seconds in log.seconds.items():
+            rows.append((log.shots * nbytes * steps / log.ranks / seconds, log.shots * asked / seconds))
+            rest.append((seconds - known) / seconds)
+    matrix = numpy.array(rows)
+    (slope, latency), *_ = numpy.linalg.lstsq(matrix, numpy.array(rest), rcond=None)
+    if latency < 0:
+        (slope,), *_ = numpy.linalg.lstsq(matrix[:, :1], numpy.array(rest), rcond=None)
+    return 1 / float(slope), max(0.0, float(latency))

@@ -181,7 +181,10 @@ def best_layout(work: Workload, gpus: int, gpu: Gpu, network: Network) -> Layout
         n
         for n in range(1, gpus // work.tensor_parallel + 1)
         if gpus // work.tensor_parallel % n == 0
-        and (n % network.gpus_per_node == 0 or network.gpus_per_node % n == 0)
+        and (
+            n * work.tensor_parallel % network.gpus_per_node == 0
+            or network.gpus_per_node % (n * work.tensor_parallel) == 0
+        )
     ]
     layouts, refused = [], None
     for shard in degrees:

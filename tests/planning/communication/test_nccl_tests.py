@@ -14,21 +14,24 @@ TRUE = dataclasses.replace(
 )
 
 
-def write(path, ranks, per_node, shots, largest=2**33):
+def write(path, ranks, per_node, shots, largest=2**33, times=None):
+    """A log of ``times`` by bytes, by default of what TRUE takes."""
     head = "# nThread 1 nGpus 1 minBytes 8 maxBytes 8589934592 step: 2(factor)\n#\n# Using devices\n"
     for rank in range(ranks):
         head += f"#  Rank {rank:2d} Group  0 Pid {6000 + rank} on host-{rank // per_node} device {rank % per_node:2d} [0000:04:00] H100\n"
     head += "#       size         count      type   redop    root     time   algbw   busbw #wrong     time   algbw   busbw #wrong\n"
-    size = 8
-    while size <= largest:
-        seconds = collective_seconds(size, ranks, TRUE, shots=shots)
-        if size < 2**20:
-            seconds /= 3  # another protocol: must not be fitted
+    if times is None:
+        times = {2**k: collective_seconds(2**k, ranks, TRUE, shots=shots) for k in range(3, 34)}
+        times |= {
+            size: seconds / 3 for size, seconds in times.items() if size < 2**20
+        }  # another protocol: must not be fitted
+    for size, seconds in times.items():
+        if size > largest:
+            break
         alg = size / seconds / 1e9
         bus = alg * shots * (ranks - 1) / ranks
         row = f"{seconds * 1e6:9.3f} {alg:9.4f} {bus:9.4f}      0"
         head += f"{size:12d} {size // 4:12d}     float     sum      -1 {row} {row}\n"
-        size *= 2
     path.write_text(head + "# Out of bounds values : 0 OK\n# Avg bus bandwidth    : 123.4\n")
     return path
 
@@ -55,3 +58,14 @@ def test_what_is_no_log_is_refused(tmp_path):
     four = write(tmp_path / "quad.log", 8, 4, 1)
     with pytest.raises(ConfigError, match="4 ranks on a node, the network 8"):
         with_logs(NETWORKS["h100-3200g"], [four])
+
+
+def test_every_log_counts(tmp_path):
+    """Logs of two and of four nodes that take different times: what is nearest to both lies between."""
+    two = write(tmp_path / "two.log", 16, 8, 1)
+    seconds = {2**k: 1.3 * collective_seconds(2**k, 32, TRUE) for k in range(20, 32)}
+    four = write(tmp_path / "four.log", 32, 8, 1, times=seconds)
+    start = dataclasses.replace(TRUE, across_bus=1e11, across_seconds=1e-3)
+    buses = [with_logs(start, paths).across_bus for paths in ([two], [four, two], [two, four], [four])]
+    assert buses[0] == pytest.approx(2.2e11, rel=0.02) and buses[3] == pytest.approx(2.2e11 / 1.3, rel=0.02)
+    assert buses[1] == pytest.approx(buses[2]) and 1.05 * buses[3] < buses[1] < 0.95 * buses[0]

@@ -6,6 +6,7 @@ import pytest
 
 from foundry_fp8.config import ConfigError
 from foundry_fp8.distributed.compression.config import CompressionConfig
+from foundry_fp8.planning.communication import step
 from foundry_fp8.planning.communication.machines import GPUS, NETWORKS
 from foundry_fp8.planning.communication.step import (
     COMPRESSED,
@@ -95,6 +96,28 @@ def test_memory_is_the_state_over_the_shard_and_what_error_feedback_carries():
     assert layout(PACKED, 64, 8, H100, EFA).memory_bytes == pytest.approx(state + 4 * 6.7e9 / 8)
     flat = layout(WORK, 64, 64, H100, EFA).memory_bytes
     assert layout(PACKED, 64, 64, H100, EFA).memory_bytes == flat  # a reduce-scatter carries nothing
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "together", "shards"),
+    [
+        ("h100-3200g", 96, 1, [1, 2, 4, 8, 16, 24, 32, 48, 96]),
+        ("h100-3200g", 96, 4, [1, 2, 4, 6, 8, 12, 24]),
+        ("gb200-nvl72", 144, 4, [1, 2, 3, 6, 9, 18, 36]),
+    ],
+)
+def test_copies_of_the_model_fill_nodes_or_divide_them(monkeypatch, name, gpus, together, shards):
+    """Under tensor parallelism a copy is ``together`` times as many GPUs as its shards."""
+    tried = []
+
+    def record(work, gpus, shard, gpu, network):
+        tried.append(shard)
+        return layout(work, gpus, shard, gpu, network)
+
+    monkeypatch.setattr(step, "layout", record)
+    work = dataclasses.replace(WORK, tensor_parallel=together, width=4096)
+    best_layout(work, gpus, H100, NETWORKS[name])
+    assert tried == shards
 
 
 def test_tensor_parallelism_divides_matrices_and_reduces_activations_four_times_a_block():
