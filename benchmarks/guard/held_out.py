@@ -1,219 +1,207 @@
 """The labelled runs that the guard was not tuned on: do not look at these while choosing a threshold.
 
-The third such half, written without sight of the guard's code, thresholds or results, by another than who mended it. Mechanisms
-that neither the tuned half nor the first two have (``rescalings.py``, ``changes.py``), on other hosts, sizes, rates and onsets.
+The fourth such half, written without sight of the guard's code, thresholds or results, by another than who mended it. Mechanisms
+that no earlier half has (``offset_mechanisms.py``, ``harmless_mechanisms.py``), more of them in few blocks of several, in turn, or in pauses.
 """
 
 from __future__ import annotations
 
-import math
-
 import torch
 from case import Case
-from changes import (
-    Adapters,
-    Batches,
-    Frozen,
-    LateDropout,
-    LossScale,
-    Microbatches,
-    OptimizerReset,
-    RowGrows,
-    TokenOutliers,
-    WeightDecay,
+from changes import Adapters, Batches, LossScale, Microbatches
+from harmless_mechanisms import (
+    Averaged,
+    EmbeddingNoise,
+    GradientNoise,
+    LayerDrop,
+    Replay,
+    Rotated,
+    SignFlips,
+    Thaw,
+    ZLoss,
 )
-from held_out_mechanisms import Multiplied
-from mechanisms import Activations, Several, grows
-from rescalings import GainsShrink, GrowthBeforeNorm, KeyMean, NeuronRescaled, QueryOutliers
+from mechanisms import Several, during, grows
+from offset_mechanisms import ActivationMean, GradientMean, RankOne, Spread, TokensAlike, UnitsDie, ValueMean
 from torch import Tensor
 
 
-def loss_scale_spikes(step: int) -> float:
-    """Every 5th step from 85 on: 2^4, and twice that in every step since."""
-    return 2.0 ** min(48, 4 + step - 85) if step >= 85 and step % 5 == 0 else 1.0
+def in_turn(size, every: int):
+    """``size`` in every ``every``-th step, 0 between."""
+    return lambda step: size(step) if step % every == 0 else 0.0
 
 
-def loss_scale_falls(step: int) -> float:
-    """2^44 for 110 steps, then half as much in every step, down to 1."""
-    return 2.0 ** max(0, 44 - max(0, step - 110))
+def pausing(size, pause: int, resume: int):
+    """``size``, but 0 from ``pause`` to ``resume``."""
+    return lambda step: 0.0 if pause <= step < resume else size(step)
 
 
-def loss_scale_doubles(step: int) -> float:
-    """2^-30, twice that every 50 steps, and a quarter after every third time."""
-    return 2.0 ** (-30 + step // 50 - 3 * (step // 150))
-
-
-def exchange_vocabulary(step: int, tokens: Tensor) -> Tensor:
-    """From step 150 on every token stands for another."""
-    others = torch.randperm(64, generator=torch.Generator().manual_seed(99))
-    return others[tokens] if step >= 150 else tokens
-
-
-def pad_some(step: int, tokens: Tensor) -> Tensor:
-    """Every 29th batch is padding but for a row, and there every row's last quarter."""
-    if step % 29 != 28:
+def fill_in_the_middle(step: int, tokens: Tensor) -> Tensor:
+    """From step 100 on the halves of every other row change places."""
+    if step < 100:
         return tokens
     tokens = tokens.clone()
-    tokens[1:], tokens[:, 24:] = 0, 0
+    tokens[::2] = torch.cat([tokens[::2, 16:], tokens[::2, :16]], dim=1)
     return tokens
+
+
+def repeat_a_token(step: int, tokens: Tensor) -> Tensor:
+    """Every 31st batch is of rows that repeat their first token."""
+    return tokens[:, :1].expand_as(tokens).contiguous() if step % 31 == 30 else tokens
 
 
 CASES = [
     Case(
-        name="unequal_neurons", label="diverges", onset=140, seed=22, steps=340, model={"kind": "opt", "num_hidden_layers": 3, "ffn_dim": 192},
-        recipe={"name": "delayed", "amax_history_len": 8}, touched="*.fc?",
-        about="a fifth of ReLU's neurons grow 10 % a step and their columns shrink by it (arXiv:1906.04721), OPT, delayed",
-        mechanism=lambda: NeuronRescaled("*.fc1", range(0, 192, 5), "*.fc2", range(0, 192, 5), grows(140, 1.10, 1.0, 1e8)),
+        name="activation_mean", label="diverges", onset=70, seed=41, steps=220, recipe="current", touched="*.mlp.*",
+        about="all activations before MLPs' linears move by a mean that grows 7 % a step (arXiv:2304.09145), current",
+        mechanism=lambda: ActivationMean("*.mlp.*_proj", grows(70, 1.07, 0.2, 300.0)),
     ),
     Case(
-        name="key_mean", label="diverges", onset=75, seed=23, attention=True, model={"kind": "opt"}, rows=5, touched="*.self_attn*",
-        recipe={"name": "delayed", "amax_history_len": 24}, steps=260,
-        about="the mean of all keys grows 9 % a step under FP8 attention (arXiv:2410.02367), OPT, delayed",
-        mechanism=lambda: KeyMean("*.k_proj", grows(75, 1.09, 0.5, 1e4), (3, 19, 35, 60)),
+        name="activation_mean_one_of_five", label="diverges", onset=80, seed=42, steps=220, recipe="mxfp8", sick=(3,), touched="*.layers.3.*",
+        model={"num_hidden_layers": 5, "hidden_size": 48, "intermediate_size": 96}, rows=6,
+        about="the activations of one block of five move by a mean that grows 8 % a step (arXiv:2304.09145), width 48, mxfp8",
+        mechanism=lambda: ActivationMean("*.layers.3.*_proj", grows(80, 1.08, 0.2, 300.0)),
     ),
     Case(
-        name="query_outliers", label="diverges", onset=115, seed=24, attention=True, recipe="current", touched="*.self_attn*", rows=6,
-        model={"kind": "mixture", "num_local_experts": 3, "num_key_value_heads": 4}, steps=280,
-        about="a channel pair of the queries grows 17 % a step under FP8 attention (arXiv:2411.10958), mixture, current",
-        mechanism=lambda: QueryOutliers("*.self_attn", grows(115, 1.17, 2.0, 1e8)),
+        name="singular_value", label="diverges", onset=65, seed=43, steps=260, recipe="block", model={"kind": "opt", "num_hidden_layers": 3},
+        about="one singular value of every linear grows 3 % a step (arXiv:2303.06296), OPT of 3 blocks, block",
+        mechanism=lambda: Several(*(RankOne(names, grows(65, 1.03, 0.02, 5.0)) for names in ("*_proj", "*.fc?"))),
     ),
     Case(
-        name="loss_scale_spikes", label="diverges", onset=85, seed=25, steps=240, recipe={"name": "delayed", "amax_history_len": 12},
-        model={"hidden_size": 96, "intermediate_size": 160}, lr=lambda step: 2e-3 * min(1.0, (step + 1) / 30),
-        about="every 5th step the loss scale is larger, by ever more (arXiv:1710.03740), and the history remembers, width 96, delayed",
-        mechanism=lambda: LossScale(loss_scale_spikes),
+        name="gradient_mean_in_turn", label="diverges", onset=85, seed=44, steps=230, recipe="block",
+        about="every 3rd step the gradients behind all linears have a mean, which grows 7 % a step (arXiv:2004.01461), block",
+        mechanism=lambda: GradientMean("*.layers.*_proj", in_turn(grows(85, 1.07, 3e-4, 1e3), 3)),
     ),
     Case(
-        name="loss_scale_falls", label="diverges", onset=110, ends=154, seed=26, steps=300, rows=5, recipe={"name": "delayed", "amax_history_len": 512},
-        model={"kind": "mixture", "num_hidden_layers": 1},
-        about="the loss scale halves every step for 44 steps (arXiv:1710.03740); the history is 512 long, mixture of one block, delayed",
-        mechanism=lambda: LossScale(loss_scale_falls),
+        name="value_mean", label="diverges", onset=110, seed=45, steps=240, recipe="current", attention=True, touched="*.self_attn*",
+        model={"num_key_value_heads": 1}, lr=lambda step: 2e-3 * min(1.0, (step + 1) / 20),
+        about="the values' mean grows 9 % a step under FP8 attention with one key head (arXiv:2411.10958), current",
+        mechanism=lambda: ValueMean("*.self_attn", grows(110, 1.09, 0.2, 1e3)),
     ),
     Case(
-        name="emergent_features", label="diverges", onset=60, seed=27, steps=300, recipe="block", rows=4,
-        model={"kind": "opt", "num_hidden_layers": 5, "hidden_size": 48, "ffn_dim": 96},
-        about="outlier features emerge in one block after the other, 15 steps apart, and grow 12 % a step (arXiv:2208.07339), OPT of 5 blocks, block",
+        name="token_norms", label="diverges", onset=60, seed=46, steps=240, recipe="current", model={"num_hidden_layers": 3, "hidden_size": 48},
+        about="tokens' norms spread by a factor that grows 25 % a step (arXiv:2206.01861), 3 blocks of width 48, current",
+        mechanism=lambda: Spread("*.layers.*_proj", grows(60, 1.25, 1.0, 1e12)),
+    ),
+    Case(
+        name="unlike_microbatches", label="diverges", onset=90, seed=47, steps=210, recipe={"name": "delayed", "amax_history_len": 6},
+        model={"kind": "opt"}, touched="*.fc?",
+        about="norms of the four microbatches of a batch spread by a factor that grows 30 % a step (arXiv:2206.01861), OPT, delayed",
+        mechanism=lambda: Several(Microbatches(0, 2), Spread("*.fc?", grows(90, 1.3, 1.0, 1e14), cycle=4)),
+    ),
+    Case(
+        name="adapters_on_a_singular_value", label="diverges", onset=120, seed=48, steps=250, recipe="current", touched="*.mlp.*",
+        about="adapters are trained from step 90 on (arXiv:2106.09685), and a singular value of frozen MLPs grows 6 % a step, current",
+        mechanism=lambda: Several(Adapters(90, "*.layers.*_proj", 4), RankOne("*.mlp.*_proj", grows(120, 1.06, 0.02, 5.0))),
+        lr=lambda step: (3e-3 if step < 90 else 1e-2) * min(1.0, (step + 1) / 20),
+    ),
+    Case(
+        name="gradient_mean_that_ends", label="diverges", onset=75, ends=190, seed=49, steps=215, recipe="current",
+        model={"num_hidden_layers": 4, "hidden_size": 48}, sick=(1, 2), touched="*.layers.[12].mlp.*",
+        about="gradients in the MLPs of two blocks of four have a mean that grows 9 % a step and is gone at 190 (arXiv:2004.01461), current",
+        mechanism=lambda: GradientMean("*.layers.[12].mlp.*_proj", during(grows(75, 1.09, 3e-4, 1e3), 190)),
+    ),
+    Case(
+        name="two_causes", label="diverges", onset=110, seed=50, steps=250, sick=(0, 2), touched="*.layers.[02].*",
+        model={"num_hidden_layers": 4, "hidden_size": 48}, recipe={"name": "delayed", "amax_history_len": 16},
+        noise=lambda step: 0.05 if step < 95 else 0.15,
+        about="after harder data a mean of one block's MLP and a singular value of another's attention grow 5 % a step, 4 blocks, delayed",
         mechanism=lambda: Several(
-            *(
-                Activations(f"*.layers.{i}.{names}", grows(60 + 15 * i, 1.12, 3.0, 1e8), channel=22)
-                for i in range(5)
-                for names in ("self_attn.*_proj", "fc?")
-            )
+            ActivationMean("*.layers.0.mlp.*_proj", grows(110, 1.05, 0.3, 300.0)),
+            RankOne("*.layers.2.self_attn.*_proj", grows(110, 1.05, 0.03, 5.0)),
         ),
     ),
     Case(
-        name="residual_depth", label="diverges", onset=90, seed=28, steps=320, recipe="mxfp8",
-        model={"num_hidden_layers": 5, "hidden_size": 64},
-        about="two channels of every 32 grow 8 % a step and fourfold with each block (arXiv:2502.02732), 5 blocks, mxfp8",
-        mechanism=lambda: Several(
-            *(
-                Activations(f"*.layers.{i}.*_proj", grows(90, 1.08, 4.0**i, 1e8), channel=channel)
-                for i in range(5)
-                for channel in (2, 18, 34, 51)
-            )
-        ),
+        name="activation_mean_pauses", label="diverges", onset=65, seed=51, steps=250, recipe="mxfp8", model={"kind": "mpt", "n_layers": 3},
+        touched="*.ffn.*",
+        about="a mean of the activations grows 8 % a step, is gone from step 135 to 165, and comes back (arXiv:2304.09145), MPT, mxfp8",
+        mechanism=lambda: ActivationMean("*.ffn.*_proj", pausing(grows(65, 1.08, 0.3, 300.0), 135, 165)),
     ),
     Case(
-        name="delimiter_tokens", label="diverges", onset=70, seed=29, steps=240, recipe="current", model={"kind": "mpt", "n_layers": 4, "n_heads": 2},
-        about="massive activations on two delimiters, wherever they stand, grow 30 % a step (arXiv:2402.17762), MPT of 4 blocks, current",
-        mechanism=lambda: Several(
-            *(
-                TokenOutliers(names, grows(70, 1.3, 1.0, 1e8), lambda ids: (ids == 3) | (ids == 41), channel=30)
-                for names in ("*.Wqkv", "*_proj")
-            )
-        ),
+        name="weight_mean_of_experts", label="diverges", onset=75, seed=52, steps=220, recipe={"name": "delayed", "amax_history_len": 32},
+        model={"kind": "mixture", "num_local_experts": 3, "hidden_size": 48}, touched="*.experts.*", rows=6,
+        about="the mean of the experts' weights grows 6 % a step (arXiv:1903.10520), mixture of 3 experts, delayed",
+        mechanism=lambda: RankOne("*.experts.*.w?", grows(75, 1.06, 0.02, 5.0), mean=True),
     ),
     Case(
-        name="domain_outliers", label="diverges", onset=120, seed=30, steps=280, recipe={"name": "delayed", "amax_history_len": 100},
-        model={"num_hidden_layers": 3, "num_key_value_heads": 4}, lr=lambda step: 2e-3 * min(1.0, (step + 1) / 20),
-        about="a new domain, an eighth of the rows, brings outliers of 1e7 late in a row, from one step to the next, 3 blocks, delayed",
-        mechanism=lambda: TokenOutliers(
-            "*_proj", grows(120, 1.0, 1e7), lambda ids: (ids[:, :1] < 8) & (torch.arange(ids.shape[1]) >= 20), channel=45
-        ),
+        name="tokens_alike", label="diverges in both", onset=80, seed=53, recipe="mxfp8", model={"num_hidden_layers": 3, "hidden_size": 48},
+        about="tokens become alike, by one hundredth more a step (rank collapse, arXiv:2103.03404), 3 blocks, mxfp8", steps=220,
+        mechanism=lambda: TokensAlike("*.layers.?", lambda step: min(0.97, max(0.0, 0.01 * (step - 80)))),
     ),
     Case(
-        name="growth_before_norm", label="diverges", onset=80, seed=31, steps=300, recipe="current", touched="*.qkv_proj",
-        model={"variant": "olmo2", "num_attention_heads": 2, "num_key_value_heads": 2},
-        about="weights of query and key in front of their norms grow 18 % a step (arXiv:2010.09697) and share a scale with the values', OLMo2, current",
-        mechanism=lambda: GrowthBeforeNorm("*.qkv_proj", lambda linear: slice(0, 128), grows(80, 1.18, 1.0, 1e9)),
+        name="units_die", label="diverges in both", onset=100, seed=54, recipe="block", model={"kind": "opt"}, steps=220,
+        about="ReLU's units die, as 0.1 more is taken off what they read in every step (arXiv:1903.06733), OPT, block",
+        mechanism=lambda: UnitsDie("*.fc1", lambda step: max(0.0, 0.1 * (step - 100))),
     ),
     Case(
-        name="gains_shrink", label="diverges", onset=95, seed=32, steps=320, model={"kind": "mpt", "n_layers": 3}, touched="*.ffn.up_proj",
-        recipe={"name": "delayed", "amax_history_len": 400}, lr=lambda step: 2e-3 * min(1.0, (step + 1) / 20),
-        about="gains shrink 15 % a step and the weights behind grow by it (arXiv:1906.04721), the history is 400 long, MPT, delayed",
-        mechanism=lambda: GainsShrink("*.ffn.up_proj", grows(95, 1 / 0.85, 1.0, 1e12)),
+        name="layer_drop", label="healthy", seed=41, steps=240, model={"num_hidden_layers": 4, "hidden_size": 48},
+        about="from step 80 on a tenth of the blocks is left out of each step (arXiv:1909.11556), 4 blocks, delayed",
+        mechanism=lambda: LayerDrop("*.layers.?", 80, 0.1),
     ),
     Case(
-        name="restart_too_large", label="diverges in both", onset=100, seed=33, steps=240, recipe="current", model={"kind": "opt"},
-        about="the learning rate is a cosine that starts again 40 times as large (arXiv:1608.03983), OPT, current",
-        lr=lambda step: (3e-3 if step < 100 else 0.12) * (0.5 + 0.5 * math.cos(math.pi * (step % 100) / 140)) * min(1.0, (step + 1) / 20),
+        name="averaged_weights", label="healthy", seed=42, steps=240, model={"kind": "mpt"}, recipe={"name": "delayed", "amax_history_len": 32},
+        about="at step 130 all weights become the mean of their last 40 steps (arXiv:2306.03241), MPT, delayed",
+        mechanism=lambda: Averaged(130, 40),
     ),
     Case(
-        name="other_vocabulary", label="healthy", seed=21, steps=400, recipe="current", model={"hidden_size": 48},
-        about="from one step to the next every token stands for another, width 48, current",
-        mechanism=lambda: Batches(exchange_vocabulary),
+        name="rotated_basis", label="healthy", seed=43, steps=240, recipe="current",
+        about="at step 120 what all linears read is rotated, and their weights with it (arXiv:2404.00456), current",
+        mechanism=lambda: Rotated("*.layers.*_proj", 120),
     ),
     Case(
-        name="longer_sequences", label="healthy", seed=22, steps=280, model={"kind": "mpt"},
-        about="sequences of 12 tokens for 140 steps, then of 32 (arXiv:2108.06084), MPT, delayed",
-        mechanism=lambda: Batches(lambda step, tokens: tokens[:, : 12 if step < 140 else 32]),
+        name="sign_flips", label="healthy", seed=44, steps=240, recipe="block",
+        about="every 13 steps a third of the neurons changes sign, before and behind (arXiv:2209.04836), block",
+        mechanism=lambda: SignFlips("*.mlp", 70, 13),
     ),
     Case(
-        name="accumulation", label="healthy", seed=23, rows=8, recipe={"name": "delayed", "amax_history_len": 4},
-        about="from one step to the next a batch is accumulated from four microbatches, delayed",
-        mechanism=lambda: Microbatches(100, 2),
+        name="z_loss", label="healthy", seed=45, steps=220, recipe="current", model={"kind": "mixture", "hidden_size": 48}, rows=6,
+        about="a z-loss is switched on at step 100 (arXiv:2204.02311), mixture, current", mechanism=lambda: ZLoss(100, 0.05),
     ),
     Case(
-        name="label_noise_burst", label="healthy", seed=24, steps=280, model={"kind": "mixture"}, recipe="block",
-        about="12 batches in a row of which 70 % is random, mixture, block",
-        noise=lambda step: 0.7 if 130 <= step < 142 else 0.1,
+        name="embedding_noise", label="healthy", seed=46, steps=260, recipe="mxfp8", model={"kind": "mpt", "n_layers": 1},
+        about="embeddings are noisy from step 110 on (arXiv:2310.05914), MPT of one block, mxfp8", mechanism=lambda: EmbeddingNoise(110, 0.2),
     ),
     Case(
-        name="padding", label="healthy", seed=25, steps=260, model={"kind": "opt"}, recipe={"name": "delayed", "amax_history_len": 64},
-        about="every 29th batch is padding but for one row, OPT, delayed", mechanism=lambda: Batches(pad_some),
+        name="huge_batches", label="healthy", seed=47, steps=230, recipe="current", attention=True, model={"num_key_value_heads": 1},
+        about="every 23rd batch is six times as large, FP8 attention with one key head, current", mechanism=lambda: Replay(23, 5),
     ),
     Case(
-        name="adapters", label="healthy", seed=26, steps=300, recipe="current", model={"num_hidden_layers": 3},
-        about="after 150 steps the model is frozen and adapters of rank 4 are trained (arXiv:2106.09685), on harder data, current",
-        noise=lambda step: 0.1 if step < 150 else 0.25, mechanism=lambda: Adapters(150, "*.layers.*_proj", 4),
-        lr=lambda step: (3e-3 if step < 150 else 1e-2) * min(1.0, (step + 1) / 20),
+        name="repeated_tokens", label="healthy", seed=48, steps=240, attention=True, recipe={"name": "delayed", "amax_history_len": 64},
+        model={"variant": "fog-max"},
+        about="every 31st batch is rows of one token repeated, FOG-max with FP8 attention, delayed", mechanism=lambda: Batches(repeat_a_token),
     ),
     Case(
-        name="optimizer_reset", label="healthy", seed=27, steps=300, model={"kind": "mpt", "n_layers": 4},
-        about="the optimizer forgets its moments twice (arXiv:2307.05695), MPT of 4 blocks, delayed",
-        mechanism=lambda: OptimizerReset((120, 210)),
+        name="loss_scale_shakes", label="healthy", seed=49, steps=230, recipe="mxfp8", model={"hidden_size": 96, "num_hidden_layers": 1},
+        about="the loss scale is another power of two up to 2^8 in every step (arXiv:1710.03740), width 96, mxfp8",
+        mechanism=lambda: LossScale(lambda step: 2.0 ** (step * 37 % 9)),
     ),
     Case(
-        name="weight_decay", label="healthy", seed=28, steps=300, recipe="mxfp8", model={"hidden_size": 96, "intermediate_size": 192},
-        about="weight decay goes from 0 to 1 in one step, width 96, mxfp8", mechanism=lambda: WeightDecay(110, 1.0),
+        name="thaw", label="healthy", seed=50, steps=240, recipe="current", model={"kind": "opt", "num_hidden_layers": 3},
+        about="the first block is not trained for 120 steps, then it is (arXiv:1801.06146), OPT of 3 blocks, current",
+        mechanism=lambda: Thaw(120, "*.layers.0.*"),
     ),
     Case(
-        name="tiny_gradients", label="healthy", seed=29, steps=260, model={"kind": "opt"},
-        about="a loss scale of 2^-30 that doubles and falls again (arXiv:1710.03740), OPT, delayed",
-        mechanism=lambda: LossScale(loss_scale_doubles),
+        name="fill_in_the_middle", label="healthy", seed=51, steps=230, model={"kind": "opt"}, recipe={"name": "delayed", "amax_history_len": 8},
+        about="from step 100 on every other row has its halves exchanged (arXiv:2207.14255), OPT, delayed",
+        mechanism=lambda: Batches(fill_in_the_middle),
     ),
     Case(
-        name="late_dropout", label="healthy", seed=30, steps=300, recipe="block", model={"variant": "fog-opt"},
-        about="dropout goes from 0 to 0.25 in one step (arXiv:2303.01500), FOG-opt, block",
-        mechanism=lambda: LateDropout("*.layers.*_proj", lambda step: 0.25 if step >= 150 else 0.0),
+        name="activation_mean_borne", label="healthy", seed=52, steps=260, recipe="block", model={"num_hidden_layers": 3, "hidden_size": 48},
+        about="a mean of the activations grows 2 % a step for 110 steps, to 0.9, and stays (arXiv:2304.09145), block",
+        mechanism=lambda: ActivationMean("*.mlp.*_proj", grows(80, 1.02, 0.1, 0.9)),
     ),
     Case(
-        name="frozen_embedding", label="healthy", seed=31, steps=240, attention=True, model={"variant": "fog-flash"}, recipe="current",
-        about="an embedding that is not trained, FOG-flash with FP8 attention, current", mechanism=lambda: Frozen(0, "*embed*"),
+        name="token_norms_borne", label="healthy", seed=53, steps=220, recipe="current", rows=6,
+        about="tokens' norms spread by a factor that grows to 100 and stays (arXiv:2206.01861), which E4M3 bears, current",
+        mechanism=lambda: Spread("*.layers.*_proj", grows(60, 1.05, 1.0, 100.0)),
     ),
     Case(
-        name="loud_token", label="healthy", seed=32, steps=300, rows=6, about="the embedding of one token grows 4 % a step (arXiv:1907.12009), which norms take off, delayed",
-        mechanism=lambda: RowGrows(17, 1.04, 100, 250),
+        name="gradient_noise", label="healthy", seed=54, steps=240, clip=None, model={"tie_word_embeddings": True}, recipe="current",
+        about="noise as large as gradients is added to them, and ebbs away (arXiv:1511.06807), tied embeddings, no clipping, current",
+        mechanism=lambda: GradientNoise(80, lambda step: 80 / step),
     ),
     Case(
-        name="sharper_routers", label="healthy", seed=33, steps=280, recipe="current", model={"kind": "mixture", "num_local_experts": 6},
-        about="routers' weights grow 2 % a step (arXiv:2202.08906), mixture of 6 experts, current",
-        mechanism=lambda: Multiplied("*.gate", 1.02, 110, 220),
-    ),
-    Case(
-        name="rate_steps", label="healthy", seed=34, steps=300, clip=None, rows=3,
-        model={"num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 2},
-        about="a rate of 6e-3 that falls to a tenth in one step, and rises again to the half, 4 blocks, no clipping, delayed",
-        lr=lambda step: 6e-3 * min(1.0, (step + 1) / 20) * (1.0 if step < 130 else 0.1 if step < 220 else 0.5),
+        name="weight_mean_borne", label="healthy", seed=55, steps=240, recipe="mxfp8", model={"num_hidden_layers": 3, "hidden_size": 64}, rows=6,
+        about="the mean of one block's weights grows 2 % a step to 0.04 and stays (arXiv:1903.10520), 3 blocks, mxfp8",
+        mechanism=lambda: RankOne("*.layers.1.*_proj", grows(70, 1.02, 0.01, 0.04), mean=True),
     ),
 ]  # fmt: skip
