@@ -32,7 +32,9 @@ class LayerDrop(Mechanism):
 
     def step(self, step: int, model: nn.Module) -> None:
         drawn = torch.rand(len(self.names), generator=self.generator).tolist()
-        self.left_out = {n for n, x in zip(self.names, drawn, strict=True) if step >= self.start and x < self.p}
+        self.left_out = {
+            n for n, x in zip(self.names, drawn, strict=True) if step >= self.start and x < self.p
+        }
 
     def _pass(self, name: str, args: Any, output: Any) -> Any:
         if name not in self.left_out:
@@ -173,7 +175,10 @@ class GradientNoise(Mechanism):
         for parameter in model.parameters():
             parameter.register_hook(
                 lambda grad: (
-                    grad + self.now * grad.square().mean().sqrt() * torch.randn(grad.shape, generator=self.generator)
+                    grad
+                    + self.now
+                    * grad.square().mean().sqrt()
+                    * torch.randn(grad.shape, generator=self.generator)
                 )
             )
 

@@ -21,7 +21,16 @@ from harmless_mechanisms import (
     ZLoss,
 )
 from mechanisms import Several, during, grows
-from offset_mechanisms import ActivationMean, GradientMean, RankOne, Spread, TokensAlike, UnitsDie, ValueMean
+from offset_mechanisms import (
+    ActivationMean,
+    GradientMean,
+    RankOne,
+    Sheared,
+    Spread,
+    TokensAlike,
+    UnitsDie,
+    ValueMean,
+)
 from torch import Tensor
 
 
@@ -67,9 +76,9 @@ CASES = [
         mechanism=lambda: Several(*(RankOne(names, grows(65, 1.03, 0.02, 5.0)) for names in ("*_proj", "*.fc?"))),
     ),
     Case(
-        name="gradient_mean_in_turn", label="diverges", onset=85, seed=44, steps=230, recipe="block",
-        about="every 3rd step the gradients behind all linears have a mean, which grows 7 % a step (arXiv:2004.01461), block",
-        mechanism=lambda: GradientMean("*.layers.*_proj", in_turn(grows(85, 1.07, 3e-4, 1e3), 3)),
+        name="gradient_mean_in_turn", label="diverges", onset=87, seed=44, steps=270, recipe="block",
+        about="every 3rd step the gradients behind all linears have a mean, which grows 10 % a step (arXiv:2004.01461), block",
+        mechanism=lambda: GradientMean("*.layers.*_proj", in_turn(grows(87, 1.10, 3e-4, 1e3), 3)),
     ),
     Case(
         name="value_mean", label="diverges", onset=110, seed=45, steps=240, recipe="current", attention=True, touched="*.self_attn*",
@@ -128,9 +137,22 @@ CASES = [
         mechanism=lambda: TokensAlike("*.layers.?", lambda step: min(0.97, max(0.0, 0.01 * (step - 80)))),
     ),
     Case(
-        name="units_die", label="diverges in both", onset=100, seed=54, recipe="block", model={"kind": "opt"}, steps=220,
-        about="ReLU's units die, as 0.1 more is taken off what they read in every step (arXiv:1903.06733), OPT, block",
-        mechanism=lambda: UnitsDie("*.fc1", lambda step: max(0.0, 0.1 * (step - 100))),
+        name="sheared_basis", label="diverges", onset=65, seed=56, steps=230, recipe="current", model={"num_hidden_layers": 4, "hidden_size": 48},
+        sick=(1,), touched="*.layers.1.*",
+        about="in one block of four the basis of activations and weights is sheared, by 8 % more a step (arXiv:2403.12544), current",
+        mechanism=lambda: Sheared("*.layers.1.*_proj", grows(65, 1.08, 0.1, 300.0)),
+    ),
+    Case(
+        name="value_mean_in_turn", label="diverges", onset=76, seed=57, steps=230, attention=True, model={"num_hidden_layers": 3}, sick=(0,),
+        recipe={"name": "delayed", "amax_history_len": 3}, touched="*.layers.0.self_attn*",
+        about="every 4th step the values of one block of three have a mean, which grows 7 % a step, under FP8 attention (arXiv:2411.10958), delayed",
+        mechanism=lambda: ValueMean("*.layers.0.self_attn", in_turn(grows(76, 1.07, 0.5, 1e3), 4)),
+    ),
+    Case(
+        name="singular_value_slow", label="diverges", onset=60, seed=58, steps=340, recipe="mxfp8", model={"num_hidden_layers": 4},
+        sick=(2,), touched="*.layers.2.*", rows=4,
+        about="one singular value of the linears of one block of four grows 1.5 % a step (arXiv:2303.06296), mxfp8",
+        mechanism=lambda: RankOne("*.layers.2.*_proj", grows(60, 1.015, 0.06, 5.0)),
     ),
     Case(
         name="layer_drop", label="healthy", seed=41, steps=240, model={"num_hidden_layers": 4, "hidden_size": 48},
@@ -203,5 +225,10 @@ CASES = [
         name="weight_mean_borne", label="healthy", seed=55, steps=240, recipe="mxfp8", model={"num_hidden_layers": 3, "hidden_size": 64}, rows=6,
         about="the mean of one block's weights grows 2 % a step to 0.04 and stays (arXiv:1903.10520), 3 blocks, mxfp8",
         mechanism=lambda: RankOne("*.layers.1.*_proj", grows(70, 1.02, 0.01, 0.04), mean=True),
+    ),
+    Case(
+        name="units_pushed", label="healthy", seed=54, recipe="block", model={"kind": "opt"}, steps=220,
+        about="0.1 more is taken off what ReLU's units read in every step (arXiv:1903.06733), which their biases make up for, OPT, block",
+        mechanism=lambda: UnitsDie("*.fc1", lambda step: max(0.0, 0.1 * (step - 100))),
     ),
 ]  # fmt: skip

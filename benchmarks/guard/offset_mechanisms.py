@@ -98,9 +98,7 @@ class GradientMean(Mechanism):
         if not self.value or not output.requires_grad:
             return None
         value = self.value
-        again = change_gradient(
-            F.linear(args[0], module.weight), lambda grad: torch.full_like(grad, -value)
-        )
+        again = change_gradient(F.linear(args[0], module.weight), lambda grad: torch.full_like(grad, -value))
         return change_gradient(output, lambda grad: grad + value) + (again - again.detach())
 
 
@@ -209,3 +207,34 @@ class UnitsDie(Mechanism):
 
     def step(self, step: int, model: nn.Module) -> None:
         self.value = self.size(step)
+
+
+class Sheared(Mechanism):
+    """Half of what some linears read is added ``size`` times the other half; their weights are changed so that the product stays.
+
+    What told the halves apart is a small difference of two large numbers, in the activations and in the weights. The weights are not
+    trained from there on, so that no optimizer has to cope.
+
+    Source:
+        Equivalent affine transformations of activations and weights: Ma et al., "AffineQuant" (arXiv 2403.12544), which seeks those
+        that help and must keep them well conditioned.
+    """
+
+    def __init__(self, pattern: str, size: Size) -> None:
+        self.pattern, self.size, self.value = pattern, size, 0.0
+
+    def install(self, model: nn.Module) -> None:
+        for _, linear in _matching(model, self.pattern):
+            linear.weight.register_hook(lambda grad: torch.zeros_like(grad) if self.value else grad)
+            linear.register_forward_pre_hook(self._shear)
+
+    def _shear(self, module: Any, args: tuple[Tensor, ...]) -> tuple[Tensor]:
+        first, second = args[0].chunk(2, -1)
+        return (torch.cat([first + self.value * second, second], -1),)
+
+    @torch.no_grad()
+    def step(self, step: int, model: nn.Module) -> None:
+        before, self.value = self.value, self.size(step)
+        for _, linear in _matching(model, self.pattern):
+            half = linear.in_features // 2
+            linear.weight[:, half:] -= (self.value - before) * linear.weight[:, :half]

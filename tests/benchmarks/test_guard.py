@@ -19,8 +19,10 @@ import tuned
 from case import Case
 from changes import Adapters, Batches, Frozen, LateDropout, LossScale, TokenOutliers
 from common import RESULTS
+from harmless_mechanisms import Rotated, SignFlips
 from held_out_mechanisms import GainAmplifier, GradientOutliers, PivotKeys
 from mechanisms import Activations, AttentionOutliers, CompensatedBias, SuperWeight, SwigluAlignment
+from offset_mechanisms import ActivationMean, GradientMean, RankOne, Sheared, Spread, ValueMean
 from rescalings import GainsShrink, GrowthBeforeNorm, KeyMean, NeuronRescaled, QueryOutliers
 
 from foundry_fp8.models.fog import FogConfig, FogForCausalLM
@@ -84,6 +86,50 @@ def test_a_mechanism_harms_fp8_and_leaves_high_precision_as_it_was(make, attenti
     quantised = logits(make(lambda step: 0.0), fp8=True, attention=attention)
     sick = logits(make(lambda step: 3e6), fp8=True, attention=attention)
     assert distance(sick, calm) > 3 * distance(quantised, calm)
+
+
+@pytest.mark.parametrize(
+    ("make", "grown", "attention"),
+    [
+        (lambda size: ActivationMean("*.layers.*_proj", size), 300.0, False),
+        (lambda size: RankOne("*.layers.*_proj", size), 100.0, False),
+        (lambda size: RankOne("*.layers.*_proj", size, mean=True), 100.0, False),
+        (lambda size: Spread("*.layers.*_proj", size), 1e12, False),
+        (lambda size: Sheared("*.layers.*_proj", size), 300.0, False),
+        (lambda size: ValueMean("*.self_attn", size), 300.0, True),
+    ],
+    ids=["activations", "singular value", "weights", "spread", "shear", "values"],
+)
+def test_what_is_taken_off_again_harms_fp8_alone(make, grown, attention):
+    calm = logits(make(lambda step: 0.0), fp8=False)
+    assert distance(logits(make(lambda step: grown), fp8=False), calm) < 1e-3  # float32 rounds it, too
+    quantised = logits(make(lambda step: 0.0), fp8=True, attention=attention)
+    sick = logits(make(lambda step: grown), fp8=True, attention=attention)
+    assert distance(sick, calm) > 3 * distance(quantised, calm)
+
+
+@pytest.mark.parametrize("make", [lambda: Rotated("*.layers.*_proj", 0), lambda: SignFlips("*.mlp", 0, 1)])
+def test_a_symmetry_leaves_the_function_as_it_was(make):
+    calm = logits(Rotated("*.layers.*_proj", 1), fp8=False)
+    torch.testing.assert_close(logits(make(), fp8=False), calm, rtol=1e-4, atol=1e-5)
+
+
+def test_a_mean_of_gradients_harms_gradients_of_fp8_alone():
+    def gradients(size: float, *, fp8: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(32, 32, bias=False) for _ in range(2)))
+        mechanism = GradientMean("[01]", lambda step: size)
+        mechanism.install(model)
+        if fp8:
+            apply_fp8(model, recipe="block", backend="emulated")
+        mechanism.step(0, model)
+        x = torch.randn(16, 32, generator=torch.Generator().manual_seed(1), requires_grad=True)
+        model(x).square().sum().backward()
+        return torch.cat([x.grad.flatten(), *(p.grad.flatten() for p in model.parameters())])
+
+    calm = gradients(0.0, fp8=False)
+    assert distance(gradients(1e3, fp8=False), calm) < 1e-3
+    assert distance(gradients(1e3, fp8=True), calm) > 3 * distance(gradients(0.0, fp8=True), calm)
 
 
 def test_outliers_of_gradients_harm_gradients_of_fp8_alone():
