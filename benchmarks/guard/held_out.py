@@ -65,8 +65,8 @@ CASES = [
         mechanism=lambda: ActivationMean("*.mlp.*_proj", grows(70, 1.07, 0.2, 300.0)),
     ),
     Case(
-        name="activation_mean_one_of_five", label="diverges", onset=80, seed=42, steps=220, recipe="mxfp8", sick=(3,), touched="*.layers.3.*",
-        model={"num_hidden_layers": 5, "intermediate_size": 96}, rows=4,
+        name="activation_mean_one_of_five", label="diverges", onset=80, seed=42, steps=240, recipe="mxfp8", sick=(3,), touched="*.layers.3.*",
+        model={"num_hidden_layers": 5, "intermediate_size": 96}, lr=lambda step: 2e-3 * min(1.0, (step + 1) / 20),
         about="the activations of one block of five move by a mean that grows 8 % a step (arXiv:2304.09145), mxfp8",
         mechanism=lambda: ActivationMean("*.layers.3.*_proj", grows(80, 1.08, 0.2, 300.0)),
     ),
