@@ -15,7 +15,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foundry_fp8.kernels.launch import AS_WRITTEN, GEMM_MULTIPLE, Launch, Remembered, round_up, tiles
+from foundry_fp8.kernels.launch import (
+    AS_WRITTEN,
+    GEMM_MULTIPLE,
+    Launch,
+    Remembered,
+    check_tiles,
+    round_up,
+    tiles,
+)
 from foundry_fp8.kernels.producers import Producer
 from foundry_fp8.kernels.quarters import QUARTERS, largest_of, load_quarters, store_quarters, store_transposed
 from foundry_fp8.kernels.scales import (
@@ -122,6 +130,7 @@ def _cast(source: Producer, fmt: Float8Format, group: int, square: bool, power_2
     multiple = _multiple(group)
     padded_r, padded_c = round_up(r, multiple), round_up(c, multiple)
     tile_r, tile_c, warps = MX_TILE if group == 32 else (TILE, TILE, WARPS)
+    check_tiles(padded_r, max(padded_c, *checked.strides), tile_r, tile_c)
     # MX tiles cover the scales' padding too.
     covered = TILE if group == 32 else 1
     tiles_r, tiles_c = tiles(round_up(padded_r, covered), tile_r), tiles(round_up(padded_c, covered), tile_c)

@@ -129,6 +129,11 @@ class Producer(NamedTuple):
         return x, x.stride(0), up, 0 if up is None else up.stride(0), mean, rstd, weight, bias, alpha
 
     @property
+    def strides(self) -> tuple[int, ...]:
+        """From one row to the next, of all that is read as a matrix."""
+        return (self.x.stride(0),) if self.up is None else (self.x.stride(0), self.up.stride(0))
+
+    @property
     def is_like(self) -> tuple[object, ...]:
         """Equal for two of which :meth:`checked` says the same and on whose :attr:`pointers` Triton specialises alike."""
         x, kind = self.x, self.kind

@@ -13,7 +13,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foundry_fp8.kernels.launch import AS_WRITTEN, GEMM_MULTIPLE, Launch, Remembered, aligned, round_up, tiles
+from foundry_fp8.kernels.launch import (
+    AS_WRITTEN,
+    GEMM_MULTIPLE,
+    Launch,
+    Remembered,
+    aligned,
+    check_tiles,
+    round_up,
+    tiles,
+)
 from foundry_fp8.kernels.producers import Producer, load_tile
 from foundry_fp8.kernels.quarters import largest_of, load_quarters, store_quarters, store_transposed
 from foundry_fp8.kernels.scales import amax_along, is_inf, nan_for_inf, reciprocal, scale_from_amax
@@ -182,6 +191,7 @@ def _cast(source: Producer, fmt: Float8Format, power_2: bool, constant: float | 
     checked = source.checked()
     r, c = checked.x.shape
     padded_r, padded_c = round_up(r), round_up(c)
+    check_tiles(padded_r, max(padded_c, *checked.strides), TILE_R, TILE_C)
     tiles_r, tiles_c = tiles(padded_r, TILE_R), tiles(padded_c, TILE_C)
     launch = Launch(
         _quantize_kernel,

@@ -139,6 +139,30 @@ def test_quantising_past_2_to_the_31(gated, device, monkeypatch):
         assert (a.view(torch.uint8) == b.view(torch.uint8)).float().mean() > 0.99
 
 
+@pytest.mark.parametrize("options", [{}, {"group": 128}, {"group": 32}], ids=str)
+def test_more_rows_than_an_offset_of_32_bits_reaches_are_refused(options, device):
+    """Offsets of a transpose's last column wrapped."""
+    quantize = quantize_blockwise if options else quantize_tensorwise
+    x = torch.empty(2**24 + 16, 1, dtype=torch.bfloat16, device=device)
+    with pytest.raises(ValueError, match=f"reach {2**24} rows"):
+        quantize(Producer.identity(x), E4M3, **options)
+    wide = torch.empty(2**26 + 1, dtype=torch.bfloat16, device=device).as_strided((2, 1), (2**26, 1))
+    with pytest.raises(ValueError, match="elements from one to the next"):
+        quantize(Producer.identity(wide), E4M3, **options)
+
+
+def test_the_last_of_the_rows_that_are_reached(device, monkeypatch):
+    """A tile at the end of 2^24 rows, whose transpose's last column lies 2^31 bytes behind its first."""
+    height, width = tensorwise.TILE_R, tensorwise.TILE_C
+    rows = 2**24
+    only_from(monkeypatch, rows // height - 1, tensorwise, "_quantize_kernel")
+    x = torch.empty(rows, width, dtype=torch.bfloat16, device=device)
+    x[-height:] = torch.randn(height, width)
+    found = quantize_tensorwise(Producer.identity(x), E4M3, constant=1.0)
+    expected = quantize_tensorwise_reference(Producer.identity(x[-height:].clone()), E4M3, constant=1.0)
+    assert_same_bits(found.data_t[:, -height:].clone(), expected.data_t, "the transpose")
+
+
 @every_activation
 def test_activation_backward_is_the_derivative(name, device):
     """Against finite differences in float64, independent of autograd and of the reference."""
