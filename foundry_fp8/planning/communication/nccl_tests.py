@@ -108,8 +108,6 @@ def _fit(network: Network, logs: Sequence[Measured]) -> tuple[float, float]:
         for nbytes, seconds in log.seconds.items():
             rows.append((log.shots * nbytes * steps / log.ranks / seconds, log.shots * asked / seconds))
             rest.append((seconds - known) / seconds)
-    matrix = numpy.array(rows)
-    (slope, latency), *_ = numpy.linalg.lstsq(matrix, numpy.array(rest), rcond=None)
-    if latency < 0:
-        (slope,), *_ = numpy.linalg.lstsq(matrix[:, :1], numpy.array(rest), rcond=None)
+    (slope, latency), *_ = numpy.linalg.lstsq(numpy.array(rows), numpy.array(rest), rcond=None)
+    # Where it is less than the constants alone say: what they say too much is no reason for another bandwidth.
     return 1 / float(slope), max(0.0, float(latency))
