@@ -90,7 +90,8 @@ def check_groups(
         if id(parameter) in where and found != expected:
             raise RuntimeError(
                 f"{key}: {clean_name(name)} is {expected} and the optimizer has it in the group {found!r}: something rebuilt the "
-                "groups after the algorithm. Under FSDP1 this needs use_orig_params: true."
+                "groups after the algorithm. Under FSDP1 this needs use_orig_params: true. A checkpoint that was saved without the "
+                "algorithm brings its groups along: set load_ignore_keys: [state/optimizers, state/schedulers]."
             )
     missing = described.hidden - {clean_name(name) for name, _ in model.named_parameters()}
     if missing:

@@ -121,6 +121,22 @@ def served_logits(folder: Path, kind: str, ids: torch.Tensor) -> torch.Tensor:
     return found
 
 
+def test_added_on_resume_it_asks_for_an_optimizer_without_the_old_groups(root: Path, tmp_path: Path) -> None:
+    """An older checkpoint's one group, and its scheduler's one rate, are not the algorithm's two."""
+    kind, short = "mus_causal_lm", {"max_duration": "2ba"}
+    run(root, kind, algorithms={}, save_folder=str(tmp_path), save_interval="1ba", **short).close()
+    load = {
+        "load_path": str(tmp_path / "ep0-ba1-rank0.pt"),
+        "algorithms": {"unit_scaling": {"base_width": 16}},
+        **short,
+    }
+    with pytest.raises(RuntimeError, match=r"load_ignore_keys: \[state/optimizers, state/schedulers\]"):
+        run(root, kind, **load)
+    resumed = run(root, kind, **load, load_ignore_keys=["state/optimizers", "state/schedulers"])
+    rates = {g["unit_scaling"]: g["lr"] for g in resumed.state.optimizers[0].param_groups}
+    assert rates == {"hidden": 0.04, "other": 0.08} and int(resumed.state.timestamp.batch) == 2
+
+
 def test_the_two_forms_are_one_model(root: Path) -> None:
     """The same weights give the same logits and gradients, in FP8 too, though one block sums plainly and the other does not."""
     from llmfoundry.utils.builders import build_composer_model, build_tokenizer
