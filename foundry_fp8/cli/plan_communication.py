@@ -171,6 +171,7 @@ def workload_of(config: Mapping[str, Any], model: Any, tokens: int | None = None
         units=max(1, len(transformer_blocks(model))),
         tokens=microbatch * length if tokens is None else tokens,
         attention_flops=3 * attention / length,
+        trained=sum(p.numel() for p in model.parameters() if p.requires_grad) / parameters,
         sharding="SHARD_GRAD_OP" if fsdp.get("sharding_strategy") == "SHARD_GRAD_OP" else "FULL_SHARD",
         parameter_bytes=gathered,
         gradient_bytes=reduced,

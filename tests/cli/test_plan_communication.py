@@ -149,6 +149,10 @@ def test_the_named_optimizer_and_the_mixed_precision_are_counted(tmp_path):
                 work.parameters * (8 + states) / 8 + 2 * itemsize * work.parameters / 2
             )
     assert found[8, 4].communication_seconds > 1.3 * found[8, 2].communication_seconds
+    model = build_yaml_model(config, "meta")
+    frozen = max(model.parameters(), key=lambda p: p.numel()).requires_grad_(False).numel()
+    work = workload_of(config, model)
+    assert work.trained == pytest.approx(1 - frozen / work.parameters) and 0 < work.optimizer_bytes < 4
 
 
 @pytest.mark.integration

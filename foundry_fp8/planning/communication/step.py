@@ -16,7 +16,7 @@ import functools
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
-from foundry_fp8.config import Config, ConfigError, Fraction, Positive, accept, at_least
+from foundry_fp8.config import Config, ConfigError, Fraction, Positive, accept, at_least, at_most
 from foundry_fp8.distributed.compression.config import CompressionConfig
 from foundry_fp8.distributed.compression.routing import path_of
 from foundry_fp8.planning.communication import legs
@@ -25,7 +25,7 @@ from foundry_fp8.planning.communication.stragglers import slowest
 
 __all__ = ["COMPRESSED", "Layout", "Workload", "best_layout", "layout", "plan_communication"]
 
-STATE_BYTES = 8  # of a float32 parameter and its gradient
+MASTER_BYTES = 4  # of a float32 parameter, or of its gradient
 ACTIVATION_BYTES = 2  # BF16
 COMPRESSED = CompressionConfig(gradients="int8", parameters="e4m3")
 
@@ -42,7 +42,9 @@ class Workload(Config):
     tokens: Positive
     """Tokens a GPU and step."""
     attention_flops: Annotated[float, at_least(0)] = 0.0
-    """Of attention's two GEMMs, forward and backward, a token; the rest are ``6 * parameters``."""
+    """Of attention's two GEMMs, forward and backward, a token; the rest are ``6 * parameters``, 4 of those that are frozen."""
+    trained: Annotated[float, at_least(0), at_most(1)] = 1.0
+    """Share of the parameters that train. What is frozen is gathered, and neither reduced nor held with a gradient."""
     mfu: Fraction = 0.4
     """Of the BF16 peak, of a GPU that computes alone."""
     microbatches: Positive = 1
@@ -67,7 +69,12 @@ class Workload(Config):
     @property
     def flops(self) -> float:
         """Of the model, a GPU and step."""
-        return (6 * self.parameters + self.attention_flops) * self.tokens
+        return ((4 + 2 * self.trained) * self.parameters + self.attention_flops) * self.tokens
+
+    @property
+    def forward_flops(self) -> float:
+        """Of these, before the backward."""
+        return (2 * self.parameters + self.attention_flops / 3) * self.tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,16 +121,24 @@ def layout(work: Workload, gpus: int, shard: int, gpu: Gpu, network: Network) ->
     weights = None if config is None or sharing.why_not else config.wire(config.parameters)
     gather = legs.gather(per_unit, work.parameter_bytes, shard, network, gpu, weights, stride=together)
     scatter = legs.reduce_scatter(
-        per_unit, work.gradient_bytes, shard, network, gpu, sharing, config, stride=together
+        work.trained * per_unit, work.gradient_bytes, shard, network, gpu, sharing, config, stride=together
     )
     reduce = legs.all_reduce(
-        mine, work.gradient_bytes, replicate, network, gpu, replicas, config, stride=shard * together
+        work.trained * mine,
+        work.gradient_bytes,
+        replicate,
+        network,
+        gpu,
+        replicas,
+        config,
+        stride=shard * together,
     )
     activations = ACTIVATION_BYTES * work.tokens / work.microbatches * work.width
     joined = 4 * work.units * legs.collective_seconds(activations, together, network, shots=2)
 
     compute = work.flops / together / work.microbatches / (gpu.bf16_flops * work.mfu)
-    forward, backward = compute / 3, 2 * compute / 3
+    forward = compute * work.forward_flops / work.flops
+    backward = compute - forward
     again = gather if work.sharding == "FULL_SHARD" else 0.0
     one_forward, one_backward = work.units * gather, work.units * (again + scatter + reduce)
     # The first gather and the last reduction have nothing to hide behind.
@@ -133,12 +148,15 @@ def layout(work: Workload, gpus: int, shard: int, gpu: Gpu, network: Network) ->
     exposed += joined
     computing = (compute + network.overlap_slowdown * hidden) * (1 + slowest(gpus, network))
 
-    memory = parameters * (STATE_BYTES + work.optimizer_bytes) / shard + work.activation_bytes
+    memory = parameters * (MASTER_BYTES * (1 + work.trained) + work.optimizer_bytes) / shard
+    memory += work.activation_bytes
     memory += 2 * work.parameter_bytes * per_unit
     if work.sharding == "SHARD_GRAD_OP":
         memory += work.parameter_bytes * (parameters - 2 * per_unit)
     if config is not None and config.feeds_back and replicate > 1 and not replicas.why_not:
-        memory += 4 * parameters / shard / replicas.inside  # what quantising lost, carried to the next step
+        memory += (
+            4 * work.trained * parameters / shard / replicas.inside
+        )  # what quantising lost, carried to the next step
     return Layout(
         gpus=gpus,
         shard=shard,

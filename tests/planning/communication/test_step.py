@@ -6,7 +6,7 @@ import pytest
 
 from foundry_fp8.config import ConfigError
 from foundry_fp8.distributed.compression.config import CompressionConfig
-from foundry_fp8.planning.communication import step
+from foundry_fp8.planning.communication import legs, step
 from foundry_fp8.planning.communication.machines import GPUS, NETWORKS
 from foundry_fp8.planning.communication.step import (
     COMPRESSED,
@@ -187,3 +187,21 @@ def test_every_row_of_the_plan_is_complete():
     assert {row["wire"] for row in rows} == {"bf16", "int8/e4m3"}
     own = dataclasses.replace(WORK, compression=CompressionConfig(gradients="e4m3"))
     assert {row["wire"] for row in plan_communication(own, [64], H100, EFA)} == {"bf16", "e4m3/none"}
+
+
+@pytest.mark.parametrize("shard", [64, 8])
+def test_frozen_parameters_are_gathered_and_no_more(shard):
+    """LoRA: no gradients of them to reduce, to hold, or to compute, and hardly any states."""
+    whole = layout(WORK, 64, shard, H100, EFA)
+    work = dataclasses.replace(WORK, trained=0.01, optimizer_bytes=0.08)
+    lora = layout(work, 64, shard, H100, EFA)
+    assert lora.compute_seconds == pytest.approx(whole.compute_seconds * 4.02 / 6)
+    assert lora.memory_bytes == pytest.approx(6.7e9 * (4.04 + 0.08) / shard + 4 * 6.7e9 / 32)
+    gathers = 2 * 32 * legs.gather(6.7e9 / 32, 2, shard, EFA, H100, None)
+    reduced = whole.communication_seconds - gathers, lora.communication_seconds - gathers
+    assert 0 < reduced[1] < 0.3 * reduced[0]
+    packed = [
+        layout(dataclasses.replace(one, compression=COMPRESSED), 64, 8, H100, EFA).memory_bytes
+        for one in (WORK, work)
+    ]
+    assert packed[1] < packed[0]
