@@ -83,3 +83,22 @@ def test_a_run_resumes_bit_exactly(tmp_path):
         assert torch.equal(a, b)
     whole.close()
     resumed.close()
+
+
+@pytest.mark.filterwarnings("ignore:.* is not in the state_dict")
+@pytest.mark.parametrize("names", [("decoupled_adamw", "adamw_8bit"), ("adamw_8bit", "decoupled_adamw")])
+def test_after_another_optimizer_it_goes_on_from_the_weights_with_moments_of_its_own(names, tmp_path):
+    """Composer keeps states by the optimizer's class; no float32 moments stay in an 8-bit run, and no codes reach AdamW."""
+    root, (older, newer) = make_data(tmp_path), names
+    whole = {"name": older, "lr": 3.0e-3}
+    train(config(root, optimizer=whole, save_folder=str(tmp_path), save_interval="2ba")).close()
+    path = tmp_path / "ep0-ba2-rank0.pt"
+    still = {"name": newer, "lr": 0.0, "weight_decay": 0.0}
+    load = {"load_path": str(path), "load_ignore_keys": ["state/schedulers"]}  # which hold the older rate
+    resumed = train(config(root, optimizer=still, **load))
+    saved = torch.load(path, weights_only=False)["state"]["model"]
+    for name, parameter in resumed.state.model.named_parameters():
+        assert torch.equal(parameter, saved[name])
+    states = list(resumed.state.optimizers[0].state.values())
+    assert {int(state["step"]) for state in states} == {2}
+    assert any(hasattr(state["exp_avg"], "codes") for state in states) == (newer == "adamw_8bit")
