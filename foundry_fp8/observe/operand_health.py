@@ -32,6 +32,11 @@ __all__ = [
 ]
 
 
+SHARED = 0.25
+"""What tokens may differ in, of the energy, before the loss counts against that alone. Activations, gradients and weights of
+runs that are well share a part, too."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Health:
     """One operand of one linear in one due batch.
@@ -46,7 +51,8 @@ class Health:
             (:func:`~foundry_fp8.observe.operand_stats.rounding_noise`): about 1 where a token keeps what the format can hold of
             it, 1 / rounding (1420 for E4M3, 355 for E5M2) where nothing is left of any. One token that is lost shows here and
             not in ``sqnr_db``, if another is much larger. A few large channels that are the same on all tokens are no content: their
-            rounding alone may cost all that tokens differ in, so the loss counts against what is left without them.
+            rounding alone may cost all that tokens differ in, so the loss counts against what is left without them. Nor is what all
+            channels share on all tokens, where it is more than three quarters of the energy (:data:`SHARED`).
         kurtosis: The mean over tokens of ``C sum(x^4) / sum(x^2)^2``.
         kurtosis_flat: The same of all elements together.
         peak: ``amax`` over the root mean square.
@@ -91,8 +97,9 @@ def summarise(row: Sequence[float]) -> Health:
     else:
         sqnr = math.nan
     lost = _share(of["relative_error"], of["tokens"])
-    if of["constant"] > 0:
-        lost = min(1.0, lost * signal / max(signal - of["constant"], 1e-9 * signal))
+    content = min(signal - of["constant"], (signal - of["shared"]) / SHARED)
+    if content < signal:
+        lost = min(1.0, lost * signal / max(content, 1e-9 * signal))
     return Health(
         of["amax"],
         of["scale"],

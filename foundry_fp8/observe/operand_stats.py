@@ -35,6 +35,7 @@ FIELDS = (
     "error",
     "relative_error",
     "constant",
+    "shared",
 )
 """What :func:`moments` and, from ``scale`` on, :func:`quantisation` give, in this order, float64. All but amax and scale add up."""  # fmt: skip
 
@@ -105,12 +106,13 @@ def moments(x: Tensor, sample: Sample) -> Tensor:
 
 
 def quantisation(x: Tensor, q: Quantized, sample: Sample) -> Tensor:
-    """All of :data:`FIELDS`, float64 ``[12]``.
+    """All of :data:`FIELDS`, float64 ``[13]``.
 
     ``scale`` is what the block with the largest value was multiplied with; ``saturated`` counts elements beyond what rounding
     alone would bring to the format's maximum, ``flushed`` those that were not zero and became zero; ``error`` sums ``(x -
     Q(x))^2``, and ``relative_error`` over tokens that sum divided by the sum of ``x^2``; ``constant`` sums, like ``s2``, what the
-    mean over tokens makes of the few channels that stick out with nearly the same value on all of them.
+    mean over tokens makes of the few channels that stick out with nearly the same value on all of them, ``shared`` of all
+    channels that have nearly the same value on all.
 
     Args:
         x: ``[R, C]``, hp.
@@ -129,7 +131,7 @@ def quantisation(x: Tensor, q: Quantized, sample: Sample) -> Tensor:
     near = rows.mul_(factor) if rows.data_ptr() != x.data_ptr() else rows * factor
     gemm_scale = _per_element(q, q.gemm_scale, sample, columns)
     squares = near.square()
-    constant = _constant(near, squares, back, sample)
+    means = _means(near, squares, back, sample)
     error = near.addcmul_(data, gemm_scale * factor, value=-1.0).square_().sum(1).double()
     s2, *others = _moments(squares, back)
     lost = torch.where(s2 != 0, error * back / s2, 0.0)
@@ -138,7 +140,7 @@ def quantisation(x: Tensor, q: Quantized, sample: Sample) -> Tensor:
     largest = q.scale_inv.flatten().gather(0, q.amax.flatten().argmax(0, keepdim=True))
     amax = q.amax.max()[None]  # without the NaN that the tensor may hold
     return torch.cat(
-        [amax.double(), _in_order(found, sample, columns), 1.0 / largest.double(), found[4:], constant]
+        [amax.double(), _in_order(found, sample, columns), 1.0 / largest.double(), found[4:], means]
     )
 
 
@@ -194,17 +196,23 @@ def _moments(squares: Tensor, back: Tensor) -> list[Tensor]:
     return [s2 * back, s4 * back.square(), kurtosis, counted]
 
 
-def _constant(near: Tensor, squares: Tensor, back: Tensor, sample: Sample) -> Tensor:
-    """``constant`` of :data:`FIELDS`, float64 ``[1]``: of channels with 16 times the energy of the average one, of which the mean is more
-    than half.
+def _means(near: Tensor, squares: Tensor, back: Tensor, sample: Sample) -> Tensor:
+    """``constant`` and ``shared`` of :data:`FIELDS`, float64 ``[2]``, from what the mean over rows makes of each channel: of those
+    of which it is more than half, less the variance over the number of rows, which any mean has by chance. ``constant`` is of
+    channels with 16 times the energy of the average one.
     """
+    rows = len(near)
+    if rows == 1:
+        return back.new_zeros(2)
     largest = back.max()
     share = back / largest  # powers of two, so that sums over rows are in one unit again
     weight = torch.stack([share.sqrt() * sample.weight, share * sample.weight]).float()
     of_mean = (weight[:1] @ near).square_() / sample.weight.sum()
     energy = weight[1:] @ squares
-    sticks_out = (2 * of_mean > energy) & (energy > 16 * energy.mean())
-    return (of_mean * sticks_out).sum(1).double() * largest
+    sticks_out = energy > 16 * energy.mean()
+    of_mean = of_mean - (energy - of_mean) / (rows - 1)
+    of_mean = of_mean * (2 * of_mean > energy)
+    return torch.cat([of_mean * sticks_out, of_mean]).sum(1).double() * largest
 
 
 def _weighted(sample: Sample, *of_rows: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from foundry_fp8.numerics.quantize import (
     quantize_tensor,
     scale_from_amax,
 )
-from foundry_fp8.observe.operand_health import measure, outliers, summarise
+from foundry_fp8.observe.operand_health import SHARED, measure, outliers, summarise
 from foundry_fp8.observe.operand_stats import SAMPLE, moments, rounding_noise, sample_rows
 
 
@@ -111,6 +111,34 @@ def test_a_large_channel_that_is_the_same_on_all_tokens_hides_no_noise(size):
     assert got.noise > 50
     x[:, 7] = 1000 * torch.randn(300)  # what tokens differ in
     assert summarise(measure(x, tensorwise(x)).tolist()).noise < 2
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-12])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_a_mean_of_all_channels_hides_no_noise(size, sign):
+    """Nothing sticks out and each element is rounded as well as ever, but tokens differ in less than a step."""
+    torch.manual_seed(0)
+    x = torch.randn(400, 128) + 40 * sign * torch.rand(128)
+    q = tensorwise(x * size)
+    got = summarise(measure(x * size, q).tolist())
+    error = (x.double() - q.data.double() * q.scale_inv.double() / size).square().sum(1)
+    varies = (x.double() - x.double().mean(0)).square().sum(1) / SHARED
+    assert got.noise == pytest.approx(float((error / varies.mean()).mean()) / rounding_noise(E4M3), rel=0.2)
+    assert got.noise > 50
+
+
+@pytest.mark.parametrize("mean", [0.5, 1.0, 1.5])
+def test_a_mean_that_leaves_a_quarter_of_the_energy_counts_nothing(mean):
+    torch.manual_seed(0)
+    x = torch.randn(400, 128) + mean
+    assert summarise(measure(x, tensorwise(x)).tolist()).noise < 1.5
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_the_mean_of_few_rows_is_no_mean_of_all(rows):
+    torch.manual_seed(0)
+    x = torch.randn(rows, 512)
+    assert summarise(measure(x, tensorwise(x)).tolist()).noise < 1.5
 
 
 def test_many_equal_tokens_are_no_constant_channel():
