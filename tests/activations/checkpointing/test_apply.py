@@ -201,7 +201,7 @@ def test_a_key_value_cache_would_be_filled_twice_and_is_switched_off(make_llama)
     ("options", "message"),
     [
         ({"policy": "selectiv"}, "policy: 'selectiv'.*Did you mean 'selective'"),
-        ({"policy": ["aten.mmm"]}, "policy: 'aten.mmm' is not an op.*Did you mean 'aten.mm'"),
+        ({"policy": ["aten.mmm"]}, r"policy\[0\]: 'aten.mmm' is not an op.*Did you mean 'aten.mm'"),
         ({"policy": []}, "policy"),
         ({"budget": "20GB/s"}, "budget: '20GB/s' is not a size"),
         ({"budget": 1.5}, "budget: 1.5 is not a size"),
