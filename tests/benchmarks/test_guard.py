@@ -114,18 +114,23 @@ def test_a_symmetry_leaves_the_function_as_it_was(make):
     torch.testing.assert_close(logits(make(), fp8=False), calm, rtol=1e-4, atol=1e-5)
 
 
+def gradients_of(model, mechanism, reduce, *, fp8):
+    """Of the input and of all parameters, with ``mechanism`` at its first step."""
+    mechanism.install(model)
+    if fp8:
+        apply_fp8(model, recipe="block", backend="emulated")
+    mechanism.step(0, model)
+    x = torch.randn(16, 32, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    reduce(model(x).square()).backward()
+    return torch.cat([x.grad.flatten(), *(p.grad.flatten() for p in model.parameters())])
+
+
 def test_a_mean_of_gradients_harms_gradients_of_fp8_alone():
     def gradients(size: float, *, fp8: bool) -> torch.Tensor:
         torch.manual_seed(0)
         model = torch.nn.Sequential(*(torch.nn.Linear(32, 32, bias=False) for _ in range(2)))
         mechanism = GradientMean("[01]", lambda step: size)
-        mechanism.install(model)
-        if fp8:
-            apply_fp8(model, recipe="block", backend="emulated")
-        mechanism.step(0, model)
-        x = torch.randn(16, 32, generator=torch.Generator().manual_seed(1), requires_grad=True)
-        model(x).square().sum().backward()
-        return torch.cat([x.grad.flatten(), *(p.grad.flatten() for p in model.parameters())])
+        return gradients_of(model, mechanism, torch.sum, fp8=fp8)
 
     calm = gradients(0.0, fp8=False)
     assert distance(gradients(1e3, fp8=False), calm) < 1e-3
@@ -137,13 +142,7 @@ def test_outliers_of_gradients_harm_gradients_of_fp8_alone():
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 32))
         mechanism = GradientOutliers("[02]", lambda step: size)
-        mechanism.install(model)
-        if fp8:
-            apply_fp8(model, recipe="block", backend="emulated")
-        mechanism.step(0, model)
-        x = torch.randn(16, 32, generator=torch.Generator().manual_seed(1), requires_grad=True)
-        model(x).square().mean().backward()
-        return torch.cat([x.grad.flatten(), *(p.grad.flatten() for p in model.parameters())])
+        return gradients_of(model, mechanism, torch.mean, fp8=fp8)
 
     calm = gradients(0.0, fp8=False)
     assert distance(gradients(1e4, fp8=False), calm) < 1e-6
