@@ -53,6 +53,22 @@ class _LowBitAdamW(torch.optim.Optimizer):
         self._steps += 1
         return super().step(closure)
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load.
+
+        Raises:
+            RuntimeError: The moments were saved in blocks of another size, in which they would go on.
+        """
+        super().load_state_dict(state_dict)
+        for value in (value for state in self.state.values() for value in state.values()):
+            local: Any = value.to_local() if isinstance(value, DTensor) else value
+            found = local.block_size if hasattr(local, "codes") else self.block_size
+            if found != self.block_size:
+                raise RuntimeError(
+                    f"optimizer.block_size: the checkpoint's moments are in blocks of {found}, this run says {self.block_size}. "
+                    f"Set it to {found}, or begin with fresh moments: load_ignore_keys: [state/optimizers]."
+                )
+
     @torch.no_grad()
     def _tell(self) -> None:
         moments = [

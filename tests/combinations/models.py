@@ -1,4 +1,4 @@
-"""Three tiny causal models: Hugging Face's Llama, one of torch's own modules, and one that looks like others but is not."""
+"""Tiny causal models: Hugging Face's Llama, one of torch's own modules, one that looks like others but is not, one µnit-scaled."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ LENGTH = 24
 WIDTH = 32
 
 
-def llama(tied: bool) -> nn.Module:
+def llama(tied: bool, intermediate: int = 3 * WIDTH) -> nn.Module:
     """Query, key and value read one tensor, and so do gate and up; grouped heads; no biases."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         hidden_size=WIDTH,
-        intermediate_size=3 * WIDTH,
+        intermediate_size=intermediate,
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
@@ -27,6 +27,14 @@ def llama(tied: bool) -> nn.Module:
         initializer_range=0.15,
     )
     return HuggingFace(LlamaForCausalLM(config))
+
+
+def unit_scaled(tied: bool) -> nn.Module:
+    """Of twice the width that its learning rate is said to be for."""
+    from foundry_fp8.models.mus import MusConfig, MusForCausalLM
+
+    sizes = {"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": VOCAB}
+    return HuggingFace(MusForCausalLM(MusConfig(**sizes, tie_word_embeddings=tied)))
 
 
 class HuggingFace(nn.Module):
@@ -126,6 +134,8 @@ class OddMLP(nn.Module):
 
 MODELS = {
     "llama": llama,
+    "wide": lambda tied: llama(tied, 512),  # a quarter of an MLP's matrix has 4096 elements
+    "mus": unit_scaled,
     "plain": lambda tied: Decoder(tied, nn.LayerNorm, MLP, bias=True),
     "odd": lambda tied: Decoder(tied, RMSNorm, OddMLP, bias=False),
 }

@@ -5,7 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 Options = Mapping[str, Mapping[str, Any]]
 
@@ -13,6 +17,10 @@ Options = Mapping[str, Mapping[str, Any]]
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
     """What a YAML would say."""
+
+    model: str = "llama"
+    """One of :data:`tests.combinations.models.MODELS`."""
+    optimizer: Mapping[str, Any] = dataclasses.field(default_factory=lambda: {"name": "adamw"})
 
     algorithms: Options = dataclasses.field(default_factory=dict)
     callbacks: Options = dataclasses.field(default_factory=dict)
@@ -35,6 +43,35 @@ class Settings:
                 found.append(entry.load()(**options))
         return found
 
+    def optimizer_of(self, model: nn.Module, lr: float) -> torch.optim.Optimizer:
+        """The optimizer of ``model``'s parameters, by LLM Foundry's name for ours."""
+        options = dict(self.optimizer)
+        name = options.pop("name")
+        if name == "adamw":
+            return torch.optim.AdamW(model.parameters(), lr=lr, **options)
+        (entry,) = entry_points(group="llmfoundry_optimizers", name=name)
+        return entry.load()(model.parameters(), lr=lr, **options)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """How a resume ends that cannot be right."""
+
+    says: str
+    way: str | None = "load_ignore_keys"
+    """What the message tells to do; ``None``: torch ended it before our message, and the docs say what to do."""
+    ignore: tuple[str, ...] = ("state/algorithms",)
+    """The ``load_ignore_keys`` with which it begins afresh."""
+
+
+def refused(
+    how: str, says: str, *, sharded: str | None = None, **options: Any
+) -> dict[tuple[str, str], Refusal]:
+    """A refusal of both kinds of checkpoint; ``sharded``: torch's words, where it stops first."""
+    ours = Refusal(says=says, **options)
+    theirs = ours if sharded is None else dataclasses.replace(ours, says=sharded, way=None)
+    return {(how, "monolithic"): ours, (how, "sharded"): theirs}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Part:
@@ -44,13 +81,19 @@ class Part:
     changed: Settings
     base: Settings = Settings()
     """Of the older checkpoint that it is added to."""
-    refused: str | None = None
-    """The message that ends a resume with changed settings; it names the way to start afresh."""
+    refused: Mapping[tuple[str, str], Refusal] = dataclasses.field(default_factory=dict)
+    """``changed`` or ``added``, and the kind of checkpoint: what ends such a resume."""
     moves: bool = True
     """Whether a change of its settings may move what is computed; otherwise such a run goes on exactly as it was."""
     lossy: float = 1e-4
     """How far a gradient may lie from the same numerics without what rounds on the way."""
     kinds: tuple[str, ...] = ("monolithic", "sharded")
+    needs: str | None = None
+    """A package that the modern stack lacks."""
+
+    @property
+    def missing(self) -> bool:
+        return self.needs is not None and find_spec(self.needs) is None
 
 
 def fp8(**options: Any) -> dict[str, dict[str, Any]]:
@@ -67,13 +110,35 @@ MONITORS = {
     "fp8_monitor": {"interval": 2},
 }
 DELAYED = Settings(algorithms=fp8())
+UNIT = {"fp8": {"recipe": {"name": "unit", "gradient_scale": 1024}}}
+SCHEDULE = ("state/optimizers", "state/schedulers")
 OF_ITS_OWN = {"recipe": {"name": "delayed", "amax_history_len": 8}}
+
+
+def numbers_of(value: Tensor) -> Tensor:
+    """What the codes of a moment in 8 bits stand for."""
+    return value.dequantize() if hasattr(value, "codes") else value
+
+
+def low_bit(name: str) -> Part:
+    """An optimizer whose moments are codes."""
+    return Part(
+        settings=Settings(model="wide", algorithms=fp8(), optimizer={"name": name}),
+        changed=Settings(model="wide", algorithms=fp8(), optimizer={"name": name, "block_size": 128}),
+        base=Settings(model="wide", algorithms=fp8()),
+        refused={
+            **refused("changed", "are in blocks of 256", sharded="block_size", ignore=SCHEDULE[:1]),
+            ("added", "sharded"): Refusal(says="state.optimizers.AdamW", way=None, ignore=SCHEDULE[:1]),
+        },
+        needs="torchao",
+    )
+
 
 PARTS = {
     "fp8 delayed": Part(
         settings=DELAYED,
         changed=Settings(algorithms=fp8(recipe={"name": "delayed", "amax_history_len": 8, "margin": 1})),
-        refused="made by the recipe",
+        refused=refused("changed", "made by the recipe"),
     ),
     "fp8 current": Part(
         settings=Settings(algorithms=fp8(recipe="current")),
@@ -81,7 +146,9 @@ PARTS = {
     ),
     "fp8 with attention": Part(settings=Settings(algorithms=fp8(attention=True)), changed=DELAYED),
     "attention added to fp8": Part(
-        settings=DELAYED, changed=Settings(algorithms=fp8(attention=True)), refused="FP8 attention"
+        settings=DELAYED,
+        changed=Settings(algorithms=fp8(attention=True)),
+        refused=refused("changed", "FP8 attention"),
     ),
     "attention of its own recipe": Part(
         settings=Settings(algorithms=fp8(recipe="current", attention=OF_ITS_OWN)),
@@ -131,6 +198,23 @@ PARTS = {
         base=DELAYED,
         moves=False,
     ),
+    "unit scaling": Part(
+        settings=Settings(model="mus", algorithms={**UNIT, "unit_scaling": {"base_width": 16}}),
+        changed=Settings(model="mus", algorithms={**UNIT, "unit_scaling": {"base_width": 8}}),
+        base=Settings(model="mus", algorithms=UNIT),
+        refused={
+            **refused(
+                "changed",
+                "trained with base_width 16",
+                way="as it was",
+                ignore=("state/algorithms", *SCHEDULE),
+            ),
+            **refused(
+                "added", "saved without the algorithm", sharded="param_groups.0.unit_scaling", ignore=SCHEDULE
+            ),
+        },
+    ),
+    **{name: low_bit(name) for name in ("adamw_8bit", "adamw_fp8")},
     "clipping": Part(settings=Settings(algorithms={**fp8(), **CLIP}), changed=DELAYED, base=DELAYED),
     "everything": Part(
         settings=Settings(

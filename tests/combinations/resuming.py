@@ -15,6 +15,7 @@ from composer import Trainer
 from composer.core import Callback
 from composer.utils.parallelism import FSDP2Config
 from torch import Tensor, nn
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
@@ -26,12 +27,15 @@ from foundry_fp8.numerics.recipes import parse_recipe
 from foundry_fp8.report.runs import read_run
 from foundry_fp8.surgery.attention import FP8AttentionState
 from tests.combinations.composing import Causal, Tokens
-from tests.combinations.parts import PARTS, Part, Settings
+from tests.combinations.parts import PARTS, Part, Settings, numbers_of
 from tests.combinations.wrapping import gradients_of, parameters_of
 
 ROWS = 4
 """Sequences of a batch, all ranks together: the same for any number of them."""
 SAVED, END = 4, 6
+torch.compiler.set_stance(
+    "force_eager"
+)  # torchao compiles its steps for each shape, and nothing else here is compiled
 LEARNING_RATE = 0.02
 DAMAGED = "inner.model.model.layers.1.mlp.down_proj"
 GROWS = 1
@@ -40,14 +44,15 @@ GROWS = 1
 class Growing(Causal):
     """A quarter of what the last down projection reads grows twice from batch :data:`GROWS` on."""
 
-    def __init__(self, seed: int = 0) -> None:
-        super().__init__()
+    def __init__(self, name: str = "llama", seed: int = 0) -> None:
+        super().__init__(name)
         self.batches_seen = 0
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter in self.parameters():
                 parameter.add_(seed * 0.01 * torch.randn(parameter.shape, generator=generator))
-        self.get_submodule(DAMAGED).register_forward_pre_hook(self._grow)
+        if name == "llama":
+            self.get_submodule(DAMAGED).register_forward_pre_hook(self._grow)
 
     def _grow(self, module: nn.Module, args: Any) -> Any:
         factor = torch.ones(args[0].shape[-1])
@@ -93,8 +98,8 @@ def causal_of(model: nn.Module) -> Growing:
 
 def snapshot(state: Any) -> dict[str, Any]:
     """Algorithms' states by class, the parameters, the optimizer's state, and what layers run."""
-    whole = [
-        (x.full_tensor() if isinstance(x, DTensor) else x).clone()
+    optimizer = [
+        whole_of(x)
         for per_parameter in state.optimizers[0].state.values()
         for x in per_parameter.values()
         if isinstance(x, Tensor)
@@ -106,10 +111,21 @@ def snapshot(state: Any) -> dict[str, Any]:
                 for a in state.algorithms
             },
             "parameters": parameters_of(state.model),
-            "optimizer": whole,
+            "optimizer": optimizer,
             "running": running(state.model),
         }
     )
+
+
+def whole_of(value: Tensor) -> Tensor:
+    """A copy of all of an optimizer's moment, as numbers."""
+    if isinstance(value, DTensor):
+        local = value.to_local()
+        parts = DTensor.from_local(
+            numbers_of(local), value.device_mesh, value.placements, shape=value.shape, stride=value.stride()
+        )
+        return parts.full_tensor().clone()
+    return numbers_of(value).clone()
 
 
 def running(model: nn.Module) -> dict[str, str]:
@@ -131,7 +147,8 @@ def train(
 ):
     """A run to batch :data:`END`, and what was warned about. ``folder``: where it saves at batch :data:`SAVED`."""
     torch.manual_seed(3)
-    model, data, watcher = Growing(seed=0 if load is None else 1), Tokens(END * ROWS), Watcher()
+    model = Growing(settings.model, seed=0 if load is None else 1)
+    data, watcher = Tokens(END * ROWS), Watcher()
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
     if not dist.is_initialized():
         dist.init_process_group("gloo")
@@ -143,7 +160,7 @@ def train(
                 batch_size=ROWS // world,
                 sampler=torch.utils.data.DistributedSampler(data, world, dist.get_rank(), shuffle=False),
             ),
-            optimizers=torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE),
+            optimizers=settings.optimizer_of(model, LEARNING_RATE),
             algorithms=settings.build("algorithms"),
             callbacks=[*settings.build("callbacks"), watcher],
             loggers=settings.build("loggers"),
@@ -200,7 +217,7 @@ def functional(
         algorithms: The FP8 state to go on with; empty is a fresh one.
         runs: What the resumed run's guard has its layers run.
     """
-    model = Growing()
+    model = Growing(settings.model)
     model.batches_seen = SAVED
     if settings.fp8 is not None:
         foundry_fp8.apply_fp8(model, **settings.fp8)
@@ -258,16 +275,23 @@ def identical(a: Any, b: Any) -> list[str]:
     return [] if a == b or (a != a and b != b) else [f"{a!r} is not {b!r}"]
 
 
-def judged(resumed: Any, original: Watcher, settings: Settings, *, keeps: bool) -> dict[str, Any]:
-    """How a resumed run relates to the run whose checkpoint it read."""
+def nonzero(state: list[Tensor]) -> list[str]:
+    """The moments that are not fresh. For a sharded checkpoint torch makes them beforehand, by a step without gradients."""
+    return [f"{index} is not zero" for index, x in enumerate(state) if x.dim() and x.any()]
+
+
+def judged(
+    resumed: Any, original: Watcher, settings: Settings, *, keeps: bool, fresh: bool = False
+) -> dict[str, Any]:
+    """How a resumed run relates to the run whose checkpoint it read; ``fresh``: but for the optimizer's state."""
     watcher, trainer, said = resumed
     kept = original.saved["algorithms"] if keeps else {}
-    runs = watcher.began["running"]
+    began, runs = watcher.began["optimizer"], watcher.began["running"]
     first = min(watcher.gradients)
     return {
         "first": first,
         "loaded": identical(watcher.start, original.saved["parameters"]),
-        "optimizer": identical(watcher.began["optimizer"], original.saved["optimizer"]),
+        "optimizer": nonzero(began) if fresh else identical(began, original.saved["optimizer"]),
         "gradient": off_by(
             watcher.gradients[first], functional(settings, original.saved["parameters"], kept, runs)
         ),
@@ -314,30 +338,47 @@ def resumptions(
             }
             found[name, kind, "changed"] = changed(part, kind, load, whole)
             older, base = original(part.base, kind, f"base of {name}")
-            added = train(part.settings, kind, "added", load=checkpoint(older, kind))
-            found[name, kind, "added"] = judged(added, base, part.settings, keeps=part.base.fp8 is not None)
-
+            load = checkpoint(older, kind)
+            keeps = part.base.fp8 is not None
+            found[name, kind, "added"] = judged_or_refused(part, "added", kind, load, base, keeps=keeps)[0]
     return found
 
 
 def changed(part: Part, kind: str, load: str, whole: Watcher) -> dict[str, Any]:
-    if part.refused is None:
-        resumed = train(part.changed, kind, "changed", load=load)
-        facts = judged(resumed, whole, part.changed, keeps=True)
-        if not part.moves:
-            facts["differs"] = [
-                place
-                for key in ("parameters", "optimizer")
-                for place in identical(whole.end[key], resumed[0].end[key])
-            ]
-        return facts
+    facts, resumed = judged_or_refused(part, "changed", kind, load, whole, keeps=True)
+    if not part.moves:
+        facts["differs"] = [
+            place
+            for key in ("parameters", "optimizer")
+            for place in identical(whole.end[key], resumed[0].end[key])
+        ]
+    return facts
+
+
+def judged_or_refused(
+    part: Part, how: str, kind: str, load: str, whole: Watcher, *, keeps: bool
+) -> tuple[dict[str, Any], Any]:
+    """A resume, or how it is refused and the one that begins afresh as the refusal says."""
+    older, settings = {"changed": (part.settings, part.changed), "added": (part.base, part.settings)}[how]
+    refusal = part.refused.get((how, kind))
+    if refusal is None:
+        resumed = train(settings, kind, how, load=load)
+        fresh = settings.optimizer["name"] != older.optimizer["name"]  # Composer keeps states by the class
+        return judged(resumed, whole, settings, keeps=keeps, fresh=fresh), resumed
     try:
-        train(part.changed, kind, "changed", load=load)
-        refusal = None
-    except Exception as error:
-        refusal = f"{type(error).__name__}: {error}"
-    fresh = train(part.changed, kind, "changed", load=load, load_ignore_keys=["state/algorithms"])
-    return {**judged(fresh, whole, part.changed, keeps=False), "refusal": refusal}
+        train(settings, kind, how, load=load)
+        said = "nothing was refused"
+    except (Exception, CheckpointException) as error:  # which is no Exception
+        said = f"{type(error).__name__}: {error}"
+    resumed = train(settings, kind, how, load=load, load_ignore_keys=[*refusal.ignore])
+    facts = judged(
+        resumed,
+        whole,
+        settings,
+        keeps=keeps and "state/algorithms" not in refusal.ignore,
+        fresh="state/optimizers" in refusal.ignore,
+    )
+    return {**facts, "refusal": said}, resumed
 
 
 def elsewhere(names: list[str], kinds: list[str], folder: str) -> dict[tuple[str, str, str], dict[str, Any]]:

@@ -85,6 +85,15 @@ def test_a_run_resumes_bit_exactly(tmp_path):
     resumed.close()
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_moments_in_blocks_of_another_size_are_refused_with_both_ways_on(name):
+    saved = stepped(name)[1].state_dict()
+    stepped(name)[1].load_state_dict(saved)
+    ways = r"optimizer.block_size: .* blocks of 256, this run says 128. Set it to 256, .*load_ignore_keys: \[state/optimizers\]"
+    with pytest.raises(RuntimeError, match=ways):
+        stepped(name, block_size=128)[1].load_state_dict(saved)
+
+
 @pytest.mark.filterwarnings("ignore:.* is not in the state_dict")
 @pytest.mark.parametrize("names", [("decoupled_adamw", "adamw_8bit"), ("adamw_8bit", "decoupled_adamw")])
 def test_after_another_optimizer_it_goes_on_from_the_weights_with_moments_of_its_own(names, tmp_path):
