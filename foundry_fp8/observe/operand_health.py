@@ -17,7 +17,8 @@ from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.model_structure.names import named_modules_clean
 from foundry_fp8.numerics.formats import Float8Format
 from foundry_fp8.numerics.quantize import Quantized
-from foundry_fp8.observe.operand_stats import FIELDS, quantisation, rounding_noise, sample_rows
+from foundry_fp8.observe.operand_stats import FIELDS, Sample, quantisation, rounding_noise, sample_rows
+from foundry_fp8.observe.product_noise import Factor, columns_of, product, rows_of
 
 __all__ = [
     "ATTENTION",
@@ -25,6 +26,8 @@ __all__ = [
     "Health",
     "HealthProbe",
     "Measured",
+    "Products",
+    "Seen",
     "measure",
     "outliers",
     "summarise",
@@ -133,6 +136,67 @@ ATTENTION: tuple[Measured, ...] = ("q", "k", "v", "do")
 """The operands of attention that its probe shows whole; S and dP come in blocks, where they are shown at all."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """One operand as it was quantised; what is asked of it is computed once.
+
+    Attributes:
+        x: ``[R, C]``, hp; or the sampled rows of it.
+        q: What became of it.
+        of: Which rows of the operand the sampled ones are, if ``x`` is those alone.
+    """
+
+    x: Tensor
+    q: Quantized
+    of: Sample | None = None
+
+    @functools.cached_property
+    def sample(self) -> Sample:
+        """Which rows of ``x`` are looked at."""
+        return sample_rows(self.x) if self.of is None else dataclasses.replace(self.of, rows=None)
+
+    @functools.cached_property
+    def row(self) -> Tensor:
+        """:func:`measure` of it."""
+        return with_format(quantisation(self.x, self.q, self.sample), self.q.fmt)
+
+    @property
+    def rows(self) -> Factor:
+        """For a product that sums over columns."""
+        return rows_of(self.x, self.q, self.sample)
+
+    @property
+    def columns(self) -> Factor:
+        """For a product that sums over rows; of a whole operand."""
+        return columns_of(self.x, self.q)
+
+
+class Products:
+    """The products of linears from their operands, in the order in which these come: x, w, dy."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, Factor] = {}
+        self._rows: dict[tuple[str, str], Tensor] = {}
+
+    def take(self, name: str, operand: str, seen: Seen) -> None:
+        """The operand of one linear; a product is made of it and the one before."""
+        before = self._before.pop(name, None)
+        if operand == "x":
+            self._before[name] = seen.rows
+        elif operand == "w":
+            if before is not None:
+                self._rows[name, "y"] = product(before, seen.rows)
+            self._before[name] = seen.columns
+        elif before is not None:
+            self._rows[name, "dx"] = product(seen.rows, before)
+
+    def tensors(self) -> dict[tuple[str, str], Tensor]:
+        """What was made since the last call, still on the device, by linear and product: ``y``, ``dx``."""
+        self._before.clear()
+        rows, self._rows = self._rows, {}
+        return rows
+
+
 class _Fanout:
     """What ``FP8Linear.probe`` holds while anyone watches: an operand is read once, however many monitors are told."""
 
@@ -146,19 +210,19 @@ class _Fanout:
         ):  # activation checkpointing runs the same forward again
             return
         listeners = [listener for listener in self.listeners if x.numel() and listener.wants(operand)]
-        row = functools.cache(functools.partial(measure, x, q))  # inside of what guards the first listener
+        seen = Seen(x, q)
         for listener in listeners:
-            listener.take(operand, row)
+            listener.take(operand, seen)
 
 
 class Listener:
     """One monitor's ear at one linear: what the first microbatch of a due batch brought.
 
     Args:
-        take: Given each operand's name and what computes its row.
+        take: Given each operand and its name.
     """
 
-    def __init__(self, take: Callable[[Measured, Callable[[], Tensor]], None]) -> None:
+    def __init__(self, take: Callable[[Measured, Seen], None]) -> None:
         self._take = take
         self._heard: set[Measured] = set()
 
@@ -166,10 +230,10 @@ class Listener:
         """Not heard yet."""
         return operand not in self._heard
 
-    def take(self, operand: Measured, row: Callable[[], Tensor]) -> None:
+    def take(self, operand: Measured, seen: Seen) -> None:
         """Hear it."""
         self._heard.add(operand)
-        self._take(operand, row)
+        self._take(operand, seen)
 
 
 class HealthProbe:
@@ -179,6 +243,7 @@ class HealthProbe:
         model: Wrapped or not.
         guard: Wraps each hook (:meth:`foundry_fp8.callbacks.base.Monitor.guarded`).
         attention: Also of its FP8 attentions what is quantised whole: :data:`ATTENTION`.
+        products: Also given the operands.
     """
 
     def __init__(
@@ -187,7 +252,9 @@ class HealthProbe:
         guard: Callable[[Callable[..., None]], Callable[..., None]],
         *,
         attention: bool = False,
+        products: Products | None = None,
     ) -> None:
+        self._products = products
         self.modules: dict[str, FP8Linear | FP8DotProductAttention] = {
             name: m
             for name, m in named_modules_clean(model)
@@ -229,6 +296,8 @@ class HealthProbe:
             return {}
         return dict(zip(rows, map(summarise, torch.stack(list(rows.values())).tolist()), strict=True))
 
-    def _keep(self, name: str, operand: Measured, row: Callable[[], Tensor]) -> None:
+    def _keep(self, name: str, operand: Measured, seen: Seen) -> None:
         if operand in (*LINEAR, *ATTENTION):
-            self._rows[name, operand] = row()
+            self._rows[name, operand] = seen.row
+            if self._products is not None:
+                self._products.take(name, operand, seen)

@@ -17,7 +17,7 @@ from torch import Tensor
 from foundry_fp8.numerics.formats import Float8Format
 from foundry_fp8.numerics.quantize import Quantized
 
-__all__ = ["FIELDS", "SAMPLE", "Sample", "moments", "quantisation", "rounding_noise", "sample_rows", "spread"]
+__all__ = ["FIELDS", "SAMPLE", "Sample", "dequantised", "moments", "quantisation", "rounding_noise", "sample_rows", "spread"]
 
 SAMPLE = 128
 """Rows of a large tensor that are looked at."""
@@ -142,6 +142,11 @@ def quantisation(x: Tensor, q: Quantized, sample: Sample) -> Tensor:
     return torch.cat(
         [amax.double(), _in_order(found, sample, columns), 1.0 / largest.double(), found[4:], means]
     )
+
+
+def dequantised(q: Quantized, sample: Sample, columns: int) -> Tensor:
+    """What became of the sampled rows, float32 ``[n, columns]``."""
+    return _wide(sample.take(q.data)) * _per_element(q, q.gemm_scale, sample, columns)
 
 
 def _wide(data: Tensor) -> Tensor:

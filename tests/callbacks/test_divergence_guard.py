@@ -91,6 +91,33 @@ def test_the_linear_at_fault_is_demoted_while_it_lasts_and_comes_back_when_its_s
     assert max(after) == pytest.approx(series(trainer, "guard/flushed/worst")[4], abs=0.02)
 
 
+def test_what_only_a_product_shows_is_demoted_while_it_lasts_and_comes_back(train):
+    """A direction of one weight grows; what it brings is taken off behind the GEMM, and each operand is rounded as well as ever."""
+    from composer.core import Callback
+
+    model, watch = build_llama(), guard(quiet_batches=3, finer=None)
+    linear = model.model.layers[1].mlp.down_proj
+    left, right = (torch.sign(torch.randn(n, generator=torch.Generator().manual_seed(n))) for n in linear.weight.shape)  # fmt: skip
+    linear.register_forward_hook(
+        lambda module, args, output: output - grow.size * (args[0] @ right)[..., None] * left
+    )
+
+    class Grow(Callback):
+        size = 0.0
+
+        def batch_start(self, state, logger):
+            before, self.size = self.size, 2.0 if 10 <= state.timestamp.batch.value < 18 else 0.0
+            with torch.no_grad():
+                linear.weight += (self.size - before) * torch.outer(left, right)
+
+    grow = Grow()
+    train(model, [grow, watch], algorithms=[fp8("current")], steps=28, lr=0.0)
+    assert watch.failed is None
+    assert [move[1:3] for move in moves(watch)] == [(SICK, "demote"), (SICK, "promote")]
+    assert {e["signal"] for e in watch.events if e["action"] == "alarm"} >= {"product_noise of y"}
+    assert moves(watch)[0][0] <= 13 and moves(watch)[1][0] > 18 + 2
+
+
 @pytest.mark.parametrize("actions", [["demote"], ["warn"]])
 def test_a_history_of_another_run_is_told_and_renewed_in_the_step_that_meets_it(train, actions):
     """Between two observations; nothing is demoted for what is mended."""

@@ -6,7 +6,6 @@ the one that its history makes, which is kept up in every pass while the layer r
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 
@@ -19,18 +18,18 @@ from foundry_fp8.layers.autocast import compute_dtype
 from foundry_fp8.layers.deferred_norm import deferred_norm_of
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.numerics.formats import Float8Format
-from foundry_fp8.numerics.quantize import Quantized, amax_of, quantize_tensor, scale_from_amax
+from foundry_fp8.numerics.quantize import amax_of, quantize_tensor, scale_from_amax
 from foundry_fp8.numerics.recipes import CurrentScaling, DelayedScaling, Operand, Recipe
-from foundry_fp8.observe.operand_health import with_format
-from foundry_fp8.observe.operand_stats import Sample, quantisation, sample_rows
+from foundry_fp8.observe.operand_health import Products, Seen
+from foundry_fp8.observe.operand_stats import Sample, sample_rows
 
 __all__ = ["LinearShadow", "shadow_of", "tensorwise"]
 
 Guard = Callable[[Callable[..., None]], Callable[..., None]]
 
 
-def shadow_of(x: Tensor, operand: Operand, recipe: Recipe, scale: Tensor | None = None) -> Tensor:
-    """:func:`~foundry_fp8.observe.operand_health.measure` of ``x`` as if it were quantised.
+def shadow_of(x: Tensor, operand: Operand, recipe: Recipe, scale: Tensor | None = None) -> Seen:
+    """``x`` as if it were quantised. A weight is quantised whole: its blocks have several rows, and products look at columns of it.
 
     Args:
         x: ``[R, C]``, hp.
@@ -38,29 +37,25 @@ def shadow_of(x: Tensor, operand: Operand, recipe: Recipe, scale: Tensor | None 
         recipe: What would run.
         scale: For the delayed recipe, what it would be multiplied with.
     """
+    if operand == "w":
+        return Seen(x, quantize_operand(x, operand, recipe, along=1, scale=scale))
     sample = sample_rows(x)
+    rows = sample.take(x)
     if isinstance(recipe, DelayedScaling):
         assert scale is not None
-        return tensorwise(x, sample, scale, recipe.format(operand))
-    if isinstance(recipe, CurrentScaling):
+        q = quantize_tensor(rows, scale, recipe.format(operand))
+    elif isinstance(recipe, CurrentScaling):
         fmt = recipe.format(operand)
-        return tensorwise(x, sample, scale_from_amax(sample.amax, fmt, power_2=recipe.power_2_scales), fmt)
-    if operand == "w" and sample.rows is not None:  # blocks of several rows
-        return with_format(
-            quantisation(x, quantize_operand(x, operand, recipe, along=1), sample), recipe.format(operand)
-        )
-    rows = sample.take(x)
-    return _of_rows(quantize_operand(rows, operand, recipe, along=1), rows, sample, recipe.format(operand))
+        q = quantize_tensor(rows, scale_from_amax(sample.amax, fmt, power_2=recipe.power_2_scales), fmt)
+    else:
+        q = quantize_operand(rows, operand, recipe, along=1)
+    return Seen(rows, q, sample)
 
 
 def tensorwise(x: Tensor, sample: Sample, scale: Tensor, fmt: Float8Format) -> Tensor:
     """The same with one known scale, whatever the layer is."""
     rows = sample.take(x)
-    return _of_rows(quantize_tensor(rows, scale, fmt), rows, sample, fmt)
-
-
-def _of_rows(q: Quantized, rows: Tensor, sample: Sample, fmt: Float8Format) -> Tensor:
-    return with_format(quantisation(rows, q, dataclasses.replace(sample, rows=None)), fmt)
+    return Seen(rows, quantize_tensor(rows, scale, fmt), sample).row
 
 
 def _one_of(see: Callable[[Tensor], None], number: int, gradients: tuple[Tensor | None, ...]) -> None:
@@ -78,12 +73,14 @@ class LinearShadow:
 
     Attributes:
         measures: Whether this batch is due.
+        products: Of what would be quantised.
     """
 
     def __init__(self, guard: Guard) -> None:
         self._guard = guard
         self._followed: list[FP8Linear] = []
         self._rows: dict[tuple[str, str], Tensor] = {}
+        self.products = Products()
         self.measures = False
 
     def follow(self, linears: Mapping[str, tuple[FP8Linear, Recipe]]) -> None:
@@ -116,7 +113,9 @@ class LinearShadow:
         slot = None if module.slots is None else module.slots[operand]
         if self.measures and (name, operand) not in self._rows:
             scale = None if slot is None else slot.scale
-            self._rows[name, operand] = shadow_of(flat, operand, recipe, scale)
+            seen = shadow_of(flat, operand, recipe, scale)
+            self._rows[name, operand] = seen.row
+            self.products.take(name, operand, seen)
         if slot is not None:
             slot.record(amax_of(flat))
 

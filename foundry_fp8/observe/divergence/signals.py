@@ -38,6 +38,7 @@ DAMAGE: dict[str, Rule] = {
     "flushed": Rule(floor=5e-3, ratio=4.0, drift=4.0, sick=0.5),
     "flushed_gradient": Rule(floor=0.04, ratio=4.0, drift=4.0, sick=0.5),
     "noise": Rule(floor=1.0, ratio=4.0, drift=4.0, sick=64.0),
+    "product_noise": Rule(floor=1.0, ratio=4.0, drift=4.0, sick=64.0),
     "clipped": Rule(floor=0.3, ratio=1.44, drift=1.44, sick=1.2, counted=True),
     "logit_noise": Rule(floor=0.25, ratio=4.0, drift=4.0, sick=1.0),
 }

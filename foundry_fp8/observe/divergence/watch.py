@@ -21,13 +21,15 @@ from foundry_fp8.observe.divergence.attention_watch import AttentionWatch, logit
 from foundry_fp8.observe.divergence.ladder import OUTSIDE, Ladder, units_of
 from foundry_fp8.observe.divergence.observed import Observed
 from foundry_fp8.observe.divergence.shadow import LinearShadow
-from foundry_fp8.observe.operand_health import HealthProbe, outliers, summarise
+from foundry_fp8.observe.operand_health import HealthProbe, Products, outliers, summarise
 from foundry_fp8.observe.operand_stats import moments, sample_rows
+from foundry_fp8.observe.product_noise import product_noise
 
 __all__ = ["Watch", "together"]
 
 OUTLIERS = ("kurtosis", "kurtosis_flat")
 NOT_MEASURED = -1.0
+PRODUCTS = ("y", "dx")
 CLIPPED: tuple[Operand, ...] = ("x", "w")
 """Gradients vary from batch to batch, so that delayed scaling clips some in healthy runs; of those only what is kept out of their
 history again and again is counted."""
@@ -76,7 +78,8 @@ class Watch:
         self._guard = guard
         self._review = review
         self.amax: dict[tuple[str, str], float] = {}
-        self._health = HealthProbe(model, guard)
+        self._products = Products()
+        self._health = HealthProbe(model, guard, products=self._products)
         self._shadow = LinearShadow(guard)
         self._attention = AttentionWatch(guard)
         self._plain: dict[str, nn.Module] = {}
@@ -175,7 +178,8 @@ class Watch:
             amax |= {(name, operand): value for operand, value in looked.amax.items()}
         reviewed = self._review is not None and self._review.state.review is self._review
         clipped = {"clipped": self._review.clipped} if self._review is not None and reviewed else {}
-        parts = _to_host([real, shadow, amax, plain, squares, clipped])
+        products = self._products.tensors(), self._shadow.products.tensors()
+        parts = _to_host([real, shadow, amax, plain, squares, clipped, *products])
         found = _Found(self.columns)
         for damage, rows in ((found.damage, parts[0]), (found.shadow, parts[1])):
             for (name, operand), row in rows.items():
@@ -192,6 +196,9 @@ class Watch:
             found.signs[unit, "gradient_norm"] = square
         for counts in parts[5].values():
             self._see_clipped(found, counts)
+        for damage, rows in ((found.damage, parts[6]), (found.shadow, parts[7])):
+            for (name, which), row in rows.items():
+                damage[name, which, "product_noise"] = product_noise(row)
         return [loss, *found.signs.values(), *found.amax.values(), *found.damage.values(), *found.shadow.values()]  # fmt: skip
 
     def _see_clipped(self, found: _Found, counts: Sequence[float]) -> None:
@@ -272,6 +279,7 @@ def _damage_of(target: str, ladder: Ladder) -> list[tuple[str, str, str]]:
     found = [(target, operand, name) for operand in ladder.operands for name in (_flushed(operand), "noise")]
     if not _linear(ladder):
         return [*found, (target, "qk", "logit_noise")]
+    found += [(target, which, "product_noise") for which in PRODUCTS]
     return [*found, *((target, operand, "clipped") for operand in ladder.operands if _clips(ladder))]
 
 

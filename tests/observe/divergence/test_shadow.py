@@ -7,7 +7,8 @@ import torch
 
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.observe.divergence.shadow import LinearShadow
-from foundry_fp8.observe.operand_health import HealthProbe, summarise
+from foundry_fp8.observe.operand_health import HealthProbe, Products, summarise
+from foundry_fp8.observe.product_noise import product_noise
 from foundry_fp8.surgery.apply import apply_fp8
 
 
@@ -49,12 +50,14 @@ def step(model, seed=1):
 def test_a_shadow_sees_what_the_recipe_sees_whatever_hooks_the_layer_has(recipe):
     model = build(recipe)
     linear: FP8Linear = model[0]
-    probe = HealthProbe(model, lambda hook: hook)
+    products = Products()
+    probe = HealthProbe(model, lambda hook: hook, products=products)
     for _ in range(3):  # delayed scaling knows the amaxes then
         step(model)
     probe.attach()
     step(model)
     seen = {operand: summarise(row.tolist()) for (_, operand), row in probe.tensors().items()}
+    multiplied = {which: product_noise(row.tolist()) for (_, which), row in products.tensors().items()}
     probe.detach()
     assert seen["dy"].peak > 10, "what is quantised is what sticks out"
 
@@ -74,6 +77,9 @@ def test_a_shadow_sees_what_the_recipe_sees_whatever_hooks_the_layer_has(recipe)
         assert health.noise == pytest.approx(seen[operand].noise, rel=1e-5), operand
         assert health.flushed == pytest.approx(seen[operand].flushed, abs=1e-6), operand
         assert health.scale == pytest.approx(seen[operand].scale, rel=1e-6), operand
+    for (_, which), row in shadow.products.tensors().items():
+        assert product_noise(row.tolist()) == pytest.approx(multiplied.pop(which), rel=1e-5), which
+    assert not multiplied
     shadow.follow({})
     assert linear.look is None
 
