@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from foundry_fp8.numerics.formats import E4M3
 from foundry_fp8.numerics.quantize import Quantized
 from foundry_fp8.observe.kurtosis import kurtosis_per_sample, kurtosis_per_token, row_sums, sample_tokens
-from foundry_fp8.observe.operand_health import measure
+from foundry_fp8.observe.operand_health import Products, Seen
 
 TOKENS, LAYERS, WIDTH, INNER, KV, PARAMETERS = 8192, 32, 4096, 14336, 1024, 8.03e9
 LINEARS = [
@@ -51,11 +51,16 @@ class Traffic(TorchDispatchMode):
         return out
 
 
-def operand(rows: int, columns: int) -> None:
-    """One operand of a linear, as fp8_monitor and the guard share it."""
-    x = torch.empty(rows, columns, dtype=torch.bfloat16, device="meta")
-    scale = torch.empty((), device="meta")
-    measure(x, Quantized(x.to(torch.float8_e4m3fn), scale, None, E4M3, scale))
+def linear(k: int, n: int, products: bool) -> None:
+    """The three operands of a linear, as fp8_monitor and the guard share them; of the guard alone its products."""
+    found = Products()
+    for operand, rows, columns in (("x", TOKENS, k), ("w", n, k), ("dy", TOKENS, n)):
+        x = torch.empty(rows, columns, dtype=torch.bfloat16, device="meta")
+        scale = torch.empty((), device="meta")
+        seen = Seen(x, Quantized(x.to(torch.float8_e4m3fn), scale, None, E4M3, scale))
+        _ = seen.row
+        if products:
+            found.take("", operand, seen)
 
 
 def role(features: list[int]) -> None:
@@ -79,9 +84,8 @@ def main() -> None:
     # 6 a parameter and token, and causal attention.
     step = (6 * PARAMETERS * TOKENS + 6 * LAYERS * TOKENS**2 * WIDTH) / args.flops
     parts = {
-        "fp8_monitor and divergence_guard": lambda: [
-            operand(rows, columns) for k, n in LINEARS for rows, columns in ((TOKENS, k), (n, k), (TOKENS, n))
-        ],
+        "fp8_monitor": lambda: [linear(k, n, False) for k, n in LINEARS],
+        "divergence_guard": lambda: [linear(k, n, True) for k, n in LINEARS],
         "kurtosis_monitor": lambda: [role(features) for features in ROLES],
     }
     print(f"one microbatch of {TOKENS} tokens, a step of {step * 1e3:.0f} ms, interval {args.interval}")
@@ -91,12 +95,12 @@ def main() -> None:
             run()
         moved = LAYERS * traffic.bytes
         # The cast that makes the FP8 tensor is the layer's own.
-        if name.startswith("fp8"):
+        if name != "kurtosis_monitor":
             moved -= LAYERS * sum(3 * (TOKENS * k + n * k + TOKENS * n) for k, n in LINEARS)
         share = moved / args.bandwidth / args.interval / step
-        if "divergence_guard" in name:  # which looks at one linear in turn in the batches between
+        if name == "divergence_guard":  # which looks at one linear in turn in the batches between
             share *= 1 + (args.interval - 1) / (LAYERS * len(LINEARS))
-        print(f"  {name:34s}{moved / 1e9:8.0f} GB  {share:7.2%}  {LAYERS * traffic.operations:8d} operations")
+        print(f"  {name:18s}{moved / 1e9:8.0f} GB  {share:7.2%}  {LAYERS * traffic.operations:8d} operations")
 
 
 if __name__ == "__main__":

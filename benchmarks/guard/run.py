@@ -45,7 +45,7 @@ FLOOR = RESULTS / "guard_floor.json"
 SPLITS = {"tuned": tuned.CASES, "held-out": held_out.CASES}
 DEPENDS = (
     "foundry_fp8/numerics", "foundry_fp8/layers", "foundry_fp8/backends/emulated", "foundry_fp8/models/fog",
-    "foundry_fp8/observe/divergence", "foundry_fp8/observe/operand_*.py", "foundry_fp8/callbacks/divergence_guard",
+    "foundry_fp8/observe/divergence", "foundry_fp8/observe/operand_*.py", "foundry_fp8/observe/product_noise.py", "foundry_fp8/callbacks/divergence_guard",
     "benchmarks/guard/*mechanisms.py", "benchmarks/guard/rescalings.py", "benchmarks/guard/changes.py", "benchmarks/guard/train.py",
 )  # fmt: skip
 """What the losses and events of a guarded run follow from, besides its case, torch and the host models."""

@@ -17,7 +17,17 @@ from torch import Tensor
 from foundry_fp8.numerics.formats import Float8Format
 from foundry_fp8.numerics.quantize import Quantized
 
-__all__ = ["FIELDS", "SAMPLE", "Sample", "dequantised", "moments", "quantisation", "rounding_noise", "sample_rows", "spread"]
+__all__ = [
+    "FIELDS",
+    "SAMPLE",
+    "Sample",
+    "dequantised",
+    "moments",
+    "quantisation",
+    "rounding_noise",
+    "sample_rows",
+    "spread",
+]
 
 SAMPLE = 128
 """Rows of a large tensor that are looked at."""

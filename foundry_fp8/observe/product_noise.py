@@ -29,7 +29,9 @@ LARGEST = 0.25
 """What is left beside the largest direction of a product, of its energy, before the error counts against that alone. Products in runs that
 are well have a largest direction, too."""
 FEW = 8
-"""Of fewer rows or columns one direction is most of what there is."""
+"""Of fewer tokens or channels, counted by what they have of the energy, one direction is most of what there is."""
+NOTHING = 1e-9
+"""What is left beside the largest direction if nothing is: one neuron that fires."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +54,10 @@ class Factor:
 def rows_of(x: Tensor, q: Quantized, sample: Sample) -> Factor:
     """The sampled rows of ``x`` ``[R, C]``, in float32."""
     return Factor(
-        sample.take(x.detach()).float(), dequantised(q, sample, x.shape[1]), sample.weight, rounding_noise(q.fmt)
+        sample.take(x.detach()).float(),
+        dequantised(q, sample, x.shape[1]),
+        sample.weight,
+        rounding_noise(q.fmt),
     )
 
 
@@ -77,16 +82,25 @@ def product(a: Factor, b: Factor) -> Tensor:
         b: Of a weight.
     """
     amax = a.exact.abs().amax(1, keepdim=True)
-    size = amax * torch.linalg.vector_norm(a.exact / amax, dim=1, keepdim=True)  # squares of 1e-25 would be zero
+    size = amax * torch.linalg.vector_norm(
+        a.exact / amax, dim=1, keepdim=True
+    )  # squares of 1e-25 would be zero
     unit = torch.where(size > 0, 1 / size, 0.0)
     with torch.autocast(autocast_type(size.device), enabled=False):
         y = (a.exact * unit) @ b.exact.float().t()
         error = (a.rounded * unit) @ b.rounded.float().t() - y
     weight = a.weight.sqrt()[:, None] * b.weight.sqrt()
     y, error = y * weight, error * weight
-    signal = y.square().sum()
-    largest = signal * _largest_share(y) if min(y.shape) >= FEW else torch.zeros_like(signal)
+    squares = y.square()
+    signal = squares.sum()
+    many = torch.minimum(_count(squares.sum(0)), _count(squares.sum(1))) >= FEW
+    largest = torch.where(many, signal * _largest_share(y), 0.0)
     return torch.stack([error.square().sum(), signal, largest, signal.new_full((), a.noise + b.noise)])
+
+
+def _count(energy: Tensor) -> Tensor:
+    """Of how many the energy is, 0-d: n where it is equal, 1 where one has all."""
+    return energy.sum().square() / energy.square().sum()
 
 
 def _largest_share(y: Tensor) -> Tensor:
@@ -105,7 +119,8 @@ def product_noise(row: Sequence[float]) -> float:
         row: From :func:`product`. NaN if something is not finite.
     """
     error, signal, largest, rounding = row
-    content = min(signal, (signal - largest) / LARGEST)
+    rest = signal - largest
+    content = min(signal, rest / LARGEST) if rest > NOTHING * signal else signal
     if not math.isfinite(error + signal):
         return math.nan
     if error == 0:

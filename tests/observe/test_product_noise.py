@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from foundry_fp8.observe.operand_health import HealthProbe, Products, summarise
 from foundry_fp8.observe.operand_stats import rounding_noise
@@ -118,7 +119,9 @@ def test_what_no_operand_shows_is_seen_in_the_product(operands, recipe):
 
 @pytest.mark.parametrize("size", [1e-25, 1e12])
 def test_gradients_of_any_size(size):
-    assert seen(healthy, "current", size)[0]["dx"] == pytest.approx(seen(healthy, "current")[0]["dx"], rel=1e-3)
+    assert seen(healthy, "current", size)[0]["dx"] == pytest.approx(
+        seen(healthy, "current")[0]["dx"], rel=1e-3
+    )
 
 
 @pytest.mark.parametrize("operands", [healthy, sheared])
@@ -146,6 +149,19 @@ def test_of_few_tokens_no_direction_is_left_out():
     assert noise["y"] < 1.5 and noise["dx"] < 1.5
 
 
+@pytest.mark.parametrize("part", [slice(5, None), (slice(None), slice(1, None))])
+def test_of_one_neuron_or_few_tokens_that_are_not_zero_nothing_else_is_lost(part):
+    """Units of ReLU that have died."""
+
+    def operands():
+        x, w, dy = healthy()
+        x[part], dy[part] = 0, 0
+        return x, w, dy
+
+    noise = seen(operands, "current")[0]
+    assert noise["y"] < 3 and noise["dx"] < 3
+
+
 @pytest.mark.parametrize("what", ["x", "w", "dy"])
 def test_zeros_lose_nothing(what):
     def operands():
@@ -166,3 +182,31 @@ def test_what_is_not_finite_is_no_number(bad):
 
     noise = seen(operands, "current")[0]
     assert math.isnan(noise["y"]) and math.isnan(noise["dx"])
+
+
+@pytest.mark.parametrize("how", ["recompute", "reentrant", "autocast", "lora", "two_microbatches"])
+def test_both_products_are_measured_once_however_the_layer_runs(how):
+    """Of the first microbatch, of a recompute no second time, of frozen weights too."""
+    torch.manual_seed(0)
+    x, w, dy = sheared()
+    model = torch.nn.Sequential(torch.nn.Linear(INTO, OUT))
+    model[0].weight.data = w
+    model[0].weight.requires_grad_(how != "lora")
+    apply_fp8(model.train(), recipe="current", backend="emulated")
+    products = Products()
+    probe = HealthProbe(model, lambda hook: hook, products=products)
+    probe.attach()
+    x.requires_grad_()
+    if how in ("recompute", "reentrant"):
+        checkpoint(model, x, use_reentrant=how == "reentrant").backward(dy)
+    elif how == "autocast":
+        with torch.autocast("cpu", torch.bfloat16):
+            y = model(x)
+        y.backward(dy.bfloat16())
+    else:
+        model(x).backward(dy)
+    if how == "two_microbatches":
+        model(torch.zeros_like(x)).backward(dy)
+    noise = {which: product_noise(row.tolist()) for (_, which), row in products.tensors().items()}
+    wanted = seen(sheared, "current")[0]
+    assert noise == {which: pytest.approx(value, rel=0.2) for which, value in wanted.items()}
