@@ -35,8 +35,12 @@ ROLES = [[WIDTH], [WIDTH], [WIDTH, KV, KV], [WIDTH], [KV], [INNER, INNER], [INNE
 """Features of what ``kurtosis_monitor`` looks at in one block."""
 
 
+SECTOR = 32
+"""Bytes that reading one element of a column moves."""
+
+
 class Traffic(TorchDispatchMode):
-    """Adds up what each operation reads and writes; views move nothing."""
+    """Adds up what each operation reads and writes; views move nothing, and of what is gathered from only what is taken is read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,6 +51,9 @@ class Traffic(TorchDispatchMode):
         if not any(value.alias_info for value in func._schema.returns):
             self.operations += 1
             leaves = torch.utils._pytree.tree_leaves([args, kwargs, out])
+            if func is torch.ops.aten.index_select.default:
+                leaves = leaves[1:]
+                self.bytes += out.numel() * (SECTOR if args[1] else out.element_size())
             self.bytes += sum(x.numel() * x.element_size() for x in leaves if isinstance(x, torch.Tensor))
         return out
 

@@ -49,6 +49,7 @@ T_LINEARS, T_PACKING = "surgery/test_linears.py", "activations/compression/test_
 T_WIRE, T_SOLVER = "distributed/test_wire.py", "planning/memory/test_solver.py"
 T_ATTENTION = "backends/test_emulated_attention.py"
 T_DRIFTING = "multiprocess/test_drifting.py"
+T_PRODUCTS = "observe/test_product_noise.py"
 MUS, STEP, MEMORY = "models/mus", "planning/communication/step.py", "planning/memory"
 T_UNIT, T_MUS, T_RATES = (
     "layers/test_unit_linear.py",
@@ -180,6 +181,10 @@ MUTANTS = [
     Mutant("observe/divergence/loss_watch.py", "and _climbs(self._since[: self._settled])", "", "observe/divergence/test_decision.py"),
     Mutant("observe/operand_stats.py", "energy > 16 * energy.mean()", "energy > 0", "observe/test_operand_stats.py"),
     Mutant("observe/operand_health.py", "(signal - of[\"shared\"]) / SHARED", "signal", "observe/test_operand_stats.py"),
+    Mutant("observe/product_noise.py", "min(signal, rest / LARGEST) if", "signal if", T_PRODUCTS),
+    Mutant("observe/product_noise.py", ") >= FEW", ") >= 1", T_PRODUCTS),
+    Mutant("observe/product_noise.py", "scale.index_select(1, columns // q.block[1])", "scale[:, : len(columns)]", T_PRODUCTS),
+    Mutant("observe/operand_health.py", "product(seen.rows, before)", "product(before, seen.rows)", T_PRODUCTS),
     Mutant("observe/divergence/decision.py", "names.index(recipe, 1) if recipe in names[1:] else 1", "names.index(recipe, 1) if recipe in names[1:] else 0", "callbacks/test_divergence_guard.py"),
     Mutant("algorithms/compressed_communication/algorithm.py", "check_replicas(state.model, KEY)", "pass", T_DRIFTING),
     Mutant("algorithms/hybrid_sharding/algorithm.py", "check_replicas(state.model, KEY)", "pass", T_DRIFTING),

@@ -25,7 +25,7 @@ __all__ = ["Factor", "columns_of", "product", "product_noise", "rows_of"]
 
 COLUMNS = 16
 """Columns of W that are kept from forward to backward."""
-LARGEST = 0.25
+LARGEST = 0.5
 """What is left beside the largest direction of a product, of its energy, before the error counts against that alone. Products in runs that
 are well have a largest direction, too."""
 FEW = 8
