@@ -41,7 +41,7 @@ from foundry_fp8.numerics.formats import e8m0_round_up as e8m0_round_up_referenc
 from foundry_fp8.numerics.mx_layout import swizzle_mx_scales
 from foundry_fp8.numerics.quantize import quantize_block, quantize_mx
 
-__all__ = ["Blockwise", "quantize_blockwise", "quantize_blockwise_reference"]
+__all__ = ["BlockCast", "Blockwise", "quantize_blockwise", "quantize_blockwise_reference"]
 
 TILE, WARPS = 128, 8
 MX_TILE = (64, 128, 4)
@@ -94,73 +94,106 @@ def quantize_blockwise(
     key = *source.is_like, fmt.name, group, square, power_2, rows, columns, column_sum
     known = _casts.get(key)
     if known is None:
-        known = _casts[key] = _cast(source, fmt, group, square, power_2)
+        options = {"rows": rows, "columns": columns, "column_sum": column_sum}
+        known = _casts[key] = BlockCast(source, fmt, group=group, square=square, power_2=power_2, **options)
     if known.copies:
         source = source.checked()
-    device = source.x.device
-    data = scale = data_t = scale_t = None
-    if rows:
-        data = torch.empty(known.shape, dtype=fmt.dtype, device=device)
-        scale = torch.empty(known.scales, dtype=known.dtype, device=device)
-    if columns:
-        data_t = torch.empty(known.shape_t, dtype=fmt.dtype, device=device)
-        scale_t = torch.empty(known.scales_t, dtype=known.dtype, device=device)
-    partial = torch.empty(known.sums, dtype=torch.float32, device=device) if column_sum else None
-    known.launch(*source.pointers, data, scale, data_t, scale_t, partial, *known.sizes)
-    return Blockwise(data, scale, data_t, scale_t, None if partial is None else partial.sum(0))
+    return Blockwise(*known(source.pointers))
 
 
-class _Cast(NamedTuple):
-    """What all calls of :func:`quantize_blockwise` of one kind have in common."""
+class BlockCast:
+    """:func:`quantize_blockwise` of all sources of one kind, with the same options.
 
-    launch: Launch
-    copies: bool
-    sizes: tuple[int, int, int, int]
-    sums: tuple[int, int]
-    shape: tuple[int, int]
-    shape_t: tuple[int, int]
-    scales: tuple[int, ...]
-    scales_t: tuple[int, ...]
-    dtype: torch.dtype
+    Args:
+        source: One of that kind: :attr:`Producer.is_like` tells kinds apart.
+        fmt: As of :func:`quantize_blockwise`, like all that follow.
+        group: The same.
+        square: The same.
+        power_2: The same.
+        rows: The same.
+        columns: The same.
+        column_sum: The same.
 
+    Attributes:
+        copies: Sources of this kind have to be copied (:meth:`Producer.checked`).
+    """
 
-def _cast(source: Producer, fmt: Float8Format, group: int, square: bool, power_2: bool) -> _Cast:
-    checked = source.checked()
-    r, c = checked.x.shape
-    multiple = _multiple(group)
-    padded_r, padded_c = round_up(r, multiple), round_up(c, multiple)
-    tile_r, tile_c, warps = MX_TILE if group == 32 else (TILE, TILE, WARPS)
-    check_tiles(padded_r, max(padded_c, *checked.strides), tile_r, tile_c)
-    # MX tiles cover the scales' padding too.
-    covered = TILE if group == 32 else 1
-    tiles_r, tiles_c = tiles(round_up(padded_r, covered), tile_r), tiles(round_up(padded_c, covered), tile_c)
-    launch = Launch(
-        _quantize_blockwise_kernel,
-        tiles_r * tiles_c,
-        KIND=source.kind,
-        GROUP=group,
-        SQUARE=square,
-        FMT_MAX=fmt.max,
-        INV_FMT_MAX=1.0 / fmt.max,
-        POWER_2=power_2,
-        VALUE_FOR_INF=torch.finfo(source.x.dtype).max,
-        TILE_R=tile_r,
-        TILE_C=tile_c,
-        num_warps=warps,
-        **AS_WRITTEN,
-    )
-    scales, dtype = scales_of(padded_r, padded_c, group, square)
-    return _Cast(
-        launch,
-        checked is not source,
-        sizes=(r, c, padded_r, padded_c),
-        sums=(tiles_r, c),
-        shape=(padded_r, padded_c),
-        shape_t=(padded_c, padded_r),
-        scales=scales,
-        scales_t=scales_of(padded_c, padded_r, group, square)[0],
-        dtype=dtype,
-    )
+    __slots__ = ("_by_columns", "_by_rows", "_device", "_dtypes", "_launch", "_sizes", "_sums", "copies")
+
+    def __init__(
+        self,
+        source: Producer,
+        fmt: Float8Format,
+        *,
+        group: int,
+        square: bool,
+        power_2: bool,
+        rows: bool,
+        columns: bool,
+        column_sum: bool,
+    ) -> None:
+        checked = source.checked()
+        r, c = checked.x.shape
+        multiple = _multiple(group)
+        padded_r, padded_c = round_up(r, multiple), round_up(c, multiple)
+        tile_r, tile_c, warps = MX_TILE if group == 32 else (TILE, TILE, WARPS)
+        check_tiles(padded_r, max(padded_c, *checked.strides), tile_r, tile_c)
+        # MX tiles cover the scales' padding too.
+        covered = TILE if group == 32 else 1
+        tiles_r, tiles_c = (
+            tiles(round_up(padded_r, covered), tile_r),
+            tiles(round_up(padded_c, covered), tile_c),
+        )
+        self._launch = Launch(
+            _quantize_blockwise_kernel,
+            tiles_r * tiles_c,
+            KIND=source.kind,
+            GROUP=group,
+            SQUARE=square,
+            FMT_MAX=fmt.max,
+            INV_FMT_MAX=1.0 / fmt.max,
+            POWER_2=power_2,
+            VALUE_FOR_INF=torch.finfo(source.x.dtype).max,
+            TILE_R=tile_r,
+            TILE_C=tile_c,
+            num_warps=warps,
+            **AS_WRITTEN,
+        )
+        self.copies = checked is not source
+        self._device = source.x.device
+        scales, dtype = scales_of(padded_r, padded_c, group, square)
+        scales_t, _ = scales_of(padded_c, padded_r, group, square)
+        self._dtypes = fmt.dtype, dtype
+        self._by_rows = ((padded_r, padded_c), scales) if rows else None
+        self._by_columns = ((padded_c, padded_r), scales_t) if columns else None
+        self._sums = (tiles_r, c) if column_sum else None
+        self._sizes = r, c, padded_r, padded_c
+
+    def __call__(
+        self, pointers: tuple[object, ...]
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        """Quantise a source of this kind.
+
+        Args:
+            pointers: Of the source, checked.
+
+        Returns:
+            The fields of :class:`Blockwise`.
+        """
+        empty, device, (dtype, scales_dtype) = torch.empty, self._device, self._dtypes
+        data = scale = data_t = scale_t = partial = None
+        if self._by_rows is not None:
+            shape, scales = self._by_rows
+            data = empty(shape, dtype=dtype, device=device)
+            scale = empty(scales, dtype=scales_dtype, device=device)
+        if self._by_columns is not None:
+            shape, scales = self._by_columns
+            data_t = empty(shape, dtype=dtype, device=device)
+            scale_t = empty(scales, dtype=scales_dtype, device=device)
+        if self._sums is not None:
+            partial = empty(self._sums, dtype=torch.float32, device=device)
+        self._launch(*pointers, data, scale, data_t, scale_t, partial, *self._sizes)
+        return data, scale, data_t, scale_t, None if partial is None else partial.sum(0)
 
 
 def quantize_blockwise_reference(

@@ -30,6 +30,7 @@ __all__ = [
     "driver_version",
     "interpreting",
     "launch",
+    "on_current_device",
     "on_its_device",
     "round_up",
     "tiles",
@@ -134,6 +135,11 @@ def check_hp(name: str, x: Tensor, ndim: int = 2) -> None:
         )
 
 
+def on_current_device(x: Tensor) -> bool:
+    """Whether Triton would launch where ``x`` is: on the current device."""
+    return not x.is_cuda or torch.cuda.device_count() < 2 or x.get_device() == torch.cuda.current_device()
+
+
 def on_its_device(function: F) -> F:
     """Run ``function`` with the device of its first argument, a tensor, as the current one.
 
@@ -166,7 +172,9 @@ class Remembered(dict[tuple[Any, ...], Any]):
 def aligned(x: Tensor) -> bool:
     """What Triton specialises on of an address; of memory that was allocated for it (``torch.empty``) it is always true."""
     # Of fake tensors, with which kernels are compiled and not launched, torch warns who asks.
-    return type(x).__name__ == "FakeTensor" or x.data_ptr() % 16 == 0
+    if type(x) is not Tensor and type(x).__name__ == "FakeTensor":
+        return True
+    return x.data_ptr() % 16 == 0
 
 
 class Launch:

@@ -33,7 +33,15 @@ from foundry_fp8.numerics.quantize import FLOAT32_MAX, quantize_constant, quanti
 from foundry_fp8.numerics.quantize import amax_of as amax_reference
 from foundry_fp8.numerics.quantize import scale_from_amax as scale_reference
 
-__all__ = ["Tensorwise", "amax", "amax_of_two", "quantize_tensorwise", "quantize_tensorwise_reference"]
+__all__ = [
+    "Cast",
+    "Measure",
+    "Tensorwise",
+    "amax",
+    "amax_of_two",
+    "quantize_tensorwise",
+    "quantize_tensorwise_reference",
+]
 
 TILE_R, TILE_C, WARPS = 64, 128, 4
 """One program's tile: it writes 128 bytes of each row and 64 of each row of the transpose. Four warps: what is computed for an address
@@ -81,18 +89,45 @@ def amax_of_two(source: Producer, other: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         The two, each the first of three float32 elements.
     """
-    found = statistics(source.x.device), statistics(source.x.device)
-    _raise_amax(source, found[0], Producer(other), found[1])
-    return found
+    found, other_found = (piece.stats for piece in statistics(source.x.device, 2))
+    _raise_amax(source, found, Producer(other), other_found)
+    return found, other_found
 
 
-class _Measure(NamedTuple):
-    """What all calls of :func:`_raise_amax` of one kind have in common."""
+class Measure:
+    """:func:`amax` of all sources of one kind, or :func:`amax_of_two` of all pairs.
 
-    launch: Launch
-    copies: bool
-    sizes: tuple[int, ...]
-    other_sizes: tuple[int | None, ...] = (None, None)
+    Args:
+        sources: One or two of that kind: :attr:`Producer.is_like` tells kinds apart.
+    """
+
+    __slots__ = ("_launch", "_other_sizes", "_sizes", "copies")
+
+    def __init__(self, *sources: Producer) -> None:
+        checked = [source.checked() for source in sources]
+        programs = sum(tiles(one.x.shape[0], TILE_R) * tiles(one.x.shape[1], TILE_C) for one in checked)
+        constants = {"KIND": sources[0].kind, "TILE_R": TILE_R, "TILE_C": TILE_C, "num_warps": WARPS}
+        self._launch = Launch(_amax_kernel, programs, **constants, **AS_WRITTEN)
+        self.copies = any(one is not source for one, source in zip(checked, sources, strict=True))
+        self._sizes, *others = (tuple(one.x.shape) for one in checked)
+        self._other_sizes: tuple[int | None, ...] = others[0] if others else (None, None)
+
+    def __call__(
+        self,
+        pointers: tuple[object, ...],
+        out: Tensor,
+        other: tuple[Tensor | None, int | None] = (None, None),
+        other_out: Tensor | None = None,
+    ) -> None:
+        """Raise ``out`` and ``other_out``.
+
+        Args:
+            pointers: Of the first source, checked.
+            out: One float32 element, aligned alike at every call.
+            other: The second source, checked, and its stride.
+            other_out: Aligned alike, too.
+        """
+        self._launch(*pointers, out, *self._sizes, *other, other_out, *self._other_sizes)
 
 
 def _raise_amax(
@@ -101,22 +136,10 @@ def _raise_amax(
     key = (*source.is_like, aligned(out), *(() if other is None else other.is_like))
     known = _measures.get(key)
     if known is None:
-        known = _measures[key] = _measure(source, other)
+        known = _measures[key] = Measure(source) if other is None else Measure(source, other)
     if known.copies:
         source, other = source.checked(), None if other is None else other.checked()
-    second = (None, None) if other is None else (other.x, other.x.stride(0))
-    known.launch(*source.pointers, out, *known.sizes, *second, other_out, *known.other_sizes)
-
-
-def _measure(*sources: Producer | None) -> _Measure:
-    given = [source for source in sources if source is not None]
-    checked = [source.checked() for source in given]
-    programs = sum(tiles(one.x.shape[0], TILE_R) * tiles(one.x.shape[1], TILE_C) for one in checked)
-    constants = {"KIND": given[0].kind, "TILE_R": TILE_R, "TILE_C": TILE_C, "num_warps": WARPS, **AS_WRITTEN}
-    copies = any(one is not source for one, source in zip(checked, given, strict=True))
-    return _Measure(
-        Launch(_amax_kernel, programs, **constants), copies, *(tuple(one.x.shape) for one in checked)
-    )
+    known(source.pointers, out, (None, None) if other is None else (other.x, other.x.stride(0)), other_out)
 
 
 def quantize_tensorwise(
@@ -158,57 +181,112 @@ def quantize_tensorwise(
     )  # fmt: skip
     known = _casts.get(key)
     if known is None:
-        known = _casts[key] = _cast(source, fmt, power_2, constant, alpha)
+        options = {"rows": rows, "columns": columns, "column_sum": column_sum}
+        known = _casts[key] = Cast(source, fmt, power_2=power_2, constant=constant, alpha=alpha, **options)
     if known.copies:
         source = source.checked()
-    pointers, device = source.pointers, source.x.device
-    data = torch.empty(known.shape, dtype=fmt.dtype, device=device) if rows else None
-    data_t = torch.empty(known.shape_t, dtype=fmt.dtype, device=device) if columns else None
-    partial = torch.empty(known.sums, dtype=torch.float32, device=device) if column_sum else None
-    stats = statistics(device)  # zero, as atomics raise them
-    if known_amax is None:
-        known_amax = stats
-        if constant is None and scale is None:
-            measure = known.measure
-            measure.launch(*pointers, stats, *measure.sizes, None, None, None, *measure.other_sizes)
-    known.launch(*pointers, scale, amax_slot, known_amax, stats, data, data_t, partial, *known.sizes)
-    return Tensorwise(data, data_t, stats, None if partial is None else partial.sum(0))
+    (piece,) = statistics(source.x.device, 1)  # zero, as atomics raise them
+    data, data_t, summed = known(source.pointers, piece.stats, scale, known_amax, amax_slot)
+    return Tensorwise(data, data_t, piece.stats, summed)
 
 
-class _Cast(NamedTuple):
-    """What all calls of :func:`quantize_tensorwise` of one kind have in common."""
+class Cast:
+    """:func:`quantize_tensorwise` of all sources of one kind, with the same options.
 
-    launch: Launch
-    measure: _Measure
-    copies: bool
-    shape: tuple[int, int]
-    shape_t: tuple[int, int]
-    sums: tuple[int, int]
-    sizes: tuple[object, ...]
+    Args:
+        source: One of that kind: :attr:`Producer.is_like` tells kinds apart.
+        fmt: As of :func:`quantize_tensorwise`, like all that follow.
+        power_2: The same.
+        rows: The same.
+        columns: The same.
+        column_sum: The same.
+        constant: The same.
+        alpha: The same.
 
+    Attributes:
+        copies: Sources of this kind have to be copied (:meth:`Producer.checked`).
+    """
 
-def _cast(source: Producer, fmt: Float8Format, power_2: bool, constant: float | None, alpha: float) -> _Cast:
-    checked = source.checked()
-    r, c = checked.x.shape
-    padded_r, padded_c = round_up(r), round_up(c)
-    check_tiles(padded_r, max(padded_c, *checked.strides), TILE_R, TILE_C)
-    tiles_r, tiles_c = tiles(padded_r, TILE_R), tiles(padded_c, TILE_C)
-    launch = Launch(
-        _quantize_kernel,
-        max(tiles_r * tiles_c, 1),
-        KIND=source.kind,
-        FMT_MAX=fmt.max,
-        POWER_2=power_2,
-        VALUE_FOR_INF=FLOAT32_MAX,
-        STRIDE=STATS_STRIDE,
-        TILE_R=TILE_R,
-        TILE_C=TILE_C,
-        num_warps=WARPS,
-        **AS_WRITTEN,
+    __slots__ = (
+        "_device",
+        "_dtype",
+        "_launch",
+        "_measure",
+        "_shape",
+        "_shape_t",
+        "_sizes",
+        "_sums",
+        "copies",
     )
-    sizes = (r, c, padded_r, padded_c, constant, None if constant is None else alpha / constant)
-    shapes = (padded_r, padded_c), (padded_c, padded_r), (tiles_r, c)
-    return _Cast(launch, _measure(checked), checked is not source, *shapes, sizes)
+
+    def __init__(
+        self,
+        source: Producer,
+        fmt: Float8Format,
+        *,
+        power_2: bool,
+        rows: bool,
+        columns: bool,
+        column_sum: bool,
+        constant: float | None = None,
+        alpha: float = 1.0,
+    ) -> None:
+        checked = source.checked()
+        r, c = checked.x.shape
+        padded_r, padded_c = round_up(r), round_up(c)
+        check_tiles(padded_r, max(padded_c, *checked.strides), TILE_R, TILE_C)
+        tiles_r, tiles_c = tiles(padded_r, TILE_R), tiles(padded_c, TILE_C)
+        self._launch = Launch(
+            _quantize_kernel,
+            max(tiles_r * tiles_c, 1),
+            KIND=source.kind,
+            FMT_MAX=fmt.max,
+            POWER_2=power_2,
+            VALUE_FOR_INF=FLOAT32_MAX,
+            STRIDE=STATS_STRIDE,
+            TILE_R=TILE_R,
+            TILE_C=TILE_C,
+            num_warps=WARPS,
+            **AS_WRITTEN,
+        )
+        self._measure = Measure(checked) if constant is None else None
+        self.copies = checked is not source
+        self._device, self._dtype = source.x.device, fmt.dtype
+        self._shape = (padded_r, padded_c) if rows else None
+        self._shape_t = (padded_c, padded_r) if columns else None
+        self._sums = (tiles_r, c) if column_sum else None
+        self._sizes = (r, c, padded_r, padded_c, constant, None if constant is None else alpha / constant)
+
+    def __call__(
+        self,
+        pointers: tuple[object, ...],
+        stats: Tensor,
+        scale: Tensor | None,
+        known_amax: Tensor | None,
+        amax_slot: Tensor | None,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Quantise a source of this kind.
+
+        Args:
+            pointers: Of the source, checked.
+            stats: A piece of :func:`~foundry_fp8.kernels.zeros.statistics`; what :attr:`Tensorwise.stats` says is written to it.
+            scale: As of :func:`quantize_tensorwise`; given, or aligned, at every call or at none, like those that follow.
+            known_amax: The same; may be ``stats``.
+            amax_slot: The same.
+
+        Returns:
+            ``data``, ``data_t`` and ``column_sum`` of :class:`Tensorwise`.
+        """
+        empty, dtype, device = torch.empty, self._dtype, self._device
+        data = None if self._shape is None else empty(self._shape, dtype=dtype, device=device)
+        data_t = None if self._shape_t is None else empty(self._shape_t, dtype=dtype, device=device)
+        partial = None if self._sums is None else empty(self._sums, dtype=torch.float32, device=device)
+        if known_amax is None:
+            known_amax = stats
+            if scale is None and self._measure is not None:
+                self._measure(pointers, stats)
+        self._launch(*pointers, scale, amax_slot, known_amax, stats, data, data_t, partial, *self._sizes)
+        return data, data_t, None if partial is None else partial.sum(0)
 
 
 def quantize_tensorwise_reference(

@@ -12,13 +12,14 @@ outside of a tensor.
 import contextlib
 import threading
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from foundry_fp8.compat.dispatch_mode import watching_modes
 
-__all__ = ["PIECES", "shared_with_none", "statistics"]
+__all__ = ["PIECES", "Statistics", "shared_with_none", "statistics"]
 
 STRIDE = 4
 """Elements from one number to the next: each has the 16 bytes of its own that some of cuBLAS's FP8 paths ask of a scale."""
@@ -26,7 +27,17 @@ NUMBERS = 3
 PIECES = 1024
 """Pieces of a block: 48 KiB."""
 
-_blocks: dict[tuple[torch.device, int], list[Tensor]] = {}
+
+class Statistics(NamedTuple):
+    """One piece."""
+
+    stats: Tensor
+    """float32 ``[3]``, 16 bytes apart: amax, gemm_scale, scale_inv."""
+    gemm_scale: Tensor
+    """The second of them, 0-d, in the same memory."""
+
+
+_blocks: dict[tuple[torch.device, int], list[Statistics]] = {}
 _operator = threading.local()
 """Its attribute ``runs``: how many torch operators this thread is inside of."""
 
@@ -41,20 +52,33 @@ def shared_with_none() -> Iterator[None]:
         _operator.runs -= 1
 
 
-def statistics(device: torch.device) -> Tensor:
-    """Three float32 zeros, 16 bytes apart, that nobody else has."""
+def statistics(device: torch.device, count: int) -> list[Statistics]:
+    """``count`` pieces of zeros that nobody else has, for one launch or several on the current stream."""
     stream = None if getattr(_operator, "runs", 0) else _stream_of_blocks(device)
     if stream is None:
-        return torch.zeros((NUMBERS, STRIDE), dtype=torch.float32, device=device).select(1, 0)
-    try:
-        return _blocks[device, stream].pop()  # one thread gets it, without a lock
-    except (KeyError, IndexError):
-        pass
+        alone = (
+            torch.zeros((NUMBERS, STRIDE), dtype=torch.float32, device=device).select(1, 0)
+            for _ in range(count)
+        )
+        return [Statistics(stats, stats.select(0, 1)) for stats in alone]
+    pieces = _blocks.get((device, stream), [])
+    found: list[Statistics] = []
+    while len(found) < count:
+        try:
+            found.append(pieces.pop())  # one thread gets it, without a lock
+        except IndexError:
+            pieces = _blocks[device, stream] = _cut(device)
+    return found
+
+
+def _cut(device: torch.device) -> list[Statistics]:
     with torch.inference_mode(False):  # the next piece may be saved for backward
         block = torch.zeros((PIECES, NUMBERS, STRIDE), dtype=torch.float32, device=device)
-    *pieces, one = block.select(2, 0).unbind(0)
-    _blocks[device, stream] = pieces
-    return one
+        numbers = block.select(2, 0)
+        return [
+            Statistics(*views)
+            for views in zip(numbers.unbind(0), numbers.select(1, 1).unbind(0), strict=True)
+        ]
 
 
 def _stream_of_blocks(device: torch.device) -> int | None:

@@ -159,7 +159,8 @@ class FP8Linear(nn.Linear):
         if not torch.compiler.is_compiling():
             if trains and inside_backward() and self._first_forward_recorded:
                 return ("dy",)
-            if not inside_backward():
+            # Compared first: a module looks through all it has before it sets anything.
+            if trains is not self._first_forward_recorded and not inside_backward():
                 self._first_forward_recorded = trains
         return ("x", "w", "dy") if trains else ()
 

@@ -9,8 +9,9 @@ from foundry_fp8.kernels.launch import Remembered
 
 def remember_nothing(monkeypatch):
     """Until ``monkeypatch`` is undone, launches are remembered apart: those of before hold other kernels (compiled or interpreted)."""
-    for info in pkgutil.iter_modules(kernels.__path__):
-        module = importlib.import_module(f"{kernels.__name__}.{info.name}")
-        for name, value in list(vars(module).items()):
+    names = [f"{kernels.__name__}.{info.name}" for info in pkgutil.iter_modules(kernels.__path__)]
+    for name in (*names, "foundry_fp8.backends.native.eager"):
+        module = importlib.import_module(name)
+        for attribute, value in list(vars(module).items()):
             if isinstance(value, Remembered):
-                monkeypatch.setattr(module, name, Remembered())
+                monkeypatch.setattr(module, attribute, Remembered())

@@ -139,17 +139,18 @@ class NativeBackend(Backend):
             x = norm.normalise(x)
             dtype = compute_dtype(x)
         call = LinearCall.of(module, module.probe)
-        x2d = in_dtype(x, dtype)
-        if x.dim() != 2:
-            x2d = x2d.reshape(-1, x.shape[-1])
+        compiling = torch.compiler.is_compiling()
+        x_hp = in_dtype(x, dtype)
+        if compiling and x.dim() != 2:
+            x_hp = x_hp.reshape(-1, x.shape[-1])
         shared: QuantizedInput | None = None
         # Delayed scaling: whether another linear's scale is the same, only the device knows.
-        if not torch.compiler.is_compiling() and call.x[0] is None:
+        if not compiling and call.x[0] is None:
             shared = self.inputs.of(x, id(call.plan), dtype)
         with without_autocast(x.device.type):
             cached = self.cached_weight(module, call, dtype)
-            y: Tensor = NativeLinear.apply(x2d, weight, bias, cached, shared, call)  # type: ignore[no-untyped-call]
-        return y if x.dim() == 2 else fresh_view(y, *x.shape[:-1], module.out_features)
+            y: Tensor = NativeLinear.apply(x_hp, weight, bias, cached, shared, call)  # type: ignore[no-untyped-call]
+        return fresh_view(y, *x.shape[:-1], module.out_features) if compiling and x.dim() != 2 else y
 
     def clear_weight_cache(self) -> None:
         """Forget every cached weight. Optimizer steps call it."""

@@ -92,7 +92,10 @@ def _delayed_tensors(module: FP8Linear) -> list[Delayed]:
     """Of x, w and dy."""
     if module.slots is None or not isinstance(module.recipe, DelayedScaling):
         return [(None, None)] * 3
-    recording = module.recording()
+    recording, slots = module.recording(), module.slots
+    state = slots["x"].state
+    scales, amaxes = state.in_force().scales, state.amaxes
     return [
-        (slot.scale, slot.amax if operand in recording else None) for operand, slot in module.slots.items()
+        (scales[slot.index], amaxes[slot.index] if operand in recording else None)
+        for operand, slot in slots.items()
     ]

@@ -24,11 +24,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foundry_fp8.backends.native.eager import EagerPass, Kind, eager_pass
 from foundry_fp8.backends.native.gemm import in_dtype
 from foundry_fp8.backends.native.inputs import LinearCall
 from foundry_fp8.backends.native.operand import Source, gemm
 from foundry_fp8.backends.native.ops import unnoticed
 from foundry_fp8.backends.native.plan import Layout, Plan, quantized_view
+from foundry_fp8.compat.fresh_view import fresh_view
+from foundry_fp8.kernels.launch import as_rows, on_current_device
+from foundry_fp8.kernels.zeros import Statistics
 from foundry_fp8.layers.shared_inputs import QuantizedInput
 from foundry_fp8.numerics.formats import E4M3, E5M2
 
@@ -54,7 +58,7 @@ class NativeLinear(torch.autograd.Function):
 
         Args:
             ctx: autograd's.
-            x: ``[M, K]``, hp.
+            x: ``[..., K]``, hp; ``[M, K]`` where this is traced.
             weight: ``[N, K]``, hp.
             bias: ``[N]``, hp, or ``None``.
             cached: What :func:`quantize_weight` made of this weight earlier.
@@ -63,14 +67,17 @@ class NativeLinear(torch.autograd.Function):
         """
         needs_w = ctx.needs_input_grad[1]
         keep_x = needs_w and call.fp8_wgrad
-        y, saved = fprop(Source(x), weight, bias, call, cached=cached, keep_x=keep_x, shared=shared)
+        # Here and not outside of the function, where autograd would make a node of each change of shape.
+        ctx.shape = None if x.dim() == 2 else x.shape
+        rows = x if ctx.shape is None else x.reshape(-1, ctx.shape[-1])
+        y, saved = fprop(Source(rows), weight, bias, call, cached=cached, keep_x=keep_x, shared=shared)
         hp_x = x if needs_w and not call.fp8_wgrad else None
         ctx.reads_smoothly = hp_x is not None  # a product: activation compression may round x
         ctx.save_for_backward(hp_x, *saved)
         # Not saved for backward: they are the state's own, and what they hold by then is what backward shall read.
         ctx.call = call
         ctx.x_dtype, ctx.bias_dtype = x.dtype, None if bias is None else bias.dtype
-        return y
+        return y if ctx.shape is None else fresh_view(y, *ctx.shape[:-1], weight.shape[0])
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -78,9 +85,14 @@ class NativeLinear(torch.autograd.Function):
         hp_x, *saved = ctx.saved_tensors
         needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
         needs = (needs_x, needs_w and hp_x is None, needs_b)
+        if ctx.shape is not None:
+            dy = dy.reshape(-1, dy.shape[-1])
         dx, dw, db = dgrad_and_wgrad(dy, saved, ctx.call, ctx.x_dtype, needs=needs)
         if hp_x is not None:
+            hp_x = hp_x if ctx.shape is None else hp_x.reshape(-1, ctx.shape[-1])
             dw = (dy.t() @ hp_x * ctx.call.plan.alpha).to(saved[0].dtype)
+        if dx is not None and ctx.shape is not None:
+            dx = dx.view(ctx.shape)
         return dx, dw, None if db is None else db.to(ctx.bias_dtype), None, None, None
 
 
@@ -110,11 +122,33 @@ def fprop(
     """
     x, plan, probe, direct = source.x, call.plan, call.probe, unnoticed()
     w_hp = in_dtype(weight, x.dtype)
-    x_amax = w_amax = None
+    eager: EagerPass | None = None
+    x_piece = w_piece = x_amax = w_amax = None
+    if direct and source.kind == 0 and on_current_device(x):
+        eager = eager_pass("x", x, w_hp, plan, call.x, call.w)
+        x_piece, w_piece = eager.pieces(x.device)
+        if eager.first.copies:
+            source = Source(as_rows(x))
     if plan.granularity == "tensor" and call.x[0] is None and cached is None and not _is_there(shared):
-        x_amax, w_amax = source.amax_with(w_hp, direct=direct)
-    qx, x_stats, kept_x = _quantize_input(source, call, keep_x, shared, x_amax, direct)
-    if cached is None:
+        if eager is not None:
+            x_amax, w_amax = eager.measure(source.x, x_piece, w_hp, w_piece)
+        else:
+            x_amax, w_amax = source.amax_with(w_hp, direct=direct)
+    kind = None if eager is None else eager.first
+    qx, x_stats, kept_x = _quantize_input(source, call, keep_x, shared, x_amax, direct, kind, x_piece)
+    if cached is not None:
+        qw, _, w_stats = cached
+    elif eager is not None:
+        qw, _, w_stats, _ = eager.w.quantize(
+            w_hp,
+            w_piece,
+            rows=True,
+            columns=False,
+            scale=call.w[0],
+            known_amax=w_amax,
+            amax_slot=call.w[1],
+        )
+    else:
         qw, _, w_stats, _ = Source(w_hp).quantize(
             "w",
             plan,
@@ -125,8 +159,6 @@ def fprop(
             known_amax=w_amax,
             amax_slot=call.w[1],
         )
-    else:
-        qw, _, w_stats = cached
     if probe is not None:
         probe("x", x, quantized_view(x, "x", plan, FORMATS[plan.x_fmt], qx, x_stats))
         probe("w", w_hp, quantized_view(w_hp, "w", plan, FORMATS[plan.x_fmt], qw, w_stats))
@@ -155,6 +187,8 @@ def _quantize_input(
     shared: QuantizedInput | None,
     amax: Tensor | None,
     direct: bool,
+    kind: Kind | None,
+    piece: Statistics | None,
 ) -> tuple[Layout, Tensor, tuple[Tensor | None, ...]]:
     """The input by rows, its statistics, and what to keep: data and scale of the transposed layout. Made unless there already."""
     plan = call.plan
@@ -166,16 +200,27 @@ def _quantize_input(
     known = rows[2] if rows is not None and plan.granularity == "tensor" else amax
     # Scales get no local name here: Dynamo names a graph's inputs by locals, and then finds another one for dy in backward
     # (seen with torch 2.7; test_compiles_whole_and_gives_the_same_bits tells).
-    by_rows, transposed, stats, _ = source.quantize(
-        "x",
-        plan,
-        direct=direct,
-        rows=rows is None,
-        columns=make_columns,
-        scale=call.x[0],
-        known_amax=known,
-        amax_slot=call.x[1],
-    )
+    if kind is not None:
+        by_rows, transposed, stats, _ = kind.quantize(
+            source.x,
+            piece,
+            rows=rows is None,
+            columns=make_columns,
+            scale=call.x[0],
+            known_amax=known,
+            amax_slot=call.x[1],
+        )
+    else:
+        by_rows, transposed, stats, _ = source.quantize(
+            "x",
+            plan,
+            direct=direct,
+            rows=rows is None,
+            columns=make_columns,
+            scale=call.x[0],
+            known_amax=known,
+            amax_slot=call.x[1],
+        )
     if rows is None:
         rows = *by_rows, stats
         if shared is not None:
@@ -210,37 +255,62 @@ def dgrad_and_wgrad(
     weight, w_stats, kept_x, kept_x_scale, kept_w, kept_w_scale = saved
     assert weight is not None and w_stats is not None
     plan, probe, w_scale = call.plan, call.probe, call.w[0]
-    (m, n), k = dy.shape, weight.shape[1]
+    (m, n), k, w_dtype = dy.shape, weight.shape[1], weight.dtype
     needs_x, needs_w, needs_b = needs
     if not (needs_x or needs_w):
         return None, None, dy.float().sum(0) if needs_b else None
+    made_here = needs_x and (kept_w is None or kept_w_scale is None)
+    if made_here:
+        weight = in_dtype(weight, x_dtype)
+    eager: EagerPass | None = None
+    w_piece: Statistics | None = None
     direct = unnoticed()
-    qdy, qdy_t, dy_stats, column_sum = Source(dy).quantize(
-        "dy",
-        plan,
-        direct=direct,
-        rows=needs_x or probe is not None,
-        columns=needs_w,
-        column_sum=needs_b,
-        scale=call.dy[0],
-        amax_slot=call.dy[1],
-    )
+    if direct and on_current_device(dy):
+        eager = eager_pass("dy", dy, weight, plan, call.dy, (w_scale, None))
+        dy_piece, w_piece = eager.pieces(dy.device)
+        if eager.first.copies:
+            dy = as_rows(dy)
+        qdy, qdy_t, dy_stats, column_sum = eager.first.quantize(
+            dy,
+            dy_piece,
+            rows=needs_x or probe is not None,
+            columns=needs_w,
+            column_sum=needs_b,
+            scale=call.dy[0],
+            amax_slot=call.dy[1],
+        )
+    else:
+        qdy, qdy_t, dy_stats, column_sum = Source(dy).quantize(
+            "dy",
+            plan,
+            direct=direct,
+            rows=needs_x or probe is not None,
+            columns=needs_w,
+            column_sum=needs_b,
+            scale=call.dy[0],
+            amax_slot=call.dy[1],
+        )
     if probe is not None:
         probe("dy", dy, quantized_view(dy, "dy", plan, FORMATS[plan.dy_fmt], qdy, dy_stats))
     dx = dw = None
     if needs_x:
-        if kept_w is None or kept_w_scale is None:
-            known = w_stats if plan.granularity == "tensor" and w_scale is None else None
-            _, qw_t, _, _ = Source(in_dtype(weight, x_dtype)).quantize(
-                "w", plan, direct=direct, rows=False, columns=True, scale=w_scale, known_amax=known
-            )
-        else:
+        if kept_w is not None and kept_w_scale is not None:
             qw_t = kept_w, kept_w_scale
+        else:
+            known = w_stats if plan.granularity == "tensor" and w_scale is None else None
+            if eager is not None:
+                _, qw_t, _, _ = eager.w.quantize(
+                    weight, w_piece, rows=False, columns=True, scale=w_scale, known_amax=known
+                )
+            else:
+                _, qw_t, _, _ = Source(weight).quantize(
+                    "w", plan, direct=direct, rows=False, columns=True, scale=w_scale, known_amax=known
+                )
         dx = gemm("dgrad", qdy, qw_t, plan, m=m, n=k, out_dtype=x_dtype)
     if needs_w:
         assert kept_x is not None and kept_x_scale is not None
         x_t = kept_x, kept_x_scale
-        dw = in_dtype(gemm("wgrad", qdy_t, x_t, plan, m=n, n=k, out_dtype=x_dtype), weight.dtype)
+        dw = in_dtype(gemm("wgrad", qdy_t, x_t, plan, m=n, n=k, out_dtype=x_dtype), w_dtype)
     return dx, dw, column_sum if needs_b else None
 
 

@@ -1,0 +1,161 @@
+"""What eager passes of a linear have in common, found once a pass: otherwise each kernel would look for its own.
+
+A pass is a linear's forward (of x and the weight) or its backward (of dy and the weight). Two are of one kind if nothing differs on
+which a launch depends: the plan, and of every tensor the shape, strides, dtype, device and whether its address is aligned. All of
+that is read at every pass; what is kept for a kind are launches and sizes, never a tensor of a pass, a stream or a scale.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foundry_fp8.backends.native.inputs import Delayed
+from foundry_fp8.backends.native.plan import Layout, Plan
+from foundry_fp8.kernels.blockwise import BlockCast
+from foundry_fp8.kernels.launch import Remembered, aligned, as_rows
+from foundry_fp8.kernels.producers import Producer
+from foundry_fp8.kernels.tensorwise import Cast, Measure
+from foundry_fp8.kernels.zeros import Statistics, statistics
+from foundry_fp8.numerics.formats import E4M3, E5M2
+from foundry_fp8.numerics.recipes import Operand
+
+__all__ = ["EagerPass", "Kind", "eager_pass"]
+
+FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2)}
+
+_passes = Remembered()
+
+
+class Kind:
+    """The tensors of one kind that are one operand under one plan, as :class:`EagerPass` tells kinds apart."""
+
+    __slots__ = ("_casts", "_nothing", "_operand", "_plan", "copies", "rest")
+
+    def __init__(self, operand: Operand, x: Tensor, plan: Plan) -> None:
+        self._operand, self._plan = operand, plan
+        self._casts: dict[tuple[object, ...], Any] = {}
+        self.rest = Producer(x).checked().pointers[1:]
+        self.copies = as_rows(x) is not x
+        with torch.inference_mode(False):  # it may be saved for backward
+            self._nothing = x.new_empty((0,))
+
+    def quantize(
+        self,
+        x: Tensor,
+        piece: Statistics | None,
+        *,
+        rows: bool,
+        columns: bool,
+        column_sum: bool = False,
+        scale: Tensor | None = None,
+        known_amax: Tensor | None = None,
+        amax_slot: Tensor | None = None,
+    ) -> tuple[Layout, Layout, Tensor, Tensor]:
+        """:meth:`Source.quantize <foundry_fp8.backends.native.operand.Source.quantize>` of a tensor of this kind with unit strides along its rows.
+
+        Args:
+            x: The tensor.
+            piece: Where its statistics go; ``None`` for block scales.
+            rows: As there, like all that follow.
+            columns: The same.
+            column_sum: The same.
+            scale: The same.
+            known_amax: The same; may be those of ``piece``.
+            amax_slot: The same.
+        """
+        key = rows, columns, column_sum, known_amax is None or aligned(known_amax)
+        cast: Any = self._casts.get(key)
+        if cast is None:
+            cast = self._casts[key] = self._cast(x, rows, columns, column_sum)
+        if piece is None:
+            data, by_rows, data_t, by_columns, summed = cast((x, *self.rest))
+            return (data, by_rows), (data_t, by_columns), self._nothing, summed
+        stats, by_rows = piece
+        data, data_t, summed = cast((x, *self.rest), stats, scale, known_amax, amax_slot)
+        # Of constant scales each product gets alpha once: by x in fprop, by dy in dgrad and wgrad.
+        once = self._plan.granularity == "constant" and self._operand == "x"
+        by_columns = stats.select(0, 2) if once else by_rows
+        return (data, by_rows), (data_t, by_columns), stats, summed
+
+    def _cast(self, x: Tensor, rows: bool, columns: bool, column_sum: bool) -> Cast | BlockCast:
+        plan, operand = self._plan, self._operand
+        source, fmt = Producer(x), FORMATS[plan.fmt(operand)]
+        options = {"rows": rows, "columns": columns, "column_sum": column_sum}
+        if plan.granularity == "tensor":
+            return Cast(source, fmt, power_2=plan.power_2, **options)
+        if plan.granularity == "constant":
+            constant = float(plan.gradient_scale) if operand == "dy" else 1.0
+            alpha = 1.0 if operand == "w" else plan.alpha
+            return Cast(source, fmt, power_2=False, constant=constant, alpha=alpha, **options)
+        group = 128 if plan.granularity == "block" else 32
+        square = group == 128 and operand == "w"
+        return BlockCast(source, fmt, group=group, square=square, power_2=plan.power_2, **options)
+
+
+class EagerPass:
+    """The passes of one kind.
+
+    Attributes:
+        plan: Their plan. Kept with what is known by its place, so that no other one comes to lie there.
+        first: Of x in forward, of dy in backward.
+        w: Of the weight.
+    """
+
+    __slots__ = ("_has_statistics", "_measure", "first", "plan", "w")
+
+    def __init__(self, operand: Operand, first: Tensor, w: Tensor, plan: Plan) -> None:
+        self.plan = plan
+        self.first, self.w = Kind(operand, first, plan), Kind("w", w, plan)
+        assert not self.w.copies, "a weight is contiguous here"
+        self._has_statistics = plan.granularity in ("tensor", "constant")
+        self._measure: Measure | None = None
+
+    def pieces(self, device: torch.device) -> tuple[Statistics | None, Statistics | None]:
+        """Where the statistics of both tensors go; block scales have none."""
+        if not self._has_statistics:
+            return None, None
+        first, w = statistics(device, 2)
+        return first, w
+
+    def measure(
+        self, first: Tensor, piece: Statistics | None, w: Tensor, w_piece: Statistics | None
+    ) -> tuple[Tensor, Tensor]:
+        """Raise the first elements of both pieces to the tensors' amaxes, in one launch; the tensors have unit strides along rows.
+
+        Returns:
+            Both pieces' ``stats``.
+        """
+        assert piece is not None and w_piece is not None
+        if self._measure is None:
+            self._measure = Measure(Producer(first), Producer(w))
+        stats, w_stats = piece.stats, w_piece.stats
+        self._measure((first, *self.first.rest), stats, (w, self.w.rest[0]), w_stats)  # type: ignore[arg-type]
+        return stats, w_stats
+
+
+def eager_pass(
+    operand: Operand, first: Tensor, w: Tensor, plan: Plan, delayed: Delayed, delayed_w: Delayed
+) -> EagerPass:
+    """What is known of passes like this one.
+
+    Args:
+        operand: What the first tensor is, x or dy.
+        first: ``[M, C]``, hp.
+        w: ``[N, K]``, hp.
+        plan: The recipe.
+        delayed: Delayed scaling's state of the first tensor.
+        delayed_w: The same of the weight, as far as this pass uses it.
+    """
+    key: tuple[object, ...] = (
+        operand, id(plan), first.shape, first.stride(), first.dtype, first.device, aligned(first),
+        w.shape, w.stride(), w.dtype, aligned(w),
+    )  # fmt: skip
+    if delayed[0] is not None or delayed_w[0] is not None:
+        key += tuple([None if one is None else aligned(one) for one in (*delayed, *delayed_w)])
+    known: EagerPass | None = _passes.get(key)
+    if known is None:
+        known = _passes[key] = EagerPass(operand, first, w, plan)
+    return known
