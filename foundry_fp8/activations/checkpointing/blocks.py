@@ -40,7 +40,7 @@ def parse_blocks(spec: Any, n_blocks: int, key: str) -> frozenset[int]:
         ConfigError: ``spec`` is not of the grammar.
     """
     if _is_number(spec):
-        chosen: Iterable[int] = range(spec)
+        chosen: Iterable[int] = range(min(spec, n_blocks))
     elif isinstance(spec, list) and spec:
         found: set[int] = set()
         for index, element in enumerate(spec):

@@ -106,6 +106,14 @@ def test_every_k_counts_from_block_0():
         parse_blocks("every-0", 8, "targets.x")
 
 
+@pytest.mark.parametrize(
+    "spec", [2**40, [2**40, 0, 1, 2], f"first-{2**40}", f"range-0-{2**40}", f"middle-{2**40}"]
+)
+def test_a_number_far_past_the_last_block_costs_no_time(spec):
+    """Hours, when every number up to it was looked at: the fuzzer of all options found it by never ending."""
+    assert parse_blocks(spec, 3, "targets") == {0, 1, 2}
+
+
 @given(st.sets(st.integers(0, 40)))
 @settings(max_examples=50, deadline=None)
 def test_formatted_blocks_parse_back(blocks):
