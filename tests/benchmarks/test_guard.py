@@ -22,6 +22,15 @@ from common import RESULTS
 from harmless_mechanisms import Rotated, SignFlips
 from held_out_mechanisms import GainAmplifier, GradientOutliers, PivotKeys
 from mechanisms import Activations, AttentionOutliers, CompensatedBias, SuperWeight, SwigluAlignment
+from mixed_mechanisms import (
+    AttentionGradientOutliers,
+    DecayedBeforeNorm,
+    MergedAdapters,
+    ModalityNorms,
+    PairedGradients,
+    PositionMean,
+    SplitUnits,
+)
 from offset_mechanisms import ActivationMean, GradientMean, RankOne, Sheared, Spread, ValueMean
 from rescalings import GainsShrink, GrowthBeforeNorm, KeyMean, NeuronRescaled, QueryOutliers
 
@@ -97,8 +106,21 @@ def test_a_mechanism_harms_fp8_and_leaves_high_precision_as_it_was(make, attenti
         (lambda size: Spread("*.layers.*_proj", size), 1e12, False),
         (lambda size: Sheared("*.layers.*_proj", size), 300.0, False),
         (lambda size: ValueMean("*.self_attn", size), 300.0, True),
+        (lambda size: PositionMean("*.layers.*_proj", size, 16), 300.0, False),
+        (lambda size: SplitUnits("*.down_proj", size), 300.0, False),
+        (lambda size: ModalityNorms("*.layers.*_proj", size, lambda ids: ids < 16), 1e12, False),
     ],
-    ids=["activations", "singular value", "weights", "spread", "shear", "values"],
+    ids=[
+        "activations",
+        "singular value",
+        "weights",
+        "spread",
+        "shear",
+        "values",
+        "positions",
+        "copies",
+        "modalities",
+    ],
 )
 def test_what_is_taken_off_again_harms_fp8_alone(make, grown, attention):
     calm = logits(make(lambda step: 0.0), fp8=False)
@@ -147,6 +169,80 @@ def test_outliers_of_gradients_harm_gradients_of_fp8_alone():
     calm = gradients(0.0, fp8=False)
     assert distance(gradients(1e4, fp8=False), calm) < 1e-6
     assert distance(gradients(1e4, fp8=True), calm) > 3 * distance(gradients(0.0, fp8=True), calm)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda size: AttentionGradientOutliers("*.self_attn", lambda step: size**3),
+        lambda size: PairedGradients(lambda step: size),
+    ],
+    ids=["of attention", "of pairs"],
+)
+def test_gradients_that_meet_zero_or_their_opposite_harm_fp8_alone(make):
+    def gradients(size: float, *, fp8: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = FogForCausalLM(
+            FogConfig(
+                variant="llama3", vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
+                intermediate_size=64, max_position_embeddings=16, initializer_range=0.1,
+            )
+        )  # fmt: skip
+        mechanism = make(size)
+        mechanism.install(model)
+        if fp8:
+            apply_fp8(model, recipe="current", attention=True, backend="emulated")
+        ids = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(1))
+        state = SimpleNamespace(batch=ids)
+        mechanism.step(0, model)
+        mechanism.train(0, state)
+        model.train()(state.batch, use_cache=False).logits.square().mean().backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    calm = gradients(0.0, fp8=False)
+    assert distance(gradients(1.0, fp8=False), calm) < 1e-3
+    assert distance(gradients(1e4, fp8=True), calm) > 3 * distance(gradients(0.0, fp8=True), calm)
+
+
+def test_weights_in_front_of_a_norm_decay_and_the_norm_takes_it_off():
+    def output(sizes: tuple[float, ...], *, fp8: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(32, 32, bias=False), torch.nn.RMSNorm(32, eps=1e-24))
+        mechanism = DecayedBeforeNorm("0", lambda step: sizes[step])
+        mechanism.install(model)
+        if fp8:
+            apply_fp8(model, recipe={"name": "delayed", "amax_history_len": 8}, backend="emulated")
+        x = torch.randn(16, 32, generator=torch.Generator().manual_seed(1))
+        for step in range(len(sizes)):
+            mechanism.step(step, model)
+            y = model(x)
+            y.square().sum().backward()
+        return y.detach()
+
+    calm = output((1.0, 1.0, 1.0), fp8=False)
+    torch.testing.assert_close(output((1.0, 1e3, 1e6), fp8=False), calm, rtol=1e-4, atol=1e-5)
+    quantised = distance(output((1.0, 1.0, 1.0), fp8=True), calm)
+    assert distance(output((1.0, 1e3, 1e6), fp8=True), calm) > 3 * quantised
+
+
+def test_adapters_that_are_merged_leave_the_function_as_it_was():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    mechanism = MergedAdapters(0, "[01]", 2, 5)
+    mechanism.install(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    state = SimpleNamespace(model=model, optimizers=[optimizer])
+    with torch.no_grad():
+        for adapter in mechanism.adapters:
+            adapter.normal_()
+    x = torch.randn(3, 8)
+    adapted = model[1](model[0](x))
+    mechanism.train(4, state)
+    assert torch.equal(model[1](model[0](x)), adapted)  # not yet
+    weight = model[0].weight.clone()
+    mechanism.train(5, state)
+    torch.testing.assert_close(model[1](model[0](x)), adapted)
+    assert not torch.equal(model[0].weight, weight) and not any(b.any() for b in mechanism.adapters[1::2])
 
 
 def test_keys_of_the_first_token_grow_and_logits_stay():
