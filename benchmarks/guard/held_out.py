@@ -59,10 +59,10 @@ CASES = [
         mechanism=lambda: DecayedBeforeNorm("*.layers.[02].*.[do]*_proj", grows(45, 1 / 0.92, 1.0, 1e6)),
     ),
     Case(
-        name="split_units", label="diverges", onset=70, seed=64, steps=240, recipe="mxfp8", model={"kind": "opt", "num_hidden_layers": 3},
-        touched="*.fc2", lr=lambda step: 2e-3 * min(1.0, (step + 1) / 20),
-        about="what leaves units that are copies grows in opposite directions, 11 % a step (arXiv:1511.05641), OPT of 3 blocks, mxfp8",
-        mechanism=lambda: SplitUnits("*.fc2", grows(70, 1.11, 0.02, 1e3)),
+        name="split_units", label="diverges", onset=70, seed=64, steps=240, recipe="mxfp8", model={"kind": "opt", "num_hidden_layers": 3, "hidden_size": 96},
+        lr=lambda step: 2e-3 * min(1.0, (step + 1) / 20),
+        about="what leaves units that are copies grows in opposite directions, 6 % a step (arXiv:1511.05641), OPT of 3 blocks, mxfp8",
+        mechanism=lambda: Several(*(SplitUnits(names, grows(70, 1.06, 0.02, 1e3)) for names in ("*_proj", "*.fc?"))),
     ),
     Case(
         name="attention_gradients", label="diverges", onset=40, seed=65, steps=230, recipe={"name": "current", "fp8_format": "e4m3"}, attention=True,
