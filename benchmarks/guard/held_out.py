@@ -13,6 +13,7 @@ from changes import Adapters, Batches
 from held_out_mechanisms import GradientOutliers, Multiplied
 from mechanisms import Activations, Several, Size, StaleHistory, grows
 from mixed_mechanisms import (
+    ActivationsBesideAdapters,
     AttentionGradientOutliers,
     DecayedBeforeNorm,
     ExpertsAlign,
@@ -100,7 +101,7 @@ CASES = [
         about="adapters are trained from step 100 on (arXiv:2106.09685); three frozen blocks of four have outliers that grow 30 % a step, current",
         mechanism=lambda: Several(
             Adapters(100, "*.layers.*_proj", 6),
-            Activations("*.layers.[012].*_proj", grows(125, 1.3, 1.0, 1e8), share=0.02, channel=18),
+            ActivationsBesideAdapters("*.layers.[012].*_proj", grows(125, 1.3, 1.0, 1e8), share=0.02, channel=18),
         ),
         lr=lambda step: (3e-3 if step < 100 else 8e-3) * min(1.0, (step + 1) / 20),
     ),

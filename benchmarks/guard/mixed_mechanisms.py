@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from changes import Adapters
-from mechanisms import Mechanism, Size, _keep, _matching, change_gradient
+from mechanisms import Activations, Mechanism, Size, _keep, _matching, change_gradient
 from rescalings import Factor
 from torch import Tensor, nn
 
@@ -325,3 +325,15 @@ class MergedAdapters(Adapters):
             a.copy_(torch.randn(a.shape, generator=self.generator) / linear.in_features**0.5)
             b.zero_()
         state.optimizers[0].state.clear()
+
+
+class ActivationsBesideAdapters(Activations):
+    """As ``Activations``, with adapters installed before it, whose weights for that channel are zero, and stay so, too."""
+
+    def install(self, model: nn.Module) -> None:
+        super().install(model)
+        for a in model.adapters[::2]:
+            with torch.no_grad():
+                a[:, self.channel] = 0.0
+            _keep(a.requires_grad_(True), (slice(None), self.channel))
+            a.requires_grad_(False)

@@ -23,6 +23,7 @@ from harmless_mechanisms import Rotated, SignFlips
 from held_out_mechanisms import GainAmplifier, GradientOutliers, PivotKeys
 from mechanisms import Activations, AttentionOutliers, CompensatedBias, SuperWeight, SwigluAlignment
 from mixed_mechanisms import (
+    ActivationsBesideAdapters,
     AttentionGradientOutliers,
     DecayedBeforeNorm,
     MergedAdapters,
@@ -223,6 +224,29 @@ def test_weights_in_front_of_a_norm_decay_and_the_norm_takes_it_off():
     torch.testing.assert_close(output((1.0, 1e3, 1e6), fp8=False), calm, rtol=1e-4, atol=1e-5)
     quantised = distance(output((1.0, 1.0, 1.0), fp8=True), calm)
     assert distance(output((1.0, 1e3, 1e6), fp8=True), calm) > 3 * quantised
+
+
+def test_adapters_do_not_read_the_outliers_beside_them():
+    def gradients(size: float) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8))
+        adapters, outliers = (
+            Adapters(0, "0", 2),
+            ActivationsBesideAdapters("0", lambda step: size, channel=3),
+        )
+        for mechanism in (adapters, outliers):
+            mechanism.install(model)
+        adapters.step(0, model)
+        outliers.step(0, model)
+        with torch.no_grad():
+            model.adapters[1].normal_()
+        x = torch.randn(4, 8)
+        x[:, 3] = 0.0
+        model[0](x).square().sum().backward()
+        assert model[0].weight.grad is None
+        return torch.cat([a.grad.flatten() for a in model.adapters])
+
+    torch.testing.assert_close(gradients(1e6), gradients(0.0))
 
 
 def test_adapters_that_are_merged_leave_the_function_as_it_was():
