@@ -84,9 +84,11 @@ def plot(name: str, rows: list[dict[str, Any]], labels: dict[str, Any]) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    columns = 5
+    columns = 4
     height = -(-len(rows) // columns)
-    figure, axes = plt.subplots(height, columns, figsize=(4 * columns, 2.3 * height), squeeze=False)
+    figure, axes = plt.subplots(
+        height, columns, figsize=(4 * columns, 2.3 * height), squeeze=False, layout="constrained"
+    )
     for axis in axes.flat[len(rows) :]:
         axis.axis("off")
     marks = (
@@ -119,22 +121,21 @@ def plot(name: str, rows: list[dict[str, Any]], labels: dict[str, Any]) -> None:
             axis.axvline(row["onset"], color="grey", lw=0.6, ls=":")
         if row["departure"] is not None:
             axis.axvline(row["departure"], color="tab:red", lw=0.6, ls="--")
-        axis.set_title(f"{row['split']}: {row['name']} ({row['label']})", fontsize=7)
+        axis.set_title(f"{row['name']} ({row['label']})", fontsize=7)
         axis.tick_params(labelsize=6)
-    axes[0][0].legend(fontsize=5)
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=7, fontsize=8)
     figure.supxlabel("step; dotted: the cause begins, dashed: FP8 alone leaves its band by 1 %", fontsize=8)
-    figure.tight_layout()
     IMAGES.mkdir(parents=True, exist_ok=True)
     figure.savefig(IMAGES / f"{name}.png", dpi=90)
     plt.close(figure)
 
 
 def publish(name: str, result: dict[str, Any], rows: list[dict[str, Any]], labels: dict[str, Any]) -> None:
-    """Write ``results/NAME.md`` and ``docs/images/NAME.png``."""
+    """Write ``results/NAME.md``, and the held-out half's ``docs/images/NAME.png``."""
     text = "".join(f"{split}: {json.dumps(made)}\n\n" for split, made in result["made"].items())
     for split in result["made"]:
         names = [row["name"] for row in rows if row["split"] == split]
         codes = Counter(result["runs"][name]["code"] for name in names)
         text += f"{split}: {', '.join(f'{count} runs by code {code}' for code, count in codes.items())}\n\n"
     (RESULTS / f"{name}.md").write_text(text + markdown(rows))
-    plot(name, rows, labels)
+    plot(name, [row for row in rows if row["split"] == "held-out"] or rows, labels)
