@@ -118,28 +118,6 @@ def test_what_only_a_product_shows_is_demoted_while_it_lasts_and_comes_back(trai
     assert moves(watch)[0][0] <= 13 and moves(watch)[1][0] > 18 + 2
 
 
-def test_each_microbatch_is_looked_at_in_turn(train):
-    """What sticks out does so in the last of four alone, and while it does nothing is promoted."""
-    from composer.core import Callback
-
-    model, watch = build_llama(), guard(quiet_batches=6, finer=None)
-    grow = Outlier(model, lambda step: 1.0)
-
-    class LastOne(Callback):
-        def before_train_batch(self, state, logger):
-            self.microbatch = 0
-
-        def before_forward(self, state, logger):
-            self.microbatch += 1
-            grow.size = 1e6 if self.microbatch == 4 and 10 <= state.timestamp.batch.value < 28 else 1.0
-
-    train(model, [LastOne(), watch], algorithms=[fp8("current")], steps=44, lr=0.0, device_train_microbatch_size=1)
-    assert watch.failed is None
-    found = [move for move in moves(watch) if move[1] == SICK]
-    assert [move[2] for move in found] == ["demote", "promote"]
-    assert found[0][0] <= 16 and found[1][0] > 28 + 6 - 4
-
-
 @pytest.mark.parametrize("actions", [["demote"], ["warn"]])
 def test_a_history_of_another_run_is_told_and_renewed_in_the_step_that_meets_it(train, actions):
     """Between two observations; nothing is demoted for what is mended."""

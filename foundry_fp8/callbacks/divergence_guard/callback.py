@@ -75,9 +75,6 @@ class DivergenceGuard(Monitor):
         self._loaded: dict[str, Any] | None = None
         self._losses: list[float] = []
         """Of the batches since the last observation in turn."""
-        self._microbatches = 1
-        """Of the last batch; of this one so far."""
-        self._chosen = 0
         self._compiled = False
         self._save_due = False
         self._agreed_off = False
@@ -180,16 +177,8 @@ class DivergenceGuard(Monitor):
             )
 
     def batch_start(self, state: State, logger: Logger) -> None:
-        """Choose the microbatch to look at: each in turn, and the same one where the batch before left a doubt."""
-        batch = state.timestamp.batch.value
-        if self.decision is None or not self.decision.look_again:
-            self._chosen = batch // self.config.interval % max(1, self._microbatches)
-        self._microbatches = 0
-
-    def before_forward(self, state: State, logger: Logger) -> None:
-        """Before the chosen microbatch, attach to all that is measured if this batch is due, else to one linear."""
-        self._microbatches += 1
-        if self._watch is None or self._microbatches != self._chosen + 1:
+        """Attach to all that is measured if this batch is due, else to one linear."""
+        if self._watch is None:
             return
         if self._due(state):
             self._watch.attach()

@@ -35,7 +35,7 @@ class Looked:
 
 
 class AttentionWatch:
-    """Measures attentions while attached, in the first microbatch from then on.
+    """Measures attentions while attached, in their first microbatch.
 
     Args:
         guard: Wraps each hook.

@@ -66,7 +66,7 @@ def _one_of(see: Callable[[Tensor], None], number: int, gradients: tuple[Tensor 
 
 class LinearShadow:
     """Follows demoted linears: their amaxes in every pass where delayed scaling waits for them, and in due batches their shadows,
-    in the first microbatch from when :attr:`measures` is set.
+    in the first microbatch.
 
     Args:
         guard: Wraps each hook.

@@ -53,7 +53,7 @@ class Columns:
 
 class Watch:
     """Measures, between :meth:`attach` and :meth:`collect`: outliers in what the linears of each block multiply, damage to the FP8
-    operands and to the shadows of demoted layers, in the next microbatch; and the norm of the gradients.
+    operands and to the shadows of demoted layers, in the first microbatch; and the norm of the gradients.
 
     Args:
         model: Wrapped or not.
