@@ -18,6 +18,7 @@ from composer.loggers import InMemoryLogger
 from llmfoundry.registry import callbacks
 
 from foundry_fp8.callbacks.divergence_guard import DivergenceGuard
+from foundry_fp8.distributed.fsdp2_units import average_on_gloo
 from foundry_fp8.layers.linear import FP8Linear
 from tests.integration.foundry_runs import config, train
 from tests.multiprocess.run_fp8_training import FSDP
@@ -89,6 +90,14 @@ class BreaksOnRank1(DivergenceGuard):
             raise RuntimeError("broken on purpose")
 
 
+class AveragesOnGloo(Callback):
+    """With torch 2.7 FSDP2's gradients on gloo are sums otherwise."""
+
+    def after_load(self, state, logger):
+        average_on_gloo(state.model)
+
+
+callbacks.register("averages_on_gloo", func=AveragesOnGloo)
 callbacks.register("outlier_on_rank_1", func=OutlierOnRank1)
 callbacks.register("breaks_on_rank_1", func=BreaksOnRank1)
 
@@ -96,6 +105,7 @@ callbacks.register("breaks_on_rank_1", func=BreaksOnRank1)
 def run(root, wrapper, wanted, **changes):
     os.environ["FSDP_VERSION"] = "2"
     extra = FSDP if wrapper == "fsdp2" else {}
+    wanted = {**wanted, "averages_on_gloo": {}} if wrapper == "fsdp2" else wanted
     base = {"callbacks": wanted, "loggers": {"inmemory": {}}, "global_train_batch_size": 16, **extra}
     return train(config(root, **{**base, **changes}))
 
