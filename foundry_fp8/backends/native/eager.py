@@ -13,18 +13,15 @@ import torch
 from torch import Tensor
 
 from foundry_fp8.backends.native.inputs import Delayed
-from foundry_fp8.backends.native.plan import Layout, Plan
+from foundry_fp8.backends.native.plan import FORMATS, Layout, Plan
 from foundry_fp8.kernels.blockwise import BlockCast
 from foundry_fp8.kernels.launch import Remembered, aligned, as_rows
 from foundry_fp8.kernels.producers import Producer
 from foundry_fp8.kernels.tensorwise import Cast, Measure
 from foundry_fp8.kernels.zeros import Statistics, statistics
-from foundry_fp8.numerics.formats import E4M3, E5M2
 from foundry_fp8.numerics.recipes import Operand
 
 __all__ = ["EagerPass", "Kind", "eager_pass"]
-
-FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2)}
 
 _passes = Remembered()
 
@@ -87,11 +84,9 @@ class Kind:
         if plan.granularity == "tensor":
             return Cast(source, fmt, power_2=plan.power_2, **options)
         if plan.granularity == "constant":
-            constant = float(plan.gradient_scale) if operand == "dy" else 1.0
-            alpha = 1.0 if operand == "w" else plan.alpha
+            constant, alpha = plan.constants(operand)
             return Cast(source, fmt, power_2=False, constant=constant, alpha=alpha, **options)
-        group = 128 if plan.granularity == "block" else 32
-        square = group == 128 and operand == "w"
+        group, square = plan.blocks(operand)
         return BlockCast(source, fmt, group=group, square=square, power_2=plan.power_2, **options)
 
 

@@ -29,16 +29,13 @@ from foundry_fp8.backends.native.gemm import in_dtype
 from foundry_fp8.backends.native.inputs import LinearCall
 from foundry_fp8.backends.native.operand import Source, gemm
 from foundry_fp8.backends.native.ops import unnoticed
-from foundry_fp8.backends.native.plan import Layout, Plan, quantized_view
+from foundry_fp8.backends.native.plan import FORMATS, Layout, Plan, quantized_view
 from foundry_fp8.compat.fresh_view import fresh_view
 from foundry_fp8.kernels.launch import as_rows, on_current_device
 from foundry_fp8.kernels.zeros import Statistics
 from foundry_fp8.layers.shared_inputs import QuantizedInput
-from foundry_fp8.numerics.formats import E4M3, E5M2
 
 __all__ = ["NativeLinear", "dgrad_and_wgrad", "fprop", "quantize_weight"]
-
-FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2)}
 
 
 class NativeLinear(torch.autograd.Function):

@@ -63,7 +63,7 @@ class Source(NamedTuple):
             The layout by rows, the transposed one (each with empty tensors if not made), the statistics (``[3]``: amax,
             gemm_scale, scale_inv; empty for block scales) and the column sum (empty if not asked for).
         """
-        fmt = plan.dy_fmt if operand == "dy" else plan.x_fmt
+        fmt = plan.fmt(operand)
         if plan.granularity == "tensor" or plan.granularity == "constant":
             run = quantize_tensorwise.direct if direct else quantize_tensorwise
             if plan.granularity == "tensor":
@@ -72,17 +72,14 @@ class Source(NamedTuple):
                 )
                 gemm_scale = stats.select(0, 1)
                 return (data, gemm_scale), (data_t, gemm_scale), stats, summed
-            constant = float(plan.gradient_scale) if operand == "dy" else 1.0
-            # Each product gets alpha once: by x in fprop, by dy in dgrad and wgrad.
-            alpha = 1.0 if operand == "w" else plan.alpha
+            constant, alpha = plan.constants(operand)
             data, data_t, stats, summed = run(
                 *self, None, None, None, fmt, False, rows, columns, column_sum, constant, alpha
             )
             by_rows, by_columns = stats.select(0, 1), stats.select(0, 2 if operand == "x" else 1)
             return (data, by_rows), (data_t, by_columns), stats, summed
         run = quantize_blockwise.direct if direct else quantize_blockwise
-        group = 128 if plan.granularity == "block" else 32
-        square = group == 128 and operand == "w"
+        group, square = plan.blocks(operand)
         data, gemm_scale, data_t, gemm_scale_t, summed = run(
             *self, fmt, group, square, plan.power_2, rows, columns, column_sum
         )

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foundry_fp8.backends.native.plan import FORMATS
 from foundry_fp8.compat.dispatch_mode import watching_modes
 from foundry_fp8.kernels.block_gemm import block_gemm as block_gemm_kernel
 from foundry_fp8.kernels.blockwise import quantize_blockwise as quantize_blockwise_kernel
@@ -25,7 +26,6 @@ from foundry_fp8.kernels.producers import Producer
 from foundry_fp8.kernels.tensorwise import amax_of_two as amax_of_two_kernel
 from foundry_fp8.kernels.tensorwise import quantize_tensorwise as quantize_tensorwise_kernel
 from foundry_fp8.kernels.zeros import shared_with_none
-from foundry_fp8.numerics.formats import E4M3, E5M2, Float8Format
 
 __all__ = [
     "activation_backward",
@@ -37,8 +37,6 @@ __all__ = [
     "quantize_tensorwise",
     "unnoticed",
 ]
-
-FORMATS: dict[str, Float8Format] = {fmt.name: fmt for fmt in (E4M3, E5M2)}
 
 
 def _noticed() -> bool:

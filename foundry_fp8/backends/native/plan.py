@@ -7,7 +7,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from foundry_fp8.numerics.formats import Float8Format
+from foundry_fp8.numerics.formats import E4M3, E5M2, Float8Format
 from foundry_fp8.numerics.quantize import Quantized, quantize_block, quantize_mx, with_amax
 from foundry_fp8.numerics.recipes import (
     BlockScaling,
@@ -20,7 +20,10 @@ from foundry_fp8.numerics.recipes import (
     UnitScaling,
 )
 
-__all__ = ["Layout", "Plan", "plan_of", "quantized_view"]
+__all__ = ["FORMATS", "Layout", "Plan", "plan_of", "quantized_view"]
+
+FORMATS: dict[str, Float8Format] = {fmt.name: fmt for fmt in (E4M3, E5M2)}
+"""By the name that a :class:`Plan` has."""
 
 Granularity = Literal["tensor", "constant", "block", "mx"]
 
@@ -51,6 +54,19 @@ class Plan:
     def fmt(self, operand: Operand) -> str:
         """The name of the operand's number format."""
         return self.dy_fmt if operand == "dy" else self.x_fmt
+
+    def constants(self, operand: Operand) -> tuple[float, float]:
+        """The constant scale of the operand, and what its GEMM scale is multiplied by.
+
+        Each product gets alpha once: by x in fprop, by dy in dgrad and wgrad.
+        """
+        constant = float(self.gradient_scale) if operand == "dy" else 1.0
+        return constant, 1.0 if operand == "w" else self.alpha
+
+    def blocks(self, operand: Operand) -> tuple[int, bool]:
+        """How many elements share a scale, and whether a block is as many of them squared."""
+        group = 128 if self.granularity == "block" else 32
+        return group, group == 128 and operand == "w"
 
 
 def plan_of(recipe: Recipe, alpha: float = 1.0) -> Plan:

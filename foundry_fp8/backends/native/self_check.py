@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from foundry_fp8.backends.native.linear import FORMATS
 from foundry_fp8.backends.native.operand import Source, gemm
-from foundry_fp8.backends.native.plan import Layout, Plan, plan_of
+from foundry_fp8.backends.native.plan import FORMATS, Layout, Plan, plan_of
 from foundry_fp8.kernels.launch import driver_version
 from foundry_fp8.numerics.formats import Float8Format, e8m0_decode
 from foundry_fp8.numerics.mx_layout import unswizzle_mx_scales
