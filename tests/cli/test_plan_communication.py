@@ -97,6 +97,7 @@ def test_a_log_of_nccl_tests_and_a_slow_network_change_the_plan(tmp_path):
         (["--parameters", "nan"], "--parameters: nan is not a number of at least 1."),
         (["--parameters", "7e9", "--tokens", "0"], "--tokens: 0 is not an integer of at least 1."),
         (["--parameters", "7e9", "--units", "-1"], "--units: -1 is not an integer of at least 1."),
+        (["--parameters", "7e9", "--host-ms", "-1"], "--host-ms: -1.0 is not a number of at least 0"),
         (["--parameters", "7e9", "--mfu", "nan"], "--mfu: nan is not a number above 0"),
         (["--parameters", "7e9", "--tensor-parallel", "16"], "16 does not divide the 8 GPUs of a node"),
         (

@@ -1,8 +1,8 @@
 """One training step under FSDP or HSDP at scale, on paper.
 
-    step = (compute + overlap_slowdown * hidden) (1 + slowest(N)) + exposed
+    step = max(host, (compute + overlap_slowdown * hidden) (1 + slowest(N)) + exposed)
 
-``hidden`` is the communication that runs beside computing, ``exposed`` what nothing hides, ``slowest(N)`` what waiting for the slowest of N
+``host`` is what the host needs to launch it all: a step that waits for its host hides communication in the GPU's idle time. ``hidden`` is the communication that runs beside computing, ``exposed`` what nothing hides, ``slowest(N)`` what waiting for the slowest of N
 GPUs adds (:mod:`foundry_fp8.planning.communication.stragglers`). Under tensor parallelism a group of ``T`` GPUs on one node holds a part of every
 matrix each, FSDP shards these parts over the GPUs of the same place, and four all-reduces a block of its tokens' activations (two in forward,
 two in backward: Megatron-LM, arXiv 1909.08053, section 3) have nothing to hide behind. Pipelines are not planned: Composer has none. It is for ranking layouts; nothing is fitted to the published points it is
@@ -47,6 +47,8 @@ class Workload(Config):
     """Share of the parameters that train. What is frozen is gathered, and neither reduced nor held with a gradient."""
     mfu: Fraction = 0.4
     """Of the BF16 peak, of a GPU that computes alone."""
+    host_seconds: Annotated[float, at_least(0)] = 0.0
+    """Of a step, to launch its kernels. FP8 layers launch several for one of BF16's: small models wait for it."""
     microbatches: Positive = 1
     """FSDP gathers and reduces for each."""
     sharding: Literal["FULL_SHARD", "SHARD_GRAD_OP"] = "FULL_SHARD"
@@ -163,7 +165,7 @@ def layout(work: Workload, gpus: int, shard: int, gpu: Gpu, network: Network) ->
         communication_seconds=work.microbatches * (one_forward + one_backward + joined),
         exposed_seconds=work.microbatches * exposed,
         compute_seconds=work.microbatches * compute,
-        step_seconds=work.microbatches * (computing + exposed),
+        step_seconds=max(work.host_seconds, work.microbatches * (computing + exposed)),
         memory_bytes=memory,
         fits=memory <= gpu.memory_bytes,
         tensor_parallel=together,

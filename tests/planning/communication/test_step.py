@@ -42,6 +42,14 @@ def test_a_step_is_computing_slowed_by_what_runs_beside_it_and_by_the_slowest_gp
     assert alone.step_seconds == alone.compute_seconds and alone.communication_seconds == 0
 
 
+def test_a_step_that_waits_for_its_host_hides_communication_until_that_is_longer():
+    alone, spread = (layout(WORK, n, n, H100, EFA).step_seconds for n in (8, 4096))
+    assert alone < 1.0 < spread
+    hosted = dataclasses.replace(WORK, host_seconds=1.0)
+    assert layout(hosted, 8, 8, H100, EFA).step_seconds == 1.0
+    assert layout(hosted, 4096, 4096, H100, EFA).step_seconds == spread
+
+
 def test_what_computing_cannot_hide_is_exposed():
     """A gather and a reduction where there is computing enough; all but the computing where there is too little."""
     kept = dataclasses.replace(WORK, sharding="SHARD_GRAD_OP")
