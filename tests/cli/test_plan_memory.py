@@ -140,10 +140,13 @@ def test_optimizers_that_keep_less_are_shown_with_their_bytes(tmp_path):
         done = CliRunner().invoke(app, ["plan", "memory", str(file), "--world-size", str(ranks)])
         assert done.exit_code == 0, done.output
         found = re.findall(
-            r"option optimizer: \{name: (\w+)\} .*: states take (.*) instead of (.*)", done.output
+            r"option optimizer: \{name: (\w+)\} .*: states take (.*) instead of (.*), and a step (.*) ms less",
+            done.output,
         )
         assert [name for name, *_ in found] == ["adamw_8bit", "adamw_fp8"]
-        for _, kept, now in found:
+        for _, kept, now, less in found:
+            saved = parse_bytes(now, "") - parse_bytes(kept, "")
+            assert float(less) / 1e3 == pytest.approx(2 * saved / (0.8 * 3.35e12), rel=0.02, abs=5e-6)
             # Moments of 8 bits and a float32 scale for 256 of them, instead of two in float32.
             assert parse_bytes(kept, "") / parse_bytes(now, "") == pytest.approx(
                 2 * (1 + 4 / 256) / 8, rel=0.02
