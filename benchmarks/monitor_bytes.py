@@ -67,7 +67,7 @@ def linear(k: int, n: int, products: bool) -> None:
         seen = Seen(x, Quantized(x.to(torch.float8_e4m3fn), scale, None, E4M3, scale))
         _ = seen.row
         if products:
-            found.take("", operand, seen)
+            found.take("", operand, seen, wgrad=True)
 
 
 def role(features: list[int]) -> None:

@@ -37,8 +37,8 @@ __all__ = [
 AttentionRecipe = DelayedScaling | CurrentScaling
 GradScores = Literal["fp8", "bfloat16"]
 """What the gradient of the logits (dP here, dS in FlashAttention's papers) is rounded to before the products that make dQ and dK."""
-AttentionLook = Callable[[Tensor, Tensor, Tensor, float], None]
-"""Called with q [b, heads, q, d], k and v [b, kv_heads, k, d], hp, and what multiplies the logits."""
+AttentionLook = Callable[[Tensor, Tensor, Tensor, float, Tensor], None]
+"""Called with q [b, heads, q, d], k and v [b, kv_heads, k, d], hp, what multiplies the logits, and what comes out: [..., d] or [..., heads * d]."""
 AttentionProbe = Callable[[str, Tensor, Quantized], None]
 """Called with each tensor that is quantised: its name (``q``, ..., ``dv``), the hp tensor (or the block of it), the result."""
 
@@ -153,7 +153,7 @@ class FP8DotProductAttention(nn.Module):
         slots: The delayed-scaling state by slot (:func:`attention_slots`), from the conversion.
         ledger: The GEMMs that ran. Both GEMMs of the forward count as fprop, the four of the backward as dgrad.
         probe: Called with every tensor quantised while it is set; for monitors.
-        look: Called with what each forward multiplies while it is set, by the host too where that runs high precision.
+        look: Called with what each forward multiplies and puts out while it is set, by the host where that runs high precision.
     """
 
     def __init__(
@@ -243,12 +243,12 @@ class FP8DotProductAttention(nn.Module):
             return self.backend.attend(self, q, k, v, **options)
         state = next(iter(self.slots.values())).state
         state.begin_layer(q.device, trains=self.training and torch.is_grad_enabled())
-        if self.look is not None:
-            self.look(q, k, v, softmax_scale)
         # Counted before it runs: a recompute stops inside it, once it has what the backward needs.
         self._record_forward(q, k)
         out = self.backend.attend(self, q, k, v, **options)
         self._record_backward(q, k, out)
+        if self.look is not None:
+            self.look(q, k, v, softmax_scale, out)
         return out
 
     def _record_forward(self, q: Tensor, k: Tensor) -> None:

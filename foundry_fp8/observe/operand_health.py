@@ -18,7 +18,7 @@ from foundry_fp8.model_structure.names import named_modules_clean
 from foundry_fp8.numerics.formats import Float8Format
 from foundry_fp8.numerics.quantize import Quantized
 from foundry_fp8.observe.operand_stats import FIELDS, Sample, quantisation, rounding_noise, sample_rows
-from foundry_fp8.observe.product_noise import Factor, columns_of, product, rows_of
+from foundry_fp8.observe.product_noise import Factor, columns_of, product, rows_of, tokens_of
 
 __all__ = [
     "ATTENTION",
@@ -31,6 +31,7 @@ __all__ = [
     "measure",
     "outliers",
     "summarise",
+    "wgrad_in_fp8",
     "with_format",
 ]
 
@@ -144,11 +145,13 @@ class Seen:
         x: ``[R, C]``, hp; or the sampled rows of it.
         q: What became of it.
         of: Which rows of the operand the sampled ones are, if ``x`` is those alone.
+        whole: Then, the operand.
     """
 
     x: Tensor
     q: Quantized
     of: Sample | None = None
+    whole: Tensor | None = None
 
     @functools.cached_property
     def sample(self) -> Sample:
@@ -170,31 +173,52 @@ class Seen:
         """For a product that sums over rows; of a whole operand."""
         return columns_of(self.x, self.q)
 
+    @property
+    def tokens(self) -> Factor:
+        """For the product that sums over tokens."""
+        return tokens_of(self.x if self.whole is None else self.whole, self.q)
+
 
 class Products:
     """The products of linears from their operands, in the order in which these come: x, w, dy."""
 
     def __init__(self) -> None:
-        self._before: dict[str, Factor] = {}
+        self._before: dict[tuple[str, str], Factor] = {}
         self._rows: dict[tuple[str, str], Tensor] = {}
 
-    def take(self, name: str, operand: str, seen: Seen) -> None:
-        """The operand of one linear; a product is made of it and the one before."""
-        before = self._before.pop(name, None)
+    def take(self, name: str, operand: str, seen: Seen, *, wgrad: bool) -> None:
+        """The operand of one linear; products are made of it and of those before.
+
+        Args:
+            name: The linear's.
+            operand: In the order in which they come.
+            seen: What was quantised.
+            wgrad: Whether FP8 makes dW of them.
+        """
         if operand == "x":
-            self._before[name] = seen.rows
+            self._before[name, "y"] = seen.rows
+            if wgrad:
+                self._before[name, "dw"] = seen.tokens
         elif operand == "w":
-            if before is not None:
-                self._rows[name, "y"] = product(before, seen.rows)
-            self._before[name] = seen.columns
-        elif before is not None:
-            self._rows[name, "dx"] = product(seen.rows, before)
+            if (x := self._before.pop((name, "y"), None)) is not None:
+                self._rows[name, "y"] = product(x, seen.rows)
+            self._before[name, "dx"] = seen.columns
+        else:
+            if (w := self._before.pop((name, "dx"), None)) is not None:
+                self._rows[name, "dx"] = product(seen.rows, w)
+            if (x := self._before.pop((name, "dw"), None)) is not None:
+                self._rows[name, "dw"] = product(seen.tokens, x, of_tokens=False)
 
     def tensors(self) -> dict[tuple[str, str], Tensor]:
-        """What was made since the last call, still on the device, by linear and product: ``y``, ``dx``."""
+        """What was made since the last call, still on the device, by linear and product: ``y``, ``dx``, ``dw``."""
         self._before.clear()
         rows, self._rows = self._rows, {}
         return rows
+
+
+def wgrad_in_fp8(module: FP8Linear) -> bool:
+    """Whether a linear that runs FP8 makes its weight's gradient in FP8."""
+    return module.wgrad == "fp8" and module.weight.requires_grad
 
 
 class _Fanout:
@@ -299,5 +323,6 @@ class HealthProbe:
     def _keep(self, name: str, operand: Measured, seen: Seen) -> None:
         if operand in (*LINEAR, *ATTENTION):
             self._rows[name, operand] = seen.row
-            if self._products is not None:
-                self._products.take(name, operand, seen)
+            module = self.modules[name]
+            if self._products is not None and isinstance(module, FP8Linear):
+                self._products.take(name, operand, seen, wgrad=wgrad_in_fp8(module))

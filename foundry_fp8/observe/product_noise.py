@@ -4,13 +4,14 @@ Each operand may be rounded as well as ever and the product be lost. Where high 
 direction of the product (a mean, a singular value) has grown, rounding errors are of the size of what grew, in every direction, and what
 else the product says is below them.
 
-Of a linear, ``y = x W^T`` is looked at, some rows of x with some of W, and ``dx = dy W``, some rows of dy with some columns of W. ``dW = dy^T x``
-is not: it sums over all tokens, and x in high precision is gone when dy comes.
+Of a linear, ``y = x W^T`` is looked at, some rows of x with some of W, ``dx = dy W``, some rows of dy with some columns of W, and ``dW = dy^T x``,
+some columns of dy with some of x, by all tokens: what tokens say may cancel in that sum, though each is well.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 
@@ -18,20 +19,22 @@ import torch
 from torch import Tensor
 
 from foundry_fp8.layers.autocast import autocast_type
-from foundry_fp8.numerics.quantize import Quantized
+from foundry_fp8.numerics.quantize import Quantized, quantize_block, quantize_tensor
 from foundry_fp8.observe.operand_stats import Sample, dequantised, rounding_noise, spread
 
-__all__ = ["Factor", "columns_of", "product", "product_noise", "rows_of"]
+__all__ = ["Factor", "columns_of", "product", "product_noise", "rows_of", "tokens_of"]
 
 COLUMNS = 16
-"""Columns of W that are kept from forward to backward."""
-LARGEST = 0.5
-"""What is left beside the largest direction of a product, of its energy, before the error counts against that alone. Products in runs that
-are well have a largest direction, too."""
+"""Columns that are kept from forward to backward: of W, and of x."""
+LEFT = (0.5, 0.25, 0.125, 0.0625)
+"""What is left beside the largest direction of a product, the two largest, ..., of its energy, before the error counts against that
+alone. Products in runs that are well have large directions, too."""
 FEW = 8
-"""Of fewer tokens or channels, counted by what they have of the energy, one direction is most of what there is."""
+"""Of fewer tokens or channels for each direction, counted by what they have of the energy, these directions are most of what there is."""
 NOTHING = 1e-9
-"""What is left beside the largest direction if nothing is: one neuron that fires."""
+"""What is left beside the largest directions if nothing is: one neuron that fires."""
+TURNS = 6
+"""Of the orthogonal iteration; directions that are not told apart by then are of one size."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,29 +76,54 @@ def columns_of(x: Tensor, q: Quantized) -> Factor:
     return Factor(exact.t(), rounded.t(), weight[:-1], rounding_noise(q.fmt))
 
 
-def product(a: Factor, b: Factor) -> Tensor:
-    """What :func:`product_noise` is made of, float64 ``[4]``: the error of ``a b^T``, squared and summed; the same of ``a b^T`` and of its
-    largest direction; what rounding alone makes of the error, relatively.
+def tokens_of(x: Tensor, q: Quantized) -> Factor:
+    """:data:`COLUMNS` columns of ``x`` ``[T, C]``, hp, spread evenly, by all tokens, as wgrad takes them: blocks are along tokens."""
+    columns, weight = spread(x.shape[1], COLUMNS, x.device)
+    exact = x.detach().index_select(1, columns).t().contiguous()
+    if q.block is None:
+        rounded = quantize_tensor(exact, q.scale_inv.reciprocal(), q.fmt)
+    else:
+        rounded = quantize_block(exact, (1, q.block[1]), q.fmt)
+    return Factor(exact, rounded.dequantize().to(x.dtype), weight[:-1], rounding_noise(q.fmt))
+
+
+def product(a: Factor, b: Factor, *, of_tokens: bool = True) -> Tensor:
+    """What :func:`product_noise` is made of, float64 ``[3]``: the error of ``a b^T``, squared and summed; what ``a b^T`` says, likewise;
+    what rounding alone makes of the error, relatively.
 
     Args:
-        a: Tokens, each of which counts alike, however large.
-        b: Of a weight.
+        a: Rows that count alike, however large what the product says of each is; of each no more is lost than there is.
+        b: The other factor.
+        of_tokens: The rows of ``a`` are tokens, and what all of them share is no content (:func:`_content`).
     """
-    amax = a.exact.abs().amax(1, keepdim=True)
-    size = amax * torch.linalg.vector_norm(
-        a.exact / amax, dim=1, keepdim=True
-    )  # squares of 1e-25 would be zero
-    unit = torch.where(size > 0, 1 / size, 0.0)
-    with torch.autocast(autocast_type(size.device), enabled=False):
-        y = (a.exact * unit) @ b.exact.float().t()
-        error = (a.rounded * unit) @ b.rounded.float().t() - y
-    weight = a.weight.sqrt()[:, None] * b.weight.sqrt()
+    wide = a.exact.float()
+    amax = wide.abs().amax(1, keepdim=True)
+    unit = torch.where(amax > 0, 1 / amax, 0.0)  # squares of 1e-25 would be zero
+    with torch.autocast(autocast_type(unit.device), enabled=False):
+        y = (wide * unit) @ b.exact.float().t()
+        error = (a.rounded.float() * unit) @ b.rounded.float().t() - y
+    weight = b.weight.sqrt()
     y, error = y * weight, error * weight
+    size, lost = (torch.linalg.vector_norm(part, dim=1, keepdim=True) for part in (y, error))
+    weight = torch.where(size > 0, a.weight.sqrt()[:, None] / size, 0.0)
+    y, error = y * weight, error * weight * (size / lost.clamp_min(1e-300)).clamp_max(1.0)
+    content = _content(y) if of_tokens else y.square().sum()
+    return torch.stack([error.square().sum(), content, y.new_full((), a.noise + b.noise)])
+
+
+def _content(y: Tensor) -> Tensor:
+    """What a product says of tokens, of its energy, 0-d: all, or what is left beside its few largest directions where they have more than :data:`LEFT`
+    leaves: they are what all tokens share.
+    """
     squares = y.square()
     signal = squares.sum()
-    many = torch.minimum(_count(squares.sum(0)), _count(squares.sum(1))) >= FEW
-    largest = torch.where(many, signal * _largest_share(y), 0.0)
-    return torch.stack([error.square().sum(), signal, largest, signal.new_full((), a.noise + b.noise)])
+    count = torch.minimum(_count(squares.sum(0)), _count(squares.sum(1)))
+    largest = _largest(y).cumsum(0)
+    rest = signal - largest
+    place = torch.arange(1, len(LEFT) + 1, device=y.device)
+    counts = (count >= FEW * place) & (rest > NOTHING * signal)
+    left = torch.tensor(LEFT, dtype=y.dtype, device=y.device)
+    return torch.minimum(signal, torch.where(counts, rest / left, signal).min())
 
 
 def _count(energy: Tensor) -> Tensor:
@@ -103,13 +131,21 @@ def _count(energy: Tensor) -> Tensor:
     return energy.sum().square() / energy.square().sum()
 
 
-def _largest_share(y: Tensor) -> Tensor:
-    """Of the energy of ``y``, float64, by the 64th power of its Gram matrix, which is nearly of that direction alone; nothing waits."""
-    gram = y.t() @ y
-    power = gram = gram / gram.trace()
-    for _ in range(6):
-        power = power @ power  # of a share of 1 / 129 still 1e-135
-    return (gram * power).sum() / power.trace()
+def _largest(y: Tensor) -> Tensor:
+    """The energies of the largest directions of ``y``, float64 ``[len(LEFT)]``, by orthogonal iteration; nothing waits."""
+    gram = y.t() @ y if y.shape[1] <= y.shape[0] else y @ y.t()
+    directions = _any_directions(len(gram), min(len(gram), 2 * len(LEFT)), y.device)
+    for _ in range(TURNS):
+        directions = torch.linalg.qr(gram @ directions)[0]
+    found = (directions * (gram @ directions)).sum(0).sort(descending=True)[0]
+    return torch.nn.functional.pad(found, (0, max(0, len(LEFT) - len(found))))[: len(LEFT)]
+
+
+@functools.lru_cache(maxsize=256)
+def _any_directions(count: int, directions: int, device: torch.device) -> Tensor:
+    return torch.randn(count, directions, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(
+        device
+    )
 
 
 def product_noise(row: Sequence[float]) -> float:
@@ -118,10 +154,8 @@ def product_noise(row: Sequence[float]) -> float:
     Args:
         row: From :func:`product`. NaN if something is not finite.
     """
-    error, signal, largest, rounding = row
-    rest = signal - largest
-    content = min(signal, rest / LARGEST) if rest > NOTHING * signal else signal
-    if not math.isfinite(error + signal):
+    error, content, rounding = row
+    if not math.isfinite(error + content):
         return math.nan
     if error == 0:
         return 0.0

@@ -107,10 +107,7 @@ class MPTAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor] | None]:
         """As Foundry's ``scaled_multihead_dot_product_attention``: ``query`` [b, q, heads * d], and so on."""
         if not self.fp8.runs_fp8:
-            if self.fp8.look is not None:
-                q, k, v = _by_heads((query, n_heads), (key, kv_n_heads), (value, kv_n_heads))
-                self.fp8.look(q, k, v, q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
-            return self.original(
+            found = self.original(
                 query,
                 key,
                 value,
@@ -127,6 +124,11 @@ class MPTAttention(nn.Module):
                 attn_logit_softcapping=attn_logit_softcapping,
                 sliding_window_size=sliding_window_size,
             )
+            if self.fp8.look is not None:
+                q, k, v = _by_heads((query, n_heads), (key, kv_n_heads), (value, kv_n_heads))
+                scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+                self.fp8.look(q, k, v, scale, found[0])
+            return found
         if needs_weights:
             raise RuntimeError(f"{self.fp8.fqn}: FP8 attention keeps no probabilities (output_attentions).")
         q, k, v = _by_heads((query, n_heads), (key, kv_n_heads), (value, kv_n_heads))
@@ -226,13 +228,15 @@ def hugging_face_attention(
     attention = module._modules[CHILD]
     assert isinstance(attention, FP8DotProductAttention)
     if not attention.runs_fp8:  # it is here because somebody looks at what it multiplies
-        if attention.look is not None:
-            attention.look(query, key, value, query.shape[-1] ** -0.5 if scaling is None else scaling)
         if is_causal is not None:
             kwargs["is_causal"] = is_causal
-        return _original_of(module)(  # type: ignore[no-any-return]
+        found: tuple[Tensor, None] = _original_of(module)(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
+        if attention.look is not None:
+            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+            attention.look(query, key, value, scale, found[0])
+        return found
     if kwargs.get("softcap") is not None:
         raise RuntimeError(f"{attention.fqn}: soft capping of the logits is not part of FP8 attention.")
     out = attention(
@@ -341,14 +345,15 @@ class _SDPAMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention and self.attention.runs_fp8:
             return self._attend(*args, **(kwargs or {}))
+        found = func(*args, **(kwargs or {}))
         if func is F.scaled_dot_product_attention and self.attention.look is not None:
-            self._look(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+            self._look(found, *args, **(kwargs or {}))
+        return found
 
-    def _look(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, scale: float | None = None, **__: Any) -> None:  # fmt: skip
+    def _look(self, found: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, scale: float | None = None, **__: Any) -> None:  # fmt: skip
         look = self.attention.look
         if look is not None and query.dim() == 4:
-            look(query, key, value, query.shape[-1] ** -0.5 if scale is None else scale)
+            look(query, key, value, query.shape[-1] ** -0.5 if scale is None else scale, found)
 
     def _attend(
         self,

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from foundry_fp8.numerics.formats import E4M3, E5M2
 from foundry_fp8.observe.operand_health import HealthProbe, Products, summarise
 from foundry_fp8.observe.operand_stats import rounding_noise
-from foundry_fp8.observe.product_noise import FEW, LARGEST, product_noise
+from foundry_fp8.observe.product_noise import FEW, LEFT, product_noise
 from foundry_fp8.surgery.apply import apply_fp8
 
 RECIPES = ["delayed", "current", "block", "mxfp8"]
@@ -52,6 +53,21 @@ def means():
     return x + 60, w, dy + 60
 
 
+def several():
+    """Tokens move along a curve of their place: directions that all share, no mean; what reads it takes it off."""
+    x, w, dy = healthy()
+    angle = 2 * math.pi * torch.arange(TOKENS) / 32
+    circle = torch.stack([angle.cos(), angle.sin(), (2 * angle).cos()], 1)
+    return x + 20 * circle @ torch.sign(torch.randn(3, INTO)), w, dy
+
+
+def opposite():
+    """Tokens come in pairs that are alike, and whose gradients nearly cancel."""
+    x, w, dy = healthy()
+    push = 30 * torch.randn(TOKENS // 2, OUT)
+    return x[: TOKENS // 2].repeat(2, 1), w, dy + torch.cat([push, -push])
+
+
 def seen(operands, recipe, size=1.0, dtype=torch.float32):
     """By product what is measured of one pass; by operand the noise of each; the operands as they are multiplied."""
     torch.manual_seed(0)
@@ -78,33 +94,79 @@ def by_definition(operands, recipe, which):
     torch.manual_seed(0)
     x, w, dy = operands()
     _, _, model = seen(operands, recipe)
+    model.zero_grad()
     x.requires_grad_()
     found = model(x) - 100
     found.backward(dy)
-    a, b = {"y": (x.detach(), w.t()), "dx": (dy, w)}[which]
+    a, b = {"y": (x.detach(), w.t()), "dx": (dy, w), "dw": (dy.t(), x.detach())}[which]
     exact = a.double() @ b.double()
-    error = {"y": found.detach(), "dx": x.grad}[which].double() - exact
-    unit = 1 / a.double().norm(dim=1, keepdim=True)
-    left = torch.linalg.svdvals(exact * unit).square()
-    content = min(left.sum(), left[1:].sum() / LARGEST)
-    return float(((error * unit).square().sum() / content).clamp(max=1))
+    error = {"y": found.detach(), "dx": x.grad, "dw": model[0].weight.grad}[which].double() - exact
+    size = exact.norm(dim=1, keepdim=True)
+    error = error / torch.maximum(size, error.norm(dim=1, keepdim=True))
+    left = torch.linalg.svdvals(exact / size).square()
+    content = (
+        left.sum()
+        if which == "dw"
+        else min(left.sum(), *(left[k:].sum() / share for k, share in enumerate(LEFT, 1)))
+    )
+    return float((error.square().sum() / content).clamp(max=1))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("operands", [healthy, singular_value, taken_off, sheared, means])
+@pytest.mark.parametrize("operands", [healthy, singular_value, taken_off, sheared, means, several])
 @pytest.mark.parametrize("which", ["y", "dx"])
 def test_a_sample_of_a_product_is_near_the_whole(operands, recipe, which):
     noise, _, model = seen(operands, recipe)
     runs, operand = model[0].recipe, {"y": "x", "dx": "dy"}[which]
     rounding = rounding_noise(runs.format(operand)) + rounding_noise(runs.format("w"))
     # Of dx 16 columns of 160 are looked at, and 129 of 192 tokens.
-    assert noise[which] == pytest.approx(by_definition(operands, recipe, which) / rounding, rel=0.3)
+    near = {"y": 0.3, "dx": 0.5}[which]
+    assert noise[which] == pytest.approx(by_definition(operands, recipe, which) / rounding, rel=near)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("operands", [healthy, opposite])
+def test_a_sample_of_the_sum_over_tokens_is_near_the_whole(operands, recipe):
+    noise, _, model = seen(operands, recipe)
+    runs = model[0].recipe
+    rounding = rounding_noise(runs.format("dy")) + rounding_noise(runs.format("x"))
+    # 16 columns of 128 and of 160 are looked at.
+    assert noise["dw"] == pytest.approx(by_definition(operands, recipe, "dw") / rounding, rel=0.35)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_product_that_cancels_nothing_has_what_rounding_makes(recipe):
     noise, _, _ = seen(healthy, recipe)
-    assert noise["y"] == pytest.approx(1, abs=0.3) and noise["dx"] == pytest.approx(1, abs=0.3)
+    assert noise == {which: pytest.approx(1, abs=0.3) for which in ("y", "dx", "dw")}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_gradients_of_tokens_that_cancel_are_lost_in_their_sum_alone(recipe):
+    noise, of, _ = seen(opposite, recipe)
+    assert max(of.values()) < 1.6, "each is rounded as well as ever"
+    assert noise["y"] < 1.5 and noise["dx"] < 1.5 and noise["dw"] > 100
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_several_directions_that_all_tokens_share_are_no_content(recipe):
+    noise, of, _ = seen(several, recipe)
+    assert max(of.values()) < 1.6, "their mean is no more than ever"
+    assert noise["y"] > 30 and noise["dx"] < 1.5
+
+
+def test_a_weight_gradient_that_fp8_does_not_make_is_not_looked_at():
+    def measured(**options):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(INTO, OUT))
+        apply_fp8(model.train(), recipe="current", backend="emulated", **options)
+        products = Products()
+        probe = HealthProbe(model, lambda hook: hook, products=products)
+        probe.attach()
+        model(torch.randn(TOKENS, INTO, requires_grad=True)).backward(torch.randn(TOKENS, OUT))
+        return {which for _, which in products.tensors()}
+
+    assert measured() == {"y", "dx", "dw"}
+    assert measured(wgrad="high_precision") == {"y", "dx"}
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -137,7 +199,27 @@ def test_one_token_that_cancels_is_one_of_many():
         x[7] = torch.linalg.svd(w)[2][-1] * 1000
         return x, w, dy
 
-    assert seen(operands, "mxfp8")[0]["y"] < 1.5
+    # In the sample a token stands for 1.5, and the largest once more for itself.
+    assert seen(operands, "mxfp8")[0]["y"] < 1.5 + 2.5 / TOKENS / (2 * rounding_noise(E4M3))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_tokens_that_are_lost_beside_an_outlier_that_no_weight_reads_are_seen(recipe):
+    """They count as much as the others, though what is read of them is a small part of each."""
+
+    def operands():
+        x, w, dy = healthy()
+        w[:, 7], w[11] = 0, 0
+        x[5::16, 7] = dy[5::16, 11] = 1e12
+        return x, w, dy
+
+    noise = seen(operands, recipe)[0]
+    share = {"block": 127 / INTO, "mxfp8": 31 / INTO}.get(
+        recipe, 1
+    )  # of what a row or a tensor has in the outlier's block
+    tokens = 1 if recipe in ("delayed", "current") else 1 / 16
+    assert noise["y"] > 0.6 * share * tokens / (2 * rounding_noise(E4M3))
+    assert noise["dx"] > 0.4 * share * tokens / (rounding_noise(E4M3) + rounding_noise(E5M2))
 
 
 def test_of_few_tokens_that_are_alike_no_direction_is_left_out():
@@ -185,7 +267,7 @@ def test_what_is_not_finite_is_no_number(bad):
 
 
 @pytest.mark.parametrize("how", ["recompute", "reentrant", "autocast", "lora", "two_microbatches"])
-def test_both_products_are_measured_once_however_the_layer_runs(how):
+def test_all_products_are_measured_once_however_the_layer_runs(how):
     """Of the first microbatch, of a recompute no second time, of frozen weights too."""
     torch.manual_seed(0)
     x, w, dy = sheared()
@@ -209,4 +291,7 @@ def test_both_products_are_measured_once_however_the_layer_runs(how):
         model(torch.zeros_like(x)).backward(dy)
     noise = {which: product_noise(row.tolist()) for (_, which), row in products.tensors().items()}
     wanted = seen(sheared, "current")[0]
+    assert wanted.keys() == {"y", "dx", "dw"}
+    if how == "lora":  # nothing makes it
+        del wanted["dw"]
     assert noise == {which: pytest.approx(value, rel=0.2) for which, value in wanted.items()}

@@ -162,8 +162,7 @@ class DivergenceGuard(Monitor):
                 )
                 self._reviews[kind.NAME] = review
                 review.attach()
-        of_linears = self._reviews.get(FP8State.NAME)
-        self._watch = Watch(model_of(state), self.ladders, self.guarded, of_linears)
+        self._watch = Watch(model_of(state), self.ladders, self.guarded, self._reviews.values())
         self._compiled = is_compiled(state.model)
         if self._loaded is not None:
             self.events, self._losses = take_back(
@@ -203,7 +202,8 @@ class DivergenceGuard(Monitor):
         elif self._pulse(state) is not None:
             self._watch.detach()
             rows = self._gather(state, self._watch.collect(self._losses[-1]), whole=False)
-            self.decision.pulse({} if rows is None else together(rows, self._watch.columns).damage)
+            damage = {} if rows is None else together(rows, self._watch.columns).damage
+            self.decision.pulse(state.timestamp.batch.value, damage)
         # Before any logger, which may fail on one rank alone: the ranks would run different recipes, and meet at different times.
         self._move(state, {event.unit for event in found if event.action in MOVES})
         if any(event.action == "alarm" for event in found):

@@ -1,8 +1,9 @@
-"""What FP8 does to q, k and v of an attention, or would do to those of one that is demoted."""
+"""What FP8 does to q, k, v and the gradient of the output of an attention, or would do to those of one that is demoted."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from foundry_fp8.compat.autograd import inside_backward
-from foundry_fp8.layers.attention import FP8DotProductAttention, attention_format
+from foundry_fp8.layers.attention import SLOTS, FP8DotProductAttention, attention_format
 from foundry_fp8.numerics.quantize import scale_from_amax
 from foundry_fp8.numerics.recipes import CurrentScaling, DelayedScaling, Recipe
 from foundry_fp8.observe.divergence.shadow import tensorwise
@@ -18,7 +19,8 @@ from foundry_fp8.observe.operand_stats import FIELDS, Sample, sample_rows
 
 __all__ = ["ATTENTION_OPERANDS", "AttentionWatch", "logit_noise"]
 
-ATTENTION_OPERANDS = ("q", "k", "v")
+ATTENTION_OPERANDS = ("q", "k", "v", "do")
+FORWARD = ATTENTION_OPERANDS[:3]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,11 +29,11 @@ class Looked:
 
     softmax_scale: float
     head_dim: int
-    real: Mapping[str, Tensor]
+    real: dict[str, Tensor]
     """By operand, of what runs; empty where that is high precision."""
-    shadow: Mapping[str, Tensor]
+    shadow: dict[str, Tensor]
     """Of the rung above, where there is one and a scale for it."""
-    amax: Mapping[str, Tensor]
+    amax: dict[str, Tensor]
 
 
 class AttentionWatch:
@@ -60,15 +62,39 @@ class AttentionWatch:
         for name, (module, above) in attentions.items():
 
             def look(
-                q: Tensor, k: Tensor, v: Tensor, softmax_scale: float,
+                q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, out: Tensor,
                 name: str = name, module: FP8DotProductAttention = module, above: Recipe | None = above,
             ) -> None:  # fmt: skip
                 training = module.training and torch.is_grad_enabled()
                 if name in self._found or inside_backward() or not training or not q.numel():
                     return
-                before = [amax.get((name, operand)) for operand in ATTENTION_OPERANDS]
+                looked = Looked(
+                    softmax_scale=softmax_scale, head_dim=q.shape[-1], real={}, shadow={}, amax={}
+                )
+                self._found[name] = looked
+                before = {operand: amax.get((name, operand)) for operand in ATTENTION_OPERANDS}
                 with torch.no_grad():
-                    self._found[name] = _measure(module, above, before, (q, k, v), softmax_scale)
+                    # Q, K and V share one scale under delayed scaling.
+                    _measure(
+                        looked,
+                        module,
+                        above,
+                        _largest([before[operand] for operand in FORWARD]),
+                        dict(zip(FORWARD, (q, k, v), strict=True)),
+                    )
+                if out.grad_fn is not None:
+                    see = functools.partial(
+                        _see_gradient,
+                        looked,
+                        module,
+                        above,
+                        before["do"],
+                        _scale(module, "do"),
+                        v.shape[-1],
+                        out.output_nr,
+                    )
+                    # After all hooks on the tensor, those to come too, as the attention's own backward would.
+                    out.grad_fn.register_prehook(self._guard(see))
 
             module.look = self._guard(look)
             self._looking.append(module)
@@ -85,36 +111,70 @@ class AttentionWatch:
         return found
 
 
-def _measure(
+def _largest(known: Sequence[float | None]) -> float | None:
+    return None if None in known else max(value for value in known if value is not None)
+
+
+def _scale(module: FP8DotProductAttention, operand: str) -> Tensor | None:
+    """Of delayed scaling, as it is now."""
+    if not isinstance(module.recipe, DelayedScaling):
+        return None
+    return module.slots[SLOTS[operand]].scale
+
+
+@torch.no_grad()
+def _see_gradient(
+    looked: Looked,
     module: FP8DotProductAttention,
     above: Recipe | None,
-    before: Sequence[float | None],
-    operands: tuple[Tensor, Tensor, Tensor],
-    softmax_scale: float,
-) -> Looked:
-    flat = [x.detach().reshape(-1, x.shape[-1]) for x in operands]
-    samples = [sample_rows(x) for x in flat]
-    # Q, K and V share one scale under delayed scaling.
-    known = None if None in before else max(value for value in before if value is not None)
-    real, shadow = {}, {}
-    for operand, x, sample in zip(ATTENTION_OPERANDS, flat, samples, strict=True):
+    before: float | None,
+    scale: Tensor | None,
+    features: int,
+    number: int,
+    gradients: tuple[Tensor | None, ...],
+) -> None:
+    gradient = gradients[number]
+    if gradient is not None and "do" not in looked.amax:
+        _measure(looked, module, above, before, {"do": gradient.reshape(-1, features)}, scale)
+
+
+def _measure(
+    looked: Looked,
+    module: FP8DotProductAttention,
+    above: Recipe | None,
+    before: float | None,
+    operands: Mapping[str, Tensor],
+    scale: Tensor | None = None,
+) -> None:
+    """Operands of one slot.
+
+    Args:
+        looked: Takes it.
+        module: Whose.
+        above: The recipe of the rung above, or ``None``.
+        before: The largest amax in the due batch before, or ``None``.
+        operands: hp, by name, ``[..., d]``.
+        scale: Of delayed scaling, if it is not the present one.
+    """
+    for operand, x in operands.items():
+        flat = x.detach().reshape(-1, x.shape[-1])
+        sample = sample_rows(flat)
+        looked.amax[operand] = sample.amax
         if module.recipe is not None:
-            slot = module.slots.get("qkv")
-            scale = None if slot is None or isinstance(module.recipe, CurrentScaling) else slot.scale
-            real[operand] = _row(x, sample, module.recipe, scale)
-        if above is not None and (known is not None or not isinstance(above, DelayedScaling)):
-            scale = None
+            looked.real[operand] = _row(
+                flat, operand, sample, module.recipe, _scale(module, operand) if scale is None else scale
+            )
+        if above is not None and (before is not None or not isinstance(above, DelayedScaling)):
+            would = None
             if isinstance(above, DelayedScaling):
-                fmt = attention_format(above, "qkv")
-                scale = scale_from_amax(torch.tensor(known, device=x.device), fmt) * 2.0**-above.margin
-            shadow[operand] = _row(x, sample, above, scale)
-    amax = {o: sample.amax for o, sample in zip(ATTENTION_OPERANDS, samples, strict=True)}
-    return Looked(softmax_scale=softmax_scale, head_dim=flat[0].shape[1], real=real, shadow=shadow, amax=amax)
+                fmt = attention_format(above, SLOTS[operand])
+                would = scale_from_amax(torch.tensor(before, device=x.device), fmt) * 2.0**-above.margin
+            looked.shadow[operand] = _row(flat, operand, sample, above, would)
 
 
-def _row(x: Tensor, sample: Sample, recipe: Recipe, scale: Tensor | None) -> Tensor:
+def _row(x: Tensor, operand: str, sample: Sample, recipe: Recipe, scale: Tensor | None) -> Tensor:
     assert isinstance(recipe, DelayedScaling | CurrentScaling)
-    fmt = attention_format(recipe, "qkv")
+    fmt = attention_format(recipe, SLOTS[operand])
     if scale is None:
         power_2 = isinstance(recipe, CurrentScaling) and recipe.power_2_scales
         scale = scale_from_amax(sample.amax, fmt, power_2=power_2)

@@ -10,7 +10,11 @@ batches that observations miss.
 Where one look decides (half of an alarm has come together, a rung is on trial, or the one operand that was looked at between two
 observations is sick), the next batch is looked at too: sampling more often when something may be wrong is what charts with
 variable sampling intervals do. Once one operand has been sick whatever its past in two batches running, others that are so in the
-second one need no more.
+second one need no more. What is sick whatever its past twice within :data:`WITHIN` batches is damage too, well as it may be between
+them: after the first of both these batches are looked at.
+
+Of a linear operands tell, and products decide: what an operand loses demotes nothing while the products that it is in are well. Training
+feels those, and an operand may lose much that they do not need.
 
 A demoted target is promoted by one rung once what the rung above would do to its operands, its *shadow*, has been healthy for
 ``quiet_batches`` of observations in a row: well below what would demote it, each operand and number that was measured there measured
@@ -29,6 +33,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from foundry_fp8.observe.divergence.change_point import WARMUP
 from foundry_fp8.observe.divergence.loss_watch import HORIZON, LossWatch, Rise
 from foundry_fp8.observe.divergence.observed import MODEL, Event, Observed, Rungs
 from foundry_fp8.observe.divergence.resuming import taken
@@ -38,6 +43,12 @@ __all__ = ["Decision"]
 
 BLIND = 2
 """Relapses that a demotion without damage begins with."""
+WITHIN = 12
+"""Batches within which a second sick one is no coincidence."""
+FEEDS = {"x": ("y", "dw"), "w": ("y", "dx"), "dy": ("dx", "dw")}
+"""The products of a linear that an operand is in."""
+PRODUCTS = ("product_noise", "product_noise_gradient")
+"""Their signals."""
 TRIAL = 3
 """Looks at a finer rung in which it has to help, and looks out of turn in a row."""
 
@@ -76,6 +87,8 @@ class Decision:
         """Looks that are left to a rung on trial."""
         self._looks = 0
         """Looks out of turn in a row."""
+        self._met: dict[str, int] = {}
+        """Batch in which damage was sick whatever its past, last."""
         self.look_again = False
 
     def recipe(self, target: str) -> str:
@@ -115,18 +128,27 @@ class Decision:
             # The shadow of what was moved just now is that of another rung.
             moves += self._promote(batch, {w: v for w, v in seen.shadow.items() if w[0] not in moved})
         found = [move for move in moves if move is not None]
-        self._plan(due, found)
+        self._plan(batch, due, found)
         return alarms + found
 
-    def pulse(self, damage: Mapping[tuple[str, str, str], float]) -> None:
-        """Take a look at few operands between two observations; one that is sick whatever its past has the next batch observed."""
+    def pulse(self, batch: int, damage: Mapping[tuple[str, str, str], float]) -> None:
+        """Take a look at few operands between two observations; one that is sick whatever its past has the next batches observed."""
         for (target, operand, name), value in damage.items():
             key, signal = self._of_operand(target, operand, name, self.recipe(target))
             if signal.sick(value) and key not in self._told:
                 signal.observe(value)
+                self._meet(batch, key)
                 self.look_again = True
 
-    def _plan(self, due: bool, moves: Sequence[Event]) -> None:
+    def _meet(self, batch: int, key: str) -> bool:
+        """Take note of what is sick whatever its past; whether it was of late. The first batches of a run may all be so."""
+        if self._count < WARMUP:
+            return False
+        before = self._met.get(key)
+        self._met[key] = batch
+        return before is not None and 0 < batch - before <= WITHIN
+
+    def _plan(self, batch: int, due: bool, moves: Sequence[Event]) -> None:
         """Whether to look again in the next batch, and what is on trial then."""
         for move in moves:
             self._unwell.pop(move.unit, None)
@@ -134,8 +156,11 @@ class Decision:
             if move.action == "demote" and self._can_fall(move.unit):
                 self._trial[move.unit] = TRIAL
         self._looks = 0 if due or moves else self._looks + 1
-        doubt = any(self._signals[key].test.fast > 0.5 and key not in self._told for key in self._watched())
-        self.look_again = self._looks < TRIAL and (doubt or bool(self._trial) or bool(self._unwell))
+        untold = [key for key in self._watched() if key not in self._told]
+        doubt = any(self._signals[key].test.fast > 0.5 for key in untold)
+        of_late = any(batch < self._met.get(key, -WITHIN) + WITHIN for key in untold)
+        in_doubt = self._looks < TRIAL and (doubt or bool(self._trial) or bool(self._unwell))
+        self.look_again = of_late or in_doubt
 
     def _watched(self) -> list[str]:
         """The signals of damage by what runs now."""
@@ -156,26 +181,39 @@ class Decision:
         unwell: dict[str, str] = {}
         first: list[tuple[str, float, float]] = []
 
+        well = self._well_products(damage)
+
         def tell(key: str, value: float, threshold: float) -> None:
             target, operand, name, _ = key.split("/")
             what = f"{name} of {operand}"
-            sick.setdefault(target, f"{what} {value:.3g}, above {threshold:.3g}")
+            borne = (
+                (target, operand) in well and not RULES[name].counted and not self._signals[key].sick(value)
+            )
+            if not borne:
+                sick.setdefault(target, f"{what} {value:.3g}, above {threshold:.3g}")
             if value > self._told.get(key, 0.0) * self._signals[key].rule.ratio:
                 self._told[key] = value
-                events.append(Event(batch=batch, unit=target, signal=what, action="alarm", value=value, threshold=threshold))  # fmt: skip
+                event = Event(batch=batch, unit=target, signal=what, action="alarm", value=value, threshold=threshold)  # fmt: skip
+                events.append(
+                    dataclasses.replace(event, why=f"{event.detail}; its products are well")
+                    if borne
+                    else event
+                )
 
         lasts = False
         for (target, operand, name), value in damage.items():
             if not math.isfinite(value):  # the loss and the signs tell of it, and no precision mends it
                 continue
             key, signal = self._of_operand(target, operand, name, self.recipe(target))
-            threshold = signal.threshold
-            if self.rungs[target] and not signal.healthy(value):
+            threshold, is_sick = signal.threshold, signal.sick(value)
+            met = is_sick and not signal.rule.counted and key not in self._told and self._meet(batch, key)
+            borne = (target, operand) in well and not signal.rule.counted and not is_sick
+            if self.rungs[target] and not signal.healthy(value) and not borne:
                 unwell.setdefault(target, f"{name} of {operand} is {value:.3g} on {self.recipe(target)} too")
-            if (due or signal.test.fast > 0.5 or signal.sick(value)) and signal.observe(value):
+            if ((due or signal.test.fast > 0.5 or is_sick) and signal.observe(value)) or met:
                 tell(key, value, threshold)
-                lasts |= signal.sick(value) and not signal.rule.counted
-            elif signal.sick(value):
+                lasts |= is_sick and not signal.rule.counted
+            elif is_sick:
                 first.append((key, value, threshold))
             elif key in self._told and signal.healthy(value):
                 del self._told[key]
@@ -189,6 +227,22 @@ class Decision:
             if looks >= TRIAL:
                 sick.setdefault(target, unwell[target])
         return events, sick
+
+    def _well_products(self, damage: Mapping[tuple[str, str, str], float]) -> set[tuple[str, str]]:
+        """The operands of linears whose products were measured and are all healthy."""
+        products: dict[tuple[str, str], bool] = {}
+        for (target, which, name), value in damage.items():
+            if name in PRODUCTS and math.isfinite(value):
+                products[target, which] = self._of_operand(target, which, name, self.recipe(target))[
+                    1
+                ].healthy(value)
+        found = set()
+        for target in {target for target, _ in products}:
+            for operand, fed in FEEDS.items():
+                of = [products[target, which] for which in fed if (target, which) in products]
+                if of and all(of):
+                    found.add((target, operand))
+        return found
 
     def _signs(self, batch: int, signs: Mapping[tuple[str, str], float]) -> list[Event]:
         events = []
@@ -327,6 +381,7 @@ class Decision:
             "unwell": dict(self._unwell),
             "trial": dict(self._trial),
             "looks": self._looks,
+            "met": dict(self._met),
             "look_again": self.look_again,
         }
 
@@ -360,4 +415,5 @@ class Decision:
         differs += [f"loss/{name}" for name in self._loss.load_state_dict(state["loss"])]
         self._unwell, self._trial = dict(state["unwell"]), dict(state["trial"])
         self._looks, self.look_again = state["looks"], state["look_again"]
+        self._met = dict(state["met"])
         return said, differs

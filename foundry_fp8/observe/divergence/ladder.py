@@ -21,6 +21,7 @@ from foundry_fp8.numerics.recipes import (
     Recipe,
     parse_recipe,
 )
+from foundry_fp8.observe.divergence.attention_watch import ATTENTION_OPERANDS
 
 __all__ = ["OUTSIDE", "Ladder", "ladders_of", "units_of"]
 
@@ -54,7 +55,7 @@ class Ladder:
     @property
     def operands(self) -> tuple[str, ...]:
         """What of it is measured."""
-        return OPERANDS if isinstance(self.module, FP8Linear) else ("q", "k", "v")
+        return OPERANDS if isinstance(self.module, FP8Linear) else ATTENTION_OPERANDS
 
     @property
     def above(self) -> Recipe | None:

@@ -20,7 +20,7 @@ from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.numerics.formats import Float8Format
 from foundry_fp8.numerics.quantize import amax_of, quantize_tensor, scale_from_amax
 from foundry_fp8.numerics.recipes import CurrentScaling, DelayedScaling, Operand, Recipe
-from foundry_fp8.observe.operand_health import Products, Seen
+from foundry_fp8.observe.operand_health import Products, Seen, wgrad_in_fp8
 from foundry_fp8.observe.operand_stats import Sample, sample_rows
 
 __all__ = ["LinearShadow", "shadow_of", "tensorwise"]
@@ -49,7 +49,7 @@ def shadow_of(x: Tensor, operand: Operand, recipe: Recipe, scale: Tensor | None 
         q = quantize_tensor(rows, scale_from_amax(sample.amax, fmt, power_2=recipe.power_2_scales), fmt)
     else:
         q = quantize_operand(rows, operand, recipe, along=1)
-    return Seen(rows, q, sample)
+    return Seen(rows, q, sample, x)
 
 
 def tensorwise(x: Tensor, sample: Sample, scale: Tensor, fmt: Float8Format) -> Tensor:
@@ -115,7 +115,7 @@ class LinearShadow:
             scale = None if slot is None else slot.scale
             seen = shadow_of(flat, operand, recipe, scale)
             self._rows[name, operand] = seen.row
-            self.products.take(name, operand, seen)
+            self.products.take(name, operand, seen, wgrad=wgrad_in_fp8(module))
         if slot is not None:
             slot.record(amax_of(flat))
 

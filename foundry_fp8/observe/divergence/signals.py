@@ -38,12 +38,14 @@ DAMAGE: dict[str, Rule] = {
     "flushed": Rule(floor=5e-3, ratio=4.0, drift=4.0, sick=0.5),
     "flushed_gradient": Rule(floor=0.04, ratio=4.0, drift=4.0, sick=0.5),
     "noise": Rule(floor=1.0, ratio=4.0, drift=4.0, sick=64.0),
+    "noise_gradient": Rule(floor=4.0, ratio=4.0, drift=4.0, sick=64.0),
     "product_noise": Rule(floor=1.0, ratio=4.0, drift=4.0, sick=64.0),
+    "product_noise_gradient": Rule(floor=4.0, ratio=4.0, drift=4.0, sick=64.0),
     "clipped": Rule(floor=0.3, ratio=1.44, drift=1.44, sick=1.2, counted=True),
     "logit_noise": Rule(floor=0.25, ratio=4.0, drift=4.0, sick=1.0),
 }
-"""By operand: the share of its elements that become zero (of gradients healthy runs lose some percent), and what is lost of a token in units of what rounding alone takes
-(:class:`~foundry_fp8.observe.operand_health.Health`). Saturation damages by what it cuts off, which is in the second. By product of a linear: its error, in the same units
+"""By operand: the share of its elements that become zero (of gradients healthy runs lose some percent, and that batches differ makes more noise than FP8 does),
+and what is lost of a token in units of what rounding alone takes (:class:`~foundry_fp8.observe.operand_health.Health`). Saturation damages by what it cuts off, which is in the second. By product of a linear: its error, in the same units
 (:func:`~foundry_fp8.observe.product_noise.product_noise`). Under delayed scaling the octaves by which passes were clipped of late, one each at most, of
 every pass (:class:`~foundry_fp8.observe.divergence.amax_review.AmaxReview`). By attention: the error of its logits
 (:func:`~foundry_fp8.observe.divergence.attention_watch.logit_noise`)."""

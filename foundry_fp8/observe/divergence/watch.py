@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from foundry_fp8.compat.autograd import inside_backward
 from foundry_fp8.layers.attention import FP8DotProductAttention
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.model_structure.names import named_modules_clean
-from foundry_fp8.numerics.recipes import Operand
 from foundry_fp8.observe.divergence.amax_review import AmaxReview
 from foundry_fp8.observe.divergence.attention_watch import AttentionWatch, logit_noise
 from foundry_fp8.observe.divergence.ladder import OUTSIDE, Ladder, units_of
@@ -29,8 +28,8 @@ __all__ = ["Watch", "together"]
 
 OUTLIERS = ("kurtosis", "kurtosis_flat")
 NOT_MEASURED = -1.0
-PRODUCTS = ("y", "dx")
-CLIPPED: tuple[Operand, ...] = ("x", "w")
+PRODUCTS = ("y", "dx", "dw")
+CLIPPED = ("x", "w", "qkv", "s", "o")
 """Gradients vary from batch to batch, so that delayed scaling clips some in healthy runs; of those only what is kept out of their
 history again and again is counted."""
 
@@ -59,7 +58,7 @@ class Watch:
         model: Wrapped or not.
         ladders: Of its converted layers.
         guard: Wraps each hook.
-        review: Of the linears' amax histories, if there is one.
+        reviews: Of amax histories.
 
     Attributes:
         amax: The amax of each operand of an attention over all ranks where it was measured last; to be set.
@@ -71,12 +70,12 @@ class Watch:
         model: nn.Module,
         ladders: Mapping[str, Ladder],
         guard: Callable[[Callable[..., None]], Callable[..., None]],
-        review: AmaxReview | None = None,
+        reviews: Collection[AmaxReview] = (),
     ) -> None:
         units, self._unit_of = units_of(model)
         self._ladders = ladders
         self._guard = guard
-        self._review = review
+        self._reviews = reviews
         self.amax: dict[tuple[str, str], float] = {}
         self._products = Products()
         self._health = HealthProbe(model, guard, products=self._products)
@@ -176,8 +175,7 @@ class Watch:
             real |= {(name, operand): row for operand, row in looked.real.items()}  # type: ignore[misc]
             shadow |= {(name, operand): row for operand, row in looked.shadow.items()}
             amax |= {(name, operand): value for operand, value in looked.amax.items()}
-        reviewed = self._review is not None and self._review.state.review is self._review
-        clipped = {"clipped": self._review.clipped} if self._review is not None and reviewed else {}
+        clipped = {review: review.clipped for review in self._reviews if review.state.review is review}
         products = self._products.tensors(), self._shadow.products.tensors()
         parts = _to_host([real, shadow, amax, plain, squares, clipped, *products])
         found = _Found(self.columns)
@@ -194,21 +192,25 @@ class Watch:
             found.outliers(self._unit_of[name], row)
         for unit, (square,) in parts[4].items():
             found.signs[unit, "gradient_norm"] = square
-        for counts in parts[5].values():
-            self._see_clipped(found, counts)
+        for review, counts in parts[5].items():
+            self._see_clipped(found, review, counts)
         for damage, rows in ((found.damage, parts[6]), (found.shadow, parts[7])):
             for (name, which), row in rows.items():
-                damage[name, which, "product_noise"] = product_noise(row)
+                damage[name, which, _of("product_noise", which)] = product_noise(row)
         return [loss, *found.signs.values(), *found.amax.values(), *found.damage.values(), *found.shadow.values()]  # fmt: skip
 
-    def _see_clipped(self, found: _Found, counts: Sequence[float]) -> None:
+    def _see_clipped(self, found: _Found, review: AmaxReview, counts: Sequence[float]) -> None:
         clipped, recurring = counts[: len(counts) // 2], counts[len(counts) // 2 :]
         for name, ladder in self._ladders.items():
             into = found.shadow if ladder.rung else found.damage
-            for operand, slot in (ladder.module.slots or {}).items():
-                if (name, operand, "clipped") in into:
-                    octaves = clipped[slot.index] if operand in CLIPPED else 0.0
-                    into[name, operand, "clipped"] = octaves + recurring[slot.index]
+            for tensor, slot in (ladder.module.slots or {}).items():
+                if slot.state is review.state and (name, tensor, "clipped") in into:
+                    octaves = clipped[slot.index] if tensor in CLIPPED else 0.0
+                    into[name, tensor, "clipped"] = octaves + recurring[slot.index]
+                    if (
+                        ladder.rung and ladder.module.recipe is not None
+                    ):  # what comes and goes by so much suits no scale
+                        found.damage[name, tensor, "clipped"] = recurring[slot.index]
 
     @torch.no_grad()
     def _see(self, name: str, x: Tensor) -> None:
@@ -229,7 +231,8 @@ class _Found:
     def health(self, into: dict[tuple[str, str, str], float], unit: str, name: str, operand: str, row: list[float]) -> None:  # fmt: skip
         """One operand's row."""
         health = summarise(row)
-        into[name, operand, _flushed(operand)], into[name, operand, "noise"] = health.flushed, health.noise
+        into[name, operand, _of("flushed", operand)] = health.flushed
+        into[name, operand, _of("noise", operand)] = health.noise
         if operand in ("x", "q", "k", "v"):
             self.outliers(unit, row)
 
@@ -271,24 +274,26 @@ def together(rows: Sequence[Sequence[float]], columns: Columns) -> Observed:
     return Observed(loss=loss, signs=signs, amax=parts[0], damage=parts[1], shadow=parts[2])
 
 
-def _flushed(operand: str) -> str:
-    return "flushed_gradient" if operand == "dy" else "flushed"
+def _of(signal: str, operand: str) -> str:
+    """The signal's name, which is another for gradients."""
+    return f"{signal}_gradient" if operand in ("dy", "do", "dx", "dw") else signal
 
 
 def _damage_of(target: str, ladder: Ladder) -> list[tuple[str, str, str]]:
-    found = [(target, operand, name) for operand in ladder.operands for name in (_flushed(operand), "noise")]
-    if not _linear(ladder):
-        return [*found, (target, "qk", "logit_noise")]
-    found += [(target, which, "product_noise") for which in PRODUCTS]
-    return [*found, *((target, operand, "clipped") for operand in ladder.operands if _clips(ladder))]
+    found = [
+        (target, operand, name)
+        for operand in ladder.operands
+        for name in (_of("flushed", operand), _of("noise", operand))
+    ]
+    if _linear(ladder):
+        found += [(target, which, _of("product_noise", which)) for which in PRODUCTS]
+    else:
+        found.append((target, "qk", "logit_noise"))
+    return [*found, *((target, tensor, "clipped") for tensor in ladder.module.slots or {})]
 
 
 def _linear(ladder: Ladder) -> bool:
     return isinstance(ladder.module, FP8Linear)
-
-
-def _clips(ladder: Ladder) -> bool:
-    return _linear(ladder) and bool(ladder.module.slots)
 
 
 def _local(gradient: Tensor) -> Tensor:

@@ -267,7 +267,7 @@ def test_monitors_see_its_operands(backend, device):
     assert set(found) == {(name, operand) for name in probe.modules for operand in ATTENTION}
     assert all(15 < health.sqnr_db < 40 for health in found.values()), found
     for name, module in probe.modules.items():
-        amax = {operand: found[name, operand].amax for operand in "qkv"}
+        amax = {operand: found[name, operand].amax for operand in ATTENTION}
         assert amax == {operand: float(value) for operand, value in looked[name].amax.items()}
         assert module.probe is None and module.look is None
         assert module.ledger.flops["dgrad", "fp8"] == 2 * module.ledger.flops["fprop", "fp8"] > 0

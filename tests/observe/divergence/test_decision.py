@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from foundry_fp8.observe.divergence.decision import Decision
+from foundry_fp8.observe.divergence.decision import WITHIN, Decision
 from foundry_fp8.observe.divergence.loss_watch import HORIZON
 from foundry_fp8.observe.divergence.observed import Observed, Rungs
 
@@ -174,7 +174,7 @@ def test_what_is_sick_whatever_its_past_needs_no_second_look_of_its_own():
     """Two batches in a row were sick; that each layer was looked at in one of them only is the guard's economy."""
     run = Run()
     run.feed(20)
-    run.decision.pulse({("b0.q", "x", "flushed"): 0.9})
+    run.decision.pulse(run.batch, {("b0.q", "x", "flushed"): 0.9})
     assert run.decision.look_again
     found = run.feed(flushed=dict.fromkeys(NAMES, 0.9), due=False)
     assert {m[:2] for m in moves(found)} == {(name, "demote") for name in NAMES}
@@ -183,11 +183,70 @@ def test_what_is_sick_whatever_its_past_needs_no_second_look_of_its_own():
 def test_a_pulse_only_asks_for_a_look():
     run = Run()
     run.feed(20)
-    run.decision.pulse({("b0.q", "x", "flushed"): 0.4})
+    run.decision.pulse(run.batch, {("b0.q", "x", "flushed"): 0.4})
     assert not run.decision.look_again, "what is above its own past only waits for its turn"
-    run.decision.pulse({("b0.q", "x", "flushed"): 0.9})
-    assert run.decision.look_again and not run.feed(due=False) and not run.decision.look_again
+    run.decision.pulse(run.batch, {("b0.q", "x", "flushed"): 0.9})
+    assert run.decision.look_again and not run.feed(WITHIN, due=False) and not run.decision.look_again
     assert not moves(run.feed(5)), "it was one bad batch"
+
+
+@pytest.mark.parametrize("every", [2, 3, WITHIN])
+def test_what_is_sick_in_every_few_batches_is_met_again_because_all_are_looked_at_after_one(every):
+    run = Run()
+    run.feed(20)
+    for _ in range(every):
+        assert not moves(run.events)
+        sick = run.batch % every == 20 % every
+        run.feed(due=sick, flushed={"b1.o": 0.9} if sick else None)
+        assert run.decision.look_again
+    assert moves(run.feed(due=False, flushed={"b1.o": 0.9})) == [("b1.o", "demote", "delayed -> current")]
+
+
+def test_what_is_sick_in_the_first_batches_of_a_run_is_met_again_in_any_run():
+    run = Run()
+    for _ in range(2):
+        run.feed(flushed={"b1.o": 0.9})
+        run.feed(2)
+    assert not moves(run.events)
+
+
+def test_what_is_sick_more_rarely_is_two_bad_batches():
+    run = Run()
+    run.feed(20)
+    for _ in range(5):
+        run.feed(flushed={"b1.o": 0.9})
+        run.feed(WITHIN)
+    assert not run.events and not run.decision.look_again
+
+
+@pytest.mark.parametrize(("operand", "which"), [("x", "y"), ("x", "dw"), ("dy", "dx"), ("w", "y")])
+def test_what_an_operand_loses_demotes_where_its_products_lose_too(operand, which):
+    """Half of the way to an alarm of their own is enough."""
+
+    def moved(product):
+        run = Run()
+
+        def feed(times, lost, product):
+            found = []
+            for _ in range(times):
+                run.batch += 1
+                damage = {("b1.o", operand, "noise"): lost}
+                damage |= {("b1.o", name, "product_noise"): 1.0 for name in ("y", "dx", "dw")}
+                damage["b1.o", which, "product_noise"] = product
+                found += run.decision.decide(
+                    run.batch, Observed(loss=2.0, signs={}, damage=damage, shadow={})
+                )
+            return found
+
+        assert not feed(20, 1.0, 1.0)
+        return feed(4, 30.0, product)
+
+    (told,) = moved(1.5)
+    assert (told.action, told.signal) == (
+        "alarm",
+        f"noise of {operand}",
+    ) and "its products are well" in told.detail
+    assert [event.action for event in moved(3.0)][:2] == ["alarm", "demote"]
 
 
 def test_what_is_clipped_now_and_then_goes_to_high_precision_and_stays_while_it_would_be_clipped():

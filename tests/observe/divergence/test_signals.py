@@ -139,6 +139,9 @@ def test_rules_are_sane(name):
     assert rule.sick is None or rule.sick / rule.ratio >= rule.floor
 
 
+OF_GRADIENTS = {"flushed": "gradients", "noise": "gradients", "product_noise": "dx and dW"}
+
+
 def test_the_card_has_the_rules():
     """Floors of what is never zero stand for nothing and are left out."""
     card = (Path(foundry_fp8.__file__).parent / "callbacks/divergence_guard/README.md").read_text()
@@ -149,14 +152,13 @@ def test_the_card_has_the_rules():
                "" if rule.sick is None else f"{rule.sick:g}")
         for name, rule in RULES.items()
     }  # fmt: skip
-    *_, of_gradients, _ = said.pop("flushed_gradient")
-    said["flushed"] = (
-        *said["flushed"][:2],
-        f"{said['flushed'][2]} (of gradients, `flushed_gradient`: {of_gradients})",
-        said["flushed"][3],
-    )
+    for name in ("flushed", "noise", "product_noise"):
+        ratio, drift, of_gradients, sick = said.pop(f"{name}_gradient")
+        assert (ratio, drift, sick) == (*said[name][:2], said[name][3])
+        said[name] = (
+            ratio,
+            drift,
+            f"{said[name][2]} (of {OF_GRADIENTS[name]}, `{name}_gradient`: {of_gradients})",
+            sick,
+        )
     assert written == said
-    assert (RULES["flushed"].ratio, RULES["flushed"].sick) == (
-        RULES["flushed_gradient"].ratio,
-        RULES["flushed_gradient"].sick,
-    )
