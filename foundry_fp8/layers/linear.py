@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from foundry_fp8.kernels.launch import HP_DTYPES
 from foundry_fp8.layers.autocast import compute_dtype
 from foundry_fp8.layers.delayed_scaling import DelayedSlot
 from foundry_fp8.layers.dtensor import is_dtensor
+from foundry_fp8.layers.frozen_weight import FrozenFP8Weight
 from foundry_fp8.layers.ledger import Gemm, GemmLedger, Precision, precision_of
 from foundry_fp8.layers.second_derivative import refuse_second_derivative
 from foundry_fp8.numerics.quantize import Quantized
@@ -226,6 +227,12 @@ class FP8Linear(nn.Linear):
                     "tensor would have to be agreed on by the ranks that hold its parts. Leave the layers of the parallel plan "
                     "in high precision (algorithms.fp8.exclude), or shard with FSDP instead."
                 )
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        weight = self._parameters.get("weight")
+        if isinstance(weight, FrozenFP8Weight):
+            destination[f"{prefix}weight"] = weight.unpacked(weight.dtype)
 
     def _compute(self, input: Tensor) -> Tensor:
         if self.runs_fp8:

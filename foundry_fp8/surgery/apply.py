@@ -26,6 +26,7 @@ from foundry_fp8.layers.state import FP8State
 from foundry_fp8.numerics.recipes import RECIPES, Recipe, parse_recipe
 from foundry_fp8.surgery.attention import plan_attention
 from foundry_fp8.surgery.attention_config import AttentionConfig, parse_attention
+from foundry_fp8.surgery.frozen_weights import check_frozen, frozen_linears, keep_frozen_in_fp8
 from foundry_fp8.surgery.linears import LinearPlan, kept_blocks, plan_linears
 from foundry_fp8.surgery.norm_fusion import Fusion, fuse_norms, plan_norms
 from foundry_fp8.surgery.report import SurgeryReport, SurgeryRow
@@ -77,6 +78,10 @@ class FP8Config(Config):
     cache_weights: bool = False
     """Quantise each weight once per optimizer step instead of in every microbatch's forward and again in its backward. Costs
     two bytes of memory a weight element, under FSDP2 of the whole unsharded model. Native only; not under FSDP1."""
+    frozen_weights: Literal["high_precision", "fp8"] = "high_precision"
+    """``fp8`` keeps the weights of converted linears that do not train (under LoRA the base's) in FP8 alone, one byte an element, as the recipe quantises
+    them. Exact for the FP8 layers; what reads the weight in high precision (evaluation, merged adapters, checkpoints) sees it rounded. Not
+    under FSDP, not through Transformer Engine; the recipe's scales must be powers of two."""
     attention: Annotated[
         AttentionConfig | Literal[False], Parse(parse_attention, "true, false or a mapping")
     ] = False
@@ -184,6 +189,9 @@ def apply_fp8(model: nn.Module, *, device: torch.device | str | None = None, **o
             evaluate=config.evaluate,
         )
 
+    frozen = frozen_linears(model, linears.converted) if config.frozen_weights == "fp8" else {}
+    if config.frozen_weights == "fp8":
+        check_frozen(frozen, recipe, backend, f"{KEY}.frozen_weights")
     backend.self_check(recipe, _compute_dtype(model), where, fused=bool(fusions))
     if attention is not None:
         attention.self_check(model, _compute_dtype(model), where)
@@ -191,9 +199,11 @@ def apply_fp8(model: nn.Module, *, device: torch.device | str | None = None, **o
     fuse_norms(model, linears.converted, fusions)
     if attention is not None:
         attention.carry_out(model)
+    keep_frozen_in_fp8(frozen, recipe, f"{KEY}.frozen_weights")
     FP8State(model, linears.converted, recipe, backend)
+    rows = (_with_fusion(row, fusions.get(row.name)) for row in linears.rows)
     return SurgeryReport(
-        rows=tuple(_with_fusion(row, fusions.get(row.name)) for row in linears.rows),
+        rows=tuple(_with_frozen(row, row.name in frozen) for row in rows),
         attention=() if attention is None else attention.rows,
         recipe=recipe,
         backend=backend.name,
@@ -238,6 +248,10 @@ def _with_fusion(row: SurgeryRow, fusion: Fusion | None) -> SurgeryRow:
         reason = f"{row.reason}, not fused with {fusion.norm}: {fusion.refused}"
         return dataclasses.replace(row, reason=reason)
     return dataclasses.replace(row, reason=f"{row.reason}, fused with {fusion.norm}", fused_with=fusion.norm)
+
+
+def _with_frozen(row: SurgeryRow, kept: bool) -> SurgeryRow:
+    return dataclasses.replace(row, reason=f"{row.reason}, its weight kept in FP8 alone") if kept else row
 
 
 def _compute_dtype(model: nn.Module) -> torch.dtype:

@@ -15,6 +15,7 @@ from foundry_fp8.backends.emulated.scratch import readable
 from foundry_fp8.compat.fresh_view import fresh_view
 from foundry_fp8.layers.autocast import autocast_type, compute_dtype
 from foundry_fp8.layers.backend import Availability, Backend
+from foundry_fp8.layers.frozen_weight import in_high_precision
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.layers.shared_inputs import QuantizedInput
 from foundry_fp8.numerics.formats import e8m0_decode, e8m0_round_up
@@ -86,7 +87,7 @@ class _EmulatedLinear(torch.autograd.Function):
         ctx.module, ctx.recipe, ctx.wgrad, ctx.recording = module, module.recipe, module.wgrad, recording
         ctx.scales = {} if module.slots is None else {name: slot.scale for name, slot in module.slots.items()}
         qx = _quantize(ctx, x, "x", along=1, shared=shared)
-        qw = _quantize(ctx, weight.to(x.dtype), "w", along=1)
+        qw = _quantize(ctx, in_high_precision(weight, x.dtype), "w", along=1)
         y = _gemm(ctx, "fprop", qx, qw, x.dtype, bias)
 
         kept: Sequence[Tensor] = ()
@@ -120,7 +121,7 @@ class _EmulatedLinear(torch.autograd.Function):
                 qdy = _quantize(ctx, dy, "dy", along=1)
             if needs_x:
                 assert qdy is not None
-                qw = _quantize(ctx, weight.to(ctx.x_dtype), "w", along=0, probed=False)
+                qw = _quantize(ctx, in_high_precision(weight, ctx.x_dtype), "w", along=0, probed=False)
                 dx = _gemm(ctx, "dgrad", qdy, qw.t(), ctx.x_dtype)
             if needs_w and ctx.wgrad == "fp8":
                 if _blockwise(ctx.recipe):

@@ -210,7 +210,7 @@ class NativeBackend(Backend):
             from foundry_fp8.backends.native.linear import quantize_weight
 
             with torch.no_grad():
-                matrix = module.matrix.to(dtype).contiguous()
+                matrix = in_dtype(module.matrix, dtype).contiguous()
                 quantized = quantize_weight(matrix, call.plan, scale=scale, amax_slot=slot)
             found = self._cache[module.fqn] = _CachedWeight(key, quantized)
             _forget_after_optimizer_steps(self)

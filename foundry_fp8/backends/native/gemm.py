@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from foundry_fp8.compat.block_scaled_mm import block_mode_missing, block_scaled_mm, fits_block_mode
+from foundry_fp8.layers.frozen_weight import FrozenFP8Weight, in_high_precision
 from foundry_fp8.numerics.formats import e8m0_decode
 from foundry_fp8.numerics.mx_layout import unswizzle_mx_scales
 
@@ -163,8 +164,8 @@ def _with_bias(out: Tensor, bias: Tensor) -> Tensor:
 
 
 def in_dtype(out: Tensor, dtype: torch.dtype) -> Tensor:
-    """``out.to(dtype)``, which costs the host something where it changes nothing too."""
-    return out if out.dtype == dtype else out.to(dtype)
+    """``out.to(dtype)``, which costs the host something where it changes nothing too; a weight kept in FP8 as a plain tensor."""
+    return out if out.dtype == dtype and type(out) is not FrozenFP8Weight else in_high_precision(out, dtype)
 
 
 def _without_padding(out: Tensor, m: int, n: int) -> Tensor:

@@ -1,0 +1,66 @@
+"""Which weights of converted linears train nothing and are kept in FP8 alone: under LoRA the base's."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from torch import nn
+
+from foundry_fp8.config import ConfigError
+from foundry_fp8.layers.backend import Backend
+from foundry_fp8.layers.frozen_weight import exact_for, keep_in_fp8
+from foundry_fp8.layers.linear import FP8Linear, FP8TransposedLinear
+from foundry_fp8.numerics.recipes import Recipe
+
+__all__ = ["check_frozen", "frozen_linears", "keep_frozen_in_fp8"]
+
+
+def frozen_linears(model: nn.Module, converted: Mapping[str, FP8Linear]) -> dict[str, FP8Linear]:
+    """Of the converted linears those whose weight can be kept in FP8 alone: it does not train, and no other module holds it."""
+    holders = Counter(id(p) for module in model.modules() for p in module._parameters.values())
+    return {
+        name: linear
+        for name, linear in converted.items()
+        if not isinstance(linear, FP8TransposedLinear)
+        and isinstance(linear.weight, nn.Parameter)
+        and not linear.weight.requires_grad
+        and holders[id(linear.weight)] <= 1
+    }
+
+
+def check_frozen(frozen: Mapping[str, FP8Linear], recipe: Recipe, backend: Backend, key: str) -> None:
+    """That they can be.
+
+    Raises:
+        ConfigError: The recipe's scales are no powers of two, the backend quantises weights itself, or nothing is frozen.
+    """
+    if backend.name == "transformer_engine":
+        raise ConfigError(
+            f"{key}: fp8 is not for backend: transformer_engine, whose modules read the weight themselves. Set backend: native."
+        )
+    if not exact_for(recipe):
+        raise ConfigError(
+            f"{key}: fp8 needs scales that are powers of two, by which FP8 values are quantised to themselves; those of "
+            f"{recipe.name} are not. Set recipe: {{name: current, power_2_scales: true}}, block or mxfp8."
+        )
+    if not frozen:
+        raise ConfigError(
+            f"{key}: fp8, but every converted linear's weight trains (or is shared). It is for LoRA and other runs with a frozen "
+            "base: freeze it before the trainer starts, or remove the option."
+        )
+
+
+def keep_frozen_in_fp8(frozen: Mapping[str, FP8Linear], recipe: Recipe, key: str) -> None:
+    """Quantise them, for good.
+
+    Raises:
+        ConfigError: Something else holds on to a weight's memory.
+    """
+    for name, linear in frozen.items():
+        try:
+            keep_in_fp8(linear.weight, recipe)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"{key}: the weight of {name} cannot be replaced, as something else holds it ({error})."
+            ) from error
