@@ -17,6 +17,7 @@ import typer
 from torch import Tensor
 
 from foundry_fp8.cli.cluster import cluster_of, limit_of
+from foundry_fp8.cli.memory_options import frozen_weights, other_optimizers
 from foundry_fp8.cli.yaml_model import build_yaml_model, optimizer_bytes_of, read_yaml
 from foundry_fp8.compat.fake_tensor import NEEDS_VALUES, FakeTensor, FakeTensorMode
 from foundry_fp8.config import ConfigError, Positive, accept, check_choice, format_bytes
@@ -156,7 +157,7 @@ def plan_yaml(
     if stand_in:
         hold_flash_bytes(model)
     state_bytes = optimizer_bytes_of(model, config)
-    others = _other_optimizers(model, state_bytes, 1 if cluster is None else cluster.shard, dry)
+    others = other_optimizers(model, state_bytes, 1 if cluster is None else cluster.shard, dry)
     if cluster is not None and cluster.gathered == 2:
         model.to(torch.bfloat16)  # what FSDP gathers under mixed precision
     with contextlib.ExitStack() as fake:
@@ -171,6 +172,7 @@ def plan_yaml(
         else:
             model.to(where)
         loss_fn = _prepare(model, config, microbatch, where)
+        others += frozen_weights(model, cluster, dry)
         if cluster is None:
             plan = plan_memory(
                 model,
@@ -193,34 +195,6 @@ def plan_yaml(
         f"{path.name}: {microbatch} x {config['max_seq_len']} tokens, parameters and optimizer state "
         f"{format_bytes(plan.measurements.frame.static)}\n{note}{others}{plan}"
     )
-
-
-def _other_optimizers(model: Any, state_bytes: int, shard: int, on_paper: bool) -> str:
-    """Of which optimizers a rank would keep less, where torchao is installed: one line each.
-
-    ``on_paper`` their seconds are what reading and writing the states takes, all else being alike.
-    """
-    from foundry_fp8.planning.memory.measure import CostModel
-    from foundry_fp8.planning.memory.optimizer_state import optimizer_bytes
-
-    try:
-        from foundry_fp8.models.low_bit_adamw import AdamW8bit, AdamWFp8
-    except ImportError:
-        return ""
-    lines, kinds = "", {"adamw_8bit": AdamW8bit, "adamw_fp8": AdamWFp8}
-    optimizer: Any
-    for name, optimizer in kinds.items():
-        kept = optimizer_bytes([optimizer([p for p in model.parameters() if p.requires_grad])])
-        if kept < state_bytes:
-            lines += (
-                f"option optimizer: {{name: {name}}} (lossy; DDP or FSDP2): states take {format_bytes(kept / shard)} instead of "
-                f"{format_bytes(state_bytes / shard)}"
-            )
-            if on_paper:
-                less = 2 * (state_bytes - kept) / shard / CostModel().bytes_per_second
-                lines += f", and a step {1e3 * less:.2f} ms less to read and write them"
-            lines += "\n"
-    return lines
 
 
 @contextlib.contextmanager

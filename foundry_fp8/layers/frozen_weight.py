@@ -67,21 +67,24 @@ class FrozenFP8Weight(Tensor):
     block: tuple[int, int] | None
     recipe: Recipe
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(
         cls, codes: Tensor, scale: Tensor, block: tuple[int, int] | None, recipe: Recipe, dtype: torch.dtype
     ) -> FrozenFP8Weight:
         """An hp tensor of ``dtype`` to who looks."""
-        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=dtype, device=codes.device)
+        made: FrozenFP8Weight = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, codes.shape, dtype=dtype, device=codes.device
+        )
+        return made
 
     def __init__(
         self, codes: Tensor, scale: Tensor, block: tuple[int, int] | None, recipe: Recipe, dtype: torch.dtype
     ) -> None:
         self.codes, self.scale, self.block, self.recipe = codes, scale, block, recipe
 
-    def __repr__(self) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         return f"FrozenFP8Weight(shape={tuple(self.shape)}, dtype={self.dtype}, recipe={self.recipe.name})"
 
     def unpacked(self, dtype: torch.dtype) -> Tensor:
@@ -91,7 +94,7 @@ class FrozenFP8Weight(Tensor):
         return (self.codes.to(within) * per_block.expanded(self.scale.to(within))).to(dtype)
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         """As of any tensor: without autograd's notes, with the same memory."""
         return self.detach()
 
@@ -112,7 +115,7 @@ class FrozenFP8Weight(Tensor):
         return FrozenFP8Weight(codes, scale, self.block, self.recipe, dtype)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         one = args[0] if args else None
         if isinstance(one, FrozenFP8Weight):

@@ -229,7 +229,7 @@ class FP8Linear(nn.Linear):
                 )
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
+        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[no-untyped-call]
         weight = self._parameters.get("weight")
         if isinstance(weight, FrozenFP8Weight):
             destination[f"{prefix}weight"] = weight.unpacked(weight.dtype)

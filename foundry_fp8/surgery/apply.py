@@ -199,7 +199,7 @@ def apply_fp8(model: nn.Module, *, device: torch.device | str | None = None, **o
     fuse_norms(model, linears.converted, fusions)
     if attention is not None:
         attention.carry_out(model)
-    keep_frozen_in_fp8(frozen, recipe, f"{KEY}.frozen_weights")
+    keep_frozen_in_fp8(model, frozen, recipe, f"{KEY}.frozen_weights")
     FP8State(model, linears.converted, recipe, backend)
     rows = (_with_fusion(row, fusions.get(row.name)) for row in linears.rows)
     return SurgeryReport(

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
+import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from foundry_fp8.config import ConfigError
 from foundry_fp8.layers.backend import Backend
-from foundry_fp8.layers.frozen_weight import exact_for, keep_in_fp8
+from foundry_fp8.layers.frozen_weight import FrozenFP8Weight, exact_for, keep_in_fp8
 from foundry_fp8.layers.linear import FP8Linear, FP8TransposedLinear
 from foundry_fp8.numerics.recipes import Recipe
 
-__all__ = ["check_frozen", "frozen_linears", "keep_frozen_in_fp8"]
+__all__ = ["check_frozen", "frozen_linears", "keep_frozen_in_fp8", "send_frozen"]
 
 
 def frozen_linears(model: nn.Module, converted: Mapping[str, FP8Linear]) -> dict[str, FP8Linear]:
@@ -51,16 +54,32 @@ def check_frozen(frozen: Mapping[str, FP8Linear], recipe: Recipe, backend: Backe
         )
 
 
-def keep_frozen_in_fp8(frozen: Mapping[str, FP8Linear], recipe: Recipe, key: str) -> None:
-    """Quantise them, for good.
+def keep_frozen_in_fp8(model: nn.Module, frozen: Mapping[str, FP8Linear], recipe: Recipe, key: str) -> None:
+    """Quantise them, for good. DDP around ``model`` leaves them out when it sends rank 0's weights to the others.
 
     Raises:
         ConfigError: Something else holds on to a weight's memory.
     """
     for name, linear in frozen.items():
         try:
-            keep_in_fp8(linear.weight, recipe)
+            keep_in_fp8(linear.get_parameter("weight"), recipe)
         except RuntimeError as error:
             raise ConfigError(
                 f"{key}: the weight of {name} cannot be replaced, as something else holds it ({error})."
             ) from error
+    left_out = {
+        *getattr(model, "_ddp_params_and_buffers_to_ignore", ()),
+        *(f"{name}.weight" for name in frozen),
+    }
+    if frozen:
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sorted(left_out))  # type: ignore[no-untyped-call]
+
+
+def send_frozen(model: nn.Module) -> None:
+    """Rank 0's to the others, as DDP does with all it knows. A collective of all ranks; every rank holds the same layers."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    for parameter in model.parameters():
+        if isinstance(parameter, FrozenFP8Weight):
+            dist.broadcast(parameter.codes.view(torch.uint8), 0)
+            dist.broadcast(parameter.scale, 0)

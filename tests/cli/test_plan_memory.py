@@ -226,3 +226,49 @@ def test_a_folder_with_a_configuration_alone_is_planned(tmp_path, kind):
     ):
         done = CliRunner().invoke(app, command)
         assert done.exit_code == 0, done.output
+
+
+def test_frozen_weights_in_fp8_are_an_option_with_bytes_and_seconds(tmp_path):
+    """LoRA's base: shown where it is kept in high precision, counted where it is not, never under FSDP."""
+    from foundry_fp8.data.tokenizer import train_tokenizer
+
+    folder, file = tmp_path / "model", tmp_path / "run.yaml"
+    train_tokenizer(["a b c"], 300, folder)
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **FOLDERS["llama"]}))
+    peft = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "target_modules": ["q_proj", "v_proj"]}
+    model = {
+        "name": "hf_causal_lm",
+        "pretrained": True,
+        "pretrained_model_name_or_path": str(folder),
+        "use_flash_attention_2": False,
+        "peft_config": peft,
+    }
+    run = {"max_seq_len": 32, "device_train_microbatch_size": 2, "model": model, "tokenizer": {"name": str(folder)},
+           "algorithms": {"fp8": {"recipe": "block", "backend": "emulated"}}}  # fmt: skip
+    count = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128)  # two blocks, two key heads of four
+
+    def plan(run, *options):
+        file.write_text(yaml.safe_dump(run))
+        options = options or ("--device", "fake", "--budget", "1.0")
+        return CliRunner().invoke(app, ["plan", "memory", str(file), "--compression", "none", *options])
+
+    done = plan(run)
+    assert done.exit_code == 0, done.output
+    kept, now, more = re.search(
+        r"option fp8.frozen_weights: fp8 .*: frozen weights take (.*) instead of (.*), and a microbatch (.*) ms more",
+        done.output,
+    ).groups()
+    assert parse_bytes(kept, "") == pytest.approx(count, rel=0.01)
+    assert parse_bytes(now, "") == pytest.approx(4 * count, rel=0.01)
+    assert float(more) == pytest.approx(1e3 * 2 * 5 * count / (0.8 * 3.35e12), abs=0.005)
+    held = parse_bytes(re.search(r"optimizer state (.*)", done.output)[1], "")
+
+    on = run | {"algorithms": {"fp8": {**run["algorithms"]["fp8"], "frozen_weights": "fp8"}}}
+    done = plan(on)
+    assert done.exit_code == 0 and "option fp8.frozen_weights" not in done.output, done.output
+    less = held - parse_bytes(re.search(r"optimizer state (.*)", done.output)[1], "")
+    assert less == pytest.approx(3 * count, rel=0.02)
+    done = plan(on, "--world-size", "2")
+    assert done.exit_code == 2 and "frozen_weights" in done.output
+    sharded = plan(run | {"fsdp_config": {"mixed_precision": "PURE"}}, "--world-size", "2")
+    assert sharded.exit_code == 0 and "frozen_weights" not in sharded.output

@@ -32,6 +32,8 @@ def numerics(case: Case, *, weights: bool = True, **fp8: Any) -> nn.Module:
         add_lora(model, LORA[case.model])
     if case.frozen:
         freeze(model)
+    if case.frozen_weights:
+        round_frozen(model, getattr(torch, case.dtype))
     if not weights:
         take_weights(model)
         fp8["device"] = "cpu"
@@ -62,6 +64,14 @@ def freeze(model: nn.Module) -> None:
     frozen = [m for m in model.modules() if isinstance(m, nn.Embedding)] + blocks_of(model)[:1]
     for module in frozen:
         module.requires_grad_(False)
+
+
+def round_frozen(model: nn.Module, dtype: torch.dtype) -> None:
+    """To what autocast computes in: FP8 weights are made from that then."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if not parameter.requires_grad:
+                parameter.copy_(parameter.to(dtype))
 
 
 def build_exact(case: Case) -> nn.Module:

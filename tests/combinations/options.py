@@ -46,6 +46,7 @@ ALGORITHMS: dict[str, dict[str, Takes]] = {
         "evaluate": word("fp8", "high_precision"),
         "fuse": FLAG,
         "cache_weights": FLAG,
+        "frozen_weights": word("high_precision", "fp8"),
         "attention": either(FLAG, ATTENTION),
         "enabled": FLAG,
         "announce": FLAG,

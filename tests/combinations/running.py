@@ -41,7 +41,8 @@ def switch_on(case: Case) -> tuple[nn.Module, dict[str, Any]]:
     """The model of a case, wrapped, and what its features say about themselves."""
     reports: dict[str, Any] = {}
     has_weights = case.init == "cpu" or (case.init == "mixed" and dist.get_rank() == 0)
-    model = numerics(case, weights=has_weights, cache_weights=case.cache_weights)
+    kept = {"frozen_weights": "fp8"} if case.frozen_weights else {}
+    model = numerics(case, weights=has_weights, cache_weights=case.cache_weights, **kept)
     if case.wrapped == "last":
         reports |= save_less(case, model)
     model = wrap(case.wrapper, model, source=None if case.init == "cpu" else Source(case))

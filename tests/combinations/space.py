@@ -69,6 +69,7 @@ class Case:
     wrapped: str = "first"
     evaluate: bool = False
     init: str = "cpu"
+    frozen_weights: bool = False
 
     @property
     def communicates(self) -> bool:
@@ -82,6 +83,7 @@ class Case:
                 name: getattr(self, name)
                 for name in (
                     "model", "dtype", "fp8", "attention", "lora", "frozen", "tied", "accumulation", "clip", "evaluate",
+                    "frozen_weights",
                 )
             }
         )  # fmt: skip
@@ -142,10 +144,25 @@ def allowed(row: dict[str, Any]) -> bool:
     return not any(set(names) <= row.keys() and excluded(row) for names, excluded in EXCLUDED.values())
 
 
-@functools.cache
-def covering(strength: int = 2) -> tuple[Case, ...]:
-    """Cases in which every allowed combination of ``strength`` values occurs, always in the same order."""
-    constraints = [
+def beside_frozen_weights() -> tuple[Case, ...]:
+    """Cases with frozen weights in FP8 in which every value that is allowed beside them occurs."""
+    factors = FACTORS | {
+        "wrapper": ("none", "ddp"),
+        "fp8": ("block", "mxfp8", "native-block"),
+        "parameters": ("none",),
+        "init": ("cpu",),
+    }
+    both = {
+        "operator": "fn",
+        "requires": ["lora", "frozen"],
+        "evaluate": lambda row: row["lora"] or row["frozen"],
+    }
+    rows = covertable.make(factors, strength=1, constraints=[*_constraints(), both])
+    return tuple(Case(**row, frozen_weights=True) for row in rows)
+
+
+def _constraints() -> list[dict[str, Any]]:
+    return [
         {
             "operator": "fn",
             "requires": list(names),
@@ -153,5 +170,10 @@ def covering(strength: int = 2) -> tuple[Case, ...]:
         }
         for names, excluded in EXCLUDED.values()
     ]
-    rows = covertable.make(FACTORS, strength=strength, constraints=constraints)
+
+
+@functools.cache
+def covering(strength: int = 2) -> tuple[Case, ...]:
+    """Cases in which every allowed combination of ``strength`` values occurs, always in the same order."""
+    rows = covertable.make(FACTORS, strength=strength, constraints=_constraints())
     return tuple(Case(**row) for row in rows)

@@ -6,7 +6,7 @@ import pytest
 
 from tests.combinations import bounds
 from tests.combinations.running import LEARNING_RATE, run
-from tests.combinations.space import Case, covering
+from tests.combinations.space import Case, beside_frozen_weights, covering
 from tests.multiprocess import launch
 
 pytestmark = pytest.mark.multiprocess
@@ -97,6 +97,15 @@ def pytest_generate_tests(metafunc):
             for number, case in enumerate(covering(2))
         ]
     metafunc.parametrize("case", rows, ids=str)
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [pytest.param(c, marks=[pytest.mark.full] if n else []) for n, c in enumerate(beside_frozen_weights())],
+    ids=str,
+)
+def test_frozen_weights_in_fp8_change_nothing(beside):
+    test_features_hold_together(beside)
 
 
 def test_features_hold_together(case):

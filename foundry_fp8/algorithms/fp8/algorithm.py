@@ -22,6 +22,7 @@ from foundry_fp8.numerics.recipes import UnitScaling
 from foundry_fp8.surgery.apply import KEY, FP8Config, apply_fp8
 from foundry_fp8.surgery.attention import FP8AttentionState
 from foundry_fp8.surgery.first_batch import ForwardTrace, as_run
+from foundry_fp8.surgery.frozen_weights import send_frozen
 from foundry_fp8.surgery.report import SurgeryReport
 
 __all__ = ["FP8"]
@@ -95,8 +96,11 @@ class FP8(Algorithm):
         if not self.config.enabled:
             self._say(f"FP8: off ({KEY}.enabled: false); log: {run_log.path_of(state.run_name)}")
             return
+        if self.config.frozen_weights == "fp8":
+            self._refuse_fsdp(state)
         self.report = apply_fp8(state.model, device=device_of(state), **self.options)
         self._refuse_tensor_parallelism(state)
+        send_frozen(state.model)
         self._fp8_state = FP8State.of(state.model)
         assert self._fp8_state is not None
         self._attention_state = FP8AttentionState.of(state.model)
@@ -156,6 +160,15 @@ class FP8(Algorithm):
         if self.report.converted_share != before.converted_share:
             log.info("What the first batch ran: %s", self.report.summary())
         logger.log_hyperparameters({"fp8_as_run": self.report.to_dict()})
+
+    @staticmethod
+    def _refuse_fsdp(state: State) -> None:
+        """Both gather parameters of one dtype, byte by byte."""
+        if state.fsdp_config is not None:
+            raise ConfigError(
+                f"{KEY}.frozen_weights: fp8 does not run under FSDP, which shards plain parameters alone. Remove fsdp_config: under DDP "
+                "every GPU holds the whole base in one byte an element. Or remove the option."
+            )
 
     def _refuse_tensor_parallelism(self, state: State) -> None:
         """Layers of the parallel plan become DTensors after INIT, which FP8 layers do not take."""

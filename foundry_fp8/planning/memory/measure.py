@@ -28,6 +28,7 @@ __all__ = [
     "capture_calls",
     "clock",
     "gradients",
+    "held_bytes",
     "local_numel",
     "map_input",
     "measure_frame",
@@ -122,6 +123,13 @@ def capture_calls(
         for handle in handles:
             handle.remove()
     return [calls[i] for i in range(len(blocks))]
+
+
+def held_bytes(value: Tensor) -> int:
+    """What ``value`` keeps on this rank; of a tensor that is made of others (sharded, quantised) what they keep."""
+    if hasattr(value, "__tensor_flatten__"):
+        return sum(held_bytes(getattr(value, name)) for name in value.__tensor_flatten__()[0])
+    return value.numel() * value.element_size()
 
 
 def local_numel(x: Tensor) -> int:

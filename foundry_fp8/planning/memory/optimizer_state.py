@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foundry_fp8.planning.memory.measure import local_numel
+from foundry_fp8.planning.memory.measure import held_bytes, local_numel
 
 __all__ = ["optimizer_bytes"]
 
@@ -59,11 +59,4 @@ def _probe(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> float:
 
 def _bytes(state: dict[str, object]) -> int:
     """Of the tensors with elements; steps are left out."""
-    return sum(_held(value) for value in state.values() if isinstance(value, Tensor) and value.dim())
-
-
-def _held(value: Tensor) -> int:
-    """What ``value`` keeps on this rank; of a tensor that is made of others (sharded, quantised) what they keep."""
-    if hasattr(value, "__tensor_flatten__"):
-        return sum(_held(getattr(value, name)) for name in value.__tensor_flatten__()[0])
-    return value.numel() * value.element_size()
+    return sum(held_bytes(value) for value in state.values() if isinstance(value, Tensor) and value.dim())

@@ -39,7 +39,7 @@ from foundry_fp8.planning.memory.measure import (
     Call,
     CostModel,
     capture_calls,
-    local_numel,
+    held_bytes,
     measure_frame,
 )
 from foundry_fp8.planning.memory.measure_sharded import ShardedBlockRun, is_sharded
@@ -266,7 +266,7 @@ def measure(
     lean = None
     with _applied(model, [name for name, _ in blocks], block):
         outer = [module for _, module in transformer_blocks(model)]
-        static = sum(local_numel(t) * t.element_size() for t in (*parameters, *model.buffers()))
+        static = sum(held_bytes(t) for t in (*parameters, *model.buffers()))
         of_blocks = [costs[kind]["block"] for kind in kind_of]
 
         def measured_frame() -> Frame:

@@ -1,0 +1,59 @@
+"""Options of a memory plan that are no matter of blocks: other optimizers, and frozen weights in FP8."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from foundry_fp8.config import ConfigError, format_bytes
+from foundry_fp8.layers.frozen_weight import FrozenFP8Weight
+from foundry_fp8.layers.linear import FP8Linear
+from foundry_fp8.planning.memory.cluster import Cluster
+from foundry_fp8.planning.memory.measure import CostModel, held_bytes
+from foundry_fp8.planning.memory.optimizer_state import optimizer_bytes
+from foundry_fp8.surgery.frozen_weights import frozen_linears
+
+__all__ = ["frozen_weights", "other_optimizers"]
+
+
+def other_optimizers(model: Any, state_bytes: int, shard: int, on_paper: bool) -> str:
+    """Of which optimizers a rank would keep less, where torchao is installed: one line each.
+
+    ``on_paper`` their seconds are what reading and writing the states takes, all else being alike.
+    """
+    try:
+        from foundry_fp8.models.low_bit_adamw import AdamW8bit, AdamWFp8
+    except ImportError:
+        return ""
+    lines, kinds = "", {"adamw_8bit": AdamW8bit, "adamw_fp8": AdamWFp8}
+    optimizer: Any
+    for name, optimizer in kinds.items():
+        kept = optimizer_bytes([optimizer([p for p in model.parameters() if p.requires_grad])])
+        if kept < state_bytes:
+            lines += (
+                f"option optimizer: {{name: {name}}} (lossy; DDP or FSDP2): states take {format_bytes(kept / shard)} instead of "
+                f"{format_bytes(state_bytes / shard)}"
+            )
+            if on_paper:
+                less = 2 * (state_bytes - kept) / shard / CostModel().bytes_per_second
+                lines += f", and a step {1e3 * less:.2f} ms less to read and write them"
+            lines += "\n"
+    return lines
+
+
+def frozen_weights(model: Any, cluster: Cluster | None, on_paper: bool) -> str:
+    """What ``fp8.frozen_weights: fp8`` would save, where something is frozen and FSDP does not shard it."""
+    converted = {name: module for name, module in model.named_modules() if isinstance(module, FP8Linear)}
+    weights = [linear.weight for linear in frozen_linears(model, converted).values()]
+    if cluster is not None and any(isinstance(weight, FrozenFP8Weight) for weight in weights):
+        raise ConfigError(
+            "algorithms.fp8.frozen_weights: fp8 is not planned with --world-size. Under DDP a rank holds what one device does and, of what "
+            "trains, its buckets: plan without it."
+        )
+    now, codes = sum(held_bytes(weight) for weight in weights), sum(weight.numel() for weight in weights)
+    if codes * 1.1 > now or (cluster is not None and cluster.shard > 1):
+        return ""
+    line = f"option fp8.frozen_weights: fp8 (DDP or one device): frozen weights take {format_bytes(codes)} instead of {format_bytes(now)}"
+    if on_paper:
+        more = 2 * (codes + now) / CostModel().bytes_per_second
+        line += f", and a microbatch {1e3 * more:.2f} ms more to unpack them for forward and backward"
+    return f"{line}\n"
