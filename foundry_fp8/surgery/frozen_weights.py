@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
+from foundry_fp8.compat.ddp_left_out import leave_out_of_ddp
 from foundry_fp8.config import ConfigError
 from foundry_fp8.layers.backend import Backend
 from foundry_fp8.layers.frozen_weight import FrozenFP8Weight, exact_for, keep_in_fp8
@@ -67,12 +67,7 @@ def keep_frozen_in_fp8(model: nn.Module, frozen: Mapping[str, FP8Linear], recipe
             raise ConfigError(
                 f"{key}: the weight of {name} cannot be replaced, as something else holds it ({error})."
             ) from error
-    left_out = {
-        *getattr(model, "_ddp_params_and_buffers_to_ignore", ()),
-        *(f"{name}.weight" for name in frozen),
-    }
-    if frozen:
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sorted(left_out))  # type: ignore[no-untyped-call]
+    leave_out_of_ddp(model, (f"{name}.weight" for name in frozen))
 
 
 def send_frozen(model: nn.Module) -> None:

@@ -5,7 +5,15 @@ import itertools
 
 import pytest
 
-from tests.combinations.space import DEFAULT, EXCLUDED, FACTORS, Case, allowed, covering
+from tests.combinations.space import (
+    DEFAULT,
+    EXCLUDED,
+    FACTORS,
+    Case,
+    allowed,
+    beside_frozen_weights,
+    covering,
+)
 
 
 @pytest.mark.parametrize("strength", [2, pytest.param(3, marks=pytest.mark.full)])
@@ -29,5 +37,18 @@ def reachable(given):
 
 
 def test_factors_and_the_case_are_the_same():
-    assert [f.name for f in dataclasses.fields(Case)] == list(FACTORS)
+    assert [f.name for f in dataclasses.fields(Case)] == [*FACTORS, "frozen_weights"]
     assert all(getattr(DEFAULT, name) in values for name, values in FACTORS.items())
+
+
+def test_everything_that_may_stand_beside_frozen_weights_does():
+    cases = beside_frozen_weights()
+    for case in cases:
+        row = dataclasses.asdict(case)
+        assert row.pop("frozen_weights") and (case.lora or case.frozen)
+        assert allowed(row) and case.wrapper in ("none", "ddp")
+    seen = {name: {getattr(case, name) for case in cases} for name in FACTORS}
+    apart = {"wrapper", "fp8", "attention", "parameters", "init"}  # FSDP and recipes that it refuses
+    assert all(seen[name] == set(values) for name, values in FACTORS.items() if name not in apart)
+    assert seen["attention"] == {False, "delayed"} and seen["wrapper"] == {"none", "ddp"}
+    assert seen["fp8"] == {"block", "mxfp8", "native-block"}

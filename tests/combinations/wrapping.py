@@ -17,6 +17,7 @@ from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from foundry_fp8.layers.frozen_weight import in_high_precision
 from tests.combinations.models import blocks_of
 
 MAX_NORM = 0.1
@@ -78,7 +79,9 @@ def parameters_of(model: nn.Module) -> dict[str, Tensor]:
     whole = FSDP1.summon_full_params(model, writeback=False) if has_fsdp1(model) else None
     with whole or contextlib.nullcontext(), torch.no_grad():
         return {
-            clean(name): (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+            clean(name): in_high_precision(p.full_tensor() if isinstance(p, DTensor) else p, p.dtype)
+            .detach()
+            .clone()
             for name, p in model.named_parameters()
             if "_flat_param" not in name
         }
@@ -107,7 +110,8 @@ class ForwardWeights:
 
     def _see(self, owners: dict[str, nn.Module], unit: nn.Module, args: Any) -> None:
         for name, owner in owners.items() if unit.training else ():
-            weight = getattr(owner, name.rpartition(".")[2]).detach().clone()
+            weight = getattr(owner, name.rpartition(".")[2]).detach()
+            weight = in_high_precision(weight, weight.dtype).clone()
             found = self._found.setdefault(name, weight)
             assert torch.equal(found, weight), f"{name} is not what an earlier forward of the step was given"
 
