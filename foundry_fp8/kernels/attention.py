@@ -203,6 +203,40 @@ def seen_keys(rows, columns, Q, K, left, right, q_segments_ptr, k_segments_ptr, 
 
 
 @triton.jit
+def _attend(
+    most, total, out, q, first_column, rows, d, k_ptr, vt_ptr, vt_stride, logit_scale, q_segments_ptr, k_segments_ptr,
+    batch, kv_head, Q, K, HK, left, right,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """A block of keys, added to the running softmax ``(most, total, out)``. Not ``MASKED``: every query sees every key of it."""
+    columns = first_column + tl.arange(0, BLOCK_K)
+    k_ptrs = k_ptr + (batch * K * HK + kv_head) * D + (columns[None, :] * (HK * D) + d[:, None])
+    v_base = vt_ptr + (kv_head * D).to(tl.int64) * vt_stride + batch * K
+    v_ptrs = v_base + (d[None, :] * vt_stride + columns[:, None])
+    if MASKED:
+        here = columns < K
+        k = tl.load(k_ptrs, mask=here[None, :] & (d < D)[:, None], other=0.0)
+        v = tl.load(v_ptrs, mask=here[:, None] & (d < D)[None, :], other=0.0)
+    elif D == BLOCK_D:
+        k = tl.load(k_ptrs)
+        v = tl.load(v_ptrs)
+    else:
+        k = tl.load(k_ptrs, mask=(d < D)[:, None], other=0.0)
+        v = tl.load(v_ptrs, mask=(d < D)[None, :], other=0.0)
+    logits = tl.dot(q, k) * logit_scale
+    if MASKED:
+        seen = seen_keys(rows, columns, Q, K, left, right, q_segments_ptr, k_segments_ptr, batch)
+        logits = tl.where(seen, logits, float("-inf"))
+    new = tl.maximum(most, tl.max(logits, axis=1))
+    safe = tl.where(new == float("-inf"), 0.0, new)
+    p = tl.exp2(logits - safe[:, None])
+    rescale = tl.exp2(most - safe)
+    total = total * rescale + tl.sum(p, axis=1)
+    out = out * rescale[:, None] + tl.dot((p * P_SCALE).to(vt_ptr.dtype.element_ty), v)
+    return new, total, out
+
+
+@triton.jit
 def _forward_kernel(
     q_ptr,
     k_ptr,
@@ -248,25 +282,34 @@ def _forward_kernel(
     most = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_Q,), tl.float32)
     out = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
-    blocks = tl.cdiv(last, BLOCK_K)
-    for i in range(0, blocks - first // BLOCK_K):
-        columns = (blocks - 1 - i) * BLOCK_K + tl.arange(0, BLOCK_K)
-        here = columns < K
-        k_ptrs = k_ptr + (batch * K * HK + kv_head) * D + (columns[None, :] * (HK * D) + d[:, None])
-        k = tl.load(k_ptrs, mask=here[None, :] & (d < D)[:, None], other=0.0)
-        logits = tl.dot(q, k) * logit_scale
-        seen = seen_keys(rows, columns, Q, K, left, right, q_segments_ptr, k_segments_ptr, batch)
-        logits = tl.where(seen, logits, float("-inf"))
-        new = tl.maximum(most, tl.max(logits, axis=1))
-        safe = tl.where(new == float("-inf"), 0.0, new)
-        p = tl.exp2(logits - safe[:, None])
-        rescale = tl.exp2(most - safe)
-        total = total * rescale + tl.sum(p, axis=1)
-        v_base = vt_ptr + (kv_head * D).to(tl.int64) * vt_stride + batch * K
-        v_ptrs = v_base + (d[None, :] * vt_stride + columns[:, None])
-        v = tl.load(v_ptrs, mask=here[:, None] & (d < D)[None, :], other=0.0)
-        out = out * rescale[:, None] + tl.dot((p * P_SCALE).to(vt_ptr.dtype.element_ty), v)
-        most = new
+    # Blocks of which every query of the tile sees every key need no mask: under a causal rule, all but those on the diagonal.
+    blocks, first_block = tl.cdiv(last, BLOCK_K), first // BLOCK_K
+    whole, whole_end = first_block, first_block
+    if q_segments_ptr is None:
+        whole_end = K // BLOCK_K
+        if right is not None:
+            whole_end = tl.minimum(whole_end, tl.maximum(first_row + shift + right + 1, 0) // BLOCK_K)
+        whole_end = tl.minimum(tl.maximum(whole_end, first_block), tl.maximum(blocks, first_block))
+        if left is not None:
+            whole = tl.cdiv(tl.maximum(first_row + BLOCK_Q - 1 + shift - left, 0), BLOCK_K)
+            whole = tl.minimum(tl.maximum(whole, first_block), whole_end)
+    for i in range(0, blocks - whole_end):
+        most, total, out = _attend(
+            most, total, out, q, (blocks - 1 - i) * BLOCK_K, rows, d, k_ptr, vt_ptr, vt_stride, logit_scale, q_segments_ptr,
+            k_segments_ptr, batch, kv_head, Q, K, HK, left, right, D, BLOCK_D, BLOCK_K, True,
+        )  # fmt: skip
+    if q_segments_ptr is None:
+        for i in range(0, whole_end - whole):
+            most, total, out = _attend(
+                most, total, out, q, (whole_end - 1 - i) * BLOCK_K, rows, d, k_ptr, vt_ptr, vt_stride, logit_scale,
+                q_segments_ptr, k_segments_ptr, batch, kv_head, Q, K, HK, left, right, D, BLOCK_D, BLOCK_K, False,
+            )  # fmt: skip
+        if left is not None:
+            for i in range(0, whole - first_block):
+                most, total, out = _attend(
+                    most, total, out, q, (whole - 1 - i) * BLOCK_K, rows, d, k_ptr, vt_ptr, vt_stride, logit_scale,
+                    q_segments_ptr, k_segments_ptr, batch, kv_head, Q, K, HK, left, right, D, BLOCK_D, BLOCK_K, True,
+                )  # fmt: skip
 
     nothing = total == 0
     total = tl.where(nothing, 1.0, total)

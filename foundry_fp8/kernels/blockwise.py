@@ -28,7 +28,7 @@ from foundry_fp8.kernels.producers import Producer
 from foundry_fp8.kernels.quarters import QUARTERS, largest_of, load_quarters, store_quarters, store_transposed
 from foundry_fp8.kernels.scales import (
     amax_along,
-    e8m0_decode,
+    e8m0_reciprocal,
     e8m0_round_up,
     is_inf,
     power_2_scale,
@@ -253,7 +253,7 @@ def _scales(
     """(scale, what the GEMM gets) of a tile of block amaxes."""
     if GROUP == 32:
         code = e8m0_round_up(amax * INV_FMT_MAX)
-        return e8m0_decode(254 - code), tl.where(is_inf(amax), 255, code).to(tl.uint8)
+        return e8m0_reciprocal(code), tl.where(is_inf(amax), 255, code).to(tl.uint8)
     elif POWER_2:
         scale, scale_inv = power_2_scale(amax, FMT_MAX, VALUE_FOR_INF)
         return scale, tl.where(is_inf(amax), float("nan"), scale_inv)

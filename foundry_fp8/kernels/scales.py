@@ -5,7 +5,7 @@ import triton.language as tl
 
 __all__ = [
     "amax_along",
-    "e8m0_decode",
+    "e8m0_reciprocal",
     "e8m0_round_up",
     "is_inf",
     "magnitude",
@@ -97,14 +97,12 @@ def reciprocal(scale):
 def e8m0_round_up(x):
     """``foundry_fp8.numerics.formats.e8m0_round_up``, as int32; ``x`` is neither negative nor NaN."""
     bits = x.to(tl.int32, bitcast=True)
-    exponent = (bits >> 23) & 0xFF
-    mantissa = bits & 0x7FFFFF
-    up = (mantissa > 0) & (exponent != 254) & ((exponent != 0) | (mantissa > 0x400000))
-    return tl.where(is_inf(x), 254, exponent + up.to(tl.int32))
+    # One more than the exponent where there is a mantissa, by its carry; codes 0 and 1 meet inside the subnormals, at 2**-127.
+    return tl.where(bits <= 0x400000, 0, tl.minimum((bits + 0x7FFFFF) >> 23, 254))
 
 
 @triton.jit
-def e8m0_decode(code):
-    """``foundry_fp8.numerics.formats.e8m0_decode`` of an int32 code."""
-    bits = tl.where(code == 0, 0x400000, code << 23)
-    return tl.where(code == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+def e8m0_reciprocal(code):
+    """1 / ``foundry_fp8.numerics.formats.e8m0_decode`` of an int32 code from 0 to 254."""
+    bits = tl.where(code == 254, 0x400000, (254 - code) << 23)  # 2**-127 is subnormal
+    return bits.to(tl.float32, bitcast=True)

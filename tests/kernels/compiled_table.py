@@ -13,7 +13,14 @@ from tests.kernels.gpu import ISSUED, issue_cap
 from tests.kernels.test_compile import TABLE, compile_for
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
-KEPT = ("registers", "spill_bytes", "resident_blocks", "instructions_an_element", "exponentials_an_element")
+KEPT = (
+    "registers",
+    "spill_bytes",
+    "resident_blocks",
+    "instructions_an_element",
+    "instructions_masked",
+    "exponentials_an_element",
+)
 BEGIN, END = "<!-- compiled: begin -->", "<!-- compiled: end -->"
 
 
@@ -82,9 +89,10 @@ def rendered_attention(table):
             entry = table[column].get(key)
             if entry is not None:
                 issue, exponentials = limits(key, int(column.rpartition("_")[2]), entry)
+                masked = f", {entry['instructions_masked']} masked" if "instructions_masked" in entry else ""
                 lines.append(
                     f"| {label(key)} | {column} | {entry['registers']} | {entry['resident_blocks']} | {entry['spill_bytes']} "
-                    f"| {entry['instructions_an_element']} | {issue:.0%} | {exponentials:.0%} |"
+                    f"| {entry['instructions_an_element']}{masked} | {issue:.0%} | {exponentials:.0%} |"
                 )
     return "\n".join(lines)
 

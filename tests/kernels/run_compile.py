@@ -61,10 +61,15 @@ def report(arch, kernel, *args, grid=None, warmup=False, **kwargs):
     instructions = elements and round(issued(code) * threads / elements, 1)
     of_loop = {}
     if "BLOCK_Q" in kwargs and "BLOCK_K" in kwargs:  # attention: a step of its loop, by pair of query and key
-        body, pairs = loop(code), kwargs["BLOCK_Q"] * kwargs["BLOCK_K"]
+        pairs = kwargs["BLOCK_Q"] * kwargs["BLOCK_K"]
+        *masked, body = loops(
+            code, "MUFU.EX2"
+        )  # the forward's blocks that are seen in part come first; most are whole
         instructions = round(len(body) * threads / pairs, 1)
         exponentials = sum(text.startswith("MUFU.EX2") for text in body)
         of_loop = {"exponentials_an_element": round(exponentials * threads / pairs, 2)}
+        if masked:
+            of_loop["instructions_masked"] = round(len(masked[0]) * threads / pairs, 1)
     print(
         json.dumps(
             {
@@ -147,15 +152,23 @@ def issued(sass):
     return count
 
 
-def loop(sass):
-    """The instructions of the longest loop, without their predicates."""
+def loops(sass, instruction):
+    """The bodies of the loops that hold ``instruction``, without predicates, in the order of the code.
+
+    What ptxas puts behind the last exit (the retries of barriers' waits, sm_100) jumps back too, and is none.
+    """
     code = [(int(address, 16), text.strip()) for address, text in INSTRUCTION.findall(sass)]
-    place, longest = {address: i for i, (address, _) in enumerate(code)}, (0, 0)
-    for index, (address, text) in enumerate(code):
+    place = {address: i for i, (address, _) in enumerate(code)}
+    texts = [re.sub(r"^@!?U?P\w+\s+", "", text) for _, text in code]
+    end = max(i for i, (_, text) in enumerate(code) if text == "EXIT")
+    found = []
+    for index, (address, text) in enumerate(code[:end]):
         target = re.search(r"BRA.* 0x([0-9a-f]+)", text)
         if target and int(target[1], 16) < address:
-            longest = max(longest, (place[int(target[1], 16)], index + 1), key=lambda span: span[1] - span[0])
-    return [re.sub(r"^@!?U?P\w+\s+", "", text) for _, text in code[slice(*longest)]]
+            body = texts[place[int(target[1], 16)] : index + 1]
+            if any(text.startswith(instruction) for text in body):
+                found.append(body)
+    return found
 
 
 @contextlib.contextmanager

@@ -114,6 +114,9 @@ SHAPES = {
     "full": dataclasses.replace(SHAPE, right=None),
     "window": dataclasses.replace(SHAPE, left=20),
     "two-sided window": dataclasses.replace(SHAPE, left=5, right=30),
+    "wide window": dataclasses.replace(
+        SHAPE, batch=1, heads=2, kv_heads=1, queries=20, keys=340, left=250, right=3
+    ),  # blocks of keys that are seen in part on both sides of one that is seen whole
     "head size 80, one key head": dataclasses.replace(SHAPE, head_dim=80, kv_heads=1, heads=2),
     "fewer queries": dataclasses.replace(SHAPE, queries=70),
     "more queries": dataclasses.replace(SHAPE, keys=70),
@@ -151,7 +154,13 @@ def assert_near(ours, exact, what):
     assert error < 1e-4, (what, error)
 
 
-QUICK = ("head size 80, one key head", "fewer queries", "ragged", "two-sided window, documents")
+QUICK = (
+    "wide window",
+    "head size 80, one key head",
+    "fewer queries",
+    "ragged",
+    "two-sided window, documents",
+)
 
 
 @pytest.mark.parametrize(

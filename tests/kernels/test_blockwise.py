@@ -38,13 +38,14 @@ def test_matches_the_reference(shape, dtype, options, device):
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda f: f.name)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_scales_of_every_exponent(dtype, fmt, device):
+@pytest.mark.parametrize("group", [128, 32])
+def test_scales_of_every_exponent(group, dtype, fmt, device):
     """Powers of two come from exponents alone: amaxes around the formats' mantissa 1.75, from the least subnormal to the largest."""
     mantissas = torch.tensor([1.0, 1.75 - 2.0**-7, 1.75, 1.75 + 2.0**-23, 1.75 + 2.0**-7, 2 - 2.0**-23])
     amax = torch.outer(mantissas.double(), 2.0 ** torch.arange(-149, 128).double()).float().to(dtype)
     x = torch.zeros(amax.numel(), 16, dtype=dtype)
     x[:, 3], x[:, 5] = amax.view(-1), -amax.view(-1) / 3
-    assert_matches_reference(x.to(device), fmt, columns=False)
+    assert_matches_reference(x.to(device), fmt, group=group, columns=False)
 
 
 @every_granularity
@@ -55,6 +56,13 @@ def test_nothing_gives_nothing(shape, options, device):
     )
     assert ours.data.numel() == ours.data_t.numel() == 0
     assert ours.column_sum.shape == (shape[1],) and not bool(ours.column_sum.any())
+
+
+@every_granularity
+def test_blocks_of_nothing_but_nan_match_the_reference(options, device):
+    x = spread(200, 144, torch.bfloat16, device)
+    x[:128, :128] = NAN
+    assert_matches_reference(x, E4M3, **options)
 
 
 @every_granularity

@@ -14,7 +14,9 @@ full = pytest.mark.full
 MORE = ("two-sided window, documents", "fewer queries", "more queries", "head size 80, one key head")
 
 
-@pytest.mark.parametrize("name", ["ragged", *(pytest.param(name, marks=full) for name in MORE)])
+@pytest.mark.parametrize(
+    "name", ["ragged", "wide window", *(pytest.param(name, marks=full) for name in MORE)]
+)
 def test_forward_and_backward(name, device):
     interpreted.test_forward_and_backward(name, device)
 
