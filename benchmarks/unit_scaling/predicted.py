@@ -18,7 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from common import RESULTS
 
-from foundry_fp8.backends.native.size_rule import BANDWIDTH, BF16_FLOPS, FP8_FLOPS
+from foundry_fp8.backends.size_rule import BANDWIDTH, BF16_FLOPS, FP8_FLOPS
 from foundry_fp8.models.mus import SIZES
 from foundry_fp8.numerics.recipes import DelayedScaling
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from foundry_fp8.backends.native.plan import plan_of
 from foundry_fp8.backends.native.self_check import kernel_error
 from foundry_fp8.layers.attention import AttentionRecipe, GradScores, attention_format
+from foundry_fp8.numerics.formats import Float8Format
 
 if TYPE_CHECKING:
     from foundry_fp8.kernels.attention import AttentionShape  # Triton is imported where it is used
@@ -24,6 +25,10 @@ TOLERANCE = 2.0**-7
 """Of the norm: results in the model's dtype, products in Hopper's short accumulator, and values next to a rounding edge that take the other side."""
 
 
+DP_SCALES = (2.0**10, 2.0**18)
+"""What dP is multiplied by: to a part of the gradients' range, as a delayed scale would, and far beyond it, so that it saturates."""
+
+
 @functools.cache
 def check_attention_kernels(
     recipe: AttentionRecipe,
@@ -32,7 +37,9 @@ def check_attention_kernels(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Run forward and backward of attention of one head size, twice, and compare them. Once a process.
+    """Run forward and backward of attention of one head size, with documents and without, and compare them. Once a process.
+
+    Documents mask every block of keys. Without, blocks that are seen whole are not masked, and dP saturates.
 
     Args:
         recipe: What the model will run.
@@ -44,8 +51,7 @@ def check_attention_kernels(
     Raises:
         RuntimeError: A kernel gives something else than its definition, or something else the second time.
     """
-    from foundry_fp8.kernels.attention import AttentionShape, attention_forward_reference
-    from foundry_fp8.kernels.attention_backward import attention_backward_reference
+    from foundry_fp8.kernels.attention import AttentionShape
 
     shape = AttentionShape(
         batch=1,
@@ -57,18 +63,36 @@ def check_attention_kernels(
         softmax_scale=head_dim**-0.5,
         right=0,
     )
-    documents = (torch.arange(TOKENS, device=device) // 50)[None].to(torch.int32)
     operands = {
         name: _quantized(name, 1 if name in "kv" else 2, shape, recipe, dtype, device)
         for name in ("q", "k", "v", "do")
     }
+    of_documents = (torch.arange(TOKENS, device=device) // 50)[None].to(torch.int32)
+    for documents, dp_scale in zip((of_documents, None), DP_SCALES, strict=True):
+        scale = torch.tensor(dp_scale, device=device) if grad_scores == "fp8" else None
+        _check_case(shape, operands, documents, scale, attention_format(recipe, "do"), dtype)
+
+
+def _check_case(
+    shape: AttentionShape,
+    operands: dict[str, Any],
+    documents: Tensor | None,
+    dp_scale: Tensor | None,
+    do_format: Float8Format,
+    dtype: torch.dtype,
+) -> None:
+    """Twice, with one kind of masks; compare."""
+    from foundry_fp8.kernels.attention import attention_forward_reference
+    from foundry_fp8.kernels.attention_backward import attention_backward_reference
+
+    head_dim, device = shape.head_dim, operands["q"].data.device
     scales = tuple(operands[name].stats.select(0, 1) for name in ("q", "k", "v", "do"))
-    # dP is of this size: a part of the gradients' range, as a delayed scale would have it.
-    dp_scale = torch.tensor(2.0**10, device=device) if grad_scores == "fp8" else None
     first, second = (_run(shape, operands, scales, documents, dp_scale, dtype) for _ in range(2))
 
     place = torch.arange(TOKENS, device=device)
-    seen = (place[:, None] >= place) & (documents[0][:, None] == documents[0])
+    seen = place[:, None] >= place
+    if documents is not None:
+        seen = seen & (documents[0][:, None] == documents[0])
     q, k, v, do = (
         operands[name]
         .data[:TOKENS]
@@ -91,7 +115,7 @@ def check_attention_kernels(
         seen,
         of_kernel,
         dp_scale=dp_scale,
-        do_format=attention_format(recipe, "do"),
+        do_format=do_format,
     )
     expected = {"output": out, "logarithm": lse, "dQ": dq, "dK": dk, "dV": dv}
     for name, reference in expected.items():
@@ -139,7 +163,7 @@ def _run(
     shape: AttentionShape,
     operands: dict[str, Any],
     scales: tuple[Tensor, ...],
-    documents: Tensor,
+    documents: Tensor | None,
     dp_scale: Tensor | None,
     dtype: torch.dtype,
 ) -> dict[str, Tensor]:

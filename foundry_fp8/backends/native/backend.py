@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from foundry_fp8.backends.native.gemm import in_dtype
 from foundry_fp8.backends.native.inputs import LinearCall, checked_dtype
 from foundry_fp8.backends.native.plan import Layout
-from foundry_fp8.backends.native.size_rule import size_reason
+from foundry_fp8.backends.size_rule import size_reason
 from foundry_fp8.compat.block_scaled_mm import block_mode_missing
 from foundry_fp8.compat.fresh_view import fresh_view
 from foundry_fp8.compat.fsdp2 import shard_versions
@@ -58,7 +58,7 @@ class NativeBackend(Backend):
             another write through ``.data`` is not: call :meth:`clear_weight_cache` after one. Quantised in every forward all the same: what
             FSDP1 gathered (a warning says so), what ``torch.compile`` traced, and what a CUDA graph captured.
         only_where_faster: Leave layers in high precision that are predicted to be no faster in FP8
-            (:mod:`foundry_fp8.backends.native.size_rule`). ``recipe: auto`` sets it.
+            (:mod:`foundry_fp8.backends.size_rule`). ``recipe: auto`` sets it.
     """
 
     name: ClassVar[str] = "native"

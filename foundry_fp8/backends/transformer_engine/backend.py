@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foundry_fp8.backends.emulated.quantizers import quantize_operand
+from foundry_fp8.backends.size_rule import size_reason
 from foundry_fp8.backends.transformer_engine.delayed import bind_slots, keep_out_of_global_buffers
 from foundry_fp8.backends.transformer_engine.library import ImportProblem, Library, load_library
 from foundry_fp8.backends.transformer_engine.nonfinite import keep_non_finite
@@ -69,7 +70,10 @@ class TransformerEngineBackend(Backend):
         return found
 
     def shape_reason(self, recipe: Recipe, in_features: int, out_features: int) -> str | None:
-        """As everywhere, and whole 128-blocks for block scaling, whose ragged edges TE documents as unsupported."""
+        """As everywhere, and whole 128-blocks for block scaling, whose ragged edges TE documents as unsupported.
+
+        With :attr:`only_where_faster`, why this layer had better not: TE's casts move the bytes that ours do.
+        """
         if isinstance(recipe, BlockScaling):
             for label, size in (("in_features", in_features), ("out_features", out_features)):
                 if size % recipe.block_size:
@@ -77,7 +81,10 @@ class TransformerEngineBackend(Backend):
                         f"{label}={size} is not a multiple of {recipe.block_size}, which block scaling needs on "
                         "Transformer Engine"
                     )
-        return super().shape_reason(recipe, in_features, out_features)
+        reason = super().shape_reason(recipe, in_features, out_features)
+        if reason is None and self.only_where_faster:
+            reason = size_reason(recipe, in_features, out_features)
+        return reason
 
     def weight_cache_reason(self) -> str | None:
         """TE's own cache (``is_first_microbatch``) is not asked for."""

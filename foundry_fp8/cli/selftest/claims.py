@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from foundry_fp8.backends.native.size_rule import size_reason
+from foundry_fp8.backends.size_rule import size_reason
 from foundry_fp8.cli.selftest.stages import Outcome
 from foundry_fp8.numerics.recipes import RECIPES
 

@@ -10,7 +10,7 @@ import foundry_fp8
 from foundry_fp8.backends import choose_backend
 from foundry_fp8.backends.emulated import EmulatedBackend
 from foundry_fp8.backends.native import NativeBackend
-from foundry_fp8.backends.native.size_rule import break_even, size_reason
+from foundry_fp8.backends.size_rule import break_even, size_reason
 from foundry_fp8.config import ConfigError
 from foundry_fp8.kernels import launch
 from foundry_fp8.numerics.recipes import RECIPES, BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling

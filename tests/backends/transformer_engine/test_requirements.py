@@ -95,3 +95,13 @@ def test_other_devices_are_refused_with_a_way_out():
 def test_shapes_that_te_cannot_take(recipe, sizes, reason):
     said = TransformerEngineBackend().shape_reason(recipe, *sizes)
     assert said is None if reason is None else reason in said
+
+
+def test_small_layers_stay_only_where_asked():
+    """`recipe: auto` asks, whichever backend it gets."""
+    backend = TransformerEngineBackend()
+    assert backend.shape_reason(CurrentScaling(), 256, 256) is None
+    backend.only_where_faster = True
+    assert "too small to gain" in backend.shape_reason(CurrentScaling(), 256, 256)
+    assert backend.shape_reason(CurrentScaling(), 4096, 4096) is None
+    assert "multiple of 16" in backend.shape_reason(CurrentScaling(), 4090, 4096)
