@@ -3,7 +3,7 @@
     python benchmarks/host_time.py [--recipes current delayed block] [--repeats 40] [--profile current] [--save NAME]
 
 No GPU is needed: tensors are tiny ones of the CPU, and Triton's driver is one that launches nothing (`tests/kernels/fake_driver.py`), so
-that what is timed is Python and torch's dispatcher. Left out on our side: what the CUDA driver takes for a launch. Left in on the others'
+that what is timed is Python and torch's dispatcher; the delayed update is the one launch that it is on a GPU. Left out on our side: what the CUDA driver takes for a launch. Left in on the others'
 side: what a CPU takes to compute with 16 x 16 elements. "least" is what none in Python goes below: an autograd function that does nothing
 but allocate what `current` keeps and call its six kernels and three products (:class:`Least`). Cases run in turn; the figures are medians of the process's CPU time, and of
 ratios within one round. Counts of launches and of what passes torch's dispatcher are the machine-independent side of it
@@ -31,6 +31,8 @@ from common import environment, interleaved, median_ratio, save
 from torch import nn
 
 import foundry_fp8
+from foundry_fp8.kernels.delayed import update_delayed_
+from foundry_fp8.layers.delayed_scaling import DelayedScalingState
 from tests.kernels.fake_driver import fake_driver
 
 SIZE, LINEARS, STEPS = 16, 8, 10
@@ -114,6 +116,11 @@ def torchao(recipe: str) -> nn.Module | None:
     return found
 
 
+def roll(state: DelayedScalingState) -> None:
+    """The delayed update of a GPU: one launch for the whole model."""
+    update_delayed_(state.scale, state.amax_history, state._scaled_max, use_max=state._use_max)
+
+
 def step_of(model: nn.Module) -> Callable[[], None]:
     """A function that runs forward and backward :data:`STEPS` times."""
     x = torch.zeros(1, SIZE, SIZE, dtype=torch.bfloat16, requires_grad=True)
@@ -140,7 +147,9 @@ def main() -> None:
     parser.add_argument("--save", metavar="NAME", help="write results/NAME.json")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    with fake_driver(pytest.MonkeyPatch()) as seen:
+    patch = pytest.MonkeyPatch()
+    patch.setattr(DelayedScalingState, "roll", roll)
+    with fake_driver(patch) as seen:
         seen.checks = False
         if options.profile:
             profile(step_of(ours(options.profile)))

@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from foundry_fp8.kernels.launch import Launch, Remembered, aligned, interpreting, tiles
+from foundry_fp8.kernels.launch import Launch, Remembered, aligned, alignments, interpreting, tiles
 
 __all__ = ["CONFIGS", "GROUP", "block_gemm", "block_gemm_reference"]
 
@@ -107,8 +107,7 @@ def block_gemm(
     (padded_m, k), padded_n = a.shape, b.shape[0]
     key = (
         m, n, out_dtype, square_b, None if bias is None else (bias.dtype, aligned(bias)), a.device,
-        a.shape, a_scale.shape, a.dtype, aligned(a), aligned(a_scale),
-        b.shape, b_scale.shape, b.dtype, aligned(b), aligned(b_scale),
+        a.shape, a_scale.shape, a.dtype, b.shape, b_scale.shape, b.dtype, *alignments(a, a_scale, b, b_scale),
     )  # fmt: skip
     if (known := _products.get(key)) is None:
         k_blocks = tiles(k, GROUP)

@@ -61,14 +61,12 @@ def statistics(device: torch.device, count: int) -> list[Statistics]:
             for _ in range(count)
         )
         return [Statistics(stats, stats.select(0, 1)) for stats in alone]
-    pieces = _blocks.get((device, stream), [])
-    found: list[Statistics] = []
-    while len(found) < count:
+    while True:
         try:
-            found.append(pieces.pop())  # one thread gets it, without a lock
-        except IndexError:
-            pieces = _blocks[device, stream] = _cut(device)
-    return found
+            pieces = _blocks[device, stream]
+            return [pieces.pop() for _ in range(count)]  # one thread gets each, without a lock
+        except (KeyError, IndexError):  # what was left of a block is dropped
+            _blocks[device, stream] = _cut(device)
 
 
 def _cut(device: torch.device) -> list[Statistics]:

@@ -187,9 +187,11 @@ class FP8Linear(nn.Linear):
             state.begin_layer(input.device, trains=self.training and torch.is_grad_enabled())
         # Before the GEMM: a recompute that stops as soon as it has what it needs never comes back from its last one.
         tokens = input.numel() // self.in_features
-        dtype, fp8, weight, ledger = compute_dtype(input), self.runs_fp8, self.weight, self.ledger
-        self._check_input(input, weight, dtype, fp8)
+        dtype, weight, ledger = compute_dtype(input), self.weight, self.ledger
+        if dtype not in HP_DTYPES or type(input) is not Tensor or type(weight) is not nn.Parameter:
+            self._check_input(input, weight, dtype)
         precisions = self.gemm_precisions(precision_of(dtype))
+        fp8 = precisions["fprop"] == "fp8"
         n, k = self.out_features, self.in_features
         ledger.record("fprop", tokens, n, k, precisions["fprop"], recompute=inside_backward())
         output = compute(input)
@@ -198,8 +200,8 @@ class FP8Linear(nn.Linear):
         dgrad, wgrad = input.requires_grad, weight.requires_grad
         forward = None if state is None else state.in_force()
 
-        # A hook, because only the backward that really runs should count: a recompute builds a graph that nothing walks.
-        def record_backward(_: Tensor) -> None:
+        # In the backward, because only one that really runs should count: a recompute builds a graph that nothing walks.
+        def record_backward(_: Tensor | None = None) -> None:
             if fp8:
                 refuse_second_derivative(self.fqn)
             if state is not None and forward is not None:
@@ -209,11 +211,16 @@ class FP8Linear(nn.Linear):
             if wgrad:
                 ledger.record("wgrad", n, k, tokens, precisions["wgrad"])
 
-        output.register_hook(record_backward)
+        node: Any = output.grad_fn
+        if getattr(node, "calls_at_backward", record_backward) is None:
+            node.calls_at_backward = record_backward  # a tensor's hook takes the host as long as a launch
+        else:
+            output.register_hook(record_backward)
         return output
 
-    def _check_input(self, input: Tensor, weight: Tensor, dtype: torch.dtype, fp8: bool) -> None:
+    def _check_input(self, input: Tensor, weight: Tensor, dtype: torch.dtype) -> None:
         """What would otherwise end in an error of some kernel, or run in a precision that is not FP8's."""
+        fp8 = self.runs_fp8
         if dtype not in HP_DTYPES and (fp8 or dtype is not torch.float64):
             raise TypeError(
                 f"{self.fqn}: the input is {dtype}; FP8 layers take float32, bfloat16 and float16."

@@ -149,7 +149,7 @@ class NativeBackend(Backend):
             shared = self.inputs.of(x, id(call.plan), dtype)
         with without_autocast(x.device.type):
             cached = self.cached_weight(module, call, dtype)
-            y: Tensor = NativeLinear.apply(x_hp, weight, bias, cached, shared, call)  # type: ignore[no-untyped-call]
+            y: Tensor = NativeLinear.apply(x_hp, weight, bias, (call, cached, shared))  # type: ignore[no-untyped-call]
         return fresh_view(y, *x.shape[:-1], module.out_features) if compiling and x.dim() != 2 else y
 
     def clear_weight_cache(self) -> None:

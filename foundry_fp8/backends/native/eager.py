@@ -15,7 +15,7 @@ from torch import Tensor
 from foundry_fp8.backends.native.inputs import Delayed
 from foundry_fp8.backends.native.plan import FORMATS, Layout, Plan
 from foundry_fp8.kernels.blockwise import BlockCast
-from foundry_fp8.kernels.launch import Remembered, aligned, as_rows
+from foundry_fp8.kernels.launch import Remembered, as_rows
 from foundry_fp8.kernels.producers import Producer
 from foundry_fp8.kernels.tensorwise import Cast, Measure
 from foundry_fp8.kernels.zeros import Statistics, statistics
@@ -63,7 +63,7 @@ class Kind:
             known_amax: The same; may be those of ``piece``.
             amax_slot: The same.
         """
-        key = rows, columns, column_sum, known_amax is None or aligned(known_amax)
+        key = rows, columns, column_sum, known_amax is None or known_amax.data_ptr() % 16 == 0
         cast: Any = self._casts.get(key)
         if cast is None:
             cast = self._casts[key] = self._cast(x, rows, columns, column_sum)
@@ -145,11 +145,11 @@ def eager_pass(
         delayed_w: The same of the weight, as far as this pass uses it.
     """
     key: tuple[object, ...] = (
-        operand, id(plan), first.shape, first.stride(), first.dtype, first.device, aligned(first),
-        w.shape, w.stride(), w.dtype, aligned(w),
+        operand, id(plan), first.shape, first.stride(), first.dtype, first.device, first.data_ptr() % 16 == 0,
+        w.shape, w.stride(), w.dtype, w.data_ptr() % 16 == 0,
     )  # fmt: skip
     if delayed[0] is not None or delayed_w[0] is not None:
-        key += tuple([None if one is None else aligned(one) for one in (*delayed, *delayed_w)])
+        key += tuple([None if one is None else one.data_ptr() % 16 == 0 for one in (*delayed, *delayed_w)])
     known: EagerPass | None = _passes.get(key)
     if known is None:
         known = _passes[key] = EagerPass(operand, first, w, plan)

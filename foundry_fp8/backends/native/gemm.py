@@ -74,10 +74,11 @@ def blockwise_mm(
     out_dtype: torch.dtype,
     bias: Tensor | None = None,
     square_b: bool,
+    direct: bool,
 ) -> Tensor:
     """``a @ b.T`` of two operands with scales of blocks of 128: torch's own GEMM where there is one, otherwise Triton's.
 
-    Args are those of :func:`foundry_fp8.kernels.block_gemm.block_gemm`. Both promote to float32 after every 128 products.
+    Args are those of :func:`foundry_fp8.kernels.block_gemm.block_gemm`; ``direct``: past torch's dispatcher. Both promote to float32 after every 128 products.
     """
     if (
         bias is None  # which Triton's adds before it rounds
@@ -88,7 +89,8 @@ def blockwise_mm(
         return _without_padding(block_scaled_mm(a, a_scale, b, b_scale, out_dtype, square_b=square_b), m, n)
     from foundry_fp8.backends.native.ops import block_gemm
 
-    y: Tensor = block_gemm(a, a_scale, b, b_scale, bias, m, n, out_dtype, square_b)
+    run = block_gemm.direct if direct else block_gemm
+    y: Tensor = run(a, a_scale, b, b_scale, bias, m, n, out_dtype, square_b)
     return y
 
 

@@ -30,7 +30,7 @@ from foundry_fp8.backends.native.inputs import LinearCall
 from foundry_fp8.backends.native.operand import Source, gemm
 from foundry_fp8.backends.native.ops import unnoticed
 from foundry_fp8.backends.native.plan import FORMATS, Layout, Plan, quantized_view
-from foundry_fp8.compat.fresh_view import fresh_view
+from foundry_fp8.compat.fresh_view import in_shape
 from foundry_fp8.kernels.launch import as_rows, on_current_device
 from foundry_fp8.kernels.zeros import Statistics
 from foundry_fp8.layers.shared_inputs import QuantizedInput
@@ -47,9 +47,7 @@ class NativeLinear(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        cached: tuple[Layout, Layout, Tensor] | None,
-        shared: QuantizedInput | None,
-        call: LinearCall,
+        given: tuple[LinearCall, tuple[Layout, Layout, Tensor] | None, QuantizedInput | None],
     ) -> Tensor:
         """Run fprop.
 
@@ -58,10 +56,10 @@ class NativeLinear(torch.autograd.Function):
             x: ``[..., K]``, hp; ``[M, K]`` where this is traced.
             weight: ``[N, K]``, hp.
             bias: ``[N]``, hp, or ``None``.
-            cached: What :func:`quantize_weight` made of this weight earlier.
-            shared: What other linears made of this x, and where to note what this one makes.
-            call: Everything else.
+            given: Everything else; what :func:`quantize_weight` made of this weight earlier; what other linears made of this x, and
+                where to note what this one makes.
         """
+        call, cached, shared = given
         needs_w = ctx.needs_input_grad[1]
         keep_x = needs_w and call.fp8_wgrad
         # Here and not outside of the function, where autograd would make a node of each change of shape.
@@ -73,12 +71,15 @@ class NativeLinear(torch.autograd.Function):
         ctx.save_for_backward(hp_x, *saved)
         # Not saved for backward: they are the state's own, and what they hold by then is what backward shall read.
         ctx.call = call
+        ctx.calls_at_backward = None  # FP8Linear's ledger
         ctx.x_dtype, ctx.bias_dtype = x.dtype, None if bias is None else bias.dtype
-        return y if ctx.shape is None else fresh_view(y, *ctx.shape[:-1], weight.shape[0])
+        return y if ctx.shape is None else in_shape(y, *ctx.shape[:-1], weight.shape[0])
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         """Run dgrad and wgrad, as far as they are needed."""
+        if ctx.calls_at_backward is not None:
+            ctx.calls_at_backward()
         hp_x, *saved = ctx.saved_tensors
         needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
         needs = (needs_x, needs_w and hp_x is None, needs_b)
@@ -90,7 +91,7 @@ class NativeLinear(torch.autograd.Function):
             dw = (dy.t() @ hp_x * ctx.call.plan.alpha).to(saved[0].dtype)
         if dx is not None and ctx.shape is not None:
             dx = dx.view(ctx.shape)
-        return dx, dw, None if db is None else db.to(ctx.bias_dtype), None, None, None
+        return dx, dw, None if db is None else db.to(ctx.bias_dtype), None
 
 
 def fprop(
@@ -168,6 +169,7 @@ def fprop(
         n=weight.shape[0],
         out_dtype=x.dtype,
         bias=None if bias is None else in_dtype(bias, x.dtype),
+        direct=direct,
     )
     kept_w = (None, None) if cached is None else cached[1]
     return y, (weight, w_stats, *kept_x, *kept_w)
@@ -303,11 +305,11 @@ def dgrad_and_wgrad(
                 _, qw_t, _, _ = Source(weight).quantize(
                     "w", plan, direct=direct, rows=False, columns=True, scale=w_scale, known_amax=known
                 )
-        dx = gemm("dgrad", qdy, qw_t, plan, m=m, n=k, out_dtype=x_dtype)
+        dx = gemm("dgrad", qdy, qw_t, plan, m=m, n=k, out_dtype=x_dtype, direct=direct)
     if needs_w:
         assert kept_x is not None and kept_x_scale is not None
         x_t = kept_x, kept_x_scale
-        dw = in_dtype(gemm("wgrad", qdy_t, x_t, plan, m=n, n=k, out_dtype=x_dtype), w_dtype)
+        dw = in_dtype(gemm("wgrad", qdy_t, x_t, plan, m=n, n=k, out_dtype=x_dtype, direct=direct), w_dtype)
     return dx, dw, column_sum if needs_b else None
 
 

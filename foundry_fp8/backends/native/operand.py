@@ -96,6 +96,7 @@ def gemm(
     n: int,
     out_dtype: torch.dtype,
     bias: Tensor | None = None,
+    direct: bool,
 ) -> Tensor:
     """``a @ b.T + bias``, ``[m, n]``.
 
@@ -109,10 +110,13 @@ def gemm(
         n: Rows of ``b`` without padding.
         out_dtype: dtype of the result.
         bias: ``[n]``, hp.
+        direct: Past torch's dispatcher, as in :meth:`Source.quantize`.
     """
     if plan.granularity == "block":
         square = which != "wgrad"
-        return products.blockwise_mm(*a, *b, m=m, n=n, out_dtype=out_dtype, bias=bias, square_b=square)
+        return products.blockwise_mm(
+            *a, *b, m=m, n=n, out_dtype=out_dtype, bias=bias, square_b=square, direct=direct
+        )
     if plan.granularity == "mx":
         return products.mx_mm(*a, *b, m=m, n=n, out_dtype=out_dtype, bias=bias)
     return products.tensorwise_mm(

@@ -174,7 +174,7 @@ def _product(which: Gemm, a: Tensor, b: Tensor, recipe: Recipe, plan: Plan, dtyp
         square = operand == "w"
         pairs.append((layout, _dense(layout, plan, square=square)[: value.shape[0], : value.shape[1]]))
     (qa, da), (qb, db) = pairs
-    ours = gemm(which, qa, qb, plan, m=a.shape[0], n=b.shape[0], out_dtype=dtype)
+    ours = gemm(which, qa, qb, plan, m=a.shape[0], n=b.shape[0], out_dtype=dtype, direct=False)
     bound = (da.abs() @ db.abs().t()) * GEMM_TOLERANCE + 1e-6
     return (
         "block_gemm" if plan.granularity == "block" else "torch._scaled_mm",

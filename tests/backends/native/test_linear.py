@@ -375,6 +375,23 @@ def test_ledger_counts_native_gemms(device):
     assert dict(model[0].ledger.flops) == {(g, "fp8"): 2 * 33 * 96 * 160 for g in ("fprop", "dgrad", "wgrad")}
 
 
+@pytest.mark.parametrize("tokens", [16, 5])
+def test_a_result_may_be_changed_in_place(tokens, device):
+    """It is nobody's view, padded or not, and its backward is counted all the same, as often as it runs."""
+    model = make("current", device)
+    layer = model[0]
+    x = ranged(2 * tokens, 96).view(2, tokens, 96).requires_grad_()
+    y = layer(x)
+    assert y._base is None and y.shape == (2, tokens, 160)
+    apart = layer(x) * 1
+    y *= 1
+    dy = ranged(2 * tokens, 160).view(2, tokens, 160)
+    found, expected = (torch.autograd.grad(out, layer.weight, dy, retain_graph=True)[0] for out in (y, apart))
+    assert torch.equal(found, expected)
+    torch.autograd.grad(y, layer.weight, dy)
+    assert layer.ledger.calls["fprop", "fp8"] == 2 and layer.ledger.calls["wgrad", "fp8"] == 3
+
+
 def test_converted_models_train_alike(device):
     """Ten steps of a small MLP: native follows emulated, and both learn."""
     losses = {}
