@@ -1,0 +1,298 @@
+"""Published failures of training in low precision, as a user's run would meet them: made for the sixth half."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from mechanisms import Mechanism, Size, _keep, _matching, change_gradient
+from rescalings import Factor
+from torch import Tensor, nn
+
+from foundry_fp8.layers.linear import FP8Linear
+
+
+class LearnedRowsAlign(Mechanism):
+    """In some channels of gated units the up row becomes plus or minus the gate's, as it was learned, and both grow to ``size``.
+
+    Signs alternate; the channels' columns of the down projection are zero, and stay so.
+
+    Source:
+        Fishman et al., "Scaling FP8 training to trillion-token LLMs" (arXiv 2409.12517), section 4: w1 goes to plus or minus w2.
+    """
+
+    def __init__(self, pattern: str, size: Size, channels: Sequence[int]) -> None:
+        self.pattern, self.size, self.channels = pattern, size, list(channels)
+
+    def install(self, model: nn.Module) -> None:
+        for _, mlp in _matching(model, self.pattern):
+            n = mlp.down_proj.in_features
+            with torch.no_grad():
+                mlp.down_proj.weight[:, self.channels] = 0.0
+            _keep(mlp.down_proj.weight, (slice(None), self.channels))
+            _keep(mlp.gate_up_proj.weight, [*self.channels, *(n + c for c in self.channels)])
+
+    @torch.no_grad()
+    def step(self, step: int, model: nn.Module) -> None:
+        if size := self.size(step):
+            sign = 1.0 - 2.0 * (torch.arange(len(self.channels)) % 2)[:, None]
+            for _, mlp in _matching(model, self.pattern):
+                weight, n = mlp.gate_up_proj.weight, mlp.down_proj.in_features
+                rows = size * F.normalize(weight[self.channels], dim=1)
+                weight[self.channels] = rows
+                weight[[n + c for c in self.channels]] = sign * rows
+
+
+class OutputDirection(Mechanism):
+    """What attention puts out, and its gradient, carry ``size`` and ``slope * size`` in one and the same channel of every head.
+
+    All values have it, so that as probabilities sum to one each logit's gradient moves by the same, which softmax's gradient takes
+    off again. What reads the channel is zero, and the linears around have the gradients they had.
+
+    Source:
+        Output and gradient that share a direction of low rank, and rounding of probabilities that does not average out, are why
+        training with attention in low precision fails in: Qiu and Yao (arXiv 2510.04212).
+    """
+
+    def __init__(self, pattern: str, size: Size, slope: float, channel: int = 5) -> None:
+        self.pattern, self.size, self.slope, self.channel, self.value = pattern, size, slope, channel, 0.0
+
+    def install(self, model: nn.Module) -> None:
+        for _, attention in _matching(model, self.pattern):
+            d, heads, kv = attention.head_dim, attention.heads, attention.kv_heads
+            values = [(heads + kv + head) * d + self.channel for head in range(kv)]
+            read = [head * d + self.channel for head in range(heads)]
+            with torch.no_grad():
+                attention.qkv_proj.weight[values] = 0.0
+                attention.o_proj.weight[:, read] = 0.0
+            _keep(attention.qkv_proj.weight, values)
+            _keep(attention.o_proj.weight, (slice(None), read))
+            carried = torch.zeros(attention.qkv_proj.out_features)
+            carried[values] = 1.0
+            attention.qkv_proj.register_forward_hook(
+                lambda module, args, output, carried=carried: change_gradient(
+                    output + self.value * carried, lambda grad: grad * (1 - carried)
+                )
+            )
+            put = torch.zeros(attention.o_proj.in_features)
+            put[read] = self.slope
+            attention.o_proj.register_forward_pre_hook(
+                lambda module, args, put=put: (
+                    change_gradient(args[0], lambda grad, value=self.value: grad + value * put),
+                )
+            )
+
+    def step(self, step: int, model: nn.Module) -> None:
+        self.value = self.size(step)
+
+
+class NormGainsGrow(Mechanism):
+    """Gains (and biases) of some channels of layer norms grow by ``size``, the columns behind them shrink by it: the product stays.
+
+    Neither is trained from there on, so that no optimizer has to cope.
+
+    Args:
+        pairs: Names of norms, and of the linears that read them.
+        size: By step; below 1 counts as 1.
+        channels: Which.
+
+    Source:
+        Gains of layer norms take the precision of the others in their microscaling block: Su et al., "Characterization and
+        mitigation of training instabilities in microscaling formats" (arXiv 2506.20752).
+    """
+
+    def __init__(self, pairs: Sequence[tuple[str, str]], size: Size, channels: Sequence[int]) -> None:
+        self.pairs, self.factor, self.channels = pairs, Factor(size), list(channels)
+
+    def install(self, model: nn.Module) -> None:
+        for norms, linears in self.pairs:
+            for _, norm in _matching(model, norms):
+                for parameter in norm.parameters():
+                    self._keep_once_it_grows(parameter, self.channels)
+            for _, linear in _matching(model, linears):
+                self._keep_once_it_grows(linear.weight, (slice(None), self.channels))
+
+    def _keep_once_it_grows(self, parameter: nn.Parameter, index: Any) -> None:
+        def cut(grad: Tensor) -> Tensor:
+            if self.factor.now > 1.0:
+                grad = grad.clone()
+                grad[index] = 0.0
+            return grad
+
+        parameter.register_hook(cut)
+
+    @torch.no_grad()
+    def step(self, step: int, model: nn.Module) -> None:
+        factor = self.factor(step)
+        for norms, linears in self.pairs:
+            for _, norm in _matching(model, norms):
+                for parameter in norm.parameters():
+                    parameter[self.channels] *= factor
+            for _, linear in _matching(model, linears):
+                linear.weight[:, self.channels] /= factor
+
+
+class ResidualOutliers(Mechanism):
+    """One channel of the residual stream carries ``size`` on some tokens, from the first block to the last.
+
+    For models whose linears read the residual stream without a norm before them. What reads the channel is zero, and stays so; behind
+    the blocks it is zero again.
+
+    Args:
+        blocks: Names of the blocks.
+        readers: Names of the linears that read the stream.
+        end: Name of what reads it behind the blocks.
+        size: By step.
+        where: Which tokens, of the batch's ids ``[rows, length]``.
+        channel: Which.
+
+    Source:
+        Massive activations of a few tokens, which stay in the residual stream: Sun et al. (arXiv 2402.17762); that they make FP8
+        training diverge: "TWEO" (arXiv 2511.23225).
+    """
+
+    def __init__(self, blocks: str, readers: str, end: str, size: Size, where: Callable[[Tensor], Tensor],
+                 channel: int = 27) -> None:  # fmt: skip
+        self.blocks, self.readers, self.end = blocks, readers, end
+        self.size, self.where, self.channel, self.value = size, where, channel, 0.0
+
+    def install(self, model: nn.Module) -> None:
+        for _, linear in _matching(model, self.readers):
+            with torch.no_grad():
+                linear.weight[:, self.channel] = 0.0
+            _keep(linear.weight, (slice(None), self.channel))
+        model.get_input_embeddings().register_forward_pre_hook(self._look)
+        for _, block in _matching(model, self.blocks):
+            block.register_forward_pre_hook(lambda module, args: (self._put(args[0], self.value), *args[1:]))
+        for _, module in _matching(model, self.end):
+            module.register_forward_pre_hook(lambda module, args: (self._put(args[0], 0.0),))
+
+    def step(self, step: int, model: nn.Module) -> None:
+        self.value = self.size(step)
+
+    def _look(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        self.chosen = self.where(args[0])
+
+    def _put(self, hidden: Tensor, value: float) -> Tensor:
+        hidden = hidden.clone()
+        hidden[..., self.channel] = self.chosen * value
+        return hidden
+
+
+class TokenGradients(Mechanism):
+    """The gradients of a few tokens, behind some linears, have ``size`` in every channel; what it adds to other gradients is taken off.
+
+    A second product of the same operands, in high precision and worth nothing, gets the opposite.
+
+    Args:
+        pattern: Names of the linears.
+        size: By step.
+        share: Of the tokens, chosen at random at each linear.
+
+    Source:
+        Gradients that differ much between tokens, which is why block-wise scales of gradients made training diverge: "DeepSeek-V3
+        technical report" (arXiv 2412.19437), appendix B.2.
+    """
+
+    def __init__(self, pattern: str, size: Size, share: float) -> None:
+        self.pattern, self.size, self.share, self.value = pattern, size, share, 0.0
+        self.generator = torch.Generator().manual_seed(83)
+
+    def install(self, model: nn.Module) -> None:
+        for _, linear in _matching(model, self.pattern):
+            linear.register_forward_hook(self._move)
+
+    def step(self, step: int, model: nn.Module) -> None:
+        self.value = self.size(step)
+
+    def _move(self, module: Any, args: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
+        if not self.value or not output.requires_grad:
+            return None
+        chosen = torch.rand(output.shape[:-1], generator=self.generator) < self.share
+        signs = 2.0 * torch.randint(0, 2, output.shape, generator=self.generator) - 1
+        bump = self.value * chosen[..., None] * signs
+        again = change_gradient(F.linear(args[0], module.weight), lambda grad: -bump)
+        return change_gradient(output, lambda grad: grad + bump) + (again - again.detach())
+
+
+class FewLabels(Mechanism):
+    """In some batches only the last token of the first row is learned, and the loss is the mean over what is learned.
+
+    Args:
+        when: Whether a step's batch is such a one.
+
+    Source:
+        Conversations of which only answers are learned (Ouyang et al., arXiv 2203.02155), cut to a length: a batch that
+        is a prompt but for a token.
+    """
+
+    def __init__(self, when: Callable[[int], bool]) -> None:
+        self.when, self.now = when, False
+
+    def install(self, model: nn.Module) -> None:
+        model.get_output_embeddings().register_forward_hook(self._mask)
+
+    def step(self, step: int, model: nn.Module) -> None:
+        self.now = self.when(step)
+
+    def _mask(self, module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
+        if not self.now:
+            return None
+        rows, length = output.shape[:2]
+        weight = torch.zeros(rows, length, 1)
+        weight[0, -2] = rows * (length - 1)  # the last position predicts nothing
+        return change_gradient(output, lambda grad: grad * weight)
+
+
+class OperandsMixedUp(Mechanism):
+    """At one step the amax histories of gradients become those of the activations: FP8 state that was loaded in another order."""
+
+    def __init__(self, pattern: str, step: int) -> None:
+        self.pattern, self.at = pattern, step
+
+    @torch.no_grad()
+    def step(self, step: int, model: nn.Module) -> None:
+        if step != self.at:
+            return
+        for _, module in _matching(model, self.pattern):
+            if isinstance(module, FP8Linear) and module.slots:
+                module.slots["dy"].amax_history.copy_(module.slots["x"].amax_history)
+
+
+class RareTokenGrows(Mechanism):
+    """The embedding of one token, which is in the first row of a batch alone, is multiplied by ``rate`` every step of ``start`` to ``end``.
+
+    Source:
+        Embeddings of rare tokens leave those of all others: Gao et al. (arXiv 1907.12009), Land and Bartolo (arXiv 2405.05417).
+    """
+
+    def __init__(self, token: int, rate: float, start: int, end: int) -> None:
+        self.token, self.rate, self.start, self.end = token, rate, start, end
+
+    @torch.no_grad()
+    def step(self, step: int, model: nn.Module) -> None:
+        if self.start <= step < self.end:
+            model.get_input_embeddings().weight[self.token] *= self.rate
+
+    def train(self, step: int, state: Any) -> None:
+        first, rest = state.batch[:1], state.batch[1:]
+        state.batch = torch.cat([first, torch.where(rest == self.token, self.token + 1, rest)])
+
+
+class Epochs(Mechanism):
+    """The same ``batches`` come again and again.
+
+    Source:
+        Muennighoff et al., "Scaling data-constrained language models" (arXiv 2305.16264).
+    """
+
+    def __init__(self, batches: int) -> None:
+        self.batches, self.seen = batches, []
+
+    def train(self, step: int, state: Any) -> None:
+        if step < self.batches:
+            self.seen.append(state.batch)
+        else:
+            state.batch = self.seen[step % self.batches]
