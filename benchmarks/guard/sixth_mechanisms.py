@@ -217,32 +217,34 @@ class TokenGradients(Mechanism):
         return change_gradient(output, lambda grad: grad + bump) + (again - again.detach())
 
 
-class FewLabels(Mechanism):
-    """In some batches only the last token of the first row is learned, and the loss is the mean over what is learned.
+class LoudLabel(Mechanism):
+    """In some batches the loss of one token, the last of the first row, is weighed by ``weight``.
+
+    Where gradients are clipped by norm that is one step in that token's direction.
 
     Args:
         when: Whether a step's batch is such a one.
+        weight: Of that token; the others' is 1.
 
     Source:
-        Conversations of which only answers are learned (Ouyang et al., arXiv 2203.02155), cut to a length: a batch that
-        is a prompt but for a token.
+        Ratios of probabilities that weigh tokens in reinforcement learning and may be of any size: Schulman et al., "Proximal
+        policy optimization" (arXiv 1707.06347), which clips them.
     """
 
-    def __init__(self, when: Callable[[int], bool]) -> None:
-        self.when, self.now = when, False
+    def __init__(self, when: Callable[[int], bool], weight: float) -> None:
+        self.when, self.weight, self.now = when, weight, False
 
     def install(self, model: nn.Module) -> None:
-        model.get_output_embeddings().register_forward_hook(self._mask)
+        model.get_output_embeddings().register_forward_hook(self._weigh)
 
     def step(self, step: int, model: nn.Module) -> None:
         self.now = self.when(step)
 
-    def _mask(self, module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
+    def _weigh(self, module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
         if not self.now:
             return None
-        rows, length = output.shape[:2]
-        weight = torch.zeros(rows, length, 1)
-        weight[0, -2] = rows * (length - 1)  # the last position predicts nothing
+        weight = torch.ones(*output.shape[:2], 1)
+        weight[0, -2] = self.weight  # the last position predicts nothing
         return change_gradient(output, lambda grad: grad * weight)
 
 
