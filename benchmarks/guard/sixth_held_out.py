@@ -9,14 +9,13 @@ from __future__ import annotations
 import math
 
 from case import Case
-from mechanisms import Dropout, Several, grows
+from mechanisms import Dropout, Several, StaleHistory, grows
 from sixth_mechanisms import (
     Epochs,
     LearnedRowsAlign,
     LoudLabel,
     NormGainsGrow,
-    OperandsMixedUp,
-    OutputDirection,
+    QueriesGrowKeysShrink,
     RareTokenGrows,
     ResidualOutliers,
     TokenGradients,
@@ -34,10 +33,10 @@ CASES = [
         mechanism=lambda: LearnedRowsAlign("*.mlp", grows(90, 1.08, 1.0, 1e5), (11, 50, 93)),
     ),
     Case(
-        name="attention_direction", label="diverges", onset=80, seed=92, steps=260, recipe="current", attention=True, touched="*.self_attn*",
-        model={"num_key_value_heads": 4}, lr=lambda step: 2e-3 * min(1.0, (step + 1) / 30),
-        about="attention's output and its gradient share a channel that grows 7 % a step to 30 (arXiv:2510.04212) under FP8 attention without QK norm, current",
-        mechanism=lambda: OutputDirection("*.self_attn", grows(80, 1.07, 0.2, 30.0), 1e-3),
+        name="queries_against_keys", label="diverges", onset=80, seed=92, steps=260, attention=True, touched="*.self_attn*",
+        recipe={"name": "delayed", "amax_history_len": 8}, model={"num_key_value_heads": 4}, lr=lambda step: 2e-3 * min(1.0, (step + 1) / 30),
+        about="queries grow 6 % a step and keys shrink by it (cf. arXiv:2308.13137) under FP8 attention without QK norm, where they share a scale, delayed",
+        mechanism=lambda: QueriesGrowKeysShrink("*.self_attn", grows(80, 1.06, 1.0, 1e5)),
     ),
     Case(
         name="norm_gains", label="diverges", onset=85, seed=93, steps=260, recipe="mxfp8", model={"kind": "opt"}, touched="*[qkvf][_c][p1]*",
@@ -72,10 +71,10 @@ CASES = [
         mechanism=lambda: RareTokenGrows(17, 1.13, 75, 195),
     ),
     Case(
-        name="loaded_in_another_order", label="diverges", onset=120, ends=121, seed=98, steps=260, recipe={"name": "delayed", "amax_history_len": 512, "fp8_format": "e4m3"},
-        model={"num_hidden_layers": 3, "hidden_size": 48}, rows=6,
-        about="FP8 state is loaded with the gradients' amaxes in place of the activations', 3 blocks of width 48, delayed in E4M3",
-        mechanism=lambda: OperandsMixedUp("*_proj", 120),
+        name="loaded_with_a_sum", label="diverges", onset=70, ends=71, seed=98, steps=260, rows=6,
+        recipe={"name": "delayed", "amax_history_len": 512, "fp8_format": "e4m3"}, model={"num_hidden_layers": 3, "hidden_size": 48},
+        about="FP8 state is loaded of a run whose loss was a sum over 2^20 tokens and not their mean, 3 blocks of width 48, delayed in E4M3",
+        mechanism=lambda: StaleHistory("*_proj", 70, 2.0**20, ("dy",)),
     ),
     Case(
         name="short_warmup", label="healthy", seed=91, steps=260, recipe="current", model=QWEN, clip=None,

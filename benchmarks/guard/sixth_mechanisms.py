@@ -11,8 +11,6 @@ from mechanisms import Mechanism, Size, _keep, _matching, change_gradient
 from rescalings import Factor
 from torch import Tensor, nn
 
-from foundry_fp8.layers.linear import FP8Linear
-
 
 class LearnedRowsAlign(Mechanism):
     """In some channels of gated units the up row becomes plus or minus the gate's, as it was learned, and both grow to ``size``.
@@ -45,47 +43,48 @@ class LearnedRowsAlign(Mechanism):
                 weight[[n + c for c in self.channels]] = sign * rows
 
 
-class OutputDirection(Mechanism):
-    """What attention puts out, and its gradient, carry ``size`` and ``slope * size`` in one and the same channel of every head.
+def _keep_once_it_grows(parameter: nn.Parameter, index: Any, factor: Factor) -> None:
+    """No gradient for a part of a parameter from the step on at which it is changed."""
 
-    All values have it, so that as probabilities sum to one each logit's gradient moves by the same, which softmax's gradient takes
-    off again. What reads the channel is zero, and the linears around have the gradients they had.
+    def cut(grad: Tensor) -> Tensor:
+        if factor.now > 1.0:
+            grad = grad.clone()
+            grad[index] = 0.0
+        return grad
+
+    parameter.register_hook(cut)
+
+
+class QueriesGrowKeysShrink(Mechanism):
+    """Queries grow by ``size`` and keys shrink by it, so that logits stay; possible where no norm is between them and the logits.
+
+    Under FP8 attention they share a scale, as their weights do. These are not trained from there on, so that no optimizer has to cope.
 
     Source:
-        Output and gradient that share a direction of low rank, and rounding of probabilities that does not average out, are why
-        training with attention in low precision fails in: Qiu and Yao (arXiv 2510.04212).
+        A factor that queries and keys may exchange, which is chosen there so that both are quantised well: Shao et al., "OmniQuant"
+        (arXiv 2308.13137), section 3.3; FP8 attention fails without QK norm: FOG.
     """
 
-    def __init__(self, pattern: str, size: Size, slope: float, channel: int = 5) -> None:
-        self.pattern, self.size, self.slope, self.channel, self.value = pattern, size, slope, channel, 0.0
+    def __init__(self, pattern: str, size: Size) -> None:
+        self.pattern, self.factor = pattern, Factor(size)
+
+    @staticmethod
+    def _rows(attention: Any) -> tuple[slice, slice]:
+        queries, keys = attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
+        return slice(0, queries), slice(queries, queries + keys)
 
     def install(self, model: nn.Module) -> None:
         for _, attention in _matching(model, self.pattern):
-            d, heads, kv = attention.head_dim, attention.heads, attention.kv_heads
-            values = [(heads + kv + head) * d + self.channel for head in range(kv)]
-            read = [head * d + self.channel for head in range(heads)]
-            with torch.no_grad():
-                attention.qkv_proj.weight[values] = 0.0
-                attention.o_proj.weight[:, read] = 0.0
-            _keep(attention.qkv_proj.weight, values)
-            _keep(attention.o_proj.weight, (slice(None), read))
-            carried = torch.zeros(attention.qkv_proj.out_features)
-            carried[values] = 1.0
-            attention.qkv_proj.register_forward_hook(
-                lambda module, args, output, carried=carried: change_gradient(
-                    output + self.value * carried, lambda grad: grad * (1 - carried)
-                )
-            )
-            put = torch.zeros(attention.o_proj.in_features)
-            put[read] = self.slope
-            attention.o_proj.register_forward_pre_hook(
-                lambda module, args, put=put: (
-                    change_gradient(args[0], lambda grad, value=self.value: grad + value * put),
-                )
-            )
+            for rows in self._rows(attention):
+                _keep_once_it_grows(attention.qkv_proj.weight, rows, self.factor)
 
+    @torch.no_grad()
     def step(self, step: int, model: nn.Module) -> None:
-        self.value = self.size(step)
+        factor = self.factor(step)
+        for _, attention in _matching(model, self.pattern):
+            queries, keys = self._rows(attention)
+            attention.qkv_proj.weight[queries] *= factor
+            attention.qkv_proj.weight[keys] /= factor
 
 
 class NormGainsGrow(Mechanism):
@@ -110,18 +109,9 @@ class NormGainsGrow(Mechanism):
         for norms, linears in self.pairs:
             for _, norm in _matching(model, norms):
                 for parameter in norm.parameters():
-                    self._keep_once_it_grows(parameter, self.channels)
+                    _keep_once_it_grows(parameter, self.channels, self.factor)
             for _, linear in _matching(model, linears):
-                self._keep_once_it_grows(linear.weight, (slice(None), self.channels))
-
-    def _keep_once_it_grows(self, parameter: nn.Parameter, index: Any) -> None:
-        def cut(grad: Tensor) -> Tensor:
-            if self.factor.now > 1.0:
-                grad = grad.clone()
-                grad[index] = 0.0
-            return grad
-
-        parameter.register_hook(cut)
+                _keep_once_it_grows(linear.weight, (slice(None), self.channels), self.factor)
 
     @torch.no_grad()
     def step(self, step: int, model: nn.Module) -> None:
@@ -246,21 +236,6 @@ class LoudLabel(Mechanism):
         weight = torch.ones(*output.shape[:2], 1)
         weight[0, -2] = self.weight  # the last position predicts nothing
         return change_gradient(output, lambda grad: grad * weight)
-
-
-class OperandsMixedUp(Mechanism):
-    """At one step the amax histories of gradients become those of the activations: FP8 state that was loaded in another order."""
-
-    def __init__(self, pattern: str, step: int) -> None:
-        self.pattern, self.at = pattern, step
-
-    @torch.no_grad()
-    def step(self, step: int, model: nn.Module) -> None:
-        if step != self.at:
-            return
-        for _, module in _matching(model, self.pattern):
-            if isinstance(module, FP8Linear) and module.slots:
-                module.slots["dy"].amax_history.copy_(module.slots["x"].amax_history)
 
 
 class RareTokenGrows(Mechanism):
