@@ -78,8 +78,8 @@ CASES = [
     ),
     Case(
         name="short_warmup", label="healthy", seed=91, steps=260, recipe="current", model=QWEN, clip=None,
-        about="a rate of 1.2e-2 after 4 steps, then a cosine to a twentieth; QK norm, tied embeddings, no clipping, current",
-        lr=lambda step: 1.2e-2 * min(1.0, (step + 1) / 4) * (0.525 + 0.475 * math.cos(math.pi * step / 260)),
+        about="a rate of 8e-3 after 4 steps, then a cosine to a twentieth; QK norm, tied embeddings, no clipping, current",
+        lr=lambda step: 8e-3 * min(1.0, (step + 1) / 4) * (0.525 + 0.475 * math.cos(math.pi * step / 260)),
     ),
     Case(
         name="dropout_everywhere", label="healthy", seed=92, steps=260, model={"variant": "olmo2", "attention_dropout": 0.2}, recipe={"name": "delayed", "amax_history_len": 16},
