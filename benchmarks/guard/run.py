@@ -30,7 +30,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import held_out
 import judge
-import sixth_held_out
 import table
 import torch
 import tuned
@@ -43,7 +42,7 @@ import foundry_fp8
 
 LABELS = RESULTS / "guard_labels.json"
 FLOOR = RESULTS / "guard_floor.json"
-SPLITS = {"tuned": tuned.CASES, "held-out": [*held_out.CASES, *sixth_held_out.CASES]}
+SPLITS = {"tuned": tuned.CASES, "held-out": held_out.CASES}
 DEPENDS = (
     "foundry_fp8/numerics", "foundry_fp8/layers", "foundry_fp8/backends/emulated", "foundry_fp8/models/fog",
     "foundry_fp8/observe/divergence", "foundry_fp8/observe/operand_*.py", "foundry_fp8/observe/product_noise.py", "foundry_fp8/callbacks/divergence_guard",

@@ -15,7 +15,6 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "guard"))
 import held_out
 import judge
 import reliability
-import sixth_held_out
 import tuned
 from case import Case
 from changes import Adapters, Batches, Frozen, LateDropout, LossScale, TokenOutliers
@@ -39,7 +38,7 @@ from rescalings import GainsShrink, GrowthBeforeNorm, KeyMean, NeuronRescaled, Q
 from foundry_fp8.models.fog import FogConfig, FogForCausalLM
 from foundry_fp8.surgery.apply import apply_fp8
 
-CASES = [*tuned.CASES, *held_out.CASES, *sixth_held_out.CASES]
+CASES = [*tuned.CASES, *held_out.CASES]
 
 
 def logits(mechanism, *, fp8: bool, attention: bool = False) -> torch.Tensor:
@@ -400,7 +399,7 @@ def test_what_changes_changes_from_its_step_on():
 
 def test_names_are_unique_and_there_are_enough_of_each():
     assert len({case.name for case in CASES}) == len(CASES)
-    for cases, least in ((tuned.CASES, 16), (held_out.CASES, 8 if held_out.CASES else 0)):
+    for cases, least in ((tuned.CASES, 16), (held_out.CASES, 8)):
         assert (
             sum(case.diverges for case in cases) >= least
             and sum(not case.diverges for case in cases) >= least

@@ -9,7 +9,6 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "guard"))
-import sixth_held_out
 import train
 from case import Case
 from sixth_mechanisms import (
@@ -128,4 +127,4 @@ def test_batches_come_again_and_a_rare_token_is_in_the_first_row_alone():
 
 
 def test_half_of_the_sixth_diverges():
-    assert sum(case.diverges for case in sixth_held_out.CASES) == len(sixth_held_out.CASES) - 8 == 8
+    assert sum(case.diverges for case in held_out.CASES) == len(held_out.CASES) - 8 == 8
