@@ -1,6 +1,6 @@
 """torch's own planner of checkpoints, the integer programme of ``torch.distributed._tools``, to compare with.
 
-It needs ``pip install pulp pwlf``. It decides for each module what share of its activations to drop, and in each which operators to run again.
+It needs ``pip install 'foundry-fp8[benchmarks]'`` (pulp, pwlf). It decides for each module what share of its activations to drop, and in each which operators to run again.
 Its seconds come from a roofline that asserts a CUDA device; here it is given one of this machine's rates (:class:`Rates`), which is all that is
 changed, but for modules without gradients (rotary embeddings), which it does not know and which are left out.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib.util
 import io
 import time
 from collections.abc import Callable
@@ -27,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import flop_registry
 
-__all__ = ["TorchPlan", "TorchPlanner"]
+__all__ = ["TorchPlan", "TorchPlanner", "missing"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,6 +134,11 @@ class TorchPlanner:
             kept = get_optimal_checkpointing_policy_per_module(known, 1 - share)
             saved[name.removeprefix(self._root)] = list(zip(known.func_names, kept, strict=True))
         return TorchPlan(peak, saved)
+
+
+def missing() -> list[str]:
+    """What is not installed of what the programme needs."""
+    return [name for name in ("pulp", "pwlf") if importlib.util.find_spec(name) is None]
 
 
 def _leave_out_what_has_no_gradient(memory: MemTracker, seconds: RuntimeEstimator) -> None:
