@@ -110,6 +110,10 @@ def _clashes(config: Mapping[str, Any]) -> list[Finding]:
         config.get("tp_config") or (config.get("parallelism_config") or {}).get("tp")
     ) is not None
     clash(fp8 and tensor_parallel, "FP8 layers do not run under tensor parallelism")
+    clash(
+        bool(fsdp) and (algorithms.get("fp8") or {}).get("frozen_weights") == "fp8",
+        "algorithms.fp8.frozen_weights: fp8 does not run under FSDP; remove fsdp_config, or the option",
+    )
     compiled = config.get("compile_config") is not None
     clash(
         compiled and "activation_compression" in algorithms,

@@ -110,6 +110,7 @@ def test_a_folder_with_a_config_alone_needs_no_weights(run):
         ({"algorithms__hybrid_sharding__shard": 3}, "ranks", "shards of 3 do not divide 16"),
         ({"algorithms__activation_checkpointing": {"targets": {"no_such": "first-2"}}}, "checkpointing", "no_such"),
         ({"compile_config": {}, "algorithms__activation_compression": {}}, "clash", "does not run under torch.compile"),
+        ({"algorithms__fp8__frozen_weights": "fp8"}, "clash", "frozen_weights: fp8 does not run under FSDP"),
         ({"model__n_heads": 7}, "model", "cannot be built"),
         pytest.param({"model__n_layers": 96, "model__d_model": 12288, "model__n_heads": 96}, "memory", "shard over more ranks", marks=pytest.mark.full),
     ],
