@@ -17,7 +17,6 @@ import typer
 from torch import Tensor
 
 from foundry_fp8.cli.cluster import cluster_of, limit_of
-from foundry_fp8.cli.memory_options import frozen_weights, other_optimizers
 from foundry_fp8.cli.yaml_model import build_yaml_model, optimizer_bytes_of, read_yaml
 from foundry_fp8.compat.fake_tensor import NEEDS_VALUES, FakeTensor, FakeTensorMode
 from foundry_fp8.config import ConfigError, Positive, accept, check_choice, format_bytes
@@ -109,6 +108,7 @@ def plan_yaml(
         gpu: With ``world_size``: whose memory the budget is where there is none.
     """
     from foundry_fp8.activations.checkpointing.apply import PlannedCompression
+    from foundry_fp8.cli.memory_options import frozen_weights, other_optimizers
     from foundry_fp8.planning.memory.cluster import on_cluster
     from foundry_fp8.planning.memory.flash_bytes import hold_flash_bytes
     from foundry_fp8.planning.memory.measure import CostModel

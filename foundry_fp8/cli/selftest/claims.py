@@ -211,7 +211,7 @@ CLAIMS = (
     ),
     Claim(
         document="README.md",
-        quote="On the native backend `recipe: auto` leaves layers in BF16 that its size rule predicts to be no faster",
+        quote="On a GPU `recipe: auto` leaves layers in BF16 that a size rule predicts to be no faster",
         stages=STEPS,
         shown=_auto_wins,
     ),
