@@ -90,7 +90,7 @@ def test_claims_are_confirmed_refuted_or_not_reached():
     assert verdict([step(1.1, variant="native current eager")], block).word == "not reached"
     tiny = Outcome(stage="step, full", state="passed", result={"machine": {"smoke": True}, "rows": []})
     assert verdict([tiny], block).word == "not reached"
-    auto = "leaves layers in BF16 that its size rule predicts"
+    auto = "leaves layers in BF16 that a size rule predicts"
     linear = {"group": "llama3-8b gate, up", "variant": "native current eager"}
     assert verdict([step(0.9, **linear)], auto).word == "refuted"
     assert verdict([step(1.3, **linear)], auto).word == "confirmed"
