@@ -58,16 +58,24 @@ class Traffic(TorchDispatchMode):
         return out
 
 
-def linear(k: int, n: int, products: bool) -> None:
-    """The three operands of a linear, as fp8_monitor and the guard share them; of the guard alone its products."""
+def model(products: bool) -> None:
+    """All linears, as fp8_monitor and the guard share them; of the guard alone their products."""
     found = Products()
+    for block in range(LAYERS):
+        for place, (k, n) in enumerate(LINEARS):
+            linear(f"{block}.{place}", k, n, found if products else None)
+    found.tensors()
+
+
+def linear(name: str, k: int, n: int, products: Products | None) -> None:
+    """The three operands of one linear."""
     for operand, rows, columns in (("x", TOKENS, k), ("w", n, k), ("dy", TOKENS, n)):
         x = torch.empty(rows, columns, dtype=torch.bfloat16, device="meta")
         scale = torch.empty((), device="meta")
         seen = Seen(x, Quantized(x.to(torch.float8_e4m3fn), scale, None, E4M3, scale))
         _ = seen.row
-        if products:
-            found.take("", operand, seen, wgrad=True)
+        if products is not None:
+            products.take(name, operand, seen, wgrad=True)
 
 
 def role(features: list[int]) -> None:
@@ -91,23 +99,23 @@ def main() -> None:
     # 6 a parameter and token, and causal attention.
     step = (6 * PARAMETERS * TOKENS + 6 * LAYERS * TOKENS**2 * WIDTH) / args.flops
     parts = {
-        "fp8_monitor": lambda: [linear(k, n, False) for k, n in LINEARS],
-        "divergence_guard": lambda: [linear(k, n, True) for k, n in LINEARS],
-        "kurtosis_monitor": lambda: [role(features) for features in ROLES],
+        "fp8_monitor": lambda: model(False),
+        "divergence_guard": lambda: model(True),
+        "kurtosis_monitor": lambda: [role(features) for _ in range(LAYERS) for features in ROLES],
     }
     print(f"one microbatch of {TOKENS} tokens, a step of {step * 1e3:.0f} ms, interval {args.interval}")
     for name, run in parts.items():
         run()  # what is made once
         with Traffic() as traffic:
             run()
-        moved = LAYERS * traffic.bytes
+        moved = traffic.bytes
         # The cast that makes the FP8 tensor is the layer's own.
         if name != "kurtosis_monitor":
             moved -= LAYERS * sum(3 * (TOKENS * k + n * k + TOKENS * n) for k, n in LINEARS)
         share = moved / args.bandwidth / args.interval / step
         if name == "divergence_guard":  # which looks at one linear in turn in the batches between
             share *= 1 + (args.interval - 1) / (LAYERS * len(LINEARS))
-        print(f"  {name:18s}{moved / 1e9:8.0f} GB  {share:7.2%}  {LAYERS * traffic.operations:8d} operations")
+        print(f"  {name:18s}{moved / 1e9:8.0f} GB  {share:7.2%}  {traffic.operations:8d} operations")
 
 
 if __name__ == "__main__":

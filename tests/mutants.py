@@ -181,7 +181,7 @@ MUTANTS = [
     Mutant("observe/divergence/loss_watch.py", "and _climbs(self._since[: self._settled])", "", "observe/divergence/test_decision.py"),
     Mutant("observe/operand_stats.py", "energy > 16 * energy.mean()", "energy > 0", "observe/test_operand_stats.py"),
     Mutant("observe/operand_health.py", "(signal - of[\"shared\"]) / SHARED", "signal", "observe/test_operand_stats.py"),
-    Mutant("observe/product_noise.py", "torch.where(counts, rest / left, signal).min()", "signal", T_PRODUCTS),
+    Mutant("observe/product_noise.py", "torch.where(counts, rest / _left(y.device), signal)", "signal", T_PRODUCTS),
     Mutant("observe/product_noise.py", "LEFT = (0.5, 0.25, 0.125, 0.0625)", "LEFT = (0.5, 1.0, 1.0, 1.0)", T_PRODUCTS),
     Mutant("observe/product_noise.py", "count >= FEW * place", "count >= place", T_PRODUCTS),
     Mutant("observe/product_noise.py", "scale.index_select(1, columns // q.block[1])", "scale[:, : len(columns)]", T_PRODUCTS),

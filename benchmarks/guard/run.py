@@ -14,9 +14,7 @@ checks. ``--save NAME`` writes ``results/NAME.json`` and ``.md`` and ``docs/imag
 from __future__ import annotations
 
 import argparse
-import ast
 import dataclasses
-import hashlib
 import json
 import logging
 import math
@@ -28,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+import fingerprint
 import held_out
 import judge
 import table
@@ -43,12 +42,6 @@ import foundry_fp8
 LABELS = RESULTS / "guard_labels.json"
 FLOOR = RESULTS / "guard_floor.json"
 SPLITS = {"tuned": tuned.CASES, "held-out": held_out.CASES}
-DEPENDS = (
-    "foundry_fp8/numerics", "foundry_fp8/layers", "foundry_fp8/backends/emulated", "foundry_fp8/models/fog",
-    "foundry_fp8/observe/divergence", "foundry_fp8/observe/operand_*.py", "foundry_fp8/observe/product_noise.py", "foundry_fp8/callbacks/divergence_guard",
-    "benchmarks/guard/*mechanisms.py", "benchmarks/guard/rescalings.py", "benchmarks/guard/changes.py", "benchmarks/guard/train.py",
-)  # fmt: skip
-"""What the losses and events of a guarded run follow from, besides its case, torch and the host models."""
 
 
 def finite(value: Any) -> Any:
@@ -65,22 +58,6 @@ def finite(value: Any) -> Any:
 def numbers(losses: list[Any]) -> list[float]:
     """Losses as they were: NaN and Inf are stored as text."""
     return [float(value) for value in losses]
-
-
-def fingerprint(root: Path) -> str:
-    """Of the code in :data:`DEPENDS` under ``root``, whatever its comments, docstrings and layout."""
-    digest = hashlib.sha256()
-    for pattern in DEPENDS:
-        for path in sorted(root.glob(pattern if pattern.endswith(".py") else f"{pattern}/**/*.py")):
-            tree = ast.parse(path.read_text())
-            for node in ast.walk(tree):
-                if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
-                    told = [
-                        n for n in node.body if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)
-                    ]
-                    node.body = [n for n in node.body if n not in told]
-            digest.update(f"{path.relative_to(root)} {ast.dump(tree)}".encode())
-    return digest.hexdigest()[:12]
 
 
 def chosen(split: str, only: Sequence[str] | None) -> list[tuple[str, Case]]:
@@ -161,7 +138,7 @@ def provenance() -> dict[str, Any]:
     return {
         "command": " ".join(["python benchmarks/guard/run.py", *sys.argv[1:]]),
         "commit": subprocess.run(last, capture_output=True, text=True, cwd=package).stdout.strip(),
-        "code": fingerprint(package),
+        "code": fingerprint.of_package(package),
         "environment": environment(),
     }
 
@@ -235,9 +212,10 @@ def main() -> None:
     for split, case in cases:
         if case.name not in labels:
             raise SystemExit(f"{case.name} has no label yet: run with --labels --only {case.name}")
-        if stores and result["runs"].get(case.name, {}).get("code") == made["code"]:
+        by = {"code": made["code"], "case": fingerprint.of_case(case)}
+        if stores and by.items() <= result["runs"].get(case.name, {}).items():
             continue
-        result["runs"][case.name] = run = {**finite(guarded(case)), "code": made["code"]}
+        result["runs"][case.name] = run = {**finite(guarded(case)), **by}
         print(table.line(row(split, case, labels[case.name], run)), flush=True)
         if stores:  # after each, so that a stop loses nothing
             (RESULTS / f"{arguments.save}.json").write_text(json.dumps(result) + "\n")

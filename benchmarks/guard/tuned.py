@@ -7,6 +7,8 @@ import math
 import fifth_held_out
 import fourth_held_out
 import once_held_out
+import seventh_held_out
+import sixth_held_out
 import third_held_out
 from case import Case
 from mechanisms import (
@@ -93,7 +95,7 @@ CASES: list[Case] = [
         name="lasting_outliers", label="healthy", about="massive activations of 50 on the first token, from the start",
         mechanism=lambda: Activations("*_proj", lambda step: 50.0, share=None),
     ),
-    # Until 2026-11-22 these were held out, those of once_held_out.py, third_held_out.py, fourth_held_out.py and fifth_held_out.py after them. Their results were published and read, so they are no longer.
+    # Until 2026-11-22 these were held out, those of once_held_out.py, third_held_out.py, fourth_held_out.py, fifth_held_out.py and sixth_held_out.py after them. Their results were published and read, so they are no longer.
     Case(
         name="swiglu_alignment_current", label="diverges", onset=90, sick=BOTH, touched="*.mlp.*", recipe="current", seed=1,
         about="gate and up rows of a channel grow 20 % a step (arXiv:2409.12517), current",
@@ -173,4 +175,6 @@ CASES: list[Case] = [
     *third_held_out.CASES,
     *fourth_held_out.CASES,
     *fifth_held_out.CASES,
+    *sixth_held_out.CASES,
+    *seventh_held_out.CASES,
 ]  # fmt: skip

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from foundry_fp8.model_structure.names import named_modules_clean
 from foundry_fp8.numerics.formats import Float8Format
 from foundry_fp8.numerics.quantize import Quantized
 from foundry_fp8.observe.operand_stats import FIELDS, Sample, quantisation, rounding_noise, sample_rows
-from foundry_fp8.observe.product_noise import Factor, columns_of, product, rows_of, tokens_of
+from foundry_fp8.observe.product_noise import Factor, Product, columns_of, judge, product, rows_of, tokens_of
 
 __all__ = [
     "ATTENTION",
@@ -179,11 +179,16 @@ class Seen:
         return tokens_of(self.x if self.whole is None else self.whole, self.q)
 
 
+TOGETHER = 64
+"""Products of one shape that wait before they are judged: together they take as many operations as one, and each waits with 130 KB."""
+
+
 class Products:
     """The products of linears from their operands, in the order in which these come: x, w, dy."""
 
     def __init__(self) -> None:
         self._before: dict[tuple[str, str], Factor] = {}
+        self._waiting: dict[tuple[Any, ...], dict[tuple[str, str], Product]] = {}
         self._rows: dict[tuple[str, str], Tensor] = {}
 
     def take(self, name: str, operand: str, seen: Seen, *, wgrad: bool) -> None:
@@ -201,17 +206,29 @@ class Products:
                 self._before[name, "dw"] = seen.tokens
         elif operand == "w":
             if (x := self._before.pop((name, "y"), None)) is not None:
-                self._rows[name, "y"] = product(x, seen.rows)
+                self._keep((name, "y"), product(x, seen.rows))
             self._before[name, "dx"] = seen.columns
         else:
             if (w := self._before.pop((name, "dx"), None)) is not None:
-                self._rows[name, "dx"] = product(seen.rows, w)
+                self._keep((name, "dx"), product(seen.rows, w))
             if (x := self._before.pop((name, "dw"), None)) is not None:
-                self._rows[name, "dw"] = product(seen.tokens, x, of_tokens=False)
+                self._keep((name, "dw"), product(seen.tokens, x, of_tokens=False))
+
+    def _keep(self, where: tuple[str, str], made: Product) -> None:
+        waiting = self._waiting.setdefault(made.kind, {})
+        waiting[where] = made
+        if len(waiting) == TOGETHER:
+            self._judge(made.kind)
+
+    def _judge(self, kind: tuple[Any, ...]) -> None:
+        waiting = self._waiting.pop(kind)
+        self._rows |= zip(waiting, judge(list(waiting.values())), strict=True)
 
     def tensors(self) -> dict[tuple[str, str], Tensor]:
         """What was made since the last call, still on the device, by linear and product: ``y``, ``dx``, ``dw``."""
         self._before.clear()
+        for kind in list(self._waiting):
+            self._judge(kind)
         rows, self._rows = self._rows, {}
         return rows
 

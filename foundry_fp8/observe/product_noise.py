@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from foundry_fp8.layers.autocast import autocast_type
 from foundry_fp8.numerics.quantize import Quantized, quantize_block, quantize_tensor
 from foundry_fp8.observe.operand_stats import Sample, dequantised, rounding_noise, spread
 
-__all__ = ["Factor", "columns_of", "product", "product_noise", "rows_of", "tokens_of"]
+__all__ = ["Factor", "Product", "columns_of", "judge", "product", "product_noise", "rows_of", "tokens_of"]
 
 COLUMNS = 16
 """Columns that are kept from forward to backward: of W, and of x."""
@@ -87,14 +88,39 @@ def tokens_of(x: Tensor, q: Quantized) -> Factor:
     return Factor(exact, rounded.dequantize().to(x.dtype), weight[:-1], rounding_noise(q.fmt))
 
 
-def product(a: Factor, b: Factor, *, of_tokens: bool = True) -> Tensor:
-    """What :func:`product_noise` is made of, float64 ``[3]``: the error of ``a b^T``, squared and summed; what ``a b^T`` says, likewise;
-    what rounding alone makes of the error, relatively.
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """``a b^T`` of two factors, and what rounding both did to it.
+
+    Attributes:
+        y: As it is, float32 ``[n, m]``, each row by the largest value of the row of ``a``.
+        error: What rounding both adds, likewise.
+        rows: How many each row stands for, float64 ``[n]``.
+        columns: Each column, float64 ``[m]``.
+        noise: The relative error, squared, of rounding alone.
+        of_tokens: The rows are tokens, and what all of them share is no content (:func:`_content`).
+    """
+
+    y: Tensor
+    error: Tensor
+    rows: Tensor
+    columns: Tensor
+    noise: float
+    of_tokens: bool
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What those have in common that are judged together."""
+        return self.y.shape, self.y.device, self.noise, self.of_tokens
+
+
+def product(a: Factor, b: Factor, *, of_tokens: bool = True) -> Product:
+    """``a b^T``; how it is judged says :func:`judge`.
 
     Args:
         a: Rows that count alike, however large what the product says of each is; of each no more is lost than there is.
         b: The other factor.
-        of_tokens: The rows of ``a`` are tokens, and what all of them share is no content (:func:`_content`).
+        of_tokens: The rows of ``a`` are tokens.
     """
     wide = a.exact.float()
     amax = wide.abs().amax(1, keepdim=True)
@@ -102,43 +128,83 @@ def product(a: Factor, b: Factor, *, of_tokens: bool = True) -> Tensor:
     with torch.autocast(autocast_type(unit.device), enabled=False):
         y = (wide * unit) @ b.exact.float().t()
         error = (a.rounded.float() * unit) @ b.rounded.float().t() - y
-    weight = b.weight.sqrt()
-    y, error = y * weight, error * weight
-    size, lost = (torch.linalg.vector_norm(part, dim=1, keepdim=True) for part in (y, error))
-    weight = torch.where(size > 0, a.weight.sqrt()[:, None] / size, 0.0)
+    return Product(y, error, a.weight, b.weight, a.noise + b.noise, of_tokens)
+
+
+def judge(products: Sequence[Product]) -> Tensor:
+    """What :func:`product_noise` is made of, float64 ``[N, 3]``: the error of each, squared and summed; what the product says, likewise; what
+    rounding alone makes of the error, relatively.
+
+    Args:
+        products: Alike in :attr:`Product.kind`; together they take about as many operations as one.
+    """
+    weight = torch.stack([one.columns for one in products]).sqrt()[:, None]
+    y, error = (
+        torch.stack(parts) * weight for parts in zip(*((one.y, one.error) for one in products), strict=True)
+    )
+    size, lost = (torch.linalg.vector_norm(part, dim=2, keepdim=True) for part in (y, error))
+    rows = torch.stack([one.rows for one in products]).sqrt()[..., None]
+    weight = torch.where(size > 0, rows / size, 0.0)
     y, error = y * weight, error * weight * (size / lost.clamp_min(1e-300)).clamp_max(1.0)
-    content = _content(y) if of_tokens else y.square().sum()
-    return torch.stack([error.square().sum(), content, y.new_full((), a.noise + b.noise)])
+    content = _content(y) if products[0].of_tokens else y.square().sum((1, 2))
+    noise = content.new_full((len(products),), products[0].noise)
+    return torch.stack([error.square().sum((1, 2)), content, noise], 1)
 
 
 def _content(y: Tensor) -> Tensor:
-    """What a product says of tokens, of its energy, 0-d: all, or what is left beside its few largest directions where they have more than :data:`LEFT`
-    leaves: they are what all tokens share.
+    """What products ``[N, n, m]`` say of tokens, of their energy, ``[N]``: all, or what is left beside the few largest directions where they have
+    more than :data:`LEFT` leaves: they are what all tokens share.
     """
     squares = y.square()
-    signal = squares.sum()
-    count = torch.minimum(_count(squares.sum(0)), _count(squares.sum(1)))
-    largest = _largest(y).cumsum(0)
-    rest = signal - largest
+    signal = squares.sum((1, 2))[:, None]
+    count = torch.minimum(_count(squares.sum(1)), _count(squares.sum(2)))
+    rest = signal - _largest(y).cumsum(1)
     place = torch.arange(1, len(LEFT) + 1, device=y.device)
     counts = (count >= FEW * place) & (rest > NOTHING * signal)
-    left = torch.tensor(LEFT, dtype=y.dtype, device=y.device)
-    return torch.minimum(signal, torch.where(counts, rest / left, signal).min())
+    return torch.cat([signal, torch.where(counts, rest / _left(y.device), signal)], 1).amin(1)
+
+
+@functools.lru_cache
+def _left(device: torch.device) -> Tensor:
+    """:data:`LEFT`, once a device: making it there waits for what the device has to do."""
+    return torch.tensor(LEFT, dtype=torch.float64, device=device)
 
 
 def _count(energy: Tensor) -> Tensor:
-    """Of how many the energy is, 0-d: n where it is equal, 1 where one has all."""
-    return energy.sum().square() / energy.square().sum()
+    """Of how many each ``[N, n]`` is, ``[N, 1]``: n where it is equal, 1 where one has all."""
+    return energy.sum(1, keepdim=True).square() / energy.square().sum(1, keepdim=True)
 
 
 def _largest(y: Tensor) -> Tensor:
-    """The energies of the largest directions of ``y``, float64 ``[len(LEFT)]``, by orthogonal iteration; nothing waits."""
-    gram = y.t() @ y if y.shape[1] <= y.shape[0] else y @ y.t()
-    directions = _any_directions(len(gram), min(len(gram), 2 * len(LEFT)), y.device)
+    """The energies of the largest directions of each, float64 ``[N, len(LEFT)]``, by orthogonal iteration; nothing waits."""
+    gram = y.mT @ y if y.shape[2] <= y.shape[1] else y @ y.mT
+    size = gram.shape[1]
+    directions = _any_directions(size, min(size, 2 * len(LEFT)), y.device).expand(len(y), -1, -1)
     for _ in range(TURNS):
-        directions = torch.linalg.qr(gram @ directions)[0]
-    found = (directions * (gram @ directions)).sum(0).sort(descending=True)[0]
-    return torch.nn.functional.pad(found, (0, max(0, len(LEFT) - len(found))))[: len(LEFT)]
+        directions = _orthonormal(gram @ directions)
+    found = (directions * (gram @ directions)).sum(1).sort(descending=True)[0]
+    return torch.nn.functional.pad(found, (0, max(0, len(LEFT) - found.shape[1])))[:, : len(LEFT)]
+
+
+def _orthonormal(x: Tensor) -> Tensor:
+    """An orthonormal basis of the columns of each ``[N, n, k]``."""
+    return torch.linalg.qr(x)[0] if x.device.type == "cpu" else _gram_schmidt(x)
+
+
+def _gram_schmidt(x: Tensor) -> Tensor:
+    """The same in operations on all of them; torch's QR goes through them one by one on a GPU.
+
+    Source:
+        Each column is made orthogonal twice, which is enough: Giraud, Langou, Rozloznik and van den Eshof, "Rounding error analysis of the
+        classical Gram-Schmidt orthogonalization process", Numer. Math. 101 (2005). Of torch: https://github.com/pytorch/pytorch/issues/143281
+    """
+    basis = x[..., :0]
+    for column in x.split(1, dim=-1):
+        for _ in range(2):
+            column = torch.nn.functional.normalize(column, dim=1, eps=1e-300)
+            column = column - basis @ (basis.mT @ column)
+        basis = torch.cat([basis, torch.nn.functional.normalize(column, dim=1, eps=1e-300)], -1)
+    return basis
 
 
 @functools.lru_cache(maxsize=256)
@@ -152,7 +218,7 @@ def product_noise(row: Sequence[float]) -> float:
     """The error of a product, in units of what rounding alone makes of it: 1 / that where nothing is left of the product.
 
     Args:
-        row: From :func:`product`. NaN if something is not finite.
+        row: From :func:`judge`. NaN if something is not finite.
     """
     error, content, rounding = row
     if not math.isfinite(error + content):

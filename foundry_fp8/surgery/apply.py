@@ -26,7 +26,7 @@ from foundry_fp8.layers.state import FP8State
 from foundry_fp8.numerics.recipes import RECIPES, Recipe, parse_recipe
 from foundry_fp8.surgery.attention import plan_attention
 from foundry_fp8.surgery.attention_config import AttentionConfig, parse_attention
-from foundry_fp8.surgery.frozen_weights import check_frozen, frozen_linears, keep_frozen_in_fp8
+from foundry_fp8.surgery.frozen_weights import keep_frozen_in_fp8, plan_frozen
 from foundry_fp8.surgery.linears import LinearPlan, kept_blocks, plan_linears
 from foundry_fp8.surgery.norm_fusion import Fusion, fuse_norms, plan_norms
 from foundry_fp8.surgery.report import SurgeryReport, SurgeryRow
@@ -188,10 +188,9 @@ def apply_fp8(model: nn.Module, *, device: torch.device | str | None = None, **o
             kept_blocks=kept_blocks(model, config.keep_first_blocks, config.keep_last_blocks, KEY),
             evaluate=config.evaluate,
         )
-
-    frozen = frozen_linears(model, linears.converted) if config.frozen_weights == "fp8" else {}
+    frozen = {}
     if config.frozen_weights == "fp8":
-        check_frozen(frozen, recipe, backend, f"{KEY}.frozen_weights")
+        frozen = plan_frozen(model, linears.converted, recipe, backend, f"{KEY}.frozen_weights")
     backend.self_check(recipe, _compute_dtype(model), where, fused=bool(fusions))
     if attention is not None:
         attention.self_check(model, _compute_dtype(model), where)

@@ -16,7 +16,7 @@ from foundry_fp8.layers.frozen_weight import FrozenFP8Weight, exact_for, keep_in
 from foundry_fp8.layers.linear import FP8Linear, FP8TransposedLinear
 from foundry_fp8.numerics.recipes import Recipe
 
-__all__ = ["check_frozen", "frozen_linears", "keep_frozen_in_fp8", "send_frozen"]
+__all__ = ["frozen_linears", "keep_frozen_in_fp8", "plan_frozen", "send_frozen"]
 
 
 def frozen_linears(model: nn.Module, converted: Mapping[str, FP8Linear]) -> dict[str, FP8Linear]:
@@ -32,8 +32,10 @@ def frozen_linears(model: nn.Module, converted: Mapping[str, FP8Linear]) -> dict
     }
 
 
-def check_frozen(frozen: Mapping[str, FP8Linear], recipe: Recipe, backend: Backend, key: str) -> None:
-    """That they can be.
+def plan_frozen(
+    model: nn.Module, converted: Mapping[str, FP8Linear], recipe: Recipe, backend: Backend, key: str
+) -> dict[str, FP8Linear]:
+    """:func:`frozen_linears`, if this run can keep them so.
 
     Raises:
         ConfigError: The recipe's scales are no powers of two, the backend quantises weights itself, or nothing is frozen.
@@ -47,11 +49,13 @@ def check_frozen(frozen: Mapping[str, FP8Linear], recipe: Recipe, backend: Backe
             f"{key}: fp8 needs scales that are powers of two, by which FP8 values are quantised to themselves; those of "
             f"{recipe.name} are not. Set recipe: {{name: current, power_2_scales: true}}, block or mxfp8."
         )
+    frozen = frozen_linears(model, converted)
     if not frozen:
         raise ConfigError(
             f"{key}: fp8, but every converted linear's weight trains (or is shared). It is for LoRA and other runs with a frozen "
             "base: freeze it before the trainer starts, or remove the option."
         )
+    return frozen
 
 
 def keep_frozen_in_fp8(model: nn.Module, frozen: Mapping[str, FP8Linear], recipe: Recipe, key: str) -> None:

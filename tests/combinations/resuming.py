@@ -38,11 +38,12 @@ torch.compiler.set_stance(
 )  # torchao compiles its steps for each shape, and nothing else here is compiled
 LEARNING_RATE = 0.02
 DAMAGED = "inner.model.model.layers.1.mlp.down_proj"
-GROWS = 1
+GROWN = {0: 1.0, 1: 300.0, 2: 3e3, 3: 3e4}
+"""By batch, and 3000 from then on: what is sick in a young run has to be so three times in a row."""
 
 
 class Growing(Causal):
-    """A quarter of what the last down projection reads grows twice from batch :data:`GROWS` on."""
+    """A quarter of what the last down projection reads grows as :data:`GROWN` says."""
 
     def __init__(self, name: str = "llama", seed: int = 0) -> None:
         super().__init__(name)
@@ -56,7 +57,7 @@ class Growing(Causal):
 
     def _grow(self, module: nn.Module, args: Any) -> Any:
         factor = torch.ones(args[0].shape[-1])
-        factor[:24] = 1.0 if self.batches_seen < GROWS else 300.0 if self.batches_seen == GROWS else 3000.0
+        factor[:24] = GROWN.get(self.batches_seen, 3000.0)
         return (args[0] * factor,)
 
 

@@ -54,7 +54,7 @@ def check(names, kinds, folder, worlds):
 
 
 def wrong_guard(name, kind, how, facts):
-    """It was demoted to ``current`` at batch 3 and is not in the recipe that it was demoted from ever after."""
+    """It was demoted to ``current`` as the checkpoint was saved and is not in the recipe that it was demoted from ever after."""
     if "divergence_guard" not in PARTS[name].settings.callbacks:
         return []
     state, runs = facts["guard"], facts["running"][DAMAGED]
@@ -63,7 +63,11 @@ def wrong_guard(name, kind, how, facts):
         ok = runs == "delayed" and not demoted
     else:
         wanted = "high_precision" if how == "changed" else "current"
-        ok = runs == wanted and (3, DAMAGED, "delayed -> current") in demoted and state["decision"]["signals"]
+        ok = (
+            runs == wanted
+            and (SAVED, DAMAGED, "delayed -> current") in demoted
+            and state["decision"]["signals"]
+        )
     return [] if ok else [f"{name}, {kind}, {how}: {runs=} {demoted=} {sorted(state['decision'])=}"]
 
 

@@ -41,7 +41,7 @@ QUICK = {"interval": 1}
 
 
 class OutlierOnRank1(Callback):
-    """From batch 5 on, one channel that block 0's down projection reads grows a hundredfold a batch, on rank 1."""
+    """From batch 10 on, one channel that block 0's down projection reads grows a hundredfold a batch, on rank 1."""
 
     def __init__(self):
         self.size = 1.0
@@ -57,7 +57,7 @@ class OutlierOnRank1(Callback):
         return (args[0] * factor,)
 
     def batch_start(self, state, logger):
-        late = max(0, state.timestamp.batch.value - 4)
+        late = max(0, state.timestamp.batch.value - 9)
         self.size = 100.0**late if dist.get_rank() == 1 else 1.0
 
 
@@ -146,7 +146,7 @@ def all_four(root, wrapper):
 
 
 def outlier(root, wrapper):
-    trainer = run(root, wrapper, {"outlier_on_rank_1": {}, "divergence_guard": QUICK}, max_duration="8ba")
+    trainer = run(root, wrapper, {"outlier_on_rank_1": {}, "divergence_guard": QUICK}, max_duration="13ba")
     guard = monitor(trainer, DivergenceGuard)
     running = {
         name.split("blocks.")[-1]: "high_precision" if m.recipe is None else m.recipe.name

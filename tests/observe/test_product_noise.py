@@ -9,9 +9,11 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from foundry_fp8.numerics.formats import E4M3, E5M2
-from foundry_fp8.observe.operand_health import HealthProbe, Products, summarise
+from foundry_fp8.numerics.quantize import amax_of, quantize_tensor, scale_from_amax
+from foundry_fp8.observe import operand_health
+from foundry_fp8.observe.operand_health import HealthProbe, Products, Seen, summarise
 from foundry_fp8.observe.operand_stats import rounding_noise
-from foundry_fp8.observe.product_noise import FEW, LEFT, product_noise
+from foundry_fp8.observe.product_noise import FEW, LEFT, _gram_schmidt, product_noise
 from foundry_fp8.surgery.apply import apply_fp8
 
 RECIPES = ["delayed", "current", "block", "mxfp8"]
@@ -295,3 +297,44 @@ def test_all_products_are_measured_once_however_the_layer_runs(how):
     if how == "lora":  # nothing makes it
         del wanted["dw"]
     assert noise == {which: pytest.approx(value, rel=0.2) for which, value in wanted.items()}
+
+
+def test_products_are_judged_together_as_each_alone(monkeypatch):
+    """However many wait, of several shapes, and one is not finite."""
+
+    def noise(together):
+        monkeypatch.setattr(operand_health, "TOGETHER", together)
+        torch.manual_seed(0)
+        products = Products()
+        for name, operands in enumerate((healthy, means, singular_value, several, healthy, opposite)):
+            x, w, dy = operands()
+            x, dy = (x[:50], dy[:50]) if name in (1, 4) else (x, dy)
+            w[3] = math.nan if name == 2 else w[3]
+            for operand, part, fmt in (("x", x, E4M3), ("w", w, E4M3), ("dy", dy, E5M2)):
+                q = quantize_tensor(part, scale_from_amax(amax_of(part), fmt), fmt)
+                products.take(str(name), operand, Seen(part, q), wgrad=name != 3)
+        return {where: product_noise(row.tolist()) for where, row in products.tensors().items()}
+
+    alone = noise(1)
+    assert len(alone) == 17 and [w for w, value in alone.items() if math.isnan(value)] == [
+        ("2", "y"),
+        ("2", "dx"),
+    ]
+    for together in (2, 64):
+        assert noise(together) == {
+            w: pytest.approx(value, rel=1e-9, nan_ok=True) for w, value in alone.items()
+        }
+
+
+@pytest.mark.parametrize("spread", [0, 6, 12])
+def test_gram_schmidt_is_a_qr(spread):
+    """Of columns whose sizes, and how alike they are, differ by as many octaves of ten."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(5, 40, 8, dtype=torch.float64, generator=generator)
+    x = x * torch.logspace(0, -spread, 8, dtype=torch.float64) + x[..., :1]
+    found, wanted = _gram_schmidt(x), torch.linalg.qr(x)[0]
+    torch.testing.assert_close(
+        found.mT @ found, torch.eye(8, dtype=torch.float64).expand(5, 8, 8), rtol=0, atol=1e-12
+    )
+    # Columns are as near as 10^-spread, and so is what rounding leaves of their directions.
+    torch.testing.assert_close(found @ found.mT, wanted @ wanted.mT, rtol=0, atol=1e-13 * 10**spread)

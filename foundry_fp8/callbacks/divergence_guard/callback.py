@@ -234,7 +234,11 @@ class DivergenceGuard(Monitor):
                 if where[0] not in mended or RULES[where[2]].counted
             }
             seen = dataclasses.replace(seen, damage=damage)
-        return seen, self.decision.decide(batch, seen, due=in_turn)
+        decided = self.decision.decide(batch, seen, due=in_turn)
+        if self.decision.young:
+            for review in self._reviews.values():
+                review.forget()
+        return seen, decided
 
     def _tell(self, state: State, logger: Logger, found: list[GuardEvent]) -> None:
         for event in found:

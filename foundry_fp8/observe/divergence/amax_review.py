@@ -176,6 +176,11 @@ class AmaxReview:
         both = torch.stack([self._tensors["clipped"], self._tensors["recurring"]])
         return both.to(self.state.amax_history.device)
 
+    def forget(self) -> None:
+        """Begin to count clipped passes anew."""
+        self._tensors["clipped"].zero_()
+        self._tensors["recurring"].zero_()
+
     def collect(self) -> list[Mismatch]:
         """What was found since the last call; on a GPU before the last call, so that nothing waits for it."""
         told = self._tensors["told"]

@@ -13,6 +13,10 @@ variable sampling intervals do. Once one operand has been sick whatever its past
 second one need no more. What is sick whatever its past twice within :data:`WITHIN` batches is damage too, well as it may be between
 them: after the first of both these batches are looked at.
 
+A young run, of fewer than :data:`~foundry_fp8.observe.divergence.change_point.WARMUP` due observations, is in transit: what is sick in it
+has to be so in :data:`TRIAL` due observations in a row, and clipped passes are not judged. Weights that begin as zeros have rows that are
+alike in the first steps, and activations outgrow short histories while a rate warms up.
+
 Of a linear operands tell, and products decide: what an operand loses demotes nothing while the products that it is in are well. Training
 feels those, and an operand may lose much that they do not need.
 
@@ -89,7 +93,14 @@ class Decision:
         """Looks out of turn in a row."""
         self._met: dict[str, int] = {}
         """Batch in which damage was sick whatever its past, last."""
+        self._lasting: dict[str, int] = {}
+        """Due observations in a row in which damage was, in a young run."""
         self.look_again = False
+
+    @property
+    def young(self) -> bool:
+        """Whether the run is in transit."""
+        return self._count < WARMUP
 
     def recipe(self, target: str) -> str:
         """What it runs, in words."""
@@ -142,7 +153,7 @@ class Decision:
 
     def _meet(self, batch: int, key: str) -> bool:
         """Take note of what is sick whatever its past; whether it was of late. The first batches of a run may all be so."""
-        if self._count < WARMUP:
+        if self.young:
             return False
         before = self._met.get(key)
         self._met[key] = batch
@@ -210,6 +221,12 @@ class Decision:
             borne = (target, operand) in well and not signal.rule.counted and not is_sick
             if self.rungs[target] and not signal.healthy(value) and not borne:
                 unwell.setdefault(target, f"{name} of {operand} is {value:.3g} on {self.recipe(target)} too")
+            if self.young and key not in self._told:
+                if due and not signal.rule.counted:
+                    signal.observe(value)
+                    if self._lasted(key, is_sick):
+                        tell(key, value, threshold)
+                continue
             if ((due or signal.test.fast > 0.5 or is_sick) and signal.observe(value)) or met:
                 tell(key, value, threshold)
                 lasts |= is_sick and not signal.rule.counted
@@ -227,6 +244,11 @@ class Decision:
             if looks >= TRIAL:
                 sick.setdefault(target, unwell[target])
         return events, sick
+
+    def _lasted(self, key: str, is_sick: bool) -> bool:
+        """Whether what is looked at in its turn has been sick for :data:`TRIAL` turns."""
+        self._lasting[key] = self._lasting.get(key, 0) + 1 if is_sick else 0
+        return self._lasting[key] >= TRIAL
 
     def _well_products(self, damage: Mapping[tuple[str, str, str], float]) -> set[tuple[str, str]]:
         """The operands of linears whose products were measured and are all healthy."""
@@ -382,6 +404,7 @@ class Decision:
             "trial": dict(self._trial),
             "looks": self._looks,
             "met": dict(self._met),
+            "lasting": dict(self._lasting),
             "look_again": self.look_again,
         }
 
@@ -415,5 +438,5 @@ class Decision:
         differs += [f"loss/{name}" for name in self._loss.load_state_dict(state["loss"])]
         self._unwell, self._trial = dict(state["unwell"]), dict(state["trial"])
         self._looks, self.look_again = state["looks"], state["look_again"]
-        self._met = dict(state["met"])
+        self._met, self._lasting = dict(state["met"]), dict(state["lasting"])
         return said, differs

@@ -196,7 +196,8 @@ class Watch:
             self._see_clipped(found, review, counts)
         for damage, rows in ((found.damage, parts[6]), (found.shadow, parts[7])):
             for (name, which), row in rows.items():
-                damage[name, which, _of("product_noise", which)] = product_noise(row)
+                if any(row[:2]) or damage is found.shadow:
+                    damage[name, which, _of("product_noise", which)] = product_noise(row)
         return [loss, *found.signs.values(), *found.amax.values(), *found.damage.values(), *found.shadow.values()]  # fmt: skip
 
     def _see_clipped(self, found: _Found, review: AmaxReview, counts: Sequence[float]) -> None:
@@ -229,10 +230,11 @@ class _Found:
         self.shadow = dict(self.damage)
 
     def health(self, into: dict[tuple[str, str, str], float], unit: str, name: str, operand: str, row: list[float]) -> None:  # fmt: skip
-        """One operand's row."""
+        """One operand's row. Zeros have no level that what comes after them could rise from."""
         health = summarise(row)
-        into[name, operand, _of("flushed", operand)] = health.flushed
-        into[name, operand, _of("noise", operand)] = health.noise
+        if health.amax != 0 or into is self.shadow:
+            into[name, operand, _of("flushed", operand)] = health.flushed
+            into[name, operand, _of("noise", operand)] = health.noise
         if operand in ("x", "q", "k", "v"):
             self.outliers(unit, row)
 

@@ -2,11 +2,13 @@
 
     step = max(host, (compute + overlap_slowdown * hidden) (1 + slowest(N)) + exposed)
 
-``host`` is what the host needs to launch it all: a step that waits for its host hides communication in the GPU's idle time. ``hidden`` is the communication that runs beside computing, ``exposed`` what nothing hides, ``slowest(N)`` what waiting for the slowest of N
-GPUs adds (:mod:`foundry_fp8.planning.communication.stragglers`). Under tensor parallelism a group of ``T`` GPUs on one node holds a part of every
-matrix each, FSDP shards these parts over the GPUs of the same place, and four all-reduces a block of its tokens' activations (two in forward,
-two in backward: Megatron-LM, arXiv 1909.08053, section 3) have nothing to hide behind. Pipelines are not planned: Composer has none. It is for ranking layouts; nothing is fitted to the published points it is
-checked against (:mod:`foundry_fp8.planning.communication.published`).
+``host`` is what the host needs to launch it all: a step that waits for its host hides communication in the GPU's idle time. ``hidden``
+is the communication that runs beside computing, ``exposed`` what nothing hides, ``slowest(N)`` what waiting for the slowest of N GPUs
+adds (:mod:`foundry_fp8.planning.communication.stragglers`). Under tensor parallelism a group of ``T`` GPUs on one node holds a part of
+every matrix each, FSDP shards these parts over the GPUs of the same place, and four all-reduces a block of its tokens' activations (two in
+forward, two in backward: Megatron-LM, arXiv 1909.08053, section 3) have nothing to hide behind. Pipelines are not planned: Composer has
+none. It is for ranking layouts; nothing is fitted to the published points it is checked against
+(:mod:`foundry_fp8.planning.communication.published`).
 """
 
 from __future__ import annotations

@@ -210,6 +210,34 @@ def test_what_is_sick_in_the_first_batches_of_a_run_is_met_again_in_any_run():
     assert not moves(run.events)
 
 
+def test_a_young_run_is_in_transit_and_what_is_sick_in_it_has_to_last():
+    """Weights that begin as zeros have rows that are alike in the first steps, in any run."""
+    run = Run()
+    for _ in range(2):
+        assert not run.feed(2, flushed={"b1.o": 0.9}) and not run.feed(3, due=False, flushed={"b1.o": 0.9})
+        run.feed(1)
+    assert not run.events and run.decision.young
+    run.decision.pulse(run.batch, {("b1.o", "x", "flushed"): 0.9})
+    run.feed(1)
+    assert not run.feed(1, flushed={"b1.o": 0.9}) and not run.decision.young
+    assert moves(run.feed(1, flushed={"b1.o": 0.9})) == [("b1.o", "demote", "delayed -> current")]
+
+
+def test_a_model_that_is_sick_from_the_start_on_does_not_wait_until_the_run_is_old():
+    run = Run()
+    assert not run.feed(2, flushed={"b1.o": 0.9})
+    assert moves(run.feed(1, flushed={"b1.o": 0.9})) == [("b1.o", "demote", "delayed -> current")]
+
+
+def test_passes_that_a_young_run_clips_are_its_warm_up():
+    run = Run()
+    for clipped, events in ([5.0] * 7, 0), ([5.0], 2):
+        for value in clipped:
+            run.batch += 1
+            seen = Observed(loss=2.0, signs={}, damage={("b0.q", "x", "clipped"): value}, shadow={})
+            assert len(run.decision.decide(run.batch, seen)) == events
+
+
 def test_what_is_sick_more_rarely_is_two_bad_batches():
     run = Run()
     run.feed(20)
