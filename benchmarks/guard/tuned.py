@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import eighth_held_out
 import fifth_held_out
 import fourth_held_out
 import once_held_out
@@ -177,4 +178,5 @@ CASES: list[Case] = [
     *fifth_held_out.CASES,
     *sixth_held_out.CASES,
     *seventh_held_out.CASES,
+    *eighth_held_out.CASES,
 ]  # fmt: skip
