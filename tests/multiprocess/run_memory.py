@@ -132,7 +132,6 @@ def main() -> None:
                 print(kind, options, "compressed", f"{error(compressed):.1e}")
     dist.barrier()
     print("all good")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -42,4 +42,4 @@ def main() -> None:
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     main()
-    dist.destroy_process_group()
+    dist.barrier()  # and no destroy_process_group: ranks.py says why
