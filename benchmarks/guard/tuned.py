@@ -7,6 +7,7 @@ import math
 import eighth_held_out
 import fifth_held_out
 import fourth_held_out
+import ninth_held_out
 import once_held_out
 import seventh_held_out
 import sixth_held_out
@@ -179,4 +180,5 @@ CASES: list[Case] = [
     *sixth_held_out.CASES,
     *seventh_held_out.CASES,
     *eighth_held_out.CASES,
+    *ninth_held_out.CASES,
 ]  # fmt: skip

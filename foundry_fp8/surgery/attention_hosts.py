@@ -126,8 +126,9 @@ class MPTAttention(nn.Module):
             )
             if self.fp8.look is not None:
                 q, k, v = _by_heads((query, n_heads), (key, kv_n_heads), (value, kv_n_heads))
+                mask = self._mask(attn_bias, key_padding_mask, q, k, is_causal, sliding_window_size)
                 scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-                self.fp8.look(q, k, v, scale, found[0])
+                self.fp8.look(q, k, v, mask, scale, found[0])
             return found
         if needs_weights:
             raise RuntimeError(f"{self.fp8.fqn}: FP8 attention keeps no probabilities (output_attentions).")
@@ -137,13 +138,11 @@ class MPTAttention(nn.Module):
                 k = torch.cat([past_key_value[0].transpose(2, 3), k], dim=2)
                 v = torch.cat([past_key_value[1], v], dim=2)
             past_key_value = (k.transpose(2, 3), v)
-        reaches_all = sliding_window_size == -1 or sliding_window_size >= k.shape[2]
-        window = None if reaches_all else (sliding_window_size, sliding_window_size)
         out = self.fp8(
             q,
             k,
             v,
-            mask=self._mask(attn_bias, key_padding_mask, q.shape[2], k.shape[2], is_causal, window),
+            mask=self._mask(attn_bias, key_padding_mask, q, k, is_causal, sliding_window_size),
             softmax_scale=q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
             dropout_p=dropout_p if training else 0.0,
         )
@@ -153,11 +152,13 @@ class MPTAttention(nn.Module):
         self,
         bias: Tensor | None,
         padding: Tensor | None,
-        queries: int,
-        keys: int,
+        q: Tensor,
+        k: Tensor,
         causal: bool,
-        window: tuple[int, int] | None,
+        size: int,
     ) -> AttentionMask:
+        queries, keys = q.shape[2], k.shape[2]
+        window = None if size == -1 or size >= keys else (size, size)
         rules = None
         if bias is not None:
             # Foundry's bias holds padding, documents and ALiBi; the causal rule and the window come beside it.
@@ -234,8 +235,9 @@ def hugging_face_attention(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
         if attention.look is not None:
+            mask = _hugging_face_mask(module, attention_mask, query.shape[2], key.shape[2], is_causal, kwargs)
             scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-            attention.look(query, key, value, scale, found[0])
+            attention.look(query, key, value, mask, scale, found[0])
         return found
     if kwargs.get("softcap") is not None:
         raise RuntimeError(f"{attention.fqn}: soft capping of the logits is not part of FP8 attention.")
@@ -350,10 +352,14 @@ class _SDPAMode(TorchFunctionMode):
             self._look(found, *args, **(kwargs or {}))
         return found
 
-    def _look(self, found: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, scale: float | None = None, **__: Any) -> None:  # fmt: skip
+    def _look(
+        self, found: Tensor, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+    ) -> None:  # fmt: skip
         look = self.attention.look
-        if look is not None and query.dim() == 4:
-            look(query, key, value, query.shape[-1] ** -0.5 if scale is None else scale, found)
+        if look is not None and query.dim() == 4 and not (is_causal and query.shape[2] != key.shape[2]):
+            mask = AttentionMask(causal=is_causal, bias=attn_mask)
+            look(query, key, value, mask, query.shape[-1] ** -0.5 if scale is None else scale, found)
 
     def _attend(
         self,

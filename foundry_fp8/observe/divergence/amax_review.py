@@ -17,6 +17,8 @@ other half for all of its elements, which is where they begin to be lost:
 - a pass that is kept out though another one was that the history would still remember is counted too, of gradients as well: no
   scale suits what comes and goes by so much, and it is no single bad batch.
 
+Where nothing is remembered but the pass before (a history of one pass, or ``most_recent``), clipped passes alone are counted, each by a quarter.
+
 Where histories are only looked at, each pass is judged against what would be left of its history, so that the same is told.
 
 All of it is arithmetic on the device, in the update that delayed scaling makes anyway; nothing waits.
@@ -44,6 +46,8 @@ SLACK = 1 / 3
 """Of the limit: the octaves that a pass may lie below its history for any time, 3 of E4M3's 9 and 5 of E5M2's 16."""
 CLIP = 0.5
 """Octaves above the history that are not counted as clipped."""
+FORGETFUL = 0.25
+"""What a clipped pass counts where only the one before it is remembered, which many a healthy one is above."""
 MEMORY = 32
 """Passes after which a clipped one counts a third."""
 ENOUGH = 8
@@ -84,7 +88,7 @@ class AmaxReview:
     """What :attr:`~foundry_fp8.layers.delayed_scaling.DelayedScalingState.review` calls in every update.
 
     Args:
-        state: Whose histories; reviewed only where a history is remembered (``max`` of more than one pass).
+        state: Whose histories.
         acts: Whether histories are changed, or mismatches only told. Then a pass that would have been kept out still takes a place
             in the history that it is left out of.
     """
@@ -107,13 +111,12 @@ class AmaxReview:
             # Where histories stay as they are: which of their passes would not be there.
             "left_out": torch.zeros(0 if acts else len(state.amax_history) - 1, count, dtype=torch.bool),
         }
+        self._remembers = state.recipe.amax_compute_algo == "max" and state.recipe.amax_history_len > 1
         self._arrived: tuple[Tensor, torch.cuda.Event] | None = None
 
     def attach(self) -> None:
         """Review from now on."""
-        recipe = self.state.recipe
-        if recipe.amax_compute_algo == "max" and recipe.amax_history_len > 1:
-            self.state.review = self
+        self.state.review = self
 
     def detach(self) -> None:
         """Review no more."""
@@ -129,6 +132,11 @@ class AmaxReview:
             self._tensors.values()
         )
         current, history = state.amax_history[0], state.amax_history[1:]
+        over = (torch.log2(current * state.scale / largest) - CLIP).clamp(0.0, 1.0)
+        if not self._remembers:
+            finite = (current != 0) & ~torch.isinf(current)
+            torch.where(finite, clipped * (1 - 1 / MEMORY) + FORGETFUL * over, clipped, out=clipped)
+            return
         if not self.acts:
             history = history.masked_fill(left_out, 0.0)
         past = history.amax(0)
@@ -149,7 +157,6 @@ class AmaxReview:
         torch.where(judged, (low + below) * (below > 0), low, out=low)
         patience.mul_(1 + back.int()).clamp_(max=2**20)
         known = (history != 0).sum(0) >= min(ENOUGH, len(history))
-        over = (torch.log2(current * state.scale / largest) - CLIP).clamp(0.0, 1.0)
         over = torch.where(seen & known & ~kept_out & ~back, over, 0.0)
         since.add_(seen.int()).clamp_(max=2**30)
         apart = spike & ~torch.isinf(current)

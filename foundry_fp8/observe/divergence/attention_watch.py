@@ -1,4 +1,4 @@
-"""What FP8 does to q, k, v and the gradient of the output of an attention, or would do to those of one that is demoted."""
+"""What FP8 does to q, k, v, the output and its gradient of an attention, or would do to those of one that is demoted."""
 
 from __future__ import annotations
 
@@ -6,21 +6,26 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from foundry_fp8.compat.autograd import inside_backward
 from foundry_fp8.layers.attention import SLOTS, FP8DotProductAttention, attention_format
-from foundry_fp8.numerics.quantize import scale_from_amax
+from foundry_fp8.layers.attention_mask import AttentionMask
+from foundry_fp8.numerics.formats import E4M3, Float8Format
+from foundry_fp8.numerics.quantize import quantize_tensor, scale_from_amax
 from foundry_fp8.numerics.recipes import CurrentScaling, DelayedScaling, Recipe
 from foundry_fp8.observe.divergence.shadow import tensorwise
-from foundry_fp8.observe.operand_stats import FIELDS, Sample, sample_rows
+from foundry_fp8.observe.operand_stats import FIELDS, Sample, rounding_noise, sample_rows, spread
 
-__all__ = ["ATTENTION_OPERANDS", "AttentionWatch", "logit_noise"]
+__all__ = ["ATTENTION_OPERANDS", "AttentionWatch", "logit_noise", "output_error", "probabilities"]
 
 ATTENTION_OPERANDS = ("q", "k", "v", "do")
 FORWARD = ATTENTION_OPERANDS[:3]
+HEADS, QUERIES = 4, 8
+"""Of how many heads of the batch, and of how many queries of each, the output is looked at."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,6 +39,8 @@ class Looked:
     shadow: dict[str, Tensor]
     """Of the rung above, where there is one and a scale for it."""
     amax: dict[str, Tensor]
+    output: dict[Literal["real", "shadow"], Tensor]
+    """:func:`output_error` of what runs, and of the rung above."""
 
 
 class AttentionWatch:
@@ -62,26 +69,22 @@ class AttentionWatch:
         for name, (module, above) in attentions.items():
 
             def look(
-                q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, out: Tensor,
+                q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, softmax_scale: float, out: Tensor,
                 name: str = name, module: FP8DotProductAttention = module, above: Recipe | None = above,
             ) -> None:  # fmt: skip
                 training = module.training and torch.is_grad_enabled()
                 if name in self._found or inside_backward() or not training or not q.numel():
                     return
                 looked = Looked(
-                    softmax_scale=softmax_scale, head_dim=q.shape[-1], real={}, shadow={}, amax={}
+                    softmax_scale=softmax_scale, head_dim=q.shape[-1], real={}, shadow={}, amax={}, output={}
                 )
                 self._found[name] = looked
                 before = {operand: amax.get((name, operand)) for operand in ATTENTION_OPERANDS}
                 with torch.no_grad():
                     # Q, K and V share one scale under delayed scaling.
-                    _measure(
-                        looked,
-                        module,
-                        above,
-                        _largest([before[operand] for operand in FORWARD]),
-                        dict(zip(FORWARD, (q, k, v), strict=True)),
-                    )
+                    largest = _largest([before[operand] for operand in FORWARD])
+                    _measure(looked, module, above, largest, dict(zip(FORWARD, (q, k, v), strict=True)))
+                    _measure_output(looked, module, above, largest, q, k, v, mask)
                 if out.grad_fn is not None:
                     see = functools.partial(
                         _see_gradient,
@@ -165,20 +168,121 @@ def _measure(
                 flat, operand, sample, module.recipe, _scale(module, operand) if scale is None else scale
             )
         if above is not None and (before is not None or not isinstance(above, DelayedScaling)):
-            would = None
-            if isinstance(above, DelayedScaling):
-                fmt = attention_format(above, SLOTS[operand])
-                would = scale_from_amax(torch.tensor(before, device=x.device), fmt) * 2.0**-above.margin
-            looked.shadow[operand] = _row(flat, operand, sample, above, would)
+            looked.shadow[operand] = _row(flat, operand, sample, above, _would(above, operand, before, x))
+
+
+def _would(above: Recipe, operand: str, before: float | None, x: Tensor) -> Tensor | None:
+    """The scale that the rung above would have, if it is one of delayed scaling."""
+    if not isinstance(above, DelayedScaling):
+        return None
+    fmt = attention_format(above, SLOTS[operand])
+    return scale_from_amax(torch.tensor(before, device=x.device), fmt) * 2.0**-above.margin
 
 
 def _row(x: Tensor, operand: str, sample: Sample, recipe: Recipe, scale: Tensor | None) -> Tensor:
+    fmt, scale = _format_and_scale(operand, sample.amax, recipe, scale)
+    return tensorwise(x, sample, scale, fmt)
+
+
+def _format_and_scale(operand: str, amax: Tensor, recipe: Recipe, scale: Tensor | None) -> tuple[Float8Format, Tensor]:  # fmt: skip
     assert isinstance(recipe, DelayedScaling | CurrentScaling)
     fmt = attention_format(recipe, SLOTS[operand])
     if scale is None:
         power_2 = isinstance(recipe, CurrentScaling) and recipe.power_2_scales
-        scale = scale_from_amax(sample.amax, fmt, power_2=power_2)
-    return tensorwise(x, sample, scale, fmt)
+        scale = scale_from_amax(amax, fmt, power_2=power_2)
+    return fmt, scale
+
+
+def _measure_output(
+    looked: Looked,
+    module: FP8DotProductAttention,
+    above: Recipe | None,
+    before: float | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask,
+) -> None:
+    """What rounding probabilities and values does to the output, for what runs and for the rung above."""
+    recipes: dict[Literal["real", "shadow"], tuple[Recipe, Tensor | None]] = {}
+    if module.recipe is not None:
+        recipes["real"] = module.recipe, _scale(module, "v")
+    if above is not None and (before is not None or not isinstance(above, DelayedScaling)):
+        recipes["shadow"] = above, _would(above, "v", before, v)
+    if not recipes:
+        return
+    p, values = probabilities(q, k, v, mask, looked.softmax_scale)
+    # Known beforehand under either recipe; without a slot (Transformer Engine's), what probabilities of up to 1 make of it.
+    of_p = module.slots["s"].scale if module.slots else scale_from_amax(p.new_ones(()), E4M3)
+    for rung, (recipe, scale) in recipes.items():
+        fmt, of_v = _format_and_scale("v", looked.amax["v"], recipe, scale)
+        p8 = quantize_tensor(p, of_p, E4M3).dequantize().float()
+        v8 = quantize_tensor(values, of_v, fmt).dequantize().float()
+        looked.output[rung] = output_error(p, values, p8, v8, rounding_noise(E4M3) + rounding_noise(fmt))
+
+
+def probabilities(
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, softmax_scale: float
+) -> tuple[Tensor, Tensor]:
+    """The softmax of :data:`QUERIES` queries of :data:`HEADS` heads of the batch, and the values of those.
+
+    Args:
+        q: ``[b, heads, q, d]``, hp.
+        k: ``[b, kv_heads, k, d]``.
+        v: Likewise.
+        mask: What each query sees; one that sees nothing has zeros.
+        softmax_scale: Multiplies the logits.
+
+    Returns:
+        float32 ``[n, m, k]`` and ``[n, k, d]``.
+    """
+    b, heads, queries, _ = q.shape
+    keys, group = k.shape[2], heads // k.shape[1]
+    host = torch.device("cpu")
+    places = [divmod(i, heads) for i in spread(b * heads, HEADS, host)[0].tolist()]
+    rows = spread(queries, QUERIES, q.device)[0]
+    of_q = torch.stack([q[i, head] for i, head in places]).index_select(1, rows).float()
+    of_k, of_v = (torch.stack([x[i, head // group] for i, head in places]).float() for x in (k, v))
+    with torch.autocast(q.device.type, enabled=False):
+        logits = of_q @ of_k.mT * softmax_scale
+    for m, place in enumerate(spread(queries, QUERIES, host)[0].tolist()):
+        seen, bias = mask.block(place, place + 1, 0, keys, queries, keys, q.device)
+        if bias is not None:
+            logits[:, m] += torch.stack([_of(bias, *where) for where in places]).float()
+        if seen is not None:
+            logits[:, m] = logits[:, m].where(
+                torch.stack([_of(seen, *where) for where in places]), -torch.inf
+            )
+    most = logits.amax(-1, keepdim=True)
+    p = (logits - torch.where(most == -torch.inf, 0.0, most)).exp()
+    total = p.sum(-1, keepdim=True)
+    return p / torch.where(total == 0, 1.0, total), of_v
+
+
+def _of(part: Tensor, batch: int, head: int) -> Tensor:
+    """The keys of one query, ``[k]`` or ``[1]``, of what broadcasts to ``[b, heads, 1, k]``."""
+    part = part.reshape((1,) * (4 - part.dim()) + part.shape)
+    return part[batch if part.shape[0] > 1 else 0, head if part.shape[1] > 1 else 0, 0]
+
+
+def output_error(p: Tensor, v: Tensor, p8: Tensor, v8: Tensor, noise: float) -> Tensor:
+    """What rounding did to ``p v``, as :func:`~foundry_fp8.observe.product_noise.product_noise` reads it, float64 ``[3]``: of each query's
+    output, the error relative to it, squared, 1 at most, summed; of how many queries; what rounding alone makes of it.
+
+    Args:
+        p: ``[n, m, k]``.
+        v: ``[n, k, d]``.
+        p8: ``p``, rounded.
+        v8: ``v``, rounded.
+        noise: The relative error, squared, of rounding alone.
+    """
+    with torch.autocast(p.device.type, enabled=False):
+        o = p @ v
+        error = p8 @ v8 - o
+    size, lost = (x.double().square().sum(-1) for x in (o, error))
+    counted = size != 0  # true for NaN
+    found = torch.where(counted, (lost / size).clamp_max(1.0), 0.0)
+    return torch.stack([found.sum(), counted.double().sum(), found.new_full((), noise)])
 
 
 def logit_noise(q: Sequence[float], k: Sequence[float], softmax_scale: float, head_dim: int) -> float:

@@ -175,8 +175,14 @@ class Watch:
             real |= {(name, operand): row for operand, row in looked.real.items()}  # type: ignore[misc]
             shadow |= {(name, operand): row for operand, row in looked.shadow.items()}
             amax |= {(name, operand): value for operand, value in looked.amax.items()}
+        outputs = {
+            rung: {(name, "o"): looked.output[rung] for name, looked in attentions.items() if rung in looked.output}
+            for rung in ("real", "shadow")
+        }  # fmt: skip
         clipped = {review: review.clipped for review in self._reviews if review.state.review is review}
-        products = self._products.tensors(), self._shadow.products.tensors()
+        products = (
+            self._products.tensors() | outputs["real"], self._shadow.products.tensors() | outputs["shadow"],
+        )  # fmt: skip
         parts = _to_host([real, shadow, amax, plain, squares, clipped, *products])
         found = _Found(self.columns)
         for damage, rows in ((found.damage, parts[0]), (found.shadow, parts[1])):
@@ -290,7 +296,7 @@ def _damage_of(target: str, ladder: Ladder) -> list[tuple[str, str, str]]:
     if _linear(ladder):
         found += [(target, which, _of("product_noise", which)) for which in PRODUCTS]
     else:
-        found.append((target, "qk", "logit_noise"))
+        found += [(target, "qk", "logit_noise"), (target, "o", "product_noise")]
     return [*found, *((target, tensor, "clipped") for tensor in ladder.module.slots or {})]
 
 

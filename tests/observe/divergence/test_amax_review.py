@@ -202,9 +202,19 @@ def test_a_review_that_only_tells_sees_a_history_that_another_has_changed():
     assert run.feed(3, 4) == ["stale", ""]
 
 
-def test_where_nothing_is_remembered_nothing_is_reviewed():
-    assert Run(amax_compute_algo="most_recent").state.review is None
-    assert Run(length=1).state.review is None
+@pytest.mark.parametrize("nothing", [{"amax_compute_algo": "most_recent"}, {"length": 1}])
+@pytest.mark.parametrize("acts", [True, False])
+def test_where_nothing_is_remembered_clipped_passes_alone_are_counted(nothing, acts):
+    """By a quarter of the octaves above what the pass before allows, less a half, one at most; a pass that is not finite is none."""
+    run = Run(acts=acts, **nothing)
+    assert run.feed(4, 5, 4, 5, 1e9, 4, 1e-9, 4)[-4:] == [""] * 4
+    # 1e9 after 5, and 4 after 1e-9: each by one octave, which a pass forgets by a 32nd.
+    assert float(run.review.clipped[0, 0]) == pytest.approx(0.25 * ((31 / 32) ** 3 + 1))
+    run.review.forget()
+    run.feed(4, 8, 4, 8, math.inf, 4)
+    # 8 after 4, twice, by one octave less a half; what follows the pass that is not finite has the scale of the 8.
+    assert float(run.review.clipped[0, 0]) == pytest.approx(0.125 * ((31 / 32) ** 3 + 31 / 32))
+    assert float(run.review.clipped[0, 1]) == float(run.review.clipped[1, 0]) == 0
 
 
 def test_its_state_goes_on_where_it_was():
