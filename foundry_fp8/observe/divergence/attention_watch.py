@@ -14,6 +14,7 @@ from torch import Tensor
 from foundry_fp8.compat.autograd import inside_backward
 from foundry_fp8.layers.attention import SLOTS, FP8DotProductAttention, attention_format
 from foundry_fp8.layers.attention_mask import AttentionMask
+from foundry_fp8.layers.autocast import autocast_type
 from foundry_fp8.numerics.formats import E4M3, Float8Format
 from foundry_fp8.numerics.quantize import quantize_tensor, scale_from_amax
 from foundry_fp8.numerics.recipes import CurrentScaling, DelayedScaling, Recipe
@@ -243,7 +244,7 @@ def probabilities(
     rows = spread(queries, QUERIES, q.device)[0]
     of_q = torch.stack([q[i, head] for i, head in places]).index_select(1, rows).float()
     of_k, of_v = (torch.stack([x[i, head // group] for i, head in places]).float() for x in (k, v))
-    with torch.autocast(q.device.type, enabled=False):
+    with torch.autocast(autocast_type(q.device), enabled=False):
         logits = of_q @ of_k.mT * softmax_scale
     for m, place in enumerate(spread(queries, QUERIES, host)[0].tolist()):
         seen, bias = mask.block(place, place + 1, 0, keys, queries, keys, q.device)
@@ -276,7 +277,7 @@ def output_error(p: Tensor, v: Tensor, p8: Tensor, v8: Tensor, noise: float) -> 
         v8: ``v``, rounded.
         noise: The relative error, squared, of rounding alone.
     """
-    with torch.autocast(p.device.type, enabled=False):
+    with torch.autocast(autocast_type(p.device), enabled=False):
         o = p @ v
         error = p8 @ v8 - o
     size, lost = (x.double().square().sum(-1) for x in (o, error))
