@@ -15,8 +15,10 @@ import argparse
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from foundry_fp8.layers.attention_mask import AttentionMask
 from foundry_fp8.numerics.formats import E4M3
-from foundry_fp8.numerics.quantize import Quantized
+from foundry_fp8.numerics.quantize import Quantized, quantize_tensor
+from foundry_fp8.observe.divergence.attention_watch import output_error, probabilities
 from foundry_fp8.observe.kurtosis import kurtosis_per_sample, kurtosis_per_token, row_sums, sample_tokens
 from foundry_fp8.observe.operand_health import Products, Seen
 
@@ -78,6 +80,18 @@ def linear(name: str, k: int, n: int, products: Products | None) -> None:
             products.take(name, operand, seen, wgrad=True)
 
 
+def attention(heads: int = 32, kv_heads: int = 8, size: int = 128) -> None:
+    """The output of one attention, as the guard looks at it where FP8 attention runs."""
+    q, k, v = (
+        torch.empty(1, n, TOKENS, size, dtype=torch.bfloat16, device="meta")
+        for n in (heads, kv_heads, kv_heads)
+    )
+    p, values = probabilities(q, k, v, AttentionMask(causal=True), 1.0)
+    scale = torch.empty((), device="meta")
+    rounded = (quantize_tensor(x, scale, E4M3).dequantize().float() for x in (p, values))
+    output_error(p, values, *rounded, noise=1.0)
+
+
 def role(features: list[int]) -> None:
     """What kurtosis_monitor does with one role."""
     tokens = None
@@ -101,6 +115,7 @@ def main() -> None:
     parts = {
         "fp8_monitor": lambda: model(False),
         "divergence_guard": lambda: model(True),
+        "its attentions": lambda: [attention() for _ in range(LAYERS)],
         "kurtosis_monitor": lambda: [role(features) for _ in range(LAYERS) for features in ROLES],
     }
     print(f"one microbatch of {TOKENS} tokens, a step of {step * 1e3:.0f} ms, interval {args.interval}")
@@ -110,7 +125,7 @@ def main() -> None:
             run()
         moved = traffic.bytes
         # The cast that makes the FP8 tensor is the layer's own.
-        if name != "kurtosis_monitor":
+        if name in ("fp8_monitor", "divergence_guard"):
             moved -= LAYERS * sum(3 * (TOKENS * k + n * k + TOKENS * n) for k, n in LINEARS)
         share = moved / args.bandwidth / args.interval / step
         if name == "divergence_guard":  # which looks at one linear in turn in the batches between

@@ -156,3 +156,18 @@ def test_a_run_is_the_same_with_a_guard_that_only_warns():
     assert watched.losses == alone.losses and len(alone.losses) == 30
     assert any(event["action"] == "alarm" and event["batch"] > 20 for event in watched.events)
     assert watched.linears_in_fp8 == [1.0] * 30
+
+
+@pytest.mark.integration
+def test_attention_that_all_goes_to_one_key_is_demoted_for_its_output():
+    """Its probabilities beside that key are flushed, and of its operands nothing is."""
+    import train
+    from ninth_mechanisms import AttentionSink
+
+    sink = next(case for case in tuned.CASES if case.name == "attention_sink")
+    mechanism = AttentionSink("*.attn", lambda step: 1e8 if step >= 16 else 1.0)
+    short = dataclasses.replace(sink, steps=22, onset=16, mechanism=lambda: mechanism)
+    run = train.train(short, "guarded", {"interval": 1})
+    demoted = {event["unit"]: event["why"] for event in run.events if event["action"] == "demote"}
+    assert len(demoted) == 2 and all("attn" in unit for unit in demoted)
+    assert all(why.startswith("product_noise of o") for why in demoted.values())

@@ -45,7 +45,7 @@ DAMAGE: dict[str, Rule] = {
     "logit_noise": Rule(floor=0.25, ratio=4.0, drift=4.0, sick=1.0),
 }
 """By operand: the share of its elements that become zero (of gradients healthy runs lose some percent, and that batches differ makes more noise than FP8 does),
-and what is lost of a token in units of what rounding alone takes (:class:`~foundry_fp8.observe.operand_health.Health`). Saturation damages by what it cuts off, which is in the second. By product of a linear: its error, in the same units
+and what is lost of a token in units of what rounding alone takes (:class:`~foundry_fp8.observe.operand_health.Health`). Saturation damages by what it cuts off, which is in the second. By product of a linear, and by output of an attention: its error, in the same units
 (:func:`~foundry_fp8.observe.product_noise.product_noise`). Under delayed scaling the octaves by which passes were clipped of late, one each at most, of
 every pass (:class:`~foundry_fp8.observe.divergence.amax_review.AmaxReview`). By attention: the error of its logits
 (:func:`~foundry_fp8.observe.divergence.attention_watch.logit_noise`)."""
