@@ -17,7 +17,8 @@ other half for all of its elements, which is where they begin to be lost:
 - a pass that is kept out though another one was that the history would still remember is counted too, of gradients as well: no
   scale suits what comes and goes by so much, and it is no single bad batch.
 
-Where nothing is remembered but the pass before (a history of one pass, or ``most_recent``), clipped passes alone are counted, each by a quarter.
+Where nothing is remembered but the pass before (a history of one pass, or ``most_recent``), clipped passes alone are counted, each by a quarter, and of
+gradients those that are so by more than two octaves.
 
 Where histories are only looked at, each pass is judged against what would be left of its history, so that the same is told.
 
@@ -46,6 +47,8 @@ SLACK = 1 / 3
 """Of the limit: the octaves that a pass may lie below its history for any time, 3 of E4M3's 9 and 5 of E5M2's 16."""
 CLIP = 0.5
 """Octaves above the history that are not counted as clipped."""
+FAR = 2.0
+"""The same above a single pass where gradients are counted, too, which are often above the one before."""
 FORGETFUL = 0.25
 """What a clipped pass counts where only the one before it is remembered, which many a healthy one is above."""
 MEMORY = 32
@@ -91,6 +94,9 @@ class AmaxReview:
         state: Whose histories.
         acts: Whether histories are changed, or mismatches only told. Then a pass that would have been kept out still takes a place
             in the history that it is left out of.
+
+    Attributes:
+        remembers: Whether scales are made of more than the pass before.
     """
 
     def __init__(self, state: DelayedScalingState, *, acts: bool) -> None:
@@ -111,7 +117,7 @@ class AmaxReview:
             # Where histories stay as they are: which of their passes would not be there.
             "left_out": torch.zeros(0 if acts else len(state.amax_history) - 1, count, dtype=torch.bool),
         }
-        self._remembers = state.recipe.amax_compute_algo == "max" and state.recipe.amax_history_len > 1
+        self.remembers = state.recipe.amax_compute_algo == "max" and state.recipe.amax_history_len > 1
         self._arrived: tuple[Tensor, torch.cuda.Event] | None = None
 
     def attach(self) -> None:
@@ -132,10 +138,12 @@ class AmaxReview:
             self._tensors.values()
         )
         current, history = state.amax_history[0], state.amax_history[1:]
-        over = (torch.log2(current * state.scale / largest) - CLIP).clamp(0.0, 1.0)
-        if not self._remembers:
+        over = torch.log2(current * state.scale / largest)
+        if not self.remembers:
             finite = (current != 0) & ~torch.isinf(current)
-            torch.where(finite, clipped * (1 - 1 / MEMORY) + FORGETFUL * over, clipped, out=clipped)
+            for counted, limit in ((clipped, CLIP), (recurring, FAR)):
+                more = FORGETFUL * (over - limit).clamp(0.0, 1.0)
+                torch.where(finite, counted * (1 - 1 / MEMORY) + more, counted, out=counted)
             return
         if not self.acts:
             history = history.masked_fill(left_out, 0.0)
@@ -157,7 +165,7 @@ class AmaxReview:
         torch.where(judged, (low + below) * (below > 0), low, out=low)
         patience.mul_(1 + back.int()).clamp_(max=2**20)
         known = (history != 0).sum(0) >= min(ENOUGH, len(history))
-        over = torch.where(seen & known & ~kept_out & ~back, over, 0.0)
+        over = torch.where(seen & known & ~kept_out & ~back, (over - CLIP).clamp(0.0, 1.0), 0.0)
         since.add_(seen.int()).clamp_(max=2**30)
         apart = spike & ~torch.isinf(current)
         more = (apart & (since <= len(history))).float()
@@ -178,7 +186,9 @@ class AmaxReview:
 
     @property
     def clipped(self) -> Tensor:
-        """``[2, T]``: by how many octaves passes were clipped of late, each by one at most; how many were kept out again."""
+        """``[2, T]``: by how many octaves passes were clipped of late, each by one at most; how many were kept out again, or
+        where nothing is remembered by how many octaves they were far above.
+        """
         # They move in the update after the state.
         both = torch.stack([self._tensors["clipped"], self._tensors["recurring"]])
         return both.to(self.state.amax_history.device)

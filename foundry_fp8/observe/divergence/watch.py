@@ -214,9 +214,8 @@ class Watch:
                 if slot.state is review.state and (name, tensor, "clipped") in into:
                     octaves = clipped[slot.index] if tensor in CLIPPED else 0.0
                     into[name, tensor, "clipped"] = octaves + recurring[slot.index]
-                    if (
-                        ladder.rung and ladder.module.recipe is not None
-                    ):  # what comes and goes by so much suits no scale
+                    finer = ladder.rung and ladder.module.recipe is not None
+                    if finer and review.remembers:  # what comes and goes by so much suits no scale
                         found.damage[name, tensor, "clipped"] = recurring[slot.index]
 
     @torch.no_grad()

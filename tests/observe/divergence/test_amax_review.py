@@ -215,6 +215,9 @@ def test_where_nothing_is_remembered_clipped_passes_alone_are_counted(nothing, a
     # 8 after 4, twice, by one octave less a half; what follows the pass that is not finite has the scale of the 8.
     assert float(run.review.clipped[0, 0]) == pytest.approx(0.125 * ((31 / 32) ** 3 + 31 / 32))
     assert float(run.review.clipped[0, 1]) == float(run.review.clipped[1, 0]) == 0
+    run.feed(32, 4, 16)
+    # What all tensors are judged by, gradients too: 32 after 4 by one octave above two, 16 after 4 by none.
+    assert run.review.clipped[1].tolist() == pytest.approx([0.25 * (31 / 32) ** 2, 0])
 
 
 def test_its_state_goes_on_where_it_was():
