@@ -17,6 +17,7 @@ from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.model_structure.names import named_modules_clean
 from foundry_fp8.numerics.formats import Float8Format
 from foundry_fp8.numerics.quantize import Quantized
+from foundry_fp8.observe.loss_cost import Error, loss_cost
 from foundry_fp8.observe.operand_stats import FIELDS, Sample, quantisation, rounding_noise, sample_rows
 from foundry_fp8.observe.product_noise import Factor, Product, columns_of, judge, product, rows_of, tokens_of
 
@@ -158,6 +159,16 @@ class Seen:
         """Which rows of ``x`` are looked at."""
         return sample_rows(self.x) if self.of is None else dataclasses.replace(self.of, rows=None)
 
+    @property
+    def places(self) -> Sample:
+        """The same, of the operand."""
+        return self.sample if self.of is None else self.of
+
+    @property
+    def operand(self) -> Tensor:
+        """All of it, hp."""
+        return self.x if self.whole is None else self.whole
+
     @functools.cached_property
     def row(self) -> Tensor:
         """:func:`measure` of it."""
@@ -176,7 +187,7 @@ class Seen:
     @property
     def tokens(self) -> Factor:
         """For the product that sums over tokens."""
-        return tokens_of(self.x if self.whole is None else self.whole, self.q)
+        return tokens_of(self.operand, self.q)
 
 
 TOGETHER = 64
@@ -184,10 +195,13 @@ TOGETHER = 64
 
 
 class Products:
-    """The products of linears from their operands, in the order in which these come: x, w, dy."""
+    """The products of linears from their operands, in the order in which these come: x, w, dy; and what rounding them costs of the loss."""
 
     def __init__(self) -> None:
         self._before: dict[tuple[str, str], Factor] = {}
+        self._tokens: dict[str, Sample] = {}
+        self._errors: dict[str, Error] = {}
+        self._costs: dict[str, Tensor] = {}
         self._waiting: dict[tuple[Any, ...], dict[tuple[str, str], Product]] = {}
         self._rows: dict[tuple[str, str], Tensor] = {}
 
@@ -202,13 +216,18 @@ class Products:
         """
         if operand == "x":
             self._before[name, "y"] = seen.rows
+            self._tokens[name] = seen.places
             if wgrad:
                 self._before[name, "dw"] = seen.tokens
         elif operand == "w":
             if (x := self._before.pop((name, "y"), None)) is not None:
-                self._keep((name, "y"), product(x, seen.rows))
+                y = product(x, seen.rows)
+                self._keep((name, "y"), y)
+                self._errors[name] = Error(y.error * y.largest, self._tokens.pop(name), seen.places)
             self._before[name, "dx"] = seen.columns
         else:
+            if (error := self._errors.pop(name, None)) is not None:
+                self._costs[name] = loss_cost(error, seen.operand)
             if (w := self._before.pop((name, "dx"), None)) is not None:
                 self._keep((name, "dx"), product(seen.rows, w))
             if (x := self._before.pop((name, "dw"), None)) is not None:
@@ -231,6 +250,13 @@ class Products:
             self._judge(kind)
         rows, self._rows = self._rows, {}
         return rows
+
+    def costs(self) -> dict[str, Tensor]:
+        """What was found since the last call, by linear: :func:`~foundry_fp8.observe.loss_cost.loss_cost`."""
+        self._tokens.clear()
+        self._errors.clear()
+        costs, self._costs = self._costs, {}
+        return costs
 
 
 def wgrad_in_fp8(module: FP8Linear) -> bool:

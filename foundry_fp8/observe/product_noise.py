@@ -97,6 +97,7 @@ class Product:
         error: What rounding both adds, likewise.
         rows: How many each row stands for, float64 ``[n]``.
         columns: Each column, float64 ``[m]``.
+        largest: The largest value of each row of ``a``, float32 ``[n, 1]``.
         noise: The relative error, squared, of rounding alone.
         of_tokens: The rows are tokens, and what all of them share is no content (:func:`_content`).
     """
@@ -105,6 +106,7 @@ class Product:
     error: Tensor
     rows: Tensor
     columns: Tensor
+    largest: Tensor
     noise: float
     of_tokens: bool
 
@@ -128,7 +130,7 @@ def product(a: Factor, b: Factor, *, of_tokens: bool = True) -> Product:
     with torch.autocast(autocast_type(unit.device), enabled=False):
         y = (wide * unit) @ b.exact.float().t()
         error = (a.rounded.float() * unit) @ b.rounded.float().t() - y
-    return Product(y, error, a.weight, b.weight, a.noise + b.noise, of_tokens)
+    return Product(y, error, a.weight, b.weight, amax, a.noise + b.noise, of_tokens)
 
 
 def judge(products: Sequence[Product]) -> Tensor:

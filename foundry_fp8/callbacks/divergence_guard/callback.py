@@ -75,6 +75,8 @@ class DivergenceGuard(Monitor):
         self._loaded: dict[str, Any] | None = None
         self._losses: list[float] = []
         """Of the batches since the last observation in turn."""
+        self._backwards = 0
+        """In this batch."""
         self._compiled = False
         self._save_due = False
         self._agreed_off = False
@@ -177,6 +179,7 @@ class DivergenceGuard(Monitor):
 
     def batch_start(self, state: State, logger: Logger) -> None:
         """Attach to all that is measured if this batch is due, else to one linear."""
+        self._backwards = 0
         if self._watch is None:
             return
         if self._due(state):
@@ -186,6 +189,7 @@ class DivergenceGuard(Monitor):
 
     def after_backward(self, state: State, logger: Logger) -> None:
         """Gradients before any clipping; of several microbatches, the last one's are the sum."""
+        self._backwards += 1
         if self._due(state) and self._watch is not None:
             self._watch.read_gradients()
 
@@ -201,7 +205,8 @@ class DivergenceGuard(Monitor):
             found += decided
         elif self._pulse(state) is not None:
             self._watch.detach()
-            rows = self._gather(state, self._watch.collect(self._losses[-1]), whole=False)
+            seen_here = self._watch.collect(self._losses[-1], self._gradient_scale(state))
+            rows = self._gather(state, seen_here, whole=False)
             damage = {} if rows is None else together(rows, self._watch.columns).damage
             self.decision.pulse(state.timestamp.batch.value, damage)
         # Before any logger, which may fail on one rank alone: the ranks would run different recipes, and meet at different times.
@@ -219,7 +224,8 @@ class DivergenceGuard(Monitor):
         in_turn = self._in_turn(state.timestamp.batch.value)
         # Of one batch it is noisy, and those between are known too. A look out of turn is about this batch.
         losses = self._losses if in_turn else self._losses[-1:]
-        rows = self._gather(state, self._watch.collect(math.fsum(losses) / len(losses)), whole=True)
+        seen_here = self._watch.collect(math.fsum(losses) / len(losses), self._gradient_scale(state))
+        rows = self._gather(state, seen_here, whole=True)
         if rows is None:
             return None, []
         if in_turn:
@@ -239,6 +245,11 @@ class DivergenceGuard(Monitor):
             for review in self._reviews.values():
                 review.forget()
         return seen, decided
+
+    def _gradient_scale(self, state: State) -> float:
+        """What the trainer multiplied a microbatch's gradients with: its share of the batch, and what float16 needs."""
+        scale = state.scaler.get_scale() if state.scaler is not None and state.scaler.is_enabled() else 1.0
+        return float(scale) / max(1, self._backwards)
 
     def _tell(self, state: State, logger: Logger, found: list[GuardEvent]) -> None:
         for event in found:

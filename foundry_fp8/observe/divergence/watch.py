@@ -98,6 +98,7 @@ class Watch:
             ],
             [where for target, ladder in ladders.items() for where in _damage_of(target, ladder)],
         )
+        self._linears = sum(_linear(ladder) for ladder in ladders.values())
         self._handles: list[Any] = []
         self._moments: dict[str, Tensor] = {}
         self._squares: dict[str, Tensor] = {}
@@ -162,9 +163,13 @@ class Watch:
             if gradients:
                 self._squares[unit] = nn.utils.get_total_norm(gradients).double().square()
 
-    def collect(self, loss: float) -> list[float]:
+    def collect(self, loss: float, scale: float = 1.0) -> list[float]:
         """The numbers of this rank, in the order of :attr:`columns`; :data:`NOT_MEASURED` where there is none. One copy to the
         host.
+
+        Args:
+            loss: Of the batch.
+            scale: What the gradients of the first microbatch were multiplied with, beside those of its mean loss.
         """
         attentions = self._attention.collect()
         plain, self._moments = self._moments, {}
@@ -183,7 +188,8 @@ class Watch:
         products = (
             self._products.tensors() | outputs["real"], self._shadow.products.tensors() | outputs["shadow"],
         )  # fmt: skip
-        parts = _to_host([real, shadow, amax, plain, squares, clipped, *products])
+        costs = self._products.costs(), self._shadow.products.costs()
+        parts = _to_host([real, shadow, amax, plain, squares, clipped, *products, *costs])
         found = _Found(self.columns)
         for damage, rows in ((found.damage, parts[0]), (found.shadow, parts[1])):
             for (name, operand), row in rows.items():
@@ -204,6 +210,14 @@ class Watch:
             for (name, which), row in rows.items():
                 if any(row[:2]) or damage is found.shadow:
                     damage[name, which, _of("product_noise", which)] = product_noise(row)
+        tokens = max(
+            (count for rows in parts[8:] for _, count in rows.values()), default=0.0
+        )  # an expert sees a part
+        for damage, rows in ((found.damage, parts[8]), (found.shadow, parts[9])):
+            for name, (cost, _) in rows.items():
+                if loss and math.isfinite(loss):
+                    share = cost * tokens / scale**2 / abs(loss)
+                    damage[name, "y", "loss_cost"] = share * self._linears
         return [loss, *found.signs.values(), *found.amax.values(), *found.damage.values(), *found.shadow.values()]  # fmt: skip
 
     def _see_clipped(self, found: _Found, review: AmaxReview, counts: Sequence[float]) -> None:
@@ -294,6 +308,7 @@ def _damage_of(target: str, ladder: Ladder) -> list[tuple[str, str, str]]:
     ]
     if _linear(ladder):
         found += [(target, which, _of("product_noise", which)) for which in PRODUCTS]
+        found.append((target, "y", "loss_cost"))
     else:
         found += [(target, "qk", "logit_noise"), (target, "o", "product_noise")]
     return [*found, *((target, tensor, "clipped") for tensor in ladder.module.slots or {})]
