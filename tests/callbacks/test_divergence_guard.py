@@ -118,6 +118,65 @@ def test_what_only_a_product_shows_is_demoted_while_it_lasts_and_comes_back(trai
     assert moves(watch)[0][0] <= 13 and moves(watch)[1][0] > 18 + 2
 
 
+def test_what_no_error_of_a_layer_shows_is_demoted_for_what_it_costs_of_the_loss(train):
+    """Tokens carry a signal of all directions, which is taken off behind the GEMM: the product is rounded as well as ever."""
+    from composer.core import Callback
+
+    model, watch = build_llama(), guard(quiet_batches=3, finer=None)
+    linear, generator = model.model.layers[1].mlp.down_proj, torch.Generator().manual_seed(3)
+
+    class Grow(Callback):
+        size = 0.0
+
+        def batch_start(self, state, logger):
+            self.size = 1e3 if 10 <= state.timestamp.batch.value < 18 else 0.0
+
+        def add(self, module, args):
+            self.signal = self.size * torch.randn(args[0].shape, generator=generator)
+            return (args[0] + self.signal,)
+
+        def take_off(self, module, args, output):
+            return output - torch.nn.functional.linear(self.signal, module.weight)
+
+    grow = Grow()
+    linear.register_forward_pre_hook(grow.add)
+    linear.register_forward_hook(grow.take_off)
+    trainer = train(model, [grow, watch], algorithms=[fp8("current")], steps=28, lr=0.0)
+    assert watch.failed is None
+    assert [move[1:3] for move in moves(watch)] == [(SICK, "demote"), (SICK, "promote")]
+    assert {e["signal"] for e in watch.events if e["unit"] == SICK and e["action"] == "alarm"} == {
+        "loss_cost of y"
+    }
+    assert moves(watch)[0][0] <= 13 and moves(watch)[1][0] > 18 + 2
+    cost = series(trainer, "guard/loss_cost")
+    assert max(cost[:9]) < 1e-4 < 1e-3 < cost[10] and max(cost[13:17]) < 1e-4, (
+        "of high precision nothing is counted"
+    )
+
+
+def test_what_rounding_costs_is_the_same_whatever_the_microbatches_and_the_loss_scale(train, monkeypatch):
+    """Of a batch of equal rows, one microbatch says what the batch does; float16's scale is of no matter."""
+    import composer.core
+
+    def cost(**options):
+        data = [row for row in batches(3, rows=1) for _ in range(4)]
+        watch = guard()
+        trainer = train(
+            build_llama(), [watch], algorithms=[fp8("current")], steps=3, data=data, lr=0.0, **options
+        )
+        assert watch.failed is None
+        return series(trainer, "guard/loss_cost")
+
+    whole = cost()
+    assert min(whole) > 0 and cost(device_train_microbatch_size=1) == pytest.approx(whole, rel=0.05)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    monkeypatch.setattr(
+        composer.core.State, "scaler", property(lambda self: scaler, lambda self, value: None), raising=False
+    )
+    scaler.scale(torch.zeros(()))  # which it does with the loss
+    assert cost() == pytest.approx([value / 2**20 for value in whole])
+
+
 @pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
 def test_weights_of_zero_are_no_level_that_others_rise_from(train, recipe):
     """A block that was the identity begins to train: its rows are alike in the first steps, and cost more than rounding ever did."""
