@@ -323,12 +323,8 @@ class DivergenceGuard(Monitor):
         metrics = {
             "guard/demoted_layers": float(sum(rung > 0 for rung in self.decision.rungs.values())),
             "guard/alarms": float(sum(event["action"] == "alarm" for event in self.events)),
+            "guard/loss_cost": seen.loss_cost,
         }
-        # Each as if all linears cost as much: their mean is what they cost together; of those in high precision nothing.
-        costs = [value for (*_, name), value in seen.damage.items() if name == "loss_cost"]
-        linears = sum(isinstance(ladder.module, FP8Linear) for ladder in self.ladders.values())
-        if linears:
-            metrics["guard/loss_cost"] = math.fsum(costs) / linears
         details = {f"guard/{name}/worst" if name != "loss" else "guard/loss": v for name, v in worst.items()}
         self.log(logger, metrics, details)
 

@@ -36,6 +36,7 @@ class Observed:
         damage: ``(target, operand, signal)`` -> value, of what runs in FP8.
         shadow: The same, of what the rung above would do to a demoted target.
         amax: ``(target, operand)`` -> amax.
+        loss_cost: What rounding the outputs of all linears costs, as a share of the loss.
     """
 
     loss: float
@@ -43,6 +44,7 @@ class Observed:
     damage: Mapping[tuple[str, str, str], float]
     shadow: Mapping[tuple[str, str, str], float]
     amax: Mapping[tuple[str, str], float] = dataclasses.field(default_factory=dict)
+    loss_cost: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

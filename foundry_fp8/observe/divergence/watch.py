@@ -29,6 +29,8 @@ __all__ = ["Watch", "together"]
 OUTLIERS = ("kurtosis", "kurtosis_flat")
 NOT_MEASURED = -1.0
 PRODUCTS = ("y", "dx", "dw")
+BUDGET = 7.5e-3
+"""Share of the loss that rounding may cost before what each linear costs of it counts in full."""
 CLIPPED = ("x", "w", "qkv", "s", "o")
 """Gradients vary from batch to batch, so that delayed scaling clips some in healthy runs; of those only what is kept out of their
 history again and again is counted."""
@@ -210,14 +212,12 @@ class Watch:
             for (name, which), row in rows.items():
                 if any(row[:2]) or damage is found.shadow:
                     damage[name, which, _of("product_noise", which)] = product_noise(row)
-        tokens = max(
-            (count for rows in parts[8:] for _, count in rows.values()), default=0.0
-        )  # an expert sees a part
+        # An expert sees a part of the tokens.
+        tokens = max((count for rows in parts[8:] for _, count in rows.values()), default=0.0)
         for damage, rows in ((found.damage, parts[8]), (found.shadow, parts[9])):
             for name, (cost, _) in rows.items():
                 if loss and math.isfinite(loss):
-                    share = cost * tokens / scale**2 / abs(loss)
-                    damage[name, "y", "loss_cost"] = share * self._linears
+                    damage[name, "y", "loss_cost"] = self._linears * cost * tokens / scale**2 / abs(loss)
         return [loss, *found.signs.values(), *found.amax.values(), *found.damage.values(), *found.shadow.values()]  # fmt: skip
 
     def _see_clipped(self, found: _Found, review: AmaxReview, counts: Sequence[float]) -> None:
@@ -292,7 +292,20 @@ def together(rows: Sequence[Sequence[float]], columns: Columns) -> Observed:
                 worst[place] = value
         parts.append(worst)
         start += len(places)
-    return Observed(loss=loss, signs=signs, amax=parts[0], damage=parts[1], shadow=parts[2])
+    # Each is as if all linears cost as much; those in high precision cost nothing.
+    linears = max(1, sum(name == "loss_cost" for *_, name in columns.damage))
+    real, would = (
+        math.fsum(value for (*_, name), value in part.items() if name == "loss_cost") / linears
+        for part in parts[1:]
+    )
+    damage, shadow = _as_the_budget(parts[1], real), _as_the_budget(parts[2], real + would)
+    return Observed(loss=loss, signs=signs, amax=parts[0], damage=damage, shadow=shadow, loss_cost=real)
+
+
+def _as_the_budget(values: Mapping[Any, float], total: float) -> dict[Any, float]:
+    """Less of what a linear costs, where all together cost less than :data:`BUDGET`."""
+    part = min(1.0, total / BUDGET)
+    return {where: value * part if where[-1] == "loss_cost" else value for where, value in values.items()}
 
 
 def _of(signal: str, operand: str) -> str:
