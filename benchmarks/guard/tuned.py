@@ -11,6 +11,7 @@ import ninth_held_out
 import once_held_out
 import seventh_held_out
 import sixth_held_out
+import tenth_held_out
 import third_held_out
 from case import Case
 from mechanisms import (
@@ -181,4 +182,5 @@ CASES: list[Case] = [
     *seventh_held_out.CASES,
     *eighth_held_out.CASES,
     *ninth_held_out.CASES,
+    *tenth_held_out.CASES,
 ]  # fmt: skip
