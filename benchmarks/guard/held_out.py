@@ -1,26 +1,17 @@
-"""The eleventh half of labelled runs that the guard was not tuned on: eight that diverge.
+"""The eleventh half of labelled runs that the guard was not tuned on: eight that diverge, and eight healthy ones, by two authors.
 
-Written without sight of the guard's code, thresholds or results, by another than who mended it. Published failures of training in low precision:
-four of those that are met most, in hosts, places and recipes that no half before has them (gated units between norms, channels of queries and keys
-without QK norm, outliers that come now and then and that a short history forgets, amaxes of gradients of another rank), and four causes that none before has
-(``eleventh_mechanisms.py``): gradients scattered, a stretched basis, a scale that a block's weights share, means of each token of the vocabulary.
-Rates fall to zero, and batches are of 16 rows, so that chance alone moves a final loss by 0.17 % at most, which was measured before any guard ran.
+Written without sight of the guard's code, thresholds or results, by others than who mended it. Published failures of training in low precision: four of those
+that are met most, in hosts, places and recipes that no half before has them (gated units between norms, channels of queries and keys without QK norm, outliers that
+come now and then and that a short history forgets, amaxes of gradients of another rank), and four causes that none before has (``eleventh_mechanisms.py``): gradients
+scattered, a stretched basis, a scale that a block's weights share, means of each token of the vocabulary. Published practice that none before has
+(``eleventh_healthy.py``): heads that share keys, windows that grow, words that come later, tokens that are not learned, wrong ones that are unlearned, blocks in turn;
+and two causes of the tenth, as small as FP8 bears. Rates fall to zero, and the batches of what diverges are of 16 rows, so that chance alone moves a final loss by
+0.17 % at most, which was measured before any guard ran.
 
-Changed before any guard saw them, by labels and high precision alone: one case. Experts shared the amaxes of what they read, of which one grew 16 % a step, and
-then a block's linears those of their weights, and FP8 ended at +0.1 % and 0.0 % both times, as the amaxes that were shared were read before a batch had any;
-they are those of the batch before it now. The others are as they were first.
-
-
-@@
-The eleventh half of labelled runs that the guard was not tuned on: eight healthy ones.
-
-Written without sight of the guard's code, thresholds or results, by another than who mended it. Published practice that no half before has
-(``eleventh_healthy.py``): heads that share keys, windows that grow, words that come later, tokens that are not learned, wrong ones that are
-unlearned, blocks in turn; and two causes of the tenth, as small as FP8 bears. Rates fall to zero.
-
-Changed before any guard saw them, by labels and high precision alone: heads part to 100 times and were to 20, which FP8 bore by far; the mean
-of the tokens so far is taken twice, and was 1.5 times (0.5 % above high precision) and 3 times (0.9 %); a quarter of the tokens is learned, and was the half,
-which high precision hardly felt.
+Changed before any guard saw them, by labels and high precision alone: experts shared the amaxes of what they read, of which one grew 16 % a step, and then a block's
+linears those of their weights, and FP8 ended at +0.1 % and 0.0 %, as the amaxes that were shared were read before a batch had any; they are those of the batch
+before it now. Heads part to 100 times and were to 20, which FP8 bore by far; the mean of the tokens so far is taken twice, and was 1.5 times (0.5 % above high
+precision) and 3 times (0.9 %); a quarter of the tokens is learned, and was the half, which high precision hardly felt.
 """
 
 from __future__ import annotations
