@@ -168,6 +168,13 @@ def test_attention_that_all_goes_to_one_key_is_demoted_for_its_output():
     mechanism = AttentionSink("*.attn", lambda step: 1e8 if step >= 16 else 1.0)
     short = dataclasses.replace(sink, steps=22, onset=16, mechanism=lambda: mechanism)
     run = train.train(short, "guarded", {"interval": 1})
-    demoted = {event["unit"]: event["why"] for event in run.events if event["action"] == "demote"}
-    assert len(demoted) == 2 and all("attn" in unit for unit in demoted)
-    assert all(why.startswith("product_noise of o") for why in demoted.values())
+    first = min(event["batch"] for event in run.events if event["action"] == "demote")
+    told = {
+        event["unit"]
+        for event in run.events
+        if event["signal"] == "product_noise of o" and event["batch"] == first
+    }
+    demoted = {
+        e["unit"] for e in run.events if e["action"] == "demote" and e["why"].startswith("product_noise of o")
+    }
+    assert len(demoted) == 2 and demoted == told
