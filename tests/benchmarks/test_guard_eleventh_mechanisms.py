@@ -22,7 +22,8 @@ from seventh_mechanisms import ChannelsExchange
 
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.surgery.apply import apply_fp8
-from tests.benchmarks.test_guard_later_mechanisms import distance, loss_and_gradients
+from tests.benchmarks.test_guard_later_mechanisms import assert_harms_fp8_alone
+from tests.benchmarks.test_guard_mechanisms import distance
 
 LLAMA = {"num_hidden_layers": 1}
 MPT = {"kind": "mpt", "n_layers": 1}
@@ -38,11 +39,7 @@ E4M3 = {"name": "current", "fp8_format": "e4m3"}
     ids=["gradients", "tokens"],
 )
 def test_what_grows_harms_fp8_alone(make, grown, fields, recipe):
-    calm = loss_and_gradients(make(lambda step: 1e-9), fields)
-    assert distance(loss_and_gradients(make(lambda step: grown), fields), calm) < 1e-3
-    quantised = loss_and_gradients(make(lambda step: 1e-9), fields, recipe=recipe)
-    sick = loss_and_gradients(make(lambda step: grown), fields, recipe=recipe)
-    assert distance(sick, calm) > 3 * distance(quantised, calm)
+    assert_harms_fp8_alone(make, grown, fields, recipe, attention=False, felt=1e-3)
 
 
 def logits(mechanism, recipe, *, attention=False, steps=1, fields=LLAMA) -> torch.Tensor:

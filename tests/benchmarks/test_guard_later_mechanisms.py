@@ -36,15 +36,12 @@ from sixth_mechanisms import (
 )
 
 from foundry_fp8.surgery.apply import apply_fp8
+from tests.benchmarks.test_guard_mechanisms import distance
 
 PAIRS = [
     ("*.self_attn_layer_norm", "*.self_attn.[qkv]_proj"),
     ("*.layers.*.final_layer_norm", "*.fc1"),
 ]
-
-
-def distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a - b).norm() / b.norm())
 
 
 def loss_and_gradients(mechanism, fields, *, recipe=None, attention=False) -> torch.Tensor:
@@ -61,6 +58,32 @@ def loss_and_gradients(mechanism, fields, *, recipe=None, attention=False) -> to
     return torch.cat([logits[0].detach().flatten(), *gradients])
 
 
+def assert_harms_fp8_alone(make, grown, fields, recipe, attention, *, felt):
+    """``make(size)`` of size ``grown`` takes FP8 three times as far from high precision as FP8 is without it, which feels ``felt`` at most."""
+    calm = loss_and_gradients(make(lambda step: 1e-9), fields)
+    assert distance(loss_and_gradients(make(lambda step: grown), fields), calm) < felt
+    quantised = loss_and_gradients(make(lambda step: 1e-9), fields, recipe=recipe, attention=attention)
+    sick = loss_and_gradients(make(lambda step: grown), fields, recipe=recipe, attention=attention)
+    assert distance(sick, calm) > 3 * distance(quantised, calm)
+
+
+def trained(mechanism, recipe: str | None) -> torch.Tensor:
+    """The logits of a Llama after three steps, in each of which ``mechanism`` has a factor of its own."""
+    model = train.Model(Case(name="x", label="healthy", about="", model={"num_hidden_layers": 1})).model
+    mechanism.install(model)
+    if recipe is not None:
+        apply_fp8(model, recipe=recipe, backend="emulated")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    ids = torch.randint(0, 64, (4, 32), generator=torch.Generator().manual_seed(1))
+    for step in range(3):
+        mechanism.step(step, model)
+        optimizer.zero_grad()
+        logits = model.train()(input_ids=ids, use_cache=False).logits
+        logits.square().mean().backward()
+        optimizer.step()
+    return logits.detach()
+
+
 @pytest.mark.parametrize(
     ("make", "grown", "fields", "recipe", "attention"),
     [
@@ -74,11 +97,7 @@ def loss_and_gradients(mechanism, fields, *, recipe=None, attention=False) -> to
     ids=["rows", "residual stream", "gradients"],
 )  # fmt: skip
 def test_what_grows_harms_fp8_alone(make, grown, fields, recipe, attention):
-    calm = loss_and_gradients(make(lambda step: 1e-9), fields)
-    assert distance(loss_and_gradients(make(lambda step: grown), fields), calm) < 1e-2
-    quantised = loss_and_gradients(make(lambda step: 1e-9), fields, recipe=recipe, attention=attention)
-    sick = loss_and_gradients(make(lambda step: grown), fields, recipe=recipe, attention=attention)
-    assert distance(sick, calm) > 3 * distance(quantised, calm)
+    assert_harms_fp8_alone(make, grown, fields, recipe, attention, felt=1e-2)
 
 
 @pytest.mark.parametrize(
@@ -165,27 +184,13 @@ def test_channels_of_gradients_take_those_of_the_block_below_in_fp8_alone():
 
 @pytest.mark.parametrize("even", [False, True], ids=["apart", "even"])
 def test_channels_that_exchange_a_factor_train_as_they_did(even):
-    def trained(size, recipe: str | None) -> torch.Tensor:
-        """The logits after three steps, each with a factor of its own."""
-        model = train.Model(Case(name="x", label="healthy", about="", model={"num_hidden_layers": 1})).model
-        mechanism = ChannelsExchange("*.layers.*_proj", size, even=even)
-        mechanism.install(model)
-        if recipe is not None:
-            apply_fp8(model, recipe=recipe, backend="emulated")
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
-        ids = torch.randint(0, 64, (4, 32), generator=torch.Generator().manual_seed(1))
-        for step in range(3):
-            mechanism.step(step, model)
-            optimizer.zero_grad()
-            logits = model.train()(input_ids=ids, use_cache=False).logits
-            logits.square().mean().backward()
-            optimizer.step()
-        return logits.detach()
+    def exchange(size) -> ChannelsExchange:
+        return ChannelsExchange("*.layers.*_proj", size, even=even)
 
-    calm = trained(lambda step: 1.0, None)
-    assert distance(trained(lambda step: 1e3**step, None), calm) < 1e-3
-    quantised = distance(trained(lambda step: 1.0, "current"), calm)
-    sick = distance(trained(lambda step: 1e6**step, "current"), calm)
+    calm = trained(exchange(lambda step: 1.0), None)
+    assert distance(trained(exchange(lambda step: 1e3**step), None), calm) < 1e-3
+    quantised = distance(trained(exchange(lambda step: 1.0), "current"), calm)
+    sick = distance(trained(exchange(lambda step: 1e6**step), "current"), calm)
     assert sick < 2 * quantised if even else sick > 3 * quantised  # one factor is a scale's to take
 
 

@@ -21,8 +21,12 @@ from ninth_mechanisms import (
     ValuesExchange,
 )
 
-from foundry_fp8.surgery.apply import apply_fp8
-from tests.benchmarks.test_guard_later_mechanisms import distance, loss_and_gradients
+from tests.benchmarks.test_guard_later_mechanisms import (
+    assert_harms_fp8_alone,
+    distance,
+    loss_and_gradients,
+    trained,
+)
 
 QK_NORM = {"variant": "custom", "qk_norm": "rms", "qk_gain": "trainable", "num_hidden_layers": 1}
 
@@ -39,11 +43,7 @@ QK_NORM = {"variant": "custom", "qk_norm": "rms", "qk_gain": "trainable", "num_h
     ids=["padding", "padding in attention", "sink", "dark signals", "dead units"],
 )  # fmt: skip
 def test_what_grows_harms_fp8_alone(make, grown, fields, recipe, attention):
-    calm = loss_and_gradients(make(lambda step: 1e-9), fields)
-    assert distance(loss_and_gradients(make(lambda step: grown), fields), calm) < 1e-3
-    quantised = loss_and_gradients(make(lambda step: 1e-9), fields, recipe=recipe, attention=attention)
-    sick = loss_and_gradients(make(lambda step: grown), fields, recipe=recipe, attention=attention)
-    assert distance(sick, calm) > 3 * distance(quantised, calm)
+    assert_harms_fp8_alone(make, grown, fields, recipe, attention, felt=1e-3)
 
 
 def test_what_grows_at_padding_is_not_seen_before_it():
@@ -108,24 +108,10 @@ def test_what_grows_and_shrinks_leaves_the_function_as_it_was(make, fields, reci
 
 
 def test_rows_that_exchange_a_factor_with_gains_train_as_they_did():
-    def trained(size, recipe: str | None) -> torch.Tensor:
-        """The logits after three steps, each with a factor of its own."""
-        model = train.Model(Case(name="x", label="healthy", about="", model={"num_hidden_layers": 1})).model
-        mechanism = RowsExchange("*.layers.*_proj", size)
-        mechanism.install(model)
-        if recipe is not None:
-            apply_fp8(model, recipe=recipe, backend="emulated")
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
-        ids = torch.randint(0, 64, (4, 32), generator=torch.Generator().manual_seed(1))
-        for step in range(3):
-            mechanism.step(step, model)
-            optimizer.zero_grad()
-            logits = model.train()(input_ids=ids, use_cache=False).logits
-            logits.square().mean().backward()
-            optimizer.step()
-        return logits.detach()
+    def exchange(size) -> RowsExchange:
+        return RowsExchange("*.layers.*_proj", size)
 
-    calm = trained(lambda step: 1.0, None)
-    assert distance(trained(lambda step: 1e3**step, None), calm) < 1e-3
-    quantised = distance(trained(lambda step: 1.0, "current"), calm)
-    assert distance(trained(lambda step: 1e6**step, "current"), calm) > 3 * quantised
+    calm = trained(exchange(lambda step: 1.0), None)
+    assert distance(trained(exchange(lambda step: 1e3**step), None), calm) < 1e-3
+    quantised = distance(trained(exchange(lambda step: 1.0), "current"), calm)
+    assert distance(trained(exchange(lambda step: 1e6**step), "current"), calm) > 3 * quantised

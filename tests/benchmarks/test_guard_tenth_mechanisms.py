@@ -21,7 +21,8 @@ from tenth_mechanisms import (
 )
 
 from foundry_fp8.surgery.apply import apply_fp8
-from tests.benchmarks.test_guard_later_mechanisms import distance, loss_and_gradients
+from tests.benchmarks.test_guard_later_mechanisms import assert_harms_fp8_alone
+from tests.benchmarks.test_guard_mechanisms import distance
 
 MPT = {"kind": "mpt", "n_layers": 1}
 LLAMA = {"num_hidden_layers": 1, "num_key_value_heads": 4}
@@ -40,11 +41,7 @@ GATED = {**MPT, "ffn_config": {"ffn_type": "mptglu"}}
     ids=["units", "gradients", "weights", "basis", "means"],
 )  # fmt: skip
 def test_what_grows_harms_fp8_alone(make, grown, fields, recipe, attention):
-    calm = loss_and_gradients(make(lambda step: 1e-9), fields)
-    assert distance(loss_and_gradients(make(lambda step: grown), fields), calm) < 1e-3
-    quantised = loss_and_gradients(make(lambda step: 1e-9), fields, recipe=recipe, attention=attention)
-    sick = loss_and_gradients(make(lambda step: grown), fields, recipe=recipe, attention=attention)
-    assert distance(sick, calm) > 3 * distance(quantised, calm)
+    assert_harms_fp8_alone(make, grown, fields, recipe, attention, felt=1e-3)
 
 
 def test_heads_that_part_are_lost_to_attention():
