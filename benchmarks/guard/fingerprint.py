@@ -13,7 +13,8 @@ from case import Case
 
 DEPENDS = (
     "foundry_fp8/numerics", "foundry_fp8/layers", "foundry_fp8/backends/emulated", "foundry_fp8/models/fog",
-    "foundry_fp8/observe/divergence", "foundry_fp8/observe/operand_*.py", "foundry_fp8/observe/product_noise.py", "foundry_fp8/callbacks/divergence_guard",
+    "foundry_fp8/observe/divergence", "foundry_fp8/observe/operand_*.py", "foundry_fp8/observe/product_noise.py",
+    "foundry_fp8/observe/loss_cost.py", "foundry_fp8/observe/attention_error.py", "foundry_fp8/callbacks/divergence_guard",
     "benchmarks/guard/train.py",
 )  # fmt: skip
 """What the losses and events of every guarded run follow from, besides torch and the host models."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import eighth_held_out
+import eleventh_held_out
 import fifth_held_out
 import fourth_held_out
 import ninth_held_out
@@ -183,4 +184,5 @@ CASES: list[Case] = [
     *eighth_held_out.CASES,
     *ninth_held_out.CASES,
     *tenth_held_out.CASES,
+    *eleventh_held_out.CASES,
 ]  # fmt: skip

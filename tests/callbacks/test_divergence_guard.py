@@ -119,10 +119,12 @@ def test_what_only_a_product_shows_is_demoted_while_it_lasts_and_comes_back(trai
 
 
 def test_what_no_error_of_a_layer_shows_is_demoted_for_what_it_costs_of_the_loss(train):
-    """Tokens carry a signal of all directions, which is taken off behind the GEMM: the product is rounded as well as ever."""
+    """Tokens carry a signal of all directions, which is taken off behind the GEMM: the product is rounded as well as ever. The model is sure of
+    what it says, so that there is something to lose."""
     from composer.core import Callback
 
     model, watch = build_llama(), guard(quiet_batches=3, finer=None)
+    model.lm_head.weight.data *= 10
     linear, generator = model.model.layers[1].mlp.down_proj, torch.Generator().manual_seed(3)
 
     class Grow(Callback):
@@ -149,7 +151,7 @@ def test_what_no_error_of_a_layer_shows_is_demoted_for_what_it_costs_of_the_loss
     }
     assert moves(watch)[0][0] <= 13 and moves(watch)[1][0] > 18 + 2
     cost = series(trainer, "guard/loss_cost")
-    assert max(cost[:9]) < 1e-4 < 1e-3 < cost[10] and max(cost[13:17]) < 1e-4, (
+    assert max(cost[:9]) < 2e-4 < 1e-2 < cost[10] and max(cost[13:17]) < 2e-4, (
         "of high precision nothing is counted"
     )
 

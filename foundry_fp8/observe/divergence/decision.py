@@ -17,8 +17,9 @@ A young run, of fewer than :data:`~foundry_fp8.observe.divergence.change_point.W
 has to be so in :data:`TRIAL` due observations in a row, and clipped passes are not judged. Weights that begin as zeros have rows that are
 alike in the first steps, and activations outgrow short histories while a rate warms up.
 
-Of a linear operands tell, and products decide: what an operand loses demotes nothing while the products that it is in are well. Training
-feels those, and an operand may lose much that they do not need.
+Operands tell, and products decide: what an operand loses demotes nothing while the products that it is in are well. Training feels those, and an
+operand may lose much that they do not need. What linears cost of the loss counts only where all together cost too much of it
+(:class:`~foundry_fp8.observe.divergence.cost_watch.CostWatch`).
 
 A demoted target is promoted by one rung once what the rung above would do to its operands, its *shadow*, has been healthy for
 ``quiet_batches`` of observations in a row: well below what would demote it, each operand and number that was measured there measured
@@ -38,6 +39,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from foundry_fp8.observe.divergence.change_point import WARMUP
+from foundry_fp8.observe.divergence.cost_watch import SAFE, CostWatch
 from foundry_fp8.observe.divergence.loss_watch import HORIZON, LossWatch, Rise
 from foundry_fp8.observe.divergence.observed import MODEL, Event, Observed, Rungs
 from foundry_fp8.observe.divergence.resuming import taken
@@ -49,10 +51,12 @@ BLIND = 2
 """Relapses that a demotion without damage begins with."""
 WITHIN = 12
 """Batches within which a second sick one is no coincidence."""
-FEEDS = {"x": ("y", "dw"), "w": ("y", "dx"), "dy": ("dx", "dw")}
-"""The products of a linear that an operand is in."""
-PRODUCTS = ("product_noise", "product_noise_gradient")
+FEEDS = {"x": ("y", "dw"), "w": ("y", "dx"), "dy": ("dx", "dw"), "q": ("qk",), "k": ("qk",), "v": ("o",)}
+"""The products of a linear or of an attention that an operand is in."""
+PRODUCTS = ("product_noise", "product_noise_gradient", "logit_noise")
 """Their signals."""
+BORNE = ("flushed", "flushed_gradient", "noise", "noise_gradient", *PRODUCTS)
+"""What demotes nothing while somebody else says that it is well."""
 TRIAL = 3
 """Looks at a finer rung in which it has to help, and looks out of turn in a row."""
 
@@ -84,6 +88,7 @@ class Decision:
         self._signed: dict[str, int] = {}
         """Blocks by the observation of their last sign."""
         self._loss = LossWatch()
+        self._cost = CostWatch()
         self._count = 0
         self._unwell: dict[str, int] = {}
         """Looks in a row in which a target was not healthy on its finer rung."""
@@ -115,7 +120,9 @@ class Decision:
             due: Whether it was its turn. If not, only what is in doubt is judged.
         """
         self._count += due
-        alarms, sick = self._damage(batch, seen.damage, due)
+        gradients = {unit: value for (unit, name), value in seen.signs.items() if name == "gradient_norm"}
+        self._cost.observe(seen.loss_cost, gradients, due=due)
+        alarms, sick = self._damage(batch, self._cost.counted(seen.damage, self._cost.ahead), due)
         rise = None
         if due:
             alarms += self._signs(batch, seen.signs)
@@ -136,8 +143,10 @@ class Decision:
             moves += self._answer_the_loss(batch, set(sick), rise)
         if self._acts and due:
             moved = {move.unit for move in moves if move is not None}
-            # The shadow of what was moved just now is that of another rung.
-            moves += self._promote(batch, {w: v for w, v in seen.shadow.items() if w[0] not in moved})
+            total = (seen.loss_cost + seen.shadow_cost) / self._cost.weight
+            shadow = self._cost.counted(seen.shadow, total, SAFE)
+            # That of what was moved just now is of another rung.
+            moves += self._promote(batch, {w: v for w, v in shadow.items() if w[0] not in moved})
         found = [move for move in moves if move is not None]
         self._plan(batch, due, found)
         return alarms + found
@@ -192,21 +201,19 @@ class Decision:
         unwell: dict[str, str] = {}
         first: list[tuple[str, float, float]] = []
 
-        well = self._well_products(damage)
+        well = self._well(damage)
 
         def tell(key: str, value: float, threshold: float) -> None:
             target, operand, name, _ = key.split("/")
             what = f"{name} of {operand}"
-            borne = (
-                (target, operand) in well and not RULES[name].counted and not self._signals[key].sick(value)
-            )
+            borne = name in BORNE and (target, operand) in well and not self._signals[key].sick(value)
             if not borne:
                 sick.setdefault(target, f"{what} {value:.3g}, above {threshold:.3g}")
             if value > self._told.get(key, 0.0) * self._signals[key].rule.ratio:
                 self._told[key] = value
                 event = Event(batch=batch, unit=target, signal=what, action="alarm", value=value, threshold=threshold)  # fmt: skip
                 events.append(
-                    dataclasses.replace(event, why=f"{event.detail}; its products are well")
+                    dataclasses.replace(event, why=f"{event.detail}; {well[target, operand]}")
                     if borne
                     else event
                 )
@@ -218,7 +225,7 @@ class Decision:
             key, signal = self._of_operand(target, operand, name, self.recipe(target))
             threshold, is_sick = signal.threshold, signal.sick(value)
             met = is_sick and not signal.rule.counted and key not in self._told and self._meet(batch, key)
-            borne = (target, operand) in well and not signal.rule.counted and not is_sick
+            borne = name in BORNE and (target, operand) in well and not is_sick
             if self.rungs[target] and not signal.healthy(value) and not borne:
                 unwell.setdefault(target, f"{name} of {operand} is {value:.3g} on {self.recipe(target)} too")
             if self.young and key not in self._told:
@@ -250,20 +257,24 @@ class Decision:
         self._lasting[key] = self._lasting.get(key, 0) + 1 if is_sick else 0
         return self._lasting[key] >= TRIAL
 
-    def _well_products(self, damage: Mapping[tuple[str, str, str], float]) -> set[tuple[str, str]]:
-        """The operands of linears whose products were measured and are all healthy."""
+    def _well(self, damage: Mapping[tuple[str, str, str], float]) -> dict[tuple[str, str], str]:
+        """What may be damaged without being demoted, and why: products y of linears while all cost little of the loss, and operands
+        whose products were measured and are all healthy, or borne.
+        """
+        found: dict[tuple[str, str], str] = {}
         products: dict[tuple[str, str], bool] = {}
         for (target, which, name), value in damage.items():
             if name in PRODUCTS and math.isfinite(value):
-                products[target, which] = self._of_operand(target, which, name, self.recipe(target))[
-                    1
-                ].healthy(value)
-        found = set()
+                _, signal = self._of_operand(target, which, name, self.recipe(target))
+                cheap = self._cost.cheap and (target, which, "loss_cost") in damage and not signal.sick(value)
+                if cheap:
+                    found[target, which] = "it costs little of the loss"
+                products[target, which] = cheap or signal.healthy(value)
         for target in {target for target, _ in products}:
             for operand, fed in FEEDS.items():
                 of = [products[target, which] for which in fed if (target, which) in products]
                 if of and all(of):
-                    found.add((target, operand))
+                    found[target, operand] = "its products are well"
         return found
 
     def _signs(self, batch: int, signs: Mapping[tuple[str, str], float]) -> list[Event]:
@@ -399,6 +410,7 @@ class Decision:
             "promoted": sorted(self._promoted),
             "signed": dict(self._signed),
             "loss": self._loss.state_dict(),
+            "cost": self._cost.state_dict(),
             "count": self._count,
             "unwell": dict(self._unwell),
             "trial": dict(self._trial),
@@ -436,6 +448,7 @@ class Decision:
         self._relapses, self._promoted = dict(state["relapses"]), set(state["promoted"])
         self._signed, self._count = dict(state["signed"]), state["count"]
         differs += [f"loss/{name}" for name in self._loss.load_state_dict(state["loss"])]
+        differs += [f"cost/{name}" for name in self._cost.load_state_dict(state["cost"])]
         self._unwell, self._trial = dict(state["unwell"]), dict(state["trial"])
         self._looks, self.look_again = state["looks"], state["look_again"]
         self._met, self._lasting = dict(state["met"]), dict(state["lasting"])

@@ -37,6 +37,7 @@ class Observed:
         shadow: The same, of what the rung above would do to a demoted target.
         amax: ``(target, operand)`` -> amax.
         loss_cost: What rounding the outputs of all linears costs, as a share of the loss.
+        shadow_cost: What the rung above would add to that.
     """
 
     loss: float
@@ -45,6 +46,7 @@ class Observed:
     shadow: Mapping[tuple[str, str, str], float]
     amax: Mapping[tuple[str, str], float] = dataclasses.field(default_factory=dict)
     loss_cost: float = 0.0
+    shadow_cost: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -42,14 +42,14 @@ DAMAGE: dict[str, Rule] = {
     "product_noise": Rule(floor=1.0, ratio=4.0, drift=4.0, sick=64.0),
     "product_noise_gradient": Rule(floor=4.0, ratio=4.0, drift=4.0, sick=64.0),
     "clipped": Rule(floor=0.3, ratio=1.44, drift=1.44, sick=1.2, counted=True),
-    "logit_noise": Rule(floor=0.25, ratio=4.0, drift=4.0, sick=1.0),
+    "logit_noise": Rule(floor=0.02, ratio=4.0, drift=4.0, sick=0.3),
     "loss_cost": Rule(floor=1e-3, ratio=4.0, drift=4.0, sick=100.0),
 }
 """By operand: the share of its elements that become zero (of gradients healthy runs lose some percent, and that batches differ makes more noise than FP8 does),
 and what is lost of a token in units of what rounding alone takes (:class:`~foundry_fp8.observe.operand_health.Health`). Saturation damages by what it cuts off, which is in the second. By product of a linear, and by output of an attention: its error, in the same units
 (:func:`~foundry_fp8.observe.product_noise.product_noise`). Under delayed scaling the octaves by which passes were clipped of late, one each at most, of
 every pass (:class:`~foundry_fp8.observe.divergence.amax_review.AmaxReview`). By attention: the error of its logits
-(:func:`~foundry_fp8.observe.divergence.attention_watch.logit_noise`). By linear: what share of the loss rounding its operands would cost if every linear's cost as
+(:func:`~foundry_fp8.observe.attention_error.logit_noise`). By linear: what share of the loss rounding its operands would cost if every linear's cost as
 much (:func:`~foundry_fp8.observe.loss_cost.loss_cost`); what no layer is to be blamed for shows there, too, if anybody feels it."""
 
 SIGNS: dict[str, Rule] = {

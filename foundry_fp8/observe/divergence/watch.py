@@ -15,8 +15,9 @@ from foundry_fp8.compat.autograd import inside_backward
 from foundry_fp8.layers.attention import FP8DotProductAttention
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.model_structure.names import named_modules_clean
+from foundry_fp8.observe.attention_error import logit_noise
 from foundry_fp8.observe.divergence.amax_review import AmaxReview
-from foundry_fp8.observe.divergence.attention_watch import AttentionWatch, logit_noise
+from foundry_fp8.observe.divergence.attention_watch import AttentionWatch
 from foundry_fp8.observe.divergence.ladder import OUTSIDE, Ladder, units_of
 from foundry_fp8.observe.divergence.observed import Observed
 from foundry_fp8.observe.divergence.shadow import LinearShadow
@@ -29,8 +30,6 @@ __all__ = ["Watch", "together"]
 OUTLIERS = ("kurtosis", "kurtosis_flat")
 NOT_MEASURED = -1.0
 PRODUCTS = ("y", "dx", "dw")
-BUDGET = 7.5e-3
-"""Share of the loss that rounding may cost before what each linear costs of it counts in full."""
 CLIPPED = ("x", "w", "qkv", "s", "o")
 """Gradients vary from batch to batch, so that delayed scaling clips some in healthy runs; of those only what is kept out of their
 history again and again is counted."""
@@ -50,6 +49,11 @@ class Columns:
     def count(self) -> int:
         """How many numbers."""
         return 1 + len(self.signs) + len(self.operands) + 2 * len(self.damage)
+
+    @property
+    def linears(self) -> int:
+        """Of how many the cost is asked."""
+        return sum(name == "loss_cost" for *_, name in self.damage)
 
 
 class Watch:
@@ -100,7 +104,6 @@ class Watch:
             ],
             [where for target, ladder in ladders.items() for where in _damage_of(target, ladder)],
         )
-        self._linears = sum(_linear(ladder) for ladder in ladders.values())
         self._handles: list[Any] = []
         self._moments: dict[str, Tensor] = {}
         self._squares: dict[str, Tensor] = {}
@@ -182,13 +185,13 @@ class Watch:
             real |= {(name, operand): row for operand, row in looked.real.items()}  # type: ignore[misc]
             shadow |= {(name, operand): row for operand, row in looked.shadow.items()}
             amax |= {(name, operand): value for operand, value in looked.amax.items()}
-        outputs = {
-            rung: {(name, "o"): looked.output[rung] for name, looked in attentions.items() if rung in looked.output}
-            for rung in ("real", "shadow")
-        }  # fmt: skip
+        made: dict[str, dict[tuple[str, str], Tensor]] = {"real": {}, "shadow": {}}
+        for name, looked in attentions.items():
+            for rung, of_p in looked.logits.items():
+                made[rung] |= {(name, "qk"): of_p, (name, "o"): looked.output[rung]}
         clipped = {review: review.clipped for review in self._reviews if review.state.review is review}
         products = (
-            self._products.tensors() | outputs["real"], self._shadow.products.tensors() | outputs["shadow"],
+            self._products.tensors() | made["real"], self._shadow.products.tensors() | made["shadow"],
         )  # fmt: skip
         costs = self._products.costs(), self._shadow.products.costs()
         parts = _to_host([real, shadow, amax, plain, squares, clipped, *products, *costs])
@@ -196,11 +199,6 @@ class Watch:
         for damage, rows in ((found.damage, parts[0]), (found.shadow, parts[1])):
             for (name, operand), row in rows.items():
                 found.health(damage, self._unit_of[name], name, operand, row)
-            for name, looked in attentions.items():
-                if (name, "q") in rows and (name, "k") in rows:
-                    q, k = rows[name, "q"], rows[name, "k"]
-                    noise = logit_noise(q, k, looked.softmax_scale, looked.head_dim)
-                    damage[name, "qk", "logit_noise"] = noise
         found.amax |= {where: value for where, (value,) in parts[2].items()}
         for name, row in parts[3].items():
             found.outliers(self._unit_of[name], row)
@@ -210,14 +208,18 @@ class Watch:
             self._see_clipped(found, review, counts)
         for damage, rows in ((found.damage, parts[6]), (found.shadow, parts[7])):
             for (name, which), row in rows.items():
-                if any(row[:2]) or damage is found.shadow:
+                if which == "qk":
+                    damage[name, which, "logit_noise"] = logit_noise(row)
+                elif any(row[:2]) or damage is found.shadow:
                     damage[name, which, _of("product_noise", which)] = product_noise(row)
         # An expert sees a part of the tokens.
         tokens = max((count for rows in parts[8:] for _, count in rows.values()), default=0.0)
         for damage, rows in ((found.damage, parts[8]), (found.shadow, parts[9])):
             for name, (cost, _) in rows.items():
                 if loss and math.isfinite(loss):
-                    damage[name, "y", "loss_cost"] = self._linears * cost * tokens / scale**2 / abs(loss)
+                    damage[name, "y", "loss_cost"] = (
+                        self.columns.linears * cost * tokens / scale**2 / abs(loss)
+                    )
         return [loss, *found.signs.values(), *found.amax.values(), *found.damage.values(), *found.shadow.values()]  # fmt: skip
 
     def _see_clipped(self, found: _Found, review: AmaxReview, counts: Sequence[float]) -> None:
@@ -293,19 +295,12 @@ def together(rows: Sequence[Sequence[float]], columns: Columns) -> Observed:
         parts.append(worst)
         start += len(places)
     # Each is as if all linears cost as much; those in high precision cost nothing.
-    linears = max(1, sum(name == "loss_cost" for *_, name in columns.damage))
+    linears = max(1, columns.linears)
     real, would = (
         math.fsum(value for (*_, name), value in part.items() if name == "loss_cost") / linears
         for part in parts[1:]
     )
-    damage, shadow = _as_the_budget(parts[1], real), _as_the_budget(parts[2], real + would)
-    return Observed(loss=loss, signs=signs, amax=parts[0], damage=damage, shadow=shadow, loss_cost=real)
-
-
-def _as_the_budget(values: Mapping[Any, float], total: float) -> dict[Any, float]:
-    """Less of what a linear costs, where all together cost less than :data:`BUDGET`."""
-    part = min(1.0, total / BUDGET)
-    return {where: value * part if where[-1] == "loss_cost" else value for where, value in values.items()}
+    return Observed(loss=loss, signs=signs, amax=parts[0], damage=parts[1], shadow=parts[2], loss_cost=real, shadow_cost=would)  # fmt: skip
 
 
 def _of(signal: str, operand: str) -> str:

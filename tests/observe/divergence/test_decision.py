@@ -247,7 +247,10 @@ def test_what_is_sick_more_rarely_is_two_bad_batches():
     assert not run.events and not run.decision.look_again
 
 
-@pytest.mark.parametrize(("operand", "which"), [("x", "y"), ("x", "dw"), ("dy", "dx"), ("w", "y")])
+@pytest.mark.parametrize(
+    ("operand", "which"),
+    [("x", "y"), ("x", "dw"), ("dy", "dx"), ("w", "y"), ("q", "qk"), ("k", "qk"), ("v", "o")],
+)
 def test_what_an_operand_loses_demotes_where_its_products_lose_too(operand, which):
     """Half of the way to an alarm of their own is enough."""
 
@@ -259,8 +262,9 @@ def test_what_an_operand_loses_demotes_where_its_products_lose_too(operand, whic
             for _ in range(times):
                 run.batch += 1
                 damage = {("b1.o", operand, "noise"): lost}
-                damage |= {("b1.o", name, "product_noise"): 1.0 for name in ("y", "dx", "dw")}
-                damage["b1.o", which, "product_noise"] = product
+                damage |= {("b1.o", name, "product_noise"): 1.0 for name in ("y", "dx", "dw", "o")}
+                signal, unit = ("logit_noise", 0.02) if which == "qk" else ("product_noise", 1.0)
+                damage["b1.o", which, signal] = product * unit
                 found += run.decision.decide(
                     run.batch, Observed(loss=2.0, signs={}, damage=damage, shadow={})
                 )

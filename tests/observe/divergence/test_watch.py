@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from foundry_fp8.observe.divergence.watch import BUDGET, NOT_MEASURED, Columns, together
+from foundry_fp8.observe.divergence.watch import NOT_MEASURED, Columns, together
 
 PLACES = [(name, "y", signal) for name in ("a", "b") for signal in ("product_noise", "loss_cost")]
 COLUMNS = Columns(
@@ -42,21 +42,14 @@ def test_the_worst_of_each_the_norm_of_all_gradients_and_the_mean_loss():
     )
 
 
-@pytest.mark.parametrize("part", [0.1, 0.5, 1.0, 3.0])
-def test_what_linears_cost_counts_as_far_as_the_budget_is_spent(part):
-    """Each is sent as if both cost as much; a shadow counts with what runs."""
-    a, b = 2 * 0.75 * part * BUDGET, 2 * 0.25 * part * BUDGET
-    seen = together([rank(damage=(1.0, a, 1.0, b)), rank(damage=(1.0, 0.0, 1.0, b / 2))], COLUMNS)
-    assert seen.loss_cost == pytest.approx(part * BUDGET)
-    spent = min(1.0, part)
-    assert seen.damage == pytest.approx(
-        {PLACES[0]: 1.0, PLACES[1]: a * spent, PLACES[2]: 1.0, PLACES[3]: b * spent}
-    )
-    # b in high precision, and what it would cost again.
-    seen = together(
-        [rank(damage=(1.0, a, NOT_MEASURED, NOT_MEASURED), shadow=(NOT_MEASURED, NOT_MEASURED, 1.0, b))],
-        COLUMNS,
-    )
-    assert seen.loss_cost == pytest.approx(0.75 * part * BUDGET)
-    assert seen.damage[PLACES[1]] == pytest.approx(a * min(1.0, 0.75 * part))
-    assert seen.shadow == pytest.approx({PLACES[2]: 1.0, PLACES[3]: b * spent})
+def test_what_linears_cost_together_is_the_mean_of_what_is_sent_of_each():
+    """Each is sent as if both cost as much; one in high precision costs nothing, and what its rung above would is told beside it."""
+    seen = together([rank(damage=(1.0, 0.03, 1.0, 0.01)), rank(damage=(1.0, 0.0, 1.0, 0.005))], COLUMNS)
+    assert (seen.loss_cost, seen.shadow_cost) == (pytest.approx(0.02), 0.0)
+    damage, shadow = (1.0, 0.03, NOT_MEASURED, NOT_MEASURED), (NOT_MEASURED, NOT_MEASURED, 1.0, 0.01)
+    seen = together([rank(damage=damage, shadow=shadow)], COLUMNS)
+    assert (seen.loss_cost, seen.shadow_cost) == (pytest.approx(0.015), pytest.approx(0.005))
+    assert seen.damage == {PLACES[0]: 1.0, PLACES[1]: 0.03} and seen.shadow == {
+        PLACES[2]: 1.0,
+        PLACES[3]: 0.01,
+    }
