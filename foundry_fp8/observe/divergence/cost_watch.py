@@ -2,10 +2,11 @@
 
 What one linear costs says little: it is a share of the loss, and all that is asked is how much the loss loses altogether. So no linear is to blame for it while
 all together cost less than :data:`BUDGET`. A budget that is spent has been felt, though. What grows has to be left before, so what counts is what they will
-cost in as many observations as they are compared over, if they go on growing by as much.
+cost in :data:`AHEAD` observations, if they go on growing as in the last :data:`OVER`.
 
 The gradient is of the loss that is trained, whose tokens may weigh more than they do in the loss that is told (rewards, advantages, rare words): costs go with
-the square of that weight. Then the gradients of every block have grown, which those of a layer that rounding harms alone have not.
+the square of that weight. Then the gradients of every block have grown, which those of a layer that rounding harms alone have not. And where they seem to cost
+too much from the start on, gradients are of another unit than the loss (a sum, a scale that nobody told of), and nothing can be said.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ __all__ = ["BUDGET", "SAFE", "CostWatch"]
 BUDGET = 7.5e-3
 """Share of the loss that rounding may cost: what a run in FP8 may end above high precision, and a quarter less."""
 SAFE = BUDGET / 2
-"""Below that nobody is going to feel it, even if it is measured by half."""
-AHEAD = 2
-"""Observations in turn over which costs are compared."""
+"""What comes back to FP8 may make them cost; what costs more in a run that is well is of another unit."""
+AHEAD, OVER = 2, 4
+"""Observations in turn."""
 GROWTH = 4.0
-"""How much of it is believed, at most."""
+"""What they are believed to grow by, at most."""
 WEIGHT = 2.0
 """Gradients vary by that much in any run."""
 JUMP = math.log(8.0)
-"""Bounds what one batch moves the level of a block's gradient by."""
+"""Bounds what one batch moves a level by."""
 
 
 class CostWatch:
@@ -43,11 +44,24 @@ class CostWatch:
     """
 
     def __init__(self) -> None:
-        self._past: deque[float] = deque(maxlen=AHEAD + 1)
+        self._past: deque[float] = deque(maxlen=OVER + 1)
+        self._level = ChangePoint(Change(jump=JUMP, drift=JUMP))
+        """Of the logarithm of what all cost."""
         self._levels: dict[str, ChangePoint] = {}
-        """Of the logarithm of each block's gradient norm."""
+        """Of that of each block's gradient norm."""
+        self._before = math.inf
         self.weight = 1.0
-        self.ahead = 0.0
+        self.ahead = math.inf
+
+    @property
+    def known(self) -> bool:
+        """Whether costs are in units of the loss."""
+        return self._level.reference is not None and math.exp(self._level.reference) < SAFE
+
+    @property
+    def cheap(self) -> bool:
+        """Whether it is known that they are not going to cost :data:`BUDGET`, by one of two looks."""
+        return self.known and min(self.ahead, self._before) < BUDGET
 
     def observe(self, cost: float, gradients: Mapping[str, float], *, due: bool) -> None:
         """Take one observation.
@@ -59,10 +73,14 @@ class CostWatch:
         """
         self.weight = max(1.0, self._grown(gradients, due) / WEIGHT) ** 2
         cost /= self.weight
-        before = self._past[-AHEAD - (not due)] if len(self._past) >= AHEAD + (not due) else 0.0
-        self.ahead = cost * min(GROWTH, max(1.0, cost / before)) if before else cost
+        grown = 1.0
+        if len(self._past) >= OVER + (not due) and (past := self._past[-OVER - (not due)]) > 0:
+            grown = min(GROWTH, max(1.0, (cost / past) ** (AHEAD / OVER)))
+        self._before, self.ahead = self.ahead, cost * grown
         if due:
             self._past.append(cost)
+            if 0 < cost < math.inf:
+                self._level.observe(math.log(cost), restart=False)
 
     def _grown(self, gradients: Mapping[str, float], due: bool) -> float:
         """By how much the gradients of every block have grown over the least that they were."""
@@ -76,25 +94,26 @@ class CostWatch:
                     grown.append(norm / math.exp(level.reference))
         return min(grown, default=1.0)
 
-    @property
-    def cheap(self) -> bool:
-        """Whether they are going to cost less than :data:`SAFE`."""
-        return self.ahead < SAFE
-
     def counted(self, values: Mapping[tuple[str, str, str], float], total: float, limit: float = BUDGET) -> dict[tuple[str, str, str], float]:  # fmt: skip
-        """The same with what linears cost by weight, or with nothing for it while the total is below the limit."""
-        part = 1 / self.weight if total >= limit else 0.0
+        """The same with what linears cost by weight, or with nothing for it while the total is below the limit, or its unit is not known."""
+        part = 1 / self.weight if self.known and total >= limit else 0.0
         return {where: value * part if where[2] == "loss_cost" else value for where, value in values.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Numbers only."""
         levels = {unit: level.state_dict() for unit, level in self._levels.items()}
-        return {"past": list(self._past), "levels": levels}
+        return {
+            "past": list(self._past),
+            "ahead": self.ahead,
+            "level": self._level.state_dict(),
+            "levels": levels,
+        }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> list[str]:
         """Take back what :meth:`state_dict` gave; the names that one of both lacks, which start anew."""
         state, differs = taken(saved, self.state_dict())
-        self._past = deque(state["past"], maxlen=AHEAD + 1)
+        self._past, self.ahead = deque(state["past"], maxlen=OVER + 1), state["ahead"]
+        differs += [f"level/{name}" for name in self._level.load_state_dict(state["level"])]
         lacks: set[str] = set()
         for unit, of_level in state["levels"].items():
             self._levels[unit] = ChangePoint(Change(jump=JUMP, drift=JUMP))

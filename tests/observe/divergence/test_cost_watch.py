@@ -22,17 +22,18 @@ class Run:
         self.decision = Decision(targets, quiet=quiet)
         self.batch = 0
 
-    def feed(self, cost, gradients=(1.0, 1.0, 1.0), times=1):
-        """``cost`` of the loss; the first linear costs a hundredth of it."""
+    def feed(self, cost, gradients=(1.0, 1.0, 1.0), times=1, noise=None):
+        """``cost`` of the loss; the first linear costs a hundredth of it. ``noise`` of the product of the second."""
         found = []
         for _ in range(times):
             self.batch += 1
             costs = {"b0.q": 0.02 * cost, "b1.q": 1.98 * cost}
             rungs = self.decision.rungs
+            more = {} if noise is None or rungs["b1.q"] else {("b1.q", "y", "product_noise"): noise}
             seen = Observed(
                 loss=2.0,
                 signs={(f"layer_00{i}", "gradient_norm"): value for i, value in enumerate(gradients)},
-                damage={WHERE[name]: value for name, value in costs.items() if not rungs[name]},
+                damage={WHERE[name]: value for name, value in costs.items() if not rungs[name]} | more,
                 shadow={WHERE[name]: value for name, value in costs.items() if rungs[name]},
                 loss_cost=sum(value for name, value in costs.items() if not rungs[name]) / 2,
                 shadow_cost=sum(value for name, value in costs.items() if rungs[name]) / 2,
@@ -69,6 +70,30 @@ def test_it_comes_back_once_it_would_cost_half_of_the_budget():
     assert run.feed(0.4 * BUDGET, times=5) == [("b1.q", "promote")]
 
 
+def test_what_a_product_loses_demotes_nothing_while_it_costs_little():
+    """Nor for one look in which it seems to cost more; what is sick whatever its past does."""
+    run = Run()
+    run.feed(1e-3, times=20, noise=1.0)
+    assert run.feed(1e-3, times=20, noise=20.0) == []
+    assert run.feed(BUDGET, noise=20.0) + run.feed(1e-3, times=5, noise=20.0) == []
+    assert run.feed(1e-3, times=3, noise=100.0) == [("b1.q", "demote")]
+    run = Run()
+    run.feed(1e-3, times=20, noise=1.0)
+    assert run.feed(2 * BUDGET, times=3, noise=20.0) == [("b1.q", "demote")]
+
+
+@pytest.mark.parametrize("unit", [1.0, 1e3, 1e24])
+def test_where_gradients_are_of_another_unit_costs_say_nothing(unit):
+    """Neither that something is harmed nor that nothing is."""
+    run = Run()
+    run.feed(1e-3 * unit, times=20, noise=1.0)
+    assert run.feed(1.5e-3 * unit, times=5, noise=1.0) == []
+    assert (run.feed(1.5e-3 * unit, times=5, noise=20.0) == []) == (unit == 1)
+    run = Run()
+    run.feed(1e-3 * unit, times=20)
+    assert (run.feed(0.1 * unit, times=5) == []) == (unit > 1)
+
+
 @pytest.mark.parametrize("blocks", [3, 2])
 def test_a_loss_that_weighs_more_costs_no_more(blocks):
     """Rows that weigh ten times as much cost a hundred times as much, in the gradients of all blocks; of two of three, a layer is sick."""
@@ -91,4 +116,4 @@ def test_its_state_goes_on_where_it_was():
         watch.observe(2e-3, {"a": 9.0, "b": 20.0}, due=False)
     assert second.state_dict() == first.state_dict()
     assert (second.ahead, second.weight) == (first.ahead, first.weight) and first.weight > 1
-    assert CostWatch().load_state_dict({"past": []}) == ["levels"]
+    assert CostWatch().load_state_dict({"past": []}) == ["ahead", "level", "levels"]
