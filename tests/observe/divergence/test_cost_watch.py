@@ -75,7 +75,8 @@ def test_what_a_product_loses_demotes_nothing_while_it_costs_little():
     run = Run()
     run.feed(1e-3, times=20, noise=1.0)
     assert run.feed(1e-3, times=20, noise=20.0) == []
-    assert run.feed(BUDGET, noise=20.0) + run.feed(1e-3, times=5, noise=20.0) == []
+    for _ in range(4):
+        assert run.feed(BUDGET, noise=20.0) + run.feed(1e-3, times=4, noise=20.0) == []
     assert run.feed(1e-3, times=3, noise=100.0) == [("b1.q", "demote")]
     run = Run()
     run.feed(1e-3, times=20, noise=1.0)
@@ -105,6 +106,17 @@ def test_a_loss_that_weighs_more_costs_no_more(blocks):
         assert bool(moved) == (blocks == 2)
         if moved:
             break
+
+
+def test_what_a_linear_costs_is_by_weight_too():
+    watch = CostWatch()
+    for _ in range(20):
+        watch.observe(1e-3, {"a": 1.0}, due=True)
+    watch.observe(0.5, {"a": 10.0}, due=True)
+    values = {WHERE["b0.q"]: 0.1, ("b0.q", "y", "product_noise"): 3.0}
+    assert watch.weight == pytest.approx(25)
+    assert watch.counted(values, 0.02) == pytest.approx(values | {WHERE["b0.q"]: 0.1 / 25})
+    assert watch.counted(values, BUDGET / 2) == values | {WHERE["b0.q"]: 0.0}
 
 
 def test_its_state_goes_on_where_it_was():
