@@ -49,7 +49,7 @@ CASES = [
         mechanism=lambda: LearnedRowsAlign("*.layers.[02].mlp", grows(60, 1.09, 1.0, 3e3), (23,)),
     ),
     Case(
-        name="massive_few_tokens", label="diverges", onset=70, seed=202, steps=260, rows=16, recipe={"name": "delayed", "amax_history_len": 256, "fp8_format": "e4m3"},
+        name="massive_few_tokens_blocks", label="diverges", onset=70, seed=202, steps=260, rows=16, recipe={"name": "delayed", "amax_history_len": 256, "fp8_format": "e4m3"},
         model={"variant": "fog-opt", "num_hidden_layers": 3}, touched="*.mlp.down_proj", lr=linear(2e-3, 260),
         about="one token in 64 has a massive activation before each down projection, which grows 12 % a step (arXiv:2511.23225), FOG-opt of 3 blocks, delayed in E4M3",
         mechanism=lambda: Activations("*.mlp.down_proj", grows(70, 1.12, 2.0, 1e6), share=1 / 64, channel=101),
