@@ -1,18 +1,17 @@
-"""The twelfth half of labelled runs that the guard was not tuned on.
+"""The twelfth half that was held out, by two authors: its results were published and read on 2026-11-23, so it is of the tuned half now.
 
-Written without sight of the guard's code, thresholds or results, by another than who mends it. Published failures of training in low precision: four of those
+Written without sight of the guard's code, thresholds or results, by others than who mended it. Published failures of training in low precision: four of those
 that are met most, in hosts, places and recipes that no half before has them (massive activations on the first token where no norm is in front of linears, keys of one
 head under FP8 attention between norms, gains of norms in front of experts and routers, gradients that underflow as their scale falls by and by), and four causes
 that none before has (``twelfth_mechanisms.py``): outputs that layer norms take off, weights that grow in the null space of what they read, amaxes of one shard
-of the channels, activations scattered. Rates fall to zero, and batches are of 16 rows, so that chance alone moves a final loss by 0.14 % at most, which was measured
-before any guard ran.
+of the channels, activations scattered. Published practice that none before has (``twelfth_healthy.py``), and two causes of the eleventh, as small as FP8 bears. Rates
+fall to zero, and batches of what diverges are of 16 rows, so that chance alone moves a final loss by 0.14 % at most, which was measured before any guard ran.
 
 Changed before any guard saw them, by labels and high precision alone: where the first token is massive, gate and up rows aligned, in two blocks of OP and then in
 all three, at 9 % and 5.5 % a step, and FP8 ended at +0.4 %, +2.4 % and +2.9 %, as OP hardly needs its MLPs. The mixture had six experts of which a token sees two,
 and chance moved its loss by 0.9 %; gradients shrank in OLMo2, where FP8 ended at +60 % and chance moved the loss by 3.1 %, as it was still falling. It is FOG-flash
-now, where FP8 ends at +10 %. The other five are as they were first written.
-
-The twelfth half of labelled runs that the guard was not tuned on.
+now, where FP8 ends at +10 %. Gradients that are projected had 8 directions, and FP8 ended 5.9 % below high precision, as little was learned; the basis was stretched to 12, 20, 30
+and more before it was to 10, and means of tokens to 3, 10, 15 and 30 before they were to 25.
 """
 
 from __future__ import annotations
