@@ -5,7 +5,6 @@ import re
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -16,6 +15,7 @@ from foundry_fp8.layers.deferred_norm import refusal
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.numerics.recipes import FOR_ANY_MODEL, DelayedScaling
 from foundry_fp8.surgery.apply import apply_fp8
+from tests.one_rank import one_rank
 
 
 def model(recipe="current", **options):
@@ -48,12 +48,8 @@ def test_float64_is_refused_in_fp8_and_taken_in_high_precision():
 
 @pytest.fixture
 def mesh():
-    began = not dist.is_initialized()  # a Composer run earlier in this process leaves a group of one rank
-    if began:
-        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield init_device_mesh("cpu", (1,))
-    if began:
-        dist.destroy_process_group()
+    one_rank()
+    return init_device_mesh("cpu", (1,))
 
 
 def test_tensor_parallelism_is_refused_by_name(mesh):

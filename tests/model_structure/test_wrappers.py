@@ -1,11 +1,11 @@
 """What is a wrapper, and what only looks like one."""
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from foundry_fp8.model_structure.wrappers import without_ddp
+from tests.one_rank import one_rank
 
 
 class Classifier(nn.Module):
@@ -22,11 +22,5 @@ class Classifier(nn.Module):
 def test_a_submodule_called_module_is_the_model_s_own():
     model = Classifier()
     assert without_ddp(model) is model
-    began = not dist.is_initialized()
-    if began:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        assert without_ddp(DistributedDataParallel(model)) is model
-    finally:
-        if began:
-            dist.destroy_process_group()
+    one_rank()
+    assert without_ddp(DistributedDataParallel(model)) is model

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -13,6 +12,7 @@ from foundry_fp8.activations.compression.apply import apply_activation_compressi
 from foundry_fp8.numerics.recipes import FOR_ANY_MODEL
 from foundry_fp8.surgery.apply import apply_fp8
 from tests.kernels.interpreter import interpret
+from tests.one_rank import one_rank
 
 HOOKS_ALONE = {"format": "exact", "overrides": {"norm": "none", "activation": "none", "loss": "none"}}
 """Nothing is rounded and nothing is computed in another way, so that gradients are equal bit for bit."""
@@ -42,13 +42,8 @@ class Model(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def one_rank():
-    began = not dist.is_initialized()
-    if began:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    if began:
-        dist.destroy_process_group()
+def group():
+    one_rank()
 
 
 def make(recipe, wrap, options, **fp8):
@@ -94,7 +89,7 @@ def assert_equal(ours, theirs):
 @pytest.mark.parametrize("wgrad", ["fp8", "high_precision"])
 @pytest.mark.parametrize("wrap", ["plain", "fsdp1", "fsdp2"])
 @pytest.mark.parametrize("recipe", FOR_ANY_MODEL)
-def test_emulated_linears_keep_their_own_weight(recipe, wrap, wgrad, one_rank):
+def test_emulated_linears_keep_their_own_weight(recipe, wrap, wgrad, group):
     """FSDP1's weights are views in forward, which nothing but the backend can tell from an input."""
     plain, compressed = (gradients(make(recipe, wrap, o, wgrad=wgrad)[0]) for o in (None, HOOKS_ALONE))
     assert_equal(compressed, plain)
@@ -111,7 +106,7 @@ def test_emulated_linears_keep_their_own_weight(recipe, wrap, wgrad, one_rank):
         ("mxfp8", "fsdp2", True),
     ],
 )
-def test_native_linears_keep_their_own_weight(recipe, wrap, cache_weights, one_rank, monkeypatch):
+def test_native_linears_keep_their_own_weight(recipe, wrap, cache_weights, group, monkeypatch):
     """A cached weight is FP8 of the shape of its neighbour's, and a weight's statistics are of every weight's shape."""
     interpret(monkeypatch)
     native = {
@@ -126,13 +121,13 @@ def test_native_linears_keep_their_own_weight(recipe, wrap, cache_weights, one_r
 
 
 @pytest.mark.parametrize("wrap", ["plain", "fsdp1"])
-def test_under_autocast(wrap, one_rank):
+def test_under_autocast(wrap, group):
     plain, compressed = (gradients(make("current", wrap, o)[0], autocast=True) for o in (None, HOOKS_ALONE))
     assert_equal(compressed, plain)
 
 
 @pytest.mark.parametrize("wrap", ["plain", "fsdp1", "fsdp2"])
-def test_frozen_weights_are_not_packed(wrap, one_rank):
+def test_frozen_weights_are_not_packed(wrap, group):
     """As LoRA's: they need no gradient, so that only what they are views of says that they are weights."""
     torch.manual_seed(0)
     reports = []

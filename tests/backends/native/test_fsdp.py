@@ -10,18 +10,12 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import foundry_fp8
+from tests.one_rank import one_rank
 
 
 @pytest.fixture
-def one_rank(device):
-    if dist.is_initialized():  # by a Composer run earlier in this process, with one rank too
-        yield
-        return
-    dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
-    )
-    yield
-    dist.destroy_process_group()
+def group(device):
+    one_rank(device)
 
 
 def make(recipe, device, cache_weights=False):
@@ -84,7 +78,7 @@ def losses_without_fsdp(recipe, device):
         pytest.param("block", "fsdp2", False, marks=pytest.mark.full),
     ],
 )
-def test_trains_as_without_fsdp(recipe, wrap, cache_weights, device, one_rank):
+def test_trains_as_without_fsdp(recipe, wrap, cache_weights, device, group):
     losses = train(wrapped(make(recipe, device, cache_weights), wrap, device), device)
     assert losses == losses_without_fsdp(recipe, device)
 
@@ -107,7 +101,7 @@ def loads_other_parameters(model):
 @pytest.mark.parametrize(
     "change", [pytest.param(loads, marks=pytest.mark.full), writes_in_place, loads_other_parameters]
 )
-def test_cached_weights_notice_a_write_to_a_shard(wrap, change, device, one_rank):
+def test_cached_weights_notice_a_write_to_a_shard(wrap, change, device, group):
     """Between two microbatches, with no optimizer step that would clear the cache."""
     if change is loads_other_parameters and wrap.startswith("fsdp1"):
         pytest.skip("FSDP1 cannot take other parameters")
@@ -124,7 +118,7 @@ def test_cached_weights_notice_a_write_to_a_shard(wrap, change, device, one_rank
         assert torch.equal(uncached, cached)
 
 
-def test_fsdp1_says_that_it_caches_nothing(device, one_rank, caplog):
+def test_fsdp1_says_that_it_caches_nothing(device, group, caplog):
     model = wrapped(make("current", device, cache_weights=True), "fsdp1", device)
     for _ in range(2):
         model(torch.ones(16, 32, device=device))
