@@ -14,6 +14,7 @@ import seventh_held_out
 import sixth_held_out
 import tenth_held_out
 import third_held_out
+import thirteenth_held_out
 import twelfth_held_out
 from case import Case
 from mechanisms import (
@@ -187,4 +188,5 @@ CASES: list[Case] = [
     *tenth_held_out.CASES,
     *eleventh_held_out.CASES,
     *twelfth_held_out.CASES,
+    *thirteenth_held_out.CASES,
 ]  # fmt: skip
