@@ -37,9 +37,9 @@ __all__ = [
 AttentionRecipe = DelayedScaling | CurrentScaling
 GradScores = Literal["fp8", "bfloat16"]
 """What the gradient of the logits (dP here, dS in FlashAttention's papers) is rounded to before the products that make dQ and dK."""
-AttentionLook = Callable[[Tensor, Tensor, Tensor, AttentionMask, float, Tensor], None]
-"""Called with q [b, heads, q, d], k and v [b, kv_heads, k, d], hp, what each query sees, what multiplies the logits, and what comes out:
-[..., d] or [..., heads * d]."""
+AttentionLook = Callable[[Tensor, Tensor, Tensor, AttentionMask, float, Tensor, int], None]
+"""Called with q [b, heads, q, d], k and v [b, kv_heads, k, d], hp, what each query sees, what multiplies the logits, what comes out, and at
+which dimension of that the heads are: 1 of [b, heads, q, d], 2 of [b, q, heads, d] or [b, q, heads * d]."""
 AttentionProbe = Callable[[str, Tensor, Quantized], None]
 """Called with each tensor that is quantised: its name (``q``, ..., ``dv``), the hp tensor (or the block of it), the result."""
 
@@ -249,7 +249,7 @@ class FP8DotProductAttention(nn.Module):
         out = self.backend.attend(self, q, k, v, **options)
         self._record_backward(q, k, out)
         if self.look is not None:
-            self.look(q, k, v, mask, softmax_scale, out)
+            self.look(q, k, v, mask, softmax_scale, out, 1)
         return out
 
     def _record_forward(self, q: Tensor, k: Tensor) -> None:

@@ -22,10 +22,37 @@ from foundry_fp8.layers.attention_mask import AttentionMask
 from foundry_fp8.layers.autocast import autocast_type
 from foundry_fp8.observe.operand_stats import spread
 
-__all__ = ["AttentionPart", "logit_error", "logit_noise", "output_error", "part_of"]
+__all__ = ["AttentionPart", "Spots", "logit_error", "logit_noise", "output_error", "part_of"]
 
 HEADS, QUERIES = 16, 8
 """How many heads are looked at, each of one row of the batch, and how many queries of each."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Spots:
+    """Where an attention is looked at: :data:`QUERIES` queries of :data:`HEADS` heads, both spread evenly.
+
+    Attributes:
+        places: Which heads, each with its row of the batch.
+        queries: Which queries, ``[m]``.
+        of: Of how many queries of all heads these are some.
+    """
+
+    places: Sequence[tuple[int, int]]
+    queries: Tensor
+    of: int
+
+    @classmethod
+    def spread(cls, q: Tensor) -> Spots:
+        """Of queries ``[b, heads, q, d]``."""
+        b, heads, queries, _ = q.shape
+        golden = (math.sqrt(5) - 1) / 2
+        places = sorted({(int(i * golden % 1.0 * b), i * heads // HEADS) for i in range(HEADS)})
+        return cls(places, spread(queries, QUERIES, q.device)[0], b * heads * queries)
+
+    def take(self, x: Tensor) -> Tensor:
+        """float32 ``[n, m, d]`` of ``[b, heads, q, d]``, hp."""
+        return torch.stack([x.detach()[where] for where in self.places]).index_select(1, self.queries).float()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,8 +86,8 @@ class AttentionPart:
         return logits - torch.where(total == -torch.inf, 0.0, total)
 
 
-def part_of(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, softmax_scale: float) -> AttentionPart:
-    """:data:`QUERIES` queries of :data:`HEADS` heads, both spread evenly.
+def part_of(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, softmax_scale: float, spots: Spots) -> AttentionPart:  # fmt: skip
+    """What is looked at of an attention.
 
     Args:
         q: ``[b, heads, q, d]``, hp.
@@ -68,24 +95,23 @@ def part_of(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, softmax_scale:
         v: Likewise.
         mask: What each query sees.
         softmax_scale: Multiplies the logits.
+        spots: Where.
     """
-    q, k, v = q.detach(), k.detach(), v.detach()
-    b, heads, queries, _ = q.shape
-    keys, group = k.shape[2], heads // k.shape[1]
-    host = torch.device("cpu")
-    golden = (math.sqrt(5) - 1) / 2
-    places = sorted({(int(i * golden % 1.0 * b), i * heads // HEADS) for i in range(HEADS)})
-    rows, of_rows = spread(queries, QUERIES, q.device)[0], spread(queries, QUERIES, host)[0].tolist()
-    bias = torch.zeros(len(places), len(of_rows), keys, device=q.device)
-    for m, place in enumerate(of_rows):
+    queries, keys, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
+    rows = spread(queries, QUERIES, torch.device("cpu"))[
+        0
+    ].tolist()  # of the device's nobody knows without waiting
+    bias = torch.zeros(len(spots.places), len(rows), keys, device=q.device)
+    for m, place in enumerate(rows):
         seen, added = mask.block(place, place + 1, 0, keys, queries, keys, q.device)
         if added is not None:
-            bias[:, m] += torch.stack([_of(added, *where) for where in places]).float()
+            bias[:, m] += torch.stack([_of(added, *where) for where in spots.places]).float()
         if seen is not None:
-            bias[:, m].masked_fill_(~torch.stack([_of(seen, *where) for where in places]), -torch.inf)
-    of_k, of_v = (torch.stack([x[i, head // group] for i, head in places]).float() for x in (k, v))
-    of_q = torch.stack([q[i, head] for i, head in places]).index_select(1, rows).float()
-    return AttentionPart(of_q, of_k, of_v, bias, softmax_scale)
+            bias[:, m].masked_fill_(~torch.stack([_of(seen, *where) for where in spots.places]), -torch.inf)
+    of_k, of_v = (
+        torch.stack([x.detach()[i, head // group] for i, head in spots.places]).float() for x in (k, v)
+    )
+    return AttentionPart(spots.take(q), of_k, of_v, bias, softmax_scale)
 
 
 def _of(part: Tensor, batch: int, head: int) -> Tensor:

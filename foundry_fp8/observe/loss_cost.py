@@ -1,4 +1,4 @@
-"""What rounding the operands of a linear costs of the loss.
+"""What rounding the operands of a linear, or of an attention, costs of the loss.
 
 An error relative to what a layer multiplies does not say whether anyone feels it: what follows may take most of the product off again (a norm, a
 softmax, another branch), or pass on every bit. What follows is in the gradient. Rounding adds ``e`` to ``y = x W^T``; with ``g`` the gradient of a
@@ -7,6 +7,10 @@ training, Fisher's information ``g g^T``, of which the diagonal is taken, becaus
 mean over N tokens, whose gradient is ``dy = g / N``, it is
 
     ``N / 2 * sum over tokens and channels of (dy e)^2``
+
+Errors of one query's output are not of that kind: each is a sum of values that errors of the same probabilities weigh. There whole vectors are taken,
+
+    ``N / 2 * sum over queries and heads of (do . e)^2``
 
 Source:
     LeCun, Denker and Solla, "Optimal brain damage" (1990), equation 3; of a layer's outputs under quantisation: Li et al., "BRECQ" (arXiv
@@ -22,7 +26,7 @@ from torch import Tensor
 
 from foundry_fp8.observe.operand_stats import Sample
 
-__all__ = ["Error", "loss_cost"]
+__all__ = ["Error", "attention_cost", "loss_cost"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,3 +59,16 @@ def loss_cost(error: Error, dy: Tensor) -> Tensor:
     squares = (part.double() * error.e).square()
     total = 0.5 * (error.rows.weight @ squares @ error.columns.weight)
     return torch.stack([total, total.new_full((), len(dy))])
+
+
+def attention_cost(e: Tensor, do: Tensor, queries: int, tokens: int) -> Tensor:
+    """Likewise of what an attention puts out; float64 ``[2]``.
+
+    Args:
+        e: What rounding added to some queries of some heads, ``[n, m, d]``.
+        do: The gradient that came back for these.
+        queries: Of how many of all heads they are some.
+        tokens: Of how many the loss is the mean.
+    """
+    total = 0.5 * queries * (e.double() * do).sum(-1).square().mean()
+    return torch.stack([total, total.new_full((), tokens)])

@@ -128,7 +128,7 @@ class MPTAttention(nn.Module):
                 q, k, v = _by_heads((query, n_heads), (key, kv_n_heads), (value, kv_n_heads))
                 mask = self._mask(attn_bias, key_padding_mask, q, k, is_causal, sliding_window_size)
                 scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-                self.fp8.look(q, k, v, mask, scale, found[0])
+                self.fp8.look(q, k, v, mask, scale, found[0], 2)
             return found
         if needs_weights:
             raise RuntimeError(f"{self.fp8.fqn}: FP8 attention keeps no probabilities (output_attentions).")
@@ -237,7 +237,7 @@ def hugging_face_attention(
         if attention.look is not None:
             mask = _hugging_face_mask(module, attention_mask, query.shape[2], key.shape[2], is_causal, kwargs)
             scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-            attention.look(query, key, value, mask, scale, found[0])
+            attention.look(query, key, value, mask, scale, found[0], 2)
         return found
     if kwargs.get("softcap") is not None:
         raise RuntimeError(f"{attention.fqn}: soft capping of the logits is not part of FP8 attention.")
@@ -359,7 +359,7 @@ class _SDPAMode(TorchFunctionMode):
         look = self.attention.look
         if look is not None and query.dim() == 4 and not (is_causal and query.shape[2] != key.shape[2]):
             mask = AttentionMask(causal=is_causal, bias=attn_mask)
-            look(query, key, value, mask, query.shape[-1] ** -0.5 if scale is None else scale, found)
+            look(query, key, value, mask, query.shape[-1] ** -0.5 if scale is None else scale, found, 1)
 
     def _attend(
         self,

@@ -356,7 +356,7 @@ def test_attention_whose_logits_outgrow_fp8_is_demoted_and_comes_back(train):
 
     class Grow(Callback):
         def batch_start(self, state, logger):
-            factor = {12: 60.0, 18: 1 / 60.0}.get(state.timestamp.batch.value)
+            factor = {12: 120.0, 18: 1 / 120.0}.get(state.timestamp.batch.value)
             if factor is not None:
                 with torch.no_grad():
                     model.model.layers[1].self_attn.q_proj.weight.mul_(factor)

@@ -15,6 +15,7 @@ from foundry_fp8.observe.attention_error import (
     HEADS,
     QUERIES,
     AttentionPart,
+    Spots,
     logit_error,
     logit_noise,
     output_error,
@@ -55,7 +56,7 @@ def test_a_part_is_of_torchs_attention(rules, heads):
     mask = MASKS[rules]
     if heads != 4 and rules == "bias of heads":
         pytest.skip("of four heads")
-    part = part_of(q, k, v, mask, 0.7)
+    part = part_of(q, k, v, mask, 0.7, spots := Spots.spread(q))
     wanted = nn.functional.scaled_dot_product_attention(
         q.double(), k.double(), v.double(), mask.dense(24, 24, q.device, torch.float64), scale=0.7, enable_gqa=True
     )  # fmt: skip
@@ -71,6 +72,8 @@ def test_a_part_is_of_torchs_attention(rules, heads):
     found = torch.stack([wanted[where] for where in places])[:, rows]
     p = part.log_probabilities(part.q, part.k).exp()
     torch.testing.assert_close(p @ part.v.double(), found, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(spots.take(wanted).double(), found)
+    assert spots.of == 3 * heads * 24
 
 
 @pytest.mark.parametrize("size", [1.0, 6.0])

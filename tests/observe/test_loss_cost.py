@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.observe.divergence.shadow import LinearShadow
-from foundry_fp8.observe.loss_cost import Error, loss_cost
+from foundry_fp8.observe.loss_cost import Error, attention_cost, loss_cost
 from foundry_fp8.observe.operand_health import HealthProbe, Products
 from foundry_fp8.observe.operand_stats import sample_rows
 from foundry_fp8.surgery.apply import apply_fp8
@@ -39,6 +39,36 @@ def test_it_is_what_noise_adds_to_the_loss():
         added = torch.stack(more).mean() / 2 - loss
         whole = [0.5 * len(y) * (dy * e).square().sum() for e in noise]
         assert float(torch.stack(whole).mean()) == pytest.approx(float(added), rel=0.1)
+
+
+def test_of_attention_it_is_what_errors_of_probabilities_and_values_add():
+    """Of labels that the model draws, again. Errors of one probability are in all features of an output."""
+    generator = torch.Generator().manual_seed(2)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    p, v, head = normal(256, 4, 16, 24).softmax(-1), normal(256, 4, 24, 8), normal(32, 16) / 4
+
+    def loss_of(o):
+        return F.cross_entropy(o.transpose(1, 2).reshape(-1, 32) @ head, labels)
+
+    o = p @ v
+    labels = torch.multinomial(
+        (o.transpose(1, 2).reshape(-1, 32) @ head).softmax(-1), 1, generator=generator
+    ).flatten()
+    loss = loss_of(o.requires_grad_())
+    (do,) = torch.autograd.grad(loss, o)
+    o = o.detach()
+    added, found = [], []
+    for _ in range(32):
+        e = (0.2 * p * normal(*p.shape)) @ v + p @ (0.05 * v * normal(*v.shape))
+        added.append((loss_of(o + e) + loss_of(o - e)) / 2 - loss)
+        total, tokens = attention_cost(
+            e.flatten(0, 1).float(), do.flatten(0, 1), o[..., 0].numel(), 256 * 16
+        ).tolist()
+        found.append(total * tokens)
+    assert sum(found) == pytest.approx(float(sum(added)), rel=0.1)
 
 
 @pytest.mark.parametrize("shape", [(100, 40), (700, 300)])

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 import torch
@@ -13,33 +12,36 @@ from torch import Tensor
 from foundry_fp8.compat.autograd import inside_backward
 from foundry_fp8.layers.attention import SLOTS, FP8DotProductAttention, attention_format
 from foundry_fp8.layers.attention_mask import AttentionMask
+from foundry_fp8.layers.autocast import autocast_type
 from foundry_fp8.numerics.formats import E4M3, Float8Format
-from foundry_fp8.numerics.quantize import quantize_tensor, scale_from_amax
+from foundry_fp8.numerics.quantize import amax_of, quantize_tensor, scale_from_amax
 from foundry_fp8.numerics.recipes import CurrentScaling, DelayedScaling, Recipe
-from foundry_fp8.observe.attention_error import logit_error, output_error, part_of
+from foundry_fp8.observe.attention_error import Spots, logit_error, output_error, part_of
 from foundry_fp8.observe.divergence.shadow import tensorwise
-from foundry_fp8.observe.operand_stats import Sample, rounding_noise, sample_rows
+from foundry_fp8.observe.loss_cost import attention_cost
+from foundry_fp8.observe.operand_stats import rounding_noise, sample_rows
 
-__all__ = ["ATTENTION_OPERANDS", "AttentionWatch"]
+__all__ = ["ATTENTION_OPERANDS", "AttentionWatch", "Rung"]
 
 ATTENTION_OPERANDS = ("q", "k", "v", "do")
 FORWARD = ATTENTION_OPERANDS[:3]
 Rung = Literal["real", "shadow"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Looked:
-    """What was measured of one attention: rows as :func:`~foundry_fp8.observe.operand_health.measure` gives them."""
+    """What was measured of one attention, each of what runs and of the rung above, where there is one and a scale is known for it."""
 
-    real: dict[str, Tensor]
-    """By operand, of what runs; empty where that is high precision."""
-    shadow: dict[str, Tensor]
-    """Of the rung above, where there is one and a scale for it."""
+    operands: dict[Rung, dict[str, Tensor]]
+    """Rows as :func:`~foundry_fp8.observe.operand_health.measure` gives them, by operand; of what runs, none where that is high precision."""
     amax: dict[str, Tensor]
+    """Of each operand, whatever runs."""
     logits: dict[Rung, Tensor]
-    """:func:`~foundry_fp8.observe.attention_error.logit_error` of what runs, and of the rung above."""
+    """:func:`~foundry_fp8.observe.attention_error.logit_error`."""
     output: dict[Rung, Tensor]
-    """:func:`~foundry_fp8.observe.attention_error.output_error`, likewise."""
+    """:func:`~foundry_fp8.observe.attention_error.output_error`."""
+    costs: dict[Rung, Tensor]
+    """:func:`~foundry_fp8.observe.loss_cost.attention_cost`, once a gradient came back."""
 
 
 class AttentionWatch:
@@ -68,31 +70,23 @@ class AttentionWatch:
         for name, (module, above) in attentions.items():
 
             def look(
-                q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, softmax_scale: float, out: Tensor,
+                q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, softmax_scale: float, out: Tensor, heads_dim: int,
                 name: str = name, module: FP8DotProductAttention = module, above: Recipe | None = above,
             ) -> None:  # fmt: skip
                 training = module.training and torch.is_grad_enabled()
                 if name in self._found or inside_backward() or not training or not q.numel():
                     return
-                looked = Looked(real={}, shadow={}, amax={}, logits={}, output={})
-                self._found[name] = looked
                 before = {operand: amax.get((name, operand)) for operand in ATTENTION_OPERANDS}
-                with torch.no_grad():
-                    # Q, K and V share one scale under delayed scaling.
-                    largest = _largest([before[operand] for operand in FORWARD])
-                    _measure(looked, module, above, largest, dict(zip(FORWARD, (q, k, v), strict=True)))
-                    _measure_output(looked, module, above, largest, q, k, v, mask, softmax_scale)
+                one = _Look(module, above, before)
+                self._found[name] = one.found
+                one.see_forward(q, k, v, mask, softmax_scale, out)
                 if out.grad_fn is not None:
-                    see = functools.partial(
-                        _see_gradient,
-                        looked,
-                        module,
-                        above,
-                        before["do"],
-                        _scale(module, "do"),
-                        v.shape[-1],
-                        out.output_nr,
-                    )
+                    number = out.output_nr
+
+                    def see(gradients: tuple[Tensor | None, ...]) -> None:
+                        if (gradient := gradients[number]) is not None:
+                            one.see_gradient(gradient, heads_dim)
+
                     # After all hooks on the tensor, those to come too, as the attention's own backward would.
                     out.grad_fn.register_prehook(self._guard(see))
 
@@ -111,117 +105,106 @@ class AttentionWatch:
         return found
 
 
-def _largest(known: Sequence[float | None]) -> float | None:
-    return None if None in known else max(value for value in known if value is not None)
-
-
-def _scale(module: FP8DotProductAttention, operand: str) -> Tensor | None:
-    """Of delayed scaling, as it is now."""
-    if not isinstance(module.recipe, DelayedScaling):
-        return None
-    return module.slots[SLOTS[operand]].scale
-
-
-@torch.no_grad()
-def _see_gradient(
-    looked: Looked,
-    module: FP8DotProductAttention,
-    above: Recipe | None,
-    before: float | None,
-    scale: Tensor | None,
-    features: int,
-    number: int,
-    gradients: tuple[Tensor | None, ...],
-) -> None:
-    gradient = gradients[number]
-    if gradient is not None and "do" not in looked.amax:
-        _measure(looked, module, above, before, {"do": gradient.reshape(-1, features)}, scale)
-
-
-def _measure(
-    looked: Looked,
-    module: FP8DotProductAttention,
-    above: Recipe | None,
-    before: float | None,
-    operands: Mapping[str, Tensor],
-    scale: Tensor | None = None,
-) -> None:
-    """Operands of one slot.
+class _Look:
+    """One look at one attention: at a forward, and at what comes back for it.
 
     Args:
-        looked: Takes it.
-        module: Whose.
+        module: The attention.
         above: The recipe of the rung above, or ``None``.
-        before: The largest amax in the due batch before, or ``None``.
-        operands: hp, by name, ``[..., d]``.
-        scale: Of delayed scaling, if it is not the present one.
+        before: The amax of each operand in the due batch before, or ``None``.
     """
-    for operand, x in operands.items():
+
+    def __init__(self, module: FP8DotProductAttention, above: Recipe | None, before: Mapping[str, float | None]) -> None:  # fmt: skip
+        self._recipes: dict[Rung, Recipe] = {}
+        if module.recipe is not None:
+            self._recipes["real"] = module.recipe
+        if above is not None:
+            self._recipes["shadow"] = above
+        self._scales: dict[str, Tensor] = {}
+        if isinstance(module.recipe, DelayedScaling):  # as they are now
+            self._scales = {
+                tensor: module.slots[SLOTS[tensor]].scale for tensor in (*ATTENTION_OPERANDS, "o")
+            }
+        self._scale_of_p = module.slots["s"].scale if module.slots else None
+        of_forward = [before[operand] for operand in FORWARD]
+        largest = None if None in of_forward else max(value for value in of_forward if value is not None)
+        self._before = {**dict.fromkeys(FORWARD, largest), "do": before["do"]}  # q, k and v share one scale
+        self._errors: dict[Rung, Tensor] = {}
+        self.found = Looked({rung: {} for rung in self._recipes}, {}, {}, {}, {})
+
+    @torch.no_grad()
+    def see_forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, softmax_scale: float, out: Tensor
+    ) -> None:
+        """What is multiplied, q ``[b, heads, q, d]``, k and v ``[b, kv_heads, k, d]``, hp, and what comes out."""
+        for operand, x in zip(FORWARD, (q, k, v), strict=True):
+            self._measure(operand, x)
+        self._spots = Spots.spread(q)
+        self._heads, self._tokens = q.shape[1], q.shape[0] * q.shape[2]
+        part = part_of(q, k, v, mask, softmax_scale, self._spots)
+        log_p = part.log_probabilities(part.q, part.k)
+        p = log_p.exp().float()
+        # Known beforehand under either recipe; without a slot (Transformer Engine's), what probabilities of up to 1 make of it.
+        of_p = scale_from_amax(p.new_ones(()), E4M3) if self._scale_of_p is None else self._scale_of_p
+
+        def rounded_p(exact: Tensor) -> Tensor:
+            return quantize_tensor(exact.float(), of_p, E4M3).dequantize().float()
+
+        for rung in self._recipes:
+            rounded = {}
+            for operand, x in (("q", part.q), ("k", part.k), ("v", part.v)):
+                if (how := self._format_and_scale(rung, operand)) is not None:
+                    fmt, scale = how
+                    rounded[operand] = quantize_tensor(x, scale, fmt).dequantize().float()
+            if rounded.keys() != set(FORWARD):
+                continue
+            log_p8 = part.log_probabilities(rounded["q"], rounded["k"])
+            self.found.logits[rung] = logit_error(log_p, log_p8)
+            noise = rounding_noise(E4M3) + rounding_noise(fmt)
+            self.found.output[rung] = output_error(p, part.v, rounded_p(p), rounded["v"], noise)
+            with torch.autocast(autocast_type(q.device), enabled=False):
+                o, o8 = p @ part.v, rounded_p(log_p8.exp()) @ rounded["v"]
+            self._errors[rung] = self._put_out(rung, o8, out) - o
+
+    @torch.no_grad()
+    def see_gradient(self, do: Tensor, heads_dim: int) -> None:
+        """Of the output, hp, laid out as that is (:data:`~foundry_fp8.layers.attention.AttentionLook`); the first one."""
+        if "do" in self.found.amax:
+            return
+        by_heads = do if do.dim() == 4 else do.unflatten(-1, (self._heads, -1))
+        self._measure("do", by_heads)
+        looked = self._spots.take(by_heads.movedim(heads_dim, 1))
+        for rung, error in self._errors.items():
+            self.found.costs[rung] = attention_cost(error, looked, self._spots.of, self._tokens)
+
+    def _put_out(self, rung: Rung, o: Tensor, out: Tensor) -> Tensor:
+        """Through FP8 where the recipe's kernel writes FP8."""
+        recipe = self._recipes[rung]
+        if not isinstance(recipe, DelayedScaling):
+            return o
+        fmt = attention_format(recipe, SLOTS["o"])
+        scale = self._scales["o"] if rung == "real" else scale_from_amax(amax_of(out), fmt)
+        return quantize_tensor(o, scale, fmt).dequantize().float()
+
+    def _measure(self, operand: str, x: Tensor) -> None:
         flat = x.detach().reshape(-1, x.shape[-1])
         sample = sample_rows(flat)
-        looked.amax[operand] = sample.amax
-        if module.recipe is not None:
-            looked.real[operand] = _row(
-                flat, operand, sample, module.recipe, _scale(module, operand) if scale is None else scale
-            )
-        if above is not None and (before is not None or not isinstance(above, DelayedScaling)):
-            looked.shadow[operand] = _row(flat, operand, sample, above, _would(above, operand, before, x))
+        self.found.amax[operand] = sample.amax
+        for rung, rows in self.found.operands.items():
+            if (how := self._format_and_scale(rung, operand)) is not None:
+                fmt, scale = how
+                rows[operand] = tensorwise(flat, sample, scale, fmt)
 
-
-def _would(above: Recipe, operand: str, before: float | None, x: Tensor) -> Tensor | None:
-    """The scale that the rung above would have, if it is one of delayed scaling."""
-    if not isinstance(above, DelayedScaling):
-        return None
-    fmt = attention_format(above, SLOTS[operand])
-    return scale_from_amax(torch.tensor(before, device=x.device), fmt) * 2.0**-above.margin
-
-
-def _row(x: Tensor, operand: str, sample: Sample, recipe: Recipe, scale: Tensor | None) -> Tensor:
-    fmt, scale = _format_and_scale(operand, sample.amax, recipe, scale)
-    return tensorwise(x, sample, scale, fmt)
-
-
-def _format_and_scale(operand: str, amax: Tensor, recipe: Recipe, scale: Tensor | None) -> tuple[Float8Format, Tensor]:  # fmt: skip
-    assert isinstance(recipe, DelayedScaling | CurrentScaling)
-    fmt = attention_format(recipe, SLOTS[operand])
-    if scale is None:
-        power_2 = isinstance(recipe, CurrentScaling) and recipe.power_2_scales
-        scale = scale_from_amax(amax, fmt, power_2=power_2)
-    return fmt, scale
-
-
-def _measure_output(
-    looked: Looked,
-    module: FP8DotProductAttention,
-    above: Recipe | None,
-    before: float | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: AttentionMask,
-    softmax_scale: float,
-) -> None:
-    """What rounding does to probabilities and output, for what runs and for the rung above."""
-    recipes: dict[Rung, Recipe] = {}
-    if module.recipe is not None:
-        recipes["real"] = module.recipe
-    if above is not None and (before is not None or not isinstance(above, DelayedScaling)):
-        recipes["shadow"] = above
-    if not recipes:
-        return
-    part = part_of(q, k, v, mask, softmax_scale)
-    operands = {"q": part.q, "k": part.k, "v": part.v}
-    log_p = part.log_probabilities(part.q, part.k)
-    p = log_p.exp().float()
-    # Known beforehand under either recipe; without a slot (Transformer Engine's), what probabilities of up to 1 make of it.
-    of_p = module.slots["s"].scale if module.slots else scale_from_amax(p.new_ones(()), E4M3)
-    p8 = quantize_tensor(p, of_p, E4M3).dequantize().float()
-    for rung, recipe in recipes.items():
-        rounded = {}
-        for operand, x in operands.items():
-            known = _scale(module, operand) if rung == "real" else _would(recipe, operand, before, x)
-            fmt, scale = _format_and_scale(operand, looked.amax[operand], recipe, known)
-            rounded[operand] = quantize_tensor(x, scale, fmt).dequantize().float()
-        looked.logits[rung] = logit_error(log_p, part.log_probabilities(rounded["q"], rounded["k"]))
-        noise = rounding_noise(E4M3) + rounding_noise(fmt)
-        looked.output[rung] = output_error(p, part.v, p8, rounded["v"], noise)
+    def _format_and_scale(self, rung: Rung, operand: str) -> tuple[Float8Format, Tensor] | None:
+        """Of an operand whose amax was measured; ``None`` where delayed scaling would need a past that nobody saw."""
+        recipe = self._recipes[rung]
+        assert isinstance(recipe, DelayedScaling | CurrentScaling)
+        fmt = attention_format(recipe, SLOTS[operand])
+        amax = self.found.amax[operand]
+        if isinstance(recipe, CurrentScaling):
+            return fmt, scale_from_amax(amax, fmt, power_2=recipe.power_2_scales)
+        if rung == "real":
+            return fmt, self._scales[operand]
+        if (before := self._before[operand]) is None:
+            return None
+        return fmt, scale_from_amax(amax.new_tensor(before), fmt) * 2.0**-recipe.margin

@@ -1,6 +1,6 @@
 """Whether what rounding costs of the loss is more than a run is to bear, or soon will be.
 
-What one linear costs says little: it is a share of the loss, and all that is asked is how much the loss loses altogether. So no linear is to blame for it while
+What one linear or attention costs says little: it is a share of the loss, and all that is asked is how much the loss loses altogether. So none is to blame for it while
 all together cost less than :data:`BUDGET`. A budget that is spent has been felt, though. What grows has to be left before, so what counts is what they will
 cost in :data:`AHEAD` observations, if they go on growing as in the last :data:`OVER`.
 
@@ -36,7 +36,7 @@ JUMP = math.log(8.0)
 
 
 class CostWatch:
-    """What all linears cost, of late.
+    """What all linears and attentions cost, of late.
 
     Attributes:
         weight: By what the last costs were divided.
@@ -67,7 +67,7 @@ class CostWatch:
         """Take one observation.
 
         Args:
-            cost: Of all linears, as a share of the loss.
+            cost: Of all together, as a share of the loss.
             gradients: The gradient's norm, by block.
             due: Whether it is its turn; if not, it teaches nothing.
         """
@@ -95,7 +95,7 @@ class CostWatch:
         return min(grown, default=1.0)
 
     def counted(self, values: Mapping[tuple[str, str, str], float], total: float, limit: float = BUDGET) -> dict[tuple[str, str, str], float]:  # fmt: skip
-        """The same with what linears cost by weight, or with nothing for it while the total is below the limit, or its unit is not known."""
+        """The same with what each costs by weight, or with nothing for it while the total is below the limit, or its unit is not known."""
         part = 1 / self.weight if self.known and total >= limit else 0.0
         return {where: value * part if where[2] == "loss_cost" else value for where, value in values.items()}
 

@@ -18,7 +18,7 @@ has to be so in :data:`TRIAL` due observations in a row, and clipped passes are 
 alike in the first steps, and activations outgrow short histories while a rate warms up.
 
 Operands tell, and products decide: what an operand loses demotes nothing while the products that it is in are well. Training feels those, and an
-operand may lose much that they do not need. What linears cost of the loss counts only where all together cost too much of it
+operand may lose much that they do not need. What linears and attentions cost of the loss counts only where all together cost too much of it
 (:class:`~foundry_fp8.observe.divergence.cost_watch.CostWatch`).
 
 A demoted target is promoted by one rung once what the rung above would do to its operands, its *shadow*, has been healthy for
@@ -53,6 +53,8 @@ WITHIN = 12
 """Batches within which a second sick one is no coincidence."""
 FEEDS = {"x": ("y", "dw"), "w": ("y", "dx"), "dy": ("dx", "dw"), "q": ("qk",), "k": ("qk",), "v": ("o",)}
 """The products of a linear or of an attention that an operand is in."""
+OUTPUTS = {"y": "y", "qk": "o", "o": "o"}
+"""Where the error of a product is felt, whose cost is asked."""
 PRODUCTS = ("product_noise", "product_noise_gradient", "logit_noise")
 """Their signals."""
 BORNE = ("flushed", "flushed_gradient", "noise", "noise_gradient", *PRODUCTS)
@@ -153,7 +155,7 @@ class Decision:
 
     def pulse(self, batch: int, damage: Mapping[tuple[str, str, str], float]) -> None:
         """Take a look at few operands between two observations; one that is sick whatever its past has the next batches observed."""
-        for (target, operand, name), value in damage.items():
+        for (target, operand, name), value in self._cost.counted(damage, math.inf).items():
             key, signal = self._of_operand(target, operand, name, self.recipe(target))
             if signal.sick(value) and key not in self._told:
                 signal.observe(value)
@@ -258,7 +260,7 @@ class Decision:
         return self._lasting[key] >= TRIAL
 
     def _well(self, damage: Mapping[tuple[str, str, str], float]) -> dict[tuple[str, str], str]:
-        """What may be damaged without being demoted, and why: products y of linears while all cost little of the loss, and operands
+        """What may be damaged without being demoted, and why: what is put out while all cost little of the loss, and operands
         whose products were measured and are all healthy, or borne.
         """
         found: dict[tuple[str, str], str] = {}
@@ -266,7 +268,8 @@ class Decision:
         for (target, which, name), value in damage.items():
             if name in PRODUCTS and math.isfinite(value):
                 _, signal = self._of_operand(target, which, name, self.recipe(target))
-                cheap = self._cost.cheap and (target, which, "loss_cost") in damage and not signal.sick(value)
+                costed = (target, OUTPUTS.get(which, ""), "loss_cost") in damage
+                cheap = self._cost.cheap and costed and not signal.sick(value)
                 if cheap:
                     found[target, which] = "it costs little of the loss"
                 products[target, which] = cheap or signal.healthy(value)

@@ -36,7 +36,7 @@ class Observed:
         damage: ``(target, operand, signal)`` -> value, of what runs in FP8.
         shadow: The same, of what the rung above would do to a demoted target.
         amax: ``(target, operand)`` -> amax.
-        loss_cost: What rounding the outputs of all linears costs, as a share of the loss.
+        loss_cost: What rounding costs at all linears and attentions, as a share of the loss.
         shadow_cost: What the rung above would add to that.
     """
 

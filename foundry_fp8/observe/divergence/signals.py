@@ -49,7 +49,7 @@ DAMAGE: dict[str, Rule] = {
 and what is lost of a token in units of what rounding alone takes (:class:`~foundry_fp8.observe.operand_health.Health`). Saturation damages by what it cuts off, which is in the second. By product of a linear, and by output of an attention: its error, in the same units
 (:func:`~foundry_fp8.observe.product_noise.product_noise`). Under delayed scaling the octaves by which passes were clipped of late, one each at most, of
 every pass (:class:`~foundry_fp8.observe.divergence.amax_review.AmaxReview`). By attention: the error of its logits
-(:func:`~foundry_fp8.observe.attention_error.logit_noise`). By linear: what share of the loss rounding its operands would cost if every linear's cost as
+(:func:`~foundry_fp8.observe.attention_error.logit_noise`). By linear and by attention: what share of the loss rounding its operands would cost if that of all cost as
 much (:func:`~foundry_fp8.observe.loss_cost.loss_cost`); what no layer is to be blamed for shows there, too, if anybody feels it."""
 
 SIGNS: dict[str, Rule] = {

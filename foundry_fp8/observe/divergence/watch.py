@@ -17,7 +17,7 @@ from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.model_structure.names import named_modules_clean
 from foundry_fp8.observe.attention_error import logit_noise
 from foundry_fp8.observe.divergence.amax_review import AmaxReview
-from foundry_fp8.observe.divergence.attention_watch import AttentionWatch
+from foundry_fp8.observe.divergence.attention_watch import AttentionWatch, Rung
 from foundry_fp8.observe.divergence.ladder import OUTSIDE, Ladder, units_of
 from foundry_fp8.observe.divergence.observed import Observed
 from foundry_fp8.observe.divergence.shadow import LinearShadow
@@ -51,8 +51,8 @@ class Columns:
         return 1 + len(self.signs) + len(self.operands) + 2 * len(self.damage)
 
     @property
-    def linears(self) -> int:
-        """Of how many the cost is asked."""
+    def costed(self) -> int:
+        """Of how many linears and attentions the cost is asked."""
         return sum(name == "loss_cost" for *_, name in self.damage)
 
 
@@ -176,50 +176,46 @@ class Watch:
             loss: Of the batch.
             scale: What the gradients of the first microbatch were multiplied with, beside those of its mean loss.
         """
-        attentions = self._attention.collect()
-        plain, self._moments = self._moments, {}
-        squares, self._squares = self._squares, {}
-        real, shadow = dict(self._health.tensors()), dict(self._shadow.tensors())
+        rows: dict[Rung, dict[tuple[str, str], Tensor]] = {
+            "real": {(name, operand): row for (name, operand), row in self._health.tensors().items()},
+            "shadow": self._shadow.tensors(),
+        }
+        products = {"real": self._products.tensors(), "shadow": self._shadow.products.tensors()}
+        costs = {"real": self._products.costs(), "shadow": self._shadow.products.costs()}
         amax: dict[tuple[str, str], Tensor] = {}
-        for name, looked in attentions.items():
-            real |= {(name, operand): row for operand, row in looked.real.items()}  # type: ignore[misc]
-            shadow |= {(name, operand): row for operand, row in looked.shadow.items()}
+        for name, looked in self._attention.collect().items():
             amax |= {(name, operand): value for operand, value in looked.amax.items()}
-        made: dict[str, dict[tuple[str, str], Tensor]] = {"real": {}, "shadow": {}}
-        for name, looked in attentions.items():
+            for rung, operands in looked.operands.items():
+                rows[rung] |= {(name, operand): row for operand, row in operands.items()}
             for rung, of_p in looked.logits.items():
-                made[rung] |= {(name, "qk"): of_p, (name, "o"): looked.output[rung]}
+                products[rung] |= {(name, "qk"): of_p, (name, "o"): looked.output[rung]}
+            for rung, cost in looked.costs.items():
+                costs[rung][name] = cost
         clipped = {review: review.clipped for review in self._reviews if review.state.review is review}
-        products = (
-            self._products.tensors() | made["real"], self._shadow.products.tensors() | made["shadow"],
-        )  # fmt: skip
-        costs = self._products.costs(), self._shadow.products.costs()
-        parts = _to_host([real, shadow, amax, plain, squares, clipped, *products, *costs])
+        parts = _to_host([amax, self._moments, self._squares, clipped, *rows.values(), *products.values(), *costs.values()])  # fmt: skip
+        self._moments, self._squares = {}, {}
         found = _Found(self.columns)
-        for damage, rows in ((found.damage, parts[0]), (found.shadow, parts[1])):
-            for (name, operand), row in rows.items():
-                found.health(damage, self._unit_of[name], name, operand, row)
-        found.amax |= {where: value for where, (value,) in parts[2].items()}
-        for name, row in parts[3].items():
-            found.outliers(self._unit_of[name], row)
-        for unit, (square,) in parts[4].items():
+        found.amax |= {where: value for where, (value,) in parts[0].items()}
+        for name, moments_of in parts[1].items():
+            found.outliers(self._unit_of[name], moments_of)
+        for unit, (square,) in parts[2].items():
             found.signs[unit, "gradient_norm"] = square
-        for review, counts in parts[5].items():
+        for review, counts in parts[3].items():
             self._see_clipped(found, review, counts)
-        for damage, rows in ((found.damage, parts[6]), (found.shadow, parts[7])):
-            for (name, which), row in rows.items():
-                if which == "qk":
-                    damage[name, which, "logit_noise"] = logit_noise(row)
-                elif any(row[:2]) or damage is found.shadow:
-                    damage[name, which, _of("product_noise", which)] = product_noise(row)
         # An expert sees a part of the tokens.
-        tokens = max((count for rows in parts[8:] for _, count in rows.values()), default=0.0)
-        for damage, rows in ((found.damage, parts[8]), (found.shadow, parts[9])):
-            for name, (cost, _) in rows.items():
+        tokens = max((count for of_rung in parts[8:] for _, count in of_rung.values()), default=0.0)
+        for damage, operand_rows, made, cost_of in zip((found.damage, found.shadow), parts[4:6], parts[6:8], parts[8:], strict=True):  # fmt: skip
+            for (name, operand), values in operand_rows.items():
+                found.health(damage, self._unit_of[name], name, operand, values)
+            for (name, which), values in made.items():
+                if which == "qk":
+                    damage[name, which, "logit_noise"] = logit_noise(values)
+                elif any(values[:2]) or damage is found.shadow:
+                    damage[name, which, _of("product_noise", which)] = product_noise(values)
+            for name, (total, _) in cost_of.items():
                 if loss and math.isfinite(loss):
-                    damage[name, "y", "loss_cost"] = (
-                        self.columns.linears * cost * tokens / scale**2 / abs(loss)
-                    )
+                    share = self.columns.costed * total * tokens / scale**2 / abs(loss)
+                    damage[name, _output(self._ladders[name]), "loss_cost"] = share
         return [loss, *found.signs.values(), *found.amax.values(), *found.damage.values(), *found.shadow.values()]  # fmt: skip
 
     def _see_clipped(self, found: _Found, review: AmaxReview, counts: Sequence[float]) -> None:
@@ -294,10 +290,10 @@ def together(rows: Sequence[Sequence[float]], columns: Columns) -> Observed:
                 worst[place] = value
         parts.append(worst)
         start += len(places)
-    # Each is as if all linears cost as much; those in high precision cost nothing.
-    linears = max(1, columns.linears)
+    # Each is as if all cost as much; those in high precision cost nothing.
+    costed = max(1, columns.costed)
     real, would = (
-        math.fsum(value for (*_, name), value in part.items() if name == "loss_cost") / linears
+        math.fsum(value for (*_, name), value in part.items() if name == "loss_cost") / costed
         for part in parts[1:]
     )
     return Observed(loss=loss, signs=signs, amax=parts[0], damage=parts[1], shadow=parts[2], loss_cost=real, shadow_cost=would)  # fmt: skip
@@ -316,14 +312,19 @@ def _damage_of(target: str, ladder: Ladder) -> list[tuple[str, str, str]]:
     ]
     if _linear(ladder):
         found += [(target, which, _of("product_noise", which)) for which in PRODUCTS]
-        found.append((target, "y", "loss_cost"))
     else:
         found += [(target, "qk", "logit_noise"), (target, "o", "product_noise")]
+    found.append((target, _output(ladder), "loss_cost"))
     return [*found, *((target, tensor, "clipped") for tensor in ladder.module.slots or {})]
 
 
 def _linear(ladder: Ladder) -> bool:
     return isinstance(ladder.module, FP8Linear)
+
+
+def _output(ladder: Ladder) -> str:
+    """What it puts out."""
+    return "y" if _linear(ladder) else "o"
 
 
 def _local(gradient: Tensor) -> Tensor:
