@@ -15,10 +15,13 @@ import argparse
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from foundry_fp8.backends.emulated.attention import EmulatedAttention
+from foundry_fp8.layers.attention import FP8DotProductAttention
 from foundry_fp8.layers.attention_mask import AttentionMask
 from foundry_fp8.numerics.formats import E4M3
-from foundry_fp8.numerics.quantize import Quantized, quantize_tensor
-from foundry_fp8.observe.attention_error import logit_error, output_error, part_of
+from foundry_fp8.numerics.quantize import Quantized
+from foundry_fp8.numerics.recipes import CurrentScaling
+from foundry_fp8.observe.divergence.attention_watch import ATTENTION_OPERANDS, Look
 from foundry_fp8.observe.kurtosis import kurtosis_per_sample, kurtosis_per_token, row_sums, sample_tokens
 from foundry_fp8.observe.operand_health import Products, Seen
 
@@ -81,19 +84,15 @@ def linear(name: str, k: int, n: int, products: Products | None) -> None:
 
 
 def attention(heads: int = 32, kv_heads: int = 8, size: int = 128) -> None:
-    """Probabilities and output of one attention, as the guard looks at them where FP8 attention runs."""
-    q, k, v = (
+    """One attention, as the guard looks at it where it runs FP8: forward, and what comes back."""
+    q, k, v, out, do = (
         torch.empty(1, n, TOKENS, size, dtype=torch.bfloat16, device="meta")
-        for n in (heads, kv_heads, kv_heads)
+        for n in (heads, kv_heads, kv_heads, heads, heads)
     )
-    part, scale = part_of(q, k, v, AttentionMask(causal=True), 1.0), torch.empty((), device="meta")
-    log_p = part.log_probabilities(part.q, part.k)
-    p = log_p.exp().float()
-    of_p, of_q, of_k, of_v = (
-        quantize_tensor(x, scale, E4M3).dequantize().float() for x in (p, part.q, part.k, part.v)
-    )
-    logit_error(log_p, part.log_probabilities(of_q, of_k))
-    output_error(p, part.v, of_p, of_v, noise=1.0)
+    module = FP8DotProductAttention(fqn="attention", recipe=CurrentScaling(), backend=EmulatedAttention())
+    look = Look(module, None, dict.fromkeys(ATTENTION_OPERANDS))
+    look.see_forward(q, k, v, AttentionMask(causal=True), 1.0, out)
+    look.see_gradient(do, 1)
 
 
 def role(features: list[int]) -> None:

@@ -21,7 +21,7 @@ from foundry_fp8.observe.divergence.shadow import tensorwise
 from foundry_fp8.observe.loss_cost import attention_cost
 from foundry_fp8.observe.operand_stats import rounding_noise, sample_rows
 
-__all__ = ["ATTENTION_OPERANDS", "AttentionWatch", "Rung"]
+__all__ = ["ATTENTION_OPERANDS", "AttentionWatch", "Look", "Rung"]
 
 ATTENTION_OPERANDS = ("q", "k", "v", "do")
 FORWARD = ATTENTION_OPERANDS[:3]
@@ -77,7 +77,7 @@ class AttentionWatch:
                 if name in self._found or inside_backward() or not training or not q.numel():
                     return
                 before = {operand: amax.get((name, operand)) for operand in ATTENTION_OPERANDS}
-                one = _Look(module, above, before)
+                one = Look(module, above, before)
                 self._found[name] = one.found
                 one.see_forward(q, k, v, mask, softmax_scale, out)
                 if out.grad_fn is not None:
@@ -105,13 +105,16 @@ class AttentionWatch:
         return found
 
 
-class _Look:
+class Look:
     """One look at one attention: at a forward, and at what comes back for it.
 
     Args:
         module: The attention.
         above: The recipe of the rung above, or ``None``.
         before: The amax of each operand in the due batch before, or ``None``.
+
+    Attributes:
+        found: What was measured so far.
     """
 
     def __init__(self, module: FP8DotProductAttention, above: Recipe | None, before: Mapping[str, float | None]) -> None:  # fmt: skip

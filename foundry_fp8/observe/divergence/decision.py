@@ -57,7 +57,9 @@ OUTPUTS = {"y": "y", "qk": "o", "o": "o"}
 """Where the error of a product is felt, whose cost is asked."""
 PRODUCTS = ("product_noise", "product_noise_gradient", "logit_noise")
 """Their signals."""
-BORNE = ("flushed", "flushed_gradient", "noise", "noise_gradient", *PRODUCTS)
+LOST = ("flushed", "flushed_gradient", "noise", "noise_gradient")
+"""Those of operands."""
+BORNE = (*LOST, *PRODUCTS)
 """What demotes nothing while somebody else says that it is well."""
 TRIAL = 3
 """Looks at a finer rung in which it has to help, and looks out of turn in a row."""
@@ -260,16 +262,24 @@ class Decision:
         return self._lasting[key] >= TRIAL
 
     def _well(self, damage: Mapping[tuple[str, str, str], float]) -> dict[tuple[str, str], str]:
-        """What may be damaged without being demoted, and why: what is put out while all cost little of the loss, and operands
-        whose products were measured and are all healthy, or borne.
+        """What may be damaged without being demoted, and why: what is put out while all cost little of the loss (of attentions, while
+        operands are well, too), and operands whose products were measured and are all healthy, or borne.
         """
         found: dict[tuple[str, str], str] = {}
         products: dict[tuple[str, str], bool] = {}
+        unwell = {
+            (target, operand)
+            for (target, operand, name), value in damage.items()
+            if name in LOST
+            and not self._of_operand(target, operand, name, self.recipe(target))[1].healthy(value)
+        }
         for (target, which, name), value in damage.items():
             if name in PRODUCTS and math.isfinite(value):
                 _, signal = self._of_operand(target, which, name, self.recipe(target))
                 costed = (target, OUTPUTS.get(which, ""), "loss_cost") in damage
-                cheap = self._cost.cheap and costed and not signal.sick(value)
+                # What an attention multiplies goes into its backward, too, whose products nobody looks at.
+                seen = which == "y" or not any((target, operand) in unwell for operand in "qkv")
+                cheap = self._cost.cheap and costed and seen and not signal.sick(value)
                 if cheap:
                     found[target, which] = "it costs little of the loss"
                 products[target, which] = cheap or signal.healthy(value)

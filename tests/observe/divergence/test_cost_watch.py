@@ -15,9 +15,12 @@ WHERE = {name: (name, "y", "loss_cost") for name in ("b0.q", "b1.q")}
 
 
 class Run:
-    """Of two linears, of which the second costs what a test says, and gradients of three blocks."""
+    """Of two linears, of which the second costs what a test says, and gradients of three blocks. The second may be an attention."""
 
-    def __init__(self, quiet=5):
+    def __init__(self, quiet=5, output="y", product=("y", "product_noise")):
+        self.where = WHERE | {"b1.q": ("b1.q", output, "loss_cost")}
+        self.product = ("b1.q", *product)
+        self.more = {}
         targets = {name: Rungs(unit=f"layer_00{name[1]}", recipes=RECIPES) for name in WHERE}
         self.decision = Decision(targets, quiet=quiet)
         self.batch = 0
@@ -29,12 +32,12 @@ class Run:
             self.batch += 1
             costs = {"b0.q": 0.02 * cost, "b1.q": 1.98 * cost}
             rungs = self.decision.rungs
-            more = {} if noise is None or rungs["b1.q"] else {("b1.q", "y", "product_noise"): noise}
+            more = {} if noise is None or rungs["b1.q"] else {self.product: noise} | self.more
             seen = Observed(
                 loss=2.0,
                 signs={(f"layer_00{i}", "gradient_norm"): value for i, value in enumerate(gradients)},
-                damage={WHERE[name]: value for name, value in costs.items() if not rungs[name]} | more,
-                shadow={WHERE[name]: value for name, value in costs.items() if rungs[name]},
+                damage={self.where[name]: value for name, value in costs.items() if not rungs[name]} | more,
+                shadow={self.where[name]: value for name, value in costs.items() if rungs[name]},
                 loss_cost=sum(value for name, value in costs.items() if not rungs[name]) / 2,
                 shadow_cost=sum(value for name, value in costs.items() if rungs[name]) / 2,
             )
@@ -70,17 +73,49 @@ def test_it_comes_back_once_it_would_cost_half_of_the_budget():
     assert run.feed(0.4 * BUDGET, times=5) == [("b1.q", "promote")]
 
 
-def test_what_a_product_loses_demotes_nothing_while_it_costs_little():
+PRODUCTS = {
+    "y": ("y", ("y", "product_noise"), 1.0),
+    "output of attention": ("o", ("o", "product_noise"), 1.0),
+    "logits": ("o", ("qk", "logit_noise"), 0.02),
+}
+
+
+@pytest.mark.parametrize(("output", "product", "level"), PRODUCTS.values(), ids=PRODUCTS)
+def test_what_a_product_loses_demotes_nothing_while_it_costs_little(output, product, level):
     """Nor for one look in which it seems to cost more; what is sick whatever its past does."""
-    run = Run()
-    run.feed(1e-3, times=20, noise=1.0)
-    assert run.feed(1e-3, times=20, noise=20.0) == []
+    run = Run(output=output, product=product)
+    run.feed(1e-3, times=20, noise=level)
+    assert run.feed(1e-3, times=20, noise=10 * level) == []
     for _ in range(4):
-        assert run.feed(BUDGET, noise=20.0) + run.feed(1e-3, times=4, noise=20.0) == []
-    assert run.feed(1e-3, times=3, noise=100.0) == [("b1.q", "demote")]
-    run = Run()
-    run.feed(1e-3, times=20, noise=1.0)
-    assert run.feed(2 * BUDGET, times=3, noise=20.0) == [("b1.q", "demote")]
+        assert run.feed(BUDGET, noise=10 * level) + run.feed(1e-3, times=4, noise=10 * level) == []
+    assert run.feed(1e-3, times=3, noise=100 * level) == [("b1.q", "demote")]
+    run = Run(output=output, product=product)
+    run.feed(1e-3, times=20, noise=level)
+    assert run.feed(2 * BUDGET, times=3, noise=10 * level) == [("b1.q", "demote")]
+
+
+@pytest.mark.parametrize(
+    ("output", "product", "operand"), [("y", ("y", "product_noise"), "x"), ("o", ("qk", "logit_noise"), "k")]
+)
+def test_what_goes_into_a_product_that_costs_little_is_borne_where_its_other_products_are_seen(
+    output, product, operand
+):
+    """Keys make gradients of queries, too, and nobody looks at those."""
+    run = Run(output=output, product=product)
+    run.feed(1e-3, times=20, noise=1e-2)
+    run.more = {("b1.q", operand, "noise"): 1.0}
+    run.feed(1e-3, times=20, noise=1e-2)
+    run.more = {("b1.q", operand, "noise"): 20.0}
+    assert run.feed(1e-3, times=5, noise=1e-2) == []
+    assert run.feed(1e-3, times=3, noise=5 * (0.04 if output == "o" else 1.0)) == (
+        [("b1.q", "demote")] if output == "o" else []
+    )
+
+
+def test_a_product_whose_cost_nobody_asks_is_judged_by_itself():
+    run = Run(product=("dx", "product_noise_gradient"))
+    run.feed(1e-3, times=20, noise=4.0)
+    assert run.feed(1e-3, times=3, noise=40.0) == [("b1.q", "demote")]
 
 
 @pytest.mark.parametrize("unit", [1.0, 1e3, 1e24])
@@ -92,6 +127,8 @@ def test_where_gradients_are_of_another_unit_costs_say_nothing(unit):
     assert (run.feed(1.5e-3 * unit, times=5, noise=20.0) == []) == (unit == 1)
     run = Run()
     run.feed(1e-3 * unit, times=20)
+    run.decision.pulse(21, {WHERE["b1.q"]: 1e3 * unit})
+    assert run.decision.look_again == (unit == 1)
     assert (run.feed(0.1 * unit, times=5) == []) == (unit > 1)
 
 
