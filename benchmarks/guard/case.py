@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal
 
-from mechanisms import Mechanism
+from mechanisms.base import Mechanism
 
 Label = Literal["diverges", "diverges in both", "healthy"]
 """``diverges``: in FP8 and not in high precision. ``diverges in both``: the guard can only say so."""

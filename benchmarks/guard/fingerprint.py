@@ -34,8 +34,12 @@ def of_case(case: Case) -> str:
     half, written = _written(case)
     digest = hashlib.sha256(written.encode())
     for path in sorted(_imported(half)):
-        digest.update(f"{path.name} {ast.dump(_code(path))}".encode())
+        digest.update(f"{path.relative_to(_root())} {ast.dump(_code(path))}".encode())
     return digest.hexdigest()[:12]
+
+
+def _root() -> Path:
+    return Path(__file__).parent
 
 
 @functools.cache
@@ -50,11 +54,11 @@ def _code(path: Path) -> ast.Module:
 
 def _written(case: Case) -> tuple[Path, str]:
     """The file that a case is written in, and what is written there of it, with the file's constants and without its ``about``."""
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in sorted(_root().rglob("*.py")):
         if case.name in (cases := _cases(path)):
             constants = [ast.dump(node) for node in _code(path).body if _constant(node)]
             return path, repr([*constants, cases[case.name]])
-    raise LookupError(f"no Case(name={case.name!r}) in {Path(__file__).parent}")
+    raise LookupError(f"no Case(name={case.name!r}) in {_root()}")
 
 
 @functools.cache
@@ -75,13 +79,13 @@ def _constant(node: ast.stmt) -> bool:
 
 
 def _imported(path: Path) -> set[Path]:
-    """The files beside it that it takes names from, and those that these do. Halves import each other whole, and are not meant."""
+    """The files of the suite that it takes names from, and those that these do. Halves are imported whole, and are not meant."""
     found: set[Path] = set()
     waiting = [path]
     while waiting:
         for node in ast.walk(_code(waiting.pop())):
             if isinstance(node, ast.ImportFrom):
-                file = path.parent / f"{node.module}.py"
+                file = _root() / f"{str(node.module).replace('.', '/')}.py"
                 if file.exists() and file not in found:
                     found.add(file)
                     waiting.append(file)

@@ -22,7 +22,7 @@ import run
 import torch
 from case import Case
 from common import environment
-from mechanisms import Mechanism, Several
+from mechanisms.base import Mechanism, Several
 from torch import nn
 from train import train
 

@@ -3,7 +3,7 @@
 Written without sight of the guard's code, thresholds or results, by others than who mended it. Published failures of training in low precision: four of those
 that are met most, in hosts, places and recipes that no half before has them (gate and up rows that align in FOG with SwiGLU under microscaling, massive activations
 of delimiters in the stream of FOG-opt, the only head of values under FP8 attention with tanh on queries and keys, gains of RMS norms in front of smooth SwiGLU), and
-four causes that none before has (``fourteenth_mechanisms.py``): heads that are ever more alike, initial weights that outgrow what was learned, keys that grow where
+four causes that none before has (``mechanisms/fourteenth.py``): heads that are ever more alike, initial weights that outgrow what was learned, keys that grow where
 queries are zero, gradients of later tokens. Rates fall to zero and batches are of 16 rows, so that chance alone moves a final loss by 0.14 % at most, which was
 measured before any guard ran. High precision ends within 0.5 % of a run without the cause.
 
@@ -12,7 +12,7 @@ to 3.9 % at rates of 3e-3 and 4e-3, as it was still falling. They align in FOG w
 it ended at +7.8 %, and in the first two of three at +5.3 %.
 
 Of the healthy ones: published practice that none before has
-(``fourteenth_healthy.py``): queries and keys that are clipped by weight, an outer optimizer with momentum, tokens that go past blocks, norms that are removed,
+(``practices/fourteenth.py``): queries and keys that are clipped by weight, an outer optimizer with momentum, tokens that go past blocks, norms that are removed,
 experts whose biases choose, brackets before the language; and two causes, of the ninth and the tenth, in other hosts and recipes, as small as FP8 bears. Dark signals
 end at +0.4 %, and ten times as large at +6.4 %; gradients in a subspace at +0.4 % and +6.2 %. Rates fall to zero, and batches are of 16 rows. By how much chance
 alone moves a final loss was not measured; where brackets come first it is by about 1 %, as hosts and lengths that were tried show.
@@ -29,7 +29,14 @@ they reach 1e-3 now, to 4e-4 (+0.1 %) and 4e-3 (+2.9 %).
 from __future__ import annotations
 
 from case import Case
-from fourteenth_healthy import (
+from mechanisms.base import grows
+from mechanisms.first import AttentionOutliers
+from mechanisms.fourteenth import GradientsOfLater, HeadsAlike, InitialWeightsGrow, KeysUnread
+from mechanisms.ninth import DarkSignals
+from mechanisms.sixth import LearnedRowsAlign, ResidualOutliers
+from mechanisms.tenth import GradientSubspace
+from mechanisms.thirteenth import NormGainsGrowWithoutMomentum
+from practices.fourteenth import (
     BracketsFirst,
     ExpertsBiased,
     NormsRemoved,
@@ -37,13 +44,7 @@ from fourteenth_healthy import (
     QueriesAndKeysClipped,
     TokensLeftOut,
 )
-from fourteenth_mechanisms import GradientsOfLater, HeadsAlike, InitialWeightsGrow, KeysUnread
-from mechanisms import AttentionOutliers, grows
-from ninth_mechanisms import DarkSignals
 from rates import cosine, linear
-from sixth_mechanisms import LearnedRowsAlign, ResidualOutliers
-from tenth_mechanisms import GradientSubspace
-from thirteenth_mechanisms import NormGainsGrowWithoutMomentum
 from torch import Tensor
 
 FOG = {

@@ -34,7 +34,7 @@ import torch
 import tuned
 from case import Case
 from common import RESULTS, environment
-from mechanisms import Mechanism
+from mechanisms.base import Mechanism
 from train import GUARD, train
 
 import foundry_fp8

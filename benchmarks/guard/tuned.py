@@ -4,32 +4,32 @@ from __future__ import annotations
 
 import math
 
-import eighth_held_out
-import eleventh_held_out
-import fifth_held_out
-import fourth_held_out
-import ninth_held_out
-import once_held_out
-import seventh_held_out
-import sixth_held_out
-import tenth_held_out
-import third_held_out
-import thirteenth_held_out
-import twelfth_held_out
 from case import Case
-from mechanisms import (
+from halves import (
+    eighth,
+    eleventh,
+    fifth,
+    fourth,
+    ninth,
+    second,
+    seventh,
+    sixth,
+    tenth,
+    third,
+    thirteenth,
+    twelfth,
+)
+from mechanisms.base import Several, during, grows
+from mechanisms.first import (
     Activations,
     AttentionOutliers,
     CompensatedBias,
     Dropout,
     EmbeddingGrowth,
     QueryKeyGrowth,
-    Several,
     StaleHistory,
     SuperWeight,
     SwigluAlignment,
-    during,
-    grows,
 )
 
 BOTH = (0, 1)
@@ -101,7 +101,7 @@ CASES: list[Case] = [
         name="lasting_outliers", label="healthy", about="massive activations of 50 on the first token, from the start",
         mechanism=lambda: Activations("*_proj", lambda step: 50.0, share=None),
     ),
-    # Until 2026-11-22 these were held out, those of once_held_out.py, third_held_out.py, fourth_held_out.py, fifth_held_out.py and sixth_held_out.py after them. Their results were published and read, so they are no longer.
+    # Until 2026-11-22 these were held out, those of halves/ after them. Their results were published and read, so they are no longer.
     Case(
         name="swiglu_alignment_current", label="diverges", onset=90, sick=BOTH, touched="*.mlp.*", recipe="current", seed=1,
         about="gate and up rows of a channel grow 20 % a step (arXiv:2409.12517), current",
@@ -177,16 +177,16 @@ CASES: list[Case] = [
         name="outliers_that_stop", label="healthy", seed=2, about="activations on the first token that grow to 20 and stay, current",
         recipe="current", mechanism=lambda: Activations("*.down_proj", grows(60, 1.05, 1.0, 20.0), share=None),
     ),
-    *once_held_out.CASES,
-    *third_held_out.CASES,
-    *fourth_held_out.CASES,
-    *fifth_held_out.CASES,
-    *sixth_held_out.CASES,
-    *seventh_held_out.CASES,
-    *eighth_held_out.CASES,
-    *ninth_held_out.CASES,
-    *tenth_held_out.CASES,
-    *eleventh_held_out.CASES,
-    *twelfth_held_out.CASES,
-    *thirteenth_held_out.CASES,
+    *second.CASES,
+    *third.CASES,
+    *fourth.CASES,
+    *fifth.CASES,
+    *sixth.CASES,
+    *seventh.CASES,
+    *eighth.CASES,
+    *ninth.CASES,
+    *tenth.CASES,
+    *eleventh.CASES,
+    *twelfth.CASES,
+    *thirteenth.CASES,
 ]  # fmt: skip

@@ -5,7 +5,7 @@
 
 Models, corpus and schedule of transfer.py, width 64. The channel's weights are zero and stay so: in high precision its product is
 zero at any size, so that what the loss shows is what the outlier does to the other channels' numbers. From step 50 it is 1, and
-at step 150 a million. The same mechanism as the guard's (benchmarks/guard/mechanisms.py).
+at step 150 a million. The same mechanism as the guard's (benchmarks/guard/mechanisms/first.py).
 """
 
 from __future__ import annotations
