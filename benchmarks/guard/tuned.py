@@ -9,6 +9,7 @@ from halves import (
     eighth,
     eleventh,
     fifth,
+    fourteenth,
     fourth,
     ninth,
     second,
@@ -189,4 +190,5 @@ CASES: list[Case] = [
     *eleventh.CASES,
     *twelfth.CASES,
     *thirteenth.CASES,
+    *fourteenth.CASES,
 ]  # fmt: skip
