@@ -460,7 +460,7 @@ def test_a_demoted_layer_never_resumes_in_what_it_was_demoted_from(train, tmp_pa
     caplog.clear()
     train(model, [again], algorithms=[fp8()], steps=13, lr=0.0, load_path=str(tmp_path / "latest-rank0.pt"))
     assert again.failed is None
-    assert recipes(model)[SICK] == recipe
+    assert recipes(model)[SICK] == recipe and max(move[0] for move in moves(again)) <= 12
     assert ("none of its rungs now" in caplog.text) is (finer != "current")
 
 

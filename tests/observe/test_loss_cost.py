@@ -48,7 +48,8 @@ def test_of_attention_it_is_what_errors_of_probabilities_and_values_add():
     def normal(*shape):
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    p, v, head = normal(256, 4, 16, 24).softmax(-1), normal(256, 4, 24, 8), normal(32, 16) / 4
+    p, head = normal(256, 4, 16, 24).softmax(-1), normal(32, 16) / 4
+    v = normal(256, 4, 24, 1) * head.view(4, 1, 8, 16)[..., 0]  # whose features the loss feels together
 
     def loss_of(o):
         return F.cross_entropy(o.transpose(1, 2).reshape(-1, 32) @ head, labels)
@@ -62,7 +63,7 @@ def test_of_attention_it_is_what_errors_of_probabilities_and_values_add():
     o = o.detach()
     added, found = [], []
     for _ in range(32):
-        e = (0.2 * p * normal(*p.shape)) @ v + p @ (0.05 * v * normal(*v.shape))
+        e = (0.2 * p * normal(*p.shape)) @ v + p @ (0.05 * v * normal(256, 4, 24, 1))
         added.append((loss_of(o + e) + loss_of(o - e)) / 2 - loss)
         total, tokens = attention_cost(
             e.flatten(0, 1).float(), do.flatten(0, 1), o[..., 0].numel(), 256 * 16
