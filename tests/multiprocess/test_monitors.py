@@ -45,10 +45,11 @@ def test_what_one_rank_sees_both_act_on(results):
     assert first["failed"] is None
     assert first == second
     assert "demote" in first["events"]
-    # Of block 0 that layer alone. Block 1 reads a residual stream in which all tokens share what has grown.
-    running = {name: recipe for name, recipe in first["running"].items() if name.startswith("0.")}
-    assert running.pop("0.ffn.down_proj") in ("current", "high_precision")
-    assert len(running) == 3 and set(running.values()) == {"delayed"}
+    # Not all of block 0: gradients that come back through the outlier are as many times as large, which the linears in front of it feel.
+    # Block 1 reads a residual stream in which all tokens share what has grown.
+    running = first["running"]
+    assert running["0.ffn.down_proj"] in ("current", "high_precision")
+    assert running["0.attn.out_proj"] == "delayed"
 
 
 @pytest.mark.parametrize("when", ["start", "before", "after", "log", "before-between", "after-between"])

@@ -323,8 +323,9 @@ class DivergenceGuard(Monitor):
         metrics = {
             "guard/demoted_layers": float(sum(rung > 0 for rung in self.decision.rungs.values())),
             "guard/alarms": float(sum(event["action"] == "alarm" for event in self.events)),
-            "guard/loss_cost": seen.loss_cost,
         }
+        if any(name == "loss_cost" for *_, name in (*seen.damage, *seen.shadow)):
+            metrics["guard/loss_cost"] = seen.loss_cost
         details = {f"guard/{name}/worst" if name != "loss" else "guard/loss": v for name, v in worst.items()}
         self.log(logger, metrics, details)
 
