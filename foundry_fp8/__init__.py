@@ -28,6 +28,8 @@ if TYPE_CHECKING:
         MXFP8Scaling,
         UnitScaling,
     )
+    from foundry_fp8.observe.guard.guard import DivergenceGuard
+    from foundry_fp8.observe.precision_probe import PrecisionGap, precision_gap
     from foundry_fp8.planning.memory.planner import apply_plan, plan_memory
     from foundry_fp8.surgery.apply import apply_fp8
     from foundry_fp8.surgery.report import SurgeryReport
@@ -39,8 +41,10 @@ _HOMES = {
     "ConfigError": "config",
     "CurrentScaling": "numerics.recipes",
     "DelayedScaling": "numerics.recipes",
+    "DivergenceGuard": "observe.guard.guard",
     "FP8State": "layers.state",
     "MXFP8Scaling": "numerics.recipes",
+    "PrecisionGap": "observe.precision_probe",
     "SurgeryReport": "surgery.report",
     "UnitScaling": "numerics.recipes",
     "activation_linear": "backends.native.fused",
@@ -56,6 +60,7 @@ _HOMES = {
     "hybrid_mesh": "distributed.hybrid_sharding.apply",
     "norm_linear": "backends.native.fused",
     "plan_memory": "planning.memory.planner",
+    "precision_gap": "observe.precision_probe",
 }
 
 __all__ = [
@@ -63,8 +68,10 @@ __all__ = [
     "ConfigError",
     "CurrentScaling",
     "DelayedScaling",
+    "DivergenceGuard",
     "FP8State",
     "MXFP8Scaling",
+    "PrecisionGap",
     "SurgeryReport",
     "UnitScaling",
     "__version__",
@@ -81,6 +88,7 @@ __all__ = [
     "hybrid_mesh",
     "norm_linear",
     "plan_memory",
+    "precision_gap",
 ]
 
 

@@ -114,12 +114,12 @@ def verdict(case: Case, left: int | None, losses: list[float], high: list[float]
     promotions = [e for e in events if e["action"] == "promote"]
     onset = case.onset if case.diverges else math.inf
     true = [
-        e for e in alarms if e["batch"] > onset
+        e for e in alarms if e["batch"] >= onset
     ]  # an event's batch is a count: it has seen step batch - 1
-    lead = left + 1 - true[0]["batch"] if true and left is not None else None
+    lead = left - true[0]["batch"] if true and left is not None else None
 
     def innocent(event: dict[str, Any]) -> bool:
-        if event["batch"] <= onset:
+        if event["batch"] < onset:
             return True
         return bool(case.sick) and block_of(event["unit"]) not in case.sick
 
@@ -134,7 +134,7 @@ def verdict(case: Case, left: int | None, losses: list[float], high: list[float]
         "first_signal": true[0]["signal"] if true else None,
         "lead_steps": lead,
         "alarms": len(alarms),
-        "false_alarms": sum(e["batch"] <= onset for e in alarms),
+        "false_alarms": sum(e["batch"] < onset for e in alarms),
         "steps_that_could_alarm_falsely": case.onset if case.diverges else case.steps,
         "demotions": len(demotions),
         "false_demotions": sum(map(innocent, demotions)),

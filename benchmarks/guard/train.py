@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
+from collections.abc import Callable
 from typing import Any, Literal
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -27,7 +29,7 @@ from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.models.fog import FogConfig, FogForCausalLM
 
 VOCAB, LENGTH, HIDDEN, LAYERS = 64, 32, 64, 2
-GUARD: dict[str, Any] = {"interval": 5, "quiet_batches": 60}
+GUARD: dict[str, Any] = {"interval": 5, "rows": 64, "quiet_batches": 60}
 """The guard's settings in every case: shorter times than its defaults, because the runs are short."""
 
 Variant = Literal["high", "fp8", "guarded"]
@@ -42,6 +44,8 @@ class Run:
     linears_in_fp8: list[float] = dataclasses.field(default_factory=list)
     """By step: the share of the linears that FP8 was asked for that ran in FP8."""
     attention_in_fp8: list[float] = dataclasses.field(default_factory=list)
+    gaps: list[tuple[int, float, float]] = dataclasses.field(default_factory=list)
+    """By measurement: batch, gap of the loss, largest error of a gradient."""
 
 
 class Model(ComposerModel):
@@ -113,6 +117,26 @@ def tokens(case: Case) -> Tensor:
     return ids.flatten(0, 1)
 
 
+def saved(part: Any) -> Callable[[], None]:
+    """What puts a mechanism, and what it is made of, back as it is now: numbers, tensors and random numbers."""
+    own, inside = dict(vars(part)), []
+    for name, value in own.items():
+        if isinstance(value, Tensor | list | dict):
+            own[name] = value.clone() if isinstance(value, Tensor) else value.copy()
+        for item in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(item, torch.Generator):
+                inside.append(functools.partial(item.set_state, item.get_state()))
+            elif type(item).__module__.startswith(("mechanisms", "practices")):
+                inside.append(saved(item))
+
+    def restore() -> None:
+        vars(part).update({n: v.copy() if isinstance(v, list | dict) else v for n, v in own.items()})
+        for one in inside:
+            one()
+
+    return restore
+
+
 class Happens(Callback):
     """Lets the mechanism act, sets the learning rate, and notes what ran in FP8."""
 
@@ -120,8 +144,11 @@ class Happens(Callback):
         self.case, self.model, self.run = case, model, run
         self.mechanism = case.mechanism()
         self.mechanism.install(model.model)
+        self.restore: Callable[[], None] | None = None
+        """While the guard measures: what is at work in one of its passes is so in the other, and in the step."""
+        model.register_forward_pre_hook(lambda *_: self.restore() if self.restore else None)
 
-    def batch_start(self, state: Any, logger: Any) -> None:
+    def after_dataloader(self, state: Any, logger: Any) -> None:
         step = state.timestamp.batch.value
         for group in state.optimizers[0].param_groups:
             group["lr"] = self.case.lr(step)
@@ -133,6 +160,12 @@ class Happens(Callback):
         ):
             found = [module.recipe is not None for module in self.model.modules() if isinstance(module, kind)]
             shares.append(sum(found) / len(found) if found else 0.0)
+        self.restore = saved(self.mechanism)
+
+    def batch_start(self, state: Any, logger: Any) -> None:
+        assert self.restore is not None
+        self.restore()
+        self.restore = None
 
 
 def train(case: Case, variant: Variant, guard: dict[str, Any] | None = None) -> Run:
@@ -179,4 +212,6 @@ def train(case: Case, variant: Variant, guard: dict[str, Any] | None = None) -> 
         if watcher.failed is not None:
             raise RuntimeError(f"{case.name}: the guard failed: {watcher.failed}")
         run.events = list(watcher.events)
+        measured = zip(logger.data["fp8_error/loss_gap"], logger.data["fp8_error/gradient/worst"], strict=True)
+        run.gaps = [(time.batch.value, float(gap), float(worst)) for (time, gap), (_, worst) in measured]
     return run

@@ -30,6 +30,7 @@ __all__ = [
     "replace_gather",
     "replica_group",
     "set_hooks",
+    "whole_shapes",
 ]
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
@@ -72,6 +73,21 @@ def flat_parameter(unit: FullyShardedDataParallel) -> Tensor | None:
     """The flat parameter of ``unit``; ``None`` where it manages none."""
     handle: Any = unit._handle
     return None if handle is None else handle.flat_param
+
+
+def whole_shapes(model: nn.Module) -> dict[Tensor, torch.Size]:
+    """The shape that each parameter of the FSDP1 units in ``model`` had before it was flattened and cut.
+
+    Raises:
+        RuntimeError: This torch keeps it elsewhere.
+    """
+    found: dict[Tensor, torch.Size] = {}
+    for unit in model.modules():
+        flat: Any = flat_parameter(unit) if isinstance(unit, FullyShardedDataParallel) else None
+        if flat is not None:
+            _check(flat, ("_params", "_shapes"))
+            found.update(zip(flat._params or (), flat._shapes, strict=False))
+    return found
 
 
 def is_flattened(parameter: Tensor) -> bool:

@@ -50,6 +50,8 @@ class Traffic:
         self.squared_norm = 0.0
         self.sample = False
         """Measure the quantisation error of what is sent while this is set (costs one more decode)."""
+        self.paused = False
+        """Count nothing while this is set."""
         self._lock = threading.Lock()
         self._events: list[tuple[str, Any, Any]] = []
 
@@ -60,12 +62,16 @@ class Traffic:
 
     def count(self, op: str, nbytes: int) -> None:
         """Add one collective of ``nbytes`` sent bytes."""
+        if self.paused:
+            return
         with self._lock:
             self.sent[op] += int(nbytes)
             self.calls[op] += 1
 
     def count_logical(self, nbytes: float, *, compressed: bool = True) -> None:
         """Add what a collective would have sent uncompressed, and whether it was in fact compressed."""
+        if self.paused:
+            return
         with self._lock:
             self.logical += int(nbytes)
             self.compressed += int(compressed)
@@ -81,6 +87,9 @@ class Traffic:
     @contextlib.contextmanager
     def timed(self, what: str, device: torch.device) -> Iterator[None]:
         """Add the time of the enclosed work to ``seconds[what]``: host time on a CPU, stream time on a GPU."""
+        if self.paused:
+            yield
+            return
         if device.type == "cuda":
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()

@@ -23,7 +23,6 @@ __all__ = [
     "GRADIENTS",
     "SLOTS",
     "AttentionBackend",
-    "AttentionLook",
     "AttentionProbe",
     "AttentionRecipe",
     "FP8DotProductAttention",
@@ -37,9 +36,6 @@ __all__ = [
 AttentionRecipe = DelayedScaling | CurrentScaling
 GradScores = Literal["fp8", "bfloat16"]
 """What the gradient of the logits (dP here, dS in FlashAttention's papers) is rounded to before the products that make dQ and dK."""
-AttentionLook = Callable[[Tensor, Tensor, Tensor, AttentionMask, float, Tensor, int], None]
-"""Called with q [b, heads, q, d], k and v [b, kv_heads, k, d], hp, what each query sees, what multiplies the logits, what comes out, and at
-which dimension of that the heads are: 1 of [b, heads, q, d], 2 of [b, q, heads, d] or [b, q, heads * d]."""
 AttentionProbe = Callable[[str, Tensor, Quantized], None]
 """Called with each tensor that is quantised: its name (``q``, ..., ``dv``), the hp tensor (or the block of it), the result."""
 
@@ -154,7 +150,6 @@ class FP8DotProductAttention(nn.Module):
         slots: The delayed-scaling state by slot (:func:`attention_slots`), from the conversion.
         ledger: The GEMMs that ran. Both GEMMs of the forward count as fprop, the four of the backward as dgrad.
         probe: Called with every tensor quantised while it is set; for monitors.
-        look: Called with what each forward multiplies and puts out while it is set, by the host where that runs high precision.
     """
 
     def __init__(
@@ -176,7 +171,6 @@ class FP8DotProductAttention(nn.Module):
         self.slots: Mapping[str, DelayedSlot] = {}
         self.ledger = GemmLedger()
         self.probe: AttentionProbe | None = None
-        self.look: AttentionLook | None = None
 
     def set_recipe(self, recipe: AttentionRecipe | None) -> None:
         """Run ``recipe`` from the next forward on; ``None`` runs high precision.
@@ -248,8 +242,6 @@ class FP8DotProductAttention(nn.Module):
         self._record_forward(q, k)
         out = self.backend.attend(self, q, k, v, **options)
         self._record_backward(q, k, out)
-        if self.look is not None:
-            self.look(q, k, v, mask, softmax_scale, out, 1)
         return out
 
     def _record_forward(self, q: Tensor, k: Tensor) -> None:

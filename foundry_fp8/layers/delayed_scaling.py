@@ -117,8 +117,7 @@ class DelayedScalingState:
         amax_history: ``[L, T]`` float32, 0 at first.
         amaxes: The elements of entry 0 of the history, 0-d, in its memory.
         running: The pass of the latest training forward.
-        review: Called with the state in every update, once entry 0 of the history holds the pass's amaxes over all ranks and before
-            the history is rolled. What it changes there counts. It decides on the device, from what is the same on every rank.
+        measuring: While set, a forward begins a pass with the scales as they are, and no update happens. See :meth:`saved`.
 
     Scales and histories stay where they are from the first forward on the device on: what changes is written in place.
     """
@@ -133,8 +132,9 @@ class DelayedScalingState:
         self.amax_history = torch.zeros(recipe.amax_history_len, len(fp8_max))
         self._scaled_max = torch.tensor(list(fp8_max)) * 2.0**-recipe.margin
         self._use_max = recipe.amax_compute_algo == "max"
-        self.review: Callable[[DelayedScalingState], None] | None = None
+        self.measuring = False
         self._inside_root = False
+        self._passes_begun = 0
         self._start()
 
     def _start(self) -> None:
@@ -151,7 +151,7 @@ class DelayedScalingState:
         """Without what would lose its tie to the histories' memory, or belongs to a graph that is not copied."""
         derived = ("amaxes", "running", "_passes", "_finished", "_backward_ran")
         kept = {name: value for name, value in self.__dict__.items() if name not in derived}
-        return {**kept, "review": None}  # of another run
+        return kept
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -237,11 +237,12 @@ class DelayedScalingState:
         A tensor that saw no amax in this pass (or only zeros) keeps its history and its scale, so calling this twice in a
         row changes nothing.
         """
+        if self.measuring:
+            self.begin_pass()
+            return
         history = self.amax_history
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(history[0], op=dist.ReduceOp.MAX)
-        if self.review is not None:
-            self.review(self)
         if history.device.type == "cuda" and triton_missing() is None:
             from foundry_fp8.kernels.delayed import update_delayed_
 
@@ -276,9 +277,32 @@ class DelayedScalingState:
         self._finished = [weakref.ref(old) for old in finished]
         # Once for all linears: taking one out costs the host as much as allocating it.
         scales = self.scale.clone().unbind()
-        self.running = Pass(self.running.number + 1, scales, start=newest_node() + 1)
+        self._passes_begun += 1  # never counted back: a cached weight is known by its scale's number
+        self.running = Pass(self._passes_begun, scales, start=newest_node() + 1)
         self._passes = [*waiting[-KEPT_PASSES:], self.running]
         self._backward_ran = False
+
+    @torch.no_grad()
+    def saved(self) -> Callable[[], None]:
+        """What puts scales, histories and passes back as they are now; for a measurement that runs forwards of its own."""
+        scale, history = self.scale.clone(), self.amax_history.clone()
+        passes, finished, running = list(self._passes), list(self._finished), self.running
+        ends = [(one, one.waiting, one.end) for one in passes]
+        backward_ran, inside_root = self._backward_ran, self._inside_root
+
+        @torch.no_grad()
+        def restore() -> None:
+            self.scale.copy_(scale)
+            self.amax_history.copy_(history)
+            if self.scale.device != scale.device:  # the first forward of all moved them
+                self._start()
+                return
+            self._passes, self._finished, self.running = list(passes), list(finished), running
+            for one, waiting, end in ends:
+                one.waiting, one.end = waiting, end
+            self._backward_ran, self._inside_root = backward_ran, inside_root
+
+        return restore
 
 
 def same_scaling(saved: Mapping[str, Any], recipe: Recipe) -> bool:

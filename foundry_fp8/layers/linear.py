@@ -33,8 +33,6 @@ OPERANDS: tuple[Operand, ...] = ("x", "w", "dy")
 Probe = Callable[[Operand, Tensor, Quantized], None]
 """Called with each operand that a linear quantises: its name, the hp tensor ``[R, C]``, and the result."""
 
-Look = Callable[[Tensor, Tensor], None]
-
 Slots = Mapping[Operand, DelayedSlot]
 
 
@@ -71,8 +69,6 @@ class FP8Linear(nn.Linear):
         slots: The delayed-scaling state of each operand; ``None`` unless ``configured_recipe`` is delayed.
         ledger: The GEMMs that ran.
         probe: Called with every operand quantised while it is set; for monitors.
-        look: Called with the input and the output of each forward while it is set, whatever that runs in. Its input is what is
-            quantised, and its output's gradient: no other hook is in between.
         output_multiplier: What the result of every GEMM is multiplied by, as part of its scale; 1 but for
             :class:`~foundry_fp8.layers.unit_linear.FP8UnitLinear`.
     """
@@ -88,7 +84,6 @@ class FP8Linear(nn.Linear):
     _first_forward_recorded: bool
     ledger: GemmLedger
     probe: Probe | None
-    look: Look | None
     output_multiplier: float = 1.0
 
     @classmethod
@@ -117,7 +112,7 @@ class FP8Linear(nn.Linear):
         self.evaluate = evaluate
         self.slots = None
         self.ledger = GemmLedger()
-        self.probe = self.look = None
+        self.probe = None
         self._first_forward_recorded = False
         backend.attach(self)
         return self
@@ -139,11 +134,6 @@ class FP8Linear(nn.Linear):
     def matrix(self) -> Tensor:
         """The weight as ``[out_features, in_features]``, differentiable; not always contiguous."""
         return self.weight
-
-    @property
-    def watched(self) -> bool:
-        """Whether a monitor wants to see what is multiplied, so that it must be in memory."""
-        return self.probe is not None or self.look is not None
 
     @property
     def runs_fp8(self) -> bool:
@@ -173,10 +163,7 @@ class FP8Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """``input @ weight.T + bias``. ``input``: ``[..., in_features]``, hp; the result has the compute dtype."""
-        output = self.recorded(input, self._compute)
-        if self.look is not None and not torch.compiler.is_compiling():
-            self.look(input, output)
-        return output
+        return self.recorded(input, self._compute)
 
     def recorded(self, input: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
         """``compute(input)``, entered in the ledger; for code that runs this layer's GEMMs in a kernel of its own."""

@@ -18,7 +18,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from foundry_fp8.observe.operand_stats import spread
+from foundry_fp8.observe.sampling import spread
 
 __all__ = ["Tokens", "kurtosis_per_sample", "kurtosis_per_token", "row_sums", "sample_tokens"]
 
@@ -51,7 +51,9 @@ def sample_tokens(x: Tensor, leading: int) -> Tokens | None:
     count = rows.shape[leading - 1]
     if count <= 4 * SAMPLE:  # looking for the largest would cost more than is spared
         return None
-    places, weight = spread(count, SAMPLE, x.device)
+    places = spread(count, SAMPLE, x.device)
+    weight = torch.full((len(places) + 1,), count / len(places), dtype=torch.float64, device=x.device)
+    weight[-1] = 1.0
     largest = torch.maximum(rows.amax(-1), -rows.amin(-1)).argmax(
         -1, keepdim=True
     )  # takes a NaN for the largest

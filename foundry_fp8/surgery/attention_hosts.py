@@ -107,7 +107,7 @@ class MPTAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor] | None]:
         """As Foundry's ``scaled_multihead_dot_product_attention``: ``query`` [b, q, heads * d], and so on."""
         if not self.fp8.runs_fp8:
-            found = self.original(
+            return self.original(
                 query,
                 key,
                 value,
@@ -124,12 +124,6 @@ class MPTAttention(nn.Module):
                 attn_logit_softcapping=attn_logit_softcapping,
                 sliding_window_size=sliding_window_size,
             )
-            if self.fp8.look is not None:
-                q, k, v = _by_heads((query, n_heads), (key, kv_n_heads), (value, kv_n_heads))
-                mask = self._mask(attn_bias, key_padding_mask, q, k, is_causal, sliding_window_size)
-                scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-                self.fp8.look(q, k, v, mask, scale, found[0], 2)
-            return found
         if needs_weights:
             raise RuntimeError(f"{self.fp8.fqn}: FP8 attention keeps no probabilities (output_attentions).")
         q, k, v = _by_heads((query, n_heads), (key, kv_n_heads), (value, kv_n_heads))
@@ -228,17 +222,6 @@ def hugging_face_attention(
     """
     attention = module._modules[CHILD]
     assert isinstance(attention, FP8DotProductAttention)
-    if not attention.runs_fp8:  # it is here because somebody looks at what it multiplies
-        if is_causal is not None:
-            kwargs["is_causal"] = is_causal
-        found: tuple[Tensor, None] = _original_of(module)(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-        )
-        if attention.look is not None:
-            mask = _hugging_face_mask(module, attention_mask, query.shape[2], key.shape[2], is_causal, kwargs)
-            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-            attention.look(query, key, value, mask, scale, found[0], 2)
-        return found
     if kwargs.get("softcap") is not None:
         raise RuntimeError(f"{attention.fqn}: soft capping of the logits is not part of FP8 attention.")
     out = attention(
@@ -321,20 +304,8 @@ def _name_implementation(module: nn.Module, args: Any) -> None:
     attention = module._modules[CHILD]
     assert isinstance(attention, FP8DotProductAttention)
     config: Any = module.config
-    config._attn_implementation = (
-        HUGGING_FACE_IMPLEMENTATION
-        if attention.runs_fp8 or attention.look is not None
-        else module.__dict__[_ORIGINAL]
-    )
-
-
-def _original_of(module: nn.Module) -> Callable[..., Any]:
-    """The attention function that the module had, found as its own forward finds it."""
-    names, implementation = _forward(module).__globals__, module.__dict__[_ORIGINAL]
-    found: Callable[..., Any] = (
-        names["eager_attention_forward"] if implementation == "eager" else names[REGISTRY][implementation]
-    )
-    return found
+    runs = HUGGING_FACE_IMPLEMENTATION if attention.runs_fp8 else module.__dict__[_ORIGINAL]
+    config._attn_implementation = runs
 
 
 class _SDPAMode(TorchFunctionMode):
@@ -347,19 +318,7 @@ class _SDPAMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention and self.attention.runs_fp8:
             return self._attend(*args, **(kwargs or {}))
-        found = func(*args, **(kwargs or {}))
-        if func is F.scaled_dot_product_attention and self.attention.look is not None:
-            self._look(found, *args, **(kwargs or {}))
-        return found
-
-    def _look(
-        self, found: Tensor, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
-    ) -> None:  # fmt: skip
-        look = self.attention.look
-        if look is not None and query.dim() == 4 and not (is_causal and query.shape[2] != key.shape[2]):
-            mask = AttentionMask(causal=is_causal, bias=attn_mask)
-            look(query, key, value, mask, query.shape[-1] ** -0.5 if scale is None else scale, found, 1)
+        return func(*args, **(kwargs or {}))
 
     def _attend(
         self,

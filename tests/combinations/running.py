@@ -100,18 +100,9 @@ def backward(
     """The gradients of one step of this rank's microbatches. ``head``: fused, to be told its targets."""
     parts = 1 if case.accumulation == "one" else 2
     scale = LOSS_SCALE if case.dtype == "float16" else 1.0
-    low = torch.float32 if dtype is not None else getattr(torch, case.dtype)
 
     def loss(part: int) -> Tensor:
-        tokens, labels = batch(step, dist.get_rank(), part)
-        if head is not None:
-            head.expect(labels)
-        with torch.autocast("cpu", low, enabled=low != torch.float32):
-            logits = model(tokens)
-        assert isinstance(logits, Tensor) == (head is None)
-        return F.cross_entropy((logits if dtype else logits.float()).flatten(0, 1), labels.flatten()) * (
-            scale / parts
-        )
+        return loss_of(case, model, batch(step, dist.get_rank(), part), dtype, head) / parts
 
     if case.accumulation == "two-forwards":
         sum(loss(part) for part in range(parts)).backward()
@@ -123,6 +114,21 @@ def backward(
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad.div_(scale)
+
+
+def loss_of(
+    case: Case, model: nn.Module, microbatch: Any, dtype: torch.dtype | None = None, head: Any = None
+) -> Tensor:
+    """The loss of one microbatch, scaled as a step scales it."""
+    tokens, labels = microbatch
+    low = torch.float32 if dtype is not None else getattr(torch, case.dtype)
+    if head is not None:
+        head.expect(labels)
+    with torch.autocast("cpu", low, enabled=low != torch.float32):
+        logits = model(tokens)
+    assert isinstance(logits, Tensor) == (head is None)
+    loss = F.cross_entropy((logits if dtype else logits.float()).flatten(0, 1), labels.flatten())
+    return loss * (LOSS_SCALE if case.dtype == "float16" else 1.0)
 
 
 def averaged(case: Case, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, float]]:

@@ -55,7 +55,7 @@ def norm_linear(linear: FP8Linear, x: Tensor, norm: nn.Module) -> Tensor:
             f"{linear.fqn}: cannot fuse {norm}; it takes nn.RMSNorm and nn.LayerNorm over {x.shape[-1]} features."
         )
     _check_linear(linear)
-    if not linear.runs_fp8 or linear.watched or x.numel() == 0:
+    if not linear.runs_fp8 or linear.probe is not None or x.numel() == 0:
         plain: Tensor = linear(norm(x))
         return plain
     eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
@@ -108,7 +108,7 @@ def activation_linear(
             f"{linear.fqn}: activation {activation!r} is not one of {', '.join(ACTIVATION_CODES)}."
         )
     _check_linear(linear)
-    if not linear.runs_fp8 or linear.watched or x.numel() == 0:
+    if not linear.runs_fp8 or linear.probe is not None or x.numel() == 0:
         plain: Tensor = linear(_unfused_activation(x, activation, up, alpha))
         return plain
     producer = _Producer(kind=ACTIVATION_CODES[activation])

@@ -1,6 +1,5 @@
-"""Sees a run going wrong in its layers before the loss does, and acts."""
+"""Measures what FP8 does to the loss and the gradients, and demotes the layers that do too much to them."""
 
-from foundry_fp8.callbacks.divergence_guard.callback import DivergenceGuard
-from foundry_fp8.callbacks.divergence_guard.config import DivergenceGuardConfig
+from foundry_fp8.callbacks.divergence_guard.callback import DivergenceGuard, DivergenceGuardConfig
 
 __all__ = ["DivergenceGuard", "DivergenceGuardConfig"]

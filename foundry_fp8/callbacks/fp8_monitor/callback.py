@@ -17,7 +17,7 @@ from foundry_fp8.config import Config, Natural, Positive
 from foundry_fp8.model_structure.blocks import block_index_of, transformer_blocks
 from foundry_fp8.model_structure.names import clean_name
 from foundry_fp8.numerics.recipes import DelayedScaling
-from foundry_fp8.observe.operand_health import ATTENTION, LINEAR, Health, HealthProbe, Measured
+from foundry_fp8.observe.operand_health import ATTENTION, LINEAR, Health, HealthProbe, Operand
 
 __all__ = ["FP8Monitor", "FP8MonitorConfig"]
 
@@ -61,7 +61,7 @@ class FP8Monitor(Monitor):
         self._probe: HealthProbe | None = None
         self._layers: dict[str, int | None] = {}
         self._due = False
-        self._scales: dict[tuple[str, Measured], tuple[float, int]] = {}
+        self._scales: dict[tuple[str, Operand], tuple[float, int]] = {}
         """Last scale seen, and the batch in which it was first seen."""
 
     def detach(self) -> None:
@@ -102,7 +102,7 @@ class FP8Monitor(Monitor):
                 )
 
     def _metrics(
-        self, found: Mapping[tuple[str, Measured], Health], batch: int
+        self, found: Mapping[tuple[str, Operand], Health], batch: int
     ) -> tuple[dict[str, float], dict[str, float]]:
         metrics: dict[str, float] = {}
         details: dict[str, float] = {}
@@ -123,7 +123,7 @@ class FP8Monitor(Monitor):
                 details[f"fp8/scale_age/{operand}/worst"] = max(ages)
         return metrics, details
 
-    def _worst_rows(self, found: Mapping[tuple[str, Measured], Health]) -> list[list[Any]]:
+    def _worst_rows(self, found: Mapping[tuple[str, Operand], Health]) -> list[list[Any]]:
         rows: list[list[Any]] = []
         for operand in (*LINEAR, *ATTENTION):
             of_operand = {name: health for (name, op), health in found.items() if op == operand}
@@ -139,7 +139,7 @@ class FP8Monitor(Monitor):
                 layers[layer].append(value)
         return {f"{prefix}/layer_{layer:03d}": _worst(stat, found) for layer, found in sorted(layers.items())}
 
-    def _ages(self, found: Mapping[tuple[str, Measured], Health], batch: int) -> list[float]:
+    def _ages(self, found: Mapping[tuple[str, Operand], Health], batch: int) -> list[float]:
         """Batches for which each delayed scale has been seen unchanged (to the monitor's interval)."""
         assert self._probe is not None
         ages = []

@@ -21,7 +21,7 @@ from foundry_fp8.distributed.compression.runtime import Compression
 from foundry_fp8.distributed.groups import alone
 from foundry_fp8.distributed.replicas import check_replicas
 
-__all__ = ["apply_compressed_communication", "wrapper_of"]
+__all__ = ["apply_compressed_communication", "compression_of", "wrapper_of"]
 
 ATTACHED = "_foundry_fp8_compression"
 log = logging.getLogger(__name__)
@@ -39,6 +39,11 @@ def wrapper_of(model: nn.Module) -> str | None:
     if len(kinds) > 1:
         raise ConfigError(f"{KEY}: the model mixes FSDP1 and FSDP2 modules, which is not supported.")
     return next(iter(kinds), None)
+
+
+def compression_of(model: nn.Module) -> Compression | None:
+    """What :func:`apply_compressed_communication` attached to ``model``, if it did."""
+    return getattr(model, ATTACHED, None)
 
 
 def apply_compressed_communication(
@@ -63,7 +68,7 @@ def apply_compressed_communication(
         ConfigError: Options that are not valid, or that this wrapper cannot do.
         RuntimeError: Ranks that disagree, replicas that differ, or a backend without all-to-all.
     """
-    attached = getattr(model, ATTACHED, None)
+    attached = compression_of(model)
     if attached is not None:
         return attached
     compression = (

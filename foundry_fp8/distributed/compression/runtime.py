@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch.distributed as dist
 from torch import Tensor
@@ -76,6 +77,18 @@ class Compression:
         self.traffic.sample = every > 0 and batch % every == 0 and self.switch.on
         for noise in self.noises:
             noise.start_batch(batch)
+
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Gradients travel uncompressed and nothing is counted: error feedback, random rounding and counters stay as they are."""
+        switch, traffic = self.switch, self.traffic
+        before = switch.on, switch.reductions, traffic.sample
+        switch.on, traffic.sample, traffic.paused = False, False, True
+        try:
+            yield
+        finally:
+            switch.on, switch.reductions, traffic.sample = before
+            traffic.paused = False
 
     def residuals(self) -> list[Tensor]:
         """The error feedback in use, float32: what quantising lost and the next step adds."""

@@ -12,7 +12,6 @@ from foundry_fp8.layers.attention import FP8DotProductAttention, attention_forma
 from foundry_fp8.layers.attention_mask import AttentionMask
 from foundry_fp8.layers.delayed_scaling import DelayedScalingState
 from foundry_fp8.numerics.recipes import BlockScaling, CurrentScaling, DelayedScaling
-from foundry_fp8.observe.divergence.attention_watch import AttentionWatch
 from foundry_fp8.observe.operand_health import ATTENTION, HealthProbe
 from tests.backends.attention_masks import common_masks
 from tests.surgery.conversion import convert_attention
@@ -249,25 +248,20 @@ def test_hosts_train_through_it(name, device):
 
 @pytest.mark.parametrize("backend", ["native", "emulated"])
 def test_monitors_see_its_operands(backend, device):
-    """Health of what is quantised whole, what the guard looks at, and the ledger that MFU reads."""
+    """Health of what is quantised whole, and the ledger that MFU reads."""
     torch.manual_seed(0)
     model, batch = MODELS["fog"]()
     model.train()
     _, converted = convert_attention(model, recipe=RECIPES[0], backend=backend)
     probe = HealthProbe(model, lambda f: f, attention=True)
-    watch = AttentionWatch(lambda f: f)
     assert set(probe.modules.values()) == set(converted.values())
     output_and_gradients(model, batch)  # the first pass sets the scales
     probe.attach()
-    watch.attach({name: (module, None) for name, module in probe.modules.items()}, {})
     output_and_gradients(model, batch)
     probe.detach()
-    watch.detach()
-    found, looked = probe.collect(), watch.collect()
+    found = probe.collect()
     assert set(found) == {(name, operand) for name in probe.modules for operand in ATTENTION}
     assert all(15 < health.sqnr_db < 40 for health in found.values()), found
-    for name, module in probe.modules.items():
-        amax = {operand: found[name, operand].amax for operand in ATTENTION}
-        assert amax == {operand: float(value) for operand, value in looked[name].amax.items()}
-        assert module.probe is None and module.look is None
+    for module in probe.modules.values():
+        assert module.probe is None
         assert module.ledger.flops["dgrad", "fp8"] == 2 * module.ledger.flops["fprop", "fp8"] > 0

@@ -1,1 +1,0 @@
-"""Alarm signals, and the precision ladder that the guard moves layers on."""

@@ -1,0 +1,68 @@
+"""The options of the guard, and what it reports."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+from foundry_fp8.config import Config, Positive, PositiveNumber, not_empty, one_of
+from foundry_fp8.numerics.recipes import FOR_ANY_MODEL
+
+__all__ = ["KEY", "MODEL", "Event", "GuardConfig"]
+
+KEY = "callbacks.divergence_guard"
+MODEL = "model"
+"""The ``unit`` of an event that is about the whole model."""
+FINER = tuple(name for name in FOR_ANY_MODEL if name != "delayed")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GuardConfig(Config):
+    """The options of the guard in every trainer."""
+
+    key = KEY
+
+    interval: Positive = 20
+    """Batches between two measurements. The next batches are measured too after a measurement above a limit, and after a loss that jumps."""
+    rows: Positive = 1
+    """Sequences of the batch that each rank measures on."""
+    loss_limit: PositiveNumber = 0.0075
+    """The share of the loss by which FP8 may raise it."""
+    gradient_limit: PositiveNumber = 0.35
+    """The relative error that FP8 may make in the gradient of a transformer block."""
+    actions: Annotated[Sequence[Literal["warn", "demote", "stop"]], not_empty] = ("demote",)
+    """What an alarm does besides being logged: ``warn`` (nothing more), ``demote``, ``stop`` (end the run); several."""
+    finer: Annotated[str, one_of("auto", *FINER)] | None = "auto"
+    """The recipe to try before high precision: its name, ``auto`` (current after delayed, block after current), or null for
+    high precision at once."""
+    quiet_batches: Positive = 200
+    """Batches in which FP8 has to measure well in all demoted layers before they return. Doubles with each return."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Event:
+    """What the guard found or did.
+
+    Attributes:
+        batch: Batches finished before it.
+        unit: A layer, a block (``layer_003``), or ``model``.
+        action: What it is.
+        signal: What was above its limit (``loss``, ``gradient``), or the change of recipe (``delayed -> current``).
+        value: Of an alarm, what was measured: a share of the loss, or a relative error.
+        threshold: Of an alarm, the limit.
+        detail: In words.
+    """
+
+    batch: int
+    unit: str
+    action: Literal["alarm", "demote", "promote", "stop"]
+    signal: str = ""
+    value: float = math.nan
+    threshold: float = math.nan
+    detail: str = ""
+
+    def __str__(self) -> str:
+        what = " ".join(part for part in (self.action, self.signal) if part)
+        return f"batch {self.batch}, {self.unit}: {what}{self.detail and f' ({self.detail})'}"

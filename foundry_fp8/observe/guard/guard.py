@@ -1,0 +1,220 @@
+"""The divergence guard for any training loop."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from foundry_fp8.config import from_mapping
+from foundry_fp8.numerics.recipes import Recipe
+from foundry_fp8.observe.guard.config import KEY, MODEL, Event, GuardConfig
+from foundry_fp8.observe.guard.fallback import finer_recipe
+from foundry_fp8.observe.guard.rows import first_rows
+from foundry_fp8.observe.guard.schedule import Schedule
+from foundry_fp8.observe.guard.search import smallest_sufficient
+from foundry_fp8.observe.precision_probe import (
+    LossOf,
+    OutOfMemoryInProbe,
+    PrecisionGap,
+    PrecisionProbe,
+    Recipes,
+)
+
+__all__ = ["DivergenceGuard"]
+
+log = logging.getLogger(__name__)
+
+VERSION = 2
+"""Of the saved state; guards before version 0.2 wrote none."""
+WELL = 0.7
+"""Share of the limits below which demotion leaves the errors."""
+RETURN = 0.5
+"""The same for the return to FP8."""
+
+Measure = Callable[[Recipes], PrecisionGap]
+
+
+class DivergenceGuard:
+    """Measures what FP8 does to the loss and the gradients, and demotes the layers that do too much to them.
+
+    Call :meth:`before_step` before the first forward of each batch and :meth:`after_step` after it; save :meth:`state_dict`.
+    Every rank makes the same calls.
+
+    Args:
+        model: Converted by :func:`~foundry_fp8.apply_fp8`, wrapped or not.
+        loss_of: ``loss_of(model, batch)``, the scalar loss of a training forward, under training's autocast.
+        **options: The fields of :class:`~.config.GuardConfig`.
+
+    Attributes:
+        events: Every alarm and action so far, as mappings.
+        gap: What was measured last; ``None`` if this batch was not measured.
+        probe: Measures; its ``passes`` are what the guard has cost.
+    """
+
+    def __init__(self, model: nn.Module, loss_of: LossOf, **options: Any) -> None:
+        self.config: GuardConfig = from_mapping(GuardConfig, options, KEY)
+        self.rows = self.config.rows
+        self.probe = PrecisionProbe(model, lambda model, batch: loss_of(model, first_rows(batch, self.rows)))
+        self.events: list[dict[str, Any]] = []
+        self.gap: PrecisionGap | None = None
+        self.batch = 0
+        self.schedule = Schedule(self.config.interval)
+        self._healthy = 0
+        """Measurements in turn in which FP8 was well in all demoted layers."""
+        self._promotions = 0
+        self._off = not self.probe.layers
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        finer = self.config.finer
+        self._finer = {name: finer_recipe(layer, finer, device) for name, layer in self.probe.layers.items()}
+        if self._off:
+            log.warning("%s: the model has no FP8 layer, so there is nothing to guard.", KEY)
+
+    @property
+    def demoted(self) -> list[str]:
+        """The layers that do not run what they were converted with."""
+        return [name for name, layer in self.probe.layers.items() if layer.recipe != layer.configured_recipe]
+
+    def due(self) -> bool:
+        """Whether the next :meth:`before_step` measures."""
+        return not self._off and self.schedule.due(self.batch)
+
+    def before_step(self, batch: Any) -> list[Event]:
+        """Measure on ``batch`` if it is due, and act. Gradients of the last step must be gone under FSDP1.
+
+        Returns:
+            What was found and done.
+        """
+        self.gap = None
+        if not self.due():
+            return []
+        try:
+            with self.probe.on(batch) as measure:
+                found, recipes = self._decide(measure)
+        except OutOfMemoryInProbe as error:
+            self._use_fewer_rows(error)
+            return []
+        for (
+            name,
+            recipe,
+        ) in recipes.items():  # only now: a measurement restores the recipes that it began with
+            layer = self.probe.layers[name]
+            layer.set_recipe(recipe)  # type: ignore[arg-type]
+            for slot in (layer.slots or {}).values() if name in self.demoted else ():
+                slot.amax_history.zero_()  # of the outliers for which it is demoted
+        for event in found:
+            self.events.append(dataclasses.asdict(event))
+            log.warning("%s: %s.", KEY, event)
+        return found
+
+    def after_step(self, loss: float | Tensor) -> None:
+        """The loss of the batch, the same on every rank; a jump has the next batch measured."""
+        self.schedule.see_loss(float(loss))
+        self.batch += 1
+
+    def _use_fewer_rows(self, error: Exception) -> None:
+        self._off = self.rows == 1
+        self.rows = max(1, self.rows // 2)
+        goes_on = "FP8 is not measured any more" if self._off else f"measuring goes on with {self.rows} rows"
+        log.warning("%s.rows: %s; %s.", KEY, error, goes_on)
+
+    def severity(self, gap: PrecisionGap) -> float:
+        """The larger of the two errors, each as a share of its limit."""
+        worst = max(gap.loss_gap / self.config.loss_limit, gap.worst[1] / self.config.gradient_limit)
+        return worst if math.isfinite(gap.loss_gap) else math.inf
+
+    def _decide(self, measure: Measure) -> tuple[list[Event], Recipes]:
+        running = self.probe.running()
+        gap = self.gap = measure(running)
+        if not gap.meaningful:
+            return [], {}
+        severity = self.severity(gap)
+        if self.schedule.alarm(severity):
+            found = [self._alarm(gap)]
+            if "stop" in self.config.actions:
+                found.append(Event(batch=self.batch, unit=MODEL, action="stop"))
+            moves = self._demotion(measure, running) if "demote" in self.config.actions else {}
+            return found + self._moves("demote", running, moves), moves
+        if self.demoted and severity < WELL and self.schedule.in_turn(self.batch):
+            moves = self._promotion(measure, running)
+            return self._moves("promote", running, moves), moves
+        return [], {}
+
+    def _demotion(self, measure: Measure, running: Recipes) -> Recipes:
+        """The fewest layers whose fallback leaves the errors well below the limits; as few of them as can be in high precision."""
+
+        def well(changed: Recipes) -> bool:
+            return self.severity(measure({**running, **changed})) < WELL
+
+        in_fp8 = [name for name, recipe in running.items() if recipe is not None]
+        at_fault = smallest_sufficient(in_fp8, lambda names: well(dict.fromkeys(names)))
+        finer = {n: self._finer[n] if self._finer[n] != running[n] else None for n in at_fault}
+        high = smallest_sufficient(at_fault, lambda names: well({**finer, **dict.fromkeys(names)}))
+        self._healthy = 0
+        return {**finer, **dict.fromkeys(high)}
+
+    def _promotion(self, measure: Measure, running: Recipes) -> Recipes:
+        """All demoted layers, once FP8 has measured well in all of them together for long enough."""
+        configured = {name: self.probe.layers[name].configured_recipe for name in self.demoted}
+        well = self.severity(measure({**running, **configured})) < RETURN
+        self._healthy = self._healthy + 1 if well else 0
+        quiet = math.ceil(self.config.quiet_batches / self.config.interval) * 2**self._promotions
+        if self._healthy < quiet:
+            return {}
+        self._promotions += 1
+        return configured
+
+    def _alarm(self, gap: PrecisionGap) -> Event:
+        (block, error), limits = gap.worst, self.config
+        if error / limits.gradient_limit > gap.loss_gap / limits.loss_limit:
+            unit, signal, value, limit = block, "gradient", error, limits.gradient_limit
+        else:  # NaN too
+            unit, signal, value, limit = MODEL, "loss", gap.loss_gap, limits.loss_limit
+        detail = f"FP8 changes the {signal} by {value:.2%}, limit {limit:.2%}"
+        return Event(batch=self.batch, unit=unit, action="alarm", signal=signal, value=value, threshold=limit,
+                     detail=detail)  # fmt: skip
+
+    def _moves(self, action: Literal["demote", "promote"], running: Recipes, moves: Recipes) -> list[Event]:
+        signals = {name: f"{_name(running[name])} -> {_name(recipe)}" for name, recipe in moves.items()}
+        return [
+            Event(batch=self.batch, unit=unit, action=action, signal=signal)
+            for unit, signal in signals.items()
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Numbers, strings, lists and mappings."""
+        return {
+            "version": VERSION,
+            "batch": self.batch,
+            "rows": self.rows,
+            "recipes": {name: _name(layer.recipe) for name, layer in self.probe.layers.items()},
+            "healthy": self._healthy,
+            "promotions": self._promotions,
+            "schedule": self.schedule.state_dict(),
+            "events": list(self.events),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with what :meth:`state_dict` gave; of an older guard's state, or another model's, nothing is used, with one warning."""
+        if state.get("version") != VERSION or state["recipes"].keys() != self.probe.layers.keys():
+            log.warning(
+                "%s: the checkpoint's state is of an older guard or other layers; it starts anew.", KEY
+            )
+            return
+        for name, saved in state["recipes"].items():
+            layer = self.probe.layers[name]
+            choices: Sequence[Recipe | None] = [layer.configured_recipe, self._finer[name], None]
+            layer.set_recipe(next((r for r in choices if _name(r) == saved), None))  # type: ignore[arg-type]
+        self.batch, self.events = state["batch"], list(state["events"])
+        self.rows = min(self.config.rows, state["rows"])
+        self._healthy, self._promotions = state["healthy"], state["promotions"]
+        self.schedule.load_state_dict(state["schedule"])
+
+
+def _name(recipe: Recipe | None) -> str:
+    return "high_precision" if recipe is None else recipe.name

@@ -1,0 +1,186 @@
+"""What FP8 does to one batch: its loss and its gradients, beside those in high precision at the same parameters.
+
+It asks nothing about the inside of the model, so one measurement serves every backend, recipe, attention and kind of layer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from foundry_fp8.distributed.groups import alone, collective_device
+from foundry_fp8.model_structure.blocks import block_index_of, transformer_blocks
+from foundry_fp8.model_structure.names import clean_name
+from foundry_fp8.model_structure.wrappers import without_ddp
+from foundry_fp8.numerics.recipes import Recipe
+from foundry_fp8.observe.gradient_sample import gradient_errors, sample, squares, weights_of
+from foundry_fp8.observe.unchanged_state import fp8_layers, unchanged_state
+
+__all__ = ["OutOfMemoryInProbe", "PrecisionGap", "PrecisionProbe", "precision_gap"]
+
+LossOf = Callable[[nn.Module, Any], Tensor]
+"""``loss_of(model, batch)``: the scalar loss of a training forward, under training's autocast. It may be scaled (float16)."""
+Recipes = Mapping[str, Recipe | None]
+"""The recipe that each FP8 layer runs, by name; ``None`` is high precision, as are layers that are not named."""
+
+
+class OutOfMemoryInProbe(RuntimeError):
+    """The measurement ran out of memory, on some rank."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PrecisionGap:
+    """How far FP8 is from high precision on one batch, over all ranks.
+
+    Attributes:
+        loss: In high precision, mean over ranks.
+        loss_gap: ``(loss in FP8 - loss) / |loss|``; NaN or infinite where FP8's loss is.
+        gradient_error: By weight, ``|g_fp8 - g| / max(|g|, floor)`` (:func:`~.gradient_sample.gradient_errors`).
+        block_error: The same over all weights of a block: ``layer_003``, and ``outside`` for what is in none.
+        meaningful: Whether loss and gradients in high precision are finite, so that FP8 is what is measured.
+    """
+
+    loss: float
+    loss_gap: float
+    gradient_error: Mapping[str, float]
+    block_error: Mapping[str, float]
+    meaningful: bool = True
+
+    @property
+    def worst(self) -> tuple[str, float]:
+        """The block with the largest error, and that error; NaN counts as infinite."""
+        errors = {n: e if math.isfinite(e) else math.inf for n, e in self.block_error.items()}
+        return max(errors.items(), key=lambda item: item[1], default=("", 0.0))
+
+
+def precision_gap(
+    model: nn.Module, loss_of: LossOf, batch: Any, *, fp8: Iterable[str] | Recipes | None = None
+) -> PrecisionGap:
+    """Measure what FP8 does to the loss and the gradients of ``batch``, and leave no trace in ``model`` or its training.
+
+    Args:
+        model: Converted by :func:`~foundry_fp8.apply_fp8`, in training mode, wrapped or not.
+        loss_of: The loss of a training forward.
+        batch: Is run twice.
+        fp8: Which layers run FP8: names (each with the recipe of its conversion), recipes by name, or ``None`` for what runs now.
+            All others run in high precision.
+
+    Returns:
+        The gap, the same on all ranks. Every rank calls this with a batch of its own.
+
+    Raises:
+        KeyError: ``fp8`` names what is no FP8 layer.
+        OutOfMemoryInProbe: It does not fit.
+        RuntimeError: See :func:`~.unchanged_state.unchanged_state`; or the measurement failed on another rank.
+        TypeError: The loss is not a scalar, or ``batch`` is an iterator, which can be run once only.
+    """
+    probe = PrecisionProbe(model, loss_of)
+    if fp8 is None:
+        fp8 = probe.running()
+    elif not isinstance(fp8, Mapping):
+        fp8 = {name: probe.layers[name].configured_recipe for name in fp8}
+    with probe.on(batch) as measure:
+        return measure(fp8)
+
+
+class PrecisionProbe:
+    """Measures one model again and again; arguments as of :func:`precision_gap`.
+
+    Attributes:
+        layers: The FP8 linears and attentions by name.
+        passes: Forwards and backwards run so far.
+    """
+
+    def __init__(self, model: nn.Module, loss_of: LossOf) -> None:
+        self.model = without_ddp(model)
+        self.loss_of = loss_of
+        self.layers = fp8_layers(self.model)
+        self.weights = weights_of(self.model)
+        self.passes = 0
+        blocks = [(clean_name(name), block) for name, block in transformer_blocks(self.model)]
+        indices = {weight.name: block_index_of(weight.name, blocks) for weight in self.weights}
+        self._block_of = {n: "outside" if i is None else f"layer_{i:03d}" for n, i in indices.items()}
+
+    def running(self) -> dict[str, Recipe | None]:
+        """What each layer runs now."""
+        return {name: layer.recipe for name, layer in self.layers.items()}
+
+    @contextlib.contextmanager
+    def on(self, batch: Any) -> Iterator[Callable[[Recipes], PrecisionGap]]:
+        """Measure several choices of recipes on one batch: high precision runs once."""
+        if isinstance(batch, Iterator):
+            raise TypeError(f"the batch is a {type(batch).__name__}, which can be run once; give a batch")
+        if not self.model.training:
+            raise RuntimeError(
+                "the model is in evaluation mode, where FP8 layers run high precision; call model.train()"
+            )
+        with unchanged_state(self.model) as rewind:
+            reference: list[Any] = []
+
+            def measure(recipes: Recipes) -> PrecisionGap:
+                if unknown := sorted(recipes.keys() - self.layers.keys()):
+                    raise KeyError(f"no FP8 layers: {', '.join(unknown[:4])}")
+                if not reference:
+                    reference.append(self._attempt(rewind, batch, {}))
+                return self._compare(self._attempt(rewind, batch, recipes), reference[0])
+
+            yield measure
+
+    def _attempt(self, rewind: Callable[[], None], batch: Any, recipes: Recipes) -> Any:
+        """Loss and gradient sample of one pass; the exception if it failed here, which other ranks learn in :meth:`_compare`."""
+        rewind()
+        try:
+            self.passes += 1
+            for name, layer in self.layers.items():
+                layer.set_recipe(recipes.get(name))  # type: ignore[arg-type]
+            loss = self.loss_of(self.model, dict(batch) if isinstance(batch, Mapping) else batch)
+            if not isinstance(loss, Tensor) or loss.numel() != 1:
+                raise TypeError(
+                    f"the loss is {type(loss).__name__} and not a tensor of one element; give its mean"
+                )
+            loss.backward()
+            return float(loss.detach()), sample(self.weights)
+        except Exception as error:
+            return error.with_traceback(None)
+
+    def _compare(self, ours: Any, theirs: Any) -> PrecisionGap:
+        failures = [one for one in (ours, theirs) if isinstance(one, Exception)]
+        device = torch.device("cpu") if alone() else collective_device()
+        totals = torch.zeros(5 + 3 * len(self.weights), dtype=torch.float64, device=device)
+        if failures:
+            totals[int(isinstance(failures[0], torch.OutOfMemoryError))] = 1
+        else:
+            totals[2:5] = totals.new_tensor([1.0, ours[0], theirs[0]])
+            totals[5:] = squares(self.weights, ours[1], theirs[1]).view(-1)
+        if not alone():
+            dist.all_reduce(totals)
+        failed, without_memory, ranks, fp8_loss, loss = totals[:5].tolist()
+        if without_memory and not failed:
+            raise OutOfMemoryInProbe("measuring FP8 against high precision ran out of memory")
+        if failed:
+            raise failures[0] if failures else RuntimeError("measuring FP8 failed on another rank")
+        return self._gap(fp8_loss / ranks, loss / ranks, totals[5:].view(3, -1))
+
+    def _gap(self, fp8_loss: float, loss: float, totals: Tensor) -> PrecisionGap:
+        errors: dict[str, float] = {}
+        blocks: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        for name, error, own in gradient_errors(totals, self.weights):
+            errors[name] = error / own if own else error
+            block = blocks[self._block_of[name]]
+            block[0] += error**2
+            block[1] += own**2
+        return PrecisionGap(
+            loss=loss,
+            loss_gap=(fp8_loss - loss) / max(abs(loss), 1e-30),
+            gradient_error=errors,
+            block_error={n: math.sqrt(e / own) if own else e for n, (e, own) in sorted(blocks.items())},
+            meaningful=math.isfinite(loss) and bool(torch.isfinite(totals[1]).all()),
+        )
