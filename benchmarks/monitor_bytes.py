@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 
 import torch
+from foundry_fp8.observe.divergence.attention_watch import ATTENTION_OPERANDS, Look
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from foundry_fp8.backends.emulated.attention import EmulatedAttention
@@ -21,7 +22,6 @@ from foundry_fp8.layers.attention_mask import AttentionMask
 from foundry_fp8.numerics.formats import E4M3
 from foundry_fp8.numerics.quantize import Quantized
 from foundry_fp8.numerics.recipes import CurrentScaling
-from foundry_fp8.observe.divergence.attention_watch import ATTENTION_OPERANDS, Look
 from foundry_fp8.observe.kurtosis import kurtosis_per_sample, kurtosis_per_token, row_sums, sample_tokens
 from foundry_fp8.observe.operand_health import Products, Seen
 

@@ -211,7 +211,9 @@ def train(case: Case, variant: Variant, guard: dict[str, Any] | None = None) -> 
     if watcher is not None:
         if watcher.failed is not None:
             raise RuntimeError(f"{case.name}: the guard failed: {watcher.failed}")
-        run.events = list(watcher.events)
-        measured = zip(logger.data["fp8_error/loss_gap"], logger.data["fp8_error/gradient/worst"], strict=True)
+        run.events = list(watcher.guard.events)
+        measured = zip(
+            logger.data["fp8_error/loss_gap"], logger.data["fp8_error/gradient/worst"], strict=True
+        )
         run.gaps = [(time.batch.value, float(gap), float(worst)) for (time, gap), (_, worst) in measured]
     return run

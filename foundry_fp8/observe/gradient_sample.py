@@ -29,23 +29,16 @@ FLOOR = 0.05
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """A parameter whose gradient is compared.
-
-    Attributes:
-        parameter: This rank's: whole, a shard of FSDP1, or a DTensor.
-        name: Its name, with ``*`` for the number of an expert. The experts of a mixture count together: a rounding of the router's
-            input moves tokens between them, and few tokens are a large share of one expert's.
-    """
+    """A parameter whose gradient is compared: this rank's, whole, a shard of FSDP1, or a DTensor."""
 
     parameter: nn.Parameter
     name: str
+    """With ``*`` for the number of an expert. The experts of a mixture count together: a rounding of the router's input moves
+    tokens between them, and few tokens are a large share of one expert's."""
 
 
 def weights_of(model: nn.Module) -> list[Weight]:
-    """The trainable matrices of ``model``; biases, norms and what is small are left out.
-
-    FSDP1's flat parameters (``use_orig_params=False``) count as one weight each.
-    """
+    """The trainable matrices of ``model`` that are not small; FSDP1's flat parameters (``use_orig_params=False``) as one weight each."""
     shapes = whole_shapes(model)
     found = []
     for name, parameter in model.named_parameters():
@@ -57,16 +50,16 @@ def weights_of(model: nn.Module) -> list[Weight]:
 
 
 def sample(weights: Sequence[Weight]) -> list[Tensor]:
-    """At most ``SAMPLE`` elements of each gradient on this rank, float32; the same elements every time.
-
-    A weight without a gradient (an expert without tokens) gives zeros.
-    """
+    """The same at most ``SAMPLE`` elements of each gradient on this rank every time, float32; zeros of an expert without tokens."""
     return [_of_one(weight.parameter) for weight in weights]
 
 
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def _of_one(parameter: nn.Parameter) -> Tensor:
-    source = parameter if parameter.grad is None else parameter.grad
-    flat = (source.to_local() if isinstance(source, DTensor) else source).detach().reshape(-1)
+    flat = _local(parameter if parameter.grad is None else parameter.grad).detach().reshape(-1)
     if flat.numel() > SAMPLE:
         flat = flat[spread(flat.numel(), SAMPLE, flat.device)]
     return torch.zeros_like(flat, dtype=torch.float32) if parameter.grad is None else flat.float().clone()
@@ -79,24 +72,17 @@ def squares(weights: Sequence[Weight], ours: Sequence[Tensor], theirs: Sequence[
         float64 ``[3, weights]``, to be summed over ranks: the estimated squared norm of ``ours - theirs`` and of ``theirs``, and the
         number of elements.
     """
-    rows = []
+    columns = []
     for weight, a, b in zip(weights, ours, theirs, strict=True):
-        parameter = weight.parameter
-        numel = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).numel()
         sums = torch.stack([(a - b).double().square().sum(), b.double().square().sum()])
-        rows.append(torch.cat([sums * (numel / max(len(b), 1)), sums.new_full((1,), float(numel))]))
-    return torch.stack(rows, 1)
+        numel = _local(weight.parameter).numel()
+        columns.append(torch.cat([sums * (numel / max(len(b), 1)), sums.new_full((1,), float(numel))]))
+    return torch.stack(columns, 1)
 
 
 def gradient_errors(totals: Tensor, weights: Sequence[Weight]) -> Iterator[tuple[str, float, float]]:
-    """How far the gradient of each weight is off: ``|g - g_hp| / max(|g_hp|, FLOOR * rms * sqrt(numel))``, ``rms`` of all of ``g_hp``.
-
-    Args:
-        totals: What :func:`squares` gave, summed over ranks.
-        weights: As there.
-
-    Yields:
-        Name, norm of the difference, norm that it is divided by.
+    """From the sums of :func:`squares` over ranks: each weight's name, ``|g - g_hp|``, and ``max(|g_hp|, FLOOR * rms * sqrt(numel))``
+    by which it is divided; ``rms`` is that of all of ``g_hp``.
     """
     sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     for weight, *values in zip(weights, *totals.tolist(), strict=True):

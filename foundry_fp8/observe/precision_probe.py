@@ -1,7 +1,4 @@
-"""What FP8 does to one batch: its loss and its gradients, beside those in high precision at the same parameters.
-
-It asks nothing about the inside of the model, so one measurement serves every backend, recipe, attention and kind of layer.
-"""
+"""What FP8 does to one batch: its loss and its gradients, beside those in high precision at the same parameters."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ from foundry_fp8.numerics.recipes import Recipe
 from foundry_fp8.observe.gradient_sample import gradient_errors, sample, squares, weights_of
 from foundry_fp8.observe.unchanged_state import fp8_layers, unchanged_state
 
-__all__ = ["OutOfMemoryInProbe", "PrecisionGap", "PrecisionProbe", "precision_gap"]
+__all__ = ["OutOfMemory", "PrecisionGap", "PrecisionProbe", "precision_gap"]
 
 LossOf = Callable[[nn.Module, Any], Tensor]
 """``loss_of(model, batch)``: the scalar loss of a training forward, under training's autocast. It may be scaled (float16)."""
@@ -32,8 +29,8 @@ Recipes = Mapping[str, Recipe | None]
 """The recipe that each FP8 layer runs, by name; ``None`` is high precision, as are layers that are not named."""
 
 
-class OutOfMemoryInProbe(RuntimeError):
-    """The measurement ran out of memory, on some rank."""
+class OutOfMemory(RuntimeError):
+    """A measurement ran out of memory, on some rank."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +59,7 @@ class PrecisionGap:
 
 
 def precision_gap(
-    model: nn.Module, loss_of: LossOf, batch: Any, *, fp8: Iterable[str] | Recipes | None = None
+    model: nn.Module, loss_of: LossOf, batch: Any, *, fp8: Iterable[str] | None = None
 ) -> PrecisionGap:
     """Measure what FP8 does to the loss and the gradients of ``batch``, and leave no trace in ``model`` or its training.
 
@@ -70,34 +67,24 @@ def precision_gap(
         model: Converted by :func:`~foundry_fp8.apply_fp8`, in training mode, wrapped or not.
         loss_of: The loss of a training forward.
         batch: Is run twice.
-        fp8: Which layers run FP8: names (each with the recipe of its conversion), recipes by name, or ``None`` for what runs now.
-            All others run in high precision.
+        fp8: Names of the layers that run FP8, with the recipe of their conversion; ``None`` is what runs now.
 
     Returns:
         The gap, the same on all ranks. Every rank calls this with a batch of its own.
 
     Raises:
         KeyError: ``fp8`` names what is no FP8 layer.
-        OutOfMemoryInProbe: It does not fit.
-        RuntimeError: See :func:`~.unchanged_state.unchanged_state`; or the measurement failed on another rank.
+        RuntimeError: Out of memory (:class:`OutOfMemory`), FSDP1 holds gradients, or it failed on another rank.
         TypeError: The loss is not a scalar, or ``batch`` is an iterator, which can be run once only.
     """
     probe = PrecisionProbe(model, loss_of)
-    if fp8 is None:
-        fp8 = probe.running()
-    elif not isinstance(fp8, Mapping):
-        fp8 = {name: probe.layers[name].configured_recipe for name in fp8}
+    recipes = probe.running() if fp8 is None else {n: probe.layers[n].configured_recipe for n in fp8}
     with probe.on(batch) as measure:
-        return measure(fp8)
+        return measure(recipes)
 
 
 class PrecisionProbe:
-    """Measures one model again and again; arguments as of :func:`precision_gap`.
-
-    Attributes:
-        layers: The FP8 linears and attentions by name.
-        passes: Forwards and backwards run so far.
-    """
+    """Measures one model many times: its FP8 ``layers`` by name, and the ``passes`` (forward and backward) run so far."""
 
     def __init__(self, model: nn.Module, loss_of: LossOf) -> None:
         self.model = without_ddp(model)
@@ -119,15 +106,11 @@ class PrecisionProbe:
         if isinstance(batch, Iterator):
             raise TypeError(f"the batch is a {type(batch).__name__}, which can be run once; give a batch")
         if not self.model.training:
-            raise RuntimeError(
-                "the model is in evaluation mode, where FP8 layers run high precision; call model.train()"
-            )
+            raise RuntimeError("the model is in evaluation mode, where no layer runs FP8; call model.train()")
         with unchanged_state(self.model) as rewind:
             reference: list[Any] = []
 
             def measure(recipes: Recipes) -> PrecisionGap:
-                if unknown := sorted(recipes.keys() - self.layers.keys()):
-                    raise KeyError(f"no FP8 layers: {', '.join(unknown[:4])}")
                 if not reference:
                     reference.append(self._attempt(rewind, batch, {}))
                 return self._compare(self._attempt(rewind, batch, recipes), reference[0])
@@ -135,7 +118,7 @@ class PrecisionProbe:
             yield measure
 
     def _attempt(self, rewind: Callable[[], None], batch: Any, recipes: Recipes) -> Any:
-        """Loss and gradient sample of one pass; the exception if it failed here, which other ranks learn in :meth:`_compare`."""
+        """Loss and gradient sample of one pass, or the exception in it, which other ranks learn of in :meth:`_compare`."""
         rewind()
         try:
             self.passes += 1
@@ -143,9 +126,7 @@ class PrecisionProbe:
                 layer.set_recipe(recipes.get(name))  # type: ignore[arg-type]
             loss = self.loss_of(self.model, dict(batch) if isinstance(batch, Mapping) else batch)
             if not isinstance(loss, Tensor) or loss.numel() != 1:
-                raise TypeError(
-                    f"the loss is {type(loss).__name__} and not a tensor of one element; give its mean"
-                )
+                raise TypeError(f"the loss is a {type(loss).__name__} and not a tensor of one element")
             loss.backward()
             return float(loss.detach()), sample(self.weights)
         except Exception as error:
@@ -164,7 +145,7 @@ class PrecisionProbe:
             dist.all_reduce(totals)
         failed, without_memory, ranks, fp8_loss, loss = totals[:5].tolist()
         if without_memory and not failed:
-            raise OutOfMemoryInProbe("measuring FP8 against high precision ran out of memory")
+            raise OutOfMemory("measuring FP8 against high precision ran out of memory")
         if failed:
             raise failures[0] if failures else RuntimeError("measuring FP8 failed on another rank")
         return self._gap(fp8_loss / ranks, loss / ranks, totals[5:].view(3, -1))

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from foundry_fp8.distributed.compression.apply import compression_of
 from foundry_fp8.layers.attention import FP8DotProductAttention
-from foundry_fp8.layers.delayed_scaling import DelayedScalingState, DelayedSlot
 from foundry_fp8.layers.ledger import GemmLedger
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.layers.state import FP8State
@@ -22,7 +20,6 @@ from foundry_fp8.surgery.attention import FP8AttentionState
 __all__ = ["FP8Layer", "fp8_layers", "unchanged_state"]
 
 FP8Layer = FP8Linear | FP8DotProductAttention
-
 _OF_A_LAYER = ("recipe", "ledger", "probe", "_first_forward_recorded")
 """The attributes of an FP8 layer that a pass reads or writes."""
 
@@ -36,13 +33,12 @@ def fp8_layers(model: nn.Module) -> dict[str, FP8Layer]:
 def unchanged_state(model: nn.Module) -> Iterator[Callable[[], None]]:
     """Run forwards and backwards of ``model`` inside that leave no trace in its training.
 
-    Put back afterwards: gradients, buffers, the random numbers of the default generators (CPU and the model's GPU) and of every
-    :class:`torch.Generator` that is an attribute of a module, the recipes, ledgers and operand hooks of FP8 layers, and delayed
-    scaling's scales, histories and passes. Compressed communication sends plain gradients and counts nothing; compiled models run eagerly,
-    and their graphs stay. Delayed scaling finishes its pass at the beginning (a collective), as the next training forward would.
+    Put back afterwards: gradients, buffers, the default random generators, the recipes, ledgers and operand hooks of FP8 layers, and
+    delayed scaling's scales, histories and passes. Compressed communication sends plain gradients and counts nothing; compiled models
+    run eagerly, and their graphs stay. Delayed scaling finishes its pass first (a collective), as the next training forward would.
 
-    A layer that does not run the recipe that it was converted with keeps the amaxes that a pass here records: it has no others,
-    and its history would be out of date when it returns.
+    A layer that does not run the recipe that it was converted with has the amaxes of the last pass here as its whole history: training
+    records none, and older ones may be of the outliers for which it was demoted.
 
     Args:
         model: Not wrapped by DDP, whose module is called directly; by FSDP or by nothing.
@@ -51,29 +47,37 @@ def unchanged_state(model: nn.Module) -> Iterator[Callable[[], None]]:
         A function that puts everything back; call it before each further pass, so that all begin alike.
 
     Raises:
-        RuntimeError: FSDP1 holds gradients: call it before the first backward of a step, after ``zero_grad()``.
+        RuntimeError: FSDP1 holds gradients.
     """
     parameters = list(model.parameters())
     gradients = [p.grad for p in parameters]
-    _refuse_fsdp1_gradients(model, gradients)
+    fsdp1 = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+    if fsdp1 and any(gradient is not None for gradient in gradients):
+        raise RuntimeError(
+            "FSDP1 holds gradients, which a measurement cannot set aside: call it after optimizer.zero_grad(), before the first backward"
+        )
     layers = fp8_layers(model)
-    own = {name: {key: vars(layer).get(key) for key in _OF_A_LAYER} for name, layer in layers.items()}
-    idle = [
-        slot
-        for layer in layers.values()
-        if layer.recipe != layer.configured_recipe
-        for slot in (layer.slots or {}).values()
-    ]
-    states = _delayed_states(model)
+    own = {name: {k: v for k, v in vars(layer).items() if k in _OF_A_LAYER} for name, layer in layers.items()}
+    demoted = [layer for layer in layers.values() if layer.recipe != layer.configured_recipe]
+    idle = [slot for layer in demoted for slot in (layer.slots or {}).values()]
+    found = [FP8State.of(model), FP8AttentionState.of(model)]
+    states = [state.delayed for state in found if state is not None and state.delayed is not None]
     for state in states:
         state.update()
-    restore = [_random_numbers(model), _buffers(model), *(state.saved() for state in states)]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    restore = [_random_numbers(model), *(state.saved() for state in states)]
 
+    @torch.no_grad()
     def rewind() -> None:
         amaxes = [slot.amax.clone() for slot in idle]
         for put_back in restore:
             put_back()
-        _record(idle, amaxes)
+        for slot, amax in zip(idle, amaxes, strict=True):
+            slot.amax_history.zero_()
+            slot.record(amax)
+        for buffer, value in buffers:
+            if not torch.equal(buffer, value):
+                buffer.copy_(value)
         for parameter in parameters:
             parameter.grad = None
 
@@ -94,64 +98,19 @@ def unchanged_state(model: nn.Module) -> Iterator[Callable[[], None]]:
         for state in states:
             state.measuring = False
         for name, layer in layers.items():
-            vars(layer).update({key: value for key, value in own[name].items() if key in vars(layer)})
+            vars(layer).update(own[name])
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
-
-
-def _refuse_fsdp1_gradients(model: nn.Module, gradients: list[Tensor | None]) -> None:
-    if any(isinstance(m, FullyShardedDataParallel) for m in model.modules()) and any(
-        gradient is not None for gradient in gradients
-    ):
-        raise RuntimeError(
-            "FSDP1 keeps gradients in memory of its own, which a measurement cannot set aside. Call it before the first "
-            "backward of a step, after optimizer.zero_grad()."
-        )
-
-
-def _delayed_states(model: nn.Module) -> list[DelayedScalingState]:
-    found = [FP8State.of(model), FP8AttentionState.of(model)]
-    return [state.delayed for state in found if state is not None and state.delayed is not None]
-
-
-def _record(slots: list[DelayedSlot], amaxes: list[Tensor]) -> None:
-    with torch.no_grad():
-        for slot, amax in zip(slots, amaxes, strict=True):
-            slot.record(amax)
 
 
 def _random_numbers(model: nn.Module) -> Callable[[], None]:
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     cpu = torch.get_rng_state()
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    generators = [(generator, generator.get_state()) for generator in _generators(model)]
 
     def restore() -> None:
         torch.set_rng_state(cpu)
         if cuda is not None:
             torch.cuda.set_rng_state(cuda, device)
-        for generator, state in generators:
-            generator.set_state(state)
-
-    return restore
-
-
-def _generators(model: nn.Module) -> Iterator[torch.Generator]:
-    """Those that are attributes of a module, by themselves or in a list."""
-    for module in model.modules():
-        for value in vars(module).values():
-            for item in value if isinstance(value, list | tuple) else (value,):
-                if isinstance(item, torch.Generator):
-                    yield item
-
-
-def _buffers(model: nn.Module) -> Callable[[], None]:
-    kept: list[tuple[Any, Tensor]] = [(buffer, buffer.clone()) for buffer in model.buffers()]
-
-    @torch.no_grad()
-    def restore() -> None:
-        for buffer, value in kept:
-            if not torch.equal(buffer, value):
-                buffer.copy_(value)
 
     return restore

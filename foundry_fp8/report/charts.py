@@ -13,7 +13,16 @@ from plotly.subplots import make_subplots
 
 from foundry_fp8.report.across import BY_SIZE, by_size, over_devices, scored, speeds
 from foundry_fp8.report.comparison import Row
-from foundry_fp8.report.figures import COUNTS, LINE_PANELS, kurtosis_maps, mfu_panels, smooth
+from foundry_fp8.report.figures import COUNTS, LINE_PANELS, mfu_panels, smooth
+from foundry_fp8.report.heat_maps import (
+    GRADIENT_ERROR,
+    KURTOSIS,
+    Maps,
+    Scale,
+    events_by_block,
+    gradient_error_maps,
+    kurtosis_maps,
+)
 from foundry_fp8.report.style import group_look, look
 
 __all__ = ["CHARTS", "as_html", "script"]
@@ -131,8 +140,17 @@ def tasks(rows: Sequence[Row]) -> go.Figure | None:
 
 
 def kurtosis(rows: Sequence[Row]) -> go.Figure | None:
-    """Kurtosis by layer over time: a heat map a tensor and run, one colour scale for all."""
-    found = kurtosis_maps(rows)
+    """Kurtosis by layer over time."""
+    return _heat_maps(rows, kurtosis_maps(rows), KURTOSIS)
+
+
+def gradient_error(rows: Sequence[Row]) -> go.Figure | None:
+    """The error that FP8 makes in the gradients of each block over time."""
+    return _heat_maps(rows, gradient_error_maps(rows), GRADIENT_ERROR)
+
+
+def _heat_maps(rows: Sequence[Row], found: Maps, scale: Scale) -> go.Figure | None:
+    """A heat map a tensor and run, one colour scale for all."""
     tensors = list(dict.fromkeys(tensor for tensor, _ in found))
     maps = {
         where: found[where] for where in sorted(found, key=lambda where: (tensors.index(where[0]), where[1]))
@@ -147,7 +165,7 @@ def kurtosis(rows: Sequence[Row]) -> go.Figure | None:
         horizontal_spacing=0.03, vertical_spacing=0.5 / max(2, -(-len(maps) // columns)),
         subplot_titles=[f"{rows[index].run.name}: {tensor.rpartition('/')[2]}" for tensor, index in maps],
     )  # fmt: skip
-    for place, layers in enumerate(maps.values()):
+    for place, ((_, index), layers) in enumerate(maps.items()):
         steps = np.unique(np.concatenate([series.steps for series in layers.values()]))
         numbers = sorted(layers)
         grid = np.full((len(numbers), len(steps)), np.nan)
@@ -158,13 +176,23 @@ def kurtosis(rows: Sequence[Row]) -> go.Figure | None:
             logarithm = np.log10(np.where(np.isfinite(grid) & (grid > 0), grid, np.nan))[:, thin]
         figure.add_heatmap(
             x=steps[thin].tolist(), y=numbers, z=_listed(logarithm), customdata=_listed(grid[:, thin]), coloraxis="coloraxis",
-            hovertemplate="step %{x}, layer %{y}: %{customdata:.1f}<extra></extra>",
+            hovertemplate="step %{x}, layer %{y}: %{customdata:.3g}<extra></extra>",
             row=place // columns + 1, col=place % columns + 1,
         )  # fmt: skip
-    ticks = list(range(int(np.ceil(np.log10(max(10.0, float(finite.max()))))) + 1))
+        events = events_by_block(rows[index]) if scale is GRADIENT_ERROR else []
+        if events:
+            x, y, actions = zip(*events, strict=True)
+            figure.add_scatter(
+                x=x, y=y, text=actions, mode="markers", showlegend=False, hovertemplate="step %{x}, layer %{y}: %{text}<extra></extra>",
+                marker={"color": "white", "line": {"color": "black", "width": 1}, "size": 9,
+                        "symbol": [f"triangle-{'down' if action == 'demote' else 'up'}" for action in actions]},
+                row=place // columns + 1, col=place % columns + 1,
+            )  # fmt: skip
+    lowest = round(np.log10(scale.low))
+    ticks = list(range(lowest, int(np.ceil(np.log10(max(scale.high, float(finite.max()))))) + 1))
     figure.update_layout(coloraxis={
-        "colorscale": _SCALE, "cmin": 0, "cmax": ticks[-1],
-        "colorbar": {"title": "kurtosis", "tickvals": ticks, "ticktext": [f"{10**tick:,}" for tick in ticks], "thickness": 12},
+        "colorscale": _SCALE, "cmin": lowest, "cmax": ticks[-1],
+        "colorbar": {"title": scale.label.split(" (")[0], "tickvals": ticks, "ticktext": [f"{10.0**tick:,g}" for tick in ticks], "thickness": 12},
     })  # fmt: skip
     figure.update_annotations(font_size=10)
     return _laid_out(figure, 120 + 120 * -(-len(maps) // columns))
@@ -280,6 +308,7 @@ CHARTS: dict[str, Callable[[Sequence[Row]], go.Figure | None]] = {
     "kurtosis": kurtosis,
     "fp8-health": panels(lambda rows: LINE_PANELS["fp8-health"]),
     "guard": panels(lambda rows: LINE_PANELS["guard"]),
+    "fp8-error": gradient_error,
     "memory": memory,
 }
 """By the name of the figure that it stands for."""

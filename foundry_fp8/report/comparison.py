@@ -236,30 +236,14 @@ GUARD_EVENTS = "guard_events"
 
 
 def guard_timeline(run: Run) -> list[tuple[int, str, str]]:
-    """What the divergence guard saw and did: ``(step, layer or block, what)``, in order.
-
-    From its table of events; of a log without tables, from the rungs that it logged, without alarms and reasons. Rung 0 is what was
-    configured; each rung above it is a safer precision.
-    """
+    """What the divergence guard found and did: ``(step, layer or block, what)``, in order, from its table of events."""
     for table in run.tables:
         if table.name == GUARD_EVENTS:
             return [
                 (int(batch), str(unit), f"{action} {signal}".strip() + (f": {detail}" if detail else ""))
                 for batch, unit, action, signal, detail in table.rows
             ]
-    moves = []
-    for key, series in run.matching("guard/rung/").items():
-        rungs = [0, *(int(value) for value in series.values)]
-        moves += [
-            (
-                int(step),
-                key.removeprefix("guard/rung/"),
-                f"{'demoted' if after > before else 'promoted'}, rung {before} to {after}",
-            )
-            for step, before, after in zip(series.steps, rungs, rungs[1:], strict=False)
-            if before != after
-        ]
-    return sorted(moves)
+    return []
 
 
 def _flatten(values: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

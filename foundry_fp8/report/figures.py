@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from foundry_fp8.report.comparison import Row
 from foundry_fp8.report.figures_across import bars, sizes, speed, tasks
+from foundry_fp8.report.heat_maps import (
+    GRADIENT_ERROR,
+    KURTOSIS,
+    gradient_error_maps,
+    heat_maps,
+    kurtosis_maps,
+)
 from foundry_fp8.report.run import Series
-from foundry_fp8.report.style import HEAT_MAP, INK, MUTED, WIDTH, label_ends, new_figure, run_style
+from foundry_fp8.report.style import INK, WIDTH, label_ends, new_figure, run_style
 
-__all__ = ["COUNTS", "FIGURES", "LINE_PANELS", "FigureSpec", "kurtosis_maps", "mfu_panels", "smooth"]
+__all__ = ["COUNTS", "FIGURES", "LINE_PANELS", "FigureSpec", "mfu_panels", "smooth"]
 
 _SMOOTH_SHARE = 0.02
-_LAYER = re.compile(r"(.+)/layer_(\d+)")
-
-
 LINE_PANELS: dict[str, list[tuple[str, str, float]]] = {
     "fp8-health": [
         (f"fp8/{stat}/{operand}/worst", f"{label}: {operand}", scale)
@@ -35,10 +36,8 @@ LINE_PANELS: dict[str, list[tuple[str, str, float]]] = {
         for operand in ("x", "w", "dy")
     ],
     "guard": [
-        ("guard/kurtosis/worst", "kurtosis, worst block", 1.0),
-        ("guard/noise/worst", "noise over rounding's, worst", 1.0),
-        ("guard/flushed/worst", "flushed to zero, worst (%)", 100.0),
-        ("guard/gradient_norm/worst", "gradient norm, largest", 1.0),
+        ("fp8_error/loss_gap", "loss in FP8 above high precision (%)", 100.0),
+        ("fp8_error/gradient/worst", "gradient's error, worst block (%)", 100.0),
         ("guard/alarms", "alarms so far", 1.0),
         ("guard/demoted_layers", "demoted layers", 1.0),
     ],
@@ -183,57 +182,17 @@ def fp8_health(rows: Sequence[Row]) -> Figure | None:
 
 
 def kurtosis(rows: Sequence[Row]) -> Figure | None:
-    """Kurtosis by layer over time: one row of heat maps a tensor, one column a run, one colour scale for all."""
-    maps = kurtosis_maps(rows)
-    if not maps:
-        return None
-    tensors = list(dict.fromkeys(tensor for tensor, _ in maps))
-    columns = sorted({index for _, index in maps})
-    finite = np.concatenate([series.values for layers in maps.values() for series in layers.values()])
-    finite = finite[np.isfinite(finite) & (finite > 0)]
-    if not len(finite):
-        return None
-    # A Gaussian has 3; the scale starts at 1, the smallest kurtosis there is.
-    norm = LogNorm(vmin=1.0, vmax=max(10.0, float(finite.max())))
-    figure = new_figure(max(WIDTH, 2.6 * len(columns)), 0.9 + 1.25 * len(tensors))
-    grid = figure.subplots(len(tensors), len(columns), squeeze=False, sharex="col")
-    image: Any = None
-    for y, tensor in enumerate(tensors):
-        for x, index in enumerate(columns):
-            axes = grid[y][x]
-            axes.grid(False)
-            if y == 0:
-                axes.set_title(rows[index].run.name)
-            if x == 0:
-                axes.set_ylabel(tensor.rpartition("/")[2].replace("_", "\n"), fontsize=9)
-            layers = maps.get((tensor, index))
-            if layers is None:
-                axes.text(
-                    0.5, 0.5, "not logged", transform=axes.transAxes, ha="center", va="center", color=MUTED
-                )
-                axes.set_yticks([])
-                continue
-            image = _heat_map(axes, layers, norm)
-            if y == len(tensors) - 1:
-                axes.set_xlabel("step")
-    figure.colorbar(image, ax=grid, label="kurtosis (Gaussian: 3)", shrink=0.8, pad=0.01)
-    return figure
+    """Kurtosis by layer over time."""
+    return heat_maps(rows, kurtosis_maps(rows), KURTOSIS)
 
 
-def kurtosis_maps(rows: Sequence[Row]) -> dict[tuple[str, int], dict[int, Series]]:
-    """By tensor and run, kurtosis by layer; per token where a run has that, since per sample looks alike."""
-    maps: dict[tuple[str, int], dict[int, Series]] = {}
-    for index, row in enumerate(rows):
-        for key, series in row.run.matching("kurtosis").items():
-            found = _LAYER.fullmatch(key)
-            if found:
-                maps.setdefault((found[1], index), {})[int(found[2])] = series
-    by_token = {where: layers for where, layers in maps.items() if where[0].startswith("kurtosis_token/")}
-    return by_token or maps
+def gradient_error(rows: Sequence[Row]) -> Figure | None:
+    """The error that FP8 makes in the gradients of each block over time, with what the guard did to the block's layers."""
+    return heat_maps(rows, gradient_error_maps(rows), GRADIENT_ERROR)
 
 
 def guard(rows: Sequence[Row]) -> Figure | None:
-    """The signals that the divergence guard watches, its alarms, and how many layers it has demoted."""
+    """What the divergence guard measures, its alarms, and how many layers it has demoted."""
     return _line_panels(rows, LINE_PANELS["guard"], columns=3)
 
 
@@ -273,33 +232,6 @@ def _line_panels(
         handles.values(), handles.keys(), loc="outside upper left", ncols=4, frameon=False, handlelength=3.2
     )
     return figure
-
-
-def _heat_map(axes: Axes, layers: dict[int, Series], norm: LogNorm) -> Any:
-    steps = np.unique(np.concatenate([series.steps for series in layers.values()]))
-    numbers = sorted(layers)
-    values = np.full((len(numbers), len(steps)), np.nan)
-    for line, number in enumerate(numbers):
-        values[line, np.searchsorted(steps, layers[number].steps)] = layers[number].values
-    image = axes.imshow(
-        values,
-        aspect="auto",
-        origin="lower",
-        interpolation="nearest",
-        cmap=HEAT_MAP,
-        norm=norm,
-        extent=(_edge(steps, 0), _edge(steps, -1), -0.5, len(numbers) - 0.5),
-    )
-    every = max(1, len(numbers) // 4)
-    axes.set_yticks(range(0, len(numbers), every), [str(number) for number in numbers[::every]])
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
-    axes.set_facecolor("#e8e8e8")  # missing and non-finite cells
-    return image
-
-
-def _edge(steps: np.ndarray, end: int) -> float:
-    half = float(np.median(np.diff(steps))) / 2 if len(steps) > 1 else 0.5
-    return float(steps[end]) + (half if end else -half)
 
 
 def _last_finite(steps: np.ndarray, values: np.ndarray) -> tuple[float, float]:
@@ -410,8 +342,16 @@ FIGURES: tuple[FigureSpec, ...] = (
     FigureSpec(
         name="guard",
         title="Divergence guard",
-        caption="The signals that it watches, its alarms so far, and the layers that run below their configured precision.",
+        caption="How far FP8 is from high precision on the same batch, the alarms so far, and the layers that run a finer recipe or high precision.",
         draw=guard,
+        without="Not logged. Add callbacks: {divergence_guard: {}}.",
+    ),
+    FigureSpec(
+        name="fp8-error",
+        title="FP8's error by block",
+        caption="Relative error of the gradients of each block in FP8, against high precision on the same batch. Blocks upwards, steps to the "
+        "right, one logarithmic colour scale. A triangle that points down: a layer of the block was demoted; up: it returned to FP8.",
+        draw=gradient_error,
         without="Not logged. Add callbacks: {divergence_guard: {}}.",
     ),
     FigureSpec(

@@ -169,10 +169,11 @@ def test_trackers_get_few_keys_and_always_the_same():
             for key, found in memory.data.items()
             if key.startswith(("mfu/", "kurt", "fp8", "guard"))
         }
-        assert set(own.values()) == {2}
+        guards = ("guard/", "fp8_error/")  # which measures again at once where one short row is far off
+        assert {count for key, count in own.items() if not key.startswith(guards)} == {2}
         sent[layers] = set(own)
     assert sent[2] == sent[4]
-    assert 15 <= len(sent[2]) <= 26
+    assert 15 <= len(sent[2]) <= 27
 
     lines = [
         json.loads(line) for log in Path("runs").rglob("*.jsonl") for line in log.read_text().splitlines()
@@ -186,11 +187,7 @@ def test_trackers_get_few_keys_and_always_the_same():
     everyone, run_log = zip(
         *map(documented, ("mfu_monitor", "kurtosis_monitor", "fp8_monitor", "divergence_guard")), strict=True
     )
-    never = {"guard/rung/[^/]+"}  # nothing moved
-    for patterns, keys in (
-        (set().union(*everyone), sent[4]),
-        (set().union(*run_log) - never, logged - sent[4]),
-    ):
+    for patterns, keys in ((set().union(*everyone), sent[4]), (set().union(*run_log), logged - sent[4])):
         assert {key for key in keys if not any(re.fullmatch(p, key) for p in patterns)} == set()
         assert {p for p in patterns if not any(re.fullmatch(p, key) for key in keys)} == set()
 

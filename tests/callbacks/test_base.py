@@ -23,7 +23,7 @@ def all_monitors():
         MFUMonitor(interval=2, peak_flops={"fp32": 1e12, "bf16": 1e12, "fp8": 1e12}),
         KurtosisMonitor(interval=1),
         FP8Monitor(interval=1),
-        DivergenceGuard(interval=1),
+        DivergenceGuard(interval=1, actions=["warn"]),
     ]
 
 
@@ -110,21 +110,12 @@ def test_options_are_checked_at_construction_and_repr_rebuilds(module, cls):
 @pytest.mark.full
 def test_what_monitors_see_of_a_compiled_model(train, caplog):
     """A graph leaves out hooks that come later; each card says what is then missing."""
-    from foundry_fp8.callbacks.divergence_guard import DivergenceGuard
     from foundry_fp8.callbacks.kurtosis_monitor import KurtosisMonitor
     from foundry_fp8.callbacks.mfu_monitor import MFUMonitor
 
-    peaks = {"fp32": 1e12}
-    watch = [
-        MFUMonitor(interval=2, peak_flops=peaks),
-        KurtosisMonitor(interval=2),
-        DivergenceGuard(interval=2, details=True),
-    ]
+    watch = [MFUMonitor(interval=2, peak_flops={"fp32": 1e12}), KurtosisMonitor(interval=2)]
     logged = train(build_llama(1), watch, steps=4, compile_config={"backend": "eager"}).logged.data
     assert all(monitor.failed is None for monitor in watch)
     assert len(logged["mfu/mfu"]) == 2 and "mfu/hfu" not in logged
     assert not [key for key in logged if key.startswith("kurtosis")]
     assert sum("no tensor was seen" in record.getMessage() for record in caplog.records) == 1
-    assert {key for key in logged if key.startswith("guard/")} == {
-        "guard/alarms", "guard/demoted_layers", "guard/gradient_norm/worst", "guard/loss"
-    }  # fmt: skip

@@ -139,10 +139,12 @@ CALLBACKS: dict[str, dict[str, Takes]] = {
     "fp8_monitor": {"interval": whole(1), "worst": whole(0), "details": FLAG},
     "divergence_guard": {
         "interval": whole(1),
-        "actions": some(word("warn", "checkpoint", "demote", "stop"), least=1),
-        "finer": either(NULL, word("auto", "current", "block", "mxfp8")),
+        "rows": whole(1),
+        "loss_limit": POSITIVE,
+        "gradient_limit": POSITIVE,
+        "actions": some(word("warn", "demote", "stop"), least=1),
+        "finer": FLAG,
         "quiet_batches": whole(1),
-        "checkpoint_folder": PATH,
         "details": FLAG,
     },
 }

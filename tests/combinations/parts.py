@@ -100,7 +100,7 @@ def fp8(**options: Any) -> dict[str, dict[str, Any]]:
     return {"fp8": {"recipe": {"name": "delayed", "amax_history_len": 8}, **options}}
 
 
-GUARD = {"interval": 1}
+GUARD = {"interval": 1, "rows": 2}
 WIRE = {"warmup": 0, "min_bytes": 0, "scope": "all", "block_size": 32}
 INT8 = {"gradients": "int8", "second_leg": "int8", **WIRE}
 CLIP = {"gradient_clipping": {"clipping_type": "norm", "clipping_threshold": 0.05}}
@@ -158,7 +158,7 @@ PARTS = {
     ),
     "guard": Part(
         settings=Settings(algorithms=fp8(), callbacks={"divergence_guard": GUARD}),
-        changed=Settings(algorithms=fp8(), callbacks={"divergence_guard": {**GUARD, "finer": None}}),
+        changed=Settings(algorithms=fp8(), callbacks={"divergence_guard": {**GUARD, "finer": False}}),
         base=DELAYED,
     ),
     "compressed communication": Part(
@@ -229,7 +229,7 @@ PARTS = {
         ),
         changed=Settings(
             algorithms={**fp8(attention=True), "activation_compression": {"format": "exact"}},
-            callbacks={"divergence_guard": {**GUARD, "finer": None}},
+            callbacks={"divergence_guard": {**GUARD, "finer": False}},
         ),
         lossy=0.2,
     ),

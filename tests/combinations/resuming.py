@@ -38,8 +38,8 @@ torch.compiler.set_stance(
 )  # torchao compiles its steps for each shape, and nothing else here is compiled
 LEARNING_RATE = 0.02
 DAMAGED = "inner.model.model.layers.1.mlp.down_proj"
-GROWN = {0: 1.0, 1: 300.0, 2: 3e3, 3: 3e4}
-"""By batch, and 3000 from then on: what is sick in a young run has to be so three times in a row."""
+GROWN = {0: 1.0, 1: 10.0, 2: 100.0}
+"""By batch, and 50 from then on: more than the history knows of in two batches in turn."""
 
 
 class Growing(Causal):
@@ -57,7 +57,7 @@ class Growing(Causal):
 
     def _grow(self, module: nn.Module, args: Any) -> Any:
         factor = torch.ones(args[0].shape[-1])
-        factor[:24] = GROWN.get(self.batches_seen, 3000.0)
+        factor[:24] = GROWN.get(self.batches_seen, 50.0)
         return (args[0] * factor,)
 
 
@@ -78,8 +78,9 @@ class Watcher(Callback):
     def fit_start(self, state, logger):
         self.start = parameters_of(state.model)
         self.began = snapshot(state)
+        self.batch_end(state, logger)
 
-    def batch_start(self, state, logger):
+    def batch_end(self, state, logger):
         causal_of(state.model).batches_seen = int(state.timestamp.batch)
 
     def after_train_batch(self, state, logger):

@@ -33,11 +33,10 @@ def test_the_four_run_together_from_a_yaml(results, wrapper):
         assert 0.3 < case["fp8_share"] < 1
 
 
-def test_sharded_gradients_are_taken_together(results):
-    """The square sum over two ranks of the whole gradient g (DDP) is 2 g^2; of FSDP2's shards it is g^2."""
-    ddp, fsdp2 = (results[0][f"all-{wrapper}"]["gradient_norm"] for wrapper in ("ddp", "fsdp2"))
-    assert ddp == results[1]["all-ddp"]["gradient_norm"]
-    assert ddp[0] / fsdp2[0] == pytest.approx(2**0.5, rel=1e-3)
+def test_what_is_measured_of_shards_is_what_is_measured_of_whole_gradients(results):
+    ddp, fsdp2 = (results[0][f"all-{wrapper}"]["gradient_error"] for wrapper in ("ddp", "fsdp2"))
+    assert ddp == results[1]["all-ddp"]["gradient_error"]
+    assert ddp[0] == pytest.approx(fsdp2[0], rel=0.1)  # other elements are sampled
 
 
 def test_what_one_rank_sees_both_act_on(results):
@@ -45,14 +44,10 @@ def test_what_one_rank_sees_both_act_on(results):
     assert first["failed"] is None
     assert first == second
     assert "demote" in first["events"]
-    # Not all of block 0: gradients that come back through the outlier are as many times as large, which the linears in front of it feel.
-    # Block 1 reads a residual stream in which all tokens share what has grown.
-    running = first["running"]
-    assert running["0.ffn.down_proj"] in ("current", "high_precision")
-    assert running["0.attn.out_proj"] == "delayed"
+    assert first["running"]["0.ffn.down_proj"] in ("current", "high_precision")
 
 
-@pytest.mark.parametrize("when", ["start", "before", "after", "log", "before-between", "after-between"])
+@pytest.mark.parametrize("when", ["before", "after"])
 def test_a_guard_that_breaks_on_one_rank_is_off_on_both_and_nobody_waits(results, when):
     first, second = (found[f"broken-{when}"] for found in results)
     assert "another rank" in first["failed"]

@@ -183,23 +183,20 @@ def test_scores_of_downstream_tasks_stand_beside_the_loss(tmp_path):
     assert (page.parent / "tasks.png").stat().st_size > 5000
 
 
-def test_what_the_guard_did_is_listed(full):
-    text = " ".join(full[0].read_text().split())
-    assert "<td>fp8-delayed</td><td>50</td><td>blocks.3</td><td>demoted, rung 0 to 1</td>" in text
-    assert "<td>60</td><td>blocks.3</td><td>promoted, rung 1 to 0</td>" in text
-
-
 def test_the_guards_own_table_of_events_is_its_time_line(tmp_path):
     events = {
         "kind": "table", "name": "guard_events", "step": 30, "columns": ["batch", "unit", "action", "signal", "detail"],
-        "rows": [["20", "layer_001", "alarm", "kurtosis", "90, above 40"],
-                 ["30", "h.1.mlp", "demote", "delayed -> current", "flushed of x 0.9, above 0.02"]],
+        "rows": [["20", "layer_001", "alarm", "gradient", "FP8 changes it by 90 %"],
+                 ["30", "model.layers.2.mlp", "demote", "delayed -> current", ""]],
     }  # fmt: skip
     page, _ = report(tmp_path, [header("a", "delayed"), *batches(curve(60), metrics=monitored), events, END])
     text = " ".join(page.read_text().split())
-    assert "<td>a</td><td>20</td><td>layer_001</td><td>alarm kurtosis: 90, above 40</td>" in text
-    assert "<td>h.1.mlp</td><td>demote delayed -&gt; current: flushed of x 0.9, above 0.02</td>" in text
-    assert "rung 0 to 1" not in text and text.count("guard_events") == 0
+    assert "<td>a</td><td>20</td><td>layer_001</td><td>alarm gradient: FP8 changes it by 90 %</td>" in text
+    assert "<td>model.layers.2.mlp</td><td>demote delayed -&gt; current</td>" in text
+    assert text.count("guard_events") == 0
+    heat, marks = charts(page)["fp8-error"]["data"]
+    assert heat["y"] == [0, 1, 2, 3] and heat["customdata"][2][0] == pytest.approx(0.225)
+    assert (marks["x"], marks["y"], marks["text"]) == ([30], [2], ["demote"])
 
 
 def test_what_keeps_its_value_is_drawn_in_steps_and_a_single_value_as_a_point(full):

@@ -19,7 +19,6 @@ from foundry_fp8.observe.guard.guard import DivergenceGuard as Guard
 __all__ = ["DivergenceGuard", "DivergenceGuardConfig"]
 
 COLUMNS = ("batch", "unit", "action", "signal", "detail")
-"""Of the table ``guard_events``."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,33 +30,24 @@ class DivergenceGuardConfig(GuardConfig):
 
 
 class DivergenceGuardState(CarriedState):
-    """The state of a :class:`DivergenceGuard` in the checkpoint."""
+    """The guard's state in the checkpoint."""
 
 
 class DivergenceGuard(Monitor):
-    """Measures what FP8 does to the loss and the gradients of a batch, and demotes the layers that do too much to them.
+    """Runs :class:`~foundry_fp8.observe.guard.guard.DivergenceGuard` in a trainer.
 
-    Runs on ``Event.FIT_START``, ``Event.AFTER_DATALOADER`` (it measures before other callbacks attach hooks to the model) and
-    ``Event.BATCH_END``. Every rank takes part in the same passes and decides on the same sums.
+    It measures on ``Event.AFTER_DATALOADER``, before other callbacks attach hooks to the model, and reads the loss on ``BATCH_END``.
 
     Args:
         **options: The fields of :class:`DivergenceGuardConfig`.
-
-    Attributes:
-        guard: What measures and decides (:class:`~foundry_fp8.observe.guard.guard.DivergenceGuard`); ``None`` before training starts.
     """
 
     key = "divergence_guard"
 
     def __init__(self, **options: Any) -> None:
         super().__init__(DivergenceGuardConfig, options)
-        self.guard: Guard | None = None
+        self.guard: Guard | None = None  # from the start of training on
         self._loaded: dict[str, Any] = {}
-
-    @property
-    def events(self) -> list[dict[str, Any]]:
-        """Every alarm and action so far."""
-        return [] if self.guard is None else self.guard.events
 
     def init(self, state: State, logger: Logger) -> None:
         """Have the state saved."""
@@ -74,13 +64,11 @@ class DivergenceGuard(Monitor):
             with get_precision_context(state.precision, state.precision_config):
                 loss = model.loss(module(batch), batch)
             parts = [loss["total"]] if isinstance(loss, dict) and "total" in loss else ensure_tuple(loss)
-            scale = (
-                state.scaler.get_scale() if state.scaler is not None and state.scaler.is_enabled() else 1.0
-            )
+            scale = state.scaler.get_scale() if state.scaler is not None else 1.0  # 1 where it is off
             return sum(part.mean() for part in parts) * scale
 
-        names = [field.name for field in dataclasses.fields(GuardConfig)]
-        self.guard = Guard(model, loss_of, **{name: getattr(self.config, name) for name in names})
+        options = {name: value for name, value in self.options.items() if name != "details"}
+        self.guard = Guard(model, loss_of, **options)
         if self._loaded:
             self.guard.load_state_dict(self._loaded)
 
@@ -90,7 +78,7 @@ class DivergenceGuard(Monitor):
         if guard is None:
             return
         guard.batch = state.timestamp.batch.value
-        if guard.due():  # the trainer does so next; FSDP1's gradients cannot be set aside
+        if guard.due():  # as the trainer does next: FSDP1's gradients cannot be set aside
             for optimizer in state.optimizers:
                 optimizer.zero_grad(set_to_none=True)
         found = guard.before_step(state.batch)

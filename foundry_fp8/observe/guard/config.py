@@ -7,15 +7,13 @@ import math
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
-from foundry_fp8.config import Config, Positive, PositiveNumber, not_empty, one_of
-from foundry_fp8.numerics.recipes import FOR_ANY_MODEL
+from foundry_fp8.config import Config, Positive, PositiveNumber, not_empty
 
 __all__ = ["KEY", "MODEL", "Event", "GuardConfig"]
 
 KEY = "callbacks.divergence_guard"
 MODEL = "model"
 """The ``unit`` of an event that is about the whole model."""
-FINER = tuple(name for name in FOR_ANY_MODEL if name != "delayed")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,32 +32,24 @@ class GuardConfig(Config):
     """The relative error that FP8 may make in the gradient of a transformer block."""
     actions: Annotated[Sequence[Literal["warn", "demote", "stop"]], not_empty] = ("demote",)
     """What an alarm does besides being logged: ``warn`` (nothing more), ``demote``, ``stop`` (end the run); several."""
-    finer: Annotated[str, one_of("auto", *FINER)] | None = "auto"
-    """The recipe to try before high precision: its name, ``auto`` (current after delayed, block after current), or null for
-    high precision at once."""
+    finer: bool = True
+    """Try a finer recipe (current after delayed, block after current) before high precision."""
     quiet_batches: Positive = 200
     """Batches in which FP8 has to measure well in all demoted layers before they return. Doubles with each return."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Event:
-    """What the guard found or did.
-
-    Attributes:
-        batch: Batches finished before it.
-        unit: A layer, a block (``layer_003``), or ``model``.
-        action: What it is.
-        signal: What was above its limit (``loss``, ``gradient``), or the change of recipe (``delayed -> current``).
-        value: Of an alarm, what was measured: a share of the loss, or a relative error.
-        threshold: Of an alarm, the limit.
-        detail: In words.
-    """
+    """What the guard found or did; ``batch`` counts the batches finished before it."""
 
     batch: int
     unit: str
+    """A layer, a block (``layer_003``), or ``model``."""
     action: Literal["alarm", "demote", "promote", "stop"]
     signal: str = ""
+    """What was above its limit (``loss``, ``gradient``), or the change of recipe (``delayed -> current``)."""
     value: float = math.nan
+    """Of an alarm: the share of the loss, or the relative error, and in ``threshold`` its limit."""
     threshold: float = math.nan
     detail: str = ""
 

@@ -1,4 +1,4 @@
-"""The recipe that a layer can run instead of the one it was converted with."""
+"""The recipe between what a layer was converted with and high precision."""
 
 from __future__ import annotations
 
@@ -8,23 +8,19 @@ import torch
 
 from foundry_fp8.layers.attention import FP8DotProductAttention
 from foundry_fp8.layers.backend import Backend
-from foundry_fp8.numerics.recipes import BlockScaling, CurrentScaling, DelayedScaling, Recipe, parse_recipe
+from foundry_fp8.numerics.recipes import BlockScaling, CurrentScaling, DelayedScaling, Recipe
 from foundry_fp8.observe.unchanged_state import FP8Layer
 
 __all__ = ["finer_recipe"]
 
 
-def finer_recipe(layer: FP8Layer, finer: str | None, device: torch.device) -> Recipe | None:
-    """The recipe between what ``layer`` was converted with and high precision; ``None`` if its backend runs none.
-
-    Args:
-        layer: A converted linear or attention.
-        finer: As :class:`~.config.GuardConfig` has it.
-        device: Where the model runs.
-    """
-    recipe = _asked_for(layer.configured_recipe, finer)
-    if recipe is None:
+def finer_recipe(layer: FP8Layer, device: torch.device) -> Recipe | None:
+    """``current`` after ``delayed``, ``block`` after ``current``; ``None`` after others, or if the layer's backend does not run it there."""
+    configured = layer.configured_recipe
+    if not isinstance(configured, DelayedScaling | CurrentScaling):
         return None
+    delayed = isinstance(configured, DelayedScaling)
+    recipe = CurrentScaling(fp8_format=configured.fp8_format) if delayed else BlockScaling()
     if isinstance(layer, FP8DotProductAttention):
         current = isinstance(recipe, CurrentScaling)
         runs = current and layer.backend.recipe_reason(recipe, layer.grad_scores) is None
@@ -33,14 +29,3 @@ def finer_recipe(layer: FP8Layer, finer: str | None, device: torch.device) -> Re
         fits = backend.shape_reason(recipe, layer.in_features, layer.out_features) is None
         runs = fits and backend.availability(recipe, device).ok
     return recipe if runs else None
-
-
-def _asked_for(configured: Recipe, finer: str | None) -> Recipe | None:
-    if finer is None or not configured.for_any_model:
-        return None
-    if finer != "auto":
-        recipe = parse_recipe(finer)
-        return None if recipe.name == configured.name else recipe
-    if isinstance(configured, DelayedScaling):
-        return CurrentScaling(fp8_format=configured.fp8_format)
-    return BlockScaling() if isinstance(configured, CurrentScaling) else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -18,24 +18,18 @@ from foundry_fp8.observe.guard.fallback import finer_recipe
 from foundry_fp8.observe.guard.rows import first_rows
 from foundry_fp8.observe.guard.schedule import Schedule
 from foundry_fp8.observe.guard.search import smallest_sufficient
-from foundry_fp8.observe.precision_probe import (
-    LossOf,
-    OutOfMemoryInProbe,
-    PrecisionGap,
-    PrecisionProbe,
-    Recipes,
-)
+from foundry_fp8.observe.precision_probe import LossOf, OutOfMemory, PrecisionGap, PrecisionProbe, Recipes
 
 __all__ = ["DivergenceGuard"]
 
 log = logging.getLogger(__name__)
 
 VERSION = 2
-"""Of the saved state; guards before version 0.2 wrote none."""
+"""Of the saved state."""
 WELL = 0.7
-"""Share of the limits below which demotion leaves the errors."""
+"""Share of the limits below which demotion brings the errors."""
 RETURN = 0.5
-"""The same for the return to FP8."""
+"""Share of the limits below which they have to be with all layers back in FP8."""
 
 Measure = Callable[[Recipes], PrecisionGap]
 
@@ -43,8 +37,8 @@ Measure = Callable[[Recipes], PrecisionGap]
 class DivergenceGuard:
     """Measures what FP8 does to the loss and the gradients, and demotes the layers that do too much to them.
 
-    Call :meth:`before_step` before the first forward of each batch and :meth:`after_step` after it; save :meth:`state_dict`.
-    Every rank makes the same calls.
+    Call :meth:`before_step` before the first forward of each batch and :meth:`after_step` after it, on every rank; save
+    :meth:`state_dict`.
 
     Args:
         model: Converted by :func:`~foundry_fp8.apply_fp8`, wrapped or not.
@@ -53,8 +47,7 @@ class DivergenceGuard:
 
     Attributes:
         events: Every alarm and action so far, as mappings.
-        gap: What was measured last; ``None`` if this batch was not measured.
-        probe: Measures; its ``passes`` are what the guard has cost.
+        gap: What was measured on this batch, or ``None``; ``probe.passes`` counts what it cost.
     """
 
     def __init__(self, model: nn.Module, loss_of: LossOf, **options: Any) -> None:
@@ -65,13 +58,14 @@ class DivergenceGuard:
         self.gap: PrecisionGap | None = None
         self.batch = 0
         self.schedule = Schedule(self.config.interval)
-        self._healthy = 0
-        """Measurements in turn in which FP8 was well in all demoted layers."""
+        self._healthy = 0  # measurements in turn below RETURN with all demoted layers back in FP8
         self._promotions = 0
         self._off = not self.probe.layers
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        finer = self.config.finer
-        self._finer = {name: finer_recipe(layer, finer, device) for name, layer in self.probe.layers.items()}
+        self._finer = {
+            name: finer_recipe(layer, device) if self.config.finer else None
+            for name, layer in self.probe.layers.items()
+        }
         if self._off:
             log.warning("%s: the model has no FP8 layer, so there is nothing to guard.", KEY)
 
@@ -85,28 +79,21 @@ class DivergenceGuard:
         return not self._off and self.schedule.due(self.batch)
 
     def before_step(self, batch: Any) -> list[Event]:
-        """Measure on ``batch`` if it is due, and act. Gradients of the last step must be gone under FSDP1.
-
-        Returns:
-            What was found and done.
-        """
+        """Measure on ``batch`` if it is due, and act; returns what was found and done. FSDP1 must hold no gradients."""
         self.gap = None
         if not self.due():
             return []
         try:
             with self.probe.on(batch) as measure:
                 found, recipes = self._decide(measure)
-        except OutOfMemoryInProbe as error:
-            self._use_fewer_rows(error)
+        except OutOfMemory as error:
+            self._off = self.rows == 1
+            self.rows = max(1, self.rows // 2)
+            goes_on = "FP8 is not measured any more" if self._off else f"goes on with {self.rows} rows"
+            log.warning("%s.rows: %s; %s.", KEY, error, goes_on)
             return []
-        for (
-            name,
-            recipe,
-        ) in recipes.items():  # only now: a measurement restores the recipes that it began with
-            layer = self.probe.layers[name]
-            layer.set_recipe(recipe)  # type: ignore[arg-type]
-            for slot in (layer.slots or {}).values() if name in self.demoted else ():
-                slot.amax_history.zero_()  # of the outliers for which it is demoted
+        for name, recipe in recipes.items():  # only now: the measurement put back those that it found
+            self.probe.layers[name].set_recipe(recipe)  # type: ignore[arg-type]
         for event in found:
             self.events.append(dataclasses.asdict(event))
             log.warning("%s: %s.", KEY, event)
@@ -116,12 +103,6 @@ class DivergenceGuard:
         """The loss of the batch, the same on every rank; a jump has the next batch measured."""
         self.schedule.see_loss(float(loss))
         self.batch += 1
-
-    def _use_fewer_rows(self, error: Exception) -> None:
-        self._off = self.rows == 1
-        self.rows = max(1, self.rows // 2)
-        goes_on = "FP8 is not measured any more" if self._off else f"measuring goes on with {self.rows} rows"
-        log.warning("%s.rows: %s; %s.", KEY, error, goes_on)
 
     def severity(self, gap: PrecisionGap) -> float:
         """The larger of the two errors, each as a share of its limit."""
@@ -137,16 +118,16 @@ class DivergenceGuard:
         if self.schedule.alarm(severity):
             found = [self._alarm(gap)]
             if "stop" in self.config.actions:
-                found.append(Event(batch=self.batch, unit=MODEL, action="stop"))
+                found.append(Event(self.batch, MODEL, "stop"))
             moves = self._demotion(measure, running) if "demote" in self.config.actions else {}
-            return found + self._moves("demote", running, moves), moves
+            return found + self._events("demote", running, moves), moves
         if self.demoted and severity < WELL and self.schedule.in_turn(self.batch):
             moves = self._promotion(measure, running)
-            return self._moves("promote", running, moves), moves
+            return self._events("promote", running, moves), moves
         return [], {}
 
     def _demotion(self, measure: Measure, running: Recipes) -> Recipes:
-        """The fewest layers whose fallback leaves the errors well below the limits; as few of them as can be in high precision."""
+        """The fewest layers without which the errors are well below the limits, and as few of them in high precision as that allows."""
 
         def well(changed: Recipes) -> bool:
             return self.severity(measure({**running, **changed})) < WELL
@@ -175,32 +156,21 @@ class DivergenceGuard:
             unit, signal, value, limit = block, "gradient", error, limits.gradient_limit
         else:  # NaN too
             unit, signal, value, limit = MODEL, "loss", gap.loss_gap, limits.loss_limit
-        detail = f"FP8 changes the {signal} by {value:.2%}, limit {limit:.2%}"
-        return Event(batch=self.batch, unit=unit, action="alarm", signal=signal, value=value, threshold=limit,
-                     detail=detail)  # fmt: skip
+        said = f"FP8 changes the {signal} by {value:.2%}, limit {limit:.2%}"
+        return Event(self.batch, unit, "alarm", signal, value, limit, said)
 
-    def _moves(self, action: Literal["demote", "promote"], running: Recipes, moves: Recipes) -> list[Event]:
-        signals = {name: f"{_name(running[name])} -> {_name(recipe)}" for name, recipe in moves.items()}
-        return [
-            Event(batch=self.batch, unit=unit, action=action, signal=signal)
-            for unit, signal in signals.items()
-        ]
+    def _events(self, action: Literal["demote", "promote"], running: Recipes, moves: Recipes) -> list[Event]:
+        changes = {name: f"{_name(running[name])} -> {_name(recipe)}" for name, recipe in moves.items()}
+        return [Event(self.batch, unit, action, change) for unit, change in changes.items()]
 
     def state_dict(self) -> dict[str, Any]:
         """Numbers, strings, lists and mappings."""
-        return {
-            "version": VERSION,
-            "batch": self.batch,
-            "rows": self.rows,
-            "recipes": {name: _name(layer.recipe) for name, layer in self.probe.layers.items()},
-            "healthy": self._healthy,
-            "promotions": self._promotions,
-            "schedule": self.schedule.state_dict(),
-            "events": list(self.events),
-        }
+        recipes = {name: _name(layer.recipe) for name, layer in self.probe.layers.items()}
+        return {"version": VERSION, "batch": self.batch, "rows": self.rows, "recipes": recipes, "healthy": self._healthy,
+                "promotions": self._promotions, "schedule": self.schedule.state_dict(), "events": list(self.events)}  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with what :meth:`state_dict` gave; of an older guard's state, or another model's, nothing is used, with one warning."""
+        """Go on with what :meth:`state_dict` gave. State of an older guard or of another model is left unused, with a warning."""
         if state.get("version") != VERSION or state["recipes"].keys() != self.probe.layers.keys():
             log.warning(
                 "%s: the checkpoint's state is of an older guard or other layers; it starts anew.", KEY
@@ -208,8 +178,8 @@ class DivergenceGuard:
             return
         for name, saved in state["recipes"].items():
             layer = self.probe.layers[name]
-            choices: Sequence[Recipe | None] = [layer.configured_recipe, self._finer[name], None]
-            layer.set_recipe(next((r for r in choices if _name(r) == saved), None))  # type: ignore[arg-type]
+            known = {_name(recipe): recipe for recipe in (self._finer[name], layer.configured_recipe)}
+            layer.set_recipe(known.get(saved))  # type: ignore[arg-type]
         self.batch, self.events = state["batch"], list(state["events"])
         self.rows = min(self.config.rows, state["rows"])
         self._healthy, self._promotions = state["healthy"], state["promotions"]

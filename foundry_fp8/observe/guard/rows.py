@@ -16,23 +16,15 @@ def first_rows(batch: Any, rows: int) -> Any:
     Raises:
         TypeError: It holds no tensor.
     """
-    leaves = (
-        batch.values()
-        if isinstance(batch, Mapping)
-        else batch
-        if isinstance(batch, list | tuple)
-        else [batch]
-    )
-    sizes = [leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
-    if not sizes:
+    parts = batch if isinstance(batch, Mapping | list | tuple) else [batch]
+    leaves = list(parts.values() if isinstance(parts, Mapping) else parts)
+    size = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), None)
+    if size is None:
         raise TypeError(
             f"a batch of type {type(batch).__name__} holds no tensor that could be cut to {rows} rows"
         )
-
-    def cut(leaf: Any) -> Any:
-        of_rows = leaf.dim() > 0 if isinstance(leaf, Tensor) else isinstance(leaf, list)
-        return leaf[:rows] if of_rows and len(leaf) == sizes[0] else leaf
-
+    of_rows = [leaf.dim() > 0 if isinstance(leaf, Tensor) else isinstance(leaf, list) for leaf in leaves]
+    cut = [x[:rows] if rowwise and len(x) == size else x for x, rowwise in zip(leaves, of_rows, strict=True)]
     if isinstance(batch, Mapping):
-        return {key: cut(value) for key, value in batch.items()}
-    return type(batch)(map(cut, batch)) if isinstance(batch, list | tuple) else cut(batch)
+        return dict(zip(batch, cut, strict=True))
+    return type(batch)(cut) if isinstance(batch, list | tuple) else cut[0]

@@ -20,16 +20,11 @@ JUMP = 4.0
 
 
 class Schedule:
-    """Which batches are measured, and which measurements make an alarm.
-
-    Args:
-        interval: Batches between two measurements in turn.
-    """
+    """Which batches are measured (each ``interval`` batches and where something is asked for), and which measurements make an alarm."""
 
     def __init__(self, interval: int) -> None:
         self.interval = interval
-        self._asked = 0
-        """Further batches to measure at once."""
+        self._asked = 0  # next batches to measure
         self._bad: list[bool] = []
         self._losses: list[float] = []
 

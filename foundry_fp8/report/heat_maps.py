@@ -1,0 +1,148 @@
+"""Heat maps of a report: layers upwards, steps to the right."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from foundry_fp8.report.comparison import Row, guard_timeline
+from foundry_fp8.report.run import Series
+from foundry_fp8.report.style import HEAT_MAP, MUTED, WIDTH, new_figure
+
+__all__ = [
+    "GRADIENT_ERROR",
+    "KURTOSIS",
+    "Maps",
+    "Scale",
+    "events_by_block",
+    "gradient_error_maps",
+    "heat_maps",
+    "kurtosis_maps",
+]
+
+_LAYER = re.compile(r"(.+)/layer_(\d+)")
+_BLOCK = re.compile(r"(?:^layer_|\.(?:layers|blocks|h)\.)(\d+)")
+
+Maps = dict[tuple[str, int], dict[int, Series]]
+"""By tensor and number of the run: a series by layer."""
+MARKS = {"demote": "v", "promote": "^"}
+"""How what the guard did is drawn on a heat map."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Scale:
+    """The logarithmic colour scale of a heat map: from ``low`` to ``high`` or the largest value."""
+
+    label: str
+    low: float
+    high: float
+
+
+KURTOSIS = Scale("kurtosis (Gaussian: 3)", 1.0, 10.0)
+GRADIENT_ERROR = Scale("relative error", 0.01, 1.0)
+
+
+def heat_maps(rows: Sequence[Row], maps: Maps, scale: Scale) -> Figure | None:
+    """One row of heat maps a tensor, one column a run, one logarithmic colour scale for all."""
+    tensors = list(dict.fromkeys(tensor for tensor, _ in maps))
+    columns = sorted({index for _, index in maps})
+    values = [series.values for layers in maps.values() for series in layers.values()]
+    finite = np.concatenate(values) if values else np.array([])
+    finite = finite[np.isfinite(finite) & (finite > 0)]
+    if not len(finite):
+        return None
+    norm = LogNorm(vmin=scale.low, vmax=max(scale.high, float(finite.max())))
+    figure = new_figure(max(WIDTH, 2.6 * len(columns)), 0.9 + 1.25 * len(tensors))
+    grid = figure.subplots(len(tensors), len(columns), squeeze=False, sharex="col")
+    image: Any = None
+    for y, tensor in enumerate(tensors):
+        for x, index in enumerate(columns):
+            axes = grid[y][x]
+            axes.grid(False)
+            if y == 0:
+                axes.set_title(rows[index].run.name)
+            if x == 0:
+                axes.set_ylabel(tensor.rpartition("/")[2].replace("_", "\n"), fontsize=9)
+            layers = maps.get((tensor, index))
+            if layers is None:
+                axes.text(
+                    0.5, 0.5, "not logged", transform=axes.transAxes, ha="center", va="center", color=MUTED
+                )
+                axes.set_yticks([])
+                continue
+            image = _heat_map(axes, layers, norm)
+            for step, layer, action in events_by_block(rows[index]) if scale is GRADIENT_ERROR else ():
+                if layer in layers:
+                    at = sorted(layers).index(layer)
+                    axes.plot(step, at, MARKS[action], color="white", mec="black", ms=6, mew=0.7)
+            if y == len(tensors) - 1:
+                axes.set_xlabel("step")
+    figure.colorbar(image, ax=grid, label=scale.label, shrink=0.8, pad=0.01)
+    return figure
+
+
+def _heat_map(axes: Axes, layers: dict[int, Series], norm: LogNorm) -> Any:
+    steps = np.unique(np.concatenate([series.steps for series in layers.values()]))
+    numbers = sorted(layers)
+    values = np.full((len(numbers), len(steps)), np.nan)
+    for line, number in enumerate(numbers):
+        values[line, np.searchsorted(steps, layers[number].steps)] = layers[number].values
+    image = axes.imshow(
+        values,
+        aspect="auto",
+        origin="lower",
+        interpolation="nearest",
+        cmap=HEAT_MAP,
+        norm=norm,
+        extent=(_edge(steps, 0), _edge(steps, -1), -0.5, len(numbers) - 0.5),
+    )
+    every = max(1, len(numbers) // 4)
+    axes.set_yticks(range(0, len(numbers), every), [str(number) for number in numbers[::every]])
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
+    axes.set_facecolor("#e8e8e8")  # missing and non-finite cells
+    return image
+
+
+def _edge(steps: np.ndarray, end: int) -> float:
+    half = float(np.median(np.diff(steps))) / 2 if len(steps) > 1 else 0.5
+    return float(steps[end]) + (half if end else -half)
+
+
+def _maps(rows: Sequence[Row], prefix: str) -> Maps:
+    maps: Maps = {}
+    for index, row in enumerate(rows):
+        for key, series in row.run.matching(prefix).items():
+            found = _LAYER.fullmatch(key)
+            if found:
+                maps.setdefault((found[1], index), {})[int(found[2])] = series
+    return maps
+
+
+def gradient_error_maps(rows: Sequence[Row]) -> Maps:
+    """By run, the relative error of each block's gradient."""
+    return _maps(rows, "fp8_error/gradient")
+
+
+def events_by_block(row: Row) -> list[tuple[int, int, str]]:
+    """Step, block and action of what the guard did to a layer that is named by its block's number."""
+    found = []
+    for step, unit, what in guard_timeline(row.run):
+        number, action = _BLOCK.search(unit), what.split()[0]
+        if number and action in MARKS:
+            found.append((step, int(number[1]), action))
+    return found
+
+
+def kurtosis_maps(rows: Sequence[Row]) -> Maps:
+    """By tensor and run, kurtosis by layer; per token where a run has that, since per sample looks alike."""
+    maps = _maps(rows, "kurtosis")
+    by_token = {where: layers for where, layers in maps.items() if where[0].startswith("kurtosis_token/")}
+    return by_token or maps
