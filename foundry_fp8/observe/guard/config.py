@@ -28,7 +28,7 @@ class GuardConfig(Config):
     """Sequences of the batch that each rank measures on."""
     loss_limit: PositiveNumber = 0.0075
     """The share of the loss by which FP8 may raise it."""
-    gradient_limit: PositiveNumber = 0.35
+    gradient_limit: PositiveNumber = 0.3
     """The relative error that FP8 may make in the gradient of a transformer block."""
     actions: Annotated[Sequence[Literal["warn", "demote", "stop"]], not_empty] = ("demote",)
     """What an alarm does besides being logged: ``warn`` (nothing more), ``demote``, ``stop`` (end the run); several."""

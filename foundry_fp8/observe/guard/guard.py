@@ -26,10 +26,8 @@ log = logging.getLogger(__name__)
 
 VERSION = 2
 """Of the saved state."""
-WELL = 0.7
-"""Share of the limits below which demotion brings the errors."""
-RETURN = 0.5
-"""Share of the limits below which they have to be with all layers back in FP8."""
+WELL = 0.5
+"""Share of the limits below which the errors are after a demotion, and with all layers back in FP8 before a return."""
 
 Measure = Callable[[Recipes], PrecisionGap]
 
@@ -58,7 +56,7 @@ class DivergenceGuard:
         self.gap: PrecisionGap | None = None
         self.batch = 0
         self.schedule = Schedule(self.config.interval)
-        self._healthy = 0  # measurements in turn below RETURN with all demoted layers back in FP8
+        self._healthy = 0  # measurements in turn below WELL with all demoted layers back in FP8
         self._promotions = 0
         self._off = not self.probe.layers
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -142,7 +140,7 @@ class DivergenceGuard:
     def _promotion(self, measure: Measure, running: Recipes) -> Recipes:
         """All demoted layers, once FP8 has measured well in all of them together for long enough."""
         configured = {name: self.probe.layers[name].configured_recipe for name in self.demoted}
-        well = self.severity(measure({**running, **configured})) < RETURN
+        well = self.severity(measure({**running, **configured})) < WELL
         self._healthy = self._healthy + 1 if well else 0
         quiet = math.ceil(self.config.quiet_batches / self.config.interval) * 2**self._promotions
         if self._healthy < quiet:
