@@ -129,8 +129,6 @@ def _clashes(config: Mapping[str, Any]) -> list[Finding]:
             and model.get("loss_fn", "fused_crossentropy") == "fused_crossentropy",
             "fused_head takes the place of model.loss_fn: fused_crossentropy; set torch_crossentropy",
         )
-    clash(compiled and "divergence_guard" in (config.get("callbacks") or {}),
-          "under torch.compile divergence_guard sees loss and gradient norms alone", "warning")  # fmt: skip
     clash(bool(fsdp.get("activation_checkpointing")) and "activation_checkpointing" in algorithms,
           "fsdp_config.activation_checkpointing and algorithms.activation_checkpointing: the algorithm says what is wrapped", "warning")  # fmt: skip
     clash(not config.get("run_name") and not os.environ.get("RUN_NAME"), "run_name is blank: RUN_NAME has to be in the environment, or the "
