@@ -124,7 +124,7 @@ def test_options_and_defaults_of_a_card_are_those_of_its_configuration(entry):
         ), name
 
 
-README = (ROOT / "README.md").read_text()
+MEASURED = (ROOT / "docs/results.md").read_text()
 RESULTS = ROOT / "benchmarks/results"
 
 
@@ -153,7 +153,7 @@ def held(cells, values):
 
 def test_the_table_of_linears():
     rows = {row["case"]: row for row in result("linear_cpu_2026-11-22")["rows"]}
-    for case, *cells in table(README, "case | of float32"):
+    for case, *cells in table(MEASURED, "case | of float32"):
         row = rows["torchao emulate" if case == "torchao emulate" else case]
         held(cells, [row["of_float32"], row["of_torchao"], row["saved_of_float32"]])
 
@@ -178,7 +178,7 @@ def test_the_table_of_memory():
                     return (name + said).replace("only at", "only, at")
         return case
 
-    rows = table(README, "case | demo: peak MiB")
+    rows = table(MEASURED, "case | demo: peak MiB")
     assert [row[0] for row in rows] == [short(row["case"]) for row in found["demo"]]
     for (_, *cells), demo, llama in zip(rows, found["demo"], found["llama"], strict=True):
         peaks = [
@@ -194,13 +194,13 @@ def test_the_table_of_the_network():
     rows = {row["mode"]: row for row in result("slow_network_1gbit_2026-11-21")["results"]}
     names = {"float32": "fp32", "torch's `bf16_compress_hook": "bf16 (torch bf16_compress_hook)"}
     of_float32, of_hook = (rows[name]["step_seconds"] for name in names.values())
-    for mode, *cells in table(README, "mode"):
+    for mode, *cells in table(MEASURED, "mode"):
         row = rows[names.get(mode, mode.replace(", error", " + error"))]
         seconds = row["step_seconds"]
         held(
             cells, [seconds * 1e3, of_float32 / seconds, of_hook / seconds, row["link_bytes_per_step"] / 1e6]
         )
-    assert f"computing alone takes {rows['compute alone']['step_seconds'] * 1e3:.0f} ms" in README
+    assert f"computing alone takes {rows['compute alone']['step_seconds'] * 1e3:.0f} ms" in MEASURED
 
 
 def test_the_table_of_accumulation():
@@ -240,7 +240,7 @@ def test_the_tables_of_fog():
 def test_the_tables_of_the_demo():
     """What % is computed from is in the committed table, to four digits."""
     found = {name: row for name, *row in table((RESULTS / "demo_cpu_2026-11-22.md").read_text(), "run")}
-    once, seeds = README.split("**FP8 trains like float32.**")[1].split("for N = 17, 18, 19")
+    once, seeds = MEASURED.split("**FP8 trains like float32.**")[1].split("for N = 17, 18, 19")
     for name, *row in table(once, "run | final loss"):
         assert row == found[name]
     losses = {name: [[float(x) for x in cell.split(", ")] for cell in row]
@@ -281,18 +281,18 @@ def test_the_figures_in_sentences():
         for mode in ("int8", "e4m3 + error feedback", "int4 + error feedback")
     ]
     assert abs(changes[0]) < 0.001
-    card = (ROOT / "foundry_fp8/algorithms/activation_compression/README.md").read_text()
+    card = (ROOT / "foundry_fp8/algorithms/activation_compression/MEASURED.md").read_text()
     guide = (ROOT / "docs/memory.md").read_text()
     for text, sentence in [
-        (README, "Predicted peaks are within 2.3 % of measured ones."),
-        (README, f"int8 {int8[0]}, {int8[1]} and {int8[2]} %, mean {100 * sum(losses['int8']) / 3:+.2f} %"),
-        (README, f"e4m3 {e4m3[0]}, {e4m3[1]} and {e4m3[2]} %, mean {100 * sum(losses['e4m3']) / 3:+.2f} %"),
-        (README, f"moves it by {noise[0]}, {noise[1]} and {noise[2]} %"),
-        (README, f"by at most {100 * max(abs(x) for x in losses['perturbed']):.3f} %"),
-        (README, f"reduce the peak of a step {coat['int8']:.2f}x, with FP8 linears {coat['fp8 linears, int8']:.2f}x"),
+        (MEASURED, "Predicted peaks are within 2.3 % of measured ones."),
+        (MEASURED, f"int8 {int8[0]}, {int8[1]} and {int8[2]} %, mean {100 * sum(losses['int8']) / 3:+.2f} %"),
+        (MEASURED, f"e4m3 {e4m3[0]}, {e4m3[1]} and {e4m3[2]} %, mean {100 * sum(losses['e4m3']) / 3:+.2f} %"),
+        (MEASURED, f"moves it by {noise[0]}, {noise[1]} and {noise[2]} %"),
+        (MEASURED, f"by at most {100 * max(abs(x) for x in losses['perturbed']):.3f} %"),
+        (MEASURED, f"reduce the peak of a step {coat['int8']:.2f}x, with FP8 linears {coat['fp8 linears, int8']:.2f}x"),
         (card, f"{coat['int8']:.2f} times less than bfloat16 with int8, {coat['fp8 linears, int8']:.2f} times with FP8"),
-        (README, f"a plan adds {demo:.2f} of full's time on the demo model ({demo_alone:.2f} without compression) and {llama:.2f} on the Llama ({llama_alone:.2f})"),
+        (MEASURED, f"a plan adds {demo:.2f} of full's time on the demo model ({demo_alone:.2f} without compression) and {llama:.2f} on the Llama ({llama_alone:.2f})"),
         (guide, f"adds {demo:.2f} of full's time on the demo model and {llama:.2f} on the Llama; without compression {demo_alone:.2f} and {llama_alone:.2f}"),
-        (README, f"int8 within 0.001 %, e4m3 {changes[1]:.3f} %, int4 {changes[2]:.2f} %"),
+        (MEASURED, f"int8 within 0.001 %, e4m3 {changes[1]:.3f} %, int4 {changes[2]:.2f} %"),
     ]:  # fmt: skip
         assert sentence in " ".join(text.split())

@@ -1,4 +1,4 @@
-"""The README's plan of the house is the one that `make lint` holds, the public names are what they say, and private ones are ours."""
+"""The plan in docs/architecture.md is the one that `make lint` holds, the public names are what they say, and private ones are ours."""
 
 import ast
 import re
@@ -20,13 +20,13 @@ def rooms_of_the_contract():
     ]  # the lowest first
 
 
-def rooms_of_the_readme():
-    plan = (ROOT / "README.md").read_text().split("    foundry_fp8/\n", 1)[1].split("\n\n", 1)[0]
+def rooms_of_the_plan():
+    plan = (ROOT / "docs/architecture.md").read_text().split("    foundry_fp8/\n", 1)[1].split("\n\n", 1)[0]
     return [re.match(r"\s+([a-z_]+)(?:/|\.py)", line)[1] for line in plan.splitlines()]
 
 
-def test_the_readme_lists_every_room_in_the_order_of_the_contract():
-    readme, contract = rooms_of_the_readme(), rooms_of_the_contract()
+def test_the_plan_lists_every_folder_in_the_order_of_the_contract():
+    readme, contract = rooms_of_the_plan(), rooms_of_the_contract()
     assert set(readme) == set().union(*contract)
     place = {room: floor for floor, rooms in enumerate(contract) for room in rooms}
     floors = [place[room] for room in readme if room != "config" and room != "compat"]
