@@ -1,4 +1,4 @@
-"""What a labelled run is: a small model, its data, a recipe, and the mechanism that makes it sick, or only noisy."""
+"""What a labelled run is: a small model, its data, a recipe, and what happens to it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from typing import Any, Literal
 from mechanisms.base import Mechanism
 
 Label = Literal["diverges", "diverges in both", "healthy"]
-"""``diverges``: in FP8 and not in high precision. ``diverges in both``: the guard can only say so."""
+"""``diverges``: in FP8 and not in high precision. ``diverges in both``: the guard can do nothing about it."""
 
-DELAYED = {"name": "delayed", "amax_history_len": 16}
+
+def delayed(history: int = 16, **options: Any) -> dict[str, Any]:
+    """Delayed scaling with an amax history of so many steps."""
+    return {"name": "delayed", "amax_history_len": history, **options}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,7 +25,7 @@ class Case:
     label: Label
     about: str
     """What happens, in a few words; with its source where it is published."""
-    recipe: dict[str, Any] | str = dataclasses.field(default_factory=lambda: DELAYED)
+    recipe: dict[str, Any] | str = dataclasses.field(default_factory=delayed)
     attention: bool = False
     """Attention's GEMMs in FP8 too."""
     mechanism: Callable[[], Mechanism] = Mechanism
@@ -30,12 +33,11 @@ class Case:
     onset: int = 0
     """The step at which it begins. Alarms before it are false."""
     ends: int | None = None
-    """The step from which the cause is gone, so that coming back to FP8 is right; ``None``: it stays. What an amax
-    history remembers ends with the history, which a guard may renew."""
-    sick: tuple[int, ...] = ()
-    """The blocks at fault; demoting what is in another one is false."""
+    """The step from which the cause is gone, so that coming back to FP8 is right; ``None``: it stays."""
+    blocks: tuple[int, ...] = ()
+    """The blocks where the cause is; empty: all. Demoting what is in another one is false."""
     touched: str = "*"
-    """Glob on the names of the modules that the cause touches; in the others FP8 is well, and promoting them is right."""
+    """Glob on the names of the modules that the cause affects; in the others FP8 is well, and promoting them is right."""
     model: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Fields of FogConfig; or with a ``kind`` of ``train.HOSTS``, of that model's configuration."""
     noise: Callable[[int], float] = lambda step: 0.1

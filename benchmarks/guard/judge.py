@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import statistics
 from fnmatch import fnmatch
 from typing import Any
 
@@ -30,49 +31,31 @@ def above(losses: list[float], reference: list[float]) -> float:
 
 
 def band(case: Case, fp8: list[float], high: list[float]) -> float:
-    """How far FP8's smoothed loss lay above high precision's, as a share, while nothing had happened yet.
-
-    Two runs that differ by rounding drift apart a little: that is no sickness.
-    """
+    """How far FP8's smoothed loss lay above high precision's, as a share, before the onset: two runs drift apart by rounding alone."""
     pairs = list(zip(smooth(fp8), smooth(high), strict=True))[WIDTH : max(WIDTH, case.onset)]
     return max([0.0, *(ours / theirs - 1 for ours, theirs in pairs)])
 
 
 def departure(case: Case, fp8: list[float], reference: list[float], share: float = 0.01) -> int | None:
-    """The first step at or after the onset from which the smoothed loss lies ``share`` above its band, and stays for ``WIDTH``.
-
-    Args:
-        case: Whose onset counts.
-        fp8: Losses of the run.
-        reference: Losses of the same run without sickness: high precision; where that is sick too, high precision without
-            the mechanism.
-        share: Of the reference.
-    """
+    """The first step from the onset on at which the smoothed loss lies ``share`` above its band, and stays there for ``WIDTH``."""
     limit = 1 + band(case, fp8, reference) + share
     outside = [
         not ours <= theirs * limit for ours, theirs in zip(smooth(fp8), smooth(reference), strict=True)
     ]
-    for step in range(case.onset, len(outside)):
-        if all(outside[step : step + WIDTH]):
-            return step
-    return None
+    return next((i for i in range(case.onset, len(outside)) if all(outside[i : i + WIDTH])), None)
 
 
 def label(
-    case: Case,
-    high: list[float],
-    fp8: list[float],
-    reference: list[float],
-    diverged: float = 0.05,
-    same: float = 0.02,
-) -> dict[str, Any]:
+    case: Case, high: list[float], fp8: list[float], reference: list[float],
+    diverged: float = 0.05, same: float = 0.02,
+) -> dict[str, Any]:  # fmt: skip
     """What the run is without the guard, and whether that is what its label says.
 
     Args:
         case: Which.
         high: Losses in high precision.
         fp8: In FP8.
-        reference: Of a run that is not sick: ``high``, or where high precision diverges too, without the mechanism.
+        reference: Of a healthy run: ``high``, or where high precision diverges too, without the mechanism.
         diverged: Above the reference at the end by more than this.
         same: Or by no more than this.
     """
@@ -83,7 +66,6 @@ def label(
         "diverges in both": not ours <= diverged and not theirs <= diverged,
     }
     return {
-        "final_high": final(high),
         "fp8_above_reference": ours,
         "high_above_reference": theirs,
         "departure": departure(case, fp8, reference) if case.diverges else None,
@@ -93,54 +75,64 @@ def label(
 
 def block_of(unit: str) -> int | None:
     """The block that a unit of the guard is, or lies in: of ``layer_003``, ``model.layers.3.mlp.down_proj``."""
-    found = re.search(r"layer_(\d+)|(?:^|\.)layers\.(\d+)(?:\.|$)", unit)
+    found = re.search(r"layer_(\d+)|(?:^|\.)(?:layers|blocks)\.(\d+)(?:\.|$)", unit)
     return None if found is None else int(found[1] or found[2])
 
 
 def verdict(case: Case, left: int | None, losses: list[float], high: list[float], events: list[dict[str, Any]],
             in_fp8: list[float]) -> dict[str, Any]:  # fmt: skip
-    """One row of the table.
+    """How the guard did.
 
     Args:
         case: Which.
         left: The step at which FP8 alone leaves its band.
         losses: With the guard.
         high: In high precision.
-        events: The guard's.
+        events: The guard's. An event's batch is a count: what was measured at step ``batch``, before that step.
         in_fp8: By step, the share of what FP8 was asked for that ran in FP8.
     """
-    alarms = [e for e in events if e["action"] == "alarm"]
-    demotions = [e for e in events if e["action"] == "demote"]
-    promotions = [e for e in events if e["action"] == "promote"]
     onset = case.onset if case.diverges else math.inf
-    true = [
-        e for e in alarms if e["batch"] >= onset
-    ]  # an event's batch is a count: it has seen step batch - 1
-    lead = left - true[0]["batch"] if true and left is not None else None
+    alarms, demotions, promotions = (
+        [event for event in events if event["action"] == action] for action in ("alarm", "demote", "promote")
+    )
+    true = [event["batch"] for event in alarms if event["batch"] >= onset]
 
-    def innocent(event: dict[str, Any]) -> bool:
-        if event["batch"] < onset:
-            return True
-        return bool(case.sick) and block_of(event["unit"]) not in case.sick
+    def false(event: dict[str, Any]) -> bool:
+        elsewhere = bool(case.blocks) and block_of(event["unit"]) not in case.blocks
+        return event["batch"] < onset or elsewhere
 
-    def sick(event: dict[str, Any]) -> bool:
+    def affected(event: dict[str, Any]) -> bool:
         there = case.ends is None or event["batch"] < case.ends
         # A whole block has the cause in it, whatever the module.
         touched = "." not in event["unit"] or fnmatch(event["unit"], case.touched)
-        return case.diverges and there and touched and not innocent(event)
+        return case.diverges and there and touched and not false(event)
 
     return {
-        "first_alarm": true[0]["batch"] if true else None,
-        "first_signal": true[0]["signal"] if true else None,
-        "lead_steps": lead,
-        "alarms": len(alarms),
-        "false_alarms": sum(e["batch"] < onset for e in alarms),
+        "label": case.label,
+        "first_alarm": true[0] if true else None,
+        "lead_steps": left - true[0] if true and left is not None else None,
+        "false_alarms": len(alarms) - len(true),
         "steps_that_could_alarm_falsely": case.onset if case.diverges else case.steps,
         "demotions": len(demotions),
-        "false_demotions": sum(map(innocent, demotions)),
+        "false_demotions": sum(map(false, demotions)),
         "promotions": len(promotions),
-        "promotions_while_sick": sum(map(sick, promotions)),
-        "renewals": sum(e["action"] == "renew" for e in events),
+        "promotions_while_affected": sum(map(affected, promotions)),
         "time_in_fp8": sum(in_fp8) / len(in_fp8),
         "guarded_above_high": above(losses, high),
     }
+
+
+def summary(rows: list[dict[str, Any]]) -> str:
+    """What the guard promises, counted over verdicts."""
+    curable, healthy = ([row for row in rows if row["label"] == kind] for kind in ("diverges", "healthy"))
+    leads = [row["lead_steps"] for row in curable if row["lead_steps"] is not None]
+    in_time = sum(lead >= 0 for lead in leads)  # the guard measures before the step
+    saved = sum(row["guarded_above_high"] <= 0.01 for row in curable)
+    false = sum(row["false_alarms"] for row in rows)
+    steps = sum(row["steps_that_could_alarm_falsely"] for row in rows)
+    return (
+        f"{in_time} of {len(curable)} runs that diverge in FP8 alone alarmed before the loss left its band by 1 % (median lead "
+        f"{statistics.median(leads or [math.nan]):.0f} steps); {saved} end at most 1 % above high precision. {false} false alarms in {steps} "
+        f"steps; {sum(row['demotions'] for row in healthy)} demotions in {len(healthy)} healthy runs; "
+        f"{sum(row['promotions_while_affected'] for row in rows)} promotions while the cause was there."
+    )

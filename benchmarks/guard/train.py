@@ -126,7 +126,7 @@ def saved(part: Any) -> Callable[[], None]:
         for item in value if isinstance(value, list | tuple) else (value,):
             if isinstance(item, torch.Generator):
                 inside.append(functools.partial(item.set_state, item.get_state()))
-            elif type(item).__module__.startswith(("mechanisms", "practices")):
+            elif type(item).__module__.startswith("mechanisms"):
                 inside.append(saved(item))
 
     def restore() -> None:
@@ -154,10 +154,8 @@ class Happens(Callback):
             group["lr"] = self.case.lr(step)
         self.mechanism.step(step, self.model.model)
         self.mechanism.train(step, state)
-        for kind, shares in (
-            (FP8Linear, self.run.linears_in_fp8),
-            (FP8DotProductAttention, self.run.attention_in_fp8),
-        ):
+        linears, attention = self.run.linears_in_fp8, self.run.attention_in_fp8
+        for kind, shares in ((FP8Linear, linears), (FP8DotProductAttention, attention)):
             found = [module.recipe is not None for module in self.model.modules() if isinstance(module, kind)]
             shares.append(sum(found) / len(found) if found else 0.0)
         self.restore = saved(self.mechanism)
@@ -169,13 +167,7 @@ class Happens(Callback):
 
 
 def train(case: Case, variant: Variant, guard: dict[str, Any] | None = None) -> Run:
-    """Train ``case``.
-
-    Args:
-        case: Which.
-        variant: ``guarded`` has the divergence guard.
-        guard: Its options instead of ``GUARD``.
-    """
+    """Train ``case``; ``guarded`` has the divergence guard, with the options ``guard`` instead of ``GUARD``."""
     run = Run(losses=[])
     model = Model(case)
     callbacks: list[Callback] = [Happens(case, model, run)]
@@ -186,18 +178,16 @@ def train(case: Case, variant: Variant, guard: dict[str, Any] | None = None) -> 
     if case.clip is not None:
         algorithms.append(GradientClipping(clipping_type="norm", clipping_threshold=case.clip))
     if variant != "high":
-        algorithms.append(
-            FP8(recipe=case.recipe, attention=case.attention, backend="emulated", announce=False)
-        )
+        fp8 = FP8(recipe=case.recipe, attention=case.attention, backend="emulated", announce=False)
+        algorithms.append(fp8)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=case.lr(0), betas=(0.9, 0.95), weight_decay=0.0)
     logger = InMemoryLogger()
     with open(os.devnull, "w") as quiet, contextlib.redirect_stderr(quiet):
         trainer = Trainer(
             model=model,
             train_dataloader=torch.utils.data.DataLoader(tokens(case), batch_size=case.rows),
             max_duration=f"{case.steps}ba",
-            optimizers=torch.optim.AdamW(
-                model.parameters(), lr=case.lr(0), betas=(0.9, 0.95), weight_decay=0.0
-            ),
+            optimizers=optimizer,
             algorithms=algorithms,
             callbacks=callbacks,
             loggers=[logger],
@@ -212,8 +202,8 @@ def train(case: Case, variant: Variant, guard: dict[str, Any] | None = None) -> 
         if watcher.failed is not None:
             raise RuntimeError(f"{case.name}: the guard failed: {watcher.failed}")
         run.events = list(watcher.guard.events)
-        measured = zip(
-            logger.data["fp8_error/loss_gap"], logger.data["fp8_error/gradient/worst"], strict=True
-        )
+        names = ("fp8_error/loss_gap", "fp8_error/gradient/worst")
+        gaps, errors = (logger.data.get(name, []) for name in names)  # none in a short run
+        measured = zip(gaps, errors, strict=True)
         run.gaps = [(time.batch.value, float(gap), float(worst)) for (time, gap), (_, worst) in measured]
     return run

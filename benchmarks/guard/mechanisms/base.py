@@ -7,6 +7,7 @@ from fnmatch import fnmatch
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 Size = Callable[[int], float]
@@ -19,9 +20,14 @@ def grows(start: int, rate: float, first: float = 1.0, most: float = float("inf"
     return lambda step: 0.0 if step < start else min(most, first * rate ** min(step - start, 2000))
 
 
-def during(size: Size, end: int) -> Size:
-    """``size`` until ``end``, 0 from then on."""
-    return lambda step: size(step) if step < end else 0.0
+def without(size: Size, start: int, end: float = float("inf")) -> Size:
+    """``size``, but 0 from ``start`` to ``end``."""
+    return lambda step: 0.0 if start <= step < end else size(step)
+
+
+def every(n: int, size: Size, start: int = 0) -> Size:
+    """``size`` in every ``n``-th step, counted from ``start``; 0 in the others."""
+    return lambda step: size(step) if (step - start) % n == 0 else 0.0
 
 
 class Mechanism:
@@ -56,6 +62,61 @@ class Several(Mechanism):
             part.train(step, state)
 
 
+class Sized(Mechanism):
+    """Something that is of ``size`` at a step, in the modules whose names match ``pattern``."""
+
+    def __init__(self, pattern: str, size: Size) -> None:
+        self.pattern, self.size, self.value = pattern, size, 0.0
+
+    def step(self, step: int, model: nn.Module) -> None:
+        self.value = self.size(step)
+
+
+class Factor:
+    """How much larger ``max(1, size)`` is than at the last call, for what is multiplied in place."""
+
+    def __init__(self, size: Size) -> None:
+        self.size, self.now = size, 1.0
+
+    def __call__(self, step: int) -> float:
+        before, self.now = self.now, max(1.0, self.size(step))
+        return self.now / before
+
+
+class AddedToWeights(Sized):
+    """Weights of linears gain ``size`` times a matrix, ``added``; ``install`` makes it, and takes off behind the GEMM what it adds."""
+
+    added: dict[str, Tensor]
+
+    @torch.no_grad()
+    def step(self, step: int, model: nn.Module) -> None:
+        before, self.value = self.value, self.size(step)
+        if self.value != before:
+            for name, linear in matching(model, self.pattern):
+                linear.weight += (self.value - before) * self.added[name]
+
+
+class AddedToGradients(Sized):
+    """``bump`` is added to the gradient of what linears put out, and what that adds to other gradients is taken off.
+
+    A second product of the same operands, in high precision and worth nothing, gets the opposite gradient.
+    """
+
+    def install(self, model: nn.Module) -> None:
+        for _, linear in matching(model, self.pattern):
+            linear.register_forward_hook(self._move)
+
+    def bump(self, output: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def _move(self, module: Any, args: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
+        if not self.value or not output.requires_grad:
+            return None
+        bump = self.bump(output)
+        again = change_gradient(F.linear(args[0], module.weight, module.bias), lambda grad: -bump)
+        return change_gradient(output, lambda grad: grad + bump) + (again - again.detach())
+
+
 def matching(model: nn.Module, pattern: str) -> list[tuple[str, Any]]:
     """The modules whose names match, by name; at least one."""
     found = [(name, module) for name, module in model.named_modules() if fnmatch(name, pattern)]
@@ -76,14 +137,30 @@ class _Changed(torch.autograd.Function):
 
 
 def change_gradient(output: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """``output``, whose gradient is ``change`` of what it would be, for whoever looks at it within the module, too."""
+    """``output``, whose gradient is ``change`` of what it would be, also for whoever reads it within the module."""
     return _Changed.apply(output, change)
 
 
-def keep(parameter: nn.Parameter, index: Any) -> None:
-    """No gradient for a part of a parameter."""
+def at(channels: Any, value: float, width: int) -> Tensor:
+    """A vector of ``value`` in some channels and 0 in the others."""
+    vector = torch.zeros(width)
+    vector[channels] = value
+    return vector
+
+
+def zero(parameter: nn.Parameter, index: Any) -> None:
+    """A part of a parameter becomes zero and stays so."""
+    with torch.no_grad():
+        parameter[index] = 0.0
+    keep(parameter, index)
+
+
+def keep(parameter: nn.Parameter, index: Any, factor: Factor | None = None) -> None:
+    """No gradient for a part of a parameter; with ``factor``, from the step on at which that begins to grow."""
 
     def cut(grad: Tensor) -> Tensor:
+        if factor is not None and factor.now == 1.0:
+            return grad
         grad = grad.clone()
         grad[index] = 0.0
         return grad
