@@ -32,7 +32,7 @@ CASES = [
         mechanism=lambda: Activations("*_proj", grows(80, 1.2, 1.0, 1e7), share=None),
     ),
     Case(
-        name="massive_in_the_stream", label="diverges", onset=70, seed=94, steps=250, recipe="current", attention=True, touched="*.[qu]*_proj",
+        name="residual_outliers", label="diverges", onset=70, seed=94, steps=250, recipe="current", attention=True, touched="*.[qu]*_proj",
         about="massive activations on one token in 64 stay in the residual stream and grow 15 % a step (TWEO, arXiv:2511.23225), FOG-max, current",
         model={"variant": "fog-max", "tie_word_embeddings": False},
         mechanism=lambda: ResidualOutliers("*.layers.?", "*.[qu]*_proj", "lm_head", grows(70, 1.15, 2.0, 1e8), lambda ids: ids == 19),
