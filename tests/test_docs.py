@@ -281,7 +281,7 @@ def test_the_figures_in_sentences():
         for mode in ("int8", "e4m3 + error feedback", "int4 + error feedback")
     ]
     assert abs(changes[0]) < 0.001
-    card = (ROOT / "foundry_fp8/algorithms/activation_compression/MEASURED.md").read_text()
+    card = (ROOT / "foundry_fp8/algorithms/activation_compression/README.md").read_text()
     guide = (ROOT / "docs/memory.md").read_text()
     for text, sentence in [
         (MEASURED, "Predicted peaks are within 2.3 % of measured ones."),

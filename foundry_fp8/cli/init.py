@@ -103,7 +103,7 @@ def add_fp8(text: str, hardware: Hardware, where: str = "the YAML") -> tuple[str
         "callbacks",
         "divergence_guard",
         _flow({}, config),
-        "puts layers back into BF16 when their numbers outgrow FP8",
+        "compares FP8 with high precision on the batches of the run, and takes layers out of FP8 that it harms",
     )
     add(
         "loggers",
