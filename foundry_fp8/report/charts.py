@@ -188,8 +188,8 @@ def _heat_maps(rows: Sequence[Row], found: Maps, scale: Scale) -> go.Figure | No
                         "symbol": [f"triangle-{'down' if action == 'demote' else 'up'}" for action in actions]},
                 row=place // columns + 1, col=place % columns + 1,
             )  # fmt: skip
-    lowest = round(np.log10(scale.low))
-    ticks = list(range(lowest, int(np.ceil(np.log10(max(scale.high, float(finite.max()))))) + 1))
+    lowest = float(np.log10(scale.low))
+    ticks = list(range(int(np.ceil(lowest)), int(np.ceil(np.log10(max(scale.high, float(finite.max()))))) + 1))
     figure.update_layout(coloraxis={
         "colorscale": _SCALE, "cmin": lowest, "cmax": ticks[-1],
         "colorbar": {"title": scale.label.split(" (")[0], "tickvals": ticks, "ticktext": [f"{10.0**tick:,g}" for tick in ticks], "thickness": 12},

@@ -193,7 +193,7 @@ def gradient_error(rows: Sequence[Row]) -> Figure | None:
 
 def guard(rows: Sequence[Row]) -> Figure | None:
     """What the divergence guard measures, its alarms, and how many layers it has demoted."""
-    return _line_panels(rows, LINE_PANELS["guard"], columns=3)
+    return _line_panels(rows, LINE_PANELS["guard"], columns=2)
 
 
 def _peak(series: Series | None) -> float:

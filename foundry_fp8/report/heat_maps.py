@@ -47,7 +47,7 @@ class Scale:
 
 
 KURTOSIS = Scale("kurtosis (Gaussian: 3)", 1.0, 10.0)
-GRADIENT_ERROR = Scale("relative error", 0.01, 1.0)
+GRADIENT_ERROR = Scale("relative error", 0.05, 1.0)
 
 
 def heat_maps(rows: Sequence[Row], maps: Maps, scale: Scale) -> Figure | None:
@@ -70,7 +70,7 @@ def heat_maps(rows: Sequence[Row], maps: Maps, scale: Scale) -> Figure | None:
             if y == 0:
                 axes.set_title(rows[index].run.name)
             if x == 0:
-                axes.set_ylabel(tensor.rpartition("/")[2].replace("_", "\n"), fontsize=9)
+                axes.set_ylabel(_label(tensor), fontsize=9)
             layers = maps.get((tensor, index))
             if layers is None:
                 axes.text(
@@ -87,6 +87,10 @@ def heat_maps(rows: Sequence[Row], maps: Maps, scale: Scale) -> Figure | None:
                 axes.set_xlabel("step")
     figure.colorbar(image, ax=grid, label=scale.label, shrink=0.8, pad=0.01)
     return figure
+
+
+def _label(tensor: str) -> str:
+    return "block" if tensor == "fp8_error/gradient" else tensor.rpartition("/")[2].replace("_", "\n")
 
 
 def _heat_map(axes: Axes, layers: dict[int, Series], norm: LogNorm) -> Any:
