@@ -189,7 +189,9 @@ def _heat_maps(rows: Sequence[Row], found: Maps, scale: Scale) -> go.Figure | No
                 row=place // columns + 1, col=place % columns + 1,
             )  # fmt: skip
     lowest = float(np.log10(scale.low))
-    ticks = list(range(int(np.ceil(lowest)), int(np.ceil(np.log10(max(scale.high, float(finite.max()))))) + 1))
+    ticks = list(
+        range(int(np.ceil(lowest)), int(np.ceil(np.log10(max(scale.high, float(finite.max()))))) + 1)
+    )
     figure.update_layout(coloraxis={
         "colorscale": _SCALE, "cmin": lowest, "cmax": ticks[-1],
         "colorbar": {"title": scale.label.split(" (")[0], "tickvals": ticks, "ticktext": [f"{10.0**tick:,g}" for tick in ticks], "thickness": 12},

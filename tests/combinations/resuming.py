@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 
 import foundry_fp8
 from foundry_fp8.distributed.fsdp2_units import average_on_gloo
+from foundry_fp8.layers.attention import FP8DotProductAttention
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.layers.state import FP8State
 from foundry_fp8.numerics.recipes import parse_recipe
@@ -135,7 +136,7 @@ def running(model: nn.Module) -> dict[str, str]:
     return {
         m.fqn: "high_precision" if m.recipe is None else m.recipe.name
         for m in model.modules()
-        if isinstance(m, FP8Linear)
+        if isinstance(m, FP8Linear | FP8DotProductAttention)
     }
 
 
@@ -230,7 +231,7 @@ def functional(
                 attention.load_state_dict(algorithms["FP8"]["attention"])
         for module in model.modules():
             if (
-                isinstance(module, FP8Linear)
+                isinstance(module, FP8Linear | FP8DotProductAttention)
                 and runs.get(module.fqn, module.recipe.name) != module.recipe.name
             ):
                 name = runs[module.fqn]

@@ -172,7 +172,7 @@ CLAIMS = (
         shown=_supported,
     ),
     Claim(
-        document="README.md",
+        document="docs/architecture.md",
         quote="Inf and NaN stay visible through quantisation",
         stages=("kernels",),
         shown=_kernels,
@@ -210,7 +210,7 @@ CLAIMS = (
         shown=_fast("block", 1.0),
     ),
     Claim(
-        document="README.md",
+        document="docs/results.md",
         quote="On a GPU `recipe: auto` leaves layers in BF16 that a size rule predicts to be no faster",
         stages=STEPS,
         shown=_auto_wins,
@@ -222,7 +222,7 @@ CLAIMS = (
         shown=_bandwidth,
     ),
     Claim(
-        document="README.md",
+        document="docs/results.md",
         quote="FP8 trains like float32",
         stages=("training",),
         shown=_follows,
