@@ -40,8 +40,18 @@ def doctor(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the facts as JSON instead of tables.")
     ] = False,
+    probe: Annotated[
+        bool, typer.Option("--probe", help="Measure on a batch of the YAML's data which layers FP8 harms.")
+    ] = False,
+    load: Annotated[
+        Path | None,
+        typer.Option(help="With --probe: a whole Composer checkpoint.", exists=True, dir_okay=False),
+    ] = None,
 ) -> None:
     """Show what this machine can run (each recipe on each backend, or the reason why not), or what a YAML will do."""
+    if probe:
+        _probe(yaml, load)
+        return
     if yaml is not None:
         _examine(yaml, hardware, as_json)
         return
@@ -52,6 +62,25 @@ def doctor(
         typer.echo(json.dumps(found, indent=2))
     else:
         Console().print(render(found))
+
+
+def _probe(yaml: Path | None, load: Path | None) -> None:
+    from foundry_fp8.cli import probe
+
+    if yaml is None:
+        raise typer.BadParameter("--probe measures the run of a YAML: foundry-fp8 doctor RUN.yaml --probe")
+    try:
+        found = probe.probe_run(yaml, load)
+    except ConfigError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from error
+    Console().print(probe.render(found))
+    if found.exclude():
+        typer.echo(
+            f"Leave these in high precision:\nalgorithms:\n  fp8:\n    exclude: {json.dumps(found.exclude())}"
+        )
+    else:
+        typer.echo(f"No layer is above the guard's limit of {found.limit:.0%} in {found.recipe}.")
 
 
 def _examine(yaml: Path, hardware: str, as_json: bool) -> None:

@@ -1,0 +1,170 @@
+"""``foundry-fp8 doctor RUN.yaml --probe``: what FP8 does to each block of a run, measured on a batch of its own data."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import Tensor, nn
+
+from foundry_fp8.config import ConfigError
+
+__all__ = ["Probed", "probe_run", "render"]
+
+LAYERS_OF = 3
+"""Blocks whose layers are measured one by one: the worst ones above the limit."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Probed:
+    """Relative errors of the gradient, worst block, with one unit in FP8 and all others in high precision.
+
+    Attributes:
+        recipe: The configured recipe.
+        errors: By unit (``all layers``, a block, a layer), by recipe; a recipe that the backend does not run there is left out.
+        limit: The guard's ``gradient_limit``.
+        passes: Forwards and backwards that it took.
+    """
+
+    recipe: str
+    errors: Mapping[str, Mapping[str, float]]
+    limit: float
+    passes: int
+
+    def exclude(self) -> list[str]:
+        """The layers above the limit in the configured recipe."""
+        layers = {unit: found[self.recipe] for unit, found in self.errors.items() if "." in unit}
+        return [unit for unit, error in layers.items() if not error < self.limit]
+
+
+def probe_run(yaml: Path, load: Path | None = None, rows: int = 2) -> Probed:
+    """Build the model and one batch of a YAML, convert it, and measure each block in each recipe that its backend runs.
+
+    Args:
+        yaml: An LLM Foundry training YAML with ``algorithms.fp8`` and ``train_loader``.
+        load: A whole checkpoint of Composer, whose weights are used; otherwise they are fresh ones.
+        rows: Sequences of the batch.
+
+    Raises:
+        ConfigError: What is needed is missing in the YAML, or the checkpoint is not of this model.
+    """
+    import foundry_fp8
+    from foundry_fp8.cli.yaml_model import build_yaml_model, read_yaml
+    from foundry_fp8.observe.guard.config import GuardConfig
+    from foundry_fp8.observe.guard.rows import first_rows
+    from foundry_fp8.observe.precision_probe import PrecisionProbe
+
+    config = read_yaml(yaml)
+    if "fp8" not in (config.get("algorithms") or {}):
+        raise ConfigError("algorithms.fp8: it is not in the YAML; foundry-fp8 init adds it.")
+    options = {
+        k: v for k, v in (config["algorithms"]["fp8"] or {}).items() if k not in ("enabled", "announce")
+    }
+    batch = first_rows(_first_batch(config), rows)
+    model = build_yaml_model(config, "cpu").train()
+    if load is not None:
+        _load(model, load)
+    foundry_fp8.apply_fp8(model, **options)
+
+    def loss_of(module: nn.Module, batch: Any) -> Tensor:
+        loss = model.loss(module(batch), batch)
+        return loss["total"] if isinstance(loss, dict) else loss
+
+    probe = PrecisionProbe(model, loss_of)
+    if not probe.layers:
+        raise ConfigError(
+            "algorithms.fp8: no layer of this model runs FP8; foundry-fp8 doctor RUN.yaml says why."
+        )
+    loss_of(model, batch).backward()  # so that delayed scaling knows amaxes
+    model.zero_grad()
+    limit = GuardConfig().gradient_limit
+    with probe.on(batch) as measure:
+        errors = _measure(probe, lambda recipes: measure(recipes).worst[1], limit)
+    return Probed(next(iter(probe.layers.values())).configured_recipe.name, errors, limit, probe.passes)
+
+
+def _measure(probe: Any, error_of: Callable[[Any], float], limit: float) -> dict[str, dict[str, float]]:
+    from foundry_fp8.model_structure.blocks import block_index_of, transformer_blocks
+    from foundry_fp8.model_structure.names import clean_name
+
+    blocks = [(clean_name(name), block) for name, block in transformer_blocks(probe.model)]
+    units: dict[str, list[str]] = {"all layers": list(probe.layers)}
+    for name in probe.layers:
+        index = block_index_of(name, blocks)
+        units.setdefault("outside" if index is None else f"layer_{index:03d}", []).append(name)
+
+    def errors(names: Sequence[str]) -> dict[str, float]:
+        found = {}
+        for recipe in _recipes(probe.layers[names[0]]):
+            runs = {name: recipe for name in names if recipe.name in map(_name, _recipes(probe.layers[name]))}
+            found[recipe.name] = error_of(runs)
+        return found
+
+    found = {unit: errors(names) for unit, names in units.items()}
+    configured = {
+        unit: next(iter(of_unit.values())) for unit, of_unit in found.items() if unit != "all layers"
+    }
+    worst = sorted(configured, key=lambda unit: -configured[unit])[:LAYERS_OF]
+    for unit in worst:
+        if not configured[unit] < limit:
+            found |= {name: errors([name]) for name in units[unit]}
+    return found
+
+
+def _name(recipe: Any) -> str:
+    return recipe.name
+
+
+def _recipes(layer: Any) -> list[Any]:
+    """The configured recipe, then those that can take its place without a conversion."""
+    from foundry_fp8.layers.linear import FP8Linear
+    from foundry_fp8.numerics.recipes import parse_recipe
+
+    found = [layer.configured_recipe]
+    for name in ("current", "block", "mxfp8") if isinstance(layer, FP8Linear) else ():
+        recipe = parse_recipe(name)
+        fits = layer.backend.shape_reason(recipe, layer.in_features, layer.out_features) is None
+        if name != found[0].name and fits and layer.backend.availability(recipe, torch.device("cpu")).ok:
+            found.append(recipe)
+    return found
+
+
+def _first_batch(config: Mapping[str, Any]) -> Any:
+    from llmfoundry.data.dataloader import build_dataloader
+    from llmfoundry.utils.builders import build_tokenizer
+
+    loader, tokenizer = config.get("train_loader"), config.get("tokenizer")
+    if not isinstance(loader, Mapping):
+        raise ConfigError("train_loader: it is missing, and --probe measures on a batch of it.")
+    if not isinstance(tokenizer, Mapping):
+        raise ConfigError("tokenizer: it is missing, and train_loader needs it.")
+    built = build_tokenizer(tokenizer["name"], dict(tokenizer.get("kwargs") or {}))
+    options = {**loader, "num_workers": 0, "prefetch_factor": None, "persistent_workers": False}
+    return next(iter(build_dataloader(options, built, 8).dataloader))
+
+
+def _load(model: nn.Module, path: Path) -> None:
+    try:
+        weights = torch.load(path, map_location="cpu", weights_only=False)["state"]["model"]
+        model.load_state_dict(weights)
+    except (KeyError, TypeError, RuntimeError, OSError) as error:
+        raise ConfigError(f"--load {path}: not a whole Composer checkpoint of this model: {error}") from error
+
+
+def render(probed: Probed) -> Table:
+    """The table; errors above the limit are red."""
+    recipes = list(dict.fromkeys(recipe for of_unit in probed.errors.values() for recipe in of_unit))
+    title = f"Error of the gradient, worst block, with only this in FP8 ({probed.passes} passes)"
+    table = Table("unit", *recipes, title=title)
+    for unit, of_unit in probed.errors.items():
+        cells = [f"{of_unit[recipe]:.1%}" if recipe in of_unit else "" for recipe in recipes]
+        marked = [
+            f"[red]{c}[/]" if c and not of_unit[r] < probed.limit else c
+            for r, c in zip(recipes, cells, strict=True)
+        ]
+        table.add_row(unit, *marked)
+    return table
