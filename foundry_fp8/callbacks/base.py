@@ -9,13 +9,14 @@ from typing import Any, ClassVar, TypeVar
 
 from composer.core import Callback, Event, State
 from composer.loggers import Logger
-from torch import nn
+from composer.utils import ensure_tuple
+from torch import Tensor, nn
 
 from foundry_fp8.callbacks.run_log import ensure_run_log, log_details
 from foundry_fp8.config import ConfigError, from_mapping
 from foundry_fp8.model_structure.wrappers import without_ddp
 
-__all__ = ["Monitor", "model_of"]
+__all__ = ["Monitor", "model_of", "total_loss"]
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +26,12 @@ C = TypeVar("C")
 def model_of(state: State) -> nn.Module:
     """The model under the names that its user knows: not DDP's wrapper, which puts ``module.`` before all of them."""
     return without_ddp(state.model)
+
+
+def total_loss(loss: Any) -> Tensor:
+    """The scalar of what ``ComposerModel.loss`` gives: a tensor, several, or a mapping with ``total``."""
+    parts = [loss["total"]] if isinstance(loss, dict) and "total" in loss else ensure_tuple(loss)
+    return sum(part.mean() for part in parts)
 
 
 class Monitor(Callback):

@@ -49,8 +49,10 @@ def doctor(
     ] = None,
 ) -> None:
     """Show what this machine can run (each recipe on each backend, or the reason why not), or what a YAML will do."""
+    if load is not None and not probe:
+        raise typer.BadParameter("--load names the checkpoint that --probe measures; add --probe")
     if probe:
-        _probe(yaml, load)
+        _probe(yaml, load, as_json)
         return
     if yaml is not None:
         _examine(yaml, hardware, as_json)
@@ -64,7 +66,7 @@ def doctor(
         Console().print(render(found))
 
 
-def _probe(yaml: Path | None, load: Path | None) -> None:
+def _probe(yaml: Path | None, load: Path | None, as_json: bool) -> None:
     from foundry_fp8.cli import probe
 
     if yaml is None:
@@ -74,6 +76,9 @@ def _probe(yaml: Path | None, load: Path | None) -> None:
     except ConfigError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from error
+    if as_json:
+        typer.echo(json.dumps(dataclasses.asdict(found), indent=2))
+        return
     Console().print(probe.render(found))
     if found.exclude():
         typer.echo(

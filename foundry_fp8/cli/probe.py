@@ -12,6 +12,12 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from foundry_fp8.config import ConfigError
+from foundry_fp8.layers.linear import FP8Linear
+from foundry_fp8.numerics.recipes import Recipe, parse_recipe
+from foundry_fp8.observe.guard.config import GuardConfig
+from foundry_fp8.observe.guard.rows import first_rows
+from foundry_fp8.observe.precision_probe import PrecisionProbe, Recipes
+from foundry_fp8.observe.unchanged_state import FP8Layer
 
 __all__ = ["Probed", "probe_run", "render"]
 
@@ -26,19 +32,20 @@ class Probed:
     Attributes:
         recipe: The configured recipe.
         errors: By unit (``all layers``, a block, a layer), by recipe; a recipe that the backend does not run there is left out.
+        layers: The units that are layers.
         limit: The guard's ``gradient_limit``.
         passes: Forwards and backwards that it took.
     """
 
     recipe: str
     errors: Mapping[str, Mapping[str, float]]
+    layers: Sequence[str]
     limit: float
     passes: int
 
     def exclude(self) -> list[str]:
         """The layers above the limit in the configured recipe."""
-        layers = {unit: found[self.recipe] for unit, found in self.errors.items() if "." in unit}
-        return [unit for unit, error in layers.items() if not error < self.limit]
+        return [layer for layer in self.layers if not self.errors[layer][self.recipe] < self.limit]
 
 
 def probe_run(yaml: Path, load: Path | None = None, rows: int = 2) -> Probed:
@@ -53,10 +60,8 @@ def probe_run(yaml: Path, load: Path | None = None, rows: int = 2) -> Probed:
         ConfigError: What is needed is missing in the YAML, or the checkpoint is not of this model.
     """
     import foundry_fp8
+    from foundry_fp8.callbacks.base import total_loss
     from foundry_fp8.cli.yaml_model import build_yaml_model, read_yaml
-    from foundry_fp8.observe.guard.config import GuardConfig
-    from foundry_fp8.observe.guard.rows import first_rows
-    from foundry_fp8.observe.precision_probe import PrecisionProbe
 
     config = read_yaml(yaml)
     if "fp8" not in (config.get("algorithms") or {}):
@@ -71,8 +76,7 @@ def probe_run(yaml: Path, load: Path | None = None, rows: int = 2) -> Probed:
     foundry_fp8.apply_fp8(model, **options)
 
     def loss_of(module: nn.Module, batch: Any) -> Tensor:
-        loss = model.loss(module(batch), batch)
-        return loss["total"] if isinstance(loss, dict) else loss
+        return total_loss(model.loss(module(batch), batch))
 
     probe = PrecisionProbe(model, loss_of)
     if not probe.layers:
@@ -83,53 +87,40 @@ def probe_run(yaml: Path, load: Path | None = None, rows: int = 2) -> Probed:
     model.zero_grad()
     limit = GuardConfig().gradient_limit
     with probe.on(batch) as measure:
-        errors = _measure(probe, lambda recipes: measure(recipes).worst[1], limit)
-    return Probed(next(iter(probe.layers.values())).configured_recipe.name, errors, limit, probe.passes)
+        errors, layers = _measure(probe, lambda recipes: measure(recipes).worst[1], limit)
+    recipe = next(iter(probe.layers.values())).configured_recipe.name
+    return Probed(recipe, errors, layers, limit, probe.passes)
 
 
-def _measure(probe: Any, error_of: Callable[[Any], float], limit: float) -> dict[str, dict[str, float]]:
-    from foundry_fp8.model_structure.blocks import block_index_of, transformer_blocks
-    from foundry_fp8.model_structure.names import clean_name
-
-    blocks = [(clean_name(name), block) for name, block in transformer_blocks(probe.model)]
+def _measure(
+    probe: PrecisionProbe, error_of: Callable[[Recipes], float], limit: float
+) -> tuple[dict[str, dict[str, float]], list[str]]:
+    """Errors by unit and recipe; the units that are layers."""
+    recipes = {name: _recipes(layer) for name, layer in probe.layers.items()}
     units: dict[str, list[str]] = {"all layers": list(probe.layers)}
     for name in probe.layers:
-        index = block_index_of(name, blocks)
-        units.setdefault("outside" if index is None else f"layer_{index:03d}", []).append(name)
+        units.setdefault(probe.block_of(name), []).append(name)
 
     def errors(names: Sequence[str]) -> dict[str, float]:
-        found = {}
-        for recipe in _recipes(probe.layers[names[0]]):
-            runs = {name: recipe for name in names if recipe.name in map(_name, _recipes(probe.layers[name]))}
-            found[recipe.name] = error_of(runs)
-        return found
+        return {
+            recipe: error_of({name: recipes[name][recipe] for name in names if recipe in recipes[name]})
+            for recipe in recipes[names[0]]
+        }
 
     found = {unit: errors(names) for unit, names in units.items()}
-    configured = {
-        unit: next(iter(of_unit.values())) for unit, of_unit in found.items() if unit != "all layers"
-    }
+    configured = {unit: next(iter(found[unit].values())) for unit in units if unit != "all layers"}
     worst = sorted(configured, key=lambda unit: -configured[unit])[:LAYERS_OF]
-    for unit in worst:
-        if not configured[unit] < limit:
-            found |= {name: errors([name]) for name in units[unit]}
-    return found
+    layers = [name for unit in worst if not configured[unit] < limit for name in units[unit]]
+    return found | {name: errors([name]) for name in layers}, layers
 
 
-def _name(recipe: Any) -> str:
-    return recipe.name
-
-
-def _recipes(layer: Any) -> list[Any]:
-    """The configured recipe, then those that can take its place without a conversion."""
-    from foundry_fp8.layers.linear import FP8Linear
-    from foundry_fp8.numerics.recipes import parse_recipe
-
-    found = [layer.configured_recipe]
+def _recipes(layer: FP8Layer) -> dict[str, Recipe]:
+    """The configured recipe, then those that can take its place without a conversion, by name."""
+    found = {layer.configured_recipe.name: layer.configured_recipe}
     for name in ("current", "block", "mxfp8") if isinstance(layer, FP8Linear) else ():
         recipe = parse_recipe(name)
-        fits = layer.backend.shape_reason(recipe, layer.in_features, layer.out_features) is None
-        if name != found[0].name and fits and layer.backend.availability(recipe, torch.device("cpu")).ok:
-            found.append(recipe)
+        if name not in found and layer.can_run(recipe, torch.device("cpu")):
+            found[name] = recipe
     return found
 
 

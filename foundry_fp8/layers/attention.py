@@ -178,16 +178,17 @@ class FP8DotProductAttention(nn.Module):
         Raises:
             RuntimeError: Neither ``None``, nor current scaling, nor the recipe of the conversion.
         """
-        stateless = (
-            isinstance(recipe, CurrentScaling)
-            and self.backend.recipe_reason(recipe, self.grad_scores) is None
-        )
-        if recipe is not None and recipe != self.configured_recipe and not stateless:
+        if recipe is not None and recipe != self.configured_recipe and not self.can_run(recipe):
             raise RuntimeError(
                 f"{self.fqn}: {recipe.name} is not what this attention was converted with "
                 f"({self.configured_recipe.name}). Demote to high precision (where its backend runs it, also to current)."
             )
         self.recipe = recipe
+
+    def can_run(self, recipe: Recipe, device: torch.device | None = None) -> bool:
+        """Whether ``recipe`` can take the place of the configured one: current scaling, if the backend runs it."""
+        current = isinstance(recipe, CurrentScaling)
+        return current and self.backend.recipe_reason(recipe, self.grad_scores) is None
 
     @property
     def runs_fp8(self) -> bool:

@@ -49,6 +49,12 @@ class LinearBackend(Protocol):
     def attach(self, module: FP8Linear) -> None:
         """Prepare per-module state once, when ``module`` is made."""
 
+    def availability(self, recipe: Recipe, device: torch.device) -> Any:
+        """Whether it runs ``recipe`` on ``device``: a value with ``ok``."""
+
+    def shape_reason(self, recipe: Recipe, in_features: int, out_features: int) -> str | None:
+        """Why ``recipe`` cannot take a layer of this shape, or ``None``."""
+
 
 class FP8Linear(nn.Linear):
     """An ``nn.Linear`` that runs its GEMMs through a :class:`~foundry_fp8.layers.backend.Backend`.
@@ -129,6 +135,11 @@ class FP8Linear(nn.Linear):
                 f"(this layer was converted with {self.configured_recipe.name}). Demote to current, block or mxfp8."
             )
         self.recipe = recipe
+
+    def can_run(self, recipe: Recipe, device: torch.device) -> bool:
+        """Whether the backend runs ``recipe`` with this layer's shapes on ``device``."""
+        fits = self.backend.shape_reason(recipe, self.in_features, self.out_features) is None
+        return fits and self.backend.availability(recipe, device).ok
 
     @property
     def matrix(self) -> Tensor:

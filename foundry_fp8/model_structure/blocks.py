@@ -8,7 +8,7 @@ from torch import nn
 
 from foundry_fp8.model_structure.experts import expert_count
 
-__all__ = ["block_index_of", "transformer_blocks", "transformer_stacks"]
+__all__ = ["block_index_of", "block_label", "transformer_blocks", "transformer_stacks"]
 
 Block = tuple[str, nn.Module]
 
@@ -47,6 +47,11 @@ def block_index_of(name: str, blocks: Sequence[Block]) -> int | None:
         if name == block_name or name.startswith(f"{block_name}."):
             return index
     return None
+
+
+def block_label(index: int | None) -> str:
+    """What a block is called in logs: ``layer_003``; ``outside`` for what lies in none."""
+    return "outside" if index is None else f"layer_{index:03d}"
 
 
 def _attends(block: nn.Module) -> bool:

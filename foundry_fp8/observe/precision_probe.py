@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from foundry_fp8.distributed.groups import alone, collective_device
-from foundry_fp8.model_structure.blocks import block_index_of, transformer_blocks
+from foundry_fp8.model_structure.blocks import block_index_of, block_label, transformer_blocks
 from foundry_fp8.model_structure.names import clean_name
 from foundry_fp8.model_structure.wrappers import without_ddp
 from foundry_fp8.numerics.recipes import Recipe
@@ -78,7 +78,13 @@ def precision_gap(
         TypeError: The loss is not a scalar, or ``batch`` is an iterator, which can be run once only.
     """
     probe = PrecisionProbe(model, loss_of)
-    recipes = probe.running() if fp8 is None else {n: probe.layers[n].configured_recipe for n in fp8}
+    named = list(fp8) if fp8 is not None else []
+    unknown = [name for name in named if name not in probe.layers]
+    if unknown:
+        raise KeyError(
+            f"{unknown[0]!r} is no FP8 layer; the model has {len(probe.layers)}: {', '.join([*probe.layers][:4])}, ..."
+        )
+    recipes = probe.running() if fp8 is None else {n: probe.layers[n].configured_recipe for n in named}
     with probe.on(batch) as measure:
         return measure(recipes)
 
@@ -92,9 +98,12 @@ class PrecisionProbe:
         self.layers = fp8_layers(self.model)
         self.weights = weights_of(self.model)
         self.passes = 0
-        blocks = [(clean_name(name), block) for name, block in transformer_blocks(self.model)]
-        indices = {weight.name: block_index_of(weight.name, blocks) for weight in self.weights}
-        self._block_of = {n: "outside" if i is None else f"layer_{i:03d}" for n, i in indices.items()}
+        self._blocks = [(clean_name(name), block) for name, block in transformer_blocks(self.model)]
+        self._block_of = {weight.name: self.block_of(weight.name) for weight in self.weights}
+
+    def block_of(self, name: str) -> str:
+        """The block of a weight or layer, as :attr:`PrecisionGap.block_error` names it."""
+        return block_label(block_index_of(name, self._blocks))
 
     def running(self) -> dict[str, Recipe | None]:
         """What each layer runs now."""

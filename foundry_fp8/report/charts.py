@@ -14,15 +14,7 @@ from plotly.subplots import make_subplots
 from foundry_fp8.report.across import BY_SIZE, by_size, over_devices, scored, speeds
 from foundry_fp8.report.comparison import Row
 from foundry_fp8.report.figures import COUNTS, LINE_PANELS, mfu_panels, smooth
-from foundry_fp8.report.heat_maps import (
-    GRADIENT_ERROR,
-    KURTOSIS,
-    Maps,
-    Scale,
-    events_by_block,
-    gradient_error_maps,
-    kurtosis_maps,
-)
+from foundry_fp8.report.heat_maps import GRADIENT_ERROR, KURTOSIS, HeatMap, grid_of, largest
 from foundry_fp8.report.style import group_look, look
 
 __all__ = ["CHARTS", "as_html", "script"]
@@ -141,24 +133,24 @@ def tasks(rows: Sequence[Row]) -> go.Figure | None:
 
 def kurtosis(rows: Sequence[Row]) -> go.Figure | None:
     """Kurtosis by layer over time."""
-    return _heat_maps(rows, kurtosis_maps(rows), KURTOSIS)
+    return _heat_maps(rows, KURTOSIS)
 
 
 def gradient_error(rows: Sequence[Row]) -> go.Figure | None:
     """The error that FP8 makes in the gradients of each block over time."""
-    return _heat_maps(rows, gradient_error_maps(rows), GRADIENT_ERROR)
+    return _heat_maps(rows, GRADIENT_ERROR)
 
 
-def _heat_maps(rows: Sequence[Row], found: Maps, scale: Scale) -> go.Figure | None:
+def _heat_maps(rows: Sequence[Row], shown: HeatMap) -> go.Figure | None:
     """A heat map a tensor and run, one colour scale for all."""
+    found = shown.maps(rows)
+    most = largest(found)
+    if most is None:
+        return None
     tensors = list(dict.fromkeys(tensor for tensor, _ in found))
     maps = {
         where: found[where] for where in sorted(found, key=lambda where: (tensors.index(where[0]), where[1]))
     }
-    values = [series.values for layers in maps.values() for series in layers.values()]
-    finite = np.concatenate([v[np.isfinite(v) & (v > 0)] for v in values]) if values else np.array([])
-    if not len(finite):
-        return None
     columns = min(MOST_COLUMNS, len({index for _, index in maps}))
     figure = make_subplots(
         rows=-(-len(maps) // columns), cols=columns, shared_yaxes=True,
@@ -166,11 +158,7 @@ def _heat_maps(rows: Sequence[Row], found: Maps, scale: Scale) -> go.Figure | No
         subplot_titles=[f"{rows[index].run.name}: {tensor.rpartition('/')[2]}" for tensor, index in maps],
     )  # fmt: skip
     for place, ((_, index), layers) in enumerate(maps.items()):
-        steps = np.unique(np.concatenate([series.steps for series in layers.values()]))
-        numbers = sorted(layers)
-        grid = np.full((len(numbers), len(steps)), np.nan)
-        for line, number in enumerate(numbers):
-            grid[line, np.searchsorted(steps, layers[number].steps)] = layers[number].values
+        steps, numbers, grid = grid_of(layers)
         thin = slice(None, None, max(1, len(steps) // 400))
         with np.errstate(invalid="ignore", divide="ignore"):
             logarithm = np.log10(np.where(np.isfinite(grid) & (grid > 0), grid, np.nan))[:, thin]
@@ -179,22 +167,20 @@ def _heat_maps(rows: Sequence[Row], found: Maps, scale: Scale) -> go.Figure | No
             hovertemplate="step %{x}, layer %{y}: %{customdata:.3g}<extra></extra>",
             row=place // columns + 1, col=place % columns + 1,
         )  # fmt: skip
-        events = events_by_block(rows[index]) if scale is GRADIENT_ERROR else []
-        if events:
-            x, y, actions = zip(*events, strict=True)
+        marks = shown.marks(rows[index])
+        if marks:
+            x, y, actions = zip(*marks, strict=True)
             figure.add_scatter(
                 x=x, y=y, text=actions, mode="markers", showlegend=False, hovertemplate="step %{x}, layer %{y}: %{text}<extra></extra>",
                 marker={"color": "white", "line": {"color": "black", "width": 1}, "size": 9,
                         "symbol": [f"triangle-{'down' if action == 'demote' else 'up'}" for action in actions]},
                 row=place // columns + 1, col=place % columns + 1,
             )  # fmt: skip
-    lowest = float(np.log10(scale.low))
-    ticks = list(
-        range(int(np.ceil(lowest)), int(np.ceil(np.log10(max(scale.high, float(finite.max()))))) + 1)
-    )
+    lowest = float(np.log10(shown.low))
+    ticks = list(range(int(np.ceil(lowest)), int(np.ceil(np.log10(max(shown.high, most)))) + 1))
     figure.update_layout(coloraxis={
         "colorscale": _SCALE, "cmin": lowest, "cmax": ticks[-1],
-        "colorbar": {"title": scale.label.split(" (")[0], "tickvals": ticks, "ticktext": [f"{10.0**tick:,g}" for tick in ticks], "thickness": 12},
+        "colorbar": {"title": shown.label.split(" (")[0], "tickvals": ticks, "ticktext": [f"{10.0**tick:,g}" for tick in ticks], "thickness": 12},
     })  # fmt: skip
     figure.update_annotations(font_size=10)
     return _laid_out(figure, 120 + 120 * -(-len(maps) // columns))

@@ -30,6 +30,7 @@ __all__ = [
     "config_differences",
     "explain",
     "format_row",
+    "guard_events",
     "guard_timeline",
     "shown_columns",
 ]
@@ -235,15 +236,18 @@ GUARD_EVENTS = "guard_events"
 """The table that the divergence guard logs: batch, unit, action, signal, detail."""
 
 
+def guard_events(run: Run) -> list[tuple[int, str, str, str, str]]:
+    """What the divergence guard found and did, in order: the columns of its table."""
+    rows = next((table.rows for table in run.tables if table.name == GUARD_EVENTS), [])
+    return [(int(batch), str(unit), action, signal, detail) for batch, unit, action, signal, detail in rows]
+
+
 def guard_timeline(run: Run) -> list[tuple[int, str, str]]:
-    """What the divergence guard found and did: ``(step, layer or block, what)``, in order, from its table of events."""
-    for table in run.tables:
-        if table.name == GUARD_EVENTS:
-            return [
-                (int(batch), str(unit), f"{action} {signal}".strip() + (f": {detail}" if detail else ""))
-                for batch, unit, action, signal, detail in table.rows
-            ]
-    return []
+    """The same to be read: ``(step, layer or block, what)``."""
+    return [
+        (batch, unit, f"{action} {signal}".strip() + (f": {detail}" if detail else ""))
+        for batch, unit, action, signal, detail in guard_events(run)
+    ]
 
 
 def _flatten(values: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

@@ -12,13 +12,7 @@ from matplotlib.ticker import MaxNLocator
 
 from foundry_fp8.report.comparison import Row
 from foundry_fp8.report.figures_across import bars, sizes, speed, tasks
-from foundry_fp8.report.heat_maps import (
-    GRADIENT_ERROR,
-    KURTOSIS,
-    gradient_error_maps,
-    heat_maps,
-    kurtosis_maps,
-)
+from foundry_fp8.report.heat_maps import GRADIENT_ERROR, KURTOSIS, draw
 from foundry_fp8.report.run import Series
 from foundry_fp8.report.style import INK, WIDTH, label_ends, new_figure, run_style
 
@@ -183,12 +177,12 @@ def fp8_health(rows: Sequence[Row]) -> Figure | None:
 
 def kurtosis(rows: Sequence[Row]) -> Figure | None:
     """Kurtosis by layer over time."""
-    return heat_maps(rows, kurtosis_maps(rows), KURTOSIS)
+    return draw(rows, KURTOSIS)
 
 
 def gradient_error(rows: Sequence[Row]) -> Figure | None:
     """The error that FP8 makes in the gradients of each block over time, with what the guard did to the block's layers."""
-    return heat_maps(rows, gradient_error_maps(rows), GRADIENT_ERROR)
+    return draw(rows, GRADIENT_ERROR)
 
 
 def guard(rows: Sequence[Row]) -> Figure | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,19 +13,17 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from foundry_fp8.report.comparison import Row, guard_timeline
+from foundry_fp8.report.comparison import Row, guard_events
 from foundry_fp8.report.run import Series
 from foundry_fp8.report.style import HEAT_MAP, MUTED, WIDTH, new_figure
 
 __all__ = [
     "GRADIENT_ERROR",
     "KURTOSIS",
-    "Maps",
-    "Scale",
-    "events_by_block",
-    "gradient_error_maps",
-    "heat_maps",
-    "kurtosis_maps",
+    "HeatMap",
+    "draw",
+    "grid_of",
+    "largest",
 ]
 
 _LAYER = re.compile(r"(.+)/layer_(\d+)")
@@ -38,28 +36,45 @@ MARKS = {"demote": "v", "promote": "^"}
 
 
 @dataclasses.dataclass(frozen=True)
-class Scale:
-    """The logarithmic colour scale of a heat map: from ``low`` to ``high`` or the largest value."""
+class HeatMap:
+    """What a heat map shows: its metrics, its logarithmic colour scale (from ``low`` to ``high`` or the largest value), its marks."""
 
+    maps: Callable[[Sequence[Row]], Maps]
     label: str
     low: float
     high: float
+    axis: Callable[[str], str] = lambda tensor: tensor.rpartition("/")[2].replace("_", "\n")
+    """What is written beside the map of a tensor."""
+    marks: Callable[[Row], list[tuple[int, int, str]]] = lambda row: []
+    """Step, block and action of what is marked on the map of a run."""
 
 
-KURTOSIS = Scale("kurtosis (Gaussian: 3)", 1.0, 10.0)
-GRADIENT_ERROR = Scale("relative error", 0.05, 1.0)
+def largest(maps: Maps) -> float | None:
+    """The largest value above zero that is finite."""
+    values = [series.values for layers in maps.values() for series in layers.values()]
+    finite = np.concatenate([v[np.isfinite(v) & (v > 0)] for v in values]) if values else np.array([])
+    return float(finite.max()) if len(finite) else None
 
 
-def heat_maps(rows: Sequence[Row], maps: Maps, scale: Scale) -> Figure | None:
+def grid_of(layers: dict[int, Series]) -> tuple[np.ndarray, list[int], np.ndarray]:
+    """Steps, numbers of the layers, and values ``[layers, steps]``; NaN where nothing was logged."""
+    steps = np.unique(np.concatenate([series.steps for series in layers.values()]))
+    numbers = sorted(layers)
+    values = np.full((len(numbers), len(steps)), np.nan)
+    for line, number in enumerate(numbers):
+        values[line, np.searchsorted(steps, layers[number].steps)] = layers[number].values
+    return steps, numbers, values
+
+
+def draw(rows: Sequence[Row], shown: HeatMap) -> Figure | None:
     """One row of heat maps a tensor, one column a run, one logarithmic colour scale for all."""
+    maps = shown.maps(rows)
+    most = largest(maps)
+    if most is None:
+        return None
     tensors = list(dict.fromkeys(tensor for tensor, _ in maps))
     columns = sorted({index for _, index in maps})
-    values = [series.values for layers in maps.values() for series in layers.values()]
-    finite = np.concatenate(values) if values else np.array([])
-    finite = finite[np.isfinite(finite) & (finite > 0)]
-    if not len(finite):
-        return None
-    norm = LogNorm(vmin=scale.low, vmax=max(scale.high, float(finite.max())))
+    norm = LogNorm(vmin=shown.low, vmax=max(shown.high, most))
     figure = new_figure(max(WIDTH, 2.6 * len(columns)), 0.9 + 1.25 * len(tensors))
     grid = figure.subplots(len(tensors), len(columns), squeeze=False, sharex="col")
     image: Any = None
@@ -70,7 +85,7 @@ def heat_maps(rows: Sequence[Row], maps: Maps, scale: Scale) -> Figure | None:
             if y == 0:
                 axes.set_title(rows[index].run.name)
             if x == 0:
-                axes.set_ylabel(_label(tensor), fontsize=9)
+                axes.set_ylabel(shown.axis(tensor), fontsize=9)
             layers = maps.get((tensor, index))
             if layers is None:
                 axes.text(
@@ -79,26 +94,18 @@ def heat_maps(rows: Sequence[Row], maps: Maps, scale: Scale) -> Figure | None:
                 axes.set_yticks([])
                 continue
             image = _heat_map(axes, layers, norm)
-            for step, layer, action in events_by_block(rows[index]) if scale is GRADIENT_ERROR else ():
+            for step, layer, action in shown.marks(rows[index]):
                 if layer in layers:
                     at = sorted(layers).index(layer)
                     axes.plot(step, at, MARKS[action], color="white", mec="black", ms=6, mew=0.7)
             if y == len(tensors) - 1:
                 axes.set_xlabel("step")
-    figure.colorbar(image, ax=grid, label=scale.label, shrink=0.8, pad=0.01)
+    figure.colorbar(image, ax=grid, label=shown.label, shrink=0.8, pad=0.01)
     return figure
 
 
-def _label(tensor: str) -> str:
-    return "block" if tensor == "fp8_error/gradient" else tensor.rpartition("/")[2].replace("_", "\n")
-
-
 def _heat_map(axes: Axes, layers: dict[int, Series], norm: LogNorm) -> Any:
-    steps = np.unique(np.concatenate([series.steps for series in layers.values()]))
-    numbers = sorted(layers)
-    values = np.full((len(numbers), len(steps)), np.nan)
-    for line, number in enumerate(numbers):
-        values[line, np.searchsorted(steps, layers[number].steps)] = layers[number].values
+    steps, numbers, values = grid_of(layers)
     image = axes.imshow(
         values,
         aspect="auto",
@@ -130,23 +137,29 @@ def _maps(rows: Sequence[Row], prefix: str) -> Maps:
     return maps
 
 
-def gradient_error_maps(rows: Sequence[Row]) -> Maps:
+def _gradient_error_maps(rows: Sequence[Row]) -> Maps:
     """By run, the relative error of each block's gradient."""
     return _maps(rows, "fp8_error/gradient")
 
 
-def events_by_block(row: Row) -> list[tuple[int, int, str]]:
-    """Step, block and action of what the guard did to a layer that is named by its block's number."""
+def _guard_marks(row: Row) -> list[tuple[int, int, str]]:
+    """What the guard did to a layer that is named by its block's number."""
     found = []
-    for step, unit, what in guard_timeline(row.run):
-        number, action = _BLOCK.search(unit), what.split()[0]
+    for step, unit, action, *_ in guard_events(row.run):
+        number = _BLOCK.search(unit)
         if number and action in MARKS:
             found.append((step, int(number[1]), action))
     return found
 
 
-def kurtosis_maps(rows: Sequence[Row]) -> Maps:
+def _kurtosis_maps(rows: Sequence[Row]) -> Maps:
     """By tensor and run, kurtosis by layer; per token where a run has that, since per sample looks alike."""
     maps = _maps(rows, "kurtosis")
     by_token = {where: layers for where, layers in maps.items() if where[0].startswith("kurtosis_token/")}
     return by_token or maps
+
+
+KURTOSIS = HeatMap(_kurtosis_maps, "kurtosis (Gaussian: 3)", 1.0, 10.0)
+GRADIENT_ERROR = HeatMap(
+    _gradient_error_maps, "relative error", 0.05, 1.0, axis=lambda tensor: "block", marks=_guard_marks
+)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 import yaml
@@ -47,6 +49,16 @@ def test_the_layers_of_a_damaged_block_of_a_checkpoint_are_named(run, tmp_path):
     assert result.exit_code == 0, result.output
     advice = result.output.split("exclude:")[1]
     assert "blocks.0." in advice and "blocks.1." not in advice
+
+
+def test_the_same_as_json(run):
+    found = json.loads(doctor(run[0], "--json").output)
+    assert {"delayed", "current", "block"} <= found["errors"]["all layers"].keys() and found["layers"] == []
+
+
+def test_a_checkpoint_without_the_probe_is_an_error(run):
+    result = CliRunner().invoke(app, ["doctor", str(run[0]), "--load", str(run[0])])
+    assert result.exit_code == 2 and "--probe" in result.output
 
 
 @pytest.mark.parametrize("gone", ["algorithms", "train_loader", "tokenizer"])

@@ -1,4 +1,4 @@
-"""What all tokens have in common, beside which what tells them apart is below the last bit; and tokens of unlike norms."""
+"""What all tokens have in common, beside which their differences are below the last bit; and tokens of unlike norms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all tokens share grows, and what tells them apart falls below the last bit, under any recipe; and tokens of unlike norms.
+"""What all tokens share grows, and their differences fall below the last bit, under any recipe; and tokens of unlike norms.
 
 High precision has bits to spare: what is added is taken off again behind the GEMM, by a norm or by softmax.
 """

@@ -8,10 +8,9 @@ from typing import Any
 
 from composer.core import State, get_precision_context
 from composer.loggers import Logger
-from composer.utils import ensure_tuple
 from torch import Tensor, nn
 
-from foundry_fp8.callbacks.base import Monitor, model_of
+from foundry_fp8.callbacks.base import Monitor, model_of, total_loss
 from foundry_fp8.callbacks.carried_state import CarriedState
 from foundry_fp8.observe.guard.config import GuardConfig
 from foundry_fp8.observe.guard.guard import DivergenceGuard as Guard
@@ -63,9 +62,8 @@ class DivergenceGuard(Monitor):
             batch = state.device.batch_to_device(batch)  # as the trainer does with each microbatch
             with get_precision_context(state.precision, state.precision_config):
                 loss = model.loss(module(batch), batch)
-            parts = [loss["total"]] if isinstance(loss, dict) and "total" in loss else ensure_tuple(loss)
             scale = state.scaler.get_scale() if state.scaler is not None else 1.0  # 1 where it is off
-            return sum(part.mean() for part in parts) * scale
+            return total_loss(loss) * scale
 
         options = {name: value for name, value in self.options.items() if name != "details"}
         self.guard = Guard(model, loss_of, **options)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from foundry_fp8.callbacks.base import Monitor, model_of
 from foundry_fp8.compat.autograd import inside_backward
 from foundry_fp8.config import Config, ConfigError, Names, Positive, Text, not_empty, one_of
+from foundry_fp8.model_structure.blocks import block_label
 from foundry_fp8.observe import kurtosis
 from foundry_fp8.observe.kurtosis_taps import PRESETS, ROLES, Tap, find_taps
 
@@ -126,7 +127,7 @@ class KurtosisMonitor(Monitor):
         details: dict[str, float] = {}
         by_role: dict[tuple[str, str], list[float]] = defaultdict(list)
         for (variant, role, layer), value in values.items():
-            name = "outside" if layer is None else f"layer_{layer:03d}"
+            name = block_label(layer)
             by_role[variant, role].append(value)
             details[f"kurtosis_{variant}/{role}/{name}"] = value
         details |= {
