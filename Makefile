@@ -7,6 +7,7 @@
 # make coverage       branch coverage of the default tier, workers, launched runs and gloo ranks included
 # make mutants        break the core on purpose; every break must be noticed by a test
 # make benchmarks     measure again and compare the ratios with the committed ones; on a quiet machine
+# make docs           the site, into build/site; strict: a broken link or a name that is gone fails
 # make release        build, check the metadata, and try the wheel in a clean environment from another folder, the README's way too
 # Each sets up .venv first (pinned by constraints.txt); the second time that is a no-op.
 
@@ -20,7 +21,7 @@ WORKERS ?= 2
 PYTEST  := -m pytest -n $(WORKERS) --dist worksteal
 DEFAULT := -m "not full"
 
-.PHONY: demo gpu test test-all test-modern test-modern-all lint coverage mutants benchmarks release setup clean
+.PHONY: demo docs gpu test test-all test-modern test-modern-all lint coverage mutants benchmarks release setup clean
 demo: setup
 	$(BIN)/foundry-fp8 demo $(ARGS)
 
@@ -54,6 +55,10 @@ mutants: setup
 
 benchmarks: setup
 	$(BIN)/python benchmarks/regression.py $(ARGS)
+
+docs: setup
+	$(BIN)/uv pip install --quiet --python $(BIN)/python -c constraints.txt -e ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 release: setup
 	rm -rf dist
