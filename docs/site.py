@@ -13,7 +13,9 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
 CARDS = sorted((ROOT / "foundry_fp8").glob("*/*/README.md"))
-PAGES = {f"foundry_fp8/{card.relative_to(ROOT / 'foundry_fp8')}": f"cards/{card.parent.name}.md" for card in CARDS}
+PAGES = {
+    f"foundry_fp8/{card.relative_to(ROOT / 'foundry_fp8')}": f"cards/{card.parent.name}.md" for card in CARDS
+}
 """The page of each card, by its path in the repository."""
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 
@@ -28,7 +30,9 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Links to files of the repository become links to their pages, or plain text where a file has none."""
-    source = next((path for path, own in PAGES.items() if own == page.file.src_uri), f"docs/{page.file.src_uri}")
+    source = next(
+        (path for path, own in PAGES.items() if own == page.file.src_uri), f"docs/{page.file.src_uri}"
+    )
 
     def linked(match: re.Match[str]) -> str:
         image, text, target = match.groups()
@@ -46,5 +50,14 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def _commands() -> str:
-    command = [sys.executable, "-m", "typer", "foundry_fp8.cli.main", "utils", "docs", "--name", "foundry-fp8"]
+    command = [
+        sys.executable,
+        "-m",
+        "typer",
+        "foundry_fp8.cli.main",
+        "utils",
+        "docs",
+        "--name",
+        "foundry-fp8",
+    ]
     return subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout

@@ -110,7 +110,7 @@ def wire_bytes(config: Mapping[str, Any]) -> tuple[Literal[2, 4], Literal[2, 4]]
 
 def _residual(compression: CompressionConfig | None, world_size: int, shard: int) -> float:
     """Bytes that error feedback keeps of each element of the gradients that replicas share: of a node's part under two hops."""
-    if compression is None or not compression.feeds_back or shard == world_size:
+    if compression is None or not compression.uses_error_feedback or shard == world_size:
         return 0.0
     path = path_of(range(0, world_size, shard), world=world_size, per_node=PER_NODE, scope=compression.scope)
     return 0.0 if path.why_not else 4 / path.inside

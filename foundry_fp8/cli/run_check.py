@@ -257,7 +257,7 @@ def _targets(config: Mapping[str, Any], model: Any) -> list[Finding]:
 
 
 def _conversion(config: Mapping[str, Any], model: Any, hardware: Hardware) -> list[Finding]:
-    from foundry_fp8.algorithms.fp8.announcement import announcement, surprises
+    from foundry_fp8.algorithms.fp8.announcement import announcement, notices
     from foundry_fp8.callbacks.run_log import RunLog
     from foundry_fp8.surgery.apply import apply_fp8
 
@@ -299,7 +299,7 @@ def _conversion(config: Mapping[str, Any], model: Any, hardware: Hardware) -> li
     precision = str(config.get("precision", "amp_bf16"))
     log = RunLog((config.get("loggers") or {}).get("run_log", {}).get("path"))
     where = str(log.path_of(str(config.get("run_name") or "{run_name}")))
-    notes = surprises(report, precision=precision, device="cuda", callbacks=callbacks)
+    notes = notices(report, precision=precision, device="cuda", callbacks=callbacks)
     head, *lines = announcement(
         report, around=precision.removeprefix("amp_"), log=where, notes=notes
     ).splitlines()

@@ -15,12 +15,12 @@ from typing import Any, TypeVar
 
 import torch.distributed.distributed_c10d as c10d
 
-__all__ = ["keeps_its_error"]
+__all__ = ["preserves_error"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def keeps_its_error(collective: F) -> F:
+def preserves_error(collective: F) -> F:
     """For a method of a process group that has the one it stands for as ``inner``."""
 
     @functools.wraps(collective)

@@ -13,10 +13,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-__all__ = ["under_own_names"]
+__all__ = ["renamed_for_dynamo"]
 
 
-def under_own_names(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
+def renamed_for_dynamo(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
     """What to hand to ``save_for_backward``: ``tensors``, as nodes that no local variable of a backward is named after."""
     if not torch.compiler.is_compiling():
         return list(tensors)

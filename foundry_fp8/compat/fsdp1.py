@@ -22,11 +22,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, _
 __all__ = [
     "HYBRID",
     "FlatPart",
+    "dropped_replication",
     "flat_parameter",
     "flat_parts",
     "has_hook",
     "is_flattened",
-    "lost_replicas",
     "replace_gather",
     "replica_group",
     "set_hooks",
@@ -170,12 +170,12 @@ def _computing(handle: Any) -> bool:
 
 def replica_group(unit: FullyShardedDataParallel) -> dist.ProcessGroup | None:
     """The ranks that must hold the same elements of ``unit``; ``None`` where it only shards."""
-    if unit.sharding_strategy in HYBRID or lost_replicas(unit):
+    if unit.sharding_strategy in HYBRID or dropped_replication(unit):
         return unit._inter_node_pg
     return unit.process_group if unit.sharding_strategy == ShardingStrategy.NO_SHARD else None
 
 
-def lost_replicas(unit: FullyShardedDataParallel) -> bool:
+def dropped_replication(unit: FullyShardedDataParallel) -> bool:
     """Whether torch clamped a hybrid strategy with a shard group of one rank to NO_SHARD over that group.
 
     Such a unit reduces its gradients over one rank: its replicas drift apart, and nothing says so.

@@ -74,7 +74,7 @@ class ShardedParameter:
         return self._parameter._sharded_param_data
 
     @property
-    def why_odd(self) -> str | None:
+    def unsupported_reason(self) -> str | None:
         """Why its shard is not rows of a plain parameter on the device, or ``None``."""
         if not self.dtype.is_floating_point:
             return f"dtype {self.dtype}"

@@ -37,7 +37,7 @@ class WrapperTensor(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def looking_like(cls, part: Tensor, dtype: torch.dtype) -> Any:
+    def wrapper_like(cls, part: Tensor, dtype: torch.dtype) -> Any:
         """For ``__new__``: a tensor of the shape and device of ``part`` and of ``dtype``, without memory of its own."""
         return torch.Tensor._make_wrapper_subclass(cls, part.shape, dtype=dtype, device=part.device)  # type: ignore[attr-defined]
 

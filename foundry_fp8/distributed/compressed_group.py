@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from foundry_fp8.compat.collective_errors import keeps_its_error
+from foundry_fp8.compat.collective_errors import preserves_error
 from foundry_fp8.distributed import collectives
 from foundry_fp8.distributed.rounding import Noise
 from foundry_fp8.distributed.rows import Row
@@ -59,13 +59,13 @@ class Leg:
     """Two-hop groups where the group spans nodes and only the network is worth compressing."""
     noise: Noise | None = None
     """Round a reduce-scatter at random."""
-    feeds_back: bool = False
+    uses_error_feedback: bool = False
     """Whether an all-reduce carries what it lost to the next."""
     _residual: Tensor | None = None
 
     def residual(self, numel: int, device: torch.device) -> Tensor | None:
         """The error feedback of an all-reduce of ``numel`` elements; fresh where their number changed."""
-        rows = self.rows(numel) if self.feeds_back else None
+        rows = self.rows(numel) if self.uses_error_feedback else None
         if rows is None:
             return None
         kept = numel if self.hop is None else own_numel(rows, self.hop)
@@ -100,7 +100,7 @@ class CompressedGroup(CountingGroup):
         rows = self.leg.rows(tensor.numel()) if self.leg is not None and self.switch.takes(tensor) else None
         return rows if rows is not None and any(row.coded for row in rows) else None
 
-    @keeps_its_error
+    @preserves_error
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any) -> Any:
         self.switch.reductions += 1
         rows, leg = self._rows(input), self.leg
@@ -121,7 +121,7 @@ class CompressedGroup(CountingGroup):
             output.copy_(part.view_as(output))
         return FinishedWork([output])
 
-    @keeps_its_error
+    @preserves_error
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         """All-reduce, in place; compressed if it is one floating tensor that is large enough."""
         self.switch.reductions += 1

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
-from foundry_fp8.compat.collective_errors import keeps_its_error
+from foundry_fp8.compat.collective_errors import preserves_error
 
 __all__ = [
     "CountingGroup",
@@ -183,7 +183,7 @@ class CountingGroup(dist.ProcessGroup):
         opts = dist.AllToAllOptions() if opts is None else opts
         return self.inner.alltoall_base(output, input, output_splits, input_splits, opts)
 
-    @keeps_its_error
+    @preserves_error
     def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         self.traffic.count("all_gather", input.nbytes * (self.size() - 1))
         opts = c10d.AllgatherOptions() if opts is None else opts
@@ -195,7 +195,7 @@ class CountingGroup(dist.ProcessGroup):
         opts = c10d.AllgatherOptions() if opts is None else opts
         return self.inner.allgather(outputs, inputs, opts)
 
-    @keeps_its_error
+    @preserves_error
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any) -> Any:
         mean = reduction_of(opts, "reduce-scatter")
         self.traffic.count("reduce_scatter", input.nbytes - input.nbytes // self.size())
@@ -205,7 +205,7 @@ class CountingGroup(dist.ProcessGroup):
         output.div_(self.size())
         return FinishedWork([output])
 
-    @keeps_its_error
+    @preserves_error
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         """All-reduce, in place."""
         tensors = [tensors] if isinstance(tensors, Tensor) else tensors

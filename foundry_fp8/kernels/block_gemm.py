@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from foundry_fp8.kernels.launch import Launch, Remembered, aligned, alignments, interpreting, tiles
+from foundry_fp8.kernels.launch import BoundedCache, Launch, aligned, alignments, interpreting, tiles
 
 __all__ = ["CONFIGS", "GROUP", "block_gemm", "block_gemm_reference"]
 
@@ -70,7 +70,7 @@ def configs(square_b: bool, device: torch.device) -> tuple[GemmConfig, ...]:
 
 
 _tuned: dict[tuple[object, ...], GemmConfig] = {}
-_products = Remembered()
+_products = BoundedCache()
 
 
 def block_gemm(

@@ -18,8 +18,8 @@ from torch import Tensor
 from foundry_fp8.kernels.launch import (
     AS_WRITTEN,
     GEMM_MULTIPLE,
+    BoundedCache,
     Launch,
-    Remembered,
     check_tiles,
     round_up,
     tiles,
@@ -47,7 +47,7 @@ TILE, WARPS = 128, 8
 MX_TILE = (64, 128, 4)
 """Rows, columns and warps where 32 elements share a scale. 128 rows: up to 1.1 instructions an element fewer, twice the registers."""
 
-_casts = Remembered()
+_casts = BoundedCache()
 
 
 class Blockwise(NamedTuple):

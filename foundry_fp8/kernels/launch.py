@@ -20,8 +20,8 @@ __all__ = [
     "AS_WRITTEN",
     "GEMM_MULTIPLE",
     "HP_DTYPES",
+    "BoundedCache",
     "Launch",
-    "Remembered",
     "aligned",
     "alignments",
     "as_rows",
@@ -161,7 +161,7 @@ KNOWN = 4096
 """Kinds of calls that are remembered before all are forgotten: keys hold the number of tokens."""
 
 
-class Remembered(dict[tuple[Any, ...], Any]):
+class BoundedCache(dict[tuple[Any, ...], Any]):
     """What all calls of one kind have in common, by what tells the kinds apart."""
 
     def __setitem__(self, key: tuple[Any, ...], value: Any) -> None:
@@ -228,7 +228,7 @@ class Launch:
             self._again = compiled[self._programs, 1, 1]
 
 
-_launches = Remembered()
+_launches = BoundedCache()
 
 
 def launch(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:

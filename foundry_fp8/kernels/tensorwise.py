@@ -16,8 +16,8 @@ from torch import Tensor
 from foundry_fp8.kernels.launch import (
     AS_WRITTEN,
     GEMM_MULTIPLE,
+    BoundedCache,
     Launch,
-    Remembered,
     aligned,
     check_tiles,
     round_up,
@@ -47,7 +47,7 @@ TILE_R, TILE_C, WARPS = 64, 128, 4
 """One program's tile: it writes 128 bytes of each row and 64 of each row of the transpose. Four warps: what is computed for an address
 or a mask serves twice the elements that it would with eight, and four to seven blocks still share a multiprocessor."""
 
-_measures, _casts = Remembered(), Remembered()
+_measures, _casts = BoundedCache(), BoundedCache()
 
 
 class Tensorwise(NamedTuple):

@@ -5,7 +5,7 @@ when the last of its pieces is. Blocks are of a device and stream, on which they
 
 A captured CUDA graph has to zero what it raises at every replay: while a stream captures, each piece is zeroed by itself. So it is
 where operators are traced or watched, inside a torch operator, whose outputs may share no memory with one another or with an input
-(:func:`shared_with_none`; a compiled graph calls operators where nothing watches), and off the GPU, where tests look for accesses
+(:func:`unshared`; a compiled graph calls operators where nothing watches), and off the GPU, where tests look for accesses
 outside of a tensor.
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from foundry_fp8.compat.dispatch_mode import watching_modes
 
-__all__ = ["PIECES", "Statistics", "shared_with_none", "statistics"]
+__all__ = ["PIECES", "Statistics", "statistics", "unshared"]
 
 STRIDE = 4
 """Elements from one number to the next: each has the 16 bytes of its own that some of cuBLAS's FP8 paths ask of a scale."""
@@ -43,7 +43,7 @@ _operator = threading.local()
 
 
 @contextlib.contextmanager
-def shared_with_none() -> Iterator[None]:
+def unshared() -> Iterator[None]:
     """While it is entered, :func:`statistics` in this thread are memory of their own."""
     _operator.runs = getattr(_operator, "runs", 0) + 1
     try:

@@ -68,7 +68,7 @@ class FrozenFP8Weight(WrapperTensor):
         cls, codes: Tensor, scale: Tensor, block: tuple[int, int] | None, recipe: Recipe, dtype: torch.dtype
     ) -> FrozenFP8Weight:
         """An hp tensor of ``dtype`` to who looks."""
-        made: FrozenFP8Weight = cls.looking_like(codes, dtype)
+        made: FrozenFP8Weight = cls.wrapper_like(codes, dtype)
         return made
 
     def __init__(

@@ -64,7 +64,7 @@ class QuantizedInput:
         """Note tensors and plain values under ``name``."""
         self._held[name] = made
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Hold nothing any more."""
         self._seen = {
             name: tuple(_Seen(part) if isinstance(part, Tensor) else part for part in made)
@@ -136,7 +136,7 @@ class SharedInputs:
             dropped = functools.partial(_drop, weakref.ref(self), key)
             found = self._entries[key] = weakref.ref(storage, dropped), QuantizedInput()
         if self._latest is not None and self._latest is not found[1]:
-            self._latest.let_go()
+            self._latest.release()
         self._latest = found[1]
         return found[1]
 

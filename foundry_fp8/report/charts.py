@@ -15,7 +15,7 @@ from foundry_fp8.report.across import BY_SIZE, by_size, over_devices, scored, sp
 from foundry_fp8.report.comparison import Row
 from foundry_fp8.report.figures import COUNTS, LINE_PANELS, mfu_panels, smooth
 from foundry_fp8.report.heat_maps import GRADIENT_ERROR, KURTOSIS, HeatMap, grid_of, largest
-from foundry_fp8.report.style import group_look, look
+from foundry_fp8.report.style import group_line_style, line_style
 
 __all__ = ["CHARTS", "as_html", "script"]
 
@@ -79,7 +79,7 @@ def speed(rows: Sequence[Row]) -> go.Figure | None:
         )
         return _laid_out(figure, 110 + 32 * len(shown)) if shown else None
     for group in groups:
-        colour, dash, _ = group_look([(g.model, g.recipe) for g in groups], (group.model, group.recipe))
+        colour, dash, _ = group_line_style([(g.model, g.recipe) for g in groups], (group.model, group.recipe))
         figure.add_scatter(
             x=[row.run.devices for _, row in group.rows], y=[row.tokens_per_second_per_device for _, row in group.rows],
             name=f"{group.model}, {group.recipe}", mode="lines+markers", line={"color": colour, "dash": dash},
@@ -106,7 +106,7 @@ def sizes(rows: Sequence[Row]) -> go.Figure | None:
             values = np.array([factor * getattr(found[m], field) if m in found else np.nan for m in models])
             figure.add_bar(
                 x=models, y=_listed(values), name=recipe, legendgroup=recipe, showlegend=place == 1, texttemplate="%{y:.0f}",
-                marker_color=look([recipe], 0)[0], hovertemplate="%{x}: %{y:.1f}<extra>%{fullData.name}</extra>", row=place, col=1,
+                marker_color=line_style([recipe], 0)[0], hovertemplate="%{x}: %{y:.1f}<extra>%{fullData.name}</extra>", row=place, col=1,
             )  # fmt: skip
     figure.update_layout(barmode="group")
     return _laid_out(figure, 110 + 190 * len(shown))
@@ -239,7 +239,7 @@ def panels(
 
 
 def _look(rows: Sequence[Row], index: int) -> tuple[str, str, int]:
-    return look([row.run.recipe for row in rows], index)
+    return line_style([row.run.recipe for row in rows], index)
 
 
 def _line(

@@ -1,4 +1,4 @@
-"""How the figures look: dark on white, legible in grey, told apart by line and marker as well as by colour."""
+"""How the figures are drawn: dark on white, legible in grey, runs distinguished by line and marker as well as by colour."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = [
     "INK",
     "MUTED",
     "WIDTH",
-    "group_look",
+    "group_line_style",
     "group_style",
     "label_ends",
-    "look",
+    "line_style",
     "new_figure",
     "run_style",
     "styled",
@@ -93,7 +93,7 @@ def new_figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def look(precisions: Sequence[str], index: int) -> tuple[str, str, int]:
+def line_style(precisions: Sequence[str], index: int) -> tuple[str, str, int]:
     """Colour, dash and number of the run at ``index``: the colour is its precision's, the rest tells it from others of it."""
     own = precisions[index]
     kind = own.split(",")[0].split(" then ")[0]
@@ -107,22 +107,22 @@ def look(precisions: Sequence[str], index: int) -> tuple[str, str, int]:
     return colour, DASHES[before % len(DASHES)], before
 
 
-def group_look(groups: Sequence[tuple[str, str]], own: tuple[str, str]) -> tuple[str, str, int]:
+def group_line_style(groups: Sequence[tuple[str, str]], own: tuple[str, str]) -> tuple[str, str, int]:
     """The same for all runs of one model and precision, among such pairs: a colour a precision, a dash a model."""
     model, recipe = own
     number = [m for m, r in groups if r == recipe].index(model)
-    return look([recipe] * (number + 1), number)
+    return line_style([recipe] * (number + 1), number)
 
 
 def group_style(groups: Sequence[tuple[str, str]], own: tuple[str, str]) -> dict[str, Any]:
-    """:func:`group_look` in matplotlib's words."""
-    colour, dash, number = group_look(groups, own)
+    """:func:`group_line_style` in matplotlib's words."""
+    colour, dash, number = group_line_style(groups, own)
     return {"color": colour, "linestyle": _LINES[dash], "marker": _MARKERS[number % len(_MARKERS)]}
 
 
 def run_style(precisions: Sequence[str], index: int, points: int) -> dict[str, Any]:
     """Line, colour and marker of the run at ``index``; about 8 markers over ``points`` points, apart from its neighbours'."""
-    colour, dash, number = look(precisions, index)
+    colour, dash, number = line_style(precisions, index)
     every = max(1, points // 8)
     return {
         "color": colour,

@@ -15,7 +15,7 @@ from torch import nn
 
 import foundry_fp8
 from foundry_fp8.algorithms.fp8 import FP8
-from foundry_fp8.algorithms.fp8.announcement import announcement, surprises
+from foundry_fp8.algorithms.fp8.announcement import announcement, notices
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.numerics.recipes import RECIPES
 from foundry_fp8.surgery.left_out import HEAD, ROUTER
@@ -103,12 +103,12 @@ def test_the_line_names_what_usually_stays_and_a_line_each_what_does_not():
 
 def test_what_nobody_would_expect_is_said():
     few = report([linear("a"), linear("b", "because", 200)], recipe="delayed")
-    said = surprises(few, precision="fp32", device="cuda", callbacks=["SpeedMonitor"])
+    said = notices(few, precision="fp32", device="cuda", callbacks=["SpeedMonitor"])
     assert [text.split(":")[0] for text in said] == ["Warning", "Warning", "Warning", "Note"]
     assert "only 24%" in said[0] and "precision: fp32" in said[1]
     assert "divergence_guard" in said[2] and "speed_monitor" in said[3]
     most = report([linear("a"), linear("b", HEAD, 2)])
-    assert surprises(most, precision="amp_bf16", device="cuda", callbacks=[]) == []
+    assert notices(most, precision="amp_bf16", device="cuda", callbacks=[]) == []
 
 
 @pytest.mark.parametrize("odd", [1, 400])

@@ -67,7 +67,7 @@ def reference_quantizer(attention: FP8DotProductAttention, recipe: Any) -> Any:
         amax = x.float().abs().amax()
         scale = attention.slots[SLOTS[name]].scale if SLOTS[name] in delayed else scale_from_amax(amax, fmt)
         if name in ("o", "dq", "dk", "dv") and not isinstance(recipe, DelayedScaling):
-            return Untouched(x)  # type: ignore[return-value]
+            return Unrounded(x)  # type: ignore[return-value]
         if name == "dp" and attention.grad_scores == "bfloat16":
             return Rounded(x)  # type: ignore[return-value]
         return Quantized(cast(x.float() * scale, fmt), 1.0 / scale, None, fmt, amax)
@@ -75,7 +75,7 @@ def reference_quantizer(attention: FP8DotProductAttention, recipe: Any) -> Any:
     return quantize
 
 
-class Untouched:
+class Unrounded:
     """Stands where current scaling leaves an output in high precision."""
 
     def __init__(self, x: Tensor) -> None:
@@ -85,7 +85,7 @@ class Untouched:
         return self.x
 
 
-class Rounded(Untouched):
+class Rounded(Unrounded):
     """To bfloat16, without a scale."""
 
     def __init__(self, x: Tensor) -> None:
@@ -163,7 +163,7 @@ class Definition:
         quantized = self.seen[name][1]
         if isinstance(quantized, Rounded):
             return (x - delta).float().bfloat16().double(), (x + delta).float().bfloat16().double()
-        if isinstance(quantized, Untouched):
+        if isinstance(quantized, Unrounded):
             return x - delta, x + delta
         scale, fmt = 1.0 / quantized.scale_inv.double(), quantized.fmt
         delta = delta + 2.0**-22 * x.abs()  # the scale's reciprocal and the product round

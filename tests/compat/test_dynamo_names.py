@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from foundry_fp8.compat.dynamo_names import under_own_names
+from foundry_fp8.compat.dynamo_names import renamed_for_dynamo
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,7 +21,7 @@ class Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, y, own_names):
         a, b = doubled(x), doubled(y)
-        ctx.save_for_backward(*(under_own_names((a, None, b)) if own_names else (a, None, b)))
+        ctx.save_for_backward(*(renamed_for_dynamo((a, None, b)) if own_names else (a, None, b)))
         return a * b
 
     @staticmethod

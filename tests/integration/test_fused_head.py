@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from foundry_fp8.activations.fused_head.logits import UnmadeLogits
+from foundry_fp8.activations.fused_head.logits import DeferredLogits
 from foundry_fp8.config import ConfigError
 from tests.integration.foundry_runs import MPT, config, llama, train, weights
 
@@ -17,7 +17,7 @@ def test_a_run_ends_where_it_ends_with_logits(root, host):
     algorithms = {"fp8": {"recipe": "delayed"}, "fused_head": {"chunk_tokens": 50}}
     run = train(config(root, model=model, algorithms=algorithms))
     outputs = run.state.outputs
-    assert isinstance(outputs.logits, UnmadeLogits)
+    assert isinstance(outputs.logits, DeferredLogits)
     for name, value in weights(run).items():
         assert (value - plain[name]).abs().max() < 1e-3, (
             name

@@ -16,8 +16,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from foundry_fp8.kernels import block_gemm, launch, zeros
+from tests.kernels.launch_caches import use_empty_caches
 from tests.kernels.ptx.launch import restore_language
-from tests.kernels.remembered import remember_nothing
 
 
 class Driver:
@@ -130,7 +130,7 @@ def fake_driver(monkeypatch):
         patched.setattr(gemm, "_defined", lambda a: False)
         patched.setattr(zeros, "_stream_of_blocks", lambda device: 0)
         patched.setattr(zeros, "_blocks", {})
-        remember_nothing(patched)
+        use_empty_caches(patched)
         forget()
         patched.setattr(block_gemm, "_time", time)
         patched.setattr(block_gemm, "_tuned", {})

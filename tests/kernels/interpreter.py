@@ -20,7 +20,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction
 
-from tests.kernels.remembered import remember_nothing
+from tests.kernels.launch_caches import use_empty_caches
 
 # Triton's own library (cdiv, sum, max, ...) is decorated like a kernel.
 MODULES = (
@@ -107,7 +107,7 @@ def interpret(monkeypatch):
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_maxnumf", maxnumf)
     monkeypatch.setattr(interpreter.ReduceOps, "min_max", min_max)
-    remember_nothing(monkeypatch)
+    use_empty_caches(monkeypatch)
     interpreted = {}
     for name in MODULES:
         module = importlib.import_module(name)

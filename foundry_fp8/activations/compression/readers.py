@@ -98,7 +98,7 @@ class Reader(NamedTuple):
 
     @classmethod
     def of(cls, node: Any, *, saved_here: bool) -> Reader:
-        """What is known of ``node``. To look at what it saved, where that lies in a checkpoint, would run the checkpoint again."""
+        """What is known of ``node``. To read what it saved, where that lies in a checkpoint, would run the checkpoint again."""
         reads, mask = reads_of(node), None
         if reads is Reads.ATTENTION and saved_here:
             added = added_to_scores(node)
@@ -127,7 +127,7 @@ class Region(Generic[Saved]):
         else:
             self._waiting.setdefault(number, []).append(saved)
 
-    def look(self, node: Any) -> None:
+    def resolve(self, node: Any) -> None:
         """Settle what nodes saved that lead to ``node``, as far as they are of this region."""
         newest = newest_node()  # leaves have no number of their own: theirs is larger
         nodes = [node] if self._waiting else []
@@ -150,7 +150,7 @@ class Region(Generic[Saved]):
     def close(self, nodes: Iterable[Any]) -> None:
         """The module has returned outputs of ``nodes``: settle everything."""
         for node in nodes:
-            self.look(node)
+            self.resolve(node)
         for waiting in self._waiting.values():
             for saved in waiting:
                 self._settle(saved, Reader(Reads.EXACTLY, "an unknown node"))

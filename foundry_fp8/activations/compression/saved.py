@@ -39,7 +39,7 @@ from foundry_fp8.compat.pytree import tree_iter
 from foundry_fp8.compat.storages import storage_number
 from foundry_fp8.numerics.packed import PackFormat
 
-__all__ = ["Compressor", "SavedBytes", "StorageRef", "Untouched", "compresses_inside", "is_parameter"]
+__all__ = ["Compressor", "SavedBytes", "StorageRef", "UnpackedTensor", "compresses_inside", "is_parameter"]
 
 StorageRef = weakref.ref[torch.UntypedStorage]
 """A storage's Python object lives as long as the storage. (torch's StorageWeakRef would keep the C++ object from being
@@ -97,14 +97,14 @@ class SavedBytes:
 
 
 @dataclasses.dataclass(eq=False)
-class Untouched:
+class UnpackedTensor:
     """What autograd keeps of a tensor that is not packed."""
 
     value: Tensor
     version: int
 
     @classmethod
-    def of(cls, x: Tensor) -> Untouched:
+    def of(cls, x: Tensor) -> UnpackedTensor:
         """Keep ``x`` detached: with its graph, an op's own output would hold the op that holds it."""
         return cls(x.detach(), x._version)
 
@@ -127,7 +127,7 @@ class Untouched:
 class _Waiting:
     """What autograd keeps of a tensor that may be packed, once it is known who reads it back."""
 
-    kept: Untouched | Rounded
+    kept: UnpackedTensor | Rounded
     positive: bool
 
     def tensor(self) -> Tensor:
@@ -163,7 +163,7 @@ class Compressor:
 
     def _forget(self) -> None:
         self._calls: list[tuple[saved_tensors_hooks, Region[_Waiting]]] = []
-        self._kept: dict[tuple[Any, ...], tuple[StorageRef, weakref.ref[Untouched | Payload]]] = {}
+        self._kept: dict[tuple[Any, ...], tuple[StorageRef, weakref.ref[UnpackedTensor | Payload]]] = {}
         self._handed: dict[int, StorageRef] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -219,17 +219,17 @@ class Compressor:
         self._handed.clear()
         self._kept = {key: entry for key, entry in self._kept.items() if entry[1]() is not None}
 
-    def pack(self, x: Tensor) -> Untouched | _Waiting | _Recomputed:
+    def pack(self, x: Tensor) -> UnpackedTensor | _Waiting | _Recomputed:
         """The pack hook."""
         number = newest_node()  # first, because looking at a view's grad_fn may make nodes
         if not self.boundary:
-            self._calls[-1][1].look(x.grad_fn)
+            self._calls[-1][1].resolve(x.grad_fn)
         if is_parameter(x):
-            return Untouched.of(x)
+            return UnpackedTensor.of(x)
         if x.numel() >= self.min_numel and (again := self._recomputation(x)) is not None:
             self.saved.left_out += x.untyped_storage().nbytes()
             return _Recomputed(again)
-        kept = Untouched.of(x)
+        kept = UnpackedTensor.of(x)
         if self.fmt is None or not self._wanted(x):
             self.saved.passed += x.untyped_storage().nbytes() if type(x) is Tensor else 0
             return kept
@@ -244,14 +244,14 @@ class Compressor:
         # The input of a checkpoint that is left exact must not come from a rounded one: a router would choose otherwise.
         return recomputation(x, exact=self.boundary and self.fmt is None)
 
-    def unpack(self, kept: Untouched | _Waiting | _Recomputed) -> Tensor:
+    def unpack(self, kept: UnpackedTensor | _Waiting | _Recomputed) -> Tensor:
         """The unpack hook."""
         return kept.tensor()
 
     def _settle(self, waiting: _Waiting, reader: Reader) -> None:
         """Pack what ``reader`` saved, if it may be."""
         kept = waiting.kept
-        assert isinstance(kept, Untouched) and self.fmt is not None
+        assert isinstance(kept, UnpackedTensor) and self.fmt is not None
         x, storage = kept.value, kept.value.untyped_storage()
         flat = Flat.of(x)
         key: tuple[Any, ...] = (storage_number(storage), x.data_ptr(), flat.layout, x.dtype, kept.version)

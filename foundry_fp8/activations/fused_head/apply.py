@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from foundry_fp8.activations.compression.fused_classes import fuse, unfuse
-from foundry_fp8.activations.fused_head.logits import NoLogits, Step, UnmadeLogits, run_steps
+from foundry_fp8.activations.fused_head.logits import DeferredLogits, LogitsNotComputed, Step, run_steps
 from foundry_fp8.activations.fused_head.row_losses import IGNORE, HeadCall, row_losses
 from foundry_fp8.config import Config, ConfigError, Positive, Text, from_mapping, nearest
 from foundry_fp8.layers.dtensor import is_dtensor
@@ -102,7 +102,7 @@ class FusedHead:
         targets = self._targets.reshape(-1).to(x.device)
         rows = x.flatten(0, -2)
         if rows.shape[0] != targets.shape[0]:
-            raise NoLogits(
+            raise LogitsNotComputed(
                 f"{KEY}: {self.name} is called on {rows.shape[0]} tokens, and there are {targets.shape[0]} labels. It takes a model that "
                 "makes logits of every token."
             )
@@ -115,12 +115,12 @@ class FusedHead:
             )
         losses, words, dtype = row_losses(call, rows, targets, self.chunk)
         shape = torch.Size((*x.shape[:-1], words))
-        return UnmadeLogits(losses, shape, dtype, targets, self.steps, (), self._check)
+        return DeferredLogits(losses, shape, dtype, targets, self.steps, (), self._check)
 
     def _check(self, expected: Tensor, targets: Tensor) -> None:
         """Whether the loss has the targets that were expected; once, as comparing waits for a GPU."""
         if not self._trusted and not torch.equal(expected, targets.to(expected.device)):
-            raise NoLogits(
+            raise LogitsNotComputed(
                 f"{KEY}: the targets of the loss are not the batch's labels shifted by one. It takes causal language models; take it off."
             )
         self._trusted = True

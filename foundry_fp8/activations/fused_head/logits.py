@@ -13,7 +13,7 @@ from torch import Tensor
 from foundry_fp8.activations.fused_head.row_losses import IGNORE
 from foundry_fp8.compat.pytree import register_pytree_node
 
-__all__ = ["NoLogits", "Step", "UnmadeLogits", "run_steps"]
+__all__ = ["DeferredLogits", "LogitsNotComputed", "Step", "run_steps"]
 
 Step = tuple[str, float]
 """What a model does to its logits: ``("mul" | "div", number)`` or ``("tanh", 0.0)``."""
@@ -25,11 +25,11 @@ _STEPS: dict[str, Callable[[Any, float], Any]] = {
 }
 
 
-class NoLogits(RuntimeError):
+class LogitsNotComputed(RuntimeError):
     """Something asked for logits that were never made."""
 
 
-class _NoAttribute(AttributeError, NoLogits):
+class _NoAttribute(AttributeError, LogitsNotComputed):
     """So that ``hasattr`` and ``copy`` can ask."""
 
 
@@ -41,7 +41,7 @@ def run_steps(x: Tensor, steps: tuple[Step, ...]) -> Tensor:
 
 
 @dataclasses.dataclass
-class UnmadeLogits:
+class DeferredLogits:
     """Stands where a model and its loss expect logits ``[..., V]``.
 
     It takes what lies between a head and its cross-entropy: views, casts, and the steps that went into the losses already. Anything
@@ -84,19 +84,19 @@ class UnmadeLogits:
         """As a tensor's."""
         return self.shape if dim is None else self.shape[dim]
 
-    def float(self) -> UnmadeLogits:
+    def float(self) -> DeferredLogits:
         """The losses are float32 already."""
         return self
 
-    def to(self, *args: Any, **kwargs: Any) -> UnmadeLogits:
+    def to(self, *args: Any, **kwargs: Any) -> DeferredLogits:
         """The same: losses keep their type, and are where the head is."""
         return self
 
-    def contiguous(self) -> UnmadeLogits:
+    def contiguous(self) -> DeferredLogits:
         """The same."""
         return self
 
-    def view(self, *shape: Any) -> UnmadeLogits:
+    def view(self, *shape: Any) -> DeferredLogits:
         """In another shape, as long as the words stay the last dimension."""
         seen = torch.empty(self.shape, device="meta").view(*shape).shape
         if not seen or seen[-1] != self.shape[-1]:
@@ -105,32 +105,32 @@ class UnmadeLogits:
 
     reshape = view
 
-    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> UnmadeLogits:
+    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> DeferredLogits:
         """As a tensor's."""
         return self.view(torch.empty(self.shape, device="meta").flatten(start_dim, end_dim).shape)
 
-    def _step(self, name: str, number: Any = 0.0) -> UnmadeLogits:
+    def _step(self, name: str, number: Any = 0.0) -> DeferredLogits:
         taken = (*self.taken, (name, number))
         if taken != self.planned[: len(taken)]:
             raise self._refusal(f"does {name}{f' by {number}' if number else ''} to its logits")
         return dataclasses.replace(self, taken=taken)
 
-    def __mul__(self, number: Any) -> UnmadeLogits:
+    def __mul__(self, number: Any) -> DeferredLogits:
         return self._step("mul", number)
 
     __rmul__ = __imul__ = __mul__
 
-    def __truediv__(self, number: Any) -> UnmadeLogits:
+    def __truediv__(self, number: Any) -> DeferredLogits:
         return self._step("div", number)
 
     def __getitem__(self, index: Any) -> Any:
         raise self._refusal(f"takes a part of its logits ({index})")
 
     def __getattr__(self, name: str) -> Any:
-        raise _NoAttribute(str(UnmadeLogits._refusal(self, f"asks its logits for {name}")))
+        raise _NoAttribute(str(DeferredLogits._refusal(self, f"asks its logits for {name}")))
 
-    def _refusal(self, what: str) -> NoLogits:
-        return NoLogits(
+    def _refusal(self, what: str) -> LogitsNotComputed:
+        return LogitsNotComputed(
             f"algorithms.fused_head: something {what}, and in training there are none: the head gives the losses of its rows instead. It "
             "takes logit_scale, logits_scaling, final_logit_softcapping and a cross-entropy; take the algorithm off for anything else."
         )
@@ -171,13 +171,13 @@ class UnmadeLogits:
         return F.nll_loss(-self.losses[:, None], column, ignore_index=-1, reduction=reduction)
 
 
-def _flatten(x: UnmadeLogits) -> tuple[list[Any], Any]:
+def _flatten(x: DeferredLogits) -> tuple[list[Any], Any]:
     return [x.losses], x
 
 
-def _unflatten(leaves: Any, x: Any) -> UnmadeLogits:
+def _unflatten(leaves: Any, x: Any) -> DeferredLogits:
     (losses,) = leaves
     return dataclasses.replace(x, losses=losses)
 
 
-register_pytree_node(UnmadeLogits, _flatten, _unflatten)
+register_pytree_node(DeferredLogits, _flatten, _unflatten)

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from foundry_fp8.activations.compression.saved import StorageRef, Untouched, is_parameter
+from foundry_fp8.activations.compression.saved import StorageRef, UnpackedTensor, is_parameter
 from foundry_fp8.activations.offload.lanes import Lane, lane_of
 from foundry_fp8.compat.fake_tensor import FakeTensor
 from foundry_fp8.compat.storages import storage_number
@@ -103,7 +103,7 @@ class _Kept:
         self.store, self.unit, self.device = store, unit, x.device
         self.storage: StorageRef = weakref.ref(x.untyped_storage())
         self.version = x._version
-        self.source: Untouched | None = Untouched.of(x)
+        self.source: UnpackedTensor | None = UnpackedTensor.of(x)
         self.memory: Tensor | None = _bytes_of(x)
         self.nbytes = self.memory.numel()
         self.stays = False
@@ -115,7 +115,7 @@ class _Kept:
 
     def stay(self, x: Tensor) -> None:
         """``x`` is what was saved, and is held by others beside."""
-        self.source, self.memory, self.stays = Untouched.of(x), _bytes_of(x), True
+        self.source, self.memory, self.stays = UnpackedTensor.of(x), _bytes_of(x), True
 
     def leave(self) -> None:
         """Be in host memory alone."""
@@ -170,11 +170,11 @@ class HostStore:
         """What autograd saves within goes to host memory, as one unit."""
         unit: _Unit | None = None
 
-        def pack(x: Tensor) -> _Handle | Untouched:
+        def pack(x: Tensor) -> _Handle | UnpackedTensor:
             nonlocal unit
             # A dry run's have no bytes to keep.
             if type(x) is not Tensor or x.device != self.device or not moves(x):
-                return Untouched.of(x)
+                return UnpackedTensor.of(x)
             if unit is None:  # not one that saves nothing, as in evaluation
                 unit = self._begin()
             return self._handle(unit, x)
@@ -241,8 +241,8 @@ class HostStore:
         kept.unread += 1
         return _Handle(kept, unit, x.dtype, x.size(), x.stride(), x.storage_offset())
 
-    def _unpack(self, saved: _Handle | Untouched) -> Tensor:
-        if isinstance(saved, Untouched):
+    def _unpack(self, saved: _Handle | UnpackedTensor) -> Tensor:
+        if isinstance(saved, UnpackedTensor):
             return saved.tensor()
         kept = saved.kept
         before = None if saved.unit.before is None else saved.unit.before()

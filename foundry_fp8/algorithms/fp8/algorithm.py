@@ -11,7 +11,7 @@ from composer.core import Algorithm, Event, Precision, State
 from composer.loggers import Logger
 from composer.utils import dist
 
-from foundry_fp8.algorithms.fp8.announcement import announcement, surprises
+from foundry_fp8.algorithms.fp8.announcement import announcement, notices
 from foundry_fp8.callbacks.run_log import ensure_run_log
 from foundry_fp8.compat.compiled_model import is_compiled
 from foundry_fp8.compat.composer_device import device_of
@@ -116,7 +116,7 @@ class FP8(Algorithm):
 
     @staticmethod
     def _announcement(report: SurgeryReport, state: State, log_path: str) -> str:
-        notes = surprises(
+        notes = notices(
             report,
             precision=state.precision.value,
             device="cuda" if state.device.name == "gpu" else state.device.name,

@@ -8,7 +8,7 @@ from typing import Any
 from foundry_fp8.surgery.left_out import ADAPTER, HEAD, ROUTER, TIED
 from foundry_fp8.surgery.report import SurgeryReport, merged_name, merged_rows
 
-__all__ = ["announcement", "surprises"]
+__all__ = ["announcement", "notices"]
 
 EXPECTED = (HEAD, ROUTER, ADAPTER, TIED)
 """Why a weight stays in high precision, that nobody wonders at."""
@@ -25,7 +25,7 @@ def announcement(
         report: Of the conversion.
         around: What is not converted runs in: ``bf16``, ``fp16`` or ``fp32``.
         log: The run log's path.
-        notes: :func:`surprises` and other sentences, one line each.
+        notes: :func:`notices` and other sentences, one line each.
     """
     weights = [row for row in report.rows if row.action != "unused"]
     words = [
@@ -56,7 +56,7 @@ def announcement(
     return "\n".join(["; ".join(words), *(f"  {line}" for line in [*lines, *notes])])
 
 
-def surprises(
+def notices(
     report: SurgeryReport, *, precision: str, device: str, callbacks: Mapping[str, Any] | Sequence[str]
 ) -> list[str]:
     """What a user of this configuration would not expect, in sentences.

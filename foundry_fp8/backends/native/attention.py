@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from foundry_fp8.backends.native.plan import plan_of, quantized_view
-from foundry_fp8.compat.dynamo_names import under_own_names
+from foundry_fp8.compat.dynamo_names import renamed_for_dynamo
 from foundry_fp8.kernels.launch import HP_DTYPES
 from foundry_fp8.layers.attention import (
     SLOTS,
@@ -249,7 +249,7 @@ class _Attention(torch.autograd.Function):
             q.dtype,
         )
         saved = (q8, k8, v8, *scales, out, lse, q_segments, k_segments)
-        ctx.save_for_backward(*under_own_names(saved))
+        ctx.save_for_backward(*renamed_for_dynamo(saved))
         ctx.call = call
         output: Tensor = out.transpose(1, 2)
         return output

@@ -15,7 +15,7 @@ from torch import Tensor
 from foundry_fp8.backends.native.inputs import Delayed
 from foundry_fp8.backends.native.plan import FORMATS, Layout, Plan
 from foundry_fp8.kernels.blockwise import BlockCast
-from foundry_fp8.kernels.launch import Remembered, as_rows
+from foundry_fp8.kernels.launch import BoundedCache, as_rows
 from foundry_fp8.kernels.producers import Producer
 from foundry_fp8.kernels.tensorwise import Cast, Measure
 from foundry_fp8.kernels.zeros import Statistics, statistics
@@ -23,7 +23,7 @@ from foundry_fp8.numerics.recipes import Operand
 
 __all__ = ["EagerPass", "Kind", "eager_pass"]
 
-_passes = Remembered()
+_passes = BoundedCache()
 
 
 class Kind:

@@ -25,7 +25,7 @@ from foundry_fp8.kernels.norms import norm_statistics as norm_statistics_kernel
 from foundry_fp8.kernels.producers import Producer
 from foundry_fp8.kernels.tensorwise import amax_of_two as amax_of_two_kernel
 from foundry_fp8.kernels.tensorwise import quantize_tensorwise as quantize_tensorwise_kernel
-from foundry_fp8.kernels.zeros import shared_with_none
+from foundry_fp8.kernels.zeros import unshared
 
 __all__ = [
     "activation_backward",
@@ -60,7 +60,7 @@ def operator(*, mutates: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]],
 
         @functools.wraps(function)
         def whole(first: Tensor, *args: Any, **kwargs: Any) -> Any:
-            with shared_with_none():
+            with unshared():
                 outputs = direct(first, *args, **kwargs)
             if isinstance(outputs, Tensor):
                 return outputs

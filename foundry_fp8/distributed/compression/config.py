@@ -74,14 +74,14 @@ class CompressionConfig(Config):
             )
 
     @property
-    def feeds_back(self) -> bool:
+    def uses_error_feedback(self) -> bool:
         """Whether the legs that replicate keep a residual."""
         if self.error_feedback == "auto":
             return self.gradients in ("int8", "e4m3", "int4")
         return bool(self.error_feedback)
 
     @property
-    def second_wire(self) -> WireFormat | None:
+    def second_leg_wire(self) -> WireFormat | None:
         """The wire format of the second half of an all-reduce."""
         auto = "int8" if self.gradients == "int4" else self.gradients
         return self.wire(auto if self.second_leg == "auto" else self.second_leg)

@@ -52,7 +52,7 @@ class BucketHook:
             self.section = range(first, first + hop.across.size())
         config = compression.config
         self.wire = route.wire(config.wire(config.gradients))
-        self.second_leg = config.second_wire
+        self.second_leg = config.second_leg_wire
         self.names: dict[int, str] = {}
         self.first_block: dict[str, int] = {}
         self.exact: dict[str, bool] = {}
@@ -120,7 +120,7 @@ class BucketHook:
                 parameters[0].device,
                 self.section,
             )
-        if self.compression.config.feeds_back and names not in self._packed:
+        if self.compression.config.uses_error_feedback and names not in self._packed:
             # The buckets changed: back to parameters, and out again.
             for stale in [key for key in self._packed if set(key) & set(names)]:
                 pieces = self._layouts[stale].unpack_residual(self._packed.pop(stale))

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 from foundry_fp8.compat.fsdp1 import (
+    dropped_replication,
     flat_parameter,
     flat_parts,
     has_hook,
-    lost_replicas,
     replace_gather,
     replica_group,
     set_hooks,
@@ -72,7 +72,7 @@ def _states(model: nn.Module) -> list[tuple[str, Any]]:
 def _check_state(name: str, state: Any) -> None:
     if has_hook(state):
         raise RuntimeError(f"{KEY}: the FSDP1 module {name!r} has a communication hook already. Remove one.")
-    if lost_replicas(state):
+    if dropped_replication(state):
         raise ConfigError(
             f"{KEY}: the FSDP1 module {name!r} was wrapped with a hybrid strategy over shard groups of one rank. torch runs that as "
             "NO_SHARD over the one rank, and its gradients are never reduced. Use sharding_strategy: NO_SHARD, or "

@@ -226,4 +226,4 @@ def _why_not(parameter: ShardedParameter, config: CompressionConfig) -> str | No
     """Why a parameter stays uncompressed, or ``None``."""
     if isinstance(parameter.module, nn.Embedding):
         return "an embedding"
-    return parameter.why_odd or config.why_exact(parameter.size, parameter.dtype.itemsize)
+    return parameter.unsupported_reason or config.why_exact(parameter.size, parameter.dtype.itemsize)

@@ -113,9 +113,9 @@ def replicate_leg(
     leg = Leg(
         wire,
         rows,
-        second_leg=config.second_wire,
+        second_leg=config.second_leg_wire,
         hop=route.hop,
-        feeds_back=config.feeds_back,
+        uses_error_feedback=config.uses_error_feedback,
     )
     leg.residual(numel, device)  # now, so that memory does not grow when the warm-up ends
     compression.holders.append(leg.held)

@@ -111,7 +111,7 @@ def all_reduce(
 ) -> float:
     """Seconds to reduce ``numel`` gradients among replicas, ``stride`` ranks apart."""
     wire = None if config is None else config.wire(config.gradients)
-    second = None if config is None else config.second_wire
+    second = None if config is None else config.second_leg_wire
     if config is None or wire is None or second is None or path.why_not or ranks == 1:
         return collective_seconds(numel * itemsize, ranks, network, stride=stride, shots=2)
     inside = config.inside_wire(shards=False)

@@ -157,7 +157,7 @@ def layout(work: Workload, gpus: int, shard: int, gpu: Gpu, network: Network) ->
     memory += 2 * work.parameter_bytes * per_unit
     if work.sharding == "SHARD_GRAD_OP":
         memory += work.parameter_bytes * (parameters - 2 * per_unit)
-    if config is not None and config.feeds_back and replicate > 1 and not replicas.why_not:
+    if config is not None and config.uses_error_feedback and replicate > 1 and not replicas.why_not:
         memory += (
             4 * work.trained * parameters / shard / replicas.inside
         )  # what quantising lost, carried to the next step

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from foundry_fp8.activations.fused_head.apply import FusedHead, apply_fused_head
-from foundry_fp8.activations.fused_head.logits import UnmadeLogits
+from foundry_fp8.activations.fused_head.logits import DeferredLogits
 from foundry_fp8.config import ConfigError
 from foundry_fp8.model_structure.wrappers import modules_by_clean_name
 from foundry_fp8.planning.memory.measure import CostModel, clock, unchanged
@@ -54,7 +54,7 @@ def head_seconds(
         def after(module: nn.Module, args: Any, output: Any) -> None:
             seconds = taken()
             around.close()
-            if isinstance(output, UnmadeLogits):
+            if isinstance(output, DeferredLogits):
                 found.append(seconds)
 
         handles = [head.register_forward_pre_hook(before), head.register_forward_hook(after)]

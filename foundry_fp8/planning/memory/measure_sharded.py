@@ -54,14 +54,14 @@ class ShardedBlockRun:
         live, peak, sizes, input_kept = [], [], [], []
         with unchanged(self.device), meter_for(self.device) as meter:
 
-            def look(x: Tensor | None) -> None:
+            def record(x: Tensor | None) -> None:
                 live.append(meter.live)
                 peak.append(meter.peak)
                 sizes.append(0 if x is None else x.untyped_storage().nbytes())
                 input_kept.append(self._input is not None and self._input() is not None)
                 meter.reset_peak()
 
-            self._step(look)
+            self._step(record)
         # When the forward's hook runs, its caller still holds the input, whoever keeps it later.
         kept = live[1] - live[0] - sizes[1] - (0 if input_kept[2] else sizes[0])
         # The gradient of the output counts for the output, which the model lets go of and a block that runs alone holds.
@@ -74,31 +74,31 @@ class ShardedBlockRun:
             self._step(lambda _: times.append(clock(self.device)))
         return times[1] - times[0] + times[3] - times[2]
 
-    def _step(self, look: Callable[[Tensor | None], None]) -> None:
-        """A step that calls ``look`` as the block's forward begins and ends, with its input and output, and as its
+    def _step(self, record: Callable[[Tensor | None], None]) -> None:
+        """A step that calls ``record`` as the block's forward begins and ends, with its input and output, and as its
         backward does.
         """
-        with self._watched(look):
+        with self._watched(record):
             gradients(self.loss_fn(), self.parameters, sharded=True)
 
     @contextlib.contextmanager
-    def _watched(self, look: Callable[[Tensor | None], None]) -> Iterator[None]:
+    def _watched(self, record: Callable[[Tensor | None], None]) -> Iterator[None]:
         def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
             return map_input(own_input, args, kwargs)
 
         def own_input(x: Tensor) -> Tensor:
             # A copy that is the block's own, so that an input that it keeps counts as kept.
-            look(x)
+            record(x)
             x = x if x.requires_grad else x.detach().requires_grad_()
-            x.register_hook(lambda _: look(None))
+            x.register_hook(lambda _: record(None))
             own = x.clone()
             self._input = weakref.ref(own.untyped_storage())
             return own
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             out = next(x for x in tree_iter(output) if isinstance(x, Tensor) and x.requires_grad)
-            look(out)
-            out.register_hook(lambda _: look(None))
+            record(out)
+            out.register_hook(lambda _: record(None))
 
         handles = [
             self.block.register_forward_pre_hook(enter, with_kwargs=True, prepend=True),

@@ -27,7 +27,7 @@ from foundry_fp8.activations.checkpointing.budget import check_budget, fit_bytes
 from foundry_fp8.activations.checkpointing.targets import Selection
 from foundry_fp8.activations.compression.apply import EXACT, apply_activation_compression
 from foundry_fp8.activations.compression.saved import compresses_inside
-from foundry_fp8.activations.fused_head.logits import NoLogits
+from foundry_fp8.activations.fused_head.logits import LogitsNotComputed
 from foundry_fp8.config import ConfigError, format_bytes, parse_bytes
 from foundry_fp8.model_structure.blocks import transformer_blocks
 from foundry_fp8.model_structure.names import clean_name
@@ -285,7 +285,7 @@ def measure(
                 losses.undo()
         fused, again = None, None
         # Not under FSDP, which would be left in the middle of a step by a model that asks for logits.
-        with contextlib.suppress(NoLogits), fused_head_applied(model, skip=sharded) as head:
+        with contextlib.suppress(LogitsNotComputed), fused_head_applied(model, skip=sharded) as head:
             if head is not None:
                 again = head_seconds(model, head, loss_fn, device, cost_model)
                 fused = None if again is None else measured_frame()

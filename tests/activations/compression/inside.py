@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from foundry_fp8.activations.compression.saved import Compressor, Untouched
+from foundry_fp8.activations.compression.saved import Compressor, UnpackedTensor
 from foundry_fp8.numerics.packed import PackFormat
 
 INT8 = PackFormat(name="int8")
@@ -40,8 +40,8 @@ class Spy(Compressor):
 
     @property
     def passed(self):
-        return [x for x, kept in self.seen if isinstance(getattr(kept, "kept", kept), Untouched)]
+        return [x for x, kept in self.seen if isinstance(getattr(kept, "kept", kept), UnpackedTensor)]
 
     @property
     def packed(self):
-        return [x for x, kept in self.seen if not isinstance(getattr(kept, "kept", kept), Untouched)]
+        return [x for x, kept in self.seen if not isinstance(getattr(kept, "kept", kept), UnpackedTensor)]

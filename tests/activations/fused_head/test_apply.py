@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from foundry_fp8 import ConfigError, apply_activation_compression, apply_fp8, apply_fused_head
-from foundry_fp8.activations.fused_head.logits import UnmadeLogits
+from foundry_fp8.activations.fused_head.logits import DeferredLogits
 from tests import model_zoo as zoo
 
 pytestmark = pytest.mark.filterwarnings("ignore:::transformers[.]", "ignore::FutureWarning")
@@ -65,7 +65,7 @@ def test_loss_and_gradients_are_those_of_whole_logits(name):
     fused = apply_fused_head(model, chunk_tokens=5)
     for dtype, (output, wanted) in before.items():
         got_output, got = step(model, inputs, dtype)
-        assert isinstance(got_output.logits, UnmadeLogits) and isinstance(output.logits, torch.Tensor)
+        assert isinstance(got_output.logits, DeferredLogits) and isinstance(output.logits, torch.Tensor)
         torch.testing.assert_close(got_output.loss, output.loss, rtol=1e-6, atol=0)
         if dtype is None:
             assert off_by(got, wanted) < 1e-5
@@ -102,7 +102,7 @@ def test_positional_labels_are_found():
     labels = inputs["labels"]
     with_keywords = model(**inputs).loss
     positional = model(inputs["input_ids"], None, None, None, None, None, labels)
-    assert isinstance(positional.logits, UnmadeLogits) and torch.equal(positional.loss, with_keywords)
+    assert isinstance(positional.logits, DeferredLogits) and torch.equal(positional.loss, with_keywords)
 
 
 def test_a_factor_on_the_loss_and_several_forwards_before_a_backward():
@@ -129,7 +129,7 @@ def test_the_lean_loss_of_activation_compression_takes_it_too():
         apply_activation_compression(model, format="exact", min_numel=256)
         apply_fused_head(model, chunk_tokens=5)
         output, got = step(model, inputs)
-        assert isinstance(output.logits, UnmadeLogits) and off_by(got, wanted) < 1e-5
+        assert isinstance(output.logits, DeferredLogits) and off_by(got, wanted) < 1e-5
 
 
 def test_lora_on_the_head():
@@ -140,7 +140,7 @@ def test_lora_on_the_head():
     wanted = step(model, inputs)[1]
     apply_fused_head(model, chunk_tokens=5)
     output, got = step(model, inputs)
-    assert isinstance(output.logits, UnmadeLogits) and any("lm_head.lora_A" in name for name in got)
+    assert isinstance(output.logits, DeferredLogits) and any("lm_head.lora_A" in name for name in got)
     assert off_by(got, wanted) < 1e-5
 
 
@@ -238,7 +238,7 @@ def test_compiled_the_head_runs_behind_the_graph():
     compiled = torch.compile(model, backend="aot_eager")
     output = compiled(**inputs)
     output.loss.backward()
-    assert isinstance(output.logits, UnmadeLogits)
+    assert isinstance(output.logits, DeferredLogits)
     model.zero_grad()
     compiled(**inputs).loss.backward()
     assert off_by({n: p.grad for n, p in model.named_parameters()}, wanted) < 1e-5
@@ -252,6 +252,6 @@ def test_a_copy_has_a_head_of_its_own():
         twin.lm_head.weight.zero_()
     wanted = step(model, inputs)[1]
     output, got = step(twin, inputs)
-    assert isinstance(output.logits, UnmadeLogits)
+    assert isinstance(output.logits, DeferredLogits)
     assert output.loss.item() == pytest.approx(torch.log(torch.tensor(64.0)).item())
     assert not torch.equal(got["lm_head.weight"], wanted["lm_head.weight"])

@@ -7,7 +7,7 @@ from torch import nn
 
 import foundry_fp8
 from foundry_fp8.backends.native import eager
-from foundry_fp8.kernels.launch import Remembered
+from foundry_fp8.kernels.launch import BoundedCache
 from foundry_fp8.numerics.recipes import BlockScaling, CurrentScaling, DelayedScaling
 
 RECIPES = {
@@ -92,7 +92,7 @@ def test_a_pass_gives_what_it_gives_when_nothing_is_remembered(device, monkeypat
     alone = []
     for one in passes():
         alone.append(one)
-        monkeypatch.setattr(eager, "_passes", Remembered())
+        monkeypatch.setattr(eager, "_passes", BoundedCache())
     for given, found, expected in zip(PASSES, passes(), alone, strict=True):
         for ours, theirs in zip(found, expected, strict=True):
             assert ours is theirs is None or torch.equal(ours, theirs), given
@@ -140,7 +140,7 @@ def test_a_pass_on_another_device_than_the_current_one_is_left_to_functions_that
     from foundry_fp8.backends.native import linear
 
     expected = run(made("current", torch.bfloat16, same, True), M, torch.bfloat16, same, same)
-    monkeypatch.setattr(eager, "_passes", Remembered())
+    monkeypatch.setattr(eager, "_passes", BoundedCache())
     monkeypatch.setattr(linear, "on_current_device", lambda x: False)
     found = run(made("current", torch.bfloat16, same, True), M, torch.bfloat16, same, same)
     assert not eager._passes
@@ -148,7 +148,7 @@ def test_a_pass_on_another_device_than_the_current_one_is_left_to_functions_that
 
 
 def test_what_is_kept_of_a_kind_holds_no_tensor_of_a_pass(device, monkeypatch):
-    monkeypatch.setattr(eager, "_passes", Remembered())
+    monkeypatch.setattr(eager, "_passes", BoundedCache())
     run(made("current", torch.bfloat16, same, True), M, torch.bfloat16, same, same)
     assert eager._passes
     kept = list(eager._passes.values())

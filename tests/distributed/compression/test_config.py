@@ -39,7 +39,7 @@ def test_units_are_understood():
 
 @pytest.mark.parametrize(("gradients", "fed"), [("int8", True), ("int4", True), ("bf16", False)])
 def test_auto_feeds_back_what_is_quantised(gradients, fed):
-    assert CompressionConfig(gradients=gradients).feeds_back is fed
+    assert CompressionConfig(gradients=gradients).uses_error_feedback is fed
 
 
 def test_one_process_is_warned_about_and_changes_nothing(caplog):

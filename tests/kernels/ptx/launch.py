@@ -14,10 +14,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from tests.kernels.launch_caches import use_empty_caches
 from tests.kernels.ptx.machine import Block
 from tests.kernels.ptx.memory import Global
 from tests.kernels.ptx.program import parse
-from tests.kernels.remembered import remember_nothing
 
 __all__ = ["TYPES", "compile_launch", "execute"]
 
@@ -102,7 +102,7 @@ def execute(monkeypatch, arch: int = 90) -> None:
             Block(program, words, memory, compiled.metadata.shared, index, grid).run()
 
     restore_language()
-    remember_nothing(monkeypatch)
+    use_empty_caches(monkeypatch)
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # what lets CPU tensors in; the kernels stay compiled ones
     monkeypatch.setattr(JITFunction, "run", run)
 

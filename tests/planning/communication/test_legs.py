@@ -69,6 +69,6 @@ def test_the_second_half_of_an_all_reduce_travels_as_the_first_by_default():
         path = path_of(range(0, 64, 8), world=64, per_node=8, scope=config.scope)
         times[second] = all_reduce(numel, 4, ranks, EFA, H100, path, config, stride=8)
     assert times["auto"] == times["int8"] < times["bf16"]
-    assert CompressionConfig(gradients="int4").second_wire.name == "int8"
-    assert CompressionConfig(gradients="bf16").second_wire.name == "bf16"
-    assert CompressionConfig(gradients="none", parameters="int8").second_wire is None
+    assert CompressionConfig(gradients="int4").second_leg_wire.name == "int8"
+    assert CompressionConfig(gradients="bf16").second_leg_wire.name == "bf16"
+    assert CompressionConfig(gradients="none", parameters="int8").second_leg_wire is None

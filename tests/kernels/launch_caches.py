@@ -4,14 +4,14 @@ import importlib
 import pkgutil
 
 from foundry_fp8 import kernels
-from foundry_fp8.kernels.launch import Remembered
+from foundry_fp8.kernels.launch import BoundedCache
 
 
-def remember_nothing(monkeypatch):
+def use_empty_caches(monkeypatch):
     """Until ``monkeypatch`` is undone, launches are remembered apart: those of before hold other kernels (compiled or interpreted)."""
     names = [f"{kernels.__name__}.{info.name}" for info in pkgutil.iter_modules(kernels.__path__)]
     for name in (*names, "foundry_fp8.backends.native.eager"):
         module = importlib.import_module(name)
         for attribute, value in list(vars(module).items()):
-            if isinstance(value, Remembered):
-                monkeypatch.setattr(module, attribute, Remembered())
+            if isinstance(value, BoundedCache):
+                monkeypatch.setattr(module, attribute, BoundedCache())
