@@ -22,7 +22,7 @@ __all__ = ["FLOOR", "SAMPLE", "Weight", "gradient_errors", "sample", "squares", 
 SAMPLE = 4096
 """Elements of each parameter (of each shard of it) whose gradients are compared."""
 SMALLEST = 1024
-"""Matrices of fewer elements are left out: the error of so few is chance."""
+"""Matrices of fewer elements are left out beside larger ones: the error of so few is chance."""
 FLOOR = 0.05
 """Share of the root mean square of all gradients. A weight whose own gradient is smaller is compared with that."""
 
@@ -38,15 +38,16 @@ class Weight:
 
 
 def weights_of(model: nn.Module) -> list[Weight]:
-    """The trainable matrices of ``model`` that are not small; FSDP1's flat parameters (``use_orig_params=False``) as one weight each."""
+    """The trainable matrices of ``model``, without small ones where there are larger; FSDP1's flat parameters (``use_orig_params=False``) as one weight each."""
     shapes = whole_shapes(model)
-    found = []
+    small, large = [], []
     for name, parameter in model.named_parameters():
         shape = shapes.get(parameter, parameter.shape)
         matrix = len(shape) >= 2 or isinstance(parameter, FlatParameter)
-        if parameter.requires_grad and matrix and math.prod(shape) >= SMALLEST:
-            found.append(Weight(parameter, re.sub(r"(?<=experts\.)\d+", "*", clean_name(name))))
-    return found
+        if parameter.requires_grad and matrix:
+            weight = Weight(parameter, re.sub(r"(?<=experts\.)\d+", "*", clean_name(name)))
+            (large if math.prod(shape) >= SMALLEST else small).append(weight)
+    return large or small
 
 
 def sample(weights: Sequence[Weight]) -> list[Tensor]:
@@ -72,12 +73,12 @@ def squares(weights: Sequence[Weight], ours: Sequence[Tensor], theirs: Sequence[
         float64 ``[3, weights]``, to be summed over ranks: the estimated squared norm of ``ours - theirs`` and of ``theirs``, and the
         number of elements.
     """
-    columns = []
-    for weight, a, b in zip(weights, ours, theirs, strict=True):
+    totals = torch.zeros(3, len(weights), dtype=torch.float64, device=theirs[0].device if theirs else None)
+    for i, (weight, a, b) in enumerate(zip(weights, ours, theirs, strict=True)):
         sums = torch.stack([(a - b).double().square().sum(), b.double().square().sum()])
         numel = _local(weight.parameter).numel()
-        columns.append(torch.cat([sums * (numel / max(len(b), 1)), sums.new_full((1,), float(numel))]))
-    return torch.stack(columns, 1)
+        totals[:2, i], totals[2, i] = sums * (numel / max(len(b), 1)), numel
+    return totals
 
 
 def gradient_errors(totals: Tensor, weights: Sequence[Weight]) -> Iterator[tuple[str, float, float]]:

@@ -199,3 +199,21 @@ def test_ranks_have_the_same_gap_and_all_hear_of_a_failure():
     assert first[0] == pytest.approx(alone.loss, rel=1e-5)
     assert first[2] == pytest.approx(alone.block_error, rel=0.5)
     assert first[3] == "measuring FP8 failed on another rank" and second[3] == "of this rank"
+
+
+@pytest.mark.parametrize("trainable", [True, False])
+def test_weights_that_are_all_small_are_compared_and_a_frozen_model_has_its_loss(trainable):
+    class Small(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.head = nn.Linear(16, 16), nn.Parameter(torch.ones(16))
+
+        def forward(self, x):
+            return (self.layer(x).tanh() * self.head).sum(-1)
+
+    model = Small().train()
+    model.layer.requires_grad_(trainable)
+    foundry_fp8.apply_fp8(model, recipe="current", backend="emulated")
+    gap = precision_gap(model, lambda m, x: m(x).square().mean(), torch.randn(32, 16))
+    assert gap.loss_gap != 0 and set(gap.gradient_error) == ({"layer.weight"} if trainable else set())
+    assert gap.worst[1] > 1e-3 if trainable else gap.worst == ("", 0.0)
