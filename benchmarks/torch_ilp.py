@@ -156,7 +156,7 @@ def _leave_out_what_has_no_gradient(memory: MemTracker, seconds: RuntimeEstimato
 
 
 def _contexts(saved: list[tuple[str, int]]) -> tuple[Any, Any]:
-    """For one forward and its recompute. Copies, of which the programme does not know, are made again."""
+    """For one forward and its recompute. Copies, of which the programme does not know, are computed again."""
     runs = {recompute: iter(saved) for recompute in (False, True)}
     due = {recompute: next(run) for recompute, run in runs.items()}
 

@@ -77,12 +77,12 @@ def test_every_public_module_names_what_it_exports():
     assert missing == []
 
 
-def test_core_rooms_import_torch_alone():
+def test_core_packages_import_torch_alone():
     allowed = ("algorithms", "callbacks", "models", "cli", "data", "report")
     offenders = []
     for path in PACKAGE.rglob("*.py"):
-        room = path.relative_to(PACKAGE).parts[0]
-        if room in allowed:
+        package = path.relative_to(PACKAGE).parts[0]
+        if package in allowed:
             continue
         for line in path.read_text().splitlines():
             words = line.split()[:2] if line.startswith(("import ", "from ")) else []

@@ -40,9 +40,9 @@ def expanded(name):
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
 def test_the_files_it_names_are_there(document):
     """From the root, or (in backticks too) from the package."""
-    rooms = "|".join(p.name for p in (ROOT / "foundry_fp8").iterdir() if p.is_dir())
+    packages = "|".join(p.name for p in (ROOT / "foundry_fp8").iterdir() if p.is_dir())
     named = re.findall(
-        rf"`((?:foundry_fp8|tests|benchmarks|docs|{rooms})/[\w./*{{}},-]+)`", document.read_text()
+        rf"`((?:foundry_fp8|tests|benchmarks|docs|{packages})/[\w./*{{}},-]+)`", document.read_text()
     )
     paths = [path.rstrip("/") for name in named for path in expanded(name)]
     assert [p for p in paths if not [*ROOT.glob(p), *(ROOT / "foundry_fp8").glob(p)]] == []
@@ -268,13 +268,13 @@ def test_the_figures_in_sentences():
         ]
         for rows in (memory["demo"], memory["llama"])
     )
-    told = [
+    stated = [
         row["predicted_bytes"] / row["peak_bytes"] - 1
         for rows in memory.values()
         for row in rows
         if row["predicted_bytes"]
     ]
-    assert max(abs(x) for x in told) < 0.023
+    assert max(abs(x) for x in stated) < 0.023
     slow = {row["mode"]: row["loss_last_20"] for row in result("slow_network_losses_2026-11-21")["results"]}
     changes = [
         100 * (slow[mode] / slow["fp32"] - 1)

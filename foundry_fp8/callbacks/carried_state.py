@@ -28,7 +28,7 @@ class Stateful(Protocol):
 
 
 class CarriedState(Algorithm):
-    """Does nothing in training; a subclass for each owner, because Composer tells algorithms apart by class.
+    """Does nothing in training; a subclass for each owner, because Composer distinguishes algorithms by class.
 
     Args:
         owner: Whose state it carries.

@@ -1,6 +1,6 @@
 """``run_log``: everything a run logged, as one JSONL file, for ``foundry-fp8 compare``.
 
-One JSON object a line, told apart by ``kind``:
+One JSON object a line, distinguished by ``kind``:
 
 ========== ======================================================================================================
 header     first line of a run, and once more after each resume: versions, device, world size, hyperparameters

@@ -84,7 +84,7 @@ def _build(state: dict[str, Any], path: Path) -> nn.Module:
     found = (state.get("integrations") or {}).get("huggingface")
     if not found:
         raise ConfigError(
-            f"{path} holds no Hugging Face model, whose config.json tells a server how to build it."
+            f"{path} holds no Hugging Face model, whose config.json says to a server how to build it."
         )
     values = dict(found["model"]["config"]["content"])
     name = values.pop("model_type")

@@ -31,7 +31,7 @@ def _missing() -> str | None:
 
 if (_name := _missing()) is not None:
     raise RuntimeError(
-        f"torch {torch.__version__} no longer has {_name}, or it means something else. By it foundry_fp8 tells a recompute from a "
+        f"torch {torch.__version__} no longer has {_name}, or it means something else. By it foundry_fp8 distinguishes a recompute from a "
         "first forward, and of which, and which operator saves a tensor. Install a torch from 2.7 to 2.11, or adapt "
         "foundry_fp8/compat/autograd.py."
     )

@@ -1,4 +1,4 @@
-"""What a node of the autograd graph is and was told: the function that made it, and some of what it saved.
+"""What a node of the autograd graph is and was given: the function that made it, and some of what it saved.
 
 Cause: torch shows what a node saved as attributes ``_saved_*``
 (https://pytorch.org/docs/stable/notes/autograd.html#saved-tensors), named after the arguments of its backward in
@@ -28,7 +28,7 @@ _ADDED = {
 def _of(node: Any, name: str) -> Any:
     if not hasattr(node, name):
         raise RuntimeError(
-            f"torch {torch.__version__} no longer has {name} on {node.name()}. By it foundry_fp8 tells what activation_compression "
+            f"torch {torch.__version__} no longer has {name} on {node.name()}. By it foundry_fp8 knows what activation_compression "
             "may round. Install a torch from 2.7 to 2.11, or adapt foundry_fp8/compat/autograd_nodes.py."
         )
     return getattr(node, name)
@@ -65,6 +65,6 @@ class _Probe(torch.autograd.Function):
 with torch.inference_mode(False), torch.enable_grad():
     if function_of(_Probe.apply(torch.zeros((), requires_grad=True)).grad_fn) is not _Probe:
         raise RuntimeError(
-            f"torch {torch.__version__} no longer has _forward_cls on the nodes of autograd functions. By it foundry_fp8 tells what "
+            f"torch {torch.__version__} no longer has _forward_cls on the nodes of autograd functions. By it foundry_fp8 knows what "
             "activation_compression may round. Install a torch from 2.7 to 2.11, or adapt foundry_fp8/compat/autograd_nodes.py."
         )

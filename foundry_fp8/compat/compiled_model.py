@@ -1,7 +1,7 @@
 """Whether a model is compiled, whoever compiled it.
 
 Cause: torch has no public way to ask. ``torch.compile(model)`` wraps it, ``model.compile()`` leaves a mark on it, and Composer's
-``compile_config`` keeps the module and puts the wrapper's compiled function in place of its ``forward``, where dynamo's own mark tells it
+``compile_config`` keeps the module and puts the wrapper's compiled function in place of its ``forward``, where dynamo's own mark shows it
 (https://github.com/pytorch/pytorch/blob/v2.7.0/torch/_dynamo/eval_frame.py, ``_torchdynamo_orig_callable``). Remove when torch has one.
 """
 

@@ -195,7 +195,7 @@ def shard_versions(model: nn.Module) -> tuple[int, ...]:
     """Identity and version of every shard of the units in ``model``; empty without FSDP2.
 
     FSDP2 gathers into the same memory every time and keeps the version counter of what it gathers into, so neither the address nor the
-    counter of an unsharded weight tells of a write to its shard (``_fsdp_param.py``, ``init_unsharded_param``). The counters of the
+    counter of an unsharded weight shows a write to its shard (``_fsdp_param.py``, ``init_unsharded_param``). The counters of the
     shards do.
     """
     return tuple(n for unit in units_of(model) for parameter in unit.parameters for n in parameter.version())

@@ -4,7 +4,7 @@ Cause: torch keeps the results that the policy saves in a private dispatch mode
 (``torch.utils.checkpoint._CachingTorchDispatchMode.storage``, torch 2.7 to 2.11) and takes nothing for it that is written to
 afterwards. A model that adds its mask or position bias to the scores in place (T5) then gets wrong gradients: torch checks
 versions, but ``torch.matmul`` returns its product through ``_unsafe_view``, which has a version of its own. Where versions do
-tell, it raises. And it has no public way to ask what a recompute re-runs: a module's forward runs again, but the operators
+show it, torch raises. And it has no public way to ask what a recompute re-runs: a module's forward runs again, but the operators
 that the policy saved do not. Remove when torch copies what is written to, and can be asked.
 """
 
@@ -29,7 +29,7 @@ _CACHING: Any = getattr(torch.utils.checkpoint, "_CachingTorchDispatchMode", Non
 
 
 def _changed() -> bool:
-    """Whether torch's contexts are not what is told above."""
+    """Whether torch's contexts are not as described above."""
     if _CACHED is None or _CACHING is None:
         return True
     caching, cached = create_selective_checkpoint_contexts([torch.ops.aten.mm.default])
@@ -46,7 +46,7 @@ if _changed():
     raise RuntimeError(
         f"torch {torch.__version__} no longer has torch.utils.checkpoint._CachingTorchDispatchMode and _CachedTorchDispatchMode, "
         "or they keep results otherwise. By them foundry_fp8 keeps what selective checkpointing saves from being written to, and "
-        "tells what it re-runs. Install a torch from 2.7 to 2.11, or adapt foundry_fp8/compat/selective_checkpoint.py."
+        "knows what it re-runs. Install a torch from 2.7 to 2.11, or adapt foundry_fp8/compat/selective_checkpoint.py."
     )
 
 

@@ -1,9 +1,9 @@
 """The number of a storage, by which tables find what they know of it.
 
-Cause: tensors that share memory are told by their storage, and torch has no public number for one: addresses are 0 for fake and meta
+Cause: tensors that share memory are recognised by their storage, and torch has no public number for one: addresses are 0 for fake and meta
 tensors and for empty ones. But a storage keeps its Python object as long as it lives, whoever else drops it
 (https://github.com/pytorch/pytorch/blob/v2.7.0/torch/csrc/Storage.cpp, ``THPStorage_tryPreserve``), so ``id`` is one, and a weak
-reference tells whether it is still the same storage. torch does not document that. Remove when it does.
+reference shows whether it is still the same storage. torch does not document that. Remove when it does.
 """
 
 from __future__ import annotations
@@ -34,5 +34,5 @@ def _changed() -> bool:
 if _changed():
     raise RuntimeError(
         f"torch {torch.__version__} no longer keeps the Python object of a storage as long as the storage lives. By it foundry_fp8 "
-        "tells which tensors share memory. Install a torch from 2.7 to 2.11, or adapt foundry_fp8/compat/storages.py."
+        "knows which tensors share memory. Install a torch from 2.7 to 2.11, or adapt foundry_fp8/compat/storages.py."
     )

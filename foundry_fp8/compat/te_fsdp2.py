@@ -15,7 +15,7 @@ __all__ = ["tell_about_fsdp2"]
 
 
 def tell_about_fsdp2(te_module: Any, module: nn.Module) -> None:
-    """Tell ``te_module`` what it would find out if it stood in the place of ``module``. Twice is once.
+    """Give ``te_module`` what it would find if it were in the place of ``module``. Twice is once.
 
     Raises:
         RuntimeError: This TE asks FSDP2 otherwise.

@@ -27,7 +27,7 @@ class Config:
     """
 
     key: ClassVar[str] = ""
-    """Where it stands in a YAML. :func:`from_mapping` may be told another place."""
+    """Where it stands in a YAML. :func:`from_mapping` may be given another place."""
 
     def __post_init__(self) -> None:
         hints = _hints(type(self))

@@ -1,7 +1,7 @@
 """The demo's corpus: the source files of the Python standard library of the interpreter that runs.
 
 About 10 MB of code and English that every machine has, so that the demo needs no network. The files differ a little
-from one Python version to the next; :func:`corpus_digest` tells corpora apart.
+from one Python version to the next; :func:`corpus_digest` distinguishes corpora.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def prepare_data(
         sequence_length: Tokens a sample. Documents are concatenated with an end-of-text token between them and cut;
             the last incomplete sample of each split is dropped.
         corpus: A folder of Python files; the standard library if ``None``.
-        say: Told what is being done, in words, as it is done.
+        say: Called with a sentence on what is being done.
 
     Raises:
         RuntimeError: No source files, or too few for one sample in each split.

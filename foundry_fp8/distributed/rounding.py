@@ -19,7 +19,7 @@ class Noise:
     """The seeds of one leg.
 
     Args:
-        leg: What tells this leg from others of this rank.
+        leg: What distinguishes this leg from others of this rank.
         rank: Of the job, so that the errors of different ranks are independent and average out.
     """
 

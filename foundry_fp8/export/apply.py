@@ -82,7 +82,7 @@ def export_fp8(
         tokenizer: Saved beside it.
 
     Raises:
-        ConfigError: Not converted, a recipe with block scales, adapters, an architecture whose multipliers cannot be told.
+        ConfigError: Not converted, a recipe with block scales, adapters, an architecture whose multipliers are not known.
         RuntimeError: A sharded model, or the package compressed-tensors is missing.
 
     Example:
@@ -146,7 +146,7 @@ def _pretrained(model: nn.Module) -> Any:
     found = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
     if found is None:
         raise ConfigError(
-            f"export: {type(model).__name__} is and holds no Hugging Face model, whose config.json tells a server how to build it."
+            f"export: {type(model).__name__} is and holds no Hugging Face model, whose config.json says to a server how to build it."
         )
     adapters = [name for name, _ in found.named_modules() if "lora_" in name]
     if adapters:
@@ -157,7 +157,7 @@ def _pretrained(model: nn.Module) -> Any:
 
 
 def _serving_config(model: Any, layers: dict[str, FP8Linear]) -> Any:
-    """A copy of the model's configuration, told that the weights' scales hold the multipliers."""
+    """A copy of the model's configuration, which says that the weights' scales hold the multipliers."""
     config = copy.deepcopy(model.config)
     if any(isinstance(layer, FP8UnitLinear) for layer in layers.values()):
         if config.model_type == "mus":

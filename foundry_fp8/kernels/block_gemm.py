@@ -137,7 +137,7 @@ def block_gemm(
 
 
 def _launch(config: GemmConfig, k: int, square_b: bool, device: torch.device) -> Launch:
-    # The same for every number of tokens, as the compiler is told it; where there are fewer tiles, some have nothing to do.
+    # The same for every number of tokens, as the compiler gets it; where there are fewer tiles, some have nothing to do.
     programs = _processors(device)
     return Launch(
         _block_gemm_kernel,

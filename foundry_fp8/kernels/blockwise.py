@@ -105,7 +105,7 @@ class BlockCast:
     """:func:`quantize_blockwise` of all sources of one kind, with the same options.
 
     Args:
-        source: One of that kind: :attr:`Producer.is_like` tells kinds apart.
+        source: One of that kind: :attr:`Producer.is_like` distinguishes kinds.
         fmt: As of :func:`quantize_blockwise`, like all that follow.
         group: The same.
         square: The same.

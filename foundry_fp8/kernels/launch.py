@@ -162,7 +162,7 @@ KNOWN = 4096
 
 
 class BoundedCache(dict[tuple[Any, ...], Any]):
-    """What all calls of one kind have in common, by what tells the kinds apart."""
+    """What all calls of one kind have in common, by what distinguishes the kinds."""
 
     def __setitem__(self, key: tuple[Any, ...], value: Any) -> None:
         if len(self) >= KNOWN:

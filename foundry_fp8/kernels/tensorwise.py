@@ -98,7 +98,7 @@ class Measure:
     """:func:`amax` of all sources of one kind, or :func:`amax_of_two` of all pairs.
 
     Args:
-        sources: One or two of that kind: :attr:`Producer.is_like` tells kinds apart.
+        sources: One or two of that kind: :attr:`Producer.is_like` distinguishes kinds.
     """
 
     __slots__ = ("_launch", "_other_sizes", "_sizes", "copies")
@@ -194,7 +194,7 @@ class Cast:
     """:func:`quantize_tensorwise` of all sources of one kind, with the same options.
 
     Args:
-        source: One of that kind: :attr:`Producer.is_like` tells kinds apart.
+        source: One of that kind: :attr:`Producer.is_like` distinguishes kinds.
         fmt: As of :func:`quantize_tensorwise`, like all that follow.
         power_2: The same.
         rows: The same.

@@ -167,8 +167,8 @@ def _encode(
         if KIND == 0:
             tl.store(base + element, whole.to(tl.int8).to(tl.uint8, bitcast=True), mask=inside[:, None])
         else:
-            halves = tl.reshape(whole + 8, (MANY, 2, BLOCK // 2))
-            low, high = tl.split(tl.permute(halves, (0, 2, 1)))
+            pairs = tl.reshape(whole + 8, (MANY, 2, BLOCK // 2))
+            low, high = tl.split(tl.permute(pairs, (0, 2, 1)))
             place = block[:, None].to(tl.int64) * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
             tl.store(base + place, (low | (high << 4)).to(tl.uint8), mask=inside[:, None])
 

@@ -89,7 +89,7 @@ class Backend(abc.ABC):
 
         Args:
             recipe: What the model will run.
-            dtype: Its compute dtype, as far as its parameters tell.
+            dtype: Its compute dtype, as far as its parameters show.
             device: Where.
             fused: Norms will be computed in the linears' kernels.
 

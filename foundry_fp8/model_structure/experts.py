@@ -1,4 +1,4 @@
-"""Mixtures of experts, told by what they are: a container of experts, and beside it a router with one output an expert."""
+"""Mixtures of experts, recognised by what they are: a container of experts, and beside it a router with one output an expert."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class _LowBitAdamW(torch.optim.Optimizer):
     _steps = 0
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One step; the first checks the parameters, the second tells what share of the moments is in 8 bits (a planner's probe steps once).
+        """One step; the first checks the parameters, the second logs what share of the moments is in 8 bits (a planner's probe steps once).
 
         Raises:
             RuntimeError: The parameters are FSDP1's, whose checkpoints gather moments as plain tensors and would fail.

@@ -146,7 +146,7 @@ def quantize_tensor(x: Tensor, scale: Tensor, fmt: Float8Format, amax: Tensor | 
 
 
 def quantize_constant(x: Tensor, scale: float, fmt: Float8Format) -> Quantized:
-    """Clip and cast with a constant scale (unit). Inf becomes NaN, since no amax tells of it.
+    """Clip and cast with a constant scale (unit). Inf becomes NaN, since no amax shows it.
 
     Args:
         x: ``[R, C]``, hp.

@@ -165,7 +165,7 @@ class UnitScaling(TensorwiseRecipe):
 
     The layer's output multiplier alpha = 1/sqrt(in_features) is given to all three GEMMs as their scale, so that x, w and,
     through ``gradient_scale``, dy are near unit variance by construction. Inf becomes NaN in the cast, because nothing else
-    would tell of it.
+    would show it.
 
     Source:
         Narayan et al., "µnit Scaling: Simple and Scalable FP8 LLM Training" (arXiv 2502.05967); ``gradient_scale`` is this

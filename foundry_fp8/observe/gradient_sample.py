@@ -40,7 +40,8 @@ class Weight:
 def weights_of(model: nn.Module) -> list[Weight]:
     """The trainable matrices of ``model``, without small ones where there are larger; FSDP1's flat parameters (``use_orig_params=False``) as one weight each."""
     shapes = whole_shapes(model)
-    small, large = [], []
+    small: list[Weight] = []
+    large: list[Weight] = []
     for name, parameter in model.named_parameters():
         shape = shapes.get(parameter, parameter.shape)
         matrix = len(shape) >= 2 or isinstance(parameter, FlatParameter)

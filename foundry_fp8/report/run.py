@@ -51,7 +51,7 @@ class Table:
 
 @dataclasses.dataclass(kw_only=True)
 class Run:
-    """One run, as its log tells it."""
+    """One run, from its log."""
 
     name: str
     """What to call it; unique among the runs read together."""

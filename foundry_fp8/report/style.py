@@ -33,7 +33,7 @@ GRID = "#d9d9d9"
 HEAT_MAP = "cividis"
 """Perceptually uniform, and the same to a reader with red-green deficiency; dark to light also in grey."""
 
-# The colours of Okabe and Ito, told apart in every common form of colour blindness, one a precision; grey for the baseline,
+# The colours of Okabe and Ito, distinguishable in every common form of colour blindness, one a precision; grey for the baseline,
 # which can be seen on white and on black. https://jfly.uni-koeln.de/color/
 COLOURS = {
     "high precision": "#808080",
@@ -45,7 +45,7 @@ COLOURS = {
 }
 OTHER_COLOURS = ("#56B4E9", "#B8A200")
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
-"""Told apart by these, runs of one precision; in the words of the page's charts."""
+"""What distinguishes runs of one precision; in the words of the page's charts."""
 _LINES: dict[str, Any] = {
     "solid": "-", "dash": "--", "dot": (0, (1, 1)), "dashdot": "-.", "longdash": (0, (8, 2)),
     "longdashdot": (0, (5, 1, 1, 1, 1, 1)),
@@ -94,7 +94,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def line_style(precisions: Sequence[str], index: int) -> tuple[str, str, int]:
-    """Colour, dash and number of the run at ``index``: the colour is its precision's, the rest tells it from others of it."""
+    """Colour, dash and number of the run at ``index``: the colour is its precision's, the rest distinguishes it from others of it."""
     own = precisions[index]
     kind = own.split(",")[0].split(" then ")[0]
     others = [

@@ -56,7 +56,7 @@ class BatchMasks:
         if self._documents is None and isinstance(positions, Tensor) and positions.dim() == 2:
             self._documents = (positions == 0).cumsum(
                 -1
-            )  # what hosts without document ids are told packing by
+            )  # what hosts without document ids recognise packing by
 
     @torch.compiler.disable
     def rules(
@@ -115,7 +115,7 @@ class BatchMasks:
         true = [i for i, found in enumerate(answers) if found is not None and bool(found)]
         if (
             len(true) == 1
-        ):  # documents that are one whole sequence each do not tell whether the model keeps them apart
+        ):  # documents that are one whole sequence each do not show whether the model separates them
             self._answers[kind] = bool(true[0])
         return candidates[true[0]] if true else None
 

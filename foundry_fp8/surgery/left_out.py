@@ -27,7 +27,7 @@ ROUTER = "mixture-of-experts routers stay in high precision"
 ADAPTER = "adapters (LoRA) stay in high precision"
 TIED = "its weight is tied to an embedding"
 HEAD_NAMES = ("embed_out", "head", "score", "classifier", "fc")
-"""What heads are called, or the module whose last linear they are (``classifier.6``), in models where no blocks tell what comes
+"""What heads are called, or the module whose last linear they are (``classifier.6``), in models where no blocks show what comes
 after them; besides any ``lm_head``."""
 
 

@@ -48,7 +48,7 @@ class SurgeryReport:
     """Every weight of the model that is multiplied: what it runs in, and why not in FP8.
 
     Linear layers and raw parameters of two or more dimensions (experts, ``in_proj_weight``, convolutions) have a row each.
-    Whether anything multiplies by a raw parameter, and whether a converted layer is really called, only a batch can tell:
+    Whether anything multiplies by a raw parameter, and whether a converted layer is really called, only a batch can show:
     :func:`~foundry_fp8.surgery.first_batch.as_run` gives the report of what ran.
 
     Attributes:

@@ -74,7 +74,7 @@ def gathered(case: Case, weight: Tensor) -> Tensor | float:
 
 
 def _moves_the_forward(case: Case) -> bool:
-    """Whether activations are made again from something rounded."""
+    """Whether activations are computed again from something rounded."""
     return case.compression == "int8" and case.checkpoint != "none"
 
 

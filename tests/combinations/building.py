@@ -55,7 +55,7 @@ def in_lora(case: Case, pattern: str) -> bool:
 def add_lora(model: nn.Module, targets: list[str]) -> None:
     from peft import LoraConfig, inject_adapter_in_model
 
-    torch.manual_seed(3)  # both halves random: with B = 0, as usual, A has no gradient
+    torch.manual_seed(3)  # A and B both random: with B = 0, as usual, A has no gradient
     inject_adapter_in_model(LoraConfig(r=4, target_modules=targets, init_lora_weights=False), model)
 
 
@@ -111,7 +111,7 @@ class Source:
         return {name for name, _ in self.model.named_parameters()}
 
     def fsdp1(self, model: nn.Module) -> dict[str, Any]:
-        """What torch's FSDP1 is told. It sends rank 0's weights to the others itself, but not on a CPU, unless not asked."""
+        """What torch's FSDP1 gets. It sends rank 0's weights to the others itself, but not on a CPU, unless not asked."""
         names = {module: clean(name) for name, module in model.named_modules()}
 
         def initialise(module: nn.Module) -> None:

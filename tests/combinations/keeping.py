@@ -69,7 +69,7 @@ class Watched:
         if not right:
             which = "something" if self.must else "whatever it likes" if self.may else "nothing"
             self.wrong.append(
-                f"{self.name} kept {kept} bytes packed or to be made again, {self.before} in the step before; it had to keep "
+                f"{self.name} kept {kept} bytes packed or to be computed again, {self.before} in the step before; it had to keep "
                 f"{self.least} and {which}: {saved}"
             )
         self.may, self.must, self.least, self.before = False, False, 0, kept

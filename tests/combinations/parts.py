@@ -59,7 +59,7 @@ class Refusal:
 
     says: str
     way: str | None = "load_ignore_keys"
-    """What the message tells to do; ``None``: torch ended it before our message, and the docs say what to do."""
+    """What the message says to do; ``None``: torch ended it before our message, and the docs say what to do."""
     ignore: tuple[str, ...] = ("state/algorithms",)
     """The ``load_ignore_keys`` with which it begins afresh."""
 

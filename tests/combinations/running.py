@@ -97,7 +97,7 @@ def save_less(case: Case, model: nn.Module) -> dict[str, Any]:
 def backward(
     case: Case, model: nn.Module, step: int, dtype: torch.dtype | None = None, head: Any = None
 ) -> None:
-    """The gradients of one step of this rank's microbatches. ``head``: fused, to be told its targets."""
+    """The gradients of one step of this rank's microbatches. ``head``: fused, needs its targets."""
     parts = 1 if case.accumulation == "one" else 2
     scale = LOSS_SCALE if case.dtype == "float16" else 1.0
 

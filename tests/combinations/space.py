@@ -123,7 +123,7 @@ EXCLUDED: dict[str, tuple[tuple[str, ...], Callable[[Any], bool]]] = {
         ("init", "wrapper", "tied"),
         lambda r: r["init"] != "cpu" and (r["wrapper"] in ("none", "ddp") or r["tied"]),
     ),
-    "of a model's buffers torch's FSDP1 tells the first shard group alone (they are marked as sent before the others get them)": (
+    "of a model's buffers torch's FSDP1 sends to the first shard group alone (they are marked as sent before the others get them)": (
         ("init", "wrapper", "model"),
         lambda r: r["init"] == "mixed" and r["wrapper"] == "hsdp1" and r["model"] == "llama",
     ),

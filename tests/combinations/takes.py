@@ -211,10 +211,10 @@ KEYS = st.one_of(
 
 
 @st.composite
-def spoiled(draw: Any, valid: st.SearchStrategy[Any], anything: st.SearchStrategy[Any]) -> tuple[Any, str]:
+def invalid(draw: Any, valid: st.SearchStrategy[Any], anything: st.SearchStrategy[Any]) -> tuple[Any, str]:
     """What ``valid`` draws with one of ``anything`` at one place inside, old or new, however deep; and that place's path (``[0].blocks``)."""
 
-    def spoil(v: Any, path: str) -> tuple[Any, str]:
+    def invalidate(v: Any, path: str) -> tuple[Any, str]:
         if isinstance(v, dict):
             key = draw(KEYS if draw(st.integers(0, 4)) == 0 else st.sampled_from(list(v)))
             path = f"{path}.{key}"
@@ -223,7 +223,7 @@ def spoiled(draw: Any, valid: st.SearchStrategy[Any], anything: st.SearchStrateg
             path = f"{path}[{key}]"
         inside = v[key] if isinstance(v, list) else v.get(key)
         deeper = isinstance(inside, dict | list) and inside and draw(st.booleans())
-        new, path = spoil(inside, path) if deeper else (draw(anything), path)
+        new, path = invalidate(inside, path) if deeper else (draw(anything), path)
         return ({**v, key: new} if isinstance(v, dict) else [*v[:key], new, *v[key + 1 :]]), path
 
-    return spoil(draw(valid.filter(lambda v: isinstance(v, dict | list) and v)), "")
+    return invalidate(draw(valid.filter(lambda v: isinstance(v, dict | list) and v)), "")

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from foundry_fp8.config import ConfigError
 from tests.combinations.options import FOG, KINDS, MUS, SCHEDULERS, TINY
-from tests.combinations.takes import PRINTABLE, spoiled
+from tests.combinations.takes import PRINTABLE, invalid
 
 pytestmark = pytest.mark.integration
 
@@ -137,7 +137,7 @@ def test_nonsense_inside_of_a_mapping_is_refused_where_it_stands(kind, name, opt
     """Drawn at random it comes too seldom: ``attention: {grad_scores: nan}``."""
 
     @settings(max_examples=150, **RUN)
-    @given(spoiled(KINDS[kind][name][option].draw, ANYTHING))
+    @given(invalid(KINDS[kind][name][option].draw, ANYTHING))
     def holds(drawn):
         value, place = drawn
         # Another recipe's name makes the fields beside it wrong, and one item of another kind the others of a list.

@@ -11,7 +11,7 @@ MADE = []
 
 
 class Event:
-    """Reached when told so. One millisecond lies between any two."""
+    """Reached when set so. One millisecond lies between any two."""
 
     def __init__(self, enable_timing):
         self.reached = False

@@ -61,9 +61,9 @@ def test_the_second_step_says_what_is_in_8_bits(caplog):
     caplog.set_level(logging.INFO, "foundry_fp8")
     stepped("adamw_8bit", size=64, steps=2)
     stepped("adamw_8bit", size=16, steps=2)
-    told = [(r.levelname, r.getMessage()) for r in caplog.records if "moments' elements" in r.getMessage()]
-    assert [level for level, _ in told] == ["INFO", "WARNING"]
-    assert "99.0 %" in told[0][1] and " 0.0 %" in told[1][1]
+    logged = [(r.levelname, r.getMessage()) for r in caplog.records if "moments' elements" in r.getMessage()]
+    assert [level for level, _ in logged] == ["INFO", "WARNING"]
+    assert "99.0 %" in logged[0][1] and " 0.0 %" in logged[1][1]
 
 
 def test_without_torchao_the_name_says_what_to_install(monkeypatch):

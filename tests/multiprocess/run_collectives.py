@@ -167,9 +167,9 @@ if world == 4:
     # BF16 travels as it is, and is summed in float32: nothing is lost, and half the bytes of float32 are sent.
     counted = Traffic()
     hop = make_two_hop(range(4), 2, counted)
-    halves = x.bfloat16()
-    out = reduce_scatter_two_hop(halves[rank].clone(), hop, WireFormat(name="fp32"))
-    results["two_hop_bf16_exact"] = error(out, halves.double().mean(0).view(4, -1)[rank])
+    rows = x.bfloat16()
+    out = reduce_scatter_two_hop(rows[rank].clone(), hop, WireFormat(name="fp32"))
+    results["two_hop_bf16_exact"] = error(out, rows.double().mean(0).view(4, -1)[rank])
     results["two_hop_bf16_bytes"] = counted.wire_bytes / 333  # 2 parts of 2 bytes inside, 1 of 4 across
     residual = torch.zeros(own_numel(share(Row.of(3001), world, 128), hop))
     two_hop_all_reduce(data(3001)[rank].clone(), hop, WireFormat(name="int4"), residual=residual)

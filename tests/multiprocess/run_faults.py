@@ -39,7 +39,7 @@ def make():
 
 
 def sharded(**options):
-    """``options``: of its first layer; the root stays gathered whatever it is told."""
+    """``options``: of its first layer; the root stays gathered whatever it is given."""
     model = make()
     if options:
         fully_shard(model[0], **options)

@@ -1,4 +1,4 @@
-"""Heads, routers and adapters are told by what they are, and taken in where ``include`` names them."""
+"""Heads, routers and adapters are recognised by what they are, and taken in where ``include`` names them."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Every model of the zoo, converted: the report against what an independent trace saw, gradients, and the way back."""
+"""Every model of the zoo, converted: the report against what an independent trace saw, gradients, and the reverse."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What spoils the amax histories of delayed scaling."""
+"""What damages the amax histories of delayed scaling."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def _offloaded(
 ) -> Any:
     if policy == "offload":  # nothing is run again
         given = [x for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)]
-        # Activations tell the device; a table of positions or lengths may be the host's.
+        # Activations give the device; a table of positions or lengths may be the host's.
         first = next((x for x in given if x.requires_grad), next(iter(given), None))
         with contextlib.nullcontext() if first is None else host_store(first.device).unit():
             return function(*args, **kwargs)

@@ -5,7 +5,7 @@ tensor times something (matmuls, products) or a function of it whose slope is bo
 not where backward asks for a sign or compares with a bound (what is related to relu, clamp, abs, maximum: 8 to 40 % wrong),
 nor where it divides or takes a root or a logarithm (up to NaN). So this file lists what is known, and the rest stays exact.
 
-A pack hook is told the tensor and not the node. But autograd numbers its nodes as it makes them, an operator's just before
+A pack hook gets the tensor and not the node. But autograd numbers its nodes as it makes them, an operator's just before
 it saves anything, and a node is reached through ``grad_fn`` as soon as something is saved that came after it.
 """
 
@@ -110,7 +110,7 @@ class Region(Generic[Saved]):
     """What is saved while a module runs, until it is found out by which node.
 
     Args:
-        settle: Told what was saved and by whom. Where no node is found (in-place operators on views, functions that make a
+        settle: Called with what was saved and by whom. Where no node is found (in-place operators on views, functions that make a
             graph of their own) that one reads ``EXACTLY``.
     """
 

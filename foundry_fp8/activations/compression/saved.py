@@ -58,7 +58,7 @@ def is_parameter(x: Tensor) -> bool:
     """Whether ``x`` is a Parameter, or a view or cast of one (autocast's copy, FSDP1's view of its flat parameter)."""
     if isinstance(x, nn.Parameter) or isinstance(
         x._base, nn.Parameter
-    ):  # of a frozen one only the base tells
+    ):  # of a frozen one only the base shows it
         return True
     node = x.grad_fn
     while node is not None:
@@ -195,7 +195,7 @@ class Compressor:
         if compiled_caller_waits():
             raise RuntimeError(
                 "activation compression does not work under torch.compile: a compiled graph saves copies of weights "
-                "that cannot be told from activations. Do not compile the model (compile_config), or take "
+                "that cannot be distinguished from activations. Do not compile the model (compile_config), or take "
                 "activation_compression off."
             )
         for x in tree_iter((args, kwargs)):

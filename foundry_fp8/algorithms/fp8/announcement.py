@@ -11,7 +11,7 @@ from foundry_fp8.surgery.report import SurgeryReport, merged_name, merged_rows
 __all__ = ["announcement", "notices"]
 
 EXPECTED = (HEAD, ROUTER, ADAPTER, TIED)
-"""Why a weight stays in high precision, that nobody wonders at."""
+"""Why a weight stays in high precision, where that needs no explanation."""
 FEW = 0.5
 """Share of the multiplied weights below which FP8 can hardly win."""
 

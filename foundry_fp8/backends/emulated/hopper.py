@@ -13,7 +13,7 @@ new accumulator every 128 elements and adds the finished one to a float32 sum ou
 applied there, so that they are always precise.
 
 Not modelled: how a library cuts K into pieces that are added up apart (split-K), and where cuBLAS promotes, which is not
-published; 128 is what CUTLASS does unless told otherwise and what DeepSeek-V3 found to be enough.
+published; 128 is what CUTLASS does unless instructed otherwise and what DeepSeek-V3 found to be enough.
 
 Source:
     MMA-Sim, arXiv:2511.10909, algorithm "T-FDPA" with the parameters of Hopper's FP8 ``wgmma`` (32 products, 13 bits,

@@ -116,5 +116,5 @@ def _shape(sizes: list[int], softmax_scale: float, left: int | None, right: int 
 
 
 def _transposed(x: Tensor) -> Tensor:
-    """FP8 ``[R, C]`` as ``[C, R]``, contiguous: made again in the backward, so that it need not be kept."""
+    """FP8 ``[R, C]`` as ``[C, R]``, contiguous: computed again in the backward, so that it need not be kept."""
     return x.view(torch.uint8).t().contiguous().view(x.dtype)

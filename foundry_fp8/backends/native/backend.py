@@ -184,7 +184,7 @@ class NativeBackend(Backend):
         weight = module.weight
         if not isinstance(
             weight, nn.Parameter
-        ):  # a view that FSDP1 gathered: no counter tells when its shard changes
+        ):  # a view that FSDP1 gathered: no counter shows when its shard changes
             if not self._warned:
                 self._warned = True
                 log.warning(

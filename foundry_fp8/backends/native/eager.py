@@ -27,7 +27,7 @@ _passes = BoundedCache()
 
 
 class Kind:
-    """The tensors of one kind that are one operand under one plan, as :class:`EagerPass` tells kinds apart."""
+    """The tensors of one kind that are one operand under one plan, as :class:`EagerPass` distinguishes kinds."""
 
     __slots__ = ("_casts", "_nothing", "_operand", "_plan", "copies", "rest")
 

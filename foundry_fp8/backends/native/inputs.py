@@ -63,7 +63,7 @@ class LinearCall:
 _stateless: dict[tuple[int, float, bool], tuple[Recipe, LinearCall]] = {}
 """With the recipe itself, so that no other one comes to lie in its place."""
 _plans: dict[Plan, Plan] = {}
-"""Equal plans are one, for good: outside of compiled graphs they are told apart by their place."""
+"""Equal plans are one, for good: outside of compiled graphs they are distinguished by their address."""
 
 
 def checked_dtype(module: FP8Linear, x: Tensor, weight: Tensor) -> torch.dtype:

@@ -198,7 +198,7 @@ def _quantize_input(
         return rows[:2], rows[2], columns or (None, None)
     known = rows[2] if rows is not None and plan.granularity == "tensor" else amax
     # Scales get no local name here: Dynamo names a graph's inputs by locals, and then finds another one for dy in backward
-    # (seen with torch 2.7; test_compiles_whole_and_gives_the_same_bits tells).
+    # (seen with torch 2.7; test_compiles_whole_and_gives_the_same_bits shows it).
     if kind is not None:
         by_rows, transposed, stats, _ = kind.quantize(
             source.x,

@@ -23,7 +23,7 @@ class UnitLoraLinear(Linear):
 
 
 def use_unit_lora(config: LoraConfig) -> LoraConfig:
-    """``config``, told to make :class:`UnitLoraLinear` of µnit-scaled linears. Without it a merge is wrong by 1/alpha.
+    """``config``, set to make :class:`UnitLoraLinear` of µnit-scaled linears. Without it a merge is wrong by 1/alpha.
 
     Example:
         >>> model = get_peft_model(model, use_unit_lora(LoraConfig(target_modules=["qkv_proj"])))

@@ -41,7 +41,7 @@ def head_seconds(
     device: torch.device,
     cost_model: CostModel | None,
 ) -> float | None:
-    """Seconds of the fused head's forward, which its backward repeats; ``None`` where it is not told its targets, and makes logits."""
+    """Seconds of the fused head's forward, which its backward repeats; ``None`` where it does not get its targets, and makes logits."""
     head = modules_by_clean_name(model)[fused.name][1]
     found: list[float] = []
     taken: Callable[[], float]

@@ -55,7 +55,7 @@ class CostModel:
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[Callable[[], float]]:
-        """Within it ops are counted; what it gives tells their seconds."""
+        """Within it ops are counted; what it gives has their seconds."""
         with FlopCounterMode(display=False) as flops, _Traffic() as traffic:
             yield (
                 lambda: (

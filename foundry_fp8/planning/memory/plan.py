@@ -119,7 +119,7 @@ class MemoryPlan:
         ]
 
     def formats(self) -> dict[str, str]:
-        """``{module: format}`` to keep packed, or without what can be made again."""
+        """``{module: format}`` to keep packed, or without what can be computed again."""
         return {
             module: form
             for i, block in enumerate(self.measurements.names)

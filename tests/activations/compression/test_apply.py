@@ -82,7 +82,7 @@ def test_exact_rounds_nothing_and_keeps_less(make_llama, autocast):
 
 @pytest.mark.parametrize("targets", [{"*.mlp": [0, 2]}, {"*.self_attn": [1]}, {"LlamaDecoderLayer": [1]}])
 def test_exact_around_and_beside_checkpoints(make_llama, targets):
-    """A checkpointed sub-layer's input is a norm's output: it is made again for the recompute."""
+    """A checkpointed sub-layer's input is a norm's output: it is computed again for the recompute."""
     model = make_llama(3)
     loss, reference = gradients(model)
     apply_activation_checkpointing(model, targets=targets)

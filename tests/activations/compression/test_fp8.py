@@ -90,7 +90,7 @@ def assert_equal(ours, theirs):
 @pytest.mark.parametrize("wrap", ["plain", "fsdp1", "fsdp2"])
 @pytest.mark.parametrize("recipe", FOR_ANY_MODEL)
 def test_emulated_linears_keep_their_own_weight(recipe, wrap, wgrad, group):
-    """FSDP1's weights are views in forward, which nothing but the backend can tell from an input."""
+    """FSDP1's weights are views in forward, which only the backend can distinguish from an input."""
     plain, compressed = (gradients(make(recipe, wrap, o, wgrad=wgrad)[0]) for o in (None, HOOKS_ALONE))
     assert_equal(compressed, plain)
 

@@ -1,4 +1,4 @@
-"""Outputs that are made again in backward: which they are, that they are the same bits, and that they do not stay."""
+"""Outputs that are computed again in backward: which they are, that they are the same bits, and that they do not stay."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class LateLane:
 
 
 def check(trace):
-    """What must hold, whatever the schedule: told from the order of events alone.
+    """What must hold, whatever the schedule: judged from the order of events alone.
 
     No device memory is freed before the computation has waited for every copy that touches it, and no buffer is read that was never filled.
     (That it was not filled with something else meanwhile, the gradients show: these copies run as late as they may.)

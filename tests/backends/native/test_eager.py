@@ -1,4 +1,4 @@
-"""What is remembered of a linear's passes serves passes of the same kind only: each thing that tells kinds apart is varied alone."""
+"""What is remembered of a linear's passes serves passes of the same kind only: each property that distinguishes kinds is varied alone."""
 
 import itertools
 

@@ -116,7 +116,7 @@ def test_replays_train_as_eager_steps_do(recipe, finished, device):
 
 
 def test_delayed_state_never_moves(device):
-    """Updates, steps and loading write into the same memory, and torch's version counter tells of it."""
+    """Updates, steps and loading write into the same memory, and torch's version counter shows it."""
     run = Run(DelayedScaling(amax_history_len=3), device)
     run.feed(1)
     run.step()

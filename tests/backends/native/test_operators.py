@@ -63,7 +63,7 @@ def operator_samples(device):
     ["current", "delayed", "amax_of_two", "constant", "block", "square", "mx", "gemm", "statistics", "norm_backward", "activation_backward", "xielu_backward"],
 )  # fmt: skip
 def test_operators_say_what_they_return(name, device):
-    """torch's own check: the schema tells the truth about mutation and aliases, fake outputs match real ones."""
+    """torch's own check: the schema is right about mutation and aliases, fake outputs match real ones."""
     op, args = operator_samples(device)[name]
     # The schema check compares inputs before and after, which torch cannot do with FP8 ones.
     checks = ("test_faketensor",) if name == "gemm" else ("test_schema", "test_faketensor")

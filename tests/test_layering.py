@@ -12,7 +12,7 @@ from tests.mutants import MUTANTS
 ROOT = Path(foundry_fp8.__file__).parents[1]
 
 
-def rooms_of_the_contract():
+def packages_of_the_contract():
     text = (ROOT / "pyproject.toml").read_text().split("[[tool.importlinter.contracts]]")[1]
     listed = re.search(r"layers = \[(.*?)\]", text, re.S)[1]
     return [set(re.findall(r"\w+", line)) for line in re.findall(r'"(.*?)"', listed)][
@@ -20,17 +20,17 @@ def rooms_of_the_contract():
     ]  # the lowest first
 
 
-def rooms_of_the_plan():
+def packages_of_the_plan():
     plan = (ROOT / "docs/architecture.md").read_text().split("    foundry_fp8/\n", 1)[1].split("\n\n", 1)[0]
     return [re.match(r"\s+([a-z_]+)(?:/|\.py)", line)[1] for line in plan.splitlines()]
 
 
 def test_the_plan_lists_every_folder_in_the_order_of_the_contract():
-    readme, contract = rooms_of_the_plan(), rooms_of_the_contract()
+    readme, contract = packages_of_the_plan(), packages_of_the_contract()
     assert set(readme) == set().union(*contract)
-    place = {room: floor for floor, rooms in enumerate(contract) for room in rooms}
-    floors = [place[room] for room in readme if room != "config" and room != "compat"]
-    assert floors == sorted(floors)
+    place = {package: rank for rank, packages in enumerate(contract) for package in packages}
+    ranks = [place[package] for package in readme if package != "config" and package != "compat"]
+    assert ranks == sorted(ranks)
 
 
 def test_every_public_name_can_be_imported():
