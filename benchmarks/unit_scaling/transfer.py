@@ -35,7 +35,8 @@ from foundry_fp8.surgery.apply import apply_fp8
 FILE = RESULTS / "unit_scaling_transfer.json"
 IMAGE = Path(__file__).parents[2] / "docs" / "images" / "unit_scaling_transfer.png"
 BASE, LAYERS, HEAD_DIM, BATCH, SEQ = 32, 4, 16, 8, 128
-RATES = {"mus": [2.0**-k for k in range(7, 0, -1)], "sp": [2.0**-k for k in range(11, 4, -1)]}
+MUS_RATES = [2.0**-k for k in range(7, 0, -1)]
+RATES = {"mus": MUS_RATES, "mus_norm": MUS_RATES, "sp": [2.0**-k for k in range(11, 4, -1)]}
 
 
 def model_of(kind: str, width: int) -> nn.Module:
@@ -49,7 +50,9 @@ def model_of(kind: str, width: int) -> nn.Module:
         "rope_theta": 10000.0,
     }
     if kind != "sp":
-        return MusForCausalLM(MusConfig(**sizes, activation=kind.partition("-")[2] or "gelu"))
+        form, _, activation = kind.partition("-")
+        config = MusConfig(**sizes, activation=activation or "gelu", final_norm=form == "mus_norm")
+        return MusForCausalLM(config)
     return FogForCausalLM(
         FogConfig(
             variant="custom", activation="gelu", intermediate_size=4 * width, initializer_range=0.02, **sizes

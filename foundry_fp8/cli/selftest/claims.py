@@ -193,13 +193,13 @@ CLAIMS = (
     ),
     Claim(
         document="README.md",
-        quote="the default on Hopper: no state, follows every change",
+        quote="the default on Hopper; has no state",
         stages=STEPS,
         shown=_fast("current", 1.0),
     ),
     Claim(
         document="README.md",
-        quote="fastest; for models without outliers, FOG above all",
+        quote="fastest; for models without outliers",
         stages=STEPS,
         shown=_fast("delayed", 1.0),
     ),
