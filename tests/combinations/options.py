@@ -229,6 +229,7 @@ MUS = {
     **{name: FOG[name] for name in _SHARED},
     "rope_scaling": only(False),
     "hidden_multiplier": either(NULL, POSITIVE),
+    "final_norm": FLAG,
     "square_root_softmax": FLAG,
     "tau": either(NULL, TAU),
     "activation": word("gelu", "silu", "relu"),

@@ -99,10 +99,15 @@ class FogModel(FogPreTrainedModel):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList([self.block(config, i) for i in range(config.num_hidden_layers)])
-        self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps) if config.final_norm else nn.Identity()
+        self.norm = self.new_norm(config) if config.final_norm else nn.Identity()
         self.frequencies = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
         self.gradient_checkpointing = False
         self.post_init()
+
+    @staticmethod
+    def new_norm(config: FogConfig) -> nn.Module:
+        """The norm after the last block."""
+        return RMSNorm(config.hidden_size, eps=config.norm_eps)
 
     def get_input_embeddings(self) -> nn.Module:
         """The token embedding."""

@@ -42,6 +42,8 @@ class MusConfig(PretrainedConfig):
             it in their scales; such a model is not trained.
         tau: The share of each branch in the variance of the residual stream. Default: :func:`default_tau` of the depth.
         activation: ``gelu``, ``silu`` or ``relu``.
+        final_norm: Whether a LayerNorm follows the last block, as in MPT, which the paper trained; the paper's text names none. A
+            configuration that was saved without this key has none.
         square_root_softmax: Whether attention weighs values by the square roots of the probabilities, which keeps the variance of
             independent values; computed by the eager implementation, whatever ``attn_implementation`` says. The paper proposes it and trains
             without it.
@@ -64,7 +66,6 @@ class MusConfig(PretrainedConfig):
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012 (the name and the type are transformers')
 
     # What FOG's decoder, of which this one is made, asks of a configuration besides.
-    final_norm = False
     qk_norm = "none"
     embedding_multiplier = 1.0
 
@@ -81,6 +82,7 @@ class MusConfig(PretrainedConfig):
         hidden_multiplier: PositiveNumber | None = None,
         tau: Tau | None = None,
         activation: Literal["gelu", "silu", "relu"] = "gelu",
+        final_norm: bool = True,
         square_root_softmax: bool = False,
         max_position_embeddings: Positive = 4096,
         rope_theta: PositiveNumber = 10000.0,
@@ -115,6 +117,7 @@ class MusConfig(PretrainedConfig):
         self.hidden_multiplier = hidden_multiplier
         self.tau = default_tau(self.num_hidden_layers) if tau is None else float(tau)
         self.activation = activation
+        self.final_norm = final_norm
         self.square_root_softmax = square_root_softmax
         self.max_position_embeddings = max_position_embeddings
         self.rope_theta = rope_theta
@@ -126,6 +129,11 @@ class MusConfig(PretrainedConfig):
         self.use_cache = use_cache
         super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
         self._check(head_dim)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As transformers'; a saved configuration without ``final_norm`` is of a model that has none."""
+        return super().from_dict({"final_norm": False, **config_dict}, **kwargs)
 
     def _check(self, head_dim: int | None) -> None:
         if self.tie_word_embeddings:

@@ -68,11 +68,16 @@ class _UnitInit:
 
 
 class MusModel(_UnitInit, FogModel):
-    """The input table, with multiplier 1, and the blocks. The stream keeps unit variance, so that no norm ends it."""
+    """The input table, with multiplier 1, the blocks, and a LayerNorm: the stream's variance is 1 only until training makes branches agree."""
 
     config_class = MusConfig  # type: ignore[assignment]
     _no_split_modules = ["MusBlock"]  # type: ignore[assignment]  # noqa: RUF012
     block = MusBlock
+
+    @staticmethod
+    def new_norm(config: Any) -> nn.Module:
+        """The norm after the last block: a LayerNorm with a gain, as at the end of each branch."""
+        return nn.LayerNorm(config.hidden_size, eps=config.norm_eps, bias=False)
 
 
 class MusForCausalLM(_UnitInit, FogForCausalLM):

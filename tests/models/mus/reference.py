@@ -55,4 +55,6 @@ def logits(ids, weights, *, layers, heads, kv_heads, tau, activation, square_roo
         branch = hidden(ACTIVATIONS[activation](hidden(h, f"{block}.mlp.up_proj")), f"{block}.mlp.down_proj")
         branch = layer_norm(branch, weights[f"{block}.mlp_norm.weight"])
         h = math.sqrt(1 - tau) * h + math.sqrt(tau) * branch
+    if "model.norm.weight" in weights:
+        h = layer_norm(h, weights["model.norm.weight"])
     return torch.einsum("...i,oi->...o", h, weights["lm_head.weight"]) / d

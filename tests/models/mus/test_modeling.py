@@ -1,5 +1,6 @@
 """The µnit-scaled decoder against an independent float64 implementation, and what Hugging Face asks of it."""
 
+import json
 import math
 
 import pytest
@@ -38,8 +39,10 @@ def randomised(model):
 
 @pytest.mark.parametrize("activation", ["gelu", "silu", "relu"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_logits_and_gradients_are_those_of_the_equations(activation, attention):
-    model = randomised(small(activation=activation, tau=0.3)).double()
+@pytest.mark.parametrize("final_norm", [True, False])
+def test_logits_and_gradients_are_those_of_the_equations(activation, attention, final_norm):
+    model = randomised(small(activation=activation, tau=0.3, final_norm=final_norm)).double()
+    assert ("model.norm.weight" in dict(model.named_parameters())) == final_norm
     model.config._attn_implementation = attention
     weights = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
     ids = torch.randint(0, 96, (2, 12))
@@ -88,6 +91,19 @@ def test_square_root_softmax_is_kept_by_a_checkpoint_and_by_its_cache(tmp_path):
         for cached in (True, False)
     ]
     assert torch.equal(*found)
+
+
+def test_a_checkpoint_keeps_its_final_norm_and_one_from_before_has_none(tmp_path):
+    for name, model in (("with", randomised(small())), ("without", small(final_norm=False))):
+        model.eval().save_pretrained(tmp_path / name)
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        if name == "without":
+            del config["final_norm"]  # as releases before 0.2 wrote it
+            (tmp_path / name / "config.json").write_text(json.dumps(config))
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / name).eval()
+        ids = torch.randint(0, 96, (2, 12))
+        assert torch.equal(loaded(ids).logits, model(ids).logits)
+        assert loaded.config.final_norm == (name == "with")
 
 
 def test_the_residual_keeps_variance_and_has_two_equal_forms():

@@ -38,7 +38,7 @@ def test_hidden_weights_alone_get_the_width_rule_and_schedulers_keep_it(kind):
         for i in range(2)
         for part in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj")
     }
-    assert {names[id(p)].split(".")[-2] for p in other["params"]} == {"embed_tokens", "lm_head", "attention_norm", "mlp_norm"}  # fmt: skip
+    assert {names[id(p)].split(".")[-2] for p in other["params"]} == {"embed_tokens", "lm_head", "attention_norm", "mlp_norm", "norm"}  # fmt: skip
     assert (hidden["lr"], other["lr"]) == (0.25, 0.5)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
     model(torch.randint(0, 96, (2, 8))).logits.square().sum().backward()

@@ -146,8 +146,10 @@ def test_the_two_forms_are_one_model(root: Path) -> None:
 
     tokenizer = build_tokenizer(str(root / "tokenizer"), {"model_max_length": SEQ})
     mpt, mus = (
-        build_composer_model(name=(cfg := dict(MODELS[kind])).pop("name"), tokenizer=tokenizer, cfg=cfg).model
-        for kind in ("mpt", "mus_causal_lm")
+        build_composer_model(
+            name=(cfg := {**MODELS[kind], **changes}).pop("name"), tokenizer=tokenizer, cfg=cfg
+        ).model
+        for kind, changes in (("mpt", {}), ("mus_causal_lm", {"final_norm": False}))
     )
     initialise_mpt_head(mpt)
     for name, parameter in mpt.named_parameters():
