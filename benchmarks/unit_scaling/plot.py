@@ -66,7 +66,9 @@ def paired(result: dict[str, Any]) -> None:
     """FP8 against float32 at the same rate and seed, and what FP8 flushed of down_proj's input by activation, as Markdown tables."""
     keys = ("kind", "steps", "width", "lr", "seed", "decay")
     twins = {tuple(map(r.get, keys)): r["loss"] for r in result["runs"] if r["precision"] == "fp32"}
-    pairs: dict[tuple[str, int, int, float], dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
+    pairs: dict[tuple[str, int, int, float], dict[float, list[float]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
     flushed: dict[str, list[list[float]]] = defaultdict(list)
     for run in (run for run in result["runs"] if run["precision"] == "fp8"):
         if (twin := twins.get(tuple(map(run.get, keys)))) is not None:
