@@ -137,6 +137,29 @@ def test_added_on_resume_it_asks_for_an_optimizer_without_the_old_groups(root: P
     assert rates == {"hidden": 0.04, "other": 0.08} and int(resumed.state.timestamp.batch) == 2
 
 
+@pytest.mark.parametrize(
+    "kind, off", [("mpt", {"norm_type": "no_norm"}), ("mus_causal_lm", {"final_norm": False})]
+)
+def test_a_run_from_before_the_final_norm_resumes_and_is_exported_by_the_option(
+    kind: str, off: dict[str, Any], root: Path, tmp_path: Path
+) -> None:
+    from foundry_fp8.cli.composer_checkpoint import read_checkpoint
+
+    short = {"max_duration": "2ba"}
+    run(root, kind, off, save_folder=str(tmp_path), save_interval="1ba", **short).close()
+    path = tmp_path / "ep0-ba1-rank0.pt"
+    saved = torch.load(path, weights_only=False)
+    saved["state"]["integrations"]["huggingface"]["model"]["config"]["content"].pop("final_norm", None)
+    del dict(saved["state"]["algorithms"])["UnitScaling"]["final_norm"]
+    torch.save(saved, path)
+
+    with pytest.raises(RuntimeError, match=r"trained with final_norm False.*Set model\.final_norm \(MPT"):
+        run(root, kind, load_path=str(path), **short)
+    assert int(run(root, kind, off, load_path=str(path), **short).state.timestamp.batch) == 2
+    names = [name for name, _ in read_checkpoint(path).model.named_parameters()]
+    assert not {"model.transformer.norm_f.weight", "model.model.norm.weight"} & set(names)
+
+
 @pytest.mark.parametrize("final_norm", [True, False])
 def test_the_two_forms_are_one_model(final_norm: bool, root: Path) -> None:
     """The same weights give the same logits and gradients, in FP8 too, though one block sums plainly and the other does not."""
