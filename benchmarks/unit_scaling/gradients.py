@@ -3,7 +3,8 @@
     python benchmarks/unit_scaling/gradients.py --steps 200
 
 The same weights and the same batches (six of 1024 tokens), in float32 and in FP8: ``unit`` for the µnit-scaled model, current scaling
-for the standard parametrisation, each at its best rate of ``transfer.py``. Beside it, how large attention's logits are.
+for the standard parametrisation, each at its best rate of ``transfer.py``. Beside it, how large attention's logits and
+the residual stream are.
 """
 
 from __future__ import annotations

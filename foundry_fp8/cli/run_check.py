@@ -254,8 +254,8 @@ def _unit_scaling(config: Mapping[str, Any], model: Any) -> list[Finding]:
     if not described.final_norm:
         option = "norm_type: mus_norm" if config["model"]["name"] == "mpt_causal_lm" else "final_norm: true"
         found.append(
-            Finding("unit scaling", "warning", "no norm after the last block: gains and input table train, so that the stream leaves "
-                    f"unit variance, which the head's 1/d needs; set model.{option}, unless the run resumes a checkpoint without it")
+            Finding("unit scaling", "warning", "no norm after the last block: the residual stream grows, since the head needs larger "
+                    f"logits than 1/d gives, and FP8's gradients are off; set model.{option}, unless the run resumes a checkpoint without it")
         )  # fmt: skip
     optimizer = config.get("optimizer") or {}
     name = str(optimizer.get("name"))
