@@ -23,7 +23,6 @@ PLACES = {
     "base_width": f"{KEY}.base_width",
     "final_norm": "model.final_norm (MPT: model.norm_type, no_norm for none)",
 }
-"""Where the YAML has what a resumed run has to agree with."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

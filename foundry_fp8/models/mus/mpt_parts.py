@@ -39,11 +39,6 @@ class MusMPTNorm(nn.LayerNorm):
     """``norm_type: mus_norm``: a LayerNorm after the last block, with a gain and no bias, and the identity within blocks.
 
     MPT builds all its norms alike. Then it writes ``block_idx`` into the modules of its blocks, and ``norm_f`` is none of them.
-
-    Args:
-        normalized_shape: Width.
-        eps: Epsilon.
-        device: Where to create the gain.
     """
 
     def __init__(self, normalized_shape: int, eps: PositiveNumber = 1e-5, device: str | None = None) -> None:

@@ -67,12 +67,10 @@ def unit_scaled(model: nn.Module, key: str) -> UnitScaledModel:
             )
     found = {getattr(module, "tau", None) for module in model.modules()}
     taus = sorted(tau for tau in found if isinstance(tau, float))
+    final_norm = getattr(config, "norm_type", None) == "mus_norm" or getattr(config, "final_norm", False)
     return UnitScaledModel(
-        width=width,
-        taus=tuple(taus),
-        hidden=frozenset(f"{name}.weight" for name in hidden),
-        final_norm=getattr(config, "norm_type", None) == "mus_norm" or getattr(config, "final_norm", False),
-    )
+        width=width, taus=tuple(taus), hidden=frozenset(f"{name}.weight" for name in hidden), final_norm=final_norm
+    )  # fmt: skip
 
 
 def initialise_mpt_head(model: nn.Module) -> None:
