@@ -3,7 +3,8 @@
     python benchmarks/unit_scaling/gradients.py --steps 200
 
 The same weights and the same batches (six of 1024 tokens), in float32 and in FP8: ``unit`` for the µnit-scaled model, current scaling
-for the standard parametrisation, each at its best rate of ``transfer.py``. Beside it, how large attention's logits are.
+for the standard parametrisation, each at its best rate of ``transfer.py``. Beside it, how large attention's logits and
+the residual stream are.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from common import RESULTS, environment
 from transfer import BATCH, HEAD_DIM, Corpus, fp8, groups, loss_of, model_of
 
 FILE = RESULTS / "unit_scaling_gradients.json"
-RATES = {"mus": 2.0**-5, "sp": 2.0**-8}
+RATES = {"mus": 2.0**-5, "mus_norm": 2.0**-5, "sp": 2.0**-8}
 BATCHES = 6
 
 
@@ -65,7 +66,10 @@ def compare(kind: str, width: int, model: nn.Module, batches: list[Tensor]) -> d
         / len(exact)
         for name in exact[0]
     }  # fmt: skip
-    return {"error": error, "largest logit": logit_spread(model, batches[0])}
+    with torch.no_grad():
+        states = model(batches[0], output_hidden_states=True).hidden_states
+    stream = [float(state.std()) for state in states]
+    return {"error": error, "largest logit": logit_spread(model, batches[0]), "stream": stream}
 
 
 def main() -> None:
@@ -95,7 +99,21 @@ def main() -> None:
                         [f"{v:.2f}" for n, v in error.items() if part in n] for part in ("qkv_proj", "o_proj")
                     )
                     logits = [f"{v:.0f}" for v in rows[-1]["largest logit"]]
-                    print(kind, width, step, "qkv", *qkv, "| o", *out, "| logits", *logits, flush=True)
+                    stream = [f"{v:.2f}" for v in rows[-1]["stream"]]
+                    print(
+                        kind,
+                        width,
+                        step,
+                        "qkv",
+                        *qkv,
+                        "| o",
+                        *out,
+                        "| logits",
+                        *logits,
+                        "| stream",
+                        *stream,
+                        flush=True,
+                    )
                 optimizer.zero_grad()
                 loss_of(model, corpus.batch(corpus.train, BATCH, generator)).backward()
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -23,7 +23,7 @@ def draw(result: dict[str, Any], image: Path) -> None:
     by_seed: dict[tuple[str, str, int], dict[int, dict[float, float]]] = defaultdict(
         lambda: defaultdict(dict)
     )
-    for run in (run for run in result["runs"] if run["steps"] == GRID_STEPS):
+    for run in (r for r in result["runs"] if r["steps"] == GRID_STEPS and not r.get("decay")):
         by_seed[run["kind"], run["precision"], run["width"]][run["seed"]][run["lr"]] = run["loss"]
     curves: dict[tuple[str, str, int], dict[float, list[float]]] = {}
     for key, seeds in by_seed.items():
@@ -64,20 +64,22 @@ def draw(result: dict[str, Any], image: Path) -> None:
 
 def paired(result: dict[str, Any]) -> None:
     """FP8 against float32 at the same rate and seed, and what FP8 flushed of down_proj's input by activation, as Markdown tables."""
-    keys = ("kind", "steps", "width", "lr", "seed")
-    twins = {tuple(r[k] for k in keys): r["loss"] for r in result["runs"] if r["precision"] == "fp32"}
-    pairs: dict[tuple[str, int, int], dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
+    keys = ("kind", "steps", "width", "lr", "seed", "decay")
+    twins = {tuple(map(r.get, keys)): r["loss"] for r in result["runs"] if r["precision"] == "fp32"}
+    pairs: dict[tuple[str, int, int, float], dict[float, list[float]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
     flushed: dict[str, list[list[float]]] = defaultdict(list)
     for run in (run for run in result["runs"] if run["precision"] == "fp8"):
-        if (twin := twins.get(tuple(run[k] for k in keys))) is not None:
-            found = pairs[run["kind"], run["steps"], run["width"]]
+        if (twin := twins.get(tuple(map(run.get, keys)))) is not None:
+            found = pairs[run["kind"], run["steps"], run["width"], run.get("decay", 0.0)]
             found[run["lr"]].append(100 * (run["loss"] / twin - 1))
         if (run["steps"], run["width"], run["lr"]) == (GRID_STEPS, 64, 2.0**-3):
             layers = [100 * v for name, v in run["flushed"].items() if name.endswith("down_proj/x")]
             flushed[run["kind"]].append(layers)
-    print("\n| run | steps | width | rate | FP8 above float32, %, by seed | mean | standard error |")
-    print("|---|---|---|---|---|---|---|")
-    for (kind, steps, width), by_rate in sorted(pairs.items()):
+    print("\n| run | steps | width | decay | rate | FP8 above float32, %, by seed | mean | standard error |")
+    print("|---|---|---|---|---|---|---|---|")
+    for (kind, steps, width, decay), by_rate in sorted(pairs.items()):
         chosen = {
             f"2^{math.log2(lr):.0f}": v
             for lr, v in sorted(by_rate.items())
@@ -88,7 +90,7 @@ def paired(result: dict[str, Any]) -> None:
             each = ", ".join(f"{x:+.2f}" for x in found) if name != "all" else ""
             error = f"{statistics.stdev(found) / len(found) ** 0.5:.2f}" if len(found) > 1 else ""
             mean = f"{statistics.fmean(found):+.2f}" if found else ""
-            print(f"| {kind} | {steps} | {width} | {name} | {each} | {mean} | {error} |")
+            print(f"| {kind} | {steps} | {width} | {decay:g} | {name} | {each} | {mean} | {error} |")
     print("\n| activation | seeds | % of down_proj's input flushed, layers 0 to 3 |\n|---|---|---|")
     for kind, by_seed in flushed.items():
         means = [statistics.fmean(layer) for layer in zip(*by_seed, strict=True)]

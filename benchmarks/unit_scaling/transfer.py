@@ -6,7 +6,8 @@
 Bytes of the demo's corpus (the standard library's source), 4 layers, AdamW without weight decay, cosine to 10 %. A run that
 is in the results file already is not repeated. SP is a pre-norm decoder of the same parts (RoPE, GELU, 4x MLP, untied) with
 weights of standard deviation 0.02 and one learning rate for everything. Arms mus-relu/fp8 and mus-silu/fp8 change the
-activation; sp/fp8 is SP in current scaling. Each loss is the mean over held-out sequences.
+activation; sp/fp8 is SP in current scaling; mus_norm has the LayerNorm after the last block, mus does not. --decay is fully
+decoupled and takes matrices alone. Each loss is the mean over held-out sequences.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
 
 
-def train(kind: str, precision: str, width: int, lr: float, seed: int, steps: int, corpus: Corpus) -> dict[str, Any]:  # fmt: skip
+def train(kind: str, precision: str, width: int, lr: float, seed: int, steps: int, corpus: Corpus, decay: float = 0.0) -> dict[str, Any]:  # fmt: skip
     torch.manual_seed(seed)
     model = model_of(kind, width).train()
     if precision == "fp8":
@@ -119,6 +120,9 @@ def train(kind: str, precision: str, width: int, lr: float, seed: int, steps: in
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        with torch.no_grad():
+            for parameter in (p for p in model.parameters() if p.dim() == 2 and decay):
+                parameter.mul_(1 - decay * schedule.lr_lambdas[0](step))
         optimizer.step()
         schedule.step()
         losses.append(loss.item())
@@ -133,6 +137,8 @@ def train(kind: str, precision: str, width: int, lr: float, seed: int, steps: in
         "steps": steps,
         "train_loss": sum(losses[-10:]) / len(losses[-10:]),
     }
+    if decay:
+        found["decay"] = decay
     if probe is not None:
         probe.detach()
         found["flushed"] = {
@@ -158,6 +164,7 @@ def main() -> None:
         "--exponents", help="learning rates as powers of 1/2: 4,3,2,1; by default each arm's seven"
     )
     parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--decay", type=float, default=0.0, help="weight decay of a step, at the peak rate")
     parser.add_argument("--plot", action="store_true")
     args = parser.parse_args()
     if args.plot:
@@ -172,12 +179,12 @@ def main() -> None:
                 kind, precision = arm.split("/")
                 exponents = args.exponents and [2.0 ** -int(k) for k in args.exponents.split(",")]
                 for lr in exponents or RATES[kind.partition("-")[0]]:
-                    key = (kind, precision, width, lr, seed, args.steps)
+                    key = (kind, precision, width, lr, seed, args.steps, args.decay)
                     result = read()
                     names = ("kind", "precision", "width", "lr", "seed", "steps")
-                    if key in [tuple(run[n] for n in names) for run in result["runs"]]:
+                    if key in [(*(run[n] for n in names), run.get("decay", 0.0)) for run in result["runs"]]:
                         continue
-                    run = train(kind, precision, width, lr, seed, args.steps, corpus)
+                    run = train(kind, precision, width, lr, seed, args.steps, corpus, args.decay)
                     result["runs"].append(run)
                     result["environment"] = environment()
                     FILE.write_text(json.dumps(result, indent=1) + "\n")

@@ -97,9 +97,9 @@ def _build(state: dict[str, Any], path: Path) -> nn.Module:
             whole: nn.Module = model
             return whole
         try:
-            config = transformers.AutoConfig.for_model(name, **values)
+            config = transformers.CONFIG_MAPPING[name].from_dict(values)
             built: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
-        except ValueError as error:
+        except (KeyError, ValueError) as error:
             raise ConfigError(
                 f"{path}: its model_type {name} is none that transformers builds a causal language model of. Load it yourself, "
                 "convert it (apply_fp8, FP8State.load_state_dict), and call export_fp8."

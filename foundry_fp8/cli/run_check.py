@@ -52,6 +52,7 @@ def check_run(path: Path, hardware: Hardware) -> list[Finding]:
         return found
     found += _attention_kernel(config)
     found += _memory(config, model, hardware)
+    found += _unit_scaling(config, model)
     found += _targets(config, model)
     found += _conversion(config, model, hardware)
     return found
@@ -235,6 +236,35 @@ def _attention_kernel(config: Mapping[str, Any]) -> list[Finding]:
         found.append(
             Finding("attention", "ok", f"{'flash' if flash else attention.get('attn_impl', 'sdpa')}, {masks}")
         )
+    return found
+
+
+def _unit_scaling(config: Mapping[str, Any], model: Any) -> list[Finding]:
+    """What a µnit-scaled run lacks: the norm at its end, and weight decay."""
+    from foundry_fp8.layers.unit_linear import UnitLinear
+    from foundry_fp8.models.mus.structure import unit_scaled
+
+    if not any(isinstance(module, UnitLinear) for module in model.modules()):
+        return []
+    try:
+        described = unit_scaled(model, "algorithms.unit_scaling")
+    except ConfigError as error:
+        return [Finding("unit scaling", "error", str(error))]
+    found = []
+    if not described.final_norm:
+        option = "norm_type: mus_norm" if config["model"]["name"] == "mpt_causal_lm" else "final_norm: true"
+        found.append(
+            Finding("unit scaling", "warning", "no norm after the last block: the residual stream grows, since the head needs larger "
+                    f"logits than 1/d gives, and FP8's gradients are off; set model.{option}, unless the run resumes a checkpoint without it")
+        )  # fmt: skip
+    optimizer = config.get("optimizer") or {}
+    name = str(optimizer.get("name"))
+    default = 1e-5 if name == "decoupled_adamw" else 0.0
+    if not name.startswith("decoupled_") or not optimizer.get("weight_decay", default):
+        found.append(
+            Finding("unit scaling", "warning", "no decoupled weight decay: weights grow, and unit variance goes; the paper sweeps "
+                    "it beside the learning rate. Set optimizer.weight_decay of decoupled_lionw or decoupled_adamw")
+        )  # fmt: skip
     return found
 
 

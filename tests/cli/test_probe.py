@@ -52,7 +52,7 @@ def test_the_layers_of_a_damaged_block_of_a_checkpoint_are_named(run, tmp_path):
 
 
 def test_the_same_as_json(run):
-    found = json.loads(doctor(run[0], "--json").output)
+    found = json.loads(doctor(run[0], "--json").stdout)
     assert {"delayed", "current", "block"} <= found["errors"]["all layers"].keys() and found["layers"] == []
 
 

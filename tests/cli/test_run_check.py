@@ -120,6 +120,38 @@ def test_what_would_fail_is_found_before_the_start(run, changes, topic, message)
     assert any(message in f.text and f.level == "error" for f in found[topic]), found
 
 
+@pytest.mark.parametrize("kind", ["mus", "mpt-mus"])
+def test_a_unit_scaled_run_is_told_what_it_lacks(kind, tmp_path):
+    """One warning for the norm after the last block, one for weight decay, none where both are there."""
+    stock = Path(__file__).parents[2] / "yamls" / "demo" / f"{kind}.yaml"
+
+    def said(**changes):
+        config = OmegaConf.load(stock)
+        for key, value in changes.items():
+            OmegaConf.update(config, key.replace("__", "."), value, merge=False, force_add=True)
+        OmegaConf.save(config, tmp_path / "run.yaml")
+        found = [f for f in check_run(tmp_path / "run.yaml", HERE) if f.topic == "unit scaling"]
+        assert all(f.level == "warning" for f in found)
+        return [f.text for f in found]
+
+    off, on = {
+        "mus": ({"model__final_norm": False}, "model.final_norm: true"),
+        "mpt-mus": ({"model__norm_type": "no_norm"}, "model.norm_type: mus_norm"),
+    }[kind]
+    assert said() == []
+    (norm,) = said(**off)
+    assert norm.startswith("no norm after the last block") and on in norm
+    for changes in (
+        {"optimizer__weight_decay": 0.0},
+        {"optimizer": {"name": "decoupled_lionw", "lr": 1e-3}},
+        {"optimizer": {"name": "adamw", "lr": 1e-3, "weight_decay": 0.1}},
+    ):
+        (decay,) = said(**changes)
+        assert decay.startswith("no decoupled weight decay: weights grow")
+    assert said(optimizer={"name": "decoupled_adamw", "lr": 1e-3}) == []  # Composer's default is 1e-5
+    assert len(said(**off, optimizer__weight_decay=0.0)) == 2
+
+
 def test_the_command_prints_a_line_each_and_ends_with_2_where_the_run_would_fail(tmp_path):
     path = tmp_path / "run.yaml"
     shutil.copy(YAMLS / "mpt-125m.yaml", path)

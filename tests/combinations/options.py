@@ -253,6 +253,7 @@ PARTS: dict[str, dict[str, Takes]] = {
     },
     "mus_attention": {"norm_eps": POSITIVE, "tau": TAU},
     "no_norm": {"eps": either(NULL, POSITIVE)},
+    "mus_norm": {"eps": POSITIVE},
     "mus_ffn": {"ffn_hidden_size": FFN["ffn_hidden_size"], "ffn_act": word("gelu", "silu", "relu"), "norm_eps": POSITIVE, "tau": TAU},
 }  # fmt: skip
 KINDS = {
@@ -263,5 +264,5 @@ KINDS = {
     "model": {"fog_causal_lm": FOG, "mus_causal_lm": MUS},
     "model.ffn_config": {name: PARTS[name] for name in ("fog_ffn", "smooth_swiglu", "mus_ffn")},
     "model.attn_config": {name: PARTS[name] for name in ("fog_attention", "mus_attention")},
-    "model.norm": {"no_norm": PARTS["no_norm"]},
+    "model.norm": {name: PARTS[name] for name in ("no_norm", "mus_norm")},
 }

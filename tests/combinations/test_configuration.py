@@ -38,7 +38,7 @@ MAPPINGS = [
 """Those that take a mapping, or a list of some."""
 
 UNIT = {"name": "unit", "bias": False}
-PATHS = {"no_norm": "model.norm_eps"}
+PATHS = {"no_norm": "model.norm_eps", "mus_norm": "model.norm_eps"}
 """Where an option is not written under its own name."""
 
 
@@ -70,7 +70,7 @@ def build(kind: str, name: str, options: dict[str, Any]) -> Any:
                 **options,
             },
         )
-    if name == "no_norm":
+    if name in ("no_norm", "mus_norm"):
         return layers.build_norm(name, 32, **options)
     return layers.build_ffn(name, 32, 2, "cpu", False, options)
 

@@ -18,6 +18,12 @@ __all__ = ["UnitScaling", "UnitScalingConfig"]
 
 log = logging.getLogger(__name__)
 
+PLACES = {
+    "tau": "model.tau",
+    "base_width": f"{KEY}.base_width",
+    "final_norm": "model.final_norm (MPT: model.norm_type, no_norm for none)",
+}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UnitScalingConfig(Config):
@@ -82,10 +88,11 @@ class UnitScaling(Algorithm):
             "base_width": self.config.base_width,
             "width": self._described.width,
             "tau": list(self._described.taus),
+            "final_norm": self._described.final_norm,
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run has to agree with: base width, width, tau."""
+        """What a resumed run has to agree with: base width, width, tau, the final norm."""
         found = super().state_dict()  # its repr, as Composer's own algorithms have it
         return found if self._described is None else found | self._facts()
 
@@ -93,17 +100,13 @@ class UnitScaling(Algorithm):
         """Compare.
 
         Raises:
-            RuntimeError: The checkpoint was trained with another base width, width or tau.
+            RuntimeError: The checkpoint was trained with another base width, width or tau, or without the final norm.
         """
+        if "width" in state:
+            state = {"final_norm": False, **state}  # checkpoints from before the key have none
         for name, value in self._facts().items():
             if name in state and state[name] != value:
-                where = (
-                    "model.tau"
-                    if name == "tau"
-                    else f"{KEY}.base_width"
-                    if name == "base_width"
-                    else "the model"
-                )
+                where = PLACES.get(name, "the model")
                 raise RuntimeError(
                     f"{KEY}: the checkpoint was trained with {name} {state[name]}, this run has {value}. "
                     f"Set {where} as it was: the weights were trained for it."

@@ -1,13 +1,13 @@
 """µnit Scaling's parts for MPT, through LLM Foundry's layer registries.
 
-MPT's block is ``x + attn(norm_1(x))``, then ``x + ffn(norm_2(x))``. With ``norm_type: no_norm`` a branch is given x itself,
-so that the part at its end can return what makes the block's plain sum the fixed(tau) residual::
+MPT's block is ``x + attn(norm_1(x))``, then ``x + ffn(norm_2(x))``. With ``norm_type: mus_norm`` a branch is given x itself,
+so that the part at its end can return what makes the block's plain sum the fixed(tau) residual; a LayerNorm ends the model::
 
     no_bias: true
     learned_pos_emb: false
     tie_word_embeddings: false
     logit_scale: 0.00048828125          # 1/d_model: the head's output multiplier
-    norm_type: no_norm
+    norm_type: mus_norm
     fc_type: {name: unit}
     init_config: {name: unit_normal_}
     attn_config: {attn_type: mus_attention, tau: 0.1849, rope: true, ...}
@@ -27,12 +27,38 @@ from llmfoundry.models.layers.ffn import resolve_ffn_hidden_size
 from llmfoundry.models.utils.param_init_fns import generic_param_init_fn_
 from torch import Tensor, nn
 
-from foundry_fp8.config import ConfigError, Positive, PositiveNumber, check_arguments
+from foundry_fp8.config import ConfigError, Positive, PositiveNumber, accept, check_arguments
 from foundry_fp8.layers.unit_linear import set_multiplier
 from foundry_fp8.models.mus.modeling import MusMLP
 from foundry_fp8.models.mus.residual import Tau, branch_for_plain_residual
 
-__all__ = ["MusMPTAttention", "MusMPTFFN", "build_mus_ffn", "unit_normal_"]
+__all__ = ["MusMPTAttention", "MusMPTFFN", "MusMPTNorm", "build_mus_ffn", "unit_normal_"]
+
+
+class MusMPTNorm(nn.LayerNorm):
+    """``norm_type: mus_norm``: a LayerNorm after the last block, with a gain and no bias, and the identity within blocks.
+
+    MPT builds all its norms alike. Then it writes ``block_idx`` into the modules of its blocks, and ``norm_f`` is none of them.
+    """
+
+    def __init__(self, normalized_shape: int, eps: PositiveNumber = 1e-5, device: str | None = None) -> None:
+        accept(PositiveNumber, eps, "model.norm_eps")
+        super().__init__(normalized_shape, eps=eps, device=device, bias=False)
+
+    @property
+    def block_idx(self) -> int:
+        """The block that it lies in; none has the final norm."""
+        return self._block_idx
+
+    @block_idx.setter
+    def block_idx(self, index: int) -> None:
+        self._block_idx = index
+        self.elementwise_affine = False
+        self.register_parameter("weight", None)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``input``: [..., width]. Returns the same shape."""
+        return super().forward(input) if self.elementwise_affine else input
 
 
 class MusMPTAttention(GroupedQueryAttention):

@@ -23,11 +23,13 @@ class UnitScaledModel:
         width: Of the residual stream.
         taus: The residual coefficients in use, without repetition.
         hidden: Names of the hidden weights, as the model was built (without wrappers' parts).
+        final_norm: Whether a LayerNorm follows the last block.
     """
 
     width: int
     taus: tuple[float, ...]
     hidden: frozenset[str]
+    final_norm: bool
 
 
 def unit_scaled(model: nn.Module, key: str) -> UnitScaledModel:
@@ -65,9 +67,10 @@ def unit_scaled(model: nn.Module, key: str) -> UnitScaledModel:
             )
     found = {getattr(module, "tau", None) for module in model.modules()}
     taus = sorted(tau for tau in found if isinstance(tau, float))
+    final_norm = getattr(config, "norm_type", None) == "mus_norm" or getattr(config, "final_norm", False)
     return UnitScaledModel(
-        width=width, taus=tuple(taus), hidden=frozenset(f"{name}.weight" for name in hidden)
-    )
+        width=width, taus=tuple(taus), hidden=frozenset(f"{name}.weight" for name in hidden), final_norm=final_norm
+    )  # fmt: skip
 
 
 def initialise_mpt_head(model: nn.Module) -> None:
@@ -90,7 +93,7 @@ def _check_mpt(config: Any, key: str) -> None:
     head = 1 / config.d_model
     scale = config.logit_scale
     for part, found, right, expected in (
-        ("norm_type", config.norm_type, config.norm_type == "no_norm", "no_norm"),
+        ("norm_type", config.norm_type, config.norm_type in ("mus_norm", "no_norm"), "mus_norm (no_norm: without the final norm)"),
         ("learned_pos_emb", config.learned_pos_emb, not config.learned_pos_emb, "false (use attn_config.rope)"),
         ("tie_word_embeddings", config.tie_word_embeddings, not config.tie_word_embeddings, "false"),
         (

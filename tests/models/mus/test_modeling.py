@@ -98,7 +98,7 @@ def test_a_checkpoint_keeps_its_final_norm_and_one_from_before_has_none(tmp_path
         model.eval().save_pretrained(tmp_path / name)
         config = json.loads((tmp_path / name / "config.json").read_text())
         if name == "without":
-            del config["final_norm"]  # as releases before 0.2 wrote it
+            del config["final_norm"]  # as it was before there was the key
             (tmp_path / name / "config.json").write_text(json.dumps(config))
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / name).eval()
         ids = torch.randint(0, 96, (2, 12))

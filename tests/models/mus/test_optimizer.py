@@ -111,7 +111,7 @@ def test_the_algorithm_checks_when_training_starts_that_its_groups_survived():
         assert algorithm.match(event, state)
         algorithm.apply(event, state, Logger(state, destinations=[logged]))
     assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.5]
-    facts = {"base_width": 16, "width": 64, "tau": [0.4], "hidden_lr_factor": 0.5}
+    facts = {"base_width": 16, "width": 64, "tau": [0.4], "final_norm": True, "hidden_lr_factor": 0.5}
     assert logged.hyperparameters["unit_scaling"] == facts
     optimizer.param_groups[:] = DecoupledAdamW(model.parameters(), lr=0.5).param_groups
     with pytest.raises(RuntimeError, match=r"unit_scaling: .* and the optimizer has it in the group None"):

@@ -41,7 +41,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "learned_pos_emb": False,
         "tie_word_embeddings": False,
         "logit_scale": 1 / 64,
-        "norm_type": "no_norm",
+        "norm_type": "mus_norm",
         "fc_type": {"name": "unit"},
         "init_config": {"name": "unit_normal_"},
         "attn_config": {
@@ -137,20 +137,51 @@ def test_added_on_resume_it_asks_for_an_optimizer_without_the_old_groups(root: P
     assert rates == {"hidden": 0.04, "other": 0.08} and int(resumed.state.timestamp.batch) == 2
 
 
-def test_the_two_forms_are_one_model(root: Path) -> None:
+@pytest.mark.parametrize(
+    "kind, off", [("mpt", {"norm_type": "no_norm"}), ("mus_causal_lm", {"final_norm": False})]
+)
+def test_a_run_from_before_the_final_norm_resumes_and_is_exported_by_the_option(
+    kind: str, off: dict[str, Any], root: Path, tmp_path: Path
+) -> None:
+    from foundry_fp8.cli.composer_checkpoint import read_checkpoint
+
+    short = {"max_duration": "2ba"}
+    run(root, kind, off, save_folder=str(tmp_path), save_interval="1ba", **short).close()
+    path = tmp_path / "ep0-ba1-rank0.pt"
+    saved = torch.load(path, weights_only=False)
+    saved["state"]["integrations"]["huggingface"]["model"]["config"]["content"].pop("final_norm", None)
+    del dict(saved["state"]["algorithms"])["UnitScaling"]["final_norm"]
+    torch.save(saved, path)
+
+    with pytest.raises(RuntimeError, match=r"trained with final_norm False.*Set model\.final_norm \(MPT"):
+        run(root, kind, load_path=str(path), **short)
+    assert int(run(root, kind, off, load_path=str(path), **short).state.timestamp.batch) == 2
+    names = [name for name, _ in read_checkpoint(path).model.named_parameters()]
+    assert not {"model.transformer.norm_f.weight", "model.model.norm.weight"} & set(names)
+
+
+@pytest.mark.parametrize("final_norm", [True, False])
+def test_the_two_forms_are_one_model(final_norm: bool, root: Path) -> None:
     """The same weights give the same logits and gradients, in FP8 too, though one block sums plainly and the other does not."""
     from llmfoundry.utils.builders import build_composer_model, build_tokenizer
 
-    from foundry_fp8.models.mus.structure import initialise_mpt_head
+    from foundry_fp8.models.mus.structure import initialise_mpt_head, unit_scaled
     from foundry_fp8.surgery.apply import apply_fp8
 
     tokenizer = build_tokenizer(str(root / "tokenizer"), {"model_max_length": SEQ})
+    without: dict[str, dict[str, Any]] = {
+        "mpt": {"norm_type": "no_norm"},
+        "mus_causal_lm": {"final_norm": False},
+    }
     mpt, mus = (
         build_composer_model(
-            name=(cfg := {**MODELS[kind], **changes}).pop("name"), tokenizer=tokenizer, cfg=cfg
+            name=(cfg := {**MODELS[kind], **({} if final_norm else off)}).pop("name"),
+            tokenizer=tokenizer,
+            cfg=cfg,
         ).model
-        for kind, changes in (("mpt", {}), ("mus_causal_lm", {"final_norm": False}))
+        for kind, off in without.items()
     )
+    assert all(unit_scaled(model, "key").final_norm == final_norm for model in (mpt, mus))
     initialise_mpt_head(mpt)
     for name, parameter in mpt.named_parameters():
         expected = 1.0 if parameter.dim() == 2 else 0.0
@@ -158,12 +189,14 @@ def test_the_two_forms_are_one_model(root: Path) -> None:
     renamed = {
         "wte": "embed_tokens", "blocks": "layers", "attn.Wqkv": "self_attn.qkv_proj", "attn.out_proj": "self_attn.o_proj",
         "attn.post_norm": "attention_norm", "ffn.post_norm": "mlp_norm", "ffn.": "mlp.", "transformer": "model",
+        "norm_f": "norm",
     }  # fmt: skip
     pairs = []
     for name, parameter in mpt.named_parameters():
         for old, new in renamed.items():
             name = name.replace(old, new)
         pairs.append((name, parameter, mus.get_parameter(name)))
+    assert len(pairs) == len(list(mus.parameters())) == 2 + 2 * 6 + final_norm
     for _, parameter, same in pairs:
         parameter.data.add_(torch.rand_like(parameter) * 0.2) if parameter.dim() == 1 else None
         same.data.copy_(parameter.data)
@@ -190,7 +223,7 @@ def test_the_two_forms_are_one_model(root: Path) -> None:
     "change, said",
     [
         ({"logit_scale": None}, r"model\.logit_scale: None; in a µnit-scaled MPT it is 1/d_model"),
-        ({"norm_type": "layernorm"}, r"model\.norm_type"),
+        ({"norm_type": "layernorm"}, r"model\.norm_type: .layernorm.*it is mus_norm"),
         ({"tie_word_embeddings": True}, r"model\.tie_word_embeddings"),
         (
             {
