@@ -13,9 +13,7 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
 CARDS = sorted((ROOT / "foundry_fp8").glob("*/*/README.md"))
-PAGES = {
-    f"foundry_fp8/{card.relative_to(ROOT / 'foundry_fp8')}": f"cards/{card.parent.name}.md" for card in CARDS
-}
+PAGES = {str(card.relative_to(ROOT)): f"cards/{card.parent.name}.md" for card in CARDS}
 """The page of each card, by its path in the repository."""
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 
@@ -50,14 +48,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def _commands() -> str:
-    command = [
-        sys.executable,
-        "-m",
-        "typer",
-        "foundry_fp8.cli.main",
-        "utils",
-        "docs",
-        "--name",
-        "foundry-fp8",
-    ]
-    return subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
+    command = ["-m", "typer", "foundry_fp8.cli.main", "utils", "docs", "--name", "foundry-fp8"]
+    return subprocess.run(
+        [sys.executable, *command], check=True, capture_output=True, text=True, cwd=ROOT
+    ).stdout

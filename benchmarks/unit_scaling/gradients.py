@@ -100,20 +100,8 @@ def main() -> None:
                     )
                     logits = [f"{v:.0f}" for v in rows[-1]["largest logit"]]
                     stream = [f"{v:.2f}" for v in rows[-1]["stream"]]
-                    print(
-                        kind,
-                        width,
-                        step,
-                        "qkv",
-                        *qkv,
-                        "| o",
-                        *out,
-                        "| logits",
-                        *logits,
-                        "| stream",
-                        *stream,
-                        flush=True,
-                    )
+                    shown = ("qkv", *qkv, "| o", *out, "| logits", *logits, "| stream", *stream)
+                    print(kind, width, step, *shown, flush=True)
                 optimizer.zero_grad()
                 loss_of(model, corpus.batch(corpus.train, BATCH, generator)).backward()
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)

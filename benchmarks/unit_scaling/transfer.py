@@ -120,9 +120,10 @@ def train(kind: str, precision: str, width: int, lr: float, seed: int, steps: in
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        with torch.no_grad():
-            for parameter in (p for p in model.parameters() if p.dim() == 2 and decay):
-                parameter.mul_(1 - decay * schedule.lr_lambdas[0](step))
+        if decay:
+            with torch.no_grad():
+                for parameter in (p for p in model.parameters() if p.dim() == 2):
+                    parameter.mul_(1 - decay * schedule.lr_lambdas[0](step))
         optimizer.step()
         schedule.step()
         losses.append(loss.item())

@@ -78,13 +78,12 @@ def precision_gap(
         TypeError: The loss is not a scalar, or ``batch`` is an iterator, which can be run once only.
     """
     probe = PrecisionProbe(model, loss_of)
-    named = list(fp8) if fp8 is not None else []
-    unknown = [name for name in named if name not in probe.layers]
-    if unknown:
-        raise KeyError(
-            f"{unknown[0]!r} is no FP8 layer; the model has {len(probe.layers)}: {', '.join([*probe.layers][:4])}, ..."
-        )
-    recipes = probe.running() if fp8 is None else {n: probe.layers[n].configured_recipe for n in named}
+    recipes: dict[str, Recipe | None] = probe.running() if fp8 is None else {}
+    for name in fp8 or ():
+        if name not in probe.layers:
+            first = ", ".join([*probe.layers][:4])
+            raise KeyError(f"{name!r} is no FP8 layer; the model has {len(probe.layers)}: {first}, ...")
+        recipes[name] = probe.layers[name].configured_recipe
     with probe.on(batch) as measure:
         return measure(recipes)
 

@@ -110,8 +110,8 @@ def _is_baseline(run: Run, named: str | None) -> bool:
 
 def shown_columns(cells: Sequence[Sequence[str]]) -> list[int]:
     """The columns of :func:`format_row` that say something: not those that no run fills, nor one and the same layout."""
-    told_apart = [COLUMNS.index("Model"), COLUMNS.index("Nodes x devices")]
-    alike = [i for i in told_apart if len({row[i] for row in cells}) == 1]
+    distinguishing = [COLUMNS.index("Model"), COLUMNS.index("Nodes x devices")]
+    alike = [i for i in distinguishing if len({row[i] for row in cells}) == 1]
     return [i for i in range(len(COLUMNS)) if any(row[i] != UNKNOWN for row in cells) and i not in alike]
 
 

@@ -121,7 +121,7 @@ def test_what_would_fail_is_found_before_the_start(run, changes, topic, message)
 
 
 @pytest.mark.parametrize("kind", ["mus", "mpt-mus"])
-def test_a_unit_scaled_run_is_told_what_it_lacks(kind, tmp_path):
+def test_a_unit_scaled_run_gets_a_warning_for_what_it_lacks(kind, tmp_path):
     """One warning for the norm after the last block, one for weight decay, none where both are there."""
     stock = Path(__file__).parents[2] / "yamls" / "demo" / f"{kind}.yaml"
 

@@ -6,7 +6,7 @@ from torch import nn
 from foundry_fp8.compat.compiled_model import is_compiled
 
 
-def test_it_is_told_whoever_compiled_it():
+def test_it_is_recognised_whoever_compiled_it():
     plain, wrapped, marked, composers, part = (nn.Sequential(nn.Linear(4, 4)) for _ in range(5))
     part[0] = torch.compile(part[0], backend="eager")
     marked.compile(backend="eager")

@@ -51,7 +51,7 @@ def test_split_is_disjoint_complete_and_stable_when_a_file_is_added(tmp_path):
     assert names[0] <= {d.name for d in after[0]}
 
 
-def test_digest_tells_names_texts_and_boundaries_apart(tmp_path):
+def test_digest_distinguishes_names_texts_and_boundaries(tmp_path):
     digests = set()
     for index, files in enumerate(
         ({"a.py": "xy"}, {"b.py": "xy"}, {"a.py": "xz"}, {"a.py": "x", "y.py": "y"})

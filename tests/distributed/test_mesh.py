@@ -41,5 +41,5 @@ def test_a_model_that_fits_nowhere_is_an_error():
         smallest_shard(100, 10, world=8, per_node=8)
 
 
-def test_groups_that_span_nodes_are_told_from_those_that_do_not():
+def test_groups_that_span_nodes_are_distinguished_from_those_that_do_not():
     assert spans_nodes([0, 8], 8) and not spans_nodes([0, 1, 7], 8)

@@ -147,7 +147,7 @@ def test_the_librarys_own_forward_computes_nearly_the_same(tmp_path):
             assert torch.equal(loaded.get_submodule(name).weight.float(), q), name
 
 
-def test_scales_rounded_to_powers_of_two_are_told_apart(tmp_path):
+def test_scales_rounded_to_powers_of_two_are_distinguished(tmp_path):
     model = trained(llama(), {"name": "current", "power_2_scales": True}, torch.float32)
     report = foundry_fp8.export_fp8(model, tmp_path)
     assert all(

@@ -157,7 +157,7 @@ def test_a_recompute_computes_what_its_forward_did(run, schedule):
 
 
 @pytest.mark.parametrize("schedule", [pairs, pipeline], ids=lambda f: f.__name__)
-def test_a_recompute_whose_forward_cannot_be_told_is_refused(schedule):
+def test_a_recompute_whose_forward_is_not_known_is_refused(schedule):
     """Of a reentrant checkpoint inside another only the outer one is of the forward's graph."""
     model = made()
     model.body.run = nested_reentrant

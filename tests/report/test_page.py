@@ -208,7 +208,7 @@ def test_what_keeps_its_value_is_drawn_in_steps_and_a_single_value_as_a_point(fu
     assert {line["line"]["shape"] for line in lines} == {"hv"}
 
 
-def test_attention_in_fp8_is_told_apart_and_listed(tmp_path):
+def test_attention_in_fp8_is_distinguished_and_listed(tmp_path):
     head = header("fp8dpa", "delayed")
     head["hyperparameters"]["fp8"]["attention"] = [
         {"name": "blocks.0.attn", "action": "converted", "reason": "delayed, in a FOG attention"},

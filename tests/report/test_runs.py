@@ -80,7 +80,7 @@ def test_a_mistyped_path_names_the_nearest(tmp_path):
         read_run(tmp_path / "delaed")
 
 
-def test_nan_losses_stay_and_are_told(tmp_path):
+def test_nan_losses_stay_and_are_reported(tmp_path):
     lines = [header(), *batches([5, 4, math.nan, math.inf, 3]), END]
     run = read_run(write_log(tmp_path / "run_log.jsonl", lines))
     np.testing.assert_array_equal(run.loss, [5, 4, math.nan, math.inf, 3])
@@ -124,7 +124,7 @@ def test_unknown_kinds_and_keys_are_passed_over(tmp_path):
     assert list(run.metrics) == ["c"]
 
 
-def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):
+def test_runs_of_one_name_are_distinguished_by_their_folders(tmp_path):
     paths = [write_log(tmp_path / n / "ck" / "run_log.jsonl", [header("same")]) for n in ("x", "y")]
     assert [run.name for run in read_runs(paths)] == ["x/ck", "y/ck"]
 
@@ -146,7 +146,7 @@ def test_a_resume_in_another_precision_is_said_and_is_no_baseline(tmp_path):
     ]
 
 
-def test_models_are_told_apart_by_parameters_and_by_architecture(tmp_path):
+def test_models_are_distinguished_by_parameters_and_by_architecture(tmp_path):
     def run(folder, parameters=1000, **model):
         lines = [header(folder, config={"model": model}, parameters=parameters), *batches([1]), END]
         return read_run(write_log(tmp_path / folder / "run_log.jsonl", lines))

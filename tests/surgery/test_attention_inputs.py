@@ -267,7 +267,7 @@ def test_documents_of_one_whole_sequence_leave_the_question_open(deferred: Batch
     assert list(deferred._answers.values()) == [True]
 
 
-def test_documents_told_by_position_ids_are_recognised_where_the_host_keeps_them_apart() -> None:
+def test_documents_given_by_position_ids_are_recognised_where_the_host_keeps_them_apart() -> None:
     """Hosts that fold them into their mask (transformers from 4.53 on): here one that does, and one that does not."""
 
     class Host(nn.Module):

@@ -84,7 +84,7 @@ def test_heads_whatever_they_are_called(model, heads):
     assert {name for name, why in skipped.items() if why == HEAD} == heads
 
 
-def test_a_head_before_its_blocks_is_told_by_its_name():
+def test_a_head_before_its_blocks_is_recognised_by_its_name():
     model = nn.Module()
     model.head = nn.Linear(64, 96)
     model.layers = nn.ModuleList([GLU(), GLU()])

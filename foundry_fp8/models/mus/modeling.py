@@ -68,7 +68,7 @@ class _UnitInit:
 
 
 class MusModel(_UnitInit, FogModel):
-    """The input table, with multiplier 1, the blocks, and a LayerNorm, whose gain grows with the logits in the stream's place."""
+    """The input table, with multiplier 1, the blocks, and a LayerNorm, without which the stream itself grows in training."""
 
     config_class = MusConfig  # type: ignore[assignment]
     _no_split_modules = ["MusBlock"]  # type: ignore[assignment]  # noqa: RUF012

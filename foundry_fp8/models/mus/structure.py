@@ -68,9 +68,8 @@ def unit_scaled(model: nn.Module, key: str) -> UnitScaledModel:
     found = {getattr(module, "tau", None) for module in model.modules()}
     taus = sorted(tau for tau in found if isinstance(tau, float))
     final_norm = getattr(config, "norm_type", None) == "mus_norm" or getattr(config, "final_norm", False)
-    return UnitScaledModel(
-        width=width, taus=tuple(taus), hidden=frozenset(f"{name}.weight" for name in hidden), final_norm=final_norm
-    )  # fmt: skip
+    weights = frozenset(f"{name}.weight" for name in hidden)
+    return UnitScaledModel(width=width, taus=tuple(taus), hidden=weights, final_norm=final_norm)
 
 
 def initialise_mpt_head(model: nn.Module) -> None:

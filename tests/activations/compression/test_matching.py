@@ -61,7 +61,7 @@ def test_a_norm_of_a_known_name_that_computes_something_else_keeps_its_gradients
     assert torch.equal(gradients_of(model, x, dy), plain)
 
 
-def test_a_subclass_a_replaced_forward_and_a_look_alike_activation_are_left_alone(monkeypatch):
+def test_a_subclass_a_replaced_forward_and_a_similar_activation_are_left_alone(monkeypatch):
     from transformers.models.llama import modeling_llama
 
     class Scaled(nn.LayerNorm):

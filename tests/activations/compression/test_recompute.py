@@ -34,7 +34,7 @@ def gated(x, weight, fmt=None):
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("form", [normed, gated])
-def test_what_is_reshaped_or_cast_is_made_again_bit_for_bit(form, autocast):
+def test_what_is_reshaped_or_cast_is_computed_again_bit_for_bit(form, autocast):
     weight = torch.rand(64, generator=SEED).requires_grad_()
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         y = form(X.clone().requires_grad_(), weight)

@@ -184,7 +184,7 @@ def used(action, model=None, **options):
         (lambda x: F.cross_entropy(x.flatten(0, 1), torch.zeros(7).long()), "asks for the loss of"),
     ],
 )  # fmt: skip
-def test_whoever_wants_logits_is_told_by_name(action, message):
+def test_whoever_wants_logits_gets_an_error_by_name(action, message):
     with pytest.raises((RuntimeError, AttributeError), match=message):
         used(action)
 

@@ -120,7 +120,7 @@ def test_x_and_dy_of_one_shape_keep_their_formats(device):
     assert seen == {"x": torch.float8_e4m3fn, "w": torch.float8_e4m3fn, "dy": torch.float8_e5m2}
 
 
-def test_plans_that_come_and_go_are_told_apart(device):
+def test_plans_that_come_and_go_are_distinguished(device):
     """Each of a recipe of its own, which is gone when the next one is made, maybe in its place."""
     found = []
     for power_2 in (True, False) * 2:

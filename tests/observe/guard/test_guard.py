@@ -167,7 +167,7 @@ def test_under_fsdp2_two_ranks_find_and_do_the_same():
     assert str(first) == str(second)
 
 
-def test_a_finer_recipe_is_enough_where_one_token_spoils_the_scale_of_all():
+def test_a_finer_recipe_is_enough_where_one_token_sets_the_scale_of_all():
     """Block scaling gives each row a scale of its own."""
     model, layer, unit = llama("current")
     rows = torch.ones(16, 1)

@@ -346,7 +346,7 @@ def test_budgets_and_bytes():
             check_budget(bad, "k")
 
 
-def test_a_plan_rounds_nothing_unless_it_is_told_to():
+def test_a_plan_rounds_nothing_unless_it_is_asked_to():
     """The budget is what 8 bits reach and exact plans do not: without the key that is an error, and no rounding."""
     model = build()
     reference = build()
