@@ -7,8 +7,8 @@
 # make coverage       branch coverage of the default tier, workers, launched runs and gloo ranks included
 # make mutants        break the core on purpose; every break must be noticed by a test
 # make benchmarks     measure again and compare the ratios with the committed ones; on a quiet machine
-# make docs           the site, into build/site; strict: a broken link or a name that is gone fails
-# make release        build, check the metadata, and try the wheel in a clean environment from another folder, the README's way too
+# make docs           the site, into build/site, its example executed; a broken link, command or name fails
+# make release        build the site and the wheel, check the metadata, and try the wheel in a clean environment from another folder, the README's way too
 # Each sets up .venv first (pinned by constraints.txt); the second time that is a no-op.
 
 PYTHON  ?= python3
@@ -60,12 +60,13 @@ docs: setup
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -c constraints.txt -e ".[docs]"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
-release: setup
+release: docs
 	rm -rf dist
 	$(BIN)/uv build --quiet --out-dir dist
 	$(BIN)/uv tool run --quiet twine check --strict dist/*
 	.ci/wheel $(PYTHON) dist/*.whl
 	.ci/first-page $(PYTHON) dist/*.whl
+	tar -czf dist/foundry-fp8-site.tar.gz -C build site
 
 setup: $(STAMP)
 

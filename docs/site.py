@@ -1,4 +1,4 @@
-"""What the site has beside docs/: the method cards and the help of every command; links between them."""
+"""What the site has beside docs/: the method cards, the help of every command, and tables made from the code; links between them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[1]
 CARDS = sorted((ROOT / "foundry_fp8").glob("*/*/README.md"))
 PAGES = {str(card.relative_to(ROOT)): f"cards/{card.parent.name}.md" for card in CARDS}
 """The page of each card, by its path in the repository."""
+MARKER = re.compile(r"<!-- table: (\w+) -->")
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 
 
@@ -23,11 +24,13 @@ def on_files(files: Files, config: Any) -> Files:
     for source, page in PAGES.items():
         files.append(File.generated(config, page, content=(ROOT / source).read_text()))
     files.append(File.generated(config, "reference/commands.md", content=_commands()))
+    files.append(File.generated(config, "reference/logged.md", content=_logged()))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Links to files of the repository become links to their pages, or plain text where a file has none."""
+    """Put the tables in; links to files of the repository become links to their pages, or plain text where a file has none."""
+    markdown = MARKER.sub(lambda match: TABLES[match[1]](), markdown)
     source = next(
         (path for path, own in PAGES.items() if own == page.file.src_uri), f"docs/{page.file.src_uri}"
     )
@@ -52,3 +55,45 @@ def _commands() -> str:
     return subprocess.run(
         [sys.executable, *command], check=True, capture_output=True, text=True, cwd=ROOT
     ).stdout
+
+
+def _logged() -> str:
+    """The tables of logged keys of all cards."""
+    parts = ["# Logged keys", "Keys marked * go to the run log alone; with `details: true` to every logger."]
+    for source, page in PAGES.items():
+        table = re.search(r"^\| key \| meaning \|\n(\|.*\n)+", (ROOT / source).read_text(), re.M)
+        if table:
+            parts += [f"## [{Path(page).stem}](../{page})", table[0]]
+    return "\n\n".join(parts)
+
+
+def _table(header: str, rows: list[tuple[str, ...]]) -> str:
+    lines = [header, "|---" * len(rows[0]) + "|", *(f"| {' | '.join(row)} |" for row in rows)]
+    return "\n".join(lines)
+
+
+def _clashes() -> str:
+    """Settings that ``foundry-fp8 doctor`` refuses."""
+    from foundry_fp8.cli.clashes import CLASHES
+
+    rows = [(clash.settings, "error" if clash.error else "warning", clash.text) for clash in CLASHES]
+    return _table("| Settings | | Message |", rows)
+
+
+def _left_out() -> str:
+    """Linears that conversion leaves in high precision."""
+    from foundry_fp8.surgery import left_out
+
+    reasons = (left_out.HEAD, left_out.ROUTER, left_out.ADAPTER, left_out.TIED)
+    return "\n".join(f"- {reason}" for reason in reasons)
+
+
+def _gpus() -> str:
+    """What ``recipe: auto`` is on each kind of GPU."""
+    from foundry_fp8.cli.hardware import GPUS
+
+    rows = [(name, f"{gpu.memory_bytes / 1e9:.0f} GB", gpu.recipe or "none: no FP8") for name, gpu in GPUS.items()]
+    return _table("| `--hardware` | Memory | `recipe: auto` |", rows)
+
+
+TABLES = {"clashes": _clashes, "gpus": _gpus, "left_out": _left_out}

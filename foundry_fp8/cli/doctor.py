@@ -21,8 +21,7 @@ from foundry_fp8.config import ConfigError
 __all__ = ["doctor", "render"]
 
 _EMULATED_ATTENTION = Text(
-    "The emulated backend takes every case of delayed and current on any device; block and mxfp8 have no FP8 attention. "
-    "All conditions: docs/attention.md."
+    "The emulated backend takes every case of delayed and current on any device; block and mxfp8 have no FP8 attention."
 )
 _ORDER = ("transformer_engine", "native", "emulated", "auto")
 

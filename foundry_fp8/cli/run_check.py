@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from foundry_fp8.cli.clashes import clashes_of
 from foundry_fp8.cli.hardware import PER_NODE, Hardware
 from foundry_fp8.cli.yaml_model import build_yaml_model, read_yaml
-from foundry_fp8.config import ConfigError, format_bytes
+from foundry_fp8.config import ConfigError, format_bytes, nearest
 
 __all__ = ["Finding", "check_run"]
 
@@ -89,52 +89,13 @@ def _parts(config: Mapping[str, Any]) -> list[Finding]:
 
 
 def _clashes(config: Mapping[str, Any]) -> list[Finding]:
-    algorithms = config.get("algorithms") or {}
-    model, fsdp = config["model"], config.get("fsdp_config") or {}
-    fp8 = "fp8" in algorithms
-    found = []
+    from llmfoundry.utils.config_utils import TRAIN_CONFIG_KEYS
 
-    def clash(when: bool, text: str, level: Level = "error") -> None:
-        if when:
-            found.append(Finding("clash", level, text))
-
-    clash(
-        not fp8, "no algorithms.fp8: the run stays in high precision. `foundry-fp8 init` adds it", "warning"
-    )
-    clash(config.get("precision") == "amp_fp8", "precision: amp_fp8 is Composer's own FP8; write amp_bf16")
-    clash(config.get("precision", "amp_bf16") == "fp32" and fp8,
-          "precision: fp32, so what stays out of FP8 runs in float32; amp_bf16 is usual", "warning")  # fmt: skip
-    ffn = (model.get("ffn_config") or {}).get("ffn_type")
-    clash("te" in (model.get("fc_type"), (model.get("fc_type") or {}).get("name") if isinstance(model.get("fc_type"), Mapping) else None)
-          or ffn == "te_ln_mlp", "the model's config asks for Transformer Engine's layers; this package converts plain linears")  # fmt: skip
-    tensor_parallel = (
-        config.get("tp_config") or (config.get("parallelism_config") or {}).get("tp")
-    ) is not None
-    clash(fp8 and tensor_parallel, "FP8 layers do not run under tensor parallelism")
-    clash(
-        bool(fsdp) and (algorithms.get("fp8") or {}).get("frozen_weights") == "fp8",
-        "algorithms.fp8.frozen_weights: fp8 does not run under FSDP; remove fsdp_config, or the option",
-    )
-    compiled = config.get("compile_config") is not None
-    clash(
-        compiled and "activation_compression" in algorithms,
-        "activation_compression does not run under torch.compile",
-    )
-    if "fused_head" in algorithms:
-        clash(
-            model.get("use_train_metrics", True) is not False,
-            "fused_head: train metrics read logits, which it does not make; set model.use_train_metrics: false",
-        )
-        clash(
-            model.get("name") == "mpt_causal_lm"
-            and model.get("loss_fn", "fused_crossentropy") == "fused_crossentropy",
-            "fused_head takes the place of model.loss_fn: fused_crossentropy; set torch_crossentropy",
-        )
-    clash(bool(fsdp.get("activation_checkpointing")) and "activation_checkpointing" in algorithms,
-          "fsdp_config.activation_checkpointing and algorithms.activation_checkpointing: the algorithm says what is wrapped", "warning")  # fmt: skip
-    clash(not config.get("run_name") and not os.environ.get("RUN_NAME"), "run_name is blank: RUN_NAME has to be in the environment, or the "
-          "name is random", "warning")  # fmt: skip
-    return found
+    unknown = [
+        Finding("clash", "error", f"LLM Foundry has no key {key!r}.{nearest(key, TRAIN_CONFIG_KEYS)} Your own values go under variables:")
+        for key in sorted(set(config) - TRAIN_CONFIG_KEYS)
+    ]  # fmt: skip
+    return unknown + [Finding("clash", "error" if c.error else "warning", c.text) for c in clashes_of(config)]
 
 
 def _ranks(config: Mapping[str, Any], hardware: Hardware) -> list[Finding]:

@@ -61,7 +61,7 @@ def transfer_yaml(path: Path, *, width: int, layers: int | None = None) -> str:
     if name not in NAMES or scaled is None or scaled.get("base_width") is None:
         raise ConfigError(
             f"algorithms.unit_scaling.base_width: {path} does not have it, so its learning rate is not known to transfer. Sweep "
-            "a µnit-scaled proxy (docs/unit_scaling.md) whose base_width is its own width."
+            "a µnit-scaled proxy (model.name: mus_causal_lm) whose base_width is its own width."
         )
     keys = dict(zip(("width", "layers", "heads", "mlp", "kv_heads"), NAMES[name], strict=True))
     preset = SIZES.get(model.get("size", ""), (None,) * 3)

@@ -30,7 +30,7 @@ IN_KEPT_BLOCK = "it is in a block that keep_first_blocks or keep_last_blocks lea
 MULTIPLIED = "it has µnit Scaling's output multiplier, which only recipe: unit gives to the GEMMs"
 NOT_MULTIPLIED = (
     "the unit recipe's constant scales need layers with µnit Scaling's output multiplier, as mus_causal_lm and MPT with "
-    "fc_type: {name: unit} have (docs/unit_scaling.md); other models take delayed, current, block or mxfp8"
+    "fc_type: {name: unit} have; other models take delayed, current, block or mxfp8"
 )
 
 

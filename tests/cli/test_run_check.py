@@ -102,6 +102,8 @@ def test_a_folder_with_a_config_alone_needs_no_weights(run):
     [
         ({"global_train_batch_size": 24}, "ranks", "24 is not a multiple of 16 devices"),
         ({"precision": "amp_fp8"}, "clash", "write amp_bf16"),
+        ({"global_sed": 17}, "clash", "LLM Foundry has no key 'global_sed'"),
+        ({"max_sequence_len": 17}, "clash", "Did you mean 'max_seq_len'?"),
         ({"algorithms__fp8__recipe": "mxfp8"}, "conversion", "mxfp8 needs Blackwell"),
         ({"algorithms__fp8__recipe": "curent"}, "algorithms", "Did you mean 'current'"),
         ({"algorithms__fp8__exclude": ["*.nothing"]}, "conversion", "matches none of the model's"),

@@ -52,7 +52,7 @@ def unit_scaled(model: nn.Module, key: str) -> UnitScaledModel:
     if not linears or not isinstance(width, int):
         raise ConfigError(
             f"{key}: the model is not µnit-scaled: no layer has an output multiplier. Use model.name: mus_causal_lm, or MPT "
-            "with the parts of docs/unit_scaling.md; for other models remove the algorithm."
+            "with fc_type: {name: unit}; for other models remove the algorithm."
         )
     if hasattr(config, "d_model"):
         _check_mpt(config, key)
