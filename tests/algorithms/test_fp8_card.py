@@ -57,6 +57,6 @@ def test_recipe_fields_are_those_of_the_recipes():
 def test_the_backend_of_the_guide_can_be_written_as_shown():
     (code,) = (b for b in blocks(BACKENDS.read_text(), "python") if "class MyBackend" in b)
     namespace = {}
-    exec(compile(re.sub(r"^   ", "", code, flags=re.M), "guide", "exec"), namespace)
+    exec(compile(code, "guide", "exec"), namespace)
     backend = namespace["MyBackend"]()
     assert not backend.availability(None, torch.device("cpu")).ok

@@ -36,35 +36,34 @@ def measured(arch):
 
 
 def rendered(table):
-    """The quantise kernels' rows and the GEMM's, one column a compiler and architecture: registers / blocks / instructions / issue cap."""
-    columns = sorted(table)
-    rows = sorted({key for column in columns for key in table[column]})
-    rows = [key for key in rows if key.startswith(("_amax", "_quantize_", "_block_gemm"))]
-    lines = ["| kernel, case | " + " | ".join(columns) + " |", "|---|" + "---|" * len(columns)]
-    lines += [
-        f"| {label(key)} | " + " | ".join(cell(key, c, table[c].get(key)) for c in columns) + " |"
-        for key in rows
-    ]
-    return "\n".join(lines)
+    """The quantise kernels: share of a copy's bandwidth and thread blocks, the least of all Tritons; one line of the block GEMM."""
+    keys = sorted({key for column in table.values() for key in column})
+    lines = ["| kernel | sm_90 | sm_100 |", "|---|---|---|"]
+    for key in keys:
+        if key.startswith(("_amax", "_quantize_")):
+            lines.append(
+                f"| {label(key).removeprefix('quantize').lstrip(', ')} | "
+                + " | ".join(least(table, key, arch) for arch in (90, 100))
+                + " |"
+            )
+    gemms = [e for column in table.values() for key, e in column.items() if key.startswith("_block_gemm")]
+    registers, blocks, spilled = (
+        [entry[name] for entry in gemms] for name in ("registers", "resident_blocks", "spill_bytes")
+    )
+    return "\n".join(lines) + (
+        f"\n\nThe block GEMM, all tilings: {min(registers)} to {max(registers)} registers a thread, {min(blocks)} to "
+        f"{max(blocks)} thread blocks, {max(spilled)} bytes spilled."
+    )
 
 
 def label(key):
-    found = re.sub(
-        r"GemmConfig\(block_m=(\d+), block_n=(\d+), num_warps=(\d+), num_stages=(\d+)\)",
-        r"\1 x \2, \3 warps, \4 stages",
-        key,
-    )
-    return found.strip("_").replace("_kernel", "").replace("_", " ")
+    return key.strip("_").replace("_kernel", "").replace("_", " ")
 
 
-def cell(key, column, entry):
-    if entry is None:
-        return ""
-    found = f"{entry['registers']}, {entry['resident_blocks']}"
-    if entry["instructions_an_element"] is not None:
-        cap = issue_cap(key, int(column.rpartition("_")[2]), entry["instructions_an_element"])
-        found += f", {entry['instructions_an_element']}, {cap:.2f}x"
-    return found + (f", spills {entry['spill_bytes']} B" if entry["spill_bytes"] else "")
+def least(table, key, arch):
+    entries = [table[column][key] for column in table if column.endswith(f"_{arch}") and key in table[column]]
+    share = min(issue_cap(key, arch, entry["instructions_an_element"]) for entry in entries)
+    return f"{share:.2f}x, {min(entry['resident_blocks'] for entry in entries)}"
 
 
 MULTIPLICATIONS = {90: 4096, 100: 8192}
