@@ -52,5 +52,5 @@ def _sentence(rows: Sequence[Row], named: bool) -> str:
     where = f" on {most} {what}{'s' if most > 1 else ''}"
     if best.run.backend == "emulated":
         outcome = parts[-1] if parts else "no loss to compare"
-        return f"FP8 {best.run.recipe} (emulated{of}): {outcome}{where}; of FP8's speed an emulated run says nothing."
+        return f"FP8 {best.run.recipe} (emulated{of}): {outcome}{where}. An emulated run does not show FP8's speed."
     return f"FP8 {best.run.recipe}{of}: {' at '.join(parts) or 'neither speed nor loss to compare'}{where}."

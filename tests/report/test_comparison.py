@@ -107,7 +107,7 @@ def test_an_emulated_run_is_not_called_faster_or_slower(tmp_path):
     rows = compare(read_runs([tmp_path]))
     assert math.isnan(rows[1].percent_faster) and rows[1].percent_loss_higher == pytest.approx(1)
     assert verdict(rows) == (
-        "FP8 delayed (emulated): +1.00 % loss on 1 device; of FP8's speed an emulated run says nothing."
+        "FP8 delayed (emulated): +1.00 % loss on 1 device. An emulated run does not show FP8's speed."
     )
 
 

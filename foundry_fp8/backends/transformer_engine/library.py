@@ -23,8 +23,8 @@ MINIMUM_VERSION = (2, 4)
 """The first release with the three Hopper recipes whose extension builds without nvcc."""
 
 _INSTALL = (
-    'Install it for this torch: pip install --no-build-isolation "transformer-engine[pytorch]>=2.4" '
-    "(compiles a C++ extension; no nvcc needed)."
+    'Install it for this torch: pip install --no-build-isolation "transformer-engine[pytorch]>=2.4,<2.20" for torch 2.7, '
+    '"transformer-engine[pytorch]" for torch 2.11 (compiles a C++ extension; no nvcc needed).'
 )
 
 

@@ -100,7 +100,7 @@ def requirement(recipe: Recipe, machine: Machine) -> Availability:
 
 def _at_least(machine: Machine, *, cuda: tuple[int, ...], cublas: tuple[int, ...], what: str) -> Availability:
     remedy = (
-        "On torch 2.7.0 (CUDA 12.6) only the delayed and current recipes run; see the README's modern stack."
+        "On torch 2.7.0 (CUDA 12.6) only the delayed and current recipes run; torch 2.11 runs the others."
     )
     if machine.cuda < cuda:
         return Availability(
