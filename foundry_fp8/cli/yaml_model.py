@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from foundry_fp8.config import Config, ConfigError, Positive, Text, accept, from_mapping
+from foundry_fp8.planning.model_shapes import MODEL_SHAPES
 
 __all__ = ["build_yaml_model", "optimizer_bytes_of", "read_yaml"]
 
@@ -60,7 +63,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
 def build_yaml_model(config: dict[str, Any], init_device: str) -> Any:
     """Build ``config["model"]`` as LLM Foundry would, with fresh weights.
 
-    A tokenizer is built (and so perhaps fetched) only for models that ask one for their vocabulary.
+    A model whose shape this package knows (:data:`foundry_fp8.planning.model_shapes.MODEL_SHAPES`) is built without its hub. For others from
+    Hugging Face the tokenizer is built too, and so perhaps fetched: they ask it for their vocabulary.
 
     Args:
         config: The YAML, resolved.
@@ -83,11 +87,19 @@ def build_yaml_model(config: dict[str, Any], init_device: str) -> Any:
         if isinstance(options.get(size), int | float):
             accept(Positive, options[size], f"model.{size}")
     tokenizer = None
+    known = MODEL_SHAPES.get(str(options.get("pretrained_model_name_or_path")))
     if name == "hf_causal_lm":
         options["pretrained"] = False  # its default is true, and a folder may hold a config.json alone
     elif name == "mpt_causal_lm":
         options["loss_fn"] = "torch_crossentropy"  # the default is a kernel that only a GPU has
     try:
+        if name == "hf_causal_lm" and known is not None:
+            with tempfile.TemporaryDirectory() as folder:
+                (Path(folder) / "config.json").write_text(json.dumps(known))
+                options["pretrained_model_name_or_path"] = folder
+                return build_composer_model(
+                    name=name, cfg={**options, "init_device": init_device}, tokenizer=None
+                )
         if name == "hf_causal_lm":
             wanted = from_mapping(_Tokenizer, config.get("tokenizer") or {}, "tokenizer")
             tokenizer = build_tokenizer(wanted.name, dict(wanted.kwargs or {}))
