@@ -236,6 +236,24 @@ def test_the_tables_of_fog():
         assert bound == ("none" if full["logit_bound"] is None else as_written(full["logit_bound"], bound))
 
 
+def test_the_table_of_attentions_error():
+    """In %, and in brackets with the logits' gradients in bfloat16."""
+    found = result("attention_error")
+    length, sink, outliers = (found[name] for name in ("length", "sink", "outliers"))
+    cases = [
+        length["256"],
+        length["16384"],
+        sink["16"],
+        *(outliers[x] for x in ("8 x", "64 x", "64 x, QK norm")),
+    ]
+    rows = table((ROOT / "docs/attention.md").read_text(), "case | O")
+    for (_, *cells), case in zip(rows, cases, strict=True):
+        fp8, bfloat16 = (case[f"native, {scores}"] for scores in ("fp8", "bfloat16"))
+        for cell, name in zip(cells, ("o", "dq", "dk", "dv"), strict=True):
+            brackets = f" ({100 * bfloat16[name]:.1f})" if name in ("dq", "dk") else ""
+            assert cell == f"{100 * fp8[name]:.1f}{brackets}"
+
+
 def test_the_tables_of_the_demo():
     """What % is computed from is in the committed table, to four digits."""
     found = {name: row for name, *row in table((RESULTS / "demo_cpu_2026-11-22.md").read_text(), "run")}
