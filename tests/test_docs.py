@@ -222,19 +222,36 @@ def test_the_tables_of_fog():
         if study != "minimal" or r["setting"] == "outlier"
     }
     text = (ROOT / "docs/fog.md").read_text()
-    first, others = text.split("\n\n![training loss]")[0].split("`--study others`")
-    rows = table(first, "task | setting") + table(others, "task | setting")
-    rows += [["source", *row] for row in table(text.split("A provoked outlier")[1], "setting | variant")]
-    assert len(rows) == 11 + 3 + 3
-    for task, setting, variant, *cells in rows:
-        full = runs[task, setting, variant, "fp32"]
+    rows = table(text, "setting | variant")
+    rows += [["outlier", *row] for row in table(text.split("A provoked outlier")[1], "variant")]
+    assert len(rows) == 11 + 3
+    for setting, variant, *cells in rows:
+        full = runs["source", setting, variant, "fp32"]
         losses = [
-            runs[task, setting, variant, precision]["held_out"] for precision in ("fp32", "fp8", "fp8dpa")
+            runs["source", setting, variant, precision]["held_out"] for precision in ("fp32", "fp8", "fp8dpa")
         ]
         logit, bound = re.fullmatch(r"(\S+) \((\S+)\)", cells.pop()).groups()
         seen = max(max(m["logit"]) for m in full["measured"])
         held([*cells, logit], [*losses, max(full["measured"][-1]["kurtosis_sample"]), seen])
         assert bound == ("none" if full["logit_bound"] is None else as_written(full["logit_bound"], bound))
+
+
+def test_the_table_of_attentions_error():
+    """In %, and in brackets with the logits' gradients in bfloat16."""
+    found = result("attention_error")
+    length, sink, outliers = (found[name] for name in ("length", "sink", "outliers"))
+    cases = [
+        length["256"],
+        length["16384"],
+        sink["16"],
+        *(outliers[x] for x in ("8 x", "64 x", "64 x, QK norm")),
+    ]
+    rows = table((ROOT / "docs/attention.md").read_text(), "case | O")
+    for (_, *cells), case in zip(rows, cases, strict=True):
+        fp8, bfloat16 = (case[f"native, {scores}"] for scores in ("fp8", "bfloat16"))
+        for cell, name in zip(cells, ("o", "dq", "dk", "dv"), strict=True):
+            brackets = f" ({100 * bfloat16[name]:.1f})" if name in ("dq", "dk") else ""
+            assert cell == f"{100 * fp8[name]:.1f}{brackets}"
 
 
 def test_the_tables_of_the_demo():

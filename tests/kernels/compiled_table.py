@@ -5,6 +5,7 @@ Entries of other versions of Triton stay: run it once with each stack.
     python -m tests.kernels.compiled_table
 """
 
+import itertools
 import json
 import pathlib
 import re
@@ -76,31 +77,38 @@ PRODUCTS = {"_forward_kernel": (2, 0), "_dq_kernel": (2, 1), "_dkdv_kernel": (3,
 
 
 def rendered_attention(table):
-    """Attention's kernels: registers, blocks, instructions a pair, and the share of FP8's peak that each limit leaves."""
-    lines = [
-        "| kernel, case | compiled by | registers | blocks | spilled bytes | instructions | limit by issue | by exponentials |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for key in sorted(
-        {key for column in table.values() for key in column if key.startswith(tuple(PRODUCTS))}
-    ):
-        for column in sorted(table):
-            entry = table[column].get(key)
-            if entry is not None:
-                issue, exponentials = limits(key, int(column.rpartition("_")[2]), entry)
-                masked = f", {entry['instructions_masked']} masked" if "instructions_masked" in entry else ""
-                lines.append(
-                    f"| {label(key)} | {column} | {entry['registers']} | {entry['resident_blocks']} | {entry['spill_bytes']} "
-                    f"| {entry['instructions_an_element']}{masked} | {issue:.0%} | {exponentials:.0%} |"
-                )
+    """Attention's kernels, and the backward of them: the share of FP8's peak that instructions and exponentials leave at most."""
+    columns = sorted(table)
+    lines = ["| kernel, head size | " + " | ".join(columns) + " |", "|---|" + "---|" * len(columns)]
+    for kernel, head in itertools.product(("forward", "dq", "dkdv", "backward"), (64, 128)):
+        cases = [f"head_dim {head}"]
+        if kernel != "forward":
+            cases.append(f"head_dim {head}, logits' gradients in bfloat16")
+        cells = ["/".join(f"{share(table[c], kernel, case, c):.0%}" for case in cases) for c in columns]
+        lines.append(f"| {kernel}, {head} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def share(entries, kernel, case, column):
+    """Of one kernel; of the backward, both kernels' time for the five products that it needs."""
+    arch = int(column.rpartition("_")[2])
+    if kernel != "backward":
+        key = f"_{kernel}_kernel, {case}"
+        return min(limits(key, arch, entries[key]))
+    return 5 / sum(
+        products_of(f"_{k}_kernel, {case}") / share(entries, k, case, column) for k in ("dq", "dkdv")
+    )
+
+
+def products_of(key):
+    """Products of a pair of query and key, in FP8's time: one in bfloat16 counts twice."""
+    in_fp8, of_gradient = PRODUCTS[key.partition(",")[0]]
+    return in_fp8 + of_gradient * (2 if "bfloat16" in key else 1)
 
 
 def limits(key, arch, entry):
     """What part of the tensor cores' time the issue of instructions, and the exponentials, leave them at most."""
-    in_fp8, of_gradient = PRODUCTS[key.partition(",")[0]]
-    products = in_fp8 + of_gradient * (2 if "bfloat16" in key else 1)
-    cycles = products * int(re.search(r"head_dim (\d+)", key)[1]) / MULTIPLICATIONS[arch]
+    cycles = products_of(key) * int(re.search(r"head_dim (\d+)", key)[1]) / MULTIPLICATIONS[arch]
     return (
         min(1.0, cycles / (entry["instructions_an_element"] / ISSUED)),
         min(1.0, cycles / (entry["exponentials_an_element"] / EXPONENTIALS)),

@@ -176,3 +176,19 @@ def test_the_documents_tables_are_the_committed_ones():
 
     for document in TABLES:
         assert document.read_text() == in_document(document, json.loads(TABLE.read_text())), document.name
+
+
+def test_the_predicted_speed_of_the_backward_in_the_guide_follows_from_the_counts():
+    from tests.kernels.compiled_table import DOCS, share
+
+    table, peak = json.loads(TABLE.read_text()), 1979
+    limits = {
+        head: [
+            round(peak * share(table[c], "backward", f"head_dim {head}", c))
+            for c in sorted(table)
+            if "sm_90" in c
+        ]
+        for head in (128, 64)
+    }
+    said = "{} to {} TFLOP/s at head size 128 and {} to {} at 64".format(*limits[128], *limits[64])
+    assert said in " ".join((DOCS / "attention.md").read_text().split())

@@ -19,6 +19,7 @@ from foundry_fp8.backends.transformer_engine.attention_requirements import (
 )
 from foundry_fp8.config import ConfigError
 from foundry_fp8.layers.attention_mask import AttentionMask
+from foundry_fp8.layers.backend import Availability
 from foundry_fp8.numerics.recipes import DelayedScaling
 from foundry_fp8.surgery.attention_inputs import BatchMasks, same_mask
 from tests.model_zoo import fog, hugging_face, mpt
@@ -132,26 +133,58 @@ def seen() -> dict[tuple[str, str], AttentionMask]:
     return found
 
 
+NAMES = {
+    "none": "no mask",
+    "full": "mask of ones",
+    "right": "padded right",
+    "left": "padded left",
+    "packed": "packed by `sequence_id`",
+    "position ids": "packed by position ids",
+    "packed, own mask": "packed, with a dense mask",
+    "user's own": "other dense mask",
+}
+REASONS = {
+    "document masks": "documents",
+    "something added to the logits": "dense mask",
+    "sliding window": "window",
+    "padded": "left padding",
+}
+"""What a reason says, by a part of it."""
+
+
+def verdict(found: Availability) -> str:
+    """``yes``, or why not in a word or two."""
+    return (
+        "yes" if found.ok else "no: " + next(word for part, word in REASONS.items() if part in found.reason)
+    )
+
+
+HUGGING_FACE = (
+    "Llama",
+    "Llama, eager",
+    "Qwen2",
+    "Mistral, window beyond the sequence",
+    "OLMo2",
+    "GPT-NeoX",
+)
+"""One row in the docs for all: if one of them differed, the row would be there twice."""
+
+
 def table(seen: dict[tuple[str, str], AttentionMask]) -> str:
-    """As in the docs."""
-    lines = [
-        "| host | batch | reaches FP8 attention as | native | through Transformer Engine |",
-        "|---|---|---|---|---|",
-    ]
+    """As in the docs: what comes out alike in one row, by host and then by batch."""
+    batches: dict[tuple[str, str], dict[str, None]] = {}
     for (host, kind), mask in seen.items():
         shape = attention_shape(mask.simplified(), head_dim=128, sequence=128)
-        answer = attention_requirement(DelayedScaling(), shape, HOPPER)
-        names = {
-            "none": "no mask",
-            "full": "mask of ones",
-            "right": "padded right",
-            "left": "padded left",
-            "position ids": "packed by position ids",
-            "packed, own mask": "packed by position ids and a mask of its own",
-        }
         native = native_attention_requirement(DelayedScaling(), head_dim=128, bias=mask.bias is not None)
-        verdicts = ("yes" if found.ok else f"no: {found.reason}" for found in (native, answer))
-        lines.append(f"| {host} | {names.get(kind, kind)} | {said(mask)} | {' | '.join(verdicts)} |")
+        answers = (native, attention_requirement(DelayedScaling(), shape, HOPPER))
+        row = " | ".join((said(mask), *map(verdict, answers)))
+        name = "Hugging Face" if host in HUGGING_FACE else host
+        batches.setdefault((name, row), {})[NAMES.get(kind, kind)] = None
+    hosts: dict[tuple[str, str], list[str]] = {}
+    for (host, row), kinds in batches.items():
+        hosts.setdefault((", ".join(kinds), row), []).append(host)
+    lines = ["| model | batch | mask in FP8 | native | Transformer Engine |", "|---|---|---|---|---|"]
+    lines += [f"| {'; '.join(alike)} | {kinds} | {row} |" for (kinds, row), alike in hosts.items()]
     return "\n".join(lines)
 
 
