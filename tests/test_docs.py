@@ -101,11 +101,27 @@ NAMED = [e for kind in ("algorithms", "callbacks") for e in entry_points(group=f
 OURS = [e for e in NAMED if e.value.startswith("foundry_fp8.")]
 
 
+def card_of(entry):
+    return (ROOT / entry.value.split(":")[0].replace(".", "/") / "README.md").read_text()
+
+
+SECTIONS = ["What it does", "How to use it", "Options", "How it works", "Evidence", "Limits", "Source"]
+
+
+@pytest.mark.parametrize("entry", OURS, ids=lambda e: e.name)
+def test_a_card_has_seven_sections_in_one_order_on_one_page(entry):
+    card = card_of(entry)
+    prose = re.sub(r"^```.*?^```", "", card, flags=re.M | re.S)  # where a comment may begin with #
+    assert card.startswith(f"# `{entry.name}`: ")
+    assert re.findall(r"^##+ .*$", prose, re.M) == [f"## {i}. {name}" for i, name in enumerate(SECTIONS, 1)]
+    assert len(card.splitlines()) <= 90
+    assert [line for line in card.splitlines() if len(line) > 140] == []
+
+
 @pytest.mark.parametrize("entry", OURS, ids=lambda e: e.name)
 def test_options_and_defaults_of_a_card_are_those_of_its_configuration(entry):
     """One by one: some defaults contradict each other as a whole, and some are written as ``100ba``."""
-    card = (ROOT / entry.value.split(":")[0].replace(".", "/") / "README.md").read_text()
-    section = re.split(r"^## \d.*$", card, flags=re.M)[3]
+    section = re.split(r"^## \d.*$", card_of(entry), flags=re.M)[3]
     first = next(word for word in ("key", "option", "Option") if f"| {word} |" in section)
     config = entry.load()().config
     plain = {

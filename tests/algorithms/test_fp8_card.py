@@ -1,4 +1,6 @@
-"""The method card of `fp8` and docs/backends.md: their code runs, and their tables of recipes and attention are those of the configuration."""
+"""The method card of `fp8`, docs/fp8_layers.md and docs/backends.md: their code runs, and their tables of recipes and attention
+are those of the configuration.
+"""
 
 import dataclasses
 import re
@@ -15,7 +17,9 @@ from foundry_fp8.surgery.apply import KEY, FP8Config
 from foundry_fp8.surgery.attention_config import AttentionConfig
 
 CARD = (Path(foundry_fp8.__file__).parent / "algorithms/fp8/README.md").read_text()
-BACKENDS = Path(foundry_fp8.__file__).parents[1] / "docs/backends.md"
+DOCS = Path(foundry_fp8.__file__).parents[1] / "docs"
+BACKENDS = DOCS / "backends.md"
+LAYERS = DOCS / "fp8_layers.md"
 
 
 def blocks(text, language):
@@ -32,19 +36,26 @@ def test_yaml_of_the_card_is_a_valid_configuration():
         from_mapping(FP8Config, yaml.safe_load(code)["algorithms"]["fp8"], KEY)
 
 
-def rows(marker):
-    table = CARD.split(f"<!-- {marker}", 1)[1].split("\n\n", 1)[0]
+def rows(text, marker):
+    table = text.split(f"<!-- {marker}", 1)[1].split("\n\n", 1)[0]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[3:]]
 
 
 def test_fields_of_attention_are_those_of_its_config():
-    documented = {row[0].strip("`"): yaml.safe_load(row[1].strip("`")) for row in rows("attention")}
+    documented = {
+        row[0].strip("`"): yaml.safe_load(row[1].strip("`")) for row in rows(LAYERS.read_text(), "attention")
+    }
     fields = {f.name: f.default for f in dataclasses.fields(AttentionConfig)}
     assert documented == {name: list(v) if isinstance(v, tuple) else v for name, v in fields.items()}
 
 
 def test_recipe_fields_are_those_of_the_recipes():
-    documented = {(row[0], row[1].strip("`")): row[2] for row in rows("recipes") if row[0] != "all"}
+    documented = {
+        (recipe, row[1].strip("`")): row[2]
+        for row in rows(CARD, "recipes")
+        if row[0] != "all"
+        for recipe in row[0].split(", ")
+    }
     fields = {
         (name, f.name): list(f.default) if isinstance(f.default, tuple) else f.default
         for name, cls in RECIPES.items()
