@@ -146,8 +146,10 @@ def shard_of(config: Mapping[str, Any], ranks: int, key: str) -> int:
         accept(Positive, wanted, "algorithms.hybrid_sharding.shard")
     shard = wanted if isinstance(wanted, int) else min(PER_NODE, ranks) if wanted == "node" else ranks
     if ranks % shard:
+        nearest = sorted({max(1, ranks // shard) * shard, -(-ranks // shard) * shard})
         raise ConfigError(
-            f"{key}: {ranks} cannot be divided into shards of {shard}, as algorithms.hybrid_sharding asks. Give a multiple of {shard}."
+            f"{key}: {ranks} cannot be divided into shards of {shard}, as algorithms.hybrid_sharding asks. The nearest that can: "
+            f"{' and '.join(map(str, nearest))}."
         )
     return shard
 

@@ -58,6 +58,7 @@ def communication(
     check: Annotated[bool, typer.Option(help="Compare the model with published points instead.")] = False,
 ) -> None:
     """Print communication, exposed time and memory a GPU for FSDP and the best HSDP, with and without compression."""
+    counts, left_out = [], ""
     try:
         typer.echo(_check_table() if check else "", nl=check)
         if check:
@@ -66,14 +67,14 @@ def communication(
         check_choice("--network", network, tuple(NETWORKS))
         constants = _override(with_logs(NETWORKS[network], nccl_tests or []), set_ or [])
         if parameters is not None:
+            counts = _counts(gpus)
             work = Workload(
                 parameters=parameters, units=units, tokens=8192 if tokens is None else tokens, width=width
             )
         elif yaml is not None:
             config = read_yaml(yaml)
             refuse_tensor_parallelism(config)
-            for count in _counts(gpus):
-                shard_of(config, count, "--gpus")
+            counts, left_out = _divided(config, _counts(gpus))
             work = workload_of(config, build_yaml_model(config, "meta"), tokens)
         else:
             raise ConfigError("Give a training YAML, or --parameters.")
@@ -85,7 +86,7 @@ def communication(
             tensor_parallel=tensor_parallel,
             host_seconds=accept(Annotated[float, at_least(0)], host_ms, "--host-ms") / 1e3,
         )
-        rows = plan_communication(work, _counts(gpus), GPUS[gpu], constants)
+        rows = plan_communication(work, counts, GPUS[gpu], constants)
     except ConfigError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from error
@@ -93,6 +94,7 @@ def communication(
         f"{work.parameters / 1e9:.2f} B parameters in {work.units} units, {work.tokens} tokens a GPU and step, "
         f"MFU {work.mfu:g} of {gpu} ({GPUS[gpu].source})\nnetwork {network}: {json.dumps(dataclasses.asdict(constants))}\n"
     )
+    typer.echo(left_out, nl=bool(left_out))
     header = f"{'GPUs':>6} {'layout':16} {'wire':10} {'comm ms':>9} {'exposed ms':>11} {'efficiency':>10} {'GB a GPU':>9}"
     typer.echo(header)
     shortest = {
@@ -115,6 +117,24 @@ def communication(
             f"{work.parameters / 1e9:.2f} B parameters, {work.tokens} tokens a GPU and step, {gpu}, {network}"
         )
         _draw(rows, title, plot)
+
+
+def _divided(config: Mapping[str, Any], counts: list[int]) -> tuple[list[int], str]:
+    """Those of ``counts`` that the YAML's shards divide, and a line on the others.
+
+    Raises:
+        ConfigError: They divide none.
+    """
+    fitting, refused = [], {}
+    for count in counts:
+        try:
+            shard_of(config, count, "--gpus")
+            fitting.append(count)
+        except ConfigError as error:
+            refused[count] = error
+    if not fitting:
+        raise next(iter(refused.values()))
+    return fitting, f"left out: {next(iter(refused.values()))}" if refused else ""
 
 
 def _counts(text: str) -> list[int]:

@@ -107,7 +107,8 @@ def _ranks(config: Mapping[str, Any], hardware: Hardware) -> list[Finding]:
                 Finding(
                     "ranks",
                     "error",
-                    f"global_train_batch_size: {total} is not a multiple of {devices} devices",
+                    f"global_train_batch_size: {total} is not a multiple of {devices} devices; the nearest that is: "
+                    f"{max(1, round(total / devices)) * devices}",
                 )
             )
         elif isinstance(micro, int) and total // devices < micro:

@@ -90,6 +90,8 @@ def build_yaml_model(config: dict[str, Any], init_device: str) -> Any:
     known = MODEL_SHAPES.get(str(options.get("pretrained_model_name_or_path")))
     if name == "hf_causal_lm":
         options["pretrained"] = False  # its default is true, and a folder may hold a config.json alone
+        if init_device == "meta":  # it does not run; its shapes are the same
+            options["use_flash_attention_2"] = False
     elif name == "mpt_causal_lm":
         options["loss_fn"] = "torch_crossentropy"  # the default is a kernel that only a GPU has
     try:
