@@ -203,6 +203,24 @@ def test_the_table_of_the_network():
     assert f"computing alone takes {rows['compute alone']['step_seconds'] * 1e3:.0f} ms" in MEASURED
 
 
+@pytest.mark.parametrize("page", ["communication.md"])
+def test_the_speeds_over_two_networks(page):
+    """Ratios of modes of one run, at 1 and at 10 Gbit/s."""
+    runs = [
+        {row["mode"]: row for row in result(f"slow_network_{gbit}gbit_2026-11-21")["results"]}
+        for gbit in (1, 10)
+    ]
+    names = {"float32": "fp32", "torch's `bf16_compress_hook": "bf16 (torch bf16_compress_hook)"}
+    for mode, *cells in table((ROOT / "docs" / page).read_text(), "gradients | 1 Gbit/s: x float32"):
+        name = names.get(mode, mode.replace(", error", " + error"))
+        ratios = [
+            rows[peer]["step_seconds"] / rows[name]["step_seconds"]
+            for rows in runs
+            for peer in names.values()
+        ]
+        held(cells, [*ratios, runs[0][name]["link_bytes_per_step"] / 1e6])
+
+
 def test_the_table_of_accumulation():
     rows = {(r["data"], r["k"]): r for r in result("accumulation_2026-11-22")["rows"]}
     data = ""
