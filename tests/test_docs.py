@@ -206,17 +206,22 @@ def test_the_table_of_memory():
         held(cells, peaks)
 
 
-def test_the_table_of_the_network():
-    rows = {row["mode"]: row for row in result("slow_network_1gbit_2026-11-21")["results"]}
+@pytest.mark.parametrize("page", ["communication.md", "results.md"])
+def test_the_speeds_over_two_networks(page):
+    """Ratios of modes of one run, at 1 and at 10 Gbit/s."""
+    runs = [
+        {row["mode"]: row for row in result(f"slow_network_{gbit}gbit_2026-11-21")["results"]}
+        for gbit in (1, 10)
+    ]
     names = {"float32": "fp32", "torch's `bf16_compress_hook": "bf16 (torch bf16_compress_hook)"}
-    of_float32, of_hook = (rows[name]["step_seconds"] for name in names.values())
-    for mode, *cells in table(MEASURED, "mode"):
-        row = rows[names.get(mode, mode.replace(", error", " + error"))]
-        seconds = row["step_seconds"]
-        held(
-            cells, [seconds * 1e3, of_float32 / seconds, of_hook / seconds, row["link_bytes_per_step"] / 1e6]
-        )
-    assert f"computing alone takes {rows['compute alone']['step_seconds'] * 1e3:.0f} ms" in MEASURED
+    for mode, *cells in table((ROOT / "docs" / page).read_text(), "gradients | 1 Gbit/s: x float32"):
+        name = names.get(mode, mode.replace(", error", " + error"))
+        ratios = [
+            rows[peer]["step_seconds"] / rows[name]["step_seconds"]
+            for rows in runs
+            for peer in names.values()
+        ]
+        held(cells, [*ratios, runs[0][name]["link_bytes_per_step"] / 1e6])
 
 
 def test_the_table_of_accumulation():
@@ -273,7 +278,7 @@ def test_the_table_of_attentions_error():
 def test_the_tables_of_the_demo():
     """What % is computed from is in the committed table, to four digits."""
     found = {name: row for name, *row in table((RESULTS / "demo_cpu_2026-11-22.md").read_text(), "run")}
-    once, seeds = MEASURED.split("**FP8 trains like float32.**")[1].split("for N = 17, 18, 19")
+    once, seeds = MEASURED.split("## FP8 trains like float32")[1].split("for N = 17, 18, 19")
     for name, *row in table(once, "run | final loss"):
         assert row == found[name]
     losses = {name: [[float(x) for x in cell.split(", ")] for cell in row]

@@ -82,7 +82,7 @@ _MODEL = (
     "overlap: arXiv 2507.03114; spread of GPUs: arXiv 2208.11035; stragglers: MegaScale, arXiv 2402.15627"
 )
 _NCCL = f"latencies: NCCL src/graph/tuning.cc, ring, Simple protocol; {_MODEL}"
-_EFA = (  # nccl_tests.fitted to all 35 of 32 MiB to 2 GiB; why no range of them is in docs/communication.md
+_EFA = (  # nccl_tests.fitted to all 35 of 32 MiB to 2 GiB: nothing speaks for a part of them
     "across nodes: fitted to the all-gathers that github.com/crazyguitar/aws-gpu-communication-benchmark (data/nccl_all_gather.csv, "
     "CC BY 4.0) measured on 2 to 32 p5.48xlarge; 80 % of NVLink 4 (assumed); other latencies: NCCL src/graph/tuning.cc"
 )
