@@ -52,7 +52,7 @@ class FP8Config(Config):
     recipe: Annotated[Recipe | Literal["auto"], Parse(_recipe_or_auto, "a recipe")] = "auto"
     """``delayed``, ``current``, ``block``, ``mxfp8``, ``unit`` (for µnit-scaled models), a mapping with the recipe's own fields (``{name: delayed, margin:
     1}``), or ``auto``: mxfp8 on GPUs of compute capability 10.x, current elsewhere, and where the backend predicts that
-    FP8 makes a layer no faster (native does), that layer stays in high precision."""
+    FP8 makes a layer no faster, that layer stays in high precision."""
     backend: Annotated[str, one_of("auto", *BACKENDS)] = "auto"
     """``transformer_engine``, ``native``, ``emulated``, or ``auto``: Transformer Engine if it can run the recipe, else
     native, on a GPU; emulated on a CPU."""

@@ -94,6 +94,7 @@ def _check_mpt(config: Any, key: str) -> None:
     for part, found, right, expected in (
         ("norm_type", config.norm_type, config.norm_type in ("mus_norm", "no_norm"), "mus_norm (no_norm: without the final norm)"),
         ("learned_pos_emb", config.learned_pos_emb, not config.learned_pos_emb, "false (use attn_config.rope)"),
+        ("attn_config.rope", attention.get("rope"), bool(attention.get("rope")), "true (it has no other positions)"),
         ("tie_word_embeddings", config.tie_word_embeddings, not config.tie_word_embeddings, "false"),
         (
             "logit_scale",

@@ -173,8 +173,8 @@ def peaks_from_user(value: object, key: str = "callbacks.mfu_monitor.peak_flops"
 def measured_peaks(device: torch.device, size: int | None = None, seconds: float = 0.25) -> Peaks:
     """Time one large square GEMM in each precision that ``device`` runs.
 
-    A measured peak is what a good GEMM reaches here, 60 to 80 % of the datasheet on a data-centre GPU, so the
-    utilisation it gives is not comparable with one from the table. Where there is no FP8 GEMM, fp8 gets the fp32
+    A measured peak is what one large GEMM reaches here, below the datasheet, so the utilisation it gives is not comparable
+    with one from the table. Where there is no FP8 GEMM, fp8 gets the fp32
     figure: emulated FP8 multiplies in fp32.
 
     Args:

@@ -232,6 +232,10 @@ def test_the_two_forms_are_one_model(final_norm: bool, root: Path) -> None:
             },
             r"model\.learned_pos_emb",
         ),
+        (
+            {"attn_config": {"attn_type": "mus_attention", "attn_impl": "torch", "tau": 0.4}},
+            r"model\.attn_config\.rope: False; in a µnit-scaled MPT it is true",
+        ),
         ({"init_config": {"name": "kaiming_normal_"}}, r"model\.init_config\.name"),
         (
             {"fc_type": {"name": "unit", "output_multiplier": 1.0}},
