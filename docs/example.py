@@ -60,12 +60,11 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 def _run(command: list[str]) -> str:
     bin_folder = str(Path(sys.executable).parent)
-    environment = {**os.environ, "PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}", "COLUMNS": "110"}
-    result = subprocess.run(
-        command, cwd=FOLDER, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
+    environment = {**os.environ, "PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}", "COLUMNS": "88"}
+    result = subprocess.run(command, cwd=FOLDER, env=environment, text=True, capture_output=True)
     if result.returncode:
-        raise PluginError(f"docs/example.md: {command[-1]!r} failed:\n{result.stdout[-3000:]}")
+        said = f"{result.stdout[-1500:]}{result.stderr[-1500:]}"
+        raise PluginError(f"docs/example.md: {command[-1]!r} failed:\n{said}")
     lines = result.stdout.splitlines(keepends=True)
     if len(lines) > SHOWN:
         lines = [f"... ({len(lines) - SHOWN} lines)\n", *lines[-SHOWN:]]

@@ -17,6 +17,7 @@ from foundry_fp8.config import parse_bytes
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.planning.communication.machines import GPUS, NETWORKS
 from foundry_fp8.planning.communication.step import plan_communication
+from foundry_fp8.planning.model_shapes import MODEL_SHAPES
 from foundry_fp8.surgery.apply import apply_fp8
 from foundry_fp8.surgery.left_out import ADAPTER, HEAD, ROUTER
 from foundry_fp8.surgery.linears import IN_KEPT_BLOCK
@@ -31,38 +32,15 @@ WHOLE_RUNS = [
 ]
 """With sharding, checkpoints and monitors, for a cluster that they name."""
 
-LLAMA_3_8B = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 8192,
-    "vocab_size": 128256,
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": False,
-}
+LLAMA_3_8B = MODEL_SHAPES["meta-llama/Meta-Llama-3-8B"]
 
 MUS = (("1b", 1.62e9), ("3b", 3.03e9), ("7b", 7.26e9), ("13b", 13.61e9))
 
-LLAMA_3_70B = {
-    **LLAMA_3_8B,
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "num_attention_heads": 64,
-    "num_hidden_layers": 80,
+CONFIGS = {
+    "llama-3-70b": MODEL_SHAPES["meta-llama/Meta-Llama-3-70B"],
+    "llama-3.1-405b": MODEL_SHAPES["meta-llama/Llama-3.1-405B"],
+    "moe-132b": MODEL_SHAPES["mistralai/Mixtral-8x7B-v0.1"],
 }
-LLAMA_31_405B = {
-    **LLAMA_3_8B,
-    "hidden_size": 16384,
-    "intermediate_size": 53248,
-    "num_attention_heads": 128,
-    "num_hidden_layers": 126,
-}
-MIXTRAL = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "tie_word_embeddings": False}
-CONFIGS = {"llama-3-70b": LLAMA_3_70B, "llama-3.1-405b": LLAMA_31_405B, "moe-132b": MIXTRAL}
 PLANNED = (*CONFIGS, "llama-3-8b-lora")
 """Slow to build; tested under -m full."""
 
@@ -290,6 +268,21 @@ def test_both_planners_take_the_yaml(path, folders, tmp_path):
         done = CliRunner().invoke(app, ["plan", *command])
         assert done.exit_code == 0, done.output
         assert "FSDP 1x" in done.output or "predicted peak" in done.output
+
+
+@pytest.mark.parametrize(
+    "path", each([path for path in ALL if path.parent.name != "demo"], lambda stem: stem == "llama-3-8b")
+)
+def test_the_network_of_the_yaml_as_it_ships_is_planned_without_a_hub(path):
+    """No folder, no tokenizer; a number of ranks that its shards do not divide is named with the nearest that they do."""
+    done = CliRunner().invoke(app, ["plan", "communication", str(path), "--gpus", "64,256,1024"])
+    assert done.exit_code == 0, done.output
+    rows = {int(line.split()[0]) for line in done.output.splitlines() if re.match(r" +\d+ (FSDP|HSDP)", line)}
+    shard = OmegaConf.select(OmegaConf.load(path), "algorithms.hybrid_sharding.shard")
+    divided = {count for count in (64, 256, 1024) if not isinstance(shard, int) or count % shard == 0}
+    assert rows == divided
+    left_out = f"64 cannot be divided into shards of {shard}, as algorithms.hybrid_sharding asks. The nearest that can: {shard}."
+    assert (left_out in done.output) == (len(divided) < 3)
 
 
 # A block's share of a model's width, not of its depth: targets count blocks.

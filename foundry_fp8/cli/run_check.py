@@ -158,12 +158,13 @@ def _memory(config: Mapping[str, Any], model: Any, hardware: Hardware) -> list[F
     frozen = sum(p.numel() for p in model.parameters()) - trained
     shard = _shard(config, hardware)
     each = (STATE_BYTES * trained + FROZEN_BYTES * frozen) / shard
-    size = f"{(trained + frozen) / 1e9:.2f} B parameters" + (
-        f", {trained / 1e6:.0f} M of them trained" if frozen else ""
-    )
+    total = trained + frozen
+    size = f"{total / 1e9:.2f} B parameters" if total >= 1e8 else f"{total / 1e6:.2f} M parameters"
+    if frozen:
+        size += f", {trained / 1e6:.0f} M of them trained"
     text = (
         f"{size}: {format_bytes(int(each))} a GPU of {format_bytes(int(hardware.gpu.memory_bytes))} for parameters, gradients and "
-        f"Adam's moments in float32 over {shard} ranks; activations: foundry-fp8 plan memory"
+        f"Adam's moments in float32 over {shard} rank{'s' if shard > 1 else ''}; activations: foundry-fp8 plan memory"
     )
     fits = each <= ROOM * hardware.gpu.memory_bytes
     more = "" if fits else ". That leaves too little: shard over more ranks"
