@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,11 @@ from foundry_fp8.distributed.traffic import CountingGroup, FinishedWork, Traffic
 from foundry_fp8.distributed.two_hop import TwoHop, own_numel, reduce_scatter_two_hop, two_hop_all_reduce
 from foundry_fp8.numerics.wire_format import WireFormat
 
-__all__ = ["CompressedGroup", "Leg", "Switch"]
+__all__ = ["WAYS", "CompressedGroup", "Leg", "Switch", "Way"]
+
+Way = Literal["coded", "bf16", "plain"]
+WAYS: tuple[Way, ...] = ("coded", "bf16", "plain")
+"""How gradients that may be compressed travel, by how much is rounded: as configured, in bfloat16, in their own dtype."""
 
 
 @dataclasses.dataclass
@@ -31,6 +35,8 @@ class Switch:
 
     on: bool = True
     """Off during warm-up: everything travels uncompressed."""
+    way: Way = "coded"
+    """How they travel while this is on."""
     min_bytes: int = 0
     """Tensors with fewer bytes than this travel uncompressed."""
     reductions: int = 0
@@ -38,7 +44,11 @@ class Switch:
 
     def takes(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is compressed now. Depends on nothing that differs between ranks."""
-        return self.on and self.large(tensor)
+        return self.on and self.way == "coded" and self.large(tensor)
+
+    def narrows(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` travels in bfloat16 now."""
+        return self.on and self.way == "bf16" and self.large(tensor) and tensor.element_size() > 2
 
     def large(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is compressed once the warm-up is over."""
@@ -106,6 +116,11 @@ class CompressedGroup(CountingGroup):
         rows, leg = self._rows(input), self.leg
         taken = rows is not None
         self.traffic.count_logical(input.nbytes - input.nbytes // self.size(), compressed=taken)
+        if leg is not None and self.switch.narrows(input):
+            part = torch.empty_like(output, dtype=torch.bfloat16)
+            super()._reduce_scatter_base(part, input.bfloat16(), opts).wait()
+            output.copy_(part)
+            return FinishedWork([output])
         if rows is None or leg is None:
             return super()._reduce_scatter_base(output, input, opts)
         options: dict[str, Any] = {
@@ -133,6 +148,11 @@ class CompressedGroup(CountingGroup):
         rows, leg = self._rows(tensors[0]) if sums and len(tensors) == 1 else None, self.leg
         taken = rows is not None
         self.traffic.count_logical(2 * (nbytes - nbytes // self.size()), compressed=taken)
+        if leg is not None and sums and len(tensors) == 1 and self.switch.narrows(tensors[0]):
+            narrow = tensors[0].bfloat16()
+            super().allreduce([narrow], opts).wait()
+            tensors[0].copy_(narrow)
+            return FinishedWork(tensors)
         if rows is None or leg is None:
             return super().allreduce(tensors, opts)
         options: dict[str, Any] = {

@@ -16,8 +16,7 @@ KINDS = {
 }
 REPLICATES = {"ddp", "fsdp1-NO_SHARD", "fsdp1-HYBRID_SHARD", "hsdp2"}
 # Largest error of the gradient's direction: int8 rounds once per shot (5e-3 each with blocks of 32, and a second, weaker
-# one through the activations where weights are rounded); e4m3 has 3 mantissa bits (2.4e-2 a pass). FSDP1 rounds norms and
-# embeddings too, because its flat parameter mixes them with the matrices.
+# one through the activations where weights are rounded); e4m3 has 3 mantissa bits (2.4e-2 a pass).
 DIRECTION = {"none": 1e-6, "gradients": 1.5e-2, "parameters": 1e-2, "both": 5e-2}
 # Least ratio of uncompressed to sent bytes, gathers included. Vectors travel exactly, of which this small model has many.
 LEAST_RATIO = {"gradients": 2.5, "parameters": 1.4, "both": 2.0}

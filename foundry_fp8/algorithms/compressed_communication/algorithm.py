@@ -9,6 +9,7 @@ from composer.core import Algorithm, Event, State
 from composer.loggers import Logger
 
 from foundry_fp8.config import ConfigError, from_mapping
+from foundry_fp8.distributed.compressed_group import WAYS
 from foundry_fp8.distributed.compression.apply import apply_compressed_communication, wrapper_of
 from foundry_fp8.distributed.compression.config import KEY, CompressionConfig
 from foundry_fp8.distributed.compression.runtime import Compression
@@ -28,8 +29,9 @@ class CompressedCommunication(Algorithm):
     warm-up, ``AFTER_TRAIN_BATCH`` checks once that gradients really came through, before the first optimizer step, and
     ``BATCH_END`` logs, the first also compares replicas. With one rank it warns and does nothing.
 
-    It has no state to save: a checkpoint makes it forget what quantising lost, in the run that goes on as in the one that resumes, so that
-    both are the same run, with any number of ranks (:meth:`~foundry_fp8.distributed.compression.runtime.Compression.forget`).
+    Its state is what ``adapt`` decided. A checkpoint makes it forget what quantising lost, in the run that goes on as in the one that
+    resumes, so that both are the same run, with any number of ranks
+    (:meth:`~foundry_fp8.distributed.compression.runtime.Compression.forget`).
 
     Logs, every batch: ``comm/wire_bytes`` and ``comm/uncompressed_bytes`` (this rank, this batch),
     ``comm/compression_ratio``, ``comm/collectives``, ``comm/quantize_seconds``, ``comm/collective_seconds``, and on
@@ -120,13 +122,17 @@ class CompressedCommunication(Algorithm):
         logger.log_metrics(metrics)
 
     def state_dict(self) -> dict[str, Any]:
-        """Composer's own entry, and nothing else; forgets what quantising lost, since a checkpoint is being taken."""
+        """Composer's own entry, and how gradients travel; forgets what quantising lost, since a checkpoint is being taken."""
         self.compression.forget()
-        return super().state_dict()
+        adaptation = self.compression.adaptation
+        return {**super().state_dict(), "way": "coded" if adaptation is None else adaptation.way}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to take; a checkpoint of version 0.1.0 with residuals is named."""
+        """How gradients travel; a checkpoint of version 0.1.0 with residuals is named."""
         if state.get("residuals"):
             log.warning(
                 "%s: the error-feedback residuals of this checkpoint are not used; they start at zero.", KEY
             )
+        way = state.get("way")
+        if self.compression.adaptation is not None and way in WAYS:
+            self.compression.adaptation.way = way

@@ -97,6 +97,7 @@ def apply_compressed_communication(
         attach_fsdp1(model, compression)
     else:
         attach_fsdp2(model, compression)
+    compression.device = next(model.parameters()).device
     setattr(model, ATTACHED, compression)
     if config.check_replicas:
         check_replicas(model, KEY)

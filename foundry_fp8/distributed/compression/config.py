@@ -49,6 +49,9 @@ class CompressionConfig(Config):
     """What the hop inside a node travels as where there are two hops. ``exact`` sends gradients in their own dtype and loses nothing.
     ``auto`` is ``int8`` for FSDP's reduce-scatter of coded gradients, as in ZeRO++, and ``exact`` where error feedback carries on what
     is lost."""
+    adapt: bool = True
+    """Measure, 20 batches after the warm-up and every 500 batches, how long steps take with the format of the gradients, in bfloat16 and
+    uncompressed, and go on with the fastest. ``false`` keeps the format."""
     verify: bool = False
     """Debug mode: every message carries a checksum, and a damaged one is an error."""
     sample_interval: Batches = 50

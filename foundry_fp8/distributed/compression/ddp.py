@@ -86,9 +86,12 @@ class BucketHook:
         layout, residual = None, None
         if self.wire is not None and compression.switch.large(buffer):
             layout, residual = self._layout(bucket.parameters())
-        taken = layout is not None and compression.switch.on and any(row.coded for row in layout.rows)
+        coded = layout is not None and any(row.coded for row in layout.rows)
+        taken = coded and compression.switch.takes(buffer)
         world = group.size()
         compression.traffic.count_logical(2 * buffer.nbytes * (world - 1) / world, compressed=taken)
+        if coded and compression.switch.narrows(buffer):
+            return queue.submit(lambda: buffer.copy_(average(buffer.bfloat16(), group)))
         if not taken:
             return queue.submit(lambda: average(buffer, group))
         assert self.wire is not None and layout is not None

@@ -6,10 +6,12 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from foundry_fp8.distributed.compressed_group import Switch
+from foundry_fp8.distributed.compression.adapt import Adaptation
 from foundry_fp8.distributed.compression.config import CompressionConfig
 from foundry_fp8.distributed.compression.routing import Path, path_of
 from foundry_fp8.distributed.mesh import ranks_per_node
@@ -59,6 +61,8 @@ class Compression:
         rows: What travels how, and why.
         holders: Give the residuals that are in use, one for each that keeps some.
         noises: The seeds of every leg that rounds at random.
+        adaptation: What measures and decides how gradients travel; ``None`` where the format is kept.
+        device: Of the parameters.
     """
 
     def __init__(self, config: CompressionConfig) -> None:
@@ -68,10 +72,19 @@ class Compression:
         self.rows: list[ReportRow] = []
         self.holders: list[Callable[[], Iterable[Tensor]]] = []
         self.noises: list[Noise] = []
+        coded = config.gradients not in ("none", "bf16")
+        self.adaptation = (
+            Adaptation(config.gradients, config.warmup, self.traffic) if config.adapt and coded else None
+        )
+        self.device = torch.device("cpu")
         self._hops: dict[tuple[int, ...], TwoHop] = {}
 
     def start_batch(self, batch: int) -> None:
-        """Say which batch comes next: warm-up, error sampling and the seeds of random rounding go by this number."""
+        """Say which batch comes next: warm-up, error sampling, the seeds of random rounding and what ``adapt`` measures go by this number."""
+        if self.adaptation is not None and dist.is_initialized():
+            self.switch.way, decided = self.adaptation.start_batch(batch, self.device)
+            if decided and self.switch.way != "coded":
+                self.forget()
         every = self.config.sample_interval
         self.switch.on = batch >= self.config.warmup
         self.traffic.sample = every > 0 and batch % every == 0 and self.switch.on
@@ -138,7 +151,10 @@ class Compression:
         counts: dict[tuple[str, str, str], int] = {}
         for row in self.rows:
             counts[row.what, row.action, row.reason] = counts.get((row.what, row.action, row.reason), 0) + 1
-        return "\n".join(
+        lines = [
             f"compressed_communication: {count} x {what} as {action}: {reason}"
             for (what, action, reason), count in counts.items()
-        )
+        ]
+        if self.adaptation is not None and self.adaptation.verdict:
+            lines.append(self.adaptation.verdict)
+        return "\n".join(lines)
