@@ -24,6 +24,7 @@ import time
 from pathlib import Path
 
 MODES = {
+    "default": {"adapt": True},
     "fp32": None,
     "bf16 (torch bf16_compress_hook)": "torch",
     "bf16": {"gradients": "bf16", "second_leg": "bf16"},
@@ -115,6 +116,8 @@ def worker(arguments: argparse.Namespace) -> None:
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
     from torch.nn.parallel import DistributedDataParallel
 
+    from foundry_fp8.distributed.compressed_group import WAYS
+    from foundry_fp8.distributed.compression.adapt import BATCHES, START
     from foundry_fp8.distributed.compression.apply import apply_compressed_communication
 
     torch.set_num_threads(1)
@@ -130,13 +133,17 @@ def worker(arguments: argparse.Namespace) -> None:
         if MODES[name] == "torch":
             model.register_comm_hook(None, bf16_compress_hook)
         elif MODES[name] is not None:
-            options = {"warmup": 0, "sample_interval": 0, "scope": "all", **MODES[name]}
+            options = {"warmup": 0, "sample_interval": 0, "scope": "all", "adapt": False, **MODES[name]}
             compression = apply_compressed_communication(model, **options)
             compression.start_batch(0)
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.0)
         times, losses, sent, computed = [], [], [], []
-        steps = arguments.steps + arguments.skip
+        adapting = compression is not None and compression.adaptation is not None
+        skip = START + len(WAYS) * BATCHES + 1 if adapting else arguments.skip
+        steps = arguments.steps + skip
         for step in range(steps):
+            if adapting:
+                compression.start_batch(step)
             tokens = batch(step * world + rank, arguments)
             dist.barrier()
             before, begin = link_bytes(interface), time.perf_counter()
@@ -145,7 +152,7 @@ def worker(arguments: argparse.Namespace) -> None:
             computed.append(time.perf_counter() - begin)
             optimizer.step()
             optimizer.zero_grad(set_to_none=False)
-            if step >= arguments.skip:
+            if step >= skip:
                 times.append(time.perf_counter() - begin)
                 sent.append(link_bytes(interface) - before)
             losses.append(loss.detach())
@@ -164,6 +171,7 @@ def worker(arguments: argparse.Namespace) -> None:
             if compression
             else None,
             "loss_last_20": tail,
+            "verdict": compression.adaptation.verdict if adapting else None,
             "parameters": sum(p.numel() for p in model.parameters()),
         }
         results.append(row)

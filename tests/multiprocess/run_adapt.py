@@ -59,7 +59,11 @@ def adapted(kind, *, bytes_per_second=None, seconds_to_code=0.0):
         train(model, optimizer, compression, range(steps))
         compression.start_batch(steps)
         lost = norm_of(compression.residuals())
-        return {"way": compression.switch.way, "verdict": compression.summary().splitlines()[-1], "lost": lost}
+        return {
+            "way": compression.switch.way,
+            "verdict": compression.summary().splitlines()[-1],
+            "lost": lost,
+        }
     finally:
         Traffic.count, Traffic.timed = COUNT, TIMED
 

@@ -102,7 +102,9 @@ class Adaptation:
         least = min(taken.values())
         self.way = next(way for way in reversed(WAYS) if taken[way] <= least * (1 + TIE))
         saved = self._wire["plain"] - self._wire["coded"]
-        even = f"; break-even near {8e-9 * saved / self._quantize:.2g} Gbit/s a rank" if self._quantize else ""
+        even = (
+            f"; break-even near {8e-9 * saved / self._quantize:.2g} Gbit/s a rank" if self._quantize else ""
+        )
         chosen = {"coded": self.gradients, "bf16": "bfloat16", "plain": "their own dtype"}[self.way]
         self.verdict = (
             f"{KEY}: gradients travel in {chosen}. A step takes {1e3 * taken['coded']:.1f} ms with {self.gradients}, "
