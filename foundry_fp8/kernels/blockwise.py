@@ -15,6 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from foundry_fp8.kernels.interleaved import (
+    ROWS_PER_WORD,
+    largest_of,
+    load_interleaved,
+    store_interleaved,
+    store_transposed,
+)
 from foundry_fp8.kernels.launch import (
     AS_WRITTEN,
     GEMM_MULTIPLE,
@@ -25,7 +32,6 @@ from foundry_fp8.kernels.launch import (
     tiles,
 )
 from foundry_fp8.kernels.producers import Producer
-from foundry_fp8.kernels.quarters import QUARTERS, largest_of, load_quarters, store_quarters, store_transposed
 from foundry_fp8.kernels.scales import (
     amax_along,
     e8m0_reciprocal,
@@ -282,18 +288,20 @@ def _store_rows(
     GROUP: tl.constexpr, FMT_MAX: tl.constexpr, INV_FMT_MAX: tl.constexpr, POWER_2: tl.constexpr,
     VALUE_FOR_INF: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
 ):  # fmt: skip
-    """Four quarters with a scale for every block of their rows."""
+    """Four parts with a scale for every block of their rows."""
     a, scale_a = _scaled_rows(a, GROUP, FMT_MAX, INV_FMT_MAX, POWER_2, VALUE_FOR_INF)
     b, scale_b = _scaled_rows(b, GROUP, FMT_MAX, INV_FMT_MAX, POWER_2, VALUE_FOR_INF)
     c, scale_c = _scaled_rows(c, GROUP, FMT_MAX, INV_FMT_MAX, POWER_2, VALUE_FOR_INF)
     d, scale_d = _scaled_rows(d, GROUP, FMT_MAX, INV_FMT_MAX, POWER_2, VALUE_FOR_INF)
     scale = tl.join(tl.join(scale_a, scale_c), tl.join(scale_b, scale_d))  # by row / 4, block, row % 4
-    scale = tl.permute(tl.reshape(scale, (TILE_R // QUARTERS, TILE_C // GROUP, QUARTERS)), (0, 2, 1))
+    scale = tl.permute(
+        tl.reshape(scale, (TILE_R // ROWS_PER_WORD, TILE_C // GROUP, ROWS_PER_WORD)), (0, 2, 1)
+    )
     rows = first_row + tl.arange(0, TILE_R)[:, None]
     groups = first_column // GROUP + tl.arange(0, TILE_C // GROUP)[None, :]
     scale = tl.reshape(scale, (TILE_R, TILE_C // GROUP))
     _store_scales(scale_ptr, scale, rows, groups, padded_R, padded_C, GROUP)
-    store_quarters(data_ptr, a, b, c, d, first_row, first_column, padded_R, padded_C, TILE_R, TILE_C)
+    store_interleaved(data_ptr, a, b, c, d, first_row, first_column, padded_R, padded_C, TILE_R, TILE_C)
 
 
 @triton.jit
@@ -301,7 +309,7 @@ def _scaled_rows(
     x, GROUP: tl.constexpr, FMT_MAX: tl.constexpr, INV_FMT_MAX: tl.constexpr, POWER_2: tl.constexpr,
     VALUE_FOR_INF: tl.constexpr,
 ):  # fmt: skip
-    """A quarter times the scales of its rows' blocks, and what the GEMM gets of these, ``[rows, blocks]``."""
+    """A part times the scales of its rows' blocks, and what the GEMM gets of these, ``[rows, blocks]``."""
     blocks = tl.reshape(x, (x.shape[0], x.shape[1] // GROUP, GROUP))
     amax = amax_along(blocks, 2)
     scale, gemm_scale = _scales(amax, GROUP, FMT_MAX, INV_FMT_MAX, POWER_2, VALUE_FOR_INF)
@@ -345,7 +353,7 @@ def _quantize_blockwise_kernel(
     tile_c = tl.program_id(0) % tiles_c
     first_row = tile_r * TILE_R
     first_column = tile_c * TILE_C
-    a, b, c, d = load_quarters(
+    a, b, c, d = load_interleaved(
         x_ptr, x_stride, up_ptr, up_stride, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, alpha_ptr,
         first_row, first_column, R, C, KIND, TILE_R, TILE_C,
     )  # fmt: skip
@@ -359,7 +367,9 @@ def _quantize_blockwise_kernel(
         scale, gemm_scale = _scales(amax, GROUP, FMT_MAX, INV_FMT_MAX, POWER_2, VALUE_FOR_INF)
         a, b, c, d = a * scale, b * scale, c * scale, d * scale
         if data_ptr is not None:
-            store_quarters(data_ptr, a, b, c, d, first_row, first_column, padded_R, padded_C, TILE_R, TILE_C)
+            store_interleaved(
+                data_ptr, a, b, c, d, first_row, first_column, padded_R, padded_C, TILE_R, TILE_C
+            )
             tl.store(scale_ptr + tile_r * tiles_c + tile_c, gemm_scale)
         if data_t_ptr is not None:
             store_transposed(
@@ -373,15 +383,15 @@ def _quantize_blockwise_kernel(
                 GROUP, FMT_MAX, INV_FMT_MAX, POWER_2, VALUE_FOR_INF, TILE_R, TILE_C,
             )  # fmt: skip
         if data_t_ptr is not None:
-            blocks = tl.reshape(largest_of(a, b, c, d), (GROUPS_R, GROUP // QUARTERS, TILE_C))
+            blocks = tl.reshape(largest_of(a, b, c, d), (GROUPS_R, GROUP // ROWS_PER_WORD, TILE_C))
             amax = amax_along(blocks, 1)  # [GROUPS_R, TILE_C]
             scale, gemm_scale = _scales(amax, GROUP, FMT_MAX, INV_FMT_MAX, POWER_2, VALUE_FOR_INF)
             groups = tile_r * GROUPS_R + tl.arange(0, GROUPS_R)
             _store_scales(
                 scale_t_ptr, gemm_scale, columns[None, :], groups[:, None], padded_C, padded_R, GROUP
             )
-            scale = tl.broadcast_to(scale[:, None, :], (GROUPS_R, GROUP // QUARTERS, TILE_C))
-            scale = tl.reshape(scale, (TILE_R // QUARTERS, TILE_C))
+            scale = tl.broadcast_to(scale[:, None, :], (GROUPS_R, GROUP // ROWS_PER_WORD, TILE_C))
+            scale = tl.reshape(scale, (TILE_R // ROWS_PER_WORD, TILE_C))
             store_transposed(
                 data_t_ptr, a * scale, b * scale, c * scale, d * scale,
                 first_row, first_column, padded_R, padded_C, TILE_R, TILE_C, RUN,

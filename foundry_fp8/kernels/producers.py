@@ -1,7 +1,7 @@
 """What a quantise kernel reads: a stored tensor, or a norm or an activation computed on the fly.
 
-:func:`load_tile` gives the amax kernels their tile, and every other quantise kernel the four quarters of its tile
-(:mod:`foundry_fp8.kernels.quarters`). With ``Producer.identity`` that is a load; with another producer the value is computed
+:func:`load_tile` gives the amax kernels their tile, and every other quantise kernel the four interleaved parts of its tile
+(:mod:`foundry_fp8.kernels.interleaved`). With ``Producer.identity`` that is a load; with another producer the value is computed
 in registers and never written to memory in high precision. It is rounded to the dtype of its input before it is quantised,
 as the unfused module would have written it: what differs is the last bit of an elementary function, seldom a code (tests allow 0.5 %).
 

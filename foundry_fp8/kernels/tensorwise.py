@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from foundry_fp8.kernels.interleaved import largest_of, load_interleaved, store_interleaved, store_transposed
 from foundry_fp8.kernels.launch import (
     AS_WRITTEN,
     GEMM_MULTIPLE,
@@ -24,7 +25,6 @@ from foundry_fp8.kernels.launch import (
     tiles,
 )
 from foundry_fp8.kernels.producers import Producer, load_tile
-from foundry_fp8.kernels.quarters import largest_of, load_quarters, store_quarters, store_transposed
 from foundry_fp8.kernels.scales import amax_along, is_inf, nan_for_inf, reciprocal, scale_from_amax
 from foundry_fp8.kernels.zeros import STRIDE as STATS_STRIDE
 from foundry_fp8.kernels.zeros import statistics
@@ -440,7 +440,7 @@ def _quantize_kernel(
     tile_r = pid // tiles_c
     first_row = tile_r * TILE_R
     first_column = (pid % tiles_c) * TILE_C
-    a, b, c, d = load_quarters(
+    a, b, c, d = load_interleaved(
         x_ptr, x_stride, up_ptr, up_stride, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, alpha_ptr,
         first_row, first_column, R, C, KIND, TILE_R, TILE_C,
     )  # fmt: skip
@@ -483,7 +483,7 @@ def _quantize_kernel(
         a, b, c, d = nan_for_inf(a), nan_for_inf(b), nan_for_inf(c), nan_for_inf(d)
     a, b, c, d = a * scale, b * scale, c * scale, d * scale  # the stores' conversion saturates
     if data_ptr is not None:
-        store_quarters(data_ptr, a, b, c, d, first_row, first_column, padded_R, padded_C, TILE_R, TILE_C)
+        store_interleaved(data_ptr, a, b, c, d, first_row, first_column, padded_R, padded_C, TILE_R, TILE_C)
     if data_t_ptr is not None:
         RUN: tl.constexpr = 8 if data_ptr is None else 16
         store_transposed(

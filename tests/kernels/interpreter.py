@@ -34,7 +34,7 @@ MODULES = (
             "attention",
             "attention_backward",
             "producers",
-            "quarters",
+            "interleaved",
             "tensorwise",
             "blockwise",
             "block_gemm",

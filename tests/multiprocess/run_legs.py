@@ -237,7 +237,7 @@ def limits():
     return {
         "wanted": TIMEOUT,
         "groups": [group_timeout(group).total_seconds() for group in groups],
-        "lanes": sorted(group_timeout(group).total_seconds() for group in made)[:2],
+        "queues": sorted(group_timeout(group).total_seconds() for group in made)[:2],
         "mesh": mesh.mesh.tolist(),
         "ranks": [dist.get_process_group_ranks(mesh.get_group(dim)) for dim in (0, 1)],
     }

@@ -124,7 +124,7 @@ def test_legs_parameter_by_parameter():
 
     limits = results["limits"]
     assert limits["groups"] == [limits["wanted"]] * 4
-    assert limits["lanes"] == [7.0, 7.0]
+    assert limits["queues"] == [7.0, 7.0]
     assert limits["mesh"] == [[0, 1], [2, 3]] and limits["ranks"] == [[0, 2], [0, 1]]
 
 

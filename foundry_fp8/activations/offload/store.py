@@ -38,7 +38,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from foundry_fp8.activations.compression.saved import StorageRef, UnpackedTensor, is_parameter
-from foundry_fp8.activations.offload.lanes import Lane, lane_of
+from foundry_fp8.activations.offload.copy_queues import CopyQueue, copy_queue_of
 from foundry_fp8.compat.fake_tensor import FakeTensor
 from foundry_fp8.compat.storages import storage_number
 
@@ -147,7 +147,7 @@ class HostStore:
     """Host memory for what one device saves for backward.
 
     Args:
-        lane: Makes the copies.
+        queue: Makes the copies.
         device: Whose tensors it takes; those of another, a table in host memory for example, stay.
 
     Attributes:
@@ -155,13 +155,13 @@ class HostStore:
         held: Bytes of host buffers, in use and free.
     """
 
-    def __init__(self, lane: Lane, device: torch.device) -> None:
-        self.lane, self.device = lane, device
+    def __init__(self, queue: CopyQueue, device: torch.device) -> None:
+        self.queue, self.device = queue, device
         self.moved = 0
         self.held = 0
         self._free: list[Tensor] = []
         self._returned: collections.deque[Tensor] = collections.deque()
-        self._flying: collections.deque[_Copy] = collections.deque()  # in the lane's order
+        self._flying: collections.deque[_Copy] = collections.deque()  # in the queue's order
         self._last: weakref.ref[_Unit] | None = None
         self._known: weakref.WeakValueDictionary[int, _Kept] = weakref.WeakValueDictionary()
 
@@ -191,10 +191,10 @@ class HostStore:
         if free:
             self.held -= free.pop().numel()
         self.held += nbytes
-        return self.lane.buffer(nbytes)
+        return self.queue.buffer(nbytes)
 
     def give(self, host: Tensor) -> None:
-        """Take a buffer back, whatever copies of it are under way: the lane makes them in order."""
+        """Take a buffer back, whatever copies of it are under way: the queue makes them in order."""
         self._returned.append(host)  # and no more: handles die at any moment, and on any thread
 
     @property
@@ -206,7 +206,7 @@ class HostStore:
 
     def start(self, target: Tensor, source: Tensor, memory: Tensor) -> _Copy:
         """Begin a copy. ``memory`` is the one of the two that is on the device."""
-        copy = _Copy(self.lane.copy(target, source), memory)
+        copy = _Copy(self.queue.copy(target, source), memory)
         self._flying.append(copy)
         return copy
 
@@ -214,7 +214,7 @@ class HostStore:
         """Let the computation wait for a copy, and with it for those before, and let go of their device memory."""
         if copy.memory is None:
             return
-        self.lane.wait(copy.event)
+        self.queue.wait(copy.event)
         while copy.memory is not None:
             self._flying.popleft().memory = None
 
@@ -270,4 +270,4 @@ def _bytes_of(x: Tensor) -> Tensor:
 @functools.cache
 def host_store(device: torch.device) -> HostStore:
     """The store of ``device``: one a process, so that all models on it share its buffers."""
-    return HostStore(lane_of(device), device)
+    return HostStore(copy_queue_of(device), device)

@@ -7,7 +7,7 @@ import weakref
 import torch
 
 
-class LateLane:
+class LateQueue:
     """Stands for a GPU's copy stream. Of the tensors that it is handed it holds none, as a stream does not.
 
     A copy runs when the computation waits for it or for one after it, or when ``rush`` says so. What a copy back will fill is

@@ -16,7 +16,7 @@ from foundry_fp8.activations.checkpointing.apply import apply_activation_checkpo
 from foundry_fp8.activations.checkpointing.recompute import recomputed
 from foundry_fp8.activations.offload import store as store_module
 from foundry_fp8.activations.offload.store import HostStore, host_store, moves
-from tests.activations.offload.device import LateLane, check, order_of_units
+from tests.activations.offload.device import LateQueue, check, order_of_units
 
 WIDTH = 16
 CPU = torch.device("cpu")
@@ -47,9 +47,9 @@ class Chain(nn.Module):
         return x
 
 
-def on(monkeypatch, lane):
-    """The store of the CPU, which stands for a device whose copies ``lane`` makes."""
-    store = HostStore(lane, CPU)
+def on(monkeypatch, queue):
+    """The store of the CPU, which stands for a device whose copies ``queue`` makes."""
+    store = HostStore(queue, CPU)
     monkeypatch.setattr(store_module, "host_store", lambda device: store)
     monkeypatch.setattr("foundry_fp8.activations.checkpointing.recompute.host_store", lambda device: store)
     return store
@@ -74,23 +74,23 @@ POLICIES = ["full", "selective", "offload"]
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_step_is_bit_identical_and_its_events_are_in_order(monkeypatch, policy):
-    model, lane = Chain(), LateLane()
-    store = on(monkeypatch, lane)
+    model, queue = Chain(), LateQueue()
+    store = on(monkeypatch, queue)
     reference = gradients(model, model(batch(1)).square().sum())
     apply_activation_checkpointing(model, policy=policy, offload=True)
     for number, block in enumerate(model.blocks):
         inner = block._checkpoint_wrapped_module
-        inner.register_forward_pre_hook(lambda *_, n=number: lane.trace.append(("enter", n)))
-        inner.register_forward_hook(lambda *_, n=number: lane.trace.append(("leave", n)))
+        inner.register_forward_pre_hook(lambda *_, n=number: queue.trace.append(("enter", n)))
+        inner.register_forward_hook(lambda *_, n=number: queue.trace.append(("leave", n)))
     gc.disable()
     try:
         for _ in range(3):
-            lane.trace.clear()
+            queue.trace.clear()
             assert same(gradients(model, model(batch(1)).square().sum()), reference)
-            check(lane.trace)
+            check(queue.trace)
             if policy != "offload":
                 # The recompute stops before a block's hook of leaving runs, or after: what counts is when it began.
-                order_of_units(lane.trace, 4)
+                order_of_units(queue.trace, 4)
     finally:
         gc.enable()
     assert not store._flying and sum(b.numel() for b in store.free) == store.held
@@ -131,9 +131,9 @@ def test_many_schedules_are_bit_identical(**schedule):
 def follow(steps, policy, haste, frozen, shares):
     """Accumulation, several forwards before one backward, graphs that are dropped or read twice, failures, batches of many sizes."""
     draw = random.Random(len(steps))
-    lane = LateLane(lambda: draw.random() < haste)
+    queue = LateQueue(lambda: draw.random() < haste)
     with pytest.MonkeyPatch.context() as patch:
-        store = on(patch, lane)
+        store = on(patch, queue)
         plain, model = Chain(), Chain()
         for m in (plain, model):
             for block in m.blocks[:frozen]:
@@ -168,18 +168,18 @@ def follow(steps, policy, haste, frozen, shares):
                         )
                     assert same(gradients(model, ours), gradients(plain, theirs))
                 del theirs, ours
-            check(lane.trace)
+            check(queue.trace)
         live.clear()
         if any(step == "fail" for step, _, _ in steps):
             gc.collect()  # a traceback holds frames that hold it
         assert sum(b.numel() for b in store.free) == store.held
         run(model, 1)
-        check(lane.trace)
+        check(queue.trace)
 
 
 def test_two_forwards_before_one_backward(monkeypatch):
-    model, lane = Chain(), LateLane()
-    on(monkeypatch, lane)
+    model, queue = Chain(), LateQueue()
+    on(monkeypatch, queue)
 
     def loss():
         return model(batch(1)).square().sum() + model(batch(2)).sum()
@@ -187,13 +187,13 @@ def test_two_forwards_before_one_backward(monkeypatch):
     reference = gradients(model, loss())
     apply_activation_checkpointing(model, offload=True)
     assert same(gradients(model, loss()), reference)
-    check(lane.trace)
-    assert sum(e[0] == "back" for e in lane.trace) == 7  # all but the last of eight
+    check(queue.trace)
+    assert sum(e[0] == "back" for e in queue.trace) == 7  # all but the last of eight
 
 
 def test_views_of_one_storage_are_copied_once_and_parameters_never(monkeypatch):
-    lane = LateLane()
-    store = on(monkeypatch, lane)
+    queue = LateQueue()
+    store = on(monkeypatch, queue)
     weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
     flat = nn.Parameter(torch.randn(2 * WIDTH * WIDTH))  # as FSDP1's, in views
     view = flat[: WIDTH * WIDTH].view(WIDTH, WIDTH)
@@ -202,7 +202,7 @@ def test_views_of_one_storage_are_copied_once_and_parameters_never(monkeypatch):
     with store.unit():
         a, b = y.chunk(2, -1)
         z = (a * b).sum() + (y * y).sum() + (x @ view).sum() + (x @ weight.to(torch.float64).float()).sum()
-    copied = [e for e in lane.trace if e[0] == "out"]
+    copied = [e for e in queue.trace if e[0] == "out"]
     assert len(copied) == 2 and store.moved == x.untyped_storage().nbytes() + y.untyped_storage().nbytes()
     assert all(moves(t) for t in (x, y)) and not any(
         moves(t) for t in (weight, view, flat, weight.bfloat16())
@@ -228,21 +228,21 @@ def test_what_is_small_or_a_small_part_or_not_plain_stays():
 
 def test_what_later_units_save_too_stays_on_the_device(monkeypatch):
     """An encoder's output goes into every block of a decoder: copying it back for each would take what it should save."""
-    model, lane = Chain(), LateLane()
-    store = on(monkeypatch, lane)
+    model, queue = Chain(), LateQueue()
+    store = on(monkeypatch, queue)
     apply_activation_checkpointing(model, offload=True)
     shared = batch(3)
     loss = model(batch(1), shared).square().sum()
     assert store.moved == 5 * shared.untyped_storage().nbytes()  # four boundaries, and what is shared once
-    outs = [e[2] for e in lane.trace if e[0] == "out"]
+    outs = [e[2] for e in queue.trace if e[0] == "out"]
     loss.backward()
-    backs = [e[2] for e in lane.trace if e[0] == "back"]
+    backs = [e[2] for e in queue.trace if e[0] == "back"]
     own = [outs[0], *outs[2:]]  # the first unit saves its boundary, then what is shared
     assert backs == own[-2::-1]  # one by one, whatever unit saved first what they share
 
 
 def test_a_buffer_serves_what_is_smaller_and_is_replaced_by_what_is_larger():
-    store = HostStore(LateLane(), CPU)
+    store = HostStore(LateQueue(), CPU)
     a, b = store.take(100), store.take(50)
     assert store.held == 150
     store.give(a), store.give(b)
@@ -251,7 +251,7 @@ def test_a_buffer_serves_what_is_smaller_and_is_replaced_by_what_is_larger():
     c = store.take(200)
     assert c.numel() == 200 and store.held == 250  # 100 went, 50 is free
     sizes = random.Random(0)
-    store = HostStore(LateLane(), CPU)
+    store = HostStore(LateQueue(), CPU)
     for _ in range(200):  # batches of any length: no more than as many of the longest
         taken = [store.take(sizes.randrange(1, 1000)) for _ in range(3)]
         for buffer in taken:
@@ -276,7 +276,7 @@ def test_writing_to_what_was_saved_is_an_error(monkeypatch, policy):
     for written in (0, 3):
         model = Writes()
         model.written = written
-        on(monkeypatch, LateLane())
+        on(monkeypatch, LateQueue())
         with pytest.raises(RuntimeError, match="modified"):
             model(batch(1)).sum().backward()
         apply_activation_checkpointing(model, policy=policy, offload=True)
@@ -296,7 +296,7 @@ def test_one_store_a_device_and_plain_copies_on_a_cpu():
 
 def test_hooks_around_see_nothing_of_it(monkeypatch):
     """Of two pairs of hooks the inner ones run."""
-    store = on(monkeypatch, LateLane())
+    store = on(monkeypatch, LateQueue())
     block = Block()
     seen = []
     with saved_tensors_hooks(lambda x: (seen.append(x.shape), x)[1], lambda x: x):
@@ -306,7 +306,7 @@ def test_hooks_around_see_nothing_of_it(monkeypatch):
 
 def test_what_is_on_another_device_stays():
     """A table in host memory beside a GPU's activations: pinned buffers are in order with that GPU's copies alone."""
-    store = HostStore(LateLane(), torch.device("meta"))
+    store = HostStore(LateQueue(), torch.device("meta"))
     x = torch.randn(64, 64, requires_grad=True)
     with store.unit():
         y = x.sin()

@@ -1,6 +1,6 @@
-"""A tile in four quarters of interleaved rows: the form in which a quantise kernel transposes by whole words.
+"""A tile in four parts of interleaved rows: the form in which a quantise kernel transposes by whole words.
 
-Quarter ``i`` holds rows ``4 n + i``, so that a thread has four rows of a column that follow each other: what becomes one 32-bit word of the
+Part ``i`` holds rows ``4 n + i``, so that a thread has four rows of a column that follow each other: what becomes one 32-bit word of the
 transpose. Stored from a plain tile, each byte would cross shared memory alone, and eight of them meet in a bank.
 """
 
@@ -9,14 +9,14 @@ import triton.language as tl
 
 from foundry_fp8.kernels.producers import load_tile
 
-__all__ = ["QUARTERS", "largest_of", "load_quarters", "store_quarters", "store_transposed"]
+__all__ = ["ROWS_PER_WORD", "largest_of", "load_interleaved", "store_interleaved", "store_transposed"]
 
-QUARTERS = tl.constexpr(4)
+ROWS_PER_WORD = tl.constexpr(4)
 """Bytes of a word. Rows are padded to a multiple of 16, so that no word is cut."""
 
 
 @triton.jit
-def load_quarters(
+def load_interleaved(
     x_ptr,
     x_stride,
     up_ptr,
@@ -37,36 +37,36 @@ def load_quarters(
     """:func:`load_tile`'s tile as four of ``[TILE_R / 4, TILE_C]``."""
     a = load_tile(
         x_ptr, x_stride, up_ptr, up_stride, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, alpha_ptr,
-        first_row, first_column, R, C, KIND, TILE_R // QUARTERS, TILE_C, QUARTERS,
+        first_row, first_column, R, C, KIND, TILE_R // ROWS_PER_WORD, TILE_C, ROWS_PER_WORD,
     )  # fmt: skip
     b = load_tile(
         x_ptr, x_stride, up_ptr, up_stride, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, alpha_ptr,
-        first_row + 1, first_column, R, C, KIND, TILE_R // QUARTERS, TILE_C, QUARTERS,
+        first_row + 1, first_column, R, C, KIND, TILE_R // ROWS_PER_WORD, TILE_C, ROWS_PER_WORD,
     )  # fmt: skip
     c = load_tile(
         x_ptr, x_stride, up_ptr, up_stride, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, alpha_ptr,
-        first_row + 2, first_column, R, C, KIND, TILE_R // QUARTERS, TILE_C, QUARTERS,
+        first_row + 2, first_column, R, C, KIND, TILE_R // ROWS_PER_WORD, TILE_C, ROWS_PER_WORD,
     )  # fmt: skip
     d = load_tile(
         x_ptr, x_stride, up_ptr, up_stride, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, alpha_ptr,
-        first_row + 3, first_column, R, C, KIND, TILE_R // QUARTERS, TILE_C, QUARTERS,
+        first_row + 3, first_column, R, C, KIND, TILE_R // ROWS_PER_WORD, TILE_C, ROWS_PER_WORD,
     )  # fmt: skip
     return a, b, c, d
 
 
 @triton.jit
 def largest_of(a, b, c, d):
-    """Element by element, the largest magnitude of four quarters; NaN is left out."""
+    """Element by element, the largest magnitude of four parts; NaN is left out."""
     return tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d)))
 
 
 @triton.jit
-def store_quarters(
+def store_interleaved(
     data_ptr, a, b, c, d, first_row, first_column, padded_R, padded_C,
     TILE_R: tl.constexpr, TILE_C: tl.constexpr,
 ):  # fmt: skip
-    """Four quarters by rows into ``[padded_R, padded_C]``; the conversion saturates."""
-    local_rows = tl.arange(0, TILE_R // QUARTERS) * QUARTERS
+    """Four parts by rows into ``[padded_R, padded_C]``; the conversion saturates."""
+    local_rows = tl.arange(0, TILE_R // ROWS_PER_WORD) * ROWS_PER_WORD
     local_columns = tl.arange(0, TILE_C)
     # One 64-bit base, 32-bit offsets inside the tile.
     tile_ptr = data_ptr + tl.cast(first_row, tl.int64) * padded_C + first_column
@@ -84,7 +84,7 @@ def store_transposed(
     data_t_ptr, a, b, c, d, first_row, first_column, padded_R, padded_C,
     TILE_R: tl.constexpr, TILE_C: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
-    """The transpose of four quarters into ``[padded_C, padded_R]``; the conversion saturates.
+    """The transpose of four parts into ``[padded_C, padded_R]``; the conversion saturates.
 
     ``RUN``: neighbouring columns that a thread holds, 16 where it also stores rows of FP8 in words of 16 bytes, 8 where it only loads
     such words. Columns are taken in steps of it, so that the words of threads side by side go to banks side by side.
@@ -92,7 +92,7 @@ def store_transposed(
     dtype = data_t_ptr.dtype.element_ty
     # The last two axes name the row in a word, its high bit first: four registers that one conversion packs.
     words = tl.join(tl.join(a, c), tl.join(b, d)).to(dtype)
-    words = tl.reshape(words, (TILE_R // QUARTERS, TILE_C // RUN, RUN, QUARTERS))
+    words = tl.reshape(words, (TILE_R // ROWS_PER_WORD, TILE_C // RUN, RUN, ROWS_PER_WORD))
     tile = tl.reshape(tl.permute(words, (2, 1, 0, 3)), (TILE_C, TILE_R))
     local_rows = tl.arange(0, TILE_R)
     order = tl.arange(0, TILE_C)

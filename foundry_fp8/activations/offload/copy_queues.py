@@ -1,6 +1,6 @@
 """The way between a device's memory and the host's: copies beside the computation on a GPU, plain copies on anything else.
 
-A lane makes its copies in the order in which it was asked. So a host buffer may be given out again while copies from or to it are
+A queue makes its copies in the order in which it was asked. So a host buffer may be given out again while copies from or to it are
 still under way: whatever is done to it next is queued behind them.
 """
 
@@ -11,10 +11,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["CudaLane", "Lane", "PlainLane", "lane_of"]
+__all__ = ["CopyQueue", "CudaCopyQueue", "ImmediateCopies", "copy_queue_of"]
 
 
-class Lane(Protocol):
+class CopyQueue(Protocol):
     """What a store asks of a device."""
 
     def buffer(self, nbytes: int) -> Tensor:
@@ -31,7 +31,7 @@ class Lane(Protocol):
         """What the computation is given from here on runs after ``event``; the host does not wait."""
 
 
-class PlainLane:
+class ImmediateCopies:
     """Copies that are over when they return."""
 
     def buffer(self, nbytes: int) -> Tensor:
@@ -46,7 +46,7 @@ class PlainLane:
         """Nothing to wait for."""
 
 
-class CudaLane:
+class CudaCopyQueue:
     """Copies on a stream of their own, from and to pinned memory.
 
     Args:
@@ -73,6 +73,6 @@ class CudaLane:
         torch.cuda.current_stream(self.device).wait_event(event)
 
 
-def lane_of(device: torch.device) -> Lane:
-    """The lane between ``device`` and the host."""
-    return CudaLane(device) if device.type == "cuda" else PlainLane()
+def copy_queue_of(device: torch.device) -> CopyQueue:
+    """The queue between ``device`` and the host."""
+    return CudaCopyQueue(device) if device.type == "cuda" else ImmediateCopies()
