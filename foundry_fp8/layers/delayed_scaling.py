@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from foundry_fp8.compat.autograd import inside_backward, newest_node, running_node
 from foundry_fp8.kernels.launch import triton_missing
 from foundry_fp8.numerics.quantize import FLOAT32_MAX
-from foundry_fp8.numerics.recipes import DelayedScaling, Recipe
+from foundry_fp8.numerics.recipes import DelayedScaling
 
 __all__ = [
     "FRESH_STATE",
@@ -37,11 +37,7 @@ __all__ = [
     "DelayedSlot",
     "ModuleScales",
     "Pass",
-    "same_scaling",
 ]
-
-_NOT_OF_THE_STATE = ("fast_accumulation", "reduce_amax")
-"""Fields of a saved recipe on which scales do not depend; the last one is of older checkpoints."""
 
 FRESH_STATE = "To start with fresh FP8 state on purpose, resume with `load_ignore_keys: [state/algorithms]`."
 """The way out that every refusal to load FP8 state names."""
@@ -303,15 +299,6 @@ class DelayedScalingState:
             self._backward_ran, self._inside_root = backward_ran, inside_root
 
         return restore
-
-
-def same_scaling(saved: Mapping[str, Any], recipe: Recipe) -> bool:
-    """Whether a checkpoint's recipe, as :meth:`Recipe.to_dict` gave it, makes the scales that ``recipe`` makes."""
-    theirs, ours = (
-        {name: value for name, value in fields.items() if name not in _NOT_OF_THE_STATE}
-        for fields in (saved, recipe.to_dict())
-    )
-    return theirs == ours
 
 
 class ModuleScales:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, Protocol
 
 import torch
@@ -26,6 +27,7 @@ __all__ = [
     "LinearBackend",
     "Probe",
     "Slots",
+    "most_common_recipes",
 ]
 
 OPERANDS: tuple[Operand, ...] = ("x", "w", "dy")
@@ -257,3 +259,10 @@ class FP8TransposedLinear(FP8Linear):
     def matrix(self) -> Tensor:
         """The weight as ``[out_features, in_features]``, a view."""
         return self.weight.t()
+
+
+def most_common_recipes(linears: Iterable[FP8Linear]) -> tuple[Recipe, ...]:
+    """What ``linears`` were converted with, each recipe once, first what most of them were."""
+    return tuple(
+        recipe for recipe, _ in Counter(linear.configured_recipe for linear in linears).most_common()
+    )

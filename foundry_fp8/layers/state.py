@@ -11,9 +11,10 @@ from torch import nn
 
 from foundry_fp8.layers.backend import Backend
 from foundry_fp8.layers.delayed_scaling import DelayedScalingState, ModuleScales
-from foundry_fp8.layers.linear import OPERANDS, FP8Linear
+from foundry_fp8.layers.linear import OPERANDS, FP8Linear, most_common_recipes
 from foundry_fp8.layers.model_state import ModelState
-from foundry_fp8.numerics.recipes import DelayedScaling, Recipe
+from foundry_fp8.layers.recipe_table import table_of
+from foundry_fp8.numerics.recipes import DelayedScaling
 
 __all__ = ["FP8State"]
 
@@ -27,25 +28,32 @@ class FP8State(ModelState):
     Args:
         model: The root that is called in training.
         modules: Its converted linears by name.
-        recipe: What they were converted to.
         backend: Who runs them.
+
+    Attributes:
+        recipe: What most of them were converted to.
+        table: What each was converted to, as a checkpoint holds it; ``None`` where all run the same.
     """
 
     NAME = "FP8 state"
 
-    def __init__(
-        self, model: nn.Module, modules: Mapping[str, FP8Linear], recipe: Recipe, backend: Backend
-    ) -> None:
+    def __init__(self, model: nn.Module, modules: Mapping[str, FP8Linear], backend: Backend) -> None:
         self.modules = dict(modules)
-        self.recipe = recipe
+        recipes = most_common_recipes(self.modules.values())
+        self.recipe = recipes[0]
+        self.table = table_of(self.modules)
         self.backend = backend
         self._scales: ModuleScales | None = None
-        if isinstance(recipe, DelayedScaling):
-            fp8_max = {operand: recipe.format(operand).max for operand in OPERANDS}
-            self._scales = ModuleScales(recipe, list(self.modules), fp8_max, self.NAME)
-            for name, module in self.modules.items():
-                module.slots = self._scales.slots(name)
-            self._scales.attach(model)
+        for recipe in recipes:  # a policy has one delayed recipe at most
+            if isinstance(recipe, DelayedScaling):
+                fp8_max = {operand: recipe.format(operand).max for operand in OPERANDS}
+                delayed = [
+                    name for name, module in self.modules.items() if module.configured_recipe == recipe
+                ]
+                self._scales = ModuleScales(recipe, delayed, fp8_max, self.NAME)
+                for name in delayed:
+                    self.modules[name].slots = self._scales.slots(name)
+                self._scales.attach(model)
         self._contexts = ExitStack()
         self.leave_on(model)
         model.register_forward_pre_hook(self._before_forward)
@@ -86,7 +94,7 @@ class FP8State(ModelState):
         """Fixed-shape float32 tensors by module name, numbers and strings: loads with ``weights_only=True``.
 
         Returns:
-            ``recipe`` (its fields), ``backend``, and for the delayed recipe ``modules``: name -> ``scale`` ``[3]`` and
+            ``recipe`` (its fields, or a policy's table), ``backend``, and for the delayed recipe ``modules``: name -> ``scale`` ``[3]`` and
             ``amax_history`` ``[L, 3]``, the operands in the order x, w, dy.
         """
         return {

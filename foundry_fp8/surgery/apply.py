@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import torch
@@ -27,8 +27,9 @@ from foundry_fp8.numerics.recipes import RECIPES, Recipe, parse_recipe
 from foundry_fp8.surgery.attention import plan_attention
 from foundry_fp8.surgery.attention_config import AttentionConfig, parse_attention
 from foundry_fp8.surgery.frozen_weights import keep_frozen_in_fp8, plan_frozen
-from foundry_fp8.surgery.linears import LinearPlan, kept_blocks, plan_linears
+from foundry_fp8.surgery.linears import LinearPlan, plan_linears
 from foundry_fp8.surgery.norm_fusion import Fusion, fuse_norms, plan_norms
+from foundry_fp8.surgery.policy import Policy, Rule, parse_rules
 from foundry_fp8.surgery.report import SurgeryReport, SurgeryRow
 
 __all__ = ["FP8Config", "apply_fp8", "resolve_recipe"]
@@ -36,10 +37,12 @@ __all__ = ["FP8Config", "apply_fp8", "resolve_recipe"]
 KEY = "algorithms.fp8"
 
 
-def _recipe_or_auto(value: Any, key: str) -> Recipe | Literal["auto"]:
+def _recipe(value: Any, key: str) -> Recipe | Sequence[Rule] | Literal["auto"]:
     if isinstance(value, str) and value not in RECIPES:
         check_choice(key, value, (*RECIPES, "auto"))
         return "auto"
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return parse_rules(value, key)
     return parse_recipe(value, key)
 
 
@@ -49,10 +52,13 @@ class FP8Config(Config):
 
     key = KEY
 
-    recipe: Annotated[Recipe | Literal["auto"], Parse(_recipe_or_auto, "a recipe")] = "auto"
+    recipe: Annotated[
+        Recipe | Sequence[Rule] | Literal["auto"], Parse(_recipe, "a recipe or a list of rules")
+    ] = "auto"
     """``delayed``, ``current``, ``block``, ``mxfp8``, ``unit`` (for µnit-scaled models), a mapping with the recipe's own fields (``{name: delayed, margin:
     1}``), or ``auto``: mxfp8 on GPUs of compute capability 10.x, current elsewhere, and where the backend predicts that
-    FP8 makes a layer no faster (native does), that layer stays in high precision."""
+    FP8 makes a layer no faster (native does), that layer stays in high precision. Or a list of rules (docs/policy.md):
+    ``[{blocks: last-2, recipe: high_precision}, {roles: [mlp], recipe: current}]``; the first that names a layer decides."""
     backend: Annotated[str, one_of("auto", *BACKENDS)] = "auto"
     """``transformer_engine``, ``native``, ``emulated``, or ``auto``: Transformer Engine if it can run the recipe, else
     native, on a GPU; emulated on a CPU."""
@@ -99,6 +105,27 @@ class FP8Config(Config):
                 f"{KEY}.fuse: true keeps no high-precision input, from which {KEY}.wgrad: high_precision computes. "
                 "Remove one of them."
             )
+        if not isinstance(self.recipe, Recipe | str) and tuple(self.include) != ("*",):
+            raise ConfigError(f"{KEY}.include: the rules of {KEY}.recipe name what they convert. Remove it.")
+
+    @property
+    def recipes(self) -> tuple[Recipe, ...]:
+        """The FP8 recipes that it names; none is ``auto``."""
+        rules = [self.recipe] if isinstance(self.recipe, Recipe | str) else [r.recipe for r in self.recipe]
+        return tuple(recipe for recipe in rules if isinstance(recipe, Recipe))
+
+    def policy(self, device: torch.device) -> Policy:
+        """The rules that ``recipe``, ``include``, ``exclude``, ``keep_*_blocks`` and ``wgrad`` are, on ``device``."""
+        recipe = self.recipe
+        return Policy.of(
+            resolve_recipe(recipe, device) if isinstance(recipe, Recipe | str) else recipe,
+            KEY,
+            include=self.include,
+            exclude=self.exclude,
+            keep_first_blocks=self.keep_first_blocks,
+            keep_last_blocks=self.keep_last_blocks,
+            wgrad=self.wgrad,
+        )
 
 
 def resolve_recipe(recipe: str | Mapping[str, Any] | Recipe, device: torch.device) -> Recipe:
@@ -144,11 +171,11 @@ def apply_fp8(model: nn.Module, *, device: torch.device | str | None = None, **o
             "Remove `fc_type: te` and `ffn_type: te_ln_mlp` from the model's config; this algorithm converts plain linears."
         )
     where = _device_of(model) if device is None else torch.device(device)
-    recipe = resolve_recipe(config.recipe, where)
-    backend, chosen = choose_backend(config.backend, recipe, where, f"{KEY}.backend")
+    policy = config.policy(where)
+    backend, chosen = choose_backend(config.backend, policy.recipes, where, f"{KEY}.backend")
     backend.only_where_faster = config.recipe == "auto"
     if config.accumulation != "float32":
-        chosen = f"{chosen}; {_emulate_accumulation(backend, config.accumulation, recipe, where)}"
+        chosen = f"{chosen}; {_emulate_accumulation(backend, config.accumulation, policy.recipes, where)}"
     if config.cache_weights:
         reason = backend.weight_cache_reason()
         if reason is not None:
@@ -158,60 +185,60 @@ def apply_fp8(model: nn.Module, *, device: torch.device | str | None = None, **o
             )
         backend.cache_weights = True
     # Everything that can fail comes first: a call that raises leaves the model as it was.
-    linears = plan_linears(
-        model,
-        recipe=recipe,
-        backend=backend,
-        include=config.include,
-        exclude=config.exclude,
-        keep_first_blocks=config.keep_first_blocks,
-        keep_last_blocks=config.keep_last_blocks,
-        wgrad=config.wgrad,
-        evaluate=config.evaluate,
-        key=KEY,
-    )
+    linears = plan_linears(model, policy=policy, backend=backend, evaluate=config.evaluate, key=KEY)
+    recipes = linears.recipes
     fusions = _plan_norms(model, linears, backend) if config.fuse else {}
     attention = None
     if config.attention:
+        attention_recipe = config.attention.recipe or _only(recipes)
         attention = plan_attention(
             model,
-            recipe=config.attention.recipe or recipe,
+            recipe=attention_recipe,
             runner=choose_attention_backend(
-                config.backend,
-                backend.name,
-                config.attention.recipe or recipe,
-                config.attention.grad_scores,
-                where,
+                config.backend, backend.name, attention_recipe, config.attention.grad_scores, where
             ),
             grad_scores=config.attention.grad_scores,
             exclude=config.attention.exclude,
-            kept_blocks=kept_blocks(model, config.keep_first_blocks, config.keep_last_blocks, KEY),
+            kept_blocks=policy.kept_blocks(model),
             evaluate=config.evaluate,
         )
     frozen = {}
     if config.frozen_weights == "fp8":
-        frozen = plan_frozen(model, linears.converted, recipe, backend, f"{KEY}.frozen_weights")
-    backend.self_check(recipe, _compute_dtype(model), where, fused=bool(fusions))
+        frozen = plan_frozen(model, linears.converted, backend, f"{KEY}.frozen_weights")
+    for recipe in recipes:
+        backend.self_check(recipe, _compute_dtype(model), where, fused=bool(fusions))
     if attention is not None:
         attention.self_check(model, _compute_dtype(model), where)
     linears.carry_out(model)
     fuse_norms(model, linears.converted, fusions)
     if attention is not None:
         attention.carry_out(model)
-    keep_frozen_in_fp8(model, frozen, recipe, f"{KEY}.frozen_weights")
-    FP8State(model, linears.converted, recipe, backend)
+    keep_frozen_in_fp8(model, frozen, f"{KEY}.frozen_weights")
+    FP8State(model, linears.converted, backend)
     rows = (_with_fusion(row, fusions.get(row.name)) for row in linears.rows)
     return SurgeryReport(
         rows=tuple(_with_frozen(row, row.name in frozen) for row in rows),
         attention=() if attention is None else attention.rows,
-        recipe=recipe,
+        recipes=recipes,
         backend=backend.name,
         chosen=chosen,
     )
 
 
+def _only(recipes: Sequence[Recipe]) -> Recipe:
+    """The linears' recipe, which is attention's where it names none."""
+    if len(recipes) > 1:
+        raise ConfigError(
+            f"{KEY}.attention.recipe: it is the linears' recipe by default, and they run {len(recipes)}. Name one."
+        )
+    return recipes[0]
+
+
 def _emulate_accumulation(
-    backend: Backend, accumulation: Literal["float32", "hopper"], recipe: Recipe, device: torch.device
+    backend: Backend,
+    accumulation: Literal["float32", "hopper"],
+    recipes: Sequence[Recipe],
+    device: torch.device,
 ) -> str:
     """Set it; what to say of it in the log."""
     key = f"{KEY}.accumulation"
@@ -221,9 +248,10 @@ def _emulate_accumulation(
             f"Remove it, and choose with the recipe's fast_accumulation."
         )
     backend.accumulation = accumulation
-    found = backend.availability(recipe, device)
-    if not found.ok:
-        raise ConfigError(f"{key}: {accumulation}: {found.reason}. {found.remedy}")
+    for recipe in recipes:
+        found = backend.availability(recipe, device)
+        if not found.ok:
+            raise ConfigError(f"{key}: {accumulation}: {found.reason}. {found.remedy}")
     return f"products are added up as {accumulation.capitalize()} does"
 
 

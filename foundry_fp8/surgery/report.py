@@ -6,7 +6,7 @@ import dataclasses
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from foundry_fp8.numerics.recipes import Recipe
@@ -34,6 +34,10 @@ class SurgeryRow:
     """The norm that is computed in its kernel, if any."""
     shared_with: str = ""
     """The earlier row that has the same weight, if any."""
+    rule: str = ""
+    """The YAML key of the rule that named it, if any."""
+    gemms: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """The recipe of each GEMM, or ``high_precision``, as configured; empty for what was not converted."""
     precision: str = ""
     """What a batch showed its product to run in: ``fp8``, ``bf16``, ...; empty before, and where none was seen."""
 
@@ -53,17 +57,27 @@ class SurgeryReport:
 
     Attributes:
         rows: One a module or raw parameter, in the model's order.
-        recipe: What the converted ones run.
+        recipes: What the converted ones run, first what most of them do.
         backend: Who runs them.
         chosen: How the backend was chosen.
         attention: One an attention module, where attention was converted too.
     """
 
     rows: tuple[SurgeryRow, ...]
-    recipe: Recipe
+    recipes: tuple[Recipe, ...]
     backend: str
     chosen: str = ""
     attention: tuple[SurgeryRow, ...] = ()
+
+    @property
+    def recipe(self) -> Recipe:
+        """What most of the converted ones run."""
+        return self.recipes[0]
+
+    @property
+    def recipe_names(self) -> str:
+        """``delayed``, or ``block + delayed``."""
+        return " + ".join(sorted({recipe.name for recipe in self.recipes}))
 
     @property
     def converted(self) -> list[str]:
@@ -87,7 +101,7 @@ class SurgeryReport:
         """One line with counts, and one for each reason."""
         lines = [
             f"{len(self.converted)} of {len(self.rows)} weights ({self.converted_share:.1%} of their elements) run the "
-            f"{self.recipe.name} recipe on the {self.backend} backend."
+            f"{self.recipe_names} recipe{'s' * (len(self.recipes) > 1)} on the {self.backend} backend."
         ]
         fused = sum(1 for row in self.rows if row.fused_with)
         if fused:
@@ -129,7 +143,9 @@ class SurgeryReport:
         """
         rows, attention = merged_rows(self.rows), merged_rows(self.attention)
         found: dict[str, object] = {
-            "recipe": self.recipe.to_dict(),
+            "recipe": self.recipe.to_dict()
+            if len(self.recipes) == 1
+            else {"name": self.recipe_names, "recipes": [recipe.to_dict() for recipe in self.recipes]},
             "backend": self.backend,
             "chosen": self.chosen,
             "converted": len(self.converted),

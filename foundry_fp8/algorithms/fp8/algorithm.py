@@ -87,7 +87,9 @@ class FP8(Algorithm):
             raise ConfigError(
                 f"precision: amp_fp8 is Composer's own FP8 and cannot be combined with {KEY}. Set precision: amp_bf16."
             )
-        if state.precision == Precision.AMP_FP16 and isinstance(self.config.recipe, UnitScaling):
+        if state.precision == Precision.AMP_FP16 and any(
+            isinstance(r, UnitScaling) for r in self.config.recipes
+        ):
             raise ConfigError(
                 f"precision: amp_fp16 scales the loss, which would push gradients past the constant scale of {KEY}.recipe: unit. "
                 "Set precision: amp_bf16."
@@ -127,8 +129,8 @@ class FP8(Algorithm):
 
     def _set_gradient_scale(self, state: State) -> None:
         """For the recipe unit with ``gradient_scale: auto``: the tokens of this rank's first batch decide, for the whole run."""
-        assert self._fp8_state is not None
-        if not self._scaled and isinstance(self._fp8_state.recipe, UnitScaling):
+        assert self._fp8_state is not None and self.report is not None
+        if not self._scaled and any(isinstance(r, UnitScaling) for r in self.report.recipes):
             tokens = state.batch["input_ids"].numel()
             found = choose_gradient_scale(self._fp8_state.modules.values(), tokens)
             if found is not None:

@@ -1,0 +1,58 @@
+"""What each layer of a converted model runs, in one string of a checkpoint, where they do not all run the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from foundry_fp8.layers.linear import FP8Linear
+from foundry_fp8.numerics.recipes import Recipe
+
+__all__ = ["POLICY", "same_scaling", "scaling_of", "table_difference", "table_of"]
+
+POLICY = "policy"
+"""The ``name`` under which a checkpoint holds a table in a recipe's place."""
+_NOT_OF_THE_STATE = ("fast_accumulation", "reduce_amax")
+"""Fields of a saved recipe on which scales do not depend; the last one is of older checkpoints."""
+
+
+def scaling_of(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a recipe, as :meth:`Recipe.to_dict` gave it, the fields that make its scales."""
+    return {name: value for name, value in recipe.items() if name not in _NOT_OF_THE_STATE}
+
+
+def same_scaling(saved: Mapping[str, Any], recipe: Recipe | Mapping[str, Any]) -> bool:
+    """Whether a checkpoint's recipe or table makes the scales that ``recipe`` makes."""
+    return scaling_of(saved) == scaling_of(recipe.to_dict() if isinstance(recipe, Recipe) else recipe)
+
+
+def table_of(modules: Mapping[str, FP8Linear]) -> dict[str, Any] | None:
+    """``{"name": "policy", "table": text}`` for linears that were converted to several recipes, or several wgrads; else ``None``."""
+    rows = {
+        name: {**scaling_of(module.configured_recipe.to_dict()), "wgrad": module.wgrad}
+        for name, module in modules.items()
+    }
+    first = next(iter(rows.values()))
+    if all(row == first for row in rows.values()):
+        return None
+    return {"name": POLICY, "table": json.dumps(rows, sort_keys=True)}
+
+
+def table_difference(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
+    """How two saved recipes differ, one of them a table: the first layer that runs something else."""
+    if saved.get("name") != POLICY or ours.get("name") != POLICY:
+        return f"{_said(saved)} there, {_said(ours)} here"
+    theirs, mine = json.loads(saved["table"]), json.loads(ours["table"])
+    name = next(name for name in {**theirs, **mine} if theirs.get(name) != mine.get(name))
+    return f"{name}: {_said(theirs.get(name))} there, {_said(mine.get(name))} here"
+
+
+def _said(recipe: Mapping[str, Any] | None) -> str:
+    if recipe is None:
+        return "high precision"
+    if recipe["name"] == POLICY:
+        return "a policy of several recipes"
+    fields = ", ".join(f"{name} {value}" for name, value in recipe.items() if name not in ("name", "wgrad"))
+    wgrad = ", wgrad in high precision" if recipe.get("wgrad") == "high_precision" else ""
+    return f"{recipe['name']} ({fields}){wgrad}"
