@@ -24,7 +24,6 @@ from foundry_fp8.surgery.same_as_linear import features_of, linear_form, looks_l
 __all__ = ["LEFT", "LinearPlan", "plan_linears"]
 
 LEFT = "{rule} leaves it in high precision"
-NOT_NAMED = "{where} does not name it"
 
 MULTIPLIED = "it has µnit Scaling's output multiplier, which only recipe: unit gives to the GEMMs"
 NOT_MULTIPLIED = (
@@ -111,7 +110,7 @@ def plan_linears(
         if name in by_default and not by_default[name].named_by(name, policy.globs):
             return by_default[name].reason
         if name not in rules:
-            return NOT_NAMED.format(where=f"no rule of {key}.recipe" if policy.listed else f"{key}.include")
+            return f"no rule of {key}.recipe names it" if policy.listed else f"{key}.include does not name it"
         choice = policy.choice(rules[name])
         if choice is None:
             return LEFT.format(rule=rules[name])

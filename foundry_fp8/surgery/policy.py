@@ -101,7 +101,7 @@ def parse_rules(value: Sequence[Any], key: str) -> tuple[Rule, ...]:
     """The rules of a YAML's list.
 
     Raises:
-        ConfigError: An empty list, an unknown key, recipe, role or GEMM, or rules that contradict each other.
+        ConfigError: An empty list, an unknown key, recipe, role or GEMM, rules that contradict each other, or none of an FP8 recipe.
     """
     if not value:
         raise ConfigError(f"{key}: an empty list. Write rules, such as - {{recipe: current}}.")
@@ -117,6 +117,10 @@ def parse_rules(value: Sequence[Any], key: str) -> tuple[Rule, ...]:
             )
         if isinstance(rule.recipe, DelayedScaling):
             delayed.setdefault(rule.recipe, i)
+    if all(rule.recipe == HIGH_PRECISION for rule in rules):
+        raise ConfigError(
+            f"{key}: every rule is {HIGH_PRECISION}, so nothing would run FP8. To switch it off, set enabled: false."
+        )
     if len(delayed) > 1:
         first, second = [*delayed.values()][:2]
         raise ConfigError(

@@ -6,10 +6,10 @@ import dataclasses
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from foundry_fp8.numerics.recipes import Recipe
+from foundry_fp8.numerics.recipes import GEMMS, Recipe
 
 __all__ = ["Action", "SurgeryReport", "SurgeryRow", "kind_of", "merged_name", "merged_rows"]
 
@@ -119,19 +119,29 @@ class SurgeryReport:
 
     def table(self) -> str:
         """Every weight in a table; rows that differ only in their block's number share a line."""
+        words = {"converted": "", "skipped": "high precision: ", "unused": "not multiplied: "}
+        return self._table({"runs": lambda row: words[row.action] + row.reason})
+
+    def policy_table(self) -> str:
+        """The same with the recipe of each GEMM, and the rule that says it or the reason why not."""
+        gemms = {gemm: lambda row, gemm=gemm: row.gemms.get(gemm, "high_precision") for gemm in GEMMS}
+        return self._table({**gemms, "because": lambda row: row.rule if row.gemms else row.reason})
+
+    def _table(self, columns: Mapping[str, Callable[[SurgeryRow], str]]) -> str:
         from io import StringIO
 
         from rich.console import Console
+        from rich.markup import escape
         from rich.table import Table
 
         groups: dict[tuple[str, ...], list[str]] = {}
         for row in self.rows:
             shape = " x ".join(map(str, row.shape))
-            groups.setdefault((kind_of(row.name), shape, row.action, row.reason), []).append(row.name)
-        table = Table("weight of", "shape", "runs", title=f"FP8 conversion: {self.backend}")
-        words = {"converted": "", "skipped": "high precision: ", "unused": "not multiplied: "}
-        for (_, shape, action, reason), names in groups.items():
-            table.add_row(merged_name(names), shape, words[action] + reason)
+            cells = (said(row) for said in columns.values())
+            groups.setdefault((kind_of(row.name), shape, *cells), []).append(row.name)
+        table = Table("weight of", "shape", *columns, title=f"FP8 conversion: {self.backend}")
+        for (_, *cells), names in groups.items():
+            table.add_row(*map(escape, (merged_name(names), *cells)))
         out = StringIO()
         Console(file=out, width=140).print(table)
         return out.getvalue()
