@@ -91,7 +91,7 @@ def export_fp8(
     """
     check_arguments(export_fp8, {"dtype": dtype}, "export")
     inner = _pretrained(model)
-    layers = {clean_name(n): m for n, m in inner.named_modules(remove_duplicate=False) if isinstance(m, FP8Linear)}  # fmt: skip
+    layers = {clean_name(n): m for n, m in inner.named_modules(remove_duplicate=False) if isinstance(m, FP8Linear) and m.configured_recipe is not None}  # fmt: skip
     if not layers:
         raise ConfigError(
             "export: no layer of the model is converted to FP8, so there is nothing that was trained in it. Convert it as it was "
@@ -125,7 +125,7 @@ def export_fp8(
                 f"export: {name} shares its weight with a layer in high precision (tied embeddings), and one tensor cannot be both. "
                 "Train with tie_word_embeddings: false, or leave it out of FP8."
             )
-    ignored = [clean_name(n) for n, m in inner.named_modules() if isinstance(m, nn.Linear) and not isinstance(m, FP8Linear)]  # fmt: skip
+    ignored = [clean_name(n) for n, m in inner.named_modules() if isinstance(m, nn.Linear) and clean_name(n) not in layers]  # fmt: skip
     static = not isinstance(recipe, CurrentScaling)
     config.quantization_config = quantization_config(served, ignored, static=static)
     config.torch_dtype, config.use_cache = hp, True  # training keeps no cache

@@ -113,6 +113,7 @@ class DelayedScalingState:
         amax_history: ``[L, T]`` float32, 0 at first.
         amaxes: The elements of entry 0 of the history, 0-d, in its memory.
         running: The pass of the latest training forward.
+        idle: While set, no layer runs the recipe, and an update does nothing.
         measuring: While set, a forward begins a pass with the scales as they are, and no update happens. See :meth:`saved`.
 
     Scales and histories stay where they are from the first forward on the device on: what changes is written in place.
@@ -128,7 +129,7 @@ class DelayedScalingState:
         self.amax_history = torch.zeros(recipe.amax_history_len, len(fp8_max))
         self._scaled_max = torch.tensor(list(fp8_max)) * 2.0**-recipe.margin
         self._use_max = recipe.amax_compute_algo == "max"
-        self.measuring = False
+        self.idle = self.measuring = False
         self._inside_root = False
         self._passes_begun = 0
         self._start()
@@ -233,6 +234,8 @@ class DelayedScalingState:
         A tensor that saw no amax in this pass (or only zeros) keeps its history and its scale, so calling this twice in a
         row changes nothing.
         """
+        if self.idle:
+            return
         if self.measuring:
             self.begin_pass()
             return

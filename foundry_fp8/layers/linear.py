@@ -70,7 +70,7 @@ class FP8Linear(nn.Linear):
         fqn: The module's name in the model, for messages and reports.
         backend: Who runs the GEMMs.
         recipe: What runs now; ``None`` is high precision. Change it with :meth:`set_recipe`.
-        configured_recipe: What the conversion asked for.
+        configured_recipe: What the conversion asked for; ``None`` where a measurement chose high precision.
         wgrad: Whether the weight gradient's GEMM runs in FP8.
         evaluate: What a forward in ``eval()`` mode runs in.
         high_precision_forward: The forward of the class that it was made from.
@@ -84,7 +84,7 @@ class FP8Linear(nn.Linear):
     fqn: str
     backend: LinearBackend
     recipe: Recipe | None
-    configured_recipe: Recipe
+    configured_recipe: Recipe | None
     wgrad: Literal["fp8", "high_precision"]
     evaluate: Literal["fp8", "high_precision"]
     high_precision_forward: Callable[[nn.Module, Tensor], Tensor]
@@ -134,9 +134,14 @@ class FP8Linear(nn.Linear):
         if isinstance(recipe, DelayedScaling) and recipe != self.configured_recipe:
             raise RuntimeError(
                 f"{self.fqn}: delayed scaling has state only where the model was converted with it "
-                f"(this layer was converted with {self.configured_recipe.name}). Demote to current, block or mxfp8."
+                f"(this layer was converted with {self.configured_recipe and self.configured_recipe.name}). Demote to current, block or mxfp8."
             )
         self.recipe = recipe
+
+    def configure(self, recipe: Recipe | None, slots: Slots | None) -> None:
+        """Run ``recipe`` as what the conversion asked for; ``slots``: of the delayed one."""
+        self.recipe = self.configured_recipe = recipe
+        self.slots = slots
 
     def can_run(self, recipe: Recipe, device: torch.device) -> bool:
         """Whether the backend runs ``recipe`` with this layer's shapes on ``device``."""
@@ -263,6 +268,5 @@ class FP8TransposedLinear(FP8Linear):
 
 def most_common_recipes(linears: Iterable[FP8Linear]) -> tuple[Recipe, ...]:
     """What ``linears`` were converted with, each recipe once, first what most of them were."""
-    return tuple(
-        recipe for recipe, _ in Counter(linear.configured_recipe for linear in linears).most_common()
-    )
+    found = Counter(one.configured_recipe for one in linears if one.configured_recipe is not None)
+    return tuple(recipe for recipe, _ in found.most_common())

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, TypeVar
 from torch import nn
 
 from foundry_fp8.layers.delayed_scaling import FRESH_STATE
-from foundry_fp8.layers.recipe_table import POLICY, same_scaling, table_difference
+from foundry_fp8.layers.recipe_table import MEASURED, POLICY, same_scaling, table_difference
 from foundry_fp8.numerics.recipes import Recipe
 
 __all__ = ["ModelState"]
@@ -67,7 +67,7 @@ class ModelState:
             )
         saved, ours = state["recipe"], mine["recipe"]
         if not same_scaling(saved, ours):
-            if POLICY in (saved.get("name"), ours["name"]):
+            if {POLICY, MEASURED} & {saved.get("name"), ours["name"]}:
                 raise RuntimeError(
                     f"the checkpoint's {self.NAME} was made by another policy: {table_difference(saved, ours)}. Set "
                     f"algorithms.fp8.recipe as it was there. {FRESH_STATE}"

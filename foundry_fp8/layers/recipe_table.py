@@ -7,12 +7,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from foundry_fp8.layers.linear import FP8Linear
-from foundry_fp8.numerics.recipes import Recipe
+from foundry_fp8.numerics.recipes import Recipe, parse_recipe
 
-__all__ = ["POLICY", "same_scaling", "scaling_of", "table_difference", "table_of"]
+__all__ = [
+    "MEASURED",
+    "POLICY",
+    "choice_of",
+    "measured_table",
+    "same_scaling",
+    "scaling_of",
+    "table_difference",
+    "table_of",
+]
 
-POLICY = "policy"
-"""The ``name`` under which a checkpoint holds a table in a recipe's place."""
+POLICY, MEASURED = "policy", "measured"
+"""The ``name`` under which a checkpoint holds a table in a recipe's place: of rules, or of a measurement."""
 _NOT_OF_THE_STATE = ("fast_accumulation", "reduce_amax")
 """Fields of a saved recipe on which scales do not depend; the last one is of older checkpoints."""
 
@@ -32,11 +41,24 @@ def table_of(modules: Mapping[str, FP8Linear]) -> dict[str, Any] | None:
     rows = {
         name: {**scaling_of(module.configured_recipe.to_dict()), "wgrad": module.wgrad}
         for name, module in modules.items()
+        if module.configured_recipe is not None
     }
     first = next(iter(rows.values()))
     if all(row == first for row in rows.values()):
         return None
     return {"name": POLICY, "table": json.dumps(rows, sort_keys=True)}
+
+
+def measured_table(choice: Mapping[str, Recipe | None]) -> dict[str, Any]:
+    """The same of a measurement's choice; with nothing in it before there is one."""
+    rows = {name: recipe and recipe.to_dict() for name, recipe in choice.items()}
+    return {"name": MEASURED, "table": json.dumps(rows, sort_keys=True) if rows else ""}
+
+
+def choice_of(table: Mapping[str, Any]) -> dict[str, Recipe | None]:
+    """The choice in :func:`measured_table`."""
+    rows = json.loads(table["table"] or "{}")
+    return {name: row and parse_recipe(row) for name, row in rows.items()}
 
 
 def table_difference(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
@@ -51,8 +73,8 @@ def table_difference(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
 def _said(recipe: Mapping[str, Any] | None) -> str:
     if recipe is None:
         return "high precision"
-    if recipe["name"] == POLICY:
-        return "a policy of several recipes"
+    if recipe["name"] in (POLICY, MEASURED):
+        return "a policy of several recipes" if recipe["name"] == POLICY else "recipe: measured"
     fields = ", ".join(f"{name} {value}" for name, value in recipe.items() if name not in ("name", "wgrad"))
     wgrad = ", wgrad in high precision" if recipe.get("wgrad") == "high_precision" else ""
     return f"{recipe['name']} ({fields}){wgrad}"

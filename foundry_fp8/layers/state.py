@@ -13,8 +13,8 @@ from foundry_fp8.layers.backend import Backend
 from foundry_fp8.layers.delayed_scaling import DelayedScalingState, ModuleScales
 from foundry_fp8.layers.linear import OPERANDS, FP8Linear, most_common_recipes
 from foundry_fp8.layers.model_state import ModelState
-from foundry_fp8.layers.recipe_table import table_of
-from foundry_fp8.numerics.recipes import DelayedScaling
+from foundry_fp8.layers.recipe_table import MEASURED, choice_of, measured_table, table_of
+from foundry_fp8.numerics.recipes import DelayedScaling, Recipe
 
 __all__ = ["FP8State"]
 
@@ -29,6 +29,7 @@ class FP8State(ModelState):
         model: The root that is called in training.
         modules: Its converted linears by name.
         backend: Who runs them.
+        measured: A measurement chooses what they run (:meth:`choose`); they were converted to delayed scaling until then.
 
     Attributes:
         recipe: What most of them were converted to.
@@ -37,11 +38,13 @@ class FP8State(ModelState):
 
     NAME = "FP8 state"
 
-    def __init__(self, model: nn.Module, modules: Mapping[str, FP8Linear], backend: Backend) -> None:
+    def __init__(
+        self, model: nn.Module, modules: Mapping[str, FP8Linear], backend: Backend, *, measured: bool = False
+    ) -> None:
         self.modules = dict(modules)
         recipes = most_common_recipes(self.modules.values())
         self.recipe = recipes[0]
-        self.table = table_of(self.modules)
+        self.table = measured_table({}) if measured else table_of(self.modules)
         self.backend = backend
         self._scales: ModuleScales | None = None
         for recipe in recipes:  # a policy has one delayed recipe at most
@@ -63,6 +66,23 @@ class FP8State(ModelState):
     def delayed(self) -> DelayedScalingState | None:
         """The scales and histories of the delayed recipe; ``None`` for the others."""
         return None if self._scales is None else self._scales.state
+
+    @property
+    def awaits_choice(self) -> bool:
+        """Whether ``recipe: measured`` has not chosen yet."""
+        return self.table == measured_table({})
+
+    def choose(self, choice: Mapping[str, Recipe | None]) -> None:
+        """Run what a measurement chose, from the next forward on: by layer, ``None`` for high precision.
+
+        The layers of other recipes than delayed lose their slots; a checkpoint holds their place, so that its form is always the same.
+        """
+        assert self._scales is not None
+        self.table = measured_table(choice)
+        delayed = {name for name, recipe in choice.items() if isinstance(recipe, DelayedScaling)}
+        for name, module in self.modules.items():
+            module.configure(choice[name], self._scales.slots(name) if name in delayed else None)
+        self._scales.state.idle = not delayed
 
     def update(self) -> None:
         """Finish the running pass of delayed scaling: a collective, so every rank calls it. Twice is as good as once."""
@@ -109,6 +129,17 @@ class FP8State(ModelState):
         Raises:
             RuntimeError: The state is of another recipe or another model, or damaged; nothing is changed then.
         """
+        choice: dict[str, Recipe | None] = {}
+        saved = state.get("recipe")
+        if (
+            self.table is not None
+            and isinstance(saved, Mapping)
+            and saved.get("name") == self.table["name"] == MEASURED
+        ):
+            choice = choice_of(saved)
+            state = {**state, "recipe": self.table}
         self.check_header(state)
         if self._scales is not None:
             self._scales.load_state_dict(state["modules"])
+        if choice:
+            self.choose(choice)

@@ -23,13 +23,13 @@ from foundry_fp8.config import (
 )
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.layers.state import FP8State
-from foundry_fp8.numerics.recipes import RECIPES, Recipe, parse_recipe
+from foundry_fp8.numerics.recipes import RECIPES, DelayedScaling, Recipe, parse_recipe
 from foundry_fp8.surgery.attention import plan_attention
 from foundry_fp8.surgery.attention_config import AttentionConfig, parse_attention
 from foundry_fp8.surgery.frozen_weights import keep_frozen_in_fp8, plan_frozen
 from foundry_fp8.surgery.linears import LinearPlan, plan_linears
 from foundry_fp8.surgery.norm_fusion import Fusion, fuse_norms, plan_norms
-from foundry_fp8.surgery.policy import Policy, Rule, parse_rules
+from foundry_fp8.surgery.policy import Measured, Policy, Rule, parse_rules
 from foundry_fp8.surgery.report import SurgeryReport, SurgeryRow
 
 __all__ = ["FP8Config", "apply_fp8", "resolve_recipe"]
@@ -37,10 +37,14 @@ __all__ = ["FP8Config", "apply_fp8", "resolve_recipe"]
 KEY = "algorithms.fp8"
 
 
-def _recipe(value: Any, key: str) -> Recipe | Sequence[Rule] | Literal["auto"]:
+def _recipe(value: Any, key: str) -> Recipe | Sequence[Rule] | Measured | Literal["auto"]:
+    if isinstance(value, Measured):
+        return value
     if isinstance(value, str) and value not in RECIPES:
-        check_choice(key, value, (*RECIPES, "auto"))
-        return "auto"
+        check_choice(key, value, (*RECIPES, "auto", "measured"))
+        return "auto" if value == "auto" else Measured()
+    if isinstance(value, Mapping) and value.get("name") == "measured":
+        return from_mapping(Measured, value, key, "Recipe measured")
     if isinstance(value, Sequence) and not isinstance(value, str):
         return parse_rules(value, key)
     return parse_recipe(value, key)
@@ -53,12 +57,13 @@ class FP8Config(Config):
     key = KEY
 
     recipe: Annotated[
-        Recipe | Sequence[Rule] | Literal["auto"], Parse(_recipe, "a recipe or a list of rules")
+        Recipe | Sequence[Rule] | Measured | Literal["auto"], Parse(_recipe, "a recipe or a list of rules")
     ] = "auto"
     """``delayed``, ``current``, ``block``, ``mxfp8``, ``unit`` (for µnit-scaled models), a mapping with the recipe's own fields (``{name: delayed, margin:
     1}``), or ``auto``: mxfp8 on GPUs of compute capability 10.x, current elsewhere, and where the backend predicts that
     FP8 makes a layer no faster (native does), that layer stays in high precision. Or a list of rules (docs/policy.md):
-    ``[{blocks: last-2, recipe: high_precision}, {roles: [mlp], recipe: current}]``; the first that names a layer decides."""
+    ``[{blocks: last-2, recipe: high_precision}, {roles: [mlp], recipe: current}]``; the first that names a layer decides. ``measured``
+    (``{name: measured, error: 0.2}``) chooses by what FP8 does to the gradients; until then a run is in high precision, and a plain module in delayed."""
     backend: Annotated[str, one_of("auto", *BACKENDS)] = "auto"
     """``transformer_engine``, ``native``, ``emulated``, or ``auto``: Transformer Engine if it can run the recipe, else
     native, on a GPU; emulated on a CPU."""
@@ -105,18 +110,24 @@ class FP8Config(Config):
                 f"{KEY}.fuse: true keeps no high-precision input, from which {KEY}.wgrad: high_precision computes. "
                 "Remove one of them."
             )
-        if not isinstance(self.recipe, Recipe | str) and tuple(self.include) != ("*",):
+        if isinstance(self.recipe, Measured) and self.attention:
+            raise ConfigError(
+                f"{KEY}.attention: recipe: measured chooses for linears alone. Set it to false."
+            )
+        if not isinstance(self.recipe, Recipe | Measured | str) and tuple(self.include) != ("*",):
             raise ConfigError(f"{KEY}.include: the rules of {KEY}.recipe name what they convert. Remove it.")
 
     @property
     def recipes(self) -> tuple[Recipe, ...]:
-        """The FP8 recipes that it names; none is ``auto``."""
-        rules = [self.recipe] if isinstance(self.recipe, Recipe | str) else [r.recipe for r in self.recipe]
-        return tuple(recipe for recipe in rules if isinstance(recipe, Recipe))
+        """The FP8 recipes that it names; ``auto`` and ``measured`` name none."""
+        if isinstance(self.recipe, Recipe):
+            return (self.recipe,)
+        rules = () if isinstance(self.recipe, Measured | str) else self.recipe
+        return tuple(rule.recipe for rule in rules if isinstance(rule.recipe, Recipe))
 
     def policy(self, device: torch.device) -> Policy:
         """The rules that ``recipe``, ``include``, ``exclude``, ``keep_*_blocks`` and ``wgrad`` are, on ``device``."""
-        recipe = self.recipe
+        recipe = DelayedScaling() if isinstance(self.recipe, Measured) else self.recipe
         return Policy.of(
             resolve_recipe(recipe, device) if isinstance(recipe, Recipe | str) else recipe,
             KEY,
@@ -173,7 +184,7 @@ def apply_fp8(model: nn.Module, *, device: torch.device | str | None = None, **o
     where = _device_of(model) if device is None else torch.device(device)
     policy = config.policy(where)
     backend, chosen = choose_backend(config.backend, policy.recipes, where, f"{KEY}.backend")
-    backend.only_where_faster = config.recipe == "auto"
+    backend.only_where_faster = config.recipe == "auto" or isinstance(config.recipe, Measured)
     if config.accumulation != "float32":
         chosen = f"{chosen}; {_emulate_accumulation(backend, config.accumulation, policy.recipes, where)}"
     if config.cache_weights:
@@ -214,7 +225,7 @@ def apply_fp8(model: nn.Module, *, device: torch.device | str | None = None, **o
     if attention is not None:
         attention.carry_out(model)
     keep_frozen_in_fp8(model, frozen, f"{KEY}.frozen_weights")
-    FP8State(model, linears.converted, backend)
+    FP8State(model, linears.converted, backend, measured=isinstance(config.recipe, Measured))
     rows = (_with_fusion(row, fusions.get(row.name)) for row in linears.rows)
     return SurgeryReport(
         rows=tuple(_with_frozen(row, row.name in frozen) for row in rows),

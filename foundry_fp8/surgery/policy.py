@@ -12,14 +12,26 @@ from typing import Annotated, Any, Literal
 
 from torch import nn
 
-from foundry_fp8.config import Config, ConfigError, Names, Parse, Text, check_choice, from_mapping
+from foundry_fp8.config import (
+    Batches,
+    Config,
+    ConfigError,
+    Names,
+    Parse,
+    Positive,
+    PositiveNumber,
+    Text,
+    accept,
+    check_choice,
+    from_mapping,
+)
 from foundry_fp8.model_structure.block_numbers import Blocks, parse_blocks
 from foundry_fp8.model_structure.blocks import block_index_of, transformer_stacks
 from foundry_fp8.model_structure.roles import Role, roles_of
 from foundry_fp8.model_structure.selection import check_patterns_match, matches
-from foundry_fp8.numerics.recipes import GEMMS, RECIPES, DelayedScaling, Recipe, parse_recipe
+from foundry_fp8.numerics.recipes import FOR_ANY_MODEL, GEMMS, RECIPES, DelayedScaling, Recipe, parse_recipe
 
-__all__ = ["Choice", "Policy", "Rule", "Wgrad", "parse_rules"]
+__all__ = ["HIGH_PRECISION", "Choice", "Measured", "Policy", "Rule", "Wgrad", "parse_rules"]
 
 HIGH_PRECISION: Literal["high_precision"] = "high_precision"
 Wgrad = Literal["fp8", "high_precision"]
@@ -51,6 +63,13 @@ def _gemms(value: Any, key: str) -> dict[str, Wgrad]:
     return dict(value)
 
 
+def _candidates(value: Any, key: str) -> tuple[str, ...]:
+    found: tuple[str, ...] = accept(Names, value, key)
+    for i, name in enumerate(found):
+        check_choice(f"{key}[{i}]", name, FOR_ANY_MODEL)
+    return found
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rule(Config):
     """One rule: the layers that all its conditions name (a condition that is not given names all), and what they run."""
@@ -79,6 +98,21 @@ class Rule(Config):
         return (
             self.recipe == HIGH_PRECISION and self.blocks is not None and not self.modules and not self.roles
         )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measured(Config):
+    """``recipe: measured``, or a mapping with these fields: each block and role gets the fastest recipe that the gradients bear."""
+
+    name: Literal["measured"] = "measured"
+    error: PositiveNumber = 0.2
+    """The relative error that all of FP8 together may make in the gradient of a transformer block."""
+    warmup: Batches = 20
+    """Batches in high precision before it is measured."""
+    rows: Positive = 1
+    """Sequences of a batch that each rank measures on."""
+    recipes: Annotated[Names, Parse(_candidates, "a list of recipes")] = ()
+    """To choose from; all that the backend runs if empty."""
 
 
 @dataclasses.dataclass(frozen=True)

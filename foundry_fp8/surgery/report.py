@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from foundry_fp8.numerics.recipes import GEMMS, Recipe
 
-__all__ = ["Action", "SurgeryReport", "SurgeryRow", "kind_of", "merged_name", "merged_rows"]
+__all__ = ["Action", "SurgeryReport", "SurgeryRow", "as_text", "kind_of", "merged_name", "merged_rows"]
 
 Action = Literal["converted", "skipped", "unused"]
 
@@ -124,27 +125,19 @@ class SurgeryReport:
 
     def policy_table(self) -> str:
         """The same with the recipe of each GEMM, and the rule that says it or the reason why not."""
-        gemms = {gemm: lambda row, gemm=gemm: row.gemms.get(gemm, "high_precision") for gemm in GEMMS}
-        return self._table({**gemms, "because": lambda row: row.rule if row.gemms else row.reason})
+        columns: dict[str, Callable[[SurgeryRow], str]] = {
+            gemm: functools.partial(_gemm, gemm=gemm) for gemm in GEMMS
+        }
+        return self._table({**columns, "because": lambda row: row.rule if row.gemms else row.reason})
 
     def _table(self, columns: Mapping[str, Callable[[SurgeryRow], str]]) -> str:
-        from io import StringIO
-
-        from rich.console import Console
-        from rich.markup import escape
-        from rich.table import Table
-
         groups: dict[tuple[str, ...], list[str]] = {}
         for row in self.rows:
             shape = " x ".join(map(str, row.shape))
             cells = (said(row) for said in columns.values())
             groups.setdefault((kind_of(row.name), shape, *cells), []).append(row.name)
-        table = Table("weight of", "shape", *columns, title=f"FP8 conversion: {self.backend}")
-        for (_, *cells), names in groups.items():
-            table.add_row(*map(escape, (merged_name(names), *cells)))
-        out = StringIO()
-        Console(file=out, width=140).print(table)
-        return out.getvalue()
+        rows = ((merged_name(names), *texts) for (_, *texts), names in groups.items())
+        return as_text(("weight of", "shape", *columns), rows, title=f"FP8 conversion: {self.backend}")
 
     def to_dict(self) -> dict[str, object]:
         """Plain values, for loggers; corresponding layers of all blocks share a row.
@@ -171,6 +164,26 @@ class SurgeryReport:
             left_out += (attention or rows).pop()["count"]
             found["left_out"] = left_out
         return found
+
+
+def as_text(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None) -> str:
+    """A table for a terminal and a log."""
+    from io import StringIO
+
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(*columns, title=title)
+    for row in rows:
+        table.add_row(*map(escape, row))
+    out = StringIO()
+    Console(file=out, width=140).print(table)
+    return out.getvalue()
+
+
+def _gemm(row: SurgeryRow, gemm: str) -> str:
+    return row.gemms.get(gemm, "high_precision")
 
 
 def merged_rows(rows: Sequence[SurgeryRow]) -> list[dict[str, Any]]:

@@ -110,6 +110,8 @@ MONITORS = {
     "fp8_monitor": {"interval": 2},
 }
 DELAYED = Settings(algorithms=fp8())
+BLOCK_RULE = {"blocks": "first-1", "roles": ["mlp"], "recipe": "block"}
+DELAYED_RULE = {"recipe": {"name": "delayed", "amax_history_len": 8}}
 UNIT = {"fp8": {"recipe": {"name": "unit", "gradient_scale": 1024}}}
 SCHEDULE = ("state/optimizers", "state/schedulers")
 OF_ITS_OWN = {"recipe": {"name": "delayed", "amax_history_len": 8}}
@@ -139,6 +141,13 @@ PARTS = {
         settings=DELAYED,
         changed=Settings(algorithms=fp8(recipe={"name": "delayed", "amax_history_len": 8, "margin": 1})),
         refused=refused("changed", "made by the recipe"),
+    ),
+    "fp8 policy": Part(
+        settings=Settings(algorithms=fp8(recipe=[BLOCK_RULE, DELAYED_RULE])),
+        changed=Settings(
+            algorithms=fp8(recipe=[{**BLOCK_RULE, "gemms": {"wgrad": "high_precision"}}, DELAYED_RULE])
+        ),
+        refused=refused("changed", "made by another policy"),
     ),
     "fp8 current": Part(
         settings=Settings(algorithms=fp8(recipe="current")),

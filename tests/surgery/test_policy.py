@@ -308,7 +308,8 @@ def test_the_guard_demotes_by_and_returns_to_each_layers_own_recipe():
     options = {"interval": 1, "quiet_batches": 1, "gradient_limit": 100.0, "loss_limit": 100.0, "rows": 32}
     guard = DivergenceGuard(model, loss_of, **options)
     finer = {"delayed": "current", "current": "block", "block": "None"}
-    for name, recipe in guard._finer.items():
+    for name in layers:
+        recipe = guard.finer(name)
         assert finer[own[name][0].name] == (recipe.name if recipe else "None")
         layers[name].set_recipe(recipe)
     restored = DivergenceGuard(model, loss_of, **options)

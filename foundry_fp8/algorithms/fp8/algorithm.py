@@ -12,6 +12,7 @@ from composer.loggers import Logger
 from composer.utils import dist
 
 from foundry_fp8.algorithms.fp8.announcement import announcement, notices
+from foundry_fp8.callbacks.base import model_of, training_loss
 from foundry_fp8.callbacks.run_log import ensure_run_log
 from foundry_fp8.compat.compiled_model import is_compiled
 from foundry_fp8.compat.composer_device import device_of
@@ -19,10 +20,13 @@ from foundry_fp8.config import ConfigError, from_mapping
 from foundry_fp8.layers.state import FP8State
 from foundry_fp8.layers.unit_linear import choose_gradient_scale
 from foundry_fp8.numerics.recipes import UnitScaling
+from foundry_fp8.observe.guard.rows import first_rows
+from foundry_fp8.observe.measured_policy import COLUMNS, measure_policy, with_choice
 from foundry_fp8.surgery.apply import KEY, FP8Config, apply_fp8
 from foundry_fp8.surgery.attention import FP8AttentionState
 from foundry_fp8.surgery.first_batch import ForwardTrace, as_run
 from foundry_fp8.surgery.frozen_weights import send_frozen
+from foundry_fp8.surgery.policy import Measured
 from foundry_fp8.surgery.report import SurgeryReport
 
 __all__ = ["FP8"]
@@ -70,8 +74,10 @@ class FP8(Algorithm):
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         """Convert the model, finish the update, or see what the first batch ran."""
         if event == Event.BATCH_START:
+            assert self._fp8_state is not None
             self._set_gradient_scale(state)
-            if self._trace is not None:
+            self._measure(state, logger)
+            if self._trace is not None and not self._fp8_state.awaits_choice:
                 self._watch(state)
             return
         if event == Event.BATCH_END:
@@ -79,7 +85,7 @@ class FP8(Algorithm):
             self._fp8_state.update()
             if self._attention_state is not None:
                 self._attention_state.update()
-            if self._trace is not None:
+            if self._trace is not None and not self._fp8_state.awaits_choice:
                 self._report_what_ran(self._trace, logger)
                 self._trace = None
             return
@@ -106,6 +112,9 @@ class FP8(Algorithm):
         self._fp8_state = FP8State.of(state.model)
         assert self._fp8_state is not None
         self._attention_state = FP8AttentionState.of(state.model)
+        if self._fp8_state.awaits_choice:
+            for layer in self._fp8_state.modules.values():
+                layer.set_recipe(None)
         log.info("%s\n%s\n%s", self.report.chosen, self.report.summary(), self.report.table())
         logger.log_hyperparameters({"fp8": self.report.to_dict()})
         self._say(self._announcement(self.report, state, str(run_log.path_of(state.run_name))))
@@ -142,6 +151,31 @@ class FP8(Algorithm):
                     found[1],
                 )
         self._scaled = True
+
+    def _measure(self, state: State, logger: Logger) -> None:
+        """For ``recipe: measured``: choose once ``warmup`` batches have run, and say what was chosen and why."""
+        assert self._fp8_state is not None and self.report is not None
+        options = self.config.recipe
+        if not self._fp8_state.awaits_choice or state.timestamp.batch.value < getattr(options, "warmup", 0):
+            return
+        assert isinstance(options, Measured)
+        for optimizer in state.optimizers:  # as the trainer does next: FSDP1's gradients cannot be set aside
+            optimizer.zero_grad(set_to_none=True)
+        try:
+            batch = first_rows(state.batch, options.rows)
+            choice = measure_policy(
+                model_of(state), training_loss(state), batch, error=options.error, recipes=options.recipes
+            )
+        except TypeError as error:  # nothing that can be cut, or run twice
+            raise ConfigError(f"{KEY}.recipe: measured cannot measure: {error}.") from error
+        self._fp8_state.choose(choice.recipes)
+        self.report = with_choice(self.report, choice)
+        if not any(choice.recipes.values()):
+            log.warning("%s.recipe: measured: %s.", KEY, choice.summary())
+        logger.log_hyperparameters({"fp8": self.report.to_dict()})
+        rows = [list(row) for row in choice.rows()]
+        logger.log_table([*COLUMNS], rows, "fp8_policy", state.timestamp.batch.value)
+        self._say(f"FP8: measured: {choice.summary()}\n{choice.table()}")
 
     def _watch(self, state: State) -> None:
         assert self._trace is not None
