@@ -88,7 +88,7 @@ class MeasuredPolicy:
             by_recipe.setdefault(decision.recipe, []).append(decision)
         ordered = sorted(by_recipe.items(), key=lambda item: sum(len(one.layers) for one in item[1]))
         found: list[dict[str, Any]] = []
-        for recipe, decisions in ordered[:-1] if ordered[-1][0] is not None else ordered:
+        for recipe, decisions in ordered[:-1]:
             by_role: dict[str, list[Decision]] = {}
             for one in decisions:
                 by_role.setdefault("" if one.block is None else one.role, []).append(one)

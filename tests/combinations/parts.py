@@ -111,6 +111,7 @@ MONITORS = {
 }
 DELAYED = Settings(algorithms=fp8())
 BLOCK_RULE = {"blocks": "first-1", "roles": ["mlp"], "recipe": "block"}
+MEASURED = {"name": "measured", "error": 0.6, "warmup": 2, "recipes": ["current", "delayed"]}
 DELAYED_RULE = {"recipe": {"name": "delayed", "amax_history_len": 8}}
 UNIT = {"fp8": {"recipe": {"name": "unit", "gradient_scale": 1024}}}
 SCHEDULE = ("state/optimizers", "state/schedulers")
@@ -148,6 +149,11 @@ PARTS = {
             algorithms=fp8(recipe=[{**BLOCK_RULE, "gemms": {"wgrad": "high_precision"}}, DELAYED_RULE])
         ),
         refused=refused("changed", "made by another policy"),
+    ),
+    "fp8 measured": Part(
+        settings=Settings(algorithms=fp8(recipe=MEASURED)),
+        changed=Settings(algorithms=fp8(recipe={**MEASURED, "error": 0.9})),
+        base=Settings(algorithms=fp8(recipe=MEASURED)),
     ),
     "fp8 current": Part(
         settings=Settings(algorithms=fp8(recipe="current")),

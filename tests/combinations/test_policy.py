@@ -38,4 +38,4 @@ def test_gradients_are_those_of_its_numerics_under_ddp_fsdp2_recompute_accumulat
 
 @pytest.mark.full
 def test_resuming_it_in_every_way(tmp_path):
-    check_resumes(["fp8 policy"], KINDS, tmp_path, worlds=[4])
+    check_resumes(["fp8 policy", "fp8 measured"], KINDS, tmp_path, worlds=[4])
