@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import warnings
 from collections.abc import Mapping
@@ -62,8 +63,13 @@ def _resolved(yaml: Path) -> str:
     from foundry_fp8.surgery.apply import apply_fp8
 
     config = read_yaml(yaml)
-    options = {**fp8_options(config), "backend": "emulated", "cache_weights": False, "fuse": False}
+    given = fp8_options(config)
+    options = {**given, "backend": "emulated", "cache_weights": False, "fuse": False}
     report = apply_fp8(build_yaml_model(config, "meta"), device="cpu", **options)
+    backend = given.get("backend", "auto")
+    report = dataclasses.replace(
+        report, backend="native or transformer_engine" if backend == "auto" else backend
+    )
     notes = {
         "auto": "recipe: auto is mxfp8 on GPUs of compute capability 10.x, and current elsewhere.\n",
         "measured": "recipe: measured chooses during the run; --measure does it now. Until then all layers run delayed here.\n",

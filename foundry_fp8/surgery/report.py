@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from foundry_fp8.numerics.recipes import GEMMS, Recipe
@@ -121,23 +120,21 @@ class SurgeryReport:
     def table(self) -> str:
         """Every weight in a table; rows that differ only in their block's number share a line."""
         words = {"converted": "", "skipped": "high precision: ", "unused": "not multiplied: "}
-        return self._table({"runs": lambda row: words[row.action] + row.reason})
+        rows = {
+            row.name: (" x ".join(map(str, row.shape)), words[row.action] + row.reason) for row in self.rows
+        }
+        return as_text(("weight of", "shape", "runs"), _merged(rows), title=f"FP8 conversion: {self.backend}")
 
     def policy_table(self) -> str:
         """The same with the recipe of each GEMM, and the rule that says it or the reason why not."""
-        columns: dict[str, Callable[[SurgeryRow], str]] = {
-            gemm: functools.partial(_gemm, gemm=gemm) for gemm in GEMMS
+        rows = {
+            row.name: (
+                *(row.gemms.get(gemm, "high_precision") for gemm in GEMMS),
+                row.rule if row.gemms else row.reason,
+            )
+            for row in self.rows
         }
-        return self._table({**columns, "because": lambda row: row.rule if row.gemms else row.reason})
-
-    def _table(self, columns: Mapping[str, Callable[[SurgeryRow], str]]) -> str:
-        groups: dict[tuple[str, ...], list[str]] = {}
-        for row in self.rows:
-            shape = " x ".join(map(str, row.shape))
-            cells = (said(row) for said in columns.values())
-            groups.setdefault((kind_of(row.name), shape, *cells), []).append(row.name)
-        rows = ((merged_name(names), *texts) for (_, *texts), names in groups.items())
-        return as_text(("weight of", "shape", *columns), rows, title=f"FP8 conversion: {self.backend}")
+        return as_text(("weight of", *GEMMS, "because"), _merged(rows))
 
     def to_dict(self) -> dict[str, object]:
         """Plain values, for loggers; corresponding layers of all blocks share a row.
@@ -172,9 +169,9 @@ def as_text(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str
 
     from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table(*columns, title=title)
+    table = Table(*(Column(name, overflow="fold") for name in columns), title=title)
     for row in rows:
         table.add_row(*map(escape, row))
     out = StringIO()
@@ -182,8 +179,13 @@ def as_text(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str
     return out.getvalue()
 
 
-def _gemm(row: SurgeryRow, gemm: str) -> str:
-    return row.gemms.get(gemm, "high_precision")
+def _merged(rows: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
+    """Rows by name; of those that differ only in a block's number, one."""
+    groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for name, cells in rows.items():
+        groups.setdefault((kind_of(name), cells), []).append(name)
+    for (_, cells), names in groups.items():
+        yield merged_name(names), *cells
 
 
 def merged_rows(rows: Sequence[SurgeryRow]) -> list[dict[str, Any]]:
