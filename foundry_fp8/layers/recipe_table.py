@@ -63,18 +63,8 @@ def choice_of(table: Mapping[str, Any]) -> dict[str, Recipe | None]:
 
 def table_difference(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
     """How two saved recipes differ, one of them a table: the first layer that runs something else."""
-    if saved.get("name") != POLICY or ours.get("name") != POLICY:
-        return f"{_said(saved)} there, {_said(ours)} here"
+    if saved.get("name") != POLICY or ours["name"] != POLICY:
+        return f"recipe {saved.get('name')} there, {ours['name']} here"
     theirs, mine = json.loads(saved["table"]), json.loads(ours["table"])
     name = next(name for name in {**theirs, **mine} if theirs.get(name) != mine.get(name))
-    return f"{name}: {_said(theirs.get(name))} there, {_said(mine.get(name))} here"
-
-
-def _said(recipe: Mapping[str, Any] | None) -> str:
-    if recipe is None:
-        return "high precision"
-    if recipe["name"] in (POLICY, MEASURED):
-        return "a policy of several recipes" if recipe["name"] == POLICY else "recipe: measured"
-    fields = ", ".join(f"{name} {value}" for name, value in recipe.items() if name not in ("name", "wgrad"))
-    wgrad = ", wgrad in high precision" if recipe.get("wgrad") == "high_precision" else ""
-    return f"{recipe['name']} ({fields}){wgrad}"
+    return f"{name} runs {theirs.get(name, 'high precision')} there, {mine.get(name, 'high precision')} here"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -76,11 +76,6 @@ class MeasuredPolicy:
         """By layer."""
         return {name: decision.recipe for decision in self.decisions for name in decision.layers}
 
-    @property
-    def share(self) -> float:
-        """Of the units' layers, by number, the part in FP8."""
-        return sum(recipe is not None for recipe in self.recipes.values()) / max(1, len(self.recipes))
-
     def rules(self) -> list[dict[str, Any]]:
         """The ``recipe`` of a YAML that says the same: a rule for what differs from most layers, and one for the rest."""
         by_recipe: dict[Recipe | None, list[Decision]] = {}
@@ -102,11 +97,13 @@ class MeasuredPolicy:
                 found.append({**where, "recipe": _name(recipe)})
         return found if ordered[-1][0] is None else [*found, {"recipe": _name(ordered[-1][0])}]
 
-    def rows(self) -> Iterator[tuple[str, str, str, str]]:
+    def rows(self) -> list[tuple[str, str, str, str]]:
         """Unit, recipe, error and what was not taken, in words."""
-        for one in self.decisions:
-            error = "" if math.isnan(one.error) else f"{one.error:.1%}"
-            yield one.unit, _name(one.recipe), error, one.faster
+        said = ("" if math.isnan(one.error) else f"{one.error:.1%}" for one in self.decisions)
+        return [
+            (one.unit, _name(one.recipe), error, one.faster)
+            for one, error in zip(self.decisions, said, strict=True)
+        ]
 
     def table(self) -> str:
         """:meth:`rows` for a terminal."""

@@ -21,15 +21,23 @@ from foundry_fp8.config import (
     Positive,
     PositiveNumber,
     Text,
-    accept,
     check_choice,
     from_mapping,
+    one_of,
 )
 from foundry_fp8.model_structure.block_numbers import Blocks, parse_blocks
 from foundry_fp8.model_structure.blocks import block_index_of, transformer_stacks
 from foundry_fp8.model_structure.roles import Role, roles_of
 from foundry_fp8.model_structure.selection import check_patterns_match, matches
-from foundry_fp8.numerics.recipes import FOR_ANY_MODEL, GEMMS, RECIPES, DelayedScaling, Recipe, parse_recipe
+from foundry_fp8.numerics.recipes import (
+    FOR_ANY_MODEL,
+    GEMMS,
+    RECIPES,
+    DelayedScaling,
+    Gemm,
+    Recipe,
+    parse_recipe,
+)
 
 __all__ = ["HIGH_PRECISION", "Choice", "Measured", "Policy", "Rule", "Wgrad", "parse_rules"]
 
@@ -49,27 +57,6 @@ def _recipe_of_rule(value: Any, key: str) -> Recipe | Literal["high_precision"]:
     return parse_recipe(value, key)
 
 
-def _gemms(value: Any, key: str) -> dict[str, Wgrad]:
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{key}: {value!r} is not a mapping such as {{wgrad: high_precision}}.")
-    for gemm, runs in value.items():
-        check_choice(key, gemm, GEMMS)
-        check_choice(f"{key}.{gemm}", runs, ("fp8", HIGH_PRECISION))
-        if gemm != "wgrad" and runs == HIGH_PRECISION:
-            raise ConfigError(
-                f"{key}.{gemm}: {HIGH_PRECISION} is for wgrad alone: fprop and dgrad run the rule's recipe. "
-                f"Leave the layer in high precision (recipe: {HIGH_PRECISION}), or remove it."
-            )
-    return dict(value)
-
-
-def _candidates(value: Any, key: str) -> tuple[str, ...]:
-    found: tuple[str, ...] = accept(Names, value, key)
-    for i, name in enumerate(found):
-        check_choice(f"{key}[{i}]", name, FOR_ANY_MODEL)
-    return found
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rule(Config):
     """One rule: the layers that all its conditions name (a condition that is not given names all), and what they run."""
@@ -82,9 +69,7 @@ class Rule(Config):
     """Transformer blocks, counted from 0 in an encoder and in a decoder each: ``first-2``, ``last-15%``, ``range-2-5``, ``[0, 7]``."""
     roles: Sequence[Role] = ()
     """``attention``, ``mlp``, ``expert``, ``shared_expert``: what the layers are part of."""
-    gemms: Annotated[Mapping[str, Wgrad], Parse(_gemms, "a mapping")] = dataclasses.field(
-        default_factory=dict
-    )
+    gemms: Mapping[Gemm, Wgrad] = dataclasses.field(default_factory=dict)
     """``{wgrad: high_precision}`` computes the weight's gradient from operands that are not quantised."""
 
     @property
@@ -111,7 +96,7 @@ class Measured(Config):
     """Batches in high precision before it is measured."""
     rows: Positive = 1
     """Sequences of a batch that each rank measures on."""
-    recipes: Annotated[Names, Parse(_candidates, "a list of recipes")] = ()
+    recipes: Sequence[Annotated[str, one_of(*FOR_ANY_MODEL)]] = ()
     """To choose from; all that the backend runs if empty."""
 
 
@@ -149,6 +134,12 @@ def parse_rules(value: Sequence[Any], key: str) -> tuple[Rule, ...]:
             raise ConfigError(
                 f"{key}[{i}].gemms: the rule's recipe is {HIGH_PRECISION} for every GEMM. Remove one of them."
             )
+        for gemm in ("fprop", "dgrad"):
+            if rule.gemms.get(gemm) == HIGH_PRECISION:  # type: ignore[call-overload]
+                raise ConfigError(
+                    f"{key}[{i}].gemms.{gemm}: {HIGH_PRECISION} is for wgrad alone; fprop and dgrad run the rule's recipe. "
+                    f"Leave the layer in high precision (recipe: {HIGH_PRECISION}), or remove it."
+                )
         if isinstance(rule.recipe, DelayedScaling):
             delayed.setdefault(rule.recipe, i)
     if all(rule.recipe == HIGH_PRECISION for rule in rules):

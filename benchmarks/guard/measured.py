@@ -1,0 +1,51 @@
+"""``recipe: measured`` on labelled runs that diverge in one recipe: its loss beside high precision's, and what it left in FP8.
+
+    python benchmarks/guard/measured.py massive_first_token super_weight token_gradients > measured.json
+
+The choice is made ``AFTER`` steps after the cause begins, in high precision until then: it sees what is there at that time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import statistics
+import sys
+from typing import Any
+
+import torch
+from cases import CASES
+from train import train
+
+AFTER, LAST, ERROR = 40, 20, 0.2
+
+
+def row(name: str) -> dict[str, Any]:
+    """Mean losses of the last steps, as shares of high precision's, and the share of the linears in FP8 at the end."""
+    case = next(case for case in CASES if case.name == name)
+    measured = {"name": "measured", "error": ERROR, "warmup": case.onset + AFTER, "rows": 8}
+    runs = {
+        "high precision": train(case, "high"),
+        "its recipe": train(case, "fp8"),
+        "measured": train(dataclasses.replace(case, recipe=measured), "fp8"),
+    }
+    losses = {how: statistics.fmean(run.losses[-LAST:]) for how, run in runs.items()}
+    own = losses["high precision"]
+    return {
+        "case": name,
+        "recipe": case.recipe,
+        "warmup": measured["warmup"],
+        "loss": own,
+        "above": {how: (loss / own - 1 if math.isfinite(loss) else None) for how, loss in losses.items()},
+        "in_fp8": runs["measured"].linears_in_fp8[-1],
+    }
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    print(json.dumps({"torch": torch.__version__, "error": ERROR, "rows": [row(name) for name in sys.argv[1:]]}, indent=2))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
