@@ -1,8 +1,9 @@
 """``recipe: measured`` on labelled runs that diverge in one recipe: its loss beside high precision's, and what it left in FP8.
 
-    python benchmarks/guard/measured.py massive_first_token super_weight token_gradients > measured.json
+    python benchmarks/guard/measured.py 40 massive_first_token super_weight token_gradients > measured.json
 
-The choice is made ``AFTER`` steps after the cause begins, in high precision until then: it sees what is there at that time.
+The first argument: how many steps after the cause begins the choice is made, in high precision until then. It sees what is there at that
+time; these causes grow with each step.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ import torch
 from cases import CASES
 from train import train
 
-AFTER, LAST, ERROR = 40, 20, 0.2
+LAST, ERROR = 20, 0.2
 
 
-def row(name: str) -> dict[str, Any]:
+def row(name: str, after: int) -> dict[str, Any]:
     """Mean losses of the last steps, as shares of high precision's, and the share of the linears in FP8 at the end."""
     case = next(case for case in CASES if case.name == name)
-    measured = {"name": "measured", "error": ERROR, "warmup": case.onset + AFTER, "rows": 8}
+    measured = {"name": "measured", "error": ERROR, "warmup": case.onset + after, "rows": 8}
     runs = {
         "high precision": train(case, "high"),
         "its recipe": train(case, "fp8"),
@@ -44,7 +45,11 @@ def row(name: str) -> dict[str, Any]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    print(json.dumps({"torch": torch.__version__, "error": ERROR, "rows": [row(name) for name in sys.argv[1:]]}, indent=2))  # fmt: skip
+    after, *names = sys.argv[1:]
+    rows = [row(name, int(after)) for name in names]
+    print(
+        json.dumps({"torch": torch.__version__, "error": ERROR, "after": int(after), "rows": rows}, indent=2)
+    )
 
 
 if __name__ == "__main__":

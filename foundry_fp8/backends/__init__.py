@@ -139,13 +139,9 @@ def choose_backend(
         failed, found = refusal
         of = f" ({failed.name})" if len(recipes) > 1 else ""
         refused.append(f"{backend.name}{of}: {found.reason}. {found.remedy}".strip())
-    what = (
-        f"the {recipes[0].name} recipe"
-        if len(recipes) == 1
-        else f"the recipes {', '.join(r.name for r in recipes)}"
-    )
+    names = " and the ".join(f"{one.name} recipe" for one in recipes)
     raise RuntimeError(
-        f"{key}: auto found no backend that runs {what} on {device}. "
+        f"{key}: auto found no backend that runs the {names} on {device}. "
         + " ".join(refused)
         + " To check numerics without speed, set backend: emulated."
         + _nearest(failed, candidates, device)
@@ -154,11 +150,10 @@ def choose_backend(
 
 def _nearest(recipe: Recipe, backends: Sequence[Backend], device: torch.device) -> str:
     """The recipe nearest to ``recipe`` in granularity that one of ``backends`` runs there, as a sentence; finer ones first."""
-    if recipe.name not in GRANULARITY:
-        return ""
-    place = GRANULARITY.index(recipe.name)
-    others = sorted(set(GRANULARITY) - {recipe.name}, key=lambda n: (abs(GRANULARITY.index(n) - place), -GRANULARITY.index(n)))  # fmt: skip
-    for name in others:
+    place = {name: i for i, name in enumerate(GRANULARITY)}
+    own = place.pop(recipe.name, None)
+    near = [] if own is None else sorted(place, key=lambda n: (abs(place[n] - own), -place[n]))
+    for name in near:
         for backend in backends:
             if backend.availability(RECIPES[name](), device).ok:
                 return f" The nearest recipe that {backend.name} runs there is {name}."

@@ -81,11 +81,7 @@ def probe_run(yaml: Path, load: Path | None = None, rows: int = 2) -> Probed:
 
 
 def fp8_options(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The YAML's ``algorithms.fp8`` as :func:`~foundry_fp8.apply_fp8` takes it.
-
-    Raises:
-        ConfigError: There is none.
-    """
+    """The YAML's ``algorithms.fp8`` as ``apply_fp8`` takes it; a :class:`ConfigError` if there is none."""
     if "fp8" not in (config.get("algorithms") or {}):
         raise ConfigError("algorithms.fp8: it is not in the YAML; foundry-fp8 init adds it.")
     options = config["algorithms"]["fp8"] or {}
@@ -95,16 +91,10 @@ def fp8_options(config: Mapping[str, Any]) -> dict[str, Any]:
 def model_and_batch(
     config: dict[str, Any], load: Path | None, rows: int, option: str
 ) -> tuple[Any, Any, Callable[[nn.Module, Any], Tensor]]:
-    """The YAML's model on the CPU, in training mode, a batch of its data, and the loss of a training forward.
-
-    Args:
-        config: The YAML.
-        load: A whole checkpoint of Composer, whose weights are used; otherwise they are fresh ones.
-        rows: Sequences of the batch.
-        option: The command's option that measures, for messages.
+    """The YAML's model on the CPU, in training mode, some rows of its data, and the loss of a training forward.
 
     Raises:
-        ConfigError: The YAML has no data, or the checkpoint is not of this model.
+        ConfigError: The YAML has no data, which ``option`` needs, or the checkpoint ``load`` is not of this model.
     """
     from foundry_fp8.callbacks.base import total_loss
     from foundry_fp8.cli.yaml_model import build_yaml_model

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, TypeVar
 from torch import nn
 
 from foundry_fp8.layers.delayed_scaling import FRESH_STATE
-from foundry_fp8.layers.recipe_table import MEASURED, POLICY, same_scaling, table_difference
+from foundry_fp8.layers.recipe_table import difference, same_scaling
 from foundry_fp8.numerics.recipes import Recipe
 
 __all__ = ["ModelState"]
@@ -65,15 +65,9 @@ class ModelState:
             raise RuntimeError(
                 f"the checkpoint's {self.NAME} is not readable: it lacks {', '.join(sorted(missing))}. {FRESH_STATE}"
             )
-        saved, ours = state["recipe"], mine["recipe"]
-        if not same_scaling(saved, ours):
-            if {POLICY, MEASURED} & {saved.get("name"), ours["name"]}:
-                raise RuntimeError(
-                    f"the checkpoint's {self.NAME} was made by another policy: {table_difference(saved, ours)}. Set "
-                    f"algorithms.fp8.recipe as it was there. {FRESH_STATE}"
-                )
+        if not same_scaling(state["recipe"], mine["recipe"]):
             raise RuntimeError(
-                f"the checkpoint's {self.NAME} was made by the recipe {dict(saved)}, this run uses {ours}. "
+                f"the checkpoint's {self.NAME} was made by {difference(state['recipe'], mine['recipe'])}. "
                 f"Set algorithms.fp8.recipe to the former. {FRESH_STATE}"
             )
         for key in mine.keys() - {"recipe"}:

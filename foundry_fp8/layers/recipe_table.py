@@ -9,16 +9,7 @@ from typing import Any
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.numerics.recipes import Recipe, parse_recipe
 
-__all__ = [
-    "MEASURED",
-    "POLICY",
-    "choice_of",
-    "measured_table",
-    "same_scaling",
-    "scaling_of",
-    "table_difference",
-    "table_of",
-]
+__all__ = ["MEASURED", "POLICY", "choice_of", "difference", "measured_table", "same_scaling", "table_of"]
 
 POLICY, MEASURED = "policy", "measured"
 """The ``name`` under which a checkpoint holds a table in a recipe's place: of rules, or of a measurement."""
@@ -26,20 +17,15 @@ _NOT_OF_THE_STATE = ("fast_accumulation", "reduce_amax")
 """Fields of a saved recipe on which scales do not depend; the last one is of older checkpoints."""
 
 
-def scaling_of(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a recipe, as :meth:`Recipe.to_dict` gave it, the fields that make its scales."""
-    return {name: value for name, value in recipe.items() if name not in _NOT_OF_THE_STATE}
-
-
-def same_scaling(saved: Mapping[str, Any], recipe: Recipe | Mapping[str, Any]) -> bool:
-    """Whether a checkpoint's recipe or table makes the scales that ``recipe`` makes."""
-    return scaling_of(saved) == scaling_of(recipe.to_dict() if isinstance(recipe, Recipe) else recipe)
+def same_scaling(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> bool:
+    """Whether two recipes or tables, as a checkpoint holds them, make the same scales."""
+    return _scaling(saved) == _scaling(ours)
 
 
 def table_of(modules: Mapping[str, FP8Linear]) -> dict[str, Any] | None:
     """``{"name": "policy", "table": text}`` for linears that were converted to several recipes, or several wgrads; else ``None``."""
     rows = {
-        name: {**scaling_of(module.configured_recipe.to_dict()), "wgrad": module.wgrad}
+        name: {**_scaling(module.configured_recipe.to_dict()), "wgrad": module.wgrad}
         for name, module in modules.items()
         if module.configured_recipe is not None
     }
@@ -61,10 +47,15 @@ def choice_of(table: Mapping[str, Any]) -> dict[str, Recipe | None]:
     return {name: row and parse_recipe(row) for name, row in rows.items()}
 
 
-def table_difference(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
-    """How two saved recipes differ, one of them a table: the first layer that runs something else."""
+def difference(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
+    """How a checkpoint's recipe differs from this run's; of two tables, the first layer that runs something else."""
     if saved.get("name") != POLICY or ours["name"] != POLICY:
-        return f"recipe {saved.get('name')} there, {ours['name']} here"
-    theirs, mine = json.loads(saved["table"]), json.loads(ours["table"])
+        said = [one["name"] if "table" in one else dict(one) for one in (saved, ours)]
+        return f"the recipe {said[0]}, this run uses {said[1]}"
+    theirs, mine = (json.loads(one["table"]) for one in (saved, ours))
     name = next(name for name in {**theirs, **mine} if theirs.get(name) != mine.get(name))
-    return f"{name} runs {theirs.get(name, 'high precision')} there, {mine.get(name, 'high precision')} here"
+    return f"another policy, in which {name} runs {theirs.get(name, 'high precision')} and here {mine.get(name, 'high precision')}"
+
+
+def _scaling(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in recipe.items() if name not in _NOT_OF_THE_STATE}

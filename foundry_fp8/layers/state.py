@@ -47,15 +47,13 @@ class FP8State(ModelState):
         self.table = measured_table({}) if measured else table_of(self.modules)
         self.backend = backend
         self._scales: ModuleScales | None = None
+        delayed = {n: m for n, m in self.modules.items() if isinstance(m.configured_recipe, DelayedScaling)}
         for recipe in recipes:  # a policy has one delayed recipe at most
             if isinstance(recipe, DelayedScaling):
                 fp8_max = {operand: recipe.format(operand).max for operand in OPERANDS}
-                delayed = [
-                    name for name, module in self.modules.items() if module.configured_recipe == recipe
-                ]
-                self._scales = ModuleScales(recipe, delayed, fp8_max, self.NAME)
-                for name in delayed:
-                    self.modules[name].slots = self._scales.slots(name)
+                self._scales = ModuleScales(recipe, list(delayed), fp8_max, self.NAME)
+                for name, module in delayed.items():
+                    module.slots = self._scales.slots(name)
                 self._scales.attach(model)
         self._contexts = ExitStack()
         self.leave_on(model)
@@ -71,6 +69,14 @@ class FP8State(ModelState):
     def awaits_choice(self) -> bool:
         """Whether ``recipe: measured`` has not chosen yet."""
         return self.table == measured_table({})
+
+    def reconsider(self) -> None:
+        """Await another choice, in high precision."""
+        assert self._scales is not None
+        self.table, self._scales.state.idle = measured_table({}), False
+        for name, module in self.modules.items():
+            module.configure(self._scales.state.recipe, self._scales.slots(name))
+            module.set_recipe(None)
 
     def choose(self, choice: Mapping[str, Recipe | None]) -> None:
         """Run what a measurement chose, from the next forward on: by layer, ``None`` for high precision.
@@ -130,12 +136,8 @@ class FP8State(ModelState):
             RuntimeError: The state is of another recipe or another model, or damaged; nothing is changed then.
         """
         choice: dict[str, Recipe | None] = {}
-        saved = state.get("recipe")
-        if (
-            self.table is not None
-            and isinstance(saved, Mapping)
-            and saved.get("name") == self.table["name"] == MEASURED
-        ):
+        saved: Any = state.get("recipe") or {}
+        if self.table is not None and saved.get("name") == self.table["name"] == MEASURED:
             choice = choice_of(saved)
             state = {**state, "recipe": self.table}
         self.check_header(state)

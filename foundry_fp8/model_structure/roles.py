@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal, get_args
+from typing import Literal
 
 from torch import nn
 
 from foundry_fp8.model_structure.blocks import block_index_of, transformer_blocks
 from foundry_fp8.model_structure.experts import expert_count, router_modules
 
-__all__ = ["ROLES", "Role", "roles_of"]
+__all__ = ["Role", "roles_of"]
 
 Role = Literal["attention", "mlp", "expert", "shared_expert"]
-ROLES: tuple[Role, ...] = get_args(Role)
 
 _MLP = ("mlp", "ffn", "feedforward", "feed_forward")
 _SHARED = ("shared_expert", "shared_mlp")

@@ -19,8 +19,9 @@ from foundry_fp8.model_structure.names import clean_name
 from foundry_fp8.model_structure.roles import roles_of
 from foundry_fp8.numerics.recipes import FOR_ANY_MODEL, RECIPES, Recipe
 from foundry_fp8.observe.precision_probe import LossOf, PrecisionGap, PrecisionProbe
-from foundry_fp8.surgery.policy import HIGH_PRECISION, Choice
+from foundry_fp8.surgery.policy import Choice
 from foundry_fp8.surgery.report import SurgeryReport, SurgeryRow, as_text
+from foundry_fp8.surgery.rules import Wgrad
 
 __all__ = ["COLUMNS", "Decision", "MeasuredPolicy", "measure_policy", "with_choice"]
 
@@ -37,13 +38,11 @@ class Decision:
 
     Attributes:
         unit: ``layer_003 mlp``.
-        layers: Their names.
         block: Its number; ``None`` outside of blocks, and in a model of an encoder and a decoder.
-        role: Theirs, or an empty string.
-        recipe: The choice; ``None`` is high precision.
-        error: The gradient error, worst block, with this unit alone in FP8: in the choice, or where that is high precision in the
-            recipe with the smallest; NaN where the fastest recipe of all units together was below the limit already.
-        faster: The next faster recipe, which was not taken, and the error with it; empty where there is none.
+        recipe: ``None`` is high precision.
+        error: Of the gradient, worst block, with this unit alone in FP8: in its recipe, or, if it has none, in the best one. NaN where no unit
+            was measured alone.
+        faster: The next faster recipe, which was not taken, and the error with it.
     """
 
     unit: str
@@ -76,34 +75,31 @@ class MeasuredPolicy:
         """By layer."""
         return {name: decision.recipe for decision in self.decisions for name in decision.layers}
 
+    @property
+    def why(self) -> dict[str, str]:
+        """By layer, the next faster recipe and the gradient error with it, for which it was not taken."""
+        return {name: decision.faster for decision in self.decisions for name in decision.layers}
+
     def rules(self) -> list[dict[str, Any]]:
         """The ``recipe`` of a YAML that says the same: a rule for what differs from most layers, and one for the rest."""
-        by_recipe: dict[Recipe | None, list[Decision]] = {}
-        for decision in self.decisions:
-            by_recipe.setdefault(decision.recipe, []).append(decision)
-        ordered = sorted(by_recipe.items(), key=lambda item: sum(len(one.layers) for one in item[1]))
+        common, _ = Counter(self.recipes.values()).most_common(1)[0]
+        groups: dict[tuple[Recipe | None, str], list[Decision]] = {}
+        for one in self.decisions:
+            groups.setdefault((one.recipe, "" if one.block is None else one.role), []).append(one)
         found: list[dict[str, Any]] = []
-        for recipe, decisions in ordered[:-1]:
-            by_role: dict[str, list[Decision]] = {}
-            for one in decisions:
-                by_role.setdefault("" if one.block is None else one.role, []).append(one)
-            for role, ones in by_role.items():
-                where: dict[str, Any] = {
-                    "blocks": format_blocks(one.block for one in ones if one.block is not None),
-                    "roles": [role],
-                }
-                if not role:
-                    where = {"modules": [name for one in ones for name in one.layers]}
+        for (recipe, role), ones in groups.items():
+            where: dict[str, Any] = {"modules": [name for one in ones for name in one.layers]}
+            if role:
+                blocks = format_blocks(one.block for one in ones if one.block is not None)
+                where = {"blocks": blocks, "roles": [role]}
+            if recipe != common:
                 found.append({**where, "recipe": _name(recipe)})
-        return found if ordered[-1][0] is None else [*found, {"recipe": _name(ordered[-1][0])}]
+        return found if common is None else [*found, {"recipe": _name(common)}]
 
     def rows(self) -> list[tuple[str, str, str, str]]:
         """Unit, recipe, error and what was not taken, in words."""
-        said = ("" if math.isnan(one.error) else f"{one.error:.1%}" for one in self.decisions)
-        return [
-            (one.unit, _name(one.recipe), error, one.faster)
-            for one, error in zip(self.decisions, said, strict=True)
-        ]
+        error = {one.unit: "" if math.isnan(one.error) else f"{one.error:.1%}" for one in self.decisions}
+        return [(one.unit, _name(one.recipe), error[one.unit], one.faster) for one in self.decisions]
 
     def table(self) -> str:
         """:meth:`rows` for a terminal."""
@@ -111,12 +107,10 @@ class MeasuredPolicy:
 
     def summary(self) -> str:
         """One line."""
+        said = f"gradient error {self.total:.1%} in the worst block, limit {self.error:.0%}"
         if not any(self.recipes.values()):
-            return (
-                f"every recipe of the backend changes some block's gradient by more than {self.error:.0%}; all layers stay in high precision "
-                f"({self.passes} passes)"
-            )
-        return f"gradient error {self.total:.1%} in the worst block, limit {self.error:.0%} ({self.passes} passes)"
+            said = f"every recipe is off by more than {self.error:.0%} in some block; all layers stay in high precision"
+        return f"{said} ({self.passes} passes)"
 
 
 def measure_policy(
@@ -124,20 +118,18 @@ def measure_policy(
 ) -> MeasuredPolicy:
     """Choose the fastest recipe for each block and role with which the gradient error of the whole stays below ``error``.
 
-    First everything in the fastest recipe is measured. If that is too much, each unit alone in each recipe; errors of units add up
-    as squares in every block, and the units that cost a block most for the FLOPs that they save take slower recipes, until a
-    measurement of the whole agrees. The order of speed is the size rule's.
+    First everything is measured in the fastest recipe. If that is too much, each unit alone in each recipe; errors of units add up
+    as squares, and those that cost most for the FLOPs that they save take slower recipes, until a measurement of the whole agrees.
 
     Args:
-        model: Converted by :func:`~foundry_fp8.apply_fp8` to delayed scaling (``recipe: measured`` does), in training mode, wrapped or
-            not. It stays as it is.
+        model: As ``apply_fp8(model, recipe="measured")`` leaves it, wrapped or not, in training mode; it stays as it is.
         loss_of: The loss of a training forward.
-        batch: Is run many times.
+        batch: Is run many times; every rank calls this with one of its own.
         error: The limit of the relative error of a block's gradient.
         recipes: To choose from; all that the backend runs here if empty.
 
     Returns:
-        The choice, the same on all ranks. Every rank calls this with a batch of its own.
+        The choice, the same on all ranks.
 
     Raises:
         RuntimeError: Out of memory, or FSDP1 holds gradients.
@@ -152,7 +144,10 @@ def measure_policy(
     for name in linears:
         units.setdefault(f"{probe.block_of(name)} {roles.get(name, '')}".strip(), []).append(name)
     unit_of = {name: unit for unit, names in units.items() for name in names}
-    choices = {unit: [*_common(candidates, names), None] for unit, names in units.items()}
+    choices = {
+        unit: [*(r for r in candidates[names[0]] if all(r in candidates[n] for n in names)), None]
+        for unit, names in units.items()
+    }
     sizes = {unit: sum(linears[n].in_features * linears[n].out_features for n in names) for unit, names in units.items()}  # fmt: skip
 
     with probe.on(batch) as measure:  # so that delayed scaling knows amaxes of this batch
@@ -245,36 +240,33 @@ def _candidates(layer: FP8Linear, names: Sequence[str], device: torch.device) ->
     return sorted(runs, key=break_even)
 
 
-def _common(candidates: Mapping[str, Sequence[Recipe]], names: Sequence[str]) -> list[Recipe]:
-    return [recipe for recipe in candidates[names[0]] if all(recipe in candidates[name] for name in names)]
-
-
 def _worst(gap: PrecisionGap) -> float:
     return gap.worst[1] if gap.meaningful else math.inf
 
 
 def _finite(error: float) -> float:
-    return min(error, LARGEST) if math.isfinite(error) else LARGEST
+    return error if error < LARGEST else LARGEST
 
 
 def _name(recipe: Recipe | None) -> str:
     return "high_precision" if recipe is None else recipe.name
 
 
-def with_choice(report: SurgeryReport, measured: MeasuredPolicy) -> SurgeryReport:
-    """The report of a conversion with what was chosen for its layers."""
-    decisions = {name: decision for decision in measured.decisions for name in decision.layers}
+def with_choice(
+    report: SurgeryReport, choice: Mapping[str, Recipe | None], why: Mapping[str, str], wgrad: Wgrad
+) -> SurgeryReport:
+    """The report of a conversion with the recipes that were chosen for its layers, and by name why not a faster one."""
 
     def row(old: SurgeryRow) -> SurgeryRow:
-        decision = decisions.get(old.shared_with or old.name)
-        if decision is None or not old.gemms:
+        name = old.shared_with or old.name
+        if name not in choice:
             return old
-        if decision.recipe is None:
-            why = f"measured: the gradient is off by {decision.faster or 'more'}, limit {measured.error:.0%}"
-            return dataclasses.replace(old, action="skipped", reason=why, gemms={})
-        choice = Choice(decision.recipe, HIGH_PRECISION if old.gemms["wgrad"] == HIGH_PRECISION else "fp8")
-        return dataclasses.replace(old, reason=f"{choice}, measured", gemms=choice.gemms)
+        recipe, said = choice[name], f"measured{(why.get(name) and f', not {why[name]}') or ''}"
+        if recipe is None:
+            return dataclasses.replace(old, action="skipped", reason=said, gemms={})
+        runs = Choice(recipe, wgrad)
+        return dataclasses.replace(old, action="converted", reason=f"{runs}, {said}", gemms=runs.gemms)
 
-    chosen = Counter(recipe for recipe in measured.recipes.values() if recipe is not None)
-    recipes = tuple(recipe for recipe, _ in chosen.most_common()) or report.recipes
-    return dataclasses.replace(report, rows=tuple(map(row, report.rows)), recipes=recipes)
+    chosen = Counter(recipe for recipe in choice.values() if recipe is not None)
+    found = tuple(recipe for recipe, _ in chosen.most_common()) or report.recipes
+    return dataclasses.replace(report, rows=tuple(map(row, report.rows)), recipes=found)

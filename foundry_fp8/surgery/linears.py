@@ -120,7 +120,7 @@ def plan_linears(
         return backend.shape_reason(recipe, *features_of(linear)) or choice
 
     forms = {linear: None if linear in never else linear_form(linear) for _, linear in linears}
-    left = {LEFT.format(rule=rule) for rule, _ in policy.rules}
+    left = {LEFT.format(rule=rule) for rule in policy.rules}
     verdicts = _one_verdict_a_place(
         model, {n: verdict(n, linear, forms[linear]) for n, linear in linears}, left
     )

@@ -62,8 +62,10 @@ def test_measured_rules_can_be_pasted(root):
     pasted = yaml.safe_load(result.output[result.output.index("algorithms:") :])["algorithms"]["fp8"]
     assert pasted == {"recipe": [{"recipe": "delayed"}], "keep_first_blocks": 1}
     assert policy(written(root, **pasted)).exit_code == 0
-    result = policy(path, "--measure", "--error", "0.00001")
-    assert result.exit_code == 0 and "enabled: false" in result.output and "every recipe" in result.output
+    result = policy(written(root, recipe="delayed"), "--measure", "--error", "0.00001")
+    assert (
+        result.exit_code == 0 and "enabled: false" in result.output and "every recipe is off" in result.output
+    )
 
 
 def test_measuring_needs_data(root):

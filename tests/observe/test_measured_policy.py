@@ -135,7 +135,7 @@ def test_a_checkpoint_holds_the_choice_and_always_has_the_same_form(chosen, tmp_
         assert torch.equal(a.grad, b.grad)
     plain = Model()
     foundry_fp8.apply_fp8(plain, recipe="delayed")
-    with pytest.raises(RuntimeError, match=r"recipe measured there, delayed"):
+    with pytest.raises(RuntimeError, match=r"made by the recipe measured, this run uses .*'delayed'"):
         FP8State.of(plain).load_state_dict(saved["fp8"])
 
 

@@ -161,16 +161,16 @@ def test_roles_are_found_in_the_models_of_the_field(model, expected):
         ([{"modules": "*.up"}], r"recipe\[0\]\.recipe: missing"),
         ([{"recipe": "block", "module": "*"}], r"recipe\[0\]\.module: unknown key.*Did you mean 'modules'"),
         ([{"recipe": "block", "roles": ["experts"]}], r"recipe\[0\]\.roles\[0\]: 'experts'.*Did you mean 'expert'"),
-        ([{"recipe": "block", "roles": ["expert"]}], r"recipe\[0\]: it names no linear layer.*roles attention, mlp"),
+        ([{"recipe": "block", "roles": ["expert"]}], r"recipe\[0\]: no effect: it names no linear layer.*roles attention, mlp"),
         ([{"recipe": "block", "gemms": {"wgard": HIGH}}], r"gemms\.wgard: 'wgard'.*Did you mean 'wgrad'"),
         ([{"recipe": "block", "gemms": {"fprop": HIGH}}], r"gemms\.fprop: high_precision is for wgrad alone"),
         ([{"recipe": "block", "gemms": {"wgrad": "mxfp8"}}], r"gemms\.wgrad: 'mxfp8' is not one of fp8, high_precision"),
         ([{"recipe": HIGH, "gemms": {"wgrad": HIGH}}], r"recipe\[0\]\.gemms: the rule's recipe is high_precision"),
         ([{"recipe": "block", "blocks": "frist-2"}], r"recipe\[0\]\.blocks: 'frist-2' is not an integer n"),
-        ([{"recipe": "block", "blocks": "range-7-9"}], r"recipe\[0\]: it names no linear layer. The model has 4"),
+        ([{"recipe": "block", "blocks": "range-7-9"}], r"recipe\[0\]: no effect: it names no linear layer; the model has 4"),
         ([{"recipe": "block", "modules": ["*.upp"]}], r"recipe\[0\]\.modules: pattern '\*\.upp' matches none"),
-        ([{"recipe": "block"}, {"modules": "*.up", "recipe": HIGH}], r"recipe\[1\]: it has no effect: .*recipe\[0\] above"),
-        ([{"recipe": "delayed"}, {"blocks": 1, "recipe": DELAYED}], r"recipe\[1\]\.recipe: delayed with other fields"),
+        ([{"recipe": "block"}, {"modules": "*.up", "recipe": HIGH}], r"recipe\[1\]: no effect: rules above it name all of its layers: algorithms\.fp8\.recipe\[0\]"),
+        ([{"recipe": "delayed"}, {"blocks": 1, "recipe": DELAYED}], r"recipe: delayed with other fields"),
         ([{"blocks": "first-100%", "recipe": HIGH}, {"recipe": "block"}], "leave nothing of the model's 4"),
         ([{"recipe": HIGH}], "every rule is high_precision"),
     ],
@@ -188,7 +188,7 @@ def test_what_names_layers_besides_the_rules_is_refused():
         foundry_fp8.apply_fp8(Model(), recipe=[{"recipe": "block"}], include=["*.up"])
     model, _ = MODELS["Llama"]()
     rules = [{"roles": ["mlp"], "recipe": "current"}, {"recipe": "delayed"}]
-    with pytest.raises(ConfigError, match=r"attention\.recipe: .*they run 2"):
+    with pytest.raises(ConfigError, match=r"attention\.recipe: the linears run 2"):
         foundry_fp8.apply_fp8(model, recipe=rules, attention=True)
 
 
@@ -205,7 +205,7 @@ def test_a_recipe_that_the_hardware_does_not_run_is_an_error_with_the_nearest_th
 
     monkeypatch.setattr(EmulatedBackend, "availability", availability)
     rules = [{"roles": ["mlp"], "recipe": "mxfp8"}, {"recipe": "current"}]
-    with pytest.raises(RuntimeError, match=r"(?s)recipes mxfp8, current.*nearest recipe that emulated runs there is current"):  # fmt: skip
+    with pytest.raises(RuntimeError, match=r"(?s)mxfp8 recipe and the current recipe.*nearest recipe that emulated runs there is current"):  # fmt: skip
         foundry_fp8.apply_fp8(Model(), recipe=rules)
     with pytest.raises(RuntimeError, match=r"cannot run the block recipe.*runs there is current"):
         choose_backend("emulated", [CurrentScaling(), BlockScaling()], torch.device("cpu"))
@@ -279,10 +279,10 @@ def test_resume_is_bit_exact(saved_from, loaded_by, tmp_path):
 @pytest.mark.parametrize(
     "other, message",
     [
-        ([MIXED[0], MIXED[2]], r"another policy: blocks\.\d\.down runs .*'current'.* there, .*'delayed'"),
-        (MIXED[:2], r"another policy: blocks\.\d\.up runs .*'delayed'.* there, high precision here"),
-        ([MIXED[0], {**MIXED[1], "gemms": {}}, MIXED[2]], r"down runs .*'wgrad': 'high_precision'.* there, .*'wgrad': 'fp8'"),
-        (DELAYED, r"recipe policy there, delayed here"),
+        ([MIXED[0], MIXED[2]], r"another policy, in which blocks\.\d\.down runs .*'current'.* and here .*'delayed'"),
+        (MIXED[:2], r"another policy, in which blocks\.\d\.up runs .*'delayed'.* and here high precision"),
+        ([MIXED[0], {**MIXED[1], "gemms": {}}, MIXED[2]], r"down runs .*'wgrad': 'high_precision'.* and here .*'wgrad': 'fp8'"),
+        (DELAYED, r"made by the recipe policy, this run uses .*'delayed'"),
     ],
     ids=str,
 )  # fmt: skip

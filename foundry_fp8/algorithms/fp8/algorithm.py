@@ -7,6 +7,7 @@ import logging
 import sys
 from typing import Any
 
+import torch
 from composer.core import Algorithm, Event, Precision, State
 from composer.loggers import Logger
 from composer.utils import dist
@@ -26,8 +27,8 @@ from foundry_fp8.surgery.apply import KEY, FP8Config, apply_fp8
 from foundry_fp8.surgery.attention import FP8AttentionState
 from foundry_fp8.surgery.first_batch import ForwardTrace, as_run
 from foundry_fp8.surgery.frozen_weights import send_frozen
-from foundry_fp8.surgery.policy import Measured
 from foundry_fp8.surgery.report import SurgeryReport
+from foundry_fp8.surgery.rules import Measured
 
 __all__ = ["FP8"]
 
@@ -94,7 +95,7 @@ class FP8(Algorithm):
                 f"precision: amp_fp8 is Composer's own FP8 and cannot be combined with {KEY}. Set precision: amp_bf16."
             )
         if state.precision == Precision.AMP_FP16 and any(
-            isinstance(r, UnitScaling) for r in self.config.recipes
+            isinstance(r, UnitScaling) for r in self.config.policy(torch.device("cpu")).recipes
         ):
             raise ConfigError(
                 f"precision: amp_fp16 scales the loss, which would push gradients past the constant scale of {KEY}.recipe: unit. "
@@ -113,8 +114,10 @@ class FP8(Algorithm):
         assert self._fp8_state is not None
         self._attention_state = FP8AttentionState.of(state.model)
         if self._fp8_state.awaits_choice:
-            for layer in self._fp8_state.modules.values():
-                layer.set_recipe(None)
+            self._fp8_state.reconsider()
+            self._say(
+                f"FP8: measured: in high precision for {getattr(self.config.recipe, 'warmup', 0)} batches, then by the table"
+            )
         log.info("%s\n%s\n%s", self.report.chosen, self.report.summary(), self.report.table())
         logger.log_hyperparameters({"fp8": self.report.to_dict()})
         self._say(self._announcement(self.report, state, str(run_log.path_of(state.run_name))))
@@ -153,23 +156,20 @@ class FP8(Algorithm):
         self._scaled = True
 
     def _measure(self, state: State, logger: Logger) -> None:
-        """For ``recipe: measured``: choose once ``warmup`` batches have run, and say what was chosen and why."""
-        assert self._fp8_state is not None and self.report is not None
-        options = self.config.recipe
-        if not self._fp8_state.awaits_choice or state.timestamp.batch.value < getattr(options, "warmup", 0):
+        """For ``recipe: measured``: choose after ``warmup`` batches and where the guard has acted, and say what was chosen and why."""
+        options, fp8 = self.config.recipe, self._fp8_state
+        assert fp8 is not None and self.report is not None
+        if not isinstance(options, Measured) or state.timestamp.batch.value < options.warmup:
             return
-        assert isinstance(options, Measured)
+        if not fp8.awaits_choice and all(m.recipe == m.configured_recipe for m in fp8.modules.values()):
+            return
+        fp8.reconsider()
         for optimizer in state.optimizers:  # as the trainer does next: FSDP1's gradients cannot be set aside
             optimizer.zero_grad(set_to_none=True)
-        try:
-            batch = first_rows(state.batch, options.rows)
-            choice = measure_policy(
-                model_of(state), training_loss(state), batch, error=options.error, recipes=options.recipes
-            )
-        except TypeError as error:  # nothing that can be cut, or run twice
-            raise ConfigError(f"{KEY}.recipe: measured cannot measure: {error}.") from error
-        self._fp8_state.choose(choice.recipes)
-        self.report = with_choice(self.report, choice)
+        batch, loss_of = first_rows(state.batch, options.rows), training_loss(state)
+        choice = measure_policy(model_of(state), loss_of, batch, error=options.error, recipes=options.recipes)
+        fp8.choose(choice.recipes)
+        self.report = with_choice(self.report, choice.recipes, choice.why, self.config.wgrad)
         if not any(choice.recipes.values()):
             log.warning("%s.recipe: measured: %s.", KEY, choice.summary())
         logger.log_hyperparameters({"fp8": self.report.to_dict()})
@@ -235,6 +235,10 @@ class FP8(Algorithm):
                 )
             return
         assert self._fp8_state is not None, "Composer loads algorithms after Event.INIT"
+        awaited = self._fp8_state.awaits_choice
         self._fp8_state.load_state_dict(state)
+        if awaited and not self._fp8_state.awaits_choice and self.report is not None:
+            recipes = {name: layer.configured_recipe for name, layer in self._fp8_state.modules.items()}
+            self.report = with_choice(self.report, recipes, {}, self.config.wgrad)
         if self._attention_state is not None:
             self._attention_state.load_state_dict(state.get("attention", {}))
