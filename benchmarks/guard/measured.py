@@ -3,7 +3,7 @@
     python benchmarks/guard/measured.py 40 massive_first_token super_weight token_gradients > measured.json
 
 The first argument: how many steps after the cause begins the choice is made, in high precision until then. It sees what is there at that
-time; these causes grow with each step.
+time; these causes grow with each step. Under the guard it is made again where the guard acts.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ def row(name: str, after: int) -> dict[str, Any]:
         "high precision": train(case, "high"),
         "its recipe": train(case, "fp8"),
         "measured": train(dataclasses.replace(case, recipe=measured), "fp8"),
+        "measured and guarded": train(dataclasses.replace(case, recipe=measured), "guarded"),
     }
     losses = {how: statistics.fmean(run.losses[-LAST:]) for how, run in runs.items()}
     own = losses["high precision"]
@@ -39,7 +40,7 @@ def row(name: str, after: int) -> dict[str, Any]:
         "warmup": measured["warmup"],
         "loss": own,
         "above": {how: (loss / own - 1 if math.isfinite(loss) else None) for how, loss in losses.items()},
-        "in_fp8": runs["measured"].linears_in_fp8[-1],
+        "in_fp8": {how: run.linears_in_fp8[-1] for how, run in runs.items() if run.linears_in_fp8},
     }
 
 

@@ -116,35 +116,31 @@ def choose_backend(
     """
     check_choice(key, name, ("auto", *BACKENDS))
     recipes = (recipe,) if isinstance(recipe, Recipe) else tuple(recipe)
-    if name != "auto":
-        backend = load_backend(name)
-        for one in recipes:
-            found = backend.availability(one, device)
-            if not found.ok:
-                said = f"{found.reason}. {found.remedy}".strip()
-                raise RuntimeError(
-                    f"{key}: {name} cannot run the {one.name} recipe on {device}: {said}{_nearest(one, [backend], device)}"
-                )
-        return backend, f"{key}: {name}, as asked"
-
+    order = AUTO_ORDER.get(device.type, AUTO_ORDER["cpu"]) if name == "auto" else (name,)
+    backends = [load_backend(one) for one in order]
     refused: list[str] = []
-    candidates = [load_backend(one) for one in AUTO_ORDER.get(device.type, AUTO_ORDER["cpu"])]
     failed = recipes[0]
-    for backend in candidates:
-        answers = [(one, backend.availability(one, device)) for one in recipes]
+    for backend in backends:
+        answers = ((one, backend.availability(one, device)) for one in recipes)
         refusal = next(((one, found) for one, found in answers if not found.ok), None)
         if refusal is None:
             passed_over = f" ({'; '.join(refused)})" if refused else ""
-            return backend, f"{key}: auto chose {backend.name} on {device}{passed_over}"
+            auto = f"{key}: auto chose {backend.name} on {device}{passed_over}"
+            return backend, auto if name == "auto" else f"{key}: {name}, as asked"
         failed, found = refusal
-        of = f" ({failed.name})" if len(recipes) > 1 else ""
-        refused.append(f"{backend.name}{of}: {found.reason}. {found.remedy}".strip())
+        of = f"{backend.name} ({failed.name}): " if len(recipes) > 1 else f"{backend.name}: "
+        refused.append(f"{of if name == 'auto' else ''}{found.reason}. {found.remedy}".strip())
+    nearest = _nearest(failed, backends, device)
+    if name != "auto":
+        raise RuntimeError(
+            f"{key}: {name} cannot run the {failed.name} recipe on {device}: {refused[0]}{nearest}"
+        )
     names = " and the ".join(f"{one.name} recipe" for one in recipes)
     raise RuntimeError(
         f"{key}: auto found no backend that runs the {names} on {device}. "
         + " ".join(refused)
         + " To check numerics without speed, set backend: emulated."
-        + _nearest(failed, candidates, device)
+        + nearest
     )
 
 

@@ -138,11 +138,6 @@ class FP8Linear(nn.Linear):
             )
         self.recipe = recipe
 
-    def configure(self, recipe: Recipe | None, slots: Slots | None) -> None:
-        """Run ``recipe`` as what the conversion asked for; ``slots``: of the delayed one."""
-        self.recipe = self.configured_recipe = recipe
-        self.slots = slots
-
     def can_run(self, recipe: Recipe, device: torch.device) -> bool:
         """Whether the backend runs ``recipe`` with this layer's shapes on ``device``."""
         fits = self.backend.shape_reason(recipe, self.in_features, self.out_features) is None

@@ -75,8 +75,8 @@ class FP8State(ModelState):
         assert self._scales is not None
         self.table, self._scales.state.idle = measured_table({}), False
         for name, module in self.modules.items():
-            module.configure(self._scales.state.recipe, self._scales.slots(name))
-            module.set_recipe(None)
+            module.recipe, module.configured_recipe = None, self._scales.state.recipe
+            module.slots = self._scales.slots(name)
 
     def choose(self, choice: Mapping[str, Recipe | None]) -> None:
         """Run what a measurement chose, from the next forward on: by layer, ``None`` for high precision.
@@ -85,10 +85,10 @@ class FP8State(ModelState):
         """
         assert self._scales is not None
         self.table = measured_table(choice)
-        delayed = {name for name, recipe in choice.items() if isinstance(recipe, DelayedScaling)}
         for name, module in self.modules.items():
-            module.configure(choice[name], self._scales.slots(name) if name in delayed else None)
-        self._scales.state.idle = not delayed
+            module.recipe = module.configured_recipe = choice[name]
+            module.slots = self._scales.slots(name) if isinstance(choice[name], DelayedScaling) else None
+        self._scales.state.idle = all(module.slots is None for module in self.modules.values())
 
     def update(self) -> None:
         """Finish the running pass of delayed scaling: a collective, so every rank calls it. Twice is as good as once."""

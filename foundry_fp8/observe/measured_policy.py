@@ -19,11 +19,9 @@ from foundry_fp8.model_structure.names import clean_name
 from foundry_fp8.model_structure.roles import roles_of
 from foundry_fp8.numerics.recipes import FOR_ANY_MODEL, RECIPES, Recipe
 from foundry_fp8.observe.precision_probe import LossOf, PrecisionGap, PrecisionProbe
-from foundry_fp8.surgery.policy import Choice
-from foundry_fp8.surgery.report import SurgeryReport, SurgeryRow, as_text
-from foundry_fp8.surgery.rules import Wgrad
+from foundry_fp8.surgery.report import as_text
 
-__all__ = ["COLUMNS", "Decision", "MeasuredPolicy", "measure_policy", "with_choice"]
+__all__ = ["COLUMNS", "Decision", "MeasuredPolicy", "measure_policy"]
 
 ROUNDS = 8
 """Choices that are measured as a whole before all layers stay in high precision."""
@@ -250,23 +248,3 @@ def _finite(error: float) -> float:
 
 def _name(recipe: Recipe | None) -> str:
     return "high_precision" if recipe is None else recipe.name
-
-
-def with_choice(
-    report: SurgeryReport, choice: Mapping[str, Recipe | None], why: Mapping[str, str], wgrad: Wgrad
-) -> SurgeryReport:
-    """The report of a conversion with the recipes that were chosen for its layers, and by name why not a faster one."""
-
-    def row(old: SurgeryRow) -> SurgeryRow:
-        name = old.shared_with or old.name
-        if name not in choice:
-            return old
-        recipe, said = choice[name], f"measured{(why.get(name) and f', not {why[name]}') or ''}"
-        if recipe is None:
-            return dataclasses.replace(old, action="skipped", reason=said, gemms={})
-        runs = Choice(recipe, wgrad)
-        return dataclasses.replace(old, action="converted", reason=f"{runs}, {said}", gemms=runs.gemms)
-
-    chosen = Counter(recipe for recipe in choice.values() if recipe is not None)
-    found = tuple(recipe for recipe, _ in chosen.most_common()) or report.recipes
-    return dataclasses.replace(report, rows=tuple(map(row, report.rows)), recipes=found)

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from foundry_fp8.numerics.recipes import GEMMS, Recipe
+from foundry_fp8.surgery.policy import Choice
+from foundry_fp8.surgery.rules import Wgrad
 
 __all__ = ["Action", "SurgeryReport", "SurgeryRow", "as_text", "kind_of", "merged_name", "merged_rows"]
 
@@ -116,6 +118,25 @@ class SurgeryReport:
         for (action, reason), count in Counter((row.action, row.reason) for row in self.attention).items():
             lines.append(f"{count} attention modules {action}: {reason}")
         return "\n".join(lines)
+
+    def with_choice(
+        self, choice: Mapping[str, Recipe | None], why: Mapping[str, str], wgrad: Wgrad
+    ) -> SurgeryReport:
+        """With the recipes that a measurement chose for its layers, and by name why not a faster one."""
+
+        def row(old: SurgeryRow) -> SurgeryRow:
+            name = old.shared_with or old.name
+            if name not in choice:
+                return old
+            recipe, said = choice[name], f"measured, not {why[name]}" if why.get(name) else "measured"
+            if recipe is None:
+                return dataclasses.replace(old, action="skipped", reason=said, gemms={})
+            runs = Choice(recipe, wgrad)
+            return dataclasses.replace(old, action="converted", reason=f"{runs}, {said}", gemms=runs.gemms)
+
+        chosen = Counter(recipe for recipe in choice.values() if recipe is not None)
+        found = tuple(recipe for recipe, _ in chosen.most_common()) or self.recipes
+        return dataclasses.replace(self, rows=tuple(map(row, self.rows)), recipes=found)
 
     def table(self) -> str:
         """Every weight in a table; rows that differ only in their block's number share a line."""

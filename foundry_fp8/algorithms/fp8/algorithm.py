@@ -22,7 +22,7 @@ from foundry_fp8.layers.state import FP8State
 from foundry_fp8.layers.unit_linear import choose_gradient_scale
 from foundry_fp8.numerics.recipes import UnitScaling
 from foundry_fp8.observe.guard.rows import first_rows
-from foundry_fp8.observe.measured_policy import COLUMNS, measure_policy, with_choice
+from foundry_fp8.observe.measured_policy import COLUMNS, measure_policy
 from foundry_fp8.surgery.apply import KEY, FP8Config, apply_fp8
 from foundry_fp8.surgery.attention import FP8AttentionState
 from foundry_fp8.surgery.first_batch import ForwardTrace, as_run
@@ -169,7 +169,7 @@ class FP8(Algorithm):
         batch, loss_of = first_rows(state.batch, options.rows), training_loss(state)
         choice = measure_policy(model_of(state), loss_of, batch, error=options.error, recipes=options.recipes)
         fp8.choose(choice.recipes)
-        self.report = with_choice(self.report, choice.recipes, choice.why, self.config.wgrad)
+        self.report = self.report.with_choice(choice.recipes, choice.why, self.config.wgrad)
         if not any(choice.recipes.values()):
             log.warning("%s.recipe: measured: %s.", KEY, choice.summary())
         logger.log_hyperparameters({"fp8": self.report.to_dict()})
@@ -239,6 +239,6 @@ class FP8(Algorithm):
         self._fp8_state.load_state_dict(state)
         if awaited and not self._fp8_state.awaits_choice and self.report is not None:
             recipes = {name: layer.configured_recipe for name, layer in self._fp8_state.modules.items()}
-            self.report = with_choice(self.report, recipes, {}, self.config.wgrad)
+            self.report = self.report.with_choice(recipes, {}, self.config.wgrad)
         if self._attention_state is not None:
             self._attention_state.load_state_dict(state.get("attention", {}))
