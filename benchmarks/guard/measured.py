@@ -3,7 +3,7 @@
     python benchmarks/guard/measured.py 40 massive_first_token super_weight token_gradients > measured.json
 
 The first argument: how many steps after the cause begins the choice is made, in high precision until then. It sees what is there at that
-time; these causes grow with each step. Under the guard it is made again where the guard acts.
+time; these causes grow with each step. Beside the guard there is another choice where the guard acts.
 """
 
 from __future__ import annotations
