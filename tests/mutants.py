@@ -38,6 +38,7 @@ class Mutant:
 QUANTIZE, FORMATS, RECIPES = "numerics/quantize.py", "numerics/formats.py", "numerics/recipes.py"
 DELAYED, LINEAR, MASK = "layers/delayed_scaling.py", "layers/linear.py", "layers/attention_mask.py"
 LINEARS, PACKING, WIRE = "surgery/linears.py", "activations/compression/packing.py", "distributed/wire.py"
+POLICY, T_POLICY = "surgery/policy.py", "surgery/test_policy.py"
 SOLVER = "planning/memory/solver.py"
 T_QUANTIZE, T_FORMATS, T_RECIPES = (f"numerics/test_{name}.py" for name in ("quantize", "formats", "recipes"))
 T_DELAYED, T_PASSES, T_EMULATED = (
@@ -106,9 +107,14 @@ MUTANTS = [
     # Contract 1: the same parameters; contract 5: what is left out, and why.
     Mutant(LINEARS, "if linear not in made:", "if True:", T_LINEARS),
     Mutant("surgery/left_out.py", "return LeftOut(TIED)", "pass", T_LINEARS),
-    Mutant(LINEARS, "found |= dict.fromkeys(names, out)", "pass", T_LINEARS),
-    Mutant(LINEARS, "inside[max(0, len(stack) - last) :]", "inside[len(stack) - last + 1 :]", T_LINEARS),
-    Mutant(LINEARS, "if len(kept) == count:", "if False:", T_LINEARS),
+    Mutant(LINEARS, "found |= dict.fromkeys(names, deciding[0])", "pass", T_LINEARS),
+    Mutant(POLICY, "chosen |= {first + block for", "chosen |= {block for", T_POLICY),
+    Mutant(POLICY, "if rules and len(kept) == count:", "if False:", T_LINEARS),
+    Mutant(POLICY, "found.setdefault(name, key)", "found[name] = key", T_POLICY),
+    Mutant(POLICY, "if key in self.listed and all(name in found for name in named):", "if False:", T_POLICY),
+    Mutant("layers/recipe_table.py", '"wgrad": module.wgrad}', '"wgrad": "fp8"}', T_POLICY),
+    Mutant("layers/state.py", "for n, m in self.modules.items() if isinstance(m.configured_recipe, DelayedScaling)", "for n, m in self.modules.items()", T_POLICY),
+    Mutant("observe/measured_policy.py", "self.pick[unit] = place", "self.pick[unit] = len(self.choices[unit]) - 1", "observe/test_measured_policy.py"),
     Mutant("model_structure/selection.py", "fnmatch.fnmatchcase(name, pattern) for pattern", "pattern in name for pattern", T_LINEARS),
     # The emulated GEMM.
     Mutant("backends/emulated/gemm.py", "torch.mul(product, a.gemm_scale * b.gemm_scale", "torch.mul(product, a.scale_inv * b.scale_inv", T_EMULATED),

@@ -7,13 +7,14 @@ of preference of ``AUTO_ORDER``.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 
 import torch
 
 from foundry_fp8.config import check_choice
 from foundry_fp8.layers.attention import AttentionBackend, GradScores
 from foundry_fp8.layers.backend import Availability, Backend
-from foundry_fp8.numerics.recipes import Recipe
+from foundry_fp8.numerics.recipes import RECIPES, Recipe
 
 __all__ = [
     "BACKENDS",
@@ -41,6 +42,10 @@ _ATTENTION_LOADERS = {
 
 AUTO_ORDER = {"cuda": ("transformer_engine", "native"), "cpu": ("emulated",)}
 """What ``backend: auto`` tries, in order. On a GPU it never chooses emulation, which is slower than not using FP8."""
+
+
+GRANULARITY = ("delayed", "current", "block", "mxfp8")
+"""From the coarsest scales to the finest."""
 
 
 def load_backend(name: str) -> Backend:
@@ -92,13 +97,13 @@ def choose_attention_backend(
 
 
 def choose_backend(
-    name: str, recipe: Recipe, device: torch.device, key: str = "backend"
+    name: str, recipe: Recipe | Sequence[Recipe], device: torch.device, key: str = "backend"
 ) -> tuple[Backend, str]:
-    """Resolve ``backend: name`` for one recipe and device.
+    """Resolve ``backend: name`` for one device and one recipe, or several.
 
     Args:
         name: One of ``BACKENDS``, or ``auto``.
-        recipe: What it has to run.
+        recipe: What it has to run, all of it.
         device: Where the model will run.
         key: The YAML key, for messages.
 
@@ -110,25 +115,42 @@ def choose_backend(
         RuntimeError: The backend cannot run the recipe here, with the reason and the way out; for ``auto``, that none can.
     """
     check_choice(key, name, ("auto", *BACKENDS))
-    if name != "auto":
-        backend = load_backend(name)
-        found = backend.availability(recipe, device)
-        if not found.ok:
-            raise RuntimeError(
-                f"{key}: {name} cannot run the {recipe.name} recipe on {device}: {found.reason}. {found.remedy}".strip()
-            )
-        return backend, f"{key}: {name}, as asked"
-
+    recipes = (recipe,) if isinstance(recipe, Recipe) else tuple(recipe)
+    order = AUTO_ORDER.get(device.type, AUTO_ORDER["cpu"]) if name == "auto" else (name,)
+    backends = [load_backend(one) for one in order]
     refused: list[str] = []
-    for candidate in AUTO_ORDER.get(device.type, AUTO_ORDER["cpu"]):
-        backend = load_backend(candidate)
-        found = backend.availability(recipe, device)
-        if found.ok:
+    failed = recipes[0]
+    for backend in backends:
+        answers = ((one, backend.availability(one, device)) for one in recipes)
+        refusal = next(((one, found) for one, found in answers if not found.ok), None)
+        if refusal is None:
             passed_over = f" ({'; '.join(refused)})" if refused else ""
-            return backend, f"{key}: auto chose {candidate} on {device}{passed_over}"
-        refused.append(f"{candidate}: {found.reason}. {found.remedy}".strip())
+            auto = f"{key}: auto chose {backend.name} on {device}{passed_over}"
+            return backend, auto if name == "auto" else f"{key}: {name}, as asked"
+        failed, found = refusal
+        of = f"{backend.name} ({failed.name}): " if len(recipes) > 1 else f"{backend.name}: "
+        refused.append(f"{of if name == 'auto' else ''}{found.reason}. {found.remedy}".strip())
+    nearest = _nearest(failed, backends, device)
+    if name != "auto":
+        raise RuntimeError(
+            f"{key}: {name} cannot run the {failed.name} recipe on {device}: {refused[0]}{nearest}"
+        )
+    names = " and the ".join(f"{one.name} recipe" for one in recipes)
     raise RuntimeError(
-        f"{key}: auto found no backend that runs the {recipe.name} recipe on {device}. "
+        f"{key}: auto found no backend that runs the {names} on {device}. "
         + " ".join(refused)
         + " To check numerics without speed, set backend: emulated."
+        + nearest
     )
+
+
+def _nearest(recipe: Recipe, backends: Sequence[Backend], device: torch.device) -> str:
+    """The recipe nearest to ``recipe`` in granularity that one of ``backends`` runs there, as a sentence; finer ones first."""
+    place = {name: i for i, name in enumerate(GRANULARITY)}
+    own = place.pop(recipe.name, None)
+    near = [] if own is None else sorted(place, key=lambda n: (abs(place[n] - own), -place[n]))
+    for name in near:
+        for backend in backends:
+            if backend.availability(RECIPES[name](), device).ok:
+                return f" The nearest recipe that {backend.name} runs there is {name}."
+    return ""

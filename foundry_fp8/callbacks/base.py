@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
-from composer.core import Callback, Event, State
+from composer.core import Callback, Event, State, get_precision_context
 from composer.loggers import Logger
 from composer.utils import ensure_tuple
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from foundry_fp8.callbacks.run_log import ensure_run_log, log_details
 from foundry_fp8.config import ConfigError, from_mapping
 from foundry_fp8.model_structure.wrappers import without_ddp
 
-__all__ = ["Monitor", "model_of", "total_loss"]
+__all__ = ["Monitor", "model_of", "total_loss", "training_loss"]
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +32,20 @@ def total_loss(loss: Any) -> Tensor:
     """The scalar of what ``ComposerModel.loss`` gives: a tensor, several, or a mapping with ``total``."""
     parts = [loss["total"]] if isinstance(loss, dict) and "total" in loss else ensure_tuple(loss)
     return sum(part.mean() for part in parts)
+
+
+def training_loss(state: State) -> Callable[[nn.Module, Any], Tensor]:
+    """``loss_of(model, batch)``: what the trainer's backward begins with, under its autocast and scaled as it scales."""
+    model: Any = model_of(state)
+
+    def loss_of(module: nn.Module, batch: Any) -> Tensor:
+        batch = state.device.batch_to_device(batch)  # as the trainer does with each microbatch
+        with get_precision_context(state.precision, state.precision_config):
+            loss = model.loss(module(batch), batch)
+        scale = state.scaler.get_scale() if state.scaler is not None else 1.0  # 1 where it is off
+        return total_loss(loss) * scale
+
+    return loss_of
 
 
 class Monitor(Callback):

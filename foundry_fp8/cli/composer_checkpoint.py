@@ -120,7 +120,9 @@ def _convert(model: nn.Module, fp8: dict[str, Any], weights: dict[str, Any]) -> 
         said = " It has LoRA adapters: merge them first." if "lora_" in odd else ""
         raise ConfigError(f"the checkpoint's weights are not those of its configuration: {odd}, ....{said}")
     options = {key: value for key, value in _options(fp8["repr"]).items() if key not in OF_NO_MATTER}
-    apply_fp8(root, **{**options, "recipe": fp8["recipe"], "backend": "emulated"})
+    if not isinstance(options.get("recipe"), list):  # a policy says what runs in high precision too
+        options["recipe"] = fp8["recipe"]
+    apply_fp8(root, **{**options, "backend": "emulated"})
     state = FP8State.of(root)
     assert state is not None
     state.load_state_dict({**fp8, "backend": "emulated"})  # scales are the same whoever multiplies

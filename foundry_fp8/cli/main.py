@@ -12,6 +12,7 @@ from foundry_fp8.cli import (
     init,
     plan_communication,
     plan_memory,
+    policy,
     selftest,
     transfer,
 )
@@ -32,6 +33,7 @@ app.command("compare")(compare.compare)
 app.command("doctor")(doctor.doctor)
 app.command("export")(export.export)
 app.command("init")(init.init)
+app.command("policy")(policy.policy)
 app.command("selftest")(selftest.selftest)
 app.command("transfer")(transfer.transfer)
 app.add_typer(plan, name="plan")

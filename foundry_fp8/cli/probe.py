@@ -19,7 +19,7 @@ from foundry_fp8.observe.guard.rows import first_rows
 from foundry_fp8.observe.precision_probe import PrecisionProbe, Recipes
 from foundry_fp8.observe.unchanged_state import FP8Layer
 
-__all__ = ["Probed", "probe_run", "render"]
+__all__ = ["Probed", "fp8_options", "model_and_batch", "probe_run", "render"]
 
 LAYERS_OF = 3
 """Blocks whose layers are measured one by one: the worst ones above the limit."""
@@ -30,7 +30,7 @@ class Probed:
     """Relative errors of the gradient, worst block, with one unit in FP8 and all others in high precision.
 
     Attributes:
-        recipe: The configured recipe.
+        recipe: The configured recipe; ``policy`` where layers have several.
         errors: By unit (``all layers``, a block, a layer), by recipe; a recipe that the backend does not run there is left out.
         layers: The units that are layers.
         limit: The guard's ``gradient_limit``.
@@ -60,24 +60,12 @@ def probe_run(yaml: Path, load: Path | None = None, rows: int = 2) -> Probed:
         ConfigError: What is needed is missing in the YAML, or the checkpoint is not of this model.
     """
     import foundry_fp8
-    from foundry_fp8.callbacks.base import total_loss
-    from foundry_fp8.cli.yaml_model import build_yaml_model, read_yaml
+    from foundry_fp8.cli.yaml_model import read_yaml
 
     config = read_yaml(yaml)
-    if "fp8" not in (config.get("algorithms") or {}):
-        raise ConfigError("algorithms.fp8: it is not in the YAML; foundry-fp8 init adds it.")
-    options = {
-        k: v for k, v in (config["algorithms"]["fp8"] or {}).items() if k not in ("enabled", "announce")
-    }
-    batch = first_rows(_first_batch(config), rows)
-    model = build_yaml_model(config, "cpu").train()
-    if load is not None:
-        _load(model, load)
+    options = fp8_options(config)
+    model, batch, loss_of = model_and_batch(config, load, rows, "--probe")
     foundry_fp8.apply_fp8(model, **options)
-
-    def loss_of(module: nn.Module, batch: Any) -> Tensor:
-        return total_loss(model.loss(module(batch), batch))
-
     probe = PrecisionProbe(model, loss_of)
     if not probe.layers:
         raise ConfigError(
@@ -88,15 +76,46 @@ def probe_run(yaml: Path, load: Path | None = None, rows: int = 2) -> Probed:
     limit = GuardConfig().gradient_limit
     with probe.on(batch) as measure:
         errors, layers = _measure(probe, lambda recipes: measure(recipes).worst[1], limit)
-    recipe = next(iter(probe.layers.values())).configured_recipe.name
+    recipe = next(iter(errors["all layers"]))
     return Probed(recipe, errors, layers, limit, probe.passes)
+
+
+def fp8_options(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The YAML's ``algorithms.fp8`` as ``apply_fp8`` takes it; a :class:`ConfigError` if there is none."""
+    if "fp8" not in (config.get("algorithms") or {}):
+        raise ConfigError("algorithms.fp8: it is not in the YAML; foundry-fp8 init adds it.")
+    options = config["algorithms"]["fp8"] or {}
+    return {name: value for name, value in options.items() if name not in ("enabled", "announce")}
+
+
+def model_and_batch(
+    config: dict[str, Any], load: Path | None, rows: int, option: str
+) -> tuple[Any, Any, Callable[[nn.Module, Any], Tensor]]:
+    """The YAML's model on the CPU, in training mode, some rows of its data, and the loss of a training forward.
+
+    Raises:
+        ConfigError: The YAML has no data, which ``option`` needs, or the checkpoint ``load`` is not of this model.
+    """
+    from foundry_fp8.callbacks.base import total_loss
+    from foundry_fp8.cli.yaml_model import build_yaml_model
+
+    batch = first_rows(_first_batch(config, option), rows)
+    model = build_yaml_model(config, "cpu").train()
+    if load is not None:
+        _load(model, load)
+
+    def loss_of(module: nn.Module, batch: Any) -> Tensor:
+        return total_loss(model.loss(module(batch), batch))
+
+    return model, batch, loss_of
 
 
 def _measure(
     probe: PrecisionProbe, error_of: Callable[[Recipes], float], limit: float
 ) -> tuple[dict[str, dict[str, float]], list[str]]:
     """Errors by unit and recipe; the units that are layers."""
-    recipes = {name: _recipes(layer) for name, layer in probe.layers.items()}
+    several = len({layer.configured_recipe for layer in probe.layers.values()}) > 1
+    recipes = {name: _recipes(layer, "policy" * several) for name, layer in probe.layers.items()}
     units: dict[str, list[str]] = {"all layers": list(probe.layers)}
     for name in probe.layers:
         units.setdefault(probe.block_of(name), []).append(name)
@@ -114,9 +133,11 @@ def _measure(
     return found | {name: errors([name]) for name in layers}, layers
 
 
-def _recipes(layer: FP8Layer) -> dict[str, Recipe]:
-    """The configured recipe, then those that can take its place without a conversion, by name."""
-    found = {layer.configured_recipe.name: layer.configured_recipe}
+def _recipes(layer: FP8Layer, label: str = "") -> dict[str, Recipe]:
+    """The configured recipe (as ``label``, if there is one), then those that can take its place without a conversion, by name."""
+    own = layer.configured_recipe
+    assert own is not None  # it was just converted
+    found: dict[str, Recipe] = {label or own.name: own}
     for name in ("current", "block", "mxfp8") if isinstance(layer, FP8Linear) else ():
         recipe = parse_recipe(name)
         if name not in found and layer.can_run(recipe, torch.device("cpu")):
@@ -124,13 +145,13 @@ def _recipes(layer: FP8Layer) -> dict[str, Recipe]:
     return found
 
 
-def _first_batch(config: Mapping[str, Any]) -> Any:
+def _first_batch(config: Mapping[str, Any], option: str) -> Any:
     from llmfoundry.data.dataloader import build_dataloader
     from llmfoundry.utils.builders import build_tokenizer
 
     loader, tokenizer = config.get("train_loader"), config.get("tokenizer")
     if not isinstance(loader, Mapping):
-        raise ConfigError("train_loader: it is missing, and --probe measures on a batch of it.")
+        raise ConfigError(f"train_loader: it is missing, and {option} measures on a batch of it.")
     if not isinstance(tokenizer, Mapping):
         raise ConfigError("tokenizer: it is missing, and train_loader needs it.")
     built = build_tokenizer(tokenizer["name"], dict(tokenizer.get("kwargs") or {}))

@@ -267,9 +267,10 @@ def _conversion(config: Mapping[str, Any], model: Any, hardware: Hardware) -> li
                 f"{hardware.name} does not multiply FP8; backend: emulated shows its losses alone",
             )
         ]
-    name = chosen.get("name") if isinstance(chosen, Mapping) else chosen
+    listed = [rule.get("recipe") for rule in chosen] if isinstance(chosen, list) else [chosen]
+    named = [one.get("name") if isinstance(one, Mapping) else one for one in listed]
     found = []
-    if name == "mxfp8" and hardware.gpu.recipe != "mxfp8" and options.get("backend") != "emulated":
+    if "mxfp8" in named and hardware.gpu.recipe != "mxfp8" and options.get("backend") != "emulated":
         found.append(
             Finding(
                 "conversion",

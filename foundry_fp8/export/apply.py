@@ -14,7 +14,7 @@ from foundry_fp8.config import ConfigError, check_arguments
 from foundry_fp8.export.layout import ServedLinear, check_recipe, served_linear
 from foundry_fp8.export.quantization_config import quantization_config
 from foundry_fp8.layers.dtensor import is_dtensor
-from foundry_fp8.layers.linear import FP8Linear
+from foundry_fp8.layers.linear import FP8Linear, most_common_recipes
 from foundry_fp8.layers.unit_linear import FP8UnitLinear
 from foundry_fp8.model_structure.names import clean_name
 from foundry_fp8.numerics.recipes import CurrentScaling, Recipe, UnitScaling
@@ -91,13 +91,18 @@ def export_fp8(
     """
     check_arguments(export_fp8, {"dtype": dtype}, "export")
     inner = _pretrained(model)
-    layers = {clean_name(n): m for n, m in inner.named_modules(remove_duplicate=False) if isinstance(m, FP8Linear)}  # fmt: skip
+    layers = {clean_name(n): m for n, m in inner.named_modules(remove_duplicate=False) if isinstance(m, FP8Linear) and m.configured_recipe is not None}  # fmt: skip
     if not layers:
         raise ConfigError(
             "export: no layer of the model is converted to FP8, so there is nothing that was trained in it. Convert it as it was "
             "trained (apply_fp8), or serve the checkpoint in high precision."
         )
-    recipe = next(iter(layers.values())).configured_recipe
+    recipe, *more = most_common_recipes(layers.values())
+    if more:
+        raise ConfigError(
+            f"export: the layers run {1 + len(more)} recipes ({', '.join(r.name for r in (recipe, *more))}), and the layout has one "
+            "for all of them. Serve the checkpoint in high precision; it is that of the BF16 model."
+        )
     check_recipe(recipe)
     config = _serving_config(inner, layers)
     hp = getattr(torch, dtype)
@@ -120,7 +125,7 @@ def export_fp8(
                 f"export: {name} shares its weight with a layer in high precision (tied embeddings), and one tensor cannot be both. "
                 "Train with tie_word_embeddings: false, or leave it out of FP8."
             )
-    ignored = [clean_name(n) for n, m in inner.named_modules() if isinstance(m, nn.Linear) and not isinstance(m, FP8Linear)]  # fmt: skip
+    ignored = [clean_name(n) for n, m in inner.named_modules() if isinstance(m, nn.Linear) and clean_name(n) not in layers]  # fmt: skip
     static = not isinstance(recipe, CurrentScaling)
     config.quantization_config = quantization_config(served, ignored, static=static)
     config.torch_dtype, config.use_cache = hp, True  # training keeps no cache

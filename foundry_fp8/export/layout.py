@@ -63,6 +63,7 @@ def served_linear(name: str, linear: FP8Linear, dtype: torch.dtype) -> ServedLin
         RuntimeError: No delayed scale was ever set, or the weight is not finite.
     """
     recipe = linear.configured_recipe
+    assert recipe is not None
     check_recipe(recipe)
     if isinstance(linear, FP8TransposedLinear):
         raise ConfigError(

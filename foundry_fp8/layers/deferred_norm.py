@@ -98,6 +98,8 @@ def deferred_norm_of(module: FP8Linear) -> DeferredNorm | None:
 def refusal(norm: Any, linear: FP8Linear) -> str | None:
     """Why ``linear`` cannot compute ``norm`` in its kernel, or ``None`` if it can."""
     name = type(norm).__name__
+    if linear.wgrad == "high_precision":
+        return "wgrad: high_precision reads the norm's output, which a fused kernel never writes"
     if qualified_name(type(norm)) not in _NORMS:
         return f"Transformer Engine has no norm that computes what {name} does"
     if norm.weight is None:

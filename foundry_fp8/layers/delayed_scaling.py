@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from foundry_fp8.compat.autograd import inside_backward, newest_node, running_node
 from foundry_fp8.kernels.launch import triton_missing
 from foundry_fp8.numerics.quantize import FLOAT32_MAX
-from foundry_fp8.numerics.recipes import DelayedScaling, Recipe
+from foundry_fp8.numerics.recipes import DelayedScaling
 
 __all__ = [
     "FRESH_STATE",
@@ -37,11 +37,7 @@ __all__ = [
     "DelayedSlot",
     "ModuleScales",
     "Pass",
-    "same_scaling",
 ]
-
-_NOT_OF_THE_STATE = ("fast_accumulation", "reduce_amax")
-"""Fields of a saved recipe on which scales do not depend; the last one is of older checkpoints."""
 
 FRESH_STATE = "To start with fresh FP8 state on purpose, resume with `load_ignore_keys: [state/algorithms]`."
 """The way out that every refusal to load FP8 state names."""
@@ -117,6 +113,7 @@ class DelayedScalingState:
         amax_history: ``[L, T]`` float32, 0 at first.
         amaxes: The elements of entry 0 of the history, 0-d, in its memory.
         running: The pass of the latest training forward.
+        idle: While set, no layer runs the recipe, and an update does nothing.
         measuring: While set, a forward begins a pass with the scales as they are, and no update happens. See :meth:`saved`.
 
     Scales and histories stay where they are from the first forward on the device on: what changes is written in place.
@@ -132,7 +129,7 @@ class DelayedScalingState:
         self.amax_history = torch.zeros(recipe.amax_history_len, len(fp8_max))
         self._scaled_max = torch.tensor(list(fp8_max)) * 2.0**-recipe.margin
         self._use_max = recipe.amax_compute_algo == "max"
-        self.measuring = False
+        self.idle = self.measuring = False
         self._inside_root = False
         self._passes_begun = 0
         self._start()
@@ -237,6 +234,8 @@ class DelayedScalingState:
         A tensor that saw no amax in this pass (or only zeros) keeps its history and its scale, so calling this twice in a
         row changes nothing.
         """
+        if self.idle:
+            return
         if self.measuring:
             self.begin_pass()
             return
@@ -303,15 +302,6 @@ class DelayedScalingState:
             self._backward_ran, self._inside_root = backward_ran, inside_root
 
         return restore
-
-
-def same_scaling(saved: Mapping[str, Any], recipe: Recipe) -> bool:
-    """Whether a checkpoint's recipe, as :meth:`Recipe.to_dict` gave it, makes the scales that ``recipe`` makes."""
-    theirs, ours = (
-        {name: value for name, value in fields.items() if name not in _NOT_OF_THE_STATE}
-        for fields in (saved, recipe.to_dict())
-    )
-    return theirs == ours
 
 
 class ModuleScales:

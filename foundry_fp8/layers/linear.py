@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, Protocol
 
 import torch
@@ -26,6 +27,7 @@ __all__ = [
     "LinearBackend",
     "Probe",
     "Slots",
+    "most_common_recipes",
 ]
 
 OPERANDS: tuple[Operand, ...] = ("x", "w", "dy")
@@ -68,7 +70,7 @@ class FP8Linear(nn.Linear):
         fqn: The module's name in the model, for messages and reports.
         backend: Who runs the GEMMs.
         recipe: What runs now; ``None`` is high precision. Change it with :meth:`set_recipe`.
-        configured_recipe: What the conversion asked for.
+        configured_recipe: What the conversion asked for; ``None`` where a measurement chose high precision.
         wgrad: Whether the weight gradient's GEMM runs in FP8.
         evaluate: What a forward in ``eval()`` mode runs in.
         high_precision_forward: The forward of the class that it was made from.
@@ -82,7 +84,7 @@ class FP8Linear(nn.Linear):
     fqn: str
     backend: LinearBackend
     recipe: Recipe | None
-    configured_recipe: Recipe
+    configured_recipe: Recipe | None
     wgrad: Literal["fp8", "high_precision"]
     evaluate: Literal["fp8", "high_precision"]
     high_precision_forward: Callable[[nn.Module, Tensor], Tensor]
@@ -132,7 +134,7 @@ class FP8Linear(nn.Linear):
         if isinstance(recipe, DelayedScaling) and recipe != self.configured_recipe:
             raise RuntimeError(
                 f"{self.fqn}: delayed scaling has state only where the model was converted with it "
-                f"(this layer was converted with {self.configured_recipe.name}). Demote to current, block or mxfp8."
+                f"(this layer was converted with {self.configured_recipe and self.configured_recipe.name}). Demote to current, block or mxfp8."
             )
         self.recipe = recipe
 
@@ -257,3 +259,9 @@ class FP8TransposedLinear(FP8Linear):
     def matrix(self) -> Tensor:
         """The weight as ``[out_features, in_features]``, a view."""
         return self.weight.t()
+
+
+def most_common_recipes(linears: Iterable[FP8Linear]) -> tuple[Recipe, ...]:
+    """What ``linears`` were converted with, each recipe once, first what most of them were."""
+    found = Counter(one.configured_recipe for one in linears if one.configured_recipe is not None)
+    return tuple(recipe for recipe, _ in found.most_common())

@@ -7,7 +7,8 @@ from typing import Any, ClassVar, TypeVar
 
 from torch import nn
 
-from foundry_fp8.layers.delayed_scaling import FRESH_STATE, same_scaling
+from foundry_fp8.layers.delayed_scaling import FRESH_STATE
+from foundry_fp8.layers.recipe_table import difference, same_scaling
 from foundry_fp8.numerics.recipes import Recipe
 
 __all__ = ["ModelState"]
@@ -19,7 +20,8 @@ class ModelState:
     """A state that a conversion leaves on a model, by which :meth:`of` finds it again.
 
     Attributes:
-        recipe: What the model was converted to.
+        recipe: What the model was converted to, or most of it.
+        table: What each layer was converted to, where they are not alike (:func:`~.recipe_table.table_of`).
     """
 
     NAME: ClassVar[str]
@@ -28,6 +30,7 @@ class ModelState:
     """Of :meth:`header`'s form."""
 
     recipe: Recipe
+    table: Mapping[str, Any] | None = None
 
     @classmethod
     def of(cls: type[State], model: nn.Module) -> State | None:
@@ -48,7 +51,7 @@ class ModelState:
 
     def header(self) -> dict[str, Any]:
         """What a checkpoint has to agree with."""
-        return {"version": self.VERSION, "recipe": self.recipe.to_dict()}
+        return {"version": self.VERSION, "recipe": dict(self.table or self.recipe.to_dict())}
 
     def check_header(self, state: Mapping[str, Any]) -> None:
         """Refuse a checkpoint's state that is not of this model's kind.
@@ -62,10 +65,10 @@ class ModelState:
             raise RuntimeError(
                 f"the checkpoint's {self.NAME} is not readable: it lacks {', '.join(sorted(missing))}. {FRESH_STATE}"
             )
-        if not same_scaling(state["recipe"], self.recipe):
+        if not same_scaling(state["recipe"], mine["recipe"]):
             raise RuntimeError(
-                f"the checkpoint's {self.NAME} was made by the recipe {dict(state['recipe'])}, this run uses "
-                f"{mine['recipe']}. Set algorithms.fp8.recipe to the former. {FRESH_STATE}"
+                f"the checkpoint's {self.NAME} was made by {difference(state['recipe'], mine['recipe'])}. "
+                f"Set algorithms.fp8.recipe to the former. {FRESH_STATE}"
             )
         for key in mine.keys() - {"recipe"}:
             if state[key] != mine[key]:

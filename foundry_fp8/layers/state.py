@@ -11,8 +11,9 @@ from torch import nn
 
 from foundry_fp8.layers.backend import Backend
 from foundry_fp8.layers.delayed_scaling import DelayedScalingState, ModuleScales
-from foundry_fp8.layers.linear import OPERANDS, FP8Linear
+from foundry_fp8.layers.linear import OPERANDS, FP8Linear, most_common_recipes
 from foundry_fp8.layers.model_state import ModelState
+from foundry_fp8.layers.recipe_table import MEASURED, choice_of, measured_table, table_of
 from foundry_fp8.numerics.recipes import DelayedScaling, Recipe
 
 __all__ = ["FP8State"]
@@ -27,25 +28,33 @@ class FP8State(ModelState):
     Args:
         model: The root that is called in training.
         modules: Its converted linears by name.
-        recipe: What they were converted to.
         backend: Who runs them.
+        measured: A measurement chooses what they run (:meth:`choose`); they were converted to delayed scaling until then.
+
+    Attributes:
+        recipe: What most of them were converted to.
+        table: What each was converted to, as a checkpoint holds it; ``None`` where all run the same.
     """
 
     NAME = "FP8 state"
 
     def __init__(
-        self, model: nn.Module, modules: Mapping[str, FP8Linear], recipe: Recipe, backend: Backend
+        self, model: nn.Module, modules: Mapping[str, FP8Linear], backend: Backend, *, measured: bool = False
     ) -> None:
         self.modules = dict(modules)
-        self.recipe = recipe
+        recipes = most_common_recipes(self.modules.values())
+        self.recipe = recipes[0]
+        self.table = measured_table({}) if measured else table_of(self.modules)
         self.backend = backend
         self._scales: ModuleScales | None = None
-        if isinstance(recipe, DelayedScaling):
-            fp8_max = {operand: recipe.format(operand).max for operand in OPERANDS}
-            self._scales = ModuleScales(recipe, list(self.modules), fp8_max, self.NAME)
-            for name, module in self.modules.items():
-                module.slots = self._scales.slots(name)
-            self._scales.attach(model)
+        delayed = {n: m for n, m in self.modules.items() if isinstance(m.configured_recipe, DelayedScaling)}
+        for recipe in recipes:  # a policy has one delayed recipe at most
+            if isinstance(recipe, DelayedScaling):
+                fp8_max = {operand: recipe.format(operand).max for operand in OPERANDS}
+                self._scales = ModuleScales(recipe, list(delayed), fp8_max, self.NAME)
+                for name, module in delayed.items():
+                    module.slots = self._scales.slots(name)
+                self._scales.attach(model)
         self._contexts = ExitStack()
         self.leave_on(model)
         model.register_forward_pre_hook(self._before_forward)
@@ -55,6 +64,31 @@ class FP8State(ModelState):
     def delayed(self) -> DelayedScalingState | None:
         """The scales and histories of the delayed recipe; ``None`` for the others."""
         return None if self._scales is None else self._scales.state
+
+    @property
+    def awaits_choice(self) -> bool:
+        """Whether ``recipe: measured`` has not chosen yet."""
+        return self.table == measured_table({})
+
+    def reconsider(self) -> None:
+        """Await another choice, in high precision."""
+        assert self._scales is not None
+        self.table, self._scales.state.idle = measured_table({}), False
+        for name, module in self.modules.items():
+            module.recipe, module.configured_recipe = None, self._scales.state.recipe
+            module.slots = self._scales.slots(name)
+
+    def choose(self, choice: Mapping[str, Recipe | None]) -> None:
+        """Run what a measurement chose, from the next forward on: by layer, ``None`` for high precision.
+
+        The layers of other recipes than delayed lose their slots; a checkpoint holds their place, so that its form is always the same.
+        """
+        assert self._scales is not None
+        self.table = measured_table(choice)
+        for name, module in self.modules.items():
+            module.recipe = module.configured_recipe = choice[name]
+            module.slots = self._scales.slots(name) if isinstance(choice[name], DelayedScaling) else None
+        self._scales.state.idle = all(module.slots is None for module in self.modules.values())
 
     def update(self) -> None:
         """Finish the running pass of delayed scaling: a collective, so every rank calls it. Twice is as good as once."""
@@ -86,7 +120,7 @@ class FP8State(ModelState):
         """Fixed-shape float32 tensors by module name, numbers and strings: loads with ``weights_only=True``.
 
         Returns:
-            ``recipe`` (its fields), ``backend``, and for the delayed recipe ``modules``: name -> ``scale`` ``[3]`` and
+            ``recipe`` (its fields, or a policy's table), ``backend``, and for the delayed recipe ``modules``: name -> ``scale`` ``[3]`` and
             ``amax_history`` ``[L, 3]``, the operands in the order x, w, dy.
         """
         return {
@@ -101,6 +135,13 @@ class FP8State(ModelState):
         Raises:
             RuntimeError: The state is of another recipe or another model, or damaged; nothing is changed then.
         """
+        choice: dict[str, Recipe | None] = {}
+        saved: Any = state.get("recipe") or {}
+        if self.table is not None and saved.get("name") == self.table["name"] == MEASURED:
+            choice = choice_of(saved)
+            state = {**state, "recipe": self.table}
         self.check_header(state)
         if self._scales is not None:
             self._scales.load_state_dict(state["modules"])
+        if choice:
+            self.choose(choice)

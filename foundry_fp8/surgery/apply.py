@@ -3,110 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from foundry_fp8.backends import BACKENDS, Backend, choose_attention_backend, choose_backend
-from foundry_fp8.config import (
-    Config,
-    ConfigError,
-    Names,
-    Natural,
-    Parse,
-    check_choice,
-    from_mapping,
-    not_empty,
-    one_of,
-)
+from foundry_fp8.backends import Backend, choose_attention_backend, choose_backend
+from foundry_fp8.config import ConfigError, from_mapping
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.layers.state import FP8State
-from foundry_fp8.numerics.recipes import RECIPES, Recipe, parse_recipe
+from foundry_fp8.numerics.recipes import Recipe
 from foundry_fp8.surgery.attention import plan_attention
-from foundry_fp8.surgery.attention_config import AttentionConfig, parse_attention
+from foundry_fp8.surgery.fp8_config import KEY, FP8Config, resolve_recipe
 from foundry_fp8.surgery.frozen_weights import keep_frozen_in_fp8, plan_frozen
-from foundry_fp8.surgery.linears import LinearPlan, kept_blocks, plan_linears
+from foundry_fp8.surgery.linears import LinearPlan, plan_linears
 from foundry_fp8.surgery.norm_fusion import Fusion, fuse_norms, plan_norms
 from foundry_fp8.surgery.report import SurgeryReport, SurgeryRow
+from foundry_fp8.surgery.rules import Measured
 
-__all__ = ["FP8Config", "apply_fp8", "resolve_recipe"]
-
-KEY = "algorithms.fp8"
-
-
-def _recipe_or_auto(value: Any, key: str) -> Recipe | Literal["auto"]:
-    if isinstance(value, str) and value not in RECIPES:
-        check_choice(key, value, (*RECIPES, "auto"))
-        return "auto"
-    return parse_recipe(value, key)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FP8Config(Config):
-    """The YAML under ``algorithms.fp8``."""
-
-    key = KEY
-
-    recipe: Annotated[Recipe | Literal["auto"], Parse(_recipe_or_auto, "a recipe")] = "auto"
-    """``delayed``, ``current``, ``block``, ``mxfp8``, ``unit`` (for µnit-scaled models), a mapping with the recipe's own fields (``{name: delayed, margin:
-    1}``), or ``auto``: mxfp8 on GPUs of compute capability 10.x, current elsewhere, and where the backend predicts that
-    FP8 makes a layer no faster, that layer stays in high precision."""
-    backend: Annotated[str, one_of("auto", *BACKENDS)] = "auto"
-    """``transformer_engine``, ``native``, ``emulated``, or ``auto``: Transformer Engine if it can run the recipe, else
-    native, on a GPU; emulated on a CPU."""
-    accumulation: Literal["float32", "hopper"] = "float32"
-    """How the emulated backend adds products up: in float32, or bit for bit as Hopper's tensor cores do under the recipe's
-    ``fast_accumulation`` (slow; not for mxfp8)."""
-    include: Annotated[Names, not_empty] = ("*",)
-    """Globs on module names to convert. One that names a layer takes it in where it would be left out by default."""
-    exclude: Names = ()
-    """Globs on module names to leave in high precision. Output heads, routers, adapters (LoRA) and embeddings are out by
-    default."""
-    keep_first_blocks: Natural = 0
-    """Transformer blocks left in high precision at the bottom, of an encoder and of a decoder each."""
-    keep_last_blocks: Natural = 0
-    """The same at the top."""
-    wgrad: Literal["fp8", "high_precision"] = "fp8"
-    """What the weight gradient's GEMM runs in."""
-    evaluate: Literal["fp8", "high_precision"] = "high_precision"
-    """What evaluation runs in."""
-    fuse: bool = False
-    """Compute the norm before a linear in the linear's own kernel, where that is the same arithmetic. Transformer Engine
-    and native only."""
-    cache_weights: bool = False
-    """Quantise each weight once per optimizer step instead of in every microbatch's forward and again in its backward. Costs
-    two bytes of memory a weight element, under FSDP2 of the whole unsharded model. Native only; not under FSDP1."""
-    frozen_weights: Literal["high_precision", "fp8"] = "high_precision"
-    """``fp8`` keeps the weights of converted linears that do not train (under LoRA the base's) in FP8 alone, one byte an element, as the recipe quantises
-    them. Exact for the FP8 layers; what reads the weight in high precision (evaluation, merged adapters, checkpoints) sees it rounded. Not
-    under FSDP, not through Transformer Engine; the recipe's scales must be powers of two."""
-    attention: Annotated[
-        AttentionConfig | Literal[False], Parse(parse_attention, "true, false or a mapping")
-    ] = False
-    """Whether attention's GEMMs run in FP8 too (FP8DPA), with the delayed or the current recipe (through Transformer Engine the delayed one alone):
-    ``true``, or a mapping with ``recipe``, ``grad_scores`` and ``exclude``."""
-    enabled: bool = True
-    """``false`` converts nothing: with this one override a run is its own twin in high precision."""
-    announce: bool = True
-    """Whether a run prints what became of the model when it starts, whatever the logging level. A call prints nothing."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.fuse and self.wgrad == "high_precision":
-            raise ConfigError(
-                f"{KEY}.fuse: true keeps no high-precision input, from which {KEY}.wgrad: high_precision computes. "
-                "Remove one of them."
-            )
-
-
-def resolve_recipe(recipe: str | Mapping[str, Any] | Recipe, device: torch.device) -> Recipe:
-    """The recipe itself; for ``auto``, what suits the device."""
-    if recipe != "auto":
-        return parse_recipe(recipe, f"{KEY}.recipe")
-    blackwell = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10
-    return RECIPES["mxfp8" if blackwell else "current"]()
+__all__ = ["KEY", "FP8Config", "apply_fp8", "resolve_recipe"]
 
 
 def apply_fp8(model: nn.Module, *, device: torch.device | str | None = None, **options: Any) -> SurgeryReport:
@@ -144,11 +60,11 @@ def apply_fp8(model: nn.Module, *, device: torch.device | str | None = None, **o
             "Remove `fc_type: te` and `ffn_type: te_ln_mlp` from the model's config; this algorithm converts plain linears."
         )
     where = _device_of(model) if device is None else torch.device(device)
-    recipe = resolve_recipe(config.recipe, where)
-    backend, chosen = choose_backend(config.backend, recipe, where, f"{KEY}.backend")
-    backend.only_where_faster = config.recipe == "auto"
+    policy = config.policy(where)
+    backend, chosen = choose_backend(config.backend, policy.recipes, where, f"{KEY}.backend")
+    backend.only_where_faster = config.recipe == "auto" or isinstance(config.recipe, Measured)
     if config.accumulation != "float32":
-        chosen = f"{chosen}; {_emulate_accumulation(backend, config.accumulation, recipe, where)}"
+        chosen = f"{chosen}; {_emulate_accumulation(backend, config.accumulation, policy.recipes, where)}"
     if config.cache_weights:
         reason = backend.weight_cache_reason()
         if reason is not None:
@@ -158,60 +74,55 @@ def apply_fp8(model: nn.Module, *, device: torch.device | str | None = None, **o
             )
         backend.cache_weights = True
     # Everything that can fail comes first: a call that raises leaves the model as it was.
-    linears = plan_linears(
-        model,
-        recipe=recipe,
-        backend=backend,
-        include=config.include,
-        exclude=config.exclude,
-        keep_first_blocks=config.keep_first_blocks,
-        keep_last_blocks=config.keep_last_blocks,
-        wgrad=config.wgrad,
-        evaluate=config.evaluate,
-        key=KEY,
-    )
+    linears = plan_linears(model, policy=policy, backend=backend, evaluate=config.evaluate, key=KEY)
+    recipes = linears.recipes
     fusions = _plan_norms(model, linears, backend) if config.fuse else {}
     attention = None
     if config.attention:
+        attention_recipe = config.attention.recipe or recipes[0]
+        if config.attention.recipe is None and len(recipes) > 1:
+            raise ConfigError(
+                f"{KEY}.attention.recipe: the linears run {len(recipes)} recipes, so that it has to be named."
+            )
         attention = plan_attention(
             model,
-            recipe=config.attention.recipe or recipe,
+            recipe=attention_recipe,
             runner=choose_attention_backend(
-                config.backend,
-                backend.name,
-                config.attention.recipe or recipe,
-                config.attention.grad_scores,
-                where,
+                config.backend, backend.name, attention_recipe, config.attention.grad_scores, where
             ),
             grad_scores=config.attention.grad_scores,
             exclude=config.attention.exclude,
-            kept_blocks=kept_blocks(model, config.keep_first_blocks, config.keep_last_blocks, KEY),
+            kept_blocks=policy.kept_blocks(model),
             evaluate=config.evaluate,
         )
     frozen = {}
     if config.frozen_weights == "fp8":
-        frozen = plan_frozen(model, linears.converted, recipe, backend, f"{KEY}.frozen_weights")
-    backend.self_check(recipe, _compute_dtype(model), where, fused=bool(fusions))
+        frozen = plan_frozen(model, linears.converted, backend, f"{KEY}.frozen_weights")
+    for recipe in recipes:
+        backend.self_check(recipe, _compute_dtype(model), where, fused=bool(fusions))
     if attention is not None:
         attention.self_check(model, _compute_dtype(model), where)
     linears.carry_out(model)
     fuse_norms(model, linears.converted, fusions)
     if attention is not None:
         attention.carry_out(model)
-    keep_frozen_in_fp8(model, frozen, recipe, f"{KEY}.frozen_weights")
-    FP8State(model, linears.converted, recipe, backend)
+    keep_frozen_in_fp8(model, frozen, f"{KEY}.frozen_weights")
+    FP8State(model, linears.converted, backend, measured=isinstance(config.recipe, Measured))
     rows = (_with_fusion(row, fusions.get(row.name)) for row in linears.rows)
     return SurgeryReport(
         rows=tuple(_with_frozen(row, row.name in frozen) for row in rows),
         attention=() if attention is None else attention.rows,
-        recipe=recipe,
+        recipes=recipes,
         backend=backend.name,
         chosen=chosen,
     )
 
 
 def _emulate_accumulation(
-    backend: Backend, accumulation: Literal["float32", "hopper"], recipe: Recipe, device: torch.device
+    backend: Backend,
+    accumulation: Literal["float32", "hopper"],
+    recipes: Sequence[Recipe],
+    device: torch.device,
 ) -> str:
     """Set it; what to say of it in the log."""
     key = f"{KEY}.accumulation"
@@ -221,9 +132,10 @@ def _emulate_accumulation(
             f"Remove it, and choose with the recipe's fast_accumulation."
         )
     backend.accumulation = accumulation
-    found = backend.availability(recipe, device)
-    if not found.ok:
-        raise ConfigError(f"{key}: {accumulation}: {found.reason}. {found.remedy}")
+    for recipe in recipes:
+        found = backend.availability(recipe, device)
+        if not found.ok:
+            raise ConfigError(f"{key}: {accumulation}: {found.reason}. {found.remedy}")
     return f"products are added up as {accumulation.capitalize()} does"
 
 

@@ -13,8 +13,7 @@ from foundry_fp8.compat.ddp_left_out import leave_out_of_ddp
 from foundry_fp8.config import ConfigError
 from foundry_fp8.layers.backend import Backend
 from foundry_fp8.layers.frozen_weight import FrozenFP8Weight, exact_for, keep_in_fp8
-from foundry_fp8.layers.linear import FP8Linear, FP8TransposedLinear
-from foundry_fp8.numerics.recipes import Recipe
+from foundry_fp8.layers.linear import FP8Linear, FP8TransposedLinear, most_common_recipes
 
 __all__ = ["frozen_linears", "keep_frozen_in_fp8", "plan_frozen", "send_frozen"]
 
@@ -33,21 +32,16 @@ def frozen_linears(model: nn.Module, converted: Mapping[str, FP8Linear]) -> dict
 
 
 def plan_frozen(
-    model: nn.Module, converted: Mapping[str, FP8Linear], recipe: Recipe, backend: Backend, key: str
+    model: nn.Module, converted: Mapping[str, FP8Linear], backend: Backend, key: str
 ) -> dict[str, FP8Linear]:
     """:func:`frozen_linears`, if this run can keep them so.
 
     Raises:
-        ConfigError: The recipe's scales are no powers of two, the backend quantises weights itself, or nothing is frozen.
+        ConfigError: A recipe's scales are no powers of two, the backend quantises weights itself, or nothing is frozen.
     """
     if backend.name == "transformer_engine":
         raise ConfigError(
             f"{key}: fp8 is not for backend: transformer_engine, whose modules read the weight themselves. Set backend: native."
-        )
-    if not exact_for(recipe):
-        raise ConfigError(
-            f"{key}: fp8 needs scales that are powers of two, by which FP8 values are quantised to themselves; those of "
-            f"{recipe.name} are not. Set recipe: {{name: current, power_2_scales: true}}, block or mxfp8."
         )
     frozen = frozen_linears(model, converted)
     if not frozen:
@@ -55,18 +49,25 @@ def plan_frozen(
             f"{key}: fp8, but every converted linear's weight trains (or is shared). It is for LoRA and other runs with a frozen "
             "base: freeze it before the trainer starts, or remove the option."
         )
+    for recipe in most_common_recipes(frozen.values()):
+        if not exact_for(recipe):
+            raise ConfigError(
+                f"{key}: fp8 needs scales that are powers of two, by which FP8 values are quantised to themselves; those of "
+                f"{recipe.name} are not. Set recipe: {{name: current, power_2_scales: true}}, block or mxfp8."
+            )
     return frozen
 
 
-def keep_frozen_in_fp8(model: nn.Module, frozen: Mapping[str, FP8Linear], recipe: Recipe, key: str) -> None:
+def keep_frozen_in_fp8(model: nn.Module, frozen: Mapping[str, FP8Linear], key: str) -> None:
     """Quantise them, for good. DDP around ``model`` leaves them out when it sends rank 0's weights to the others.
 
     Raises:
         ConfigError: Something else holds on to a weight's memory.
     """
     for name, linear in frozen.items():
+        assert linear.configured_recipe is not None
         try:
-            keep_in_fp8(linear.get_parameter("weight"), recipe)
+            keep_in_fp8(linear.get_parameter("weight"), linear.configured_recipe)
         except RuntimeError as error:
             raise ConfigError(
                 f"{key}: the weight of {name} cannot be replaced, as something else holds it ({error})."

@@ -6,12 +6,14 @@ import dataclasses
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from foundry_fp8.numerics.recipes import Recipe
+from foundry_fp8.numerics.recipes import GEMMS, Recipe
+from foundry_fp8.surgery.policy import Choice
+from foundry_fp8.surgery.rules import Wgrad
 
-__all__ = ["Action", "SurgeryReport", "SurgeryRow", "kind_of", "merged_name", "merged_rows"]
+__all__ = ["Action", "SurgeryReport", "SurgeryRow", "as_text", "kind_of", "merged_name", "merged_rows"]
 
 Action = Literal["converted", "skipped", "unused"]
 
@@ -34,6 +36,10 @@ class SurgeryRow:
     """The norm that is computed in its kernel, if any."""
     shared_with: str = ""
     """The earlier row that has the same weight, if any."""
+    rule: str = ""
+    """The YAML key of the rule that named it, if any."""
+    gemms: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """The recipe of each GEMM, or ``high_precision``, as configured; empty for what was not converted."""
     precision: str = ""
     """What a batch showed its product to run in: ``fp8``, ``bf16``, ...; empty before, and where none was seen."""
 
@@ -53,17 +59,27 @@ class SurgeryReport:
 
     Attributes:
         rows: One a module or raw parameter, in the model's order.
-        recipe: What the converted ones run.
+        recipes: What the converted ones run, first what most of them do.
         backend: Who runs them.
         chosen: How the backend was chosen.
         attention: One an attention module, where attention was converted too.
     """
 
     rows: tuple[SurgeryRow, ...]
-    recipe: Recipe
+    recipes: tuple[Recipe, ...]
     backend: str
     chosen: str = ""
     attention: tuple[SurgeryRow, ...] = ()
+
+    @property
+    def recipe(self) -> Recipe:
+        """What most of the converted ones run."""
+        return self.recipes[0]
+
+    @property
+    def recipe_names(self) -> str:
+        """``delayed``, or ``block + delayed``."""
+        return " + ".join(sorted({recipe.name for recipe in self.recipes}))
 
     @property
     def converted(self) -> list[str]:
@@ -87,7 +103,7 @@ class SurgeryReport:
         """One line with counts, and one for each reason."""
         lines = [
             f"{len(self.converted)} of {len(self.rows)} weights ({self.converted_share:.1%} of their elements) run the "
-            f"{self.recipe.name} recipe on the {self.backend} backend."
+            f"{self.recipe_names} recipe{'s' * (len(self.recipes) > 1)} on the {self.backend} backend."
         ]
         fused = sum(1 for row in self.rows if row.fused_with)
         if fused:
@@ -103,24 +119,43 @@ class SurgeryReport:
             lines.append(f"{count} attention modules {action}: {reason}")
         return "\n".join(lines)
 
+    def with_choice(
+        self, choice: Mapping[str, Recipe | None], why: Mapping[str, str], wgrad: Wgrad
+    ) -> SurgeryReport:
+        """With the recipes that a measurement chose for its layers, and by name why not a faster one."""
+
+        def row(old: SurgeryRow) -> SurgeryRow:
+            name = old.shared_with or old.name
+            if name not in choice:
+                return old
+            recipe, said = choice[name], f"measured, not {why[name]}" if why.get(name) else "measured"
+            if recipe is None:
+                return dataclasses.replace(old, action="skipped", reason=said, gemms={})
+            runs = Choice(recipe, wgrad)
+            return dataclasses.replace(old, action="converted", reason=f"{runs}, {said}", gemms=runs.gemms)
+
+        chosen = Counter(recipe for recipe in choice.values() if recipe is not None)
+        found = tuple(recipe for recipe, _ in chosen.most_common()) or self.recipes
+        return dataclasses.replace(self, rows=tuple(map(row, self.rows)), recipes=found)
+
     def table(self) -> str:
         """Every weight in a table; rows that differ only in their block's number share a line."""
-        from io import StringIO
-
-        from rich.console import Console
-        from rich.table import Table
-
-        groups: dict[tuple[str, ...], list[str]] = {}
-        for row in self.rows:
-            shape = " x ".join(map(str, row.shape))
-            groups.setdefault((kind_of(row.name), shape, row.action, row.reason), []).append(row.name)
-        table = Table("weight of", "shape", "runs", title=f"FP8 conversion: {self.backend}")
         words = {"converted": "", "skipped": "high precision: ", "unused": "not multiplied: "}
-        for (_, shape, action, reason), names in groups.items():
-            table.add_row(merged_name(names), shape, words[action] + reason)
-        out = StringIO()
-        Console(file=out, width=140).print(table)
-        return out.getvalue()
+        rows = {
+            row.name: (" x ".join(map(str, row.shape)), words[row.action] + row.reason) for row in self.rows
+        }
+        return as_text(("weight of", "shape", "runs"), _merged(rows), title=f"FP8 conversion: {self.backend}")
+
+    def policy_table(self) -> str:
+        """The same with the recipe of each GEMM, and the rule that says it or the reason why not."""
+        rows = {
+            row.name: (
+                *(row.gemms.get(gemm, "high_precision") for gemm in GEMMS),
+                row.rule if row.gemms else row.reason,
+            )
+            for row in self.rows
+        }
+        return as_text(("weight of", *GEMMS, "because"), _merged(rows))
 
     def to_dict(self) -> dict[str, object]:
         """Plain values, for loggers; corresponding layers of all blocks share a row.
@@ -129,7 +164,9 @@ class SurgeryReport:
         """
         rows, attention = merged_rows(self.rows), merged_rows(self.attention)
         found: dict[str, object] = {
-            "recipe": self.recipe.to_dict(),
+            "recipe": self.recipe.to_dict()
+            if len(self.recipes) == 1
+            else {"name": self.recipe_names, "recipes": [recipe.to_dict() for recipe in self.recipes]},
             "backend": self.backend,
             "chosen": self.chosen,
             "converted": len(self.converted),
@@ -145,6 +182,31 @@ class SurgeryReport:
             left_out += (attention or rows).pop()["count"]
             found["left_out"] = left_out
         return found
+
+
+def as_text(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None) -> str:
+    """A table for a terminal and a log."""
+    from io import StringIO
+
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Column, Table
+
+    table = Table(*(Column(name, overflow="fold") for name in columns), title=title)
+    for row in rows:
+        table.add_row(*map(escape, row))
+    out = StringIO()
+    Console(file=out, width=140).print(table)
+    return out.getvalue()
+
+
+def _merged(rows: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
+    """Rows by name; of those that differ only in a block's number, one."""
+    groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for name, cells in rows.items():
+        groups.setdefault((kind_of(name), cells), []).append(name)
+    for (_, cells), names in groups.items():
+        yield merged_name(names), *cells
 
 
 def merged_rows(rows: Sequence[SurgeryRow]) -> list[dict[str, Any]]:

@@ -58,7 +58,7 @@ def test_a_run_says_what_became_of_the_model_whatever_the_logging_level(capsys):
         logging.disable(logging.NOTSET)
     assert capsys.readouterr().err.splitlines()[0:3] == [
         "FP8: 1 of 2 linears (50.0 % of GEMM weights), delayed, emulated; log: runs/mine/run_log.jsonl",
-        "  1 stays fp32 (outer): algorithms.fp8.exclude names it",
+        "  1 stays fp32 (outer): algorithms.fp8.exclude leaves it in high precision",
         "  Warning: emulated. The losses are FP8's, the speed is not: slower than high precision, and no MFU.",
     ]
     run(recipe="delayed", announce=False).close()
@@ -79,7 +79,7 @@ def test_a_run_and_its_twin_in_high_precision_load_each_others_checkpoints(caplo
 
 
 def report(rows, backend="native", recipe="current"):
-    return SurgeryReport(rows=tuple(rows), recipe=RECIPES[recipe](), backend=backend)
+    return SurgeryReport(rows=tuple(rows), recipes=(RECIPES[recipe](),), backend=backend)
 
 
 def linear(name, reason="", elements=64):

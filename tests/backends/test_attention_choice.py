@@ -103,7 +103,7 @@ def test_the_report_of_what_ran_names_who_ran():
     plan.carry_out(model)
     trace = ForwardTrace(model)
     report = SurgeryReport(
-        rows=(), attention=plan.rows, recipe=DelayedScaling(), backend="transformer_engine"
+        rows=(), attention=plan.rows, recipes=(DelayedScaling(),), backend="transformer_engine"
     )
     model(torch.randn(2, 8, 32))
     assert as_run(report, trace)[0].attention == plan.rows

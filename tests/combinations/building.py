@@ -21,6 +21,12 @@ NATIVE = {
     "odd": ["*.1.mlp.up", "*.1.mlp.gate"],
 }
 """What is converted to native: Triton's interpreter takes a tenth of a second a layer and step."""
+POLICY = [
+    {"blocks": "last-1", "roles": ["mlp"], "recipe": "block"},
+    {"roles": ["attention"], "recipe": "delayed"},
+    {"recipe": "current", "gemms": {"wgrad": "high_precision"}},
+]
+"""Of ``fp8="policy"``: three recipes in two blocks, and one GEMM in high precision."""
 OWN_RECIPE = {"recipe": "delayed", "grad_scores": "bfloat16"}
 LORA = {"llama": ["q_proj", "v_proj", "up_proj"], "plain": ["qkv", "up"], "odd": ["qkv", "gate"]}
 
@@ -43,6 +49,9 @@ def numerics(case: Case, *, weights: bool = True, **fp8: Any) -> nn.Module:
             fp8["include"] = [
                 p + s for p in NATIVE[case.model] for s in ([".base_layer"] if in_lora(case, p) else [""])
             ]
+        if recipe == "policy":
+            two = zip(fp8.pop("include", ()), ("delayed", "block"), strict=False)
+            recipe = [{"modules": p, "recipe": r} for p, r in two] or POLICY
         attention = OWN_RECIPE if case.attention == "delayed" else case.attention
         foundry_fp8.apply_fp8(model, recipe=recipe, backend=backend or "emulated", attention=attention, **fp8)
     return model

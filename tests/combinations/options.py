@@ -13,12 +13,14 @@ from tests.combinations.takes import (
     BLOCKS,
     FLAG,
     FORMAT,
+    MEASURED,
     NAMES,
     NULL,
     PATH,
     POLICY,
     POSITIVE,
     RECIPE,
+    RULES,
     SIZE,
     TARGET,
     TEXT,
@@ -35,7 +37,9 @@ from tests.combinations.takes import (
 
 ALGORITHMS: dict[str, dict[str, Takes]] = {
     "fp8": {
-        "recipe": either(word("delayed", "current", "block", "mxfp8", "unit", "auto"), RECIPE),
+        "recipe": either(
+            word("delayed", "current", "block", "mxfp8", "unit", "auto", "measured"), RECIPE, RULES, MEASURED
+        ),
         "backend": word("auto", "transformer_engine", "native", "emulated"),
         "accumulation": word("float32", "hopper"),
         "include": some(TEXT, least=1),

@@ -110,6 +110,9 @@ MONITORS = {
     "fp8_monitor": {"interval": 2},
 }
 DELAYED = Settings(algorithms=fp8())
+BLOCK_RULE = {"blocks": "first-1", "roles": ["mlp"], "recipe": "block"}
+MEASURED = {"name": "measured", "error": 0.6, "warmup": 2, "recipes": ["current", "delayed"]}
+DELAYED_RULE = {"recipe": {"name": "delayed", "amax_history_len": 8}}
 UNIT = {"fp8": {"recipe": {"name": "unit", "gradient_scale": 1024}}}
 SCHEDULE = ("state/optimizers", "state/schedulers")
 OF_ITS_OWN = {"recipe": {"name": "delayed", "amax_history_len": 8}}
@@ -139,6 +142,18 @@ PARTS = {
         settings=DELAYED,
         changed=Settings(algorithms=fp8(recipe={"name": "delayed", "amax_history_len": 8, "margin": 1})),
         refused=refused("changed", "made by the recipe"),
+    ),
+    "fp8 policy": Part(
+        settings=Settings(algorithms=fp8(recipe=[BLOCK_RULE, DELAYED_RULE])),
+        changed=Settings(
+            algorithms=fp8(recipe=[{**BLOCK_RULE, "gemms": {"wgrad": "high_precision"}}, DELAYED_RULE])
+        ),
+        refused=refused("changed", "made by another policy"),
+    ),
+    "fp8 measured": Part(
+        settings=Settings(algorithms=fp8(recipe=MEASURED)),
+        changed=Settings(algorithms=fp8(recipe={**MEASURED, "error": 0.9})),
+        base=Settings(algorithms=fp8(recipe=MEASURED)),
     ),
     "fp8 current": Part(
         settings=Settings(algorithms=fp8(recipe="current")),

@@ -123,6 +123,9 @@ def _is_some_blocks(v: str) -> bool:
     between = re.fullmatch(r"range-([0-9]+)-([0-9]+)", v)
     if between:
         return int(between[1]) <= int(between[2])
+    share = re.fullmatch(r"(?:first|last|middle)-([0-9]+)%", v)
+    if share:
+        return int(share[1]) <= 100
     return re.fullmatch(r"(first|last|middle)-[0-9]+|every-0*[1-9][0-9]*", v) is not None
 
 
@@ -130,7 +133,7 @@ BLOCKS = Takes(
     is_blocks,
     st.one_of(
         st.integers(0, 20),
-        st.sampled_from(["first-2", "range-1-3, last-1", "every-4"]),
+        st.sampled_from(["first-2", "range-1-3, last-1", "every-4", "last-15%"]),
         st.lists(
             st.one_of(st.integers(0, 20), st.sampled_from(["middle-2", "last-1"])), min_size=1, max_size=3
         ),
@@ -171,6 +174,59 @@ RECIPE = Takes(
             for name, options in RECIPES.items()
             for key, takes in {**options, "fp8_format": word("hybrid", "e4m3")}.items()
         ]
+    ),
+)
+HIGH = "high_precision"
+_OF_A_RULE = {
+    "recipe": either(word(*RECIPES, HIGH), RECIPE),
+    "modules": either(TEXT, NAMES),
+    "blocks": either(NULL, BLOCKS),
+    "roles": some(word("attention", "mlp", "expert", "shared_expert")),
+    "gemms": either(
+        only({}), only({"wgrad": HIGH}), only({"wgrad": "fp8"}), only({"fprop": "fp8", "wgrad": HIGH})
+    ),
+}
+
+
+def is_rules(v: Any) -> bool:
+    """A list of rules of which one runs FP8, one at most with fields of delayed, and none of high precision names GEMMs."""
+    if not isinstance(v, list) or not all(isinstance(rule, dict) and "recipe" in rule for rule in v):
+        return False
+    if not all(key in _OF_A_RULE and _OF_A_RULE[key].holds(x) for rule in v for key, x in rule.items()):
+        return False
+    fp8 = [rule["recipe"] for rule in v if rule["recipe"] != HIGH]
+    delayed = [r for r in fp8 if r == "delayed" or (isinstance(r, dict) and r["name"] == "delayed")]
+    return (
+        bool(fp8) and len(delayed) < 2 and not any(rule["recipe"] == HIGH and rule.get("gemms") for rule in v)
+    )
+
+
+RULES = Takes(
+    is_rules,
+    st.lists(
+        st.fixed_dictionaries(
+            {"recipe": _OF_A_RULE["recipe"].draw},
+            optional={name: takes.draw for name, takes in _OF_A_RULE.items() if name != "recipe"},
+        ),
+        min_size=1,
+        max_size=3,
+    ).filter(is_rules),
+    lambda v: not isinstance(v, list) or sum("delayed" in repr(rule) for rule in v) < 2,  # alike or not
+)
+_OF_MEASURED = {
+    "error": POSITIVE,
+    "warmup": BATCHES,
+    "rows": whole(1),
+    "recipes": some(word("delayed", "current", "block", "mxfp8")),
+}
+MEASURED = Takes(
+    lambda v: (
+        isinstance(v, dict)
+        and v.get("name") == "measured"
+        and all(k == "name" or (k in _OF_MEASURED and _OF_MEASURED[k].holds(x)) for k, x in v.items())
+    ),
+    st.fixed_dictionaries(
+        {"name": st.just("measured")}, optional={n: t.draw for n, t in _OF_MEASURED.items()}
     ),
 )
 _OF_ATTENTION = {

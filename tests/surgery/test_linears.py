@@ -153,7 +153,7 @@ def test_patterns_and_kept_blocks_choose():
     # `shared` is block 0's module under another name, and include does not name it
     assert report.converted == ["blocks.1.up"]
     assert "include does not name it" in report.skipped["shared"]
-    assert "exclude names it" in report.skipped["blocks.1.down"]
+    assert "exclude leaves it in high precision" in report.skipped["blocks.1.down"]
 
 
 def test_what_several_blocks_share_has_one_answer():

@@ -16,19 +16,19 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated
 
 from torch import nn
 
-from foundry_fp8.activations.checkpointing.blocks import Blocks, check_overlap, parse_blocks
 from foundry_fp8.activations.checkpointing.policy import CheckedPolicy, Policy
 from foundry_fp8.config import Config, ConfigError, Text, accept, nearest, not_empty
+from foundry_fp8.model_structure.block_numbers import Blocks, parse_blocks
 from foundry_fp8.model_structure.blocks import transformer_blocks
 from foundry_fp8.model_structure.names import clean_name
 from foundry_fp8.model_structure.wrappers import has_forward, own_class
 
-__all__ = ["Selection", "Target", "Targets", "normalize_targets", "select"]
+__all__ = ["Selection", "Target", "Targets", "check_overlap", "normalize_targets", "select"]
 
 
 Classes = type | tuple[type, ...]
@@ -43,7 +43,7 @@ class Target(Config):
     target: Text
     """Registry name, class name, or fnmatch pattern on module names."""
     blocks: Blocks | None = None
-    """Which blocks, in the grammar of :mod:`.blocks`; ``None`` for all."""
+    """Which blocks, in the grammar of :mod:`foundry_fp8.model_structure.block_numbers`; ``None`` for all."""
     policy: CheckedPolicy | None = None
     """Overrides the policy of the algorithm for these modules."""
 
@@ -158,6 +158,25 @@ def select(model: nn.Module, targets: Targets, policy: Policy, key: str) -> list
                 selected.append(Selection(name, hits[0].policy or policy))
     _check_nested([s.name for s in selected], key)
     return selected
+
+
+def check_overlap(chosen: Iterable[tuple[str, frozenset[int]]], key: str) -> None:
+    """Raise if two targets share a block: LLM Foundry's rule, one granularity a block.
+
+    Args:
+        chosen: ``(target, blocks)`` in the order of the YAML.
+        key: The YAML key, for the message.
+    """
+    owner: dict[int, str] = {}
+    for target, blocks in chosen:
+        for block in sorted(blocks):
+            if block in owner:
+                raise ConfigError(
+                    f"{key}: block {block} belongs to both {owner[block]!r} and {target!r}. Each block takes one "
+                    "granularity of activation checkpointing; give the targets disjoint blocks, or name modules by "
+                    'pattern ("*.self_attn"), where only nested modules exclude each other.'
+                )
+            owner[block] = target
 
 
 def _resolve(

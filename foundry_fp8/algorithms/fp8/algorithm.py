@@ -7,11 +7,13 @@ import logging
 import sys
 from typing import Any
 
+import torch
 from composer.core import Algorithm, Event, Precision, State
 from composer.loggers import Logger
 from composer.utils import dist
 
 from foundry_fp8.algorithms.fp8.announcement import announcement, notices
+from foundry_fp8.callbacks.base import model_of, training_loss
 from foundry_fp8.callbacks.run_log import ensure_run_log
 from foundry_fp8.compat.compiled_model import is_compiled
 from foundry_fp8.compat.composer_device import device_of
@@ -19,11 +21,14 @@ from foundry_fp8.config import ConfigError, from_mapping
 from foundry_fp8.layers.state import FP8State
 from foundry_fp8.layers.unit_linear import choose_gradient_scale
 from foundry_fp8.numerics.recipes import UnitScaling
+from foundry_fp8.observe.guard.rows import first_rows
+from foundry_fp8.observe.measured_policy import COLUMNS, measure_policy
 from foundry_fp8.surgery.apply import KEY, FP8Config, apply_fp8
 from foundry_fp8.surgery.attention import FP8AttentionState
 from foundry_fp8.surgery.first_batch import ForwardTrace, as_run
 from foundry_fp8.surgery.frozen_weights import send_frozen
 from foundry_fp8.surgery.report import SurgeryReport
+from foundry_fp8.surgery.rules import Measured
 
 __all__ = ["FP8"]
 
@@ -70,8 +75,10 @@ class FP8(Algorithm):
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         """Convert the model, finish the update, or see what the first batch ran."""
         if event == Event.BATCH_START:
+            assert self._fp8_state is not None
             self._set_gradient_scale(state)
-            if self._trace is not None:
+            self._measure(state, logger)
+            if self._trace is not None and not self._fp8_state.awaits_choice:
                 self._watch(state)
             return
         if event == Event.BATCH_END:
@@ -79,7 +86,7 @@ class FP8(Algorithm):
             self._fp8_state.update()
             if self._attention_state is not None:
                 self._attention_state.update()
-            if self._trace is not None:
+            if self._trace is not None and not self._fp8_state.awaits_choice:
                 self._report_what_ran(self._trace, logger)
                 self._trace = None
             return
@@ -87,7 +94,9 @@ class FP8(Algorithm):
             raise ConfigError(
                 f"precision: amp_fp8 is Composer's own FP8 and cannot be combined with {KEY}. Set precision: amp_bf16."
             )
-        if state.precision == Precision.AMP_FP16 and isinstance(self.config.recipe, UnitScaling):
+        if state.precision == Precision.AMP_FP16 and any(
+            isinstance(r, UnitScaling) for r in self.config.policy(torch.device("cpu")).recipes
+        ):
             raise ConfigError(
                 f"precision: amp_fp16 scales the loss, which would push gradients past the constant scale of {KEY}.recipe: unit. "
                 "Set precision: amp_bf16."
@@ -104,6 +113,11 @@ class FP8(Algorithm):
         self._fp8_state = FP8State.of(state.model)
         assert self._fp8_state is not None
         self._attention_state = FP8AttentionState.of(state.model)
+        if self._fp8_state.awaits_choice:
+            self._fp8_state.reconsider()
+            self._say(
+                f"FP8: measured: in high precision for {getattr(self.config.recipe, 'warmup', 0)} batches, then by the table"
+            )
         log.info("%s\n%s\n%s", self.report.chosen, self.report.summary(), self.report.table())
         logger.log_hyperparameters({"fp8": self.report.to_dict()})
         self._say(self._announcement(self.report, state, str(run_log.path_of(state.run_name))))
@@ -127,8 +141,8 @@ class FP8(Algorithm):
 
     def _set_gradient_scale(self, state: State) -> None:
         """For the recipe unit with ``gradient_scale: auto``: the tokens of this rank's first batch decide, for the whole run."""
-        assert self._fp8_state is not None
-        if not self._scaled and isinstance(self._fp8_state.recipe, UnitScaling):
+        assert self._fp8_state is not None and self.report is not None
+        if not self._scaled and any(isinstance(r, UnitScaling) for r in self.report.recipes):
             tokens = state.batch["input_ids"].numel()
             found = choose_gradient_scale(self._fp8_state.modules.values(), tokens)
             if found is not None:
@@ -140,6 +154,28 @@ class FP8(Algorithm):
                     found[1],
                 )
         self._scaled = True
+
+    def _measure(self, state: State, logger: Logger) -> None:
+        """For ``recipe: measured``: choose after ``warmup`` batches and where the guard has acted, and say what was chosen and why."""
+        options, fp8 = self.config.recipe, self._fp8_state
+        assert fp8 is not None and self.report is not None
+        if not isinstance(options, Measured) or state.timestamp.batch.value < options.warmup:
+            return
+        if not fp8.awaits_choice and all(m.recipe == m.configured_recipe for m in fp8.modules.values()):
+            return
+        fp8.reconsider()
+        for optimizer in state.optimizers:  # as the trainer does next: FSDP1's gradients cannot be set aside
+            optimizer.zero_grad(set_to_none=True)
+        batch, loss_of = first_rows(state.batch, options.rows), training_loss(state)
+        choice = measure_policy(model_of(state), loss_of, batch, error=options.error, recipes=options.recipes)
+        fp8.choose(choice.recipes)
+        self.report = self.report.with_choice(choice.recipes, choice.why, self.config.wgrad)
+        if not any(choice.recipes.values()):
+            log.warning("%s.recipe: measured: %s.", KEY, choice.summary())
+        logger.log_hyperparameters({"fp8": self.report.to_dict()})
+        rows = [list(row) for row in choice.rows()]
+        logger.log_table([*COLUMNS], rows, "fp8_policy", state.timestamp.batch.value)
+        self._say(f"FP8: measured: {choice.summary()}\n{choice.table()}")
 
     def _watch(self, state: State) -> None:
         assert self._trace is not None
@@ -199,6 +235,10 @@ class FP8(Algorithm):
                 )
             return
         assert self._fp8_state is not None, "Composer loads algorithms after Event.INIT"
+        awaited = self._fp8_state.awaits_choice
         self._fp8_state.load_state_dict(state)
+        if awaited and not self._fp8_state.awaits_choice and self.report is not None:
+            recipes = {name: layer.configured_recipe for name, layer in self._fp8_state.modules.items()}
+            self.report = self.report.with_choice(recipes, {}, self.config.wgrad)
         if self._attention_state is not None:
             self._attention_state.load_state_dict(state.get("attention", {}))

@@ -30,7 +30,7 @@ def announcement(
     weights = [row for row in report.rows if row.action != "unused"]
     words = [
         f"FP8: {len(report.converted)} of {len(weights)} linears ({100 * report.converted_share:.1f} % of GEMM weights)"
-        f", {report.recipe.name}, {report.backend}"
+        f", {report.recipe_names}, {report.backend}"
     ]
     stay = [row for row in report.rows if row.action == "skipped"]
     usual = merged_rows([row for row in stay if row.reason in EXPECTED])
@@ -78,7 +78,7 @@ def notices(
         )
     if device == "cuda" and precision == "fp32":
         found.append("Warning: precision: fp32, so what stays out of FP8 runs in float32. amp_bf16 is usual.")
-    if report.recipe.name == "delayed" and "DivergenceGuard" not in callbacks:
+    if any(r.name == "delayed" for r in report.recipes) and "DivergenceGuard" not in callbacks:
         found.append(
             "Warning: delayed scaling and no callbacks.divergence_guard: nothing acts when outliers outgrow the history."
         )

@@ -96,6 +96,7 @@ class TransformerEngineBackend(Backend):
     def attach(self, module: FP8Linear) -> None:
         """Make the TE module of the configured recipe, so that what cannot be made fails at conversion."""
         module.__dict__[_ATTRIBUTE] = {}
+        assert module.configured_recipe is not None
         te_module_of(module, module.configured_recipe)
 
     def forward_context(self, recipe: Recipe) -> AbstractContextManager[Any]:

@@ -6,11 +6,10 @@ import dataclasses
 import math
 from typing import Any
 
-from composer.core import State, get_precision_context
+from composer.core import State
 from composer.loggers import Logger
-from torch import Tensor, nn
 
-from foundry_fp8.callbacks.base import Monitor, model_of, total_loss
+from foundry_fp8.callbacks.base import Monitor, model_of, training_loss
 from foundry_fp8.callbacks.carried_state import CarriedState
 from foundry_fp8.observe.guard.config import GuardConfig
 from foundry_fp8.observe.guard.guard import DivergenceGuard as Guard
@@ -56,17 +55,8 @@ class DivergenceGuard(Monitor):
         """Find the layers, and set them to what a checkpoint says."""
         if self.guard is not None:  # a second fit() goes on where the first one stopped
             return
-        model: Any = model_of(state)
-
-        def loss_of(module: nn.Module, batch: Any) -> Tensor:
-            batch = state.device.batch_to_device(batch)  # as the trainer does with each microbatch
-            with get_precision_context(state.precision, state.precision_config):
-                loss = model.loss(module(batch), batch)
-            scale = state.scaler.get_scale() if state.scaler is not None else 1.0  # 1 where it is off
-            return total_loss(loss) * scale
-
         options = {name: value for name, value in self.options.items() if name != "details"}
-        self.guard = Guard(model, loss_of, **options)
+        self.guard = Guard(model_of(state), training_loss(state), **options)
         if self._loaded:
             self.guard.load_state_dict(self._loaded)
 

@@ -59,11 +59,7 @@ class DivergenceGuard:
         self._healthy = 0  # measurements in turn below WELL with all demoted layers back in FP8
         self._promotions = 0
         self._off = not self.probe.layers
-        device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        self._finer = {
-            name: finer_recipe(layer, device) if self.config.finer else None
-            for name, layer in self.probe.layers.items()
-        }
+        self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         if self._off:
             log.warning("%s: the model has no FP8 layer, so there is nothing to guard.", KEY)
 
@@ -71,6 +67,10 @@ class DivergenceGuard:
     def demoted(self) -> list[str]:
         """The layers that do not run what they were converted with."""
         return [name for name, layer in self.probe.layers.items() if layer.recipe != layer.configured_recipe]
+
+    def finer(self, name: str) -> Recipe | None:
+        """What a layer is demoted to before high precision, if anything: finer than its own recipe."""
+        return finer_recipe(self.probe.layers[name], self._device) if self.config.finer else None
 
     def due(self) -> bool:
         """Whether the next :meth:`before_step` measures."""
@@ -132,7 +132,8 @@ class DivergenceGuard:
 
         in_fp8 = [name for name, recipe in running.items() if recipe is not None]
         at_fault = smallest_sufficient(in_fp8, lambda names: well(dict.fromkeys(names)))
-        finer = {n: self._finer[n] if self._finer[n] != running[n] else None for n in at_fault}
+        finer = {name: self.finer(name) for name in at_fault}
+        finer = {name: recipe if recipe != running[name] else None for name, recipe in finer.items()}
         high = smallest_sufficient(at_fault, lambda names: well({**finer, **dict.fromkeys(names)}))
         self._healthy = 0
         return {**finer, **dict.fromkeys(high)}
@@ -176,7 +177,7 @@ class DivergenceGuard:
             return
         for name, saved in state["recipes"].items():
             layer = self.probe.layers[name]
-            known = {_name(recipe): recipe for recipe in (self._finer[name], layer.configured_recipe)}
+            known = {_name(recipe): recipe for recipe in (self.finer(name), layer.configured_recipe)}
             layer.set_recipe(known.get(saved))  # type: ignore[arg-type]
         self.batch, self.events = state["batch"], list(state["events"])
         self.rows = min(self.config.rows, state["rows"])

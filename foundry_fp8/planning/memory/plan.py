@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from foundry_fp8.activations.checkpointing.blocks import format_blocks
 from foundry_fp8.activations.checkpointing.policy import policy_name
 from foundry_fp8.activations.checkpointing.targets import Selection
 from foundry_fp8.activations.compression.apply import LOSSY
 from foundry_fp8.config import format_bytes
+from foundry_fp8.model_structure.block_numbers import format_blocks
 from foundry_fp8.planning.memory.host_link import HostLink, offloaded
 from foundry_fp8.planning.memory.options import BlockOption
 from foundry_fp8.planning.memory.solver import Cost, Frame, predict_peak

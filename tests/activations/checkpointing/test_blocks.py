@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llmfoundry.models.utils.act_ckpt import check_mapping_blocks_overlap, get_target_block_list
 
-from foundry_fp8.activations.checkpointing.blocks import check_overlap, format_blocks, parse_blocks
+from foundry_fp8.activations.checkpointing.targets import check_overlap
 from foundry_fp8.config import ConfigError
+from foundry_fp8.model_structure.block_numbers import format_blocks, parse_blocks
 
 
 def numbers(rng: random.Random) -> str:
@@ -104,6 +105,15 @@ def test_every_k_counts_from_block_0():
     assert parse_blocks("every-1, first-1", 3, "targets") == {0, 1, 2}
     with pytest.raises(ConfigError, match=r"targets\.x: 'every-0'"):
         parse_blocks("every-0", 8, "targets.x")
+
+
+def test_a_share_of_the_blocks_is_rounded_up():
+    assert parse_blocks("last-15%", 24, "targets") == {20, 21, 22, 23}
+    assert parse_blocks("first-25%, middle-25%", 8, "targets") == {0, 1, 2, 3}
+    assert parse_blocks("last-1%", 3, "targets") == {2} and parse_blocks("first-0%", 3, "targets") == set()
+    for wrong in ("last-101%", "last-1.5%", "last-%", "range-1%-2", "every-5%", "last-²%"):
+        with pytest.raises(ConfigError, match="does not name blocks"):
+            parse_blocks(wrong, 8, "targets")
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def padded(recipe, device, k, n, dtype):
     backend = NativeBackend()
     layer = FP8Linear.from_linear(linear.to(device), fqn="0", backend=backend, recipe=recipe)
     model = nn.Sequential(layer)
-    FP8State(model, {"0": layer}, recipe, backend)
+    FP8State(model, {"0": layer}, backend)
     return model
 
 

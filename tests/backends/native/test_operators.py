@@ -95,13 +95,21 @@ def test_compiles_whole_and_gives_the_same_bits(recipe, bias, device):
     assert delayed is None or bool((delayed.amax_history[0] > 0).all())
 
 
-def test_layers_compiled_one_by_one_share_delayed_state(device):
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "delayed",
+        [{"modules": "0", "recipe": "delayed"}, {"recipe": "block", "gemms": {"wgrad": "high_precision"}}],
+    ],
+    ids=["delayed", "policy"],
+)
+def test_layers_compiled_one_by_one_share_delayed_state(device, recipe):
     """Each graph records amaxes between another's forward and backward."""
     results = []
     for compiled in (False, True):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64)).to(device)
-        foundry_fp8.apply_fp8(model, recipe="delayed", backend="native")
+        foundry_fp8.apply_fp8(model, recipe=recipe, backend="native")
         state = FP8State.of(model)
         torch._dynamo.reset()
         layers = [torch.compile(nn.Sequential(m), backend="aot_eager", fullgraph=True) for m in model]

@@ -1,4 +1,4 @@
-"""Which blocks a target names: LLM Foundry's grammar with its meaning, plus ``every-k``.
+"""Which blocks a YAML names: LLM Foundry's grammar with its meaning, plus ``every-k`` and shares (``last-15%``).
 
 Blocks are counted from 0. Numbers past the last block are accepted and select nothing, as in LLM Foundry, so that one
 YAML serves models of several depths.
@@ -6,7 +6,7 @@ YAML serves models of several depths.
 Source:
     LLM Foundry, ``llmfoundry/models/utils/act_ckpt.py`` (``get_target_block_list``, ``check_mapping_blocks_overlap``).
     Differences: errors are :class:`~foundry_fp8.config.ConfigError` (Foundry mixes ``assert`` and ``ValueError``),
-    ``every-k`` is new, and what Foundry reads a number or nothing into is refused: ``true``, numbers below zero, ranges
+    ``every-k`` and shares are new, and what Foundry reads a number or nothing into is refused: ``true``, numbers below zero, ranges
     that run backwards, an empty list.
 """
 
@@ -17,11 +17,11 @@ from typing import Annotated, Any
 
 from foundry_fp8.config import ConfigError, Parse
 
-__all__ = ["GRAMMAR", "Blocks", "check_overlap", "format_blocks", "parse_blocks"]
+__all__ = ["GRAMMAR", "Blocks", "format_blocks", "parse_blocks"]
 
 GRAMMAR = (
     "an integer n (the first n), a list of block numbers, or a comma-separated string of first-n, middle-m, last-k, "
-    "range-i-j (i to j-1) and every-k (0, k, 2k, ...)"
+    "range-i-j (i to j-1) and every-k (0, k, 2k, ...); first, middle and last take a share too (last-15%, rounded up)"
 )
 
 
@@ -67,6 +67,9 @@ def parse_blocks(spec: Any, n_blocks: int, key: str) -> frozenset[int]:
 def _parse_element(element: str, n_blocks: int, key: str) -> range:
     """One of ``first-n``, ``middle-m``, ``last-k``, ``range-i-j``, ``every-k``."""
     kind, _, rest = element.partition("-")
+    share = rest.removesuffix("%")
+    if share != rest and share.isdecimal() and int(share) <= 100 and kind in ("first", "last", "middle"):
+        rest = str(-(-n_blocks * int(share) // 100))
     try:
         if kind in ("first", "last", "middle", "every") and rest.isdigit():
             number = int(rest)
@@ -102,25 +105,6 @@ def _check_blocks(spec: Any, key: str) -> Any:
 
 Blocks = Annotated[Any, Parse(_check_blocks, GRAMMAR)]
 """What a YAML says of blocks: of the grammar, whatever the model's depth."""
-
-
-def check_overlap(chosen: Iterable[tuple[str, frozenset[int]]], key: str) -> None:
-    """Raise if two targets share a block: LLM Foundry's rule, one granularity a block.
-
-    Args:
-        chosen: ``(target, blocks)`` in the order of the YAML.
-        key: The YAML key, for the message.
-    """
-    owner: dict[int, str] = {}
-    for target, blocks in chosen:
-        for block in sorted(blocks):
-            if block in owner:
-                raise ConfigError(
-                    f"{key}: block {block} belongs to both {owner[block]!r} and {target!r}. Each block takes one "
-                    "granularity of activation checkpointing; give the targets disjoint blocks, or name modules by "
-                    'pattern ("*.self_attn"), where only nested modules exclude each other.'
-                )
-            owner[block] = target
 
 
 def format_blocks(blocks: Iterable[int]) -> str:

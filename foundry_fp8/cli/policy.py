@@ -1,0 +1,91 @@
+"""``foundry-fp8 policy RUN.yaml``: which recipe each GEMM of a run will have, or should have by what FP8 does to its gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from foundry_fp8.config import ConfigError, from_mapping
+
+__all__ = ["policy"]
+
+ELSEWHERE: dict[str, Any] = {"backend": "emulated", "cache_weights": False, "fuse": False}
+"""What is a matter of the machine that trains: there it is asked again."""
+
+
+def policy(
+    yaml: Annotated[
+        Path, typer.Argument(help="A training YAML with algorithms.fp8.", exists=True, dir_okay=False)
+    ],
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Choose by a batch of its data, and print rules to paste.")
+    ] = False,
+    error: Annotated[
+        float, typer.Option(help="With --measure: the largest gradient error of a block.")
+    ] = 0.2,
+    recipes: Annotated[
+        str, typer.Option(help="With --measure: what to choose from.")
+    ] = "delayed,current,block",
+    load: Annotated[
+        Path | None,
+        typer.Option(help="With --measure: a whole Composer checkpoint.", exists=True, dir_okay=False),
+    ] = None,
+) -> None:
+    """Print the recipe of each GEMM of a YAML's model, without training it."""
+    logging.disable(logging.WARNING)  # what libraries say while the model is built is not about this run
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            typer.echo(_measured(yaml, error, recipes, load) if measure else _resolved(yaml))
+    except (ConfigError, RuntimeError) as problem:
+        typer.echo(f"error: {problem}", err=True)
+        raise typer.Exit(2) from problem
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def _resolved(yaml: Path) -> str:
+    """Of a model without weights; ``auto`` as on Hopper, ``measured`` before it measures."""
+    from foundry_fp8.cli.probe import fp8_options
+    from foundry_fp8.cli.yaml_model import build_yaml_model, read_yaml
+    from foundry_fp8.surgery.apply import apply_fp8
+
+    config = read_yaml(yaml)
+    options = fp8_options(config)
+    report = apply_fp8(build_yaml_model(config, "meta"), device="cpu", **{**options, **ELSEWHERE})
+    report = dataclasses.replace(report, backend=options.get("backend", "native or transformer_engine"))
+    return report.policy_table() + report.summary().splitlines()[0]
+
+
+def _measured(yaml: Path, error: float, recipes: str, load: Path | None) -> str:
+    import yaml as text
+
+    from foundry_fp8.cli.probe import fp8_options, model_and_batch
+    from foundry_fp8.cli.yaml_model import read_yaml
+    from foundry_fp8.observe.measured_policy import measure_policy
+    from foundry_fp8.surgery.apply import apply_fp8
+    from foundry_fp8.surgery.rules import Measured
+
+    config = read_yaml(yaml)
+    options: dict[str, Any] = fp8_options(config)
+    given = options.pop("recipe", None)
+    own = given if isinstance(given, Mapping) and given.get("name") == "measured" else {}
+    fields = {"name": "measured", "error": error, "recipes": recipes.split(","), **own}
+    measured = from_mapping(Measured, fields, "algorithms.fp8.recipe")
+    model, batch, loss_of = model_and_batch(config, load, 2, "--measure")
+    apply_fp8(model, **{**options, **ELSEWHERE, "attention": False, "recipe": measured})
+    choice = measure_policy(model, loss_of, batch, error=measured.error, recipes=measured.recipes)
+    fp8: dict[str, Any] = {"enabled": False}
+    if rules := choice.rules():
+        if "include" in options and "modules" not in rules[-1]:
+            rules[-1] = {"modules": options["include"], **rules[-1]}
+        kept = ("exclude", "keep_first_blocks", "keep_last_blocks", "wgrad")
+        fp8 = {"recipe": rules, **{name: options[name] for name in kept if name in options}}
+    pasted = text.safe_dump({"algorithms": {"fp8": fp8}}, sort_keys=False, width=120).rstrip()
+    return f"{choice.table()}{choice.summary()}\n{pasted}"

@@ -1,0 +1,61 @@
+"""What each layer of a converted model runs, in one string of a checkpoint, where they do not all run the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from foundry_fp8.layers.linear import FP8Linear
+from foundry_fp8.numerics.recipes import Recipe, parse_recipe
+
+__all__ = ["MEASURED", "POLICY", "choice_of", "difference", "measured_table", "same_scaling", "table_of"]
+
+POLICY, MEASURED = "policy", "measured"
+"""The ``name`` under which a checkpoint holds a table in a recipe's place: of rules, or of a measurement."""
+_NOT_OF_THE_STATE = ("fast_accumulation", "reduce_amax")
+"""Fields of a saved recipe on which scales do not depend; the last one is of older checkpoints."""
+
+
+def same_scaling(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> bool:
+    """Whether two recipes or tables, as a checkpoint holds them, make the same scales."""
+    return _scaling(saved) == _scaling(ours)
+
+
+def table_of(modules: Mapping[str, FP8Linear]) -> dict[str, Any] | None:
+    """``{"name": "policy", "table": text}`` for linears that were converted to several recipes, or several wgrads; else ``None``."""
+    rows = {
+        name: {**_scaling(module.configured_recipe.to_dict()), "wgrad": module.wgrad}
+        for name, module in modules.items()
+        if module.configured_recipe is not None
+    }
+    first = next(iter(rows.values()))
+    if all(row == first for row in rows.values()):
+        return None
+    return {"name": POLICY, "table": json.dumps(rows, sort_keys=True)}
+
+
+def measured_table(choice: Mapping[str, Recipe | None]) -> dict[str, Any]:
+    """The same of a measurement's choice; with nothing in it before there is one."""
+    rows = {name: recipe and recipe.to_dict() for name, recipe in choice.items()}
+    return {"name": MEASURED, "table": json.dumps(rows, sort_keys=True) if rows else ""}
+
+
+def choice_of(table: Mapping[str, Any]) -> dict[str, Recipe | None]:
+    """The choice in :func:`measured_table`."""
+    rows = json.loads(table["table"] or "{}")
+    return {name: row and parse_recipe(row) for name, row in rows.items()}
+
+
+def difference(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
+    """How a checkpoint's recipe differs from this run's; of two tables, the first layer that runs something else."""
+    if saved.get("name") != POLICY or ours["name"] != POLICY:
+        said = [one["name"] if "table" in one else dict(one) for one in (saved, ours)]
+        return f"the recipe {said[0]}, this run uses {said[1]}"
+    theirs, mine = (json.loads(one["table"]) for one in (saved, ours))
+    name = next(name for name in {**theirs, **mine} if theirs.get(name) != mine.get(name))
+    return f"another policy, in which {name} runs {theirs.get(name, 'high precision')} and here {mine.get(name, 'high precision')}"
+
+
+def _scaling(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in recipe.items() if name not in _NOT_OF_THE_STATE}

@@ -1,0 +1,137 @@
+"""The options of ``algorithms.fp8``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import torch
+
+from foundry_fp8.backends import BACKENDS
+from foundry_fp8.config import (
+    Config,
+    ConfigError,
+    Names,
+    Natural,
+    Parse,
+    check_choice,
+    from_mapping,
+    not_empty,
+    one_of,
+)
+from foundry_fp8.numerics.recipes import RECIPES, DelayedScaling, Gemm, Recipe, parse_recipe
+from foundry_fp8.surgery.attention_config import AttentionConfig, parse_attention
+from foundry_fp8.surgery.policy import Policy
+from foundry_fp8.surgery.rules import HIGH_PRECISION, Measured, Rule, Wgrad, parse_rules
+
+__all__ = ["KEY", "FP8Config", "resolve_recipe"]
+
+KEY = "algorithms.fp8"
+
+
+def _recipe(value: Any, key: str) -> Recipe | Sequence[Rule] | Measured | Literal["auto"]:
+    if isinstance(value, Measured):
+        return value
+    if isinstance(value, str) and value not in RECIPES:
+        check_choice(key, value, (*RECIPES, "auto", "measured"))
+        return "auto" if value == "auto" else Measured()
+    if isinstance(value, Mapping) and value.get("name") == "measured":
+        return from_mapping(Measured, value, key, "Recipe measured")
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return parse_rules(value, key)
+    return parse_recipe(value, key)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FP8Config(Config):
+    """The YAML under ``algorithms.fp8``."""
+
+    key = KEY
+
+    recipe: Annotated[
+        Recipe | Sequence[Rule] | Measured | Literal["auto"], Parse(_recipe, "a recipe or a list of rules")
+    ] = "auto"
+    """``delayed``, ``current``, ``block``, ``mxfp8``, ``unit`` (for µnit-scaled models), a mapping with the recipe's own fields (``{name: delayed, margin:
+    1}``), or ``auto``: mxfp8 on GPUs of compute capability 10.x, current elsewhere, and where the backend predicts that
+    FP8 makes a layer no faster, that layer stays in high precision. Or a list of rules (docs/policy.md):
+    ``[{blocks: last-2, recipe: high_precision}, {roles: [mlp], recipe: current}]``; the first that names a layer decides. ``measured``
+    (``{name: measured, error: 0.2}``) chooses by what FP8 does to the gradients; until then a run is in high precision, and a plain module in delayed."""
+    backend: Annotated[str, one_of("auto", *BACKENDS)] = "auto"
+    """``transformer_engine``, ``native``, ``emulated``, or ``auto``: Transformer Engine if it can run the recipe, else
+    native, on a GPU; emulated on a CPU."""
+    accumulation: Literal["float32", "hopper"] = "float32"
+    """How the emulated backend adds products up: in float32, or bit for bit as Hopper's tensor cores do under the recipe's
+    ``fast_accumulation`` (slow; not for mxfp8)."""
+    include: Annotated[Names, not_empty] = ("*",)
+    """Globs on module names to convert. One that names a layer takes it in where it would be left out by default."""
+    exclude: Names = ()
+    """Globs on module names to leave in high precision. Output heads, routers, adapters (LoRA) and embeddings are out by
+    default."""
+    keep_first_blocks: Natural = 0
+    """Transformer blocks left in high precision at the bottom, of an encoder and of a decoder each."""
+    keep_last_blocks: Natural = 0
+    """The same at the top."""
+    wgrad: Literal["fp8", "high_precision"] = "fp8"
+    """What the weight gradient's GEMM runs in."""
+    evaluate: Literal["fp8", "high_precision"] = "high_precision"
+    """What evaluation runs in."""
+    fuse: bool = False
+    """Compute the norm before a linear in the linear's own kernel, where that is the same arithmetic. Transformer Engine
+    and native only."""
+    cache_weights: bool = False
+    """Quantise each weight once per optimizer step instead of in every microbatch's forward and again in its backward. Costs
+    two bytes of memory a weight element, under FSDP2 of the whole unsharded model. Native only; not under FSDP1."""
+    frozen_weights: Literal["high_precision", "fp8"] = "high_precision"
+    """``fp8`` keeps the weights of converted linears that do not train (under LoRA the base's) in FP8 alone, one byte an element, as the recipe quantises
+    them. Exact for the FP8 layers; what reads the weight in high precision (evaluation, merged adapters, checkpoints) sees it rounded. Not
+    under FSDP, not through Transformer Engine; the recipe's scales must be powers of two."""
+    attention: Annotated[
+        AttentionConfig | Literal[False], Parse(parse_attention, "true, false or a mapping")
+    ] = False
+    """Whether attention's GEMMs run in FP8 too (FP8DPA), with the delayed or the current recipe (through Transformer Engine the delayed one alone):
+    ``true``, or a mapping with ``recipe``, ``grad_scores`` and ``exclude``."""
+    enabled: bool = True
+    """``false`` converts nothing: with this one override a run is its own twin in high precision."""
+    announce: bool = True
+    """Whether a run prints what became of the model when it starts, whatever the logging level. A call prints nothing."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.fuse and self.wgrad == "high_precision":
+            raise ConfigError(
+                f"{KEY}.fuse: true keeps no high-precision input, from which {KEY}.wgrad: high_precision computes. "
+                "Remove one of them."
+            )
+        if isinstance(self.recipe, Measured) and self.attention:
+            raise ConfigError(
+                f"{KEY}.attention: recipe: measured chooses for linears alone. Set it to false."
+            )
+        if not isinstance(self.recipe, Recipe | Measured | str) and tuple(self.include) != ("*",):
+            raise ConfigError(f"{KEY}.include: the rules of {KEY}.recipe name what they convert. Remove it.")
+
+    def policy(self, device: torch.device) -> Policy:
+        """The rules that ``recipe``, ``include``, ``exclude``, ``keep_*_blocks`` and ``wgrad`` are, on ``device``."""
+        rules = {f"{KEY}.exclude": Rule(recipe=HIGH_PRECISION, modules=self.exclude)} if self.exclude else {}
+        for side, count in (("first", self.keep_first_blocks), ("last", self.keep_last_blocks)):
+            if count:
+                rules[f"{KEY}.keep_{side}_blocks"] = Rule(recipe=HIGH_PRECISION, blocks=f"{side}-{count}")
+        recipe = DelayedScaling() if isinstance(self.recipe, Measured) else self.recipe
+        wgrad: dict[Gemm, Wgrad] = {"wgrad": self.wgrad}
+        if isinstance(recipe, Recipe | str):
+            name = "recipe" if tuple(self.include) == ("*",) else "include"
+            base = Rule(recipe=resolve_recipe(recipe, device), modules=self.include, gemms=wgrad)
+            return Policy({**rules, f"{KEY}.{name}": base})
+        own = {f"{KEY}.recipe[{i}]": rule for i, rule in enumerate(recipe)}
+        for key, rule in own.items():
+            if rule.recipe != HIGH_PRECISION:
+                own[key] = dataclasses.replace(rule, gemms={**wgrad, **rule.gemms})
+        return Policy({**rules, **own}, frozenset(own))
+
+
+def resolve_recipe(recipe: str | Mapping[str, Any] | Recipe, device: torch.device) -> Recipe:
+    """The recipe itself; for ``auto``, what suits the device."""
+    if recipe != "auto":
+        return parse_recipe(recipe, f"{KEY}.recipe")
+    blackwell = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10
+    return RECIPES["mxfp8" if blackwell else "current"]()

@@ -1,0 +1,140 @@
+"""Which recipe each GEMM of a model runs: rules, of which the first that names a layer decides.
+
+Everything that chooses is a rule. A single recipe is one that takes what ``include`` names, and ``exclude``,
+``keep_first_blocks`` and ``keep_last_blocks`` are rules of high precision above it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+
+from torch import nn
+
+from foundry_fp8.config import ConfigError
+from foundry_fp8.model_structure.block_numbers import parse_blocks
+from foundry_fp8.model_structure.blocks import block_index_of, transformer_stacks
+from foundry_fp8.model_structure.roles import roles_of
+from foundry_fp8.model_structure.selection import check_patterns_match, matches
+from foundry_fp8.numerics.recipes import GEMMS, Recipe
+from foundry_fp8.surgery.rules import HIGH_PRECISION, Rule, Wgrad
+
+__all__ = ["Choice", "Policy"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What a layer runs."""
+
+    recipe: Recipe
+    wgrad: Wgrad = "fp8"
+
+    @property
+    def gemms(self) -> dict[str, str]:
+        """The recipe's name, or ``high_precision``, by GEMM."""
+        return {**dict.fromkeys(GEMMS, self.recipe.name), **({"wgrad": self.wgrad} if self.wgrad != "fp8" else {})}  # fmt: skip
+
+    def __str__(self) -> str:
+        return self.recipe.name + (", wgrad in high precision" if self.wgrad == HIGH_PRECISION else "")
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """Rules in order.
+
+    Attributes:
+        rules: Each by the YAML key that says it.
+        listed: The keys of a list's rules, each of which has to name a layer that no rule above names.
+    """
+
+    rules: Mapping[str, Rule]
+    listed: frozenset[str] = frozenset()
+
+    @property
+    def recipes(self) -> tuple[Recipe, ...]:
+        """The FP8 recipes, each once."""
+        return tuple(
+            dict.fromkeys(rule.recipe for rule in self.rules.values() if isinstance(rule.recipe, Recipe))
+        )
+
+    @property
+    def globs(self) -> tuple[str, ...]:
+        """The patterns of the rules of FP8 recipes."""
+        return tuple(
+            glob for rule in self.rules.values() if rule.recipe != HIGH_PRECISION for glob in rule.globs
+        )
+
+    def choice(self, key: str) -> Choice | None:
+        """What the rule ``key`` says; ``None`` is high precision."""
+        rule = self.rules[key]
+        if not isinstance(rule.recipe, Recipe):
+            return None
+        return Choice(rule.recipe, rule.gemms.get("wgrad", "fp8"))
+
+    def kept_blocks(self, model: nn.Module) -> set[int]:
+        """Indices of the blocks that rules without other conditions leave in high precision.
+
+        Raises:
+            ConfigError: They are all blocks of the model.
+        """
+        alone = Rule(recipe=HIGH_PRECISION)
+        rules = {
+            k: r
+            for k, r in self.rules.items()
+            if r.blocks is not None and dataclasses.replace(r, blocks=None) == alone
+        }
+        kept = {index for key, rule in rules.items() for index in _blocks(model, rule, key)}
+        count = sum(map(len, transformer_stacks(model)))
+        if rules and len(kept) == count:
+            said = " and ".join(f"{key} ({rule.blocks})" for key, rule in rules.items())
+            raise ConfigError(
+                f"{said} leave nothing of the model's {count} transformer blocks to convert. Name fewer, or name the layers."
+            )
+        return kept
+
+    def resolve(self, model: nn.Module, names: Iterable[str]) -> dict[str, str]:
+        """Of ``names``, linears of ``model``, those that a rule names, each with the key of the first.
+
+        Raises:
+            ConfigError: A glob matches nothing, or a rule of a list names nothing that no rule above it names.
+        """
+        names = list(dict.fromkeys(names))
+        blocks = [block for stack in transformer_stacks(model) for block in stack]
+        roles = roles_of(model, names) if any(rule.roles for rule in self.rules.values()) else {}
+        self.kept_blocks(model)
+        found: dict[str, str] = {}
+        for key, rule in self.rules.items():
+            if rule.globs != ("*",):
+                where = f"{key}.modules" if key in self.listed else key
+                check_patterns_match(rule.globs, names, where, "linear layers")
+            chosen = None if rule.blocks is None else _blocks(model, rule, key)
+            named = [
+                name
+                for name in names
+                if (not rule.globs or matches(name, rule.globs))
+                and (chosen is None or block_index_of(name, blocks) in chosen)
+                and (not rule.roles or roles.get(name) in rule.roles)
+            ]
+            if key in self.listed and all(name in found for name in named):
+                above = " and ".join(sorted({found[name] for name in named}))
+                has = f"{len(blocks)} transformer blocks and the roles {', '.join(sorted(set(roles_of(model, names).values())))}"
+                said = (
+                    f"rules above it name all of its layers: {above}"
+                    if named
+                    else f"it names no linear layer; the model has {has}"
+                )
+                raise ConfigError(
+                    f"{key}: no effect: {said}. Remove it, or change its conditions, all of which have to hold."
+                )
+            for name in named:
+                found.setdefault(name, key)
+        return found
+
+
+def _blocks(model: nn.Module, rule: Rule, key: str) -> set[int]:
+    chosen: set[int] = set()
+    first = 0
+    for stack in transformer_stacks(model):
+        chosen |= {first + block for block in parse_blocks(rule.blocks, len(stack), f"{key}.blocks")}
+        first += len(stack)
+    return chosen
