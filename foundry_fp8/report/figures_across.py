@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from foundry_fp8.report.across import BY_SIZE, by_size, over_devices, scored, speeds
 from foundry_fp8.report.comparison import Row
 from foundry_fp8.report.run import Series
-from foundry_fp8.report.style import WIDTH, add_legend, group_style, new_figure, run_style
+from foundry_fp8.report.style import add_legend, group_style, new_figure, run_style
 
 __all__ = ["memory", "sizes", "speed", "tasks"]
 
@@ -23,7 +23,7 @@ def speed(rows: Sequence[Row]) -> Figure | None:
         shown = speeds(rows)
         if not shown:
             return None
-        figure = new_figure(WIDTH, 0.55 + 0.32 * len(shown))
+        figure = new_figure(0.55 + 0.32 * len(shown))
         axes = figure.add_subplot()
         kinds = [row.run.recipe for row in rows]
         _bars(
@@ -31,7 +31,7 @@ def speed(rows: Sequence[Row]) -> Figure | None:
         )
         axes.set_xlabel("tokens / second / device")
         return figure
-    figure = new_figure(WIDTH, 3.2)
+    figure = new_figure(3.2)
     axes = figure.add_subplot()
     for group in groups:
         devices = [row.run.devices for _, row in group.rows]
@@ -57,7 +57,7 @@ def sizes(rows: Sequence[Row]) -> Figure | None:
     models = list(dict.fromkeys(group.model for group in groups))
     recipes = list(dict.fromkeys(group.recipe for group in groups))
     shown = [p for p in BY_SIZE if any(np.isfinite(getattr(group.rows[0][1], p[0])) for group in groups)]
-    figure = new_figure(WIDTH, 1.9 * len(shown))
+    figure = new_figure(1.9 * len(shown))
     width = 0.8 / len(recipes)
     for place, (field, label, factor) in enumerate(shown, start=1):
         axes = figure.add_subplot(len(shown), 1, place)
@@ -84,7 +84,7 @@ def tasks(rows: Sequence[Row]) -> Figure | None:
     if not shown:
         return None
     kinds = [row.run.recipe for row in rows]
-    figure = new_figure(WIDTH, 0.5 + (0.16 + 0.09 * len(shown)) * len(names))
+    figure = new_figure(0.5 + (0.16 + 0.09 * len(shown)) * len(names))
     axes = figure.add_subplot()
     for order, (index, row) in enumerate(shown):
         # Beside each other, so that equal scores do not hide one another.
@@ -123,7 +123,7 @@ def memory(rows: Sequence[Row]) -> Figure | None:
     panels = [panel for panel in panels if panel[1]]
     if not panels:
         return None
-    figure = new_figure(WIDTH, (0.55 + 0.32 * len(rows)) * len(panels))
+    figure = new_figure((0.55 + 0.32 * len(rows)) * len(panels))
     for position, (label, found) in enumerate(panels, start=1):
         axes = figure.add_subplot(len(panels), 1, position)
         _bars(axes, [row.run.recipe for row in rows], found, "{:.2f}")

@@ -28,7 +28,7 @@ Maps = dict[tuple[str, int], dict[int, Series]]
 MOST_COLUMNS = 3
 """Of maps beside each other."""
 MOST_CELLS = 400
-"""Of a map beside each other."""
+"""Of a map, from left to right."""
 MARKS = {"demote": "v", "promote": "^"}
 """How what the guard did is drawn on a heat map."""
 
@@ -70,7 +70,7 @@ def _draw(rows: Sequence[Row], shown: HeatMap) -> Figure | None:
     lines = [(start, tensor) for start in range(0, len(runs), columns) for tensor in tensors]
     high = max(shown.high, most)
     norm = LogNorm(shown.low, high)
-    figure = new_figure(WIDTH, 0.6 + 1.0 * len(lines) + 0.4 * len(lines) / len(tensors))
+    figure = new_figure(0.6 + 1.0 * len(lines) + 0.4 * len(lines) / len(tensors))
     grid = figure.subplots(len(lines), columns, squeeze=False)
     for (start, tensor), across in zip(lines, grid, strict=True):
         for x, axes in enumerate(across):

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from foundry_fp8.report.comparison import Row
-from foundry_fp8.report.style import INK, WIDTH, add_legend, mark_non_finite, new_figure, run_style, step_axis
+from foundry_fp8.report.style import INK, add_legend, mark_non_finite, new_figure, run_style, step_axis
 
 __all__ = ["loss", "smooth"]
 
@@ -36,7 +36,7 @@ def loss(rows: Sequence[Row]) -> Figure | None:
         return None
     kinds = [row.run.recipe for row in rows]
     paired = any(row.baseline is not None and len(row.baseline.step) for _, row in shown)
-    figure = new_figure(WIDTH, 4.0 if paired else 2.8)
+    figure = new_figure(4.0 if paired else 2.8)
     above, *below = figure.subplots(
         1 + paired, squeeze=False, sharex=True, height_ratios=[2.2, 1][: 1 + paired]
     )[:, 0]

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from foundry_fp8.report.comparison import Row
-from foundry_fp8.report.style import WIDTH, add_legend, mark_non_finite, new_figure, run_style, step_axis
+from foundry_fp8.report.style import add_legend, mark_non_finite, new_figure, run_style, step_axis
 
 __all__ = ["fp8_health", "guard", "mfu"]
 
@@ -70,7 +70,7 @@ def _draw(rows: Sequence[Row], panels: Sequence[Panel], columns: int) -> Figure 
         return None
     columns = min(columns, len(shown))
     lines = -(-len(shown) // columns)
-    figure = new_figure(WIDTH, 0.3 + 1.6 * lines)
+    figure = new_figure(0.3 + 1.6 * lines)
     kinds = [row.run.recipe for row in rows]
     for position, (key, label, scale) in enumerate(shown, start=1):
         axes = figure.add_subplot(lines, columns, position)

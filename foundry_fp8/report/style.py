@@ -83,6 +83,7 @@ _RC: Any = {
     "lines.markersize": 3.5,
     "axes.facecolor": "none",
     "figure.facecolor": "white",
+    "text.parse_math": False,
     "path.simplify_threshold": 0.4,
     "svg.fonttype": "none",
     "svg.hashsalt": "foundry-fp8",
@@ -96,9 +97,9 @@ def styled() -> Iterator[None]:
         yield
 
 
-def new_figure(width: float, height: float) -> Figure:
-    """A figure of ``width`` x ``height`` inches, laid out so that labels do not collide; no pyplot, no global state."""
-    return Figure(figsize=(width, height), layout="constrained")
+def new_figure(height: float) -> Figure:
+    """A figure of :data:`WIDTH` and ``height`` inches, laid out so that labels do not collide; no pyplot, no global state."""
+    return Figure(figsize=(WIDTH, height), layout="constrained")
 
 
 def as_svg(figure: Figure, name: str) -> str:
@@ -107,7 +108,7 @@ def as_svg(figure: Figure, name: str) -> str:
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     figure.savefig(out, format="svg", facecolor="none", metadata=nothing)
     svg = re.sub(
-        r'.*?<svg .*?(viewBox="[^"]*").*?<\/style>', r"<svg \1><defs>", out.getvalue(), count=1, flags=re.S
+        r'.*?<svg .*?(viewBox="[^"]*").*?</style>', r"<svg \1><defs>", out.getvalue(), count=1, flags=re.S
     )
     svg = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{name}-", svg)
     for colour, variable in _ON_PAGE.items():
@@ -115,7 +116,7 @@ def as_svg(figure: Figure, name: str) -> str:
     return svg
 
 
-def _run_look(precisions: Sequence[str], index: int) -> dict[str, Any]:
+def _pen(precisions: Sequence[str], index: int) -> dict[str, Any]:
     """Of the run at ``index``: the colour is its precision's, line and marker distinguish it from others of that precision."""
     kinds = [precision.split(",")[0].split(" then ")[0] for precision in precisions]
     kind = kinds[index]
@@ -132,24 +133,27 @@ def group_style(groups: Sequence[tuple[str, str]], own: tuple[str, str]) -> dict
     """The same for all runs of one model and precision, among such pairs: a colour a precision, a line and marker a model."""
     model, recipe = own
     number = [m for m, r in groups if r == recipe].index(model)
-    return _run_look([recipe] * (number + 1), number)
+    return _pen([recipe] * (number + 1), number)
 
 
 def run_style(precisions: Sequence[str], index: int, points: int) -> dict[str, Any]:
     """Line, colour and marker of the run at ``index``; about 8 markers over ``points`` points, apart from its neighbours'."""
     every = max(1, points // 8)
     first = (index * every) // max(1, len(precisions)) % every
-    return {**_run_look(precisions, index), "markevery": (first, every)}
+    return {**_pen(precisions, index), "markevery": (first, every)}
 
 
 def add_legend(figure: Figure) -> None:
     """Name the lines or bars of all axes once, above them; the figure grows by the lines that this takes."""
     found: dict[str, Any] = {}
     for axes in figure.axes:
-        handles, names = axes.get_legend_handles_labels()
-        found |= dict(zip(names, handles, strict=True))
+        artists: list[Any] = [*axes.lines, *axes.containers]
+        for artist in artists:
+            name = str(artist.get_label())
+            if not name.startswith(("_child", "_container")):  # matplotlib's own names
+                found[name] = artist
     wide = 48 + 5.6 * max(map(len, found))  # points
-    columns = min(len(found), max(1, int(72 * figure.get_figwidth() / wide)))
+    columns = min(len(found), max(1, int(72 * WIDTH / wide)))
     figure.set_figheight(figure.get_figheight() + 0.2 * -(-len(found) // columns))
     figure.legend(
         found.values(), found.keys(), loc="outside upper left", ncols=columns, frameon=False, handlelength=3.2

@@ -138,6 +138,15 @@ def test_the_curves_are_the_means_of_what_was_logged(tmp_path):
     np.testing.assert_allclose(below.lines[0].get_ydata(), percent, rtol=1e-9, atol=1e-9)
 
 
+def test_a_run_may_have_any_name(tmp_path):
+    names = ["_lr", "$x_1$ & <b>"]
+    page, _ = report(
+        tmp_path, *([header(name), *batches(curve(20), metrics=monitored), END] for name in names)
+    )
+    for chart in ("loss", "mfu", "kurtosis", "memory"):
+        assert set(names) <= set(texts(page, chart))
+
+
 def test_what_says_nothing_has_no_panel(tmp_path):
     def same(step):
         return {"mfu/mfu": 0.4, "mfu/hfu": 0.4}
