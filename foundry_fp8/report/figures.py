@@ -44,7 +44,7 @@ FIGURES: tuple[FigureSpec, ...] = (
         title="Speed",
         caption="After the first 10 % of the steps, evaluation excluded.",
         draw=speed,
-        without="Needs at least three steps of a run.",
+        without="Needs at least three steps of a run that is not emulated.",
     ),
     FigureSpec(
         name="sizes",
