@@ -1,6 +1,6 @@
 """What is compared across runs rather than over steps: speed over devices, FLOP/s and MFU by model size, scores of tasks.
 
-The numbers alone; ``figures_across.py`` draws them for files and ``charts.py`` for the page.
+The numbers alone; ``figures_across.py`` draws them.
 """
 
 from __future__ import annotations

@@ -21,7 +21,6 @@ from foundry_fp8.report.run import FINAL_SHARE, HIGH_PRECISION, Run
 
 __all__ = [
     "COLUMNS",
-    "GUARD_EVENTS",
     "UNKNOWN",
     "PercentOf",
     "Row",
@@ -30,8 +29,6 @@ __all__ = [
     "config_differences",
     "explain",
     "format_row",
-    "guard_events",
-    "guard_timeline",
     "shown_columns",
 ]
 
@@ -225,29 +222,14 @@ def _text(value: float, form: str) -> str:
 
 def config_differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     """The configuration keys, dotted, whose values differ between the runs, with each run's value as text."""
-    flat = [dict(_flatten({k: v for k, v in run.hyperparameters.items() if k != "fp8"})) for run in runs]
+    conversion = ("fp8", "fp8_as_run")  # has a section of its own
+    flat = [
+        dict(_flatten({k: v for k, v in run.hyperparameters.items() if k not in conversion})) for run in runs
+    ]
     # The order of the first run that has a key is the YAML's own.
     keys = dict.fromkeys(key for values in flat for key in values)
     rows = [(key, [UNKNOWN if key not in values else str(values[key]) for values in flat]) for key in keys]
     return [(key, values) for key, values in rows if len(set(values)) > 1]
-
-
-GUARD_EVENTS = "guard_events"
-"""The table that the divergence guard logs: batch, unit, action, signal, detail."""
-
-
-def guard_events(run: Run) -> list[tuple[int, str, str, str, str]]:
-    """What the divergence guard found and did, in order: the columns of its table."""
-    rows = next((table.rows for table in run.tables if table.name == GUARD_EVENTS), [])
-    return [(int(batch), str(unit), action, signal, detail) for batch, unit, action, signal, detail in rows]
-
-
-def guard_timeline(run: Run) -> list[tuple[int, str, str]]:
-    """The same to be read: ``(step, layer or block, what)``."""
-    return [
-        (batch, unit, f"{action} {signal}".strip() + (f": {detail}" if detail else ""))
-        for batch, unit, action, signal, detail in guard_events(run)
-    ]
 
 
 def _flatten(values: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

@@ -1,4 +1,4 @@
-"""Figures that stand across runs: speed, over devices where runs differ in them; FLOP/s and MFU by model size; scores of tasks."""
+"""Figures that stand across runs: speed, over devices where runs differ in them; FLOP/s and MFU by model size; tasks; memory."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from matplotlib.figure import Figure
 
 from foundry_fp8.report.across import BY_SIZE, by_size, over_devices, scored, speeds
 from foundry_fp8.report.comparison import Row
-from foundry_fp8.report.style import WIDTH, group_style, new_figure, run_style
+from foundry_fp8.report.run import Series
+from foundry_fp8.report.style import add_legend, group_style, new_figure, run_style
 
-__all__ = ["bars", "sizes", "speed", "tasks"]
+__all__ = ["memory", "sizes", "speed", "tasks"]
 
 
 def speed(rows: Sequence[Row]) -> Figure | None:
@@ -22,15 +23,15 @@ def speed(rows: Sequence[Row]) -> Figure | None:
         shown = speeds(rows)
         if not shown:
             return None
-        figure = new_figure(WIDTH, 0.75 + 0.42 * len(shown))
+        figure = new_figure(0.55 + 0.32 * len(shown))
         axes = figure.add_subplot()
         kinds = [row.run.recipe for row in rows]
-        bars(
+        _bars(
             axes, kinds, [(i, row.run.name, row.tokens_per_second_per_device) for i, row in shown], "{:,.0f}"
         )
         axes.set_xlabel("tokens / second / device")
         return figure
-    figure = new_figure(WIDTH, 4.2)
+    figure = new_figure(3.2)
     axes = figure.add_subplot()
     for group in groups:
         devices = [row.run.devices for _, row in group.rows]
@@ -44,7 +45,7 @@ def speed(rows: Sequence[Row]) -> Figure | None:
     axes.set_ylim(bottom=0)
     axes.set_xlabel("devices")
     axes.set_ylabel("tokens / second / device")
-    figure.legend(loc="outside upper left", ncols=3, frameon=False, handlelength=3.2)
+    add_legend(figure)
     return figure
 
 
@@ -56,10 +57,10 @@ def sizes(rows: Sequence[Row]) -> Figure | None:
     models = list(dict.fromkeys(group.model for group in groups))
     recipes = list(dict.fromkeys(group.recipe for group in groups))
     shown = [p for p in BY_SIZE if any(np.isfinite(getattr(group.rows[0][1], p[0])) for group in groups)]
-    figure = new_figure(WIDTH, 3.6)
+    figure = new_figure(1.9 * len(shown))
     width = 0.8 / len(recipes)
     for place, (field, label, factor) in enumerate(shown, start=1):
-        axes = figure.add_subplot(1, len(shown), place)
+        axes = figure.add_subplot(len(shown), 1, place)
         for number, recipe in enumerate(recipes):
             found = {g.model: factor * getattr(g.rows[0][1], field) for g in groups if g.recipe == recipe}
             found = {model: value for model, value in found.items() if np.isfinite(value)}
@@ -67,14 +68,13 @@ def sizes(rows: Sequence[Row]) -> Figure | None:
                 np.array([models.index(model) for model in found]) + (number - (len(recipes) - 1) / 2) * width
             )
             colour = group_style([("", name) for name in recipes], ("", recipe))["color"]
-            drawn = axes.bar(
-                at, list(found.values()), width * 0.92, color=colour, label=recipe if place == 1 else None
-            )
+            drawn = axes.bar(at, list(found.values()), width * 0.92, color=colour, label=recipe)
             axes.bar_label(drawn, fmt="%.0f", fontsize=8, padding=1)
         axes.set_xticks(range(len(models)), models)
-        axes.set_title(label, fontsize=9.5, fontweight="normal")
+        axes.set_title(label)
+        axes.margins(y=0.15)  # for the values on the bars
         axes.grid(axis="x", visible=False)
-    figure.legend(loc="outside upper left", ncols=4, frameon=False)
+    add_legend(figure)
     return figure
 
 
@@ -84,7 +84,7 @@ def tasks(rows: Sequence[Row]) -> Figure | None:
     if not shown:
         return None
     kinds = [row.run.recipe for row in rows]
-    figure = new_figure(WIDTH, 1.1 + 0.45 * len(names) + 0.16 * len(shown))
+    figure = new_figure(0.5 + (0.16 + 0.09 * len(shown)) * len(names))
     axes = figure.add_subplot()
     for order, (index, row) in enumerate(shown):
         # Beside each other, so that equal scores do not hide one another.
@@ -98,16 +98,49 @@ def tasks(rows: Sequence[Row]) -> Figure | None:
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.set_xlabel("accuracy (%)")
-    figure.legend(loc="outside upper left", ncols=4, frameon=False)
+    add_legend(figure)
     return figure
 
 
-def bars(axes: Axes, kinds: Sequence[str], found: Sequence[tuple[int, str, float]], form: str) -> None:
+def memory(rows: Sequence[Row]) -> Figure | None:
+    """Largest memory of each run: of the device where Composer's memory_monitor logged it, else of the process."""
+    device = [
+        (i, row.run.name, _peak(row.run.metrics.get("memory/peak_reserved_mem")))
+        for i, row in enumerate(rows)
+    ]
+    # GB, as Composer's memory_monitor logs.
+    host = [
+        (i, row.run.name, float(np.nanmax(row.run.host_peak_bytes, initial=0.0)) / 1e9)
+        for i, row in enumerate(rows)
+    ]
+    panels = [
+        (label, [bar for bar in found if np.isfinite(bar[2]) and bar[2] > 0])
+        for label, found in (
+            ("device, peak reserved (GB)", device),
+            ("host, rank 0's process, peak (GB)", host),
+        )
+    ]
+    panels = [panel for panel in panels if panel[1]]
+    if not panels:
+        return None
+    figure = new_figure((0.55 + 0.32 * len(rows)) * len(panels))
+    for position, (label, found) in enumerate(panels, start=1):
+        axes = figure.add_subplot(len(panels), 1, position)
+        _bars(axes, [row.run.recipe for row in rows], found, "{:.2f}")
+        axes.set_xlabel(label)
+    return figure
+
+
+def _peak(series: Series | None) -> float:
+    return float(np.nanmax(series.values)) if series is not None and len(series.values) else float("nan")
+
+
+def _bars(axes: Axes, kinds: Sequence[str], found: Sequence[tuple[int, str, float]], form: str) -> None:
     """Horizontal bars from ``(index of the run, name, value)``, the value written at the end of each."""
     largest = max(value for _, _, value in found)
     for position, (index, _, value) in enumerate(found):
         axes.barh(position, value, height=0.6, color=run_style(kinds, index, 1)["color"])
-        axes.text(value + 0.01 * largest, position, form.format(value), va="center", fontsize=9.5)
+        axes.text(value + 0.01 * largest, position, form.format(value), va="center", fontsize=9)
     axes.set_yticks(range(len(found)), [name for _, name, _ in found])
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(len(found) - 0.45, -0.55)

@@ -5,32 +5,30 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogLocator
 
-from foundry_fp8.report.comparison import Row, guard_events
+from foundry_fp8.report.comparison import Row
+from foundry_fp8.report.guard_log import guard_events
 from foundry_fp8.report.run import Series
-from foundry_fp8.report.style import HEAT_MAP, MUTED, WIDTH, new_figure
+from foundry_fp8.report.style import HEAT_MAP, MISSING, WIDTH, new_figure
 
-__all__ = [
-    "GRADIENT_ERROR",
-    "KURTOSIS",
-    "HeatMap",
-    "draw",
-    "grid_of",
-    "largest",
-]
+__all__ = ["gradient_error", "kurtosis"]
 
 _LAYER = re.compile(r"(.+)/layer_(\d+)")
 _BLOCK = re.compile(r"(?:^layer_|\.(?:layers|blocks|h)\.)(\d+)")
 
 Maps = dict[tuple[str, int], dict[int, Series]]
 """By tensor and number of the run: a series by layer."""
+MOST_COLUMNS = 3
+"""Of maps beside each other."""
+MOST_CELLS = 400
+"""Of a map, from left to right."""
 MARKS = {"demote": "v", "promote": "^"}
 """How what the guard did is drawn on a heat map."""
 
@@ -49,82 +47,100 @@ class HeatMap:
     """Step, block and action of what is marked on the map of a run."""
 
 
-def largest(maps: Maps) -> float | None:
-    """The largest value above zero that is finite."""
-    values = [series.values for layers in maps.values() for series in layers.values()]
-    finite = np.concatenate([v[np.isfinite(v) & (v > 0)] for v in values]) if values else np.array([])
-    return float(finite.max()) if len(finite) else None
+def kurtosis(rows: Sequence[Row]) -> Figure | None:
+    """Kurtosis by layer over time."""
+    return _draw(rows, KURTOSIS)
 
 
-def grid_of(layers: dict[int, Series]) -> tuple[np.ndarray, list[int], np.ndarray]:
-    """Steps, numbers of the layers, and values ``[layers, steps]``; NaN where nothing was logged."""
+def gradient_error(rows: Sequence[Row]) -> Figure | None:
+    """The error that FP8 makes in the gradients of each block over time, with what the guard did to the block's layers."""
+    return _draw(rows, GRADIENT_ERROR)
+
+
+def _draw(rows: Sequence[Row], shown: HeatMap) -> Figure | None:
+    """One line of heat maps a tensor, one column a run, one logarithmic colour scale for all; more runs below."""
+    maps = shown.maps(rows)
+    most = max((_largest(layers) for layers in maps.values()), default=0.0)
+    if not most:
+        return None
+    tensors = list(dict.fromkeys(tensor for tensor, _ in maps))
+    runs = sorted({index for _, index in maps})
+    longest = max(len(rows[index].run.name) for index in runs)
+    columns = max(1, min(MOST_COLUMNS, len(runs), int(72 * WIDTH / (25 + 5.2 * longest))))
+    lines = [(start, tensor) for start in range(0, len(runs), columns) for tensor in tensors]
+    high = max(shown.high, most)
+    norm = LogNorm(shown.low, high)
+    figure = new_figure(0.6 + 1.0 * len(lines) + 0.4 * len(lines) / len(tensors))
+    grid = figure.subplots(len(lines), columns, squeeze=False)
+    for (start, tensor), across in zip(lines, grid, strict=True):
+        for x, axes in enumerate(across):
+            if start + x >= len(runs):
+                axes.set_axis_off()
+                continue
+            index = runs[start + x]
+            axes.grid(False)
+            name = f"{rows[index].run.name}\n" if tensor == tensors[0] else ""
+            if x == 0:
+                axes.set_ylabel(shown.axis(tensor), fontsize=8.5)
+            layers = maps.get((tensor, index))
+            if layers is None:
+                axes.set_title(f"{name}not logged")
+                axes.set(xticks=[], yticks=[])
+                continue
+            axes.set_title(f"{name}at most {_text(_largest(layers))}")
+            _heat_map(axes, layers, norm, shown.marks(rows[index]))
+            if tensor == tensors[-1]:
+                axes.set_xlabel("step")
+            else:
+                axes.tick_params(labelbottom=False)
+    bar = figure.colorbar(
+        ScalarMappable(norm, HEAT_MAP), ax=grid, label=shown.label, location="bottom", shrink=0.6, aspect=40,
+        pad=0.02, ticks=LogLocator(subs=(1, 2, 5) if high < 100 * shown.low else (1,)), format=FuncFormatter(lambda value, _: _text(value)),
+    )  # fmt: skip
+    assert bar.solids is not None
+    bar.solids.set_rasterized(True)  # one image, not 256 rectangles
+    return figure
+
+
+def _largest(layers: dict[int, Series]) -> float:
+    """The largest value that is finite; 0 if there is none above."""
+    values = np.concatenate([series.values for series in layers.values()])
+    return float(values[np.isfinite(values)].max(initial=0.0))
+
+
+def _text(value: float) -> str:
+    return format(value, ".3g" if value < 1000 else ",.0f")
+
+
+def _grid(layers: dict[int, Series]) -> tuple[np.ndarray, list[int], np.ndarray]:
+    """Steps, numbers of the layers, and values ``[layers, steps]``; NaN where nothing was logged.
+
+    Of a long run, a column has the largest of several measurements.
+    """
     steps = np.unique(np.concatenate([series.steps for series in layers.values()]))
     numbers = sorted(layers)
     values = np.full((len(numbers), len(steps)), np.nan)
     for line, number in enumerate(numbers):
         values[line, np.searchsorted(steps, layers[number].steps)] = layers[number].values
-    return steps, numbers, values
+    starts = np.arange(0, len(steps), -(-len(steps) // MOST_CELLS))
+    return steps[starts], numbers, np.fmax.reduceat(values, starts, axis=1)
 
 
-def draw(rows: Sequence[Row], shown: HeatMap) -> Figure | None:
-    """One row of heat maps a tensor, one column a run, one logarithmic colour scale for all."""
-    maps = shown.maps(rows)
-    most = largest(maps)
-    if most is None:
-        return None
-    tensors = list(dict.fromkeys(tensor for tensor, _ in maps))
-    columns = sorted({index for _, index in maps})
-    norm = LogNorm(vmin=shown.low, vmax=max(shown.high, most))
-    figure = new_figure(max(WIDTH, 2.6 * len(columns)), 0.9 + 1.25 * len(tensors))
-    grid = figure.subplots(len(tensors), len(columns), squeeze=False, sharex="col")
-    image: Any = None
-    for y, tensor in enumerate(tensors):
-        for x, index in enumerate(columns):
-            axes = grid[y][x]
-            axes.grid(False)
-            if y == 0:
-                axes.set_title(rows[index].run.name)
-            if x == 0:
-                axes.set_ylabel(shown.axis(tensor), fontsize=9)
-            layers = maps.get((tensor, index))
-            if layers is None:
-                axes.text(
-                    0.5, 0.5, "not logged", transform=axes.transAxes, ha="center", va="center", color=MUTED
-                )
-                axes.set_yticks([])
-                continue
-            image = _heat_map(axes, layers, norm)
-            for step, layer, action in shown.marks(rows[index]):
-                if layer in layers:
-                    at = sorted(layers).index(layer)
-                    axes.plot(step, at, MARKS[action], color="white", mec="black", ms=6, mew=0.7)
-            if y == len(tensors) - 1:
-                axes.set_xlabel("step")
-    figure.colorbar(image, ax=grid, label=shown.label, shrink=0.8, pad=0.01)
-    return figure
-
-
-def _heat_map(axes: Axes, layers: dict[int, Series], norm: LogNorm) -> Any:
-    steps, numbers, values = grid_of(layers)
-    image = axes.imshow(
-        values,
-        aspect="auto",
-        origin="lower",
-        interpolation="nearest",
-        cmap=HEAT_MAP,
-        norm=norm,
-        extent=(_edge(steps, 0), _edge(steps, -1), -0.5, len(numbers) - 0.5),
-    )
-    every = max(1, len(numbers) // 4)
+def _heat_map(
+    axes: Axes, layers: dict[int, Series], norm: LogNorm, marks: Sequence[tuple[int, int, str]]
+) -> None:
+    """A column a measurement, however far apart they are: the guard measures again right after it demotes."""
+    steps, numbers, values = _grid(layers)
+    axes.imshow(values, aspect="auto", origin="lower", interpolation="none", cmap=HEAT_MAP, norm=norm)
+    every = -(-len(numbers) // 3)
     axes.set_yticks(range(0, len(numbers), every), [str(number) for number in numbers[::every]])
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
-    axes.set_facecolor("#e8e8e8")  # missing and non-finite cells
-    return image
-
-
-def _edge(steps: np.ndarray, end: int) -> float:
-    half = float(np.median(np.diff(steps))) / 2 if len(steps) > 1 else 0.5
-    return float(steps[end]) + (half if end else -half)
+    columns = np.unique(np.linspace(0, len(steps) - 1, 3).round().astype(int))
+    axes.set_xticks(columns, [str(step) for step in steps[columns]])
+    axes.set_facecolor(MISSING)
+    for step, layer, action in marks:
+        if layer in layers:
+            at = min(int(np.searchsorted(steps, step)), len(steps) - 1), numbers.index(layer)
+            axes.plot(*at, MARKS[action], color="white", mec="black", ms=5, mew=0.7)
 
 
 def _maps(rows: Sequence[Row], prefix: str) -> Maps:

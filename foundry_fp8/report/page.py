@@ -1,4 +1,4 @@
-"""The HTML page: one file, charts and the library that draws them in it, nothing loaded from elsewhere."""
+"""The HTML page: one file with its figures in it, nothing loaded from elsewhere."""
 
 from __future__ import annotations
 
@@ -10,19 +10,17 @@ from typing import Any
 import jinja2
 
 from foundry_fp8.report.across import scored
-from foundry_fp8.report.charts import CHARTS, as_html, script
 from foundry_fp8.report.comparison import (
     COLUMNS,
-    GUARD_EVENTS,
     UNKNOWN,
     Row,
     config_differences,
     explain,
     format_row,
-    guard_timeline,
     shown_columns,
 )
 from foundry_fp8.report.figures import FIGURES
+from foundry_fp8.report.guard_log import GUARD_EVENTS, guard_timeline
 from foundry_fp8.report.verdict import verdict
 
 __all__ = ["render_page"]
@@ -30,8 +28,8 @@ __all__ = ["render_page"]
 _TEMPLATE = Path(__file__).with_name("template.html")
 
 
-def render_page(rows: Sequence[Row], title: str) -> str:
-    """The page as text; what no run measured has no chart, and a line at the end that says how to get it."""
+def render_page(rows: Sequence[Row], title: str, charts: Mapping[str, str]) -> str:
+    """The page as text, with the figures as SVG by name; what has none gets a line at the end that says how to get it."""
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
     runs = [row.run for row in rows]
@@ -40,22 +38,12 @@ def render_page(rows: Sequence[Row], title: str) -> str:
     return template.render(
         title=title,
         verdict=verdict(rows),
-        script=script(),
         columns=[COLUMNS[index] for index in shown],
         definitions=explain(rows, shown),
         cells=[[line[index] for index in shown] for line in cells],
         problems=[(run.name, run.problems) for run in runs if run.problems],
-        sections=[
-            {
-                "name": spec.name,
-                "title": spec.title,
-                "caption": spec.caption,
-                "without": spec.without,
-                "chart": None if chart is None else as_html(chart, spec.name),
-            }
-            for spec in FIGURES
-            for chart in [CHARTS[spec.name](rows)]
-        ],
+        figures=FIGURES,
+        charts=charts,
         conversions=[_conversion(row) for row in rows if row.run.conversion is not None],
         differences=config_differences(runs),
         run_names=[run.name for run in runs],

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import io
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,26 +12,32 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, MaxNLocator
 
 __all__ = [
     "HEAT_MAP",
     "INK",
-    "MUTED",
+    "MISSING",
     "WIDTH",
-    "group_line_style",
+    "add_legend",
+    "as_svg",
     "group_style",
-    "label_ends",
-    "line_style",
+    "mark_non_finite",
     "new_figure",
     "run_style",
+    "step_axis",
     "styled",
 ]
 
-WIDTH = 9.0
-"""Of a figure, in inches."""
+WIDTH = 5.6
+"""Of a figure, in inches: its text can be read on a telephone, 360 px wide, and is as large as the page's on a screen."""
 INK = "#1a1a1a"
 MUTED = "#6b6b6b"
 GRID = "#d9d9d9"
+MISSING = "#b4b4b4"
+"""Cells of a heat map that were not logged or are not finite."""
+_ON_PAGE = {INK: "var(--ink)", MUTED: "var(--muted)", GRID: "var(--rule)"}
+"""What the page's style sheet says of light and dark."""
 HEAT_MAP = "cividis"
 """Perceptually uniform, and the same to a reader with red-green deficiency; dark to light also in grey."""
 
@@ -44,19 +52,15 @@ COLOURS = {
     "unit": "#E69F00",
 }
 OTHER_COLOURS = ("#56B4E9", "#B8A200")
-DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
-"""What distinguishes runs of one precision; in the words of the page's charts."""
-_LINES: dict[str, Any] = {
-    "solid": "-", "dash": "--", "dot": (0, (1, 1)), "dashdot": "-.", "longdash": (0, (8, 2)),
-    "longdashdot": (0, (5, 1, 1, 1, 1, 1)),
-}  # fmt: skip
+_DASHES: tuple[Any, ...] = ("-", "--", (0, (1, 1)), "-.", (0, (8, 2)), (0, (5, 1, 1, 1, 1, 1)))
+"""What distinguishes runs of one precision."""
 _MARKERS = "os^DvPX*"
 
 _RC: Any = {
     "font.family": "sans-serif",
-    "font.size": 10,
-    "axes.titlesize": 11,
-    "axes.titleweight": "bold",
+    "font.sans-serif": ["DejaVu Sans"],
+    "font.size": 9.5,
+    "axes.titlesize": 8.5,
     "axes.titlelocation": "left",
     "axes.labelcolor": INK,
     "axes.edgecolor": MUTED,
@@ -72,11 +76,16 @@ _RC: Any = {
     "xtick.labelcolor": INK,
     "ytick.labelcolor": INK,
     "text.color": INK,
-    "lines.linewidth": 1.8,
-    "lines.markersize": 4.5,
+    "xtick.labelsize": 9,
+    "ytick.labelsize": 9,
+    "legend.fontsize": 9,
+    "lines.linewidth": 1.4,
+    "lines.markersize": 3.5,
+    "axes.facecolor": "none",
     "figure.facecolor": "white",
-    "savefig.facecolor": "white",
-    "svg.fonttype": "path",
+    "text.parse_math": False,
+    "path.simplify_threshold": 0.4,
+    "svg.fonttype": "none",
     "svg.hashsalt": "foundry-fp8",
 }
 
@@ -88,86 +97,79 @@ def styled() -> Iterator[None]:
         yield
 
 
-def new_figure(width: float, height: float) -> Figure:
-    """A figure of ``width`` x ``height`` inches, laid out so that labels do not collide; no pyplot, no global state."""
-    return Figure(figsize=(width, height), layout="constrained")
+def new_figure(height: float) -> Figure:
+    """A figure of :data:`WIDTH` and ``height`` inches, laid out so that labels do not collide; no pyplot, no global state."""
+    return Figure(figsize=(WIDTH, height), layout="constrained")
 
 
-def line_style(precisions: Sequence[str], index: int) -> tuple[str, str, int]:
-    """Colour, dash and number of the run at ``index``: the colour is its precision's, the rest distinguishes it from others of it."""
-    own = precisions[index]
-    kind = own.split(",")[0].split(" then ")[0]
-    others = [
-        name
-        for name in dict.fromkeys(p.split(",")[0].split(" then ")[0] for p in precisions)
-        if name not in COLOURS
-    ]
-    colour = COLOURS[kind] if kind in COLOURS else OTHER_COLOURS[others.index(kind) % len(OTHER_COLOURS)]
-    before = sum(p.split(",")[0].split(" then ")[0] == kind for p in precisions[:index])
-    return colour, DASHES[before % len(DASHES)], before
+def as_svg(figure: Figure, name: str) -> str:
+    """The figure as an element of the page: text as text, ids that start with ``name``, ink and grid in the page's colours."""
+    out = io.StringIO()
+    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    figure.savefig(out, format="svg", facecolor="none", metadata=nothing)
+    svg = re.sub(
+        r'.*?<svg .*?(viewBox="[^"]*").*?</style>', r"<svg \1><defs>", out.getvalue(), count=1, flags=re.S
+    )
+    svg = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{name}-", svg)
+    for colour, variable in _ON_PAGE.items():
+        svg = svg.replace(colour, variable)
+    return svg
 
 
-def group_line_style(groups: Sequence[tuple[str, str]], own: tuple[str, str]) -> tuple[str, str, int]:
-    """The same for all runs of one model and precision, among such pairs: a colour a precision, a dash a model."""
-    model, recipe = own
-    number = [m for m, r in groups if r == recipe].index(model)
-    return line_style([recipe] * (number + 1), number)
+def _pen(precisions: Sequence[str], index: int) -> dict[str, Any]:
+    """Of the run at ``index``: the colour is its precision's, line and marker distinguish it from others of that precision."""
+    kinds = [precision.split(",")[0].split(" then ")[0] for precision in precisions]
+    kind = kinds[index]
+    others = [name for name in dict.fromkeys(kinds) if name not in COLOURS]
+    before = kinds[:index].count(kind)
+    return {
+        "color": COLOURS[kind] if kind in COLOURS else OTHER_COLOURS[others.index(kind) % len(OTHER_COLOURS)],
+        "linestyle": _DASHES[before % len(_DASHES)],
+        "marker": _MARKERS[before % len(_MARKERS)],
+    }
 
 
 def group_style(groups: Sequence[tuple[str, str]], own: tuple[str, str]) -> dict[str, Any]:
-    """:func:`group_line_style` in matplotlib's words."""
-    colour, dash, number = group_line_style(groups, own)
-    return {"color": colour, "linestyle": _LINES[dash], "marker": _MARKERS[number % len(_MARKERS)]}
+    """The same for all runs of one model and precision, among such pairs: a colour a precision, a line and marker a model."""
+    model, recipe = own
+    number = [m for m, r in groups if r == recipe].index(model)
+    return _pen([recipe] * (number + 1), number)
 
 
 def run_style(precisions: Sequence[str], index: int, points: int) -> dict[str, Any]:
     """Line, colour and marker of the run at ``index``; about 8 markers over ``points`` points, apart from its neighbours'."""
-    colour, dash, number = line_style(precisions, index)
     every = max(1, points // 8)
-    return {
-        "color": colour,
-        "linestyle": _LINES[dash],
-        "marker": _MARKERS[number % len(_MARKERS)],
-        "markevery": ((index * every) // max(1, len(precisions)) % every, every),
-    }
+    first = (index * every) // max(1, len(precisions)) % every
+    return {**_pen(precisions, index), "markevery": (first, every)}
 
 
-def label_ends(axes: Axes, ends: Sequence[tuple[str, float, float, str]]) -> None:
-    """Write each line's name beside its end, spread so that names do not overlap, with a thin leader to the line.
+def add_legend(figure: Figure) -> None:
+    """Name the lines or bars of all axes once, above them; the figure grows by the lines that this takes."""
+    found: dict[str, Any] = {}
+    for axes in figure.axes:
+        artists: list[Any] = [*axes.lines, *axes.containers]
+        for artist in artists:
+            name = str(artist.get_label())
+            if not name.startswith(("_child", "_container")):  # matplotlib's own names
+                found[name] = artist
+    wide = 48 + 5.6 * max(map(len, found))  # points
+    columns = min(len(found), max(1, int(72 * WIDTH / wide)))
+    figure.set_figheight(figure.get_figheight() + 0.2 * -(-len(found) // columns))
+    figure.legend(
+        found.values(), found.keys(), loc="outside upper left", ncols=columns, frameon=False, handlelength=3.2
+    )
 
-    Args:
-        axes: Where the lines are; its limits must be final.
-        ends: ``(name, x, y, colour)`` of each line's last finite point.
-    """
-    inside = [end for end in ends if np.isfinite(end[1]) and np.isfinite(end[2])]
-    if not inside:
-        return
-    bottom, top = axes.get_ylim()
 
-    def to_axes(y: float) -> float:
-        return min(1.0, max(0.0, (y - bottom) / (top - bottom)))
+def step_axis(axes: Axes) -> None:
+    """As many whole steps as there is room for, thousands as k."""
+    axes.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True))
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.set_xlabel("step")
 
-    assert axes.figure is not None
-    points = axes.get_window_extent().height / axes.figure.dpi * 72
-    gap = 12.0 / max(points, 60.0)
-    left, right = axes.get_xlim()
-    placed: list[float] = []
-    ordered = sorted(inside, key=lambda end: end[2])
-    for _, _, y, _ in ordered:
-        placed.append(max(to_axes(y), placed[-1] + gap) if placed else to_axes(y))
-    # Pushed up in reading order, then moved back so that the group stays around its lines.
-    shift = float(np.mean([spot - to_axes(end[2]) for spot, end in zip(placed, ordered, strict=True)]))
-    for spot, (name, x, y, colour) in zip(placed, ordered, strict=True):
-        at = ((x - left) / (right - left), to_axes(y))
-        axes.annotate(
-            name,
-            xy=at,
-            xytext=(1.025, spot - shift),
-            xycoords="axes fraction",
-            textcoords="axes fraction",
-            color=colour,
-            va="center",
-            fontsize=9.5,
-            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.7, "shrinkA": 1, "shrinkB": 0},
-            annotation_clip=False,
-        )
+
+def mark_non_finite(axes: Axes, steps: np.ndarray, values: np.ndarray, colour: str) -> None:
+    """A cross on the axis where a value is NaN or Inf: a gap in a line alone would be easy to miss."""
+    bad = steps[~np.isfinite(values)]
+    if len(bad):
+        where = axes.get_xaxis_transform()
+        axes.plot(bad, np.zeros(len(bad)), "x", color=colour, transform=where, clip_on=False, markersize=5)

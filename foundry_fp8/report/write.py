@@ -24,13 +24,13 @@ from foundry_fp8.report.comparison import (
 from foundry_fp8.report.figures import FIGURES
 from foundry_fp8.report.page import render_page
 from foundry_fp8.report.runs import read_runs
-from foundry_fp8.report.style import styled
+from foundry_fp8.report.style import as_svg, styled
 from foundry_fp8.report.terminal import print_comparison
 from foundry_fp8.report.verdict import verdict
 
 __all__ = ["report_runs"]
 
-_PNG_DPI = 160
+_PNG_DPI = 240
 
 
 def report_runs(
@@ -68,6 +68,7 @@ def report_runs(
     page = output / "report.html"
     for name, text in (("csv", _csv(rows)), ("md", _markdown(rows)), ("json", _json(rows))):
         (output / f"comparison.{name}").write_text(text, encoding="utf-8")
+    charts = {}
     with styled():
         for spec in FIGURES:
             figure = spec.draw(rows)
@@ -75,7 +76,8 @@ def report_runs(
                 (output / f"{spec.name}.png").unlink(missing_ok=True)  # of an earlier comparison
             else:
                 figure.savefig(output / f"{spec.name}.png", dpi=_PNG_DPI)
-    page.write_text(render_page(rows, title), encoding="utf-8")
+                charts[spec.name] = as_svg(figure, spec.name)
+    page.write_text(render_page(rows, title, charts), encoding="utf-8")
     console.print(
         f"Report: {page}, table: {output}/comparison.{{csv,md,json}}, figures: {output}/*.png",
         soft_wrap=True,

@@ -170,8 +170,9 @@ def test_a_difference_that_rounds_to_zero_has_no_minus(tmp_path):
 def test_configuration_differences_are_dotted_keys_and_leave_out_the_conversion(tmp_path):
     configs = [
         {"optimizer": {"lr": 1e-3, "betas": [0.9]}, "seed": 1},
-        {"optimizer": {"lr": 2e-3, "betas": [0.9]}, "seed": 1, "algorithms": {"fp8": {"recipe": "block"}}},
-    ]
+        {"optimizer": {"lr": 2e-3, "betas": [0.9]}, "seed": 1, "algorithms": {"fp8": {"recipe": "block"}},
+         "fp8_as_run": {"recipe": {"name": "block"}, "rows": []}},
+    ]  # fmt: skip
     paths = [
         logged(tmp_path, str(i), [1.0] * 3, config=config, recipe="block" if i else None)
         for i, config in enumerate(configs)

@@ -11,7 +11,8 @@ import pytest
 from rich.console import Console
 
 from foundry_fp8.report.comparison import compare
-from foundry_fp8.report.figures import FIGURES, smooth
+from foundry_fp8.report.figures import FIGURES
+from foundry_fp8.report.loss_curves import smooth
 from foundry_fp8.report.runs import read_runs
 from foundry_fp8.report.write import report_runs
 from tests.report.logs import END, batches, curve, header, monitored, write_log
@@ -45,10 +46,11 @@ def test_every_figure_is_in_the_page_and_beside_it(full):
     text = page.read_text()
     drawn = {spec.name for spec in FIGURES} - {"sizes", "tasks"}  # several models, evaluations: below
     assert {path.stem for path in page.parent.glob("*.png")} == drawn
-    assert (
-        set(re.findall(r'<section id="([\w-]+)">\s*<h2>[^<]*</h2>\s*<figure>\s*<div class="chart"', text))
-        == drawn
+    shown = re.findall(
+        r'<section id="([\w-]+)">\s*<h2>[^<]*</h2>\s*<figure>\s*<div class="chart" id="chart-\1"><svg viewBox="0 0 ',
+        text,
     )
+    assert set(shown) == drawn and len(shown) == text.count("<svg")
 
 
 def test_the_table_is_also_written_as_csv_markdown_and_json(full):
@@ -67,9 +69,23 @@ def test_the_table_is_also_written_as_csv_markdown_and_json(full):
 
 
 def charts(page):
-    """Each chart's data, by name."""
-    found = re.findall(r'class="chart-data" data-for="chart-([\w-]+)">(.*?)</script>', page.read_text())
-    return {name: json.loads(data.replace("<\\/", "</")) for name, data in found}
+    """The figures of a page, by name, drawn again from its logs."""
+    rows = compare(read_runs(sorted(page.parents[1].glob("*/run_log.jsonl"))))
+    return {spec.name: figure for spec in FIGURES if (figure := spec.draw(rows)) is not None}
+
+
+def svg(page, name):
+    """What the page shows of a figure."""
+    return re.search(rf'id="chart-{name}">(.*?</svg>)', page.read_text(), re.S)[1]
+
+
+def texts(page, name):
+    return [html.unescape(text) for text in re.findall(r"<text[^>]*>(.*?)</text>", svg(page, name))]
+
+
+def named(axes):
+    """Lines by the name of their run."""
+    return {line.get_label(): line for line in axes.lines if not line.get_label().startswith("_")}
 
 
 def test_lines_have_the_colour_of_their_precision_and_runs_of_one_their_own_dash(tmp_path):
@@ -79,21 +95,56 @@ def test_lines_have_the_colour_of_their_precision_and_runs_of_one_their_own_dash
         for seed in range(3)
     ]
     page, _ = report(tmp_path, *logs)
-    lines = [line for line in charts(page)["loss"]["data"] if line.get("showlegend")]
+    lines = named(charts(page)["loss"].axes[0])
     assert len(lines) == 12
-    looks = {line["name"]: (line["line"]["color"], line["line"]["dash"]) for line in lines}
-    assert len(set(looks.values())) == 12
-    assert (
-        len(
-            {
-                looks[f"{name}-{seed}"][0]
-                for name in ("delayed", "current", "mxfp8", "bf16")
-                for seed in range(3)
-            }
-        )
-        == 4
-    )
+    looks = {name: (line.get_color(), line.get_marker()) for name, line in lines.items()}
+    assert len(set(looks.values())) == 12 and len({colour for colour, _ in looks.values()}) == 4
     assert len({looks[f"delayed-{seed}"][0] for seed in range(3)}) == 1
+    # In the page the same, and each run of a precision has a dash of its own.
+    strokes = re.findall(r'style="fill: none;([^"]*stroke-width: 1.4[^"]*)"', svg(page, "loss"))
+    pens = {tuple(re.findall(r"stroke(?:-dasharray)?: ([#\w.,]+)", stroke)) for stroke in strokes}
+    assert len(pens) == 12 and {pen[-1] for pen in pens} == {colour.lower() for colour, _ in looks.values()}
+    assert set(lines) <= set(texts(page, "loss"))
+
+
+def test_the_curves_are_the_means_of_what_was_logged(tmp_path):
+    """Each step, the mean over 2 % of the steps, and how much higher that is than the baseline's, in %."""
+    losses = [curve(200, 0), [*curve(150, 1), math.nan, math.inf]]
+    page, _ = report(
+        tmp_path, [header("bf16"), *batches(losses[0]), END], [header("fp8", "current"), *batches(losses[1]), END]
+    )  # fmt: skip
+    above, below = charts(page)["loss"].axes
+
+    def mean(values, step, window):
+        return np.mean(values[max(0, step - window) : step])
+
+    smoothed = [
+        [mean(values, step, window) for step in range(1, len(values) + 1)]
+        for values, window in zip(losses, (4, 3), strict=True)
+    ]
+    for name, expected in zip(("bf16", "fp8"), smoothed, strict=True):
+        line = named(above)[name]
+        assert line.get_xdata().tolist() == list(range(1, len(expected) + 1))
+        np.testing.assert_allclose(line.get_ydata(), expected, rtol=1e-12)
+    thin = [line for line in above.lines if line.get_linewidth() < 1]
+    assert [line.get_ydata().tolist() for line in thin] == [
+        pytest.approx(values, nan_ok=True) for values in losses
+    ]
+    crosses = next(line for line in above.lines if line.get_marker() == "x")
+    assert crosses.get_xdata().tolist() == [151, 152]
+    # Both smoothed over 2 % of the steps that both have.
+    baseline = [mean(losses[0], step, 3) for step in range(1, 153)]
+    percent = [100 * (here / there - 1) for here, there in zip(smoothed[1], baseline, strict=True)]
+    np.testing.assert_allclose(below.lines[0].get_ydata(), percent, rtol=1e-9, atol=1e-9)
+
+
+def test_a_run_may_have_any_name(tmp_path):
+    names = ["_lr", "$x_1$ & <b>"]
+    page, _ = report(
+        tmp_path, *([header(name), *batches(curve(20), metrics=monitored), END] for name in names)
+    )
+    for chart in ("loss", "mfu", "kurtosis", "memory"):
+        assert set(names) <= set(texts(page, chart))
 
 
 def test_what_says_nothing_has_no_panel(tmp_path):
@@ -101,8 +152,8 @@ def test_what_says_nothing_has_no_panel(tmp_path):
         return {"mfu/mfu": 0.4, "mfu/hfu": 0.4}
 
     page, _ = report(tmp_path, [header("a"), *batches(curve(20), metrics=same), END])
-    titles = [note["text"] for note in charts(page)["mfu"]["layout"]["annotations"]]
-    assert titles == ["MFU (%)"]
+    assert [axes.get_title("left") or axes.get_title() for axes in charts(page)["mfu"].axes] == ["MFU (%)"]
+    assert [text for text in texts(page, "mfu") if re.search("[A-Za-z]", text)] == ["step", "MFU (%)", "a"]
     page, _ = report(
         tmp_path, [header("a"), *batches(curve(20)), END],
         [header("b", "delayed", backend="emulated"), *batches(curve(20)), END],
@@ -117,10 +168,12 @@ def test_tokens_a_second_stand_over_devices_where_runs_differ_in_them(tmp_path):
         for n in (8, 16, 32) for recipe in (None, "current")
     ]  # fmt: skip
     page, _ = report(tmp_path, *logs)
-    lines = charts(page)["speed"]["data"]
-    assert [line["x"] for line in lines] == [[8, 16, 32]] * 2
-    assert [line["name"] for line in lines] == ["1K, high precision", "1K, current"]
-
+    lines = named(charts(page)["speed"].axes[0])
+    assert list(lines) == ["1K, high precision", "1K, current"]
+    for line in lines.values():
+        assert list(line.get_xdata()) == [8, 16, 32]
+        np.testing.assert_allclose(line.get_ydata(), 10.0)
+    assert set(lines) <= set(texts(page, "speed"))
     assert (page.parent / "speed.png").stat().st_size > 5000
 
 
@@ -140,15 +193,24 @@ def test_flops_and_mfu_stand_by_model_size_and_precision(tmp_path):
         )
     ]  # fmt: skip
     page, _ = report(tmp_path, *logs)
+    tflops, mfu = charts(page)["sizes"].axes
+    assert [label.get_text() for label in mfu.get_xticklabels()] == ["1B", "7B"]
     drawn = [
-        (bar["name"], bar["x"], [round(y, 6) for y in bar["y"]]) for bar in charts(page)["sizes"]["data"]
+        (
+            bars.get_label(),
+            [round(bar.get_height(), 6) for bar in bars],
+            [round(bar.get_center()[0]) for bar in bars],
+        )
+        for axes in (tflops, mfu)
+        for bars in axes.containers
     ]
     assert drawn == [
-        ("high precision", ["1B", "7B"], [450.0, 500.0]),
-        ("high precision", ["1B", "7B"], [45.0, 50.0]),
-        ("delayed", ["1B", "7B"], [650.0, 750.0]),
-        ("delayed", ["1B", "7B"], [35.0, 40.0]),
+        ("high precision", [450.0, 500.0], [0, 1]),
+        ("delayed", [650.0, 750.0], [0, 1]),
+        ("high precision", [45.0, 50.0], [0, 1]),
+        ("delayed", [35.0, 40.0], [0, 1]),
     ]
+    assert {"450", "500", "650", "750", "45", "50", "35", "40"} <= set(texts(page, "sizes"))
     assert (page.parent / "sizes.png").stat().st_size > 5000
     found = json.loads((page.parent / "comparison.json").read_text())["runs"]
     assert [(run["run"], run["tflops_per_device"]) for run in found][:2] == [
@@ -176,8 +238,13 @@ def test_scores_of_downstream_tasks_stand_beside_the_loss(tmp_path):
     # The mean is over what all evaluated runs have.
     assert [run["task_score"] for run in found] == [50.0, 48.0, None]
     assert found[0]["tasks"] == {"line/0-shot": 0.5, "rest/0-shot": 0.25}
-    marks = {mark["name"]: (mark["x"], mark["y"]) for mark in charts(page)["tasks"]["data"]}
-    assert marks == {"bf16": ([50.0, 25.0], ["line/0-shot", "rest/0-shot"]), "fp8": ([48.0], ["line/0-shot"])}
+    axes = charts(page)["tasks"].axes[0]
+    tasks = [label.get_text() for label in axes.get_yticklabels()]
+    marks = {
+        name: {tasks[int(y + 0.5)]: x for x, y in zip(mark.get_xdata(), mark.get_ydata(), strict=True)}
+        for name, mark in named(axes).items()
+    }
+    assert marks == {"bf16": {"line/0-shot": 50.0, "rest/0-shot": 25.0}, "fp8": {"line/0-shot": 48.0}}
     text = " ".join(page.read_text().split())
     assert "<td>fp8</td><td>48.0</td><td>–</td>" in text
     assert (page.parent / "tasks.png").stat().st_size > 5000
@@ -194,18 +261,22 @@ def test_the_guards_own_table_of_events_is_its_time_line(tmp_path):
     assert "<td>a</td><td>20</td><td>layer_001</td><td>alarm gradient: FP8 changes it by 90 %</td>" in text
     assert "<td>model.layers.2.mlp</td><td>demote delayed -&gt; current</td>" in text
     assert text.count("guard_events") == 0
-    heat, marks = charts(page)["fp8-error"]["data"]
-    assert heat["y"] == [0, 1, 2, 3] and heat["customdata"][2][0] == pytest.approx(0.225)
-    assert (marks["x"], marks["y"], marks["text"]) == ([30], [2], ["demote"])
+    axes = charts(page)["fp8-error"].axes[0]
+    cells = axes.images[0].get_array()  # blocks by measurements: steps 10, 20, ... 60
+    assert cells.shape == (4, 6) and cells[2, 0] == pytest.approx(0.225)
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["10", "30", "60"]
+    assert axes.get_xticks().tolist() == [0, 2, 5]
+    (mark,) = axes.lines
+    assert (mark.get_xdata(), mark.get_ydata(), mark.get_marker()) == ([2], [2], "v")
+    assert "at most 0.338" in texts(page, "fp8-error")
 
 
 def test_what_keeps_its_value_is_drawn_in_steps_and_a_single_value_as_a_point(full):
     """A line from one demoted layer at step 50 to none at step 60 would say half a layer at step 55."""
-    data = re.search(r'data-for="chart-guard">(.*?)</script>', full[0].read_text(), re.S)[1]
-    lines = json.loads(data)["data"]
-    points = {tuple(line["x"]): line["mode"] for line in lines}
-    assert points == {(50,): "markers", (50, 60): "lines"}
-    assert {line["line"]["shape"] for line in lines} == {"hv"}
+    lines = [line for axes in charts(full[0])["guard"].axes for line in axes.lines]
+    assert {tuple(line.get_xdata()) for line in lines} == {(50,), (50, 60)}
+    assert {line.get_drawstyle() for line in lines} == {"steps-post"}
+    assert all(line.get_marker() in "os^" and line.get_markevery()[0] == 0 for line in lines)
 
 
 def test_attention_in_fp8_is_distinguished_and_listed(tmp_path):
@@ -231,13 +302,30 @@ def test_a_figure_that_no_run_logged_says_how_to_get_it(tmp_path):
     assert 'id="guard"' not in text
 
 
-def test_the_page_loads_nothing(full):
+def test_the_page_loads_nothing_and_nothing_in_it_has_anothers_name(full):
     text = full[0].read_text()
-    ours = re.sub(r"<script>/\*\*.*?</script>", "", text, flags=re.S)  # without the library that draws
-    assert len(text) - len(ours) > 1_000_000
-    sources = re.findall(r'(?:src|href)="([^"]*)"', ours)
-    assert sources and all(source.startswith("#") for source in sources)
-    assert "@import" not in ours and "url(" not in ours and "http" not in ours
+    names = re.findall(r'\bid="([^"]*)"', text)
+    others = [name for name in names if "-image" not in name]  # an image is named by what is in it
+    assert len(others) == len(set(others))
+    sources = re.findall(r'(?:src|href)="([^"]*)"', text) + re.findall(r"url\(([^)]*)\)", text)
+    inside = [source for source in sources if not source.startswith("data:image/png;base64,")]
+    assert len(sources) > len(inside) > 0
+    assert {source[:1] for source in inside} == {"#"} and {source[1:] for source in inside} <= set(names)
+    assert "@import" not in text and "http" not in text and "<script" not in text
+    assert text.count("<style") == 1  # the page's: a figure's would be for all of the page
+
+
+def test_figures_take_the_pages_colours_of_light_and_dark_and_are_the_same_each_time(full, tmp_path):
+    page = full[0]
+    for name in charts(page):
+        shown = svg(page, name)
+        assert "var(--ink)" in shown and "var(--muted)" in shown
+        assert not re.search("#1a1a1a|#6b6b6b|#d9d9d9", shown)
+        # The first path is the figure's background.
+        assert re.search(r'<path [^>]*style="([^"]*)"', shown)[1] == "fill: none"
+    logs = sorted(page.parents[1].glob("*/run_log.jsonl"))
+    again = report_runs(logs, tmp_path / "again", console=Console(quiet=True), title="A <title>")
+    assert again.read_text() == page.read_text()
 
 
 def test_the_page_says_what_the_terminal_says(full):
@@ -296,6 +384,14 @@ def test_kurtosis_cells_stand_at_their_layer_and_step(tmp_path):
     assert np.isnan(np.ma.filled(values[0], np.nan)[1])
 
 
+def test_a_long_runs_heat_map_keeps_its_largest_value(tmp_path):
+    logged = lambda step: {"kurtosis_token/residual/layer_000": 900.0 if step == 1234 else 3.0}  # noqa: E731
+    path = write_log(tmp_path / "run_log.jsonl", [header("a"), *batches([3.0] * 2000, metrics=logged), END])
+    figure = next(spec for spec in FIGURES if spec.name == "kurtosis").draw(compare(read_runs([path])))
+    cells = figure.axes[0].images[0].get_array()
+    assert cells.shape == (1, 400) and cells.max() == 900.0 and np.argmax(cells) == 1233 // 5
+
+
 def browser():
     names = ("chromium", "chromium-browser", "google-chrome", "chrome", "chrome-headless-shell")
     return next((path for name in names if (path := shutil.which(name))), None)
@@ -335,25 +431,27 @@ MEASURED = """<script>
 const frame = width => { const made = document.createElement("iframe"); made.width = width; made.height = 3000; made.src = PAGE;
                          document.body.append(made); return made.contentWindow; };
 const frames = [390, 640].map(frame), box = element => element.getBoundingClientRect();
+const over = (a, b) => Math.min(a.right, b.right) - Math.max(a.left, b.left) > 1 && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 3;
 setTimeout(() => { document.title = JSON.stringify(frames.map(view => ({
     wide: view.document.documentElement.scrollWidth - view.innerWidth,
     charts: [...view.document.querySelectorAll(".chart")].map(div => {
-        const legend = div.querySelector(".legend .bg"), bar = div.querySelector(".modebar"), plot = div.querySelector(".plot, .bglayer");
-        const title = div.querySelector(".annotation-text");
+        const boxes = [...div.querySelectorAll("text")].map(box), svg = box(div.querySelector("svg"));
         return {
-            beyond: box(div.querySelector(".main-svg")).right - box(div).right,
-            bar: legend && bar ? box(legend).top - box(bar).bottom : 0,
-            legend: legend ? Math.min(...[...div.querySelectorAll(".xy .gridlayer, .annotation-text")].map(e => box(e).top)) - box(legend).bottom : 0,
+            name: div.id,
+            texts: boxes.length,
+            beyond: Math.max(...boxes.map(b => Math.max(b.right - svg.right, svg.left - b.left)), svg.right - box(div).right),
+            height: Math.min(...boxes.map(b => Math.min(b.height, b.width ? Infinity : 0))),
+            over: boxes.filter((a, i) => boxes.some((b, k) => k > i && over(a, b))).length,
         };
     }),
-}))); }, 15000);
+}))); }, 8000);
 </script>"""
 
 
 @pytest.mark.full
 @pytest.mark.skipif(browser() is None, reason="no Chromium on this machine")
 def test_twelve_runs_are_legible_on_a_telephone_and_in_a_narrow_window(tmp_path):
-    """The legend of twelve runs touches neither the toolbar nor the plot, and nothing is wider than its place."""
+    """No text covers another, none is cut off or tiny, and nothing is wider than its place."""
     logs = [
         [
             header(f"mpt-7b-{recipe or 'bf16'}-{seed}-of-64gpus", recipe),
@@ -375,4 +473,6 @@ def test_twelve_runs_are_legible_on_a_telephone_and_in_a_narrow_window(tmp_path)
     for window in (narrow, wider):
         assert window["wide"] <= 0 and len(window["charts"]) >= 5
         for chart in window["charts"]:
-            assert chart["beyond"] <= 1 and chart["bar"] >= 0 and chart["legend"] >= 0, window
+            assert (
+                chart["texts"] > 5 and chart["beyond"] <= 1 and chart["over"] == 0 and chart["height"] > 8
+            ), chart
