@@ -13,6 +13,7 @@ from foundry_fp8.layers.backend import Backend
 from foundry_fp8.layers.delayed_scaling import DelayedScalingState, ModuleScales
 from foundry_fp8.layers.linear import OPERANDS, FP8Linear
 from foundry_fp8.layers.model_state import ModelState
+from foundry_fp8.layers.resumed import watch_first_step
 from foundry_fp8.numerics.recipes import DelayedScaling, Recipe
 
 __all__ = ["FP8State"]
@@ -29,6 +30,9 @@ class FP8State(ModelState):
         modules: Its converted linears by name.
         recipe: What they were converted to.
         backend: Who runs them.
+
+    Attributes:
+        answered: Whether a checkpoint's state was loaded, or is known to be missing.
     """
 
     NAME = "FP8 state"
@@ -39,6 +43,7 @@ class FP8State(ModelState):
         self.modules = dict(modules)
         self.recipe = recipe
         self.backend = backend
+        self.answered = False
         self._scales: ModuleScales | None = None
         if isinstance(recipe, DelayedScaling):
             fp8_max = {operand: recipe.format(operand).max for operand in OPERANDS}
@@ -46,6 +51,7 @@ class FP8State(ModelState):
             for name, module in self.modules.items():
                 module.slots = self._scales.slots(name)
             self._scales.attach(model)
+            watch_first_step(model, self)
         self._contexts = ExitStack()
         self.leave_on(model)
         model.register_forward_pre_hook(self._before_forward)
@@ -102,5 +108,6 @@ class FP8State(ModelState):
             RuntimeError: The state is of another recipe or another model, or damaged; nothing is changed then.
         """
         self.check_header(state)
+        self.answered = True
         if self._scales is not None:
             self._scales.load_state_dict(state["modules"])

@@ -197,6 +197,8 @@ class FP8(Algorithm):
                 log.warning(
                     "%s: the checkpoint is of a run with enabled: false, so FP8's state starts afresh.", KEY
                 )
+                if self._fp8_state is not None:
+                    self._fp8_state.answered = True
             return
         assert self._fp8_state is not None, "Composer loads algorithms after Event.INIT"
         self._fp8_state.load_state_dict(state)
