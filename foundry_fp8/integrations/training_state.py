@@ -47,8 +47,8 @@ class TrainingState:
     def state_dict(self) -> dict[str, Any]:
         """Tensors of fixed shape, numbers, strings and mappings: loads with ``weights_only=True``.
 
-        Every rank calls it, where a checkpoint is taken: delayed scaling finishes its pass (a collective), and compressed
-        communication forgets its error feedback, as a run that resumes here does.
+        Every rank calls it, where a checkpoint is taken: delayed scaling finishes its pass, and compressed communication forgets
+        its error feedback, as a run that resumes here does.
 
         Returns:
             ``{"state": (parts,)}``. One value in a tuple, which ``torch.distributed.checkpoint`` writes and reads whole: a checkpoint
@@ -56,12 +56,19 @@ class TrainingState:
         """
         for compression in self._compressions():
             compression.forget()
-        found: dict[str, Any] = {}
-        for name, part in self._parts().items():
+        self.finish_pass()
+        return self.collected()
+
+    def finish_pass(self) -> None:
+        """Finish the running pass of delayed scaling: a collective. Twice is as good as once."""
+        for part in self._parts().values():
             if isinstance(part, FP8State | FP8AttentionState):
                 part.update()
-            found[name] = part.state_dict()
-        return {"state": ({**found, "plan": plan_of(self.model)},)}
+
+    def collected(self) -> dict[str, Any]:
+        """:meth:`state_dict` without what every rank does: for the one that writes, after :meth:`finish_pass` on all."""
+        parts = {name: part.state_dict() for name, part in self._parts().items()}
+        return {"state": ({**parts, "plan": plan_of(self.model)},)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what :meth:`state_dict` gave. What the checkpoint lacks starts afresh, with a warning that names it.

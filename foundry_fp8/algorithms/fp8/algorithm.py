@@ -11,7 +11,6 @@ from composer.core import Algorithm, Event, Precision, State
 from composer.loggers import Logger
 from composer.utils import dist
 
-from foundry_fp8.algorithms.fp8.announcement import announcement, notices
 from foundry_fp8.callbacks.run_log import ensure_run_log
 from foundry_fp8.compat.compiled_model import is_compiled
 from foundry_fp8.compat.composer_device import device_of
@@ -19,6 +18,7 @@ from foundry_fp8.config import ConfigError, from_mapping
 from foundry_fp8.layers.state import FP8State
 from foundry_fp8.layers.unit_linear import choose_gradient_scale
 from foundry_fp8.numerics.recipes import UnitScaling
+from foundry_fp8.surgery.announcement import announcement, notices
 from foundry_fp8.surgery.apply import KEY, FP8Config, apply_fp8
 from foundry_fp8.surgery.attention import FP8AttentionState
 from foundry_fp8.surgery.first_batch import ForwardTrace, as_run
