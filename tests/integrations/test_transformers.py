@@ -114,6 +114,32 @@ def test_lora_trains_on_a_base_in_fp8():
     )
 
 
+def test_trls_sft_trains_adapters_and_resumes(monkeypatch):
+    trl = pytest.importorskip("trl", reason="TRL is in neither stack: its releases need a later transformers")
+    import datasets
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(64)}, unk_token="w0"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1", pad_token="w2")
+    ids = torch.randint(3, 64, (16, 16), generator=torch.Generator().manual_seed(1)).tolist()
+
+    def run(folder, resume=None):
+        arguments = trl.SFTConfig(
+            output_dir=folder, max_steps=6, per_device_train_batch_size=2, save_steps=4, logging_steps=1, report_to="none",
+            use_cpu=True, disable_tqdm=True, bf16=False, learning_rate=1e-2,
+        )  # fmt: skip
+        trainer = trl.SFTTrainer(
+            model=build_llama(), args=arguments, train_dataset=datasets.Dataset.from_list([{"input_ids": row} for row in ids]),
+            processing_class=tokenizer, callbacks=[callback(guard={"interval": 2, "gradient_limit": 0.05, "finer": False})],
+            peft_config=peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"]),
+        )  # fmt: skip
+        trainer.train(resume_from_checkpoint=resume)
+        return dict(trainer.model.state_dict())
+
+    assert same(run("whole"), run("resumed", "whole/checkpoint-4"))
+
+
 def test_a_guard_that_stops_ends_the_run_and_its_words_are_in_the_log_history():
     fp8 = callback(guard={"interval": 2, "gradient_limit": 1e-6, "actions": ["stop"]})
     trainer = trainer_of([fp8], steps=6)
