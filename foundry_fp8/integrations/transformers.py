@@ -16,6 +16,7 @@ from transformers.trainer_callback import ExportableState
 
 from foundry_fp8.compat.compiled_model import is_compiled
 from foundry_fp8.config import ConfigError, from_mapping
+from foundry_fp8.integrations.monitors import Monitors
 from foundry_fp8.integrations.refusals import KEY, refuse
 from foundry_fp8.integrations.training_state import TrainingState
 from foundry_fp8.layers.state import FP8State
@@ -44,6 +45,9 @@ class FP8Callback(TrainerCallback, ExportableState):
 
     Args:
         guard: Options of :class:`~foundry_fp8.DivergenceGuard`; ``None`` for no guard.
+        monitors: Options of what is measured, by name: ``{"mfu": {}, "kurtosis": {"interval": 50}, "health": {}}``
+            (:class:`~foundry_fp8.observe.flops.mfu.MFUMeter`, :class:`~foundry_fp8.observe.kurtosis_meter.KurtosisMeter`,
+            :class:`~foundry_fp8.observe.health_meter.HealthMeter`). One that fails is off for the rest of the run, with a logged error.
         **options: The fields of :class:`~foundry_fp8.surgery.apply.FP8Config` (``recipe``, ``exclude``, ...).
 
     Attributes:
@@ -54,12 +58,19 @@ class FP8Callback(TrainerCallback, ExportableState):
         ConfigError: Options that are not valid; when the trainer is made, what cannot run together.
     """
 
-    def __init__(self, *, guard: Mapping[str, Any] | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        guard: Mapping[str, Any] | None = None,
+        monitors: Mapping[str, Mapping[str, Any]] | None = None,
+        **options: Any,
+    ) -> None:
         self.options = options
         self.config = from_mapping(FP8Config, options, KEY)
         self.guard_options = None if guard is None else dict(guard)
         if guard is not None:
             from_mapping(GuardConfig, dict(guard), f"{KEY}.guard")
+        self.monitors = Monitors(monitors or {})
         self.report: SurgeryReport | None = None
         self.guard: DivergenceGuard | None = None
         self.saved: str | None = None
@@ -108,6 +119,8 @@ class FP8Callback(TrainerCallback, ExportableState):
             self._follow(model)
         if self.guard_options is not None:
             self.guard = DivergenceGuard(model, _own_loss, **self.guard_options)
+        precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
+        self.monitors.start(model, device=args.device, high_precision=precision)
         self._microbatches = args.gradient_accumulation_steps
         self._state = TrainingState(model, self.guard)
         if state.global_step > 0:
@@ -123,6 +136,7 @@ class FP8Callback(TrainerCallback, ExportableState):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Keep this step's first microbatch if the guard measures after it; watch what the first step runs."""
+        self.monitors.begin(state.global_step)
         if self.guard is not None:
             self.guard.batch = state.global_step + 1
             self._wanted = self.guard.due()
@@ -140,6 +154,7 @@ class FP8Callback(TrainerCallback, ExportableState):
         if self._state is None:
             return
         self._state.finish_pass()
+        self._pending |= self.monitors.end(state.global_step)
         if self._trace is not None and self.report is not None:
             self._trace.disarm()
             self.report, warnings = as_run(self.report, self._trace)
@@ -178,11 +193,24 @@ class FP8Callback(TrainerCallback, ExportableState):
         logs.update(pending)
         state.log_history[-1].update(pending)
 
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Leave no hook behind."""
+        self.monitors.detach()
+
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """An evaluation is over; what it ran is not training."""
+        self.monitors.after_evaluation()
+
     def state(self) -> dict[str, Any]:
         """What Trainer writes into ``trainer_state.json``: the options, and the training state as text."""
         options = {k: v.to_dict() if hasattr(v, "to_dict") else v for k, v in self.options.items()}
         saved = None if self._state is None else _encoded(self._state.collected())
-        return {"args": {**options, "guard": self.guard_options}, "attributes": {"saved": saved}}
+        asked = {"guard": self.guard_options, "monitors": self.monitors.options}
+        return {"args": {**options, **asked}, "attributes": {"saved": saved}}
 
     # The model's forwards
 
@@ -198,6 +226,7 @@ class FP8Callback(TrainerCallback, ExportableState):
         found = FP8State.of(model)
         if isinstance(ids, Tensor) and found is not None and isinstance(found.recipe, UnitScaling):
             choose_gradient_scale(found.modules.values(), ids.numel() * self._microbatches)
+        self.monitors.see(kwargs)
         if self._wanted:
             self._wanted = False
             self._batch = {name: value for name, value in kwargs.items() if name != "num_items_in_batch"}

@@ -12,13 +12,14 @@ import peft
 import pytest
 import torch
 from torch import nn
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from foundry_fp8.config import ConfigError
 from foundry_fp8.integrations import refusals
 from foundry_fp8.integrations.transformers import FP8Callback
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.layers.state import FP8State
+from foundry_fp8.observe.flops import gemms_of
 from tests.callbacks.conftest import build_llama
 from tests.integrations.test_training_state import same
 from tests.multiprocess import launch
@@ -65,7 +66,10 @@ def trainer_of(callbacks, model=None, *, steps=3, **options):
         warnings.simplefilter("ignore")
         arguments = TrainingArguments(**settings | options)
         data = [{"input_ids": row, "labels": row} for row in ids]
-        return Trainer(model=model or build_llama(), args=arguments, train_dataset=data, callbacks=callbacks)
+        model = model or build_llama()
+        return Trainer(
+            model=model, args=arguments, train_dataset=data, eval_dataset=data, callbacks=callbacks
+        )
 
 
 def callback(**options):
@@ -100,6 +104,50 @@ def test_trainers_own_options_run_beside_it(options):
     assert torch.isfinite(
         torch.tensor([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
     ).all()
+
+
+def test_monitors_go_into_trainers_log(caplog):
+    peaks = {"fp8": 4e12, "fp32": 1e12, "bf16": 2e12}
+    monitors = {
+        "mfu": {"interval": 2, "peak_flops": peaks},
+        "kurtosis": {"interval": 2},
+        "health": {"interval": 2},
+    }
+    found = {}
+    for evaluate in (False, True):
+        model, asked = build_llama(), {"eval_strategy": "steps", "eval_steps": 1} if evaluate else {}
+        fp8 = callback(recipe="current", monitors=monitors, evaluate="fp8")
+        trainer = trainer_of([fp8], model, steps=4, gradient_accumulation_steps=2, **asked)
+        trainer.train()
+        logged = {entry["step"]: entry for entry in trainer.state.log_history if "loss" in entry}
+        assert {step for step, entry in logged.items() if "mfu/mfu" in entry} == {2, 4}
+        assert logged[4]["kurtosis_token/residual/worst"] > 0 and "fp8/sqnr_db/dy/worst" in logged[2]
+        found[evaluate] = fp8.monitors.running["mfu"].total.model
+    linear = sum(
+        sum(gemm.flops(3 * 2 * 2 * 16).values()) for gemm in gemms_of(model)
+    )  # steps, microbatches, rows, tokens
+    assert sum(found[True].values()) == sum(found[False].values()) > linear
+    assert caplog.text == ""
+
+
+def test_a_monitor_that_fails_is_off_and_training_goes_on(caplog):
+    fp8 = callback(recipe="current", monitors={"kurtosis": {"interval": 1}})
+    trainer = trainer_of([fp8])
+    trainer.add_callback(Breaks(fp8))
+    trainer.train()
+    assert trainer.state.global_step == 3 and fp8.monitors.running == {}
+    assert caplog.text.count("kurtosis failed and is off") == 1
+
+
+class Breaks(TrainerCallback):
+    """Takes away what a monitor needs, once training has begun."""
+
+    def __init__(self, fp8):
+        self.fp8 = fp8
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if "kurtosis" in self.fp8.monitors.running:
+            self.fp8.monitors.running["kurtosis"]._results = None
 
 
 def test_lora_trains_on_a_base_in_fp8():
@@ -201,6 +249,8 @@ def test_what_cannot_run_together_is_refused(arguments, accelerate, wrap, said, 
 def test_bad_options_and_a_callback_that_comes_too_late_are_refused():
     with pytest.raises(ConfigError, match="interval"):
         FP8Callback(guard={"interval": 0})
+    with pytest.raises(ConfigError, match="monitors"):
+        FP8Callback(monitors={"mfuu": {}})
     with pytest.raises(ConfigError, match="recipe"):
         FP8Callback(recipe="delayedd")
     trainer = trainer_of([])
