@@ -89,12 +89,12 @@ class FP8Callback(TrainerCallback, ExportableState):
     ) -> None:
         """Convert the model."""
         model: nn.Module = kwargs["model"]
+        self._follow(model)
         if not self.config.enabled:
             return
         refuse(args, model, self.config, guarded=self.guard_options is not None)
         self.report = apply_fp8(model, device=args.device, **self.options)
         send_frozen(model)
-        self._follow(model)
         self._trace = ForwardTrace(model)
         precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
         if self.config.announce and args.process_index == 0:
@@ -108,20 +108,20 @@ class FP8Callback(TrainerCallback, ExportableState):
     ) -> None:
         """Make the guard, and go on with the checkpoint's state."""
         model: nn.Module = kwargs["model"]
-        if not self.config.enabled:
-            return
-        if FP8State.of(model) is None:
+        if self._model is None and FP8State.of(model) is not None:
+            self._follow(model)  # made by Trainer, of a checkpoint (restore_callback_states_from_checkpoint)
+        if self._model is None or (self.config.enabled and FP8State.of(model) is None):
             raise ConfigError(
                 f"{KEY}: the model was not converted when the trainer was made. Pass it in Trainer(callbacks=[...]): "
                 "add_callback comes too late."
             )
-        if self._model is None:  # made by Trainer, of a checkpoint (restore_callback_states_from_checkpoint)
-            self._follow(model)
-        if self.guard_options is not None:
-            self.guard = DivergenceGuard(model, _own_loss, **self.guard_options)
         precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
         self.monitors.start(model, device=args.device, high_precision=precision)
         self._microbatches = args.gradient_accumulation_steps
+        if not self.config.enabled:
+            return
+        if self.guard_options is not None:
+            self.guard = DivergenceGuard(model, _own_loss, **self.guard_options)
         self._state = TrainingState(model, self.guard)
         if state.global_step > 0:
             kept: Any = state.stateful_callbacks  # Trainer makes a mapping of it
@@ -151,9 +151,8 @@ class FP8Callback(TrainerCallback, ExportableState):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Finish the step's pass of delayed scaling, measure and act. Gradients are gone by now."""
-        if self._state is None:
-            return
-        self._state.finish_pass()
+        if self._state is not None:
+            self._state.finish_pass()
         self._pending |= self.monitors.end(state.global_step)
         if self._trace is not None and self.report is not None:
             self._trace.disarm()
