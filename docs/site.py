@@ -16,6 +16,8 @@ CARDS = sorted((ROOT / "foundry_fp8").glob("*/*/README.md"))
 PAGES = {str(card.relative_to(ROOT)): f"cards/{card.parent.name}.md" for card in CARDS}
 """The page of each card, by its path in the repository."""
 MARKER = re.compile(r"<!-- table: (\w+) -->")
+INCLUDED = re.compile(r'^--8<-- "(.+)"$', re.M)
+"""A line that stands for a file of the repository: its code."""
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 
 
@@ -47,7 +49,11 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         relative = posixpath.relpath(own, posixpath.dirname(page.file.src_uri) or ".")
         return f"{image}[{text}]({relative}{'#' + anchor if anchor else ''})"
 
-    return LINK.sub(linked, markdown)
+    return INCLUDED.sub(_code, LINK.sub(linked, markdown))
+
+
+def _code(match: re.Match[str]) -> str:
+    return f"```python\n{(ROOT / match[1]).read_text()}```"
 
 
 def _commands() -> str:

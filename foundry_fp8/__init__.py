@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from foundry_fp8.distributed.compression.apply import apply_compressed_communication
     from foundry_fp8.distributed.hybrid_sharding.apply import hybrid_degrees, hybrid_mesh
     from foundry_fp8.export.apply import export_fp8
+    from foundry_fp8.integrations.training_state import training_state
     from foundry_fp8.layers.state import FP8State
     from foundry_fp8.models.mus.apply import apply_unit_scaling
     from foundry_fp8.numerics.recipes import (
@@ -61,6 +62,7 @@ _HOMES = {
     "norm_linear": "backends.native.fused",
     "plan_memory": "planning.memory.planner",
     "precision_gap": "observe.precision_probe",
+    "training_state": "integrations.training_state",
 }
 
 __all__ = [
@@ -89,6 +91,7 @@ __all__ = [
     "norm_linear",
     "plan_memory",
     "precision_gap",
+    "training_state",
 ]
 
 

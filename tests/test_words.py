@@ -16,7 +16,7 @@ REFUSED = (
 PATTERN = re.compile(rf"(?<![\w.])({REFUSED})(?!\w)", re.IGNORECASE)
 READ = sorted(
     path
-    for folder in ("foundry_fp8", "docs", "tests", "benchmarks", "")
+    for folder in ("foundry_fp8", "docs", "tests", "benchmarks", "examples", "")
     for path in ((ROOT / folder).rglob("*") if folder else ROOT.glob("*"))
     if path.suffix in (".py", ".md", ".yaml") and path != Path(__file__)
 )

@@ -17,7 +17,7 @@ def compare(
     runs: Annotated[
         list[Path],
         typer.Argument(
-            help="Run logs, W&B's offline files, TensorBoard's event files, MLflow stores, CSV files (step, loss, ...), or "
+            help="Run logs, the trainer_state.json of Hugging Face's Trainer, W&B's offline files, TensorBoard's event files, MLflow stores, CSV files (step, loss, ...), or "
             "folders of such."
         ),
     ],

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import datetime
+import pickle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -40,26 +43,22 @@ class _Named(nn.Module):
         self.model = model
 
 
-def read_checkpoint(path: Path) -> TrainedModel:
+def read_checkpoint(path: Path, *, trust: bool = False) -> TrainedModel:
     """Build the model of a whole checkpoint and convert it as ``algorithms.fp8`` had.
-
-    It is loaded as Composer loads it: unpickled, so that it must come from someone you trust.
 
     Args:
         path: A file that Composer's trainer saved.
+        trust: Unpickle what is beside tensors and the few classes of Composer's own checkpoints. It runs code of who made the file.
 
     Raises:
-        ConfigError: Sharded, not of Composer, of no Hugging Face model, not trained in FP8, of an unknown architecture.
+        ConfigError: Holds other classes and ``trust`` is not given, sharded, not of Composer, of no Hugging Face model, not trained in FP8, of an unknown architecture.
     """
     if path.is_dir():
         raise ConfigError(
             f"{path} is a folder. If it is a sharded checkpoint, make it whole first: python -m "
             f"torch.distributed.checkpoint.format_utils dcp_to_torch {path} whole.pt"
         )
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=False, mmap=True)
-    except Exception as error:  # torch and pickle raise what they like
-        raise ConfigError(f"{path} cannot be read as a checkpoint: {error}") from error
+    content = _content(path, trust)
     state = content.get("state") if isinstance(content, dict) else None
     if not isinstance(state, dict) or "model" not in state:
         raise ConfigError(f"{path} is not a checkpoint of Composer's trainer: it has no state of a model.")
@@ -72,6 +71,46 @@ def read_checkpoint(path: Path) -> TrainedModel:
     if precision not in PRECISIONS:
         raise ConfigError(f"{path} was trained in precision {precision}; known are {', '.join(PRECISIONS)}.")
     return TrainedModel(model=_convert(_build(state, path), fp8, state["model"]), dtype=PRECISIONS[precision])
+
+
+def _content(path: Path, trust: bool) -> Any:
+    try:
+        with torch.serialization.safe_globals(_composers_own()):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        if not trust:
+            try:
+                found = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+            except Exception:  # of a file that is no checkpoint at all
+                raise ConfigError(f"{path} cannot be read as a checkpoint: {error}") from error
+            raise ConfigError(
+                f"{path} holds more than tensors and what Composer saves beside them ({found}). Reading it runs code of who made "
+                "it: if you trust them, give --trust."
+            ) from error
+    except Exception as error:  # torch raises what it likes
+        raise ConfigError(f"{path} cannot be read as a checkpoint: {error}") from error
+    try:
+        return torch.load(path, map_location="cpu", weights_only=False, mmap=True)
+    except Exception as error:  # torch and pickle raise what they like
+        raise ConfigError(f"{path} cannot be read as a checkpoint: {error}") from error
+
+
+def _composers_own() -> list[Any]:
+    """What Composer's checkpoints hold beside tensors: NumPy's random state, torch's version, spans of time."""
+    array: Any = np.zeros(1).__reduce__()[0]  # functions of no public name
+    scalar: Any = np.float64(0).__reduce__()[0]
+    own: list[Any] = [
+        torch.torch_version.TorchVersion,
+        datetime.timedelta,
+        np.ndarray,
+        np.dtype,
+        array,
+        scalar,
+    ]
+    own += [
+        (function, f"numpy.core.multiarray.{function.__name__}") for function in (array, scalar)
+    ]  # NumPy 1's
+    return own + [type(np.dtype(name)) for name in ("uint32", "int64", "float64", "float32", "uint8", "bool")]
 
 
 def _build(state: dict[str, Any], path: Path) -> nn.Module:

@@ -23,13 +23,20 @@ def export(
     tokenizer: Annotated[
         Path | None, typer.Option(help="A tokenizer's folder, to copy beside it.", exists=True)
     ] = None,
+    trust: Annotated[
+        bool,
+        typer.Option(
+            "--trust",
+            help="Unpickle a checkpoint that holds other classes than Composer's own: runs its maker's code.",
+        ),
+    ] = False,
 ) -> None:
     """Write the FP8 weights that training multiplied with, and their scales, in compressed-tensors' layout (vLLM serves it)."""
     from foundry_fp8.cli.composer_checkpoint import read_checkpoint
     from foundry_fp8.export.apply import export_fp8
 
     try:
-        found = read_checkpoint(checkpoint)
+        found = read_checkpoint(checkpoint, trust=trust)
         tokens = None
         if tokenizer is not None:
             from transformers import AutoTokenizer

@@ -250,8 +250,8 @@ def _targets(config: Mapping[str, Any], model: Any) -> list[Finding]:
 
 
 def _conversion(config: Mapping[str, Any], model: Any, hardware: Hardware) -> list[Finding]:
-    from foundry_fp8.algorithms.fp8.announcement import announcement, notices
     from foundry_fp8.callbacks.run_log import RunLog
+    from foundry_fp8.surgery.announcement import announcement, notices
     from foundry_fp8.surgery.apply import apply_fp8
 
     options = dict((config.get("algorithms") or {}).get("fp8") or {})

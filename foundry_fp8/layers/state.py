@@ -14,6 +14,7 @@ from foundry_fp8.layers.delayed_scaling import DelayedScalingState, ModuleScales
 from foundry_fp8.layers.linear import OPERANDS, FP8Linear, most_common_recipes
 from foundry_fp8.layers.model_state import ModelState
 from foundry_fp8.layers.recipe_table import MEASURED, choice_of, measured_table, table_of
+from foundry_fp8.layers.resumed import watch_first_step
 from foundry_fp8.numerics.recipes import DelayedScaling, Recipe
 
 __all__ = ["FP8State"]
@@ -34,6 +35,7 @@ class FP8State(ModelState):
     Attributes:
         recipe: What most of them were converted to.
         table: What each was converted to, as a checkpoint holds it; ``None`` where all run the same.
+        answered: Whether a checkpoint's state was loaded, or is known to be missing.
     """
 
     NAME = "FP8 state"
@@ -46,6 +48,7 @@ class FP8State(ModelState):
         self.recipe = recipes[0]
         self.table = measured_table({}) if measured else table_of(self.modules)
         self.backend = backend
+        self.answered = False
         self._scales: ModuleScales | None = None
         delayed = {n: m for n, m in self.modules.items() if isinstance(m.configured_recipe, DelayedScaling)}
         for recipe in recipes:  # a policy has one delayed recipe at most
@@ -55,6 +58,7 @@ class FP8State(ModelState):
                 for name, module in delayed.items():
                     module.slots = self._scales.slots(name)
                 self._scales.attach(model)
+                watch_first_step(model, self)
         self._contexts = ExitStack()
         self.leave_on(model)
         model.register_forward_pre_hook(self._before_forward)
@@ -141,6 +145,7 @@ class FP8State(ModelState):
             choice = choice_of(saved)
             state = {**state, "recipe": self.table}
         self.check_header(state)
+        self.answered = True
         if self._scales is not None:
             self._scales.load_state_dict(state["modules"])
         if choice:

@@ -7,19 +7,24 @@ from pathlib import Path
 
 from foundry_fp8.config import nearest
 from foundry_fp8.report.run import Run
-from foundry_fp8.report.sources import csv_table, mlflow_store, run_log, tensorboard_events, wandb_offline
+from foundry_fp8.report.sources import (
+    csv_table,
+    mlflow_store,
+    run_log,
+    tensorboard_events,
+    trainer_state,
+    wandb_offline,
+)
 
 __all__ = ["Run", "read_run", "read_runs"]
 
-KINDS = (
-    "run_log.jsonl, W&B's *.wandb, TensorBoard's event files, an MLflow store, or a CSV with step and loss"
-)
+KINDS = "run_log.jsonl, W&B's *.wandb, TensorBoard's event files, an MLflow store, Trainer's trainer_state.json, or a CSV with step and loss"
 
 
 def read_runs(paths: Iterable[Path]) -> list[Run]:
     """Read every run at or below the paths.
 
-    A folder with run logs below it is read as those alone, because a tracker's copy would be the same runs again. A run is
+    A folder with run logs below it (or with the checkpoints of Hugging Face's Trainer) is read as those alone, because a tracker's copy would be the same runs again. A run is
     called by its ``run_name``; where that is missing or not unique, by the shortest tail of its folder that is.
 
     Raises:
@@ -72,6 +77,8 @@ def _read(path: Path) -> list[Run]:
         return [wandb_offline.read(path)]
     if path.suffix in (".db", ".sqlite"):
         return mlflow_store.read_all(path)
+    if path.name == trainer_state.FILE_NAME:
+        return [trainer_state.read(path)]
     if ".tfevents." in path.name:
         return [tensorboard_events.read(path.parent)]
     return [run_log.read(path)]
@@ -81,6 +88,9 @@ def _read_folder(folder: Path) -> list[Run]:
     logs = run_log.find(folder)
     if logs:
         return [run_log.read(log) for log in logs]
+    states = trainer_state.find(folder)
+    if states:  # Trainer's own trackers would be the same runs again
+        return [trainer_state.read(state) for state in states]
     found = [wandb_offline.read(file) for file in wandb_offline.find(folder)]
     found += [tensorboard_events.read(where) for where in tensorboard_events.find(folder)]
     found += [run for store in mlflow_store.find(folder) for run in mlflow_store.read_all(store)]

@@ -15,9 +15,9 @@ from torch import nn
 
 import foundry_fp8
 from foundry_fp8.algorithms.fp8 import FP8
-from foundry_fp8.algorithms.fp8.announcement import announcement, notices
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.numerics.recipes import RECIPES
+from foundry_fp8.surgery.announcement import announcement, notices
 from foundry_fp8.surgery.left_out import HEAD, ROUTER
 from foundry_fp8.surgery.report import SurgeryReport, SurgeryRow
 

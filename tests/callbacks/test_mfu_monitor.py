@@ -33,7 +33,7 @@ def fp8(**options):
 
 
 def per_batch(watch, batches: int):
-    total = watch._total
+    total = watch.meter.total
     return {k: v / batches for k, v in total.model.items()}, {
         k: v / batches for k, v in total.recomputed.items()
     }

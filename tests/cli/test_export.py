@@ -1,5 +1,9 @@
 """``foundry-fp8 export``: what is no checkpoint to serve is one sentence. Real ones: tests/integration, tests/models/mus."""
 
+import os
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -75,3 +79,27 @@ def test_a_broken_file_is_said_to_be_one(tmp_path):
     path.write_bytes(b"no checkpoint")
     result = CliRunner().invoke(app, ["export", str(path), str(tmp_path / "out")])
     assert result.exit_code == 2 and "cannot be read as a checkpoint" in result.output
+
+
+class Code:
+    """Unpickling it runs what its maker liked."""
+
+    def __reduce__(self):
+        return (os.mkdir, ("ran",))
+
+
+def test_code_in_a_checkpoint_runs_only_for_who_trusts_it(tmp_path):
+    save_checkpoint(tmp_path / "checkpoint.pt")
+    content = torch.load(tmp_path / "checkpoint.pt", weights_only=False)
+    torch.save(
+        {**content, "rng": [np.random.default_rng(0).integers(9, size=3), np.float64(1)]}, tmp_path / "own.pt"
+    )
+    torch.save({**content, "more": Code()}, tmp_path / "foreign.pt")
+
+    def export(name, *more):
+        return CliRunner().invoke(app, ["export", str(tmp_path / name), str(tmp_path / "out"), *more])
+
+    assert export("own.pt").exit_code == 0
+    refused = export("foreign.pt")
+    assert refused.exit_code == 2 and "--trust" in refused.output and not Path("ran").exists()
+    assert export("foreign.pt", "--trust").exit_code == 0 and Path("ran").exists()

@@ -3,6 +3,7 @@
 The quick twin of the slow ones is TensorBoard's: all go through ``sources/tracked.py``.
 """
 
+import json
 import math
 import shutil
 import sys
@@ -168,3 +169,33 @@ def test_a_tracker_run_without_training_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"holds no loss/train/total: it is no training run of Composer"):
         read_runs([tmp_path])
     shutil.rmtree(tmp_path)
+
+
+def test_trainers_state_is_read_from_the_latest_checkpoint(tmp_path):
+    def save(run, step, losses, **more):
+        folder = tmp_path / run / f"checkpoint-{step}"
+        folder.mkdir(parents=True)
+        history = [
+            {"loss": loss, "grad_norm": 1.0, "epoch": 0.1, "step": i + 1} for i, loss in enumerate(losses)
+        ]
+        history += [{"eval_loss": 2.5, "step": step}, {"guard": "batch 1, model: alarm", "step": 1}]
+        state = {"log_history": history, "global_step": step, "max_steps": 4, **more}
+        (folder / "trainer_state.json").write_text(json.dumps(state))
+
+    asked = {"FP8Callback": {"args": {"recipe": {"name": "delayed"}}, "attributes": {}}}
+    save("fp8", 2, [4.0, 3.0], stateful_callbacks=asked)
+    save("fp8", 4, [4.0, 3.0, 2.0, 1.0], stateful_callbacks=asked)
+    save("bf16", 4, [4.0, 3.0, 2.0, float("nan")])
+    bf16, fp8 = read_runs([tmp_path])
+    assert (bf16.name, bf16.recipe, fp8.name, fp8.recipe) == ("bf16", "high precision", "fp8", "delayed")
+    assert fp8.loss.tolist() == [4.0, 3.0, 2.0, 1.0] and fp8.step.tolist() == [1, 2, 3, 4]
+    assert fp8.metrics["grad_norm"].values.tolist() == [1.0] * 4 and fp8.eval_loss() == 2.5
+    assert fp8.status == "finished" and "no time of its steps" in fp8.problems[0]
+    assert math.isnan(bf16.final_loss)
+    assert read_run(tmp_path / "fp8" / "checkpoint-2").status == "unknown"
+    (tmp_path / "trainer_state.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"is no trainer_state.json"):
+        read_run(tmp_path / "trainer_state.json")
+    (tmp_path / "trainer_state.json").write_text('{"log_history": []}')
+    with pytest.raises(ValueError, match="holds no training loss"):
+        read_run(tmp_path / "trainer_state.json")

@@ -12,7 +12,6 @@ from composer.core import Algorithm, Event, Precision, State
 from composer.loggers import Logger
 from composer.utils import dist
 
-from foundry_fp8.algorithms.fp8.announcement import announcement, notices
 from foundry_fp8.callbacks.base import model_of, training_loss
 from foundry_fp8.callbacks.run_log import ensure_run_log
 from foundry_fp8.compat.compiled_model import is_compiled
@@ -23,6 +22,7 @@ from foundry_fp8.layers.unit_linear import choose_gradient_scale
 from foundry_fp8.numerics.recipes import UnitScaling
 from foundry_fp8.observe.guard.rows import first_rows
 from foundry_fp8.observe.measured_policy import COLUMNS, measure_policy
+from foundry_fp8.surgery.announcement import announcement, notices
 from foundry_fp8.surgery.apply import KEY, FP8Config, apply_fp8
 from foundry_fp8.surgery.attention import FP8AttentionState
 from foundry_fp8.surgery.first_batch import ForwardTrace, as_run
@@ -233,6 +233,8 @@ class FP8(Algorithm):
                 log.warning(
                     "%s: the checkpoint is of a run with enabled: false, so FP8's state starts afresh.", KEY
                 )
+                if self._fp8_state is not None:
+                    self._fp8_state.answered = True
             return
         assert self._fp8_state is not None, "Composer loads algorithms after Event.INIT"
         awaited = self._fp8_state.awaits_choice

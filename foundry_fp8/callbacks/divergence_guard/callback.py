@@ -73,14 +73,7 @@ class DivergenceGuard(Monitor):
         if any(event.action == "stop" for event in found):
             state.stop_training()
         if guard.gap is not None:
-            metrics = {
-                "fp8_error/loss_gap": guard.gap.loss_gap,
-                "fp8_error/gradient/worst": guard.gap.worst[1],
-                "guard/demoted_layers": float(len(guard.demoted)),
-                "guard/alarms": float(sum(event["action"] == "alarm" for event in guard.events)),
-            }
-            errors = guard.gap.block_error.items()
-            self.log(logger, metrics, {f"fp8_error/gradient/{block}": error for block, error in errors})
+            self.log(logger, *guard.metrics())
         if found:  # all of them each time: a reader of the log uses the last table of a name
             rows = [[str(event[column]) for column in COLUMNS] for event in guard.events]
             logger.log_table(list(COLUMNS), rows, "guard_events", state.timestamp.batch.value)

@@ -3,52 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
-import math
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
 from typing import Any
 
 from composer.core import State
 from composer.loggers import Logger
 
 from foundry_fp8.callbacks.base import Monitor, model_of
-from foundry_fp8.config import Config, Natural, Positive
-from foundry_fp8.model_structure.blocks import block_index_of, transformer_blocks
-from foundry_fp8.model_structure.names import clean_name
-from foundry_fp8.numerics.recipes import DelayedScaling
-from foundry_fp8.observe.operand_health import ATTENTION, LINEAR, Health, HealthProbe, Operand
+from foundry_fp8.observe.health_meter import HealthConfig, HealthMeter
 
 __all__ = ["FP8Monitor", "FP8MonitorConfig"]
 
-log = logging.getLogger(__name__)
-
-KEY = "callbacks.fp8_monitor"
-
-LOWER_IS_WORSE = ("sqnr_db",)
-FIGURES = tuple(field.name for field in dataclasses.fields(Health))
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FP8MonitorConfig(Config):
+class FP8MonitorConfig(HealthConfig):
     """The YAML under ``callbacks.fp8_monitor``."""
 
-    key = KEY
-
-    interval: Positive = 10
-    """Batches between two measurements. Nothing is measured in the batches between."""
-    worst: Natural = 5
-    """Log every figure of the linears with the lowest SQNR as a table, this many for each operand."""
     details: bool = False
     """Send to every logger what only the run log holds otherwise: means, ages of scales, the worst figure of every transformer block."""
 
 
 class FP8Monitor(Monitor):
-    """Measures what quantisation does to ``x``, ``w`` and ``dy`` of every converted linear, and to ``q``, ``k``, ``v`` and ``do`` of every converted
-    attention, on this rank.
-
-    Works with every backend that calls the linear's probe. Each due batch costs a few passes over each operand, and one
-    copy of the results to the host.
+    """Runs :class:`~foundry_fp8.observe.health_meter.HealthMeter` in a trainer.
 
     Args:
         **options: The fields of :class:`FP8MonitorConfig`.
@@ -58,114 +33,28 @@ class FP8Monitor(Monitor):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(FP8MonitorConfig, options)
-        self._probe: HealthProbe | None = None
-        self._layers: dict[str, int | None] = {}
-        self._due = False
-        self._scales: dict[tuple[str, Operand], tuple[float, int]] = {}
-        """Last scale seen, and the batch in which it was first seen."""
+        self.meter: HealthMeter | None = None
 
     def detach(self) -> None:
         """Stop measuring."""
-        if self._probe is not None:
-            self._probe.detach()
+        if self.meter is not None:
+            self.meter.detach()
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Find the converted linears."""
-        self._probe = HealthProbe(model_of(state), self.guarded, attention=True)
-        blocks = [(clean_name(name), block) for name, block in transformer_blocks(model_of(state))]
-        self._layers = {name: block_index_of(name, blocks) for name in self._probe.modules}
-        if not self._probe.modules:
-            log.warning(
-                "%s: the model has no FP8 linear, so nothing is measured. Is `algorithms.fp8` in the YAML?",
-                KEY,
-            )
+        options = {name: value for name, value in self.options.items() if name != "details"}
+        self.meter = HealthMeter(model_of(state), guarded=self.guarded, **options)
 
     def batch_start(self, state: State, logger: Logger) -> None:
-        """Attach if this batch is due."""
-        self._due = (state.timestamp.batch.value + 1) % self.config.interval == 0
-        if self._due and self._probe is not None:
-            self._probe.attach()
+        """Measure if this batch is due."""
+        if self.meter is not None:
+            self.meter.begin(state.timestamp.batch.value)
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        """Detach and log."""
-        if not self._due or self._probe is None:
-            return
-        self._due = False
-        self._probe.detach()
-        found = self._probe.collect()
-        if found:
-            self.log(logger, *self._metrics(found, state.timestamp.batch.value))
+        """Log what was measured."""
+        batch = state.timestamp.batch.value
+        found = None if self.meter is None else self.meter.end(batch)
+        if found is not None:
+            self.log(logger, found.metrics, found.details)
             if self.config.worst:
-                rows = self._worst_rows(found)
-                logger.log_table(
-                    ["operand", "linear", *FIGURES], rows, "fp8_worst", state.timestamp.batch.value
-                )
-
-    def _metrics(
-        self, found: Mapping[tuple[str, Operand], Health], batch: int
-    ) -> tuple[dict[str, float], dict[str, float]]:
-        metrics: dict[str, float] = {}
-        details: dict[str, float] = {}
-        for operand in (*LINEAR, *ATTENTION):
-            of_operand = {name: health for (name, op), health in found.items() if op == operand}
-            if not of_operand:
-                continue
-            for stat in ("saturated", "flushed", "sqnr_db"):
-                values = {name: getattr(health, stat) for name, health in of_operand.items()}
-                # Attention's go where linears' do not crowd them out of what every logger takes.
-                of_logger = metrics if operand in LINEAR else details
-                of_logger[f"fp8/{stat}/{operand}/worst"] = _worst(stat, values.values())
-                details[f"fp8/{stat}/{operand}/mean"] = _mean(values.values())
-                details |= self._by_layer(f"fp8/{stat}/{operand}", stat, values)
-            ages = self._ages({(name, operand): health for name, health in of_operand.items()}, batch)
-            if ages:
-                details[f"fp8/scale_age/{operand}/mean"] = _mean(ages)
-                details[f"fp8/scale_age/{operand}/worst"] = max(ages)
-        return metrics, details
-
-    def _worst_rows(self, found: Mapping[tuple[str, Operand], Health]) -> list[list[Any]]:
-        rows: list[list[Any]] = []
-        for operand in (*LINEAR, *ATTENTION):
-            of_operand = {name: health for (name, op), health in found.items() if op == operand}
-            worst = sorted(of_operand, key=lambda n: _rank(of_operand[n].sqnr_db))[: self.config.worst]
-            rows += [[operand, name, *dataclasses.astuple(of_operand[name])] for name in worst]
-        return rows
-
-    def _by_layer(self, prefix: str, stat: str, values: Mapping[str, float]) -> dict[str, float]:
-        layers: dict[int, list[float]] = defaultdict(list)
-        for name, value in values.items():
-            layer = self._layers[name]
-            if layer is not None:
-                layers[layer].append(value)
-        return {f"{prefix}/layer_{layer:03d}": _worst(stat, found) for layer, found in sorted(layers.items())}
-
-    def _ages(self, found: Mapping[tuple[str, Operand], Health], batch: int) -> list[float]:
-        """Batches for which each delayed scale has been seen unchanged (to the monitor's interval)."""
-        assert self._probe is not None
-        ages = []
-        for where, health in found.items():
-            if not isinstance(self._probe.modules[where[0]].recipe, DelayedScaling):
-                continue
-            scale, since = self._scales.get(where, (math.nan, batch))
-            if health.scale != scale:
-                since = batch
-            self._scales[where] = health.scale, since
-            ages.append(float(batch - since))
-        return ages
-
-
-def _rank(value: float) -> float:
-    return -math.inf if math.isnan(value) else value
-
-
-def _worst(stat: str, values: Iterable[float]) -> float:
-    """NaN is worse than anything."""
-    found = list(values)
-    if any(math.isnan(value) for value in found):
-        return math.nan
-    return min(found) if stat in LOWER_IS_WORSE else max(found)
-
-
-def _mean(values: Iterable[float]) -> float:
-    found = list(values)
-    return sum(found) / len(found)
+                logger.log_table(list(found.COLUMNS), found.worst, "fp8_worst", batch)

@@ -107,6 +107,19 @@ class DivergenceGuard:
         worst = max(gap.loss_gap / self.config.loss_limit, gap.worst[1] / self.config.gradient_limit)
         return worst if math.isfinite(gap.loss_gap) else math.inf
 
+    def metrics(self) -> tuple[dict[str, float], dict[str, float]]:
+        """What to log of the measurement on this batch, and its details by block; empty if there was none."""
+        if self.gap is None:
+            return {}, {}
+        metrics = {
+            "fp8_error/loss_gap": self.gap.loss_gap,
+            "fp8_error/gradient/worst": self.gap.worst[1],
+            "guard/demoted_layers": float(len(self.demoted)),
+            "guard/alarms": float(sum(event["action"] == "alarm" for event in self.events)),
+        }
+        errors = self.gap.block_error.items()
+        return metrics, {f"fp8_error/gradient/{block}": error for block, error in errors}
+
     def _decide(self, measure: Measure) -> tuple[list[Event], Recipes]:
         running = self.probe.running()
         gap = self.gap = measure(running)

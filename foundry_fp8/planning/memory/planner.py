@@ -47,7 +47,10 @@ from foundry_fp8.planning.memory.options import BlockOption, options_of
 from foundry_fp8.planning.memory.plan import Measurements, MemoryPlan
 from foundry_fp8.planning.memory.solver import Cost, Frame, predict_peak, solve
 
-__all__ = ["apply_plan", "choose", "device_capacity", "measure", "plan_memory"]
+__all__ = ["apply_plan", "choose", "device_capacity", "measure", "plan_memory", "plan_of"]
+
+PLAN = "_foundry_memory_plan"
+"""What :func:`apply_plan` leaves on a model."""
 
 KEY = "algorithms.activation_checkpointing.budget"
 
@@ -388,4 +391,10 @@ def apply_plan(model: nn.Module, plan: MemoryPlan) -> CheckpointingReport:
     report = wrap_selected(model, plan.selections(), offload=plan.offload)
     if compression := plan.compression_options():
         report = dataclasses.replace(report, compression=apply_activation_compression(model, **compression))
+    setattr(model, PLAN, plan.to_config())
     return report
+
+
+def plan_of(model: nn.Module) -> dict[str, Any] | None:
+    """What :func:`apply_plan` pinned, as the ``algorithms`` of a YAML; ``None`` for a model without a plan."""
+    return next((m.__dict__[PLAN] for m in model.modules() if PLAN in m.__dict__), None)

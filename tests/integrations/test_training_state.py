@@ -1,0 +1,163 @@
+"""``training_state``: a run that is stopped and resumed is the run that was not, and what a checkpoint lacks is named."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+import foundry_fp8
+from foundry_fp8.config import ConfigError
+from foundry_fp8.layers.state import FP8State
+from foundry_fp8.planning.memory import planner
+from tests.callbacks.conftest import build_llama
+from tests.observe.test_precision_probe import loss_of, tokens
+
+STRICT = {"interval": 2, "rows": 2, "gradient_limit": 0.05, "finer": False}
+"""A guard that takes layers out of FP8 in its first measurements."""
+STEPS, SAVED_AFTER = 7, 4
+
+
+class Run:
+    """A plain loop with a guard."""
+
+    def __init__(self, recipe="delayed", guard=True, **options):
+        self.model = build_llama().train()
+        foundry_fp8.apply_fp8(self.model, recipe=recipe, backend="emulated", **options)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.guard = foundry_fp8.DivergenceGuard(self.model, loss_of, **STRICT) if guard else None
+        self.state = foundry_fp8.training_state(self.model, guard=self.guard)
+        self.losses = []
+
+    def train(self, begin, end):
+        for step in range(begin, end):
+            if self.guard is not None:
+                self.guard.before_step(tokens(seed=step))
+            loss = loss_of(self.model, tokens(seed=step))
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.losses.append(loss.item())
+            if self.guard is not None:
+                self.guard.after_step(loss.detach())
+        return self
+
+    def everything(self):
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "fp8": self.state.state_dict(),
+        }
+
+    def load(self, saved, *, fp8=True):
+        self.model.load_state_dict(saved["model"])
+        self.optimizer.load_state_dict(saved["optimizer"])
+        if fp8:
+            self.state.load_state_dict(saved["fp8"])
+        return self
+
+
+def same(ours, theirs):
+    if isinstance(ours, torch.Tensor):
+        return torch.equal(ours, theirs)
+    if isinstance(ours, dict):
+        return ours.keys() == theirs.keys() and all(same(ours[key], theirs[key]) for key in ours)
+    if isinstance(ours, list | tuple):
+        return len(ours) == len(theirs) and all(map(same, ours, theirs))
+    return repr(ours) == repr(theirs)  # NaN too
+
+
+def through_torch_save(state, folder):
+    torch.save(state, folder / "saved.pt")
+    return torch.load(folder / "saved.pt", weights_only=True)
+
+
+def through_distributed_checkpoint(state, folder):
+    """As a Stateful; into a run that holds other values, no guard's events among them."""
+    dcp.save(state, checkpoint_id=folder)
+    fresh = Run().train(0, 1).everything()
+    dcp.load(fresh, checkpoint_id=folder)
+    return fresh
+
+
+@pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated"
+)  # torch's own code
+@pytest.mark.parametrize("through", [through_torch_save, through_distributed_checkpoint])
+def test_a_resumed_run_is_the_run_that_was_not_stopped(through, tmp_path, caplog):
+    whole = Run().train(0, STEPS)
+    first = Run().train(0, SAVED_AFTER)
+    assert first.guard.demoted and FP8State.of(first.model).delayed.amax_history.any()
+    resumed = Run().load(through(first.everything(), tmp_path)).train(SAVED_AFTER, STEPS)
+    assert resumed.losses == whole.losses[SAVED_AFTER:]
+    assert same(resumed.everything(), whole.everything())
+    assert "no FP8 state was loaded" not in caplog.text
+
+
+def test_without_the_state_it_is_another_run_and_says_so_once(tmp_path, caplog):
+    whole = Run(guard=False).train(0, STEPS)
+    assert caplog.text == ""
+    saved = through_torch_save(Run(guard=False).train(0, SAVED_AFTER).everything(), tmp_path)
+    resumed = Run(guard=False).load(saved, fp8=False).train(SAVED_AFTER, STEPS)
+    assert resumed.losses != whole.losses[SAVED_AFTER:]
+    assert caplog.text.count("no FP8 state was loaded") == 1
+
+
+def test_a_recipe_without_state_and_a_first_step_on_zeros_warn_of_nothing(tmp_path, caplog):
+    saved = through_torch_save(Run("current", guard=False).train(0, 2).everything(), tmp_path)
+    Run("current", guard=False).load(saved, fp8=False).train(2, 3)
+    fresh = Run(guard=False)
+    fresh.optimizer.step()  # as torch.distributed.checkpoint makes an optimizer's states: before any forward
+    fresh.load(through_torch_save(Run(guard=False).train(0, 2).everything(), tmp_path)).train(2, 3)
+    assert caplog.text == ""
+
+
+def test_an_optimizer_of_another_model_is_not_looked_at(caplog):
+    other = torch.optim.SGD([nn.Parameter(torch.zeros(1))], momentum=0.9)
+    other.param_groups[0]["params"][0].grad = torch.ones(1)
+    run = Run(guard=False).train(0, 1)
+    other.step()
+    other.step()
+    run.train(1, 2)
+    assert caplog.text == ""
+
+
+def test_another_recipe_and_a_foreign_state_are_refused(tmp_path):
+    saved = Run(guard=False).train(0, 1).everything()
+    with pytest.raises(RuntimeError, match=r"made by the recipe .*delayed.*this run uses .*current"):
+        Run("current", guard=False).load(saved)
+    with pytest.raises(RuntimeError, match=r"no state of foundry_fp8.training_state"):
+        Run().state.load_state_dict({"fp8": {}})
+    with pytest.raises(ConfigError, match="not converted"):
+        foundry_fp8.training_state(build_llama())
+
+
+@pytest.mark.parametrize(
+    ("saved", "here", "said"),
+    [(False, True, "the guard: its counters"), (True, False, "this run has no guard")],
+)
+def test_a_guard_on_one_side_alone_is_named(saved, here, said, caplog):
+    state = Run(guard=saved).train(0, 1).everything()
+    Run(guard=here).load(state).train(1, 2)
+    assert caplog.text.count(said) == 1
+
+
+def test_attention_and_the_memory_plan_are_part_of_it(caplog):
+    def run():
+        model = build_llama().train()
+        foundry_fp8.apply_fp8(model, recipe="delayed", backend="emulated", attention=True)
+        setattr(model, planner.PLAN, {"activation_compression": {"targets": {"model.layers.0": "exact"}}})
+        loss_of(model, tokens()).backward()
+        return foundry_fp8.training_state(model)
+
+    state = run().state_dict()
+    parts = state["state"][0]
+    assert parts["attention"]["modules"]
+    second = run()
+    second.load_state_dict(state)
+    assert same(second.state_dict(), state)
+    assert caplog.text == ""
+    parts["plan"] = None
+    second.load_state_dict(state)
+    assert "The checkpoint's memory plan is None" in caplog.text

@@ -1,0 +1,86 @@
+"""A run of Hugging Face's Trainer: ``run_trainer.py FOLDER NAME WRAP PRECISION [kill STEP | resume STEP]``; rank 0 writes what it ended with."""
+
+import os
+import signal
+import sys
+import warnings
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import DistributedType
+from torch.distributed.tensor import DTensor
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from foundry_fp8.integrations.transformers import FP8Callback
+from tests.callbacks.conftest import build_llama
+
+warnings.simplefilter("ignore")  # of Trainer, Accelerate and torch, to their users
+GUARD = {"interval": 2, "rows": 2, "gradient_limit": 0.05, "finer": False}
+STEPS = 7
+FSDP = {"fsdp": "full_shard auto_wrap", "fsdp_config": {"transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}}
+
+
+class KillAfter(TrainerCallback):
+    """The machine goes away in the middle of a step."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def shard_on_cpu():
+    """Let Accelerate shard over ranks on a CPU, as it does over those on GPUs."""
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+
+def dataset():
+    ids = torch.randint(0, 64, (64, 16), generator=torch.Generator().manual_seed(1))
+    return [{"input_ids": row, "labels": row} for row in ids]
+
+
+def trainer_of(folder, wrap, precision, callbacks, **options):
+    sharded = {}
+    if wrap.startswith("fsdp"):
+        sharded = FSDP
+        os.environ |= {"FSDP_VERSION": wrap[-1], "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}
+    # Accelerate 1.8 loads no sharded state of a fresh optimizer under FSDP2, and Trainer 4.51 none at all on several CPU ranks.
+    optimizer = "adamw_torch" if wrap == "none" else "sgd"
+    arguments = TrainingArguments(
+        output_dir=folder, max_steps=STEPS, per_device_train_batch_size=2, gradient_accumulation_steps=2, save_steps=4,
+        logging_steps=1, learning_rate=3e-2, report_to="none", use_cpu=True, disable_tqdm=True, bf16=precision == "bf16",
+        ddp_find_unused_parameters=False, optim=optimizer, **sharded, **options,
+    )  # fmt: skip
+    assert arguments.device.type == "cpu"
+    if sharded:
+        shard_on_cpu()
+    return Trainer(model=build_llama(), args=arguments, train_dataset=dataset(), callbacks=callbacks)
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def main():
+    folder, name, wrap, precision, *then = sys.argv[1:]
+    if os.environ["WORLD_SIZE"] == "1":  # Accelerate takes a group of one for several
+        for variable in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+            os.environ.pop(variable)
+    fp8 = FP8Callback(recipe="delayed", backend="emulated", guard=GUARD, announce=False)
+    kill = [KillAfter(int(then[1]))] if then[:1] == ["kill"] else []
+    trainer = trainer_of(folder, wrap, precision, [fp8, *kill])
+    resume = f"{folder}/checkpoint-{then[1]}" if then[:1] == ["resume"] else None
+    trainer.train(resume_from_checkpoint=resume)
+    weights = {n: whole(p).detach().clone() for n, p in trainer.model.named_parameters()}
+    if int(os.environ.get("RANK", 0)) == 0:
+        state = fp8._state.collected()
+        losses = [entry for entry in trainer.state.log_history if "loss" in entry or "guard" in entry]
+        torch.save(
+            {"weights": weights, "state": state, "losses": losses, "demoted": fp8.guard.demoted},
+            f"{folder}/{name}.pt",
+        )
+
+
+main()
