@@ -8,7 +8,7 @@ import torch
 import foundry_fp8
 from foundry_fp8.config import ConfigError
 from foundry_fp8.layers.state import FP8State
-from foundry_fp8.observe.measured_policy import measure_policy
+from foundry_fp8.observe.measured_policy import _Search, measure_policy
 from foundry_fp8.observe.precision_probe import precision_gap
 from tests.surgery.test_policy import Model
 
@@ -148,3 +148,25 @@ def test_layers_that_do_not_run_delayed_pay_nothing_for_it():
     state.update()
     assert torch.equal(state.delayed.scale, before) and not state.delayed.amax_history.any()
     assert all(module.slots is None for module in state.modules.values())
+
+
+@pytest.mark.parametrize(
+    ("limit", "sizes", "expected"),
+    [
+        (0.2, (1, 1), {"a": 1, "b": 0}),  # a's next recipe is enough
+        (0.08, (1, 1), {"a": 2, "b": 0}),  # it is not
+        (0.05, (1, 1), {"a": 2, "b": 1}),
+        (0.3, (100, 1), {"a": 0, "b": 2}),  # b costs as much and is a hundredth of the FLOPs
+    ],
+)
+def test_the_search_slows_down_what_costs_most_for_the_flops_that_it_saves(limit, sizes, expected):
+    recipes = [foundry_fp8.CurrentScaling(), foundry_fp8.BlockScaling(), None]
+    search = _Search({"a": recipes, "b": recipes}, dict(zip("ab", sizes, strict=True)), limit)
+    b = (0.3, 0.25) if sizes[0] > 1 else (0.06, 0.03)
+    alone = {("a", 0): 0.29, ("a", 1): 0.1, ("b", 0): b[0], ("b", 1): b[1]}
+    search.errors = {place: {"layer_000": error} for place, error in alone.items()}
+
+    def measured(pick):
+        return sum(alone.get(place, 0.0) ** 2 for place in pick.items()) ** 0.5
+
+    assert search.run(measured) < limit and search.pick == expected

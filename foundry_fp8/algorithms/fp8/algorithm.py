@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import logging
 import sys
@@ -113,14 +114,16 @@ class FP8(Algorithm):
         self._fp8_state = FP8State.of(state.model)
         assert self._fp8_state is not None
         self._attention_state = FP8AttentionState.of(state.model)
-        if self._fp8_state.awaits_choice:
+        log.info("%s\n%s\n%s", self.report.chosen, self.report.summary(), self.report.table())
+        found = self.report.to_dict()
+        self._say(self._announcement(self.report, state, str(run_log.path_of(state.run_name))))
+        if isinstance(self.config.recipe, Measured):
+            found["recipe"] = dataclasses.asdict(self.config.recipe)
             self._fp8_state.reconsider()
             self._say(
-                f"FP8: measured: in high precision for {getattr(self.config.recipe, 'warmup', 0)} batches, then by the table"
+                f"  measured: high precision for {self.config.recipe.warmup} batches, then by the table"
             )
-        log.info("%s\n%s\n%s", self.report.chosen, self.report.summary(), self.report.table())
-        logger.log_hyperparameters({"fp8": self.report.to_dict()})
-        self._say(self._announcement(self.report, state, str(run_log.path_of(state.run_name))))
+        logger.log_hyperparameters({"fp8": found})
         self._trace = ForwardTrace(state.model)
 
     def _say(self, text: str) -> None:
@@ -172,7 +175,8 @@ class FP8(Algorithm):
         self.report = self.report.with_choice(choice.recipes, choice.why, self.config.wgrad)
         if not any(choice.recipes.values()):
             log.warning("%s.recipe: measured: %s.", KEY, choice.summary())
-        logger.log_hyperparameters({"fp8": self.report.to_dict()})
+        if self._trace is None:  # otherwise once the batch has shown what runs
+            logger.log_hyperparameters({"fp8_as_run": self.report.to_dict()})
         rows = [list(row) for row in choice.rows()]
         logger.log_table([*COLUMNS], rows, "fp8_policy", state.timestamp.batch.value)
         self._say(f"FP8: measured: {choice.summary()}\n{choice.table()}")
