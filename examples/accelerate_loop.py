@@ -47,7 +47,7 @@ def train(folder, steps):
         optimizer.zero_grad()
         guard.after_step(accelerator.reduce(loss.detach(), "mean"))
     accelerator.save_state(folder)
-    return accelerator.get_state_dict(model), guard
+    return accelerator.get_state_dict(model), guard.state_dict()
 
 
 if __name__ == "__main__":

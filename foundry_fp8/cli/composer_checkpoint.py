@@ -108,7 +108,8 @@ def _composers_own() -> list[Any]:
         scalar,
     ]
     own += [
-        (function, f"numpy.core.multiarray.{function.__name__}") for function in (array, scalar)
+        (array, "numpy.core.multiarray._reconstruct"),
+        (scalar, "numpy.core.multiarray.scalar"),
     ]  # NumPy 1's
     return own + [type(np.dtype(name)) for name in ("uint32", "int64", "float64", "float32", "uint8", "bool")]
 

@@ -30,9 +30,8 @@ def doctor(
     yaml: Annotated[
         Path | None,
         typer.Argument(
-            help="An LLM Foundry training YAML: say what it will do, without starting it.",
+            help="An LLM Foundry training YAML, or the folder of a Hugging Face model: say what it will do, without starting it.",
             exists=True,
-            dir_okay=False,
         ),
     ] = None,
     hardware: Annotated[str, typer.Option(help="What the YAML will run on: h100x8, b200x64, ...")] = "h100x8",

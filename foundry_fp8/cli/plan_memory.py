@@ -27,7 +27,12 @@ __all__ = ["memory", "plan_yaml"]
 
 
 def memory(
-    yaml: Annotated[Path, typer.Argument(help="An LLM Foundry training YAML.", exists=True, dir_okay=False)],
+    yaml: Annotated[
+        Path,
+        typer.Argument(
+            help="An LLM Foundry training YAML, or the folder of a Hugging Face model.", exists=True
+        ),
+    ],
     budget: Annotated[
         str | None, typer.Option(help="20GiB, 0.4 or fit; by default what the YAML's algorithm says.")
     ] = None,

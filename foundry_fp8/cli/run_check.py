@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from foundry_fp8.cli.clashes import clashes_of
 from foundry_fp8.cli.hardware import PER_NODE, Hardware
+from foundry_fp8.cli.hf_folder import FOLDER_MODEL
 from foundry_fp8.cli.yaml_model import build_yaml_model, read_yaml
 from foundry_fp8.config import ConfigError, format_bytes, nearest
 
@@ -292,7 +293,8 @@ def _conversion(config: Mapping[str, Any], model: Any, hardware: Hardware) -> li
     callbacks = [_CLASSES.get(name, name) for name in config.get("callbacks") or {}]
     precision = str(config.get("precision", "amp_bf16"))
     log = RunLog((config.get("loggers") or {}).get("run_log", {}).get("path"))
-    where = str(log.path_of(str(config.get("run_name") or "{run_name}")))
+    of_trainer = config["model"]["name"] == FOLDER_MODEL  # which writes no run log
+    where = None if of_trainer else str(log.path_of(str(config.get("run_name") or "{run_name}")))
     notes = notices(report, precision=precision, device="cuda", callbacks=callbacks)
     head, *lines = announcement(
         report, around=precision.removeprefix("amp_"), log=where, notes=notes

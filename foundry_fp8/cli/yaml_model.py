@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from foundry_fp8.cli.hf_folder import FOLDER_MODEL, build_folder_model, read_folder
 from foundry_fp8.config import Config, ConfigError, Positive, Text, accept, from_mapping
 from foundry_fp8.planning.model_shapes import MODEL_SHAPES
 
@@ -38,11 +39,13 @@ class _Tokenizer(Config):
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The YAML in ``path``, resolved.
+    """The YAML in ``path``, resolved; of a folder, what :func:`~foundry_fp8.cli.hf_folder.read_folder` makes of it.
 
     Raises:
         ConfigError: What planning reads is missing or of the wrong type.
     """
+    if path.is_dir():
+        return read_folder(path)
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
@@ -76,6 +79,8 @@ def build_yaml_model(config: dict[str, Any], init_device: str) -> Any:
     Raises:
         ConfigError: It cannot be built: a hub that is not reached, a key that is wrong.
     """
+    if config["model"]["name"] == FOLDER_MODEL:
+        return build_folder_model(config["model"]["path"], init_device)
     from llmfoundry.utils.builders import build_composer_model, build_tokenizer
     from llmfoundry.utils.registry_utils import import_file
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import ExportableState
 
 from foundry_fp8.compat.compiled_model import is_compiled
@@ -84,9 +84,7 @@ class FP8Callback(TrainerCallback, ExportableState):
 
     # Events of Trainer
 
-    def on_init_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_init_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Convert the model."""
         model: nn.Module = kwargs["model"]
         self._follow(model)
@@ -103,9 +101,7 @@ class FP8Callback(TrainerCallback, ExportableState):
             notes = notices(self.report, precision=amp, device=args.device.type, callbacks=guards)
             print(announcement(self.report, around=precision, notes=notes), file=sys.stderr, flush=True)
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Make the guard, and go on with the checkpoint's state."""
         model: nn.Module = kwargs["model"]
         if self._model is None and FP8State.of(model) is not None:
@@ -132,9 +128,7 @@ class FP8Callback(TrainerCallback, ExportableState):
             else:
                 self._state.load_state_dict(_decoded(saved))
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Keep this step's first microbatch if the guard measures after it; watch what the first step runs."""
         self.monitors.begin(state.global_step)
         if self.guard is not None:
@@ -147,9 +141,7 @@ class FP8Callback(TrainerCallback, ExportableState):
             else:
                 self._trace.arm()
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Finish the step's pass of delayed scaling, measure and act. Gradients are gone by now."""
         if self._state is not None:
             self._state.finish_pass()
@@ -175,16 +167,10 @@ class FP8Callback(TrainerCallback, ExportableState):
         if any(event.action == "stop" for event in found):
             control.should_training_stop = True
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Put what was found into Trainer's own entry, and show its loss to the guard."""
-        if logs is None or "loss" not in logs:
+        logs: dict[str, Any] = kwargs.get("logs") or {}
+        if "loss" not in logs:
             return
         if self.guard is not None:
             self.guard.after_step(float(logs["loss"]))
@@ -192,15 +178,11 @@ class FP8Callback(TrainerCallback, ExportableState):
         logs.update(pending)
         state.log_history[-1].update(pending)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Leave no hook behind."""
         self.monitors.detach()
 
-    def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """An evaluation is over; what it ran is not training."""
         self.monitors.after_evaluation()
 

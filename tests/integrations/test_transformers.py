@@ -12,24 +12,24 @@ import peft
 import pytest
 import torch
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 from foundry_fp8.config import ConfigError
 from foundry_fp8.integrations import refusals
 from foundry_fp8.integrations.transformers import FP8Callback
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.layers.state import FP8State
+from foundry_fp8.observe import kurtosis
 from foundry_fp8.observe.flops import gemms_of
 from tests.callbacks.conftest import build_llama
 from tests.integrations.test_training_state import same
 from tests.multiprocess import launch
 
 IMPORTS = "torch.distributed.fsdp,transformers.trainer,foundry_fp8.integrations.transformers,tests.callbacks.conftest"
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::FutureWarning:(transformers|accelerate)[.]"),
-    pytest.mark.filterwarnings("ignore::UserWarning:(transformers|accelerate|torch)[.]"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning:(transformers|accelerate)[.]"),
-]
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::FutureWarning:(transformers|accelerate)[.]",
+    "ignore::UserWarning:(transformers|accelerate|torch)[.]",
+)
 
 
 @pytest.mark.multiprocess
@@ -38,7 +38,7 @@ pytestmark = [
 )
 def test_a_killed_run_resumes_bit_for_bit_with_the_guard_having_acted(world, wrap, precision, tmp_path):
     def run(folder, *then, check=True):
-        arguments = (tmp_path / folder, "end", wrap, precision, *then)
+        arguments = (tmp_path / folder, wrap, precision, *then)
         return launch.run("run_trainer.py", world, *arguments, imports=IMPORTS, check=check, timeout=600)
 
     run("whole")
@@ -56,16 +56,19 @@ def _the_environment_as_it_was(monkeypatch):
     monkeypatch.setattr(os, "environ", os.environ.copy())
 
 
-def trainer_of(callbacks, model=None, *, steps=3, **options):
-    ids = torch.randint(0, 64, (16, 16), generator=torch.Generator().manual_seed(1))
-    settings = {
-        "output_dir": "out", "max_steps": steps, "per_device_train_batch_size": 2, "logging_steps": 1, "save_strategy": "no",
-        "report_to": "none", "use_cpu": True, "disable_tqdm": True, "learning_rate": 1e-2,
-    }  # fmt: skip
+SETTINGS = {
+    "output_dir": "out", "max_steps": 3, "per_device_train_batch_size": 2, "logging_steps": 1, "save_strategy": "no",
+    "report_to": "none", "use_cpu": True, "disable_tqdm": True, "learning_rate": 1e-2,
+}  # fmt: skip
+IDS = torch.randint(3, 64, (16, 16), generator=torch.Generator().manual_seed(1))
+SAVING = {"save_strategy": "steps", "save_steps": 2}
+
+
+def trainer_of(callbacks, model=None, **options):
+    data = [{"input_ids": row, "labels": row} for row in IDS]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        arguments = TrainingArguments(**settings | options)
-        data = [{"input_ids": row, "labels": row} for row in ids]
+        arguments = TrainingArguments(**SETTINGS | options)
         model = model or build_llama()
         return Trainer(
             model=model, args=arguments, train_dataset=data, eval_dataset=data, callbacks=callbacks
@@ -79,11 +82,9 @@ def callback(**options):
 def test_the_model_is_converted_before_the_optimizer_and_the_report_is_of_what_ran(capsys):
     fp8 = callback(announce=True)
     trainer = trainer_of([fp8])
-    assert trainer.optimizer is None and isinstance(trainer.model.model.layers[0].mlp.up_proj, FP8Linear)
-    assert "FP8: 14 of 15 linears" in capsys.readouterr().err
+    assert trainer.optimizer is None and "FP8: 14 of 15 linears" in capsys.readouterr().err
     trainer.train()
-    assert fp8.report.converted_share > 0.5
-    assert FP8State.of(trainer.model).delayed.amax_history.any()
+    assert fp8.report.converted_share > 0.5 and FP8State.of(trainer.model).delayed.amax_history.any()
 
 
 @pytest.mark.parametrize(
@@ -117,7 +118,7 @@ def test_monitors_go_into_trainers_log(caplog):
     for evaluate in (False, True):
         model, asked = build_llama(), {"eval_strategy": "steps", "eval_steps": 1} if evaluate else {}
         fp8 = callback(recipe="current", monitors=monitors, evaluate="fp8")
-        trainer = trainer_of([fp8], model, steps=4, gradient_accumulation_steps=2, **asked)
+        trainer = trainer_of([fp8], model, max_steps=4, gradient_accumulation_steps=2, **asked)
         trainer.train()
         logged = {entry["step"]: entry for entry in trainer.state.log_history if "loss" in entry}
         assert {step for step, entry in logged.items() if "mfu/mfu" in entry} == {2, 4}
@@ -130,24 +131,13 @@ def test_monitors_go_into_trainers_log(caplog):
     assert caplog.text == ""
 
 
-def test_a_monitor_that_fails_is_off_and_training_goes_on(caplog):
+def test_a_monitor_that_fails_is_off_and_training_goes_on(caplog, monkeypatch):
     fp8 = callback(recipe="current", monitors={"kurtosis": {"interval": 1}})
+    monkeypatch.setattr(kurtosis, "row_sums", None)
     trainer = trainer_of([fp8])
-    trainer.add_callback(Breaks(fp8))
     trainer.train()
     assert trainer.state.global_step == 3 and fp8.monitors.running == {}
     assert caplog.text.count("kurtosis failed and is off") == 1
-
-
-class Breaks(TrainerCallback):
-    """Takes away what a monitor needs, once training has begun."""
-
-    def __init__(self, fp8):
-        self.fp8 = fp8
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        if "kurtosis" in self.fp8.monitors.running:
-            self.fp8.monitors.running["kurtosis"]._results = None
 
 
 def test_lora_trains_on_a_base_in_fp8():
@@ -162,7 +152,7 @@ def test_lora_trains_on_a_base_in_fp8():
     )
 
 
-def test_trls_sft_trains_adapters_and_resumes(monkeypatch):
+def test_trls_sft_trains_adapters_and_resumes():
     trl = pytest.importorskip("trl", reason="TRL is in neither stack: its releases need a later transformers")
     import datasets
     from tokenizers import Tokenizer, models
@@ -170,39 +160,35 @@ def test_trls_sft_trains_adapters_and_resumes(monkeypatch):
 
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(64)}, unk_token="w0"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1", pad_token="w2")
-    ids = torch.randint(3, 64, (16, 16), generator=torch.Generator().manual_seed(1)).tolist()
+    data = datasets.Dataset.from_list([{"input_ids": row} for row in IDS.tolist()])
 
     def run(folder, resume=None):
-        arguments = trl.SFTConfig(
-            output_dir=folder, max_steps=6, per_device_train_batch_size=2, save_steps=4, logging_steps=1, report_to="none",
-            use_cpu=True, disable_tqdm=True, bf16=False, learning_rate=1e-2,
-        )  # fmt: skip
-        trainer = trl.SFTTrainer(
-            model=build_llama(), args=arguments, train_dataset=datasets.Dataset.from_list([{"input_ids": row} for row in ids]),
-            processing_class=tokenizer, callbacks=[callback(guard={"interval": 2, "gradient_limit": 0.05, "finer": False})],
-            peft_config=peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"]),
-        )  # fmt: skip
+        arguments = trl.SFTConfig(**SETTINGS | SAVING | {"output_dir": folder, "bf16": False, "max_steps": 4})
+        adapters = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
+        fp8 = callback(guard={"interval": 2, "gradient_limit": 0.05, "finer": False})
+        trainer = trl.SFTTrainer(model=build_llama(), args=arguments, train_dataset=data, processing_class=tokenizer,
+                                 callbacks=[fp8], peft_config=adapters)  # fmt: skip
         trainer.train(resume_from_checkpoint=resume)
         return dict(trainer.model.state_dict())
 
-    assert same(run("whole"), run("resumed", "whole/checkpoint-4"))
+    assert same(run("whole"), run("resumed", "whole/checkpoint-2"))
 
 
 def test_a_guard_that_stops_ends_the_run_and_its_words_are_in_the_log_history():
     fp8 = callback(guard={"interval": 2, "gradient_limit": 1e-6, "actions": ["stop"]})
-    trainer = trainer_of([fp8], steps=6)
+    trainer = trainer_of([fp8], max_steps=6)
     trainer.train()
     assert trainer.state.global_step == 2
     assert any("alarm" in entry.get("guard", "") for entry in trainer.state.log_history)
 
 
 def test_a_checkpoint_without_fp8_state_is_named_and_another_recipe_refused(caplog):
-    trainer_of([], steps=2, save_strategy="steps", save_steps=2).train()
-    resumed = trainer_of([callback(guard={})], steps=3)
+    trainer_of([], max_steps=2, **SAVING).train()
+    resumed = trainer_of([callback(guard={})], max_steps=3)
     resumed.train(resume_from_checkpoint="out/checkpoint-2")
     assert caplog.text.count("The checkpoint has no state of foundry_fp8 for the FP8 state") == 1
     assert "for the guard" in caplog.text and "no FP8 state was loaded" not in caplog.text
-    trainer_of([callback()], steps=2, save_strategy="steps", save_steps=2, output_dir="fp8").train()
+    trainer_of([callback()], max_steps=2, **SAVING, output_dir="fp8").train()
     saved = json.loads(Path("fp8/checkpoint-2/trainer_state.json").read_text())["stateful_callbacks"][
         "FP8Callback"
     ]
@@ -212,38 +198,36 @@ def test_a_checkpoint_without_fp8_state_is_named_and_another_recipe_refused(capl
 
 
 def test_trainer_may_make_the_callback_again_from_a_checkpoint():
-    whole = trainer_of([callback(guard={})], steps=4, save_strategy="steps", save_steps=2)
+    whole = trainer_of([callback(guard={})], max_steps=4, **SAVING)
     whole.train()
-    resumed = trainer_of([callback(guard={})], steps=4, restore_callback_states_from_checkpoint=True)
+    resumed = trainer_of([callback(guard={})], max_steps=4, restore_callback_states_from_checkpoint=True)
     resumed.train(resume_from_checkpoint="out/checkpoint-2")
     assert same(dict(whole.model.state_dict()), dict(resumed.model.state_dict()))
 
 
-ARGUMENTS = {"n_gpu": 1, "fp16": False, "fsdp": []}
-ACCELERATE = {"deepspeed_plugin": None, "mixed_precision": "no"}
-
-
 @pytest.mark.parametrize(
-    ("arguments", "accelerate", "wrap", "said"),
+    ("given", "wrap", "said"),
     [
-        ({}, {}, lambda m: nn.DataParallel(m), "wrapped or compiled already"),
-        ({}, {}, lambda m: torch.compile(m, backend="eager"), "wrapped or compiled already"),
-        ({"n_gpu": 2}, {}, None, "nn.DataParallel over 2 GPUs"),
-        ({}, {"deepspeed_plugin": SimpleNamespace(zero_stage=3)}, None, "ZeRO-3 keeps parameters empty"),
-        ({}, {"deepspeed_plugin": SimpleNamespace(zero_stage=1)}, None, "ZeRO-1 was never tested"),
-        ({}, {"mixed_precision": "fp8"}, None, "mixed_precision: fp8 is on, and both would quantise"),
-        ({"fp16": True}, {}, None, "fp16 scales the loss"),
-        ({"fsdp": ["full_shard"]}, {}, None, "frozen_weights: fp8 does not run under FSDP"),
+        ({}, nn.DataParallel, "wrapped or compiled already"),
+        ({}, torch.compile, "wrapped or compiled already"),
+        ({"n_gpu": 2}, nn.Module.train, "nn.DataParallel over 2 GPUs"),
+        (
+            {"deepspeed_plugin": SimpleNamespace(zero_stage=3)},
+            nn.Module.train,
+            "ZeRO-3 keeps parameters empty",
+        ),
+        ({"deepspeed_plugin": SimpleNamespace(zero_stage=1)}, nn.Module.train, "ZeRO-1 was never tested"),
+        ({"mixed_precision": "fp8"}, nn.Module.train, "both would quantise"),
+        ({"fp16": True}, nn.Module.train, "fp16 scales the loss"),
+        ({"fsdp": ["full_shard"]}, nn.Module.train, "frozen_weights: fp8 does not run under FSDP"),
     ],
 )
-def test_what_cannot_run_together_is_refused(arguments, accelerate, wrap, said, monkeypatch):
-    monkeypatch.setattr(refusals, "AcceleratorState", lambda: SimpleNamespace(**ACCELERATE | accelerate))
-    model = build_llama()
-    config = callback(frozen_weights="fp8").config
+def test_what_cannot_run_together_is_refused(given, wrap, said, monkeypatch):
+    nothing = {"n_gpu": 1, "fp16": False, "fsdp": [], "deepspeed_plugin": None, "mixed_precision": "no"}
+    asked = SimpleNamespace(**nothing | given)
+    monkeypatch.setattr(refusals, "AcceleratorState", lambda: asked)
     with pytest.raises(ConfigError, match=said):
-        refusals.refuse(
-            SimpleNamespace(**ARGUMENTS | arguments), wrap(model) if wrap else model, config, guarded=True
-        )
+        refusals.refuse(asked, wrap(build_llama()), callback(frozen_weights="fp8").config, guarded=True)
 
 
 def test_bad_options_and_a_callback_that_comes_too_late_are_refused():
@@ -257,9 +241,6 @@ def test_bad_options_and_a_callback_that_comes_too_late_are_refused():
     trainer.add_callback(callback())
     with pytest.raises(ConfigError, match="add_callback comes too late"):
         trainer.train()
-
-
-def test_a_model_without_a_loss_of_its_own_cannot_be_guarded():
-    trainer = trainer_of([callback(guard={"interval": 2})], label_smoothing_factor=0.1)
+    unguarded = trainer_of([callback(guard={"interval": 2})], label_smoothing_factor=0.1)
     with pytest.raises(ConfigError, match="the model gives no loss of its own"):
-        trainer.train()
+        unguarded.train()

@@ -1,4 +1,4 @@
-"""A run of Hugging Face's Trainer: ``run_trainer.py FOLDER NAME WRAP PRECISION [kill STEP | resume STEP]``; rank 0 writes what it ended with."""
+"""A run of Hugging Face's Trainer: ``run_trainer.py FOLDER WRAP PRECISION [kill STEP | resume STEP]``; rank 0 writes what it ended with."""
 
 import os
 import signal
@@ -59,12 +59,8 @@ def trainer_of(folder, wrap, precision, callbacks, **options):
     return Trainer(model=build_llama(), args=arguments, train_dataset=dataset(), callbacks=callbacks)
 
 
-def whole(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def main():
-    folder, name, wrap, precision, *then = sys.argv[1:]
+    folder, wrap, precision, *then = sys.argv[1:]
     if os.environ["WORLD_SIZE"] == "1":  # Accelerate takes a group of one for several
         for variable in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
             os.environ.pop(variable)
@@ -73,14 +69,15 @@ def main():
     trainer = trainer_of(folder, wrap, precision, [fp8, *kill])
     resume = f"{folder}/checkpoint-{then[1]}" if then[:1] == ["resume"] else None
     trainer.train(resume_from_checkpoint=resume)
-    weights = {n: whole(p).detach().clone() for n, p in trainer.model.named_parameters()}
+    weights = {
+        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+        for name, p in trainer.model.named_parameters()
+    }
     if int(os.environ.get("RANK", 0)) == 0:
         state = fp8._state.collected()
         losses = [entry for entry in trainer.state.log_history if "loss" in entry or "guard" in entry]
-        torch.save(
-            {"weights": weights, "state": state, "losses": losses, "demoted": fp8.guard.demoted},
-            f"{folder}/{name}.pt",
-        )
+        found = {"weights": weights, "state": state, "losses": losses, "demoted": fp8.guard.demoted}
+        torch.save(found, f"{folder}/end.pt")
 
 
 main()

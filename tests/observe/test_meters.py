@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 import foundry_fp8
-from foundry_fp8.observe.flops import attention_shapes, gemms_of
 from foundry_fp8.observe.flops.mfu import MFUMeter
 from foundry_fp8.observe.health_meter import HealthMeter
 from foundry_fp8.observe.kurtosis_meter import KurtosisMeter
@@ -32,32 +30,8 @@ def test_a_plain_loop_measures_with_three_objects():
     assert [bool(logged) for logged, _, _ in found] == [False, True, True, False]
     assert [bool(metrics) for _, (metrics, _), _ in found] == [False, True, False, True]
     assert [report is not None for _, _, report in found] == [False, True, False, True]
-    pairs = 4 * 16 * 17 / 2
-    linear = sum(sum(gemm.flops(4 * 16).values()) for gemm in gemms_of(model))
-    attention = sum(3 * shape.forward_flops(pairs) for shape in attention_shapes(model))
-    assert found[1][0]["mfu/tflops_per_device"] == pytest.approx((linear + attention) / 0.5 / 1e12)
+    assert found[1][0]["mfu/tokens_per_sec_per_device"] == 128
     assert mfu.rest()["mfu/tokens_per_sec_per_device"] == 128
     assert mfu.rest() == {}
     assert found[3][2].worst and torch.isfinite(torch.tensor(found[3][2].metrics["fp8/sqnr_db/dy/worst"]))
     assert not any(module._forward_hooks for name, module in model.named_modules() if name)
-
-
-def test_an_evaluation_between_pause_and_go_on_does_not_count():
-    model = build_llama().train()
-    foundry_fp8.apply_fp8(model, recipe="current", backend="emulated", evaluate="fp8")
-    totals = []
-    for evaluate in (False, True):
-        mfu = MFUMeter(model, peak_flops=PEAKS)
-        for step in range(3):
-            mfu.begin()
-            loss_of(model, tokens(seed=step)).backward()
-            mfu.step([tokens(seed=step)], 1.0)
-            if evaluate:
-                mfu.pause()
-                with torch.no_grad():
-                    model.eval()(input_ids=tokens())
-                model.train()
-                mfu.go_on()
-        mfu.rest()
-        totals.append(sum(mfu.total.model.values()))
-    assert totals[0] == totals[1] > 0

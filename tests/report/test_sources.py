@@ -193,9 +193,7 @@ def test_trainers_state_is_read_from_the_latest_checkpoint(tmp_path):
     assert fp8.status == "finished" and "no time of its steps" in fp8.problems[0]
     assert math.isnan(bf16.final_loss)
     assert read_run(tmp_path / "fp8" / "checkpoint-2").status == "unknown"
-    (tmp_path / "trainer_state.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"is no trainer_state.json"):
-        read_run(tmp_path / "trainer_state.json")
-    (tmp_path / "trainer_state.json").write_text('{"log_history": []}')
-    with pytest.raises(ValueError, match="holds no training loss"):
-        read_run(tmp_path / "trainer_state.json")
+    for text, said in (("{}", "is no trainer_state.json"), ('{"log_history": []}', "holds no training loss")):
+        (tmp_path / "trainer_state.json").write_text(text)
+        with pytest.raises(ValueError, match=said):
+            read_run(tmp_path / "trainer_state.json")

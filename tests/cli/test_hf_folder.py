@@ -1,0 +1,42 @@
+"""``doctor`` and ``plan memory`` on the folder of a Hugging Face model."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from foundry_fp8.cli.main import app
+from tests.callbacks.conftest import build_llama
+
+
+@pytest.fixture
+def folder(tmp_path):
+    build_llama(max_position_embeddings=32, vocab_size=128).config.save_pretrained(tmp_path / "model")
+    arguments = {"per_device_train_batch_size": 2, "bf16": True, "fsdp": ["full_shard"]}
+    (tmp_path / "model" / "training_args.json").write_text(json.dumps(arguments))
+    return tmp_path / "model"
+
+
+def test_doctor_says_what_would_be_converted_and_memory_is_planned(folder):
+    done = CliRunner().invoke(app, ["doctor", str(folder)])
+    assert done.exit_code == 0 and "14 of 15 linears" in done.output and "run_log" not in done.output
+    assert "over 8 ranks" in done.output
+    done = CliRunner().invoke(app, ["plan", "memory", str(folder), "--budget", "1.0", "--device", "fake"])
+    assert done.exit_code == 0 and "model: 2 x 32 tokens" in done.output and "algorithms:" in done.output
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        ("config.json", None, "has no config.json"),
+        ("config.json", "{", "cannot be read"),
+        ("config.json", '{"model_type": "nonesuch"}', "no causal language model can be built"),
+        ("training_args.json", '{"deepspeed": "zero3.json"}', "deepspeed"),
+    ],
+)
+def test_what_is_no_such_folder_is_one_sentence(folder, file, content, said):
+    (folder / file).unlink()
+    if content is not None:
+        (folder / file).write_text(content)
+    done = CliRunner().invoke(app, ["doctor", str(folder)])
+    assert done.exit_code == 2 and said in done.output
