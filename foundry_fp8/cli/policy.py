@@ -88,4 +88,4 @@ def _measured(yaml: Path, error: float, recipes: str, load: Path | None) -> str:
         kept = ("exclude", "keep_first_blocks", "keep_last_blocks", "wgrad")
         fp8 = {"recipe": rules, **{name: options[name] for name in kept if name in options}}
     pasted = text.safe_dump({"algorithms": {"fp8": fp8}}, sort_keys=False, width=120).rstrip()
-    return f"{choice.table()}{choice.summary()}\n{pasted}"
+    return f"{choice.summary()}\n{pasted}"

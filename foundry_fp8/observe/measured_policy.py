@@ -18,7 +18,7 @@ from foundry_fp8.model_structure.blocks import block_index_of, transformer_stack
 from foundry_fp8.model_structure.names import clean_name
 from foundry_fp8.model_structure.roles import roles_of
 from foundry_fp8.numerics.recipes import FOR_ANY_MODEL, RECIPES, Recipe
-from foundry_fp8.observe.precision_probe import LossOf, PrecisionGap, PrecisionProbe
+from foundry_fp8.observe.precision_probe import LossOf, PrecisionProbe
 from foundry_fp8.surgery.report import as_text
 
 __all__ = ["COLUMNS", "Decision", "MeasuredPolicy", "measure_policy"]
@@ -96,19 +96,17 @@ class MeasuredPolicy:
 
     def rows(self) -> list[tuple[str, str, str, str]]:
         """Unit, recipe, error and what was not taken, in words."""
-        error = {one.unit: "" if math.isnan(one.error) else f"{one.error:.1%}" for one in self.decisions}
-        return [(one.unit, _name(one.recipe), error[one.unit], one.faster) for one in self.decisions]
-
-    def table(self) -> str:
-        """:meth:`rows` for a terminal."""
-        return as_text(COLUMNS, self.rows())
+        return [
+            (one.unit, _name(one.recipe), "" if math.isnan(one.error) else f"{one.error:.1%}", one.faster)
+            for one in self.decisions
+        ]
 
     def summary(self) -> str:
-        """One line."""
+        """:meth:`rows` for a terminal, and a line on the whole."""
         said = f"gradient error {self.total:.1%} in the worst block, limit {self.error:.0%}"
         if not any(self.recipes.values()):
             said = f"every recipe is off by more than {self.error:.0%} in some block; all layers stay in high precision"
-        return f"{said} ({self.passes} passes)"
+        return f"{as_text(COLUMNS, self.rows())}{said} ({self.passes} passes)"
 
 
 def measure_policy(
@@ -152,17 +150,18 @@ def measure_policy(
         measure({name: layer.configured_recipe for name, layer in linears.items()})
     with probe.on(batch) as measure:
 
-        def whole(pick: Mapping[str, int]) -> PrecisionGap:
-            return measure({name: choices[unit_of[name]][pick[unit_of[name]]] for name in linears})
+        def whole(pick: Mapping[str, int]) -> float:
+            gap = measure({name: choices[unit_of[name]][pick[unit_of[name]]] for name in linears})
+            return gap.worst[1] if gap.meaningful else math.inf
 
         search = _Search(choices, sizes, error)
-        total = _worst(whole(search.pick))
+        total = whole(search.pick)
         if not total < error:
             for unit, names in units.items():
                 for place, recipe in enumerate(choices[unit][:-1]):
                     gap = measure(dict.fromkeys(names, recipe))
                     search.errors[unit, place] = {n: _finite(e) for n, e in gap.block_error.items()}
-            total = search.run(lambda pick: _worst(whole(pick)))
+            total = search.run(whole)
     stacks = transformer_stacks(probe.model)
     blocks = [(clean_name(name), block) for name, block in stacks[0]] if len(stacks) == 1 else []
     decisions = [
@@ -236,10 +235,6 @@ def _candidates(layer: FP8Linear, names: Sequence[str], device: torch.device) ->
     made = [own if own is not None and recipe.name == own.name else recipe for recipe in made]
     runs = [r for r in made if (r.name != "delayed" or r == own) and layer.can_run(r, device)]
     return sorted(runs, key=break_even)
-
-
-def _worst(gap: PrecisionGap) -> float:
-    return gap.worst[1] if gap.meaningful else math.inf
 
 
 def _finite(error: float) -> float:

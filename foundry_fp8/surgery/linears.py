@@ -11,10 +11,9 @@ from torch import nn
 
 from foundry_fp8.config import ConfigError
 from foundry_fp8.layers.backend import Backend
-from foundry_fp8.layers.linear import FP8Linear, most_common_recipes
+from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.layers.unit_linear import FP8UnitLinear
 from foundry_fp8.model_structure.wrappers import replace_module
-from foundry_fp8.numerics.recipes import Recipe
 from foundry_fp8.surgery.left_out import left_out, unconvertible
 from foundry_fp8.surgery.other_weights import other_weights
 from foundry_fp8.surgery.policy import Choice, Policy
@@ -45,11 +44,6 @@ class LinearPlan:
     rows: tuple[SurgeryRow, ...]
     converted: Mapping[str, FP8Linear]
     places: Mapping[str, FP8Linear]
-
-    @property
-    def recipes(self) -> tuple[Recipe, ...]:
-        """What the converted modules run, each once, first what most of them do."""
-        return most_common_recipes(self.converted.values())
 
     def carry_out(self, model: nn.Module) -> None:
         """Put the converted modules in their places."""

@@ -74,7 +74,7 @@ def test_the_rules_to_paste_are_the_choice_and_measure_the_same():
 def test_every_recipe_above_the_limit_is_high_precision_for_all():
     found = measure_policy(converted(), loss_of, batch(), error=1e-4)
     assert not any(found.recipes.values()) and found.rules() == []
-    assert "every recipe" in found.summary() and "limit" not in found.table()
+    assert "every recipe" in found.summary() and "limit" not in found.summary()
 
 
 def test_it_leaves_no_trace_and_refuses_a_batch_that_runs_once():

@@ -174,12 +174,12 @@ class FP8(Algorithm):
         fp8.choose(choice.recipes)
         self.report = self.report.with_choice(choice.recipes, choice.why, self.config.wgrad)
         if not any(choice.recipes.values()):
-            log.warning("%s.recipe: measured: %s.", KEY, choice.summary())
+            log.warning("%s.recipe: measured: %s.", KEY, choice.summary().splitlines()[-1])
         if self._trace is None:  # otherwise once the batch has shown what runs
             logger.log_hyperparameters({"fp8_as_run": self.report.to_dict()})
         rows = [list(row) for row in choice.rows()]
         logger.log_table([*COLUMNS], rows, "fp8_policy", state.timestamp.batch.value)
-        self._say(f"FP8: measured: {choice.summary()}\n{choice.table()}")
+        self._say(f"FP8: measured:\n{choice.summary()}")
 
     def _watch(self, state: State) -> None:
         assert self._trace is not None
