@@ -52,7 +52,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         parts = [code] if language == "python" else code.splitlines(keepends=True)
         pairs = [(part, OUTPUTS[part if language == "python" else part.strip()]) for part in parts]
         return "\n".join(
-            f"```{language}\n{part}```\n" + (f"\n```text\n{out}```\n" if out else "") for part, out in pairs
+            f"```{language}\n{part}```\n" + (f"\n``` {{.text .output}}\n{out}```\n" if out else "")
+            for part, out in pairs
         )
 
     return BLOCK.sub(shown, markdown) if page.file.src_uri == PAGE.name else markdown
