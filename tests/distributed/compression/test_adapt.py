@@ -94,3 +94,17 @@ def test_the_break_even_is_what_was_saved_over_what_quantising_took(run):
     adaptation.start_batch = counted
     run(adaptation, range(END + 1), coded=20, bf16=15, plain=10)
     assert "break-even near 12 Gbit/s a rank" in adaptation.verdict
+
+
+def test_the_decision_is_in_the_algorithms_checkpoint():
+    from foundry_fp8.algorithms.compressed_communication import CompressedCommunication
+
+    first, second = CompressedCommunication(warmup="7ba"), CompressedCommunication(warmup="7ba")
+    first.compression.adaptation.way = "plain"
+    second.load_state_dict(first.state_dict())
+    second.compression.start_batch(FIRST - 1)
+    assert second.compression.switch.way == "plain"
+    kept = CompressedCommunication(warmup="7ba", adapt=False)
+    kept.load_state_dict(first.state_dict())
+    kept.compression.start_batch(FIRST - 1)
+    assert kept.compression.switch.way == "coded"
