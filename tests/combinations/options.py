@@ -105,6 +105,7 @@ ALGORITHMS: dict[str, dict[str, Takes]] = {
         "min_bytes": SIZE,
         "scope": word("auto", "inter_node", "all"),
         "inside_node": word("auto", "exact", "int8"),
+        "adapt": FLAG,
         "verify": FLAG,
         "sample_interval": BATCHES,
         "check_replicas": FLAG,

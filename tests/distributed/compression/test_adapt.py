@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from foundry_fp8.distributed.compression import adapt
 from foundry_fp8.distributed.compression.adapt import AGAIN, BATCHES, START, Adaptation
 from foundry_fp8.distributed.traffic import Traffic
+from tests.one_rank import one_rank
 
 CPU = torch.device("cpu")
 FIRST = 7 + START  # after a warm-up of 7
@@ -14,10 +14,8 @@ END = FIRST + 3 * BATCHES
 
 
 @pytest.fixture(autouse=True)
-def group(tmp_path):
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+def group():
+    one_rank()
 
 
 @pytest.fixture
