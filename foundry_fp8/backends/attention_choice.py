@@ -23,7 +23,7 @@ __all__ = ["AttentionWithFallback"]
 
 log = logging.getLogger(__name__)
 
-_RAN = "_attention_ran"
+_RAN = "_attention_ran"  # attribute of a module: the backend of its latest forward
 
 
 class AttentionWithFallback(AttentionBackend):

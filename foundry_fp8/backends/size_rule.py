@@ -21,7 +21,7 @@ from foundry_fp8.numerics.recipes import BlockScaling, CurrentScaling, Recipe
 
 __all__ = ["break_even", "size_reason"]
 
-BF16_FLOPS = 600e12
+BF16_FLOPS = 600e12  # FLOP/s that GEMMs reach on an H100
 FP8_FLOPS = 1100e12
 BLOCK_FP8_FLOPS = 525e12
 """Of the block-scaled kernel: the middle of 400 to 650 TFLOPS, estimated from its compiled code; not measured."""

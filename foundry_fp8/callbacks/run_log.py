@@ -78,7 +78,7 @@ class RunLog(LoggerDestination):
         """The file, once training has started."""
         self._file: IO[str] | None = None
         self._hyperparameters: dict[str, Any] = {}
-        self._asked = True
+        self._asked = True  # the YAML asked for this log; ensure_run_log sets False
         self._waiting: list[dict[str, Any]] | None = []
         """Lines from before the header: tables, and an evaluation before training. ``None`` from ``FIT_START`` on."""
         self._parameters: int | None = None

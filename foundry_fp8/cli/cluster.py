@@ -19,7 +19,7 @@ __all__ = ["cluster_of", "limit_of", "refuse_tensor_parallelism", "shard_of", "w
 
 USABLE = 0.95
 """Share of a GPU's memory that a run can use; the rest is CUDA's context, NCCL's buffers and fragmentation."""
-HYBRID = {"HYBRID_SHARD": "FULL_SHARD", "_HYBRID_SHARD_ZERO2": "SHARD_GRAD_OP"}
+HYBRID = {"HYBRID_SHARD": "FULL_SHARD", "_HYBRID_SHARD_ZERO2": "SHARD_GRAD_OP"}  # -> each copy's
 PRECISIONS: dict[str, Literal[2, 4]] = {"amp_bf16": 2, "amp_fp16": 2, "amp_fp8": 2, "fp32": 4}
 """Composer's ``precision`` -> bytes per element of the dtype that FSDP casts to."""
 DTYPES: dict[str, Literal[2, 4]] = {

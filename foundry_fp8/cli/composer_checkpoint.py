@@ -156,9 +156,9 @@ def _convert(model: nn.Module, fp8: dict[str, Any], weights: dict[str, Any]) -> 
     tied = set(getattr(model, "_tied_weights_keys", None) or ())
     missing = [name for name in mismatch.missing_keys if name.removeprefix("model.") not in tied]
     if missing or mismatch.unexpected_keys:
-        odd = [*mismatch.unexpected_keys, *missing][0]
-        said = " It has LoRA adapters: merge them first." if "lora_" in odd else ""
-        raise ConfigError(f"the checkpoint's weights are not those of its configuration: {odd}, ....{said}")
+        name = [*mismatch.unexpected_keys, *missing][0]
+        hint = " It has LoRA adapters: merge them first." if "lora_" in name else ""
+        raise ConfigError(f"the checkpoint's weights are not those of its configuration: {name}, ....{hint}")
     options = {key: value for key, value in _options(fp8["repr"]).items() if key not in OF_NO_MATTER}
     if not isinstance(options.get("recipe"), list):  # a list of rules also says what stays in high precision
         options["recipe"] = fp8["recipe"]

@@ -62,7 +62,7 @@ class _Probe(torch.autograd.Function):
         return grads[0]
 
 
-with torch.inference_mode(False), torch.enable_grad():
+with torch.inference_mode(False), torch.enable_grad():  # checked at import
     if function_of(_Probe.apply(torch.zeros((), requires_grad=True)).grad_fn) is not _Probe:
         raise RuntimeError(
             f"torch {torch.__version__} no longer has _forward_cls on the nodes of autograd functions. By it foundry_fp8 knows what "

@@ -18,10 +18,10 @@ from foundry_fp8.data.tasks import write_tasks
 
 __all__ = ["PreparedData", "prepare_data"]
 
-_LAYOUT_VERSION = 2
+_LAYOUT_VERSION = 2  # part of the hash
 _QUESTIONS = 100
 """Questions of each downstream task."""
-_ENCODE_BATCH = 64
+_ENCODE_BATCH = 64  # documents
 _SHARD_BYTES = 1 << 24
 
 

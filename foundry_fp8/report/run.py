@@ -14,7 +14,7 @@ import numpy as np
 __all__ = ["FINAL_SHARE", "HIGH_PRECISION", "Run", "Series", "Table", "recipe_of"]
 
 HIGH_PRECISION = "high precision"
-WARM_UP_SHARE = 0.1
+WARM_UP_SHARE = 0.1  # of the steps; left out of speeds and means
 NOT_ARCHITECTURE = {
     *(
         "activation_checkpointing_target",
@@ -26,7 +26,7 @@ NOT_ARCHITECTURE = {
     *("use_auth_token", "use_flash_attention_2", "use_train_metrics", "verbose"),
 }
 """Keys under ``model`` that do not change the architecture: how the model is built, evaluated or run."""
-FINAL_SHARE = 0.1
+FINAL_SHARE = 0.1  # of the steps; their mean is the final loss
 _TASK = re.compile(r"metrics/(.+)/InContextLearning\w*Accuracy")
 
 

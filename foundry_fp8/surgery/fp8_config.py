@@ -122,11 +122,11 @@ class FP8Config(Config):
             name = "recipe" if tuple(self.include) == ("*",) else "include"
             base = Rule(recipe=resolve_recipe(recipe, device), modules=self.include, gemms=wgrad)
             return Policy({**rules, f"{KEY}.{name}": base})
-        own = {f"{KEY}.recipe[{i}]": rule for i, rule in enumerate(recipe)}
-        for key, rule in own.items():
+        listed = {f"{KEY}.recipe[{i}]": rule for i, rule in enumerate(recipe)}
+        for key, rule in listed.items():
             if rule.recipe != HIGH_PRECISION:
-                own[key] = dataclasses.replace(rule, gemms={**wgrad, **rule.gemms})
-        return Policy({**rules, **own}, frozenset(own))
+                listed[key] = dataclasses.replace(rule, gemms={**wgrad, **rule.gemms})
+        return Policy({**rules, **listed}, frozenset(listed))
 
 
 def resolve_recipe(recipe: str | Mapping[str, Any] | Recipe, device: torch.device) -> Recipe:

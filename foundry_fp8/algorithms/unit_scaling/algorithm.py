@@ -18,7 +18,7 @@ __all__ = ["UnitScaling", "UnitScalingConfig"]
 
 log = logging.getLogger(__name__)
 
-PLACES = {
+PLACES = {  # where a user sets each value, for messages
     "tau": "model.tau",
     "base_width": f"{KEY}.base_width",
     "final_norm": "model.final_norm (MPT: model.norm_type, no_norm for none)",

@@ -33,11 +33,11 @@ __all__ = ["PROMOTION", "hopper_mm"]
 
 STEP = 32
 """Elements along K that one instruction takes."""
-BITS = 13
+BITS = 13  # mantissa bits of the accumulator
 PROMOTION = 128
 """Elements along K between two promotions."""
 _NOTHING = 2.0**-60
-"""Below the exponent of every product of two FP8 values and of every accumulator they can leave."""
+"""Smaller than every nonzero product of two FP8 values and every nonzero accumulator."""
 
 
 def hopper_mm(a: Quantized, b: Quantized, *, fast: bool) -> Tensor:

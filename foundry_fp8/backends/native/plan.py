@@ -41,9 +41,9 @@ class Plan:
     """A recipe for the kernels, in plain values that a compiled graph can hold."""
 
     granularity: Granularity
-    x_fmt: str
+    x_fmt: str  # of w too
     dy_fmt: str
-    power_2: bool
+    power_2: bool  # scales are powers of two
     fast: tuple[Gemm, ...] = ()
     """The GEMMs with fast accumulation (sums in the tensor cores' own accumulator)."""
     gradient_scale: int | Literal["auto"] = 1

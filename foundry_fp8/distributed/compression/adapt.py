@@ -53,7 +53,7 @@ class Adaptation:
         self._times: dict[Way, list[float]] = {}
         self._wire: dict[Way, float] = {}
         self._quantize = 0.0
-        self._before: tuple[int, float, int, float] | None = None
+        self._before: tuple[int, float, int, float] | None = None  # batch, time, bytes, quantise seconds
 
     def start_batch(self, batch: int, device: torch.device) -> tuple[Way, bool]:
         """Take the time of the batch before, and choose how the gradients of ``batch`` are sent.
