@@ -1,4 +1,4 @@
-"""Who runs FP8 attention under ``backend: auto``: Transformer Engine where it can, else the native kernels."""
+"""The backend of FP8 attention under ``backend: auto``: Transformer Engine where it can run it, else the native kernels."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ __all__ = ["AttentionWithFallback"]
 
 log = logging.getLogger(__name__)
 
-_RAN = "_attention_ran"
+_RAN = "_attention_ran"  # attribute of a module: the backend of its latest forward
 
 
 class AttentionWithFallback(AttentionBackend):
-    """One backend until it refuses a call, another from then on, for the whole model: kernels do not change with every batch.
+    """Uses one backend until it refuses a call, then another for the whole model, so that kernels do not change with every batch.
 
-    The delayed-scaling state is the same in both. A run that resumes begins with the first again.
+    Both have the same delayed-scaling state. A resumed run starts with the first again.
 
     Args:
-        first: Who runs it.
-        second: Who takes over.
+        first: The preferred backend.
+        second: The backend that takes over.
 
     Attributes:
         note: Why the second took over; empty before.
@@ -47,19 +47,19 @@ class AttentionWithFallback(AttentionBackend):
         self.note = ""
 
     def recipe_reason(self, recipe: Recipe, grad_scores: GradScores = "fp8") -> str | None:
-        """None of them can: a recipe that the first takes may be changed to one that only the second takes."""
+        """Why neither can run ``recipe``, or ``None``. One is enough: the second takes over where the first cannot."""
         reasons = [b.recipe_reason(recipe, grad_scores) for b in (self.first, self.second)]
         return None if None in reasons else "; ".join(filter(None, reasons))
 
     def module_reason(self, recipe: AttentionRecipe, head_dim: int | None) -> str | None:
-        """What no one takes; where only the second does, it takes the model."""
+        """Why neither can run such a module, or ``None``. If only the second can, it takes over the model."""
         reasons = [b.module_reason(recipe, head_dim) for b in (self.first, self.second)]
         if reasons[0] is not None and reasons[1] is None:
             self.turn(reasons[0])
         return None if None in reasons else "; ".join(filter(None, reasons))
 
     def self_check(self, *args: Any) -> None:
-        """Of whoever may come to run."""
+        """Check both, as either may run."""
         for backend in (self.first, self.second):
             backend.self_check(*args)
 
@@ -72,7 +72,7 @@ class AttentionWithFallback(AttentionBackend):
         mask: AttentionMask,
         dropout_p: float,
     ) -> Availability:
-        """That of the second, which has the last word."""
+        """Whether the second can run the call, which runs whatever the first refuses."""
         return self.second.call_reason(module, q, k, v, mask, dropout_p)
 
     def attend(
@@ -100,7 +100,7 @@ class AttentionWithFallback(AttentionBackend):
         dropout_p: float,
     ) -> AttentionBackend:
         ran: AttentionBackend | None = module.__dict__.get(_RAN)
-        if ran is not None and inside_backward():  # a recompute is the computation that it repeats
+        if ran is not None and inside_backward():  # a recompute must use the backend of its forward
             return ran
         if not self.note:
             assert module.recipe is not None
@@ -112,7 +112,7 @@ class AttentionWithFallback(AttentionBackend):
         return module.__dict__[_RAN]  # type: ignore[no-any-return]
 
     def turn(self, reason: str, where: str = "") -> None:
-        """The second takes over, if it has not; ``reason`` and the attention at which it showed, for the log."""
+        """Switch to the second, once; ``reason`` and ``where`` (the name of the attention) are for the log."""
         if not self.note:
             self.note = f"through {self.second.name}, as {self.first.name} refused: {reason}"
             log.warning(

@@ -15,8 +15,8 @@ table      ``name``, ``columns``, ``rows``
 end        ``status``: ``finished``, or the exception that ended the run
 ========== ======================================================================================================
 
-Non-finite numbers are the strings ``"nan"``, ``"inf"`` and ``"-inf"``, because JSON has no other way to say them that
-every reader accepts. Each line is flushed, so a crash loses at most the line being written.
+Non-finite numbers are the strings ``"nan"``, ``"inf"`` and ``"-inf"``: JSON has no such numbers. Each line is flushed,
+so a crash loses at most the line being written.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ log = logging.getLogger(__name__)
 FORMAT_VERSION = 1
 FILE_NAME = "run_log.jsonl"
 LOSS_KEY = "loss/train/total"
-"""What Composer logs the loss of a batch under, averaged over ranks."""
+"""Composer's key for the loss of a batch, averaged over ranks."""
 
 RunPath = Annotated[
     str, printable, template("run_name", "rank", "local_rank", "world_size", "local_world_size", "node_rank")
 ]
-"""A path with what Composer's ``format_name_with_dist`` fills in."""
+"""A path that may contain the name fields of Composer's ``format_name_with_dist``."""
 
 _PACKAGES = ("foundry-fp8", "mosaicml", "llm-foundry", "mosaicml-streaming", "transformer-engine")
 
 
 class RunLog(LoggerDestination):
-    """Write what is logged to a JSONL file on rank 0 (format: see the module).
+    """Write everything that is logged to a JSONL file on rank 0 (format: the module's docstring).
 
     In a Foundry YAML: ``loggers: {run_log: {}}``. It reads metrics that others computed and adds no computation or
     synchronisation of its own, except that a metric logged as a tensor on a GPU is copied to the CPU at BATCH_END.
@@ -78,7 +78,7 @@ class RunLog(LoggerDestination):
         """The file, once training has started."""
         self._file: IO[str] | None = None
         self._hyperparameters: dict[str, Any] = {}
-        self._asked = True
+        self._asked = True  # the YAML asked for this log; ensure_run_log sets False
         self._waiting: list[dict[str, Any]] | None = []
         """Lines from before the header: tables, and an evaluation before training. ``None`` from ``FIT_START`` on."""
         self._parameters: int | None = None
@@ -118,7 +118,7 @@ class RunLog(LoggerDestination):
         self._parameters = sum(p.numel() for p in state.model.parameters())
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        """Open the file and write the header. Not before: only now is the whole configuration known."""
+        """Open the file and write the header, now that the whole configuration is known; ``ConfigError`` if a requested file fails."""
         del logger
         waiting, self._waiting = self._waiting, None
         if dist.get_global_rank() != 0 or self._file is not None:
@@ -228,12 +228,12 @@ class RunLog(LoggerDestination):
         """Close the file, if it is open."""
         file, self._file = self._file, None
         if file is not None:
-            with contextlib.suppress(OSError):  # of what could not be written; it has been said
+            with contextlib.suppress(OSError):  # the failed write was logged already
                 file.close()
 
 
 def ensure_run_log(state: State, logger: Logger) -> RunLog:
-    """The run's :class:`RunLog`; one of its own if its YAML asked for none.
+    """The run's :class:`RunLog`, added to the run if its YAML has none.
 
     For callbacks and algorithms whose metrics the report reads; call it at INIT, before logging anything.
     """
@@ -249,7 +249,7 @@ def ensure_run_log(state: State, logger: Logger) -> RunLog:
 
 
 def log_details(logger: Logger, metrics: dict[str, Any]) -> None:
-    """Log to the run log alone: what the report draws and a tracker would drown in."""
+    """Log to the run log alone: metrics that the report draws and that are too many for a tracker."""
     for destination in logger.destinations:
         if isinstance(destination, RunLog):
             destination.log_metrics(metrics)
@@ -271,7 +271,7 @@ def plain(value: Any) -> Any:
 
 
 def _seconds_before(path: Path, step: int) -> float:
-    """What the log of a run that is resumed after ``step`` had counted by then; 0 for one that starts."""
+    """Training seconds that the log at ``path`` had counted by batch ``step``; 0 for a new run."""
     if step == 0 or not path.exists():
         return 0.0
     seconds = 0.0
@@ -285,7 +285,7 @@ def _seconds_before(path: Path, step: int) -> float:
 
 
 def _set_aside(path: Path) -> None:
-    """Rename the log of an earlier run of this name, so that this one begins a file of its own and the other is not lost."""
+    """Rename the log of an earlier run of this name, so that this run starts a new file and the earlier log is kept."""
     if path.exists():
         number = next(n for n in itertools.count(1) if not _numbered(path, n).exists())
         path.rename(_numbered(path, number))

@@ -1,4 +1,4 @@
-"""How the run of a YAML is spread over ranks, for plans of a machine that is not this one."""
+"""How a YAML shards its run over ranks, for plans of a machine that is not this one."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 __all__ = ["cluster_of", "limit_of", "refuse_tensor_parallelism", "shard_of", "wire_bytes"]
 
 USABLE = 0.95
-"""Of a GPU's memory; the rest is CUDA's context, NCCL's buffers and what the allocator cannot use."""
-HYBRID = {"HYBRID_SHARD": "FULL_SHARD", "_HYBRID_SHARD_ZERO2": "SHARD_GRAD_OP"}
+"""Share of a GPU's memory that a run can use; the rest is CUDA's context, NCCL's buffers and fragmentation."""
+HYBRID = {"HYBRID_SHARD": "FULL_SHARD", "_HYBRID_SHARD_ZERO2": "SHARD_GRAD_OP"}  # -> each copy's
 PRECISIONS: dict[str, Literal[2, 4]] = {"amp_bf16": 2, "amp_fp16": 2, "amp_fp8": 2, "fp32": 4}
-"""Composer's, and the bytes of what FSDP casts to under each."""
+"""Composer's ``precision`` -> bytes per element of the dtype that FSDP casts to."""
 DTYPES: dict[str, Literal[2, 4]] = {
     "float32": 4,
     "fp32": 4,
@@ -36,7 +36,7 @@ DTYPES: dict[str, Literal[2, 4]] = {
     "bf16": 2,
     **PRECISIONS,
 }
-"""Names that Composer takes in ``mixed_precision`` (``composer.distributed.mosaic_parallelism._get_torch_dtype``)."""
+"""dtypes that Composer takes in ``mixed_precision`` (``composer.distributed.mosaic_parallelism._get_torch_dtype``) -> bytes."""
 
 
 def cluster_of(config: Mapping[str, Any], world_size: int, sharding: str | None) -> Cluster:
@@ -45,10 +45,10 @@ def cluster_of(config: Mapping[str, Any], world_size: int, sharding: str | None)
     Args:
         config: The YAML, resolved.
         world_size: Ranks.
-        sharding: Instead of ``fsdp_config.sharding_strategy``.
+        sharding: Replaces ``fsdp_config.sharding_strategy``; ``None`` keeps it.
 
     Raises:
-        ConfigError: No such strategy, shards that do not divide the ranks, or tensor parallelism.
+        ConfigError: An unknown strategy or precision, shards that do not divide the ranks, or tensor parallelism.
     """
     from foundry_fp8.planning.memory.cluster import SHARDINGS, Cluster  # slow to import: torch's FSDP
 
@@ -65,7 +65,7 @@ def cluster_of(config: Mapping[str, Any], world_size: int, sharding: str | None)
     strategy: Sharding = "NO_SHARD" if world_size == 1 else next(s for s in SHARDINGS if s == chosen)
     shard = 1 if strategy == "NO_SHARD" else shard_of(config, world_size, "--world-size")
     gathered, reduced = wire_bytes(config)
-    if strategy == "NO_SHARD":  # DDP keeps what it has
+    if strategy == "NO_SHARD":  # DDP casts nothing: float32
         gathered = reduced = 4
     options = algorithms.get("compressed_communication")
     compression = None if options is None else from_mapping(CompressionConfig, options, COMPRESSION)
@@ -81,10 +81,10 @@ def cluster_of(config: Mapping[str, Any], world_size: int, sharding: str | None)
 
 
 def wire_bytes(config: Mapping[str, Any]) -> tuple[Literal[2, 4], Literal[2, 4]]:
-    """Bytes of an element of the parameters that FSDP gathers and of the gradients that it reduces, uncompressed.
+    """``(gathered, reduced)``: uncompressed bytes per element of the parameters that FSDP gathers and the gradients that it reduces.
 
-    As ``composer.distributed.mosaic_parallelism.get_mixed_precision`` reads ``precision`` and ``fsdp_config.mixed_precision``: a name in any
-    case, or a mapping of dtypes, of which FSDP reduces in ``param_dtype`` where there is no ``reduce_dtype``.
+    As ``composer.distributed.mosaic_parallelism.get_mixed_precision`` reads ``precision`` and ``fsdp_config.mixed_precision``: a name in
+    upper or lower case, or a mapping of dtypes, in which ``reduce_dtype`` defaults to ``param_dtype``.
 
     Raises:
         ConfigError: Composer knows no such precision.
@@ -109,7 +109,7 @@ def wire_bytes(config: Mapping[str, Any]) -> tuple[Literal[2, 4], Literal[2, 4]]
 
 
 def _residual(compression: CompressionConfig | None, world_size: int, shard: int) -> float:
-    """Bytes that error feedback keeps of each element of the gradients that replicas share: of a node's part under two hops."""
+    """Bytes of error feedback per element of the gradients that replicas reduce; with two hops a rank keeps a part of its node's."""
     if compression is None or not compression.uses_error_feedback or shard == world_size:
         return 0.0
     path = path_of(range(0, world_size, shard), world=world_size, per_node=PER_NODE, scope=compression.scope)
@@ -117,7 +117,7 @@ def _residual(compression: CompressionConfig | None, world_size: int, shard: int
 
 
 def refuse_tensor_parallelism(config: Mapping[str, Any]) -> None:
-    """Plans know none of a YAML: LLM Foundry's strategy shares feed-forward matrices alone, and FP8 layers do not run under it.
+    """Refuse a YAML with tensor parallelism: LLM Foundry's shards only feed-forward matrices, and FP8 layers do not run under it.
 
     Raises:
         ConfigError: ``tp_config.tensor_parallel_degree`` is above 1, or no positive integer.
@@ -132,10 +132,10 @@ def refuse_tensor_parallelism(config: Mapping[str, Any]) -> None:
 
 
 def shard_of(config: Mapping[str, Any], ranks: int, key: str) -> int:
-    """Ranks that share one copy of a model that is sharded: all, or those of ``hybrid_sharding``.
+    """The number of ranks that one copy of the model is sharded over: all, or ``hybrid_sharding.shard``.
 
     Raises:
-        ConfigError: They do not divide ``ranks``, which ``key`` gave.
+        ConfigError: It does not divide ``ranks``, the value of the option ``key``.
     """
     hybrid = (config.get("algorithms") or {}).get("hybrid_sharding")
     named = (config.get("fsdp_config") or {}).get("sharding_strategy")
@@ -155,6 +155,6 @@ def shard_of(config: Mapping[str, Any], ranks: int, key: str) -> int:
 
 
 def limit_of(gpu: str) -> str:
-    """What a run may take of a GPU's memory, as a budget."""
+    """The memory that a run may take of a GPU, as a budget in bytes (``76000000000B``); ``ConfigError`` for an unknown GPU."""
     check_choice("--gpu", gpu, tuple(GPUS))
     return f"{int(USABLE * GPUS[gpu].memory_bytes)}B"

@@ -1,4 +1,4 @@
-"""A Composer checkpoint as the model that it was trained as, converted to FP8."""
+"""Rebuilds from a Composer checkpoint the FP8 model that was trained."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ __all__ = ["TrainedModel", "read_checkpoint"]
 
 PRECISIONS = {"fp32": "float32", "amp_bf16": "bfloat16", "amp_fp16": "float16"}
 OF_NO_MATTER = ("backend", "accumulation", "fuse", "cache_weights", "attention", "enabled", "announce")
-"""Options of ``algorithms.fp8`` that do not change the numbers that a forward of a linear multiplies."""
+"""Options of ``algorithms.fp8`` that do not change the FP8 operands of a linear's forward."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainedModel:
-    """A model with the weights and the FP8 state of a checkpoint, on the CPU, not to be run.
+    """A model with the weights and the FP8 state of a checkpoint, on the CPU, for export and not to be run.
 
     Attributes:
-        model: Converted, within a module that has the names of the trained one.
-        dtype: What its forward computed in.
+        model: The converted model, in a wrapper that gives parameters their names in the checkpoint.
+        dtype: The compute dtype of its training: ``float32``, ``bfloat16`` or ``float16``.
     """
 
     model: nn.Module
@@ -44,14 +44,14 @@ class _Named(nn.Module):
 
 
 def read_checkpoint(path: Path, *, trust: bool = False) -> TrainedModel:
-    """Build the model of a whole checkpoint and convert it as ``algorithms.fp8`` had.
+    """Build the model of an unsharded checkpoint and convert it as ``algorithms.fp8`` did.
 
     Args:
         path: A file that Composer's trainer saved.
-        trust: Unpickle what is beside tensors and the few classes of Composer's own checkpoints. It runs code of who made the file.
+        trust: Also unpickle classes that Composer itself does not save. This runs code that the file contains.
 
     Raises:
-        ConfigError: Holds other classes and ``trust`` is not given, sharded, not of Composer, of no Hugging Face model, not trained in FP8, of an unknown architecture.
+        ConfigError: Sharded, other classes without ``trust``, or no Composer checkpoint of a known Hugging Face model trained in FP8.
     """
     if path.is_dir():
         raise ConfigError(
@@ -81,23 +81,23 @@ def _content(path: Path, trust: bool) -> Any:
         if not trust:
             try:
                 found = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(path))
-            except Exception:  # of a file that is no checkpoint at all
+            except Exception:  # the file is no checkpoint at all
                 raise ConfigError(f"{path} cannot be read as a checkpoint: {error}") from error
             raise ConfigError(
                 f"{path} holds more than tensors and what Composer saves beside them ({found}). Reading it runs code of who made "
                 "it: if you trust them, give --trust."
             ) from error
-    except Exception as error:  # torch raises what it likes
+    except Exception as error:  # torch raises many types
         raise ConfigError(f"{path} cannot be read as a checkpoint: {error}") from error
     try:
         return torch.load(path, map_location="cpu", weights_only=False, mmap=True)
-    except Exception as error:  # torch and pickle raise what they like
+    except Exception as error:  # torch and pickle raise many types
         raise ConfigError(f"{path} cannot be read as a checkpoint: {error}") from error
 
 
 def _composers_own() -> list[Any]:
-    """What Composer's checkpoints hold beside tensors: NumPy's random state, torch's version, spans of time."""
-    array: Any = np.zeros(1).__reduce__()[0]  # functions of no public name
+    """The classes in Composer's checkpoints beside tensors: NumPy's random state, torch's version, timedeltas."""
+    array: Any = np.zeros(1).__reduce__()[0]  # functions without a public name
     scalar: Any = np.float64(0).__reduce__()[0]
     own: list[Any] = [
         torch.torch_version.TorchVersion,
@@ -115,7 +115,7 @@ def _composers_own() -> list[Any]:
 
 
 def _build(state: dict[str, Any], path: Path) -> nn.Module:
-    """The architecture alone, on the meta device."""
+    """The model without weights, on the meta device."""
     import transformers
 
     import foundry_fp8.models.fog.modeling
@@ -129,7 +129,7 @@ def _build(state: dict[str, Any], path: Path) -> nn.Module:
     values = dict(found["model"]["config"]["content"])
     name = values.pop("model_type")
     with torch.device("meta"):
-        if name == "mpt":  # LLM Foundry's, of which transformers' mpt is a part
+        if name == "mpt":  # LLM Foundry's MPT; transformers' has only some of its options
             from llmfoundry.models.mpt import MPTConfig, MPTForCausalLM
 
             model = MPTForCausalLM(MPTConfig(**{**values, "init_device": "meta"}))
@@ -156,16 +156,16 @@ def _convert(model: nn.Module, fp8: dict[str, Any], weights: dict[str, Any]) -> 
     tied = set(getattr(model, "_tied_weights_keys", None) or ())
     missing = [name for name in mismatch.missing_keys if name.removeprefix("model.") not in tied]
     if missing or mismatch.unexpected_keys:
-        odd = [*mismatch.unexpected_keys, *missing][0]
-        said = " It has LoRA adapters: merge them first." if "lora_" in odd else ""
-        raise ConfigError(f"the checkpoint's weights are not those of its configuration: {odd}, ....{said}")
+        name = [*mismatch.unexpected_keys, *missing][0]
+        hint = " It has LoRA adapters: merge them first." if "lora_" in name else ""
+        raise ConfigError(f"the checkpoint's weights are not those of its configuration: {name}, ....{hint}")
     options = {key: value for key, value in _options(fp8["repr"]).items() if key not in OF_NO_MATTER}
-    if not isinstance(options.get("recipe"), list):  # a policy says what runs in high precision too
+    if not isinstance(options.get("recipe"), list):  # a list of rules also says what stays in high precision
         options["recipe"] = fp8["recipe"]
     apply_fp8(root, **{**options, "backend": "emulated"})
     state = FP8State.of(root)
     assert state is not None
-    state.load_state_dict({**fp8, "backend": "emulated"})  # scales are the same whoever multiplies
+    state.load_state_dict({**fp8, "backend": "emulated"})  # scales do not depend on the backend
     return root
 
 

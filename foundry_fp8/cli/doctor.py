@@ -1,4 +1,4 @@
-"""``foundry-fp8 doctor``: what this machine can run and what would make it run the rest; or what a YAML will do."""
+"""``foundry-fp8 doctor``: what this machine can run and what the rest needs; or what a YAML's run will do."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _examine(yaml: Path, hardware: str, as_json: bool) -> None:
     from foundry_fp8.cli.hardware import parse_hardware
     from foundry_fp8.cli.run_check import check_run
 
-    logging.disable(logging.WARNING)  # what libraries say while the model is built is not about this run
+    logging.disable(logging.WARNING)  # libraries' messages while the model is built do not concern the run
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -113,7 +113,7 @@ def _examine(yaml: Path, hardware: str, as_json: bool) -> None:
 
 
 def render(found: dict[str, Any]) -> Group:
-    """The tables of what :func:`foundry_fp8.backends.survey.collect` found."""
+    """The result of :func:`foundry_fp8.backends.survey.collect` as tables."""
     parts: list[Any] = [_stack(found)]
     for device in found["devices"]:
         entries = [entry for entry in found["support"] if entry["device"] == device["device"]]
@@ -179,7 +179,7 @@ def _cell(entry: dict[str, Any]) -> str:
 
 
 def _notes(entries: list[dict[str, Any]]) -> list[Text]:
-    """Each reason once, with the recipes it stands for; also what is said of one that runs."""
+    """Each reason once, with the recipes that it concerns; also remarks on recipes that run."""
     reasons: dict[tuple[str, str, str], list[str]] = {}
     for entry in entries:
         if entry["reason"] and entry["backend"] != "auto":
@@ -193,7 +193,7 @@ def _notes(entries: list[dict[str, Any]]) -> list[Text]:
 
 
 def _attention_notes(entries: list[dict[str, Any]]) -> list[Text]:
-    """Each reason once, with the cases it stands for."""
+    """Each reason once, with the cases that it concerns."""
     reasons: dict[tuple[str, str, str], list[str]] = {}
     for entry in entries:
         if not entry["ok"]:

@@ -1,4 +1,4 @@
-"""What ``--hardware h100x8`` stands for: a kind of GPU, how many a run has, and what FP8 it can run."""
+"""The option ``--hardware h100x8``: a kind of GPU, how many a run has, and which FP8 recipe it runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Gpu:
 
     memory_bytes: float
     recipe: str | None
-    """What ``recipe: auto`` chooses on it; ``None`` where nothing multiplies FP8."""
+    """What ``recipe: auto`` chooses on it; ``None`` for a GPU without FP8 GEMMs."""
 
 
 GPUS = {
@@ -34,7 +34,7 @@ GPUS = {
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-    """So many GPUs of one kind, eight a node."""
+    """A number of GPUs of one kind, eight per node."""
 
     name: str
     gpu: Gpu
@@ -47,10 +47,10 @@ class Hardware:
 
 
 def parse_hardware(text: str) -> Hardware:
-    """``h100x64`` or ``h100`` (eight of them).
+    """Read ``h100x64``, or ``h100`` for eight.
 
     Raises:
-        ConfigError: Another kind, or no number.
+        ConfigError: An unknown GPU, or not of this form.
     """
     found = re.fullmatch(r"([a-z]+[0-9]+[a-z]*)(?:x([1-9][0-9]{0,5}))?", text.lower())
     if found is None or found[1] not in GPUS:

@@ -1,9 +1,9 @@
-"""What a node of the autograd graph is and was given: the function that made it, and some of what it saved.
+"""Reads from a node of the autograd graph the function that made it, and some of what it saved.
 
-Cause: torch shows what a node saved as attributes ``_saved_*``
+Cause: torch has what a node saved as attributes ``_saved_*``
 (https://pytorch.org/docs/stable/notes/autograd.html#saved-tensors), named after the arguments of its backward in
-``tools/autograd/derivatives.yaml``, and gives the node of a Python function its class as ``_forward_cls``; it promises none of these
-names. Remove when it does.
+``tools/autograd/derivatives.yaml``, and the class of a Python function's node as ``_forward_cls``. None of these names is public
+API. Remove this file when they are.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ADDED = {
     "ScaledDotProductFusedAttentionOverrideableBackward0": "_saved_attn_bias",
     "EfficientAttentionBackward0": "_saved_bias",
 }
-"""Of the attentions that add something. The others take no mask."""
+"""Attention node -> where it saved the mask or bias that it adds to its scores. Other attention nodes take none."""
 
 
 def _of(node: Any, name: str) -> Any:
@@ -41,14 +41,14 @@ def exponent_of(node: Any) -> float:
 
 
 def added_to_scores(node: Any) -> Tensor | None:
-    """What an attention's node saved of the mask or bias that it adds to its scores."""
+    """The mask or bias that an attention's node saved, which is added to the scores; ``None`` if there is none."""
     name = _ADDED.get(node.name())
     added: Tensor | None = None if name is None else _of(node, name)
     return added
 
 
 def function_of(node: Any) -> Any:
-    """The ``autograd.Function`` of the node of one; ``None`` for torch's own nodes."""
+    """The ``autograd.Function`` class that made the node; ``None`` for torch's own nodes."""
     return getattr(node, "_forward_cls", None)
 
 
@@ -62,7 +62,7 @@ class _Probe(torch.autograd.Function):
         return grads[0]
 
 
-with torch.inference_mode(False), torch.enable_grad():
+with torch.inference_mode(False), torch.enable_grad():  # checked at import
     if function_of(_Probe.apply(torch.zeros((), requires_grad=True)).grad_fn) is not _Probe:
         raise RuntimeError(
             f"torch {torch.__version__} no longer has _forward_cls on the nodes of autograd functions. By it foundry_fp8 knows what "

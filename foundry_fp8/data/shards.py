@@ -1,4 +1,4 @@
-"""Corpus to MDS shards, once: cached under a name that is a hash of what went in, whole or not there at all."""
+"""Turns a corpus into MDS shards, cached in a folder named by a hash of the inputs; such a folder is always complete."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from foundry_fp8.data.tasks import write_tasks
 
 __all__ = ["PreparedData", "prepare_data"]
 
-_LAYOUT_VERSION = 2
+_LAYOUT_VERSION = 2  # part of the hash
 _QUESTIONS = 100
-"""Of each downstream task."""
-_ENCODE_BATCH = 64
+"""Questions of each downstream task."""
+_ENCODE_BATCH = 64  # documents
 _SHARD_BYTES = 1 << 24
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PreparedData:
-    """Where the shards are and what they hold. Also what ``data.json`` beside them says."""
+    """Where the shards are and what they hold. ``data.json`` beside them has the same values."""
 
     folder: Path
     """Holds ``train/`` and ``val/`` (MDS), ``tasks/`` (JSONL), ``tokenizer/`` and ``data.json``."""
@@ -44,7 +44,7 @@ class PreparedData:
     val_samples: int
     """The same in ``val/``."""
     questions: int
-    """Of the shortest downstream task in ``tasks/``."""
+    """Questions of the shortest downstream task in ``tasks/``."""
 
     @property
     def tokenizer(self) -> Path:
@@ -60,18 +60,18 @@ def prepare_data(
     corpus: Path | None = None,
     say: Callable[[str], None] = lambda message: None,
 ) -> PreparedData:
-    """Return the shards of the corpus, made now if ``cache`` does not hold them.
+    """Return the shards of the corpus; write them first if ``cache`` does not hold them.
 
-    The work goes to a temporary folder that is renamed when it is complete, so that an interruption leaves nothing
-    that a later call could take for data, and two processes may run at once.
+    They are written to a temporary folder that is renamed when it is complete. So an interrupted call leaves no incomplete
+    data set, and two processes may run at once.
 
     Args:
         cache: Folder of prepared data sets; made if missing.
-        vocab_size: Of the tokenizer to train.
+        vocab_size: Tokens of the tokenizer to train.
         sequence_length: Tokens a sample. Documents are concatenated with an end-of-text token between them and cut;
             the last incomplete sample of each split is dropped.
         corpus: A folder of Python files; the standard library if ``None``.
-        say: Called with a sentence on what is being done.
+        say: Called with a progress message at each stage.
 
     Raises:
         RuntimeError: No source files, or too few for one sample in each split.
@@ -89,7 +89,7 @@ def prepare_data(
             try:
                 building.rename(folder)
             except OSError:
-                # Another process finished first; its content is the same, because the name says what it is.
+                # Another process finished first; its content is the same, as the name is a hash of the inputs.
                 if not (folder / "data.json").exists():
                     raise
         finally:
@@ -110,7 +110,7 @@ def _build(
     train, held_out = split_documents(documents)
     corpus_bytes = sum(len(document.text.encode("utf-8")) for document in documents)
     say(f"training a tokenizer of {vocab_size} tokens on {len(train)} files ({corpus_bytes / 1e6:.1f} MB)")
-    # The eval files are held back from the tokenizer as well.
+    # The tokenizer is not trained on the eval files either.
     tokenizer: Any = train_tokenizer((document.text for document in train), vocab_size, folder / "tokenizer")
     say(f"writing shards of {sequence_length}-token samples")
     counts = {

@@ -1,7 +1,7 @@
-"""Process groups that give up when the job's own group does, and where their tensors live.
+"""New process groups with the job's timeout, and the device that their tensors must be on.
 
-``torch.distributed.new_group`` gives a group torch's default time limit (30 minutes on gloo, 10 on NCCL), whatever the job asked for: a rank
-that is stuck would end the job's own collectives after its limit, and ours much later.
+``torch.distributed.new_group`` uses torch's default timeout (30 minutes on gloo, 10 on NCCL), not the job's. When a rank hangs, the job's own
+collectives would fail after the job's timeout and those of this package much later.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def alone() -> bool:
 
 
 def make_group(ranks: Sequence[int], like: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
-    """A new group of ``ranks`` with the time limit of ``like`` (of the job where ``None``). These ranks alone must call it."""
+    """A new group of ``ranks`` with the timeout of ``like`` (of the job where ``None``). All of these ranks call it, and no others."""
     return dist.new_group(list(ranks), timeout=group_timeout(like), use_local_synchronization=True)
 
 

@@ -1,14 +1,14 @@
-"""A norm that hands its input on to the one linear that reads it, which computes the norm in its own kernel.
+"""A norm that the linear behind it computes in its own kernel (``algorithms.fp8.fuse: true``).
 
-The model keeps its modules and its parameters' names: where a norm feeds exactly one converted linear, the norm hands its
-input on and the linear normalises it in its own kernel. Each forward decides anew, because the two are the same
-arithmetic only if the input and the norm's parameters are in the compute dtype (a low-precision norm casts both itself)
-and no tokens are padded (a padded row would be normalised to the norm's bias and count in an amax).
+Where a norm feeds exactly one converted linear, the norm returns its input and the linear normalises it. Modules and
+parameter names stay. Each forward checks that the result is the same: the input and the norm's parameters must be in the
+compute dtype (a low-precision norm casts both itself), and no tokens may be padded (a padded row would become the norm's
+bias and count in an amax).
 
-What differs in the last bit: with the delayed recipe TE quantises the norm's float32 result, not its bfloat16 rounding
+The last bit differs with the delayed recipe: TE quantises the norm's float32 result, not its bfloat16 rounding
 (TE 2.20 ``csrc/extensions/normalization.cpp``).
 
-``te.LayerNormMLP`` is not used: it wants activation and both linears in one module, and its only GELU is the tanh form.
+``te.LayerNormMLP`` is not used: it needs the activation and both linears in one module, and its only GELU is the tanh form.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _deferred_classes: dict[type, type] = {}
 
 
 class DeferredNorm(nn.Module):
-    """Mixed into a norm's class: leaves the norm to the linear that reads it, where that is the same arithmetic.
+    """Mixin for a norm's class: lets the linear that reads the norm compute it, where the result is the same.
 
     Attributes:
-        consumer: The linear.
+        consumer: The linear that reads the norm.
         normalization: TE's name of the norm.
-        low_precision: It casts its input and parameters to the compute dtype itself.
-        deferred: What the latest forward decided; the consumer reads it.
+        low_precision: Whether it casts its input and parameters to the compute dtype itself.
+        deferred: Whether the consumer computes the norm in the latest forward.
     """
 
     weight: Tensor
@@ -64,7 +64,7 @@ class DeferredNorm(nn.Module):
         return x if self.deferred else super().forward(x)
 
     def normalise(self, x: Tensor) -> Tensor:
-        """The norm of ``x``, whoever computes it in training."""
+        """The norm of ``x``, computed by this module."""
         y: Tensor = super().forward(x)
         return y
 
@@ -82,7 +82,7 @@ class DeferredNorm(nn.Module):
         return reason is None
 
     def tensors(self) -> dict[str, Tensor]:
-        """What ``te.LayerNormLinear`` calls the norm's parameters."""
+        """The norm's parameters by their names in ``te.LayerNormLinear``, each ``[in_features]``."""
         found = {"layer_norm_weight": self.weight}
         if self.normalization == "LayerNorm":
             found["layer_norm_bias"] = torch.zeros_like(self.weight) if self.bias is None else self.bias
@@ -90,7 +90,7 @@ class DeferredNorm(nn.Module):
 
 
 def deferred_norm_of(module: FP8Linear) -> DeferredNorm | None:
-    """The norm that ``module`` computes in its present forward, if it does."""
+    """The norm that ``module`` computes in this forward, or ``None``."""
     norm = module.__dict__.get(_ATTRIBUTE)
     return norm if norm is not None and norm.deferred else None
 
@@ -112,11 +112,11 @@ def refusal(norm: Any, linear: FP8Linear) -> str | None:
 
 
 def defer(norm: Any, linear: FP8Linear) -> DeferredNorm:
-    """A norm that adopts everything ``norm`` holds and leaves its arithmetic to ``linear``."""
+    """A :class:`DeferredNorm` with the parameters, buffers and hooks of ``norm``, for ``linear`` to compute."""
     cls = _deferred_class(type(norm))
     self: DeferredNorm = cls.__new__(cls)
     self.__dict__.update(norm.__dict__)
-    self.__dict__["consumer"] = linear  # past nn.Module, so that the linear's parameters get no second name
+    self.__dict__["consumer"] = linear  # not as a submodule: the linear's parameters must get no second name
     self.normalization, self.low_precision = _NORMS[qualified_name(type(norm))]
     self.deferred = False
     linear.__dict__[_ATTRIBUTE] = self

@@ -1,4 +1,4 @@
-"""Whether a tensor lies in parts on several ranks."""
+"""Whether a tensor is a DTensor (sharded over ranks)."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ __all__ = ["is_dtensor"]
 
 
 def is_dtensor(x: Tensor) -> bool:
-    """Whether ``x`` is a DTensor, as FSDP2 keeps parameters between forwards and tensor parallelism keeps them in it."""
+    """Whether ``x`` is a DTensor: under FSDP2 parameters are between forwards, under tensor parallelism always."""
     if type(x) in (Tensor, nn.Parameter):
         return False
-    from torch.distributed.tensor import DTensor  # half a second to import, and not in every build of torch
+    from torch.distributed.tensor import DTensor  # slow (half a second), and not in every build of torch
 
     return isinstance(x, DTensor)

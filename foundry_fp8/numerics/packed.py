@@ -40,13 +40,13 @@ class PackFormat(Config):
 
     @property
     def code_max(self) -> float:
-        """What a block's amax maps to."""
+        """What a block's amax is scaled to: 127, 448 or 7."""
         return _CODE_MAX[self.name]
 
     def within(self, row: int) -> PackFormat:
-        """This format with the largest block of at least 32 that divides rows of ``row`` elements, if there is one.
+        """This format with its block halved until it divides rows of ``row`` elements; unchanged if no block from 32 on does.
 
-        Tokens differ in magnitude, so a block should not hold two; below 32 the scales cost more than that is worth.
+        Tokens differ in magnitude, so a block should not span two; with blocks below 32 the scales take too much memory.
         """
         block = self.block
         while block > 32 and row % block:
@@ -70,7 +70,7 @@ class Packed:
 
     Attributes:
         codes: uint8 ``[n_blocks, block]`` (``[n_blocks, block // 2]`` for int4): the bytes of the codes.
-        scale_inv: uint8: the bytes of one scale a block. Bytes, because saved-tensor hooks leave integers alone.
+        scale_inv: uint8: the bytes of one scale per block. Bytes, because saved-tensor hooks do not pack integers.
         fmt: The format.
         numel: Elements packed; the last block is padded with zeros.
         dtype: What unpacking returns.
@@ -89,5 +89,5 @@ class Packed:
 
     @property
     def scales(self) -> Tensor:
-        """What codes are multiplied with, float32 ``[n_blocks]``."""
+        """The scales that unpacking multiplies the codes by, float32 ``[n_blocks]``."""
         return self.scale_inv.view(self.fmt.scale_dtype).float()

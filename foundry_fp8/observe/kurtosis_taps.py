@@ -1,15 +1,15 @@
-"""Which tensors are watched, by their part in a transformer block.
+"""The tensors that the kurtosis monitor watches, by role in a transformer block.
 
-The roles are those that the FOG work tracks:
+The roles are those of the FOG paper:
 
 ============== ==========================================================================
 residual       the residual stream after the block
-qkv_input      what the QKV projection multiplies
-qkv_output     what it gives, before any regularisation of q and k
-q, k           queries and keys after regularisation, before rotary embedding
-fc1_output     what the first feed-forward projection gives (gate and up together)
-fc2_input      what the second multiplies: after the activation function
-fc2_output     what it gives, before a post-norm
+qkv_input      input of the QKV projection
+qkv_output     its output, before any QK norm
+q, k           queries and keys after QK norm, before rotary embedding
+fc1_output     output of the first feed-forward projection (gate and up together)
+fc2_input      input of the second, after the activation function
+fc2_output     output of the second, before a post-norm
 ============== ==========================================================================
 """
 
@@ -33,10 +33,10 @@ ROLES = ("residual", "qkv_input", "qkv_output", "q", "k", "fc1_output", "fc2_inp
 Side = Literal["input", "output"]
 Part = Literal["q", "k"]
 Place = tuple[str, Side] | tuple[str, Side, Part]
-"""A glob on names inside the block (``""``: the block), which side of those modules, and which columns of it."""
+"""A glob on module names inside the block (``""``: the block), input or output, and optionally only the columns of q or k."""
 
 _Preset = Mapping[str, Sequence[Sequence[Place]]]
-"""Role -> alternatives, each a list of places; the first whose every glob matches is taken."""
+"""Role -> alternatives, each a list of places; the first alternative whose globs all match is used."""
 
 PRESETS: dict[str, _Preset] = {
     "mpt": {
@@ -89,7 +89,7 @@ class Tap:
         module: The module.
         side: Its input or its output.
         columns: The features to take; ``None`` for all.
-        grouped: It is one of several modules whose features together are the tensor (q, k and v projections).
+        grouped: Whether the tensor is the outputs of several modules side by side (separate q, k and v projections).
     """
 
     role: str
@@ -101,7 +101,7 @@ class Tap:
     grouped: bool = False
 
     def take(self, value: object) -> Tensor | None:
-        """The tensor in a module's input or output, or ``None``."""
+        """The tensor in a module's input or output (the first of a tuple), or ``None`` if it is not floating point."""
         first = value[0] if isinstance(value, tuple | list) and value else value
         if not isinstance(first, Tensor) or not first.is_floating_point():
             return None
@@ -115,17 +115,17 @@ def find_taps(
     tensors: Mapping[str, Sequence[str]] | None = None,
     key: str = "kurtosis",
 ) -> list[Tap]:
-    """Where to watch ``model``.
+    """The tensors of ``model`` to watch.
 
     Args:
-        model: Wrapped or not.
+        model: Wrapped (DDP, FSDP) or not.
         preset: A name in :data:`PRESETS`, ``auto`` (the one whose QKV projection the model has), or ``none``.
-        tensors: More, by a name of the user's: globs on whole module names, each with ``@input`` behind it for the
-            module's input instead of its output.
+        tensors: Additional ones by the user's own role names: globs on whole module names, which mean the module's
+            output, or with ``@input`` at the end its input.
         key: The YAML key, for messages.
 
     Raises:
-        ConfigError: No preset fits, or a pattern that matches no module.
+        ConfigError: No preset fits, a pattern matches no module, or it ends in another ``@``.
     """
     blocks = [(clean_name(name), block) for name, block in transformer_blocks(model)]
     taps = _custom(model, tensors or {}, blocks, key)
@@ -148,7 +148,7 @@ def find_taps(
 
 
 def _fits(preset: str, blocks: Sequence[tuple[str, nn.Module]]) -> bool:
-    """Whether any block has the preset's QKV projection; not every block of a mixed stack attends."""
+    """Whether any block has the preset's QKV projection; in a hybrid model some blocks have no attention."""
     return any(_places(PRESETS[preset]["qkv_input"], block) for _, block in blocks)
 
 
@@ -169,7 +169,7 @@ def _places(
     for alternative in alternatives:
         found = []
         for pattern, side, *part in alternative:
-            # A leading dot, so that "*.experts.*" and "*attn.q_proj" both see a first name part.
+            # With a leading dot "*.experts.*" also matches a name that starts with "experts".
             hits = (
                 [("", block)]
                 if not pattern

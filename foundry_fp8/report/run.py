@@ -1,4 +1,4 @@
-"""One run as arrays, whatever it was read from."""
+"""One run as arrays, whatever kind of log it was read from."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 __all__ = ["FINAL_SHARE", "HIGH_PRECISION", "Run", "Series", "Table", "recipe_of"]
 
 HIGH_PRECISION = "high precision"
-WARM_UP_SHARE = 0.1
+WARM_UP_SHARE = 0.1  # of the steps; left out of speeds and means
 NOT_ARCHITECTURE = {
     *(
         "activation_checkpointing_target",
@@ -25,8 +25,8 @@ NOT_ARCHITECTURE = {
     *("attn_impl", "fc_type", "init_device", "loss_fn", "peft_config", "pretrained", "should_save_peft_only"),
     *("use_auth_token", "use_flash_attention_2", "use_train_metrics", "verbose"),
 }
-"""Keys under ``model`` that say how it is built, watched or run."""
-FINAL_SHARE = 0.1
+"""Keys under ``model`` that do not change the architecture: how the model is built, evaluated or run."""
+FINAL_SHARE = 0.1  # of the steps; their mean is the final loss
 _TASK = re.compile(r"metrics/(.+)/InContextLearning\w*Accuracy")
 
 
@@ -77,7 +77,7 @@ class Run:
     status: str
     """``finished``, ``stopped...``, or ``unknown`` where the log was cut off."""
     precisions: tuple[str, ...]
-    """What it ran in, in the order of its starts."""
+    """Its recipes (:func:`recipe_of`), in the order in which starts and resumes first used them."""
     problems: list[str]
     """What could not be read or is missing, in sentences."""
 
@@ -88,7 +88,7 @@ class Run:
 
     @property
     def conversion(self) -> dict[str, Any] | None:
-        """The ``fp8`` algorithm's report (of what ran, once a batch has), or ``None`` for a run in high precision."""
+        """The ``fp8`` algorithm's report (after the first batch: as run), or ``None`` for a run in high precision."""
         found = self.hyperparameters.get("fp8_as_run", self.hyperparameters.get("fp8"))
         return found if isinstance(found, Mapping) else None  # type: ignore[return-value]
 
@@ -116,7 +116,7 @@ class Run:
 
     @property
     def model(self) -> str:
-        """Its size (``7B``) and, where the configuration says it, its name."""
+        """The model's name, where the configuration has one, and its size (``7B``); a dash without either."""
         count = self.header.get("parameters")
         size = "" if not isinstance(count, int | float) else _size(float(count))
         named = self.hyperparameters.get("model")
@@ -159,12 +159,12 @@ class Run:
 
     @property
     def scores(self) -> dict[str, Series]:
-        """Accuracies of LLM Foundry's downstream evaluation, shares of one, by task (``next_line/0-shot``)."""
+        """Accuracies of LLM Foundry's downstream evaluation, from 0 to 1, by task (``next_line/0-shot``)."""
         found = ((_TASK.fullmatch(key), series) for key, series in {**self.metrics, **self.evals}.items())
         return {key[1]: series for key, series in found if key is not None and len(series.values)}
 
     def settled(self, key: str) -> float:
-        """Mean of a metric after the first 10 % of the steps (warm-up), not finite values left out; NaN without any."""
+        """Mean of a metric's finite values after the first 10 % of the steps (warm-up); NaN if there are none."""
         series = self.metrics.get(key)
         if series is None or not len(self.step):
             return math.nan

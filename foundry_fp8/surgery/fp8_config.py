@@ -52,49 +52,49 @@ class FP8Config(Config):
     recipe: Annotated[
         Recipe | Sequence[Rule] | Measured | Literal["auto"], Parse(_recipe, "a recipe or a list of rules")
     ] = "auto"
-    """``delayed``, ``current``, ``block``, ``mxfp8``, ``unit`` (for µnit-scaled models), a mapping with the recipe's own fields (``{name: delayed, margin:
-    1}``), or ``auto``: mxfp8 on GPUs of compute capability 10.x, current elsewhere, and where the backend predicts that
-    FP8 makes a layer no faster, that layer stays in high precision. Or a list of rules (docs/policy.md):
-    ``[{blocks: last-2, recipe: high_precision}, {roles: [mlp], recipe: current}]``; the first that names a layer decides. ``measured``
-    (``{name: measured, error: 0.2}``) chooses by what FP8 does to the gradients; until then a run is in high precision, and a plain module in delayed."""
+    """``delayed``, ``current``, ``block``, ``mxfp8``, ``unit`` (for µnit-scaled models), or a mapping with the recipe's own fields (``{name: delayed,
+    margin: 1}``). ``auto``: mxfp8 on GPUs of compute capability 10.x, else current; layers that the backend predicts to be no faster in FP8
+    stay in high precision. A list of rules (docs/policy.md), of which the first that names a layer decides:
+    ``[{blocks: last-2, recipe: high_precision}, {roles: [mlp], recipe: current}]``. ``measured`` (``{name: measured, error: 0.2}``): each layer's
+    recipe by the error of the gradients; before that measurement a run is in high precision, and a plain module in delayed."""
     backend: Annotated[str, one_of("auto", *BACKENDS)] = "auto"
-    """``transformer_engine``, ``native``, ``emulated``, or ``auto``: Transformer Engine if it can run the recipe, else
-    native, on a GPU; emulated on a CPU."""
+    """``transformer_engine``, ``native``, ``emulated``, or ``auto``: on a GPU Transformer Engine if it can run the recipe,
+    else native; on a CPU emulated."""
     accumulation: Literal["float32", "hopper"] = "float32"
     """How the emulated backend adds products up: in float32, or bit for bit as Hopper's tensor cores do under the recipe's
     ``fast_accumulation`` (slow; not for mxfp8)."""
     include: Annotated[Names, not_empty] = ("*",)
-    """Globs on module names to convert. One that names a layer takes it in where it would be left out by default."""
+    """Globs on module names to convert. A layer that is left out by default is converted if a glob names it (``*.gate``, not ``*``)."""
     exclude: Names = ()
-    """Globs on module names to leave in high precision. Output heads, routers, adapters (LoRA) and embeddings are out by
-    default."""
+    """Globs on module names to leave in high precision. Output heads, routers, adapters (LoRA) and embeddings are left out
+    by default."""
     keep_first_blocks: Natural = 0
-    """Transformer blocks left in high precision at the bottom, of an encoder and of a decoder each."""
+    """How many of the first transformer blocks stay in high precision; in an encoder-decoder, of each of the two."""
     keep_last_blocks: Natural = 0
-    """The same at the top."""
+    """The same for the last blocks."""
     wgrad: Literal["fp8", "high_precision"] = "fp8"
-    """What the weight gradient's GEMM runs in."""
+    """The precision of the weight gradient's GEMM."""
     evaluate: Literal["fp8", "high_precision"] = "high_precision"
-    """What evaluation runs in."""
+    """The precision of evaluation."""
     fuse: bool = False
-    """Compute the norm before a linear in the linear's own kernel, where that is the same arithmetic. Transformer Engine
-    and native only."""
+    """Compute the norm before a linear in the linear's own kernel, where the result is the same. Transformer Engine and
+    native only."""
     cache_weights: bool = False
     """Quantise each weight once per optimizer step instead of in every microbatch's forward and again in its backward. Costs
     two bytes of memory a weight element, under FSDP2 of the whole unsharded model. Native only; not under FSDP1."""
     frozen_weights: Literal["high_precision", "fp8"] = "high_precision"
-    """``fp8`` keeps the weights of converted linears that do not train (under LoRA the base's) in FP8 alone, one byte an element, as the recipe quantises
-    them. Exact for the FP8 layers; what reads the weight in high precision (evaluation, merged adapters, checkpoints) sees it rounded. Not
-    under FSDP, not through Transformer Engine; the recipe's scales must be powers of two."""
+    """``fp8`` stores the weights of converted linears that do not train (the base model's under LoRA) only in FP8, one byte an element, as the recipe
+    quantises them. FP8 layers give the same results; what reads the weight in high precision (evaluation, merged adapters, checkpoints) gets it
+    rounded. Not under FSDP or through Transformer Engine; the recipe's scales must be powers of two."""
     attention: Annotated[
         AttentionConfig | Literal[False], Parse(parse_attention, "true, false or a mapping")
     ] = False
     """Whether attention's GEMMs run in FP8 too (FP8DPA), with the delayed or the current recipe (through Transformer Engine the delayed one alone):
     ``true``, or a mapping with ``recipe``, ``grad_scores`` and ``exclude``."""
     enabled: bool = True
-    """``false`` converts nothing: with this one override a run is its own twin in high precision."""
+    """``false`` converts nothing: the same YAML then trains in high precision, for comparison."""
     announce: bool = True
-    """Whether a run prints what became of the model when it starts, whatever the logging level. A call prints nothing."""
+    """Whether a run prints at its start what was converted, whatever the logging level. ``apply_fp8`` itself prints nothing."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -111,7 +111,7 @@ class FP8Config(Config):
             raise ConfigError(f"{KEY}.include: the rules of {KEY}.recipe name what they convert. Remove it.")
 
     def policy(self, device: torch.device) -> Policy:
-        """The rules that ``recipe``, ``include``, ``exclude``, ``keep_*_blocks`` and ``wgrad`` are, on ``device``."""
+        """``recipe``, ``include``, ``exclude``, ``keep_*_blocks`` and ``wgrad`` as one list of rules, for ``device``."""
         rules = {f"{KEY}.exclude": Rule(recipe=HIGH_PRECISION, modules=self.exclude)} if self.exclude else {}
         for side, count in (("first", self.keep_first_blocks), ("last", self.keep_last_blocks)):
             if count:
@@ -122,15 +122,15 @@ class FP8Config(Config):
             name = "recipe" if tuple(self.include) == ("*",) else "include"
             base = Rule(recipe=resolve_recipe(recipe, device), modules=self.include, gemms=wgrad)
             return Policy({**rules, f"{KEY}.{name}": base})
-        own = {f"{KEY}.recipe[{i}]": rule for i, rule in enumerate(recipe)}
-        for key, rule in own.items():
+        listed = {f"{KEY}.recipe[{i}]": rule for i, rule in enumerate(recipe)}
+        for key, rule in listed.items():
             if rule.recipe != HIGH_PRECISION:
-                own[key] = dataclasses.replace(rule, gemms={**wgrad, **rule.gemms})
-        return Policy({**rules, **own}, frozenset(own))
+                listed[key] = dataclasses.replace(rule, gemms={**wgrad, **rule.gemms})
+        return Policy({**rules, **listed}, frozenset(listed))
 
 
 def resolve_recipe(recipe: str | Mapping[str, Any] | Recipe, device: torch.device) -> Recipe:
-    """The recipe itself; for ``auto``, what suits the device."""
+    """``recipe`` as an object; ``auto`` becomes mxfp8 on compute capability 10.x, else current."""
     if recipe != "auto":
         return parse_recipe(recipe, f"{KEY}.recipe")
     blackwell = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10

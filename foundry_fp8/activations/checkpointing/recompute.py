@@ -1,4 +1,4 @@
-"""One checkpointed call: what it keeps of its inputs, whether they come by position or by keyword, and where."""
+"""One call of a checkpointed module: recomputed in backward, its inputs kept as they are, packed or in host memory."""
 
 from __future__ import annotations
 
@@ -18,30 +18,29 @@ __all__ = ["recomputed"]
 
 
 def recomputed(function: Callable[..., Any], *args: Any, policy: Policy, offload: bool, **kwargs: Any) -> Any:
-    """``function(*args, **kwargs)``, run again in backward.
+    """``function(*args, **kwargs)``, recomputed in backward; under policy ``offload`` not recomputed but saved in host memory.
 
-    :func:`torch.utils.checkpoint.checkpoint` hands positional tensors to the saved-tensor hooks around it, those of
-    offloading and packing, and holds what comes by keyword itself. Hugging Face calls attention with its hidden states by
-    keyword. So the tensors that need gradients, the activations, go by position; masks and position tables, which all
-    blocks share, stay where they are.
+    :func:`torch.utils.checkpoint.checkpoint` saves positional tensors through the hooks around it (offloading, packing) and
+    holds keyword arguments itself, by which Hugging Face passes hidden states. So tensors that need gradients (the
+    activations) are passed by position. Masks and position tables, which all blocks share, are neither moved nor packed.
     """
     if offload or policy == "offload":
         return _offloaded(function, args, kwargs, policy)
-    if torch.compiler.is_compiling():  # no hooks act there
+    if torch.compiler.is_compiling():  # saved-tensor hooks have no effect in a compiled graph
         return checkpoint(function, *args, use_reentrant=False, **_options(policy), **kwargs)
     run, activations = _by_position(function, args, kwargs)
     return checkpoint(run, *activations, use_reentrant=False, **_options(policy))
 
 
-# Saved-tensor hooks cannot be traced; the module within is, as a graph of its own.
+# torch.compile cannot trace saved-tensor hooks; it compiles the module inside them as a graph of its own.
 @torch.compiler.disable(recursive=False)
 def _offloaded(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], policy: Policy
 ) -> Any:
-    if policy == "offload":  # nothing is run again
-        given = [x for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)]
-        # Activations give the device; a table of positions or lengths may be the host's.
-        first = next((x for x in given if x.requires_grad), next(iter(given), None))
+    if policy == "offload":  # nothing is recomputed
+        tensors = [x for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)]
+        # The device is that of the activations; a table of positions or lengths may be on the CPU.
+        first = next((x for x in tensors if x.requires_grad), next(iter(tensors), None))
         with contextlib.nullcontext() if first is None else host_store(first.device).unit():
             return function(*args, **kwargs)
     run, activations = _by_position(function, args, kwargs)
@@ -58,7 +57,7 @@ def _options(policy: Policy) -> dict[str, Any]:
 def _by_position(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Callable[..., Any], list[Tensor]]:
-    """``function`` of the tensors that need gradients alone, and those tensors."""
+    """``function`` as a function of only the tensors that need gradients, and these tensors."""
     leaves, structure = tree_flatten((args, kwargs), is_leaf=_is_leaf)
     places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
     activations = [leaves[i] for i in places]
@@ -76,5 +75,5 @@ def _by_position(
 
 
 def _is_leaf(x: Any) -> bool:
-    """Everything but plain containers: a cache of keys that is taken apart would be put together as another one."""
+    """Whether ``x`` is not a plain container. Others, such as a key-value cache, must be passed as the same object."""
     return type(x) not in (tuple, list, dict)

@@ -11,11 +11,11 @@ e4m3     1.031       128    E4M3(x * 448 / amax)     2.6e-2
 int4     0.5625      32     round(x * 7 / amax)      9.7e-2
 =======  ==========  =====  =======================  ==============================================
 
-An integer format makes zeros of the smallest elements. Where backward asks whether an element is zero (relu's output: the
-gradient was 10 % wrong), ``nonzero=True`` gives them the smallest code instead. Everywhere else that would be a bias: the
-tail of a peaked softmax would outgrow its head (the gradient of the scores came out twice too large).
+The integer formats round the smallest elements to zero. Where backward tests for zero (relu's output: without this the
+gradient was 10 % wrong), ``nonzero=True`` gives them the smallest code instead. Elsewhere that adds a bias: in a peaked
+softmax the many small probabilities would sum to too much (the gradient of the scores was twice too large).
 
-A block that holds an Inf or a NaN comes back as NaN throughout, so that overflow stays visible to gradient clipping.
+A block that holds an Inf or a NaN unpacks to NaN throughout, so that gradient clipping still sees an overflow.
 
 Source:
     Group-wise E4M3 of activations: COAT (arXiv:2410.19313), which groups 16 elements; here 128, as at equal bytes the
@@ -34,7 +34,7 @@ from foundry_fp8.numerics.packed import MIN_AMAX, Packed, PackFormat
 __all__ = ["pack", "packable", "unpack"]
 
 PART = 2**19
-"""Elements that the reference rounds at a time: they stay in a CPU's cache, and what lies between is small."""
+"""Elements that the reference rounds at a time, so that they and the temporaries stay in a CPU's cache."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -51,11 +51,11 @@ def pack(x: Tensor, fmt: PackFormat, *, row: int | None = None, nonzero: bool = 
         x: Any shape, float32, bfloat16 or float16 (:func:`packable`).
         fmt: The format. Its block is made smaller where it does not divide a row (:meth:`PackFormat.within`).
         row: Elements of a row, where it is not the last dimension of ``x``.
-        nonzero: ``x`` has no negative elements, and what is positive must not become 0 (int8, int4; E4M3 reaches
-            down to 1/458752 of the amax).
+        nonzero: ``x`` has no negative elements, and positive ones must not become 0 (int8, int4; E4M3 represents
+            values down to 1/458752 of the amax).
 
     Returns:
-        Holds no reference to ``x``.
+        The packed tensor. It holds no reference to ``x``.
     """
     flat = x.detach().reshape(-1)
     fmt = fmt.within(row or (x.shape[-1] if x.dim() else 1))
@@ -90,7 +90,7 @@ def quantize_blocks_reference(
     # A division, as in the kernels; torch would turn number / tensor into a reciprocal and a product.
     int4 = fmt.name == "int4"
     scale = torch.div(amax.new_full((), 1.0 if int4 else fmt.code_max), scale_inv.float() if int4 else amax)
-    # Looked for once for all blocks: on a CPU every small operation costs as much as a pass over a tensor.
+    # Checked once for all blocks: on a CPU every small operation costs as much as a pass over a tensor.
     finite = None
     if amax.numel() > 0 and not math.isfinite(amax.max()):
         finite = amax.isfinite()
@@ -99,7 +99,7 @@ def quantize_blocks_reference(
     rows = max(PART // fmt.block, 1)
     for part in (slice(i, i + rows) for i in range(0, len(blocks), rows)):
         scaled = blocks[part] * scale[part].unsqueeze(1)
-        if finite is not None:  # such a block is NaN through its scale; its codes only have to be castable
+        if finite is not None:  # a block that is not finite becomes NaN by its scale, whatever its codes
             scaled = torch.where(finite[part].unsqueeze(1), scaled, 0.0)
         if nonzero and fmt.name != "e4m3":
             torch.maximum(scaled, scaled.sign(), out=scaled)

@@ -18,7 +18,7 @@ __all__ = ["UnitScaling", "UnitScalingConfig"]
 
 log = logging.getLogger(__name__)
 
-PLACES = {
+PLACES = {  # where a user sets each value, for messages
     "tau": "model.tau",
     "base_width": f"{KEY}.base_width",
     "final_norm": "model.final_norm (MPT: model.norm_type, no_norm for none)",
@@ -36,10 +36,10 @@ class UnitScalingConfig(Config):
 
 
 class UnitScaling(Algorithm):
-    """Gives the hidden weights of a µnit-scaled model their learning rate, ``lr * sqrt(base_width / width)``.
+    """Sets the learning rate of a µnit-scaled model's hidden weights: ``lr * sqrt(base_width / width)`` (arXiv 2502.05967, table 1).
 
     Runs on ``Event.INIT``, before schedulers are made (they keep the ratio) and the model is wrapped, and checks on
-    ``Event.FIT_START`` that the groups survived the wrapping. A model that is µnit-scaled only in part is refused.
+    ``Event.FIT_START`` that the parameter groups are still scaled. A model that is µnit-scaled only in part is refused.
 
     Args:
         **options: The fields of :class:`UnitScalingConfig`.
@@ -55,7 +55,7 @@ class UnitScaling(Algorithm):
 
     @property
     def find_unused_parameters(self) -> bool:
-        """Every parameter takes part as before."""
+        """False, for DDP: the algorithm leaves no parameter unused."""
         return False
 
     def match(self, event: Event, state: State) -> bool:
@@ -63,7 +63,7 @@ class UnitScaling(Algorithm):
         return event in (Event.INIT, Event.FIT_START)
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
-        """Scale the groups, or check that they are still scaled."""
+        """Scale the parameter groups (INIT), or check that they are still scaled (FIT_START)."""
         if event == Event.FIT_START:
             assert self._described is not None
             for optimizer in state.optimizers:
@@ -93,17 +93,17 @@ class UnitScaling(Algorithm):
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run has to agree with: base width, width, tau, the final norm."""
-        found = super().state_dict()  # its repr, as Composer's own algorithms have it
+        found = super().state_dict()  # the repr, which Composer saves of every algorithm
         return found if self._described is None else found | self._facts()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Compare.
+        """Compare the checkpoint with this run.
 
         Raises:
             RuntimeError: The checkpoint was trained with another base width, width or tau, or without the final norm.
         """
         if "width" in state:
-            state = {"final_norm": False, **state}  # checkpoints from before the key have none
+            state = {"final_norm": False, **state}  # older checkpoints lack the key
         for name, value in self._facts().items():
             if name in state and state[name] != value:
                 where = PLACES.get(name, "the model")

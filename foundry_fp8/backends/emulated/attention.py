@@ -1,12 +1,12 @@
 """FP8 attention emulated on any device, in blocks, after the unfused definition (:mod:`.attention_reference`).
 
-Queries are taken in blocks of rows, head by head, each with all the keys it can see. The forward keeps Q, K and V, in FP8; the
-backward computes each block of probabilities again, to the same bits. Nothing of queries x keys outlives its block, so
-memory grows with the sequence, not with its square.
+Queries are processed in blocks of rows, head by head, each with all the keys it can see. The forward keeps Q, K and V in FP8;
+the backward recomputes each block of probabilities bit for bit. No queries x keys tensor outlives its block, so memory grows
+linearly with the sequence length.
 
-Products of FP8 values are exact in float32 (and on bfloat16 units, which take the values as they are), and float32 adds them
-up. So a result differs from the definition, which adds in float64, by float32's rounding of the sums, and where that moves a
-probability across the border between two FP8 values, by the step between them.
+Products of FP8 values are exact in float32 (and on bfloat16 units, which represent the values exactly); sums are in float32.
+The definition adds in float64. So results differ from it by float32's rounding of the sums, and by one FP8 step where that
+makes a probability round to the neighbouring FP8 value.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from foundry_fp8.numerics.recipes import CurrentScaling, DelayedScaling, Recipe
 __all__ = ["EmulatedAttention"]
 
 BLOCK_ELEMENTS = 2**18
-"""Probabilities that a block holds at most (1 MiB of float32, which stays in the cache); a row is never split."""
+"""Most probabilities in a block (1 MiB of float32, which stays in the cache); a row is never split."""
 
 
 class EmulatedAttention(AttentionBackend):
-    """The definition, blockwise, on any device."""
+    """FP8 attention in blocks of queries, on any device."""
 
     name: ClassVar[str] = "emulated"
 
@@ -62,7 +62,7 @@ class EmulatedAttention(AttentionBackend):
         mask: AttentionMask,
         dropout_p: float,
     ) -> Availability:
-        """It takes everything."""
+        """Every call is supported."""
         return Availability(True)
 
     @torch.compiler.disable
@@ -96,7 +96,7 @@ class EmulatedAttention(AttentionBackend):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Call:
-    """What one forward and its backward share besides tensors with gradients."""
+    """What one forward and its backward share besides q, k and v."""
 
     module: FP8DotProductAttention
     recipe: AttentionRecipe
@@ -108,7 +108,7 @@ class _Call:
     amaxes: dict[str, Tensor]
 
     def quantize(self, name: str, x: Tensor) -> Quantized:
-        """A whole tensor, by its name (:data:`SLOTS`)."""
+        """Quantise a whole tensor (not S or dP); ``name`` is a key of :data:`SLOTS`."""
         slot, amax = SLOTS[name], amax_of(x)
         fmt = attention_format(self.recipe, slot)
         if slot in attention_slots(self.recipe):
@@ -123,12 +123,12 @@ class _Call:
         return found
 
     def record(self, slot: str, amax: Tensor) -> None:
-        """Into the running pass."""
+        """Raise the slot's amax of the current pass to ``amax``, in place."""
         if slot in self.amaxes:
             torch.fmax(self.amaxes[slot], amax, out=self.amaxes[slot])
 
     def output(self, name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Through FP8 and back where the recipe's kernel writes FP8."""
+        """``x`` in ``dtype``; under delayed scaling rounded to FP8 first, as its hardware kernel writes FP8."""
         rounds = isinstance(self.recipe, DelayedScaling)
         return (self.quantize(name, x).dequantize() if rounds else x).to(dtype)
 
@@ -139,8 +139,8 @@ class _BlockOperand:
     Args:
         call: The call.
         name: ``s`` or ``dp``.
-        probed: Whether monitors see it.
-        high_precision: Rounded to bfloat16 instead, unscaled; its amax is recorded all the same, so that FP8 could follow.
+        probed: Whether the module's probe gets it.
+        high_precision: Round to bfloat16 instead, unscaled. The amax is still recorded, for a later change to FP8.
     """
 
     def __init__(self, call: _Call, name: str, *, probed: bool = True, high_precision: bool = False) -> None:
@@ -164,18 +164,18 @@ class _BlockOperand:
 
     @property
     def gemm_scale(self) -> Tensor:
-        """What sums of its values are multiplied with: NaN where any block so far held an Inf."""
+        """The factor (0-d) that undoes the scale after a GEMM; NaN if any block so far held an Inf."""
         if self._high_precision:
             return torch.ones_like(self._scale)
         return torch.where(torch.isinf(self._amax), torch.nan, self._scale.reciprocal())
 
     def record(self) -> None:
-        """All blocks were seen."""
+        """Record the amax; call it after the last block."""
         self._call.record(SLOTS[self._name], self._amax)
 
 
 def _block_amax(x: Tensor) -> Tensor:
-    """:func:`amax_of`, in one pass where there is no NaN and looking costs nothing."""
+    """:func:`amax_of`; on a CPU, where reading a value needs no synchronisation, in one pass if there is no NaN."""
     if x.device.type != "cpu" or isinstance(x, FakeTensor):
         return amax_of(x)
     least, most = x.aminmax()
@@ -216,13 +216,13 @@ class _Block:
 
 
 class _Softmax:
-    """The probabilities, block by block, and the memory that the blocks share.
+    """Computes the probabilities block by block, in memory that the blocks share.
 
     Args:
         call: The call.
         q: FP8 values of Q, float32 [b, kv_heads, group, q, d].
         k: Of K, [b, kv_heads, k, d].
-        logit_scale: 0-d: from products of values to logits.
+        logit_scale: 0-d; logits are this times the products of the FP8 values of Q and K.
     """
 
     def __init__(self, call: _Call, q: Tensor, k: Tensor, logit_scale: Tensor) -> None:
@@ -236,18 +236,18 @@ class _Softmax:
         self._scratch = torch.empty(size, dtype=torch.int32, device=q.device)
 
     def blocks(self) -> Iterator[tuple[_Block, Tensor, Tensor | None]]:
-        """Each block with S, float32 [group * rows, keys] (until the next), and dropout's factor of the same shape."""
+        """Each block with S, float32 [group * rows, keys] (overwritten by the next), and dropout's factor of the same shape."""
         b, hk, group = self._q.shape[:3]
         mask, device = self._call.mask, self._q.device
         starts = range(0, self._queries, self._rows)
         if isinstance(
             self._q, FakeTensor
-        ):  # a plan: the last block has every byte that any has, and there are no values
+        ):  # memory planning: the last block allocates as much as any, and there are no values
             b, hk, starts = 1, 1, starts[-1:]
         for start in starts:
             stop = min(start + self._rows, self._queries)
             first, last = mask.keys_seen(start, stop, self._queries, self._keys)
-            # A causal rule hides nothing to the left of the first query's own key.
+            # A causal mask hides nothing to the left of the first query's own key.
             edge = first
             if mask.only_causal:
                 edge = max(first, min(last, start + self._keys - self._queries))
@@ -259,7 +259,7 @@ class _Softmax:
                     yield block, self._softmax(block, hidden, edge - first, bias), self._kept(block)
 
     def other(self, s: Tensor) -> tuple[Tensor, Tensor]:
-        """More memory of the shape of ``s``: float32, and int32."""
+        """Two more buffers of the shape of ``s``: float32, and int32."""
         return self._memory[1][: s.numel()].view(s.shape), self._scratch[: s.numel()].view(s.shape)
 
     def _softmax(self, block: _Block, hidden: Tensor | None, edge: int, bias: Tensor | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""The three GEMMs of a linear, each from the operands that the recipe gives it, as one autograd function."""
+"""The emulated backend: fprop, dgrad and wgrad of an FP8 linear in one autograd function."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class EmulatedBackend(Backend):
     name: ClassVar[str] = "emulated"
 
     def availability(self, recipe: Recipe, device: torch.device) -> Availability:
-        """Always available, but for mxfp8 as Hopper would add it up."""
+        """Always available, except for mxfp8 with ``accumulation: hopper``."""
         if self.accumulation == "hopper" and isinstance(recipe, MXFP8Scaling):
             return Availability(
                 False,
@@ -64,11 +64,11 @@ class EmulatedBackend(Backend):
         return fresh_view(y, *x.shape[:-1], module.out_features)
 
     def _shared(self, module: FP8Linear, x: Tensor, dtype: torch.dtype) -> QuantizedInput:
-        how: tuple[Hashable, ...] = (module.recipe, dtype)
+        key: tuple[Hashable, ...] = (module.recipe, dtype)
         if isinstance(module.recipe, DelayedScaling) and module.slots is not None:
-            scale = module.slots["x"].scale  # each linear's own; None is shared by nobody
-            how = (*how, float(scale) if readable(scale) else None)
-        return self.inputs.of(x, *how)
+            scale = module.slots["x"].scale  # each linear has its own; a None in the key means: do not share
+            key = (*key, float(scale) if readable(scale) else None)
+        return self.inputs.of(x, *key)
 
 
 class _EmulatedLinear(torch.autograd.Function):
@@ -93,7 +93,7 @@ class _EmulatedLinear(torch.autograd.Function):
         kept: Sequence[Tensor] = ()
         if ctx.needs_input_grad[1]:
             if ctx.wgrad == "fp8":
-                # wgrad contracts over tokens: a recipe with blocks wants them along that dimension.
+                # wgrad contracts over tokens, so block scales must run along that dimension.
                 found = shared.get("kept")
                 if found is None:
                     if _blockwise(ctx.recipe):
@@ -130,7 +130,7 @@ class _EmulatedLinear(torch.autograd.Function):
                 data, packed_scale = kept
                 scale = _unpack_scale(packed_scale, ctx.recipe)
                 block, fmt, nan_free = ctx.x_layout
-                # The scale is NaN already where there was an Inf, so that no amax is left to say so.
+                # Where there was an Inf the scale is already NaN, so the amax is not needed.
                 qx = Quantized(data, scale, block, fmt, torch.zeros_like(scale), nan_free)
                 dw = _gemm(ctx, "wgrad", qdy.t(), qx.t(), ctx.x_dtype).to(weight.dtype)
             elif needs_w:
@@ -149,7 +149,7 @@ def _quantize(
     probed: bool = True,
     shared: QuantizedInput | None = None,
 ) -> Quantized:
-    """``x`` quantised, or what ``shared`` has of it; either way the amax is recorded and the probe is shown it."""
+    """``x`` quantised, or taken from ``shared``; either way the amax is recorded and the probe is called."""
     module = ctx.module
     found = None if shared is None else shared.get("quantized")
     if found is None:
@@ -169,7 +169,7 @@ def _quantize(
 
 
 def _pack_scale(scale: Tensor, recipe: Recipe) -> Tensor:
-    """One byte a block where the scales are powers of two by definition, so that 32-element blocks stay cheap to keep."""
+    """mxfp8's scales as E8M0, one byte per 32 elements, to save memory until backward; other scales as they are."""
     return e8m0_round_up(scale) if isinstance(recipe, MXFP8Scaling) else scale
 
 

@@ -1,7 +1,7 @@
-"""The emulated GEMM: exact products of FP8 values, added up in float32 or as Hopper does it, scaled in float32, rounded once.
+"""The emulated GEMM: exact products of FP8 values, added in float32 or as Hopper adds them, scaled in float32, rounded once.
 
-Every FP8 value is a bfloat16 value, and so is an FP8 value times a power of two. So matrix units for bfloat16 (or TF32)
-form the products exactly and add them up in float32; block scales that are not powers of two take plain float32 products.
+bfloat16 represents every FP8 value exactly, also times a power of two. So matrix units for bfloat16 (or TF32) compute exact
+products and add them in float32. Block scales that are not powers of two need float32 products.
 """
 
 from __future__ import annotations
@@ -50,25 +50,25 @@ def scaled_mm(
         b: ``[N, K]``.
         out_dtype: What the result is rounded to, from float32.
         bias: ``[N]``, hp; added in float32.
-        power_2: Block scales are powers of two (always for mxfp8).
+        power_2: Whether block scales are powers of two (always for mxfp8).
         sums: How the products are added up.
-        alpha: Multiplies the sums, as part of their scale; of operands with one scale a tensor.
+        alpha: Output multiplier, applied with the scales; for operands with one scale per tensor only.
 
     Returns:
-        ``[M, N]``, NaN where an operand's scale says that it held an Inf.
+        ``[M, N]`` in ``out_dtype``; NaN where a scale is NaN, because its tensor or block held an Inf.
     """
-    # A selective checkpoint keeps what a matmul returned, and that must not be written to; scratch memory may be.
-    own = None
+    # A selective checkpoint may keep what a matmul returned, so only scratch and later results are written in place.
+    buffer = None
     if sums == "float32":
         temporary = out_dtype != torch.float32 and readable(a.data) and readable(b.data)
-        own = scratch("product", (a.data.shape[0], b.data.shape[0])) if temporary else None
-        product = _float32_mm(a, b, out=own, narrow=a.block is None or power_2)
+        buffer = scratch("product", (a.data.shape[0], b.data.shape[0])) if temporary else None
+        product = _float32_mm(a, b, out=buffer, narrow=a.block is None or power_2)
     else:
         product = hopper_mm(a, b, fast=sums == "hopper_fast")
     if a.block is None:
-        product = own = torch.mul(product, a.gemm_scale * b.gemm_scale * alpha, out=own)
+        product = buffer = torch.mul(product, a.gemm_scale * b.gemm_scale * alpha, out=buffer)
     if bias is not None:
-        product = torch.add(product, bias, out=own)
+        product = torch.add(product, bias, out=buffer)
     return product.to(out_dtype)
 
 
@@ -78,8 +78,8 @@ def _float32_mm(a: Quantized, b: Quantized, *, out: Tensor | None, narrow: bool)
     Args:
         a: ``[M, K]``.
         b: ``[N, K]``.
-        out: Where to put it; ``None`` for memory of its own.
-        narrow: The scaled values are bfloat16 values.
+        out: Where to put it; ``None`` for new memory.
+        narrow: Whether bfloat16 represents the scaled values exactly.
     """
     left, right = _scaled_values(a, "a"), _scaled_values(b, "b")
     device_type = left.device.type
@@ -88,7 +88,7 @@ def _float32_mm(a: Quantized, b: Quantized, *, out: Tensor | None, narrow: bool)
 
 
 def _scaled_values(q: Quantized, place: str) -> Tensor:
-    """The values with block scales folded in; a tensorwise scale is left to the result."""
+    """The values times their block scales, float32; a tensorwise scale is applied to the result instead."""
     values = dense_values(q, place)
     if q.block is None:
         return values

@@ -7,13 +7,13 @@ One instruction (``wgmma``, 32 elements along K) adds 32 products to an accumula
 2. every term is truncated, toward zero, to a multiple of ``2 ** (e - 13)``, where e is the largest of these exponents;
 3. what is left is added exactly, and truncated toward zero to 13 bits of mantissa: the new accumulator.
 
-Fast accumulation goes on like this along all of K. The accumulator grows, its last bit with it, and what each term loses
-below that bit always pulls toward zero, so that sums of one sign come out low. Precise accumulation ("promotion") starts a
-new accumulator every 128 elements and adds the finished one to a float32 sum outside of the tensor core. Block scales are
-applied there, so that they are always precise.
+Fast accumulation repeats this along all of K. As the accumulator grows, so does its last bit; truncating each term below
+that bit loses toward zero, so sums of one sign are too small. Precise accumulation ("promotion") starts a new accumulator
+every 128 elements and adds the finished one to a float32 sum outside of the tensor core. Block scales are applied there,
+so their GEMMs are always precise.
 
-Not modelled: how a library cuts K into pieces that are added up apart (split-K), and where cuBLAS promotes, which is not
-published; 128 is what CUTLASS does unless instructed otherwise and what DeepSeek-V3 found to be enough.
+Not modelled: split-K (a library sums pieces of K separately), and where cuBLAS promotes, which is not published. 128 is
+CUTLASS's default and what DeepSeek-V3 found to be enough.
 
 Source:
     MMA-Sim, arXiv:2511.10909, algorithm "T-FDPA" with the parameters of Hopper's FP8 ``wgmma`` (32 products, 13 bits,
@@ -33,11 +33,11 @@ __all__ = ["PROMOTION", "hopper_mm"]
 
 STEP = 32
 """Elements along K that one instruction takes."""
-BITS = 13
+BITS = 13  # mantissa bits of the accumulator
 PROMOTION = 128
 """Elements along K between two promotions."""
 _NOTHING = 2.0**-60
-"""Below the exponent of every product of two FP8 values and of every accumulator they can leave."""
+"""Smaller than every nonzero product of two FP8 values and every nonzero accumulator."""
 
 
 def hopper_mm(a: Quantized, b: Quantized, *, fast: bool) -> Tensor:
@@ -58,7 +58,7 @@ def hopper_mm(a: Quantized, b: Quantized, *, fast: bool) -> Tensor:
     a_scale, b_scale = _scales(a), _scales(b)
     left, right = _Operand(a, "a"), _Operand(b, "b")
     out = torch.empty(m, n, device=a.data.device)
-    # On a CPU what an instruction works on should stay in the cache, on a GPU it should fill the device.
+    # Elements of the result at a time: on a CPU few enough for the cache, on a GPU enough to fill the device.
     tile = 1 << 13 if out.device.type == "cpu" else 1 << 22
     rows = max(1, tile // max(1, n))
     for top in range(0, m, rows):
@@ -75,7 +75,7 @@ def hopper_mm(a: Quantized, b: Quantized, *, fast: bool) -> Tensor:
 
 
 class _Operand:
-    """The values of an operand and the power of two of each, along K first."""
+    """The FP8 values of an operand and ``2 ** exponent`` of each, both float32 ``[K, R]``."""
 
     def __init__(self, q: Quantized, place: str) -> None:
         self.values = dense_values(q, place).t().contiguous()

@@ -30,7 +30,7 @@ def attention_forward(
     right: int | None,
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`foundry_fp8.kernels.attention.attention_forward`; ``sizes`` are the first six of its shape."""
+    """:func:`foundry_fp8.kernels.attention.attention_forward`. ``sizes``: batch, heads, kv_heads, queries, keys, head_dim."""
     return forward_kernel(
         _shape(sizes, softmax_scale, left, right),
         q,
@@ -74,7 +74,7 @@ def attention_backward(
     left: int | None,
     right: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`foundry_fp8.kernels.attention_backward.attention_backward`, with what it needs besides."""
+    """:func:`foundry_fp8.kernels.attention_backward.attention_backward`; makes the transposes and row sums that it needs."""
     shape = _shape(sizes, softmax_scale, left, right)
     return backward_kernel(
         shape,
@@ -116,5 +116,5 @@ def _shape(sizes: list[int], softmax_scale: float, left: int | None, right: int 
 
 
 def _transposed(x: Tensor) -> Tensor:
-    """FP8 ``[R, C]`` as ``[C, R]``, contiguous: computed again in the backward, so that it need not be kept."""
+    """FP8 ``[R, C]`` as contiguous ``[C, R]``; made in the backward, so that it need not be saved."""
     return x.view(torch.uint8).t().contiguous().view(x.dtype)

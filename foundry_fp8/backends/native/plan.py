@@ -1,4 +1,4 @@
-"""What a recipe means for the kernels, and how an operand that they made lies in memory. Needs no Triton."""
+"""A recipe as the plain values that the Triton kernels take, and the layout of a quantised operand. Needs no Triton."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from foundry_fp8.numerics.recipes import (
 __all__ = ["FORMATS", "Layout", "Plan", "plan_of", "quantized_view"]
 
 FORMATS: dict[str, Float8Format] = {fmt.name: fmt for fmt in (E4M3, E5M2)}
-"""By the name that a :class:`Plan` has."""
+"""The FP8 formats by name, as a :class:`Plan` stores them."""
 
 Granularity = Literal["tensor", "constant", "block", "mx"]
 
@@ -38,39 +38,39 @@ GRANULARITY: dict[str, Granularity] = {
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a recipe means for the kernels: plain values, so that a compiled graph can carry it."""
+    """A recipe for the kernels, in plain values that a compiled graph can hold."""
 
     granularity: Granularity
-    x_fmt: str
+    x_fmt: str  # of w too
     dy_fmt: str
-    power_2: bool
+    power_2: bool  # scales are powers of two
     fast: tuple[Gemm, ...] = ()
-    """The GEMMs that may be added up in the tensor cores' own accumulator."""
+    """The GEMMs with fast accumulation (sums in the tensor cores' own accumulator)."""
     gradient_scale: int | Literal["auto"] = 1
-    """The constant scale of dy, where scales are constants."""
+    """The scale of dy; ``unit`` only."""
     alpha: float = 1.0
-    """What every GEMM's result is multiplied by, where scales are constants."""
+    """The layer's output multiplier: every GEMM's result is multiplied by it; ``unit`` only."""
 
     def fmt(self, operand: Operand) -> str:
         """The name of the operand's number format."""
         return self.dy_fmt if operand == "dy" else self.x_fmt
 
     def constants(self, operand: Operand) -> tuple[float, float]:
-        """The constant scale of the operand, and what its GEMM scale is multiplied by.
+        """``(scale, factor)`` of the operand under ``unit``; its GEMM scale is multiplied by the factor.
 
-        Each product gets alpha once: by x in fprop, by dy in dgrad and wgrad.
+        Each GEMM is multiplied by alpha once: through x in fprop, through dy in dgrad and wgrad.
         """
         constant = float(self.gradient_scale) if operand == "dy" else 1.0
         return constant, 1.0 if operand == "w" else self.alpha
 
     def blocks(self, operand: Operand) -> tuple[int, bool]:
-        """How many elements share a scale, and whether a block is as many of them squared."""
+        """``(size, square)`` of the blocks that share a scale: ``size x size``, or ``1 x size`` along the contraction."""
         group = 128 if self.granularity == "block" else 32
         return group, group == 128 and operand == "w"
 
 
 def plan_of(recipe: Recipe, alpha: float = 1.0) -> Plan:
-    """Read a recipe, for a layer with the output multiplier ``alpha``."""
+    """The plan of ``recipe`` for a layer with the output multiplier ``alpha``; ``TypeError`` for an unknown recipe."""
     # By name, because Dynamo traces neither class patterns nor isinstance of a union.
     granularity = GRANULARITY.get(recipe.name)
     if granularity is None:
@@ -83,16 +83,16 @@ def plan_of(recipe: Recipe, alpha: float = 1.0) -> Plan:
 
 
 Layout = tuple[Tensor, Tensor]
-"""One of the two layouts of a quantised operand: FP8 data, contiguous along what its GEMM contracts, and what the GEMM gets as its scale."""
+"""``(FP8 data, GEMM scale)``. An operand has two, by rows and transposed: each is contiguous along the dimension its GEMM contracts."""
 
 
 def quantized_view(
     x: Tensor, operand: Operand, plan: Plan, fmt: Float8Format, layout: Layout, stats: Tensor
 ) -> Quantized:
-    """What a probe is shown.
+    """The quantised operand that a probe gets.
 
-    One scale a tensor: the very bytes of the GEMM. Blocks: the reference, which has the same bytes (the kernel tests say
-    so) and the amaxes, which the kernels do not write.
+    With one scale per tensor: the bytes that the GEMM reads. With blocks: quantised again by the reference, which gives the
+    same bytes (kernel tests) and the amaxes, which the kernels do not write.
     """
     if plan.granularity == "block":
         return quantize_block(x, (128, 128) if operand == "w" else (1, 128), fmt, power_2=plan.power_2)

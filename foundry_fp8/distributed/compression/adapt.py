@@ -1,7 +1,7 @@
-"""Which way gradients travel, by the time that whole steps take: coded, in bfloat16, or in their own dtype.
+"""Chooses by measured step time how gradients are sent: quantised (``coded``), in bfloat16, or in their own dtype.
 
-Quantising costs time that a fast network does not give back. So after the warm-up each way is tried for a few batches, all
-ranks take the fastest, and every few hundred batches it is measured again.
+On a fast network quantising may cost more time than it saves. So after the warm-up each way runs for a few batches and all
+ranks take the fastest. This is measured again every few hundred batches.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ __all__ = ["Adaptation"]
 START = 20
 """Batches after the warm-up before the first measurement: kernels are compiled, and the allocator has what it needs."""
 BATCHES = 5
-"""Of each way. The first is left out: it ends what the way before began."""
+"""Batches of each way in a measurement. The first is not counted: it still finishes work of the way before."""
 AGAIN = 500
 """Batches from one measurement to the next."""
 TIE = 0.01
-"""Share of a step by which a way that rounds more has to be faster."""
+"""Share of a step's time by which a way must be faster to be chosen over one that rounds less."""
 
 log = logging.getLogger(__name__)
 
@@ -37,11 +37,11 @@ class Adaptation:
     Args:
         gradients: The configured format, for messages.
         warmup: Batches before gradients are compressed.
-        traffic: Whose bytes and seconds give the break-even bandwidth.
+        traffic: Counts bytes and seconds, for the break-even bandwidth.
 
     Attributes:
         way: What was decided last; ``coded`` before the first decision.
-        verdict: The last decision as text, with what it was made of; empty before the first.
+        verdict: The last decision as text, with its measurements; empty before the first.
     """
 
     def __init__(self, gradients: str, warmup: int, traffic: Traffic) -> None:
@@ -53,16 +53,16 @@ class Adaptation:
         self._times: dict[Way, list[float]] = {}
         self._wire: dict[Way, float] = {}
         self._quantize = 0.0
-        self._before: tuple[int, float, int, float] | None = None
+        self._before: tuple[int, float, int, float] | None = None  # batch, time, bytes, quantise seconds
 
     def start_batch(self, batch: int, device: torch.device) -> tuple[Way, bool]:
-        """Take the time of the batch before, and say how the gradients of ``batch`` travel.
+        """Take the time of the batch before, and choose how the gradients of ``batch`` are sent.
 
         Call it on every rank, with the same numbers: the decision is a collective.
 
         Args:
-            batch: Its number. A measurement that a jump of this number interrupts is given up.
-            device: Of the parameters; waited for while a measurement runs.
+            batch: Its number. A jump of this number cancels a running measurement.
+            device: Of the parameters; synchronised while a measurement runs.
 
         Returns:
             The way, and whether a decision was made just now.
@@ -95,19 +95,19 @@ class Adaptation:
         return self.way, complete
 
     def _decide(self, device: torch.device) -> None:
-        """Take the fastest way by the slowest rank; of those within ``TIE`` the one that rounds least."""
+        """Choose the way whose slowest rank is fastest; of those within ``TIE`` the one that rounds least."""
         seconds = torch.tensor([statistics.median(self._times[way][1:]) for way in WAYS], device=device)
         dist.all_reduce(seconds, dist.ReduceOp.MAX)
         taken = dict(zip(WAYS, seconds.tolist(), strict=True))
         least = min(taken.values())
         self.way = next(way for way in reversed(WAYS) if taken[way] <= least * (1 + TIE))
         saved = self._wire["plain"] - self._wire["coded"]
-        even = (
+        break_even = (
             f"; break-even near {8e-9 * saved / self._quantize:.2g} Gbit/s a rank" if self._quantize else ""
         )
         chosen = {"coded": self.gradients, "bf16": "bfloat16", "plain": "their own dtype"}[self.way]
         self.verdict = (
             f"{KEY}: gradients travel in {chosen}. A step takes {1e3 * taken['coded']:.1f} ms with {self.gradients}, "
-            f"{1e3 * taken['bf16']:.1f} in bfloat16, {1e3 * taken['plain']:.1f} uncompressed{even}"
+            f"{1e3 * taken['bf16']:.1f} in bfloat16, {1e3 * taken['plain']:.1f} uncompressed{break_even}"
         )
         log.info("%s", self.verdict)

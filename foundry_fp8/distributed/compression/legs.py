@@ -20,10 +20,10 @@ __all__ = ["check_legs", "replicate_leg", "shard_leg"]
 
 
 def check_legs(compression: Compression, *, shards: bool, replicates: bool) -> None:
-    """Raise :class:`ConfigError` for what the legs of a wrapper cannot do.
+    """Raise :class:`ConfigError` for options that the legs of this wrapper (FSDP, HSDP, DDP) cannot do.
 
     Args:
-        compression: What is asked for.
+        compression: The compression of the model, with its configuration.
         shards: Whether gradients are reduce-scattered.
         replicates: Whether they are all-reduced.
     """
@@ -54,15 +54,15 @@ def shard_leg(
     device: torch.device,
     nbytes: int,
 ) -> Leg | None:
-    """How the reduce-scatter of a unit is compressed, if it is; adds its line to the report.
+    """The compressed reduce-scatter of an FSDP unit, or ``None`` if it stays uncompressed; adds a line to the report.
 
     Args:
-        compression: What is asked for.
+        compression: The compression of the model.
         group: The ranks that shard the unit.
-        rows: What each of them receives of a tensor of so many elements.
-        name: The unit's.
-        device: Where its gradients live.
-        nbytes: Of all of them.
+        rows: From a tensor's number of elements to the row that each rank receives; ``None`` if that is not known.
+        name: The unit's name.
+        device: The device of its gradients.
+        nbytes: Bytes of all its gradients.
     """
     config, route = compression.config, compression.route(group, shards=True)
     wire = route.wire(config.shard_wire)
@@ -87,16 +87,16 @@ def replicate_leg(
     numel: int,
     nbytes: int,
 ) -> Leg | None:
-    """How the all-reduce of a unit (or of its shard) is compressed, if it is; adds its line to the report.
+    """The compressed all-reduce of an FSDP unit or its shard, or ``None`` if it stays uncompressed; adds a line to the report.
 
     Args:
-        compression: What is asked for.
+        compression: The compression of the model.
         group: The replicas.
-        row: What this rank reduces, of a tensor of so many elements.
-        name: The unit's.
-        device: Where its gradients live.
-        numel: How many elements it reduces as a rule.
-        nbytes: Of these.
+        row: From a tensor's number of elements to the row that this rank reduces; ``None`` if that is not known.
+        name: The unit's name.
+        device: The device of its gradients.
+        numel: Elements that it usually reduces: the residual's size at the start.
+        nbytes: Bytes of these elements.
     """
     config, route = compression.config, compression.route(group, shards=False)
     wire = route.wire(config.wire(config.gradients))
@@ -117,7 +117,7 @@ def replicate_leg(
         hop=route.hop,
         uses_error_feedback=config.uses_error_feedback,
     )
-    leg.residual(numel, device)  # now, so that memory does not grow when the warm-up ends
+    leg.residual(numel, device)  # allocated now, so that memory does not grow when the warm-up ends
     compression.holders.append(leg.held)
     return leg
 

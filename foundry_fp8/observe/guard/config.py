@@ -1,4 +1,4 @@
-"""The options of the guard, and what it reports."""
+"""The options of the divergence guard, and the events that it reports."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ class GuardConfig(Config):
     key = KEY
 
     interval: Positive = 20
-    """Batches between two measurements. The next batches are measured too after a measurement above a limit, and after a loss that jumps."""
+    """Batches between two measurements. After a measurement above a limit, or a jump of the loss, the next batches are measured too."""
     rows: Positive = 1
     """Sequences of the batch that each rank measures on."""
     loss_limit: PositiveNumber = 0.0075
-    """The share of the loss by which FP8 may raise it."""
+    """The largest rise of the loss by FP8, as a share of the loss."""
     gradient_limit: PositiveNumber = 0.3
-    """The relative error that FP8 may make in the gradient of a transformer block."""
+    """The largest relative error that FP8 may cause in the gradient of a transformer block."""
     actions: Annotated[Sequence[Literal["warn", "demote", "stop"]], not_empty] = ("demote",)
-    """What an alarm does besides being logged: ``warn`` (nothing more), ``demote``, ``stop`` (end the run); several."""
+    """What an alarm does besides being logged, one or more of: ``warn`` (nothing else), ``demote``, ``stop`` (end the run)."""
     finer: bool = True
     """Try a finer recipe (current after delayed, block after current) before high precision."""
     quiet_batches: Positive = 200
-    """Batches in which FP8 has to measure well in all demoted layers before they return. Doubles with each return."""
+    """Batches over which all demoted layers must measure well within the limits in FP8 before they return to it. Doubles with each return."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """What the guard found or did; ``batch`` counts the batches finished before it."""
+    """Something that the guard found or did; ``batch`` counts the batches finished before it."""
 
     batch: int
     unit: str
@@ -49,7 +49,7 @@ class Event:
     signal: str = ""
     """What was above its limit (``loss``, ``gradient``), or the change of recipe (``delayed -> current``)."""
     value: float = math.nan
-    """Of an alarm: the share of the loss, or the relative error, and in ``threshold`` its limit."""
+    """Of an alarm: the rise of the loss (a share of it) or the gradient's relative error; ``threshold`` is its limit."""
     threshold: float = math.nan
     detail: str = ""
 

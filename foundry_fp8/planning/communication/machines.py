@@ -1,4 +1,4 @@
-"""GPUs and networks that the plan knows, and the constants it uses of them, each with its source."""
+"""The GPUs and networks of ``foundry-fp8 plan communication``: their constants, each with its source."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Share = Annotated[float, at_least(0), at_most(1)]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """What a GPU brings to the estimate."""
+    """The constants of a GPU."""
 
     memory_bytes: float
     bf16_flops: float
-    """Dense peak."""
+    """Dense peak, FLOP/s."""
     hbm_bytes_per_second: float
-    """What a fused quantiser reads and writes: three quarters of the data sheet's peak (assumed)."""
+    """Bandwidth of a fused quantiser, reads plus writes: three quarters of the data sheet's peak (assumed)."""
     source: str
 
 
@@ -50,7 +50,7 @@ GPUS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Network(Config):
-    """Constants of the model; override any of them with a measured one (``dataclasses.replace``, ``--set``, ``--nccl-tests``)."""
+    """Constants of the cost model; replace any by a measured one (``dataclasses.replace``, ``--set``, ``--nccl-tests``)."""
 
     key = "--set "
 
@@ -61,20 +61,20 @@ class Network(Config):
     across_bus: PositiveNumber = 340e9
     """Ring bus bandwidth of a ring that crosses nodes (all NICs of a node together), bytes/s."""
     base_seconds: Seconds = 8.4e-6
+    """Latency of a collective, beside that of its ring steps."""
     inside_seconds: Seconds = 3.4e-6
     """Latency of a ring step over NVLink."""
     across_seconds: Seconds = 14.0e-6
     """Latency of a ring step over the network."""
     overlap_slowdown: Share = 0.189
-    """How much longer computing takes while communication runs beside it: it takes multiprocessors, memory bandwidth and power.
-    The mean over A100, H100, MI210 and MI250 of arXiv 2507.03114."""
+    """Share by which computation takes longer while communication runs (the mean over A100, H100, MI210 and MI250, arXiv 2507.03114)."""
     gpu_spread: Share = 0.0148
-    """Standard deviation of GPUs' speeds, of the mean; a step waits for the slowest. 8 % between GPUs of one model, the mean of arXiv
-    2208.11035, read as the span of a box plot's whiskers, which is 5.4 standard deviations."""
+    """Standard deviation of GPU speeds over their mean; a step waits for the slowest GPU. From the mean spread of 8 % between GPUs of
+    one model (arXiv 2208.11035), read as the whiskers of a box plot, which span 5.4 standard deviations."""
     straggler_share: Share = 0.005
-    """Of the hosts, those that are slower than their GPUs' spread explains: about 0.5 % (of MegaScale, arXiv 2402.15627, as others quote it)."""
+    """Share of hosts slower than that spread explains: about 0.5 % (MegaScale, arXiv 2402.15627, as quoted by others)."""
     straggler_slowdown: Share = 0.10
-    """Of such a host: the same forward takes about 10 % longer there (MegaScale, section 6.3)."""
+    """Share by which such a host is slower: the same forward takes about 10 % longer (MegaScale, section 6.3)."""
     source: str = ""
 
 
@@ -82,7 +82,7 @@ _MODEL = (
     "overlap: arXiv 2507.03114; spread of GPUs: arXiv 2208.11035; stragglers: MegaScale, arXiv 2402.15627"
 )
 _NCCL = f"latencies: NCCL src/graph/tuning.cc, ring, Simple protocol; {_MODEL}"
-_EFA = (  # nccl_tests.fitted to all 35 of 32 MiB to 2 GiB: nothing speaks for a part of them
+_EFA = (  # fitted (nccl_tests.fitted) to all 35 measurements from 32 MiB to 2 GiB; there is no reason to leave some out
     "across nodes: fitted to the all-gathers that github.com/crazyguitar/aws-gpu-communication-benchmark (data/nccl_all_gather.csv, "
     "CC BY 4.0) measured on 2 to 32 p5.48xlarge; 80 % of NVLink 4 (assumed); other latencies: NCCL src/graph/tuning.cc"
 )

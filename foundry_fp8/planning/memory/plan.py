@@ -32,7 +32,7 @@ class Measurements:
         classes: The class name of each block.
         fused: The frame with ``fused_head``; ``None`` where the model has no head for it, or has it fused already.
         fused_seconds: What that adds to a microbatch: the head's forward once more.
-        link: The way to host memory; ``None`` where there is nothing to move, on a CPU, or it was not measured, under FSDP.
+        link: Bandwidth to host memory; ``None`` on a CPU, under FSDP (not measured), or where there is nothing to move.
         boundaries: For each kind, by option, the bytes that ``offload: true`` moves.
     """
 
@@ -67,23 +67,23 @@ class Measurements:
         return [costs[kind][name] for kind, name in zip(self.kind, chosen, strict=True)]
 
     def peak(self, option: str) -> int:
-        """The predicted peak with one option in every block, and the loss as it is."""
+        """Predicted peak bytes with one option in every block and an unchanged loss."""
         return predict_peak(self.costs_of([option] * len(self.names)), self.frame)
 
     def seconds(self, option: str) -> float:
-        """Seconds that the blocks take with one option in every block."""
+        """Seconds of the blocks in a microbatch with one option in every block."""
         return sum(cost.seconds for cost in self.costs_of([option] * len(self.names)))
 
 
 @dataclasses.dataclass(frozen=True)
 class MemoryPlan:
-    """What each block does.
+    """The option that each block takes.
 
     Attributes:
         measurements: What it was made from.
         chosen: One option name a block.
-        frame: What is held outside the blocks: one of the measurements' two.
-        budget: Bytes it had to meet.
+        frame: What is held outside the blocks: ``measurements.frame`` or ``measurements.lean``.
+        budget: Bytes that the peak may take.
         offload: Whether checkpoint inputs go to host memory.
     """
 
@@ -99,12 +99,12 @@ class MemoryPlan:
         return predict_peak(self.costs(), self.frame)
 
     def costs(self, offload: bool | None = None) -> list[Cost]:
-        """What each block costs; with ``offload`` otherwise than the plan has it."""
+        """The cost of each block; ``offload`` overrides the plan's own."""
         return self.measurements.costs_of(list(self.chosen), self.offload if offload is None else offload)
 
     @property
     def added_seconds(self) -> float:
-        """Seconds a step takes more than without checkpoints and compression."""
+        """Seconds that the blocks take longer in a microbatch than without checkpoints and compression."""
         return sum(c.seconds for c in self.costs()) - self.measurements.seconds("none")
 
     def option(self, index: int) -> BlockOption:
@@ -119,7 +119,7 @@ class MemoryPlan:
         ]
 
     def formats(self) -> dict[str, str]:
-        """``{module: format}`` to keep packed, or without what can be computed again."""
+        """``{module: format}``: the ``targets`` of ``activation_compression``."""
         return {
             module: form
             for i, block in enumerate(self.measurements.names)
@@ -127,7 +127,7 @@ class MemoryPlan:
         }
 
     def compression_options(self) -> dict[str, Any]:
-        """Options of ``activation_compression``; empty where the plan does without."""
+        """Options of ``activation_compression``; empty where the plan does not use it."""
         formats = self.formats()
         if not formats and self.frame is self.measurements.frame:
             return {}
@@ -135,11 +135,11 @@ class MemoryPlan:
 
     @property
     def lossy(self) -> tuple[str, ...]:
-        """The formats that it rounds to, and with it the gradients."""
+        """The formats in the plan that round activations, and so gradients."""
         return tuple(sorted(set(self.formats().values()) & LOSSY))
 
     def to_config(self) -> dict[str, Any]:
-        """The ``algorithms`` of a YAML that pin this plan."""
+        """The ``algorithms`` section of a YAML that runs exactly this plan."""
         groups: dict[tuple[str, str], list[int]] = {}
         for i in range(len(self.chosen)):
             for name, policy in self.option(i).checkpoints:
@@ -206,7 +206,7 @@ class MemoryPlan:
         )
 
     def _host(self) -> str:
-        """What goes to host memory, and what more would with ``offload: true``."""
+        """The lines on host memory: what the plan moves there, and what ``offload: true`` would add."""
         link = self.measurements.link
         if link is None:
             uncounted = "offload: true is not in these figures: what it moves is known on a GPU without FSDP and in dry runs\n"
@@ -227,10 +227,10 @@ class MemoryPlan:
         fused = self.measurements.fused
         if fused is None:
             return ""
-        now, then = (max(f.head_peak, f.head_backward_peak) for f in (self.frame, fused))
+        now, after = (max(f.head_peak, f.head_backward_peak) for f in (self.frame, fused))
         peak = predict_peak(self.costs(), fused)
         return (
-            f"option fused_head: {{}} (exact; needs model.use_train_metrics: false): head and loss take {format_bytes(then)} instead of "
+            f"option fused_head: {{}} (exact; needs model.use_train_metrics: false): head and loss take {format_bytes(after)} instead of "
             f"{format_bytes(now)}, {self.measurements.fused_seconds:+.2g} s; this plan's peak is then {format_bytes(peak)}\n"
         )
 
