@@ -93,7 +93,7 @@ def verdict(case: Case, left: int | None, losses: list[float], high: list[float]
     """
     onset = case.onset if case.diverges else math.inf
     alarms, demotions, promotions = (
-        [event for event in events if event["action"] == action] for action in ("alarm", "demote", "promote")
+        [event for event in events if event["action"] == action] for action in ("alarm", "demote", "return")
     )
     true = [event["batch"] for event in alarms if event["batch"] >= onset]
 

@@ -29,7 +29,7 @@ MOST_COLUMNS = 3
 """Of maps beside each other."""
 MOST_CELLS = 400
 """Of a map, from left to right."""
-MARKS = {"demote": "v", "promote": "^"}
+MARKS = {"demote": "v", "return": "^"}
 """How what the guard did is drawn on a heat map."""
 
 

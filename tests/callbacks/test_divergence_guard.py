@@ -51,13 +51,13 @@ def run(train, *monitors, steps=STEPS, algorithms=None, **options):
 def moves(trainer):
     watch = next(c for c in trainer.state.callbacks if getattr(c, "key", "") == "divergence_guard")
     return [
-        (e["action"], e["unit"]) for e in watch.guard.events if e["action"] in ("demote", "promote", "stop")
+        (e["action"], e["unit"]) for e in watch.guard.events if e["action"] in ("demote", "return", "stop")
     ]
 
 
 def test_a_damaged_layer_is_demoted_and_returns_and_what_was_measured_is_logged(train):
     trainer = run(train, guard(details=True))
-    assert moves(trainer) == [("demote", UNIT), ("promote", UNIT)]
+    assert moves(trainer) == [("demote", UNIT), ("return", UNIT)]
     gap, worst, demoted = (
         series(trainer, key)
         for key in ("fp8_error/loss_gap", "fp8_error/gradient/worst", "guard/demoted_layers")
@@ -88,7 +88,7 @@ def test_it_resumes_bit_exactly_with_a_layer_demoted(train, tmp_path):
     run(train, whole, save_folder=str(tmp_path), save_interval="1ba", save_num_checkpoints_to_keep=-1)
     again = guard()
     trainer = run(train, again, load_path=str(tmp_path / "ep0-ba10-rank0.pt"))
-    assert moves(trainer) == [("demote", UNIT), ("promote", UNIT)]
+    assert moves(trainer) == [("demote", UNIT), ("return", UNIT)]
     assert str(again.guard.state_dict()) == str(whole.guard.state_dict())
 
 

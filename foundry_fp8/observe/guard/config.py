@@ -45,7 +45,7 @@ class Event:
     batch: int
     unit: str
     """A layer, a block (``layer_003``), or ``model``."""
-    action: Literal["alarm", "demote", "promote", "stop"]
+    action: Literal["alarm", "demote", "return", "stop"]
     signal: str = ""
     """What was above its limit (``loss``, ``gradient``), or the change of recipe (``delayed -> current``)."""
     value: float = math.nan

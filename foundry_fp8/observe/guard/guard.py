@@ -57,7 +57,7 @@ class DivergenceGuard:
         self.batch = 0
         self.schedule = Schedule(self.config.interval)
         self._healthy = 0  # measurements in turn below WELL with all demoted layers back in FP8
-        self._promotions = 0
+        self._returns = 0
         self._off = not self.probe.layers
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         if self._off:
@@ -133,8 +133,8 @@ class DivergenceGuard:
             moves = self._demotion(measure, running) if "demote" in self.config.actions else {}
             return found + self._events("demote", running, moves), moves
         if self.demoted and severity < WELL and self.schedule.in_turn(self.batch):
-            moves = self._promotion(measure, running)
-            return self._events("promote", running, moves), moves
+            moves = self._return(measure, running)
+            return self._events("return", running, moves), moves
         return [], {}
 
     def _demotion(self, measure: Measure, running: Recipes) -> Recipes:
@@ -151,15 +151,15 @@ class DivergenceGuard:
         self._healthy = 0
         return {**finer, **dict.fromkeys(high)}
 
-    def _promotion(self, measure: Measure, running: Recipes) -> Recipes:
+    def _return(self, measure: Measure, running: Recipes) -> Recipes:
         """All demoted layers, once FP8 has measured well in all of them together for long enough."""
         configured = {name: self.probe.layers[name].configured_recipe for name in self.demoted}
         well = self.severity(measure({**running, **configured})) < WELL
         self._healthy = self._healthy + 1 if well else 0
-        quiet = math.ceil(self.config.quiet_batches / self.config.interval) * 2**self._promotions
+        quiet = math.ceil(self.config.quiet_batches / self.config.interval) * 2**self._returns
         if self._healthy < quiet:
             return {}
-        self._promotions += 1
+        self._returns += 1
         return configured
 
     def _alarm(self, gap: PrecisionGap) -> Event:
@@ -171,7 +171,7 @@ class DivergenceGuard:
         said = f"FP8 changes the {signal} by {value:.2%}, limit {limit:.2%}"
         return Event(self.batch, unit, "alarm", signal, value, limit, said)
 
-    def _events(self, action: Literal["demote", "promote"], running: Recipes, moves: Recipes) -> list[Event]:
+    def _events(self, action: Literal["demote", "return"], running: Recipes, moves: Recipes) -> list[Event]:
         changes = {name: f"{_name(running[name])} -> {_name(recipe)}" for name, recipe in moves.items()}
         return [Event(self.batch, unit, action, change) for unit, change in changes.items()]
 
@@ -179,14 +179,12 @@ class DivergenceGuard:
         """Numbers, strings, lists and mappings."""
         recipes = {name: _name(layer.recipe) for name, layer in self.probe.layers.items()}
         return {"version": VERSION, "batch": self.batch, "rows": self.rows, "recipes": recipes, "healthy": self._healthy,
-                "promotions": self._promotions, "schedule": self.schedule.state_dict(), "events": list(self.events)}  # fmt: skip
+                "returns": self._returns, "schedule": self.schedule.state_dict(), "events": list(self.events)}  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with what :meth:`state_dict` gave. State of an older guard or of another model is left unused, with a warning."""
         if state.get("version") != VERSION or state["recipes"].keys() != self.probe.layers.keys():
-            log.warning(
-                "%s: the checkpoint's state is of an older guard or other layers; it starts anew.", KEY
-            )
+            log.warning("%s: the saved state is of an older guard or other layers; it starts anew.", KEY)
             return
         for name, saved in state["recipes"].items():
             layer = self.probe.layers[name]
@@ -194,7 +192,7 @@ class DivergenceGuard:
             layer.set_recipe(known.get(saved))  # type: ignore[arg-type]
         self.batch, self.events = state["batch"], list(state["events"])
         self.rows = min(self.config.rows, state["rows"])
-        self._healthy, self._promotions = state["healthy"], state["promotions"]
+        self._healthy, self._returns = state["healthy"], state["returns"]
         self.schedule.load_state_dict(state["schedule"])
 
 

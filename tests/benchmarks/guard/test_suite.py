@@ -109,8 +109,8 @@ def test_a_verdict_counts_what_is_false():
 
     events = [
         event(40, "alarm"), event(40, "demote"), event(60, "alarm"), event(60, "demote"), event(61, "demote", "model.layers.1.mlp.down_proj"),
-        event(70, "promote"), event(70, "promote", "layers.0.mlp.down_proj"),
-        event(70, "promote", "layers.0.self_attn.o_proj"), event(90, "promote"),
+        event(70, "return"), event(70, "return", "layers.0.mlp.down_proj"),
+        event(70, "return", "layers.0.self_attn.o_proj"), event(90, "return"),
     ]  # fmt: skip
     row = judge.verdict(case, 60, [2.0] * 100, [2.0] * 100, events, [1.0] * 60 + [0.0] * 40)
     assert (row["first_alarm"], row["lead_steps"]) == (60, 0)

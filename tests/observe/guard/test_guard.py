@@ -63,7 +63,7 @@ def moves(guard):
 
 def check(guard, unit):
     found = [(batch, action) for batch, name, action in moves(guard) if unit in name]
-    assert [action for _, action in found] == ["demote", "promote"], guard.events
+    assert [action for _, action in found] == ["demote", "return"], guard.events
     assert DAMAGED.start <= found[0][0] <= DAMAGED.start + 2
     assert found[1][0] >= DAMAGED.stop + 2
     assert guard.demoted == []
