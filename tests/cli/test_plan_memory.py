@@ -228,6 +228,7 @@ def test_a_folder_with_a_configuration_alone_is_planned(tmp_path, kind):
         assert done.exit_code == 0, done.output
 
 
+@pytest.mark.full
 def test_frozen_weights_in_fp8_are_an_option_with_bytes_and_seconds(tmp_path):
     """LoRA's base: shown where it is kept in high precision, counted where it is not, never under FSDP."""
     from foundry_fp8.data.tokenizer import train_tokenizer

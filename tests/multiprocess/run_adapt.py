@@ -70,7 +70,7 @@ def adapted(kind, *, bytes_per_second=None, seconds_to_code=0.0):
 
 adapt.START, adapt.BATCHES = 1, 2
 results = {kind: {way: one_way(kind, way) for way in WAYS} for kind in KINDS}
-results["slow link"] = {kind: adapted(kind, bytes_per_second=4e5) for kind in ("ddp", "fsdp2")}
+results["slow link"] = {kind: adapted(kind, bytes_per_second=4e4) for kind in ("ddp", "fsdp2")}
 results["slow codec"] = {kind: adapted(kind, seconds_to_code=0.1) for kind in ("ddp", "fsdp2")}
 if rank == 0:
     with open(os.environ["RESULT_FILE"], "w") as file:

@@ -116,7 +116,9 @@ HOSTS = {
 }
 
 
-@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize(
+    "host", [pytest.param(host, marks=[pytest.mark.full] if host == "native" else []) for host in HOSTS]
+)
 def test_a_damaged_layer_is_demoted_while_it_lasts(host, monkeypatch):
     if host == "native":
         interpret(monkeypatch)
