@@ -31,7 +31,7 @@ __all__ = [
 class Traffic:
     """Bytes this rank sent, and seconds it spent, since it was made. Safe to use from several threads.
 
-    ``sent[op]`` counts bytes handed to the network by this rank. An all-to-all sends its input less the chunk that
+    ``sent[op]`` counts bytes given to the network by this rank. An all-to-all sends its input less the chunk that
     stays; an all-gather sends the shard to the W - 1 others; a reduce-scatter ``(W - 1) / W`` of its input and an
     all-reduce twice that, which is what ring algorithms (gloo, NCCL) move. ``logical`` is what the same tensors would
     have taken uncompressed.

@@ -1,6 +1,6 @@
 """Zeroed device memory for the few numbers that kernels raise atomically, without an allocation and a launch for each.
 
-Pieces are cut from one block that was zeroed at once. Each is handed out once, so nothing has to be cleared, and a block is freed
+Pieces are cut from one block that was zeroed at once. Each is given out once, so nothing has to be cleared, and a block is freed
 when the last of its pieces is. Blocks are of a device and stream, on which they were zeroed.
 
 A captured CUDA graph has to zero what it raises at every replay: while a stream captures, each piece is zeroed by itself. So it is

@@ -1,7 +1,7 @@
 """Linears that read one input quantise it once and keep it once.
 
-Query, key and value projections, a gate and its up projection: each is handed the same tensor. What a backend makes of it, it
-notes here; the next linear that is handed the same tensor takes that instead of making it again, and saves the same memory for
+Query, key and value projections, a gate and its up projection: each is given the same tensor. What a backend makes of it, it
+notes here; the next linear that is given the same tensor takes that instead of making it again, and saves the same memory for
 backward. The same means the same storage, seen in the same way, not written to since (:attr:`Tensor._version`), quantised in the
 same way, in the same forward of the whole model or the same backward (a recompute), on the same stream. So results are those of
 no sharing, bit for bit. Like autograd's own check of saved tensors it does not see a write that torch does not count (through
@@ -122,7 +122,7 @@ class SharedInputs:
         """What was made of ``x`` in the way ``how``: empty for an input that is new, or not shared.
 
         Args:
-            x: The input as the linear was handed it.
+            x: The input as the linear was given it.
             how: All that the result depends on beside ``x``; ``None`` among it: not to be shared.
         """
         span = self._span(x)

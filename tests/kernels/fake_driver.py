@@ -1,6 +1,6 @@
 """A GPU's driver that launches nothing: Triton's own binder and specialisation run, launches and compilations are counted.
 
-What it is handed are CPU tensors, so that everything beside the kernels really runs. Results of kernels are whatever was in memory.
+What it is given are CPU tensors, so that everything beside the kernels really runs. Results of kernels are whatever was in memory.
 """
 
 import contextlib

@@ -6,7 +6,7 @@ begin, beside that backward. The last unit never leaves the device: its backward
 
 What goes wrong in such a scheme, and what is done about it here (each line has a test):
 
-- *Device memory that is freed* while a copy still reads or writes it is handed to the next operation. The store holds it until the
+- *Device memory that is freed* while a copy still reads or writes it is given to the next operation. The store holds it until the
   computation has been made to wait for the copy. (``record_stream`` would do, but delays the reuse by an amount that depends on how far
   the host runs ahead.)
 - *A storage saved twice*, or through several views, is copied once, whole, and all views are cut from one copy. One that a later unit saves too (an

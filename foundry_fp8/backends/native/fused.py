@@ -65,7 +65,7 @@ def norm_linear(linear: FP8Linear, x: Tensor, norm: nn.Module) -> Tensor:
 
 
 def deferred_norm_linear(linear: FP8Linear, x: Tensor, norm: DeferredNorm) -> Tensor:
-    """``linear`` of a norm that handed its input on (``fuse: true``), from the module's own forward, which records.
+    """``linear`` of a norm that passed its input on (``fuse: true``), from the module's own forward, which records.
 
     A low-precision norm casts its parameters to the compute dtype; the others are fused only where they have it already.
     """

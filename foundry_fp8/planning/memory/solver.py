@@ -63,7 +63,7 @@ class Frame:
         hidden: Of the hidden states between two blocks, and of their gradient.
         beside_forward: What FSDP holds beside each block's own during its forward: gathered parameters.
         beside_backward: The same during its backward, gradients of the block behind it that are being reduced included.
-        reducing: What FSDP holds while a block's gradients are handed over, its own included. Empty, as those two, without FSDP.
+        reducing: What FSDP holds while a block's gradients are passed on, its own included. Empty, as those two, without FSDP.
     """
 
     static: int

@@ -8,7 +8,7 @@ import torch
 
 
 class LateQueue:
-    """Stands for a GPU's copy stream. Of the tensors that it is handed it holds none, as a stream does not.
+    """Stands for a GPU's copy stream. Of the tensors that it is given it holds none, as a stream does not.
 
     A copy runs when the computation waits for it or for one after it, or when ``rush`` says so. What a copy back will fill is
     full of NaN until then.

@@ -18,7 +18,7 @@ COPY, PROCESSORS, CLOCK = 3.0e12, 132, 1.7e9
 def test_wavefronts_by_definition():
     lanes = np.arange(32)
     assert wavefronts(lanes, lanes * 4, 4) == 1
-    assert wavefronts(lanes, lanes * 0, 4) == 1  # one word is handed to all
+    assert wavefronts(lanes, lanes * 0, 4) == 1  # one word is given to all
     assert wavefronts(lanes, lanes * 8, 4) == 2
     assert wavefronts(lanes, lanes * 128, 4) == 32
     assert wavefronts(lanes, lanes, 1) == 1
