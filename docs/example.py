@@ -61,7 +61,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 def _run(command: list[str]) -> str:
     bin_folder = str(Path(sys.executable).parent)
-    environment = {**os.environ, "PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}", "COLUMNS": "88"}
+    environment = {**os.environ, "PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}", "COLUMNS": "76"}
     result = subprocess.run(command, cwd=FOLDER, env=environment, text=True, capture_output=True)
     if result.returncode:
         said = f"{result.stdout[-1500:]}{result.stderr[-1500:]}"
