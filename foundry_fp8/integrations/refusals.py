@@ -9,8 +9,8 @@ from transformers import TrainingArguments
 from foundry_fp8.compat.compiled_model import is_compiled
 from foundry_fp8.config import ConfigError
 from foundry_fp8.distributed.compression.apply import wrapper_of
-from foundry_fp8.numerics.recipes import UnitScaling
 from foundry_fp8.surgery.apply import FP8Config
+from foundry_fp8.surgery.rules import Measured
 
 __all__ = ["KEY", "refuse"]
 
@@ -46,11 +46,16 @@ def refuse(args: TrainingArguments, model: nn.Module, config: FP8Config, *, guar
         raise ConfigError(
             f"{KEY}: Accelerate's mixed_precision: fp8 is on, and both would quantise. Set it to bf16 (TrainingArguments(bf16=True))."
         )
-    if args.fp16 and (guarded or isinstance(config.recipe, UnitScaling)):
+    if args.fp16 and (guarded or config.runs_unit):
         raise ConfigError(
             f"{KEY}: fp16 scales the loss by a factor that a callback does not know, which "
             + ("the guard needs" if guarded else "recipe: unit has no room for")
             + ". Set bf16=True."
+        )
+    if isinstance(config.recipe, Measured):
+        raise ConfigError(
+            f"{KEY}.recipe: measured is for Composer alone: nothing measures under Trainer, and all layers would run delayed. Give "
+            "rules, or a recipe's name."
         )
     if args.fsdp and config.frozen_weights == "fp8":
         raise ConfigError(

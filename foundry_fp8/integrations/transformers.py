@@ -21,7 +21,6 @@ from foundry_fp8.integrations.refusals import KEY, refuse
 from foundry_fp8.integrations.training_state import TrainingState
 from foundry_fp8.layers.state import FP8State
 from foundry_fp8.layers.unit_linear import choose_gradient_scale
-from foundry_fp8.numerics.recipes import UnitScaling
 from foundry_fp8.observe.guard.config import GuardConfig
 from foundry_fp8.observe.guard.guard import DivergenceGuard
 from foundry_fp8.surgery.announcement import announcement, notices
@@ -78,6 +77,7 @@ class FP8Callback(TrainerCallback, ExportableState):
         self._state: TrainingState | None = None
         self._trace: ForwardTrace | None = None
         self._microbatches = 1
+        self._runs_unit = self.config.runs_unit
         self._wanted = self._measuring = False
         self._batch: dict[str, Any] | None = None
         self._pending: dict[str, float] = {}
@@ -94,7 +94,7 @@ class FP8Callback(TrainerCallback, ExportableState):
         self.report = apply_fp8(model, device=args.device, **self.options)
         send_frozen(model)
         self._trace = ForwardTrace(model)
-        precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
+        precision = _precision(args)
         if self.config.announce and args.process_index == 0:
             guards = ["DivergenceGuard"] * (self.guard_options is not None)
             amp = precision if precision == "fp32" else f"amp_{precision}"
@@ -111,8 +111,7 @@ class FP8Callback(TrainerCallback, ExportableState):
                 f"{KEY}: the model was not converted when the trainer was made. Pass it in Trainer(callbacks=[...]): "
                 "add_callback comes too late."
             )
-        precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
-        self.monitors.start(model, device=args.device, high_precision=precision)
+        self.monitors.start(model, device=args.device, high_precision=_precision(args))
         self._microbatches = args.gradient_accumulation_steps
         if not self.config.enabled:
             return
@@ -205,12 +204,16 @@ class FP8Callback(TrainerCallback, ExportableState):
             return
         ids = kwargs.get("input_ids")
         found = FP8State.of(model)
-        if isinstance(ids, Tensor) and found is not None and isinstance(found.recipe, UnitScaling):
+        if isinstance(ids, Tensor) and found is not None and self._runs_unit:
             choose_gradient_scale(found.modules.values(), ids.numel() * self._microbatches)
         self.monitors.see(kwargs)
         if self._wanted:
             self._wanted = False
             self._batch = {name: value for name, value in kwargs.items() if name != "num_items_in_batch"}
+
+
+def _precision(args: Any) -> str:
+    return "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
 
 
 def _own_loss(model: nn.Module, batch: Any) -> Tensor:

@@ -20,7 +20,7 @@ from foundry_fp8.config import (
     not_empty,
     one_of,
 )
-from foundry_fp8.numerics.recipes import RECIPES, DelayedScaling, Gemm, Recipe, parse_recipe
+from foundry_fp8.numerics.recipes import RECIPES, DelayedScaling, Gemm, Recipe, UnitScaling, parse_recipe
 from foundry_fp8.surgery.attention_config import AttentionConfig, parse_attention
 from foundry_fp8.surgery.policy import Policy
 from foundry_fp8.surgery.rules import HIGH_PRECISION, Measured, Rule, Wgrad, parse_rules
@@ -109,6 +109,11 @@ class FP8Config(Config):
             )
         if not isinstance(self.recipe, Recipe | Measured | str) and tuple(self.include) != ("*",):
             raise ConfigError(f"{KEY}.include: the rules of {KEY}.recipe name what they convert. Remove it.")
+
+    @property
+    def runs_unit(self) -> bool:
+        """Whether a rule's recipe is ``unit``: its constant scales leave no room for a scaled loss, and it waits for the first batch."""
+        return any(isinstance(recipe, UnitScaling) for recipe in self.policy(torch.device("cpu")).recipes)
 
     def policy(self, device: torch.device) -> Policy:
         """``recipe``, ``include``, ``exclude``, ``keep_*_blocks`` and ``wgrad`` as one list of rules, for ``device``."""

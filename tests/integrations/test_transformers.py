@@ -228,6 +228,23 @@ def test_what_cannot_run_together_is_refused(given, wrap, said, monkeypatch):
         refusals.refuse(asked, wrap(build_llama()), callback(frozen_weights="fp8").config, guarded=True)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "said"),
+    [
+        ("measured", "measured is for Composer alone"),
+        ({"name": "measured", "error": 0.1}, "measured is for Composer alone"),
+        ("unit", "recipe: unit has no room for"),
+        ([{"blocks": "first-1", "recipe": "current"}, {"recipe": "unit"}], "recipe: unit has no room for"),
+    ],
+)
+def test_recipes_that_need_what_trainer_does_not_give_are_refused(recipe, said, monkeypatch):
+    nothing = {"n_gpu": 1, "fsdp": [], "deepspeed_plugin": None, "mixed_precision": "no"}
+    asked = SimpleNamespace(**nothing, fp16="unit" in said)
+    monkeypatch.setattr(refusals, "AcceleratorState", lambda: asked)
+    with pytest.raises(ConfigError, match=said):
+        refusals.refuse(asked, build_llama(), callback(recipe=recipe).config, guarded=False)
+
+
 def test_bad_options_and_a_callback_that_comes_too_late_are_refused():
     for options in ({"guard": {"interval": 0}}, {"monitors": {"mfuu": {}}}, {"recipe": "delayedd"}):
         with pytest.raises(ConfigError, match=r"interval|monitors|recipe"):

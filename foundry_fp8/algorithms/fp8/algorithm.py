@@ -8,7 +8,6 @@ import logging
 import sys
 from typing import Any
 
-import torch
 from composer.core import Algorithm, Event, Precision, State
 from composer.loggers import Logger
 from composer.utils import dist
@@ -20,7 +19,6 @@ from foundry_fp8.compat.composer_device import device_of
 from foundry_fp8.config import ConfigError, from_mapping
 from foundry_fp8.layers.state import FP8State
 from foundry_fp8.layers.unit_linear import choose_gradient_scale
-from foundry_fp8.numerics.recipes import UnitScaling
 from foundry_fp8.observe.guard.rows import first_rows
 from foundry_fp8.observe.measured_policy import COLUMNS, measure_policy
 from foundry_fp8.surgery.announcement import announcement, notices
@@ -95,9 +93,7 @@ class FP8(Algorithm):
             raise ConfigError(
                 f"precision: amp_fp8 is Composer's own FP8 and cannot be combined with {KEY}. Set precision: amp_bf16."
             )
-        if state.precision == Precision.AMP_FP16 and any(
-            isinstance(r, UnitScaling) for r in self.config.policy(torch.device("cpu")).recipes
-        ):
+        if state.precision == Precision.AMP_FP16 and self.config.runs_unit:
             raise ConfigError(
                 f"precision: amp_fp16 scales the loss, which would push gradients past the constant scale of {KEY}.recipe: unit. "
                 "Set precision: amp_bf16."
@@ -144,8 +140,8 @@ class FP8(Algorithm):
 
     def _set_gradient_scale(self, state: State) -> None:
         """For the recipe unit with ``gradient_scale: auto``: the tokens of this rank's first batch decide, for the whole run."""
-        assert self._fp8_state is not None and self.report is not None
-        if not self._scaled and any(isinstance(r, UnitScaling) for r in self.report.recipes):
+        assert self._fp8_state is not None
+        if not self._scaled and self.config.runs_unit:
             tokens = state.batch["input_ids"].numel()
             found = choose_gradient_scale(self._fp8_state.modules.values(), tokens)
             if found is not None:
