@@ -28,11 +28,8 @@ def on_startup(command: str, dirty: bool) -> None:
     for block in BLOCK.finditer(PAGE.read_text()):
         if block["file"]:
             (FOLDER / block["file"]).write_text(block["code"])
-        elif block[1] == "python":
-            OUTPUTS[block["code"]] = _run([sys.executable, "-c", block["code"]])
-        else:
-            for line in block["code"].splitlines():
-                OUTPUTS[line] = _run(["sh", "-c", line])
+        for text, command in _commands(block):
+            OUTPUTS[text] = _run(command)
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -46,17 +43,24 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """One block for each command, followed by what it printed."""
 
     def shown(block: re.Match[str]) -> str:
-        language, code = block[1], block["code"]
         if block["file"]:
             return block[0]
-        parts = [code] if language == "python" else code.splitlines(keepends=True)
-        pairs = [(part, OUTPUTS[part if language == "python" else part.strip()]) for part in parts]
         return "\n".join(
-            f"```{language}\n{part}```\n" + (f"\n``` {{.text .output}}\n{out}```\n" if out else "")
-            for part, out in pairs
+            f"```{block[1]}\n{text}```\n"
+            + (f"\n``` {{.text .output}}\n{OUTPUTS[text]}```\n" if OUTPUTS[text] else "")
+            for text, _ in _commands(block)
         )
 
     return BLOCK.sub(shown, markdown) if page.file.src_uri == PAGE.name else markdown
+
+
+def _commands(block: re.Match[str]) -> list[tuple[str, list[str]]]:
+    """What a block runs, each with its text on the page: a Python block as a whole, a shell block line by line; of a file, nothing."""
+    if block["file"]:
+        return []
+    if block[1] == "python":
+        return [(block["code"], [sys.executable, "-c", block["code"]])]
+    return [(line, ["sh", "-c", line]) for line in block["code"].splitlines(keepends=True)]
 
 
 def _run(command: list[str]) -> str:

@@ -71,6 +71,11 @@ class Monitor(Callback):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self.options.items())})"
 
+    @property
+    def meter_options(self) -> dict[str, Any]:
+        """The options of the YAML without ``details``, which is the callback's alone."""
+        return {name: value for name, value in self.options.items() if name != "details"}
+
     def detach(self) -> None:
         """Take every hook out of the model; called when training ends and when the monitor fails. May be repeated."""
 

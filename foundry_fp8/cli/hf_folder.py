@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from foundry_fp8.config import ConfigError
+from foundry_fp8.config import ConfigError, first_line
 
 __all__ = ["FOLDER_MODEL", "build_folder_model", "read_folder"]
 
@@ -62,8 +62,9 @@ def build_folder_model(path: str, init_device: str) -> Any:
         with torch.device(init_device):
             model = transformers.AutoModelForCausalLM.from_config(config)
     except Exception as error:  # transformers raises what it likes
-        said = (str(error) or type(error).__name__).strip().splitlines()[0].rstrip(".")
-        raise ConfigError(f"{path}: no causal language model can be built of it: {said}.") from error
+        raise ConfigError(
+            f"{path}: no causal language model can be built of it: {first_line(error)}."
+        ) from error
     return HuggingFaceModel(model, use_logits=True)
 
 

@@ -12,7 +12,7 @@ from foundry_fp8.cli.clashes import clashes_of
 from foundry_fp8.cli.hardware import PER_NODE, Hardware
 from foundry_fp8.cli.hf_folder import FOLDER_MODEL
 from foundry_fp8.cli.yaml_model import build_yaml_model, read_yaml
-from foundry_fp8.config import ConfigError, format_bytes, nearest
+from foundry_fp8.config import ConfigError, first_line, format_bytes, nearest
 
 __all__ = ["Finding", "check_run"]
 
@@ -83,7 +83,7 @@ def _parts(config: Mapping[str, Any]) -> list[Finding]:
                 build(name, dict(kwargs or {}))
                 built.append(name)
             except Exception as error:
-                found.append(Finding(section, "error", f"{name}: {_first_line(error)}"))
+                found.append(Finding(section, "error", f"{name}: {first_line(error)}"))
         if built:
             found.append(Finding(section, "ok", ", ".join(built)))
     return found
@@ -314,7 +314,3 @@ def _conversion(config: Mapping[str, Any], model: Any, hardware: Hardware) -> li
 
 
 _CLASSES = {"divergence_guard": "DivergenceGuard", "speed_monitor": "SpeedMonitor"}
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).strip().splitlines()[0].rstrip(".")

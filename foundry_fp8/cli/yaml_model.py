@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from foundry_fp8.cli.hf_folder import FOLDER_MODEL, build_folder_model, read_folder
-from foundry_fp8.config import Config, ConfigError, Positive, Text, accept, from_mapping
+from foundry_fp8.config import Config, ConfigError, Positive, Text, accept, first_line, from_mapping
 from foundry_fp8.planning.model_shapes import MODEL_SHAPES
 
 __all__ = ["build_yaml_model", "optimizer_bytes_of", "read_yaml"]
@@ -92,33 +92,30 @@ def build_yaml_model(config: dict[str, Any], init_device: str) -> Any:
         if isinstance(options.get(size), int | float):
             accept(Positive, options[size], f"model.{size}")
     tokenizer = None
-    known = MODEL_SHAPES.get(str(options.get("pretrained_model_name_or_path")))
+    known = None
     if name == "hf_causal_lm":
+        known = MODEL_SHAPES.get(str(options.get("pretrained_model_name_or_path")))
         options["pretrained"] = False  # its default is true, and a folder may hold a config.json alone
         if init_device == "meta":  # it does not run; its shapes are the same
             options["use_flash_attention_2"] = False
     elif name == "mpt_causal_lm":
         options["loss_fn"] = "torch_crossentropy"  # the default is a kernel that only a GPU has
     try:
-        if name == "hf_causal_lm" and known is not None:
-            with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder:
+            if known is not None:
                 (Path(folder) / "config.json").write_text(json.dumps(known))
                 options["pretrained_model_name_or_path"] = folder
-                return build_composer_model(
-                    name=name, cfg={**options, "init_device": init_device}, tokenizer=None
-                )
-        if name == "hf_causal_lm":
-            wanted = from_mapping(_Tokenizer, config.get("tokenizer") or {}, "tokenizer")
-            tokenizer = build_tokenizer(wanted.name, dict(wanted.kwargs or {}))
-        return build_composer_model(
-            name=name, cfg={**options, "init_device": init_device}, tokenizer=tokenizer
-        )
+            elif name == "hf_causal_lm":
+                wanted = from_mapping(_Tokenizer, config.get("tokenizer") or {}, "tokenizer")
+                tokenizer = build_tokenizer(wanted.name, dict(wanted.kwargs or {}))
+            return build_composer_model(
+                name=name, cfg={**options, "init_device": init_device}, tokenizer=tokenizer
+            )
     except ConfigError:
         raise
     except Exception as error:  # Foundry, transformers and PEFT raise what they like
-        said = (str(error) or type(error).__name__).strip().splitlines()[0].rstrip(".")
         raise ConfigError(
-            f"model: it cannot be built: {said}. From a hub that this machine does not reach, give a local folder with config.json and "
+            f"model: it cannot be built: {first_line(error)}. From a hub that this machine does not reach, give a local folder with config.json and "
             "the tokenizer."
         ) from error
 
@@ -142,6 +139,5 @@ def optimizer_bytes_of(model: Any, config: Mapping[str, Any]) -> int:
     except ConfigError:
         raise
     except Exception as error:  # Foundry's registry and the optimizers raise what they like
-        said = (str(error) or type(error).__name__).strip().splitlines()[0].rstrip(".")
-        raise ConfigError(f"optimizer: it cannot be built: {said}.") from error
+        raise ConfigError(f"optimizer: it cannot be built: {first_line(error)}.") from error
     return optimizer_bytes([optimizer])

@@ -13,7 +13,7 @@ the YAML key and says what is allowed there.
 """
 
 from foundry_fp8.config.check import Config, accept, check_arguments, check_choice, from_mapping
-from foundry_fp8.config.errors import ConfigError, nearest
+from foundry_fp8.config.errors import ConfigError, first_line, nearest
 from foundry_fp8.config.rules import (
     Batches,
     Bytes,
@@ -58,6 +58,7 @@ __all__ = [
     "below",
     "check_arguments",
     "check_choice",
+    "first_line",
     "format_bytes",
     "from_mapping",
     "nearest",

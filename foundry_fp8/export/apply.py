@@ -14,7 +14,7 @@ from foundry_fp8.config import ConfigError, check_arguments
 from foundry_fp8.export.layout import ServedLinear, check_recipe, served_linear
 from foundry_fp8.export.quantization_config import quantization_config
 from foundry_fp8.layers.dtensor import is_dtensor
-from foundry_fp8.layers.linear import FP8Linear, most_common_recipes
+from foundry_fp8.layers.linear import FP8Linear, configured_recipes
 from foundry_fp8.layers.unit_linear import FP8UnitLinear
 from foundry_fp8.model_structure.names import clean_name
 from foundry_fp8.numerics.recipes import CurrentScaling, Recipe, UnitScaling
@@ -97,7 +97,7 @@ def export_fp8(
             "export: no layer of the model is converted to FP8, so there is nothing that was trained in it. Convert it as it was "
             "trained (apply_fp8), or serve the checkpoint in high precision."
         )
-    recipe, *more = most_common_recipes(layers.values())
+    recipe, *more = configured_recipes(layers.values())
     if more:
         raise ConfigError(
             f"export: the layers run {1 + len(more)} recipes ({', '.join(r.name for r in (recipe, *more))}), and the layout has one "

@@ -68,7 +68,7 @@ class TrainingState:
     def collected(self) -> dict[str, Any]:
         """:meth:`state_dict` without what every rank does: for the one that writes, after :meth:`finish_pass` on all."""
         parts = {name: part.state_dict() for name, part in self._parts().items()}
-        ways = [one.adaptation.way for one in self._compressions() if one.adaptation is not None]
+        ways = [compression.way for compression in self._compressions()]
         return {"state": ({**parts, "plan": plan_of(self.model), "ways": ways},)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -90,9 +90,8 @@ class TrainingState:
         for name, part in parts.items():  # the guard last: it sets what layers run
             if name in saved:
                 part.load_state_dict(saved[name])
-        adapting = [one.adaptation for one in self._compressions() if one.adaptation is not None]
-        for adaptation, way in zip(adapting, saved.get("ways", []), strict=False):
-            adaptation.way = way
+        for compression, way in zip(self._compressions(), saved.get("ways", []), strict=False):
+            compression.resume(way)
         plan = plan_of(self.model)
         if saved.get("plan") != plan:
             log.warning(

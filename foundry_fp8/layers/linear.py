@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, Protocol
 
@@ -18,7 +17,7 @@ from foundry_fp8.layers.frozen_weight import FrozenFP8Weight
 from foundry_fp8.layers.ledger import Gemm, GemmLedger, Precision, precision_of
 from foundry_fp8.layers.second_derivative import refuse_second_derivative
 from foundry_fp8.numerics.quantize import Quantized
-from foundry_fp8.numerics.recipes import DelayedScaling, Operand, Recipe
+from foundry_fp8.numerics.recipes import DelayedScaling, Operand, Recipe, most_common_recipes
 
 __all__ = [
     "OPERANDS",
@@ -27,7 +26,7 @@ __all__ = [
     "LinearBackend",
     "Probe",
     "Slots",
-    "most_common_recipes",
+    "configured_recipes",
 ]
 
 OPERANDS: tuple[Operand, ...] = ("x", "w", "dy")
@@ -261,7 +260,6 @@ class FP8TransposedLinear(FP8Linear):
         return self.weight.t()
 
 
-def most_common_recipes(linears: Iterable[FP8Linear]) -> tuple[Recipe, ...]:
+def configured_recipes(linears: Iterable[FP8Linear]) -> tuple[Recipe, ...]:
     """What ``linears`` were converted with, each recipe once, first what most of them were."""
-    found = Counter(one.configured_recipe for one in linears if one.configured_recipe is not None)
-    return tuple(recipe for recipe, _ in found.most_common())
+    return most_common_recipes(linear.configured_recipe for linear in linears)

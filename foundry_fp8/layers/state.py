@@ -11,7 +11,7 @@ from torch import nn
 
 from foundry_fp8.layers.backend import Backend
 from foundry_fp8.layers.delayed_scaling import DelayedScalingState, ModuleScales
-from foundry_fp8.layers.linear import OPERANDS, FP8Linear, most_common_recipes
+from foundry_fp8.layers.linear import OPERANDS, FP8Linear, configured_recipes
 from foundry_fp8.layers.model_state import ModelState
 from foundry_fp8.layers.recipe_table import MEASURED, choice_of, measured_table, table_of
 from foundry_fp8.layers.resumed import watch_first_step
@@ -44,7 +44,7 @@ class FP8State(ModelState):
         self, model: nn.Module, modules: Mapping[str, FP8Linear], backend: Backend, *, measured: bool = False
     ) -> None:
         self.modules = dict(modules)
-        recipes = most_common_recipes(self.modules.values())
+        recipes = configured_recipes(self.modules.values())
         self.recipe = recipes[0]
         self.table = measured_table({}) if measured else table_of(self.modules)
         self.backend = backend

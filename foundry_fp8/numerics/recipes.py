@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from foundry_fp8.config import (
@@ -47,6 +48,7 @@ __all__ = [
     "Recipe",
     "TensorwiseRecipe",
     "UnitScaling",
+    "most_common_recipes",
     "parse_recipe",
 ]
 
@@ -242,3 +244,9 @@ def parse_recipe(value: str | Mapping[str, Any] | Recipe, key: str = "recipe") -
         said = "no name given" if name is None else f"{name!r} is not a recipe"
         raise ConfigError(f"{place}: {said}. Recipes: {', '.join(RECIPES)}.{nearest(name, RECIPES)}")
     return from_mapping(RECIPES[name], fields, key, owner=f"Recipe {name}")
+
+
+def most_common_recipes(recipes: Iterable[Recipe | None]) -> tuple[Recipe, ...]:
+    """Each of ``recipes`` once, the most frequent first; ``None`` is left out."""
+    counted = Counter(recipe for recipe in recipes if recipe is not None)
+    return tuple(recipe for recipe, _ in counted.most_common())

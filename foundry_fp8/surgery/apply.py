@@ -11,7 +11,7 @@ from torch import nn
 
 from foundry_fp8.backends import Backend, choose_attention_backend, choose_backend
 from foundry_fp8.config import ConfigError, from_mapping
-from foundry_fp8.layers.linear import FP8Linear, most_common_recipes
+from foundry_fp8.layers.linear import FP8Linear, configured_recipes
 from foundry_fp8.layers.state import FP8State
 from foundry_fp8.numerics.recipes import Recipe
 from foundry_fp8.surgery.attention import plan_attention
@@ -75,7 +75,7 @@ def apply_fp8(model: nn.Module, *, device: torch.device | str | None = None, **o
         backend.cache_weights = True
     # Everything that can fail comes first: a call that raises leaves the model as it was.
     linears = plan_linears(model, policy=policy, backend=backend, evaluate=config.evaluate, key=KEY)
-    recipes = most_common_recipes(linears.converted.values())
+    recipes = configured_recipes(linears.converted.values())
     fusions = _plan_norms(model, linears, backend) if config.fuse else {}
     attention = None
     if config.attention:

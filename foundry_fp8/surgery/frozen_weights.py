@@ -13,7 +13,7 @@ from foundry_fp8.compat.ddp_left_out import leave_out_of_ddp
 from foundry_fp8.config import ConfigError
 from foundry_fp8.layers.backend import Backend
 from foundry_fp8.layers.frozen_weight import FrozenFP8Weight, exact_for, keep_in_fp8
-from foundry_fp8.layers.linear import FP8Linear, FP8TransposedLinear, most_common_recipes
+from foundry_fp8.layers.linear import FP8Linear, FP8TransposedLinear, configured_recipes
 
 __all__ = ["frozen_linears", "keep_frozen_in_fp8", "plan_frozen", "send_frozen"]
 
@@ -49,7 +49,7 @@ def plan_frozen(
             f"{key}: fp8, but every converted linear's weight trains (or is shared). It is for LoRA and other runs with a frozen "
             "base: freeze it before the trainer starts, or remove the option."
         )
-    for recipe in most_common_recipes(frozen.values()):
+    for recipe in configured_recipes(frozen.values()):
         if not exact_for(recipe):
             raise ConfigError(
                 f"{key}: fp8 needs scales that are powers of two, by which FP8 values are quantised to themselves; those of "

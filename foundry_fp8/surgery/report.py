@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from foundry_fp8.numerics.recipes import GEMMS, Recipe
+from foundry_fp8.numerics.recipes import GEMMS, Recipe, most_common_recipes
 from foundry_fp8.surgery.policy import Choice
 from foundry_fp8.surgery.rules import Wgrad
 
@@ -134,8 +134,7 @@ class SurgeryReport:
             runs = Choice(recipe, wgrad)
             return dataclasses.replace(old, action="converted", reason=f"{runs}, {said}", gemms=runs.gemms)
 
-        chosen = Counter(recipe for recipe in choice.values() if recipe is not None)
-        found = tuple(recipe for recipe, _ in chosen.most_common()) or self.recipes
+        found = most_common_recipes(choice.values()) or self.recipes
         return dataclasses.replace(self, rows=tuple(map(row, self.rows)), recipes=found)
 
     def table(self) -> str:

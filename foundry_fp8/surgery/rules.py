@@ -64,7 +64,7 @@ class Rule(Config):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measured(Config):
-    """``recipe: measured``, or a mapping with these fields: each block and role gets the fastest recipe that the gradients bear."""
+    """``recipe: measured``, or a mapping with these fields: each block and role gets the fastest recipe whose gradient error is below ``error``."""
 
     name: Literal["measured"] = "measured"
     error: PositiveNumber = 0.2

@@ -9,7 +9,6 @@ from composer.core import Algorithm, Event, State
 from composer.loggers import Logger
 
 from foundry_fp8.config import ConfigError, from_mapping
-from foundry_fp8.distributed.compressed_group import WAYS
 from foundry_fp8.distributed.compression.apply import apply_compressed_communication, wrapper_of
 from foundry_fp8.distributed.compression.config import KEY, CompressionConfig
 from foundry_fp8.distributed.compression.runtime import Compression
@@ -124,8 +123,7 @@ class CompressedCommunication(Algorithm):
     def state_dict(self) -> dict[str, Any]:
         """Composer's own entry, and how gradients travel; forgets what quantising lost, since a checkpoint is being taken."""
         self.compression.forget()
-        adaptation = self.compression.adaptation
-        return {**super().state_dict(), "way": "coded" if adaptation is None else adaptation.way}
+        return {**super().state_dict(), "way": self.compression.way}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """How gradients travel; a checkpoint of version 0.1.0 with residuals is named."""
@@ -133,6 +131,4 @@ class CompressedCommunication(Algorithm):
             log.warning(
                 "%s: the error-feedback residuals of this checkpoint are not used; they start at zero.", KEY
             )
-        way = state.get("way")
-        if self.compression.adaptation is not None and way in WAYS:
-            self.compression.adaptation.way = way
+        self.compression.resume(state.get("way"))

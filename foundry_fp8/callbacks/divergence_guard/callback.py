@@ -55,8 +55,7 @@ class DivergenceGuard(Monitor):
         """Find the layers, and set them to what a checkpoint says."""
         if self.guard is not None:  # a second fit() goes on where the first one stopped
             return
-        options = {name: value for name, value in self.options.items() if name != "details"}
-        self.guard = Guard(model_of(state), training_loss(state), **options)
+        self.guard = Guard(model_of(state), training_loss(state), **self.meter_options)
         if self._loaded:
             self.guard.load_state_dict(self._loaded)
 

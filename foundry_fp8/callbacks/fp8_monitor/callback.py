@@ -42,8 +42,7 @@ class FP8Monitor(Monitor):
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Find the converted linears."""
-        options = {name: value for name, value in self.options.items() if name != "details"}
-        self.meter = HealthMeter(model_of(state), guarded=self.guarded, **options)
+        self.meter = HealthMeter(model_of(state), guarded=self.guarded, **self.meter_options)
 
     def batch_start(self, state: State, logger: Logger) -> None:
         """Measure if this batch is due."""

@@ -62,5 +62,4 @@ class KurtosisMonitor(Monitor):
                 self.log(logger, metrics, details)
 
     def _make(self, model: nn.Module) -> KurtosisMeter:
-        options = {name: value for name, value in self.options.items() if name != "details"}
-        return KurtosisMeter(model, guarded=self.guarded, **options)
+        return KurtosisMeter(model, guarded=self.guarded, **self.meter_options)

@@ -64,13 +64,12 @@ class MFUMonitor(Monitor):
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Find the peaks and the shapes."""
-        options = {name: value for name, value in self.options.items() if name != "details"}
         self.meter = MFUMeter(
             model_of(state),
             device=device_of(state),
             high_precision=_autocast_precision(state),
             guarded=self.guarded,
-            **options,
+            **self.meter_options,
         )
         if facts := self.meter.facts():
             logger.log_hyperparameters(facts)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from foundry_fp8.distributed.compressed_group import Switch
+from foundry_fp8.distributed.compressed_group import WAYS, Switch, Way
 from foundry_fp8.distributed.compression.adapt import Adaptation
 from foundry_fp8.distributed.compression.config import CompressionConfig
 from foundry_fp8.distributed.compression.routing import Path, path_of
@@ -90,6 +90,16 @@ class Compression:
         self.traffic.sample = every > 0 and batch % every == 0 and self.switch.on
         for noise in self.noises:
             noise.start_batch(batch)
+
+    @property
+    def way(self) -> Way:
+        """What ``adapt`` decided, for a checkpoint; ``coded`` before it has, and where it is off."""
+        return "coded" if self.adaptation is None else self.adaptation.way
+
+    def resume(self, way: object) -> None:
+        """Go on with a checkpoint's :attr:`way`; without effect where ``adapt`` is off, and for a checkpoint that has none."""
+        if self.adaptation is not None and way in WAYS:
+            self.adaptation.way = way
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
