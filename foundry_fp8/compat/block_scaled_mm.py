@@ -30,7 +30,6 @@ def _missing() -> str | None:
 _MISSING = _missing()
 
 
-@torch.compiler.assume_constant_result
 def block_mode_missing(index: int) -> str | None:
     """Why torch's own block-scaled GEMM does not run on CUDA device ``index``, or ``None`` if it does."""
     return _MISSING or _missing_on(index)

@@ -1,7 +1,7 @@
 """The native backend on a CUDA device: what the interpreter cannot show.
 
 The kernels' own cases, ``tests/kernels`` and ``tests/backends/native``, run on the device too where there is one
-(``pytest tests/gpu tests/kernels tests/backends/native``). Nothing in this folder has ever run: see docs/kernels.md.
+(``pytest tests/gpu tests/kernels tests/backends/native``).
 """
 
 import pytest
@@ -57,11 +57,11 @@ def relative(a, b):
 
 @every_recipe
 @pytest.mark.parametrize("tokens", [4096, 1000, 1])
-@pytest.mark.parametrize("shape", [(1024, 2048), (1000, 520)], ids=str)
+@pytest.mark.parametrize("shape", [(1024, 2048), (1008, 528)], ids=str)
 def test_agrees_with_the_emulated_backend(recipe, tokens, shape):
     """Same FP8 operands; the products differ by the tensor core's accumulation and one bf16 rounding."""
     ours = run(make(recipe, k=shape[0], n=shape[1]), tokens, steps=2)
-    if shape[0] % 16 or shape[1] % 16 or tokens % 16:
+    if tokens % 16:
         # The emulated backend refuses what it would have to pad; high precision bounds the error instead.
         theirs, bound = run(make(None, k=shape[0], n=shape[1]), tokens, steps=2), 0.08
     else:
@@ -155,6 +155,9 @@ def test_replays_in_a_cuda_graph(recipe):
         replayed = [t.clone() for t in captured]
         if model.slots is not None:
             assert model.slots["x"].amax_history[0] == x.abs().max().float()
+            model.slots[
+                "x"
+            ].state.amax_history.zero_()  # so that the update of the eager step changes no scale
         for a, b in zip(replayed, step(), strict=True):
             assert torch.equal(a, b)
 
@@ -258,12 +261,14 @@ def test_scaled_mm_is_exact_on_small_integers(pair, fast):
     """cuBLASLt takes the layouts and scales as this package passes them, a NaN scale included."""
     a = torch.randint(-2, 3, (48, 256), device="cuda").float().to(pair[0].dtype)
     b = torch.randint(-2, 3, (32, 256), device="cuda").float().to(pair[1].dtype)
-    stats = torch.tensor([1.0, 0.5, 2.0], device="cuda")
+    stats = torch.empty_strided((3,), (4,), device="cuda")  # cuBLASLt takes a scale at a multiple of 16 bytes
+    stats.copy_(torch.tensor([1.0, 0.5, 2.0]))
     bias = torch.arange(32, device="cuda").bfloat16()
     options = {"m": 48, "n": 32, "out_dtype": torch.bfloat16, "fast_accumulation": fast}
     ours = tensorwise_mm(a, stats[1], b, stats[2], bias=bias, **options)
     assert torch.equal(ours.float(), (a.float() @ b.float().t() + bias.float()).bfloat16().float())
-    assert bool(tensorwise_mm(a, stats[1] * torch.nan, b, stats[2], **options).isnan().all())
+    stats[1] = torch.nan
+    assert bool(tensorwise_mm(a, stats[1], b, stats[2], **options).isnan().all())
 
 
 @every_recipe

@@ -22,6 +22,8 @@ SELECTIVE_OPS = (
     "aten.bmm",
     "aten.baddbmm",
     "aten._scaled_mm",
+    "foundry_fp8.tensorwise_gemm",
+    "foundry_fp8.blockwise_gemm",
     "aten.convolution",
     "aten._scaled_dot_product_flash_attention",
     "aten._scaled_dot_product_efficient_attention",
@@ -35,7 +37,7 @@ SELECTIVE_OPS = (
 """What ``selective`` keeps: the ops that cost the most to run again for the bytes they return.
 
 Source: ``torch._functorch.partitioners.get_default_op_list().compute_intensive_ops``, without the ops no decoder has,
-and with every attention op of torch and flash-attn. Those not installed are passed over.
+and with every attention op of torch and flash-attn and this package's GEMMs. Those not installed are passed over.
 """
 
 

@@ -2,6 +2,9 @@
 
 Both operands are contiguous along what they contract, as Hopper's FP8 GEMM demands; :mod:`foundry_fp8.kernels` wrote
 them so. Blocks of 128 have torch's GEMM where it has one, and otherwise :func:`foundry_fp8.kernels.block_gemm.block_gemm`.
+
+A compiled graph calls them as operators of this package. Inductor of torch 2.11 fails on ``_scaled_mm`` where a scale is a view into a
+larger tensor, and dynamo does not trace ``torch.nn.functional.scaled_mm``.
 """
 
 from __future__ import annotations
@@ -10,11 +13,12 @@ import torch
 from torch import Tensor
 
 from foundry_fp8.compat.block_scaled_mm import block_mode_missing, block_scaled_mm, fits_block_mode
+from foundry_fp8.kernels.block_gemm import block_gemm
 from foundry_fp8.layers.frozen_weight import FrozenFP8Weight, in_high_precision
 from foundry_fp8.numerics.formats import e8m0_decode
 from foundry_fp8.numerics.mx_layout import unswizzle_mx_scales
 
-__all__ = ["blockwise_mm", "in_dtype", "mx_mm", "tensorwise_mm"]
+__all__ = ["blockwise_mm", "blockwise_product", "in_dtype", "mx_mm", "tensorwise_mm", "tensorwise_product"]
 
 
 def tensorwise_mm(
@@ -45,22 +49,36 @@ def tensorwise_mm(
     Returns:
         ``[m, n]``, contiguous, ``out_dtype``.
     """
+    from foundry_fp8.backends.native.ops import tensorwise_gemm
+
     inside = None if bias is None else _bias_inside(bias, b.shape[0], out_dtype)
+    run = tensorwise_gemm if torch.compiler.is_compiling() else tensorwise_gemm.direct
+    out = _without_padding(run(a, a_scale, b, b_scale, inside, out_dtype, fast_accumulation), m, n)
+    return out if bias is None or inside is not None else _with_bias(out, bias)
+
+
+def tensorwise_product(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    fast_accumulation: bool,
+) -> Tensor:
+    """``(a @ b.T) * a_scale * b_scale + bias`` as it is padded, ``[M', N']``."""
     if _defined(a):
         product = (a.float() @ b.float().t()) * (a_scale * b_scale)
-        out = in_dtype(product if inside is None else product + inside, out_dtype)
-    else:
-        out = torch._scaled_mm(
-            a,
-            b.t(),
-            scale_a=a_scale,
-            scale_b=b_scale,
-            bias=inside,
-            out_dtype=out_dtype,
-            use_fast_accum=fast_accumulation,
-        )
-    out = _without_padding(out, m, n)
-    return out if bias is None or inside is not None else _with_bias(out, bias)
+        return in_dtype(product if bias is None else product + bias, out_dtype)
+    return torch._scaled_mm(
+        a,
+        b.t(),
+        scale_a=a_scale,
+        scale_b=b_scale,
+        bias=bias,
+        out_dtype=out_dtype,
+        use_fast_accum=fast_accumulation,
+    )
 
 
 def blockwise_mm(
@@ -76,10 +94,29 @@ def blockwise_mm(
     square_b: bool,
     direct: bool,
 ) -> Tensor:
-    """``a @ b.T`` of two operands with scales of blocks of 128: torch's own GEMM where there is one, otherwise Triton's.
+    """``a @ b.T`` of two operands with scales of blocks of 128.
 
-    Args are those of :func:`foundry_fp8.kernels.block_gemm.block_gemm`; ``direct``: past torch's dispatcher. Both promote to float32 after every 128 products.
+    Args are those of :func:`foundry_fp8.kernels.block_gemm.block_gemm`; ``direct``: past torch's dispatcher.
     """
+    from foundry_fp8.backends.native.ops import blockwise_gemm
+
+    run = blockwise_gemm.direct if direct else blockwise_gemm
+    y: Tensor = run(a, a_scale, b, b_scale, bias, m, n, out_dtype, square_b)
+    return y
+
+
+def blockwise_product(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None,
+    m: int,
+    n: int,
+    out_dtype: torch.dtype,
+    square_b: bool,
+) -> Tensor:
+    """:func:`blockwise_mm` by torch's own GEMM where there is one, otherwise by Triton's. Both promote to float32 after every 128 products."""
     if (
         bias is None  # which Triton's adds before it rounds
         and a.is_cuda
@@ -87,11 +124,7 @@ def blockwise_mm(
         and fits_block_mode(b.shape[0], b.shape[1], out_dtype, square_b=square_b)
     ):
         return _without_padding(block_scaled_mm(a, a_scale, b, b_scale, out_dtype, square_b=square_b), m, n)
-    from foundry_fp8.backends.native.ops import block_gemm
-
-    run = block_gemm.direct if direct else block_gemm
-    y: Tensor = run(a, a_scale, b, b_scale, bias, m, n, out_dtype, square_b)
-    return y
+    return block_gemm(a, a_scale, b, b_scale, m=m, n=n, out_dtype=out_dtype, bias=bias, square_b=square_b)
 
 
 def mx_mm(

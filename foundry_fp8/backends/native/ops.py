@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foundry_fp8.backends.native import gemm as products
 from foundry_fp8.backends.native.plan import FORMATS
 from foundry_fp8.compat.dispatch_mode import watching_modes
-from foundry_fp8.kernels.block_gemm import block_gemm as block_gemm_kernel
 from foundry_fp8.kernels.blockwise import quantize_blockwise as quantize_blockwise_kernel
 from foundry_fp8.kernels.blockwise import scales_of
 from foundry_fp8.kernels.gated import activation_backward as activation_backward_kernel
@@ -30,11 +30,12 @@ from foundry_fp8.kernels.zeros import unshared
 __all__ = [
     "activation_backward",
     "amax_of_two",
-    "block_gemm",
+    "blockwise_gemm",
     "norm_backward",
     "norm_statistics",
     "quantize_blockwise",
     "quantize_tensorwise",
+    "tensorwise_gemm",
     "unnoticed",
 ]
 
@@ -206,7 +207,26 @@ def _(x, up, mean, rstd, weight, bias, alpha, kind, fmt, group, square, power_2,
 
 
 @operator()
-def block_gemm(
+def tensorwise_gemm(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    fast_accumulation: bool,
+) -> Tensor:
+    """:func:`foundry_fp8.backends.native.gemm.tensorwise_product`."""
+    return products.tensorwise_product(a, a_scale, b, b_scale, bias, out_dtype, fast_accumulation)
+
+
+@tensorwise_gemm.register_fake
+def _(a, a_scale, b, b_scale, bias, out_dtype, fast_accumulation):
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+
+
+@operator()
+def blockwise_gemm(
     a: Tensor,
     a_scale: Tensor,
     b: Tensor,
@@ -217,13 +237,11 @@ def block_gemm(
     out_dtype: torch.dtype,
     square_b: bool,
 ) -> Tensor:
-    """:func:`foundry_fp8.kernels.block_gemm.block_gemm`."""
-    return block_gemm_kernel(
-        a, a_scale, b, b_scale, m=m, n=n, out_dtype=out_dtype, bias=bias, square_b=square_b
-    )
+    """:func:`foundry_fp8.backends.native.gemm.blockwise_product`."""
+    return products.blockwise_product(a, a_scale, b, b_scale, bias, m, n, out_dtype, square_b)
 
 
-@block_gemm.register_fake
+@blockwise_gemm.register_fake
 def _(a, a_scale, b, b_scale, bias, m, n, out_dtype, square_b):
     return a.new_empty((m, n), dtype=out_dtype)
 

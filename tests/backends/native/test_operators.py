@@ -30,6 +30,9 @@ def operator_samples(device):
     square = ops.quantize_blockwise(x, *NOTHING, 0, "e4m3", 128, True, True, True, True, False)
     block = ops.quantize_blockwise(x, *NOTHING, 0, "e4m3", 128, False, True, True, True, False)
     alpha = torch.rand(2, device=device)
+    data, _, stats, _ = ops.quantize_tensorwise(
+        x, *NOTHING, 0, None, None, None, "e4m3", True, True, False, False
+    )
     return {
         "current": (
             ops.quantize_tensorwise,
@@ -47,8 +50,12 @@ def operator_samples(device):
         "block": (ops.quantize_blockwise, (x, *NOTHING, 0, "e4m3", 128, False, True, True, True, True)),
         "square": (ops.quantize_blockwise, (x, *NOTHING, 0, "e4m3", 128, True, True, True, True, False)),
         "mx": (ops.quantize_blockwise, (x, *NOTHING, 0, "e4m3", 32, False, True, False, True, False)),
+        "tensorwise_gemm": (
+            ops.tensorwise_gemm,
+            (data, stats[1], data, stats[1], None, torch.bfloat16, True),
+        ),
         "gemm": (
-            ops.block_gemm,
+            ops.blockwise_gemm,
             (block[0], block[1], square[0], square[1], None, 33, 33, torch.bfloat16, True),
         ),
         "statistics": (ops.norm_statistics, (x, 1e-5, True)),
@@ -60,13 +67,13 @@ def operator_samples(device):
 
 @pytest.mark.parametrize(
     "name",
-    ["current", "delayed", "amax_of_two", "constant", "block", "square", "mx", "gemm", "statistics", "norm_backward", "activation_backward", "xielu_backward"],
+    ["current", "delayed", "amax_of_two", "constant", "block", "square", "mx", "gemm", "tensorwise_gemm", "statistics", "norm_backward", "activation_backward", "xielu_backward"],
 )  # fmt: skip
 def test_operators_say_what_they_return(name, device):
     """torch's own check: the schema is right about mutation and aliases, fake outputs match real ones."""
     op, args = operator_samples(device)[name]
     # The schema check compares inputs before and after, which torch cannot do with FP8 ones.
-    checks = ("test_faketensor",) if name == "gemm" else ("test_schema", "test_faketensor")
+    checks = ("test_faketensor",) if name.endswith("gemm") else ("test_schema", "test_faketensor")
     torch.library.opcheck(op.definition, args, test_utils=checks)
 
 
