@@ -17,6 +17,15 @@ from foundry_fp8.kernels.producers import Producer
 from foundry_fp8.kernels.tensorwise import quantize_tensorwise
 from foundry_fp8.numerics.formats import E4M3, E5M2
 
+ON_GPU = torch.cuda.is_available()
+
+
+@pytest.fixture(autouse=True)
+def _tensors_are_made_there(device):
+    with torch.device(device):
+        yield
+
+
 SHAPE = AttentionShape(
     batch=2, heads=4, kv_heads=2, queries=150, keys=150, head_dim=64, softmax_scale=0.125, right=0
 )
@@ -60,7 +69,7 @@ class Case:
 
 def case(shape, *, segments=None, seed=0, dtype=torch.bfloat16, size=1.0, poison=None):
     """``poison``: an operand and the value that its first head has in one feature of token 5 of the first sequence."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
 
     def make(name, length, heads, fmt, factor):
         x = torch.randn(shape.batch * length, heads * shape.head_dim, generator=generator) * factor
@@ -145,13 +154,14 @@ def backward(c, out, lse, dp_scale):
 
 
 DOCUMENTS = {f"{name}, documents": SHAPES[name] for name in ("causal", "two-sided window", "fewer queries")}
-TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
+# A tensor core keeps 14 bits of a sum of FP8 products (DeepSeek-V3, section 3.3.2).
+TOLERANCE = {"rtol": 2e-3, "atol": 2e-3} if ON_GPU else {"rtol": 1e-5, "atol": 1e-5}
 
 
 def assert_near(ours, exact, what):
     """float32 sums of exact products, in the mean; a value whose sum lies on a rounding edge moves by an FP8 step."""
     error = float((ours.double() - exact).norm() / exact.norm())
-    assert error < 1e-4, (what, error)
+    assert error < (1e-2 if ON_GPU else 1e-4), (what, error)
 
 
 QUICK = (

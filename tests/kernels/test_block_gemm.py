@@ -30,13 +30,13 @@ def test_matches_float64(shape, square, fmt_a, device):
     options = {"m": m, "n": n, "out_dtype": torch.float32, "square_b": square}
     ours, exact = block_gemm(*args, **options), block_gemm_reference(*args, **options).double()
     # Products of FP8 values are exact; k float32 additions of at most the row's and column's magnitudes. On a GPU the
-    # tensor core keeps 14 bits inside a block (DeepSeek-V3, section 3.3.2).
+    # tensor core keeps 14 bits of each of four sums of 32 in a block (DeepSeek-V3, section 3.3.2).
     magnitude = block_gemm_reference(
         args[0].float().abs(), args[1], args[2].float().abs(), args[3], **options
     )
-    bound = magnitude.double() * (k * 2.0**-24 if device == "cpu" else 2.0**-11)
+    share = float(((ours.double() - exact).abs() / (magnitude.double() + 1e-30)).max())
     assert ours.shape == (m, n)
-    assert bool(((ours.double() - exact).abs() <= bound + 1e-30).all())
+    assert share <= (k * 2.0**-24 if device == "cpu" else 2.0**-9), share
 
 
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

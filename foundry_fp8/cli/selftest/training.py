@@ -11,6 +11,8 @@ import json
 import sys
 from pathlib import Path
 
+import torch
+
 import foundry_fp8
 from foundry_fp8.cli.demo import demo
 
@@ -51,7 +53,9 @@ def main(folder: Path, dry: bool) -> int:
             seed=17,
             model="mpt-gqa",
             yaml=yaml,
-            corpus=Path(asyncio.__file__).parent,  # prepared in seconds
+            corpus=Path(asyncio.__file__).parent
+            if dry
+            else Path(torch.nn.__file__).parent,  # prepared in seconds
         )
     rows = compare(read_runs([folder / "training" / "runs" / name for name in ("high-precision", "current")]))
     found = {}
