@@ -11,6 +11,7 @@ from typing import Any, Literal
 from foundry_fp8.cli.clashes import clashes_of
 from foundry_fp8.cli.hardware import PER_NODE, Hardware
 from foundry_fp8.cli.hf_folder import FOLDER_MODEL
+from foundry_fp8.cli.selftest.verdict import warnings_for
 from foundry_fp8.cli.yaml_model import build_yaml_model, read_yaml
 from foundry_fp8.config import ConfigError, first_line, format_bytes, nearest
 
@@ -46,6 +47,7 @@ def check_run(path: Path, hardware: Hardware) -> list[Finding]:
     """
     config = read_yaml(path)
     found = [*_parts(config), *_clashes(config), *_ranks(config, hardware)]
+    found += [Finding("selftest", "warning", text) for text in warnings_for(config)]
     try:
         model = build_yaml_model(config, "meta")
     except ConfigError as error:

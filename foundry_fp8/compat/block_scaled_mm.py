@@ -30,9 +30,9 @@ def _missing() -> str | None:
 _MISSING = _missing()
 
 
-def block_mode_missing(index: int) -> str | None:
-    """Why torch's own block-scaled GEMM does not run on CUDA device ``index``, or ``None`` if it does."""
-    return _MISSING or _missing_on(index)
+def block_mode_missing(index: int | None = None) -> str | None:
+    """Why torch's own block-scaled GEMM does not run on CUDA device ``index`` (on Hopper where ``None``), or ``None`` if it does."""
+    return _MISSING or (None if index is None else _missing_on(index))
 
 
 @functools.cache

@@ -22,7 +22,7 @@ from foundry_fp8.numerics.quantize import (
 )
 from foundry_fp8.numerics.recipes import BlockScaling, CurrentScaling, MXFP8Scaling, Recipe, UnitScaling
 
-__all__ = ["FrozenFP8Weight", "exact_for", "in_high_precision", "keep_in_fp8"]
+__all__ = ["FrozenFP8Weight", "exact_for", "in_dtype", "in_high_precision", "keep_in_fp8"]
 
 
 def exact_for(recipe: Recipe) -> bool:
@@ -109,3 +109,8 @@ def _quantize(weight: Tensor, recipe: Recipe) -> Quantized:
         case UnitScaling():
             return quantize_constant(weight, recipe.scale("w"), fmt)
     raise TypeError(f"the recipe {recipe.name} has no scales of a weight alone")
+
+
+def in_dtype(out: Tensor, dtype: torch.dtype) -> Tensor:
+    """``out.to(dtype)``, which costs the host something where it changes nothing too; a weight kept in FP8 as a plain tensor."""
+    return out if out.dtype == dtype and type(out) is not FrozenFP8Weight else in_high_precision(out, dtype)

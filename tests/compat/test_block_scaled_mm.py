@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from foundry_fp8.backends.native import gemm
+from foundry_fp8.backends.native import gemm, products
 from foundry_fp8.compat import block_scaled_mm as compat
 from foundry_fp8.kernels.blockwise import quantize_blockwise_reference
 from foundry_fp8.kernels.producers import Producer
@@ -72,13 +72,13 @@ def test_torchs_is_taken_where_it_is_there_and_fits(missing, k, bias, taken, mon
         asked.append(a)
         return a.new_empty((48, 256), dtype=torch.bfloat16)
 
-    monkeypatch.setattr(gemm, "block_mode_missing", lambda index: missing)
+    monkeypatch.setattr(products, "block_mode_missing", lambda index: missing)
 
     def multiply_in_triton(a, a_scale, b, b_scale, *, m, n, out_dtype, **_):
         return a.new_empty((m, n), dtype=out_dtype)
 
-    monkeypatch.setattr(gemm, "block_scaled_mm", multiply)
-    monkeypatch.setattr(gemm, "block_gemm", multiply_in_triton)
+    monkeypatch.setattr(products, "block_scaled_mm", multiply)
+    monkeypatch.setattr(products, "block_gemm", multiply_in_triton)
     args = operands(48, 256, k, True, monkeypatch)
     added = args[0].new_empty(256, dtype=torch.bfloat16) if bias else None
     with args[0].fake_mode:

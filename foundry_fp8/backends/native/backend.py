@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from foundry_fp8.backends.native.gemm import in_dtype
 from foundry_fp8.backends.native.inputs import LinearCall, checked_dtype
 from foundry_fp8.backends.native.plan import Layout
 from foundry_fp8.backends.size_rule import size_reason
@@ -25,6 +24,7 @@ from foundry_fp8.kernels.launch import compiler_missing, interpreting, triton_mi
 from foundry_fp8.layers.autocast import compute_dtype, without_autocast
 from foundry_fp8.layers.backend import Availability, Backend
 from foundry_fp8.layers.deferred_norm import deferred_norm_of
+from foundry_fp8.layers.frozen_weight import in_dtype
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.layers.shared_inputs import QuantizedInput
 from foundry_fp8.numerics.recipes import BlockScaling, MXFP8Scaling, Recipe

@@ -1,10 +1,9 @@
-"""Products of quantised operands, ``a @ b.T``: ``torch._scaled_mm`` for one scale a tensor and for MX.
+"""Products of quantised operands, ``a @ b.T``, without padding and with a bias.
 
 Both operands are contiguous along what they contract, as Hopper's FP8 GEMM demands; :mod:`foundry_fp8.kernels` wrote
-them so. Blocks of 128 have torch's GEMM where it has one, and otherwise :func:`foundry_fp8.kernels.block_gemm.block_gemm`.
-
-A compiled graph calls them as operators of this package. Inductor of torch 2.11 fails on ``_scaled_mm`` where a scale is a view into a
-larger tensor, and dynamo does not trace ``torch.nn.functional.scaled_mm``.
+them so. :mod:`foundry_fp8.backends.native.products` multiplies. A compiled graph calls that as operators of this package: Inductor of
+torch 2.11 fails on ``_scaled_mm`` where a scale is a view into a larger tensor, and dynamo does not trace
+``torch.nn.functional.scaled_mm``.
 """
 
 from __future__ import annotations
@@ -12,13 +11,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from foundry_fp8.compat.block_scaled_mm import block_mode_missing, block_scaled_mm, fits_block_mode
-from foundry_fp8.kernels.block_gemm import block_gemm
-from foundry_fp8.layers.frozen_weight import FrozenFP8Weight, in_high_precision
+from foundry_fp8.backends.native.ops import blockwise_gemm, tensorwise_gemm
+from foundry_fp8.backends.native.products import defined, without_padding
+from foundry_fp8.layers.frozen_weight import in_dtype
 from foundry_fp8.numerics.formats import e8m0_decode
 from foundry_fp8.numerics.mx_layout import unswizzle_mx_scales
 
-__all__ = ["blockwise_mm", "blockwise_product", "in_dtype", "mx_mm", "tensorwise_mm", "tensorwise_product"]
+__all__ = ["blockwise_mm", "mx_mm", "tensorwise_mm"]
 
 
 def tensorwise_mm(
@@ -49,36 +48,10 @@ def tensorwise_mm(
     Returns:
         ``[m, n]``, contiguous, ``out_dtype``.
     """
-    from foundry_fp8.backends.native.ops import tensorwise_gemm
-
     inside = None if bias is None else _bias_inside(bias, b.shape[0], out_dtype)
     run = tensorwise_gemm if torch.compiler.is_compiling() else tensorwise_gemm.direct
-    out = _without_padding(run(a, a_scale, b, b_scale, inside, out_dtype, fast_accumulation), m, n)
+    out = without_padding(run(a, a_scale, b, b_scale, inside, out_dtype, fast_accumulation), m, n)
     return out if bias is None or inside is not None else _with_bias(out, bias)
-
-
-def tensorwise_product(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    fast_accumulation: bool,
-) -> Tensor:
-    """``(a @ b.T) * a_scale * b_scale + bias`` as it is padded, ``[M', N']``."""
-    if _defined(a):
-        product = (a.float() @ b.float().t()) * (a_scale * b_scale)
-        return in_dtype(product if bias is None else product + bias, out_dtype)
-    return torch._scaled_mm(
-        a,
-        b.t(),
-        scale_a=a_scale,
-        scale_b=b_scale,
-        bias=bias,
-        out_dtype=out_dtype,
-        use_fast_accum=fast_accumulation,
-    )
 
 
 def blockwise_mm(
@@ -98,33 +71,9 @@ def blockwise_mm(
 
     Args are those of :func:`foundry_fp8.kernels.block_gemm.block_gemm`; ``direct``: past torch's dispatcher.
     """
-    from foundry_fp8.backends.native.ops import blockwise_gemm
-
     run = blockwise_gemm.direct if direct else blockwise_gemm
     y: Tensor = run(a, a_scale, b, b_scale, bias, m, n, out_dtype, square_b)
     return y
-
-
-def blockwise_product(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    bias: Tensor | None,
-    m: int,
-    n: int,
-    out_dtype: torch.dtype,
-    square_b: bool,
-) -> Tensor:
-    """:func:`blockwise_mm` by torch's own GEMM where there is one, otherwise by Triton's. Both promote to float32 after every 128 products."""
-    if (
-        bias is None  # which Triton's adds before it rounds
-        and a.is_cuda
-        and block_mode_missing(a.get_device()) is None
-        and fits_block_mode(b.shape[0], b.shape[1], out_dtype, square_b=square_b)
-    ):
-        return _without_padding(block_scaled_mm(a, a_scale, b, b_scale, out_dtype, square_b=square_b), m, n)
-    return block_gemm(a, a_scale, b, b_scale, m=m, n=n, out_dtype=out_dtype, bias=bias, square_b=square_b)
 
 
 def mx_mm(
@@ -153,7 +102,7 @@ def mx_mm(
     inside = None
     if bias is not None and out_dtype == torch.bfloat16:
         inside = _bias_inside(bias, b.shape[0], out_dtype)
-    if _defined(a):
+    if defined(a):
         product = _dense(a, a_scale) @ _dense(b, b_scale).t()
         out = in_dtype(product if inside is None else product + inside, out_dtype)
     else:
@@ -167,13 +116,8 @@ def mx_mm(
             out_dtype=torch.bfloat16,
         )
         out = in_dtype(product, out_dtype)
-    out = _without_padding(out, m, n)
+    out = without_padding(out, m, n)
     return out if bias is None or inside is not None else _with_bias(out, bias)
-
-
-def _defined(a: Tensor) -> bool:
-    """Whether the definition runs in place of a GEMM: only Triton's interpreter gets here with tensors of a CPU."""
-    return a.device.type == "cpu"
 
 
 def _dense(data: Tensor, codes: Tensor) -> Tensor:
@@ -196,14 +140,3 @@ def _bias_inside(bias: Tensor, padded_n: int, out_dtype: torch.dtype) -> Tensor 
 
 def _with_bias(out: Tensor, bias: Tensor) -> Tensor:
     return in_dtype(out + bias, out.dtype)
-
-
-def in_dtype(out: Tensor, dtype: torch.dtype) -> Tensor:
-    """``out.to(dtype)``, which costs the host something where it changes nothing too; a weight kept in FP8 as a plain tensor."""
-    return out if out.dtype == dtype and type(out) is not FrozenFP8Weight else in_high_precision(out, dtype)
-
-
-def _without_padding(out: Tensor, m: int, n: int) -> Tensor:
-    if out.shape[0] != m:
-        out = out.narrow(0, 0, m)
-    return out if out.shape[1] == n else out.narrow(1, 0, n).clone(memory_format=torch.contiguous_format)

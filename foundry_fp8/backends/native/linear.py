@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from foundry_fp8.backends.native.eager import EagerPass, Kind, eager_pass
-from foundry_fp8.backends.native.gemm import in_dtype
 from foundry_fp8.backends.native.inputs import LinearCall
 from foundry_fp8.backends.native.operand import Source, gemm
 from foundry_fp8.backends.native.ops import unnoticed
@@ -33,6 +32,7 @@ from foundry_fp8.backends.native.plan import FORMATS, Layout, Plan, quantized_vi
 from foundry_fp8.compat.fresh_view import in_shape
 from foundry_fp8.kernels.launch import as_rows, on_current_device
 from foundry_fp8.kernels.zeros import Statistics
+from foundry_fp8.layers.frozen_weight import in_dtype
 from foundry_fp8.layers.shared_inputs import QuantizedInput
 
 __all__ = ["NativeLinear", "dgrad_and_wgrad", "fprop", "quantize_weight"]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foundry_fp8.backends.native import gemm as products
+from foundry_fp8.backends.native import products
 from foundry_fp8.backends.native.plan import FORMATS
 from foundry_fp8.compat.dispatch_mode import watching_modes
 from foundry_fp8.kernels.blockwise import quantize_blockwise as quantize_blockwise_kernel
@@ -216,7 +216,7 @@ def tensorwise_gemm(
     out_dtype: torch.dtype,
     fast_accumulation: bool,
 ) -> Tensor:
-    """:func:`foundry_fp8.backends.native.gemm.tensorwise_product`."""
+    """:func:`foundry_fp8.backends.native.products.tensorwise_product`."""
     return products.tensorwise_product(a, a_scale, b, b_scale, bias, out_dtype, fast_accumulation)
 
 
@@ -237,7 +237,7 @@ def blockwise_gemm(
     out_dtype: torch.dtype,
     square_b: bool,
 ) -> Tensor:
-    """:func:`foundry_fp8.backends.native.gemm.blockwise_product`."""
+    """:func:`foundry_fp8.backends.native.products.blockwise_product`."""
     return products.blockwise_product(a, a_scale, b, b_scale, bias, m, n, out_dtype, square_b)
 
 

@@ -16,18 +16,24 @@ __all__ = ["selftest"]
 
 def selftest(
     output: Annotated[Path, typer.Option(help="Folder for everything that is found.")] = Path("selftest"),
-    budget: Annotated[float, typer.Option(help="Seconds for all stages together.", min=1)] = 530.0,
+    budget: Annotated[
+        float | None,
+        typer.Option(
+            help="Seconds for all stages together; 530 on one GPU, 870 on several where not given.", min=1
+        ),
+    ] = None,
     only: Annotated[
         str | None, typer.Option(help="Names of stages, separated by commas; all of them where not given.")
     ] = None,
     dry: Annotated[
-        bool, typer.Option("--dry", help="The host path of every stage, without a GPU. Measures nothing.")
+        bool, typer.Option("--dry", help="Every stage without a GPU, on two ranks of gloo. Measures nothing.")
     ] = False,
 ) -> None:
-    """Run on a GPU what only a GPU can show, and say which claims of the documents it confirms.
+    """Run on GPUs what only they can show, and say which claims of the documents it confirms.
 
-    Doctor, kernels, tests, benchmarks and a training run, each in a process of its own with a limit of its own; small sizes
-    first. Needs no network. From a checkout everything runs; an installed wheel has no tests and no benchmarks.
+    Started alone it uses every GPU of this machine; on several machines start it through a launcher: composer -n 8 -m
+    foundry_fp8.cli.main selftest, or torchrun. Each stage has processes of its own and a limit of its own. Needs no internet. From a
+    checkout everything runs; an installed wheel has no tests and no benchmarks.
     """
     import torch
     from rich.console import Console
@@ -35,6 +41,8 @@ def selftest(
     from foundry_fp8.cli.selftest.claims import judge
     from foundry_fp8.cli.selftest.page import page, table
     from foundry_fp8.cli.selftest.stages import run_stages, stages_of
+    from foundry_fp8.cli.selftest.supervisors import Supervisors
+    from foundry_fp8.cli.selftest.verdict import archive, keep
 
     console = Console()
     if not dry and not torch.cuda.is_available():
@@ -43,6 +51,10 @@ def selftest(
         )
         raise typer.Exit(2)
     output = output.resolve()
+    supervisors = Supervisors(2 if dry else torch.cuda.device_count())
+    if supervisors.rank:
+        supervisors.follow()
+        return
     stages = stages_of(output, dry=dry)
     if only is not None:
         wanted = [name.strip() for name in only.split(",")]
@@ -61,14 +73,23 @@ def selftest(
             f"{outcome.seconds:6.1f} s  {outcome.stage}: {outcome.state} {outcome.why}".rstrip(),
             highlight=False,
         )
-        _write(output, outcomes, judge(outcomes), started, dry)  # so that what was found survives what comes
+        _write(
+            output, outcomes, judge(outcomes, dry=dry), started, dry
+        )  # so that what was found survives what comes
 
-    run_stages(stages, output / "logs", budget, dry=dry, said=said)
-    verdicts = judge(outcomes)
+    seconds = budget or (2000.0 if dry else 530.0 if supervisors.world == 1 else 870.0)
+    run_stages(stages, output / "logs", seconds, dry=dry, supervisors=supervisors, said=said)
+    verdicts = judge(outcomes, dry=dry)
     console.print(table(verdicts))
     found = _write(output, outcomes, verdicts, started, dry)
     (output / "selftest.html").write_text(page(found), encoding="utf-8")
+    if not dry:
+        keep(found)
     console.print(f"Everything: {output}", soft_wrap=True, highlight=False)
+    packed = archive(output)
+    console.print(
+        f"For an issue, without names of hosts and users: {packed}", soft_wrap=True, highlight=False
+    )
     failed = [outcome for outcome in outcomes if outcome.state == "failed"]
     if failed or any(verdict.word == "refuted" for verdict in verdicts):
         raise typer.Exit(1)
@@ -85,7 +106,15 @@ def _write(
         "versions": (doctor or {}).get("platform"),
         "devices": (doctor or {}).get("devices"),
         "claims": [
-            {"document": v.claim.document, "claim": v.claim.quote, "verdict": v.word, "figures": v.figures}
+            {
+                "document": v.claim.document,
+                "claim": v.claim.quote,
+                "verdict": v.word,
+                "figures": v.figures,
+                "next": v.claim.next if v.word == "refuted" else "",
+                "avoid": v.claim.avoid if v.word == "refuted" else "",
+                "keys": v.claim.keys,
+            }
             for v in verdicts
         ],
         "stages": [dataclasses.asdict(outcome) for outcome in outcomes],

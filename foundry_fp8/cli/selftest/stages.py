@@ -1,34 +1,39 @@
-"""What is run, in which order and for how long: each stage a process of its own, so that none takes another with it."""
+"""What is run, in which order and for how long: each stage processes of its own, so that none takes another with it."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import os
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from foundry_fp8.cli.selftest.cluster.ranks import CANNOT_RUN
+from foundry_fp8.cli.selftest.processes import Ended
+from foundry_fp8.cli.selftest.supervisors import Supervisors
+
 __all__ = ["Outcome", "Stage", "checkout", "run_stages", "stages_of"]
 
 State = Literal["passed", "failed", "out of time", "not reached"]
 
-_GRACE_S = 5.0
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stage:
-    """One process."""
+    """One process, or one on every rank."""
 
     name: str
     command: tuple[str, ...]
     """Run from the checkout, where there is one. Prints a JSON object, whole or as its last line, if it has results."""
     limit_s: float
     needs_checkout: bool = False
+    every_rank: bool = False
+    environment: dict[str, str] = dataclasses.field(default_factory=dict)
+    needs: str = ""
+    """A stage without which this one says nothing: it is not run where that one failed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,7 +45,7 @@ class Outcome:
     why: str = ""
     seconds: float = 0.0
     result: dict[str, Any] | None = None
-    """The JSON object that it printed."""
+    """The JSON object that it printed, on rank 0."""
 
 
 def checkout() -> Path | None:
@@ -52,67 +57,67 @@ def checkout() -> Path | None:
 
 
 def stages_of(output: Path, *, dry: bool) -> list[Stage]:
-    """All stages: what gives a verdict first comes first, small sizes before full ones.
+    """All stages: what gives a verdict first comes first; what runs on every rank before what takes long on one GPU.
 
     Args:
-        output: The folder of the whole; the training stage writes below it.
-        dry: The host path of each stage on a machine without a GPU: kernels interpreted, tests collected, benchmarks on tiny tensors,
-            training on the CPU. Proves the scripts and measures nothing.
+        output: The folder of the whole; some stages write below it.
+        dry: The host path of each stage on a machine without a GPU: kernels interpreted, ranks on gloo, tests collected, benchmarks on
+            tiny tensors, training on the CPU. Proves the scripts and measures nothing.
     """
     python = sys.executable
+    said = ("--dry",) if dry else ()
 
     def module(name: str, *arguments: str) -> tuple[str, ...]:
         return (python, "-m", name, *arguments)
 
+    def ranks(name: str, limit: float, of: str = "", needs: str = "network", **environment: str) -> Stage:
+        command = module("foundry_fp8.cli.selftest.cluster", of or name, str(output), *said)
+        return Stage(name=name, command=command, limit_s=limit, every_rank=True, needs=needs, environment=environment)  # fmt: skip
+
     def tests(name: str, limit: float, *paths: str) -> Stage:
-        how = (
-            ("--collect-only", "-q")
-            if dry
-            else ("-q", "-p", "no:cacheprovider", "--timeout", str(int(limit)))
-        )
+        workers = ("-n", "4") if importlib.util.find_spec("xdist") else ()
+        run = ("-q", "-p", "no:cacheprovider", *workers, "--timeout", str(int(limit)))
+        how = ("--collect-only", "-q") if dry else run
         return Stage(name=name, command=module("pytest", *paths, *how), limit_s=limit, needs_checkout=True)
 
     def benchmark(name: str, limit: float, *arguments: str) -> Stage:
-        script = f"benchmarks/{name.split(',')[0]}_gpu.py"
-        said = ("--smoke",) if dry else arguments
-        return Stage(name=name, command=(python, script, *said), limit_s=limit, needs_checkout=True)
+        given = ("--smoke",) if dry else arguments
+        script = f"benchmarks/{name}_gpu.py"
+        return Stage(name=name, command=(python, script, *given), limit_s=limit, needs_checkout=True)
 
-    reduced = ("--models", "llama3-8b", "--tokens", "4096", "--repeats", "5")
     stages = [
         Stage(name="doctor", command=module("foundry_fp8.cli.main", "doctor", "--json"), limit_s=60),
         Stage(name="kernels", command=module("foundry_fp8.cli.selftest.kernels"), limit_s=90),
-        benchmark("step, reduced", 75, *reduced, "--layers", "1"),
+        ranks("network", 60, needs=""),
+        ranks("collectives", 60),
+        ranks("ddp", 60),
+        ranks("fsdp1", 60),
+        ranks("fsdp2", 60),
+        ranks("hsdp", 60),
+        ranks("compressed", 60),
+        ranks("checkpoint", 60),
+        ranks("resume", 60, needs="checkpoint"),
+        ranks("features", 60),
+        ranks("transformer engine", 60, "transformer_engine"),
+        ranks("compile", 90),
+        ranks("block", 75),
+        ranks("fsdp2 under torch's stream checker", 90, "fsdp2", TORCH_CUDA_SANITIZER="1"),
         tests("tests of the native backend", 120, "tests/gpu/test_native.py"),
-        benchmark("gemm, reduced", 40, *reduced),
-        benchmark("quantize, reduced", 40, "--repeats", "5"),
-        benchmark(
-            "context, reduced",
-            60,
-            "--models",
-            "fog-1.5b",
-            "--contexts",
-            "4096",
-            "16384",
-            "--repeats",
-            "5",
-            "--layers",
-            "1",
-        ),
+        benchmark("gemm", 40, "--models", "llama3-8b"),
+        benchmark("quantize", 40),
         Stage(
             name="training",
-            command=module("foundry_fp8.cli.selftest.training", str(output), *(("--dry",) if dry else ())),
+            command=module("foundry_fp8.cli.selftest.training", str(output), *said),
             limit_s=110,
         ),
-        tests("tests of the kernels", 90, "tests/kernels", "--ignore=tests/kernels/ptx"),
+        benchmark("step", 120, "--models", "llama3-8b"),
+        benchmark(
+            "context", 60, "--models", "fog-1.5b", "--contexts", "4096", "16384", "--repeats", "5", "--layers", "1"
+        ),
+        tests("tests of the kernels", 180, "tests/kernels", "--ignore=tests/kernels/ptx"),
         tests("tests of Transformer Engine and FSDP2", 60, "tests/gpu", "--ignore=tests/gpu/test_native.py"),
-    ]
-    if not dry:  # the same scripts as above
-        stages += [
-            benchmark("gemm, full", 60, "--models", "llama3-8b"),
-            benchmark("step, full", 120, "--models", "llama3-8b"),
-            benchmark("quantize, full", 60),
-        ]
-    return [dataclasses.replace(stage, limit_s=900) for stage in stages] if dry else stages
+    ]  # fmt: skip
+    return [dataclasses.replace(stage, limit_s=10 * stage.limit_s) for stage in stages] if dry else stages
 
 
 def run_stages(
@@ -121,80 +126,81 @@ def run_stages(
     budget_s: float,
     *,
     dry: bool,
+    supervisors: Supervisors | None = None,
     said: Callable[[Outcome], None] = lambda outcome: None,
 ) -> list[Outcome]:
     """Run every stage, within its own limit and what is left of the budget.
 
     Args:
         stages: What to run.
-        logs: Folder for what each stage prints.
+        logs: Folder for what each process prints.
         budget_s: For all of them.
         dry: Kernels run interpreted.
+        supervisors: Who runs the processes of stages on every rank; one rank where ``None``.
         said: Called with each outcome as it comes.
     """
-    root, deadline, outcomes = checkout(), time.monotonic() + budget_s, []
+    supervisors = supervisors or Supervisors(1)
+    root, deadline, outcomes = checkout(), time.monotonic() + budget_s, dict[str, Outcome]()
     logs.mkdir(parents=True, exist_ok=True)
     for stage in stages:
         left = deadline - time.monotonic()
+        needed = outcomes.get(stage.needs)
+        why = ""
         if stage.needs_checkout and root is None:
-            outcome = Outcome(
-                stage=stage.name, state="not reached", why="needs a checkout; this is an installed wheel"
-            )
+            why = "needs a checkout; this is an installed wheel"
+        elif needed is not None and needed.state != "passed":
+            why = f"{needed.stage}: {needed.state}"
         elif left <= 0:
-            outcome = Outcome(stage=stage.name, state="not reached", why=f"the {budget_s:.0f} s were over")
-        else:
-            outcome = _run(stage, logs, min(stage.limit_s, left), root, dry)
-        outcomes.append(outcome)
+            why = f"the {budget_s:.0f} s were over"
+        outcome = Outcome(stage=stage.name, state="not reached", why=why)
+        if not why:
+            outcome = _run(stage, logs, min(stage.limit_s, left), root, dry, supervisors)
+        outcomes[stage.name] = outcome
         said(outcome)
-    return outcomes
+    supervisors.end()
+    return list(outcomes.values())
 
 
-def _run(stage: Stage, logs: Path, limit_s: float, root: Path | None, dry: bool) -> Outcome:
-    log = logs / f"{stage.name.replace(', ', '-').replace(' ', '-')}.log"
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+def _run(
+    stage: Stage, logs: Path, limit_s: float, root: Path | None, dry: bool, supervisors: Supervisors
+) -> Outcome:
+    environment = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **stage.environment}
     if root is not None:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
     if dry:
         environment["TRITON_INTERPRET"] = "1"
-    started = time.monotonic()
-    with log.open("wb") as sink, (errors := log.with_suffix(".err")).open("wb") as trouble:
-        process = subprocess.Popen(
-            stage.command,
-            cwd=root,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=sink,
-            stderr=trouble,
-            start_new_session=True,  # so that its own children end with it
-        )
-        try:
-            code: int | None = process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            code = None
-            _end(process)
-        except BaseException:
-            _end(process)
-            raise
-    seconds, text = time.monotonic() - started, log.read_text(errors="replace")
-    found = {"stage": stage.name, "seconds": round(seconds, 1), "result": _json(text)}
-    if code is None:
-        return Outcome(**found, state="out of time", why=f"ended after {limit_s:.0f} s")  # type: ignore[arg-type]
-    if code:
-        tail = (errors.read_text(errors="replace").strip() or text.strip()).splitlines()[-1:]
-        return Outcome(**found, state="failed", why=f"exit {code}: {''.join(tail)[-300:]}")  # type: ignore[arg-type]
-    return Outcome(**found, state="passed")  # type: ignore[arg-type]
+    log, started = logs / stage.name.replace("'", "").replace(" ", "-"), time.monotonic()
+    ends = supervisors.lead(stage.command, log, limit_s, root, environment, every_rank=stage.every_rank)
+    state, why = _ending(ends, limit_s)
+    seconds = round(time.monotonic() - started, 1)
+    return Outcome(stage=stage.name, state=state, why=why, seconds=seconds, result=_json(ends[0].output))
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    for how, wait in ((signal.SIGTERM, _GRACE_S), (signal.SIGKILL, None)):
-        try:
-            os.killpg(process.pid, how)
-            process.wait(wait)
-            return
-        except subprocess.TimeoutExpired:
-            continue
-        except ProcessLookupError:
-            return
+def _ending(ends: Sequence[Ended], limit_s: float) -> tuple[State, str]:
+    """The state of a stage, and why: first what a rank says itself, then where those were that had to be ended."""
+    names = [f"rank {rank}" if len(ends) > 1 else "" for rank in range(len(ends))]
+    hung = [f"{name} was at {e.where or 'no line of Python'}".strip() for name, e in zip(names, ends, strict=True) if e.code is None]  # fmt: skip
+    own = [(name, end) for name, end in zip(names, ends, strict=True) if end.code]
+    refused = [said for said in own if said[1].code == CANNOT_RUN]
+    if refused:
+        return "not reached", _last_line(refused[0][1])
+    # Who only lost its peer says less than who failed.
+    own.sort(
+        key=lambda said: any(word in _last_line(said[1]) for word in ("Connection", "closed by peer", "NCCL"))
+    )
+    if own:
+        name, end = own[0]
+        code = f"signal {-end.code}" if end.code < 0 else f"exit {end.code}"  # type: ignore[operator]
+        return "failed", "; ".join([f"{name} {code}: {_last_line(end)}".strip(), *hung])
+    return ("out of time", f"ended after {limit_s:.0f} s; {'; '.join(hung)}") if hung else ("passed", "")
+
+
+def _last_line(end: Ended) -> str:
+    """What a process said last: of pytest the first test that failed."""
+    failed = [line for line in end.output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    if failed:
+        return f"{len(failed)} tests, first {failed[0].removeprefix('FAILED ')}"[:300]
+    return ((end.errors.strip() or end.output.strip()).splitlines() or [""])[-1][-300:]
 
 
 def _json(text: str) -> dict[str, Any] | None:

@@ -82,10 +82,10 @@ def test_the_scale_of_finite_values_is_checked(monkeypatch, device):
 
 
 def test_a_wrong_product_is_an_error(monkeypatch, device):
-    from foundry_fp8.backends.native import gemm
+    from foundry_fp8.backends.native import products
 
-    right = gemm.block_gemm
-    monkeypatch.setattr(gemm, "block_gemm", lambda *args, **kwargs: right(*args, **kwargs) * 1.02)
+    right = products.block_gemm
+    monkeypatch.setattr(products, "block_gemm", lambda *args, **kwargs: right(*args, **kwargs) * 1.02)
     with pytest.raises(RuntimeError, match=r"kernel block_gemm is wrong .* fprop of the block recipe"):
         check(BlockScaling(), torch.bfloat16, torch.device(device), False)
     assert block_gemm.block_gemm is right

@@ -1,0 +1,70 @@
+"""What multiplies: ``torch._scaled_mm`` for one scale a tensor, torch's own GEMM or Triton's for blocks of 128."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from foundry_fp8.compat.block_scaled_mm import block_mode_missing, block_scaled_mm, fits_block_mode
+from foundry_fp8.kernels.block_gemm import block_gemm
+from foundry_fp8.layers.frozen_weight import in_dtype
+
+__all__ = ["blockwise_product", "defined", "tensorwise_product", "without_padding"]
+
+
+def tensorwise_product(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    fast_accumulation: bool,
+) -> Tensor:
+    """``(a @ b.T) * a_scale * b_scale + bias`` as it is padded, ``[M', N']``."""
+    if defined(a):
+        product = (a.float() @ b.float().t()) * (a_scale * b_scale)
+        return in_dtype(product if bias is None else product + bias, out_dtype)
+    return torch._scaled_mm(
+        a,
+        b.t(),
+        scale_a=a_scale,
+        scale_b=b_scale,
+        bias=bias,
+        out_dtype=out_dtype,
+        use_fast_accum=fast_accumulation,
+    )
+
+
+def blockwise_product(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None,
+    m: int,
+    n: int,
+    out_dtype: torch.dtype,
+    square_b: bool,
+) -> Tensor:
+    """``a @ b.T``, ``[m, n]``, by torch's own GEMM where there is one, otherwise by Triton's. Both promote to float32 after every 128 products."""
+    if (
+        bias is None  # which Triton's adds before it rounds
+        and a.is_cuda
+        and block_mode_missing(a.get_device()) is None
+        and fits_block_mode(b.shape[0], b.shape[1], out_dtype, square_b=square_b)
+    ):
+        return without_padding(block_scaled_mm(a, a_scale, b, b_scale, out_dtype, square_b=square_b), m, n)
+    return block_gemm(a, a_scale, b, b_scale, m=m, n=n, out_dtype=out_dtype, bias=bias, square_b=square_b)
+
+
+def defined(a: Tensor) -> bool:
+    """Whether the definition runs in place of a GEMM: only Triton's interpreter gets here with tensors of a CPU."""
+    return a.device.type == "cpu"
+
+
+def without_padding(out: Tensor, m: int, n: int) -> Tensor:
+    """The first ``m`` rows and ``n`` columns, contiguous."""
+    if out.shape[0] != m:
+        out = out.narrow(0, 0, m)
+    return out if out.shape[1] == n else out.narrow(1, 0, n).clone(memory_format=torch.contiguous_format)

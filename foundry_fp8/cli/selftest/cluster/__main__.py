@@ -1,0 +1,59 @@
+"""``python -m foundry_fp8.cli.selftest.cluster STAGE FOLDER [--dry]``: one rank of one stage."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import resource
+import sys
+import traceback
+from pathlib import Path
+
+from foundry_fp8.cli.selftest.cluster.ranks import CANNOT_RUN, CannotRunError, Ranks
+
+STAGES = {
+    "network": "network.network",
+    "collectives": "network.collectives",
+    "ddp": "wrappers.ddp",
+    "fsdp1": "wrappers.fsdp1",
+    "fsdp2": "wrappers.fsdp2",
+    "hsdp": "wrappers.hsdp",
+    "compressed": "wrappers.compressed",
+    "checkpoint": "resume.save",
+    "resume": "resume.resume",
+    "features": "features.features",
+    "transformer_engine": "features.transformer_engine",
+    "compile": "features.compiled",
+    "block": "block.block",
+}
+"""Where each is: module of this package and function."""
+
+
+def main(name: str, folder: Path, dry: bool) -> None:
+    """Run it, print ``{"rows": checks}`` on rank 0, and end this process."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    rows, code = [], 1
+    try:
+        ranks = Ranks(folder, dry=dry)
+        rows = ranks.rows
+        module, function = STAGES[name].split(".")
+        getattr(importlib.import_module(f"foundry_fp8.cli.selftest.cluster.{module}"), function)(ranks)
+        code = int(not all(row["ok"] for row in rows))
+        if code:
+            wrong = [f"{row['check']}: {row['figures']}" for row in rows if not row["ok"]]
+            print("; ".join(wrong), file=sys.stderr)
+    except CannotRunError as error:
+        code = CANNOT_RUN
+        print(error, file=sys.stderr)
+    except BaseException:  # whatever it is, the checks that were made are printed
+        traceback.print_exc()
+    if os.environ["RANK"] == "0":
+        print(json.dumps({"rows": rows}))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # no thread of a communication library holds a rank whose peers are gone
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), "--dry" in sys.argv[3:])
