@@ -88,6 +88,7 @@ LIBRARIES = {
 }
 DOCUMENTED = {
     "_version": "torch: a tensor's version, in its notes on autograd",
+    "_exit": "Python: the end of a process whose threads may hold it",
     "_base": "torch: what a tensor is a view of, beside it",
     "_scaled_mm": "torch: the only FP8 GEMM of 2.7; backends/native/backend.py says why the backend is missing without it",
     "_allgather_base": "torch: what a ProcessGroup in Python has to define",

@@ -76,7 +76,7 @@ def archive(folder: Path) -> Path:
         ``folder / "selftest.tar.gz"``: the end of each log only, so that it is small.
     """
     path = folder / "selftest.tar.gz"
-    private = _private()
+    private = [(str(folder), "OUTPUT"), *_private()]
     with tarfile.open(path, "w:gz") as packed:
         for file in (
             folder / "selftest.json",
