@@ -94,7 +94,13 @@ def quantize_blockwise(
         rows: Write ``data``.
         columns: Write ``data_t``.
         column_sum: Sum the columns, in a fixed order.
+
+    Raises:
+        ValueError: Another group, or a single column, which the optimiser of Triton 3.6's ptxas gets wrong on sm_90 (padding that
+            is not zero; right with ``DISABLE_PTXAS_OPT=1``). No linear has one.
     """
+    if source.x.shape[-1] == 1:
+        raise ValueError("block scales need two columns or more: ptxas compiles the kernel wrongly for one.")
     if group not in (32, 128) or (square and group != 128):
         raise ValueError(f"group={group}, square={square}: blocks are 1 x 128, 128 x 128 or 1 x 32.")
     key = *source.is_like, fmt.name, group, square, power_2, rows, columns, column_sum

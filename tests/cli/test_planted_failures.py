@@ -132,9 +132,21 @@ def test_doctor_warns_of_what_was_refuted(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert verdicts.latest() is None and verdicts.warnings_for({"algorithms": {"fp8": {}}}) == []
     claims = [
-        {"claim": "resumes", "verdict": "refuted", "figures": "differ", "next": "Do not.", "keys": ["algorithms.fp8"]},
+        {
+            "claim": "resumes",
+            "verdict": "refuted",
+            "figures": "differ",
+            "next": "Do not.",
+            "keys": ["algorithms.fp8"],
+        },
         {"claim": "compiles", "verdict": "refuted", "figures": "", "next": "", "keys": ["compile_config"]},
-        {"claim": "TE", "verdict": "refuted", "figures": "", "next": "", "keys": ["algorithms.fp8.backend=te"]},
+        {
+            "claim": "TE",
+            "verdict": "refuted",
+            "figures": "",
+            "next": "",
+            "keys": ["algorithms.fp8.backend=te"],
+        },
         {"claim": "fine", "verdict": "confirmed", "figures": "", "next": "", "keys": ["algorithms.fp8"]},
     ]
     verdicts.keep({"date": "2026-11-26T10:00:00", "claims": claims})
@@ -149,7 +161,9 @@ def test_doctor_warns_of_what_was_refuted(tmp_path, monkeypatch):
 def test_names_of_hosts_and_users_do_not_leave(tmp_path, monkeypatch):
     monkeypatch.setattr(verdicts, "_private", lambda: [("node17.lab", "HOST"), ("ada", "USER")])
     (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "ddp-0.err").write_text("ada@node17.lab 10.1.2.3 GPU-c280d065-1f6a-93dc-a18f-e4987457a772 adam 2.11.0\n")
+    (tmp_path / "logs" / "ddp-0.err").write_text(
+        "ada@node17.lab 10.1.2.3 GPU-c280d065-1f6a-93dc-a18f-e4987457a772 adam 2.11.0\n"
+    )
     for name in ("selftest.json", "selftest.html"):
         (tmp_path / name).write_text("{}")
     with tarfile.open(verdicts.archive(tmp_path)) as packed:

@@ -65,16 +65,17 @@ def test_every_claim_is_in_its_document_and_its_stages_exist():
 
 
 def test_the_limits_leave_a_first_verdict_early():
-    """Doctor and kernels, which have results of their own, come first."""
+    """Doctor, kernels and the network, on which the rest stands, come first; what one GPU alone runs comes last."""
     found = stages_of(Path("x"), dry=False)
-    assert [stage.name for stage in found[:2]] == ["doctor", "kernels"]
-    reduced, full = ([i for i, s in enumerate(found) if size in s.name] for size in ("reduced", "full"))
-    assert max(reduced) < min(full)
+    assert [stage.name for stage in found[:3]] == ["doctor", "kernels", "network"]
+    ranks = [i for i, stage in enumerate(found) if stage.every_rank]
+    assert ranks == list(range(2, 2 + len(ranks)))
+    assert {stage.needs for stage in found} - {""} <= {stage.name for stage in found}
 
 
 def step(speedup, **changes):
     row = {"group": "llama3-8b 1 blocks", "variant": "native block eager", "speedup": speedup} | changes
-    return Outcome(stage="step, full", state="passed", result={"machine": {"smoke": False}, "rows": [row]})
+    return Outcome(stage="step", state="passed", result={"machine": {"smoke": False}, "rows": [row]})
 
 
 def verdict(outcomes, quote):
@@ -88,7 +89,7 @@ def test_claims_are_confirmed_refuted_or_not_reached():
     assert slower.word == "refuted" and "0.80 x BF16" in slower.figures
     assert verdict([], block).word == "not reached"
     assert verdict([step(1.1, variant="native current eager")], block).word == "not reached"
-    tiny = Outcome(stage="step, full", state="passed", result={"machine": {"smoke": True}, "rows": []})
+    tiny = Outcome(stage="step", state="passed", result={"machine": {"smoke": True}, "rows": []})
     assert verdict([tiny], block).word == "not reached"
     auto = "leaves layers in BF16 that a size rule predicts"
     linear = {"group": "llama3-8b gate, up", "variant": "native current eager"}

@@ -31,7 +31,7 @@ def assert_matches_reference(x, fmt, **options):
 
 @every_granularity
 @pytest.mark.parametrize("dtype", MOST_DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [shape for shape in SHAPES if 0 not in shape], ids=str)
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[1] > 1 and shape[0]], ids=str)
 def test_matches_the_reference(shape, dtype, options, device):
     assert_matches_reference(spread(*shape, dtype, device), E4M3, **options)
 

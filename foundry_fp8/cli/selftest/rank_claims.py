@@ -82,7 +82,7 @@ RANK_CLAIMS = (
     ),
     RankClaim(
         "compile",
-        "compiled gradients are those of eager mode",
+        "compiled gradients are as near to high precision as those of eager mode",
         "Train without torch.compile.",
         "compile_config: null",
         ("compile_config",),

@@ -19,7 +19,7 @@ from foundry_fp8.compat import cpu_stream_events
 from foundry_fp8.distributed.fsdp2_units import average_on_gloo
 from foundry_fp8.model_structure.names import clean_name
 
-__all__ = ["batch", "converted", "flat_gradients", "llama", "loss_of", "recipes", "step", "wrap"]
+__all__ = ["batch", "converted", "flat_gradients", "llama", "loss_of", "recipes", "step", "warmed", "wrap"]
 
 SMALL = {"vocab_size": 2048, "hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 8}
 DRY = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
@@ -73,6 +73,13 @@ def loss_of(model: Callable[..., Any], ids: Tensor) -> Tensor:
     """Of the next token."""
     loss: Tensor = model(input_ids=ids, labels=ids).loss
     return loss
+
+
+def warmed(model: Any, ids: Tensor) -> Any:
+    """``model`` after one pass, which gives delayed scaling its first amaxes."""
+    loss_of(model, ids).backward()
+    model.zero_grad(set_to_none=True)
+    return model
 
 
 def step(model: nn.Module, ids: Tensor) -> Tensor:

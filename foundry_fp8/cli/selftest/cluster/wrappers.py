@@ -6,7 +6,16 @@ import torch
 from torch import Tensor, nn
 
 import foundry_fp8
-from foundry_fp8.cli.selftest.cluster.model import batch, converted, llama, loss_of, recipes, step, wrap
+from foundry_fp8.cli.selftest.cluster.model import (
+    batch,
+    converted,
+    llama,
+    loss_of,
+    recipes,
+    step,
+    warmed,
+    wrap,
+)
 from foundry_fp8.cli.selftest.cluster.ranks import CannotRunError, Ranks, relative
 from foundry_fp8.distributed.replicas import check_replicas
 
@@ -41,8 +50,8 @@ def _train(ranks: Ranks, kind: str) -> None:
     ids, bound = batch(ranks, 0), 1e-5 if ranks.dry else 2e-2
     exact = ranks.mean(step(llama(ranks), ids))
     for recipe in recipes(ranks):
-        alone = ranks.mean(step(converted(ranks, recipe), ids))
-        model = wrap(kind, converted(ranks, recipe), ranks)
+        alone = ranks.mean(step(warmed(converted(ranks, recipe), ids), ids))
+        model = warmed(wrap(kind, converted(ranks, recipe), ranks), ids)
         got = step(model, ids)
         error, apart = relative(got, alone), relative(got, exact)
         ranks.check(
