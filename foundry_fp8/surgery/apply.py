@@ -9,7 +9,12 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from foundry_fp8.backends import Backend, choose_attention_backend, choose_backend
+from foundry_fp8.backends import (
+    Backend,
+    attention_left_out,
+    choose_attention_backend,
+    choose_backend,
+)
 from foundry_fp8.config import ConfigError, from_mapping
 from foundry_fp8.layers.linear import FP8Linear, configured_recipes
 from foundry_fp8.layers.state import FP8State
@@ -84,17 +89,20 @@ def apply_fp8(model: nn.Module, *, device: torch.device | str | None = None, **o
             raise ConfigError(
                 f"{KEY}.attention.recipe: the linears run {len(recipes)} recipes, so that it has to be named."
             )
-        attention = plan_attention(
-            model,
-            recipe=attention_recipe,
-            runner=choose_attention_backend(
-                config.backend, backend.name, attention_recipe, config.attention.grad_scores, where
-            ),
-            grad_scores=config.attention.grad_scores,
-            exclude=config.attention.exclude,
-            kept_blocks=policy.kept_blocks(model),
-            evaluate=config.evaluate,
-        )
+        asked = (config.backend, backend.name, attention_recipe, config.attention.grad_scores, where)
+        left_out = attention_left_out(*asked)
+        if left_out is None:
+            attention = plan_attention(
+                model,
+                recipe=attention_recipe,
+                runner=choose_attention_backend(*asked),
+                grad_scores=config.attention.grad_scores,
+                exclude=config.attention.exclude,
+                kept_blocks=policy.kept_blocks(model),
+                evaluate=config.evaluate,
+            )
+        else:
+            chosen = f"{chosen}; {left_out}"
     frozen = {}
     if config.frozen_weights == "fp8":
         frozen = plan_frozen(model, linears.converted, backend, f"{KEY}.frozen_weights")

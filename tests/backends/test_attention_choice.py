@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from foundry_fp8.backends import choose_attention_backend
+import foundry_fp8
+from foundry_fp8.backends import attention_left_out, choose_attention_backend
 from foundry_fp8.backends.attention_choice import AttentionWithFallback
 from foundry_fp8.backends.emulated.attention import EmulatedAttention
 from foundry_fp8.backends.native import NativeBackend
@@ -133,3 +134,29 @@ def test_auto_alone_falls_back_and_only_where_native_runs(
     assert backend.name == found
     refused = recipe.name != "delayed" or grad_scores != "fp8"
     assert bool(backend.note) == (refused and found == "auto")
+
+
+@pytest.mark.parametrize(
+    ("name", "chosen", "recipe", "device", "left_out"),
+    [
+        ("auto", "native", DelayedScaling(), "cuda", True),
+        ("auto", "transformer_engine", DelayedScaling(), "cuda", False),
+        ("auto", "transformer_engine", CurrentScaling(), "cuda", True),
+        ("native", "native", DelayedScaling(), "cuda", False),
+        ("auto", "emulated", DelayedScaling(), "cpu", False),
+    ],
+)
+def test_auto_leaves_attention_out_where_fp8_is_slower(name, chosen, recipe, device, left_out):
+    reason = attention_left_out(name, chosen, recipe, "fp8", torch.device(device))
+    assert (reason is not None) == left_out
+    assert not left_out or "backend: native" in reason
+
+
+def test_attention_that_is_left_out_is_said(monkeypatch):
+    monkeypatch.setattr(
+        "foundry_fp8.surgery.apply.attention_left_out", lambda *asked: "attention stays: slower"
+    )
+    model = Plain()
+    report = foundry_fp8.apply_fp8(model, recipe="delayed", attention=True)
+    assert report.attention == () and report.chosen.endswith("attention stays: slower")
+    assert not any(isinstance(m, FP8DotProductAttention) for m in model.modules())
