@@ -167,11 +167,21 @@ def held(cells, values):
     ]
 
 
-def test_the_table_of_linears():
-    rows = {row["case"]: row for row in result("linear_cpu_2026-11-22")["rows"]}
-    for case, *cells in table(MEASURED, "case | of float32"):
-        row = rows["torchao emulate" if case == "torchao emulate" else case]
-        held(cells, [row["of_float32"], row["of_torchao"], row["saved_of_float32"]])
+def test_the_table_of_steps_on_an_h100():
+    runs = result("h100_2026-11-26")["runs"]
+    steps = {
+        row["variant"]: row
+        for row in runs["python benchmarks/step_gpu.py --models llama3-8b"]
+        if "training step" in row["group"]
+    }
+    speeds = {
+        name: [f"{steps[f'native {name} {how}']['speedup']:.2f}" for how in ("eager", "fused eager")]
+        for name in ("delayed", "current", "block")
+    }
+    assert {name: cells for name, *cells in table(MEASURED, "recipe | of BF16's speed")} == speeds
+    found = sorted(speed for both in speeds.values() for speed in both)
+    for page in (ROOT / "README.md", ROOT / "docs/index.md"):
+        assert f"{found[0]} to {found[-1]} times as fast as in BF16" in re.sub(r"\s+", " ", page.read_text())
 
 
 def test_the_table_of_memory():
