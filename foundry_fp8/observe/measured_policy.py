@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from foundry_fp8.backends.size_rule import break_even
+from foundry_fp8.backends.size_rule import saved_seconds
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.model_structure.block_numbers import format_blocks
 from foundry_fp8.model_structure.blocks import block_index_of, transformer_stacks
@@ -234,7 +234,7 @@ def _candidates(layer: FP8Linear, names: Sequence[str], device: torch.device) ->
     made = [RECIPES[name]() for name in names or FOR_ANY_MODEL]
     made = [own if own is not None and recipe.name == own.name else recipe for recipe in made]
     runs = [r for r in made if (r.name != "delayed" or r == own) and layer.can_run(r, device)]
-    return sorted(runs, key=break_even)
+    return sorted(runs, key=lambda r: -saved_seconds(r, 1, layer.in_features, layer.out_features))
 
 
 def _finite(error: float) -> float:
