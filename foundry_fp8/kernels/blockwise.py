@@ -99,8 +99,6 @@ def quantize_blockwise(
         ValueError: Another group, or a single column, which the optimiser of Triton 3.6's ptxas gets wrong on sm_90 (padding that
             is not zero; right with ``DISABLE_PTXAS_OPT=1``). No linear has one.
     """
-    if source.x.shape[-1] == 1:
-        raise ValueError("block scales need two columns or more: ptxas compiles the kernel wrongly for one.")
     if group not in (32, 128) or (square and group != 128):
         raise ValueError(f"group={group}, square={square}: blocks are 1 x 128, 128 x 128 or 1 x 32.")
     key = *source.is_like, fmt.name, group, square, power_2, rows, columns, column_sum
@@ -150,6 +148,10 @@ class BlockCast:
         padded_r, padded_c = round_up(r, multiple), round_up(c, multiple)
         tile_r, tile_c, warps = MX_TILE if group == 32 else (TILE, TILE, WARPS)
         check_tiles(padded_r, max(padded_c, *checked.strides), tile_r, tile_c)
+        if c == 1:
+            raise ValueError(
+                "block scales need two columns or more: ptxas compiles the kernel wrongly for one."
+            )
         # MX tiles cover the scales' padding too.
         covered = TILE if group == 32 else 1
         tiles_r, tiles_c = (

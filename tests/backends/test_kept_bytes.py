@@ -82,7 +82,7 @@ def test_the_native_backend_keeps_as_much(recipe, monkeypatch):
     assert ours / base == pytest.approx(of_bfloat16(recipe=recipe), abs=0.01)
 
 
-def multiplied(a, a_scale, b, b_scale, *, m, n, out_dtype, bias=None, fast_accumulation=False):
+def multiplied(a, a_scale, b, b_scale, *, m, n, out_dtype, bias=None, fast_accumulation=False, direct=False):
     """What a GPU's product allocates; that of a CPU makes float32 copies of both operands."""
     return torch.empty((m, n), dtype=out_dtype)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from foundry_fp8.backends.native.ops import blockwise_gemm, tensorwise_gemm
-from foundry_fp8.backends.native.products import defined, without_padding
+from foundry_fp8.backends.native.products import defined, tensorwise_product, without_padding
 from foundry_fp8.layers.frozen_weight import in_dtype
 from foundry_fp8.numerics.formats import e8m0_decode
 from foundry_fp8.numerics.mx_layout import unswizzle_mx_scales
@@ -31,6 +31,7 @@ def tensorwise_mm(
     out_dtype: torch.dtype,
     bias: Tensor | None = None,
     fast_accumulation: bool = False,
+    direct: bool = False,
 ) -> Tensor:
     """``(a @ b.T) * a_scale * b_scale + bias``, without padding.
 
@@ -44,12 +45,13 @@ def tensorwise_mm(
         out_dtype: bfloat16, float16 or float32.
         bias: ``[n]``, hp.
         fast_accumulation: Let Hopper's tensor cores accumulate in their own, shorter format.
+        direct: Nothing compiles, which the caller has asked.
 
     Returns:
         ``[m, n]``, contiguous, ``out_dtype``.
     """
     inside = None if bias is None else _bias_inside(bias, b.shape[0], out_dtype)
-    run = tensorwise_gemm if torch.compiler.is_compiling() else tensorwise_gemm.direct
+    run = tensorwise_product if direct or not torch.compiler.is_compiling() else tensorwise_gemm
     out = without_padding(run(a, a_scale, b, b_scale, inside, out_dtype, fast_accumulation), m, n)
     return out if bias is None or inside is not None else _with_bias(out, bias)
 

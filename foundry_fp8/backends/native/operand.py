@@ -127,4 +127,5 @@ def gemm(
         out_dtype=out_dtype,
         bias=bias,
         fast_accumulation=which in plan.fast,
+        direct=direct,
     )
