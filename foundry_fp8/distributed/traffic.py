@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -87,7 +87,8 @@ class Traffic:
     @contextlib.contextmanager
     def timed(self, what: str, device: torch.device) -> Iterator[None]:
         """Add the time of the enclosed work to ``seconds[what]``: host time on a CPU, stream time on a GPU."""
-        if self.paused:
+        # While a graph is captured an event may not be asked, and the host's time says nothing.
+        if self.paused or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             yield
             return
         if device.type == "cuda":
@@ -117,19 +118,28 @@ class Traffic:
 
 
 class FinishedWork(dist.Work):
-    """A collective that is done (or, on a GPU, enqueued on the current stream) by the time it is returned."""
+    """A collective that is done, or on a GPU enqueued on the current stream, by the time it is returned.
 
-    def __init__(self, result: Any = None) -> None:
+    Args:
+        result: Its tensors.
+    """
+
+    def __init__(self, result: Sequence[Tensor]) -> None:
         super().__init__()
         self._result = result
+        self._event = None
+        if result and result[0].is_cuda:
+            self._event = torch.cuda.current_stream(result[0].device).record_event()
 
     def wait(self, timeout: Any = None) -> bool:
-        """Return at once."""
+        """Let the current stream wait; the host does not."""
+        if self._event is not None:
+            torch.cuda.current_stream(self._result[0].device).wait_event(self._event)
         return True
 
     def is_completed(self) -> bool:
-        """Always."""
-        return True
+        """Whether the device is done with it."""
+        return self._event is None or self._event.query()
 
     def is_success(self) -> bool:
         """Always."""
@@ -141,7 +151,9 @@ class FinishedWork(dist.Work):
 
     def get_future(self) -> torch.futures.Future:
         """A future that holds the result already."""
-        future: torch.futures.Future = torch.futures.Future()
+        self.wait()
+        devices = [] if self._event is None else [self._result[0].device]
+        future: torch.futures.Future = torch.futures.Future(devices=devices)
         future.set_result(self._result)
         return future
 

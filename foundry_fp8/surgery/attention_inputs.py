@@ -162,7 +162,10 @@ class _Check:
 
     @property
     def arrived(self) -> bool:
-        return self._event is None or self._event.query()
+        if self._event is None:
+            return True
+        # While a graph is captured an event may not be asked.
+        return not torch.cuda.is_current_stream_capturing() and self._event.query()
 
     @property
     def answer(self) -> bool:
