@@ -152,7 +152,7 @@ class FinishedWork(dist.Work):
     def get_future(self) -> torch.futures.Future:
         """A future that holds the result already."""
         self.wait()
-        devices = [] if self._event is None else [self._result[0].device]
+        devices: list[Any] = [] if self._event is None else [self._result[0].device]
         future: torch.futures.Future = torch.futures.Future(devices=devices)
         future.set_result(self._result)
         return future

@@ -178,10 +178,10 @@ class Recorder(TorchDispatchMode):
         home = forced if forced is not None and name != "copy_" else "device" if there else HOST
         made = []
         for x in tree_iter(result):
-            if isinstance(x, Tensor) and type(x) is Tensor and x.layout == torch.strided:
-                if x.untyped_storage()._cdata not in RUNNING.memories:
-                    RUNNING.own(x, RUNNING.stream.name if home == "device" else HOST)
-                    made.append(RUNNING.memory(x))
+            plain = isinstance(x, Tensor) and type(x) is Tensor and x.layout == torch.strided
+            if plain and x.untyped_storage()._cdata not in RUNNING.memories:
+                RUNNING.own(x, RUNNING.stream.name if home == "device" else HOST)
+                made.append(RUNNING.memory(x))
         if name in NOTHING:
             return result
         written = made + [
@@ -255,7 +255,7 @@ def _home(device) -> str:
 def _factory(make):
     def call(*args, **kwargs):
         device = kwargs.get("device")
-        if RUNNING.off or device is None and not kwargs.get("pin_memory"):
+        if RUNNING.off or (device is None and not kwargs.get("pin_memory")):
             return make(*args, **kwargs)
         if device is not None and torch.device(device).type not in ("cuda", "cpu"):
             return make(*args, **kwargs)

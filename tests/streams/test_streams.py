@@ -54,7 +54,7 @@ def stack():
 
 
 def train(model, steps=2):
-    for step in range(steps):
+    for _ in range(steps):
         x = torch.randn(64, 32, device="cuda")
         model(x).square().mean().backward()
         with torch.no_grad():
