@@ -17,6 +17,7 @@ from foundry_fp8.numerics.wire_format import WireFormat
 from foundry_fp8.planning.memory.live_bytes import meter_for
 from foundry_fp8.surgery.attention_inputs import BatchMasks, _Check
 from tests.kernels.interpreter import interpret
+from tests.one_rank import one_rank
 from tests.streams.device import GPU, fake_gpu, off
 
 
@@ -125,10 +126,8 @@ def group(gpu, monkeypatch):
     """One rank of gloo, whose collectives are CUDA's to the package."""
     monkeypatch.setattr(torch.futures, "Future", Future)
     with off():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield CountingGroup(dist.group.WORLD, Traffic())
-    with off():
-        dist.destroy_process_group()
+        one_rank()
+    return CountingGroup(dist.group.WORLD, Traffic())
 
 
 def reduced_in_the_background(group, steps=3, wait=True):
