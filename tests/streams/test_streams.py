@@ -8,13 +8,18 @@ from torch import nn
 import foundry_fp8
 from foundry_fp8.activations.compression.fused_activation import _xielu_backward
 from foundry_fp8.activations.offload import copy_queues, store
-from foundry_fp8.backends.native import gemm, products
+from foundry_fp8.backends.native import NativeBackend, gemm, products
+from foundry_fp8.backends.native.attention import NativeAttention
 from foundry_fp8.distributed.background_collectives import CollectiveQueue
 from foundry_fp8.distributed.collectives import all_reduce
+from foundry_fp8.distributed.compression.adapt import Adaptation
 from foundry_fp8.distributed.traffic import CountingGroup, Traffic
 from foundry_fp8.kernels.zeros import statistics
+from foundry_fp8.numerics.recipes import CurrentScaling
 from foundry_fp8.numerics.wire_format import WireFormat
+from foundry_fp8.observe.flops.peaks import measured_peaks
 from foundry_fp8.planning.memory.live_bytes import meter_for
+from foundry_fp8.planning.memory.measure import clock
 from foundry_fp8.surgery.attention_inputs import BatchMasks, _Check
 from tests.kernels.interpreter import interpret
 from tests.one_rank import one_rank
@@ -276,3 +281,43 @@ def test_the_gradient_of_xielu(gpu):
     assert dx.is_cuda and dslopes.is_cuda and gpu.kernels
     no_races(gpu)
     assert waits(gpu) == []
+
+
+def test_a_captured_step_waits_for_nothing(gpu, monkeypatch):
+    """Every wait is an error while a graph is captured; weights that were quantised before are quantised again, for every replay."""
+    for module in (products, gemm):
+        monkeypatch.setattr(module, "defined", lambda a: True)
+    model = stack()
+    foundry_fp8.apply_fp8(model, recipe="current", backend="native", cache_weights=True)
+    train(model)
+    cached, ask = [], NativeBackend.cached_weight
+    monkeypatch.setattr(NativeBackend, "cached_weight", lambda *a: cached.append(ask(*a)) or cached[-1])
+    train(model, steps=1)
+    assert len(cached) == 6 and None not in cached
+    gpu.capturing = True
+    train(model, steps=1)
+    gpu.capturing = False
+    assert cached[6:] == [None] * 6
+    no_races(gpu)
+
+
+def test_attention_is_checked_and_runs_on_one_stream(gpu):
+    NativeAttention().self_check(CurrentScaling(), "fp8", 16, torch.bfloat16, GPU)
+    assert {"_forward_kernel", "_dkdv_kernel", "_dq_kernel"} <= gpu.kernels
+    no_races(gpu)
+
+
+def test_clocks_wait_before_they_are_read(gpu, group, monkeypatch):
+    """Those of the planner and the measured peak, always; that of compression only in the batches that it measures."""
+    monkeypatch.setattr(torch, "_scaled_mm", lambda a, b, **_: a.float() @ b.float())  # cuBLASLt's
+    clock(GPU)
+    peaks = measured_peaks(GPU, size=32, seconds=0.0)
+    assert peaks.flops_per_sec["fp8"] > 0
+    assert len(waits(gpu)) >= 1 + 2 * 4
+    del gpu.graph.syncs[:]
+    adaptation = Adaptation("int8", 0, group.traffic)
+    for batch in range(10):
+        adaptation.start_batch(batch, GPU)
+    assert waits(gpu) == []
+    adaptation.start_batch(adaptation.first, GPU)
+    assert [place.split(":")[0] for _, place in waits(gpu)] == ["distributed/compression/adapt.py"]
