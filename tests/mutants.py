@@ -36,7 +36,7 @@ class Mutant:
 
 
 QUANTIZE, FORMATS, RECIPES = "numerics/quantize.py", "numerics/formats.py", "numerics/recipes.py"
-DELAYED, LINEAR, MASK = "layers/delayed_scaling.py", "layers/linear.py", "layers/attention_mask.py"
+DELAYED, LINEAR, MASK = "layers/delayed_scaling.py", "layers/gemm_layer.py", "layers/attention_mask.py"
 LINEARS, PACKING, WIRE = "surgery/linears.py", "activations/compression/packing.py", "distributed/wire.py"
 POLICY, T_POLICY = "surgery/policy.py", "surgery/test_policy.py"
 SOLVER = "planning/memory/solver.py"
@@ -106,6 +106,8 @@ MUTANTS = [
     Mutant(LINEAR, 'self.training or self.evaluate == "fp8"', "True", T_EMULATED),
     # Contract 1: the same parameters; contract 5: what is left out, and why.
     Mutant(LINEARS, "if linear not in made:", "if True:", T_LINEARS),
+    Mutant("layers/experts.py", "order % len(top_experts)", "order // len(top_experts)", "surgery/test_experts.py"),
+    Mutant("layers/grouped_linear.py", "weights.unbind(),", "weights.flip(0).unbind(),", "surgery/test_experts.py"),
     Mutant("surgery/left_out.py", "return LeftOut(TIED)", "pass", T_LINEARS),
     Mutant(LINEARS, "found |= dict.fromkeys(names, deciding[0])", "pass", T_LINEARS),
     Mutant(POLICY, "chosen |= {first + block for", "chosen |= {block for", T_POLICY),
@@ -158,6 +160,7 @@ MUTANTS = [
     Mutant(f"{MUS}/optimizer.py", "math.sqrt(base_width / described.width)", "(base_width / described.width)", T_RATES),
     Mutant(f"{MUS}/optimizer.py", 'group["weight_decay"] / factor', 'group["weight_decay"]', T_RATES),
     Mutant(f"{MUS}/optimizer.py", 'group["initial_lr"] * factor', 'group["initial_lr"]', T_RATES),
+    Mutant(f"{MUS}/config.py", "final_norm: bool = True", "final_norm: bool = False", "models/mus"),
     Mutant(f"{MUS}/structure.py", "nn.init.normal_(weight)", "pass", "models/mus"),
     Mutant("algorithms/unit_scaling/algorithm.py", "if name in state and state[name] != value:", "if name in state and state[name] < value:", T_RATES),
     Mutant("algorithms/unit_scaling/algorithm.py", "check_groups(optimizer, state.model, self._described, KEY)", "pass", T_RATES),

@@ -162,8 +162,13 @@ def test_foundry_takes_the_yaml_and_its_model_converts(path, folders):
     layers = train.model.get("n_layers") or model.config.num_hidden_layers
     fp8 = (config.get("algorithms") or {}).get("fp8") or {}
     kept = fp8.get("keep_first_blocks", 0) + fp8.get("keep_last_blocks", 0)
+    rules = [] if isinstance(fp8.get("recipe", "auto"), str) else fp8["recipe"]
+    kept += sum(rule.get("blocks") == "last-1" for rule in rules)
     assert len(report.converted) == per_block * (layers - kept)
     kept_blocks = {LEFT.format(rule=f"algorithms.fp8.keep_{side}_blocks") for side in ("first", "last")}
+    kept_blocks |= {
+        LEFT.format(rule=f"algorithms.fp8.recipe[{i}]") for i, rule in enumerate(rules) if "blocks" in rule
+    }
     assert not {*report.skipped.values()} - {HEAD, ROUTER, ADAPTER} - kept_blocks
 
     # The network at the stated cluster, without compression and with it: somewhere it fits, and most of the time computes.

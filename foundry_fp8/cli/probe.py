@@ -12,7 +12,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from foundry_fp8.config import ConfigError
-from foundry_fp8.layers.linear import FP8Linear
+from foundry_fp8.layers.gemm_layer import FP8GemmLayer
 from foundry_fp8.numerics.recipes import Recipe, parse_recipe
 from foundry_fp8.observe.guard.config import GuardConfig
 from foundry_fp8.observe.guard.rows import first_rows
@@ -138,7 +138,7 @@ def _recipes(layer: FP8Layer, label: str = "") -> dict[str, Recipe]:
     own = layer.configured_recipe
     assert own is not None  # it was just converted
     found: dict[str, Recipe] = {label or own.name: own}
-    for name in ("current", "block", "mxfp8") if isinstance(layer, FP8Linear) else ():
+    for name in ("current", "block", "mxfp8") if isinstance(layer, FP8GemmLayer) else ():
         recipe = parse_recipe(name)
         if name not in found and layer.can_run(recipe, torch.device("cpu")):
             found[name] = recipe

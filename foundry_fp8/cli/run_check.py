@@ -270,7 +270,7 @@ def _conversion(config: Mapping[str, Any], model: Any, hardware: Hardware) -> li
                 f"{hardware.name} does not multiply FP8; backend: emulated shows its losses alone",
             )
         ]
-    listed = [rule.get("recipe") for rule in chosen] if isinstance(chosen, list) else [chosen]
+    listed = [rule.get("recipe") for rule in chosen] if isinstance(chosen, list) else [chosen, recipe]
     named = [one.get("name") if isinstance(one, Mapping) else one for one in listed]
     found = []
     if "mxfp8" in named and hardware.gpu.recipe != "mxfp8" and options.get("backend") != "emulated":
@@ -303,6 +303,15 @@ def _conversion(config: Mapping[str, Any], model: Any, hardware: Hardware) -> li
     ).splitlines()
     level: Level = "warning" if any(line.strip().startswith("Warning") for line in lines) else "ok"
     found.append(Finding("conversion", level, "\n".join([head, *lines])))
+    grouped = [row.name for row in report.rows if row.action == "converted" and len(row.shape) == 3]
+    if grouped and asked != "emulated" and (asked != "native" or {"auto", "measured"} & set(named)):
+        found.append(
+            Finding(
+                "conversion",
+                "warning",
+                f"{grouped[0]} holds experts in one parameter ({len(grouped)} do): they run in FP8 with backend: native and a named recipe",
+            )
+        )
     found += [
         Finding(
             "attention",

@@ -14,6 +14,7 @@ try:
         DynamicOutputShapeException,
         FakeTensor,
         FakeTensorMode,
+        unset_fake_temporarily,
     )
 except ImportError as error:
     raise RuntimeError(
@@ -21,7 +22,7 @@ except ImportError as error:
         "from 2.7 to 2.11, or adapt foundry_fp8/compat/fake_tensor.py."
     ) from error
 
-__all__ = ["NEEDS_VALUES", "FakeTensor", "FakeTensorMode"]
+__all__ = ["NEEDS_VALUES", "FakeTensor", "FakeTensorMode", "unset_fake_temporarily"]
 
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 """What is raised where an operator's result depends on values."""

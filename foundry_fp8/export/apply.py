@@ -14,7 +14,9 @@ from foundry_fp8.config import ConfigError, check_arguments
 from foundry_fp8.export.layout import ServedLinear, check_recipe, served_linear
 from foundry_fp8.export.quantization_config import quantization_config
 from foundry_fp8.layers.dtensor import is_dtensor
-from foundry_fp8.layers.linear import FP8Linear, configured_recipes
+from foundry_fp8.layers.gemm_layer import configured_recipes
+from foundry_fp8.layers.grouped_linear import FP8GroupedLinear
+from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.layers.unit_linear import FP8UnitLinear
 from foundry_fp8.model_structure.names import clean_name
 from foundry_fp8.numerics.recipes import CurrentScaling, Recipe, UnitScaling
@@ -91,6 +93,12 @@ def export_fp8(
     """
     check_arguments(export_fp8, {"dtype": dtype}, "export")
     inner = _pretrained(model)
+    experts = next((clean_name(n) for n, m in inner.named_modules() if isinstance(m, FP8GroupedLinear) and m.configured_recipe), None)  # fmt: skip
+    if experts is not None:
+        raise ConfigError(
+            f"export: {experts} holds experts in one parameter, for which the layout has no place. Serve the checkpoint in high "
+            "precision; it is that of the BF16 model."
+        )
     layers = {clean_name(n): m for n, m in inner.named_modules(remove_duplicate=False) if isinstance(m, FP8Linear) and m.configured_recipe is not None}  # fmt: skip
     if not layers:
         raise ConfigError(

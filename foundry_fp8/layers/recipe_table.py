@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from foundry_fp8.layers.linear import FP8Linear
+from foundry_fp8.layers.gemm_layer import FP8GemmLayer
 from foundry_fp8.numerics.recipes import Recipe, parse_recipe
 
 __all__ = ["MEASURED", "POLICY", "choice_of", "difference", "measured_table", "same_scaling", "table_of"]
@@ -22,7 +22,7 @@ def same_scaling(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> bool:
     return _scaling(saved) == _scaling(ours)
 
 
-def table_of(modules: Mapping[str, FP8Linear]) -> dict[str, Any] | None:
+def table_of(modules: Mapping[str, FP8GemmLayer]) -> dict[str, Any] | None:
     """``{"name": "policy", "table": text}`` for linears that were converted to several recipes, or several wgrads; else ``None``."""
     rows = {
         name: {**_scaling(module.configured_recipe.to_dict()), "wgrad": module.wgrad}

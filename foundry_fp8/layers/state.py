@@ -11,7 +11,7 @@ from torch import nn
 
 from foundry_fp8.layers.backend import Backend
 from foundry_fp8.layers.delayed_scaling import DelayedScalingState, ModuleScales
-from foundry_fp8.layers.linear import OPERANDS, FP8Linear, configured_recipes
+from foundry_fp8.layers.gemm_layer import OPERANDS, FP8GemmLayer, configured_recipes
 from foundry_fp8.layers.model_state import ModelState
 from foundry_fp8.layers.recipe_table import MEASURED, choice_of, measured_table, table_of
 from foundry_fp8.layers.resumed import watch_first_step
@@ -28,7 +28,7 @@ class FP8State(ModelState):
 
     Args:
         model: The root that is called in training.
-        modules: Its converted linears by name.
+        modules: Its converted linears by name, experts among them.
         backend: Who runs them.
         measured: A measurement chooses what they run (:meth:`choose`); they were converted to delayed scaling until then.
 
@@ -41,7 +41,12 @@ class FP8State(ModelState):
     NAME = "FP8 state"
 
     def __init__(
-        self, model: nn.Module, modules: Mapping[str, FP8Linear], backend: Backend, *, measured: bool = False
+        self,
+        model: nn.Module,
+        modules: Mapping[str, FP8GemmLayer],
+        backend: Backend,
+        *,
+        measured: bool = False,
     ) -> None:
         self.modules = dict(modules)
         recipes = configured_recipes(self.modules.values())

@@ -6,19 +6,21 @@ from collections.abc import Iterator
 
 from torch import nn
 
-__all__ = ["clean_name", "named_modules_clean"]
+__all__ = ["BESIDE_PARAMETERS", "clean_name", "named_modules_clean"]
 
 WRAPPER_PARTS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
+BESIDE_PARAMETERS = "_fp8_products"
+"""Holds a layer for each parameter of the module that it is in, without one of its own; such a layer goes by the parameter's name."""
 
 
 def clean_name(name: str) -> str:
     """``name`` without the parts that wrappers add (FSDP1, ``CheckpointWrapper``, ``torch.compile``)."""
-    return ".".join(part for part in name.split(".") if part not in WRAPPER_PARTS)
+    return ".".join(part for part in name.split(".") if part not in (*WRAPPER_PARTS, BESIDE_PARAMETERS))
 
 
 def named_modules_clean(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """``model.named_modules()`` under clean names; of a wrapper and what it wraps, what it wraps."""
     for name, module in model.named_modules():
-        if any(part in module._modules for part in WRAPPER_PARTS):
+        if name.endswith(BESIDE_PARAMETERS) or any(part in module._modules for part in WRAPPER_PARTS):
             continue
         yield clean_name(name), module

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from foundry_fp8.backends.size_rule import saved_seconds
-from foundry_fp8.layers.linear import FP8Linear
+from foundry_fp8.layers.gemm_layer import FP8GemmLayer
 from foundry_fp8.model_structure.block_numbers import format_blocks
 from foundry_fp8.model_structure.blocks import block_index_of, transformer_stacks
 from foundry_fp8.model_structure.names import clean_name
@@ -132,7 +132,7 @@ def measure_policy(
         TypeError: The loss is not a scalar, or ``batch`` can be run once only.
     """
     probe = PrecisionProbe(model, loss_of)
-    linears = {name: layer for name, layer in probe.layers.items() if isinstance(layer, FP8Linear)}
+    linears = {name: layer for name, layer in probe.layers.items() if isinstance(layer, FP8GemmLayer)}
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     candidates = {name: _candidates(layer, recipes, device) for name, layer in linears.items()}
     roles = roles_of(probe.model, linears)
@@ -228,7 +228,7 @@ class _Search:
         return choices[place], error, f"{_name(choices[place - 1])} {worst[place - 1]:.1%}" if place else ""
 
 
-def _candidates(layer: FP8Linear, names: Sequence[str], device: torch.device) -> list[Recipe]:
+def _candidates(layer: FP8GemmLayer, names: Sequence[str], device: torch.device) -> list[Recipe]:
     """What ``layer`` can run, the fastest first."""
     own = layer.configured_recipe
     made = [RECIPES[name]() for name in names or FOR_ANY_MODEL]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from foundry_fp8.compat.autograd import inside_backward
 from foundry_fp8.layers.attention import FP8DotProductAttention
-from foundry_fp8.layers.linear import FP8Linear
+from foundry_fp8.layers.gemm_layer import FP8GemmLayer
 from foundry_fp8.model_structure.names import named_modules_clean
 from foundry_fp8.numerics.quantize import Quantized
 from foundry_fp8.observe.sampling import spread
@@ -139,8 +139,8 @@ class HealthProbe:
         *,
         attention: bool = False,
     ) -> None:
-        kinds = (FP8Linear, FP8DotProductAttention) if attention else (FP8Linear,)
-        self.modules: dict[str, FP8Linear | FP8DotProductAttention] = {
+        kinds = (FP8GemmLayer, FP8DotProductAttention) if attention else (FP8GemmLayer,)
+        self.modules: dict[str, FP8GemmLayer | FP8DotProductAttention] = {
             name: module for name, module in named_modules_clean(model) if isinstance(module, kinds)
         }
         self._guard = guard

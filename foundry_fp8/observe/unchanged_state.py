@@ -11,15 +11,15 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from foundry_fp8.distributed.compression.apply import compression_of
 from foundry_fp8.layers.attention import FP8DotProductAttention
+from foundry_fp8.layers.gemm_layer import FP8GemmLayer
 from foundry_fp8.layers.ledger import GemmLedger
-from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.layers.state import FP8State
 from foundry_fp8.model_structure.names import named_modules_clean
 from foundry_fp8.surgery.attention import FP8AttentionState
 
 __all__ = ["FP8Layer", "fp8_layers", "unchanged_state"]
 
-FP8Layer = FP8Linear | FP8DotProductAttention
+FP8Layer = FP8GemmLayer | FP8DotProductAttention
 _OF_A_LAYER = ("recipe", "ledger", "probe", "_first_forward_recorded")
 """The attributes of an FP8 layer that a pass reads or writes."""
 

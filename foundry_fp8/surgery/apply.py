@@ -16,7 +16,7 @@ from foundry_fp8.backends import (
     choose_backend,
 )
 from foundry_fp8.config import ConfigError, from_mapping
-from foundry_fp8.layers.linear import FP8Linear, configured_recipes
+from foundry_fp8.layers.gemm_layer import FP8GemmLayer, configured_recipes
 from foundry_fp8.layers.state import FP8State
 from foundry_fp8.numerics.recipes import Recipe
 from foundry_fp8.surgery.attention import plan_attention
@@ -56,7 +56,7 @@ def apply_fp8(model: nn.Module, *, device: torch.device | str | None = None, **o
     config = from_mapping(FP8Config, options, KEY)
     if not config.enabled:
         raise ConfigError(f"{KEY}.enabled: false converts nothing. Do not call this, or set it to true.")
-    if any(isinstance(module, FP8Linear) for module in model.modules()):
+    if any(isinstance(module, FP8GemmLayer) for module in model.modules()):
         raise ConfigError(f"{KEY}: the model is converted to FP8 already. Name the algorithm once.")
     foreign = [n for n, m in model.named_modules() if type(m).__module__.startswith("transformer_engine.")]
     if foreign:
@@ -80,7 +80,7 @@ def apply_fp8(model: nn.Module, *, device: torch.device | str | None = None, **o
         backend.cache_weights = True
     # Everything that can fail comes first: a call that raises leaves the model as it was.
     linears = plan_linears(model, policy=policy, backend=backend, evaluate=config.evaluate, key=KEY)
-    recipes = configured_recipes(linears.converted.values())
+    recipes = configured_recipes(linears.layers.values())
     fusions = _plan_norms(model, linears, backend) if config.fuse else {}
     attention = None
     if config.attention:
@@ -115,7 +115,7 @@ def apply_fp8(model: nn.Module, *, device: torch.device | str | None = None, **o
     if attention is not None:
         attention.carry_out(model)
     keep_frozen_in_fp8(model, frozen, f"{KEY}.frozen_weights")
-    FP8State(model, linears.converted, backend, measured=isinstance(config.recipe, Measured))
+    FP8State(model, linears.layers, backend, measured=isinstance(config.recipe, Measured))
     rows = (_with_fusion(row, fusions.get(row.name)) for row in linears.rows)
     return SurgeryReport(
         rows=tuple(_with_frozen(row, row.name in frozen) for row in rows),

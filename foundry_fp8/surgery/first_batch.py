@@ -18,8 +18,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from foundry_fp8.layers.attention import FP8DotProductAttention
+from foundry_fp8.layers.gemm_layer import FP8GemmLayer
 from foundry_fp8.layers.ledger import precision_of
-from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.model_structure.experts import expert_count
 from foundry_fp8.surgery.report import Action, SurgeryReport, SurgeryRow, kind_of, merged_name
 
@@ -224,8 +224,8 @@ def as_run(report: SurgeryReport, trace: ForwardTrace) -> tuple[SurgeryReport, l
     return dataclasses.replace(report, rows=tuple(rows), attention=tuple(attention)), warnings
 
 
-def _converted(module: nn.Module) -> TypeGuard[FP8Linear | FP8DotProductAttention]:
-    return isinstance(module, FP8Linear | FP8DotProductAttention)
+def _converted(module: nn.Module) -> TypeGuard[FP8GemmLayer | FP8DotProductAttention]:
+    return isinstance(module, FP8GemmLayer | FP8DotProductAttention)
 
 
 def _precision(dtype: torch.dtype) -> str:

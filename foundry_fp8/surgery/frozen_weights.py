@@ -13,7 +13,8 @@ from foundry_fp8.compat.ddp_left_out import leave_out_of_ddp
 from foundry_fp8.config import ConfigError
 from foundry_fp8.layers.backend import Backend
 from foundry_fp8.layers.frozen_weight import FrozenFP8Weight, exact_for, keep_in_fp8
-from foundry_fp8.layers.linear import FP8Linear, FP8TransposedLinear, configured_recipes
+from foundry_fp8.layers.gemm_layer import configured_recipes
+from foundry_fp8.layers.linear import FP8Linear, FP8TransposedLinear
 
 __all__ = ["frozen_linears", "keep_frozen_in_fp8", "plan_frozen", "send_frozen"]
 

@@ -11,9 +11,12 @@ from torch import nn
 
 from foundry_fp8.config import ConfigError
 from foundry_fp8.layers.backend import Backend
+from foundry_fp8.layers.gemm_layer import FP8GemmLayer
+from foundry_fp8.layers.grouped_linear import FP8GroupedLinear
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.layers.unit_linear import FP8UnitLinear
 from foundry_fp8.model_structure.wrappers import replace_module
+from foundry_fp8.surgery.experts import ExpertWeights, expert_weights, put_in_place
 from foundry_fp8.surgery.left_out import left_out, unconvertible
 from foundry_fp8.surgery.other_weights import other_weights
 from foundry_fp8.surgery.policy import Choice, Policy
@@ -39,14 +42,24 @@ class LinearPlan:
         rows: One for each linear and each raw parameter, in the model's order.
         converted: The converted modules by their first name, made and not yet in the model.
         places: Where each goes: every name of the linear that it replaces.
+        experts: What runs the products of each converted parameter of experts.
+        expert_weights: All parameters of experts.
     """
 
     rows: tuple[SurgeryRow, ...]
     converted: Mapping[str, FP8Linear]
     places: Mapping[str, FP8Linear]
+    experts: Mapping[str, FP8GroupedLinear]
+    expert_weights: Mapping[str, ExpertWeights]
+
+    @property
+    def layers(self) -> dict[str, FP8GemmLayer]:
+        """All that runs FP8."""
+        return {**self.converted, **self.experts}
 
     def carry_out(self, model: nn.Module) -> None:
         """Put the converted modules in their places."""
+        put_in_place(self.experts, self.expert_weights)
         for name, module in self.places.items():
             replace_module(model, name, module)
             owner = model.get_submodule(name.rpartition(".")[0])
@@ -65,8 +78,8 @@ def plan_linears(
     """Choose the linears of ``model`` that become an :class:`FP8Linear`, and make those; the model stays as it is.
 
     Parameters keep their identity, name, device (``meta`` included) and ties. A module that appears under several names
-    is converted once. Converted are ``nn.Linear`` and what is shown to compute the same
-    (:mod:`foundry_fp8.surgery.same_as_linear`).
+    is converted once. Converted are ``nn.Linear``, what is shown to compute the same
+    (:mod:`foundry_fp8.surgery.same_as_linear`), and experts in one parameter (:mod:`foundry_fp8.surgery.experts`).
 
     Args:
         model: Any module that holds linears; it is not one itself.
@@ -86,7 +99,8 @@ def plan_linears(
             "Wrap it: apply_fp8(torch.nn.Sequential(layer)) converts the layer inside."
         )
     linears = [(n, m) for n, m in model.named_modules(remove_duplicate=False) if looks_linear(m)]
-    rules = policy.resolve(model, [name for name, _ in linears])
+    experts = expert_weights(model)
+    rules = policy.resolve(model, [*(name for name, _ in linears), *experts])
     never, by_default = unconvertible(model, linears), left_out(model, linears)
 
     rows: list[SurgeryRow] = []
@@ -103,15 +117,19 @@ def plan_linears(
             return f"its class {type(linear).__name__} has a forward of its own, which is not x W^T + b"
         if name in by_default and not by_default[name].named_by(name, policy.globs):
             return by_default[name].reason
+        found = by_rule(name)
+        if isinstance(found, str):
+            return found
+        if (form is FP8UnitLinear) == found.recipe.for_any_model:
+            return MULTIPLIED if found.recipe.for_any_model else NOT_MULTIPLIED
+        return backend.shape_reason(found.recipe, *features_of(linear)) or found
+
+    def by_rule(name: str) -> Choice | str:
+        """What the rules say of it."""
         if name not in rules:
             return f"no rule of {key}.recipe names it" if policy.listed else f"{key}.include does not name it"
         choice = policy.choice(rules[name])
-        if choice is None:
-            return LEFT.format(rule=rules[name])
-        recipe = choice.recipe
-        if (form is FP8UnitLinear) == recipe.for_any_model:
-            return MULTIPLIED if recipe.for_any_model else NOT_MULTIPLIED
-        return backend.shape_reason(recipe, *features_of(linear)) or choice
+        return LEFT.format(rule=rules[name]) if choice is None else choice
 
     forms = {linear: None if linear in never else linear_form(linear) for _, linear in linears}
     left = {LEFT.format(rule=rule) for rule in policy.rules}
@@ -147,16 +165,36 @@ def plan_linears(
         )
         if weight is not None:
             first_name.setdefault(id(weight), name)
-    if not converted:
+    grouped: dict[str, FP8GroupedLinear] = {}
+    for name, weights in experts.items():
+        found = weights.why_not or by_rule(name)
+        if isinstance(found, Choice):
+            found = (
+                weights.reason(found.recipe, backend) if found.recipe.for_any_model else NOT_MULTIPLIED
+            ) or found
+        if isinstance(found, Choice):
+            grouped[name] = weights.layer(name, found, backend, evaluate)
+        rows.append(
+            SurgeryRow(
+                name=name,
+                action="skipped" if isinstance(found, str) else "converted",
+                reason=str(found),
+                rule=rules.get(name, ""),
+                gemms={} if isinstance(found, str) else found.gemms,
+                shape=weights.shape,
+            )
+        )
+    if not converted and not grouped:
         said = "; ".join(f"{n} because {r}" for r, n in Counter(row.reason for row in rows).most_common(5))
         raise ConfigError(
             f"{key}: no linear layer was converted ({said or 'the model has none'}). "
             f"Check {key}.{'recipe' if policy.listed else 'include'} and {key}.exclude, or remove the algorithm."
         )
-    rows += other_weights(model, [linear for _, linear in linears])
+    listed = [p for _, linear in linears for p in linear.parameters(recurse=False)]
+    rows += other_weights(model, [*listed, *map(model.get_parameter, experts)])
     order = {name: i for i, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
     rows.sort(key=lambda row: order.get(row.name, order.get(row.name.rpartition(".")[0], 0)))
-    return LinearPlan(tuple(rows), converted, places)
+    return LinearPlan(tuple(rows), converted, places, grouped, experts)
 
 
 def _one_verdict_a_place(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterable, Iterator
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from foundry_fp8.model_structure.experts import expert_count, router_modules
+from foundry_fp8.model_structure.experts import router_modules
 from foundry_fp8.surgery.left_out import HEAD, ROUTER, output_heads
 from foundry_fp8.surgery.report import SurgeryRow
 
@@ -18,17 +18,14 @@ NO_PRODUCTS = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.GroupNorm, nn.RMS
 """Layers that only look up or scale by what they hold."""
 
 
-def other_weights(model: nn.Module, linears: Collection[nn.Module]) -> Iterator[SurgeryRow]:
-    """A row for each parameter with two or more dimensions (of more than one element) outside of ``linears``.
+def other_weights(model: nn.Module, listed: Iterable[nn.Parameter]) -> Iterator[SurgeryRow]:
+    """A row for each parameter with two or more dimensions (of more than one element) that is not ``listed``.
 
     Embeddings and norms have none, except for an embedding that is the output head too.
     """
     heads, routers = set(output_heads(model)), dict(router_modules(model)).values()
-    seen = {id(p) for linear in linears for p in linear.parameters(recurse=False)}
-    experts: tuple[str, ...] = ()
+    seen = {id(p) for p in listed}
     for name, module in model.named_modules():
-        if expert_count(name, module):
-            experts += (f"{name}.",)
         if isinstance(module, NO_PRODUCTS) and module not in heads:
             continue
         for part, parameter in module.named_parameters(recurse=False):
@@ -39,8 +36,6 @@ def other_weights(model: nn.Module, linears: Collection[nn.Module]) -> Iterator[
                 reason = HEAD
             elif module in routers:
                 reason = ROUTER
-            elif f"{name}.".startswith(experts or ("\0",)):
-                reason = "experts in one parameter stay in high precision: FP8 runs linear layers"
             elif isinstance(module, CONVOLUTIONS):
                 reason = "convolutions stay in high precision"
             else:

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from foundry_fp8.compat.fake_tensor import unset_fake_temporarily
 from foundry_fp8.layers.linear import FP8Linear, FP8TransposedLinear
 from foundry_fp8.layers.unit_linear import FP8UnitLinear, UnitLinear
 
@@ -45,7 +46,8 @@ def linear_form(module: nn.Module) -> type[FP8Linear] | None:
     if type(module).forward is nn.Linear.forward:
         return form
     alone = set(module._parameters) <= {"weight", "bias"} and not module._buffers and not module._modules
-    return form if alone and all(_same(module, form, training) for training in (True, False)) else None
+    with unset_fake_temporarily():
+        return form if alone and all(_same(module, form, training) for training in (True, False)) else None
 
 
 def _is_transposed(module: nn.Module) -> bool:

@@ -76,7 +76,7 @@ def test_the_stock_examples_will_run(run, stem):
     assert errors(found) == []
     assert [f.text for f in found["algorithms"]] == ["gradient_clipping, fp8, hybrid_sharding"]
     assert "16 devices on 2 nodes, 2 sequences each, in 1 microbatches of 2" in found["ranks"][0].text
-    (conversion,) = found["conversion"]
+    conversion, *experts = found["conversion"]
     assert (
         conversion.text.startswith("FP8: ")
         and "current, transformer_engine if installed there" in conversion.text
@@ -88,7 +88,8 @@ def test_the_stock_examples_will_run(run, stem):
     if stem == "1b_local_data":
         assert any("tokens attend other documents" in f.text for f in found["attention"])
     if stem == "dbrx-lora":
-        assert "experts in one parameter" in conversion.text and conversion.level == "warning"
+        assert "experts in one parameter (6 do)" in experts[0].text and experts[0].level == "warning"
+        assert "10 of 17 linears" in conversion.text
         assert "M of them trained" in found["memory"][0].text
 
 

@@ -34,6 +34,23 @@ def test_runs_in_other_recipes_resume_bit_exactly(root, tmp_path, recipe):
         assert torch.equal(value, expected[name]), name
 
 
+@pytest.mark.parametrize("recipe", ["delayed", pytest.param("block", marks=pytest.mark.full)])
+def test_experts_train_in_fp8_and_resume_bit_exactly(root, tmp_path, recipe):
+    ffn = {
+        "ffn_type": "torch_dmoe", "mlp_type": "glu", "moe_num_experts": 4, "moe_top_k": 2, "moe_jitter_eps": None,
+        "moe_normalize_expert_weights": 1, "uniform_expert_assignment": False,
+    }  # fmt: skip
+    same = {"model": {**MPT, "ffn_config": ffn}, "algorithms": fp8(recipe)}
+    whole = train(config(root, **same, save_folder=str(tmp_path), save_interval="2ba"))
+    report = whole.state.algorithms[0].report
+    experts = [row for row in report.rows if ".experts." in row.name]
+    assert len(experts) == 6 and {(row.action, row.precision) for row in experts} == {("converted", "fp8")}
+    resumed = train(config(root, **same, load_path=str(tmp_path / "ep0-ba2-rank0.pt")))
+    expected = weights(whole)
+    for name, value in weights(resumed).items():
+        assert torch.equal(value, expected[name]), name
+
+
 def test_checkpoints_go_from_high_precision_to_fp8_and_back(root, delayed_run, tmp_path):
     still = {
         "optimizer": {"name": "decoupled_adamw", "lr": 1e-30, "weight_decay": 0.0},

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import foundry_fp8
-from foundry_fp8.layers.linear import FP8Linear
+from foundry_fp8.layers.gemm_layer import FP8GemmLayer
+from foundry_fp8.layers.grouped_linear import FP8GroupedLinear
 from foundry_fp8.surgery.first_batch import ForwardTrace, as_run
 from foundry_fp8.surgery.report import SurgeryReport, SurgeryRow, kind_of
 from tests.model_zoo import MODELS
@@ -59,29 +60,32 @@ def step(model: nn.Module, batch: dict[str, Any]) -> list[Tensor | None]:
     return [loss.detach(), *(None if p.grad is None else p.grad.clone() for p in model.parameters())]
 
 
-Products = dict[FP8Linear, list[dict[str, Tensor]]]
+Products = dict[FP8GemmLayer, list[dict[str, Any]]]
 
 
 def watch_products(model: nn.Module) -> Products:
-    """For each call of each converted layer: ``x``, ``y``, ``dy``, and ``dx`` where there is one."""
+    """For each call of each converted layer: ``x``, ``y``, ``dy``, and ``dx`` where there is one; of experts ``w``, ``dw``, ``sizes`` too."""
     found: Products = collections.defaultdict(list)
 
-    def before(module: FP8Linear, args: Any) -> Any:
+    def before(module: FP8GemmLayer, args: Any) -> Any:
         call = {"x": args[0].detach().clone()}
         found[module].append(call)
         x = args[0].clone()  # its gradient is this layer's alone
         if x.requires_grad:
             x.register_hook(lambda dx: call.update(dx=dx))
-        return (x,)
+        if isinstance(module, FP8GroupedLinear):
+            call |= {"w": args[1].detach(), "sizes": args[2]}
+            args[1].register_hook(lambda dw: call.update(dw=dw))
+        return (x, *args[1:])
 
-    def after(module: FP8Linear, args: Any, y: Tensor) -> None:
+    def after(module: FP8GemmLayer, args: Any, y: Tensor) -> None:
         call = found[module][-1]
         call["y"] = y.detach().clone()
         if y.requires_grad:
             y.register_hook(lambda dy: call.update(dy=dy))
 
     for module in model.modules():
-        if isinstance(module, FP8Linear):
+        if isinstance(module, FP8GemmLayer):
             module.register_forward_pre_hook(before)
             module.register_forward_hook(after)
     return found
@@ -105,34 +109,56 @@ def assert_product(found: Tensor, a: Tensor, da: Tensor, b: Tensor, db: Tensor, 
     assert exact.numel() == 0 or size.mean() == 0 or bound.mean() < 0.5 * size.mean()
 
 
+def by_expert(calls: list[dict[str, Any]]) -> list[tuple[Tensor, Tensor, list[dict[str, Any]]]]:
+    """Of each expert its weight, the weight's gradient, and its rows of each call."""
+    found = []
+    for call in (c for c in calls if "dy" in c):
+        rows = [call[key].split(list(call["sizes"])) for key in ("x", "y", "dy", "dx")]
+        for expert, (x, y, dy, dx) in enumerate(zip(*rows, strict=True)):
+            found.append((call["w"][expert], call["dw"][expert], [{"x": x, "y": y, "dy": dy, "dx": dx}]))
+    return found
+
+
 def assert_products(products: Products) -> int:
     """fprop, dgrad and wgrad of every layer within the rounding of their FP8 operands; how many layers had a gradient."""
     checked = 0
     for module, calls in products.items():
-        w = module.matrix.detach().double()
-        dw_exact, wgrad_bound = torch.zeros_like(w), torch.zeros_like(w)
-        name = module.fqn
-        for call in calls:
-            if "dy" not in call:  # the first frozen layers of a model with adapters
-                continue
-            x, y, dy = (call[key].reshape(-1, call[key].shape[-1]).double() for key in ("x", "y", "dy"))
-            e4m3, e5m2 = (3, 448.0, 2.0**-9), (2, 57344.0, 2.0**-16)
-            ex, ew, edy = rounding_error(x, *e4m3), rounding_error(w, *e4m3), rounding_error(dy, *e5m2)
-            y = y if module.bias is None else y - module.bias.detach().double()
-            assert_product(y, x, ex, w.t(), ew.t(), f"fprop of {name}")
-            if "dx" in call:
-                assert_product(call["dx"].reshape(x.shape), dy, edy, w, ew, f"dgrad of {name}")
-            dw_exact += dy.t() @ x
-            wgrad_bound += edy.t() @ x.abs() + dy.t().abs() @ ex + edy.t() @ ex
-            wgrad_bound += dy.t().abs() @ x.abs() * (len(x) + 1) * 2.0**-23
+        if isinstance(module, FP8GroupedLinear):
+            experts = by_expert(calls)
+            checked += any([assert_layer(w, None, dw, rows, module.fqn) for w, dw, rows in experts])
+            continue
+        dw = module.weight.grad
         if module.weight.requires_grad:
-            assert module.weight.grad is not None, name
-            grad = module.weight.grad if module.matrix is module.weight else module.weight.grad.t()
-            assert ((grad.double() - dw_exact).abs() <= wgrad_bound * (1 + 1e-5) + 1e-12).all(), (
-                f"wgrad of {name}"
-            )
-            checked += bool(dw_exact.abs().max() > 0)
+            assert dw is not None, module.fqn
+            dw = dw if module.matrix is module.weight else dw.t()
+        bias = None if module.bias is None else module.bias.detach()
+        checked += assert_layer(module.matrix.detach(), bias, dw, calls, module.fqn)
     return checked
+
+
+def assert_layer(
+    weight: Tensor, bias: Tensor | None, dw: Tensor | None, calls: list[dict[str, Any]], name: str
+) -> bool:
+    """The products of one weight; whether it had a gradient."""
+    w = weight.double()
+    dw_exact, wgrad_bound = torch.zeros_like(w), torch.zeros_like(w)
+    for call in calls:
+        if "dy" not in call:  # the first frozen layers of a model with adapters
+            continue
+        x, y, dy = (call[key].reshape(-1, call[key].shape[-1]).double() for key in ("x", "y", "dy"))
+        e4m3, e5m2 = (3, 448.0, 2.0**-9), (2, 57344.0, 2.0**-16)
+        ex, ew, edy = rounding_error(x, *e4m3), rounding_error(w, *e4m3), rounding_error(dy, *e5m2)
+        y = y if bias is None else y - bias.double()
+        assert_product(y, x, ex, w.t(), ew.t(), f"fprop of {name}")
+        if "dx" in call:
+            assert_product(call["dx"].reshape(x.shape), dy, edy, w, ew, f"dgrad of {name}")
+        dw_exact += dy.t() @ x
+        wgrad_bound += edy.t() @ x.abs() + dy.t().abs() @ ex + edy.t() @ ex
+        wgrad_bound += dy.t().abs() @ x.abs() * (len(x) + 1) * 2.0**-23
+    if dw is None:
+        return False
+    assert ((dw.double() - dw_exact).abs() <= wgrad_bound * (1 + 1e-5) + 1e-12).all(), f"wgrad of {name}"
+    return bool(dw_exact.abs().max() > 0)
 
 
 def assert_report(report: SurgeryReport, model: nn.Module, multiplied: set[int], *, exact: bool) -> None:
@@ -183,7 +209,7 @@ def test_model(name: str, tmp_path: Path) -> None:
     assert_report(report, model, multiplied.seen, exact=False)
 
     # In high precision the converted model is the model: its layers compute what they did.
-    layers = [m for m in model.modules() if isinstance(m, FP8Linear)]
+    layers = [m for m in model.modules() if isinstance(m, FP8GemmLayer)]
     for layer in layers:
         layer.set_recipe(None)
     for a, b in zip(step(model, batch), exact, strict=True):
@@ -205,7 +231,8 @@ def test_model(name: str, tmp_path: Path) -> None:
     assert_report(ran, model, multiplied.seen, exact=True)
     assert {row.precision for row in ran.rows if row.action == "converted"} == {"fp8"}
     assert {row.precision for row in ran.rows if row.action == "skipped"} <= {"fp32", ""}
-    used = [m for m, calls in products.items() if m.weight.requires_grad and any(len(c["x"]) for c in calls)]
+    trained = {m: c for m, c in products.items() if isinstance(m, FP8GroupedLinear) or m.weight.requires_grad}
+    used = [m for m, calls in trained.items() if any(len(c["x"]) for c in calls)]
     assert assert_products(products) >= 0.9 * len(used)
 
     # Its checkpoint is that of the plain class; adapters merge into the converted layers.
@@ -219,5 +246,5 @@ def test_model(name: str, tmp_path: Path) -> None:
         model = model.merge_and_unload()
         torch.testing.assert_close(logits_of(model, batch), expected, rtol=1e-4, atol=1e-6)
     loaded = in_the_plain_class(model, tmp_path / "checkpoint")
-    assert not any(isinstance(module, FP8Linear) for module in loaded.modules())
+    assert not any(isinstance(module, FP8GemmLayer) for module in loaded.modules())
     torch.testing.assert_close(logits_of(loaded, batch), logits_of(model, batch), rtol=1e-4, atol=1e-6)

@@ -16,6 +16,8 @@ from foundry_fp8.compat.fresh_view import fresh_view
 from foundry_fp8.layers.autocast import autocast_type, compute_dtype
 from foundry_fp8.layers.backend import Availability, Backend
 from foundry_fp8.layers.frozen_weight import in_high_precision
+from foundry_fp8.layers.gemm_layer import FP8GemmLayer
+from foundry_fp8.layers.grouped_linear import FP8GroupedLinear, by_expert
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.layers.shared_inputs import QuantizedInput
 from foundry_fp8.numerics.formats import e8m0_decode, e8m0_round_up
@@ -63,6 +65,25 @@ class EmulatedBackend(Backend):
             )
         return fresh_view(y, *x.shape[:-1], module.out_features)
 
+    def experts_reason(self, recipe: Recipe) -> str | None:
+        """It runs them in every recipe."""
+        return None
+
+    @torch.compiler.disable
+    def grouped_linear(
+        self, layer: FP8GroupedLinear, x: Tensor, weights: Tensor, biases: Tensor | None, sizes: Sequence[int]
+    ) -> Tensor:
+        """See :meth:`Backend.grouped_linear`: each expert's product as a linear of its own would compute it."""
+        x = x.to(compute_dtype(x))
+        recording = layer.recording()
+
+        def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            y: Tensor = _EmulatedLinear.apply(x, weight, bias, layer, recording, QuantizedInput())  # type: ignore[no-untyped-call]
+            return y
+
+        with torch.autocast(autocast_type(x.device), enabled=False):
+            return by_expert(product, x, weights, biases, sizes)
+
     def _shared(self, module: FP8Linear, x: Tensor, dtype: torch.dtype) -> QuantizedInput:
         key: tuple[Hashable, ...] = (module.recipe, dtype)
         if isinstance(module.recipe, DelayedScaling) and module.slots is not None:
@@ -80,7 +101,7 @@ class _EmulatedLinear(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        module: FP8Linear,
+        module: FP8GemmLayer,
         recording: tuple[Operand, ...],
         shared: QuantizedInput,
     ) -> Tensor:

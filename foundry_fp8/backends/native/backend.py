@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import logging
 import weakref
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -25,6 +26,7 @@ from foundry_fp8.layers.autocast import compute_dtype, without_autocast
 from foundry_fp8.layers.backend import Availability, Backend
 from foundry_fp8.layers.deferred_norm import deferred_norm_of
 from foundry_fp8.layers.frozen_weight import in_dtype
+from foundry_fp8.layers.grouped_linear import FP8GroupedLinear, by_expert
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.layers.shared_inputs import QuantizedInput
 from foundry_fp8.numerics.recipes import BlockScaling, MXFP8Scaling, Recipe
@@ -151,6 +153,29 @@ class NativeBackend(Backend):
             cached = self.cached_weight(module, call, dtype)
             y: Tensor = NativeLinear.apply(x_hp, weight, bias, (call, cached, shared))  # type: ignore[no-untyped-call]
         return fresh_view(y, *x.shape[:-1], module.out_features) if compiling and x.dim() != 2 else y
+
+    def experts_reason(self, recipe: Recipe) -> str | None:
+        """It runs them GEMM after GEMM; with :attr:`only_where_faster` it leaves them, for nobody has timed that on a GPU."""
+        if self.only_where_faster:
+            return "the native backend runs one GEMM after another, not known to be faster; name a recipe to convert them"
+        return None
+
+    @torch.compiler.disable
+    def grouped_linear(
+        self, layer: FP8GroupedLinear, x: Tensor, weights: Tensor, biases: Tensor | None, sizes: Sequence[int]
+    ) -> Tensor:
+        """See :meth:`Backend.grouped_linear`: GEMM after GEMM, not one grouped kernel; no weight is cached."""
+        from foundry_fp8.backends.native.linear import NativeLinear
+
+        dtype = checked_dtype(layer, x, weights)
+        call = LinearCall.of(layer, layer.probe)
+
+        def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            y: Tensor = NativeLinear.apply(x, weight.contiguous(), bias, (call, None, None))  # type: ignore[no-untyped-call]
+            return y
+
+        with without_autocast(x.device.type):
+            return by_expert(product, in_dtype(x, dtype), weights, biases, sizes)
 
     def clear_weight_cache(self) -> None:
         """Forget every cached weight. Optimizer steps call it."""

@@ -61,7 +61,9 @@ def norm_linear(linear: FP8Linear, x: Tensor, norm: nn.Module) -> Tensor:
     eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
     bias = getattr(norm, "bias", None)
     producer = _Producer(kind=NORM, eps=eps, centered=isinstance(norm, nn.LayerNorm))
-    return linear.recorded(x, lambda x: _run(linear, x, producer, norm_weight=norm.weight, norm_bias=bias))
+    return linear.recorded(
+        x, lambda x: _run(linear, x, producer, norm_weight=norm.weight, norm_bias=bias), linear.weight
+    )
 
 
 def deferred_norm_linear(linear: FP8Linear, x: Tensor, norm: DeferredNorm) -> Tensor:
@@ -112,7 +114,7 @@ def activation_linear(
         plain: Tensor = linear(_unfused_activation(x, activation, up, alpha))
         return plain
     producer = _Producer(kind=ACTIVATION_CODES[activation])
-    return linear.recorded(x, lambda x: _run(linear, x, producer, up=up, alpha=alpha))
+    return linear.recorded(x, lambda x: _run(linear, x, producer, up=up, alpha=alpha), linear.weight)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

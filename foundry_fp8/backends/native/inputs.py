@@ -10,7 +10,7 @@ from torch import Tensor
 from foundry_fp8.backends.native.plan import Plan, plan_of
 from foundry_fp8.kernels.launch import HP_DTYPES
 from foundry_fp8.layers.autocast import compute_dtype
-from foundry_fp8.layers.linear import FP8Linear, Probe
+from foundry_fp8.layers.gemm_layer import FP8GemmLayer, Probe
 from foundry_fp8.numerics.recipes import DelayedScaling, Recipe
 
 __all__ = ["Delayed", "LinearCall", "checked_dtype"]
@@ -40,7 +40,7 @@ class LinearCall:
     probe: Probe | None = None
 
     @classmethod
-    def of(cls, module: FP8Linear, probe: Probe | None = None) -> LinearCall:
+    def of(cls, module: FP8GemmLayer, probe: Probe | None = None) -> LinearCall:
         """What ``module`` says now."""
         recipe, alpha, fp8_wgrad = module.recipe, module.output_multiplier, module.wgrad == "fp8"
         assert recipe is not None
@@ -66,7 +66,7 @@ _plans: dict[Plan, Plan] = {}
 """Equal plans are one, for good: outside of compiled graphs they are distinguished by their address."""
 
 
-def checked_dtype(module: FP8Linear, x: Tensor, weight: Tensor) -> torch.dtype:
+def checked_dtype(module: FP8GemmLayer, x: Tensor, weight: Tensor) -> torch.dtype:
     """The dtype in which ``module``, whose weight is ``weight``, computes on ``x``.
 
     Raises:
@@ -88,7 +88,7 @@ def checked_dtype(module: FP8Linear, x: Tensor, weight: Tensor) -> torch.dtype:
     return dtype
 
 
-def _delayed_tensors(module: FP8Linear) -> list[Delayed]:
+def _delayed_tensors(module: FP8GemmLayer) -> list[Delayed]:
     """Of x, w and dy."""
     if module.slots is None or not isinstance(module.recipe, DelayedScaling):
         return [(None, None)] * 3

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from foundry_fp8.backends.transformer_engine.library import Library
-from foundry_fp8.layers.linear import Slots
+from foundry_fp8.layers.gemm_layer import Slots
 
 __all__ = ["bind_slots", "keep_out_of_global_buffers"]
 

@@ -6,8 +6,10 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 from torch.nn import functional as F
 from transformers import MixtralConfig, MixtralForCausalLM
 
+import foundry_fp8
 from foundry_fp8.planning.memory.live_bytes import LiveBytes
 from foundry_fp8.planning.memory.routing import EqualShares
+from tests.model_zoo import mpt
 
 EXPERTS, CHOSEN, TOKENS = 8, 2, 256
 
@@ -55,3 +57,23 @@ def test_every_expert_is_asked_and_gets_its_share():
         assert torch.zeros(EXPERTS).nonzero().shape == (EXPERTS, 1)
     with EqualShares(model):  # values that are there are counted
         assert len(torch.where(torch.ones(CHOSEN, TOKENS))[0]) == CHOSEN * TOKENS
+
+
+def test_experts_in_one_parameter_have_the_same_peak():
+    ffn = {
+        "ffn_type": "torch_dmoe", "mlp_type": "glu", "moe_num_experts": EXPERTS, "moe_top_k": CHOSEN, "moe_jitter_eps": None,
+        "moe_normalize_expert_weights": 1, "uniform_expert_assignment": True,
+    }  # fmt: skip
+
+    def converted():
+        model = mpt(ffn_config=ffn, max_seq_len=TOKENS)
+        report = foundry_fp8.apply_fp8(model, recipe="current", backend="emulated")
+        assert sum("experts" in name for name in report.converted) == 6
+        return model
+
+    real = peak(converted(), torch.randint(0, 32, (1, TOKENS)))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fake = converted()
+        with EqualShares(fake):
+            planned = peak(fake, torch.zeros(1, TOKENS, dtype=torch.long))
+    assert planned == pytest.approx(real, rel=0.03)

@@ -1,0 +1,201 @@
+"""What every layer has that multiplies by a weight in FP8: its recipe, its state, its ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from foundry_fp8.compat.autograd import inside_backward
+from foundry_fp8.kernels.launch import HP_DTYPES
+from foundry_fp8.layers.autocast import compute_dtype
+from foundry_fp8.layers.delayed_scaling import DelayedSlot
+from foundry_fp8.layers.dtensor import is_dtensor
+from foundry_fp8.layers.ledger import Gemm, GemmLedger, Precision, precision_of
+from foundry_fp8.layers.second_derivative import refuse_second_derivative
+from foundry_fp8.numerics.quantize import Quantized
+from foundry_fp8.numerics.recipes import DelayedScaling, Operand, Recipe, most_common_recipes
+
+__all__ = ["OPERANDS", "FP8GemmLayer", "GemmBackend", "Probe", "Slots", "configured_recipes"]
+
+OPERANDS: tuple[Operand, ...] = ("x", "w", "dy")
+
+Probe = Callable[[Operand, Tensor, Quantized], None]
+"""Called with each operand that a layer quantises: its name, the hp tensor ``[R, C]``, and the result."""
+
+Slots = Mapping[Operand, DelayedSlot]
+
+
+class GemmBackend(Protocol):
+    """What every such layer asks of its backend. :class:`~foundry_fp8.layers.backend.Backend` is the whole interface."""
+
+    @property
+    def name(self) -> str:
+        """As the YAML writes it."""
+
+    def availability(self, recipe: Recipe, device: torch.device) -> Any:
+        """Whether it runs ``recipe`` on ``device``: a value with ``ok``."""
+
+    def shape_reason(self, recipe: Recipe, in_features: int, out_features: int) -> str | None:
+        """Why ``recipe`` cannot take a layer of this shape, or ``None``."""
+
+
+class FP8GemmLayer(nn.Module):
+    """A layer with one weight, or one an expert, that runs its three GEMMs in FP8.
+
+    FP8 state is not in ``state_dict``; it belongs to :class:`~foundry_fp8.layers.state.FP8State`.
+
+    Attributes:
+        fqn: The layer's name in the model, for messages and reports.
+        backend: Who runs the GEMMs.
+        recipe: What runs now; ``None`` is high precision. Change it with :meth:`set_recipe`.
+        configured_recipe: What the conversion asked for; ``None`` where a measurement chose high precision.
+        wgrad: Whether the weight gradient's GEMM runs in FP8.
+        evaluate: What a forward in ``eval()`` mode runs in.
+        slots: The delayed-scaling state of each operand; ``None`` unless ``configured_recipe`` is delayed.
+        ledger: The GEMMs that ran.
+        probe: Called with every operand quantised while it is set; for monitors.
+        output_multiplier: What the result of every GEMM is multiplied by, as part of its scale; 1 but for
+            :class:`~foundry_fp8.layers.unit_linear.FP8UnitLinear`.
+    """
+
+    in_features: int
+    out_features: int
+    fqn: str
+    backend: GemmBackend
+    recipe: Recipe | None
+    configured_recipe: Recipe | None
+    wgrad: Literal["fp8", "high_precision"]
+    evaluate: Literal["fp8", "high_precision"]
+    slots: Slots | None
+    _first_forward_recorded: bool
+    ledger: GemmLedger
+    probe: Probe | None
+    output_multiplier: float = 1.0
+
+    def _begin(
+        self,
+        fqn: str,
+        backend: GemmBackend,
+        recipe: Recipe,
+        wgrad: Literal["fp8", "high_precision"],
+        evaluate: Literal["fp8", "high_precision"],
+    ) -> None:
+        """Set the attributes that every conversion sets."""
+        self.fqn = fqn
+        self.backend = backend
+        self.recipe = self.configured_recipe = recipe
+        self.wgrad = wgrad
+        self.evaluate = evaluate
+        self.slots = None
+        self.ledger = GemmLedger()
+        self.probe = None
+        self._first_forward_recorded = False
+
+    def set_recipe(self, recipe: Recipe | None) -> None:
+        """Run ``recipe`` from the next forward on; ``None`` runs high precision.
+
+        Raises:
+            RuntimeError: A delayed recipe for a layer that has no delayed-scaling state.
+        """
+        if isinstance(recipe, DelayedScaling) and recipe != self.configured_recipe:
+            raise RuntimeError(
+                f"{self.fqn}: delayed scaling has state only where the model was converted with it "
+                f"(this layer was converted with {self.configured_recipe and self.configured_recipe.name}). Demote to current, block or mxfp8."
+            )
+        self.recipe = recipe
+
+    def can_run(self, recipe: Recipe, device: torch.device) -> bool:
+        """Whether the backend runs ``recipe`` with this layer's shapes on ``device``."""
+        fits = self.backend.shape_reason(recipe, self.in_features, self.out_features) is None
+        return fits and self.backend.availability(recipe, device).ok
+
+    @property
+    def runs_fp8(self) -> bool:
+        """Whether a forward in the present mode runs in FP8."""
+        return self.recipe is not None and (self.training or self.evaluate == "fp8")
+
+    def recording(self) -> tuple[Operand, ...]:
+        """Whose amax this forward and its backward take into the delayed-scaling state; call it once a forward.
+
+        A recompute leaves out ``x`` and ``w`` where the first forward took them: its ``x`` may have been packed since.
+        Under a reentrant checkpoint the first forward runs without gradients and takes nothing.
+        """
+        trains = self.training and torch.is_grad_enabled()
+        if not torch.compiler.is_compiling():
+            if trains and inside_backward() and self._first_forward_recorded:
+                return ("dy",)
+            # Compared first: a module looks through all it has before it sets anything.
+            if trains is not self._first_forward_recorded and not inside_backward():
+                self._first_forward_recorded = trains
+        return ("x", "w", "dy") if trains else ()
+
+    def gemm_precisions(self, hp: Precision) -> dict[Gemm, Precision]:
+        """The precision of each GEMM in the present mode; ``hp`` names the high precision that runs beside FP8."""
+        if not self.runs_fp8:
+            return {"fprop": hp, "dgrad": hp, "wgrad": hp}
+        return {"fprop": "fp8", "dgrad": "fp8", "wgrad": "fp8" if self.wgrad == "fp8" else hp}
+
+    def recorded(self, input: Tensor, compute: Callable[[Tensor], Tensor], weight: Tensor) -> Tensor:
+        """``compute(input)``, a product with ``weight``, entered in the ledger."""
+        if torch.compiler.is_compiling():  # a compiled graph cannot keep Python counters
+            return compute(input)
+        state = self.slots["x"].state if self.slots is not None else None
+        if state is not None:
+            state.begin_layer(input.device, trains=self.training and torch.is_grad_enabled())
+        # Before the GEMM: a recompute that stops as soon as it has what it needs never comes back from its last one.
+        tokens = input.numel() // self.in_features
+        dtype, ledger = compute_dtype(input), self.ledger
+        if dtype not in HP_DTYPES or type(input) is not Tensor or type(weight) is not nn.Parameter:
+            self._check_input(input, weight, dtype)
+        precisions = self.gemm_precisions(precision_of(dtype))
+        fp8 = precisions["fprop"] == "fp8"
+        n, k = self.out_features, self.in_features
+        ledger.record("fprop", tokens, n, k, precisions["fprop"], recompute=inside_backward())
+        output = compute(input)
+        if not output.requires_grad:
+            return output
+        dgrad, wgrad = input.requires_grad, weight.requires_grad
+        forward = None if state is None else state.in_force()
+
+        # In the backward, because only one that really runs should count: a recompute builds a graph that nothing walks.
+        def record_backward(_: Tensor | None = None) -> None:
+            if fp8:
+                refuse_second_derivative(self.fqn)
+            if state is not None and forward is not None:
+                state.begin_backward(forward)
+            if dgrad:
+                ledger.record("dgrad", tokens, k, n, precisions["dgrad"])
+            if wgrad:
+                ledger.record("wgrad", n, k, tokens, precisions["wgrad"])
+
+        node: Any = output.grad_fn
+        if getattr(node, "calls_at_backward", record_backward) is None:
+            node.calls_at_backward = record_backward  # a tensor's hook takes the host as long as a launch
+        else:
+            output.register_hook(record_backward)
+        return output
+
+    def _check_input(self, input: Tensor, weight: Tensor, dtype: torch.dtype) -> None:
+        """What would otherwise end in an error of some kernel, or run in a precision that is not FP8's."""
+        fp8 = self.runs_fp8
+        if dtype not in HP_DTYPES and (fp8 or dtype is not torch.float64):
+            raise TypeError(
+                f"{self.fqn}: the input is {dtype}; FP8 layers take float32, bfloat16 and float16."
+            )
+        if not fp8:
+            return
+        for what, tensor in (("input", input), ("weight", weight)):
+            if is_dtensor(tensor):
+                raise RuntimeError(
+                    f"{self.fqn}: its {what} is a DTensor, and FP8 layers do not run under tensor parallelism: the scale of a "
+                    "tensor would have to be agreed on by the ranks that hold its parts. Leave the layers of the parallel plan "
+                    "in high precision (algorithms.fp8.exclude), or shard with FSDP instead."
+                )
+
+
+def configured_recipes(layers: Iterable[FP8GemmLayer]) -> tuple[Recipe, ...]:
+    """What ``layers`` were converted with, each recipe once, first what most of them were."""
+    return most_common_recipes(layer.configured_recipe for layer in layers)

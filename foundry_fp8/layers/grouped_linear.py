@@ -1,0 +1,116 @@
+"""The linears of all experts in one: the weights are one parameter, which stays where the model has it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from foundry_fp8.layers.gemm_layer import FP8GemmLayer, GemmBackend
+from foundry_fp8.numerics.recipes import Recipe
+
+__all__ = ["FP8GroupedLinear", "GroupedBackend", "by_expert"]
+
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+class GroupedBackend(GemmBackend, Protocol):
+    """What experts ask of their backend."""
+
+    def grouped_linear(
+        self, layer: FP8GroupedLinear, x: Tensor, weights: Tensor, biases: Tensor | None, sizes: Sequence[int]
+    ) -> Tensor:
+        """The products of all experts, differentiable."""
+
+
+class FP8GroupedLinear(FP8GemmLayer):
+    """``y_e = x_e W_e^T + b_e`` for each expert ``e``, in FP8.
+
+    It has no parameter: the experts' own module hands it the weights at each call. Each expert's x, weight and dy have scales of their
+    own, as if its linear were a module; only the delayed recipe, whose histories are kept for a layer, has one scale for all experts.
+
+    Args:
+        fqn: The parameter's name in the model.
+        shape: Experts, out_features, in_features.
+        backend: Who runs the GEMMs.
+        recipe: What to run.
+        wgrad: Whether the weight gradient's GEMM runs in FP8.
+        evaluate: What a forward in ``eval()`` mode runs in.
+    """
+
+    backend: GroupedBackend
+
+    def __init__(
+        self,
+        *,
+        fqn: str,
+        shape: tuple[int, ...],
+        backend: GroupedBackend,
+        recipe: Recipe,
+        wgrad: Literal["fp8", "high_precision"],
+        evaluate: Literal["fp8", "high_precision"],
+    ) -> None:
+        super().__init__()
+        self.experts, self.out_features, self.in_features = shape
+        self._begin(fqn, backend, recipe, wgrad, evaluate)
+
+    def forward(
+        self, x: Tensor, weights: Tensor, sizes: Sequence[int], biases: Tensor | None = None
+    ) -> Tensor:
+        """The products of all experts.
+
+        Args:
+            x: ``[rows, in_features]``, hp, sorted by expert.
+            weights: ``[experts, out_features, in_features]``, a view of the parameter.
+            sizes: Rows of each expert.
+            biases: ``[experts, out_features]``.
+
+        Returns:
+            ``[rows, out_features]`` in the compute dtype.
+        """
+
+        def compute(x: Tensor) -> Tensor:
+            if self.runs_fp8 and x.numel():
+                return self.backend.grouped_linear(self, x, weights, biases, sizes)
+            return by_expert(F.linear, x, weights, biases, sizes)
+
+        return self.recorded(x, compute, weights)
+
+    def extra_repr(self) -> str:
+        """Shape, and what it runs."""
+        running = "high_precision" if self.recipe is None else self.recipe.name
+        shape = f"experts={self.experts}, in_features={self.in_features}, out_features={self.out_features}"
+        return f"{shape}, recipe={running}, backend={self.backend.name}, wgrad={self.wgrad}"
+
+
+def by_expert(
+    product: Product, x: Tensor, weights: Tensor, biases: Tensor | None, sizes: Sequence[int]
+) -> Tensor:
+    """``product(x_e, W_e, b_e)`` of each expert that has rows, one under the other.
+
+    Args:
+        product: Of one expert.
+        x: ``[rows, in_features]``, sorted by expert.
+        weights: ``[experts, out_features, in_features]``.
+        biases: ``[experts, out_features]``.
+        sizes: Rows of each expert.
+
+    Raises:
+        ValueError: ``sizes`` are not those of ``x`` or of ``weights``.
+    """
+    if sum(sizes) != len(x) or len(sizes) != len(weights):
+        raise ValueError(
+            f"{len(x)} rows and {len(weights)} experts do not fit the sizes {list(sizes)}: one of each expert, which add up to the rows"
+        )
+    # unbind, and not an index for each: its backward writes the gradient of all experts once.
+    of_expert = zip(
+        x.split(list(sizes)),
+        weights.unbind(),
+        [None] * len(weights) if biases is None else biases.unbind(),
+        strict=True,
+    )
+    parts = [product(*one) for one in of_expert if len(one[0])]
+    return torch.cat(parts) if parts else product(x, weights[0], None if biases is None else biases[0])
