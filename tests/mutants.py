@@ -63,8 +63,8 @@ T_STEP, T_PLANNER = "planning/communication/test_step.py", "planning/memory/test
 MUTANTS = [
     Mutant(
         "export/layout.py",
-        "(quantized.scale_inv * linear.output_multiplier).reshape(1)",
-        "quantized.scale_inv.reshape(1)",
+        "(quantized.scale_inv * linear.output_multiplier).reshape(",
+        "quantized.scale_inv.reshape(",
         "export/test_apply.py",
     ),
     Mutant("export/layout.py", ".detach().to(dtype)\n", ".detach()\n", "cli/test_export.py"),
@@ -119,7 +119,8 @@ MUTANTS = [
     Mutant("observe/measured_policy.py", "self.pick[unit] = place", "self.pick[unit] = len(self.choices[unit]) - 1", "observe/test_measured_policy.py"),
     Mutant("model_structure/selection.py", "fnmatch.fnmatchcase(name, pattern) for pattern", "pattern in name for pattern", T_LINEARS),
     # The emulated GEMM.
-    Mutant("backends/emulated/gemm.py", "torch.mul(product, a.gemm_scale * b.gemm_scale", "torch.mul(product, a.scale_inv * b.scale_inv", T_EMULATED),
+    Mutant("backends/emulated/gemm.py", "torch.mul(product, b_scale.t(), out=buffer)", "torch.mul(product, b_scale.mean(), out=buffer)", "backends/test_emulated.py"),
+    Mutant("backends/emulated/gemm.py", "torch.mul(product, a_scale * b_scale", "torch.mul(product, a.scale_inv * b.scale_inv", T_EMULATED),
     Mutant("backends/emulated/gemm.py", "torch.add(product, bias,", "torch.add(product, bias.bfloat16(),", "backends/test_emulated_gemm.py"),
     # FP8 attention's masks.
     Mutant(MASK, "rules.append(columns <= rows)", "rules.append(columns < rows)", T_ATTENTION),

@@ -135,7 +135,9 @@ def export_fp8(
             )
     ignored = [clean_name(n) for n, m in inner.named_modules() if isinstance(m, nn.Linear) and clean_name(n) not in layers]  # fmt: skip
     static = not isinstance(recipe, CurrentScaling)
-    config.quantization_config = quantization_config(served, ignored, static=static)
+    config.quantization_config = quantization_config(
+        served, ignored, static=static, by_row=recipe.by_direction
+    )
     config.torch_dtype, config.use_cache = hp, True  # training keeps no cache
     _write(inner, config, tensors, Path(folder), tokenizer)
     elements = sum(layer.weight.numel() for layer in served.values())
@@ -150,7 +152,11 @@ def export_fp8(
 
 def _facts(layer: ServedLinear) -> dict[str, float | None]:
     input_scale = None if layer.input_scale is None else float(layer.input_scale)
-    return {"weight_scale": float(layer.weight_scale), "input_scale": input_scale, "rounding": layer.rounding}
+    return {
+        "weight_scale": float(layer.weight_scale.max()),
+        "input_scale": input_scale,
+        "rounding": layer.rounding,
+    }
 
 
 def _pretrained(model: nn.Module) -> Any:

@@ -21,7 +21,8 @@ class ServedLinear:
 
     Attributes:
         weight: ``[out_features, in_features]`` float8_e4m3fn.
-        weight_scale: ``[1]`` float32: the weight's scale_inv, and what the layer multiplies its output by.
+        weight_scale: ``[1]`` float32, with scales of rows ``[out_features, 1]``: the weight's scale_inv, and what the layer multiplies its
+            output by.
         input_scale: ``[1]`` float32: x's scale_inv; ``None``: the server takes it from each input's amax.
         rounding: The quantised weight's distance from the weight, as a share of its norm.
     """
@@ -88,7 +89,9 @@ def served_linear(name: str, linear: FP8Linear, dtype: torch.dtype) -> ServedLin
     restored = quantized.data.float() * quantized.scale_inv
     return ServedLinear(
         weight=quantized.data,
-        weight_scale=(quantized.scale_inv * linear.output_multiplier).reshape(1),
+        weight_scale=(quantized.scale_inv * linear.output_multiplier).reshape(
+            -1, *[1] * (quantized.block is not None)
+        ),
         input_scale=input_scale,
         rounding=float((restored - weight.float()).norm() / weight.float().norm().clamp(min=1e-30)),
     )

@@ -11,12 +11,15 @@ from foundry_fp8.surgery.report import kind_of
 __all__ = ["quantization_config"]
 
 
-def quantization_config(layers: Collection[str], others: Collection[str], *, static: bool) -> dict[str, Any]:
-    """FP8 weights with one static scale, and inputs with a static scale or none, in the format ``float-quantized``.
+def quantization_config(
+    layers: Collection[str], others: Collection[str], *, static: bool, by_row: bool = False
+) -> dict[str, Any]:
+    """FP8 weights with one static scale or one a row, and inputs with a static scale or none, in the format ``float-quantized``.
 
     Args:
         layers: Names of the quantised linears.
         others: Names of the linears that stay in high precision.
+        by_row: Weights have a scale a row, and the server takes one for each token.
         static: Whether the inputs' scales are in the checkpoint; otherwise the server takes them from each input.
 
     Returns:
@@ -34,13 +37,14 @@ def quantization_config(layers: Collection[str], others: Collection[str], *, sta
         raise RuntimeError(
             "an export needs the package compressed-tensors, which defines the layout: pip install 'foundry-fp8[export]'"
         ) from error
-    fp8 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor"}
+    fp8 = {"num_bits": 8, "type": "float", "symmetric": True}
+    of_weights, of_inputs = ("channel", "token") if by_row else ("tensor", "tensor")
     # By name: readers match class names too, and a model's linears need not be nn.Linear itself.
     targets = sorted({"re:" + re.escape(kind_of(name)).replace(r"\*", r"\d+") + "$" for name in layers})
     scheme = QuantizationScheme(
         targets=targets,
-        weights=QuantizationArgs(**fp8, dynamic=False),
-        input_activations=QuantizationArgs(**fp8, dynamic=not static),
+        weights=QuantizationArgs(**fp8, strategy=of_weights, dynamic=False),
+        input_activations=QuantizationArgs(**fp8, strategy=of_inputs, dynamic=not static),
     )
     config = QuantizationConfig(
         config_groups={"group_0": scheme},

@@ -58,9 +58,12 @@ GRADIENTS = ("do", "dp", "dqkv")
 
 def no_attention_form(recipe: Recipe) -> str | None:
     """Why no backend of ours has FP8 attention for ``recipe``, or ``None``: delayed and current scaling have a form."""
-    if recipe.name in ("delayed", "current"):  # by name: Dynamo does not trace isinstance of a union
+    if (
+        recipe.name in ("delayed", "current") and not recipe.by_direction
+    ):  # by name: Dynamo does not trace isinstance of a union
         return None
-    return f"the {recipe.name} recipe has no FP8 attention (Transformer Engine has none either)"
+    scales = " with scales of rows" if recipe.name == "current" else ""
+    return f"the {recipe.name} recipe{scales} has no FP8 attention (Transformer Engine has none either)"
 
 
 def attention_slots(recipe: AttentionRecipe) -> tuple[str, ...]:

@@ -26,6 +26,7 @@ __all__ = [
     "quantize_block",
     "quantize_constant",
     "quantize_mx",
+    "quantize_rows",
     "quantize_tensor",
     "scale_from_amax",
     "with_amax",
@@ -182,6 +183,21 @@ def quantize_block(
     scale = scale_from_amax(amax, fmt, power_2=power_2, value_for_inf=value_for_inf)
     empty = Quantized(x, scale, block, fmt, amax)
     return Quantized(cast(x.float() * empty.expanded(scale), fmt), scale.reciprocal(), block, fmt, amax)
+
+
+def quantize_rows(x: Tensor, fmt: Float8Format, *, along: int, power_2: bool = False) -> Quantized:
+    """Quantise with one scale for all elements along a dimension: ``current`` with ``granularity: row``.
+
+    Args:
+        x: ``[R, C]``, hp.
+        fmt: The number format.
+        along: 1: a scale a row, ``scale_inv`` ``[R, 1]``; 0: a scale a column, ``[1, C]``.
+        power_2: Scales are powers of two.
+    """
+    amax = x.float().abs().nan_to_num(nan=0.0, posinf=torch.inf).amax(along, keepdim=True)
+    scale = scale_from_amax(amax, fmt, power_2=power_2)
+    block = (1, x.shape[1]) if along == 1 else (x.shape[0], 1)
+    return Quantized(cast(x.float() * scale, fmt), scale.reciprocal(), block, fmt, amax)
 
 
 def quantize_mx(x: Tensor, block: tuple[int, int], fmt: Float8Format) -> Quantized:

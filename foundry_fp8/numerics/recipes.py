@@ -5,13 +5,14 @@ recipe   scale of ``x`` and ``dy``    scale of ``w``                  amax taken
 ======== ============================ =============================== ============================
 delayed  one per tensor               one per tensor                  the last forward passes
 current  one per tensor               one per tensor                  this tensor
+ rows    one per row along K          one per row along K             this row
 block    one per 1 x 128 along K      one per 128 x 128               this block
 mxfp8    one per 1 x 32 along K, E8M0 one per 1 x 32 along K, E8M0    this block
 unit     1; a constant for ``dy``     1                               nothing
 ======== ============================ =============================== ============================
 
 "Along K" means along the dimension that the GEMM contracts, so that ``x`` and ``dy`` (and ``w`` in mxfp8) are quantised
-once by rows and once by columns. The semantics are those of Transformer Engine's ``DelayedScaling``,
+once by rows and once by columns; so is ``current`` with ``granularity: row``. The semantics are those of Transformer Engine's ``DelayedScaling``,
 ``Float8CurrentScaling``, ``Float8BlockScaling`` and ``MXFP8BlockScaling``; see ``docs/numerics.md``. ``unit`` is µnit Scaling's, for models of that
 architecture alone; see ``docs/unit_scaling.md``.
 """
@@ -85,6 +86,11 @@ class Recipe(Config):
         """Whether Hopper and Ada GPUs may add up all of this product in the tensor cores' own short accumulator."""
         return False
 
+    @property
+    def by_direction(self) -> bool:
+        """Whether a tensor has other scales in each dimension that a GEMM contracts, so that it is quantised once for each."""
+        return False
+
     def to_dict(self) -> dict[str, Any]:
         """``{"name": ..., field: value}``: what :func:`parse_recipe` reads back, and what the logs show."""
         return {"name": self.name, **dataclasses.asdict(self)}
@@ -133,8 +139,16 @@ class CurrentScaling(TensorwiseRecipe):
 
     name: ClassVar[str] = "current"
 
+    granularity: Literal["tensor", "row"] = "tensor"
+    """``row``: a scale for each row of a GEMM's left operand and each column of its right one, along what it contracts, in place of one
+    for the tensor (torchao's ``rowwise``)."""
     power_2_scales: bool = False
     """Round each scale down to a power of two."""
+
+    @property
+    def by_direction(self) -> bool:
+        """See :attr:`Recipe.by_direction`."""
+        return self.granularity == "row"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -148,6 +162,11 @@ class BlockScaling(Recipe):
     power_2_scales: bool = True
     """Round each scale down to a power of two. ``false`` keeps float32 scales, which only Hopper GPUs can run."""
 
+    @property
+    def by_direction(self) -> bool:
+        """See :attr:`Recipe.by_direction`."""
+        return True
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MXFP8Scaling(Recipe):
@@ -159,6 +178,11 @@ class MXFP8Scaling(Recipe):
     token_multiple: ClassVar[int] = 32
 
     fp8_format: Literal["hybrid", "e4m3"] = "e4m3"
+
+    @property
+    def by_direction(self) -> bool:
+        """See :attr:`Recipe.by_direction`."""
+        return True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -53,7 +53,7 @@ def plan_frozen(
     for recipe in configured_recipes(frozen.values()):
         if not exact_for(recipe):
             raise ConfigError(
-                f"{key}: fp8 needs scales that are powers of two, by which FP8 values are quantised to themselves; those of "
+                f"{key}: fp8 needs scales that are powers of two, and not of rows, by which FP8 values are quantised to themselves; those of "
                 f"{recipe.name} are not. Set recipe: {{name: current, power_2_scales: true}}, block or mxfp8."
             )
     return frozen

@@ -71,6 +71,30 @@ def test_the_fast_cpu_path_gives_the_bytes_of_the_reference(recipe, dtype, shape
     assert torch.equal(ours.amax, theirs.amax)
 
 
+@pytest.mark.parametrize("wgrad", ["fp8", "high_precision"])
+def test_scales_of_rows_follow_what_each_gemm_contracts(wgrad):
+    """Each row, or column, as a tensor of its own; the products in float64."""
+    model = linear({"name": "current", "granularity": "row"}, wgrad=wgrad)
+    x, dy = ranged(40, 256).requires_grad_(), ranged(40, 384)
+    y = model(x)
+    y.backward(dy)
+
+    def dense(t, operand, along):
+        rows = t.detach() if along else t.detach().t()
+        found = torch.cat(
+            [by_reference(row[None], operand, CurrentScaling(), 1).dequantize() for row in rows]
+        )
+        return (found if along else found.t()).double()
+
+    w = model[0].weight
+    assert within_one_rounding(y.detach() - model[0].bias, dense(x, "x", 1) @ dense(w, "w", 1).t())
+    assert within_one_rounding(x.grad, dense(dy, "dy", 1) @ dense(w, "w", 0))
+    dw = (
+        dense(dy, "dy", 0).t() @ dense(x, "x", 0) if wgrad == "fp8" else dy.double().t() @ x.detach().double()
+    )
+    assert within_one_rounding(w.grad, dw)
+
+
 @every_recipe
 @pytest.mark.parametrize("tokens", [256, 40])
 def test_the_three_gemms_match_float64_products_of_the_recipes_operands(recipe, tokens):

@@ -14,6 +14,7 @@ from foundry_fp8.numerics.recipes import BlockScaling, CurrentScaling, MXFP8Scal
 
 RECIPES = [
     CurrentScaling(),
+    CurrentScaling(granularity="row"),
     BlockScaling(),
     BlockScaling(power_2_scales=False, fp8_format="hybrid"),
     MXFP8Scaling(),
@@ -62,7 +63,9 @@ def test_sums_are_float32_and_rounded_once(recipe, dtype, bias):
     for a, b in operands(recipe):
         expected, magnitude = exact(a, b)
         added = torch.randn(b.data.shape[0]) if bias else None
-        y = scaled_mm(a, b, out_dtype=dtype, bias=added, power_2=getattr(recipe, "power_2_scales", True))
+        by_row = recipe.by_direction and isinstance(recipe, CurrentScaling)
+        power_2 = getattr(recipe, "power_2_scales", True)
+        y = scaled_mm(a, b, out_dtype=dtype, bias=added, power_2=power_2, by_row=by_row)
         if added is not None:
             expected = expected + added.double()
             magnitude = magnitude + added.abs().double()

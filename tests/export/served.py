@@ -24,7 +24,8 @@ def stored(folder):
 
 
 class Served(nn.Module):
-    """vLLM's static (or dynamic) per-tensor FP8 linear: x is multiplied by the reciprocal of its scale, clipped and rounded."""
+    """vLLM's FP8 linear: x is multiplied by the reciprocal of its scale, clipped and rounded. Scales are static or dynamic, by tensor or,
+    where the weight has one for each row, by token."""
 
     def __init__(self, weight, weight_scale, input_scale, bias):
         super().__init__()
@@ -33,6 +34,12 @@ class Served(nn.Module):
 
     def forward(self, x):
         flat = x.reshape(-1, x.shape[-1])
+        if self.weight_scale.dim() == 2:
+            scale = flat.abs().amax(1, keepdim=True).float() / E4M3.max
+            codes = (flat.float() * scale.reciprocal()).clamp(-E4M3.max, E4M3.max).to(torch.float8_e4m3fn)
+            y = (codes.float() @ self.data.float().t()) * self.weight_scale.t() * scale
+            y = y if self.bias is None else y + self.bias
+            return y.to(x.dtype).unflatten(0, x.shape[:-1])
         scale = flat.abs().amax().float() / E4M3.max if self.input_scale is None else self.input_scale[0]
         cast = (flat.float() * scale.reciprocal()).clamp(-E4M3.max, E4M3.max).to(torch.float8_e4m3fn)
         a = Quantized(cast, scale, None, E4M3, torch.zeros(()))

@@ -111,7 +111,7 @@ def test_the_folder_has_the_published_layout(tmp_path):
 
 
 @DTYPES
-@pytest.mark.parametrize("recipe", ["delayed", "current"])
+@pytest.mark.parametrize("recipe", ["delayed", "current", {"name": "current", "granularity": "row"}], ids=str)
 def test_an_ordinary_model_is_served_with_its_scales(recipe, dtype, tmp_path):
     model = trained(llama(), recipe, dtype)
     report = foundry_fp8.export_fp8(model, tmp_path, dtype=name_of(dtype))
@@ -120,6 +120,8 @@ def test_an_ordinary_model_is_served_with_its_scales(recipe, dtype, tmp_path):
     assert all((layer["input_scale"] is not None) == static for layer in report.layers.values())
     group = stored(tmp_path)[0]["quantization_config"]["config_groups"]["group_0"]
     assert group["input_activations"]["dynamic"] is not static
+    strategies = [group[operand]["strategy"] for operand in ("weights", "input_activations")]
+    assert strategies == (["tensor"] * 2 if isinstance(recipe, str) else ["channel", "token"])
     served, names = emulated(load(tmp_path))
     assert set(names) == set(report.layers)
     with torch.no_grad():

@@ -194,6 +194,7 @@ class TestRefused:
         [
             ({"recipe": "delayed"}, "powers of two"),
             ({"recipe": "current"}, "power_2_scales: true"),
+            ({"recipe": {"name": "current", "granularity": "row", "power_2_scales": True}}, "not of rows"),
             ({"recipe": "block", "include": ["adapter"]}, "every converted linear's weight trains"),
         ],
         ids=str,

@@ -14,6 +14,7 @@ from foundry_fp8.numerics.quantize import (
     quantize_block,
     quantize_constant,
     quantize_mx,
+    quantize_rows,
     quantize_tensor,
     scale_from_amax,
 )
@@ -202,3 +203,21 @@ def test_round_trip_error_is_within_half_an_ulp(fmt):
 def test_a_tensor_without_elements_has_amax_0_and_scale_1(shape):
     x = torch.empty(shape)
     assert amax_of(x).shape == () and amax_of(x) == 0 and scale_from_amax(amax_of(x), E4M3) == 1
+
+
+@FORMATS
+@every_input
+@pytest.mark.parametrize("along", [1, 0])
+@pytest.mark.parametrize("power_2", [False, True])
+def test_each_row_is_quantised_like_a_tensor_of_its_own(kind, fmt, along, power_2):
+    x = bf16(kind)
+    ours = quantize_rows(x, fmt, along=along, power_2=power_2)
+    ours, x = (ours, x) if along == 1 else (ours.t(), x.t())
+    assert ours.scale_inv.shape == (len(x), 1) and ours.block == (1, x.shape[1])
+    for row, values in enumerate(x.float().numpy()):
+        amax = np_amax(values)
+        scale = np_scale(amax, fmt, power_2)
+        with np.errstate(all="ignore"):
+            check_bytes(ours.data[row], np_cast(values * scale, fmt))
+        assert ours.scale_inv[row].item() == np.float32(1) / scale and ours.amax[row].item() == amax
+        assert ours.gemm_scale[row].isnan().item() == np.isinf(amax)

@@ -39,7 +39,11 @@ def step(model, batch):
     return {clean_name(n): p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("recipe", [CurrentScaling(), BlockScaling(), MXFP8Scaling()], ids=lambda r: r.name)
+@pytest.mark.parametrize(
+    "recipe",
+    [CurrentScaling(), CurrentScaling(granularity="row"), BlockScaling(), MXFP8Scaling()],
+    ids=lambda r: r.name,
+)
 @pytest.mark.parametrize("backend", [EmulatedBackend, NativeBackend])
 def test_each_expert_is_a_linear_of_its_own(backend, recipe, monkeypatch):
     """Bit for bit, with scales of its own rows; an expert without rows has a gradient of zeros."""

@@ -23,7 +23,7 @@ from foundry_fp8.layers.shared_inputs import QuantizedInput
 from foundry_fp8.numerics.formats import e8m0_decode, e8m0_round_up
 from foundry_fp8.numerics.quantize import Quantized, with_amax
 from foundry_fp8.numerics.recipes import (
-    BlockScaling,
+    CurrentScaling,
     DelayedScaling,
     Gemm,
     MXFP8Scaling,
@@ -117,7 +117,7 @@ class _EmulatedLinear(torch.autograd.Function):
                 # wgrad contracts over tokens, so block scales must run along that dimension.
                 found = shared.get("kept")
                 if found is None:
-                    if _blockwise(ctx.recipe):
+                    if ctx.recipe.by_direction:
                         qx = _quantize(ctx, x, "x", along=0, probed=False)
                     found = qx.data, _pack_scale(qx.gemm_scale, ctx.recipe), (qx.block, qx.fmt, qx.nan_free)
                     shared.put("kept", *found)
@@ -138,14 +138,14 @@ class _EmulatedLinear(torch.autograd.Function):
         dx = dw = db = None
         with torch.autocast(autocast_type(dy.device), enabled=False):
             qdy = None
-            if needs_x or not _blockwise(ctx.recipe):
+            if needs_x or not ctx.recipe.by_direction:
                 qdy = _quantize(ctx, dy, "dy", along=1)
             if needs_x:
                 assert qdy is not None
                 qw = _quantize(ctx, in_high_precision(weight, ctx.x_dtype), "w", along=0, probed=False)
                 dx = _gemm(ctx, "dgrad", qdy, qw.t(), ctx.x_dtype)
             if needs_w and ctx.wgrad == "fp8":
-                if _blockwise(ctx.recipe):
+                if ctx.recipe.by_direction:
                     qdy = _quantize(ctx, dy, "dy", along=0, probed=qdy is None)
                 assert qdy is not None
                 data, packed_scale = kept
@@ -198,10 +198,6 @@ def _unpack_scale(packed: Tensor, recipe: Recipe) -> Tensor:
     return e8m0_decode(packed) if isinstance(recipe, MXFP8Scaling) else packed
 
 
-def _blockwise(recipe: Recipe) -> bool:
-    return isinstance(recipe, BlockScaling | MXFP8Scaling)
-
-
 def _gemm(
     ctx: Any, gemm: Gemm, a: Quantized, b: Quantized, out_dtype: torch.dtype, bias: Tensor | None = None
 ) -> Tensor:
@@ -210,4 +206,7 @@ def _gemm(
     if ctx.module.backend.accumulation == "hopper":
         sums = "hopper_fast" if ctx.recipe.accumulates_fast(gemm) else "hopper_precise"
     alpha = ctx.module.output_multiplier
-    return scaled_mm(a, b, out_dtype=out_dtype, bias=bias, power_2=power_2, sums=sums, alpha=alpha)
+    by_row = isinstance(ctx.recipe, CurrentScaling) and ctx.recipe.by_direction
+    return scaled_mm(
+        a, b, out_dtype=out_dtype, bias=bias, power_2=power_2, sums=sums, alpha=alpha, by_row=by_row
+    )

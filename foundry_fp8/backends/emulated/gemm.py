@@ -6,6 +6,7 @@ products and add them in float32. Block scales that are not powers of two need f
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Literal
 
@@ -42,6 +43,7 @@ def scaled_mm(
     power_2: bool,
     sums: Sums = "float32",
     alpha: float = 1.0,
+    by_row: bool = False,
 ) -> Tensor:
     """``alpha * a @ b.T + bias``.
 
@@ -53,10 +55,14 @@ def scaled_mm(
         power_2: Whether block scales are powers of two (always for mxfp8).
         sums: How the products are added up.
         alpha: Output multiplier, applied with the scales; for operands with one scale per tensor only.
+        by_row: Each row has one scale, which multiplies the result, first ``b``'s, as CUTLASS does behind ``torch._scaled_mm``.
 
     Returns:
         ``[M, N]`` in ``out_dtype``; NaN where a scale is NaN, because its tensor or block held an Inf.
     """
+    a_scale, b_scale = a.gemm_scale, b.gemm_scale
+    if by_row:
+        a, b = (dataclasses.replace(q, block=None) for q in (a, b))
     # A selective checkpoint may keep what a matmul returned, so only scratch and later results are written in place.
     buffer = None
     if sums == "float32":
@@ -65,8 +71,11 @@ def scaled_mm(
         product = _float32_mm(a, b, out=buffer, narrow=a.block is None or power_2)
     else:
         product = hopper_mm(a, b, fast=sums == "hopper_fast")
-    if a.block is None:
-        product = buffer = torch.mul(product, a.gemm_scale * b.gemm_scale * alpha, out=buffer)
+    if by_row:
+        product = buffer = torch.mul(product, b_scale.t(), out=buffer)
+        product = torch.mul(product, a_scale, out=buffer)
+    elif a.block is None:
+        product = buffer = torch.mul(product, a_scale * b_scale * alpha, out=buffer)
     if bias is not None:
         product = torch.add(product, bias, out=buffer)
     return product.to(out_dtype)

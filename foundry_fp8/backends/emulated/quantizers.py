@@ -56,6 +56,8 @@ def quantize_operand(
         case DelayedScaling():
             assert scale is not None
             return _quantize_tensor(x, fmt, scale=scale)
+        case CurrentScaling(granularity="row"):
+            return reference.quantize_rows(x, fmt, along=along, power_2=recipe.power_2_scales)
         case CurrentScaling():
             return _quantize_tensor(x, fmt, power_2=recipe.power_2_scales)
         case BlockScaling():

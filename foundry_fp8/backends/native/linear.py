@@ -122,7 +122,7 @@ def fprop(
     w_hp = in_dtype(weight, x.dtype)
     eager: EagerPass | None = None
     x_piece = w_piece = x_amax = w_amax = None
-    if direct and source.kind == 0 and on_current_device(x):
+    if direct and source.kind == 0 and plan.granularity != "row" and on_current_device(x):
         eager = eager_pass("x", x, w_hp, plan, call.x, call.w)
         x_piece, w_piece = eager.pieces(x.device)
         if eager.first.copies:
@@ -264,7 +264,7 @@ def dgrad_and_wgrad(
     eager: EagerPass | None = None
     w_piece: Statistics | None = None
     direct = unnoticed()
-    if direct and on_current_device(dy):
+    if direct and plan.granularity != "row" and on_current_device(dy):
         eager = eager_pass("dy", dy, weight, plan, call.dy, (w_scale, None))
         dy_piece, w_piece = eager.pieces(dy.device)
         if eager.first.copies:

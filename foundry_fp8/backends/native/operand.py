@@ -9,7 +9,11 @@ from torch import Tensor
 
 from foundry_fp8.backends.native import gemm as products
 from foundry_fp8.backends.native.ops import amax_of_two, quantize_blockwise, quantize_tensorwise
-from foundry_fp8.backends.native.plan import Layout, Plan
+from foundry_fp8.backends.native.plan import FORMATS, Layout, Plan
+from foundry_fp8.kernels.producers import Producer
+from foundry_fp8.kernels.tensorwise import pad_to_multiple
+from foundry_fp8.layers.frozen_weight import in_dtype
+from foundry_fp8.numerics.quantize import quantize_rows
 from foundry_fp8.numerics.recipes import Gemm, Operand
 
 __all__ = ["Source", "gemm"]
@@ -64,6 +68,11 @@ class Source(NamedTuple):
             gemm_scale, scale_inv; empty for block scales) and the column sum (empty if not asked for).
         """
         fmt = plan.fmt(operand)
+        if plan.granularity == "row":
+            x, nothing = Producer(*self).reference(), self.x.new_empty((0,))
+            summed = x.float().sum(0) if column_sum else nothing
+            by_rows = _by_row(x, plan, fmt) if rows else (nothing, nothing)
+            return by_rows, _by_row(x.t(), plan, fmt) if columns else (nothing, nothing), nothing, summed
         if plan.granularity == "tensor" or plan.granularity == "constant":
             run = quantize_tensorwise.direct if direct else quantize_tensorwise
             if plan.granularity == "tensor":
@@ -84,6 +93,13 @@ class Source(NamedTuple):
             *self, fmt, group, square, plan.power_2, rows, columns, column_sum
         )
         return (data, gemm_scale), (data_t, gemm_scale_t), self.x.new_empty((0,)), summed
+
+
+def _by_row(x: Tensor, plan: Plan, fmt: str) -> Layout:
+    """``[R', C']`` padded with zeros, and a scale a row, ``[R']``; in torch's operators, which a compiler fuses."""
+    q = quantize_rows(x, FORMATS[fmt], along=1, power_2=plan.power_2)
+    data = pad_to_multiple(q.data)
+    return data, torch.nn.functional.pad(q.gemm_scale.flatten(), (0, len(data) - len(x)), value=1.0)
 
 
 def gemm(
@@ -119,6 +135,8 @@ def gemm(
         )
     if plan.granularity == "mx":
         return products.mx_mm(*a, *b, m=m, n=n, out_dtype=out_dtype, bias=bias)
+    if plan.granularity == "row":
+        return _by_rows(which, a, b, plan, m, n, out_dtype, bias, direct)
     return products.tensorwise_mm(
         *a,
         *b,
@@ -129,3 +147,26 @@ def gemm(
         fast_accumulation=which in plan.fast,
         direct=direct,
     )
+
+
+def _by_rows(
+    which: Gemm,
+    a: Layout,
+    b: Layout,
+    plan: Plan,
+    m: int,
+    n: int,
+    out_dtype: torch.dtype,
+    bias: Tensor | None,
+    direct: bool,
+) -> Tensor:
+    """By ``torch._scaled_mm`` with scales of rows, which writes bfloat16, whatever the model's dtype."""
+    bf16, fast = torch.bfloat16, which in plan.fast
+    inside = bias if out_dtype == bf16 else None
+    y = products.tensorwise_mm(
+        a[0], a[1][:, None], b[0], b[1][None], m=m, n=n, out_dtype=bf16, bias=inside, fast_accumulation=fast, direct=direct
+    )  # fmt: skip
+    if out_dtype == bf16:
+        return y
+    y = in_dtype(y, out_dtype)
+    return y if bias is None else y + bias

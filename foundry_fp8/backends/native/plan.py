@@ -8,7 +8,7 @@ from typing import Literal
 from torch import Tensor
 
 from foundry_fp8.numerics.formats import E4M3, E5M2, Float8Format
-from foundry_fp8.numerics.quantize import Quantized, quantize_block, quantize_mx, with_amax
+from foundry_fp8.numerics.quantize import Quantized, quantize_block, quantize_mx, quantize_rows, with_amax
 from foundry_fp8.numerics.recipes import (
     BlockScaling,
     CurrentScaling,
@@ -25,7 +25,7 @@ __all__ = ["FORMATS", "Layout", "Plan", "plan_of", "quantized_view"]
 FORMATS: dict[str, Float8Format] = {fmt.name: fmt for fmt in (E4M3, E5M2)}
 """The FP8 formats by name, as a :class:`Plan` stores them."""
 
-Granularity = Literal["tensor", "constant", "block", "mx"]
+Granularity = Literal["tensor", "row", "constant", "block", "mx"]
 
 GRANULARITY: dict[str, Granularity] = {
     DelayedScaling.name: "tensor",
@@ -75,6 +75,8 @@ def plan_of(recipe: Recipe, alpha: float = 1.0) -> Plan:
     granularity = GRANULARITY.get(recipe.name)
     if granularity is None:
         raise TypeError(f"the native backend does not know the recipe {recipe!r}")
+    if granularity == "tensor" and recipe.by_direction:
+        granularity = "row"
     power_2 = getattr(recipe, "power_2_scales", granularity == "mx")
     fast = getattr(recipe, "fast_accumulation", ())
     gradient_scale = getattr(recipe, "gradient_scale", 1)
@@ -98,5 +100,7 @@ def quantized_view(
         return quantize_block(x, (128, 128) if operand == "w" else (1, 128), fmt, power_2=plan.power_2)
     if plan.granularity == "mx":
         return quantize_mx(x, (1, 32), fmt)
+    if plan.granularity == "row":
+        return quantize_rows(x, fmt, along=1, power_2=plan.power_2)
     quantized = Quantized(layout[0][: x.shape[0], : x.shape[1]], stats[2], None, fmt, stats[0])
     return with_amax(quantized, x) if plan.granularity == "constant" else quantized

@@ -84,6 +84,10 @@ def _results(
     x, w, dy = (_awkward(*shape, dtype, device) for shape in ((TOKENS, IN), (OUT, IN), (TOKENS, OUT)))
     operands: tuple[tuple[Operand, Tensor], ...] = (("x", x), ("w", w), ("dy", dy))
     known: dict[Operand, Tensor] = {}
+    if plan.granularity == "row":  # torch's own operators quantise
+        yield _product("fprop", x, w, recipe, plan, dtype)
+        yield _product("wgrad", dy.t().contiguous(), x.t().contiguous(), recipe, plan, dtype)
+        return
     if isinstance(recipe, CurrentScaling):
         amaxes = amax_of_two(Producer.identity(x), w)
         known = {"x": amaxes[0], "w": amaxes[1]}
@@ -191,6 +195,8 @@ def _dense(layout: Layout, plan: Plan, *, square: bool) -> Tensor:
     data = values.double()
     if plan.granularity in ("tensor", "constant"):
         return data * scales.double()
+    if plan.granularity == "row":
+        return data * scales.double()[:, None]
     rows, columns = data.shape
     if plan.granularity == "mx":
         scale = e8m0_decode(unswizzle_mx_scales(scales, rows, columns // 32)).repeat_interleave(32, 1)

@@ -77,7 +77,12 @@ def test_operators_say_what_they_return(name, device):
     torch.library.opcheck(op.definition, args, test_utils=checks)
 
 
-@pytest.mark.parametrize(("recipe", "bias"), [("delayed", True), ("block", False), ("unit", False)])
+BY_ROW = {"name": "current", "granularity": "row"}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "bias"), [("delayed", True), (BY_ROW, True), ("block", False), ("unit", False)]
+)
 def test_compiles_whole_and_gives_the_same_bits(recipe, bias, device):
     """One graph for every number of tokens, forward and backward, no breaks. 48 tokens need no padding."""
     torch.manual_seed(0)

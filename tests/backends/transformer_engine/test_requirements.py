@@ -50,6 +50,7 @@ def test_which_recipes_run_where(capability, stack, runs):
         (BlockScaling(power_2_scales=False), {"capability": (10, 0), **MODERN}, "power_2_scales: false"),
         (MXFP8Scaling(), {"capability": (9, 0), **MODERN}, "compute capability 9.0"),
         (CurrentScaling(), {"capability": (8, 9), **PINNED, "cuda": (12, 0)}, "needs 12.1"),
+        (CurrentScaling(granularity="row"), {"capability": (9, 0), **MODERN}, "no scales of rows"),
         (DelayedScaling(), {"capability": (8, 6), **MODERN}, "FP8 needs 8.9"),
     ],
 )
