@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 
 import foundry_fp8
@@ -114,6 +115,24 @@ def test_megablocks_and_sharded_experts_are_left_by_name():
     rows = {row.name: row for row in foundry_fp8.apply_fp8(model, recipe="current").rows}
     assert "torch_dmoe trains them in FP8" in rows["transformer.blocks.0.ffn.experts.mlp.w1"].reason
     assert rows["transformer.blocks.1.ffn.experts.mlp.w1"].action == "converted"
+
+
+def test_beside_adapters_frozen_experts_run_in_fp8_and_an_adapter_on_the_parameter_is_left_by_name():
+    model, batch = MODELS["Dbrx"]()
+    parametrized = model.transformer.blocks[1].ffn.experts.mlp
+    nn.utils.parametrize.register_parametrization(parametrized, "w1", nn.Identity())
+    model = get_peft_model(model, LoraConfig(target_modules=["Wqkv"])).train()
+    power_2 = {"name": "current", "power_2_scales": True}
+    report = foundry_fp8.apply_fp8(model, recipe=power_2, backend="emulated", frozen_weights="fp8")
+    rows = {row.name.removeprefix("base_model.model.transformer.blocks."): row for row in report.rows}
+    assert rows["0.norm_attn_norm.attn.Wqkv.base_layer"].reason.endswith("kept in FP8 alone")
+    assert rows["0.ffn.experts.mlp.w1"].reason == "current"
+    assert "something else has replaced (an adapter on a parameter)" in rows["1.ffn.experts.mlp.v1"].reason
+    assert step(model, batch)
+    layers = [m for m in model.modules() if isinstance(m, FP8GroupedLinear)]
+    assert len(layers) == 3 and all(
+        set(m.ledger.calls) == {("fprop", "fp8"), ("dgrad", "fp8")} for m in layers
+    )
 
 
 def test_rules_name_them_by_role_and_by_parameter():
