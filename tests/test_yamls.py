@@ -228,6 +228,16 @@ def kind_of_gpu(path):
     return planned[2].split()[0].lower() if planned else "h100"
 
 
+def test_a_plan_with_fp8_attention_says_where_auto_leaves_it(folders, tmp_path):
+    (path,) = (path for path in ALL if path.stem == "fog")
+    config = load(path, folders)
+    OmegaConf.update(config, "algorithms.fp8", {"recipe": "delayed", "attention": True}, force_add=True)
+    OmegaConf.save(config, tmp_path / "fog.yaml")
+    options = ["--device", "fake", "--compression", "none", "--budget", "1.0"]
+    done = CliRunner().invoke(app, ["plan", "memory", str(tmp_path / "fog.yaml"), *options])
+    assert "on a GPU without Transformer Engine auto leaves it in BF16" in done.output, done.output
+
+
 @pytest.mark.parametrize(
     "path", each([path for path in ALL if path.parent.name != "demo"], lambda stem: False)
 )

@@ -196,6 +196,9 @@ def plan_yaml(
     note = "attention holds flash attention's bytes, at other seconds\n" if stand_in else ""
     if dry and next(router_modules(model), None) is not None:
         note += "each expert has an equal share of the tokens\n"
+    fp8 = (config.get("algorithms") or {}).get("fp8") or {}
+    if fp8.get("enabled", True) and fp8.get("attention") and fp8.get("backend", "auto") == "auto":
+        note += "FP8 attention is planned; on a GPU without Transformer Engine auto leaves it in BF16\n"
     return (
         f"{path.name}: {microbatch} x {config['max_seq_len']} tokens, parameters and optimizer state "
         f"{format_bytes(plan.measurements.frame.static)}\n{note}{others}{plan}"
