@@ -168,7 +168,7 @@ MUTANTS = [
     Mutant(RECIPES, "max(1, tokens * width)", "max(1, tokens)", T_UNIT),
     Mutant(QUANTIZE, "torch.where(torch.isinf(wide), torch.nan, wide * scale), fmt)", "wide * scale, fmt)", T_UNIT),
     Mutant("layers/unit_linear.py", "and self.chosen_gradient_scale is not None", "and False", T_UNIT),
-    Mutant("backends/emulated/gemm.py", "b.gemm_scale * alpha", "b.gemm_scale", T_UNIT),
+    Mutant("backends/emulated/gemm.py", "b_scale * alpha", "b_scale", T_UNIT),
     Mutant("backends/emulated/backend.py", ".mul(ctx.module.output_multiplier)", "", T_UNIT),
     Mutant("observe/kurtosis.py", "counted = s2 != 0", "counted = s2 >= 0", "callbacks/test_kurtosis_monitor.py"),
     # What gave wrong results once, and no sign of it.

@@ -52,6 +52,7 @@ def test_a_rank_that_hangs(tmp_path):
     assert "rank 0 was at" in why and "cluster/network.py" in why
 
 
+@pytest.mark.full
 def test_no_nccl(tmp_path):
     found, words = run(tmp_path, "no_nccl", "network", "ddp")
     assert "doesn't have NCCL" in found["network"].why and words["network"].word == "refuted"
@@ -103,7 +104,8 @@ def test_a_full_disk(tmp_path):
     assert found["checkpoint"].state == "failed" and "--output" in words["checkpoint"].claim.next
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("composer", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("launcher", ["torchrun", "composer"])
 def test_under_a_launcher(launcher, tmp_path):
     """One supervisor a rank; what is packed for an issue names no folder of this machine."""
     program = Path(sys.executable).with_name(launcher)

@@ -56,7 +56,7 @@ def assert_within(what, total, worst, most):
 
 NOT_SHARDED = {"CLIP": "scalar parameters"}
 """What torch's FSDP2 refuses in these hosts."""
-SAMPLE = ["nn.Transformer", "shared block", "MPT-dmoe-glu"]
+SAMPLE = ["shared block", "MPT-dmoe-glu"]
 SHARES = [list(HOSTS)[first::6] for first in range(6)]
 IMPORTS = f"{launch.FSDP},tests.combinations.sharded_hosts"
 

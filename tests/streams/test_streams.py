@@ -170,7 +170,9 @@ def waits(gpu):
     return [(what, place) for what, place in gpu.graph.syncs if not place.startswith("streams/")]
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "current", pytest.param("block", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "recipe", ["delayed", *(pytest.param(name, marks=pytest.mark.full) for name in ("current", "block"))]
+)
 def test_native_linears(gpu, recipe, monkeypatch):
     for module in (products, gemm):  # the interpreter has no GEMM of cuBLASLt
         monkeypatch.setattr(module, "defined", lambda a: True)
@@ -183,7 +185,7 @@ def test_native_linears(gpu, recipe, monkeypatch):
     assert waits(gpu) == []
 
 
-@pytest.mark.parametrize("format", ["int8", "exact"])
+@pytest.mark.parametrize("format", ["int8", pytest.param("exact", marks=pytest.mark.full)])
 def test_compressed_activations(gpu, format):
     model = stack()
     foundry_fp8.apply_activation_compression(model, format=format, min_numel=0)
