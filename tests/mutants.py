@@ -173,7 +173,7 @@ MUTANTS = [
     Mutant("observe/kurtosis.py", "counted = s2 != 0", "counted = s2 >= 0", "callbacks/test_kurtosis_monitor.py"),
     # What gave wrong results once, and no sign of it.
     Mutant("backends/emulated/backend.py", "        ctx.save_for_backward(weight, *kept)", "        ctx.save_for_backward(*((weight, *kept) if keep is None else keep((weight, *kept))))", f"{COMPRESSION}/test_fp8.py"),
-    Mutant("backends/emulated/gemm.py", "torch.mul(product, a.gemm_scale", "torch.mul(product.to(out_dtype), a.gemm_scale", "backends/test_emulated_gemm.py"),
+    Mutant("backends/emulated/gemm.py", "torch.mul(product, a_scale * b", "torch.mul(product.to(out_dtype), a_scale * b", "backends/test_emulated_gemm.py"),
     Mutant("backends/emulated/hopper.py", "return (total.view(torch.int32) & -(1 << (23 - BITS))).view(torch.float32)", "return total", "backends/test_emulated_hopper.py"),
     Mutant(f"{COMPRESSION}/matching.py", "(name not in LAYER_NORMS and name not in RMS_NORMS)", 'type(module).__name__ not in {n.rpartition(".")[2] for n in LAYER_NORMS | RMS_NORMS}', f"{COMPRESSION}/test_matching.py"),
     Mutant(f"{COMPRESSION}/readers.py", "return _KNOWN.get(node.name(), Reads.EXACTLY)", "return _KNOWN.get(node.name(), Reads.SMOOTHLY)", f"{COMPRESSION}/test_readers.py"),
