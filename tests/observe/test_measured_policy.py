@@ -139,6 +139,20 @@ def test_a_checkpoint_holds_the_choice_and_always_has_the_same_form(chosen, tmp_
         FP8State.of(plain).load_state_dict(saved["fp8"])
 
 
+def test_histories_that_begin_with_the_choice_are_no_lost_checkpoint(caplog):
+    """The optimizer has taken the steps of the warm-up by then."""
+    model = converted()
+    state, optimizer = FP8State.of(model), torch.optim.AdamW(model.parameters())
+    state.reconsider()
+    for step in range(4):
+        if step == 2:
+            state.choose(dict.fromkeys(state.modules, foundry_fp8.DelayedScaling()))
+        loss_of(model, batch(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert state.delayed.amax_history.any() and "no FP8 state was loaded" not in caplog.text
+
+
 def test_layers_that_do_not_run_delayed_pay_nothing_for_it():
     model = converted()
     state = FP8State.of(model)
