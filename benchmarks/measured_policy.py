@@ -1,6 +1,6 @@
 """``recipe: measured`` beside single recipes and a list of rules: the held-out loss, and the share of FLOPs in FP8.
 
-    python benchmarks/measured_policy.py            results/measured_policy.json, and a table (half an hour on two cores)
+    python benchmarks/measured_policy.py            results/measured_policy.json, and a table (an hour of one core)
     python benchmarks/measured_policy.py --plot     table and docs/images/measured_policy.png from that file
 
 Three models of 4 blocks (an MPT, a FOG, an MPT with four experts a block, two of them a token) on bytes of this Python's standard
