@@ -93,7 +93,8 @@ class FP8State(ModelState):
         The layers of other recipes than delayed lose their slots; a checkpoint holds their place, so that its form is always the same.
         """
         assert self._scales is not None
-        self.table, self.answered = measured_table(choice), True  # histories begin here, whatever steps came before
+        self.table = measured_table(choice)
+        self.answered = True  # histories begin here, whatever steps came before
         for name, module in self.modules.items():
             module.recipe = module.configured_recipe = choice[name]
             module.slots = self._scales.slots(name) if isinstance(choice[name], DelayedScaling) else None
