@@ -114,10 +114,12 @@ def _measure(
     probe: PrecisionProbe, error_of: Callable[[Recipes], float], limit: float
 ) -> tuple[dict[str, dict[str, float]], list[str]]:
     """Errors by unit and recipe; the units that are layers."""
-    several = len({layer.configured_recipe for layer in probe.layers.values()}) > 1
-    recipes = {name: _recipes(layer, "policy" * several) for name, layer in probe.layers.items()}
-    units: dict[str, list[str]] = {"all layers": list(probe.layers)}
-    for name in probe.layers:
+    # Of experts that were converted in part the others have a layer too.
+    converted = {name: layer for name, layer in probe.layers.items() if layer.configured_recipe is not None}
+    several = len({layer.configured_recipe for layer in converted.values()}) > 1
+    recipes = {name: _recipes(layer, "policy" * several) for name, layer in converted.items()}
+    units: dict[str, list[str]] = {"all layers": list(converted)}
+    for name in converted:
         units.setdefault(probe.block_of(name), []).append(name)
 
     def errors(names: Sequence[str]) -> dict[str, float]:
