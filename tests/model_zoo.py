@@ -259,7 +259,7 @@ _add(
 )
 
 
-def _dmoe(mlp_type: str) -> dict[str, Any]:
+def dmoe(mlp_type: str) -> dict[str, Any]:
     return {
         "ffn_type": "torch_dmoe",
         "mlp_type": mlp_type,
@@ -274,8 +274,8 @@ def _dmoe(mlp_type: str) -> dict[str, Any]:
 for _name, _options in {
     "MPT": {},
     "MPT-glu": {"ffn_config": {"ffn_type": "mptglu"}, "tie_word_embeddings": False},
-    "MPT-dmoe": {"ffn_config": _dmoe("mlp")},
-    "MPT-dmoe-glu": {"ffn_config": _dmoe("glu"), "tie_word_embeddings": False},
+    "MPT-dmoe": {"ffn_config": dmoe("mlp")},
+    "MPT-dmoe-glu": {"ffn_config": dmoe("glu"), "tie_word_embeddings": False},
 }.items():
     MODELS[_name] = lambda options=_options: (
         mpt(**options),

@@ -63,8 +63,8 @@ T_STEP, T_PLANNER = "planning/communication/test_step.py", "planning/memory/test
 MUTANTS = [
     Mutant(
         "export/layout.py",
-        "(quantized.scale_inv * linear.output_multiplier).reshape(",
-        "quantized.scale_inv.reshape(",
+        "quantized.scale_inv * linear.output_multiplier",
+        "quantized.scale_inv",
         "export/test_apply.py",
     ),
     Mutant("export/layout.py", ".detach().to(dtype)\n", ".detach()\n", "cli/test_export.py"),

@@ -270,7 +270,7 @@ def _conversion(config: Mapping[str, Any], model: Any, hardware: Hardware) -> li
                 f"{hardware.name} does not multiply FP8; backend: emulated shows its losses alone",
             )
         ]
-    listed = [rule.get("recipe") for rule in chosen] if isinstance(chosen, list) else [chosen, recipe]
+    listed = [rule.get("recipe") for rule in chosen] if isinstance(chosen, list) else [chosen]
     named = [one.get("name") if isinstance(one, Mapping) else one for one in listed]
     found = []
     if "mxfp8" in named and hardware.gpu.recipe != "mxfp8" and options.get("backend") != "emulated":
@@ -304,7 +304,8 @@ def _conversion(config: Mapping[str, Any], model: Any, hardware: Hardware) -> li
     level: Level = "warning" if any(line.strip().startswith("Warning") for line in lines) else "ok"
     found.append(Finding("conversion", level, "\n".join([head, *lines])))
     grouped = [row.name for row in report.rows if row.action == "converted" and len(row.shape) == 3]
-    if grouped and asked != "emulated" and (asked != "native" or {"auto", "measured"} & set(named)):
+    only_where_faster = recipe == "auto" or "measured" in named
+    if grouped and asked != "emulated" and (asked != "native" or only_where_faster):
         found.append(
             Finding(
                 "conversion",

@@ -135,9 +135,7 @@ def export_fp8(
             )
     ignored = [clean_name(n) for n, m in inner.named_modules() if isinstance(m, nn.Linear) and clean_name(n) not in layers]  # fmt: skip
     static = not isinstance(recipe, CurrentScaling)
-    config.quantization_config = quantization_config(
-        served, ignored, static=static, by_row=recipe.by_direction
-    )
+    config.quantization_config = quantization_config(served, ignored, static=static, by_row=recipe.by_row)
     config.torch_dtype, config.use_cache = hp, True  # training keeps no cache
     _write(inner, config, tensors, Path(folder), tokenizer)
     elements = sum(layer.weight.numel() for layer in served.values())

@@ -89,9 +89,7 @@ def served_linear(name: str, linear: FP8Linear, dtype: torch.dtype) -> ServedLin
     restored = quantized.data.float() * quantized.scale_inv
     return ServedLinear(
         weight=quantized.data,
-        weight_scale=(quantized.scale_inv * linear.output_multiplier).reshape(
-            -1, *[1] * (quantized.block is not None)
-        ),
+        weight_scale=torch.atleast_1d(quantized.scale_inv * linear.output_multiplier),
         input_scale=input_scale,
         rounding=float((restored - weight.float()).norm() / weight.float().norm().clamp(min=1e-30)),
     )

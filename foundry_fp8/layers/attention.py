@@ -58,11 +58,10 @@ GRADIENTS = ("do", "dp", "dqkv")
 
 def no_attention_form(recipe: Recipe) -> str | None:
     """Why no backend of ours has FP8 attention for ``recipe``, or ``None``: delayed and current scaling have a form."""
-    if (
-        recipe.name in ("delayed", "current") and not recipe.by_direction
-    ):  # by name: Dynamo does not trace isinstance of a union
+    # By name: Dynamo does not trace isinstance of a union.
+    if recipe.name in ("delayed", "current") and not recipe.by_row:
         return None
-    scales = " with scales of rows" if recipe.name == "current" else ""
+    scales = " with scales of rows" if recipe.by_row else ""
     return f"the {recipe.name} recipe{scales} has no FP8 attention (Transformer Engine has none either)"
 
 

@@ -74,26 +74,25 @@ class Backend(abc.ABC):
             ``[..., out_features]`` in the compute dtype (:func:`compute_dtype`).
         """
 
-    def experts_reason(self, recipe: Recipe) -> str | None:
-        """Why it runs no experts whose weights are one parameter (:meth:`grouped_linear`) in ``recipe``, or ``None`` if it does."""
+    def experts_reason(self) -> str | None:
+        """Why it runs no experts whose weights are one parameter (:meth:`grouped_linear`), or ``None`` if it does."""
         return f"the {self.name} backend runs no experts in one parameter"
 
     def grouped_linear(
-        self, layer: FP8GroupedLinear, x: Tensor, weights: Tensor, biases: Tensor | None, sizes: Sequence[int]
+        self, layer: FP8GroupedLinear, x: Tensor, weights: Tensor, sizes: Sequence[int]
     ) -> Tensor:
-        """``x_e W_e^T + b_e`` for the rows ``x_e`` of each expert, differentiable.
+        """``x_e W_e^T`` for the rows ``x_e`` of each expert, differentiable.
 
         Args:
             layer: Its recipe, slots and probe are read at each call.
             x: ``[rows, in_features]``, hp, sorted by expert, not empty.
             weights: ``[experts, out_features, in_features]``, hp; may be a transposed view.
-            biases: ``[experts, out_features]``, hp.
             sizes: Rows of each expert; some may have none.
 
         Returns:
             ``[rows, out_features]`` in the compute dtype.
         """
-        raise NotImplementedError(self.experts_reason(layer.recipe) if layer.recipe else None)
+        raise NotImplementedError(self.experts_reason())
 
     def shape_reason(self, recipe: Recipe, in_features: int, out_features: int) -> str | None:
         """Why ``recipe`` cannot take a layer of this shape, or ``None`` if it can."""

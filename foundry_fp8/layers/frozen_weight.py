@@ -27,9 +27,8 @@ __all__ = ["FrozenFP8Weight", "exact_for", "in_dtype", "in_high_precision", "kee
 
 def exact_for(recipe: Recipe) -> bool:
     """Whether what ``recipe`` makes of a weight is quantised to itself: its scales are powers of two, of the weight alone."""
-    if isinstance(recipe, CurrentScaling) and recipe.by_direction:
-        return False
-    return isinstance(recipe, MXFP8Scaling | UnitScaling) or getattr(recipe, "power_2_scales", False)
+    powers_of_two = isinstance(recipe, MXFP8Scaling | UnitScaling) or getattr(recipe, "power_2_scales", False)
+    return powers_of_two and not recipe.by_row
 
 
 def keep_in_fp8(weight: nn.Parameter, recipe: Recipe) -> None:

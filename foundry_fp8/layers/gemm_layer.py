@@ -79,7 +79,7 @@ class FP8GemmLayer(nn.Module):
         self,
         fqn: str,
         backend: GemmBackend,
-        recipe: Recipe,
+        recipe: Recipe | None,
         wgrad: Literal["fp8", "high_precision"],
         evaluate: Literal["fp8", "high_precision"],
     ) -> None:

@@ -14,20 +14,20 @@ from foundry_fp8.numerics.recipes import Recipe
 
 __all__ = ["FP8GroupedLinear", "GroupedBackend", "by_expert"]
 
-Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+Product = Callable[[Tensor, Tensor], Tensor]
 
 
 class GroupedBackend(GemmBackend, Protocol):
     """What experts ask of their backend."""
 
     def grouped_linear(
-        self, layer: FP8GroupedLinear, x: Tensor, weights: Tensor, biases: Tensor | None, sizes: Sequence[int]
+        self, layer: FP8GroupedLinear, x: Tensor, weights: Tensor, sizes: Sequence[int]
     ) -> Tensor:
         """The products of all experts, differentiable."""
 
 
 class FP8GroupedLinear(FP8GemmLayer):
-    """``y_e = x_e W_e^T + b_e`` for each expert ``e``, in FP8.
+    """``y_e = x_e W_e^T`` for each expert ``e``, in FP8.
 
     It has no parameter: the experts' own module hands it the weights at each call. Each expert's x, weight and dy have scales of their
     own, as if its linear were a module; only the delayed recipe, whose histories are kept for a layer, has one scale for all experts.
@@ -36,7 +36,7 @@ class FP8GroupedLinear(FP8GemmLayer):
         fqn: The parameter's name in the model.
         shape: Experts, out_features, in_features.
         backend: Who runs the GEMMs.
-        recipe: What to run.
+        recipe: What to run; ``None`` is high precision for good.
         wgrad: Whether the weight gradient's GEMM runs in FP8.
         evaluate: What a forward in ``eval()`` mode runs in.
     """
@@ -49,7 +49,7 @@ class FP8GroupedLinear(FP8GemmLayer):
         fqn: str,
         shape: tuple[int, ...],
         backend: GroupedBackend,
-        recipe: Recipe,
+        recipe: Recipe | None,
         wgrad: Literal["fp8", "high_precision"],
         evaluate: Literal["fp8", "high_precision"],
     ) -> None:
@@ -57,16 +57,13 @@ class FP8GroupedLinear(FP8GemmLayer):
         self.experts, self.out_features, self.in_features = shape
         self._begin(fqn, backend, recipe, wgrad, evaluate)
 
-    def forward(
-        self, x: Tensor, weights: Tensor, sizes: Sequence[int], biases: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, weights: Tensor, sizes: Sequence[int]) -> Tensor:
         """The products of all experts.
 
         Args:
             x: ``[rows, in_features]``, hp, sorted by expert.
             weights: ``[experts, out_features, in_features]``, a view of the parameter.
             sizes: Rows of each expert.
-            biases: ``[experts, out_features]``.
 
         Returns:
             ``[rows, out_features]`` in the compute dtype.
@@ -74,8 +71,8 @@ class FP8GroupedLinear(FP8GemmLayer):
 
         def compute(x: Tensor) -> Tensor:
             if self.runs_fp8 and x.numel():
-                return self.backend.grouped_linear(self, x, weights, biases, sizes)
-            return by_expert(F.linear, x, weights, biases, sizes)
+                return self.backend.grouped_linear(self, x, weights, sizes)
+            return by_expert(F.linear, x, weights, sizes)
 
         return self.recorded(x, compute, weights)
 
@@ -86,16 +83,13 @@ class FP8GroupedLinear(FP8GemmLayer):
         return f"{shape}, recipe={running}, backend={self.backend.name}, wgrad={self.wgrad}"
 
 
-def by_expert(
-    product: Product, x: Tensor, weights: Tensor, biases: Tensor | None, sizes: Sequence[int]
-) -> Tensor:
-    """``product(x_e, W_e, b_e)`` of each expert that has rows, one under the other.
+def by_expert(product: Product, x: Tensor, weights: Tensor, sizes: Sequence[int]) -> Tensor:
+    """``product(x_e, W_e)`` of each expert that has rows, one under the other.
 
     Args:
         product: Of one expert.
         x: ``[rows, in_features]``, sorted by expert.
         weights: ``[experts, out_features, in_features]``.
-        biases: ``[experts, out_features]``.
         sizes: Rows of each expert.
 
     Raises:
@@ -106,11 +100,6 @@ def by_expert(
             f"{len(x)} rows and {len(weights)} experts do not fit the sizes {list(sizes)}: one of each expert, which add up to the rows"
         )
     # unbind, and not an index for each: its backward writes the gradient of all experts once.
-    of_expert = zip(
-        x.split(list(sizes)),
-        weights.unbind(),
-        [None] * len(weights) if biases is None else biases.unbind(),
-        strict=True,
-    )
-    parts = [product(*one) for one in of_expert if len(one[0])]
-    return torch.cat(parts) if parts else product(x, weights[0], None if biases is None else biases[0])
+    of_expert = zip(x.split(list(sizes)), weights.unbind(), strict=True)
+    parts = [product(rows, weight) for rows, weight in of_expert if len(rows)]
+    return torch.cat(parts) if parts else product(x, weights[0])

@@ -87,9 +87,14 @@ class Recipe(Config):
         return False
 
     @property
+    def by_row(self) -> bool:
+        """Whether all that a GEMM adds up for an element of its result has one scale from each side, which multiplies the sum."""
+        return False
+
+    @property
     def by_direction(self) -> bool:
         """Whether a tensor has other scales in each dimension that a GEMM contracts, so that it is quantised once for each."""
-        return False
+        return self.by_row
 
     def to_dict(self) -> dict[str, Any]:
         """``{"name": ..., field: value}``: what :func:`parse_recipe` reads back, and what the logs show."""
@@ -146,8 +151,8 @@ class CurrentScaling(TensorwiseRecipe):
     """Round each scale down to a power of two."""
 
     @property
-    def by_direction(self) -> bool:
-        """See :attr:`Recipe.by_direction`."""
+    def by_row(self) -> bool:
+        """See :attr:`Recipe.by_row`."""
         return self.granularity == "row"
 
 

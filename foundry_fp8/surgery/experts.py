@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +13,13 @@ from torch.nn.parameter import is_lazy
 
 from foundry_fp8.compat.fake_tensor import unset_fake_temporarily
 from foundry_fp8.layers.backend import Backend
-from foundry_fp8.layers.dtensor import is_dtensor
-from foundry_fp8.layers.experts import FORMS, ExpertsForm
-from foundry_fp8.layers.grouped_linear import FP8GroupedLinear
+from foundry_fp8.layers.experts import FORMS, ExpertsForm, SortedGateUp, StackedRows
+from foundry_fp8.layers.grouped_linear import FP8GroupedLinear, GroupedBackend
 from foundry_fp8.model_structure.experts import expert_count
 from foundry_fp8.model_structure.names import BESIDE_PARAMETERS
 from foundry_fp8.numerics.recipes import Recipe
-from foundry_fp8.surgery.policy import Choice
+from foundry_fp8.surgery.left_out import unfit
+from foundry_fp8.surgery.same_as_linear import without_contents
 
 __all__ = ["ExpertWeights", "expert_weights", "put_in_place"]
 
@@ -47,21 +47,8 @@ class ExpertWeights:
 
     def reason(self, recipe: Recipe, backend: Backend) -> str | None:
         """Why it cannot run ``recipe`` on ``backend``, or ``None``."""
-        why = backend.experts_reason(recipe) or backend.shape_reason(recipe, self.shape[2], self.shape[1])
+        why = backend.experts_reason() or backend.shape_reason(recipe, self.shape[2], self.shape[1])
         return why and f"experts: {why}"
-
-    def layer(
-        self, name: str, choice: Choice, backend: Backend, evaluate: Literal["fp8", "high_precision"]
-    ) -> FP8GroupedLinear:
-        """What runs its products."""
-        return FP8GroupedLinear(
-            fqn=name,
-            shape=self.shape,
-            backend=backend,
-            recipe=choice.recipe,
-            wgrad=choice.wgrad,
-            evaluate=evaluate,
-        )
 
 
 def expert_weights(model: nn.Module) -> dict[str, ExpertWeights]:
@@ -81,11 +68,8 @@ def expert_weights(model: nn.Module) -> dict[str, ExpertWeights]:
         for part, parameter in own:
             whole = f"{name}.{part}" if name else part
             leaf = part.rpartition(".")[2]
-            if form is None:
-                found[whole] = ExpertWeights(module, None, leaf, _shape(parameter), why_not)
-                continue
-            shape: Any = tuple(form.matrices(module, leaf).shape)
-            found[whole] = ExpertWeights(module, form, leaf, shape, _unfit(parameter))
+            shape = _shape(parameter) if form is None else tuple(form.matrices(module, leaf).shape)
+            found[whole] = ExpertWeights(module, form, leaf, shape, why_not or unfit(parameter) or "")
     return found
 
 
@@ -99,25 +83,13 @@ def put_in_place(layers: Mapping[str, FP8GroupedLinear], weights: Mapping[str, E
         holder = one.module if one.form is None else one.form.holder(one.module)
         beside = holder._modules.get(BESIDE_PARAMETERS)
         if isinstance(beside, nn.ModuleDict) and one.part not in beside:
-            model_for = next(iter(beside.values()))
-            assert isinstance(model_for, FP8GroupedLinear) and model_for.configured_recipe is not None
-            beside[one.part] = left = FP8GroupedLinear(
-                fqn=name, shape=one.shape, backend=model_for.backend, recipe=model_for.configured_recipe,
-                wgrad="high_precision", evaluate="high_precision",
-            )  # fmt: skip
-            left.recipe = left.configured_recipe = None
+            converted = next(iter(beside.values()))
+            assert isinstance(converted, FP8GroupedLinear)
+            beside[one.part] = _in_high_precision(name, one.shape, converted.backend)
 
 
 def _shape(parameter: Tensor) -> tuple[int, ...]:
     return () if is_lazy(parameter) else tuple(parameter.shape)
-
-
-def _unfit(parameter: Tensor) -> str:
-    if is_dtensor(parameter):
-        return "its weight is a DTensor: it was sharded before the conversion, which has to come first"
-    if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"its weight is {parameter.dtype}"
-    return ""
 
 
 def _form_of(module: nn.Module) -> tuple[type[ExpertsForm] | None, str]:
@@ -167,8 +139,11 @@ def _same(module: nn.Module, form: type[ExpertsForm]) -> bool:
         for parameter in ours.parameters():
             parameter.data = random(*parameter.shape)
         theirs = copy.deepcopy(ours)
-        _take_form(ours, form, {part: _high_precision() for part in form.holder(ours)._parameters})
         weights = {part: form.matrices(ours, part) for part in form.holder(ours)._parameters}
+        nobody: Any = None
+        _take_form(
+            ours, form, {part: _in_high_precision(part, w.shape, nobody) for part, w in weights.items()}
+        )
         hidden = next(iter(weights.values())).shape[2]
         with torch.enable_grad(), torch.random.fork_rng(devices=[]):
             inputs = _inputs(form, hidden, random)
@@ -186,10 +161,9 @@ def _inputs(form: type[ExpertsForm], hidden: int, random: Any) -> tuple[Any, ...
     tokens = 5
     chosen = torch.tensor([[0, 2], [2, 0], [0, 2], [2, 0], [2, 0]], device="cpu")  # nobody chooses expert 1
     weights = random(tokens, _CHOICES).abs()
-    name = form.__name__
-    if name == "StackedRows":
+    if form is StackedRows:
         return random(1, tokens, hidden), random(tokens, _EXPERTS), weights, chosen
-    if name == "SortedGateUp":
+    if form is SortedGateUp:
         return (random(_EXPERTS * tokens, hidden),)
     return random(tokens, hidden), [3, 0, 2]
 
@@ -201,10 +175,9 @@ def _output_and_gradients(module: nn.Module, inputs: tuple[Any, ...]) -> list[Te
     return [output, *torch.autograd.grad(output, [x, *module.parameters()], dy)]
 
 
-def _high_precision() -> FP8GroupedLinear:
-    nothing: Any = None
+def _in_high_precision(name: str, shape: tuple[int, ...], backend: GroupedBackend) -> FP8GroupedLinear:
     return FP8GroupedLinear(
-        fqn="", shape=(0, 0, 1), backend=nothing, recipe=nothing, wgrad="fp8", evaluate="high_precision"
+        fqn=name, shape=shape, backend=backend, recipe=None, wgrad="high_precision", evaluate="high_precision"
     )
 
 
@@ -218,13 +191,8 @@ def _small_copy(module: nn.Module, form: type[ExpertsForm]) -> nn.Module:
         sizes.setdefault(size, 2 * sizes[size // 2] if size / 2 in sizes else _SMALL * len(sizes))
 
     def small(old: nn.Module) -> nn.Module:
-        new = type(old).__new__(type(old))
-        nn.Module.__init__(new)
-        mine = vars(new)
-        mine.update({key: value for key, value in vars(old).items() if key not in mine})
-        mine.update({k: sizes[v] for k, v in vars(old).items() if type(v) is int and v in sizes})
-        new.training = True
-        return new
+        changed = {k: sizes[v] for k, v in vars(old).items() if type(v) is int and v in sizes}
+        return without_contents(old, changed, training=True)
 
     found = small(module)
     own = found if holder is module else small(holder)

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from foundry_fp8.layers.dtensor import is_dtensor
@@ -20,7 +20,7 @@ from foundry_fp8.model_structure.blocks import block_index_of, transformer_block
 from foundry_fp8.model_structure.experts import router_modules
 from foundry_fp8.model_structure.selection import matches
 
-__all__ = ["LeftOut", "left_out", "output_heads", "unconvertible"]
+__all__ = ["LeftOut", "left_out", "output_heads", "unconvertible", "unfit"]
 
 HEAD = "output heads stay in high precision"
 ROUTER = "mixture-of-experts routers stay in high precision"
@@ -112,8 +112,11 @@ def _unconvertible(linear: nn.Module) -> str | None:
     weight = linear._parameters.get("weight")
     if isinstance(linear, FP8Linear):
         return "it is converted already"
-    if weight is None:
-        return "its weight is parametrised"
+    return "its weight is parametrised" if weight is None else unfit(weight)
+
+
+def unfit(weight: Tensor) -> str | None:
+    """Why no layer multiplies by ``weight`` in FP8, or ``None``."""
     if is_lazy(weight):
         return "its weight has no shape yet; run the model once before"
     if is_dtensor(weight):

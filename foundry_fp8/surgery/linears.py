@@ -124,12 +124,34 @@ def plan_linears(
             return MULTIPLIED if found.recipe.for_any_model else NOT_MULTIPLIED
         return backend.shape_reason(found.recipe, *features_of(linear)) or found
 
+    def verdict_on_experts(name: str, weights: ExpertWeights) -> Choice | str:
+        """The same of a parameter of experts."""
+        found = weights.why_not or by_rule(name)
+        if isinstance(found, str):
+            return found
+        if not found.recipe.for_any_model:
+            return NOT_MULTIPLIED
+        return weights.reason(found.recipe, backend) or found
+
     def by_rule(name: str) -> Choice | str:
         """What the rules say of it."""
         if name not in rules:
             return f"no rule of {key}.recipe names it" if policy.listed else f"{key}.include does not name it"
         choice = policy.choice(rules[name])
         return LEFT.format(rule=rules[name]) if choice is None else choice
+
+    def row(name: str, found: Choice | str, shape: tuple[int, ...], shared_with: str = "") -> None:
+        rows.append(
+            SurgeryRow(
+                name=name,
+                action="skipped" if isinstance(found, str) else "converted",
+                reason=str(found),
+                rule=rules.get(name, ""),
+                gemms={} if isinstance(found, str) else found.gemms,
+                shape=shape,
+                shared_with=shared_with,
+            )
+        )
 
     forms = {linear: None if linear in never else linear_form(linear) for _, linear in linears}
     left = {LEFT.format(rule=rule) for rule in policy.rules}
@@ -152,38 +174,22 @@ def plan_linears(
                 )
             places[name] = made[linear]
         weight = linear._parameters.get("weight")
-        rows.append(
-            SurgeryRow(
-                name=name,
-                action="skipped" if isinstance(found, str) else "converted",
-                reason=str(found),
-                rule=rules.get(name, ""),
-                gemms={} if isinstance(found, str) else found.gemms,
-                shape=features_of(linear)[::-1],
-                shared_with=first_name.get(id(weight), ""),
-            )
-        )
+        row(name, found, features_of(linear)[::-1], first_name.get(id(weight), ""))
         if weight is not None:
             first_name.setdefault(id(weight), name)
     grouped: dict[str, FP8GroupedLinear] = {}
     for name, weights in experts.items():
-        found = weights.why_not or by_rule(name)
+        found = verdict_on_experts(name, weights)
         if isinstance(found, Choice):
-            found = (
-                weights.reason(found.recipe, backend) if found.recipe.for_any_model else NOT_MULTIPLIED
-            ) or found
-        if isinstance(found, Choice):
-            grouped[name] = weights.layer(name, found, backend, evaluate)
-        rows.append(
-            SurgeryRow(
-                name=name,
-                action="skipped" if isinstance(found, str) else "converted",
-                reason=str(found),
-                rule=rules.get(name, ""),
-                gemms={} if isinstance(found, str) else found.gemms,
+            grouped[name] = FP8GroupedLinear(
+                fqn=name,
                 shape=weights.shape,
+                backend=backend,
+                recipe=found.recipe,
+                wgrad=found.wgrad,
+                evaluate=evaluate,
             )
-        )
+        row(name, found, weights.shape)
     if not converted and not grouped:
         said = "; ".join(f"{n} because {r}" for r, n in Counter(row.reason for row in rows).most_common(5))
         raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from foundry_fp8.compat.fake_tensor import unset_fake_temporarily
 from foundry_fp8.layers.linear import FP8Linear, FP8TransposedLinear
 from foundry_fp8.layers.unit_linear import FP8UnitLinear, UnitLinear
 
-__all__ = ["features_of", "linear_form", "looks_linear"]
+__all__ = ["features_of", "linear_form", "looks_linear", "without_contents"]
 
 _IN, _OUT = 6, 10
 _TOLERANCE = 1e-12
@@ -92,13 +93,19 @@ def _near(a: Tensor, b: Tensor) -> bool:
 def _small_copy(
     module: nn.Module, weight: nn.Parameter, bias: nn.Parameter | None, training: bool
 ) -> nn.Module:
+    sizes = {"in_features": _IN, "out_features": _OUT, "nx": _IN, "nf": _OUT}
+    changed = {key: size for key, size in sizes.items() if key in module.__dict__}
+    copy = without_contents(module, changed, training=training)
+    copy.register_parameter("weight", weight)
+    copy.register_parameter("bias", bias)
+    return copy
+
+
+def without_contents(module: nn.Module, changed: Mapping[str, Any], *, training: bool) -> nn.Module:
+    """A module of the same class and attributes, but those in ``changed``, without parameters, buffers, children and hooks."""
     copy = type(module).__new__(type(module))
     nn.Module.__init__(copy)
     mine = copy.__dict__
-    mine.update({key: value for key, value in module.__dict__.items() if key not in mine})
-    sizes = {"in_features": _IN, "out_features": _OUT, "nx": _IN, "nf": _OUT}
-    mine.update({key: size for key, size in sizes.items() if key in mine})
-    copy.register_parameter("weight", weight)
-    copy.register_parameter("bias", bias)
+    mine.update({key: value for key, value in module.__dict__.items() if key not in mine}, **changed)
     copy.training = training
     return copy

@@ -63,9 +63,8 @@ def test_sums_are_float32_and_rounded_once(recipe, dtype, bias):
     for a, b in operands(recipe):
         expected, magnitude = exact(a, b)
         added = torch.randn(b.data.shape[0]) if bias else None
-        by_row = recipe.by_direction and isinstance(recipe, CurrentScaling)
         power_2 = getattr(recipe, "power_2_scales", True)
-        y = scaled_mm(a, b, out_dtype=dtype, bias=added, power_2=power_2, by_row=by_row)
+        y = scaled_mm(a, b, out_dtype=dtype, bias=added, power_2=power_2, by_row=recipe.by_row)
         if added is not None:
             expected = expected + added.double()
             magnitude = magnitude + added.abs().double()

@@ -9,6 +9,7 @@ from foundry_fp8.config import ConfigError
 from foundry_fp8.numerics.recipes import FOR_ANY_MODEL
 from tests.export.served import stored
 from tests.integration.foundry_runs import MPT, config, llama, train, weights
+from tests.model_zoo import dmoe
 
 pytestmark = pytest.mark.integration
 
@@ -36,11 +37,7 @@ def test_runs_in_other_recipes_resume_bit_exactly(root, tmp_path, recipe):
 
 @pytest.mark.parametrize("recipe", ["delayed", pytest.param("block", marks=pytest.mark.full)])
 def test_experts_train_in_fp8_and_resume_bit_exactly(root, tmp_path, recipe):
-    ffn = {
-        "ffn_type": "torch_dmoe", "mlp_type": "glu", "moe_num_experts": 4, "moe_top_k": 2, "moe_jitter_eps": None,
-        "moe_normalize_expert_weights": 1, "uniform_expert_assignment": False,
-    }  # fmt: skip
-    same = {"model": {**MPT, "ffn_config": ffn}, "algorithms": fp8(recipe)}
+    same = {"model": {**MPT, "ffn_config": dmoe("glu")}, "algorithms": fp8(recipe)}
     whole = train(config(root, **same, save_folder=str(tmp_path), save_interval="2ba"))
     report = whole.state.algorithms[0].report
     experts = [row for row in report.rows if ".experts." in row.name]

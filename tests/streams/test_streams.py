@@ -170,12 +170,17 @@ def waits(gpu):
     return [(what, place) for what, place in gpu.graph.syncs if not place.startswith("streams/")]
 
 
+def define_products(monkeypatch):
+    """The interpreter has no GEMM of cuBLASLt."""
+    for module in (products, gemm):
+        monkeypatch.setattr(module, "defined", lambda a: True)
+
+
 @pytest.mark.parametrize(
     "recipe", ["delayed", *(pytest.param(name, marks=pytest.mark.full) for name in ("current", "block"))]
 )
 def test_native_linears(gpu, recipe, monkeypatch):
-    for module in (products, gemm):  # the interpreter has no GEMM of cuBLASLt
-        monkeypatch.setattr(module, "defined", lambda a: True)
+    define_products(monkeypatch)
     model = stack()
     foundry_fp8.apply_fp8(model, recipe=recipe, backend="native")
     train(model)
@@ -196,8 +201,7 @@ def test_compressed_activations(gpu, format):
 
 
 def test_a_measurement_of_the_guard_waits_and_a_step_does_not(gpu, monkeypatch):
-    for module in (products, gemm):
-        monkeypatch.setattr(module, "defined", lambda a: True)
+    define_products(monkeypatch)
     model = stack()
     foundry_fp8.apply_fp8(model, recipe="current", backend="native")
 
@@ -287,8 +291,7 @@ def test_the_gradient_of_xielu(gpu):
 
 def test_a_captured_step_waits_for_nothing(gpu, monkeypatch):
     """Every wait is an error while a graph is captured; weights that were quantised before are quantised again, for every replay."""
-    for module in (products, gemm):
-        monkeypatch.setattr(module, "defined", lambda a: True)
+    define_products(monkeypatch)
     model = stack()
     foundry_fp8.apply_fp8(model, recipe="current", backend="native", cache_weights=True)
     train(model)

@@ -10,6 +10,7 @@ from torch import nn
 import foundry_fp8
 from foundry_fp8.backends.emulated import EmulatedBackend
 from foundry_fp8.backends.native import NativeBackend
+from foundry_fp8.cli.probe import _measure
 from foundry_fp8.config import ConfigError
 from foundry_fp8.layers.experts import routed
 from foundry_fp8.layers.gemm_layer import FP8GemmLayer
@@ -18,6 +19,7 @@ from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.layers.state import FP8State
 from foundry_fp8.model_structure.names import clean_name
 from foundry_fp8.numerics.recipes import BlockScaling, CurrentScaling, MXFP8Scaling
+from foundry_fp8.observe.precision_probe import PrecisionProbe
 from foundry_fp8.surgery.experts import expert_weights
 from tests.kernels.interpreter import interpret
 from tests.model_zoo import MODELS
@@ -55,21 +57,20 @@ def test_each_expert_is_a_linear_of_its_own(backend, recipe, monkeypatch):
     # What every expert gets, and what it holds, has a range of its own: one scale for all would not do.
     weights = torch.randn(EXPERTS, OUT, IN) * torch.tensor([1, 8, 0.25, 64])[:, None, None]
     weights = weights.to(torch.bfloat16).requires_grad_()
-    biases = torch.randn(EXPERTS, OUT, dtype=torch.bfloat16)
     x = torch.cat([torch.randn(n, IN) * 4.0**e for e, n in enumerate(SIZES)])
     x, dy = x.to(torch.bfloat16).requires_grad_(), torch.randn(sum(SIZES), OUT, dtype=torch.bfloat16)
     layer = FP8GroupedLinear(
         fqn="experts.w", shape=(EXPERTS, OUT, IN), backend=backend, recipe=recipe, wgrad="fp8", evaluate="fp8"
     )
-    y = layer(x, weights, SIZES, biases)
+    y = layer(x, weights, SIZES)
     dx, dw = torch.autograd.grad(y, [x, weights], dy)
     assert dw[1].count_nonzero() == 0 and layer.ledger.calls
     rows = zip(x.split(SIZES), y.split(SIZES), dx.split(SIZES), dy.split(SIZES), strict=True)
     for expert, (xe, ye, dxe, dye) in enumerate(rows):
         if not len(xe):
             continue
-        linear = nn.Linear(IN, OUT, dtype=torch.bfloat16)
-        linear.weight.data, linear.bias.data = weights[expert].detach().clone(), biases[expert]
+        linear = nn.Linear(IN, OUT, bias=False, dtype=torch.bfloat16)
+        linear.weight.data = weights[expert].detach().clone()
         alone = FP8Linear.from_linear(linear, fqn="one", backend=backend, recipe=recipe)
         xa = xe.detach().clone().requires_grad_()
         ya = alone(xa)
@@ -154,6 +155,16 @@ def test_rules_name_them_by_role_and_by_parameter():
         "fp32",
     }
     assert gradients.keys() == dict(model.named_parameters()).keys()
+
+
+def test_the_probe_measures_those_that_were_converted():
+    policy = [{"modules": "*.mlp.w2", "recipe": "high_precision"}, {"recipe": "current"}]
+    model, *_ = built("MPT-dmoe", recipe=policy)
+    probe = PrecisionProbe(model, lambda module, batch: module(**batch).logits.square().mean())
+    asked = []
+    errors, _ = _measure(probe, lambda recipes: asked.append(recipes) or 0.0, 0.1)
+    assert set(errors["all layers"]) == {"current", "block", "mxfp8"}
+    assert asked and not any(name.endswith("w2") for recipes in asked for name in recipes)
 
 
 def _calls(layer):

@@ -23,7 +23,6 @@ from foundry_fp8.layers.shared_inputs import QuantizedInput
 from foundry_fp8.numerics.formats import e8m0_decode, e8m0_round_up
 from foundry_fp8.numerics.quantize import Quantized, with_amax
 from foundry_fp8.numerics.recipes import (
-    CurrentScaling,
     DelayedScaling,
     Gemm,
     MXFP8Scaling,
@@ -65,24 +64,24 @@ class EmulatedBackend(Backend):
             )
         return fresh_view(y, *x.shape[:-1], module.out_features)
 
-    def experts_reason(self, recipe: Recipe) -> str | None:
-        """It runs them in every recipe."""
+    def experts_reason(self) -> str | None:
+        """It runs them."""
         return None
 
     @torch.compiler.disable
     def grouped_linear(
-        self, layer: FP8GroupedLinear, x: Tensor, weights: Tensor, biases: Tensor | None, sizes: Sequence[int]
+        self, layer: FP8GroupedLinear, x: Tensor, weights: Tensor, sizes: Sequence[int]
     ) -> Tensor:
         """See :meth:`Backend.grouped_linear`: each expert's product as a linear of its own would compute it."""
         x = x.to(compute_dtype(x))
         recording = layer.recording()
 
-        def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            y: Tensor = _EmulatedLinear.apply(x, weight, bias, layer, recording, QuantizedInput())  # type: ignore[no-untyped-call]
+        def product(x: Tensor, weight: Tensor) -> Tensor:
+            y: Tensor = _EmulatedLinear.apply(x, weight, None, layer, recording, QuantizedInput())  # type: ignore[no-untyped-call]
             return y
 
         with torch.autocast(autocast_type(x.device), enabled=False):
-            return by_expert(product, x, weights, biases, sizes)
+            return by_expert(product, x, weights, sizes)
 
     def _shared(self, module: FP8Linear, x: Tensor, dtype: torch.dtype) -> QuantizedInput:
         key: tuple[Hashable, ...] = (module.recipe, dtype)
@@ -206,7 +205,7 @@ def _gemm(
     if ctx.module.backend.accumulation == "hopper":
         sums = "hopper_fast" if ctx.recipe.accumulates_fast(gemm) else "hopper_precise"
     alpha = ctx.module.output_multiplier
-    by_row = isinstance(ctx.recipe, CurrentScaling) and ctx.recipe.by_direction
+    by_row = ctx.recipe.by_row
     return scaled_mm(
         a, b, out_dtype=out_dtype, bias=bias, power_2=power_2, sums=sums, alpha=alpha, by_row=by_row
     )

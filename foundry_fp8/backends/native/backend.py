@@ -154,7 +154,7 @@ class NativeBackend(Backend):
             y: Tensor = NativeLinear.apply(x_hp, weight, bias, (call, cached, shared))  # type: ignore[no-untyped-call]
         return fresh_view(y, *x.shape[:-1], module.out_features) if compiling and x.dim() != 2 else y
 
-    def experts_reason(self, recipe: Recipe) -> str | None:
+    def experts_reason(self) -> str | None:
         """It runs them GEMM after GEMM; with :attr:`only_where_faster` it leaves them, for nobody has timed that on a GPU."""
         if self.only_where_faster:
             return "the native backend runs one GEMM after another, not known to be faster; name a recipe to convert them"
@@ -162,7 +162,7 @@ class NativeBackend(Backend):
 
     @torch.compiler.disable
     def grouped_linear(
-        self, layer: FP8GroupedLinear, x: Tensor, weights: Tensor, biases: Tensor | None, sizes: Sequence[int]
+        self, layer: FP8GroupedLinear, x: Tensor, weights: Tensor, sizes: Sequence[int]
     ) -> Tensor:
         """See :meth:`Backend.grouped_linear`: GEMM after GEMM, not one grouped kernel; no weight is cached."""
         from foundry_fp8.backends.native.linear import NativeLinear
@@ -170,12 +170,12 @@ class NativeBackend(Backend):
         dtype = checked_dtype(layer, x, weights)
         call = LinearCall.of(layer, layer.probe)
 
-        def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            y: Tensor = NativeLinear.apply(x, weight.contiguous(), bias, (call, None, None))  # type: ignore[no-untyped-call]
+        def product(x: Tensor, weight: Tensor) -> Tensor:
+            y: Tensor = NativeLinear.apply(x, weight.contiguous(), None, (call, None, None))  # type: ignore[no-untyped-call]
             return y
 
         with without_autocast(x.device.type):
-            return by_expert(product, in_dtype(x, dtype), weights, biases, sizes)
+            return by_expert(product, in_dtype(x, dtype), weights, sizes)
 
     def clear_weight_cache(self) -> None:
         """Forget every cached weight. Optimizer steps call it."""

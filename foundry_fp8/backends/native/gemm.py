@@ -37,9 +37,9 @@ def tensorwise_mm(
 
     Args:
         a: FP8 ``[M', K]``, contiguous.
-        a_scale: One float32 element; what leads out of FP8.
+        a_scale: One float32 element, or ``[M', 1]``, one a row; what leads out of FP8.
         b: FP8 ``[N', K]``, contiguous.
-        b_scale: The same for ``b``.
+        b_scale: The same for ``b``, or ``[1, N']``.
         m: Rows of the result.
         n: Columns of the result.
         out_dtype: bfloat16, float16 or float32.
@@ -50,9 +50,13 @@ def tensorwise_mm(
     Returns:
         ``[m, n]``, contiguous, ``out_dtype``.
     """
-    inside = None if bias is None else _bias_inside(bias, b.shape[0], out_dtype)
+    by_row = a_scale.dim() == 2
+    made = torch.bfloat16 if by_row else out_dtype  # torch's GEMM of rows writes nothing else
+    inside = None if bias is None else _bias_inside(bias, b.shape[0], made)
     run = tensorwise_product if direct or not torch.compiler.is_compiling() else tensorwise_gemm
-    out = without_padding(run(a, a_scale, b, b_scale, inside, out_dtype, fast_accumulation), m, n)
+    out = without_padding(run(a, a_scale, b, b_scale, inside, made, fast_accumulation), m, n)
+    if by_row:
+        out = in_dtype(out, out_dtype)
     return out if bias is None or inside is not None else _with_bias(out, bias)
 
 

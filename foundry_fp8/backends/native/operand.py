@@ -12,7 +12,6 @@ from foundry_fp8.backends.native.ops import amax_of_two, quantize_blockwise, qua
 from foundry_fp8.backends.native.plan import FORMATS, Layout, Plan
 from foundry_fp8.kernels.producers import Producer
 from foundry_fp8.kernels.tensorwise import pad_to_multiple
-from foundry_fp8.layers.frozen_weight import in_dtype
 from foundry_fp8.numerics.quantize import quantize_rows
 from foundry_fp8.numerics.recipes import Gemm, Operand
 
@@ -136,7 +135,7 @@ def gemm(
     if plan.granularity == "mx":
         return products.mx_mm(*a, *b, m=m, n=n, out_dtype=out_dtype, bias=bias)
     if plan.granularity == "row":
-        return _by_rows(which, a, b, plan, m, n, out_dtype, bias, direct)
+        a, b = (a[0], a[1][:, None]), (b[0], b[1][None])
     return products.tensorwise_mm(
         *a,
         *b,
@@ -147,26 +146,3 @@ def gemm(
         fast_accumulation=which in plan.fast,
         direct=direct,
     )
-
-
-def _by_rows(
-    which: Gemm,
-    a: Layout,
-    b: Layout,
-    plan: Plan,
-    m: int,
-    n: int,
-    out_dtype: torch.dtype,
-    bias: Tensor | None,
-    direct: bool,
-) -> Tensor:
-    """By ``torch._scaled_mm`` with scales of rows, which writes bfloat16, whatever the model's dtype."""
-    bf16, fast = torch.bfloat16, which in plan.fast
-    inside = bias if out_dtype == bf16 else None
-    y = products.tensorwise_mm(
-        a[0], a[1][:, None], b[0], b[1][None], m=m, n=n, out_dtype=bf16, bias=inside, fast_accumulation=fast, direct=direct
-    )  # fmt: skip
-    if out_dtype == bf16:
-        return y
-    y = in_dtype(y, out_dtype)
-    return y if bias is None else y + bias

@@ -75,7 +75,7 @@ def plan_of(recipe: Recipe, alpha: float = 1.0) -> Plan:
     granularity = GRANULARITY.get(recipe.name)
     if granularity is None:
         raise TypeError(f"the native backend does not know the recipe {recipe!r}")
-    if granularity == "tensor" and recipe.by_direction:
+    if recipe.by_row:
         granularity = "row"
     power_2 = getattr(recipe, "power_2_scales", granularity == "mx")
     fast = getattr(recipe, "fast_accumulation", ())

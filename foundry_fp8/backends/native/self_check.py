@@ -77,17 +77,34 @@ Result = tuple[str, str, Tensor | None, Tensor | None, Tensor | None]
 def _results(
     recipe: Recipe, plan: Plan, dtype: torch.dtype, device: torch.device, fused: bool
 ) -> Iterator[Result]:
+    x, w, dy = (_awkward(*shape, dtype, device) for shape in ((TOKENS, IN), (OUT, IN), (TOKENS, OUT)))
+    if plan.granularity != "row":  # torch's own operators quantise by rows
+        yield from _operands(x, w, dy, recipe, plan, dtype, device, fused)
+    yield _product("fprop", x, w, recipe, plan, dtype)
+    yield _product("wgrad", dy.t().contiguous(), x.t().contiguous(), recipe, plan, dtype)
+    if plan.granularity == "block":  # in whole blocks, which torch's own GEMM takes where there is one
+        x, w = _awkward(TOKENS, 512, dtype, device), _awkward(128, 512, dtype, device)
+        yield _product("fprop", x, w, recipe, plan, dtype)
+        yield _product("wgrad", x, w, recipe, plan, dtype)
+
+
+def _operands(
+    x: Tensor,
+    w: Tensor,
+    dy: Tensor,
+    recipe: Recipe,
+    plan: Plan,
+    dtype: torch.dtype,
+    device: torch.device,
+    fused: bool,
+) -> Iterator[Result]:
+    """What the quantise kernels make of each operand."""
     from foundry_fp8.kernels.norms import norm_statistics
     from foundry_fp8.kernels.producers import Producer
     from foundry_fp8.kernels.tensorwise import amax_of_two
 
-    x, w, dy = (_awkward(*shape, dtype, device) for shape in ((TOKENS, IN), (OUT, IN), (TOKENS, OUT)))
     operands: tuple[tuple[Operand, Tensor], ...] = (("x", x), ("w", w), ("dy", dy))
     known: dict[Operand, Tensor] = {}
-    if plan.granularity == "row":  # torch's own operators quantise
-        yield _product("fprop", x, w, recipe, plan, dtype)
-        yield _product("wgrad", dy.t().contiguous(), x.t().contiguous(), recipe, plan, dtype)
-        return
     if isinstance(recipe, CurrentScaling):
         amaxes = amax_of_two(Producer.identity(x), w)
         known = {"x": amaxes[0], "w": amaxes[1]}
@@ -108,12 +125,6 @@ def _results(
         _, rstd = norm_statistics(x, 1e-5, centered=False)
         source = Producer.norm(x, rstd, torch.ones(IN, dtype=dtype, device=device))
         yield from _quantised(source, "x", recipe, plan, True, True)
-    yield _product("fprop", x, w, recipe, plan, dtype)
-    yield _product("wgrad", dy.t().contiguous(), x.t().contiguous(), recipe, plan, dtype)
-    if plan.granularity == "block":  # in whole blocks, which torch's own GEMM takes where there is one
-        x, w = _awkward(TOKENS, 512, dtype, device), _awkward(128, 512, dtype, device)
-        yield _product("fprop", x, w, recipe, plan, dtype)
-        yield _product("wgrad", x, w, recipe, plan, dtype)
 
 
 def _quantised(

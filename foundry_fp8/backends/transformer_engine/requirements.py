@@ -14,7 +14,7 @@ import torch
 
 from foundry_fp8.backends.transformer_engine.library import release
 from foundry_fp8.layers.backend import Availability
-from foundry_fp8.numerics.recipes import BlockScaling, CurrentScaling, MXFP8Scaling, Recipe, UnitScaling
+from foundry_fp8.numerics.recipes import BlockScaling, MXFP8Scaling, Recipe, UnitScaling
 
 __all__ = ["Machine", "cublas_version", "machine_of", "requirement"]
 
@@ -53,7 +53,7 @@ def requirement(recipe: Recipe, machine: Machine) -> Availability:
             "Transformer Engine's recipes all measure an amax, and its linear has no factor for its GEMMs",
             "Use backend: native.",
         )
-    if isinstance(recipe, CurrentScaling) and recipe.by_direction:
+    if recipe.by_row:
         return Availability(False, "Transformer Engine has no scales of rows", "Use backend: native.")
     if isinstance(recipe, MXFP8Scaling):
         if not (10, 0) <= machine.capability < (12, 0):

@@ -102,7 +102,7 @@ def share_amaxes(
             if (
                 linear.runs_fp8
                 and isinstance(linear.recipe, CurrentScaling)
-                and not linear.recipe.by_direction
+                and not linear.recipe.by_row
                 and dtype in (torch.float32, torch.bfloat16)
             ):
                 chosen.append((gathered, linear.recipe.power_2_scales, dtype))

@@ -73,7 +73,7 @@ def by_reference(x, operand, recipe, along, scale=None):
     elif isinstance(recipe, BlockScaling):
         block = (128, 128) if operand == "w" else (1, 128) if along else (128, 1)
         q = reference.quantize_block(x, block, fmt, power_2=recipe.power_2_scales)
-    elif recipe.by_direction:  # each row, or column, as a tensor of its own
+    elif recipe.by_row:  # each row, or column, as a tensor of its own
         parts = x if along else x.t()
         one = [
             reference.quantize_tensor(p[None], scale_from_amax(amax_of(p), fmt), fmt).dequantize()
@@ -91,7 +91,7 @@ def assert_close(ours, exact, a, b, recipe=None):
     """Products are exact; what remains is accumulation over the contracted dimension and one rounding of the result."""
     rounding = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}[ours.dtype]
     accumulation = 2.0**-11 if ours.is_cuda else a.shape[1] * 2.0**-23
-    if isinstance(recipe, CurrentScaling) and recipe.by_direction:  # torch's GEMM writes bfloat16 then
+    if recipe is not None and recipe.by_row:  # torch's GEMM writes bfloat16 then
         accumulation += 2.0**-8
     bound = exact.abs() * rounding + (a.abs() @ b.abs()) * accumulation + 1e-6
     assert ours.shape == exact.shape

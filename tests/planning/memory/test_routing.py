@@ -9,7 +9,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 import foundry_fp8
 from foundry_fp8.planning.memory.live_bytes import LiveBytes
 from foundry_fp8.planning.memory.routing import EqualShares
-from tests.model_zoo import mpt
+from tests.model_zoo import dmoe, mpt
 
 EXPERTS, CHOSEN, TOKENS = 8, 2, 256
 
@@ -60,10 +60,8 @@ def test_every_expert_is_asked_and_gets_its_share():
 
 
 def test_experts_in_one_parameter_have_the_same_peak():
-    ffn = {
-        "ffn_type": "torch_dmoe", "mlp_type": "glu", "moe_num_experts": EXPERTS, "moe_top_k": CHOSEN, "moe_jitter_eps": None,
-        "moe_normalize_expert_weights": 1, "uniform_expert_assignment": True,
-    }  # fmt: skip
+    balanced = {"moe_num_experts": EXPERTS, "moe_top_k": CHOSEN, "uniform_expert_assignment": True}
+    ffn = {**dmoe("glu"), **balanced}
 
     def converted():
         model = mpt(ffn_config=ffn, max_seq_len=TOKENS)
