@@ -1,7 +1,8 @@
 # make demo           train a small MPT in high precision and in FP8 on this machine, and compare
 # make test           lint, types and the default tier of the tests: what every landing and pull request must pass
 # make test-all       the same with every test
-# make test-modern    the default tier on the modern stack (overrides-modern.txt), in .venv-modern
+# make test-modern    the default tier on the modern stack (overrides-modern.txt), in .venv-modern; then what needs no Composer with
+#                     the newest transformers, Accelerate and TRL (make test-trainers), in .venv-trainers
 # make test-modern-all  every test there
 # make gpu            on a machine with a GPU: what only a GPU can show, and which claims it confirms; under 9 minutes, offline
 # make coverage       branch coverage of the default tier, workers, launched runs and gloo ranks included
@@ -16,12 +17,17 @@ VENV    := .venv
 BIN     := $(VENV)/bin
 STAMP   := $(VENV)/.installed
 MODERN  := .venv-modern
+TRAINERS := .venv-trainers
 ARGS    ?=
 WORKERS ?= 2
 PYTEST  := -m pytest -n $(WORKERS) --dist worksteal
 DEFAULT := -m "not full"
+# What runs without Composer and LLM Foundry.
+NO_COMPOSER := tests/integrations tests/surgery/test_models.py tests/combinations/test_hosts.py \
+  tests/surgery/test_experts.py::test_forms_are_known_by_running_them \
+  tests/surgery/test_experts.py::test_experts_spread_over_ranks_by_transformers_are_left_by_name
 
-.PHONY: demo docs gpu test test-all test-modern test-modern-all lint coverage mutants benchmarks release setup clean
+.PHONY: demo docs gpu test test-all test-modern test-modern-all test-trainers lint coverage mutants benchmarks release setup clean
 demo: setup
 	$(BIN)/foundry-fp8 demo $(ARGS)
 
@@ -35,8 +41,11 @@ test: lint
 test-all: lint
 	$(BIN)/python $(PYTEST) $(ARGS)
 
-test-modern: $(MODERN)/.installed
+test-modern: $(MODERN)/.installed test-trainers
 	$(MODERN)/bin/python $(PYTEST) $(DEFAULT) $(ARGS)
+
+test-trainers: $(TRAINERS)/.installed
+	$(TRAINERS)/bin/python $(PYTEST) $(DEFAULT) $(NO_COMPOSER) $(ARGS)
 
 test-modern-all: $(MODERN)/.installed
 	$(MODERN)/bin/python $(PYTEST) $(ARGS)
@@ -84,5 +93,11 @@ $(MODERN)/.installed: pyproject.toml overrides-modern.txt
 	$(MODERN)/bin/uv pip install --quiet --python $(MODERN)/bin/python --override overrides-modern.txt -e ".[stack,test]"
 	touch $@
 
+$(TRAINERS)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(TRAINERS)
+	$(TRAINERS)/bin/python -m pip install --quiet --disable-pip-version-check uv
+	$(TRAINERS)/bin/uv pip install --quiet --python $(TRAINERS)/bin/python -e ".[trainer,test-trainers]"
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(MODERN) dist
+	rm -rf $(VENV) $(MODERN) $(TRAINERS) dist

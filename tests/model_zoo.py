@@ -6,12 +6,14 @@ transformers are named by their classes' common prefix.
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+TRANSFORMERS_4 = importlib.metadata.version("transformers").startswith("4.")
 VOCABULARY = 64
 Case = tuple[nn.Module, dict[str, Any]]
 MODELS: dict[str, Callable[[], Case]] = {}
@@ -204,7 +206,7 @@ _add(
     "Dbrx",
     style={"vocab_size": VOCABULARY, "d_model": 64, "n_heads": 4, "n_layers": 2},
     max_seq_len=64,
-    attn_config={"kv_n_heads": 2, "clip_qkv": 8.0},
+    attn_config={"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
     ffn_config={"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
 )
 _add(
@@ -224,6 +226,8 @@ _add(
     num_local_experts=4,
     num_experts_per_tok=2,
 )
+if not TRANSFORMERS_4:
+    _add("GptOss", num_local_experts=4, num_experts_per_tok=2, head_dim=16)
 _add(
     "DeepseekV3",
     num_key_value_heads=4,
@@ -271,16 +275,19 @@ def dmoe(mlp_type: str) -> dict[str, Any]:
     }
 
 
-for _name, _options in {
+_MPT: dict[str, dict[str, Any]] = {
     "MPT": {},
     "MPT-glu": {"ffn_config": {"ffn_type": "mptglu"}, "tie_word_embeddings": False},
     "MPT-dmoe": {"ffn_config": dmoe("mlp")},
     "MPT-dmoe-glu": {"ffn_config": dmoe("glu"), "tie_word_embeddings": False},
-}.items():
-    MODELS[_name] = lambda options=_options: (
-        mpt(**options),
-        {**text(), "attention_mask": torch.ones(2, 16).bool()},
-    )
+}
+if TRANSFORMERS_4:  # as LLM Foundry and this project's own models
+    MODELS["FOG"] = lambda: (fog(), text())
+    for _name, _options in _MPT.items():
+        MODELS[_name] = lambda options=_options: (
+            mpt(**options),
+            {**text(), "attention_mask": torch.ones(2, 16).bool()},
+        )
 
 
 class TorchEncoder(nn.Module):
@@ -306,7 +313,6 @@ def _lora(base: str, **options: Any) -> Callable[[], Case]:
     return build
 
 
-MODELS["FOG"] = lambda: (fog(), text())
 MODELS["torch"] = lambda: (TorchEncoder(), {"x": torch.randn(2, 16, 64)})
 MODELS["Llama-LoRA"] = _lora("Llama", target_modules=["q_proj", "v_proj", "down_proj"])
 MODELS["GPT2-LoRA"] = _lora("GPT2", target_modules=["c_attn", "c_fc"], fan_in_fan_out=True)

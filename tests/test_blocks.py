@@ -7,7 +7,11 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).parents[1]
-PAGES = [*sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "foundry_fp8").glob("*/*/README.md"))]
+PAGES = [
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs" / "trainers").glob("*.md")),
+    *sorted((ROOT / "foundry_fp8").glob("*/*/README.md")),
+]
 SECTIONS = ("algorithms", "callbacks", "loggers")
 
 

@@ -15,7 +15,14 @@ import yaml
 from foundry_fp8.config import accept
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "foundry_fp8").rglob("*.md")])
+DOCUMENTS = sorted(
+    [
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").glob("*.md"),
+        *(ROOT / "docs" / "trainers").glob("*.md"),
+        *(ROOT / "foundry_fp8").rglob("*.md"),
+    ]
+)
 
 
 def name_of(path):

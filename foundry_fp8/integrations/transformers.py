@@ -141,9 +141,7 @@ class FP8Callback(TrainerCallback, ExportableState):
                 self._trace.arm()
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Finish the step's pass of delayed scaling, measure and act. Gradients are gone by now."""
-        if self._state is not None:
-            self._state.finish_pass()
+        """Measure and act, and finish the pass of delayed scaling on every rank. Gradients are gone by now."""
         self._pending |= self.monitors.end(state.global_step)
         if self._trace is not None and self.report is not None:
             self._trace.disarm()
@@ -151,15 +149,19 @@ class FP8Callback(TrainerCallback, ExportableState):
             for warning in warnings:
                 log.warning("%s", warning)
             self._trace = None
-        if self.guard is None or self._batch is None:
-            return
+        if self.guard is not None and self._batch is not None:
+            self._measure(self.guard, state, control)
+        if self._state is not None:  # after the measurement: what it recorded is of one rank until then
+            self._state.finish_pass()
+
+    def _measure(self, guard: DivergenceGuard, state: TrainerState, control: TrainerControl) -> None:
         batch, self._batch = self._batch, None
-        self.guard.batch, self._measuring = state.global_step, True
+        guard.batch, self._measuring = state.global_step, True
         try:
-            found = self.guard.before_step(batch)
+            found = guard.before_step(batch)
         finally:
             self._measuring = False
-        self._pending |= self.guard.metrics()[0]
+        self._pending |= guard.metrics()[0]
         for event in found:
             entry: dict[str, Any] = {"guard": str(event), "step": state.global_step, "epoch": state.epoch}
             state.log_history.append(entry)

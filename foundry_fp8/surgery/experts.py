@@ -13,7 +13,14 @@ from torch.nn.parameter import is_lazy
 
 from foundry_fp8.compat.fake_tensor import unset_fake_temporarily
 from foundry_fp8.layers.backend import Backend
-from foundry_fp8.layers.experts import FORMS, ExpertsForm, SortedGateUp, StackedRows
+from foundry_fp8.layers.experts import (
+    FORMS,
+    ExpertsForm,
+    RoutedGateUp,
+    RoutedStackedRows,
+    SortedGateUp,
+    StackedRows,
+)
 from foundry_fp8.layers.grouped_linear import FP8GroupedLinear, GroupedBackend
 from foundry_fp8.model_structure.experts import expert_count
 from foundry_fp8.model_structure.names import BESIDE_PARAMETERS
@@ -68,6 +75,8 @@ def expert_weights(model: nn.Module) -> dict[str, ExpertWeights]:
         for part, parameter in own:
             whole = f"{name}.{part}" if name else part
             leaf = part.rpartition(".")[2]
+            if form is not None and leaf.endswith("_bias"):
+                continue
             shape = _shape(parameter) if form is None else tuple(form.matrices(module, leaf).shape)
             found[whole] = ExpertWeights(module, form, leaf, shape, why_not or unfit(parameter) or "")
     return found
@@ -136,10 +145,11 @@ def _same(module: nn.Module, form: type[ExpertsForm]) -> bool:
 
     try:
         ours = _small_copy(module, form)
+        form.prepare(ours)
         for parameter in ours.parameters():
             parameter.data = random(*parameter.shape)
         theirs = copy.deepcopy(ours)
-        weights = {part: form.matrices(ours, part) for part in form.holder(ours)._parameters}
+        weights = _matrices(ours, form)
         nobody: Any = None
         _take_form(
             ours, form, {part: _in_high_precision(part, w.shape, nobody) for part, w in weights.items()}
@@ -165,6 +175,8 @@ def _inputs(form: type[ExpertsForm], hidden: int, random: Any) -> tuple[Any, ...
         return random(1, tokens, hidden), random(tokens, _EXPERTS), weights, chosen
     if form is SortedGateUp:
         return (random(_EXPERTS * tokens, hidden),)
+    if form in (RoutedGateUp, RoutedStackedRows):
+        return random(tokens, hidden), chosen, weights
     return random(tokens, hidden), [3, 0, 2]
 
 
@@ -181,13 +193,18 @@ def _in_high_precision(name: str, shape: tuple[int, ...], backend: GroupedBacken
     )
 
 
+def _matrices(module: nn.Module, form: type[ExpertsForm]) -> dict[str, Tensor]:
+    parts = form.holder(module)._parameters
+    return {part: form.matrices(module, part) for part in parts if not part.endswith("_bias")}
+
+
 def _small_copy(module: nn.Module, form: type[ExpertsForm]) -> nn.Module:
     """``module`` with every size replaced: of what is a size of its weights, and of the attributes that say it."""
     experts = form.count(module)
     assert experts is not None
     holder = form.holder(module)
     sizes = {experts: _EXPERTS}
-    for size in sorted({n for part in holder._parameters for n in form.matrices(module, part).shape[1:]}):
+    for size in sorted({n for weight in _matrices(module, form).values() for n in weight.shape[1:]}):
         sizes.setdefault(size, 2 * sizes[size // 2] if size / 2 in sizes else _SMALL * len(sizes))
 
     def small(old: nn.Module) -> nn.Module:
@@ -204,7 +221,7 @@ def _small_copy(module: nn.Module, form: type[ExpertsForm]) -> nn.Module:
     for part, parameter in holder._parameters.items():
         assert parameter is not None
         shape = [sizes.get(size, size) for size in parameter.shape]
-        if len(shape) == 2:
+        if len(shape) == 2 and parameter.shape[0] != experts:
             shape[0] = _EXPERTS * sizes[parameter.shape[0] // experts]
         own.register_parameter(part, nn.Parameter(torch.empty(shape, dtype=torch.float64, device="cpu")))
     return found

@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from tests.combinations.hosts import FEATURES, HOSTS, errors, gradients, made
+from tests.model_zoo import TRANSFORMERS_4
 from tests.multiprocess import launch
 
 pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor:UserWarning", "ignore:::transformers[.]")
-QUICK = {"T5, tied": "current", "CLIP": "delayed", "Dbrx": "delayed"}
+QUICK = {"T5, tied": "current", "CLIP": "delayed", "Dbrx": "delayed", "GptOss": "current"}
 """In the default tier: here something was wrong once; experts in one parameter."""
 REFUSES = {
     "Jamba": "which layer gets which mask it decides by the layers' class, and a checkpoint has another"
@@ -56,7 +57,7 @@ def assert_within(what, total, worst, most):
 
 NOT_SHARDED = {"CLIP": "scalar parameters"}
 """What torch's FSDP2 refuses in these hosts."""
-SAMPLE = ["shared block", "MPT-dmoe-glu"]
+SAMPLE = ["shared block", "MPT-dmoe-glu" if TRANSFORMERS_4 else "GptOss"]
 SHARES = [list(HOSTS)[first::6] for first in range(6)]
 IMPORTS = f"{launch.FSDP},tests.combinations.sharded_hosts"
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
+import os
 import re
 import shutil
 from pathlib import Path
@@ -13,9 +15,15 @@ from torch.distributed.tensor import DTensor
 
 from tests.integrations.test_training_state import same
 from tests.multiprocess import launch
+from tests.multiprocess.run_trainer import shard_on_cpu
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 IMPORTS = "torch.distributed.fsdp,torch.distributed.checkpoint,transformers.models.llama.modeling_llama,accelerate,tests.integrations.test_examples"
+
+LOADS_SHARDED = pytest.mark.skipif(
+    importlib.metadata.version("accelerate").startswith("1.8."),
+    reason="Accelerate 1.8 loads no sharded optimizer under FSDP2",
+)
 
 
 def example(name):
@@ -25,11 +33,27 @@ def example(name):
     return module
 
 
-def run(name, *runs):
+FSDP2 = {
+    "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaDecoderLayer", "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
+}  # fmt: skip
+
+
+def run(name, sharded, *runs):
     """``(folder, steps)`` one after the other; what each ended with: whole weights, and the state."""
     if name == "plain":
         dist.init_process_group("gloo")
+    elif sharded:
+        from accelerate import PartialState
+
+        os.environ |= FSDP2
+        PartialState(cpu=True)
+        shard_on_cpu()
     found = [example(name).train(folder, steps) for folder, steps in runs]
+    if name == "accelerate_loop":
+        from accelerate.state import AcceleratorState
+
+        assert (AcceleratorState().distributed_type == "FSDP") == sharded
     return [
         ({n: (w.full_tensor() if isinstance(w, DTensor) else w).clone() for n, w in weights.items()}, state)
         for weights, state in found
@@ -37,12 +61,21 @@ def run(name, *runs):
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("name", ["plain", "accelerate_loop"])
-def test_two_ranks_go_on_from_a_checkpoint(name, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "ranks", "sharded"),
+    [
+        ("plain", 1, True),
+        ("plain", 2, True),
+        ("accelerate_loop", 1, False),
+        ("accelerate_loop", 2, False),
+        pytest.param("accelerate_loop", 2, True, marks=LOADS_SHARDED),
+    ],
+)
+def test_a_run_goes_on_from_its_checkpoint(name, ranks, sharded, tmp_path):
     whole, part = str(tmp_path / "whole"), str(tmp_path / "part")
-    first = launch.call(run, 2, name, (whole, 7), (part, 4), imports=IMPORTS)
-    second = launch.call(run, 2, name, (part, 7), imports=IMPORTS)
-    assert all(same(first[rank][0], second[rank][0]) for rank in range(2))
+    first = launch.call(run, ranks, name, sharded, (whole, 7), (part, 4), imports=IMPORTS)
+    second = launch.call(run, ranks, name, sharded, (part, 7), imports=IMPORTS)
+    assert all(same(first[rank][0], second[rank][0]) for rank in range(ranks))
     assert "high_precision" in repr(second[0])
 
 
@@ -59,8 +92,8 @@ def test_trainer_goes_on_from_its_last_checkpoint(tmp_path):
     assert same(dict(whole.model.state_dict()), dict(resumed.model.state_dict()))
 
 
-def test_each_example_is_the_code_of_its_section():
-    page = (EXAMPLES.parent / "docs" / "trainers.md").read_text()
-    assert set(re.findall(r'^--8<-- "examples/(.+)"$', page, re.M)) == {
+def test_each_example_is_the_code_of_its_page():
+    pages = "".join(page.read_text() for page in (EXAMPLES.parent / "docs" / "trainers").glob("*.md"))
+    assert set(re.findall(r'^--8<-- "examples/(.+)"$', pages, re.M)) == {
         path.name for path in EXAMPLES.glob("*.py")
     }

@@ -1,4 +1,7 @@
-"""A run of Hugging Face's Trainer: ``run_trainer.py FOLDER WRAP PRECISION [kill STEP | resume STEP]``; rank 0 writes what it ended with."""
+"""A run of Hugging Face's Trainer: ``run_trainer.py FOLDER WRAP PRECISION HOST [kill STEP | resume STEP]``; rank 0 writes what it ended with.
+
+HOST ``trainer`` trains the whole model, ``sft`` adapters in TRL's SFTTrainer.
+"""
 
 import os
 import signal
@@ -6,6 +9,7 @@ import sys
 import warnings
 
 import torch
+import transformers
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 from torch.distributed.tensor import DTensor
@@ -41,32 +45,52 @@ def dataset():
     return [{"input_ids": row, "labels": row} for row in ids]
 
 
-def trainer_of(folder, wrap, precision, callbacks, **options):
+def sft_of(options, callbacks):
+    import datasets
+    import peft
+    import trl
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(64)}, unk_token="w0"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1", pad_token="w2")
+    data = datasets.Dataset.from_list([{"input_ids": row["input_ids"].tolist()} for row in dataset()])
+    adapters = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+    return trl.SFTTrainer(
+        model=build_llama(), args=trl.SFTConfig(**options), train_dataset=data, processing_class=tokenizer,
+        callbacks=callbacks, peft_config=adapters,
+    )  # fmt: skip
+
+
+def trainer_of(folder, wrap, precision, host, callbacks):
     sharded = {}
     if wrap.startswith("fsdp"):
         sharded = FSDP
         os.environ |= {"FSDP_VERSION": wrap[-1], "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}
     # Accelerate 1.8 loads no sharded state of a fresh optimizer under FSDP2, and Trainer 4.51 none at all on several CPU ranks.
-    optimizer = "adamw_torch" if wrap == "none" else "sgd"
-    arguments = TrainingArguments(
-        output_dir=folder, max_steps=STEPS, per_device_train_batch_size=2, gradient_accumulation_steps=2, save_steps=4,
-        logging_steps=1, learning_rate=3e-2, report_to="none", use_cpu=True, disable_tqdm=True, bf16=precision == "bf16",
-        ddp_find_unused_parameters=False, optim=optimizer, **sharded, **options,
-    )  # fmt: skip
+    optimizer = "sgd" if wrap != "none" and transformers.__version__.startswith("4.") else "adamw_torch"
+    options = {
+        "output_dir": folder, "max_steps": STEPS, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2,
+        "save_steps": 4, "logging_steps": 1, "learning_rate": 3e-2, "report_to": "none", "use_cpu": True,
+        "disable_tqdm": True, "bf16": precision == "bf16", "ddp_find_unused_parameters": False, "optim": optimizer, **sharded,
+    }  # fmt: skip
+    arguments = TrainingArguments(**options)
     assert arguments.device.type == "cpu"
     if sharded:
         shard_on_cpu()
+    if host == "sft":
+        return sft_of(options, callbacks)
     return Trainer(model=build_llama(), args=arguments, train_dataset=dataset(), callbacks=callbacks)
 
 
 def main():
-    folder, wrap, precision, *then = sys.argv[1:]
+    folder, wrap, precision, host, *then = sys.argv[1:]
     if os.environ["WORLD_SIZE"] == "1":  # Accelerate takes a group of one for several
         for variable in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
             os.environ.pop(variable)
     fp8 = FP8Callback(recipe="delayed", backend="emulated", guard=GUARD, announce=False)
     kill = [KillAfter(int(then[1]))] if then[:1] == ["kill"] else []
-    trainer = trainer_of(folder, wrap, precision, [fp8, *kill])
+    trainer = trainer_of(folder, wrap, precision, host, [fp8, *kill])
     resume = f"{folder}/checkpoint-{then[1]}" if then[:1] == ["resume"] else None
     trainer.train(resume_from_checkpoint=resume)
     weights = {
@@ -76,8 +100,11 @@ def main():
     if int(os.environ.get("RANK", 0)) == 0:
         state = fp8._state.collected()
         losses = [entry for entry in trainer.state.log_history if "loss" in entry or "guard" in entry]
+        for entry in losses:
+            entry.pop("num_tokens", None)  # TRL counts anew after a resume
         found = {"weights": weights, "state": state, "losses": losses, "demoted": fp8.guard.demoted}
         torch.save(found, f"{folder}/end.pt")
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -22,7 +22,7 @@ from foundry_fp8.numerics.recipes import BlockScaling, CurrentScaling, MXFP8Scal
 from foundry_fp8.observe.precision_probe import PrecisionProbe
 from foundry_fp8.surgery.experts import expert_weights
 from tests.kernels.interpreter import interpret
-from tests.model_zoo import MODELS
+from tests.model_zoo import MODELS, TRANSFORMERS_4
 
 EXPERTS, IN, OUT = 4, 64, 96
 SIZES = [5, 0, 40, 3]
@@ -86,7 +86,16 @@ def test_rows_are_sorted_by_expert_then_choice():
     assert rows.token.tolist() == [1, 0, 3, 1, 2, 0, 2] and rows.choice.tolist() == [0, 1, 1, 1, 1, 0, 0]
 
 
-@pytest.mark.parametrize("name", ["MPT-dmoe-glu", "Dbrx", "Llama4", "GraniteMoe", "JetMoe"])
+KNOWN = [
+    "Dbrx",
+    "Llama4",
+    "GraniteMoe",
+    "JetMoe",
+    *(["MPT-dmoe-glu"] if TRANSFORMERS_4 else ["Mixtral", "GptOss"]),
+]
+
+
+@pytest.mark.parametrize("name", KNOWN)
 def test_forms_are_known_by_running_them(name):
     torch.manual_seed(3)
     model, _ = MODELS[name]()
@@ -105,6 +114,15 @@ def test_forms_are_known_by_running_them(name):
                 cls.__name__, (cls,), {"forward": lambda self, *a: 2 * cls.forward(self, *a)}
             )
     assert "whose forward is none that FP8 knows" in next(iter(expert_weights(changed).values())).why_not
+
+
+@pytest.mark.skipif(TRANSFORMERS_4, reason="transformers 5 spreads experts over ranks")
+def test_experts_spread_over_ranks_by_transformers_are_left_by_name():
+    model, _ = MODELS["Mixtral"]()
+    model.model.layers[0].mlp.experts._is_expert_parallel = True
+    rows = {row.name: row for row in foundry_fp8.apply_fp8(model, recipe="current", backend="emulated").rows}
+    assert "none that FP8 knows" in rows["model.layers.0.mlp.experts.down_proj"].reason
+    assert rows["model.layers.1.mlp.experts.down_proj"].action == "converted"
 
 
 def test_megablocks_and_sharded_experts_are_left_by_name():

@@ -17,16 +17,20 @@ from foundry_fp8.layers.gemm_layer import FP8GemmLayer
 from foundry_fp8.layers.grouped_linear import FP8GroupedLinear
 from foundry_fp8.surgery.first_batch import ForwardTrace, as_run
 from foundry_fp8.surgery.report import SurgeryReport, SurgeryRow, kind_of
-from tests.model_zoo import MODELS
+from tests.model_zoo import MODELS, TRANSFORMERS_4
 
-RAN_OTHERWISE = {"VideoMAE": {"query", "key", "value"}}
+RAN_OTHERWISE = (
+    {"VideoMAE": {"query", "key", "value"}}
+    if TRANSFORMERS_4
+    else {"Mamba": {"dt_proj"}, "Jamba": {"dt_proj"}}
+)
 """Converted layers whose owners multiply by the weight themselves."""
 
 
 class Multiplied(TorchDispatchMode):
     """The parameters that reach a matrix product or a convolution below autograd, by their storage."""
 
-    OPERATORS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "mv", "addmv")
+    OPERATORS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "mv", "addmv", "_grouped_mm")
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
