@@ -1,8 +1,8 @@
 # make demo           train a small MPT in high precision and in FP8 on this machine, and compare
 # make test           lint, types and the default tier of the tests: what every landing and pull request must pass
 # make test-all       the same with every test
-# make test-modern    the default tier on the modern stack (overrides-modern.txt), in .venv-modern; then what needs no Composer with
-#                     the newest transformers, Accelerate and TRL (make test-trainers), in .venv-trainers
+# make test-modern    make test-trainers, then the default tier on the modern stack (overrides-modern.txt), in .venv-modern
+# make test-trainers  what needs no Composer, with the newest transformers, Accelerate and TRL, in .venv-trainers
 # make test-modern-all  every test there
 # make gpu            on a machine with a GPU: what only a GPU can show, and which claims it confirms; under 9 minutes, offline
 # make coverage       branch coverage of the default tier, workers, launched runs and gloo ranks included

@@ -36,7 +36,7 @@ def test_yaml_is_taken_by_llm_foundry(text):
 
 
 GUIDES = [ROOT / "docs" / f"{name}.md" for name in ("export", "unit_scaling")]
-"""backends.md: tests/algorithms/test_fp8_card.py; trainers.md: tests/integrations; the cards have tests of their own."""
+"""backends.md: tests/algorithms/test_fp8_card.py; trainers/: tests/integrations; the cards have tests of their own."""
 
 
 @pytest.mark.parametrize("text", blocks("python", GUIDES))

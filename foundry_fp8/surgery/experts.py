@@ -72,12 +72,13 @@ def expert_weights(model: nn.Module) -> dict[str, ExpertWeights]:
             continue
         seen |= {id(p) for _, p in own}
         form, why_not = _form_of(module)
+        matrices = {} if form is None else _matrices(module, form)
         for part, parameter in own:
             whole = f"{name}.{part}" if name else part
             leaf = part.rpartition(".")[2]
-            if form is not None and leaf.endswith("_bias"):
+            if form is not None and leaf not in matrices:
                 continue
-            shape = _shape(parameter) if form is None else tuple(form.matrices(module, leaf).shape)
+            shape = _shape(parameter) if form is None else tuple(matrices[leaf].shape)
             found[whole] = ExpertWeights(module, form, leaf, shape, why_not or unfit(parameter) or "")
     return found
 
@@ -194,6 +195,7 @@ def _in_high_precision(name: str, shape: tuple[int, ...], backend: GroupedBacken
 
 
 def _matrices(module: nn.Module, form: type[ExpertsForm]) -> dict[str, Tensor]:
+    """The weights that its products multiply by, without biases."""
     parts = form.holder(module)._parameters
     return {part: form.matrices(module, part) for part in parts if not part.endswith("_bias")}
 
@@ -204,7 +206,8 @@ def _small_copy(module: nn.Module, form: type[ExpertsForm]) -> nn.Module:
     assert experts is not None
     holder = form.holder(module)
     sizes = {experts: _EXPERTS}
-    for size in sorted({n for weight in _matrices(module, form).values() for n in weight.shape[1:]}):
+    matrices = _matrices(module, form)
+    for size in sorted({n for weight in matrices.values() for n in weight.shape[1:]}):
         sizes.setdefault(size, 2 * sizes[size // 2] if size / 2 in sizes else _SMALL * len(sizes))
 
     def small(old: nn.Module) -> nn.Module:
@@ -221,7 +224,7 @@ def _small_copy(module: nn.Module, form: type[ExpertsForm]) -> nn.Module:
     for part, parameter in holder._parameters.items():
         assert parameter is not None
         shape = [sizes.get(size, size) for size in parameter.shape]
-        if len(shape) == 2 and parameter.shape[0] != experts:
+        if len(shape) == 2 and part in matrices:
             shape[0] = _EXPERTS * sizes[parameter.shape[0] // experts]
         own.register_parameter(part, nn.Parameter(torch.empty(shape, dtype=torch.float64, device="cpu")))
     return found

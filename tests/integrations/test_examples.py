@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from accelerate import PartialState
+from accelerate.state import AcceleratorState
 from torch.distributed.tensor import DTensor
 
 from tests.integrations.test_training_state import same
@@ -44,15 +46,11 @@ def run(name, sharded, *runs):
     if name == "plain":
         dist.init_process_group("gloo")
     elif sharded:
-        from accelerate import PartialState
-
         os.environ |= FSDP2
         PartialState(cpu=True)
         shard_on_cpu()
     found = [example(name).train(folder, steps) for folder, steps in runs]
     if name == "accelerate_loop":
-        from accelerate.state import AcceleratorState
-
         assert (AcceleratorState().distributed_type == "FSDP") == sharded
     return [
         ({n: (w.full_tensor() if isinstance(w, DTensor) else w).clone() for n, w in weights.items()}, state)

@@ -9,7 +9,6 @@ import sys
 import warnings
 
 import torch
-import transformers
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 from torch.distributed.tensor import DTensor
@@ -17,8 +16,8 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from foundry_fp8.integrations.transformers import FP8Callback
 from tests.callbacks.conftest import build_llama
+from tests.model_zoo import TRANSFORMERS_4
 
-warnings.simplefilter("ignore")  # of Trainer, Accelerate and torch, to their users
 GUARD = {"interval": 2, "rows": 2, "gradient_limit": 0.05, "finer": False}
 STEPS = 7
 FSDP = {"fsdp": "full_shard auto_wrap", "fsdp_config": {"transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}}
@@ -68,7 +67,7 @@ def trainer_of(folder, wrap, precision, host, callbacks):
         sharded = FSDP
         os.environ |= {"FSDP_VERSION": wrap[-1], "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}
     # Accelerate 1.8 loads no sharded state of a fresh optimizer under FSDP2, and Trainer 4.51 none at all on several CPU ranks.
-    optimizer = "sgd" if wrap != "none" and transformers.__version__.startswith("4.") else "adamw_torch"
+    optimizer = "sgd" if wrap != "none" and TRANSFORMERS_4 else "adamw_torch"
     options = {
         "output_dir": folder, "max_steps": STEPS, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2,
         "save_steps": 4, "logging_steps": 1, "learning_rate": 3e-2, "report_to": "none", "use_cpu": True,
@@ -84,6 +83,7 @@ def trainer_of(folder, wrap, precision, host, callbacks):
 
 
 def main():
+    warnings.simplefilter("ignore")  # of Trainer, Accelerate and torch, to their users
     folder, wrap, precision, host, *then = sys.argv[1:]
     if os.environ["WORLD_SIZE"] == "1":  # Accelerate takes a group of one for several
         for variable in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
