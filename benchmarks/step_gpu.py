@@ -1,11 +1,12 @@
 """One linear, one transformer block and a training step of several: BF16, the native backend, torchao, Transformer Engine.
 
-    python benchmarks/step_gpu.py [--models llama3-8b] [--layers 2] [--tokens 8192] [--save step_h100_2026-11-21]
+    python benchmarks/step_gpu.py [--models llama3-8b] [--layers 2] [--tokens 8192] [--eager] [--save step_h100_2026-11-21]
 
 Every case of a group runs in turn, so ratios are within one run. "speedup" is over BF16 eager; "cap" is what FP8 could at most
 give to the GEMMs of the group (vendor peaks, attention in BF16), and "of cap" the share reached. MFU is ideal time over real
 time, each GEMM over its own precision's peak. Memory is the peak of one forward and backward (and optimizer step), in GiB.
-torchao and Transformer Engine are compared where they are installed. Needs torch 2.7 or later.
+torchao and Transformer Engine are compared where they are installed. `--eager` compiles nothing: on a new machine the compiled
+variants take minutes. Needs torch 2.7 or later.
 """
 
 from __future__ import annotations
@@ -193,6 +194,7 @@ def measure(
     flops: tuple[float, float],
     repeats: int,
     *,
+    eager: bool,
     fusable: bool = True,
     optimize: bool = False,
 ) -> list[dict[str, Any]]:
@@ -200,7 +202,8 @@ def measure(
     # Variants share the code that is compiled, and past a limit torch would run the next ones in eager mode.
     torch._dynamo.reset()
     torch._dynamo.config.fail_on_recompile_limit_hit = True
-    cases, memory, failed = prepared(variants(make, fusable), lambda model: training_step(model, x, optimize))
+    wanted = ((name, made) for name, made in variants(make, fusable) if not eager or name.endswith("eager"))
+    cases, memory, failed = prepared(wanted, lambda model: training_step(model, x, optimize))
     found = timed(cases, repeats)
     base = found["bf16 eager"].seconds
     rows: list[dict[str, Any]] = []
@@ -242,6 +245,7 @@ def main() -> None:
     """Measure and print."""
     arguments = parser(__doc__)
     arguments.add_argument("--layers", type=int, default=1 if SMOKE else 2)
+    arguments.add_argument("--eager", action="store_true")
     options = arguments.parse_args()
     require_device()
     limits = ceilings(options.repeats)
@@ -261,6 +265,7 @@ def main() -> None:
             tensor(k),
             flops,
             options.repeats,
+            eager=options.eager,
             fusable=False,
         )
     blocks = SMOKE_BLOCKS if SMOKE else BLOCKS
@@ -277,6 +282,7 @@ def main() -> None:
                 tensor(shape.hidden),
                 (linear * layers, attention * layers),
                 options.repeats,
+                eager=options.eager,
                 optimize=optimize,
             )
     finish(options.save, {"machine": machine(), "ceilings": limits, "tokens": options.tokens, "rows": rows})

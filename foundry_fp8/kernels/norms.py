@@ -79,7 +79,8 @@ def norm_backward(
         mean: ``[R]`` float32 for LayerNorm.
 
     Returns:
-        ``dx`` in the dtype of ``x``, and float32 ``[C]`` gradients of weight and bias, summed in a fixed order.
+        ``dx`` in the dtype of ``x``, and float32 ``[C]`` gradients of weight and bias, summed in a fixed order. An RMSNorm (no ``mean``)
+        has no bias: that gradient is empty.
 
     Raises:
         ValueError: More than 65536 columns.
@@ -89,9 +90,11 @@ def norm_backward(
     rows, columns = dy.shape
     check_columns(columns)
     dx = torch.empty((rows, columns), dtype=x.dtype, device=dy.device)
-    per_sm = 2 * torch.cuda.get_device_properties(dy.device).multi_processor_count if dy.is_cuda else 4
-    programs = max(1, min(rows, per_sm))
-    partial = torch.zeros((2, programs, columns), dtype=torch.float32, device=dy.device)
+    most = 2 * torch.cuda.get_device_properties(dy.device).multi_processor_count if dy.is_cuda else 4
+    programs = max(1, min(rows, most))
+    partial = torch.empty(
+        (1 if mean is None else 2, programs, columns), dtype=torch.float32, device=dy.device
+    )
     scale: Tensor | None = None
     if isinstance(x, Packed):
         values, scale = operands(x)
@@ -119,10 +122,13 @@ def norm_backward(
             **layout,
             PROGRAMS=programs,
             BLOCK=block,
-            num_warps=warps,
+            # 16: with 32 warps a thread has too few registers for its part of a row of 16384, and spills (H100: half the speed).
+            num_warps=min(warps, 16),
         )
-    dweight, dbias = partial.sum(1)
-    return dx, dweight, dbias
+    else:
+        partial.zero_()
+    dweight, *rest = partial.sum(1)
+    return dx, dweight, rest[0] if rest else dweight.new_empty(0)
 
 
 def norm_backward_reference(
@@ -135,7 +141,8 @@ def norm_backward_reference(
     dx = g - normalized * (g * normalized).mean(1, keepdim=True)
     if mean is not None:
         dx = dx - g.mean(1, keepdim=True)
-    return (dx * rstd[:, None]).to(x.dtype), (dy32 * normalized).sum(0), dy32.sum(0)
+    dbias = dy32.new_empty(0) if mean is None else dy32.sum(0)
+    return (dx * rstd[:, None]).to(x.dtype), (dy32 * normalized).sum(0), dbias
 
 
 def check_columns(columns: int) -> None:
@@ -186,10 +193,9 @@ def _backward_kernel(
     pid = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
     inside = columns < C
-    if weight_ptr is not None:
-        weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     dweight = tl.zeros((BLOCK,), dtype=tl.float32)
-    dbias = tl.zeros((BLOCK,), dtype=tl.float32)
+    if mean_ptr is not None:
+        dbias = tl.zeros((BLOCK,), dtype=tl.float32)
     for row in range(pid, R, PROGRAMS):
         offset = tl.cast(row, tl.int64)
         if scale_ptr is not None:
@@ -207,13 +213,15 @@ def _backward_kernel(
             x -= tl.load(mean_ptr + row)
         normalized = tl.where(inside, x * rstd, 0.0)
         g = dy
-        if weight_ptr is not None:
-            g = dy * weight
+        if weight_ptr is not None:  # of every row again, from the cache: held, it would take registers
+            g = dy * tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
         dx = g - normalized * (tl.sum(g * normalized, axis=0) / C)
         if mean_ptr is not None:
             dx -= tl.sum(g, axis=0) / C
         tl.store(dx_ptr + offset * C + columns, (dx * rstd).to(dx_ptr.dtype.element_ty), mask=inside)
         dweight += dy * normalized
-        dbias += dy
+        if mean_ptr is not None:
+            dbias += dy
     tl.store(partial_ptr + pid * C + columns, dweight, mask=inside)
-    tl.store(partial_ptr + (PROGRAMS + pid) * C + columns, dbias, mask=inside)
+    if mean_ptr is not None:
+        tl.store(partial_ptr + (PROGRAMS + pid) * C + columns, dbias, mask=inside)

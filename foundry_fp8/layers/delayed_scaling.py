@@ -334,13 +334,15 @@ class ModuleScales:
         """Begin a pass whenever ``model``, the root that is called in training, begins a training forward."""
         model.register_forward_pre_hook(self._before_forward)
         model.register_forward_hook(self._after_forward, always_call=True)
+        if (
+            device := _device_of(model)
+        ).type == "cuda":  # a compiled layer that is called alone moves nothing
+            self.state.to(device)
 
     @torch.compiler.disable
     def _before_forward(self, model: nn.Module, args: Any) -> None:
         trains = model.training and torch.is_grad_enabled()
-        first = next(model.parameters(), None)
-        device = torch.device("cpu") if first is None else first.device
-        self.state.begin_forward(device, trains=trains)
+        self.state.begin_forward(_device_of(model), trains=trains)
 
     @torch.compiler.disable
     def _after_forward(self, model: nn.Module, args: Any, output: Any) -> None:
@@ -388,3 +390,8 @@ class ModuleScales:
             torch.cat([saved[name]["amax_history"] for name in self._modules], dim=1)
         )
         self.state.begin_pass()
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    first = next(model.parameters(), None)
+    return torch.device("cpu") if first is None else first.device

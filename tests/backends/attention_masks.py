@@ -5,10 +5,10 @@ import torch
 from foundry_fp8.layers.attention_mask import AttentionMask
 
 
-def common_masks(batch: int, length: int) -> dict[str, AttentionMask]:
+def common_masks(batch: int, length: int, device: str = "cpu") -> dict[str, AttentionMask]:
     """By name, for ``batch`` (at most 2) sequences of ``length``."""
-    place = torch.arange(length).expand(batch, length)
-    tokens = torch.tensor([[length], [length - 9]])[:batch]
+    place = torch.arange(length, device=device).expand(batch, length)
+    tokens = torch.tensor([[length], [length - 9]], device=device)[:batch]
     return {
         "full": AttentionMask(),
         "causal": AttentionMask(causal=True),

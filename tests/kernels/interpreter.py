@@ -47,6 +47,7 @@ MODULES = (
         )
     ),
 )
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NUMPY = {
     "fp64": np.float64,
     "fp32": np.float32,
@@ -144,7 +145,6 @@ def only_from(monkeypatch, first, module, *kernels):
 @pytest.fixture(autouse=True)
 def device(monkeypatch):
     """Where kernels run: the GPU if there is one, otherwise the CPU, interpreted."""
-    if torch.cuda.is_available():
-        return "cuda"
-    interpret(monkeypatch)
-    return "cpu"
+    if DEVICE == "cpu":
+        interpret(monkeypatch)
+    return DEVICE

@@ -86,7 +86,7 @@ def output_and_gradients(model: nn.Module, batch: dict[str, Any]) -> list[Tensor
     out = model(**batch)
     out = out if isinstance(out, Tensor) else out.logits
     generator = torch.Generator().manual_seed(1)
-    out.backward(torch.randn(out.shape, generator=generator) * 1e-3)
+    out.backward(torch.randn(out.shape, generator=generator).to(out.device) * 1e-3)
     return [out.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
 

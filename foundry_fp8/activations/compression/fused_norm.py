@@ -153,7 +153,7 @@ def _keep_norm_input(
 def _norm_gradients(
     dy: Tensor, kept: MaybePacked, rstd: Tensor, mean: Tensor | None, weight: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``dx`` in the dtype of the input, and the float32 gradients of weight and bias; ``dy`` is ``[R, C]``."""
+    """``dx`` in the dtype of the input, and the float32 gradients of weight and, without ``mean`` empty, of bias; ``dy`` is ``[R, C]``."""
     if _norm_kernels(dy, kept.fmt if isinstance(kept, Packed) else None):
         from foundry_fp8.kernels.norms import norm_backward
 
@@ -170,4 +170,4 @@ def _norm_gradients(
     dw = (dy * normed).sum(0)
     dnormed = dy if weight is None else dy * weight.float()
     dx = torch.addcmul(dnormed, normed, (dnormed * normed).mean(1, keepdim=True), value=-1.0)
-    return dx.mul_(rstd[:, None]).to(dtype), dw, dy.sum(0)
+    return dx.mul_(rstd[:, None]).to(dtype), dw, dw.new_empty(0)

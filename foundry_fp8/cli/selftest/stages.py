@@ -111,7 +111,7 @@ def stages_of(output: Path, *, dry: bool) -> list[Stage]:
             command=module("foundry_fp8.cli.selftest.training", str(output), *said),
             limit_s=110,
         ),
-        benchmark("step", 120, "--models", "llama3-8b"),
+        benchmark("step", 120, "--models", "llama3-8b", "--eager"),
         benchmark(
             "context", 60, "--models", "fog-1.5b", "--contexts", "4096", "16384", "--repeats", "5", "--layers", "1"
         ),

@@ -14,18 +14,20 @@ from foundry_fp8.layers.delayed_scaling import DelayedScalingState
 from foundry_fp8.numerics.recipes import BlockScaling, CurrentScaling, DelayedScaling
 from foundry_fp8.observe.operand_health import ATTENTION, HealthProbe
 from tests.backends.attention_masks import common_masks
+from tests.kernels.interpreter import DEVICE
 from tests.surgery.conversion import convert_attention
 from tests.surgery.test_attention import MODELS, output_and_gradients
 
 B, H, HK, S, D = 2, 4, 2, 96, 32
 SCALE = D**-0.5
 RECIPES = (DelayedScaling(amax_history_len=2), CurrentScaling())
+PLACE = torch.arange(S, device=DEVICE)
 MASKS = {
-    **common_masks(B, S),
+    **common_masks(B, S, DEVICE),
     "documents, padded": AttentionMask(
         causal=True,
-        documents=torch.where(torch.arange(S) < S - 9, torch.arange(S) // 31, -1).expand(B, S),
-        key_padding=(torch.arange(S) < S - 9).expand(B, S),
+        documents=torch.where(PLACE < S - 9, PLACE // 31, -1).expand(B, S),
+        key_padding=(PLACE < S - 9).expand(B, S),
     ),
 }
 
@@ -37,7 +39,7 @@ def inputs(dtype=torch.float32, keys=S):
         # Every head has a range of its own, so that a mixed-up head or scale shows.
         spread = torch.linspace(0.3, 1.5, heads)[None, :, None, None] * size
         x = torch.randn(B, length, heads, D, generator=generator).transpose(1, 2)
-        return (x * spread).to(dtype)
+        return (x * spread).to(DEVICE, dtype)
 
     return draw(H, S, 2.0), draw(HK, keys, 1.5), draw(HK, keys, 0.7), draw(H, S, 1e-3)
 
@@ -49,8 +51,13 @@ def make(recipe, backend="native", **options):
     names = attention_slots(recipe)
     timing = recipe if isinstance(recipe, DelayedScaling) else DelayedScaling(amax_history_len=2)
     state = DelayedScalingState(timing, [attention_format(recipe, name).max for name in names])
+    state.to(torch.device(DEVICE))
     attention.slots = {name: state.slot(i) for i, name in enumerate(names)}
     return attention, state
+
+
+def on(device, model, batch):
+    return model.to(device), {name: value.to(device) for name, value in batch.items()}
 
 
 def run(attention, q, k, v, do, mask, function=None):
@@ -72,11 +79,11 @@ def warmed(recipe, backend, given, mask):
 def exact(q, k, v, do, mask):
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     group = H // HK
-    dense = mask.dense(S, k.shape[2], torch.device("cpu"), torch.float64)
+    dense = mask.dense(S, k.shape[2], q.device, torch.float64)
     out = F.scaled_dot_product_attention(
         leaves[0], *(x.repeat_interleave(group, 1) for x in leaves[1:]), attn_mask=dense, scale=SCALE
     )
-    seen, _ = mask.block(0, S, 0, k.shape[2], S, k.shape[2], torch.device("cpu"))
+    seen, _ = mask.block(0, S, 0, k.shape[2], S, k.shape[2], q.device)
     if seen is not None:
         out = out * seen.any(-1, keepdim=True)
     out.backward(do.double())
@@ -151,7 +158,8 @@ def test_values_that_fp8_holds_and_one_visible_key_are_exact(device):
     """Each query sees its own key alone: the output is V, dV is dO, dQ and dK are zero."""
     generator = torch.Generator().manual_seed(0)
     q, k, v, do = (
-        torch.randint(-3, 4, (B, heads, S, D), generator=generator).float() for heads in (H, H, H, H)
+        torch.randint(-3, 4, (B, heads, S, D), generator=generator).float().to(device)
+        for heads in (H, H, H, H)
     )
     attention, _ = make(CurrentScaling(power_2_scales=True))
     out, dq, dk, dv = run(attention, q, k, v, do, AttentionMask(causal=True, window=(0, 0)))
@@ -214,7 +222,7 @@ def test_refusals_say_where_and_what_to_do(device):
     q, k, v, _ = inputs()
     attention, _ = make(CurrentScaling())
     with pytest.raises(RuntimeError, match=r"block\.attn: .*ALiBi"):
-        attention(q, k, v, mask=AttentionMask(bias=torch.zeros(S, S)), softmax_scale=SCALE)
+        attention(q, k, v, mask=AttentionMask(bias=torch.zeros(S, S, device=device)), softmax_scale=SCALE)
     with pytest.raises(RuntimeError, match=r"block\.attn: .*no dropout .*to 0"):
         attention(q, k, v, mask=AttentionMask(), softmax_scale=SCALE, dropout_p=0.1)
     backend = load_attention_backend("native")
@@ -231,7 +239,7 @@ def test_refusals_say_where_and_what_to_do(device):
 def test_hosts_train_through_it(name, device):
     """Packed documents, a sliding window, grouped queries: what each host means arrives, and gradients are FP8's distance away."""
     torch.manual_seed(0)
-    model, batch = MODELS[name]()
+    model, batch = on(device, *MODELS[name]())
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(3.0 if name != "mpt" and parameter.dim() > 1 else 1.0)
@@ -250,7 +258,7 @@ def test_hosts_train_through_it(name, device):
 def test_monitors_see_its_operands(backend, device):
     """Health of what is quantised whole, and the ledger that MFU reads."""
     torch.manual_seed(0)
-    model, batch = MODELS["fog"]()
+    model, batch = on(device, *MODELS["fog"]())
     model.train()
     _, converted = convert_attention(model, recipe=RECIPES[0], backend=backend)
     probe = HealthProbe(model, lambda f: f, attention=True)

@@ -9,6 +9,7 @@ import foundry_fp8
 from foundry_fp8.backends.native import eager
 from foundry_fp8.kernels.launch import BoundedCache
 from foundry_fp8.numerics.recipes import BlockScaling, CurrentScaling, DelayedScaling
+from tests.kernels.interpreter import DEVICE
 
 RECIPES = {
     "current": CurrentScaling(),
@@ -22,7 +23,7 @@ M, K, N = 16, 32, 48
 
 
 def values(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * 3
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE) * 3
 
 
 def strided(x):
@@ -36,7 +37,7 @@ def by_columns(x):
 
 def shifted(x):
     """The same values at an address that is no multiple of 16."""
-    memory = torch.empty(x.numel() + 1, dtype=x.dtype)
+    memory = torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)
     return memory[1:].view(x.shape).copy_(x)
 
 
@@ -111,7 +112,7 @@ def test_a_recipe_that_changes_between_two_passes(device):
 
 
 def test_x_and_dy_of_one_shape_keep_their_formats(device):
-    model = nn.Sequential(nn.Linear(K, K, bias=False, dtype=torch.bfloat16))
+    model = nn.Sequential(nn.Linear(K, K, bias=False, dtype=torch.bfloat16)).to(device)
     foundry_fp8.apply_fp8(model, recipe=CurrentScaling(fp8_format="hybrid"), backend="native")
     seen = {}
     model[0].probe = lambda operand, x, quantized: seen.update({operand: quantized.data.dtype})

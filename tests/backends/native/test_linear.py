@@ -90,10 +90,14 @@ def by_reference(x, operand, recipe, along, scale=None):
 def assert_close(ours, exact, a, b, recipe=None):
     """Products are exact; what remains is accumulation over the contracted dimension and one rounding of the result."""
     rounding = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}[ours.dtype]
-    accumulation = 2.0**-11 if ours.is_cuda else a.shape[1] * 2.0**-23
+    accumulation = a.shape[1] * 2.0**-23
     if recipe is not None and recipe.by_row:  # torch's GEMM writes bfloat16 then
         accumulation += 2.0**-8
     bound = exact.abs() * rounding + (a.abs() @ b.abs()) * accumulation + 1e-6
+    if ours.is_cuda:
+        # Hopper's tensor cores align the products of an instruction to the largest and keep 13 bits below it (DeepSeek-V3, 3.3.2).
+        largest = (a.abs()[:, :, None] * b.abs()[None]).amax(1)
+        bound += 2.0**-13 * (a.shape[1] * largest + (a.abs() @ b.abs()))
     assert ours.shape == exact.shape
     error = (ours.double() - exact).abs()
     assert bool((error <= bound).all()), f"largest error {float((error / bound).max()):.2f} of the bound"
@@ -184,7 +188,9 @@ def test_a_state_goes_on_in_another_backend(device):
     ours, theirs = (FP8State.of(models[backend]) for backend in ("emulated", "native"))
     ours.update()
     theirs.load_state_dict(ours.state_dict())
-    assert (theirs.delayed.scale != 1).all() and torch.equal(theirs.delayed.scale, ours.delayed.scale)
+    assert (theirs.delayed.scale != 1).all() and torch.equal(
+        theirs.delayed.scale.cpu(), ours.delayed.scale.cpu()
+    )
     assert torch.equal(theirs.delayed.amax_history, ours.delayed.amax_history)
 
 
@@ -390,12 +396,12 @@ def test_a_result_may_be_changed_in_place(tokens, device):
     """It is nobody's view, padded or not, and its backward is counted all the same, as often as it runs."""
     model = make("current", device)
     layer = model[0]
-    x = ranged(2 * tokens, 96).view(2, tokens, 96).requires_grad_()
+    x = ranged(2 * tokens, 96).view(2, tokens, 96).to(device).requires_grad_()
     y = layer(x)
     assert y._base is None and y.shape == (2, tokens, 160)
     apart = layer(x) * 1
     y *= 1
-    dy = ranged(2 * tokens, 160).view(2, tokens, 160)
+    dy = ranged(2 * tokens, 160).view(2, tokens, 160).to(device)
     found, expected = (torch.autograd.grad(out, layer.weight, dy, retain_graph=True)[0] for out in (y, apart))
     assert torch.equal(found, expected)
     torch.autograd.grad(y, layer.weight, dy)
@@ -428,7 +434,7 @@ def test_one_backend_instance_serves_a_model():
 
 @pytest.mark.parametrize("fast", [(), ("fprop",), ("dgrad",), ("fprop", "dgrad", "wgrad")], ids=str)
 def test_the_recipe_says_which_gemms_accumulate_fast(fast, device, monkeypatch):
-    """On a CPU the product is its definition; what a GPU would be asked is the argument."""
+    """On a CPU the product is its definition; what a GPU is asked is the argument."""
     from foundry_fp8.backends.native import gemm
 
     asked, multiply = [], gemm.tensorwise_mm
@@ -437,8 +443,9 @@ def test_the_recipe_says_which_gemms_accumulate_fast(fast, device, monkeypatch):
         asked.append(fast_accumulation)
         return multiply(*args, fast_accumulation=fast_accumulation, **options)
 
-    monkeypatch.setattr(gemm, "tensorwise_mm", spy)
     model = make(CurrentScaling(fast_accumulation=fast), device, k=32, n=48)
     x = ranged(16, 32).to(device).requires_grad_()
+    model(x)  # on a GPU the first pass tries the kernels
+    monkeypatch.setattr(gemm, "tensorwise_mm", spy)
     model(x).sum().backward()
     assert asked == [gemm in fast for gemm in ("fprop", "dgrad", "wgrad")]
