@@ -42,6 +42,7 @@ MODULES = (
             "norms",
             "packed_norms",
             "gated",
+            "grouped",
             "packing",
             "wire",
         )

@@ -164,18 +164,23 @@ class NativeBackend(Backend):
     def grouped_linear(
         self, layer: FP8GroupedLinear, x: Tensor, weights: Tensor, sizes: Sequence[int]
     ) -> Tensor:
-        """See :meth:`Backend.grouped_linear`: GEMM after GEMM, not one grouped kernel; no weight is cached."""
+        """See :meth:`Backend.grouped_linear`: a grouped GEMM where it fits, otherwise one GEMM after another; no weight is cached."""
+        from foundry_fp8.backends.native.grouped import GroupedLinear, fits_grouped
         from foundry_fp8.backends.native.linear import NativeLinear
 
         dtype = checked_dtype(layer, x, weights)
-        call = LinearCall.of(layer, layer.probe)
+        call, x = LinearCall.of(layer, layer.probe), in_dtype(x, dtype)
+        if fits_grouped(call, x, weights):
+            with without_autocast(x.device.type):
+                grouped: Tensor = GroupedLinear.apply(x, weights, sizes, call)  # type: ignore[no-untyped-call]
+            return grouped
 
         def product(x: Tensor, weight: Tensor) -> Tensor:
             y: Tensor = NativeLinear.apply(x, weight.contiguous(), None, (call, None, None))  # type: ignore[no-untyped-call]
             return y
 
         with without_autocast(x.device.type):
-            return by_expert(product, in_dtype(x, dtype), weights, sizes)
+            return by_expert(product, x, weights, sizes)
 
     def clear_weight_cache(self) -> None:
         """Forget every cached weight. Optimizer steps call it."""

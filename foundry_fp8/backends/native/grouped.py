@@ -1,0 +1,187 @@
+"""The products of all experts as one autograd function: each operand cast in one launch, each GEMM one grouped GEMM.
+
+It computes what a linear of each expert would: an expert's x, weight and dy have one scale each (``current``), or all experts share
+``delayed``'s. The GEMMs are torch's (:mod:`foundry_fp8.compat.grouped_scaled_mm`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from foundry_fp8.backends.native.inputs import Delayed, LinearCall
+from foundry_fp8.backends.native.plan import FORMATS, Plan
+from foundry_fp8.backends.native.products import grouped_product, grouped_weight_gradient
+from foundry_fp8.compat.grouped_scaled_mm import grouped_mm_missing
+from foundry_fp8.kernels.launch import GEMM_MULTIPLE, round_up
+from foundry_fp8.layers.frozen_weight import in_dtype
+from foundry_fp8.numerics.quantize import scale_from_amax
+
+__all__ = ["GroupedLinear", "fits_grouped"]
+
+
+def fits_grouped(call: LinearCall, x: Tensor, weights: Tensor) -> bool:
+    """Whether the grouped GEMM takes this call: one scale an expert, bfloat16, whole 16-byte words, no probe, a GPU that has it."""
+    fits = (
+        call.plan.granularity == "tensor"
+        and x.dtype == torch.bfloat16
+        and weights.shape[1] % GEMM_MULTIPLE == weights.shape[2] % GEMM_MULTIPLE == 0
+        and call.probe is None
+        and (call.fp8_wgrad or not weights.requires_grad)
+    )
+    return fits and (x.device.type == "cpu" or grouped_mm_missing(x.get_device()) is None)
+
+
+class Rows(NamedTuple):
+    """Which rows are whose."""
+
+    sizes: tuple[int, ...]
+    counts: Tensor
+    """``[experts]``: the same."""
+    ends: Tensor
+    """int32 ``[experts]``: where each expert's rows end."""
+    padded_ends: Tensor
+    """The same where each has a multiple of 16 rows."""
+    group: Tensor
+    """int32 ``[P]``: the expert of each row of that order."""
+    source: Tensor | None
+    """int32 ``[P]``: which row it is, -1 for padding."""
+
+    @classmethod
+    def of(cls, sizes: Sequence[int], device: torch.device) -> Rows:
+        """For rows sorted by expert."""
+        counts = torch.tensor(sizes, device=device)
+        padded = (counts + GEMM_MULTIPLE - 1) // GEMM_MULTIPLE * GEMM_MULTIPLE
+        ends, padded_ends = counts.cumsum(0), padded.cumsum(0)
+        total = sum(round_up(size) for size in sizes)
+        experts = torch.arange(len(sizes), device=device)
+        group = torch.repeat_interleave(experts, padded, output_size=total)
+        place = torch.arange(total, device=device) - (padded_ends - padded)[group]
+        source = torch.where(place < counts[group], place + (ends - counts)[group], -1)
+        return cls(tuple(sizes), counts, ends.int(), padded_ends.int(), group.int(), source.int())
+
+    def each(self, of_expert: Tensor) -> Tensor:
+        """``[experts]`` to ``[R]``."""
+        return torch.repeat_interleave(of_expert, self.counts, output_size=sum(self.sizes))
+
+
+class _Cast(NamedTuple):
+    data: Tensor | None
+    data_t: Tensor | None
+    scale: Tensor
+    gemm_scale: Tensor
+
+
+def _quantize(
+    x: Tensor,
+    group: Tensor,
+    source: Tensor | None,
+    experts: int,
+    plan: Plan,
+    fmt: str,
+    delayed: Delayed = (None, None),
+    known: tuple[Tensor, Tensor] | None = None,
+    *,
+    seen: Tensor,
+    rows: bool,
+    columns: bool,
+) -> _Cast:
+    """Args are those of the kernels; ``known``: the scales that a forward found; ``seen``: the experts that have rows, whose amaxes count."""
+    from foundry_fp8.kernels import grouped as kernels  # Triton is imported there, not before
+
+    if known is None:
+        scale, slot = delayed
+        amax = kernels.group_amax(x, group, source, experts)
+        if slot is not None:
+            torch.fmax(slot, torch.where(seen, amax, 0.0).max(), out=slot)
+        if scale is None:
+            scale = scale_from_amax(amax, FORMATS[fmt], power_2=plan.power_2)
+        else:
+            scale = scale.expand(experts).contiguous()
+        known = scale, torch.where(torch.isinf(amax), torch.nan, scale.reciprocal())
+    made = kernels.quantize_groups(x, known[0], group, source, FORMATS[fmt], rows=rows, columns=columns)
+    return _Cast(*made, *known)
+
+
+class _Weights:
+    """The weights of all experts, ``[experts, N, K]``, as the rows of one matrix, in the order in which they lie in memory."""
+
+    def __init__(self, weights: Tensor, dtype: torch.dtype) -> None:
+        self.flipped = not weights.is_contiguous() and weights.transpose(1, 2).is_contiguous()
+        stored = in_dtype(weights.transpose(1, 2) if self.flipped else weights, dtype)
+        self.experts, height, self.width = stored.shape
+        self.matrix = stored.reshape(-1, self.width)
+        self.group = torch.arange(len(self.matrix), device=weights.device, dtype=torch.int32) // height
+
+    def cast(
+        self,
+        contracted: int,
+        plan: Plan,
+        seen: Tensor,
+        delayed: Delayed = (None, None),
+        known: tuple[Tensor, Tensor] | None = None,
+    ) -> _Cast:
+        """As the second operand of the product that adds up over dimension ``contracted`` of ``[experts, N, K]``: ``[experts, C, out]``."""
+        by_rows = (contracted == 2) != self.flipped
+        found = _quantize(
+            self.matrix, self.group, None, self.experts, plan, plan.x_fmt, delayed, known, seen=seen, rows=by_rows, columns=not by_rows
+        )  # fmt: skip
+        if by_rows:
+            assert found.data is not None
+            operand = found.data.view(self.experts, -1, self.width).transpose(1, 2)
+        else:
+            assert found.data_t is not None
+            operand = found.data_t.view(self.width, self.experts, -1).permute(1, 2, 0)
+        return found._replace(data=operand, data_t=None)
+
+
+class GroupedLinear(torch.autograd.Function):
+    """``y_e = x_e W_e^T`` with the three GEMMs in FP8."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weights: Tensor, sizes: Sequence[int], call: LinearCall) -> Tensor:
+        """``x``: ``[R, K]`` bfloat16, sorted by expert; ``weights``: ``[experts, N, K]``, hp."""
+        rows, plan = Rows.of(sizes, x.device), call.plan
+        seen = rows.counts > 0
+        qx = _quantize(
+            x, rows.group, rows.source, len(sizes), plan, plan.x_fmt, call.x, seen=seen, rows=True, columns=ctx.needs_input_grad[1]
+        )  # fmt: skip
+        qw = _Weights(weights, x.dtype).cast(2, plan, seen, call.w)
+        assert qx.data is not None and qw.data is not None
+        ctx.save_for_backward(weights, qx.data_t, qx.gemm_scale, qw.scale, qw.gemm_scale, *rows[1:])
+        ctx.sizes, ctx.call = rows.sizes, call
+        return grouped_product(
+            qx.data, rows.each(qx.gemm_scale), qw.data, qw.gemm_scale, rows.ends, "fprop" in plan.fast
+        )
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        """Dgrad and wgrad, as far as they are needed."""
+        weights, x_t, x_scale, w_scale, w_gemm_scale, *maps = ctx.saved_tensors
+        call, rows = ctx.call, Rows(ctx.sizes, *maps)
+        plan, (needs_x, needs_w) = call.plan, ctx.needs_input_grad[:2]
+        if not (needs_x or needs_w):
+            return None, None, None, None
+        dy, seen = in_dtype(dy, torch.bfloat16), rows.counts > 0
+        qdy = _quantize(
+            dy, rows.group, rows.source, len(rows.sizes), plan, plan.dy_fmt, call.dy, seen=seen, rows=needs_x, columns=needs_w
+        )  # fmt: skip
+        dx = dw = None
+        if needs_x:
+            qw = _Weights(weights, dy.dtype).cast(1, plan, seen, known=(w_scale, w_gemm_scale))
+            assert qdy.data is not None and qw.data is not None
+            scales = rows.each(qdy.gemm_scale), w_gemm_scale
+            dx = grouped_product(qdy.data, scales[0], qw.data, scales[1], rows.ends, "dgrad" in plan.fast)
+        if needs_w:
+            assert qdy.data_t is not None
+            dw = grouped_weight_gradient(
+                qdy.data_t, qdy.gemm_scale, x_t, x_scale, rows.padded_ends, "wgrad" in plan.fast
+            )
+            for expert, size in enumerate(rows.sizes):
+                if not size:  # nothing is added up, and torch leaves what was in memory
+                    dw[expert].zero_()
+            dw = in_dtype(dw, weights.dtype)
+        return dx, dw, None, None
