@@ -41,7 +41,7 @@ def group_amax(x: Tensor, group: Tensor, source: Tensor | None, experts: int) ->
     rows, columns = len(group), x.shape[1]
     constants = {"TILE_R": AMAX_R, "TILE_C": AMAX_C, "num_warps": WARPS}
     launch(
-        _amax_kernel,
+        _group_amax_kernel,
         tiles(rows, AMAX_R),
         x,
         x.stride(0),
@@ -96,7 +96,7 @@ def quantize_groups(
     data = torch.empty(x.shape, dtype=fmt.dtype, device=x.device) if rows else None
     data_t = torch.empty((width, padded), dtype=fmt.dtype, device=x.device) if columns else None
     launch(
-        _cast_kernel,
+        _group_cast_kernel,
         tiles(padded, TILE_R) * tiles(width, TILE_C),
         x,
         x.stride(0),
@@ -138,7 +138,7 @@ def _rows_of(expert: int, group: Tensor, source: Tensor | None) -> Tensor:
 
 
 @triton.jit
-def _amax_kernel(
+def _group_amax_kernel(
     x_ptr,
     x_stride,
     group_ptr,
@@ -168,7 +168,7 @@ def _amax_kernel(
 
 
 @triton.jit
-def _cast_rows(
+def _group_cast_rows(
     x_ptr, x_stride, scale_ptr, group_ptr, source_ptr, data_ptr, rows, columns, P, C
 ):  # fmt: skip
     """The scaled float32 values of ``rows`` of the padded order; stored by rows where there is a ``data_ptr``."""
@@ -191,7 +191,7 @@ def _cast_rows(
 
 
 @triton.jit
-def _cast_kernel(
+def _group_cast_kernel(
     x_ptr,
     x_stride,
     scale_ptr,
@@ -210,10 +210,10 @@ def _cast_kernel(
     first_column = (pid % tiles_c) * TILE_C
     rows = first_row + tl.arange(0, TILE_R // ROWS_PER_WORD) * ROWS_PER_WORD
     columns = first_column + tl.arange(0, TILE_C)
-    a = _cast_rows(x_ptr, x_stride, scale_ptr, group_ptr, source_ptr, data_ptr, rows, columns, P, C)
-    b = _cast_rows(x_ptr, x_stride, scale_ptr, group_ptr, source_ptr, data_ptr, rows + 1, columns, P, C)
-    c = _cast_rows(x_ptr, x_stride, scale_ptr, group_ptr, source_ptr, data_ptr, rows + 2, columns, P, C)
-    d = _cast_rows(x_ptr, x_stride, scale_ptr, group_ptr, source_ptr, data_ptr, rows + 3, columns, P, C)
+    a = _group_cast_rows(x_ptr, x_stride, scale_ptr, group_ptr, source_ptr, data_ptr, rows, columns, P, C)
+    b = _group_cast_rows(x_ptr, x_stride, scale_ptr, group_ptr, source_ptr, data_ptr, rows + 1, columns, P, C)
+    c = _group_cast_rows(x_ptr, x_stride, scale_ptr, group_ptr, source_ptr, data_ptr, rows + 2, columns, P, C)
+    d = _group_cast_rows(x_ptr, x_stride, scale_ptr, group_ptr, source_ptr, data_ptr, rows + 3, columns, P, C)
     if data_t_ptr is not None:
         RUN: tl.constexpr = 8 if data_ptr is None else 16
         store_transposed(data_t_ptr, a, b, c, d, first_row, first_column, P, C, TILE_R, TILE_C, RUN)

@@ -32,6 +32,7 @@ from foundry_fp8.kernels import (
     blockwise,
     delayed,
     gated,
+    grouped,
     norms,
     packed_norms,
     packing,
@@ -224,6 +225,11 @@ def launch_everything(gemm):
     norms.norm_backward(x, x, vector, vector, mean=vector)
     for label, source in activations.items():  # noqa: B007
         gated.activation_backward(x, source)
+    group = torch.empty(4096, dtype=torch.int32, device="cuda")
+    for source in (group, None):
+        label = "experts" if source is None else "experts, padded"
+        grouped.group_amax(x, group, source, 8)
+        grouped.quantize_groups(x, vector, group, source, E4M3, rows=True, columns=True)
     label = "delayed"
     delayed.update_delayed_(vector, torch.empty(1024, 4096, device="cuda"), vector, use_max=True)
     for name in FORMATS:

@@ -83,7 +83,15 @@ def test_machine_code_depends_neither_on_lines_nor_on_what_was_compiled_before(c
     assert first == later
 
 
-EXACT = ("_amax_kernel", "_quantize_kernel", "_quantize_blockwise_kernel", "_quantize", "_pack_norm_input")
+EXACT = (
+    "_amax_kernel",
+    "_quantize_kernel",
+    "_quantize_blockwise_kernel",
+    "_group_amax_kernel",
+    "_group_cast_kernel",
+    "_quantize",
+    "_pack_norm_input",
+)
 
 
 def test_what_is_defined_to_the_bit_is_not_contracted(compiled):
@@ -128,6 +136,8 @@ def test_every_kernel_is_among_them(compiled):
         "_quantize",
         "_dequantize",
         "_gated_backward",
+        "_group_amax_kernel",
+        "_group_cast_kernel",
         "_pack_norm_input",
         "_forward_kernel",
         "_row_sums_kernel",

@@ -1,7 +1,8 @@
-"""The products of all experts as one autograd function: each operand cast in one launch, each GEMM one grouped GEMM.
+"""The products of all experts as one autograd function: each operand is cast in one launch.
 
 It computes what a linear of each expert would: an expert's x, weight and dy have one scale each (``current``), or all experts share
-``delayed``'s. The GEMMs are torch's (:mod:`foundry_fp8.compat.grouped_scaled_mm`).
+``delayed``'s. torch's grouped GEMM multiplies where it can (:mod:`foundry_fp8.compat.grouped_scaled_mm`: E4M3 times E4M3 on Hopper),
+otherwise one GEMM an expert.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from torch import Tensor
 
 from foundry_fp8.backends.native.inputs import Delayed, LinearCall
 from foundry_fp8.backends.native.plan import FORMATS, Plan
-from foundry_fp8.backends.native.products import grouped_product, grouped_weight_gradient
-from foundry_fp8.compat.grouped_scaled_mm import grouped_mm_missing
+from foundry_fp8.backends.native.products import defined, tensorwise_product
+from foundry_fp8.compat.grouped_scaled_mm import grouped_mm_missing, scaled_grouped_mm
 from foundry_fp8.kernels.launch import GEMM_MULTIPLE, round_up
 from foundry_fp8.layers.frozen_weight import in_dtype
 from foundry_fp8.numerics.quantize import scale_from_amax
@@ -24,15 +25,14 @@ __all__ = ["GroupedLinear", "fits_grouped"]
 
 
 def fits_grouped(call: LinearCall, x: Tensor, weights: Tensor) -> bool:
-    """Whether the grouped GEMM takes this call: one scale an expert, bfloat16, whole 16-byte words, no probe, a GPU that has it."""
-    fits = (
+    """Whether :class:`GroupedLinear` takes this call: one scale an expert, bfloat16, whole 16-byte words, no probe."""
+    return (
         call.plan.granularity == "tensor"
         and x.dtype == torch.bfloat16
         and weights.shape[1] % GEMM_MULTIPLE == weights.shape[2] % GEMM_MULTIPLE == 0
         and call.probe is None
         and (call.fp8_wgrad or not weights.requires_grad)
     )
-    return fits and (x.device.type == "cpu" or grouped_mm_missing(x.get_device()) is None)
 
 
 class Rows(NamedTuple):
@@ -63,9 +63,81 @@ class Rows(NamedTuple):
         source = torch.where(place < counts[group], place + (ends - counts)[group], -1)
         return cls(tuple(sizes), counts, ends.int(), padded_ends.int(), group.int(), source.int())
 
-    def each(self, of_expert: Tensor) -> Tensor:
-        """``[experts]`` to ``[R]``."""
-        return torch.repeat_interleave(of_expert, self.counts, output_size=sum(self.sizes))
+    def product(
+        self, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, fast_accumulation: bool
+    ) -> Tensor:
+        """``a_e @ b_e`` for the rows of each expert.
+
+        Args:
+            a: FP8 ``[R, C]``.
+            a_scale: float32 ``[experts]``.
+            b: FP8 ``[experts, C, N]``, C with stride 1.
+            b_scale: float32 ``[experts]``.
+            fast_accumulation: See :func:`~foundry_fp8.backends.native.products.tensorwise_product`.
+
+        Returns:
+            bfloat16 ``[R, N]``.
+        """
+        if _is_grouped(a, b):
+            by_row = torch.repeat_interleave(a_scale, self.counts, output_size=len(a))
+            by_column = b_scale[:, None].expand(-1, b.shape[2]).contiguous()
+            return scaled_grouped_mm(a, by_row, b, by_column, self.ends, fast_accumulation=fast_accumulation)
+        experts = zip(a.split(self.sizes), _apart(a_scale), b.unbind(), _apart(b_scale), strict=True)
+        return torch.cat(
+            [
+                tensorwise_product(rows, scale, one.t(), one_scale, None, torch.bfloat16, fast_accumulation)
+                for rows, scale, one, one_scale in experts
+                if len(rows)
+            ]
+        )
+
+    def weight_gradient(
+        self, dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, fast_accumulation: bool
+    ) -> Tensor:
+        """``dy_e @ x_e^T`` for the padded columns of each expert.
+
+        Args:
+            dy: FP8 ``[N, P]``.
+            dy_scale: float32 ``[experts]``.
+            x: FP8 ``[K, P]``.
+            x_scale: float32 ``[experts]``.
+            fast_accumulation: See :meth:`product`.
+
+        Returns:
+            bfloat16 ``[experts, N, K]``.
+        """
+        if _is_grouped(dy, x):
+            by_row = dy_scale[:, None].expand(-1, len(dy)).reshape(-1)
+            by_column = x_scale[:, None].expand(-1, len(x)).reshape(-1)
+            made = scaled_grouped_mm(
+                dy, by_row, x.t(), by_column, self.padded_ends, fast_accumulation=fast_accumulation
+            )
+        else:
+            made = torch.empty((len(self.sizes), len(dy), len(x)), dtype=torch.bfloat16, device=dy.device)
+            padded = [round_up(size) for size in self.sizes]
+            experts = zip(
+                dy.split(padded, 1), _apart(dy_scale), x.split(padded, 1), _apart(x_scale), strict=True
+            )
+            for out, size, given in zip(made, self.sizes, experts, strict=True):
+                if size:
+                    out.copy_(tensorwise_product(*given, None, torch.bfloat16, fast_accumulation))
+        for out, size in zip(made, self.sizes, strict=True):
+            if not size:  # nothing is added up, and torch leaves what was in memory
+                out.zero_()
+        return made
+
+
+def _is_grouped(a: Tensor, b: Tensor) -> bool:
+    """Whether torch's grouped GEMM multiplies these."""
+    fits = a.dtype == b.dtype == torch.float8_e4m3fn
+    return fits and not defined(a) and grouped_mm_missing(a.get_device()) is None
+
+
+def _apart(scales: Tensor) -> tuple[Tensor, ...]:
+    """Each in 16 bytes of its own, which some of cuBLAS's FP8 paths ask of a scale."""
+    spaced = scales.new_empty((len(scales), 4))
+    spaced[:, 0] = scales
+    return spaced[:, 0].unbind()
 
 
 class _Cast(NamedTuple):
@@ -153,9 +225,7 @@ class GroupedLinear(torch.autograd.Function):
         assert qx.data is not None and qw.data is not None
         ctx.save_for_backward(weights, qx.data_t, qx.gemm_scale, qw.scale, qw.gemm_scale, *rows[1:])
         ctx.sizes, ctx.call = rows.sizes, call
-        return grouped_product(
-            qx.data, rows.each(qx.gemm_scale), qw.data, qw.gemm_scale, rows.ends, "fprop" in plan.fast
-        )
+        return rows.product(qx.data, qx.gemm_scale, qw.data, qw.gemm_scale, "fprop" in plan.fast)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -173,15 +243,9 @@ class GroupedLinear(torch.autograd.Function):
         if needs_x:
             qw = _Weights(weights, dy.dtype).cast(1, plan, seen, known=(w_scale, w_gemm_scale))
             assert qdy.data is not None and qw.data is not None
-            scales = rows.each(qdy.gemm_scale), w_gemm_scale
-            dx = grouped_product(qdy.data, scales[0], qw.data, scales[1], rows.ends, "dgrad" in plan.fast)
+            dx = rows.product(qdy.data, qdy.gemm_scale, qw.data, w_gemm_scale, "dgrad" in plan.fast)
         if needs_w:
             assert qdy.data_t is not None
-            dw = grouped_weight_gradient(
-                qdy.data_t, qdy.gemm_scale, x_t, x_scale, rows.padded_ends, "wgrad" in plan.fast
-            )
-            for expert, size in enumerate(rows.sizes):
-                if not size:  # nothing is added up, and torch leaves what was in memory
-                    dw[expert].zero_()
+            dw = rows.weight_gradient(qdy.data_t, qdy.gemm_scale, x_t, x_scale, "wgrad" in plan.fast)
             dw = in_dtype(dw, weights.dtype)
         return dx, dw, None, None

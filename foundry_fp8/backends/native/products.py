@@ -1,4 +1,4 @@
-"""What multiplies: ``torch._scaled_mm`` for one scale a tensor, torch's own GEMM or Triton's for blocks of 128, torch's grouped GEMM."""
+"""What multiplies: ``torch._scaled_mm`` for one scale a tensor, torch's own GEMM or Triton's for blocks of 128."""
 
 from __future__ import annotations
 
@@ -6,18 +6,10 @@ import torch
 from torch import Tensor
 
 from foundry_fp8.compat.block_scaled_mm import block_mode_missing, block_scaled_mm, fits_block_mode
-from foundry_fp8.compat.grouped_scaled_mm import scaled_grouped_mm
 from foundry_fp8.kernels.block_gemm import block_gemm
 from foundry_fp8.layers.frozen_weight import in_dtype
 
-__all__ = [
-    "blockwise_product",
-    "defined",
-    "grouped_product",
-    "grouped_weight_gradient",
-    "tensorwise_product",
-    "without_padding",
-]
+__all__ = ["blockwise_product", "defined", "tensorwise_product", "without_padding"]
 
 
 def tensorwise_product(
@@ -64,48 +56,6 @@ def blockwise_product(
     ):
         return without_padding(block_scaled_mm(a, a_scale, b, b_scale, out_dtype, square_b=square_b), m, n)
     return block_gemm(a, a_scale, b, b_scale, m=m, n=n, out_dtype=out_dtype, bias=bias, square_b=square_b)
-
-
-def grouped_product(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, ends: Tensor, fast_accumulation: bool
-) -> Tensor:
-    """``a_e @ b_e`` for the rows of each expert, bfloat16 ``[R, N]``.
-
-    Args:
-        a: FP8 ``[R, C]``.
-        a_scale: float32 ``[R]``.
-        b: FP8 ``[experts, C, N]``, C with stride 1.
-        b_scale: float32 ``[experts]``.
-        ends: int32 ``[experts]``: where each expert's rows end.
-        fast_accumulation: See :func:`tensorwise_product`.
-    """
-    if defined(a):
-        experts = zip(a.float().tensor_split(ends[:-1].long()), b.float(), b_scale, strict=True)
-        product = torch.cat([rows @ one * scale for rows, one, scale in experts]) * a_scale[:, None]
-        return product.bfloat16()
-    by_column = b_scale[:, None].expand(-1, b.shape[2]).contiguous()
-    return scaled_grouped_mm(a, a_scale, b, by_column, ends, fast_accumulation=fast_accumulation)
-
-
-def grouped_weight_gradient(
-    dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, ends: Tensor, fast_accumulation: bool
-) -> Tensor:
-    """``dy_e @ x_e^T`` for the columns of each expert, bfloat16 ``[experts, N, K]``; what an expert without columns has is undefined.
-
-    Args:
-        dy: FP8 ``[N, P]``.
-        dy_scale: float32 ``[experts]``.
-        x: FP8 ``[K, P]``.
-        x_scale: float32 ``[experts]``.
-        ends: int32 ``[experts]``: where each expert's columns end, multiples of 16.
-        fast_accumulation: See :func:`tensorwise_product`.
-    """
-    if defined(dy):
-        parts = (value.float().tensor_split(ends[:-1].long(), dim=1) for value in (dy, x))
-        product = torch.stack([one @ other.t() for one, other in zip(*parts, strict=True)])
-        return (product * (dy_scale * x_scale)[:, None, None]).bfloat16()
-    scales = (one[:, None].expand(-1, len(of)).reshape(-1) for one, of in ((dy_scale, dy), (x_scale, x)))
-    return scaled_grouped_mm(dy, next(scales), x.t(), next(scales), ends, fast_accumulation=fast_accumulation)
 
 
 def defined(a: Tensor) -> bool:
