@@ -12,6 +12,39 @@ VOCAB = 512
 SEQ = 64
 
 
+DECODER = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": SEQ,
+    "tie_word_embeddings": False,
+}
+HUGGING_FACE: dict[str, dict[str, Any]] = {
+    "llama": {"architectures": ["LlamaForCausalLM"], **DECODER},
+    "mixtral": {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, **DECODER},
+    "qwen2_moe": {
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+        **DECODER,
+    },
+    "dbrx": {
+        "architectures": ["DbrxForCausalLM"],
+        "d_model": 64,
+        "n_heads": 4,
+        "n_layers": 2,
+        "max_seq_len": SEQ,
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
+        "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+}
+"""``config.json`` by model type, without what every one has."""
+
+
 def make_data(root: Path) -> Path:
     """A byte-level tokenizer and an MDS dataset of random tokens with some structure; returns ``root``."""
     from streaming import MDSWriter
@@ -33,20 +66,10 @@ def make_data(root: Path) -> Path:
             tokens = np.cumsum(rng.integers(0, 5, SEQ)) % 257
             out.write({"tokens": tokens.astype(np.int32)})
 
-    llama = {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": VOCAB,
-        "max_position_embeddings": SEQ,
-        "tie_word_embeddings": False,
-    }
-    (root / "llama").mkdir()
-    (root / "llama" / "config.json").write_text(json.dumps(llama))
+    for model_type, sizes in HUGGING_FACE.items():
+        (root / model_type).mkdir()
+        found = {"model_type": model_type, "vocab_size": VOCAB, **sizes}
+        (root / model_type / "config.json").write_text(json.dumps(found))
     return root
 
 
@@ -65,10 +88,10 @@ MPT = {
 }
 
 
-def llama(root: Path) -> dict[str, Any]:
+def hugging_face(root: Path, model_type: str) -> dict[str, Any]:
     return {
         "name": "hf_causal_lm",
-        "pretrained_model_name_or_path": str(root / "llama"),
+        "pretrained_model_name_or_path": str(root / model_type),
         "pretrained": False,
         "use_flash_attention_2": False,
         "init_device": "cpu",

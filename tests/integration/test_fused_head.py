@@ -5,14 +5,14 @@ import torch
 
 from foundry_fp8.activations.fused_head.logits import DeferredLogits
 from foundry_fp8.config import ConfigError
-from tests.integration.foundry_runs import MPT, config, llama, train, weights
+from tests.integration.foundry_runs import MPT, config, hugging_face, train, weights
 
 pytestmark = pytest.mark.integration
 
 
 @pytest.mark.parametrize("host", ["mpt", pytest.param("llama", marks=pytest.mark.full)])
 def test_a_run_ends_where_it_ends_with_logits(root, host):
-    model = {**(MPT if host == "mpt" else llama(root)), "use_train_metrics": False}
+    model = {**(MPT if host == "mpt" else hugging_face(root, "llama")), "use_train_metrics": False}
     plain = weights(train(config(root, model=model)))
     algorithms = {"fp8": {"recipe": "delayed"}, "fused_head": {"chunk_tokens": 50}}
     run = train(config(root, model=model, algorithms=algorithms))

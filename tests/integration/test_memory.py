@@ -6,7 +6,7 @@ import torch
 from foundry_fp8.activations.compression.saved import compresses_inside
 from foundry_fp8.config import ConfigError
 from foundry_fp8.model_structure.wrappers import checkpoint_wrappers
-from tests.integration.foundry_runs import config, llama, train, weights
+from tests.integration.foundry_runs import config, hugging_face, train, weights
 
 pytestmark = pytest.mark.integration
 
@@ -63,7 +63,7 @@ def test_compression_comes_after_checkpoints_whatever_the_order(root):
 @pytest.mark.full
 def test_a_budget_is_planned_on_the_first_microbatch_of_a_hugging_face_model(root):
     planned = {"activation_checkpointing": {"budget": 0.97}}
-    changes = {"model": llama(root), "max_duration": "2ba"}
+    changes = {"model": hugging_face(root, "llama"), "max_duration": "2ba"}
     run = train(config(root, algorithms=planned, **changes))
     model = run.state.model
     lean_loss = any("_loss_function" in vars(module) for module in model.modules())

@@ -8,7 +8,7 @@ from foundry_fp8.cli.main import app
 from foundry_fp8.config import ConfigError
 from foundry_fp8.numerics.recipes import FOR_ANY_MODEL
 from tests.export.served import stored
-from tests.integration.foundry_runs import MPT, config, llama, train, weights
+from tests.integration.foundry_runs import MPT, config, hugging_face, train, weights
 from tests.model_zoo import dmoe
 
 pytestmark = pytest.mark.integration
@@ -35,13 +35,25 @@ def test_runs_in_other_recipes_resume_bit_exactly(root, tmp_path, recipe):
         assert torch.equal(value, expected[name]), name
 
 
-@pytest.mark.parametrize("recipe", ["delayed", pytest.param("block", marks=pytest.mark.full)])
-def test_experts_train_in_fp8_and_resume_bit_exactly(root, tmp_path, recipe):
-    same = {"model": {**MPT, "ffn_config": dmoe("glu")}, "algorithms": fp8(recipe)}
+@pytest.mark.parametrize(
+    ("model", "recipe", "count"),
+    [
+        ("dmoe", "delayed", 6),
+        pytest.param("dmoe", "block", 6, marks=pytest.mark.full),
+        ("dbrx", "current", 6),
+        ("mixtral", "current", 24),
+        ("qwen2_moe", "current", 24),
+    ],
+)
+def test_experts_train_in_fp8_and_resume_bit_exactly(root, tmp_path, model, recipe, count):
+    made = {**MPT, "ffn_config": dmoe("glu")} if model == "dmoe" else hugging_face(root, model)
+    same = {"model": made, "algorithms": fp8(recipe)}
     whole = train(config(root, **same, save_folder=str(tmp_path), save_interval="2ba"))
     report = whole.state.algorithms[0].report
     experts = [row for row in report.rows if ".experts." in row.name]
-    assert len(experts) == 6 and {(row.action, row.precision) for row in experts} == {("converted", "fp8")}
+    assert len(experts) == count and {(row.action, row.precision) for row in experts} == {
+        ("converted", "fp8")
+    }
     resumed = train(config(root, **same, load_path=str(tmp_path / "ep0-ba2-rank0.pt")))
     expected = weights(whole)
     for name, value in weights(resumed).items():
@@ -91,7 +103,7 @@ def test_resuming_with_another_recipe_is_an_error_with_the_way_out(root, delayed
 def test_a_hugging_face_llama_trains_in_fp8_and_learns(root):
     losses = {}
     for algorithms in (None, fp8("mxfp8")):
-        cfg = config(root, model=llama(root), algorithms=algorithms, max_duration="12ba")
+        cfg = config(root, model=hugging_face(root, "llama"), algorithms=algorithms, max_duration="12ba")
         trainer = train(cfg)
         losses[bool(algorithms)] = trainer.state.total_loss_dict["loss/train/total"]
         if algorithms:
@@ -127,7 +139,13 @@ def test_the_hugging_face_checkpointer_exports_a_plain_model(root, tmp_path):
         "hf_checkpointer": {"save_folder": str(tmp_path), "save_interval": "2ba", "precision": "float32"}
     }
     trainer = train(
-        config(root, model=llama(root), algorithms=fp8("delayed"), max_duration="2ba", callbacks=callbacks)
+        config(
+            root,
+            model=hugging_face(root, "llama"),
+            algorithms=fp8("delayed"),
+            max_duration="2ba",
+            callbacks=callbacks,
+        )
     )
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "huggingface" / "ba2")
     trained = dict(trainer.state.model.model.named_parameters())

@@ -155,16 +155,16 @@ class NativeBackend(Backend):
         return fresh_view(y, *x.shape[:-1], module.out_features) if compiling and x.dim() != 2 else y
 
     def experts_reason(self) -> str | None:
-        """It runs them GEMM after GEMM; with :attr:`only_where_faster` it leaves them, for nobody has timed that on a GPU."""
+        """It runs them; with :attr:`only_where_faster` it leaves them, for nobody has timed that on a GPU."""
         if self.only_where_faster:
-            return "the native backend runs one GEMM after another, not known to be faster; name a recipe to convert them"
+            return "not known to be faster on the native backend; name a recipe to convert them"
         return None
 
     @torch.compiler.disable
     def grouped_linear(
         self, layer: FP8GroupedLinear, x: Tensor, weights: Tensor, sizes: Sequence[int]
     ) -> Tensor:
-        """See :meth:`Backend.grouped_linear`: a grouped GEMM where it fits, otherwise one GEMM after another; no weight is cached."""
+        """See :meth:`Backend.grouped_linear`: all experts at once where that fits, otherwise one after another; no weight is cached."""
         from foundry_fp8.backends.native.grouped import GroupedLinear, fits_grouped
         from foundry_fp8.backends.native.linear import NativeLinear
 

@@ -109,7 +109,7 @@ def stages_of(output: Path, *, dry: bool) -> list[Stage]:
         Stage(
             name="training",
             command=module("foundry_fp8.cli.selftest.training", str(output), *said),
-            limit_s=110,
+            limit_s=150,  # two runs, and importing LLM Foundry for each
         ),
         benchmark("step", 120, "--models", "llama3-8b", "--eager"),
         benchmark(
