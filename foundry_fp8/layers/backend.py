@@ -106,7 +106,9 @@ class Backend(abc.ABC):
         """Why this backend cannot keep quantised weights across microbatches, or ``None`` if it can."""
         return "it quantises them in every forward"
 
-    def self_check(self, recipe: Recipe, dtype: torch.dtype, device: torch.device, *, fused: bool) -> None:  # noqa: B027
+    def self_check(  # noqa: B027 - optional
+        self, recipe: Recipe, dtype: torch.dtype, device: torch.device, *, fused: bool, experts: bool
+    ) -> None:
         """Prove on ``device`` what a conversion is about to rely on, before anything is changed.
 
         Args:
@@ -114,6 +116,7 @@ class Backend(abc.ABC):
             dtype: Its compute dtype, as far as its parameters show.
             device: Where.
             fused: Norms will be computed in the linears' kernels.
+            experts: There are experts in one parameter.
 
         Raises:
             RuntimeError: Something computes wrongly there.

@@ -107,7 +107,9 @@ def apply_fp8(model: nn.Module, *, device: torch.device | str | None = None, **o
     if config.frozen_weights == "fp8":
         frozen = plan_frozen(model, linears.converted, backend, f"{KEY}.frozen_weights")
     for recipe in recipes:
-        backend.self_check(recipe, _compute_dtype(model), where, fused=bool(fusions))
+        backend.self_check(
+            recipe, _compute_dtype(model), where, fused=bool(fusions), experts=bool(linears.experts)
+        )
     if attention is not None:
         attention.self_check(model, _compute_dtype(model), where)
     linears.carry_out(model)

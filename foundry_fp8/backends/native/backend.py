@@ -114,13 +114,15 @@ class NativeBackend(Backend):
             reason = size_reason(recipe, in_features, out_features)
         return reason
 
-    def self_check(self, recipe: Recipe, dtype: torch.dtype, device: torch.device, *, fused: bool) -> None:
+    def self_check(
+        self, recipe: Recipe, dtype: torch.dtype, device: torch.device, *, fused: bool, experts: bool
+    ) -> None:
         """See :meth:`Backend.self_check`. On CUDA devices; interpreted kernels have tests."""
         if device.type == "cuda" and torch.cuda.is_available():
             from foundry_fp8.backends.native.self_check import check_kernels
 
             index = torch.cuda.current_device() if device.index is None else device.index
-            check_kernels(recipe, dtype, torch.device("cuda", index), fused)
+            check_kernels(recipe, dtype, torch.device("cuda", index), fused, experts)
 
     def linear(self, module: FP8Linear, x: Tensor) -> Tensor:
         """See :meth:`Backend.linear`."""

@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from foundry_fp8.backends.native.inputs import LinearCall
 from foundry_fp8.backends.native.operand import Source, gemm
 from foundry_fp8.backends.native.plan import FORMATS, Layout, Plan, plan_of
 from foundry_fp8.kernels.launch import driver_version
 from foundry_fp8.numerics.formats import Float8Format, e8m0_decode
 from foundry_fp8.numerics.mx_layout import unswizzle_mx_scales
-from foundry_fp8.numerics.quantize import amax_of
+from foundry_fp8.numerics.quantize import amax_of, quantize_tensor, scale_from_amax
 from foundry_fp8.numerics.recipes import CurrentScaling, DelayedScaling, Gemm, Operand, Recipe
 
 if TYPE_CHECKING:
@@ -35,7 +37,9 @@ GEMM_TOLERANCE = 2.0**-7
 
 
 @functools.cache
-def check_kernels(recipe: Recipe, dtype: torch.dtype, device: torch.device, fused: bool) -> None:
+def check_kernels(
+    recipe: Recipe, dtype: torch.dtype, device: torch.device, fused: bool, experts: bool = False
+) -> None:
     """Run what a linear of ``recipe`` runs and compare it. Once a process.
 
     Args:
@@ -43,6 +47,7 @@ def check_kernels(recipe: Recipe, dtype: torch.dtype, device: torch.device, fuse
         dtype: Its compute dtype.
         device: Where; a CUDA device, or the CPU under Triton's interpreter.
         fused: Also the norm computed inside the quantise kernel.
+        experts: Also what experts in one parameter run.
 
     Raises:
         RuntimeError: A kernel gives something else than its definition. Names it, the stack and the first difference.
@@ -52,7 +57,10 @@ def check_kernels(recipe: Recipe, dtype: torch.dtype, device: torch.device, fuse
         plan.gradient_scale == "auto"
     ):  # not known before the first batch; the same kernel for every power of two
         plan = dataclasses.replace(plan, gradient_scale=2**20)
-    for kernel, what, ours, reference, bound in _results(recipe, plan, dtype, device, fused):
+    results = _results(recipe, plan, dtype, device, fused)
+    if experts and plan.granularity == "tensor":
+        results = itertools.chain(results, _experts(plan, device))
+    for kernel, what, ours, reference, bound in results:
         found = _difference(ours, reference, bound)
         if found:
             raise kernel_error(kernel, f"{what} of the {recipe.name} recipe {found}", device)
@@ -198,6 +206,57 @@ def _product(which: Gemm, a: Tensor, b: Tensor, recipe: Recipe, plan: Plan, dtyp
         da @ db.t(),
         bound,
     )
+
+
+SIZES = (45, 0, 3, 160)
+"""Rows of four experts."""
+
+
+def _experts(plan: Plan, device: torch.device) -> Iterator[Result]:
+    """The casts of all experts' rows, and the three products, in bfloat16."""
+    from foundry_fp8.backends.native.grouped import GroupedLinear, Rows
+    from foundry_fp8.kernels import grouped as kernels
+
+    rows = Rows.of(SIZES, device)
+    maps = rows.group, rows.source
+    x, dy = _awkward(TOKENS, IN, torch.bfloat16, device), _awkward(TOKENS, OUT, torch.bfloat16, device)
+    given: tuple[tuple[Operand, Tensor], ...] = (("x", x), ("dy", dy))
+    for operand, value in given:
+        fmt = FORMATS[plan.fmt(operand)]
+        amax = kernels.group_amax(value, *maps, len(SIZES))
+        wanted = kernels.group_amax_reference(value, *maps, len(SIZES))
+        yield "group_amax", f"the experts' amaxes of {operand}", amax, wanted, None
+        scale = scale_from_amax(wanted, fmt, power_2=plan.power_2)
+        casts = (kernels.quantize_groups, kernels.quantize_groups_reference)
+        made = (cast(value, scale, *maps, fmt, rows=True, columns=True) for cast in casts)
+        for layout, ours, reference in zip(("rows", "columns"), *made, strict=True):
+            allowed = _neighbour(reference, fmt) if _rounds_twice(device) else None
+            yield "quantize_groups", f"the experts' {layout} of {operand}", ours, reference, allowed
+
+    x, dy = _finite(x).requires_grad_(), _finite(dy)
+    w = _finite(_awkward(len(SIZES) * OUT, IN, torch.bfloat16, device)).view(-1, OUT, IN).requires_grad_()
+    with torch.enable_grad():
+        y = GroupedLinear.apply(x, w, SIZES, LinearCall(plan=plan))  # type: ignore[no-untyped-call]
+        dx, dw = torch.autograd.grad(y, (x, w), dy)
+
+    def quantised(value: Tensor, fmt: str) -> Tensor:
+        scale = scale_from_amax(amax_of(value), FORMATS[fmt], power_2=plan.power_2)
+        return quantize_tensor(value, scale, FORMATS[fmt]).dequantize().double()
+
+    first = 0
+    for expert, size in enumerate(SIZES):
+        if size:
+            mine = slice(first, first := first + size)
+            qx, qw = quantised(x.detach()[mine], plan.x_fmt), quantised(w.detach()[expert], plan.x_fmt)
+            qdy = quantised(dy[mine], plan.dy_fmt)
+            products = (
+                ("fprop", y[mine], qx, qw.t()),
+                ("dgrad", dx[mine], qdy, qw),
+                ("wgrad", dw[expert], qdy.t(), qx),
+            )
+            for which, ours, a, b in products:
+                bound = (a.abs() @ b.abs()) * GEMM_TOLERANCE + 1e-6
+                yield "torch._scaled_mm", f"{which} of expert {expert}", ours, a @ b, bound
 
 
 def _dense(layout: Layout, plan: Plan, *, square: bool) -> Tensor:

@@ -9,7 +9,7 @@ from triton.runtime import interpreter
 import foundry_fp8
 from foundry_fp8.backends.native import NativeBackend, self_check
 from foundry_fp8.backends.native.self_check import check_kernels
-from foundry_fp8.kernels import block_gemm, blockwise, tensorwise
+from foundry_fp8.kernels import block_gemm, blockwise, grouped, tensorwise
 from foundry_fp8.numerics.recipes import RECIPES, BlockScaling, CurrentScaling, DelayedScaling
 from tests.kernels.interpreter import convert_float
 
@@ -18,7 +18,7 @@ check = check_kernels.__wrapped__  # without its memory of what passed
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_kernels_of_every_recipe_pass(name, device):
-    check(RECIPES[name](), torch.bfloat16, torch.device(device), True)
+    check(RECIPES[name](), torch.bfloat16, torch.device(device), True, True)
 
 
 def broken(monkeypatch, module, name, output):
@@ -46,6 +46,23 @@ def test_one_wrong_element_is_an_error_that_names_it(recipe, module, name, outpu
     broken(monkeypatch, module, name, output)
     with pytest.raises(RuntimeError, match=rf"kernel {name} is wrong .*Triton \d.*{said}.* 1 of \d+ differ"):
         check(recipe, torch.bfloat16, torch.device(device), False)
+
+
+def test_a_wrong_cast_of_experts_is_an_error_that_names_it(monkeypatch, device):
+    cast = grouped.quantize_groups
+
+    def wrong(*args, **kwargs):
+        made = cast(*args, **kwargs)
+        made[1].view(-1)[77:78].view(torch.uint8)[-1] ^= 4
+        return made
+
+    monkeypatch.setattr(grouped, "quantize_groups", wrong)
+    given = CurrentScaling(), torch.bfloat16, torch.device(device), False
+    check(*given)
+    with pytest.raises(
+        RuntimeError, match=r"kernel quantize_groups is wrong .* the experts' columns of x .* 1 of \d+ differ"
+    ):
+        check(*given, True)
 
 
 def test_what_rounds_twice_may_take_the_neighbour(monkeypatch, device):
@@ -92,8 +109,8 @@ def test_a_wrong_product_is_an_error(monkeypatch, device):
 
 
 def test_a_model_is_not_touched_when_it_fails(monkeypatch, device):
-    def fails(self, recipe, dtype, where, *, fused):
-        assert (recipe.name, dtype, fused) == ("current", torch.bfloat16, False)
+    def fails(self, recipe, dtype, where, *, fused, experts):
+        assert (recipe.name, dtype, fused, experts) == ("current", torch.bfloat16, False, False)
         raise RuntimeError("wrong here")
 
     monkeypatch.setattr(NativeBackend, "self_check", fails)
