@@ -1,4 +1,4 @@
-"""The same models under FSDP2, for workers: what every rank has of the gradients, beside the unsharded model's mean of all ranks."""
+"""The same models under FSDP2 and DDP, for workers: what every rank has of the gradients, beside the unsharded model's mean of all ranks."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from foundry_fp8.distributed.fsdp2_units import average_on_gloo
 from foundry_fp8.model_structure.blocks import transformer_blocks
@@ -19,7 +20,7 @@ from tests.combinations.hosts import FEATURES, errors, gradients, made
 def sharded(
     hosts: list[str], recipe: str, dtype: torch.dtype
 ) -> dict[tuple[str, str], tuple[float, float] | str]:
-    """By host and feature: how far the gradients are apart (:func:`errors`), or the first line of what was raised."""
+    """By host and feature, or ``DDP``: how far the gradients are apart (:func:`errors`), or the first line of what was raised."""
     dist.init_process_group("gloo")
     found: dict[tuple[str, str], tuple[float, float] | str] = {}
     for host in hosts:
@@ -39,6 +40,14 @@ def sharded(
                 found[host, feature] = f"{type(error).__name__}: {error}".splitlines()[0]
             else:
                 found[host, feature] = errors(whole(got, shapes), wanted)
+        model, batch = made(host, recipe, "none")
+        # Which experts get no token is each rank's own.
+        got = gradients(
+            DistributedDataParallel(model, find_unused_parameters=True), batch, dtype, dist.get_rank()
+        )
+        found[host, "DDP"] = errors(
+            whole({n.removeprefix("module."): g for n, g in got.items()}, shapes), wanted
+        )
     dist.barrier()  # and no destroy_process_group: tests/multiprocess/ranks.py says why
     return found
 

@@ -57,7 +57,7 @@ def assert_within(what, total, worst, most):
 
 NOT_SHARDED = {"CLIP": "scalar parameters"}
 """What torch's FSDP2 refuses in these hosts."""
-SAMPLE = ["shared block", "MPT-dmoe-glu" if TRANSFORMERS_4 else "GptOss"]
+SAMPLE = ["shared block", *(["MPT-dmoe-glu", "Dbrx", "Mixtral, balanced"] if TRANSFORMERS_4 else ["GptOss"])]
 SHARES = [list(HOSTS)[first::6] for first in range(6)]
 IMPORTS = f"{launch.FSDP},tests.combinations.sharded_hosts"
 
@@ -75,15 +75,15 @@ IMPORTS = f"{launch.FSDP},tests.combinations.sharded_hosts"
         ),
     ],
 )
-def test_features_hold_on_any_host_under_fsdp2(hosts, recipe, dtype):
+def test_features_hold_on_any_host_on_two_ranks(hosts, recipe, dtype):
     """Against the unsharded model's mean over the ranks."""
     from tests.combinations.sharded_hosts import sharded
 
     hosts = [host for host in hosts if dtype == torch.float32 or host not in NO_AUTOCAST]
     for found in launch.call(sharded, 2, hosts, recipe, dtype, imports=IMPORTS):
-        assert found.keys() == {(host, feature) for host in hosts for feature in FEATURES}
+        assert found.keys() == {(host, feature) for host in hosts for feature in (*FEATURES, "DDP")}
         for (host, feature), result in found.items():
-            refusal = NOT_SHARDED.get(host)
+            refusal = NOT_SHARDED.get(host) if feature != "DDP" else None
             if host in REFUSES and feature in ("full", "selective"):
                 refusal = "must match the size"
             if refusal is not None:
