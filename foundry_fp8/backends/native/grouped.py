@@ -157,18 +157,18 @@ def _quantize(
     delayed: Delayed = (None, None),
     known: tuple[Tensor, Tensor] | None = None,
     *,
-    seen: Tensor,
     rows: bool,
     columns: bool,
+    recorded: Tensor | None = None,
 ) -> _Cast:
-    """Args are those of the kernels; ``known``: the scales that a forward found; ``seen``: the experts that have rows, whose amaxes count."""
+    """Args are those of the kernels; ``known``: the scales that a forward found; ``recorded``: the experts whose amaxes are, if not all."""
     from foundry_fp8.kernels import grouped as kernels  # Triton is imported there, not before
 
     if known is None:
         scale, slot = delayed
         amax = kernels.group_amax(x, group, source, experts)
         if slot is not None:
-            torch.fmax(slot, torch.where(seen, amax, 0.0).max(), out=slot)
+            torch.fmax(slot, (amax if recorded is None else torch.where(recorded, amax, 0.0)).max(), out=slot)
         if scale is None:
             scale = scale_from_amax(amax, FORMATS[fmt], power_2=plan.power_2)
         else:
@@ -192,14 +192,15 @@ class _Weights:
         self,
         contracted: int,
         plan: Plan,
-        seen: Tensor,
         delayed: Delayed = (None, None),
         known: tuple[Tensor, Tensor] | None = None,
+        recorded: Tensor | None = None,
     ) -> _Cast:
         """As the second operand of the product that adds up over dimension ``contracted`` of ``[experts, N, K]``: ``[experts, C, out]``."""
         by_rows = (contracted == 2) != self.flipped
         found = _quantize(
-            self.matrix, self.group, None, self.experts, plan, plan.x_fmt, delayed, known, seen=seen, rows=by_rows, columns=not by_rows
+            self.matrix, self.group, None, self.experts, plan, plan.x_fmt, delayed, known,
+            rows=by_rows, columns=not by_rows, recorded=recorded,
         )  # fmt: skip
         if by_rows:
             assert found.data is not None
@@ -217,11 +218,10 @@ class GroupedLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weights: Tensor, sizes: Sequence[int], call: LinearCall) -> Tensor:
         """``x``: ``[R, K]`` bfloat16, sorted by expert; ``weights``: ``[experts, N, K]``, hp."""
         rows, plan = Rows.of(sizes, x.device), call.plan
-        seen = rows.counts > 0
         qx = _quantize(
-            x, rows.group, rows.source, len(sizes), plan, plan.x_fmt, call.x, seen=seen, rows=True, columns=ctx.needs_input_grad[1]
+            x, rows.group, rows.source, len(sizes), plan, plan.x_fmt, call.x, rows=True, columns=ctx.needs_input_grad[1]
         )  # fmt: skip
-        qw = _Weights(weights, x.dtype).cast(2, plan, seen, call.w)
+        qw = _Weights(weights, x.dtype).cast(2, plan, call.w, recorded=rows.counts > 0)
         assert qx.data is not None and qw.data is not None
         ctx.save_for_backward(weights, qx.data_t, qx.gemm_scale, qw.scale, qw.gemm_scale, *rows[1:])
         ctx.sizes, ctx.call = rows.sizes, call
@@ -235,13 +235,13 @@ class GroupedLinear(torch.autograd.Function):
         plan, (needs_x, needs_w) = call.plan, ctx.needs_input_grad[:2]
         if not (needs_x or needs_w):
             return None, None, None, None
-        dy, seen = in_dtype(dy, torch.bfloat16), rows.counts > 0
+        dy = in_dtype(dy, torch.bfloat16)
         qdy = _quantize(
-            dy, rows.group, rows.source, len(rows.sizes), plan, plan.dy_fmt, call.dy, seen=seen, rows=needs_x, columns=needs_w
+            dy, rows.group, rows.source, len(rows.sizes), plan, plan.dy_fmt, call.dy, rows=needs_x, columns=needs_w
         )  # fmt: skip
         dx = dw = None
         if needs_x:
-            qw = _Weights(weights, dy.dtype).cast(1, plan, seen, known=(w_scale, w_gemm_scale))
+            qw = _Weights(weights, dy.dtype).cast(1, plan, known=(w_scale, w_gemm_scale))
             assert qdy.data is not None and qw.data is not None
             dx = rows.product(qdy.data, qdy.gemm_scale, qw.data, w_gemm_scale, "dgrad" in plan.fast)
         if needs_w:
