@@ -6,7 +6,7 @@
 Bytes of the demo's corpus (the standard library's source), 4 layers, AdamW without weight decay, cosine to 10 %. A run that
 is in the results file already is not repeated. SP is a pre-norm decoder of the same parts (RoPE, GELU, 4x MLP, untied) with
 weights of standard deviation 0.02 and one learning rate for everything. Arms mus-relu/fp8 and mus-silu/fp8 change the
-activation; sp/fp8 is SP in current scaling; mus_norm has the LayerNorm after the last block, mus does not. --decay is fully
+activation; sp/fp8 is SP in current scaling; mus_norm has the LayerNorm after the last block, mus does not; mus_qk has norms of q and k too. --decay is fully
 decoupled and takes matrices alone. Each loss is the mean over held-out sequences.
 """
 
@@ -37,7 +37,12 @@ FILE = RESULTS / "unit_scaling_transfer.json"
 IMAGE = Path(__file__).parents[2] / "docs" / "images" / "unit_scaling_transfer.png"
 BASE, LAYERS, HEAD_DIM, BATCH, SEQ = 32, 4, 16, 8, 128
 MUS_RATES = [2.0**-k for k in range(7, 0, -1)]
-RATES = {"mus": MUS_RATES, "mus_norm": MUS_RATES, "sp": [2.0**-k for k in range(11, 4, -1)]}
+RATES = {
+    "mus": MUS_RATES,
+    "mus_norm": MUS_RATES,
+    "mus_qk": MUS_RATES,
+    "sp": [2.0**-k for k in range(11, 4, -1)],
+}
 
 
 def model_of(kind: str, width: int) -> nn.Module:
@@ -52,7 +57,11 @@ def model_of(kind: str, width: int) -> nn.Module:
     }
     if kind != "sp":
         form, _, activation = kind.partition("-")
-        config = MusConfig(**sizes, activation=activation or "gelu", final_norm=form == "mus_norm")
+        norms: dict[str, Any] = {
+            "final_norm": form != "mus",
+            "qk_norm": "rms" if form == "mus_qk" else "none",
+        }
+        config = MusConfig(**sizes, activation=activation or "gelu", **norms)
         return MusForCausalLM(config)
     return FogForCausalLM(
         FogConfig(

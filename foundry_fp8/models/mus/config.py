@@ -44,6 +44,8 @@ class MusConfig(PretrainedConfig):
         activation: ``gelu``, ``silu`` or ``relu``.
         final_norm: Whether a LayerNorm follows the last block, as in MPT, which the paper trained; the paper's text names none. A
             configuration that was saved without this key has none.
+        qk_norm: ``rms``: an RMSNorm with a gain over each head's queries and keys, before RoPE, which bounds the attention logits. The
+            paper has none.
         square_root_softmax: Whether attention weighs values by the square roots of the probabilities, which keeps the variance of
             independent values; computed by the eager implementation, whatever ``attn_implementation`` says. The paper proposes it and trains
             without it.
@@ -66,7 +68,8 @@ class MusConfig(PretrainedConfig):
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012 (the name and the type are transformers')
 
     # What FOG's decoder, of which this one is made, asks of a configuration besides.
-    qk_norm = "none"
+    qk_norm_over = "head"
+    qk_gain = "trainable"
     embedding_multiplier = 1.0
 
     def __init__(
@@ -83,6 +86,7 @@ class MusConfig(PretrainedConfig):
         tau: Tau | None = None,
         activation: Literal["gelu", "silu", "relu"] = "gelu",
         final_norm: bool = True,
+        qk_norm: Literal["none", "rms"] = "none",
         square_root_softmax: bool = False,
         max_position_embeddings: Positive = 4096,
         rope_theta: PositiveNumber = 10000.0,
@@ -118,6 +122,7 @@ class MusConfig(PretrainedConfig):
         self.tau = default_tau(self.num_hidden_layers) if tau is None else float(tau)
         self.activation = activation
         self.final_norm = final_norm
+        self.qk_norm = qk_norm
         self.square_root_softmax = square_root_softmax
         self.max_position_embeddings = max_position_embeddings
         self.rope_theta = rope_theta

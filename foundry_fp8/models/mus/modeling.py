@@ -11,6 +11,7 @@ from foundry_fp8.layers.unit_linear import UnitLinear, set_multiplier
 from foundry_fp8.models.fog.attention import FogAttention
 from foundry_fp8.models.fog.feedforward import MLP
 from foundry_fp8.models.fog.modeling import FogForCausalLM, FogModel
+from foundry_fp8.models.fog.norms import RMSNorm
 from foundry_fp8.models.mus.config import MusConfig
 from foundry_fp8.models.mus.residual import fixed_residual
 
@@ -65,6 +66,8 @@ class _UnitInit:
             nn.init.normal_(module.weight)
         elif isinstance(module, nn.LayerNorm):
             nn.init.ones_(module.weight)
+        elif isinstance(module, RMSNorm):
+            module.reset_parameters()
 
 
 class MusModel(_UnitInit, FogModel):

@@ -19,6 +19,10 @@ def layer_norm(x, gain, eps=1e-5):
     return gain * centred / ((centred**2).mean(-1, keepdim=True) + eps).sqrt()
 
 
+def rms_norm(x, gain, eps=1e-5):
+    return gain * x / ((x**2).mean(-1, keepdim=True) + eps).sqrt()
+
+
 ACTIVATIONS = {
     "gelu": lambda x: x * 0.5 * (1 + torch.erf(x / math.sqrt(2))),
     "silu": lambda x: x / (1 + torch.exp(-x)),
@@ -40,6 +44,11 @@ def logits(ids, weights, *, layers, heads, kv_heads, tau, activation, square_roo
         size = weights[f"{block}.self_attn.o_proj.weight"].shape[1] // heads
         qkv = hidden(h, f"{block}.self_attn.qkv_proj").view(b, s, heads + 2 * kv_heads, size)
         q, k, v = qkv[:, :, :heads], qkv[:, :, heads : heads + kv_heads], qkv[:, :, heads + kv_heads :]
+        if f"{block}.self_attn.q_norm.weight" in weights:
+            q, k = (
+                rms_norm(x, weights[f"{block}.self_attn.{name}_norm.weight"])
+                for x, name in ((q, "q"), (k, "k"))
+            )
         q, k = rotate(q), rotate(k)
         group = [n * kv_heads // heads for n in range(heads)]
         scores = torch.einsum("bqhc,bkhc->bhqk", q, k[:, :, group]) / math.sqrt(size)

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from foundry_fp8.config import ConfigError
 from foundry_fp8.layers.unit_linear import UnitLinear
 from foundry_fp8.models.fog.attention import eager_attention
+from foundry_fp8.models.fog.norms import RMSNorm
 from foundry_fp8.models.mus import SIZES, MusConfig, MusForCausalLM, default_tau
 from foundry_fp8.models.mus.residual import branch_for_plain_residual, fixed_residual
 from foundry_fp8.surgery.apply import apply_fp8
@@ -32,17 +33,20 @@ def small(**changes):
 def randomised(model):
     """Gains differ from 1, so that a missing one is seen."""
     for module in model.modules():
-        if isinstance(module, nn.LayerNorm):
+        if isinstance(module, nn.LayerNorm | RMSNorm):
             nn.init.uniform_(module.weight, 0.5, 1.5)
     return model
 
 
 @pytest.mark.parametrize("activation", ["gelu", "silu", "relu"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("final_norm", [True, False])
-def test_logits_and_gradients_are_those_of_the_equations(activation, attention, final_norm):
-    model = randomised(small(activation=activation, tau=0.3, final_norm=final_norm)).double()
-    assert ("model.norm.weight" in dict(model.named_parameters())) == final_norm
+@pytest.mark.parametrize(("final_norm", "qk_norm"), [(True, "none"), (False, "none"), (True, "rms")])
+def test_logits_and_gradients_are_those_of_the_equations(activation, attention, final_norm, qk_norm):
+    options = {"activation": activation, "tau": 0.3, "final_norm": final_norm, "qk_norm": qk_norm}
+    model = randomised(small(**options)).double()
+    names = dict(model.named_parameters())
+    assert ("model.norm.weight" in names) == final_norm
+    assert ("model.layers.1.self_attn.k_norm.weight" in names) == (qk_norm == "rms")
     model.config._attn_implementation = attention
     weights = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
     ids = torch.randint(0, 96, (2, 12))
