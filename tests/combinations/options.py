@@ -235,6 +235,7 @@ MUS = {
     "rope_scaling": only(False),
     "hidden_multiplier": either(NULL, POSITIVE),
     "final_norm": FLAG,
+    "qk_norm": word("none", "rms"),
     "square_root_softmax": FLAG,
     "tau": either(NULL, TAU),
     "activation": word("gelu", "silu", "relu"),

@@ -42,7 +42,7 @@ def test_runs_in_other_recipes_resume_bit_exactly(root, tmp_path, recipe):
         pytest.param("dmoe", "block", 6, marks=pytest.mark.full),
         ("dbrx", "current", 6),
         ("mixtral", "current", 24),
-        ("qwen2_moe", "current", 24),
+        pytest.param("qwen2_moe", "current", 24, marks=pytest.mark.full),
     ],
 )
 def test_experts_train_in_fp8_and_resume_bit_exactly(root, tmp_path, model, recipe, count):
