@@ -6,8 +6,8 @@
 Bytes of the demo's corpus (the standard library's source), 4 layers, AdamW without weight decay, cosine to 10 %. A run that
 is in the results file already is not repeated. SP is a pre-norm decoder of the same parts (RoPE, GELU, 4x MLP, untied) with
 weights of standard deviation 0.02 and one learning rate for everything. Arms mus-relu/fp8 and mus-silu/fp8 change the
-activation; sp/fp8 is SP in current scaling; mus_norm has the LayerNorm after the last block, mus does not; mus_qk has norms of q and k too. --decay is fully
-decoupled and takes matrices alone. Each loss is the mean over held-out sequences.
+activation; sp/fp8 is SP in current scaling; mus_norm has the LayerNorm after the last block, mus does not;
+mus_qk has norms of q and k too. --decay is fully decoupled and takes matrices alone. Each loss is the mean over held-out sequences.
 """
 
 from __future__ import annotations

@@ -138,6 +138,17 @@ def _rows_of(expert: int, group: Tensor, source: Tensor | None) -> Tensor:
 
 
 @triton.jit
+def _source_of(source_ptr, rows, P):
+    """Which rows of ``x`` (int64) ``rows`` of the padded order are, and whether they are any."""
+    real = rows < P
+    source = rows
+    if source_ptr is not None:
+        source = tl.load(source_ptr + rows, mask=real, other=-1)
+        real = real & (source >= 0)
+    return tl.cast(source, tl.int64), real
+
+
+@triton.jit
 def _group_amax_kernel(
     x_ptr,
     x_stride,
@@ -150,13 +161,8 @@ def _group_amax_kernel(
     TILE_C: tl.constexpr,
 ):
     rows = tl.program_id(0) * TILE_R + tl.arange(0, TILE_R)
-    real = rows < P
-    if source_ptr is None:
-        source = rows
-    else:
-        source = tl.load(source_ptr + rows, mask=real, other=-1)
-        real = real & (source >= 0)
-    row_ptr = x_ptr + tl.cast(source, tl.int64) * x_stride
+    source, real = _source_of(source_ptr, rows, P)
+    row_ptr = x_ptr + source * x_stride
     found = tl.zeros((TILE_R,), dtype=tl.float32)
     for first in range(0, C, TILE_C):
         columns = first + tl.arange(0, TILE_C)
@@ -172,15 +178,9 @@ def _group_cast_rows(
     x_ptr, x_stride, scale_ptr, group_ptr, source_ptr, data_ptr, rows, columns, P, C
 ):  # fmt: skip
     """The scaled float32 values of ``rows`` of the padded order; stored by rows where there is a ``data_ptr``."""
-    real = rows < P
-    if source_ptr is None:
-        source = rows
-    else:
-        source = tl.load(source_ptr + rows, mask=real, other=-1)
-        real = real & (source >= 0)
+    source, real = _source_of(source_ptr, rows, P)
     inside = real[:, None] & (columns < C)[None, :]
     scale = tl.load(scale_ptr + tl.load(group_ptr + rows, mask=real, other=0), mask=real, other=1.0)
-    source = tl.cast(source, tl.int64)
     x = tl.load(x_ptr + (source * x_stride)[:, None] + columns[None, :], mask=inside, other=0.0)
     x = x.to(tl.float32) * scale[:, None]  # the stores' conversion saturates
     if data_ptr is not None:

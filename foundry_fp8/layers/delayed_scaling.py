@@ -334,9 +334,8 @@ class ModuleScales:
         """Begin a pass whenever ``model``, the root that is called in training, begins a training forward."""
         model.register_forward_pre_hook(self._before_forward)
         model.register_forward_hook(self._after_forward, always_call=True)
-        if (
-            device := _device_of(model)
-        ).type == "cuda":  # a compiled layer that is called alone moves nothing
+        device = _device_of(model)
+        if device.type == "cuda":  # at once, since a compiled layer that is called alone moves nothing
             self.state.to(device)
 
     @torch.compiler.disable

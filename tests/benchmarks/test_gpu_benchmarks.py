@@ -32,6 +32,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
                 "native fp8 attention, grad_scores bfloat16",
             },
         ),
+        ("experts_gpu.py", "variant", {"bf16 one by one", "fp8 one by one", "fp8 grouped"}),
         ("step_gpu.py", "variant", {"bf16 eager", "native block fused eager", "native delayed eager"}),
     ],
 )

@@ -153,7 +153,7 @@ def _keep_norm_input(
 def _norm_gradients(
     dy: Tensor, kept: MaybePacked, rstd: Tensor, mean: Tensor | None, weight: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``dx`` in the dtype of the input, and the float32 gradients of weight and, without ``mean`` empty, of bias; ``dy`` is ``[R, C]``."""
+    """``dx`` in the dtype of the input, and the float32 gradients of weight and bias (empty without ``mean``); ``dy`` is ``[R, C]``."""
     if _norm_kernels(dy, kept.fmt if isinstance(kept, Packed) else None):
         from foundry_fp8.kernels.norms import norm_backward
 

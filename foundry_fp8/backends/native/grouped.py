@@ -47,19 +47,18 @@ class Rows(NamedTuple):
     """The same where each has a multiple of 16 rows."""
     group: Tensor
     """int32 ``[P]``: the expert of each row of that order."""
-    source: Tensor | None
+    source: Tensor
     """int32 ``[P]``: which row it is, -1 for padding."""
 
     @classmethod
     def of(cls, sizes: Sequence[int], device: torch.device) -> Rows:
         """For rows sorted by expert."""
-        counts = torch.tensor(sizes, device=device)
-        padded = (counts + GEMM_MULTIPLE - 1) // GEMM_MULTIPLE * GEMM_MULTIPLE
+        with_padding = [round_up(size) for size in sizes]
+        counts, padded = torch.tensor([list(sizes), with_padding], device=device)
         ends, padded_ends = counts.cumsum(0), padded.cumsum(0)
-        total = sum(round_up(size) for size in sizes)
         experts = torch.arange(len(sizes), device=device)
-        group = torch.repeat_interleave(experts, padded, output_size=total)
-        place = torch.arange(total, device=device) - (padded_ends - padded)[group]
+        group = torch.repeat_interleave(experts, padded, output_size=sum(with_padding))
+        place = torch.arange(len(group), device=device) - (padded_ends - padded)[group]
         source = torch.where(place < counts[group], place + (ends - counts)[group], -1)
         return cls(tuple(sizes), counts, ends.int(), padded_ends.int(), group.int(), source.int())
 

@@ -165,4 +165,5 @@ def test_a_backward_may_follow_the_next_forward(device):
             y.backward(dy)
         gradients[backend] = [model[0].weight.grad, *(value.grad for value in inputs)]
     for ours, theirs in zip(*gradients.values(), strict=True):
-        assert float((ours - theirs).norm() / theirs.norm()) < 1e-4  # another scale would be off by some 2 %
+        allowed = 1e-5 if device == "cpu" else 1e-4  # another scale would be off by some 2 %
+        assert float((ours - theirs).norm() / theirs.norm()) < allowed
