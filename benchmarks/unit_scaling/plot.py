@@ -64,7 +64,7 @@ def draw(result: dict[str, Any], image: Path) -> None:
 
 def paired(result: dict[str, Any]) -> None:
     """FP8 against float32 at the same rate and seed, and what FP8 flushed of down_proj's input by activation, as Markdown tables."""
-    keys = ("kind", "steps", "width", "lr", "seed", "decay")
+    keys = ("kind", "steps", "width", "lr", "seed", "decay", "optimizer")
     twins = {tuple(map(r.get, keys)): r["loss"] for r in result["runs"] if r["precision"] == "fp32"}
     pairs: dict[tuple[str, int, int, float], dict[float, list[float]]] = defaultdict(
         lambda: defaultdict(list)
@@ -72,7 +72,8 @@ def paired(result: dict[str, Any]) -> None:
     flushed: dict[str, list[list[float]]] = defaultdict(list)
     for run in (run for run in result["runs"] if run["precision"] == "fp8"):
         if (twin := twins.get(tuple(map(run.get, keys)))) is not None:
-            found = pairs[run["kind"], run["steps"], run["width"], run.get("decay", 0.0)]
+            kind = f"{run['kind']}, {run.get('optimizer', 'adamw')}"
+            found = pairs[kind, run["steps"], run["width"], run.get("decay", 0.0)]
             found[run["lr"]].append(100 * (run["loss"] / twin - 1))
         if (run["steps"], run["width"], run["lr"]) == (GRID_STEPS, 64, 2.0**-3):
             layers = [100 * v for name, v in run["flushed"].items() if name.endswith("down_proj/x")]

@@ -3,7 +3,7 @@
     python benchmarks/unit_scaling/transfer.py --widths 32,64,128 --seeds 17
     python benchmarks/unit_scaling/transfer.py --plot          table and plot of what results/unit_scaling_transfer.json holds
 
-Bytes of the demo's corpus (the standard library's source), 4 layers, AdamW without weight decay, cosine to 10 %. A run that
+Bytes of the demo's corpus (the standard library's source), 4 layers, AdamW or Lion, cosine to 10 %. A run that
 is in the results file already is not repeated. SP is a pre-norm decoder of the same parts (RoPE, GELU, 4x MLP, untied) with
 weights of standard deviation 0.02 and one learning rate for everything. Arms mus-relu/fp8 and mus-silu/fp8 change the
 activation; sp/fp8 is SP in current scaling; mus_norm has the LayerNorm after the last block, mus does not;
@@ -106,12 +106,20 @@ def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
 
 
-def train(kind: str, precision: str, width: int, lr: float, seed: int, steps: int, corpus: Corpus, decay: float = 0.0) -> dict[str, Any]:  # fmt: skip
+def optimizer_of(name: str, parameters: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    if name == "adamw":
+        return torch.optim.AdamW(parameters, betas=(0.9, 0.95), weight_decay=0.0)
+    from llmfoundry.optim import DecoupledLionW
+
+    return DecoupledLionW(parameters, betas=(0.9, 0.99), weight_decay=0.0)
+
+
+def train(kind: str, precision: str, width: int, lr: float, seed: int, steps: int, corpus: Corpus, decay: float = 0.0, optimizer_name: str = "adamw") -> dict[str, Any]:  # fmt: skip
     torch.manual_seed(seed)
     model = model_of(kind, width).train()
     if precision == "fp8":
         fp8(kind, model, width)
-    optimizer = torch.optim.AdamW(groups(kind, model, width, lr), betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = optimizer_of(optimizer_name, groups(kind, model, width, lr))
     warmup = max(1, steps // 10)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
@@ -149,6 +157,8 @@ def train(kind: str, precision: str, width: int, lr: float, seed: int, steps: in
     }
     if decay:
         found["decay"] = decay
+    if optimizer_name != "adamw":
+        found["optimizer"] = optimizer_name
     if probe is not None:
         probe.detach()
         found["flushed"] = {
@@ -159,6 +169,12 @@ def train(kind: str, precision: str, width: int, lr: float, seed: int, steps: in
     with torch.no_grad():
         held_out = [loss_of(model, corpus.batch(corpus.held_out, 32, generator)).item() for _ in range(4)]
     return {**found, "loss": sum(held_out) / len(held_out)}
+
+
+def key_of(run: dict[str, Any]) -> tuple[Any, ...]:
+    """What a run is repeated for."""
+    names = ("kind", "precision", "width", "lr", "seed", "steps")
+    return (*(run[name] for name in names), run.get("decay", 0.0), run.get("optimizer", "adamw"))
 
 
 def read() -> dict[str, Any]:
@@ -175,6 +191,7 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--decay", type=float, default=0.0, help="weight decay of a step, at the peak rate")
+    parser.add_argument("--optimizer", choices=("adamw", "lion"), default="adamw")
     parser.add_argument("--plot", action="store_true")
     args = parser.parse_args()
     if args.plot:
@@ -189,12 +206,13 @@ def main() -> None:
                 kind, precision = arm.split("/")
                 exponents = args.exponents and [2.0 ** -int(k) for k in args.exponents.split(",")]
                 for lr in exponents or RATES[kind.partition("-")[0]]:
-                    key = (kind, precision, width, lr, seed, args.steps, args.decay)
+                    key = (kind, precision, width, lr, seed, args.steps, args.decay, args.optimizer)
                     result = read()
-                    names = ("kind", "precision", "width", "lr", "seed", "steps")
-                    if key in [(*(run[n] for n in names), run.get("decay", 0.0)) for run in result["runs"]]:
+                    if key in map(key_of, result["runs"]):
                         continue
-                    run = train(kind, precision, width, lr, seed, args.steps, corpus, args.decay)
+                    run = train(
+                        kind, precision, width, lr, seed, args.steps, corpus, args.decay, args.optimizer
+                    )
                     result["runs"].append(run)
                     result["environment"] = environment()
                     FILE.write_text(json.dumps(result, indent=1) + "\n")
