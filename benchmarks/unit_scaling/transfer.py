@@ -1,12 +1,11 @@
 """Does the best learning rate stay where it is as the model grows wider? µnit Scaling against the standard parametrisation.
 
     python benchmarks/unit_scaling/transfer.py --widths 32,64,128 --seeds 17
-    python benchmarks/unit_scaling/transfer.py --plot          table and plot of what results/unit_scaling_transfer.json holds
+    python benchmarks/unit_scaling/transfer.py --table         what results/unit_scaling_transfer.json holds
 
 Bytes of the demo's corpus (the standard library's source), 4 layers, AdamW or Lion, cosine to 10 %. A run that
 is in the results file already is not repeated. SP is a pre-norm decoder of the same parts (RoPE, GELU, 4x MLP, untied) with
-weights of standard deviation 0.02 and one learning rate for everything. Arms mus-relu/fp8 and mus-silu/fp8 change the
-activation; sp/fp8 is SP in current scaling; mus_norm has the LayerNorm after the last block, mus does not;
+weights of standard deviation 0.02 and one learning rate for everything. Arm sp/fp8 is SP in current scaling; mus_norm has the LayerNorm after the last block, mus does not;
 mus_qk has norms of q and k too. --decay is fully decoupled and takes matrices alone. Each loss is the mean over held-out sequences.
 """
 
@@ -15,7 +14,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import statistics
 import sys
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +27,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from common import RESULTS, environment
 
 from foundry_fp8.data.corpus import split_documents, standard_library_documents
-from foundry_fp8.layers.unit_linear import UnitLinear
 from foundry_fp8.models.fog import FogConfig, FogForCausalLM
 from foundry_fp8.models.mus import MusConfig, MusForCausalLM
+from foundry_fp8.models.mus.structure import unit_scaled
 from foundry_fp8.numerics.recipes import UnitScaling
 from foundry_fp8.observe.operand_health import HealthProbe
 from foundry_fp8.surgery.apply import apply_fp8
 
 FILE = RESULTS / "unit_scaling_transfer.json"
-IMAGE = Path(__file__).parents[2] / "docs" / "images" / "unit_scaling_transfer.png"
 BASE, LAYERS, HEAD_DIM, BATCH, SEQ = 32, 4, 16, 8, 128
 MUS_RATES = [2.0**-k for k in range(7, 0, -1)]
 RATES = {
@@ -73,7 +73,8 @@ def model_of(kind: str, width: int) -> nn.Module:
 def groups(kind: str, model: nn.Module, width: int, lr: float) -> list[dict[str, Any]]:
     if kind == "sp":
         return [{"params": list(model.parameters()), "lr": lr}]
-    hidden = [m.weight for n, m in model.named_modules() if isinstance(m, UnitLinear) and n != "lm_head"]
+    names = unit_scaled(model, "model").hidden  # converted to FP8 or not
+    hidden = [model.get_parameter(name) for name in sorted(names)]
     inside = {id(p) for p in hidden}
     rest = [p for p in model.parameters() if id(p) not in inside]
     return [{"params": hidden, "lr": lr * math.sqrt(BASE / width)}, {"params": rest, "lr": lr}]
@@ -181,6 +182,25 @@ def read() -> dict[str, Any]:
     return json.loads(FILE.read_text()) if FILE.exists() else {"runs": []}
 
 
+def table() -> None:
+    """Each cell's runs at each rate: the mean over seeds, and the best rate."""
+    cells: dict[tuple[Any, ...], dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for run in read()["runs"]:
+        kind, precision, width, lr, _, steps, decay, optimizer = key_of(run)
+        cells[optimizer, steps, decay, width, kind, precision][lr].append(run["loss"])
+    print("| optimizer | steps | decay | width | run | best rate | loss there | rate: loss (seeds) |")
+    print("|---|---|---|---|---|---|---|---|")
+    for (optimizer, steps, decay, width, kind, precision), by_rate in sorted(cells.items()):
+        means = {lr: statistics.fmean(losses) for lr, losses in sorted(by_rate.items())}
+        best = min(means, key=lambda lr, means=means: means[lr])
+        every = ", ".join(
+            f"2^{math.log2(lr):.0f}: {mean:.4f} ({len(by_rate[lr])})" for lr, mean in means.items()
+        )
+        print(
+            f"| {optimizer} | {steps} | {decay:g} | {width} | {kind}/{precision} | 2^{math.log2(best):.0f} | {means[best]:.4f} | {every} |"
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--widths", default="32,64,128")
@@ -192,13 +212,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--decay", type=float, default=0.0, help="weight decay of a step, at the peak rate")
     parser.add_argument("--optimizer", choices=("adamw", "lion"), default="adamw")
-    parser.add_argument("--plot", action="store_true")
+    parser.add_argument("--table", action="store_true")
     args = parser.parse_args()
-    if args.plot:
-        from plot import draw, paired
-
-        draw(read(), IMAGE)
-        return paired(read())
+    if args.table:
+        return table()
     corpus = Corpus()
     for seed in map(int, args.seeds.split(",")):
         for width in map(int, args.widths.split(",")):

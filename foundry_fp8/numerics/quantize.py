@@ -59,7 +59,7 @@ class Quantized:
     @property
     def gemm_scale(self) -> Tensor:
         """``scale_inv``, NaN where the block held an Inf: what a GEMM multiplies with, so that Inf stays visible."""
-        return torch.where(torch.isinf(self.amax), torch.nan, self.scale_inv)
+        return self.scale_inv.masked_fill(self.amax == torch.inf, torch.nan)
 
     def dequantize(self) -> Tensor:
         """float32 ``[R, C]``: ``data * gemm_scale``."""
@@ -122,15 +122,16 @@ def scale_from_amax(
     Source:
         Transformer Engine, ``common/recipe/recipe_common.cuh``, ``compute_scale_from_amax``.
     """
-    usable = torch.isfinite(amax) & (amax > 0)
+    usable = (amax > 0) & (amax < torch.inf)
     # Not `fmt.max / amax`: torch computes that as a reciprocal and a product, which rounds twice.
-    scale = torch.div(torch.full_like(amax, fmt.max), torch.where(usable, amax, 1.0))
-    scale = torch.where(torch.isinf(scale), value_for_inf, scale)
+    largest = torch.full_like(amax, fmt.max)
+    scale = torch.div(largest, torch.where(usable, amax, largest))
+    scale = scale.masked_fill(scale == torch.inf, value_for_inf)
     if power_2:
         scale = (scale.view(torch.int32) & -0x800000).view(
             torch.float32
         )  # keep sign and exponent: floor to 2**k
-    return torch.where(usable, scale, 1.0)
+    return scale
 
 
 def quantize_tensor(x: Tensor, scale: Tensor, fmt: Float8Format, amax: Tensor | None = None) -> Quantized:

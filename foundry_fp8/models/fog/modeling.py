@@ -176,7 +176,10 @@ class FogModel(FogPreTrainedModel):
         }
         states, attentions = [], []
         for block in self.layers:
-            states.append(hidden)
+            if (
+                output_hidden_states
+            ):  # held otherwise, they would defeat offloading and packing of blocks' inputs
+                states.append(hidden)
             if checkpoint:
                 hidden, probabilities = self._gradient_checkpointing_func(
                     lambda h, block=block: block(h, **shared), hidden

@@ -296,7 +296,8 @@ def measure_frame(
             for x in tree_iter((args, kwargs)):
                 if isinstance(x, Tensor) and x.requires_grad:
                     x.register_hook(lambda _: meter.reset_peak())
-                    break
+                    return
+            seen["ends with the first block"] = 1
 
         handles = [
             *(block.register_forward_hook(at_output(i)) for i, block in enumerate(blocks)),
@@ -308,7 +309,7 @@ def measure_frame(
             seen["head"] = meter.peak
             meter.reset_peak()
             grads = gradients(loss, trained, sharded=sharded)
-            end_peak = max(meter.peak, meter.live)
+            end_peak = meter.live if "ends with the first block" in seen else max(meter.peak, meter.live)
         finally:
             for handle in handles:
                 handle.remove()

@@ -45,6 +45,7 @@ from foundry_fp8.planning.memory.measure import (
 from foundry_fp8.planning.memory.measure_sharded import ShardedBlockRun, is_sharded
 from foundry_fp8.planning.memory.options import BlockOption, options_of
 from foundry_fp8.planning.memory.plan import Measurements, MemoryPlan
+from foundry_fp8.planning.memory.repeated import left_out, repeated
 from foundry_fp8.planning.memory.solver import Cost, Frame, predict_peak, solve
 
 __all__ = ["apply_plan", "choose", "device_capacity", "measure", "plan_memory", "plan_of"]
@@ -205,19 +206,32 @@ def measure(
     parameters = list(model.parameters())
     kinds: dict[tuple[Any, ...], int] = {}
     kind_of: list[int] = []
+    # FSDP1 cuts each rank's parameters elsewhere, and kinds must be those of every rank.
+    alike = [
+        (repr(b), *((sharded or tuple(p.shape), p.dtype, p.requires_grad) for p in b.parameters()))
+        for b in modules
+    ]
 
     def first_of_kind(index: int, call: Call) -> bool:
-        block = modules[index]
-        # FSDP1 cuts each rank's parameters elsewhere, and kinds must be those of every rank.
-        shapes = tuple((sharded or tuple(p.shape), p.dtype, p.requires_grad) for p in block.parameters())
-        key = (repr(block), shapes, call.signature())
-        kind_of.append(kinds.setdefault(key, len(kinds)))
+        kind_of.append(kinds.setdefault((alike[index], call.signature()), len(kinds)))
         return not sharded and kind_of.count(kind_of[-1]) == 1
+
+    def skipped_of(kinds: Sequence[Any]) -> frozenset[int]:
+        """Without values equal blocks hold the same: deep models are planned in the time of a shallow one."""
+        if cost_model is None or sharded:
+            return frozenset()
+        return repeated(kinds) - {
+            # What frozen blocks keep depends on whether anything before them is trained.
+            i
+            for i, block in enumerate(modules)
+            if not any(p.requires_grad for p in block.parameters())
+        }
 
     switch_off_cache(
         model
     )  # a block called again with the cache that it filled would attend to its own keys twice
-    calls = capture_calls(modules, loss_fn, device, first_of_kind)
+    with left_out(modules, alike, skipped_of(alike)):
+        calls = capture_calls(modules, loss_fn, device, first_of_kind)
     formats = [] if compression == "none" else list(dict.fromkeys((EXACT, compression)))
     options, costs, boundaries = [], [], []
     link = None
@@ -267,10 +281,16 @@ def measure(
         boundaries.append(moved)
     block = next(o for o in options[0] if o.name == "block")
     lean = None
-    with _applied(model, [name for name, _ in blocks], block):
-        outer = [module for _, module in transformer_blocks(model)]
+    skipped = skipped_of(kind_of)
+    with (
+        _applied(model, [name for name, _ in blocks], block),
+        left_out([module for _, module in transformer_blocks(model)], kind_of, skipped) as outer,
+    ):
         static = sum(held_bytes(t) for t in (*parameters, *model.buffers()))
-        of_blocks = [costs[kind]["block"] for kind in kind_of]
+        nothing = Cost(0, 0, 0, 0.0)
+        of_blocks = [
+            nothing if index in skipped else costs[kind]["block"] for index, kind in enumerate(kind_of)
+        ]
 
         def measured_frame() -> Frame:
             held = static + optimizer_bytes

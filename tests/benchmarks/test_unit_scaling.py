@@ -1,0 +1,28 @@
+"""µnit Scaling's runs: an FP8 arm differs from its float32 arm in nothing but the recipe."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "benchmarks" / "unit_scaling"
+
+
+@pytest.mark.parametrize("kind", ["mus_norm", "sp"])
+def test_both_arms_have_the_same_learning_rates(kind, monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import transfer
+
+    def rates(precision):
+        model = transfer.model_of(kind, 64)
+        if precision == "fp8":
+            transfer.fp8(kind, model, 64)
+        rate_of = {
+            id(p): group["lr"] for group in transfer.groups(kind, model, 64, 0.5) for p in group["params"]
+        }
+        return {name: rate_of[id(parameter)] for name, parameter in model.named_parameters()}
+
+    expected = rates("float32")
+    assert rates("fp8") == expected
+    assert len(set(expected.values())) == (1 if kind == "sp" else 2)
+    sys.modules.pop("transfer")
