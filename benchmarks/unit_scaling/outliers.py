@@ -4,7 +4,7 @@
 
 Models, corpus and schedule of transfer.py, width 64. The channel's weights are zero and stay so: in high precision its product is
 zero at any size, so that what the loss shows is what the outlier does to the other channels' numbers. From step 50 it is 1, and
-at step 150 a million. The same mechanism as the guard's (benchmarks/guard/mechanisms/first.py).
+at step 150 a million. The same mechanism as the guard's (benchmarks/guard/mechanisms/outliers.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "guard"))
 from common import RESULTS, environment
-from mechanisms import Activations, grows
+from mechanisms.base import grows
+from mechanisms.outliers import Activations
 from transfer import BATCH, SEQ, Corpus, groups, loss_of, model_of
 
 from foundry_fp8.numerics.recipes import UnitScaling

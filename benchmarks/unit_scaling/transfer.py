@@ -31,7 +31,6 @@ from foundry_fp8.models.fog import FogConfig, FogForCausalLM
 from foundry_fp8.models.mus import MusConfig, MusForCausalLM
 from foundry_fp8.models.mus.structure import unit_scaled
 from foundry_fp8.numerics.recipes import UnitScaling
-from foundry_fp8.observe.operand_health import HealthProbe
 from foundry_fp8.surgery.apply import apply_fp8
 
 FILE = RESULTS / "unit_scaling_transfer.json"
@@ -129,11 +128,8 @@ def train(kind: str, precision: str, width: int, lr: float, seed: int, steps: in
         ),
     )
     generator = torch.Generator().manual_seed(seed)
-    probe = HealthProbe(model, lambda f: f) if precision == "fp8" else None
     losses: list[float] = []
     for step in range(steps):
-        if probe is not None and step == steps - 1:
-            probe.attach()
         loss = loss_of(model, corpus.batch(corpus.train, BATCH, generator))
         optimizer.zero_grad()
         loss.backward()
@@ -160,11 +156,6 @@ def train(kind: str, precision: str, width: int, lr: float, seed: int, steps: in
         found["decay"] = decay
     if optimizer_name != "adamw":
         found["optimizer"] = optimizer_name
-    if probe is not None:
-        probe.detach()
-        found["flushed"] = {
-            f"{name}/{operand}": health.flushed for (name, operand), health in probe.collect().items()
-        }
     model.eval()
     generator.manual_seed(1)
     with torch.no_grad():

@@ -1,5 +1,6 @@
 """µnit Scaling's runs: an FP8 arm differs from its float32 arm in nothing but the recipe."""
 
+import importlib
 import sys
 from pathlib import Path
 
@@ -26,3 +27,13 @@ def test_both_arms_have_the_same_learning_rates(kind, monkeypatch):
     assert rates("fp8") == expected
     assert len(set(expected.values())) == (1 if kind == "sp" else 2)
     sys.modules.pop("transfer")
+
+
+@pytest.mark.parametrize("script", ["gradients", "initial", "outliers"])
+def test_its_scripts_find_what_they_import(script, monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    before = set(sys.modules)
+    assert callable(importlib.import_module(script).main)
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", None)).startswith(str(FOLDER.parent)):
+            sys.modules.pop(name)

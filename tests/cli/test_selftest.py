@@ -1,5 +1,6 @@
 """``foundry-fp8 selftest``: stages that survive each other, claims that are judged by what was shown."""
 
+import importlib.util
 import json
 import re
 import sys
@@ -140,7 +141,9 @@ def test_dry_run_of_what_decides_first(real, tmp_path, monkeypatch):
 @pytest.mark.integration
 def test_dry_run_of_every_stage(tmp_path):
     _, found, whole, _ = dry_run(tmp_path, "--budget", "1700")
-    assert {name: (s["state"], s["why"]) for name, s in found.items() if s["state"] != "passed"} == {}
+    expected = set() if importlib.util.find_spec("transformer_engine") else {"transformer engine"}
+    missed = {name: (s["state"], s["why"]) for name, s in found.items() if s["state"] != "passed"}
+    assert set(missed) == expected, missed
     assert set(found) == {stage.name for stage in stages_of(tmp_path, dry=True)}
     assert whole["versions"]["torch"]
     assert {e["state"] for e in found["kernels"]["result"]["recipes"].values()} == {"interpreted"}

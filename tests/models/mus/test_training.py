@@ -54,6 +54,10 @@ MODELS: dict[str, dict[str, Any]] = {
         "ffn_config": {"ffn_type": "mus_ffn", "ffn_act": "gelu", "tau": 0.4},
     },
 }
+MODELS["mpt_qk_gn"] = {
+    **MODELS["mpt"],
+    "attn_config": {**MODELS["mpt"]["attn_config"], "qk_gn": True},
+}
 ALGORITHMS = {"fp8": {"recipe": "unit"}, "unit_scaling": {"base_width": 16}}
 LION = {"name": "decoupled_lionw", "lr": 0.08, "betas": [0.9, 0.95], "weight_decay": 1e-5}
 
@@ -68,7 +72,13 @@ def run(root: Path, kind: str, model: dict[str, Any] | None = None, **changes: A
     return train(config(root, model={**MODELS[kind], **(model or {})}, **base))
 
 
-@pytest.mark.parametrize("kind", ["mpt", pytest.param("mus_causal_lm", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "mpt",
+        *(pytest.param(kind, marks=pytest.mark.full) for kind in ("mus_causal_lm", "mpt_qk_gn")),
+    ],
+)
 def test_it_trains_in_fp8_and_resumes_bit_exactly(kind: str, root: Path, tmp_path: Path) -> None:
     whole = run(root, kind, save_folder=str(tmp_path / "a"), save_interval="3ba")
     state = whole.state
@@ -114,7 +124,7 @@ def served_logits(folder: Path, kind: str, ids: torch.Tensor) -> torch.Tensor:
 
     from foundry_fp8.models.mus import MusForCausalLM
 
-    model, names = emulated(load(folder, {"mpt": MPTForCausalLM, "mus_causal_lm": MusForCausalLM}[kind]))
+    model, names = emulated(load(folder, MusForCausalLM if kind == "mus_causal_lm" else MPTForCausalLM))
     assert len(names) == 8
     with torch.no_grad():
         found: torch.Tensor = model(ids).logits
