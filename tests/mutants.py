@@ -70,13 +70,13 @@ MUTANTS = [
     Mutant("export/layout.py", ".detach().to(dtype)\n", ".detach()\n", "cli/test_export.py"),
     # Contract 6: what is not finite stays visible; and the bytes of the recipes.
     Mutant(QUANTIZE, "self.amax == torch.inf, torch.nan", "self.amax == torch.inf, 1.0", T_QUANTIZE),
-    Mutant(QUANTIZE, "usable = torch.isfinite(amax) & (amax > 0)", "usable = amax > 0", T_QUANTIZE),
-    Mutant(QUANTIZE, "usable, scale, 1.0)", "usable, scale, 0.5)", T_QUANTIZE),
+    Mutant(QUANTIZE, "usable = (amax > 0) & (amax < torch.inf)", "usable = amax > 0", T_QUANTIZE),
+    Mutant(QUANTIZE, "torch.where(usable, amax, largest)", "torch.where(usable, amax, 1.0)", T_QUANTIZE),
     Mutant(QUANTIZE, "& -0x800000)", "& -0x400000)", T_QUANTIZE),
-    Mutant(QUANTIZE, "torch.isinf(scale), value_for_inf", "torch.isinf(scale), 1.0", T_QUANTIZE),
+    Mutant(QUANTIZE, "scale == torch.inf, value_for_inf", "scale == torch.inf, 1.0", T_QUANTIZE),
     Mutant(
         QUANTIZE,
-        "torch.div(torch.full_like(amax, fmt.max), torch.where(usable, amax, 1.0))",
+        "torch.div(largest, torch.where(usable, amax, largest))",
         "torch.where(usable, amax, 1.0).reciprocal() * fmt.max",
         T_QUANTIZE,
     ),
