@@ -77,7 +77,7 @@ MUTANTS = [
     Mutant(
         QUANTIZE,
         "torch.div(largest, torch.where(usable, amax, largest))",
-        "torch.where(usable, amax, 1.0).reciprocal() * fmt.max",
+        "torch.where(usable, amax, largest).reciprocal() * fmt.max",
         T_QUANTIZE,
     ),
     Mutant(QUANTIZE, "[:rows].repeat_interleave(self.block[1]", "[:rows].repeat_interleave(self.block[0]", T_QUANTIZE),

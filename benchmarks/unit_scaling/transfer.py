@@ -5,8 +5,9 @@
 
 Bytes of the demo's corpus (the standard library's source), 4 layers, AdamW or Lion, cosine to 10 %. A run that
 is in the results file already is not repeated. SP is a pre-norm decoder of the same parts (RoPE, GELU, 4x MLP, untied) with
-weights of standard deviation 0.02 and one learning rate for everything. Arm sp/fp8 is SP in current scaling; mus_norm has the LayerNorm after the last block, mus does not;
-mus_qk has norms of q and k too. --decay is fully decoupled and takes matrices alone. Each loss is the mean over held-out sequences.
+weights of standard deviation 0.02 and one learning rate for everything. Arm sp/fp8 is SP in current scaling; mus_norm has the
+LayerNorm after the last block, mus does not; mus_qk has norms of q and k too. --decay is fully decoupled and takes matrices
+alone. Each loss is the mean over held-out sequences.
 """
 
 from __future__ import annotations
@@ -55,13 +56,11 @@ def model_of(kind: str, width: int) -> nn.Module:
         "rope_theta": 10000.0,
     }
     if kind != "sp":
-        form, _, activation = kind.partition("-")
         norms: dict[str, Any] = {
-            "final_norm": form != "mus",
-            "qk_norm": "rms" if form == "mus_qk" else "none",
+            "final_norm": kind != "mus",
+            "qk_norm": "rms" if kind == "mus_qk" else "none",
         }
-        config = MusConfig(**sizes, activation=activation or "gelu", **norms)
-        return MusForCausalLM(config)
+        return MusForCausalLM(MusConfig(**sizes, **norms))
     return FogForCausalLM(
         FogConfig(
             variant="custom", activation="gelu", intermediate_size=4 * width, initializer_range=0.02, **sizes
@@ -213,7 +212,7 @@ def main() -> None:
             for arm in args.arms.split(","):
                 kind, precision = arm.split("/")
                 exponents = args.exponents and [2.0 ** -int(k) for k in args.exponents.split(",")]
-                for lr in exponents or RATES[kind.partition("-")[0]]:
+                for lr in exponents or RATES[kind]:
                     key = (kind, precision, width, lr, seed, args.steps, args.decay, args.optimizer)
                     result = read()
                     if key in map(key_of, result["runs"]):

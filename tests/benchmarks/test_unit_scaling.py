@@ -9,10 +9,20 @@ import pytest
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "unit_scaling"
 
 
-@pytest.mark.parametrize("kind", ["mus_norm", "sp"])
-def test_both_arms_have_the_same_learning_rates(kind, monkeypatch):
+@pytest.fixture
+def script(monkeypatch):
+    """Imports a script of the folder; afterwards no module of the benchmarks is left under its short name."""
     monkeypatch.syspath_prepend(str(FOLDER))
-    import transfer
+    before = set(sys.modules)
+    yield importlib.import_module
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", None)).startswith(str(FOLDER.parent)):
+            sys.modules.pop(name)
+
+
+@pytest.mark.parametrize("kind", ["mus_norm", "sp"])
+def test_both_arms_have_the_same_learning_rates(kind, script):
+    transfer = script("transfer")
 
     def rates(precision):
         model = transfer.model_of(kind, 64)
@@ -26,14 +36,8 @@ def test_both_arms_have_the_same_learning_rates(kind, monkeypatch):
     expected = rates("float32")
     assert rates("fp8") == expected
     assert len(set(expected.values())) == (1 if kind == "sp" else 2)
-    sys.modules.pop("transfer")
 
 
-@pytest.mark.parametrize("script", ["gradients", "initial", "outliers"])
-def test_its_scripts_find_what_they_import(script, monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    before = set(sys.modules)
-    assert callable(importlib.import_module(script).main)
-    for name in set(sys.modules) - before:
-        if str(getattr(sys.modules[name], "__file__", None)).startswith(str(FOLDER.parent)):
-            sys.modules.pop(name)
+@pytest.mark.parametrize("name", ["gradients", "initial", "outliers"])
+def test_its_scripts_find_what_they_import(name, script):
+    assert callable(script(name).main)

@@ -273,6 +273,7 @@ def measure_frame(
     """
     seen: dict[str, int] = {}
     starts: list[int | None] = [None] * len(blocks)
+    ends_with_blocks = False
     with unchanged(device), meter_for(device) as meter:
 
         def at_output(index: int) -> Callable[..., None]:
@@ -293,11 +294,12 @@ def measure_frame(
                 seen["head_backward"] = meter.peak
 
         def at_start(module: nn.Module, args: Any, kwargs: Any) -> None:
-            for x in tree_iter((args, kwargs)):
-                if isinstance(x, Tensor) and x.requires_grad:
-                    x.register_hook(lambda _: meter.reset_peak())
-                    return
-            seen["ends with the first block"] = 1
+            nonlocal ends_with_blocks
+            trained = (x for x in tree_iter((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad)
+            x = next(trained, None)
+            ends_with_blocks = x is None  # the embedding is frozen
+            if x is not None:
+                x.register_hook(lambda _: meter.reset_peak())
 
         handles = [
             *(block.register_forward_hook(at_output(i)) for i, block in enumerate(blocks)),
@@ -309,7 +311,7 @@ def measure_frame(
             seen["head"] = meter.peak
             meter.reset_peak()
             grads = gradients(loss, trained, sharded=sharded)
-            end_peak = meter.live if "ends with the first block" in seen else max(meter.peak, meter.live)
+            end_peak = meter.live if ends_with_blocks else max(meter.peak, meter.live)
         finally:
             for handle in handles:
                 handle.remove()

@@ -220,12 +220,9 @@ def measure(
         """Without values equal blocks hold the same: deep models are planned in the time of a shallow one."""
         if cost_model is None or sharded:
             return frozenset()
-        return repeated(kinds) - {
-            # What frozen blocks keep depends on whether anything before them is trained.
-            i
-            for i, block in enumerate(modules)
-            if not any(p.requires_grad for p in block.parameters())
-        }
+        # What a frozen block keeps depends on whether anything before it is trained.
+        frozen = {i for i, b in enumerate(modules) if not any(p.requires_grad for p in b.parameters())}
+        return repeated(kinds) - frozen
 
     switch_off_cache(
         model
