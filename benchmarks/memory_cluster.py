@@ -45,7 +45,7 @@ from transformers import (
 from foundry_fp8.activations.checkpointing.apply import apply_activation_checkpointing
 from foundry_fp8.model_structure.blocks import transformer_blocks
 from foundry_fp8.planning.memory.cluster import Cluster, on_cluster
-from foundry_fp8.planning.memory.measure import CostModel
+from foundry_fp8.planning.memory.cost_model import CostModel
 from foundry_fp8.planning.memory.optimizer_state import optimizer_bytes
 from foundry_fp8.planning.memory.plan import Measurements
 from foundry_fp8.planning.memory.planner import measure

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from foundry_fp8.compat.fake_tensor import dry_run
 from foundry_fp8.config import check_choice
 from foundry_fp8.layers.attention import AttentionBackend, GradScores
 from foundry_fp8.layers.backend import Availability, Backend
@@ -41,8 +42,15 @@ _ATTENTION_LOADERS = {
     "emulated": ("foundry_fp8.backends.emulated.attention", "EmulatedAttention"),
 }
 
-AUTO_ORDER = {"cuda": ("transformer_engine", "native"), "cpu": ("emulated",)}
-"""What ``backend: auto`` tries, in order. On a GPU it never chooses emulation, which is slower than not using FP8."""
+AUTO_ORDER = {
+    "cuda": ("transformer_engine", "native"),
+    "cpu": ("emulated",),
+    "dry run": ("native", "emulated"),
+}
+"""What ``backend: auto`` tries, in order. On a GPU it never chooses emulation, which is slower than not using FP8.
+
+A dry run is a plan for GPUs: it counts what the native kernels read, write and keep. Emulation is for machines without Triton.
+"""
 
 
 GRANULARITY = ("delayed", "current", "block", "mxfp8")
@@ -136,7 +144,8 @@ def choose_backend(
     """
     check_choice(key, name, ("auto", *BACKENDS))
     recipes = (recipe,) if isinstance(recipe, Recipe) else tuple(recipe)
-    order = AUTO_ORDER.get(device.type, AUTO_ORDER["cpu"]) if name == "auto" else (name,)
+    where = "dry run" if dry_run() else device.type
+    order = AUTO_ORDER.get(where, AUTO_ORDER["cpu"]) if name == "auto" else (name,)
     backends = [load_backend(one) for one in order]
     refused: list[str] = []
     failed = recipes[0]

@@ -8,7 +8,8 @@ from foundry_fp8.config import ConfigError, format_bytes
 from foundry_fp8.layers.frozen_weight import FrozenFP8Weight
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.planning.memory.cluster import Cluster
-from foundry_fp8.planning.memory.measure import CostModel, held_bytes
+from foundry_fp8.planning.memory.cost_model import CostModel
+from foundry_fp8.planning.memory.measure import held_bytes
 from foundry_fp8.planning.memory.optimizer_state import optimizer_bytes
 from foundry_fp8.surgery.frozen_weights import frozen_linears
 

@@ -1,8 +1,8 @@
 """``foundry-fp8 plan memory run.yaml``: what a run needs, and the YAML that makes it fit, without training.
 
 The model of the YAML is built here and one microbatch of random tokens is measured. For a model that does not fit on this
-machine there is ``--device fake``: nothing is allocated, bytes are counted, seconds come from a cost model; of compression
-only the ``exact`` format is offered there. ``--world-size`` answers so for a rank of a cluster, sharding by arithmetic.
+machine there is ``--device fake``: nothing is allocated, bytes are counted, seconds come from a cost model, FP8 layers are those of the
+native backend unless the YAML names another; of compression only the ``exact`` format is offered there. ``--world-size`` answers so for a rank of a cluster, sharding by arithmetic.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from foundry_fp8.cli.yaml_model import build_yaml_model, optimizer_bytes_of, rea
 from foundry_fp8.compat.fake_tensor import NEEDS_VALUES, FakeTensor, FakeTensorMode
 from foundry_fp8.config import ConfigError, Positive, accept, check_choice, format_bytes
 from foundry_fp8.layers.autocast import autocast_type
+from foundry_fp8.layers.state import FP8State
 from foundry_fp8.model_structure.experts import router_modules
 
 __all__ = ["memory", "plan_yaml"]
@@ -115,8 +116,8 @@ def plan_yaml(
     from foundry_fp8.activations.checkpointing.apply import PlannedCompression
     from foundry_fp8.cli.memory_options import frozen_weights, other_optimizers
     from foundry_fp8.planning.memory.cluster import on_cluster
+    from foundry_fp8.planning.memory.cost_model import CostModel
     from foundry_fp8.planning.memory.flash_bytes import hold_flash_bytes
-    from foundry_fp8.planning.memory.measure import CostModel
     from foundry_fp8.planning.memory.planner import choose, measure, plan_memory
     from foundry_fp8.planning.memory.routing import EqualShares
 
@@ -196,6 +197,9 @@ def plan_yaml(
     note = "attention holds flash attention's bytes, at other seconds\n" if stand_in else ""
     if dry and next(router_modules(model), None) is not None:
         note += "each expert has an equal share of the tokens\n"
+    state = FP8State.of(model)
+    if dry and state is not None:
+        note += f"FP8 layers are those of the {state.backend.name} backend\n"
     fp8 = (config.get("algorithms") or {}).get("fp8") or {}
     if fp8.get("enabled", True) and fp8.get("attention") and fp8.get("backend", "auto") == "auto":
         note += "FP8 attention is planned; on a GPU without Transformer Engine auto leaves it in BF16\n"

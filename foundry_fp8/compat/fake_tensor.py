@@ -1,7 +1,7 @@
 """Tensors without values, for dry runs.
 
-Cause: ``FakeTensor`` and ``FakeTensorMode`` are in ``torch._subclasses.fake_tensor``; torch documents them and has no public module
-for them. Remove when it has.
+Cause: ``FakeTensor`` and ``FakeTensorMode`` are in ``torch._subclasses.fake_tensor``, and which mode is entered says
+``torch._guards.active_fake_mode``; torch documents them and has no public module for them. Remove when it has.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 try:
+    from torch._guards import active_fake_mode
     from torch._subclasses.fake_tensor import (
         DataDependentOutputException,
         DynamicOutputShapeException,
@@ -18,11 +19,30 @@ try:
     )
 except ImportError as error:
     raise RuntimeError(
-        f"torch {torch.__version__} no longer has torch._subclasses.fake_tensor as foundry_fp8 uses it ({error}). Install a torch "
+        f"torch {torch.__version__} no longer has torch._subclasses.fake_tensor and torch._guards.active_fake_mode as "
+        f"foundry_fp8 uses them ({error}). Install a torch "
         "from 2.7 to 2.11, or adapt foundry_fp8/compat/fake_tensor.py."
     ) from error
 
-__all__ = ["NEEDS_VALUES", "FakeTensor", "FakeTensorMode", "unset_fake_temporarily"]
+__all__ = [
+    "FLASH_ATTENTION",
+    "NEEDS_VALUES",
+    "FakeTensor",
+    "FakeTensorMode",
+    "dry_run",
+    "unset_fake_temporarily",
+]
 
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 """What is raised where an operator's result depends on values."""
+
+FLASH_ATTENTION = (
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward,
+)
+"""What ``F.scaled_dot_product_attention`` of fake tensors runs, forward and backward; their names are private."""
+
+
+def dry_run() -> bool:
+    """Whether new tensors have no values here: a ``FakeTensorMode`` is entered."""
+    return active_fake_mode() is not None

@@ -11,7 +11,9 @@ from tests.callbacks.conftest import build_llama
 
 @pytest.fixture
 def folder(tmp_path):
-    build_llama(max_position_embeddings=32, vocab_size=128).config.save_pretrained(tmp_path / "model")
+    # Of layers that are wide enough to be faster in FP8 on a GPU, which is what a plan is for.
+    wide = {"hidden_size": 1024, "intermediate_size": 2816, "vocab_size": 128}
+    build_llama(max_position_embeddings=32, **wide).config.save_pretrained(tmp_path / "model")
     arguments = {"per_device_train_batch_size": 2, "bf16": True, "fsdp": ["full_shard"]}
     (tmp_path / "model" / "training_args.json").write_text(json.dumps(arguments))
     return tmp_path / "model"

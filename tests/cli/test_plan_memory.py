@@ -272,4 +272,4 @@ def test_frozen_weights_in_fp8_are_an_option_with_bytes_and_seconds(tmp_path):
     done = plan(on, "--world-size", "2")
     assert done.exit_code == 2 and "frozen_weights" in done.output
     sharded = plan(run | {"fsdp_config": {"mixed_precision": "PURE"}}, "--world-size", "2")
-    assert sharded.exit_code == 0 and "frozen_weights" not in sharded.output
+    assert sharded.exit_code == 0 and "option fp8.frozen_weights" not in sharded.output

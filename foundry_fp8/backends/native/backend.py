@@ -18,6 +18,7 @@ from foundry_fp8.backends.native.inputs import LinearCall, checked_dtype
 from foundry_fp8.backends.native.plan import Layout
 from foundry_fp8.backends.size_rule import size_reason
 from foundry_fp8.compat.block_scaled_mm import block_mode_missing
+from foundry_fp8.compat.fake_tensor import dry_run
 from foundry_fp8.compat.fresh_view import fresh_view
 from foundry_fp8.compat.fsdp2 import shard_versions
 from foundry_fp8.compat.peft_merges import merged_adapters
@@ -74,7 +75,7 @@ class NativeBackend(Backend):
         self._warned = False
 
     def availability(self, recipe: Recipe, device: torch.device) -> Availability:
-        """See :meth:`Backend.availability`. On a CPU only under Triton's interpreter, for tests."""
+        """See :meth:`Backend.availability`. On a CPU only in a dry run, for plans, and under Triton's interpreter, for tests."""
         missing = triton_missing()
         if missing is not None:
             return Availability(False, missing, "Or set backend: emulated to check numerics without speed.")
@@ -82,7 +83,7 @@ class NativeBackend(Backend):
             return Availability(
                 False, f"torch {torch.__version__} has no _scaled_mm", "Install torch 2.7 or later."
             )
-        if device.type == "cpu" and interpreting():
+        if device.type == "cpu" and (dry_run() or interpreting()):
             return Availability(True)
         if device.type != "cuda" or torch.version.hip is not None:
             where = "ROCm" if torch.version.hip is not None else f"{device.type} devices"

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from foundry_fp8.compat.block_scaled_mm import block_mode_missing, block_scaled_mm, fits_block_mode
+from foundry_fp8.compat.fake_tensor import dry_run
 from foundry_fp8.kernels.block_gemm import block_gemm
 from foundry_fp8.layers.frozen_weight import in_dtype
 
@@ -59,8 +60,8 @@ def blockwise_product(
 
 
 def defined(a: Tensor) -> bool:
-    """Whether the definition runs in place of a GEMM: only Triton's interpreter gets here with tensors of a CPU."""
-    return a.device.type == "cpu"
+    """Whether the definition runs in place of a GEMM: under Triton's interpreter, which takes tensors of a CPU. A dry run has the GEMM."""
+    return a.device.type == "cpu" and not dry_run()
 
 
 def without_padding(out: Tensor, m: int, n: int) -> Tensor:

@@ -13,7 +13,8 @@ from foundry_fp8.activations.fused_head.apply import FusedHead, apply_fused_head
 from foundry_fp8.activations.fused_head.logits import DeferredLogits
 from foundry_fp8.config import ConfigError
 from foundry_fp8.model_structure.wrappers import modules_by_clean_name
-from foundry_fp8.planning.memory.measure import CostModel, clock, unchanged
+from foundry_fp8.planning.memory.cost_model import CostModel
+from foundry_fp8.planning.memory.measure import clock, unchanged
 
 __all__ = ["fused_head_applied", "head_seconds"]
 

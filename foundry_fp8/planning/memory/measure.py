@@ -12,19 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.flop_counter import FlopCounterMode
 
-from foundry_fp8.compat.dispatch_mode import TorchDispatchMode
 from foundry_fp8.compat.pytree import tree_iter, tree_map
 from foundry_fp8.layers.autocast import autocast_type
 from foundry_fp8.layers.state import FP8State
+from foundry_fp8.planning.memory.cost_model import CostModel
 from foundry_fp8.planning.memory.live_bytes import meter_for
 from foundry_fp8.planning.memory.solver import Cost, Frame
 
 __all__ = [
     "BlockRun",
     "Call",
-    "CostModel",
     "capture_calls",
     "clock",
     "gradients",
@@ -38,30 +36,6 @@ __all__ = [
 
 CACHE_BYTES = 128 * 2**20
 """At least the last-level cache of a device: 126 MB of L2 on a B200, 50 MB on an H100, 32 MB a CPU complex."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CostModel:
-    """Seconds without a machine to measure on: arithmetic plus memory traffic of every op.
-
-    The defaults are an H100 SXM's dense bfloat16 peak and HBM3 bandwidth (NVIDIA's data sheet), at the fractions that
-    large matmuls and copies reach in practice by common experience: a ranking of options, not a forecast.
-    """
-
-    flops_per_second: float = 0.6 * 989e12
-    bytes_per_second: float = 0.8 * 3.35e12
-    gpu: str = "H100"
-    """Whose way to host memory it has."""
-
-    @contextlib.contextmanager
-    def counting(self) -> Iterator[Callable[[], float]]:
-        """Within it ops are counted; what it gives has their seconds."""
-        with FlopCounterMode(display=False) as flops, _Traffic() as traffic:
-            yield (
-                lambda: (
-                    flops.get_total_flops() / self.flops_per_second + traffic.bytes / self.bytes_per_second
-                )
-            )
 
 
 @dataclasses.dataclass
@@ -365,18 +339,3 @@ def unchanged(device: torch.device) -> Iterator[None]:
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.enable_grad():
         yield
-
-
-class _Traffic(TorchDispatchMode):
-    """Bytes that ops read and write."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if not func.is_view:
-            tensors = [x for x in tree_iter((args, kwargs, out)) if isinstance(x, Tensor)]
-            self.bytes += sum(x.numel() * x.element_size() for x in tensors)
-        return out

@@ -32,12 +32,12 @@ from foundry_fp8.config import ConfigError, format_bytes, parse_bytes
 from foundry_fp8.model_structure.blocks import transformer_blocks
 from foundry_fp8.model_structure.names import clean_name
 from foundry_fp8.model_structure.wrappers import checkpoint_wrappers, modules_by_clean_name, own_class
+from foundry_fp8.planning.memory.cost_model import CostModel
 from foundry_fp8.planning.memory.head_option import fused_head_applied, head_seconds
 from foundry_fp8.planning.memory.host_link import host_link_of, moved_boundaries, moved_whole, offloaded
 from foundry_fp8.planning.memory.measure import (
     BlockRun,
     Call,
-    CostModel,
     capture_calls,
     held_bytes,
     measure_frame,

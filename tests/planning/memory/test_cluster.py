@@ -7,7 +7,7 @@ import pytest
 from foundry_fp8.config import ConfigError
 from foundry_fp8.planning.memory import measure as measuring
 from foundry_fp8.planning.memory.cluster import Cluster, on_cluster
-from foundry_fp8.planning.memory.measure import CostModel
+from foundry_fp8.planning.memory.cost_model import CostModel
 from foundry_fp8.planning.memory.planner import measure
 from tests.planning.memory.test_planner import build, loss_of
 

@@ -6,8 +6,8 @@ import torch
 import foundry_fp8
 from foundry_fp8.activations.fused_head.apply import fused_head_of
 from foundry_fp8.planning.memory.cluster import Cluster, on_cluster
+from foundry_fp8.planning.memory.cost_model import CostModel
 from foundry_fp8.planning.memory.live_bytes import LiveBytes
-from foundry_fp8.planning.memory.measure import CostModel
 from foundry_fp8.planning.memory.planner import choose, measure
 from foundry_fp8.planning.memory.solver import predict_peak
 from tests import model_zoo as zoo

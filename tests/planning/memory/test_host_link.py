@@ -8,9 +8,9 @@ import torch
 from foundry_fp8.activations.checkpointing.apply import apply_activation_checkpointing
 from foundry_fp8.activations.offload.store import host_store
 from foundry_fp8.planning.memory.cluster import Cluster, on_cluster
+from foundry_fp8.planning.memory.cost_model import CostModel
 from foundry_fp8.planning.memory.host_link import HOST_LINKS, host_link_of, offloaded
 from foundry_fp8.planning.memory.live_bytes import LiveBytes
-from foundry_fp8.planning.memory.measure import CostModel
 from foundry_fp8.planning.memory.planner import apply_plan, choose, measure
 from foundry_fp8.planning.memory.solver import Cost, predict_peak
 from tests.planning.memory.test_planner import build, loss_of, static

@@ -14,8 +14,8 @@ from foundry_fp8.activations.checkpointing.budget import check_budget, fit_bytes
 from foundry_fp8.activations.compression.apply import apply_activation_compression
 from foundry_fp8.config import ConfigError, format_bytes, parse_bytes
 from foundry_fp8.planning.memory import measure as measuring
+from foundry_fp8.planning.memory.cost_model import CostModel
 from foundry_fp8.planning.memory.live_bytes import LiveBytes
-from foundry_fp8.planning.memory.measure import CostModel
 from foundry_fp8.planning.memory.optimizer_state import optimizer_bytes
 from foundry_fp8.planning.memory.plan import MemoryPlan
 from foundry_fp8.planning.memory.planner import apply_plan, choose, measure, plan_memory
