@@ -58,7 +58,13 @@ def folder(tmp_path_factory):
 
     root = tmp_path_factory.mktemp("readme")
     batch = {"global_train_batch_size": 16, "device_train_microbatch_size": 16}  # enough to plan with
-    run = config(make_data(root), algorithms={"fp8": {}}, precision="amp_bf16", run_name="mine", **batch)
+    run = config(
+        make_data(root),
+        algorithms={"fp8": {"recipe": "current"}},
+        precision="amp_bf16",
+        run_name="mine",
+        **batch,
+    )
     (root / "run.yaml").write_text(yaml.safe_dump(run, sort_keys=False))
     (root / "proxy.yaml").write_text((ROOT / "yamls" / "pretrain" / "mus-1b.yaml").read_text())
     save_checkpoint(root / "CHECKPOINT")

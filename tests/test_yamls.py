@@ -10,9 +10,11 @@ from omegaconf import OmegaConf
 from typer.testing import CliRunner
 
 from foundry_fp8.cli.cluster import limit_of
+from foundry_fp8.cli.hardware import parse_hardware
 from foundry_fp8.cli.main import app
 from foundry_fp8.cli.plan_communication import workload_of
 from foundry_fp8.cli.plan_memory import plan_yaml
+from foundry_fp8.cli.run_check import check_run
 from foundry_fp8.config import parse_bytes
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.planning.communication.machines import GPUS, NETWORKS
@@ -270,6 +272,13 @@ def test_a_rank_of_the_stated_cluster_holds_the_run(path, folders, tmp_path):
     assert parse_bytes(of, "of") == pytest.approx(limit, rel=1e-3)
     assert parse_bytes(peak, "peak") <= limit * 1.001
     assert "ranks by arithmetic" in said
+
+
+@pytest.mark.parametrize("path", each(ALL, lambda stem: stem in ("mpt-125m", "mus", "llama-3-8b-lora")))
+def test_doctor_finds_no_error_at_the_stated_cluster(path):
+    hardware = parse_hardware(f"{kind_of_gpu(path)}x{gpus_of(path)}")
+    findings = check_run(path, hardware)
+    assert [finding.text for finding in findings if finding.level == "error"] == []
 
 
 @pytest.mark.parametrize("path", each(ALL, lambda stem: stem == "fog"))

@@ -21,7 +21,6 @@ from foundry_fp8.cli.yaml_model import build_yaml_model, optimizer_bytes_of, rea
 from foundry_fp8.compat.fake_tensor import NEEDS_VALUES, FakeTensor, FakeTensorMode
 from foundry_fp8.config import ConfigError, Positive, accept, check_choice, format_bytes
 from foundry_fp8.layers.autocast import autocast_type
-from foundry_fp8.layers.state import FP8State
 from foundry_fp8.model_structure.experts import router_modules
 
 __all__ = ["memory", "plan_yaml"]
@@ -115,6 +114,7 @@ def plan_yaml(
     """
     from foundry_fp8.activations.checkpointing.apply import PlannedCompression
     from foundry_fp8.cli.memory_options import frozen_weights, other_optimizers
+    from foundry_fp8.layers.state import FP8State
     from foundry_fp8.planning.memory.cluster import on_cluster
     from foundry_fp8.planning.memory.cost_model import CostModel
     from foundry_fp8.planning.memory.flash_bytes import hold_flash_bytes

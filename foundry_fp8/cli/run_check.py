@@ -6,7 +6,7 @@ import dataclasses
 import importlib.util
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from foundry_fp8.cli.clashes import clashes_of
 from foundry_fp8.cli.hardware import PER_NODE, Hardware
@@ -14,6 +14,9 @@ from foundry_fp8.cli.hf_folder import FOLDER_MODEL
 from foundry_fp8.cli.selftest.verdict import warnings_for
 from foundry_fp8.cli.yaml_model import build_yaml_model, read_yaml
 from foundry_fp8.config import ConfigError, first_line, format_bytes, nearest
+
+if TYPE_CHECKING:
+    from foundry_fp8.surgery.report import SurgeryReport
 
 __all__ = ["Finding", "check_run"]
 
@@ -303,6 +306,8 @@ def _conversion(config: Mapping[str, Any], model: Any, hardware: Hardware) -> li
     ).splitlines()
     level: Level = "warning" if any(line.strip().startswith("Warning") for line in lines) else "ok"
     found.append(Finding("conversion", level, "\n".join([head, *lines])))
+    if recipe == "auto" and asked != "emulated":
+        found += _left_by_auto(report, hardware)
     grouped = [row.name for row in report.rows if row.action == "converted" and len(row.shape) == 3]
     only_where_faster = recipe == "auto" or "measured" in named
     if grouped and asked != "emulated" and (asked != "native" or only_where_faster):
@@ -323,6 +328,22 @@ def _conversion(config: Mapping[str, Any], model: Any, hardware: Hardware) -> li
         + tuple(r for r in report.attention[1:] if r.reason != report.attention[0].reason)
     ]
     return found
+
+
+def _left_by_auto(report: SurgeryReport, hardware: Hardware) -> list[Finding]:
+    """What a GPU's backends leave in high precision under ``recipe: auto``, because FP8 makes it no faster there."""
+    from foundry_fp8.backends.size_rule import size_reason
+
+    linears = [row for row in report.rows if row.action == "converted" and len(row.shape) == 2]
+    reasons = {row.name: size_reason(report.recipe, row.shape[1], row.shape[0]) for row in linears}
+    left = {name: reason for name, reason in reasons.items() if reason is not None}
+    if not left:
+        return []
+    name, reason = next(iter(left.items()))
+    said = f"on {hardware.name} auto leaves {len(left)} of these {len(linears)} linears in high precision; {name}: {reason}"
+    if len(left) < len(linears):
+        return [Finding("conversion", "warning", said)]
+    return [Finding("conversion", "error", f"{said}. Nothing is left to convert, which ends the run")]
 
 
 _CLASSES = {"divergence_guard": "DivergenceGuard", "speed_monitor": "SpeedMonitor"}

@@ -33,7 +33,7 @@ def test_lines_are_added_and_nothing_else_changes(path):
     gone, new = changed(before, after)
     assert gone == []
     assert [line.split("#")[0].rstrip() for line in new if line.strip()] == [
-        "  fp8: {recipe: auto}",
+        "  fp8: {recipe: current}",
         "  hybrid_sharding: {shard: node}",
         "  mfu_monitor: {}",
         "  divergence_guard: {}",
@@ -91,12 +91,12 @@ def test_the_command_writes_shows_a_diff_and_refuses_with_2(tmp_path):
     shown = CliRunner().invoke(app, ["init", str(path), "--diff"])
     assert (
         shown.exit_code == 0
-        and "+  fp8: {recipe: auto}" in shown.output
+        and "+  fp8: {recipe: current}" in shown.output
         and path.read_text() == YAMLS[0].read_text()
     )
     written = CliRunner().invoke(app, ["init", str(path)])
     assert written.exit_code == 0 and "+ algorithms.fp8: linear layers in FP8" in written.output
-    assert "fp8: {recipe: auto}" in path.read_text()
+    assert "fp8: {recipe: current}" in path.read_text()
     again = CliRunner().invoke(app, ["init", str(path)])
     assert "Nothing to add" in again.output
     refused = CliRunner().invoke(app, ["init", str(path), "--hardware", "h10"])

@@ -155,6 +155,15 @@ def test_a_unit_scaled_run_gets_a_warning_for_what_it_lacks(kind, tmp_path):
     assert len(said(**off, optimizer__weight_decay=0.0)) == 2
 
 
+@pytest.mark.parametrize(("d_model", "level", "left"), [(768, "error", 48), (1152, "warning", 12)])
+def test_auto_may_leave_out_what_is_too_small(run, d_model, level, left):
+    """On a GPU alone, which this machine need not have. Of blocks of width 1152 all but the projection of the heads gain."""
+    found = run("mpt-125m", algorithms__fp8__recipe="auto", model__d_model=d_model)["conversion"]
+    (said,) = [finding for finding in found if "auto leaves" in finding.text]
+    assert (said.level, f"{left} of these 48 linears" in said.text) == (level, True), said.text
+    assert ("ends the run" in said.text) == (level == "error")
+
+
 def test_the_command_prints_a_line_each_and_ends_with_2_where_the_run_would_fail(tmp_path):
     path = tmp_path / "run.yaml"
     shutil.copy(YAMLS / "mpt-125m.yaml", path)

@@ -36,10 +36,9 @@ def llama(tied=False):
     )
 
 
-def mus():
-    model = MusForCausalLM(
-        MusConfig(hidden_size=96, num_hidden_layers=2, num_attention_heads=6, vocab_size=96, tau=0.3)
-    )
+def mus(**options):
+    sizes = {"hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 6, "vocab_size": 96}
+    model = MusForCausalLM(MusConfig(**sizes, tau=0.3, **options))
     for module in model.modules():
         if isinstance(module, nn.LayerNorm):
             nn.init.uniform_(module.weight, 0.5, 1.5)
@@ -66,8 +65,9 @@ UNIT = {"name": "unit", "gradient_scale": 4096}
 
 
 @DTYPES
-def test_a_unit_scaled_model_is_served_as_it_was_trained_bit_for_bit(dtype, tmp_path):
-    model = trained(mus(), UNIT, dtype)
+@pytest.mark.parametrize("qk_norm", ["none", "rms"])
+def test_a_unit_scaled_model_is_served_as_it_was_trained_bit_for_bit(qk_norm, dtype, tmp_path):
+    model = trained(mus(qk_norm=qk_norm), UNIT, dtype)
     report = foundry_fp8.export_fp8(model, tmp_path, dtype=name_of(dtype))
     assert len(report.layers) == 8 and "bit for bit" in report.summary()
     served, names = emulated(load(tmp_path))
