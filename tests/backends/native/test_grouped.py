@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from foundry_fp8.backends.native import NativeBackend
 from foundry_fp8.layers.delayed_scaling import DelayedScalingState
 from foundry_fp8.layers.grouped_linear import FP8GroupedLinear
 from foundry_fp8.numerics.recipes import BlockScaling, CurrentScaling, DelayedScaling
+from foundry_fp8.planning.memory.live_bytes import activation_bytes
 
 E, N, K = 4, 96, 64
 SIZES = ([48, 16, 32, 16], [5, 0, 90, 17], [0, 0, 0, 31])
@@ -142,3 +144,15 @@ def test_a_second_derivative_is_refused(device):
     y = layer(CurrentScaling(), device)(x, w, [16, 16, 16, 16])
     with pytest.raises(RuntimeError, match="second derivative"):
         torch.autograd.grad(y.sum(), x, create_graph=True)
+
+
+def test_a_dry_run_keeps_what_the_grouped_kernels_keep():
+    """It cannot launch them: no operator says what they make. One expert after another keeps no indices of rows."""
+    sizes = SIZES[0]
+    x, w, _ = given(sizes, "cpu")
+    y = layer(CurrentScaling(), "cpu")(x, w, sizes)
+    kept = sum(t.nbytes for t in y.grad_fn.saved_tensors if t.data_ptr() != w.data_ptr())
+    with FakeTensorMode() as fake:
+        made, x, w = layer(CurrentScaling(), "cpu"), fake.from_tensor(x), fake.from_tensor(w)
+        dry = activation_bytes(lambda: made(x, w, sizes), torch.device("cpu"))
+    assert dry == pytest.approx(kept, rel=0.1)
