@@ -70,7 +70,7 @@ def test_products_of_attention(grad_scores, products):
 
     def took(attention):
         with FakeTensorMode():
-            model = build_llama(layers=1, **shape).bfloat16()
+            model = build_llama(layers=1, **shape)
             foundry_fp8.apply_fp8(model, recipe="current", attention=attention)
             tokens = torch.zeros(1, 512, dtype=torch.long)
             return seconds_of(
