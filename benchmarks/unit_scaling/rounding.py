@@ -29,9 +29,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-import transfer
 from common import RESULTS, environment
-from transfer import BATCH, SEQ, Corpus
+from transfer import BATCH, SEQ, Corpus, model_of, train
 
 from foundry_fp8.layers.unit_linear import UnitLinear
 from foundry_fp8.models.mus.structure import unit_scaled
@@ -87,10 +86,9 @@ class Rounded(UnitLinear):
 
 def run(variant: str, seed: int, corpus: Corpus) -> dict[str, Any]:
     errors: list[float] = []
-    make = transfer.model_of
 
-    def model_of(kind: str, width: int) -> nn.Module:
-        model = make(kind, width)
+    def make(kind: str, width: int) -> nn.Module:
+        model = model_of(kind, width)
         if variant != "amax":
             generator = torch.Generator().manual_seed(5)
             with torch.no_grad():
@@ -102,11 +100,7 @@ def run(variant: str, seed: int, corpus: Corpus) -> dict[str, Any]:
                 module.__class__, module.variant, module.errors = Rounded, variant, errors
         return model
 
-    transfer.model_of = model_of
-    try:
-        found = transfer.train(KIND, "fp32", WIDTH, RATE, seed, STEPS, corpus, DECAY)
-    finally:
-        transfer.model_of = make
+    found = train(KIND, "fp32", WIDTH, RATE, seed, STEPS, corpus, DECAY, make=make)
     error = {"error": round(statistics.mean(errors), 4)} if errors else {}
     return {"variant": variant, "seed": seed, "loss": found["loss"], **error}
 

@@ -18,6 +18,7 @@ import math
 import statistics
 import sys
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -113,9 +114,9 @@ def optimizer_of(name: str, parameters: list[dict[str, Any]]) -> torch.optim.Opt
     return DecoupledLionW(parameters, betas=(0.9, 0.99), weight_decay=0.0)
 
 
-def train(kind: str, precision: str, width: int, lr: float, seed: int, steps: int, corpus: Corpus, decay: float = 0.0, optimizer_name: str = "adamw") -> dict[str, Any]:  # fmt: skip
+def train(kind: str, precision: str, width: int, lr: float, seed: int, steps: int, corpus: Corpus, decay: float = 0.0, optimizer_name: str = "adamw", make: Callable[[str, int], nn.Module] = model_of) -> dict[str, Any]:  # fmt: skip
     torch.manual_seed(seed)
-    model = model_of(kind, width).train()
+    model = make(kind, width).train()
     if precision == "fp8":
         fp8(kind, model, width)
     optimizer = optimizer_of(optimizer_name, groups(kind, model, width, lr))

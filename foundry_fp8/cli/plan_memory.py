@@ -1,8 +1,9 @@
 """``foundry-fp8 plan memory run.yaml``: what a run needs, and the YAML that makes it fit, without training.
 
 The model of the YAML is built here and one microbatch of random tokens is measured. For a model that does not fit on this
-machine there is ``--device fake``: nothing is allocated, bytes are counted, seconds come from a cost model, FP8 layers are those of the
-native backend unless the YAML names another; of compression only the ``exact`` format is offered there. ``--world-size`` answers so for a rank of a cluster, sharding by arithmetic.
+machine there is ``--device fake``: nothing is allocated, bytes are counted, seconds come from a cost model, FP8 layers are
+those of the native backend unless the YAML names another; of compression only the ``exact`` format is offered there.
+``--world-size`` answers so for a rank of a cluster, sharding by arithmetic.
 """
 
 from __future__ import annotations
