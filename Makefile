@@ -1,9 +1,11 @@
 # make demo           train a small MPT in high precision and in FP8 on this machine, and compare
 # make test           lint, types and the default tier of the tests: what every landing and pull request must pass
 # make test-all       the same with every test
-# make test-modern    make test-trainers, then the default tier on the modern stack (overrides-modern.txt), in .venv-modern
-# make test-trainers  what needs no Composer, with the newest transformers, Accelerate and TRL, in .venv-trainers
+# make test-modern    the default tier on the modern stack (overrides-modern.txt), in .venv-modern
 # make test-modern-all  every test there
+# make test-newest    make test-trainers, then the default tier with today's torch under Composer (overrides-newest.txt), in .venv-newest
+# make test-trainers  what needs no Composer, on what pip installs today (constraints-newest.txt), in .venv-trainers
+# make newest-update  moves both files to today's releases and prints what changed
 # make gpu            on a machine with a GPU: what only a GPU can show, and which claims it confirms; under 9 minutes, offline
 # make coverage       branch coverage of the default tier, workers, launched runs and gloo ranks included
 # make mutants        break the core on purpose; every break must be noticed by a test
@@ -17,17 +19,13 @@ VENV    := .venv
 BIN     := $(VENV)/bin
 STAMP   := $(VENV)/.installed
 MODERN  := .venv-modern
+NEWEST  := .venv-newest
 TRAINERS := .venv-trainers
 ARGS    ?=
 WORKERS ?= 2
 PYTEST  := -m pytest -n $(WORKERS) --dist worksteal
 DEFAULT := -m "not full"
-# What runs without Composer and LLM Foundry.
-NO_COMPOSER := tests/integrations tests/surgery/test_models.py tests/combinations/test_hosts.py \
-  tests/surgery/test_experts.py::test_forms_are_known_by_running_them \
-  tests/surgery/test_experts.py::test_experts_spread_over_ranks_by_transformers_are_left_by_name
-
-.PHONY: demo docs gpu test test-all test-modern test-modern-all test-trainers lint coverage mutants benchmarks release setup clean
+.PHONY: demo docs gpu test test-all test-modern test-modern-all test-newest test-trainers newest-update lint coverage mutants benchmarks release setup clean
 demo: setup
 	$(BIN)/foundry-fp8 demo $(ARGS)
 
@@ -41,14 +39,25 @@ test: lint
 test-all: lint
 	$(BIN)/python $(PYTEST) $(ARGS)
 
-test-modern: $(MODERN)/.installed test-trainers
+test-modern: $(MODERN)/.installed
 	$(MODERN)/bin/python $(PYTEST) $(DEFAULT) $(ARGS)
 
 test-trainers: $(TRAINERS)/.installed
-	$(TRAINERS)/bin/python $(PYTEST) $(DEFAULT) $(NO_COMPOSER) $(ARGS)
+	$(TRAINERS)/bin/python $(PYTEST) $(DEFAULT) $(ARGS)
 
 test-modern-all: $(MODERN)/.installed
 	$(MODERN)/bin/python $(PYTEST) $(ARGS)
+
+test-newest: $(NEWEST)/.installed test-trainers
+	$(NEWEST)/bin/python $(PYTEST) $(DEFAULT) $(ARGS)
+
+newest-update: setup
+	cp constraints-newest.txt overrides-newest.txt $(VENV)
+	$(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.10 --no-annotate --custom-compile-command "make newest-update" \
+	  --extra trainer --extra test-trainers pyproject.toml -o constraints-newest.txt
+	for name in torch torchvision triton; do \
+	  sed -i "s/^$$name==.*/$$(grep "^$$name==" constraints-newest.txt | tail -1 | cut -d' ' -f1)/" overrides-newest.txt; done
+	-diff $(VENV)/constraints-newest.txt constraints-newest.txt; diff $(VENV)/overrides-newest.txt overrides-newest.txt
 
 lint: setup
 	$(BIN)/ruff check .
@@ -93,11 +102,19 @@ $(MODERN)/.installed: pyproject.toml overrides-modern.txt
 	$(MODERN)/bin/uv pip install --quiet --python $(MODERN)/bin/python --override overrides-modern.txt -e ".[stack,test]"
 	touch $@
 
-$(TRAINERS)/.installed: pyproject.toml
+$(NEWEST)/.installed: pyproject.toml overrides-newest.txt
+	$(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check uv
+	$(NEWEST)/bin/uv pip install --quiet --python $(NEWEST)/bin/python --override overrides-newest.txt -e ".[stack,test]"
+	touch $@
+
+# Compiled when installed: one of torchao's files warns when Python compiles it, and tests take warnings for errors.
+$(TRAINERS)/.installed: pyproject.toml constraints-newest.txt
 	$(PYTHON) -m venv $(TRAINERS)
 	$(TRAINERS)/bin/python -m pip install --quiet --disable-pip-version-check uv
-	$(TRAINERS)/bin/uv pip install --quiet --python $(TRAINERS)/bin/python -e ".[trainer,test-trainers]"
+	$(TRAINERS)/bin/uv pip install --quiet --compile-bytecode --python $(TRAINERS)/bin/python -c constraints-newest.txt \
+	  -e ".[trainer,test-trainers]"
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(MODERN) $(TRAINERS) dist
+	rm -rf $(VENV) $(MODERN) $(NEWEST) $(TRAINERS) dist

@@ -19,6 +19,7 @@ from foundry_fp8.backends.transformer_engine.attention_requirements import (
 )
 from foundry_fp8.backends.transformer_engine.library import ImportProblem, installed_version, load_library
 from foundry_fp8.backends.transformer_engine.requirements import cublas_version
+from foundry_fp8.config.tested import untested
 from foundry_fp8.kernels.launch import driver_version
 from foundry_fp8.numerics.recipes import RECIPES
 
@@ -54,6 +55,7 @@ def collect() -> dict[str, Any]:
         * ``platform``: ``python``, ``machine``, whether the CPU has bf16 units, ``torch``, ``cuda`` (what torch was built with), ``driver`` (the CUDA
           version that the driver supports), ``cublas``, ``cudnn``, and the version of each package of the stack; ``None``
           for what is absent.
+        * ``untested``: name of a package above -> what to say where its version is past those of the test runs.
         * ``devices``: one entry per kind of GPU (or one for the CPU): ``device``, ``name``, ``count``, ``capability``,
           ``memory_gib``.
         * ``transformer_engine``: ``version``, ``ok``, ``reason``, ``remedy``.
@@ -63,18 +65,20 @@ def collect() -> dict[str, Any]:
           and ``case`` (head size and mask): ``device``, ``recipe``, ``backend``, ``case``, ``ok``, ``reason``, ``remedy``.
     """
     devices = _devices()
+    stack = {
+        "python": platform.python_version(),
+        "machine": f"{platform.system()} {platform.machine()}",
+        "bf16 units (CPU)": "yes" if has_bf16_units("cpu") else "no",
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "driver": _dotted(driver_version()),
+        "cublas": _dotted(cublas_version()),
+        "cudnn": _dotted(_cudnn_version()),
+        **{name: _version(package) for name, package in _PACKAGES.items()},
+    }
     return {
-        "platform": {
-            "python": platform.python_version(),
-            "machine": f"{platform.system()} {platform.machine()}",
-            "bf16 units (CPU)": "yes" if has_bf16_units("cpu") else "no",
-            "torch": torch.__version__,
-            "cuda": torch.version.cuda,
-            "driver": _dotted(driver_version()),
-            "cublas": _dotted(cublas_version()),
-            "cudnn": _dotted(_cudnn_version()),
-            **{name: _version(package) for name, package in _PACKAGES.items()},
-        },
+        "platform": stack,
+        "untested": _untested(stack),
         "devices": devices,
         "transformer_engine": _transformer_engine(),
         "support": [entry for device in devices for entry in _support(device["device"])],
@@ -147,6 +151,12 @@ def _attention(device: torch.device) -> list[dict[str, Any]]:
             entry = {"device": str(device), "recipe": name, "backend": backend, "case": case}
             entries.append({**entry, "ok": found.ok, "reason": found.reason, "remedy": found.remedy})
     return entries
+
+
+def _untested(versions: dict[str, Any]) -> dict[str, str]:
+    names = {"torch": "torch", **_PACKAGES}
+    said = {key: untested(package, versions[key]) for key, package in names.items() if versions[key]}
+    return {key: text for key, text in said.items() if text}
 
 
 def _version(package: str) -> str | None:

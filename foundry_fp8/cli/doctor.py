@@ -139,7 +139,9 @@ def _stack(found: dict[str, Any]) -> Table:
             name += f", compute capability {device['capability']}, {device['memory_gib']} GiB"
         table.add_row("device", escape(name))
     for key, value in found["platform"].items():
-        table.add_row(key, escape(value) if value else "[dim]none[/dim]")
+        note = found.get("untested", {}).get(key)
+        said = escape(value) if value else "[dim]none[/dim]"
+        table.add_row(key, f"{said} [yellow]({note})[/yellow]" if note else said)
     te = found["transformer_engine"]
     state = (
         te["version"] if te["ok"] else f"[yellow]no[/yellow]: {escape(te['reason'])}. {escape(te['remedy'])}"

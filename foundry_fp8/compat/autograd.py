@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from foundry_fp8.config.tested import TORCHES
+
 __all__ = ["backward_number", "inside_backward", "newest_node", "node_number", "running_node"]
 
 
@@ -32,7 +34,7 @@ def _missing() -> str | None:
 if (_name := _missing()) is not None:
     raise RuntimeError(
         f"torch {torch.__version__} no longer has {_name}, or it means something else. By it foundry_fp8 distinguishes a recompute from a "
-        "first forward, and of which, and which operator saves a tensor. Install a torch from 2.7 to 2.11, or adapt "
+        f"first forward, and of which, and which operator saves a tensor. {TORCHES}, or adapt "
         "foundry_fp8/compat/autograd.py."
     )
 

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foundry_fp8.config.tested import TORCHES
+
 __all__ = ["added_to_scores", "exponent_of", "function_of"]
 
 _ADDED = {
@@ -29,7 +31,7 @@ def _of(node: Any, name: str) -> Any:
     if not hasattr(node, name):
         raise RuntimeError(
             f"torch {torch.__version__} no longer has {name} on {node.name()}. By it foundry_fp8 knows what activation_compression "
-            "may round. Install a torch from 2.7 to 2.11, or adapt foundry_fp8/compat/autograd_nodes.py."
+            f"may round. {TORCHES}, or adapt foundry_fp8/compat/autograd_nodes.py."
         )
     return getattr(node, name)
 
@@ -66,5 +68,5 @@ with torch.inference_mode(False), torch.enable_grad():  # checked at import
     if function_of(_Probe.apply(torch.zeros((), requires_grad=True)).grad_fn) is not _Probe:
         raise RuntimeError(
             f"torch {torch.__version__} no longer has _forward_cls on the nodes of autograd functions. By it foundry_fp8 knows what "
-            "activation_compression may round. Install a torch from 2.7 to 2.11, or adapt foundry_fp8/compat/autograd_nodes.py."
+            f"activation_compression may round. {TORCHES}, or adapt foundry_fp8/compat/autograd_nodes.py."
         )

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from foundry_fp8.config.tested import TORCHES
+
 try:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
         CheckpointWrapper,
@@ -18,7 +20,7 @@ try:
 except ImportError as error:
     raise RuntimeError(
         f"torch {torch.__version__} no longer has torch.distributed.algorithms._checkpoint.checkpoint_wrapper as foundry_fp8 uses "
-        f"it ({error}). Install a torch from 2.7 to 2.11, or adapt foundry_fp8/compat/checkpoint_wrapper.py."
+        f"it ({error}). {TORCHES}, or adapt foundry_fp8/compat/checkpoint_wrapper.py."
     ) from error
 
 __all__ = ["CheckpointWrapper", "checkpoint_wrapper", "keywords_of", "wrapped_module"]

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import torch
 
+from foundry_fp8.config.tested import TORCHES
+
 __all__ = ["compiled_caller_waits"]
 
 try:
@@ -16,7 +18,7 @@ try:
 except ImportError as error:
     raise RuntimeError(
         f"torch {torch.__version__} no longer has torch._C._dynamo.eval_frame.get_eval_frame_callback, by which foundry_fp8 "
-        "refuses activation compression under torch.compile. Install a torch from 2.7 to 2.11, or adapt "
+        f"refuses activation compression under torch.compile. {TORCHES}, or adapt "
         "foundry_fp8/compat/compiled_caller.py."
     ) from error
 

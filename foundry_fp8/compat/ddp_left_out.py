@@ -12,12 +12,14 @@ from collections.abc import Iterable
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from foundry_fp8.config.tested import TORCHES
+
 __all__ = ["leave_out_of_ddp"]
 
 if not hasattr(DistributedDataParallel, "_set_params_and_buffers_to_ignore_for_model"):
     raise RuntimeError(
-        "this torch's DistributedDataParallel has no way to leave parameters out, which algorithms.fp8.frozen_weights needs. Install a torch "
-        "from 2.7 to 2.11, or adapt foundry_fp8/compat/ddp_left_out.py."
+        f"this torch's DistributedDataParallel has no way to leave parameters out, which algorithms.fp8.frozen_weights needs. {TORCHES}, "
+        "or adapt foundry_fp8/compat/ddp_left_out.py."
     )
 
 

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from foundry_fp8.config.tested import TORCHES
+
 __all__ = ["default_store"]
 
 
@@ -25,7 +27,7 @@ def default_store() -> Any:
     if not all(hasattr(store, name) for name in ("set", "get", "wait", "check")):
         raise RuntimeError(
             f"torch {torch.__version__} no longer has torch.distributed.distributed_c10d._get_default_store. Over it foundry_fp8 "
-            "makes sure that all ranks ask for the same. Install a torch from 2.7 to 2.11, or adapt "
+            f"makes sure that all ranks ask for the same. {TORCHES}, or adapt "
             "foundry_fp8/compat/default_store.py."
         )
     return store

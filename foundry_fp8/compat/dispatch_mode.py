@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import torch
 
+from foundry_fp8.config.tested import TORCHES
+
 try:
     from torch._C import _len_torch_dispatch_stack as watching_modes
     from torch.utils._python_dispatch import TorchDispatchMode
 except ImportError as error:
     raise RuntimeError(
         f"torch {torch.__version__} no longer has torch.utils._python_dispatch.TorchDispatchMode and _len_torch_dispatch_stack as "
-        f"foundry_fp8 uses them ({error}), to count bytes and operators and to see who else does. Install a torch from 2.7 to 2.11, or adapt foundry_fp8/compat/dispatch_mode.py."
+        f"foundry_fp8 uses them ({error}), to count bytes and operators and to see who else does. {TORCHES}, or adapt foundry_fp8/compat/dispatch_mode.py."
     ) from error
 
 __all__ = ["TorchDispatchMode", "watching_modes"]
@@ -25,6 +27,6 @@ with TorchDispatchMode():
     _inside = watching_modes()
 if (_inside, watching_modes()) != (_before + 1, _before):
     raise RuntimeError(
-        f"torch {torch.__version__}: torch._C._len_torch_dispatch_stack no longer counts the modes that are entered. Install a torch "
-        "from 2.7 to 2.11, or adapt foundry_fp8/compat/dispatch_mode.py."
+        f"torch {torch.__version__}: torch._C._len_torch_dispatch_stack no longer counts the modes that are entered. {TORCHES}, "
+        "or adapt foundry_fp8/compat/dispatch_mode.py."
     )

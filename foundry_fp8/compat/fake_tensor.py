@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from foundry_fp8.config.tested import TORCHES
+
 try:
     from torch._guards import active_fake_mode
     from torch._subclasses.fake_tensor import (
@@ -20,8 +22,8 @@ try:
 except ImportError as error:
     raise RuntimeError(
         f"torch {torch.__version__} no longer has torch._subclasses.fake_tensor and torch._guards.active_fake_mode as "
-        f"foundry_fp8 uses them ({error}). Install a torch "
-        "from 2.7 to 2.11, or adapt foundry_fp8/compat/fake_tensor.py."
+        f"foundry_fp8 uses them ({error}). {TORCHES}, "
+        "or adapt foundry_fp8/compat/fake_tensor.py."
     ) from error
 
 __all__ = [

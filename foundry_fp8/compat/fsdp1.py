@@ -19,6 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, _common_utils
 
+from foundry_fp8.config.tested import TORCHES
+
 __all__ = [
     "HYBRID",
     "FlatPart",
@@ -190,6 +192,6 @@ def _check(found: Any, names: Sequence[str]) -> None:
     missing = [name for name in names if not hasattr(found, name)]
     if missing:
         raise RuntimeError(
-            f"torch {torch.__version__} no longer has {', '.join(missing)} on FSDP1's {type(found).__name__}. Install a torch from 2.7 "
-            "to 2.11, or adapt foundry_fp8/compat/fsdp1.py."
+            f"torch {torch.__version__} no longer has {', '.join(missing)} on FSDP1's {type(found).__name__}. {TORCHES}, "
+            "or adapt foundry_fp8/compat/fsdp1.py."
         )

@@ -2,7 +2,8 @@
 
 Cause: torch has no public way to the parameter group of an ``FSDPModule``, to the process groups of its mesh or to what is known of
 its parameters (https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py,
-``FSDPParamGroup``; ``_fsdp_param.py``, ``FSDPParam``). Remove when it has; ``set_custom_reduce_scatter`` (torch 2.9) is a beginning.
+``FSDPParamGroup``; ``_fsdp_param.py``, ``FSDPParam``). Since torch 2.12 a module may have several (parameters on different meshes),
+since torch 2.15 a group of its own for the reduce-scatter. Remove when it has.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from foundry_fp8.config.tested import TORCHES
 
 __all__ = ["ShardedParameter", "Unit", "lazy_init", "shard_versions", "units_of"]
 
@@ -102,7 +105,7 @@ class ShardedParameter:
 
 @dataclasses.dataclass
 class Unit:
-    """One ``fully_shard`` call that owns parameters.
+    """The parameters of one ``fully_shard`` call, or where they are on several meshes those of one mesh.
 
     Attributes:
         name: The module's.
@@ -134,6 +137,11 @@ class Unit:
         return self._group.mesh_info.shard_process_group
 
     @property
+    def scatter_group(self) -> dist.ProcessGroup | None:
+        """A group of its own for the reduce-scatter, if it has one."""
+        return getattr(self._group.mesh_info, "reduce_scatter_process_group", None)
+
+    @property
     def replicate_group(self) -> dist.ProcessGroup | None:
         """Over which the copies of a shard are reduced, in HSDP."""
         return getattr(self._group.mesh_info, "replicate_process_group", None)
@@ -149,7 +157,12 @@ class Unit:
         """Bytes of the whole unit's gradients, in the parameters' dtype."""
         return sum(p.size.numel() * p.dtype.itemsize for p in self.parameters)
 
-    def replace_groups(self, shard: dist.ProcessGroup, replicate: dist.ProcessGroup | None) -> None:
+    def replace_groups(
+        self,
+        shard: dist.ProcessGroup,
+        replicate: dist.ProcessGroup | None,
+        scatter: dist.ProcessGroup | None = None,
+    ) -> None:
         """Use other groups of the same ranks, in this unit alone."""
         group, was = self._group, self._group.mesh_info
         group.mesh_info = copy.copy(was)
@@ -158,6 +171,8 @@ class Unit:
         group.mesh_info.shard_process_group = shard
         if replicate is not None:
             group.mesh_info.replicate_process_group = replicate
+        if scatter is not None:
+            group.mesh_info.reduce_scatter_process_group = scatter
 
 
 def units_of(model: nn.Module) -> list[Unit]:
@@ -173,12 +188,14 @@ def units_of(model: nn.Module) -> list[Unit]:
     units = []
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
-            state = module._get_fsdp_state()
-            _check(state, ("_fsdp_param_group", "_lazy_init"))
-            if state._fsdp_param_group is not None:
-                _check(state._fsdp_param_group, _OF_A_GROUP)
-                _check(state._fsdp_param_group.fsdp_params[0], _OF_A_PARAMETER)
-                units.append(Unit(name, module, state._fsdp_param_group))
+            state: Any = module._get_fsdp_state()
+            several = hasattr(state, "_fsdp_param_groups")  # torch 2.12
+            _check(state, ("_fsdp_param_groups" if several else "_fsdp_param_group", "_lazy_init"))
+            for group in state._fsdp_param_groups if several else (state._fsdp_param_group,):
+                if group is not None:
+                    _check(group, _OF_A_GROUP)
+                    _check(group.fsdp_params[0], _OF_A_PARAMETER)
+                    units.append(Unit(name, module, group))
     return units
 
 
@@ -205,6 +222,6 @@ def _check(found: Any, names: tuple[str, ...]) -> None:
     missing = [name for name in names if not hasattr(found, name)]
     if missing:
         raise RuntimeError(
-            f"torch {torch.__version__} no longer has {', '.join(missing)} on FSDP2's {type(found).__name__}. Install a torch from "
-            "2.7 to 2.11, or adapt foundry_fp8/compat/fsdp2.py."
+            f"torch {torch.__version__} no longer has {', '.join(missing)} on FSDP2's {type(found).__name__}. {TORCHES}, "
+            "or adapt foundry_fp8/compat/fsdp2.py."
         )

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from foundry_fp8.config.tested import TORCHES
+
 __all__ = ["group_timeout"]
 
 
@@ -28,5 +30,5 @@ def group_timeout(group: dist.ProcessGroup | None = None) -> datetime.timedelta:
     except (AttributeError, RuntimeError) as error:
         raise RuntimeError(
             f"torch {torch.__version__} keeps the time limit of a process group ({found}) where foundry_fp8 does not look: {error}. "
-            "Use gloo or nccl and a torch from 2.7 to 2.11, or adapt foundry_fp8/compat/group_timeout.py."
+            f"Use gloo or nccl. {TORCHES}, or adapt foundry_fp8/compat/group_timeout.py."
         ) from error

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from foundry_fp8.config.tested import TORCHES
+
 try:
     from torch.utils._pytree import (
         register_pytree_node,
@@ -18,8 +20,8 @@ try:
     )
 except ImportError as error:
     raise RuntimeError(
-        f"torch {torch.__version__} no longer has torch.utils._pytree as foundry_fp8 uses it ({error}). Install a torch from 2.7 "
-        "to 2.11, or adapt foundry_fp8/compat/pytree.py."
+        f"torch {torch.__version__} no longer has torch.utils._pytree as foundry_fp8 uses it ({error}). {TORCHES}, "
+        "or adapt foundry_fp8/compat/pytree.py."
     ) from error
 
 __all__ = ["register_pytree_node", "tree_flatten", "tree_iter", "tree_map", "tree_unflatten"]

@@ -13,6 +13,8 @@ from collections.abc import Callable
 
 import torch
 
+from foundry_fp8.config.tested import TORCHES
+
 __all__ = ["storage_number"]
 
 storage_number: Callable[[torch.UntypedStorage], int] = id
@@ -34,5 +36,5 @@ def _changed() -> bool:
 if _changed():
     raise RuntimeError(
         f"torch {torch.__version__} no longer keeps the Python object of a storage as long as the storage lives. By it foundry_fp8 "
-        "knows which tensors share memory. Install a torch from 2.7 to 2.11, or adapt foundry_fp8/compat/storages.py."
+        f"knows which tensors share memory. {TORCHES}, or adapt foundry_fp8/compat/storages.py."
     )

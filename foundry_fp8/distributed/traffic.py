@@ -161,6 +161,9 @@ class FinishedWork(dist.Work):
 class CountingGroup(dist.ProcessGroup):
     """A process group that passes every collective on to ``inner`` and counts the bytes this rank sends.
 
+    torch asks a group for all-gathers and reduce-scatters by ``_allgather_base`` and ``_reduce_scatter_base``, since 2.13 by
+    ``all_gather_single`` and ``reduce_scatter_single`` (and all-to-alls by ``all_to_all_single``, 2.15): both are answered.
+
     It also gives gloo the averages that it lacks: torch 2.7's gloo raises on ``all_reduce(AVG)`` and silently returns
     the sum from ``reduce_scatter_tensor(AVG)`` (pytorch issue 162338), which multiplies FSDP2's gradients by the
     number of ranks. Other reductions than SUM and AVG are an error in a reduce-scatter, since gloo would ignore them.
@@ -194,6 +197,18 @@ class CountingGroup(dist.ProcessGroup):
         self.traffic.count("all_to_all", (input.numel() - own * row) * input.element_size())
         opts = dist.AllToAllOptions() if opts is None else opts
         return self.inner.alltoall_base(output, input, output_splits, input_splits, opts)
+
+    def all_to_all_single(self, *args: Any, **kwargs: Any) -> Any:
+        """Newer name of :meth:`alltoall_base`."""
+        return self.alltoall_base(*args, **kwargs)
+
+    def all_gather_single(self, *args: Any, **kwargs: Any) -> Any:
+        """Newer name of ``_allgather_base``."""
+        return self._allgather_base(*args, **kwargs)
+
+    def reduce_scatter_single(self, *args: Any, **kwargs: Any) -> Any:
+        """Newer name of ``_reduce_scatter_base``."""
+        return self._reduce_scatter_base(*args, **kwargs)
 
     @preserves_error
     def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:

@@ -8,7 +8,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from foundry_fp8.layers.delayed_scaling import DelayedScalingState
 
@@ -29,7 +33,9 @@ class _State(Protocol):
 _watched: weakref.WeakKeyDictionary[nn.Module, weakref.ref[_State]] = weakref.WeakKeyDictionary()
 """Models that have not been stepped yet, with their states."""
 _hooks: list[Any] = []
-"""The one hook on all optimizers: torch takes none away while it runs."""
+"""The hooks on all optimizers: torch takes none away while it runs."""
+_stepped_before: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
+"""Optimizers that are inside a step, and whether they had taken one before it."""
 
 
 def watch_first_step(model: nn.Module, state: _State) -> None:
@@ -42,12 +48,24 @@ def watch_first_step(model: nn.Module, state: _State) -> None:
     _watched[model] = weakref.ref(state)
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_before_step))
+        _hooks.append(register_optimizer_step_post_hook(_after_step))
 
 
 @torch.compiler.disable
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if not _watched:
-        return
+    if _watched:
+        _stepped_before[optimizer] = _has_stepped(optimizer)
+        _look(optimizer)
+
+
+@torch.compiler.disable
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    # A step with a closure (Composer's) runs the forward inside of it.
+    if _watched and optimizer in _stepped_before:
+        _look(optimizer)
+
+
+def _look(optimizer: Optimizer) -> None:
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for model, state_of in list(_watched.items()):
         state = state_of()
@@ -60,7 +78,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not bool(torch.any(state.delayed.amax_history)):
             continue
         del _watched[model]
-        if _has_stepped(optimizer):
+        if _stepped_before[optimizer]:
             log.warning(
                 "The optimizer has taken steps before, and no FP8 state was loaded: amax histories begin empty, so this run "
                 "does not go on as the one that it resumes. Save and load foundry_fp8.training_state(model) beside the model. "
@@ -69,7 +87,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _has_stepped(optimizer: Optimizer) -> bool:
-    """Whether its states are of earlier steps: it is called before this process's first."""
+    """Whether its states are of earlier steps."""
     return any(
         bool(state["step"] > 0) if "step" in state else bool(state) for state in optimizer.state.values()
     )

@@ -30,6 +30,21 @@ def test_what_it_finds_is_plain_data():
     assert found["platform"]["torch"] == torch.__version__
 
 
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [
+        ("2.6.1+cu124", "not tested: this foundry_fp8 was with 2.7 to 2.15"),
+        ("2.7.0+cu126", None),
+        ("2.15.3", None),
+        ("2.16.0a0+git", "not tested: this foundry_fp8 was with 2.7 to 2.15"),
+        ("3.0.0", "not tested: this foundry_fp8 was with 2.7 to 2.15"),
+    ],
+)
+def test_a_torch_past_the_tested_ones_is_named(version, said, monkeypatch):
+    monkeypatch.setattr(torch, "__version__", version)
+    assert doctor.collect()["untested"].get("torch") == said
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_auto_on_a_cpu_is_the_emulation():
     chosen = {e["recipe"]: e["chosen"] for e in doctor.collect()["support"] if e["backend"] == "auto"}

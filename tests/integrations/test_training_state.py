@@ -21,7 +21,8 @@ STEPS, SAVED_AFTER = 7, 4
 class Run:
     """A plain loop with a guard."""
 
-    def __init__(self, recipe="delayed", guard=True, **options):
+    def __init__(self, recipe="delayed", guard=True, closure=False, **options):
+        self.closure = closure  # the forward runs within the optimizer's step, as in Composer
         self.model = build_llama().train()
         foundry_fp8.apply_fp8(self.model, recipe=recipe, backend="emulated", **options)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
@@ -33,9 +34,17 @@ class Run:
         for step in range(begin, end):
             if self.guard is not None:
                 self.guard.before_step(tokens(seed=step))
-            loss = loss_of(self.model, tokens(seed=step))
-            loss.backward()
-            self.optimizer.step()
+
+            def forward_backward(step=step):
+                loss = loss_of(self.model, tokens(seed=step))
+                loss.backward()
+                return loss
+
+            if self.closure:
+                loss = self.optimizer.step(forward_backward)
+            else:
+                loss = forward_backward()
+                self.optimizer.step()
             self.optimizer.zero_grad()
             self.losses.append(loss.item())
             if self.guard is not None:
@@ -94,11 +103,12 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(through, tmp_path, caplog
     assert "no FP8 state was loaded" not in caplog.text
 
 
-def test_without_the_state_it_is_another_run_and_says_so_once(tmp_path, caplog):
-    whole = Run(guard=False).train(0, STEPS)
+@pytest.mark.parametrize("closure", [False, True])
+def test_without_the_state_it_is_another_run_and_says_so_once(closure, tmp_path, caplog):
+    whole = Run(guard=False, closure=closure).train(0, STEPS)
     assert caplog.text == ""
-    saved = through_torch_save(Run(guard=False).train(0, SAVED_AFTER).everything(), tmp_path)
-    resumed = Run(guard=False).load(saved, fp8=False).train(SAVED_AFTER, STEPS)
+    saved = through_torch_save(Run(guard=False, closure=closure).train(0, SAVED_AFTER).everything(), tmp_path)
+    resumed = Run(guard=False, closure=closure).load(saved, fp8=False).train(SAVED_AFTER, STEPS)
     assert resumed.losses != whole.losses[SAVED_AFTER:]
     assert caplog.text.count("no FP8 state was loaded") == 1
 

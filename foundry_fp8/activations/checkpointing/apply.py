@@ -16,6 +16,7 @@ from foundry_fp8.activations.checkpointing.targets import Selection, Targets, se
 from foundry_fp8.activations.compression.apply import CompressionReport
 from foundry_fp8.activations.compression.saved import compresses_inside
 from foundry_fp8.compat.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper, wrapped_module
+from foundry_fp8.compat.selective_checkpoint import check_selective_checkpoint
 from foundry_fp8.config import Config, ConfigError
 from foundry_fp8.model_structure.wrappers import modules_by_clean_name, replace_everywhere
 
@@ -123,8 +124,11 @@ def wrap_selected(
     Raises:
         ConfigError: A module compresses its saved tensors itself: saved-tensor hooks inside a checkpoint would switch
             the checkpoint off without a word.
+        RuntimeError: A policy keeps results, and this torch keeps them in a way that this package does not know.
     """
     done = []
+    if any(selection.policy not in ("full", "offload") for selection in selected):
+        check_selective_checkpoint()
     switch_off_cache(model)
     for selection in selected:
         name, module = modules_by_clean_name(model)[selection.name]

@@ -10,34 +10,18 @@ import torch
 
 from foundry_fp8.compat.selective_checkpoint import selective_contexts
 from foundry_fp8.config import ConfigError, Parse, nearest
+from foundry_fp8.layers.product_operators import ATTENTION, LINEAR
 
 __all__ = ["SELECTIVE_OPS", "CheckedPolicy", "Policy", "check_policy", "context_fn_for", "policy_name"]
 
 Policy = Literal["full", "selective", "offload"] | Sequence[str]
 NAMED = ("full", "selective", "offload")
 
-SELECTIVE_OPS = (
-    "aten.mm",
-    "aten.addmm",
-    "aten.bmm",
-    "aten.baddbmm",
-    "aten._scaled_mm",
-    "foundry_fp8.tensorwise_gemm",
-    "foundry_fp8.blockwise_gemm",
-    "aten.convolution",
-    "aten._scaled_dot_product_flash_attention",
-    "aten._scaled_dot_product_efficient_attention",
-    "aten._scaled_dot_product_cudnn_attention",
-    "aten._scaled_dot_product_flash_attention_for_cpu",
-    "aten._flash_attention_forward",
-    "aten._efficient_attention_forward",
-    "flash_attn._flash_attn_forward",
-    "flash_attn._flash_attn_varlen_forward",
-)
+SELECTIVE_OPS = (*LINEAR, *ATTENTION, "aten.convolution")
 """What ``selective`` keeps: the ops that cost the most to run again for the bytes they return.
 
 Source: ``torch._functorch.partitioners.get_default_op_list().compute_intensive_ops``, without the ops no decoder has,
-and with every attention op of torch and flash-attn and this package's GEMMs. Those not installed are passed over.
+and with every GEMM and attention op of torch, flash-attn and this package. Those not installed are passed over.
 """
 
 

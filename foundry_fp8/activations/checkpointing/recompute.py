@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from foundry_fp8.activations.checkpointing.policy import Policy, context_fn_for
 from foundry_fp8.activations.offload.store import host_store
 from foundry_fp8.compat.pytree import tree_flatten, tree_iter, tree_unflatten
+from foundry_fp8.compat.selective_checkpoint import KEPT_PAST_HOOKS
 
 __all__ = ["recomputed"]
 
@@ -51,7 +52,11 @@ def _offloaded(
 
 def _options(policy: Policy) -> dict[str, Any]:
     context_fn = context_fn_for(policy)
-    return {} if context_fn is None else {"context_fn": context_fn}
+    if context_fn is None:
+        return {}
+    # What a policy keeps is not what hooks around the checkpoint pack or move.
+    past_hooks = {} if torch.compiler.is_compiling() else KEPT_PAST_HOOKS
+    return {"context_fn": context_fn, **past_hooks}
 
 
 def _by_position(

@@ -24,7 +24,7 @@ MINIMUM_VERSION = (2, 4)
 
 _INSTALL = (
     'Install it for this torch: pip install --no-build-isolation "transformer-engine[pytorch]>=2.4,<2.20" for torch 2.7, '
-    '"transformer-engine[pytorch]" for torch 2.11 (compiles a C++ extension; no nvcc needed).'
+    '"transformer-engine[pytorch]" for a later one (built against 2.11; compiles a C++ extension; no nvcc needed).'
 )
 
 

@@ -1,7 +1,7 @@
 """FSDP2 (``fully_shard``) and its HSDP: both legs of every unit through a compressing process group.
 
-torch 2.7 has no setter for FSDP2's reduce-scatter, so the groups of each unit's mesh are replaced; where torch has
-``set_custom_reduce_scatter`` (2.9 and later), that is used for the reduce-scatter.
+The groups of each unit's mesh are replaced: torch has a setter for the reduce-scatter alone (``set_custom_reduce_scatter``, 2.9), and for
+a whole module, whose parameters may be on several meshes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from foundry_fp8.distributed.compression.fsdp2_parameters import BlockCodec, Gat
 from foundry_fp8.distributed.compression.legs import check_legs, replicate_leg, shard_leg
 from foundry_fp8.distributed.compression.runtime import Compression, ReportRow
 from foundry_fp8.distributed.rows import Row
-from foundry_fp8.distributed.traffic import CountingGroup, inner_group, scatter_options
+from foundry_fp8.distributed.traffic import CountingGroup, inner_group
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.numerics.wire_format import WireFormat
 
@@ -62,8 +62,10 @@ def _attach_unit(unit: Unit, compression: Compression) -> None:
 
     leg = shard_leg(compression, shard, rows, name=unit.name, device=unit.device, nbytes=unit.nbytes)
     wrapped = _UnitGroup(shard, unit, compression, leg)
-    if hasattr(unit.module, "set_custom_reduce_scatter"):
-        unit.module.set_custom_reduce_scatter(_ReduceScatter(wrapped))
+    scatter = None
+    if unit.scatter_group is not None:
+        own = inner_group(unit.scatter_group)
+        scatter = CompressedGroup(own, compression.traffic, compression.switch, leg)
 
     compressed_replicate = None
     if unit.replicate_group is not None:
@@ -78,7 +80,7 @@ def _attach_unit(unit: Unit, compression: Compression) -> None:
             nbytes=unit.nbytes // ranks,
         )
         compressed_replicate = CompressedGroup(replicate, compression.traffic, compression.switch, leg)
-    unit.replace_groups(wrapped, compressed_replicate)
+    unit.replace_groups(wrapped, compressed_replicate, scatter)
 
 
 class _UnitGroup(CompressedGroup):
@@ -137,32 +139,6 @@ class _RowOf:
                 numel,
                 row.numel,
             )
-        return None
-
-
-class _ReduceScatter:
-    """FSDP2's custom reduce-scatter (torch 2.9 and later): the same group behind the public setter."""
-
-    def __init__(self, group: CompressedGroup) -> None:
-        self.group = group
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A plain buffer."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> Any:
-        """Reduce-scatter ``input_tensor`` into ``output_tensor``."""
-        work = self.group._reduce_scatter_base(output_tensor, input_tensor, scatter_options(op))
-        if async_op:
-            return work
-        work.wait()
         return None
 
 

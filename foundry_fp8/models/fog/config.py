@@ -6,7 +6,7 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from transformers import PretrainedConfig
 
@@ -160,6 +160,9 @@ class FogConfig(PretrainedConfig):
     """
 
     model_type = "fog"
+    rope_scaling = (
+        None  # of the class: transformers 5 makes it a property that renames and completes what is set
+    )
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012 (the name and the type are transformers')
 
     def __init__(
@@ -303,9 +306,7 @@ class FogConfig(PretrainedConfig):
 
     def to_diff_dict(self) -> dict[str, Any]:
         """Every field: what is a default depends on the variant, so differences to ``FogConfig()`` would not do."""
-        values = self.to_dict()
-        self.dict_torch_dtype_to_str(values)
-        return values
+        return every_field(self)
 
     def parameter_count(self) -> int:
         """Trainable parameters, exactly (tied embeddings counted once)."""
@@ -363,6 +364,15 @@ def _complete_dimensions(given: dict[str, Any], head_dim: int | None) -> Size:
         ffn=4 * hidden,
         tied=False,
     )
+
+
+def every_field(config: PretrainedConfig) -> dict[str, Any]:
+    """What a saved configuration holds, defaults included."""
+    values = config.to_dict()
+    # Renamed in transformers 5.
+    dtype_to_str = getattr(config, "dict_dtype_to_str", None) or config.dict_torch_dtype_to_str
+    dtype_to_str(values)
+    return values
 
 
 def check_heads(config: Any) -> None:

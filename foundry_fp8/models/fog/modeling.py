@@ -100,7 +100,7 @@ class FogModel(FogPreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList([self.block(config, i) for i in range(config.num_hidden_layers)])
         self.norm = self.new_norm(config) if config.final_norm else nn.Identity()
-        self.frequencies = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+        self.frequencies = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling or False)
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -240,7 +240,7 @@ class FogModel(FogPreTrainedModel):
 class FogForCausalLM(FogPreTrainedModel, GenerationMixin):
     """:class:`FogModel` with a language-model head, tied to the embedding where the configuration says so."""
 
-    _tied_weights_keys = ["lm_head.weight"]  # type: ignore[assignment]  # noqa: RUF012
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # type: ignore[assignment]  # noqa: RUF012
     decoder: type[FogModel] = FogModel
 
     def __init__(self, config: FogConfig) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from transformers import PretrainedConfig
 
@@ -17,7 +17,7 @@ from foundry_fp8.config import (
     check_arguments,
     one_of,
 )
-from foundry_fp8.models.fog.config import check_heads
+from foundry_fp8.models.fog.config import check_heads, every_field
 from foundry_fp8.models.mus.residual import Tau, default_tau
 
 __all__ = ["SIZES", "MusConfig", "default_tau"]
@@ -65,6 +65,9 @@ class MusConfig(PretrainedConfig):
     """
 
     model_type = "mus"
+    rope_scaling = (
+        None  # of the class: transformers 5 makes it a property that renames and completes what is set
+    )
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012 (the name and the type are transformers')
 
     # What FOG's decoder, of which this one is made, asks of a configuration besides.
@@ -160,6 +163,4 @@ class MusConfig(PretrainedConfig):
 
     def to_diff_dict(self) -> dict[str, Any]:
         """Every field: what is a default depends on the size."""
-        values = self.to_dict()
-        self.dict_torch_dtype_to_str(values)
-        return values
+        return every_field(self)

@@ -88,7 +88,7 @@ class MusForCausalLM(_UnitInit, FogForCausalLM):
 
     config_class = MusConfig  # type: ignore[assignment]
     _no_split_modules = ["MusBlock"]  # type: ignore[assignment]  # noqa: RUF012
-    _tied_weights_keys: list[str] = []  # noqa: RUF012
+    _tied_weights_keys: dict[str, str] = {}  # noqa: RUF012
     decoder = MusModel
 
     def new_head(self, vocab_size: int) -> nn.Linear:

@@ -5,7 +5,7 @@ needs a gradient, wgrad where its weight does. Embedding look-ups, norms, rotary
 functions and the optimizer count 0, as in every published MFU.
 
 What is counted: ``nn.Linear`` and its subclasses, anything else with ``in_features``, ``out_features`` and a weight
-(Transformer Engine), Hugging Face's ``Conv1D``, a head that shares the embedding's weight (once, as the head), and
+(Transformer Engine), Hugging Face's ``Conv1D``, routers that multiply by a parameter of their own, a head that shares the embedding's weight (once, as the head), and
 experts at the share of tokens that reaches each. :func:`uncounted_matrices` names what is left.
 """
 
@@ -63,10 +63,15 @@ def gemms_of(model: nn.Module) -> list[Gemm]:
     """
     gemms: list[Gemm] = []
     shares = _expert_shares(model)
+    routers = {
+        id(router): experts
+        for _, module in named_modules_clean(model)
+        for router, experts in _routers(module)
+    }
     trained_before = False
     seen: set[int] = set()
     for name, module in named_modules_clean(model):
-        shape = linear_shape(module)
+        shape = linear_shape(module) or _router_shape(module, routers.get(id(module)))
         own = [p for p in module.parameters(recurse=False) if id(p) not in seen]
         if shape is not None:
             weight = getattr(module, "weight", None)
@@ -92,6 +97,21 @@ def linear_shape(module: nn.Module) -> tuple[int, int] | None:
         if isinstance(k, int) and isinstance(n, int) and hasattr(module, "weight"):
             return k, n
     return None
+
+
+def _routers(module: nn.Module) -> list[tuple[nn.Module, int]]:
+    """What stands beside experts and may choose among them, with their number."""
+    experts = module._modules.get("experts")
+    found = _expert_count(experts, [module]) if experts is not None else None
+    return [] if found is None else [(child, found) for child in module.children() if child is not experts]
+
+
+def _router_shape(module: nn.Module, experts: int | None) -> tuple[int, int] | None:
+    """``(hidden size, experts)`` of a module that multiplies by its own ``[experts, hidden size]``, as transformers 5's routers do."""
+    weight = module._parameters.get("weight")
+    if experts is None or weight is None or weight.dim() != 2 or weight.shape[0] != experts:
+        return None
+    return weight.shape[1], experts
 
 
 def uncounted_matrices(model: nn.Module, gemms: list[Gemm]) -> list[str]:
@@ -128,10 +148,7 @@ def _expert_shares(model: nn.Module) -> dict[str, float]:
         ]
         sources.append(getattr(module, "config", None))
         top_k = _first_int(sources, ("top_k", "num_experts_per_tok", "moe_top_k"))
-        count = len(experts) if isinstance(experts, nn.ModuleList) else None
-        count = count or _first_int(
-            [experts, *sources], ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-        )
+        count = _expert_count(experts, sources)
         if top_k is None or not count:
             raise ValueError(
                 f"{clean_name(name)}: a mixture of experts that does not say how many experts a token passes through. "
@@ -139,6 +156,14 @@ def _expert_shares(model: nn.Module) -> dict[str, float]:
             )
         shares[f"{name}.experts" if name else "experts"] = top_k / count
     return shares
+
+
+def _expert_count(experts: nn.Module, sources: list[Any]) -> int | None:
+    """Their number, from themselves or from what stands around them."""
+    if isinstance(experts, nn.ModuleList):
+        return len(experts)
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    return _first_int([experts, *sources], names)
 
 
 def _first_int(sources: list[Any], names: tuple[str, ...]) -> int | None:

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from foundry_fp8.layers.ledger import GemmLedger
+from foundry_fp8.layers.product_operators import ATTENTION, LINEAR
 from foundry_fp8.model_structure.names import named_modules_clean
 from foundry_fp8.observe.flops import Flops, Gemm, attended_pairs, attention_shapes, gemms_of, packed_pairs
-from foundry_fp8.observe.flops.observer import ATTENTION_OPERATORS, LINEAR_OPERATORS, Observed
+from foundry_fp8.observe.flops.observer import Observed
 from foundry_fp8.surgery.attention import FP8AttentionState
 
 __all__ = ["FlopMeter", "Tokens"]
@@ -68,13 +69,9 @@ class FlopMeter:
     def to_watch(self) -> list[tuple[str, nn.Module, tuple[str, ...]]]:
         """The modules that a :class:`~foundry_fp8.observe.flops.observer.Observer` should watch."""
         linears = [
-            (gemm.name, self.modules[gemm.name], LINEAR_OPERATORS)
-            for gemm in self.static
-            if gemm.name in self.modules
+            (gemm.name, self.modules[gemm.name], LINEAR) for gemm in self.static if gemm.name in self.modules
         ]
-        return linears + [
-            (shape.name, self.modules[shape.name], ATTENTION_OPERATORS) for shape in self.attention
-        ]
+        return linears + [(shape.name, self.modules[shape.name], ATTENTION) for shape in self.attention]
 
     def settle(self, observed: Mapping[str, Observed], high_precision: str) -> None:
         """Take what the observer saw; a converted layer whose ledger is empty (compiled code keeps none) is counted by shape.

@@ -16,10 +16,7 @@ from torch import Tensor, nn
 from foundry_fp8.compat.autograd import inside_backward
 from foundry_fp8.compat.selective_checkpoint import cached_results
 
-__all__ = ["ATTENTION_OPERATORS", "LINEAR_OPERATORS", "Observed", "Observer"]
-
-LINEAR_OPERATORS = ("mm", "addmm", "_scaled_mm", "linear")
-ATTENTION_OPERATORS = ("bmm", "baddbmm", "_scaled_dot_product")
+__all__ = ["Observed", "Observer"]
 
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp32"}
 

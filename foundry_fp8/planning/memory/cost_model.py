@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from foundry_fp8.compat.dispatch_mode import TorchDispatchMode
-from foundry_fp8.compat.fake_tensor import FLASH_ATTENTION
 from foundry_fp8.compat.pytree import tree_iter
+from foundry_fp8.layers.product_operators import flop_formulas
 
 __all__ = ["CostModel"]
 
@@ -35,47 +34,13 @@ class CostModel:
     @contextlib.contextmanager
     def counting(self) -> Iterator[Callable[[], float]]:
         """Within it operators are counted; what it gives has their seconds."""
-        flops = FlopCounterMode(display=False, custom_mapping=_formulas())
+        flops = FlopCounterMode(display=False, custom_mapping=flop_formulas())
         with flops, _Traffic() as traffic:
             yield (
                 lambda: (
                     flops.get_total_flops() / self.flops_per_second + traffic.bytes / self.bytes_per_second
                 )
             )
-
-
-def _formulas() -> dict[Any, Callable[..., int]]:
-    """FLOPs that torch does not count. The native backend's are at bfloat16's rate, which is half of FP8's."""
-    own, (flash, flash_backward) = torch.ops.foundry_fp8, FLASH_ATTENTION
-    formulas: dict[Any, Callable[..., int]] = {
-        torch.ops.aten._scaled_mm: lambda a, b, *_, **__: a[0] * a[1] * b[1],
-        # S and PV; in backward S, dP, dQ, dK and dV.
-        flash: lambda q, k, *_, **__: 4 * _scores(q, k),
-        flash_backward: lambda _, q, k, *__, **___: 10 * _scores(q, k),
-    }
-    for name, formula in (
-        ("blockwise_gemm", lambda a, _, b, *__, **___: a[0] * a[1] * b[0]),
-        ("attention_forward", lambda *args, **_: 2 * _native_scores(args[9])),
-        # Two kernels compute S and dP each; without a scale of dP, dQ and dK are bfloat16's.
-        (
-            "attention_backward",
-            lambda *args, **_: (9 if args[13] is None else 7) * _native_scores(args[15]),
-        ),
-    ):
-        if hasattr(own, name):  # once its module is imported
-            formulas[getattr(own, name)] = formula
-    return formulas
-
-
-def _scores(q: Sequence[int], k: Sequence[int]) -> int:
-    """Multiplications of ``Q K^T``; nothing is masked, as in torch's own formulas."""
-    batch, heads, queries, head_dim = q
-    return batch * heads * queries * k[2] * head_dim
-
-
-def _native_scores(sizes: Sequence[int]) -> int:
-    batch, heads, _, queries, keys, head_dim = sizes
-    return batch * heads * queries * keys * head_dim
 
 
 class _Traffic(TorchDispatchMode):

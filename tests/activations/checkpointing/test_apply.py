@@ -234,7 +234,9 @@ def test_a_checkpoint_gives_the_hooks_around_it_what_it_is_called_with_by_keywor
     def call():
         return attention(hidden_states=x, position_embeddings=rotation, attention_mask=None)[0]
 
-    assert saved_shapes(call) == [(0,), (2, 64, 64)]  # torch's dummy, and the input
+    assert [shape for shape in saved_shapes(call) if shape != (0,)] == [
+        (2, 64, 64)
+    ]  # older torch: a dummy too
     (ours,) = torch.autograd.grad(call().sum(), x)
     attention = attention._checkpoint_wrapped_module
     assert torch.equal(ours, torch.autograd.grad(call().sum(), x)[0])

@@ -1,0 +1,34 @@
+"""Releases of other libraries that the tests of this package ran with: the oldest and the newest (``make test``, ``make test-newest``)."""
+
+from __future__ import annotations
+
+__all__ = ["TESTED", "TORCHES", "untested"]
+
+TESTED = {
+    "torch": ("2.7", "2.15"),
+    "triton": ("3.3", "3.9"),
+    "transformers": ("4.51", "5.24"),
+    "accelerate": ("1.8", "1.15"),
+    "peft": ("0.16", "0.21"),
+    "mosaicml": ("0.32", "0.32"),
+    "llm-foundry": ("0.22", "0.22"),
+}
+"""By the name in a package index."""
+
+TORCHES = "Install a torch from {} to {}".format(*TESTED["torch"])
+"""What to do where a private part of torch has moved."""
+
+
+def untested(package: str, version: str) -> str | None:
+    """What to say of an installed ``version`` that is older or newer than any of a test run, or ``None``."""
+    oldest, newest = TESTED.get(package, ("0.0", "inf.0"))
+    if _release(oldest) <= _release(version) <= _release(newest):
+        return None
+    tested = oldest if oldest == newest else f"{oldest} to {newest}"
+    return f"not tested: this foundry_fp8 was with {tested}"
+
+
+def _release(version: str) -> tuple[float, float]:
+    """Major and minor."""
+    major, _, rest = version.partition(".")
+    return float(major), float(rest.partition(".")[0] or 0)
