@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from foundry_fp8.kernels.launch import CONTRACTED
 from foundry_fp8.kernels.scales import magnitude
 
 __all__ = ["AttentionShape", "attention_forward", "attention_forward_reference"]
@@ -67,6 +68,7 @@ class AttentionShape:
             "scale_log2": self.softmax_scale * math.log2(math.e),
             "D": self.head_dim,
             "BLOCK_D": self.block_d,
+            **CONTRACTED,
         }
 
 

@@ -27,6 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from foundry_fp8.kernels.attention import P_SCALE, AttentionShape, Tile, seen_keys
+from foundry_fp8.kernels.launch import CONTRACTED
 from foundry_fp8.kernels.scales import is_inf, magnitude, reciprocal
 from foundry_fp8.numerics.formats import E4M3, Float8Format, cast
 
@@ -61,6 +62,7 @@ def attention_row_sums(shape: AttentionShape, do: Tensor, do_scale: Tensor, out:
         D=shape.head_dim,
         BLOCK_D=shape.block_d,
         ROWS=SUM_ROWS,
+        **CONTRACTED,
     )
     return sums
 

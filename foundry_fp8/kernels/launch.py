@@ -18,6 +18,7 @@ from torch import Tensor
 
 __all__ = [
     "AS_WRITTEN",
+    "CONTRACTED",
     "GEMM_MULTIPLE",
     "HP_DTYPES",
     "BoundedCache",
@@ -53,6 +54,9 @@ AS_WRITTEN: dict[str, Any] = {"enable_fp_fusion": False}
 By default Triton and ptxas contract ``a * b + c`` to one. Rounding to a whole number by ``(x * scale + 1.5 * 2**23) - 1.5 * 2**23``
 then rounds the exact product, and the reference the float32 one: other codes at ties, which 16-bit inputs hit.
 """
+
+CONTRACTED: dict[str, Any] = {"enable_fp_fusion": True}
+"""Launch option of the others: Triton 3.10 no longer contracts by default, as Triton 3.9 announces."""
 
 
 def triton_missing() -> str | None:
@@ -201,7 +205,7 @@ class Launch:
     __slots__ = ("_again", "_constants", "_kernel", "_programs", "_values")
 
     def __init__(self, kernel: Any, programs: int, **constants: Any) -> None:
-        self._kernel, self._programs, self._constants = kernel, programs, constants
+        self._kernel, self._programs, self._constants = kernel, programs, {**CONTRACTED, **constants}
         self._again: Callable[..., None] | None = None
         self._values: tuple[Any, ...] = ()
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foundry_fp8.kernels.launch import AS_WRITTEN
+from foundry_fp8.kernels.launch import AS_WRITTEN, CONTRACTED
 from foundry_fp8.numerics.packed import Packed, PackFormat
 
 __all__ = [
@@ -70,7 +70,14 @@ def dequantize_blocks(packed: Packed) -> Tensor:
     n_blocks = packed.codes.shape[0]
     if n_blocks:
         _dequantize[(triton.cdiv(n_blocks, ROWS),)](
-            *operands(packed), out, packed.numel, n_blocks, FORMAT=fmt.name, BLOCK=fmt.block, ROWS=ROWS
+            *operands(packed),
+            out,
+            packed.numel,
+            n_blocks,
+            FORMAT=fmt.name,
+            BLOCK=fmt.block,
+            ROWS=ROWS,
+            **CONTRACTED,
         )
     return out
 
@@ -101,6 +108,7 @@ def gated_backward(dh: Tensor, gate: Packed, up: Packed, kind: str) -> tuple[Ten
             KIND=kind,
             BLOCK=gate.fmt.block,
             ROWS=ROWS,
+            **CONTRACTED,
         )
     return dgate, dup, h
 
@@ -195,12 +203,16 @@ def _load_values(
     codes_ptr, scale_ptr, row, n_blocks, FORMAT: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
 ):
     valid = row[:, None] < n_blocks
-    scale_inv = tl.load(scale_ptr + row, mask=row < n_blocks, other=0.0).to(tl.float32)
     if FORMAT == "int4":
+        # bfloat16, widened by its bits: of a product that is stored in float16 Triton 3.9's LLVM otherwise takes the bfloat16 factor
+        # to float16 first, which has not its range.
+        bits = tl.load(scale_ptr.to(tl.pointer_type(tl.uint16)) + row, mask=row < n_blocks, other=0)
+        scale_inv = (bits.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
         half = row[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
         byte = tl.load(codes_ptr + half, mask=valid, other=0).to(tl.int32)
         codes = tl.reshape(tl.join(byte & 15, byte >> 4), (ROWS, BLOCK)).to(tl.float32) - 8.0
     else:
+        scale_inv = tl.load(scale_ptr + row, mask=row < n_blocks, other=0.0)
         offset = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
         codes = load_codes(codes_ptr, offset, valid, FORMAT)
     return codes * scale_inv[:, None]

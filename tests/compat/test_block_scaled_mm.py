@@ -48,6 +48,10 @@ def test_torch_takes_the_scales_as_they_lie(m, n, k, square, monkeypatch):
 
 
 @needs_torchs
+@pytest.mark.skipif(
+    tuple(int(part) for part in torch.__version__.split(".")[:2]) > (2, 11),
+    reason="on fake tensors torch 2.15 checks no layouts of scales any more, its GPU code alone does",
+)
 def test_torch_refuses_other_layouts(monkeypatch):
     """So that the test above says something: squares that are not whole words of four, and transposed scales."""
     for n, k in ((256, 640), (200, 512)):

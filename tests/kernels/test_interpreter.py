@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
@@ -64,10 +65,14 @@ def test_triton_still_multiplies_the_bits_of_bfloat16():
     assert (exact == 16 * 1.5**2).all() and (broken != exact).all()
 
 
-def test_triton_still_hands_nan_on_from_a_maximum():
+TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
+
+
+def test_triton_before_39_hands_nan_on_from_a_maximum():
     builder = interpreter.InterpreterBuilder()
     nan, one = (
         interpreter.TensorHandle(np.full(4, value, np.float32), tl.float32) for value in (np.nan, 1.0)
     )
     assert (maxnumf(builder, nan, one).data == 1).all()
-    assert np.isnan(interpreters_own_maxnumf(builder, nan, one).data).all()
+    handed_on = np.isnan(interpreters_own_maxnumf(builder, nan, one).data)
+    assert not handed_on.any() if TRITON >= (3, 9) else handed_on.all()

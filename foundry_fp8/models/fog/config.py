@@ -6,7 +6,7 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 from transformers import PretrainedConfig
 

@@ -46,7 +46,11 @@ def settle_compiler() -> None:
     """
     llvm.init_targets()
     nothing = "define void @nothing() { ret void }"
-    llvm.translate_to_asm(nothing, "nvptx64-nvidia-cuda", "sm_90a", "", ["nvptx-short-ptr"], False, False)
+    options = ("nvptx64-nvidia-cuda", "sm_90a", "", ["nvptx-short-ptr"], False, False)
+    try:
+        llvm.translate_to_asm(nothing, *options)
+    except TypeError:  # Triton 3.9 has one more
+        llvm.translate_to_asm(nothing, *options, False)
 
 
 def compile_launch(arch, kernel, args, kwargs):

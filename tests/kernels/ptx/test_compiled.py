@@ -49,6 +49,8 @@ def test_blocks_in_both_layouts_keep_what_is_not_finite(device):
 def test_packing_rounds_as_the_reference_does(device):
     """Contracted to one rounding, `x * scale + 1.5 * 2**23` gave other codes for 16-bit inputs."""
     test_packing.test_bytes_equal_the_reference(False, "int4", 1024, torch.bfloat16, device)
+    # With Triton 3.9 a bfloat16 scale went through float16 on its way to a float16 value.
+    test_packing.test_bytes_equal_the_reference(False, "int4", 1024, torch.float16, device)
 
 
 @pytest.mark.full
