@@ -281,13 +281,12 @@ _MPT: dict[str, dict[str, Any]] = {
     "MPT-dmoe": {"ffn_config": dmoe("mlp")},
     "MPT-dmoe-glu": {"ffn_config": dmoe("glu"), "tie_word_embeddings": False},
 }
-if TRANSFORMERS_4:  # as LLM Foundry and this project's own models
-    MODELS["FOG"] = lambda: (fog(), text())
-    for _name, _options in _MPT.items():
-        MODELS[_name] = lambda options=_options: (
-            mpt(**options),
-            {**text(), "attention_mask": torch.ones(2, 16).bool()},
-        )
+MODELS["FOG"] = lambda: (fog(), text())
+for _name, _options in _MPT.items():
+    MODELS[_name] = lambda options=_options: (
+        mpt(**options),
+        {**text(), "attention_mask": torch.ones(2, 16).bool()},
+    )
 
 
 class TorchEncoder(nn.Module):

@@ -9,6 +9,7 @@ from foundry_fp8.config import ConfigError
 from foundry_fp8.observe.kurtosis import kurtosis_per_sample, kurtosis_per_token, row_sums
 from foundry_fp8.observe.kurtosis_taps import ROLES, find_taps
 from tests.callbacks.conftest import batches, build_llama, series
+from tests.model_zoo import TRANSFORMERS_4
 
 
 def both(x):
@@ -91,6 +92,8 @@ def build(name):
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral", "mpt", "mpt_glu"])
 def test_every_role_is_found_in_every_block(name):
+    if name == "mixtral" and not TRANSFORMERS_4:
+        pytest.skip("transformers 5 keeps experts in one parameter, whose products have no modules to watch")
     taps = find_taps(build(name))
     assert {(tap.role, tap.layer) for tap in taps} == {(role, layer) for role in ROLES for layer in (0, 1)}
     ends = {tap.role: tap.name.rpartition(".")[2] for tap in taps if tap.layer == 0}

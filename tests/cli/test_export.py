@@ -57,7 +57,9 @@ def test_the_options_of_the_run_decide_what_is_fp8(tmp_path):
     result = CliRunner().invoke(app, ["export", str(tmp_path / "checkpoint.pt"), str(tmp_path / "out")])
     assert result.exit_code == 0 and "6 linears" in result.output, result.output
     config, tensors = stored(tmp_path / "out")
-    assert config["torch_dtype"] == "bfloat16" and config["quantization_config"]["ignore"] == [
+    assert config.get("dtype", config.get("torch_dtype")) == "bfloat16" and config["quantization_config"][
+        "ignore"
+    ] == [
         "lm_head",
         "model.layers.0.mlp.up_proj",
     ]

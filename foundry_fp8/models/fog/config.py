@@ -290,6 +290,11 @@ class FogConfig(PretrainedConfig):
                 )
 
     @property
+    def layer_types(self) -> list[str]:
+        """What a cache keeps of each block: every key. The window is the mask's, which counts them."""
+        return ["full_attention"] * self.num_hidden_layers
+
+    @property
     def embedding_multiplier(self) -> float:
         """What the embeddings are multiplied with: 1/sigma, or 1."""
         return 1.0 / self.initializer_range if self.input_scaling else 1.0

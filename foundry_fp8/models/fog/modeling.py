@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -22,6 +23,12 @@ from foundry_fp8.models.fog.qk import TanhNorm
 from foundry_fp8.models.fog.rope import rope_frequencies, rope_tables
 
 __all__ = ["FogBlock", "FogForCausalLM", "FogModel", "FogPreTrainedModel"]
+
+
+CACHE = next(
+    f.name for f in dataclasses.fields(BaseModelOutputWithPast) if f.name in ("cache", "past_key_values")
+)
+"""What transformers calls keys and values of earlier tokens."""
 
 
 class FogBlock(nn.Module):
@@ -130,6 +137,7 @@ class FogModel(FogPreTrainedModel):
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
         cache_position: Tensor | None = None,
+        cache: Cache | None = None,
         **_: Any,
     ) -> BaseModelOutputWithPast | tuple[Any, ...]:
         """Hidden states of a batch.
@@ -146,7 +154,9 @@ class FogModel(FogPreTrainedModel):
             output_hidden_states: Return the residual stream before each block, and the output.
             return_dict: ``False`` for a tuple.
             cache_position: [s]. Default: counted from what is cached.
+            cache: ``past_key_values``, as transformers calls it from 5.24 on.
         """
+        past_key_values = past_key_values if cache is None else cache
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give exactly one of input_ids and inputs_embeds.")
         embeds = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
@@ -190,7 +200,7 @@ class FogModel(FogPreTrainedModel):
         hidden = self.norm(hidden)
         output = BaseModelOutputWithPast(
             last_hidden_state=hidden,
-            past_key_values=past_key_values if use_cache else None,  # type: ignore[arg-type]
+            **{CACHE: past_key_values if use_cache else None},  # type: ignore[arg-type]
             hidden_states=(*states, hidden) if output_hidden_states else None,
             attentions=tuple(attentions) if output_attentions else None,
         )
@@ -206,6 +216,11 @@ class FogModel(FogPreTrainedModel):
         cache: Cache | None,
     ) -> Any:
         """The mask in the form the attention implementation takes: a tensor, or ``None`` for plain causal."""
+        if cache is not None and getattr(cache, "is_compileable", False):
+            raise ConfigError(
+                f"cache_implementation: {type(cache).__name__} returns more keys than there are tokens, which FOG's mask "
+                "does not cover. Use the dynamic cache, which is the default."
+            )
         window = self.config.sliding_window
         documents = sequence_id if self.config.sequence_ids else None
         if documents is not None and cached:
@@ -214,11 +229,6 @@ class FogModel(FogPreTrainedModel):
         bias = None
         if attention_mask is not None and attention_mask.dim() == 4:
             bias, attention_mask = attention_mask[..., :keys], None
-        if cache is not None and getattr(cache, "is_compileable", False):
-            raise ConfigError(
-                f"cache_implementation: {type(cache).__name__} returns more keys than there are tokens, which FOG's mask "
-                "does not cover. Use the dynamic cache, which is the default."
-            )
         rules = AttentionMask(
             causal=True,
             window=None if window is None else (window - 1, 0),
@@ -289,6 +299,7 @@ class FogForCausalLM(FogPreTrainedModel, GenerationMixin):
         return_dict: bool | None = None,
         cache_position: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
+        cache: Cache | None = None,
         **_: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Logits [b, s, vocab_size], and with ``labels`` ([b, s], -100 to leave out, shifted here) the mean loss.
@@ -300,7 +311,7 @@ class FogForCausalLM(FogPreTrainedModel, GenerationMixin):
             attention_mask=attention_mask,
             position_ids=position_ids,
             sequence_id=sequence_id,
-            past_key_values=past_key_values,
+            past_key_values=past_key_values if cache is None else cache,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             output_attentions=output_attentions,
@@ -315,7 +326,7 @@ class FogForCausalLM(FogPreTrainedModel, GenerationMixin):
         output = CausalLMOutputWithPast(
             loss=loss,  # type: ignore[arg-type]
             logits=logits,
-            past_key_values=out.past_key_values,
+            **{CACHE: out.get(CACHE)},
             hidden_states=out.hidden_states,
             attentions=out.attentions,
         )

@@ -157,6 +157,11 @@ class MusConfig(PretrainedConfig):
         check_heads(self)
 
     @property
+    def layer_types(self) -> list[str]:
+        """What a cache keeps of each block: every key. The window is the mask's, which counts them."""
+        return ["full_attention"] * self.num_hidden_layers
+
+    @property
     def softmax_scale(self) -> float:
         """What attention logits are multiplied by: 1/sqrt(head_dim), which keeps unit variance."""
         return 1 / math.sqrt(self.head_dim)

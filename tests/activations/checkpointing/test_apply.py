@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 from torch import nn
@@ -245,14 +247,17 @@ def test_a_checkpoint_gives_the_hooks_around_it_what_it_is_called_with_by_keywor
 def test_a_cache_of_keys_is_handed_on_and_not_copied(make_llama):
     """transformers registers it with torch's tree functions, which would make another one of its parts."""
     from transformers import DynamicCache
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
     model = make_llama(1)
     apply_activation_checkpointing(model)
     cache = DynamicCache()
     x = torch.randn(2, 8, 64)
     rotation = model.model.rotary_emb(x, torch.arange(8)[None])
+    parameters = inspect.signature(LlamaDecoderLayer.forward).parameters
+    name = next(name for name in ("cache", "past_key_values", "past_key_value") if name in parameters)
     with torch.no_grad():
-        model.model.layers[0](x, position_embeddings=rotation, past_key_value=cache, use_cache=True)
+        model.model.layers[0](x, position_embeddings=rotation, **{name: cache}, use_cache=True)
     assert cache.get_seq_length() == 8
 
 

@@ -16,6 +16,7 @@ from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.layers.state import FP8State
 from tests.callbacks.conftest import build_llama
 from tests.kernels.interpreter import interpret
+from tests.model_zoo import TRANSFORMERS_4
 from tests.multiprocess import launch
 from tests.observe.test_precision_probe import loss_of, tokens
 
@@ -83,6 +84,8 @@ def compiled():
 
 
 def mixtral():
+    if not TRANSFORMERS_4:
+        pytest.skip("transformers 5 keeps experts in one parameter, of which none is damaged alone")
     from transformers import MixtralConfig, MixtralForCausalLM
 
     torch.manual_seed(0)

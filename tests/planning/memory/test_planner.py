@@ -20,6 +20,7 @@ from foundry_fp8.planning.memory.optimizer_state import optimizer_bytes
 from foundry_fp8.planning.memory.plan import MemoryPlan
 from foundry_fp8.planning.memory.planner import apply_plan, choose, measure, plan_memory
 from foundry_fp8.surgery.apply import apply_fp8
+from tests.model_zoo import TRANSFORMERS_4
 
 TOKENS = torch.randint(0, 256, (4, 64), generator=torch.Generator().manual_seed(0))
 
@@ -247,6 +248,7 @@ class Counted(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.skipif(not TRANSFORMERS_4, reason="transformers 5 writes the mask of fake tensors out")
 def test_a_dry_run_on_fake_tensors_counts_the_same_bytes():
     """Nothing is allocated and nothing computed: seconds come from the cost model."""
     model = build(3)

@@ -9,7 +9,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 import foundry_fp8
 from foundry_fp8.planning.memory.live_bytes import LiveBytes
 from foundry_fp8.planning.memory.routing import EqualShares
-from tests.model_zoo import dmoe, mpt
+from tests.model_zoo import TRANSFORMERS_4, dmoe, mpt
 
 EXPERTS, CHOSEN, TOKENS = 8, 2, 256
 
@@ -35,6 +35,7 @@ def balanced(logits):
     return logits * 0 + F.one_hot(places, EXPERTS).sum(1).float()
 
 
+@pytest.mark.skipif(not TRANSFORMERS_4, reason="transformers 5's router returns more than logits")
 def test_the_peak_is_that_of_a_balanced_model():
     model = build()
     for layer in model.model.layers:
