@@ -18,7 +18,8 @@ def average_on_gloo(model: nn.Module) -> None:
     """
     for unit in units_of(model):
         if unit.device.type == "cpu" and not isinstance(unit.shard_group, CountingGroup):
-            replicate = unit.replicate_group
+            others = (unit.replicate_group, unit.scatter_group)
             unit.replace_groups(
-                CountingGroup(unit.shard_group), None if replicate is None else CountingGroup(replicate)
+                CountingGroup(unit.shard_group),
+                *(None if group is None else CountingGroup(group) for group in others),
             )
