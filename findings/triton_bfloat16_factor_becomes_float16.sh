@@ -41,6 +41,6 @@ for version in 3.3.0 3.9.0; do
     "$folder/$version/bin/pip" install --quiet --disable-pip-version-check "triton==$version" numpy "setuptools<81"
     TRITON_CACHE_DIR="$folder/cache-$version" "$folder/$version/bin/python" "$folder/kernel.py" | tee "$folder/$version.txt"
 done
-grep -q "the product is mul.f32" "$folder/3.3.0.txt"
-grep -q "the product is mul.f16" "$folder/3.9.0.txt"
+grep -q "the product is mul.rn.f32$" "$folder/3.3.0.txt"
+grep -q "the product is mul.rn.f16$" "$folder/3.9.0.txt"
 echo "as found: 3.3.0 multiplies in float32, 3.9.0 in float16"

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 
 from foundry_fp8.compat.block_scaled_mm import block_mode_missing
-from foundry_fp8.numerics.recipes import BlockScaling, CurrentScaling, Recipe
+from foundry_fp8.numerics.recipes import Recipe
 
 __all__ = ["break_even", "saved_seconds", "size_reason"]
 
@@ -30,14 +30,14 @@ BANDWIDTH = 2.6e12
 
 def _saved_per_flop(recipe: Recipe) -> float:
     fp8 = FP8_FLOPS
-    if isinstance(recipe, BlockScaling):
+    if recipe.kind == "block":
         fp8 = BLOCK_FLOPS if block_mode_missing() is None else TRITON_BLOCK_FLOPS
     return 1 / BF16_FLOPS - 1 / fp8
 
 
 def _seconds_per_element(recipe: Recipe) -> float:
     # bf16 is read (twice under current scaling, whose amax takes a pass), and two FP8 layouts are written.
-    return (6 if isinstance(recipe, CurrentScaling) else 4) / BANDWIDTH
+    return (6 if recipe.measures_first or recipe.by_row else 4) / BANDWIDTH
 
 
 def saved_seconds(recipe: Recipe, tokens: int, in_features: int, out_features: int) -> float:

@@ -19,7 +19,7 @@ from foundry_fp8.layers.grouped_linear import FP8GroupedLinear
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.layers.unit_linear import FP8UnitLinear
 from foundry_fp8.model_structure.names import clean_name
-from foundry_fp8.numerics.recipes import CurrentScaling, Recipe, UnitScaling
+from foundry_fp8.numerics.recipes import Recipe
 
 __all__ = ["ExportReport", "export_fp8"]
 
@@ -44,14 +44,14 @@ class ExportReport:
 
     def summary(self) -> str:
         """A few lines, the error among them."""
-        if isinstance(self.recipe, UnitScaling):
+        if self.recipe.kind == "constant":
             error = "the numbers that training multiplied, bit for bit"
-        elif isinstance(self.recipe, CurrentScaling) and self.recipe.power_2_scales:
+        elif not self.recipe.uses_history and self.recipe.powers_of_two:
             error = (
                 "weights as training multiplied them; the server takes the inputs' scales from each input, not rounded to powers of "
                 "two as in training"
             )
-        elif isinstance(self.recipe, CurrentScaling):
+        elif not self.recipe.uses_history:
             error = "the numbers that training multiplied; the server takes the inputs' scales from each input, as training did"
         else:
             error = "the numbers that training multiplied; inputs by the scales of the last step, up to a rounding of the scale"
@@ -134,7 +134,7 @@ def export_fp8(
                 "Train with tie_word_embeddings: false, or leave it out of FP8."
             )
     ignored = [clean_name(n) for n, m in inner.named_modules() if isinstance(m, nn.Linear) and clean_name(n) not in layers]  # fmt: skip
-    static = not isinstance(recipe, CurrentScaling)
+    static = recipe.uses_history or recipe.kind == "constant"
     config.quantization_config = quantization_config(served, ignored, static=static, by_row=recipe.by_row)
     config.torch_dtype, config.use_cache = hp, True  # training keeps no cache
     _write(inner, config, tensors, Path(folder), tokenizer)

@@ -7,10 +7,10 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from foundry_fp8.backends.emulated.quantizers import quantize_operand
 from foundry_fp8.config import ConfigError
 from foundry_fp8.layers.linear import FP8Linear, FP8TransposedLinear
-from foundry_fp8.numerics.recipes import CurrentScaling, DelayedScaling, Recipe, UnitScaling
+from foundry_fp8.numerics.operands import quantize
+from foundry_fp8.numerics.recipes import Recipe
 
 __all__ = ["ServedLinear", "check_recipe", "served_linear"]
 
@@ -39,7 +39,7 @@ def check_recipe(recipe: Recipe) -> None:
     Raises:
         ConfigError: It cannot.
     """
-    if not isinstance(recipe, UnitScaling | DelayedScaling | CurrentScaling):
+    if recipe.kind not in ("tensor", "row", "constant"):
         raise ConfigError(
             f"recipe: {recipe.name} has a scale a block, and this layout has one a tensor: served so, the model would round "
             "otherwise than it was trained to. unit, delayed and current can be exported. Serve this one in high precision "
@@ -71,20 +71,20 @@ def served_linear(name: str, linear: FP8Linear, dtype: torch.dtype) -> ServedLin
             f"{name}: it holds its weight as [in, out] (transformers' Conv1D), for which this layout has no form."
         )
     slots = linear.slots or {}
-    if isinstance(recipe, DelayedScaling) and not bool((slots["x"].amax_history != 0).any()):
+    if recipe.uses_history and not bool((slots["x"].amax_history != 0).any()):
         raise RuntimeError(
             f"{name}: no input was ever seen, so that there is no scale for it. Export after training, or load the FP8 state of "
             "a checkpoint first (FP8State.load_state_dict)."
         )
     weight = linear.matrix.detach().to(dtype)
-    scale = slots["w"].scale if isinstance(recipe, DelayedScaling) else None
-    quantized = quantize_operand(weight, "w", recipe, along=1, scale=scale)
+    scale = slots["w"].scale if recipe.uses_history else None
+    quantized = quantize(weight, "w", recipe, along=1, scale=scale)
     if not bool(torch.isfinite(weight).all()):
         raise RuntimeError(f"{name}: its weight holds an Inf or a NaN.")
     input_scale = None
-    if isinstance(recipe, DelayedScaling):
+    if recipe.uses_history:
         input_scale = slots["x"].scale.reciprocal().reshape(1)
-    elif isinstance(recipe, UnitScaling):
+    elif recipe.kind == "constant":
         input_scale = torch.ones(1)
     restored = quantized.data.float() * quantized.scale_inv
     return ServedLinear(

@@ -58,8 +58,7 @@ GRADIENTS = ("do", "dp", "dqkv")
 
 def no_attention_form(recipe: Recipe) -> str | None:
     """Why no backend of ours has FP8 attention for ``recipe``, or ``None``: delayed and current scaling have a form."""
-    # By name: Dynamo does not trace isinstance of a union.
-    if recipe.name in ("delayed", "current") and not recipe.by_row:
+    if recipe.kind == "tensor":
         return None
     scales = " with scales of rows" if recipe.by_row else ""
     return f"the {recipe.name} recipe{scales} has no FP8 attention (Transformer Engine has none either)"
@@ -67,7 +66,7 @@ def no_attention_form(recipe: Recipe) -> str | None:
 
 def attention_slots(recipe: AttentionRecipe) -> tuple[str, ...]:
     """The slots that need delayed-scaling state: all of them, or S and dP alone under current scaling, as in TE."""
-    return ("qkv", "s", "o", "do", "dp", "dqkv") if isinstance(recipe, DelayedScaling) else ("s", "dp")
+    return ("qkv", "s", "o", "do", "dp", "dqkv") if recipe.uses_history else ("s", "dp")
 
 
 def attention_format(recipe: AttentionRecipe, slot: str) -> Float8Format:
@@ -189,8 +188,7 @@ class FP8DotProductAttention(nn.Module):
 
     def can_run(self, recipe: Recipe, device: torch.device | None = None) -> bool:
         """Whether ``recipe`` can take the place of the configured one: current scaling, if the backend runs it."""
-        current = isinstance(recipe, CurrentScaling)
-        return current and self.backend.recipe_reason(recipe, self.grad_scores) is None
+        return not recipe.uses_history and self.backend.recipe_reason(recipe, self.grad_scores) is None
 
     @property
     def runs_fp8(self) -> bool:

@@ -11,24 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from foundry_fp8.compat.wrapper_tensor import WrapperTensor
-from foundry_fp8.numerics.quantize import (
-    Quantized,
-    amax_of,
-    quantize_block,
-    quantize_constant,
-    quantize_mx,
-    quantize_tensor,
-    scale_from_amax,
-)
-from foundry_fp8.numerics.recipes import BlockScaling, CurrentScaling, MXFP8Scaling, Recipe, UnitScaling
+from foundry_fp8.numerics.operands import quantize
+from foundry_fp8.numerics.quantize import Quantized
+from foundry_fp8.numerics.recipes import Recipe
 
 __all__ = ["FrozenFP8Weight", "exact_for", "in_dtype", "in_high_precision", "keep_in_fp8"]
 
 
 def exact_for(recipe: Recipe) -> bool:
     """Whether what ``recipe`` makes of a weight is quantised to itself: its scales are powers of two, of the weight alone."""
-    powers_of_two = isinstance(recipe, MXFP8Scaling | UnitScaling) or getattr(recipe, "power_2_scales", False)
-    return powers_of_two and not recipe.by_row
+    return recipe.scaling("w", 1).keeps_codes and not recipe.uses_history
 
 
 def keep_in_fp8(weight: nn.Parameter, recipe: Recipe) -> None:
@@ -98,18 +90,9 @@ class FrozenFP8Weight(WrapperTensor):
 
 
 def _quantize(weight: Tensor, recipe: Recipe) -> Quantized:
-    fmt = recipe.format("w")
-    match recipe:
-        case CurrentScaling():
-            amax = amax_of(weight)
-            return quantize_tensor(weight, scale_from_amax(amax, fmt, power_2=True), fmt, amax)
-        case BlockScaling():
-            return quantize_block(weight, (recipe.block_size,) * 2, fmt, power_2=True)
-        case MXFP8Scaling():
-            return quantize_mx(weight, (1, recipe.block_size), fmt)
-        case UnitScaling():
-            return quantize_constant(weight, recipe.scale("w"), fmt)
-    raise TypeError(f"the recipe {recipe.name} has no scales of a weight alone")
+    if not exact_for(recipe):
+        raise TypeError(f"the recipe {recipe.name} has no scales of a weight alone that are powers of two")
+    return quantize(weight, "w", recipe)
 
 
 def in_dtype(out: Tensor, dtype: torch.dtype) -> Tensor:

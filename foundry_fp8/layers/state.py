@@ -97,7 +97,9 @@ class FP8State(ModelState):
         self.answered = True  # histories begin here, whatever steps came before
         for name, module in self.modules.items():
             module.recipe = module.configured_recipe = choice[name]
-            module.slots = self._scales.slots(name) if isinstance(choice[name], DelayedScaling) else None
+            recipe = choice[name]
+            uses_history = recipe is not None and recipe.uses_history
+            module.slots = self._scales.slots(name) if uses_history else None
         self._scales.state.idle = all(module.slots is None for module in self.modules.values())
 
     def update(self) -> None:

@@ -36,6 +36,7 @@ from foundry_fp8.config import (
     power_of_two,
 )
 from foundry_fp8.numerics.formats import E4M3, E5M2, Float8Format
+from foundry_fp8.numerics.scalings import Blocks, Constant, MXBlocks, OneScale, Rows, Scaling
 
 __all__ = [
     "FOR_ANY_MODEL",
@@ -74,6 +75,12 @@ class Recipe(Config):
     """tokens (batch x sequence) a GPU must be a multiple of this, because wgrad contracts over them."""
     for_any_model: ClassVar[bool] = True
     """Whether it takes ordinary linears; otherwise only those with µnit Scaling's output multiplier."""
+    block_size: ClassVar[int] = 1
+    """Elements in a row that share a scale, where blocks do."""
+    uses_history: ClassVar[bool] = False
+    """Whether scales come from the amaxes of earlier passes, which are state of each layer."""
+    runs_on_hopper: ClassVar[bool] = True
+    """Whether Hopper GPUs multiply its operands."""
 
     fp8_format: Literal["hybrid", "e4m3"] = "hybrid"
     """``hybrid``: E4M3 for ``x`` and ``w``, E5M2 for ``dy``. ``e4m3``: E4M3 for all."""
@@ -81,6 +88,25 @@ class Recipe(Config):
     def format(self, operand: Operand) -> Float8Format:
         """The number format of one operand."""
         return E5M2 if operand == "dy" and self.fp8_format == "hybrid" else E4M3
+
+    def scaling(self, operand: Operand, along: int) -> Scaling:
+        """How one operand's elements share scales, where a GEMM contracts dimension ``along`` (1: along rows)."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how its operands are scaled")
+
+    @property
+    def kind(self) -> str:
+        """The scaling's, by which a backend finds what it has for it. Recipes with kernels spell it out: Dynamo reads it."""
+        return self.scaling("x", 1).kind
+
+    @property
+    def measures_first(self) -> bool:
+        """Whether a tensor is read once for its amax before it is read again for the cast."""
+        return self.kind == "tensor" and not self.uses_history
+
+    @property
+    def powers_of_two(self) -> bool:
+        """Whether every scale is a power of two."""
+        return self.scaling("w", 1).keeps_codes
 
     def accumulates_fast(self, gemm: Gemm) -> bool:
         """Whether Hopper and Ada GPUs may add up all of this product in the tensor cores' own short accumulator."""
@@ -129,6 +155,9 @@ class DelayedScaling(TensorwiseRecipe):
     """One scale per tensor, from the amax history of earlier forward passes. Fastest; scales lag one step behind."""
 
     name: ClassVar[str] = "delayed"
+    uses_history: ClassVar[bool] = True
+    kind: ClassVar[str] = "tensor"
+    powers_of_two = False
 
     margin: Annotated[Natural, at_most(16)] = 0
     """The scale is divided by ``2 ** margin``: head room for an amax that grows. At 16 an amax is among E4M3's subnormals."""
@@ -136,6 +165,10 @@ class DelayedScaling(TensorwiseRecipe):
     """Forward passes (microbatches, not optimizer steps) that the history holds."""
     amax_compute_algo: Literal["max", "most_recent"] = "max"
     """The amax that sets the scale: the largest of the history, or that of the last pass."""
+
+    def scaling(self, operand: Operand, along: int) -> Scaling:
+        """See :meth:`Recipe.scaling`; the scale is given."""
+        return OneScale()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -149,6 +182,20 @@ class CurrentScaling(TensorwiseRecipe):
     for the tensor (torchao's ``rowwise``)."""
     power_2_scales: bool = False
     """Round each scale down to a power of two."""
+
+    def scaling(self, operand: Operand, along: int) -> Scaling:
+        """See :meth:`Recipe.scaling`."""
+        return Rows(along, self.power_2_scales) if self.by_row else OneScale(self.power_2_scales)
+
+    @property
+    def kind(self) -> str:
+        """See :attr:`Recipe.kind`."""
+        return self.granularity
+
+    @property
+    def powers_of_two(self) -> bool:
+        """See :attr:`Recipe.powers_of_two`."""
+        return self.power_2_scales
 
     @property
     def by_row(self) -> bool:
@@ -167,6 +214,19 @@ class BlockScaling(Recipe):
     power_2_scales: bool = True
     """Round each scale down to a power of two. ``false`` keeps float32 scales, which only Hopper GPUs can run."""
 
+    kind: ClassVar[str] = "block"
+
+    def scaling(self, operand: Operand, along: int) -> Scaling:
+        """See :meth:`Recipe.scaling`: squares for weights."""
+        size = self.block_size
+        block = (size, size) if operand == "w" else (1, size) if along == 1 else (size, 1)
+        return Blocks(block, self.power_2_scales)
+
+    @property
+    def powers_of_two(self) -> bool:
+        """See :attr:`Recipe.powers_of_two`."""
+        return self.power_2_scales
+
     @property
     def by_direction(self) -> bool:
         """See :attr:`Recipe.by_direction`."""
@@ -181,8 +241,15 @@ class MXFP8Scaling(Recipe):
     block_size: ClassVar[int] = 32
     shape_multiple: ClassVar[int] = 32
     token_multiple: ClassVar[int] = 32
+    runs_on_hopper: ClassVar[bool] = False
+    kind: ClassVar[str] = "mx"
+    powers_of_two = True
 
     fp8_format: Literal["hybrid", "e4m3"] = "e4m3"
+
+    def scaling(self, operand: Operand, along: int) -> Scaling:
+        """See :meth:`Recipe.scaling`."""
+        return MXBlocks((1, self.block_size) if along == 1 else (self.block_size, 1))
 
     @property
     def by_direction(self) -> bool:
@@ -205,10 +272,16 @@ class UnitScaling(TensorwiseRecipe):
 
     name: ClassVar[str] = "unit"
     for_any_model: ClassVar[bool] = False
+    kind: ClassVar[str] = "constant"
+    powers_of_two = True
 
     gradient_scale: Annotated[int, power_of_two(1, 2**60)] | Literal["auto"] = "auto"
     """What dy is multiplied by before the cast, and dgrad's and wgrad's results divided by, exactly: a power of two. ``auto``
     is :meth:`gradient_scale_for` the tokens of the first batch, which the algorithm ``fp8`` sets."""
+
+    def scaling(self, operand: Operand, along: int) -> Scaling:
+        """See :meth:`Recipe.scaling`."""
+        return Constant(self.scale(operand))
 
     def scale(self, operand: Operand) -> float:
         """The constant that one operand is multiplied by before the cast.

@@ -14,7 +14,6 @@ from torch import nn
 from foundry_fp8.config import Config, Natural, Positive, from_mapping
 from foundry_fp8.model_structure.blocks import block_index_of, transformer_blocks
 from foundry_fp8.model_structure.names import clean_name
-from foundry_fp8.numerics.recipes import DelayedScaling
 from foundry_fp8.observe.operand_health import ATTENTION, LINEAR, Health, HealthProbe, Operand
 
 __all__ = ["HealthConfig", "HealthMeter", "HealthReport"]
@@ -144,7 +143,8 @@ class HealthMeter:
         """Batches for which each delayed scale has been seen unchanged (to the monitor's interval)."""
         ages = []
         for where, health in found.items():
-            if not isinstance(self._probe.modules[where[0]].recipe, DelayedScaling):
+            recipe = self._probe.modules[where[0]].recipe
+            if recipe is None or not recipe.uses_history:
                 continue
             scale, since = self._scales.get(where, (math.nan, batch))
             if health.scale != scale:

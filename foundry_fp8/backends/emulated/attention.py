@@ -36,7 +36,7 @@ from foundry_fp8.layers.attention import (
 from foundry_fp8.layers.attention_mask import AttentionMask
 from foundry_fp8.layers.backend import Availability
 from foundry_fp8.numerics.quantize import Quantized, amax_of, quantize_tensor, scale_from_amax
-from foundry_fp8.numerics.recipes import CurrentScaling, DelayedScaling, Recipe
+from foundry_fp8.numerics.recipes import Recipe
 
 __all__ = ["EmulatedAttention"]
 
@@ -115,7 +115,7 @@ class _Call:
             scale = self.scales[slot]
             self.record(slot, amax)
         else:
-            power_2 = isinstance(self.recipe, CurrentScaling) and self.recipe.power_2_scales
+            power_2 = self.recipe.powers_of_two
             scale = scale_from_amax(amax, fmt, power_2=power_2)
         found = quantize_tensor(x, scale, fmt, amax)
         if self.module.probe is not None:
@@ -129,7 +129,7 @@ class _Call:
 
     def output(self, name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
         """``x`` in ``dtype``; under delayed scaling rounded to FP8 first, as its hardware kernel writes FP8."""
-        rounds = isinstance(self.recipe, DelayedScaling)
+        rounds = self.recipe.uses_history
         return (self.quantize(name, x).dequantize() if rounds else x).to(dtype)
 
 

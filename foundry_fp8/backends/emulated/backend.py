@@ -20,16 +20,8 @@ from foundry_fp8.layers.gemm_layer import FP8GemmLayer
 from foundry_fp8.layers.grouped_linear import FP8GroupedLinear, by_expert
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.layers.shared_inputs import QuantizedInput
-from foundry_fp8.numerics.formats import e8m0_decode, e8m0_round_up
 from foundry_fp8.numerics.quantize import Quantized, with_amax
-from foundry_fp8.numerics.recipes import (
-    DelayedScaling,
-    Gemm,
-    MXFP8Scaling,
-    Operand,
-    Recipe,
-    UnitScaling,
-)
+from foundry_fp8.numerics.recipes import Gemm, Operand, Recipe
 
 __all__ = ["EmulatedBackend"]
 
@@ -41,10 +33,10 @@ class EmulatedBackend(Backend):
 
     def availability(self, recipe: Recipe, device: torch.device) -> Availability:
         """Always available, except for mxfp8 with ``accumulation: hopper``."""
-        if self.accumulation == "hopper" and isinstance(recipe, MXFP8Scaling):
+        if self.accumulation == "hopper" and not recipe.runs_on_hopper:
             return Availability(
                 False,
-                "Hopper GPUs cannot run mxfp8",
+                f"Hopper GPUs cannot run {recipe.name}",
                 "Use accumulation: float32, or recipe: block or current.",
             )
         return Availability(True)
@@ -85,7 +77,7 @@ class EmulatedBackend(Backend):
 
     def _shared(self, module: FP8Linear, x: Tensor, dtype: torch.dtype) -> QuantizedInput:
         key: tuple[Hashable, ...] = (module.recipe, dtype)
-        if isinstance(module.recipe, DelayedScaling) and module.slots is not None:
+        if module.recipe is not None and module.recipe.uses_history and module.slots is not None:
             scale = module.slots["x"].scale  # each linear has its own; a None in the key means: do not share
             key = (*key, float(scale) if readable(scale) else None)
         return self.inputs.of(x, *key)
@@ -118,7 +110,8 @@ class _EmulatedLinear(torch.autograd.Function):
                 if found is None:
                     if ctx.recipe.by_direction:
                         qx = _quantize(ctx, x, "x", along=0, probed=False)
-                    found = qx.data, _pack_scale(qx.gemm_scale, ctx.recipe), (qx.block, qx.fmt, qx.nan_free)
+                    scales = ctx.recipe.scaling("x", 0).pack(qx.gemm_scale)
+                    found = qx.data, scales, (qx.block, qx.fmt, qx.nan_free)
                     shared.put("kept", *found)
                 *kept, ctx.x_layout = found
             else:
@@ -148,7 +141,7 @@ class _EmulatedLinear(torch.autograd.Function):
                     qdy = _quantize(ctx, dy, "dy", along=0, probed=qdy is None)
                 assert qdy is not None
                 data, packed_scale = kept
-                scale = _unpack_scale(packed_scale, ctx.recipe)
+                scale = ctx.recipe.scaling("x", 0).unpack(packed_scale)
                 block, fmt, nan_free = ctx.x_layout
                 # Where there was an Inf the scale is already NaN, so the amax is not needed.
                 qx = Quantized(data, scale, block, fmt, torch.zeros_like(scale), nan_free)
@@ -179,28 +172,18 @@ def _quantize(
     if shared is not None and found is None:
         q = quantized
         shared.put("quantized", q.data, q.scale_inv, q.block, q.fmt, q.amax, q.nan_free)
-    if operand in ctx.recording and isinstance(ctx.recipe, DelayedScaling):
+    if operand in ctx.recording and ctx.recipe.uses_history:
         module.slots[operand].record(quantized.amax)
     if probed and module.probe is not None:
-        module.probe(
-            operand, x, with_amax(quantized, x) if isinstance(ctx.recipe, UnitScaling) else quantized
-        )
+        measured = ctx.recipe.scaling(operand, along).measures_amax
+        module.probe(operand, x, quantized if measured else with_amax(quantized, x))
     return quantized
-
-
-def _pack_scale(scale: Tensor, recipe: Recipe) -> Tensor:
-    """mxfp8's scales as E8M0, one byte per 32 elements, to save memory until backward; other scales as they are."""
-    return e8m0_round_up(scale) if isinstance(recipe, MXFP8Scaling) else scale
-
-
-def _unpack_scale(packed: Tensor, recipe: Recipe) -> Tensor:
-    return e8m0_decode(packed) if isinstance(recipe, MXFP8Scaling) else packed
 
 
 def _gemm(
     ctx: Any, gemm: Gemm, a: Quantized, b: Quantized, out_dtype: torch.dtype, bias: Tensor | None = None
 ) -> Tensor:
-    power_2 = getattr(ctx.recipe, "power_2_scales", True)
+    power_2 = ctx.recipe.powers_of_two
     sums: Sums = "float32"
     if ctx.module.backend.accumulation == "hopper":
         sums = "hopper_fast" if ctx.recipe.accumulates_fast(gemm) else "hopper_precise"

@@ -1,4 +1,4 @@
-"""Operands for the emulated GEMMs: :mod:`foundry_fp8.numerics.quantize` on any device, and the same bytes faster on a CPU.
+"""Operands for the emulated GEMMs: :mod:`foundry_fp8.numerics.operands` on any device, and the same bytes faster on a CPU.
 
 What is slow on a CPU is not the arithmetic but the passes: ``x.abs().amax()`` allocates a copy, a clamp that cannot act
 still reads everything, a fresh 32 MB buffer faults in page by page. So the fast path works in slabs through one scratch
@@ -9,23 +9,17 @@ the reference for finite input and hands everything else to it.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from foundry_fp8.backends.emulated.scratch import readable, scratch
-from foundry_fp8.numerics import quantize as reference
 from foundry_fp8.numerics.formats import E8M0_BIAS, Float8Format, e8m0_decode, e8m0_round_up
 from foundry_fp8.numerics.quantize import Quantized, scale_from_amax
-from foundry_fp8.numerics.recipes import (
-    BlockScaling,
-    CurrentScaling,
-    DelayedScaling,
-    MXFP8Scaling,
-    Operand,
-    Recipe,
-    UnitScaling,
-)
+from foundry_fp8.numerics.recipes import Operand, Recipe
+from foundry_fp8.numerics.scalings import Blocks, Constant, MXBlocks, OneScale, Scaling
 
 __all__ = ["quantize_operand"]
 
@@ -41,91 +35,70 @@ def quantize_operand(
     along: int,
     scale: Tensor | None = None,
 ) -> Quantized:
-    """Quantise one operand of a GEMM as ``recipe`` says.
-
-    Args:
-        x: ``[R, C]``, hp.
-        operand: Which of the three tensors it is.
-        recipe: The recipe.
-        along: The dimension that the GEMM contracts: 1 for blocks along rows, 0 for blocks along columns. Tensorwise
-            scales and 128 x 128 weight blocks are the same either way.
-        scale: 0-d float32, for the delayed recipe.
-    """
-    fmt = recipe.format(operand)
-    match recipe:
-        case DelayedScaling():
-            assert scale is not None
-            return _quantize_tensor(x, fmt, scale=scale)
-        case CurrentScaling(granularity="row"):
-            return reference.quantize_rows(x, fmt, along=along, power_2=recipe.power_2_scales)
-        case CurrentScaling():
-            return _quantize_tensor(x, fmt, power_2=recipe.power_2_scales)
-        case BlockScaling():
-            size = recipe.block_size
-            block = (size, size) if operand == "w" else (1, size) if along == 1 else (size, 1)
-            return _quantize_block(x, block, fmt, power_2=recipe.power_2_scales)
-        case MXFP8Scaling():
-            size = recipe.block_size
-            return _quantize_mx(x, (1, size) if along == 1 else (size, 1), fmt)
-        case UnitScaling():
-            return _quantize_constant(x, recipe.scale(operand), fmt)
-    raise TypeError(f"the emulated backend does not know the recipe {recipe!r}")
+    """:func:`foundry_fp8.numerics.operands.quantize`, faster where there is a way."""
+    fmt, scaling = recipe.format(operand), recipe.scaling(operand, along)
+    fast = _FAST.get(type(scaling))
+    return scaling.quantize(x, fmt, scale) if fast is None else fast(x, scaling, fmt, scale)
 
 
-def _quantize_tensor(
-    x: Tensor, fmt: Float8Format, *, scale: Tensor | None = None, power_2: bool = False
-) -> Quantized:
+def _quantize_tensor(x: Tensor, scaling: OneScale, fmt: Float8Format, scale: Tensor | None) -> Quantized:
     if readable(x):
         low, high = torch.aminmax(x)
         amax = torch.maximum(-low, high).float()
         if math.isfinite(amax):
-            scale = scale_from_amax(amax, fmt, power_2=power_2) if scale is None else scale
+            scale = scale_from_amax(amax, fmt, power_2=scaling.power_2) if scale is None else scale
             data = torch.empty(x.shape, dtype=fmt.dtype)
             saturates = bool(amax * scale > fmt.max)
             for piece, out in zip(_slabs(x, 1), _slabs(data, 1), strict=True):
                 scaled = torch.mul(_widen(piece), scale, out=scratch("slab", piece.shape))
                 out.copy_(scaled.clamp_(-fmt.max, fmt.max) if saturates else scaled)
             return Quantized(data, scale.reciprocal(), None, fmt, amax, nan_free=True)
-    amax = reference.amax_of(x)
-    scale = scale_from_amax(amax, fmt, power_2=power_2) if scale is None else scale
-    return reference.quantize_tensor(x, scale, fmt, amax)
+    return scaling.quantize(x, fmt, scale)
 
 
-def _quantize_constant(x: Tensor, scale: float, fmt: Float8Format) -> Quantized:
+def _quantize_constant(x: Tensor, scaling: Constant, fmt: Float8Format, _: Tensor | None) -> Quantized:
     if not readable(x):
-        return reference.quantize_constant(x, scale, fmt)
+        return scaling.quantize(x, fmt)
     data = torch.empty(x.shape, dtype=fmt.dtype)
     finite = True
     for piece, out in zip(_slabs(x, 1), _slabs(data, 1), strict=True):
-        scaled = torch.mul(_widen(piece), scale, out=scratch("slab", piece.shape))
+        scaled = torch.mul(_widen(piece), scaling.value, out=scratch("slab", piece.shape))
         low, high = torch.aminmax(scaled) if scaled.numel() else (scaled.new_zeros(()),) * 2
         if not (math.isfinite(low) and math.isfinite(high)):
             finite = False
             break
         out.copy_(scaled.clamp_(-fmt.max, fmt.max))
     if not finite:
-        return reference.quantize_constant(x, scale, fmt)
-    one = torch.full((), 1 / scale)
+        return scaling.quantize(x, fmt)
+    one = torch.full((), 1 / scaling.value)
     return Quantized(data, one, None, fmt, torch.zeros(()), nan_free=True)
 
 
-def _quantize_block(x: Tensor, block: tuple[int, int], fmt: Float8Format, *, power_2: bool) -> Quantized:
-    amax = _finite_block_amax(x, block)
+def _quantize_block(x: Tensor, scaling: Blocks, fmt: Float8Format, _: Tensor | None) -> Quantized:
+    block, amax = scaling.block, _finite_block_amax(x, scaling.block)
     if amax is None:
-        return reference.quantize_block(x, block, fmt, power_2=power_2)
-    scale = scale_from_amax(amax, fmt, power_2=power_2, value_for_inf=torch.finfo(x.dtype).max)
+        return scaling.quantize(x, fmt)
+    scale = scale_from_amax(amax, fmt, power_2=scaling.power_2, value_for_inf=torch.finfo(x.dtype).max)
     data = _scale_and_cast(x, scale, block, fmt)
     return Quantized(data, scale.reciprocal(), block, fmt, amax, nan_free=True)
 
 
-def _quantize_mx(x: Tensor, block: tuple[int, int], fmt: Float8Format) -> Quantized:
-    amax = _finite_block_amax(x, block)
+def _quantize_mx(x: Tensor, scaling: MXBlocks, fmt: Float8Format, _: Tensor | None) -> Quantized:
+    block, amax = scaling.block, _finite_block_amax(x, scaling.block)
     if amax is None:
-        return reference.quantize_mx(x, block, fmt)
+        return scaling.quantize(x, fmt)
     code = e8m0_round_up(amax * torch.tensor(1.0 / fmt.max, dtype=torch.float32))
     scale = e8m0_decode((2 * E8M0_BIAS - code.to(torch.int16)).to(torch.uint8))
     data = _scale_and_cast(x, scale, block, fmt)
     return Quantized(data, e8m0_decode(code), block, fmt, amax, nan_free=True)
+
+
+_FAST: dict[type[Scaling], Callable[[Tensor, Any, Float8Format, Tensor | None], Quantized]] = {
+    OneScale: _quantize_tensor,
+    Constant: _quantize_constant,
+    Blocks: _quantize_block,
+    MXBlocks: _quantize_mx,
+}
 
 
 def _finite_block_amax(x: Tensor, block: tuple[int, int]) -> Tensor | None:

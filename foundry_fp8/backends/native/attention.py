@@ -213,7 +213,7 @@ class _Call:
         )
         if self.probe is not None:
             fmt = attention_format(self.recipe, slot)
-            self.probe(name, rows, quantized_view(rows, operand, plan, fmt, layout, stats))
+            self.probe(name, rows, quantized_view(rows, operand, self.recipe, fmt, layout, stats))
         return layout[0], layout_t[0], stats
 
 

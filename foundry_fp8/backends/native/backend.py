@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from foundry_fp8.backends.native.inputs import LinearCall, checked_dtype
-from foundry_fp8.backends.native.plan import Layout
+from foundry_fp8.backends.native.plan import KINDS, Layout
 from foundry_fp8.backends.size_rule import size_reason
 from foundry_fp8.compat.block_scaled_mm import block_mode_missing
 from foundry_fp8.compat.fake_tensor import dry_run
@@ -30,7 +30,7 @@ from foundry_fp8.layers.frozen_weight import in_dtype
 from foundry_fp8.layers.grouped_linear import FP8GroupedLinear, by_expert
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.layers.shared_inputs import QuantizedInput
-from foundry_fp8.numerics.recipes import BlockScaling, MXFP8Scaling, Recipe
+from foundry_fp8.numerics.recipes import Recipe
 
 __all__ = ["NativeBackend"]
 
@@ -79,6 +79,9 @@ class NativeBackend(Backend):
         missing = triton_missing()
         if missing is not None:
             return Availability(False, missing, "Or set backend: emulated to check numerics without speed.")
+        if recipe.kind not in KINDS:
+            reason = f"it has no kernels for the scales of {recipe.name} ({recipe.kind})"
+            return Availability(False, reason, "Use backend: emulated to check numerics without speed.")
         if not hasattr(torch, "_scaled_mm"):
             return Availability(
                 False, f"torch {torch.__version__} has no _scaled_mm", "Install torch 2.7 or later."
@@ -101,12 +104,12 @@ class NativeBackend(Backend):
             return Availability(
                 False, unbuilt, "Install gcc and Python's development headers (apt install gcc python3-dev)."
             )
-        if isinstance(recipe, BlockScaling):
+        if recipe.kind == "block":
             missing = block_mode_missing(device.index or 0)
             return Availability(
                 True, "its GEMMs are cuBLASLt's" if missing is None else f"its GEMMs are Triton's: {missing}"
             )
-        return _mx_availability(capability) if isinstance(recipe, MXFP8Scaling) else Availability(True)
+        return Availability(True) if recipe.runs_on_hopper else _mx_availability(capability)
 
     def shape_reason(self, recipe: Recipe, in_features: int, out_features: int) -> str | None:
         """As everywhere (the kernels would pad any shape); with :attr:`only_where_faster`, why this layer had better not."""

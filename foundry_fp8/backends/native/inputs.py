@@ -11,7 +11,7 @@ from foundry_fp8.backends.native.plan import Plan, plan_of
 from foundry_fp8.kernels.launch import HP_DTYPES
 from foundry_fp8.layers.autocast import compute_dtype
 from foundry_fp8.layers.gemm_layer import FP8GemmLayer, Probe
-from foundry_fp8.numerics.recipes import DelayedScaling, Recipe
+from foundry_fp8.numerics.recipes import Recipe
 
 __all__ = ["Delayed", "LinearCall", "checked_dtype"]
 
@@ -30,6 +30,7 @@ class LinearCall:
         dy: The same of the output's gradient.
         fp8_wgrad: Run wgrad in FP8, otherwise in the dtype of x.
         probe: Shown every operand once.
+        recipe: What the probe is shown it by.
     """
 
     plan: Plan
@@ -38,6 +39,7 @@ class LinearCall:
     dy: Delayed = (None, None)
     fp8_wgrad: bool = True
     probe: Probe | None = None
+    recipe: Recipe | None = None
 
     @classmethod
     def of(cls, module: FP8GemmLayer, probe: Probe | None = None) -> LinearCall:
@@ -54,10 +56,10 @@ class LinearCall:
                 found = recipe, cls(plan=_plans.setdefault(plan, plan), fp8_wgrad=fp8_wgrad)
                 _stateless[id(recipe), alpha, fp8_wgrad] = found
             stateless = found[1]
-        if probe is None and (module.slots is None or not isinstance(recipe, DelayedScaling)):
+        if probe is None and (module.slots is None or not recipe.uses_history):
             return stateless
         x, w, dy = _delayed_tensors(module)
-        return cls(plan=stateless.plan, x=x, w=w, dy=dy, fp8_wgrad=fp8_wgrad, probe=probe)
+        return cls(plan=stateless.plan, x=x, w=w, dy=dy, fp8_wgrad=fp8_wgrad, probe=probe, recipe=recipe)
 
 
 _stateless: dict[tuple[int, float, bool], tuple[Recipe, LinearCall]] = {}
@@ -90,7 +92,7 @@ def checked_dtype(module: FP8GemmLayer, x: Tensor, weight: Tensor) -> torch.dtyp
 
 def _delayed_tensors(module: FP8GemmLayer) -> list[Delayed]:
     """Of x, w and dy."""
-    if module.slots is None or not isinstance(module.recipe, DelayedScaling):
+    if module.slots is None or module.recipe is None or not module.recipe.uses_history:
         return [(None, None)] * 3
     recording, slots = module.recording(), module.slots
     state = slots["x"].state

@@ -158,8 +158,9 @@ def fprop(
             amax_slot=call.w[1],
         )
     if probe is not None:
-        probe("x", x, quantized_view(x, "x", plan, FORMATS[plan.x_fmt], qx, x_stats))
-        probe("w", w_hp, quantized_view(w_hp, "w", plan, FORMATS[plan.x_fmt], qw, w_stats))
+        assert call.recipe is not None
+        probe("x", x, quantized_view(x, "x", call.recipe, FORMATS[plan.x_fmt], qx, x_stats))
+        probe("w", w_hp, quantized_view(w_hp, "w", call.recipe, FORMATS[plan.x_fmt], qw, w_stats))
     y = gemm(
         "fprop",
         qx,
@@ -290,7 +291,8 @@ def dgrad_and_wgrad(
             amax_slot=call.dy[1],
         )
     if probe is not None:
-        probe("dy", dy, quantized_view(dy, "dy", plan, FORMATS[plan.dy_fmt], qdy, dy_stats))
+        assert call.recipe is not None
+        probe("dy", dy, quantized_view(dy, "dy", call.recipe, FORMATS[plan.dy_fmt], qdy, dy_stats))
     dx = dw = None
     if needs_x:
         if kept_w is not None and kept_w_scale is not None:

@@ -8,39 +8,24 @@ from typing import Literal
 from torch import Tensor
 
 from foundry_fp8.numerics.formats import E4M3, E5M2, Float8Format
-from foundry_fp8.numerics.quantize import Quantized, quantize_block, quantize_mx, quantize_rows, with_amax
-from foundry_fp8.numerics.recipes import (
-    BlockScaling,
-    CurrentScaling,
-    DelayedScaling,
-    Gemm,
-    MXFP8Scaling,
-    Operand,
-    Recipe,
-    UnitScaling,
-)
+from foundry_fp8.numerics.quantize import Quantized, with_amax
+from foundry_fp8.numerics.recipes import Gemm, Operand, Recipe
 
 __all__ = ["FORMATS", "Layout", "Plan", "plan_of", "quantized_view"]
 
 FORMATS: dict[str, Float8Format] = {fmt.name: fmt for fmt in (E4M3, E5M2)}
 """The FP8 formats by name, as a :class:`Plan` stores them."""
 
-Granularity = Literal["tensor", "row", "constant", "block", "mx"]
-
-GRANULARITY: dict[str, Granularity] = {
-    DelayedScaling.name: "tensor",
-    CurrentScaling.name: "tensor",
-    UnitScaling.name: "constant",
-    BlockScaling.name: "block",
-    MXFP8Scaling.name: "mx",
-}
+KINDS = ("tensor", "row", "constant", "block", "mx")
+"""The scalings that have kernels."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """A recipe for the kernels, in plain values that a compiled graph can hold."""
 
-    granularity: Granularity
+    granularity: str
+    """One of :data:`KINDS`."""
     x_fmt: str  # of w too
     dy_fmt: str
     power_2: bool  # scales are powers of two
@@ -71,13 +56,11 @@ class Plan:
 
 def plan_of(recipe: Recipe, alpha: float = 1.0) -> Plan:
     """The plan of ``recipe`` for a layer with the output multiplier ``alpha``; ``TypeError`` for an unknown recipe."""
-    # By name, because Dynamo traces neither class patterns nor isinstance of a union.
-    granularity = GRANULARITY.get(recipe.name)
-    if granularity is None:
+    # By its name, because Dynamo traces neither class patterns nor isinstance of a union.
+    granularity = recipe.kind
+    if granularity not in KINDS:
         raise TypeError(f"the native backend does not know the recipe {recipe!r}")
-    if recipe.by_row:
-        granularity = "row"
-    power_2 = getattr(recipe, "power_2_scales", granularity == "mx")
+    power_2 = recipe.powers_of_two
     fast = getattr(recipe, "fast_accumulation", ())
     gradient_scale = getattr(recipe, "gradient_scale", 1)
     fmts = recipe.format("x").name, recipe.format("dy").name
@@ -89,18 +72,14 @@ Layout = tuple[Tensor, Tensor]
 
 
 def quantized_view(
-    x: Tensor, operand: Operand, plan: Plan, fmt: Float8Format, layout: Layout, stats: Tensor
+    x: Tensor, operand: Operand, recipe: Recipe, fmt: Float8Format, layout: Layout, stats: Tensor
 ) -> Quantized:
     """The quantised operand that a probe gets.
 
-    With one scale per tensor: the bytes that the GEMM reads. With blocks: quantised again by the reference, which gives the
+    With one scale per tensor: the bytes that the GEMM reads. With more: quantised again by the reference, which gives the
     same bytes (kernel tests) and the amaxes, which the kernels do not write.
     """
-    if plan.granularity == "block":
-        return quantize_block(x, (128, 128) if operand == "w" else (1, 128), fmt, power_2=plan.power_2)
-    if plan.granularity == "mx":
-        return quantize_mx(x, (1, 32), fmt)
-    if plan.granularity == "row":
-        return quantize_rows(x, fmt, along=1, power_2=plan.power_2)
+    if stats.numel() == 0:
+        return recipe.scaling(operand, 1).quantize(x, fmt)
     quantized = Quantized(layout[0][: x.shape[0], : x.shape[1]], stats[2], None, fmt, stats[0])
-    return with_amax(quantized, x) if plan.granularity == "constant" else quantized
+    return quantized if recipe.scaling(operand, 1).measures_amax else with_amax(quantized, x)

@@ -24,7 +24,7 @@ from foundry_fp8.kernels.launch import driver_version
 from foundry_fp8.numerics.formats import Float8Format, e8m0_decode
 from foundry_fp8.numerics.mx_layout import unswizzle_mx_scales
 from foundry_fp8.numerics.quantize import amax_of, quantize_tensor, scale_from_amax
-from foundry_fp8.numerics.recipes import CurrentScaling, DelayedScaling, Gemm, Operand, Recipe
+from foundry_fp8.numerics.recipes import Gemm, Operand, Recipe
 
 if TYPE_CHECKING:
     from foundry_fp8.kernels.producers import Producer  # Triton is imported where it is used
@@ -113,7 +113,7 @@ def _operands(
 
     operands: tuple[tuple[Operand, Tensor], ...] = (("x", x), ("w", w), ("dy", dy))
     known: dict[Operand, Tensor] = {}
-    if isinstance(recipe, CurrentScaling):
+    if recipe.measures_first:
         amaxes = amax_of_two(Producer.identity(x), w)
         known = {"x": amaxes[0], "w": amaxes[1]}
         yield (
@@ -127,7 +127,7 @@ def _operands(
         for rows, columns in ((True, True),) if operand != "w" else ((True, False), (False, True)):
             source = Producer.identity(value)
             yield from _quantised(source, operand, recipe, plan, rows, columns, known.get(operand))
-    if isinstance(recipe, CurrentScaling):  # an Inf makes the scale 1; training's is a quotient
+    if recipe.measures_first:  # an Inf makes the scale 1; training's is a quotient
         yield from _quantised(Producer.identity(_finite(x)), "x", recipe, plan, True, True)
     if fused:
         _, rstd = norm_statistics(x, 1e-5, centered=False)
@@ -150,7 +150,7 @@ def _quantised(
     layouts = {"rows": rows, "columns": columns, "column_sum": operand == "dy"}
     if plan.granularity in ("tensor", "constant"):
         zero = torch.zeros((), device=source.x.device)
-        delayed = isinstance(recipe, DelayedScaling)
+        delayed = recipe.uses_history
         slots = (zero.clone(), zero.clone()) if delayed else (None, None)
         given: Any = {"scale": zero + 13.7 if delayed else None, "power_2": plan.power_2, **layouts}
         given["known_amax"] = known_amax
@@ -164,10 +164,10 @@ def _quantised(
         kernel = "quantize_tensorwise"
         yield kernel, f"the recorded amax of {operand}", *slots, None
     else:
-        group = 128 if plan.granularity == "block" else 32
+        group, square = plan.blocks(operand)
         options: Any = {
             "group": group,
-            "square": group == 128 and operand == "w",
+            "square": square,
             "power_2": plan.power_2,
             **layouts,
         }
@@ -187,7 +187,7 @@ def _quantised(
 def _product(which: Gemm, a: Tensor, b: Tensor, recipe: Recipe, plan: Plan, dtype: torch.dtype) -> Result:
     """One GEMM of finite operands, against float64 of the same operands."""
     a, b = _finite(a), _finite(b)
-    scale = torch.ones((), device=a.device) if isinstance(recipe, DelayedScaling) else None
+    scale = torch.ones((), device=a.device) if recipe.uses_history else None
     pairs: list[tuple[Layout, Tensor]] = []
     operands: tuple[Operand, Operand] = ("dy", "x") if which == "wgrad" else ("x", "w")
     for value, operand in zip((a, b), operands, strict=True):

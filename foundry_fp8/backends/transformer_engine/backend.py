@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foundry_fp8.backends.emulated.quantizers import quantize_operand
 from foundry_fp8.backends.size_rule import size_reason
 from foundry_fp8.backends.transformer_engine.delayed import bind_slots, keep_out_of_global_buffers
 from foundry_fp8.backends.transformer_engine.library import ImportProblem, Library, load_library
@@ -25,7 +24,8 @@ from foundry_fp8.layers.autocast import compute_dtype
 from foundry_fp8.layers.backend import Availability, Backend
 from foundry_fp8.layers.deferred_norm import DeferredNorm, deferred_norm_of
 from foundry_fp8.layers.linear import FP8Linear
-from foundry_fp8.numerics.recipes import BlockScaling, Operand, Recipe
+from foundry_fp8.numerics.operands import quantize
+from foundry_fp8.numerics.recipes import Operand, Recipe
 
 __all__ = ["TransformerEngineBackend"]
 
@@ -74,7 +74,7 @@ class TransformerEngineBackend(Backend):
 
         With :attr:`only_where_faster`, why this layer had better not: TE's casts move the bytes that ours do.
         """
-        if isinstance(recipe, BlockScaling):
+        if recipe.kind == "block":
             for label, size in (("in_features", in_features), ("out_features", out_features)):
                 if size % recipe.block_size:
                     return (
@@ -232,4 +232,4 @@ def _probe_operand(module: FP8Linear, tensor: Tensor, operand: Operand) -> None:
     if module.probe is None or module.recipe is None:
         return
     scale = None if module.slots is None else module.slots[operand].scale
-    module.probe(operand, tensor, quantize_operand(tensor, operand, module.recipe, along=1, scale=scale))
+    module.probe(operand, tensor, quantize(tensor, operand, module.recipe, along=1, scale=scale))

@@ -77,7 +77,7 @@ def make_te_recipe(recipe: Recipe, library: Library) -> Any:
         )
     made = cls(**fields, **{field: value for field, value in _OPTIONAL.items() if field in known})
 
-    if isinstance(recipe, CurrentScaling | BlockScaling):
+    if hasattr(recipe, "power_2_scales"):
         missing = [attribute for attribute in _QPARAMS if not hasattr(made, attribute)]
         if missing:
             raise RuntimeError(

@@ -14,7 +14,7 @@ import torch
 
 from foundry_fp8.backends.transformer_engine.library import release
 from foundry_fp8.layers.backend import Availability
-from foundry_fp8.numerics.recipes import BlockScaling, MXFP8Scaling, Recipe, UnitScaling
+from foundry_fp8.numerics.recipes import Recipe
 
 __all__ = ["Machine", "cublas_version", "machine_of", "requirement"]
 
@@ -47,7 +47,7 @@ def requirement(recipe: Recipe, machine: Machine) -> Availability:
     """Whether ``machine`` can run ``recipe`` through Transformer Engine; if not, why and what would."""
     major, minor = machine.capability
     gpu = f"the GPU has compute capability {major}.{minor}"
-    if isinstance(recipe, UnitScaling):
+    if recipe.kind == "constant":
         return Availability(
             False,
             "Transformer Engine's recipes all measure an amax, and its linear has no factor for its GEMMs",
@@ -55,7 +55,10 @@ def requirement(recipe: Recipe, machine: Machine) -> Availability:
         )
     if recipe.by_row:
         return Availability(False, "Transformer Engine has no scales of rows", "Use backend: native.")
-    if isinstance(recipe, MXFP8Scaling):
+    if recipe.kind not in ("tensor", "block", "mx"):
+        reason = f"this backend gives Transformer Engine no form of {recipe.name}'s scales ({recipe.kind})"
+        return Availability(False, reason, "Set backend: emulated to check numerics.")
+    if recipe.kind == "mx":
         if not (10, 0) <= machine.capability < (12, 0):
             return Availability(
                 False,
@@ -63,7 +66,7 @@ def requirement(recipe: Recipe, machine: Machine) -> Availability:
                 "Use a Blackwell data center GPU, or the current recipe (8.9 and later).",
             )
         return _at_least(machine, cuda=(12, 8), cublas=(12, 8), what="mxfp8")
-    if isinstance(recipe, BlockScaling):
+    if recipe.kind == "block":
         if machine.capability < (9, 0):
             return Availability(
                 False,
@@ -82,7 +85,7 @@ def requirement(recipe: Recipe, machine: Machine) -> Availability:
                 f"{gpu}, and Transformer Engine's block scaling does not work on 12.x",
                 "Use the current recipe.",
             )
-        if machine.capability >= (10, 0) and not recipe.power_2_scales:
+        if machine.capability >= (10, 0) and not recipe.powers_of_two:
             return Availability(
                 False,
                 f"{gpu}, where block scaling is computed with E8M0 scales, and the recipe says power_2_scales: false",

@@ -1,0 +1,153 @@
+"""How an operand's elements share scales, as a recipe says it: what its backends implement, and the definition of each.
+
+A recipe names one for each operand and dimension (:meth:`~foundry_fp8.numerics.recipes.Recipe.scaling`). A backend has a file or a
+function for each class it can run, and refuses the others by name.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from typing import ClassVar
+
+from torch import Tensor
+
+from foundry_fp8.numerics.formats import Float8Format, e8m0_decode, e8m0_round_up
+from foundry_fp8.numerics.quantize import (
+    Quantized,
+    amax_of,
+    quantize_block,
+    quantize_constant,
+    quantize_mx,
+    quantize_rows,
+    quantize_tensor,
+    scale_from_amax,
+)
+
+__all__ = ["Blocks", "Constant", "MXBlocks", "OneScale", "Rows", "Scaling"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaling(abc.ABC):
+    """Which elements share a scale, and where it comes from."""
+
+    kind: ClassVar[str]
+    """What a backend looks it up by."""
+    measures_amax: ClassVar[bool] = True
+    """Whether an amax is taken, in which Inf would show."""
+
+    @abc.abstractmethod
+    def quantize(self, x: Tensor, fmt: Float8Format, scale: Tensor | None = None) -> Quantized:
+        """The definition: exact on any device.
+
+        Args:
+            x: ``[R, C]``, hp.
+            fmt: The number format.
+            scale: 0-d float32: a scale that is known before, for :class:`OneScale`.
+        """
+
+    @property
+    def keeps_codes(self) -> bool:
+        """Whether what it made is quantised to itself: its scales are powers of two."""
+        return False
+
+    def pack(self, scale: Tensor) -> Tensor:
+        """Scales as they are kept for backward."""
+        return scale
+
+    def unpack(self, packed: Tensor) -> Tensor:
+        """What :meth:`pack` was given."""
+        return packed
+
+
+@dataclasses.dataclass(frozen=True)
+class OneScale(Scaling):
+    """One scale for the tensor: given (delayed), or from its own amax (current)."""
+
+    kind = "tensor"
+    power_2: bool = False
+
+    def quantize(self, x: Tensor, fmt: Float8Format, scale: Tensor | None = None) -> Quantized:
+        """See :meth:`Scaling.quantize`."""
+        amax = amax_of(x)
+        scale = scale_from_amax(amax, fmt, power_2=self.power_2) if scale is None else scale
+        return quantize_tensor(x, scale, fmt, amax)
+
+    @property
+    def keeps_codes(self) -> bool:
+        """See :attr:`Scaling.keeps_codes`."""
+        return self.power_2
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows(Scaling):
+    """One scale for all that a GEMM adds up: along rows (``along`` 1) or columns (0)."""
+
+    kind = "row"
+    along: int
+    power_2: bool = False
+
+    def quantize(self, x: Tensor, fmt: Float8Format, scale: Tensor | None = None) -> Quantized:
+        """See :meth:`Scaling.quantize`."""
+        return quantize_rows(x, fmt, along=self.along, power_2=self.power_2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks(Scaling):
+    """One float32 scale a block of rows and columns."""
+
+    kind = "block"
+    block: tuple[int, int]
+    power_2: bool = True
+
+    def quantize(self, x: Tensor, fmt: Float8Format, scale: Tensor | None = None) -> Quantized:
+        """See :meth:`Scaling.quantize`."""
+        return quantize_block(x, self.block, fmt, power_2=self.power_2)
+
+    @property
+    def keeps_codes(self) -> bool:
+        """See :attr:`Scaling.keeps_codes`."""
+        return self.power_2
+
+
+@dataclasses.dataclass(frozen=True)
+class MXBlocks(Scaling):
+    """One E8M0 scale a block."""
+
+    kind = "mx"
+    block: tuple[int, int]
+
+    def quantize(self, x: Tensor, fmt: Float8Format, scale: Tensor | None = None) -> Quantized:
+        """See :meth:`Scaling.quantize`."""
+        return quantize_mx(x, self.block, fmt)
+
+    @property
+    def keeps_codes(self) -> bool:
+        """See :attr:`Scaling.keeps_codes`."""
+        return True
+
+    def pack(self, scale: Tensor) -> Tensor:
+        """A byte each."""
+        return e8m0_round_up(scale)
+
+    def unpack(self, packed: Tensor) -> Tensor:
+        """See :meth:`Scaling.unpack`."""
+        return e8m0_decode(packed)
+
+
+@dataclasses.dataclass(frozen=True)
+class Constant(Scaling):
+    """A number that the recipe knows, a power of two; nothing is measured."""
+
+    kind = "constant"
+    measures_amax = False
+    value: float
+
+    def quantize(self, x: Tensor, fmt: Float8Format, scale: Tensor | None = None) -> Quantized:
+        """See :meth:`Scaling.quantize`."""
+        return quantize_constant(x, self.value, fmt)
+
+    @property
+    def keeps_codes(self) -> bool:
+        """See :attr:`Scaling.keeps_codes`."""
+        return True
