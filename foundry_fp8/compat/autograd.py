@@ -23,7 +23,7 @@ def _missing() -> str | None:
         if not hasattr(torch._C, name):
             return f"torch._C.{name}"
     with torch.enable_grad():
-        node: Any = torch.zeros((), requires_grad=True).neg().grad_fn
+        node: Any = torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True).neg().grad_fn
     if not hasattr(node, "_sequence_nr"):
         return "Node._sequence_nr"
     # The number that the next node gets.

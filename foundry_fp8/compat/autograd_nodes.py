@@ -65,7 +65,12 @@ class _Probe(torch.autograd.Function):
 
 
 with torch.inference_mode(False), torch.enable_grad():  # checked at import
-    if function_of(_Probe.apply(torch.zeros((), requires_grad=True)).grad_fn) is not _Probe:
+    if (
+        function_of(
+            _Probe.apply(torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)).grad_fn
+        )
+        is not _Probe
+    ):
         raise RuntimeError(
             f"torch {torch.__version__} no longer has _forward_cls on the nodes of autograd functions. By it foundry_fp8 knows what "
             f"activation_compression may round. {TORCHES}, or adapt foundry_fp8/compat/autograd_nodes.py."

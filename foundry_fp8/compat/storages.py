@@ -23,7 +23,7 @@ storage_number: Callable[[torch.UntypedStorage], int] = id
 
 def _changed() -> bool:
     """Whether a storage's object does not live exactly as long as the storage."""
-    x = torch.zeros(2)
+    x = torch.zeros(2, dtype=torch.float32, device="cpu")
     seen = weakref.ref(x.untyped_storage())
     view = x[1:]
     del x

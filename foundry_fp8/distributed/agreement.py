@@ -78,7 +78,9 @@ def check_all_to_all(group: dist.ProcessGroup, device: torch.device) -> None:
         RuntimeError: The backend has no all-to-all, or returned something else than was sent.
     """
     world, rank = group.size(), group.rank()
-    sent = torch.tensor([rank * world + to for to in range(world)], device=device).to(torch.uint8)
+    sent = torch.tensor([rank * world + to for to in range(world)], dtype=torch.int64, device=device).to(
+        torch.uint8
+    )
     received = torch.empty_like(sent)
     try:
         group.alltoall_base(received, sent, [], [], dist.AllToAllOptions()).wait()
@@ -87,7 +89,9 @@ def check_all_to_all(group: dist.ProcessGroup, device: torch.device) -> None:
             f"Compressed communication needs an all-to-all of uint8, which the process group's backend "
             f"({group.name()}) does not have: {error}. Use nccl or gloo, or leave gradients: none."
         ) from error
-    wanted = torch.tensor([by * world + rank for by in range(world)], device=device).to(torch.uint8)
+    wanted = torch.tensor([by * world + rank for by in range(world)], dtype=torch.int64, device=device).to(
+        torch.uint8
+    )
     if not torch.equal(received, wanted):
         raise RuntimeError(
             f"The all-to-all of the backend {group.name()} returned wrong bytes: {received.tolist()}."

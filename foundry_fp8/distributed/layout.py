@@ -55,12 +55,14 @@ class BlockLayout:
         self.padded = [size + -size % block_size for size in self.sizes]
         self.aligned = self.padded == self.sizes
         numbers = [
-            torch.arange(first, first + size // block_size)
+            torch.arange(first, first + size // block_size, device="cpu")
             for first, size in zip(first_blocks, self.padded, strict=True)
         ]
         owner = torch.cat(numbers) % world
         blocks = [n // block_size for n in self.padded]
-        kind = owner * 2 + torch.tensor(exact, dtype=torch.int64).repeat_interleave(torch.tensor(blocks))
+        kind = owner * 2 + torch.tensor(exact, dtype=torch.int64, device="cpu").repeat_interleave(
+            torch.tensor(blocks, dtype=torch.int64, device="cpu")
+        )
         order = torch.argsort(kind, stable=True)
         self.order = order.to(device)
         self.inverse = torch.argsort(self.order)

@@ -100,7 +100,7 @@ def hsdp_mesh(
 
     Its groups have the job's time limit; those that ``init_device_mesh`` makes have torch's default.
     """
-    ranks = torch.arange(replicate * shard).view(replicate, shard)
+    ranks = torch.arange(replicate * shard, device="cpu").view(replicate, shard)
     row, column = divmod(dist.get_rank(), shard)
     groups = [make_group(ranks[:, column].tolist()), make_group(ranks[row].tolist())]
     return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=names)

@@ -56,7 +56,7 @@ def check_replicas(model: nn.Module, key: str) -> int:
         dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
         same = (least == most).tolist()
         different += [name for (name, _), alike in zip(parameters, same, strict=True) if not alike]
-    anywhere = torch.tensor([len(different)], device=collective_device())
+    anywhere = torch.tensor([len(different)], dtype=torch.int64, device=collective_device())
     dist.all_reduce(anywhere, dist.ReduceOp.MAX)  # so that no rank goes on and waits for those that raise
     if anywhere.item():
         shown = ", ".join(different[:SHOWN]) or "parameters of other ranks"

@@ -157,7 +157,13 @@ def _encode_rows(x: Tensor, wire: WireFormat, out: Tensor, seed: int | None) -> 
             chunk = row[first * size : last * size].float()
             if chunk.numel() < (last - first) * size:
                 chunk = torch.nn.functional.pad(chunk, (0, (last - first) * size - chunk.numel()))
-            noise = None if generator is None else torch.rand(chunk.shape, generator=generator)
+            noise = (
+                None
+                if generator is None
+                else torch.rand(
+                    chunk.shape, generator=generator, dtype=torch.float32, device=generator.device
+                )
+            )
             _encode_blocks(chunk.view(-1, size), wire, codes[first:last], scales[first:last], noise)
 
 

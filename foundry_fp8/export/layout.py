@@ -85,7 +85,7 @@ def served_linear(name: str, linear: FP8Linear, dtype: torch.dtype) -> ServedLin
     if recipe.uses_history:
         input_scale = slots["x"].scale.reciprocal().reshape(1)
     elif recipe.kind == "constant":
-        input_scale = torch.ones(1)
+        input_scale = torch.ones(1, dtype=torch.float32, device="cpu")
     restored = quantized.data.float() * quantized.scale_inv
     return ServedLinear(
         weight=quantized.data,

@@ -125,9 +125,11 @@ class DelayedScalingState:
     def __init__(self, recipe: DelayedScaling, fp8_max: Sequence[float]) -> None:
         self.recipe = recipe
         self.fp8_max = tuple(fp8_max)
-        self.scale = torch.ones(len(fp8_max))
-        self.amax_history = torch.zeros(recipe.amax_history_len, len(fp8_max))
-        self._scaled_max = torch.tensor(list(fp8_max)) * 2.0**-recipe.margin
+        self.scale = torch.ones(len(fp8_max), dtype=torch.float32, device="cpu")
+        history = (recipe.amax_history_len, len(fp8_max))
+        self.amax_history = torch.zeros(history, dtype=torch.float32, device="cpu")
+        self._scaled_max = torch.tensor(fp8_max, dtype=torch.float32, device="cpu") * 2.0**-recipe.margin
+        self._before_meta: tuple[Tensor, Tensor, Tensor] | None = None
         self._use_max = recipe.amax_compute_algo == "max"
         self.idle = self.measuring = False
         self._inside_root = False
@@ -159,13 +161,23 @@ class DelayedScalingState:
         return DelayedSlot(self, index)
 
     def to(self, device: torch.device) -> None:
-        """Move to the device that the model runs on."""
-        if self.scale.device != device:
-            with torch.inference_mode(False):  # an evaluation may be the first to run
-                self.scale = self.scale.to(device)
-                self.amax_history = self.amax_history.to(device)
-                self._scaled_max = self._scaled_max.to(device)
-                self._start()
+        """Move to the device that the model runs on. What there was before a forward on ``meta`` comes back after it."""
+        if self.scale.device == device:
+            return
+        held = self.scale, self.amax_history, self._scaled_max
+        if device.type == "meta":
+            self._before_meta = held
+        elif self.scale.is_meta:
+            assert self._before_meta is not None
+            held, self._before_meta = self._before_meta, None
+        with torch.inference_mode(False):  # an evaluation may be the first to run
+            self.scale, self.amax_history, self._scaled_max = (tensor.to(device) for tensor in held)
+            self._start()
+
+    def leave_meta(self) -> None:
+        """Have values to read and write, after a forward on ``meta`` too."""
+        if self.scale.is_meta:
+            self.to(torch.device("cpu"))
 
     def in_force(self) -> Pass:
         """The pass that the running forward belongs to."""
@@ -197,7 +209,7 @@ class DelayedScalingState:
         Not so a forward that activation checkpointing runs again: it belongs to a pass that is there.
         """
         self._inside_root = True
-        if device.type != "cpu":  # where parameters are kept on the CPU, the layers know better
+        if device.type not in ("cpu", "meta"):  # where parameters are kept elsewhere, the layers know better
             self.to(device)
         if trains and not inside_backward():
             self.update()
@@ -349,6 +361,7 @@ class ModuleScales:
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """Name -> ``scale`` ``[slots]`` and ``amax_history`` ``[L, slots]``, float32 on the CPU."""
+        self.state.leave_meta()
         width = len(self._slots)
         scales = self.state.scale.cpu().split(width)
         histories = self.state.amax_history.cpu().split(width, dim=1)
@@ -363,6 +376,7 @@ class ModuleScales:
         Raises:
             RuntimeError: It is of other modules, or damaged; nothing is changed then.
         """
+        self.state.leave_meta()
         if set(saved) != set(self._modules):
             lost, new = sorted(set(saved) - set(self._modules)), sorted(set(self._modules) - set(saved))
             raise RuntimeError(
@@ -379,10 +393,14 @@ class ModuleScales:
                     f"the checkpoint's {self._what} of {name} has shapes {shapes}, expected {expected}. {FRESH_STATE}"
                 )
             assert isinstance(scale, Tensor) and isinstance(history, Tensor)
-            if not bool(torch.isfinite(scale).all()) or bool((scale <= 0).any()) or bool((history < 0).any()):
+            if (
+                not bool(torch.isfinite(scale).all())
+                or bool((scale <= 0).any())
+                or not bool((history >= 0).all())
+            ):
                 raise RuntimeError(
                     f"the checkpoint's {self._what} of {name} is damaged: a scale is not positive and finite, or an amax "
-                    f"is negative. {FRESH_STATE}"
+                    f"is negative or NaN. {FRESH_STATE}"
                 )
         self.state.scale.copy_(torch.cat([saved[name]["scale"] for name in self._modules]))
         self.state.amax_history.copy_(

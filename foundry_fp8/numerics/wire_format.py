@@ -82,7 +82,7 @@ class WireFormat(Config):
 @functools.cache
 def hadamard_matrix(device: torch.device) -> Tensor:
     """The symmetric orthonormal Hadamard matrix of order 32 (Sylvester's construction), float32."""
-    matrix = torch.ones(1, 1)
+    matrix = torch.ones(1, 1, dtype=torch.float32, device="cpu")
     while matrix.shape[0] < HADAMARD_ORDER:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)], 0)
     normalised: Tensor = matrix / HADAMARD_ORDER**0.5

@@ -157,7 +157,7 @@ class _Check:
 
     def __init__(self, found: Tensor) -> None:
         self._event = torch.cuda.Event() if found.device.type == "cuda" else None
-        self._host = torch.empty((), dtype=torch.bool, pin_memory=self._event is not None)
+        self._host = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=self._event is not None)
         self._host.copy_(found, non_blocking=True)
         if self._event is not None:
             self._event.record()

@@ -98,7 +98,7 @@ class DeferredLogits:
 
     def view(self, *shape: Any) -> DeferredLogits:
         """In another shape, as long as the words stay the last dimension."""
-        seen = torch.empty(self.shape, device="meta").view(*shape).shape
+        seen = torch.empty(self.shape, dtype=torch.float32, device="meta").view(*shape).shape
         if not seen or seen[-1] != self.shape[-1]:
             raise self._refusal(f"views its logits {tuple(self.shape)} as {tuple(seen)}")
         return dataclasses.replace(self, shape=seen)
@@ -107,7 +107,9 @@ class DeferredLogits:
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> DeferredLogits:
         """As a tensor's."""
-        return self.view(torch.empty(self.shape, device="meta").flatten(start_dim, end_dim).shape)
+        return self.view(
+            torch.empty(self.shape, dtype=torch.float32, device="meta").flatten(start_dim, end_dim).shape
+        )
 
     def _step(self, name: str, number: Any = 0.0) -> DeferredLogits:
         taken = (*self.taken, (name, number))

@@ -36,7 +36,7 @@ class ImmediateCopies:
 
     def buffer(self, nbytes: int) -> Tensor:
         """Pageable memory."""
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Copy now."""
@@ -59,7 +59,7 @@ class CudaCopyQueue:
 
     def buffer(self, nbytes: int) -> Tensor:
         """Pinned memory, of which torch takes the next power of two (``CachingHostAllocator``)."""
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def copy(self, target: Tensor, source: Tensor) -> torch.cuda.Event:
         """Queue the copy behind what the current stream was given so far: the making of ``source``, the last use of ``target``."""

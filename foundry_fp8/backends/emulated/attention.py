@@ -86,7 +86,7 @@ class EmulatedAttention(AttentionBackend):
             softmax_scale=softmax_scale,
             dropout_p=dropout_p,
             # Drawn from torch's generator, so that activation checkpointing restores it for the recompute.
-            seed=torch.randint(2**62, ()).to(q.device) if dropout_p else None,
+            seed=torch.randint(2**62, (), device="cpu").to(q.device) if dropout_p else None,
             scales={slot: module.slots[slot].scale for slot in attention_slots(module.recipe)},
             amaxes=module.amaxes(),
         )

@@ -57,7 +57,7 @@ def hopper_mm(a: Quantized, b: Quantized, *, fast: bool) -> Tensor:
     interval = k if fast else PROMOTION
     a_scale, b_scale = _scales(a), _scales(b)
     left, right = _Operand(a, "a"), _Operand(b, "b")
-    out = torch.empty(m, n, device=a.data.device)
+    out = torch.empty(m, n, dtype=torch.float32, device=a.data.device)
     # Elements of the result at a time: on a CPU few enough for the cache, on a GPU enough to fill the device.
     tile = 1 << 13 if out.device.type == "cpu" else 1 << 22
     rows = max(1, tile // max(1, n))
@@ -79,7 +79,7 @@ class _Operand:
 
     def __init__(self, q: Quantized, place: str) -> None:
         self.values = dense_values(q, place).t().contiguous()
-        least = torch.full((), q.fmt.min_normal, device=self.values.device)
+        least = torch.full((), q.fmt.min_normal, dtype=torch.float32, device=self.values.device)
         self.powers = torch.where(self.values == 0, 0.0, torch.maximum(_power_of_two(self.values), least))
 
     def part(self, start: int, top: int, rows: int) -> tuple[Tensor, Tensor]:

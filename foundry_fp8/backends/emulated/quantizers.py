@@ -47,7 +47,7 @@ def _quantize_tensor(x: Tensor, scaling: OneScale, fmt: Float8Format, scale: Ten
         amax = torch.maximum(-low, high).float()
         if math.isfinite(amax):
             scale = scale_from_amax(amax, fmt, power_2=scaling.power_2) if scale is None else scale
-            data = torch.empty(x.shape, dtype=fmt.dtype)
+            data = torch.empty(x.shape, dtype=fmt.dtype, device=x.device)
             saturates = bool(amax * scale > fmt.max)
             for piece, out in zip(_slabs(x, 1), _slabs(data, 1), strict=True):
                 scaled = torch.mul(_widen(piece), scale, out=scratch("slab", piece.shape))
@@ -59,7 +59,7 @@ def _quantize_tensor(x: Tensor, scaling: OneScale, fmt: Float8Format, scale: Ten
 def _quantize_constant(x: Tensor, scaling: Constant, fmt: Float8Format, _: Tensor | None) -> Quantized:
     if not readable(x):
         return scaling.quantize(x, fmt)
-    data = torch.empty(x.shape, dtype=fmt.dtype)
+    data = torch.empty(x.shape, dtype=fmt.dtype, device=x.device)
     finite = True
     for piece, out in zip(_slabs(x, 1), _slabs(data, 1), strict=True):
         scaled = torch.mul(_widen(piece), scaling.value, out=scratch("slab", piece.shape))
@@ -70,8 +70,8 @@ def _quantize_constant(x: Tensor, scaling: Constant, fmt: Float8Format, _: Tenso
         out.copy_(scaled.clamp_(-fmt.max, fmt.max))
     if not finite:
         return scaling.quantize(x, fmt)
-    one = torch.full((), 1 / scaling.value)
-    return Quantized(data, one, None, fmt, torch.zeros(()), nan_free=True)
+    one = torch.full((), 1 / scaling.value, dtype=torch.float32, device=x.device)
+    return Quantized(data, one, None, fmt, torch.zeros_like(one), nan_free=True)
 
 
 def _quantize_block(x: Tensor, scaling: Blocks, fmt: Float8Format, _: Tensor | None) -> Quantized:
@@ -87,7 +87,7 @@ def _quantize_mx(x: Tensor, scaling: MXBlocks, fmt: Float8Format, _: Tensor | No
     block, amax = scaling.block, _finite_block_amax(x, scaling.block)
     if amax is None:
         return scaling.quantize(x, fmt)
-    code = e8m0_round_up(amax * torch.tensor(1.0 / fmt.max, dtype=torch.float32))
+    code = e8m0_round_up(amax * torch.tensor(1.0 / fmt.max, dtype=torch.float32, device=x.device))
     scale = e8m0_decode((2 * E8M0_BIAS - code.to(torch.int16)).to(torch.uint8))
     data = _scale_and_cast(x, scale, block, fmt)
     return Quantized(data, e8m0_decode(code), block, fmt, amax, nan_free=True)
@@ -106,7 +106,7 @@ def _finite_block_amax(x: Tensor, block: tuple[int, int]) -> Tensor | None:
     rows, columns = x.shape
     if not readable(x) or rows % block[0] or columns % block[1]:
         return None
-    amax = torch.empty(rows // block[0], columns // block[1])
+    amax = torch.empty(rows // block[0], columns // block[1], dtype=torch.float32, device=x.device)
     for piece, out in zip(_slabs(x, block[0]), _slabs(amax, 1, like=x, rows=block[0]), strict=True):
         magnitude = torch.abs(_widen(piece), out=scratch("slab", piece.shape))
         if block[1] > 1:
@@ -119,7 +119,7 @@ def _finite_block_amax(x: Tensor, block: tuple[int, int]) -> Tensor | None:
 
 def _scale_and_cast(x: Tensor, scale: Tensor, block: tuple[int, int], fmt: Float8Format) -> Tensor:
     """``cast(x * scale)`` for scales that keep every element within the format, so that nothing needs clamping."""
-    data = torch.empty(x.shape, dtype=fmt.dtype)
+    data = torch.empty(x.shape, dtype=fmt.dtype, device=x.device)
     scale_slabs = _slabs(scale, 1, like=x, rows=block[0])
     for piece, out, s in zip(_slabs(x, block[0]), _slabs(data, block[0]), scale_slabs, strict=True):
         scaled = scratch("slab", piece.shape)

@@ -26,10 +26,10 @@ def scratch(name: str, shape: torch.Size | tuple[int, ...]) -> Tensor:
     """A float32 CPU tensor of ``shape``: the same memory at every call of this thread with this ``name``."""
     size = torch.Size(shape).numel()
     if size > _KEPT:
-        return torch.empty(shape)
+        return torch.empty(shape, dtype=torch.float32, device="cpu")
     buffer = getattr(_buffers, name, None)
     if buffer is None or buffer.numel() < size:
         with torch.inference_mode(False):  # a buffer made in an evaluation serves the training after it
-            buffer = torch.empty(size)
+            buffer = torch.empty(size, dtype=torch.float32, device="cpu")
         setattr(_buffers, name, buffer)
     return buffer[:size].view(shape)

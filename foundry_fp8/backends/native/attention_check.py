@@ -69,7 +69,7 @@ def check_attention_kernels(
     }
     of_documents = (torch.arange(TOKENS, device=device) // 50)[None].to(torch.int32)
     for documents, dp_scale in zip((of_documents, None), DP_SCALES, strict=True):
-        scale = torch.tensor(dp_scale, device=device) if grad_scores == "fp8" else None
+        scale = torch.tensor(dp_scale, dtype=torch.float32, device=device) if grad_scores == "fp8" else None
         _check_case(shape, operands, documents, scale, attention_format(recipe, "do"), dtype)
 
 
@@ -151,7 +151,9 @@ def _quantized(
     from foundry_fp8.kernels.tensorwise import quantize_tensorwise
 
     generator = torch.Generator().manual_seed(ord(name[0]))
-    x = torch.randn(TOKENS, heads * shape.head_dim, generator=generator) * math.exp(ord(name[0]) % 3 - 1)
+    x = torch.randn(
+        TOKENS, heads * shape.head_dim, generator=generator, dtype=torch.float32, device="cpu"
+    ) * math.exp(ord(name[0]) % 3 - 1)
     return quantize_tensorwise(
         Producer.identity(x.to(dtype).to(device)),
         attention_format(recipe, "do" if name == "do" else "qkv"),
@@ -175,7 +177,7 @@ def _run(
     out, lse = attention_ops.attention_forward(
         q.data, k.data, v.data_t, *scales[:3], documents, documents, None, sizes, *positions, dtype
     )
-    amax = torch.zeros((), device=out.device)
+    amax = torch.zeros((), dtype=torch.float32, device=out.device)
     dq, dk, dv = attention_ops.attention_backward(
         q.data, k.data, v.data, *scales[:3], out, lse, documents, documents, do.data, do.data_t, scales[3], dp_scale, amax, sizes, *positions
     )  # fmt: skip

@@ -56,7 +56,7 @@ class Rows(NamedTuple):
     def of(cls, sizes: Sequence[int], device: torch.device) -> Rows:
         """For rows sorted by expert."""
         with_padding = [round_up(size) for size in sizes]
-        counts, padded = torch.tensor([list(sizes), with_padding], device=device)
+        counts, padded = torch.tensor([list(sizes), with_padding], dtype=torch.int64, device=device)
         ends, padded_ends = counts.cumsum(0), padded.cumsum(0)
         experts = torch.arange(len(sizes), device=device)
         group = torch.repeat_interleave(experts, padded, output_size=sum(with_padding))

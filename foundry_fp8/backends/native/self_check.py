@@ -149,7 +149,7 @@ def _quantised(
     fmt = FORMATS[plan.fmt(operand)]
     layouts = {"rows": rows, "columns": columns, "column_sum": operand == "dy"}
     if plan.granularity in ("tensor", "constant"):
-        zero = torch.zeros((), device=source.x.device)
+        zero = torch.zeros((), dtype=torch.float32, device=source.x.device)
         delayed = recipe.uses_history
         slots = (zero.clone(), zero.clone()) if delayed else (None, None)
         given: Any = {"scale": zero + 13.7 if delayed else None, "power_2": plan.power_2, **layouts}
@@ -187,7 +187,7 @@ def _quantised(
 def _product(which: Gemm, a: Tensor, b: Tensor, recipe: Recipe, plan: Plan, dtype: torch.dtype) -> Result:
     """One GEMM of finite operands, against float64 of the same operands."""
     a, b = _finite(a), _finite(b)
-    scale = torch.ones((), device=a.device) if recipe.uses_history else None
+    scale = torch.ones((), dtype=torch.float32, device=a.device) if recipe.uses_history else None
     pairs: list[tuple[Layout, Tensor]] = []
     operands: tuple[Operand, Operand] = ("dy", "x") if which == "wgrad" else ("x", "w")
     for value, operand in zip((a, b), operands, strict=True):
@@ -279,8 +279,8 @@ def _dense(layout: Layout, plan: Plan, *, square: bool) -> Tensor:
 
 def _awkward(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     generator = torch.Generator().manual_seed(rows * columns)
-    x = torch.randn(rows, columns, generator=generator)
-    x *= torch.exp2(torch.randint(-6, 7, (rows, 1), generator=generator).float())
+    x = torch.randn(rows, columns, generator=generator, dtype=torch.float32, device="cpu")
+    x *= torch.exp2(torch.randint(-6, 7, (rows, 1), generator=generator, device="cpu").float())
     flat = x.view(-1)
     flat[::7] = 0.0
     flat[3::11] = (flat[3::11] * 8).round() / 8 + 0.0625  # halfway between neighbours in E4M3

@@ -96,7 +96,9 @@ class Adaptation:
 
     def _decide(self, device: torch.device) -> None:
         """Choose the way whose slowest rank is fastest; of those within ``TIE`` the one that rounds least."""
-        seconds = torch.tensor([statistics.median(self._times[way][1:]) for way in WAYS], device=device)
+        seconds = torch.tensor(
+            [statistics.median(self._times[way][1:]) for way in WAYS], dtype=torch.float32, device=device
+        )
         dist.all_reduce(seconds, dist.ReduceOp.MAX)
         taken = dict(zip(WAYS, seconds.tolist(), strict=True))
         least = min(taken.values())

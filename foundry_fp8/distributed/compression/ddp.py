@@ -130,7 +130,9 @@ class BucketHook:
                 self._residuals.update(zip(stale, pieces, strict=True))
             self._packed[names] = layout.pack_residual(
                 [
-                    self._residuals.pop(name, torch.zeros(numel, device=parameters[0].device))
+                    self._residuals.pop(
+                        name, torch.zeros(numel, dtype=torch.float32, device=parameters[0].device)
+                    )
                     for name, numel in zip(names, layout.residual_sizes, strict=True)
                 ]
             )

@@ -187,11 +187,11 @@ def measured_peaks(device: torch.device, size: int | None = None, seconds: float
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)):
         if device.type == "cpu" and name == "fp16":
             continue
-        a = torch.randn(size, size, device=device).to(dtype)
+        a = torch.randn(size, size, dtype=torch.float32, device=device).to(dtype)
         peaks[name] = _rate(lambda a=a: a @ a, size, device, seconds)  # type: ignore[misc]
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9):
-        a8 = torch.randn(size, size, device=device).to(E4M3.dtype)
-        one = torch.ones((), device=device)
+        a8 = torch.randn(size, size, dtype=torch.float32, device=device).to(E4M3.dtype)
+        one = torch.ones((), dtype=torch.float32, device=device)
         peaks["fp8"] = _rate(
             lambda: torch._scaled_mm(a8, a8.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True),
             size, device, seconds,

@@ -162,7 +162,7 @@ class BlockRun:
         self.block, self.call, self.device, self.cost_model = block, call, device, cost_model
         fp8 = FP8State.of(model)
         self._within = contextlib.nullcontext if fp8 is None else functools.partial(fp8.within_forward, model)
-        self._zero = torch.zeros((), device=device, requires_grad=True)
+        self._zero = torch.zeros((), dtype=torch.float32, device=device, requires_grad=True)
         self.leaves: list[Tensor] = [p for p in block.parameters() if p.requires_grad] or [self._zero]
 
     def forward(self) -> Tensor:

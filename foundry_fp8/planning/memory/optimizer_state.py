@@ -48,7 +48,7 @@ def _probe(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> float:
     }
     settings |= {name: False for name in ("fused", "capturable") if settings.get(name)}
     rows, columns = PROBE
-    parameters = [nn.Parameter(torch.zeros(n * rows, columns, dtype=dtype)) for n in (1, 2)]
+    parameters = [nn.Parameter(torch.zeros(n * rows, columns, dtype=dtype, device="cpu")) for n in (1, 2)]
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     probe = type(optimizer)(parameters, **settings)

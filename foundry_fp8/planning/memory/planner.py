@@ -179,7 +179,9 @@ def device_capacity(device: torch.device) -> int:
             f"{KEY}: fit asks a GPU how much memory it has; on {device} give a size, such as 20GiB."
         )
     free, _ = torch.cuda.mem_get_info(device)
-    share = torch.tensor([fit_bytes(free, torch.cuda.memory_reserved(device))], device=device)
+    share = torch.tensor(
+        [fit_bytes(free, torch.cuda.memory_reserved(device))], dtype=torch.int64, device=device
+    )
     if dist.is_initialized():
         dist.all_reduce(share, dist.ReduceOp.MIN)
     return int(share)
