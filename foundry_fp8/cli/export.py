@@ -23,6 +23,9 @@ def export(
     tokenizer: Annotated[
         Path | None, typer.Option(help="A tokenizer's folder, to copy beside it.", exists=True)
     ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace the model that the folder holds; its other files stay.")
+    ] = False,
     trust: Annotated[
         bool,
         typer.Option(
@@ -31,18 +34,25 @@ def export(
         ),
     ] = False,
 ) -> None:
-    """Write the FP8 weights that training multiplied with, and their scales, in compressed-tensors' layout (vLLM serves it)."""
+    """Write the FP8 weights that training multiplied with, and their scales, in compressed-tensors' layout, which vLLM reads (never run here)."""
     from foundry_fp8.cli.composer_checkpoint import read_checkpoint
-    from foundry_fp8.export.apply import export_fp8
+    from foundry_fp8.export.apply import check_target, export_fp8
 
     try:
+        check_target(folder, overwrite=force)
         found = read_checkpoint(checkpoint, trust=trust)
         tokens = None
         if tokenizer is not None:
             from transformers import AutoTokenizer
 
             tokens = AutoTokenizer.from_pretrained(tokenizer)
-        report = export_fp8(found.model, folder, dtype=dtype or found.dtype, tokenizer=tokens)  # type: ignore[arg-type]
+        report = export_fp8(
+            found.model,
+            folder,
+            dtype=dtype or found.dtype,  # type: ignore[arg-type]
+            tokenizer=tokens,
+            overwrite=force,
+        )
     except (ConfigError, RuntimeError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from error

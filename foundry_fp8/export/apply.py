@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
+import tempfile
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,16 +15,17 @@ from torch import Tensor, nn
 
 from foundry_fp8.config import ConfigError, check_arguments
 from foundry_fp8.export.layout import ServedLinear, check_recipe, served_linear
-from foundry_fp8.export.quantization_config import quantization_config
+from foundry_fp8.export.quantization_config import check_library, quantization_config
 from foundry_fp8.layers.dtensor import is_dtensor
-from foundry_fp8.layers.gemm_layer import configured_recipes
 from foundry_fp8.layers.grouped_linear import FP8GroupedLinear
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.layers.unit_linear import FP8UnitLinear
 from foundry_fp8.model_structure.names import clean_name
-from foundry_fp8.numerics.recipes import Recipe
+from foundry_fp8.numerics.recipes import Recipe, most_common_recipes
 
-__all__ = ["ExportReport", "export_fp8"]
+__all__ = ["ExportReport", "check_target", "export_fp8"]
+
+CONFIG_NAME = "config.json"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,13 +50,10 @@ class ExportReport:
         """A few lines, the error among them."""
         if self.recipe.kind == "constant":
             error = "the numbers that training multiplied, bit for bit"
-        elif not self.recipe.uses_history and self.recipe.powers_of_two:
-            error = (
-                "weights as training multiplied them; the server takes the inputs' scales from each input, not rounded to powers of "
-                "two as in training"
-            )
         elif not self.recipe.uses_history:
-            error = "the numbers that training multiplied; the server takes the inputs' scales from each input, as training did"
+            inputs = "vLLM gives each token of an input a scale"
+            same = self.recipe.by_row and not self.recipe.powers_of_two
+            error = f"weights as training multiplied them; {inputs}, {'as' if same else 'otherwise than'} training did"
         else:
             error = "the numbers that training multiplied; inputs by the scales of the last step, up to a rounding of the scale"
         worst = max(self.layers, key=lambda name: self.layers[name]["rounding"] or 0.0)
@@ -70,6 +71,7 @@ def export_fp8(
     *,
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16",
     tokenizer: Any = None,
+    overwrite: bool = False,
 ) -> ExportReport:
     """Write a converted Hugging Face model in compressed-tensors' FP8 layout, which vLLM serves.
 
@@ -79,12 +81,14 @@ def export_fp8(
     Args:
         model: Converted by ``apply_fp8`` with the recipe unit, delayed or current; a ``PreTrainedModel``, or what holds
             one (LLM Foundry's models). Whole: not sharded, without adapters.
-        folder: Made if it is not there.
+        folder: Made if it is not there. It appears when all of it is written.
         dtype: What the forward computed in during training (``amp_bf16``: bfloat16), and what is served beside FP8.
         tokenizer: Saved beside it.
+        overwrite: Replace the model that ``folder`` holds; its other files stay. Otherwise a folder with files is an error.
 
     Raises:
-        ConfigError: Not converted, a recipe with block scales, adapters, an architecture whose multipliers are not known.
+        ConfigError: Not converted, a recipe with block scales, adapters, an architecture whose multipliers are not known, parts of a
+            projection that servers fuse in FP8 and others not, a folder that holds files.
         RuntimeError: A sharded model, or the package compressed-tensors is missing.
 
     Example:
@@ -92,26 +96,37 @@ def export_fp8(
         >>> print(report.summary())
     """
     check_arguments(export_fp8, {"dtype": dtype}, "export")
+    check_target(folder, overwrite=overwrite)
     inner = _pretrained(model)
-    experts = next((clean_name(n) for n, m in inner.named_modules() if isinstance(m, FP8GroupedLinear) and m.configured_recipe), None)  # fmt: skip
+    experts = next(
+        (clean_name(n) for n, m in inner.named_modules() if isinstance(m, FP8GroupedLinear) and m.recipe),
+        None,
+    )
     if experts is not None:
         raise ConfigError(
             f"export: {experts} holds experts in one parameter, for which the layout has no place. Serve the checkpoint in high "
             "precision; it is that of the BF16 model."
         )
-    layers = {clean_name(n): m for n, m in inner.named_modules(remove_duplicate=False) if isinstance(m, FP8Linear) and m.configured_recipe is not None}  # fmt: skip
+    # What a layer runs: one that the guard took out of FP8 is served in high precision.
+    layers = {clean_name(n): m for n, m in inner.named_modules(remove_duplicate=False) if isinstance(m, FP8Linear) and m.recipe is not None}  # fmt: skip
     if not layers:
         raise ConfigError(
             "export: no layer of the model is converted to FP8, so there is nothing that was trained in it. Convert it as it was "
             "trained (apply_fp8), or serve the checkpoint in high precision."
         )
-    recipe, *more = configured_recipes(layers.values())
+    recipe, *more = most_common_recipes(layer.recipe for layer in layers.values())
     if more:
         raise ConfigError(
             f"export: the layers run {1 + len(more)} recipes ({', '.join(r.name for r in (recipe, *more))}), and the layout has one "
             "for all of them. Serve the checkpoint in high precision; it is that of the BF16 model."
         )
     check_recipe(recipe)
+    others_of = [
+        clean_name(n)
+        for n, m in inner.named_modules()
+        if isinstance(m, nn.Linear) and clean_name(n) not in layers
+    ]
+    _check_fused(layers, others_of)
     config = _serving_config(inner, layers)
     hp = getattr(torch, dtype)
     served: dict[str, ServedLinear] = {}
@@ -120,12 +135,12 @@ def export_fp8(
     for key, tensor in _whole_state(inner).items():
         name, _, leaf = key.rpartition(".")
         if name in layers and leaf == "weight":
-            served[name] = linear = served_linear(name, layers[name], hp)
+            served[name] = linear = served_linear(name, layers[name], recipe, hp)
             tensors[key], tensors[f"{name}.weight_scale"] = linear.weight, linear.weight_scale
             if linear.input_scale is not None:
                 tensors[f"{name}.input_scale"] = linear.input_scale
         else:
-            kept = tensor.to(hp) if tensor.is_floating_point() else tensor
+            kept = tensor.to("cpu", hp if tensor.is_floating_point() else tensor.dtype)
             tensors[key] = others.setdefault(tensor.data_ptr(), kept) if tensor.numel() else kept
     for name, layer in layers.items():
         if layer.weight.data_ptr() in others:
@@ -133,9 +148,8 @@ def export_fp8(
                 f"export: {name} shares its weight with a layer in high precision (tied embeddings), and one tensor cannot be both. "
                 "Train with tie_word_embeddings: false, or leave it out of FP8."
             )
-    ignored = [clean_name(n) for n, m in inner.named_modules() if isinstance(m, nn.Linear) and clean_name(n) not in layers]  # fmt: skip
     static = recipe.uses_history or recipe.kind == "constant"
-    config.quantization_config = quantization_config(served, ignored, static=static, by_row=recipe.by_row)
+    config.quantization_config = quantization_config(served, others_of, static=static, by_row=recipe.by_row)
     config.torch_dtype, config.use_cache = hp, True  # training keeps no cache
     _write(inner, config, tensors, Path(folder), tokenizer)
     elements = sum(layer.weight.numel() for layer in served.values())
@@ -197,13 +211,69 @@ def _whole_state(model: Any) -> dict[str, Tensor]:
                 f"export: {name} is not here as a whole: the model is sharded, or on the meta device. Export a whole checkpoint "
                 "(foundry-fp8 export), or gather the model's state on one rank."
             )
-    return {name: tensor.detach().cpu() for name, tensor in state.items()}
+    return {name: tensor.detach() for name, tensor in state.items()}
+
+
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
+"""Linears of one module that vLLM runs as one, all in FP8 or none."""
+
+
+def _check_fused(layers: Collection[str], others: Collection[str]) -> None:
+    """Raise where a server would refuse the model, before minutes of work."""
+    for name in others:
+        parent, _, leaf = name.rpartition(".")
+        group = next((group for group in FUSED if leaf in group), ())
+        beside = [f"{parent}.{part}" for part in group if f"{parent}.{part}" in layers]
+        if beside:
+            globs = ", ".join(f'"*.{part}"' for part in group)
+            raise ConfigError(
+                f"export: {name} ran in high precision and {', '.join(beside)} in FP8. vLLM runs them as one linear and refuses a model "
+                f"whose parts disagree. Train with all of them out of FP8 (algorithms.fp8.exclude: [{globs}]) or none, or serve the "
+                "checkpoint in high precision."
+            )
+
+
+def check_target(folder: str | Path, *, overwrite: bool) -> None:
+    """Raise where an export could not be written, before minutes of work.
+
+    Raises:
+        ConfigError: ``folder`` holds files, and may not be overwritten.
+        RuntimeError: The package compressed-tensors is missing.
+    """
+    check_library()
+    held = sorted(path.name for path in Path(folder).iterdir()) if Path(folder).exists() else []
+    if held and not overwrite:
+        raise ConfigError(
+            f"export: {folder} holds files ({', '.join(held[:3])}{', ...' if len(held) > 3 else ''}). Choose another folder, or --force "
+            "(overwrite=True), which replaces the model in it and keeps the rest."
+        )
 
 
 def _write(model: Any, config: Any, tensors: dict[str, Tensor], folder: Path, tokenizer: Any) -> None:
+    """Into a folder beside it that takes its place at the end; into one that holds files, config.json last, without which it is no model."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as made:
+        _write_into(Path(made), model, config, tensors, tokenizer)
+        if not folder.exists() or not any(folder.iterdir()):
+            Path(made).chmod(0o777 & ~_umask())
+            os.replace(made, folder)
+            os.mkdir(made)  # for the context, which removes it
+            return
+        for old in (folder / CONFIG_NAME, *folder.glob("*.safetensors"), *folder.glob("*.index.json")):
+            old.unlink(missing_ok=True)
+        for new in sorted(Path(made).iterdir(), key=lambda path: path.name == CONFIG_NAME):
+            os.replace(new, folder / new.name)
+
+
+def _umask() -> int:
+    before = os.umask(0)
+    os.umask(before)
+    return before
+
+
+def _write_into(folder: Path, model: Any, config: Any, tensors: dict[str, Tensor], tokenizer: Any) -> None:
     from huggingface_hub import save_torch_state_dict
 
-    folder.mkdir(parents=True, exist_ok=True)
     tied = list(getattr(model, "_tied_weights_keys", None) or [])
     save_torch_state_dict(
         tensors,

@@ -47,7 +47,7 @@ def check_recipe(recipe: Recipe) -> None:
         )
 
 
-def served_linear(name: str, linear: FP8Linear, dtype: torch.dtype) -> ServedLinear:
+def served_linear(name: str, linear: FP8Linear, recipe: Recipe, dtype: torch.dtype) -> ServedLinear:
     """What ``linear`` runs with in its forward, for a server.
 
     The weight is rounded as in training: to ``dtype``, what the forward computes in, then to E4M3. ``unit``: constant scales, and
@@ -57,15 +57,13 @@ def served_linear(name: str, linear: FP8Linear, dtype: torch.dtype) -> ServedLin
     Args:
         name: Of the layer, for messages.
         linear: Converted; its weight whole and on this process.
+        recipe: That it runs.
         dtype: hp.
 
     Raises:
         ConfigError: Its recipe has scales of another form (:func:`check_recipe`), or it holds its weight transposed.
         RuntimeError: No delayed scale was ever set, or the weight is not finite.
     """
-    recipe = linear.configured_recipe
-    assert recipe is not None
-    check_recipe(recipe)
     if isinstance(linear, FP8TransposedLinear):
         raise ConfigError(
             f"{name}: it holds its weight as [in, out] (transformers' Conv1D), for which this layout has no form."
@@ -76,7 +74,7 @@ def served_linear(name: str, linear: FP8Linear, dtype: torch.dtype) -> ServedLin
             f"{name}: no input was ever seen, so that there is no scale for it. Export after training, or load the FP8 state of "
             "a checkpoint first (FP8State.load_state_dict)."
         )
-    weight = linear.matrix.detach().to(dtype)
+    weight = linear.matrix.detach().to("cpu", dtype)
     scale = slots["w"].scale if recipe.uses_history else None
     quantized = quantize(weight, "w", recipe, along=1, scale=scale)
     if not bool(torch.isfinite(weight).all()):

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Collection
 from typing import Any
 
 from foundry_fp8.surgery.report import kind_of
 
-__all__ = ["quantization_config"]
+__all__ = ["check_library", "quantization_config"]
+
+
+def check_library() -> None:
+    """Raise :class:`RuntimeError` where compressed-tensors is not installed."""
+    if importlib.util.find_spec("compressed_tensors") is None:
+        raise RuntimeError(
+            "an export needs the package compressed-tensors, which defines the layout: pip install 'foundry-fp8[export]'"
+        )
 
 
 def quantization_config(
@@ -31,16 +40,13 @@ def quantization_config(
     Source:
         https://github.com/vllm-project/compressed-tensors, its ``QuantizationConfig``.
     """
-    try:
-        from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
-    except ImportError as error:
-        raise RuntimeError(
-            "an export needs the package compressed-tensors, which defines the layout: pip install 'foundry-fp8[export]'"
-        ) from error
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
+
     fp8 = {"num_bits": 8, "type": "float", "symmetric": True}
     of_weights, of_inputs = ("channel", "token") if by_row else ("tensor", "tensor")
-    # By name: readers match class names too, and a model's linears need not be nn.Linear itself.
-    targets = sorted({"re:" + re.escape(kind_of(name)).replace(r"\*", r"\d+") + "$" for name in layers})
+    # By class, which every release of vLLM matches, in experts too; and by name, since a model's linears need not be nn.Linear itself.
+    names = {"re:" + re.escape(kind_of(name)).replace(r"\*", r"\d+") + "$" for name in layers}
+    targets = ["Linear", *sorted(names)]
     scheme = QuantizationScheme(
         targets=targets,
         weights=QuantizationArgs(**fp8, strategy=of_weights, dynamic=False),

@@ -80,7 +80,7 @@ def save_checkpoint(path):
             (
                 "FP8",
                 {
-                    "repr": "FP8(recipe='current', exclude=['*.up_proj'])",
+                    "repr": "FP8(recipe='current', exclude=['*.up_proj', '*.gate_proj'])",
                     "version": 1,
                     "recipe": parse_recipe("current").to_dict(),
                     "backend": "native",

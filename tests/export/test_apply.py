@@ -160,7 +160,7 @@ def test_scales_rounded_to_powers_of_two_are_distinguished(tmp_path):
         float(layer["weight_scale"]).hex().startswith("0x1.0000000000000p")
         for layer in report.layers.values()
     )
-    assert "not rounded to powers of two" in report.summary()
+    assert "otherwise than training did" in report.summary()
 
 
 def test_tied_embeddings_are_stored_once_and_nothing_changes_in_the_model(tmp_path):
@@ -254,3 +254,87 @@ def test_what_the_layout_cannot_say_is_refused(make, said, tmp_path):
     with pytest.raises(ConfigError, match=said):
         foundry_fp8.export_fp8(make(), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_layer_that_was_taken_out_of_fp8_is_served_in_high_precision(tmp_path):
+    """As the guard does; also one that stays in FP8 by another name of the group."""
+    model = trained(llama(), "current", torch.float32)
+    demoted = model.get_submodule("model.layers.1.mlp.down_proj")
+    demoted.set_recipe(None)
+    report = foundry_fp8.export_fp8(model, tmp_path)
+    config, tensors = stored(tmp_path)
+    assert "model.layers.1.mlp.down_proj" not in report.layers
+    assert "model.layers.1.mlp.down_proj" in config["quantization_config"]["ignore"]
+    assert torch.equal(tensors["model.layers.1.mlp.down_proj.weight"], demoted.weight.detach().bfloat16())
+    assert "model.layers.1.mlp.down_proj.weight_scale" not in tensors
+    served, names = emulated(load(tmp_path))
+    assert "model.layers.1.mlp.down_proj" not in names and len(names) == 13
+
+
+@pytest.mark.parametrize("out", ["k_proj", "v_proj", "up_proj", "gate_proj"])
+def test_parts_of_a_fused_projection_that_disagree_are_refused(out, tmp_path):
+    model = trained(llama(), "current", torch.float32, exclude=[f"*.{out}"])
+    with pytest.raises(ConfigError, match=rf"{out} ran in high precision and .*exclude: \[.*{out}"):
+        foundry_fp8.export_fp8(model, tmp_path)
+    assert not any(tmp_path.iterdir())
+    whole = ("q_proj", "k_proj", "v_proj") if out in ("k_proj", "v_proj") else ("gate_proj", "up_proj")
+    model = trained(llama(), "current", torch.float32, exclude=[f"*.{part}" for part in whole])
+    assert len(foundry_fp8.export_fp8(model, tmp_path).layers) == 14 - 2 * len(whole)
+
+
+def test_what_a_folder_holds_is_kept(tmp_path):
+    model = trained(llama(), "current", torch.float32)
+    folder, own = tmp_path / "served", tmp_path / "own"
+    folder.mkdir(), own.mkdir()
+    (own / "config.json").write_text("of somebody else")
+    (folder / "config.json").symlink_to(own / "config.json")
+    (folder / "model.safetensors").write_bytes(b"the user's own")
+    (folder / "notes.txt").write_text("the user's own")
+    with pytest.raises(ConfigError, match=r"holds files \(config.json, model.safetensors, notes.txt\)"):
+        foundry_fp8.export_fp8(model, folder)
+    assert (folder / "model.safetensors").read_bytes() == b"the user's own"
+    foundry_fp8.export_fp8(model, folder, overwrite=True)
+    assert (own / "config.json").read_text() == "of somebody else"  # nothing was written through the link
+    assert (folder / "notes.txt").read_text() == "the user's own" and not (
+        folder / "config.json"
+    ).is_symlink()
+    assert len(emulated(load(folder))[1]) == 14
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["own", "served"]
+
+
+def test_an_export_that_fails_leaves_no_folder(tmp_path, monkeypatch):
+    import huggingface_hub
+
+    def full(tensors, folder, **_):
+        (folder / "model.safetensors").write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(huggingface_hub, "save_torch_state_dict", full)
+    model = trained(llama(), "current", torch.float32)
+    with pytest.raises(OSError, match="No space left"):
+        foundry_fp8.export_fp8(model, tmp_path / "served")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_library_is_said_before_anything_is_read(tmp_path, monkeypatch):
+    import importlib.util
+
+    from foundry_fp8.export import quantization_config
+
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        quantization_config.importlib.util,
+        "find_spec",
+        lambda name: None if name == "compressed_tensors" else find(name),
+    )
+    with pytest.raises(RuntimeError, match=r"foundry-fp8\[export\]"):
+        foundry_fp8.export_fp8(nn.Linear(2, 2), tmp_path)
+
+
+def test_linears_are_targets_by_class_and_by_name(tmp_path):
+    """Releases of vLLM differ in which they match."""
+    foundry_fp8.export_fp8(trained(llama(), "current", torch.float32), tmp_path)
+    (group,) = stored(tmp_path)[0]["quantization_config"]["config_groups"].values()
+    assert group["targets"][0] == "Linear" and all(
+        target.startswith("re:") for target in group["targets"][1:]
+    )
