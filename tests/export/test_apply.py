@@ -267,7 +267,7 @@ def test_a_layer_that_was_taken_out_of_fp8_is_served_in_high_precision(tmp_path)
     assert "model.layers.1.mlp.down_proj" in config["quantization_config"]["ignore"]
     assert torch.equal(tensors["model.layers.1.mlp.down_proj.weight"], demoted.weight.detach().bfloat16())
     assert "model.layers.1.mlp.down_proj.weight_scale" not in tensors
-    served, names = emulated(load(tmp_path))
+    _, names = emulated(load(tmp_path))
     assert "model.layers.1.mlp.down_proj" not in names and len(names) == 13
 
 
