@@ -210,7 +210,10 @@ MUTANTS = [
     Mutant("model_structure/experts.py", "if _rows(leaf) in counts or (part in _ROUTERS and _rows(leaf) in lists):", "if _rows(leaf) in counts or part in _ROUTERS:", "surgery/test_left_out.py"),
     Mutant("surgery/attention_inputs.py", "true = [i for i, found in enumerate(answers) if found is not None and bool(found)]", "true: list[int] = []", "surgery/test_attention_inputs.py"),
     Mutant("report/comparison.py", " and other.same_model(run)", "", "report/test_comparison.py"),
-    Mutant("report/sources/run_log.py", 'header = {**line, "hyperparameters": dict(line.get("hyperparameters") or {})}', 'header = {**line, "hyperparameters": {**header.get("hyperparameters", {}), **dict(line.get("hyperparameters") or {})}}', "report/test_runs.py"),
+    Mutant("report/sources/run_log.py", "header = line\n", 'header = {**line, "hyperparameters": {**header.get("hyperparameters", {}), **line["hyperparameters"]}}\n', "report/test_runs.py"),
+    Mutant("report/judgement.py", "bad = at[~np.isfinite(run.loss[run.has_loss])]", "bad = at[:0]", "report/test_verdict.py"),
+    Mutant("report/verdict.py", "_BEST_FIRST.index(judged.outcome), ", "", "report/test_verdict.py"),
+    Mutant("report/sources/build.py", "if steps[index] < bound:", "if True:", "report/sources/test_lines.py"),
     Mutant("config/check.py", "if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _FLOAT32_MAX:", "if isinstance(value, int | float) and abs(value) < _FLOAT32_MAX:", "config"),
 ]  # fmt: skip
 

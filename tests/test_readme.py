@@ -131,6 +131,7 @@ def test_from_a_yaml_to_a_page_as_the_readme_says(tmp_path):
         assert result.returncode == 0, (words, result.stdout, result.stderr[-3000:])
         said.append(result.stdout + result.stderr)
     assert "FP8: 8 of 9 linears" in said[1] and "FP8: 8 of 9 linears" in said[2]
-    assert "FP8: off" in said[3] and "FP8 current (emulated): " in said[4]
+    assert "FP8: off" in said[3]
+    assert said[4].startswith(("FP8 is fine: ", "FP8: cannot say, because the noise of bf16 "))  # four steps
     page = (tmp_path / "fp8-report" / "report.html").read_text()
-    assert '<p class="verdict">FP8 current (emulated)' in page and 'id="chart-loss"' in page
+    assert '<p class="verdict">FP8' in page and 'id="chart-loss"' in page

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -37,18 +38,38 @@ def compare(
             help="What % faster and % decrease are of: baseline, or own (the run's own speed, its own precision)."
         ),
     ] = "baseline",
+    fail_above: Annotated[
+        float | None,
+        typer.Option(
+            metavar="PERCENT",
+            help="Exit with 1 if the loss of a model's best FP8 run is higher by more, if it diverged, or if nothing can be said.",
+        ),
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Write into a folder that holds other files.")
+    ] = False,
 ) -> None:
     """Compare runs: speed, loss, MFU, kurtosis, FP8 health, memory, conversion, configuration."""
     from rich.console import Console
+    from rich.text import Text
 
     from foundry_fp8.config import check_choice
-    from foundry_fp8.report.write import report_runs
+    from foundry_fp8.report.comparison import compare as compare_runs
+    from foundry_fp8.report.runs import read_runs
+    from foundry_fp8.report.sources.lines import plain_text
+    from foundry_fp8.report.verdict import verdicts
+    from foundry_fp8.report.write import write_report
 
     console = Console()
     try:
         check_choice("--percent-of", percent_of, ("baseline", "own"))
+        if fail_above is not None and not math.isfinite(fail_above):
+            raise ValueError(f"--fail-above {fail_above}: it is a number of percent.")
         of: PercentOf = "own" if percent_of == "own" else "baseline"
-        report_runs(runs, output, console=console, title=title, baseline=baseline, percent_of=of)
+        rows = compare_runs(read_runs(runs), baseline=baseline, percent_of=of)
+        write_report(rows, output, console=console, title=title, force=force)
     except (FileNotFoundError, ImportError, ValueError) as error:
-        console.print(str(error), style="red", highlight=False, markup=False)
+        console.print(Text(plain_text(str(error)), style="red"))
         raise typer.Exit(2) from error
+    if fail_above is not None and not all(found.passes(fail_above) for found in verdicts(rows)):
+        raise typer.Exit(1)

@@ -74,7 +74,7 @@ def demo(
         yaml = yaml or Path(foundry_fp8.__file__).parent / "yamls" / "demo" / f"{family}.yaml"
         data = _prepare(console, yaml, output, corpus)
     except (ConfigError, RuntimeError, FileNotFoundError) as error:
-        console.print(f"[red]{error}[/]", highlight=False)
+        console.print(str(error), style="red", highlight=False, markup=False)
         raise typer.Exit(2) from error
 
     common = {"variables.data": data, "variables.global_seed": seed, "max_duration": f"{steps}ba"}

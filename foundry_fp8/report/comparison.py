@@ -17,7 +17,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from foundry_fp8.report.run import FINAL_SHARE, HIGH_PRECISION, Run
+from foundry_fp8.report.judgement import Judgement, judge
+from foundry_fp8.report.run import HIGH_PRECISION, Run
 
 __all__ = [
     "COLUMNS",
@@ -73,7 +74,8 @@ class Row:
     percent_decrease: float
     percent_faster: float
     final_loss: float
-    percent_loss_higher: float
+    judgement: Judgement | None
+    """Of its loss against the baseline's; ``None`` without one."""
     held_out_loss: float
     scores: Mapping[str, float]
     """The last accuracy of each downstream task, a share of one; empty if there was no such evaluation."""
@@ -82,6 +84,27 @@ class Row:
     tflops_per_device: float
     mfu: float
     """A share of one, as the former a mean after warm-up."""
+
+    @property
+    def percent_loss_higher(self) -> float:
+        """Over the last 10 % of the steps that both have."""
+        return math.nan if self.judgement is None else self.judgement.percent
+
+    @property
+    def problems(self) -> list[str]:
+        """What is missing in the run or wrong with it, in sentences."""
+        found, judged = list(self.run.problems), self.judgement
+        if judged is None or self.baseline is None:
+            return found
+        if judged.outcome == "diverged":
+            found.append(f"It diverged at step {judged.step}.")
+        elif judged.outcome == "unknown":
+            found.append(f"Nothing can be said of its loss, because {judged.why}.")
+        if judged.compared < judged.of:
+            found.append(
+                f"It is compared over {judged.compared} of the {judged.of} steps of {self.baseline.name}."
+            )
+        return found
 
 
 def baseline_of(run: Run, runs: Sequence[Run], named: str | None = None) -> Run | None:
@@ -161,16 +184,10 @@ def _row(run: Run, runs: Sequence[Run], named: str | None, percent_of: PercentOf
     baseline = baseline_of(run, runs, named)
     scores = {task: float(series.values[-1]) for task, series in run.scores.items()}
     shared = [t for t in scores if all(t in other.scores for other in runs if other.scores)]
-    final_loss, loss_higher, faster = run.final_loss, math.nan, math.nan
-    if baseline is not None:
-        if "emulated" not in (run.backend, baseline.backend):
-            faster = 100 * (speed / baseline.tokens_per_second_per_device - 1)
-            if own:
-                faster = 100 * (1 - baseline.tokens_per_second_per_device / speed)
-        common = np.intersect1d(run.step, baseline.step)
-        last = common[-max(1, round(len(common) * FINAL_SHARE)) :]
-        if len(last):
-            loss_higher = 100 * (_mean_loss(run, last) / _mean_loss(baseline, last) - 1)
+    faster = math.nan
+    if baseline is not None and "emulated" not in (run.backend, baseline.backend):
+        of, to = baseline.tokens_per_second_per_device, speed
+        faster = 100 * (1 - of / to) if own else 100 * (to / of - 1)
     return Row(
         run=run,
         baseline=baseline,
@@ -179,8 +196,8 @@ def _row(run: Run, runs: Sequence[Run], named: str | None, percent_of: PercentOf
         if smallest.devices == run.devices
         else 100 * (1 - speed / smallest.tokens_per_second_per_device),
         percent_faster=faster,
-        final_loss=final_loss,
-        percent_loss_higher=loss_higher,
+        final_loss=run.final_loss,
+        judgement=None if baseline is None else judge(run, baseline),
         held_out_loss=run.eval_loss(),
         scores=scores,
         task_score=100 * float(np.mean([scores[task] for task in shared])) if shared else math.nan,
@@ -189,13 +206,10 @@ def _row(run: Run, runs: Sequence[Run], named: str | None, percent_of: PercentOf
     )
 
 
-def _mean_loss(run: Run, steps: np.ndarray) -> float:
-    return float(run.loss[np.isin(run.step, steps)].mean())
-
-
 def format_row(row: Row) -> tuple[str, ...]:
     """The cells of a row under :data:`COLUMNS`, as text; an en dash where a value is not known."""
     run = row.run
+    diverged = row.judgement is not None and row.judgement.outcome == "diverged"
     around = str(run.header.get("precision", "precision not logged"))
     precision = around if run.backend is None else f"{run.recipe}, {run.backend}"
     return (
@@ -206,8 +220,8 @@ def format_row(row: Row) -> tuple[str, ...]:
         _text(row.tokens_per_second_per_device, ",.0f"),
         _text(row.percent_decrease, "+.1f"),
         _text(row.percent_faster, "+.1f"),
-        _text(row.final_loss, ".4f"),
-        _text(row.percent_loss_higher, "+.2f"),
+        "nan" if run.has_loss.any() and math.isnan(row.final_loss) else _text(row.final_loss, ".4f"),
+        "diverged" if diverged else _text(row.percent_loss_higher, "+.2f"),
         _text(row.held_out_loss, ".4f"),
         _text(row.task_score, ".1f"),
     )

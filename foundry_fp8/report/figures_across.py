@@ -132,7 +132,7 @@ def memory(rows: Sequence[Row]) -> Figure | None:
 
 
 def _peak(series: Series | None) -> float:
-    return float(np.nanmax(series.values)) if series is not None and len(series.values) else float("nan")
+    return float(np.nanmax(series.values, initial=0.0)) if series is not None else float("nan")
 
 
 def _bars(axes: Axes, kinds: Sequence[str], found: Sequence[tuple[int, str, float]], form: str) -> None:

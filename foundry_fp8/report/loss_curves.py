@@ -54,7 +54,8 @@ def loss(rows: Sequence[Row]) -> Figure | None:
             percents.append(100 * (smooth(run.loss[here]) / smooth(row.baseline.loss[there]) - 1))
             below[0].plot(steps, percents[-1], **run_style(kinds, index, len(steps)))
     above.set_ylabel("training loss")
-    above.set_xlim(min(row.run.step[0] for _, row in shown), max(row.run.step[-1] for _, row in shown))
+    first, last = min(row.run.step[0] for _, row in shown), max(row.run.step[-1] for _, row in shown)
+    above.set_xlim(first, max(last, first + 1))
     _robust_limits(above, [row.run.loss for _, row in shown])
     for axes in below:
         axes.axhline(0, color=INK, linewidth=1, zorder=1.5)

@@ -21,7 +21,8 @@ from foundry_fp8.report.comparison import (
 )
 from foundry_fp8.report.figures import FIGURES
 from foundry_fp8.report.guard_log import GUARD_EVENTS, guard_timeline
-from foundry_fp8.report.verdict import verdict
+from foundry_fp8.report.sources.lines import plain_text
+from foundry_fp8.report.verdict import verdicts
 
 __all__ = ["render_page"]
 
@@ -37,11 +38,11 @@ def render_page(rows: Sequence[Row], title: str, charts: Mapping[str, str]) -> s
     shown = shown_columns(cells)
     return template.render(
         title=title,
-        verdict=verdict(rows),
+        verdicts=verdicts(rows),
         columns=[COLUMNS[index] for index in shown],
         definitions=explain(rows, shown),
         cells=[[line[index] for index in shown] for line in cells],
-        problems=[(run.name, run.problems) for run in runs if run.problems],
+        problems=[(row.run.name, row.problems) for row in rows if row.problems],
         figures=FIGURES,
         charts=charts,
         conversions=[_conversion(row) for row in rows if row.run.conversion is not None],
@@ -79,7 +80,7 @@ def _conversion(row: Row) -> dict[str, Any]:
         "recipe": ", ".join(f"{key} {value}" for key, value in fields.items() if key != "name"),
         "backend": report.get("chosen") or report.get("backend"),
         "converted": sum(_count(m) for m in modules if m.get("action") == "converted"),
-        "total": report.get("total", sum(map(_count, modules))),
+        "total": report.get("total") or sum(map(_count, modules)),
         "left_out": report.get("left_out", 0),
         "share": report.get("converted_share"),
         "skipped": skipped.most_common(),
@@ -92,14 +93,14 @@ def _conversion(row: Row) -> dict[str, Any]:
 
 def _count(module: Mapping[str, Any]) -> int:
     """How many a row stands for."""
-    return int(module.get("count", 1))
+    return int(module.get("count") or 1)
 
 
 def _facts(row: Row) -> tuple[str, list[tuple[str, str]]]:
     """What the header says of a run, as ``(label, text)``."""
     run, header = row.run, row.run.header
     facts = [
-        ("log", str(run.path)),
+        ("log", plain_text(str(run.path))),
         ("started", str(header.get("time", "unknown"))),
         ("status", run.status),
         ("steps", f"{run.step[-1]:,}" if len(run.step) else "none"),

@@ -62,7 +62,9 @@ class Run:
     step: np.ndarray
     """[n] batches done, increasing."""
     loss: np.ndarray
-    """[n] training loss of each batch, NaN where it was not logged."""
+    """[n] training loss of each batch, as logged: NaN and Inf too."""
+    has_loss: np.ndarray
+    """[n] bool, false where no loss was logged (its loss is NaN)."""
     seconds: np.ndarray
     """[n] training time so far, in seconds, without evaluation."""
     tokens: np.ndarray
@@ -73,10 +75,10 @@ class Run:
     """Every scalar metric of the batch lines by its key."""
     evals: dict[str, Series]
     """Every scalar metric of the eval lines by its key."""
-    tables: list[Table]
-    status: str
+    tables: list[Table] = dataclasses.field(default_factory=list)
+    status: str = "unknown"
     """``finished``, ``stopped...``, or ``unknown`` where the log was cut off."""
-    precisions: tuple[str, ...]
+    precisions: tuple[str, ...] = ()
     """Its recipes (:func:`recipe_of`), in the order in which starts and resumes first used them."""
     problems: list[str]
     """What could not be read or is missing, in sentences."""
@@ -136,8 +138,10 @@ class Run:
     @property
     def final_loss(self) -> float:
         """Mean loss over the last 10 % of the steps (at least one); NaN if any of them is, or if there are none."""
-        count = max(1, round(len(self.loss) * FINAL_SHARE))
-        return float(np.mean(self.loss[-count:])) if len(self.loss) else math.nan
+        loss = self.loss[self.has_loss]
+        count = max(1, round(len(loss) * FINAL_SHARE))
+        with np.errstate(invalid="ignore"):  # inf - inf
+            return float(np.mean(loss[-count:])) if len(loss) else math.nan
 
     @property
     def tokens_per_second_per_device(self) -> float:
@@ -145,10 +149,8 @@ class Run:
         skip = max(1, round(len(self.step) * WARM_UP_SHARE))
         if len(self.step) < skip + 2:
             return math.nan
-        elapsed = self.seconds[-1] - self.seconds[skip]
-        return (
-            float((self.tokens[-1] - self.tokens[skip]) / elapsed / self.devices) if elapsed > 0 else math.nan
-        )
+        done, elapsed = (float(values[-1]) - float(values[skip]) for values in (self.tokens, self.seconds))
+        return done / elapsed / self.devices if done > 0 and elapsed > 0 else math.nan
 
     def eval_loss(self) -> float:
         """The last logged cross entropy on held-out data, NaN if there was no evaluation."""

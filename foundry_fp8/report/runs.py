@@ -15,6 +15,7 @@ from foundry_fp8.report.sources import (
     trainer_state,
     wandb_offline,
 )
+from foundry_fp8.report.sources.lines import plain_text
 
 __all__ = ["Run", "read_run", "read_runs"]
 
@@ -43,10 +44,10 @@ def read_runs(paths: Iterable[Path]) -> list[Run]:
             for depth in range(1, len(folder.parts)):
                 tail = folder.parts[-depth:]
                 if sum(other.parts[-depth:] == tail for other in folders) == 1:
-                    run.name = "/".join(tail)
+                    run.name = plain_text("/".join(tail))
                     break
             else:
-                run.name = str(folder)
+                run.name = plain_text(str(folder))
     taken: dict[str, int] = {}
     for run in runs:  # several in one file may still be called alike
         taken[run.name] = taken.get(run.name, 0) + 1
@@ -66,6 +67,15 @@ def read_run(path: Path) -> Run:
 
 
 def _read(path: Path) -> list[Run]:
+    try:
+        return _read_kind(path)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ValueError(f"{error.filename or path} cannot be read: {error.strerror}.") from error
+
+
+def _read_kind(path: Path) -> list[Run]:
     if path.is_dir():
         return _read_folder(path)
     if not path.exists():

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from foundry_fp8.report.comparison import COLUMNS, Row, explain, format_row, shown_columns
 
@@ -22,8 +23,8 @@ def print_comparison(rows: Sequence[Row], console: Console) -> None:
         # In a narrow terminal the run's name is the last to be cut.
         table.add_column(COLUMNS[index], justify="left" if index < 3 else "right", no_wrap=index == 0)
     for line in cells:
-        table.add_row(*(line[index] for index in shown))
+        table.add_row(*(Text(line[index]) for index in shown))
     console.print(table)
     for row in rows:
-        for problem in row.run.problems:
-            console.print(f"[yellow]{row.run.name}:[/] {problem}", highlight=False)
+        for problem in row.problems:
+            console.print(Text.assemble((f"{row.run.name}:", "yellow"), f" {problem}"))

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import html
 import io
 import json
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 
-from foundry_fp8.report.comparison import (
+from foundry_fp8.report.comparison import (  # fmt: skip
     COLUMNS,
     PercentOf,
     Row,
@@ -22,15 +26,28 @@ from foundry_fp8.report.comparison import (
     shown_columns,
 )
 from foundry_fp8.report.figures import FIGURES
+from foundry_fp8.report.folder import check_folder, write_file
 from foundry_fp8.report.page import render_page
 from foundry_fp8.report.runs import read_runs
+from foundry_fp8.report.sources.lines import plain_text
 from foundry_fp8.report.style import as_svg, styled
 from foundry_fp8.report.terminal import print_comparison
-from foundry_fp8.report.verdict import verdict
+from foundry_fp8.report.verdict import verdict, verdicts
 
-__all__ = ["report_runs"]
+__all__ = ["report_runs", "write_report"]
 
 _PNG_DPI = 240
+_NUMBERS = (
+    *(
+        "tokens_per_second_per_device",
+        "percent_decrease",
+        "percent_faster",
+        "final_loss",
+        "percent_loss_higher",
+    ),
+    *("held_out_loss", "task_score", "tflops_per_device", "mfu"),
+)
+_FORMULA = re.compile(r"\s*[=+\-@\uff1d\uff0b\uff0d\uff20]")
 
 
 def report_runs(
@@ -42,64 +59,59 @@ def report_runs(
     baseline: str | None = None,
     percent_of: PercentOf = "baseline",
 ) -> Path:
-    """Read the runs, print the table, write the figures and the page.
+    """Read the runs (:func:`foundry_fp8.report.runs.read_runs`), compare them, and :func:`write_report`."""
+    rows = compare(read_runs(paths), baseline=baseline, percent_of=percent_of)
+    return write_report(rows, output, console=console, title=title)
+
+
+def write_report(
+    rows: Sequence[Row], output: Path, *, console: Console, title: str, force: bool = False
+) -> Path:
+    """Print the verdict and the table, write the figures and the page.
 
     Args:
-        paths: What :func:`foundry_fp8.report.runs.read_runs` reads; the order is the order of the figures.
+        rows: In the order of the figures.
         output: Folder for ``report.html``, ``comparison.{csv,md,json}`` and ``*.png``; made if missing, files of these names
             are replaced.
         console: Where the table goes.
         title: Heading of the page.
-        baseline: See :func:`foundry_fp8.report.comparison.compare`.
-        percent_of: The same.
+        force: Write even where ``output`` holds other files.
 
     Returns:
         The path of ``report.html``.
 
     Raises:
-        FileNotFoundError: No run under one of the paths.
-        ValueError: A file that is no run, or a baseline that is none of them.
-        ImportError: What a tracker's files need is not installed.
+        ValueError: The folder cannot be written, or has other files.
     """
-    rows = compare(read_runs(paths), baseline=baseline, percent_of=percent_of)
-    console.print(verdict(rows), style="bold", highlight=False, markup=False)
+    page, tables = output / "report.html", {"csv": _csv, "md": _markdown, "json": _json}
+    names = [page.name, *(f"comparison.{kind}" for kind in tables), *(f"{spec.name}.png" for spec in FIGURES)]
+    if not force:
+        check_folder(output, names)
+    console.print(Text(verdict(rows), style="bold"))
     print_comparison(rows, console)
-    output.mkdir(parents=True, exist_ok=True)
-    page = output / "report.html"
-    for name, text in (("csv", _csv(rows)), ("md", _markdown(rows)), ("json", _json(rows))):
-        (output / f"comparison.{name}").write_text(text, encoding="utf-8")
+    for kind, table in tables.items():
+        write_file(output / f"comparison.{kind}", table(rows).encode())
     charts = {}
     with styled():
         for spec in FIGURES:
             figure = spec.draw(rows)
             if figure is None:
-                (output / f"{spec.name}.png").unlink(missing_ok=True)  # of an earlier comparison
+                with contextlib.suppress(OSError):
+                    (output / f"{spec.name}.png").unlink()  # of an earlier comparison
             else:
-                figure.savefig(output / f"{spec.name}.png", dpi=_PNG_DPI)
+                drawn = io.BytesIO()
+                figure.savefig(drawn, format="png", dpi=_PNG_DPI)
+                write_file(output / f"{spec.name}.png", drawn.getvalue())
                 charts[spec.name] = as_svg(figure, spec.name)
-    page.write_text(render_page(rows, title, charts), encoding="utf-8")
-    console.print(
-        f"Report: {page}, table: {output}/comparison.{{csv,md,json}}, figures: {output}/*.png",
-        soft_wrap=True,
-        highlight=False,
-    )
+    write_file(page, render_page(rows, title, charts).encode(errors="replace"))
+    said = f"Report: {page}, table: {output}/comparison.{{csv,md,json}}, figures: {output}/*.png"
+    console.print(Text(plain_text(said)), soft_wrap=True)
     return page
 
 
 def _values(row: Row) -> dict[str, Any]:
     """The row unrounded, ``None`` for what is not known."""
-    run = row.run
-    figures = {
-        "tokens_per_second_per_device": row.tokens_per_second_per_device,
-        "percent_decrease": row.percent_decrease,
-        "percent_faster": row.percent_faster,
-        "final_loss": row.final_loss,
-        "percent_loss_higher": row.percent_loss_higher,
-        "held_out_loss": row.held_out_loss,
-        "task_score": row.task_score,
-        "tflops_per_device": row.tflops_per_device,
-        "mfu": row.mfu,
-    }
+    run, judged = row.run, row.judgement
     return {
         "run": run.name,
         "model": run.model,
@@ -110,30 +122,54 @@ def _values(row: Row) -> dict[str, Any]:
         "nodes": run.nodes,
         "devices": run.devices,
         "baseline": None if row.baseline is None else row.baseline.name,
-        **{key: value if math.isfinite(value) else None for key, value in figures.items()},
+        **{key: _finite(getattr(row, key)) for key in _NUMBERS},
+        "outcome": judged and judged.outcome,
+        "diverged_at": judged and judged.step,
+        "noise_band_percent": judged and _finite(judged.band),
+        "compared_steps": judged and judged.compared,
         "status": run.status,
-        "log": str(run.path),
+        "log": plain_text(str(run.path)),
     }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def _csv(rows: Sequence[Row]) -> str:
     out = io.StringIO()
-    lines = [_values(row) for row in rows]
+    lines = [{key: _cell(value) for key, value in _values(row).items()} for row in rows]
     writer = csv.DictWriter(out, list(lines[0]) if lines else [])
     writer.writeheader()
     writer.writerows(lines)
     return out.getvalue()
 
 
+def _cell(value: Any) -> Any:
+    """A text that a spreadsheet would take for a formula begins with an apostrophe."""
+    return f"'{value}" if isinstance(value, str) and _FORMULA.match(value) else value
+
+
 def _json(rows: Sequence[Row]) -> str:
-    found = [{**_values(row), "tasks": row.scores, "problems": row.run.problems} for row in rows]
-    return json.dumps({"verdict": verdict(rows), "runs": found}, indent=2) + "\n"
+    runs = [
+        {**_values(row), "tasks": {t: _finite(v) for t, v in row.scores.items()}, "problems": row.problems}
+        for row in rows
+    ]
+    found = {"verdict": verdict(rows), "models": [one.as_json() for one in verdicts(rows)], "runs": runs}
+    return json.dumps(found, indent=2, allow_nan=False) + "\n"
 
 
 def _markdown(rows: Sequence[Row]) -> str:
     cells = [format_row(row) for row in rows]
     shown = shown_columns(cells)
     lines = [[COLUMNS[i] for i in shown], ["---" if i < 3 else "---:" for i in shown]]
-    lines += [[line[i].replace("|", "\\|") for i in shown] for line in cells]
+    lines += [[_plain(line[i]) for i in shown] for line in cells]
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return f"{verdict(rows)}\n\n{table}\n\n{explain(rows, shown)}\n"
+    said = "\n\n".join(_plain(found.text) for found in verdicts(rows))
+    problems = "".join(f"- {_plain(f'{row.run.name}: {said}')}\n" for row in rows for said in row.problems)
+    return f"{said}\n\n{table}\n\n{explain(rows, shown)}\n" + (f"\n{problems}" if problems else "")
+
+
+def _plain(text: str) -> str:
+    """Text of others in Markdown: neither HTML nor links nor a new cell."""
+    return re.sub(r"([\\|`*\[\]])", r"\\\1", html.escape(text, quote=False))

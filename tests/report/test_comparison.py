@@ -107,7 +107,8 @@ def test_an_emulated_run_is_not_called_faster_or_slower(tmp_path):
     rows = compare(read_runs([tmp_path]))
     assert math.isnan(rows[1].percent_faster) and rows[1].percent_loss_higher == pytest.approx(1)
     assert verdict(rows) == (
-        "FP8 delayed (emulated): +1.00 % loss on 1 device. An emulated run does not show FP8's speed."
+        "FP8 is worse: loss above the noise of this run (+1.00 %, band 0.25 %, over 9 of 9 steps), "
+        "emulated, which does not show FP8's speed, with delayed on 1 device."
     )
 
 
@@ -119,8 +120,11 @@ def test_the_verdict_names_the_fastest_on_most_devices(tmp_path):
             logged(tmp_path, f"{name}-{devices}", [value] * 20, recipe=recipe, world_size=devices,
                    tokens_per_second=speed * devices, device_type="gpu")  # fmt: skip
     rows = compare(read_runs([tmp_path]))
-    assert verdict(rows) == "FP8 current: 1.31x faster at +0.04 % loss on 64 GPUs."
-    assert verdict(rows[:1]).startswith("Nothing to compare")
+    assert verdict(rows) == (
+        "FP8 is fine: loss within the noise of this run (+0.04 %, band 0.25 %, over 20 of 20 steps), "
+        "1.31 x as fast, with current-64 on 64 GPUs."
+    )
+    assert verdict(rows[:1]) == "FP8: cannot say, because none of the runs is in FP8."
 
 
 def test_runs_of_another_model_are_no_baseline(tmp_path):

@@ -5,21 +5,19 @@ Reads JSON lines with the standard library and NumPy alone, so that logs can be 
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from foundry_fp8.report.run import Run, Series, Table, recipe_of
+from foundry_fp8.report.run import Run, Table, recipe_of
+from foundry_fp8.report.sources.build import build, typed
+from foundry_fp8.report.sources.lines import decode, number, text_lines, whole
 
 __all__ = ["FILE_NAME", "find", "read"]
 
 FILE_NAME = "run_log.jsonl"
 FORMAT_VERSION = 1
 """The newest that is known here (``callbacks/run_log.py`` writes it)."""
+_STEPPED = ("batch", "eval", "metrics")
 
 
 def find(folder: Path) -> list[Path]:
@@ -44,52 +42,46 @@ def read(file: Path) -> Run:
     problems: list[str] = []
     unreadable: list[int] = []
     started_as: list[tuple[int, dict[str, Any]]] = []
-    count = 0
-    for number, line in _lines(file):
+    count = readable = 0
+    for number_of, text in text_lines(file):
         count += 1
-        if line is None:
-            unreadable.append(number)
-            continue
-        kind = line.get("kind")
-        if kind == "header":
-            version = line.get("format_version", FORMAT_VERSION)
-            if not isinstance(version, int) or version > FORMAT_VERSION:
-                raise ValueError(
-                    f"{file} was written by a newer foundry-fp8 (format {version}; this one reads up to {FORMAT_VERSION}): "
-                    "compare it with that one."
-                )
-            resumed_at = int(line.get("step") or 0)
-            # A resumed run repeats the steps after its checkpoint: the repetition counts.
-            batches = [batch for batch in batches if batch["step"] <= resumed_at]
-            evals = [entry for entry in evals if entry["step"] <= resumed_at]
-            others = [entry for entry in others if entry["step"] < resumed_at]
-            if resumed_at == 0 and header:
-                problems.append("It was started again under the same name: what came before is left out.")
-                started_as.clear()
-            # A start knows its whole configuration: nothing of an earlier one is carried over.
-            header = {**line, "hyperparameters": dict(line.get("hyperparameters") or {})}
-            started_as.append((resumed_at, header))
-            status = "unknown"
-        elif kind == "batch" and isinstance(line.get("step"), int):
-            batches.append(line)
-        elif kind == "eval" and isinstance(line.get("step"), int):
-            evals.append(line)
-        elif kind == "metrics" and isinstance(line.get("step"), int):
-            others.append(line)
-        elif kind == "hparams" and isinstance(line.get("values"), dict):
-            header.setdefault("hyperparameters", {}).update(line["values"])
-        elif kind == "table":
-            name = str(line.get("name"))
-            tables[name] = Table(name=name, columns=line.get("columns") or [], rows=line.get("rows") or [])
-        elif kind == "end":
-            status = str(line.get("status"))
-    if count == len(unreadable):
+        parts = decode(text)
+        lines = [line for part in parts if (line := _checked(part)) is not None]
+        readable += len(lines)
+        if len(lines) < len(parts):
+            unreadable.append(number_of)
+        for line in lines:
+            kind = line["kind"]
+            if kind == "header":
+                version = line.get("format_version", FORMAT_VERSION)
+                if not isinstance(version, int) or version > FORMAT_VERSION:
+                    raise ValueError(
+                        f"{file} was written by a newer foundry-fp8 (format {version}; this one reads up to {FORMAT_VERSION}): "
+                        "compare it with that one."
+                    )
+                resumed_at = line["step"]
+                # A resumed run repeats the steps after its checkpoint: the repetition counts.
+                batches = [batch for batch in batches if batch["step"] <= resumed_at]
+                evals = [entry for entry in evals if entry["step"] <= resumed_at]
+                others = [entry for entry in others if entry["step"] < resumed_at]
+                if resumed_at == 0 and header:
+                    problems.append("It was started again under the same name: what came before is left out.")
+                    started_as.clear()
+                # A start knows its whole configuration: nothing of an earlier one is carried over.
+                header = line
+                started_as.append((resumed_at, header))
+                status = "unknown"
+            elif kind in _STEPPED:
+                {"batch": batches, "eval": evals, "metrics": others}[kind].append(line)
+            elif kind == "hparams":
+                header.setdefault("hyperparameters", {}).update(line["values"])
+            elif kind == "table":
+                name = str(line.get("name"))
+                tables[name] = Table(name=name, columns=line["columns"], rows=line["rows"])
+            elif kind == "end":
+                status = str(line.get("status"))
+    if not readable:
         raise ValueError(f"{file} is not a run log: none of its {count} lines can be read as one.")
-    if unreadable:
-        where = ", ".join(map(str, unreadable[:5])) + (", ..." if len(unreadable) > 5 else "")
-        problems.append(
-            f"{len(unreadable)} of {count} lines cannot be read (line {where}); they are left out."
-        )
     if not header:
         problems.append("The log has no header: configuration, device and precision are not known.")
     if status == "unknown":
@@ -98,70 +90,42 @@ def read(file: Path) -> Run:
         problems.append(f"The run did not finish ({status}); what follows is partial.")
     if not batches:
         problems.append("No step was logged.")
-    precisions = [recipe_of(start) for _, start in started_as]
+    precisions = [recipe_of(typed(start, [])) for _, start in started_as]
     if len(set(precisions)) > 1:
         steps = ", ".join(
             f"{name} from step {step}" for (step, _), name in zip(started_as, precisions, strict=True)
         )
         problems.append(f"Its precision changed when it was resumed ({steps}): its figures mix them.")
-    loss = _column(batches, "loss")
-    if len(loss) and not np.isfinite(loss).all():
-        first = int(np.flatnonzero(~np.isfinite(loss))[0])
-        number_of = int((~np.isfinite(loss)).sum())
-        problems.append(
-            f"The loss is not finite in {number_of} steps, first in step {batches[first]['step']}."
-        )
-    return Run(
+    return build(
+        header,
+        batches,
         name=str(header.get("run_name") or file.parent.name),
         path=file,
-        header=header,
-        step=np.array([batch["step"] for batch in batches], dtype=np.int64),
-        loss=loss,
-        seconds=_column(batches, "seconds"),
-        tokens=_column(batches, "tokens"),
-        host_peak_bytes=_column(batches, "host_peak_bytes"),
-        metrics=_series(sorted([*batches, *others], key=lambda line: line["step"])),
-        evals=_series(evals),
+        others=others,
+        evals=evals,
         tables=list(tables.values()),
         status=status,
-        problems=problems,
         precisions=tuple(dict.fromkeys(precisions)),
+        problems=problems,
+        unreadable=(unreadable, count),
     )
 
 
-def _lines(file: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """Yield ``(line number, object)``, with ``None`` for a line that is not one JSON object."""
-    with file.open(encoding="utf-8", errors="replace") as lines:
-        for number, text in enumerate(lines, start=1):
-            if not text.strip():
-                continue
-            try:
-                line = json.loads(text)
-            except json.JSONDecodeError:
-                line = None
-            yield number, line if isinstance(line, dict) else None
-
-
-def _number(value: Any) -> float:
-    """A logged value as a float: the strings nan, inf and -inf too; NaN for what is no number."""
+def _checked(line: Any) -> dict[str, Any] | None:
+    """The line with the types that its kind has; ``None`` for what is none of a run log's."""
+    kind = line.get("kind") if isinstance(line, dict) else None
+    mapping = {"hparams": "values", "header": "hyperparameters"}.get(str(kind), "metrics")
+    if not isinstance(kind, str) or not isinstance(line.get(mapping) or {}, dict):
+        return None
+    found = {**line, mapping: line.get(mapping) or {}}
     try:
-        return float(value)
+        if kind == "header" or kind in _STEPPED:
+            found["step"] = whole(line.get("step") or 0 if kind == "header" else line.get("step"))
+        if kind == "batch" and line.get("loss") is not None:
+            number(line["loss"])
+        if kind == "table":
+            found |= {key: list(line.get(key) or []) for key in ("columns", "rows")}
+            found["rows"] = [[*row] for row in found["rows"]]
     except (TypeError, ValueError):
-        return math.nan
-
-
-def _column(lines: list[dict[str, Any]], key: str) -> np.ndarray:
-    return np.array([_number(line.get(key)) for line in lines], dtype=np.float64)
-
-
-def _series(lines: list[dict[str, Any]]) -> dict[str, Series]:
-    steps: dict[str, list[int]] = {}
-    values: dict[str, list[float]] = {}
-    for line in lines:
-        for key, value in (line.get("metrics") or {}).items():
-            if isinstance(value, (int, float)) or value in ("nan", "inf", "-inf"):
-                steps.setdefault(key, []).append(line["step"])
-                values.setdefault(key, []).append(_number(value))
-    return {
-        key: Series(steps=np.array(steps[key], dtype=np.int64), values=np.array(values[key])) for key in steps
-    }
+        return None
+    return found

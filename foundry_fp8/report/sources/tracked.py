@@ -7,14 +7,15 @@ Composer's loggers give trackers the same keys: ``loss/train/total`` at each bat
 from __future__ import annotations
 
 import ast
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from foundry_fp8.report.run import Run, Series, recipe_of
+from foundry_fp8.report.run import Run
+from foundry_fp8.report.sources.build import build
+from foundry_fp8.report.sources.lines import clean, parse
 
 __all__ = ["Points", "run_of"]
 
@@ -49,7 +50,7 @@ def run_of(
         raise ValueError(f"{path} holds no {LOSS}: it is no training run of Composer.")
     config = {key: _plain(value) for key, value in hyperparameters.items()}
     steps = sorted(points[LOSS])
-    problems = []
+    problems: list[str] = []
     hours = points.get(HOURS) or {}
     if hours:
         seconds = [3600 * hours.get(step, np.nan) for step in steps]
@@ -70,40 +71,27 @@ def run_of(
         "precision": config.get("precision", "precision not logged"),
         "parameters": config.get("n_params"),
     }
-    training = {key: values for key, values in points.items() if not key.startswith("metrics/eval")}
-    return Run(
-        name=name,
-        path=path,
-        header=header,
-        step=np.array(steps, dtype=np.int64) + 1,
-        loss=np.array([points[LOSS][step] for step in steps], dtype=np.float64),
-        seconds=np.array(seconds, dtype=np.float64),
-        tokens=np.array([points.get(TOKENS, {}).get(step, np.nan) for step in steps], dtype=np.float64),
-        host_peak_bytes=np.full(len(steps), np.nan),
-        metrics={key: _series(values) for key, values in training.items() if key != LOSS},
-        evals={key: _series(values) for key, values in points.items() if key.startswith("metrics/eval")},
-        tables=[],
-        status=status,
-        precisions=(recipe_of(header),),
-        problems=problems,
-    )
-
-
-def _series(values: Mapping[int, float]) -> Series:
-    steps = sorted(values)
-    return Series(
-        steps=np.array(steps, dtype=np.int64) + 1,
-        values=np.array([values[s] for s in steps], dtype=np.float64),
-    )
+    tokens = points.get(TOKENS, {})
+    batches = [
+        {"step": step + 1, "loss": points[LOSS][step], "seconds": time, "tokens": tokens.get(step)}
+        for step, time in zip(steps, seconds, strict=True)
+    ]
+    lines: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
+    for key, values in points.items():
+        if key != LOSS:
+            of_eval = key.startswith("metrics/eval")
+            lines[of_eval] += [{"step": step + 1, "metrics": {key: value}} for step, value in values.items()]
+    return build(header, batches, others=lines[False], evals=lines[True], problems=problems,
+                 name=name, path=path, status=status)  # fmt: skip
 
 
 def _plain(value: Any) -> Any:
     """A hyperparameter that a tracker kept as text, as what it was."""
     if not isinstance(value, str):
-        return value
-    for read in (json.loads, ast.literal_eval):
+        return clean(value)
+    for read in (parse, ast.literal_eval):
         try:
-            return read(value)
-        except (ValueError, SyntaxError):
+            return clean(read(value))
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
             continue
-    return value
+    return clean(value)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from foundry_fp8.report.run import Run, Series, recipe_of
+from foundry_fp8.report.run import Run
+from foundry_fp8.report.sources.build import build
+from foundry_fp8.report.sources.lines import number, parse, whole
 
 __all__ = ["FILE_NAME", "find", "read"]
 
@@ -36,60 +35,54 @@ def read(file: Path) -> Run:
         ValueError: It is no such file, or holds no training loss.
     """
     try:
-        state: Any = json.loads(file.read_text(encoding="utf-8"))
-        history = [entry for entry in state["log_history"] if "step" in entry]
+        state: Any = parse(file.read_text(encoding="utf-8-sig", errors="replace"))
+        entries = list(state["log_history"])
         asked = (state.get("stateful_callbacks") or {}).get("FP8Callback", {}).get("args")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{file} is no {FILE_NAME} of Hugging Face's Trainer: {error!r}") from error
+    history, unreadable = [], []
+    for place, entry in enumerate(entries, start=1):
+        try:
+            number(entry.get("loss", 0.0))
+            history.append({**entry, "step": whole(entry.get("step"))})
+        except (AttributeError, ValueError):
+            unreadable.append(place)
     lines = [entry for entry in history if "loss" in entry]
     if not lines:
         raise ValueError(f"{file} holds no training loss: nothing was logged yet (logging_steps).")
     of_run = file.parent.parent if _is_checkpoint(file.parent) else file.parent
     config: dict[str, Any] = {}
-    if asked and asked.get("enabled", True):
+    if isinstance(asked, dict) and asked and asked.get("enabled", True):
         recipe = asked.get("recipe", "auto")
         config["fp8"] = {
             "recipe": recipe if isinstance(recipe, dict) else {"name": recipe},
             "backend": "not logged",
         }
     name = of_run.resolve().name
-    header = {
-        "run_name": name,
-        "hyperparameters": config,
-        "precision": "precision not logged",
-    }
-    tokens = [float(entry.get("num_input_tokens_seen", "nan")) for entry in lines]
     problems = ["Trainer logs no time of its steps, so there is no speed."]
-    if np.isnan(tokens).all():
+    if all(entry.get("num_input_tokens_seen") is None for entry in lines):
         problems.append("No tokens were counted (include_num_input_tokens_seen).")
-    return Run(
+    return build(
+        {"run_name": name, "hyperparameters": config, "precision": "precision not logged"},
+        [
+            {**entry, "tokens": entry.get("num_input_tokens_seen"), "metrics": _metrics(entry)}
+            for entry in lines
+        ],
+        evals=[
+            {"step": entry["step"], "metrics": _metrics(entry)}
+            for entry in history
+            if any(key.startswith("eval_") for key in entry)
+        ],
         name=name,
         path=file,
-        header=header,
-        step=np.array([entry["step"] for entry in lines], dtype=np.int64),
-        loss=np.array([entry["loss"] for entry in lines], dtype=np.float64),
-        seconds=np.full(len(lines), np.nan),
-        tokens=np.array(tokens),
-        host_peak_bytes=np.full(len(lines), np.nan),
-        metrics=_series(lines),
-        evals=_series([entry for entry in history if any(key.startswith("eval_") for key in entry)]),
-        tables=[],
         status="finished" if state.get("global_step") == state.get("max_steps") else "unknown",
-        precisions=(recipe_of(header),),
         problems=problems,
+        unreadable=(unreadable, len(entries)),
     )
 
 
-def _series(entries: list[dict[str, Any]]) -> dict[str, Series]:
-    found: dict[str, dict[int, float]] = {}
-    for entry in entries:
-        for key, value in entry.items():
-            if isinstance(value, int | float) and key not in NOT_A_METRIC:
-                found.setdefault(EVAL_LOSS if key == "eval_loss" else key, {})[entry["step"]] = float(value)
-    return {
-        key: Series(steps=np.array([*by_step], dtype=np.int64), values=np.array([*by_step.values()]))
-        for key, by_step in found.items()
-    }
+def _metrics(entry: dict[str, Any]) -> dict[str, Any]:
+    return {EVAL_LOSS if key == "eval_loss" else key: entry[key] for key in entry if key not in NOT_A_METRIC}
 
 
 def _is_checkpoint(folder: Path) -> bool:

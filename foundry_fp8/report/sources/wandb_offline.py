@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 from foundry_fp8.compat.wandb_offline import records
 from foundry_fp8.report.run import Run
+from foundry_fp8.report.sources.lines import number, parse, whole
 from foundry_fp8.report.sources.tracked import run_of
 
 __all__ = ["find", "read"]
@@ -38,14 +39,20 @@ def read(file: Path) -> Run:
             )
         elif kind == "history":
             row = _items(record.history.item)
-            step = int(row.get("_step", record.history.step.num))
-            if "_timestamp" in row:
-                clock[step] = float(row["_timestamp"])
-            for key, value in row.items():
-                if isinstance(value, int | float) and not key.startswith("_"):
-                    points[key][step] = float(value)
+            with contextlib.suppress(ValueError):
+                step = whole(row.get("_step", record.history.step.num))
+                for key, value in row.items():
+                    with contextlib.suppress(ValueError):
+                        if key == "_timestamp":
+                            clock[step] = number(value)
+                        elif not key.startswith("_"):
+                            points[key][step] = number(value)
     return run_of(name, file, points, config, clock=clock, status=status)
 
 
 def _items(items: Any) -> dict[str, Any]:
-    return {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
+    found = {}
+    for item in items:
+        with contextlib.suppress(ValueError):
+            found[item.key or "/".join(item.nested_key)] = parse(item.value_json)
+    return found
