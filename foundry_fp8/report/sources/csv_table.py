@@ -1,7 +1,7 @@
 """Runs from a CSV of anybody's: one line a step.
 
 Columns: ``step`` and ``loss``; and where there are such, ``run`` (several runs in one file), ``tokens`` and ``seconds`` (so far),
-``precision`` (``bf16``, ``delayed``, ``current``, ``block``, ``mxfp8``, ...), ``devices``, ``nodes``, ``parameters``. Any other
+``precision`` (``bf16``, a recipe's name, or what begins with ``fp8``), ``devices``, ``nodes``, ``parameters``. Any other
 column is a metric.
 """
 
@@ -68,7 +68,7 @@ def _run(name: str, file: Path, lines: list[dict[str, Any]], unreadable: tuple[l
         batches.append({**numbers, "metrics": {key: numbers[key] for key in line if key and key not in OWN}})
     precision = lines[0].get("precision") or "precision not given"
     config: dict[str, Any] = {}
-    if precision in RECIPES:
+    if precision.lower() in RECIPES or precision.lower().startswith("fp8"):
         config["fp8"] = {"recipe": {"name": precision}, "backend": "as given"}
     sizes = {"world_size": "devices", "nodes": "nodes", "parameters": "parameters"}
     header: dict[str, Any] = {"run_name": name, "precision": precision, "hyperparameters": config}
