@@ -20,7 +20,7 @@ from foundry_fp8.layers.gemm_layer import FP8GemmLayer, configured_recipes
 from foundry_fp8.layers.state import FP8State
 from foundry_fp8.numerics.recipes import Recipe
 from foundry_fp8.surgery.attention import plan_attention
-from foundry_fp8.surgery.fp8_config import KEY, FP8Config, resolve_recipe
+from foundry_fp8.surgery.fp8_config import KEY, TE_LAYERS, FP8Config, resolve_recipe
 from foundry_fp8.surgery.frozen_weights import keep_frozen_in_fp8, plan_frozen
 from foundry_fp8.surgery.linears import LinearPlan, plan_linears
 from foundry_fp8.surgery.norm_fusion import Fusion, fuse_norms, plan_norms
@@ -58,12 +58,8 @@ def apply_fp8(model: nn.Module, *, device: torch.device | str | None = None, **o
         raise ConfigError(f"{KEY}.enabled: false converts nothing. Do not call this, or set it to true.")
     if any(isinstance(module, FP8GemmLayer) for module in model.modules()):
         raise ConfigError(f"{KEY}: the model is converted to FP8 already. Name the algorithm once.")
-    foreign = [n for n, m in model.named_modules() if type(m).__module__.startswith("transformer_engine.")]
-    if foreign:
-        raise ConfigError(
-            f"{KEY}: the model holds Transformer Engine modules ({foreign[0]}, ...), so FP8 would be set up twice. "
-            "Remove `fc_type: te` and `ffn_type: te_ln_mlp` from the model's config; this algorithm converts plain linears."
-        )
+    if any(type(module).__module__.startswith("transformer_engine.") for module in model.modules()):
+        raise ConfigError(TE_LAYERS)
     where = _device_of(model) if device is None else torch.device(device)
     policy = config.policy(where)
     backend, chosen = choose_backend(config.backend, policy.recipes, where, f"{KEY}.backend")
