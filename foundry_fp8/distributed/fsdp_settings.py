@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any, Literal
 
 from torch import nn
@@ -10,7 +11,7 @@ from torch import nn
 from foundry_fp8.config import ConfigError
 from foundry_fp8.distributed.hybrid_sharding.apply import HybridShardingConfig, degrees_of
 
-__all__ = ["FSDP1_STRATEGIES", "FSDPSettings", "Sharding", "degrees"]
+__all__ = ["FSDP1_STRATEGIES", "FSDPSettings", "Sharding", "degrees", "fsdp_version"]
 
 Sharding = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
 FSDP1_STRATEGIES: dict[str, Sharding] = {
@@ -52,6 +53,11 @@ class FSDPSettings:
         if self.version == 2:
             return "FULL_SHARD" if self.reshard_after_forward else "SHARD_GRAD_OP"
         return FSDP1_STRATEGIES[self.sharding_strategy]
+
+
+def fsdp_version() -> Literal[1, 2]:
+    """Which FSDP Composer makes of an ``fsdp_config``."""
+    return 2 if os.environ.get("FSDP_VERSION", "1") == "2" else 1
 
 
 def degrees(
