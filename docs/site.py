@@ -83,7 +83,7 @@ def _clashes() -> str:
     from foundry_fp8.run.clashes import CLASHES
 
     rows = [
-        (clash.settings, "error" if clash.error else "warning", clash.general)
+        (clash.settings, "error" if clash.error else "warning", re.sub(r"\{.*?\}", "...", clash.text))
         for clash in CLASHES
         if clash.trainer == "composer"
     ]

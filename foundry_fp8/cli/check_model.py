@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from foundry_fp8.activations.checkpointing.targets import Selection, select
 from foundry_fp8.backends import AUTO_ORDER, load_attention_backend, load_backend
-from foundry_fp8.cli.finding import Finding, Level
 from foundry_fp8.cli.hardware import Hardware
 from foundry_fp8.cli.hf_folder import FOLDER_MODEL
 from foundry_fp8.cli.yaml_run import parallel_layers
@@ -24,7 +23,18 @@ if TYPE_CHECKING:
     from foundry_fp8.surgery.fp8_config import FP8Config
     from foundry_fp8.surgery.report import SurgeryReport
 
-__all__ = ["check_attached", "check_conversion", "check_targets"]
+__all__ = ["Finding", "check_attached", "check_conversion", "check_targets"]
+
+Level = Literal["ok", "warning", "error"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One thing that will happen."""
+
+    topic: str
+    level: Level
+    text: str
 
 
 def check_targets(run: Run, model: Any) -> tuple[list[Selection], list[Finding]]:

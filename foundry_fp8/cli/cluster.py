@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
 from foundry_fp8.cli.hardware import GPUS, PER_NODE
-from foundry_fp8.cli.yaml_run import run_of, tensor_parallel_degree
+from foundry_fp8.cli.yaml_run import fsdp_version, run_of, tensor_parallel_degree
 from foundry_fp8.config import ConfigError, Positive, accept, check_choice
 from foundry_fp8.distributed.compression.config import CompressionConfig
 from foundry_fp8.distributed.compression.routing import path_of
-from foundry_fp8.distributed.fsdp_settings import FSDPSettings, Sharding, degrees, fsdp_version
-from foundry_fp8.run.settings import Run
+from foundry_fp8.distributed.sharding import degrees, is_fsdp2, sharding_of
 
 if TYPE_CHECKING:
     from foundry_fp8.planning.memory.cluster import Cluster
+    from foundry_fp8.run.settings import Run
 
 __all__ = ["cluster_of", "limit_of", "refuse_tensor_parallelism", "shard_of", "wire_bytes"]
 
@@ -65,27 +64,19 @@ def cluster_of(
 
     accept(Positive, world_size, "--world-size")
     refuse_tensor_parallelism(config)
-    run = run_of(config, world_size)
-    fsdp = run.fsdp
     if sharding is not None:
         check_choice("--sharding", sharding, SHARDINGS)
-        fsdp = dataclasses.replace(
-            fsdp or FSDPSettings(version=fsdp_version()),
-            sharding_strategy=sharding,
-            reshard_after_forward=sharding == "FULL_SHARD",
-        )
-    if sharding == "NO_SHARD" or (fsdp is not None and fsdp.sharding == "NO_SHARD"):
-        fsdp = None
-    shard = shard_of(dataclasses.replace(run, fsdp=fsdp), model, device_bytes, "--world-size")
-    gathered, reduced = wire_bytes(config)
-    if fsdp is None or (fsdp.version == 1 and shard == 1):  # DDP casts nothing: float32
-        strategy: Sharding = "NO_SHARD"
-        gathered = reduced = 4
-    else:
-        strategy = fsdp.sharding
+        asked = {**(config.get("fsdp_config") or {}), "sharding_strategy": sharding}
+        if fsdp_version() == 2:
+            asked["reshard_after_forward"] = sharding == "FULL_SHARD"
+        config = {**config, "fsdp_config": None if sharding == "NO_SHARD" else asked}
+    run = run_of(config, world_size)
+    shard = shard_of(run, model, device_bytes, "--world-size")
+    alone = shard == 1 and not is_fsdp2(run.fsdp)
+    gathered, reduced = (4, 4) if alone else wire_bytes(config)  # DDP casts nothing: float32
     return Cluster(
         world_size=world_size,
-        sharding=strategy,
+        sharding="NO_SHARD" if alone else sharding_of(run.fsdp),
         shard=shard,
         gathered=gathered,
         reduced=reduced,

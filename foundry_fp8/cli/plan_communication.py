@@ -15,6 +15,7 @@ from foundry_fp8.cli.cluster import refuse_tensor_parallelism, shard_of, wire_by
 from foundry_fp8.cli.yaml_model import build_yaml_model, optimizer_bytes_of, read_yaml
 from foundry_fp8.cli.yaml_run import run_of
 from foundry_fp8.config import ConfigError, Positive, accept, at_least, check_choice
+from foundry_fp8.distributed.sharding import sharding_of
 from foundry_fp8.planning.communication.machines import GPUS, NETWORKS, Network
 from foundry_fp8.planning.communication.nccl_tests import with_logs
 from foundry_fp8.planning.communication.published import check_published, skill
@@ -202,7 +203,7 @@ def workload_of(config: Mapping[str, Any], model: Any, tokens: int | None = None
         tokens=microbatch * length if tokens is None else tokens,
         attention_flops=3 * attention / length,
         trained=sum(p.numel() for p in model.parameters() if p.requires_grad) / parameters,
-        sharding="SHARD_GRAD_OP" if run.fsdp and run.fsdp.sharding == "SHARD_GRAD_OP" else "FULL_SHARD",
+        sharding="SHARD_GRAD_OP" if sharding_of(run.fsdp) == "SHARD_GRAD_OP" else "FULL_SHARD",
         parameter_bytes=gathered,
         gradient_bytes=reduced,
         optimizer_bytes=optimizer_bytes_of(model, config) / parameters,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import torch
 import typer
@@ -25,7 +25,9 @@ from foundry_fp8.compat.fake_tensor import NEEDS_VALUES, FakeTensor, FakeTensorM
 from foundry_fp8.config import ConfigError, Positive, accept, check_choice, format_bytes
 from foundry_fp8.layers.autocast import autocast_type
 from foundry_fp8.model_structure.experts import router_modules
-from foundry_fp8.run.settings import Run
+
+if TYPE_CHECKING:
+    from foundry_fp8.run.settings import Run
 
 __all__ = ["memory", "plan_yaml"]
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from foundry_fp8.cli.hardware import PER_NODE
 from foundry_fp8.config import ConfigError, Positive, accept, check_choice, first_line
-from foundry_fp8.distributed.fsdp_settings import FSDP1_STRATEGIES, FSDPSettings, fsdp_version
-from foundry_fp8.run.settings import Run, parse_algorithms
+from foundry_fp8.distributed.sharding import FSDP1_STRATEGIES
 
-__all__ = ["parallel_layers", "run_of", "tensor_parallel_degree"]
+if TYPE_CHECKING:
+    from foundry_fp8.run.settings import Run
+
+__all__ = ["fsdp_version", "parallel_layers", "run_of", "tensor_parallel_degree"]
 
 
 def run_of(config: Mapping[str, Any], ranks: int = PER_NODE) -> Run:
@@ -21,6 +23,8 @@ def run_of(config: Mapping[str, Any], ranks: int = PER_NODE) -> Run:
     Raises:
         ConfigError: An option that is unknown or has a value that it cannot have.
     """
+    from foundry_fp8.run.settings import Run, parse_algorithms  # slow to import: transformers
+
     model = config.get("model") or {}
     layer, loss = model.get("fc_type"), model.get("loss_fn", "fused_crossentropy")
     layer = layer.get("name") if isinstance(layer, Mapping) else layer
@@ -38,7 +42,12 @@ def run_of(config: Mapping[str, Any], ranks: int = PER_NODE) -> Run:
     )
 
 
-def _fsdp(config: Mapping[str, Any], ranks: int) -> FSDPSettings | None:
+def fsdp_version() -> Literal[1, 2]:
+    """Which FSDP Composer makes of an ``fsdp_config``."""
+    return 2 if os.environ.get("FSDP_VERSION", "1") == "2" else 1
+
+
+def _fsdp(config: Mapping[str, Any], ranks: int) -> Any:
     section = config.get("fsdp_config")
     if section is None or ranks == 1:  # LLM Foundry takes it off on one device
         return None
@@ -47,18 +56,19 @@ def _fsdp(config: Mapping[str, Any], ranks: int) -> FSDPSettings | None:
     mixed = (config.get("model") or {}).get(
         "init_device"
     ) == "mixed"  # of which LLM Foundry loads rank 0 alone
-    given = {**({"load_monolith_rank0_only": True} if mixed else {}), **section}
+    given = {"load_monolith_rank0_only": mixed, **section}
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            two = fsdp_version() == 2
-            made = FSDP2Config.from_compatible_attrs(given) if two else FSDPConfig(**given)
+            if fsdp_version() == 2:
+                return FSDP2Config.from_compatible_attrs(given)
+            made = FSDPConfig(**given)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"fsdp_config: {first_line(error)}.") from error
-    found = FSDPSettings.of(made)
-    assert found is not None
-    check_choice("fsdp_config.sharding_strategy", found.sharding_strategy, tuple(FSDP1_STRATEGIES))
-    return found
+    check_choice(
+        "fsdp_config.sharding_strategy", str(made.sharding_strategy).upper(), tuple(FSDP1_STRATEGIES)
+    )
+    return made
 
 
 def tensor_parallel_degree(config: Mapping[str, Any]) -> int:

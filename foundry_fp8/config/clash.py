@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
@@ -25,22 +24,9 @@ class Clash:
     trainer: Literal["composer", "transformers"] = "composer"
     """In whose settings' words it is said."""
 
-    def said(self, run: object) -> str:
-        """The text about ``run``."""
-        return self.text.format(run=run)
-
-    @property
-    def general(self) -> str:
-        """The text about any run."""
-        return re.sub(r"\{.*?\}", "...", self.text)
-
 
 def refuse(clashes: Iterable[Clash], run: object) -> None:
-    """Raise the first error that ``run`` has.
-
-    Raises:
-        ConfigError: With the clash's text.
-    """
+    """Raise the first error that ``run`` has as a :class:`ConfigError`."""
     for clash in clashes:
         if clash.error and clash.when(run):
-            raise ConfigError(clash.said(run))
+            raise ConfigError(clash.text.format(run=run))

@@ -9,23 +9,17 @@ from transformers import TrainingArguments
 from foundry_fp8.compat.compiled_model import is_compiled
 from foundry_fp8.config import ConfigError
 from foundry_fp8.distributed.compression.apply import wrapper_of
-from foundry_fp8.distributed.fsdp_settings import FSDPSettings
-from foundry_fp8.run.clashes import CALLBACK
-from foundry_fp8.run.clashes import refuse as refuse_run
+from foundry_fp8.run import clashes
 from foundry_fp8.run.settings import Run
 from foundry_fp8.surgery.apply import FP8Config
 
 __all__ = ["KEY", "refuse"]
 
-KEY = CALLBACK
+KEY = clashes.CALLBACK
 
 
 def refuse(args: TrainingArguments, model: nn.Module, config: FP8Config, *, guarded: bool) -> None:
-    """What cannot run together.
-
-    Raises:
-        ConfigError: With the reason and the way out.
-    """
+    """Raise :class:`ConfigError` for what cannot run together, with the reason and the way out."""
     if wrapper_of(model) is not None or isinstance(model, nn.DataParallel) or is_compiled(model):
         raise ConfigError(
             f"{KEY}: the model is wrapped or compiled already, and FP8 layers go in before that. Give Trainer the plain model; it wraps "
@@ -33,14 +27,14 @@ def refuse(args: TrainingArguments, model: nn.Module, config: FP8Config, *, guar
         )
     accelerate = AcceleratorState()
     plugin = getattr(accelerate, "deepspeed_plugin", None)
-    fp8 = accelerate.mixed_precision == "fp8"
+    half = "amp_fp16" if args.fp16 else "amp_bf16"
     run = Run(
         trainer="transformers",
-        precision="amp_fp8" if fp8 else "amp_fp16" if args.fp16 else "amp_bf16",
-        fsdp=FSDPSettings() if args.fsdp else None,
+        precision="amp_fp8" if accelerate.mixed_precision == "fp8" else half,
+        fsdp=args.fsdp or None,
         guarded=guarded,
-        zero_stage=None if plugin is None else plugin.zero_stage,
+        zero_stage=getattr(plugin, "zero_stage", None),
         copied_to=args.n_gpu,
         fp8=config,
     )
-    refuse_run(run)
+    clashes.refuse(run)

@@ -12,12 +12,11 @@ from foundry_fp8.activations.compression.apply import ActivationCompressionConfi
 from foundry_fp8.activations.fused_head.apply import FusedHeadConfig
 from foundry_fp8.config import Config, from_mapping
 from foundry_fp8.distributed.compression.config import CompressionConfig
-from foundry_fp8.distributed.fsdp_settings import FSDPSettings
 from foundry_fp8.distributed.hybrid_sharding.apply import HybridShardingConfig
 from foundry_fp8.models.mus.apply import UnitScalingConfig
 from foundry_fp8.surgery.fp8_config import FP8Config
 
-__all__ = ["CONFIGS", "Run", "in_plan", "parse_algorithms"]
+__all__ = ["Run", "in_plan", "parse_algorithms"]
 
 CONFIGS: Mapping[str, type[Config]] = {
     "fp8": FP8Config,
@@ -28,7 +27,6 @@ CONFIGS: Mapping[str, type[Config]] = {
     "hybrid_sharding": HybridShardingConfig,
     "unit_scaling": UnitScalingConfig,
 }
-"""What each algorithm of this package reads its part of a YAML into."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,29 +35,20 @@ class Run:
 
     trainer: Literal["composer", "transformers"] = "composer"
     name: str | None = None
-    precision: str = "amp_bf16"
-    """In Composer's words."""
+    precision: str = "amp_bf16"  # in Composer's words
     ranks: int = 1
-    replicate: int = 1
-    """Copies of the model."""
-    shard: int = 1
-    """Ranks that share one of them."""
-    fsdp: FSDPSettings | None = None
+    replicate: int = 1  # copies of the model
+    shard: int = 1  # ranks that share one of them
+    fsdp: Any = None  # Composer's FSDPConfig or FSDP2Config
     tensor_parallel: bool = False
-    parallel_layers: tuple[str, ...] = ()
-    """Converted layers that are in the plan of tensor parallelism."""
+    parallel_layers: str = ""  # which converted ones are in the plan of tensor parallelism
     compiled: bool = False
-    train_metrics: bool = False
-    """Whether metrics read the logits of training batches."""
-    flash_loss: bool = False
-    """Whether the model's loss is flash-attention's cross-entropy."""
-    te_layers: bool = False
-    """Whether the model is made of Transformer Engine's layers."""
+    train_metrics: bool = False  # which read the logits of training batches
+    flash_loss: bool = False  # flash-attention's cross-entropy
+    te_layers: bool = False  # Transformer Engine's, in the model's config
     guarded: bool = False
-    zero_stage: int | None = None
-    """DeepSpeed's."""
-    copied_to: int = 1
-    """GPUs of one process, among which ``nn.DataParallel`` copies the model."""
+    zero_stage: int | None = None  # DeepSpeed's
+    copied_to: int = 1  # GPUs of one process, among which nn.DataParallel copies the model
     fp8: FP8Config | None = None
     activation_checkpointing: ActivationCheckpointingConfig | None = None
     activation_compression: ActivationCompressionConfig | None = None
@@ -69,35 +58,19 @@ class Run:
     unit_scaling: UnitScalingConfig | None = None
 
     @property
-    def parallel_named(self) -> str:
-        """``parallel_layers`` in a message."""
-        return (
-            f"{len(self.parallel_layers)} converted layers ("
-            + ", ".join(self.parallel_layers[:3])
-            + ", ..." * (len(self.parallel_layers) > 3)
-            + ")"
-        )
-
-    @property
     def converts(self) -> FP8Config | None:
         """``fp8``, unless it is switched off."""
         return self.fp8 if self.fp8 is not None and self.fp8.enabled else None
 
 
 def parse_algorithms(section: Mapping[str, Mapping[str, Any] | None] | None) -> dict[str, Any]:
-    """The configurations of those algorithms of a YAML's ``algorithms`` that are this package's.
-
-    Raises:
-        ConfigError: An option that is unknown or has a value that it cannot have.
-    """
-    return {
-        name: from_mapping(CONFIGS[name], options or {}, f"algorithms.{name}")
-        for name, options in (section or {}).items()
-        if name in CONFIGS
-    }
+    """The configurations of those algorithms of a YAML's ``algorithms`` that are this package's; a :class:`ConfigError` for a bad option."""
+    ours = {name: options for name, options in (section or {}).items() if name in CONFIGS}
+    return {name: from_mapping(CONFIGS[name], ours[name] or {}, f"algorithms.{name}") for name in ours}
 
 
-def in_plan(converted: Iterable[str], plan: Iterable[str]) -> tuple[str, ...]:
-    """Those of the layers ``converted`` that the globs of a tensor-parallel ``plan`` name: they become DTensors, which FP8 layers do not take."""
+def in_plan(converted: Iterable[str], plan: Iterable[str]) -> str:
+    """Which of the layers ``converted`` a tensor-parallel ``plan`` makes DTensors, which FP8 layers do not take; empty for none."""
     globs = list(plan)
-    return tuple(name for name in converted if any(fnmatch.fnmatch(name, glob) for glob in globs))
+    both = [name for name in converted if any(fnmatch.fnmatch(name, glob) for glob in globs)]
+    return f"{len(both)} converted layers ({', '.join(both[:3])}, ...)" if both else ""

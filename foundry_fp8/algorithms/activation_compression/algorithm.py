@@ -16,7 +16,6 @@ from foundry_fp8.activations.compression.apply import (
 )
 from foundry_fp8.compat.compiled_model import is_compiled
 from foundry_fp8.config import from_mapping
-from foundry_fp8.distributed.fsdp_settings import FSDPSettings
 from foundry_fp8.model_structure.wrappers import without_ddp
 from foundry_fp8.run.clashes import refuse
 from foundry_fp8.run.settings import Run
@@ -54,12 +53,8 @@ class ActivationCompression(Algorithm):
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         """Attach."""
-        run = Run(
-            fsdp=FSDPSettings.of(state.fsdp_config),
-            compiled=is_compiled(state.model),
-            activation_compression=self.config,
-        )
-        refuse(run)
+        compiled = is_compiled(state.model)
+        refuse(Run(fsdp=state.fsdp_config, compiled=compiled, activation_compression=self.config))
         self.report = apply_activation_compression(without_ddp(state.model), **self.options)
         log.info("%s", self.report)
         logger.log_hyperparameters({"activation_compression/modules": len(self.report.rows)})

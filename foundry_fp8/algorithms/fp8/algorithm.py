@@ -16,7 +16,6 @@ from foundry_fp8.callbacks.run_log import ensure_run_log
 from foundry_fp8.compat.compiled_model import is_compiled
 from foundry_fp8.compat.composer_device import device_of
 from foundry_fp8.config import from_mapping
-from foundry_fp8.distributed.fsdp_settings import FSDPSettings
 from foundry_fp8.layers.state import FP8State
 from foundry_fp8.layers.unit_linear import choose_gradient_scale
 from foundry_fp8.observe.guard.rows import first_rows
@@ -91,7 +90,7 @@ class FP8(Algorithm):
                 self._report_what_ran(self._trace, logger)
                 self._trace = None
             return
-        run = Run(precision=state.precision.value, fsdp=FSDPSettings.of(state.fsdp_config), fp8=self.config)
+        run = Run(precision=state.precision.value, fsdp=state.fsdp_config, fp8=self.config)
         refuse(run)
         run_log = ensure_run_log(state, logger)
         if not self.config.enabled:

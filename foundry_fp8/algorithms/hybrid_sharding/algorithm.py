@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from foundry_fp8.compat.composer_device import device_of
 from foundry_fp8.config import from_mapping
 from foundry_fp8.distributed.fsdp2_units import average_on_gloo
-from foundry_fp8.distributed.fsdp_settings import FSDPSettings
 from foundry_fp8.distributed.groups import alone
 from foundry_fp8.distributed.hybrid_sharding.apply import (
     KEY,
@@ -85,13 +84,8 @@ class HybridSharding(Algorithm):
         if alone():
             self.degrees = hybrid_degrees(state.model, self.config, device=device)
             return
-        run = Run(
-            ranks=dist.get_world_size(),
-            fsdp=FSDPSettings.of(fsdp),
-            tensor_parallel=state.tp_config is not None,
-            hybrid_sharding=self.config,
-        )
-        refuse(run)
+        tensor_parallel, ranks = state.tp_config is not None, dist.get_world_size()
+        refuse(Run(ranks=ranks, fsdp=fsdp, tensor_parallel=tensor_parallel, hybrid_sharding=self.config))
         assert fsdp is not None
         replicate, shard = self.degrees = hybrid_degrees(state.model, self.config, device=device)
         if isinstance(fsdp, FSDPConfig) and shard == 1:

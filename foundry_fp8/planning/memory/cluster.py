@@ -34,7 +34,7 @@ from typing import Literal
 from torch import nn
 
 from foundry_fp8.config import ConfigError
-from foundry_fp8.distributed.fsdp_settings import Sharding
+from foundry_fp8.distributed.sharding import Sharding
 from foundry_fp8.model_structure.blocks import transformer_blocks
 from foundry_fp8.planning.memory.plan import Measurements
 from foundry_fp8.planning.memory.solver import Frame
