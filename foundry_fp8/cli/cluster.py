@@ -143,7 +143,7 @@ def shard_of(run: Run, model: nn.Module | None, device_bytes: float, key: str) -
     """
     hybrid, ranks, per_node = run.hybrid_sharding, run.ranks, min(PER_NODE, run.ranks)
     shard = per_node if hybrid is not None and hybrid.shard == "node" else hybrid and hybrid.shard
-    if isinstance(shard, int) and ranks % shard:
+    if isinstance(shard, int) and ranks > 1 and ranks % shard:
         nearest = sorted({max(1, ranks // shard) * shard, -(-ranks // shard) * shard})
         raise ConfigError(
             f"{key}: {ranks} cannot be divided into shards of {shard}, as algorithms.hybrid_sharding asks. The nearest that can: "
