@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from foundry_fp8.surgery.fp8_config import FP8Config
     from foundry_fp8.surgery.report import SurgeryReport
 
-__all__ = ["Finding", "check_attached", "check_conversion", "check_targets"]
+__all__ = ["Finding", "Level", "check_attached", "check_conversion", "check_targets"]
 
 Level = Literal["ok", "warning", "error"]
 
@@ -107,14 +107,9 @@ def check_conversion(
         text = f"mxfp8 needs Blackwell; {hardware.name} runs current, delayed and block"
         found.append(Finding("conversion", "error", text))
     # What is converted is a matter of the model; who multiplies, of the machine: there it is asked again.
-    here: dict[str, Any] = {
-        "backend": "emulated",
-        "accumulation": "float32",
-        "cache_weights": False,
-        "fuse": False,
-    }
+    elsewhere = dataclasses.replace(chosen, backend="emulated", accumulation="float32", cache_weights=False, fuse=False)  # fmt: skip
     try:
-        report = apply_fp8(model, device="cpu", **{**chosen.given, **({} if emulated else here)})
+        report = apply_fp8(model, device="cpu", **(chosen if emulated else elsewhere).given)
         if fp8.fuse:
             norm_fusions(model, {n: m for n, m in model.named_modules() if isinstance(m, FP8Linear)})
         if run.tensor_parallel:

@@ -149,14 +149,8 @@ def shard_of(run: Run, model: nn.Module | None, device_bytes: float, key: str) -
             f"{key}: {ranks} cannot be divided into shards of {shard}, as algorithms.hybrid_sharding asks. The nearest that can: "
             f"{' and '.join(map(str, nearest))}."
         )
-    return degrees(
-        run.fsdp,
-        hybrid,
-        model or nn.Module(),
-        world=ranks,
-        per_node=per_node,
-        device_bytes=device_bytes,
-    )[1]
+    model = model or nn.Module()
+    return degrees(run.fsdp, hybrid, model, world=ranks, per_node=per_node, device_bytes=device_bytes)[1]
 
 
 def limit_of(gpu: str) -> str:

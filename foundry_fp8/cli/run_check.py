@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from foundry_fp8.cli.check_model import Finding, check_attached, check_conversion, check_targets
+from foundry_fp8.cli.check_model import Finding, Level, check_attached, check_conversion, check_targets
 from foundry_fp8.cli.cluster import cluster_of
 from foundry_fp8.cli.hardware import PER_NODE, Hardware
 from foundry_fp8.cli.selftest.verdict import warnings_for
@@ -111,50 +111,29 @@ def _ranks(config: Mapping[str, Any], run: Run, model: Any, hardware: Hardware) 
     devices, found = hardware.devices, []
     total, micro = config.get("global_train_batch_size"), config.get("device_train_microbatch_size")
     if isinstance(total, int):
+        each = total // devices
+        level: Level = "ok"
         if total % devices:
-            found.append(
-                Finding(
-                    "ranks",
-                    "error",
-                    f"global_train_batch_size: {total} is not a multiple of {devices} devices; the nearest that is: "
-                    f"{max(1, round(total / devices)) * devices}",
-                )
-            )
-        elif isinstance(micro, int) and total // devices < micro:
-            found.append(
-                Finding("ranks", "warning", f"{total // devices} sequences a device and step, less than device_train_microbatch_size: {micro}")
-            )  # fmt: skip
+            nearest_total = max(1, round(total / devices)) * devices
+            level, text = "error", f"global_train_batch_size: {total} is not a multiple of {devices} devices; the nearest that is: {nearest_total}"  # fmt: skip
+        elif isinstance(micro, int) and each < micro:
+            level, text = "warning", f"{each} sequences a device and step, less than device_train_microbatch_size: {micro}"  # fmt: skip
         else:
-            each = total // devices
             steps = f", in {each // micro} microbatches of {micro}" if isinstance(micro, int) else ""
-            found.append(
-                Finding(
-                    "ranks",
-                    "ok",
-                    f"{devices} devices on {hardware.nodes} nodes, {each} sequences each{steps}",
-                )
-            )
+            text = f"{devices} devices on {hardware.nodes} nodes, {each} sequences each{steps}"
+        found.append(Finding("ranks", level, text))
+    where = {"world": devices, "per_node": min(PER_NODE, devices)}
     try:
         copies = degrees(
-            run.fsdp,
-            run.hybrid_sharding,
-            model,
-            world=devices,
-            per_node=min(PER_NODE, devices),
-            device_bytes=hardware.gpu.memory_bytes,
+            run.fsdp, run.hybrid_sharding, model, device_bytes=hardware.gpu.memory_bytes, **where
         )
         run = dataclasses.replace(run, replicate=copies[0], shard=copies[1])
-        _check_routes(run)
+        if (sends := run.compressed_communication) is not None and devices > 1:
+            for ranks in (range(run.shard), range(0, devices, run.shard)):  # raises as training does
+                path_of(ranks, scope=sends.scope, **where)
     except ConfigError as error:
         found.append(Finding("ranks", "error", str(error)))
     return run, found
-
-
-def _check_routes(run: Run) -> None:
-    """Raise what ``compressed_communication`` raises about the places of the ranks that it sends among."""
-    if run.compressed_communication is not None and run.ranks > 1:
-        for ranks in (range(run.shard), range(0, run.ranks, run.shard)):
-            path_of(ranks, world=run.ranks, per_node=min(PER_NODE, run.ranks), scope=run.compressed_communication.scope)  # fmt: skip
 
 
 def _memory(config: Mapping[str, Any], run: Run, model: Any, hardware: Hardware) -> list[Finding]:

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from composer import Trainer
-from composer.core import Event
+from composer.core import Event, Precision
 from composer.loggers import InMemoryLogger
 from composer.models import ComposerModel
-from torch import nn
+from composer.utils.parallelism import FSDPConfig
 
 from foundry_fp8.algorithms.activation_compression import ActivationCompression
 from foundry_fp8.algorithms.fp8 import FP8
