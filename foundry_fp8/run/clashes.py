@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from foundry_fp8.activations.checkpointing.apply import BUDGET_ALONE
 from foundry_fp8.activations.fused_head.apply import FLASH_LOSS
 from foundry_fp8.config import Clash
 from foundry_fp8.config import refuse as refuse_by
@@ -96,6 +97,8 @@ CLASHES = (
           "algorithms.activation_compression: only the innermost saved-tensor hooks run, so fsdp_config.activation_cpu_offload would "
           "switch compression off. Choose one of them.",
           lambda run: _asks(run, "activation_cpu_offload") and run.activation_compression is not None),
+    Clash("`activation_checkpointing.budget`, `activation_compression`", BUDGET_ALONE,
+          lambda run: run.activation_compression is not None and getattr(run.activation_checkpointing, "budget", None) is not None),
     Clash("`fused_head`, `model.use_train_metrics`",
           "algorithms.fused_head: train metrics read the logits of every training batch, and there are none. Set "
           "model.use_train_metrics: false; metrics of evaluations stay.", lambda run: run.train_metrics and run.fused_head is not None),

@@ -9,6 +9,7 @@ from composer.core import Event, Precision
 from composer.utils.parallelism import FSDPConfig
 from torch import nn
 
+from foundry_fp8.algorithms.activation_checkpointing import ActivationCheckpointing
 from foundry_fp8.algorithms.activation_compression import ActivationCompression
 from foundry_fp8.algorithms.fp8 import FP8
 from foundry_fp8.algorithms.fused_head import FusedHead
@@ -96,6 +97,9 @@ ONE_PROCESS = {
     "`fsdp_config.activation_cpu_offload`, `activation_compression`": (
         algorithm("activation_compression") | {"fsdp_config": {"activation_cpu_offload": True}},
         lambda: trained(ActivationCompression(), Event.FIT_START, fsdp_config=FSDPConfig(activation_cpu_offload=True))),
+    "`activation_checkpointing.budget`, `activation_compression`": (
+        run(algorithms={"fp8": {"recipe": "current"}, "activation_checkpointing": {"budget": 0.5}, "activation_compression": {}}),
+        lambda: trained(ActivationCheckpointing(budget=0.5), Event.INIT, algorithms=[ActivationCompression()])),
     "`fused_head`, `model.use_train_metrics`": (
         algorithm("fused_head") | {"model": {**MODEL, "use_train_metrics": True}},
         lambda: trained(FusedHead(), Event.FIT_START, train_metrics={"perplexity": None})),
