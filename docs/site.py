@@ -80,9 +80,13 @@ def _table(header: str, rows: list[tuple[str, ...]]) -> str:
 
 def _clashes() -> str:
     """Settings that ``foundry-fp8 doctor`` refuses."""
-    from foundry_fp8.cli.clashes import CLASHES
+    from foundry_fp8.run.clashes import CLASHES
 
-    rows = [(clash.settings, "error" if clash.error else "warning", clash.text) for clash in CLASHES]
+    rows = [
+        (clash.settings, "error" if clash.error else "warning", re.sub(r"\{.*?\}", "...", clash.text))
+        for clash in CLASHES
+        if clash.trainer == "composer"
+    ]
     return _table("| Settings | | Message |", rows)
 
 

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
+from torch import nn
+
 from foundry_fp8.cli.hardware import GPUS, PER_NODE
-from foundry_fp8.config import ConfigError, Positive, accept, check_choice, from_mapping
-from foundry_fp8.distributed.compression.config import KEY as COMPRESSION
+from foundry_fp8.cli.yaml_run import fsdp_version, run_of, tensor_parallel_degree
+from foundry_fp8.config import ConfigError, Positive, accept, check_choice
 from foundry_fp8.distributed.compression.config import CompressionConfig
 from foundry_fp8.distributed.compression.routing import path_of
+from foundry_fp8.distributed.sharding import degrees, is_fsdp2, sharding_of
 
 if TYPE_CHECKING:
-    from foundry_fp8.planning.memory.cluster import Cluster, Sharding
+    from foundry_fp8.planning.memory.cluster import Cluster
+    from foundry_fp8.run.settings import Run
 
 __all__ = ["cluster_of", "limit_of", "refuse_tensor_parallelism", "shard_of", "wire_bytes"]
 
 USABLE = 0.95
 """Share of a GPU's memory that a run can use; the rest is CUDA's context, NCCL's buffers and fragmentation."""
-HYBRID = {"HYBRID_SHARD": "FULL_SHARD", "_HYBRID_SHARD_ZERO2": "SHARD_GRAD_OP"}  # -> each copy's
 PRECISIONS: dict[str, Literal[2, 4]] = {"amp_bf16": 2, "amp_fp16": 2, "amp_fp8": 2, "fp32": 4}
 """Composer's ``precision`` -> bytes per element of the dtype that FSDP casts to."""
 DTYPES: dict[str, Literal[2, 4]] = {
@@ -39,13 +41,21 @@ DTYPES: dict[str, Literal[2, 4]] = {
 """dtypes that Composer takes in ``mixed_precision`` (``composer.distributed.mosaic_parallelism._get_torch_dtype``) -> bytes."""
 
 
-def cluster_of(config: Mapping[str, Any], world_size: int, sharding: str | None) -> Cluster:
+def cluster_of(
+    config: Mapping[str, Any],
+    world_size: int,
+    sharding: str | None,
+    model: nn.Module | None = None,
+    device_bytes: float = 0,
+) -> Cluster:
     """The cluster of a YAML's ``fsdp_config``, ``hybrid_sharding`` and ``compressed_communication``.
 
     Args:
         config: The YAML, resolved.
         world_size: Ranks.
         sharding: Replaces ``fsdp_config.sharding_strategy``; ``None`` keeps it.
+        model: Its model, for ``hybrid_sharding.shard: auto``.
+        device_bytes: Memory of a GPU, for the same.
 
     Raises:
         ConfigError: An unknown strategy or precision, shards that do not divide the ranks, or tensor parallelism.
@@ -54,29 +64,24 @@ def cluster_of(config: Mapping[str, Any], world_size: int, sharding: str | None)
 
     accept(Positive, world_size, "--world-size")
     refuse_tensor_parallelism(config)
-    fsdp = config.get("fsdp_config")
-    algorithms = config.get("algorithms") or {}
-    named = str((fsdp or {}).get("sharding_strategy", "FULL_SHARD")) if fsdp is not None else "NO_SHARD"
-    if sharding is None:
-        check_choice("fsdp_config.sharding_strategy", named, (*SHARDINGS, *HYBRID))
-    else:
+    if sharding is not None:
         check_choice("--sharding", sharding, SHARDINGS)
-    chosen = sharding or HYBRID.get(named, named)
-    strategy: Sharding = "NO_SHARD" if world_size == 1 else next(s for s in SHARDINGS if s == chosen)
-    shard = 1 if strategy == "NO_SHARD" else shard_of(config, world_size, "--world-size")
-    gathered, reduced = wire_bytes(config)
-    if strategy == "NO_SHARD":  # DDP casts nothing: float32
-        gathered = reduced = 4
-    options = algorithms.get("compressed_communication")
-    compression = None if options is None else from_mapping(CompressionConfig, options, COMPRESSION)
+        asked = {**(config.get("fsdp_config") or {}), "sharding_strategy": sharding}
+        if fsdp_version() == 2:
+            asked["reshard_after_forward"] = sharding == "FULL_SHARD"
+        config = {**config, "fsdp_config": None if sharding == "NO_SHARD" else asked}
+    run = run_of(config, world_size)
+    shard = shard_of(run, model, device_bytes, "--world-size")
+    alone = shard == 1 and not is_fsdp2(run.fsdp)
+    gathered, reduced = (4, 4) if alone else wire_bytes(config)  # DDP casts nothing: float32
     return Cluster(
         world_size=world_size,
-        sharding=strategy,
+        sharding="NO_SHARD" if alone else sharding_of(run.fsdp),
         shard=shard,
         gathered=gathered,
         reduced=reduced,
-        residual=_residual(compression, world_size, shard),
-        fsdp=2 if os.environ.get("FSDP_VERSION") == "2" else 1,  # as Composer chooses
+        residual=_residual(run.compressed_communication, world_size, shard),
+        fsdp=fsdp_version(),
     )
 
 
@@ -122,36 +127,30 @@ def refuse_tensor_parallelism(config: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: ``tp_config.tensor_parallel_degree`` is above 1, or no positive integer.
     """
-    key = "tp_config.tensor_parallel_degree"
-    degree = accept(Positive, (config.get("tp_config") or {}).get("tensor_parallel_degree", 1), key)
+    degree = tensor_parallel_degree(config)
     if degree > 1:
         raise ConfigError(
-            f"{key}: {degree}; plans of a YAML know no tensor parallelism, and FP8 layers do not run under it. Leave tp_config out "
-            "here; `foundry-fp8 plan communication --tensor-parallel` estimates a model whose every matrix is shared."
+            f"tp_config.tensor_parallel_degree: {degree}; plans of a YAML know no tensor parallelism, and FP8 layers do not run under it. "
+            "Leave tp_config out here; `foundry-fp8 plan communication --tensor-parallel` estimates a model whose every matrix is shared."
         )
 
 
-def shard_of(config: Mapping[str, Any], ranks: int, key: str) -> int:
-    """The number of ranks that one copy of the model is sharded over: all, or ``hybrid_sharding.shard``.
+def shard_of(run: Run, model: nn.Module | None, device_bytes: float, key: str) -> int:
+    """The number of ranks that one copy of the model is sharded over.
 
     Raises:
-        ConfigError: It does not divide ``ranks``, the value of the option ``key``.
+        ConfigError: It does not divide ``run.ranks``, the value of the option ``key``, or does not hold the model.
     """
-    hybrid = (config.get("algorithms") or {}).get("hybrid_sharding")
-    named = (config.get("fsdp_config") or {}).get("sharding_strategy")
-    if hybrid is None and named not in HYBRID:
-        return ranks
-    wanted = (hybrid or {}).get("shard", "node")
-    if isinstance(wanted, int):
-        accept(Positive, wanted, "algorithms.hybrid_sharding.shard")
-    shard = wanted if isinstance(wanted, int) else min(PER_NODE, ranks) if wanted == "node" else ranks
-    if ranks % shard:
+    hybrid, ranks, per_node = run.hybrid_sharding, run.ranks, min(PER_NODE, run.ranks)
+    shard = per_node if hybrid is not None and hybrid.shard == "node" else hybrid and hybrid.shard
+    if isinstance(shard, int) and ranks > 1 and ranks % shard:
         nearest = sorted({max(1, ranks // shard) * shard, -(-ranks // shard) * shard})
         raise ConfigError(
             f"{key}: {ranks} cannot be divided into shards of {shard}, as algorithms.hybrid_sharding asks. The nearest that can: "
             f"{' and '.join(map(str, nearest))}."
         )
-    return shard
+    model = model or nn.Module()
+    return degrees(run.fsdp, hybrid, model, world=ranks, per_node=per_node, device_bytes=device_bytes)[1]
 
 
 def limit_of(gpu: str) -> str:

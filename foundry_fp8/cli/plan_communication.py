@@ -13,9 +13,9 @@ import typer
 
 from foundry_fp8.cli.cluster import refuse_tensor_parallelism, shard_of, wire_bytes
 from foundry_fp8.cli.yaml_model import build_yaml_model, optimizer_bytes_of, read_yaml
-from foundry_fp8.config import ConfigError, Positive, accept, at_least, check_choice, from_mapping
-from foundry_fp8.distributed.compression.config import KEY as COMPRESSION
-from foundry_fp8.distributed.compression.config import CompressionConfig
+from foundry_fp8.cli.yaml_run import run_of
+from foundry_fp8.config import ConfigError, Positive, accept, at_least, check_choice
+from foundry_fp8.distributed.sharding import sharding_of
 from foundry_fp8.planning.communication.machines import GPUS, NETWORKS, Network
 from foundry_fp8.planning.communication.nccl_tests import with_logs
 from foundry_fp8.planning.communication.published import check_published, skill
@@ -74,8 +74,9 @@ def communication(
         elif yaml is not None:
             config = read_yaml(yaml)
             refuse_tensor_parallelism(config)
-            counts, left_out = _divided(config, _counts(gpus))
-            work = workload_of(config, build_yaml_model(config, "meta"), tokens)
+            model = build_yaml_model(config, "meta")
+            counts, left_out = _divided(config, model, GPUS[gpu].memory_bytes, _counts(gpus))
+            work = workload_of(config, model, tokens)
         else:
             raise ConfigError("Give a training YAML, or --parameters.")
         accept(Positive, tensor_parallel, "--tensor-parallel")
@@ -119,7 +120,9 @@ def communication(
         _draw(rows, title, plot)
 
 
-def _divided(config: Mapping[str, Any], counts: list[int]) -> tuple[list[int], str]:
+def _divided(
+    config: Mapping[str, Any], model: Any, device_bytes: float, counts: list[int]
+) -> tuple[list[int], str]:
     """Those of ``counts`` that the YAML's shards divide, and a line on the others.
 
     Raises:
@@ -128,7 +131,7 @@ def _divided(config: Mapping[str, Any], counts: list[int]) -> tuple[list[int], s
     fitting, refused = [], {}
     for count in counts:
         try:
-            shard_of(config, count, "--gpus")
+            shard_of(run_of(config, count), model, device_bytes, "--gpus")
             fitting.append(count)
         except ConfigError as error:
             refused[count] = error
@@ -187,8 +190,7 @@ def workload_of(config: Mapping[str, Any], model: Any, tokens: int | None = None
     microbatch, length = config.get("device_train_microbatch_size"), config["max_seq_len"]
     if tokens is None and not isinstance(microbatch, int):
         raise ConfigError(f"device_train_microbatch_size: {microbatch!r} is not a number; give --tokens.")
-    fsdp = config.get("fsdp_config") or {}
-    compression = (config.get("algorithms") or {}).get("compressed_communication")
+    run = run_of(config)
     attention = sum(
         shape.forward_flops(attended_pairs(length, shape.window, shape.causal))
         for shape in attention_shapes(model)
@@ -201,14 +203,12 @@ def workload_of(config: Mapping[str, Any], model: Any, tokens: int | None = None
         tokens=microbatch * length if tokens is None else tokens,
         attention_flops=3 * attention / length,
         trained=sum(p.numel() for p in model.parameters() if p.requires_grad) / parameters,
-        sharding="SHARD_GRAD_OP" if fsdp.get("sharding_strategy") == "SHARD_GRAD_OP" else "FULL_SHARD",
+        sharding="SHARD_GRAD_OP" if sharding_of(run.fsdp) == "SHARD_GRAD_OP" else "FULL_SHARD",
         parameter_bytes=gathered,
         gradient_bytes=reduced,
         optimizer_bytes=optimizer_bytes_of(model, config) / parameters,
         width=float(next((m.embedding_dim for m in model.modules() if isinstance(m, Embedding)), 0)),
-        compression=None
-        if compression is None
-        else from_mapping(CompressionConfig, compression, COMPRESSION),
+        compression=run.compressed_communication,
     )
 
 

@@ -11,18 +11,23 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import torch
 import typer
 from torch import Tensor
 
 from foundry_fp8.cli.cluster import cluster_of, limit_of
+from foundry_fp8.cli.hardware import GPUS, PER_NODE
 from foundry_fp8.cli.yaml_model import build_yaml_model, optimizer_bytes_of, read_yaml
+from foundry_fp8.cli.yaml_run import run_of
 from foundry_fp8.compat.fake_tensor import NEEDS_VALUES, FakeTensor, FakeTensorMode
 from foundry_fp8.config import ConfigError, Positive, accept, check_choice, format_bytes
 from foundry_fp8.layers.autocast import autocast_type
 from foundry_fp8.model_structure.experts import router_modules
+
+if TYPE_CHECKING:
+    from foundry_fp8.run.settings import Run
 
 __all__ = ["memory", "plan_yaml"]
 
@@ -113,7 +118,7 @@ def plan_yaml(
         sharding: With ``world_size``: FSDP's strategy, by default the YAML's.
         gpu: With ``world_size``: whose memory the budget is where there is none.
     """
-    from foundry_fp8.activations.checkpointing.apply import PlannedCompression
+    from foundry_fp8.activations.checkpointing.apply import ActivationCheckpointingConfig, PlannedCompression
     from foundry_fp8.cli.memory_options import frozen_weights, other_optimizers
     from foundry_fp8.layers.state import FP8State
     from foundry_fp8.planning.memory.cluster import on_cluster
@@ -123,13 +128,15 @@ def plan_yaml(
     from foundry_fp8.planning.memory.routing import EqualShares
 
     config = read_yaml(path)
-    own = (config.get("algorithms") or {}).get("activation_checkpointing") or {}
+    run = run_of(config, world_size or PER_NODE)
+    own = run.activation_checkpointing or ActivationCheckpointingConfig()
     if sharding is not None and world_size is None:
         raise ConfigError("--sharding: a strategy for ranks; give --world-size too.")
-    cluster = None if world_size is None else cluster_of(config, world_size, sharding)
-    offload = accept(bool, own.get("offload", False), "algorithms.activation_checkpointing.offload")
-    limit = _budget(budget) if budget is not None else own.get("budget")
-    if limit is None and cluster is not None:
+    if world_size is not None:
+        accept(Positive, world_size, "--world-size")
+        check_choice("--gpu", gpu, tuple(GPUS))
+    limit = _budget(budget) if budget is not None else own.budget
+    if limit is None and world_size is not None:
         limit = limit_of(gpu)
     if limit is None:
         raise ConfigError(
@@ -142,7 +149,7 @@ def plan_yaml(
                 f"device_train_microbatch_size: {microbatch!r} is not a number; give --microbatch."
             )
     accept(Positive, microbatch, "--microbatch")
-    if cluster is not None:
+    if world_size is not None:
         if device not in ("", "fake"):
             raise ConfigError(
                 f"--device: {device!r} with --world-size. A cluster is planned with fake alone."
@@ -155,12 +162,15 @@ def plan_yaml(
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     check_choice("--device", device, ("cpu", "cuda", "fake"))
     dry = device == "fake"
-    kinds: Any = own.get("compression", "exact") if compression is None else compression
+    kinds: Any = own.compression if compression is None else compression
     check_choice("--compression", kinds, ("none", "exact") if dry else get_args(PlannedCompression))
     where = torch.device("cpu" if dry else device)
     stand_in = device != "cuda" and _without_flash(config)
     # Built before the fake mode begins: metrics copy their tensors in ways that it does not allow.
     model = build_yaml_model(config, "meta" if dry else "cpu")
+    cluster = None
+    if world_size is not None:
+        cluster = cluster_of(config, world_size, sharding, model, GPUS[gpu].memory_bytes)
     if stand_in:
         hold_flash_bytes(model)
     state_bytes = optimizer_bytes_of(model, config)
@@ -178,14 +188,14 @@ def plan_yaml(
                     module.tie_weights()
         else:
             model.to(where)
-        loss_fn = _prepare(model, config, microbatch, where)
+        loss_fn = _prepare(model, run, config, microbatch, where)
         others += frozen_weights(model, cluster, dry)
         if cluster is None:
             plan = plan_memory(
                 model,
                 loss_fn,
                 budget=limit,
-                offload=offload,
+                offload=own.offload,
                 compression=kinds,
                 optimizer_bytes=state_bytes,
                 accumulates=accumulate,
@@ -194,15 +204,14 @@ def plan_yaml(
         else:
             alone = measure(model, loss_fn, compression=kinds, cost_model=CostModel(gpu=gpu))
             sharded = on_cluster(alone, model, cluster, optimizer_bytes=state_bytes, accumulates=accumulate)
-            plan = choose(sharded, limit, offload=offload)
+            plan = choose(sharded, limit, offload=own.offload)
     note = "attention holds flash attention's bytes, at other seconds\n" if stand_in else ""
     if dry and next(router_modules(model), None) is not None:
         note += "each expert has an equal share of the tokens\n"
     state = FP8State.of(model)
     if dry and state is not None:
         note += f"FP8 layers are those of the {state.backend.name} backend\n"
-    fp8 = (config.get("algorithms") or {}).get("fp8") or {}
-    if fp8.get("enabled", True) and fp8.get("attention") and fp8.get("backend", "auto") == "auto":
+    if run.converts is not None and run.converts.attention and run.converts.backend == "auto":
         note += "FP8 attention is planned; on a GPU without Transformer Engine auto leaves it in BF16\n"
     return (
         f"{path.name}: {microbatch} x {config['max_seq_len']} tokens, parameters and optimizer state "
@@ -242,24 +251,22 @@ def _budget(text: str) -> float | str:
 
 
 def _prepare(
-    model: Any, config: dict[str, Any], microbatch: int, device: torch.device
+    model: Any, run: Run, config: dict[str, Any], microbatch: int, device: torch.device
 ) -> Callable[[], Tensor]:
     """Apply the YAML's fp8 and fused_head algorithms to ``model``, and return a step on random tokens."""
     from foundry_fp8.activations.fused_head.apply import fused_head_of
 
     model.train()
-    algorithms = config.get("algorithms") or {}
-    fp8 = algorithms.get("fp8", {"enabled": False}) or {}
-    if fp8.get("enabled", True):
+    if run.converts is not None:
         from foundry_fp8.layers.unit_linear import choose_gradient_scale
         from foundry_fp8.surgery.apply import apply_fp8
 
-        apply_fp8(model, device=device, **fp8)
+        apply_fp8(model, device=device, **run.converts.given)
         choose_gradient_scale(model.modules(), microbatch * config["max_seq_len"])
-    if "fused_head" in algorithms:
+    if run.fused_head is not None:
         from foundry_fp8.activations.fused_head.apply import apply_fused_head
 
-        apply_fused_head(model, **(algorithms["fused_head"] or {})).expect(
+        apply_fused_head(model, **run.fused_head.given).expect(
             None
         )  # random tokens have no labels of their own
     tokens = torch.randint(0, 100, (microbatch, config["max_seq_len"]), device=device)

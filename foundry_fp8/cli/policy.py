@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -52,30 +51,31 @@ def policy(
 
 def _resolved(yaml: Path) -> str:
     """Of a model without weights; ``auto`` as on Hopper, ``measured`` before it measures."""
-    from foundry_fp8.cli.probe import fp8_options
+    from foundry_fp8.cli.probe import fp8_config
     from foundry_fp8.cli.yaml_model import build_yaml_model, read_yaml
     from foundry_fp8.surgery.apply import apply_fp8
 
     config = read_yaml(yaml)
-    options = fp8_options(config)
-    report = apply_fp8(build_yaml_model(config, "meta"), device="cpu", **{**options, **ELSEWHERE})
-    report = dataclasses.replace(report, backend=options.get("backend", "native or transformer_engine"))
+    fp8 = fp8_config(config)
+    report = apply_fp8(build_yaml_model(config, "meta"), device="cpu", **{**fp8.given, **ELSEWHERE})
+    asked = "native or transformer_engine" if fp8.backend == "auto" else fp8.backend
+    report = dataclasses.replace(report, backend=asked)
     return report.policy_table() + report.summary().splitlines()[0]
 
 
 def _measured(yaml: Path, error: float, recipes: str, load: Path | None) -> str:
     import yaml as text
 
-    from foundry_fp8.cli.probe import fp8_options, model_and_batch
+    from foundry_fp8.cli.probe import fp8_config, model_and_batch
     from foundry_fp8.cli.yaml_model import read_yaml
     from foundry_fp8.observe.measured_policy import measure_policy
     from foundry_fp8.surgery.apply import apply_fp8
     from foundry_fp8.surgery.rules import Measured
 
     config = read_yaml(yaml)
-    options: dict[str, Any] = fp8_options(config)
+    options: dict[str, Any] = fp8_config(config).given
     given = options.pop("recipe", None)
-    own = given if isinstance(given, Mapping) and given.get("name") == "measured" else {}
+    own = given.given if isinstance(given, Measured) else {}
     fields = {"name": "measured", "error": error, "recipes": recipes.split(","), **own}
     measured = from_mapping(Measured, fields, "algorithms.fp8.recipe")
     model, batch, loss_of = model_and_batch(config, load, 2, "--measure")

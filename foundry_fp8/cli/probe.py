@@ -11,6 +11,7 @@ import torch
 from rich.table import Table
 from torch import Tensor, nn
 
+from foundry_fp8.cli.yaml_run import run_of
 from foundry_fp8.config import ConfigError
 from foundry_fp8.layers.gemm_layer import FP8GemmLayer
 from foundry_fp8.numerics.recipes import Recipe, parse_recipe
@@ -18,8 +19,9 @@ from foundry_fp8.observe.guard.config import GuardConfig
 from foundry_fp8.observe.guard.rows import first_rows
 from foundry_fp8.observe.precision_probe import PrecisionProbe, Recipes
 from foundry_fp8.observe.unchanged_state import FP8Layer
+from foundry_fp8.surgery.fp8_config import FP8Config
 
-__all__ = ["Probed", "fp8_options", "model_and_batch", "probe_run", "render"]
+__all__ = ["Probed", "fp8_config", "model_and_batch", "probe_run", "render"]
 
 LAYERS_OF = 3
 """Blocks whose layers are measured one by one: the worst ones above the limit."""
@@ -63,9 +65,9 @@ def probe_run(yaml: Path, load: Path | None = None, rows: int = 2) -> Probed:
     from foundry_fp8.cli.yaml_model import read_yaml
 
     config = read_yaml(yaml)
-    options = fp8_options(config)
+    fp8 = fp8_config(config)
     model, batch, loss_of = model_and_batch(config, load, rows, "--probe")
-    foundry_fp8.apply_fp8(model, **options)
+    foundry_fp8.apply_fp8(model, **fp8.given)
     probe = PrecisionProbe(model, loss_of)
     if not probe.layers:
         raise ConfigError(
@@ -80,12 +82,12 @@ def probe_run(yaml: Path, load: Path | None = None, rows: int = 2) -> Probed:
     return Probed(recipe, errors, layers, limit, probe.passes)
 
 
-def fp8_options(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The YAML's ``algorithms.fp8`` as ``apply_fp8`` takes it; a :class:`ConfigError` if there is none."""
-    if "fp8" not in (config.get("algorithms") or {}):
+def fp8_config(config: Mapping[str, Any]) -> FP8Config:
+    """The YAML's ``algorithms.fp8``, switched on; a :class:`ConfigError` if there is none."""
+    found = run_of(config).fp8
+    if found is None:
         raise ConfigError("algorithms.fp8: it is not in the YAML; foundry-fp8 init adds it.")
-    options = config["algorithms"]["fp8"] or {}
-    return {name: value for name, value in options.items() if name not in ("enabled", "announce")}
+    return dataclasses.replace(found, enabled=True)
 
 
 def model_and_batch(

@@ -2,40 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
-from foundry_fp8.cli.clashes import clashes_of
+from foundry_fp8.cli.check_model import Finding, Level, check_attached, check_conversion, check_targets
+from foundry_fp8.cli.cluster import cluster_of
 from foundry_fp8.cli.hardware import PER_NODE, Hardware
-from foundry_fp8.cli.hf_folder import FOLDER_MODEL
 from foundry_fp8.cli.selftest.verdict import warnings_for
-from foundry_fp8.cli.yaml_model import build_yaml_model, read_yaml
+from foundry_fp8.cli.yaml_model import build_yaml_model, build_yaml_optimizer, optimizer_bytes_of, read_yaml
+from foundry_fp8.cli.yaml_run import run_of
 from foundry_fp8.config import ConfigError, first_line, format_bytes, nearest
-
-if TYPE_CHECKING:
-    from foundry_fp8.surgery.report import SurgeryReport
+from foundry_fp8.distributed.compression.routing import path_of
+from foundry_fp8.distributed.sharding import degrees
+from foundry_fp8.run.clashes import clashes_of
+from foundry_fp8.run.settings import Run
 
 __all__ = ["Finding", "check_run"]
 
-STATE_BYTES = 16
-"""A trained parameter in float32: itself, its gradient, two moments of Adam."""
-FROZEN_BYTES = 4
 ROOM = 0.6
 """Of a GPU's memory for what is sharded; the rest is activations and what is gathered."""
-
-Level = Literal["ok", "warning", "error"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Finding:
-    """One thing that will happen."""
-
-    topic: str
-    level: Level
-    text: str
 
 
 def check_run(path: Path, hardware: Hardware) -> list[Finding]:
@@ -49,23 +38,30 @@ def check_run(path: Path, hardware: Hardware) -> list[Finding]:
         ConfigError: The YAML cannot be read.
     """
     config = read_yaml(path)
-    found = [*_parts(config), *_clashes(config), *_ranks(config, hardware)]
-    found += [Finding("selftest", "warning", text) for text in warnings_for(config)]
+    found, built = _parts(config)
+    found += _unknown_keys(config)
+    warned = [Finding("selftest", "warning", text) for text in warnings_for(config)]
+    try:
+        run = run_of({**config, "algorithms": built["algorithms"]}, hardware.devices)
+    except ConfigError as error:
+        return [*found, Finding("clash", "error", str(error)), *warned]
     try:
         model = build_yaml_model(config, "meta")
     except ConfigError as error:
-        found.append(Finding("model", "error", str(error).removeprefix("model: ")))
-        return found
-    found += _attention_kernel(config)
-    found += _memory(config, model, hardware)
-    found += _unit_scaling(config, model)
-    found += _targets(config, model)
-    found += _conversion(config, model, hardware)
-    return found
+        text = str(error).removeprefix("model: ")
+        return [*found, *_clashes(run), *warned, Finding("model", "error", text)]
+    run = dataclasses.replace(run, train_metrics=bool(model.get_metrics(is_train=True)))
+    run, ranks = _ranks(config, run, model, hardware)
+    kernel, memory = _attention_kernel(config), _memory(config, run, model, hardware)
+    later = [*_unit_scaling(config, run, model)]
+    selected, targets = check_targets(run, model)
+    run, conversion = check_conversion(config, run, model, hardware)
+    later += [*targets, *conversion, *check_attached(run, model, selected, built["callbacks"])]
+    return [*found, *_clashes(run), *ranks, *warned, *kernel, *memory, *later]
 
 
-def _parts(config: Mapping[str, Any]) -> list[Finding]:
-    """Every algorithm, callback and logger, built as LLM Foundry builds it."""
+def _parts(config: Mapping[str, Any]) -> tuple[list[Finding], dict[str, dict[str, Any]]]:
+    """Every algorithm, callback and logger, built as LLM Foundry builds it; of each section the options of what can be built."""
     from llmfoundry.utils.builders import build_algorithm, build_callback, build_logger
 
     builders: tuple[tuple[str, Callable[[str, Any], Any]], ...] = (
@@ -73,106 +69,101 @@ def _parts(config: Mapping[str, Any]) -> list[Finding]:
         ("callbacks", lambda name, kwargs: build_callback(name, kwargs, train_config=dict(config))),
         ("loggers", build_logger),
     )
-    found = []
+    found: list[Finding] = []
+    options: dict[str, dict[str, Any]] = {}
     for section, build in builders:
-        built = []
+        built = options[section] = {}
         for name, kwargs in (config.get(section) or {}).items():
             if section == "loggers" and name in ("wandb", "mlflow", "tensorboard", "neptune", "cometml"):
                 missing = importlib.util.find_spec(name) is None
                 if missing:
                     found.append(Finding(section, "error", f"{name} is not installed: pip install {name}"))
                 else:
-                    built.append(name)
+                    built[name] = kwargs
                 continue  # building one would start it
             try:
                 build(name, dict(kwargs or {}))
-                built.append(name)
+                built[name] = kwargs
             except Exception as error:
                 found.append(Finding(section, "error", f"{name}: {first_line(error)}"))
         if built:
             found.append(Finding(section, "ok", ", ".join(built)))
-    return found
+    return found, options
 
 
-def _clashes(config: Mapping[str, Any]) -> list[Finding]:
+def _unknown_keys(config: Mapping[str, Any]) -> list[Finding]:
     from llmfoundry.utils.config_utils import TRAIN_CONFIG_KEYS
 
-    unknown = [
+    return [
         Finding("clash", "error", f"LLM Foundry has no key {key!r}.{nearest(key, TRAIN_CONFIG_KEYS)} Your own values go under variables:")
         for key in sorted(set(config) - TRAIN_CONFIG_KEYS)
     ]  # fmt: skip
-    return unknown + [Finding("clash", "error" if c.error else "warning", c.text) for c in clashes_of(config)]
 
 
-def _ranks(config: Mapping[str, Any], hardware: Hardware) -> list[Finding]:
+def _clashes(run: Run) -> list[Finding]:
+    return [
+        Finding("clash", "error" if c.error else "warning", c.text.format(run=run)) for c in clashes_of(run)
+    ]
+
+
+def _ranks(config: Mapping[str, Any], run: Run, model: Any, hardware: Hardware) -> tuple[Run, list[Finding]]:
+    """The steps of a rank, and the run with the number of its copies."""
     devices, found = hardware.devices, []
     total, micro = config.get("global_train_batch_size"), config.get("device_train_microbatch_size")
     if isinstance(total, int):
+        each = total // devices
+        level: Level = "ok"
         if total % devices:
-            found.append(
-                Finding(
-                    "ranks",
-                    "error",
-                    f"global_train_batch_size: {total} is not a multiple of {devices} devices; the nearest that is: "
-                    f"{max(1, round(total / devices)) * devices}",
-                )
-            )
-        elif isinstance(micro, int) and total // devices < micro:
-            found.append(
-                Finding("ranks", "warning", f"{total // devices} sequences a device and step, less than device_train_microbatch_size: {micro}")
-            )  # fmt: skip
+            nearest_total = max(1, round(total / devices)) * devices
+            level, text = "error", f"global_train_batch_size: {total} is not a multiple of {devices} devices; the nearest that is: {nearest_total}"  # fmt: skip
+        elif isinstance(micro, int) and each < micro:
+            level, text = "warning", f"{each} sequences a device and step, less than device_train_microbatch_size: {micro}"  # fmt: skip
         else:
-            each = total // devices
             steps = f", in {each // micro} microbatches of {micro}" if isinstance(micro, int) else ""
-            found.append(
-                Finding(
-                    "ranks",
-                    "ok",
-                    f"{devices} devices on {hardware.nodes} nodes, {each} sequences each{steps}",
-                )
-            )
-    algorithms = config.get("algorithms") or {}
-    if devices > 1 and "hybrid_sharding" in algorithms:
-        if not config.get("fsdp_config"):
-            found.append(Finding("ranks", "error", "algorithms.hybrid_sharding needs an fsdp_config"))
-        shard = _shard(config, hardware)
-        if devices % shard:
-            found.append(
-                Finding(
-                    "ranks", "error", f"hybrid_sharding: shards of {shard} do not divide {devices} devices"
-                )
-            )
-    if devices == 1 and {"hybrid_sharding", "compressed_communication"} & set(algorithms):
-        found.append(
-            Finding("ranks", "warning", "one device: hybrid_sharding and compressed_communication do nothing")
+            text = f"{devices} devices on {hardware.nodes} nodes, {each} sequences each{steps}"
+        found.append(Finding("ranks", level, text))
+    where = {"world": devices, "per_node": min(PER_NODE, devices)}
+    try:
+        copies = degrees(
+            run.fsdp, run.hybrid_sharding, model, device_bytes=hardware.gpu.memory_bytes, **where
         )
-    return found
+        run = dataclasses.replace(run, replicate=copies[0], shard=copies[1])
+        if (sends := run.compressed_communication) is not None and devices > 1:
+            for ranks in (range(run.shard), range(0, devices, run.shard)):  # raises as training does
+                path_of(ranks, scope=sends.scope, **where)
+    except ConfigError as error:
+        found.append(Finding("ranks", "error", str(error)))
+    return run, found
 
 
-def _shard(config: Mapping[str, Any], hardware: Hardware) -> int:
-    """Ranks that share one copy of the model."""
-    if not config.get("fsdp_config"):
-        return 1
-    wanted = ((config.get("algorithms") or {}).get("hybrid_sharding") or {}).get("shard")
-    if isinstance(wanted, int):
-        return wanted
-    return min(PER_NODE, hardware.devices) if wanted == "node" else hardware.devices
+def _memory(config: Mapping[str, Any], run: Run, model: Any, hardware: Hardware) -> list[Finding]:
+    """What a rank holds all the time, and whether it leaves room for the rest."""
+    from foundry_fp8.planning.memory.cluster import static_bytes
 
-
-def _memory(config: Mapping[str, Any], model: Any, hardware: Hardware) -> list[Finding]:
+    if run.replicate * run.shard != run.ranks:
+        return []  # said already
+    memory = hardware.gpu.memory_bytes
+    try:
+        cluster = cluster_of(config, run.ranks, None, model, memory)
+        state = optimizer_bytes_of(model, config)
+    except ConfigError as error:
+        return [Finding("memory", "warning" if run.tensor_parallel else "error", str(error))]
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     frozen = sum(p.numel() for p in model.parameters()) - trained
-    shard = _shard(config, hardware)
-    each = (STATE_BYTES * trained + FROZEN_BYTES * frozen) / shard
+    buffers = sum(
+        b.numel() * (min(cluster.gathered, b.element_size()) if b.is_floating_point() else b.element_size())
+        for b in model.buffers()
+    )
+    each = static_bytes(model, cluster, buffers=buffers, optimizer_bytes=state, accumulates=True)
     total = trained + frozen
     size = f"{total / 1e9:.2f} B parameters" if total >= 1e8 else f"{total / 1e6:.2f} M parameters"
     if frozen:
         size += f", {trained / 1e6:.0f} M of them trained"
     text = (
-        f"{size}: {format_bytes(int(each))} a GPU of {format_bytes(int(hardware.gpu.memory_bytes))} for parameters, gradients and "
-        f"Adam's moments in float32 over {shard} rank{'s' if shard > 1 else ''}; activations: foundry-fp8 plan memory"
+        f"{size}: {format_bytes(each)} a GPU of {format_bytes(int(memory))} for parameters, gradients and optimizer states over "
+        f"{run.shard} rank{'s' if run.shard > 1 else ''}; activations: foundry-fp8 plan memory"
     )
-    fits = each <= ROOM * hardware.gpu.memory_bytes
+    fits = each <= ROOM * memory
     more = "" if fits else ". That leaves too little: shard over more ranks"
     return [Finding("memory", "ok" if fits else "error", text + more)]
 
@@ -208,17 +199,23 @@ def _attention_kernel(config: Mapping[str, Any]) -> list[Finding]:
     return found
 
 
-def _unit_scaling(config: Mapping[str, Any], model: Any) -> list[Finding]:
+def _unit_scaling(config: Mapping[str, Any], run: Run, model: Any) -> list[Finding]:
     """What a µnit-scaled run lacks: the norm at its end, and weight decay."""
     from foundry_fp8.layers.unit_linear import UnitLinear
+    from foundry_fp8.models.mus.apply import KEY, apply_unit_scaling
     from foundry_fp8.models.mus.structure import unit_scaled
 
-    if not any(isinstance(module, UnitLinear) for module in model.modules()):
+    if run.unit_scaling is None and not any(isinstance(module, UnitLinear) for module in model.modules()):
         return []
+    built = None
+    with contextlib.suppress(ConfigError):  # which the line on memory says
+        built = build_yaml_optimizer(model, config)
     try:
-        described = unit_scaled(model, "algorithms.unit_scaling")
+        described = unit_scaled(model, KEY)
+        if run.unit_scaling is not None and built is not None:
+            apply_unit_scaling(model, built, base_width=run.unit_scaling.base_width)
     except ConfigError as error:
-        return [Finding("unit scaling", "error", str(error))]
+        return [Finding("unit scaling", "warning" if run.unit_scaling is None else "error", str(error))]
     found = []
     if not described.final_norm:
         option = "norm_type: mus_norm" if config["model"]["name"] == "mpt_causal_lm" else "final_norm: true"
@@ -235,115 +232,3 @@ def _unit_scaling(config: Mapping[str, Any], model: Any) -> list[Finding]:
                     "it beside the learning rate. Set optimizer.weight_decay of decoupled_lionw or decoupled_adamw")
         )  # fmt: skip
     return found
-
-
-def _targets(config: Mapping[str, Any], model: Any) -> list[Finding]:
-    from foundry_fp8.activations.checkpointing.targets import select
-
-    options = (config.get("algorithms") or {}).get("activation_checkpointing")
-    if options is None or options.get("budget") is not None:
-        return []
-    key = "algorithms.activation_checkpointing.targets"
-    try:
-        chosen = select(model, options.get("targets"), options.get("policy", "full"), key)
-    except ConfigError as error:
-        return [Finding("checkpointing", "error", str(error))]
-    return [
-        Finding(
-            "checkpointing", "ok" if chosen else "error", f"{len(chosen)} modules are run again in backward"
-        )
-    ]
-
-
-def _conversion(config: Mapping[str, Any], model: Any, hardware: Hardware) -> list[Finding]:
-    from foundry_fp8.callbacks.run_log import RunLog
-    from foundry_fp8.surgery.announcement import announcement, notices
-    from foundry_fp8.surgery.apply import apply_fp8
-
-    options = dict((config.get("algorithms") or {}).get("fp8") or {})
-    if "fp8" not in (config.get("algorithms") or {}) or options.get("enabled") is False:
-        return []
-    recipe = options.get("recipe", "auto")
-    chosen = hardware.gpu.recipe if recipe == "auto" else recipe
-    if hardware.gpu.recipe is None and options.get("backend") != "emulated":
-        return [
-            Finding(
-                "conversion",
-                "error",
-                f"{hardware.name} does not multiply FP8; backend: emulated shows its losses alone",
-            )
-        ]
-    listed = [rule.get("recipe") for rule in chosen] if isinstance(chosen, list) else [chosen]
-    named = [one.get("name") if isinstance(one, Mapping) else one for one in listed]
-    found = []
-    if "mxfp8" in named and hardware.gpu.recipe != "mxfp8" and options.get("backend") != "emulated":
-        found.append(
-            Finding(
-                "conversion",
-                "error",
-                f"mxfp8 needs Blackwell; {hardware.name} runs current, delayed and block",
-            )
-        )
-    # What is converted is a matter of the model; who multiplies, of the machine: there it is asked again.
-    here = {**options, "recipe": chosen, "backend": "emulated"} | dict.fromkeys(
-        ("cache_weights", "fuse"), False
-    )
-    try:
-        report = apply_fp8(model, device="cpu", **here)
-    except (ConfigError, RuntimeError) as error:
-        return [*found, Finding("conversion", "error", str(error))]
-    asked = options.get("backend", "auto")
-    backend = "transformer_engine if installed there, else native" if asked == "auto" else asked
-    report = dataclasses.replace(report, backend=backend)
-    callbacks = [_CLASSES.get(name, name) for name in config.get("callbacks") or {}]
-    precision = str(config.get("precision", "amp_bf16"))
-    log = RunLog((config.get("loggers") or {}).get("run_log", {}).get("path"))
-    of_trainer = config["model"]["name"] == FOLDER_MODEL  # which writes no run log
-    where = None if of_trainer else str(log.path_of(str(config.get("run_name") or "{run_name}")))
-    notes = notices(report, precision=precision, device="cuda", callbacks=callbacks)
-    head, *lines = announcement(
-        report, around=precision.removeprefix("amp_"), log=where, notes=notes
-    ).splitlines()
-    level: Level = "warning" if any(line.strip().startswith("Warning") for line in lines) else "ok"
-    found.append(Finding("conversion", level, "\n".join([head, *lines])))
-    if recipe == "auto" and asked != "emulated":
-        found += _left_by_auto(report, hardware)
-    grouped = [row.name for row in report.rows if row.action == "converted" and len(row.shape) == 3]
-    only_where_faster = recipe == "auto" or "measured" in named
-    if grouped and asked != "emulated" and (asked != "native" or only_where_faster):
-        found.append(
-            Finding(
-                "conversion",
-                "warning",
-                f"{grouped[0]} holds experts in one parameter ({len(grouped)} do): they run in FP8 with backend: native and a named recipe",
-            )
-        )
-    found += [
-        Finding(
-            "attention",
-            "ok" if row.action == "converted" else "warning",
-            f"{row.name}: {row.action}: {row.reason}",
-        )
-        for row in report.attention[:1]
-        + tuple(r for r in report.attention[1:] if r.reason != report.attention[0].reason)
-    ]
-    return found
-
-
-def _left_by_auto(report: SurgeryReport, hardware: Hardware) -> list[Finding]:
-    """What a GPU's backends leave in high precision under ``recipe: auto``, because FP8 makes it no faster there."""
-    from foundry_fp8.backends.size_rule import size_reason
-
-    linears = [row for row in report.rows if row.action == "converted" and len(row.shape) == 2]
-    reasons = {row.name: size_reason(report.recipe, row.shape[1], row.shape[0]) for row in linears}
-    left = {name: reason for name, reason in reasons.items() if reason is not None}
-    if not left:
-        return []
-    name, reason = next(iter(left.items()))
-    said = f"on {hardware.name} auto leaves {len(left)} of these {len(linears)} linears in high precision; {name}: {reason}"
-    if len(left) < len(linears):
-        return [Finding("conversion", "warning", said)]
-    return [Finding("conversion", "error", f"{said}. Nothing is left to convert, which ends the run")]
-
-
-_CLASSES = {"divergence_guard": "DivergenceGuard", "speed_monitor": "SpeedMonitor"}

@@ -13,7 +13,7 @@ from foundry_fp8.cli.hf_folder import FOLDER_MODEL, build_folder_model, read_fol
 from foundry_fp8.config import Config, ConfigError, Positive, Text, accept, first_line, from_mapping
 from foundry_fp8.planning.model_shapes import MODEL_SHAPES
 
-__all__ = ["build_yaml_model", "optimizer_bytes_of", "read_yaml"]
+__all__ = ["build_yaml_model", "build_yaml_optimizer", "optimizer_bytes_of", "read_yaml"]
 
 SIZES = ("d_model", "n_heads", "n_layers", "vocab_size")
 """Keys of MPT and of this package's models that have to be positive: the models themselves take 0 and fail somewhere else."""
@@ -128,16 +128,27 @@ def optimizer_bytes_of(model: Any, config: Mapping[str, Any]) -> int:
     """
     from foundry_fp8.planning.memory.optimizer_state import optimizer_bytes
 
+    optimizer = build_yaml_optimizer(model, config)
+    if optimizer is None:
+        return 8 * sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return optimizer_bytes([optimizer])
+
+
+def build_yaml_optimizer(model: Any, config: Mapping[str, Any]) -> Any:
+    """The YAML's optimizer of ``model``; ``None`` where it names none.
+
+    Raises:
+        ConfigError: It cannot be built.
+    """
     named = config.get("optimizer")
     if not isinstance(named, dict) or "name" not in named:
-        return 8 * sum(p.numel() for p in model.parameters() if p.requires_grad)
+        return None
     from llmfoundry.utils.builders import build_optimizer
 
     settings = {key: value for key, value in named.items() if key != "name"}
     try:
-        optimizer = build_optimizer(model, named["name"], settings)
+        return build_optimizer(model, named["name"], settings)
     except ConfigError:
         raise
     except Exception as error:  # Foundry's registry and the optimizers raise what they like
         raise ConfigError(f"optimizer: it cannot be built: {first_line(error)}.") from error
-    return optimizer_bytes([optimizer])

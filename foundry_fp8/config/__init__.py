@@ -13,6 +13,7 @@ the YAML key and says what is allowed there.
 """
 
 from foundry_fp8.config.check import Config, accept, check_arguments, check_choice, from_mapping
+from foundry_fp8.config.clash import Clash, refuse
 from foundry_fp8.config.errors import ConfigError, first_line, nearest
 from foundry_fp8.config.rules import (
     Batches,
@@ -41,6 +42,7 @@ from foundry_fp8.config.rules import (
 __all__ = [
     "Batches",
     "Bytes",
+    "Clash",
     "Config",
     "ConfigError",
     "Fraction",
@@ -67,5 +69,6 @@ __all__ = [
     "parse_bytes",
     "power_of_two",
     "printable",
+    "refuse",
     "template",
 ]

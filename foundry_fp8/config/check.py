@@ -35,6 +35,18 @@ class Config:
             value = accept(hints[field.name], getattr(self, field.name), _join(self.key, field.name))
             object.__setattr__(self, field.name, value)
 
+    @property
+    def given(self) -> dict[str, Any]:
+        """The fields that differ from their defaults: the options that make this again."""
+        fields = {field.name: field for field in dataclasses.fields(self)}  # type: ignore[arg-type]
+        plain = {
+            name: field.default_factory()
+            if field.default_factory is not dataclasses.MISSING
+            else field.default
+            for name, field in fields.items()
+        }
+        return {name: getattr(self, name) for name in fields if getattr(self, name) != plain[name]}
+
 
 def from_mapping(cls: type[T], values: Mapping[str, Any], key: str, owner: str = "") -> T:
     """Build the dataclass ``cls`` from a YAML mapping.

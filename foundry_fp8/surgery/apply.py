@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -17,17 +17,18 @@ from foundry_fp8.backends import (
 )
 from foundry_fp8.config import ConfigError, from_mapping
 from foundry_fp8.layers.gemm_layer import FP8GemmLayer, configured_recipes
+from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.layers.state import FP8State
 from foundry_fp8.numerics.recipes import Recipe
 from foundry_fp8.surgery.attention import plan_attention
-from foundry_fp8.surgery.fp8_config import KEY, FP8Config, resolve_recipe
+from foundry_fp8.surgery.fp8_config import KEY, TE_LAYERS, FP8Config, resolve_recipe
 from foundry_fp8.surgery.frozen_weights import keep_frozen_in_fp8, plan_frozen
-from foundry_fp8.surgery.linears import LinearPlan, plan_linears
+from foundry_fp8.surgery.linears import plan_linears
 from foundry_fp8.surgery.norm_fusion import Fusion, fuse_norms, plan_norms
 from foundry_fp8.surgery.report import SurgeryReport, SurgeryRow
 from foundry_fp8.surgery.rules import Measured
 
-__all__ = ["KEY", "FP8Config", "apply_fp8", "resolve_recipe"]
+__all__ = ["KEY", "FP8Config", "apply_fp8", "norm_fusions", "refuse_by_backend", "resolve_recipe"]
 
 
 def apply_fp8(model: nn.Module, *, device: torch.device | str | None = None, **options: Any) -> SurgeryReport:
@@ -58,30 +59,21 @@ def apply_fp8(model: nn.Module, *, device: torch.device | str | None = None, **o
         raise ConfigError(f"{KEY}.enabled: false converts nothing. Do not call this, or set it to true.")
     if any(isinstance(module, FP8GemmLayer) for module in model.modules()):
         raise ConfigError(f"{KEY}: the model is converted to FP8 already. Name the algorithm once.")
-    foreign = [n for n, m in model.named_modules() if type(m).__module__.startswith("transformer_engine.")]
-    if foreign:
-        raise ConfigError(
-            f"{KEY}: the model holds Transformer Engine modules ({foreign[0]}, ...), so FP8 would be set up twice. "
-            "Remove `fc_type: te` and `ffn_type: te_ln_mlp` from the model's config; this algorithm converts plain linears."
-        )
+    if any(type(module).__module__.startswith("transformer_engine.") for module in model.modules()):
+        raise ConfigError(TE_LAYERS)
     where = _device_of(model) if device is None else torch.device(device)
     policy = config.policy(where)
     backend, chosen = choose_backend(config.backend, policy.recipes, where, f"{KEY}.backend")
     backend.only_where_faster = config.recipe == "auto" or isinstance(config.recipe, Measured)
+    refuse_by_backend(config, backend)
     if config.accumulation != "float32":
         chosen = f"{chosen}; {_emulate_accumulation(backend, config.accumulation, policy.recipes, where)}"
     if config.cache_weights:
-        reason = backend.weight_cache_reason()
-        if reason is not None:
-            raise ConfigError(
-                f"{KEY}.cache_weights: the {backend.name} backend cannot keep quantised weights: {reason}. "
-                "Set it to false, or backend: native."
-            )
         backend.cache_weights = True
     # Everything that can fail comes first: a call that raises leaves the model as it was.
     linears = plan_linears(model, policy=policy, backend=backend, evaluate=config.evaluate, key=KEY)
     recipes = configured_recipes(linears.layers.values())
-    fusions = _plan_norms(model, linears, backend) if config.fuse else {}
+    fusions = norm_fusions(model, linears.converted) if config.fuse else {}
     attention = None
     if config.attention:
         attention_recipe = config.attention.recipe or recipes[0]
@@ -105,7 +97,7 @@ def apply_fp8(model: nn.Module, *, device: torch.device | str | None = None, **o
             chosen = f"{chosen}; {left_out}"
     frozen = {}
     if config.frozen_weights == "fp8":
-        frozen = plan_frozen(model, linears.converted, backend, f"{KEY}.frozen_weights")
+        frozen = plan_frozen(model, linears.converted, f"{KEY}.frozen_weights")
     for recipe in recipes:
         backend.self_check(
             recipe, _compute_dtype(model), where, fused=bool(fusions), experts=bool(linears.experts)
@@ -128,6 +120,28 @@ def apply_fp8(model: nn.Module, *, device: torch.device | str | None = None, **o
     )
 
 
+def refuse_by_backend(config: FP8Config, backend: Backend) -> None:
+    """Raise :class:`ConfigError` for an option that ``backend`` does not have, whatever the model and the machine."""
+    name, reason = backend.name, backend.weight_cache_reason()
+    if config.accumulation != "float32" and name != "emulated":
+        raise ConfigError(
+            f"{KEY}.accumulation: {config.accumulation} is for backend: emulated; {name} runs on hardware, which adds up in its own way. "
+            "Remove it, and choose with the recipe's fast_accumulation."
+        )
+    if config.cache_weights and reason is not None:
+        raise ConfigError(
+            f"{KEY}.cache_weights: the {name} backend cannot keep quantised weights: {reason}. Set it to false, or backend: native."
+        )
+    if config.fuse and not backend.fuses_norms:
+        raise ConfigError(
+            f"{KEY}.fuse: nothing can be fused: the {name} backend fuses nothing; transformer_engine and native do. Set it to false."
+        )
+    if config.frozen_weights == "fp8" and name == "transformer_engine":
+        raise ConfigError(
+            f"{KEY}.frozen_weights: fp8 is not for backend: {name}, whose modules read the weight themselves. Set backend: native."
+        )
+
+
 def _emulate_accumulation(
     backend: Backend,
     accumulation: Literal["float32", "hopper"],
@@ -135,29 +149,20 @@ def _emulate_accumulation(
     device: torch.device,
 ) -> str:
     """Set it; what to say of it in the log."""
-    key = f"{KEY}.accumulation"
-    if backend.name != "emulated":
-        raise ConfigError(
-            f"{key}: {accumulation} is for backend: emulated; {backend.name} runs on hardware, which adds up in its own way. "
-            f"Remove it, and choose with the recipe's fast_accumulation."
-        )
     backend.accumulation = accumulation
     for recipe in recipes:
         found = backend.availability(recipe, device)
         if not found.ok:
-            raise ConfigError(f"{key}: {accumulation}: {found.reason}. {found.remedy}")
+            raise ConfigError(f"{KEY}.accumulation: {accumulation}: {found.reason}. {found.remedy}")
     return f"products are added up as {accumulation.capitalize()} does"
 
 
-def _plan_norms(model: nn.Module, linears: LinearPlan, backend: Backend) -> dict[str, Fusion]:
+def norm_fusions(model: nn.Module, converted: Mapping[str, FP8Linear]) -> dict[str, Fusion]:
     """Which norms are fused into the linears that read them; an error if none is."""
-    plan = plan_norms(model, linears.converted) if backend.fuses_norms else {}
+    plan = plan_norms(model, converted)
     if all(fusion.refused for fusion in plan.values()):
-        if not backend.fuses_norms:
-            why = f"the {backend.name} backend fuses nothing; transformer_engine and native do"
-        else:
-            why = "; ".join(sorted({f.refused for f in plan.values() if f.refused}))
-            why = why or "no norm is known to feed exactly one converted linear (MPT blocks have such)"
+        why = "; ".join(sorted({f.refused for f in plan.values() if f.refused}))
+        why = why or "no norm is known to feed exactly one converted linear (MPT blocks have such)"
         raise ConfigError(f"{KEY}.fuse: nothing can be fused: {why}. Set it to false.")
     return plan
 

@@ -27,7 +27,9 @@ from foundry_fp8.surgery.attention_hosts import HOSTS, AttentionHost
 from foundry_fp8.surgery.attention_inputs import BatchMasks
 from foundry_fp8.surgery.report import SurgeryRow
 
-__all__ = ["AttentionPlan", "FP8AttentionState", "plan_attention"]
+__all__ = ["AttentionPlan", "FP8AttentionState", "check_attention_recipe", "plan_attention"]
+
+KEY = "algorithms.fp8.attention"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +71,18 @@ class AttentionPlan:
         FP8AttentionState(model, self.converted, self.recipe)
 
 
+def check_attention_recipe(
+    runner: AttentionBackend, recipe: Recipe, grad_scores: GradScores, key: str = KEY
+) -> None:
+    """Raise :class:`ConfigError` for a recipe without an attention form on this backend."""
+    refused = runner.recipe_reason(recipe, grad_scores)
+    if refused is not None:
+        way_out = (
+            "Set recipe: delayed" if grad_scores == "fp8" else "Set grad_scores: fp8, or backend: native"
+        )
+        raise ConfigError(f"{key}: {refused}. {way_out}, or attention: false.")
+
+
 def plan_attention(
     model: nn.Module,
     *,
@@ -78,7 +92,7 @@ def plan_attention(
     exclude: Sequence[str] = (),
     kept_blocks: Collection[int] = (),
     evaluate: Literal["fp8", "high_precision"] = "high_precision",
-    key: str = "algorithms.fp8.attention",
+    key: str = KEY,
 ) -> AttentionPlan:
     """Choose the attention modules of ``model`` that run their GEMMs in FP8; the model stays as it is.
 
@@ -95,12 +109,7 @@ def plan_attention(
     Raises:
         ConfigError: A recipe without an attention form on this backend, a pattern that matches nothing, or nothing to convert.
     """
-    refused = runner.recipe_reason(recipe, grad_scores)
-    if refused is not None:
-        way_out = (
-            "Set recipe: delayed" if grad_scores == "fp8" else "Set grad_scores: fp8, or backend: native"
-        )
-        raise ConfigError(f"{key}: {refused}. {way_out}, or attention: false.")
+    check_attention_recipe(runner, recipe, grad_scores, key)
     attention_recipe = cast(AttentionRecipe, recipe)
     found = [
         (name, module, host)

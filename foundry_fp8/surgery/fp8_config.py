@@ -25,9 +25,13 @@ from foundry_fp8.surgery.attention_config import AttentionConfig, parse_attentio
 from foundry_fp8.surgery.policy import Policy
 from foundry_fp8.surgery.rules import HIGH_PRECISION, Measured, Rule, Wgrad, parse_rules
 
-__all__ = ["KEY", "FP8Config", "resolve_recipe"]
+__all__ = ["KEY", "TE_LAYERS", "FP8Config", "resolve_recipe"]
 
 KEY = "algorithms.fp8"
+TE_LAYERS = (
+    f"{KEY}: the model holds Transformer Engine modules, so FP8 would be set up twice. Remove `fc_type: te` and `ffn_type: te_ln_mlp` from "
+    "the model's config; this algorithm converts plain linears."
+)
 
 
 def _recipe(value: Any, key: str) -> Recipe | Sequence[Rule] | Measured | Literal["auto"]:

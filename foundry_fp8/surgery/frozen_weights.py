@@ -11,7 +11,6 @@ from torch import nn
 
 from foundry_fp8.compat.ddp_left_out import leave_out_of_ddp
 from foundry_fp8.config import ConfigError
-from foundry_fp8.layers.backend import Backend
 from foundry_fp8.layers.frozen_weight import FrozenFP8Weight, exact_for, keep_in_fp8
 from foundry_fp8.layers.gemm_layer import configured_recipes
 from foundry_fp8.layers.linear import FP8Linear, FP8TransposedLinear
@@ -32,18 +31,12 @@ def frozen_linears(model: nn.Module, converted: Mapping[str, FP8Linear]) -> dict
     }
 
 
-def plan_frozen(
-    model: nn.Module, converted: Mapping[str, FP8Linear], backend: Backend, key: str
-) -> dict[str, FP8Linear]:
+def plan_frozen(model: nn.Module, converted: Mapping[str, FP8Linear], key: str) -> dict[str, FP8Linear]:
     """:func:`frozen_linears`, if this run can keep them so.
 
     Raises:
-        ConfigError: A recipe's scales are no powers of two, the backend quantises weights itself, or nothing is frozen.
+        ConfigError: A recipe's scales are no powers of two, or nothing is frozen.
     """
-    if backend.name == "transformer_engine":
-        raise ConfigError(
-            f"{key}: fp8 is not for backend: transformer_engine, whose modules read the weight themselves. Set backend: native."
-        )
     frozen = frozen_linears(model, converted)
     if not frozen:
         raise ConfigError(

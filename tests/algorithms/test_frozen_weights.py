@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from composer import Trainer
-from composer.core import Event
+from composer.core import Event, Precision
 from composer.loggers import InMemoryLogger
 from composer.models import ComposerModel
-from torch import nn
+from composer.utils.parallelism import FSDPConfig
 
 from foundry_fp8.algorithms.activation_compression import ActivationCompression
 from foundry_fp8.algorithms.fp8 import FP8
@@ -116,7 +116,6 @@ def test_a_checkpoint_of_plain_tensors(runs):
 
 
 def test_fsdp_is_refused():
-    state = SimpleNamespace(fsdp_config=object(), precision=None, model=nn.Linear(2, 2))
+    state = SimpleNamespace(fsdp_config=FSDPConfig(), precision=Precision.AMP_BF16)
     with pytest.raises(ConfigError, match=r"algorithms\.fp8\.frozen_weights: fp8 does not run under FSDP"):
-        FP8._refuse_fsdp(state)
-    assert FP8(frozen_weights="fp8").match(Event.INIT, state)
+        FP8(frozen_weights="fp8").apply(Event.INIT, state, None)

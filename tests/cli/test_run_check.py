@@ -102,7 +102,7 @@ def test_a_folder_with_a_config_alone_needs_no_weights(run):
     ("changes", "topic", "message"),
     [
         ({"global_train_batch_size": 24}, "ranks", "24 is not a multiple of 16 devices"),
-        ({"precision": "amp_fp8"}, "clash", "write amp_bf16"),
+        ({"precision": "amp_fp8"}, "clash", "Set precision: amp_bf16"),
         ({"global_sed": 17}, "clash", "LLM Foundry has no key 'global_sed'"),
         ({"max_sequence_len": 17}, "clash", "Did you mean 'max_seq_len'?"),
         ({"algorithms__fp8__recipe": "mxfp8"}, "conversion", "mxfp8 needs Blackwell"),
@@ -110,7 +110,7 @@ def test_a_folder_with_a_config_alone_needs_no_weights(run):
         ({"algorithms__fp8__exclude": ["*.nothing"]}, "conversion", "matches none of the model's"),
         ({"callbacks__mfu_monitr": {}}, "callbacks", "mfu_monitr"),
         ({"loggers__neptune": {}}, "loggers", "neptune is not installed"),
-        ({"algorithms__hybrid_sharding__shard": 3}, "ranks", "shards of 3 do not divide 16"),
+        ({"algorithms__hybrid_sharding__shard": 3}, "ranks", "3 does not divide the 16 ranks"),
         ({"algorithms__activation_checkpointing": {"targets": {"no_such": "first-2"}}}, "checkpointing", "no_such"),
         ({"compile_config": {}, "algorithms__activation_compression": {}}, "clash", "does not run under torch.compile"),
         ({"algorithms__fp8__frozen_weights": "fp8"}, "clash", "frozen_weights: fp8 does not run under FSDP"),

@@ -33,6 +33,9 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 KEY = "algorithms.activation_checkpointing"
+BUDGET_ALONE = (
+    f"{KEY}.budget: the budget plans compression itself. Remove activation_compression from the algorithms."
+)
 
 PlannedCompression = Literal["none", "exact", "int8", "e4m3", "int4"]
 

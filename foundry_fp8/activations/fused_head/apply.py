@@ -27,6 +27,10 @@ from foundry_fp8.surgery.left_out import output_heads
 __all__ = ["FusedHead", "FusedHeadConfig", "apply_fused_head", "fused_head_of"]
 
 KEY = "algorithms.fused_head"
+FLASH_LOSS = (
+    f"{KEY}: the model's loss is flash-attention's cross-entropy, which wants whole logits. Set model.loss_fn: torch_crossentropy; this "
+    "algorithm takes its place."
+)
 MARK = "_fused_head"
 log = logging.getLogger(__name__)
 
@@ -222,12 +226,9 @@ def _check_head(model: nn.Module, name: str, head: nn.Module) -> None:
             f"{KEY}: parts of {name} are FSDP units of their own (LoRA's are), which would be gathered for every chunk. Leave the head out "
             "of the adapter's target_modules, or take fused_head off."
         )
-    for where, module in model.named_modules():
+    for module in model.modules():
         if type(module).__module__.startswith("flash_attn.") and type(module).__name__ == "CrossEntropyLoss":
-            raise ConfigError(
-                f"{KEY}: {clean_name(where)} is flash-attention's cross-entropy, which wants whole logits. Set model.loss_fn: "
-                "torch_crossentropy; this algorithm takes its place."
-            )
+            raise ConfigError(FLASH_LOSS)
 
 
 def _steps(model: nn.Module, name: str) -> tuple[Step, ...]:

@@ -19,9 +19,12 @@ from foundry_fp8.activations.checkpointing.apply import (
 )
 from foundry_fp8.activations.checkpointing.targets import Selection, select
 from foundry_fp8.activations.compression.apply import apply_activation_compression
+from foundry_fp8.algorithms.activation_compression.algorithm import ActivationCompression
 from foundry_fp8.compat.compiled_model import is_compiled
 from foundry_fp8.config import from_mapping
 from foundry_fp8.model_structure.wrappers import checkpoint_wrappers, without_ddp
+from foundry_fp8.run.clashes import refuse
+from foundry_fp8.run.settings import Run
 
 __all__ = ["ActivationCheckpointing"]
 
@@ -96,6 +99,8 @@ class ActivationCheckpointing(Algorithm):
 
     def _select(self, state: State) -> None:
         config = self.config
+        packs = next((a.config for a in state.algorithms if isinstance(a, ActivationCompression)), None)
+        refuse(Run(activation_checkpointing=config, activation_compression=packs))
         if config.budget is None:
             self._selected = select(state.model, config.targets, config.policy, f"{KEY}.targets")
             if not self._selected:

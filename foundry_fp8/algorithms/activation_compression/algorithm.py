@@ -14,8 +14,11 @@ from foundry_fp8.activations.compression.apply import (
     CompressionReport,
     apply_activation_compression,
 )
-from foundry_fp8.config import ConfigError, from_mapping
+from foundry_fp8.compat.compiled_model import is_compiled
+from foundry_fp8.config import from_mapping
 from foundry_fp8.model_structure.wrappers import without_ddp
+from foundry_fp8.run.clashes import refuse
+from foundry_fp8.run.settings import Run
 
 __all__ = ["ActivationCompression"]
 
@@ -50,12 +53,8 @@ class ActivationCompression(Algorithm):
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         """Attach."""
-        fsdp = state.fsdp_config
-        if fsdp is not None and fsdp.activation_cpu_offload:
-            raise ConfigError(
-                f"{KEY}: only the innermost saved-tensor hooks run, so fsdp_config.activation_cpu_offload would switch "
-                "compression off. Choose one of them."
-            )
+        compiled = is_compiled(state.model)
+        refuse(Run(fsdp=state.fsdp_config, compiled=compiled, activation_compression=self.config))
         self.report = apply_activation_compression(without_ddp(state.model), **self.options)
         log.info("%s", self.report)
         logger.log_hyperparameters({"activation_compression/modules": len(self.report.rows)})

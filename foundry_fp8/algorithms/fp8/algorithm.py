@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 import logging
 import sys
 from typing import Any
 
-from composer.core import Algorithm, Event, Precision, State
+from composer.core import Algorithm, Event, State
 from composer.loggers import Logger
 from composer.utils import dist
 
@@ -16,11 +15,13 @@ from foundry_fp8.callbacks.base import model_of, training_loss
 from foundry_fp8.callbacks.run_log import ensure_run_log
 from foundry_fp8.compat.compiled_model import is_compiled
 from foundry_fp8.compat.composer_device import device_of
-from foundry_fp8.config import ConfigError, from_mapping
+from foundry_fp8.config import from_mapping
 from foundry_fp8.layers.state import FP8State
 from foundry_fp8.layers.unit_linear import choose_gradient_scale
 from foundry_fp8.observe.guard.rows import first_rows
 from foundry_fp8.observe.measured_policy import COLUMNS, measure_policy
+from foundry_fp8.run.clashes import refuse
+from foundry_fp8.run.settings import Run, in_plan
 from foundry_fp8.surgery.announcement import announcement, notices
 from foundry_fp8.surgery.apply import KEY, FP8Config, apply_fp8
 from foundry_fp8.surgery.attention import FP8AttentionState
@@ -89,23 +90,15 @@ class FP8(Algorithm):
                 self._report_what_ran(self._trace, logger)
                 self._trace = None
             return
-        if state.precision == Precision.AMP_FP8:
-            raise ConfigError(
-                f"precision: amp_fp8 is Composer's own FP8 and cannot be combined with {KEY}. Set precision: amp_bf16."
-            )
-        if state.precision == Precision.AMP_FP16 and self.config.runs_unit:
-            raise ConfigError(
-                f"precision: amp_fp16 scales the loss, which would push gradients past the constant scale of {KEY}.recipe: unit. "
-                "Set precision: amp_bf16."
-            )
+        run = Run(precision=state.precision.value, fsdp=state.fsdp_config, fp8=self.config)
+        refuse(run)
         run_log = ensure_run_log(state, logger)
         if not self.config.enabled:
             self._say(f"FP8: off ({KEY}.enabled: false); log: {run_log.path_of(state.run_name)}")
             return
-        if self.config.frozen_weights == "fp8":
-            self._refuse_fsdp(state)
         self.report = apply_fp8(state.model, device=device_of(state), **self.options)
-        self._refuse_tensor_parallelism(state)
+        plan = () if state.tp_config is None else (state.tp_config.layer_plan or ())
+        refuse(dataclasses.replace(run, parallel_layers=in_plan(self.report.converted, plan)))
         send_frozen(state.model)
         self._fp8_state = FP8State.of(state.model)
         assert self._fp8_state is not None
@@ -196,26 +189,6 @@ class FP8(Algorithm):
         if self.report.converted_share != before.converted_share:
             log.info("What the first batch ran: %s", self.report.summary())
         logger.log_hyperparameters({"fp8_as_run": self.report.to_dict()})
-
-    @staticmethod
-    def _refuse_fsdp(state: State) -> None:
-        """Both gather parameters of one dtype, byte by byte."""
-        if state.fsdp_config is not None:
-            raise ConfigError(
-                f"{KEY}.frozen_weights: fp8 does not run under FSDP, which shards plain parameters alone. Remove fsdp_config: under DDP "
-                "every GPU holds the whole base in one byte an element. Or remove the option."
-            )
-
-    def _refuse_tensor_parallelism(self, state: State) -> None:
-        """Layers of the parallel plan become DTensors after INIT, which FP8 layers do not take."""
-        plan = () if state.tp_config is None else (state.tp_config.layer_plan or ())
-        assert self.report is not None
-        both = [name for name in self.report.converted if any(fnmatch.fnmatch(name, p) for p in plan)]
-        if both:
-            raise ConfigError(
-                f"{KEY}: {len(both)} converted layers ({', '.join(both[:3])}, ...) are in parallelism_config.tp's layer plan, "
-                f"and FP8 layers do not run under tensor parallelism. Name them in {KEY}.exclude, or use FSDP alone."
-            )
 
     def state_dict(self) -> dict[str, Any]:
         """The FP8 state (see :meth:`FP8State.state_dict`)."""

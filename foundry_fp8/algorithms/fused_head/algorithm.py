@@ -10,8 +10,10 @@ from composer.loggers import Logger
 
 from foundry_fp8.activations.fused_head.apply import KEY, FusedHeadConfig, apply_fused_head
 from foundry_fp8.activations.fused_head.apply import FusedHead as Fused
-from foundry_fp8.config import ConfigError, from_mapping
+from foundry_fp8.config import from_mapping
 from foundry_fp8.model_structure.wrappers import without_ddp
+from foundry_fp8.run.clashes import refuse
+from foundry_fp8.run.settings import Run
 
 __all__ = ["FusedHead"]
 
@@ -49,11 +51,7 @@ class FusedHead(Algorithm):
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         """Fuse."""
-        if state.train_metrics:
-            raise ConfigError(
-                f"{KEY}: {', '.join(state.train_metrics)} read the logits of every training batch, and there are none. Set "
-                "model.use_train_metrics: false; metrics of evaluations stay."
-            )
+        refuse(Run(train_metrics=bool(state.train_metrics), fused_head=self.config))
         self.fused = apply_fused_head(without_ddp(state.model), **self.options)
         log.info("%s", self.fused)
         logger.log_hyperparameters({"fused_head/head": self.fused.name})

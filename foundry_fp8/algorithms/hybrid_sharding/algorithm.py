@@ -12,7 +12,7 @@ from composer.utils.parallelism import FSDP2Config, FSDPConfig
 from torch.distributed.device_mesh import DeviceMesh
 
 from foundry_fp8.compat.composer_device import device_of
-from foundry_fp8.config import ConfigError, from_mapping
+from foundry_fp8.config import from_mapping
 from foundry_fp8.distributed.fsdp2_units import average_on_gloo
 from foundry_fp8.distributed.groups import alone
 from foundry_fp8.distributed.hybrid_sharding.apply import (
@@ -22,6 +22,8 @@ from foundry_fp8.distributed.hybrid_sharding.apply import (
     hybrid_mesh,
 )
 from foundry_fp8.distributed.replicas import check_replicas
+from foundry_fp8.run.clashes import refuse
+from foundry_fp8.run.settings import Run
 
 __all__ = ["HybridSharding"]
 
@@ -82,20 +84,9 @@ class HybridSharding(Algorithm):
         if alone():
             self.degrees = hybrid_degrees(state.model, self.config, device=device)
             return
-        if fsdp is None:
-            raise ConfigError(
-                f"{KEY} needs FSDP: this run has no fsdp_config (DDP replicates already). Add one."
-            )
-        if state.tp_config is not None:
-            raise ConfigError(f"{KEY} and tensor parallelism are not supported together. Remove one.")
-        if getattr(fsdp, "load_monolith_rank0_only", False) and isinstance(fsdp, FSDP2Config):
-            raise ConfigError(
-                f"{KEY}: load_monolith_rank0_only does not broadcast across replicas. Set it to false."
-            )
-        if isinstance(fsdp, FSDPConfig) and fsdp.sharding_strategy not in ("FULL_SHARD", "HYBRID_SHARD"):
-            raise ConfigError(
-                f"{KEY} works with sharding_strategy FULL_SHARD or HYBRID_SHARD, not {fsdp.sharding_strategy}."
-            )
+        tensor_parallel, ranks = state.tp_config is not None, dist.get_world_size()
+        refuse(Run(ranks=ranks, fsdp=fsdp, tensor_parallel=tensor_parallel, hybrid_sharding=self.config))
+        assert fsdp is not None
         replicate, shard = self.degrees = hybrid_degrees(state.model, self.config, device=device)
         if isinstance(fsdp, FSDPConfig) and shard == 1:
             assert dist.group.WORLD is not None

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from typing import Any
 
 from composer.core import Algorithm, Event, State
 from composer.loggers import Logger
 
-from foundry_fp8.config import Config, Positive, from_mapping
-from foundry_fp8.models.mus.apply import KEY, apply_unit_scaling
+from foundry_fp8.config import from_mapping
+from foundry_fp8.models.mus.apply import KEY, UnitScalingConfig, apply_unit_scaling
 from foundry_fp8.models.mus.optimizer import check_groups
 from foundry_fp8.models.mus.structure import UnitScaledModel, unit_scaled
 
-__all__ = ["UnitScaling", "UnitScalingConfig"]
+__all__ = ["UnitScaling"]
 
 log = logging.getLogger(__name__)
 
@@ -23,16 +22,6 @@ PLACES = {  # where a user sets each value, for messages
     "base_width": f"{KEY}.base_width",
     "final_norm": "model.final_norm (MPT: model.norm_type, no_norm for none)",
 }
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class UnitScalingConfig(Config):
-    """The YAML under ``algorithms.unit_scaling``."""
-
-    key = KEY
-
-    base_width: Positive | None = None
-    """The width at which the optimizer's learning rate was found; required."""
 
 
 class UnitScaling(Algorithm):

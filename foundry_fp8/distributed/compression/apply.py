@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from foundry_fp8.config import ConfigError, from_mapping
-from foundry_fp8.distributed.agreement import agree, check_all_to_all
+from foundry_fp8.distributed.agreement import agree
 from foundry_fp8.distributed.compression.config import KEY, CompressionConfig
 from foundry_fp8.distributed.compression.ddp import attach_ddp
 from foundry_fp8.distributed.compression.fsdp1 import attach_fsdp1
@@ -87,11 +87,6 @@ def apply_compressed_communication(
         )
     if kind == "ddp":
         assert isinstance(model, DistributedDataParallel)
-        if config.parameters != "none":
-            raise ConfigError(
-                f"{KEY}.parameters: {config.parameters}, but DDP gathers no parameters. Use parameters: none, or FSDP."
-            )
-        check_all_to_all(model.process_group, model.device)
         attach_ddp(model, compression)
     elif kind == "fsdp1":
         attach_fsdp1(model, compression)

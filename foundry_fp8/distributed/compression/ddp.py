@@ -9,9 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from foundry_fp8.config import refuse
 from foundry_fp8.distributed import collectives
+from foundry_fp8.distributed.agreement import check_all_to_all
 from foundry_fp8.distributed.background_collectives import CollectiveQueue
-from foundry_fp8.distributed.compression.legs import check_legs
+from foundry_fp8.distributed.compression.legs import LEG_CLASHES, Legs
 from foundry_fp8.distributed.compression.runtime import Compression, ReportRow, Route
 from foundry_fp8.distributed.groups import make_group
 from foundry_fp8.distributed.layout import BlockLayout
@@ -26,9 +28,10 @@ QUEUES_ON_CPU = 2
 
 def attach_ddp(ddp: DistributedDataParallel, compression: Compression) -> None:
     """Register the hook. It replaces DDP's all-reduce and its division by the number of ranks."""
+    refuse(LEG_CLASHES, Legs(config=compression.config, shards=False, replicates=True, ddp=True))
     group = ddp.process_group
+    check_all_to_all(group, ddp.device)
     route = compression.route(group, shards=False)
-    check_legs(compression, shards=False, replicates=True)
     hook = BucketHook(compression, ddp, route)
     # A function without annotations: DDP compares them with objects, and this file's are strings.
     ddp.register_comm_hook(None, lambda _, bucket: hook.reduce(bucket))

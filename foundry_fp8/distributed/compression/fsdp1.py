@@ -22,11 +22,11 @@ from foundry_fp8.compat.fsdp1 import (
     replica_group,
     set_hooks,
 )
-from foundry_fp8.config import ConfigError
+from foundry_fp8.config import refuse
 from foundry_fp8.distributed import collectives
 from foundry_fp8.distributed.compressed_group import CompressedGroup
 from foundry_fp8.distributed.compression.config import KEY
-from foundry_fp8.distributed.compression.legs import check_legs, replicate_leg, shard_leg
+from foundry_fp8.distributed.compression.legs import LEG_CLASHES, Legs, replicate_leg, shard_leg
 from foundry_fp8.distributed.compression.runtime import Compression, ReportRow
 from foundry_fp8.distributed.rows import Row
 from foundry_fp8.distributed.traffic import CountingGroup, reduce_options, scatter_options
@@ -50,7 +50,13 @@ def attach_fsdp1(model: nn.Module, compression: Compression) -> None:
     """
     strategies = {state.sharding_strategy for _, state in _states(model)}
     only_shard = strategies & {ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP}
-    check_legs(compression, shards=strategies != {ShardingStrategy.NO_SHARD}, replicates=not only_shard)
+    legs = Legs(
+        config=compression.config,
+        shards=strategies != {ShardingStrategy.NO_SHARD},
+        replicates=not only_shard,
+        drops_replication=any(dropped_replication(state) for _, state in _states(model)),
+    )
+    refuse(LEG_CLASHES, legs)
     for root in roots_of(model):
         root.check_is_root()  # forces FSDP1's lazy initialisation, which its own register_comm_hook needs too
     for name, state in _states(model):
@@ -72,12 +78,6 @@ def _states(model: nn.Module) -> list[tuple[str, Any]]:
 def _check_state(name: str, state: Any) -> None:
     if has_hook(state):
         raise RuntimeError(f"{KEY}: the FSDP1 module {name!r} has a communication hook already. Remove one.")
-    if dropped_replication(state):
-        raise ConfigError(
-            f"{KEY}: the FSDP1 module {name!r} was wrapped with a hybrid strategy over shard groups of one rank. torch runs that as "
-            "NO_SHARD over the one rank, and its gradients are never reduced. Use sharding_strategy: NO_SHARD, or "
-            "algorithms.hybrid_sharding, which does."
-        )
 
 
 def _rows_of(state: Any, is_exact: Callable[[Any], bool], block_size: int) -> list[Row]:

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from foundry_fp8.compat import cpu_stream_events
 from foundry_fp8.compat.fsdp2 import ShardedParameter, Unit, lazy_init, units_of
-from foundry_fp8.config import ConfigError
+from foundry_fp8.config import refuse
 from foundry_fp8.distributed.compressed_group import CompressedGroup, Leg
 from foundry_fp8.distributed.compression.config import KEY, CompressionConfig
 from foundry_fp8.distributed.compression.fsdp2_fp8_weights import share_amaxes
 from foundry_fp8.distributed.compression.fsdp2_parameters import BlockCodec, GatheredParameter
-from foundry_fp8.distributed.compression.legs import check_legs, replicate_leg, shard_leg
+from foundry_fp8.distributed.compression.legs import LEG_CLASHES, Legs, replicate_leg, shard_leg
 from foundry_fp8.distributed.compression.runtime import Compression, ReportRow
 from foundry_fp8.distributed.rows import Row
 from foundry_fp8.distributed.traffic import CountingGroup, inner_group
@@ -40,8 +40,12 @@ def attach_fsdp2(model: nn.Module, compression: Compression) -> None:
         ConfigError: What was asked for cannot run on this mesh; see the messages.
     """
     units = units_of(model)
-    check_legs(compression, shards=True, replicates=units[0].replicates)
     lazy_init(model)
+    fewer = any(unit.reshards_to_fewer for unit in units)
+    refuse(
+        LEG_CLASHES,
+        Legs(config=compression.config, shards=True, replicates=units[0].replicates, reshards_to_fewer=fewer),
+    )
     for unit in units:
         _attach_unit(unit, compression)
     if compression.config.parameters != "none":
@@ -166,11 +170,6 @@ def _is_weight_of_fp8_linear(gathered: GatheredParameter) -> bool:
 def _gathered_of(unit: Unit, compression: Compression, wire: WireFormat) -> list[GatheredParameter]:
     """Bind the extension to the unit's matrices."""
     config = compression.config
-    if unit.reshards_to_fewer:
-        raise ConfigError(
-            f"{KEY}.parameters: {config.parameters} and FSDP2's reshard_after_forward: <int> exclude each other "
-            "(torch raises NotImplementedError for extensions there). Set reshard_after_forward to true or false."
-        )
     path = compression.path(inner_group(unit.shard_group))
     gathered = []
     for parameter in unit.parameters:

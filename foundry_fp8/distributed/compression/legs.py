@@ -2,47 +2,60 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
-from foundry_fp8.config import ConfigError
+from foundry_fp8.config import Clash
 from foundry_fp8.distributed.agreement import check_all_to_all
 from foundry_fp8.distributed.compressed_group import Leg
-from foundry_fp8.distributed.compression.config import KEY
+from foundry_fp8.distributed.compression.config import KEY, CompressionConfig
 from foundry_fp8.distributed.compression.runtime import Compression, ReportRow, Route
 from foundry_fp8.distributed.rounding import Noise
 from foundry_fp8.distributed.rows import Row, share
 from foundry_fp8.numerics.wire_format import WireFormat
 
-__all__ = ["check_legs", "replicate_leg", "shard_leg"]
+__all__ = ["LEG_CLASHES", "Legs", "replicate_leg", "shard_leg"]
 
 
-def check_legs(compression: Compression, *, shards: bool, replicates: bool) -> None:
-    """Raise :class:`ConfigError` for options that the legs of this wrapper (FSDP, HSDP, DDP) cannot do.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Legs:
+    """What the collectives of a wrapper (FSDP, HSDP, DDP) are, and what is asked of them."""
 
-    Args:
-        compression: The compression of the model, with its configuration.
-        shards: Whether gradients are reduce-scattered.
-        replicates: Whether they are all-reduced.
-    """
-    config = compression.config
-    if not replicates and config.gradients == "int4":
-        raise ConfigError(
-            f"{KEY}.gradients: int4 is for legs that replicate, and this FSDP only shards. Use int8 or e4m3, or add "
-            "algorithms.hybrid_sharding."
-        )
-    if not replicates and config.error_feedback is True:
-        raise ConfigError(
-            f"{KEY}.error_feedback: true would keep a whole gradient on every rank where FSDP only shards. Use auto (and rounding: "
-            "stochastic), or add algorithms.hybrid_sharding: its replicate leg keeps a shard only."
-        )
-    if not shards and config.rounding == "stochastic":
-        raise ConfigError(
-            f"{KEY}.rounding: stochastic is for legs that shard, and nothing is sharded here. Use nearest: error_feedback carries what "
-            "is lost to the next step."
-        )
+    config: CompressionConfig
+    shards: bool  # gradients are reduce-scattered
+    replicates: bool  # they are all-reduced
+    ddp: bool = False
+    reshards_to_fewer: bool = False  # FSDP2's reshard_after_forward: <int>
+    drops_replication: bool = False  # FSDP1's hybrid strategy over shard groups of one rank
+
+
+LEG_CLASHES = (
+    Clash("`compressed_communication.gradients: int4`, nothing replicates",
+          f"{KEY}.gradients: int4 is for legs that replicate, and this FSDP only shards. Use int8 or e4m3, or add "
+          "algorithms.hybrid_sharding.", lambda legs: not legs.replicates and legs.config.gradients == "int4"),
+    Clash("`compressed_communication.error_feedback: true`, nothing replicates",
+          f"{KEY}.error_feedback: true would keep a whole gradient on every rank where FSDP only shards. Use auto (and rounding: "
+          "stochastic), or add algorithms.hybrid_sharding: its replicate leg keeps a shard only.",
+          lambda legs: not legs.replicates and legs.config.error_feedback is True),
+    Clash("`compressed_communication.rounding: stochastic`, nothing is sharded",
+          f"{KEY}.rounding: stochastic is for legs that shard, and nothing is sharded here. Use nearest: error_feedback carries what "
+          "is lost to the next step.", lambda legs: not legs.shards and legs.config.rounding == "stochastic"),
+    Clash("`compressed_communication.parameters`, no `fsdp_config`",
+          f"{KEY}.parameters: {{run.config.parameters}}, but DDP gathers no parameters. Use parameters: none, or FSDP.",
+          lambda legs: legs.ddp and legs.config.parameters != "none"),
+    Clash("`compressed_communication.parameters`, FSDP2's `reshard_after_forward: <int>`",
+          f"{KEY}.parameters: {{run.config.parameters}} and FSDP2's reshard_after_forward: <int> exclude each other "
+          "(torch raises NotImplementedError for extensions there). Set reshard_after_forward to true or false.",
+          lambda legs: legs.reshards_to_fewer and legs.config.parameters != "none"),
+    Clash("`compressed_communication`, FSDP1's `HYBRID_SHARD` over shard groups of one rank",
+          f"{KEY}: FSDP1 was given a hybrid strategy over shard groups of one rank. torch runs that as NO_SHARD over the one rank, and "
+          "its gradients are never reduced. Use sharding_strategy: NO_SHARD, or algorithms.hybrid_sharding, which does.",
+          lambda legs: legs.drops_replication),
+)  # fmt: skip
+"""What the legs of a wrapper cannot do."""
 
 
 def shard_leg(

@@ -17,7 +17,7 @@ from foundry_fp8.distributed.agreement import agree
 from foundry_fp8.distributed.groups import alone
 from foundry_fp8.distributed.mesh import hsdp_mesh, ranks_per_node, resolve_degrees, smallest_shard
 
-__all__ = ["KEY", "HybridShardingConfig", "hybrid_degrees", "hybrid_mesh", "state_bytes"]
+__all__ = ["KEY", "HybridShardingConfig", "degrees_of", "hybrid_degrees", "hybrid_mesh", "state_bytes"]
 
 KEY = "algorithms.hybrid_sharding"
 log = logging.getLogger(__name__)
@@ -67,23 +67,33 @@ def hybrid_degrees(
     if alone():
         log.warning("%s: this job has one rank, so there is nothing to shard or to replicate.", KEY)
         return 1, 1
-    world, per_node, fits = dist.get_world_size(), ranks_per_node(), None
-    if config.shard == "auto":
-        if device_bytes is None:
-            if device.type != "cuda":
-                raise ConfigError(
-                    f"{KEY}.shard: auto asks the GPU for its memory, and this run is on {device.type}."
-                )
-            device_bytes = torch.cuda.get_device_properties(device).total_memory
-        fits = smallest_shard(
-            state_bytes(model, config.optimizer_bytes),
-            int(device_bytes * config.state_fraction),
-            world=world,
-            per_node=per_node,
-        )
-    degrees = resolve_degrees(config.shard, config.replicate, world=world, per_node=per_node, fits=fits)
+    if config.shard == "auto" and device_bytes is None:
+        if device.type != "cuda":
+            raise ConfigError(
+                f"{KEY}.shard: auto asks the GPU for its memory, and this run is on {device.type}."
+            )
+        device_bytes = torch.cuda.get_device_properties(device).total_memory
+    world, per_node = dist.get_world_size(), ranks_per_node()
+    degrees = degrees_of(model, config, world=world, per_node=per_node, device_bytes=device_bytes or 0)
     agree(KEY, repr(degrees))
     return degrees
+
+
+def degrees_of(
+    model: nn.Module, config: HybridShardingConfig, *, world: int, per_node: int, device_bytes: float
+) -> tuple[int, int]:
+    """The degrees ``(replicate, shard)`` of a job of ``world`` ranks, ``per_node`` on a node, with ``device_bytes`` of memory each.
+
+    Raises:
+        ConfigError: They do not fit the ranks, or the model does not fit the devices.
+    """
+    fits = None
+    if config.shard == "auto":
+        room = int(device_bytes * config.state_fraction)
+        fits = smallest_shard(
+            state_bytes(model, config.optimizer_bytes), room, world=world, per_node=per_node
+        )
+    return resolve_degrees(config.shard, config.replicate, world=world, per_node=per_node, fits=fits)
 
 
 def hybrid_mesh(device_type: str, replicate: int, shard: int, names: tuple[str, str]) -> DeviceMesh:

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import nn
 
-from foundry_fp8.config import ConfigError
+from foundry_fp8.config import Config, ConfigError, Positive
 from foundry_fp8.models.mus.optimizer import scale_groups
 from foundry_fp8.models.mus.structure import initialise_mpt_head, unit_scaled
 
-__all__ = ["KEY", "apply_unit_scaling"]
+__all__ = ["KEY", "UnitScalingConfig", "apply_unit_scaling"]
 
 KEY = "algorithms.unit_scaling"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UnitScalingConfig(Config):
+    """The YAML under ``algorithms.unit_scaling``."""
+
+    key = KEY
+
+    base_width: Positive | None = None
+    """The width at which the optimizer's learning rate was found; required."""
 
 
 def apply_unit_scaling(

@@ -34,13 +34,13 @@ from typing import Literal
 from torch import nn
 
 from foundry_fp8.config import ConfigError
+from foundry_fp8.distributed.sharding import Sharding
 from foundry_fp8.model_structure.blocks import transformer_blocks
 from foundry_fp8.planning.memory.plan import Measurements
 from foundry_fp8.planning.memory.solver import Frame
 
-__all__ = ["SHARDINGS", "Cluster", "on_cluster"]
+__all__ = ["SHARDINGS", "Cluster", "on_cluster", "static_bytes"]
 
-Sharding = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
 SHARDINGS: tuple[Sharding, ...] = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 MASTER = 4
 """Bytes of an element of a shard: LLM Foundry trains from float32."""
@@ -103,18 +103,17 @@ def on_cluster(
     trained = [sum(p.numel() for p in block.parameters() if p.requires_grad) for block in blocks]
     everything = sum(p.numel() for p in model.parameters())
     learnt = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    buffers = measured.frame.static - cluster.gathered * everything
-    held = -(-(MASTER * everything + optimizer_bytes) // cluster.shard) + max(buffers, 0)
-    gradients = -(-MASTER * learnt // cluster.shard)
+    buffers = max(measured.frame.static - cluster.gathered * everything, 0)
+    held = static_bytes(
+        model, cluster, buffers=buffers, optimizer_bytes=optimizer_bytes, accumulates=accumulates
+    )
     counts = _Counts(total, trained, everything - sum(total), learnt - sum(trained))
     if cluster.sharding == "NO_SHARD":
-        held += MASTER * learnt * (cluster.world_size > 1) + math.ceil(cluster.residual * learnt)
         frames = [
-            _unsharded(f, counts, learnt, held, accumulates) if f else None
+            _unsharded(f, counts, held, accumulates) if f else None
             for f in (measured.frame, measured.lean, measured.fused)
         ]
     else:
-        held += math.ceil(cluster.residual * learnt / cluster.shard) + gradients * accumulates
         frames = [
             _sharded(frame, counts, held, cluster, accumulates) if frame else None
             for frame in (measured.frame, measured.lean, measured.fused)
@@ -128,6 +127,27 @@ def on_cluster(
         fused=frames[2],
         source=measured.source + where,
     )
+
+
+def static_bytes(
+    model: nn.Module, cluster: Cluster, *, buffers: int, optimizer_bytes: int, accumulates: bool
+) -> int:
+    """What a rank of ``cluster`` holds all the time.
+
+    Args:
+        model: Not sharded.
+        cluster: How it will be.
+        buffers: Bytes of its buffers.
+        optimizer_bytes: Of the whole model.
+        accumulates: Whether gradients are among it: with several microbatches a step they are there from the second on.
+    """
+    everything = sum(p.numel() for p in model.parameters())
+    learnt = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    held = -(-(MASTER * everything + optimizer_bytes) // cluster.shard) + buffers
+    held += math.ceil(cluster.residual * learnt / cluster.shard)
+    held += -(-MASTER * learnt // cluster.shard) * accumulates
+    buckets = cluster.sharding == "NO_SHARD" and cluster.world_size > 1
+    return held + MASTER * learnt * buckets
 
 
 def _sharded(frame: Frame, counts: _Counts, held: int, cluster: Cluster, accumulates: bool) -> Frame:
@@ -191,13 +211,13 @@ def _handed_over(total: int, trained: int, cluster: Cluster) -> int:
     return max(cluster.gathered * total + 2 * g, g + cast + shard)
 
 
-def _unsharded(frame: Frame, counts: _Counts, learnt: int, held: int, accumulates: bool) -> Frame:
+def _unsharded(frame: Frame, counts: _Counts, held: int, accumulates: bool) -> Frame:
     """With gradients that are there from the start, a backward's own are added to them and freed, one after the other."""
     if not accumulates:
         return dataclasses.replace(frame, static=held)
     return dataclasses.replace(
         frame,
-        static=held + MASTER * learnt,
+        static=held,
         left=tuple(max(left - MASTER * own, 0) for left, own in zip(frame.left, counts.trained, strict=True)),
         end_peak=max(frame.end_peak - MASTER * sum(counts.trained), 0),
     )

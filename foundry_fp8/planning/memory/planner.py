@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from foundry_fp8.activations.checkpointing.apply import (
+    BUDGET_ALONE,
     CheckpointingReport,
     PlannedCompression,
     switch_off_cache,
@@ -392,9 +393,7 @@ def _check_plannable(model: nn.Module, blocks: list[tuple[str, nn.Module]], shar
             f"{KEY}: the model is checkpointed already. Switch off activation_checkpointing in the FSDP config."
         )
     if compresses_inside(model) is not None:
-        raise ConfigError(
-            f"{KEY}: the budget plans compression itself. Remove activation_compression from the algorithms."
-        )
+        raise ConfigError(BUDGET_ALONE)
     if sharded and any(p.grad is not None for p in model.parameters()):
         raise ConfigError(
             f"{KEY}: parameters hold gradients. Under FSDP plan before the first backward of a step."

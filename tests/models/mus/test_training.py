@@ -280,6 +280,6 @@ def test_the_recipe_is_refused_where_it_cannot_hold(root: Path) -> None:
         run(root, "mpt", algorithms={"unit_scaling": {}})
 
     # Composer has no amp_fp16 on a CPU; the refusal reads the precision alone.
-    state = SimpleNamespace(precision=Precision.AMP_FP16)
+    state = SimpleNamespace(precision=Precision.AMP_FP16, fsdp_config=None)
     with pytest.raises(ConfigError, match="amp_fp16 scales the loss"):
         FP8(recipe="unit").apply(Event.INIT, state, Logger(state))  # type: ignore[arg-type]

@@ -1,0 +1,95 @@
+"""A training YAML as the run that LLM Foundry would start: the configurations that training builds, and what it is beside them."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from foundry_fp8.cli.hardware import PER_NODE
+from foundry_fp8.config import ConfigError, Positive, accept, check_choice, first_line
+from foundry_fp8.distributed.sharding import FSDP1_STRATEGIES
+
+if TYPE_CHECKING:
+    from foundry_fp8.run.settings import Run
+
+__all__ = ["fsdp_version", "parallel_layers", "run_of", "tensor_parallel_degree"]
+
+
+def run_of(config: Mapping[str, Any], ranks: int = PER_NODE) -> Run:
+    """The run of a YAML on so many ranks, before its model is built: copies of it are not counted yet.
+
+    Raises:
+        ConfigError: An option that is unknown or has a value that it cannot have.
+    """
+    from foundry_fp8.run.settings import Run, parse_algorithms  # slow to import: transformers
+
+    model = config.get("model") or {}
+    layer, loss = model.get("fc_type"), model.get("loss_fn", "fused_crossentropy")
+    layer = layer.get("name") if isinstance(layer, Mapping) else layer
+    return Run(
+        name=config.get("run_name") or os.environ.get("RUN_NAME"),
+        precision=str(config.get("precision", "amp_bf16")).lower(),
+        ranks=ranks,
+        fsdp=_fsdp(config, ranks),
+        tensor_parallel=tensor_parallel_degree(config) > 1,
+        compiled=config.get("compile_config") is not None,
+        train_metrics=model.get("use_train_metrics", True) is not False,
+        flash_loss=model.get("name") == "mpt_causal_lm" and loss == "fused_crossentropy",
+        te_layers=layer == "te" or (model.get("ffn_config") or {}).get("ffn_type") == "te_ln_mlp",
+        **parse_algorithms(config.get("algorithms")),
+    )
+
+
+def fsdp_version() -> Literal[1, 2]:
+    """Which FSDP Composer makes of an ``fsdp_config``."""
+    return 2 if os.environ.get("FSDP_VERSION", "1") == "2" else 1
+
+
+def _fsdp(config: Mapping[str, Any], ranks: int) -> Any:
+    section = config.get("fsdp_config")
+    if section is None or ranks == 1:  # LLM Foundry takes it off on one device
+        return None
+    from composer.utils.parallelism import FSDP2Config, FSDPConfig
+
+    mixed = (config.get("model") or {}).get(
+        "init_device"
+    ) == "mixed"  # of which LLM Foundry loads rank 0 alone
+    given = {"load_monolith_rank0_only": mixed, **section}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if fsdp_version() == 2:
+                return FSDP2Config.from_compatible_attrs(given)
+            made = FSDPConfig(**given)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"fsdp_config: {first_line(error)}.") from error
+    check_choice(
+        "fsdp_config.sharding_strategy", str(made.sharding_strategy).upper(), tuple(FSDP1_STRATEGIES)
+    )
+    return made
+
+
+def tensor_parallel_degree(config: Mapping[str, Any]) -> int:
+    """Ranks that share every matrix of the plan.
+
+    Raises:
+        ConfigError: It is no positive integer.
+    """
+    degree = (config.get("tp_config") or {}).get("tensor_parallel_degree", 1)
+    return accept(Positive, degree, "tp_config.tensor_parallel_degree")
+
+
+def parallel_layers(config: Mapping[str, Any], model: Any) -> list[str]:
+    """The names that LLM Foundry's plan of tensor parallelism has for ``model``.
+
+    Raises:
+        ConfigError: It makes none.
+    """
+    from llmfoundry.utils.builders import build_tp_strategies
+
+    try:
+        return list(build_tp_strategies((config.get("tp_config") or {})["strategy"], model))
+    except Exception as error:  # Foundry's registry and the strategies raise what they like
+        raise ConfigError(f"tp_config.strategy: it cannot be made: {first_line(error)}.") from error

@@ -1,0 +1,51 @@
+"""Over how many ranks a copy of the model is sharded: ``doctor``, ``plan memory`` and training say the same."""
+
+import re
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from foundry_fp8.cli.main import app
+
+MODEL = {"name": "mpt_causal_lm", "d_model": 256, "n_heads": 2, "n_layers": 2, "expansion_ratio": 2, "max_seq_len": 32,
+         "vocab_size": 4096}  # fmt: skip
+HYBRID = {"hybrid_sharding": {}}
+CASES = {
+    "DDP": (None, {}, {8: 1, 64: 1}),
+    "FULL_SHARD": ({"sharding_strategy": "FULL_SHARD"}, {}, {8: 8, 64: 64}),
+    "empty": ({}, {}, {8: 8, 64: 64}),
+    "SHARD_GRAD_OP": ({"sharding_strategy": "SHARD_GRAD_OP"}, {}, {8: 8, 64: 64}),
+    "NO_SHARD": ({"sharding_strategy": "NO_SHARD"}, {}, {8: 1, 64: 1}),
+    "HYBRID_SHARD": ({"sharding_strategy": "HYBRID_SHARD"}, {}, {8: 8, 64: 64}),  # Composer's mesh is 1-D
+    "HYBRID_SHARD, replicas": (
+        {"sharding_strategy": "HYBRID_SHARD", "data_parallel_replicate_degree": 4}, {}, {8: 2, 64: 16}),
+    "shards": ({"data_parallel_shard_degree": 4, "data_parallel_replicate_degree": -1}, {}, {8: 4, 64: 4}),
+    "hybrid, node": ({"sharding_strategy": "HYBRID_SHARD"}, {"hybrid_sharding": {"shard": "node"}}, {8: 8, 64: 8}),
+    "hybrid, 4": ({"sharding_strategy": "FULL_SHARD"}, {"hybrid_sharding": {"shard": 4}}, {8: 4, 64: 4}),
+    "hybrid, auto": ({"sharding_strategy": "FULL_SHARD"}, HYBRID, {8: 1, 64: 1}),  # a small model fits one GPU
+    "hybrid, auto that is tight": (
+        {}, {"hybrid_sharding": {"shard": "auto", "state_fraction": 2e-4}}, {8: 4, 64: 4}),
+    "FSDP2, NO_SHARD": ({"sharding_strategy": "NO_SHARD"}, {}, {8: 8, 64: 64}),  # which FSDP2 does not read
+    "FSDP2, no resharding": ({"reshard_after_forward": False}, {}, {8: 8, 64: 64}),
+    "FSDP2, hybrid": ({}, {"hybrid_sharding": {"shard": "node"}}, {8: 8, 64: 8}),
+    "feedback": (None, {"compressed_communication": {"gradients": "int8"}}, {8: 1}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_memory_of_doctor_is_that_of_the_plan(name, tmp_path, monkeypatch):
+    fsdp, algorithms, shards = CASES[name]
+    monkeypatch.setenv("FSDP_VERSION", "2" if "FSDP2" in name else "1")
+    file = tmp_path / "run.yaml"
+    run = {"max_seq_len": 32, "device_train_microbatch_size": 1, "precision": "amp_bf16", "model": MODEL,
+           "algorithms": {"fp8": {"recipe": "current"}, **algorithms}, "optimizer": {"name": "decoupled_lionw", "lr": 1e-3}}  # fmt: skip
+    file.write_text(yaml.safe_dump(run | ({} if fsdp is None else {"fsdp_config": fsdp})))
+    for ranks, shard in shards.items():
+        said = CliRunner().invoke(app, ["doctor", str(file), "--hardware", f"h100x{ranks}"]).output
+        options = ["--world-size", str(ranks), "--compression", "none"]
+        planned = CliRunner().invoke(app, ["plan", "memory", str(file), *options])
+        assert planned.exit_code == 0, planned.output
+        (ours, over) = re.search(r"parameters: (\S+ \w+) a GPU .* over (\d+) rank", said).groups()
+        (theirs,) = re.search(r"parameters and optimizer state (\S+ \w+)", planned.output).groups()
+        assert (ours, int(over)) == (theirs, shard)
