@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from foundry_fp8.surgery.apply import apply_fp8
     from foundry_fp8.surgery.report import SurgeryReport
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 _HOMES = {
     "BlockScaling": "numerics.recipes",
