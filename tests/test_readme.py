@@ -39,7 +39,7 @@ OURS = [line for line in commands() if line.startswith("foundry-fp8 ")]
 def test_yaml_is_taken_by_llm_foundry(block):
     from foundry_fp8.cli.run_check import _parts
 
-    found = _parts(yaml.safe_load(block))
+    found, _ = _parts(yaml.safe_load(block))
     assert found and [finding.text for finding in found if finding.level != "ok"] == []
 
 

@@ -168,6 +168,7 @@ def test_composers_own_fp8_is_refused(root):
 
     class State:
         precision = Precision.AMP_FP8
+        fsdp_config = None
 
     from composer.core import Event
 

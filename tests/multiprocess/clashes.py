@@ -45,7 +45,7 @@ def fsdp1():
 
 def texts():
     dist.init_process_group("gloo")
-    return {
+    found = {
         "hybrid, DDP": hybrid(None),
         "hybrid, tensor parallel": hybrid(FSDP2Config(), TPConfig()),
         "hybrid, rank 0 only": hybrid(FSDP2Config(load_monolith_rank0_only=True)),
@@ -56,3 +56,5 @@ def texts():
         "parameters": compressed(DistributedDataParallel(nn.Linear(4, 4)), parameters="e4m3"),
         "one rank of a hybrid": compressed(fsdp1()),
     }
+    dist.barrier()  # who ends first would break the connections of the other
+    return found
