@@ -168,7 +168,7 @@ class DelayedScaling(TensorwiseRecipe):
 
     def scaling(self, operand: Operand, along: int) -> Scaling:
         """See :meth:`Recipe.scaling`; the scale is given."""
-        return OneScale()
+        return OneScale(given=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -66,12 +66,19 @@ class OneScale(Scaling):
 
     kind = "tensor"
     power_2: bool = False
+    given: bool = False
+
+    def scale(self, amax: Tensor, fmt: Float8Format, given: Tensor | None) -> Tensor:
+        """The one that was given, or that of ``amax``; a scale that is missing is no reason to measure one."""
+        if self.given or given is not None:
+            assert given is not None
+            return given
+        return scale_from_amax(amax, fmt, power_2=self.power_2)
 
     def quantize(self, x: Tensor, fmt: Float8Format, scale: Tensor | None = None) -> Quantized:
         """See :meth:`Scaling.quantize`."""
         amax = amax_of(x)
-        scale = scale_from_amax(amax, fmt, power_2=self.power_2) if scale is None else scale
-        return quantize_tensor(x, scale, fmt, amax)
+        return quantize_tensor(x, self.scale(amax, fmt, scale), fmt, amax)
 
     @property
     def keeps_codes(self) -> bool:

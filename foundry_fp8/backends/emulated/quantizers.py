@@ -46,7 +46,7 @@ def _quantize_tensor(x: Tensor, scaling: OneScale, fmt: Float8Format, scale: Ten
         low, high = torch.aminmax(x)
         amax = torch.maximum(-low, high).float()
         if math.isfinite(amax):
-            scale = scale_from_amax(amax, fmt, power_2=scaling.power_2) if scale is None else scale
+            scale = scaling.scale(amax, fmt, scale)
             data = torch.empty(x.shape, dtype=fmt.dtype, device=x.device)
             saturates = bool(amax * scale > fmt.max)
             for piece, out in zip(_slabs(x, 1), _slabs(data, 1), strict=True):
