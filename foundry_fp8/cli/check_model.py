@@ -14,7 +14,6 @@ from foundry_fp8.cli.hardware import Hardware
 from foundry_fp8.cli.hf_folder import FOLDER_MODEL
 from foundry_fp8.cli.yaml_run import parallel_layers
 from foundry_fp8.config import ConfigError
-from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.numerics.recipes import Recipe
 from foundry_fp8.run.settings import Run, in_plan
 from foundry_fp8.surgery.rules import Measured
@@ -90,7 +89,7 @@ def check_conversion(
     """What is converted, and the run with those layers that tensor parallelism would split."""
     from foundry_fp8.callbacks.run_log import RunLog
     from foundry_fp8.surgery.announcement import announcement, notices
-    from foundry_fp8.surgery.apply import apply_fp8, norm_fusions
+    from foundry_fp8.surgery.apply import apply_fp8
 
     fp8 = run.converts
     if fp8 is None:
@@ -110,8 +109,6 @@ def check_conversion(
     elsewhere = dataclasses.replace(chosen, backend="emulated", accumulation="float32", cache_weights=False, fuse=False)  # fmt: skip
     try:
         report = apply_fp8(model, device="cpu", **(chosen if emulated else elsewhere).given)
-        if fp8.fuse:
-            norm_fusions(model, {n: m for n, m in model.named_modules() if isinstance(m, FP8Linear)})
         if run.tensor_parallel:
             plan = parallel_layers(config, model)
             run = dataclasses.replace(run, parallel_layers=in_plan(report.converted, plan))

@@ -11,22 +11,12 @@ from torch import Tensor
 
 from foundry_fp8.kernels.launch import as_rows, check_hp, launch
 from foundry_fp8.kernels.producers import (
-    GELU,
-    GELU_CUBIC,
-    GELU_TANH,
-    INV_SQRT_2PI,
-    LOG2_E,
-    SILU,
-    SQRT_2_OVER_PI,
     XIELU,
-    XIELU_BETA,
     XIELU_EPS,
     Producer,
     activate,
+    derivative,
     expm1,
-    gelu_sigmoid,
-    normal_cdf,
-    sigmoid,
 )
 
 __all__ = ["activation_backward", "activation_backward_reference"]
@@ -103,22 +93,6 @@ def activation_backward_reference(
 
 
 @triton.jit
-def _derivative(x, alpha_ptr, KIND: tl.constexpr):
-    """D activation / dx of a float32 tile."""
-    if KIND == SILU:
-        s = sigmoid(x)
-        return s * (1.0 + x * (1.0 - s))
-    elif KIND == GELU:
-        return normal_cdf(x) + x * INV_SQRT_2PI * tl.exp2(x * x * (-0.5 * LOG2_E))
-    elif KIND == GELU_TANH:
-        s = gelu_sigmoid(x)
-        return s * (1.0 + x * (1.0 - s) * 2.0 * SQRT_2_OVER_PI * (1.0 + 3.0 * GELU_CUBIC * x * x))
-    else:
-        negative = tl.load(alpha_ptr + 1) * expm1(tl.minimum(x, XIELU_EPS)) + XIELU_BETA
-        return tl.where(x > 0, 2.0 * tl.load(alpha_ptr) * x + XIELU_BETA, negative)
-
-
-@triton.jit
 def _backward_kernel(
     dy_ptr,
     dy_stride,
@@ -149,7 +123,7 @@ def _backward_kernel(
         plain = activate(x, alpha_ptr, KIND).to(hp).to(tl.float32)
         tl.store(dup_ptr + out, (dy * plain).to(hp), mask=inside)
         dy = (dy * up.to(tl.float32)).to(hp).to(tl.float32)
-    tl.store(dx_ptr + out, (dy * _derivative(x, alpha_ptr, KIND)).to(hp), mask=inside)
+    tl.store(dx_ptr + out, (dy * derivative(x, alpha_ptr, KIND)).to(hp), mask=inside)
     if KIND == XIELU:
         positive = tl.where(inside & (x > 0), dy * x * x, 0.0)
         negative = tl.where(inside & (x <= 0), dy * (expm1(tl.minimum(x, XIELU_EPS)) - x), 0.0)

@@ -1,4 +1,4 @@
-"""What a quantise kernel reads: a stored tensor, or a norm or an activation computed on the fly.
+"""What a quantise kernel reads: a stored tensor, or a norm, an activation or an activation's gradient computed on the fly.
 
 :func:`load_tile` gives the amax kernels their tile, and every other quantise kernel the four interleaved parts of its tile
 (:mod:`foundry_fp8.kernels.interleaved`). With ``Producer.identity`` that is a load; with another producer the value is computed
@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foundry_fp8.kernels.launch import aligned, as_rows, check_hp
+from foundry_fp8.kernels.launch import AS_WRITTEN, aligned, as_rows, check_hp, launch, tiles
 
-__all__ = ["ACTIVATIONS", "Producer", "load_tile", "xielu_reference"]
+__all__ = ["ACTIVATIONS", "GRADIENT", "GRADIENT_OF_UP", "ROUNDED_NORM", "Producer", "load_tile", "produce", "xielu_reference"]
 
 IDENTITY = tl.constexpr(0)
 NORM = tl.constexpr(1)
@@ -25,6 +25,12 @@ SILU = tl.constexpr(2)
 GELU = tl.constexpr(3)
 GELU_TANH = tl.constexpr(4)
 XIELU = tl.constexpr(5)
+ROUNDED_NORM = tl.constexpr(6)
+"""A norm whose normalised value is rounded before the gain multiplies it, as transformers' RMSNorms do."""
+GRADIENT = tl.constexpr(8)
+"""Added to an activation's code: the gradient of its input (of the gate), from ``weight``, that of its output ``[R, C]``, contiguous."""
+GRADIENT_OF_UP = tl.constexpr(16)
+"""The same of what a gated activation multiplies with."""
 
 ACTIVATIONS = {"silu": 2, "gelu": 3, "gelu_tanh": 4, "xielu": 5}
 """Activation name to the kernels' code. With ``up`` given, silu is SwiGLU and gelu is GeGLU."""
@@ -59,7 +65,7 @@ class Producer(NamedTuple):
     rstd: Tensor | None = None
     """``[R]`` float32: reciprocal of the standard deviation, or of the root mean square."""
     weight: Tensor | None = None
-    """``[C]``: the norm's gain."""
+    """``[C]``: the norm's gain; of a gradient ``[R, C]``: that of the activation's output."""
     bias: Tensor | None = None
     """``[C]``: LayerNorm's bias."""
     alpha: Tensor | None = None
@@ -150,11 +156,14 @@ class Producer(NamedTuple):
         x = self.x.float()
         if self.kind == 0:
             return self.x
-        if self.kind == 1:
+        if self.kind in (1, ROUNDED_NORM.value):
             assert self.rstd is not None
             y = (x if self.mean is None else x - self.mean[:, None]) * self.rstd[:, None]
+            y = y if self.kind == 1 else y.to(self.x.dtype).float()
             y = y if self.weight is None else y * self.weight.float()
             return (y if self.bias is None else y + self.bias.float()).to(self.x.dtype)
+        if self.kind > GRADIENT.value:
+            return self._gradient()
         if self.kind == ACTIVATIONS["silu"]:
             y = torch.nn.functional.silu(x)
         elif self.kind == ACTIVATIONS["xielu"]:
@@ -165,6 +174,17 @@ class Producer(NamedTuple):
             y = torch.nn.functional.gelu(x, approximate=approximate)
         y = y.to(self.x.dtype)
         return y if self.up is None else y * self.up
+
+    def _gradient(self) -> Tensor:
+        dy, of_up = self.weight, self.kind > GRADIENT_OF_UP.value
+        assert dy is not None
+        plain = self._replace(up=None, weight=None, kind=self.kind - (GRADIENT_OF_UP if of_up else GRADIENT).value)
+        if of_up:
+            return dy * plain.reference()
+        x = self.x.detach().float().requires_grad_()
+        with torch.enable_grad():
+            y = plain._replace(x=x).reference()
+        return torch.autograd.grad(y, x, (dy if self.up is None else dy * self.up).float())[0].to(dy.dtype)
 
 
 @triton.jit
@@ -225,6 +245,22 @@ def activate(x, alpha_ptr, KIND: tl.constexpr):
 
 
 @triton.jit
+def derivative(x, alpha_ptr, KIND: tl.constexpr):
+    """D activation / dx of a float32 tile."""
+    if KIND == SILU:
+        s = sigmoid(x)
+        return s * (1.0 + x * (1.0 - s))
+    elif KIND == GELU:
+        return normal_cdf(x) + x * INV_SQRT_2PI * tl.exp2(x * x * (-0.5 * LOG2_E))
+    elif KIND == GELU_TANH:
+        s = gelu_sigmoid(x)
+        return s * (1.0 + x * (1.0 - s) * 2.0 * SQRT_2_OVER_PI * (1.0 + 3.0 * GELU_CUBIC * x * x))
+    else:
+        negative = tl.load(alpha_ptr + 1) * expm1(tl.minimum(x, XIELU_EPS)) + XIELU_BETA
+        return tl.where(x > 0, 2.0 * tl.load(alpha_ptr) * x + XIELU_BETA, negative)
+
+
+@triton.jit
 def load_tile(
     x_ptr,
     x_stride,
@@ -258,14 +294,30 @@ def load_tile(
     x = tl.load(tile_ptr + (local_rows[:, None] * x_stride + local_columns[None, :]), mask=inside, other=0.0)
     hp = x_ptr.dtype.element_ty
     x = x.to(tl.float32)
-    if KIND == NORM:
+    if KIND == NORM or KIND == ROUNDED_NORM:  # noqa: SIM109 - Triton has no `in`
         if mean_ptr is not None:
             x -= tl.load(mean_ptr + rows, mask=rows < R, other=0.0)[:, None]
         x *= tl.load(rstd_ptr + rows, mask=rows < R, other=0.0)[:, None]
+        if KIND == ROUNDED_NORM:
+            x = x.to(hp).to(tl.float32)
         if weight_ptr is not None:
             x *= tl.load(weight_ptr + columns, mask=columns < C, other=0.0).to(tl.float32)[None, :]
         if bias_ptr is not None:
             x += tl.load(bias_ptr + columns, mask=columns < C, other=0.0).to(tl.float32)[None, :]
+        x = x.to(hp).to(tl.float32)
+    elif KIND > GRADIENT:
+        dy_ptr = weight_ptr + tl.cast(first_row, tl.int64) * C + first_column
+        offsets = local_rows[:, None] * C + local_columns[None, :]
+        dy = tl.load(dy_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+        if KIND > GRADIENT_OF_UP:
+            x = dy * activate(x, alpha_ptr, KIND - GRADIENT_OF_UP).to(hp).to(tl.float32)
+        else:
+            if up_ptr is not None:
+                tile_ptr = up_ptr + tl.cast(first_row, tl.int64) * up_stride + first_column
+                offsets = local_rows[:, None] * up_stride + local_columns[None, :]
+                dy *= tl.load(tile_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+                dy = dy.to(hp).to(tl.float32)
+            x = dy * derivative(x, alpha_ptr, KIND - GRADIENT)
         x = x.to(hp).to(tl.float32)
     elif KIND != IDENTITY:
         x = activate(x, alpha_ptr, KIND).to(hp).to(tl.float32)
@@ -275,6 +327,48 @@ def load_tile(
             x *= tl.load(tile_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
             x = x.to(hp).to(tl.float32)
     # What was loaded as 0 is 0 still, but where a mean or a NaN statistic reached the padding, and for xIELU, which takes 0 to -1e-6 alpha.
-    if KIND == NORM or KIND == XIELU:  # noqa: SIM109 - Triton has no `in`
+    if KIND == NORM or KIND == ROUNDED_NORM or KIND == XIELU:  # noqa: SIM109 - Triton has no `in`
         x = tl.where(inside, x, 0.0)
     return x
+
+
+PRODUCE_TILE, PRODUCE_WARPS = 64, 4
+
+
+def produce(source: Producer) -> Tensor:
+    """What the quantise kernels read, written: ``[R, C]`` contiguous, in the dtype of ``x``; :meth:`Producer.reference` is its definition."""
+    source = source.checked()
+    rows, columns = source.x.shape
+    out = torch.empty((rows, columns), dtype=source.x.dtype, device=source.x.device)
+    programs = tiles(rows, PRODUCE_TILE) * tiles(columns, PRODUCE_TILE)
+    constants = {"KIND": source.kind, "TILE": PRODUCE_TILE, "num_warps": PRODUCE_WARPS}
+    launch(_produce_kernel, programs, *source.pointers, out, rows, columns, **constants, **AS_WRITTEN)
+    return out
+
+
+@triton.jit
+def _produce_kernel(
+    x_ptr,
+    x_stride,
+    up_ptr,
+    up_stride,
+    mean_ptr,
+    rstd_ptr,
+    weight_ptr,
+    bias_ptr,
+    alpha_ptr,
+    out_ptr,
+    R,
+    C,
+    KIND: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    tiles_c = tl.cdiv(C, TILE)
+    first_row = tl.program_id(0) // tiles_c * TILE
+    first_column = tl.program_id(0) % tiles_c * TILE
+    x = load_tile(
+        x_ptr, x_stride, up_ptr, up_stride, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, alpha_ptr,
+        first_row, first_column, R, C, KIND, TILE, TILE,
+    )  # fmt: skip
+    rows, columns = first_row + tl.arange(0, TILE)[:, None], first_column + tl.arange(0, TILE)[None, :]
+    tl.store(out_ptr + rows.to(tl.int64) * C + columns, x.to(out_ptr.dtype.element_ty), mask=(rows < R) & (columns < C))

@@ -42,8 +42,8 @@ class Backend(abc.ABC):
     """Runs FP8 linears. One instance serves a whole model."""
 
     name: ClassVar[str]
-    fuses_norms: ClassVar[bool] = False
-    """Whether its linears can compute the norm before them (:class:`~foundry_fp8.layers.deferred_norm.DeferredNorm`)."""
+    fuses: ClassVar[bool] = False
+    """Whether its linears can compute the norm or activation before them (:class:`~foundry_fp8.layers.produced.Produced`)."""
     only_where_faster: bool = False
     """Leave layers in high precision that are predicted to be no faster in FP8; ``recipe: auto`` sets it. A backend that
     predicts nothing ignores it."""

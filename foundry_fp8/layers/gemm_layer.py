@@ -142,22 +142,42 @@ class FP8GemmLayer(nn.Module):
         """``compute(input)``, a product with ``weight``, entered in the ledger."""
         if torch.compiler.is_compiling():  # a compiled graph cannot keep Python counters
             return compute(input)
+        # Before the GEMM: a recompute that stops as soon as it has what it needs never comes back from its last one.
+        record_backward = self.enter(input, weight, input.numel() // self.in_features, input.requires_grad)
+        output = compute(input)
+        if not output.requires_grad:
+            return output
+        node: Any = output.grad_fn
+        if getattr(node, "calls_at_backward", record_backward) is None:
+            node.calls_at_backward = record_backward  # a tensor's hook takes the host as long as a launch
+        else:
+            output.register_hook(record_backward)
+        return output
+
+    def enter(
+        self, input: Tensor, weight: Tensor, tokens: int, dgrad: bool
+    ) -> Callable[[Tensor | None], None]:
+        """Enter a forward in the ledger, outside of compiled graphs; before its GEMM.
+
+        Args:
+            input: What tells the compute dtype and the device.
+            weight: The layer's own, or what stands for it in this forward.
+            tokens: Rows of the product.
+            dgrad: Whether the input gets a gradient.
+
+        Returns:
+            What its backward has to call, once.
+        """
         state = self.slots["x"].state if self.slots is not None else None
         if state is not None:
             state.begin_layer(input.device, trains=self.training and torch.is_grad_enabled())
-        # Before the GEMM: a recompute that stops as soon as it has what it needs never comes back from its last one.
-        tokens = input.numel() // self.in_features
         dtype, ledger = compute_dtype(input), self.ledger
         if dtype not in HP_DTYPES or type(input) is not Tensor or type(weight) is not nn.Parameter:
             self._check_input(input, weight, dtype)
         precisions = self.gemm_precisions(precision_of(dtype))
-        fp8 = precisions["fprop"] == "fp8"
+        fp8, wgrad = precisions["fprop"] == "fp8", weight.requires_grad
         n, k = self.out_features, self.in_features
         ledger.record("fprop", tokens, n, k, precisions["fprop"], recompute=inside_backward())
-        output = compute(input)
-        if not output.requires_grad:
-            return output
-        dgrad, wgrad = input.requires_grad, weight.requires_grad
         forward = None if state is None else state.in_force()
 
         # In the backward, because only one that really runs should count: a recompute builds a graph that nothing walks.
@@ -171,12 +191,7 @@ class FP8GemmLayer(nn.Module):
             if wgrad:
                 ledger.record("wgrad", n, k, tokens, precisions["wgrad"])
 
-        node: Any = output.grad_fn
-        if getattr(node, "calls_at_backward", record_backward) is None:
-            node.calls_at_backward = record_backward  # a tensor's hook takes the host as long as a launch
-        else:
-            output.register_hook(record_backward)
-        return output
+        return record_backward
 
     def _check_input(self, input: Tensor, weight: Tensor, dtype: torch.dtype) -> None:
         """What would otherwise end in an error of some kernel, or run in a precision that is not FP8's."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 
-__all__ = ["BESIDE_PARAMETERS", "clean_name", "named_modules_clean"]
+__all__ = ["BESIDE_PARAMETERS", "clean_name", "named_modules_clean", "qualified_name"]
 
 WRAPPER_PARTS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 BESIDE_PARAMETERS = "_fp8_products"
@@ -24,3 +25,8 @@ def named_modules_clean(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if name.endswith(BESIDE_PARAMETERS) or any(part in module._modules for part in WRAPPER_PARTS):
             continue
         yield clean_name(name), module
+
+
+def qualified_name(cls: type[Any]) -> str:
+    """Module and name of ``cls``."""
+    return f"{cls.__module__}.{cls.__qualname__}"

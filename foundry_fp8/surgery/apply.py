@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -17,18 +17,17 @@ from foundry_fp8.backends import (
 )
 from foundry_fp8.config import ConfigError, from_mapping
 from foundry_fp8.layers.gemm_layer import FP8GemmLayer, configured_recipes
-from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.layers.state import FP8State
 from foundry_fp8.numerics.recipes import Recipe
 from foundry_fp8.surgery.attention import plan_attention
 from foundry_fp8.surgery.fp8_config import KEY, TE_LAYERS, FP8Config, resolve_recipe
 from foundry_fp8.surgery.frozen_weights import keep_frozen_in_fp8, plan_frozen
+from foundry_fp8.surgery.fusion import FusionPlan, plan_fusion
 from foundry_fp8.surgery.linears import plan_linears
-from foundry_fp8.surgery.norm_fusion import Fusion, fuse_norms, plan_norms
 from foundry_fp8.surgery.report import SurgeryReport, SurgeryRow
 from foundry_fp8.surgery.rules import Measured
 
-__all__ = ["KEY", "FP8Config", "apply_fp8", "norm_fusions", "refuse_by_backend", "resolve_recipe"]
+__all__ = ["KEY", "FP8Config", "apply_fp8", "refuse_by_backend", "resolve_recipe"]
 
 
 def apply_fp8(model: nn.Module, *, device: torch.device | str | None = None, **options: Any) -> SurgeryReport:
@@ -73,7 +72,7 @@ def apply_fp8(model: nn.Module, *, device: torch.device | str | None = None, **o
     # Everything that can fail comes first: a call that raises leaves the model as it was.
     linears = plan_linears(model, policy=policy, backend=backend, evaluate=config.evaluate, key=KEY)
     recipes = configured_recipes(linears.layers.values())
-    fusions = norm_fusions(model, linears.converted) if config.fuse else {}
+    fusion = plan_fusion(model, linears.converted) if config.fuse and backend.fuses else FusionPlan()
     attention = None
     if config.attention:
         attention_recipe = config.attention.recipe or recipes[0]
@@ -100,19 +99,20 @@ def apply_fp8(model: nn.Module, *, device: torch.device | str | None = None, **o
         frozen = plan_frozen(model, linears.converted, f"{KEY}.frozen_weights")
     for recipe in recipes:
         backend.self_check(
-            recipe, _compute_dtype(model), where, fused=bool(fusions), experts=bool(linears.experts)
+            recipe, _compute_dtype(model), where, fused=bool(fusion.norms or fusion.mlps), experts=bool(linears.experts)
         )
     if attention is not None:
         attention.self_check(model, _compute_dtype(model), where)
     linears.carry_out(model)
-    fuse_norms(model, linears.converted, fusions)
+    fusion.carry_out(model)
     if attention is not None:
         attention.carry_out(model)
     keep_frozen_in_fp8(model, frozen, f"{KEY}.frozen_weights")
     FP8State(model, linears.layers, backend, measured=isinstance(config.recipe, Measured))
-    rows = (_with_fusion(row, fusions.get(row.name)) for row in linears.rows)
     return SurgeryReport(
-        rows=tuple(_with_frozen(row, row.name in frozen) for row in rows),
+        rows=tuple(_with_frozen(row, row.name in frozen) for row in linears.rows),
+        fused=(*fusion.norms, *fusion.mlps),
+        not_fused=fusion.left,
         attention=() if attention is None else attention.rows,
         recipes=recipes,
         backend=backend.name,
@@ -132,10 +132,8 @@ def refuse_by_backend(config: FP8Config, backend: Backend) -> None:
         raise ConfigError(
             f"{KEY}.cache_weights: the {name} backend cannot keep quantised weights: {reason}. Set it to false, or backend: native."
         )
-    if config.fuse and not backend.fuses_norms:
-        raise ConfigError(
-            f"{KEY}.fuse: nothing can be fused: the {name} backend fuses nothing; transformer_engine and native do. Set it to false."
-        )
+    if config.fuse is True and not backend.fuses:
+        raise ConfigError(f"{KEY}.fuse: the {name} backend fuses nothing; native does. Leave it at auto.")
     if config.frozen_weights == "fp8" and name == "transformer_engine":
         raise ConfigError(
             f"{KEY}.frozen_weights: fp8 is not for backend: {name}, whose modules read the weight themselves. Set backend: native."
@@ -155,25 +153,6 @@ def _emulate_accumulation(
         if not found.ok:
             raise ConfigError(f"{KEY}.accumulation: {accumulation}: {found.reason}. {found.remedy}")
     return f"products are added up as {accumulation.capitalize()} does"
-
-
-def norm_fusions(model: nn.Module, converted: Mapping[str, FP8Linear]) -> dict[str, Fusion]:
-    """Which norms are fused into the linears that read them; an error if none is."""
-    plan = plan_norms(model, converted)
-    if all(fusion.refused for fusion in plan.values()):
-        why = "; ".join(sorted({f.refused for f in plan.values() if f.refused}))
-        why = why or "no norm is known to feed exactly one converted linear (MPT blocks have such)"
-        raise ConfigError(f"{KEY}.fuse: nothing can be fused: {why}. Set it to false.")
-    return plan
-
-
-def _with_fusion(row: SurgeryRow, fusion: Fusion | None) -> SurgeryRow:
-    if fusion is None:
-        return row
-    if fusion.refused:
-        reason = f"{row.reason}, not fused with {fusion.norm}: {fusion.refused}"
-        return dataclasses.replace(row, reason=reason)
-    return dataclasses.replace(row, reason=f"{row.reason}, fused with {fusion.norm}", fused_with=fusion.norm)
 
 
 def _with_frozen(row: SurgeryRow, kept: bool) -> SurgeryRow:

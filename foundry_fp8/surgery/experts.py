@@ -23,10 +23,10 @@ from foundry_fp8.layers.experts import (
 )
 from foundry_fp8.layers.grouped_linear import FP8GroupedLinear, GroupedBackend
 from foundry_fp8.model_structure.experts import expert_count
+from foundry_fp8.model_structure.forms import without_contents
 from foundry_fp8.model_structure.names import BESIDE_PARAMETERS
 from foundry_fp8.numerics.recipes import Recipe
 from foundry_fp8.surgery.left_out import unfit
-from foundry_fp8.surgery.same_as_linear import without_contents
 
 __all__ = ["ExpertWeights", "expert_weights", "put_in_place"]
 

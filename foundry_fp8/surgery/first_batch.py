@@ -45,6 +45,12 @@ class Product:
     """What it is called, and what else was part of it: its ties, an adapter merged into it."""
 
 
+def _reads_nothing(hook: Any) -> Any:
+    """Marks a hook for whose sake nothing has to be computed that would not be (``backends/native/fused.py``)."""
+    hook.reads_nothing = True
+    return hook
+
+
 class ForwardTrace(TorchFunctionMode):
     """Watches the first forward of ``model`` in training after :meth:`arm`.
 
@@ -110,6 +116,7 @@ class ForwardTrace(TorchFunctionMode):
             handle.remove()
         self._handles.clear()
 
+    @_reads_nothing
     def _begin(self, module: nn.Module, args: Any) -> None:
         if module is self._root and module.training and torch.is_grad_enabled():
             self.__enter__()
@@ -126,6 +133,7 @@ class ForwardTrace(TorchFunctionMode):
                 if buffer is not None:
                     self._know(buffer, frozenset())
 
+    @_reads_nothing
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         if not self._inside:
             return

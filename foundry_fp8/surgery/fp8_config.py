@@ -80,9 +80,9 @@ class FP8Config(Config):
     """The precision of the weight gradient's GEMM."""
     evaluate: Literal["fp8", "high_precision"] = "high_precision"
     """The precision of evaluation."""
-    fuse: bool = False
-    """Compute the norm before a linear in the linear's own kernel, where the result is the same. Transformer Engine and
-    native only."""
+    fuse: bool | Literal["auto"] = "auto"
+    """Compute norms and whole MLPs in the kernels of the linears behind them, where their arithmetic is known: on the native backend
+    (docs/kernels.md). ``true`` is an error on others."""
     cache_weights: bool = False
     """Quantise each weight once per optimizer step instead of in every microbatch's forward and again in its backward. Costs
     two bytes of memory a weight element, under FSDP2 of the whole unsharded model. Native only; not under FSDP1."""
@@ -102,11 +102,6 @@ class FP8Config(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.fuse and self.wgrad == "high_precision":
-            raise ConfigError(
-                f"{KEY}.fuse: true keeps no high-precision input, from which {KEY}.wgrad: high_precision computes. "
-                "Remove one of them."
-            )
         if isinstance(self.recipe, Measured) and self.attention:
             raise ConfigError(
                 f"{KEY}.attention: recipe: measured chooses for linears alone. Set it to false."

@@ -32,8 +32,6 @@ class SurgeryRow:
     """Why it was skipped; for a converted one, what it became."""
     shape: tuple[int, ...] = ()
     """Of the weight: ``[out, in]`` of a linear; empty for attention, which has none."""
-    fused_with: str = ""
-    """The norm that is computed in its kernel, if any."""
     shared_with: str = ""
     """The earlier row that has the same weight, if any."""
     rule: str = ""
@@ -63,6 +61,8 @@ class SurgeryReport:
         backend: Who runs them.
         chosen: How the backend was chosen.
         attention: One an attention module, where attention was converted too.
+        fused: Names of the norms and MLPs that are computed in the linears' kernels.
+        not_fused: Why others are not, by name.
     """
 
     rows: tuple[SurgeryRow, ...]
@@ -70,6 +70,8 @@ class SurgeryReport:
     backend: str
     chosen: str = ""
     attention: tuple[SurgeryRow, ...] = ()
+    fused: tuple[str, ...] = ()
+    not_fused: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def recipe(self) -> Recipe:
@@ -105,9 +107,10 @@ class SurgeryReport:
             f"{len(self.converted)} of {len(self.rows)} weights ({self.converted_share:.1%} of their elements) run the "
             f"{self.recipe_names} recipe{'s' * (len(self.recipes) > 1)} on the {self.backend} backend."
         ]
-        fused = sum(1 for row in self.rows if row.fused_with)
-        if fused:
-            lines.append(f"  {fused} of them compute the norm before them in the same kernel.")
+        if self.fused:
+            lines.append(f"  {len(self.fused)} norms and MLPs are computed in their kernels.")
+        for reason, count in Counter(self.not_fused.values()).items():
+            lines.append(f"  {count} norms are not: {reason}.")
         sizes: Counter[str] = Counter()
         for row in self.rows:
             sizes[row.reason] += row.elements

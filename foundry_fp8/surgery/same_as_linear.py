@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,8 +11,9 @@ from torch import Tensor, nn
 from foundry_fp8.compat.fake_tensor import unset_fake_temporarily
 from foundry_fp8.layers.linear import FP8Linear, FP8TransposedLinear
 from foundry_fp8.layers.unit_linear import FP8UnitLinear, UnitLinear
+from foundry_fp8.model_structure.forms import without_contents
 
-__all__ = ["features_of", "linear_form", "looks_linear", "without_contents"]
+__all__ = ["features_of", "linear_form", "looks_linear"]
 
 _IN, _OUT = 6, 10
 _TOLERANCE = 1e-12
@@ -98,14 +98,4 @@ def _small_copy(
     copy = without_contents(module, changed, training=training)
     copy.register_parameter("weight", weight)
     copy.register_parameter("bias", bias)
-    return copy
-
-
-def without_contents(module: nn.Module, changed: Mapping[str, Any], *, training: bool) -> nn.Module:
-    """A module of the same class and attributes, but those in ``changed``, without parameters, buffers, children and hooks."""
-    copy = type(module).__new__(type(module))
-    nn.Module.__init__(copy)
-    mine = copy.__dict__
-    mine.update({key: value for key, value in module.__dict__.items() if key not in mine}, **changed)
-    copy.training = training
     return copy

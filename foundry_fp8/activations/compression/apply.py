@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from torch import nn
 
-from foundry_fp8.activations.compression.fused_classes import unfuse
+from foundry_fp8.model_structure.fused_classes import unfuse
 from foundry_fp8.activations.compression.fused_loss import fuse_losses
 from foundry_fp8.activations.compression.matching import fuse_mlp, fuse_norm
 from foundry_fp8.activations.compression.saved import Compressor, SavedBytes, compresses_inside

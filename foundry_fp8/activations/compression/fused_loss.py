@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foundry_fp8.activations.compression.cross_entropy import lean_cross_entropy
-from foundry_fp8.activations.compression.fused_classes import fuse, unfuse
+from foundry_fp8.model_structure.fused_classes import fuse, unfuse
 from foundry_fp8.numerics.packed import PackFormat
 
 __all__ = ["causal_lm_loss", "fuse_losses"]

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-from foundry_fp8.activations.compression.fused_classes import fuse, unfuse
+from foundry_fp8.model_structure.fused_classes import fuse, unfuse
 from foundry_fp8.activations.fused_head.logits import DeferredLogits, LogitsNotComputed, Step, run_steps
 from foundry_fp8.activations.fused_head.row_losses import IGNORE, HeadCall, row_losses
 from foundry_fp8.config import Config, ConfigError, Positive, Text, from_mapping, nearest

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from foundry_fp8.backends.native.inputs import LinearCall, checked_dtype
+from foundry_fp8.backends.native.inputs import LinearCall, checked_dtype, shared_input
 from foundry_fp8.backends.native.plan import KINDS, Layout
 from foundry_fp8.backends.size_rule import size_reason
 from foundry_fp8.compat.block_scaled_mm import block_mode_missing
@@ -23,12 +23,12 @@ from foundry_fp8.compat.fresh_view import fresh_view
 from foundry_fp8.compat.fsdp2 import shard_versions
 from foundry_fp8.compat.peft_merges import merged_adapters
 from foundry_fp8.kernels.launch import compiler_missing, interpreting, triton_missing
-from foundry_fp8.layers.autocast import compute_dtype, without_autocast
+from foundry_fp8.layers.autocast import without_autocast
 from foundry_fp8.layers.backend import Availability, Backend
-from foundry_fp8.layers.deferred_norm import deferred_norm_of
 from foundry_fp8.layers.frozen_weight import in_dtype
 from foundry_fp8.layers.grouped_linear import FP8GroupedLinear, by_expert
 from foundry_fp8.layers.linear import FP8Linear
+from foundry_fp8.layers.produced import Produced, in_memory
 from foundry_fp8.layers.shared_inputs import QuantizedInput
 from foundry_fp8.numerics.recipes import Recipe
 
@@ -65,7 +65,7 @@ class NativeBackend(Backend):
     """
 
     name: ClassVar[str] = "native"
-    fuses_norms: ClassVar[bool] = True
+    fuses: ClassVar[bool] = True
 
     def __init__(self, *, cache_weights: bool = False, only_where_faster: bool = False) -> None:
         self.cache_weights = cache_weights
@@ -138,23 +138,18 @@ class NativeBackend(Backend):
             weight = weight.contiguous()
         if x.numel() == 0 or weight.numel() == 0:
             return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
-        norm = deferred_norm_of(module)
-        if norm is not None and module.probe is None:
-            from foundry_fp8.backends.native.fused import deferred_norm_linear
-
-            return deferred_norm_linear(module, x, norm)
-        if norm is not None:  # a probe is shown the norm's output, which fusing never writes
-            x = norm.normalise(x)
-            dtype = compute_dtype(x)
+        produced = type(x) is Produced
+        if produced and not (x.unread and x.dtype == dtype):
+            x, produced = in_memory(x), False
         call = LinearCall.of(module, module.probe)
         compiling = torch.compiler.is_compiling()
-        x_hp = in_dtype(x, dtype)
+        x_hp = x if produced else in_dtype(x, dtype)
         if compiling and x.dim() != 2:
             x_hp = x_hp.reshape(-1, x.shape[-1])
         shared: QuantizedInput | None = None
         # Delayed scaling: whether another linear's scale is the same, only the device knows.
         if not compiling and call.x[0] is None:
-            shared = self.inputs.of(x, id(call.plan), dtype)
+            shared = shared_input(x, call) if produced else self.inputs.of(x, id(call.plan), dtype)
         with without_autocast(x.device.type):
             cached = self.cached_weight(module, call, dtype)
             y: Tensor = NativeLinear.apply(x_hp, weight, bias, (call, cached, shared))  # type: ignore[no-untyped-call]

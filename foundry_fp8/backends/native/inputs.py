@@ -8,12 +8,15 @@ import torch
 from torch import Tensor
 
 from foundry_fp8.backends.native.plan import Plan, plan_of
+from foundry_fp8.compat.selective_checkpoint import selective_checkpoint_runs
 from foundry_fp8.kernels.launch import HP_DTYPES
 from foundry_fp8.layers.autocast import compute_dtype
 from foundry_fp8.layers.gemm_layer import FP8GemmLayer, Probe
+from foundry_fp8.layers.produced import Produced
+from foundry_fp8.layers.shared_inputs import QuantizedInput
 from foundry_fp8.numerics.recipes import Recipe
 
-__all__ = ["Delayed", "LinearCall", "checked_dtype"]
+__all__ = ["Delayed", "LinearCall", "checked_dtype", "shared_input"]
 
 Delayed = tuple[Tensor | None, Tensor | None]
 """Delayed scaling's scale (0-d), and where to record the amax (``None``: nowhere). Both ``None`` for the other recipes."""
@@ -88,6 +91,14 @@ def checked_dtype(module: FP8GemmLayer, x: Tensor, weight: Tensor) -> torch.dtyp
     if dtype not in HP_DTYPES:
         raise TypeError(f"{module.fqn}: the input is {dtype}; FP8 layers take float32, bfloat16 and float16.")
     return dtype
+
+
+def shared_input(x: Produced, call: LinearCall) -> QuantizedInput | None:
+    """Where linears that read ``x`` note what they make of it; ``None`` where each has to make its own."""
+    if selective_checkpoint_runs():
+        return None
+    found: QuantizedInput = x.made.setdefault(id(call.plan), QuantizedInput())
+    return found
 
 
 def _delayed_tensors(module: FP8GemmLayer) -> list[Delayed]:

@@ -27,15 +27,16 @@ from torch import Tensor
 from foundry_fp8.backends.native.eager import EagerPass, Kind, eager_pass
 from foundry_fp8.backends.native.inputs import LinearCall
 from foundry_fp8.backends.native.operand import Source, gemm
-from foundry_fp8.backends.native.ops import unnoticed
+from foundry_fp8.backends.native.ops import produce, unnoticed
 from foundry_fp8.backends.native.plan import FORMATS, Layout, Plan, quantized_view
 from foundry_fp8.compat.fresh_view import in_shape
 from foundry_fp8.kernels.launch import as_rows, on_current_device
 from foundry_fp8.kernels.zeros import Statistics
 from foundry_fp8.layers.frozen_weight import in_dtype
+from foundry_fp8.layers.produced import Produced, in_memory
 from foundry_fp8.layers.shared_inputs import QuantizedInput
 
-__all__ = ["NativeLinear", "dgrad_and_wgrad", "fprop", "quantize_weight"]
+__all__ = ["SAVED", "NativeLinear", "dgrad_and_wgrad", "fprop", "quantize_weight"]
 
 
 class NativeLinear(torch.autograd.Function):
@@ -64,9 +65,12 @@ class NativeLinear(torch.autograd.Function):
         keep_x = needs_w and call.fp8_wgrad
         # Here and not outside of the function, where autograd would make a node of each change of shape.
         ctx.shape = None if x.dim() == 2 else x.shape
-        rows = x if ctx.shape is None else x.reshape(-1, ctx.shape[-1])
-        y, saved = fprop(Source(rows), weight, bias, call, cached=cached, keep_x=keep_x, shared=shared)
-        hp_x = x if needs_w and not call.fp8_wgrad else None
+        if type(x) is Produced:
+            source, hp = x.source, in_memory
+        else:
+            source, hp = Source(x if ctx.shape is None else x.reshape(-1, ctx.shape[-1])), _itself
+        y, saved = fprop(source, weight, bias, call, cached=cached, keep_x=keep_x, shared=shared)
+        hp_x = hp(x) if needs_w and not call.fp8_wgrad else None
         ctx.reads_smoothly = hp_x is not None  # a product: activation compression may round x
         ctx.save_for_backward(hp_x, *saved)
         # Not saved for backward: they are the state's own, and what they hold by then is what backward shall read.
@@ -85,13 +89,21 @@ class NativeLinear(torch.autograd.Function):
         needs = (needs_x, needs_w and hp_x is None, needs_b)
         if ctx.shape is not None:
             dy = dy.reshape(-1, dy.shape[-1])
-        dx, dw, db = dgrad_and_wgrad(dy, saved, ctx.call, ctx.x_dtype, needs=needs)
+        dx, dw, db = dgrad_and_wgrad(Source(dy), saved, ctx.call, ctx.x_dtype, needs=needs)
         if hp_x is not None:
             hp_x = hp_x if ctx.shape is None else hp_x.reshape(-1, ctx.shape[-1])
             dw = (dy.t() @ hp_x * ctx.call.plan.alpha).to(saved[0].dtype)
         if dx is not None and ctx.shape is not None:
             dx = dx.view(ctx.shape)
         return dx, dw, None if db is None else db.to(ctx.bias_dtype), None
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x
+
+
+SAVED = 6
+"""What :func:`fprop` keeps for backward: so many tensors, or places of some."""
 
 
 def fprop(
@@ -159,6 +171,7 @@ def fprop(
         )
     if probe is not None:
         assert call.recipe is not None
+        x = x if source.kind == 0 else produce(*source)
         probe("x", x, quantized_view(x, "x", call.recipe, FORMATS[plan.x_fmt], qx, x_stats))
         probe("w", w_hp, quantized_view(w_hp, "w", call.recipe, FORMATS[plan.x_fmt], qw, w_stats))
     y = gemm(
@@ -233,7 +246,7 @@ def _quantize_input(
 
 
 def dgrad_and_wgrad(
-    dy: Tensor,
+    source: Source,
     saved: Sequence[Tensor | None],
     call: LinearCall,
     x_dtype: torch.dtype,
@@ -243,7 +256,7 @@ def dgrad_and_wgrad(
     """``dX = dY W``, ``dW = dY^T X`` and the bias gradient, from one pass over dy.
 
     Args:
-        dy: ``[M, N]``, hp.
+        source: What produces dy, ``[M, N]``.
         saved: From :func:`fprop`.
         call: That of the forward.
         x_dtype: dtype of ``dX``.
@@ -254,10 +267,11 @@ def dgrad_and_wgrad(
     """
     weight, w_stats, kept_x, kept_x_scale, kept_w, kept_w_scale = saved
     assert weight is not None and w_stats is not None
-    plan, probe, w_scale = call.plan, call.probe, call.w[0]
+    plan, probe, w_scale, dy = call.plan, call.probe, call.w[0], source.x
     (m, n), k, w_dtype = dy.shape, weight.shape[1], weight.dtype
     needs_x, needs_w, needs_b = needs
     if not (needs_x or needs_w):
+        dy = dy if source.kind == 0 or not needs_b else produce(*source)
         return None, None, dy.float().sum(0) if needs_b else None
     made_here = needs_x and (kept_w is None or kept_w_scale is None)
     if made_here:
@@ -265,7 +279,7 @@ def dgrad_and_wgrad(
     eager: EagerPass | None = None
     w_piece: Statistics | None = None
     direct = unnoticed()
-    if direct and plan.granularity != "row" and on_current_device(dy):
+    if direct and source.kind == 0 and plan.granularity != "row" and on_current_device(dy):
         eager = eager_pass("dy", dy, weight, plan, call.dy, (w_scale, None))
         dy_piece, w_piece = eager.pieces(dy.device)
         if eager.first.copies:
@@ -280,7 +294,7 @@ def dgrad_and_wgrad(
             amax_slot=call.dy[1],
         )
     else:
-        qdy, qdy_t, dy_stats, column_sum = Source(dy).quantize(
+        qdy, qdy_t, dy_stats, column_sum = source.quantize(
             "dy",
             plan,
             direct=direct,
@@ -292,6 +306,7 @@ def dgrad_and_wgrad(
         )
     if probe is not None:
         assert call.recipe is not None
+        dy = dy if source.kind == 0 else produce(*source)
         probe("dy", dy, quantized_view(dy, "dy", call.recipe, FORMATS[plan.dy_fmt], qdy, dy_stats))
     dx = dw = None
     if needs_x:

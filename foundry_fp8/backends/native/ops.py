@@ -23,6 +23,7 @@ from foundry_fp8.kernels.launch import GEMM_MULTIPLE, on_its_device, round_up
 from foundry_fp8.kernels.norms import norm_backward as norm_backward_kernel
 from foundry_fp8.kernels.norms import norm_statistics as norm_statistics_kernel
 from foundry_fp8.kernels.producers import Producer
+from foundry_fp8.kernels.producers import produce as produce_kernel
 from foundry_fp8.kernels.tensorwise import amax_of_two as amax_of_two_kernel
 from foundry_fp8.kernels.tensorwise import quantize_tensorwise as quantize_tensorwise_kernel
 from foundry_fp8.kernels.zeros import unshared
@@ -33,6 +34,7 @@ __all__ = [
     "blockwise_gemm",
     "norm_backward",
     "norm_statistics",
+    "produce",
     "quantize_blockwise",
     "quantize_tensorwise",
     "tensorwise_gemm",
@@ -290,3 +292,23 @@ def _(dy, x, up, alpha, kind):
     dup = x.new_empty((0,) if up is None else x.shape)
     dalpha = x.new_empty((0,)) if alpha is None else x.new_empty((2,), dtype=torch.float32)
     return x.new_empty(x.shape), dup, dalpha
+
+
+@operator()
+def produce(
+    x: Tensor,
+    up: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    alpha: Tensor | None,
+    kind: int,
+) -> Tensor:
+    """:func:`foundry_fp8.kernels.producers.produce`."""
+    return produce_kernel(Producer(x, up, mean, rstd, weight, bias, alpha, kind))
+
+
+@produce.register_fake
+def _(x, up, mean, rstd, weight, bias, alpha, kind):
+    return x.new_empty(x.shape)

@@ -22,7 +22,6 @@ from foundry_fp8.compat.fresh_view import fresh_view
 from foundry_fp8.compat.te_fsdp2 import tell_about_fsdp2
 from foundry_fp8.layers.autocast import compute_dtype
 from foundry_fp8.layers.backend import Availability, Backend
-from foundry_fp8.layers.deferred_norm import DeferredNorm, deferred_norm_of
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.numerics.operands import quantize
 from foundry_fp8.numerics.recipes import Operand, Recipe
@@ -44,7 +43,6 @@ class TransformerEngineBackend(Backend):
     """
 
     name: ClassVar[str] = "transformer_engine"
-    fuses_norms: ClassVar[bool] = True
 
     def availability(self, recipe: Recipe, device: torch.device) -> Availability:
         """Checks the device, the installation, TE's own rules, and the limits that TE does not check."""
@@ -122,17 +120,15 @@ class TransformerEngineBackend(Backend):
         weight = module.matrix.contiguous()
         high_precision_wgrad = module.wgrad == "high_precision"
         te_weight = weight.detach() if high_precision_wgrad else weight
-        norm = deferred_norm_of(module)
-        te_module = te_module_of(module, recipe, norm)
+        te_module = te_module_of(module, recipe)
         tell_about_fsdp2(te_module, module)
         with self._recipe_context(recipe):
             if module.slots is not None and recipe == module.configured_recipe:
                 record = module.training and torch.is_grad_enabled()
                 bind_slots(te_module, module.slots, record=record)
             if module.probe is not None:
-                _probe(module, x2d[:tokens], norm)
-            tensors = {} if norm is None else norm.tensors()
-            y = _call(te_module, x2d, **tensors, weight=te_weight, bias=module.bias)
+                _probe(module, x2d[:tokens])
+            y = _call(te_module, x2d, weight=te_weight, bias=module.bias)
         if high_precision_wgrad:
             y = with_high_precision_wgrad(y, x2d, weight)
         y = keep_non_finite(y, x2d)
@@ -166,30 +162,25 @@ def te_recipe_of(recipe: Recipe) -> Any:
     return make_te_recipe(recipe, library())
 
 
-def te_module_of(module: FP8Linear, recipe: Recipe, norm: DeferredNorm | None = None) -> Any:
-    """The parameterless TE module that computes ``module``, and ``norm`` before it, under ``recipe``.
+def te_module_of(module: FP8Linear, recipe: Recipe) -> Any:
+    """The parameterless TE module that computes ``module`` under ``recipe``.
 
     One a recipe: TE keeps the quantisers of the recipe that a module saw first when another of the same class comes
     (TE issue 3157).
     """
     made = module.__dict__[_ATTRIBUTE]
-    key = (recipe, norm is not None)
-    if key not in made:
+    if recipe not in made:
         options: dict[str, Any] = {
             "bias": module.bias is not None,
             "params_dtype": torch.bfloat16,
             "device": "meta",
         }
         sizes = module.in_features, module.out_features
-        if norm is None:
-            te_module = library().te.Linear(*sizes, **options)
-        else:
-            options |= {"eps": norm.eps, "normalization": norm.normalization}
-            te_module = library().te.LayerNormLinear(*sizes, **options)
+        te_module = library().te.Linear(*sizes, **options)
         te_module._parameters.clear()
         keep_out_of_global_buffers(te_module, library())
-        made[key] = te_module
-    return made[key]
+        made[recipe] = te_module
+    return made[recipe]
 
 
 def _call(te_module: Any, x: Tensor, **tensors: Tensor | None) -> Tensor:
@@ -217,9 +208,8 @@ def _warn_padding(fqn: str, tokens: int, multiple: int) -> None:
     )
 
 
-def _probe(module: FP8Linear, x: Tensor, norm: DeferredNorm | None) -> None:
-    with torch.no_grad():
-        _probe_operand(module, x if norm is None else norm.normalise(x).to(x.dtype), "x")
+def _probe(module: FP8Linear, x: Tensor) -> None:
+    _probe_operand(module, x.detach(), "x")
     _probe_operand(module, module.matrix.detach(), "w")
 
 

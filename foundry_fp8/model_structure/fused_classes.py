@@ -8,23 +8,21 @@ and pickled.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from torch import Tensor, nn
 
-from foundry_fp8.numerics.packed import PackFormat
-
 __all__ = ["MakeForward", "fuse", "unfuse"]
 
-MakeForward = Callable[[Any, PackFormat | None], Callable[..., Tensor]]
-"""From a module's class and a format to a forward: a function of a module, so that pickle finds it by its name."""
+MakeForward = Callable[[Any, Any], Callable[..., Tensor]]
+"""From a module's class and what else the forward depends on (hashable) to a forward: a function of a module, so that pickle finds it by its name."""
 
 
-def fuse(module: nn.Module, make: MakeForward, fmt: PackFormat | None) -> None:
+def fuse(module: nn.Module, make: MakeForward, options: Hashable) -> None:
     """Let ``module`` run the forward that ``make`` makes."""
     cls: Any = type(module)
-    module.__class__ = _fused_class(cls, make, fmt)
+    module.__class__ = _fused_class(cls, make, options)
 
 
 def unfuse(module: nn.Module) -> None:
@@ -34,21 +32,21 @@ def unfuse(module: nn.Module) -> None:
 
 
 @functools.cache
-def _fused_class(cls: Any, make: MakeForward, fmt: PackFormat | None) -> Any:
+def _fused_class(cls: Any, make: MakeForward, options: Hashable) -> Any:
     def reduce(self: nn.Module, protocol: Any) -> Any:
         reduced = super(fused, self).__reduce_ex__(protocol)  # type: ignore[arg-type]
-        return (_new, (cls, make, fmt), *reduced[2:]) if type(self) is fused else reduced
+        return (_new, (cls, make, options), *reduced[2:]) if type(self) is fused else reduced
 
     namespace = {
-        "forward": make(cls, fmt),
+        "forward": make(cls, options),
         "__module__": cls.__module__,
         "__reduce_ex__": reduce,
         "_unfused": cls,
     }
-    fused = type(f"Packed{cls.__name__}", (cls,), namespace)
+    fused = type(f"Fused{cls.__name__}", (cls,), namespace)
     return fused
 
 
-def _new(cls: Any, make: MakeForward, fmt: PackFormat | None) -> Any:
-    fused = _fused_class(cls, make, fmt)
+def _new(cls: Any, make: MakeForward, options: Hashable) -> Any:
+    fused = _fused_class(cls, make, options)
     return fused.__new__(fused)

@@ -1,0 +1,90 @@
+"""A tensor that is not in memory until somebody reads it: the output of a norm or an activation, before a linear quantises it.
+
+To autograd and to Python it is a tensor like others. A converted linear takes what it is made of (:attr:`Produced.source`) and
+computes it in its own kernel; whoever else reads it (a hook, an adapter, a monitor, a linear in high precision) gets it
+written, once, with the bits that the linear quantises. So nobody has to know who reads a norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+__all__ = ["Produced", "in_memory"]
+
+_OF_ITSELF = frozenset({"__get__", "dim", "size", "numel", "stride", "ndimension", "element_size", "is_contiguous", "is_floating_point", "is_complex", "register_hook", "retain_grad", "__hash__"})  # fmt: skip
+"""Functions of torch that ask a tensor for its properties, or autograd for its place, and read no element."""
+
+
+class Produced(Tensor):
+    """See the module.
+
+    Args:
+        shape: ``[..., C]``.
+        source: What a kernel makes it of, with the input as ``source.x``, ``[R, C]`` in this tensor's dtype.
+        write: Makes ``[R, C]`` of the fields of ``source``.
+
+    Attributes:
+        made: What linears have made of it, by whatever tells apart how: the next one that reads it makes the same.
+    """
+
+    source: Any
+    made: dict[Any, Any]
+    _write: Callable[..., Tensor]
+    _plain: Tensor | None
+
+    def __new__(cls, shape: torch.Size, source: Any, write: Callable[..., Tensor]) -> Produced:
+        """Of what is to be written."""
+        self = Tensor._make_wrapper_subclass(cls, shape, dtype=source.x.dtype, device=source.x.device)  # type: ignore[attr-defined]
+        self.source, self._write, self._plain, self.made = source, write, None, {}
+        return self  # type: ignore[no-any-return]
+
+    @property
+    def unread(self) -> bool:
+        """Whether it is what :attr:`source` makes still: a write in place changes what was written."""
+        return self._plain is None or self._plain._version == 0
+
+    def plain(self) -> Tensor:
+        """It in memory, differentiable; the same tensor at each call."""
+        if self._plain is None:
+            self._plain = _Write.apply(self)  # type: ignore[no-untyped-call]
+        return self._plain
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Properties as they are; everything else reads it from memory."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if getattr(func, "__name__", "") in _OF_ITSELF:
+                return func(*args, **(kwargs or {}))
+            return func(*tree_map(in_memory, args), **tree_map(in_memory, kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """What reads it past Python: autograd's own functions."""
+        return func(*tree_map(_written, args), **tree_map(_written, kwargs or {}))
+
+
+class _Write(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, produced: Produced) -> Tensor:
+        written: Tensor = produced._write(*produced.source).view(produced.shape)
+        return written
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return dy
+
+
+def in_memory(value: Any) -> Any:
+    """``value``, but a :class:`Produced` written."""
+    return value.plain() if type(value) is Produced else value
+
+
+def _written(value: Any) -> Any:
+    if type(value) is not Produced:
+        return value
+    return value._write(*value.source).view(value.shape) if value._plain is None else value._plain.detach()
