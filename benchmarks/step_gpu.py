@@ -34,8 +34,6 @@ from gpu_common import (
 from torch import Tensor, nn
 
 import foundry_fp8
-from foundry_fp8.backends.native.fused import activation_linear, norm_linear
-from foundry_fp8.layers.linear import FP8Linear
 
 RECIPES = ("delayed", "current", "block")
 
@@ -73,60 +71,64 @@ BLOCKS = {
 SMOKE_BLOCKS = {"smoke": Shape(64, 4, 2, 96)}
 
 
-class Block(nn.Module):
-    """Pre-norm attention and SwiGLU; ``fuse`` runs the norm before qkv and the SwiGLU inside FP8 quantisation."""
+class MLP(nn.Module):
+    """SwiGLU."""
 
-    def __init__(self, shape: Shape, fuse: bool = False) -> None:
+    def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.shape, self.fuse = shape, fuse
-        kv = shape.head_dim * shape.kv_heads
-        self.norm_1, self.norm_2 = nn.RMSNorm(shape.hidden, eps=1e-5), nn.RMSNorm(shape.hidden, eps=1e-5)
-        self.qkv = nn.Linear(shape.hidden, shape.hidden + 2 * kv, bias=False)
-        self.out_proj = nn.Linear(shape.hidden, shape.hidden, bias=False)
         self.gate = nn.Linear(shape.hidden, shape.ffn, bias=False)
         self.up = nn.Linear(shape.hidden, shape.ffn, bias=False)
         self.down = nn.Linear(shape.ffn, shape.hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """``x``: ``[1, T, hidden]``."""
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    """Pre-norm attention and SwiGLU."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        kv = shape.head_dim * shape.kv_heads
+        self.norm_1, self.norm_2 = nn.RMSNorm(shape.hidden, eps=1e-5), nn.RMSNorm(shape.hidden, eps=1e-5)
+        self.qkv = nn.Linear(shape.hidden, shape.hidden + 2 * kv, bias=False)
+        self.out_proj = nn.Linear(shape.hidden, shape.hidden, bias=False)
+        self.mlp = MLP(shape)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x``: ``[1, T, hidden]``."""
         s = self.shape
-        qkv = _norm_linear(self.qkv, x, self.norm_1) if self.fuse else self.qkv(self.norm_1(x))
+        qkv = self.qkv(self.norm_1(x))
         q, k, v = qkv.split((s.hidden, s.head_dim * s.kv_heads, s.head_dim * s.kv_heads), -1)
         q, k, v = (t.unflatten(-1, (-1, s.head_dim)).transpose(1, 2) for t in (q, k, v))
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         x = x + self.out_proj(attended.transpose(1, 2).flatten(2))
-        h = self.norm_2(x)
-        gate, up = self.gate(h), self.up(h)
-        if self.fuse and isinstance(self.down, FP8Linear):
-            return x + activation_linear(self.down, gate, "silu", up=up)
-        return x + self.down(F.silu(gate) * up)
-
-
-def _norm_linear(linear: nn.Module, x: Tensor, norm: nn.Module) -> Tensor:
-    return norm_linear(linear, x, norm) if isinstance(linear, FP8Linear) else linear(norm(x))
+        return x + self.mlp(self.norm_2(x))
 
 
 def variants(
-    make: Callable[[bool], nn.Module], fusable: bool
+    make: Callable[[], nn.Module], fusable: bool
 ) -> Iterator[tuple[str, Callable[[], nn.Module]]]:
     """(name, a function that makes the model of that variant)."""
 
-    def ours(recipe: str, backend: str = "native", fuse: bool = False) -> nn.Module:
-        model = make(fuse)
-        report = foundry_fp8.apply_fp8(model, recipe=recipe, backend=backend)
+    def ours(recipe: str, backend: str = "native", **options: Any) -> nn.Module:
+        model = make()
+        report = foundry_fp8.apply_fp8(model, recipe=recipe, backend=backend, **options)
         assert report.converted_share == 1, report.summary()  # a peer converts every linear
         return model
 
     def compiled(model: nn.Module) -> nn.Module:
         return torch.compile(model)  # type: ignore[return-value]
 
-    yield "bf16 eager", lambda: make(False)
+    yield "bf16 eager", make
     if not SMOKE:
-        yield "bf16 compiled", lambda: compiled(make(False))
+        yield "bf16 compiled", lambda: compiled(make())
     for recipe in RECIPES:
         yield f"native {recipe} eager", lambda recipe=recipe: ours(recipe)
         if fusable:
-            yield f"native {recipe} fused eager", lambda recipe=recipe: ours(recipe, fuse=True)
+            yield f"native {recipe} unfused eager", lambda recipe=recipe: ours(recipe, fuse=False)
         if not SMOKE:  # minutes of tracing under the interpreter; tests/backends/native compiles
             yield f"native {recipe} compiled", lambda recipe=recipe: compiled(ours(recipe))
     if SMOKE:
@@ -140,7 +142,7 @@ def variants(
             Float8BlockwiseLinear = None
 
         def ao_blockwise() -> nn.Module:
-            model = make(False)
+            model = make()
             for name, linear in [(n, m) for n, m in model.named_modules() if type(m) is nn.Linear]:
                 model.set_submodule(name, Float8BlockwiseLinear.from_float(linear))
             return model
@@ -150,7 +152,7 @@ def variants(
             yield "torchao blockwise compiled", lambda: compiled(ao_blockwise())
 
         def ao(name: str) -> nn.Module:
-            return convert_to_float8_training(make(False), config=Float8LinearConfig.from_recipe_name(name))
+            return convert_to_float8_training(make(), config=Float8LinearConfig.from_recipe_name(name))
 
         for name in ("tensorwise", "rowwise"):
             yield f"torchao {name} eager", lambda name=name: ao(name)
@@ -161,7 +163,7 @@ def variants(
                 f"transformer_engine {recipe} eager",
                 lambda recipe=recipe: ours(recipe, "transformer_engine"),
             )
-            yield f"te.Linear {recipe} eager", lambda recipe=recipe: TELinears(make(False), recipe)
+            yield f"te.Linear {recipe} eager", lambda recipe=recipe: TELinears(make(), recipe)
 
 
 class TELinears(nn.Module):
@@ -189,7 +191,7 @@ class TELinears(nn.Module):
 
 def measure(
     group: str,
-    make: Callable[[bool], nn.Module],
+    make: Callable[[], nn.Module],
     x: Tensor,
     flops: tuple[float, float],
     repeats: int,
@@ -261,7 +263,7 @@ def main() -> None:
         flops = (6.0 * options.tokens * k * n, 0.0)
         rows += measure(
             label,
-            lambda fuse, k=k, n=n: built(nn.Sequential(nn.Linear(k, n, bias=False))),
+            lambda k=k, n=n: built(nn.Sequential(nn.Linear(k, n, bias=False))),
             tensor(k),
             flops,
             options.repeats,
@@ -276,8 +278,8 @@ def main() -> None:
         for layers, optimize in ((1, False), (options.layers, True)):
             rows += measure(
                 f"{name} {'training step, ' if optimize else ''}{layers} blocks",
-                lambda fuse, shape=shape, layers=layers: built(
-                    nn.Sequential(*(Block(shape, fuse) for _ in range(layers)))
+                lambda shape=shape, layers=layers: built(
+                    nn.Sequential(*(Block(shape) for _ in range(layers)))
                 ),
                 tensor(shape.hidden),
                 (linear * layers, attention * layers),

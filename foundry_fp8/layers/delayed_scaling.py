@@ -130,6 +130,9 @@ class DelayedScalingState:
         self.amax_history = torch.zeros(history, dtype=torch.float32, device="cpu")
         self._scaled_max = torch.tensor(fp8_max, dtype=torch.float32, device="cpu") * 2.0**-recipe.margin
         self._before_meta: tuple[Tensor, Tensor, Tensor] | None = None
+        self._joined: list[tuple[DelayedSlot, int, int]] = []
+        self._apart: set[int] = set()
+        self._places: Tensor | None = None
         self._use_max = recipe.amax_compute_algo == "max"
         self.idle = self.measuring = False
         self._inside_root = False
@@ -159,6 +162,39 @@ class DelayedScalingState:
     def slot(self, index: int) -> DelayedSlot:
         """The handle of tensor ``index``."""
         return DelayedSlot(self, index)
+
+    def join(self, slot: DelayedSlot, first: DelayedSlot) -> bool:
+        """Let ``slot`` read and record where ``first`` does, whose tensor it quantises too. Waits for the device, the first time.
+
+        Returns:
+            Whether it does; not so where their pasts differ.
+        """
+        mine, there = slot.index, first.index
+        if mine == there or mine in self._apart:
+            return mine == there
+        pairs = (self.scale[mine], self.scale[there]), (self.amax_history[:, mine], self.amax_history[:, there])
+        if not all(torch.equal(*pair) for pair in pairs):
+            self._apart.add(mine)
+            return False
+        self._joined.append((slot, mine, there))
+        self._places = None
+        slot.index = there
+        return True
+
+    def part(self) -> None:
+        """Give every slot its own place back, with what it has."""
+        self.fill_joined()
+        for slot, own, _ in self._joined:
+            slot.index = own
+        self._joined, self._apart = [], set()
+
+    def fill_joined(self) -> None:
+        """Write the running pass's amaxes to the places of the joined slots."""
+        if self._joined:
+            if self._places is None or self._places.device != self.scale.device:
+                self._places = torch.tensor([places for _, *places in self._joined], dtype=torch.int64, device=self.scale.device).T
+            own, there = self._places
+            self.amax_history[0].index_copy_(0, own, self.amax_history[0].index_select(0, there))
 
     def to(self, device: torch.device) -> None:
         """Move to the device that the model runs on. What there was before a forward on ``meta`` comes back after it."""
@@ -251,6 +287,7 @@ class DelayedScalingState:
         if self.measuring:
             self.begin_pass()
             return
+        self.fill_joined()
         history = self.amax_history
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(history[0], op=dist.ReduceOp.MAX)
@@ -362,6 +399,7 @@ class ModuleScales:
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """Name -> ``scale`` ``[slots]`` and ``amax_history`` ``[L, slots]``, float32 on the CPU."""
         self.state.leave_meta()
+        self.state.fill_joined()
         width = len(self._slots)
         scales = self.state.scale.cpu().split(width)
         histories = self.state.amax_history.cpu().split(width, dim=1)
@@ -402,6 +440,7 @@ class ModuleScales:
                     f"the checkpoint's {self._what} of {name} is damaged: a scale is not positive and finite, or an amax "
                     f"is negative or NaN. {FRESH_STATE}"
                 )
+        self.state.part()
         self.state.scale.copy_(torch.cat([saved[name]["scale"] for name in self._modules]))
         self.state.amax_history.copy_(
             torch.cat([saved[name]["amax_history"] for name in self._modules], dim=1)

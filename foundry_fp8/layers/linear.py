@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from foundry_fp8.layers.frozen_weight import FrozenFP8Weight
 from foundry_fp8.layers.gemm_layer import FP8GemmLayer, GemmBackend
+from foundry_fp8.layers.produced import Produced
 from foundry_fp8.numerics.recipes import Recipe
 
 __all__ = ["FP8Linear", "FP8TransposedLinear", "LinearBackend"]
@@ -19,6 +20,9 @@ class LinearBackend(GemmBackend, Protocol):
 
     def linear(self, module: FP8Linear, x: Tensor) -> Tensor:
         """The forward of ``module``, differentiable."""
+
+    def linear_of_produced(self, module: FP8Linear, x: Produced) -> Tensor | None:
+        """The same of what is not in memory, entered in the ledger; ``None``: it has to be."""
 
     def attach(self, module: FP8Linear) -> None:
         """Prepare per-module state once, when ``module`` is made."""
@@ -68,6 +72,11 @@ class FP8Linear(FP8GemmLayer, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """``input @ weight.T + bias``. ``input``: ``[..., in_features]``, hp; the result has the compute dtype."""
+        if type(input) is Produced:
+            found = self.backend.linear_of_produced(self, input)
+            if found is not None:
+                return found
+            input = input.plain()
         return self.recorded(input, self._compute, self.weight)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from foundry_fp8.compat.fresh_view import in_shape
+
 __all__ = ["Produced", "in_memory"]
 
 _OF_ITSELF = frozenset({"__get__", "dim", "size", "numel", "stride", "ndimension", "element_size", "is_contiguous", "is_floating_point", "is_complex", "register_hook", "retain_grad", "__hash__"})  # fmt: skip
@@ -30,10 +32,14 @@ class Produced(Tensor):
 
     Attributes:
         made: What linears have made of it, by whatever tells apart how: the next one that reads it makes the same.
+        readers: The linears that have read it.
+        expected: Those that read the one before, in their order.
     """
 
     source: Any
     made: dict[Any, Any]
+    readers: list[Any]
+    expected: tuple[Any, ...]
     _write: Callable[..., Tensor]
     _plain: Tensor | None
 
@@ -41,6 +47,7 @@ class Produced(Tensor):
         """Of what is to be written."""
         self = Tensor._make_wrapper_subclass(cls, shape, dtype=source.x.dtype, device=source.x.device)  # type: ignore[attr-defined]
         self.source, self._write, self._plain, self.made = source, write, None, {}
+        self.readers, self.expected = [], ()
         return self  # type: ignore[no-any-return]
 
     @property
@@ -71,8 +78,7 @@ class Produced(Tensor):
 class _Write(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, produced: Produced) -> Tensor:
-        written: Tensor = produced._write(*produced.source).view(produced.shape)
-        return written
+        return in_shape(produced._write(*produced.source), *produced.shape)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Tensor:

@@ -146,26 +146,33 @@ def mlp_form(module: nn.Module, linears: Mapping[str, tuple[int, int]]) -> MLPFo
         linears: Their names and features, ``(in, out)``.
     """
     others = {n: m for n, m in module._modules.items() if n not in linears and m is not None}
-    down = [n for n, (k, _) in linears.items() if len(linears) > 1 and k not in {i for o, (i, _) in linears.items() if o != n}]
-    if len(down) != 1 or len(linears) > 3 or _replaced(module) or module._parameters or module._buffers:
+    if not 2 <= len(linears) <= 3 or _replaced(module) or module._parameters or module._buffers:
         return None
     if any(any(True for _ in m.parameters()) for m in others.values()):
         return None
-    first = [n for n in linears if n != down[0]]
-    inner, hidden = linears[down[0]]
-    if any(linears[n] != (hidden, inner) for n in first):
-        return None
+    down = [n for n, (k, m) in linears.items() if all(shape == (m, k) for o, shape in linears.items() if o != n)]
     with unset_fake_temporarily(), torch.no_grad(), torch.random.fork_rng(devices=[]):
-        try:
-            copy, x = _small_mlp(module, linears, others, {hidden: _HIDDEN, inner: _INNER})
-            theirs = type(module).forward(copy, x)
-            for order, (name, activation) in itertools.product(itertools.permutations(first), ACTIVATIONS.items()):
-                gate, *up = (copy._modules[n](x) for n in order)  # type: ignore[misc]
-                product = activation(gate) * up[0] if up else activation(gate)
-                if _near(copy._modules[down[0]](product), theirs, _EXACT):  # type: ignore[misc]
-                    return MLPForm((*order, down[0]), name, next(iter(others), ""))
-        except Exception:  # as above
-            return None
+        for last in down:
+            try:
+                if (form := _mlp_form(module, linears, others, last)) is not None:
+                    return form
+            except Exception:  # as above
+                continue
+    return None
+
+
+def _mlp_form(
+    module: nn.Module, linears: Mapping[str, tuple[int, int]], others: Mapping[str, nn.Module], last: str
+) -> MLPForm | None:
+    inner, hidden = linears[last]
+    copy, x = _small_mlp(module, linears, others, {hidden: _HIDDEN, inner: _INNER})
+    theirs = type(module).forward(copy, x)
+    first = itertools.permutations([n for n in linears if n != last])
+    for order, (name, activation) in itertools.product(first, ACTIVATIONS.items()):
+        gate, *up = (copy._modules[n](x) for n in order)  # type: ignore[misc]
+        product = activation(gate) * up[0] if up else activation(gate)
+        if _near(copy._modules[last](product), theirs, _EXACT):  # type: ignore[misc]
+            return MLPForm((*order, last), name, next(iter(others), ""))
     return None
 
 

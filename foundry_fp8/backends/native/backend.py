@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from foundry_fp8.backends.native.inputs import LinearCall, checked_dtype, shared_input
+from foundry_fp8.backends.native.inputs import LinearCall, checked_dtype
 from foundry_fp8.backends.native.plan import KINDS, Layout
 from foundry_fp8.backends.size_rule import size_reason
 from foundry_fp8.compat.block_scaled_mm import block_mode_missing
@@ -28,7 +28,7 @@ from foundry_fp8.layers.backend import Availability, Backend
 from foundry_fp8.layers.frozen_weight import in_dtype
 from foundry_fp8.layers.grouped_linear import FP8GroupedLinear, by_expert
 from foundry_fp8.layers.linear import FP8Linear
-from foundry_fp8.layers.produced import Produced, in_memory
+from foundry_fp8.layers.produced import Produced
 from foundry_fp8.layers.shared_inputs import QuantizedInput
 from foundry_fp8.numerics.recipes import Recipe
 
@@ -138,22 +138,25 @@ class NativeBackend(Backend):
             weight = weight.contiguous()
         if x.numel() == 0 or weight.numel() == 0:
             return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
-        produced = type(x) is Produced
-        if produced and not (x.unread and x.dtype == dtype):
-            x, produced = in_memory(x), False
         call = LinearCall.of(module, module.probe)
         compiling = torch.compiler.is_compiling()
-        x_hp = x if produced else in_dtype(x, dtype)
+        x_hp = in_dtype(x, dtype)
         if compiling and x.dim() != 2:
             x_hp = x_hp.reshape(-1, x.shape[-1])
         shared: QuantizedInput | None = None
         # Delayed scaling: whether another linear's scale is the same, only the device knows.
         if not compiling and call.x[0] is None:
-            shared = shared_input(x, call) if produced else self.inputs.of(x, id(call.plan), dtype)
+            shared = self.inputs.of(x, id(call.plan), dtype)
         with without_autocast(x.device.type):
             cached = self.cached_weight(module, call, dtype)
             y: Tensor = NativeLinear.apply(x_hp, weight, bias, (call, cached, shared))  # type: ignore[no-untyped-call]
         return fresh_view(y, *x.shape[:-1], module.out_features) if compiling and x.dim() != 2 else y
+
+    def linear_of_produced(self, module: FP8Linear, x: Produced) -> Tensor | None:
+        """See :meth:`Backend.linear_of_produced`."""
+        from foundry_fp8.backends.native.fused import linear_of
+
+        return linear_of(module, x)
 
     def experts_reason(self) -> str | None:
         """It runs them; with :attr:`only_where_faster` it leaves them, for nobody has timed that on a GPU."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from foundry_fp8.backends.native.inputs import Delayed
+from foundry_fp8.backends.native.operand import Source
 from foundry_fp8.backends.native.plan import FORMATS, Layout, Plan
 from foundry_fp8.kernels.blockwise import BlockCast
 from foundry_fp8.kernels.launch import BoundedCache, as_rows
@@ -29,19 +30,26 @@ _passes = BoundedCache()
 class Kind:
     """The tensors of one kind that are one operand under one plan, as :class:`EagerPass` distinguishes kinds."""
 
-    __slots__ = ("_casts", "_nothing", "_operand", "_plan", "copies", "rest")
+    __slots__ = ("_casts", "_identity", "_nothing", "_operand", "_plan", "_rest", "copies")
 
-    def __init__(self, operand: Operand, x: Tensor, plan: Plan) -> None:
-        self._operand, self._plan = operand, plan
+    def __init__(self, operand: Operand, source: Source, plan: Plan) -> None:
+        self._operand, self._plan, self._identity = operand, plan, source.kind == 0
         self._casts: dict[tuple[object, ...], Any] = {}
-        self.rest = Producer(x).checked().pointers[1:]
-        self.copies = as_rows(x) is not x
+        self._rest = Producer(*source).checked().pointers[1:]
+        self.copies = as_rows(source.x) is not source.x
         with torch.inference_mode(False):  # it may be saved for backward
-            self._nothing = x.new_empty((0,))
+            self._nothing = source.x.new_empty((0,))
+
+    def pointers(self, source: Source) -> tuple[object, ...]:
+        """What kernels take of one of them."""
+        if self._identity:
+            return (source.x, *self._rest)
+        x, up, mean, rstd, weight, bias, alpha, _ = source
+        return x, self._rest[0], up, self._rest[2], mean, rstd, weight, bias, alpha
 
     def quantize(
         self,
-        x: Tensor,
+        source: Source,
         piece: Statistics | None,
         *,
         rows: bool,
@@ -51,10 +59,10 @@ class Kind:
         known_amax: Tensor | None = None,
         amax_slot: Tensor | None = None,
     ) -> tuple[Layout, Layout, Tensor, Tensor]:
-        """:meth:`Source.quantize <foundry_fp8.backends.native.operand.Source.quantize>` of a tensor of this kind with unit strides along its rows.
+        """:meth:`Source.quantize <foundry_fp8.backends.native.operand.Source.quantize>` of a source of this kind with unit strides along its rows.
 
         Args:
-            x: The tensor.
+            source: The source.
             piece: Where its statistics go; ``None`` for block scales.
             rows: As there, like all that follow.
             columns: The same.
@@ -66,20 +74,20 @@ class Kind:
         key = rows, columns, column_sum, known_amax is None or known_amax.data_ptr() % 16 == 0
         cast: Any = self._casts.get(key)
         if cast is None:
-            cast = self._casts[key] = self._cast(x, rows, columns, column_sum)
+            cast = self._casts[key] = self._cast(source, rows, columns, column_sum)
         if piece is None:
-            data, by_rows, data_t, by_columns, summed = cast((x, *self.rest))
+            data, by_rows, data_t, by_columns, summed = cast(self.pointers(source))
             return (data, by_rows), (data_t, by_columns), self._nothing, summed
         stats, by_rows = piece
-        data, data_t, summed = cast((x, *self.rest), stats, scale, known_amax, amax_slot)
+        data, data_t, summed = cast(self.pointers(source), stats, scale, known_amax, amax_slot)
         # Of constant scales each product gets alpha once: by x in fprop, by dy in dgrad and wgrad.
         once = self._plan.granularity == "constant" and self._operand == "x"
         by_columns = stats.select(0, 2) if once else by_rows
         return (data, by_rows), (data_t, by_columns), stats, summed
 
-    def _cast(self, x: Tensor, rows: bool, columns: bool, column_sum: bool) -> Cast | BlockCast:
+    def _cast(self, given: Source, rows: bool, columns: bool, column_sum: bool) -> Cast | BlockCast:
         plan, operand = self._plan, self._operand
-        source, fmt = Producer(x), FORMATS[plan.fmt(operand)]
+        source, fmt = Producer(*given), FORMATS[plan.fmt(operand)]
         options = {"rows": rows, "columns": columns, "column_sum": column_sum}
         if plan.granularity == "tensor":
             return Cast(source, fmt, power_2=plan.power_2, **options)
@@ -101,9 +109,9 @@ class EagerPass:
 
     __slots__ = ("_has_statistics", "_measure", "first", "plan", "w")
 
-    def __init__(self, operand: Operand, first: Tensor, w: Tensor, plan: Plan) -> None:
+    def __init__(self, operand: Operand, first: Source, w: Tensor, plan: Plan) -> None:
         self.plan = plan
-        self.first, self.w = Kind(operand, first, plan), Kind("w", w, plan)
+        self.first, self.w = Kind(operand, first, plan), Kind("w", Source(w), plan)
         assert not self.w.copies, "a weight is contiguous here"
         self._has_statistics = plan.granularity in ("tensor", "constant")
         self._measure: Measure | None = None
@@ -116,7 +124,7 @@ class EagerPass:
         return first, w
 
     def measure(
-        self, first: Tensor, piece: Statistics | None, w: Tensor, w_piece: Statistics | None
+        self, first: Source, piece: Statistics | None, w: Tensor, w_piece: Statistics | None
     ) -> tuple[Tensor, Tensor]:
         """Raise the first elements of both pieces to the tensors' amaxes, in one launch; the tensors have unit strides along rows.
 
@@ -125,32 +133,35 @@ class EagerPass:
         """
         assert piece is not None and w_piece is not None
         if self._measure is None:
-            self._measure = Measure(Producer(first), Producer(w))
+            self._measure = Measure(Producer(*first), Producer(w))
         stats, w_stats = piece.stats, w_piece.stats
-        self._measure((first, *self.first.rest), stats, (w, self.w.rest[0]), w_stats)  # type: ignore[arg-type]
+        self._measure(self.first.pointers(first), stats, (w, w.stride(0)), w_stats)  # type: ignore[arg-type]
         return stats, w_stats
 
 
 def eager_pass(
-    operand: Operand, first: Tensor, w: Tensor, plan: Plan, delayed: Delayed, delayed_w: Delayed
+    operand: Operand, source: Source, w: Tensor, plan: Plan, delayed: Delayed, delayed_w: Delayed
 ) -> EagerPass:
     """What is known of passes like this one.
 
     Args:
         operand: What the first tensor is, x or dy.
-        first: ``[M, C]``, hp.
+        source: What produces it, ``[M, C]``, hp.
         w: ``[N, K]``, hp.
         plan: The recipe.
         delayed: Delayed scaling's state of the first tensor.
         delayed_w: The same of the weight, as far as this pass uses it.
     """
+    first = source.x
     key: tuple[object, ...] = (
         operand, id(plan), first.shape, first.stride(), first.dtype, first.device, first.data_ptr() % 16 == 0,
         w.shape, w.stride(), w.dtype, w.data_ptr() % 16 == 0,
     )  # fmt: skip
+    if source.kind:
+        key += tuple([t if t is None else (t.dtype, t.stride(), t.data_ptr() % 16 == 0) for t in source[1:7]]) + (source.kind,)
     if delayed[0] is not None or delayed_w[0] is not None:
         key += tuple([None if one is None else one.data_ptr() % 16 == 0 for one in (*delayed, *delayed_w)])
     known: EagerPass | None = _passes.get(key)
     if known is None:
-        known = _passes[key] = EagerPass(operand, first, w, plan)
+        known = _passes[key] = EagerPass(operand, source, w, plan)
     return known

@@ -14,6 +14,7 @@ what is read in between by somebody else are equal to the bit.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -22,15 +23,16 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from foundry_fp8.backends.native.inputs import LinearCall, checked_dtype, shared_input
+from foundry_fp8.compat.autograd import inside_backward
 from foundry_fp8.compat.fresh_view import in_shape
 from foundry_fp8.kernels.launch import interpreting
 from foundry_fp8.layers.autocast import compute_dtype, without_autocast
+from foundry_fp8.layers.frozen_weight import in_dtype
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.layers.produced import Produced, in_memory
-from foundry_fp8.layers.shared_inputs import QuantizedInput
 from foundry_fp8.model_structure.forms import MLPForm, NormForm, norm_form
 
-__all__ = ["activation_linear", "mlp_forward", "norm_forward", "norm_linear"]
+__all__ = ["activation_linear", "linear_of", "mlp_forward", "norm_forward", "norm_linear"]
 
 ACTIVATION_CODES = {"silu": 2, "gelu": 3, "gelu_tanh": 4, "xielu": 5}
 """As in :data:`foundry_fp8.kernels.producers.ACTIVATIONS`, which needs Triton to be imported, like what follows."""
@@ -53,7 +55,9 @@ def norm_forward(cls: Any, form: NormForm) -> Callable[..., Tensor]:
         if not same or not plain or x.shape[-1] != weight.numel():
             return cls.forward(self, x)  # type: ignore[no-any-return]
         with without_autocast(x.device.type):
-            return _Norm.apply(x, weight, bias, form)  # type: ignore[no-any-return,no-untyped-call]
+            y = _Norm.apply(x, weight, bias, form)  # type: ignore[no-untyped-call]
+        vars(self).setdefault("_fp8_readers", _Readers()).begin(y)
+        return y  # type: ignore[no-any-return]
 
     return forward
 
@@ -143,17 +147,16 @@ def _watched(module: nn.Module | None) -> bool:
     return bool(backward) or any(not getattr(hook, "reads_nothing", False) for hook in hooks)
 
 
+def _can_be_part(linear: FP8Linear) -> bool:
+    """Whether it can be computed in a node with others: in FP8 alone, shown to nobody, with a weight in memory."""
+    fp8 = linear.runs_fp8 and linear.wgrad == "fp8" and linear.probe is None
+    return fp8 and type(linear.weight) in (nn.Parameter, Tensor) and linear.weight.numel() > 0
+
+
 def _is_alone(member: nn.Module) -> bool:
-    """Whether a linear can be computed as a part of a node: in FP8, seen by nobody, with a weight of its own."""
-    return (
-        isinstance(member, FP8Linear)
-        and member.runs_fp8
-        and member.wgrad == "fp8"
-        and member.probe is None
-        and "forward" not in vars(member)
-        and type(member.weight) in (nn.Parameter, Tensor)
-        and not _watched(member)
-    )
+    """Whether a linear can be computed without being called."""
+    own = isinstance(member, FP8Linear) and "forward" not in vars(member)
+    return own and _can_be_part(member) and not _watched(member)  # type: ignore[arg-type]
 
 
 class _Norm(torch.autograd.Function):
@@ -177,6 +180,7 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         from foundry_fp8.backends.native import ops
 
+        ctx.alive = None
         x, gain, mean, rstd = ctx.saved_tensors
         rows = x.reshape(-1, x.shape[-1])
         dx, dweight, dbias = ops.norm_backward(dy.reshape(rows.shape), rows, rstd, gain, mean)
@@ -221,10 +225,34 @@ def _activated(x: Tensor, up: Tensor | None, activation: str, alpha: Tensor | No
 
 
 class _Part(NamedTuple):
-    """One linear of an MLP."""
+    """One of several linears in a node."""
 
     call: LinearCall
     cached: Any
+
+
+class _Siblings(torch.autograd.Function):
+    """Linears of one input: it is quantised once, where their scales are one, and its gradient summed here."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, parts: Sequence[_Part], *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        source, shape, made = _source_of(x)
+        outputs, saved = _fprops(source, made, parts, tensors, ctx.needs_input_grad[2:])
+        ctx.save_for_backward(*saved)
+        ctx.set_materialize_grads(False)
+        ctx.calls, ctx.shape, ctx.dtype = [part.call for part in parts], shape, source.x.dtype
+        ctx.bias_dtypes = _dtypes(tensors[len(parts) :])
+        return tuple(in_shape(y, *shape[:-1], y.shape[-1]) for y in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
+        from foundry_fp8.backends.native.operand import Source
+
+        ctx.calls_at_backward(dys)
+        sources = [None if dy is None else Source(dy.reshape(-1, dy.shape[-1])) for dy in dys]
+        needs = ctx.needs_input_grad[0], ctx.needs_input_grad[2:]
+        dx, grads = _gradients(sources, ctx.saved_tensors, ctx.calls, ctx.dtype, needs, ctx.bias_dtypes)
+        return None if dx is None else dx.view(ctx.shape), None, *grads
 
 
 class _MLP(torch.autograd.Function):
@@ -232,79 +260,206 @@ class _MLP(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, code: int, parts: Sequence[_Part], *tensors: Tensor | None) -> Tensor:
-        from foundry_fp8.backends.native.linear import fprop
         from foundry_fp8.backends.native.operand import Source
 
-        source = x.source if type(x) is Produced else Source(x.reshape(-1, x.shape[-1]))
-        count = len(parts)
-        weights, biases, needs = tensors[:count], tensors[count:], ctx.needs_input_grad[3 : 3 + count]
-        *first, (down_call, down_cached) = parts
-        inner, saved = [], []
-        shared = shared_input(x, first[0].call) if type(x) is Produced else QuantizedInput()
-        for (call, cached), weight, bias, keep_x in zip(first, weights, biases, needs, strict=False):
-            assert weight is not None
-            y, kept = fprop(source, weight, bias, call, keep_x=keep_x, cached=cached, shared=shared if call.x[0] is None else None)
-            inner.append(y)
-            saved += kept
+        source, shape, made = _source_of(x)
+        count, needs = len(parts), ctx.needs_input_grad[3:]
+        weights, biases = tensors[:count], tensors[count:]
+        inner, saved = _fprops(source, made, parts[:-1], (*weights[:-1], *biases[:-1]), needs)
         gate, up = inner[0], inner[1] if len(inner) > 1 else None
         activated = Source(gate, up, kind=code)
-        y, kept = fprop(activated, weights[-1], biases[-1], down_call, keep_x=needs[-1], cached=down_cached)  # type: ignore[arg-type]
+        (y,), kept = _fprops(activated, {}, parts[-1:], (weights[-1], biases[-1]), needs[count - 1 :])
         ctx.save_for_backward(gate, up, *saved, *kept)
-        ctx.code, ctx.calls, ctx.shape = code, [part.call for part in parts], x.shape
-        ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in biases]
-        ctx.calls_at_backward = None
-        return in_shape(y, *x.shape[:-1], y.shape[-1])
+        ctx.code, ctx.calls, ctx.shape, ctx.bias_dtypes = code, [part.call for part in parts], shape, _dtypes(biases)
+        return in_shape(y, *shape[:-1], y.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        from foundry_fp8.backends.native.linear import SAVED, dgrad_and_wgrad
+        from foundry_fp8.backends.native.linear import SAVED
         from foundry_fp8.backends.native.operand import Source
 
-        ctx.calls_at_backward()
+        ctx.calls_at_backward((dy,) * len(ctx.calls))
         gate, up, *saved = ctx.saved_tensors
-        count, dtype = len(ctx.calls), gate.dtype
-        needs_x, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[3:]
-        kept = [saved[SAVED * i : SAVED * (i + 1)] for i in range(count)]
-        below = needs_x or any(needs[: count - 1]) or any(needs[count : 2 * count - 1])
-        grads: list[tuple[Tensor | None, ...]] = [()] * count
-        inner, *grads[-1:] = _parts(dgrad_and_wgrad(
-            Source(dy.reshape(-1, dy.shape[-1])), kept[-1], ctx.calls[-1], dtype, needs=(below, needs[count - 1], needs[-1])
-        ))  # fmt: skip
-        dx = None
-        for i in reversed(range(count - 1)) if inner is not None else ():  # the order in which autograd adds up
-            kind = ctx.code + (GRADIENT if i == 0 else GRADIENT_OF_UP)
-            source = Source(gate, up if i == 0 else None, weight=inner, kind=kind)
-            wanted = needs_x, needs[i], needs[count + i]
-            one, *grads[i : i + 1] = _parts(dgrad_and_wgrad(source, kept[i], ctx.calls[i], dtype, needs=wanted))
-            dx = one if dx is None else dx.add_(one)
-        dws, dbs = [g[0] for g in grads], [g[1] for g in grads]
-        dbs = [db if db is None else db.to(to) for db, to in zip(dbs, ctx.bias_dtypes, strict=True)]
-        return None if dx is None else dx.view(ctx.shape), None, None, *dws, *dbs
+        count, needs_x, needs = len(ctx.calls), ctx.needs_input_grad[0], ctx.needs_input_grad[3:]
+        first, last = [*needs[: count - 1], *needs[count:-1]], [needs[count - 1], needs[-1]]
+        below = needs_x or any(first)
+        rows, kept = Source(dy.reshape(-1, dy.shape[-1])), saved[-SAVED:]
+        inner, of_down = _gradients([rows], kept, ctx.calls[-1:], gate.dtype, (below, last), ctx.bias_dtypes[-1:])
+        sources = [None] * (count - 1) if inner is None else [
+            Source(gate, up if i == 0 else None, weight=inner, kind=ctx.code + (GRADIENT_OF_UP if i else GRADIENT))
+            for i in range(count - 1)
+        ]  # fmt: skip
+        dx, grads = _gradients(sources, saved[:-SAVED], ctx.calls[:-1], gate.dtype, (needs_x, first), ctx.bias_dtypes[:-1])
+        weights, biases = (*grads[: count - 1], of_down[0]), (*grads[count - 1 :], of_down[1])
+        return None if dx is None else dx.view(ctx.shape), None, None, *weights, *biases
 
 
-def _parts(found: tuple[Tensor | None, ...]) -> tuple[Any, tuple[Tensor | None, ...]]:
-    dx, *rest = found
-    return dx, tuple(rest)
+def _source_of(x: Tensor) -> tuple[Any, torch.Size, dict[Any, Any]]:
+    """What produces the rows of ``x``, its shape, and where to note what is made of it."""
+    from foundry_fp8.backends.native.operand import Source
+
+    if type(x) is Produced:
+        return x.source, x.shape, x.made
+    return Source(x.reshape(-1, x.shape[-1])), x.shape, {}
+
+
+def _dtypes(tensors: Sequence[Tensor | None]) -> list[torch.dtype | None]:
+    return [None if tensor is None else tensor.dtype for tensor in tensors]
+
+
+def _fprops(
+    source: Any, made: dict[Any, Any], parts: Sequence[_Part], tensors: Sequence[Tensor | None], needs: Sequence[bool]
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Outputs of linears of one input, and what their backward needs. ``tensors``: weights, then biases."""
+    from foundry_fp8.backends.native.linear import fprop
+
+    outputs, saved, count = [], [], len(parts)
+    for (call, cached), weight, bias, keep_x in zip(parts, tensors, tensors[count:], needs, strict=False):
+        assert weight is not None
+        shared = shared_input(made, call) if count > 1 or made else None
+        y, kept = fprop(source, weight, bias, call, keep_x=keep_x, cached=cached, shared=shared)
+        outputs.append(y)
+        saved += kept
+    return outputs, saved
+
+
+def _gradients(
+    sources: Sequence[Any],
+    saved: Sequence[Tensor | None],
+    calls: Sequence[LinearCall],
+    dtype: torch.dtype,
+    needs: tuple[bool, Sequence[bool]],
+    bias_dtypes: Sequence[torch.dtype | None],
+) -> tuple[Tensor | None, list[Tensor | None]]:
+    """Of linears of one input: its gradient, and those of weights and biases.
+
+    Args:
+        sources: What produces dy of each; ``None`` where none came.
+        saved: What :func:`_fprops` gave, one after the other.
+        calls: As in forward.
+        dtype: That of the input.
+        needs: Whether the input's is needed, and which of weights and biases.
+        bias_dtypes: ``None`` where there is no bias.
+    """
+    from foundry_fp8.backends.native.linear import SAVED, dgrad_and_wgrad
+
+    needs_x, needs_of = needs
+    count, dx = len(sources), None
+    grads: list[Tensor | None] = [None] * (2 * count)
+    for i in reversed(range(count)):  # in the order in which autograd adds up
+        if sources[i] is None:
+            continue
+        wanted = needs_x, needs_of[i], needs_of[count + i]
+        one, dw, db = dgrad_and_wgrad(sources[i], saved[SAVED * i : SAVED * (i + 1)], calls[i], dtype, needs=wanted)
+        grads[i], grads[count + i] = dw, None if db is None else db.to(bias_dtypes[i])
+        dx = one if dx is None else dx.add_(one)
+    return dx, grads
+
+
+class _Alive:
+    """Lives until the backward of a forward has run, in which a checkpoint may run the forward again, or will not run any more."""
+
+
+class _Readers:
+    """The linears that read a norm.
+
+    Attributes:
+        expected: Those that read the forwards that wait for their backward, in their order: a recompute saves what its forward saved.
+        latest: Those that read the latest.
+    """
+
+    def __init__(self) -> None:
+        self.expected: tuple[Any, ...] = ()
+        self.latest: list[Any] = []
+        self._graphs: weakref.WeakSet[_Alive] = weakref.WeakSet()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Readers, ()
+
+    def begin(self, y: Produced) -> None:
+        """``y`` is what the norm gives now."""
+        if not inside_backward():
+            if not self._graphs:
+                self.expected = tuple(self.latest)
+            self.latest = y.readers
+            if y.grad_fn is not None:
+                y.grad_fn.alive = alive = _Alive()
+                self._graphs.add(alive)
+        y.expected = self.expected
+
+
+def linear_of(linear: FP8Linear, x: Produced) -> Tensor | None:
+    """The forward of ``linear`` of what is not in memory, made with those that are expected to read it too; ``None``: it has to be."""
+    y: Tensor | None = x.made.pop(linear, None)
+    if y is None:
+        if not (_can_be_part(linear) and x.unread and x.source.x.dtype == compute_dtype(x.source.x)):
+            return None
+        expected = (m for m in x.expected if m is not linear and _is_alone(m) and m not in x.readers)
+        group = [linear, *expected] if linear in x.expected else [linear]
+        y, *others = _siblings(x, group)
+        x.made.update(zip(group[1:], others, strict=True))
+    x.readers.append(linear)
+    return y
+
+
+def _siblings(x: Produced, group: Sequence[FP8Linear]) -> tuple[Tensor, ...]:
+    weights, parts, records = _prepared(x, group, [group])
+    biases = (m.bias for m in group)
+    ys: tuple[Tensor, ...] = _Siblings.apply(x, parts, *weights, *biases)  # type: ignore[no-untyped-call]
+    _call_at_backward(ys[0], records)
+    return ys
 
 
 def _mlp(x: Tensor, members: Sequence[Any], form: MLPForm) -> Tensor:
-    weights = [member.matrix.contiguous() for member in members]
-    dtype = checked_dtype(members[0], x, weights[0])
-    if type(x) is Produced and not (x.unread and x.dtype == dtype):
+    if type(x) is Produced and not (x.unread and x.source.x.dtype == compute_dtype(x.source.x)):
         x = x.plain()
-    x = x if x.dtype == dtype else x.to(dtype)
-    tokens = x.numel() // x.shape[-1]
-    reaches = x.requires_grad or any(p.requires_grad for member in members[:-1] for p in member.parameters(recurse=False))
-    records = [m.enter(x, m.weight, tokens, reaches if m is members[-1] else x.requires_grad) for m in members]
-    with without_autocast(x.device.type):
-        calls = [LinearCall.of(member) for member in members]
-        cached = [m.backend.cached_weight(m, call, dtype) for m, call in zip(members, calls, strict=True)]
-        parts = [_Part(*part) for part in zip(calls, cached, strict=True)]
-        code = ACTIVATION_CODES[form.activation]
-        y: Tensor = _MLP.apply(x, code, parts, *weights, *(m.bias for m in members))  # type: ignore[no-untyped-call]
-    if y.grad_fn is not None:
-        y.grad_fn.calls_at_backward = lambda: [record(None) for record in records]  # type: ignore[attr-defined]
+    if type(x) is not Produced:
+        x = in_dtype(x, compute_dtype(x))
+    weights, parts, records = _prepared(x, members, [members[:-1]])
+    biases = (m.bias for m in members)
+    y: Tensor = _MLP.apply(x, ACTIVATION_CODES[form.activation], parts, *weights, *biases)  # type: ignore[no-untyped-call]
+    _call_at_backward(y, records)
     return y
+
+
+def _prepared(
+    x: Tensor, members: Sequence[Any], siblings: Sequence[Sequence[Any]]
+) -> tuple[list[Tensor], list[_Part], list[Callable[..., None]]]:
+    """Weights, calls and what backward enters in the ledger, of linears that are computed as one."""
+    rows = x.source.x if type(x) is Produced else x
+    weights = [_matrix(m) for m in members]
+    dtype, reaches = checked_dtype(members[0], rows, weights[0]), x.requires_grad
+    tokens, records = rows.numel() // rows.shape[-1], []
+    for m in members:
+        dgrad = reaches if m in siblings[0] else reaches or any(p.requires_grad for s in siblings[0] for p in s.parameters())
+        records.append(m.enter(rows, m.weight, tokens, dgrad))
+    for first, *others in siblings:  # they quantise one tensor
+        for other in others if first.slots is not None else ():
+            if other.slots is not None and not _capturing(rows):
+                other.slots["x"].state.join(other.slots["x"], first.slots["x"])
+    with without_autocast(x.device.type):
+        calls = [LinearCall.of(m) for m in members]
+        cached = [m.backend.cached_weight(m, call, dtype) for m, call in zip(members, calls, strict=True)]
+    return weights, [_Part(*part) for part in zip(calls, cached, strict=True)], records
+
+
+def _matrix(linear: FP8Linear) -> Tensor:
+    matrix = linear.matrix
+    return matrix if matrix.is_contiguous() else matrix.contiguous()
+
+
+def _capturing(x: Tensor) -> bool:
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _call_at_backward(y: Tensor, records: Sequence[Callable[..., None]]) -> None:
+    def call(dys: Sequence[Tensor | None]) -> None:
+        for record, dy in zip(records, dys, strict=True):
+            if dy is not None:
+                record()
+
+    if y.grad_fn is not None:
+        y.grad_fn.calls_at_backward = call  # type: ignore[attr-defined]
 
 
 def _unfused_activation(x: Tensor, up: Tensor | None, name: str, alpha: Tensor | None) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,6 @@ from foundry_fp8.compat.selective_checkpoint import selective_checkpoint_runs
 from foundry_fp8.kernels.launch import HP_DTYPES
 from foundry_fp8.layers.autocast import compute_dtype
 from foundry_fp8.layers.gemm_layer import FP8GemmLayer, Probe
-from foundry_fp8.layers.produced import Produced
 from foundry_fp8.layers.shared_inputs import QuantizedInput
 from foundry_fp8.numerics.recipes import Recipe
 
@@ -93,11 +93,12 @@ def checked_dtype(module: FP8GemmLayer, x: Tensor, weight: Tensor) -> torch.dtyp
     return dtype
 
 
-def shared_input(x: Produced, call: LinearCall) -> QuantizedInput | None:
-    """Where linears that read ``x`` note what they make of it; ``None`` where each has to make its own."""
+def shared_input(made: dict[Any, Any], call: LinearCall) -> QuantizedInput | None:
+    """Where linears that read one tensor by the same scale note what they make of it; ``None`` where each has to make its own."""
     if selective_checkpoint_runs():
         return None
-    found: QuantizedInput = x.made.setdefault(id(call.plan), QuantizedInput())
+    scale = call.x[0]  # of delayed scaling: one tensor a slot and pass
+    found: QuantizedInput = made.setdefault((id(call.plan), None if scale is None else id(scale)), QuantizedInput())
     return found
 
 

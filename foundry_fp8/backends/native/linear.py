@@ -33,7 +33,6 @@ from foundry_fp8.compat.fresh_view import in_shape
 from foundry_fp8.kernels.launch import as_rows, on_current_device
 from foundry_fp8.kernels.zeros import Statistics
 from foundry_fp8.layers.frozen_weight import in_dtype
-from foundry_fp8.layers.produced import Produced, in_memory
 from foundry_fp8.layers.shared_inputs import QuantizedInput
 
 __all__ = ["SAVED", "NativeLinear", "dgrad_and_wgrad", "fprop", "quantize_weight"]
@@ -65,12 +64,9 @@ class NativeLinear(torch.autograd.Function):
         keep_x = needs_w and call.fp8_wgrad
         # Here and not outside of the function, where autograd would make a node of each change of shape.
         ctx.shape = None if x.dim() == 2 else x.shape
-        if type(x) is Produced:
-            source, hp = x.source, in_memory
-        else:
-            source, hp = Source(x if ctx.shape is None else x.reshape(-1, ctx.shape[-1])), _itself
-        y, saved = fprop(source, weight, bias, call, cached=cached, keep_x=keep_x, shared=shared)
-        hp_x = hp(x) if needs_w and not call.fp8_wgrad else None
+        rows = x if ctx.shape is None else x.reshape(-1, ctx.shape[-1])
+        y, saved = fprop(Source(rows), weight, bias, call, cached=cached, keep_x=keep_x, shared=shared)
+        hp_x = x if needs_w and not call.fp8_wgrad else None
         ctx.reads_smoothly = hp_x is not None  # a product: activation compression may round x
         ctx.save_for_backward(hp_x, *saved)
         # Not saved for backward: they are the state's own, and what they hold by then is what backward shall read.
@@ -96,10 +92,6 @@ class NativeLinear(torch.autograd.Function):
         if dx is not None and ctx.shape is not None:
             dx = dx.view(ctx.shape)
         return dx, dw, None if db is None else db.to(ctx.bias_dtype), None
-
-
-def _itself(x: Tensor) -> Tensor:
-    return x
 
 
 SAVED = 6
@@ -134,14 +126,14 @@ def fprop(
     w_hp = in_dtype(weight, x.dtype)
     eager: EagerPass | None = None
     x_piece = w_piece = x_amax = w_amax = None
-    if direct and source.kind == 0 and plan.granularity != "row" and on_current_device(x):
-        eager = eager_pass("x", x, w_hp, plan, call.x, call.w)
+    if direct and plan.granularity != "row" and on_current_device(x):
+        eager = eager_pass("x", source, w_hp, plan, call.x, call.w)
         x_piece, w_piece = eager.pieces(x.device)
         if eager.first.copies:
-            source = Source(as_rows(x))
+            source = source._replace(x=as_rows(x))
     if plan.granularity == "tensor" and call.x[0] is None and cached is None and not _is_there(shared):
         if eager is not None:
-            x_amax, w_amax = eager.measure(source.x, x_piece, w_hp, w_piece)
+            x_amax, w_amax = eager.measure(source, x_piece, w_hp, w_piece)
         else:
             x_amax, w_amax = source.amax_with(w_hp, direct=direct)
     kind = None if eager is None else eager.first
@@ -150,7 +142,7 @@ def fprop(
         qw, _, w_stats = cached
     elif eager is not None:
         qw, _, w_stats, _ = eager.w.quantize(
-            w_hp,
+            Source(w_hp),
             w_piece,
             rows=True,
             columns=False,
@@ -215,7 +207,7 @@ def _quantize_input(
     # (seen with torch 2.7; test_compiles_whole_and_gives_the_same_bits shows it).
     if kind is not None:
         by_rows, transposed, stats, _ = kind.quantize(
-            source.x,
+            source,
             piece,
             rows=rows is None,
             columns=make_columns,
@@ -279,13 +271,13 @@ def dgrad_and_wgrad(
     eager: EagerPass | None = None
     w_piece: Statistics | None = None
     direct = unnoticed()
-    if direct and source.kind == 0 and plan.granularity != "row" and on_current_device(dy):
-        eager = eager_pass("dy", dy, weight, plan, call.dy, (w_scale, None))
+    if direct and plan.granularity != "row" and on_current_device(dy):
+        eager = eager_pass("dy", source, weight, plan, call.dy, (w_scale, None))
         dy_piece, w_piece = eager.pieces(dy.device)
         if eager.first.copies:
-            dy = as_rows(dy)
+            source = source._replace(x=as_rows(dy))
         qdy, qdy_t, dy_stats, column_sum = eager.first.quantize(
-            dy,
+            source,
             dy_piece,
             rows=needs_x or probe is not None,
             columns=needs_w,
@@ -316,7 +308,7 @@ def dgrad_and_wgrad(
             known = w_stats if plan.granularity == "tensor" and w_scale is None else None
             if eager is not None:
                 _, qw_t, _, _ = eager.w.quantize(
-                    weight, w_piece, rows=False, columns=True, scale=w_scale, known_amax=known
+                    Source(weight), w_piece, rows=False, columns=True, scale=w_scale, known_amax=known
                 )
             else:
                 _, qw_t, _, _ = Source(weight).quantize(
