@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 
 from foundry_fp8.compat.fake_tensor import dry_run
 from foundry_fp8.config import check_choice
-from foundry_fp8.layers.attention import AttentionBackend, GradScores
+from foundry_fp8.layers.attention import AttentionBackend, AttentionRecipe, GradScores
 from foundry_fp8.layers.backend import Availability, Backend
-from foundry_fp8.numerics.recipes import RECIPES, DelayedScaling, Recipe
+from foundry_fp8.numerics.recipes import RECIPES, Recipe
 
 __all__ = [
     "BACKENDS",
@@ -83,8 +84,8 @@ def attention_left_out(name: str, chosen: str, recipe: Recipe, grad_scores: Grad
         return None
     runner = load_attention_backend(chosen)
     refused = runner.recipe_reason(recipe, grad_scores)
-    if refused is None and isinstance(recipe, DelayedScaling):
-        refused = runner.module_reason(recipe, None)
+    if refused is None:
+        refused = runner.module_reason(cast(AttentionRecipe, recipe), None)
     return None if refused is None else f"attention stays in high precision: {chosen}: {refused}"
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from foundry_fp8.layers.attention import GradScores
 from foundry_fp8.layers.attention_mask import AttentionMask
 from foundry_fp8.layers.backend import Availability
-from foundry_fp8.numerics.recipes import DelayedScaling, Recipe
+from foundry_fp8.numerics.recipes import Recipe
 
 __all__ = [
     "AttentionMachine",
@@ -129,7 +129,7 @@ def cudnn_recipe_reason(recipe: Recipe, grad_scores: GradScores = "fp8") -> str 
     """
     if grad_scores != "fp8":
         return f"cuDNN's kernel rounds the gradient of the logits to FP8, and grad_scores is {grad_scores}"
-    if isinstance(recipe, DelayedScaling):
+    if recipe.uses_history:
         return None
     return f"through cuDNN FP8 attention runs with the delayed recipe alone, not {recipe.name}"
 

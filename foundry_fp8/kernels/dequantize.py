@@ -66,10 +66,10 @@ def dequantize_reference(
 ) -> list[Tensor]:
     """The torch expression that :func:`dequantize` computes, bit for bit."""
     inverses = [scale.reciprocal().masked_fill(torch.isinf(amax), torch.nan) for amax in amaxes]
-    for amax in amaxes if slot is not None else ():
-        torch.fmax(slot, amax, out=slot)
-    if other is not None and other[1] is not None:
-        torch.fmax(other[1], other[0], out=other[1])
+    raised = [(slot, amax) for amax in amaxes] + ([] if other is None else [(other[1], other[0])])
+    for place, amax in raised:
+        if place is not None:
+            torch.fmax(place, amax, out=place)
     if scale_inv is not None:
         scale_inv.copy_(inverses[0])
     return [(part.float() * inverse).to(dtype) for part, inverse in zip(parts, inverses, strict=True)]

@@ -31,14 +31,13 @@ MODULES = (
         f"foundry_fp8.kernels.{name}"
         for name in (
             "scales",
-            "attention",
-            "attention_backward",
             "producers",
             "interleaved",
             "tensorwise",
             "blockwise",
             "block_gemm",
             "delayed",
+            "dequantize",
             "norms",
             "packed_norms",
             "gated",

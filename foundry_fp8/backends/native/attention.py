@@ -124,7 +124,7 @@ class NativeAttention(AttentionBackend):
         if device.type == "cuda":
             from foundry_fp8.backends.native.attention_check import check_attention
 
-            check_attention(recipe, head_dim, dtype, device)
+            check_attention(type(self), recipe, head_dim, dtype, device)
 
     def call_reason(
         self,

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foundry_fp8.backends.emulated.attention import EmulatedAttention
-from foundry_fp8.backends.native.attention import NativeAttention
 from foundry_fp8.layers.attention import (
     AttentionBackend,
     AttentionRecipe,
@@ -31,10 +30,17 @@ NEAR = 1.5
 
 
 @functools.cache
-def check_attention(recipe: AttentionRecipe, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+def check_attention(
+    native: type[AttentionBackend],
+    recipe: AttentionRecipe,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
     """Run forward and backward of causal attention of one head size. Once a process; builds two plans.
 
     Args:
+        native: What runs cuDNN.
         recipe: What the model will run.
         head_dim: Its head size.
         dtype: Its compute dtype.
@@ -51,7 +57,7 @@ def check_attention(recipe: AttentionRecipe, head_dim: int, dtype: torch.dtype, 
     given = [x.to(device, dtype) for x in (q, k, v, do * 1e-3)]
     exact = _exact(*(x.double() for x in given))
     (ours, state), (emulated, theirs) = (
-        _run(runner, recipe, given) for runner in (NativeAttention(), EmulatedAttention())
+        _run(runner, recipe, given) for runner in (native(), EmulatedAttention())
     )
     for name, a, b, reference in zip(("O", "dQ", "dK", "dV"), ours, emulated, exact, strict=True):
         error, peer = (float((x.double() - reference).norm() / reference.norm()) for x in (a, b))
