@@ -1,7 +1,8 @@
 """In place of cuDNN: what its two FP8 graphs compute, in float64 with torch, on the memory that is handed over.
 
 Written after the frontend's documentation, not after the code under test: tensors are read by their uid's meaning with the sizes and strides that
-a graph has. P is rounded after it is divided by its sum, as in the definition of :mod:`foundry_fp8.backends.emulated.attention_reference`.
+a graph has. Two things differ from :mod:`foundry_fp8.backends.emulated.attention_reference`, after ``sdpa_fp8_bwd.h``: dP holds the softmax's
+scale when it is rounded and measured, and rowsum(dO O) stands for rowsum(S dS). What the hardware's kernels do inside may differ further.
 """
 
 import torch
@@ -75,11 +76,10 @@ def backward(sizes, t):
     logits, _ = probabilities(sizes, t)
     s = (logits - t["stats"].double()).exp()
     do, v = read(sizes, t, "do"), read(sizes, t, "v")
-    read(sizes, t, "o")  # cuDNN takes rowsum(dO O) for rowsum(S dS)
-    ds = do @ v.transpose(2, 3)
-    dp = s * (ds - (s * ds).sum(-1, keepdim=True))
+    of_row = (do * read(sizes, t, "o")).sum(-1, keepdim=True)
+    dp = s * (do @ v.transpose(2, 3) - of_row) * sizes.softmax_scale
     largest(dp, t["amax_dp"])
-    dp = in_fp8(dp, t["scale_dp"], t["descale_dp"], t["do"].dtype) * sizes.softmax_scale
+    dp = in_fp8(dp, t["scale_dp"], t["descale_dp"], t["do"].dtype)
     s = in_fp8(s, t["scale_s"], t["descale_s"], t["q"].dtype)
 
     def of_group(x):
