@@ -4,11 +4,11 @@ import logging
 
 import pytest
 import torch
+from foundry_fp8.backends.attention_choice import AttentionWithFallback
 from torch.utils.checkpoint import checkpoint
 
 import foundry_fp8
 from foundry_fp8.backends import attention_left_out, choose_attention_backend
-from foundry_fp8.backends.attention_choice import AttentionWithFallback
 from foundry_fp8.backends.emulated.attention import EmulatedAttention
 from foundry_fp8.backends.native import NativeBackend
 from foundry_fp8.layers.attention import FP8DotProductAttention, attention_format, attention_slots

@@ -7,12 +7,12 @@ import re
 from typing import Any
 
 import pytest
-
 from foundry_fp8.backends.transformer_engine.attention_requirements import (
     AttentionMachine,
     AttentionShape,
     attention_requirement,
 )
+
 from foundry_fp8.numerics.recipes import BlockScaling, CurrentScaling, DelayedScaling
 
 SHAPE = AttentionShape(head_dim=128, sequence=4096)

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from foundry_fp8.backends.transformer_engine.attention_requirements import (
+    AttentionMachine,
+    attention_requirement,
+)
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from foundry_fp8.backends.emulated.attention import EmulatedAttention
 from foundry_fp8.backends.native.attention import native_attention_requirement
 from foundry_fp8.backends.transformer_engine.attention import attention_shape
-from foundry_fp8.backends.transformer_engine.attention_requirements import (
-    AttentionMachine,
-    attention_requirement,
-)
 from foundry_fp8.config import ConfigError
 from foundry_fp8.layers.attention_mask import AttentionMask
 from foundry_fp8.layers.backend import Availability
