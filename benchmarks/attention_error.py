@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 from common import RESULTS, environment, save
+from foundry_fp8.kernels.attention import TILES, AttentionShape, attention_forward_reference
+from foundry_fp8.kernels.attention_backward import attention_backward_reference
 from torch import Tensor
 
 from foundry_fp8.backends.emulated.attention import EmulatedAttention
-from foundry_fp8.kernels.attention import TILES, AttentionShape, attention_forward_reference
-from foundry_fp8.kernels.attention_backward import attention_backward_reference
 from foundry_fp8.layers.attention import FP8DotProductAttention, GradScores
 from foundry_fp8.layers.attention_mask import AttentionMask
 from foundry_fp8.numerics.formats import E4M3, E5M2

@@ -102,7 +102,7 @@ def attention_requirement(recipe: Recipe, shape: AttentionShape, machine: Attent
         )
     if shape.window and (machine.te is None or capability < (10, 0) or cudnn < (9, 21)):
         return no(
-            f"{gpu} with cuDNN {_dotted(cudnn)}, and a sliding window in FP8 needs 10.0, cuDNN 9.21 and Transformer Engine"
+            f"{gpu} with cuDNN {_dotted(cudnn)}, and a sliding window in FP8 needs 10.0 and cuDNN 9.21, and Transformer Engine"
         )
     if capability < (10, 0):
         if shape.head_dim != 128:

@@ -1,4 +1,4 @@
-"""Worker: native FP8 attention, interpreted, under FSDP2 and full checkpointing."""
+"""Worker: native FP8 attention, with a stand-in for cuDNN, under FSDP2 and full checkpointing."""
 
 import pytest
 import torch
@@ -8,11 +8,18 @@ from torch.distributed.fsdp import fully_shard
 
 from foundry_fp8.numerics.recipes import DelayedScaling
 from foundry_fp8.surgery.attention import FP8AttentionState
-from tests.kernels.interpreter import interpret
+from tests.backends.native.cudnn_stand_in import SMALL_HEADS, stand_in
+from tests.kernels import interpreter
 from tests.surgery.conversion import convert_attention
 from tests.surgery.test_attention import Plain
 
 STEPS = 3
+
+
+def interpret(patch):
+    """Casts interpreted, cuDNN stood in for."""
+    interpreter.interpret(patch)
+    stand_in(patch, SMALL_HEADS)
 
 
 def batch(step, rows):

@@ -11,6 +11,8 @@ from foundry_fp8.backends.attention_requirements import AttentionMachine
 from foundry_fp8.backends.native import attention, cudnn_graphs
 
 HOPPER = AttentionMachine(capability=(9, 0), cudnn=(9, 19, 0))
+SMALL_HEADS = AttentionMachine(capability=(10, 0), cudnn=(9, 19, 0))
+"""Takes multiples of 16, which test models have."""
 
 
 def stand_in(monkeypatch, machine=HOPPER):

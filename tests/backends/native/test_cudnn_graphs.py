@@ -1,19 +1,26 @@
 """The graphs that go to cuDNN, made and validated without a GPU: as cuDNN's own library writes them down."""
 
+import functools
 import json
+import types
 
 import pytest
+import torch
 
+from foundry_fp8.backends.native import cudnn_graphs
 from foundry_fp8.backends.native.cudnn_graphs import (
     AttentionSizes,
     Role,
     backward_graph,
     cudnn_version,
     forward_graph,
+    frontend_missing,
 )
 from foundry_fp8.numerics.formats import E4M3, E5M2
 
-pytest.importorskip("cudnn", reason="cuDNN's Python frontend (foundry-fp8[cudnn]) is not installed")
+with_frontend = pytest.mark.skipif(
+    frontend_missing() is not None, reason="cuDNN's Python frontend (foundry-fp8[cudnn]) is not installed"
+)
 
 B, H, HK, S, D = 2, 8, 2, 1000, 128
 QUERIES = [B, H, S, D], [S * H * D, D, H * D, 1]  # [b, tokens, heads, d] in memory
@@ -41,11 +48,9 @@ KINDS = pytest.mark.parametrize(
 
 
 def sizes(**changes):
-    given = {"causal": True, "do_format": E5M2, "deterministic": cudnn_version() >= (9, 19), **changes}
-    return AttentionSizes(
-        batch=B, heads=H, kv_heads=HK, tokens=S, head_dim=changes.pop("head_dim", D), softmax_scale=0.125,
-        **{name: value for name, value in given.items() if name != "head_dim"},
-    )  # fmt: skip
+    usual = {"batch": B, "heads": H, "kv_heads": HK, "tokens": S, "head_dim": D, "softmax_scale": 0.125}
+    repeats = frontend_missing() is None and cudnn_version() >= (9, 19)
+    return AttentionSizes(**{**usual, "causal": True, "do_format": E5M2, "deterministic": repeats, **changes})
 
 
 def written(graph):
@@ -56,6 +61,7 @@ def written(graph):
     return node, {int(uid): tensor for uid, tensor in found["tensors"].items()}
 
 
+@with_frontend
 @KINDS
 def test_every_tensor_has_the_place_size_strides_and_type_of_the_documentation(make, kind, tensors):
     node, found = written(make(sizes()))
@@ -71,6 +77,7 @@ def test_every_tensor_has_the_place_size_strides_and_type_of_the_documentation(m
         assert not found[uid]["is_virtual"], name
 
 
+@with_frontend
 @KINDS
 @pytest.mark.parametrize("causal", [True, False])
 def test_the_mask_and_the_scale_are_the_call_s(make, kind, tensors, causal):
@@ -80,6 +87,7 @@ def test_the_mask_and_the_scale_are_the_call_s(make, kind, tensors, causal):
     assert node["left_bound"] is None and node["dropout_probability"] is None and not node["padding_mask"]
 
 
+@with_frontend
 def test_what_else_the_two_say():
     node, _ = written(forward_graph(sizes()))
     assert node["generate_stats"] is True
@@ -92,8 +100,77 @@ def test_what_else_the_two_say():
     }
 
 
+@with_frontend
 def test_the_library_itself_refuses_other_head_sizes_on_hopper():
     import cudnn
 
     with pytest.raises(cudnn.cudnnGraphNotSupportedError, match="equal to 128"):
         backward_graph(sizes(head_dim=64)).validate()
+
+
+class Frontend:
+    """What :func:`cudnn_graphs.run` asks of the library, written down; a graph fails to build where ``refuses``."""
+
+    cudnnGraphNotSupportedError = type("cudnnGraphNotSupportedError", (Exception,), {})
+    heur_mode = types.SimpleNamespace(A="A")
+
+    def __init__(self, refuses=False):
+        self.log, self.refuses = [], refuses
+
+    def create_handle(self):
+        self.log.append("handle")
+        return "handle"
+
+    def backend_version(self):
+        return 91900
+
+    def set_stream(self, handle, stream):
+        self.log.append(("stream", stream))
+
+    def build(self, modes):
+        self.log.append("build")
+        if self.refuses:
+            raise self.cudnnGraphNotSupportedError("no engine")
+
+    def get_workspace_size(self):
+        return 0
+
+    def execute(self, pointers, workspace, handle):
+        self.log.append(pointers)
+
+
+@pytest.fixture
+def frontend(monkeypatch):
+    found = Frontend()
+    monkeypatch.setattr(cudnn_graphs, "_frontend", lambda: found)
+    monkeypatch.setattr(cudnn_graphs, "_GRAPHS", {"forward": lambda sizes, handle: found})
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: types.SimpleNamespace(cuda_stream=7))
+    for cached in (cudnn_graphs._handle, cudnn_graphs._plan):
+        monkeypatch.setattr(cudnn_graphs, cached.__name__, functools.cache(cached.__wrapped__))
+    return found
+
+
+def test_a_plan_is_built_once_a_kind_of_call_and_runs_on_the_current_stream(frontend):
+    tensors = {Role.q: torch.zeros(3), Role.amax_s: torch.zeros(1)}
+    for tokens in (S, S, 2 * S):
+        cudnn_graphs.run("forward", sizes(tokens=tokens), tensors)
+    pointers = {1: tensors[Role.q].data_ptr(), 26: tensors[Role.amax_s].data_ptr()}
+    again = [("stream", 7), pointers]
+    assert frontend.log == [
+        "handle",
+        ("stream", 7),
+        "build",
+        pointers,
+        *again,
+        ("stream", 7),
+        "build",
+        pointers,
+    ]
+
+
+def test_what_cudnn_does_not_support_is_named(frontend):
+    frontend.refuses = True
+    with pytest.raises(
+        RuntimeError, match=r"cuDNN 9.19.0 has no FP8 attention, forward, for .*1000.*: no engine. Set"
+    ):
+        cudnn_graphs.run("forward", sizes(), {Role.q: torch.zeros(3)})
