@@ -195,7 +195,6 @@ def test_the_table_of_steps_on_an_h100():
         [llama[f"native {name} eager"] for name in recipes],
         [llama[f"native {name} fused eager"] for name in recipes],
         *([found["fp8 linears"], "", ""] for found in fog),
-        *([found["native fp8 attention"], "", ""] for found in fog),
     ]
     assert [cells[2:] for cells in table(MEASURED, "model, tokens")] == expected
     for page in (ROOT / "README.md", ROOT / "docs/index.md"):

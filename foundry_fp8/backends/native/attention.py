@@ -65,7 +65,7 @@ def _machine(device: torch.device | None, deterministic: bool) -> AttentionMachi
 
 
 def machine_here() -> AttentionMachine | Availability:
-    """Of the current device."""
+    """The current device, or why it cannot run cuDNN's frontend."""
     if dry_run():
         return PLANNED
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None

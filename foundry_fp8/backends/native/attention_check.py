@@ -22,6 +22,7 @@ from foundry_fp8.numerics.recipes import DelayedScaling
 
 __all__ = ["check_attention"]
 
+KEY = "algorithms.fp8.attention"
 TOKENS, HEADS, KV_HEADS = 256, 4, 2
 PASSES = 3
 """Scales follow the amaxes of the pass before."""
@@ -50,58 +51,48 @@ def check_attention(
         RuntimeError: A result is farther from exact attention than FP8 explains, or an amax is none of that tensor.
     """
     generator = torch.Generator().manual_seed(0)
-    q, k, v, do = (
-        torch.randn(1, TOKENS, heads, head_dim, generator=generator, device="cpu").transpose(1, 2)
-        for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)
-    )
-    given = [x.to(device, dtype) for x in (q, k, v, do * 1e-3)]
-    exact = _exact(*(x.double() for x in given))
-    (ours, state), (emulated, theirs) = (
-        _run(runner, recipe, given) for runner in (native(), EmulatedAttention())
-    )
+    heads = {"q": HEADS, "k": KV_HEADS, "v": KV_HEADS, "do": HEADS}
+    given = [
+        torch.randn(1, n, TOKENS, head_dim, generator=generator, device="cpu").to(device, dtype)
+        for n in heads.values()
+    ]
+    exact, _ = _run(None, recipe, [x.double() for x in given])
+    (ours, amaxes), (emulated, theirs) = (_run(one(), recipe, given) for one in (native, EmulatedAttention))
+    where = f"cuDNN's FP8 attention is wrong on this machine ({torch.cuda.get_device_name(device)}, torch {torch.__version__})"
+    way_out = "Set attention: false, or install another cuDNN."
     for name, a, b, reference in zip(("O", "dQ", "dK", "dV"), ours, emulated, exact, strict=True):
         error, peer = (float((x.double() - reference).norm() / reference.norm()) for x in (a, b))
         if not error < NEAR * peer:
-            raise _wrong(f"{name} is {error:.2g} of its norm away from exact attention, the emulation {peer:.2g}", device)  # fmt: skip
-    for slot, a, b in zip(attention_slots(recipe), state.amax_history[-1], theirs.amax_history[-1], strict=True):  # fmt: skip
-        # What cuDNN calls dP may hold the softmax's scale or not, and S may not be divided by its sum yet.
-        least, most = (0.0, torch.inf) if slot in ("s", "dp") else (float(b) / NEAR, float(b) * NEAR)
-        if not least < float(a) < most:
-            raise _wrong(f"the amax of {slot} is {float(a):.3g}, the emulation's {float(b):.3g}", device)
-
-
-def _wrong(said: str, device: torch.device) -> RuntimeError:
-    return RuntimeError(
-        f"algorithms.fp8.attention: cuDNN's FP8 attention is wrong on this machine ({torch.cuda.get_device_name(device)}, torch "
-        f"{torch.__version__}): {said}. Set attention: false, or install another cuDNN."
-    )
+            said = f"{name} is {error:.2g} of its norm away from exact attention, the emulation {peer:.2g}"
+            raise RuntimeError(f"{KEY}: {where}: {said}. {way_out}")
+    for slot, found, expected in zip(attention_slots(recipe), amaxes, theirs, strict=True):
+        # What cuDNN calls dP holds the softmax's scale, and S may not be divided by its sum yet.
+        least, most = (0, torch.inf) if slot in ("s", "dp") else (expected / NEAR, expected * NEAR)
+        if not least < found < most:
+            said = f"the amax of {slot} is {found:.3g}, the emulation's {expected:.3g}"
+            raise RuntimeError(f"{KEY}: {where}: {said}. {way_out}")
 
 
 def _run(
-    runner: AttentionBackend, recipe: AttentionRecipe, given: list[Tensor]
-) -> tuple[list[Tensor], DelayedScalingState]:
-    attention = FP8DotProductAttention(fqn="self-check", recipe=recipe, backend=runner)
-    slots = attention_slots(recipe)
+    runner: AttentionBackend | None, recipe: AttentionRecipe, given: list[Tensor]
+) -> tuple[list[Tensor], list[float]]:
+    """Output and gradients of the last pass, and its amaxes by slot. Without a runner: of exact attention."""
+    scale, mask = given[0].shape[3] ** -0.5, AttentionMask(causal=True)
     timing = DelayedScaling(fp8_format=recipe.fp8_format, amax_history_len=2)
+    slots = attention_slots(recipe)
     state = DelayedScalingState(timing, [attention_format(recipe, slot).max for slot in slots])
     state.to(given[0].device)
-    attention.slots = {slot: state.slot(i) for i, slot in enumerate(slots)}
+    leaves = [x.detach().requires_grad_() for x in given[:3]]
     with torch.enable_grad():
+        if runner is None:
+            keys, values = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in leaves[1:])
+            out = F.scaled_dot_product_attention(leaves[0], keys, values, is_causal=True)
+            return [out.detach(), *torch.autograd.grad(out, leaves, given[3])], []
+        attention = FP8DotProductAttention(fqn="self-check", recipe=recipe, backend=runner)
+        attention.slots = {slot: state.slot(i) for i, slot in enumerate(slots)}
         for _ in range(PASSES):
             state.roll()
             state.begin_pass()
-            leaves = [x.detach().requires_grad_() for x in given[:3]]
-            out = attention(
-                *leaves, mask=AttentionMask(causal=True), softmax_scale=leaves[0].shape[3] ** -0.5
-            )
+            out = attention(*leaves, mask=mask, softmax_scale=scale)
             gradients = torch.autograd.grad(out, leaves, given[3])
-    state.roll()
-    return [out.detach(), *gradients], state
-
-
-def _exact(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> list[Tensor]:
-    with torch.enable_grad():
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        keys, values = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in leaves[1:])
-        out = F.scaled_dot_product_attention(leaves[0], keys, values, is_causal=True)
-        return [out.detach(), *torch.autograd.grad(out, leaves, do)]
+    return [out.detach(), *gradients], state.amax_history[0].tolist()

@@ -16,19 +16,8 @@ from foundry_fp8.numerics.formats import E4M3
 __all__ = ["attention_backward", "attention_forward"]
 
 
-def _sizes(sizes: list[int], softmax_scale: float, causal: bool, fmt: str, deterministic: bool) -> AttentionSizes:  # fmt: skip
-    batch, heads, kv_heads, tokens, head_dim = sizes
-    return AttentionSizes(
-        batch=batch,
-        heads=heads,
-        kv_heads=kv_heads,
-        tokens=tokens,
-        head_dim=head_dim,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        do_format=FORMATS[fmt],
-        deterministic=deterministic,
-    )
+def _by_role(**tensors: Tensor) -> dict[Role, Tensor]:
+    return {Role[name]: tensor for name, tensor in tensors.items()}
 
 
 @operator(mutates=("amax_s", "amax_o"))
@@ -52,50 +41,26 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Causal or whole attention of FP8 operands.
 
-    Args:
-        q: E4M3, rows of ``[b * tokens, heads * d]``; more rows may follow.
-        k: The same of key heads.
-        v: The same.
-        q_scale: 0-d: what q is multiplied by to leave FP8.
-        k_scale: The same of k.
-        v_scale: The same of v.
-        s_scale: 0-d: what probabilities are multiplied by to enter FP8.
-        o_scale: The same of the output.
-        amax_s: Raised in place to the largest probability.
-        amax_o: The same of the output.
-        sizes: batch, heads, kv_heads, tokens, head_dim.
-        softmax_scale: Multiplies the logits.
-        causal: No key after the query; otherwise every key.
-        fmt: The format of gradients.
-        deterministic: Of the backward.
-        out_dtype: dtype of the output.
+    ``q``, ``k``, ``v``: E4M3, rows of ``[b * tokens, heads * d]``, after which more may follow, each with what it is multiplied by to leave FP8.
+    ``s_scale``, ``o_scale``: what probabilities and output are multiplied by to enter it; their amaxes are raised in place. ``sizes``: batch,
+    heads, kv_heads, tokens, head_dim. ``fmt``, ``deterministic``: the gradients' format, and their algorithm.
 
     Returns:
         The output [b, tokens, heads, d]; the same in E4M3; the softmax's statistics [b, heads, tokens, 1]; what the FP8 output is multiplied
         by to leave it, and what probabilities are.
     """
-    shape = _sizes(sizes, softmax_scale, causal, fmt, deterministic)
-    batch, heads, _, tokens, head_dim = sizes
+    batch, heads, kv_heads, tokens, head_dim = sizes
+    options = (softmax_scale, causal, FORMATS[fmt], deterministic)
+    shape = AttentionSizes(batch, heads, kv_heads, tokens, head_dim, *options)
     o = torch.empty((batch, tokens, heads, head_dim), dtype=E4M3.dtype, device=q.device)
-    stats = torch.empty(shape.statistics[0], dtype=torch.float32, device=q.device)
+    stats = torch.empty(shape.layout(Role.stats)[0], dtype=torch.float32, device=q.device)
     (piece,) = statistics(q.device, 1)
     found_s, found_o, descale_o = piece.stats.unbind()
     descale_s = s_scale.reciprocal()
-    tensors = {
-        Role.q: q,
-        Role.k: k,
-        Role.v: v,
-        Role.o: o,
-        Role.stats: stats,
-        Role.descale_q: q_scale,
-        Role.descale_k: k_scale,
-        Role.descale_v: v_scale,
-        Role.descale_s: descale_s,
-        Role.scale_s: s_scale,
-        Role.scale_o: o_scale,
-        Role.amax_s: found_s,
-        Role.amax_o: found_o,
-    }
+    tensors = _by_role(
+        q=q, k=k, v=v, o=o, stats=stats, descale_q=q_scale, descale_k=k_scale, descale_v=v_scale,
+        descale_s=descale_s, scale_s=s_scale, scale_o=o_scale, amax_s=found_s, amax_o=found_o,
+    )  # fmt: skip
     cudnn_graphs.run("forward", shape, tensors)
     (out,) = dequantize(
         [o], o_scale, [found_o], out_dtype, slot=amax_o, other=(found_s, amax_s), scale_inv=descale_o
@@ -143,35 +108,22 @@ def attention_backward(
     ``do``, ``do_scale``: dO as rows in FP8, and what it is multiplied by to leave it; ``dp_scale``, ``dqkv_scale``: what the gradients of
     the logits, and dQ, dK and dV, are multiplied by to enter FP8; ``amax_dp`` and ``amax_dqkv`` are raised in place.
     """
-    shape = _sizes(sizes, softmax_scale, causal, fmt, deterministic)
-    batch, _, _, tokens, head_dim = sizes
+    batch, heads, kv_heads, tokens, head_dim = sizes
+    options = (softmax_scale, causal, FORMATS[fmt], deterministic)
+    shape = AttentionSizes(batch, heads, kv_heads, tokens, head_dim, *options)
     parts = [
-        torch.empty((batch, tokens, shape.heads_of(role), head_dim), dtype=do.dtype, device=q.device)
-        for role in (Role.dq, Role.dk, Role.dv)
+        torch.empty((batch, tokens, of, head_dim), dtype=do.dtype, device=q.device)
+        for of in (heads, kv_heads, kv_heads)
     ]
     of_dp, of_dqkv = statistics(q.device, 2)
     found_dp, found = of_dp.stats.select(0, 0), of_dqkv.stats.unbind()
-    tensors = {
-        Role.q: q,
-        Role.k: k,
-        Role.v: v,
-        Role.o: o,
-        Role.stats: stats,
-        Role.do: do,
-        **dict(zip((Role.dq, Role.dk, Role.dv), parts, strict=True)),
-        **dict(zip((Role.amax_dq, Role.amax_dk, Role.amax_dv), found, strict=True)),
-        Role.amax_dp: found_dp,
-        Role.descale_q: q_scale,
-        Role.descale_k: k_scale,
-        Role.descale_v: v_scale,
-        Role.descale_o: descale_o,
-        Role.descale_do: do_scale,
-        Role.descale_s: descale_s,
-        Role.scale_s: s_scale,
-        Role.scale_dp: dp_scale,
-        Role.descale_dp: dp_scale.reciprocal(),
-        **dict.fromkeys((Role.scale_dq, Role.scale_dk, Role.scale_dv), dqkv_scale),
-    }
+    tensors = _by_role(
+        q=q, k=k, v=v, o=o, stats=stats, do=do, dq=parts[0], dk=parts[1], dv=parts[2],
+        descale_q=q_scale, descale_k=k_scale, descale_v=v_scale, descale_o=descale_o, descale_do=do_scale,
+        descale_s=descale_s, descale_dp=dp_scale.reciprocal(), scale_s=s_scale, scale_dp=dp_scale,
+        scale_dq=dqkv_scale, scale_dk=dqkv_scale, scale_dv=dqkv_scale,
+        amax_dp=found_dp, amax_dq=found[0], amax_dk=found[1], amax_dv=found[2],
+    )  # fmt: skip
     cudnn_graphs.run("backward", shape, tensors)
     dq, dk, dv = dequantize(parts, dqkv_scale, found, out_dtype, slot=amax_dqkv, other=(found_dp, amax_dp))
     return dq, dk, dv

@@ -15,7 +15,7 @@ import functools
 import importlib
 import importlib.util
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -27,48 +27,19 @@ __all__ = ["AttentionSizes", "Kind", "Role", "backward_graph", "cudnn_version", 
 
 Kind = Literal["forward", "backward"]
 
-SINGLE = [1, 1, 1, 1]
-"""Sizes, and strides, of a scale or an amax: one float32."""
+Role = enum.IntEnum(
+    "Role",
+    "q k v o stats do dq dk dv descale_q descale_k descale_v descale_s descale_o descale_do descale_dp "
+    "scale_s scale_o scale_dp scale_dq scale_dk scale_dv amax_s amax_o amax_dp amax_dq amax_dk amax_dv",
+)
+"""What a tensor is in a graph; the number is its uid there, and its key where the graph is run.
+
+A scale is what cuDNN multiplies by before it rounds to FP8, a descale what it multiplies by to leave it. An amax is of what was rounded,
+before the scale.
+"""
 
 
-class Role(enum.IntEnum):
-    """What a tensor is in a graph; the number is its uid there, and its key where the graph is run.
-
-    A scale is what cuDNN multiplies by before it rounds to FP8, a descale what it multiplies by to leave it. An amax is of what was
-    rounded, before the scale.
-    """
-
-    q = 1
-    k = 2
-    v = 3
-    o = 4
-    stats = 5
-    do = 6
-    dq = 7
-    dk = 8
-    dv = 9
-    descale_q = 20
-    descale_k = 21
-    descale_v = 22
-    descale_s = 23
-    scale_s = 24
-    scale_o = 25
-    amax_s = 26
-    amax_o = 27
-    descale_o = 30
-    descale_do = 31
-    descale_dp = 32
-    scale_dq = 33
-    scale_dk = 34
-    scale_dv = 35
-    scale_dp = 36
-    amax_dq = 37
-    amax_dk = 38
-    amax_dv = 39
-    amax_dp = 40
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class AttentionSizes:
     """What a plan is built for."""
 
@@ -90,22 +61,20 @@ class AttentionSizes:
         return self.kv_heads if role in (Role.k, Role.v, Role.dk, Role.dv) else self.heads
 
     def layout(self, role: Role) -> tuple[list[int], list[int]]:
-        """Sizes and strides of [b, heads, tokens, d] that lies as [b, tokens, heads, d], the rows of a linear."""
+        """Sizes and strides: of [b, heads, tokens, d] that lies as [b, tokens, heads, d], the rows of a linear; of one float32 a query; of one."""
+        if role == Role.stats:
+            return [self.batch, self.heads, self.tokens, 1], [self.heads * self.tokens, self.tokens, 1, 1]
+        if role > Role.dv:
+            return [1] * 4, [1] * 4
         heads = self.heads_of(role)
         row = heads * self.head_dim
         return [self.batch, heads, self.tokens, self.head_dim], [self.tokens * row, self.head_dim, row, 1]
 
-    @property
-    def statistics(self) -> tuple[list[int], list[int]]:
-        """Sizes and strides of what the softmax keeps, one float32 a query: [b, heads, tokens, 1]."""
-        return [self.batch, self.heads, self.tokens, 1], [self.heads * self.tokens, self.tokens, 1, 1]
-
 
 def frontend_missing() -> str | None:
     """Why the frontend cannot be used, or ``None``."""
-    if importlib.util.find_spec("cudnn") is None:
-        return "cuDNN's Python frontend is not installed"
-    return None
+    found = importlib.util.find_spec("cudnn")
+    return None if found is not None else "cuDNN's Python frontend is not installed"
 
 
 def cudnn_version() -> tuple[int, ...]:
@@ -122,101 +91,60 @@ class _Graph:
     """A graph that is being made, in float32 between FP8 tensors."""
 
     def __init__(self, sizes: AttentionSizes, handle: Any) -> None:
-        kinds = _frontend().data_type
         self.sizes = sizes
-        self.e4m3, self.float32 = kinds.FP8_E4M3, kinds.FLOAT
-        self.of_gradients = self.e4m3 if sizes.do_format.name == "e4m3" else kinds.FP8_E5M2
+        kinds = _frontend().data_type
         # Without a GPU a graph can be made and validated, for a named architecture: that is how tests run.
         where = {"sm_version": 90} if handle is None else {"handle": handle}
-        between = {"intermediate_data_type": self.float32, "compute_data_type": self.float32}
-        self.graph = _frontend().pygraph(io_data_type=self.e4m3, **between, **where)
+        between = {"intermediate_data_type": kinds.FLOAT, "compute_data_type": kinds.FLOAT}
+        self.graph = _frontend().pygraph(io_data_type=kinds.FP8_E4M3, **between, **where)
+        self.options: dict[str, Any] = {"attn_scale": sizes.softmax_scale}
+        if sizes.causal:
+            self.options |= {"diagonal_alignment": _frontend().diagonal_alignment.TOP_LEFT, "right_bound": 0}
 
-    def tensor(self, role: Role, kind: Any) -> Any:
-        dim, stride = self.sizes.layout(role)
-        return self.graph.tensor(uid=int(role), dim=dim, stride=stride, data_type=kind)
+    def kind(self, role: Role) -> Any:
+        kinds = _frontend().data_type
+        if role == Role.stats or role > Role.dv:
+            return kinds.FLOAT
+        e5m2 = role >= Role.do and self.sizes.do_format.name == "e5m2"
+        return kinds.FP8_E5M2 if e5m2 else kinds.FP8_E4M3
 
-    def statistics(self) -> Any:
-        dim, stride = self.sizes.statistics
-        return self.graph.tensor(uid=int(Role.stats), dim=dim, stride=stride, data_type=self.float32)
-
-    def numbers(self, **roles: Role) -> dict[str, Any]:
-        """Scales and descales by the names of the arguments that take them."""
-        return {
-            name: self.graph.tensor(uid=int(role), dim=SINGLE, stride=SINGLE, data_type=self.float32)
-            for name, role in roles.items()
-        }
-
-    def mask(self) -> dict[str, Any]:
-        if not self.sizes.causal:
-            return {}
-        return {"diagonal_alignment": _frontend().diagonal_alignment.TOP_LEFT, "right_bound": 0}
-
-    def output(self, tensor: Any, role: Role, kind: Any) -> None:
-        if role is Role.stats:
-            dim, stride = self.sizes.statistics
-        elif role.name.startswith("amax"):
-            dim, stride = SINGLE, SINGLE
-        else:
+    def inputs(self, names: str) -> dict[str, Any]:
+        """By the frontend's names of arguments, which are ours but for capitals."""
+        found = {}
+        for name in names.split():
+            role = Role[name.lower()]
             dim, stride = self.sizes.layout(role)
-        tensor.set_uid(int(role)).set_output(True).set_dim(dim).set_stride(stride).set_data_type(kind)
+            found[name] = self.graph.tensor(uid=int(role), dim=dim, stride=stride, data_type=self.kind(role))
+        return found
+
+    def outputs(self, names: str, tensors: Sequence[Any]) -> Any:
+        """In the order of the frontend's results. Returns the graph, which is complete."""
+        for name, tensor in zip(names.split(), tensors, strict=True):
+            role = Role[name]
+            dim, stride = self.sizes.layout(role)
+            tensor.set_uid(int(role)).set_output(True).set_dim(dim).set_stride(stride)
+            tensor.set_data_type(self.kind(role))
+        return self.graph
 
 
 def forward_graph(sizes: AttentionSizes, handle: Any = None) -> Any:
     """``O = softmax(softmax_scale Q K^T) V``, all four E4M3; and the statistics and amaxes. Without a handle for Hopper, to look at."""
     made = _Graph(sizes, handle)
-    q, k, v = (made.tensor(role, made.e4m3) for role in (Role.q, Role.k, Role.v))
-    numbers = made.numbers(
-        descale_q=Role.descale_q,
-        descale_k=Role.descale_k,
-        descale_v=Role.descale_v,
-        descale_s=Role.descale_s,
-        scale_s=Role.scale_s,
-        scale_o=Role.scale_o,
-    )
-    scale = {"attn_scale": sizes.softmax_scale, "generate_stats": True}
-    o, stats, amax_s, amax_o = made.graph.sdpa_fp8(q=q, k=k, v=v, **numbers, **scale, **made.mask())
-    made.output(o, Role.o, made.e4m3)
-    for tensor, role in ((stats, Role.stats), (amax_s, Role.amax_s), (amax_o, Role.amax_o)):
-        made.output(tensor, role, made.float32)
-    return made.graph
+    given = made.inputs("q k v descale_q descale_k descale_v descale_s scale_s scale_o")
+    found = made.graph.sdpa_fp8(**given, **made.options, generate_stats=True)
+    return made.outputs("o stats amax_s amax_o", found)
 
 
 def backward_graph(sizes: AttentionSizes, handle: Any = None) -> Any:
     """dQ, dK and dV in the format of dO, and the amaxes. Without a handle for Hopper, to look at."""
     made = _Graph(sizes, handle)
-    q, k, v, o = (made.tensor(role, made.e4m3) for role in (Role.q, Role.k, Role.v, Role.o))
-    numbers = made.numbers(
-        descale_q=Role.descale_q,
-        descale_k=Role.descale_k,
-        descale_v=Role.descale_v,
-        descale_o=Role.descale_o,
-        descale_dO=Role.descale_do,
-        descale_s=Role.descale_s,
-        descale_dP=Role.descale_dp,
-        scale_s=Role.scale_s,
-        scale_dQ=Role.scale_dq,
-        scale_dK=Role.scale_dk,
-        scale_dV=Role.scale_dv,
-        scale_dP=Role.scale_dp,
+    given = made.inputs(
+        "q k v o dO stats descale_q descale_k descale_v descale_o descale_dO descale_s descale_dP "
+        "scale_s scale_dQ scale_dK scale_dV scale_dP"
     )
-    dq, dk, dv, *amaxes = made.graph.sdpa_fp8_backward(
-        q=q,
-        k=k,
-        v=v,
-        o=o,
-        dO=made.tensor(Role.do, made.of_gradients),
-        stats=made.statistics(),
-        attn_scale=sizes.softmax_scale,
-        use_deterministic_algorithm=sizes.deterministic,
-        **numbers,
-        **made.mask(),
-    )
-    for tensor, role in ((dq, Role.dq), (dk, Role.dk), (dv, Role.dv)):
-        made.output(tensor, role, made.of_gradients)
-    order = (Role.amax_dq, Role.amax_dk, Role.amax_dv, Role.amax_dp)
-    for tensor, role in zip(amaxes, order, strict=True):
-        made.output(tensor, role, made.float32)
-    return made.graph
+    repeats = {"use_deterministic_algorithm": sizes.deterministic}
+    found = made.graph.sdpa_fp8_backward(**given, **made.options, **repeats)
+    return made.outputs("dq dk dv amax_dq amax_dk amax_dv amax_dp", found)
 
 
 _GRAPHS = {"forward": forward_graph, "backward": backward_graph}

@@ -334,13 +334,13 @@ def test_the_check_before_a_conversion_notices_what_is_wrong(wrong, cudnn, monke
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *args: "a GPU")
     honest = cudnn_graphs.run
 
-    def spoilt(kind, sizes, tensors):
+    def altered(kind, sizes, tensors):
         honest(kind, sizes, tensors)
         found = {role.name: tensor for role, tensor in tensors.items()}.get(wrong)
         if found is not None and (wrong != "o" or kind == "forward"):
             found.copy_(found.float() * 4 if wrong.startswith("amax") else found.float().flip(1))
 
-    monkeypatch.setattr(cudnn_graphs, "run", spoilt)
+    monkeypatch.setattr(cudnn_graphs, "run", altered)
     check = check_attention.__wrapped__  # without its memory of what passed
     asked = (native.NativeAttention, RECIPE, D, torch.bfloat16, torch.device("cpu"))
     if wrong is None:

@@ -154,7 +154,7 @@ def test_a_plan_is_built_once_a_kind_of_call_and_runs_on_the_current_stream(fron
     tensors = {Role.q: torch.zeros(3), Role.amax_s: torch.zeros(1)}
     for tokens in (S, S, 2 * S):
         cudnn_graphs.run("forward", sizes(tokens=tokens), tensors)
-    pointers = {1: tensors[Role.q].data_ptr(), 26: tensors[Role.amax_s].data_ptr()}
+    pointers = {int(role): tensor.data_ptr() for role, tensor in tensors.items()}
     again = [("stream", 7), pointers]
     assert frontend.log == [
         "handle",
