@@ -139,25 +139,6 @@ def issued(sass):
     return count
 
 
-def loops(sass, instruction):
-    """The bodies of the loops that hold ``instruction``, without predicates, in the order of the code.
-
-    What ptxas puts behind the last exit (the retries of barriers' waits, sm_100) jumps back too, and is none.
-    """
-    code = [(int(address, 16), text.strip()) for address, text in INSTRUCTION.findall(sass)]
-    place = {address: i for i, (address, _) in enumerate(code)}
-    texts = [re.sub(r"^@!?U?P\w+\s+", "", text) for _, text in code]
-    end = max(i for i, (_, text) in enumerate(code) if text == "EXIT")
-    found = []
-    for index, (address, text) in enumerate(code[:end]):
-        target = re.search(r"BRA.* 0x([0-9a-f]+)", text)
-        if target and int(target[1], 16) < address:
-            body = texts[place[int(target[1], 16)] : index + 1]
-            if any(text.startswith(instruction) for text in body):
-                found.append(body)
-    return found
-
-
 @contextlib.contextmanager
 def moved_by_a_line(module):
     """``module`` again, from a copy of its file with an empty line on top."""
@@ -241,12 +222,9 @@ def launch_everything(gemm):
             block_gemm.block_gemm(
                 data, by_row, data, b_scale, m=4096, n=4096, out_dtype=torch.bfloat16, square_b=square
             )
-    for label, dtype in (("e4m3", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2)):
-        parts = [
-            torch.empty(4096, 1024, dtype=dtype, device="cuda") for _ in range(1 if label == "e4m3" else 3)
-        ]
-        one = torch.empty((), device="cuda")
-        dequantize.dequantize(parts, one, [one] * len(parts), torch.bfloat16, slot=one, other=(one, one))
+    label, one = "three of e5m2", torch.empty((), device="cuda")
+    parts = [torch.empty(4096, 1024, dtype=torch.float8_e5m2, device="cuda") for _ in range(3)]
+    dequantize.dequantize(parts, one, [one] * 3, torch.bfloat16, slot=one, other=(one, one))
     label = "e5m2 by e4m3"
     block_gemm._choose = lambda run, key, configs: configs[-1]
     data_e5m2 = torch.empty(4096, 4096, dtype=torch.float8_e5m2, device="cuda")
