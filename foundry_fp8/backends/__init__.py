@@ -80,7 +80,7 @@ def attention_left_out(name: str, chosen: str, recipe: Recipe, grad_scores: Grad
         recipe: Attention's.
         grad_scores: What the gradient of its logits is rounded to.
     """
-    if name != "auto":
+    if name != "auto" or chosen not in AUTO_ORDER["cuda"]:  # emulation has no speed to lose
         return None
     runner = load_attention_backend(chosen)
     refused = runner.recipe_reason(recipe, grad_scores)
