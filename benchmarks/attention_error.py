@@ -3,9 +3,8 @@
     python benchmarks/attention_error.py [--longest 16384] [--save NAME]      measure; goes on with what results/NAME.json holds
     python benchmarks/attention_error.py --plot NAME                          draw results/NAME.json to docs/images/NAME.png
 
-Relative distance (norm) of output and gradients from exact attention in float64, one causal head of 64. Cases: Transformer Engine's definition
-(the emulation) and the native kernels' (:func:`attention_forward_reference`, in blocks of queries), each with the gradient of the logits in E5M2 and in bfloat16;
-current scaling, and for what has a delayed scale that of the step before.
+Relative distance (norm) of output and gradients from exact attention in float64, one causal head of 64. Cases: the emulation, with the gradient of the
+logits in E5M2 and in bfloat16; current scaling, and for what has a delayed scale that of the step before.
 """
 
 from __future__ import annotations
@@ -21,12 +20,8 @@ from common import RESULTS, environment, save
 from torch import Tensor
 
 from foundry_fp8.backends.emulated.attention import EmulatedAttention
-from foundry_fp8.kernels.attention import TILES, AttentionShape, attention_forward_reference
-from foundry_fp8.kernels.attention_backward import attention_backward_reference
 from foundry_fp8.layers.attention import FP8DotProductAttention, GradScores
 from foundry_fp8.layers.attention_mask import AttentionMask
-from foundry_fp8.numerics.formats import E4M3, E5M2
-from foundry_fp8.numerics.quantize import amax_of, quantize_tensor, scale_from_amax
 from foundry_fp8.numerics.recipes import CurrentScaling
 from foundry_fp8.surgery.attention import FP8AttentionState
 
@@ -57,46 +52,10 @@ def exact(q: Tensor, k: Tensor, v: Tensor, do: Tensor, scale: float) -> list[Ten
     return [o, dq, dk, dv]
 
 
-def native(
-    q: Tensor, k: Tensor, v: Tensor, do: Tensor, scale: float, grad_scores: GradScores
-) -> list[Tensor]:
-    """The native kernels' definition."""
-    given = []
-    for x, fmt in ((q, E4M3), (k, E4M3), (v, E4M3), (do, E5M2)):
-        found = quantize_tensor(x, scale_from_amax(amax_of(x), fmt), fmt)
-        given.append((found.data[None, None].float(), found.scale_inv))
-    scales = tuple(scale_inv for _, scale_inv in given)
-    q8, k8, v8, do8 = (data for data, _ in given)
-    o, dq, dk, dv = (torch.zeros(len(q), D, dtype=torch.float64) for _ in range(4))
-    largest = torch.zeros((), dtype=torch.float64)
-    for measured in (False, True):  # dP's scale is that of the step before
-        dk.zero_(), dv.zero_()
-        dp_scale = None
-        if grad_scores == "fp8":
-            dp_scale = scale_from_amax(largest.float(), E5M2) if measured else torch.ones(())
-        for start, stop, seen in blocks(len(q)):
-            shape = AttentionShape(
-                batch=1, heads=1, kv_heads=1, queries=stop - start, keys=stop, head_dim=D, softmax_scale=scale
-            )
-            parts = (q8[:, :, start:stop], k8[:, :, :stop], v8[:, :, :stop])
-            out, _ = attention_forward_reference(shape, *parts, scales[:3], seen, block=TILES[64].keys)
-            out = out.float()
-            found = attention_backward_reference(
-                shape, *parts, do8[:, :, start:stop], scales, seen, out, dp_scale=dp_scale, do_format=E5M2
-            )
-            o[start:stop], dq[start:stop] = out[0, 0], found[0][0, 0]
-            dk[:stop] += found[1][0, 0]
-            dv[:stop] += found[2][0, 0]
-            largest = torch.maximum(largest, found[3].abs().max())
-        if grad_scores == "bfloat16":
-            break
-    return [o, dq, dk, dv]
-
-
 def emulated(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, scale: float, grad_scores: GradScores
 ) -> list[Tensor]:
-    """Transformer Engine's definition."""
+    """After the emulation of Transformer Engine's definition."""
     recipe = CurrentScaling()
     attention = FP8DotProductAttention(
         fqn="attn", recipe=recipe, backend=EmulatedAttention(), grad_scores=grad_scores
@@ -115,13 +74,12 @@ def errors(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> dict[str, dict[str, f
     scale = D**-0.5
     reference = exact(q, k, v, do, scale)
     found = {}
-    for name, function in (("Transformer Engine's", emulated), ("native", native)):
-        for grad_scores in GRADIENTS:
-            ours = function(q, k, v, do, scale, grad_scores)
-            found[f"{name}, {grad_scores}"] = {
-                what: float(f"{float((a.double() - b).norm() / b.norm()):.4g}")
-                for what, a, b in zip(NAMES, ours, reference, strict=True)
-            }
+    for grad_scores in GRADIENTS:
+        ours = emulated(q, k, v, do, scale, grad_scores)
+        found[f"Transformer Engine's, {grad_scores}"] = {
+            what: float(f"{float((a.double() - b).norm() / b.norm()):.4g}")
+            for what, a, b in zip(NAMES, ours, reference, strict=True)
+        }
     return found
 
 
@@ -180,11 +138,10 @@ def plot(name: str) -> None:
         "outliers": "outliers",
     }
     figure, axes = plt.subplots(1, 3, figsize=(15, 4), sharey=True)
-    colours = {"Transformer Engine's": "tab:orange", "native": "tab:blue"}
     for axis, (kind, label) in zip(axes, panels.items(), strict=True):
         points = result[kind]
         for case in next(iter(points.values())):
-            definition, _, grad_scores = case.partition(", ")
+            grad_scores = case.partition(", ")[2]
             for what, style in (("o", "-"), ("dq", "--")):
                 if what == "o" and grad_scores != "fp8":
                     continue
@@ -193,8 +150,8 @@ def plot(name: str) -> None:
                     list(points),
                     [point[case][what] for point in points.values()],
                     style if grad_scores == "fp8" else ":",
-                    color=colours[definition],
-                    label=f"{definition}: {said}",
+                    color="tab:orange",
+                    label=said,
                 )
         axis.set_xlabel(label)
         axis.set_yscale("log")

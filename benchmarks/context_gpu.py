@@ -3,7 +3,7 @@
     python benchmarks/context_gpu.py [--models fog-1.5b] [--layers 2] [--contexts 4096 ... 65536] [--save context_h100_2026-11-21]
 
 One causal sequence a step. "bf16" is torch's fused attention between BF16 linears; every other case has the linears in FP8, delayed, and attention
-in BF16, by the native kernels (the logits' gradients in FP8 and in BF16), or by cuDNN through Transformer Engine where that is installed and takes it.
+in BF16, or by cuDNN in FP8: through its Python frontend (native), or through Transformer Engine, where each is installed and takes it.
 "speedup" is over "bf16" at that context; "TFLOPS" counts causal attention in half. Attention alone is forward and backward from BF16
 Q, K and V, their quantisation included. Needs torch 2.7 or later.
 """
@@ -23,20 +23,15 @@ from torch import Tensor, nn
 
 import foundry_fp8
 from foundry_fp8.backends import load_attention_backend
-from foundry_fp8.layers.attention import GradScores
 from foundry_fp8.numerics.recipes import DelayedScaling
 from foundry_fp8.surgery.attention import plan_attention
 
 CONTEXTS = (48, 80) if SMOKE else (4096, 8192, 16384, 32768, 65536)
 ATTENTION: dict[str, dict[str, Any]] = {
     "fp8 linears": {"backend": "native", "attention": False},
-    "native fp8 attention": {"backend": "native", "attention": True},
-    "native fp8 attention, grad_scores bfloat16": {
-        "backend": "native",
-        "attention": True,
-        "grad_scores": "bfloat16",
-    },
 }
+if not SMOKE and importlib.util.find_spec("cudnn") is not None:
+    ATTENTION["native fp8 attention"] = {"backend": "native", "attention": True}
 if not SMOKE and importlib.util.find_spec("transformer_engine_torch") is not None:
     ATTENTION["transformer_engine fp8 attention"] = {"backend": "transformer_engine", "attention": True}
 
@@ -59,7 +54,7 @@ class Attention(nn.Module):
 def models(make: Callable[[], nn.Module], linears: bool) -> Iterator[tuple[str, Callable[[], nn.Module]]]:
     """(name, what makes the model of that case)."""
 
-    def converted(backend: str, attention: bool, grad_scores: GradScores = "fp8") -> nn.Module:
+    def converted(backend: str, attention: bool) -> nn.Module:
         model = make()
         if linears:
             foundry_fp8.apply_fp8(model, recipe="delayed", backend=backend, device=DEVICE)
@@ -68,7 +63,6 @@ def models(make: Callable[[], nn.Module], linears: bool) -> Iterator[tuple[str, 
                 model,
                 recipe=DelayedScaling(),
                 runner=load_attention_backend(backend),
-                grad_scores=grad_scores,
             ).carry_out(model)
         return model
 

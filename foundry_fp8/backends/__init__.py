@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 
 from foundry_fp8.compat.fake_tensor import dry_run
 from foundry_fp8.config import check_choice
-from foundry_fp8.layers.attention import AttentionBackend, GradScores
+from foundry_fp8.layers.attention import AttentionBackend, AttentionRecipe, GradScores
 from foundry_fp8.layers.backend import Availability, Backend
 from foundry_fp8.numerics.recipes import RECIPES, Recipe
 
@@ -22,7 +23,6 @@ __all__ = [
     "Availability",
     "Backend",
     "attention_left_out",
-    "choose_attention_backend",
     "choose_backend",
     "load_attention_backend",
     "load_backend",
@@ -71,57 +71,22 @@ def load_attention_backend(name: str) -> AttentionBackend:
     return backend
 
 
-def choose_attention_backend(
-    name: str, chosen: str, recipe: Recipe, grad_scores: GradScores, device: torch.device
-) -> AttentionBackend:
-    """What runs FP8 attention beside linears.
+def attention_left_out(name: str, chosen: str, recipe: Recipe, grad_scores: GradScores) -> str | None:
+    """Why ``auto`` leaves attention in high precision, or ``None`` where FP8 attention runs.
 
     Args:
         name: The backend that the YAML asks for.
-        chosen: The one that runs the linears.
+        chosen: The one that runs the linears, and attention.
         recipe: Attention's.
         grad_scores: What the gradient of its logits is rounded to.
-        device: Where the model will run.
-
-    Returns:
-        ``chosen``'s own; under ``auto`` the native one where Transformer Engine cannot run ``recipe`` at all, and both of them, in that order,
-        where it can.
     """
-    own = load_attention_backend(chosen)
-    if name != "auto" or chosen != "transformer_engine":
-        return own
-    native = load_attention_backend("native")
-    if (
-        native.recipe_reason(recipe, grad_scores)
-        or not load_backend("native").availability(recipe, device).ok
-    ):
-        return own
-    from foundry_fp8.backends.attention_choice import AttentionWithFallback
-
-    both = AttentionWithFallback(own, native)
-    refused = own.recipe_reason(recipe, grad_scores)
-    if refused is not None:
-        both.turn(refused)
-    return both
-
-
-def attention_left_out(
-    name: str, chosen: str, recipe: Recipe, grad_scores: GradScores, device: torch.device
-) -> str | None:
-    """Why ``auto`` leaves attention in high precision, or ``None`` if FP8 makes it faster. Args are those of :func:`choose_attention_backend`.
-
-    Source: ``benchmarks/context_gpu.py`` on an H100, 2026-11-26, against torch's flash attention, 4096 and 16384 tokens.
-    """
-    if name != "auto" or device.type != "cuda":
+    if name != "auto" or chosen not in AUTO_ORDER["cuda"]:  # emulation has no speed to lose
         return None
-    refused = load_attention_backend(chosen).recipe_reason(recipe, grad_scores)
-    if chosen != "native" and refused is None:
-        return None
-    also = f"{chosen}: {refused}; " if chosen != "native" else ""
-    return (
-        f"attention stays in high precision: {also}native FP8 attention takes 2.3 to 3.4 times as long as flash attention in BF16. "
-        "backend: native runs it all the same"
-    )
+    runner = load_attention_backend(chosen)
+    refused = runner.recipe_reason(recipe, grad_scores)
+    if refused is None:
+        refused = runner.module_reason(cast(AttentionRecipe, recipe), None)
+    return None if refused is None else f"attention stays in high precision: {chosen}: {refused}"
 
 
 def choose_backend(

@@ -10,13 +10,10 @@ from typing import Any
 import torch
 
 from foundry_fp8.backends import BACKENDS, choose_backend, load_backend
+from foundry_fp8.backends.attention_requirements import AttentionShape, attention_requirement
 from foundry_fp8.backends.emulated.gemm import has_bf16_units
 from foundry_fp8.backends.native.attention import native_attention_requirement
 from foundry_fp8.backends.transformer_engine.attention import attention_machine
-from foundry_fp8.backends.transformer_engine.attention_requirements import (
-    AttentionShape,
-    attention_requirement,
-)
 from foundry_fp8.backends.transformer_engine.library import ImportProblem, installed_version, load_library
 from foundry_fp8.backends.transformer_engine.requirements import cublas_version
 from foundry_fp8.config.tested import untested
@@ -145,7 +142,7 @@ def _attention(device: torch.device) -> list[dict[str, Any]]:
         for backend in ("transformer_engine", "native"):
             found = load_backend(backend).availability(recipe, device)
             if found.ok and backend == "native":
-                found = native_attention_requirement(recipe, head_dim=shape.head_dim, bias=shape.bias)
+                found = native_attention_requirement(recipe, shape)
             elif found.ok:
                 found = attention_requirement(recipe, shape, attention_machine(device))
             entry = {"device": str(device), "recipe": name, "backend": backend, "case": case}

@@ -212,7 +212,7 @@ def plan_yaml(
     if dry and state is not None:
         note += f"FP8 layers are those of the {state.backend.name} backend\n"
     if run.converts is not None and run.converts.attention and run.converts.backend == "auto":
-        note += "FP8 attention is planned; on a GPU without Transformer Engine auto leaves it in BF16\n"
+        note += "FP8 attention is planned; on a GPU without Transformer Engine or cuDNN's frontend auto leaves it in BF16\n"
     return (
         f"{path.name}: {microbatch} x {config['max_seq_len']} tokens, parameters and optimizer state "
         f"{format_bytes(plan.measurements.frame.static)}\n{note}{others}{plan}"

@@ -80,14 +80,9 @@ def by_tokens(x: Tensor) -> Tensor:
 
 
 class AttentionBackend(abc.ABC):
-    """Runs FP8 attention. One instance serves a whole model.
-
-    Attributes:
-        note: What a report says of it besides, once something ran.
-    """
+    """Runs FP8 attention. One instance serves a whole model."""
 
     name: ClassVar[str]
-    note: str = ""
 
     @abc.abstractmethod
     def recipe_reason(self, recipe: Recipe, grad_scores: GradScores = "fp8") -> str | None:

@@ -66,11 +66,8 @@ def flop_formulas() -> dict[Any, Callable[..., int]]:
         "aten._grouped_mm": lambda a, b, *_, **__: 2 * _multiplications(a, b),
         "foundry_fp8.tensorwise_gemm": lambda a, _, b, *__, **___: math.prod(a) * b[0],
         "foundry_fp8.blockwise_gemm": lambda a, _, b, *__, **___: math.prod(a) * b[0],
-        "foundry_fp8.attention_forward": lambda *args, **_: 2 * _native_scores(args[9]),
-        # Two kernels compute S and dP each; without a scale of dP, dQ and dK are bfloat16's.
-        "foundry_fp8.attention_backward": lambda *args, **_: (
-            (9 if args[13] is None else 7) * _native_scores(args[15])
-        ),
+        "foundry_fp8.attention_forward": lambda *args, **_: 2 * _native_scores(args[10]),
+        "foundry_fp8.attention_backward": lambda *args, **_: 5 * _native_scores(args[17]),
     }
     for name, formula in half_rate.items():
         namespace, _, operator = name.partition(".")
@@ -93,5 +90,5 @@ def _scores(q: Sequence[int], k: Sequence[int]) -> int:
 
 
 def _native_scores(sizes: Sequence[int]) -> int:
-    batch, heads, _, queries, keys, head_dim = sizes
-    return batch * heads * queries * keys * head_dim
+    batch, heads, _, tokens, head_dim = sizes
+    return batch * heads * tokens * tokens * head_dim

@@ -12,8 +12,8 @@ from torch import nn
 from foundry_fp8.backends import (
     Backend,
     attention_left_out,
-    choose_attention_backend,
     choose_backend,
+    load_attention_backend,
 )
 from foundry_fp8.config import ConfigError, from_mapping
 from foundry_fp8.layers.gemm_layer import FP8GemmLayer, configured_recipes
@@ -80,13 +80,14 @@ def apply_fp8(model: nn.Module, *, device: torch.device | str | None = None, **o
             raise ConfigError(
                 f"{KEY}.attention.recipe: the linears run {len(recipes)} recipes, so that it has to be named."
             )
-        asked = (config.backend, backend.name, attention_recipe, config.attention.grad_scores, where)
-        left_out = attention_left_out(*asked)
+        left_out = attention_left_out(
+            config.backend, backend.name, attention_recipe, config.attention.grad_scores
+        )
         if left_out is None:
             attention = plan_attention(
                 model,
                 recipe=attention_recipe,
-                runner=choose_attention_backend(*asked),
+                runner=load_attention_backend(backend.name),
                 grad_scores=config.attention.grad_scores,
                 exclude=config.attention.exclude,
                 kept_blocks=policy.kept_blocks(model),

@@ -78,7 +78,7 @@ def check_attention_recipe(
     refused = runner.recipe_reason(recipe, grad_scores)
     if refused is not None:
         way_out = (
-            "Set recipe: delayed" if grad_scores == "fp8" else "Set grad_scores: fp8, or backend: native"
+            "Set recipe: delayed" if grad_scores == "fp8" else "Set grad_scores: fp8, or backend: emulated"
         )
         raise ConfigError(f"{key}: {refused}. {way_out}, or attention: false.")
 
@@ -151,11 +151,6 @@ def plan_attention(
             "attn_impl: torch, Hugging Face models that use the attention interface (FOG's too), and modules whose "
             "forward calls scaled_dot_product_attention. Set attention: false to convert linear layers alone."
         )
-    if runner.note:
-        rows = [
-            dataclasses.replace(row, reason=f"{row.reason}, {runner.note}") if row.name in converted else row
-            for row in rows
-        ]
     return AttentionPlan(tuple(rows), converted, hosts, attention_recipe)
 
 

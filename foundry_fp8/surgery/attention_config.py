@@ -34,7 +34,7 @@ class AttentionConfig(Config):
     """``delayed`` or ``current``, or a mapping with the recipe's own fields; ``null``: that of the linears."""
     grad_scores: GradScores = "fp8"
     """What the gradient of the logits is rounded to before the products that make dQ and dK: ``fp8`` is the gradients' format, E5M2;
-    ``bfloat16`` costs those two products at half the speed. Not through Transformer Engine."""
+    ``bfloat16`` is the emulated backend's alone: cuDNN's kernel rounds it to FP8."""
     exclude: Names = ()
     """Globs on the names of attention modules to leave in high precision."""
 

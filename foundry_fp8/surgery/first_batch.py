@@ -92,11 +92,6 @@ class ForwardTrace(TorchFunctionMode):
         """Names of the converted linears and attentions that have run by now."""
         return {module.fqn for module in self._names if _converted(module) and module.ledger.calls}
 
-    @property
-    def attentions(self) -> list[FP8DotProductAttention]:
-        """The converted attentions."""
-        return [module for module in self._names if isinstance(module, FP8DotProductAttention)]
-
     def kind_of(self, name: str) -> str:
         """``name`` without the numbers of blocks and experts: modules of one kind answer for each other."""
         for experts in self._experts:  # by name: expert_0, expert_1, ...
@@ -215,13 +210,6 @@ def as_run(report: SurgeryReport, trace: ForwardTrace) -> tuple[SurgeryReport, l
             rows.append(
                 SurgeryRow(name=weight, action="skipped", reason=reason, shape=shape, precision=precision)
             )
-    notes = {module.fqn: module.backend.note for module in trace.attentions}
-    attention = [
-        dataclasses.replace(row, reason=f"{row.reason}, {notes[row.name]}")
-        if notes.get(row.name, "") not in row.reason
-        else row
-        for row in report.attention
-    ]
     for row in report.attention:
         if row.action == "converted" and trace.kind_of(row.name) not in ran:
             idle.setdefault((trace.kind_of(row.name), "nothing called it"), []).append(row.name)
@@ -229,7 +217,7 @@ def as_run(report: SurgeryReport, trace: ForwardTrace) -> tuple[SurgeryReport, l
         f"{merged_name(names)}: converted to FP8, but in the first batch {why}. It does not run in FP8."
         for (_, why), names in idle.items()
     ]
-    return dataclasses.replace(report, rows=tuple(rows), attention=tuple(attention)), warnings
+    return dataclasses.replace(report, rows=tuple(rows)), warnings
 
 
 def _converted(module: nn.Module) -> TypeGuard[FP8GemmLayer | FP8DotProductAttention]:

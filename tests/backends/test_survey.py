@@ -6,6 +6,8 @@ import torch
 
 from foundry_fp8.backends import BACKENDS, load_backend
 from foundry_fp8.backends import survey as doctor
+from foundry_fp8.backends.attention_requirements import AttentionMachine
+from foundry_fp8.backends.native import attention as native_attention
 from foundry_fp8.backends.transformer_engine import attention as te_attention
 from foundry_fp8.backends.transformer_engine.library import ImportProblem
 from foundry_fp8.layers.backend import Availability
@@ -90,19 +92,24 @@ def on_a_gpu(monkeypatch, capability, cudnn, te="2.8.0", **availability):
     return {(e["recipe"], e["case"]): e for e in entries if e["backend"] == "transformer_engine"}
 
 
-def test_native_attention_takes_every_mask_but_a_bias(monkeypatch):
+def native_cases(monkeypatch, machine):
     monkeypatch.setattr(
         type(load_backend("native")), "availability", lambda self, recipe, device: Availability(True)
     )
-    found = {
-        (e["recipe"], e["case"]): e
-        for e in doctor._attention(torch.device("cpu"))
-        if e["backend"] == "native"
+    monkeypatch.setattr(native_attention, "machine_here", lambda: machine)
+    entries = doctor._attention(torch.device("cpu"))
+    return {(e["recipe"], e["case"]): e for e in entries if e["backend"] == "native"}
+
+
+def test_native_attention_is_cudnn_s(monkeypatch):
+    found = native_cases(monkeypatch, AttentionMachine(capability=(9, 0), cudnn=(9, 19, 0)))
+    assert {case for (recipe, case), e in found.items() if e["ok"]} == {
+        "head_dim 128, causal",
+        "a sequence that is no multiple of 128",
     }
-    refused = {case for (recipe, case), e in found.items() if recipe == "delayed" and not e["ok"]}
-    assert refused == {"bias (ALiBi, dense mask)"}
-    assert found["current", "head_dim 128, causal"]["ok"]
-    assert "block recipe has no FP8 attention" in found["block", "head_dim 128, causal"]["reason"]
+    assert "delayed recipe alone, not current" in found["current", "head_dim 128, causal"]["reason"]
+    found = native_cases(monkeypatch, Availability(False, "not installed", "pip install it."))
+    assert {(e["ok"], e["reason"]) for e in found.values()} == {(False, "not installed")}
 
 
 def test_attention_on_hopper_with_the_pinned_torch(monkeypatch):

@@ -107,6 +107,10 @@ EXCLUDED: dict[str, tuple[tuple[str, ...], Callable[[Any], bool]]] = {
             or (r["attention"] is True and r["fp8"].rpartition("-")[2] not in ("delayed", "current"))
         ),
     ),
+    "native FP8 attention is cuDNN's, and a GPU's": (
+        ("attention", "fp8"),
+        lambda r: r["attention"] and r["fp8"].startswith("native"),
+    ),
     "only native keeps quantised weights": (
         ("cache_weights", "fp8"),
         lambda r: r["cache_weights"] and not r["fp8"].startswith("native"),

@@ -1,16 +1,14 @@
-"""Write compiled.json, what each kernel compiles to, and the tables of docs/kernels.md and docs/attention.md from it.
+"""Write compiled.json, what each kernel compiles to, and the table of docs/kernels.md from it.
 
 Entries of other versions of Triton stay: run it once with each stack.
 
     python -m tests.kernels.compiled_table
 """
 
-import itertools
 import json
 import pathlib
-import re
 
-from tests.kernels.gpu import ISSUED, issue_cap
+from tests.kernels.gpu import issue_cap
 from tests.kernels.test_compile import TABLE, compile_for
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
@@ -19,8 +17,6 @@ KEPT = (
     "spill_bytes",
     "resident_blocks",
     "instructions_an_element",
-    "instructions_masked",
-    "exponentials_an_element",
 )
 BEGIN, END = "<!-- compiled: begin -->", "<!-- compiled: end -->"
 
@@ -67,55 +63,7 @@ def least(table, key, arch):
     return f"{share:.2f}x, {min(entry['resident_blocks'] for entry in entries)}"
 
 
-MULTIPLICATIONS = {90: 4096, 100: 8192}
-"""FP8 products that a multiprocessor's tensor cores add up in a cycle; bfloat16 ones: half. H100: 1979 TFLOP/s, 132 multiprocessors, 1.83
-GHz; B200: 4500, 148, 1.86 (NVIDIA's data sheets, dense)."""
-EXPONENTIALS = 16
-"""Results of a multiprocessor's special function unit in a cycle (CUDA C++ Programming Guide, table of arithmetic throughput)."""
-PRODUCTS = {"_forward_kernel": (2, 0), "_dq_kernel": (2, 1), "_dkdv_kernel": (3, 1)}
-"""FP8 products of a pair of query and key, and those of the logits' gradient."""
-
-
-def rendered_attention(table):
-    """Attention's kernels, and the backward of them: the share of FP8's peak that instructions and exponentials leave at most."""
-    columns = sorted(table)
-    lines = ["| kernel, head size | " + " | ".join(columns) + " |", "|---|" + "---|" * len(columns)]
-    for kernel, head in itertools.product(("forward", "dq", "dkdv", "backward"), (64, 128)):
-        cases = [f"head_dim {head}"]
-        if kernel != "forward":
-            cases.append(f"head_dim {head}, logits' gradients in bfloat16")
-        cells = ["/".join(f"{share(table[c], kernel, case, c):.0%}" for case in cases) for c in columns]
-        lines.append(f"| {kernel}, {head} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def share(entries, kernel, case, column):
-    """Of one kernel; of the backward, both kernels' time for the five products that it needs."""
-    arch = int(column.rpartition("_")[2])
-    if kernel != "backward":
-        key = f"_{kernel}_kernel, {case}"
-        return min(limits(key, arch, entries[key]))
-    return 5 / sum(
-        products_of(f"_{k}_kernel, {case}") / share(entries, k, case, column) for k in ("dq", "dkdv")
-    )
-
-
-def products_of(key):
-    """Products of a pair of query and key, in FP8's time: one in bfloat16 counts twice."""
-    in_fp8, of_gradient = PRODUCTS[key.partition(",")[0]]
-    return in_fp8 + of_gradient * (2 if "bfloat16" in key else 1)
-
-
-def limits(key, arch, entry):
-    """What part of the tensor cores' time the issue of instructions, and the exponentials, leave them at most."""
-    cycles = products_of(key) * int(re.search(r"head_dim (\d+)", key)[1]) / MULTIPLICATIONS[arch]
-    return (
-        min(1.0, cycles / (entry["instructions_an_element"] / ISSUED)),
-        min(1.0, cycles / (entry["exponentials_an_element"] / EXPONENTIALS)),
-    )
-
-
-TABLES = {DOCS / "kernels.md": rendered, DOCS / "attention.md": rendered_attention}
+TABLES = {DOCS / "kernels.md": rendered}
 
 
 def in_document(document, table):

@@ -7,7 +7,7 @@ interpreted ones.
 The interpreter of Triton 3.3 converts floats with its own routine: its float8 cast rounds ties away from zero, drops the carry
 out of the mantissa, mangles subnormals and turns NaN into a number; its bfloat16 cast truncates. The hardware does none of
 that (``cvt.rn.satfinite``), so ``convert_float`` takes its place: round to nearest even and saturate, by ml_dtypes. With it the kernels are compared bit
-for bit, ties included. A product of bfloat16 operands multiplies their bit patterns as integers; :func:`create_dot` converts them first. ``test_interpreter.py`` shows the difference, and fails once the repair is no longer needed.
+for bit, ties included. ``test_interpreter.py`` shows the difference, and fails once the repair is no longer needed.
 """
 
 import importlib
@@ -16,7 +16,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction
 
@@ -31,14 +30,13 @@ MODULES = (
         f"foundry_fp8.kernels.{name}"
         for name in (
             "scales",
-            "attention",
-            "attention_backward",
             "producers",
             "interleaved",
             "tensorwise",
             "blockwise",
             "block_gemm",
             "delayed",
+            "dequantize",
             "norms",
             "packed_norms",
             "gated",
@@ -58,7 +56,6 @@ NUMPY = {
     "fp8e5": ml_dtypes.float8_e5m2,
 }
 interpreters_own_convert_float = interpreter._convert_float
-interpreters_own_create_dot = interpreter.InterpreterBuilder.create_dot
 interpreters_own_maxnumf = interpreter.InterpreterBuilder.create_maxnumf
 interpreters_own_min_max = interpreter.ReduceOps.min_max
 
@@ -74,17 +71,6 @@ def convert_float(input, input_dtype, output_dtype, rounding_mode):
             values = np.clip(values, -largest, largest)
         converted = values.astype(target)
     return converted.view(f"uint{np.dtype(target).itemsize * 8}")
-
-
-def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
-    """Drop-in for ``InterpreterBuilder.create_dot``."""
-    a, b = (
-        interpreter.TensorHandle(x.data.view(ml_dtypes.bfloat16).astype(np.float32), tl.float32)
-        if x.dtype.scalar == tl.bfloat16
-        else x
-        for x in (a, b)
-    )
-    return interpreters_own_create_dot(self, a, b, d, input_precision, max_num_imprecise_acc)
 
 
 def without_nan(reduction):
@@ -106,7 +92,6 @@ def interpret(monkeypatch):
     """Interpret the kernels, with exact casts, until ``monkeypatch`` is undone."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(interpreter, "_convert_float", convert_float)
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_maxnumf", maxnumf)
     monkeypatch.setattr(interpreter.ReduceOps, "min_max", min_max)
     use_empty_caches(monkeypatch)

@@ -26,11 +26,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.runtime.jit import JITFunction
 
 from foundry_fp8.kernels import (
-    attention,
-    attention_backward,
     block_gemm,
     blockwise,
     delayed,
+    dequantize,
     gated,
     grouped,
     norms,
@@ -55,22 +54,10 @@ def report(arch, kernel, *args, grid=None, warmup=False, **kwargs):
         folder.joinpath(f"{kernel.__name__} {label}.ptx").write_text(ptx)
         folder.joinpath(f"{kernel.__name__} {label}.ttgir").write_text(compiled.asm["ttgir"])
     usage, code = machine_code(compiled.asm["cubin"])
-    elements = (
-        kwargs["TILE_R"] * kwargs["TILE_C"] if "TILE_R" in kwargs else None
-    )  # of a quantise kernel's program
+    # Of a quantise kernel's program.
+    elements = kwargs["TILE_R"] * kwargs["TILE_C"] if "TILE_R" in kwargs else kwargs.get("ELEMENTS")
     threads = 32 * compiled.metadata.num_warps
     instructions = elements and round(issued(code) * threads / elements, 1)
-    of_loop = {}
-    if "BLOCK_Q" in kwargs and "BLOCK_K" in kwargs:  # attention: a step of its loop, by pair of query and key
-        pairs = kwargs["BLOCK_Q"] * kwargs["BLOCK_K"]
-        *masked, body = loops(
-            code, "MUFU.EX2"
-        )  # the forward's blocks that are seen in part come first; most are whole
-        instructions = round(len(body) * threads / pairs, 1)
-        exponentials = sum(text.startswith("MUFU.EX2") for text in body)
-        of_loop = {"exponentials_an_element": round(exponentials * threads / pairs, 2)}
-        if masked:
-            of_loop["instructions_masked"] = round(len(masked[0]) * threads / pairs, 1)
     print(
         json.dumps(
             {
@@ -84,7 +71,6 @@ def report(arch, kernel, *args, grid=None, warmup=False, **kwargs):
                 "shared_bytes": compiled.metadata.shared,
                 "resident_blocks": resident_blocks(usage["REG"], threads, compiled.metadata.shared),
                 "instructions_an_element": instructions,
-                **of_loop,
                 "code": hashlib.sha256(repr(INSTRUCTION.findall(code)).encode()).hexdigest(),
                 "wgmma": sorted(set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.\S+", ptx))),
                 "mma": sorted(set(re.findall(r"mma\.sync\.aligned\.\S+", ptx))),
@@ -151,25 +137,6 @@ def issued(sass):
                 continue
         index += 1
     return count
-
-
-def loops(sass, instruction):
-    """The bodies of the loops that hold ``instruction``, without predicates, in the order of the code.
-
-    What ptxas puts behind the last exit (the retries of barriers' waits, sm_100) jumps back too, and is none.
-    """
-    code = [(int(address, 16), text.strip()) for address, text in INSTRUCTION.findall(sass)]
-    place = {address: i for i, (address, _) in enumerate(code)}
-    texts = [re.sub(r"^@!?U?P\w+\s+", "", text) for _, text in code]
-    end = max(i for i, (_, text) in enumerate(code) if text == "EXIT")
-    found = []
-    for index, (address, text) in enumerate(code[:end]):
-        target = re.search(r"BRA.* 0x([0-9a-f]+)", text)
-        if target and int(target[1], 16) < address:
-            body = texts[place[int(target[1], 16)] : index + 1]
-            if any(text.startswith(instruction) for text in body):
-                found.append(body)
-    return found
 
 
 @contextlib.contextmanager
@@ -255,51 +222,13 @@ def launch_everything(gemm):
             block_gemm.block_gemm(
                 data, by_row, data, b_scale, m=4096, n=4096, out_dtype=torch.bfloat16, square_b=square
             )
-    for head_dim in (64, 128):
-        launch_attention(head_dim)
+    label, one = "three of e5m2", torch.empty((), device="cuda")
+    parts = [torch.empty(4096, 1024, dtype=torch.float8_e5m2, device="cuda") for _ in range(3)]
+    dequantize.dequantize(parts, one, [one] * 3, torch.bfloat16, slot=one, other=(one, one))
     label = "e5m2 by e4m3"
     block_gemm._choose = lambda run, key, configs: configs[-1]
     data_e5m2 = torch.empty(4096, 4096, dtype=torch.float8_e5m2, device="cuda")
     block_gemm.block_gemm(data_e5m2, by_row, data, by_row, m=4096, n=4096, out_dtype=torch.bfloat16)
-
-
-def launch_attention(head_dim):
-    """Causal, 4 documents of 4096 tokens, 8 heads that share 2 key heads."""
-    global label
-    label = f"head_dim {head_dim}"
-    shape = attention.AttentionShape(
-        batch=4, heads=8, kv_heads=2, queries=4096, keys=4096, head_dim=head_dim, softmax_scale=0.1, right=0
-    )
-
-    def operand(heads, dtype=torch.float8_e4m3fn):
-        rows = torch.empty(4 * 4096, heads * head_dim, dtype=dtype, device="cuda")
-        return rows, torch.empty(rows.shape[::-1], dtype=dtype, device="cuda")
-
-    q, k, do = operand(8), operand(2), operand(8, torch.float8_e5m2)
-    scale = torch.empty((), device="cuda")
-    out, lse = attention.attention_forward(
-        shape, q[0], k[0], k[1], (scale, scale, scale), out_dtype=torch.bfloat16, amax_s=scale
-    )
-    sums = attention_backward.attention_row_sums(shape, do[0], scale, out)
-
-    def backward(q, k, dp_scale):
-        attention_backward.attention_backward(
-            shape,
-            q,
-            k,
-            k[0],
-            do,
-            (scale,) * 4,
-            lse,
-            sums,
-            out_dtype=torch.bfloat16,
-            dp_scale=dp_scale,
-            amax_dp=scale,
-        )
-
-    backward(q, k, scale)
-    label = f"head_dim {head_dim}, logits' gradients in bfloat16"
-    backward((q[0], None), (k[0], None), None)
 
 
 if __name__ == "__main__":

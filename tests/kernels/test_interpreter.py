@@ -10,9 +10,7 @@ from triton.runtime import interpreter
 from foundry_fp8.numerics.formats import E4M3, E5M2, cast
 from tests.kernels.interpreter import (
     convert_float,
-    create_dot,
     interpreters_own_convert_float,
-    interpreters_own_create_dot,
     interpreters_own_maxnumf,
     maxnumf,
 )
@@ -52,17 +50,6 @@ def test_triton_still_loses_the_carry_and_nan():
     )
     assert by_triton[0] != 2.0
     assert not by_triton[1].isnan()
-
-
-def test_triton_still_multiplies_the_bits_of_bfloat16():
-    def handle(value, dtype):
-        return interpreter.TensorHandle(value, dtype)
-
-    bits = torch.full((16, 16), 1.5, dtype=torch.bfloat16).view(torch.uint16).numpy()
-    zero = handle(np.zeros((16, 16), np.float32), tl.float32)
-    a = handle(bits, tl.bfloat16)
-    exact, broken = (f(None, a, a, zero, None, 0).data for f in (create_dot, interpreters_own_create_dot))
-    assert (exact == 16 * 1.5**2).all() and (broken != exact).all()
 
 
 TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])

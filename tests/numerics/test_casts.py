@@ -107,9 +107,4 @@ def test_no_other_place_casts_to_8_bits_without_a_clamp():
             "observe/flops/peaks.py",
             "a8 = torch.randn(size, size, dtype=torch.float32, device=device).to(E4M3.dtype)",
         ),
-        # Probabilities, times what keeps them below the largest value.
-        (
-            "kernels/attention.py",
-            "p8 = (p.float() * P_SCALE.value).to(torch.float8_e4m3fn).double() / P_SCALE.value",
-        ),
     }

@@ -9,13 +9,11 @@ import foundry_fp8
 from foundry_fp8.activations.compression.fused_activation import _xielu_backward
 from foundry_fp8.activations.offload import copy_queues, store
 from foundry_fp8.backends.native import NativeBackend, gemm, products
-from foundry_fp8.backends.native.attention import NativeAttention
 from foundry_fp8.distributed.background_collectives import CollectiveQueue
 from foundry_fp8.distributed.collectives import all_reduce
 from foundry_fp8.distributed.compression.adapt import Adaptation
 from foundry_fp8.distributed.traffic import CountingGroup, Traffic
 from foundry_fp8.kernels.zeros import statistics
-from foundry_fp8.numerics.recipes import CurrentScaling
 from foundry_fp8.numerics.wire_format import WireFormat
 from foundry_fp8.observe.flops.peaks import measured_peaks
 from foundry_fp8.planning.memory.live_bytes import meter_for
@@ -303,12 +301,6 @@ def test_a_captured_step_waits_for_nothing(gpu, monkeypatch):
     train(model, steps=1)
     gpu.capturing = False
     assert cached[6:] == [None] * 6
-    no_races(gpu)
-
-
-def test_attention_is_checked_and_runs_on_one_stream(gpu):
-    NativeAttention().self_check(CurrentScaling(), "fp8", 16, torch.bfloat16, GPU)
-    assert {"_forward_kernel", "_dkdv_kernel", "_dq_kernel"} <= gpu.kernels
     no_races(gpu)
 
 

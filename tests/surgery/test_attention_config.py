@@ -67,7 +67,7 @@ def test_what_is_wrong_is_named_with_its_whole_key(value, said):
 
 def test_transformer_engine_has_no_bfloat16_gradients_of_the_logits():
     with pytest.raises(
-        ConfigError, match=r"cuDNN's kernel rounds .* Set grad_scores: fp8, or backend: native"
+        ConfigError, match=r"cuDNN's kernel rounds .* Set grad_scores: fp8, or backend: emulated"
     ):
         convert_attention(
             Plain(), recipe=DelayedScaling(), backend="transformer_engine", grad_scores="bfloat16"

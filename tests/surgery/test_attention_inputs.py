@@ -10,13 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from foundry_fp8.backends.emulated.attention import EmulatedAttention
-from foundry_fp8.backends.native.attention import native_attention_requirement
-from foundry_fp8.backends.transformer_engine.attention import attention_shape
-from foundry_fp8.backends.transformer_engine.attention_requirements import (
+from foundry_fp8.backends.attention_requirements import (
     AttentionMachine,
     attention_requirement,
+    attention_shape,
 )
+from foundry_fp8.backends.emulated.attention import EmulatedAttention
 from foundry_fp8.config import ConfigError
 from foundry_fp8.layers.attention_mask import AttentionMask
 from foundry_fp8.layers.backend import Availability
@@ -175,15 +174,13 @@ def table(seen: dict[tuple[str, str], AttentionMask]) -> str:
     batches: dict[tuple[str, str], dict[str, None]] = {}
     for (host, kind), mask in seen.items():
         shape = attention_shape(mask.simplified(), head_dim=128, sequence=128)
-        native = native_attention_requirement(DelayedScaling(), head_dim=128, bias=mask.bias is not None)
-        answers = (native, attention_requirement(DelayedScaling(), shape, HOPPER))
-        row = " | ".join((said(mask), *map(verdict, answers)))
+        row = f"{said(mask)} | {verdict(attention_requirement(DelayedScaling(), shape, HOPPER))}"
         name = "Hugging Face" if host in HUGGING_FACE else host
         batches.setdefault((name, row), {})[NAMES.get(kind, kind)] = None
     hosts: dict[tuple[str, str], list[str]] = {}
     for (host, row), kinds in batches.items():
         hosts.setdefault((", ".join(kinds), row), []).append(host)
-    lines = ["| model | batch | mask in FP8 | native | Transformer Engine |", "|---|---|---|---|---|"]
+    lines = ["| model | batch | mask in FP8 | through cuDNN |", "|---|---|---|---|"]
     lines += [f"| {'; '.join(alike)} | {kinds} | {row} |" for (kinds, row), alike in hosts.items()]
     return "\n".join(lines)
 

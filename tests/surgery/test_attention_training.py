@@ -1,4 +1,4 @@
-"""Every host of the table in docs/attention.md trains on its packed and padded batches: in emulation, and a sample by the native kernels, interpreted.
+"""Every host of the table in docs/attention.md trains on its packed and padded batches, in emulation.
 
 What each token may see is written here again, as a tensor, from the batch alone. Two things are held:
 
@@ -20,7 +20,6 @@ from foundry_fp8.layers.attention_mask import AttentionMask
 from foundry_fp8.numerics.recipes import DelayedScaling
 from foundry_fp8.surgery.attention import FP8AttentionState
 from tests.backends.test_emulated_attention import reference_quantizer
-from tests.kernels.interpreter import interpret
 from tests.surgery.conversion import convert_attention
 from tests.surgery.test_attention_inputs import HOSTS, S, batch
 
@@ -163,16 +162,3 @@ def test_in_emulation(host: str, kind: str) -> None:
     query = int(training.tokens[1].nonzero().max())
     mask[1, 0, query, mask[1, 0, query].nonzero().min()] = False  # one pair of many is more than that
     assert distance(training.by_definition(mask), expected) > 2e-3
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("host", "kind"), QUICK)
-def test_by_the_native_kernels(host: str, kind: str, monkeypatch: Any) -> None:
-    interpret(monkeypatch)
-    training = Training(host, kind, "native")
-    found = training.step(training.tokens)
-    assert distance(training.documents_alone(), found) < 1e-3
-    expected = training.by_definition(seen(host, kind))
-    # Two roundings of the same tensors: as far from each other as each from the exact gradients.
-    of_fp8, apart = distance(found, training.exact), distance(found, expected)
-    assert 0.01 < of_fp8 < 0.25 and apart < 1.5 * of_fp8

@@ -1,28 +1,30 @@
-"""FP8 attention through the kernels of this package (:mod:`foundry_fp8.kernels.attention`), forward and backward.
+"""FP8 attention through cuDNN's fused kernels (:mod:`.cudnn_graphs`), without Transformer Engine: our casts before and after, our scales.
 
-What differs from the definition that the emulation follows (:mod:`foundry_fp8.backends.emulated.attention_reference`), because a fused kernel
-never sees a whole row of probabilities:
-
-* P is quantised before it is divided by its sum, with the constant scale 2^8 and relative to the largest logit so far; S has a
-  delayed scale there. In the backward S is quantised with 2^8 too.
-* O, dQ, dK and dV leave in the model's dtype: no kernel behind them wants FP8 of this one.
-* ``rowsum(S dS)`` is taken as ``rowsum(dO O)``, which is the same for the O of unrounded probabilities.
-
-The delayed-scaling state is the same one all the same, S's amax included, so that a run can go on with another backend. O, dQ, dK and dV have
-no amaxes here (a reduction of the accumulators to one number stops Triton 3.6 from compiling for sm_100): their scales stay as they were.
+Q, K, V and dO are rounded by the quantise kernels, one launch each, which record their amaxes. cuDNN measures those of S, O, dP, dQ, dK and dV;
+the launch that takes its outputs out of FP8 records them. So the delayed-scaling state is that of the other backends, and a run can change its
+backend.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from foundry_fp8.backends.attention_requirements import (
+    AttentionMachine,
+    AttentionShape,
+    attention_requirement,
+    call_requirement,
+    cudnn_recipe_reason,
+)
+from foundry_fp8.backends.native import cudnn_graphs
 from foundry_fp8.backends.native.plan import plan_of, quantized_view
 from foundry_fp8.compat.dynamo_names import renamed_for_dynamo
-from foundry_fp8.kernels.launch import HP_DTYPES
+from foundry_fp8.compat.fake_tensor import dry_run
 from foundry_fp8.layers.attention import (
     SLOTS,
     AttentionBackend,
@@ -33,7 +35,6 @@ from foundry_fp8.layers.attention import (
     attention_format,
     attention_slots,
     by_tokens,
-    no_attention_form,
 )
 from foundry_fp8.layers.attention_mask import AttentionMask
 from foundry_fp8.layers.backend import Availability
@@ -41,28 +42,75 @@ from foundry_fp8.numerics.recipes import Operand, Recipe
 
 __all__ = ["NativeAttention", "native_attention_requirement"]
 
-LARGEST_HEAD = 128
-HEAD_MULTIPLE = 16
-HIDDEN = -(2**31)
-"""The segment of a key that is padding: no document has this number (LLM Foundry's padding has document -1)."""
+REPEATS_BITS = (9, 19)
+"""From this cuDNN on its FP8 backward has a deterministic algorithm, which took the time of the other on an H200."""
+PLANNED = AttentionMachine(capability=(10, 0), cudnn=(9, 21, 0))
+"""What a dry run plans for: nobody knows the GPU yet."""
+
+
+@functools.cache
+def _machine(device: torch.device | None, deterministic: bool) -> AttentionMachine | Availability:
+    """The facts of a CUDA device (``None``: there is none) and of this process, or why cuDNN's frontend cannot run there."""
+    otherwise = "Set attention: false, or backend: emulated to check numerics."
+    if device is None or torch.version.hip is not None:
+        return Availability(False, "native FP8 attention is cuDNN's and runs on NVIDIA GPUs", otherwise)
+    missing = cudnn_graphs.frontend_missing()
+    if missing is not None:
+        return Availability(False, missing, f"pip install 'foundry-fp8[cudnn]'. {otherwise}")
+    return AttentionMachine(
+        capability=torch.cuda.get_device_capability(device),
+        cudnn=cudnn_graphs.cudnn_version(),
+        deterministic=deterministic,
+    )
+
+
+def machine_here() -> AttentionMachine | Availability:
+    """The current device, or why it cannot run cuDNN's frontend."""
+    if dry_run():
+        return PLANNED
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+    return _machine(device, torch.are_deterministic_algorithms_enabled())
+
+
+def native_attention_requirement(recipe: Recipe, shape: AttentionShape) -> Availability:
+    """Whether this machine trains such an attention through cuDNN's frontend; if not, why, and what would change that."""
+    machine = machine_here()
+    return machine if isinstance(machine, Availability) else attention_requirement(recipe, shape, machine)
 
 
 class NativeAttention(AttentionBackend):
-    """FP8 attention on CUDA with torch and Triton alone; on a CPU under Triton's interpreter, for tests."""
+    """FP8 attention on CUDA through cuDNN's Python frontend.
+
+    Attributes:
+        machine: What it runs on, from the first question on.
+    """
 
     name: ClassVar[str] = "native"
 
+    def __init__(self) -> None:
+        self.machine: AttentionMachine | None = None
+
     def recipe_reason(self, recipe: Recipe, grad_scores: GradScores = "fp8") -> str | None:
-        """Delayed and current scaling have an attention form."""
-        return no_attention_form(recipe)
+        """The delayed recipe alone, with every gradient in FP8."""
+        return cudnn_recipe_reason(recipe, grad_scores)
 
     def module_reason(self, recipe: AttentionRecipe, head_dim: int | None) -> str | None:
-        """Head sizes that the kernels have no tile for."""
-        return (
-            None
-            if head_dim is None
-            else native_attention_requirement(recipe, head_dim=head_dim).reason or None
-        )
+        """What this machine refuses for every call."""
+        found = self._look()
+        if found is None:
+            assert self.machine is not None
+            shape = AttentionShape(head_dim=128 if head_dim is None else head_dim, sequence=128)
+            found = attention_requirement(recipe, shape, self.machine)
+        return None if found.ok else f"{found.reason}. {found.remedy}"
+
+    def _look(self) -> Availability | None:
+        """Know the machine; or why it cannot run here."""
+        if self.machine is None:
+            machine = machine_here()
+            if isinstance(machine, Availability):
+                return machine
+            self.machine = machine
+        return None
 
     def self_check(
         self,
@@ -72,11 +120,11 @@ class NativeAttention(AttentionBackend):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """See :meth:`AttentionBackend.self_check`. On CUDA devices; interpreted kernels have tests."""
+        """See :meth:`AttentionBackend.self_check`. On CUDA devices."""
         if device.type == "cuda":
-            from foundry_fp8.backends.native.attention_check import check_attention_kernels
+            from foundry_fp8.backends.native.attention_check import check_attention
 
-            check_attention_kernels(recipe, grad_scores, head_dim, dtype, device)
+            check_attention(type(self), recipe, head_dim, dtype, device)
 
     def call_reason(
         self,
@@ -87,15 +135,20 @@ class NativeAttention(AttentionBackend):
         mask: AttentionMask,
         dropout_p: float,
     ) -> Availability:
-        """See :meth:`AttentionBackend.call_reason`."""
+        """See :meth:`AttentionBackend.call_reason`. Waits for the device once a forward where there is padding or documents."""
         assert module.recipe is not None
-        found = native_attention_requirement(
-            module.recipe, head_dim=q.shape[-1], bias=mask.bias is not None, dropout_p=dropout_p
-        )
-        if found.ok and (q.dtype not in HP_DTYPES or v.shape[-1] != q.shape[-1]):
-            said = f"queries are {tuple(q.shape)} {q.dtype}, values {tuple(v.shape)}"
-            found = Availability(False, said, "Set precision: amp_bf16, and one head size for both.")
-        return found
+        found = self._look()
+        if found is not None:
+            return found
+        assert self.machine is not None
+        if dropout_p:
+            remedy = "Set the model's attention dropout to 0, or attention: false."
+            return Availability(False, f"there is no dropout in it (here {dropout_p:g})", remedy)
+        if self.machine is PLANNED:  # where masks have no values
+            mask = dataclasses.replace(mask, key_padding=None, documents=None)
+        elif mask.key_padding is not None or mask.documents is not None:
+            mask = mask.simplified()
+        return call_requirement(module.recipe, q, k, v, mask, self.machine)
 
     def attend(
         self,
@@ -111,7 +164,7 @@ class NativeAttention(AttentionBackend):
         """See :meth:`AttentionBackend.attend`.
 
         Raises:
-            RuntimeError: The kernels have no form for this call, with the reason and the way out.
+            RuntimeError: cuDNN has no FP8 kernel for this call, with the reason and the way out.
         """
         assert module.recipe is not None
         found = self.call_reason(module, q, k, v, mask, dropout_p)
@@ -119,64 +172,25 @@ class NativeAttention(AttentionBackend):
             raise RuntimeError(
                 f"{module.fqn}: FP8 attention cannot run on the native backend: {found.reason}. {found.remedy}"
             )
-        b, h, queries, d = q.shape
-        left, right = mask.window or (None, None)
+        assert self.machine is not None
+        b, h, tokens, d = q.shape
         call = _Call(
             recipe=module.recipe,
-            sizes=[b, h, k.shape[1], queries, k.shape[2], d],
-            positions=(softmax_scale, left, min(0, right or 0) if mask.causal else right),
+            options=(
+                [b, h, k.shape[1], tokens, d],
+                softmax_scale,
+                mask.causal,
+                attention_format(module.recipe, "do").name,
+                self.machine.cudnn >= REPEATS_BITS,
+                q.dtype,
+            ),
             scales={slot: module.slots[slot].scale for slot in attention_slots(module.recipe)},
             amaxes=module.amaxes(),
-            fp8_scores=module.grad_scores == "fp8",
             probe=module.probe,
         )
-        segments = _segments(mask, b, queries, k.shape[2])
         with torch.autocast(q.device.type, enabled=False):
-            out: Tensor = _Attention.apply(q, k, v, *segments, call)  # type: ignore[no-untyped-call]
+            out: Tensor = _Attention.apply(q, k, v, call)  # type: ignore[no-untyped-call]
         return out
-
-
-def native_attention_requirement(
-    recipe: Recipe, *, head_dim: int = LARGEST_HEAD, bias: bool = False, dropout_p: float = 0.0
-) -> Availability:
-    """Whether the kernels have a form for such an attention; if not, why, and what would change that.
-
-    Args:
-        recipe: The attention's recipe.
-        head_dim: Its head size.
-        bias: Something is added to the logits.
-        dropout_p: Probability of dropping a probability.
-    """
-    otherwise = "Set attention: false, or backend: emulated to check numerics."
-    formless = no_attention_form(recipe)
-    if formless is not None:
-        return Availability(False, formless, "Set recipe: delayed or current, or attention: false.")
-    if head_dim > LARGEST_HEAD or head_dim % HEAD_MULTIPLE:
-        reason = f"head_dim is {head_dim}, and the native kernels take multiples of {HEAD_MULTIPLE} up to {LARGEST_HEAD}"
-        return Availability(False, reason, otherwise)
-    if bias:
-        reason = "the native kernels have no form for something added to the logits (ALiBi, a dense mask)"
-        return Availability(False, reason, otherwise)
-    if dropout_p:
-        reason = f"the native kernels have no dropout (here {dropout_p:g})"
-        return Availability(False, reason, f"Set the model's attention dropout to 0. {otherwise}")
-    return Availability(True)
-
-
-def _segments(
-    mask: AttentionMask, batch: int, queries: int, keys: int
-) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """Padding and documents as one number a query and one a key; a query sees keys of its own."""
-    padding, documents = mask.key_padding, mask.documents
-    if padding is None and documents is None:
-        return None, None
-    given = documents if documents is not None else padding
-    assert given is not None
-    of_keys = torch.zeros_like(given, dtype=torch.int32) if documents is None else documents.to(torch.int32)
-    of_queries = of_keys[:, keys - queries :]
-    if padding is not None:
-        of_keys = torch.where(padding.bool(), of_keys, HIDDEN)
-    return of_queries.expand(batch, -1).contiguous(), of_keys.expand(batch, -1).contiguous()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -184,72 +198,49 @@ class _Call:
     """What one forward and its backward share besides tensors with gradients."""
 
     recipe: AttentionRecipe
-    sizes: list[int]
-    positions: tuple[float, int | None, int | None]
-    """softmax_scale, left, right."""
+    options: tuple[Any, ...]
+    """The last arguments of both operators."""
     scales: dict[str, Tensor]
     amaxes: dict[str, Tensor]
     """Where the amax of a slot goes, if anywhere."""
-    fp8_scores: bool
-    """Whether the logits' gradients are rounded to FP8."""
     probe: AttentionProbe | None
 
-    def quantize(self, name: str, x: Tensor, *, columns: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """``x`` [b, heads, s, d] as FP8 [b * s, heads * d], its transpose if asked for, and (amax, gemm_scale, scale_inv)."""
+    def quantize(self, name: str, x: Tensor) -> tuple[Tensor, Tensor]:
+        """``x`` [b, heads, s, d] as FP8 [b * s, heads * d], and what it is multiplied by to leave it."""
         from foundry_fp8.backends.native.operand import Source  # Triton is imported there
         from foundry_fp8.backends.native.ops import unnoticed
 
         rows = by_tokens(x)
         operand: Operand = "dy" if name == "do" else "x"
         plan, slot = plan_of(self.recipe), SLOTS[name]
-        layout, layout_t, stats, _ = Source(rows).quantize(
+        layout, _, stats, _ = Source(rows).quantize(
             operand,
             plan,
             direct=unnoticed(),
             rows=True,
-            columns=columns,
-            scale=self.scales.get(slot),
+            columns=False,
+            scale=self.scales[slot],
             amax_slot=self.amaxes.get(slot),
         )
         if self.probe is not None:
             fmt = attention_format(self.recipe, slot)
             self.probe(name, rows, quantized_view(rows, operand, self.recipe, fmt, layout, stats))
-        return layout[0], layout_t[0], stats
+        return layout
 
 
 class _Attention(torch.autograd.Function):
-    """Keeps Q, K and V in FP8, O, and a number a query."""
+    """Keeps Q, K, V and O in FP8, and a number a query."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        q_segments: Tensor | None,
-        k_segments: Tensor | None,
-        call: _Call,
-    ) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> Tensor:
         from foundry_fp8.backends.native import attention_ops
 
-        q8, _, q_stats = call.quantize("q", q, columns=False)
-        k8, _, k_stats = call.quantize("k", k, columns=False)
-        v8, v_t, v_stats = call.quantize("v", v, columns=True)
-        scales = tuple(stats.select(0, 1) for stats in (q_stats, k_stats, v_stats))
-        out, lse = attention_ops.attention_forward(
-            q8,
-            k8,
-            v_t,
-            *scales,
-            q_segments,
-            k_segments,
-            call.amaxes.get("s"),
-            call.sizes,
-            *call.positions,
-            q.dtype,
+        quantized, descales = zip(*(call.quantize(n, x) for n, x in (("q", q), ("k", k), ("v", v))), strict=True)  # fmt: skip
+        scales, amaxes = call.scales, call.amaxes
+        out, o, stats, descale_o, descale_s = attention_ops.attention_forward(
+            *quantized, *descales, scales["s"], scales["o"], amaxes.get("s"), amaxes.get("o"), *call.options
         )
-        saved = (q8, k8, v8, *scales, out, lse, q_segments, k_segments)
-        ctx.save_for_backward(*renamed_for_dynamo(saved))
+        ctx.save_for_backward(*renamed_for_dynamo((*quantized, o, stats, *descales, descale_o, descale_s)))
         ctx.call = call
         output: Tensor = out.transpose(1, 2)
         return output
@@ -259,18 +250,11 @@ class _Attention(torch.autograd.Function):
         from foundry_fp8.backends.native import attention_ops
 
         call: _Call = ctx.call
-        do8, do_t, do_stats = call.quantize("do", do, columns=True)
-        amax_dp = torch.zeros((), dtype=torch.float32, device=do.device)
+        scales, amaxes = call.scales, call.amaxes
+        do8, descale_do = call.quantize("do", do)
+        saved = ctx.saved_tensors
         gradients = attention_ops.attention_backward(
-            *ctx.saved_tensors,
-            do8,
-            do_t,
-            do_stats.select(0, 1),
-            call.scales["dp"] if call.fp8_scores else None,
-            amax_dp,
-            call.sizes,
-            *call.positions,
-        )
-        if "dp" in call.amaxes:
-            torch.fmax(call.amaxes["dp"], amax_dp, out=call.amaxes["dp"])
-        return (*(gradient.transpose(1, 2) for gradient in gradients), None, None, None)
+            *saved[:5], do8, *saved[5:], descale_do, scales["s"], scales["dp"], scales["dqkv"],
+            amaxes.get("dp"), amaxes.get("dqkv"), *call.options
+        )  # fmt: skip
+        return (*(gradient.transpose(1, 2) for gradient in gradients), None)

@@ -1,184 +1,98 @@
-"""Before a model is converted: attention's kernels, run once on this machine and compared with their definitions (see :mod:`.self_check`)."""
+"""Before a model is converted: cuDNN's attention, run once on this machine, beside the emulation of its definition."""
 
 from __future__ import annotations
 
 import functools
-import math
-from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from foundry_fp8.backends.native.plan import plan_of
-from foundry_fp8.backends.native.self_check import kernel_error
-from foundry_fp8.layers.attention import AttentionRecipe, GradScores, attention_format
-from foundry_fp8.numerics.formats import Float8Format
+from foundry_fp8.backends.emulated.attention import EmulatedAttention
+from foundry_fp8.layers.attention import (
+    AttentionBackend,
+    AttentionRecipe,
+    FP8DotProductAttention,
+    attention_format,
+    attention_slots,
+)
+from foundry_fp8.layers.attention_mask import AttentionMask
+from foundry_fp8.layers.delayed_scaling import DelayedScalingState
+from foundry_fp8.numerics.recipes import DelayedScaling
 
-if TYPE_CHECKING:
-    from foundry_fp8.kernels.attention import AttentionShape  # Triton is imported where it is used
+__all__ = ["check_attention"]
 
-__all__ = ["check_attention_kernels"]
-
-TOKENS = 144
-"""Ends inside a tile."""
-TOLERANCE = 2.0**-7
-"""Of the norm: results in the model's dtype, products in Hopper's short accumulator, and values next to a rounding edge that take the other side."""
-
-
-DP_SCALES = (2.0**10, 2.0**18)
-"""What dP is multiplied by: to a part of the gradients' range, as a delayed scale would, and far beyond it, so that it saturates."""
+KEY = "algorithms.fp8.attention"
+TOKENS, HEADS, KV_HEADS = 256, 4, 2
+PASSES = 3
+"""Scales follow the amaxes of the pass before."""
+NEAR = 1.5
+"""How many times as far from exact attention as the emulation it may be: both round the same tensors, in another order of steps."""
 
 
 @functools.cache
-def check_attention_kernels(
+def check_attention(
+    native: type[AttentionBackend],
     recipe: AttentionRecipe,
-    grad_scores: GradScores,
     head_dim: int,
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Run forward and backward of attention of one head size, with documents and without, and compare them. Once a process.
-
-    Documents mask every block of keys. Without, blocks that are seen whole are not masked, and dP saturates.
+    """Run forward and backward of causal attention of one head size. Once a process; builds two plans.
 
     Args:
+        native: What runs cuDNN.
         recipe: What the model will run.
-        grad_scores: What the gradient of its logits is rounded to.
         head_dim: Its head size.
         dtype: Its compute dtype.
-        device: Where; a CUDA device, or the CPU under Triton's interpreter.
+        device: A CUDA device.
 
     Raises:
-        RuntimeError: A kernel gives something else than its definition, or something else the second time.
+        RuntimeError: A result is farther from exact attention than FP8 explains, or an amax is none of that tensor.
     """
-    from foundry_fp8.kernels.attention import AttentionShape
-
-    shape = AttentionShape(
-        batch=1,
-        heads=2,
-        kv_heads=1,
-        queries=TOKENS,
-        keys=TOKENS,
-        head_dim=head_dim,
-        softmax_scale=head_dim**-0.5,
-        right=0,
-    )
-    operands = {
-        name: _quantized(name, 1 if name in "kv" else 2, shape, recipe, dtype, device)
-        for name in ("q", "k", "v", "do")
-    }
-    of_documents = (torch.arange(TOKENS, device=device) // 50)[None].to(torch.int32)
-    for documents, dp_scale in zip((of_documents, None), DP_SCALES, strict=True):
-        scale = torch.tensor(dp_scale, dtype=torch.float32, device=device) if grad_scores == "fp8" else None
-        _check_case(shape, operands, documents, scale, attention_format(recipe, "do"), dtype)
-
-
-def _check_case(
-    shape: AttentionShape,
-    operands: dict[str, Any],
-    documents: Tensor | None,
-    dp_scale: Tensor | None,
-    do_format: Float8Format,
-    dtype: torch.dtype,
-) -> None:
-    """Twice, with one kind of masks; compare."""
-    from foundry_fp8.kernels.attention import attention_forward_reference
-    from foundry_fp8.kernels.attention_backward import attention_backward_reference
-
-    head_dim, device = shape.head_dim, operands["q"].data.device
-    scales = tuple(operands[name].stats.select(0, 1) for name in ("q", "k", "v", "do"))
-    first, second = (_run(shape, operands, scales, documents, dp_scale, dtype) for _ in range(2))
-
-    place = torch.arange(TOKENS, device=device)
-    seen = place[:, None] >= place
-    if documents is not None:
-        seen = seen & (documents[0][:, None] == documents[0])
-    q, k, v, do = (
-        operands[name]
-        .data[:TOKENS]
-        .unflatten(1, (-1, head_dim))
-        .transpose(0, 1)[None]
-        .float()
-        .expand(1, 2, -1, -1)
-        for name in ("q", "k", "v", "do")
-    )
-    block = _tile_keys(shape)
-    out, lse = attention_forward_reference(shape, q, k, v, scales[:3], seen, block=block)
-    of_kernel = first["output"].transpose(1, 2)
-    dq, dk, dv, *_ = attention_backward_reference(
-        shape,
-        q,
-        k,
-        v,
-        do,
-        scales,
-        seen,
-        of_kernel,
-        dp_scale=dp_scale,
-        do_format=do_format,
-    )
-    expected = {"output": out, "logarithm": lse, "dQ": dq, "dK": dk, "dV": dv}
-    for name, reference in expected.items():
-        found = first[name].double()
-        found = found if name == "logarithm" else found.transpose(1, 2)
-        error = float((found - reference).norm() / reference.norm())
-        kernel = "attention_forward" if name in ("output", "logarithm") else "attention_backward"
-        if not error < TOLERANCE:
-            raise kernel_error(
-                kernel, f"{name} for a head size of {head_dim} is {error:.2g} of its norm away", device
-            )
-        if not torch.equal(first[name], second[name]):
-            raise kernel_error(
-                kernel, f"{name} for a head size of {head_dim} is not the same in two runs", device
-            )
-
-
-def _tile_keys(shape: AttentionShape) -> int:
-    from foundry_fp8.kernels.attention import TILES
-
-    return TILES[shape.block_d].keys
-
-
-def _quantized(
-    name: str,
-    heads: int,
-    shape: AttentionShape,
-    recipe: AttentionRecipe,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Any:
-    from foundry_fp8.kernels.producers import Producer
-    from foundry_fp8.kernels.tensorwise import quantize_tensorwise
-
-    generator = torch.Generator().manual_seed(ord(name[0]))
-    x = torch.randn(
-        TOKENS, heads * shape.head_dim, generator=generator, dtype=torch.float32, device="cpu"
-    ) * math.exp(ord(name[0]) % 3 - 1)
-    return quantize_tensorwise(
-        Producer.identity(x.to(dtype).to(device)),
-        attention_format(recipe, "do" if name == "do" else "qkv"),
-        power_2=plan_of(recipe).power_2,
-    )
+    generator = torch.Generator().manual_seed(0)
+    heads = {"q": HEADS, "k": KV_HEADS, "v": KV_HEADS, "do": HEADS}
+    given = [
+        torch.randn(1, n, TOKENS, head_dim, generator=generator, device="cpu").to(device, dtype)
+        for n in heads.values()
+    ]
+    exact, _ = _run(None, recipe, [x.double() for x in given])
+    (ours, amaxes), (emulated, theirs) = (_run(one(), recipe, given) for one in (native, EmulatedAttention))
+    where = f"cuDNN's FP8 attention is wrong on this machine ({torch.cuda.get_device_name(device)}, torch {torch.__version__})"
+    way_out = "Set attention: false, or install another cuDNN."
+    for name, a, b, reference in zip(("O", "dQ", "dK", "dV"), ours, emulated, exact, strict=True):
+        error, peer = (float((x.double() - reference).norm() / reference.norm()) for x in (a, b))
+        if not error < NEAR * peer:
+            said = f"{name} is {error:.2g} of its norm away from exact attention, the emulation {peer:.2g}"
+            raise RuntimeError(f"{KEY}: {where}: {said}. {way_out}")
+    for slot, found, expected in zip(attention_slots(recipe), amaxes, theirs, strict=True):
+        # What cuDNN calls dP holds the softmax's scale, and S may not be divided by its sum yet.
+        least, most = (0, torch.inf) if slot in ("s", "dp") else (expected / NEAR, expected * NEAR)
+        if not least < found < most:
+            said = f"the amax of {slot} is {found:.3g}, the emulation's {expected:.3g}"
+            raise RuntimeError(f"{KEY}: {where}: {said}. {way_out}")
 
 
 def _run(
-    shape: AttentionShape,
-    operands: dict[str, Any],
-    scales: tuple[Tensor, ...],
-    documents: Tensor | None,
-    dp_scale: Tensor | None,
-    dtype: torch.dtype,
-) -> dict[str, Tensor]:
-    from foundry_fp8.backends.native import attention_ops
-
-    sizes = [shape.batch, shape.heads, shape.kv_heads, shape.queries, shape.keys, shape.head_dim]
-    positions = (shape.softmax_scale, shape.left, shape.right)
-    q, k, v, do = (operands[name] for name in ("q", "k", "v", "do"))
-    out, lse = attention_ops.attention_forward(
-        q.data, k.data, v.data_t, *scales[:3], documents, documents, None, sizes, *positions, dtype
-    )
-    amax = torch.zeros((), dtype=torch.float32, device=out.device)
-    dq, dk, dv = attention_ops.attention_backward(
-        q.data, k.data, v.data, *scales[:3], out, lse, documents, documents, do.data, do.data_t, scales[3], dp_scale, amax, sizes, *positions
-    )  # fmt: skip
-    return {"output": out, "logarithm": lse, "dQ": dq, "dK": dk, "dV": dv}
+    runner: AttentionBackend | None, recipe: AttentionRecipe, given: list[Tensor]
+) -> tuple[list[Tensor], list[float]]:
+    """Output and gradients of the last pass, and its amaxes by slot. Without a runner: of exact attention."""
+    scale, mask = given[0].shape[3] ** -0.5, AttentionMask(causal=True)
+    timing = DelayedScaling(fp8_format=recipe.fp8_format, amax_history_len=2)
+    slots = attention_slots(recipe)
+    state = DelayedScalingState(timing, [attention_format(recipe, slot).max for slot in slots])
+    state.to(given[0].device)
+    leaves = [x.detach().requires_grad_() for x in given[:3]]
+    with torch.enable_grad():
+        if runner is None:
+            keys, values = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in leaves[1:])
+            out = F.scaled_dot_product_attention(leaves[0], keys, values, is_causal=True)
+            return [out.detach(), *torch.autograd.grad(out, leaves, given[3])], []
+        attention = FP8DotProductAttention(fqn="self-check", recipe=recipe, backend=runner)
+        attention.slots = {slot: state.slot(i) for i, slot in enumerate(slots)}
+        for _ in range(PASSES):
+            state.roll()
+            state.begin_pass()
+            out = attention(*leaves, mask=mask, softmax_scale=scale)
+            gradients = torch.autograd.grad(out, leaves, given[3])
+    return [out.detach(), *gradients], state.amax_history[0].tolist()

@@ -18,10 +18,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from foundry_fp8.backends.transformer_engine.attention_requirements import (
+from foundry_fp8.backends.attention_requirements import (
     AttentionMachine,
     AttentionShape,
     attention_requirement,
+    call_requirement,
+    cudnn_recipe_reason,
 )
 from foundry_fp8.backends.transformer_engine.backend import library, te_recipe_of
 from foundry_fp8.backends.transformer_engine.delayed import keep_out_of_global_buffers
@@ -31,7 +33,7 @@ from foundry_fp8.layers.attention_mask import AttentionMask
 from foundry_fp8.layers.backend import Availability
 from foundry_fp8.numerics.recipes import DelayedScaling, Recipe
 
-__all__ = ["TransformerEngineAttention", "attention_machine", "attention_shape"]
+__all__ = ["TransformerEngineAttention", "attention_machine"]
 
 _ATTRIBUTE = "_te_attention"
 _PLACES = {
@@ -64,15 +66,7 @@ class TransformerEngineAttention(AttentionBackend):
 
     def recipe_reason(self, recipe: Recipe, grad_scores: GradScores = "fp8") -> str | None:
         """The delayed recipe alone, with every gradient in FP8."""
-        if grad_scores != "fp8":
-            return (
-                f"cuDNN's kernel rounds the gradient of the logits to FP8, and grad_scores is {grad_scores}"
-            )
-        if isinstance(recipe, DelayedScaling):
-            return None
-        return (
-            f"through Transformer Engine FP8 attention runs with the delayed recipe alone, not {recipe.name}"
-        )
+        return cudnn_recipe_reason(recipe, grad_scores)
 
     def module_reason(self, recipe: AttentionRecipe, head_dim: int | None) -> str | None:
         """What the current GPU refuses for every call."""
@@ -92,17 +86,10 @@ class TransformerEngineAttention(AttentionBackend):
     ) -> Availability:
         """See :meth:`AttentionBackend.call_reason`. Waits for the device once a forward where there is padding or documents."""
         assert module.recipe is not None
-        mask = mask.simplified()
-        shape = attention_shape(mask, head_dim=q.shape[3], sequence=q.shape[2])
-        found = attention_requirement(module.recipe, shape, attention_machine(q.device))
-        reason, remedy = found.reason, found.remedy
-        if found.ok and q.shape[2] != k.shape[2]:
-            reason, remedy = "it has fewer queries than keys", "Set evaluate: high_precision."
-        elif found.ok and mask.window is not None and (not mask.causal or mask.window[0] is None):
-            reason, remedy = "its window is not causal", "Set attention: false."
-        elif found.ok and q.dtype not in (torch.bfloat16, torch.float16):
-            reason, remedy = f"its inputs are {q.dtype}", "Set precision: amp_bf16."
-        return Availability(not reason, reason, remedy)
+        found = call_requirement(module.recipe, q, k, v, mask.simplified(), attention_machine(q.device))
+        if found.ok and q.dtype not in (torch.bfloat16, torch.float16):
+            return Availability(False, f"its inputs are {q.dtype}", "Set precision: amp_bf16.")
+        return found
 
     @torch.compiler.disable
     def attend(
@@ -189,16 +176,3 @@ def _bind(module: FP8DotProductAttention, dpa: Any) -> None:
         quantizer.scale = slot.scale.view(1)
         amax = slot.amax_history[0].view(1)
         quantizer.amax = amax if record or group == "scaling_bwd" else torch.zeros_like(amax)
-
-
-def attention_shape(mask: AttentionMask, *, head_dim: int, sequence: int) -> AttentionShape:
-    """What the rules need to know of one call."""
-    return AttentionShape(
-        head_dim=head_dim,
-        sequence=sequence,
-        causal=mask.causal,
-        window=mask.window is not None,
-        bias=mask.bias is not None,
-        documents=mask.documents is not None,
-        padding=mask.key_padding is not None,
-    )

@@ -278,20 +278,15 @@ class Instructions(Operands):
             names, keep = [name.strip() for name in o[0].strip("{} ").split(",")], self.read(o[3], "pred")
             zero = np.zeros(self.threads.shape, np.float32)
             before = np.stack([self.read(name, "f32") if keep.any() else zero for name in names], 1)
-            if o[1].startswith("{"):
-                a = [self.read(name.strip(), "b32") for name in o[1].strip("{} ").split(",")]
-            else:
-                a = self.read(o[1], "u64")
-            # Behind the predicate: the signs of a and b (always 1 here), and of 16-bit operands in shared memory, whether they are transposed.
+            # Behind the predicate: the signs of a and b, always 1 here.
             assert all(int(sign, 0) == 1 for sign in o[4:6]), "a negated operand"
             after = wgmma(
                 i.suffixes,
                 self.shared.bytes,
-                a,
+                self.read(o[1], "u64"),
                 self.read(o[2], "u64"),
                 np.where(keep[:, None], before, 0),
                 self.shared.BASE,
-                transposed=any(int(flag, 0) for flag in o[6:]),
             )
             for place, name in enumerate(names):
                 self.write(name, after[:, place], mask)

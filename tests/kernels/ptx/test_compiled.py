@@ -20,6 +20,7 @@ from tests.kernels import (
     test_block_gemm,
     test_blockwise,
     test_delayed_update,
+    test_dequantize,
     test_packed_norms,
     test_packing,
 )
@@ -44,6 +45,10 @@ def test_delayed_with_every_output_keeps_what_is_not_finite(device):
 def test_blocks_in_both_layouts_keep_what_is_not_finite(device):
     x = poisoned(spread(150, 144, torch.bfloat16, device), -INF, NAN)
     test_blockwise.assert_matches_reference(x, E4M3)
+
+
+def test_leaving_fp8(device):
+    test_dequantize.test_values_amaxes_and_reciprocals_equal_the_reference(3, E5M2, torch.bfloat16, device)
 
 
 def test_packing_rounds_as_the_reference_does(device):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from foundry_fp8.backends.transformer_engine.attention_requirements import (
+from foundry_fp8.backends.attention_requirements import (
     AttentionMachine,
     AttentionShape,
     attention_requirement,
@@ -76,6 +76,8 @@ def test_deterministic_runs_need_a_cudnn_and_a_te_that_can(
     assert attention_requirement(
         DelayedScaling(), SHAPE, dataclasses.replace(machine, deterministic=False)
     ).ok
+    alone = attention_requirement(DelayedScaling(), SHAPE, dataclasses.replace(machine, te=None))
+    assert alone.ok is (cudnn >= (9, 19)) and "Transformer" not in alone.reason
     if not ok:
         assert "from cuDNN 9.19 and Transformer Engine 2.13 on" in found.reason
         assert "deterministic_mode: false" in found.remedy
