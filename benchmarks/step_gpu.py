@@ -108,6 +108,25 @@ class Block(nn.Module):
         return x + self.mlp(self.norm_2(x))
 
 
+class Decoder(nn.Module):
+    """Decoder layers of Hugging Face's Llama, on embeddings ``[B, T, hidden]``."""
+
+    def __init__(self, shape: Shape, layers: int) -> None:
+        super().__init__()
+        from transformers import LlamaConfig, LlamaModel
+
+        config = LlamaConfig(
+            hidden_size=shape.hidden, intermediate_size=shape.ffn, num_attention_heads=shape.heads,
+            num_key_value_heads=shape.kv_heads, num_hidden_layers=layers, vocab_size=256, attn_implementation="sdpa",
+        )  # fmt: skip
+        self.model = LlamaModel(config)
+        self.model.embed_tokens = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The last hidden state."""
+        return self.model(inputs_embeds=x, use_cache=False).last_hidden_state
+
+
 def variants(
     make: Callable[[], nn.Module], fusable: bool
 ) -> Iterator[tuple[str, Callable[[], nn.Module]]]:
@@ -286,6 +305,16 @@ def main() -> None:
                 options.repeats,
                 eager=options.eager,
                 optimize=optimize,
+            )
+        if importlib.util.find_spec("transformers") is not None:
+            x = tensor(shape.hidden).detach().view(2, -1, shape.hidden) if options.tokens % 2 == 0 else tensor(shape.hidden)
+            rows += measure(
+                f"{name}, 2 layers of Hugging Face's",
+                lambda shape=shape: built(Decoder(shape, 2)),
+                x.requires_grad_(),
+                (linear * 2, attention),  # two sequences of half the length
+                options.repeats,
+                eager=options.eager,
             )
     finish(options.save, {"machine": machine(), "ceilings": limits, "tokens": options.tokens, "rows": rows})
 

@@ -141,6 +141,9 @@ class NativeAttention(AttentionBackend):
         if found is not None:
             return found
         assert self.machine is not None
+        if q.is_cuda and torch.cuda.is_current_stream_capturing():
+            reason = "a captured CUDA graph replayed other results than it gave (9 % apart on an H200)"
+            return Availability(False, reason, "Do not capture it, or set attention: false.")
         if dropout_p:
             remedy = "Set the model's attention dropout to 0, or attention: false."
             return Availability(False, f"there is no dropout in it (here {dropout_p:g})", remedy)
