@@ -1,4 +1,4 @@
-"""The divergence guard on a dozen small labelled runs: it acts where FP8 alone diverges, and leaves the others in FP8.
+"""The divergence guard on ten small labelled runs: it acts where FP8 alone diverges, and leaves the others in FP8.
 
     python benchmarks/guard.py [--only NAME ...] [--jobs 2]      ends with 1 if a run is not as its label says
 
@@ -10,7 +10,6 @@ made by the suite at commit aa3c8f7.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import logging
@@ -57,13 +56,9 @@ def keep(parameter: nn.Parameter, index: Any, value: float | None = None) -> Non
     if value is not None:
         with torch.no_grad():
             parameter[index] = value
-
-    def cut(grad: Tensor) -> Tensor:
-        grad = grad.clone()
-        grad[index] = 0.0
-        return grad
-
-    parameter.register_hook(cut)
+    cut = torch.zeros_like(parameter, dtype=torch.bool)
+    cut[index] = True
+    parameter.register_hook(lambda grad: grad.masked_fill(cut, 0.0))
 
 
 def activations(pattern: str, size: Size, *, first_token: bool = False, channel: int = 7) -> Cause:
@@ -147,25 +142,8 @@ def gradient_outliers(pattern: str, size: Size, channel: int = 6) -> Cause:
 
         for linear in matching(model, pattern):
             keep(linear.weight, channel, 0.0)
-            if linear.bias is not None:
-                keep(linear.bias, channel)
             linear.register_forward_hook(put)
         return lambda step: now.__setitem__(0, size(step))
-
-    return install
-
-
-def stale_history(pattern: str, at: int, factor: float) -> Cause:
-    """At one step amax histories become ``factor`` times what they are: FP8 state of another run."""
-
-    def install(model: nn.Module) -> Callable[[int], None]:
-        def damage(step: int) -> None:
-            for linear in matching(model, pattern) if step == at else ():
-                for operand in ("x", "dy") if getattr(linear, "slots", None) else ():
-                    history = linear.slots[operand].amax_history
-                    history.fill_(float(history.max()) * factor)
-
-        return damage
 
     return install
 
@@ -182,8 +160,6 @@ class Case:
     """The step at which it begins. Alarms before it are false."""
     model: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Fields of the configuration of ``HOSTS[kind]``."""
-    noise: Size = lambda step: 0.1
-    """Share of random tokens in the batch of a step."""
     lr: Size = lambda step: 3e-3 * min(1.0, (step + 1) / 20)
     steps: int = 200
     rows: int = 8
@@ -215,19 +191,12 @@ CASES: dict[str, Case] = {
         label="diverges", onset=80, recipe=delayed(64), about="one batch of inputs of 4e5, which 64 steps remember",
         cause=activations("*_proj", lambda step: 4e5 * (step == 80)),
     ),
-    "stale_history": Case(
-        label="diverges", onset=80, recipe=delayed(256), about="amaxes 1.2e5 too large, as after loading another run's",
-        cause=stale_history("*_proj", 80, 1.2e5),
-    ),
     "rate_too_large": Case(
         label="diverges in both", onset=80, about="the learning rate grows 4 % a step",
         lr=lambda step: 3e-3 * min(1.0, (step + 1) / 20) * 1.04 ** max(0, step - 80),
     ),
     "warmup_spike": Case(
         label="healthy", about="a learning rate of 1.5e-2 after two steps, then 3e-3", lr=lambda step: 1.5e-2 if 2 <= step < 20 else 3e-3,
-    ),
-    "harder_data": Case(
-        label="healthy", about="the share of random tokens goes from 0.1 to 0.35", noise=lambda step: 0.1 if step < 100 else 0.35,
     ),
     "stable_then_decay": Case(
         label="healthy", seed=5, model={"kind": "opt"}, steps=300, about="a level learning rate that falls to a twentieth, OPT",
@@ -269,12 +238,11 @@ def model_of(case: Case) -> nn.Module:
 
 
 def batches(case: Case) -> Tensor:
-    """``[steps, rows, LENGTH]``: each token is a function of the last two, but for a share of random ones."""
+    """``[steps, rows, LENGTH]``: each token is a function of the last two, but for one in ten, which is random."""
     generator = torch.Generator().manual_seed(1000 + case.seed)
     table = torch.randint(0, VOCAB, (VOCAB, 4), generator=torch.Generator().manual_seed(1234))
     ids = torch.randint(0, VOCAB, (case.steps, case.rows, LENGTH), generator=generator)
-    noise = torch.tensor([case.noise(step) for step in range(case.steps)])[:, None, None]
-    random = torch.rand(ids.shape, generator=generator) < noise
+    random = torch.rand(ids.shape, generator=generator) < 0.1
     for t in range(2, LENGTH):
         ids[..., t] = torch.where(random[..., t], ids[..., t], table[ids[..., t - 1], ids[..., t - 2] % 4])
     return ids
@@ -347,9 +315,8 @@ def wrong(
 def row(name: str) -> dict[str, Any]:
     """One case in its three variants, as a line of the table."""
     case = CASES[name]
-    with contextlib.redirect_stderr(None):
-        high, fp8 = train(case, "high")[0], train(case, "fp8")[0]
-        guarded, events = train(case, "guarded")
+    high, fp8 = train(case, "high")[0], train(case, "fp8")[0]
+    guarded, events = train(case, "guarded")
     above = {
         who: statistics.fmean(run[-TAIL:]) / statistics.fmean(high[-TAIL:]) - 1
         for who, run in (("fp8", fp8), ("guarded", guarded))

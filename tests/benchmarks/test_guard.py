@@ -58,7 +58,7 @@ def test_a_verdict_names_what_is_not_as_labelled():
 
 
 @pytest.mark.parametrize(
-    ("name", "variant"), [("bad_batch", "high"), ("stale_history", "fp8"), ("eight_experts", "guarded")]
+    ("name", "variant"), [("bad_batch", "high"), ("swiglu_alignment", "fp8"), ("eight_experts", "guarded")]
 )
 def test_a_case_trains_in_each_variant(name, variant):
     losses, events = train(dataclasses.replace(CASES[name], steps=3), variant, interval=1)
