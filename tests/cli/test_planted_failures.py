@@ -12,7 +12,6 @@ import pytest
 
 from foundry_fp8.cli.selftest import verdict as verdicts
 from foundry_fp8.cli.selftest.claims import judge
-from foundry_fp8.cli.selftest.rank_claims import RANK_CLAIMS
 from foundry_fp8.cli.selftest.stages import run_stages, stages_of
 from foundry_fp8.cli.selftest.supervisors import Supervisors
 
@@ -30,8 +29,7 @@ def run(folder, failure, *names, limit=LIMIT_S):
                 command = (sys.executable, "-m", "tests.cli.planted", failure, *command[3:])
             chosen.append(dataclasses.replace(stage, command=command, limit_s=limit))
     outcomes = run_stages(chosen, folder / "logs", 10 * LIMIT_S, dry=True, supervisors=Supervisors(2))
-    stage_of = {claim.quote: claim.stage for claim in RANK_CLAIMS}
-    words = {stage_of[v.claim.quote]: v for v in judge(outcomes, dry=True) if v.claim.quote in stage_of}
+    words = {verdict.claim.stage: verdict for verdict in judge(outcomes, dry=True)}
     return {outcome.stage: outcome for outcome in outcomes}, words
 
 
