@@ -52,7 +52,7 @@ def cluster_of(
 
     Args:
         config: The YAML, resolved.
-        world_size: Ranks.
+        world_size: Ranks of the whole run.
         sharding: Replaces ``fsdp_config.sharding_strategy``; ``None`` keeps it.
         model: Its model, for ``hybrid_sharding.shard: auto``.
         device_bytes: Memory of a GPU, for the same.
