@@ -202,8 +202,9 @@ def _attention_kernel(config: Mapping[str, Any]) -> list[Finding]:
 def _unit_scaling(config: Mapping[str, Any], run: Run, model: Any) -> list[Finding]:
     """What a µnit-scaled run lacks: the norm at its end, and weight decay."""
     from foundry_fp8.layers.unit_linear import UnitLinear
-    from foundry_fp8.models.mus.apply import KEY, apply_unit_scaling
+    from foundry_fp8.models.mus.apply import apply_unit_scaling
     from foundry_fp8.models.mus.structure import unit_scaled
+    from foundry_fp8.models.unit_scaling import KEY
 
     if run.unit_scaling is None and not any(isinstance(module, UnitLinear) for module in model.modules()):
         return []
