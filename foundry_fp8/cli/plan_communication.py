@@ -68,7 +68,7 @@ def communication(
             )
         elif yaml is not None:
             config = read_yaml(yaml)
-            refuse_tensor_parallelism(config)
+            refuse_tensor_parallelism(run_of(config))
             model = build_yaml_model(config, "meta")
             counts, left_out = _divided(config, model, GPUS[gpu].memory_bytes, _counts(gpus))
             work = workload_of(config, model, tokens)
@@ -191,7 +191,7 @@ def workload_of(config: Mapping[str, Any], model: Any, tokens: int | None = None
         for shape in attention_shapes(model)
     )
     parameters = sum(p.numel() for p in model.parameters())
-    gathered, reduced = wire_bytes(config)
+    gathered, reduced = wire_bytes(run)
     return Workload(
         parameters=float(parameters),
         units=max(1, len(transformer_blocks(model))),

@@ -121,20 +121,22 @@ def plan_yaml(
     from foundry_fp8.activations.checkpointing.apply import ActivationCheckpointingConfig, PlannedCompression
     from foundry_fp8.cli.memory_options import frozen_weights, other_optimizers
     from foundry_fp8.layers.state import FP8State
-    from foundry_fp8.planning.memory.cluster import on_cluster
+    from foundry_fp8.planning.memory.cluster import SHARDINGS, on_cluster
     from foundry_fp8.planning.memory.cost_model import CostModel
     from foundry_fp8.planning.memory.flash_bytes import hold_flash_bytes
     from foundry_fp8.planning.memory.planner import choose, measure, plan_memory
     from foundry_fp8.planning.memory.routing import EqualShares
 
     config = read_yaml(path)
-    run = run_of(config, world_size or PER_NODE)
-    own = run.activation_checkpointing or ActivationCheckpointingConfig()
-    if sharding is not None and world_size is None:
-        raise ConfigError("--sharding: a strategy for ranks; give --world-size too.")
     if world_size is not None:
         accept(Positive, world_size, "--world-size")
         check_choice("--gpu", gpu, tuple(GPUS))
+    elif sharding is not None:
+        raise ConfigError("--sharding: a strategy for ranks; give --world-size too.")
+    if sharding is not None:
+        check_choice("--sharding", sharding, SHARDINGS)
+    run = run_of(config, world_size or PER_NODE, sharding)
+    own = run.activation_checkpointing or ActivationCheckpointingConfig()
     limit = _budget(budget) if budget is not None else own.budget
     if limit is None and world_size is not None:
         limit = limit_of(gpu)
@@ -170,7 +172,7 @@ def plan_yaml(
     model = build_yaml_model(config, "meta" if dry else "cpu")
     cluster = None
     if world_size is not None:
-        cluster = cluster_of(config, world_size, sharding, model, GPUS[gpu].memory_bytes)
+        cluster = cluster_of(run, model, GPUS[gpu].memory_bytes)
     if stand_in:
         hold_flash_bytes(model)
     state_bytes = optimizer_bytes_of(model, config)

@@ -40,11 +40,11 @@ def check_run(path: Path, hardware: Hardware) -> list[Finding]:
     config = read_yaml(path)
     found, built = _parts(config)
     found += _unknown_keys(config)
-    warned = [Finding("selftest", "warning", text) for text in warnings_for(config)]
     try:
         run = run_of({**config, "algorithms": built["algorithms"]}, hardware.devices)
     except ConfigError as error:
-        return [*found, Finding("clash", "error", str(error)), *warned]
+        return [*found, Finding("clash", "error", str(error))]
+    warned = [Finding("selftest", "warning", text) for text in warnings_for(run)]
     try:
         model = build_yaml_model(config, "meta")
     except ConfigError as error:
@@ -144,7 +144,7 @@ def _memory(config: Mapping[str, Any], run: Run, model: Any, hardware: Hardware)
         return []  # said already
     memory = hardware.gpu.memory_bytes
     try:
-        cluster = cluster_of(config, run.ranks, None, model, memory)
+        cluster = cluster_of(run, model, memory)
         state = optimizer_bytes_of(model, config)
     except ConfigError as error:
         return [Finding("memory", "warning" if run.tensor_parallel else "error", str(error))]

@@ -42,7 +42,7 @@ class Run:
     replicate: int = 1  # copies of the model
     shard: int = 1  # ranks that share one of them
     fsdp: Any = None  # Composer's FSDPConfig or FSDP2Config
-    tensor_parallel: bool = False
+    tensor_parallel: int = 0  # ranks that share every matrix; 0 without tensor parallelism
     parallel_plan: Sequence[str] = ()  # globs of tensor parallelism's plan
     parallel_layers: str = ""  # which converted ones it names
     wrapped: bool = False  # the model is compiled, or in DDP or FSDP, before it is converted
