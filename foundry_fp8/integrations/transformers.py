@@ -67,11 +67,8 @@ class FP8Callback(TrainerCallback, ExportableState):
                 f"{CALLBACK}: the model was not converted when the trainer was made. Pass it in Trainer(callbacks=[...]): "
                 "add_callback comes too late."
             )
-        run.settings, run.step, run.microbatches = (
-            settings_of(args),
-            state.global_step,
-            args.gradient_accumulation_steps,
-        )
+        run.settings, run.step = settings_of(args), state.global_step
+        run.microbatches = args.gradient_accumulation_steps
         run.start(model, own_loss)
         if run.state is not None and state.global_step > 0:
             kept: Any = state.stateful_callbacks  # Trainer makes a mapping of it
@@ -118,7 +115,5 @@ class FP8Callback(TrainerCallback, ExportableState):
         run, ready = self.run, self.run.started and self.run.state
         options = {k: v.to_dict() if hasattr(v, "to_dict") else v for k, v in run.options.items()}
         asked = {"guard": run.guard_options, "monitors": run.monitors.options}
-        return {
-            "args": {**options, **asked},
-            "attributes": {"saved": to_text(ready.collected()) if ready else None},
-        }
+        saved = to_text(ready.collected()) if ready else None
+        return {"args": {**options, **asked}, "attributes": {"saved": saved}}
