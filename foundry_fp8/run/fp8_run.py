@@ -91,7 +91,7 @@ class FP8Run:
         self.microbatches = 1
         self.model: nn.Module | None = None
         self._trace: ForwardTrace | None = None
-        self._runs_unit = self.config.runs_unit
+        self._awaits_scale = self.config.runs_unit
         self._follows = self._keeps = self._measuring = False
         self._kept: dict[str, Any] | None = None
 
@@ -148,7 +148,7 @@ class FP8Run:
             self.report,
             precision=settings.precision,
             device=self._device(model).type,
-            callbacks=settings.callbacks,
+            callbacks=[*settings.callbacks, *["DivergenceGuard"] * (self.guard_options is not None)],
         )
         if isinstance(self.config.recipe, Measured):
             self.state.fp8.reconsider()
@@ -286,9 +286,9 @@ class FP8Run:
     def _set_gradient_scale(self, batch: Any) -> None:
         """For the recipe unit with ``gradient_scale: auto``: the tokens of this rank's first batch decide, for the whole run."""
         ids = batch.get("input_ids") if isinstance(batch, Mapping) else batch
-        if self.state is None or not self._runs_unit or not isinstance(ids, Tensor):
+        if self.state is None or not self._awaits_scale or not isinstance(ids, Tensor):
             return
-        tokens = ids.numel() * self.microbatches
+        tokens, self._awaits_scale = ids.numel() * self.microbatches, False
         found = choose_gradient_scale(self.state.fp8.modules.values(), tokens)
         if found is not None:
             log.info(

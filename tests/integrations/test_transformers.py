@@ -86,7 +86,14 @@ def callback(**options):
 def test_the_model_is_converted_before_the_optimizer_and_the_report_is_of_what_ran(capsys):
     fp8 = callback(announce=True)
     trainer = trainer_of([fp8])
-    assert trainer.optimizer is None and "FP8: 14 of 15 linears" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert (
+        trainer.optimizer is None
+        and "FP8: 14 of 15 linears" in said
+        and "no callbacks.divergence_guard" in said
+    )
+    trainer_of([callback(announce=True, guard={})])
+    assert "no callbacks.divergence_guard" not in capsys.readouterr().err
     trainer.train()
     assert fp8.report.converted_share > 0.5 and FP8State.of(trainer.model).delayed.amax_history.any()
 
