@@ -139,15 +139,16 @@ def trained_state(attention=False):
 
 
 @pytest.mark.parametrize("attention", [False, True])
-def test_states_of_both_older_forms_load(attention, caplog):
-    """As Composer's algorithm wrote it, its keys beside each other, and as ``training_state`` did."""
+def test_states_of_both_older_forms_load_in_every_trainer(attention, caplog):
+    """As Composer's algorithm wrote it, its keys beside each other; as ``training_state`` did; and as Composer's does now."""
     fp8, of_attention = trained_state(attention)
     parts = {"fp8": fp8, **({"attention": of_attention} if attention else {})}
-    older = [
+    forms = [
         {"repr": "FP8(recipe='delayed')", **fp8, **({"attention": of_attention} if attention else {})},
         {"state": ({**parts, "plan": None, "ways": []},)},
+        {"repr": "FP8(recipe='delayed')", "state": (parts,)},
     ]
-    for state in older:
+    for state in forms:
         algorithm, _ = of_composer(attention)
         algorithm.load_state_dict(state)
         (found,) = algorithm.state_dict()["state"]
@@ -156,11 +157,3 @@ def test_states_of_both_older_forms_load(attention, caplog):
         foundry_fp8.training_state(converted).load_state_dict(state)
         assert same(FP8State.of(converted).state_dict(), fp8)
     assert caplog.text == ""
-
-
-def test_composers_checkpoint_goes_on_in_a_loop_and_the_other_way(caplog):
-    state = {"repr": "FP8()", "state": ({"fp8": trained_state()[0]},)}
-    algorithm, model = of_composer()
-    foundry_fp8.training_state(model).load_state_dict(state)
-    algorithm.load_state_dict(foundry_fp8.training_state(model).state_dict())
-    assert same(algorithm.state_dict()["state"], state["state"]) and caplog.text == ""

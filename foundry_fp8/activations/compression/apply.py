@@ -6,7 +6,7 @@ import dataclasses
 import fnmatch
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from torch import nn
 
@@ -56,9 +56,9 @@ class ActivationCompressionConfig(Config):
     """What ``algorithms.activation_compression`` takes."""
 
     key = KEY
-    deprecated = {
+    deprecated: ClassVar = {
         "include_checkpoint_boundaries": lambda packs: {} if packs else {"overrides": {"boundary": EXACT}}
-    }  # noqa: RUF012
+    }
 
     format: Format = "int8"
     """``int8`` (most accurate at 8 bits), ``e4m3``, ``int4`` (twice as small, ten times the error), or ``exact``:
