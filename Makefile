@@ -6,7 +6,7 @@
 # make test-newest    make test-trainers, then the default tier with today's torch under Composer (overrides-newest.txt), in .venv-newest
 # make test-trainers  what needs no Composer, on what pip installs today (constraints-newest.txt), in .venv-trainers
 # make newest-update  moves both files to today's releases and prints what changed
-# make gpu            on a machine with a GPU: what only a GPU can show, and which claims it confirms; under 9 minutes, offline
+# make gpu            on a machine with a GPU, offline: foundry-fp8 selftest, then the tests that need one
 # make coverage       branch coverage of the default tier, workers, launched runs and gloo ranks included
 # make mutants        break the core on purpose; every break must be noticed by a test
 # make benchmarks     measure again and compare the ratios with the committed ones; on a quiet machine
@@ -32,6 +32,8 @@ demo: setup
 # No setup: a GPU machine brings its own torch, and may have no network. PYTHON=... chooses it.
 gpu:
 	PYTHONPATH=$(CURDIR):$$PYTHONPATH $(PYTHON) -m foundry_fp8.cli.main selftest $(ARGS)
+	PYTHONPATH=$(CURDIR):$$PYTHONPATH $(PYTHON) -m pytest -q -p no:cacheprovider tests/gpu tests/kernels \
+	  --ignore=tests/kernels/ptx --ignore=tests/kernels/test_compile.py
 
 test: lint
 	$(BIN)/python $(PYTEST) $(DEFAULT) $(ARGS)

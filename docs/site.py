@@ -85,7 +85,7 @@ def _clashes() -> str:
     rows = [
         (clash.settings, "error" if clash.error else "warning", re.sub(r"\{.*?\}", "...", clash.text))
         for clash in CLASHES
-        if clash.trainer == "composer"
+        if "composer" in clash.trainers
     ]
     return _table("| Settings | | Message |", rows)
 

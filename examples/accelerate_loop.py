@@ -29,25 +29,26 @@ def train(folder, steps):
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     model = LlamaForCausalLM(LlamaConfig(**SIZES, use_cache=False)).train()
-    foundry_fp8.apply_fp8(model, recipe="delayed", device=accelerator.device)  # before prepare
+    fp8 = foundry_fp8.FP8Run(recipe="delayed", guard={"interval": 2, "gradient_limit": 0.05})
+    fp8.convert(model, device=accelerator.device, precision="fp32")  # before prepare
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer = accelerator.prepare(model, optimizer)
-    guard = foundry_fp8.DivergenceGuard(model, loss_of, interval=2, gradient_limit=0.05)
-    accelerator.register_for_checkpointing(foundry_fp8.training_state(model, guard=guard))
+    fp8.start(model, loss_of)
+    accelerator.register_for_checkpointing(fp8)
     if os.path.exists(folder):
         accelerator.load_state(folder)
 
-    for step in range(guard.batch, steps):
+    for step in range(fp8.step, steps):
         seed = torch.Generator().manual_seed(2 * step + accelerator.process_index)
         batch = torch.randint(0, 64, (4, 16), generator=seed).to(accelerator.device)
-        guard.before_step(batch)
+        fp8.begin_step(batch)
         loss = loss_of(model, batch)
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
-        guard.after_step(accelerator.reduce(loss.detach(), "mean"))
+        fp8.end_step(accelerator.reduce(loss.detach(), "mean"))
     accelerator.save_state(folder)
-    return accelerator.get_state_dict(model), guard.state_dict()
+    return accelerator.get_state_dict(model), fp8.state_dict()
 
 
 if __name__ == "__main__":

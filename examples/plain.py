@@ -31,24 +31,24 @@ def loss_of(model, ids):
 def train(folder, steps):
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SIZES, use_cache=False)).train()
-    print(foundry_fp8.apply_fp8(model, recipe="delayed").summary())  # before FSDP and torch.compile
+    fp8 = foundry_fp8.FP8Run(recipe="delayed", guard={"interval": 2, "gradient_limit": 0.05})
+    fp8.convert(model, precision="fp32")  # before FSDP and torch.compile
     for block in model.model.layers:
         fully_shard(block)
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    guard = foundry_fp8.DivergenceGuard(model, loss_of, interval=2, gradient_limit=0.05)
-    fp8 = foundry_fp8.training_state(model, guard=guard)
+    fp8.start(model, loss_of)
 
     if os.path.exists(folder):
         weights, moments = get_state_dict(model, optimizer)
         dcp.load({"model": weights, "optimizer": moments, "fp8": fp8}, checkpoint_id=folder)
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
 
-    for step in range(guard.batch, steps):
+    for step in range(fp8.step, steps):
         batch = torch.randint(
             0, 64, (4, 16), generator=torch.Generator().manual_seed(2 * step + dist.get_rank())
         )
-        for event in guard.before_step(batch):
+        for event in fp8.begin_step(batch):
             print(event)
         loss = loss_of(model, batch)
         loss.backward()
@@ -56,7 +56,7 @@ def train(folder, steps):
         optimizer.zero_grad()
         mean = loss.detach().clone()
         dist.all_reduce(mean)
-        guard.after_step(mean / dist.get_world_size())
+        fp8.end_step(mean / dist.get_world_size())
         print(f"step {step}: loss {loss.item():.6f}")
 
     weights, moments = get_state_dict(model, optimizer)

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from foundry_fp8.distributed.compression.apply import apply_compressed_communication
     from foundry_fp8.distributed.hybrid_sharding.apply import hybrid_degrees, hybrid_mesh
     from foundry_fp8.export.apply import export_fp8
-    from foundry_fp8.integrations.training_state import training_state
     from foundry_fp8.layers.state import FP8State
     from foundry_fp8.models.mus.apply import apply_unit_scaling
     from foundry_fp8.numerics.recipes import (
@@ -32,6 +31,8 @@ if TYPE_CHECKING:
     from foundry_fp8.observe.guard.guard import DivergenceGuard
     from foundry_fp8.observe.precision_probe import PrecisionGap, precision_gap
     from foundry_fp8.planning.memory.planner import apply_plan, plan_memory
+    from foundry_fp8.run.fp8_run import FP8Run
+    from foundry_fp8.run.training_state import training_state
     from foundry_fp8.surgery.apply import apply_fp8
     from foundry_fp8.surgery.report import SurgeryReport
 
@@ -43,6 +44,7 @@ _HOMES = {
     "CurrentScaling": "numerics.recipes",
     "DelayedScaling": "numerics.recipes",
     "DivergenceGuard": "observe.guard.guard",
+    "FP8Run": "run.fp8_run",
     "FP8State": "layers.state",
     "MXFP8Scaling": "numerics.recipes",
     "PrecisionGap": "observe.precision_probe",
@@ -62,7 +64,7 @@ _HOMES = {
     "norm_linear": "backends.native.fused",
     "plan_memory": "planning.memory.planner",
     "precision_gap": "observe.precision_probe",
-    "training_state": "integrations.training_state",
+    "training_state": "run.training_state",
 }
 
 __all__ = [
@@ -71,6 +73,7 @@ __all__ = [
     "CurrentScaling",
     "DelayedScaling",
     "DivergenceGuard",
+    "FP8Run",
     "FP8State",
     "MXFP8Scaling",
     "PrecisionGap",

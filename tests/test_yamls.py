@@ -62,7 +62,7 @@ PARAMETERS = {
     "moe-132b": 132e9,
     "mpt-gqa": 3.4e6,
     "downstream": 3.4e6,
-    **{f"fog-{size}-{v}": n for size, n in FOG for v in ("max", "opt", "flash")},
+    **{f"fog-{size}": n for size, n in FOG},
     "fog": 5.0e6,
     **{f"{kind}-{size}": n for size, n in MUS for kind in ("mus", "mpt-mus")},
     "mus": 3.93e6,

@@ -4,7 +4,7 @@
 
 Models, corpus and schedule of transfer.py, width 64. The channel's weights are zero and stay so: in high precision its product is
 zero at any size, so that what the loss shows is what the outlier does to the other channels' numbers. From step 50 it is 1, and
-at step 150 a million. The same mechanism as the guard's (benchmarks/guard/mechanisms/outliers.py).
+at step 150 a million. The same cause as the guard's (benchmarks/guard.py).
 """
 
 from __future__ import annotations
@@ -20,10 +20,8 @@ import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parents[1] / "guard"))
 from common import RESULTS, environment
-from mechanisms.base import grows
-from mechanisms.outliers import Activations
+from guard import activations, grows
 from transfer import BATCH, SEQ, Corpus, groups, loss_of, model_of
 
 from foundry_fp8.numerics.recipes import UnitScaling
@@ -38,8 +36,7 @@ RATES = {"mus_norm": 2.0**-4, "sp": 2.0**-8}  # near the best of transfer.py at 
 def train(kind: str, recipe: str, outlier: bool, seed: int, corpus: Corpus) -> dict[str, Any]:
     torch.manual_seed(seed)
     model = model_of(kind, WIDTH).train()
-    mechanism = Activations("*.down_proj", grows(ONSET, 1.15) if outlier else lambda step: 0.0)
-    mechanism.install(model)
+    set_size = activations("*.down_proj", grows(ONSET, 1.15) if outlier else lambda step: 0.0)(model)
     if recipe != "float32":
         options: dict[str, Any] = {"name": recipe}
         if recipe == "unit":
@@ -56,7 +53,7 @@ def train(kind: str, recipe: str, outlier: bool, seed: int, corpus: Corpus) -> d
         for group in optimizer.param_groups:
             group.setdefault("top", group["lr"])
             group["lr"] = group["top"] * min(1.0, (step + 1) / 15)
-        mechanism.step(step, model)
+        set_size(step)
         loss = loss_of(model, corpus.batch(corpus.train, BATCH, generator))
         optimizer.zero_grad()
         loss.backward()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
@@ -15,10 +13,9 @@ from torch import Tensor, nn
 from foundry_fp8.callbacks.run_log import ensure_run_log, log_details
 from foundry_fp8.config import ConfigError, from_mapping
 from foundry_fp8.model_structure.wrappers import without_ddp
+from foundry_fp8.observe.switched_off import SwitchesOff
 
 __all__ = ["Monitor", "model_of", "total_loss", "training_loss"]
-
-log = logging.getLogger(__name__)
 
 C = TypeVar("C")
 
@@ -48,16 +45,13 @@ def training_loss(state: State) -> Callable[[nn.Module, Any], Tensor]:
     return loss_of
 
 
-class Monitor(Callback):
+class Monitor(Callback, SwitchesOff):
     """A callback that disables itself, with one logged error, when something in it raises.
 
     A subclass names its ``key`` and config, writes the events as any Composer callback, wraps every function that it
     hangs into the model with :meth:`guarded`, and takes its hooks away in :meth:`detach`. What it *asks* for wrongly (a
     pattern that matches no module, found at ``Event.INIT``) is an error all the same, because nothing has been spent
     yet.
-
-    Attributes:
-        failed: Why the monitor is disabled; ``None`` while it works.
     """
 
     key: ClassVar[str]
@@ -66,7 +60,7 @@ class Monitor(Callback):
     def __init__(self, config_class: type[C], options: dict[str, Any]) -> None:
         self.options = options
         self.config: Any = from_mapping(config_class, options, f"callbacks.{self.key}")
-        self.failed: str | None = None
+        self.name = f"callbacks.{self.key}"
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self.options.items())})"
@@ -75,9 +69,6 @@ class Monitor(Callback):
     def meter_options(self) -> dict[str, Any]:
         """The options of the YAML without ``details``, which is the callback's alone."""
         return {name: value for name, value in self.options.items() if name != "details"}
-
-    def detach(self) -> None:
-        """Take every hook out of the model; called when training ends and when the monitor fails. May be repeated."""
 
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
         """Run the event's method, unless the monitor has failed before."""
@@ -105,31 +96,3 @@ class Monitor(Callback):
     def close(self, state: State, logger: Logger) -> None:
         """Leave no hook behind when the trainer closes."""
         self.detach()
-
-    def guarded(self, function: Callable[..., None]) -> Callable[..., None]:
-        """``function`` as a hook that cannot raise into the model and does nothing once the monitor has failed."""
-
-        @functools.wraps(function)
-        def hook(*args: Any, **kwargs: Any) -> None:
-            if self.failed is not None:
-                return
-            try:
-                function(*args, **kwargs)
-            except Exception as error:
-                self.disable(error)
-
-        return hook
-
-    def disable(self, error: Exception) -> None:
-        """Stop monitoring: one logged error, no hooks left."""
-        self.failed = f"{type(error).__name__}: {error}"
-        log.error(
-            "callbacks.%s failed and is off for the rest of this run; training goes on. %s",
-            self.key,
-            self.failed,
-            exc_info=error,
-        )
-        try:
-            self.detach()
-        except Exception:
-            log.debug("callbacks.%s could not take its hooks away", self.key, exc_info=True)

@@ -41,11 +41,11 @@ class CarriedState(Algorithm):
         return f"{type(self).__name__}()"
 
     def match(self, event: Event, state: State) -> bool:
-        """Never."""
+        """No event: the algorithm is here for its state."""
         return False
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
-        """Nothing."""
+        """Never called."""
 
     def state_dict(self) -> dict[str, Any]:
         """The owner's state."""

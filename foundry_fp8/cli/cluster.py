@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from torch import nn
 
 from foundry_fp8.cli.hardware import GPUS, PER_NODE
-from foundry_fp8.cli.yaml_run import fsdp_version, run_of, tensor_parallel_degree
-from foundry_fp8.config import ConfigError, Positive, accept, check_choice
+from foundry_fp8.config import ConfigError, check_choice
 from foundry_fp8.distributed.compression.config import CompressionConfig
 from foundry_fp8.distributed.compression.routing import path_of
 from foundry_fp8.distributed.sharding import degrees, is_fsdp2, sharding_of
@@ -41,51 +40,35 @@ DTYPES: dict[str, Literal[2, 4]] = {
 """dtypes that Composer takes in ``mixed_precision`` (``composer.distributed.mosaic_parallelism._get_torch_dtype``) -> bytes."""
 
 
-def cluster_of(
-    config: Mapping[str, Any],
-    world_size: int,
-    sharding: str | None,
-    model: nn.Module | None = None,
-    device_bytes: float = 0,
-) -> Cluster:
-    """The cluster of a YAML's ``fsdp_config``, ``hybrid_sharding`` and ``compressed_communication``.
+def cluster_of(run: Run, model: nn.Module | None = None, device_bytes: float = 0) -> Cluster:
+    """The cluster of a run: its sharding, the bytes that travel, the error feedback of its compressed communication.
 
     Args:
-        config: The YAML, resolved.
-        world_size: Ranks.
-        sharding: Replaces ``fsdp_config.sharding_strategy``; ``None`` keeps it.
+        run: Of a YAML (:func:`~.yaml_run.run_of`).
         model: Its model, for ``hybrid_sharding.shard: auto``.
         device_bytes: Memory of a GPU, for the same.
 
     Raises:
-        ConfigError: An unknown strategy or precision, shards that do not divide the ranks, or tensor parallelism.
+        ConfigError: An unknown precision, shards that do not divide the ranks, or tensor parallelism.
     """
-    from foundry_fp8.planning.memory.cluster import SHARDINGS, Cluster  # slow to import: torch's FSDP
+    from foundry_fp8.planning.memory.cluster import Cluster  # slow to import: torch's FSDP
 
-    accept(Positive, world_size, "--world-size")
-    refuse_tensor_parallelism(config)
-    if sharding is not None:
-        check_choice("--sharding", sharding, SHARDINGS)
-        asked = {**(config.get("fsdp_config") or {}), "sharding_strategy": sharding}
-        if fsdp_version() == 2:
-            asked["reshard_after_forward"] = sharding == "FULL_SHARD"
-        config = {**config, "fsdp_config": None if sharding == "NO_SHARD" else asked}
-    run = run_of(config, world_size)
+    refuse_tensor_parallelism(run)
     shard = shard_of(run, model, device_bytes, "--world-size")
     alone = shard == 1 and not is_fsdp2(run.fsdp)
-    gathered, reduced = (4, 4) if alone else wire_bytes(config)  # DDP casts nothing: float32
+    gathered, reduced = (4, 4) if alone else wire_bytes(run)  # DDP casts nothing: float32
     return Cluster(
-        world_size=world_size,
+        world_size=run.ranks,
         sharding="NO_SHARD" if alone else sharding_of(run.fsdp),
         shard=shard,
         gathered=gathered,
         reduced=reduced,
-        residual=_residual(run.compressed_communication, world_size, shard),
-        fsdp=fsdp_version(),
+        residual=_residual(run.compressed_communication, run.ranks, shard),
+        fsdp=2 if is_fsdp2(run.fsdp) else 1,
     )
 
 
-def wire_bytes(config: Mapping[str, Any]) -> tuple[Literal[2, 4], Literal[2, 4]]:
+def wire_bytes(run: Run) -> tuple[Literal[2, 4], Literal[2, 4]]:
     """``(gathered, reduced)``: uncompressed bytes per element of the parameters that FSDP gathers and the gradients that it reduces.
 
     As ``composer.distributed.mosaic_parallelism.get_mixed_precision`` reads ``precision`` and ``fsdp_config.mixed_precision``: a name in
@@ -94,11 +77,10 @@ def wire_bytes(config: Mapping[str, Any]) -> tuple[Literal[2, 4], Literal[2, 4]]
     Raises:
         ConfigError: Composer knows no such precision.
     """
-    precision, key = config.get("precision", "amp_bf16"), "fsdp_config.mixed_precision"
-    precision = precision.lower() if isinstance(precision, str) else precision
-    check_choice("precision", precision, tuple(PRECISIONS))
-    cast = PRECISIONS[precision]
-    mixed = (config.get("fsdp_config") or {}).get("mixed_precision", "DEFAULT")
+    key = "fsdp_config.mixed_precision"
+    check_choice("precision", run.precision, tuple(PRECISIONS))
+    cast = PRECISIONS[run.precision]
+    mixed = getattr(run.fsdp, "mixed_precision", "DEFAULT")
     if isinstance(mixed, Mapping):
         given = {name: mixed[name] for name in ("param_dtype", "reduce_dtype") if mixed.get(name) is not None}
         for name, dtype in given.items():
@@ -121,16 +103,15 @@ def _residual(compression: CompressionConfig | None, world_size: int, shard: int
     return 0.0 if path.why_not else 4 / path.inside
 
 
-def refuse_tensor_parallelism(config: Mapping[str, Any]) -> None:
-    """Refuse a YAML with tensor parallelism: LLM Foundry's shards only feed-forward matrices, and FP8 layers do not run under it.
+def refuse_tensor_parallelism(run: Run) -> None:
+    """Refuse a run with tensor parallelism: LLM Foundry's shards only feed-forward matrices, and FP8 layers do not run under it.
 
     Raises:
-        ConfigError: ``tp_config.tensor_parallel_degree`` is above 1, or no positive integer.
+        ConfigError: ``tp_config.tensor_parallel_degree`` is above 1.
     """
-    degree = tensor_parallel_degree(config)
-    if degree > 1:
+    if run.tensor_parallel:
         raise ConfigError(
-            f"tp_config.tensor_parallel_degree: {degree}; plans of a YAML know no tensor parallelism, and FP8 layers do not run under it. "
+            f"tp_config.tensor_parallel_degree: {run.tensor_parallel}; plans of a YAML know no tensor parallelism, and FP8 layers do not run under it. "
             "Leave tp_config out here; `foundry-fp8 plan communication --tensor-parallel` estimates a model whose every matrix is shared."
         )
 

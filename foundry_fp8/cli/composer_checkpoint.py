@@ -62,7 +62,10 @@ def read_checkpoint(path: Path, *, trust: bool = False) -> TrainedModel:
     state = content.get("state") if isinstance(content, dict) else None
     if not isinstance(state, dict) or "model" not in state:
         raise ConfigError(f"{path} is not a checkpoint of Composer's trainer: it has no state of a model.")
-    fp8 = dict(state.get("algorithms") or {}).get("FP8") or {}
+    from foundry_fp8.run.training_state import parts_of  # slow to import: torch's FSDP
+
+    saved = dict(state.get("algorithms") or {}).get("FP8") or {}
+    fp8 = {**parts_of(saved).get("fp8", {}), "repr": saved.get("repr", "")}
     if "recipe" not in fp8:
         raise ConfigError(
             f"{path} was not trained in FP8 (it has no state of algorithms.fp8), so there are no FP8 numbers to serve it with."

@@ -42,7 +42,7 @@ class Hardware:
 
     @property
     def nodes(self) -> int:
-        """Machines."""
+        """Machines, the last of which may be in part empty."""
         return -(-self.devices // PER_NODE)
 
 

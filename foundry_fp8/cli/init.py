@@ -12,10 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foundry_fp8.cli.hardware import Hardware, parse_hardware
+from foundry_fp8.cli.yaml_model import resolve_yaml
+from foundry_fp8.cli.yaml_run import run_of
 from foundry_fp8.config import ConfigError
 
 if TYPE_CHECKING:
     from ruamel.yaml import YAML
+
+    from foundry_fp8.run.settings import Run
 
 __all__ = ["add_fp8", "init"]
 
@@ -71,6 +75,7 @@ def add_fp8(text: str, hardware: Hardware, where: str = "the YAML") -> tuple[str
         raise ConfigError(f"{where} cannot be read as a YAML: {error}") from error
     if not isinstance(config, MutableMapping) or not isinstance(config.get("model"), MutableMapping):
         raise ConfigError(f"{where} is no training run of LLM Foundry: it has no model.")
+    run = run_of(resolve_yaml(text, where), hardware.devices)
     said: list[str] = []
 
     def add(section: str, name: str, value: Any, why: str) -> None:
@@ -87,14 +92,14 @@ def add_fp8(text: str, hardware: Hardware, where: str = "the YAML") -> tuple[str
         said.append(f"~ {path}: {section[key]} becomes {value}: {why}.")
         section[key] = value
 
-    _replace_others_fp8(config, change)
+    _replace_others_fp8(run, config, change)
     for section in ("algorithms", "callbacks", "loggers"):
         if config.get(section) is None:
             config[section] = type(config)()
     # Named: auto leaves out layers that are too small to be faster, in a small model all of them.
     add("algorithms", "fp8", _flow({"recipe": hardware.gpu.recipe}, config),
         f"linear layers in FP8, as {hardware.name} multiplies it; algorithms.fp8.enabled=false is the BF16 twin")  # fmt: skip
-    if hardware.nodes > 1 and config.get("fsdp_config"):
+    if hardware.nodes > 1 and run.fsdp is not None:
         add("algorithms", "hybrid_sharding", _flow({"shard": "node"}, config),
             f"shard inside a node, replicate across the {hardware.nodes}; remove it if a node cannot hold the model")  # fmt: skip
     add(
@@ -119,15 +124,16 @@ def add_fp8(text: str, hardware: Hardware, where: str = "the YAML") -> tuple[str
     return _as_written(text, out.getvalue()), said
 
 
-def _replace_others_fp8(config: Any, change: Any) -> None:
+def _replace_others_fp8(run: Run, config: Any, change: Any) -> None:
     """Composer's and MPT's own ways to FP8 do not go together with this one."""
     model = config["model"]
-    if config.get("precision") == "amp_fp8":
+    if run.precision == "amp_fp8":
         change(config, "precision", "amp_bf16", "Composer's own FP8; what stays out of FP8 runs in this")
-    if model.get("fc_type") == "te":
-        change(model, "model.fc_type", "torch", "this package converts plain linears")
     ffn = model.get("ffn_config")
-    if isinstance(ffn, MutableMapping) and ffn.get("ffn_type") == "te_ln_mlp":
+    te_mlp = isinstance(ffn, MutableMapping) and ffn.get("ffn_type") == "te_ln_mlp"
+    if run.te_layers and "fc_type" in model:
+        change(model, "model.fc_type", "torch", "this package converts plain linears")
+    if te_mlp:
         change(ffn, "model.ffn_config.ffn_type", "mptmlp", "this package converts plain linears")
 
 

@@ -118,76 +118,39 @@ def plan_yaml(
         sharding: With ``world_size``: FSDP's strategy, by default the YAML's.
         gpu: With ``world_size``: whose memory the budget is where there is none.
     """
-    from foundry_fp8.activations.checkpointing.apply import ActivationCheckpointingConfig, PlannedCompression
     from foundry_fp8.cli.memory_options import frozen_weights, other_optimizers
-    from foundry_fp8.layers.state import FP8State
-    from foundry_fp8.planning.memory.cluster import on_cluster
+    from foundry_fp8.planning.memory.cluster import SHARDINGS, on_cluster
     from foundry_fp8.planning.memory.cost_model import CostModel
     from foundry_fp8.planning.memory.flash_bytes import hold_flash_bytes
     from foundry_fp8.planning.memory.planner import choose, measure, plan_memory
-    from foundry_fp8.planning.memory.routing import EqualShares
 
     config = read_yaml(path)
-    run = run_of(config, world_size or PER_NODE)
-    own = run.activation_checkpointing or ActivationCheckpointingConfig()
-    if sharding is not None and world_size is None:
-        raise ConfigError("--sharding: a strategy for ranks; give --world-size too.")
     if world_size is not None:
         accept(Positive, world_size, "--world-size")
         check_choice("--gpu", gpu, tuple(GPUS))
-    limit = _budget(budget) if budget is not None else own.budget
-    if limit is None and world_size is not None:
-        limit = limit_of(gpu)
-    if limit is None:
-        raise ConfigError(
-            "--budget: the YAML's activation_checkpointing has no budget either; give one, such as 0.5."
-        )
-    if microbatch is None:
-        microbatch = config.get("device_train_microbatch_size")
-        if not isinstance(microbatch, int):
-            raise ConfigError(
-                f"device_train_microbatch_size: {microbatch!r} is not a number; give --microbatch."
-            )
-    accept(Positive, microbatch, "--microbatch")
-    if world_size is not None:
-        if device not in ("", "fake"):
-            raise ConfigError(
-                f"--device: {device!r} with --world-size. A cluster is planned with fake alone."
-            )
-        if limit == "fit":
-            raise ConfigError(
-                "--budget: fit asks a GPU of this machine. With --world-size give a size, such as 76GiB."
-            )
-        device = "fake"
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    check_choice("--device", device, ("cpu", "cuda", "fake"))
+    elif sharding is not None:
+        raise ConfigError("--sharding: a strategy for ranks; give --world-size too.")
+    if sharding is not None:
+        check_choice("--sharding", sharding, SHARDINGS)
+    run = run_of(config, world_size or PER_NODE, sharding)
+    limit, kinds, offload = _wanted(run, budget, compression, gpu if world_size is not None else None)
+    microbatch = _sequences(config, microbatch)
+    device = _device(device, world_size is not None)
     dry = device == "fake"
-    kinds: Any = own.compression if compression is None else compression
-    check_choice("--compression", kinds, ("none", "exact") if dry else get_args(PlannedCompression))
+    if dry:
+        check_choice("--compression", kinds, ("none", "exact"))
     where = torch.device("cpu" if dry else device)
     stand_in = device != "cuda" and _without_flash(config)
     # Built before the fake mode begins: metrics copy their tensors in ways that it does not allow.
     model = build_yaml_model(config, "meta" if dry else "cpu")
-    cluster = None
-    if world_size is not None:
-        cluster = cluster_of(config, world_size, sharding, model, GPUS[gpu].memory_bytes)
+    cluster = None if world_size is None else cluster_of(run, model, GPUS[gpu].memory_bytes)
     if stand_in:
         hold_flash_bytes(model)
     state_bytes = optimizer_bytes_of(model, config)
     others = other_optimizers(model, state_bytes, 1 if cluster is None else cluster.shard, dry)
     if cluster is not None and cluster.gathered == 2:
         model.to(torch.bfloat16)  # what FSDP gathers under mixed precision
-    with contextlib.ExitStack() as fake:
-        if dry:
-            fake.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-            fake.enter_context(EqualShares(model))
-            fake.enter_context(_said_what_needs_values())
-            model.to_empty(device=where)
-            for module in model.modules():
-                if hasattr(module, "tie_weights"):
-                    module.tie_weights()
-        else:
-            model.to(where)
+    with _fake(model) if dry else contextlib.nullcontext(model.to(where)):
         loss_fn = _prepare(model, run, config, microbatch, where)
         others += frozen_weights(model, cluster, dry)
         if cluster is None:
@@ -195,7 +158,7 @@ def plan_yaml(
                 model,
                 loss_fn,
                 budget=limit,
-                offload=own.offload,
+                offload=offload,
                 compression=kinds,
                 optimizer_bytes=state_bytes,
                 accumulates=accumulate,
@@ -204,8 +167,71 @@ def plan_yaml(
         else:
             alone = measure(model, loss_fn, compression=kinds, cost_model=CostModel(gpu=gpu))
             sharded = on_cluster(alone, model, cluster, optimizer_bytes=state_bytes, accumulates=accumulate)
-            plan = choose(sharded, limit, offload=own.offload)
+            plan = choose(sharded, limit, offload=offload)
     note = "attention holds flash attention's bytes, at other seconds\n" if stand_in else ""
+    return (
+        f"{path.name}: {microbatch} x {config['max_seq_len']} tokens, parameters and optimizer state "
+        f"{format_bytes(plan.measurements.frame.static)}\n{note}{_notes(run, model, dry)}{others}{plan}"
+    )
+
+
+def _wanted(run: Run, budget: str | None, compression: str | None, gpu: str | None) -> tuple[Any, Any, bool]:
+    """The budget, the compression and whether to offload: of the options, else the YAML's own, else the memory of ``gpu``."""
+    from foundry_fp8.activations.checkpointing.apply import ActivationCheckpointingConfig, PlannedCompression
+
+    own = run.activation_checkpointing or ActivationCheckpointingConfig()
+    limit = _budget(budget) if budget is not None else own.budget
+    if limit is None and gpu is not None:
+        limit = limit_of(gpu)
+    if limit is None:
+        raise ConfigError(
+            "--budget: the YAML's activation_checkpointing has no budget either; give one, such as 0.5."
+        )
+    if limit == "fit" and gpu is not None:
+        raise ConfigError(
+            "--budget: fit asks a GPU of this machine. With --world-size give a size, such as 76GiB."
+        )
+    kinds: Any = own.compression if compression is None else compression
+    check_choice("--compression", kinds, get_args(PlannedCompression))
+    return limit, kinds, own.offload
+
+
+def _sequences(config: dict[str, Any], microbatch: int | None) -> int:
+    if microbatch is None:
+        microbatch = config.get("device_train_microbatch_size")
+        if not isinstance(microbatch, int):
+            raise ConfigError(
+                f"device_train_microbatch_size: {microbatch!r} is not a number; give --microbatch."
+            )
+    return accept(Positive, microbatch, "--microbatch")
+
+
+def _device(device: str, on_cluster: bool) -> str:
+    if on_cluster and device not in ("", "fake"):
+        raise ConfigError(f"--device: {device!r} with --world-size. A cluster is planned with fake alone.")
+    device = "fake" if on_cluster else device or ("cuda" if torch.cuda.is_available() else "cpu")
+    check_choice("--device", device, ("cpu", "cuda", "fake"))
+    return device
+
+
+@contextlib.contextmanager
+def _fake(model: Any) -> Iterator[None]:
+    """Fake tensors in place of a model's on ``meta``: nothing is allocated."""
+    from foundry_fp8.planning.memory.routing import EqualShares
+
+    with FakeTensorMode(allow_non_fake_inputs=True), EqualShares(model), _said_what_needs_values():
+        model.to_empty(device="cpu")
+        for module in model.modules():
+            if hasattr(module, "tie_weights"):
+                module.tie_weights()
+        yield
+
+
+def _notes(run: Run, model: Any, dry: bool) -> str:
+    """What a plan assumes."""
+    from foundry_fp8.layers.state import FP8State
+
+    note = ""
     if dry and next(router_modules(model), None) is not None:
         note += "each expert has an equal share of the tokens\n"
     state = FP8State.of(model)
@@ -213,10 +239,7 @@ def plan_yaml(
         note += f"FP8 layers are those of the {state.backend.name} backend\n"
     if run.converts is not None and run.converts.attention and run.converts.backend == "auto":
         note += "FP8 attention is planned; on a GPU without Transformer Engine or cuDNN's frontend auto leaves it in BF16\n"
-    return (
-        f"{path.name}: {microbatch} x {config['max_seq_len']} tokens, parameters and optimizer state "
-        f"{format_bytes(plan.measurements.frame.static)}\n{note}{others}{plan}"
-    )
+    return note
 
 
 @contextlib.contextmanager

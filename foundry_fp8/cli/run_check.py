@@ -40,11 +40,11 @@ def check_run(path: Path, hardware: Hardware) -> list[Finding]:
     config = read_yaml(path)
     found, built = _parts(config)
     found += _unknown_keys(config)
-    warned = [Finding("selftest", "warning", text) for text in warnings_for(config)]
     try:
         run = run_of({**config, "algorithms": built["algorithms"]}, hardware.devices)
     except ConfigError as error:
-        return [*found, Finding("clash", "error", str(error)), *warned]
+        return [*found, Finding("clash", "error", str(error))]
+    warned = [Finding("selftest", "warning", text) for text in warnings_for(run)]
     try:
         model = build_yaml_model(config, "meta")
     except ConfigError as error:
@@ -144,7 +144,7 @@ def _memory(config: Mapping[str, Any], run: Run, model: Any, hardware: Hardware)
         return []  # said already
     memory = hardware.gpu.memory_bytes
     try:
-        cluster = cluster_of(config, run.ranks, None, model, memory)
+        cluster = cluster_of(run, model, memory)
         state = optimizer_bytes_of(model, config)
     except ConfigError as error:
         return [Finding("memory", "warning" if run.tensor_parallel else "error", str(error))]
@@ -202,8 +202,9 @@ def _attention_kernel(config: Mapping[str, Any]) -> list[Finding]:
 def _unit_scaling(config: Mapping[str, Any], run: Run, model: Any) -> list[Finding]:
     """What a µnit-scaled run lacks: the norm at its end, and weight decay."""
     from foundry_fp8.layers.unit_linear import UnitLinear
-    from foundry_fp8.models.mus.apply import KEY, apply_unit_scaling
+    from foundry_fp8.models.mus.apply import apply_unit_scaling
     from foundry_fp8.models.mus.structure import unit_scaled
+    from foundry_fp8.models.unit_scaling import KEY
 
     if run.unit_scaling is None and not any(isinstance(module, UnitLinear) for module in model.modules()):
         return []

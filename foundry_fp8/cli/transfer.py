@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from foundry_fp8.cli.yaml_model import read_yaml
+from foundry_fp8.cli.yaml_run import run_of
 from foundry_fp8.config import ConfigError, Positive, accept
 
 __all__ = ["transfer", "transfer_yaml"]
@@ -57,8 +58,8 @@ def transfer_yaml(path: Path, *, width: int, layers: int | None = None) -> str:
     accept(Positive | None, layers, "--layers")
     values, config = read_yaml(path), OmegaConf.load(path)
     model, name = values["model"], values["model"]["name"]
-    scaled = (values.get("algorithms") or {}).get("unit_scaling")
-    if name not in NAMES or scaled is None or scaled.get("base_width") is None:
+    base_width = getattr(run_of(values, 1).unit_scaling, "base_width", None)
+    if name not in NAMES or base_width is None:
         raise ConfigError(
             f"algorithms.unit_scaling.base_width: {path} does not have it, so its learning rate is not known to transfer. Sweep "
             "a µnit-scaled proxy (model.name: mus_causal_lm) whose base_width is its own width."
@@ -101,11 +102,11 @@ def transfer_yaml(path: Path, *, width: int, layers: int | None = None) -> str:
                 OmegaConf.update(config, f"model.{place}", moved)
                 changes.append(f"model.{place}: {tau} -> {moved}: falls with depth, by default_tau's curve")
     lr, decay = values["optimizer"]["lr"], values["optimizer"].get("weight_decay", 0.0)
-    factor, share = math.sqrt(scaled["base_width"] / width), scaled["base_width"] / width
+    factor, share = math.sqrt(base_width / width), base_width / width
     said = [
         f"From {path.name}, width {old_width} x {old_layers} layers, for width {width} x {new_layers} layers.",
         *changes,
-        f"optimizer.lr stays {lr:g}: table, head and norms train at it, hidden weights at lr x sqrt({scaled['base_width']} / "
+        f"optimizer.lr stays {lr:g}: table, head and norms train at it, hidden weights at lr x sqrt({base_width} / "
         f"{width}) = {lr * factor:g}, which algorithms.unit_scaling does.",
         f"optimizer.weight_decay stays {decay:g}: fully decoupled, it does not depend on width.",
         f"For comparison, the usual rule of a standard parametrisation: lr {lr * share:g}, weight decay {decay / 2:g}, found "

@@ -13,7 +13,7 @@ from foundry_fp8.cli.hf_folder import FOLDER_MODEL, build_folder_model, read_fol
 from foundry_fp8.config import Config, ConfigError, Positive, Text, accept, first_line, from_mapping
 from foundry_fp8.planning.model_shapes import MODEL_SHAPES
 
-__all__ = ["build_yaml_model", "build_yaml_optimizer", "optimizer_bytes_of", "read_yaml"]
+__all__ = ["build_yaml_model", "build_yaml_optimizer", "optimizer_bytes_of", "read_yaml", "resolve_yaml"]
 
 SIZES = ("d_model", "n_heads", "n_layers", "vocab_size")
 """Keys of MPT and of this package's models that have to be positive: the models themselves take 0 and fail somewhere else."""
@@ -46,21 +46,30 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """
     if path.is_dir():
         return read_folder(path)
+    try:
+        config = resolve_yaml(path.read_text(encoding="utf-8"), path)
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} cannot be read as a YAML: {error}") from error
+    names = [field.name for field in dataclasses.fields(_Read)]
+    read = from_mapping(_Read, {name: config[name] for name in names if name in config}, "")
+    if not isinstance(read.model.get("name"), str):
+        raise ConfigError(f"model.name: {read.model.get('name')!r} is not the name of a model.")
+    return config
+
+
+def resolve_yaml(text: str, where: Path | str) -> dict[str, Any]:
+    """A YAML's values, with what its variables stand for; ``ConfigError`` names the file ``where`` it stood."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
     try:
-        config: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-    except (OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read as a YAML: {error}") from error
+        config: Any = OmegaConf.to_container(OmegaConf.create(text), resolve=True)
+    except (OmegaConfBaseException, YAMLError) as error:
+        raise ConfigError(f"{where} cannot be read as a YAML: {error}") from error
     if not isinstance(config, Mapping):
-        raise ConfigError(f"{path}: the YAML is not a mapping.")
-    names = [field.name for field in dataclasses.fields(_Read)]
-    read = from_mapping(_Read, {name: config[name] for name in names if name in config}, "")
-    if not isinstance(read.model.get("name"), str):
-        raise ConfigError(f"model.name: {read.model.get('name')!r} is not the name of a model.")
-    return dict(config)
+        raise ConfigError(f"{where}: the YAML is not a mapping.")
+    return {str(name): value for name, value in config.items()}
 
 
 def build_yaml_model(config: dict[str, Any], init_device: str) -> Any:

@@ -14,17 +14,27 @@ from foundry_fp8.distributed.sharding import FSDP1_STRATEGIES
 if TYPE_CHECKING:
     from foundry_fp8.run.settings import Run
 
-__all__ = ["fsdp_version", "parallel_layers", "run_of", "tensor_parallel_degree"]
+__all__ = ["fsdp_version", "parallel_layers", "run_of"]
 
 
-def run_of(config: Mapping[str, Any], ranks: int = PER_NODE) -> Run:
+def run_of(config: Mapping[str, Any], ranks: int = PER_NODE, sharding: str | None = None) -> Run:
     """The run of a YAML on so many ranks, before its model is built: copies of it are not counted yet.
+
+    Args:
+        config: The YAML, resolved.
+        ranks: Of the whole run.
+        sharding: Replaces ``fsdp_config.sharding_strategy``; ``NO_SHARD`` is DDP.
 
     Raises:
         ConfigError: An option that is unknown or has a value that it cannot have.
     """
     from foundry_fp8.run.settings import Run, parse_algorithms  # slow to import: transformers
 
+    if sharding is not None:
+        asked = {**(config.get("fsdp_config") or {}), "sharding_strategy": sharding}
+        if fsdp_version() == 2:
+            asked["reshard_after_forward"] = sharding == "FULL_SHARD"
+        config = {**config, "fsdp_config": None if sharding == "NO_SHARD" else asked}
     model = config.get("model") or {}
     layer, loss = model.get("fc_type"), model.get("loss_fn", "fused_crossentropy")
     layer = layer.get("name") if isinstance(layer, Mapping) else layer
@@ -33,7 +43,7 @@ def run_of(config: Mapping[str, Any], ranks: int = PER_NODE) -> Run:
         precision=str(config.get("precision", "amp_bf16")).lower(),
         ranks=ranks,
         fsdp=_fsdp(config, ranks),
-        tensor_parallel=tensor_parallel_degree(config) > 1,
+        tensor_parallel=_tensor_parallel(config),
         compiled=config.get("compile_config") is not None,
         train_metrics=model.get("use_train_metrics", True) is not False,
         flash_loss=model.get("name") == "mpt_causal_lm" and loss == "fused_crossentropy",
@@ -71,14 +81,9 @@ def _fsdp(config: Mapping[str, Any], ranks: int) -> Any:
     return made
 
 
-def tensor_parallel_degree(config: Mapping[str, Any]) -> int:
-    """Ranks that share every matrix of the plan.
-
-    Raises:
-        ConfigError: It is no positive integer.
-    """
+def _tensor_parallel(config: Mapping[str, Any]) -> int:
     degree = (config.get("tp_config") or {}).get("tensor_parallel_degree", 1)
-    return accept(Positive, degree, "tp_config.tensor_parallel_degree")
+    return accept(Positive, degree, "tp_config.tensor_parallel_degree") if degree != 1 else 0
 
 
 def parallel_layers(config: Mapping[str, Any], model: Any) -> list[str]:

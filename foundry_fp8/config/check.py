@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,7 @@ from foundry_fp8.config.rules import Parse, one_of
 __all__ = ["Config", "accept", "check_arguments", "check_choice", "from_mapping"]
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 _FLOAT32_MAX = 3.4e38  # a number ends up in a float32 tensor; comparing refuses NaN too
 
@@ -28,6 +30,8 @@ class Config:
 
     key: ClassVar[str] = ""
     """Where it stands in a YAML. :func:`from_mapping` may be given another place."""
+    deprecated: ClassVar[Mapping[str, Callable[[Any], dict[str, Any]]]] = {}
+    """Options of earlier versions, and what a value of one is in today's, whose mappings it adds to."""
 
     def __post_init__(self) -> None:
         hints = _hints(type(self))
@@ -64,6 +68,14 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], key: str, owner: str =
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     if not isinstance(values, Mapping):
         raise ConfigError(f"{key}: {values!r} is not a mapping. It takes {', '.join(fields)}.")
+    old: Mapping[str, Callable[[Any], dict[str, Any]]] = getattr(cls, "deprecated", {})
+    for name in [name for name in old if name in values]:
+        newer = old[name](values[name])
+        log.warning("%s: deprecated. Write %s instead.", _join(key, name), newer or "nothing")
+        rest = {k: v for k, v in values.items() if k != name}
+        values = rest | {
+            k: {**rest.get(k, {}), **v} if isinstance(v, Mapping) else v for k, v in newer.items()
+        }
     for name in values:
         if name not in fields:
             raise ConfigError(

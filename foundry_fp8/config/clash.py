@@ -21,8 +21,8 @@ class Clash:
     """What is wrong and what to do; ``{run.name}`` stands for what is asked."""
     when: Callable[[Any], bool]
     error: bool = True
-    trainer: Literal["composer", "transformers"] = "composer"
-    """In whose settings' words it is said."""
+    trainers: tuple[Literal["composer", "transformers", "torchtitan", "loop"], ...] = ("composer",)
+    """Whose runs it is about; what one trainer calls a setting, another has another name for."""
 
 
 def refuse(clashes: Iterable[Clash], run: object) -> None:

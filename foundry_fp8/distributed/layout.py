@@ -30,7 +30,7 @@ class BlockLayout:
         exact: Whether each of them travels exactly.
         first_blocks: The number, in the whole model, of each tensor's first block.
         block_size: Elements in a block.
-        world: Owners.
+        world: Ranks, each of which owns a section.
         device: Where the bucket lives.
         section: The owners whose blocks this rank quantises, and keeps a residual of; all where ``None``.
 

@@ -33,7 +33,7 @@ class Row:
 
     @classmethod
     def of(cls, numel: int, *, exact: bool = False) -> Row:
-        """One section."""
+        """A row of one section of ``numel`` elements."""
         return cls(((numel, exact),) if numel else ())
 
     @classmethod
@@ -51,7 +51,7 @@ class Row:
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Elements of all sections."""
         return sum(numel for numel, _ in self.sections)
 
     @property

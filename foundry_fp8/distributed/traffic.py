@@ -142,7 +142,7 @@ class FinishedWork(dist.Work):
         return self._event is None or self._event.query()
 
     def is_success(self) -> bool:
-        """Always."""
+        """True: an error of the wrapped collective is raised where it is waited for."""
         return True
 
     def result(self) -> Any:

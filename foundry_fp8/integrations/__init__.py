@@ -1,1 +1,1 @@
-"""Trainers beside Composer: what a checkpoint of theirs has to hold, and what plugs into them. Each is imported by its own module alone."""
+"""Trainers beside Composer, as adapters of :class:`foundry_fp8.run.fp8_run.FP8Run`. Each is imported by its own module alone."""

@@ -5,20 +5,17 @@ torchtitan 0.3 has another protocol: converters of configurations. This is none.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from torch import nn
 
-from foundry_fp8.config import ConfigError, from_mapping
-from foundry_fp8.integrations.training_state import TrainingState
-from foundry_fp8.surgery.apply import FP8Config, apply_fp8
+from foundry_fp8.run.fp8_run import FP8Run
+from foundry_fp8.run.settings import Run
+from foundry_fp8.run.training_state import FP8Parts
 from foundry_fp8.surgery.report import SurgeryReport
 
 __all__ = ["FP8Converter", "fp8_converter"]
-
-log = logging.getLogger(__name__)
 
 
 class FP8Converter:
@@ -29,7 +26,7 @@ class FP8Converter:
         parallel_dims: torchtitan's.
 
     Attributes:
-        options: The fields of :class:`~foundry_fp8.surgery.apply.FP8Config`.
+        options: The fields of :class:`~foundry_fp8.surgery.fp8_config.FP8Config`.
         reports: What became of every weight, by part of the pipeline.
 
     Raises:
@@ -39,21 +36,18 @@ class FP8Converter:
     options: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, job_config: Any, parallel_dims: Any) -> None:
-        if parallel_dims.tp_enabled:
-            raise ConfigError(
-                "model.converters: FP8 layers do not run under tensor parallelism. Use FSDP alone."
-            )
-        self.reports: list[SurgeryReport] = []
+        self.settings = Run(trainer="torchtitan", tensor_parallel=int(parallel_dims.tp_enabled))
+        FP8Run(settings=self.settings, **self.options).refuse(self.settings)
+        self.reports: list[SurgeryReport | None] = []
 
     def convert(self, model: nn.Module) -> None:
         """Convert ``model`` in place."""
-        self.reports.append(apply_fp8(model, **self.options))
-        log.info("%s", self.reports[-1].summary())
+        self.reports.append(FP8Run(settings=self.settings, **self.options).convert(model))
 
     def post_optimizer_hook(self, model: nn.Module | Sequence[nn.Module]) -> None:
         """Finish the running pass: a collective."""
         for part in [model] if isinstance(model, nn.Module) else model:
-            TrainingState(part).finish_pass()
+            FP8Parts(part).finish_pass()
 
 
 def fp8_converter(**options: Any) -> type[FP8Converter]:
@@ -62,5 +56,5 @@ def fp8_converter(**options: Any) -> type[FP8Converter]:
     Raises:
         ConfigError: Unknown option or value.
     """
-    from_mapping(FP8Config, options, "fp8_converter")
+    FP8Run(settings=Run(trainer="torchtitan"), **options)
     return type("FP8Converter", (FP8Converter,), {"options": dict(options)})

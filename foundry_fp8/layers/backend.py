@@ -119,7 +119,7 @@ class Backend(abc.ABC):
         Args:
             recipe: What the model will run.
             dtype: Its compute dtype, as far as its parameters show.
-            device: Where.
+            device: The one that will run it.
             fused: Norms will be computed in the linears' kernels.
             experts: There are experts in one parameter.
 

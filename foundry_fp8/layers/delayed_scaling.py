@@ -252,7 +252,7 @@ class DelayedScalingState:
             self.running.waiting = True
 
     def end_forward(self) -> None:
-        """It ends."""
+        """A forward of the root ends: what runs until the next one is no part of it."""
         self._inside_root = False
         if not inside_backward():
             self.running.end = newest_node() + 1

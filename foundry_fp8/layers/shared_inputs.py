@@ -110,7 +110,7 @@ class SharedInputs:
         self._forwards += 1
 
     def end_forward(self) -> None:
-        """It ends."""
+        """A forward of the root ends: nothing is kept for the next one."""
         self._forget()
         self._inside = False
 

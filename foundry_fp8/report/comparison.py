@@ -112,7 +112,7 @@ def baseline_of(run: Run, runs: Sequence[Run], named: str | None = None) -> Run 
 
     Args:
         run: Which to hold against it.
-        runs: All.
+        runs: All that are compared, ``run`` among them.
         named: A glob on the names of the baselines; by default the runs in high precision are.
     """
     if _is_baseline(run, named):

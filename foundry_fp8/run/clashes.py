@@ -11,17 +11,18 @@ from foundry_fp8.config import refuse as refuse_by
 from foundry_fp8.distributed.compression.legs import LEG_CLASHES, Legs
 from foundry_fp8.distributed.sharding import is_fsdp2, sharding_of
 from foundry_fp8.run.settings import Run
-from foundry_fp8.surgery.fp8_config import TE_LAYERS
-from foundry_fp8.surgery.rules import Measured
+from foundry_fp8.surgery.fp8_config import KEY, TE_LAYERS
 
-__all__ = ["CALLBACK", "CLASHES", "clashes_of", "refuse"]
+__all__ = ["CALLBACK", "CLASHES", "KEYS", "clashes_of", "refuse"]
 
 CALLBACK = "FP8Callback"
+KEYS = {"composer": KEY, "transformers": CALLBACK, "torchtitan": "model.converters", "loop": "FP8Run"}
+"""Trainer -> where its user writes FP8's options."""
 
 
 def clashes_of(run: Run) -> list[Clash]:
     """The clashes that ``run`` has."""
-    return [clash for clash in CLASHES if clash.trainer == run.trainer and clash.when(run)]
+    return [clash for clash in CLASHES if run.trainer in clash.trainers and clash.when(run)]
 
 
 def refuse(run: Run) -> None:
@@ -127,29 +128,32 @@ CLASHES = (
           lambda run: run.ranks == 1 and (run.hybrid_sharding or run.compressed_communication) is not None, error=False),
     Clash("no `run_name`", "run_name is blank: RUN_NAME has to be in the environment, or the name is random",
           lambda run: not run.name, error=False),
-    # Of Hugging Face's Trainer and of Accelerate.
+    # Of other trainers.
+    Clash("a wrapped or compiled model",
+          "FP8: the model is wrapped or compiled already, and FP8 layers go in before that. Convert the plain model (give Trainer that "
+          "one); DDP, FSDP and torch.compile come after.", lambda run: run.wrapped, trainers=("transformers", "torchtitan", "loop")),
+    Clash("torchtitan's tensor parallelism",
+          "model.converters: FP8 layers do not run under tensor parallelism. Use FSDP alone.",
+          lambda run: run.tensor_parallel, trainers=("torchtitan",)),
     Clash("several GPUs of one process",
           f"{CALLBACK}: Trainer would run nn.DataParallel over {{run.copied_to}} GPUs, which copies the model in every step. Launch one "
-          "process a GPU (torchrun), or set CUDA_VISIBLE_DEVICES to one.", lambda run: run.copied_to > 1, trainer="transformers"),
+          "process a GPU (torchrun), or set CUDA_VISIBLE_DEVICES to one.", lambda run: run.copied_to > 1, trainers=("transformers",)),
     Clash("DeepSpeed ZeRO-3",
           f"{CALLBACK}: DeepSpeed ZeRO-3 keeps parameters empty outside of their layer's forward, so FP8 layers find no weight. Use fsdp= "
-          "(FSDP1 or FSDP2) or DDP.", lambda run: run.zero_stage == 3, trainer="transformers"),
+          "(FSDP1 or FSDP2) or DDP.", lambda run: run.zero_stage == 3, trainers=("transformers",)),
     Clash("DeepSpeed",
           f"{CALLBACK}: DeepSpeed ZeRO-{{run.zero_stage}} was never tested with FP8 layers. Use fsdp= (FSDP1 or FSDP2) or DDP.",
-          lambda run: run.zero_stage is not None, trainer="transformers"),
+          lambda run: run.zero_stage is not None, trainers=("transformers",)),
     Clash("`mixed_precision: fp8`",
           f"{CALLBACK}: Accelerate's mixed_precision: fp8 is on, and both would quantise. Set it to bf16 (TrainingArguments(bf16=True)).",
-          lambda run: run.precision == "amp_fp8", trainer="transformers"),
+          lambda run: run.precision == "amp_fp8", trainers=("transformers",)),
     Clash("`fp16`, `guard`",
           f"{CALLBACK}: fp16 scales the loss by a factor that a callback does not know, which the guard needs. Set bf16=True.",
-          lambda run: run.precision == "amp_fp16" and run.guarded, trainer="transformers"),
+          lambda run: run.precision == "amp_fp16" and run.guarded, trainers=("transformers",)),
     Clash("`fp16`, `recipe: unit`",
           f"{CALLBACK}: fp16 scales the loss by a factor that a callback does not know, which recipe: unit has no room for. Set bf16=True.",
-          _unit_under_fp16, trainer="transformers"),
-    Clash("`recipe: measured`",
-          f"{CALLBACK}.recipe: measured is for Composer alone: nothing measures under Trainer, and all layers would run delayed. Give "
-          "rules, or a recipe's name.", lambda run: isinstance(run.fp8.recipe, Measured), trainer="transformers"),
+          _unit_under_fp16, trainers=("transformers",)),
     Clash("`fsdp`, `frozen_weights: fp8`",
           f"{CALLBACK}: frozen_weights: fp8 does not run under FSDP, which shards plain parameters alone. Use DDP.",
-          _frozen_under_fsdp, trainer="transformers"),
+          _frozen_under_fsdp, trainers=("transformers",)),
 )  # fmt: skip

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
+
+import torch
 
 from foundry_fp8.activations.checkpointing.apply import ActivationCheckpointingConfig
 from foundry_fp8.activations.compression.apply import ActivationCompressionConfig
@@ -13,7 +15,7 @@ from foundry_fp8.activations.fused_head.apply import FusedHeadConfig
 from foundry_fp8.config import Config, from_mapping
 from foundry_fp8.distributed.compression.config import CompressionConfig
 from foundry_fp8.distributed.hybrid_sharding.apply import HybridShardingConfig
-from foundry_fp8.models.mus.apply import UnitScalingConfig
+from foundry_fp8.models.unit_scaling import UnitScalingConfig
 from foundry_fp8.surgery.fp8_config import FP8Config
 
 __all__ = ["Run", "in_plan", "parse_algorithms"]
@@ -33,15 +35,17 @@ CONFIGS: Mapping[str, type[Config]] = {
 class Run:
     """Settings of a run. A trainer fills in what the algorithm that asks is about; a YAML is read as a whole."""
 
-    trainer: Literal["composer", "transformers"] = "composer"
+    trainer: Literal["composer", "transformers", "torchtitan", "loop"] = "composer"
     name: str | None = None
     precision: str = "amp_bf16"  # in Composer's words
     ranks: int = 1
     replicate: int = 1  # copies of the model
     shard: int = 1  # ranks that share one of them
     fsdp: Any = None  # Composer's FSDPConfig or FSDP2Config
-    tensor_parallel: bool = False
-    parallel_layers: str = ""  # which converted ones are in the plan of tensor parallelism
+    tensor_parallel: int = 0  # ranks that share every matrix; 0 without tensor parallelism
+    parallel_plan: Sequence[str] = ()  # globs of tensor parallelism's plan
+    parallel_layers: str = ""  # which converted ones it names
+    wrapped: bool = False  # the model is compiled, or in DDP or FSDP, before it is converted
     compiled: bool = False
     train_metrics: bool = False  # which read the logits of training batches
     flash_loss: bool = False  # flash-attention's cross-entropy
@@ -49,6 +53,9 @@ class Run:
     guarded: bool = False
     zero_stage: int | None = None  # DeepSpeed's
     copied_to: int = 1  # GPUs of one process, among which nn.DataParallel copies the model
+    device: torch.device | None = None  # of this rank
+    callbacks: Sequence[str] = ()  # their classes
+    log: str = ""  # the run log's path
     fp8: FP8Config | None = None
     activation_checkpointing: ActivationCheckpointingConfig | None = None
     activation_compression: ActivationCompressionConfig | None = None

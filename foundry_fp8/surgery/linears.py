@@ -67,6 +67,58 @@ class LinearPlan:
                 module.register_forward_pre_hook(_is_called)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Rules:
+    """What a policy's rules and the backend say of a layer: what it runs, or why it stays in high precision."""
+
+    policy: Policy
+    rule_of: Mapping[str, str]
+    backend: Backend
+    key: str
+
+    def of_linear(self, name: str, linear: nn.Module, form: type[FP8Linear] | None) -> Choice | str:
+        if form is None:
+            return f"its class {type(linear).__name__} has a forward of its own, which is not x W^T + b"
+        found = self._choice(name)
+        if isinstance(found, str):
+            return found
+        if (form is FP8UnitLinear) == found.recipe.for_any_model:
+            return MULTIPLIED if found.recipe.for_any_model else NOT_MULTIPLIED
+        return self.backend.shape_reason(found.recipe, *features_of(linear)) or found
+
+    def of_experts(self, name: str, weights: ExpertWeights) -> Choice | str:
+        found = weights.why_not or self._choice(name)
+        if isinstance(found, str):
+            return found
+        if not found.recipe.for_any_model:
+            return NOT_MULTIPLIED
+        return weights.reason(found.recipe, self.backend) or found
+
+    def row(
+        self, name: str, found: Choice | str, shape: tuple[int, ...], shared_with: str = ""
+    ) -> SurgeryRow:
+        """The report's line on a layer."""
+        return SurgeryRow(
+            name=name,
+            action="skipped" if isinstance(found, str) else "converted",
+            reason=str(found),
+            rule=self.rule_of.get(name, ""),
+            gemms={} if isinstance(found, str) else found.gemms,
+            shape=shape,
+            shared_with=shared_with,
+        )
+
+    def _choice(self, name: str) -> Choice | str:
+        if name not in self.rule_of:
+            return (
+                f"no rule of {self.key}.recipe names it"
+                if self.policy.listed
+                else f"{self.key}.include does not name it"
+            )
+        choice = self.policy.choice(self.rule_of[name])
+        return LEFT.format(rule=self.rule_of[name]) if choice is None else choice
+
+
 def plan_linears(
     model: nn.Module,
     *,
@@ -100,7 +152,7 @@ def plan_linears(
         )
     linears = [(n, m) for n, m in model.named_modules(remove_duplicate=False) if looks_linear(m)]
     experts = expert_weights(model)
-    rules = policy.resolve(model, [*(name for name, _ in linears), *experts])
+    rules = _Rules(policy, policy.resolve(model, [*(name for name, _ in linears), *experts]), backend, key)
     never, by_default = unconvertible(model, linears), left_out(model, linears)
 
     rows: list[SurgeryRow] = []
@@ -108,56 +160,22 @@ def plan_linears(
     made: dict[nn.Module, FP8Linear] = {}
     converted: dict[str, FP8Linear] = {}
     places: dict[str, FP8Linear] = {}
+    forms = {linear: None if linear in never else linear_form(linear) for _, linear in linears}
 
-    def verdict(name: str, linear: nn.Module, form: type[FP8Linear] | None) -> Choice | str:
+    def verdict(name: str, linear: nn.Module) -> Choice | str:
         """What it runs, or why it stays in high precision."""
         if linear in never:
             return never[linear]
-        if form is None:
-            return f"its class {type(linear).__name__} has a forward of its own, which is not x W^T + b"
-        if name in by_default and not by_default[name].named_by(name, policy.globs):
+        if (
+            name in by_default
+            and forms[linear] is not None
+            and not by_default[name].named_by(name, policy.globs)
+        ):
             return by_default[name].reason
-        found = by_rule(name)
-        if isinstance(found, str):
-            return found
-        if (form is FP8UnitLinear) == found.recipe.for_any_model:
-            return MULTIPLIED if found.recipe.for_any_model else NOT_MULTIPLIED
-        return backend.shape_reason(found.recipe, *features_of(linear)) or found
+        return rules.of_linear(name, linear, forms[linear])
 
-    def verdict_on_experts(name: str, weights: ExpertWeights) -> Choice | str:
-        """The same of a parameter of experts."""
-        found = weights.why_not or by_rule(name)
-        if isinstance(found, str):
-            return found
-        if not found.recipe.for_any_model:
-            return NOT_MULTIPLIED
-        return weights.reason(found.recipe, backend) or found
-
-    def by_rule(name: str) -> Choice | str:
-        """What the rules say of it."""
-        if name not in rules:
-            return f"no rule of {key}.recipe names it" if policy.listed else f"{key}.include does not name it"
-        choice = policy.choice(rules[name])
-        return LEFT.format(rule=rules[name]) if choice is None else choice
-
-    def row(name: str, found: Choice | str, shape: tuple[int, ...], shared_with: str = "") -> None:
-        rows.append(
-            SurgeryRow(
-                name=name,
-                action="skipped" if isinstance(found, str) else "converted",
-                reason=str(found),
-                rule=rules.get(name, ""),
-                gemms={} if isinstance(found, str) else found.gemms,
-                shape=shape,
-                shared_with=shared_with,
-            )
-        )
-
-    forms = {linear: None if linear in never else linear_form(linear) for _, linear in linears}
     left = {LEFT.format(rule=rule) for rule in policy.rules}
-    verdicts = _one_verdict_a_place(
-        model, {n: verdict(n, linear, forms[linear]) for n, linear in linears}, left
-    )
+    verdicts = _one_verdict_a_place(model, {n: verdict(n, linear) for n, linear in linears}, left)
     chosen: dict[nn.Module, Choice] = {}
     for name, linear in linears:
         form, found = forms[linear], verdicts[name]
@@ -174,12 +192,12 @@ def plan_linears(
                 )
             places[name] = made[linear]
         weight = linear._parameters.get("weight")
-        row(name, found, features_of(linear)[::-1], first_name.get(id(weight), ""))
+        rows.append(rules.row(name, found, features_of(linear)[::-1], first_name.get(id(weight), "")))
         if weight is not None:
             first_name.setdefault(id(weight), name)
     grouped: dict[str, FP8GroupedLinear] = {}
     for name, weights in experts.items():
-        found = verdict_on_experts(name, weights)
+        found = rules.of_experts(name, weights)
         if isinstance(found, Choice):
             grouped[name] = FP8GroupedLinear(
                 fqn=name,
@@ -189,7 +207,7 @@ def plan_linears(
                 wgrad=found.wgrad,
                 evaluate=evaluate,
             )
-        row(name, found, weights.shape)
+        rows.append(rules.row(name, found, weights.shape))
     if not converted and not grouped:
         said = "; ".join(f"{n} because {r}" for r, n in Counter(row.reason for row in rows).most_common(5))
         raise ConfigError(

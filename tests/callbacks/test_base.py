@@ -46,7 +46,9 @@ def test_a_monitor_that_raises_is_switched_off_once_and_training_goes_on(train, 
     assert trainer.state.timestamp.batch.value == 3
     assert len(series(trainer, "loss/train/total")) == 3
     errors = [record for record in caplog.records if "off for the rest of this run" in record.message]
-    assert sorted(record.args[0] for record in errors) == sorted(monitor.key for monitor in monitors)
+    assert sorted(record.args[0] for record in errors) == sorted(
+        f"callbacks.{monitor.key}" for monitor in monitors
+    )
     for monitor in monitors:
         assert "broken on purpose" in monitor.failed
     for module in trainer.state.model.modules():

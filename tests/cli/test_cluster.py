@@ -5,6 +5,7 @@ import warnings
 import pytest
 
 from foundry_fp8.cli.cluster import cluster_of, wire_bytes
+from foundry_fp8.cli.yaml_run import run_of
 from foundry_fp8.config import ConfigError
 
 READINGS = {
@@ -21,9 +22,9 @@ READINGS = {
 @pytest.mark.parametrize("name", READINGS)
 def test_precision_and_mixed_precision_are_read(name):
     fsdp, wanted = READINGS[name]
-    assert wire_bytes({"precision": "AMP_bf16", "fsdp_config": fsdp}) == wanted
+    assert wire_bytes(run_of({"precision": "AMP_bf16", "fsdp_config": fsdp})) == wanted
     if not isinstance(fsdp.get("mixed_precision"), dict):
-        assert wire_bytes({"precision": "fp32", "fsdp_config": fsdp}) == (4, 4)
+        assert wire_bytes(run_of({"precision": "fp32", "fsdp_config": fsdp})) == (4, 4)
 
 
 @pytest.mark.parametrize("precision", ["amp_bf16", "amp_fp16", "amp_fp8", "fp32"])
@@ -36,7 +37,7 @@ def test_composer_reads_them_so(precision):
         mixed = fsdp.get("mixed_precision", "DEFAULT")
         with warnings.catch_warnings(action="ignore"):
             _, gathered, reduced, _ = composer.get_mixed_precision(Precision(precision), mixed)
-        said = wire_bytes({"precision": precision, "fsdp_config": fsdp})
+        said = wire_bytes(run_of({"precision": precision, "fsdp_config": fsdp}))
         assert said[0] == (4 if gathered is None else gathered.itemsize)
         assert said[1] == (said[0] if reduced is None else reduced.itemsize)
 
@@ -54,15 +55,15 @@ def test_composer_reads_them_so(precision):
 )  # fmt: skip
 def test_what_plans_do_not_know_is_refused_and_not_taken_for_something_else(config, said):
     with pytest.raises(ConfigError) as raised:
-        cluster_of(config, 8, None)
+        cluster_of(run_of(config, 8))
     assert said in str(raised.value)
 
 
 def test_error_feedback_keeps_the_part_of_a_node_under_two_hops():
     """Across nodes alone, a rank feeds back what it sends across: an eighth of the gradients of all."""
     options = {"algorithms": {"compressed_communication": {"gradients": "int8"}}}
-    assert cluster_of(options, 8, None).residual == 4  # DDP on one node: coded everywhere
-    assert cluster_of(options, 32, None).residual == 0.5
+    assert cluster_of(run_of(options, 8)).residual == 4  # DDP on one node: coded everywhere
+    assert cluster_of(run_of(options, 32)).residual == 0.5
     hybrid = {"algorithms": {**options["algorithms"], "hybrid_sharding": {"shard": 8}}, "fsdp_config": {}}
-    assert cluster_of(hybrid, 32, None).residual == 4  # of an eighth already
-    assert cluster_of(hybrid, 8, None).residual == 0  # nothing replicates
+    assert cluster_of(run_of(hybrid, 32)).residual == 4  # of an eighth already
+    assert cluster_of(run_of(hybrid, 8)).residual == 0  # nothing replicates

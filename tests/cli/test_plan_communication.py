@@ -37,18 +37,6 @@ def test_a_measured_constant_overrides():
     assert '"across_bus": 1000000000' in slow and "given: across_bus=1e9" in slow
 
 
-def test_published_points_are_printed_with_their_errors():
-    output = run("--check").output
-    assert "AWS 7B BF16" in output and "torchtitan" in output and "Assumed" in output
-    printed = [line.rstrip() for line in output.splitlines()]
-    results = Path(__file__).parents[2] / "benchmarks/results/plan_communication_check.txt"
-    assert printed == results.read_text().splitlines()
-    guide = " ".join((Path(__file__).parents[2] / "docs/communication.md").read_text().split())
-    tests, rms, most, flat_rms, flat_most = re.findall(r"[\d.]+", printed[-1])[:5]
-    assert f"other {tests} points the error is {rms} % rms and {most} % at most" in guide
-    assert f"assuming no slowdown it is {flat_rms} % and {flat_most} %" in guide
-
-
 def test_the_docs_say_what_it_says_of_one_model():
     output = run("--parameters", "6.66e9", "--gpus", "512", "--network", "h100-3200g").output
     rows = re.findall(r"^ +(\d+ (?:FSDP|HSDP) \S+) +(\S+) +([\d.]+)", output, re.M)

@@ -12,9 +12,10 @@ import pytest
 
 from foundry_fp8.cli.selftest import verdict as verdicts
 from foundry_fp8.cli.selftest.claims import judge
-from foundry_fp8.cli.selftest.rank_claims import RANK_CLAIMS
 from foundry_fp8.cli.selftest.stages import run_stages, stages_of
 from foundry_fp8.cli.selftest.supervisors import Supervisors
+from foundry_fp8.run.settings import Run
+from foundry_fp8.surgery.fp8_config import FP8Config
 
 pytestmark = [pytest.mark.multiprocess]
 LIMIT_S = 300.0
@@ -30,8 +31,7 @@ def run(folder, failure, *names, limit=LIMIT_S):
                 command = (sys.executable, "-m", "tests.cli.planted", failure, *command[3:])
             chosen.append(dataclasses.replace(stage, command=command, limit_s=limit))
     outcomes = run_stages(chosen, folder / "logs", 10 * LIMIT_S, dry=True, supervisors=Supervisors(2))
-    stage_of = {claim.quote: claim.stage for claim in RANK_CLAIMS}
-    words = {stage_of[v.claim.quote]: v for v in judge(outcomes, dry=True) if v.claim.quote in stage_of}
+    words = {verdict.claim.stage: verdict for verdict in judge(outcomes, dry=True)}
     return {outcome.stage: outcome for outcome in outcomes}, words
 
 
@@ -132,7 +132,7 @@ def test_under_a_launcher(launcher, tmp_path):
 
 def test_doctor_warns_of_what_was_refuted(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert verdicts.latest() is None and verdicts.warnings_for({"algorithms": {"fp8": {}}}) == []
+    assert verdicts.latest() is None and verdicts.warnings_for(Run(fp8=FP8Config())) == []
     claims = [
         {
             "claim": "resumes",
@@ -147,17 +147,14 @@ def test_doctor_warns_of_what_was_refuted(tmp_path, monkeypatch):
             "verdict": "refuted",
             "figures": "",
             "next": "",
-            "keys": ["algorithms.fp8.backend=te"],
+            "keys": ["algorithms.fp8.backend=transformer_engine"],
         },
         {"claim": "fine", "verdict": "confirmed", "figures": "", "next": "", "keys": ["algorithms.fp8"]},
     ]
     verdicts.keep({"date": "2026-11-26T10:00:00", "claims": claims})
-    uses = {"algorithms": {"fp8": {"backend": "native"}}}
-    (only,) = verdicts.warnings_for(uses)
+    (only,) = verdicts.warnings_for(Run(fp8=FP8Config(backend="native")))
     assert only == "resumes: refuted on this machine on 2026-11-26 (differ). Do not."
-    uses["algorithms"]["fp8"]["backend"] = "te"
-    uses["compile_config"] = {"mode": "default"}
-    assert len(verdicts.warnings_for(uses)) == 3
+    assert len(verdicts.warnings_for(Run(fp8=FP8Config(backend="transformer_engine"), compiled=True))) == 3
 
 
 def test_names_of_hosts_and_users_do_not_leave(tmp_path, monkeypatch):

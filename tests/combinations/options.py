@@ -81,7 +81,6 @@ ALGORITHMS: dict[str, dict[str, Takes]] = {
         "format": FORMAT,
         "block_size": either(NULL, only(16, 32, 64, 128, 256, 512, 1024)),
         "targets": either(NAMES, table(TEXT, FORMAT, least=1)),
-        "include_checkpoint_boundaries": FLAG,
         "overrides": Takes(
             lambda v: isinstance(v, dict)
             and all(

@@ -23,10 +23,9 @@ import foundry_fp8
 from foundry_fp8.distributed.fsdp2_units import average_on_gloo
 from foundry_fp8.layers.attention import FP8DotProductAttention
 from foundry_fp8.layers.linear import FP8Linear
-from foundry_fp8.layers.state import FP8State
 from foundry_fp8.numerics.recipes import parse_recipe
 from foundry_fp8.report.runs import read_run
-from foundry_fp8.surgery.attention import FP8AttentionState
+from foundry_fp8.run.training_state import FP8Parts
 from tests.combinations.composing import Causal, Tokens
 from tests.combinations.parts import PARTS, Part, Settings, numbers_of
 from tests.combinations.wrapping import gradients_of, parameters_of
@@ -225,10 +224,7 @@ def functional(
     if settings.fp8 is not None:
         foundry_fp8.apply_fp8(model, **settings.fp8)
         if "FP8" in algorithms:
-            FP8State.of(model).load_state_dict(algorithms["FP8"])
-            attention = FP8AttentionState.of(model)
-            if attention is not None:
-                attention.load_state_dict(algorithms["FP8"]["attention"])
+            FP8Parts(model).load_state_dict(algorithms["FP8"])
         for module in model.modules():
             if (
                 isinstance(module, FP8Linear | FP8DotProductAttention)

@@ -83,7 +83,7 @@ def test_a_checkpoint_is_exported_with_the_scales_of_its_state(delayed_run, tmp_
     assert config["init_device"] == "cpu" and config["torch_dtype"] == "float32"
     state = torch.load(delayed_run.checkpoint, weights_only=False)["state"]
     fp8 = dict(state["algorithms"])["FP8"]
-    for name, scales in fp8["modules"].items():
+    for name, scales in fp8["state"][0]["fp8"]["modules"].items():
         inner = name.removeprefix("model.")
         x, w, _ = scales["scale"]
         assert float(tensors[f"{inner}.input_scale"]) == float(x.reciprocal())

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from foundry_fp8.config import ConfigError
-from foundry_fp8.integrations import refusals
+from foundry_fp8.integrations import trainer as of_trainer
 from foundry_fp8.integrations.transformers import FP8Callback
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.layers.state import FP8State
@@ -86,7 +86,14 @@ def callback(**options):
 def test_the_model_is_converted_before_the_optimizer_and_the_report_is_of_what_ran(capsys):
     fp8 = callback(announce=True)
     trainer = trainer_of([fp8])
-    assert trainer.optimizer is None and "FP8: 14 of 15 linears" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert (
+        trainer.optimizer is None
+        and "FP8: 14 of 15 linears" in said
+        and "no callbacks.divergence_guard" in said
+    )
+    trainer_of([callback(announce=True, guard={})])
+    assert "no callbacks.divergence_guard" not in capsys.readouterr().err
     trainer.train()
     assert fp8.report.converted_share > 0.5 and FP8State.of(trainer.model).delayed.amax_history.any()
 
@@ -185,6 +192,10 @@ def test_trainer_may_make_the_callback_again_from_a_checkpoint():
     assert same(dict(whole.model.state_dict()), dict(resumed.model.state_dict()))
 
 
+NOTHING = {"n_gpu": 1, "bf16": False, "fp16": False, "fsdp": [], "deepspeed_plugin": None, "mixed_precision": "no",
+           "torch_compile": False, "device": torch.device("cpu")}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("given", "wrap", "said"),
     [
@@ -203,28 +214,41 @@ def test_trainer_may_make_the_callback_again_from_a_checkpoint():
     ],
 )
 def test_what_cannot_run_together_is_refused(given, wrap, said, monkeypatch):
-    nothing = {"n_gpu": 1, "fp16": False, "fsdp": [], "deepspeed_plugin": None, "mixed_precision": "no"}
-    asked = SimpleNamespace(**nothing | given)
-    monkeypatch.setattr(refusals, "AcceleratorState", lambda: asked)
+    asked = SimpleNamespace(**NOTHING | given)
+    monkeypatch.setattr(of_trainer, "AcceleratorState", lambda: asked)
     with pytest.raises(ConfigError, match=said):
-        refusals.refuse(asked, wrap(build_llama()), callback(frozen_weights="fp8").config, guarded=True)
+        fp8 = callback(frozen_weights="fp8", guard={})
+        fp8.run.convert(wrap(build_llama()), of_trainer.settings_of(asked))
 
 
 @pytest.mark.parametrize(
     ("recipe", "said"),
     [
-        ("measured", "measured is for Composer alone"),
-        ({"name": "measured", "error": 0.1}, "measured is for Composer alone"),
         ("unit", "recipe: unit has no room for"),
         ([{"blocks": "first-1", "recipe": "current"}, {"recipe": "unit"}], "recipe: unit has no room for"),
     ],
 )
 def test_recipes_that_need_what_trainer_does_not_give_are_refused(recipe, said, monkeypatch):
-    nothing = {"n_gpu": 1, "fsdp": [], "deepspeed_plugin": None, "mixed_precision": "no"}
-    asked = SimpleNamespace(**nothing, fp16="unit" in said)
-    monkeypatch.setattr(refusals, "AcceleratorState", lambda: asked)
+    asked = SimpleNamespace(**NOTHING | {"fp16": True})
+    monkeypatch.setattr(of_trainer, "AcceleratorState", lambda: asked)
     with pytest.raises(ConfigError, match=said):
-        refusals.refuse(asked, build_llama(), callback(recipe=recipe).config, guarded=False)
+        callback(recipe=recipe).run.convert(build_llama(), of_trainer.settings_of(asked))
+
+
+def test_measured_chooses_after_its_warmup_and_a_resumed_run_keeps_the_choice():
+    measured = {
+        "recipe": {"name": "measured", "warmup": 2, "error": 0.5, "recipes": ["current"]},
+        "guard": {"interval": 1},
+    }
+    whole = callback(**measured)
+    first = trainer_of([whole], max_steps=4, **SAVING)
+    first.train()
+    assert {m.recipe.name for m in FP8State.of(first.model).modules.values()} == {"current"}
+    assert whole.run.choice is not None and whole.report.recipe_names == "current"
+    resumed = callback(**measured)
+    again = trainer_of([resumed], max_steps=4)
+    again.train(resume_from_checkpoint="out/checkpoint-2")
+    assert resumed.run.choice is None and same(dict(first.model.state_dict()), dict(again.model.state_dict()))
 
 
 def test_bad_options_and_a_callback_that_comes_too_late_are_refused():

@@ -98,7 +98,7 @@ def main():
         for name, p in trainer.model.named_parameters()
     }
     if int(os.environ.get("RANK", 0)) == 0:
-        state = fp8._state.collected()
+        state = fp8.run.state.collected()
         losses = [entry for entry in trainer.state.log_history if "loss" in entry or "guard" in entry]
         for entry in losses:
             entry.pop("num_tokens", None)  # TRL counts anew after a resume

@@ -6,7 +6,7 @@ import dataclasses
 import fnmatch
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from torch import nn
 
@@ -56,6 +56,9 @@ class ActivationCompressionConfig(Config):
     """What ``algorithms.activation_compression`` takes."""
 
     key = KEY
+    deprecated: ClassVar = {
+        "include_checkpoint_boundaries": lambda packs: {} if packs else {"overrides": {"boundary": EXACT}}
+    }
 
     format: Format = "int8"
     """``int8`` (most accurate at 8 bits), ``e4m3``, ``int4`` (twice as small, ten times the error), or ``exact``:
@@ -65,8 +68,6 @@ class ActivationCompressionConfig(Config):
     targets: Names | Annotated[Mapping[Text, Format], not_empty] = ("*",)
     """Patterns on the names of the blocks and of what they hold, or ``{pattern: format}``, where the first pattern that
     matches a name counts. Of nested matches of one format the outermost is taken; an empty list changes only the loss."""
-    include_checkpoint_boundaries: bool = True
-    """Pack the inputs of activation checkpoints too."""
     overrides: Mapping[Kind, Format | Literal["none"]] = dataclasses.field(default_factory=dict)
     """Another format for one kind: ``norm`` and ``activation`` (inputs of fused norms and activation functions),
     ``boundary`` (inputs of checkpointed blocks), ``other``. ``none`` leaves the kind as it is. ``loss`` (``exact`` or
@@ -232,7 +233,7 @@ def _check_checkpoints_of_transformers(model: nn.Module) -> None:
 def _check_routers(model: nn.Module, config: ActivationCompressionConfig) -> None:
     """Raise where boundaries are to be rounded by name and a router would choose other experts from them."""
     form = config.overrides.get("boundary")
-    if form not in LOSSY or not config.include_checkpoint_boundaries:
+    if form not in LOSSY:
         return
     for name, checkpoint in checkpoint_wrappers(model):
         for router, _ in router_modules(checkpoint):
@@ -251,7 +252,7 @@ def _boundary(
 ) -> tuple[str, str, str]:
     """Pack what a checkpoint keeps, its inputs, or see to it that the hooks around it do not; the row of the report."""
     fmt = config.pack_format("boundary", form)
-    left = None if config.include_checkpoint_boundaries else "include_checkpoint_boundaries is false"
+    left = None
     if fmt is not None and (router := next(router_modules(checkpoint), None)) is not None:
         left = f"its router {clean_name(f'{name}.{router[0]}')} has to choose the same experts again"
     # Of two pairs of hooks the inner ones, those of offloading, run, and only those.

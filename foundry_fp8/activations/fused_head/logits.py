@@ -51,7 +51,7 @@ class DeferredLogits:
     Attributes:
         losses: Of the rows, ``[N]``.
         shape: That the logits would have.
-        dtype: Theirs.
+        dtype: That the logits would have.
         targets: int64 ``[N]``, from which the losses were made.
         planned: The steps that went into the losses.
         taken: Those that the model has taken so far.
@@ -73,11 +73,11 @@ class DeferredLogits:
 
     @property
     def ndim(self) -> int:
-        """Dimensions."""
+        """Of the logits."""
         return len(self.shape)
 
     def dim(self) -> int:
-        """Dimensions."""
+        """Of the logits."""
         return len(self.shape)
 
     def size(self, dim: int | None = None) -> Any:
@@ -93,7 +93,7 @@ class DeferredLogits:
         return self
 
     def contiguous(self) -> DeferredLogits:
-        """The same."""
+        """As there is nothing to copy: the same object."""
         return self
 
     def view(self, *shape: Any) -> DeferredLogits:

@@ -52,7 +52,7 @@ class ActivationCompression(Algorithm):
         return event == Event.FIT_START and self.report is None
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
-        """Attach."""
+        """Put the compressing hooks on the model, once it is wrapped."""
         compiled = is_compiled(state.model)
         refuse(Run(fsdp=state.fsdp_config, compiled=compiled, activation_compression=self.config))
         self.report = apply_activation_compression(without_ddp(state.model), **self.options)

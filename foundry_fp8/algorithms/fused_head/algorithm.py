@@ -50,7 +50,7 @@ class FusedHead(Algorithm):
         return event == Event.FIT_START and self.fused is None
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
-        """Fuse."""
+        """Put the fused head in the place of the model's own."""
         refuse(Run(train_metrics=bool(state.train_metrics), fused_head=self.config))
         self.fused = apply_fused_head(without_ddp(state.model), **self.options)
         log.info("%s", self.fused)

@@ -9,9 +9,10 @@ from composer.core import Algorithm, Event, State
 from composer.loggers import Logger
 
 from foundry_fp8.config import from_mapping
-from foundry_fp8.models.mus.apply import KEY, UnitScalingConfig, apply_unit_scaling
+from foundry_fp8.models.mus.apply import apply_unit_scaling
 from foundry_fp8.models.mus.optimizer import check_groups
 from foundry_fp8.models.mus.structure import UnitScaledModel, unit_scaled
+from foundry_fp8.models.unit_scaling import KEY, UnitScalingConfig
 
 __all__ = ["UnitScaling"]
 

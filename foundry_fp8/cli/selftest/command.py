@@ -32,8 +32,7 @@ def selftest(
     """Run on GPUs what only they can show, and say which claims of the documents it confirms.
 
     Started alone it uses every GPU of this machine; on several machines start it through a launcher: composer -n 8 -m
-    foundry_fp8.cli.main selftest, or torchrun. Each stage has processes of its own and a limit of its own. Needs no internet. From a
-    checkout everything runs; an installed wheel has no tests and no benchmarks.
+    foundry_fp8.cli.main selftest, or torchrun. Each stage has processes of its own and a limit of its own. Needs no internet.
     """
     import torch
     from rich.console import Console
@@ -107,7 +106,6 @@ def _write(
         "devices": (doctor or {}).get("devices"),
         "claims": [
             {
-                "document": v.claim.document,
                 "claim": v.claim.quote,
                 "verdict": v.word,
                 "figures": v.figures,

@@ -24,7 +24,7 @@ th, td { text-align: left; padding: .3rem .7rem .3rem 0; border-bottom: 1px soli
 <h1>foundry_fp8 selftest</h1>
 <p>{{ date }}, {{ seconds }} s.{% if dry %} Without a GPU: the host path of each stage. Nothing is measured.{% endif %}</p>
 <h2>Claims</h2>
-{{ rows(claims, ["verdict", "claim", "document", "figures", "next", "avoid"]) }}
+{{ rows(claims, ["verdict", "claim", "figures", "next", "avoid"]) }}
 <h2>Stages</h2>
 {{ rows(stages, ["state", "stage", "seconds", "why"]) }}
 {% for stage in stages if stage.result and stage.result.rows %}
@@ -50,7 +50,7 @@ def table(verdicts: list[Verdict]) -> Table:
     for v in verdicts:
         shown.add_row(
             f"[{_COLOURS[v.word]}]{v.word}[/]",
-            escape(f"{v.claim.quote} ({v.claim.document})"),
+            escape(v.claim.quote),
             escape(
                 v.figures + (f"\n{v.claim.next}\n{v.claim.avoid}".rstrip() if v.word == "refuted" else "")
             ),

@@ -45,7 +45,6 @@ def run_processes(
     log: Path,
     *,
     limit_s: float,
-    cwd: Path | None,
     stop: Callable[[bool], bool] = lambda failed: failed,
 ) -> list[Ended]:
     """Run ``command`` once for each of ``environments``, to the end.
@@ -55,7 +54,6 @@ def run_processes(
         environments: What each process has beside this one's environment.
         log: Where output goes, with the process's number and ``.out`` or ``.err``.
         limit_s: Seconds for all of them.
-        cwd: Where they run.
         stop: Asked again and again with whether one of these has failed; returns whether a process of the stage, on any node, has.
     """
     kept = {k: v for k, v in os.environ.items() if not k.startswith(OWN)} | {"PYTHONFAULTHANDLER": "1"}
@@ -66,7 +64,6 @@ def run_processes(
             processes.append(
                 subprocess.Popen(
                     command,
-                    cwd=cwd,
                     env={**kept, **own},
                     stdin=subprocess.DEVNULL,
                     stdout=out,

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +14,7 @@ from foundry_fp8.cli.selftest.cluster.ranks import CANNOT_RUN
 from foundry_fp8.cli.selftest.processes import Ended
 from foundry_fp8.cli.selftest.supervisors import Supervisors
 
-__all__ = ["Outcome", "Stage", "checkout", "run_stages", "stages_of"]
+__all__ = ["Outcome", "Stage", "run_stages", "stages_of"]
 
 State = Literal["passed", "failed", "out of time", "not reached"]
 
@@ -27,9 +25,8 @@ class Stage:
 
     name: str
     command: tuple[str, ...]
-    """Run from the checkout, where there is one. Prints a JSON object, whole or as its last line, if it has results."""
+    """Prints a JSON object, whole or as its last line, if it has results."""
     limit_s: float
-    needs_checkout: bool = False
     every_rank: bool = False
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
     needs: str = ""
@@ -48,21 +45,13 @@ class Outcome:
     """The JSON object that it printed, on rank 0."""
 
 
-def checkout() -> Path | None:
-    """The repository that this package lies in; ``None`` for an installed wheel, which has no tests and benchmarks."""
-    root = Path(__file__).parents[3]
-    return (
-        root if (root / "benchmarks" / "step_gpu.py").exists() and (root / "tests" / "gpu").is_dir() else None
-    )
-
-
 def stages_of(output: Path, *, dry: bool) -> list[Stage]:
     """All stages: what gives a verdict first comes first; what runs on every rank before what takes long on one GPU.
 
     Args:
         output: The folder of the whole; some stages write below it.
-        dry: The host path of each stage on a machine without a GPU: kernels interpreted, ranks on gloo, tests collected, benchmarks on
-            tiny tensors, training on the CPU. Proves the scripts and measures nothing.
+        dry: The host path of each stage on a machine without a GPU: kernels interpreted, ranks on gloo, training on the CPU.
+            Proves the scripts and measures nothing.
     """
     python = sys.executable
     said = ("--dry",) if dry else ()
@@ -74,18 +63,6 @@ def stages_of(output: Path, *, dry: bool) -> list[Stage]:
         command = module("foundry_fp8.cli.selftest.cluster", of or name, str(output), *said)
         environment = {} if dry else environment  # torch's checker asks for a GPU
         return Stage(name=name, command=command, limit_s=limit, every_rank=True, needs=needs, environment=environment)  # fmt: skip
-
-    def tests(name: str, limit: float, *paths: str) -> Stage:
-        count = max(2, min(8, (os.cpu_count() or 2) // 2))
-        workers = ("-n", str(count)) if importlib.util.find_spec("xdist") else ()
-        run = ("-q", "-p", "no:cacheprovider", *workers, "--timeout", str(int(limit)))
-        how = ("--collect-only", "-q") if dry else run
-        return Stage(name=name, command=module("pytest", *paths, *how), limit_s=limit, needs_checkout=True)
-
-    def benchmark(name: str, limit: float, *arguments: str) -> Stage:
-        given = ("--smoke",) if dry else arguments
-        script = f"benchmarks/{name}_gpu.py"
-        return Stage(name=name, command=(python, script, *given), limit_s=limit, needs_checkout=True)
 
     stages = [
         Stage(name="doctor", command=module("foundry_fp8.cli.main", "doctor", "--json"), limit_s=60),
@@ -104,22 +81,11 @@ def stages_of(output: Path, *, dry: bool) -> list[Stage]:
         ranks("compile", 90),
         ranks("block", 75),
         ranks("fsdp2 under torch's stream checker", 90, "fsdp2", TORCH_CUDA_SANITIZER="1"),
-        tests("tests of the native backend", 120, "tests/gpu/test_native.py"),
-        benchmark("gemm", 40, "--models", "llama3-8b"),
-        benchmark("quantize", 40),
         Stage(
             name="training",
             command=module("foundry_fp8.cli.selftest.training", str(output), *said),
             limit_s=150,  # two runs, and importing LLM Foundry for each
         ),
-        benchmark("step", 120, "--models", "llama3-8b", "--eager"),
-        benchmark(
-            "context", 60, "--models", "fog-1.5b", "--contexts", "4096", "16384", "--repeats", "5", "--layers", "1"
-        ),
-        tests(
-            "tests of the kernels", 180, "tests/kernels", "--ignore=tests/kernels/ptx", "--ignore=tests/kernels/test_compile.py"
-        ),
-        tests("tests of Transformer Engine and FSDP2", 60, "tests/gpu", "--ignore=tests/gpu/test_native.py"),
     ]  # fmt: skip
     return [dataclasses.replace(stage, limit_s=10 * stage.limit_s) for stage in stages] if dry else stages
 
@@ -144,37 +110,31 @@ def run_stages(
         said: Called with each outcome as it comes.
     """
     supervisors = supervisors or Supervisors(1)
-    root, deadline, outcomes = checkout(), time.monotonic() + budget_s, dict[str, Outcome]()
+    deadline, outcomes = time.monotonic() + budget_s, dict[str, Outcome]()
     logs.mkdir(parents=True, exist_ok=True)
     for stage in stages:
         left = deadline - time.monotonic()
         needed = outcomes.get(stage.needs)
         why = ""
-        if stage.needs_checkout and root is None:
-            why = "needs a checkout; this is an installed wheel"
-        elif needed is not None and needed.state != "passed":
+        if needed is not None and needed.state != "passed":
             why = f"{needed.stage}: {needed.state}"
         elif left <= 0:
             why = f"the {budget_s:.0f} s were over"
         outcome = Outcome(stage=stage.name, state="not reached", why=why)
         if not why:
-            outcome = _run(stage, logs, min(stage.limit_s, left), root, dry, supervisors)
+            outcome = _run(stage, logs, min(stage.limit_s, left), dry, supervisors)
         outcomes[stage.name] = outcome
         said(outcome)
     supervisors.end()
     return list(outcomes.values())
 
 
-def _run(
-    stage: Stage, logs: Path, limit_s: float, root: Path | None, dry: bool, supervisors: Supervisors
-) -> Outcome:
+def _run(stage: Stage, logs: Path, limit_s: float, dry: bool, supervisors: Supervisors) -> Outcome:
     environment = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **stage.environment}
-    if root is not None:
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
     if dry:
         environment["TRITON_INTERPRET"] = "1"
     log, started = logs / stage.name.replace("'", "").replace(" ", "-"), time.monotonic()
-    ends = supervisors.lead(stage.command, log, limit_s, root, environment, every_rank=stage.every_rank)
+    ends = supervisors.lead(stage.command, log, limit_s, environment, every_rank=stage.every_rank)
     state, why = _ending(ends, limit_s)
     seconds = round(time.monotonic() - started, 1)
     return Outcome(stage=stage.name, state=state, why=why, seconds=seconds, result=_json(ends[0].output))
@@ -200,10 +160,7 @@ def _ending(ends: Sequence[Ended], limit_s: float) -> tuple[State, str]:
 
 
 def _last_line(end: Ended) -> str:
-    """What a process said last: of pytest the first test that failed."""
-    failed = [line for line in end.output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-    if failed:
-        return f"{len(failed)} tests, first {failed[0].removeprefix('FAILED ')}"[:300]
+    """What a process said last."""
     return ((end.errors.strip() or end.output.strip()).splitlines() or [""])[-1][-300:]
 
 

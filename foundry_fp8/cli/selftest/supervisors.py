@@ -46,11 +46,11 @@ class Supervisors:
             )
         self._number = 0
 
-    def lead(self, command: tuple[str, ...], log: Path, limit_s: float, cwd: Path | None, environment: dict[str, str], *, every_rank: bool) -> list[Ended]:  # fmt: skip
+    def lead(self, command: tuple[str, ...], log: Path, limit_s: float, environment: dict[str, str], *, every_rank: bool) -> list[Ended]:  # fmt: skip
         """Run a stage; how each of its processes ended, by rank."""
         if not every_rank:
-            return run_processes(command, [environment], log, limit_s=limit_s, cwd=cwd)
-        order = {"command": command, "log": str(log), "limit_s": limit_s, "cwd": cwd and str(cwd), "environment": environment, "port": _free_port()}  # fmt: skip
+            return run_processes(command, [environment], log, limit_s=limit_s)
+        order = {"command": command, "log": str(log), "limit_s": limit_s, "environment": environment, "port": _free_port()}  # fmt: skip
         self._store.set(f"order{self._number}", json.dumps(order))
         return self._take_part(order)
 
@@ -84,7 +84,6 @@ class Supervisors:
             self._environments(order),
             log,
             limit_s=order["limit_s"],
-            cwd=order["cwd"],
             stop=stop,
         )
         if not self._launched:

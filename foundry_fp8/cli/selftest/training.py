@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 
 import foundry_fp8
 from foundry_fp8.cli.demo import demo
+from foundry_fp8.cli.selftest.cluster.ranks import CANNOT_RUN
 
 __all__ = ["main"]
 
@@ -34,6 +36,9 @@ SIZES = {
 
 def main(folder: Path, dry: bool) -> int:
     """Train through the demo, and print a JSON object."""
+    if importlib.util.find_spec("llmfoundry") is None:
+        print("LLM Foundry is not installed", file=sys.stderr)
+        return CANNOT_RUN
     from omegaconf import OmegaConf
 
     from foundry_fp8.report.comparison import compare
@@ -58,17 +63,15 @@ def main(folder: Path, dry: bool) -> int:
             else Path(torch.nn.__file__).parent,  # prepared in seconds
         )
     rows = compare(read_runs([folder / "training" / "runs" / name for name in ("high-precision", "current")]))
-    found = {}
-    for row in rows:
-        mfu = row.run.metrics.get("mfu/mfu")
-        found[row.run.name] = {
-            "tokens_per_second": float(row.tokens_per_second_per_device),
-            "final_loss": float(row.final_loss),
-            "mfu": None if mfu is None else float(mfu.values[-1]),
-            "backend": row.run.backend,
-        }
-    print(json.dumps({"runs": found}))
-    return 0
+    high, fp8 = (next(row for row in rows if row.run.name == name) for name in ("high-precision", "current"))
+    apart = float(fp8.final_loss) / float(high.final_loss) - 1
+    speed = float(fp8.tokens_per_second_per_device) / float(high.tokens_per_second_per_device)
+    mfus = [row.run.metrics.get("mfu/mfu") for row in (high, fp8)]
+    shown = " and ".join("none" if mfu is None else f"{float(mfu.values[-1]):.1%}" for mfu in mfus)
+    ok = abs(apart) < 0.034 and (dry or fp8.run.backend != "emulated")
+    figures = f"loss {apart:+.2%}, {speed:.2f} x the tokens per second, MFU {shown}, {fp8.run.backend}"
+    print(json.dumps({"rows": [{"check": "current beside BF16", "ok": ok, "figures": figures}]}))
+    return int(not ok)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,10 @@ import tarfile
 from collections.abc import Iterable, Mapping
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from foundry_fp8.run.settings import Run
 
 __all__ = ["archive", "keep", "latest", "warnings_for"]
 
@@ -47,26 +50,24 @@ def latest() -> dict[str, Any] | None:
     return found if isinstance(found.get("claims"), list) else None
 
 
-def warnings_for(config: Mapping[str, Any]) -> list[str]:
-    """What the latest verdict refuted and a training YAML uses, with what to do."""
+def warnings_for(run: Run) -> list[str]:
+    """What the latest verdict refuted and a run uses, with what to do."""
     found = latest()
     if found is None:
         return []
     return [
         f"{claim['claim']}: refuted on this machine on {found['date'][:10]} ({claim['figures']}). {claim['next']}"
         for claim in found["claims"]
-        if claim["verdict"] == "refuted" and any(_has(config, key) for key in claim.get("keys", ()))
+        if claim["verdict"] == "refuted" and any(_uses(run, key) for key in claim.get("keys", ()))
     ]
 
 
-def _has(config: Any, key: str) -> bool:
-    """Whether ``config`` has the dotted ``key``; ``key=value`` asks for its value too."""
-    path, _, value = key.partition("=")
+def _uses(run: Any, key: str) -> bool:
+    """Whether a run has the YAML's ``key``; ``key=value`` asks for its value too."""
+    path, _, value = key.removeprefix("algorithms.").partition("=")
     for part in path.split("."):
-        if not isinstance(config, Mapping) or part not in config:
-            return False
-        config = config[part]
-    return config not in (None, False) and (not value or str(config) == value)
+        run = getattr(run, {"fp8": "converts", "compile_config": "compiled"}.get(part, part), None)
+    return run not in (None, False) and (not value or str(run) == value)
 
 
 def archive(folder: Path) -> Path:

@@ -49,7 +49,7 @@ class GatheredParameter:
     """One parameter whose all-gather sends codes.
 
     Args:
-        parameter: Which.
+        parameter: FSDP2's, whose shards are gathered.
         codec: What travels.
         traffic: Where the time is counted.
 

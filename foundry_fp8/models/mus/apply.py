@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 from torch import nn
 
-from foundry_fp8.config import Config, ConfigError, Positive
+from foundry_fp8.config import ConfigError
 from foundry_fp8.models.mus.optimizer import scale_groups
 from foundry_fp8.models.mus.structure import initialise_mpt_head, unit_scaled
+from foundry_fp8.models.unit_scaling import KEY
 
-__all__ = ["KEY", "UnitScalingConfig", "apply_unit_scaling"]
-
-KEY = "algorithms.unit_scaling"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class UnitScalingConfig(Config):
-    """The YAML under ``algorithms.unit_scaling``."""
-
-    key = KEY
-
-    base_width: Positive | None = None
-    """The width at which the optimizer's learning rate was found; required."""
+__all__ = ["apply_unit_scaling"]
 
 
 def apply_unit_scaling(

@@ -1,1 +1,1 @@
-"""What communication costs at scale: machines, one training step on them, published points, and measured constants."""
+"""What communication costs at scale: machines, one training step on them, and measured constants."""

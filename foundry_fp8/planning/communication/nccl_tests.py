@@ -24,7 +24,7 @@ _ROW = re.compile(r"^\s*(\d+)\s+\d+\s+[a-z]\w*\s+\S+\s+-?\d+\s+([\d.]+)\s+([\d.]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One log."""
+    """What one log says of one collective."""
 
     ranks: int
     nodes: int

@@ -8,7 +8,7 @@ adds (:mod:`foundry_fp8.planning.communication.stragglers`). Under tensor parall
 every matrix each, FSDP shards these parts over the GPUs of the same place, and four all-reduces a block of its tokens' activations (two in
 forward, two in backward: Megatron-LM, arXiv 1909.08053, section 3) have nothing to hide behind. Pipelines are not planned: Composer has
 none. It is for ranking layouts; nothing is fitted to the published points it is checked against
-(:mod:`foundry_fp8.planning.communication.published`).
+(``tests/planning/communication/test_published.py``).
 """
 
 from __future__ import annotations

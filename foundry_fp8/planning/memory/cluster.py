@@ -51,7 +51,7 @@ class Cluster:
     """How a run is spread.
 
     Attributes:
-        world_size: Ranks.
+        world_size: Ranks of the whole run.
         sharding: FSDP's strategy, or ``NO_SHARD`` for DDP.
         shard: Ranks that share one copy: all, or fewer under HSDP.
         gathered: Bytes of an element of gathered parameters and of gradients as backward makes them.

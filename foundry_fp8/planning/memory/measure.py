@@ -67,7 +67,7 @@ def capture_calls(
     Args:
         blocks: In forward order.
         run: Runs a microbatch.
-        device: Where.
+        device: The one that runs it.
         keep: Whether a call's tensors are needed later; of the others only the signature's shapes are (as meta tensors).
     """
     calls: dict[int, Call] = {}
@@ -240,7 +240,7 @@ def measure_frame(
         blocks: Its blocks, in forward order.
         costs: What each holds in its present configuration.
         loss_fn: Runs a microbatch and returns the loss.
-        device: Where.
+        device: The one that runs it.
         static: Bytes of parameters, buffers and optimizer state.
         accumulates: Whether the step has several microbatches: all but the first run beside the gradients of those before.
         sharded: Whether FSDP wraps the model.

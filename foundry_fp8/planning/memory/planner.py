@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -200,135 +200,175 @@ def measure(
 ) -> Measurements:
     """What :func:`plan_memory` measures; see there. ``rounds``: how often each option is timed, more on a noisy machine."""
     sharded = is_sharded(model)
-    rounds = rounds or (ROUNDS_SHARDED if sharded else ROUNDS)
     innermost = modules_by_clean_name(model)
     blocks = [(clean_name(name), innermost[clean_name(name)][1]) for name, _ in transformer_blocks(model)]
     _check_plannable(model, blocks, sharded)
-    device = _device_of(model)
-    modules = [block for _, block in blocks]
-    parameters = list(model.parameters())
-    kinds: dict[tuple[Any, ...], int] = {}
-    kind_of: list[int] = []
-    # FSDP1 cuts each rank's parameters elsewhere, and kinds must be those of every rank.
-    alike = [
-        (repr(b), *((sharded or tuple(p.shape), p.dtype, p.requires_grad) for p in b.parameters()))
-        for b in modules
-    ]
-
-    def first_of_kind(index: int, call: Call) -> bool:
-        kind_of.append(kinds.setdefault((alike[index], call.signature()), len(kinds)))
-        return not sharded and kind_of.count(kind_of[-1]) == 1
-
-    def skipped_of(kinds: Sequence[Any]) -> frozenset[int]:
-        """Without values equal blocks hold the same: deep models are planned in the time of a shallow one."""
-        if cost_model is None or sharded:
-            return frozenset()
-        # What a frozen block keeps depends on whether anything before it is trained.
-        frozen = {i for i, b in enumerate(modules) if not any(p.requires_grad for p in b.parameters())}
-        return repeated(kinds) - frozen
-
     switch_off_cache(
         model
     )  # a block called again with the cache that it filled would attend to its own keys twice
-    with left_out(modules, alike, skipped_of(alike)):
-        calls = capture_calls(modules, loss_fn, device, first_of_kind)
-    formats = [] if compression == "none" else list(dict.fromkeys((EXACT, compression)))
-    options, costs, boundaries = [], [], []
+    device = _device_of(model)
+    rounds = rounds or (ROUNDS_SHARDED if sharded else ROUNDS)
     link = None
     if not sharded and (cost_model or device.type == "cuda"):
         link = host_link_of(cost_model.gpu if cost_model else torch.cuda.get_device_name(device))
-    for kind in range(len(kinds)):
-        of_kind = [i for i, k in enumerate(kind_of) if k == kind]
-        # Under FSDP2 a block takes the place of its neighbour's gathered parameters: measured between two of its kind.
-        index = of_kind[len(of_kind) // 2 if sharded else 0]
-        name = blocks[index][0]
-        # Under FSDP the model runs as a whole, with as little memory as the rest of it can take.
-        rest = [other for other, _ in blocks if other != name] if sharded else []
-        candidates = options_of(modules[index], formats=formats)
-        sizes: dict[str, tuple[int, int, int, int]] = {}
-        taken: dict[str, list[float]] = {option.name: [] for option in candidates}
-        moved: dict[str, int] = {}
-        whole = 0
-        # In rounds, so that a slow moment of the machine does not fall on one option; the first round only warms up.
-        for turn in range(1 if cost_model else 1 + rounds):
-            for option in candidates:
-                with _applied(model, [name], option, rest):
-                    configured = transformer_blocks(model)[index][1]
-                    run: BlockRun | ShardedBlockRun = (
-                        ShardedBlockRun(configured, loss_fn, parameters, device)
-                        if sharded
-                        else BlockRun(configured, calls[index], device, cost_model, model=model)
-                    )
-                    if turn == 0:
-                        sizes[option.name] = run.bytes()
-                        if link is not None and isinstance(run, BlockRun):
-                            moved[option.name] = 0 if option.formats else moved_boundaries(run)
-                            whole = whole or moved_whole(run)  # of the first: as it is
-                    if turn > 0 or cost_model:
-                        taken[option.name].append(run.seconds())
-        plain = min(taken["none"])
-        # Recomputing cannot be faster than not doing so: what looks faster is noise.
-        costs.append(
-            _agreed({name: _cost(sizes[name], max(min(times), plain)) for name, times in taken.items()})
-        )
-        if link is not None:
-            agreed = _agreed({name: _Bytes(n) for name, n in {**moved, "offload": whole}.items()})
-            moved = {name: most.moved for name, most in agreed.items()}
-            candidates.append(BlockOption("offload", (("", "offload"),)))
-            whole = moved.pop("offload")
-            costs[-1]["offload"] = offloaded(costs[-1]["none"], whole, costs[-1]["none"], link)
-        options.append(tuple(candidates))
-        boundaries.append(moved)
+    formats = [] if compression == "none" else list(dict.fromkeys((EXACT, compression)))
+    run = _Measuring(model, loss_fn, blocks, device, sharded, rounds, cost_model, formats, link)
+    kind_of, calls = run.kinds()
+    measured = [run.kind(kind, kind_of, calls) for kind in range(max(kind_of) + 1)]
+    options, costs, boundaries = zip(*measured, strict=True)
     block = next(o for o in options[0] if o.name == "block")
-    lean = None
-    skipped = skipped_of(kind_of)
-    with (
-        _applied(model, [name for name, _ in blocks], block),
-        left_out([module for _, module in transformer_blocks(model)], kind_of, skipped) as outer,
-    ):
-        static = sum(held_bytes(t) for t in (*parameters, *model.buffers()))
-        nothing = Cost(0, 0, 0, 0.0)
-        of_blocks = [
-            nothing if index in skipped else costs[kind]["block"] for index, kind in enumerate(kind_of)
-        ]
-
-        def measured_frame() -> Frame:
-            held = static + optimizer_bytes
-            frame = measure_frame(
-                model, outer, of_blocks, loss_fn, device, held, accumulates=accumulates, sharded=sharded
-            )
-            return _agreed({"frame": frame})["frame"]
-
-        frame = measured_frame()
-        if formats:
-            losses = apply_activation_compression(model, targets=[])
-            try:
-                lean = measured_frame() if losses.rows else None
-            finally:
-                losses.undo()
-        fused, again = None, None
-        # Not under FSDP, which would be left in the middle of a step by a model that asks for logits.
-        with contextlib.suppress(LogitsNotComputed), fused_head_applied(model, skip=sharded) as head:
-            if head is not None:
-                again = head_seconds(model, head, loss_fn, device, cost_model)
-                fused = None if again is None else measured_frame()
+    frame, lean, fused, again = run.frames(block, kind_of, costs, optimizer_bytes, accumulates)
     bytes_from = "the CUDA allocator" if device.type == "cuda" else "every live storage (LiveBytes)"
     runs = "whole steps" if sharded else "runs of a block"
     seconds_from = "a cost model" if cost_model else f"the fastest of {rounds} {runs}"
     return Measurements(
         tuple(name for name, _ in blocks),
         tuple(kind_of),
-        tuple(options),
-        tuple(costs),
+        options,
+        costs,
         frame,
         lean,
-        f"bytes: {bytes_from} on {device.type}; seconds: {seconds_from}; {len(kinds)} kind(s) of block",
-        tuple(own_class(module).__name__ for module in modules),
+        f"bytes: {bytes_from} on {device.type}; seconds: {seconds_from}; {len(options)} kind(s) of block",
+        tuple(own_class(module).__name__ for _, module in blocks),
         fused,
         again or 0.0,
         link,
-        tuple(boundaries),
+        boundaries,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Measuring:
+    """A model, its blocks by name, and how they are measured."""
+
+    model: nn.Module
+    loss_fn: Callable[[], Tensor]
+    blocks: Sequence[tuple[str, nn.Module]]
+    device: torch.device
+    sharded: bool
+    rounds: int
+    cost_model: CostModel | None
+    formats: Sequence[Any]
+    link: Any
+
+    def kinds(self) -> tuple[list[int], Sequence[Call]]:
+        """The kind of each block, by its form and what it is called with, and the calls."""
+        modules = [block for _, block in self.blocks]
+        kinds: dict[tuple[Any, ...], int] = {}
+        kind_of: list[int] = []
+        # FSDP1 cuts each rank's parameters elsewhere, and kinds must be those of every rank.
+        alike = [
+            (repr(b), *((self.sharded or tuple(p.shape), p.dtype, p.requires_grad) for p in b.parameters()))
+            for b in modules
+        ]
+
+        def first_of_kind(index: int, call: Call) -> bool:
+            kind_of.append(kinds.setdefault((alike[index], call.signature()), len(kinds)))
+            return not self.sharded and kind_of.count(kind_of[-1]) == 1
+
+        with left_out(modules, alike, self.skipped(alike)):
+            calls = capture_calls(modules, self.loss_fn, self.device, first_of_kind)
+        return kind_of, calls
+
+    def skipped(self, kinds: Sequence[Any]) -> frozenset[int]:
+        """Without values equal blocks hold the same: deep models are planned in the time of a shallow one."""
+        if self.cost_model is None or self.sharded:
+            return frozenset()
+        # What a frozen block keeps depends on whether anything before it is trained.
+        frozen = {
+            i for i, (_, b) in enumerate(self.blocks) if not any(p.requires_grad for p in b.parameters())
+        }
+        return repeated(kinds) - frozen
+
+    def kind(
+        self, kind: int, kind_of: Sequence[int], calls: Sequence[Call]
+    ) -> tuple[tuple[BlockOption, ...], dict[str, Cost], dict[str, int]]:
+        """What a block of a kind can do, what each option costs, and what it keeps at its boundary, in bytes."""
+        of_kind = [i for i, k in enumerate(kind_of) if k == kind]
+        # Under FSDP2 a block takes the place of its neighbour's gathered parameters: measured between two of its kind.
+        index = of_kind[len(of_kind) // 2 if self.sharded else 0]
+        name, block = self.blocks[index]
+        # Under FSDP the model runs as a whole, with as little memory as the rest of it can take.
+        rest = [other for other, _ in self.blocks if other != name] if self.sharded else []
+        candidates = options_of(block, formats=self.formats)
+        sizes: dict[str, tuple[int, int, int, int]] = {}
+        taken: dict[str, list[float]] = {option.name: [] for option in candidates}
+        moved: dict[str, int] = {}
+        whole = 0
+        # In rounds, so that a slow moment of the machine does not fall on one option; the first round only warms up.
+        for turn in range(1 if self.cost_model else 1 + self.rounds):
+            for option in candidates:
+                with _applied(self.model, [name], option, rest):
+                    run = self._run(index, calls)
+                    if turn == 0:
+                        sizes[option.name] = run.bytes()
+                        if self.link is not None and isinstance(run, BlockRun):
+                            moved[option.name] = 0 if option.formats else moved_boundaries(run)
+                            whole = whole or moved_whole(run)  # of the first: as it is
+                    if turn > 0 or self.cost_model:
+                        taken[option.name].append(run.seconds())
+        plain = min(taken["none"])
+        # Recomputing cannot be faster than not doing so: what looks faster is noise.
+        costs = _agreed({name: _cost(sizes[name], max(min(times), plain)) for name, times in taken.items()})
+        if self.link is not None:
+            agreed = _agreed({name: _Bytes(n) for name, n in {**moved, "offload": whole}.items()})
+            moved = {name: most.moved for name, most in agreed.items()}
+            candidates.append(BlockOption("offload", (("", "offload"),)))
+            whole = moved.pop("offload")
+            costs["offload"] = offloaded(costs["none"], whole, costs["none"], self.link)
+        return tuple(candidates), costs, moved
+
+    def _run(self, index: int, calls: Sequence[Call]) -> BlockRun | ShardedBlockRun:
+        configured = transformer_blocks(self.model)[index][1]
+        if self.sharded:
+            return ShardedBlockRun(configured, self.loss_fn, list(self.model.parameters()), self.device)
+        return BlockRun(configured, calls[index], self.device, self.cost_model, model=self.model)
+
+    def frames(
+        self,
+        block: BlockOption,
+        kind_of: Sequence[int],
+        costs: Sequence[Mapping[str, Cost]],
+        optimizer_bytes: int,
+        accumulates: bool,
+    ) -> tuple[Frame, Frame | None, Frame | None, float | None]:
+        """What is there beside the blocks: as it is, with a compressed loss, with a fused head, and the seconds that one takes."""
+        model, skipped = self.model, self.skipped(kind_of)
+        lean, fused, again = None, None, None
+        with (
+            _applied(model, [name for name, _ in self.blocks], block),
+            left_out([module for _, module in transformer_blocks(model)], kind_of, skipped) as outer,
+        ):
+            held = sum(held_bytes(t) for t in (*model.parameters(), *model.buffers())) + optimizer_bytes
+            nothing = Cost(0, 0, 0, 0.0)
+            of_blocks = [nothing if i in skipped else costs[kind]["block"] for i, kind in enumerate(kind_of)]
+
+            def measured_frame() -> Frame:
+                frame = measure_frame(
+                    model,
+                    outer,
+                    of_blocks,
+                    self.loss_fn,
+                    self.device,
+                    held,
+                    accumulates=accumulates,
+                    sharded=self.sharded,
+                )
+                return _agreed({"frame": frame})["frame"]
+
+            frame = measured_frame()
+            if self.formats:
+                losses = apply_activation_compression(model, targets=[])
+                try:
+                    lean = measured_frame() if losses.rows else None
+                finally:
+                    losses.undo()
+            # Not under FSDP, which would be left in the middle of a step by a model that asks for logits.
+            with contextlib.suppress(LogitsNotComputed), fused_head_applied(model, skip=self.sharded) as head:
+                if head is not None:
+                    again = head_seconds(model, head, self.loss_fn, self.device, self.cost_model)
+                    fused = None if again is None else measured_frame()
+        return frame, lean, fused, again
 
 
 def _cost(sizes: tuple[int, int, int, int], seconds: float) -> Cost:

@@ -257,17 +257,16 @@ def test_a_demoted_linear_and_a_high_precision_wgrad_are_packed_by_the_hooks(mak
     assert report.saved.packed > before
 
 
-def test_checkpoint_boundaries_are_packed_or_left(make_llama):
+def test_checkpoint_boundaries_are_packed_or_left(make_llama, caplog):
     for include in (True, False):
         plain, model = make_llama(3), make_llama(3)
         for m in (plain, model):
             apply_activation_checkpointing(m, targets={"LlamaDecoderLayer": "first-2", "*.mlp": [2]})
         reference = gradients(plain)[1]
         report = compress(model, include_checkpoint_boundaries=include)
-        actions = [action for _, action, _ in report.rows]
-        assert actions.count("boundary") == (3 if include else 0)
-        assert actions.count("left") == (0 if include else 3)
+        assert [row[2] for row in report.rows if row[1] == "boundary"] == ["int8" if include else "exact"] * 3
         assert 1e-4 < error(gradients(model)[1], reference) < 1e-2
+    assert caplog.text.count("Write {'overrides': {'boundary': 'exact'}} instead") == 1
 
 
 @pytest.mark.parametrize(
@@ -380,7 +379,7 @@ def test_fp8_blocks_under_checkpoints_are_bit_identical_beside_compressed_ones(m
     for model in (plain, both):
         apply_fp8(model, recipe=recipe, backend="emulated")
     apply_activation_checkpointing(both, targets={"LlamaDecoderLayer": "last-2"})
-    compress(both, include_checkpoint_boundaries=False, overrides={"loss": "none"})
+    compress(both, overrides={"loss": "none", "boundary": "exact"})
     assert gradients(both)[0] == gradients(plain)[0]
     late = [
         n
