@@ -127,9 +127,7 @@ class Decoder(nn.Module):
         return self.model(inputs_embeds=x, use_cache=False).last_hidden_state
 
 
-def variants(
-    make: Callable[[], nn.Module], fusable: bool
-) -> Iterator[tuple[str, Callable[[], nn.Module]]]:
+def variants(make: Callable[[], nn.Module], fusable: bool) -> Iterator[tuple[str, Callable[[], nn.Module]]]:
     """(name, a function that makes the model of that variant)."""
 
     def ours(recipe: str, backend: str = "native", **options: Any) -> nn.Module:
@@ -307,7 +305,11 @@ def main() -> None:
                 optimize=optimize,
             )
         if importlib.util.find_spec("transformers") is not None:
-            x = tensor(shape.hidden).detach().view(2, -1, shape.hidden) if options.tokens % 2 == 0 else tensor(shape.hidden)
+            x = (
+                tensor(shape.hidden).detach().view(2, -1, shape.hidden)
+                if options.tokens % 2 == 0
+                else tensor(shape.hidden)
+            )
             rows += measure(
                 f"{name}, 2 layers of Hugging Face's",
                 lambda shape=shape: built(Decoder(shape, 2)),

@@ -88,7 +88,9 @@ def attention_requirement(recipe: Recipe, shape: AttentionShape, machine: Attent
     if shape.padding:
         return no("the batch is padded", "Pack the sequences, or set attention: false.")
     if machine.te is None and not shape.causal:
-        return no("without a causal mask cuDNN's frontend gave wrong results (on an H200, 53 % off for two sequences of 640 tokens)")
+        return no(
+            "without a causal mask cuDNN's frontend gave wrong results (on an H200, 53 % off for two sequences of 640 tokens)"
+        )
     if cudnn == BROKEN_CUDNN:
         return no("cuDNN 9.10.0 is broken for FP8 attention", "Install cuDNN 9.10.1 or later.")
     if machine.deterministic and (cudnn < (9, 19) or (machine.te is not None and machine.te < (2, 13))):

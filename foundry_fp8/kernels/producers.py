@@ -17,7 +17,16 @@ from torch import Tensor
 
 from foundry_fp8.kernels.launch import AS_WRITTEN, aligned, as_rows, check_hp, launch, tiles
 
-__all__ = ["ACTIVATIONS", "GRADIENT", "GRADIENT_OF_UP", "ROUNDED_NORM", "Producer", "load_tile", "produce", "xielu_reference"]
+__all__ = [
+    "ACTIVATIONS",
+    "GRADIENT",
+    "GRADIENT_OF_UP",
+    "ROUNDED_NORM",
+    "Producer",
+    "load_tile",
+    "produce",
+    "xielu_reference",
+]
 
 IDENTITY = tl.constexpr(0)
 NORM = tl.constexpr(1)
@@ -178,7 +187,9 @@ class Producer(NamedTuple):
     def _gradient(self) -> Tensor:
         dy, of_up = self.weight, self.kind > GRADIENT_OF_UP.value
         assert dy is not None
-        plain = self._replace(up=None, weight=None, kind=self.kind - (GRADIENT_OF_UP if of_up else GRADIENT).value)
+        plain = self._replace(
+            up=None, weight=None, kind=self.kind - (GRADIENT_OF_UP if of_up else GRADIENT).value
+        )
         if of_up:
             return dy * plain.reference()
         x = self.x.detach().float().requires_grad_()
@@ -371,4 +382,8 @@ def _produce_kernel(
         first_row, first_column, R, C, KIND, TILE, TILE,
     )  # fmt: skip
     rows, columns = first_row + tl.arange(0, TILE)[:, None], first_column + tl.arange(0, TILE)[None, :]
-    tl.store(out_ptr + rows.to(tl.int64) * C + columns, x.to(out_ptr.dtype.element_ty), mask=(rows < R) & (columns < C))
+    tl.store(
+        out_ptr + rows.to(tl.int64) * C + columns,
+        x.to(out_ptr.dtype.element_ty),
+        mask=(rows < R) & (columns < C),
+    )

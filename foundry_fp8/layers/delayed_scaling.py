@@ -172,7 +172,10 @@ class DelayedScalingState:
         mine, there = slot.index, first.index
         if mine == there or mine in self._apart:
             return mine == there
-        pairs = (self.scale[mine], self.scale[there]), (self.amax_history[:, mine], self.amax_history[:, there])
+        pairs = (
+            (self.scale[mine], self.scale[there]),
+            (self.amax_history[:, mine], self.amax_history[:, there]),
+        )
         if not all(torch.equal(*pair) for pair in pairs):
             self._apart.add(mine)
             return False
@@ -192,7 +195,9 @@ class DelayedScalingState:
         """Write the running pass's amaxes to the places of the joined slots."""
         if self._joined:
             if self._places is None or self._places.device != self.scale.device:
-                self._places = torch.tensor([places for _, *places in self._joined], dtype=torch.int64, device=self.scale.device).T
+                self._places = torch.tensor(
+                    [places for _, *places in self._joined], dtype=torch.int64, device=self.scale.device
+                ).T
             own, there = self._places
             self.amax_history[0].index_copy_(0, own, self.amax_history[0].index_select(0, there))
 

@@ -70,7 +70,7 @@ class Produced(Tensor):
             return func(*tree_map(in_memory, args), **tree_map(in_memory, kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """What reads it past Python: autograd's own functions."""
         return func(*tree_map(_written, args), **tree_map(_written, kwargs or {}))
 

@@ -135,7 +135,9 @@ def _runner(module: nn.Module, features: int, biased: bool) -> Callable[..., tup
 
 def _near(ours: Tensor, theirs: Tensor, tolerance: float = _NEAR) -> bool:
     size = max(1.0, float(theirs.detach().abs().max()))
-    return ours.shape == theirs.shape and torch.allclose(ours, theirs.to(ours.dtype), rtol=0, atol=tolerance * size)
+    return ours.shape == theirs.shape and torch.allclose(
+        ours, theirs.to(ours.dtype), rtol=0, atol=tolerance * size
+    )
 
 
 def mlp_form(module: nn.Module, linears: Mapping[str, tuple[int, int]]) -> MLPForm | None:
@@ -150,7 +152,9 @@ def mlp_form(module: nn.Module, linears: Mapping[str, tuple[int, int]]) -> MLPFo
         return None
     if any(any(True for _ in m.parameters()) for m in others.values()):
         return None
-    down = [n for n, (k, m) in linears.items() if all(shape == (m, k) for o, shape in linears.items() if o != n)]
+    down = [
+        n for n, (k, m) in linears.items() if all(shape == (m, k) for o, shape in linears.items() if o != n)
+    ]
     with unset_fake_temporarily(), torch.no_grad(), torch.random.fork_rng(devices=[]):
         for last in down:
             try:
@@ -177,17 +181,23 @@ def _mlp_form(
 
 
 def _small_mlp(
-    module: nn.Module, linears: Mapping[str, tuple[int, int]], others: Mapping[str, nn.Module], sizes: Mapping[int, int]
+    module: nn.Module,
+    linears: Mapping[str, tuple[int, int]],
+    others: Mapping[str, nn.Module],
+    sizes: Mapping[int, int],
 ) -> tuple[nn.Module, Tensor]:
     generator = torch.Generator().manual_seed(0)
     changed = {k: sizes[v] for k, v in vars(module).items() if type(v) is int and v in sizes}
     copy = without_contents(module, changed, training=True)
     for name, child in module._modules.items():
         if name in linears:
+            inside, outside = (sizes[n] for n in linears[name])
             biased = getattr(child, "bias", None) is not None
-            small = nn.Linear(*(sizes[n] for n in linears[name]), bias=biased, dtype=torch.float64, device="cpu")
+            small = nn.Linear(inside, outside, bias=biased, dtype=torch.float64, device="cpu")
             for parameter in small.parameters():
-                parameter.data = torch.randn(parameter.shape, dtype=torch.float64, device="cpu", generator=generator)
+                parameter.data = torch.randn(
+                    parameter.shape, dtype=torch.float64, device="cpu", generator=generator
+                )
             copy.add_module(name, small)
         else:
             copy.add_module(name, others.get(name))
@@ -196,7 +206,11 @@ def _small_mlp(
 
 def _replaced(module: nn.Module) -> bool:
     """Whether something else has given ``module`` its forward."""
-    return "forward" in vars(module) or "_unfused" in type(module).__dict__ or hasattr(module, "parametrizations")
+    return (
+        "forward" in vars(module)
+        or "_unfused" in type(module).__dict__
+        or hasattr(module, "parametrizations")
+    )
 
 
 def without_contents(module: nn.Module, changed: Mapping[str, Any], *, training: bool) -> nn.Module:
@@ -207,4 +221,3 @@ def without_contents(module: nn.Module, changed: Mapping[str, Any], *, training:
     mine.update({key: value for key, value in module.__dict__.items() if key not in mine}, **changed)
     copy.training = training
     return copy
-

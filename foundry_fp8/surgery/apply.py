@@ -100,7 +100,11 @@ def apply_fp8(model: nn.Module, *, device: torch.device | str | None = None, **o
         frozen = plan_frozen(model, linears.converted, f"{KEY}.frozen_weights")
     for recipe in recipes:
         backend.self_check(
-            recipe, _compute_dtype(model), where, fused=bool(fusion.norms or fusion.mlps), experts=bool(linears.experts)
+            recipe,
+            _compute_dtype(model),
+            where,
+            fused=bool(fusion.norms or fusion.mlps),
+            experts=bool(linears.experts),
         )
     if attention is not None:
         attention.self_check(model, _compute_dtype(model), where)

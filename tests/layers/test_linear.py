@@ -5,13 +5,13 @@ import re
 
 import pytest
 import torch
+from foundry_fp8.layers.deferred_norm import refusal
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from foundry_fp8.config import ConfigError
-from foundry_fp8.layers.deferred_norm import refusal
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.numerics.recipes import FOR_ANY_MODEL, DelayedScaling
 from foundry_fp8.surgery.apply import apply_fp8

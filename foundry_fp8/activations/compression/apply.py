@@ -10,7 +10,6 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from torch import nn
 
-from foundry_fp8.model_structure.fused_classes import unfuse
 from foundry_fp8.activations.compression.fused_loss import fuse_losses
 from foundry_fp8.activations.compression.matching import fuse_mlp, fuse_norm
 from foundry_fp8.activations.compression.saved import Compressor, SavedBytes, compresses_inside
@@ -28,6 +27,7 @@ from foundry_fp8.config import (
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.model_structure.blocks import transformer_blocks
 from foundry_fp8.model_structure.experts import router_modules
+from foundry_fp8.model_structure.fused_classes import unfuse
 from foundry_fp8.model_structure.names import clean_name
 from foundry_fp8.model_structure.selection import check_patterns_match
 from foundry_fp8.model_structure.wrappers import checkpoint_wrappers, has_forward

@@ -18,8 +18,8 @@ from foundry_fp8.activations.compression.fused_activation import (
     packed_activation,
     packed_activation_linear,
 )
-from foundry_fp8.model_structure.fused_classes import fuse
 from foundry_fp8.activations.compression.fused_norm import packed_norm
+from foundry_fp8.model_structure.fused_classes import fuse
 from foundry_fp8.model_structure.names import qualified_name
 from foundry_fp8.model_structure.wrappers import own_class
 from foundry_fp8.numerics.packed import PackFormat

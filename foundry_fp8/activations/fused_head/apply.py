@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-from foundry_fp8.model_structure.fused_classes import fuse, unfuse
 from foundry_fp8.activations.fused_head.logits import DeferredLogits, LogitsNotComputed, Step, run_steps
 from foundry_fp8.activations.fused_head.row_losses import IGNORE, HeadCall, row_losses
 from foundry_fp8.config import Config, ConfigError, Positive, Text, from_mapping, nearest
 from foundry_fp8.layers.dtensor import is_dtensor
 from foundry_fp8.layers.linear import FP8Linear
+from foundry_fp8.model_structure.fused_classes import fuse, unfuse
 from foundry_fp8.model_structure.names import clean_name
 from foundry_fp8.model_structure.wrappers import modules_by_clean_name, own_class
 from foundry_fp8.numerics.packed import PackFormat

@@ -135,7 +135,7 @@ class EagerPass:
         if self._measure is None:
             self._measure = Measure(Producer(*first), Producer(w))
         stats, w_stats = piece.stats, w_piece.stats
-        self._measure(self.first.pointers(first), stats, (w, w.stride(0)), w_stats)  # type: ignore[arg-type]
+        self._measure(self.first.pointers(first), stats, (w, w.stride(0)), w_stats)
         return stats, w_stats
 
 
@@ -158,7 +158,8 @@ def eager_pass(
         w.shape, w.stride(), w.dtype, w.data_ptr() % 16 == 0,
     )  # fmt: skip
     if source.kind:
-        key += tuple([t if t is None else (t.dtype, t.stride(), t.data_ptr() % 16 == 0) for t in source[1:7]]) + (source.kind,)
+        others = [t if t is None else (t.dtype, t.stride(), t.data_ptr() % 16 == 0) for t in source[1:7]]
+        key += (source.kind, *others)
     if delayed[0] is not None or delayed_w[0] is not None:
         key += tuple([None if one is None else one.data_ptr() % 16 == 0 for one in (*delayed, *delayed_w)])
     known: EagerPass | None = _passes.get(key)

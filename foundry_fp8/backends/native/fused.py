@@ -44,18 +44,18 @@ def norm_forward(cls: Any, form: NormForm) -> Callable[..., Tensor]:
 
     def forward(self: Any, x: Tensor) -> Tensor:
         x = in_memory(x)
+        unfused: Callable[..., Tensor] = cls.forward
         if not (self.training and _kernels_run(x)):
-            y: Tensor = cls.forward(self, x)
-            return y
-        dtype, weight, bias = compute_dtype(x), self.weight, getattr(self, "bias", None)
+            return unfused(self, x)
+        dtype, parts = compute_dtype(x), [self.weight, getattr(self, "bias", None)]
         if form.low_precision:
-            x, weight, bias = (None if t is None else t.to(dtype) for t in (x, weight, bias))
-        same = x.dtype == dtype and all(type(t) is not nn.Parameter or t.dtype == dtype for t in (weight, bias))
-        plain = all(t is None or type(t) in (Tensor, nn.Parameter) for t in (weight, bias))
-        if not same or not plain or x.shape[-1] != weight.numel():
-            return cls.forward(self, x)  # type: ignore[no-any-return]
+            x, parts = x.to(dtype), [None if part is None else part.to(dtype) for part in parts]
+        there = [part for part in parts if part is not None]
+        alike = all(part.dtype == dtype and type(part) in (Tensor, nn.Parameter) for part in there)
+        if x.dtype != dtype or not alike or x.shape[-1] != parts[0].numel():
+            return unfused(self, x)
         with without_autocast(x.device.type):
-            y = _Norm.apply(x, weight, bias, form)  # type: ignore[no-untyped-call]
+            y = _Norm.apply(x, *parts, form)  # type: ignore[no-untyped-call]
         vars(self).setdefault("_fp8_readers", _Readers()).begin(y)
         return y  # type: ignore[no-any-return]
 
@@ -92,9 +92,11 @@ def norm_linear(linear: FP8Linear, x: Tensor, norm: nn.Module) -> Tensor:
     Raises:
         TypeError: A norm or a linear that this cannot fuse.
     """
-    form = norm_form(norm)
-    if form is None or norm.weight.numel() != x.shape[-1]:
-        raise TypeError(f"{linear.fqn}: cannot fuse {norm}; it takes RMSNorms and LayerNorms over {x.shape[-1]} features.")
+    form, weight = norm_form(norm), norm._parameters.get("weight")
+    if form is None or weight is None or weight.numel() != x.shape[-1]:
+        raise TypeError(
+            f"{linear.fqn}: cannot fuse {norm}; it takes RMSNorms and LayerNorms over {x.shape[-1]} features."
+        )
     _check_linear(linear)
     y: Tensor = linear(norm_forward(type(norm), form)(norm, x) if linear.runs_fp8 else norm(x))
     return y
@@ -201,7 +203,9 @@ class _Activation(torch.autograd.Function):
         rows = x.reshape(-1, x.shape[-1])
         ctx.save_for_backward(x, up, alpha)
         ctx.code = code
-        source = Source(rows, None if up is None else up.reshape(rows.shape), None, None, None, None, alpha, code)
+        source = Source(
+            rows, None if up is None else up.reshape(rows.shape), None, None, None, None, alpha, code
+        )
         return Produced(x.shape, source, ops.produce)
 
     @staticmethod
@@ -270,7 +274,12 @@ class _MLP(torch.autograd.Function):
         activated = Source(gate, up, kind=code)
         (y,), kept = _fprops(activated, {}, parts[-1:], (weights[-1], biases[-1]), needs[count - 1 :])
         ctx.save_for_backward(gate, up, *saved, *kept)
-        ctx.code, ctx.calls, ctx.shape, ctx.bias_dtypes = code, [part.call for part in parts], shape, _dtypes(biases)
+        ctx.code, ctx.calls, ctx.shape, ctx.bias_dtypes = (
+            code,
+            [part.call for part in parts],
+            shape,
+            _dtypes(biases),
+        )
         return in_shape(y, *shape[:-1], y.shape[-1])
 
     @staticmethod
@@ -284,12 +293,16 @@ class _MLP(torch.autograd.Function):
         first, last = [*needs[: count - 1], *needs[count:-1]], [needs[count - 1], needs[-1]]
         below = needs_x or any(first)
         rows, kept = Source(dy.reshape(-1, dy.shape[-1])), saved[-SAVED:]
-        inner, of_down = _gradients([rows], kept, ctx.calls[-1:], gate.dtype, (below, last), ctx.bias_dtypes[-1:])
+        inner, of_down = _gradients(
+            [rows], kept, ctx.calls[-1:], gate.dtype, (below, last), ctx.bias_dtypes[-1:]
+        )
         sources = [None] * (count - 1) if inner is None else [
             Source(gate, up if i == 0 else None, weight=inner, kind=ctx.code + (GRADIENT_OF_UP if i else GRADIENT))
             for i in range(count - 1)
         ]  # fmt: skip
-        dx, grads = _gradients(sources, saved[:-SAVED], ctx.calls[:-1], gate.dtype, (needs_x, first), ctx.bias_dtypes[:-1])
+        dx, grads = _gradients(
+            sources, saved[:-SAVED], ctx.calls[:-1], gate.dtype, (needs_x, first), ctx.bias_dtypes[:-1]
+        )
         weights, biases = (*grads[: count - 1], of_down[0]), (*grads[count - 1 :], of_down[1])
         return None if dx is None else dx.view(ctx.shape), None, None, *weights, *biases
 
@@ -308,12 +321,18 @@ def _dtypes(tensors: Sequence[Tensor | None]) -> list[torch.dtype | None]:
 
 
 def _fprops(
-    source: Any, made: dict[Any, Any], parts: Sequence[_Part], tensors: Sequence[Tensor | None], needs: Sequence[bool]
+    source: Any,
+    made: dict[Any, Any],
+    parts: Sequence[_Part],
+    tensors: Sequence[Tensor | None],
+    needs: Sequence[bool],
 ) -> tuple[list[Tensor], list[Tensor | None]]:
     """Outputs of linears of one input, and what their backward needs. ``tensors``: weights, then biases."""
     from foundry_fp8.backends.native.linear import fprop
 
-    outputs, saved, count = [], [], len(parts)
+    outputs: list[Tensor] = []
+    saved: list[Tensor | None] = []
+    count = len(parts)
     for (call, cached), weight, bias, keep_x in zip(parts, tensors, tensors[count:], needs, strict=False):
         assert weight is not None
         shared = shared_input(made, call) if count > 1 or made else None
@@ -350,9 +369,11 @@ def _gradients(
         if sources[i] is None:
             continue
         wanted = needs_x, needs_of[i], needs_of[count + i]
-        one, dw, db = dgrad_and_wgrad(sources[i], saved[SAVED * i : SAVED * (i + 1)], calls[i], dtype, needs=wanted)
+        one, dw, db = dgrad_and_wgrad(
+            sources[i], saved[SAVED * i : SAVED * (i + 1)], calls[i], dtype, needs=wanted
+        )
         grads[i], grads[count + i] = dw, None if db is None else db.to(bias_dtypes[i])
-        dx = one if dx is None else dx.add_(one)
+        dx = one if dx is None or one is None else dx.add_(one)
     return dx, grads
 
 
@@ -383,7 +404,7 @@ class _Readers:
                 self.expected = tuple(self.latest)
             self.latest = y.readers
             if y.grad_fn is not None:
-                y.grad_fn.alive = alive = _Alive()
+                y.grad_fn.alive = alive = _Alive()  # type: ignore[attr-defined]
                 self._graphs.add(alive)
         y.expected = self.expected
 
@@ -431,7 +452,11 @@ def _prepared(
     dtype, reaches = checked_dtype(members[0], rows, weights[0]), x.requires_grad
     tokens, records = rows.numel() // rows.shape[-1], []
     for m in members:
-        dgrad = reaches if m in siblings[0] else reaches or any(p.requires_grad for s in siblings[0] for p in s.parameters())
+        dgrad = (
+            reaches
+            if m in siblings[0]
+            else reaches or any(p.requires_grad for s in siblings[0] for p in s.parameters())
+        )
         records.append(m.enter(rows, m.weight, tokens, dgrad))
     for first, *others in siblings:  # they quantise one tensor
         for other in others if first.slots is not None else ():

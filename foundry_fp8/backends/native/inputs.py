@@ -98,7 +98,9 @@ def shared_input(made: dict[Any, Any], call: LinearCall) -> QuantizedInput | Non
     if selective_checkpoint_runs():
         return None
     scale = call.x[0]  # of delayed scaling: one tensor a slot and pass
-    found: QuantizedInput = made.setdefault((id(call.plan), None if scale is None else id(scale)), QuantizedInput())
+    found: QuantizedInput = made.setdefault(
+        (id(call.plan), None if scale is None else id(scale)), QuantizedInput()
+    )
     return found
 
 

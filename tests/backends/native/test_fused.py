@@ -181,7 +181,9 @@ def test_a_norm_is_computed_in_the_linear_behind_it(name, recipe, device):
     calls = CountOps()
     with calls:
         ours = gradients(lambda: fused(x), [x, *fused.parameters()], dy)
-    assert "norm_statistics" in calls.calls and "norm_backward" in calls.calls and "produce" not in calls.calls
+    assert (
+        "norm_statistics" in calls.calls and "norm_backward" in calls.calls and "produce" not in calls.calls
+    )
     assert_alike(ours, gradients(lambda: plain(x), [x, *plain.parameters()], dy), torch.float32)
     assert fused[0].proj.ledger.flops == plain[0].proj.ledger.flops
 

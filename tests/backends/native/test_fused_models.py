@@ -21,7 +21,9 @@ SIZES = dict(
 NEOX = dict(SIZES)
 del NEOX["num_key_value_heads"]
 GPT2 = dict(n_embd=64, n_inner=96, n_layer=2, n_head=4, vocab_size=64, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)  # fmt: skip
-FALCON = dict(hidden_size=64, ffn_hidden_size=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=64, alibi=False)
+FALCON = dict(
+    hidden_size=64, ffn_hidden_size=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=64, alibi=False
+)
 
 FAMILIES = {
     # name: config, norms and MLPs a block
@@ -44,7 +46,9 @@ def model_of(name, dtype=torch.bfloat16):
     options, *_ = FAMILIES[name]
     config = getattr(transformers, f"{name}Config")(**options)
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype).train()
+    model = (
+        transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype).train()
+    )
     for parameter in model.parameters():
         if parameter.dim() == 1:
             parameter.data.uniform_(0.5, 1.5)
@@ -64,7 +68,9 @@ def step(model, steps=2):
 
 
 def apart(a, b):
-    return max(float((a[n].double() - b[n].double()).norm() / b[n].double().norm().clamp(min=1e-12)) for n in b)
+    return max(
+        float((a[n].double() - b[n].double()).norm() / b[n].double().norm().clamp(min=1e-12)) for n in b
+    )
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -77,13 +83,17 @@ def test_what_is_fused_in_each_family(name, device):
     foundry_fp8.apply_fp8(plain, recipe="current", backend="native", fuse=False)
     ours, theirs = step(fused), step(plain)
     assert ours.keys() == theirs.keys()
-    assert apart(ours, theirs) < 0.03, name  # a rounding of float32 that turns a code of FP8, through two blocks
+    assert apart(ours, theirs) < 0.03, (
+        name
+    )  # a rounding of float32 that turns a code of FP8, through two blocks
     for a, b in zip(fused.modules(), plain.modules(), strict=True):
         if isinstance(a, FP8GemmLayer):
             assert a.ledger.flops == b.ledger.flops
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "current", "block", "mxfp8", {"name": "current", "granularity": "row"}])
+@pytest.mark.parametrize(
+    "recipe", ["delayed", "current", "block", "mxfp8", {"name": "current", "granularity": "row"}]
+)
 def test_who_looks_in_between_changes_no_bit(recipe, device):
     fused, seen = model_of("Llama"), model_of("Llama")
     for model in (fused, seen):
@@ -131,8 +141,15 @@ def test_siblings_have_one_scale_and_their_own_saved_state(device):
     step(model, 3)
     assert attention.k_proj.slots["x"].index == attention.q_proj.slots["x"].index != own
     saved = FP8State.of(model).state_dict()["modules"]
-    of = {n: saved[f"model.layers.0.self_attn.{n}"]["amax_history"][:, 0] for n in ("q_proj", "k_proj", "v_proj")}
-    assert float(of["q_proj"].max()) > 0 and torch.equal(of["k_proj"], of["q_proj"]) and torch.equal(of["v_proj"], of["q_proj"])
+    of = {
+        n: saved[f"model.layers.0.self_attn.{n}"]["amax_history"][:, 0]
+        for n in ("q_proj", "k_proj", "v_proj")
+    }
+    assert (
+        float(of["q_proj"].max()) > 0
+        and torch.equal(of["k_proj"], of["q_proj"])
+        and torch.equal(of["v_proj"], of["q_proj"])
+    )
     # A past of its own is kept: from then on each has its scale.
     other = copy.deepcopy(FP8State.of(model).state_dict())
     entry = other["modules"]["model.layers.0.self_attn.k_proj"]
@@ -188,7 +205,9 @@ def test_what_has_no_form_is_left_and_named(device):
 
     model = nn.Sequential(Site()).to(device)
     report = foundry_fp8.apply_fp8(model, recipe="current", backend="native")
-    assert report.fused == () and report.not_fused == {"0.norm": "Odd computes what no norm in the kernels does"}
+    assert report.fused == () and report.not_fused == {
+        "0.norm": "Odd computes what no norm in the kernels does"
+    }
     assert "1 norms are not: Odd computes" in report.summary()
 
 

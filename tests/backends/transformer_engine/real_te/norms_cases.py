@@ -4,13 +4,13 @@ import copy
 
 import pytest
 import torch
+from foundry_fp8.surgery.norm_fusion import SITES
 from real_te.models import converted, step
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from foundry_fp8.layers.state import FP8State
 from foundry_fp8.surgery.apply import apply_fp8
-from foundry_fp8.surgery.norm_fusion import SITES
 
 
 class Block(nn.Module):
