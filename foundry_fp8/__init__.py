@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from foundry_fp8.distributed.compression.apply import apply_compressed_communication
     from foundry_fp8.distributed.hybrid_sharding.apply import hybrid_degrees, hybrid_mesh
     from foundry_fp8.export.apply import export_fp8
+    from foundry_fp8.export.load import load_fp8
     from foundry_fp8.integrations.training_state import training_state
     from foundry_fp8.layers.state import FP8State
     from foundry_fp8.models.mus.apply import apply_unit_scaling
@@ -59,6 +60,7 @@ _HOMES = {
     "export_fp8": "export.apply",
     "hybrid_degrees": "distributed.hybrid_sharding.apply",
     "hybrid_mesh": "distributed.hybrid_sharding.apply",
+    "load_fp8": "export.load",
     "norm_linear": "backends.native.fused",
     "plan_memory": "planning.memory.planner",
     "precision_gap": "observe.precision_probe",
@@ -88,6 +90,7 @@ __all__ = [
     "export_fp8",
     "hybrid_degrees",
     "hybrid_mesh",
+    "load_fp8",
     "norm_linear",
     "plan_memory",
     "precision_gap",

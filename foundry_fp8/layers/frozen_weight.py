@@ -141,8 +141,10 @@ class FrozenFP8Weight(WrapperTensor):
 
     def write(self, value: Tensor) -> None:
         """Quantise ``value``, hp, in place of what is there; a block in which nothing changes keeps its codes and its scale."""
-        if value.dim() != 2:
-            self.refuse("experts in one parameter cannot be written")
+        if value.dim() == 3:
+            for i, one in enumerate(value):
+                self._expert(i).write(one)
+            return
         changed = value != self.unpacked(value.dtype)
         found = self.scaling.quantize(value, E4M3)
         blocks = changed.any() if self.block is None else block_amax(changed, self.block) > 0
@@ -158,8 +160,11 @@ class FrozenFP8Weight(WrapperTensor):
     def own_view(self, func: Any, args: Any) -> Any:
         """See :meth:`WrapperTensor.own_view`: one expert."""
         if self.dim() == 3 and func is torch.ops.aten.select.int and args[0] == 0:
-            return FrozenFP8Weight(self.codes[args[1]], self.scale[args[1]], *self.meta(), self.dtype)
+            return self._expert(args[1])
         return None
+
+    def _expert(self, i: int) -> FrozenFP8Weight:
+        return FrozenFP8Weight(self.codes[i], self.scale[i], *self.meta(), self.dtype)
 
 
 def in_dtype(out: Tensor, dtype: torch.dtype) -> Tensor:
