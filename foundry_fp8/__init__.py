@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from foundry_fp8.distributed.hybrid_sharding.apply import hybrid_degrees, hybrid_mesh
     from foundry_fp8.export.apply import export_fp8
     from foundry_fp8.export.load import load_fp8
+    from foundry_fp8.export.rollout import rollout_mismatch, served_weights
     from foundry_fp8.integrations.training_state import training_state
     from foundry_fp8.layers.state import FP8State
     from foundry_fp8.models.mus.apply import apply_unit_scaling
@@ -64,6 +65,8 @@ _HOMES = {
     "norm_linear": "backends.native.fused",
     "plan_memory": "planning.memory.planner",
     "precision_gap": "observe.precision_probe",
+    "rollout_mismatch": "export.rollout",
+    "served_weights": "export.rollout",
     "training_state": "integrations.training_state",
 }
 
@@ -94,6 +97,8 @@ __all__ = [
     "norm_linear",
     "plan_memory",
     "precision_gap",
+    "rollout_mismatch",
+    "served_weights",
     "training_state",
 ]
 
