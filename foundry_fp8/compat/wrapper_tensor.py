@@ -18,11 +18,7 @@ from foundry_fp8.compat.pytree import tree_map
 
 __all__ = ["WrapperTensor", "WrapperView", "save_plain"]
 
-_detach, _clone, _to_copy = (
-    torch.ops.aten.detach.default,
-    torch.ops.aten.clone.default,
-    torch.ops.aten._to_copy.default,
-)
+_aten = torch.ops.aten
 
 
 class WrapperTensor(Tensor):
@@ -74,10 +70,7 @@ class WrapperTensor(Tensor):
     @data.setter
     def data(self, value: Tensor) -> None:
         if (value.shape, value.dtype, value.device) != (self.shape, self.dtype, self.device):
-            self.refuse(
-                f"{tuple(value.shape)} {value.dtype} on {value.device} cannot become the .data of {tuple(self.shape)} {self.dtype} on "
-                f"{self.device}"
-            )
+            self.refuse(f"{[*value.shape]} {value.dtype} on {value.device} cannot become its .data")
         self.detach().copy_(value)
 
     @property
@@ -99,10 +92,6 @@ class WrapperTensor(Tensor):
             getattr(self, name).share_memory_()
         return self
 
-    def is_shared(self) -> bool:
-        """Whether other processes see it."""
-        return bool(self.parts) and all(getattr(self, name).is_shared() for name in self.parts)
-
     def tolist(self) -> Any:
         """As of any tensor."""
         return self.unpacked(self.dtype).tolist()
@@ -119,11 +108,8 @@ class WrapperTensor(Tensor):
         return self.detach()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        held = [
-            (part.dtype, part.view(torch.uint8))
-            for name in self.parts
-            for part in [getattr(self, name)[None]]
-        ]
+        parts = [getattr(self, name)[None] for name in self.parts]
+        held = [(part.dtype, part.view(torch.uint8)) for part in parts]  # not every torch pickles FP8
         return _rebuilt, (type(self), held, self.meta(), self.dtype, isinstance(self, nn.Parameter))
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
@@ -138,16 +124,13 @@ class WrapperTensor(Tensor):
         kwargs = kwargs or {}
         one = args[0] if args else None
         if isinstance(one, WrapperTensor) and one.parts:
-            held = [getattr(one, name) for name in one.parts]
-            made = type(one)
-            if func is _detach:
-                return made(*held, *one.meta(), one.dtype)
-            if func is _clone:
-                return made(*(part.clone() for part in held), *one.meta(), one.dtype)
-            dtype, device = kwargs.get("dtype") or one.dtype, kwargs.get("device")
-            if func is _to_copy and dtype.is_floating_point:
-                moved = (part.to(device=device, copy=True) for part in held)
-                return made(*moved, *one.meta(), dtype)
+            held, dtype = (getattr(one, name) for name in one.parts), kwargs.get("dtype") or one.dtype
+            copied = func is _aten.clone.default or (
+                func is _aten._to_copy.default and dtype.is_floating_point
+            )
+            if copied or func is _aten.detach.default:
+                made = (part.to(kwargs.get("device"), copy=True) if copied else part for part in held)
+                return type(one)(*made, *one.meta(), dtype)
         if isinstance(one, WrapperTensor) and func.is_view:
             return _views(one, func, args[1:], kwargs)
         plain: dict[int, tuple[WrapperTensor, Tensor]] = {}
@@ -162,10 +145,9 @@ class WrapperTensor(Tensor):
         out = func(*tree_map(unpack, args), **tree_map(unpack, kwargs))
         for written in _written(func, args, kwargs):
             if isinstance(written, WrapperTensor):
-                value = plain[id(written)][1]
-                if value.shape != written.shape:
+                if plain[id(written)][1].shape != written.shape:
                     written.refuse(f"{func} would change its shape")
-                written.write(value)
+                written.write(plain[id(written)][1])
         back = {id(value): wrapper for wrapper, value in plain.values()}
         return tree_map(lambda x: back.get(id(x), x), out)
 
@@ -188,7 +170,7 @@ class WrapperView(WrapperTensor):
         self.whole, self.path, self.way_out = whole, path, whole.way_out
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"{type(self).__name__}({tuple(self.shape)} of {self.whole!r})"
+        return f"{type(self).__name__}({[*self.shape]} of {self.whole!r})"
 
     def unpacked(self, dtype: torch.dtype) -> Tensor:
         """See :meth:`WrapperTensor.unpacked`."""
@@ -211,8 +193,7 @@ class WrapperView(WrapperTensor):
 
 
 def _views(one: WrapperTensor, func: Any, args: Any, kwargs: Any) -> Any:
-    own = one.own_view(func, args)
-    if own is not None:
+    if (own := one.own_view(func, args)) is not None:
         return own
     whole, path = (one.whole, one.path) if isinstance(one, WrapperView) else (one, ())
     like = torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="meta")
@@ -240,9 +221,8 @@ def _rebuilt(made: Any, held: Any, meta: Any, dtype: torch.dtype, parameter: boo
 def save_plain(module: nn.Module) -> None:
     """Have ``module`` give what its parameters stand for to ``state_dict``, and take it from there by value, ``assign`` or not."""
     module.register_state_dict_post_hook(_unpack_saved)
-    module._register_load_state_dict_pre_hook(
-        _copy_loaded
-    )  # the public one keeps the module alone, which a conversion replaces
+    # The public one keeps the module, which a conversion replaces.
+    module._register_load_state_dict_pre_hook(_copy_loaded)
 
 
 def _unpack_saved(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:

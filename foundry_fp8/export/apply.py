@@ -135,6 +135,15 @@ def export_fp8(
     others_of = [name for name in linears if name not in layers]
     _check_fused(layers, others_of)
     config = _serving_config(inner, layers)
+    static = recipe.uses_history or recipe.kind == "constant"
+    block: Any = getattr(recipe.scaling("w", 1), "block", None)
+    if layout == "fp8":
+        e8m0 = recipe.kind == "mx" or any(_has_e8m0(layer.weight) for layer in layers.values())
+        config.quantization_config = finegrained_config(others_of, block=block, e8m0=e8m0)
+    else:
+        config.quantization_config = quantization_config(
+            layers, others_of, static=static, by_row=recipe.by_row, block=block
+        )
     hp = getattr(torch, dtype)
     served: dict[str, ServedLinear] = {}
     tensors: dict[str, Tensor] = {}
@@ -158,17 +167,6 @@ def export_fp8(
                 f"export: {name} shares its weight with a layer in high precision (tied embeddings), and one tensor cannot be both. "
                 "Train with tie_word_embeddings: false, or leave it out of FP8."
             )
-    static = recipe.uses_history or recipe.kind == "constant"
-    scales = next(iter(served.values())).weight_scale
-    block: Any = getattr(recipe.scaling("w", 1), "block", None)
-    if layout == "fp8":
-        config.quantization_config = finegrained_config(
-            others_of, block=block, e8m0=scales.dtype == torch.float8_e8m0fnu
-        )
-    else:
-        config.quantization_config = quantization_config(
-            served, others_of, static=static, by_row=recipe.by_row, block=block
-        )
     config.torch_dtype, config.use_cache = hp, True  # training keeps no cache
     _write(inner, config, tensors, Path(folder), tokenizer)
     elements = sum(layer.weight.numel() for layer in served.values())
@@ -183,6 +181,10 @@ def export_fp8(
         else NO_READER.format(config.model_type),
         bytes=sum(t.numel() * t.element_size() for t in tensors.values()),
     )
+
+
+def _has_e8m0(weight: Tensor) -> bool:
+    return isinstance(weight, FrozenFP8Weight) and weight.scale.dtype == torch.float8_e8m0fnu
 
 
 def _facts(layer: ServedLinear) -> dict[str, float | None]:
@@ -295,7 +297,7 @@ def _umask() -> int:
 
 
 def _write_into(folder: Path, model: Any, config: Any, tensors: dict[str, Tensor], tokenizer: Any) -> None:
-    from huggingface_hub import __version__, save_torch_state_dict
+    from huggingface_hub import save_torch_state_dict
 
     tied = list(getattr(model, "_tied_weights_keys", None) or [])
     try:
@@ -308,7 +310,7 @@ def _write_into(folder: Path, model: Any, config: Any, tensors: dict[str, Tensor
         )
     except KeyError as error:
         raise RuntimeError(
-            f"export: huggingface_hub {__version__} writes no tensors of {error}, and the scales are such. Install a newer one (2.4 does)."
+            f"export: this huggingface_hub writes no {error}. Install a newer one (2.4 does)."
         ) from error
     config.architectures = [type(model).__name__]
     config._attn_implementation_autoset = (

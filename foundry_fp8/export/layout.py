@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from foundry_fp8.config import ConfigError
-from foundry_fp8.layers.dtensor import is_dtensor
+from foundry_fp8.layers.dtensor import whole
 from foundry_fp8.layers.frozen_weight import FrozenFP8Weight, recipe_of
 from foundry_fp8.layers.linear import FP8Linear, FP8TransposedLinear
 from foundry_fp8.numerics.operands import quantize
@@ -93,10 +93,10 @@ def served_linear(
             f"{name}: no input was ever seen, so that there is no scale for it. Export after training, or load the FP8 state of "
             "a checkpoint first (FP8State.load_state_dict)."
         )
-    whole: Any = linear.matrix.detach()
-    weight: Tensor = (whole.full_tensor() if is_dtensor(whole) else whole).to(device or whole.device, dtype)
-    scale = slots["w"].scale if recipe.uses_history else None
-    quantized = quantize(weight, "w", recipe, along=1, scale=scale)
+    weight = whole(linear.matrix.detach())
+    weight = weight.to(device or weight.device, dtype)
+    given = slots["w"].scale if recipe.uses_history else None
+    quantized = quantize(weight, "w", recipe, along=1, scale=given)
     if not bool(torch.isfinite(weight).all()):
         raise RuntimeError(f"{name}: its weight holds an Inf or a NaN.")
     input_scale = None

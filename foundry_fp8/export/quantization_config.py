@@ -41,7 +41,7 @@ def quantization_config(
         Plain values.
 
     Raises:
-        RuntimeError: ``compressed-tensors`` is not installed.
+        RuntimeError: ``compressed-tensors`` is not installed, or knows no blocks.
 
     Source:
         https://github.com/vllm-project/compressed-tensors, its ``QuantizationConfig``.
@@ -57,11 +57,14 @@ def quantization_config(
     # By class, which every release of vLLM matches, in experts too; and by name, since a model's linears need not be nn.Linear itself.
     names = {"re:" + re.escape(kind_of(name)).replace(r"\*", r"\d+") + "$" for name in layers}
     targets = ["Linear", *sorted(names)]
-    scheme = QuantizationScheme(
-        targets=targets,
-        weights=QuantizationArgs(**fp8, **of_weights, dynamic=False),
-        input_activations=QuantizationArgs(**fp8, **of_inputs, dynamic=not static),
-    )
+    try:
+        scheme = QuantizationScheme(
+            targets=targets,
+            weights=QuantizationArgs(**fp8, **of_weights, dynamic=False),
+            input_activations=QuantizationArgs(**fp8, **of_inputs, dynamic=not static),
+        )
+    except ValueError as error:
+        raise RuntimeError(f"export: this compressed-tensors has no {of_inputs}. Install a newer one (0.20 has), or --layout fp8.") from error  # fmt: skip
     config = QuantizationConfig(
         config_groups={"group_0": scheme},
         format="float-quantized",

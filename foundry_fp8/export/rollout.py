@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any, Literal
 
 import torch
@@ -13,12 +14,13 @@ from foundry_fp8.backends.emulated.gemm import scaled_mm
 from foundry_fp8.config import ConfigError, check_arguments
 from foundry_fp8.export.layout import recipe_run_by, served_linear
 from foundry_fp8.layers.autocast import compute_dtype
-from foundry_fp8.layers.dtensor import is_dtensor
+from foundry_fp8.layers.dtensor import whole
+from foundry_fp8.layers.frozen_weight import in_high_precision
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.model_structure.names import clean_name
 from foundry_fp8.numerics.operands import quantize
-from foundry_fp8.numerics.quantize import Quantized, quantize_tensor
-from foundry_fp8.numerics.recipes import CurrentScaling, Recipe
+from foundry_fp8.numerics.quantize import Quantized
+from foundry_fp8.numerics.recipes import CurrentScaling
 
 __all__ = ["rollout_mismatch", "served_weights"]
 
@@ -38,14 +40,14 @@ def served_weights(
     """
     owners = {clean_name(name): module for name, module in model.named_modules()}
     for name, parameter in model.named_parameters():
-        owner, _, leaf = clean_name(name).rpartition(".")
+        name, value = clean_name(name), parameter.detach()
+        owner, _, leaf = name.rpartition(".")
         recipe = recipe_run_by(owners[owner]) if leaf == "weight" else None
         if recipe is None:
-            value = parameter.detach()
-            yield clean_name(name), (value.full_tensor() if is_dtensor(value) else value).to(dtype), None  # type: ignore[attr-defined]
+            yield name, in_high_precision(whole(value), dtype), None
         else:
             served = served_linear(owner, owners[owner], recipe, dtype)
-            yield clean_name(name), served.weight, served.weight_scale
+            yield name, served.weight, served.weight_scale
 
 
 @torch.no_grad()
@@ -66,54 +68,46 @@ def rollout_mismatch(
         ConfigError: Nothing runs in FP8.
     """
     check_arguments(rollout_mismatch, {"scales": scales}, "rollout_mismatch")
-    layers = [(n, m) for n, m in model.named_modules() if isinstance(m, FP8Linear) and m.recipe is not None]
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, FP8Linear) and m.recipe is not None}
     if not layers:
         raise ConfigError("rollout_mismatch: no layer of the model runs in FP8. Convert it (apply_fp8).")
-    before = [(m, m.evaluate) for _, m in layers]
-    hooks: list[Any] = []
-    try:
-        for module, _ in before:
-            module.evaluate = "fp8"
+
+    def distribution() -> Tensor:
         with torch.random.fork_rng():
-            trained = model(**batch).logits.double().log_softmax(-1)
-        hooks = [m.register_forward_hook(_Server(clean_name(n), m, scales)) for n, m in layers]
-        with torch.random.fork_rng():
-            served = model(**batch).logits.double().log_softmax(-1)
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for module, evaluate in before:
-            module.evaluate = evaluate
+            found: Tensor = model(**batch).logits.double().log_softmax(-1)
+        return found
+
+    with ExitStack() as stack:
+        for layer in layers.values():
+            stack.callback(setattr, layer, "evaluate", layer.evaluate)
+            layer.evaluate = "fp8"
+        trained = distribution()
+        for name, layer in layers.items():
+            stack.callback(layer.register_forward_hook(_server(name, layer.recipe, scales)).remove)
+        served = distribution()
     return float((trained.exp() * (trained - served)).sum(-1).mean())
 
 
-class _Server:
+def _server(name: str, recipe: Any, scales: str) -> Callable[..., Tensor]:
     """A forward hook that puts a server's result in the place of the layer's own."""
+    inputs, block = recipe, getattr(recipe.scaling("w", 1), "block", None)
+    if recipe.kind == "tensor" and not recipe.uses_history:
+        inputs = CurrentScaling(granularity="row", power_2_scales=recipe.powers_of_two)
+    if scales != "recipe" and hasattr(inputs, "power_2_scales"):
+        inputs = dataclasses.replace(inputs, power_2_scales=scales == "ue8m0")
 
-    def __init__(self, name: str, layer: FP8Linear, scales: str) -> None:
-        self.name, self.scales = name, scales
-        recipe: Any = layer.recipe
-        if recipe.kind == "tensor" and not recipe.uses_history:
-            recipe = CurrentScaling(granularity="row", power_2_scales=recipe.powers_of_two)
-        if scales != "recipe" and hasattr(recipe, "power_2_scales"):
-            recipe = dataclasses.replace(recipe, power_2_scales=scales == "ue8m0")
-        self.inputs: Recipe = recipe
-
-    def __call__(self, layer: Any, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    def run(layer: Any, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
         dtype = compute_dtype(args[0])
-        weight = served_linear(self.name, layer, layer.recipe, dtype)
-        x = args[0].to(dtype).reshape(-1, layer.in_features)
-        scale = weight.weight_scale.float()
-        if weight.input_scale is not None:
-            a = quantize_tensor(x, weight.input_scale[0].reciprocal(), self.inputs.format("x"))
-        else:
-            a = quantize(x, "x", self.inputs)
-        block = None if scale.dim() == 1 else layer.recipe.scaling("w", 1).quantize(x[:1], a.fmt).block
-        by_row = self.inputs.by_row
-        if by_row and scale.dim() == 1:
-            scale, block = scale.reshape(1, 1).expand(layer.out_features, 1), (1, layer.in_features)
-        scale = scale[0] if scale.dim() == 1 else scale
-        b = Quantized(weight.weight, scale, block, a.fmt, torch.zeros_like(scale))
-        power_2 = self.inputs.powers_of_two and layer.recipe.powers_of_two
-        y = scaled_mm(a, b, out_dtype=dtype, bias=layer.bias, power_2=power_2, by_row=by_row)
-        return y.unflatten(0, args[0].shape[:-1]).to(output.dtype)
+        served = served_linear(name, layer, recipe, dtype)
+        known = None if served.input_scale is None else served.input_scale[0].reciprocal()
+        a = quantize(args[0].to(dtype).flatten(0, -2), "x", inputs, scale=known)
+        scale = served.weight_scale.float()
+        scale = (
+            scale.expand(len(served.weight), 1) if inputs.by_row else scale[0] if scale.dim() == 1 else scale
+        )
+        b = Quantized(served.weight, scale, block, a.fmt, torch.zeros_like(scale))
+        exact = inputs.powers_of_two and recipe.powers_of_two
+        y = scaled_mm(a, b, out_dtype=dtype, bias=layer.bias, power_2=exact, by_row=inputs.by_row)
+        return y.unflatten(0, args[0].shape[:-1])
+
+    return run

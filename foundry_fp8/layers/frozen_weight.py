@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from foundry_fp8.compat.wrapper_tensor import WrapperTensor
 from foundry_fp8.numerics.formats import E4M3
-from foundry_fp8.numerics.quantize import Quantized, block_amax
+from foundry_fp8.numerics.quantize import block_amax
 from foundry_fp8.numerics.recipes import BlockScaling, CurrentScaling, MXFP8Scaling, Recipe
 from foundry_fp8.numerics.scalings import Blocks, MXBlocks, OneScale, Rows, Scaling
 
@@ -151,11 +151,6 @@ class FrozenFP8Weight(WrapperTensor):
         codes, scale = self.codes.view(torch.uint8), found.gemm_scale
         codes.copy_(torch.where(found.expanded(blocks), found.data.view(torch.uint8), codes))
         self.scale.copy_(torch.where(blocks, scale, self.scale.to(scale.dtype)))
-
-    def quantized(self) -> Quantized:
-        """Codes and scales as they are."""
-        scale = self.scale.float()
-        return Quantized(self.codes, scale, self.block, E4M3, torch.zeros_like(scale))
 
     def own_view(self, func: Any, args: Any) -> Any:
         """See :meth:`WrapperTensor.own_view`: one expert."""

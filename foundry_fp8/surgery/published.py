@@ -16,7 +16,7 @@ from foundry_fp8.layers.frozen_weight import FrozenFP8Weight, recipe_of, scaling
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.model_structure.wrappers import replace_module
 
-__all__ = ["SCALES", "adopted", "check_codes_stay", "keep_published", "published_weight"]
+__all__ = ["SCALES", "adopted", "check_codes_stay", "published_weight"]
 
 SCALES = ("weight_scale_inv", "weight_scale")
 """What the codes are multiplied by, as FineGrainedFP8 and compressed-tensors call it."""
@@ -37,38 +37,19 @@ def published_weight(
     Raises:
         ConfigError: Another format, or scales that do not fit.
     """
-    if codes.dtype != torch.float8_e4m3fn:
-        raise ConfigError(
-            f"{name}: {codes.dtype} is read by nobody here; float8_e4m3fn is. Dequantise the checkpoint first."
-        )
-    scale = scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale
     rows, columns = codes.shape[-2:]
+    scale = scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale
     if scale.numel() == 1 and codes.dim() == 2 and block is None:
         return FrozenFP8Weight(codes, scale.reshape(()), None, scaling_of(scale, None, columns), dtype)
     if block is None:
         block, scale = (1, columns), scale.reshape(*codes.shape[:-2], -1, 1)
-    grid = (*codes.shape[:-2], -(-rows // block[0]), -(-columns // block[1]))
-    if tuple(scale.shape) != grid:
+    grid = [*codes.shape[:-2], -(-rows // block[0]), -(-columns // block[1])]
+    if codes.dtype != torch.float8_e4m3fn or [*scale.shape] != grid:
         raise ConfigError(
-            f"{name}: scales {list(scale.shape)} do not fit a weight {list(codes.shape)} in blocks of {block[0]} x {block[1]}, which has "
-            f"{list(grid)}. Correct weight_block_size in config.json's quantization_config."
+            f"{name}: scales {[*scale.shape]} do not fit a weight {[*codes.shape]} {codes.dtype} in blocks of {block[0]} x {block[1]}: float8_e4m3fn "
+            f"with {grid} would. Correct weight_block_size in config.json's quantization_config, or dequantise the checkpoint."
         )
     return FrozenFP8Weight(codes, scale, block, scaling_of(scale, block, columns), dtype)
-
-
-def keep_published(module: nn.Module, leaf: str, weight: FrozenFP8Weight) -> None:
-    """Make ``module``'s parameter ``leaf`` ``weight``, frozen; it stays the same object.
-
-    Raises:
-        ConfigError: Something else holds its memory.
-    """
-    try:
-        torch.utils.swap_tensors(module.get_parameter(leaf), nn.Parameter(weight, requires_grad=False))
-    except RuntimeError as error:
-        raise ConfigError(
-            f"{leaf} of {type(module).__name__} cannot be replaced, as something else holds it ({error})."
-        ) from error
-    save_plain(module)
 
 
 @contextmanager
@@ -77,59 +58,41 @@ def adopted(model: nn.Module) -> Iterator[None]:
 
     A weight that requires a gradient becomes a plain one of the values, in the model's dtype; a frozen one keeps its codes and scales.
     """
-    dtypes = (p.dtype for p in model.parameters() if p.is_floating_point() and p.element_size() > 1)
-    names = ("weight", "bias", *SCALES)
-    dtype = next(
-        (p.dtype for n, p in model.named_parameters() if n.rpartition(".")[2] not in names),
-        next(dtypes, torch.bfloat16),
-    )
-    found = [(n, m) for n, m in model.named_modules() if _is_published(m)]
-    made: dict[int, nn.Linear] = {}
+    found = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and _scale_of(m) is not None}
+    scaled = {id(p) for module in found.values() for p in module.parameters(recurse=False)}
+    dtypes = [p.dtype for p in model.parameters() if p.is_floating_point() and id(p) not in scaled]
     try:
-        for name, module in found:
-            made.setdefault(id(module), _linear_of(name, module, dtype))
-            replace_module(model, name, made[id(module)])
+        for name, module in found.items():
+            replace_module(model, name, _linear_of(name, module, dtypes[0] if dtypes else torch.bfloat16))
         leave_out_of_ddp(model, [n for n, p in model.named_parameters() if isinstance(p, FrozenFP8Weight)])
         yield
     except BaseException:
-        for name, module in found:
+        for name, module in found.items():
             replace_module(model, name, module)
         raise
 
 
-def _is_published(module: nn.Module) -> bool:
-    weight = module._parameters.get("weight")
-    return (
-        isinstance(module, nn.Linear)
-        and weight is not None
-        and weight.element_size() == 1
-        and _scale_of(module) is not None
-    )
-
-
 def _scale_of(module: nn.Module) -> Tensor | None:
+    weight = module._parameters.get("weight")
+    if weight is None or weight.element_size() > 1:
+        return None
     return next((s for name in SCALES if isinstance(s := getattr(module, name, None), Tensor)), None)
 
 
 def _linear_of(name: str, module: Any, dtype: torch.dtype) -> nn.Linear:
-    scale = _scale_of(module)
-    assert scale is not None
     if type(module).__name__ == "FP8GroupedLinear":
-        raise ConfigError(
-            f"{name}: a grouped linear of transformers in FP8 is converted by nobody here. Load it with dequantize=True."
-        )
+        raise ConfigError(f"{name}: no FP8 layer computes what transformers' FP8GroupedLinear does. Load it with dequantize=True.")  # fmt: skip
     scheme = getattr(getattr(module, "quantization_scheme", None), "weights", None)
     block = getattr(module, "block_size", None) or getattr(scheme, "block_structure", None)
-    dtype = dtype if module.bias is None else module.bias.dtype
+    scale: Any = _scale_of(module)
     weight = published_weight(
         name, module.weight.detach(), scale.detach(), tuple(block) if block else None, dtype
     )
     linear = nn.Linear(module.in_features, module.out_features, bias=False, device="meta", dtype=dtype)
     linear.bias, linear.training = module.bias, module.training
-    if module.weight.requires_grad:
-        linear.weight = nn.Parameter(weight.unpacked(dtype))
-    else:
-        keep_published(linear, "weight", weight)
+    trains = module.weight.requires_grad
+    linear.weight = nn.Parameter(weight.unpacked(dtype) if trains else weight, requires_grad=trains)
+    save_plain(linear)
     return linear
 
 
@@ -142,26 +105,13 @@ def check_codes_stay(converted: Mapping[str, FP8Linear], key: str) -> None:
         fitting = recipe_of(weight.scaling)
         if (
             fitting is None
+            or fitting.by_row
             or recipe.uses_history
             or recipe.scaling("w", 1) != weight.scaling
-            or recipe.by_row
         ):
-            fits = (
-                "None is"
-                if fitting is None or fitting.by_row
-                else f"recipe: {{{', '.join(f'{k}: {v}' for k, v in _short(fitting))}}} is"
-            )
+            fits = "No recipe" if fitting is None or fitting.by_row else f"recipe: {fitting.to_dict()}"
             raise ConfigError(
                 f"{key}: the frozen weight of {name} has published codes, with scales by {weight.scaling}, which {recipe.name} would round "
-                f"again. {fits} the one that multiplies by them; or leave the layer in high precision ({key}.exclude), which reads the same "
-                "codes; or load it to train (load_fp8 into a model whose parameters require gradients)."
+                f"again. {fits} multiplies by them as they are; in high precision ({key}.exclude) a layer reads the same codes; to train "
+                "the weights, load them into a model whose parameters require gradients (load_fp8)."
             )
-
-
-def _short(recipe: Any) -> list[tuple[str, Any]]:
-    plain = type(recipe)().to_dict()
-    return [
-        (k, str(v).lower() if isinstance(v, bool) else v)
-        for k, v in recipe.to_dict().items()
-        if k == "name" or plain[k] != v
-    ]
