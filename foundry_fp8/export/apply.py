@@ -147,7 +147,9 @@ def export_fp8(
     hp = getattr(torch, dtype)
     served: dict[str, ServedLinear] = {}
     tensors: dict[str, Tensor] = {}
-    in_float32 = getattr(inner, "_keep_in_fp32_modules_strict", None) or ()  # a router's bias, by vLLM too
+    buffers = {
+        clean_name(name) for name, _ in inner.named_buffers()
+    }  # a router's bias, which servers read in float32
     others: dict[int, Tensor] = {}  # by address, so that what is tied stays so
     for key, tensor in _whole_state(inner).items():
         name, _, leaf = key.rpartition(".")
@@ -158,7 +160,7 @@ def export_fp8(
             if linear.input_scale is not None:
                 tensors[f"{name}.input_scale"] = linear.input_scale
         else:
-            as_is = not tensor.is_floating_point() or any(part in key for part in in_float32)
+            as_is = not tensor.is_floating_point() or key in buffers
             kept = tensor.to("cpu", tensor.dtype if as_is else hp)
             tensors[key] = others.setdefault(tensor.data_ptr(), kept) if tensor.numel() else kept
     for name, layer in layers.items():

@@ -93,8 +93,7 @@ def served_linear(
             f"{name}: no input was ever seen, so that there is no scale for it. Export after training, or load the FP8 state of "
             "a checkpoint first (FP8State.load_state_dict)."
         )
-    weight = whole(linear.matrix.detach())
-    weight = weight.to(device or weight.device, dtype)
+    weight = whole(linear.matrix.detach()).to(device, dtype)
     given = slots["w"].scale if recipe.uses_history else None
     quantized = quantize(weight, "w", recipe, along=1, scale=given)
     if not bool(torch.isfinite(weight).all()):
@@ -105,13 +104,10 @@ def served_linear(
     elif recipe.kind == "constant":
         input_scale = torch.ones(1, dtype=torch.float32, device=weight.device)
     restored = quantized.dequantize()
+    weight_scale = torch.atleast_1d(quantized.scale_inv * linear.output_multiplier)
     return ServedLinear(
         weight=quantized.data,
-        weight_scale=torch.atleast_1d(
-            quantized.scale_inv.to(torch.float8_e8m0fnu)
-            if recipe.kind == "mx"
-            else quantized.scale_inv * getattr(linear, "output_multiplier", 1.0)
-        ),
+        weight_scale=weight_scale.to(torch.float8_e8m0fnu) if recipe.kind == "mx" else weight_scale,
         input_scale=input_scale,
         rounding=float((restored - weight.float()).norm() / weight.float().norm().clamp(min=1e-30)),
     )

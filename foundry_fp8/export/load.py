@@ -54,10 +54,12 @@ def load_fp8(folder: str | Path, model: nn.Module) -> list[str]:
         (m for m in model.modules() if hasattr(m, "save_pretrained") and hasattr(m, "config")), model
     )
     places = {
-        re.sub(r"^\.|\.base_layer", "", clean_name(f"{prefix}.{leaf}")): (module, leaf)
-        for prefix, module in inner.named_modules(remove_duplicate=False)
-        for leaf, tensor in (*module._parameters.items(), *module._buffers.items())
-        if tensor is not None and "lora_" not in prefix
+        clean_name(name).replace(".base_layer", ""): (
+            inner.get_submodule(name.rpartition(".")[0]),
+            name.rpartition(".")[2],
+        )
+        for name in inner.state_dict(keep_vars=True)
+        if "lora_" not in name
     }
     sources = _sources(folder, inner, places, files)
 
@@ -88,8 +90,8 @@ def load_fp8(folder: str | Path, model: nn.Module) -> list[str]:
             torch.utils.swap_tensors(old, nn.Parameter(value, requires_grad=False))
             save_plain(module)
             kept.append(name)
-    for name, (module, leaf) in places.items():
-        if getattr(module, leaf).is_meta:
+    for name, tensor in (*inner.named_parameters(), *inner.named_buffers()):
+        if tensor.is_meta:
             raise ConfigError(
                 f"{folder}: {name} is not there, and on the meta device in the model. Make the model with its buffers (accelerate's "
                 "init_empty_weights(include_buffers=False))."
@@ -119,7 +121,7 @@ def _block_of(folder: Path) -> tuple[int, int] | None:
 
 def _sources(folder: Path, model: nn.Module, places: Mapping[str, Any], files: Mapping[str, Any]) -> dict[str, Any]:  # fmt: skip
     """Of each parameter the key that holds it, or, where it holds all experts (transformers 5), for each the keys of its parts."""
-    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
+    layers = getattr(getattr(model, "config", None), "num_hidden_layers", None)
     found: dict[str, Any] = {}
     stacked: dict[str, dict[str, dict[str, str]]] = {}
     for key in files:
@@ -132,13 +134,15 @@ def _sources(folder: Path, model: nn.Module, places: Mapping[str, Any], files: M
             found[name] = key
         elif expert and experts in places:
             stacked.setdefault(experts, {}).setdefault(expert[2], {})[expert[3]] = key
-        elif not _SCALE.search(key) and not any(re.search(pattern, key) for pattern in ignored):
+        elif not _SCALE.search(key) and not key.startswith(
+            f"model.layers.{layers}."
+        ):  # which predicts further tokens
             raise ConfigError(f"{folder}: the model has no place for {key}. Make it from config.json there.")
     for name, parts in stacked.items():  # gate_proj before up_proj, w1 before w3
         found[name] = [[parts[i][part] for part in sorted(parts[i])] for i in sorted(parts, key=int)]
-    filled = {id(getattr(*places[name])) for name in found}
+    filled = {id(getattr(module, leaf)) for module, leaf in map(places.__getitem__, found)}
     for name, (module, leaf) in places.items():
-        if id(getattr(module, leaf)) not in filled and leaf not in module._non_persistent_buffers_set:
+        if id(getattr(module, leaf)) not in filled:
             raise ConfigError(
                 f"{folder}: no tensor there is for {name}. Make the model from config.json there."
             )
