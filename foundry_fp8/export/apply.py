@@ -176,11 +176,8 @@ def export_fp8(
         layers={name: _facts(layer) for name, layer in served.items()},
         recipe=recipe,
         dtype=hp,
-        share=elements
-        / sum(t.numel() for n, t in tensors.items() if not n.endswith(("_scale", "_scale_inv"))),
-        reader=""
-        if type(inner).__module__.startswith("transformers.")
-        else NO_READER.format(config.model_type),
+        share=elements / sum(t.numel() for n, t in tensors.items() if not n.endswith(("_scale", "_inv"))),
+        reader=NO_READER.format(config.model_type) * (not type(inner).__module__.startswith("transformers.")),
         bytes=sum(t.numel() * t.element_size() for t in tensors.values()),
     )
 

@@ -83,10 +83,10 @@ def served_linear(
             f"{name}: it holds its weight as [in, out] (transformers' Conv1D), for which this layout has no form."
         )
     if isinstance(linear.weight, FrozenFP8Weight):
-        codes, scale = (part.to(device or part.device) for part in (linear.weight.codes, linear.weight.scale))
-        return ServedLinear(
-            weight=codes, weight_scale=torch.atleast_1d(scale), input_scale=None, rounding=0.0
+        scale = torch.atleast_1d(linear.weight.scale).to(
+            device, torch.float8_e8m0fnu if recipe.kind == "mx" else None
         )
+        return ServedLinear(weight=linear.weight.codes.to(device), weight_scale=scale, input_scale=None, rounding=0.0)  # fmt: skip
     slots: Any = linear.slots or {}
     if recipe.uses_history and not bool((slots["x"].amax_history != 0).any()):
         raise RuntimeError(

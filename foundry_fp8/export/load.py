@@ -50,17 +50,9 @@ def load_fp8(folder: str | Path, model: nn.Module) -> list[str]:
     folder = Path(folder)
     block = _block_of(folder)
     files = {key: file for path in folder.glob("*.safetensors") for file in [safe_open(path, "pt")] for key in file.keys()}  # noqa: SIM118  # fmt: skip
-    inner = next(
-        (m for m in model.modules() if hasattr(m, "save_pretrained") and hasattr(m, "config")), model
-    )
-    places = {
-        clean_name(name).replace(".base_layer", ""): (
-            inner.get_submodule(name.rpartition(".")[0]),
-            name.rpartition(".")[2],
-        )
-        for name in inner.state_dict(keep_vars=True)
-        if "lora_" not in name
-    }
+    inner = next((m for m in model.modules() if hasattr(type(m), "config_class")), model)
+    names = {n: n.rpartition(".") for n in inner.state_dict(keep_vars=True) if "lora_" not in n}
+    places = {clean_name(n).replace(".base_layer", ""): (inner.get_submodule(at), leaf) for n, (at, _, leaf) in names.items()}  # fmt: skip
     sources = _sources(folder, inner, places, files)
 
     def weight(key: str, dtype: torch.dtype) -> Tensor:
@@ -90,12 +82,8 @@ def load_fp8(folder: str | Path, model: nn.Module) -> list[str]:
             torch.utils.swap_tensors(old, nn.Parameter(value, requires_grad=False))
             save_plain(module)
             kept.append(name)
-    for name, tensor in (*inner.named_parameters(), *inner.named_buffers()):
-        if tensor.is_meta:
-            raise ConfigError(
-                f"{folder}: {name} is not there, and on the meta device in the model. Make the model with its buffers (accelerate's "
-                "init_empty_weights(include_buffers=False))."
-            )
+    if left := [n for n, t in (*inner.named_parameters(), *inner.named_buffers()) if t.is_meta]:
+        raise ConfigError(f"{folder}: {left[0]} is not there, and on the meta device in the model. Make the model with its buffers (accelerate's init_empty_weights(include_buffers=False)).")  # fmt: skip
     leave_out_of_ddp(model, [name for name, p in model.named_parameters() if isinstance(p, FrozenFP8Weight)])
     return kept
 
@@ -103,9 +91,7 @@ def load_fp8(folder: str | Path, model: nn.Module) -> list[str]:
 def _block_of(folder: Path) -> tuple[int, int] | None:
     """Rows and columns of a block; ``None`` for scales of rows or tensors."""
     config = json.loads((folder / "config.json").read_text())
-    found = (
-        config.get("quantization_config") or config.get("text_config", {}).get("quantization_config") or {}
-    )
+    found = config.get("quantization_config") or {}
     said = {str(found.get("weight_block_size"))} if found.get("quant_method") == "fp8" else set()
     if found.get("quant_method") == "compressed-tensors" and found.get("format") in ("float-quantized", "naive-quantized"):  # fmt: skip
         groups = found["config_groups"].values()
@@ -121,37 +107,29 @@ def _block_of(folder: Path) -> tuple[int, int] | None:
 
 def _sources(folder: Path, model: nn.Module, places: Mapping[str, Any], files: Mapping[str, Any]) -> dict[str, Any]:  # fmt: skip
     """Of each parameter the key that holds it, or, where it holds all experts (transformers 5), for each the keys of its parts."""
-    layers = getattr(getattr(model, "config", None), "num_hidden_layers", None)
+    further = f"model.layers.{getattr(getattr(model, 'config', None), 'num_hidden_layers', None)}."  # predicts more tokens
     found: dict[str, Any] = {}
     stacked: dict[str, dict[str, dict[str, str]]] = {}
     for key in files:
         names = [key.replace(".block_sparse_moe.", ".mlp."), key, f"model.{key}", key.removeprefix("model.")]
         name, expert = next((name for name in names if name in places), None), _EXPERT.match(names[0])
-        experts = (
-            f"{expert[1]}.{'down' if expert[3] in ('down_proj', 'w2') else 'gate_up'}_proj" if expert else ""
-        )
+        part = "down_proj" if expert and expert[3] in ("down_proj", "w2") else "gate_up_proj"
         if name is not None:
             found[name] = key
-        elif expert and experts in places:
-            stacked.setdefault(experts, {}).setdefault(expert[2], {})[expert[3]] = key
-        elif not _SCALE.search(key) and not key.startswith(
-            f"model.layers.{layers}."
-        ):  # which predicts further tokens
+        elif expert and f"{expert[1]}.{part}" in places:
+            stacked.setdefault(f"{expert[1]}.{part}", {}).setdefault(expert[2], {})[expert[3]] = key
+        elif not _SCALE.search(key) and not key.startswith(further):
             raise ConfigError(f"{folder}: the model has no place for {key}. Make it from config.json there.")
     for name, parts in stacked.items():  # gate_proj before up_proj, w1 before w3
         found[name] = [[parts[i][part] for part in sorted(parts[i])] for i in sorted(parts, key=int)]
     filled = {id(getattr(module, leaf)) for module, leaf in map(places.__getitem__, found)}
     for name, (module, leaf) in places.items():
         if id(getattr(module, leaf)) not in filled:
-            raise ConfigError(
-                f"{folder}: no tensor there is for {name}. Make the model from config.json there."
-            )
+            raise ConfigError(f"{folder}: no tensor there is for {name}. Make it from config.json there.")
     return {name: found[name] for name in places if name in found}
 
 
-def _stacked(
-    experts: list[list[str]], dtype: torch.dtype, weight: Callable[[str, torch.dtype], Tensor]
-) -> Tensor:
+def _stacked(experts: list[list[str]], dtype: torch.dtype, weight: Callable[..., Tensor]) -> Tensor:
     """``[experts, out_features, in_features]``: an expert's parts one under the other. A scale a row, as blocks may end within a part."""
     codes = scales = torch.empty(0)
     block = None
@@ -160,13 +138,18 @@ def _stacked(
         mine = torch.cat([getattr(part, "codes", part) for part in parts])
         codes = codes if i else mine.new_empty(len(experts), *mine.shape)
         codes[i] = mine
-        kept = [part for part in parts if isinstance(part, FrozenFP8Weight)]
-        if kept:
-            block = (1, kept[0].block[1] if kept[0].block else mine.shape[1])
-            of_rows = torch.cat([part.scale.float().reshape(-1, part.scale.shape[-1] if part.block else 1).repeat_interleave(part.block[0] if part.block else part.shape[0], 0)[: part.shape[0]] for part in kept])  # fmt: skip
+        if isinstance(parts[0], FrozenFP8Weight):
+            block = (1, parts[0].block[1] if parts[0].block else mine.shape[1])
+            of_rows = torch.cat([_by_row(part) for part in parts])
             scales = scales if i else of_rows.new_empty(len(experts), *of_rows.shape)
             scales[i] = of_rows
     return codes if block is None else FrozenFP8Weight(codes, scales, block, scaling_of(scales, block, codes.shape[2]), dtype)  # fmt: skip
+
+
+def _by_row(part: Any) -> Tensor:
+    if part.block is None:
+        return part.scale.float().expand(len(part), 1)  # type: ignore[no-any-return]
+    return part.scale.float().repeat_interleave(part.block[0], 0)[: len(part)]  # type: ignore[no-any-return]
 
 
 def _fill(module: nn.Module, leaf: str, values: Iterable[Tensor]) -> None:
