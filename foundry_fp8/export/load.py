@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foundry_fp8.compat.ddp_left_out import leave_out_of_ddp
 from foundry_fp8.compat.wrapper_tensor import save_plain
 from foundry_fp8.config import ConfigError
 from foundry_fp8.layers.frozen_weight import FrozenFP8Weight, scaling_of
 from foundry_fp8.model_structure.names import clean_name
-from foundry_fp8.surgery.published import SCALES, published_weight
+from foundry_fp8.surgery.published import SCALES, leave_frozen_out_of_ddp, published_weight
 
 __all__ = ["load_fp8"]
 
@@ -84,7 +83,7 @@ def load_fp8(folder: str | Path, model: nn.Module) -> list[str]:
             kept.append(name)
     if left := [n for n, t in (*inner.named_parameters(), *inner.named_buffers()) if t.is_meta]:
         raise ConfigError(f"{folder}: {left[0]} is not there, and on the meta device in the model. Make the model with its buffers (accelerate's init_empty_weights(include_buffers=False)).")  # fmt: skip
-    leave_out_of_ddp(model, [name for name, p in model.named_parameters() if isinstance(p, FrozenFP8Weight)])
+    leave_frozen_out_of_ddp(model)
     return kept
 
 

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from foundry_fp8.compat.ddp_left_out import leave_out_of_ddp
 from foundry_fp8.compat.wrapper_tensor import save_plain
 from foundry_fp8.config import ConfigError
 from foundry_fp8.layers.frozen_weight import FrozenFP8Weight, exact_for, keep_in_fp8
@@ -69,7 +68,6 @@ def keep_frozen_in_fp8(model: nn.Module, frozen: Mapping[str, FP8Linear], key: s
                 f"{key}: the weight of {name} cannot be replaced, as something else holds it ({error})."
             ) from error
         save_plain(linear)
-    leave_out_of_ddp(model, (f"{name}.weight" for name in frozen))
 
 
 def send_frozen(model: nn.Module) -> None:

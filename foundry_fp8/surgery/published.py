@@ -16,7 +16,7 @@ from foundry_fp8.layers.frozen_weight import FrozenFP8Weight, recipe_of, scaling
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.model_structure.wrappers import replace_module
 
-__all__ = ["SCALES", "adopted", "check_codes_stay", "published_weight"]
+__all__ = ["SCALES", "adopted", "check_codes_stay", "leave_frozen_out_of_ddp", "published_weight"]
 
 SCALES = ("weight_scale_inv", "weight_scale")
 """What the codes are multiplied by, as FineGrainedFP8 and compressed-tensors call it."""
@@ -64,19 +64,24 @@ def adopted(model: nn.Module) -> Iterator[None]:
     try:
         for name, module in found.items():
             replace_module(model, name, _linear_of(name, module, dtypes[0] if dtypes else torch.bfloat16))
-        leave_out_of_ddp(model, [n for n, p in model.named_parameters() if isinstance(p, FrozenFP8Weight)])
         yield
     except BaseException:
         for name, module in found.items():
             replace_module(model, name, module)
         raise
+    leave_frozen_out_of_ddp(model)
+
+
+def leave_frozen_out_of_ddp(model: nn.Module) -> None:
+    """Have DDP around ``model`` send no weight that is kept in FP8."""
+    if names := [name for name, p in model.named_parameters() if isinstance(p, FrozenFP8Weight)]:
+        leave_out_of_ddp(model, names)
 
 
 def _scale_of(module: nn.Module) -> Tensor | None:
     weight = module._parameters.get("weight")
-    if weight is None or weight.element_size() > 1:
-        return None
-    return next((s for name in SCALES if isinstance(s := getattr(module, name, None), Tensor)), None)
+    scale = next((s for name in SCALES if isinstance(s := getattr(module, name, None), Tensor)), None)
+    return None if scale is None or weight is None or weight.element_size() > 1 else scale
 
 
 def _linear_of(name: str, module: Any, dtype: torch.dtype) -> nn.Linear:
