@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from foundry_fp8.distributed.compression.apply import apply_compressed_communication
     from foundry_fp8.distributed.hybrid_sharding.apply import hybrid_degrees, hybrid_mesh
     from foundry_fp8.export.apply import export_fp8
+    from foundry_fp8.export.load import load_fp8
+    from foundry_fp8.export.rollout import rollout_mismatch, served_weights
     from foundry_fp8.layers.state import FP8State
     from foundry_fp8.models.mus.apply import apply_unit_scaling
     from foundry_fp8.numerics.recipes import (
@@ -61,9 +63,12 @@ _HOMES = {
     "export_fp8": "export.apply",
     "hybrid_degrees": "distributed.hybrid_sharding.apply",
     "hybrid_mesh": "distributed.hybrid_sharding.apply",
+    "load_fp8": "export.load",
     "norm_linear": "backends.native.fused",
     "plan_memory": "planning.memory.planner",
     "precision_gap": "observe.precision_probe",
+    "rollout_mismatch": "export.rollout",
+    "served_weights": "export.rollout",
     "training_state": "run.training_state",
 }
 
@@ -91,9 +96,12 @@ __all__ = [
     "export_fp8",
     "hybrid_degrees",
     "hybrid_mesh",
+    "load_fp8",
     "norm_linear",
     "plan_memory",
     "precision_gap",
+    "rollout_mismatch",
+    "served_weights",
     "training_state",
 ]
 

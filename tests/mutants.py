@@ -67,7 +67,7 @@ MUTANTS = [
         "quantized.scale_inv",
         "export/test_apply.py",
     ),
-    Mutant("export/layout.py", '.detach().to("cpu", dtype)\n', '.detach().to("cpu")\n', "cli/test_export.py"),
+    Mutant("export/layout.py", '.detach()).to(device, dtype)\n', '.detach()).to(device)\n', "cli/test_export.py"),
     # Contract 6: what is not finite stays visible; and the bytes of the recipes.
     Mutant(QUANTIZE, "self.amax == torch.inf, torch.nan", "self.amax == torch.inf, 1.0", T_QUANTIZE),
     Mutant(QUANTIZE, "usable = (amax > 0) & (amax < torch.inf)", "usable = amax > 0", T_QUANTIZE),

@@ -20,6 +20,9 @@ def export(
     dtype: Annotated[
         str | None, typer.Option(help="bfloat16, float16 or float32; by default what training computed in.")
     ] = None,
+    layout: Annotated[
+        str, typer.Option(help="compressed-tensors, or fp8 (FineGrainedFP8's) for block and mxfp8.")
+    ] = "compressed-tensors",
     tokenizer: Annotated[
         Path | None, typer.Option(help="A tokenizer's folder, to copy beside it.", exists=True)
     ] = None,
@@ -34,7 +37,7 @@ def export(
         ),
     ] = False,
 ) -> None:
-    """Write the FP8 weights that training multiplied with, and their scales, in compressed-tensors' layout, which vLLM reads (never run here)."""
+    """Write the FP8 weights that training multiplied with, and their scales, in a layout that vLLM reads (never run here)."""
     from foundry_fp8.cli.composer_checkpoint import read_checkpoint
     from foundry_fp8.export.apply import check_target, export_fp8
 
@@ -50,6 +53,7 @@ def export(
             found.model,
             folder,
             dtype=dtype or found.dtype,  # type: ignore[arg-type]
+            layout=layout,  # type: ignore[arg-type]
             tokenizer=tokens,
             overwrite=force,
         )

@@ -8,50 +8,59 @@ constructor, the switch that keeps results from becoming subclasses and an opera
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from foundry_fp8.compat.pytree import tree_map
 
-__all__ = ["WrapperTensor"]
+__all__ = ["WrapperTensor", "WrapperView", "save_plain"]
 
-_detach, _clone, _to_copy, _copy_ = (
-    torch.ops.aten.detach.default,
-    torch.ops.aten.clone.default,
-    torch.ops.aten._to_copy.default,
-    torch.ops.aten.copy_.default,
-)
+_aten = torch.ops.aten
 
 
 class WrapperTensor(Tensor):
-    """Detaching, copying and moving give another of these; every other operator gets what :meth:`unpacked` gives.
+    """Detaching, copying and moving give another of these, a view gives a :class:`WrapperView`; every other operator gets what
+    :meth:`unpacked` gives.
 
-    What is written to it in place goes through :meth:`write`. A subclass has a constructor whose arguments are ``parts`` tensors by name, then
-    :meth:`meta`, then the dtype.
+    What is written in place, to it or to a view, goes through :meth:`write`. A subclass has a constructor whose arguments are ``parts``
+    tensors by name, then :meth:`meta`, then the dtype.
     """
 
-    parts: tuple[str, ...]
+    parts: tuple[str, ...] = ()
+    way_out: str = ""
+    """What to do instead of what is refused."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def wrapper_like(cls, part: Tensor, dtype: torch.dtype) -> Any:
-        """For ``__new__``: a tensor of the shape and device of ``part`` and of ``dtype``, without memory of its own."""
-        return torch.Tensor._make_wrapper_subclass(cls, part.shape, dtype=dtype, device=part.device)  # type: ignore[attr-defined]
+    def wrapper_like(cls, part: Tensor, dtype: torch.dtype, device: torch.device | None = None) -> Any:
+        """For ``__new__``: a tensor of the shape, strides and device of ``part`` and of ``dtype``, without memory of its own."""
+        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, part.shape, strides=part.stride(), dtype=dtype, device=device or part.device
+        )
 
     def unpacked(self, dtype: torch.dtype) -> Tensor:
-        """The values, a plain tensor."""
+        """The values, a plain tensor that nobody else holds."""
         raise NotImplementedError
 
     def write(self, value: Tensor) -> None:
-        """Take the values of the plain ``value``, of the same shape and device."""
+        """Take the values of the plain ``value``, of the same shape, dtype and device."""
         raise NotImplementedError
 
     def meta(self) -> tuple[Any, ...]:
         """What the constructor takes beside the tensors and the dtype."""
         raise NotImplementedError
+
+    def own_view(self, func: Any, args: Any) -> Any:
+        """Another of these with part of the memory, where the view that ``func`` makes is that; otherwise ``None``."""
+        return None
+
+    def refuse(self, what: str) -> NoReturn:
+        """Raise :class:`RuntimeError`."""
+        raise RuntimeError(f"{what}: {self.way_out}")
 
     @property
     def data(self) -> Tensor:
@@ -60,7 +69,48 @@ class WrapperTensor(Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
+        if (value.shape, value.dtype, value.device) != (self.shape, self.dtype, self.device):
+            self.refuse(f"{[*value.shape]} {value.dtype} on {value.device} cannot become its .data")
         self.detach().copy_(value)
+
+    @property
+    def requires_grad(self) -> bool:
+        """Never: no gradient would be written to it."""
+        return False
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        """Nothing for ``False``; otherwise refused."""
+        return self.refuse("it cannot train") if requires_grad else self
+
+    def share_memory_(self) -> Any:
+        """Move what it holds to shared memory."""
+        for name in self.parts:
+            getattr(self, name).share_memory_()
+        return self
+
+    def tolist(self) -> Any:
+        """As of any tensor."""
+        return self.unpacked(self.dtype).tolist()
+
+    def _no_memory(self, *args: Any, **options: Any) -> Any:
+        """Refused: who reads or writes memory there would not find the values."""
+        return self.refuse("it has no memory of its own")
+
+    storage = numpy = apply_ = map_ = map2_ = __dlpack__ = _no_memory
+
+    def module_load(self, other: Tensor, assign: bool = False) -> Tensor:
+        """For ``load_state_dict``: take the values, whatever ``assign`` says."""
+        self.copy_(other)
+        return self.detach()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        parts = [getattr(self, name)[None] for name in self.parts]
+        held = [(part.dtype, part.view(torch.uint8)) for part in parts]  # not every torch pickles FP8
+        return _rebuilt, (type(self), held, self.meta(), self.dtype, isinstance(self, nn.Parameter))
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return list(self.parts), (*self.meta(), self.dtype)
@@ -73,25 +123,113 @@ class WrapperTensor(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         one = args[0] if args else None
-        if isinstance(one, cls):
-            held = [getattr(one, name) for name in one.parts]
-            if func is _detach:
-                return cls(*held, *one.meta(), one.dtype)
-            if func is _clone:
-                return cls(*(part.clone() for part in held), *one.meta(), one.dtype)
-            dtype, device = kwargs.get("dtype") or one.dtype, kwargs.get("device")
-            if func is _to_copy and dtype.is_floating_point:
-                moved = (part.to(device=device, copy=True) for part in held)
-                return cls(*moved, *one.meta(), dtype)
-            if func is _copy_:
-                value = args[1].unpacked(args[1].dtype) if isinstance(args[1], cls) else args[1]
-                one.write(value.to(one.device).expand(one.shape))
-                return one
-        plain_args, plain_kwargs = tree_map(
-            lambda x: x.unpacked(x.dtype) if isinstance(x, cls) else x, (args, kwargs)
-        )
-        out = func(*plain_args, **plain_kwargs)
-        if isinstance(one, cls) and func._schema.is_mutable:
-            one.write(plain_args[0])
-            return one
-        return out
+        if isinstance(one, WrapperTensor) and one.parts:
+            held, dtype = (getattr(one, name) for name in one.parts), kwargs.get("dtype") or one.dtype
+            copied = func is _aten.clone.default or (
+                func is _aten._to_copy.default and dtype.is_floating_point
+            )
+            if copied or func is _aten.detach.default:
+                made = (part.to(kwargs.get("device"), copy=True) if copied else part for part in held)
+                return type(one)(*made, *one.meta(), dtype)
+        if isinstance(one, WrapperTensor) and func.is_view:
+            return _views(one, func, args[1:], kwargs)
+        plain: dict[int, tuple[WrapperTensor, Tensor]] = {}
+
+        def unpack(x: Any) -> Any:
+            if not isinstance(x, WrapperTensor):
+                return x
+            if func.namespace.endswith("c10d") or func.namespace == "_c10d_functional":
+                x.refuse(f"{func} would not reach its values")
+            return plain.setdefault(id(x), (x, x.unpacked(x.dtype)))[1]
+
+        out = func(*tree_map(unpack, args), **tree_map(unpack, kwargs))
+        for written in _written(func, args, kwargs):
+            if isinstance(written, WrapperTensor):
+                if plain[id(written)][1].shape != written.shape:
+                    written.refuse(f"{func} would change its shape")
+                written.write(plain[id(written)][1])
+        back = {id(value): wrapper for wrapper, value in plain.values()}
+        return tree_map(lambda x: back.get(id(x), x), out)
+
+
+class WrapperView(WrapperTensor):
+    """Part of a wrapper, or another shape of it: read and written through it, in whatever reads it a plain tensor.
+
+    Args:
+        like: Of its shape, strides and dtype.
+        whole: What it is a view of.
+        path: The operators, with their arguments, that make it from that.
+    """
+
+    def __new__(cls, like: Tensor, whole: WrapperTensor, path: Any) -> WrapperView:
+        """A tensor of the shape of ``like`` to who looks."""
+        made: WrapperView = cls.wrapper_like(like, like.dtype, whole.device)
+        return made
+
+    def __init__(self, like: Tensor, whole: WrapperTensor, path: Any) -> None:
+        self.whole, self.path, self.way_out = whole, path, whole.way_out
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}({[*self.shape]} of {self.whole!r})"
+
+    def unpacked(self, dtype: torch.dtype) -> Tensor:
+        """See :meth:`WrapperTensor.unpacked`."""
+        return self._of(self.whole.unpacked(self.whole.dtype)).to(dtype)
+
+    def write(self, value: Tensor) -> None:
+        """See :meth:`WrapperTensor.write`."""
+        whole = self.whole.unpacked(self.whole.dtype)
+        self._of(whole).copy_(value)
+        self.whole.write(whole)
+
+    def _of(self, found: Any) -> Any:
+        for func, args, kwargs, index in self.path:
+            found = func(found, *args, **kwargs)
+            found = found if index is None else found[index]
+        return found
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.unpacked(self.dtype).__reduce_ex__(protocol)
+
+
+def _views(one: WrapperTensor, func: Any, args: Any, kwargs: Any) -> Any:
+    if (own := one.own_view(func, args)) is not None:
+        return own
+    whole, path = (one.whole, one.path) if isinstance(one, WrapperView) else (one, ())
+    like = torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="meta")
+    seen = func(like, *args, **kwargs)
+
+    def view(found: Tensor, index: int | None = None) -> WrapperView:
+        return WrapperView(found, whole, (*path, (func, args, kwargs, index)))
+
+    return view(seen) if isinstance(seen, Tensor) else [view(found, i) for i, found in enumerate(seen)]
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Any]:
+    """The tensors that ``func`` writes to."""
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found = kwargs.get(argument.name, args[i] if i < len(args) else None)
+            yield from found if isinstance(found, list | tuple) else [found]
+
+
+def _rebuilt(made: Any, held: Any, meta: Any, dtype: torch.dtype, parameter: bool) -> Any:
+    found = made(*(part.view(kept)[0] for kept, part in held), *meta, dtype)
+    return nn.Parameter(found, requires_grad=False) if parameter else found
+
+
+def save_plain(module: nn.Module) -> None:
+    """Have ``module`` give what its parameters stand for to ``state_dict``, and take it from there by value, ``assign`` or not."""
+    module.register_state_dict_post_hook(_unpack_saved)
+    # The public one keeps the module, which a conversion replaces.
+    module._register_load_state_dict_pre_hook(_copy_loaded)
+
+
+def _unpack_saved(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    for name, value in module._parameters.items():
+        if isinstance(value, WrapperTensor):
+            state[prefix + name] = value.unpacked(value.dtype)
+
+
+def _copy_loaded(state: Any, prefix: str, local_metadata: dict[str, Any], *_: Any) -> None:
+    local_metadata["assign_to_params_buffers"] = False

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import os
 import tempfile
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from foundry_fp8.config import ConfigError, check_arguments
-from foundry_fp8.export.layout import ServedLinear, check_recipe, served_linear
-from foundry_fp8.export.quantization_config import check_library, quantization_config
+from foundry_fp8.export.layout import ServedLinear, check_recipe, recipe_run_by, served_linear
+from foundry_fp8.export.quantization_config import check_library, finegrained_config, quantization_config
 from foundry_fp8.layers.dtensor import is_dtensor
+from foundry_fp8.layers.frozen_weight import FrozenFP8Weight
 from foundry_fp8.layers.grouped_linear import FP8GroupedLinear
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.layers.unit_linear import FP8UnitLinear
@@ -26,6 +27,8 @@ from foundry_fp8.numerics.recipes import Recipe, most_common_recipes
 __all__ = ["ExportReport", "check_target", "export_fp8"]
 
 CONFIG_NAME = "config.json"
+NO_READER = "\nno current release of vLLM or transformers reads {} as it was trained here: its own code has to be registered there"
+"""MPT too: vLLM left it out in 0.29, and transformers' MptConfig refuses grouped queries."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,6 +41,7 @@ class ExportReport:
         dtype: Of everything else.
         share: Of the parameters, the part that is in them.
         bytes: On disk, of all tensors.
+        reader: A warning, where no server's release has the architecture.
     """
 
     layers: dict[str, dict[str, float | None]]
@@ -45,11 +49,14 @@ class ExportReport:
     dtype: torch.dtype
     share: float
     bytes: int
+    reader: str = ""
 
     def summary(self) -> str:
         """A few lines, the error among them."""
         if self.recipe.kind == "constant":
             error = "the numbers that training multiplied, bit for bit"
+        elif self.recipe.by_direction and not self.recipe.by_row:
+            error = "weights and the blocks of inputs as training multiplied them"
         elif not self.recipe.uses_history:
             inputs = "vLLM gives each token of an input a scale"
             same = self.recipe.by_row and not self.recipe.powers_of_two
@@ -62,6 +69,7 @@ class ExportReport:
             f"{str(self.dtype).removeprefix('torch.')}; {self.bytes / 2**20:,.1f} MiB\n"
             f"{self.recipe.name}: {error}\n"
             f"weights are at most {self.layers[worst]['rounding']:.2%} of their norm from those in high precision ({worst})"
+            f"{self.reader}"
         )
 
 
@@ -70,24 +78,27 @@ def export_fp8(
     folder: str | Path,
     *,
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16",
+    layout: Literal["compressed-tensors", "fp8"] = "compressed-tensors",
     tokenizer: Any = None,
     overwrite: bool = False,
 ) -> ExportReport:
-    """Write a converted Hugging Face model in compressed-tensors' FP8 layout, which vLLM serves.
+    """Write a converted Hugging Face model in an FP8 layout that vLLM and transformers read.
 
     The folder gets config.json with a ``quantization_config``, safetensors with ``weight`` (float8_e4m3fn), ``weight_scale`` and, where
-    it is static, ``input_scale`` of each converted linear, and everything else in ``dtype``. The model stays as it is.
+    it is static, ``input_scale`` of each converted linear, and everything else in ``dtype``. Weights that keep published codes are written
+    as they were read. The model stays as it is.
 
     Args:
-        model: Converted by ``apply_fp8`` with the recipe unit, delayed or current; a ``PreTrainedModel``, or what holds
-            one (LLM Foundry's models). Whole: not sharded, without adapters.
+        model: Converted by ``apply_fp8``, or read by ``load_fp8``; a ``PreTrainedModel``, or what holds one (LLM Foundry's models). Whole:
+            not sharded, without adapters.
         folder: Made if it is not there. It appears when all of it is written.
         dtype: What the forward computed in during training (``amp_bf16``: bfloat16), and what is served beside FP8.
+        layout: ``compressed-tensors`` (all but mxfp8), or ``fp8``: FineGrainedFP8's ``weight_scale_inv`` (block, mxfp8).
         tokenizer: Saved beside it.
         overwrite: Replace the model that ``folder`` holds; its other files stay. Otherwise a folder with files is an error.
 
     Raises:
-        ConfigError: Not converted, a recipe with block scales, adapters, an architecture whose multipliers are not known, parts of a
+        ConfigError: Not converted, a recipe that the layout has no scales for, adapters, an architecture whose multipliers are not known, parts of a
             projection that servers fuse in FP8 and others not, a folder that holds files.
         RuntimeError: A sharded model, or the package compressed-tensors is missing.
 
@@ -95,52 +106,62 @@ def export_fp8(
         >>> report = export_fp8(model, "served")
         >>> print(report.summary())
     """
-    check_arguments(export_fp8, {"dtype": dtype}, "export")
+    check_arguments(export_fp8, {"dtype": dtype, "layout": layout}, "export")
     check_target(folder, overwrite=overwrite)
     inner = _pretrained(model)
-    experts = next(
-        (clean_name(n) for n, m in inner.named_modules() if isinstance(m, FP8GroupedLinear) and m.recipe),
-        None,
-    )
+    grouped = (n for n, m in inner.named_modules() if isinstance(m, FP8GroupedLinear) and m.recipe)
+    stacked = (n for n, p in inner.named_parameters() if isinstance(p, FrozenFP8Weight) and p.dim() == 3)
+    experts = next((clean_name(n) for n in (*grouped, *stacked)), None)
     if experts is not None:
         raise ConfigError(
             f"export: {experts} holds experts in one parameter, for which the layout has no place. Serve the checkpoint in high "
             "precision; it is that of the BF16 model."
         )
     # What a layer runs: one that the guard took out of FP8 is served in high precision.
-    layers = {clean_name(n): m for n, m in inner.named_modules(remove_duplicate=False) if isinstance(m, FP8Linear) and m.recipe is not None}  # fmt: skip
+    linears = {clean_name(n): m for n, m in inner.named_modules(remove_duplicate=False) if isinstance(m, nn.Linear | FP8Linear)}  # fmt: skip
+    layers = {name: linear for name, linear in linears.items() if recipe_run_by(linear) is not None}
     if not layers:
         raise ConfigError(
             "export: no layer of the model is converted to FP8, so there is nothing that was trained in it. Convert it as it was "
             "trained (apply_fp8), or serve the checkpoint in high precision."
         )
-    recipe, *more = most_common_recipes(layer.recipe for layer in layers.values())
+    recipe, *more = most_common_recipes(map(recipe_run_by, layers.values()))
     if more:
         raise ConfigError(
             f"export: the layers run {1 + len(more)} recipes ({', '.join(r.name for r in (recipe, *more))}), and the layout has one "
             "for all of them. Serve the checkpoint in high precision; it is that of the BF16 model."
         )
-    check_recipe(recipe)
-    others_of = [
-        clean_name(n)
-        for n, m in inner.named_modules()
-        if isinstance(m, nn.Linear) and clean_name(n) not in layers
-    ]
+    check_recipe(recipe, layout)
+    others_of = [name for name in linears if name not in layers]
     _check_fused(layers, others_of)
     config = _serving_config(inner, layers)
+    static = recipe.uses_history or recipe.kind == "constant"
+    block: Any = getattr(recipe.scaling("w", 1), "block", None)
+    if layout == "fp8":
+        e8m0 = recipe.kind == "mx" or any(_has_e8m0(layer.weight) for layer in layers.values())
+        config.quantization_config = finegrained_config(others_of, block=block, e8m0=e8m0)
+    else:
+        config.quantization_config = quantization_config(
+            layers, others_of, static=static, by_row=recipe.by_row, block=block
+        )
     hp = getattr(torch, dtype)
     served: dict[str, ServedLinear] = {}
     tensors: dict[str, Tensor] = {}
+    buffers = {
+        clean_name(name) for name, _ in inner.named_buffers()
+    }  # a router's bias, which servers read in float32
     others: dict[int, Tensor] = {}  # by address, so that what is tied stays so
     for key, tensor in _whole_state(inner).items():
         name, _, leaf = key.rpartition(".")
         if name in layers and leaf == "weight":
-            served[name] = linear = served_linear(name, layers[name], recipe, hp)
-            tensors[key], tensors[f"{name}.weight_scale"] = linear.weight, linear.weight_scale
+            served[name] = linear = served_linear(name, layers[name], recipe, hp, "cpu")
+            scale_name = "weight_scale_inv" if layout == "fp8" else "weight_scale"
+            tensors[key], tensors[f"{name}.{scale_name}"] = linear.weight, linear.weight_scale
             if linear.input_scale is not None:
                 tensors[f"{name}.input_scale"] = linear.input_scale
         else:
-            kept = tensor.to("cpu", hp if tensor.is_floating_point() else tensor.dtype)
+            as_is = not tensor.is_floating_point() or key in buffers
+            kept = tensor.to("cpu", tensor.dtype if as_is else hp)
             tensors[key] = others.setdefault(tensor.data_ptr(), kept) if tensor.numel() else kept
     for name, layer in layers.items():
         if layer.weight.data_ptr() in others:
@@ -148,8 +169,6 @@ def export_fp8(
                 f"export: {name} shares its weight with a layer in high precision (tied embeddings), and one tensor cannot be both. "
                 "Train with tie_word_embeddings: false, or leave it out of FP8."
             )
-    static = recipe.uses_history or recipe.kind == "constant"
-    config.quantization_config = quantization_config(served, others_of, static=static, by_row=recipe.by_row)
     config.torch_dtype, config.use_cache = hp, True  # training keeps no cache
     _write(inner, config, tensors, Path(folder), tokenizer)
     elements = sum(layer.weight.numel() for layer in served.values())
@@ -157,15 +176,20 @@ def export_fp8(
         layers={name: _facts(layer) for name, layer in served.items()},
         recipe=recipe,
         dtype=hp,
-        share=elements / sum(t.numel() for n, t in tensors.items() if not n.endswith("_scale")),
+        share=elements / sum(t.numel() for n, t in tensors.items() if not n.endswith(("_scale", "_inv"))),
+        reader=NO_READER.format(config.model_type) * (not type(inner).__module__.startswith("transformers.")),
         bytes=sum(t.numel() * t.element_size() for t in tensors.values()),
     )
+
+
+def _has_e8m0(weight: Tensor) -> bool:
+    return isinstance(weight, FrozenFP8Weight) and weight.scale.dtype == torch.float8_e8m0fnu
 
 
 def _facts(layer: ServedLinear) -> dict[str, float | None]:
     input_scale = None if layer.input_scale is None else float(layer.input_scale)
     return {
-        "weight_scale": float(layer.weight_scale.max()),
+        "weight_scale": float(layer.weight_scale.float().max()),
         "input_scale": input_scale,
         "rounding": layer.rounding,
     }
@@ -187,7 +211,7 @@ def _pretrained(model: nn.Module) -> Any:
     return found
 
 
-def _serving_config(model: Any, layers: dict[str, FP8Linear]) -> Any:
+def _serving_config(model: Any, layers: Mapping[str, nn.Module]) -> Any:
     """A copy of the model's configuration, which says that the weights' scales hold the multipliers."""
     config = copy.deepcopy(model.config)
     if any(isinstance(layer, FP8UnitLinear) for layer in layers.values()):
@@ -275,13 +299,18 @@ def _write_into(folder: Path, model: Any, config: Any, tensors: dict[str, Tensor
     from huggingface_hub import save_torch_state_dict
 
     tied = list(getattr(model, "_tied_weights_keys", None) or [])
-    save_torch_state_dict(
-        tensors,
-        folder,
-        filename_pattern="model{suffix}.safetensors",
-        metadata={"format": "pt"},
-        shared_tensors_to_discard=tied,
-    )
+    try:
+        save_torch_state_dict(
+            tensors,
+            folder,
+            filename_pattern="model{suffix}.safetensors",
+            metadata={"format": "pt"},
+            shared_tensors_to_discard=tied,
+        )
+    except KeyError as error:
+        raise RuntimeError(
+            f"export: this huggingface_hub writes no {error}. Install a newer one (2.4 does)."
+        ) from error
     config.architectures = [type(model).__name__]
     config._attn_implementation_autoset = (
         False  # as save_pretrained: what this process chose is not the reader's

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from foundry_fp8.config import ConfigError
+from foundry_fp8.layers.dtensor import whole
+from foundry_fp8.layers.frozen_weight import FrozenFP8Weight, recipe_of
 from foundry_fp8.layers.linear import FP8Linear, FP8TransposedLinear
 from foundry_fp8.numerics.operands import quantize
 from foundry_fp8.numerics.recipes import Recipe
 
-__all__ = ["ServedLinear", "check_recipe", "served_linear"]
+__all__ = ["ServedLinear", "check_recipe", "recipe_run_by", "served_linear"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,8 +24,8 @@ class ServedLinear:
 
     Attributes:
         weight: ``[out_features, in_features]`` float8_e4m3fn.
-        weight_scale: ``[1]`` float32, with scales of rows ``[out_features, 1]``: the weight's scale_inv, and what the layer multiplies its
-            output by.
+        weight_scale: float32, ``[1]``, of rows ``[out_features, 1]`` or a block each (E8M0 for mxfp8): the weight's scale_inv, and what the
+            layer multiplies its output by.
         input_scale: ``[1]`` float32: x's scale_inv; ``None``: the server takes it from each input's amax.
         rounding: The quantised weight's distance from the weight, as a share of its norm.
     """
@@ -33,21 +36,31 @@ class ServedLinear:
     rounding: float
 
 
-def check_recipe(recipe: Recipe) -> None:
-    """Whether the layout can say what ``recipe`` does.
+def check_recipe(recipe: Recipe, layout: str) -> None:
+    """Whether ``layout`` can say what ``recipe`` does.
 
     Raises:
         ConfigError: It cannot.
     """
-    if recipe.kind not in ("tensor", "row", "constant"):
+    kinds = ("block", "mx") if layout == "fp8" else ("tensor", "row", "constant", "block")
+    if recipe.kind not in kinds:
+        other = "fp8" if layout != "fp8" else "compressed-tensors"
         raise ConfigError(
-            f"recipe: {recipe.name} has a scale a block, and this layout has one a tensor: served so, the model would round "
-            "otherwise than it was trained to. unit, delayed and current can be exported. Serve this one in high precision "
-            "(its checkpoint is that of the BF16 model), or quantise it with a tool for block scales."
+            f"export: the layout {layout} has no scales as those of {recipe.name}. --layout {other} (layout={other!r}) has."
         )
 
 
-def served_linear(name: str, linear: FP8Linear, recipe: Recipe, dtype: torch.dtype) -> ServedLinear:
+def recipe_run_by(module: nn.Module) -> Recipe | None:
+    """What ``module`` multiplies its weight by: its recipe, that of a published weight's codes, or ``None`` in high precision."""
+    weight = module._parameters.get("weight")
+    if isinstance(weight, FrozenFP8Weight):
+        return recipe_of(weight.scaling)
+    return module.recipe if isinstance(module, FP8Linear) else None
+
+
+def served_linear(
+    name: str, linear: Any, recipe: Recipe, dtype: torch.dtype, device: str | None = None
+) -> ServedLinear:
     """What ``linear`` runs with in its forward, for a server.
 
     The weight is rounded as in training: to ``dtype``, what the forward computes in, then to E4M3. ``unit``: constant scales, and
@@ -56,9 +69,10 @@ def served_linear(name: str, linear: FP8Linear, recipe: Recipe, dtype: torch.dty
 
     Args:
         name: Of the layer, for messages.
-        linear: Converted; its weight whole and on this process.
+        linear: Converted (sharded by FSDP2: a collective), or with a published weight, whose codes and scales are served as they are.
         recipe: That it runs.
         dtype: hp.
+        device: Of the result; by default where the weight is.
 
     Raises:
         ConfigError: Its recipe has scales of another form (:func:`check_recipe`), or it holds its weight transposed.
@@ -68,26 +82,32 @@ def served_linear(name: str, linear: FP8Linear, recipe: Recipe, dtype: torch.dty
         raise ConfigError(
             f"{name}: it holds its weight as [in, out] (transformers' Conv1D), for which this layout has no form."
         )
-    slots = linear.slots or {}
+    if isinstance(linear.weight, FrozenFP8Weight):
+        scale = torch.atleast_1d(linear.weight.scale).to(
+            device, torch.float8_e8m0fnu if recipe.kind == "mx" else None
+        )
+        return ServedLinear(weight=linear.weight.codes.to(device), weight_scale=scale, input_scale=None, rounding=0.0)  # fmt: skip
+    slots: Any = linear.slots or {}
     if recipe.uses_history and not bool((slots["x"].amax_history != 0).any()):
         raise RuntimeError(
             f"{name}: no input was ever seen, so that there is no scale for it. Export after training, or load the FP8 state of "
             "a checkpoint first (FP8State.load_state_dict)."
         )
-    weight = linear.matrix.detach().to("cpu", dtype)
-    scale = slots["w"].scale if recipe.uses_history else None
-    quantized = quantize(weight, "w", recipe, along=1, scale=scale)
+    weight = whole(linear.matrix.detach()).to(device, dtype)
+    given = slots["w"].scale if recipe.uses_history else None
+    quantized = quantize(weight, "w", recipe, along=1, scale=given)
     if not bool(torch.isfinite(weight).all()):
         raise RuntimeError(f"{name}: its weight holds an Inf or a NaN.")
     input_scale = None
     if recipe.uses_history:
         input_scale = slots["x"].scale.reciprocal().reshape(1)
     elif recipe.kind == "constant":
-        input_scale = torch.ones(1, dtype=torch.float32, device="cpu")
-    restored = quantized.data.float() * quantized.scale_inv
+        input_scale = torch.ones(1, dtype=torch.float32, device=weight.device)
+    restored = quantized.dequantize()
+    weight_scale = torch.atleast_1d(quantized.scale_inv * linear.output_multiplier)
     return ServedLinear(
         weight=quantized.data,
-        weight_scale=torch.atleast_1d(quantized.scale_inv * linear.output_multiplier),
+        weight_scale=weight_scale.to(torch.float8_e8m0fnu) if recipe.kind == "mx" else weight_scale,
         input_scale=input_scale,
         rounding=float((restored - weight.float()).norm() / weight.float().norm().clamp(min=1e-30)),
     )

@@ -9,7 +9,7 @@ from typing import Any
 
 from foundry_fp8.surgery.report import kind_of
 
-__all__ = ["check_library", "quantization_config"]
+__all__ = ["check_library", "finegrained_config", "quantization_config"]
 
 
 def check_library() -> None:
@@ -21,21 +21,27 @@ def check_library() -> None:
 
 
 def quantization_config(
-    layers: Collection[str], others: Collection[str], *, static: bool, by_row: bool = False
+    layers: Collection[str],
+    others: Collection[str],
+    *,
+    static: bool,
+    by_row: bool = False,
+    block: tuple[int, int] | None = None,
 ) -> dict[str, Any]:
-    """FP8 weights with one static scale or one a row, and inputs with a static scale or none, in the format ``float-quantized``.
+    """FP8 weights with one static scale, one a row or a block, and inputs with a static scale or none, in the format ``float-quantized``.
 
     Args:
         layers: Names of the quantised linears.
         others: Names of the linears that stay in high precision.
         by_row: Weights have a scale a row, and the server takes one for each token.
+        block: Weights have a scale for each of these rows and columns, and the server takes one for as many of a token's elements.
         static: Whether the inputs' scales are in the checkpoint; otherwise the server takes them from each input.
 
     Returns:
         Plain values.
 
     Raises:
-        RuntimeError: ``compressed-tensors`` is not installed.
+        RuntimeError: ``compressed-tensors`` is not installed, or knows no blocks.
 
     Source:
         https://github.com/vllm-project/compressed-tensors, its ``QuantizationConfig``.
@@ -43,15 +49,22 @@ def quantization_config(
     from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 
     fp8 = {"num_bits": 8, "type": "float", "symmetric": True}
-    of_weights, of_inputs = ("channel", "token") if by_row else ("tensor", "tensor")
+    of_weights = {"strategy": "channel" if by_row else "tensor"}
+    of_inputs: dict[str, Any] = {"strategy": "token" if by_row else "tensor"}
+    if block is not None:
+        of_weights = {"strategy": "block", "block_structure": f"{block[0]}x{block[1]}"}
+        of_inputs = {"strategy": "group", "group_size": block[1]}
     # By class, which every release of vLLM matches, in experts too; and by name, since a model's linears need not be nn.Linear itself.
     names = {"re:" + re.escape(kind_of(name)).replace(r"\*", r"\d+") + "$" for name in layers}
     targets = ["Linear", *sorted(names)]
-    scheme = QuantizationScheme(
-        targets=targets,
-        weights=QuantizationArgs(**fp8, strategy=of_weights, dynamic=False),
-        input_activations=QuantizationArgs(**fp8, strategy=of_inputs, dynamic=not static),
-    )
+    try:
+        scheme = QuantizationScheme(
+            targets=targets,
+            weights=QuantizationArgs(**fp8, **of_weights, dynamic=False),
+            input_activations=QuantizationArgs(**fp8, **of_inputs, dynamic=not static),
+        )
+    except ValueError as error:
+        raise RuntimeError(f"export: this compressed-tensors has no {of_inputs}. Install a newer one (0.20 has), or --layout fp8.") from error  # fmt: skip
     config = QuantizationConfig(
         config_groups={"group_0": scheme},
         format="float-quantized",
@@ -60,3 +73,24 @@ def quantization_config(
     )
     found: dict[str, Any] = config.model_dump(mode="json")
     return found
+
+
+def finegrained_config(others: Collection[str], *, block: tuple[int, int], e8m0: bool) -> dict[str, Any]:
+    """The same for FineGrainedFP8 (DeepSeek-V3's and Qwen3's layout): a scale a block, inputs by 1 x ``block[1]`` as they come.
+
+    Args:
+        others: Names of the linears that stay in high precision.
+        block: Rows and columns.
+        e8m0: Scales are E8M0.
+
+    Source:
+        transformers 5.24, ``FineGrainedFP8Config``.
+    """
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": list(block),
+        "modules_to_not_convert": sorted(others),
+        **({"scale_fmt": "ue8m0"} if e8m0 else {}),
+    }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-__all__ = ["is_dtensor"]
+__all__ = ["is_dtensor", "whole"]
 
 
 def is_dtensor(x: Tensor) -> bool:
@@ -14,3 +14,8 @@ def is_dtensor(x: Tensor) -> bool:
     from torch.distributed.tensor import DTensor  # slow (half a second), and not in every build of torch
 
     return isinstance(x, DTensor)
+
+
+def whole(x: Tensor) -> Tensor:
+    """``x``, gathered where it is a DTensor: a collective."""
+    return x.full_tensor() if is_dtensor(x) else x  # type: ignore[attr-defined]

@@ -1,21 +1,32 @@
 """A weight that does not train, kept in FP8 alone: one byte an element in place of two or four.
 
-It is what its recipe would make of the weight in every forward, once and for all. With scales that are powers of two FP8 values are quantised
-to themselves, so that an FP8 layer computes with it, bit for bit, what it computes with the weight itself. Everything else (evaluation in
-high precision, adapters that are merged, checkpoints) sees the rounded weight.
+It is what its recipe would make of the weight in every forward, once and for all, or what a checkpoint published. With scales that are powers of
+two FP8 values are quantised to themselves, so that an FP8 layer computes with it, bit for bit, what it computes with the weight itself.
+Everything else (evaluation in high precision, adapters that are merged, checkpoints) sees the rounded weight.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from foundry_fp8.compat.wrapper_tensor import WrapperTensor
-from foundry_fp8.numerics.operands import quantize
-from foundry_fp8.numerics.quantize import Quantized
-from foundry_fp8.numerics.recipes import Recipe
+from foundry_fp8.numerics.formats import E4M3
+from foundry_fp8.numerics.quantize import block_amax
+from foundry_fp8.numerics.recipes import BlockScaling, CurrentScaling, MXFP8Scaling, Recipe
+from foundry_fp8.numerics.scalings import Blocks, MXBlocks, OneScale, Rows, Scaling
 
-__all__ = ["FrozenFP8Weight", "exact_for", "in_dtype", "in_high_precision", "keep_in_fp8"]
+__all__ = [
+    "FrozenFP8Weight",
+    "exact_for",
+    "in_dtype",
+    "in_high_precision",
+    "keep_in_fp8",
+    "recipe_of",
+    "scaling_of",
+]
 
 
 def exact_for(recipe: Recipe) -> bool:
@@ -29,14 +40,42 @@ def keep_in_fp8(weight: nn.Parameter, recipe: Recipe) -> None:
     Raises:
         RuntimeError: Something holds on to its memory (torch's ``swap_tensors``), so that none would be saved.
     """
-    found = _quantize(weight.detach(), recipe)
-    kept = FrozenFP8Weight(found.data, found.gemm_scale, found.block, recipe, weight.dtype)
+    if not exact_for(recipe):
+        raise TypeError(f"the recipe {recipe.name} has no scales of a weight alone that are powers of two")
+    scaling = recipe.scaling("w", 1)
+    found = scaling.quantize(weight.detach(), E4M3)
+    kept = FrozenFP8Weight(found.data, found.gemm_scale, found.block, scaling, weight.dtype)
     torch.utils.swap_tensors(weight, nn.Parameter(kept, requires_grad=False))
+
+
+def scaling_of(scale: Tensor, block: tuple[int, int] | None, columns: int) -> Scaling:
+    """How the elements of a published weight share ``scale``.
+
+    Args:
+        scale: One, or one a block; any dtype.
+        block: Rows and columns that share one; ``None`` for one scale.
+        columns: Of the weight.
+    """
+    power_2 = bool((torch.frexp(scale.float()).mantissa == 0.5).all())
+    if block is None:
+        return OneScale(power_2)
+    if block == (1, columns):
+        return Rows(1, power_2)
+    return MXBlocks(block) if power_2 and block == (1, MXFP8Scaling.block_size) else Blocks(block, power_2)
+
+
+def recipe_of(scaling: Scaling) -> Recipe | None:
+    """The recipe that multiplies a weight with ``scaling`` by its own codes in fprop and dgrad, if there is one."""
+    kinds: list[Recipe] = [MXFP8Scaling()]
+    kinds += [
+        kind(power_2_scales=power_2) for kind in (BlockScaling, CurrentScaling) for power_2 in (True, False)
+    ]
+    return next((recipe for recipe in kinds if recipe.scaling("w", 1) == scaling), None)
 
 
 def in_high_precision(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """``weight`` in ``dtype``, a plain tensor whatever it is kept in; the same one where it is that already."""
-    if isinstance(weight, FrozenFP8Weight):
+    if isinstance(weight, WrapperTensor):
         return weight.unpacked(dtype)
     return weight if weight.dtype == dtype else weight.to(dtype)
 
@@ -45,56 +84,84 @@ class FrozenFP8Weight(WrapperTensor):
     """Looks like a weight in high precision, which it is again in whatever reads it; what is written to it is quantised.
 
     Attributes:
-        codes: ``[out_features, in_features]``, FP8.
-        scale: float32, 0-d or one a block: what ``codes`` are multiplied with; NaN where a block held an Inf.
+        codes: ``[out_features, in_features]``, or ``[experts, out_features, in_features]``, FP8.
+        scale: float32 or as published, 0-d or one a block: what ``codes`` are multiplied with; NaN where a block held an Inf.
         block: Rows and columns that share a scale; ``None`` for one scale.
-        recipe: Whose quantisation it is.
+        scaling: By which what is written is quantised.
     """
 
     parts = ("codes", "scale")
+    way_out = (
+        "this weight is kept in FP8 alone. To train it, keep it in high precision (frozen_weights: high_precision; load_fp8 into a model "
+        "whose parameters require gradients); to save it, use the model's state_dict(), which holds plain tensors; to move or cast it, "
+        "use the model's .to()."
+    )
     codes: Tensor
     scale: Tensor
     block: tuple[int, int] | None
-    recipe: Recipe
+    scaling: Scaling
 
     def __new__(
-        cls, codes: Tensor, scale: Tensor, block: tuple[int, int] | None, recipe: Recipe, dtype: torch.dtype
+        cls, codes: Tensor, scale: Tensor, block: tuple[int, int] | None, scaling: Scaling, dtype: torch.dtype
     ) -> FrozenFP8Weight:
         """An hp tensor of ``dtype`` to who looks."""
         made: FrozenFP8Weight = cls.wrapper_like(codes, dtype)
         return made
 
     def __init__(
-        self, codes: Tensor, scale: Tensor, block: tuple[int, int] | None, recipe: Recipe, dtype: torch.dtype
+        self,
+        codes: Tensor,
+        scale: Tensor,
+        block: tuple[int, int] | None,
+        scaling: Scaling,
+        dtype: torch.dtype,
     ) -> None:
-        self.codes, self.scale, self.block, self.recipe = codes, scale, block, recipe
+        self.codes, self.scale, self.block, self.scaling = codes, scale, block, scaling
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"FrozenFP8Weight(shape={tuple(self.shape)}, dtype={self.dtype}, recipe={self.recipe.name})"
+        return f"FrozenFP8Weight(shape={tuple(self.shape)}, dtype={self.dtype}, scaling={self.scaling})"
 
-    def meta(self) -> tuple[tuple[int, int] | None, Recipe]:
-        """Block and recipe."""
-        return self.block, self.recipe
+    def meta(self) -> tuple[tuple[int, int] | None, Scaling]:
+        """Block and scaling."""
+        return self.block, self.scaling
 
     def unpacked(self, dtype: torch.dtype) -> Tensor:
-        """The values: exact in float32 and bfloat16, which have room for a code and a power of two."""
-        within = torch.float32 if dtype == torch.float16 else dtype
-        per_block = Quantized(self.codes, self.scale, self.block, self.recipe.format("w"), self.scale)
-        return (self.codes.to(within) * per_block.expanded(self.scale.to(within))).to(dtype)
+        """The values: exact in float32, and where scales are powers of two in bfloat16, which has room for a code and an exponent."""
+        within = torch.bfloat16 if dtype == torch.bfloat16 and self.scaling.keeps_codes else torch.float32
+        values, scale = self.codes.to(within), self.scale.to(within)
+        if self.block is None:
+            return values.mul_(scale).to(dtype)
+        rows, columns = values.shape[-2:]
+        whole, size = rows // self.block[0], self.block[0]
+        scale = scale.repeat_interleave(self.block[1], -1)[..., :columns]
+        if whole:
+            values[..., : whole * size, :].unflatten(-2, (whole, size)).mul_(scale[..., :whole, None, :])
+        values[..., whole * size :, :].mul_(scale[..., whole:, :])
+        return values.to(dtype)
 
     def write(self, value: Tensor) -> None:
-        """Quantise ``value``, hp, in place of what is there."""
-        found = _quantize(value, self.recipe)
-        self.codes.copy_(found.data)
-        self.scale.copy_(found.gemm_scale)
+        """Quantise ``value``, hp, in place of what is there; a block in which nothing changes keeps its codes and its scale."""
+        if value.dim() == 3:
+            for i, one in enumerate(value):
+                self._expert(i).write(one)
+            return
+        changed = value != self.unpacked(value.dtype)
+        found = self.scaling.quantize(value, E4M3)
+        blocks = changed.any() if self.block is None else block_amax(changed, self.block) > 0
+        codes, scale = self.codes.view(torch.uint8), found.gemm_scale
+        codes.copy_(torch.where(found.expanded(blocks), found.data.view(torch.uint8), codes))
+        self.scale.copy_(torch.where(blocks, scale, self.scale.to(scale.dtype)))
 
+    def own_view(self, func: Any, args: Any) -> Any:
+        """See :meth:`WrapperTensor.own_view`: one expert."""
+        if self.dim() == 3 and func is torch.ops.aten.select.int and args[0] == 0:
+            return self._expert(args[1])
+        return None
 
-def _quantize(weight: Tensor, recipe: Recipe) -> Quantized:
-    if not exact_for(recipe):
-        raise TypeError(f"the recipe {recipe.name} has no scales of a weight alone that are powers of two")
-    return quantize(weight, "w", recipe)
+    def _expert(self, i: int) -> FrozenFP8Weight:
+        return FrozenFP8Weight(self.codes[i], self.scale[i], *self.meta(), self.dtype)
 
 
 def in_dtype(out: Tensor, dtype: torch.dtype) -> Tensor:
     """``out.to(dtype)``, which costs the host something where it changes nothing too; a weight kept in FP8 as a plain tensor."""
-    return out if out.dtype == dtype and type(out) is not FrozenFP8Weight else in_high_precision(out, dtype)
+    return out if out.dtype == dtype and not isinstance(out, WrapperTensor) else in_high_precision(out, dtype)

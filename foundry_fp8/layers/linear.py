@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor, nn
 
-from foundry_fp8.layers.frozen_weight import FrozenFP8Weight
 from foundry_fp8.layers.gemm_layer import FP8GemmLayer, GemmBackend
 from foundry_fp8.layers.produced import Produced
 from foundry_fp8.numerics.recipes import Recipe
@@ -78,12 +77,6 @@ class FP8Linear(FP8GemmLayer, nn.Linear):
                 return found
             input = input.plain()
         return self.recorded(input, self._compute, self.weight)
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[no-untyped-call]
-        weight = self._parameters.get("weight")
-        if isinstance(weight, FrozenFP8Weight):
-            destination[f"{prefix}weight"] = weight.unpacked(weight.dtype)
 
     def _compute(self, input: Tensor) -> Tensor:
         if self.runs_fp8:

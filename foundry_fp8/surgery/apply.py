@@ -24,6 +24,7 @@ from foundry_fp8.surgery.fp8_config import KEY, TE_LAYERS, FP8Config, resolve_re
 from foundry_fp8.surgery.frozen_weights import keep_frozen_in_fp8, plan_frozen
 from foundry_fp8.surgery.fusion import FusionPlan, plan_fusion
 from foundry_fp8.surgery.linears import plan_linears
+from foundry_fp8.surgery.published import adopted, check_codes_stay
 from foundry_fp8.surgery.report import SurgeryReport, SurgeryRow
 from foundry_fp8.surgery.rules import Measured
 
@@ -33,7 +34,8 @@ __all__ = ["KEY", "FP8Config", "apply_fp8", "refuse_by_backend", "resolve_recipe
 def apply_fp8(model: nn.Module, *, device: torch.device | str | None = None, **options: Any) -> SurgeryReport:
     """Convert the linear layers of ``model`` to FP8, in place.
 
-    Call it before wrapping with DDP or FSDP and before ``torch.compile``. Parameters keep their identity and names, so an
+    Linears that transformers (FineGrainedFP8) or compressed-tensors loaded in FP8 become plain ones first: frozen weights keep their codes,
+    others hold the values. Call it before wrapping with DDP or FSDP and before ``torch.compile``. Parameters keep their identity and names, so an
     optimizer made before or after is fine, and the model's checkpoints are those of the unconverted model.
 
     Args:
@@ -46,7 +48,7 @@ def apply_fp8(model: nn.Module, *, device: torch.device | str | None = None, **o
 
     Raises:
         ConfigError: Unknown option or value, a pattern that matches nothing, a model that is converted already, nothing
-            to convert, or ``enabled: false``, which is for who would call this.
+            to convert, a recipe that would round published codes again, or ``enabled: false``, which is for who would call this.
         RuntimeError: The backend cannot run the recipe here.
 
     Example:
@@ -60,7 +62,11 @@ def apply_fp8(model: nn.Module, *, device: torch.device | str | None = None, **o
         raise ConfigError(f"{KEY}: the model is converted to FP8 already. Name the algorithm once.")
     if any(type(module).__module__.startswith("transformer_engine.") for module in model.modules()):
         raise ConfigError(TE_LAYERS)
-    where = _device_of(model) if device is None else torch.device(device)
+    with adopted(model):
+        return _convert(model, config, _device_of(model) if device is None else torch.device(device))
+
+
+def _convert(model: nn.Module, config: FP8Config, where: torch.device) -> SurgeryReport:
     policy = config.policy(where)
     backend, chosen = choose_backend(config.backend, policy.recipes, where, f"{KEY}.backend")
     backend.only_where_faster = config.recipe == "auto" or isinstance(config.recipe, Measured)
@@ -71,6 +77,7 @@ def apply_fp8(model: nn.Module, *, device: torch.device | str | None = None, **o
         backend.cache_weights = True
     # Everything that can fail comes first: a call that raises leaves the model as it was.
     linears = plan_linears(model, policy=policy, backend=backend, evaluate=config.evaluate, key=KEY)
+    check_codes_stay(linears.converted, KEY)
     recipes = configured_recipes(linears.layers.values())
     fusion = plan_fusion(model, linears.converted) if config.fuse and backend.fuses else FusionPlan()
     attention = None

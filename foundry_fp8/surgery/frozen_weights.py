@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from foundry_fp8.compat.ddp_left_out import leave_out_of_ddp
+from foundry_fp8.compat.wrapper_tensor import save_plain
 from foundry_fp8.config import ConfigError
 from foundry_fp8.layers.frozen_weight import FrozenFP8Weight, exact_for, keep_in_fp8
 from foundry_fp8.layers.gemm_layer import configured_recipes
@@ -27,6 +27,7 @@ def frozen_linears(model: nn.Module, converted: Mapping[str, FP8Linear]) -> dict
         if not isinstance(linear, FP8TransposedLinear)
         and isinstance(linear.weight, nn.Parameter)
         and not linear.weight.requires_grad
+        and not isinstance(linear.weight, FrozenFP8Weight)
         and holders[id(linear.weight)] <= 1
     }
 
@@ -38,7 +39,7 @@ def plan_frozen(model: nn.Module, converted: Mapping[str, FP8Linear], key: str) 
         ConfigError: A recipe's scales are no powers of two, or nothing is frozen.
     """
     frozen = frozen_linears(model, converted)
-    if not frozen:
+    if not frozen and not any(isinstance(linear.weight, FrozenFP8Weight) for linear in converted.values()):
         raise ConfigError(
             f"{key}: fp8, but every converted linear's weight trains (or is shared). It is for LoRA and other runs with a frozen "
             "base: freeze it before the trainer starts, or remove the option."
@@ -66,7 +67,7 @@ def keep_frozen_in_fp8(model: nn.Module, frozen: Mapping[str, FP8Linear], key: s
             raise ConfigError(
                 f"{key}: the weight of {name} cannot be replaced, as something else holds it ({error})."
             ) from error
-    leave_out_of_ddp(model, (f"{name}.weight" for name in frozen))
+        save_plain(linear)
 
 
 def send_frozen(model: nn.Module) -> None:
@@ -75,5 +76,5 @@ def send_frozen(model: nn.Module) -> None:
         return
     for parameter in model.parameters():
         if isinstance(parameter, FrozenFP8Weight):
-            dist.broadcast(parameter.codes.view(torch.uint8), 0)
-            dist.broadcast(parameter.scale, 0)
+            for part in (parameter.codes, parameter.scale):
+                dist.broadcast(part.view(-1).view(torch.uint8), 0)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from foundry_fp8.layers.dtensor import is_dtensor
+from foundry_fp8.layers.frozen_weight import FrozenFP8Weight
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.model_structure.blocks import block_index_of, transformer_blocks
 from foundry_fp8.model_structure.experts import router_modules
@@ -121,6 +122,8 @@ def unfit(weight: Tensor) -> str | None:
         return "its weight has no shape yet; run the model once before"
     if is_dtensor(weight):
         return "its weight is a DTensor: it was sharded before the conversion, which has to come first"
+    if isinstance(weight, FrozenFP8Weight):
+        return None if weight.dim() == 2 else "its experts keep the FP8 codes of a checkpoint"
     if hasattr(weight, "__tensor_flatten__"):  # as whatever wraps other tensors: a quantised weight
         return f"its weight is a {type(weight).__name__}, which wraps other tensors"
     if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):

@@ -226,8 +226,7 @@ def test_a_weight_that_is_not_finite_is_not_served(tmp_path):
     [
         (lambda: llama(), "no layer of the model is converted"),
         (lambda: nn.Sequential(nn.Linear(32, 32)), "holds no Hugging Face model"),
-        (lambda: trained(llama(), "block", torch.float32), "block has a scale a block"),
-        (lambda: trained(llama(), "mxfp8", torch.float32), "mxfp8 has a scale a block"),
+        (lambda: trained(llama(), "mxfp8", torch.float32), "no scales as those of mxfp8. --layout fp8"),
         (lambda: adapted(), r"has adapters \(.*lora_.*Merge them first"),
         (
             lambda: trained(gpt2(), "current", torch.float32),
@@ -242,7 +241,6 @@ def test_a_weight_that_is_not_finite_is_not_served(tmp_path):
     ids=[
         "high_precision",
         "not_hugging_face",
-        "block",
         "mxfp8",
         "lora",
         "transposed",

@@ -90,6 +90,12 @@ def test_trainer_goes_on_from_its_last_checkpoint(tmp_path):
     assert same(dict(whole.model.state_dict()), dict(resumed.model.state_dict()))
 
 
+def test_both_sides_of_rollouts_round_alike():
+    engine, alike, float_scales = example("rollout").train(2)
+    assert alike == 0.0 < float_scales
+    assert engine["model.layers.0.mlp.up_proj.weight"].element_size() == 1
+
+
 def test_each_example_is_the_code_of_its_page():
     pages = "".join(page.read_text() for page in (EXAMPLES.parent / "docs" / "trainers").glob("*.md"))
     assert set(re.findall(r'^--8<-- "examples/(.+)"$', pages, re.M)) == {

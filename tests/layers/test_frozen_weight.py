@@ -216,6 +216,159 @@ class TestRefused:
         assert "kept in FP8 alone" in next(r.reason for r in report.rows if r.name == "base.2")
 
 
+WRITES = {
+    "row": lambda w: w[3].fill_(7),
+    "setitem": lambda w: w.__setitem__((slice(2, 5), 3), 7.0),
+    "mask": lambda w: w.__setitem__(w > 0, 7.0),
+    "transpose": lambda w: w.t().mul_(2),
+    "flat": lambda w: w.view(-1)[5:9].zero_(),
+    "unbind": lambda w: w.unbind()[2].zero_(),
+    "chunk of data": lambda w: w.data.chunk(2, 1)[1].add_(1),
+    "diagonal": lambda w: nn.init.zeros_(w.detach().diagonal()),
+    "bits": lambda w: w.view(torch.int32)[0].zero_(),
+    "foreach": lambda w: torch._foreach_mul_([w], 2.0),
+    "foreach of rows": lambda w: torch._foreach_zero_(list(w.unbind())[:3]),
+    "foreach copy": lambda w: torch._foreach_copy_([w], [torch.ones_like(w)]),
+    "out": lambda w: torch.mul(w, 2.0, out=w),
+    "out row": lambda w: torch.add(w[1], w[2], out=w[0]),
+    "init": lambda w: nn.init.constant_(w, 0.5),
+    "double": lambda w: w.copy_(torch.full((96,), 0.25, dtype=torch.float64)),
+    "integers": lambda w: w.copy_(torch.ones(160, 96, dtype=torch.int64)),
+    "index_add": lambda w: w.index_add_(0, torch.tensor([1]), torch.ones(1, 96)),
+    "lerp": lambda w: w.lerp_(torch.zeros(160, 96), 0.5),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_a_write_takes_effect_as_on_a_plain_weight(write):
+    """And is quantised; blocks that it does not touch keep their codes."""
+    kept = weight()
+    keep_in_fp8(kept, BlockScaling())
+    plain = nn.Parameter(kept.unpacked(torch.float32), requires_grad=False)
+    before = plain.clone()
+    with torch.no_grad():
+        write(kept), write(plain)
+    assert not torch.equal(plain, before) and type(kept) is FrozenFP8Weight
+    assert torch.equal(
+        kept.unpacked(torch.float32), quantize_block(plain.data, (128, 128), E4M3).dequantize()
+    )
+
+
+REFUSED = {
+    "requires_grad_": lambda w: w.requires_grad_(),
+    "requires_grad": lambda w: setattr(w, "requires_grad", True),
+    "Parameter": lambda w: nn.Parameter(w),
+    "of a row": lambda w: w[0].requires_grad_(),
+    "dtype of data": lambda w: setattr(w, "data", w.data.bfloat16()),
+    "shape of data": lambda w: setattr(w, "data", torch.zeros(96)),
+    "resize_": lambda w: w.resize_(3),
+    "unsqueeze_": lambda w: w.unsqueeze_(0),
+    "transpose_": lambda w: w.transpose_(0, 1),
+    "set_": lambda w: w.set_(torch.zeros(3)),
+    "storage": lambda w: w.storage().fill_(0),
+    "numpy": lambda w: w.numpy().fill(0),
+    "dlpack": lambda w: torch.from_dlpack(w).zero_(),
+    "apply_": lambda w: w.apply_(lambda x: 0.0),
+    "safetensors": lambda w: pytest.importorskip("safetensors.torch").save({"w": w}),
+}
+
+
+@pytest.mark.parametrize("use", REFUSED.values(), ids=REFUSED)
+def test_what_would_be_lost_is_refused_with_the_way_out(use):
+    kept = weight()
+    keep_in_fp8(kept, BlockScaling())
+    before = kept.unpacked(torch.float32)
+    with pytest.raises(RuntimeError, match=r"kept in FP8 alone.*state_dict\(\)"):
+        use(kept)
+    assert torch.equal(kept.unpacked(torch.float32), before)
+
+
+@pytest.mark.parametrize("options", [{"foreach": True}, {"foreach": False}, {"fused": True}], ids=str)
+def test_an_optimizer_that_holds_a_gradient_for_it_moves_it(options):
+    kept = weight()
+    keep_in_fp8(kept, BlockScaling())
+    plain = nn.Parameter(kept.unpacked(torch.float32))
+    for p in (kept, plain):
+        p.grad = torch.ones(160, 96)
+        torch.optim.AdamW([p], lr=0.1, **options).step()
+    # An optimizer may write twice (decay, then the step), which is rounded twice: half of an ulp of E4M3 each.
+    torch.testing.assert_close(kept.unpacked(torch.float32), plain.detach(), rtol=2 * 2**-4, atol=2 * 2.0**-9)
+
+
+def test_a_collective_that_would_not_reach_it_is_refused():
+    pytest.importorskip("composer")
+    from tests.one_rank import one_rank
+
+    one_rank()
+    kept = weight()
+    keep_in_fp8(kept, BlockScaling())
+    with pytest.raises(RuntimeError, match="kept in FP8 alone"):
+        torch.distributed.broadcast(kept.data, 0)
+
+
+def test_a_model_is_unfrozen_by_an_error():
+    with pytest.raises(RuntimeError, match="frozen_weights: high_precision"):
+        converted("block", frozen_weights="fp8").requires_grad_(True)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_loading_takes_the_values_and_keeps_the_form(assign, swapped):
+    model, other = (converted("block", frozen_weights="fp8") for _ in range(2))
+    with torch.no_grad():
+        other.base[0].weight.mul_(3)
+    torch.__future__.set_swap_module_params_on_conversion(swapped)
+    try:
+        model.load_state_dict(other.state_dict(), assign=assign)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert type(model.base[0].weight) is FrozenFP8Weight
+    for ours, theirs in zip(step(model), step(other), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_other_processes_and_files_get_it_as_it_is():
+    import pickle
+    from multiprocessing.reduction import ForkingPickler
+
+    model = converted("block", frozen_weights="fp8")
+    kept = model.base[0].weight
+    model.share_memory()
+    assert kept.codes.is_shared() and kept.scale.is_shared()
+    there = pickle.loads(ForkingPickler.dumps(kept))  # as a queue sends it
+    there[0].fill_(3)
+    assert torch.equal(kept.unpacked(torch.float32), there.unpacked(torch.float32)) and float(kept[0, 0]) == 3
+    file = io.BytesIO()
+    torch.save(kept, file)
+    file.seek(0)
+    for twin in (pickle.loads(pickle.dumps(kept)), torch.load(file, weights_only=False), copy.deepcopy(kept)):
+        assert type(twin) is FrozenFP8Weight and isinstance(twin, nn.Parameter) and not twin.requires_grad
+        twin[1].fill_(5)
+        assert float(twin[1, 0]) == 5 != float(kept[1, 0])
+    average = torch.optim.swa_utils.AveragedModel(
+        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
+    )
+    with torch.no_grad():
+        kept.zero_()
+    for _ in range(3):
+        average.update_parameters(model)
+    assert float(average.module.base[0].weight[0].float().abs().max()) < 3
+
+
+def test_a_linear_in_high_precision_keeps_one_byte_an_element_for_backward():
+    kept = weight()
+    keep_in_fp8(kept, BlockScaling())
+    x, dy, bias = torch.randn(5, 7, 96, requires_grad=True), torch.randn(5, 7, 160), torch.randn(160)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):
+        y = F.linear(x, kept, bias)
+    reference = F.linear(x, kept.unpacked(torch.float32), bias)
+    assert torch.equal(y, reference)
+    assert all(type(t) is not torch.Tensor or t.numel() != kept.numel() for t in saved)
+    (ours,), (theirs,) = (torch.autograd.grad(out, x, dy) for out in (y, reference))
+    assert torch.equal(ours, theirs)
+
+
 def test_peft_merges_into_it_and_says_what_it_merged():
     peft = pytest.importorskip("peft")
     transformers = pytest.importorskip("transformers")

@@ -1,0 +1,164 @@
+"""``load_fp8``: a folder with an FP8 checkpoint into a plain model, tensor by tensor."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from foundry_fp8.compat.wrapper_tensor import save_plain
+from foundry_fp8.config import ConfigError
+from foundry_fp8.layers.frozen_weight import FrozenFP8Weight, scaling_of
+from foundry_fp8.model_structure.names import clean_name
+from foundry_fp8.surgery.published import SCALES, leave_frozen_out_of_ddp, published_weight
+
+__all__ = ["load_fp8"]
+
+_SCALE = re.compile(r"[._](weight_scale(_inv)?|scale_inv|(input|activation|output|[kvq])_scale)$")
+_EXPERT = re.compile(r"(.+)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight$")
+
+
+def load_fp8(folder: str | Path, model: nn.Module) -> list[str]:
+    """Read an FP8 checkpoint (FineGrainedFP8's or compressed-tensors' ``float-quantized``) into a plain ``model``, one tensor at a time.
+
+    A linear's weight that does not require a gradient (``model.requires_grad_(False)``, LoRA's base) keeps codes and scales as published, one
+    byte an element, and is read as their product. One that trains, or is shared, holds that product in the parameter's dtype.
+
+    Args:
+        folder: With config.json and safetensors.
+        model: A Hugging Face model made from that configuration, or what holds one; on the meta device too, but for buffers that the
+            checkpoint does not have. Parameters stay the same objects.
+
+    Returns:
+        The names of the parameters that keep published codes.
+
+    Raises:
+        ConfigError: A layout that is none of these; names, shapes or scales that do not fit. Names are compared before anything is read.
+
+    Example:
+        >>> model = AutoModelForCausalLM.from_config(config).requires_grad_(False)
+        >>> load_fp8("Qwen3-8B-FP8", model)
+    """
+    from safetensors import safe_open
+
+    folder = Path(folder)
+    block = _block_of(folder)
+    files = {key: file for path in folder.glob("*.safetensors") for file in [safe_open(path, "pt")] for key in file.keys()}  # noqa: SIM118  # fmt: skip
+    inner = next((m for m in model.modules() if hasattr(type(m), "config_class")), model)
+    names = {n: n.rpartition(".") for n in inner.state_dict(keep_vars=True) if "lora_" not in n}
+    places = {clean_name(n).replace(".base_layer", ""): (inner.get_submodule(at), leaf) for n, (at, _, leaf) in names.items()}  # fmt: skip
+    sources = _sources(folder, inner, places, files)
+
+    def weight(key: str, dtype: torch.dtype) -> Tensor:
+        codes: Tensor = files[key].get_tensor(key)
+        if codes.element_size() > 1 or not codes.dtype.is_floating_point:
+            return codes
+        beside = (f"{key.removesuffix('weight')}{name}" for name in (*SCALES, "_scale_inv"))
+        scale = next((name for name in beside if name in files), None)
+        if scale is None:
+            raise ConfigError(f"{folder}: {key} is {codes.dtype}, and no {' or '.join(SCALES)} is beside it.")
+        return published_weight(key, codes, files[scale].get_tensor(scale), block, dtype)
+
+    holders = [id(p) for module in model.modules() for p in module._parameters.values()]
+    kept = []
+    for name, keys in sources.items():
+        module, leaf = places[name]
+        old: Tensor = getattr(module, leaf)
+        value = weight(keys, old.dtype) if isinstance(keys, str) else _stacked(keys, old.dtype, weight)
+        if value.shape != old.shape:
+            raise ConfigError(f"{folder}: {name} is {[*value.shape]} there, {[*old.shape]} in the model. Make it from config.json there.")  # fmt: skip
+        if not isinstance(value, FrozenFP8Weight):
+            _fill(module, leaf, [value])
+        elif old.requires_grad or holders.count(id(old)) > 1 or isinstance(module, nn.Embedding):
+            _fill(module, leaf, (one.unpacked(old.dtype) for one in (value if value.dim() == 3 else [value])))
+        else:
+            value = value.to("cpu" if old.is_meta else old.device)
+            torch.utils.swap_tensors(old, nn.Parameter(value, requires_grad=False))
+            save_plain(module)
+            kept.append(name)
+    if left := [n for n, t in (*inner.named_parameters(), *inner.named_buffers()) if t.is_meta]:
+        raise ConfigError(f"{folder}: {left[0]} is not there, and on the meta device in the model. Make the model with its buffers (accelerate's init_empty_weights(include_buffers=False)).")  # fmt: skip
+    leave_frozen_out_of_ddp(model)
+    return kept
+
+
+def _block_of(folder: Path) -> tuple[int, int] | None:
+    """Rows and columns of a block; ``None`` for scales of rows or tensors."""
+    config = json.loads((folder / "config.json").read_text())
+    found = config.get("quantization_config") or {}
+    said = {str(found.get("weight_block_size"))} if found.get("quant_method") == "fp8" else set()
+    if found.get("quant_method") == "compressed-tensors" and found.get("format") in ("float-quantized", "naive-quantized"):  # fmt: skip
+        groups = found["config_groups"].values()
+        said = {str((group.get("weights") or {}).get("block_structure")) for group in groups}
+    if len(said) != 1:
+        raise ConfigError(
+            f"{folder}: its quantization_config is {found.get('quant_method')!r} {found.get('format', '')}; fp8 (FineGrainedFP8) and "
+            "compressed-tensors (float-quantized, one block size) are read. Load others with transformers, dequantised."
+        )
+    numbers = [int(n) for n in re.findall(r"\d+", said.pop())]
+    return (numbers[0], numbers[1]) if numbers else None
+
+
+def _sources(folder: Path, model: nn.Module, places: Mapping[str, Any], files: Mapping[str, Any]) -> dict[str, Any]:  # fmt: skip
+    """Of each parameter the key that holds it, or, where it holds all experts (transformers 5), for each the keys of its parts."""
+    further = f"model.layers.{getattr(getattr(model, 'config', None), 'num_hidden_layers', None)}."  # predicts more tokens
+    found: dict[str, Any] = {}
+    stacked: dict[str, dict[str, dict[str, str]]] = {}
+    for key in files:
+        names = [key.replace(".block_sparse_moe.", ".mlp."), key, f"model.{key}", key.removeprefix("model.")]
+        name, expert = next((name for name in names if name in places), None), _EXPERT.match(names[0])
+        part = "down_proj" if expert and expert[3] in ("down_proj", "w2") else "gate_up_proj"
+        if name is not None:
+            found[name] = key
+        elif expert and f"{expert[1]}.{part}" in places:
+            stacked.setdefault(f"{expert[1]}.{part}", {}).setdefault(expert[2], {})[expert[3]] = key
+        elif not _SCALE.search(key) and not key.startswith(further):
+            raise ConfigError(f"{folder}: the model has no place for {key}. Make it from config.json there.")
+    for name, parts in stacked.items():  # gate_proj before up_proj, w1 before w3
+        found[name] = [[parts[i][part] for part in sorted(parts[i])] for i in sorted(parts, key=int)]
+    filled = {id(getattr(module, leaf)) for module, leaf in map(places.__getitem__, found)}
+    for name, (module, leaf) in places.items():
+        if id(getattr(module, leaf)) not in filled:
+            raise ConfigError(f"{folder}: no tensor there is for {name}. Make it from config.json there.")
+    return {name: found[name] for name in places if name in found}
+
+
+def _stacked(experts: list[list[str]], dtype: torch.dtype, weight: Callable[..., Tensor]) -> Tensor:
+    """``[experts, out_features, in_features]``: an expert's parts one under the other. A scale a row, as blocks may end within a part."""
+    codes = scales = torch.empty(0)
+    block = None
+    for i, keys in enumerate(experts):
+        parts = [weight(key, dtype) for key in keys]
+        mine = torch.cat([getattr(part, "codes", part) for part in parts])
+        codes = codes if i else mine.new_empty(len(experts), *mine.shape)
+        codes[i] = mine
+        if isinstance(parts[0], FrozenFP8Weight):
+            block = (1, parts[0].block[1] if parts[0].block else mine.shape[1])
+            of_rows = torch.cat([_by_row(part) for part in parts])
+            scales = scales if i else of_rows.new_empty(len(experts), *of_rows.shape)
+            scales[i] = of_rows
+    return codes if block is None else FrozenFP8Weight(codes, scales, block, scaling_of(scales, block, codes.shape[2]), dtype)  # fmt: skip
+
+
+def _by_row(part: Any) -> Tensor:
+    if part.block is None:
+        return part.scale.float().expand(len(part), 1)  # type: ignore[no-any-return]
+    return part.scale.float().repeat_interleave(part.block[0], 0)[: len(part)]  # type: ignore[no-any-return]
+
+
+def _fill(module: nn.Module, leaf: str, values: Iterable[Tensor]) -> None:
+    """Write ``values``, those of each expert where there are several, into a parameter or buffer; the object stays."""
+    old: Tensor = getattr(module, leaf)
+    if old.is_meta and isinstance(old, nn.Parameter):
+        new = nn.Parameter(torch.empty_like(old, device="cpu"), requires_grad=old.requires_grad)
+        torch.utils.swap_tensors(old, new)
+    elif old.is_meta:
+        module._buffers[leaf] = old = torch.empty_like(old, device="cpu")
+    with torch.no_grad():
+        for i, value in enumerate(values):
+            (old[i] if value.dim() < old.dim() else old).copy_(value)

@@ -1,0 +1,113 @@
+"""A trainer and the server that rolls out with its weights: what to send, and how far the two round apart."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from foundry_fp8.backends.emulated.gemm import scaled_mm
+from foundry_fp8.config import ConfigError, check_arguments
+from foundry_fp8.export.layout import recipe_run_by, served_linear
+from foundry_fp8.layers.autocast import compute_dtype
+from foundry_fp8.layers.dtensor import whole
+from foundry_fp8.layers.frozen_weight import in_high_precision
+from foundry_fp8.layers.linear import FP8Linear
+from foundry_fp8.model_structure.names import clean_name
+from foundry_fp8.numerics.operands import quantize
+from foundry_fp8.numerics.quantize import Quantized
+from foundry_fp8.numerics.recipes import CurrentScaling
+
+__all__ = ["rollout_mismatch", "served_weights"]
+
+
+def served_weights(
+    model: nn.Module, *, dtype: torch.dtype = torch.bfloat16
+) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+    """Every parameter as a server multiplies by it, one at a time: names as in a checkpoint, the numbers of :func:`export_fp8`.
+
+    Args:
+        model: Converted, whole or sharded by FSDP2; then every rank iterates, and each parameter in turn is gathered.
+        dtype: What the forward computes in.
+
+    Yields:
+        ``(name, codes, scales)``: float8_e4m3fn and what to multiply with, ``[1]``, ``[out, 1]`` or one a block; ``(name, value, None)`` for
+        what is not in FP8.
+    """
+    owners = {clean_name(name): module for name, module in model.named_modules()}
+    for name, parameter in model.named_parameters():
+        name, value = clean_name(name), parameter.detach()
+        owner, _, leaf = name.rpartition(".")
+        recipe = recipe_run_by(owners[owner]) if leaf == "weight" else None
+        if recipe is None:
+            yield name, in_high_precision(whole(value), dtype), None
+        else:
+            served = served_linear(owner, owners[owner], recipe, dtype)
+            yield name, served.weight, served.weight_scale
+
+
+@torch.no_grad()
+def rollout_mismatch(
+    model: nn.Module, batch: Mapping[str, Any], *, scales: Literal["recipe", "float", "ue8m0"] = "recipe"
+) -> float:
+    """KL divergence of a server's distribution from training's, the mean over tokens of ``batch``, in nats.
+
+    Training runs as the model is; the server multiplies the weights of :func:`served_weights` by inputs that it quantises itself: with the
+    exported scale where there is one, in blocks as the recipe has them, otherwise by token, as vLLM does. Products are emulated.
+
+    Args:
+        model: Converted; called with ``batch`` by keywords, its result has ``logits`` ``[..., vocabulary]``. Stays as it is.
+        batch: What the model takes.
+        scales: Format of the server's scales of inputs: powers of two, float32, or as the recipe's.
+
+    Raises:
+        ConfigError: Nothing runs in FP8.
+    """
+    check_arguments(rollout_mismatch, {"scales": scales}, "rollout_mismatch")
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, FP8Linear) and m.recipe is not None}
+    if not layers:
+        raise ConfigError("rollout_mismatch: no layer of the model runs in FP8. Convert it (apply_fp8).")
+
+    def distribution() -> Tensor:
+        with torch.random.fork_rng():
+            found: Tensor = model(**batch).logits.double().log_softmax(-1)
+        return found
+
+    with ExitStack() as stack:
+        for layer in layers.values():
+            stack.callback(setattr, layer, "evaluate", layer.evaluate)
+            layer.evaluate = "fp8"
+        trained = distribution()
+        for name, layer in layers.items():
+            stack.callback(layer.register_forward_hook(_server(name, layer.recipe, scales)).remove)
+        served = distribution()
+    return float((trained.exp() * (trained - served)).sum(-1).mean())
+
+
+def _server(name: str, recipe: Any, scales: str) -> Callable[..., Tensor]:
+    """A forward hook that puts a server's result in the place of the layer's own."""
+    inputs, block = recipe, getattr(recipe.scaling("w", 1), "block", None)
+    if recipe.kind == "tensor" and not recipe.uses_history:
+        inputs = CurrentScaling(granularity="row", power_2_scales=recipe.powers_of_two)
+    if scales != "recipe" and hasattr(inputs, "power_2_scales"):
+        inputs = dataclasses.replace(inputs, power_2_scales=scales == "ue8m0")
+
+    def run(layer: Any, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        dtype = compute_dtype(args[0])
+        served = served_linear(name, layer, recipe, dtype)
+        known = None if served.input_scale is None else served.input_scale[0].reciprocal()
+        a = quantize(args[0].to(dtype).flatten(0, -2), "x", inputs, scale=known)
+        scale = served.weight_scale.float()
+        scale = (
+            scale.expand(len(served.weight), 1) if inputs.by_row else scale[0] if scale.dim() == 1 else scale
+        )
+        b = Quantized(served.weight, scale, block, a.fmt, torch.zeros_like(scale))
+        exact = inputs.powers_of_two and recipe.powers_of_two
+        y = scaled_mm(a, b, out_dtype=dtype, bias=layer.bias, power_2=exact, by_row=inputs.by_row)
+        return y.unflatten(0, args[0].shape[:-1])
+
+    return run

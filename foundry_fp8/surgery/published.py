@@ -1,0 +1,122 @@
+"""Weights that a checkpoint published in FP8, with the scales beside them, as weights that every layer reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from foundry_fp8.compat.ddp_left_out import leave_out_of_ddp
+from foundry_fp8.compat.wrapper_tensor import save_plain
+from foundry_fp8.config import ConfigError
+from foundry_fp8.layers.frozen_weight import FrozenFP8Weight, recipe_of, scaling_of
+from foundry_fp8.layers.linear import FP8Linear
+from foundry_fp8.model_structure.wrappers import replace_module
+
+__all__ = ["SCALES", "adopted", "check_codes_stay", "leave_frozen_out_of_ddp", "published_weight"]
+
+SCALES = ("weight_scale_inv", "weight_scale")
+"""What the codes are multiplied by, as FineGrainedFP8 and compressed-tensors call it."""
+
+
+def published_weight(
+    name: str, codes: Tensor, scale: Tensor, block: tuple[int, int] | None, dtype: torch.dtype
+) -> FrozenFP8Weight:
+    """Codes and scales as they were published, in a weight that looks like one of ``dtype``.
+
+    Args:
+        name: Of the weight, for messages.
+        codes: ``[..., out_features, in_features]``, float8_e4m3fn.
+        scale: What they are multiplied by: one; one a row; or ``[..., ceil(out / block[0]), ceil(in / block[1])]``. uint8: E8M0.
+        block: Rows and columns that share a scale, where they are blocks; the last may be short.
+        dtype: Of the weight in high precision.
+
+    Raises:
+        ConfigError: Another format, or scales that do not fit.
+    """
+    rows, columns = codes.shape[-2:]
+    scale = scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale
+    if scale.numel() == 1 and codes.dim() == 2 and block is None:
+        return FrozenFP8Weight(codes, scale.reshape(()), None, scaling_of(scale, None, columns), dtype)
+    if block is None:
+        block, scale = (1, columns), scale.reshape(*codes.shape[:-2], -1, 1)
+    grid = [*codes.shape[:-2], -(-rows // block[0]), -(-columns // block[1])]
+    if codes.dtype != torch.float8_e4m3fn or [*scale.shape] != grid:
+        raise ConfigError(
+            f"{name}: scales {[*scale.shape]} do not fit a weight {[*codes.shape]} {codes.dtype} in blocks of {block[0]} x {block[1]}: float8_e4m3fn "
+            f"with {grid} would. Correct weight_block_size in config.json's quantization_config, or dequantise the checkpoint."
+        )
+    return FrozenFP8Weight(codes, scale, block, scaling_of(scale, block, columns), dtype)
+
+
+@contextmanager
+def adopted(model: nn.Module) -> Iterator[None]:
+    """Put an ``nn.Linear`` in the place of every linear of transformers' FineGrainedFP8 or of compressed-tensors; an error puts them back.
+
+    A weight that requires a gradient becomes a plain one of the values, in the model's dtype; a frozen one keeps its codes and scales.
+    """
+    found = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and _scale_of(m) is not None}
+    scaled = {id(p) for module in found.values() for p in module.parameters(recurse=False)}
+    dtypes = [p.dtype for p in model.parameters() if p.is_floating_point() and id(p) not in scaled]
+    try:
+        for name, module in found.items():
+            replace_module(model, name, _linear_of(name, module, dtypes[0] if dtypes else torch.bfloat16))
+        yield
+    except BaseException:
+        for name, module in found.items():
+            replace_module(model, name, module)
+        raise
+    leave_frozen_out_of_ddp(model)
+
+
+def leave_frozen_out_of_ddp(model: nn.Module) -> None:
+    """Have DDP around ``model`` send no weight that is kept in FP8."""
+    if names := [name for name, p in model.named_parameters() if isinstance(p, FrozenFP8Weight)]:
+        leave_out_of_ddp(model, names)
+
+
+def _scale_of(module: nn.Module) -> Tensor | None:
+    weight = module._parameters.get("weight")
+    scale = next((s for name in SCALES if isinstance(s := getattr(module, name, None), Tensor)), None)
+    return None if scale is None or weight is None or weight.element_size() > 1 else scale
+
+
+def _linear_of(name: str, module: Any, dtype: torch.dtype) -> nn.Linear:
+    if type(module).__name__ == "FP8GroupedLinear":
+        raise ConfigError(f"{name}: no FP8 layer computes what transformers' FP8GroupedLinear does. Load it with dequantize=True.")  # fmt: skip
+    scheme = getattr(getattr(module, "quantization_scheme", None), "weights", None)
+    block = getattr(module, "block_size", None) or getattr(scheme, "block_structure", None)
+    scale: Any = _scale_of(module)
+    weight = published_weight(
+        name, module.weight.detach(), scale.detach(), tuple(block) if block else None, dtype
+    )
+    linear = nn.Linear(module.in_features, module.out_features, bias=False, device="meta", dtype=dtype)
+    linear.bias, linear.training = module.bias, module.training
+    trains = module.weight.requires_grad
+    linear.weight = nn.Parameter(weight.unpacked(dtype) if trains else weight, requires_grad=trains)
+    save_plain(linear)
+    return linear
+
+
+def check_codes_stay(converted: Mapping[str, FP8Linear], key: str) -> None:
+    """Raise :class:`ConfigError` where a recipe would round a published weight a second time."""
+    for name, linear in converted.items():
+        weight, recipe = linear.weight, linear.configured_recipe
+        if not isinstance(weight, FrozenFP8Weight) or recipe is None:
+            continue
+        fitting = recipe_of(weight.scaling)
+        if (
+            fitting is None
+            or fitting.by_row
+            or recipe.uses_history
+            or recipe.scaling("w", 1) != weight.scaling
+        ):
+            fits = "No recipe" if fitting is None or fitting.by_row else f"recipe: {fitting.to_dict()}"
+            raise ConfigError(
+                f"{key}: the frozen weight of {name} has published codes, with scales by {weight.scaling}, which {recipe.name} would round "
+                f"again. {fits} multiplies by them as they are; in high precision ({key}.exclude) a layer reads the same codes; to train "
+                "the weights, load them into a model whose parameters require gradients (load_fp8)."
+            )

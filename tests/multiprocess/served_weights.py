@@ -1,0 +1,50 @@
+"""For workers: what an FSDP2 run sends to a server, and LoRA on published FP8 weights under DDP."""
+
+import copy
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import foundry_fp8
+from tests.export.published import publish, qwen3
+from tests.export.test_block_layouts import IDS, llama
+
+
+def sharded():
+    """Whether the weights of an FSDP2 model are those of the same model on one rank."""
+    dist.init_process_group("gloo")
+    model = llama()
+    foundry_fp8.apply_fp8(model, recipe="block", backend="emulated")
+    alone = list(foundry_fp8.served_weights(copy.deepcopy(model)))
+    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.model.layers:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    found = list(foundry_fp8.served_weights(model))
+    return [name for name, *_ in found] == [name for name, *_ in alone] and all(
+        (a is b is None) or torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+        for ours, theirs in zip(found, alone, strict=True)
+        for a, b in zip(ours[1:], theirs[1:], strict=True)
+    )
+
+
+def adapted(folder):
+    """The gradients of an adapter under DDP, after a backward over each rank's half of a batch; and over the whole batch on one."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    if rank == 0:
+        publish(qwen3(), folder, e8m0=True)
+    dist.barrier()
+    model = qwen3().requires_grad_(False)
+    foundry_fp8.load_fp8(folder, model)
+    model.model.layers[0].self_attn.q_norm.requires_grad_(True)
+    foundry_fp8.apply_fp8(model, recipe="block", backend="emulated")
+    wrapped = DistributedDataParallel(model)
+    wrapped(input_ids=IDS[rank : rank + 1], labels=IDS[rank : rank + 1]).loss.backward()
+    ours = model.model.layers[0].self_attn.q_norm.weight.grad.clone()
+    model.zero_grad()
+    (sum(model(input_ids=x[None], labels=x[None]).loss for x in IDS) / 2).backward()
+    return float((ours - model.model.layers[0].self_attn.q_norm.weight.grad).abs().max() / ours.abs().max())
