@@ -112,17 +112,7 @@ def quantize_blockwise(
 
 
 class BlockCast:
-    """:func:`quantize_blockwise` of all sources of one kind, with the same options.
-
-    Args:
-        source: One of that kind: :attr:`Producer.is_like` distinguishes kinds.
-        fmt: As of :func:`quantize_blockwise`, like all that follow.
-        group: The same.
-        square: The same.
-        power_2: The same.
-        rows: The same.
-        columns: The same.
-        column_sum: The same.
+    """:func:`quantize_blockwise` of all sources of one kind (:attr:`Producer.is_like`), with the same options.
 
     Attributes:
         copies: Sources of this kind have to be copied (:meth:`Producer.checked`).

@@ -191,17 +191,7 @@ def quantize_tensorwise(
 
 
 class Cast:
-    """:func:`quantize_tensorwise` of all sources of one kind, with the same options.
-
-    Args:
-        source: One of that kind: :attr:`Producer.is_like` distinguishes kinds.
-        fmt: As of :func:`quantize_tensorwise`, like all that follow.
-        power_2: The same.
-        rows: The same.
-        columns: The same.
-        column_sum: The same.
-        constant: The same.
-        alpha: The same.
+    """:func:`quantize_tensorwise` of all sources of one kind (:attr:`Producer.is_like`), with the same options.
 
     Attributes:
         copies: Sources of this kind have to be copied (:meth:`Producer.checked`).

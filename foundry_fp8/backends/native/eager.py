@@ -61,15 +61,7 @@ class Kind:
     ) -> tuple[Layout, Layout, Tensor, Tensor]:
         """:meth:`Source.quantize <foundry_fp8.backends.native.operand.Source.quantize>` of a source of this kind with unit strides along its rows.
 
-        Args:
-            source: The source.
-            piece: Where its statistics go; ``None`` for block scales.
-            rows: As there, like all that follow.
-            columns: The same.
-            column_sum: The same.
-            scale: The same.
-            known_amax: The same; may be those of ``piece``.
-            amax_slot: The same.
+        Its statistics go to ``piece`` (``None`` for block scales); ``known_amax`` may be those of ``piece``.
         """
         key = rows, columns, column_sum, known_amax is None or known_amax.data_ptr() % 16 == 0
         cast: Any = self._casts.get(key)

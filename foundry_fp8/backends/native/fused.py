@@ -30,7 +30,7 @@ from foundry_fp8.layers.autocast import compute_dtype, without_autocast
 from foundry_fp8.layers.frozen_weight import in_dtype
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.layers.produced import Produced, in_memory
-from foundry_fp8.model_structure.forms import MLPForm, NormForm, norm_form
+from foundry_fp8.model_structure.forms import ACTIVATIONS, MLPForm, NormForm, norm_form
 
 __all__ = ["activation_linear", "linear_of", "mlp_forward", "norm_forward", "norm_linear"]
 
@@ -493,8 +493,6 @@ def _unfused_activation(x: Tensor, up: Tensor | None, name: str, alpha: Tensor |
 
         assert alpha is not None
         y = xielu_reference(x.float(), alpha).to(x.dtype)
-    elif name == "silu":
-        y = torch.nn.functional.silu(x)
     else:
-        y = torch.nn.functional.gelu(x, approximate="tanh" if name == "gelu_tanh" else "none")
+        y = ACTIVATIONS[name](x)
     return y if up is None else y * up
