@@ -338,7 +338,7 @@ def load_tile(
             x *= tl.load(tile_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
             x = x.to(hp).to(tl.float32)
     # What was loaded as 0 is 0 still, but where a mean or a NaN statistic reached the padding, and for xIELU, which takes 0 to -1e-6 alpha.
-    if KIND == NORM or KIND == ROUNDED_NORM or KIND == XIELU:  # noqa: SIM109 - Triton has no `in`
+    if (KIND == NORM or KIND == ROUNDED_NORM) or KIND == XIELU:  # noqa: SIM109 - Triton has no `in`
         x = tl.where(inside, x, 0.0)
     return x
 

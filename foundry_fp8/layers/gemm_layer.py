@@ -160,7 +160,7 @@ class FP8GemmLayer(nn.Module):
         """Enter a forward in the ledger, outside of compiled graphs; before its GEMM.
 
         Args:
-            input: What tells the compute dtype and the device.
+            input: What has the compute dtype and the device.
             weight: The layer's own, or what stands for it in this forward.
             tokens: Rows of the product.
             dgrad: Whether the input gets a gradient.

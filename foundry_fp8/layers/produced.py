@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from foundry_fp8.compat.fresh_view import in_shape
+from foundry_fp8.compat.tensor_subclass import as_class, tree_map, without_function_override
 
 __all__ = ["Produced", "in_memory"]
 
@@ -31,7 +31,7 @@ class Produced(Tensor):
         write: Makes ``[R, C]`` of the fields of ``source``.
 
     Attributes:
-        made: What linears have made of it, by whatever tells apart how: the next one that reads it makes the same.
+        made: What linears have made of it, by how: the next one that reads it makes the same.
         readers: The linears that have read it.
         expected: Those that read the one before, in their order.
     """
@@ -45,10 +45,10 @@ class Produced(Tensor):
 
     def __new__(cls, shape: torch.Size, source: Any, write: Callable[..., Tensor]) -> Produced:
         """Of what is to be written."""
-        self = Tensor._make_wrapper_subclass(cls, shape, dtype=source.x.dtype, device=source.x.device)  # type: ignore[attr-defined]
+        self: Produced = as_class(cls, shape, source.x)
         self.source, self._write, self._plain, self.made = source, write, None, {}
         self.readers, self.expected = [], ()
-        return self  # type: ignore[no-any-return]
+        return self
 
     @property
     def unread(self) -> bool:
@@ -64,7 +64,7 @@ class Produced(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Properties as they are; everything else reads it from memory."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_function_override():
             if getattr(func, "__name__", "") in _OF_ITSELF:
                 return func(*args, **(kwargs or {}))
             return func(*tree_map(in_memory, args), **tree_map(in_memory, kwargs or {}))

@@ -33,7 +33,7 @@ class NormForm:
     """``(x - mean) / sqrt(mean square + eps) * gain + bias`` over the last dimension, computed in float32.
 
     Attributes:
-        eps: As in the formula; ``None``: the machine epsilon of x.
+        eps: As in the formula; ``None``: torch's own, the machine epsilon of what it computes in.
         centred: Whether the mean is subtracted: LayerNorm; otherwise RMSNorm.
         plus_one: The gain is 1 + weight, as Gemma's.
         rounded: The quotient is rounded to the dtype of x before the gain multiplies it, as Llama's.
@@ -49,7 +49,7 @@ class NormForm:
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """It in torch, in float32 or wider."""
         wide = x.double() if x.dtype == torch.float64 else x.float()
-        eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
+        eps = torch.finfo(wide.dtype).eps if self.eps is None else self.eps
         if self.centred:
             wide = wide - wide.mean(-1, keepdim=True)
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)

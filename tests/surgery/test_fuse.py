@@ -5,14 +5,9 @@ from foundry_fp8.config import ConfigError
 from foundry_fp8.surgery.apply import apply_fp8
 
 
-def test_fuse_is_for_transformer_engine():
-    with pytest.raises(ConfigError, match=r"fuse: nothing can be fused: the emulated backend fuses nothing"):
+def test_fuse_true_is_for_native():
+    with pytest.raises(ConfigError, match=r"fuse: the emulated backend fuses nothing; native does"):
         apply_fp8(nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32)), backend="emulated", fuse=True)
-
-
-def test_fuse_contradicts_a_high_precision_wgrad():
-    with pytest.raises(ConfigError, match=r"fuse: true keeps no high-precision input"):
-        apply_fp8(nn.Linear(32, 32), fuse=True, wgrad="high_precision")
 
 
 def test_fuse_is_true_or_false():

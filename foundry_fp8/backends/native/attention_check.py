@@ -53,7 +53,9 @@ def check_attention(
     generator = torch.Generator().manual_seed(0)
     heads = {"q": HEADS, "k": KV_HEADS, "v": KV_HEADS, "do": HEADS}
     given = [
-        torch.randn(1, n, TOKENS, head_dim, generator=generator, device="cpu").to(device, dtype)
+        torch.randn(1, n, TOKENS, head_dim, dtype=torch.float32, generator=generator, device="cpu").to(
+            device, dtype
+        )
         for n in heads.values()
     ]
     exact, _ = _run(None, recipe, [x.double() for x in given])

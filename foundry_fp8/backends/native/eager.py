@@ -30,28 +30,29 @@ _passes = BoundedCache()
 class Kind:
     """The tensors of one kind that are one operand under one plan, as :class:`EagerPass` distinguishes kinds."""
 
-    __slots__ = ("_casts", "_identity", "_nothing", "_operand", "_plan", "_rest", "copies")
+    __slots__ = ("_casts", "_nothing", "_operand", "_plan", "_rest", "copies")
 
     def __init__(self, operand: Operand, source: Source, plan: Plan) -> None:
-        self._operand, self._plan, self._identity = operand, plan, source.kind == 0
+        self._operand, self._plan = operand, plan
         self._casts: dict[tuple[object, ...], Any] = {}
         self._rest = Producer(*source).checked().pointers[1:]
         self.copies = as_rows(source.x) is not source.x
         with torch.inference_mode(False):  # it may be saved for backward
             self._nothing = source.x.new_empty((0,))
 
-    def pointers(self, source: Source) -> tuple[object, ...]:
-        """What kernels take of one of them."""
-        if self._identity:
-            return (source.x, *self._rest)
-        x, up, mean, rstd, weight, bias, alpha, _ = source
+    def pointers(self, x: Tensor, source: Source | None) -> tuple[object, ...]:
+        """What kernels take of one of them; ``source``: of what is not ``x`` itself."""
+        if source is None:
+            return (x, *self._rest)
+        _, up, mean, rstd, weight, bias, alpha, _ = source
         return x, self._rest[0], up, self._rest[2], mean, rstd, weight, bias, alpha
 
     def quantize(
         self,
-        source: Source,
+        x: Tensor,
         piece: Statistics | None,
         *,
+        source: Source | None = None,
         rows: bool,
         columns: bool,
         column_sum: bool = False,
@@ -61,17 +62,28 @@ class Kind:
     ) -> tuple[Layout, Layout, Tensor, Tensor]:
         """:meth:`Source.quantize <foundry_fp8.backends.native.operand.Source.quantize>` of a source of this kind with unit strides along its rows.
 
-        Its statistics go to ``piece`` (``None`` for block scales); ``known_amax`` may be those of ``piece``.
+        ``x`` is the source's, whole where ``source`` is ``None``. Its statistics go to ``piece`` (``None`` for block scales); ``known_amax`` may
+        be those of ``piece``.
         """
         key = rows, columns, column_sum, known_amax is None or known_amax.data_ptr() % 16 == 0
         cast: Any = self._casts.get(key)
         if cast is None:
-            cast = self._casts[key] = self._cast(source, rows, columns, column_sum)
+            cast = self._casts[key] = self._cast(
+                Source(x) if source is None else source, rows, columns, column_sum
+            )
         if piece is None:
-            data, by_rows, data_t, by_columns, summed = cast(self.pointers(source))
+            data, by_rows, data_t, by_columns, summed = cast(
+                (x, *self._rest) if source is None else self.pointers(x, source)
+            )
             return (data, by_rows), (data_t, by_columns), self._nothing, summed
         stats, by_rows = piece
-        data, data_t, summed = cast(self.pointers(source), stats, scale, known_amax, amax_slot)
+        data, data_t, summed = cast(
+            (x, *self._rest) if source is None else self.pointers(x, source),
+            stats,
+            scale,
+            known_amax,
+            amax_slot,
+        )
         # Of constant scales each product gets alpha once: by x in fprop, by dy in dgrad and wgrad.
         once = self._plan.granularity == "constant" and self._operand == "x"
         by_columns = stats.select(0, 2) if once else by_rows
@@ -127,7 +139,9 @@ class EagerPass:
         if self._measure is None:
             self._measure = Measure(Producer(*first), Producer(w))
         stats, w_stats = piece.stats, w_piece.stats
-        self._measure(self.first.pointers(first), stats, (w, w.stride(0)), w_stats)
+        self._measure(
+            self.first.pointers(first.x, first if first.kind else None), stats, (w, w.stride(0)), w_stats
+        )
         return stats, w_stats
 
 

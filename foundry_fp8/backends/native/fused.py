@@ -25,7 +25,8 @@ from torch.autograd.function import once_differentiable
 from foundry_fp8.backends.native.inputs import LinearCall, checked_dtype, shared_input
 from foundry_fp8.compat.autograd import inside_backward
 from foundry_fp8.compat.fresh_view import in_shape
-from foundry_fp8.kernels.launch import interpreting
+from foundry_fp8.compat.module_hooks import watched
+from foundry_fp8.kernels.launch import HP_DTYPES, interpreting
 from foundry_fp8.layers.autocast import compute_dtype, without_autocast
 from foundry_fp8.layers.frozen_weight import in_dtype
 from foundry_fp8.layers.linear import FP8Linear
@@ -70,7 +71,8 @@ def mlp_forward(cls: Any, form: MLPForm) -> Callable[..., Tensor]:
         if not (self.training and _kernels_run(x)):
             y: Tensor = cls.forward(self, x)
             return y
-        if all(map(_is_alone, members)) and not _watched(self._modules.get(form.activation_module)):
+        fits = x.shape[-1] == members[0].in_features and x.device == members[0].weight.device
+        if fits and all(map(_is_alone, members)) and not watched(self._modules.get(form.activation_module)):
             return _mlp(x, members, form)
         gate, *up = (in_memory(member(x)) for member in members[:-1])
         return members[-1](_activated(gate, up[0] if up else None, form.activation))  # type: ignore[no-any-return]
@@ -137,16 +139,10 @@ def _check_linear(linear: FP8Linear) -> None:
 
 
 def _kernels_run(x: Tensor) -> bool:
-    return x.numel() > 0 and (x.is_cuda or interpreting()) and not torch.compiler.is_compiling()
-
-
-def _watched(module: nn.Module | None) -> bool:
-    """Whether hooks want to see what goes in or out of ``module``; those of the first batch's trace look at linears alone."""
-    if module is None:
-        return False
-    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    backward = module._backward_hooks or module._backward_pre_hooks
-    return bool(backward) or any(not getattr(hook, "reads_nothing", False) for hook in hooks)
+    there = x.is_cuda or (x.device.type == "cpu" and interpreting())
+    return (
+        there and x.numel() > 0 and x.dim() > 0 and x.dtype in HP_DTYPES and not torch.compiler.is_compiling()
+    )
 
 
 def _can_be_part(linear: FP8Linear) -> bool:
@@ -158,7 +154,7 @@ def _can_be_part(linear: FP8Linear) -> bool:
 def _is_alone(member: nn.Module) -> bool:
     """Whether a linear can be computed without being called."""
     own = isinstance(member, FP8Linear) and "forward" not in vars(member)
-    return own and _can_be_part(member) and not _watched(member)  # type: ignore[arg-type]
+    return own and _can_be_part(member) and not watched(member)  # type: ignore[arg-type]
 
 
 class _Norm(torch.autograd.Function):
@@ -168,7 +164,7 @@ class _Norm(torch.autograd.Function):
         from foundry_fp8.backends.native.operand import Source
 
         rows = x.reshape(-1, x.shape[-1])
-        eps = torch.finfo(x.dtype).eps if form.eps is None else form.eps
+        eps = torch.finfo(torch.float32).eps if form.eps is None else form.eps
         mean, rstd = ops.norm_statistics(rows, eps, form.centred)
         mean = mean if form.centred else None
         gain = weight.float() + 1 if form.plus_one else weight
@@ -246,7 +242,7 @@ class _Siblings(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.calls, ctx.shape, ctx.dtype = [part.call for part in parts], shape, source.x.dtype
         ctx.bias_dtypes = _dtypes(tensors[len(parts) :])
-        return tuple(in_shape(y, *shape[:-1], y.shape[-1]) for y in outputs)
+        return tuple(_in_shape(y, shape) for y in outputs)
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -280,7 +276,7 @@ class _MLP(torch.autograd.Function):
             shape,
             _dtypes(biases),
         )
-        return in_shape(y, *shape[:-1], y.shape[-1])
+        return _in_shape(y, shape)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -314,6 +310,10 @@ def _source_of(x: Tensor) -> tuple[Any, torch.Size, dict[Any, Any]]:
     if type(x) is Produced:
         return x.source, x.shape, x.made
     return Source(x.reshape(-1, x.shape[-1])), x.shape, {}
+
+
+def _in_shape(y: Tensor, shape: torch.Size) -> Tensor:
+    return y if len(shape) == 2 else in_shape(y, *shape[:-1], y.shape[-1])
 
 
 def _dtypes(tensors: Sequence[Tensor | None]) -> list[torch.dtype | None]:

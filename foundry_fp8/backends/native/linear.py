@@ -142,7 +142,7 @@ def fprop(
         qw, _, w_stats = cached
     elif eager is not None:
         qw, _, w_stats, _ = eager.w.quantize(
-            Source(w_hp),
+            w_hp,
             w_piece,
             rows=True,
             columns=False,
@@ -207,8 +207,9 @@ def _quantize_input(
     # (seen with torch 2.7; test_compiles_whole_and_gives_the_same_bits shows it).
     if kind is not None:
         by_rows, transposed, stats, _ = kind.quantize(
-            source,
+            source.x,
             piece,
+            source=source if source.kind else None,
             rows=rows is None,
             columns=make_columns,
             scale=call.x[0],
@@ -277,8 +278,9 @@ def dgrad_and_wgrad(
         if eager.first.copies:
             source = source._replace(x=as_rows(dy))
         qdy, qdy_t, dy_stats, column_sum = eager.first.quantize(
-            source,
+            source.x,
             dy_piece,
+            source=source if source.kind else None,
             rows=needs_x or probe is not None,
             columns=needs_w,
             column_sum=needs_b,
@@ -308,7 +310,7 @@ def dgrad_and_wgrad(
             known = w_stats if plan.granularity == "tensor" and w_scale is None else None
             if eager is not None:
                 _, qw_t, _, _ = eager.w.quantize(
-                    Source(weight), w_piece, rows=False, columns=True, scale=w_scale, known_amax=known
+                    weight, w_piece, rows=False, columns=True, scale=w_scale, known_amax=known
                 )
             else:
                 _, qw_t, _, _ = Source(weight).quantize(

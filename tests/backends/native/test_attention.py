@@ -83,10 +83,9 @@ def exact(q, k, v, do, mask):
     return [out.detach(), *torch.autograd.grad(out, leaves, do.double())]
 
 
-@pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_output_gradients_and_amaxes_are_those_of_the_definition(causal, dtype, cudnn):
-    given, mask = inputs(dtype), AttentionMask(causal=causal)
+def test_output_gradients_and_amaxes_are_those_of_the_definition(dtype, cudnn):
+    given, mask = inputs(dtype), AttentionMask(causal=True)
     (ours, state), (emulated, theirs) = (warmed(backend, given, mask) for backend in ("native", "emulated"))
     assert cudnn == ["forward", "backward"] * 3
     for what, a, b, reference in zip(
