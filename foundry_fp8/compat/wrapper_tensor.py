@@ -8,7 +8,7 @@ constructor, the switch that keeps results from becoming subclasses and an opera
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -16,9 +16,20 @@ from torch import Tensor, nn
 
 from foundry_fp8.compat.pytree import tree_map
 
-__all__ = ["WrapperTensor", "WrapperView", "save_plain"]
+__all__ = ["WrapperTensor", "WrapperView", "save_plain", "without_function_override", "without_memory"]
 
 _aten = torch.ops.aten
+without_function_override = torch._C.DisableTorchFunctionSubclass
+"""Entered around a function of torch, it runs past ``__torch_function__``."""
+
+
+def without_memory(
+    cls: type[Tensor], like: Tensor, shape: Sequence[int], stride: Sequence[int] | None = None
+) -> Any:
+    """A tensor of the class ``cls`` without memory of its own, in the dtype and on the device of ``like``."""
+    return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        cls, shape, strides=stride, dtype=like.dtype, device=like.device
+    )
 
 
 class WrapperTensor(Tensor):

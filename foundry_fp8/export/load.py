@@ -130,7 +130,7 @@ def _sources(folder: Path, model: nn.Module, places: Mapping[str, Any], files: M
 
 def _stacked(experts: list[list[str]], dtype: torch.dtype, weight: Callable[..., Tensor]) -> Tensor:
     """``[experts, out_features, in_features]``: an expert's parts one under the other. A scale a row, as blocks may end within a part."""
-    codes = scales = torch.empty(0)
+    codes = scales = torch.empty(0, dtype=dtype, device="cpu")
     block = None
     for i, keys in enumerate(experts):
         parts = [weight(key, dtype) for key in keys]

@@ -157,22 +157,15 @@ class FP8GemmLayer(nn.Module):
     def enter(
         self, input: Tensor, weight: Tensor, tokens: int, dgrad: bool
     ) -> Callable[[Tensor | None], None]:
-        """Enter a forward in the ledger, outside of compiled graphs; before its GEMM.
+        """Enter a forward of ``tokens`` rows in the ledger, before its GEMM; never in a compiled graph.
 
-        Args:
-            input: What has the compute dtype and the device.
-            weight: The layer's own, or what stands for it in this forward.
-            tokens: Rows of the product.
-            dgrad: Whether the input gets a gradient.
-
-        Returns:
-            What its backward has to call, once.
+        ``dgrad``: whether the input gets a gradient. What is returned has to be called once in the backward.
         """
         state = self.slots["x"].state if self.slots is not None else None
         if state is not None:
             state.begin_layer(input.device, trains=self.training and torch.is_grad_enabled())
         dtype, ledger = compute_dtype(input), self.ledger
-        if dtype not in HP_DTYPES or type(input) is not Tensor or type(weight) is not nn.Parameter:
+        if dtype not in HP_DTYPES or input.__class__ is not Tensor or weight.__class__ is not nn.Parameter:
             self._check_input(input, weight, dtype)
         precisions = self.gemm_precisions(precision_of(dtype))
         fp8, wgrad = precisions["fprop"] == "fp8", weight.requires_grad

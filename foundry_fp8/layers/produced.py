@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from foundry_fp8.compat.fresh_view import in_shape
-from foundry_fp8.compat.tensor_subclass import as_class, tree_map, without_function_override
+from foundry_fp8.compat.pytree import tree_map
+from foundry_fp8.compat.wrapper_tensor import without_function_override, without_memory
 
 __all__ = ["Produced", "in_memory"]
 
@@ -45,7 +46,7 @@ class Produced(Tensor):
 
     def __new__(cls, shape: torch.Size, source: Any, write: Callable[..., Tensor]) -> Produced:
         """Of what is to be written."""
-        self: Produced = as_class(cls, shape, source.x)
+        self: Produced = without_memory(cls, source.x, shape)
         self.source, self._write, self._plain, self.made = source, write, None, {}
         self.readers, self.expected = [], ()
         return self
@@ -64,7 +65,7 @@ class Produced(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Properties as they are; everything else reads it from memory."""
-        with without_function_override():
+        with without_function_override():  # type: ignore[no-untyped-call]
             if getattr(func, "__name__", "") in _OF_ITSELF:
                 return func(*args, **(kwargs or {}))
             return func(*tree_map(in_memory, args), **tree_map(in_memory, kwargs or {}))

@@ -141,12 +141,7 @@ def _near(ours: Tensor, theirs: Tensor, tolerance: float = _NEAR) -> bool:
 
 
 def mlp_form(module: nn.Module, linears: Mapping[str, tuple[int, int]]) -> MLPForm | None:
-    """The form of a module whose linears are its own children, or ``None``.
-
-    Args:
-        module: Its other children hold no parameters.
-        linears: Their names and features, ``(in, out)``.
-    """
+    """The form of a module whose own children ``linears`` are (name: in and out features) and whose others hold no parameters, or ``None``."""
     others = {n: m for n, m in module._modules.items() if n not in linears and m is not None}
     if not 2 <= len(linears) <= 3 or _replaced(module) or module._parameters or module._buffers:
         return None

@@ -35,12 +35,7 @@ class FusionPlan:
 
 
 def plan_fusion(model: nn.Module, converted: Mapping[str, FP8Linear]) -> FusionPlan:
-    """The norms of blocks whose converted linears read as many features, and the MLPs whose linears are converted.
-
-    Args:
-        model: Not changed yet.
-        converted: What its linears will be, by name.
-    """
+    """The norms of blocks whose converted linears (by name) read as many features, and the MLPs whose linears are converted."""
     norms, mlps, left = {}, {}, {}
     known: dict[object, Any] = {}
 

@@ -30,12 +30,12 @@ _passes = BoundedCache()
 class Kind:
     """The tensors of one kind that are one operand under one plan, as :class:`EagerPass` distinguishes kinds."""
 
-    __slots__ = ("_casts", "_nothing", "_operand", "_plan", "_rest", "copies")
+    __slots__ = ("_casts", "_nothing", "_operand", "_plan", "copies", "rest")
 
     def __init__(self, operand: Operand, source: Source, plan: Plan) -> None:
         self._operand, self._plan = operand, plan
         self._casts: dict[tuple[object, ...], Any] = {}
-        self._rest = Producer(*source).checked().pointers[1:]
+        self.rest = Producer(*source).checked().pointers[1:]
         self.copies = as_rows(source.x) is not source.x
         with torch.inference_mode(False):  # it may be saved for backward
             self._nothing = source.x.new_empty((0,))
@@ -43,9 +43,9 @@ class Kind:
     def pointers(self, x: Tensor, source: Source | None) -> tuple[object, ...]:
         """What kernels take of one of them; ``source``: of what is not ``x`` itself."""
         if source is None:
-            return (x, *self._rest)
+            return (x, *self.rest)
         _, up, mean, rstd, weight, bias, alpha, _ = source
-        return x, self._rest[0], up, self._rest[2], mean, rstd, weight, bias, alpha
+        return x, self.rest[0], up, self.rest[2], mean, rstd, weight, bias, alpha
 
     def quantize(
         self,
@@ -73,12 +73,12 @@ class Kind:
             )
         if piece is None:
             data, by_rows, data_t, by_columns, summed = cast(
-                (x, *self._rest) if source is None else self.pointers(x, source)
+                (x, *self.rest) if source is None else self.pointers(x, source)
             )
             return (data, by_rows), (data_t, by_columns), self._nothing, summed
         stats, by_rows = piece
         data, data_t, summed = cast(
-            (x, *self._rest) if source is None else self.pointers(x, source),
+            (x, *self.rest) if source is None else self.pointers(x, source),
             stats,
             scale,
             known_amax,
@@ -146,29 +146,27 @@ class EagerPass:
 
 
 def eager_pass(
-    operand: Operand, source: Source, w: Tensor, plan: Plan, delayed: Delayed, delayed_w: Delayed
+    operand: Operand,
+    first: Tensor,
+    source: Source | None,
+    w: Tensor,
+    plan: Plan,
+    delayed: Delayed,
+    delayed_w: Delayed,
 ) -> EagerPass:
-    """What is known of passes like this one.
-
-    Args:
-        operand: What the first tensor is, x or dy.
-        source: What produces it, ``[M, C]``, hp.
-        w: ``[N, K]``, hp.
-        plan: The recipe.
-        delayed: Delayed scaling's state of the first tensor.
-        delayed_w: The same of the weight, as far as this pass uses it.
+    """What is known of passes like this one: of ``first`` (x or dy as ``operand`` says, ``[M, C]``, hp; ``source`` produces it unless ``None``) and
+    of ``w``, ``[N, K]``, with delayed scaling's state of each as far as this pass uses it.
     """
-    first = source.x
     key: tuple[object, ...] = (
         operand, id(plan), first.shape, first.stride(), first.dtype, first.device, first.data_ptr() % 16 == 0,
         w.shape, w.stride(), w.dtype, w.data_ptr() % 16 == 0,
     )  # fmt: skip
-    if source.kind:
+    if source is not None:
         others = [t if t is None else (t.dtype, t.stride(), t.data_ptr() % 16 == 0) for t in source[1:7]]
         key += (source.kind, *others)
     if delayed[0] is not None or delayed_w[0] is not None:
         key += tuple([None if one is None else one.data_ptr() % 16 == 0 for one in (*delayed, *delayed_w)])
     known: EagerPass | None = _passes.get(key)
     if known is None:
-        known = _passes[key] = EagerPass(operand, source, w, plan)
+        known = _passes[key] = EagerPass(operand, Source(first) if source is None else source, w, plan)
     return known

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -128,6 +128,8 @@ def activation_linear(
             f"{linear.fqn}: activation {activation!r} is not one of {', '.join(ACTIVATION_CODES)}."
         )
     _check_linear(linear)
+    if linear.runs_fp8:
+        checked_dtype(linear, x, linear.weight)
     fused = linear.runs_fp8 and _kernels_run(x)
     y: Tensor = linear((_activated if fused else _unfused_activation)(x, up, activation, alpha))
     return y
@@ -224,11 +226,8 @@ def _activated(x: Tensor, up: Tensor | None, activation: str, alpha: Tensor | No
         return _Activation.apply(*given)  # type: ignore[no-any-return,no-untyped-call]
 
 
-class _Part(NamedTuple):
-    """One of several linears in a node."""
-
-    call: LinearCall
-    cached: Any
+_Part = tuple[LinearCall, Any]
+"""One of several linears in a node: its call, and its weight if that is quantised already."""
 
 
 class _Siblings(torch.autograd.Function):
@@ -240,16 +239,14 @@ class _Siblings(torch.autograd.Function):
         outputs, saved = _fprops(source, made, parts, tensors, ctx.needs_input_grad[2:])
         ctx.save_for_backward(*saved)
         ctx.set_materialize_grads(False)
-        ctx.calls, ctx.shape, ctx.dtype = [part.call for part in parts], shape, source.x.dtype
+        ctx.calls, ctx.shape, ctx.dtype = [call for call, _ in parts], shape, source.x.dtype
         ctx.bias_dtypes = _dtypes(tensors[len(parts) :])
         return tuple(_in_shape(y, shape) for y in outputs)
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
-        from foundry_fp8.backends.native.operand import Source
-
         ctx.calls_at_backward(dys)
-        sources = [None if dy is None else Source(dy.reshape(-1, dy.shape[-1])) for dy in dys]
+        sources = [None if dy is None else dy.reshape(-1, dy.shape[-1]) for dy in dys]
         needs = ctx.needs_input_grad[0], ctx.needs_input_grad[2:]
         dx, grads = _gradients(sources, ctx.saved_tensors, ctx.calls, ctx.dtype, needs, ctx.bias_dtypes)
         return None if dx is None else dx.view(ctx.shape), None, *grads
@@ -272,7 +269,7 @@ class _MLP(torch.autograd.Function):
         ctx.save_for_backward(gate, up, *saved, *kept)
         ctx.code, ctx.calls, ctx.shape, ctx.bias_dtypes = (
             code,
-            [part.call for part in parts],
+            [call for call, _ in parts],
             shape,
             _dtypes(biases),
         )
@@ -288,7 +285,7 @@ class _MLP(torch.autograd.Function):
         count, needs_x, needs = len(ctx.calls), ctx.needs_input_grad[0], ctx.needs_input_grad[3:]
         first, last = [*needs[: count - 1], *needs[count:-1]], [needs[count - 1], needs[-1]]
         below = needs_x or any(first)
-        rows, kept = Source(dy.reshape(-1, dy.shape[-1])), saved[-SAVED:]
+        rows, kept = dy.reshape(-1, dy.shape[-1]), saved[-SAVED:]
         inner, of_down = _gradients(
             [rows], kept, ctx.calls[-1:], gate.dtype, (below, last), ctx.bias_dtypes[-1:]
         )
@@ -350,15 +347,9 @@ def _gradients(
     needs: tuple[bool, Sequence[bool]],
     bias_dtypes: Sequence[torch.dtype | None],
 ) -> tuple[Tensor | None, list[Tensor | None]]:
-    """Of linears of one input: its gradient, and those of weights and biases.
+    """Of linears of one input: its gradient, and those of weights and biases, as far as ``needs`` says.
 
-    Args:
-        sources: What produces dy of each; ``None`` where none came.
-        saved: What :func:`_fprops` gave, one after the other.
-        calls: As in forward.
-        dtype: That of the input.
-        needs: Whether the input's is needed, and which of weights and biases.
-        bias_dtypes: ``None`` where there is no bias.
+    ``sources``: dy of each, in memory or what produces it, or ``None``; ``saved``: what :func:`_fprops` gave; ``dtype``: the input's.
     """
     from foundry_fp8.backends.native.linear import SAVED, dgrad_and_wgrad
 
@@ -366,12 +357,12 @@ def _gradients(
     count, dx = len(sources), None
     grads: list[Tensor | None] = [None] * (2 * count)
     for i in reversed(range(count)):  # in the order in which autograd adds up
-        if sources[i] is None:
+        given = sources[i]
+        if given is None:
             continue
-        wanted = needs_x, needs_of[i], needs_of[count + i]
-        one, dw, db = dgrad_and_wgrad(
-            sources[i], saved[SAVED * i : SAVED * (i + 1)], calls[i], dtype, needs=wanted
-        )
+        dy, source = (given, None) if isinstance(given, Tensor) else (given.x, given)
+        wanted, kept = (needs_x, needs_of[i], needs_of[count + i]), saved[SAVED * i : SAVED * (i + 1)]
+        one, dw, db = dgrad_and_wgrad(dy, kept, calls[i], dtype, needs=wanted, source=source)
         grads[i], grads[count + i] = dw, None if db is None else db.to(bias_dtypes[i])
         dx = one if dx is None or one is None else dx.add_(one)
     return dx, grads
@@ -382,11 +373,8 @@ class _Alive:
 
 
 class _Readers:
-    """The linears that read a norm.
-
-    Attributes:
-        expected: Those that read the forwards that wait for their backward, in their order: a recompute saves what its forward saved.
-        latest: Those that read the latest.
+    """The linears that read a norm: ``expected`` of a forward are those of one before; not others while a forward waits for its backward, as a
+    recompute has to save what its forward saved.
     """
 
     def __init__(self) -> None:
@@ -465,7 +453,7 @@ def _prepared(
     with without_autocast(x.device.type):
         calls = [LinearCall.of(m) for m in members]
         cached = [m.backend.cached_weight(m, call, dtype) for m, call in zip(members, calls, strict=True)]
-    return weights, [_Part(*part) for part in zip(calls, cached, strict=True)], records
+    return weights, list(zip(calls, cached, strict=True)), records
 
 
 def _matrix(linear: FP8Linear) -> Tensor:

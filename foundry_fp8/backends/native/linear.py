@@ -85,7 +85,7 @@ class NativeLinear(torch.autograd.Function):
         needs = (needs_x, needs_w and hp_x is None, needs_b)
         if ctx.shape is not None:
             dy = dy.reshape(-1, dy.shape[-1])
-        dx, dw, db = dgrad_and_wgrad(Source(dy), saved, ctx.call, ctx.x_dtype, needs=needs)
+        dx, dw, db = dgrad_and_wgrad(dy, saved, ctx.call, ctx.x_dtype, needs=needs)
         if hp_x is not None:
             hp_x = hp_x if ctx.shape is None else hp_x.reshape(-1, ctx.shape[-1])
             dw = (dy.t() @ hp_x * ctx.call.plan.alpha).to(saved[0].dtype)
@@ -127,7 +127,7 @@ def fprop(
     eager: EagerPass | None = None
     x_piece = w_piece = x_amax = w_amax = None
     if direct and plan.granularity != "row" and on_current_device(x):
-        eager = eager_pass("x", source, w_hp, plan, call.x, call.w)
+        eager = eager_pass("x", x, source if source.kind else None, w_hp, plan, call.x, call.w)
         x_piece, w_piece = eager.pieces(x.device)
         if eager.first.copies:
             source = source._replace(x=as_rows(x))
@@ -239,32 +239,34 @@ def _quantize_input(
 
 
 def dgrad_and_wgrad(
-    source: Source,
+    dy: Tensor,
     saved: Sequence[Tensor | None],
     call: LinearCall,
     x_dtype: torch.dtype,
     *,
     needs: tuple[bool, bool, bool],
+    source: Source | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """``dX = dY W``, ``dW = dY^T X`` and the bias gradient, from one pass over dy.
 
     Args:
-        source: What produces dy, ``[M, N]``.
+        dy: ``[M, N]``, hp.
         saved: From :func:`fprop`.
         call: That of the forward.
         x_dtype: dtype of ``dX``.
         needs: Which of ``dX``, ``dW`` and the bias gradient to compute.
+        source: What produces dy, of its own ``x``, which stands for it as ``dy`` here; ``None``: dy is in memory.
 
     Returns:
         The three; ``dW`` in the weight's dtype, the bias gradient in float32.
     """
     weight, w_stats, kept_x, kept_x_scale, kept_w, kept_w_scale = saved
     assert weight is not None and w_stats is not None
-    plan, probe, w_scale, dy = call.plan, call.probe, call.w[0], source.x
+    plan, probe, w_scale = call.plan, call.probe, call.w[0]
     (m, n), k, w_dtype = dy.shape, weight.shape[1], weight.dtype
     needs_x, needs_w, needs_b = needs
     if not (needs_x or needs_w):
-        dy = dy if source.kind == 0 or not needs_b else produce(*source)
+        dy = dy if source is None or not needs_b else produce(*source)
         return None, None, dy.float().sum(0) if needs_b else None
     made_here = needs_x and (kept_w is None or kept_w_scale is None)
     if made_here:
@@ -273,14 +275,14 @@ def dgrad_and_wgrad(
     w_piece: Statistics | None = None
     direct = unnoticed()
     if direct and plan.granularity != "row" and on_current_device(dy):
-        eager = eager_pass("dy", source, weight, plan, call.dy, (w_scale, None))
+        eager = eager_pass("dy", dy, source, weight, plan, call.dy, (w_scale, None))
         dy_piece, w_piece = eager.pieces(dy.device)
         if eager.first.copies:
-            source = source._replace(x=as_rows(dy))
+            dy = as_rows(dy)
         qdy, qdy_t, dy_stats, column_sum = eager.first.quantize(
-            source.x,
+            dy,
             dy_piece,
-            source=source if source.kind else None,
+            source=source,
             rows=needs_x or probe is not None,
             columns=needs_w,
             column_sum=needs_b,
@@ -288,7 +290,7 @@ def dgrad_and_wgrad(
             amax_slot=call.dy[1],
         )
     else:
-        qdy, qdy_t, dy_stats, column_sum = source.quantize(
+        qdy, qdy_t, dy_stats, column_sum = (Source(dy) if source is None else source).quantize(
             "dy",
             plan,
             direct=direct,
@@ -300,7 +302,7 @@ def dgrad_and_wgrad(
         )
     if probe is not None:
         assert call.recipe is not None
-        dy = dy if source.kind == 0 else produce(*source)
+        dy = dy if source is None else produce(*source)
         probe("dy", dy, quantized_view(dy, "dy", call.recipe, FORMATS[plan.dy_fmt], qdy, dy_stats))
     dx = dw = None
     if needs_x:
