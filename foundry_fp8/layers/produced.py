@@ -1,8 +1,7 @@
 """A tensor that is not in memory until somebody reads it: the output of a norm or an activation, before a linear quantises it.
 
-To autograd and to Python it is a tensor like others. A converted linear takes what it is made of (:attr:`Produced.source`) and
-computes it in its own kernel; whoever else reads it (a hook, an adapter, a monitor, a linear in high precision) gets it
-written, once, with the bits that the linear quantises. So nobody has to know who reads a norm.
+To autograd and to Python it is a tensor like others. A converted linear computes it in its own kernel, of :attr:`Produced.source`; whoever else
+reads it (a hook, an adapter, a monitor) gets it written, once, with the bits that the linear quantises.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 Unfused, a norm writes its output in high precision and the linear reads it back to quantise it. Here it goes from registers to
 FP8 in both layouts, and is in memory neither for the GEMM nor for backward. In an MLP the gradients of gate and up, which the
 activation's derivative makes, go to FP8 likewise. Each value is rounded to its dtype before it is quantised, as the module's own
-would be: what differs from the unfused modules is the last bit of an elementary function or of a row's sum. What is fused and
-what is read in between by somebody else are equal to the bit.
+would be: what differs from the unfused modules is the last bit of an elementary function or of a row's sum.
 
 ``algorithms.fp8.fuse`` puts these into a model. For models whose code has both in one place:
 
@@ -240,7 +239,7 @@ class _Siblings(torch.autograd.Function):
         ctx.save_for_backward(*saved)
         ctx.set_materialize_grads(False)
         ctx.calls, ctx.shape, ctx.dtype = [call for call, _ in parts], shape, source.x.dtype
-        ctx.bias_dtypes = _dtypes(tensors[len(parts) :])
+        ctx.bias_dtypes = [None if b is None else b.dtype for b in tensors[len(parts) :]]
         return tuple(_in_shape(y, shape) for y in outputs)
 
     @staticmethod
@@ -271,7 +270,7 @@ class _MLP(torch.autograd.Function):
             code,
             [call for call, _ in parts],
             shape,
-            _dtypes(biases),
+            [None if b is None else b.dtype for b in biases],
         )
         return _in_shape(y, shape)
 
@@ -311,10 +310,6 @@ def _source_of(x: Tensor) -> tuple[Any, torch.Size, dict[Any, Any]]:
 
 def _in_shape(y: Tensor, shape: torch.Size) -> Tensor:
     return y if len(shape) == 2 else in_shape(y, *shape[:-1], y.shape[-1])
-
-
-def _dtypes(tensors: Sequence[Tensor | None]) -> list[torch.dtype | None]:
-    return [None if tensor is None else tensor.dtype for tensor in tensors]
 
 
 def _fprops(
@@ -412,7 +407,7 @@ def linear_of(linear: FP8Linear, x: Produced) -> Tensor | None:
 
 
 def _siblings(x: Produced, group: Sequence[FP8Linear]) -> tuple[Tensor, ...]:
-    weights, parts, records = _prepared(x, group, [group])
+    weights, parts, records = _prepared(x, group, group)
     biases = (m.bias for m in group)
     ys: tuple[Tensor, ...] = _Siblings.apply(x, parts, *weights, *biases)  # type: ignore[no-untyped-call]
     _call_at_backward(ys[0], records)
@@ -424,7 +419,7 @@ def _mlp(x: Tensor, members: Sequence[Any], form: MLPForm) -> Tensor:
         x = x.plain()
     if type(x) is not Produced:
         x = in_dtype(x, compute_dtype(x))
-    weights, parts, records = _prepared(x, members, [members[:-1]])
+    weights, parts, records = _prepared(x, members, members[:-1])
     biases = (m.bias for m in members)
     y: Tensor = _MLP.apply(x, ACTIVATION_CODES[form.activation], parts, *weights, *biases)  # type: ignore[no-untyped-call]
     _call_at_backward(y, records)
@@ -432,37 +427,28 @@ def _mlp(x: Tensor, members: Sequence[Any], form: MLPForm) -> Tensor:
 
 
 def _prepared(
-    x: Tensor, members: Sequence[Any], siblings: Sequence[Sequence[Any]]
+    x: Tensor, members: Sequence[Any], siblings: Sequence[Any]
 ) -> tuple[list[Tensor], list[_Part], list[Callable[..., None]]]:
-    """Weights, calls and what backward enters in the ledger, of linears that are computed as one."""
+    """Weights, calls and what backward enters in the ledger, of linears that are computed as one; ``siblings`` read ``x``."""
     rows = x.source.x if type(x) is Produced else x
-    weights = [_matrix(m) for m in members]
+    weights = [m.matrix.contiguous() for m in members]
     dtype, reaches = checked_dtype(members[0], rows, weights[0]), x.requires_grad
-    tokens, records = rows.numel() // rows.shape[-1], []
-    for m in members:
-        dgrad = (
-            reaches
-            if m in siblings[0]
-            else reaches or any(p.requires_grad for s in siblings[0] for p in s.parameters())
-        )
-        records.append(m.enter(rows, m.weight, tokens, dgrad))
-    for first, *others in siblings:  # they quantise one tensor
-        for other in others if first.slots is not None else ():
-            if other.slots is not None and not _capturing(rows):
-                other.slots["x"].state.join(other.slots["x"], first.slots["x"])
+    tokens = rows.numel() // rows.shape[-1]
+    below = reaches or any(
+        p is not None and p.requires_grad for m in siblings for p in m._parameters.values()
+    )
+    records = [m.enter(rows, m.weight, tokens, reaches if m in siblings else below) for m in members]
+    with_scales = (
+        []
+        if rows.is_cuda and torch.cuda.is_current_stream_capturing()
+        else [m for m in siblings if m.slots is not None]
+    )
+    for m in with_scales[1:]:  # they quantise one tensor
+        m.slots["x"].state.join(m.slots["x"], with_scales[0].slots["x"])
     with without_autocast(x.device.type):
         calls = [LinearCall.of(m) for m in members]
         cached = [m.backend.cached_weight(m, call, dtype) for m, call in zip(members, calls, strict=True)]
     return weights, list(zip(calls, cached, strict=True)), records
-
-
-def _matrix(linear: FP8Linear) -> Tensor:
-    matrix = linear.matrix
-    return matrix if matrix.is_contiguous() else matrix.contiguous()
-
-
-def _capturing(x: Tensor) -> bool:
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _call_at_backward(y: Tensor, records: Sequence[Callable[..., None]]) -> None:
