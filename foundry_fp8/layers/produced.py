@@ -32,14 +32,10 @@ class Produced(Tensor):
 
     Attributes:
         made: What linears have made of it, by how: the next one that reads it makes the same.
-        readers: The linears that have read it.
-        expected: Those that read the one before, in their order.
     """
 
     source: Any
     made: dict[Any, Any]
-    readers: list[Any]
-    expected: tuple[Any, ...]
     _write: Callable[..., Tensor]
     _plain: Tensor | None
 
@@ -47,7 +43,6 @@ class Produced(Tensor):
         """Of what is to be written."""
         self: Produced = without_memory(cls, source.x, shape)
         self.source, self._write, self._plain, self.made = source, write, None, {}
-        self.readers, self.expected = [], ()
         return self
 
     @property

@@ -13,7 +13,6 @@ would be: what differs from the unfused modules is the last bit of an elementary
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,7 +21,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from foundry_fp8.backends.native.inputs import LinearCall, checked_dtype, shared_input
-from foundry_fp8.compat.autograd import inside_backward
 from foundry_fp8.compat.fresh_view import in_shape
 from foundry_fp8.compat.module_hooks import watched
 from foundry_fp8.kernels.launch import HP_DTYPES, interpreting
@@ -55,9 +53,7 @@ def norm_forward(cls: Any, form: NormForm) -> Callable[..., Tensor]:
         if x.dtype != dtype or not alike or x.shape[-1] != parts[0].numel():
             return unfused(self, x)
         with without_autocast(x.device.type):
-            y = _Norm.apply(x, *parts, form)  # type: ignore[no-untyped-call]
-        vars(self).setdefault("_fp8_readers", _Readers()).begin(y)
-        return y  # type: ignore[no-any-return]
+            return _Norm.apply(x, *parts, form)  # type: ignore[no-any-return,no-untyped-call]
 
     return forward
 
@@ -141,9 +137,8 @@ def _check_linear(linear: FP8Linear) -> None:
 
 def _kernels_run(x: Tensor) -> bool:
     there = x.is_cuda or (x.device.type == "cpu" and interpreting())
-    return (
-        there and x.numel() > 0 and x.dim() > 0 and x.dtype in HP_DTYPES and not torch.compiler.is_compiling()
-    )
+    memory = type(x) in (Tensor, Produced) and x.dim() > 0 and x.numel() > 0  # not of a plan's fake tensors
+    return there and memory and x.dtype in HP_DTYPES and not torch.compiler.is_compiling()
 
 
 def _can_be_part(linear: FP8Linear) -> bool:
@@ -179,7 +174,6 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         from foundry_fp8.backends.native import ops
 
-        ctx.alive = None
         x, gain, mean, rstd = ctx.saved_tensors
         rows = x.reshape(-1, x.shape[-1])
         dx, dweight, dbias = ops.norm_backward(dy.reshape(rows.shape), rows, rstd, gain, mean)
@@ -327,7 +321,7 @@ def _fprops(
     count = len(parts)
     for (call, cached), weight, bias, keep_x in zip(parts, tensors, tensors[count:], needs, strict=False):
         assert weight is not None
-        shared = shared_input(made, call) if count > 1 or made else None
+        shared = shared_input(made, call)
         y, kept = fprop(source, weight, bias, call, keep_x=keep_x, cached=cached, shared=shared)
         outputs.append(y)
         saved += kept
@@ -363,47 +357,11 @@ def _gradients(
     return dx, grads
 
 
-class _Alive:
-    """Lives until the backward of a forward has run, in which a checkpoint may run the forward again, or will not run any more."""
-
-
-class _Readers:
-    """The linears that read a norm: ``expected`` of a forward are those of one before; not others while a forward waits for its backward, as a
-    recompute has to save what its forward saved.
-    """
-
-    def __init__(self) -> None:
-        self.expected: tuple[Any, ...] = ()
-        self.latest: list[Any] = []
-        self._graphs: weakref.WeakSet[_Alive] = weakref.WeakSet()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Readers, ()
-
-    def begin(self, y: Produced) -> None:
-        """``y`` is what the norm gives now."""
-        if not inside_backward():
-            if not self._graphs:
-                self.expected = tuple(self.latest)
-            self.latest = y.readers
-            if y.grad_fn is not None:
-                y.grad_fn.alive = alive = _Alive()  # type: ignore[attr-defined]
-                self._graphs.add(alive)
-        y.expected = self.expected
-
-
 def linear_of(linear: FP8Linear, x: Produced) -> Tensor | None:
-    """The forward of ``linear`` of what is not in memory, made with those that are expected to read it too; ``None``: it has to be."""
-    y: Tensor | None = x.made.pop(linear, None)
-    if y is None:
-        if not (_can_be_part(linear) and x.unread and x.source.x.dtype == compute_dtype(x.source.x)):
-            return None
-        expected = (m for m in x.expected if m is not linear and _is_alone(m) and m not in x.readers)
-        group = [linear, *expected] if linear in x.expected else [linear]
-        y, *others = _siblings(x, group)
-        x.made.update(zip(group[1:], others, strict=True))
-    x.readers.append(linear)
-    return y
+    """The forward of ``linear`` of what is not in memory; ``None``: it has to be."""
+    if not (_can_be_part(linear) and x.unread and x.source.x.dtype == compute_dtype(x.source.x)):
+        return None
+    return _siblings(x, [linear])[0]
 
 
 def _siblings(x: Produced, group: Sequence[FP8Linear]) -> tuple[Tensor, ...]:

@@ -133,31 +133,24 @@ def test_two_forwards_before_their_backwards(device):
         assert torch.equal(a.grad, b.grad)
 
 
-def test_siblings_have_one_scale_and_their_own_saved_state(device):
+def test_gate_and_up_have_one_scale_and_their_own_saved_state(device):
     model = model_of("Llama")
     foundry_fp8.apply_fp8(model, recipe="delayed", backend="native")
-    attention = model.model.layers[0].self_attn
-    own = attention.k_proj.slots["x"].index
+    mlp = model.model.layers[0].mlp
+    own = mlp.up_proj.slots["x"].index
     step(model, 3)
-    assert attention.k_proj.slots["x"].index == attention.q_proj.slots["x"].index != own
+    assert mlp.up_proj.slots["x"].index == mlp.gate_proj.slots["x"].index != own
     saved = FP8State.of(model).state_dict()["modules"]
-    of = {
-        n: saved[f"model.layers.0.self_attn.{n}"]["amax_history"][:, 0]
-        for n in ("q_proj", "k_proj", "v_proj")
-    }
-    assert (
-        float(of["q_proj"].max()) > 0
-        and torch.equal(of["k_proj"], of["q_proj"])
-        and torch.equal(of["v_proj"], of["q_proj"])
-    )
+    of = {n: saved[f"model.layers.0.mlp.{n}"]["amax_history"][:, 0] for n in ("gate_proj", "up_proj")}
+    assert float(of["gate_proj"].max()) > 0 and torch.equal(of["up_proj"], of["gate_proj"])
     # A past of its own is kept: from then on each has its scale.
     other = copy.deepcopy(FP8State.of(model).state_dict())
-    entry = other["modules"]["model.layers.0.self_attn.k_proj"]
+    entry = other["modules"]["model.layers.0.mlp.up_proj"]
     entry["amax_history"][:, 0] *= 2
     FP8State.of(model).load_state_dict(other)
-    assert attention.k_proj.slots["x"].index == own
+    assert mlp.up_proj.slots["x"].index == own
     model(TOKENS, labels=TOKENS, use_cache=False).loss.backward()
-    assert attention.k_proj.slots["x"].index == own
+    assert mlp.up_proj.slots["x"].index == own
 
 
 def test_demotion_evaluation_and_lora_read_what_they_need(device):
