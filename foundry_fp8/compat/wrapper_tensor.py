@@ -24,11 +24,16 @@ without_function_override = torch._C.DisableTorchFunctionSubclass
 
 
 def without_memory(
-    cls: type[Tensor], like: Tensor, shape: Sequence[int], stride: Sequence[int] | None = None
-) -> Any:
-    """A tensor of the class ``cls`` without memory of its own, in the dtype and on the device of ``like``."""
+    cls: type[Tensor], like: Tensor, *, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+) -> Any:  # fmt: skip
+    """A tensor of the class ``cls`` without memory of its own, like ``like`` but for what is given; contiguous in another shape."""
     return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-        cls, shape, strides=stride, dtype=like.dtype, device=like.device
+        cls,
+        like.shape if shape is None else shape,
+        strides=like.stride() if shape is None else None,
+        dtype=dtype or like.dtype,
+        device=device or like.device,
     )
 
 
@@ -45,13 +50,6 @@ class WrapperTensor(Tensor):
     """What to do instead of what is refused."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @classmethod
-    def wrapper_like(cls, part: Tensor, dtype: torch.dtype, device: torch.device | None = None) -> Any:
-        """For ``__new__``: a tensor of the shape, strides and device of ``part`` and of ``dtype``, without memory of its own."""
-        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, part.shape, strides=part.stride(), dtype=dtype, device=device or part.device
-        )
 
     def unpacked(self, dtype: torch.dtype) -> Tensor:
         """The values, a plain tensor that nobody else holds."""
@@ -174,7 +172,7 @@ class WrapperView(WrapperTensor):
 
     def __new__(cls, like: Tensor, whole: WrapperTensor, path: Any) -> WrapperView:
         """A tensor of the shape of ``like`` to who looks."""
-        made: WrapperView = cls.wrapper_like(like, like.dtype, whole.device)
+        made: WrapperView = without_memory(cls, like, device=whole.device)
         return made
 
     def __init__(self, like: Tensor, whole: WrapperTensor, path: Any) -> None:

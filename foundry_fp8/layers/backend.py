@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from foundry_fp8.layers.grouped_linear import FP8GroupedLinear
 from foundry_fp8.layers.linear import FP8Linear
-from foundry_fp8.layers.produced import Produced
 from foundry_fp8.layers.shared_inputs import SharedInputs
 from foundry_fp8.numerics.recipes import Recipe
 
@@ -74,10 +73,6 @@ class Backend(abc.ABC):
         Returns:
             ``[..., out_features]`` in the compute dtype (:func:`compute_dtype`).
         """
-
-    def linear_of_produced(self, module: FP8Linear, x: Produced) -> Tensor | None:
-        """The forward of ``module`` of what is not in memory, entered in the ledger; ``None``: it has to be."""
-        return None
 
     def experts_reason(self) -> str | None:
         """Why it runs no experts whose weights are one parameter (:meth:`grouped_linear`), or ``None`` if it does."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foundry_fp8.compat.wrapper_tensor import WrapperTensor
+from foundry_fp8.compat.wrapper_tensor import WrapperTensor, without_memory
 from foundry_fp8.numerics.formats import E4M3
 from foundry_fp8.numerics.quantize import block_amax
 from foundry_fp8.numerics.recipes import BlockScaling, CurrentScaling, MXFP8Scaling, Recipe
@@ -105,7 +105,7 @@ class FrozenFP8Weight(WrapperTensor):
         cls, codes: Tensor, scale: Tensor, block: tuple[int, int] | None, scaling: Scaling, dtype: torch.dtype
     ) -> FrozenFP8Weight:
         """An hp tensor of ``dtype`` to who looks."""
-        made: FrozenFP8Weight = cls.wrapper_like(codes, dtype)
+        made: FrozenFP8Weight = without_memory(cls, codes, dtype=dtype)
         return made
 
     def __init__(
@@ -162,6 +162,11 @@ class FrozenFP8Weight(WrapperTensor):
         return FrozenFP8Weight(self.codes[i], self.scale[i], *self.meta(), self.dtype)
 
 
+_PLAIN = (Tensor, nn.Parameter)
+
+
 def in_dtype(out: Tensor, dtype: torch.dtype) -> Tensor:
     """``out.to(dtype)``, which costs the host something where it changes nothing too; a weight kept in FP8 as a plain tensor."""
-    return out if out.dtype == dtype and not isinstance(out, WrapperTensor) else in_high_precision(out, dtype)
+    if out.dtype == dtype and type(out) in _PLAIN:  # no call of Python
+        return out
+    return in_high_precision(out, dtype)

@@ -7,8 +7,9 @@ from typing import Literal, Protocol
 
 from torch import Tensor, nn
 
+from foundry_fp8.compat.wrapper_tensor import without_function_override
 from foundry_fp8.layers.gemm_layer import FP8GemmLayer, GemmBackend
-from foundry_fp8.layers.produced import Produced
+from foundry_fp8.layers.produced import Produced, in_memory
 from foundry_fp8.numerics.recipes import Recipe
 
 __all__ = ["FP8Linear", "FP8TransposedLinear", "LinearBackend"]
@@ -19,9 +20,6 @@ class LinearBackend(GemmBackend, Protocol):
 
     def linear(self, module: FP8Linear, x: Tensor) -> Tensor:
         """The forward of ``module``, differentiable."""
-
-    def linear_of_produced(self, module: FP8Linear, x: Produced) -> Tensor | None:
-        """The same of what is not in memory, entered in the ledger; ``None``: it has to be."""
 
     def attach(self, module: FP8Linear) -> None:
         """Prepare per-module state once, when ``module`` is made."""
@@ -71,17 +69,15 @@ class FP8Linear(FP8GemmLayer, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """``input @ weight.T + bias``. ``input``: ``[..., in_features]``, hp; the result has the compute dtype."""
-        if input.__class__ is Produced:  # no call: this is every linear's forward
-            found = self.backend.linear_of_produced(self, input)
-            if found is not None:
-                return found
-            input = input.plain()
+        if input.__class__ is Produced:  # asked for its properties, without a function of Python for each
+            with without_function_override():  # type: ignore[no-untyped-call]
+                return self.recorded(input, self._compute, self.weight)
         return self.recorded(input, self._compute, self.weight)
 
     def _compute(self, input: Tensor) -> Tensor:
         if self.runs_fp8:
             return self.backend.linear(self, input)
-        return self.high_precision_forward(self, input)
+        return self.high_precision_forward(self, in_memory(input))
 
     def extra_repr(self) -> str:
         """The linear's own, with what it runs."""

@@ -41,7 +41,7 @@ class Produced(Tensor):
 
     def __new__(cls, shape: torch.Size, source: Any, write: Callable[..., Tensor]) -> Produced:
         """Of what is to be written."""
-        self: Produced = without_memory(cls, source.x, shape)
+        self: Produced = without_memory(cls, source.x, shape=shape)
         self.source, self._write, self._plain, self.made = source, write, None, {}
         return self
 

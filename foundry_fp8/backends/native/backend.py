@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from foundry_fp8.backends.native.inputs import LinearCall, checked_dtype
+from foundry_fp8.backends.native.inputs import LinearCall, checked_dtype, shared_input
 from foundry_fp8.backends.native.plan import KINDS, Layout
 from foundry_fp8.backends.size_rule import size_reason
 from foundry_fp8.compat.block_scaled_mm import block_mode_missing
@@ -138,25 +138,26 @@ class NativeBackend(Backend):
             weight = weight.contiguous()
         if x.numel() == 0 or weight.numel() == 0:
             return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+        # A probe and a weight gradient in high precision read it.
+        if type(x) is Produced and not (
+            x.unread and x.dtype == dtype and module.wgrad == "fp8" and module.probe is None
+        ):
+            x = x.plain()
         call = LinearCall.of(module, module.probe)
         compiling = torch.compiler.is_compiling()
         x_hp = in_dtype(x, dtype)
         if compiling and x.dim() != 2:
             x_hp = x_hp.reshape(-1, x.shape[-1])
         shared: QuantizedInput | None = None
+        if type(x) is Produced:
+            shared = shared_input(x.made, call)
         # Delayed scaling: whether another linear's scale is the same, only the device knows.
-        if not compiling and call.x[0] is None:
+        elif not compiling and call.x[0] is None:
             shared = self.inputs.of(x, id(call.plan), dtype)
         with without_autocast(x.device.type):
             cached = self.cached_weight(module, call, dtype)
             y: Tensor = NativeLinear.apply(x_hp, weight, bias, (call, cached, shared))  # type: ignore[no-untyped-call]
         return fresh_view(y, *x.shape[:-1], module.out_features) if compiling and x.dim() != 2 else y
-
-    def linear_of_produced(self, module: FP8Linear, x: Produced) -> Tensor | None:
-        """See :meth:`Backend.linear_of_produced`."""
-        from foundry_fp8.backends.native.fused import linear_of
-
-        return linear_of(module, x)
 
     def experts_reason(self) -> str | None:
         """It runs them; with :attr:`only_where_faster` it leaves them, for nobody has timed that on a GPU."""

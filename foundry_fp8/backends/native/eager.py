@@ -40,10 +40,8 @@ class Kind:
         with torch.inference_mode(False):  # it may be saved for backward
             self._nothing = source.x.new_empty((0,))
 
-    def pointers(self, x: Tensor, source: Source | None) -> tuple[object, ...]:
-        """What kernels take of one of them; ``source``: of what is not ``x`` itself."""
-        if source is None:
-            return (x, *self.rest)
+    def pointers(self, x: Tensor, source: Source) -> tuple[object, ...]:
+        """What kernels take of one of them that is more than the tensor ``x``, of which they take it and :attr:`rest`."""
         _, up, mean, rstd, weight, bias, alpha, _ = source
         return x, self.rest[0], up, self.rest[2], mean, rstd, weight, bias, alpha
 
@@ -71,19 +69,12 @@ class Kind:
             cast = self._casts[key] = self._cast(
                 Source(x) if source is None else source, rows, columns, column_sum
             )
+        pointers = (x, *self.rest) if source is None else self.pointers(x, source)
         if piece is None:
-            data, by_rows, data_t, by_columns, summed = cast(
-                (x, *self.rest) if source is None else self.pointers(x, source)
-            )
+            data, by_rows, data_t, by_columns, summed = cast(pointers)
             return (data, by_rows), (data_t, by_columns), self._nothing, summed
         stats, by_rows = piece
-        data, data_t, summed = cast(
-            (x, *self.rest) if source is None else self.pointers(x, source),
-            stats,
-            scale,
-            known_amax,
-            amax_slot,
-        )
+        data, data_t, summed = cast(pointers, stats, scale, known_amax, amax_slot)
         # Of constant scales each product gets alpha once: by x in fprop, by dy in dgrad and wgrad.
         once = self._plan.granularity == "constant" and self._operand == "x"
         by_columns = stats.select(0, 2) if once else by_rows
@@ -139,9 +130,8 @@ class EagerPass:
         if self._measure is None:
             self._measure = Measure(Producer(*first), Producer(w))
         stats, w_stats = piece.stats, w_piece.stats
-        self._measure(
-            self.first.pointers(first.x, first if first.kind else None), stats, (w, w.stride(0)), w_stats
-        )
+        pointers = self.first.pointers(first.x, first) if first.kind else (first.x, *self.first.rest)
+        self._measure(pointers, stats, (w, self.w.rest[0]), w_stats)  # type: ignore[arg-type]
         return stats, w_stats
 
 

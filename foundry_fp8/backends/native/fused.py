@@ -30,7 +30,7 @@ from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.layers.produced import Produced, in_memory
 from foundry_fp8.model_structure.forms import ACTIVATIONS, MLPForm, NormForm, norm_form
 
-__all__ = ["activation_linear", "linear_of", "mlp_forward", "norm_forward", "norm_linear"]
+__all__ = ["activation_linear", "mlp_forward", "norm_forward", "norm_linear"]
 
 ACTIVATION_CODES = {"silu": 2, "gelu": 3, "gelu_tanh": 4, "xielu": 5}
 """As in :data:`foundry_fp8.kernels.producers.ACTIVATIONS`, which needs Triton to be imported, like what follows."""
@@ -69,7 +69,7 @@ def mlp_forward(cls: Any, form: MLPForm) -> Callable[..., Tensor]:
         fits = x.shape[-1] == members[0].in_features and x.device == members[0].weight.device
         if fits and all(map(_is_alone, members)) and not watched(self._modules.get(form.activation_module)):
             return _mlp(x, members, form)
-        gate, *up = (in_memory(member(x)) for member in members[:-1])
+        gate, *up = (member(x) for member in members[:-1])
         return members[-1](_activated(gate, up[0] if up else None, form.activation))  # type: ignore[no-any-return]
 
     return forward
@@ -141,16 +141,12 @@ def _kernels_run(x: Tensor) -> bool:
     return there and memory and x.dtype in HP_DTYPES and not torch.compiler.is_compiling()
 
 
-def _can_be_part(linear: FP8Linear) -> bool:
-    """Whether it can be computed in a node with others: in FP8 alone, shown to nobody, with a weight in memory."""
-    fp8 = linear.runs_fp8 and linear.wgrad == "fp8" and linear.probe is None
-    return fp8 and type(linear.weight) in (nn.Parameter, Tensor) and linear.weight.numel() > 0
-
-
 def _is_alone(member: nn.Module) -> bool:
-    """Whether a linear can be computed without being called."""
-    own = isinstance(member, FP8Linear) and "forward" not in vars(member)
-    return own and _can_be_part(member) and not watched(member)  # type: ignore[arg-type]
+    """Whether a linear can be computed without being called: in FP8 alone, shown to nobody, with a weight in memory."""
+    if not isinstance(member, FP8Linear) or "forward" in vars(member) or watched(member):
+        return False
+    fp8 = member.runs_fp8 and member.wgrad == "fp8" and member.probe is None
+    return fp8 and type(member.weight) in (nn.Parameter, Tensor) and member.weight.numel() > 0
 
 
 class _Norm(torch.autograd.Function):
@@ -219,157 +215,72 @@ def _activated(x: Tensor, up: Tensor | None, activation: str, alpha: Tensor | No
         return _Activation.apply(*given)  # type: ignore[no-any-return,no-untyped-call]
 
 
-_Part = tuple[LinearCall, Any]
-"""One of several linears in a node: its call, and its weight if that is quantised already."""
-
-
-class _Siblings(torch.autograd.Function):
-    """Linears of one input: it is quantised once, where their scales are one, and its gradient summed here."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, parts: Sequence[_Part], *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        source, shape, made = _source_of(x)
-        outputs, saved = _fprops(source, made, parts, tensors, ctx.needs_input_grad[2:])
-        ctx.save_for_backward(*saved)
-        ctx.set_materialize_grads(False)
-        ctx.calls, ctx.shape, ctx.dtype = [call for call, _ in parts], shape, source.x.dtype
-        ctx.bias_dtypes = [None if b is None else b.dtype for b in tensors[len(parts) :]]
-        return tuple(_in_shape(y, shape) for y in outputs)
-
-    @staticmethod
-    def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.calls_at_backward(dys)
-        sources = [None if dy is None else dy.reshape(-1, dy.shape[-1]) for dy in dys]
-        needs = ctx.needs_input_grad[0], ctx.needs_input_grad[2:]
-        dx, grads = _gradients(sources, ctx.saved_tensors, ctx.calls, ctx.dtype, needs, ctx.bias_dtypes)
-        return None if dx is None else dx.view(ctx.shape), None, *grads
-
-
 class _MLP(torch.autograd.Function):
     """``down(activation(gate(x)) [* up(x)])``; of the first linears, that of the gate is the first."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, code: int, parts: Sequence[_Part], *tensors: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, code: int, calls: Sequence[LinearCall], cached: Sequence[Any], *tensors: Any
+    ) -> Tensor:
+        from foundry_fp8.backends.native.linear import fprop
         from foundry_fp8.backends.native.operand import Source
 
-        source, shape, made = _source_of(x)
-        count, needs = len(parts), ctx.needs_input_grad[3:]
+        made: dict[Any, Any] = {}
+        if isinstance(x, Produced):
+            source, made = x.source, x.made
+        else:
+            source = Source(x.reshape(-1, x.shape[-1]))
+        count, needs = len(calls), ctx.needs_input_grad[4:]
         weights, biases = tensors[:count], tensors[count:]
-        inner, saved = _fprops(source, made, parts[:-1], (*weights[:-1], *biases[:-1]), needs)
+        inner: list[Tensor] = []
+        saved: list[Tensor | None] = []
+        for weight, bias, call, known, keep_x in zip(
+            weights[:-1], biases, calls, cached, needs, strict=False
+        ):
+            shared = shared_input(made, call)
+            y, kept = fprop(source, weight, bias, call, keep_x=keep_x, cached=known, shared=shared)
+            inner.append(y)
+            saved += kept
         gate, up = inner[0], inner[1] if len(inner) > 1 else None
         activated = Source(gate, up, kind=code)
-        (y,), kept = _fprops(activated, {}, parts[-1:], (weights[-1], biases[-1]), needs[count - 1 :])
+        keep_x = needs[count - 1]
+        y, kept = fprop(activated, weights[-1], biases[-1], calls[-1], keep_x=keep_x, cached=cached[-1])
         ctx.save_for_backward(gate, up, *saved, *kept)
-        ctx.code, ctx.calls, ctx.shape, ctx.bias_dtypes = (
-            code,
-            [call for call, _ in parts],
-            shape,
-            [None if b is None else b.dtype for b in biases],
-        )
-        return _in_shape(y, shape)
+        ctx.code, ctx.calls, ctx.shape, ctx.calls_at_backward = code, calls, x.shape, None
+        ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in biases]
+        return y if x.dim() == 2 else in_shape(y, *x.shape[:-1], y.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        from foundry_fp8.backends.native.linear import SAVED
+        from foundry_fp8.backends.native.linear import SAVED, dgrad_and_wgrad
         from foundry_fp8.backends.native.operand import Source
 
-        ctx.calls_at_backward((dy,) * len(ctx.calls))
+        ctx.calls_at_backward()
         gate, up, *saved = ctx.saved_tensors
-        count, needs_x, needs = len(ctx.calls), ctx.needs_input_grad[0], ctx.needs_input_grad[3:]
-        first, last = [*needs[: count - 1], *needs[count:-1]], [needs[count - 1], needs[-1]]
-        below = needs_x or any(first)
-        rows, kept = dy.reshape(-1, dy.shape[-1]), saved[-SAVED:]
-        inner, of_down = _gradients(
-            [rows], kept, ctx.calls[-1:], gate.dtype, (below, last), ctx.bias_dtypes[-1:]
+        count, dtype, needs_x, needs = (
+            len(ctx.calls),
+            gate.dtype,
+            ctx.needs_input_grad[0],
+            ctx.needs_input_grad[4:],
         )
-        sources = [None] * (count - 1) if inner is None else [
-            Source(gate, up if i == 0 else None, weight=inner, kind=ctx.code + (GRADIENT_OF_UP if i else GRADIENT))
-            for i in range(count - 1)
-        ]  # fmt: skip
-        dx, grads = _gradients(
-            sources, saved[:-SAVED], ctx.calls[:-1], gate.dtype, (needs_x, first), ctx.bias_dtypes[:-1]
-        )
-        weights, biases = (*grads[: count - 1], of_down[0]), (*grads[count - 1 :], of_down[1])
-        return None if dx is None else dx.view(ctx.shape), None, None, *weights, *biases
-
-
-def _source_of(x: Tensor) -> tuple[Any, torch.Size, dict[Any, Any]]:
-    """What produces the rows of ``x``, its shape, and where to note what is made of it."""
-    from foundry_fp8.backends.native.operand import Source
-
-    if type(x) is Produced:
-        return x.source, x.shape, x.made
-    return Source(x.reshape(-1, x.shape[-1])), x.shape, {}
-
-
-def _in_shape(y: Tensor, shape: torch.Size) -> Tensor:
-    return y if len(shape) == 2 else in_shape(y, *shape[:-1], y.shape[-1])
-
-
-def _fprops(
-    source: Any,
-    made: dict[Any, Any],
-    parts: Sequence[_Part],
-    tensors: Sequence[Tensor | None],
-    needs: Sequence[bool],
-) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Outputs of linears of one input, and what their backward needs. ``tensors``: weights, then biases."""
-    from foundry_fp8.backends.native.linear import fprop
-
-    outputs: list[Tensor] = []
-    saved: list[Tensor | None] = []
-    count = len(parts)
-    for (call, cached), weight, bias, keep_x in zip(parts, tensors, tensors[count:], needs, strict=False):
-        assert weight is not None
-        shared = shared_input(made, call)
-        y, kept = fprop(source, weight, bias, call, keep_x=keep_x, cached=cached, shared=shared)
-        outputs.append(y)
-        saved += kept
-    return outputs, saved
-
-
-def _gradients(
-    sources: Sequence[Any],
-    saved: Sequence[Tensor | None],
-    calls: Sequence[LinearCall],
-    dtype: torch.dtype,
-    needs: tuple[bool, Sequence[bool]],
-    bias_dtypes: Sequence[torch.dtype | None],
-) -> tuple[Tensor | None, list[Tensor | None]]:
-    """Of linears of one input: its gradient, and those of weights and biases, as far as ``needs`` says.
-
-    ``sources``: dy of each, in memory or what produces it, or ``None``; ``saved``: what :func:`_fprops` gave; ``dtype``: the input's.
-    """
-    from foundry_fp8.backends.native.linear import SAVED, dgrad_and_wgrad
-
-    needs_x, needs_of = needs
-    count, dx = len(sources), None
-    grads: list[Tensor | None] = [None] * (2 * count)
-    for i in reversed(range(count)):  # in the order in which autograd adds up
-        given = sources[i]
-        if given is None:
-            continue
-        dy, source = (given, None) if isinstance(given, Tensor) else (given.x, given)
-        wanted, kept = (needs_x, needs_of[i], needs_of[count + i]), saved[SAVED * i : SAVED * (i + 1)]
-        one, dw, db = dgrad_and_wgrad(dy, kept, calls[i], dtype, needs=wanted, source=source)
-        grads[i], grads[count + i] = dw, None if db is None else db.to(bias_dtypes[i])
-        dx = one if dx is None or one is None else dx.add_(one)
-    return dx, grads
-
-
-def linear_of(linear: FP8Linear, x: Produced) -> Tensor | None:
-    """The forward of ``linear`` of what is not in memory; ``None``: it has to be."""
-    if not (_can_be_part(linear) and x.unread and x.source.x.dtype == compute_dtype(x.source.x)):
-        return None
-    return _siblings(x, [linear])[0]
-
-
-def _siblings(x: Produced, group: Sequence[FP8Linear]) -> tuple[Tensor, ...]:
-    weights, parts, records = _prepared(x, group, group)
-    biases = (m.bias for m in group)
-    ys: tuple[Tensor, ...] = _Siblings.apply(x, parts, *weights, *biases)  # type: ignore[no-untyped-call]
-    _call_at_backward(ys[0], records)
-    return ys
+        kept = [saved[SAVED * i : SAVED * (i + 1)] for i in range(count)]
+        below = needs_x or any(needs[: count - 1]) or any(needs[count:-1])
+        dws: list[Tensor | None] = [None] * count
+        dbs: list[Tensor | None] = [None] * count
+        wanted = below, needs[count - 1], needs[-1]
+        rows = dy.reshape(-1, dy.shape[-1])
+        inner, dws[-1], dbs[-1] = dgrad_and_wgrad(rows, kept[-1], ctx.calls[-1], dtype, needs=wanted)
+        dx: Tensor | None = None
+        for i in reversed(range(count - 1)) if below else ():  # in the order in which autograd adds up
+            kind = ctx.code + (GRADIENT_OF_UP if i else GRADIENT)
+            source = Source(gate, None if i else up, weight=inner, kind=kind)
+            wanted = needs_x, needs[i], needs[count + i]
+            one, dws[i], dbs[i] = dgrad_and_wgrad(
+                gate, kept[i], ctx.calls[i], dtype, needs=wanted, source=source
+            )
+            dx = one if dx is None or one is None else dx.add_(one)
+        dbs = [None if db is None else db.to(to) for db, to in zip(dbs, ctx.bias_dtypes, strict=True)]
+        return None if dx is None else dx.view(ctx.shape), None, None, None, *dws, *dbs
 
 
 def _mlp(x: Tensor, members: Sequence[Any], form: MLPForm) -> Tensor:
@@ -377,46 +288,26 @@ def _mlp(x: Tensor, members: Sequence[Any], form: MLPForm) -> Tensor:
         x = x.plain()
     if type(x) is not Produced:
         x = in_dtype(x, compute_dtype(x))
-    weights, parts, records = _prepared(x, members, members[:-1])
-    biases = (m.bias for m in members)
-    y: Tensor = _MLP.apply(x, ACTIVATION_CODES[form.activation], parts, *weights, *biases)  # type: ignore[no-untyped-call]
-    _call_at_backward(y, records)
-    return y
-
-
-def _prepared(
-    x: Tensor, members: Sequence[Any], siblings: Sequence[Any]
-) -> tuple[list[Tensor], list[_Part], list[Callable[..., None]]]:
-    """Weights, calls and what backward enters in the ledger, of linears that are computed as one; ``siblings`` read ``x``."""
     rows = x.source.x if type(x) is Produced else x
-    weights = [m.matrix.contiguous() for m in members]
-    dtype, reaches = checked_dtype(members[0], rows, weights[0]), x.requires_grad
-    tokens = rows.numel() // rows.shape[-1]
-    below = reaches or any(
-        p is not None and p.requires_grad for m in siblings for p in m._parameters.values()
+    weights, first = [m.matrix.contiguous() for m in members], members[:-1]
+    dtype, tokens, reaches = (
+        checked_dtype(members[0], rows, weights[0]),
+        rows.numel() // rows.shape[-1],
+        x.requires_grad,
     )
-    records = [m.enter(rows, m.weight, tokens, reaches if m in siblings else below) for m in members]
-    with_scales = (
-        []
-        if rows.is_cuda and torch.cuda.is_current_stream_capturing()
-        else [m for m in siblings if m.slots is not None]
-    )
-    for m in with_scales[1:]:  # they quantise one tensor
-        m.slots["x"].state.join(m.slots["x"], with_scales[0].slots["x"])
+    below = reaches or any(p is not None and p.requires_grad for m in first for p in m._parameters.values())
+    records = [m.enter(rows, m.weight, tokens, reaches if m in first else below) for m in members]
+    gate, up = members[0].slots, members[-2].slots
+    if not (gate is None or up is None or (rows.is_cuda and torch.cuda.is_current_stream_capturing())):
+        up["x"].state.join(up["x"], gate["x"])  # they quantise one tensor
     with without_autocast(x.device.type):
         calls = [LinearCall.of(m) for m in members]
         cached = [m.backend.cached_weight(m, call, dtype) for m, call in zip(members, calls, strict=True)]
-    return weights, list(zip(calls, cached, strict=True)), records
-
-
-def _call_at_backward(y: Tensor, records: Sequence[Callable[..., None]]) -> None:
-    def call(dys: Sequence[Tensor | None]) -> None:
-        for record, dy in zip(records, dys, strict=True):
-            if dy is not None:
-                record()
-
+        tensors = *weights, *(m.bias for m in members)
+        y: Tensor = _MLP.apply(x, ACTIVATION_CODES[form.activation], calls, cached, *tensors)  # type: ignore[no-untyped-call]
     if y.grad_fn is not None:
-        y.grad_fn.calls_at_backward = call  # type: ignore[attr-defined]
+        y.grad_fn.calls_at_backward = lambda: [record(None) for record in records]  # type: ignore[attr-defined]
+    return y
 
 
 def _unfused_activation(x: Tensor, up: Tensor | None, name: str, alpha: Tensor | None) -> Tensor:

@@ -33,6 +33,7 @@ from foundry_fp8.compat.fresh_view import in_shape
 from foundry_fp8.kernels.launch import as_rows, on_current_device
 from foundry_fp8.kernels.zeros import Statistics
 from foundry_fp8.layers.frozen_weight import in_dtype
+from foundry_fp8.layers.produced import Produced
 from foundry_fp8.layers.shared_inputs import QuantizedInput
 
 __all__ = ["SAVED", "NativeLinear", "dgrad_and_wgrad", "fprop", "quantize_weight"]
@@ -53,7 +54,7 @@ class NativeLinear(torch.autograd.Function):
 
         Args:
             ctx: autograd's.
-            x: ``[..., K]``, hp; ``[M, K]`` where this is traced.
+            x: ``[..., K]``, hp, in memory or not (:class:`~foundry_fp8.layers.produced.Produced`); ``[M, K]`` where this is traced.
             weight: ``[N, K]``, hp.
             bias: ``[N]``, hp, or ``None``.
             given: Everything else; what :func:`quantize_weight` made of this weight earlier; what other linears made of this x, and
@@ -64,8 +65,11 @@ class NativeLinear(torch.autograd.Function):
         keep_x = needs_w and call.fp8_wgrad
         # Here and not outside of the function, where autograd would make a node of each change of shape.
         ctx.shape = None if x.dim() == 2 else x.shape
-        rows = x if ctx.shape is None else x.reshape(-1, ctx.shape[-1])
-        y, saved = fprop(Source(rows), weight, bias, call, cached=cached, keep_x=keep_x, shared=shared)
+        if type(x) is Produced:
+            source = x.source
+        else:
+            source = Source(x if ctx.shape is None else x.reshape(-1, ctx.shape[-1]))
+        y, saved = fprop(source, weight, bias, call, cached=cached, keep_x=keep_x, shared=shared)
         hp_x = x if needs_w and not call.fp8_wgrad else None
         ctx.reads_smoothly = hp_x is not None  # a product: activation compression may round x
         ctx.save_for_backward(hp_x, *saved)
