@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from foundry_fp8.compat.fake_tensor import unset_fake_temporarily
 
-__all__ = ["ACTIVATIONS", "MLPForm", "NormForm", "mlp_form", "norm_form", "without_contents"]
+__all__ = ["ACTIVATIONS", "MLPForm", "NormForm", "mlp_form", "norm_form", "with_sizes", "without_contents"]
 
 _ROWS, _HIDDEN, _INNER = 6, 6, 10
 _NEAR = 1e-5
@@ -182,8 +182,7 @@ def _small_mlp(
     sizes: Mapping[int, int],
 ) -> tuple[nn.Module, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    changed = {k: sizes[v] for k, v in vars(module).items() if type(v) is int and v in sizes}
-    copy = without_contents(module, changed, training=True)
+    copy = with_sizes(module, sizes, training=True)
     for name, child in module._modules.items():
         if name in linears:
             inside, outside = (sizes[n] for n in linears[name])
@@ -206,6 +205,12 @@ def _replaced(module: nn.Module) -> bool:
         or "_unfused" in type(module).__dict__
         or hasattr(module, "parametrizations")
     )
+
+
+def with_sizes(module: nn.Module, sizes: Mapping[int, int], *, training: bool) -> nn.Module:
+    """:func:`without_contents` of a module whose integers that are a key of ``sizes`` become its value."""
+    changed = {k: sizes[v] for k, v in vars(module).items() if type(v) is int and v in sizes}
+    return without_contents(module, changed, training=training)
 
 
 def without_contents(module: nn.Module, changed: Mapping[str, Any], *, training: bool) -> nn.Module:

@@ -23,7 +23,7 @@ from foundry_fp8.layers.experts import (
 )
 from foundry_fp8.layers.grouped_linear import FP8GroupedLinear, GroupedBackend
 from foundry_fp8.model_structure.experts import expert_count
-from foundry_fp8.model_structure.forms import without_contents
+from foundry_fp8.model_structure.forms import with_sizes
 from foundry_fp8.model_structure.names import BESIDE_PARAMETERS
 from foundry_fp8.numerics.recipes import Recipe
 from foundry_fp8.surgery.left_out import unfit
@@ -212,12 +212,8 @@ def _small_copy(module: nn.Module, form: type[ExpertsForm]) -> nn.Module:
     for size in sorted({n for weight in matrices.values() for n in weight.shape[1:]}):
         sizes.setdefault(size, 2 * sizes[size // 2] if size / 2 in sizes else _SMALL * len(sizes))
 
-    def small(old: nn.Module) -> nn.Module:
-        changed = {k: sizes[v] for k, v in vars(old).items() if type(v) is int and v in sizes}
-        return without_contents(old, changed, training=True)
-
-    found = small(module)
-    own = found if holder is module else small(holder)
+    found = with_sizes(module, sizes, training=True)
+    own = found if holder is module else with_sizes(holder, sizes, training=True)
     if own is not found:
         found.add_module("mlp", own)
     for name, child in (*holder._modules.items(), *module._modules.items()):

@@ -50,7 +50,8 @@ def plan_fusion(model: nn.Module, converted: Mapping[str, FP8Linear]) -> FusionP
         read = {m.in_features for n, m in converted.items() if n.startswith(prefix)}
         for part, module in block.named_modules(prefix=block_name):
             weight = module._parameters.get("weight")
-            linears = {n: converted[f"{part}.{n}" if part else n] for n in module._modules if (f"{part}.{n}" if part else n) in converted}  # fmt: skip
+            names = {f"{part}.{n}" if part else n: n for n in module._modules}
+            linears = {n: converted[name] for name, n in names.items() if name in converted}
             if weight is not None and weight.dim() == 1 and weight.numel() in read:
                 if (norm := once(norm_form, module)) is not None:
                     norms[part] = norm

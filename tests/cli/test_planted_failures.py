@@ -19,6 +19,7 @@ from foundry_fp8.surgery.fp8_config import FP8Config
 
 pytestmark = [pytest.mark.multiprocess]
 LIMIT_S = 300.0
+CHECKOUT = Path(__file__).parents[2]
 
 
 def run(folder, failure, *names, limit=LIMIT_S):
@@ -29,7 +30,8 @@ def run(folder, failure, *names, limit=LIMIT_S):
             command = stage.command
             if stage.name == names[-1] or failure == "no_nccl":
                 command = (sys.executable, "-m", "tests.cli.planted", failure, *command[3:])
-            chosen.append(dataclasses.replace(stage, command=command, limit_s=limit))
+            where = {**stage.environment, "PYTHONPATH": str(CHECKOUT)}
+            chosen.append(dataclasses.replace(stage, command=command, limit_s=limit, environment=where))
     outcomes = run_stages(chosen, folder / "logs", 10 * LIMIT_S, dry=True, supervisors=Supervisors(2))
     words = {verdict.claim.stage: verdict for verdict in judge(outcomes, dry=True)}
     return {outcome.stage: outcome for outcome in outcomes}, words

@@ -4,7 +4,7 @@ The frontend (``nvidia-cudnn-frontend``, a wheel without requirements) is import
 brings. A plan is built once for each kind of call, which takes 0.3 to 3 seconds, and kept.
 
 Source: cudnn-frontend 1.22.1, ``docs/operations/Attention.md``, "Scaled Dot Product Attention FP8"; the tensors' kinds, sizes and order are
-those of its tables. What ran on an H200: these two graphs, causal, with grouped queries, one sequence a batch.
+those of its tables. What ran on an H200: these two graphs, causal, with grouped queries, one and two sequences a batch.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 
 from foundry_fp8.config import ConfigError
@@ -32,7 +33,7 @@ def path_of(ranks: Sequence[int], *, world: int, per_node: int, scope: str) -> P
         scope: ``CompressionConfig.scope``.
 
     Raises:
-        ConfigError: ``scope: inter_node`` on a single node, or a group that two hops cannot serve.
+        ConfigError: ``scope: inter_node`` on a single node, or a group with more ranks on one node than on another.
     """
     several = world > per_node
     if scope == "inter_node" and not several:
@@ -46,10 +47,11 @@ def path_of(ranks: Sequence[int], *, world: int, per_node: int, scope: str) -> P
         return Path()
     if not spans_nodes(ranks, per_node):
         return Path("all its ranks are on one node")
-    inside = sum(rank // per_node == ranks[0] // per_node for rank in ranks)
-    if inside > 1 and len(ranks) != world:
+    on_nodes = Counter(rank // per_node for rank in ranks)
+    inside = on_nodes[ranks[0] // per_node]
+    if set(on_nodes.values()) != {inside}:
         raise ConfigError(
-            f"{KEY}.scope: {scope} needs two hops for a group of {len(ranks)} of the "
-            f"{world} ranks. Shard inside nodes (hybrid_sharding.shard: node), or use scope: all."
+            f"{KEY}.scope: {scope} needs as many ranks on each node, and a group of {len(ranks)} of the {world} ranks "
+            f"has {min(on_nodes.values())} to {max(on_nodes.values())}. Shard inside nodes (hybrid_sharding.shard: node), or use scope: all."
         )
     return Path(inside=inside)

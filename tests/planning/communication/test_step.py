@@ -150,12 +150,13 @@ def test_tensor_parallelism_divides_matrices_and_reduces_activations_four_times_
 
 
 def test_layouts_that_training_refuses_are_not_planned():
-    """Shards of 16 on nodes of 8 span nodes and are not all ranks: two hops cannot serve them."""
-    with pytest.raises(ConfigError, match="needs two hops"):
-        layout(PACKED, 64, 16, H100, EFA)
-    assert best_layout(PACKED, 64, H100, EFA).shard in (8, 64)
+    """Copies of 12 on nodes of 8 have 8 ranks on one node and 4 on the next: two hops cannot serve them."""
+    with pytest.raises(ConfigError, match="a group of 12 of the 24 ranks has 4 to 8"):
+        layout(PACKED, 24, 12, H100, EFA)
+    assert best_layout(PACKED, 24, H100, EFA).shard != 12
     everywhere = dataclasses.replace(COMPRESSED, scope="all")
-    layout(dataclasses.replace(WORK, compression=everywhere), 64, 16, H100, EFA)
+    layout(dataclasses.replace(WORK, compression=everywhere), 24, 12, H100, EFA)
+    assert layout(PACKED, 64, 16, H100, EFA).shard == 16  # whole nodes
 
 
 def test_inside_a_node_nothing_is_compressed_unless_asked():
