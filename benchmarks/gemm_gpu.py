@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from gpu_common import DEVICE, TOLERANCE, ceilings, finish, linears, machine, parser, require_device, timed
 
-from foundry_fp8.backends.native.gemm import tensorwise_mm
+from foundry_fp8.backends.native.scaling.tensor import tensorwise_mm
 from foundry_fp8.compat.block_scaled_mm import block_mode_missing, block_scaled_mm, fits_block_mode
 from foundry_fp8.kernels.block_gemm import block_gemm
 from foundry_fp8.kernels.blockwise import quantize_blockwise

@@ -53,12 +53,14 @@ def emulated(recipe, operand, along, shape, dtype):
 
 
 def native(recipe, operand, shape, dtype):
-    from foundry_fp8.backends.native.operand import Source
     from foundry_fp8.backends.native.plan import plan_of
+    from foundry_fp8.backends.native.scaling import SCALINGS
+    from foundry_fp8.backends.native.source import Layouts, Source
 
     scale = torch.tensor(3.7) if recipe.name == "delayed" else None
-    by_rows, by_columns, stats, summed = Source(tensor(*shape, dtype)).quantize(
-        operand, plan_of(recipe), direct=True, rows=True, columns=True, column_sum=True, scale=scale
+    source, plan = Source(tensor(*shape, dtype)), plan_of(recipe)
+    by_rows, by_columns, stats, summed = SCALINGS[plan.kind].quantize(
+        source, operand, plan, Layouts(True, True, True), (scale, None, None), direct=True
     )
     return digest(*by_rows, *by_columns, stats, summed)
 

@@ -46,8 +46,8 @@ def test_a_rank_that_dies(tmp_path):
 
 def test_a_rank_that_hangs(tmp_path):
     started = time.monotonic()
-    found, words = run(tmp_path, "hanging_rank", "network", limit=20.0)
-    assert time.monotonic() - started < 60
+    found, words = run(tmp_path, "hanging_rank", "network", limit=40.0)
+    assert time.monotonic() - started < 80
     why = found["network"].why
     assert found["network"].state == "out of time" and words["network"].word == "refuted"
     assert "rank 1 was at cli/planted.py" in why and "hang" in why  # and its peer waits in a collective:

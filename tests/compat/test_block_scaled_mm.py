@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from foundry_fp8.backends.native import gemm, products
+from foundry_fp8.backends.native import products
 from foundry_fp8.compat import block_scaled_mm as compat
 from foundry_fp8.kernels.blockwise import quantize_blockwise_reference
 from foundry_fp8.kernels.producers import Producer
@@ -86,9 +86,7 @@ def test_torchs_is_taken_where_it_is_there_and_fits(missing, k, bias, taken, mon
     args = operands(48, 256, k, True, monkeypatch)
     added = args[0].new_empty(256, dtype=torch.bfloat16) if bias else None
     with args[0].fake_mode:
-        y = gemm.blockwise_mm(
-            *args, m=37, n=256, out_dtype=torch.bfloat16, bias=added, square_b=True, direct=True
-        )
+        y = products.blockwise_product(*args, added, 37, 256, torch.bfloat16, True)
     assert y.shape == (37, 256) and bool(asked) == taken
 
 

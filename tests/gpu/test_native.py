@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import foundry_fp8
-from foundry_fp8.backends.native.gemm import tensorwise_mm
+from foundry_fp8.backends.native.scaling.tensor import tensorwise_mm
 from foundry_fp8.kernels.producers import Producer
 from foundry_fp8.kernels.tensorwise import quantize_tensorwise
 from foundry_fp8.layers.delayed_scaling import DelayedScalingState

@@ -86,7 +86,7 @@ class TorchLaunches(TorchDispatchMode):
 def fake_driver(monkeypatch):
     """Until it is left, launches are counted in what it yields. The caller does not run under a mode of its own."""
     kernel_modules = _kernel_modules()  # before the variable below: compiled kernels
-    from foundry_fp8.backends.native import gemm, ops, products
+    from foundry_fp8.backends.native import ops, products
 
     assert ops
     restore_language()
@@ -127,8 +127,7 @@ def fake_driver(monkeypatch):
     with monkeypatch.context() as patched:
         patched.setenv("TRITON_INTERPRET", "1")  # lets CPU tensors in; the kernels stay compiled ones
         patched.setattr(JITFunction, "run", run)
-        for module in (gemm, products):
-            patched.setattr(module, "defined", lambda a: False)
+        patched.setattr(products, "defined", lambda a: False)
         patched.setattr(zeros, "_stream_of_blocks", lambda device: 0)
         patched.setattr(zeros, "_blocks", {})
         use_empty_caches(patched)

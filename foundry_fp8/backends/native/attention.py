@@ -23,6 +23,7 @@ from foundry_fp8.backends.attention_requirements import (
 )
 from foundry_fp8.backends.native import cudnn_graphs
 from foundry_fp8.backends.native.plan import plan_of, quantized_view
+from foundry_fp8.backends.native.source import BY_ROWS, Source
 from foundry_fp8.compat.dynamo_names import renamed_for_dynamo
 from foundry_fp8.compat.fake_tensor import dry_run
 from foundry_fp8.layers.attention import (
@@ -210,20 +211,15 @@ class _Call:
 
     def quantize(self, name: str, x: Tensor) -> tuple[Tensor, Tensor]:
         """``x`` [b, heads, s, d] as FP8 [b * s, heads * d], and what it is multiplied by to leave it."""
-        from foundry_fp8.backends.native.operand import Source  # Triton is imported there
-        from foundry_fp8.backends.native.ops import unnoticed
+        from foundry_fp8.backends.native.ops import unnoticed  # Triton is imported there
+        from foundry_fp8.backends.native.scaling import SCALINGS
 
         rows = by_tokens(x)
         operand: Operand = "dy" if name == "do" else "x"
         plan, slot = plan_of(self.recipe), SLOTS[name]
-        layout, _, stats, _ = Source(rows).quantize(
-            operand,
-            plan,
-            direct=unnoticed(),
-            rows=True,
-            columns=False,
-            scale=self.scales[slot],
-            amax_slot=self.amaxes.get(slot),
+        amaxes = self.scales[slot], None, self.amaxes.get(slot)
+        layout, _, stats, _ = SCALINGS[plan.kind].quantize(
+            Source(rows), operand, plan, BY_ROWS, amaxes, direct=unnoticed()
         )
         if self.probe is not None:
             fmt = attention_format(self.recipe, slot)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from foundry_fp8.backends.native.inputs import LinearCall, checked_dtype, shared_input
-from foundry_fp8.backends.native.plan import KINDS, Layout
+from foundry_fp8.backends.native.plan import Layout
 from foundry_fp8.backends.size_rule import size_reason
 from foundry_fp8.compat.block_scaled_mm import block_mode_missing
 from foundry_fp8.compat.fake_tensor import dry_run
@@ -79,7 +79,9 @@ class NativeBackend(Backend):
         missing = triton_missing()
         if missing is not None:
             return Availability(False, missing, "Or set backend: emulated to check numerics without speed.")
-        if recipe.kind not in KINDS:
+        from foundry_fp8.backends.native.scaling import SCALINGS  # Triton is imported there
+
+        if recipe.kind not in SCALINGS:
             reason = f"it has no kernels for the scales of {recipe.name} ({recipe.kind})"
             return Availability(False, reason, "Use backend: emulated to check numerics without speed.")
         if not hasattr(torch, "_scaled_mm"):

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from foundry_fp8.backends.native.inputs import LinearCall, checked_dtype, shared_input
+from foundry_fp8.backends.native.source import Source
 from foundry_fp8.compat.fresh_view import in_shape
 from foundry_fp8.compat.module_hooks import watched
 from foundry_fp8.kernels.launch import HP_DTYPES, interpreting
@@ -153,7 +154,6 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, form: NormForm) -> Tensor:
         from foundry_fp8.backends.native import ops  # Triton is imported there, not before
-        from foundry_fp8.backends.native.operand import Source
 
         rows = x.reshape(-1, x.shape[-1])
         eps = torch.finfo(torch.float32).eps if form.eps is None else form.eps
@@ -185,7 +185,6 @@ class _Activation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, up: Tensor | None, alpha: Tensor | None, code: int) -> Tensor:
         from foundry_fp8.backends.native import ops
-        from foundry_fp8.backends.native.operand import Source
 
         rows = x.reshape(-1, x.shape[-1])
         ctx.save_for_backward(x, up, alpha)
@@ -223,7 +222,6 @@ class _MLP(torch.autograd.Function):
         ctx: Any, x: Tensor, code: int, calls: Sequence[LinearCall], cached: Sequence[Any], *tensors: Any
     ) -> Tensor:
         from foundry_fp8.backends.native.linear import fprop
-        from foundry_fp8.backends.native.operand import Source
 
         made: dict[Any, Any] = {}
         if isinstance(x, Produced):
@@ -253,7 +251,6 @@ class _MLP(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         from foundry_fp8.backends.native.linear import SAVED, dgrad_and_wgrad
-        from foundry_fp8.backends.native.operand import Source
 
         ctx.calls_at_backward()
         gate, up, *saved = ctx.saved_tensors
@@ -275,9 +272,7 @@ class _MLP(torch.autograd.Function):
             kind = ctx.code + (GRADIENT_OF_UP if i else GRADIENT)
             source = Source(gate, None if i else up, weight=inner, kind=kind)
             wanted = needs_x, needs[i], needs[count + i]
-            one, dws[i], dbs[i] = dgrad_and_wgrad(
-                gate, kept[i], ctx.calls[i], dtype, needs=wanted, source=source
-            )
+            one, dws[i], dbs[i] = dgrad_and_wgrad(source, kept[i], ctx.calls[i], dtype, needs=wanted)
             dx = one if dx is None or one is None else dx.add_(one)
         dbs = [None if db is None else db.to(to) for db, to in zip(dbs, ctx.bias_dtypes, strict=True)]
         return None if dx is None else dx.view(ctx.shape), None, None, None, *dws, *dbs

@@ -16,6 +16,7 @@ from torch import Tensor
 from foundry_fp8.backends.native.inputs import Delayed, LinearCall
 from foundry_fp8.backends.native.plan import FORMATS, Plan
 from foundry_fp8.backends.native.products import defined, tensorwise_product
+from foundry_fp8.backends.native.scaling import SCALINGS
 from foundry_fp8.compat.fake_tensor import dry_run
 from foundry_fp8.compat.grouped_scaled_mm import grouped_mm_missing, scaled_grouped_mm
 from foundry_fp8.kernels.launch import GEMM_MULTIPLE, round_up
@@ -29,7 +30,7 @@ def fits_grouped(call: LinearCall, x: Tensor, weights: Tensor) -> bool:
     """Whether :class:`GroupedLinear` takes this call: one scale an expert, bfloat16, whole 16-byte words, no probe, no dry run."""
     return (
         not dry_run()  # its kernels are no operators
-        and call.plan.granularity == "tensor"
+        and SCALINGS[call.plan.kind].follows_amax
         and x.dtype == torch.bfloat16
         and weights.shape[1] % GEMM_MULTIPLE == weights.shape[2] % GEMM_MULTIPLE == 0
         and call.probe is None

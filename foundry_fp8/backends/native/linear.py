@@ -24,13 +24,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foundry_fp8.backends.native.eager import EagerPass, Kind, eager_pass
 from foundry_fp8.backends.native.inputs import LinearCall
-from foundry_fp8.backends.native.operand import Source, gemm
 from foundry_fp8.backends.native.ops import produce, unnoticed
+from foundry_fp8.backends.native.passes import OneOperand, pass_of
 from foundry_fp8.backends.native.plan import FORMATS, Layout, Plan, quantized_view
+from foundry_fp8.backends.native.scaling import SCALINGS
+from foundry_fp8.backends.native.source import BOTH, BY_COLUMNS, BY_ROWS, LAYOUTS, Source
 from foundry_fp8.compat.fresh_view import in_shape
-from foundry_fp8.kernels.launch import as_rows, on_current_device
+from foundry_fp8.kernels.launch import as_rows
 from foundry_fp8.kernels.zeros import Statistics
 from foundry_fp8.layers.frozen_weight import in_dtype
 from foundry_fp8.layers.produced import Produced
@@ -126,111 +127,64 @@ def fprop(
     Returns:
         ``Y`` in the dtype of x, and what :func:`dgrad_and_wgrad` needs.
     """
-    x, plan, probe, direct = source.x, call.plan, call.probe, unnoticed()
-    w_hp = in_dtype(weight, x.dtype)
-    eager: EagerPass | None = None
-    x_piece = w_piece = x_amax = w_amax = None
-    if direct and plan.granularity != "row" and on_current_device(x):
-        eager = eager_pass("x", x, source if source.kind else None, w_hp, plan, call.x, call.w)
-        x_piece, w_piece = eager.pieces(x.device)
-        if eager.first.copies:
-            source = source._replace(x=as_rows(x))
-    if plan.granularity == "tensor" and call.x[0] is None and cached is None and not _is_there(shared):
-        if eager is not None:
-            x_amax, w_amax = eager.measure(source, x_piece, w_hp, w_piece)
-        else:
-            x_amax, w_amax = source.amax_with(w_hp, direct=direct)
-    kind = None if eager is None else eager.first
-    qx, x_stats, kept_x = _quantize_input(source, call, keep_x, shared, x_amax, direct, kind, x_piece)
+    plan, probe, direct, scaling = call.plan, call.probe, unnoticed(), SCALINGS[call.plan.kind]
+    x = source.x
+    w = in_dtype(weight, x.dtype)
+    given = source if source.kind else x
+    run = pass_of("x", x, given, w, plan, call.x, call.w, direct=direct)
+    x_piece, w_piece = run.pieces(x.device)
+    x_amax = w_amax = None
+    if run.copies:
+        given = _by_rows(given)
+    made = None if shared is None else shared.get("rows")
+    if scaling.follows_amax and call.x[0] is None and cached is None and made is None:
+        x_amax, w_amax = run.measure(given, x_piece, w, w_piece)
+    qx, x_stats, kept_x = _quantize_input(given, call, keep_x, made, shared, x_amax, run.first, x_piece)
     if cached is not None:
         qw, _, w_stats = cached
-    elif eager is not None:
-        qw, _, w_stats, _ = eager.w.quantize(
-            w_hp,
-            w_piece,
-            rows=True,
-            columns=False,
-            scale=call.w[0],
-            known_amax=w_amax,
-            amax_slot=call.w[1],
-        )
     else:
-        qw, _, w_stats, _ = Source(w_hp).quantize(
-            "w",
-            plan,
-            direct=direct,
-            rows=True,
-            columns=False,
-            scale=call.w[0],
-            known_amax=w_amax,
-            amax_slot=call.w[1],
-        )
+        qw, _, w_stats, _ = run.w.quantize(w, w_piece, BY_ROWS, (call.w[0], w_amax, call.w[1]))
     if probe is not None:
         assert call.recipe is not None
-        x = x if source.kind == 0 else produce(*source)
+        x = _in_memory(given)
         probe("x", x, quantized_view(x, "x", call.recipe, FORMATS[plan.x_fmt], qx, x_stats))
-        probe("w", w_hp, quantized_view(w_hp, "w", call.recipe, FORMATS[plan.x_fmt], qw, w_stats))
-    y = gemm(
-        "fprop",
-        qx,
-        qw,
-        plan,
-        m=x.shape[0],
-        n=weight.shape[0],
-        out_dtype=x.dtype,
-        bias=None if bias is None else in_dtype(bias, x.dtype),
-        direct=direct,
-    )
+        probe("w", w, quantized_view(w, "w", call.recipe, FORMATS[plan.x_fmt], qw, w_stats))
+    added = None if bias is None else in_dtype(bias, x.dtype)
+    y = scaling.multiply("fprop", qx, qw, plan, (x.shape[0], weight.shape[0], x.dtype), added, direct=direct)
     kept_w = (None, None) if cached is None else cached[1]
     return y, (weight, w_stats, *kept_x, *kept_w)
 
 
-def _is_there(shared: QuantizedInput | None) -> bool:
-    return shared is not None and shared.get("rows") is not None
+def _in_memory(source: Source | Tensor) -> Tensor:
+    return source if isinstance(source, Tensor) else produce(*source)
+
+
+def _by_rows(source: Source | Tensor) -> Source | Tensor:
+    return as_rows(source) if isinstance(source, Tensor) else source._replace(x=as_rows(source.x))
 
 
 def _quantize_input(
-    source: Source,
+    source: Source | Tensor,
     call: LinearCall,
     keep_x: bool,
+    rows: tuple[Any, ...] | None,
     shared: QuantizedInput | None,
     amax: Tensor | None,
-    direct: bool,
-    kind: Kind | None,
+    operand: OneOperand,
     piece: Statistics | None,
 ) -> tuple[Layout, Tensor, tuple[Tensor | None, ...]]:
-    """The input by rows, its statistics, and what to keep: data and scale of the transposed layout. Made unless there already."""
-    plan = call.plan
-    rows = None if shared is None else shared.get("rows")
+    """The input by rows, its statistics, and what to keep: data and scale of the transposed layout. Made unless there already: ``rows``, or what others made of it."""
     columns = shared.get("columns") if shared is not None and keep_x else None
     make_columns = keep_x and columns is None
     if rows is not None and not make_columns:
         return rows[:2], rows[2], columns or (None, None)
-    known = rows[2] if rows is not None and plan.granularity == "tensor" else amax
+    if rows is not None and SCALINGS[call.plan.kind].follows_amax:
+        amax = rows[2]
     # Scales get no local name here: Dynamo names a graph's inputs by locals, and then finds another one for dy in backward
     # (seen with torch 2.7; test_compiles_whole_and_gives_the_same_bits shows it).
-    if kind is not None:
-        by_rows, transposed, stats, _ = kind.quantize(
-            source.x,
-            piece,
-            source=source if source.kind else None,
-            rows=rows is None,
-            columns=make_columns,
-            scale=call.x[0],
-            known_amax=known,
-            amax_slot=call.x[1],
-        )
-    else:
-        by_rows, transposed, stats, _ = source.quantize(
-            "x",
-            plan,
-            direct=direct,
-            rows=rows is None,
-            columns=make_columns,
-            scale=call.x[0],
-            known_amax=known,
-            amax_slot=call.x[1],
-        )
+    by_rows, transposed, stats, _ = operand.quantize(
+        source, piece, LAYOUTS[rows is None, make_columns, False], (call.x[0], amax, call.x[1])
+    )
     if rows is None:
         rows = *by_rows, stats
         if shared is not None:
@@ -243,90 +197,59 @@ def _quantize_input(
 
 
 def dgrad_and_wgrad(
-    dy: Tensor,
+    dy: Source | Tensor,
     saved: Sequence[Tensor | None],
     call: LinearCall,
     x_dtype: torch.dtype,
     *,
     needs: tuple[bool, bool, bool],
-    source: Source | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """``dX = dY W``, ``dW = dY^T X`` and the bias gradient, from one pass over dy.
 
     Args:
-        dy: ``[M, N]``, hp.
+        dy: ``[M, N]``, hp, or what produces it.
         saved: From :func:`fprop`.
         call: That of the forward.
         x_dtype: dtype of ``dX``.
         needs: Which of ``dX``, ``dW`` and the bias gradient to compute.
-        source: What produces dy, of its own ``x``, which stands for it as ``dy`` here; ``None``: dy is in memory.
 
     Returns:
         The three; ``dW`` in the weight's dtype, the bias gradient in float32.
     """
     weight, w_stats, kept_x, kept_x_scale, kept_w, kept_w_scale = saved
     assert weight is not None and w_stats is not None
-    plan, probe, w_scale = call.plan, call.probe, call.w[0]
-    (m, n), k, w_dtype = dy.shape, weight.shape[1], weight.dtype
+    plan, probe, w_scale, scaling = call.plan, call.probe, call.w[0], SCALINGS[call.plan.kind]
+    tensor = dy.x if isinstance(dy, Source) else dy
+    (m, n), k, w_dtype = tensor.shape, weight.shape[1], weight.dtype
     needs_x, needs_w, needs_b = needs
     if not (needs_x or needs_w):
-        dy = dy if source is None or not needs_b else produce(*source)
-        return None, None, dy.float().sum(0) if needs_b else None
+        return None, None, _in_memory(dy).float().sum(0) if needs_b else None
     made_here = needs_x and (kept_w is None or kept_w_scale is None)
-    if made_here:
-        weight = in_dtype(weight, x_dtype)
-    eager: EagerPass | None = None
-    w_piece: Statistics | None = None
-    direct = unnoticed()
-    if direct and plan.granularity != "row" and on_current_device(dy):
-        eager = eager_pass("dy", dy, source, weight, plan, call.dy, (w_scale, None))
-        dy_piece, w_piece = eager.pieces(dy.device)
-        if eager.first.copies:
-            dy = as_rows(dy)
-        qdy, qdy_t, dy_stats, column_sum = eager.first.quantize(
-            dy,
-            dy_piece,
-            source=source,
-            rows=needs_x or probe is not None,
-            columns=needs_w,
-            column_sum=needs_b,
-            scale=call.dy[0],
-            amax_slot=call.dy[1],
-        )
-    else:
-        qdy, qdy_t, dy_stats, column_sum = (Source(dy) if source is None else source).quantize(
-            "dy",
-            plan,
-            direct=direct,
-            rows=needs_x or probe is not None,
-            columns=needs_w,
-            column_sum=needs_b,
-            scale=call.dy[0],
-            amax_slot=call.dy[1],
-        )
+    w, direct = in_dtype(weight, x_dtype) if made_here else weight, unnoticed()
+    run = pass_of("dy", tensor, dy, w, plan, call.dy, (w_scale, None), direct=direct)
+    dy_piece, w_piece = run.pieces(tensor.device)
+    if run.copies:
+        dy = _by_rows(dy)
+    layouts = LAYOUTS[needs_x or probe is not None, needs_w, needs_b]
+    qdy, qdy_t, dy_stats, column_sum = run.first.quantize(
+        dy, dy_piece, layouts, (call.dy[0], None, call.dy[1])
+    )
     if probe is not None:
         assert call.recipe is not None
-        dy = dy if source is None else produce(*source)
-        probe("dy", dy, quantized_view(dy, "dy", call.recipe, FORMATS[plan.dy_fmt], qdy, dy_stats))
+        hp = _in_memory(dy)
+        probe("dy", hp, quantized_view(hp, "dy", call.recipe, FORMATS[plan.dy_fmt], qdy, dy_stats))
     dx = dw = None
     if needs_x:
         if kept_w is not None and kept_w_scale is not None:
             qw_t = kept_w, kept_w_scale
         else:
-            known = w_stats if plan.granularity == "tensor" and w_scale is None else None
-            if eager is not None:
-                _, qw_t, _, _ = eager.w.quantize(
-                    weight, w_piece, rows=False, columns=True, scale=w_scale, known_amax=known
-                )
-            else:
-                _, qw_t, _, _ = Source(weight).quantize(
-                    "w", plan, direct=direct, rows=False, columns=True, scale=w_scale, known_amax=known
-                )
-        dx = gemm("dgrad", qdy, qw_t, plan, m=m, n=k, out_dtype=x_dtype, direct=direct)
+            known = w_stats if scaling.follows_amax and w_scale is None else None
+            _, qw_t, _, _ = run.w.quantize(w, w_piece, BY_COLUMNS, (w_scale, known, None))
+        dx = scaling.multiply("dgrad", qdy, qw_t, plan, (m, k, x_dtype), direct=direct)
     if needs_w:
         assert kept_x is not None and kept_x_scale is not None
         x_t = kept_x, kept_x_scale
-        dw = in_dtype(gemm("wgrad", qdy_t, x_t, plan, m=n, n=k, out_dtype=x_dtype, direct=direct), w_dtype)
+        dw = in_dtype(scaling.multiply("wgrad", qdy_t, x_t, plan, (n, k, x_dtype), direct=direct), w_dtype)
     return dx, dw, column_sum if needs_b else None
 
 
@@ -334,7 +257,7 @@ def quantize_weight(
     weight: Tensor, plan: Plan, *, scale: Tensor | None = None, amax_slot: Tensor | None = None
 ) -> tuple[Layout, Layout, Tensor]:
     """Both layouts of a weight (``[N, K]``, in the compute dtype) in one pass, to be kept across microbatches."""
-    rows, transposed, stats, _ = Source(weight).quantize(
-        "w", plan, direct=unnoticed(), rows=True, columns=True, scale=scale, amax_slot=amax_slot
+    rows, transposed, stats, _ = SCALINGS[plan.kind].quantize(
+        Source(weight), "w", plan, BOTH, (scale, None, amax_slot), direct=unnoticed()
     )
     return rows, transposed, stats

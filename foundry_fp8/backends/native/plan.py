@@ -16,16 +16,13 @@ __all__ = ["FORMATS", "Layout", "Plan", "plan_of", "quantized_view"]
 FORMATS: dict[str, Float8Format] = {fmt.name: fmt for fmt in (E4M3, E5M2)}
 """The FP8 formats by name, as a :class:`Plan` stores them."""
 
-KINDS = ("tensor", "row", "constant", "block", "mx")
-"""The scalings that have kernels."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """A recipe for the kernels, in plain values that a compiled graph can hold."""
 
-    granularity: str
-    """One of :data:`KINDS`."""
+    kind: str
+    """The scaling's: :attr:`Recipe.kind <foundry_fp8.numerics.recipes.Recipe.kind>`."""
     x_fmt: str  # of w too
     dy_fmt: str
     power_2: bool  # scales are powers of two
@@ -40,31 +37,14 @@ class Plan:
         """The name of the operand's number format."""
         return self.dy_fmt if operand == "dy" else self.x_fmt
 
-    def constants(self, operand: Operand) -> tuple[float, float]:
-        """``(scale, factor)`` of the operand under ``unit``; its GEMM scale is multiplied by the factor.
-
-        Each GEMM is multiplied by alpha once: through x in fprop, through dy in dgrad and wgrad.
-        """
-        constant = float(self.gradient_scale) if operand == "dy" else 1.0
-        return constant, 1.0 if operand == "w" else self.alpha
-
-    def blocks(self, operand: Operand) -> tuple[int, bool]:
-        """``(size, square)`` of the blocks that share a scale: ``size x size``, or ``1 x size`` along the contraction."""
-        group = 128 if self.granularity == "block" else 32
-        return group, group == 128 and operand == "w"
-
 
 def plan_of(recipe: Recipe, alpha: float = 1.0) -> Plan:
-    """The plan of ``recipe`` for a layer with the output multiplier ``alpha``; ``TypeError`` for an unknown recipe."""
-    # By its name, because Dynamo traces neither class patterns nor isinstance of a union.
-    granularity = recipe.kind
-    if granularity not in KINDS:
-        raise TypeError(f"the native backend does not know the recipe {recipe!r}")
+    """The plan of ``recipe`` for a layer with the output multiplier ``alpha``."""
     power_2 = recipe.powers_of_two
     fast = getattr(recipe, "fast_accumulation", ())
     gradient_scale = getattr(recipe, "gradient_scale", 1)
     fmts = recipe.format("x").name, recipe.format("dy").name
-    return Plan(granularity, *fmts, power_2, fast, gradient_scale, alpha)
+    return Plan(recipe.kind, *fmts, power_2, fast, gradient_scale, alpha)
 
 
 Layout = tuple[Tensor, Tensor]

@@ -1,4 +1,9 @@
-"""What multiplies: ``torch._scaled_mm`` for one scale a tensor, torch's own GEMM or Triton's for blocks of 128."""
+"""What multiplies, ``a @ b.T``: ``torch._scaled_mm``; for blocks of 128 torch's own GEMM or Triton's.
+
+Both operands are contiguous along what they contract, as Hopper's FP8 GEMM demands; :mod:`foundry_fp8.kernels` wrote
+them so. A compiled graph calls these as operators of this package (but MX): Inductor of torch 2.11 fails on ``_scaled_mm`` where a scale is a
+view into a larger tensor, and dynamo does not trace ``torch.nn.functional.scaled_mm``.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +14,10 @@ from foundry_fp8.compat.block_scaled_mm import block_mode_missing, block_scaled_
 from foundry_fp8.compat.fake_tensor import dry_run
 from foundry_fp8.kernels.block_gemm import block_gemm
 from foundry_fp8.layers.frozen_weight import in_dtype
+from foundry_fp8.numerics.formats import e8m0_decode
+from foundry_fp8.numerics.mx_layout import unswizzle_mx_scales
 
-__all__ = ["blockwise_product", "defined", "tensorwise_product", "without_padding"]
+__all__ = ["blockwise_product", "defined", "mx_product", "tensorwise_product", "without_padding"]
 
 
 def tensorwise_product(
@@ -57,6 +64,36 @@ def blockwise_product(
     ):
         return without_padding(block_scaled_mm(a, a_scale, b, b_scale, out_dtype, square_b=square_b), m, n)
     return block_gemm(a, a_scale, b, b_scale, m=m, n=n, out_dtype=out_dtype, bias=bias, square_b=square_b)
+
+
+def mx_product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None) -> Tensor:
+    """``a @ b.T + bias`` as it is padded, ``[M', N']``, bfloat16 (where :func:`defined`: float32).
+
+    Args:
+        a: FP8 ``[M', K]``, contiguous, K a multiple of 32.
+        a_scale: E8M0 bytes, uint8, as the block kernel writes them (:mod:`foundry_fp8.numerics.mx_layout`).
+        b: FP8 ``[N', K]``, contiguous.
+        b_scale: The same for ``b``.
+        bias: ``[N']``, bfloat16.
+    """
+    if defined(a):
+        product = _dequantized(a, a_scale) @ _dequantized(b, b_scale).t()
+        return product if bias is None else product + bias
+    return torch._scaled_mm(
+        a,
+        b.t(),
+        scale_a=a_scale.view(torch.float8_e8m0fnu),
+        scale_b=b_scale.view(torch.float8_e8m0fnu),
+        bias=bias,
+        out_dtype=torch.bfloat16,  # the MX mode writes nothing else
+    )
+
+
+def _dequantized(data: Tensor, codes: Tensor) -> Tensor:
+    rows, columns = data.shape
+    return data.float() * e8m0_decode(unswizzle_mx_scales(codes, rows, columns // 32)).repeat_interleave(
+        32, 1
+    )
 
 
 def defined(a: Tensor) -> bool:

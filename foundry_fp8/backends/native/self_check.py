@@ -12,17 +12,17 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from foundry_fp8.backends.native.inputs import LinearCall
-from foundry_fp8.backends.native.operand import Source, gemm
 from foundry_fp8.backends.native.plan import FORMATS, Layout, Plan, plan_of
+from foundry_fp8.backends.native.scaling import SCALINGS
+from foundry_fp8.backends.native.source import BOTH, BY_COLUMNS, BY_ROWS, Amaxes, Layouts, Source
 from foundry_fp8.kernels.launch import driver_version
-from foundry_fp8.numerics.formats import Float8Format, e8m0_decode
-from foundry_fp8.numerics.mx_layout import unswizzle_mx_scales
+from foundry_fp8.numerics.formats import Float8Format
 from foundry_fp8.numerics.quantize import amax_of, quantize_tensor, scale_from_amax
 from foundry_fp8.numerics.recipes import Gemm, Operand, Recipe
 
@@ -58,7 +58,7 @@ def check_kernels(
     ):  # not known before the first batch; the same kernel for every power of two
         plan = dataclasses.replace(plan, gradient_scale=2**20)
     results = _results(recipe, plan, dtype, device, fused)
-    if experts and plan.granularity == "tensor":
+    if experts and SCALINGS[plan.kind].follows_amax:
         results = itertools.chain(results, _experts(plan, device))
     for kernel, what, ours, reference, bound in results:
         found = _difference(ours, reference, bound)
@@ -86,14 +86,14 @@ def _results(
     recipe: Recipe, plan: Plan, dtype: torch.dtype, device: torch.device, fused: bool
 ) -> Iterator[Result]:
     x, w, dy = (_awkward(*shape, dtype, device) for shape in ((TOKENS, IN), (OUT, IN), (TOKENS, OUT)))
-    if plan.granularity != "row":  # torch's own operators quantise by rows
+    if SCALINGS[plan.kind].has_kernels:
         yield from _operands(x, w, dy, recipe, plan, dtype, device, fused)
     yield _product("fprop", x, w, recipe, plan, dtype)
     yield _product("wgrad", dy.t().contiguous(), x.t().contiguous(), recipe, plan, dtype)
-    if plan.granularity == "block":  # in whole blocks, which torch's own GEMM takes where there is one
-        x, w = _awkward(TOKENS, 512, dtype, device), _awkward(128, 512, dtype, device)
-        yield _product("fprop", x, w, recipe, plan, dtype)
-        yield _product("wgrad", x, w, recipe, plan, dtype)
+    # In whole blocks of 128, for which torch has a GEMM of its own on some GPUs.
+    x, w = _awkward(TOKENS, 512, dtype, device), _awkward(128, 512, dtype, device)
+    yield _product("fprop", x, w, recipe, plan, dtype)
+    yield _product("wgrad", x, w, recipe, plan, dtype)
 
 
 def _operands(
@@ -124,15 +124,15 @@ def _operands(
             None,
         )
     for operand, value in operands:
-        for rows, columns in ((True, True),) if operand != "w" else ((True, False), (False, True)):
+        for layouts in (BOTH,) if operand != "w" else (BY_ROWS, BY_COLUMNS):
             source = Producer.identity(value)
-            yield from _quantised(source, operand, recipe, plan, rows, columns, known.get(operand))
+            yield from _quantised(source, operand, recipe, plan, layouts, known.get(operand))
     if recipe.measures_first:  # an Inf makes the scale 1; training's is a quotient
-        yield from _quantised(Producer.identity(_finite(x)), "x", recipe, plan, True, True)
+        yield from _quantised(Producer.identity(_finite(x)), "x", recipe, plan, BOTH)
     if fused:
         _, rstd = norm_statistics(x, 1e-5, centered=False)
         source = Producer.norm(x, rstd, torch.ones(IN, dtype=dtype, device=device))
-        yield from _quantised(source, "x", recipe, plan, True, True)
+        yield from _quantised(source, "x", recipe, plan, BOTH)
 
 
 def _quantised(
@@ -140,72 +140,43 @@ def _quantised(
     operand: Operand,
     recipe: Recipe,
     plan: Plan,
-    rows: bool,
-    columns: bool,
-    known_amax: Tensor | None = None,
+    layouts: Layouts,
+    known: Tensor | None = None,
 ) -> Iterator[Result]:
-    from foundry_fp8.kernels import blockwise, tensorwise
-
-    fmt = FORMATS[plan.fmt(operand)]
-    layouts = {"rows": rows, "columns": columns, "column_sum": operand == "dy"}
-    if plan.granularity in ("tensor", "constant"):
-        zero = torch.zeros((), dtype=torch.float32, device=source.x.device)
-        delayed = recipe.uses_history
-        slots = (zero.clone(), zero.clone()) if delayed else (None, None)
-        given: Any = {"scale": zero + 13.7 if delayed else None, "power_2": plan.power_2, **layouts}
-        given["known_amax"] = known_amax
-        if plan.granularity == "constant":
-            given |= {"constant": float(plan.gradient_scale) if operand == "dy" else 1.0, "alpha": plan.alpha}
-        names: tuple[str, ...] = ("data", "data_t", "stats")
-        ours: Any
-        expected: Any
-        ours = tensorwise.quantize_tensorwise(source, fmt, amax_slot=slots[0], **given)
-        expected = tensorwise.quantize_tensorwise_reference(source, fmt, amax_slot=slots[1], **given)
-        kernel = "quantize_tensorwise"
-        yield kernel, f"the recorded amax of {operand}", *slots, None
-    else:
-        group, square = plan.blocks(operand)
-        options: Any = {
-            "group": group,
-            "square": square,
-            "power_2": plan.power_2,
-            **layouts,
-        }
-        names = ("data", "gemm_scale", "data_t", "gemm_scale_t")
-        ours = blockwise.quantize_blockwise(source, fmt, **options)
-        expected = blockwise.quantize_blockwise_reference(source, fmt, **options)
-        kernel = "quantize_blockwise"
-    twice = _rounds_twice(source.x.device)
-    for name in names:
-        wanted = getattr(expected, name)
-        allowed = _neighbour(wanted, fmt) if twice and name.startswith("data") else None
-        yield kernel, f"{name} of {operand}", getattr(ours, name), wanted, allowed
+    fmt, device = FORMATS[plan.fmt(operand)], source.x.device
+    amaxes: tuple[Amaxes, Amaxes] = (None, known, None), (None, known, None)
+    if recipe.uses_history:
+        zeros = torch.zeros(2, dtype=torch.float32, device=device).unbind()
+        scale = torch.full((), 13.7, dtype=torch.float32, device=device)
+        amaxes = (scale, known, zeros[0]), (scale, known, zeros[1])
+    layouts = layouts._replace(column_sum=operand == "dy")
+    made = SCALINGS[plan.kind].both(source, operand, plan, layouts, amaxes)
+    yield made.kernel, f"the recorded amax of {operand}", amaxes[0][2], amaxes[1][2], None
+    for name in made.names:
+        wanted = getattr(made.reference, name)
+        allowed = _neighbour(wanted, fmt) if _rounds_twice(device) and name.startswith("data") else None
+        yield made.kernel, f"{name} of {operand}", getattr(made.ours, name), wanted, allowed
     bound = source.x.double().abs().sum(0) * len(source.x) * 2.0**-24
-    yield kernel, f"column_sum of {operand}", ours.column_sum, expected.column_sum, bound
+    sums = made.ours.column_sum, made.reference.column_sum
+    yield made.kernel, f"column_sum of {operand}", *sums, bound
 
 
 def _product(which: Gemm, a: Tensor, b: Tensor, recipe: Recipe, plan: Plan, dtype: torch.dtype) -> Result:
     """One GEMM of finite operands, against float64 of the same operands."""
-    a, b = _finite(a), _finite(b)
+    a, b, scaling = _finite(a), _finite(b), SCALINGS[plan.kind]
     scale = torch.ones((), dtype=torch.float32, device=a.device) if recipe.uses_history else None
     pairs: list[tuple[Layout, Tensor]] = []
     operands: tuple[Operand, Operand] = ("dy", "x") if which == "wgrad" else ("x", "w")
     for value, operand in zip((a, b), operands, strict=True):
-        layout, _, _, _ = Source(value).quantize(
-            operand, plan, direct=False, rows=True, columns=False, scale=scale
+        layout, _, _, _ = scaling.quantize(
+            Source(value), operand, plan, BY_ROWS, (scale, None, None), direct=False
         )
-        square = operand == "w"
-        pairs.append((layout, _dense(layout, plan, square=square)[: value.shape[0], : value.shape[1]]))
+        dense = layout[0].double() * scaling.scales(layout, square=operand == "w")
+        pairs.append((layout, dense[: value.shape[0], : value.shape[1]]))
     (qa, da), (qb, db) = pairs
-    ours = gemm(which, qa, qb, plan, m=a.shape[0], n=b.shape[0], out_dtype=dtype, direct=False)
+    ours = scaling.multiply(which, qa, qb, plan, (a.shape[0], b.shape[0], dtype), direct=False)
     bound = (da.abs() @ db.abs().t()) * GEMM_TOLERANCE + 1e-6
-    return (
-        "block_gemm" if plan.granularity == "block" else "torch._scaled_mm",
-        which,
-        ours,
-        da @ db.t(),
-        bound,
-    )
+    return scaling.product, which, ours, da @ db.t(), bound
 
 
 SIZES = (45, 0, 3, 160)
@@ -257,24 +228,6 @@ def _experts(plan: Plan, device: torch.device) -> Iterator[Result]:
             for which, ours, a, b in products:
                 bound = (a.abs() @ b.abs()) * GEMM_TOLERANCE + 1e-6
                 yield "torch._scaled_mm", f"{which} of expert {expert}", ours, a @ b, bound
-
-
-def _dense(layout: Layout, plan: Plan, *, square: bool) -> Tensor:
-    """float64 values of a quantised operand."""
-    values, scales = layout
-    data = values.double()
-    if plan.granularity in ("tensor", "constant"):
-        return data * scales.double()
-    if plan.granularity == "row":
-        return data * scales.double()[:, None]
-    rows, columns = data.shape
-    if plan.granularity == "mx":
-        scale = e8m0_decode(unswizzle_mx_scales(scales, rows, columns // 32)).repeat_interleave(32, 1)
-    elif square:
-        scale = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
-    else:
-        scale = scales.t().repeat_interleave(128, 1)
-    return data * scale.double()[:rows, :columns]
 
 
 def _awkward(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:

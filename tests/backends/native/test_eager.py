@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import foundry_fp8
-from foundry_fp8.backends.native import eager
+from foundry_fp8.backends.native import passes as passes_kept
 from foundry_fp8.kernels.launch import BoundedCache
 from foundry_fp8.numerics.recipes import BlockScaling, CurrentScaling, DelayedScaling
 from tests.kernels.interpreter import DEVICE
@@ -93,7 +93,7 @@ def test_a_pass_gives_what_it_gives_when_nothing_is_remembered(device, monkeypat
     alone = []
     for one in passes():
         alone.append(one)
-        monkeypatch.setattr(eager, "_passes", BoundedCache())
+        monkeypatch.setattr(passes_kept, "_passes", BoundedCache())
     for given, found, expected in zip(PASSES, passes(), alone, strict=True):
         for ours, theirs in zip(found, expected, strict=True):
             assert ours is theirs is None or torch.equal(ours, theirs), given
@@ -138,21 +138,20 @@ def test_plans_that_come_and_go_are_distinguished(device):
 def test_a_pass_on_another_device_than_the_current_one_is_left_to_functions_that_enter_it(
     device, monkeypatch
 ):
-    from foundry_fp8.backends.native import linear
 
     expected = run(made("current", torch.bfloat16, same, True), M, torch.bfloat16, same, same)
-    monkeypatch.setattr(eager, "_passes", BoundedCache())
-    monkeypatch.setattr(linear, "on_current_device", lambda x: False)
+    monkeypatch.setattr(passes_kept, "_passes", BoundedCache())
+    monkeypatch.setattr(passes_kept, "on_current_device", lambda x: False)
     found = run(made("current", torch.bfloat16, same, True), M, torch.bfloat16, same, same)
-    assert not eager._passes
+    assert not passes_kept._passes
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
 def test_what_is_kept_of_a_kind_holds_no_tensor_of_a_pass(device, monkeypatch):
-    monkeypatch.setattr(eager, "_passes", BoundedCache())
+    monkeypatch.setattr(passes_kept, "_passes", BoundedCache())
     run(made("current", torch.bfloat16, same, True), M, torch.bfloat16, same, same)
-    assert eager._passes
-    kept = list(eager._passes.values())
+    assert passes_kept._passes
+    kept = list(passes_kept._passes.values())
     for _ in range(4):
         kept = [
             part

@@ -435,9 +435,9 @@ def test_one_backend_instance_serves_a_model():
 @pytest.mark.parametrize("fast", [(), ("fprop",), ("dgrad",), ("fprop", "dgrad", "wgrad")], ids=str)
 def test_the_recipe_says_which_gemms_accumulate_fast(fast, device, monkeypatch):
     """On a CPU the product is its definition; what a GPU is asked is the argument."""
-    from foundry_fp8.backends.native import gemm
+    from foundry_fp8.backends.native.scaling import tensor
 
-    asked, multiply = [], gemm.tensorwise_mm
+    asked, multiply = [], tensor.tensorwise_mm
 
     def spy(*args, fast_accumulation, **options):
         asked.append(fast_accumulation)
@@ -446,6 +446,6 @@ def test_the_recipe_says_which_gemms_accumulate_fast(fast, device, monkeypatch):
     model = make(CurrentScaling(fast_accumulation=fast), device, k=32, n=48)
     x = ranged(16, 32).to(device).requires_grad_()
     model(x)  # on a GPU the first pass tries the kernels
-    monkeypatch.setattr(gemm, "tensorwise_mm", spy)
+    monkeypatch.setattr(tensor, "tensorwise_mm", spy)
     model(x).sum().backward()
     assert asked == [gemm in fast for gemm in ("fprop", "dgrad", "wgrad")]

@@ -8,11 +8,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import foundry_fp8
 from foundry_fp8.backends.native import ops
-from foundry_fp8.backends.native.gemm import tensorwise_mm
 from foundry_fp8.backends.native.inputs import LinearCall
 from foundry_fp8.backends.native.linear import dgrad_and_wgrad, fprop
-from foundry_fp8.backends.native.operand import Source
 from foundry_fp8.backends.native.plan import plan_of
+from foundry_fp8.backends.native.scaling.tensor import tensorwise_mm
+from foundry_fp8.backends.native.source import Source
 from foundry_fp8.layers.state import FP8State
 from foundry_fp8.layers.unit_linear import UnitLinear
 from foundry_fp8.numerics.formats import E4M3, E5M2

@@ -1,0 +1,43 @@
+"""A power of two for 32 elements along what a product contracts, as Blackwell's tensor cores multiply it: ``mxfp8``."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from foundry_fp8.backends.native.plan import Layout, Plan
+from foundry_fp8.backends.native.products import mx_product, without_padding
+from foundry_fp8.backends.native.scaling.base import Output, bias_inside, with_bias
+from foundry_fp8.backends.native.scaling.block import BlockKernels
+from foundry_fp8.layers.frozen_weight import in_dtype
+from foundry_fp8.numerics.formats import e8m0_decode
+from foundry_fp8.numerics.mx_layout import unswizzle_mx_scales
+from foundry_fp8.numerics.recipes import Gemm
+
+__all__ = ["MXKernels"]
+
+
+class MXKernels(BlockKernels):
+    """Its GEMM needs sm_100 and torch 2.8 with CUDA 12.8. Scales are E8M0 bytes, as :mod:`foundry_fp8.numerics.mx_layout` has them."""
+
+    kind: ClassVar[str] = "mx"
+    product: ClassVar[str] = "torch._scaled_mm"
+    group: ClassVar[int] = 32
+    squares: ClassVar[bool] = False
+
+    def multiply(
+        self, which: Gemm, a: Layout, b: Layout, plan: Plan, out: Output, bias: Tensor | None = None, *, direct: bool
+    ) -> Tensor:  # fmt: skip
+        """See :meth:`NativeScaling.multiply`."""
+        (m, n, out_dtype), inside = out, None
+        if bias is not None and out_dtype == torch.bfloat16:
+            inside = bias_inside(bias, b[0].shape[0], out_dtype)
+        y = without_padding(in_dtype(mx_product(*a, *b, inside), out_dtype), m, n)
+        return y if bias is None or inside is not None else with_bias(y, bias)
+
+    def scales(self, layout: Layout, *, square: bool) -> Tensor:
+        """See :meth:`NativeScaling.scales`."""
+        (rows, columns), codes = layout[0].shape, layout[1]
+        return e8m0_decode(unswizzle_mx_scales(codes, rows, columns // 32)).repeat_interleave(32, 1).double()
