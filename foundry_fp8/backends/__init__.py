@@ -43,11 +43,11 @@ _ATTENTION_LOADERS = {
 }
 
 AUTO_ORDER = {
-    "cuda": ("transformer_engine", "native"),
+    "cuda": ("native", "transformer_engine"),
     "cpu": ("emulated",),
     "dry run": ("native", "emulated"),
 }
-"""What ``backend: auto`` tries, in order. On a GPU it never chooses emulation, which is slower than not using FP8.
+"""What ``backend: auto`` tries, in order: first what was measured faster (docs/results.md). On a GPU it never chooses emulation, which is slower than not using FP8.
 
 A dry run is a plan for GPUs: it counts what the native kernels read, write and keep. Emulation is for machines without Triton.
 """

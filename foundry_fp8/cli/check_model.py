@@ -114,7 +114,7 @@ def check_conversion(
             run = dataclasses.replace(run, parallel_layers=in_plan(report.converted, plan))
     except (ConfigError, RuntimeError) as error:
         return run, [*found, Finding("conversion", "error", str(error))]
-    backend = "transformer_engine if installed there, else native" if fp8.backend == "auto" else fp8.backend
+    backend = " or ".join(AUTO_ORDER["cuda"]) if fp8.backend == "auto" else fp8.backend
     report = dataclasses.replace(report, backend=backend)
     callbacks = [_CLASSES.get(name, name) for name in config.get("callbacks") or {}]
     precision = str(config.get("precision", "amp_bf16"))
@@ -126,7 +126,8 @@ def check_conversion(
         report, around=precision.removeprefix("amp_"), log=where, notes=notes
     ).splitlines()
     level: Level = "warning" if any(line.strip().startswith("Warning") for line in lines) else "ok"
-    found.append(Finding("conversion", level, "\n".join([head, *lines])))
+    if not found:  # a run that cannot start converts nothing
+        found.append(Finding("conversion", level, "\n".join([head, *lines])))
     if auto and not emulated:
         found += _left_by_auto(report, hardware)
     grouped = [row.name for row in report.rows if row.action == "converted" and len(row.shape) == 3]

@@ -23,7 +23,7 @@ __all__ = ["doctor", "render"]
 _EMULATED_ATTENTION = Text(
     "The emulated backend takes every case of delayed and current on any device; block and mxfp8 have no FP8 attention."
 )
-_ORDER = ("transformer_engine", "native", "emulated", "auto")
+_ORDER = ("native", "transformer_engine", "emulated", "auto")
 
 
 def doctor(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import io
 import re
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,13 +13,11 @@ import typer
 
 from foundry_fp8.cli.hardware import Hardware, parse_hardware
 from foundry_fp8.cli.yaml_model import resolve_yaml
-from foundry_fp8.cli.yaml_run import run_of
+from foundry_fp8.cli.yaml_run import has_te_layers, precision_of
 from foundry_fp8.config import ConfigError
 
 if TYPE_CHECKING:
     from ruamel.yaml import YAML
-
-    from foundry_fp8.run.settings import Run
 
 __all__ = ["add_fp8", "init"]
 
@@ -75,7 +73,7 @@ def add_fp8(text: str, hardware: Hardware, where: str = "the YAML") -> tuple[str
         raise ConfigError(f"{where} cannot be read as a YAML: {error}") from error
     if not isinstance(config, MutableMapping) or not isinstance(config.get("model"), MutableMapping):
         raise ConfigError(f"{where} is no training run of LLM Foundry: it has no model.")
-    run = run_of(resolve_yaml(text, where), hardware.devices)
+    run = resolve_yaml(text, where)
     said: list[str] = []
 
     def add(section: str, name: str, value: Any, why: str) -> None:
@@ -99,7 +97,7 @@ def add_fp8(text: str, hardware: Hardware, where: str = "the YAML") -> tuple[str
     # Named: auto leaves out layers that are too small to be faster, in a small model all of them.
     add("algorithms", "fp8", _flow({"recipe": hardware.gpu.recipe}, config),
         f"linear layers in FP8, as {hardware.name} multiplies it; algorithms.fp8.enabled=false is the BF16 twin")  # fmt: skip
-    if hardware.nodes > 1 and run.fsdp is not None:
+    if hardware.nodes > 1 and run.get("fsdp_config") is not None:
         add("algorithms", "hybrid_sharding", _flow({"shard": "node"}, config),
             f"shard inside a node, replicate across the {hardware.nodes}; remove it if a node cannot hold the model")  # fmt: skip
     add(
@@ -124,14 +122,14 @@ def add_fp8(text: str, hardware: Hardware, where: str = "the YAML") -> tuple[str
     return _as_written(text, out.getvalue()), said
 
 
-def _replace_others_fp8(run: Run, config: Any, change: Any) -> None:
+def _replace_others_fp8(run: Mapping[str, Any], config: Any, change: Any) -> None:
     """Composer's and MPT's own ways to FP8 do not go together with this one."""
     model = config["model"]
-    if run.precision == "amp_fp8":
+    if precision_of(run) == "amp_fp8":
         change(config, "precision", "amp_bf16", "Composer's own FP8; what stays out of FP8 runs in this")
     ffn = model.get("ffn_config")
     te_mlp = isinstance(ffn, MutableMapping) and ffn.get("ffn_type") == "te_ln_mlp"
-    if run.te_layers and "fc_type" in model:
+    if has_te_layers(run) and "fc_type" in model:
         change(model, "model.fc_type", "torch", "this package converts plain linears")
     if te_mlp:
         change(ffn, "model.ffn_config.ffn_type", "mptmlp", "this package converts plain linears")

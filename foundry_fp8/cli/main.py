@@ -1,49 +1,82 @@
-"""``foundry-fp8``: the command line. One file a command; what takes long to import is imported inside the command."""
+"""``foundry-fp8``: the command line. One file a command, imported when it is asked for: help and ``--version`` need no torch."""
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 import typer
+from typer.core import TyperCommand, TyperGroup
 
-from foundry_fp8.cli import (
-    compare,
-    demo,
-    doctor,
-    export,
-    init,
-    plan_communication,
-    plan_memory,
-    policy,
-    selftest,
-    transfer,
-)
+import foundry_fp8
 
-__all__ = ["app"]
+__all__ = ["COMMANDS", "app"]
 
-app = typer.Typer(
-    name="foundry-fp8",
-    help="FP8 training for MosaicML Composer and LLM Foundry.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-plan = typer.Typer(help="Estimate before a run what it will need.", no_args_is_help=True)
-
-app.command("demo")(demo.demo)
-app.command("compare")(compare.compare)
-app.command("doctor")(doctor.doctor)
-app.command("export")(export.export)
-app.command("init")(init.init)
-app.command("policy")(policy.policy)
-app.command("selftest")(selftest.selftest)
-app.command("transfer")(transfer.transfer)
-app.add_typer(plan, name="plan")
-plan.command("memory")(plan_memory.memory)
-plan.command("communication")(plan_communication.communication)
+COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
+    "foundry-fp8": {
+        "demo": ("demo", "Train a small GPT in high precision and once for each FP8 recipe; print a table and write a report."),
+        "compare": ("compare", "Compare runs: speed, loss, MFU, kurtosis, FP8 health, memory, conversion, configuration."),
+        "doctor": ("doctor", "Show what this machine can run (each recipe on each backend, or the reason why not), or what a YAML will do."),
+        "export": ("export", "Write the FP8 weights that training multiplied with, and their scales, in a layout that vLLM reads (never run here)."),
+        "init": ("init", "Add FP8, its monitors and its log to a YAML; comments and everything else stay as they are."),
+        "policy": ("policy", "Print the recipe of each GEMM of a YAML's model, without training it."),
+        "selftest": ("selftest", "Run on GPUs what only they can show, and say which claims of the documents it confirms."),
+        "transfer": ("transfer", "Print the YAML of a µnit-scaled run of another width (and depth), with what changes and why at its head."),
+        "plan": ("", "Estimate before a run what it will need."),
+    },
+    "plan": {
+        "memory": ("plan_memory", "Print a table of what each block could do, the plan, and the YAML that pins it."),
+        "communication": ("plan_communication", "Print communication, exposed time and memory a GPU for FSDP and the best HSDP, with and without compression."),
+    },
+}  # fmt: skip
+"""Of each group its commands: the file in this folder that has a function of that name, and the first sentence of its docstring."""
 
 
-@plan.callback()
-def _plan() -> None:
-    """Estimate before a run what it will need."""
+class _Group(TyperGroup):
+    """Names its commands without importing them."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.commands = {
+            name: TyperCommand(name, help=text) for name, (_, text) in COMMANDS[options["name"]].items()
+        }
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command itself, once it is asked for."""
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, command if name is None else _command(COMMANDS[self.name or ""][name][0], name), rest
+
+
+def _command(file: str, name: str) -> Any:
+    if not file:
+        return typer.main.get_command(_PLAN)
+    one = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    one.command(name)(getattr(importlib.import_module(f"foundry_fp8.cli.{file}"), name))
+    return typer.main.get_command(one)
+
+
+def _typer(name: str, **options: Any) -> typer.Typer:
+    return typer.Typer(name=name, cls=_Group, no_args_is_help=True, pretty_exceptions_enable=False, **options)
+
+
+app = _typer("foundry-fp8", help="FP8 training for MosaicML Composer and LLM Foundry.")
+_PLAN = _typer("plan", help=COMMANDS["foundry-fp8"]["plan"][1], add_completion=False)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"foundry-fp8 {foundry_fp8.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _app(
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print it."),
+) -> None: ...
+
+
+@_PLAN.callback()
+def _plan() -> None: ...
 
 
 if __name__ == "__main__":

@@ -38,18 +38,21 @@ def check_run(path: Path, hardware: Hardware) -> list[Finding]:
         ConfigError: The YAML cannot be read.
     """
     config = read_yaml(path)
-    found, built = _parts(config)
+    found = [Finding("hardware", "ok", f"{hardware.devices} x {hardware.name}; --hardware names another")]
+    parts, built = _parts(config)
+    found += parts
     found += _unknown_keys(config)
     try:
         run = run_of({**config, "algorithms": built["algorithms"]}, hardware.devices)
     except ConfigError as error:
         return [*found, Finding("clash", "error", str(error))]
+    whole = not (config.get("algorithms") or {}).keys() - built["algorithms"]
     warned = [Finding("selftest", "warning", text) for text in warnings_for(run)]
     try:
         model = build_yaml_model(config, "meta")
     except ConfigError as error:
         text = str(error).removeprefix("model: ")
-        return [*found, *_clashes(run), *warned, Finding("model", "error", text)]
+        return [*found, *_clashes(run, whole=whole), *warned, Finding("model", "error", text)]
     run = dataclasses.replace(run, train_metrics=bool(model.get_metrics(is_train=True)))
     run, ranks = _ranks(config, run, model, hardware)
     kernel, memory = _attention_kernel(config), _memory(config, run, model, hardware)
@@ -57,7 +60,7 @@ def check_run(path: Path, hardware: Hardware) -> list[Finding]:
     selected, targets = check_targets(run, model)
     run, conversion = check_conversion(config, run, model, hardware)
     later += [*targets, *conversion, *check_attached(run, model, selected, built["callbacks"])]
-    return [*found, *_clashes(run), *ranks, *warned, *kernel, *memory, *later]
+    return [*found, *_clashes(run, whole=whole), *ranks, *warned, *kernel, *memory, *later]
 
 
 def _parts(config: Mapping[str, Any]) -> tuple[list[Finding], dict[str, dict[str, Any]]]:
@@ -81,6 +84,10 @@ def _parts(config: Mapping[str, Any]) -> tuple[list[Finding], dict[str, dict[str
                 else:
                     built[name] = kwargs
                 continue  # building one would start it
+            if name not in (names := _registered(section)):
+                said = f"{name!r} is none of LLM Foundry's {section}, nor of this package's."
+                found.append(Finding(section, "error", f"{said}{nearest(name, names)}"))
+                continue
             try:
                 build(name, dict(kwargs or {}))
                 built[name] = kwargs
@@ -89,6 +96,12 @@ def _parts(config: Mapping[str, Any]) -> tuple[list[Finding], dict[str, dict[str
         if built:
             found.append(Finding(section, "ok", ", ".join(built)))
     return found, options
+
+
+def _registered(section: str) -> set[str]:
+    from llmfoundry import registry
+
+    return {name for kind in (section, f"{section}_with_config") if hasattr(registry, kind) for name in getattr(registry, kind).get_all()}  # fmt: skip
 
 
 def _unknown_keys(config: Mapping[str, Any]) -> list[Finding]:
@@ -100,9 +113,12 @@ def _unknown_keys(config: Mapping[str, Any]) -> list[Finding]:
     ]  # fmt: skip
 
 
-def _clashes(run: Run) -> list[Finding]:
+def _clashes(run: Run, *, whole: bool) -> list[Finding]:
+    """``whole``: nothing of ours could not be built; what is left then says nothing of what is missing."""
     return [
-        Finding("clash", "error" if c.error else "warning", c.text.format(run=run)) for c in clashes_of(run)
+        Finding("clash", "error" if c.error else "warning", c.text.format(run=run))
+        for c in clashes_of(run)
+        if c.error or whole
     ]
 
 

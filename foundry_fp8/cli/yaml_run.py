@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from foundry_fp8.cli.hardware import PER_NODE
 from foundry_fp8.config import ConfigError, Positive, accept, check_choice, first_line
-from foundry_fp8.distributed.sharding import FSDP1_STRATEGIES
 
 if TYPE_CHECKING:
     from foundry_fp8.run.settings import Run
 
-__all__ = ["fsdp_version", "parallel_layers", "run_of"]
+__all__ = ["fsdp_version", "has_te_layers", "parallel_layers", "precision_of", "run_of"]
 
 
 def run_of(config: Mapping[str, Any], ranks: int = PER_NODE, sharding: str | None = None) -> Run:
@@ -36,20 +35,32 @@ def run_of(config: Mapping[str, Any], ranks: int = PER_NODE, sharding: str | Non
             asked["reshard_after_forward"] = sharding == "FULL_SHARD"
         config = {**config, "fsdp_config": None if sharding == "NO_SHARD" else asked}
     model = config.get("model") or {}
-    layer, loss = model.get("fc_type"), model.get("loss_fn", "fused_crossentropy")
-    layer = layer.get("name") if isinstance(layer, Mapping) else layer
+    loss = model.get("loss_fn", "fused_crossentropy")
     return Run(
         name=config.get("run_name") or os.environ.get("RUN_NAME"),
-        precision=str(config.get("precision", "amp_bf16")).lower(),
+        precision=precision_of(config),
         ranks=ranks,
         fsdp=_fsdp(config, ranks),
         tensor_parallel=_tensor_parallel(config),
         compiled=config.get("compile_config") is not None,
         train_metrics=model.get("use_train_metrics", True) is not False,
         flash_loss=model.get("name") == "mpt_causal_lm" and loss == "fused_crossentropy",
-        te_layers=layer == "te" or (model.get("ffn_config") or {}).get("ffn_type") == "te_ln_mlp",
+        te_layers=has_te_layers(config),
         **parse_algorithms(config.get("algorithms")),
     )
+
+
+def precision_of(config: Mapping[str, Any]) -> str:
+    """In Composer's words."""
+    return str(config.get("precision", "amp_bf16")).lower()
+
+
+def has_te_layers(config: Mapping[str, Any]) -> bool:
+    """Whether the model's configuration names Transformer Engine's layers."""
+    model = config.get("model") or {}
+    layer = model.get("fc_type")
+    layer = layer.get("name") if isinstance(layer, Mapping) else layer
+    return layer == "te" or (model.get("ffn_config") or {}).get("ffn_type") == "te_ln_mlp"
 
 
 def fsdp_version() -> Literal[1, 2]:
@@ -62,6 +73,8 @@ def _fsdp(config: Mapping[str, Any], ranks: int) -> Any:
     if section is None or ranks == 1:  # LLM Foundry takes it off on one device
         return None
     from composer.utils.parallelism import FSDP2Config, FSDPConfig
+
+    from foundry_fp8.distributed.sharding import FSDP1_STRATEGIES
 
     mixed = (config.get("model") or {}).get(
         "init_device"

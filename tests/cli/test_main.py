@@ -1,22 +1,17 @@
+import importlib
+import inspect
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from foundry_fp8.cli.main import app
+from foundry_fp8.cli.main import COMMANDS, app
 from tests.report.logs import END, batches, header, write_log
 
-# Not torch: the plans need it.
-SLOW_IMPORTS = (
-    "torch._dynamo",
-    "triton",
-    "composer",
-    "llmfoundry",
-    "streaming",
-    "transformers",
-    "matplotlib",
-)
+CHECKOUT = Path(__file__).parents[2]
 
 
 def run(*arguments):
@@ -24,17 +19,60 @@ def run(*arguments):
     return result.exit_code, " ".join(result.output.split())
 
 
-def test_help_imports_nothing_slow():
-    code = f"import sys, foundry_fp8.cli.main; print([m for m in {SLOW_IMPORTS!r} if m in sys.modules])"
-    result = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert result.stdout.strip() == "[]"
+def imported(*arguments):
+    """The modules that a call of the command line imports."""
+    code = """if True:
+        import sys
+        from foundry_fp8.cli.main import app
+        try:
+            app(sys.argv[1:])
+        except SystemExit as end:
+            print("left", end.code)
+        print("imported", *sys.modules)
+    """
+    result = subprocess.run(
+        [sys.executable, "-c", code, *arguments], check=True, capture_output=True, text=True
+    )
+    *_, left, modules = result.stdout.strip().splitlines()
+    assert left in ("left 0", "left None"), result.stdout
+    return set(modules.split())
 
 
-def test_every_command_is_mounted():
-    code, output = run("--help")
-    assert code == 0
-    for command in ("demo", "compare", "doctor"):
-        assert f" {command} " in output
+@pytest.mark.parametrize("arguments", [("--help",), ("--version",), ("plan", "--help")], ids=" ".join)
+def test_help_and_version_need_no_torch(arguments):
+    assert not imported(*arguments) & {
+        "torch",
+        "numpy",
+        "composer",
+        "llmfoundry",
+        "transformers",
+        "matplotlib",
+    }
+
+
+def test_init_needs_no_torch(tmp_path):
+    run = tmp_path / "run.yaml"
+    shutil.copy(CHECKOUT / "yamls/pretrain/llama-3-8b.yaml", run)
+    assert not imported("init", str(run), "--diff") & {"torch", "composer", "llmfoundry", "transformers"}
+
+
+def commands():
+    return [(group, name, *found) for group, table in COMMANDS.items() for name, found in table.items()]
+
+
+@pytest.mark.parametrize(("group", "name", "file", "text"), commands(), ids=lambda value: value[:14])
+def test_help_says_of_each_command_what_the_command_says(group, name, file, text):
+    code, output = run(*(() if group == "foundry-fp8" else (group,)), "--help")
+    assert code == 0 and f" {name} " in output
+    if file:
+        function = getattr(importlib.import_module(f"foundry_fp8.cli.{file}"), name)
+        assert " ".join(inspect.getdoc(function).split("\n\n")[0].split()) == text
+
+
+def test_a_mistyped_command_gets_its_nearest():
+    for given, wanted in (("dctor", "doctor"), ("compair", "compare")):
+        code, output = run(given)
+        assert code == 2 and f"Did you mean '{wanted}'?" in output
 
 
 def test_an_unknown_recipe_is_refused_before_anything_is_done(tmp_path):
