@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
-import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from foundry_fp8.cli.quiet import quiet
 from foundry_fp8.config import ConfigError
 
 __all__ = ["doctor", "render"]
@@ -88,18 +87,16 @@ def _probe(yaml: Path | None, load: Path | None, as_json: bool) -> None:
 
 def _examine(yaml: Path, hardware: str, as_json: bool) -> None:
     from foundry_fp8.cli.hardware import parse_hardware
-    from foundry_fp8.cli.run_check import check_run
 
-    logging.disable(logging.WARNING)  # libraries' messages while the model is built do not concern the run
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            findings = check_run(yaml, parse_hardware(hardware))
+        on = parse_hardware(hardware)  # before what takes long to import
+        with quiet():
+            from foundry_fp8.cli.run_check import check_run
+
+            findings = check_run(yaml, on)
     except ConfigError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from error
-    finally:
-        logging.disable(logging.NOTSET)
     if as_json:
         typer.echo(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
     else:

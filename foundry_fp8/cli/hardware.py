@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Iterable
 
-from foundry_fp8.config import ConfigError, nearest
+from foundry_fp8.config import ConfigError, check_choice, nearest
 
-__all__ = ["Hardware", "parse_hardware"]
+__all__ = ["Hardware", "gpu_named", "parse_hardware"]
 
 PER_NODE = 8
 
@@ -24,7 +25,11 @@ class Gpu:
 GPUS = {
     "a100": Gpu(80e9, None),
     "l40s": Gpu(48e9, "current"),
+    "rtx4090": Gpu(24e9, "current"),
+    "rtx5090": Gpu(32e9, "current"),
     "h100": Gpu(80e9, "current"),
+    "h800": Gpu(80e9, "current"),
+    "h20": Gpu(96e9, "current"),
     "h200": Gpu(141e9, "current"),
     "b200": Gpu(180e9, "mxfp8"),
     "gb200": Gpu(186e9, "mxfp8"),
@@ -44,6 +49,19 @@ class Hardware:
     def nodes(self) -> int:
         """Machines, the last of which may be in part empty."""
         return -(-self.devices // PER_NODE)
+
+
+def gpu_named(text: str, known: Iterable[str]) -> str:
+    """The one of ``known`` that ``--gpu`` means: ``h100`` and ``h100-sxm`` name the same GPU to every command.
+
+    Raises:
+        ConfigError: None of them.
+    """
+    names = list(known)
+    alike = [name for name in names if name.partition("-")[0] == text.lower().partition("-")[0]]
+    found = text.lower() if text.lower() in names else next(iter(alike), text)
+    check_choice("--gpu", found, tuple(names))
+    return found
 
 
 def parse_hardware(text: str) -> Hardware:

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from foundry_fp8.cli.cluster import refuse_tensor_parallelism, shard_of, wire_bytes
+from foundry_fp8.cli.hardware import gpu_named
 from foundry_fp8.cli.yaml_model import build_yaml_model, optimizer_bytes_of, read_yaml
 from foundry_fp8.cli.yaml_run import run_of
 from foundry_fp8.config import ConfigError, Positive, accept, at_least, check_choice
@@ -58,7 +59,7 @@ def communication(
     """Print communication, exposed time and memory a GPU for FSDP and the best HSDP, with and without compression."""
     counts, left_out = [], ""
     try:
-        check_choice("--gpu", gpu, tuple(GPUS))
+        gpu = gpu_named(gpu, GPUS)
         check_choice("--network", network, tuple(NETWORKS))
         constants = _override(with_logs(NETWORKS[network], nccl_tests or []), set_ or [])
         if parameters is not None:

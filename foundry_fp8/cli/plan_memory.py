@@ -18,7 +18,8 @@ import typer
 from torch import Tensor
 
 from foundry_fp8.cli.cluster import cluster_of, limit_of
-from foundry_fp8.cli.hardware import GPUS, PER_NODE
+from foundry_fp8.cli.hardware import GPUS, PER_NODE, gpu_named
+from foundry_fp8.cli.quiet import quiet
 from foundry_fp8.cli.yaml_model import build_yaml_model, optimizer_bytes_of, read_yaml
 from foundry_fp8.cli.yaml_run import run_of
 from foundry_fp8.compat.fake_tensor import NEEDS_VALUES, FakeTensor, FakeTensorMode
@@ -75,8 +76,8 @@ def memory(
 ) -> None:
     """Print a table of what each block could do, the plan, and the YAML that pins it."""
     try:
-        typer.echo(
-            plan_yaml(
+        with quiet():
+            said = plan_yaml(
                 yaml,
                 budget=budget,
                 microbatch=microbatch,
@@ -87,7 +88,7 @@ def memory(
                 sharding=sharding,
                 gpu=gpu,
             )
-        )
+        typer.echo(said)
     except ConfigError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from error
@@ -127,7 +128,7 @@ def plan_yaml(
     config = read_yaml(path)
     if world_size is not None:
         accept(Positive, world_size, "--world-size")
-        check_choice("--gpu", gpu, tuple(GPUS))
+        gpu = gpu_named(gpu, GPUS)
     elif sharding is not None:
         raise ConfigError("--sharding: a strategy for ranks; give --world-size too.")
     if sharding is not None:

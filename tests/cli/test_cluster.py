@@ -5,8 +5,11 @@ import warnings
 import pytest
 
 from foundry_fp8.cli.cluster import cluster_of, wire_bytes
+from foundry_fp8.cli.hardware import GPUS as HARDWARE
+from foundry_fp8.cli.hardware import gpu_named
 from foundry_fp8.cli.yaml_run import run_of
 from foundry_fp8.config import ConfigError
+from foundry_fp8.planning.communication.machines import GPUS as PLANNED
 
 READINGS = {
     "default": ({}, (2, 4)),
@@ -67,3 +70,23 @@ def test_error_feedback_keeps_the_part_of_a_node_under_two_hops():
     hybrid = {"algorithms": {**options["algorithms"], "hybrid_sharding": {"shard": 8}}, "fsdp_config": {}}
     assert cluster_of(run_of(hybrid, 32)).residual == 4  # of an eighth already
     assert cluster_of(run_of(hybrid, 8)).residual == 0  # nothing replicates
+
+
+@pytest.mark.parametrize(
+    ("given", "known", "found"),
+    [
+        ("h100-sxm", HARDWARE, "h100"),
+        ("H100", PLANNED, "h100-sxm"),
+        ("a100-80g", HARDWARE, "a100"),
+        ("a100-40g", PLANNED, "a100-40g"),
+        ("h20", HARDWARE, "h20"),
+        ("rtx4090", HARDWARE, "rtx4090"),
+    ],
+)
+def test_every_command_takes_each_others_names_of_gpus(given, known, found):
+    assert gpu_named(given, known) == found
+
+
+def test_a_gpu_that_no_command_knows_is_an_error():
+    with pytest.raises(ConfigError, match="--gpu"):
+        gpu_named("h1000", HARDWARE)

@@ -70,7 +70,7 @@ def test_a_log_of_nccl_tests_and_a_slow_network_change_the_plan(tmp_path):
     ("arguments", "said"),
     [
         ([], "--parameters"),
-        (["--parameters", "7e9", "--gpu", "h100"], "h100-sxm"),
+        (["--parameters", "7e9", "--gpu", "h1000"], "h100-sxm"),
         (["--parameters", "7e9", "--network", "ib"], "h100-3200g"),
         (["--parameters", "7e9", "--gpus", "many"], "64..16384"),
         (["--parameters", "7e9", "--set", "acros_bus=1"], "across_bus"),
