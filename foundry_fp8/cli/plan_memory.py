@@ -172,7 +172,7 @@ def plan_yaml(
     note = "attention holds flash attention's bytes, at other seconds\n" if stand_in else ""
     return (
         f"{path.name}: {microbatch} x {config['max_seq_len']} tokens, parameters and optimizer state "
-        f"{format_bytes(plan.measurements.frame.static)}\n{note}{_notes(run, model, dry)}{others}{plan}"
+        f"{format_bytes(plan.measurements.frame.static)}\n{note}{_notes(run, model, dry)}{others}{plan.text(config.get('algorithms'))}"
     )
 
 

@@ -19,7 +19,7 @@ from foundry_fp8.kernels.producers import (
     expm1,
 )
 
-__all__ = ["activation_backward", "activation_backward_reference"]
+__all__ = ["activation_backward"]
 
 TILE = 64
 
@@ -66,30 +66,6 @@ def activation_backward(dy: Tensor, source: Producer) -> tuple[Tensor, Tensor | 
             num_warps=4,
         )
     return dx, dup, None if partial is None else partial.sum(0)
-
-
-def activation_backward_reference(
-    dy: Tensor, source: Producer
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The definition of :func:`activation_backward`: autograd of :meth:`Producer.reference`, with its roundings.
-
-    xIELU's is written out: autograd would follow the clamp at -1e-6, whose gradient is 0, and jump at x = 0.
-    """
-    hp = source.x.dtype
-    x = source.x.detach().float().requires_grad_()
-    with torch.enable_grad():
-        plain = source._replace(x=x, up=None).reference()
-    if source.up is None:
-        dplain, dup = dy.float(), None
-    else:
-        dplain, dup = (dy * source.up).float(), dy * plain.detach().to(hp)
-    if source.alpha is None:
-        return torch.autograd.grad(plain, x, dplain)[0].to(hp), dup, None
-    x, alpha = x.detach(), source.alpha
-    bend = torch.expm1(x.clamp(max=-1e-6))
-    dx = dplain * torch.where(x > 0, 2.0 * alpha[0] * x + 0.5, alpha[1] * bend + 0.5)
-    dalpha = torch.stack([(dplain * x * x)[x > 0].sum(), (dplain * (bend - x))[x <= 0].sum()])
-    return dx.to(hp), dup, dalpha
 
 
 @triton.jit

@@ -20,9 +20,7 @@ __all__ = [
     "MAX_COLUMNS",
     "check_columns",
     "norm_backward",
-    "norm_backward_reference",
     "norm_statistics",
-    "norm_statistics_reference",
     "row_block",
 ]
 
@@ -56,14 +54,6 @@ def norm_statistics(x: Tensor, eps: float, *, centered: bool) -> tuple[Tensor | 
             _statistics_kernel, rows, x, x.stride(0), mean, rstd, columns, eps, BLOCK=block, num_warps=warps
         )
     return mean, rstd
-
-
-def norm_statistics_reference(x: Tensor, eps: float, *, centered: bool) -> tuple[Tensor | None, Tensor]:
-    """The torch expression of :func:`norm_statistics`."""
-    x = x.float()
-    mean = x.mean(1) if centered else None
-    deviation = x if mean is None else x - mean[:, None]
-    return mean, 1.0 / torch.sqrt(deviation.square().mean(1) + eps)
 
 
 def norm_backward(
@@ -129,20 +119,6 @@ def norm_backward(
         partial.zero_()
     dweight, *rest = partial.sum(1)
     return dx, dweight, rest[0] if rest else dweight.new_empty(0)
-
-
-def norm_backward_reference(
-    dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor | None, *, mean: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The torch expression of :func:`norm_backward`."""
-    dy32, x32 = dy.float(), x.float()
-    normalized = (x32 if mean is None else x32 - mean[:, None]) * rstd[:, None]
-    g = dy32 if weight is None else dy32 * weight.float()
-    dx = g - normalized * (g * normalized).mean(1, keepdim=True)
-    if mean is not None:
-        dx = dx - g.mean(1, keepdim=True)
-    dbias = dy32.new_empty(0) if mean is None else dy32.sum(0)
-    return (dx * rstd[:, None]).to(x.dtype), (dy32 * normalized).sum(0), dbias
 
 
 def check_columns(columns: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ __all__ = [
     "GRADIENTS",
     "SLOTS",
     "AttentionBackend",
+    "AttentionInputs",
     "AttentionProbe",
     "AttentionRecipe",
     "FP8DotProductAttention",
@@ -79,6 +80,17 @@ def by_tokens(x: Tensor) -> Tensor:
     return x.transpose(1, 2).reshape(x.shape[0] * x.shape[2], -1)
 
 
+class AttentionInputs(NamedTuple):
+    """One call, as :meth:`FP8DotProductAttention.forward` takes it."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: AttentionMask
+    softmax_scale: float
+    dropout_p: float = 0.0
+
+
 class AttentionBackend(abc.ABC):
     """Runs FP8 attention. One instance serves a whole model."""
 
@@ -107,30 +119,12 @@ class AttentionBackend(abc.ABC):
         """
 
     @abc.abstractmethod
-    def call_reason(
-        self,
-        module: FP8DotProductAttention,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: AttentionMask,
-        dropout_p: float,
-    ) -> Availability:
-        """Whether it takes this call; if not, why, and what would change that. Arguments as :meth:`attend`."""
+    def call_reason(self, module: FP8DotProductAttention, given: AttentionInputs) -> Availability:
+        """Whether it takes this call; if not, why, and what would change that."""
 
     @abc.abstractmethod
-    def attend(
-        self,
-        module: FP8DotProductAttention,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        mask: AttentionMask,
-        softmax_scale: float,
-        dropout_p: float,
-    ) -> Tensor:
-        """The forward of ``module``, differentiable; arguments and result as :meth:`FP8DotProductAttention.forward`."""
+    def attend(self, module: FP8DotProductAttention, given: AttentionInputs) -> Tensor:
+        """The forward of ``module``, differentiable; the result as :meth:`FP8DotProductAttention.forward`."""
 
 
 class FP8DotProductAttention(nn.Module):
@@ -229,14 +223,14 @@ class FP8DotProductAttention(nn.Module):
         """
         if mask.bias is not None and mask.bias.requires_grad:
             raise RuntimeError(f"{self.fqn}: FP8 attention has no gradient for a trainable attention bias.")
-        options: dict[str, Any] = {"mask": mask, "softmax_scale": softmax_scale, "dropout_p": dropout_p}
+        given = AttentionInputs(q, k, v, mask, softmax_scale, dropout_p)
         if torch.compiler.is_compiling():  # a compiled graph cannot keep Python counters
-            return self.backend.attend(self, q, k, v, **options)
+            return self.backend.attend(self, given)
         state = next(iter(self.slots.values())).state
         state.begin_layer(q.device, trains=self.training and torch.is_grad_enabled())
         # Counted before it runs: a recompute stops inside it, once it has what the backward needs.
         self._record_forward(q, k)
-        out = self.backend.attend(self, q, k, v, **options)
+        out = self.backend.attend(self, given)
         self._record_backward(q, k, out)
         return out
 

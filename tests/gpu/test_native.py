@@ -438,10 +438,17 @@ def test_attention_waits_for_nothing_and_is_not_captured():
 
 def test_attention_passes_its_check_and_refuses_by_name():
     from foundry_fp8.backends.native.attention import NativeAttention
+    from foundry_fp8.layers.attention import AttentionInputs
+    from foundry_fp8.layers.attention_mask import AttentionMask
 
     attention, _, given = attention_of("native")
     NativeAttention().self_check(DelayedScaling(), "fp8", 128, torch.bfloat16, given[0].device)
     assert attention.backend.module_reason(DelayedScaling(), 128) is None
     if torch.cuda.get_device_capability() < (10, 0):
         assert "on Hopper it has to be 128" in attention.backend.module_reason(DelayedScaling(), 64)
-    assert "no dropout" in attention.backend.call_reason(attention, *given[:3], None, 0.1).reason
+    assert (
+        "no dropout"
+        in attention.backend.call_reason(
+            attention, AttentionInputs(*given[:3], AttentionMask(), 1.0, 0.1)
+        ).reason
+    )

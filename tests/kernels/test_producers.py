@@ -6,17 +6,20 @@ import torch.nn.functional as F
 
 from foundry_fp8.kernels import gated, tensorwise
 from foundry_fp8.kernels.blockwise import quantize_blockwise, quantize_blockwise_reference
-from foundry_fp8.kernels.gated import activation_backward, activation_backward_reference
+from foundry_fp8.kernels.gated import activation_backward
 from foundry_fp8.kernels.norms import (
     norm_backward,
-    norm_backward_reference,
     norm_statistics,
-    norm_statistics_reference,
 )
 from foundry_fp8.kernels.producers import ACTIVATIONS, Producer, xielu_reference
 from foundry_fp8.kernels.tensorwise import quantize_tensorwise, quantize_tensorwise_reference
 from foundry_fp8.numerics.formats import E4M3
 from tests.kernels.cases import DTYPES, HALF_ULP, assert_same_bits
+from tests.kernels.definitions import (
+    activation_backward_reference,
+    norm_backward_reference,
+    norm_statistics_reference,
+)
 from tests.kernels.interpreter import only_from
 
 ALPHA = (0.8, 0.9)

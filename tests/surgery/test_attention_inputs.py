@@ -17,6 +17,7 @@ from foundry_fp8.backends.attention_requirements import (
 )
 from foundry_fp8.backends.emulated.attention import EmulatedAttention
 from foundry_fp8.config import ConfigError
+from foundry_fp8.layers.attention import AttentionInputs
 from foundry_fp8.layers.attention_mask import AttentionMask
 from foundry_fp8.layers.backend import Availability
 from foundry_fp8.numerics.recipes import DelayedScaling
@@ -96,9 +97,9 @@ class Recording(EmulatedAttention):
     def __init__(self) -> None:
         self.masks: list[AttentionMask] = []
 
-    def attend(self, module: Any, q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Tensor:
-        self.masks.append(kwargs["mask"])
-        return super().attend(module, q, k, v, **kwargs)
+    def attend(self, module: Any, given: AttentionInputs) -> Tensor:
+        self.masks.append(given.mask)
+        return super().attend(module, given)
 
 
 def masks_of(model: nn.Module, batches: list[dict[str, Any]]) -> list[AttentionMask]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from foundry_fp8.backends.emulated.attention import EmulatedAttention
 from foundry_fp8.backends.emulated.attention_reference import attention_reference
+from foundry_fp8.layers.attention import AttentionInputs
 from foundry_fp8.layers.attention_mask import AttentionMask
 from foundry_fp8.numerics.recipes import DelayedScaling
 from foundry_fp8.surgery.attention import FP8AttentionState
@@ -79,13 +80,13 @@ class Definition(EmulatedAttention):
     def __init__(self, mask: Tensor) -> None:
         self.mask = AttentionMask(bias=mask)
 
-    def attend(self, module: Any, q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Tensor:
+    def attend(self, module: Any, given: AttentionInputs) -> Tensor:
         options = {
             "quantize": reference_quantizer(module, module.recipe),
             "mask": self.mask,
-            "softmax_scale": kwargs["softmax_scale"],
+            "softmax_scale": given.softmax_scale,
         }
-        out: Tensor = _Definition.apply(q, k, v, options)  # type: ignore[no-untyped-call]
+        out: Tensor = _Definition.apply(*given[:3], options)  # type: ignore[no-untyped-call]
         return out
 
 

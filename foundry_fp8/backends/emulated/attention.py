@@ -25,6 +25,7 @@ from foundry_fp8.compat.fake_tensor import FakeTensor
 from foundry_fp8.layers.attention import (
     SLOTS,
     AttentionBackend,
+    AttentionInputs,
     AttentionRecipe,
     FP8DotProductAttention,
     GradScores,
@@ -53,32 +54,15 @@ class EmulatedAttention(AttentionBackend):
         """Delayed and current scaling have an attention form."""
         return no_attention_form(recipe)
 
-    def call_reason(
-        self,
-        module: FP8DotProductAttention,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: AttentionMask,
-        dropout_p: float,
-    ) -> Availability:
+    def call_reason(self, module: FP8DotProductAttention, given: AttentionInputs) -> Availability:
         """Every call is supported."""
         return Availability(True)
 
     @torch.compiler.disable
-    def attend(
-        self,
-        module: FP8DotProductAttention,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        mask: AttentionMask,
-        softmax_scale: float,
-        dropout_p: float,
-    ) -> Tensor:
+    def attend(self, module: FP8DotProductAttention, given: AttentionInputs) -> Tensor:
         """See :meth:`AttentionBackend.attend`."""
         assert module.recipe is not None
+        q, k, v, mask, softmax_scale, dropout_p = given
         call = _Call(
             module=module,
             recipe=module.recipe,

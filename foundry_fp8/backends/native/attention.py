@@ -29,6 +29,7 @@ from foundry_fp8.compat.fake_tensor import dry_run
 from foundry_fp8.layers.attention import (
     SLOTS,
     AttentionBackend,
+    AttentionInputs,
     AttentionProbe,
     AttentionRecipe,
     FP8DotProductAttention,
@@ -37,7 +38,6 @@ from foundry_fp8.layers.attention import (
     attention_slots,
     by_tokens,
 )
-from foundry_fp8.layers.attention_mask import AttentionMask
 from foundry_fp8.layers.backend import Availability
 from foundry_fp8.numerics.recipes import Operand, Recipe
 
@@ -127,17 +127,10 @@ class NativeAttention(AttentionBackend):
 
             check_attention(type(self), recipe, head_dim, dtype, device)
 
-    def call_reason(
-        self,
-        module: FP8DotProductAttention,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: AttentionMask,
-        dropout_p: float,
-    ) -> Availability:
+    def call_reason(self, module: FP8DotProductAttention, given: AttentionInputs) -> Availability:
         """See :meth:`AttentionBackend.call_reason`. Waits for the device once a forward where there is padding or documents."""
         assert module.recipe is not None
+        q, k, v, mask, _, dropout_p = given
         found = self._look()
         if found is not None:
             return found
@@ -154,29 +147,20 @@ class NativeAttention(AttentionBackend):
             mask = mask.simplified()
         return call_requirement(module.recipe, q, k, v, mask, self.machine)
 
-    def attend(
-        self,
-        module: FP8DotProductAttention,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        mask: AttentionMask,
-        softmax_scale: float,
-        dropout_p: float,
-    ) -> Tensor:
+    def attend(self, module: FP8DotProductAttention, given: AttentionInputs) -> Tensor:
         """See :meth:`AttentionBackend.attend`.
 
         Raises:
             RuntimeError: cuDNN has no FP8 kernel for this call, with the reason and the way out.
         """
         assert module.recipe is not None
-        found = self.call_reason(module, q, k, v, mask, dropout_p)
+        found = self.call_reason(module, given)
         if not found.ok:
             raise RuntimeError(
                 f"{module.fqn}: FP8 attention cannot run on the native backend: {found.reason}. {found.remedy}"
             )
         assert self.machine is not None
+        q, k, v, mask, softmax_scale, _ = given
         b, h, tokens, d = q.shape
         call = _Call(
             recipe=module.recipe,

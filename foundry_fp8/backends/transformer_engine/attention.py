@@ -28,8 +28,13 @@ from foundry_fp8.backends.attention_requirements import (
 from foundry_fp8.backends.transformer_engine.backend import library, te_recipe_of
 from foundry_fp8.backends.transformer_engine.delayed import keep_out_of_global_buffers
 from foundry_fp8.backends.transformer_engine.library import release
-from foundry_fp8.layers.attention import AttentionBackend, AttentionRecipe, FP8DotProductAttention, GradScores
-from foundry_fp8.layers.attention_mask import AttentionMask
+from foundry_fp8.layers.attention import (
+    AttentionBackend,
+    AttentionInputs,
+    AttentionRecipe,
+    FP8DotProductAttention,
+    GradScores,
+)
 from foundry_fp8.layers.backend import Availability
 from foundry_fp8.numerics.recipes import DelayedScaling, Recipe
 
@@ -75,34 +80,17 @@ class TransformerEngineAttention(AttentionBackend):
         shape = AttentionShape(head_dim=head_dim, sequence=128)
         return attention_requirement(recipe, shape, attention_machine(torch.device("cuda"))).reason or None
 
-    def call_reason(
-        self,
-        module: FP8DotProductAttention,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: AttentionMask,
-        dropout_p: float,
-    ) -> Availability:
+    def call_reason(self, module: FP8DotProductAttention, given: AttentionInputs) -> Availability:
         """See :meth:`AttentionBackend.call_reason`. Waits for the device once a forward where there is padding or documents."""
         assert module.recipe is not None
+        q, k, v, mask, *_ = given
         found = call_requirement(module.recipe, q, k, v, mask.simplified(), attention_machine(q.device))
         if found.ok and q.dtype not in (torch.bfloat16, torch.float16):
             return Availability(False, f"its inputs are {q.dtype}", "Set precision: amp_bf16.")
         return found
 
     @torch.compiler.disable
-    def attend(
-        self,
-        module: FP8DotProductAttention,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        mask: AttentionMask,
-        softmax_scale: float,
-        dropout_p: float,
-    ) -> Tensor:
+    def attend(self, module: FP8DotProductAttention, given: AttentionInputs) -> Tensor:
         """See :meth:`AttentionBackend.attend`.
 
         Raises:
@@ -110,11 +98,12 @@ class TransformerEngineAttention(AttentionBackend):
         """
         recipe = module.recipe
         assert isinstance(recipe, DelayedScaling)
-        found = self.call_reason(module, q, k, v, mask, dropout_p)
+        found = self.call_reason(module, given)
         if not found.ok:
             raise RuntimeError(
                 f"{module.fqn}: FP8 attention cannot run through Transformer Engine: {found.reason}. {found.remedy}"
             )
+        q, k, v, mask, softmax_scale, dropout_p = given
         mask = mask.simplified()
         te_recipe = _with_attention(recipe)
         dpa = _te_module(module, q, k, softmax_scale, dropout_p)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import io
+from collections.abc import Mapping
 from typing import Any
 
 from foundry_fp8.activations.checkpointing.policy import policy_name
@@ -15,6 +17,9 @@ from foundry_fp8.planning.memory.options import BlockOption
 from foundry_fp8.planning.memory.solver import Cost, Frame, predict_peak
 
 __all__ = ["Measurements", "MemoryPlan"]
+
+PLANNED = ("activation_checkpointing", "activation_compression")
+"""The algorithms that a plan is made of."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,23 +163,22 @@ class MemoryPlan:
             config["activation_compression"] = compression
         return config
 
-    def to_yaml(self) -> str:
-        """:meth:`to_config` as YAML text."""
-        lines = ["algorithms:"]
-        for name, options in self.to_config().items():
-            lines.append(f"  {name}:")
-            for key, value in options.items():
-                if key == "targets" and value:
-                    lines.append("    targets:")
-                    if isinstance(value, dict):
-                        lines += [f"      {module}: {form}" for module, form in value.items()]
-                    else:
-                        lines += [f"    - {_flow(entry)}" for entry in value]
-                else:
-                    lines.append(f"    {key}: {_flow(value)}")
-        return "\n".join(lines) if len(lines) > 1 else "algorithms: {}  # everything fits as it is"
+    def to_yaml(self, algorithms: Mapping[str, Any] | None = None) -> str:
+        """:meth:`to_config` as YAML text, after the other ``algorithms`` of the run, which it leaves as they are."""
+        from ruamel.yaml import YAML
+
+        plan, out, writer = self.to_config(), io.StringIO(), YAML(typ="safe", pure=True)
+        writer.default_flow_style, writer.width = None, 4096
+        writer.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
+        kept = {name: options for name, options in (algorithms or {}).items() if name not in PLANNED}
+        writer.dump({"algorithms": {**kept, **plan}}, out)
+        return out.getvalue().rstrip() + ("" if plan else "  # everything fits as it is")
 
     def __str__(self) -> str:
+        return self.text()
+
+    def text(self, algorithms: Mapping[str, Any] | None = None) -> str:
+        """The table, the plan and its :meth:`to_yaml`."""
         m = self.measurements
         count: dict[tuple[int, str], int] = {}
         for kind, name in zip(m.kind, self.chosen, strict=True):
@@ -202,7 +206,7 @@ class MemoryPlan:
             f"predicted peak {format_bytes(self.predicted_peak)} of {format_bytes(self.budget)}, "
             f"{self.added_seconds:+.4g} s a microbatch in the blocks "
             f"(no checkpointing: {format_bytes(m.peak('none'))}; every block: {format_bytes(m.peak('block'))}, "
-            f"{m.seconds('block') - m.seconds('none'):+.4g} s)\n{table}\n{self._host()}{self._fused_head()}{m.source}\n{self.to_yaml()}"
+            f"{m.seconds('block') - m.seconds('none'):+.4g} s)\n{table}\n{self._host()}{self._fused_head()}{m.source}\n{self.to_yaml(algorithms)}"
         )
 
     def _host(self) -> str:
@@ -233,15 +237,3 @@ class MemoryPlan:
             f"option fused_head: {{}} (exact; needs model.use_train_metrics: false): head and loss take {format_bytes(after)} instead of "
             f"{format_bytes(now)}, {self.measurements.fused_seconds:+.2g} s; this plan's peak is then {format_bytes(peak)}\n"
         )
-
-
-def _flow(value: Any) -> str:
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{k}: {_flow(v)}" for k, v in value.items()) + "}"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return (
-        f'"{value}"'
-        if isinstance(value, str) and (set(value) & set("*,:[]{}") or " " in value)
-        else str(value)
-    )

@@ -138,6 +138,12 @@ def test_the_printed_yaml_pins_the_plan():
         for a, b in zip(pinned.parameters(), planned.parameters(), strict=True):
             assert torch.equal(a.grad, b.grad)
         assert str(plan).count(plan.to_yaml()) == 1
+        # What a run has beside the plan stays: the text is pasted over its own section.
+        own = {
+            "fp8": {"recipe": "current", "exclude": ["*.down: [x]"]},
+            "activation_checkpointing": {"budget": "fit"},
+        }
+        assert yaml.safe_load(plan.to_yaml(own))["algorithms"] == {"fp8": own["fp8"], **config}
 
 
 def test_the_functional_form_plans_and_applies():

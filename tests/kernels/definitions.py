@@ -1,0 +1,52 @@
+"""Definitions in torch of kernels whose bits nothing in the package compares."""
+
+import torch
+from torch import Tensor
+
+from foundry_fp8.kernels.producers import Producer
+
+
+def norm_statistics_reference(x: Tensor, eps: float, *, centered: bool) -> tuple[Tensor | None, Tensor]:
+    """The torch expression of :func:`norm_statistics`."""
+    x = x.float()
+    mean = x.mean(1) if centered else None
+    deviation = x if mean is None else x - mean[:, None]
+    return mean, 1.0 / torch.sqrt(deviation.square().mean(1) + eps)
+
+
+def norm_backward_reference(
+    dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor | None, *, mean: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The torch expression of :func:`norm_backward`."""
+    dy32, x32 = dy.float(), x.float()
+    normalized = (x32 if mean is None else x32 - mean[:, None]) * rstd[:, None]
+    g = dy32 if weight is None else dy32 * weight.float()
+    dx = g - normalized * (g * normalized).mean(1, keepdim=True)
+    if mean is not None:
+        dx = dx - g.mean(1, keepdim=True)
+    dbias = dy32.new_empty(0) if mean is None else dy32.sum(0)
+    return (dx * rstd[:, None]).to(x.dtype), (dy32 * normalized).sum(0), dbias
+
+
+def activation_backward_reference(
+    dy: Tensor, source: Producer
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The definition of :func:`activation_backward`: autograd of :meth:`Producer.reference`, with its roundings.
+
+    xIELU's is written out: autograd would follow the clamp at -1e-6, whose gradient is 0, and jump at x = 0.
+    """
+    hp = source.x.dtype
+    x = source.x.detach().float().requires_grad_()
+    with torch.enable_grad():
+        plain = source._replace(x=x, up=None).reference()
+    if source.up is None:
+        dplain, dup = dy.float(), None
+    else:
+        dplain, dup = (dy * source.up).float(), dy * plain.detach().to(hp)
+    if source.alpha is None:
+        return torch.autograd.grad(plain, x, dplain)[0].to(hp), dup, None
+    x, alpha = x.detach(), source.alpha
+    bend = torch.expm1(x.clamp(max=-1e-6))
+    dx = dplain * torch.where(x > 0, 2.0 * alpha[0] * x + 0.5, alpha[1] * bend + 0.5)
+    dalpha = torch.stack([(dplain * x * x)[x > 0].sum(), (dplain * (bend - x))[x <= 0].sum()])
+    return dx.to(hp), dup, dalpha
