@@ -219,7 +219,7 @@ def dgrad_and_wgrad(
     weight, w_stats, kept_x, kept_x_scale, kept_w, kept_w_scale = saved
     assert weight is not None and w_stats is not None
     plan, probe, w_scale, scaling = call.plan, call.probe, call.w[0], SCALINGS[call.plan.kind]
-    tensor = dy.x if isinstance(dy, Source) else dy
+    tensor: Tensor = dy.x if type(dy) is Source else dy  # type: ignore[assignment]
     (m, n), k, w_dtype = tensor.shape, weight.shape[1], weight.dtype
     needs_x, needs_w, needs_b = needs
     if not (needs_x or needs_w):
