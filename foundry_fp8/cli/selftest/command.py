@@ -38,9 +38,9 @@ def selftest(
     from rich.console import Console
 
     from foundry_fp8.cli.selftest.claims import judge
-    from foundry_fp8.cli.selftest.page import page, table
     from foundry_fp8.cli.selftest.stages import run_stages, stages_of
     from foundry_fp8.cli.selftest.supervisors import Supervisors
+    from foundry_fp8.cli.selftest.table import table
     from foundry_fp8.cli.selftest.verdict import archive, keep
 
     console = Console()
@@ -81,7 +81,6 @@ def selftest(
     verdicts = judge(outcomes, dry=dry)
     console.print(table(verdicts))
     found = _write(output, outcomes, verdicts, started, dry)
-    (output / "selftest.html").write_text(page(found), encoding="utf-8")
     if not dry:
         keep(found)
     console.print(f"Everything: {output}", soft_wrap=True, highlight=False)

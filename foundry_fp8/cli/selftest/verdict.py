@@ -71,7 +71,7 @@ def _uses(run: Any, key: str) -> bool:
 
 
 def archive(folder: Path) -> Path:
-    """Pack ``selftest.json``, ``selftest.html`` and the logs of ``folder`` for an issue, without names of hosts and users.
+    """Pack ``selftest.json`` and the logs of ``folder`` for an issue, without names of hosts and users.
 
     Returns:
         ``folder / "selftest.tar.gz"``: the end of each log only, so that it is small.
@@ -79,11 +79,7 @@ def archive(folder: Path) -> Path:
     path = folder / "selftest.tar.gz"
     private = [(str(folder), "OUTPUT"), *_private()]
     with tarfile.open(path, "w:gz") as packed:
-        for file in (
-            folder / "selftest.json",
-            folder / "selftest.html",
-            *sorted((folder / "logs").glob("*")),
-        ):
+        for file in (folder / "selftest.json", *sorted((folder / "logs").glob("*"))):
             text = file.read_text(errors="replace")
             text = text[-SHOWN_BYTES:] if file.parent.name == "logs" else text
             data = _scrubbed(text, private).encode()
