@@ -72,38 +72,7 @@ _HOMES = {
     "training_state": "run.training_state",
 }
 
-__all__ = [
-    "BlockScaling",
-    "ConfigError",
-    "CurrentScaling",
-    "DelayedScaling",
-    "DivergenceGuard",
-    "FP8Run",
-    "FP8State",
-    "MXFP8Scaling",
-    "PrecisionGap",
-    "SurgeryReport",
-    "UnitScaling",
-    "__version__",
-    "activation_linear",
-    "apply_activation_checkpointing",
-    "apply_activation_compression",
-    "apply_compressed_communication",
-    "apply_fp8",
-    "apply_fused_head",
-    "apply_plan",
-    "apply_unit_scaling",
-    "export_fp8",
-    "hybrid_degrees",
-    "hybrid_mesh",
-    "load_fp8",
-    "norm_linear",
-    "plan_memory",
-    "precision_gap",
-    "rollout_mismatch",
-    "served_weights",
-    "training_state",
-]
+__all__ = ["__version__", *_HOMES]
 
 
 def __getattr__(name: str) -> Any:
