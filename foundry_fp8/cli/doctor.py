@@ -16,8 +16,6 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from foundry_fp8.config import ConfigError
-
 __all__ = ["doctor", "render"]
 
 _EMULATED_ATTENTION = Text(
@@ -69,11 +67,7 @@ def _probe(yaml: Path | None, load: Path | None, as_json: bool) -> None:
 
     if yaml is None:
         raise typer.BadParameter("--probe measures the run of a YAML: foundry-fp8 doctor RUN.yaml --probe")
-    try:
-        found = probe.probe_run(yaml, load)
-    except ConfigError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from error
+    found = probe.probe_run(yaml, load)
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(found), indent=2))
         return
@@ -95,9 +89,6 @@ def _examine(yaml: Path, hardware: str, as_json: bool) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             findings = check_run(yaml, parse_hardware(hardware))
-    except ConfigError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from error
     finally:
         logging.disable(logging.NOTSET)
     if as_json:

@@ -41,14 +41,14 @@ def export(
     from foundry_fp8.cli.composer_checkpoint import read_checkpoint
     from foundry_fp8.export.apply import check_target, export_fp8
 
-    try:
-        check_target(folder, overwrite=force)
-        found = read_checkpoint(checkpoint, trust=trust)
-        tokens = None
-        if tokenizer is not None:
-            from transformers import AutoTokenizer
+    check_target(folder, overwrite=force)
+    found = read_checkpoint(checkpoint, trust=trust)
+    tokens = None
+    if tokenizer is not None:
+        from transformers import AutoTokenizer
 
-            tokens = AutoTokenizer.from_pretrained(tokenizer)
+        tokens = AutoTokenizer.from_pretrained(tokenizer)
+    try:
         report = export_fp8(
             found.model,
             folder,
@@ -57,7 +57,6 @@ def export(
             tokenizer=tokens,
             overwrite=force,
         )
-    except (ConfigError, RuntimeError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from error
+    except RuntimeError as error:
+        raise ConfigError(str(error)) from error
     typer.echo(f"{folder}: {report.summary()}")

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+from typing import Any
+
 import typer
+from typer.core import TyperGroup
 
 from foundry_fp8.cli import (
     compare,
@@ -16,10 +20,24 @@ from foundry_fp8.cli import (
     selftest,
     transfer,
 )
+from foundry_fp8.config import ConfigError
 
 __all__ = ["app"]
 
+
+class _Commands(TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (ConfigError, OSError) as error:
+            if getattr(error, "errno", None) == errno.EPIPE:  # who reads the output has gone; click's matter
+                raise
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(2) from error
+
+
 app = typer.Typer(
+    cls=_Commands,
     name="foundry-fp8",
     help="FP8 training for MosaicML Composer and LLM Foundry.",
     no_args_is_help=True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import re
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from foundry_fp8.cli.cluster import refuse_tensor_parallelism, shard_of, wire_by
 from foundry_fp8.cli.yaml_model import build_yaml_model, optimizer_bytes_of, read_yaml
 from foundry_fp8.cli.yaml_run import run_of
 from foundry_fp8.config import ConfigError, Positive, accept, at_least, check_choice
+from foundry_fp8.config.files import write_file
 from foundry_fp8.distributed.sharding import sharding_of
 from foundry_fp8.planning.communication.machines import GPUS, NETWORKS, Network
 from foundry_fp8.planning.communication.nccl_tests import with_logs
@@ -57,35 +59,31 @@ def communication(
 ) -> None:
     """Print communication, exposed time and memory a GPU for FSDP and the best HSDP, with and without compression."""
     counts, left_out = [], ""
-    try:
-        check_choice("--gpu", gpu, tuple(GPUS))
-        check_choice("--network", network, tuple(NETWORKS))
-        constants = _override(with_logs(NETWORKS[network], nccl_tests or []), set_ or [])
-        if parameters is not None:
-            counts = _counts(gpus)
-            work = Workload(
-                parameters=parameters, units=units, tokens=8192 if tokens is None else tokens, width=width
-            )
-        elif yaml is not None:
-            config = read_yaml(yaml)
-            refuse_tensor_parallelism(run_of(config))
-            model = build_yaml_model(config, "meta")
-            counts, left_out = _divided(config, model, GPUS[gpu].memory_bytes, _counts(gpus))
-            work = workload_of(config, model, tokens)
-        else:
-            raise ConfigError("Give a training YAML, or --parameters.")
-        accept(Positive, tensor_parallel, "--tensor-parallel")
-        work = dataclasses.replace(
-            work,
-            mfu=mfu,
-            microbatches=microbatches,
-            tensor_parallel=tensor_parallel,
-            host_seconds=accept(Annotated[float, at_least(0)], host_ms, "--host-ms") / 1e3,
+    check_choice("--gpu", gpu, tuple(GPUS))
+    check_choice("--network", network, tuple(NETWORKS))
+    constants = _override(with_logs(NETWORKS[network], nccl_tests or []), set_ or [])
+    if parameters is not None:
+        counts = _counts(gpus)
+        work = Workload(
+            parameters=parameters, units=units, tokens=8192 if tokens is None else tokens, width=width
         )
-        rows = plan_communication(work, counts, GPUS[gpu], constants)
-    except ConfigError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from error
+    elif yaml is not None:
+        config = read_yaml(yaml)
+        refuse_tensor_parallelism(run_of(config))
+        model = build_yaml_model(config, "meta")
+        counts, left_out = _divided(config, model, GPUS[gpu].memory_bytes, _counts(gpus))
+        work = workload_of(config, model, tokens)
+    else:
+        raise ConfigError("Give a training YAML, or --parameters.")
+    accept(Positive, tensor_parallel, "--tensor-parallel")
+    work = dataclasses.replace(
+        work,
+        mfu=mfu,
+        microbatches=microbatches,
+        tensor_parallel=tensor_parallel,
+        host_seconds=accept(Annotated[float, at_least(0)], host_ms, "--host-ms") / 1e3,
+    )
+    rows = plan_communication(work, counts, GPUS[gpu], constants)
     typer.echo(
         f"{work.parameters / 1e9:.2f} B parameters in {work.units} units, {work.tokens} tokens a GPU and step, "
         f"MFU {work.mfu:g} of {gpu} ({GPUS[gpu].source})\nnetwork {network}: {json.dumps(dataclasses.asdict(constants))}\n"
@@ -237,5 +235,7 @@ def _draw(rows: list[dict[str, float | int | str]], title: str, path: Path) -> N
     right.legend(*left.get_legend_handles_labels(), loc="lower left")
     figure.suptitle(title, fontsize=10)
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format=path.suffix[1:] or "png", dpi=120)
+    write_file(path, drawn.getvalue(), "--plot")
     pyplot.close(figure)

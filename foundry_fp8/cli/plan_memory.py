@@ -74,23 +74,19 @@ def memory(
     ] = "h100",
 ) -> None:
     """Print a table of what each block could do, the plan, and the YAML that pins it."""
-    try:
-        typer.echo(
-            plan_yaml(
-                yaml,
-                budget=budget,
-                microbatch=microbatch,
-                device=device,
-                compression=compression,
-                accumulate=accumulate,
-                world_size=world_size,
-                sharding=sharding,
-                gpu=gpu,
-            )
+    typer.echo(
+        plan_yaml(
+            yaml,
+            budget=budget,
+            microbatch=microbatch,
+            device=device,
+            compression=compression,
+            accumulate=accumulate,
+            world_size=world_size,
+            sharding=sharding,
+            gpu=gpu,
         )
-    except ConfigError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from error
+    )
 
 
 def plan_yaml(

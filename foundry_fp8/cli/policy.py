@@ -42,9 +42,8 @@ def policy(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             typer.echo(_measured(yaml, error, recipes, load) if measure else _resolved(yaml))
-    except (ConfigError, RuntimeError) as problem:
-        typer.echo(f"error: {problem}", err=True)
-        raise typer.Exit(2) from problem
+    except RuntimeError as problem:
+        raise ConfigError(str(problem)) from problem
     finally:
         logging.disable(logging.NOTSET)
 

@@ -28,11 +28,7 @@ def transfer(
     layers: Annotated[int | None, typer.Option(help="Its layers; by default the proxy's.")] = None,
 ) -> None:
     """Print the YAML of a µnit-scaled run of another width (and depth), with what changes and why at its head."""
-    try:
-        typer.echo(transfer_yaml(yaml, width=width, layers=layers))
-    except ConfigError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from error
+    typer.echo(transfer_yaml(yaml, width=width, layers=layers))
 
 
 def transfer_yaml(path: Path, *, width: int, layers: int | None = None) -> str:
