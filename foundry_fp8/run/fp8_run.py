@@ -17,6 +17,7 @@ from foundry_fp8.compat.compiled_model import is_compiled
 from foundry_fp8.config import Clash, ConfigError, from_mapping
 from foundry_fp8.distributed.compression.apply import wrapper_of
 from foundry_fp8.layers.unit_linear import choose_gradient_scale
+from foundry_fp8.model_structure.unchanged import as_it_was_if_it_fails
 from foundry_fp8.model_structure.wrappers import without_ddp
 from foundry_fp8.observe.guard.config import Event, GuardConfig
 from foundry_fp8.observe.guard.guard import DivergenceGuard
@@ -137,12 +138,12 @@ class FP8Run:
         if not self.config.enabled:
             self.say(f"FP8: off ({self.key}.enabled: false){log_path}")
             return None
-        self.report = apply_fp8(model, device=settings.device, **self.options)
-        split = in_plan(self.report.converted, settings.parallel_plan)
-        self.refuse(dataclasses.replace(settings, parallel_layers=split))
-        send_frozen(model)
-        self.state = FP8Parts(model)
-        self._trace = ForwardTrace(model)
+        with as_it_was_if_it_fails(model):
+            report = apply_fp8(model, device=settings.device, **self.options)
+            split = in_plan(report.converted, settings.parallel_plan)
+            self.refuse(dataclasses.replace(settings, parallel_layers=split))
+            send_frozen(model)
+            self.report, self.state, self._trace = report, FP8Parts(model), ForwardTrace(model)
         log.info("%s\n%s\n%s", self.report.chosen, self.report.summary(), self.report.table())
         notes = notices(
             self.report,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -18,6 +18,7 @@ from foundry_fp8.backends import (
 from foundry_fp8.config import ConfigError, from_mapping
 from foundry_fp8.layers.gemm_layer import FP8GemmLayer, configured_recipes
 from foundry_fp8.layers.state import FP8State
+from foundry_fp8.model_structure.unchanged import as_it_was_if_it_fails
 from foundry_fp8.numerics.recipes import Recipe
 from foundry_fp8.surgery.attention import plan_attention
 from foundry_fp8.surgery.fp8_config import KEY, TE_LAYERS, FP8Config, resolve_recipe
@@ -62,11 +63,13 @@ def apply_fp8(model: nn.Module, *, device: torch.device | str | None = None, **o
         raise ConfigError(f"{KEY}: the model is converted to FP8 already. Name the algorithm once.")
     if any(type(module).__module__.startswith("transformer_engine.") for module in model.modules()):
         raise ConfigError(TE_LAYERS)
-    with adopted(model):
-        return _convert(model, config, _device_of(model) if device is None else torch.device(device))
+    with as_it_was_if_it_fails(model) as undo, adopted(model):
+        return _convert(model, config, _device_of(model) if device is None else torch.device(device), undo)
 
 
-def _convert(model: nn.Module, config: FP8Config, where: torch.device) -> SurgeryReport:
+def _convert(
+    model: nn.Module, config: FP8Config, where: torch.device, undo: list[Callable[[], Any]]
+) -> SurgeryReport:
     policy = config.policy(where)
     backend, chosen = choose_backend(config.backend, policy.recipes, where, f"{KEY}.backend")
     backend.only_where_faster = config.recipe == "auto" or isinstance(config.recipe, Measured)
@@ -75,7 +78,6 @@ def _convert(model: nn.Module, config: FP8Config, where: torch.device) -> Surger
         chosen = f"{chosen}; {_emulate_accumulation(backend, config.accumulation, policy.recipes, where)}"
     if config.cache_weights:
         backend.cache_weights = True
-    # Everything that can fail comes first: a call that raises leaves the model as it was.
     linears = plan_linears(model, policy=policy, backend=backend, evaluate=config.evaluate, key=KEY)
     check_codes_stay(linears.converted, KEY)
     recipes = configured_recipes(linears.layers.values())
@@ -119,8 +121,8 @@ def _convert(model: nn.Module, config: FP8Config, where: torch.device) -> Surger
     fusion.carry_out(model)
     if attention is not None:
         attention.carry_out(model)
-    keep_frozen_in_fp8(model, frozen, f"{KEY}.frozen_weights")
     FP8State(model, linears.layers, backend, measured=isinstance(config.recipe, Measured))
+    keep_frozen_in_fp8(frozen, f"{KEY}.frozen_weights", undo)
     return SurgeryReport(
         rows=tuple(_with_frozen(row, row.name in frozen) for row in linears.rows),
         fused=(*fusion.norms, *fusion.mlps),

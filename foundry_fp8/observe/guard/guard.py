@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from foundry_fp8.config import from_mapping
+from foundry_fp8.layers.model_state import readable
 from foundry_fp8.numerics.recipes import Recipe
 from foundry_fp8.observe.guard.config import KEY, MODEL, Event, GuardConfig
 from foundry_fp8.observe.guard.fallback import finer_recipe
@@ -183,17 +184,23 @@ class DivergenceGuard:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with what :meth:`state_dict` gave. State of an older guard or of another model is left unused, with a warning."""
-        if state.get("version") != VERSION or state["recipes"].keys() != self.probe.layers.keys():
+        with readable("guard"):
+            ours = state.get("version") == VERSION and state["recipes"].keys() == self.probe.layers.keys()
+        if not ours:
             log.warning("%s: the saved state is of an older guard or other layers; it starts anew.", KEY)
             return
+        with readable("guard"):
+            batch, rows, healthy, returns = (
+                int(state[name]) for name in ("batch", "rows", "healthy", "returns")
+            )
+            events = [dict(event) for event in state["events"]]
+            self.schedule.load_state_dict(state["schedule"])
         for name, saved in state["recipes"].items():
             layer = self.probe.layers[name]
             known = {_name(recipe): recipe for recipe in (self.finer(name), layer.configured_recipe)}
             layer.set_recipe(known.get(saved))  # type: ignore[arg-type]
-        self.batch, self.events = state["batch"], list(state["events"])
-        self.rows = min(self.config.rows, state["rows"])
-        self._healthy, self._returns = state["healthy"], state["returns"]
-        self.schedule.load_state_dict(state["schedule"])
+        self.batch, self.events, self.rows = batch, events, min(self.config.rows, rows)
+        self._healthy, self._returns = healthy, returns
 
 
 def _name(recipe: Recipe | None) -> str:
