@@ -16,6 +16,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from foundry_fp8.cli.yaml_model import Trust
+
 __all__ = ["doctor", "render"]
 
 _EMULATED_ATTENTION = Text(
@@ -43,15 +45,16 @@ def doctor(
         Path | None,
         typer.Option(help="With --probe: a whole Composer checkpoint.", exists=True, dir_okay=False),
     ] = None,
+    trust: Trust = False,
 ) -> None:
     """Show what this machine can run (each recipe on each backend, or the reason why not), or what a YAML will do."""
     if load is not None and not probe:
         raise typer.BadParameter("--load names the checkpoint that --probe measures; add --probe")
     if probe:
-        _probe(yaml, load, as_json)
+        _probe(yaml, load, as_json, trust)
         return
     if yaml is not None:
-        _examine(yaml, hardware, as_json)
+        _examine(yaml, hardware, as_json, trust)
         return
     from foundry_fp8.backends.survey import collect
 
@@ -62,12 +65,12 @@ def doctor(
         Console().print(render(found))
 
 
-def _probe(yaml: Path | None, load: Path | None, as_json: bool) -> None:
+def _probe(yaml: Path | None, load: Path | None, as_json: bool, trust: bool) -> None:
     from foundry_fp8.cli import probe
 
     if yaml is None:
         raise typer.BadParameter("--probe measures the run of a YAML: foundry-fp8 doctor RUN.yaml --probe")
-    found = probe.probe_run(yaml, load)
+    found = probe.probe_run(yaml, load, trust=trust)
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(found), indent=2))
         return
@@ -80,7 +83,7 @@ def _probe(yaml: Path | None, load: Path | None, as_json: bool) -> None:
         typer.echo(f"No layer is above the guard's limit of {found.limit:.0%} in {found.recipe}.")
 
 
-def _examine(yaml: Path, hardware: str, as_json: bool) -> None:
+def _examine(yaml: Path, hardware: str, as_json: bool, trust: bool) -> None:
     from foundry_fp8.cli.hardware import parse_hardware
     from foundry_fp8.cli.run_check import check_run
 
@@ -88,7 +91,7 @@ def _examine(yaml: Path, hardware: str, as_json: bool) -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            findings = check_run(yaml, parse_hardware(hardware))
+            findings = check_run(yaml, parse_hardware(hardware), trust=trust)
     finally:
         logging.disable(logging.NOTSET)
     if as_json:

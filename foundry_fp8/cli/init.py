@@ -75,6 +75,8 @@ def add_fp8(text: str, hardware: Hardware, where: str = "the YAML") -> tuple[str
     reader = _reader()
     try:
         config = reader.load(text)
+    except RecursionError as error:
+        raise ConfigError(f"{where} cannot be read as a YAML: it is nested too deeply.") from error
     except YAMLError as error:
         raise ConfigError(f"{where} cannot be read as a YAML: {error}") from error
     if not isinstance(config, MutableMapping) or not isinstance(config.get("model"), MutableMapping):

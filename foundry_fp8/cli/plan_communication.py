@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from foundry_fp8.cli.cluster import refuse_tensor_parallelism, shard_of, wire_bytes
-from foundry_fp8.cli.yaml_model import build_yaml_model, optimizer_bytes_of, read_yaml
+from foundry_fp8.cli.yaml_model import Trust, build_yaml_model, optimizer_bytes_of, read_yaml
 from foundry_fp8.cli.yaml_run import run_of
 from foundry_fp8.config import ConfigError, Positive, accept, at_least, check_choice
 from foundry_fp8.config.files import write_file
@@ -56,6 +56,7 @@ def communication(
         float, typer.Option(help="What the host needs to launch a step; a step is never shorter.")
     ] = 0.0,
     plot: Annotated[Path | None, typer.Option(help="Write a plot here (.png or .svg).")] = None,
+    trust: Trust = False,
 ) -> None:
     """Print communication, exposed time and memory a GPU for FSDP and the best HSDP, with and without compression."""
     counts, left_out = [], ""
@@ -68,7 +69,7 @@ def communication(
             parameters=parameters, units=units, tokens=8192 if tokens is None else tokens, width=width
         )
     elif yaml is not None:
-        config = read_yaml(yaml)
+        config = read_yaml(yaml, trust=trust)
         refuse_tensor_parallelism(run_of(config))
         model = build_yaml_model(config, "meta")
         counts, left_out = _divided(config, model, GPUS[gpu].memory_bytes, _counts(gpus))

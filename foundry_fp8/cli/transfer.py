@@ -52,7 +52,7 @@ def transfer_yaml(path: Path, *, width: int, layers: int | None = None) -> str:
 
     accept(Positive, width, "--width")
     accept(Positive | None, layers, "--layers")
-    values, config = read_yaml(path), OmegaConf.load(path)
+    values, config = read_yaml(path, trust=True), OmegaConf.load(path)
     model, name = values["model"], values["model"]["name"]
     base_width = getattr(run_of(values, 1).unit_scaling, "base_width", None)
     if name not in NAMES or base_width is None:
