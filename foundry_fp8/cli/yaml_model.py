@@ -179,7 +179,7 @@ def build_yaml_model(config: dict[str, Any], init_device: str) -> Any:
     except Exception as error:  # Foundry, transformers and PEFT raise what they like
         raise ConfigError(
             f"model: it cannot be built: {first_line(error)}. From a hub that this machine does not reach, give a local folder with config.json and "
-            "the tokenizer; if it has code of its own, --trust."
+            "the tokenizer. If it has code of its own, give --trust."
         ) from error
 
 

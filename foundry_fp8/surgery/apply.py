@@ -18,6 +18,7 @@ from foundry_fp8.backends import (
 from foundry_fp8.config import ConfigError, from_mapping
 from foundry_fp8.layers.gemm_layer import FP8GemmLayer, configured_recipes
 from foundry_fp8.layers.state import FP8State
+from foundry_fp8.model_structure.applied import applied, remember
 from foundry_fp8.model_structure.unchanged import as_it_was_if_it_fails
 from foundry_fp8.numerics.recipes import Recipe
 from foundry_fp8.surgery.attention import plan_attention
@@ -45,10 +46,10 @@ def apply_fp8(model: nn.Module, *, device: torch.device | str | None = None, **o
         **options: The fields of :class:`FP8Config`.
 
     Returns:
-        What became of every weight that is multiplied.
+        What became of every weight that is multiplied; of a model that the same options converted, what became of it then.
 
     Raises:
-        ConfigError: Unknown option or value, a pattern that matches nothing, a model that is converted already, nothing
+        ConfigError: Unknown option or value, a pattern that matches nothing, a model that other options converted, nothing
             to convert, a recipe that would round published codes again, or ``enabled: false``, which is for who would call this.
         RuntimeError: The backend cannot run the recipe here.
 
@@ -59,12 +60,18 @@ def apply_fp8(model: nn.Module, *, device: torch.device | str | None = None, **o
     config = from_mapping(FP8Config, options, KEY)
     if not config.enabled:
         raise ConfigError(f"{KEY}.enabled: false converts nothing. Do not call this, or set it to true.")
+    if (report := applied(model, config, "converted to FP8")) is not None:
+        return report  # type: ignore[no-any-return]
     if any(isinstance(module, FP8GemmLayer) for module in model.modules()):
-        raise ConfigError(f"{KEY}: the model is converted to FP8 already. Name the algorithm once.")
+        raise ConfigError(
+            f"{KEY}: a part of the model is converted to FP8 already. Convert the whole of it once."
+        )
     if any(type(module).__module__.startswith("transformer_engine.") for module in model.modules()):
         raise ConfigError(TE_LAYERS)
     with as_it_was_if_it_fails(model) as undo, adopted(model):
-        return _convert(model, config, _device_of(model) if device is None else torch.device(device), undo)
+        report = _convert(model, config, _device_of(model) if device is None else torch.device(device), undo)
+    remember(model, config, report)
+    return report
 
 
 def _convert(
