@@ -119,6 +119,9 @@ class CompressionReport:
     compressors: tuple[Compressor, ...]
     undo: Callable[[], None]
 
+    def __reduce__(self) -> Any:  # of a copied model, which undo does not know
+        return CompressionReport, (self.rows, self.compressors, _undo_on_the_original)
+
     def __str__(self) -> str:
         count = Counter(
             f"{action} {form}" if form in get_args(Format) else action for _, action, form in self.rows
@@ -137,6 +140,10 @@ class CompressionReport:
     def saved(self) -> SavedBytes:
         """The bytes that the hooks packed and passed since the report was made (fused forms keep theirs apart)."""
         return sum((compressor.saved for compressor in self.compressors), SavedBytes())
+
+
+def _undo_on_the_original() -> None:
+    raise RuntimeError(f"{KEY}: this model is a copy; undo the compression before copying.")
 
 
 def apply_activation_compression(model: nn.Module, **options: Any) -> CompressionReport:
