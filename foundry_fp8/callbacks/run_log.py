@@ -51,8 +51,8 @@ log = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
 FILE_NAME = "run_log.jsonl"
-KEPT_LINES = 50_000
-"""That could not be written yet, at most."""
+KEPT_LINES, RETRY = 50_000, 64
+"""That could not be written yet, at most; after so many it is tried once in as many."""
 LOSS_KEY = "loss/train/total"
 """Composer's key for the loss of a batch, averaged over ranks."""
 
@@ -221,6 +221,8 @@ class RunLog(LoggerDestination):
                 self._waiting.append(line)
             return
         self._unwritten.append(json.dumps(plain(line), allow_nan=False) + "\n")
+        if len(self._unwritten) > RETRY and len(self._unwritten) % RETRY and line["kind"] != "end":
+            return
         try:
             if self._file is None:
                 self._open()
@@ -250,8 +252,9 @@ class RunLog(LoggerDestination):
         self._file = self.path.open("a", encoding="utf-8")
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if self._whole is not None:
-            self._file.truncate(self._whole)  # what is there of a line
+        if self._whole is None:
+            self._whole = self._file.tell()
+        self._file.truncate(self._whole)  # less what is there of a line
 
     def _let_go(self) -> None:
         """Close the file, if it is open."""

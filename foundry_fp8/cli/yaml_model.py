@@ -73,8 +73,8 @@ def read_yaml(path: Path, *, trust: bool = False) -> dict[str, Any]:
             raise ConfigError(
                 f"{path} has code of others run ({', '.join(map(str, code[:3]))}), as training it does. If you trust who wrote it, give --trust."
             )
-        if (
-            str(model["name"]).startswith("hf_") or model["name"] == FOLDER_MODEL
+        if model["name"] == FOLDER_MODEL or model["name"].startswith(
+            "hf_"
         ):  # a hub's, which LLM Foundry trusts
             config["model"] = {**model, "trust_remote_code": False}
         if isinstance(tokenizer, Mapping):
@@ -86,14 +86,11 @@ def read_yaml(path: Path, *, trust: bool = False) -> dict[str, Any]:
 def _code_in(value: Any) -> list[str]:
     """The files of models' and tokenizers' folders in a configuration's section that name code of their own."""
     if isinstance(value, Mapping | list):
-        return [
-            file
-            for one in (value.values() if isinstance(value, Mapping) else value)
-            for file in _code_in(one)
-        ]
-    if not isinstance(value, str) or not os.path.isdir(value):
-        return []
-    files = sorted(Path(value).glob("*config.json"))
+        parts = value.values() if isinstance(value, Mapping) else value
+        return [file for one in parts for file in _code_in(one)]
+    files = (
+        sorted(Path(value).glob("*config.json")) if isinstance(value, str) and os.path.isdir(value) else []
+    )
     return [str(file) for file in files if "auto_map" in file.read_text(encoding="utf-8", errors="replace")]
 
 

@@ -83,8 +83,7 @@ class Attendance:
         return RanksLost(f"{self.part}{self.when}, rank {dist.get_rank()}: {said}{failed}.")
 
     def _missing(self) -> list[int]:
-        found = self._found()
-        return [rank for rank in range(dist.get_world_size()) if rank not in found]
+        return [rank for rank in range(dist.get_world_size()) if rank not in self._found()]
 
     def _found(self) -> dict[int, tuple[int, str]]:
         """What ranks said in this round or a later one."""

@@ -10,7 +10,7 @@ from torch import nn
 
 from foundry_fp8.config import Config, ConfigError
 
-__all__ = ["applied", "forget", "remember"]
+__all__ = ["MARK", "applied", "forget", "remember"]
 
 MARK = "_foundry_fp8_applied"
 
@@ -32,20 +32,14 @@ def applied(model: nn.Module, config: Config, what: str = "converted") -> Any:
     Raises:
         ConfigError: Other settings of the same algorithm did.
     """
-    for held in _marks(model):
-        if config.key in held:
-            before, result = held[config.key]
-            pairs = {
-                field.name: (getattr(before, field.name), getattr(config, field.name))
-                for field in dataclasses.fields(before)
-            }
-            others = [f"{name}: {was!r}, here {now!r}" for name, (was, now) in pairs.items() if was != now]
-            if others:
-                raise ConfigError(
-                    f"{config.key}: the model is {what} already, with other settings ({'; '.join(others)}). Apply it once, or with the same."
-                )
-            return result
-    return None
+    before, result = next((held[config.key] for held in _marks(model) if config.key in held), (config, None))
+    names = [field.name for field in dataclasses.fields(config) if getattr(before, field.name) != getattr(config, field.name)]  # type: ignore[arg-type]  # fmt: skip
+    if names:
+        others = "; ".join(
+            f"{name}: {getattr(before, name)!r}, here {getattr(config, name)!r}" for name in names
+        )
+        raise ConfigError(f"{config.key}: the model is {what} already, with other settings ({others}). Apply it once.")  # fmt: skip
+    return result
 
 
 def _marks(model: nn.Module) -> Iterator[dict[str, Any]]:

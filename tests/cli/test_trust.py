@@ -18,7 +18,7 @@ device_train_microbatch_size: 1
 algorithms: {{fp8: {{recipe: current, include: ["*"]}}}}
 {more}
 """
-COMMANDS = (["doctor"], ["doctor", "--probe"], ["policy"], ["policy", "--measure"], ["plan", "memory", "--device", "fake", "--budget", "0.5"],
+COMMANDS = (["doctor"], ["doctor", "--probe"], ["policy"], ["policy", "--measure"], ["plan", "memory", "--device", "fake", "--budget", "20GiB"],
             ["plan", "communication", "--gpus", "64"])  # fmt: skip
 
 

@@ -49,7 +49,7 @@ def test_a_rank_that_is_killed_is_named(part):
     assert said in raised[0][1] and "ranks [1]" in raised[0][1], raised
 
 
-@pytest.mark.parametrize("part", ["adapt", "replicas", pytest.param("forward", marks=pytest.mark.full)])
+@pytest.mark.parametrize("part", ["adapt", "replicas"])
 def test_a_rank_that_stalls_is_named_after_the_limit(part):
     codes, outputs, raised = ended("stall", 1, part)
     assert codes[0] == 3 and "ranks [1] did not come within 4 s" in raised[0][1], outputs

@@ -159,7 +159,7 @@ class DivergenceGuard:
 
     def _left(self) -> int:
         """Passes that this batch may still cost."""
-        return max(1, self.config.passes - (self.probe.passes - self._spent))
+        return max(0, self.config.passes - (self.probe.passes - self._spent))
 
     def _return(self, measure: Measure, running: Recipes) -> Recipes:
         """All demoted layers, once FP8 has measured well in all of them together for long enough."""

@@ -52,24 +52,21 @@ def read_all(store: Path) -> list[Run]:
 def _read_database(file: Path) -> list[Run]:
     """Without a lock, and without a file beside it, unless somebody is writing to it now."""
     alone = "" if file.with_name(f"{file.name}-wal").exists() else "&immutable=1"
+    where, found = f"{file.resolve().as_uri()}?mode=ro{alone}", []
+    points_of = "SELECT key, step, CASE is_nan WHEN 1 THEN 'nan' ELSE value END, timestamp FROM metrics WHERE run_uuid = ?"
     try:
-        with contextlib.closing(
-            sqlite3.connect(f"{file.resolve().as_uri()}?mode=ro{alone}", uri=True)
-        ) as base:
-            found = []
-            rows = base.execute(
+        with contextlib.closing(sqlite3.connect(where, uri=True)) as base:
+            runs = (
                 "SELECT run_uuid, name, status FROM runs WHERE lifecycle_stage = 'active' ORDER BY start_time"
             )
-            for number, name, status in rows.fetchall():
-                values = "CASE is_nan WHEN 1 THEN 'nan' ELSE value END"
-                points = base.execute(
-                    f"SELECT key, step, {values}, timestamp FROM metrics WHERE run_uuid = ?", [number]
-                ).fetchall()
-                params = base.execute("SELECT key, value FROM params WHERE run_uuid = ?", [number]).fetchall()
+            for number, name, status in base.execute(runs).fetchall():
+                points = [
+                    (key, step, float(value), at)
+                    for key, step, value, at in base.execute(points_of, [number])
+                ]
+                params = dict(base.execute("SELECT key, value FROM params WHERE run_uuid = ?", [number]))
                 if any(key == LOSS for key, *_ in points):
-                    found.append(
-                        _run(file, name, status, [(k, s, float(v), t) for k, s, v, t in points], dict(params))
-                    )
+                    found.append(_run(file, name, status, points, params))
             return found
     except sqlite3.Error as error:
         raise ValueError(f"{file} cannot be read as a database of MLflow: {error}.") from error
