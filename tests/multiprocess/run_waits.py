@@ -80,11 +80,23 @@ def replicas():
     check_replicas(model, "algorithms.hybrid_sharding")
 
 
+def compressed():
+    """A step, and another in whose backward it happens."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))
+    middle, model = plain[1], sharded(plain)
+    options = {"warmup": 0, "min_bytes": 0, "block_size": 32, "scope": "all"}
+    foundry_fp8.apply_compressed_communication(model, **options, parameters="int8")
+    model(torch.randn(4, 32)).square().mean().backward()
+    middle.register_full_backward_hook(lambda *_: happens() if fails else None)
+    model(torch.randn(4, 32)).square().mean().backward()
+
+
 try:
     if part in ("forward", "backward"):
         measure(sharded if "ddp" not in sys.argv else DistributedDataParallel)
     else:
-        {"adapt": adapt, "replicas": replicas}[part]()
+        {"adapt": adapt, "replicas": replicas, "compressed": compressed}[part]()
 except Exception as error:
     print(f"RAISED after {time.monotonic() - started:.1f} s: {type(error).__name__}: {error}", flush=True)
     os._exit(3)

@@ -49,6 +49,12 @@ def test_a_rank_that_is_killed_is_named(part):
     assert said in raised[0][1] and "ranks [1]" in raised[0][1], raised
 
 
+def test_a_compressed_collective_under_fsdp2_raises_what_happened():
+    """And not torch's own error of a group that it does not know."""
+    codes, outputs, raised = ended("killed", 1, "compressed")
+    assert codes == [3, -9] and "Invariant" not in raised[0][1] and "Connection" in raised[0][1], outputs
+
+
 @pytest.mark.parametrize("part", ["adapt", "replicas"])
 def test_a_rank_that_stalls_is_named_after_the_limit(part):
     codes, outputs, raised = ended("stall", 1, part)
