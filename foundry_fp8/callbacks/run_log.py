@@ -22,6 +22,7 @@ so a crash loses at most the line being written.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import importlib.metadata
 import itertools
@@ -33,6 +34,7 @@ import platform
 import resource
 import sys
 import time
+import weakref
 from pathlib import Path
 from typing import IO, Annotated, Any
 
@@ -250,8 +252,11 @@ class RunLog(LoggerDestination):
                 self.path.rename(free)
                 log.warning("run_log: %s is of an earlier run and is now %s.", self.path, free.name)
         self._file = self.path.open("a", encoding="utf-8")
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _live[self.path.absolute()] = self
+        with contextlib.suppress(
+            OSError
+        ):  # a file system without locks; of the process, not of its data loaders
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if self._whole is None:
             self._whole = self._file.tell()
         self._file.truncate(self._whole)  # less what is there of a line
@@ -316,13 +321,19 @@ def _seconds_before(path: Path, step: int) -> float:
     return seconds
 
 
+_live: weakref.WeakValueDictionary[Path, RunLog] = weakref.WeakValueDictionary()
+"""The logs of this process, whose locks do not tell one from another."""
+
+
 def _is_written(path: Path) -> bool:
     """Whether a run that is going on writes the file."""
+    if (other := _live.get(path.absolute())) is not None and other._file is not None:
+        return True
     try:
         with path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as error:
-        return isinstance(error, BlockingIOError)
+        return error.errno in (errno.EACCES, errno.EAGAIN) and os.access(path, os.R_OK)
     return False
 
 

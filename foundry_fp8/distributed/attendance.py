@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import time
+from collections import defaultdict
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -38,16 +41,17 @@ class Attendance:
         part: What waits, for messages.
     """
 
+    _rounds: ClassVar[dict[str, int]] = defaultdict(int)  # by part: the store outlives one of these
+
     def __init__(self, part: str) -> None:
         self.part, self.when = part, ""
-        self._round = 0
 
     def say(self, failure: BaseException | None = None) -> None:
         """This rank has come through another round, or has failed in it."""
-        self._round += 1
+        self._rounds[self.part] += 1
         if not alone():
             what = "" if failure is None else f"{type(failure).__name__}: {failure}"[:300]
-            default_store().set(self._key(dist.get_rank()), f"{self._round} {what}")
+            default_store().set(self._key(dist.get_rank()), f"{self._rounds[self.part]} {what}")
 
     def all_said(self) -> None:
         """After a failure: wait a little for the others, which may have failed alike; :class:`RanksLost` if they are elsewhere."""
@@ -66,7 +70,9 @@ class Attendance:
         group: dist.ProcessGroup | None = None,
     ) -> None:
         """In place, with a limit of its own."""
-        limit = min(datetime.timedelta(seconds=LIMIT_S), group_timeout(group))
+        limit = datetime.timedelta(seconds=LIMIT_S)
+        with contextlib.suppress(RuntimeError):  # a backend that does not say its own
+            limit = min(limit, group_timeout(group))
         try:
             work = dist.all_reduce(tensor, op, group=group, async_op=True)
             work.wait(limit)
@@ -91,7 +97,7 @@ class Attendance:
         for rank in range(dist.get_world_size()):
             if store.check([self._key(rank)]):
                 number, _, what = store.get(self._key(rank)).decode().partition(" ")
-                if int(number) >= self._round:
+                if int(number) >= self._rounds[self.part]:
                     found[rank] = int(number), what
         return found
 

@@ -2,6 +2,8 @@ import itertools
 import json
 import math
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -373,3 +375,20 @@ def test_a_link_out_of_the_folder_is_set_aside_and_not_written_through(tmp_path)
     run.fit()
     run.close()
     assert not outside.exists() and not path.is_symlink() and path.read_text()
+
+
+def test_a_run_of_another_process_is_seen_and_its_end_too(tmp_path, caplog):
+    path = tmp_path / "run_log.jsonl"
+    code = "import fcntl, sys, time; f = open(sys.argv[1], 'a'); fcntl.lockf(f, fcntl.LOCK_EX); print(flush=True); time.sleep(60)"
+    other = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE)
+    other.stdout.readline()
+    state = trainer(tmp_path / "other.jsonl").state
+    state.timestamp = state.timestamp.to_next_batch()
+    for alive, name in ((True, "run_log.1.jsonl"), (False, "run_log.jsonl")):
+        if not alive:
+            other.kill()
+            other.wait()
+        log = RunLog(path=str(path))
+        log.fit_start(state, None)
+        assert log.path == tmp_path / name
+        log.close(state, None)
