@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from foundry_fp8.callbacks.run_log import ensure_run_log, log_details
 from foundry_fp8.config import ConfigError, from_mapping
+from foundry_fp8.distributed.attendance import RanksLost
 from foundry_fp8.model_structure.wrappers import without_ddp
 from foundry_fp8.observe.switched_off import SwitchesOff
 
@@ -82,6 +83,8 @@ class Monitor(Callback, SwitchesOff):
             if event == Event.INIT:
                 raise
             self.disable(error)
+        except RanksLost:  # this rank's next collective would meet another one of theirs
+            raise
         except Exception as error:
             self.disable(error)
 

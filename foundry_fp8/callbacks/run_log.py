@@ -22,15 +22,19 @@ so a crash loses at most the line being written.
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import importlib.metadata
 import itertools
 import json
 import logging
 import math
+import os
 import platform
 import resource
 import sys
 import time
+import weakref
 from pathlib import Path
 from typing import IO, Annotated, Any
 
@@ -49,6 +53,8 @@ log = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
 FILE_NAME = "run_log.jsonl"
+KEPT_LINES, RETRY = 50_000, 64
+"""That could not be written yet, at most; after so many it is tried once in as many."""
 LOSS_KEY = "loss/train/total"
 """Composer's key for the loss of a batch, averaged over ranks."""
 
@@ -77,6 +83,8 @@ class RunLog(LoggerDestination):
         self.path: Path | None = None
         """The file, once training has started."""
         self._file: IO[str] | None = None
+        self._unwritten: list[str] = []
+        self._whole: int | None = None  # bytes of the file that are whole lines of this run or an earlier one
         self._hyperparameters: dict[str, Any] = {}
         self._asked = True  # the YAML asked for this log; ensure_run_log sets False
         self._waiting: list[dict[str, Any]] | None = []
@@ -127,10 +135,7 @@ class RunLog(LoggerDestination):
         self._clock = StepClock(_seconds_before(self.path, int(state.timestamp.batch)))
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            if int(state.timestamp.batch) == 0:
-                _set_aside(self.path)
-            # Appending, so that a resumed run goes on in its file. Readers drop what a resume repeats.
-            self._file = self.path.open("a", encoding="utf-8")
+            self._open(new=int(state.timestamp.batch) == 0)
         except OSError as error:
             if self._asked:
                 raise ConfigError(f"loggers.run_log.path: {self.path} cannot be written: {error}.") from error
@@ -179,13 +184,14 @@ class RunLog(LoggerDestination):
     def close(self, state: State, logger: Logger) -> None:
         """Write how the run ended, and close the file."""
         del logger
-        if self._file is None:
+        if self._file is None and not self._unwritten:
             return
         # Composer closes its callbacks at interpreter exit, when an exception that ended the run is sys.last_value.
         error = sys.exc_info()[1] or getattr(sys, "last_value", None)
         finished = state.max_duration is not None and state.timestamp >= state.max_duration
         status = "finished" if finished else f"stopped: {error!r}" if error else "stopped"
         self._write({"kind": "end", "step": int(state.timestamp.batch), "status": status})
+        self._unwritten = []
         self._let_go()
 
     # Writing
@@ -212,17 +218,48 @@ class RunLog(LoggerDestination):
         }
 
     def _write(self, line: dict[str, Any]) -> None:
-        if self._file is None:
+        if self._file is None and not self._unwritten:
             if self._waiting is not None:
                 self._waiting.append(line)
             return
+        self._unwritten.append(json.dumps(plain(line), allow_nan=False) + "\n")
+        if len(self._unwritten) > RETRY and len(self._unwritten) % RETRY and line["kind"] != "end":
+            return
         try:
-            self._file.write(json.dumps(plain(line), allow_nan=False) + "\n")
+            if self._file is None:
+                self._open()
+            assert self._file is not None
+            self._file.write("".join(self._unwritten))
             self._file.flush()
+            self._unwritten, self._whole = [], self._file.tell()
         except OSError as error:
             # A full disk must not end a training run.
-            log.error("run_log: cannot write to %s (%s); logging to it stops here.", self.path, error)
+            if len(self._unwritten) == 1:
+                said = "its lines are kept, and written once they can be"
+                log.error("run_log: cannot write to %s (%s); %s.", self.path, error, said)
+            del self._unwritten[KEPT_LINES:]
             self._let_go()
+
+    def _open(self, new: bool = False) -> None:
+        """Appending, so that a resumed run goes on in its file (readers drop what it repeats); in another one where a run is writing it."""
+        assert self.path is not None
+        if self._whole is None and (_is_written(self.path) or (new and os.path.lexists(self.path))):
+            free = next(p for n in itertools.count(1) if not os.path.lexists(p := _numbered(self.path, n)))
+            if _is_written(self.path):
+                log.warning("run_log: another run is writing %s; this one writes %s.", self.path, free.name)
+                self.path = free
+            else:
+                self.path.rename(free)
+                log.warning("run_log: %s is of an earlier run and is now %s.", self.path, free.name)
+        self._file = self.path.open("a", encoding="utf-8")
+        _live[self.path.absolute()] = self
+        with contextlib.suppress(
+            OSError
+        ):  # a file system without locks; of the process, not of its data loaders
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if self._whole is None:
+            self._whole = self._file.tell()
+        self._file.truncate(self._whole)  # less what is there of a line
 
     def _let_go(self) -> None:
         """Close the file, if it is open."""
@@ -284,12 +321,20 @@ def _seconds_before(path: Path, step: int) -> float:
     return seconds
 
 
-def _set_aside(path: Path) -> None:
-    """Rename the log of an earlier run of this name, so that this run starts a new file and the earlier log is kept."""
-    if path.exists():
-        number = next(n for n in itertools.count(1) if not _numbered(path, n).exists())
-        path.rename(_numbered(path, number))
-        log.warning("run_log: %s is of an earlier run and is now %s.", path, _numbered(path, number).name)
+_live: weakref.WeakValueDictionary[Path, RunLog] = weakref.WeakValueDictionary()
+"""The logs of this process, whose locks do not tell one from another."""
+
+
+def _is_written(path: Path) -> bool:
+    """Whether a run that is going on writes the file."""
+    if (other := _live.get(path.absolute())) is not None and other._file is not None:
+        return True
+    try:
+        with path.open("rb") as file:
+            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno in (errno.EACCES, errno.EAGAIN) and os.access(path, os.R_OK)
+    return False
 
 
 def _numbered(path: Path, number: int) -> Path:

@@ -15,7 +15,7 @@ from torch import nn
 
 from foundry_fp8.config import ConfigError
 
-__all__ = ["TrainedModel", "read_checkpoint"]
+__all__ = ["TrainedModel", "load_checkpoint", "read_checkpoint"]
 
 PRECISIONS = {"fp32": "float32", "amp_bf16": "bfloat16", "amp_fp16": "float16"}
 OF_NO_MATTER = ("backend", "accumulation", "fuse", "cache_weights", "attention", "enabled", "announce")
@@ -58,7 +58,7 @@ def read_checkpoint(path: Path, *, trust: bool = False) -> TrainedModel:
             f"{path} is a folder. If it is a sharded checkpoint, make it whole first: python -m "
             f"torch.distributed.checkpoint.format_utils dcp_to_torch {path} whole.pt"
         )
-    content = _content(path, trust)
+    content = load_checkpoint(path, trust)
     state = content.get("state") if isinstance(content, dict) else None
     if not isinstance(state, dict) or "model" not in state:
         raise ConfigError(f"{path} is not a checkpoint of Composer's trainer: it has no state of a model.")
@@ -76,7 +76,8 @@ def read_checkpoint(path: Path, *, trust: bool = False) -> TrainedModel:
     return TrainedModel(model=_convert(_build(state, path), fp8, state["model"]), dtype=PRECISIONS[precision])
 
 
-def _content(path: Path, trust: bool) -> Any:
+def load_checkpoint(path: Path, trust: bool) -> Any:
+    """What a file holds; without ``trust`` tensors and what Composer saves beside them alone, else :class:`ConfigError`."""
     try:
         with torch.serialization.safe_globals(_composers_own()):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)

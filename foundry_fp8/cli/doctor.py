@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from foundry_fp8.cli.quiet import quiet
-from foundry_fp8.config import ConfigError
+from foundry_fp8.cli.yaml_model import Trust
 
 __all__ = ["doctor", "render"]
 
@@ -44,15 +44,16 @@ def doctor(
         Path | None,
         typer.Option(help="With --probe: a whole Composer checkpoint.", exists=True, dir_okay=False),
     ] = None,
+    trust: Trust = False,
 ) -> None:
     """Show what this machine can run (each recipe on each backend, or the reason why not), or what a YAML will do."""
     if load is not None and not probe:
         raise typer.BadParameter("--load names the checkpoint that --probe measures; add --probe")
     if probe:
-        _probe(yaml, load, as_json)
+        _probe(yaml, load, as_json, trust)
         return
     if yaml is not None:
-        _examine(yaml, hardware, as_json)
+        _examine(yaml, hardware, as_json, trust)
         return
     from foundry_fp8.backends.survey import collect
 
@@ -63,16 +64,12 @@ def doctor(
         Console().print(render(found))
 
 
-def _probe(yaml: Path | None, load: Path | None, as_json: bool) -> None:
+def _probe(yaml: Path | None, load: Path | None, as_json: bool, trust: bool) -> None:
     from foundry_fp8.cli import probe
 
     if yaml is None:
         raise typer.BadParameter("--probe measures the run of a YAML: foundry-fp8 doctor RUN.yaml --probe")
-    try:
-        found = probe.probe_run(yaml, load)
-    except ConfigError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from error
+    found = probe.probe_run(yaml, load, trust=trust)
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(found), indent=2))
         return
@@ -85,18 +82,14 @@ def _probe(yaml: Path | None, load: Path | None, as_json: bool) -> None:
         typer.echo(f"No layer is above the guard's limit of {found.limit:.0%} in {found.recipe}.")
 
 
-def _examine(yaml: Path, hardware: str, as_json: bool) -> None:
+def _examine(yaml: Path, hardware: str, as_json: bool, trust: bool) -> None:
     from foundry_fp8.cli.hardware import parse_hardware
 
-    try:
-        on = parse_hardware(hardware)  # before what takes long to import
-        with quiet():
-            from foundry_fp8.cli.run_check import check_run
+    on = parse_hardware(hardware)  # before what takes long to import
+    with quiet():
+        from foundry_fp8.cli.run_check import check_run
 
-            findings = check_run(yaml, on)
-    except ConfigError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from error
+        findings = check_run(yaml, on, trust=trust)
     if as_json:
         typer.echo(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
     else:

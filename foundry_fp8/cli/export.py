@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from foundry_fp8.cli.yaml_model import Trust
 from foundry_fp8.config import ConfigError
 
 __all__ = ["export"]
@@ -29,26 +30,20 @@ def export(
     force: Annotated[
         bool, typer.Option("--force", help="Replace the model that the folder holds; its other files stay.")
     ] = False,
-    trust: Annotated[
-        bool,
-        typer.Option(
-            "--trust",
-            help="Unpickle a checkpoint that holds other classes than Composer's own: runs its maker's code.",
-        ),
-    ] = False,
+    trust: Trust = False,
 ) -> None:
     """Write the FP8 weights that training multiplied with, and their scales, in a layout that vLLM reads (never run here)."""
     from foundry_fp8.cli.composer_checkpoint import read_checkpoint
     from foundry_fp8.export.apply import check_target, export_fp8
 
-    try:
-        check_target(folder, overwrite=force)
-        found = read_checkpoint(checkpoint, trust=trust)
-        tokens = None
-        if tokenizer is not None:
-            from transformers import AutoTokenizer
+    check_target(folder, overwrite=force)
+    found = read_checkpoint(checkpoint, trust=trust)
+    tokens = None
+    if tokenizer is not None:
+        from transformers import AutoTokenizer
 
-            tokens = AutoTokenizer.from_pretrained(tokenizer)
+        tokens = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=trust)
+    try:
         report = export_fp8(
             found.model,
             folder,
@@ -57,7 +52,6 @@ def export(
             tokenizer=tokens,
             overwrite=force,
         )
-    except (ConfigError, RuntimeError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from error
+    except RuntimeError as error:
+        raise ConfigError(str(error)) from error
     typer.echo(f"{folder}: {report.summary()}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,8 @@ def read_folder(folder: Path) -> dict[str, Any]:
     return found
 
 
-def build_folder_model(path: str, init_device: str) -> Any:
-    """The causal language model of the folder with fresh weights, as a ComposerModel.
+def build_folder_model(section: Mapping[str, Any], init_device: str) -> Any:
+    """The causal language model of the folder in :func:`read_folder`'s ``model`` with fresh weights, as a ComposerModel.
 
     Raises:
         ConfigError: transformers knows no such model.
@@ -57,10 +58,11 @@ def build_folder_model(path: str, init_device: str) -> Any:
     import transformers
     from composer.models import HuggingFaceModel
 
+    path, trust = section["path"], section.get("trust_remote_code", True)
     try:
-        config = transformers.AutoConfig.from_pretrained(path)
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust)
         with torch.device(init_device):
-            model = transformers.AutoModelForCausalLM.from_config(config)
+            model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
     except Exception as error:  # transformers raises what it likes
         raise ConfigError(
             f"{path}: no causal language model can be built of it: {first_line(error)}."
@@ -73,7 +75,7 @@ def _read(file: Path, otherwise: str) -> dict[str, Any]:
         found = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ConfigError(f"{file.parent} has no {file.name}. {otherwise}") from error
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise ConfigError(f"{file} cannot be read: {error}.") from error
     if not isinstance(found, dict):
         raise ConfigError(f"{file} is no mapping.")

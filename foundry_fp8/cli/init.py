@@ -15,6 +15,7 @@ from foundry_fp8.cli.hardware import Hardware, parse_hardware
 from foundry_fp8.cli.yaml_model import resolve_yaml
 from foundry_fp8.cli.yaml_run import has_te_layers, precision_of
 from foundry_fp8.config import ConfigError
+from foundry_fp8.config.files import write_file
 
 if TYPE_CHECKING:
     from ruamel.yaml import YAML
@@ -27,25 +28,28 @@ def init(
     hardware: Annotated[str, typer.Option(help="What it will run on: h100x8, b200x64, ...")] = "h100x8",
     diff: Annotated[bool, typer.Option("--diff", help="Print what would change, and write nothing.")] = False,
     output: Annotated[Path | None, typer.Option(help="Write here instead of over the file.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file that --output names.")] = False,
 ) -> None:
     """Add FP8, its monitors and its log to a YAML; comments and everything else stay as they are."""
     try:
-        before = yaml.read_text(encoding="utf-8")
-        after, said = add_fp8(before, parse_hardware(hardware), str(yaml))
-    except (ConfigError, UnicodeDecodeError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from error
+        before = yaml.read_bytes().decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{yaml} cannot be read as a YAML: {error}") from error
+    after, said = add_fp8(before, parse_hardware(hardware), str(yaml))
+    place = output or yaml
     if diff:
         lines = difflib.unified_diff(
             before.splitlines(True), after.splitlines(True), str(yaml), f"{yaml} with FP8"
         )
         typer.echo("".join(lines), nl=False)
     elif after != before or output is not None:
-        (output or yaml).write_text(after, encoding="utf-8")
+        if place.exists() and not place.samefile(yaml) and not force:
+            raise ConfigError(f"--output: {place} is there. Name another file, or replace it with --force.")
+        write_file(place, after, "--output")
     for line in said or ["Nothing to add: everything is there."]:
         typer.echo(line, err=diff)
     if not diff:
-        typer.echo(f"Next: foundry-fp8 doctor {output or yaml} --hardware {hardware}")
+        typer.echo(f"Next: foundry-fp8 doctor {place} --hardware {hardware}")
 
 
 def add_fp8(text: str, hardware: Hardware, where: str = "the YAML") -> tuple[str, list[str]]:
@@ -69,6 +73,8 @@ def add_fp8(text: str, hardware: Hardware, where: str = "the YAML") -> tuple[str
     reader = _reader()
     try:
         config = reader.load(text)
+    except RecursionError as error:
+        raise ConfigError(f"{where} cannot be read as a YAML: it is nested too deeply.") from error
     except YAMLError as error:
         raise ConfigError(f"{where} cannot be read as a YAML: {error}") from error
     if not isinstance(config, MutableMapping) or not isinstance(config.get("model"), MutableMapping):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 from typing import Any
 
@@ -9,6 +10,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 import foundry_fp8
+from foundry_fp8.config import ConfigError
 
 __all__ = ["COMMANDS", "app"]
 
@@ -45,6 +47,16 @@ class _Group(TyperGroup):
         """The command itself, once it is asked for."""
         name, command, rest = super().resolve_command(ctx, args)
         return name, command if name is None else _command(COMMANDS[self.name or ""][name][0], name), rest
+
+    def invoke(self, ctx: Any) -> Any:
+        """An error of what was given is one sentence, and exit status 2."""
+        try:
+            return super().invoke(ctx)
+        except (ConfigError, OSError) as error:
+            if getattr(error, "errno", None) == errno.EPIPE:  # who reads the output has gone; click's matter
+                raise
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(2) from error
 
 
 def _command(file: str, name: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import re
 from collections.abc import Mapping
@@ -13,9 +14,10 @@ import typer
 
 from foundry_fp8.cli.cluster import refuse_tensor_parallelism, shard_of, wire_bytes
 from foundry_fp8.cli.hardware import gpu_named
-from foundry_fp8.cli.yaml_model import build_yaml_model, optimizer_bytes_of, read_yaml
+from foundry_fp8.cli.yaml_model import Trust, build_yaml_model, optimizer_bytes_of, read_yaml
 from foundry_fp8.cli.yaml_run import run_of
 from foundry_fp8.config import ConfigError, Positive, accept, at_least, check_choice
+from foundry_fp8.config.files import write_file
 from foundry_fp8.distributed.sharding import sharding_of
 from foundry_fp8.planning.communication.machines import GPUS, NETWORKS, Network
 from foundry_fp8.planning.communication.nccl_tests import with_logs
@@ -55,38 +57,35 @@ def communication(
         float, typer.Option(help="What the host needs to launch a step; a step is never shorter.")
     ] = 0.0,
     plot: Annotated[Path | None, typer.Option(help="Write a plot here (.png or .svg).")] = None,
+    trust: Trust = False,
 ) -> None:
     """Print communication, exposed time and memory a GPU for FSDP and the best HSDP, with and without compression."""
     counts, left_out = [], ""
-    try:
-        gpu = gpu_named(gpu, GPUS)
-        check_choice("--network", network, tuple(NETWORKS))
-        constants = _override(with_logs(NETWORKS[network], nccl_tests or []), set_ or [])
-        if parameters is not None:
-            counts = _counts(gpus)
-            work = Workload(
-                parameters=parameters, units=units, tokens=8192 if tokens is None else tokens, width=width
-            )
-        elif yaml is not None:
-            config = read_yaml(yaml)
-            refuse_tensor_parallelism(run_of(config))
-            model = build_yaml_model(config, "meta")
-            counts, left_out = _divided(config, model, GPUS[gpu].memory_bytes, _counts(gpus))
-            work = workload_of(config, model, tokens)
-        else:
-            raise ConfigError("Give a training YAML, or --parameters.")
-        accept(Positive, tensor_parallel, "--tensor-parallel")
-        work = dataclasses.replace(
-            work,
-            mfu=mfu,
-            microbatches=microbatches,
-            tensor_parallel=tensor_parallel,
-            host_seconds=accept(Annotated[float, at_least(0)], host_ms, "--host-ms") / 1e3,
+    gpu = gpu_named(gpu, GPUS)
+    check_choice("--network", network, tuple(NETWORKS))
+    constants = _override(with_logs(NETWORKS[network], nccl_tests or []), set_ or [])
+    if parameters is not None:
+        counts = _counts(gpus)
+        work = Workload(
+            parameters=parameters, units=units, tokens=8192 if tokens is None else tokens, width=width
         )
-        rows = plan_communication(work, counts, GPUS[gpu], constants)
-    except ConfigError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from error
+    elif yaml is not None:
+        config = read_yaml(yaml, trust=trust)
+        refuse_tensor_parallelism(run_of(config))
+        model = build_yaml_model(config, "meta")
+        counts, left_out = _divided(config, model, GPUS[gpu].memory_bytes, _counts(gpus))
+        work = workload_of(config, model, tokens)
+    else:
+        raise ConfigError("Give a training YAML, or --parameters.")
+    accept(Positive, tensor_parallel, "--tensor-parallel")
+    work = dataclasses.replace(
+        work,
+        mfu=mfu,
+        microbatches=microbatches,
+        tensor_parallel=tensor_parallel,
+        host_seconds=accept(Annotated[float, at_least(0)], host_ms, "--host-ms") / 1e3,
+    )
+    rows = plan_communication(work, counts, GPUS[gpu], constants)
     typer.echo(
         f"{work.parameters / 1e9:.2f} B parameters in {work.units} units, {work.tokens} tokens a GPU and step, "
         f"MFU {work.mfu:g} of {gpu} ({GPUS[gpu].source})\nnetwork {network}: {json.dumps(dataclasses.asdict(constants))}\n"
@@ -238,5 +237,7 @@ def _draw(rows: list[dict[str, float | int | str]], title: str, path: Path) -> N
     right.legend(*left.get_legend_handles_labels(), loc="lower left")
     figure.suptitle(title, fontsize=10)
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format=path.suffix[1:] or "png", dpi=120)
+    write_file(path, drawn.getvalue(), "--plot")
     pyplot.close(figure)

@@ -20,7 +20,7 @@ from torch import Tensor
 from foundry_fp8.cli.cluster import cluster_of, limit_of
 from foundry_fp8.cli.hardware import GPUS, PER_NODE, gpu_named
 from foundry_fp8.cli.quiet import quiet
-from foundry_fp8.cli.yaml_model import build_yaml_model, optimizer_bytes_of, read_yaml
+from foundry_fp8.cli.yaml_model import Trust, build_yaml_model, optimizer_bytes_of, read_yaml
 from foundry_fp8.cli.yaml_run import run_of
 from foundry_fp8.compat.fake_tensor import NEEDS_VALUES, FakeTensor, FakeTensorMode
 from foundry_fp8.config import ConfigError, Positive, accept, check_choice, format_bytes
@@ -73,25 +73,23 @@ def memory(
     gpu: Annotated[
         str, typer.Option(help="With --world-size: the GPU whose memory is the budget where none is given.")
     ] = "h100",
+    trust: Trust = False,
 ) -> None:
     """Print a table of what each block could do, the plan, and the YAML that pins it."""
-    try:
-        with quiet():
-            said = plan_yaml(
-                yaml,
-                budget=budget,
-                microbatch=microbatch,
-                device=device,
-                compression=compression,
-                accumulate=accumulate,
-                world_size=world_size,
-                sharding=sharding,
-                gpu=gpu,
-            )
-        typer.echo(said)
-    except ConfigError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from error
+    with quiet():
+        said = plan_yaml(
+            yaml,
+            budget=budget,
+            microbatch=microbatch,
+            device=device,
+            compression=compression,
+            accumulate=accumulate,
+            world_size=world_size,
+            sharding=sharding,
+            gpu=gpu,
+            trust=trust,
+        )
+    typer.echo(said)
 
 
 def plan_yaml(
@@ -105,6 +103,7 @@ def plan_yaml(
     world_size: int | None = None,
     sharding: str | None = None,
     gpu: str = "h100",
+    trust: bool = False,
 ) -> str:
     """The plan for the run in ``path``, as text.
 
@@ -118,6 +117,7 @@ def plan_yaml(
         world_size: Ranks to plan for, nothing allocated here; by default the one device.
         sharding: With ``world_size``: FSDP's strategy, by default the YAML's.
         gpu: With ``world_size``: whose memory the budget is where there is none.
+        trust: See :func:`read_yaml`.
     """
     from foundry_fp8.cli.memory_options import frozen_weights, other_optimizers
     from foundry_fp8.planning.memory.cluster import SHARDINGS, on_cluster
@@ -125,7 +125,7 @@ def plan_yaml(
     from foundry_fp8.planning.memory.flash_bytes import hold_flash_bytes
     from foundry_fp8.planning.memory.planner import choose, measure, plan_memory
 
-    config = read_yaml(path)
+    config = read_yaml(path, trust=trust)
     if world_size is not None:
         accept(Positive, world_size, "--world-size")
         gpu = gpu_named(gpu, GPUS)

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from foundry_fp8.cli.yaml_model import Trust
 from foundry_fp8.config import ConfigError, from_mapping
 
 __all__ = ["policy"]
@@ -35,27 +36,27 @@ def policy(
         Path | None,
         typer.Option(help="With --measure: a whole Composer checkpoint.", exists=True, dir_okay=False),
     ] = None,
+    trust: Trust = False,
 ) -> None:
     """Print the recipe of each GEMM of a YAML's model, without training it."""
     logging.disable(logging.WARNING)  # what libraries say while the model is built is not about this run
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            typer.echo(_measured(yaml, error, recipes, load) if measure else _resolved(yaml))
-    except (ConfigError, RuntimeError) as problem:
-        typer.echo(f"error: {problem}", err=True)
-        raise typer.Exit(2) from problem
+            typer.echo(_measured(yaml, error, recipes, load, trust) if measure else _resolved(yaml, trust))
+    except RuntimeError as problem:
+        raise ConfigError(str(problem)) from problem
     finally:
         logging.disable(logging.NOTSET)
 
 
-def _resolved(yaml: Path) -> str:
+def _resolved(yaml: Path, trust: bool) -> str:
     """Of a model without weights; ``auto`` as on Hopper, ``measured`` before it measures."""
     from foundry_fp8.cli.probe import fp8_config
     from foundry_fp8.cli.yaml_model import build_yaml_model, read_yaml
     from foundry_fp8.surgery.apply import apply_fp8
 
-    config = read_yaml(yaml)
+    config = read_yaml(yaml, trust=trust)
     fp8 = fp8_config(config)
     report = apply_fp8(build_yaml_model(config, "meta"), device="cpu", **{**fp8.given, **ELSEWHERE})
     asked = "native or transformer_engine" if fp8.backend == "auto" else fp8.backend
@@ -63,7 +64,7 @@ def _resolved(yaml: Path) -> str:
     return report.policy_table() + report.summary().splitlines()[0]
 
 
-def _measured(yaml: Path, error: float, recipes: str, load: Path | None) -> str:
+def _measured(yaml: Path, error: float, recipes: str, load: Path | None, trust: bool) -> str:
     import yaml as text
 
     from foundry_fp8.cli.probe import fp8_config, model_and_batch
@@ -72,13 +73,13 @@ def _measured(yaml: Path, error: float, recipes: str, load: Path | None) -> str:
     from foundry_fp8.surgery.apply import apply_fp8
     from foundry_fp8.surgery.rules import Measured
 
-    config = read_yaml(yaml)
+    config = read_yaml(yaml, trust=trust)
     options: dict[str, Any] = fp8_config(config).given
     given = options.pop("recipe", None)
     own = given.given if isinstance(given, Measured) else {}
     fields = {"name": "measured", "error": error, "recipes": recipes.split(","), **own}
     measured = from_mapping(Measured, fields, "algorithms.fp8.recipe")
-    model, batch, loss_of = model_and_batch(config, load, 2, "--measure")
+    model, batch, loss_of = model_and_batch(config, load, 2, "--measure", trust=trust)
     apply_fp8(model, **{**options, **ELSEWHERE, "attention": False, "recipe": measured})
     choice = measure_policy(model, loss_of, batch, error=measured.error, recipes=measured.recipes)
     fp8: dict[str, Any] = {"enabled": False}

@@ -11,6 +11,7 @@ import torch
 from rich.table import Table
 from torch import Tensor, nn
 
+from foundry_fp8.cli.composer_checkpoint import load_checkpoint
 from foundry_fp8.cli.yaml_run import run_of
 from foundry_fp8.config import ConfigError
 from foundry_fp8.layers.gemm_layer import FP8GemmLayer
@@ -50,13 +51,14 @@ class Probed:
         return [layer for layer in self.layers if not self.errors[layer][self.recipe] < self.limit]
 
 
-def probe_run(yaml: Path, load: Path | None = None, rows: int = 2) -> Probed:
+def probe_run(yaml: Path, load: Path | None = None, rows: int = 2, *, trust: bool = False) -> Probed:
     """Build the model and one batch of a YAML, convert it, and measure each block in each recipe that its backend runs.
 
     Args:
         yaml: An LLM Foundry training YAML with ``algorithms.fp8`` and ``train_loader``.
         load: A whole checkpoint of Composer, whose weights are used; otherwise they are fresh ones.
         rows: Sequences of the batch.
+        trust: See :func:`read_yaml`; of the checkpoint too.
 
     Raises:
         ConfigError: What is needed is missing in the YAML, or the checkpoint is not of this model.
@@ -64,9 +66,9 @@ def probe_run(yaml: Path, load: Path | None = None, rows: int = 2) -> Probed:
     import foundry_fp8
     from foundry_fp8.cli.yaml_model import read_yaml
 
-    config = read_yaml(yaml)
+    config = read_yaml(yaml, trust=trust)
     fp8 = fp8_config(config)
-    model, batch, loss_of = model_and_batch(config, load, rows, "--probe")
+    model, batch, loss_of = model_and_batch(config, load, rows, "--probe", trust=trust)
     foundry_fp8.apply_fp8(model, **fp8.given)
     probe = PrecisionProbe(model, loss_of)
     if not probe.layers:
@@ -91,7 +93,7 @@ def fp8_config(config: Mapping[str, Any]) -> FP8Config:
 
 
 def model_and_batch(
-    config: dict[str, Any], load: Path | None, rows: int, option: str
+    config: dict[str, Any], load: Path | None, rows: int, option: str, *, trust: bool = False
 ) -> tuple[Any, Any, Callable[[nn.Module, Any], Tensor]]:
     """The YAML's model on the CPU, in training mode, some rows of its data, and the loss of a training forward.
 
@@ -104,7 +106,7 @@ def model_and_batch(
     batch = first_rows(_first_batch(config, option), rows)
     model = build_yaml_model(config, "cpu").train()
     if load is not None:
-        _load(model, load)
+        _load(model, load, trust)
 
     def loss_of(module: nn.Module, batch: Any) -> Tensor:
         return total_loss(model.loss(module(batch), batch))
@@ -163,11 +165,11 @@ def _first_batch(config: Mapping[str, Any], option: str) -> Any:
     return next(iter(build_dataloader(options, built, 8).dataloader))
 
 
-def _load(model: nn.Module, path: Path) -> None:
+def _load(model: nn.Module, path: Path, trust: bool) -> None:
+    content = load_checkpoint(path, trust)
     try:
-        weights = torch.load(path, map_location="cpu", weights_only=False)["state"]["model"]
-        model.load_state_dict(weights)
-    except (KeyError, TypeError, RuntimeError, OSError) as error:
+        model.load_state_dict(content["state"]["model"])
+    except (KeyError, TypeError, RuntimeError) as error:
         raise ConfigError(f"--load {path}: not a whole Composer checkpoint of this model: {error}") from error
 
 

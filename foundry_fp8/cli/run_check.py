@@ -27,17 +27,18 @@ ROOM = 0.6
 """Of a GPU's memory for what is sharded; the rest is activations and what is gathered."""
 
 
-def check_run(path: Path, hardware: Hardware) -> list[Finding]:
+def check_run(path: Path, hardware: Hardware, *, trust: bool = False) -> list[Finding]:
     """Everything that can be known before the start.
 
     Args:
         path: An LLM Foundry training YAML.
         hardware: What it will run on; this machine needs none of it.
+        trust: See :func:`read_yaml`.
 
     Raises:
         ConfigError: The YAML cannot be read.
     """
-    config = read_yaml(path)
+    config = read_yaml(path, trust=trust)
     found = [Finding("hardware", "ok", f"{hardware.devices} x {hardware.name}; --hardware names another")]
     parts, built = _parts(config)
     found += parts

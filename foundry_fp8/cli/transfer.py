@@ -28,11 +28,7 @@ def transfer(
     layers: Annotated[int | None, typer.Option(help="Its layers; by default the proxy's.")] = None,
 ) -> None:
     """Print the YAML of a µnit-scaled run of another width (and depth), with what changes and why at its head."""
-    try:
-        typer.echo(transfer_yaml(yaml, width=width, layers=layers))
-    except ConfigError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from error
+    typer.echo(transfer_yaml(yaml, width=width, layers=layers))
 
 
 def transfer_yaml(path: Path, *, width: int, layers: int | None = None) -> str:
@@ -56,7 +52,7 @@ def transfer_yaml(path: Path, *, width: int, layers: int | None = None) -> str:
 
     accept(Positive, width, "--width")
     accept(Positive | None, layers, "--layers")
-    values, config = read_yaml(path), OmegaConf.load(path)
+    values, config = read_yaml(path, trust=True), OmegaConf.load(path)
     model, name = values["model"], values["model"]["name"]
     base_width = getattr(run_of(values, 1).unit_scaling, "base_width", None)
     if name not in NAMES or base_width is None:

@@ -4,17 +4,34 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+import typer
 
 from foundry_fp8.cli.hf_folder import FOLDER_MODEL, build_folder_model, read_folder
 from foundry_fp8.config import Config, ConfigError, Positive, Text, accept, first_line, from_mapping
 from foundry_fp8.planning.model_shapes import MODEL_SHAPES
 
-__all__ = ["build_yaml_model", "build_yaml_optimizer", "optimizer_bytes_of", "read_yaml", "resolve_yaml"]
+__all__ = [
+    "Trust",
+    "build_yaml_model",
+    "build_yaml_optimizer",
+    "optimizer_bytes_of",
+    "read_yaml",
+    "resolve_yaml",
+]
 
+Trust = Annotated[
+    bool,
+    typer.Option(
+        "--trust", help="Run code of others: what the YAML, its model's folder or a checkpoint holds."
+    ),
+]
+"""The option of every command that could run it."""
 SIZES = ("d_model", "n_heads", "n_layers", "vocab_size")
 """Keys of MPT and of this package's models that have to be positive: the models themselves take 0 and fail somewhere else."""
 
@@ -38,14 +55,46 @@ class _Tokenizer(Config):
     kwargs: Mapping[Text, Any] | None = None
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path, *, trust: bool = False) -> dict[str, Any]:
     """The YAML in ``path``, resolved; of a folder, what :func:`~foundry_fp8.cli.hf_folder.read_folder` makes of it.
 
+    Args:
+        path: A training YAML, or the folder of a model.
+        trust: Of its author: what it names may run code of its own once the model is built.
+
     Raises:
-        ConfigError: What planning reads is missing or of the wrong type.
+        ConfigError: What planning reads is missing or of the wrong type; code of others without ``trust``.
     """
-    if path.is_dir():
-        return read_folder(path)
+    config = read_folder(path) if path.is_dir() else _read_file(path)
+    if not trust:
+        model, tokenizer = config["model"], config.get("tokenizer")
+        code = [*(config.get("code_paths") or []), *_code_in([model, tokenizer])]
+        if code:
+            raise ConfigError(
+                f"{path} has code of others run ({', '.join(map(str, code[:3]))}), as training it does. If you trust who wrote it, give --trust."
+            )
+        if model["name"] == FOLDER_MODEL or model["name"].startswith(
+            "hf_"
+        ):  # a hub's, which LLM Foundry trusts
+            config["model"] = {**model, "trust_remote_code": False}
+        if isinstance(tokenizer, Mapping):
+            kwargs = {**(tokenizer.get("kwargs") or {}), "trust_remote_code": False}
+            config["tokenizer"] = {**tokenizer, "kwargs": kwargs}
+    return config
+
+
+def _code_in(value: Any) -> list[str]:
+    """The files of models' and tokenizers' folders in a configuration's section that name code of their own."""
+    if isinstance(value, Mapping | list):
+        parts = value.values() if isinstance(value, Mapping) else value
+        return [file for one in parts for file in _code_in(one)]
+    files = (
+        sorted(Path(value).glob("*config.json")) if isinstance(value, str) and os.path.isdir(value) else []
+    )
+    return [str(file) for file in files if "auto_map" in file.read_text(encoding="utf-8", errors="replace")]
+
+
+def _read_file(path: Path) -> dict[str, Any]:
     try:
         config = resolve_yaml(path.read_text(encoding="utf-8"), path)
     except UnicodeDecodeError as error:
@@ -65,6 +114,8 @@ def resolve_yaml(text: str, where: Path | str) -> dict[str, Any]:
 
     try:
         config: Any = OmegaConf.to_container(OmegaConf.create(text), resolve=True)
+    except RecursionError as error:
+        raise ConfigError(f"{where} cannot be read as a YAML: it is nested too deeply.") from error
     except (OmegaConfBaseException, YAMLError) as error:
         raise ConfigError(f"{where} cannot be read as a YAML: {error}") from error
     if not isinstance(config, Mapping):
@@ -89,7 +140,7 @@ def build_yaml_model(config: dict[str, Any], init_device: str) -> Any:
         ConfigError: It cannot be built: a hub that is not reached, a key that is wrong.
     """
     if config["model"]["name"] == FOLDER_MODEL:
-        return build_folder_model(config["model"]["path"], init_device)
+        return build_folder_model(config["model"], init_device)
     from llmfoundry.utils.builders import build_composer_model, build_tokenizer
     from llmfoundry.utils.registry_utils import import_file
 
@@ -125,7 +176,7 @@ def build_yaml_model(config: dict[str, Any], init_device: str) -> Any:
     except Exception as error:  # Foundry, transformers and PEFT raise what they like
         raise ConfigError(
             f"model: it cannot be built: {first_line(error)}. From a hub that this machine does not reach, give a local folder with config.json and "
-            "the tokenizer."
+            "the tokenizer. If it has code of its own, give --trust."
         ) from error
 
 

@@ -1,37 +1,34 @@
-"""What a process group of ours raises arrives as it was raised.
+"""What a collective over a process group of ours raises arrives as it was raised.
 
 Cause: when a collective raises, torch asks for the backend and the ranks of its group, to log them
 (https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/c10d_logger.py, ``_get_msg_dict``). It knows the groups that it made
-itself, and for any other raises ``TypeError: Invariant encountered: value was None`` in place of the error. So the group is entered
-among torch's, beside the one it passes its collectives on to, once it has raised: not before, because torch keeps what is entered.
-Remove when torch logs errors of groups that it did not make.
+itself, and for any other raises ``TypeError: Invariant encountered: value was None`` in place of the error. Scope: that description; of
+an unknown group it has the function's name alone. Remove when torch logs errors of groups that it did not make.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
-import torch.distributed.distributed_c10d as c10d
+import torch.distributed.c10d_logger as logger
 
-__all__ = ["preserves_error"]
-
-F = TypeVar("F", bound=Callable[..., Any])
+__all__ = ["preserve_errors"]
 
 
-def preserves_error(collective: F) -> F:
-    """For a method of a process group that has the one it stands for as ``inner``."""
+@functools.cache
+def preserve_errors() -> None:
+    """From now on."""
+    theirs = getattr(logger, "_get_msg_dict", None)
+    if theirs is None:
+        return
 
-    @functools.wraps(collective)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(theirs)
+    def described(func_name: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         try:
-            return collective(self, *args, **kwargs)
+            found: dict[str, Any] = theirs(func_name, *args, **kwargs)
+            return found
         except Exception:
-            for name in ("pg_map", "pg_group_ranks"):
-                known = getattr(getattr(c10d, "_world", None), name, {})
-                if self.inner in known:
-                    known[self] = known[self.inner]
-            raise
+            return {"func_name": f"{func_name}"}
 
-    return call  # type: ignore[return-value]
+    logger._get_msg_dict = described

@@ -5,11 +5,15 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection
 
-__all__ = ["ConfigError", "first_line", "nearest"]
+__all__ = ["ConfigError", "NoEffect", "first_line", "nearest"]
 
 
 class ConfigError(ValueError):
     """A configuration that cannot be run, found before training starts."""
+
+
+class NoEffect(ConfigError):
+    """A model that has nothing for an algorithm, whatever its options are."""
 
 
 def nearest(name: object, allowed: Collection[str]) -> str:

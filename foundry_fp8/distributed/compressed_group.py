@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from foundry_fp8.compat.collective_errors import preserves_error
 from foundry_fp8.distributed import collectives
 from foundry_fp8.distributed.rounding import Noise
 from foundry_fp8.distributed.rows import Row
@@ -110,7 +109,6 @@ class CompressedGroup(CountingGroup):
         rows = self.leg.rows(tensor.numel()) if self.leg is not None and self.switch.takes(tensor) else None
         return rows if rows is not None and any(row.coded for row in rows) else None
 
-    @preserves_error
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any) -> Any:
         self.switch.reductions += 1
         rows, leg = self._rows(input), self.leg
@@ -136,7 +134,6 @@ class CompressedGroup(CountingGroup):
             output.copy_(part.view_as(output))
         return FinishedWork([output])
 
-    @preserves_error
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         """All-reduce, in place; compressed if it is one floating tensor that is large enough."""
         self.switch.reductions += 1

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
 from foundry_fp8.compat.fsdp1 import replica_group
+from foundry_fp8.distributed.attendance import Attendance
 from foundry_fp8.distributed.groups import collective_device
 from foundry_fp8.model_structure.names import clean_name
 
@@ -27,6 +28,7 @@ CHUNK = 1 << 20
 """Elements summed at a time: 8 MiB of temporaries."""
 FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)
 """2**64 over the golden ratio: odd and without a pattern, as a signed number."""
+_ATTENDANCE: dict[str, Attendance] = {}
 SHOWN = 5
 """Parameters named in the error."""
 
@@ -47,17 +49,21 @@ def check_replicas(model: nn.Module, key: str) -> int:
     by_group: dict[dist.ProcessGroup, list[tuple[str, Tensor]]] = defaultdict(list)
     for name, local, group in replicated_parameters(model):
         by_group[group].append((name, local))
+    attendance = _ATTENDANCE.setdefault(key, Attendance(f"{key}.check_replicas"))
+    attendance.say()
     different: list[str] = []
     for group, parameters in by_group.items():
         device = collective_device(group)
         mine = torch.stack([fingerprint(local).to(device) for _, local in parameters])
         least, most = mine.clone(), mine.clone()
-        dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+        attendance.all_reduce(least, dist.ReduceOp.MIN, group)
+        attendance.all_reduce(most, dist.ReduceOp.MAX, group)
         same = (least == most).tolist()
         different += [name for (name, _), alike in zip(parameters, same, strict=True) if not alike]
     anywhere = torch.tensor([len(different)], dtype=torch.int64, device=collective_device())
-    dist.all_reduce(anywhere, dist.ReduceOp.MAX)  # so that no rank goes on and waits for those that raise
+    attendance.all_reduce(
+        anywhere, dist.ReduceOp.MAX
+    )  # so that no rank goes on and waits for those that raise
     if anywhere.item():
         shown = ", ".join(different[:SHOWN]) or "parameters of other ranks"
         more = f" and {len(different) - SHOWN} more" if len(different) > SHOWN else ""

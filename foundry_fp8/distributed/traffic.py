@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
-from foundry_fp8.compat.collective_errors import preserves_error
+from foundry_fp8.compat.collective_errors import preserve_errors
 
 __all__ = [
     "CountingGroup",
@@ -171,6 +171,7 @@ class CountingGroup(dist.ProcessGroup):
 
     def __init__(self, inner: dist.ProcessGroup, traffic: Traffic | None = None) -> None:
         super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]
+        preserve_errors()
         self.inner = inner_group(inner)
         self.traffic = Traffic() if traffic is None else traffic
 
@@ -210,7 +211,6 @@ class CountingGroup(dist.ProcessGroup):
         """Newer name of ``_reduce_scatter_base``."""
         return self._reduce_scatter_base(*args, **kwargs)
 
-    @preserves_error
     def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         self.traffic.count("all_gather", input.nbytes * (self.size() - 1))
         opts = c10d.AllgatherOptions() if opts is None else opts
@@ -222,7 +222,6 @@ class CountingGroup(dist.ProcessGroup):
         opts = c10d.AllgatherOptions() if opts is None else opts
         return self.inner.allgather(outputs, inputs, opts)
 
-    @preserves_error
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any) -> Any:
         mean = reduction_of(opts, "reduce-scatter")
         self.traffic.count("reduce_scatter", input.nbytes - input.nbytes // self.size())
@@ -232,7 +231,6 @@ class CountingGroup(dist.ProcessGroup):
         output.div_(self.size())
         return FinishedWork([output])
 
-    @preserves_error
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         """All-reduce, in place."""
         tensors = [tensors] if isinstance(tensors, Tensor) else tensors

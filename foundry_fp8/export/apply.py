@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import os
 import tempfile
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from foundry_fp8.config import ConfigError, check_arguments
+from foundry_fp8.config.files import TEMPORARY, move_into, refuse_files
 from foundry_fp8.export.layout import ServedLinear, check_recipe, recipe_run_by, served_linear
 from foundry_fp8.export.quantization_config import check_library, finegrained_config, quantization_config
 from foundry_fp8.layers.dtensor import is_dtensor
@@ -265,34 +265,20 @@ def check_target(folder: str | Path, *, overwrite: bool) -> None:
         RuntimeError: The package compressed-tensors is missing.
     """
     check_library()
-    held = sorted(path.name for path in Path(folder).iterdir()) if Path(folder).exists() else []
-    if held and not overwrite:
-        raise ConfigError(
-            f"export: {folder} holds files ({', '.join(held[:3])}{', ...' if len(held) > 3 else ''}). Choose another folder, or --force "
-            "(overwrite=True), which replaces the model in it and keeps the rest."
-        )
+    if not overwrite:
+        way_out = "Choose another folder, or --force (overwrite=True), which replaces the model in it and keeps the rest."
+        refuse_files(Path(folder), "export:", way_out)
 
 
 def _write(model: Any, config: Any, tensors: dict[str, Tensor], folder: Path, tokenizer: Any) -> None:
-    """Into a folder beside it that takes its place at the end; into one that holds files, config.json last, without which it is no model."""
+    """Into a folder beside it, which takes its place at the end, or whose files do: config.json last, without which it is no model."""
+    folder = folder.resolve()
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as made:
-        _write_into(Path(made), model, config, tensors, tokenizer)
-        if not folder.exists() or not any(folder.iterdir()):
-            Path(made).chmod(0o777 & ~_umask())
-            os.replace(made, folder)
-            os.mkdir(made)  # for the context, which removes it
-            return
-        for old in (folder / CONFIG_NAME, *folder.glob("*.safetensors"), *folder.glob("*.index.json")):
-            old.unlink(missing_ok=True)
-        for new in sorted(Path(made).iterdir(), key=lambda path: path.name == CONFIG_NAME):
-            os.replace(new, folder / new.name)
-
-
-def _umask() -> int:
-    before = os.umask(0)
-    os.umask(before)
-    return before
+    with tempfile.TemporaryDirectory(prefix=TEMPORARY, dir=folder.parent) as beside:
+        made = Path(beside) / folder.name
+        made.mkdir()
+        _write_into(made, model, config, tensors, tokenizer)
+        move_into(folder, made, CONFIG_NAME, ("*.safetensors", "*.index.json"), "export")
 
 
 def _write_into(folder: Path, model: Any, config: Any, tensors: dict[str, Tensor], tokenizer: Any) -> None:

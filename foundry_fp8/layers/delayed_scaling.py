@@ -17,10 +17,12 @@ and writes the same memory at every replay.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import weakref
+import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -401,15 +403,19 @@ class ModuleScales:
     def _after_forward(self, model: nn.Module, args: Any, output: Any) -> None:
         self.state.end_forward()
 
-    def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """Name -> ``scale`` ``[slots]`` and ``amax_history`` ``[L, slots]``, float32 on the CPU."""
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """Name -> ``scale`` ``[slots]`` and ``amax_history`` ``[L, slots]``, float32 on the CPU, and their ``checksum``."""
         self.state.leave_meta()
         self.state.fill_joined()
         width = len(self._slots)
         scales = self.state.scale.cpu().split(width)
         histories = self.state.amax_history.cpu().split(width, dim=1)
         return {
-            name: {"scale": scale.clone(), "amax_history": history.contiguous().clone()}
+            name: {
+                "scale": scale.clone(),
+                "amax_history": history.contiguous().clone(),
+                "checksum": _checksum(scale, history),
+            }
             for name, scale, history in zip(self._modules, scales, histories, strict=True)
         }
 
@@ -427,30 +433,40 @@ class ModuleScales:
                 f"only in the model {new[:4]}. {FRESH_STATE}"
             )
         width, length = len(self._slots), len(self.state.amax_history)
-        expected = ((width,), (length, width))
+        expected = (((width,), torch.float32), ((length, width), torch.float32))
+        scaled_max = self.state._scaled_max[:width].cpu()
         for name, entry in saved.items():
-            scale, history = entry.get("scale"), entry.get("amax_history")
-            shapes = tuple(getattr(scale, "shape", ())), tuple(getattr(history, "shape", ()))
-            if shapes != expected:
+            of = f"the checkpoint's {self._what} of {name}"
+            scale, history = (cast(Tensor, entry.get(key)) for key in ("scale", "amax_history"))
+            forms = tuple((tuple(getattr(x, "shape", ())), getattr(x, "dtype", type(x))) for x in (scale, history))  # fmt: skip
+            if forms != expected:
+                raise RuntimeError(f"{of} has shapes {forms}, expected {expected}. {FRESH_STATE}")
+            scale, history = scale.cpu(), history.cpu()
+            if not bool((torch.isfinite(scale) & (scale > 0)).all()) or not bool((history >= 0).all()):
                 raise RuntimeError(
-                    f"the checkpoint's {self._what} of {name} has shapes {shapes}, expected {expected}. {FRESH_STATE}"
+                    f"{of} is damaged: a scale is not positive and finite, or an amax is negative or NaN. {FRESH_STATE}"
                 )
-            assert isinstance(scale, Tensor) and isinstance(history, Tensor)
-            if (
-                not bool(torch.isfinite(scale).all())
-                or bool((scale <= 0).any())
-                or not bool((history >= 0).all())
-            ):
-                raise RuntimeError(
-                    f"the checkpoint's {self._what} of {name} is damaged: a scale is not positive and finite, or an amax "
-                    f"is negative or NaN. {FRESH_STATE}"
-                )
+            if entry.get("checksum", found := _checksum(scale, history)) != found:
+                raise RuntimeError(f"{of} is damaged: its checksum is another. {FRESH_STATE}")
+            # Older states have none. A scale is of the history as it was, one pass longer, unless that held an Inf.
+            amax = (
+                (history[1:].amax(dim=0) if self.state._use_max else history[-1]) if length > 1 else 0 * scale
+            )
+            apart = (scale * amax > 1.001 * scaled_max) & torch.isfinite(amax)
+            if "checksum" not in entry and bool(apart.any()):
+                raise RuntimeError(f"{of} is damaged: a scale is not that of its amax history. {FRESH_STATE}")
         self.state.part()
         self.state.scale.copy_(torch.cat([saved[name]["scale"] for name in self._modules]))
         self.state.amax_history.copy_(
             torch.cat([saved[name]["amax_history"] for name in self._modules], dim=1)
         )
         self.state.begin_pass()
+
+
+def _checksum(*parts: Tensor) -> int:
+    return functools.reduce(
+        lambda known, part: zlib.crc32(part.contiguous().numpy().tobytes(), known), parts, 0
+    )
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -34,8 +34,11 @@ def exact_for(recipe: Recipe) -> bool:
     return recipe.scaling("w", 1).keeps_codes and not recipe.uses_history
 
 
-def keep_in_fp8(weight: nn.Parameter, recipe: Recipe) -> None:
+def keep_in_fp8(weight: nn.Parameter, recipe: Recipe) -> nn.Parameter:
     """Make the frozen ``weight`` (``[out_features, in_features]``, hp) a :class:`FrozenFP8Weight`; it stays the same object.
+
+    Returns:
+        What it was, with the memory that is freed with it.
 
     Raises:
         RuntimeError: Something holds on to its memory (torch's ``swap_tensors``), so that none would be saved.
@@ -45,7 +48,9 @@ def keep_in_fp8(weight: nn.Parameter, recipe: Recipe) -> None:
     scaling = recipe.scaling("w", 1)
     found = scaling.quantize(weight.detach(), E4M3)
     kept = FrozenFP8Weight(found.data, found.gemm_scale, found.block, scaling, weight.dtype)
-    torch.utils.swap_tensors(weight, nn.Parameter(kept, requires_grad=False))
+    before = nn.Parameter(kept, requires_grad=False)
+    torch.utils.swap_tensors(weight, before)
+    return before
 
 
 def scaling_of(scale: Tensor, block: tuple[int, int] | None, columns: int) -> Scaling:

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, ClassVar, TypeVar
 
 from torch import nn
 
+from foundry_fp8.config import first_line
 from foundry_fp8.layers.delayed_scaling import FRESH_STATE
 from foundry_fp8.layers.recipe_table import difference, same_scaling
 from foundry_fp8.numerics.recipes import Recipe
 
-__all__ = ["ModelState"]
+__all__ = ["ModelState", "readable"]
 
 State = TypeVar("State", bound="ModelState")
+
+
+@contextmanager
+def readable(what: str) -> Iterator[None]:
+    """Say of a checkpoint's state that is of another form whose it is, where its parts are looked up."""
+    try:
+        yield
+    except (AssertionError, AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        said = f"{type(error).__name__}: {first_line(error)}"
+        raise RuntimeError(f"the checkpoint's {what} is not readable ({said}). {FRESH_STATE}") from error
 
 
 class ModelState:

@@ -12,7 +12,7 @@ from torch import nn
 from foundry_fp8.layers.backend import Backend
 from foundry_fp8.layers.delayed_scaling import DelayedScalingState, ModuleScales
 from foundry_fp8.layers.gemm_layer import OPERANDS, FP8GemmLayer, configured_recipes
-from foundry_fp8.layers.model_state import ModelState
+from foundry_fp8.layers.model_state import ModelState, readable
 from foundry_fp8.layers.recipe_table import MEASURED, choice_of, measured_table, table_of
 from foundry_fp8.layers.resumed import watch_first_step
 from foundry_fp8.numerics.recipes import DelayedScaling, Recipe
@@ -148,13 +148,15 @@ class FP8State(ModelState):
             RuntimeError: The state is of another recipe or another model, or damaged; nothing is changed then.
         """
         choice: dict[str, Recipe | None] = {}
-        saved: Any = state.get("recipe") or {}
-        if self.table is not None and saved.get("name") == self.table["name"] == MEASURED:
-            choice = choice_of(saved)
-            state = {**state, "recipe": self.table}
-        self.check_header(state)
+        with readable(self.NAME):
+            saved: Any = state.get("recipe", {})
+            if self.table is not None and saved.get("name") == self.table["name"] == MEASURED:
+                choice = choice_of(saved)
+                state = {**state, "recipe": self.table}
+            self.check_header(state)
+            choice = choice and {name: choice[name] for name in self.modules}
+            if self._scales is not None:
+                self._scales.load_state_dict(state["modules"])
         self.answered = True
-        if self._scales is not None:
-            self._scales.load_state_dict(state["modules"])
         if choice:
             self.choose(choice)

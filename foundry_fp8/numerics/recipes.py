@@ -161,7 +161,7 @@ class DelayedScaling(TensorwiseRecipe):
 
     margin: Annotated[Natural, at_most(16)] = 0
     """The scale is divided by ``2 ** margin``: head room for an amax that grows. At 16 an amax is among E4M3's subnormals."""
-    amax_history_len: Positive = 1024
+    amax_history_len: Annotated[Positive, at_most(2**20)] = 1024
     """Forward passes (microbatches, not optimizer steps) that the history holds."""
     amax_compute_algo: Literal["max", "most_recent"] = "max"
     """The amax that sets the scale: the largest of the history, or that of the last pass."""

@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
+from foundry_fp8.distributed.attendance import Attendance, out_of_memory
 from foundry_fp8.distributed.groups import alone, collective_device
 from foundry_fp8.model_structure.blocks import block_index_of, block_label, transformer_blocks
 from foundry_fp8.model_structure.names import clean_name
@@ -97,6 +98,10 @@ class PrecisionProbe:
         self.layers = fp8_layers(self.model)
         self.weights = weights_of(self.model)
         self.passes = 0
+        self.attendance = Attendance("the measurement of FP8 against high precision")
+        self._sharded = any(
+            isinstance(m, FSDPModule | FullyShardedDataParallel) for m in self.model.modules()
+        )
         self._blocks = [(clean_name(name), block) for name, block in transformer_blocks(self.model)]
         self._block_of = {weight.name: self.block_of(weight.name) for weight in self.weights}
 
@@ -136,21 +141,26 @@ class PrecisionProbe:
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 raise TypeError(f"the loss is a {type(loss).__name__} and not a tensor of one element")
             loss.backward()
-            return float(loss.detach()), sample(self.weights)
+            found: Any = float(loss.detach()), sample(self.weights)
+            self.attendance.say()
         except Exception as error:
-            return error.with_traceback(None)
+            self.attendance.say(error)
+            if self._sharded and not alone():  # whose forward and backward are full of collectives
+                self.attendance.all_said()
+            found = error.with_traceback(None)
+        return found
 
     def _compare(self, ours: Any, theirs: Any) -> PrecisionGap:
         failures = [one for one in (ours, theirs) if isinstance(one, Exception)]
         device = torch.device("cpu") if alone() else collective_device()
         totals = torch.zeros(5 + 3 * len(self.weights), dtype=torch.float64, device=device)
         if failures:
-            totals[int(isinstance(failures[0], torch.OutOfMemoryError))] = 1
+            totals[int(out_of_memory(failures[0]))] = 1
         else:
             totals[2:5] = totals.new_tensor([1.0, ours[0], theirs[0]])
             totals[5:] = squares(self.weights, ours[1], theirs[1]).view(-1)
         if not alone():
-            dist.all_reduce(totals)
+            self.attendance.all_reduce(totals)
         failed, without_memory, ranks, fp8_loss, loss = totals[:5].tolist()
         if without_memory and not failed:
             raise OutOfMemory("measuring FP8 against high precision ran out of memory")

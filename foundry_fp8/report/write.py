@@ -16,6 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from foundry_fp8.config.files import refuse_files, write_file
 from foundry_fp8.report.comparison import (  # fmt: skip
     COLUMNS,
     PercentOf,
@@ -26,7 +27,6 @@ from foundry_fp8.report.comparison import (  # fmt: skip
     shown_columns,
 )
 from foundry_fp8.report.figures import FIGURES
-from foundry_fp8.report.folder import check_folder, write_file
 from foundry_fp8.report.page import render_page
 from foundry_fp8.report.runs import read_runs
 from foundry_fp8.report.sources.lines import plain_text
@@ -86,11 +86,12 @@ def write_report(
     page, tables = output / "report.html", {"csv": _csv, "md": _markdown, "json": _json}
     names = [page.name, *(f"comparison.{kind}" for kind in tables), *(f"{spec.name}.png" for spec in FIGURES)]
     if not force:
-        check_folder(output, names)
+        way_out = "Name another folder, or write into this one with --force."
+        refuse_files(output, "--output", way_out, names, "a report")
     console.print(Text(verdict(rows), style="bold"))
     print_comparison(rows, console)
     for kind, table in tables.items():
-        write_file(output / f"comparison.{kind}", table(rows).encode())
+        write_file(output / f"comparison.{kind}", table(rows), "--output")
     charts = {}
     with styled():
         for spec in FIGURES:
@@ -101,9 +102,9 @@ def write_report(
             else:
                 drawn = io.BytesIO()
                 figure.savefig(drawn, format="png", dpi=_PNG_DPI)
-                write_file(output / f"{spec.name}.png", drawn.getvalue())
+                write_file(output / f"{spec.name}.png", drawn.getvalue(), "--output")
                 charts[spec.name] = as_svg(figure, spec.name)
-    write_file(page, render_page(rows, title, charts).encode(errors="replace"))
+    write_file(page, render_page(rows, title, charts).encode(errors="replace"), "--output")
     said = f"Report: {page}, table: {output}/comparison.{{csv,md,json}}, figures: {output}/*.png"
     console.print(Text(plain_text(said)), soft_wrap=True)
     return page

@@ -17,6 +17,8 @@ from foundry_fp8.compat.compiled_model import is_compiled
 from foundry_fp8.config import Clash, ConfigError, from_mapping
 from foundry_fp8.distributed.compression.apply import wrapper_of
 from foundry_fp8.layers.unit_linear import choose_gradient_scale
+from foundry_fp8.model_structure.applied import applied
+from foundry_fp8.model_structure.unchanged import as_it_was_if_it_fails
 from foundry_fp8.model_structure.wrappers import without_ddp
 from foundry_fp8.observe.guard.config import Event, GuardConfig
 from foundry_fp8.observe.guard.guard import DivergenceGuard
@@ -130,19 +132,20 @@ class FP8Run:
             device=settings.device if device is None else torch.device(device),
             precision=precision or settings.precision,
         )
+        fresh = self.config.enabled and applied(model, self.config) is None
         wrapped = wrapper_of(model) is not None or isinstance(model, nn.DataParallel) or is_compiled(model)
-        self.refuse(dataclasses.replace(settings, wrapped=wrapped))
+        self.refuse(dataclasses.replace(settings, wrapped=wrapped and fresh))
         self.settings, self.model = settings, model
         log_path = f"; log: {self.settings.log}" if self.settings.log else ""
         if not self.config.enabled:
             self.say(f"FP8: off ({self.key}.enabled: false){log_path}")
             return None
-        self.report = apply_fp8(model, device=settings.device, **self.options)
-        split = in_plan(self.report.converted, settings.parallel_plan)
-        self.refuse(dataclasses.replace(settings, parallel_layers=split))
-        send_frozen(model)
-        self.state = FP8Parts(model)
-        self._trace = ForwardTrace(model)
+        with as_it_was_if_it_fails(model):
+            report = apply_fp8(model, device=settings.device, **self.options)
+            split = in_plan(report.converted, settings.parallel_plan)
+            self.refuse(dataclasses.replace(settings, parallel_layers=split))
+            send_frozen(model)
+            self.report, self.state, self._trace = report, FP8Parts(model), ForwardTrace(model)
         log.info("%s\n%s\n%s", self.report.chosen, self.report.summary(), self.report.table())
         notes = notices(
             self.report,
@@ -150,7 +153,7 @@ class FP8Run:
             device=self._device(model).type,
             callbacks=[*settings.callbacks, *["DivergenceGuard"] * (self.guard_options is not None)],
         )
-        if isinstance(self.config.recipe, Measured):
+        if isinstance(self.config.recipe, Measured) and fresh:
             self.state.fp8.reconsider()
             notes.append(
                 f"measured: high precision for {self.config.recipe.warmup} batches, then by the table"

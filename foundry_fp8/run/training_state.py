@@ -37,6 +37,8 @@ def parts_of(state: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         RuntimeError: It is no such state.
     """
+    if not isinstance(state, Mapping):
+        raise RuntimeError(f"this is no state of foundry_fp8.training_state but a {type(state).__name__}")
     if "modules" in state:  # as Composer's algorithm saved it until 0.2
         attention = {"attention": state["attention"]} if "attention" in state else {}
         return {"fp8": {k: v for k, v in state.items() if k != "attention"}, **attention}

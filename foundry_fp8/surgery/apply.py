@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -18,6 +18,8 @@ from foundry_fp8.backends import (
 from foundry_fp8.config import ConfigError, from_mapping
 from foundry_fp8.layers.gemm_layer import FP8GemmLayer, configured_recipes
 from foundry_fp8.layers.state import FP8State
+from foundry_fp8.model_structure.applied import applied, remember
+from foundry_fp8.model_structure.unchanged import as_it_was_if_it_fails
 from foundry_fp8.numerics.recipes import Recipe
 from foundry_fp8.surgery.attention import plan_attention
 from foundry_fp8.surgery.fp8_config import KEY, TE_LAYERS, FP8Config, resolve_recipe
@@ -44,10 +46,10 @@ def apply_fp8(model: nn.Module, *, device: torch.device | str | None = None, **o
         **options: The fields of :class:`FP8Config`.
 
     Returns:
-        What became of every weight that is multiplied.
+        What became of every weight that is multiplied; of a model that the same options converted, what became of it then.
 
     Raises:
-        ConfigError: Unknown option or value, a pattern that matches nothing, a model that is converted already, nothing
+        ConfigError: Unknown option or value, a pattern that matches nothing, a model that other options converted, nothing
             to convert, a recipe that would round published codes again, or ``enabled: false``, which is for who would call this.
         RuntimeError: The backend cannot run the recipe here.
 
@@ -58,15 +60,23 @@ def apply_fp8(model: nn.Module, *, device: torch.device | str | None = None, **o
     config = from_mapping(FP8Config, options, KEY)
     if not config.enabled:
         raise ConfigError(f"{KEY}.enabled: false converts nothing. Do not call this, or set it to true.")
+    if (report := applied(model, config, "converted to FP8")) is not None:
+        return report  # type: ignore[no-any-return]
     if any(isinstance(module, FP8GemmLayer) for module in model.modules()):
-        raise ConfigError(f"{KEY}: the model is converted to FP8 already. Name the algorithm once.")
+        raise ConfigError(
+            f"{KEY}: a part of the model is converted to FP8 already. Convert the whole of it once."
+        )
     if any(type(module).__module__.startswith("transformer_engine.") for module in model.modules()):
         raise ConfigError(TE_LAYERS)
-    with adopted(model):
-        return _convert(model, config, _device_of(model) if device is None else torch.device(device))
+    with as_it_was_if_it_fails(model) as undo, adopted(model):
+        report = _convert(model, config, _device_of(model) if device is None else torch.device(device), undo)
+    remember(model, config, report)
+    return report
 
 
-def _convert(model: nn.Module, config: FP8Config, where: torch.device) -> SurgeryReport:
+def _convert(
+    model: nn.Module, config: FP8Config, where: torch.device, undo: list[Callable[[], Any]]
+) -> SurgeryReport:
     policy = config.policy(where)
     backend, chosen = choose_backend(config.backend, policy.recipes, where, f"{KEY}.backend")
     backend.only_where_faster = config.recipe == "auto" or isinstance(config.recipe, Measured)
@@ -75,7 +85,6 @@ def _convert(model: nn.Module, config: FP8Config, where: torch.device) -> Surger
         chosen = f"{chosen}; {_emulate_accumulation(backend, config.accumulation, policy.recipes, where)}"
     if config.cache_weights:
         backend.cache_weights = True
-    # Everything that can fail comes first: a call that raises leaves the model as it was.
     linears = plan_linears(model, policy=policy, backend=backend, evaluate=config.evaluate, key=KEY)
     check_codes_stay(linears.converted, KEY)
     recipes = configured_recipes(linears.layers.values())
@@ -119,8 +128,8 @@ def _convert(model: nn.Module, config: FP8Config, where: torch.device) -> Surger
     fusion.carry_out(model)
     if attention is not None:
         attention.carry_out(model)
-    keep_frozen_in_fp8(model, frozen, f"{KEY}.frozen_weights")
     FP8State(model, linears.layers, backend, measured=isinstance(config.recipe, Measured))
+    keep_frozen_in_fp8(frozen, f"{KEY}.frozen_weights", undo)
     return SurgeryReport(
         rows=tuple(_with_frozen(row, row.name in frozen) for row in linears.rows),
         fused=(*fusion.norms, *fusion.mlps),

@@ -19,7 +19,7 @@ from foundry_fp8.layers.attention import (
     attention_slots,
 )
 from foundry_fp8.layers.delayed_scaling import DelayedScalingState, ModuleScales
-from foundry_fp8.layers.model_state import ModelState
+from foundry_fp8.layers.model_state import ModelState, readable
 from foundry_fp8.model_structure.blocks import block_index_of, transformer_blocks
 from foundry_fp8.model_structure.selection import check_patterns_match, matches
 from foundry_fp8.numerics.recipes import DelayedScaling, Recipe
@@ -209,5 +209,6 @@ class FP8AttentionState(ModelState):
         Raises:
             RuntimeError: The state is of another recipe, version or model, or damaged; nothing is changed then.
         """
-        self.check_header(state)
-        self._scales.load_state_dict(state["modules"])
+        with readable(self.NAME):
+            self.check_header(state)
+            self._scales.load_state_dict(state["modules"])

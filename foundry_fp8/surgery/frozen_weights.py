@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,20 +55,24 @@ def plan_frozen(model: nn.Module, converted: Mapping[str, FP8Linear], key: str) 
     return frozen
 
 
-def keep_frozen_in_fp8(model: nn.Module, frozen: Mapping[str, FP8Linear], key: str) -> None:
-    """Quantise them, for good. DDP around ``model`` leaves them out when it sends rank 0's weights to the others.
+def keep_frozen_in_fp8(frozen: Mapping[str, FP8Linear], key: str, undo: list[Callable[[], Any]]) -> None:
+    """Quantise them, for good, and add to ``undo`` what gives those back that are not on a GPU.
 
     Raises:
         ConfigError: Something else holds on to a weight's memory.
     """
     for name, linear in frozen.items():
+        weight = linear.get_parameter("weight")
         assert linear.configured_recipe is not None
         try:
-            keep_in_fp8(linear.get_parameter("weight"), linear.configured_recipe)
+            before = keep_in_fp8(weight, linear.configured_recipe)
         except RuntimeError as error:
             raise ConfigError(
                 f"{key}: the weight of {name} cannot be replaced, as something else holds it ({error})."
             ) from error
+        if not weight.is_cuda:  # a GPU has no room for both
+            undo.append(functools.partial(torch.utils.swap_tensors, weight, before))
+        del before
         save_plain(linear)
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from foundry_fp8.config import ConfigError
+from foundry_fp8.config import ConfigError, NoEffect
 from foundry_fp8.layers.backend import Backend
 from foundry_fp8.layers.gemm_layer import FP8GemmLayer
 from foundry_fp8.layers.grouped_linear import FP8GroupedLinear
@@ -210,7 +210,9 @@ def plan_linears(
         rows.append(rules.row(name, found, weights.shape))
     if not converted and not grouped:
         said = "; ".join(f"{n} because {r}" for r, n in Counter(row.reason for row in rows).most_common(5))
-        raise ConfigError(
+        named = policy.listed or any(rule.globs != ("*",) for rule in policy.rules.values())
+        multiplied = {MULTIPLIED, NOT_MULTIPLIED} & {row.reason for row in rows}
+        raise (ConfigError if named or multiplied else NoEffect)(
             f"{key}: no linear layer was converted ({said or 'the model has none'}). "
             f"Check {key}.{'recipe' if policy.listed else 'include'} and {key}.exclude, or remove the algorithm."
         )

@@ -54,21 +54,16 @@ def published_weight(
 
 @contextmanager
 def adopted(model: nn.Module) -> Iterator[None]:
-    """Put an ``nn.Linear`` in the place of every linear of transformers' FineGrainedFP8 or of compressed-tensors; an error puts them back.
+    """Put an ``nn.Linear`` in the place of every linear of transformers' FineGrainedFP8 or of compressed-tensors.
 
     A weight that requires a gradient becomes a plain one of the values, in the model's dtype; a frozen one keeps its codes and scales.
     """
     found = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and _scale_of(m) is not None}
     scaled = {id(p) for module in found.values() for p in module.parameters(recurse=False)}
     dtypes = [p.dtype for p in model.parameters() if p.is_floating_point() and id(p) not in scaled]
-    try:
-        for name, module in found.items():
-            replace_module(model, name, _linear_of(name, module, dtypes[0] if dtypes else torch.bfloat16))
-        yield
-    except BaseException:
-        for name, module in found.items():
-            replace_module(model, name, module)
-        raise
+    for name, module in found.items():
+        replace_module(model, name, _linear_of(name, module, dtypes[0] if dtypes else torch.bfloat16))
+    yield
     leave_frozen_out_of_ddp(model)
 
 

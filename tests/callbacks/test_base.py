@@ -121,3 +121,18 @@ def test_what_monitors_see_of_a_compiled_model(train, caplog):
     assert len(logged["mfu/mfu"]) == 2 and "mfu/hfu" not in logged
     assert not [key for key in logged if key.startswith("kurtosis")]
     assert sum("no tensor was seen" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_ranks_that_lost_each_other_end_the_run(train, monkeypatch):
+    """Going on, this rank's next collective would meet another one of theirs."""
+    from foundry_fp8.callbacks.mfu_monitor import MFUMonitor
+    from foundry_fp8.distributed.attendance import RanksLost
+
+    monitor = MFUMonitor(interval=2, peak_flops={"fp32": 1e12, "bf16": 1e12, "fp8": 1e12})
+
+    def lost(*args, **kwargs):
+        raise RanksLost("ranks [1] are not here")
+
+    monkeypatch.setattr(monitor, "batch_start", lost)
+    with pytest.raises(RanksLost):
+        train(build_llama(), [monitor], steps=2)

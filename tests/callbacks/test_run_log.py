@@ -2,6 +2,8 @@ import itertools
 import json
 import math
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -306,3 +308,87 @@ def test_a_path_that_is_no_string_is_refused():
             ConfigError, match=r"loggers\.run_log\.path: .* is not a string of printable characters"
         ):
             RunLog(path)
+
+
+@pytest.mark.parametrize("partly", [False, True], ids=["nothing", "half a line"])
+def test_what_a_full_disk_did_not_take_is_written_later(tmp_path, caplog, partly):
+    path = tmp_path / "run_log.jsonl"
+    run = trainer(path, "6ba")
+    log = run.logger.destinations[0]
+    opened = log._open
+
+    class Fills(Callback):
+        """Full from the second batch to the fourth."""
+
+        def batch_start(self, state, logger):
+            if state.timestamp.batch.value == 1:
+                log._file.close()
+                log._file = Full()
+                log._open = full
+            if state.timestamp.batch.value == 4:
+                log._open = opened
+
+    class Full:
+        def write(self, text):
+            if partly:
+                with path.open("a") as file:
+                    file.write(text[: len(text) // 2])
+            raise OSError(28, "No space left on device")
+
+        def close(self):
+            pass
+
+    def full():
+        raise OSError(28, "No space left on device")
+
+    run.state.callbacks.append(Fills())
+    run.fit()
+    run.close()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["step"] for line in lines if line["kind"] == "batch"] == [1, 2, 3, 4, 5, 6]
+    assert lines[-1]["kind"] == "end" and caplog.text.count("No space left on device") == 1
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_two_live_runs_of_one_name_have_files_of_their_own(tmp_path, caplog, resumed):
+    path = tmp_path / "run_log.jsonl"
+    first = RunLog(path=str(path))
+    state = trainer(tmp_path / "other.jsonl").state
+    first.fit_start(state, None)
+    if resumed:
+        state.timestamp = state.timestamp.to_next_batch()
+    second = RunLog(path=str(path))
+    second.fit_start(state, None)
+    assert first.path == path and second.path == tmp_path / "run_log.1.jsonl"
+    assert "another run is writing" in caplog.text and "run_log.1.jsonl" in caplog.text
+    for log in (first, second):
+        log.close(state, None)
+        lines = [json.loads(line)["kind"] for line in log.path.read_text().splitlines()]
+        assert lines == ["header", "end"]
+
+
+def test_a_link_out_of_the_folder_is_set_aside_and_not_written_through(tmp_path):
+    outside, path = tmp_path / "outside", tmp_path / "runs" / "run_log.jsonl"
+    path.parent.mkdir()
+    path.symlink_to(outside)
+    run = trainer(path)
+    run.fit()
+    run.close()
+    assert not outside.exists() and not path.is_symlink() and path.read_text()
+
+
+def test_a_run_of_another_process_is_seen_and_its_end_too(tmp_path, caplog):
+    path = tmp_path / "run_log.jsonl"
+    code = "import fcntl, sys, time; f = open(sys.argv[1], 'a'); fcntl.lockf(f, fcntl.LOCK_EX); print(flush=True); time.sleep(60)"
+    other = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE)
+    other.stdout.readline()
+    state = trainer(tmp_path / "other.jsonl").state
+    state.timestamp = state.timestamp.to_next_batch()
+    for alive, name in ((True, "run_log.1.jsonl"), (False, "run_log.jsonl")):
+        if not alive:
+            other.kill()
+            other.wait()
+        log = RunLog(path=str(path))
+        log.fit_start(state, None)
+        assert log.path == tmp_path / name
+        log.close(state, None)

@@ -209,11 +209,16 @@ def test_bad_options_fail_before_anything_changes(options, message):
     assert not any(isinstance(m, FP8Linear) for m in model.modules())
 
 
-def test_converting_twice_is_an_error():
+def test_converting_twice_goes_on_and_otherwise_is_an_error():
     model = Model()
-    foundry_fp8.apply_fp8(model, recipe="current")
-    with pytest.raises(ConfigError, match="converted to FP8 already"):
-        foundry_fp8.apply_fp8(model, recipe="current")
+    report = foundry_fp8.apply_fp8(model, recipe="current")
+    modules = list(model.modules())
+    assert foundry_fp8.apply_fp8(model, recipe="current") is report
+    assert list(model.modules()) == modules
+    with pytest.raises(ConfigError, match=r"converted to FP8 already, with other settings \(recipe: .*here"):
+        foundry_fp8.apply_fp8(model, recipe="block")
+    around = nn.Sequential(model, nn.Linear(32, 32))
+    assert foundry_fp8.apply_fp8(around, recipe="current") is report
 
 
 def test_a_gpu_backend_on_a_cpu_is_an_error_with_a_reason():

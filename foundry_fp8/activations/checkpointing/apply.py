@@ -18,6 +18,7 @@ from foundry_fp8.activations.compression.saved import compresses_inside
 from foundry_fp8.compat.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper, wrapped_module
 from foundry_fp8.compat.selective_checkpoint import check_selective_checkpoint
 from foundry_fp8.config import Config, ConfigError
+from foundry_fp8.model_structure.applied import applied, forget, remember
 from foundry_fp8.model_structure.wrappers import modules_by_clean_name, replace_everywhere
 
 __all__ = [
@@ -112,11 +113,14 @@ def apply_activation_checkpointing(
         offload: See there.
 
     Raises:
-        ConfigError: Bad targets or policy.
+        ConfigError: Bad targets or policy, or applied before with others.
     """
     config = ActivationCheckpointingConfig(targets=targets, policy=policy, offload=offload)
+    applied(model, config, "checkpointed")
     selected = select(model, config.targets, config.policy, f"{KEY}.targets")
-    return wrap_selected(model, selected, offload=config.offload)
+    report = wrap_selected(model, selected, offload=config.offload)
+    remember(model, config, True)
+    return report
 
 
 def wrap_selected(
@@ -158,6 +162,7 @@ def unwrap(model: nn.Module) -> None:
     for module in list(model.modules()):
         if isinstance(module, CheckpointWrapper):
             replace_everywhere(model, module, wrapped_module(module))
+    forget(model, KEY)
 
 
 def switch_off_cache(model: nn.Module) -> None:

@@ -22,7 +22,7 @@ from typing import Annotated
 from torch import nn
 
 from foundry_fp8.activations.checkpointing.policy import CheckedPolicy, Policy
-from foundry_fp8.config import Config, ConfigError, Text, accept, nearest, not_empty
+from foundry_fp8.config import Config, ConfigError, NoEffect, Text, accept, nearest, not_empty
 from foundry_fp8.model_structure.block_numbers import Blocks, parse_blocks
 from foundry_fp8.model_structure.blocks import transformer_blocks
 from foundry_fp8.model_structure.names import clean_name
@@ -103,7 +103,7 @@ def select(model: nn.Module, targets: Targets, policy: Policy, key: str) -> list
     """
     blocks = transformer_blocks(model)
     if not blocks:
-        raise ConfigError(f"{key}: {type(model).__name__} has no list of transformer blocks to checkpoint.")
+        raise NoEffect(f"{key}: {type(model).__name__} has no list of transformer blocks to checkpoint.")
     # FSDP and checkpoint wrappers share the clean name of what they wrap and come first: the innermost module stays.
     inside = [
         {clean_name(f"{name}.{sub}" if sub else name): module for sub, module in block.named_modules()}

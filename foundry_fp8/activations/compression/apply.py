@@ -19,12 +19,14 @@ from foundry_fp8.config import (
     ConfigError,
     Names,
     Natural,
+    NoEffect,
     Text,
     check_choice,
     from_mapping,
     not_empty,
 )
 from foundry_fp8.layers.linear import FP8Linear
+from foundry_fp8.model_structure.applied import applied, forget, remember
 from foundry_fp8.model_structure.blocks import transformer_blocks
 from foundry_fp8.model_structure.experts import router_modules
 from foundry_fp8.model_structure.fused_classes import unfuse
@@ -117,6 +119,9 @@ class CompressionReport:
     compressors: tuple[Compressor, ...]
     undo: Callable[[], None]
 
+    def __reduce__(self) -> Any:  # of a copied model, which undo does not know
+        return CompressionReport, (self.rows, self.compressors, _undo_on_the_original)
+
     def __str__(self) -> str:
         count = Counter(
             f"{action} {form}" if form in get_args(Format) else action for _, action, form in self.rows
@@ -137,6 +142,10 @@ class CompressionReport:
         return sum((compressor.saved for compressor in self.compressors), SavedBytes())
 
 
+def _undo_on_the_original() -> None:
+    raise RuntimeError(f"{KEY}: this model is a copy; undo the compression before copying.")
+
+
 def apply_activation_compression(model: nn.Module, **options: Any) -> CompressionReport:
     """Keep what the chosen modules save for backward packed, or only what the rest can be made from (``format="exact"``).
 
@@ -150,11 +159,13 @@ def apply_activation_compression(model: nn.Module, **options: Any) -> Compressio
 
     Raises:
         ConfigError: Bad options, a pattern that matches nothing, a target inside a checkpoint, transformers' own checkpoints, or
-            applied twice.
+            applied before with other options.
     """
     config = from_mapping(ActivationCompressionConfig, options, KEY)
+    if (report := applied(model, config, "compressed")) is not None:
+        return report  # type: ignore[no-any-return]
     if compresses_inside(model) is not None:
-        raise ConfigError(f"{KEY}: the model compresses its activations already. Apply it once.")
+        raise ConfigError(f"{KEY}: a part of the model compresses its activations already. Apply it once.")
     rows: list[tuple[str, str, str]] = []
     compressors: list[Compressor] = []
     _check_checkpoints_of_transformers(model)
@@ -183,8 +194,11 @@ def apply_activation_compression(model: nn.Module, **options: Any) -> Compressio
             unfuse(module)
         for unfuse_loss in unfuse_losses:
             unfuse_loss()
+        forget(model, KEY)
 
-    return CompressionReport(tuple(rows), tuple(compressors), undo)
+    report = CompressionReport(tuple(rows), tuple(compressors), undo)
+    remember(model, config, report)
+    return report
 
 
 def _targets(model: nn.Module, config: ActivationCompressionConfig) -> dict[str, tuple[nn.Module, str]]:
@@ -201,7 +215,7 @@ def _targets(model: nn.Module, config: ActivationCompressionConfig) -> dict[str,
             )
             found[name] = (module, inside)
     if not found:
-        raise ConfigError(f"{KEY}: {type(model).__name__} has no list of transformer blocks.")
+        raise NoEffect(f"{KEY}: {type(model).__name__} has no list of transformer blocks.")
     formats = config.formats
     check_patterns_match(list(formats), list(found), f"{KEY}.targets", "modules inside blocks")
     chosen: dict[str, tuple[nn.Module, str]] = {}

@@ -15,9 +15,10 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from foundry_fp8.activations.fused_head.logits import DeferredLogits, LogitsNotComputed, Step, run_steps
 from foundry_fp8.activations.fused_head.row_losses import IGNORE, HeadCall, row_losses
-from foundry_fp8.config import Config, ConfigError, Positive, Text, from_mapping, nearest
+from foundry_fp8.config import Config, ConfigError, NoEffect, Positive, Text, from_mapping, nearest
 from foundry_fp8.layers.dtensor import is_dtensor
 from foundry_fp8.layers.linear import FP8Linear
+from foundry_fp8.model_structure.applied import applied, forget, remember
 from foundry_fp8.model_structure.fused_classes import fuse, unfuse
 from foundry_fp8.model_structure.names import clean_name
 from foundry_fp8.model_structure.wrappers import modules_by_clean_name, own_class
@@ -143,9 +144,11 @@ def apply_fused_head(model: nn.Module, **options: Any) -> FusedHead:
 
     Raises:
         ConfigError: Bad options, no head or several, a head in FP8 or of an unknown kind, units of FSDP inside it, a loss that is not
-            torch's cross-entropy, or applied twice.
+            torch's cross-entropy, or applied before with other options.
     """
     config = from_mapping(FusedHeadConfig, options, KEY)
+    if (fused := applied(model, config, "fused")) is not None:
+        return fused  # type: ignore[no-any-return]
     name, head = _head(model, config.head)
     _check_head(model, name, head)
     fused = FusedHead(name, head, _steps(model, name), config.chunk_tokens)
@@ -162,8 +165,10 @@ def apply_fused_head(model: nn.Module, **options: Any) -> FusedHead:
         if MARK in vars(head):
             delattr(head, MARK)
             unfuse(head)
+        forget(model, KEY)
 
     fused.undo = undo
+    remember(model, config, fused)
     return fused
 
 
@@ -201,9 +206,8 @@ def _head(model: nn.Module, name: str | None) -> tuple[str, nn.Module]:
     found = sorted({clean_name(full) for full, module in model.named_modules() if module in heads})
     if len(found) != 1:
         said = f"has several heads: {', '.join(found)}" if found else "has no output embeddings"
-        raise ConfigError(
-            f"{KEY}.head: {type(model).__name__} {said}. Name the module that makes the logits."
-        )
+        kind = ConfigError if found else NoEffect
+        raise kind(f"{KEY}.head: {type(model).__name__} {said}. Name the module that makes the logits.")
     return found[0], modules[found[0]]
 
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from composer.core import Algorithm, Event, State
+from composer.core import Event, State
 from composer.core.precision import get_precision_context
 from composer.loggers import Logger
 from torch import Tensor
@@ -20,8 +20,9 @@ from foundry_fp8.activations.checkpointing.apply import (
 from foundry_fp8.activations.checkpointing.targets import Selection, select
 from foundry_fp8.activations.compression.apply import apply_activation_compression
 from foundry_fp8.algorithms.activation_compression.algorithm import ActivationCompression
+from foundry_fp8.algorithms.method import Method, warns_without_effect
 from foundry_fp8.compat.compiled_model import is_compiled
-from foundry_fp8.config import from_mapping
+from foundry_fp8.model_structure.applied import applied, remember
 from foundry_fp8.model_structure.wrappers import checkpoint_wrappers, without_ddp
 from foundry_fp8.run.clashes import refuse
 from foundry_fp8.run.settings import Run
@@ -31,7 +32,7 @@ __all__ = ["ActivationCheckpointing"]
 log = logging.getLogger(__name__)
 
 
-class ActivationCheckpointing(Algorithm):
+class ActivationCheckpointing(Method):
     """Recompute chosen modules in backward, chosen by name and block or planned from a memory budget.
 
     Runs on ``Event.INIT`` (targets are checked on the plain model), ``Event.AFTER_LOAD`` (checkpoints go inside the
@@ -46,15 +47,13 @@ class ActivationCheckpointing(Algorithm):
         **options: The fields of :class:`ActivationCheckpointingConfig`.
     """
 
+    config_class = ActivationCheckpointingConfig
+
     def __init__(self, **options: Any) -> None:
-        self.config = from_mapping(ActivationCheckpointingConfig, options, KEY)
-        self._options = options
+        super().__init__(**options)
         self._selected: list[Selection] = []
         self._planned = self.config.budget is None
         self._plan_config: dict[str, Any] | None = None
-
-    def __repr__(self) -> str:
-        return f"ActivationCheckpointing({', '.join(f'{k}={v!r}' for k, v in self._options.items())})"
 
     def match(self, event: Event, state: State) -> bool:
         """On INIT and AFTER_LOAD, and on the first BEFORE_FORWARD of a run with a budget."""
@@ -68,6 +67,8 @@ class ActivationCheckpointing(Algorithm):
             self._select(state)
         elif event == Event.AFTER_LOAD:
             report = wrap_selected(state.model, self._selected, offload=self.config.offload)
+            if self.config.budget is None:
+                remember(state.model, self.config, True)
             if report.selected:
                 log.info(str(report))
             if is_compiled(state.model) and (
@@ -101,10 +102,14 @@ class ActivationCheckpointing(Algorithm):
         config = self.config
         packs = next((a.config for a in state.algorithms if isinstance(a, ActivationCompression)), None)
         refuse(Run(activation_checkpointing=config, activation_compression=packs))
-        if config.budget is None:
-            self._selected = select(state.model, config.targets, config.policy, f"{KEY}.targets")
-            if not self._selected:
-                log.warning("%s.targets: %r selects no block of this model", KEY, config.targets)
+        plan = applied(state.model, config, "checkpointed")
+        if config.budget is not None:
+            self._plan_config, self._planned = plan, plan is not None
+        else:
+            with warns_without_effect():
+                self._selected = select(state.model, config.targets, config.policy, f"{KEY}.targets")
+                if not self._selected:
+                    log.warning("%s.targets: %r selects no block of this model", KEY, config.targets)
         fsdp = state.fsdp_config
         if fsdp is None or not fsdp.activation_checkpointing:
             return
@@ -135,6 +140,7 @@ class ActivationCheckpointing(Algorithm):
             accumulates=accumulates(state),
         )
         self._planned, self._plan_config = True, plan.to_config()
+        remember(model, self.config, self._plan_config)
         log.info("%s", plan)
         log.info("%s", apply_plan(model, plan))
 
@@ -148,6 +154,7 @@ class ActivationCheckpointing(Algorithm):
         if "activation_compression" in self._plan_config:
             apply_activation_compression(model, **self._plan_config["activation_compression"])
         switch_off_cache(model)
+        remember(model, self.config, self._plan_config)
         self._planned = True
         log.info("%s: the plan of the checkpoint is kept: %s", KEY, self._plan_config)
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from composer.core import Algorithm, Event, State
+from composer.core import Event, State
 from composer.loggers import Logger
 
-from foundry_fp8.config import ConfigError, from_mapping
+from foundry_fp8.algorithms.method import Method
+from foundry_fp8.config import ConfigError
 from foundry_fp8.distributed.compression.apply import apply_compressed_communication, wrapper_of
 from foundry_fp8.distributed.compression.config import KEY, CompressionConfig
 from foundry_fp8.distributed.compression.runtime import Compression
@@ -20,7 +21,7 @@ __all__ = ["CompressedCommunication"]
 log = logging.getLogger(__name__)
 
 
-class CompressedCommunication(Algorithm):
+class CompressedCommunication(Method):
     """Compresses what DDP and FSDP send.
 
     Composer wraps with FSDP before ``Event.BEFORE_LOAD`` and with DDP after ``Event.AFTER_LOAD``, so this attaches to
@@ -43,21 +44,14 @@ class CompressedCommunication(Algorithm):
         compression: What is attached.
     """
 
+    config_class = CompressionConfig
+
     def __init__(self, **options: Any) -> None:
-        self.options = options
-        self.config = from_mapping(CompressionConfig, options, KEY)
+        super().__init__(**options)
         self.compression = Compression(self.config)
         self._attached = False
         self._first = True
         self._last: dict[str, float] = {}
-
-    def __repr__(self) -> str:
-        return f"CompressedCommunication({', '.join(f'{k}={v!r}' for k, v in self.options.items())})"
-
-    @property
-    def find_unused_parameters(self) -> bool:
-        """Every parameter takes part as before."""
-        return False
 
     def match(self, event: Event, state: State) -> bool:
         """Run where the docstring of the class says."""
@@ -89,7 +83,7 @@ class CompressedCommunication(Algorithm):
     def _attach(self, event: Event, state: State) -> None:
         if self._attached or (event == Event.AFTER_LOAD and wrapper_of(state.model) is None):
             return
-        apply_compressed_communication(state.model, compression=self.compression)
+        self.compression = apply_compressed_communication(state.model, compression=self.compression)
         self._attached = True
         log.info("%s", self.compression.summary())
 

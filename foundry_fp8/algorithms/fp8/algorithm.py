@@ -9,6 +9,7 @@ from typing import Any
 from composer.core import Algorithm, Event, State
 from composer.loggers import Logger
 
+from foundry_fp8.algorithms.method import warns_without_effect
 from foundry_fp8.callbacks.base import training_loss
 from foundry_fp8.callbacks.run_log import ensure_run_log
 from foundry_fp8.compat.composer_device import device_of
@@ -45,11 +46,6 @@ class FP8(Algorithm):
     def report(self) -> SurgeryReport | None:
         """What became of every weight; ``None`` before ``Event.INIT``, and from the first batch on what really ran."""
         return self.run.report
-
-    @property
-    def find_unused_parameters(self) -> bool:
-        """Every parameter takes part as before."""
-        return False
 
     def match(self, event: Event, state: State) -> bool:
         """Run on INIT, BATCH_START and BATCH_END."""
@@ -93,7 +89,9 @@ class FP8(Algorithm):
             log=str(run_log.path_of(state.run_name)),
             parallel_plan=list(plan or ()),
         )
-        report = self.run.convert(state.model, settings)
+        report = None
+        with warns_without_effect():
+            report = self.run.convert(state.model, settings)
         if report is not None:
             found = report.to_dict()
             if isinstance(self.config.recipe, Measured):
@@ -107,9 +105,8 @@ class FP8(Algorithm):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back the FP8 state; raises ``RuntimeError`` if it does not fit (see :meth:`FP8Run.load_state_dict`)."""
-        if not self.config.enabled:
+        if self.run.state is None:  # switched off, or a model without a linear
             return
-        assert self.run.state is not None, "Composer loads algorithms after Event.INIT"
         if parts_of(state):
             self.run.load_state_dict(state)
             return

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from composer.core import Algorithm, Event, State
+from composer.core import Event, State
 from composer.loggers import Logger
 
-from foundry_fp8.activations.fused_head.apply import KEY, FusedHeadConfig, apply_fused_head
 from foundry_fp8.activations.fused_head.apply import FusedHead as Fused
-from foundry_fp8.config import from_mapping
+from foundry_fp8.activations.fused_head.apply import FusedHeadConfig, apply_fused_head
+from foundry_fp8.algorithms.method import Method, warns_without_effect
 from foundry_fp8.model_structure.wrappers import without_ddp
 from foundry_fp8.run.clashes import refuse
 from foundry_fp8.run.settings import Run
@@ -20,7 +20,7 @@ __all__ = ["FusedHead"]
 log = logging.getLogger(__name__)
 
 
-class FusedHead(Algorithm):
+class FusedHead(Method):
     """Trains without logits: the head gives the losses of its tokens.
 
     Runs once, on ``Event.FIT_START``, when the model is wrapped. It has no state: a run may switch it on or off at any checkpoint.
@@ -32,18 +32,11 @@ class FusedHead(Algorithm):
         fused: What was fused; ``None`` before ``Event.FIT_START``.
     """
 
+    config_class = FusedHeadConfig
+
     def __init__(self, **options: Any) -> None:
-        self.options = options
-        self.config = from_mapping(FusedHeadConfig, options, KEY)
+        super().__init__(**options)
         self.fused: Fused | None = None
-
-    def __repr__(self) -> str:
-        return f"FusedHead({', '.join(f'{key}={value!r}' for key, value in self.options.items())})"
-
-    @property
-    def find_unused_parameters(self) -> bool:
-        """Every parameter takes part as before."""
-        return False
 
     def match(self, event: Event, state: State) -> bool:
         """Run on the first FIT_START."""
@@ -52,6 +45,7 @@ class FusedHead(Algorithm):
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         """Put the fused head in the place of the model's own."""
         refuse(Run(train_metrics=bool(state.train_metrics), fused_head=self.config))
-        self.fused = apply_fused_head(without_ddp(state.model), **self.options)
-        log.info("%s", self.fused)
-        logger.log_hyperparameters({"fused_head/head": self.fused.name})
+        with warns_without_effect():
+            self.fused = apply_fused_head(without_ddp(state.model), **self.options)
+            log.info("%s", self.fused)
+            logger.log_hyperparameters({"fused_head/head": self.fused.name})

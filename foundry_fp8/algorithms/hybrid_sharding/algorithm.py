@@ -6,13 +6,13 @@ import logging
 from typing import Any
 
 import torch.distributed as dist
-from composer.core import Algorithm, Event, State
+from composer.core import Event, State
 from composer.loggers import Logger
 from composer.utils.parallelism import FSDP2Config, FSDPConfig
 from torch.distributed.device_mesh import DeviceMesh
 
+from foundry_fp8.algorithms.method import Method
 from foundry_fp8.compat.composer_device import device_of
-from foundry_fp8.config import from_mapping
 from foundry_fp8.distributed.fsdp2_units import average_on_gloo
 from foundry_fp8.distributed.groups import alone
 from foundry_fp8.distributed.hybrid_sharding.apply import (
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 NAMES = ("data_parallel_replicate", "data_parallel_shard")  # Composer's, by which it saves one replica only
 
 
-class HybridSharding(Algorithm):
+class HybridSharding(Method):
     """Shards inside small groups of ranks and replicates across them.
 
     Runs on ``Event.INIT``, when Composer has made its own mesh and has not wrapped the model yet. Composer overwrites a
@@ -50,19 +50,12 @@ class HybridSharding(Algorithm):
         degrees: ``(replicate, shard)``; ``None`` before ``Event.INIT``.
     """
 
+    config_class = HybridShardingConfig
+
     def __init__(self, **options: Any) -> None:
-        self.options = options
-        self.config = from_mapping(HybridShardingConfig, options, KEY)
+        super().__init__(**options)
         self.degrees: tuple[int, int] | None = None
         self._checked = not self.config.check_replicas
-
-    def __repr__(self) -> str:
-        return f"HybridSharding({', '.join(f'{key}={value!r}' for key, value in self.options.items())})"
-
-    @property
-    def find_unused_parameters(self) -> bool:
-        """Every parameter takes part as before."""
-        return False
 
     def match(self, event: Event, state: State) -> bool:
         """Run on INIT, AFTER_LOAD and BATCH_END."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from composer.core import Algorithm, Event, State
+from composer.core import Event, State
 from composer.loggers import Logger
 
-from foundry_fp8.config import from_mapping
+from foundry_fp8.algorithms.method import Method
 from foundry_fp8.models.mus.apply import apply_unit_scaling
 from foundry_fp8.models.mus.optimizer import check_groups
 from foundry_fp8.models.mus.structure import UnitScaledModel, unit_scaled
@@ -25,7 +25,7 @@ PLACES = {  # where a user sets each value, for messages
 }
 
 
-class UnitScaling(Algorithm):
+class UnitScaling(Method):
     """Sets the learning rate of a µnit-scaled model's hidden weights: ``lr * sqrt(base_width / width)`` (arXiv 2502.05967, table 1).
 
     Runs on ``Event.INIT``, before schedulers are made (they keep the ratio) and the model is wrapped, and checks on
@@ -35,18 +35,11 @@ class UnitScaling(Algorithm):
         **options: The fields of :class:`UnitScalingConfig`.
     """
 
+    config_class = UnitScalingConfig
+
     def __init__(self, **options: Any) -> None:
-        self.options = options
-        self.config = from_mapping(UnitScalingConfig, options, KEY)
+        super().__init__(**options)
         self._described: UnitScaledModel | None = None
-
-    def __repr__(self) -> str:
-        return f"UnitScaling({', '.join(f'{key}={value!r}' for key, value in self.options.items())})"
-
-    @property
-    def find_unused_parameters(self) -> bool:
-        """False, for DDP: the algorithm leaves no parameter unused."""
-        return False
 
     def match(self, event: Event, state: State) -> bool:
         """Run on INIT and FIT_START."""

@@ -11,7 +11,12 @@ from typing import Annotated, Any
 
 import typer
 
+from foundry_fp8.config import ConfigError
+from foundry_fp8.config.files import refuse_files, write_file
+
 __all__ = ["selftest"]
+
+OWN = ("selftest.*", "logs", "training", "training.yaml", "checkpoint*")
 
 
 def selftest(
@@ -27,6 +32,9 @@ def selftest(
     ] = None,
     dry: Annotated[
         bool, typer.Option("--dry", help="Every stage without a GPU, on two ranks of gloo. Measures nothing.")
+    ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Write into a folder that holds other files.")
     ] = False,
 ) -> None:
     """Run on GPUs what only they can show, and say which claims of the documents it confirms.
@@ -62,6 +70,8 @@ def selftest(
             console.print(f"--only: {unknown[0]!r} is none of: {'; '.join(stage.name for stage in stages)}.")
             raise typer.Exit(2)
         stages = [stage for stage in stages if stage.name in wanted]
+    if not force:
+        refuse_files(output, "--output", "Name another folder, or give --force.", OWN, "a self-test")
     output.mkdir(parents=True, exist_ok=True)
     outcomes: list[Any] = []
     started = time.monotonic()
@@ -81,8 +91,11 @@ def selftest(
     verdicts = judge(outcomes, dry=dry)
     console.print(table(verdicts))
     found = _write(output, outcomes, verdicts, started, dry)
-    if not dry:
-        keep(found)
+    try:
+        if not dry:
+            keep(found)
+    except ConfigError as error:
+        console.print(f"doctor will not know of it: {error}", highlight=False, markup=False)
     console.print(f"Everything: {output}", soft_wrap=True, highlight=False)
     packed = archive(output)
     console.print(
@@ -116,5 +129,5 @@ def _write(
         ],
         "stages": [dataclasses.asdict(outcome) for outcome in outcomes],
     }
-    (output / "selftest.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    write_file(output / "selftest.json", json.dumps(found, indent=1) + "\n", "--output")
     return found

@@ -15,6 +15,8 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from foundry_fp8.config.files import write_file
+
 if TYPE_CHECKING:
     from foundry_fp8.run.settings import Run
 
@@ -36,9 +38,7 @@ def _kept() -> Path:
 
 def keep(found: Mapping[str, Any]) -> None:
     """Remember ``found``, what ``selftest.json`` holds, as the latest verdict of this machine."""
-    path = _kept()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(found) + "\n", encoding="utf-8")
+    write_file(_kept(), json.dumps(found) + "\n", "selftest")
 
 
 def latest() -> dict[str, Any] | None:
@@ -78,7 +78,8 @@ def archive(folder: Path) -> Path:
     """
     path = folder / "selftest.tar.gz"
     private = [(str(folder), "OUTPUT"), *_private()]
-    with tarfile.open(path, "w:gz") as packed:
+    whole = BytesIO()
+    with tarfile.open(fileobj=whole, mode="w:gz") as packed:
         for file in (folder / "selftest.json", *sorted((folder / "logs").glob("*"))):
             text = file.read_text(errors="replace")
             text = text[-SHOWN_BYTES:] if file.parent.name == "logs" else text
@@ -86,6 +87,7 @@ def archive(folder: Path) -> Path:
             entry = tarfile.TarInfo(f"selftest/{file.relative_to(folder)}")
             entry.size = len(data)
             packed.addfile(entry, BytesIO(data))
+    write_file(path, whole.getvalue(), "--output")
     return path
 
 

@@ -13,6 +13,7 @@ import time
 import torch
 import torch.distributed as dist
 
+from foundry_fp8.distributed.attendance import Attendance
 from foundry_fp8.distributed.compressed_group import WAYS, Way
 from foundry_fp8.distributed.compression.config import KEY
 from foundry_fp8.distributed.traffic import Traffic
@@ -53,6 +54,7 @@ class Adaptation:
         self._times: dict[Way, list[float]] = {}
         self._wire: dict[Way, float] = {}
         self._quantize = 0.0
+        self._attendance = Attendance(f"{KEY}.adapt")
         self._before: tuple[int, float, int, float] | None = None  # batch, time, bytes, quantise seconds
 
     def start_batch(self, batch: int, device: torch.device) -> tuple[Way, bool]:
@@ -91,6 +93,7 @@ class Adaptation:
             return WAYS[phase // BATCHES], False
         complete = all(len(self._times.get(way, [])) == BATCHES for way in WAYS)
         if complete:
+            self._attendance.when = f", batch {batch}"
             self._decide(device)
         return self.way, complete
 
@@ -99,7 +102,8 @@ class Adaptation:
         seconds = torch.tensor(
             [statistics.median(self._times[way][1:]) for way in WAYS], dtype=torch.float32, device=device
         )
-        dist.all_reduce(seconds, dist.ReduceOp.MAX)
+        self._attendance.say()
+        self._attendance.all_reduce(seconds, dist.ReduceOp.MAX)
         taken = dict(zip(WAYS, seconds.tolist(), strict=True))
         least = min(taken.values())
         self.way = next(way for way in reversed(WAYS) if taken[way] <= least * (1 + TIE))

@@ -20,10 +20,10 @@ from foundry_fp8.distributed.compression.fsdp2 import attach_fsdp2
 from foundry_fp8.distributed.compression.runtime import Compression
 from foundry_fp8.distributed.groups import alone
 from foundry_fp8.distributed.replicas import check_replicas
+from foundry_fp8.model_structure.applied import MARK, applied, remember
 
 __all__ = ["apply_compressed_communication", "compression_of", "wrapper_of"]
 
-ATTACHED = "_foundry_fp8_compression"
 log = logging.getLogger(__name__)
 
 
@@ -43,7 +43,7 @@ def wrapper_of(model: nn.Module) -> str | None:
 
 def compression_of(model: nn.Module) -> Compression | None:
     """What :func:`apply_compressed_communication` attached to ``model``, if it did."""
-    return getattr(model, ATTACHED, None)
+    return vars(model).get(MARK, {}).get(KEY, (None, None))[1]  # type: ignore[no-any-return]
 
 
 def apply_compressed_communication(
@@ -51,7 +51,7 @@ def apply_compressed_communication(
 ) -> Compression:
     """Compress the gradients (and parameters) that ``model`` sends, from its next step on.
 
-    Applying it twice to one model changes nothing, and with one rank nothing is sent: a warning says so. Call
+    Applying the same twice to one model changes nothing, and with one rank nothing is sent: a warning says so. Call
     :meth:`Compression.start_batch` before each batch if ``warmup`` or error sampling is wanted, and :meth:`Compression.forget` where a
     checkpoint is taken; the Algorithm does both.
 
@@ -65,15 +65,13 @@ def apply_compressed_communication(
         What is attached: report, traffic, residuals.
 
     Raises:
-        ConfigError: Options that are not valid, or that this wrapper cannot do.
+        ConfigError: Options that are not valid, that this wrapper cannot do, or other than those applied before.
         RuntimeError: Ranks that disagree, replicas that differ, or a backend without all-to-all.
     """
-    attached = compression_of(model)
-    if attached is not None:
-        return attached
-    compression = (
-        Compression(from_mapping(CompressionConfig, options, KEY)) if compression is None else compression
-    )
+    if compression is None:
+        compression = Compression(from_mapping(CompressionConfig, options, KEY))
+    if (attached := applied(model, compression.config, "compressed")) is not None:
+        return attached  # type: ignore[no-any-return]
     if alone():
         log.warning("%s: this job has one rank, so nothing is sent and nothing is compressed.", KEY)
         return compression
@@ -93,7 +91,7 @@ def apply_compressed_communication(
     else:
         attach_fsdp2(model, compression)
     compression.device = next(model.parameters()).device
-    setattr(model, ATTACHED, compression)
+    remember(model, config, compression)
     if config.check_replicas:
         check_replicas(model, KEY)
     return compression

@@ -34,6 +34,8 @@ class GuardConfig(Config):
     """What an alarm does besides being logged, one or more of: ``warn`` (nothing else), ``demote``, ``stop`` (end the run)."""
     finer: bool = True
     """Try a finer recipe (current after delayed, block after current) before high precision."""
+    passes: Positive = 48
+    """The most passes (forward and backward) in one batch to find the layers at fault; after them neighbours are demoted together."""
     quiet_batches: Positive = 200
     """Batches over which all demoted layers must measure well within the limits in FP8 before they return to it. Doubles with each return."""
 

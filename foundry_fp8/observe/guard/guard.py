@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from foundry_fp8.config import from_mapping
+from foundry_fp8.layers.model_state import readable
 from foundry_fp8.numerics.recipes import Recipe
 from foundry_fp8.observe.guard.config import KEY, MODEL, Event, GuardConfig
 from foundry_fp8.observe.guard.fallback import finer_recipe
@@ -58,7 +59,7 @@ class DivergenceGuard:
         self.schedule = Schedule(self.config.interval)
         self._healthy = 0  # measurements in turn below WELL with all demoted layers back in FP8
         self._returns = 0
-        self._off = not self.probe.layers
+        self._off, self._spent = not self.probe.layers, 0
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         if self._off:
             log.warning("%s: the model has no FP8 layer, so there is nothing to guard.", KEY)
@@ -81,6 +82,7 @@ class DivergenceGuard:
         self.gap = None
         if not self.due():
             return []
+        self.probe.attendance.when, self._spent = f" ({KEY}), batch {self.batch}", self.probe.passes
         try:
             with self.probe.on(batch) as measure:
                 found, recipes = self._decide(measure)
@@ -92,9 +94,9 @@ class DivergenceGuard:
             return []
         for name, recipe in recipes.items():  # only now: the measurement put back those that it found
             self.probe.layers[name].set_recipe(recipe)  # type: ignore[arg-type]
-        for event in found:
-            self.events.append(dataclasses.asdict(event))
-            log.warning("%s: %s.", KEY, event)
+        self.events += map(dataclasses.asdict, found)
+        if found:
+            log.warning("%s: %s.", KEY, _in_one_line(found))
         return found
 
     def after_step(self, loss: float | Tensor) -> None:
@@ -144,12 +146,20 @@ class DivergenceGuard:
             return self.severity(measure({**running, **changed})) < WELL
 
         in_fp8 = [name for name, recipe in running.items() if recipe is not None]
-        at_fault = smallest_sufficient(in_fp8, lambda names: well(dict.fromkeys(names)))
+        at_fault = smallest_sufficient(
+            in_fp8, lambda names: well(dict.fromkeys(names)), questions=self._left()
+        )
         finer = {name: self.finer(name) for name in at_fault}
         finer = {name: recipe if recipe != running[name] else None for name, recipe in finer.items()}
-        high = smallest_sufficient(at_fault, lambda names: well({**finer, **dict.fromkeys(names)}))
+        high = smallest_sufficient(
+            at_fault, lambda names: well({**finer, **dict.fromkeys(names)}), questions=self._left()
+        )
         self._healthy = 0
         return {**finer, **dict.fromkeys(high)}
+
+    def _left(self) -> int:
+        """Passes that this batch may still cost."""
+        return max(0, self.config.passes - (self.probe.passes - self._spent))
 
     def _return(self, measure: Measure, running: Recipes) -> Recipes:
         """All demoted layers, once FP8 has measured well in all of them together for long enough."""
@@ -183,17 +193,34 @@ class DivergenceGuard:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with what :meth:`state_dict` gave. State of an older guard or of another model is left unused, with a warning."""
-        if state.get("version") != VERSION or state["recipes"].keys() != self.probe.layers.keys():
+        with readable("guard"):
+            ours = state.get("version") == VERSION and state["recipes"].keys() == self.probe.layers.keys()
+        if not ours:
             log.warning("%s: the saved state is of an older guard or other layers; it starts anew.", KEY)
             return
+        with readable("guard"):
+            batch, rows, healthy, returns = (
+                int(state[name]) for name in ("batch", "rows", "healthy", "returns")
+            )
+            events = [dict(event) for event in state["events"]]
+            self.schedule.load_state_dict(state["schedule"])
         for name, saved in state["recipes"].items():
             layer = self.probe.layers[name]
             known = {_name(recipe): recipe for recipe in (self.finer(name), layer.configured_recipe)}
             layer.set_recipe(known.get(saved))  # type: ignore[arg-type]
-        self.batch, self.events = state["batch"], list(state["events"])
-        self.rows = min(self.config.rows, state["rows"])
-        self._healthy, self._returns = state["healthy"], state["returns"]
-        self.schedule.load_state_dict(state["schedule"])
+        self.batch, self.events, self.rows = batch, events, min(self.config.rows, rows)
+        self._healthy, self._returns = healthy, returns
+
+
+def _in_one_line(events: list[Event]) -> str:
+    """The first three of each action, and how many there are."""
+    by_action: dict[str, list[Event]] = {}
+    for event in events:
+        by_action.setdefault(event.action, []).append(event)
+    return "; ".join(
+        f"{'; '.join(map(str, alike[:3]))}{f' and {len(alike) - 3} more' if len(alike) > 3 else ''}"
+        for alike in by_action.values()
+    )
 
 
 def _name(recipe: Recipe | None) -> str:

@@ -23,7 +23,7 @@ def smallest_sufficient(
         """The part of ``candidates`` that is needed beside ``given``."""
         nonlocal left
         left -= ask
-        if ask and sufficient(given):
+        if ask and left >= 0 and sufficient(given):
             return []
         if len(candidates) == 1 or left <= 0:
             return list(candidates)

@@ -352,11 +352,16 @@ def test_bad_options_fail_at_construction(make_llama, options, message):
         compress(make_llama(2), **options)
 
 
-def test_twice_is_refused(make_llama):
+def test_twice_goes_on_and_otherwise_is_refused(make_llama):
     model = make_llama(2)
-    compress(model)
-    with pytest.raises(ConfigError, match="already"):
-        compress(model)
+    report = compress(model)
+    assert compress(model) is report
+    with pytest.raises(
+        ConfigError, match=r"compressed already, with other settings \(format: 'int8', here 'int4'\)"
+    ):
+        compress(model, format="int4")
+    report.undo()
+    assert compress(model, format="int4") is not report
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["model", "blocks"])

@@ -226,9 +226,14 @@ def test_what_a_head_must_be():
         apply_fused_head(llama, head="lm_haed")
     with pytest.raises(ConfigError, match=r"model\.norm is a LlamaRMSNorm"):
         apply_fused_head(llama, head="model.norm")
-    apply_fused_head(llama)
-    with pytest.raises(ConfigError, match="fused already"):
-        apply_fused_head(llama)
+    fused = apply_fused_head(llama)
+    assert apply_fused_head(llama) is fused
+    with pytest.raises(
+        ConfigError, match=r"fused already, with other settings \(chunk_tokens: None, here 64\)"
+    ):
+        apply_fused_head(llama, chunk_tokens=64)
+    fused.undo()
+    assert apply_fused_head(llama, chunk_tokens=64) is not fused
     llama = zoo.hugging_face("Llama")
     apply_fp8(llama, recipe="current", backend="emulated", include=["lm_head"])
     with pytest.raises(ConfigError, match=r"lm_head runs in FP8"):

@@ -296,3 +296,18 @@ def test_no_more_passes_than_its_price_says():
     guard = train(model, damage(layer), steps=41, every=(), interval=20)
     assert guard.probe.passes == 4
     assert not [m for m in model.modules() if isinstance(m, FP8Linear) and m.probe]
+
+
+@pytest.mark.parametrize("budget", [6, 20])
+def test_an_alarm_that_no_demotion_satisfies_has_a_budget_of_passes_and_one_line(budget, monkeypatch, caplog):
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(60)))
+    foundry_fp8.apply_fp8(model, recipe="current", backend="emulated", include=["*"])
+    guard = foundry_fp8.DivergenceGuard(model, lambda model, batch: model(batch).sum(), passes=budget)
+    monkeypatch.setattr(guard, "severity", lambda gap: 9.0)
+    guard.batch = 20
+    with caplog.at_level(logging.WARNING):
+        found = guard.before_step(torch.randn(4, 32))
+    assert guard.probe.passes <= budget
+    assert len(found) > 30 and len(guard.events) == len(found)
+    lines = [record.message for record in caplog.records if "divergence_guard" in record.message]
+    assert len(lines) == 1 and f"and {len(found) - 4} more" in lines[0] and "alarm" in lines[0]
