@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from foundry_fp8.compat.amax_group import AmaxGroup
 from foundry_fp8.compat.autograd import inside_backward, newest_node, running_node
 from foundry_fp8.kernels.launch import triton_missing
+from foundry_fp8.layers.second_derivative import refuse_transforms
 from foundry_fp8.model_structure.names import clean_name
 from foundry_fp8.numerics.quantize import FLOAT32_MAX
 from foundry_fp8.numerics.recipes import DelayedScaling
@@ -400,6 +401,8 @@ class ModuleScales:
     @torch.compiler.disable
     def _before_forward(self, model: nn.Module, args: Any) -> None:
         trains = model.training and torch.is_grad_enabled()
+        if trains and not self.state.idle:
+            refuse_transforms("the model")
         self.state.begin_forward(_device_of(model), trains=trains)
 
     @torch.compiler.disable
