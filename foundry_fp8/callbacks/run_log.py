@@ -43,7 +43,7 @@ from composer.utils import dist, format_name_with_dist
 from foundry_fp8.callbacks.step_clock import StepClock
 from foundry_fp8.config import ConfigError, check_arguments, printable, template
 
-__all__ = ["FORMAT_VERSION", "RunLog", "RunPath", "ensure_run_log", "log_details"]
+__all__ = ["FORMAT_VERSION", "RunLog", "RunPath", "ensure_run_log", "log_details", "log_facts"]
 
 log = logging.getLogger(__name__)
 
@@ -121,6 +121,9 @@ class RunLog(LoggerDestination):
         """Open the file and write the header, now that the whole configuration is known; ``ConfigError`` if a requested file fails."""
         del logger
         waiting, self._waiting = self._waiting, None
+        if self._file is not None and int(state.timestamp.batch) == 0 and self._clock.seconds > 0:
+            self._write({"kind": "end", "status": "finished; the run was begun again (reset_time)"})
+            self._let_go()
         if dist.get_global_rank() != 0 or self._file is not None:
             return
         self.path = self.path_of(state.run_name)
@@ -131,6 +134,8 @@ class RunLog(LoggerDestination):
                 _set_aside(self.path)
             # Appending, so that a resumed run goes on in its file. Readers drop what a resume repeats.
             self._file = self.path.open("a", encoding="utf-8")
+            if self._file.tell() and not self.path.read_bytes().endswith(b"\n"):
+                self._file.write("\n")  # after the stump of a line, where the run was cut off
         except OSError as error:
             if self._asked:
                 raise ConfigError(f"loggers.run_log.path: {self.path} cannot be written: {error}.") from error
@@ -237,9 +242,8 @@ def ensure_run_log(state: State, logger: Logger) -> RunLog:
 
     For callbacks and algorithms whose metrics the report reads; call it at INIT, before logging anything.
     """
-    for destination in logger.destinations:
-        if isinstance(destination, RunLog):
-            return destination
+    for destination in _run_logs(logger):
+        return destination
     run_log = RunLog()
     run_log._asked = False
     run_log.init(state, logger)
@@ -250,9 +254,18 @@ def ensure_run_log(state: State, logger: Logger) -> RunLog:
 
 def log_details(logger: Logger, metrics: dict[str, Any]) -> None:
     """Log to the run log alone: metrics that the report draws and that are too many for a tracker."""
-    for destination in logger.destinations:
-        if isinstance(destination, RunLog):
-            destination.log_metrics(metrics)
+    for destination in _run_logs(logger):
+        destination.log_metrics(metrics)
+
+
+def log_facts(logger: Logger, facts: dict[str, Any]) -> None:
+    """Log to the run log alone: what was found out, and may be found otherwise later or after a resume. MLflow takes no second value."""
+    for destination in _run_logs(logger):
+        destination.log_hyperparameters(facts)
+
+
+def _run_logs(logger: Logger) -> list[RunLog]:
+    return [destination for destination in logger.destinations if isinstance(destination, RunLog)]
 
 
 def plain(value: Any) -> Any:

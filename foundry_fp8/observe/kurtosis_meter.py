@@ -37,7 +37,7 @@ class KurtosisConfig(Config):
     interval: Positive = 10
     """Batches between two measurements. The model has no hooks in the batches between."""
     preset: Annotated[str, one_of("auto", *PRESETS, "none")] = "auto"
-    """Where the tensors are: ``mpt``, ``llama``, ``fog``, ``auto`` (whichever fits), or ``none``."""
+    """Where the tensors are: ``mpt``, ``llama``, ``fog``, ``auto`` (whichever fits; else outputs of blocks and inputs of linears), or ``none``."""
     roles: Sequence[Annotated[str, one_of(*ROLES)]] = ROLES
     """Which tensors of the preset to watch."""
     tensors: Mapping[Text, Annotated[Names, not_empty]] = dataclasses.field(default_factory=dict)
@@ -78,7 +78,8 @@ class KurtosisMeter:
         self._guarded = guarded
         taps = find_taps(model, preset=self.config.preset, tensors=self.config.tensors, key=KEY)
         wanted = {*self.config.roles, *self.config.tensors}
-        self._taps = [tap for tap in taps if tap.role in wanted]
+        others = tuple(self.config.roles) == ROLES  # of a model of no preset
+        self._taps = [tap for tap in taps if tap.role in wanted or (others and tap.role not in ROLES)]
         self._members = Counter((tap.role, tap.layer) for tap in self._taps if tap.grouped)
         self._handles: list[Any] = []
         self._pending: dict[Where, list[tuple[kurtosis.Tokens | None, tuple[Tensor, Tensor, int]]]] = {}
