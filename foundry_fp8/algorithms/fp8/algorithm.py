@@ -67,7 +67,7 @@ class FP8(Algorithm):
             watched = run.watches
             run.end_step()
             if watched and not run.watches:
-                log_facts(logger, {"fp8_as_run": run.report.to_dict()})
+                log_facts(logger, {"fp8_as_run": run.report.to_dict()})  # type: ignore[union-attr]
             return
         run.model, run.loss_of, run.step = state.model, training_loss(state), state.timestamp.batch.value
         if run.measures():  # as the trainer does next: FSDP1's gradients cannot be set aside
