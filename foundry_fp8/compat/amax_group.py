@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from foundry_fp8.compat.default_store import default_store
-from foundry_fp8.compat.fsdp1 import HYBRID, is_flattened
+from foundry_fp8.compat.fsdp1 import is_flattened
 from foundry_fp8.compat.fsdp2 import units_of
 
 __all__ = ["AmaxGroup"]
@@ -109,7 +109,8 @@ def _around(model: nn.Module, ddp: Any) -> list[Any]:
         return [(ddp or model).process_group]
     for unit in model.modules():
         if isinstance(unit, FullyShardedDataParallel):
-            return [unit.process_group, *([unit._inter_node_pg] if unit.sharding_strategy in HYBRID else [])]
+            found = (unit.process_group, getattr(unit, "_inter_node_pg", None))
+            return [group for group in found if group is not None]
     first = next(model.parameters(), None)
     if first is None or is_flattened(first):  # an FSDP1 unit around it, which it cannot ask
         return [dist.group.WORLD]

@@ -74,9 +74,7 @@ class FP8Linear(FP8GemmLayer, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """``input @ weight.T + bias``. ``input``: ``[..., in_features]``, hp; the result has the compute dtype."""
-        if (
-            self._modules
-        ):  # a parametrisation, registered since: evaluated once, for all who read the weight here
+        if self._modules:  # a parametrisation, registered since, which all who read the weight here share
             with parametrize.cached():
                 return self.recorded(in_memory(input), self._compute, self.weight)
         if input.__class__ is Produced:  # asked for its properties, without a function of Python for each
@@ -89,9 +87,8 @@ class FP8Linear(FP8GemmLayer, nn.Linear):
             return self.backend.linear(self, input)
         x = in_memory(input)
         dtype = compute_dtype(x)
-        if (
-            dtype is x.dtype is not self.weight.dtype and dtype in HP_DTYPES
-        ):  # as in FP8, the input says what it computes in
+        # As in FP8, the input says what is computed in.
+        if dtype is x.dtype is not self.weight.dtype and dtype in HP_DTYPES:
             bias = None if self.bias is None else self.bias.to(dtype)
             y = F.linear(x, in_high_precision(self.matrix, dtype), bias)
             return y if self.output_multiplier == 1.0 else y * self.output_multiplier

@@ -22,10 +22,7 @@ def refuse_transforms(fqn: str, input: Tensor | None = None) -> None:
     elif torch.onnx.is_in_onnx_export():
         what, way = "ONNX has no FP8 GEMMs", "Export with evaluate: high_precision, the default, in eval()"
     elif input is not None and input.is_nested:
-        what, way = (
-            "a nested tensor has no rows that a scale is of",
-            "Give it x.values(), and nest what comes out",
-        )
+        what, way = "a nested tensor has no rows to scale", "Give it x.values(), and nest what comes out"
     else:
         return
     raise RuntimeError(

@@ -85,11 +85,15 @@ class KurtosisMeter:
         self._pending: dict[Where, list[tuple[kurtosis.Tokens | None, tuple[Tensor, Tensor, int]]]] = {}
         self._results: dict[tuple[str, str, int | None], list[Tensor]] = defaultdict(list)
         self._said = False
+        self._model = model
+        self._mask: Tensor | None = None
 
     def begin(self, finished: int) -> None:
         """Put the hooks in if this step is due; ``finished``: the steps before it."""
         if (finished + 1) % self.config.interval == 0:
             self.detach()
+            hook = self._model.register_forward_pre_hook(self._guarded(self._take_mask), with_kwargs=True)
+            self._handles.append(hook)
             for tap in self._taps:
                 self._attach(tap)
 
@@ -133,6 +137,10 @@ class KurtosisMeter:
         }
         return metrics, details
 
+    def _take_mask(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        mask = (args[0] if args and isinstance(args[0], Mapping) else kwargs).get("attention_mask")
+        self._mask = mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
+
     def _attach(self, tap: Tap) -> None:
         def forward(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
             if inside_backward():  # activation checkpointing runs the same forward again
@@ -149,6 +157,9 @@ class KurtosisMeter:
     @torch.no_grad()
     def _see(self, tap: Tap, role: str, tensor: Tensor) -> None:
         leading = 1 if tensor.dim() == 2 else 2
+        if self._mask is not None and leading == 2 and tensor.shape[:2] == self._mask.shape:
+            tensor = tensor.clone()  # tokens of zeros are left out
+            tensor[~self._mask] = 0
         if tensor.numel() == 0:  # an expert that no token chose
             return
         pending = self._pending.setdefault((role, tap.layer), [])

@@ -263,3 +263,34 @@ def test_any_model_is_watched_without_a_preset(name):
 def test_roles_that_are_asked_for_leave_the_others_out():
     meter = KurtosisMeter(OTHERS["gpt2"](), roles=["residual"])
     assert {tap.role for tap in meter._taps} == {"residual"}
+
+
+@pytest.mark.parametrize("how", ["keywords", "a mapping"])
+@pytest.mark.parametrize("pads", [2, 12])
+def test_padding_does_not_count(how, pads):
+    model = build_llama(attn_implementation="eager")
+    host = model if how == "keywords" else Taking(model)
+    ids = torch.randint(3, 64, (3, 16), generator=torch.Generator().manual_seed(0))
+    model.model.embed_tokens.weight.data[0, 0] = 100.0  # padding's
+    mask = torch.ones_like(ids)
+    mask[:, 16 - pads :] = 0
+    found = []
+    for given in ({"input_ids": ids[:, : 16 - pads], "attention_mask": mask[:, : 16 - pads]},
+                  {"input_ids": ids * mask, "attention_mask": mask}):  # fmt: skip
+        meter = KurtosisMeter(host, interval=1, gradients=True)
+        meter.begin(0)
+        (host(**given) if how == "keywords" else host(given)).logits[
+            :, : 16 - pads
+        ].square().mean().backward()
+        found.append(meter.end()[1])
+    short, padded = found
+    assert short.keys() == padded.keys() and padded == pytest.approx(short, rel=1e-4)
+
+
+class Taking(torch.nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch):
+        return self.model(**batch)

@@ -23,14 +23,9 @@ DECOUPLED = ("DecoupledAdamW", "DecoupledLionW")
 """Weight decay of ``w *= 1 - lambda * lr / initial_lr``: the same for a group whose lr and initial_lr are scaled alike."""
 
 
-MULTIPLY = (
-    "StepLR",
-    "MultiStepLR",
-    "ConstantLR",
-    "LinearLR",
-    "ExponentialLR",
-    "CosineAnnealingLR",
-    "PolynomialLR",
+MULTIPLY = tuple(
+    f"{kind}LR"
+    for kind in ["Step", "MultiStep", "Constant", "Linear", "Exponential", "CosineAnnealing", "Polynomial"]
 )
 """Of torch's schedulers those that multiply what each group has, so that they may have been made before the split."""
 
@@ -104,9 +99,8 @@ def check_schedulers(
         return len(found) != len(rates) or not all(math.isclose(a * rates[0], b * found[0]) for a, b in pairs)
 
     for scheduler in schedulers:
-        check_schedulers(
-            getattr(scheduler, "_schedulers", ()), rates, key, ()
-        )  # step(0) of a SequentialLR sets rates
+        # step(0) of a SequentialLR sets its schedulers' rates.
+        check_schedulers(getattr(scheduler, "_schedulers", ()), rates, key, early=())
         known = [getattr(scheduler, name) for name in ("base_lrs", "max_lrs") if hasattr(scheduler, name)]
         floor = getattr(scheduler, "eta_min", 0) or any(getattr(scheduler, "min_lrs", ()))
         sets = [group["swa_lr"] for group in scheduler.optimizer.param_groups if "swa_lr" in group]
