@@ -75,7 +75,7 @@ class AmaxGroup:
         return self._found
 
     def reduce_(self, amaxes: Tensor) -> None:
-        """Make ``amaxes`` the largest of all ranks. On a GPU the device waits, and NCCL's watchdog tells of it."""
+        """Make ``amaxes`` the largest of all ranks. On a GPU the device waits, and NCCL's watchdog names the time-out."""
         for group in self.groups():
             self._rounds += 1
             try:

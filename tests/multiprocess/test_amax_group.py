@@ -134,7 +134,7 @@ def test_an_fsdp1_unit_around_the_model_is_known_by_the_training_state_and_is_th
 
 
 def left_alone(case):
-    """Rank 0 does what rank 1 does not; returns what each was told."""
+    """Rank 0 does what rank 1 does not; returns what each said."""
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=10))
     amax_group.WAIT = datetime.timedelta(seconds=2)
     said = []
@@ -156,10 +156,10 @@ def left_alone(case):
         said.append(str(error))
     store = torch.distributed.distributed_c10d._get_default_store()
     if said:
-        store.set("told", "yes")
+        store.set("said", "yes")
     else:
         with contextlib.suppress(RuntimeError):  # rank 0, which holds the store, may be gone
-            store.wait(["told"], datetime.timedelta(seconds=60))
+            store.wait(["said"], datetime.timedelta(seconds=60))
     return said
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from foundry_fp8.compat.lr_schedulers import has_scheduler
 from foundry_fp8.config import ConfigError
 from foundry_fp8.models.mus.optimizer import scale_groups
 from foundry_fp8.models.mus.structure import initialise_mpt_head, unit_scaled
@@ -32,7 +33,7 @@ def apply_unit_scaling(
     Raises:
         ConfigError: The model is not µnit-scaled, or only in part; no ``base_width``; an optimizer without a known rule or with a scheduler.
     """
-    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+    if has_scheduler(optimizer):
         raise ConfigError(
             f"{KEY}: a scheduler was made for the optimizer already, and does not know the groups that are made here. Make it afterwards."
         )

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from foundry_fp8.compat.lr_schedulers import schedulers_in
 from foundry_fp8.config import ConfigError
 from foundry_fp8.model_structure.names import clean_name
 from foundry_fp8.model_structure.wrappers import without_ddp
@@ -100,7 +101,7 @@ def check_schedulers(
 
     for scheduler in schedulers:
         # step(0) of a SequentialLR sets its schedulers' rates.
-        check_schedulers(getattr(scheduler, "_schedulers", ()), rates, key, early=())
+        check_schedulers(schedulers_in(scheduler), rates, key, early=())
         known = [getattr(scheduler, name) for name in ("base_lrs", "max_lrs") if hasattr(scheduler, name)]
         floor = getattr(scheduler, "eta_min", 0) or any(getattr(scheduler, "min_lrs", ()))
         sets = [group["swa_lr"] for group in scheduler.optimizer.param_groups if "swa_lr" in group]

@@ -54,7 +54,7 @@ class AttentionShape:
         d_v: Width of a value head.
         window: Keys that a query sees, itself included; ``None`` where there is no window.
         causal: A query sees no later key.
-        packed: The mask keeps documents apart where the batch tells them (:func:`documents_of`).
+        packed: The mask keeps documents apart where the batch has them (:func:`documents_of`).
         chunk: Each so many tokens attend among themselves (Llama 4); ``None`` where there are no chunks.
     """
 

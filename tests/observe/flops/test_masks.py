@@ -76,7 +76,7 @@ PACKED = {
 
 
 @pytest.mark.parametrize("said", PACKED)
-def test_packed_documents_are_those_that_the_batch_tells(said):
+def test_packed_documents_are_those_of_the_batch(said):
     model, batch = build_llama(), {"input_ids": torch.zeros(1, 24, dtype=torch.long), **PACKED[said]}
     model.config._attn_implementation = "flash_attention_2"
     assert pairs(model, batch) == [sum(n * (n + 1) // 2 for n in LENGTHS)] * 2
