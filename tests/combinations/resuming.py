@@ -20,8 +20,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 import foundry_fp8
+from foundry_fp8.compat.amax_group import AmaxGroup
 from foundry_fp8.distributed.fsdp2_units import average_on_gloo
 from foundry_fp8.layers.attention import FP8DotProductAttention
+from foundry_fp8.layers.delayed_scaling import states_of
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.numerics.recipes import parse_recipe
 from foundry_fp8.report.runs import read_run
@@ -223,6 +225,8 @@ def functional(
     model.batches_seen = SAVED
     if settings.fp8 is not None:
         foundry_fp8.apply_fp8(model, **settings.fp8)
+        for state in states_of(model):
+            state.group = AmaxGroup("world")  # gradients are averaged by hand below
         if "FP8" in algorithms:
             FP8Parts(model).load_state_dict(algorithms["FP8"])
         for module in model.modules():
