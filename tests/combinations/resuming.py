@@ -20,17 +20,15 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 import foundry_fp8
-from foundry_fp8.compat.amax_group import AmaxGroup
 from foundry_fp8.distributed.fsdp2_units import average_on_gloo
 from foundry_fp8.layers.attention import FP8DotProductAttention
-from foundry_fp8.layers.delayed_scaling import states_of
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.numerics.recipes import parse_recipe
 from foundry_fp8.report.runs import read_run
 from foundry_fp8.run.training_state import FP8Parts
 from tests.combinations.composing import Causal, Tokens
 from tests.combinations.parts import PARTS, Part, Settings, numbers_of
-from tests.combinations.wrapping import gradients_of, parameters_of
+from tests.combinations.wrapping import gradients_of, parameters_of, with_amaxes_of_all_ranks
 
 ROWS = 4
 """Sequences of a batch, all ranks together: the same for any number of them."""
@@ -225,8 +223,7 @@ def functional(
     model.batches_seen = SAVED
     if settings.fp8 is not None:
         foundry_fp8.apply_fp8(model, **settings.fp8)
-        for state in states_of(model):
-            state.group = AmaxGroup("world")  # gradients are averaged by hand below
+        with_amaxes_of_all_ranks(model)
         if "FP8" in algorithms:
             FP8Parts(model).load_state_dict(algorithms["FP8"])
         for module in model.modules():
