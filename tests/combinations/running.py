@@ -173,7 +173,9 @@ def interpreted(case: Case) -> Iterator[None]:
 def _run(case: Case) -> dict[str, Any]:
     model, reports = switch_on(case)
     watched = watch(model, reports["compression"]) if case.compression != "none" else []
-    reference = with_amaxes_of_all_ranks(numerics(case.numerics))
+    reference = numerics(case.numerics)
+    if case.wrapper != "none":
+        with_amaxes_of_all_ranks(reference)
     initial = parameters_of(model)
     forward = ForwardWeights(model, initial)
     optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE)
