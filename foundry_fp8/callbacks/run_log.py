@@ -47,7 +47,7 @@ from composer.utils import dist, format_name_with_dist
 from foundry_fp8.callbacks.step_clock import StepClock
 from foundry_fp8.config import ConfigError, check_arguments, printable, template
 
-__all__ = ["FORMAT_VERSION", "RunLog", "RunPath", "ensure_run_log", "log_details"]
+__all__ = ["FORMAT_VERSION", "RunLog", "RunPath", "ensure_run_log", "log_details", "log_facts"]
 
 log = logging.getLogger(__name__)
 
@@ -129,6 +129,10 @@ class RunLog(LoggerDestination):
         """Open the file and write the header, now that the whole configuration is known; ``ConfigError`` if a requested file fails."""
         del logger
         waiting, self._waiting = self._waiting, None
+        if self._file is not None and int(state.timestamp.batch) == 0 and self._clock.seconds > 0:
+            self._write({"kind": "end", "status": "finished; the run was begun again (reset_time)"})
+            self._let_go()
+            self._whole = None
         if dist.get_global_rank() != 0 or self._file is not None:
             return
         self.path = self.path_of(state.run_name)
@@ -258,6 +262,9 @@ class RunLog(LoggerDestination):
         ):  # a file system without locks; of the process, not of its data loaders
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if self._whole is None:
+            if self._file.tell() and not self.path.read_bytes().endswith(b"\n"):
+                self._file.write("\n")  # after the stump of a line, where the run was cut off
+                self._file.flush()
             self._whole = self._file.tell()
         self._file.truncate(self._whole)  # less what is there of a line
 
@@ -274,9 +281,8 @@ def ensure_run_log(state: State, logger: Logger) -> RunLog:
 
     For callbacks and algorithms whose metrics the report reads; call it at INIT, before logging anything.
     """
-    for destination in logger.destinations:
-        if isinstance(destination, RunLog):
-            return destination
+    for destination in _run_logs(logger):
+        return destination
     run_log = RunLog()
     run_log._asked = False
     run_log.init(state, logger)
@@ -287,9 +293,18 @@ def ensure_run_log(state: State, logger: Logger) -> RunLog:
 
 def log_details(logger: Logger, metrics: dict[str, Any]) -> None:
     """Log to the run log alone: metrics that the report draws and that are too many for a tracker."""
-    for destination in logger.destinations:
-        if isinstance(destination, RunLog):
-            destination.log_metrics(metrics)
+    for destination in _run_logs(logger):
+        destination.log_metrics(metrics)
+
+
+def log_facts(logger: Logger, facts: dict[str, Any]) -> None:
+    """Log to the run log alone: what was found out, and may be found otherwise later or after a resume. MLflow takes no second value."""
+    for destination in _run_logs(logger):
+        destination.log_hyperparameters(facts)
+
+
+def _run_logs(logger: Logger) -> list[RunLog]:
+    return [destination for destination in logger.destinations if isinstance(destination, RunLog)]
 
 
 def plain(value: Any) -> Any:

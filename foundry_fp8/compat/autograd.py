@@ -14,7 +14,7 @@ import torch
 
 from foundry_fp8.config.tested import TORCHES
 
-__all__ = ["backward_number", "inside_backward", "newest_node", "node_number", "running_node"]
+__all__ = ["backward_number", "inside_backward", "newest_node", "node_number", "running_node", "transformed"]
 
 
 def _missing() -> str | None:
@@ -37,6 +37,17 @@ if (_name := _missing()) is not None:
         f"first forward, and of which, and which operator saves a tensor. {TORCHES}, or adapt "
         "foundry_fp8/compat/autograd.py."
     )
+
+
+def transformed() -> bool:
+    """True inside of ``torch.func``'s transforms, of the one that is ``is_grads_batched``, and of forward-mode differentiation."""
+    if (
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+    ):
+        return True
+    batched: bool = torch._C._dispatch_tls_is_dispatch_key_included("VmapMode")
+    return batched
 
 
 def inside_backward() -> bool:

@@ -127,6 +127,11 @@ class Unit:
         return [ShardedParameter(parameter) for parameter in self._group.fsdp_params]
 
     @property
+    def mesh(self) -> Any:
+        """Over which it replicates and shards."""
+        return self._group.mesh_info.mesh
+
+    @property
     def replicates(self) -> bool:
         """Whether the mesh is 2-D (HSDP)."""
         return hasattr(self._group.mesh_info, "replicate_process_group")

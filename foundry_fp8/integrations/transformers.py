@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import ExportableState
 
@@ -36,9 +37,13 @@ class FP8Callback(TrainerCallback, ExportableState):
     """
 
     def __init__(self, **options: Any) -> None:
-        self.run = FP8Run(settings=Run(trainer="transformers"), **options)
-        self.config, self.monitors = self.run.config, self.run.monitors
+        self.options = options
         self.saved: str | None = None
+        self._new_run()
+
+    def _new_run(self) -> None:
+        self.run = FP8Run(settings=Run(trainer="transformers"), **self.options)
+        self.config, self.monitors = self.run.config, self.run.monitors
         self._pending: dict[str, float] = {}
 
     @property
@@ -53,13 +58,22 @@ class FP8Callback(TrainerCallback, ExportableState):
 
     def on_init_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Convert the model."""
-        self.run.follow(kwargs["model"])
+        self._take(args, kwargs["model"])
+
+    def _take(self, args: Any, model: nn.Module) -> None:
+        self.run.follow(model)
         if self.config.enabled:
-            self.run.convert(kwargs["model"], settings_of(args))
+            self.run.convert(model, settings_of(args))
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Make the guard, and go on with the checkpoint's state."""
-        run, model = self.run, kwargs["model"]
+        model = kwargs["model"]
+        if self.run.model is not None and all(one is not self.run.model for one in model.modules()):
+            # Trainer(model_init=...) makes another model whenever it trains. Parameters keep their identity, so it is not
+            # too late for an optimizer that has them, nor for DDP around it.
+            self._new_run()
+            self._take(args, model)
+        run = self.run
         if run.model is None and FP8State.of(model) is not None:
             run.follow(model)  # made by Trainer, of a checkpoint (restore_callback_states_from_checkpoint)
         if run.model is None or (self.config.enabled and FP8State.of(model) is None):

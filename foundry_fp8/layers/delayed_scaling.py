@@ -25,11 +25,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from foundry_fp8.compat.amax_group import AmaxGroup
 from foundry_fp8.compat.autograd import inside_backward, newest_node, running_node
 from foundry_fp8.kernels.launch import triton_missing
+from foundry_fp8.layers.second_derivative import refuse_transforms
+from foundry_fp8.model_structure.names import clean_name
 from foundry_fp8.numerics.quantize import FLOAT32_MAX
 from foundry_fp8.numerics.recipes import DelayedScaling
 
@@ -39,6 +41,8 @@ __all__ = [
     "DelayedSlot",
     "ModuleScales",
     "Pass",
+    "slots_of",
+    "states_of",
 ]
 
 FRESH_STATE = "To start with fresh FP8 state on purpose, resume with `load_ignore_keys: [state/algorithms]`."
@@ -116,6 +120,7 @@ class DelayedScalingState:
         amaxes: The elements of entry 0 of the history, 0-d, in its memory.
         running: The pass of the latest training forward.
         idle: While set, no layer runs the recipe, and an update does nothing.
+        group: The ranks whose amaxes count.
         measuring: While set, a forward begins a pass with the scales as they are, and no update happens. See :meth:`saved`.
 
     Scales and histories stay where they are from the first forward on the device on: what changes is written in place.
@@ -136,6 +141,7 @@ class DelayedScalingState:
         self._apart: set[int] = set()
         self._places: Tensor | None = None
         self._use_max = recipe.amax_compute_algo == "max"
+        self.group = AmaxGroup(recipe.amax_group)
         self.idle = self.measuring = False
         self._inside_root = False
         self._passes_begun = 0
@@ -284,7 +290,7 @@ class DelayedScalingState:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Finish the running pass: take the largest amaxes of all ranks, roll the histories, set the scales, begin a pass.
+        """Finish the running pass: take the largest amaxes of all ranks that hold the model, roll the histories, set the scales, begin a pass.
 
         A tensor that saw no amax in this pass (or only zeros) keeps its history and its scale, so calling this twice in a
         row changes nothing.
@@ -296,8 +302,7 @@ class DelayedScalingState:
             return
         self.fill_joined()
         history = self.amax_history
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(history[0], op=dist.ReduceOp.MAX)
+        self.group.reduce_(history[0])
         if history.device.type == "cuda" and triton_missing() is None:
             from foundry_fp8.kernels.delayed import update_delayed_
 
@@ -388,6 +393,7 @@ class ModuleScales:
 
     def attach(self, model: nn.Module) -> None:
         """Begin a pass whenever ``model``, the root that is called in training, begins a training forward."""
+        self.state.group.follow(model)
         model.register_forward_pre_hook(self._before_forward)
         model.register_forward_hook(self._after_forward, always_call=True)
         device = _device_of(model)
@@ -397,6 +403,8 @@ class ModuleScales:
     @torch.compiler.disable
     def _before_forward(self, model: nn.Module, args: Any) -> None:
         trains = model.training and torch.is_grad_enabled()
+        if trains and not self.state.idle:
+            refuse_transforms("the model")
         self.state.begin_forward(_device_of(model), trains=trains)
 
     @torch.compiler.disable
@@ -467,6 +475,18 @@ def _checksum(*parts: Tensor) -> int:
     return functools.reduce(
         lambda known, part: zlib.crc32(part.contiguous().numpy().tobytes(), known), parts, 0
     )
+
+
+def slots_of(model: nn.Module) -> dict[str, Mapping[Any, DelayedSlot]]:
+    """The slots of each layer of ``model`` that has some, by its clean name; of layers that were copied after the conversion too."""
+    found = ((name, module.__dict__.get("slots")) for name, module in model.named_modules())
+    return {clean_name(name): slots for name, slots in found if slots}
+
+
+def states_of(model: nn.Module) -> list[DelayedScalingState]:
+    """The states that layers of ``model`` read, in the order of the layers."""
+    slots = (next(iter(found.values())) for found in slots_of(model).values())
+    return list(dict.fromkeys(slot.state for slot in slots))
 
 
 def _device_of(model: nn.Module) -> torch.device:

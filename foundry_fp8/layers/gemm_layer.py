@@ -8,13 +8,13 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from foundry_fp8.compat.autograd import inside_backward
+from foundry_fp8.compat.autograd import inside_backward, transformed
 from foundry_fp8.kernels.launch import HP_DTYPES
 from foundry_fp8.layers.autocast import compute_dtype
 from foundry_fp8.layers.delayed_scaling import DelayedSlot
 from foundry_fp8.layers.dtensor import is_dtensor
 from foundry_fp8.layers.ledger import Gemm, GemmLedger, Precision, precision_of
-from foundry_fp8.layers.second_derivative import refuse_second_derivative
+from foundry_fp8.layers.second_derivative import refuse_second_derivative, refuse_transforms
 from foundry_fp8.numerics.quantize import Quantized
 from foundry_fp8.numerics.recipes import DelayedScaling, Operand, Recipe, most_common_recipes
 
@@ -140,7 +140,8 @@ class FP8GemmLayer(nn.Module):
 
     def recorded(self, input: Tensor, compute: Callable[[Tensor], Tensor], weight: Tensor) -> Tensor:
         """``compute(input)``, a product with ``weight``, entered in the ledger."""
-        if torch.compiler.is_compiling():  # a compiled graph cannot keep Python counters
+        # A compiled graph cannot keep Python counters, nor is there a number of rows in a transform.
+        if torch.compiler.is_compiling() or (not self.runs_fp8 and (transformed() or input.is_nested)):
             return compute(input)
         # Before the GEMM: a recompute that stops as soon as it has what it needs never comes back from its last one.
         record_backward = self.enter(input, weight, input.numel() // self.in_features, input.requires_grad)
@@ -161,6 +162,8 @@ class FP8GemmLayer(nn.Module):
 
         ``dgrad``: whether the input gets a gradient. What is returned has to be called once in the backward.
         """
+        if self.runs_fp8:
+            refuse_transforms(self.fqn, input)
         state = self.slots["x"].state if self.slots is not None else None
         if state is not None:
             state.begin_layer(input.device, trains=self.training and torch.is_grad_enabled())

@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, Protocol
 
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from foundry_fp8.compat.wrapper_tensor import without_function_override
+from foundry_fp8.kernels.launch import HP_DTYPES
+from foundry_fp8.layers.autocast import compute_dtype
+from foundry_fp8.layers.frozen_weight import in_high_precision
 from foundry_fp8.layers.gemm_layer import FP8GemmLayer, GemmBackend
 from foundry_fp8.layers.produced import Produced, in_memory
 from foundry_fp8.numerics.recipes import Recipe
@@ -69,6 +74,9 @@ class FP8Linear(FP8GemmLayer, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """``input @ weight.T + bias``. ``input``: ``[..., in_features]``, hp; the result has the compute dtype."""
+        if self._modules:  # a parametrisation, registered since, which all who read the weight here share
+            with parametrize.cached():
+                return self.recorded(in_memory(input), self._compute, self.weight)
         if input.__class__ is Produced:  # asked for its properties, without a function of Python for each
             with without_function_override():  # type: ignore[no-untyped-call]
                 return self.recorded(input, self._compute, self.weight)
@@ -77,7 +85,14 @@ class FP8Linear(FP8GemmLayer, nn.Linear):
     def _compute(self, input: Tensor) -> Tensor:
         if self.runs_fp8:
             return self.backend.linear(self, input)
-        return self.high_precision_forward(self, in_memory(input))
+        x = in_memory(input)
+        dtype = compute_dtype(x)
+        # As in FP8, the input says what is computed in.
+        if dtype is x.dtype is not self.weight.dtype and dtype in HP_DTYPES:
+            bias = None if self.bias is None else self.bias.to(dtype)
+            y = F.linear(x, in_high_precision(self.matrix, dtype), bias)
+            return y if self.output_multiplier == 1.0 else y * self.output_multiplier
+        return self.high_precision_forward(self, x)
 
     def extra_repr(self) -> str:
         """The linear's own, with what it runs."""

@@ -11,6 +11,7 @@ from torch import nn
 from foundry_fp8.config import first_line
 from foundry_fp8.layers.delayed_scaling import FRESH_STATE
 from foundry_fp8.layers.recipe_table import difference, same_scaling
+from foundry_fp8.model_structure.names import clean_name
 from foundry_fp8.numerics.recipes import Recipe
 
 __all__ = ["ModelState", "readable"]
@@ -47,11 +48,14 @@ class ModelState:
     @classmethod
     def of(cls: type[State], model: nn.Module) -> State | None:
         """The state of a converted model (wrapped by DDP, ``torch.compile`` or not), or ``None``."""
-        for module in model.modules():
-            found: State | None = module.__dict__.get(cls._attribute())
-            if found is not None:
-                return found
-        return None
+        return next((state for _, state in cls.each(model)), None)
+
+    @classmethod
+    def each(cls: type[State], model: nn.Module) -> Iterator[tuple[str, State]]:
+        """The states of the parts of ``model`` that were converted by themselves, with the parts' clean names."""
+        for name, module in model.named_modules():
+            if (found := module.__dict__.get(cls._attribute())) is not None:
+                yield clean_name(name), found
 
     @classmethod
     def _attribute(cls) -> str:

@@ -13,7 +13,7 @@ __all__ = ["MEASURED", "POLICY", "choice_of", "difference", "measured_table", "s
 
 POLICY, MEASURED = "policy", "measured"
 """The ``name`` under which a checkpoint holds a table in a recipe's place: of rules, or of a measurement."""
-_NOT_OF_THE_STATE = ("fast_accumulation", "reduce_amax")
+_NOT_OF_THE_STATE = ("fast_accumulation", "amax_group", "reduce_amax")
 """Fields of a saved recipe on which scales do not depend; the last one is of older checkpoints."""
 
 

@@ -165,6 +165,8 @@ class DelayedScaling(TensorwiseRecipe):
     """Forward passes (microbatches, not optimizer steps) that the history holds."""
     amax_compute_algo: Literal["max", "most_recent"] = "max"
     """The amax that sets the scale: the largest of the history, or that of the last pass."""
+    amax_group: Literal["model", "world", "none"] = "model"
+    """Whose amaxes: of the ranks that hold the model (found from DDP, FSDP and its mesh), of all of the job, or of each rank alone."""
 
     def scaling(self, operand: Operand, along: int) -> Scaling:
         """See :meth:`Recipe.scaling`; the scale is given."""

@@ -97,7 +97,10 @@ def kurtosis_per_token(s2: Tensor, s4: Tensor, features: int, weight: Tensor | N
 
 
 def kurtosis_per_sample(s2: Tensor, s4: Tensor, features: int, weight: Tensor | None = None) -> Tensor:
-    """Mean over samples of ``S D sum(x^4) / sum(x^2)^2``; 0-d float32. ``s2``, ``s4``: ``[B, S]``; see :func:`kurtosis_per_token`."""
+    """Mean over samples of ``S D sum(x^4) / sum(x^2)^2``; 0-d float32. ``s2``, ``s4``: ``[B, S]``; see :func:`kurtosis_per_token`.
+
+    Tokens that are all zero do not count as tokens.
+    """
     weight = torch.ones(s2.shape[-1], dtype=torch.float64, device=s2.device) if weight is None else weight
     flat = (s2 * weight).sum(-1), (s4 * weight).sum(-1)
-    return kurtosis_per_token(flat[0], flat[1] * weight.sum(), features)
+    return kurtosis_per_token(flat[0], flat[1] * ((s2 != 0) * weight).sum(-1), features)

@@ -37,7 +37,7 @@ class KurtosisConfig(Config):
     interval: Positive = 10
     """Batches between two measurements. The model has no hooks in the batches between."""
     preset: Annotated[str, one_of("auto", *PRESETS, "none")] = "auto"
-    """Where the tensors are: ``mpt``, ``llama``, ``fog``, ``auto`` (whichever fits), or ``none``."""
+    """Where the tensors are: ``mpt``, ``llama``, ``fog``, ``auto`` (whichever fits; else outputs of blocks and inputs of linears), or ``none``."""
     roles: Sequence[Annotated[str, one_of(*ROLES)]] = ROLES
     """Which tensors of the preset to watch."""
     tensors: Mapping[Text, Annotated[Names, not_empty]] = dataclasses.field(default_factory=dict)
@@ -78,17 +78,22 @@ class KurtosisMeter:
         self._guarded = guarded
         taps = find_taps(model, preset=self.config.preset, tensors=self.config.tensors, key=KEY)
         wanted = {*self.config.roles, *self.config.tensors}
-        self._taps = [tap for tap in taps if tap.role in wanted]
+        others = tuple(self.config.roles) == ROLES  # of a model of no preset
+        self._taps = [tap for tap in taps if tap.role in wanted or (others and tap.role not in ROLES)]
         self._members = Counter((tap.role, tap.layer) for tap in self._taps if tap.grouped)
         self._handles: list[Any] = []
         self._pending: dict[Where, list[tuple[kurtosis.Tokens | None, tuple[Tensor, Tensor, int]]]] = {}
         self._results: dict[tuple[str, str, int | None], list[Tensor]] = defaultdict(list)
         self._said = False
+        self._model = model
+        self._mask: Tensor | None = None
 
     def begin(self, finished: int) -> None:
         """Put the hooks in if this step is due; ``finished``: the steps before it."""
         if (finished + 1) % self.config.interval == 0:
             self.detach()
+            hook = self._model.register_forward_pre_hook(self._guarded(self._take_mask), with_kwargs=True)
+            self._handles.append(hook)
             for tap in self._taps:
                 self._attach(tap)
 
@@ -132,6 +137,10 @@ class KurtosisMeter:
         }
         return metrics, details
 
+    def _take_mask(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        mask = (args[0] if args and isinstance(args[0], Mapping) else kwargs).get("attention_mask")
+        self._mask = mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
+
     def _attach(self, tap: Tap) -> None:
         def forward(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
             if inside_backward():  # activation checkpointing runs the same forward again
@@ -148,6 +157,9 @@ class KurtosisMeter:
     @torch.no_grad()
     def _see(self, tap: Tap, role: str, tensor: Tensor) -> None:
         leading = 1 if tensor.dim() == 2 else 2
+        if self._mask is not None and leading == 2 and tensor.shape[:2] == self._mask.shape:
+            tensor = tensor.clone()  # tokens of zeros are left out
+            tensor[~self._mask] = 0
         if tensor.numel() == 0:  # an expert that no token chose
             return
         pending = self._pending.setdefault((role, tap.layer), [])

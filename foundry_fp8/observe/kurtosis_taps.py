@@ -119,19 +119,32 @@ def find_taps(
 
     Args:
         model: Wrapped (DDP, FSDP) or not.
-        preset: A name in :data:`PRESETS`, ``auto`` (the one whose QKV projection the model has), or ``none``.
+        preset: A name in :data:`PRESETS`, ``auto`` (the one whose QKV projection the model has; for any other model what its blocks
+            give and its linears are given), or ``none``.
         tensors: Additional ones by the user's own role names: globs on whole module names, which mean the module's
             output, or with ``@input`` at the end its input.
         key: The YAML key, for messages.
 
     Raises:
-        ConfigError: No preset fits, a pattern matches no module, or it ends in another ``@``.
+        ConfigError: The preset does not fit, there is nothing to watch, a pattern matches no module, or it ends in another ``@``.
     """
     blocks = [(clean_name(name), block) for name, block in transformer_blocks(model)]
     taps = _custom(model, tensors or {}, blocks, key)
     if preset == "none":
         return taps
-    name = preset if preset != "auto" else _guess(blocks, key)
+    name = preset if preset != "auto" else next((one for one in PRESETS if _fits(one, blocks)), None)
+    if name is None:
+        taps += [Tap("residual", layer, name, block, "output") for layer, (name, block) in enumerate(blocks)]
+        for where, module in named_modules_clean(model):
+            if isinstance(module, nn.Linear) or hasattr(module, "nx"):  # transformers' Conv1D
+                layer = block_index_of(where, blocks)
+                inner = where if layer is None else where[len(blocks[layer][0]) + 1 :]
+                taps.append(Tap(f"{inner.replace('.', '_')}_input", layer, where, module, "input"))
+        if not taps:
+            raise ConfigError(
+                f"{key}.preset: the model has neither blocks nor linears. Set `preset: none` and name `tensors`."
+            )
+        return taps
     if preset != "auto" and not _fits(name, blocks):
         raise ConfigError(
             f"{key}.preset: {preset!r} does not fit this model: no QKV projection under the names it knows."
@@ -150,16 +163,6 @@ def find_taps(
 def _fits(preset: str, blocks: Sequence[tuple[str, nn.Module]]) -> bool:
     """Whether any block has the preset's QKV projection; in a hybrid model some blocks have no attention."""
     return any(_places(PRESETS[preset]["qkv_input"], block) for _, block in blocks)
-
-
-def _guess(blocks: Sequence[tuple[str, nn.Module]], key: str) -> str:
-    for name in PRESETS:
-        if _fits(name, blocks):
-            return name
-    raise ConfigError(
-        f"{key}.preset: no preset ({', '.join(PRESETS)}) fits this model. Set `preset: none` and name the tensors: "
-        'tensors: {fc2_input: ["*.mlp.out@input"]}.'
-    )
 
 
 def _places(

@@ -11,11 +11,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from foundry_fp8.distributed.compression.apply import compression_of
 from foundry_fp8.layers.attention import FP8DotProductAttention
+from foundry_fp8.layers.delayed_scaling import states_of
 from foundry_fp8.layers.gemm_layer import FP8GemmLayer
 from foundry_fp8.layers.ledger import GemmLedger
-from foundry_fp8.layers.state import FP8State
 from foundry_fp8.model_structure.names import named_modules_clean
-from foundry_fp8.surgery.attention import FP8AttentionState
 
 __all__ = ["FP8Layer", "fp8_layers", "unchanged_state"]
 
@@ -60,8 +59,7 @@ def unchanged_state(model: nn.Module) -> Iterator[Callable[[], None]]:
     own = {name: {k: v for k, v in vars(layer).items() if k in _OF_A_LAYER} for name, layer in layers.items()}
     demoted = [layer for layer in layers.values() if layer.recipe != layer.configured_recipe]
     idle = [slot for layer in demoted for slot in (layer.slots or {}).values()]
-    found = [FP8State.of(model), FP8AttentionState.of(model)]
-    states = [state.delayed for state in found if state is not None and state.delayed is not None]
+    states = states_of(model)
     for state in states:
         state.update()
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]

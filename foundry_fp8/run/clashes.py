@@ -131,7 +131,7 @@ CLASHES = (
     # Of other trainers.
     Clash("a wrapped or compiled model",
           "FP8: the model is wrapped or compiled already, and FP8 layers go in before that. Convert the plain model (give Trainer that "
-          "one); DDP, FSDP and torch.compile come after.", lambda run: run.wrapped, trainers=("transformers", "torchtitan", "loop")),
+          "one, as model=: what model_init= makes is in FSDP before a callback sees it); DDP, FSDP and torch.compile come after.", lambda run: run.wrapped, trainers=("transformers", "torchtitan", "loop")),
     Clash("torchtitan's tensor parallelism",
           "model.converters: FP8 layers do not run under tensor parallelism. Use FSDP alone.",
           lambda run: run.tensor_parallel, trainers=("torchtitan",)),

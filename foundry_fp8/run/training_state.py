@@ -14,7 +14,10 @@ from torch import nn
 from foundry_fp8.config import ConfigError
 from foundry_fp8.distributed.compression.apply import compression_of
 from foundry_fp8.distributed.compression.runtime import Compression
+from foundry_fp8.layers.delayed_scaling import FRESH_STATE, slots_of, states_of
+from foundry_fp8.layers.model_state import ModelState
 from foundry_fp8.layers.state import FP8State
+from foundry_fp8.model_structure.wrappers import without_ddp
 from foundry_fp8.observe.guard.guard import DivergenceGuard
 from foundry_fp8.planning.memory.planner import plan_of
 from foundry_fp8.surgery.attention import FP8AttentionState
@@ -29,6 +32,8 @@ PARTS = {
     "guard": "the guard: its counters begin at zero, and layers that it had demoted run FP8",
 }
 """What a state consists of, and what is so where a checkpoint has no such part."""
+KINDS: Mapping[str, type[ModelState]] = {"fp8": FP8State, "attention": FP8AttentionState}
+"""Of these one for each part of the model that was converted by itself."""
 
 
 def parts_of(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -62,19 +67,23 @@ class FP8Parts:
     def __init__(self, model: nn.Module, guard: DivergenceGuard | None = None) -> None:
         self.model = model
         self.guard = guard
-        found = FP8State.of(model)
-        if found is None:
+        self._converted: dict[str, Any] = {}
+        for kind, of in KINDS.items():
+            found = dict(of.each(without_ddp(model)))
+            self._converted |= {f"{kind} of {n}" if len(found) > 1 else kind: one for n, one in found.items()}
+        if not self._converted:
             raise ConfigError(
                 "training_state: the model is not converted, so it has no FP8 state. Call apply_fp8 first."
             )
-        self.fp8 = found
-        self._attention = FP8AttentionState.of(model)
+        self.fp8: FP8State = next(iter(self._converted.values()))
+        self._parts()  # refuses
+        for state in states_of(model):
+            state.group.follow(model)
 
     def finish_pass(self) -> None:
         """Finish the running pass of delayed scaling: a collective. Twice is as good as once."""
-        self.fp8.update()
-        if self._attention is not None:
-            self._attention.update()
+        for state in self._converted.values():
+            state.update()
 
     def collected(self) -> dict[str, Any]:
         """The state, by the one rank that writes it, after :meth:`finish_pass` on all: ``{"state": (parts,)}``."""
@@ -92,6 +101,11 @@ class FP8Parts:
             log.warning(
                 "The checkpoint holds a guard's state and this run has no guard: layers that it had demoted run FP8 again."
             )
+        lost = [name for name in saved if " of " in name and name not in parts]
+        if lost:
+            raise RuntimeError(
+                f"the checkpoint has FP8 state of other parts ({', '.join(lost)}), this model of {', '.join(parts)}. {FRESH_STATE}"
+            )
         for name, part in parts.items():  # the guard last: it sets what layers run
             if name in saved:
                 part.load_state_dict(saved[name])
@@ -99,13 +113,22 @@ class FP8Parts:
     def starts_afresh(self, missing: set[str] | None = None) -> None:
         """Say what a resumed run begins without: ``missing`` of its parts, by default all."""
         for name in self._parts() if missing is None else sorted(missing):
-            log.warning("The checkpoint has no state of foundry_fp8 for %s.", PARTS[name])
-            if name == "fp8":
-                self.fp8.answered = True
+            kind, _, part = name.partition(" of ")
+            log.warning(
+                "The checkpoint has no state of foundry_fp8 for %s.", PARTS[kind] + (part and f" ({part})")
+            )
+            if kind == "fp8":
+                self._converted[name].answered = True
 
     def _parts(self) -> dict[str, Any]:
-        found = {"fp8": self.fp8, "attention": self._attention, "guard": self.guard}
-        return {name: part for name, part in found.items() if part is not None}
+        known = [id(layer.slots) for state in self._converted.values() for layer in state.modules.values()]
+        copied = [name for name, slots in slots_of(self.model).items() if id(slots) not in known]
+        if copied:
+            raise ConfigError(
+                f"training_state: {len(copied)} layers ({', '.join(copied[:3])}, ...) were copied after the conversion (PEFT's modules_to_save, "
+                "a repeated block), and no FP8 state has their amax histories. Copy first and convert then; or use recipe: current, block or mxfp8."
+            )
+        return self._converted | ({} if self.guard is None else {"guard": self.guard})
 
 
 class TrainingState(FP8Parts):

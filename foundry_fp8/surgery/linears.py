@@ -21,7 +21,7 @@ from foundry_fp8.surgery.left_out import left_out, unconvertible
 from foundry_fp8.surgery.other_weights import other_weights
 from foundry_fp8.surgery.policy import Choice, Policy
 from foundry_fp8.surgery.report import SurgeryRow
-from foundry_fp8.surgery.same_as_linear import features_of, linear_form, looks_linear
+from foundry_fp8.surgery.same_as_linear import features_of, forward_of_its_own, linear_form, looks_linear
 
 __all__ = ["LEFT", "LinearPlan", "plan_linears"]
 
@@ -78,7 +78,7 @@ class _Rules:
 
     def of_linear(self, name: str, linear: nn.Module, form: type[FP8Linear] | None) -> Choice | str:
         if form is None:
-            return f"its class {type(linear).__name__} has a forward of its own, which is not x W^T + b"
+            return forward_of_its_own(linear)
         found = self._choice(name)
         if isinstance(found, str):
             return found

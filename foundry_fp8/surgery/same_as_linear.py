@@ -13,7 +13,7 @@ from foundry_fp8.layers.linear import FP8Linear, FP8TransposedLinear
 from foundry_fp8.layers.unit_linear import FP8UnitLinear, UnitLinear
 from foundry_fp8.model_structure.forms import without_contents
 
-__all__ = ["features_of", "linear_form", "looks_linear"]
+__all__ = ["features_of", "forward_of_its_own", "linear_form", "looks_linear"]
 
 _IN, _OUT = 6, 10
 _TOLERANCE = 1e-12
@@ -40,7 +40,7 @@ def linear_form(module: nn.Module) -> type[FP8Linear] | None:
     its own.
     """
     form = FP8TransposedLinear if _is_transposed(module) else FP8Linear
-    if "forward" in module.__dict__:
+    if _forward_replaced(module):
         return None
     if type(module).forward is UnitLinear.forward:
         return FP8UnitLinear
@@ -49,6 +49,24 @@ def linear_form(module: nn.Module) -> type[FP8Linear] | None:
     alone = set(module._parameters) <= {"weight", "bias"} and not module._buffers and not module._modules
     with unset_fake_temporarily():
         return form if alone and all(_same(module, form, training) for training in (True, False)) else None
+
+
+def forward_of_its_own(module: nn.Module) -> str:
+    """Why :func:`linear_form` finds none."""
+    hook = module.__dict__.get("_hf_hook")
+    if hook is not None:
+        return (
+            f"Accelerate's hook {type(hook).__name__} has replaced its forward: load the model without device_map and offloading, or call "
+            "accelerate.hooks.remove_hook_from_module(model, recurse=True) first"
+        )
+    if _forward_replaced(module):
+        return "its forward has been replaced by another function, which only its owner knows"
+    return f"its class {type(module).__name__} has a forward of its own, which is not x W^T + b"
+
+
+def _forward_replaced(module: nn.Module) -> bool:
+    own = module.__dict__.get("forward")  # Accelerate leaves the class's own there, where its hooks were
+    return own is not None and getattr(own, "__func__", own) is not type(module).forward
 
 
 def _is_transposed(module: nn.Module) -> bool:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 
 from foundry_fp8.config import ConfigError
 from foundry_fp8.observe.kurtosis import kurtosis_per_sample, kurtosis_per_token, row_sums
+from foundry_fp8.observe.kurtosis_meter import KurtosisMeter
 from foundry_fp8.observe.kurtosis_taps import ROLES, find_taps
 from tests.callbacks.conftest import batches, build_llama, series
 from tests.model_zoo import TRANSFORMERS_4
@@ -104,8 +106,8 @@ def test_every_role_is_found_in_every_block(name):
 
 
 def test_unknown_models_and_patterns_are_refused():
-    with pytest.raises(ConfigError, match=r"no preset .* fits this model"):
-        find_taps(torch.nn.Sequential(torch.nn.Linear(4, 4)), key="callbacks.kurtosis_monitor")
+    with pytest.raises(ConfigError, match=r"neither blocks nor linears"):
+        find_taps(torch.nn.Sequential(torch.nn.Conv2d(4, 4, 1)), key="callbacks.kurtosis_monitor")
     with pytest.raises(ConfigError, match="'mpt' does not fit"):
         find_taps(build_llama(), preset="mpt")
     with pytest.raises(ConfigError, match=r"tensors.mine: pattern '\*.nothing' matches none"):
@@ -215,3 +217,80 @@ def test_a_pattern_that_matches_nothing_stops_the_run_before_it_starts(train):
 
     with pytest.raises(ConfigError, match="matches none of the model's"):
         train(build_llama(), [KurtosisMonitor(tensors={"x": ["*.dwn_proj"]})], steps=1)
+
+
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+}
+OTHERS = {
+    "gpt2": lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=64)),
+    "gpt_neox": lambda: transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**SMALL)),
+    "bert": lambda: transformers.BertForMaskedLM(transformers.BertConfig(**SMALL)),
+    "bloom": lambda: transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4)),
+    "mlp": lambda: torch.nn.Sequential(torch.nn.Embedding(64, 32), torch.nn.Linear(32, 32), torch.nn.Tanh(), torch.nn.Linear(32, 64)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_any_model_is_watched_without_a_preset(name):
+    torch.manual_seed(0)
+    model = OTHERS[name]().train()
+    meter, seen = KurtosisMeter(model, interval=1), {}
+    linears = [(n, m) for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) or hasattr(m, "nx")]
+    for where, module in linears:
+        module.register_forward_hook(
+            lambda m, args, y, where=where: seen.update({where: args[0].detach().double()})
+        )
+    ids = torch.randint(3, 64, (2, 8))
+    meter.begin(0)
+    model(ids)
+    metrics, details = meter.end()
+    expected = sorted(float((x**4).mean(-1).div((x**2).mean(-1) ** 2).mean()) for x in seen.values())
+    found = sorted(
+        v
+        for key, v in details.items()
+        if key.startswith("kurtosis_token/") and "_input/" in key and "/mean" not in key
+    )
+    assert found == pytest.approx(expected, rel=1e-3) and len(found) == len(linears)
+    assert ("kurtosis_token/residual/worst" in metrics) == (name != "mlp")
+    assert not [tap for tap in find_taps(model) if tap.role == "residual" and tap.side == "input"]
+
+
+def test_roles_that_are_asked_for_leave_the_others_out():
+    meter = KurtosisMeter(OTHERS["gpt2"](), roles=["residual"])
+    assert {tap.role for tap in meter._taps} == {"residual"}
+
+
+@pytest.mark.parametrize("how", ["keywords", "a mapping"])
+@pytest.mark.parametrize("pads", [2, 12])
+def test_padding_does_not_count(how, pads):
+    model = build_llama(attn_implementation="eager")
+    host = model if how == "keywords" else Taking(model)
+    ids = torch.randint(3, 64, (3, 16), generator=torch.Generator().manual_seed(0))
+    model.model.embed_tokens.weight.data[0, 0] = 100.0  # padding's
+    mask = torch.ones_like(ids)
+    mask[:, 16 - pads :] = 0
+    found = []
+    for given in ({"input_ids": ids[:, : 16 - pads], "attention_mask": mask[:, : 16 - pads]},
+                  {"input_ids": ids * mask, "attention_mask": mask}):  # fmt: skip
+        meter = KurtosisMeter(host, interval=1, gradients=True)
+        meter.begin(0)
+        (host(**given) if how == "keywords" else host(given)).logits[
+            :, : 16 - pads
+        ].square().mean().backward()
+        found.append(meter.end()[1])
+    short, padded = found
+    assert short.keys() == padded.keys() and padded == pytest.approx(short, rel=1e-4)
+
+
+class Taking(torch.nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch):
+        return self.model(**batch)

@@ -10,11 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from composer import Callback, Trainer
-from composer.loggers import InMemoryLogger
+from composer.loggers import InMemoryLogger, LoggerDestination
 from composer.models import ComposerModel
 from torch.utils.data import DataLoader
 
-from foundry_fp8.callbacks.run_log import RunLog, ensure_run_log, plain
+from foundry_fp8.algorithms.fp8 import FP8
+from foundry_fp8.callbacks.run_log import RunLog, ensure_run_log, log_facts, plain
 from foundry_fp8.config import ConfigError
 from foundry_fp8.report.runs import read_run
 
@@ -392,3 +393,75 @@ def test_a_run_of_another_process_is_seen_and_its_end_too(tmp_path, caplog):
         log.fit_start(state, None)
         assert log.path == tmp_path / name
         log.close(state, None)
+
+
+class OneValueEach(LoggerDestination):
+    """As MLflow, which takes no second value of a parameter, in a resumed run neither."""
+
+    def __init__(self):
+        self.taken = {}
+
+    def log_hyperparameters(self, hyperparameters):
+        for name, value in hyperparameters.items():
+            if name.startswith(("fp8", "mfu", "found")):
+                assert self.taken.setdefault(name, str(value)) == str(value), name
+
+
+class Again(Callback):
+    """Reports what it found out, otherwise in each step."""
+
+    def batch_end(self, state, logger):
+        log_facts(logger, {"found": int(state.timestamp.batch)})
+
+
+def test_what_changes_goes_into_the_run_log_alone(tmp_path):
+    tracker = OneValueEach()
+    for _ in range(2):  # a run and its resumption
+        model = trainer(tmp_path / "run_log.jsonl", callbacks=[Again()], loggers=[tracker])
+        model.fit()
+        model.close()
+    assert "found" not in tracker.taken and read_run(tmp_path).hyperparameters["found"] == 4
+
+
+def test_a_measured_choice_is_no_hyperparameter_of_a_tracker(tmp_path):
+    tracker, model = OneValueEach(), Regression()
+    model.linear = torch.nn.Sequential(
+        torch.nn.Linear(4, 32), torch.nn.Linear(32, 32), torch.nn.Linear(32, 1)
+    )
+    fitted = Trainer(
+        model=model, train_dataloader=loader(), max_duration="3ba", device="cpu", progress_bar=False,
+        algorithms=[FP8(recipe={"name": "measured", "warmup": 1, "error": 0.9, "recipes": ["current"]})],
+        loggers=[tracker, RunLog(str(tmp_path / "run_log.jsonl"))],
+    )  # fmt: skip
+    fitted.fit()
+    fitted.close()
+    assert "fp8" in tracker.taken and "fp8_as_run" not in tracker.taken
+    assert read_run(tmp_path).hyperparameters["fp8_as_run"]["recipe"] != "measured"
+
+
+@pytest.mark.parametrize("cut", [1, 20, 60])
+def test_a_resumed_log_whose_last_line_was_cut_begins_a_line_of_its_own(tmp_path, cut):
+    path = tmp_path / "run_log.jsonl"
+    first = trainer(path, duration="3ba", save_folder=str(tmp_path / "ck"), save_interval="2ba", run_name="r")
+    first.fit()
+    first.close()
+    whole = [text for text in path.read_text().splitlines() if '"kind": "end"' not in text]
+    path.write_text("\n".join(whole)[:-cut])
+    second = trainer(path, duration="4ba", load_path=str(tmp_path / "ck" / "ep0-ba2-rank0.pt"), run_name="r")
+    second.fit()
+    second.close()
+    texts = path.read_text().splitlines()
+    assert texts[len(whole) - 1] == whole[-1][:-cut] and json.loads(texts[len(whole)])["kind"] == "header"
+    assert read_run(path).step.tolist() == [1, 2, 3, 4]
+
+
+def test_a_run_that_begins_again_by_reset_time_has_a_file_of_its_own(tmp_path):
+    path = tmp_path / "run_log.jsonl"
+    run = trainer(path, "4ba")
+    run.fit()
+    run.fit(duration="2ba")  # goes on
+    run.fit(duration="3ba", reset_time=True)
+    run.close()
+    assert read_run(path).step.tolist() == [1, 2, 3]
+    kept = tmp_path / "run_log.1.jsonl"
+    assert read_run(kept).step.tolist() == [1, 2, 3, 4, 5, 6] and "begun again" in read_run(kept).status

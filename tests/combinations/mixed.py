@@ -24,7 +24,7 @@ from foundry_fp8.distributed.fsdp2_units import average_on_gloo
 from foundry_fp8.layers.linear import FP8Linear
 from tests.combinations.composing import Causal, Tokens
 from tests.combinations.models import blocks_of
-from tests.combinations.wrapping import gradients_of, parameters_of
+from tests.combinations.wrapping import gradients_of, parameters_of, with_amaxes_of_all_ranks
 
 ROWS, BATCHES = 4, 2
 """Sequences of a rank's batch."""
@@ -136,6 +136,7 @@ def functional(fp8: dict[str, Any] | None, wrapper: str = "ddp") -> list[dict[st
     model, found = Causal(), []
     if fp8 is not None:
         foundry_fp8.apply_fp8(model, **fp8)
+        with_amaxes_of_all_ranks(model)
     if wrapper != "ddp":
         for parameter in model.parameters():
             parameter.data = parameter.data.bfloat16()

@@ -28,7 +28,7 @@ from foundry_fp8.report.runs import read_run
 from foundry_fp8.run.training_state import FP8Parts
 from tests.combinations.composing import Causal, Tokens
 from tests.combinations.parts import PARTS, Part, Settings, numbers_of
-from tests.combinations.wrapping import gradients_of, parameters_of
+from tests.combinations.wrapping import gradients_of, parameters_of, with_amaxes_of_all_ranks
 
 ROWS = 4
 """Sequences of a batch, all ranks together: the same for any number of them."""
@@ -223,6 +223,7 @@ def functional(
     model.batches_seen = SAVED
     if settings.fp8 is not None:
         foundry_fp8.apply_fp8(model, **settings.fp8)
+        with_amaxes_of_all_ranks(model)
         if "FP8" in algorithms:
             FP8Parts(model).load_state_dict(algorithms["FP8"])
         for module in model.modules():

@@ -27,6 +27,7 @@ from tests.combinations.wrapping import (
     gradients_of,
     parameters_of,
     unsynchronised,
+    with_amaxes_of_all_ranks,
     wrap,
 )
 
@@ -173,6 +174,8 @@ def _run(case: Case) -> dict[str, Any]:
     model, reports = switch_on(case)
     watched = watch(model, reports["compression"]) if case.compression != "none" else []
     reference = numerics(case.numerics)
+    if case.wrapper != "none":
+        with_amaxes_of_all_ranks(reference)
     initial = parameters_of(model)
     forward = ForwardWeights(model, initial)
     optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE)

@@ -17,6 +17,8 @@ from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from foundry_fp8.compat.amax_group import AmaxGroup
+from foundry_fp8.layers.delayed_scaling import states_of
 from foundry_fp8.layers.frozen_weight import in_high_precision
 from tests.combinations.models import blocks_of
 
@@ -167,3 +169,10 @@ def clip(model: nn.Module) -> None:
         model.clip_grad_norm_(MAX_NORM)
     else:
         nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+
+
+def with_amaxes_of_all_ranks(model):
+    """``model``, in no wrapper, whose gradients a test averages by hand, as ``amax_group: world`` makes it."""
+    for state in states_of(model):
+        state.group = AmaxGroup("world")
+    return model

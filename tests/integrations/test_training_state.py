@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import collections
+import copy
+
+import peft
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -160,3 +164,101 @@ def test_attention_and_the_memory_plan_are_part_of_it(caplog):
     parts["plan"] = None
     second.load_state_dict(state)
     assert "The checkpoint's memory plan is None" in caplog.text
+
+
+class Parts(torch.nn.Module):
+    """Called as a whole, converted in parts."""
+
+    def __init__(self, *recipes):
+        super().__init__()
+        torch.manual_seed(0)
+        self.parts = torch.nn.ModuleList(block(2) for _ in recipes)
+        for part, recipe in zip(self.parts, recipes, strict=True):
+            foundry_fp8.apply_fp8(part, recipe=recipe, backend="emulated")
+
+    def forward(self, x):
+        for part in self.parts:
+            x = x + part(x)
+        return x
+
+
+def block(depth=1):
+    layers = [
+        torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.GELU(), torch.nn.Linear(32, 32))
+        for _ in range(depth)
+    ]
+    return torch.nn.Sequential(*layers)
+
+
+def converted(depth):
+    torch.manual_seed(0)
+    model = block(depth)
+    foundry_fp8.apply_fp8(model, recipe="delayed", backend="emulated")
+    return model
+
+
+def repeated():
+    model = converted(2)
+    return model.extend([copy.deepcopy(model[1]), copy.deepcopy(model[0])])
+
+
+def replaced():
+    model = converted(3)
+    model[1] = copy.deepcopy(model[2])
+    return model
+
+
+def with_modules_to_save(before=False):
+    model = torch.nn.Sequential(collections.OrderedDict(body=block(2), last=block()))
+    torch.nn.init.normal_(model.last[0][0].weight, generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(1)
+    config = peft.LoraConfig(r=4, target_modules=["body.0.0"], modules_to_save=["last"])
+    model = peft.get_peft_model(model, config) if before else model
+    foundry_fp8.apply_fp8(model, recipe="delayed", backend="emulated")
+    return model if before else peft.get_peft_model(model, config)
+
+
+PARTED = {
+    "two parts": lambda: Parts("delayed", "delayed"),
+    "three recipes": lambda: Parts("delayed", "current", {"name": "delayed", "margin": 1}),
+    "a copied part": lambda: torch.nn.Sequential(model := Parts("delayed"), copy.deepcopy(model)),
+    "modules_to_save, then FP8": lambda: with_modules_to_save(before=True),
+}
+COPIED = {"modules_to_save": with_modules_to_save, "a repeated block": repeated, "a replaced block": replaced,
+          "a repeated layer": lambda: torch.nn.Sequential(model := converted(1), copy.deepcopy(model[0][2]))}  # fmt: skip
+
+
+@pytest.mark.parametrize("make", PARTED.values(), ids=PARTED)
+def test_the_state_follows_every_part_that_is_there(make, tmp_path, caplog):
+    def run(begin, end, saved=None):
+        torch.manual_seed(5)
+        model = make().train()
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        state, losses = foundry_fp8.training_state(model), []
+        if saved is not None:
+            for part, value in zip((model, optimizer, state), saved, strict=True):
+                part.load_state_dict(value)
+        for step in range(begin, end):
+            x = torch.randn(8, 32, generator=torch.Generator().manual_seed(step)) * (1 + step)
+            losses.append(model(x).square().mean())
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses, [model.state_dict(), optimizer.state_dict(), state.state_dict()]
+
+    losses, whole = run(0, 6)
+    resumed, again = run(3, 6, through_torch_save(run(0, 3)[1], tmp_path))
+    assert losses[3:] == resumed and same(whole, again)
+    assert caplog.text == ""
+
+
+def test_a_state_with_parts_that_are_not_here_is_refused_by_name():
+    saved = foundry_fp8.training_state(PARTED["two parts"]()).state_dict()
+    with pytest.raises(RuntimeError, match=r"state of other parts \(fp8 of parts.0, fp8 of parts.1\)"):
+        foundry_fp8.training_state(converted(2)).load_state_dict(saved)
+
+
+@pytest.mark.parametrize("make", COPIED.values(), ids=COPIED)
+def test_layers_that_were_copied_after_the_conversion_are_named(make):
+    with pytest.raises(ConfigError, match=r"layers .* were copied after the conversion"):
+        foundry_fp8.training_state(make())

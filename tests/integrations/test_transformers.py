@@ -54,6 +54,21 @@ def test_a_killed_run_resumes_bit_for_bit_with_the_guard_having_acted(world, wra
     assert same(whole, resumed)
 
 
+@pytest.mark.full
+@pytest.mark.multiprocess
+def test_a_model_that_trainer_makes_itself_is_replicated_and_not_sharded(tmp_path):
+    def run(wrap, host, **options):
+        arguments = (tmp_path / wrap / host, wrap, "bf16", host)
+        return launch.run("run_trainer.py", 2, *arguments, imports=IMPORTS, timeout=600, **options)
+
+    run("ddp", "trainer")
+    run("ddp", "init")
+    given, made = (torch.load(tmp_path / "ddp" / host / "end.pt") for host in ("trainer", "init"))
+    assert same(given, made)
+    codes, output = run("fsdp2", "init", check=False)
+    assert any(codes) and "what model_init= makes is in FSDP before a callback sees it" in str(output)
+
+
 @pytest.fixture(autouse=True)
 def _the_environment_as_it_was(monkeypatch):
     """Trainer speaks to Accelerate through it."""
@@ -68,15 +83,13 @@ IDS = torch.randint(3, 64, (16, 16), generator=torch.Generator().manual_seed(1))
 SAVING = {"save_strategy": "steps", "save_steps": 2}
 
 
-def trainer_of(callbacks, model=None, **options):
+def trainer_of(callbacks, model=None, model_init=None, **options):
     data = [{"input_ids": row, "labels": row} for row in IDS]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         arguments = TrainingArguments(**SETTINGS | options)
-        model = model or build_llama()
-        return Trainer(
-            model=model, args=arguments, train_dataset=data, eval_dataset=data, callbacks=callbacks
-        )
+        made = {"model_init": model_init} if model_init else {"model": model or build_llama()}
+        return Trainer(**made, args=arguments, train_dataset=data, eval_dataset=data, callbacks=callbacks)
 
 
 def callback(**options):
@@ -192,6 +205,34 @@ def test_trainer_may_make_the_callback_again_from_a_checkpoint():
     assert same(dict(whole.model.state_dict()), dict(resumed.model.state_dict()))
 
 
+def test_a_model_that_trainer_makes_itself_is_converted_whenever_it_trains():
+    """``model_init``: without an argument, resumed, with a search's trial, and the twin in high precision."""
+    plain = trainer_of([callback(guard={})], max_steps=4, data_seed=1, **SAVING)
+    plain.train()
+    fp8 = callback(guard={}, monitors={"kurtosis": {"interval": 1}})
+    made = trainer_of([fp8], model_init=lambda: build_llama(), max_steps=4, data_seed=1, **SAVING)
+    for resume in (None, "out/checkpoint-2"):
+        made.train(resume_from_checkpoint=resume)
+        assert same(dict(plain.model.state_dict()), dict(made.model.state_dict()))
+        assert fp8.report.converted_share > 0.5
+        assert any("kurtosis_token/residual/worst" in entry for entry in made.state.log_history)
+
+    fp8, widths = callback(), []
+    tried = trainer_of([fp8], model_init=lambda trial: build_llama(layers=(trial or {"n": 1})["n"]))
+    for trial in ({"n": 1}, {"n": 2}, {"n": 1}):
+        tried.train(trial=trial)
+        widths.append(len(fp8.report.converted))
+        assert FP8State.of(tried.model).delayed.amax_history.any()
+    assert widths[0] == widths[2] < widths[1]
+
+    off = trainer_of(
+        [FP8Callback(enabled=False, monitors={"kurtosis": {"interval": 1}})], model_init=lambda: build_llama()
+    )
+    off.train()
+    assert FP8State.of(off.model) is None
+    assert any("kurtosis_token/residual/worst" in entry for entry in off.state.log_history)
+
+
 NOTHING = {"n_gpu": 1, "bf16": False, "fp16": False, "fsdp": [], "deepspeed_plugin": None, "mixed_precision": "no",
            "torch_compile": False, "device": torch.device("cpu")}  # fmt: skip
 
@@ -262,3 +303,42 @@ def test_bad_options_and_a_callback_that_comes_too_late_are_refused():
     unguarded = trainer_of([callback(guard={"interval": 2})], label_smoothing_factor=0.1)
     with pytest.raises(ConfigError, match="the model gives no loss of its own"):
         unguarded.train()
+
+
+def hooked(kind):
+    from accelerate import big_modeling, hooks
+
+    model = build_llama()
+    if kind == "offloaded":
+        big_modeling.cpu_offload(model, execution_device="cpu")
+    elif kind == "dispatched":
+        big_modeling.dispatch_model(
+            model, {"model": "cpu", "lm_head": "cpu"}, main_device="cpu", force_hooks=True
+        )
+    elif kind == "cast":
+        big_modeling.attach_layerwise_casting_hooks(
+            model, torch.bfloat16, torch.float32, skip_modules_pattern=["norm"]
+        )
+    else:
+        hooks.add_hook_to_module(model.model.layers[1].mlp.down_proj, hooks.ModelHook())
+        hooks.add_hook_to_module(model, hooks.ModelHook())
+    return model
+
+
+@pytest.mark.parametrize("kind", ["offloaded", "dispatched", "cast", "one"])
+def test_linears_with_accelerates_hooks_are_left_out_by_name(kind):
+    model, fp8 = hooked(kind), callback()
+    if kind == "one":
+        trainer_of([fp8], model).train()
+        assert len(fp8.report.converted) == 13
+        assert "Accelerate's hook ModelHook" in fp8.report.skipped["model.layers.1.mlp.down_proj"]
+        return
+    with pytest.raises(
+        ConfigError, match=r"because Accelerate's hook .* has replaced its forward.*remove_hook_from_module"
+    ):
+        fp8.run.convert(model)
+    from accelerate.hooks import remove_hook_from_module
+
+    if kind == "offloaded":
+        remove_hook_from_module(model, recurse=True)
+        fp8.run.convert(model)

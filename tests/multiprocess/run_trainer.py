@@ -1,6 +1,6 @@
 """A run of Hugging Face's Trainer: ``run_trainer.py FOLDER WRAP PRECISION HOST [kill STEP | resume STEP]``; rank 0 writes what it ended with.
 
-HOST ``trainer`` trains the whole model, ``sft`` adapters in TRL's SFTTrainer.
+HOST ``trainer`` trains the whole model, ``init`` one that Trainer makes itself, ``sft`` adapters in TRL's SFTTrainer.
 """
 
 import os
@@ -71,7 +71,7 @@ def trainer_of(folder, wrap, precision, host, callbacks):
     options = {
         "output_dir": folder, "max_steps": STEPS, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2,
         "save_steps": 4, "logging_steps": 1, "learning_rate": 3e-2, "report_to": "none", "use_cpu": True,
-        "disable_tqdm": True, "bf16": precision == "bf16", "ddp_find_unused_parameters": False, "optim": optimizer, **sharded,
+        "disable_tqdm": True, "bf16": precision == "bf16", "ddp_find_unused_parameters": False, "optim": optimizer, "data_seed": 1, **sharded,
     }  # fmt: skip
     arguments = TrainingArguments(**options)
     assert arguments.device.type == "cpu"
@@ -79,7 +79,8 @@ def trainer_of(folder, wrap, precision, host, callbacks):
         shard_on_cpu()
     if host == "sft":
         return sft_of(options, callbacks)
-    return Trainer(model=build_llama(), args=arguments, train_dataset=dataset(), callbacks=callbacks)
+    model = {"model_init": lambda: build_llama()} if host == "init" else {"model": build_llama()}
+    return Trainer(**model, args=arguments, train_dataset=dataset(), callbacks=callbacks)
 
 
 def main():

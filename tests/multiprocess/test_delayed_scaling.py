@@ -17,6 +17,7 @@ def three_microbatches():
     dist.init_process_group("gloo")
     model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
     apply_fp8(model, recipe="delayed")
+    ddp = nn.parallel.DistributedDataParallel(model)
     all_reduce, seen = dist.all_reduce, []
 
     def noted(tensor, *args, **options):
@@ -26,7 +27,7 @@ def three_microbatches():
     dist.all_reduce = noted
     x = torch.randn(16, 32) * (1 + 3 * dist.get_rank())
     for _ in range(3):
-        model(x).square().mean().backward()
+        ddp(x).square().mean().backward()
     state = FP8State.of(model)
     state.update()  # as the algorithm does when the batch ends
     scales = state.delayed.scale.tolist()

@@ -11,7 +11,7 @@ from composer.loggers import Logger
 
 from foundry_fp8.algorithms.method import warns_without_effect
 from foundry_fp8.callbacks.base import training_loss
-from foundry_fp8.callbacks.run_log import ensure_run_log
+from foundry_fp8.callbacks.run_log import ensure_run_log, log_facts
 from foundry_fp8.compat.composer_device import device_of
 from foundry_fp8.observe.measured_policy import COLUMNS
 from foundry_fp8.run.fp8_run import FP8Run
@@ -63,7 +63,7 @@ class FP8(Algorithm):
             watched = run.watches
             run.end_step()
             if watched and not run.watches:
-                logger.log_hyperparameters({"fp8_as_run": run.report.to_dict()})  # type: ignore[union-attr]
+                log_facts(logger, {"fp8_as_run": run.report.to_dict()})  # type: ignore[union-attr]
             return
         run.model, run.loss_of, run.step = state.model, training_loss(state), state.timestamp.batch.value
         if run.measures():  # as the trainer does next: FSDP1's gradients cannot be set aside
@@ -73,7 +73,7 @@ class FP8(Algorithm):
         run.begin_step(state.batch)
         if run.choice is not before and run.choice is not None and run.report is not None:
             if not run.watches:  # otherwise once the batch has shown what runs
-                logger.log_hyperparameters({"fp8_as_run": run.report.to_dict()})
+                log_facts(logger, {"fp8_as_run": run.report.to_dict()})
             rows = [list(row) for row in run.choice.rows()]
             logger.log_table([*COLUMNS], rows, "fp8_policy", run.step)
 

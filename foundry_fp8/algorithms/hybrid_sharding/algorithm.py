@@ -12,6 +12,7 @@ from composer.utils.parallelism import FSDP2Config, FSDPConfig
 from torch.distributed.device_mesh import DeviceMesh
 
 from foundry_fp8.algorithms.method import Method
+from foundry_fp8.callbacks.run_log import ensure_run_log, log_facts
 from foundry_fp8.compat.composer_device import device_of
 from foundry_fp8.distributed.fsdp2_units import average_on_gloo
 from foundry_fp8.distributed.groups import alone
@@ -93,4 +94,5 @@ class HybridSharding(Method):
         state.device_mesh = mesh
         fsdp.device_mesh = mesh
         log.info("%s: %d copies of the model, each over %d ranks", KEY, replicate, shard)
-        logger.log_hyperparameters({"hybrid_sharding/replicate": replicate, "hybrid_sharding/shard": shard})
+        ensure_run_log(state, logger)
+        log_facts(logger, {"hybrid_sharding/replicate": replicate, "hybrid_sharding/shard": shard})

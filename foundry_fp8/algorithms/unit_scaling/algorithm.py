@@ -9,8 +9,8 @@ from composer.core import Event, State
 from composer.loggers import Logger
 
 from foundry_fp8.algorithms.method import Method
-from foundry_fp8.models.mus.apply import apply_unit_scaling
-from foundry_fp8.models.mus.optimizer import check_groups
+from foundry_fp8.models.mus.apply import split_groups
+from foundry_fp8.models.mus.optimizer import check_groups, check_schedulers
 from foundry_fp8.models.mus.structure import UnitScaledModel, unit_scaled
 from foundry_fp8.models.unit_scaling import KEY, UnitScalingConfig
 
@@ -39,6 +39,7 @@ class UnitScaling(Method):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
+        self._rates: list[float] = []
         self._described: UnitScaledModel | None = None
 
     def match(self, event: Event, state: State) -> bool:
@@ -51,10 +52,12 @@ class UnitScaling(Method):
             assert self._described is not None
             for optimizer in state.optimizers:
                 check_groups(optimizer, state.model, self._described, KEY)
+                check_schedulers(state.schedulers, self._rates, KEY)
             return
         self._described = unit_scaled(state.model, KEY)
         for optimizer in state.optimizers:
-            factor = apply_unit_scaling(state.model, optimizer, base_width=self.config.base_width)
+            factor = split_groups(state.model, optimizer, self.config.base_width)
+            self._rates = [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]
             log.info(
                 "%s: %d hidden weights train at lr x sqrt(%d / %d) = lr x %.4g",
                 KEY,

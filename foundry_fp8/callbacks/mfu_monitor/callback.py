@@ -9,6 +9,7 @@ from composer.core import State
 from composer.loggers import Logger
 
 from foundry_fp8.callbacks.base import Monitor, model_of
+from foundry_fp8.callbacks.run_log import log_facts
 from foundry_fp8.callbacks.step_clock import StepClock
 from foundry_fp8.compat.composer_device import device_of
 from foundry_fp8.observe.flops.mfu import MFUConfig, MFUMeter, name_uncounted
@@ -72,7 +73,7 @@ class MFUMonitor(Monitor):
             **self.meter_options,
         )
         if facts := self.meter.facts():
-            logger.log_hyperparameters(facts)
+            log_facts(logger, facts)
         self._clock = StepClock()
 
     def before_dataloader(self, state: State, logger: Logger) -> None:

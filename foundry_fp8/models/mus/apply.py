@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from foundry_fp8.compat.lr_schedulers import has_scheduler
 from foundry_fp8.config import ConfigError
 from foundry_fp8.models.mus.optimizer import scale_groups
 from foundry_fp8.models.mus.structure import initialise_mpt_head, unit_scaled
 from foundry_fp8.models.unit_scaling import KEY
 
-__all__ = ["apply_unit_scaling"]
+__all__ = ["apply_unit_scaling", "split_groups"]
 
 
 def apply_unit_scaling(
@@ -23,15 +24,24 @@ def apply_unit_scaling(
 
     Args:
         model: MPT of µnit-scaled parts, or :class:`~foundry_fp8.models.mus.MusForCausalLM`.
-        optimizer: DecoupledAdamW, DecoupledLionW, or torch's AdamW, of ``model``'s parameters; its groups are split in place.
+        optimizer: DecoupledAdamW, DecoupledLionW, torch's AdamW or Adam without weight decay, of ``model``'s parameters; its groups are split in place.
         base_width: The width at which its learning rate was found; required.
 
     Returns:
         The factor of the hidden weights' learning rate.
 
     Raises:
-        ConfigError: The model is not µnit-scaled, or only in part; no ``base_width``; an optimizer without a known rule.
+        ConfigError: The model is not µnit-scaled, or only in part; no ``base_width``; an optimizer without a known rule or with a scheduler.
     """
+    if has_scheduler(optimizer):
+        raise ConfigError(
+            f"{KEY}: a scheduler was made for the optimizer already, and does not know the groups that are made here. Make it afterwards."
+        )
+    return split_groups(model, optimizer, base_width)
+
+
+def split_groups(model: nn.Module, optimizer: torch.optim.Optimizer, base_width: int | None) -> float:
+    """:func:`apply_unit_scaling` of an optimizer whose schedulers are checked later."""
     described = unit_scaled(model, KEY)
     if base_width is None:
         raise ConfigError(

@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
+from foundry_fp8.compat.lr_schedulers import schedulers_in
 from foundry_fp8.config import ConfigError
 from foundry_fp8.model_structure.names import clean_name
 from foundry_fp8.model_structure.wrappers import without_ddp
 from foundry_fp8.models.mus.structure import UnitScaledModel
 
-__all__ = ["MARK", "check_groups", "scale_groups"]
+__all__ = ["MARK", "check_groups", "check_schedulers", "scale_groups"]
 
 MARK = "unit_scaling"
 """The key in a parameter group that says ``hidden`` or ``other``."""
 
 DECOUPLED = ("DecoupledAdamW", "DecoupledLionW")
 """Weight decay of ``w *= 1 - lambda * lr / initial_lr``: the same for a group whose lr and initial_lr are scaled alike."""
+
+
+MULTIPLY = tuple(
+    f"{kind}LR"
+    for kind in ["Step", "MultiStep", "Constant", "Linear", "Exponential", "CosineAnnealing", "Polynomial"]
+)
+"""Of torch's schedulers those that multiply what each group has, so that they may have been made before the split."""
 
 
 def scale_groups(
@@ -31,7 +41,7 @@ def scale_groups(
     hidden weights' is divided by the same factor.
 
     Args:
-        optimizer: DecoupledAdamW, DecoupledLionW, or torch's AdamW.
+        optimizer: DecoupledAdamW, DecoupledLionW, torch's AdamW, or its Adam without weight decay.
         model: Whose parameters it has.
         described: What :func:`~foundry_fp8.models.mus.structure.unit_scaled` says of it.
         base_width: Where the learning rate was found.
@@ -47,10 +57,12 @@ def scale_groups(
         Narayan et al., arXiv 2502.05967, table 1.
     """
     kind = type(optimizer).__name__
+    if kind == "Adam" and not any(g["weight_decay"] for g in optimizer.param_groups):
+        kind = "AdamW"  # which decays otherwise
     if kind not in (*DECOUPLED, "AdamW"):
         raise ConfigError(
-            f"{key}: the optimizer {kind} has no known rule. Use decoupled_adamw, decoupled_lionw or adamw: learning rates "
-            "transfer under optimizers whose step does not depend on the gradient's scale."
+            f"{key}: the optimizer {kind} has no known rule. Use decoupled_adamw, decoupled_lionw, adamw, or Adam with "
+            "weight_decay 0: learning rates transfer where neither step nor decay depends on the gradient's scale."
         )
     if any(MARK in group for group in optimizer.param_groups):
         raise ConfigError(f"{key}: the optimizer's groups are scaled already. Name the algorithm once.")
@@ -72,6 +84,36 @@ def scale_groups(
             groups.append(new)
     optimizer.param_groups[:] = groups
     return factor
+
+
+def check_schedulers(
+    schedulers: Iterable[Any], rates: Sequence[float], key: str, early: Sequence[str] = MULTIPLY
+) -> None:
+    """Whether the schedulers keep the ratio of ``rates``, which the groups began with.
+
+    Raises:
+        ConfigError: One does not: it was made for the groups before they were split, or sets rates that know no ratio.
+    """
+
+    def apart(found: Sequence[float]) -> bool:
+        pairs = zip(found, rates, strict=False)
+        return len(found) != len(rates) or not all(math.isclose(a * rates[0], b * found[0]) for a, b in pairs)
+
+    for scheduler in schedulers:
+        # step(0) of a SequentialLR sets its schedulers' rates.
+        check_schedulers(schedulers_in(scheduler), rates, key, early=())
+        known = [getattr(scheduler, name) for name in ("base_lrs", "max_lrs") if hasattr(scheduler, name)]
+        floor = getattr(scheduler, "eta_min", 0) or any(getattr(scheduler, "min_lrs", ()))
+        sets = [group["swa_lr"] for group in scheduler.optimizer.param_groups if "swa_lr" in group]
+        stale = any(map(apart, known)) and not (
+            type(scheduler).__name__ in early and len(known[0]) < len(rates)
+        )
+        if stale or floor or (sets and apart(sets)):
+            raise ConfigError(
+                f"{key}: {type(scheduler).__name__} does not keep the ratio of hidden weights' rate to the others'. Make it after "
+                "apply_unit_scaling(model, optimizer, base_width=...), in place of the algorithm, with rates of each group and no "
+                "absolute floor; or use Composer's schedulers."
+            )
 
 
 def check_groups(

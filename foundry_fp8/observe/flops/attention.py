@@ -7,7 +7,7 @@ twice that in the backward pass. The pairs of one sequence of ``s`` tokens:
 causal                    ``s (s + 1) / 2``
 causal, window ``w < s``  ``w s - w (w - 1) / 2``
 full                      ``s^2``
-packed documents          the sum over the documents
+documents, chunks         the sum over them
 ========================  ==========================
 
 Grouped queries change the K and V projections, not these GEMMs.
@@ -16,6 +16,8 @@ Grouped queries change the K and V projections, not these GEMMs.
 from __future__ import annotations
 
 import dataclasses
+import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -24,7 +26,21 @@ from torch import Tensor, nn
 from foundry_fp8.model_structure.blocks import transformer_blocks
 from foundry_fp8.model_structure.names import clean_name, named_modules_clean
 
-__all__ = ["AttentionShape", "attended_pairs", "attention_shapes", "packed_pairs"]
+__all__ = [
+    "AttentionShape",
+    "Mask",
+    "attended_pairs",
+    "attention_shapes",
+    "documents_of",
+    "in_chunks",
+    "packed_pairs",
+]
+
+
+Mask = tuple[int | None, bool, bool, int | None]
+"""``(window, causal, packed, chunk)``."""
+RECURRENT = ("mamba", "ssm", "recurrent", "deltanet", "shortconv", "rwkv")
+"""What classes of blocks are called that mix tokens without attention, in hybrid models."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +54,8 @@ class AttentionShape:
         d_v: Width of a value head.
         window: Keys that a query sees, itself included; ``None`` where there is no window.
         causal: A query sees no later key.
-        packed: The mask keeps documents apart where the batch has a ``sequence_id``.
+        packed: The mask keeps documents apart where the batch has them (:func:`documents_of`).
+        chunk: Each so many tokens attend among themselves (Llama 4); ``None`` where there are no chunks.
     """
 
     name: str
@@ -48,14 +65,25 @@ class AttentionShape:
     window: int | None = None
     causal: bool = True
     packed: bool = False
+    chunk: int | None = None
+
+    @property
+    def mask(self) -> Mask:
+        """Equal for layers that attend the same pairs."""
+        return self.window, self.causal, self.packed, self.chunk
 
     def forward_flops(self, pairs: float) -> float:
         """FLOPs of the forward pass for ``pairs`` attended pairs. The backward pass costs twice as much."""
         return 2.0 * self.heads * (self.d_qk + self.d_v) * pairs
 
 
-def attended_pairs(length: int, window: int | None = None, causal: bool = True) -> int:
+def attended_pairs(
+    length: int, window: int | None = None, causal: bool = True, chunk: int | None = None
+) -> int:
     """Attended pairs of one sequence of ``length`` tokens."""
+    if chunk is not None and chunk < length:
+        whole, rest = divmod(length, chunk)
+        return whole * attended_pairs(chunk, window, causal) + attended_pairs(rest, window, causal)
     if not causal:
         return length * length
     if window is None or window >= length:
@@ -99,6 +127,25 @@ def packed_pairs(
     return (position * ends).square().sum()
 
 
+def documents_of(batch: Mapping[str, Any], rows: int, length: int) -> Tensor | None:
+    """``[B, S]``, constant over a document, from ``sequence_id``, flash attention's ``cu_seq_lens_q``, or positions that begin again."""
+    ends, positions = batch.get("cu_seq_lens_q", batch.get("cu_seqlens")), batch.get("position_ids")
+    if batch.get("sequence_id") is None and ends is not None:
+        index = torch.arange(rows * length, device=ends.device, dtype=ends.dtype)
+        return torch.bucketize(index, ends.flatten()[1:], right=True).view(rows, length)
+    if batch.get("sequence_id") is None and positions is not None and positions.shape[-1] == length:
+        return (positions == 0).long().cumsum(-1).view(-1, length).expand(rows, length)
+    return batch.get("sequence_id")
+
+
+def in_chunks(documents: Tensor | None, like: Tensor, chunk: int | None) -> Tensor | None:
+    """``documents`` cut into chunks of each row; ``like``: ``[B, S]``."""
+    if chunk is None:
+        return documents
+    chunks = (torch.arange(like.shape[1], device=like.device) // chunk).expand(like.shape[:2])
+    return chunks if documents is None else documents * like.shape[1] + chunks
+
+
 def attention_shapes(model: nn.Module) -> list[AttentionShape]:
     """The attention layer of every transformer block, in order.
 
@@ -115,7 +162,7 @@ def attention_shapes(model: nn.Module) -> list[AttentionShape]:
     shapes = []
     for block_name, block in blocks:
         found = list(_outermost_attention(block))
-        if not found:
+        if not found and not any(r in type(m).__name__.lower() for m in block.modules() for r in RECURRENT):
             raise ValueError(
                 f"{clean_name(block_name)}: no attention module found (no class named *Attention*)."
             )
@@ -154,13 +201,16 @@ def _shape(name: str, module: nn.Module, model: nn.Module) -> AttentionShape:
     if not d_qk:
         raise ValueError(f"{name} ({type(module).__name__}) says neither head_dim nor its hidden size.")
     causal = getattr(module, "is_causal", True) is not False
-    return AttentionShape(name, heads, d_qk, d_v, _window(module, config), causal, _packed(model))
+    chunk = _int(config, "attention_chunk_size") if getattr(module, "use_rope", False) else None
+    return AttentionShape(name, heads, d_qk, d_v, _window(module, config), causal, _packed(model), chunk)
 
 
 def _window(module: nn.Module, config: Any) -> int | None:
     mpt = getattr(module, "sliding_window_size", None)
     if isinstance(mpt, int):  # MPT: that many keys before the query, and the query's own; -1 for none
         return mpt + 1 if mpt >= 0 else None
+    if getattr(module, "attention_type", None) == "local":  # GPT-Neo
+        return _int(config, "window_size")
     if hasattr(module, "sliding_window"):  # Gemma, Qwen 3: decided layer by layer
         return _int(module, "sliding_window") or None
     window = _int(config, "sliding_window")
@@ -177,7 +227,12 @@ def _window(module: nn.Module, config: Any) -> int | None:
 
 
 def _packed(model: nn.Module) -> bool:
-    return any(getattr(module, "attn_uses_sequence_id", False) is True for module in model.modules())
+    if any(getattr(module, "attn_uses_sequence_id", False) is True for module in model.modules()):
+        return True
+    # Flash attention is given the documents; later transformers' masks are made of positions that begin again.
+    kinds = {getattr(getattr(m, "config", None), "_attn_implementation", None) for m in model.modules()}
+    later = hasattr(sys.modules.get("transformers.masking_utils"), "find_packed_sequence_indices")
+    return any(kind is not None and (later or "flash" in kind) for kind in kinds)
 
 
 def _int(source: Any, *names: str) -> int | None:

@@ -14,13 +14,11 @@ from foundry_fp8.layers.ledger import GemmLedger
 from foundry_fp8.layers.product_operators import ATTENTION, LINEAR
 from foundry_fp8.model_structure.names import named_modules_clean
 from foundry_fp8.observe.flops import Flops, Gemm, attended_pairs, attention_shapes, gemms_of, packed_pairs
+from foundry_fp8.observe.flops.attention import Mask, documents_of, in_chunks
 from foundry_fp8.observe.flops.observer import Observed
 from foundry_fp8.surgery.attention import FP8AttentionState
 
 __all__ = ["FlopMeter", "Tokens"]
-
-Mask = tuple[int | None, bool, bool]
-"""``(window, causal, packed)`` of attention layers that attend the same pairs."""
 
 
 @dataclasses.dataclass
@@ -62,7 +60,7 @@ class FlopMeter:
         self.attention = attention_shapes(model)
         converted_attention = FP8AttentionState.of(model)
         self.fp8_attention = {} if converted_attention is None else converted_attention.modules
-        self.masks: set[Mask] = {(shape.window, shape.causal, shape.packed) for shape in self.attention}
+        self.masks: set[Mask] = {shape.mask for shape in self.attention}
         self.observed: Mapping[str, Observed] = {}
         self.high_precision = "fp32"
 
@@ -111,18 +109,19 @@ class FlopMeter:
             )
         rows, length = ids.shape[:2]
         tokens.computed += rows * length
-        mask, documents = batch.get("attention_mask"), batch.get("sequence_id")
+        mask, documents = batch.get("attention_mask"), documents_of(batch, rows, length)
         if (isinstance(mask, Tensor) and mask.dim() != 2) or (
             mask is not None and mask.device.type == "cpu" and bool(mask.all())
         ):
             mask = None
         tokens.real = tokens.real + (rows * length if mask is None else _count(mask))
         for key in self.masks:
-            window, causal, packed = key
+            window, causal, packed, chunk = key
             own = documents if packed else None
             if mask is None and own is None:
-                found: int | Tensor = rows * attended_pairs(length, window, causal)
+                found: int | Tensor = rows * attended_pairs(length, window, causal, chunk)
             else:
+                own = in_chunks(own, ids if mask is None else mask, chunk)
                 found = packed_pairs(window, documents=own, mask=mask, causal=causal)
             tokens.pairs[key] = tokens.pairs[key] + found
 
@@ -131,6 +130,9 @@ class FlopMeter:
         flops = Flops()
         for gemm in self.static:
             seen = self.observed.get(gemm.name)
+            weight = getattr(self.modules.get(gemm.name), "weight", None)
+            if isinstance(weight, nn.Parameter):  # which may have been frozen since
+                gemm = dataclasses.replace(gemm, wgrad=weight.requires_grad)
             for which, count in _gemm_flops(gemm, seen, tokens.computed).items():
                 flops.model[self._precision(gemm, which, seen)] += count
             if seen is not None and seen.recomputed:
@@ -139,7 +141,7 @@ class FlopMeter:
         for shape in self.attention:
             seen = self.observed.get(shape.name)
             precision = self._attention_precision(shape.name, seen)
-            forward = shape.forward_flops(float(tokens.pairs[shape.window, shape.causal, shape.packed]))
+            forward = shape.forward_flops(float(tokens.pairs[shape.mask]))
             backward = forward * (2 if seen is None or seen.backward else 0)
             served = self.fp8_attention.get(shape.name)
             high = precision == "fp8" and served is not None and served.grad_scores != "fp8"

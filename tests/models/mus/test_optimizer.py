@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from composer.core import Event
 from composer.loggers import InMemoryLogger, Logger
 from composer.optim import DecoupledAdamW
@@ -13,7 +14,8 @@ from torch import nn
 
 from foundry_fp8.algorithms.unit_scaling import UnitScaling
 from foundry_fp8.config import ConfigError
-from foundry_fp8.models.mus.optimizer import check_groups, scale_groups
+from foundry_fp8.models.mus.apply import apply_unit_scaling
+from foundry_fp8.models.mus.optimizer import check_groups, check_schedulers, scale_groups
 from foundry_fp8.models.mus.structure import unit_scaled
 from tests.models.mus.test_modeling import small
 
@@ -104,7 +106,7 @@ def test_what_cannot_be_right_is_refused():
 def test_the_algorithm_checks_when_training_starts_that_its_groups_survived():
     model = small()
     optimizer = DecoupledAdamW(model.parameters(), lr=0.5)
-    state = SimpleNamespace(model=model, optimizers=[optimizer])
+    state = SimpleNamespace(model=model, optimizers=[optimizer], schedulers=[])
     algorithm = UnitScaling(base_width=16)
     logged = InMemoryLogger()
     for event in (Event.INIT, Event.FIT_START):
@@ -126,3 +128,84 @@ def test_a_resumed_run_agrees_on_base_width_and_tau():
     for change, said in (({"base_width": 32}, "base_width 32"), ({"tau": [0.4]}, r"tau \[0.4\]"), ({"width": 128}, "width 128")):  # fmt: skip
         with pytest.raises(RuntimeError, match=f"trained with {said}"):
             algorithm.load_state_dict({**state, **change})
+
+
+S = torch.optim.lr_scheduler
+MADE = {
+    "StepLR": lambda o: S.StepLR(o, 2), "MultiStepLR": lambda o: S.MultiStepLR(o, [2, 4]), "LinearLR": S.LinearLR,
+    "ConstantLR": S.ConstantLR, "ExponentialLR": lambda o: S.ExponentialLR(o, 0.9), "PolynomialLR": S.PolynomialLR,
+    "CosineAnnealingLR": lambda o: S.CosineAnnealingLR(o, 20), "ReduceLROnPlateau": lambda o: S.ReduceLROnPlateau(o, patience=1),
+    "LambdaLR": lambda o: S.LambdaLR(o, lambda step: min(1, step / 3)),
+    "get_cosine_schedule_with_warmup": lambda o: transformers.get_cosine_schedule_with_warmup(o, 3, 12),
+    "MultiplicativeLR": lambda o: S.MultiplicativeLR(o, lambda step: 0.9),
+    "CosineAnnealingWarmRestarts": lambda o: S.CosineAnnealingWarmRestarts(o, 5),
+    "SequentialLR": lambda o: S.SequentialLR(o, [S.LinearLR(o), S.CosineAnnealingLR(o, 6)], [4]),
+    "ChainedScheduler": lambda o: S.ChainedScheduler([S.LinearLR(o), S.LambdaLR(o, lambda step: 1 / (1 + step))]),
+    "OneCycleLR": lambda o: S.OneCycleLR(o, 0.5, 40), "CyclicLR": lambda o: S.CyclicLR(o, 0.1, 0.5, cycle_momentum=False),
+    "SWALR": lambda o: torch.optim.swa_utils.SWALR(o, 0.1), "a floor": lambda o: S.CosineAnnealingLR(o, 6, eta_min=0.1),
+    "a floor of a plateau": lambda o: S.ReduceLROnPlateau(o, patience=1, min_lr=0.1),
+}  # fmt: skip
+ABSOLUTE = {"OneCycleLR", "CyclicLR", "SWALR", "a floor", "a floor of a plateau"}
+BEFORE = {"LambdaLR", "get_cosine_schedule_with_warmup", "MultiplicativeLR", "CosineAnnealingWarmRestarts", "SequentialLR",
+          "ChainedScheduler"}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step", "ignore:The epoch parameter in")
+@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("before", [True, False])
+def test_a_scheduler_keeps_the_ratio_or_is_refused_by_name(name, before):
+    model = small()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    scheduler = MADE[name](optimizer) if before else None
+    state = SimpleNamespace(model=model, optimizers=[optimizer], schedulers=[])
+    algorithm = UnitScaling(base_width=16)
+    algorithm.apply(Event.INIT, state, Logger(SimpleNamespace(run_name="a")))
+    scheduler = scheduler or MADE[name](optimizer)
+    state.schedulers = [scheduler]
+    if name in ABSOLUTE | (BEFORE if before else set()):
+        with pytest.raises(ConfigError, match=r"does not keep the ratio.*apply_unit_scaling"):
+            algorithm.apply(Event.FIT_START, state, None)
+        return
+    algorithm.apply(Event.FIT_START, state, None)
+    for step in range(10):
+        scheduler.step(*([1.0] if "Plateau" in name else []))
+        rates = {group["unit_scaling"]: group["lr"] for group in optimizer.param_groups}
+        assert rates["hidden"] == pytest.approx(0.5 * rates["other"]), step
+
+
+def test_rates_of_each_group_keep_the_ratio_under_one_cycle():
+    _, optimizer, _ = scaled(torch.optim.AdamW)
+    scheduler = S.OneCycleLR(optimizer, [0.25, 0.5], 40)
+    check_schedulers([scheduler], [0.25, 0.5], "key")
+    optimizer.step(), scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.5 * optimizer.param_groups[1]["lr"])
+
+
+def test_in_a_loop_the_scheduler_comes_after():
+    for make in (
+        MADE["LambdaLR"],
+        MADE["get_cosine_schedule_with_warmup"],
+        MADE["SequentialLR"],
+        MADE["StepLR"],
+    ):
+        model = small()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+        make(optimizer)
+        with pytest.raises(ConfigError, match="a scheduler was made for the optimizer already"):
+            apply_unit_scaling(model, optimizer, base_width=16)
+        assert len(optimizer.param_groups) == 1
+
+
+def test_adam_without_decay_is_adamw_and_with_it_is_refused():
+    ends = []
+    for kind in (torch.optim.Adam, torch.optim.AdamW):
+        torch.manual_seed(0)
+        model, optimizer, _ = scaled(kind, weight_decay=0.0)
+        model(
+            torch.randint(0, 96, (2, 8), generator=torch.Generator().manual_seed(0))
+        ).logits.square().sum().backward()
+        optimizer.step()
+        ends.append([p.detach() for p in model.parameters()])
+    assert all(map(torch.equal, *ends))
+    with pytest.raises(ConfigError, match="Adam with weight_decay 0"):
+        scaled(torch.optim.Adam)
