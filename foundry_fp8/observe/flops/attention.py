@@ -230,7 +230,9 @@ def _packed(model: nn.Module) -> bool:
     if any(getattr(module, "attn_uses_sequence_id", False) is True for module in model.modules()):
         return True
     # Flash attention is given the documents; later transformers' masks are made of positions that begin again.
-    kinds = {getattr(getattr(m, "config", None), "_attn_implementation", None) for m in model.modules()}
+    # Of models alone: a config that LLM Foundry gives to rotary modules raises at names that it does not know.
+    models = [m for m in model.modules() if hasattr(type(m), "from_pretrained")]
+    kinds = {getattr(getattr(m, "config", None), "_attn_implementation", None) for m in models}
     later = hasattr(sys.modules.get("transformers.masking_utils"), "find_packed_sequence_indices")
     return any(kind is not None and (later or "flash" in kind) for kind in kinds)
 
