@@ -8,13 +8,26 @@ have the largest number there is). Remove when torch offers public calls.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from foundry_fp8.config.tested import TORCHES
 
-__all__ = ["backward_number", "inside_backward", "newest_node", "node_number", "running_node", "transformed"]
+__all__ = [
+    "backward_number",
+    "batched",
+    "forward_ad",
+    "inside_backward",
+    "maybe_transformed",
+    "newest_node",
+    "node_number",
+    "running_node",
+    "transformed",
+]
 
 
 def _missing() -> str | None:
@@ -39,15 +52,15 @@ if (_name := _missing()) is not None:
     )
 
 
+maybe_transformed: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
+"""Not ``None`` inside of ``torch.func``'s transforms; costs a pass next to nothing."""
+batched: Callable[[], bool] = functools.partial(torch._C._dispatch_tls_is_dispatch_key_included, "VmapMode")
+"""True inside of what ``is_grads_batched`` makes of a backward."""
+
+
 def transformed() -> bool:
     """True inside of ``torch.func``'s transforms, of the one that is ``is_grads_batched``, and of forward-mode differentiation."""
-    if (
-        torch._C._functorch.peek_interpreter_stack() is not None
-        or torch.autograd.forward_ad._current_level >= 0
-    ):
-        return True
-    batched: bool = torch._C._dispatch_tls_is_dispatch_key_included("VmapMode")
-    return batched
+    return maybe_transformed() is not None or forward_ad._current_level >= 0 or batched()
 
 
 def inside_backward() -> bool:

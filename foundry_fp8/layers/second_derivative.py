@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from foundry_fp8.compat.autograd import transformed
+from foundry_fp8.compat.autograd import batched, transformed
 
 __all__ = ["refuse_second_derivative", "refuse_transforms"]
 
@@ -42,7 +42,8 @@ def refuse_second_derivative(fqn: str) -> None:
     Raises:
         RuntimeError: This backward is being recorded, to be differentiated again.
     """
-    refuse_transforms(fqn)
+    if batched():
+        refuse_transforms(fqn)
     if torch.is_grad_enabled():
         raise RuntimeError(
             f"{fqn}: FP8 layers have no second derivative. Call backward without create_graph=True, or leave the layers that it "

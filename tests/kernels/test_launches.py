@@ -146,9 +146,11 @@ def test_what_a_linear_asks_of_the_host(recipe, driver, monkeypatch):
         nonlocal calls
         calls += event in ("call", "c_call")
 
+    state = FP8State.of(model)
+
     def once():
         if recipe == "delayed":  # its update is of the whole model
-            FP8State.of(model).delayed.begin_forward(torch.device("cpu"), trains=False)
+            state.delayed.begin_forward(torch.device("cpu"), trains=False)
         model[0](x).backward(dy)
         x.grad = model[0].weight.grad = None
 

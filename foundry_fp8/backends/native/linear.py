@@ -32,7 +32,7 @@ from foundry_fp8.backends.native.scaling import SCALINGS
 from foundry_fp8.backends.native.source import BOTH, BY_COLUMNS, BY_ROWS, LAYOUTS, Source
 from foundry_fp8.compat.fresh_view import in_shape
 from foundry_fp8.kernels.launch import as_rows
-from foundry_fp8.kernels.zeros import Statistics
+from foundry_fp8.kernels.zeros import Statistics, statistics
 from foundry_fp8.layers.frozen_weight import in_dtype
 from foundry_fp8.layers.produced import Produced
 from foundry_fp8.layers.shared_inputs import QuantizedInput
@@ -132,7 +132,7 @@ def fprop(
     w = in_dtype(weight, x.dtype)
     given = source if source.kind else x
     run = pass_of("x", x, given, w, plan, call.x, call.w, direct=direct)
-    x_piece, w_piece = run.pieces(x.device)
+    x_piece, w_piece = statistics(x.device, 2) if run.has_statistics else (None, None)
     x_amax = w_amax = None
     if run.copies:
         given = _by_rows(given)
@@ -227,7 +227,7 @@ def dgrad_and_wgrad(
     made_here = needs_x and (kept_w is None or kept_w_scale is None)
     w, direct = in_dtype(weight, x_dtype) if made_here else weight, unnoticed()
     run = pass_of("dy", tensor, dy, w, plan, call.dy, (w_scale, None), direct=direct)
-    dy_piece, w_piece = run.pieces(tensor.device)
+    dy_piece, w_piece = statistics(tensor.device, 2) if run.has_statistics else (None, None)
     if run.copies:
         dy = _by_rows(dy)
     layouts = LAYOUTS[needs_x or probe is not None, needs_w, needs_b]

@@ -8,7 +8,6 @@ compiles or is watched goes through torch's operators instead, and keeps nothing
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from foundry_fp8.backends.native.inputs import Delayed
@@ -20,7 +19,7 @@ from foundry_fp8.backends.native.source import Amaxes, Layouts, Source
 from foundry_fp8.kernels.launch import BoundedCache, as_rows, on_current_device
 from foundry_fp8.kernels.producers import Producer
 from foundry_fp8.kernels.tensorwise import Measure
-from foundry_fp8.kernels.zeros import Statistics, statistics
+from foundry_fp8.kernels.zeros import Statistics
 from foundry_fp8.numerics.recipes import Operand
 
 __all__ = ["OneOperand", "Pass", "pass_of"]
@@ -56,14 +55,12 @@ class WatchedPass:
 
     copies = False
     """Operators copy what they cannot read."""
+    has_statistics = False
+    """They make their own."""
 
     def __init__(self, operand: Operand, plan: Plan, direct: bool) -> None:
         self._direct = direct
         self.first, self.w = _Watched(operand, plan, direct), _Watched("w", plan, direct)
-
-    def pieces(self, device: torch.device) -> tuple[None, None]:
-        """See :meth:`EagerPass.pieces`; operators make their own."""
-        return None, None
 
     def measure(
         self, first: Source | Tensor, piece: Statistics | None, w: Tensor, w_piece: Statistics | None
@@ -113,24 +110,18 @@ class EagerPass:
         plan: Their plan. Kept with what is known by its place, so that no other one comes to lie there.
         first: Of x in forward, of dy in backward.
         w: Of the weight.
+        has_statistics: Whether both tensors' statistics have to be given places (block scales have none).
         copies: Whether the first tensor has to be copied, so that it has unit strides along its rows.
     """
 
-    __slots__ = ("_has_statistics", "_measure", "copies", "first", "plan", "w")
+    __slots__ = ("_measure", "copies", "first", "has_statistics", "plan", "w")
 
     def __init__(self, operand: Operand, first: Source | Tensor, w: Tensor, plan: Plan) -> None:
         self.plan, self.copies = plan, as_rows(_tensor(first)) is not _tensor(first)
         self.first, self.w = _Kept(operand, first, plan), _Kept("w", w, plan)
         assert as_rows(w) is w, "a weight is contiguous here"
-        self._has_statistics = SCALINGS[plan.kind].has_statistics
+        self.has_statistics = SCALINGS[plan.kind].has_statistics
         self._measure: Measure | None = None
-
-    def pieces(self, device: torch.device) -> tuple[Statistics | None, Statistics | None]:
-        """Where the statistics of both tensors go; block scales have none."""
-        if not self._has_statistics:
-            return None, None
-        first, w = statistics(device, 2)
-        return first, w
 
     def measure(
         self, first: Source | Tensor, piece: Statistics | None, w: Tensor, w_piece: Statistics | None
