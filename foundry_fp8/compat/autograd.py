@@ -20,7 +20,6 @@ from foundry_fp8.config.tested import TORCHES
 __all__ = [
     "backward_number",
     "batched",
-    "forward_ad",
     "inside_backward",
     "maybe_transformed",
     "newest_node",
@@ -52,15 +51,18 @@ if (_name := _missing()) is not None:
     )
 
 
-maybe_transformed: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
-"""Not ``None`` inside of ``torch.func``'s transforms; costs a pass next to nothing."""
+def maybe_transformed() -> bool:
+    """True inside of ``torch.func``'s transforms and of forward-mode differentiation; costs a pass next to nothing."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
 batched: Callable[[], bool] = functools.partial(torch._C._dispatch_tls_is_dispatch_key_included, "VmapMode")
 """True inside of what ``is_grads_batched`` makes of a backward."""
 
 
 def transformed() -> bool:
     """True inside of ``torch.func``'s transforms, of the one that is ``is_grads_batched``, and of forward-mode differentiation."""
-    return maybe_transformed() is not None or forward_ad._current_level >= 0 or batched()
+    return maybe_transformed() or batched()
 
 
 def inside_backward() -> bool:

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from foundry_fp8.compat.autograd import forward_ad, inside_backward, maybe_transformed, transformed
+from foundry_fp8.compat.autograd import inside_backward, maybe_transformed, transformed
 from foundry_fp8.kernels.launch import HP_DTYPES
 from foundry_fp8.layers.autocast import compute_dtype
 from foundry_fp8.layers.delayed_scaling import DelayedSlot
@@ -163,9 +163,7 @@ class FP8GemmLayer(nn.Module):
         ``dgrad``: whether the input gets a gradient. What is returned has to be called once in the backward.
         """
         # Cheap questions first: this is every pass.
-        if (
-            maybe_transformed() or forward_ad._current_level >= 0 or input.is_nested or not self.training
-        ) and self.runs_fp8:
+        if (maybe_transformed() or input.is_nested or not self.training) and self.runs_fp8:
             refuse_transforms(self.fqn, input)
         state = self.slots["x"].state if self.slots is not None else None
         if state is not None:

@@ -249,7 +249,9 @@ def dgrad_and_wgrad(
     if needs_w:
         assert kept_x is not None and kept_x_scale is not None
         x_t = kept_x, kept_x_scale
-        dw = in_dtype(scaling.multiply("wgrad", qdy_t, x_t, plan, (n, k, x_dtype), direct=direct), w_dtype)
+        dw = scaling.multiply("wgrad", qdy_t, x_t, plan, (n, k, x_dtype), direct=direct)
+        if x_dtype != w_dtype:
+            dw = in_dtype(dw, w_dtype)
     return dx, dw, column_sum if needs_b else None
 
 
