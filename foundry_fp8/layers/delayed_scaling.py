@@ -413,7 +413,7 @@ class ModuleScales:
     def _after_forward(self, model: nn.Module, args: Any, output: Any) -> None:
         self.state.end_forward()
 
-    def state_dict(self) -> dict[str, dict[str, Any]]:
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """Name -> ``scale`` ``[slots]`` and ``amax_history`` ``[L, slots]``, float32 on the CPU, and their ``checksum``."""
         self.state.leave_meta()
         self.state.fill_joined()
@@ -456,7 +456,7 @@ class ModuleScales:
                 raise RuntimeError(
                     f"{of} is damaged: a scale is not positive and finite, or an amax is negative or NaN. {FRESH_STATE}"
                 )
-            if entry.get("checksum", found := _checksum(scale, history)) != found:
+            if int(entry.get("checksum", found := _checksum(scale, history))) != int(found):
                 raise RuntimeError(f"{of} is damaged: its checksum is another. {FRESH_STATE}")
             # Older states have none. A scale is of the history as it was, one pass longer, unless that held an Inf.
             amax = (
@@ -473,10 +473,12 @@ class ModuleScales:
         self.state.begin_pass()
 
 
-def _checksum(*parts: Tensor) -> int:
-    return functools.reduce(
+def _checksum(*parts: Tensor) -> Tensor:
+    """0-d int64: a tensor, as all of a saved state."""
+    found = functools.reduce(
         lambda known, part: zlib.crc32(part.contiguous().numpy().tobytes(), known), parts, 0
     )
+    return torch.tensor(found, dtype=torch.int64, device="cpu")
 
 
 def slots_of(model: nn.Module) -> dict[str, Mapping[Any, DelayedSlot]]:

@@ -148,6 +148,7 @@ CALLBACKS: dict[str, dict[str, Takes]] = {
         "gradient_limit": POSITIVE,
         "actions": some(word("warn", "demote", "stop"), least=1),
         "finer": FLAG,
+        "passes": whole(1),
         "quiet_batches": whole(1),
         "details": FLAG,
     },

@@ -147,6 +147,8 @@ def test_gate_and_up_have_one_scale_and_their_own_saved_state(device):
     other = copy.deepcopy(FP8State.of(model).state_dict())
     entry = other["modules"]["model.layers.0.mlp.up_proj"]
     entry["amax_history"][:, 0] *= 2
+    entry["scale"][0] /= 2
+    del entry["checksum"]  # as older versions saved it
     FP8State.of(model).load_state_dict(other)
     assert mlp.up_proj.slots["x"].index == own
     model(TOKENS, labels=TOKENS, use_cache=False).loss.backward()
