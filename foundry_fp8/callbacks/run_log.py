@@ -262,7 +262,7 @@ class RunLog(LoggerDestination):
         ):  # a file system without locks; of the process, not of its data loaders
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if self._whole is None:
-            if self._file.tell() and not self.path.read_bytes().endswith(b"\n"):
+            if _is_cut(self.path):
                 self._file.write("\n")  # after the stump of a line, where the run was cut off
                 self._file.flush()
             self._whole = self._file.tell()
@@ -350,6 +350,15 @@ def _is_written(path: Path) -> bool:
     except OSError as error:
         return error.errno in (errno.EACCES, errno.EAGAIN) and os.access(path, os.R_OK)
     return False
+
+
+def _is_cut(path: Path) -> bool:
+    """Whether its last line has no end."""
+    with path.open("rb") as file:
+        if not file.seek(0, os.SEEK_END):
+            return False
+        file.seek(-1, os.SEEK_END)
+        return file.read() != b"\n"
 
 
 def _numbered(path: Path, number: int) -> Path:

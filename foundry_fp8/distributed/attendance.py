@@ -89,7 +89,8 @@ class Attendance:
         return RanksLost(f"{self.part}{self.when}, rank {dist.get_rank()}: {said}{failed}.")
 
     def _missing(self) -> list[int]:
-        return [rank for rank in range(dist.get_world_size()) if rank not in self._found()]
+        found = self._found()  # a question to the store for each rank
+        return [rank for rank in range(dist.get_world_size()) if rank not in found]
 
     def _found(self) -> dict[int, tuple[int, str]]:
         """What ranks said in this round or a later one."""

@@ -17,7 +17,7 @@ from foundry_fp8.layers.frozen_weight import in_dtype
 from foundry_fp8.numerics.formats import e8m0_decode
 from foundry_fp8.numerics.mx_layout import unswizzle_mx_scales
 
-__all__ = ["blockwise_product", "defined", "mx_product", "tensorwise_product", "without_padding"]
+__all__ = ["blockwise_product", "defined", "mx_product", "mx_scales", "tensorwise_product", "without_padding"]
 
 
 def tensorwise_product(
@@ -77,7 +77,7 @@ def mx_product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Ten
         bias: ``[N']``, bfloat16.
     """
     if defined(a):
-        product = _dequantized(a, a_scale) @ _dequantized(b, b_scale).t()
+        product = (a.float() * mx_scales(a, a_scale)) @ (b.float() * mx_scales(b, b_scale)).t()
         return product if bias is None else product + bias
     return torch._scaled_mm(
         a,
@@ -89,11 +89,10 @@ def mx_product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Ten
     )
 
 
-def _dequantized(data: Tensor, codes: Tensor) -> Tensor:
+def mx_scales(data: Tensor, codes: Tensor) -> Tensor:
+    """float32, of the shape of ``data``: what each element of an MX operand is multiplied by."""
     rows, columns = data.shape
-    return data.float() * e8m0_decode(unswizzle_mx_scales(codes, rows, columns // 32)).repeat_interleave(
-        32, 1
-    )
+    return e8m0_decode(unswizzle_mx_scales(codes, rows, columns // 32)).repeat_interleave(32, 1)
 
 
 def defined(a: Tensor) -> bool:

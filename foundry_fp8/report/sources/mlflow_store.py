@@ -9,12 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from foundry_fp8.report.run import Run
-from foundry_fp8.report.sources.tracked import run_of
+from foundry_fp8.report.sources.tracked import LOSS, run_of
 
 __all__ = ["find", "read_all"]
-
-LOSS = "loss/train/total"
-"""Of a training run; what has none is an evaluation, or somebody else's."""
 
 
 def find(folder: Path) -> list[Path]:
@@ -42,7 +39,7 @@ def read_all(store: Path) -> list[Run]:
     for experiment in client.search_experiments():
         for run in client.search_runs([experiment.experiment_id], order_by=["attributes.start_time ASC"]):
             if LOSS not in run.data.metrics:
-                continue
+                continue  # an evaluation, or somebody else's
             history = [p for key in run.data.metrics for p in client.get_metric_history(run.info.run_id, key)]
             points = [(point.key, point.step, point.value, point.timestamp) for point in history]
             found.append(_run(store, run.info.run_name, run.info.status, points, run.data.params))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from foundry_fp8.report.run import Run
-from foundry_fp8.report.sources.tracked import run_of
+from foundry_fp8.report.sources.tracked import LOSS, run_of
 
 __all__ = ["find", "read"]
 
@@ -30,6 +30,6 @@ def read(folder: Path) -> Run:
     for key in events.Tags()["scalars"]:
         found = events.Scalars(key)
         points[key] = {event.step: event.value for event in found}
-        clock |= {event.step: event.wall_time for event in found if key == "loss/train/total"}
+        clock |= {event.step: event.wall_time for event in found if key == LOSS}
     name = folder.name if folder.name != "tensorboard" else folder.parent.name
     return run_of(name, folder, points, {}, clock=clock)

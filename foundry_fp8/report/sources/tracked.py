@@ -17,7 +17,7 @@ from foundry_fp8.report.run import Run
 from foundry_fp8.report.sources.build import build
 from foundry_fp8.report.sources.lines import clean, parse
 
-__all__ = ["Points", "run_of"]
+__all__ = ["LOSS", "Points", "run_of"]
 
 LOSS, TOKENS, HOURS = "loss/train/total", "time/token", "wall_clock/train"
 Points = Mapping[str, Mapping[int, float]]

@@ -8,12 +8,10 @@ import torch
 from torch import Tensor
 
 from foundry_fp8.backends.native.plan import Layout, Plan
-from foundry_fp8.backends.native.products import mx_product, without_padding
+from foundry_fp8.backends.native.products import mx_product, mx_scales, without_padding
 from foundry_fp8.backends.native.scaling.base import Output, bias_inside, with_bias
 from foundry_fp8.backends.native.scaling.block import BlockKernels
 from foundry_fp8.layers.frozen_weight import in_dtype
-from foundry_fp8.numerics.formats import e8m0_decode
-from foundry_fp8.numerics.mx_layout import unswizzle_mx_scales
 from foundry_fp8.numerics.recipes import Gemm
 
 __all__ = ["MXKernels"]
@@ -39,5 +37,4 @@ class MXKernels(BlockKernels):
 
     def scales(self, layout: Layout, *, square: bool) -> Tensor:
         """See :meth:`NativeScaling.scales`."""
-        (rows, columns), codes = layout[0].shape, layout[1]
-        return e8m0_decode(unswizzle_mx_scales(codes, rows, columns // 32)).repeat_interleave(32, 1).double()
+        return mx_scales(*layout).double()

@@ -36,9 +36,9 @@ class TensorKernels(NativeScaling):
     follows_amax: ClassVar[bool] = True
     has_statistics: ClassVar[bool] = True
 
-    def constants(self, operand: Operand, plan: Plan) -> tuple[float | None, float]:
-        """A constant scale, if there is one, and what the GEMM scale is multiplied by."""
-        return None, 1.0
+    def options(self, operand: Operand, plan: Plan) -> tuple[bool, float | None, float]:
+        """Whether scales are powers of two; a constant scale, if there is one; what the GEMM scale is multiplied by."""
+        return plan.power_2, None, 1.0
 
     def scale_t(self, operand: Operand) -> int:
         """Which of the statistics is the GEMM scale of the transposed layout."""
@@ -49,8 +49,7 @@ class TensorKernels(NativeScaling):
     ) -> Quantised:
         """See :meth:`NativeScaling.quantize`."""
         run = quantize_tensorwise.direct if direct else quantize_tensorwise
-        constant, alpha = self.constants(operand, plan)
-        power_2 = plan.power_2 and constant is None
+        power_2, constant, alpha = self.options(operand, plan)
         data, data_t, stats, summed = run(
             *source, *amaxes, plan.fmt(operand), power_2, *layouts, constant, alpha
         )
@@ -95,8 +94,7 @@ class TensorKernels(NativeScaling):
         return Made("quantize_tensorwise", ("data", "data_t", "stats"), *made)
 
     def _options(self, operand: Operand, plan: Plan, layouts: Layouts) -> dict[str, Any]:
-        constant, alpha = self.constants(operand, plan)
-        power_2 = plan.power_2 and constant is None
+        power_2, constant, alpha = self.options(operand, plan)
         return {"power_2": power_2, "constant": constant, "alpha": alpha, **layouts._asdict()}
 
 
@@ -106,10 +104,10 @@ class ConstantKernels(TensorKernels):
     kind: ClassVar[str] = "constant"
     follows_amax: ClassVar[bool] = False
 
-    def constants(self, operand: Operand, plan: Plan) -> tuple[float | None, float]:
-        """See :meth:`TensorKernels.constants`."""
+    def options(self, operand: Operand, plan: Plan) -> tuple[bool, float | None, float]:
+        """See :meth:`TensorKernels.options`."""
         constant = float(plan.gradient_scale) if operand == "dy" else 1.0
-        return constant, 1.0 if operand == "w" else plan.alpha
+        return False, constant, 1.0 if operand == "w" else plan.alpha
 
     def scale_t(self, operand: Operand) -> int:
         """See :meth:`TensorKernels.scale_t`: for x the one without the multiplier."""
