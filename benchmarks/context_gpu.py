@@ -22,7 +22,7 @@ from step_gpu import BLOCKS, SMOKE_BLOCKS, Block, Shape, training_step
 from torch import Tensor, nn
 
 import foundry_fp8
-from foundry_fp8.backends import load_attention_backend
+from foundry_fp8.backends import load_backend
 from foundry_fp8.numerics.recipes import DelayedScaling
 from foundry_fp8.surgery.attention import plan_attention
 
@@ -62,7 +62,7 @@ def models(make: Callable[[], nn.Module], linears: bool) -> Iterator[tuple[str, 
             plan_attention(
                 model,
                 recipe=DelayedScaling(),
-                runner=load_attention_backend(backend),
+                runner=load_backend(backend).attention(),
             ).carry_out(model)
         return model
 

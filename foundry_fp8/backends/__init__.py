@@ -1,6 +1,6 @@
 """Who runs the GEMMs, and how the choice is made.
 
-To add a backend: write a :class:`~foundry_fp8.layers.backend.Backend`, name it in ``_LOADERS``, and place it in the order
+To add a backend: write a :class:`~foundry_fp8.layers.backend.Backend`, name it in ``_CLASSES``, and place it in the order
 of preference of ``AUTO_ORDER``.
 """
 
@@ -14,33 +14,27 @@ import torch
 
 from foundry_fp8.compat.fake_tensor import dry_run
 from foundry_fp8.config import check_choice
-from foundry_fp8.layers.attention import AttentionBackend, AttentionRecipe, GradScores
-from foundry_fp8.layers.backend import Availability, Backend
+from foundry_fp8.layers.attention import AttentionRecipe, GradScores
+from foundry_fp8.layers.backend import DEFAULT_OPTIONS, Availability, Backend, BackendOptions
 from foundry_fp8.numerics.recipes import RECIPES, Recipe
 
 __all__ = [
     "BACKENDS",
     "Availability",
     "Backend",
+    "BackendOptions",
     "attention_left_out",
     "choose_backend",
-    "load_attention_backend",
     "load_backend",
 ]
 
-_LOADERS = {
-    "transformer_engine": ("foundry_fp8.backends.transformer_engine", "TransformerEngineBackend"),
-    "native": ("foundry_fp8.backends.native", "NativeBackend"),
-    "emulated": ("foundry_fp8.backends.emulated", "EmulatedBackend"),
+_CLASSES = {
+    "transformer_engine": "TransformerEngineBackend",
+    "native": "NativeBackend",
+    "emulated": "EmulatedBackend",
 }
 
-BACKENDS = tuple(_LOADERS)
-
-_ATTENTION_LOADERS = {
-    "transformer_engine": ("foundry_fp8.backends.transformer_engine.attention", "TransformerEngineAttention"),
-    "native": ("foundry_fp8.backends.native.attention", "NativeAttention"),
-    "emulated": ("foundry_fp8.backends.emulated.attention", "EmulatedAttention"),
-}
+BACKENDS = tuple(_CLASSES)
 
 AUTO_ORDER = {
     "cuda": ("native", "transformer_engine"),
@@ -57,21 +51,13 @@ GRANULARITY = ("delayed", "current", "block", "mxfp8")
 """From the coarsest scales to the finest."""
 
 
-def load_backend(name: str) -> Backend:
+def load_backend(name: str, options: BackendOptions = DEFAULT_OPTIONS) -> Backend:
     """Make the backend ``name``. Imports it, but nothing that it stands on (Triton, Transformer Engine)."""
-    module, cls = _LOADERS[name]
-    backend: Backend = getattr(importlib.import_module(module), cls)()
+    backend: Backend = getattr(importlib.import_module(f"{__name__}.{name}"), _CLASSES[name])(options)
     return backend
 
 
-def load_attention_backend(name: str) -> AttentionBackend:
-    """Make what runs FP8 attention in the backend ``name``."""
-    module, cls = _ATTENTION_LOADERS[name]
-    backend: AttentionBackend = getattr(importlib.import_module(module), cls)()
-    return backend
-
-
-def attention_left_out(name: str, chosen: str, recipe: Recipe, grad_scores: GradScores) -> str | None:
+def attention_left_out(name: str, chosen: Backend, recipe: Recipe, grad_scores: GradScores) -> str | None:
     """Why ``auto`` leaves attention in high precision, or ``None`` where FP8 attention runs.
 
     Args:
@@ -80,17 +66,21 @@ def attention_left_out(name: str, chosen: str, recipe: Recipe, grad_scores: Grad
         recipe: Attention's.
         grad_scores: What the gradient of its logits is rounded to.
     """
-    if name != "auto" or chosen not in AUTO_ORDER["cuda"]:  # emulation has no speed to lose
+    if name != "auto" or chosen.name not in AUTO_ORDER["cuda"]:  # emulation has no speed to lose
         return None
-    runner = load_attention_backend(chosen)
+    runner = chosen.attention()
     refused = runner.recipe_reason(recipe, grad_scores)
     if refused is None:
         refused = runner.module_reason(cast(AttentionRecipe, recipe), None)
-    return None if refused is None else f"attention stays in high precision: {chosen}: {refused}"
+    return None if refused is None else f"attention stays in high precision: {chosen.name}: {refused}"
 
 
 def choose_backend(
-    name: str, recipe: Recipe | Sequence[Recipe], device: torch.device, key: str = "backend"
+    name: str,
+    recipe: Recipe | Sequence[Recipe],
+    device: torch.device,
+    key: str = "backend",
+    options: BackendOptions = DEFAULT_OPTIONS,
 ) -> tuple[Backend, str]:
     """Resolve ``backend: name`` for one device and one recipe, or several.
 
@@ -99,6 +89,7 @@ def choose_backend(
         recipe: What it has to run, all of it.
         device: Where the model will run.
         key: The YAML key, for messages.
+        options: What else is asked of it.
 
     Returns:
         The backend, and why it was chosen, for the log.
@@ -111,7 +102,7 @@ def choose_backend(
     recipes = (recipe,) if isinstance(recipe, Recipe) else tuple(recipe)
     where = "dry run" if dry_run() else device.type
     order = AUTO_ORDER.get(where, AUTO_ORDER["cpu"]) if name == "auto" else (name,)
-    backends = [load_backend(one) for one in order]
+    backends = [load_backend(one, options) for one in order]
     refused: list[str] = []
     failed = recipes[0]
     for backend in backends:

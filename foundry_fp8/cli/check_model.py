@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from foundry_fp8.activations.checkpointing.targets import Selection, select
-from foundry_fp8.backends import AUTO_ORDER, load_attention_backend, load_backend
+from foundry_fp8.backends import AUTO_ORDER, load_backend
 from foundry_fp8.cli.hardware import Hardware
 from foundry_fp8.cli.hf_folder import FOLDER_MODEL
 from foundry_fp8.cli.yaml_run import parallel_layers
 from foundry_fp8.config import ConfigError
 from foundry_fp8.numerics.recipes import Recipe
 from foundry_fp8.run.settings import Run, in_plan
-from foundry_fp8.surgery.rules import Measured
 
 if TYPE_CHECKING:
     from foundry_fp8.surgery.fp8_config import FP8Config
@@ -131,8 +130,7 @@ def check_conversion(
     if auto and not emulated:
         found += _left_by_auto(report, hardware)
     grouped = [row.name for row in report.rows if row.action == "converted" and len(row.shape) == 3]
-    only_where_faster = auto or isinstance(fp8.recipe, Measured)
-    if grouped and not emulated and (fp8.backend != "native" or only_where_faster):
+    if grouped and not emulated and (fp8.backend != "native" or fp8.of_backend.only_where_faster):
         found.append(
             Finding(
                 "conversion",
@@ -161,10 +159,10 @@ def _refused_by_backends(fp8: FP8Config, recipes: Sequence[Recipe]) -> list[str]
     names = AUTO_ORDER["cuda"] if fp8.backend == "auto" else (fp8.backend,)
     for name in names:
         try:
-            refuse_by_backend(fp8, load_backend(name))
+            backend = load_backend(name)
+            refuse_by_backend(fp8, backend)
             if fp8.attention and fp8.backend != "auto":  # which leaves attention in high precision
-                attention = load_attention_backend(name)
-                check_attention_recipe(attention, fp8.attention.recipe or recipes[0], fp8.attention.grad_scores)  # fmt: skip
+                check_attention_recipe(backend.attention(), fp8.attention.recipe or recipes[0], fp8.attention.grad_scores)  # fmt: skip
         except ConfigError as error:
             said.append(str(error))
     return said[-1:] if len(said) == len(names) else []

@@ -14,19 +14,23 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
-from foundry_fp8.layers.grouped_linear import FP8GroupedLinear
-from foundry_fp8.layers.linear import FP8Linear
+from foundry_fp8.config import ConfigError
 from foundry_fp8.layers.shared_inputs import SharedInputs
 from foundry_fp8.numerics.recipes import Recipe
 
-__all__ = ["Availability", "Backend"]
+if TYPE_CHECKING:
+    from foundry_fp8.layers.attention import AttentionBackend
+    from foundry_fp8.layers.grouped_linear import FP8GroupedLinear
+    from foundry_fp8.layers.linear import FP8Linear
+
+__all__ = ["DEFAULT_OPTIONS", "HARDWARE_ADDS_UP", "Availability", "Backend", "BackendOptions"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,20 +42,45 @@ class Availability:
     remedy: str = ""
 
 
-class Backend(abc.ABC):
-    """Runs FP8 linears. One instance serves a whole model."""
+HARDWARE_ADDS_UP = (
+    "it runs on hardware, which adds up in its own way. Remove it, and choose with the recipe's fast_accumulation; or set "
+    "backend: emulated"
+)
+"""Why a backend of GPUs lacks ``accumulation``."""
 
-    name: ClassVar[str]
-    fuses: ClassVar[bool] = False
-    """Whether its linears can compute the norm or activation before them (:class:`~foundry_fp8.layers.produced.Produced`)."""
+
+@dataclasses.dataclass(frozen=True)
+class BackendOptions:
+    """What one conversion asks of its backend beside recipes."""
+
     only_where_faster: bool = False
-    """Leave layers in high precision that are predicted to be no faster in FP8; ``recipe: auto`` sets it. A backend that
-    predicts nothing ignores it."""
+    """Leave layers in high precision that are predicted to be no faster in FP8, as ``recipe: auto`` does. A backend that predicts
+    nothing ignores it."""
     accumulation: Literal["float32", "hopper"] = "float32"
     """How a backend that emulates adds products up: in float32, or bit for bit as Hopper's tensor cores do under the recipe's
     ``fast_accumulation``. Hardware does what it does."""
     cache_weights: bool = False
-    """Quantise each weight once per optimizer step; ``cache_weights: true`` sets it where :meth:`weight_cache_reason` allows."""
+    """Quantise each weight once per optimizer step."""
+
+
+DEFAULT_OPTIONS = BackendOptions()
+
+
+class Backend(abc.ABC):
+    """Runs FP8 linears. One instance serves a whole model.
+
+    Args:
+        options: What the conversion asks for; what is in :attr:`lacks` was refused before.
+    """
+
+    name: ClassVar[str]
+    fuses: ClassVar[bool] = False
+    """Whether its linears can compute the norm or activation before them (:class:`~foundry_fp8.layers.produced.Produced`)."""
+    lacks: ClassVar[Mapping[str, str]] = {}
+    """The options of ``algorithms.fp8`` that it does not have, each with why and the way out."""
+
+    def __init__(self, options: BackendOptions = DEFAULT_OPTIONS) -> None:
+        self.options = options
 
     @functools.cached_property
     def inputs(self) -> SharedInputs:
@@ -102,9 +131,15 @@ class Backend(abc.ABC):
                 return f"{label}={size} is not a multiple of {multiple}, which the {recipe.name} recipe needs"
         return None
 
-    def weight_cache_reason(self) -> str | None:
-        """Why this backend cannot keep quantised weights across microbatches, or ``None`` if it can."""
-        return "it quantises them in every forward"
+    def attention(self) -> AttentionBackend:
+        """What runs FP8 attention beside it.
+
+        Raises:
+            ConfigError: It has none.
+        """
+        raise ConfigError(
+            f"algorithms.fp8.attention: the {self.name} backend has no FP8 attention. Set attention: false."
+        )
 
     def self_check(  # noqa: B027 - optional
         self, recipe: Recipe, dtype: torch.dtype, device: torch.device, *, fused: bool, experts: bool

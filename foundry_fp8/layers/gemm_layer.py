@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from foundry_fp8.compat.autograd import inside_backward, maybe_transformed, transformed
 from foundry_fp8.kernels.launch import HP_DTYPES
 from foundry_fp8.layers.autocast import compute_dtype
+from foundry_fp8.layers.backend import Backend
 from foundry_fp8.layers.delayed_scaling import DelayedSlot
 from foundry_fp8.layers.dtensor import is_dtensor
 from foundry_fp8.layers.ledger import Gemm, GemmLedger, Precision, precision_of
@@ -18,7 +19,7 @@ from foundry_fp8.layers.second_derivative import refuse_second_derivative, refus
 from foundry_fp8.numerics.quantize import Quantized
 from foundry_fp8.numerics.recipes import DelayedScaling, Operand, Recipe, most_common_recipes
 
-__all__ = ["OPERANDS", "FP8GemmLayer", "GemmBackend", "Probe", "Slots", "configured_recipes"]
+__all__ = ["OPERANDS", "FP8GemmLayer", "Probe", "Slots", "configured_recipes"]
 
 OPERANDS: tuple[Operand, ...] = ("x", "w", "dy")
 
@@ -26,20 +27,6 @@ Probe = Callable[[Operand, Tensor, Quantized], None]
 """Called with each operand that a layer quantises: its name, the hp tensor ``[R, C]``, and the result."""
 
 Slots = Mapping[Operand, DelayedSlot]
-
-
-class GemmBackend(Protocol):
-    """What every such layer asks of its backend. :class:`~foundry_fp8.layers.backend.Backend` is the whole interface."""
-
-    @property
-    def name(self) -> str:
-        """As the YAML writes it."""
-
-    def availability(self, recipe: Recipe, device: torch.device) -> Any:
-        """Whether it runs ``recipe`` on ``device``: a value with ``ok``."""
-
-    def shape_reason(self, recipe: Recipe, in_features: int, out_features: int) -> str | None:
-        """Why ``recipe`` cannot take a layer of this shape, or ``None``."""
 
 
 class FP8GemmLayer(nn.Module):
@@ -64,7 +51,7 @@ class FP8GemmLayer(nn.Module):
     in_features: int
     out_features: int
     fqn: str
-    backend: GemmBackend
+    backend: Backend
     recipe: Recipe | None
     configured_recipe: Recipe | None
     wgrad: Literal["fp8", "high_precision"]
@@ -78,7 +65,7 @@ class FP8GemmLayer(nn.Module):
     def _begin(
         self,
         fqn: str,
-        backend: GemmBackend,
+        backend: Backend,
         recipe: Recipe | None,
         wgrad: Literal["fp8", "high_precision"],
         evaluate: Literal["fp8", "high_precision"],

@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foundry_fp8.layers.gemm_layer import FP8GemmLayer, GemmBackend
+from foundry_fp8.layers.backend import Backend
+from foundry_fp8.layers.gemm_layer import FP8GemmLayer
 from foundry_fp8.numerics.recipes import Recipe
 
-__all__ = ["FP8GroupedLinear", "GroupedBackend", "by_expert"]
+__all__ = ["FP8GroupedLinear", "by_expert"]
 
 Product = Callable[[Tensor, Tensor], Tensor]
-
-
-class GroupedBackend(GemmBackend, Protocol):
-    """What experts ask of their backend."""
-
-    def grouped_linear(
-        self, layer: FP8GroupedLinear, x: Tensor, weights: Tensor, sizes: Sequence[int]
-    ) -> Tensor:
-        """The products of all experts, differentiable."""
 
 
 class FP8GroupedLinear(FP8GemmLayer):
@@ -41,14 +33,12 @@ class FP8GroupedLinear(FP8GemmLayer):
         evaluate: What a forward in ``eval()`` mode runs in.
     """
 
-    backend: GroupedBackend
-
     def __init__(
         self,
         *,
         fqn: str,
         shape: tuple[int, ...],
-        backend: GroupedBackend,
+        backend: Backend,
         recipe: Recipe | None,
         wgrad: Literal["fp8", "high_precision"],
         evaluate: Literal["fp8", "high_precision"],

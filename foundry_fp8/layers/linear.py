@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,22 +12,13 @@ from torch.nn.utils import parametrize
 from foundry_fp8.compat.wrapper_tensor import without_function_override
 from foundry_fp8.kernels.launch import HP_DTYPES
 from foundry_fp8.layers.autocast import compute_dtype
+from foundry_fp8.layers.backend import Backend
 from foundry_fp8.layers.frozen_weight import in_high_precision
-from foundry_fp8.layers.gemm_layer import FP8GemmLayer, GemmBackend
+from foundry_fp8.layers.gemm_layer import FP8GemmLayer
 from foundry_fp8.layers.produced import Produced, in_memory
 from foundry_fp8.numerics.recipes import Recipe
 
-__all__ = ["FP8Linear", "FP8TransposedLinear", "LinearBackend"]
-
-
-class LinearBackend(GemmBackend, Protocol):
-    """What a linear asks of its backend."""
-
-    def linear(self, module: FP8Linear, x: Tensor) -> Tensor:
-        """The forward of ``module``, differentiable."""
-
-    def attach(self, module: FP8Linear) -> None:
-        """Prepare per-module state once, when ``module`` is made."""
+__all__ = ["FP8Linear", "FP8TransposedLinear"]
 
 
 class FP8Linear(FP8GemmLayer, nn.Linear):
@@ -41,7 +32,6 @@ class FP8Linear(FP8GemmLayer, nn.Linear):
         high_precision_forward: The forward of the class that it was made from.
     """
 
-    backend: LinearBackend
     high_precision_forward: Callable[[nn.Module, Tensor], Tensor]
 
     @classmethod
@@ -50,7 +40,7 @@ class FP8Linear(FP8GemmLayer, nn.Linear):
         linear: nn.Module,
         *,
         fqn: str,
-        backend: LinearBackend,
+        backend: Backend,
         recipe: Recipe,
         wgrad: Literal["fp8", "high_precision"] = "fp8",
         evaluate: Literal["fp8", "high_precision"] = "high_precision",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,14 +13,12 @@ from foundry_fp8.backends import (
     Backend,
     attention_left_out,
     choose_backend,
-    load_attention_backend,
 )
 from foundry_fp8.config import ConfigError, from_mapping
 from foundry_fp8.layers.gemm_layer import FP8GemmLayer, configured_recipes
 from foundry_fp8.layers.state import FP8State
 from foundry_fp8.model_structure.applied import applied, remember
 from foundry_fp8.model_structure.unchanged import as_it_was_if_it_fails
-from foundry_fp8.numerics.recipes import Recipe
 from foundry_fp8.surgery.attention import plan_attention
 from foundry_fp8.surgery.fp8_config import KEY, TE_LAYERS, FP8Config, resolve_recipe
 from foundry_fp8.surgery.frozen_weights import keep_frozen_in_fp8, plan_frozen
@@ -78,13 +76,12 @@ def _convert(
     model: nn.Module, config: FP8Config, where: torch.device, undo: list[Callable[[], Any]]
 ) -> SurgeryReport:
     policy = config.policy(where)
-    backend, chosen = choose_backend(config.backend, policy.recipes, where, f"{KEY}.backend")
-    backend.only_where_faster = config.recipe == "auto" or isinstance(config.recipe, Measured)
+    backend, chosen = choose_backend(
+        config.backend, policy.recipes, where, f"{KEY}.backend", config.of_backend
+    )
     refuse_by_backend(config, backend)
     if config.accumulation != "float32":
-        chosen = f"{chosen}; {_emulate_accumulation(backend, config.accumulation, policy.recipes, where)}"
-    if config.cache_weights:
-        backend.cache_weights = True
+        chosen = f"{chosen}; products are added up as {config.accumulation.capitalize()} does"
     linears = plan_linears(model, policy=policy, backend=backend, evaluate=config.evaluate, key=KEY)
     check_codes_stay(linears.converted, KEY)
     recipes = configured_recipes(linears.layers.values())
@@ -96,14 +93,12 @@ def _convert(
             raise ConfigError(
                 f"{KEY}.attention.recipe: the linears run {len(recipes)} recipes, so that it has to be named."
             )
-        left_out = attention_left_out(
-            config.backend, backend.name, attention_recipe, config.attention.grad_scores
-        )
+        left_out = attention_left_out(config.backend, backend, attention_recipe, config.attention.grad_scores)
         if left_out is None:
             attention = plan_attention(
                 model,
                 recipe=attention_recipe,
-                runner=load_attention_backend(backend.name),
+                runner=backend.attention(),
                 grad_scores=config.attention.grad_scores,
                 exclude=config.attention.exclude,
                 kept_blocks=policy.kept_blocks(model),
@@ -143,37 +138,9 @@ def _convert(
 
 def refuse_by_backend(config: FP8Config, backend: Backend) -> None:
     """Raise :class:`ConfigError` for an option that ``backend`` does not have, whatever the model and the machine."""
-    name, reason = backend.name, backend.weight_cache_reason()
-    if config.accumulation != "float32" and name != "emulated":
-        raise ConfigError(
-            f"{KEY}.accumulation: {config.accumulation} is for backend: emulated; {name} runs on hardware, which adds up in its own way. "
-            "Remove it, and choose with the recipe's fast_accumulation."
-        )
-    if config.cache_weights and reason is not None:
-        raise ConfigError(
-            f"{KEY}.cache_weights: the {name} backend cannot keep quantised weights: {reason}. Set it to false, or backend: native."
-        )
-    if config.fuse is True and not backend.fuses:
-        raise ConfigError(f"{KEY}.fuse: the {name} backend fuses nothing; native does. Leave it at auto.")
-    if config.frozen_weights == "fp8" and name == "transformer_engine":
-        raise ConfigError(
-            f"{KEY}.frozen_weights: fp8 is not for backend: {name}, whose modules read the weight themselves. Set backend: native."
-        )
-
-
-def _emulate_accumulation(
-    backend: Backend,
-    accumulation: Literal["float32", "hopper"],
-    recipes: Sequence[Recipe],
-    device: torch.device,
-) -> str:
-    """Set it; what to say of it in the log."""
-    backend.accumulation = accumulation
-    for recipe in recipes:
-        found = backend.availability(recipe, device)
-        if not found.ok:
-            raise ConfigError(f"{KEY}.accumulation: {accumulation}: {found.reason}. {found.remedy}")
-    return f"products are added up as {accumulation.capitalize()} does"
+    for option, reason in backend.lacks.items():
+        if getattr(config, option) not in (getattr(FP8Config, option), False):
+            raise ConfigError(f"{KEY}.{option}: not with the {backend.name} backend: {reason}.")
 
 
 def _with_frozen(row: SurgeryRow, kept: bool) -> SurgeryRow:

@@ -21,7 +21,7 @@ from foundry_fp8.layers.experts import (
     SortedGateUp,
     StackedRows,
 )
-from foundry_fp8.layers.grouped_linear import FP8GroupedLinear, GroupedBackend
+from foundry_fp8.layers.grouped_linear import FP8GroupedLinear
 from foundry_fp8.model_structure.experts import expert_count
 from foundry_fp8.model_structure.forms import with_sizes
 from foundry_fp8.model_structure.names import BESIDE_PARAMETERS
@@ -190,7 +190,7 @@ def _output_and_gradients(module: nn.Module, inputs: tuple[Any, ...]) -> list[Te
     return [output, *torch.autograd.grad(output, [x, *module.parameters()], dy)]
 
 
-def _in_high_precision(name: str, shape: tuple[int, ...], backend: GroupedBackend) -> FP8GroupedLinear:
+def _in_high_precision(name: str, shape: tuple[int, ...], backend: Backend) -> FP8GroupedLinear:
     return FP8GroupedLinear(
         fqn=name, shape=shape, backend=backend, recipe=None, wgrad="high_precision", evaluate="high_precision"
     )

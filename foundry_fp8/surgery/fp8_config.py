@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 
-from foundry_fp8.backends import BACKENDS
+from foundry_fp8.backends import BACKENDS, BackendOptions
 from foundry_fp8.config import (
     Config,
     ConfigError,
@@ -20,7 +20,7 @@ from foundry_fp8.config import (
     not_empty,
     one_of,
 )
-from foundry_fp8.numerics.recipes import RECIPES, DelayedScaling, Gemm, Recipe, UnitScaling, parse_recipe
+from foundry_fp8.numerics.recipes import RECIPES, DelayedScaling, Gemm, Recipe, parse_recipe
 from foundry_fp8.surgery.attention_config import AttentionConfig, parse_attention
 from foundry_fp8.surgery.policy import Policy
 from foundry_fp8.surgery.rules import HIGH_PRECISION, Measured, Rule, Wgrad, parse_rules
@@ -62,8 +62,8 @@ class FP8Config(Config):
     ``[{blocks: last-2, recipe: high_precision}, {roles: [mlp], recipe: current}]``. ``measured`` (``{name: measured, error: 0.2}``): each layer's
     recipe by the error of the gradients; before that measurement a run is in high precision, and a plain module in delayed."""
     backend: Annotated[str, one_of("auto", *BACKENDS)] = "auto"
-    """``transformer_engine``, ``native``, ``emulated``, or ``auto``: on a GPU Transformer Engine if it can run the recipe,
-    else native; on a CPU emulated."""
+    """``transformer_engine``, ``native``, ``emulated``, or ``auto``: on a GPU native if it can run the recipe, else
+    Transformer Engine; on a CPU emulated."""
     accumulation: Literal["float32", "hopper"] = "float32"
     """How the emulated backend adds products up: in float32, or bit for bit as Hopper's tensor cores do under the recipe's
     ``fast_accumulation`` (slow; not for mxfp8)."""
@@ -112,7 +112,13 @@ class FP8Config(Config):
     @property
     def runs_unit(self) -> bool:
         """Whether a rule's recipe is ``unit``: its constant scales leave no room for a scaled loss, and it waits for the first batch."""
-        return any(isinstance(recipe, UnitScaling) for recipe in self.policy(torch.device("cpu")).recipes)
+        return any(not recipe.for_any_model for recipe in self.policy(torch.device("cpu")).recipes)
+
+    @property
+    def of_backend(self) -> BackendOptions:
+        """What is asked of the backend beside recipes."""
+        measured = self.recipe == "auto" or isinstance(self.recipe, Measured)
+        return BackendOptions(measured, self.accumulation, self.cache_weights)
 
     def policy(self, device: torch.device) -> Policy:
         """``recipe``, ``include``, ``exclude``, ``keep_*_blocks`` and ``wgrad`` as one list of rules, for ``device``."""

@@ -312,7 +312,7 @@ def test_a_weight_on_another_device_is_named():
 
 def attention_of(backend, kv_heads=2, tokens=1024, batch=1, history=2):
     """FP8 attention of 8 heads of 128, its state, and what it is given: q, k, v and dO."""
-    from foundry_fp8.backends import load_attention_backend
+    from foundry_fp8.backends import load_backend
     from foundry_fp8.layers.attention import FP8DotProductAttention, attention_format, attention_slots
 
     if backend == "native":
@@ -320,7 +320,7 @@ def attention_of(backend, kv_heads=2, tokens=1024, batch=1, history=2):
         if torch.cuda.get_device_capability() < (9, 0):
             pytest.skip("cuDNN's FP8 attention needs compute capability 9.0")
     recipe = DelayedScaling(amax_history_len=history)
-    attention = FP8DotProductAttention(fqn="a", recipe=recipe, backend=load_attention_backend(backend))
+    attention = FP8DotProductAttention(fqn="a", recipe=recipe, backend=load_backend(backend).attention())
     names = attention_slots(recipe)
     state = DelayedScalingState(recipe, [attention_format(recipe, name).max for name in names])
     state.to(torch.device("cuda", torch.cuda.current_device()))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -13,6 +13,7 @@ from foundry_fp8.backends.emulated.gemm import Sums, scaled_mm
 from foundry_fp8.backends.emulated.quantizers import quantize_operand
 from foundry_fp8.backends.emulated.scratch import readable
 from foundry_fp8.compat.fresh_view import fresh_view
+from foundry_fp8.layers.attention import AttentionBackend
 from foundry_fp8.layers.autocast import autocast_type, compute_dtype
 from foundry_fp8.layers.backend import Availability, Backend
 from foundry_fp8.layers.frozen_weight import in_high_precision
@@ -30,10 +31,14 @@ class EmulatedBackend(Backend):
     """Exact FP8 operands and products, float32 sums; runs every recipe on every device."""
 
     name: ClassVar[str] = "emulated"
+    lacks: ClassVar[Mapping[str, str]] = {
+        "cache_weights": "it quantises them in every forward. Set it to false, or backend: native",
+        "fuse": "it fuses nothing; native does. Leave it at auto",
+    }
 
     def availability(self, recipe: Recipe, device: torch.device) -> Availability:
         """Always available, except for mxfp8 with ``accumulation: hopper``."""
-        if self.accumulation == "hopper" and not recipe.runs_on_hopper:
+        if self.options.accumulation == "hopper" and not recipe.runs_on_hopper:
             return Availability(
                 False,
                 f"Hopper GPUs cannot run {recipe.name}",
@@ -55,6 +60,12 @@ class EmulatedBackend(Backend):
                 x2d, module.matrix, module.bias, module, recording, shared
             )
         return fresh_view(y, *x.shape[:-1], module.out_features)
+
+    def attention(self) -> AttentionBackend:
+        """See :meth:`Backend.attention`."""
+        from foundry_fp8.backends.emulated.attention import EmulatedAttention
+
+        return EmulatedAttention()
 
     def experts_reason(self) -> str | None:
         """It runs them."""
@@ -185,7 +196,7 @@ def _gemm(
 ) -> Tensor:
     power_2 = ctx.recipe.powers_of_two
     sums: Sums = "float32"
-    if ctx.module.backend.accumulation == "hopper":
+    if ctx.module.backend.options.accumulation == "hopper":
         sums = "hopper_fast" if ctx.recipe.accumulates_fast(gemm) else "hopper_precise"
     alpha = ctx.module.output_multiplier
     by_row = ctx.recipe.by_row

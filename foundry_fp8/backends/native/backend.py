@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -23,8 +23,15 @@ from foundry_fp8.compat.fresh_view import fresh_view
 from foundry_fp8.compat.fsdp2 import shard_versions
 from foundry_fp8.compat.peft_merges import merged_adapters
 from foundry_fp8.kernels.launch import compiler_missing, interpreting, triton_missing
+from foundry_fp8.layers.attention import AttentionBackend
 from foundry_fp8.layers.autocast import without_autocast
-from foundry_fp8.layers.backend import Availability, Backend
+from foundry_fp8.layers.backend import (
+    DEFAULT_OPTIONS,
+    HARDWARE_ADDS_UP,
+    Availability,
+    Backend,
+    BackendOptions,
+)
 from foundry_fp8.layers.frozen_weight import in_dtype
 from foundry_fp8.layers.grouped_linear import FP8GroupedLinear, by_expert
 from foundry_fp8.layers.linear import FP8Linear
@@ -53,23 +60,20 @@ class _CachedWeight:
 class NativeBackend(Backend):
     """FP8 on CUDA with torch and Triton alone.
 
-    Attributes:
-        cache_weights: Quantise each weight once per optimizer step instead of in every forward and again in its backward.
-            Costs two bytes of memory a weight element for as long as the model lives, under FSDP2 for the whole unsharded
-            model; saves time with gradient accumulation. What an optimizer changes is noticed, and so is whatever torch
-            counts as a change (:attr:`Tensor._version`), of a weight or of FSDP2's shard of it, and what PEFT merges into one;
-            another write through ``.data`` is not: call :meth:`clear_weight_cache` after one. Quantised in every forward all the same: what
-            FSDP1 gathered (a warning says so), what ``torch.compile`` traced, and what a CUDA graph captured.
-        only_where_faster: Leave layers in high precision that are predicted to be no faster in FP8
-            (:mod:`foundry_fp8.backends.size_rule`). ``recipe: auto`` sets it.
+    With ``cache_weights`` a weight is quantised once per optimizer step instead of in every forward and again in its backward. That
+    costs two bytes of memory a weight element for as long as the model lives, under FSDP2 for the whole unsharded model; it saves time
+    with gradient accumulation. What an optimizer changes is noticed, and so is whatever torch counts as a change
+    (:attr:`Tensor._version`), of a weight or of FSDP2's shard of it, and what PEFT merges into one; another write through ``.data`` is
+    not: call :meth:`clear_weight_cache` after one. Quantised in every forward all the same: what FSDP1 gathered (a warning says so),
+    what ``torch.compile`` traced, and what a CUDA graph captured.
     """
 
     name: ClassVar[str] = "native"
     fuses: ClassVar[bool] = True
+    lacks: ClassVar[Mapping[str, str]] = {"accumulation": HARDWARE_ADDS_UP}
 
-    def __init__(self, *, cache_weights: bool = False, only_where_faster: bool = False) -> None:
-        self.cache_weights = cache_weights
-        self.only_where_faster = only_where_faster
+    def __init__(self, options: BackendOptions = DEFAULT_OPTIONS) -> None:
+        super().__init__(options)
         self._cache: dict[str, _CachedWeight] = {}
         self._written: tuple[object, ...] = ()
         self._warned = False
@@ -114,9 +118,9 @@ class NativeBackend(Backend):
         return Availability(True) if recipe.runs_on_hopper else _mx_availability(capability)
 
     def shape_reason(self, recipe: Recipe, in_features: int, out_features: int) -> str | None:
-        """As everywhere (the kernels would pad any shape); with :attr:`only_where_faster`, why this layer had better not."""
+        """As everywhere (the kernels would pad any shape); with :attr:`BackendOptions.only_where_faster`, why this layer had better not."""
         reason = super().shape_reason(recipe, in_features, out_features)
-        if reason is None and self.only_where_faster:
+        if reason is None and self.options.only_where_faster:
             reason = size_reason(recipe, in_features, out_features)
         return reason
 
@@ -161,9 +165,15 @@ class NativeBackend(Backend):
             y: Tensor = NativeLinear.apply(x_hp, weight, bias, (call, cached, shared))  # type: ignore[no-untyped-call]
         return fresh_view(y, *x.shape[:-1], module.out_features) if compiling and x.dim() != 2 else y
 
+    def attention(self) -> AttentionBackend:
+        """See :meth:`Backend.attention`."""
+        from foundry_fp8.backends.native.attention import NativeAttention
+
+        return NativeAttention()
+
     def experts_reason(self) -> str | None:
-        """It runs them; with :attr:`only_where_faster` it leaves them, for nobody has timed that on a GPU."""
-        if self.only_where_faster:
+        """It runs them; with :attr:`BackendOptions.only_where_faster` it leaves them, for nobody has timed that on a GPU."""
+        if self.options.only_where_faster:
             return "not known to be faster on the native backend; name a recipe to convert them"
         return None
 
@@ -193,14 +203,10 @@ class NativeBackend(Backend):
         """Forget every cached weight. Optimizer steps call it."""
         self._cache.clear()
 
-    def weight_cache_reason(self) -> str | None:
-        """It can."""
-        return None
-
     def before_forward(self, model: nn.Module) -> None:
         """Forget the cached weights if FSDP2's shards were written or adapters merged since the last forward."""
         if (
-            self.cache_weights
+            self.options.cache_weights
             and (written := (shard_versions(model), merged_adapters(model))) != self._written
         ):
             self._written = written
@@ -216,7 +222,7 @@ class NativeBackend(Backend):
             call: The recipe, and delayed scaling's state of the weight.
             dtype: The compute dtype, to which the weight is rounded first.
         """
-        if not self.cache_weights or torch.compiler.is_compiling() or not module.training:
+        if not self.options.cache_weights or torch.compiler.is_compiling() or not module.training:
             return None
         weight = module.weight
         if not isinstance(

@@ -25,9 +25,9 @@ from foundry_fp8.backends.attention_requirements import (
     call_requirement,
     cudnn_recipe_reason,
 )
-from foundry_fp8.backends.transformer_engine.backend import library, te_recipe_of
 from foundry_fp8.backends.transformer_engine.delayed import keep_out_of_global_buffers
-from foundry_fp8.backends.transformer_engine.library import release
+from foundry_fp8.backends.transformer_engine.library import library, release
+from foundry_fp8.backends.transformer_engine.recipes import te_recipe_of
 from foundry_fp8.layers.attention import (
     AttentionBackend,
     AttentionInputs,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
@@ -13,15 +14,16 @@ from torch import Tensor
 
 from foundry_fp8.backends.size_rule import size_reason
 from foundry_fp8.backends.transformer_engine.delayed import bind_slots, keep_out_of_global_buffers
-from foundry_fp8.backends.transformer_engine.library import ImportProblem, Library, load_library
+from foundry_fp8.backends.transformer_engine.library import ImportProblem, library, load_library
 from foundry_fp8.backends.transformer_engine.nonfinite import keep_non_finite
-from foundry_fp8.backends.transformer_engine.recipes import make_te_recipe
+from foundry_fp8.backends.transformer_engine.recipes import te_recipe_of
 from foundry_fp8.backends.transformer_engine.requirements import machine_of, requirement
 from foundry_fp8.backends.transformer_engine.wgrad import with_high_precision_wgrad
 from foundry_fp8.compat.fresh_view import fresh_view
 from foundry_fp8.compat.te_fsdp2 import tell_about_fsdp2
+from foundry_fp8.layers.attention import AttentionBackend
 from foundry_fp8.layers.autocast import compute_dtype
-from foundry_fp8.layers.backend import Availability, Backend
+from foundry_fp8.layers.backend import HARDWARE_ADDS_UP, Availability, Backend
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.numerics.operands import quantize
 from foundry_fp8.numerics.recipes import Operand, Recipe
@@ -43,6 +45,14 @@ class TransformerEngineBackend(Backend):
     """
 
     name: ClassVar[str] = "transformer_engine"
+    lacks: ClassVar[Mapping[str, str]] = {
+        "accumulation": HARDWARE_ADDS_UP,
+        "cache_weights": "its own cache of quantised weights keeps the scale of the first microbatch under the delayed recipe and "
+        "believes its caller about whether a weight changed, so results could differ from uncached ones. Set it to false, or "
+        "backend: native",
+        "frozen_weights": "its modules read the weight themselves. Set backend: native",
+        "fuse": "it fuses nothing; native does. Leave it at auto",
+    }
 
     def availability(self, recipe: Recipe, device: torch.device) -> Availability:
         """Checks the device, the installation, TE's own rules, and the limits that TE does not check."""
@@ -70,7 +80,7 @@ class TransformerEngineBackend(Backend):
     def shape_reason(self, recipe: Recipe, in_features: int, out_features: int) -> str | None:
         """As everywhere, and whole 128-blocks for block scaling, whose ragged edges TE documents as unsupported.
 
-        With :attr:`only_where_faster`, why this layer had better not: TE's casts move the bytes that ours do.
+        With :attr:`BackendOptions.only_where_faster`, why this layer had better not: TE's casts move the bytes that ours do.
         """
         if recipe.kind == "block":
             for label, size in (("in_features", in_features), ("out_features", out_features)):
@@ -80,16 +90,15 @@ class TransformerEngineBackend(Backend):
                         "Transformer Engine"
                     )
         reason = super().shape_reason(recipe, in_features, out_features)
-        if reason is None and self.only_where_faster:
+        if reason is None and self.options.only_where_faster:
             reason = size_reason(recipe, in_features, out_features)
         return reason
 
-    def weight_cache_reason(self) -> str | None:
-        """TE's own cache (``is_first_microbatch``) is not asked for."""
-        return (
-            "Transformer Engine's own cache of quantised weights keeps the scale of the first microbatch under the delayed "
-            "recipe and believes its caller about whether a weight changed, so results could differ from uncached ones"
-        )
+    def attention(self) -> AttentionBackend:
+        """See :meth:`Backend.attention`."""
+        from foundry_fp8.backends.transformer_engine.attention import TransformerEngineAttention
+
+        return TransformerEngineAttention()
 
     def attach(self, module: FP8Linear) -> None:
         """Make the TE module of the configured recipe, so that what cannot be made fails at conversion."""
@@ -142,24 +151,6 @@ class TransformerEngineBackend(Backend):
         """The layer's own autocast, unless the model's is the one: a recompute, or a recipe changed at run time."""
         te_recipe = te_recipe_of(recipe)
         return nullcontext() if library().is_running(te_recipe) else library().autocast(te_recipe)
-
-
-def library() -> Library:
-    """Transformer Engine.
-
-    Raises:
-        RuntimeError: It cannot be imported, with the reason and the remedy.
-    """
-    found = load_library()
-    if isinstance(found, ImportProblem):
-        raise RuntimeError(f"{found.reason}. {found.remedy}")
-    return found
-
-
-@functools.lru_cache(maxsize=32)
-def te_recipe_of(recipe: Recipe) -> Any:
-    """TE's recipe for ours; the same object every time, by which TE's state is recognised."""
-    return make_te_recipe(recipe, library())
 
 
 def te_module_of(module: FP8Linear, recipe: Recipe) -> Any:

@@ -17,7 +17,15 @@ import warnings
 from contextlib import AbstractContextManager
 from typing import Any
 
-__all__ = ["MINIMUM_VERSION", "ImportProblem", "Library", "installed_version", "load_library", "release"]
+__all__ = [
+    "MINIMUM_VERSION",
+    "ImportProblem",
+    "Library",
+    "installed_version",
+    "library",
+    "load_library",
+    "release",
+]
 
 MINIMUM_VERSION = (2, 4)
 """The first release with the three Hopper recipes whose extension builds without nvcc."""
@@ -104,6 +112,18 @@ def load_library() -> Library | ImportProblem:
         return _import_library()
     except Exception as error:
         return explain(error)
+
+
+def library() -> Library:
+    """Transformer Engine.
+
+    Raises:
+        RuntimeError: It cannot be imported, with the reason and the remedy.
+    """
+    found = load_library()
+    if isinstance(found, ImportProblem):
+        raise RuntimeError(f"{found.reason}. {found.remedy}")
+    return found
 
 
 def _import_library() -> Library | ImportProblem:

@@ -12,9 +12,10 @@ Source: TE 2.4, 2.8 and 2.20, ``common/recipe/__init__.py`` and ``pytorch/module
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
-from foundry_fp8.backends.transformer_engine.library import Library
+from foundry_fp8.backends.transformer_engine.library import library
 from foundry_fp8.numerics.recipes import (
     BlockScaling,
     CurrentScaling,
@@ -25,7 +26,7 @@ from foundry_fp8.numerics.recipes import (
     TensorwiseRecipe,
 )
 
-__all__ = ["make_te_recipe"]
+__all__ = ["te_recipe_of"]
 
 _CLASSES: dict[type[Recipe], str] = {
     DelayedScaling: "DelayedScaling",
@@ -44,8 +45,9 @@ _OPTIONAL = {"backward_override": None, "enable_2d_quantization": False}
 """Fields of newer releases, given so that no environment variable decides them."""
 
 
-def make_te_recipe(recipe: Recipe, library: Library) -> Any:
-    """TE's recipe for ``recipe``.
+@functools.lru_cache(maxsize=32)
+def te_recipe_of(recipe: Recipe) -> Any:
+    """TE's recipe for ours; the same object every time, by which TE's state is recognised.
 
     For delayed scaling TE is given a history of one entry: the histories, the scales and their update are
     :class:`~foundry_fp8.layers.delayed_scaling.DelayedScalingState`'s, and TE's own stay unused.
@@ -53,13 +55,13 @@ def make_te_recipe(recipe: Recipe, library: Library) -> Any:
     Raises:
         RuntimeError: The installed release lacks the recipe, or a field that it needs.
     """
-    name = _CLASSES[type(recipe)]
-    cls = getattr(library.recipe, name, None)
+    te, name = library(), _CLASSES[type(recipe)]
+    cls = getattr(te.recipe, name, None)
     if cls is None:
         raise RuntimeError(
-            f"Transformer Engine {library.version} has no recipe {name}. Install 2.4 or later, or use another recipe."
+            f"Transformer Engine {te.version} has no recipe {name}. Install 2.4 or later, or use another recipe."
         )
-    formats = {"hybrid": library.recipe.Format.HYBRID, "e4m3": library.recipe.Format.E4M3}
+    formats = {"hybrid": te.recipe.Format.HYBRID, "e4m3": te.recipe.Format.E4M3}
     fields: dict[str, Any] = {"fp8_format": formats[recipe.fp8_format]}
     if isinstance(recipe, DelayedScaling):
         fields |= {
@@ -72,7 +74,7 @@ def make_te_recipe(recipe: Recipe, library: Library) -> Any:
     unknown = sorted(set(fields) - known)
     if unknown:
         raise RuntimeError(
-            f"Transformer Engine {library.version}'s {name} has no field {', '.join(unknown)}, which foundry_fp8 sets. "
+            f"Transformer Engine {te.version}'s {name} has no field {', '.join(unknown)}, which foundry_fp8 sets. "
             "Install a release from 2.4 to 2.20, or adapt backends/transformer_engine/recipes.py."
         )
     made = cls(**fields, **{field: value for field, value in _OPTIONAL.items() if field in known})
@@ -81,7 +83,7 @@ def make_te_recipe(recipe: Recipe, library: Library) -> Any:
         missing = [attribute for attribute in _QPARAMS if not hasattr(made, attribute)]
         if missing:
             raise RuntimeError(
-                f"Transformer Engine {library.version}'s {name} has no {missing[0]}, through which power_2_scales is set. "
+                f"Transformer Engine {te.version}'s {name} has no {missing[0]}, through which power_2_scales is set. "
                 "Install a release from 2.4 to 2.20, or adapt backends/transformer_engine/recipes.py."
             )
         for attribute in _QPARAMS:
@@ -90,5 +92,5 @@ def make_te_recipe(recipe: Recipe, library: Library) -> Any:
     if isinstance(recipe, TensorwiseRecipe):
         for attribute, gemm in _SPLIT_ACCUMULATOR.items():
             precise = not recipe.accumulates_fast(gemm)
-            setattr(made, attribute, library.recipe.MMParams(use_split_accumulator=precise))
+            setattr(made, attribute, te.recipe.MMParams(use_split_accumulator=precise))
     return made

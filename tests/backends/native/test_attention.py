@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import foundry_fp8
-from foundry_fp8.backends import attention_left_out, load_attention_backend
+from foundry_fp8.backends import attention_left_out, load_backend
 from foundry_fp8.backends.native import attention as native
 from foundry_fp8.backends.native import cudnn_graphs
 from foundry_fp8.backends.native.attention_check import check_attention
@@ -52,7 +52,7 @@ def inputs(dtype=torch.float32):
 
 def make(recipe=RECIPE, backend="native"):
     attention = FP8DotProductAttention(
-        fqn="block.attn", recipe=recipe, backend=load_attention_backend(backend)
+        fqn="block.attn", recipe=recipe, backend=load_backend(backend).attention()
     )
     names = attention_slots(recipe)
     state = DelayedScalingState(RECIPE, [attention_format(recipe, name).max for name in names])
@@ -256,7 +256,7 @@ def test_a_machine_that_cannot_is_refused_at_conversion_and_left_out_by_auto(mac
         ConfigError, match=rf"no attention was converted \(layers.0: .*({said}).*Set attention: false"
     ):
         convert_attention(Plain(), recipe=RECIPE, backend="native")
-    left_out = attention_left_out("auto", "native", RECIPE, "fp8")
+    left_out = attention_left_out("auto", load_backend("native"), RECIPE, "fp8")
     assert left_out.startswith("attention stays in high precision: native: ")
 
 
@@ -267,7 +267,7 @@ def test_the_frontend_is_looked_for_before_it_is_imported(monkeypatch):
 
 
 def test_recipes_that_it_cannot_run_are_named_with_the_way_out(cudnn):
-    backend = load_attention_backend("native")
+    backend = load_backend("native").attention()
     assert "the delayed recipe alone, not current" in backend.recipe_reason(CurrentScaling())
     assert "the delayed recipe alone, not block" in backend.recipe_reason(BlockScaling())
     assert "grad_scores is bfloat16" in backend.recipe_reason(RECIPE, "bfloat16")
@@ -280,9 +280,9 @@ def test_recipes_that_it_cannot_run_are_named_with_the_way_out(cudnn):
     attention, _ = make()
     assert not attention.can_run(CurrentScaling())  # demoted, it runs in high precision
     assert copy.deepcopy(attention).recipe == RECIPE
-    assert attention_left_out("auto", "native", RECIPE, "fp8") is None
-    assert "not current" in attention_left_out("auto", "native", CurrentScaling(), "fp8")
-    assert attention_left_out("native", "native", CurrentScaling(), "fp8") is None
+    assert attention_left_out("auto", load_backend("native"), RECIPE, "fp8") is None
+    assert "not current" in attention_left_out("auto", load_backend("native"), CurrentScaling(), "fp8")
+    assert attention_left_out("native", load_backend("native"), CurrentScaling(), "fp8") is None
 
 
 def test_attention_that_auto_leaves_out_is_said(monkeypatch):

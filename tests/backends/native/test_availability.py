@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import foundry_fp8
-from foundry_fp8.backends import choose_backend
+from foundry_fp8.backends import BackendOptions, choose_backend
 from foundry_fp8.backends.emulated import EmulatedBackend
 from foundry_fp8.backends.native import NativeBackend
 from foundry_fp8.backends.size_rule import break_even, saved_seconds, size_reason
@@ -201,6 +201,6 @@ def test_break_even_orders_the_recipes(monkeypatch):
 
 
 def test_small_layers_stay_only_where_asked():
-    backend = NativeBackend(only_where_faster=True)
+    backend = NativeBackend(BackendOptions(only_where_faster=True))
     assert "too small to gain" in backend.shape_reason(CurrentScaling(), 256, 256)
     assert NativeBackend().shape_reason(CurrentScaling(), 256, 256) is None

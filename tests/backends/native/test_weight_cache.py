@@ -235,4 +235,4 @@ def test_what_cannot_be_is_refused(options, message):
 
 
 def test_transformer_engine_refuses_with_its_reason():
-    assert "scale of the first microbatch" in load_backend("transformer_engine").weight_cache_reason()
+    assert "scale of the first microbatch" in load_backend("transformer_engine").lacks["cache_weights"]

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+from foundry_fp8.backends import BackendOptions
 from foundry_fp8.backends.transformer_engine import TransformerEngineBackend
 from foundry_fp8.backends.transformer_engine.requirements import Machine, cublas_version, requirement
 from foundry_fp8.numerics.recipes import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling
@@ -100,9 +101,8 @@ def test_shapes_that_te_cannot_take(recipe, sizes, reason):
 
 def test_small_layers_stay_only_where_asked():
     """`recipe: auto` asks, whichever backend it gets."""
-    backend = TransformerEngineBackend()
-    assert backend.shape_reason(CurrentScaling(), 256, 256) is None
-    backend.only_where_faster = True
+    assert TransformerEngineBackend().shape_reason(CurrentScaling(), 256, 256) is None
+    backend = TransformerEngineBackend(BackendOptions(only_where_faster=True))
     assert "too small to gain" in backend.shape_reason(CurrentScaling(), 256, 256)
     assert backend.shape_reason(CurrentScaling(), 4096, 4096) is None
     assert "multiple of 16" in backend.shape_reason(CurrentScaling(), 4090, 4096)

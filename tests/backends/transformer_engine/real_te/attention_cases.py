@@ -12,7 +12,7 @@ import pytest
 import te_on_cpu
 import torch
 
-from foundry_fp8.backends import load_attention_backend
+from foundry_fp8.backends import load_backend
 from foundry_fp8.backends.emulated.attention_reference import attention_reference
 from foundry_fp8.config import ConfigError
 from foundry_fp8.layers.attention import FP8DotProductAttention
@@ -141,7 +141,7 @@ def kernel():
 
 
 def build(backend):
-    attention = FP8DotProductAttention(fqn="attn", recipe=RECIPE, backend=load_attention_backend(backend))
+    attention = FP8DotProductAttention(fqn="attn", recipe=RECIPE, backend=load_backend(backend).attention())
     attention.bias = None
     holder = torch.nn.Linear(1, 1)
     state = FP8AttentionState(holder, {"attn": attention}, RECIPE)
@@ -243,7 +243,7 @@ def test_a_head_size_without_a_kernel_is_left_out_at_conversion(kernel):
             return torch.nn.functional.scaled_dot_product_attention(x, x, x)
 
     model = torch.nn.Sequential(Attention(128), Attention(192))
-    plan = plan_attention(model, recipe=RECIPE, runner=load_attention_backend("transformer_engine"))
+    plan = plan_attention(model, recipe=RECIPE, runner=load_backend("transformer_engine").attention())
     assert list(plan.converted) == ["0"] and "head_dim is 192" in plan.rows[1].reason
     with pytest.raises(ConfigError, match="with the delayed recipe alone, not current"):
-        plan_attention(model, recipe=CurrentScaling(), runner=load_attention_backend("transformer_engine"))
+        plan_attention(model, recipe=CurrentScaling(), runner=load_backend("transformer_engine").attention())

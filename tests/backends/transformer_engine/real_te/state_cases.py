@@ -7,7 +7,8 @@ import torch
 from real_te.models import BACKENDS, PER_TENSOR, RECIPES, Net, Single, converted, step
 from torch import nn
 
-from foundry_fp8.backends.transformer_engine.backend import library, te_module_of
+from foundry_fp8.backends.transformer_engine.backend import te_module_of
+from foundry_fp8.backends.transformer_engine.library import library
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.layers.state import FP8State
 from foundry_fp8.numerics.recipes import (
