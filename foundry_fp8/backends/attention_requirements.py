@@ -13,6 +13,7 @@ import dataclasses
 
 from torch import Tensor
 
+from foundry_fp8.config.versions import dotted
 from foundry_fp8.layers.attention import GradScores
 from foundry_fp8.layers.attention_mask import AttentionMask
 from foundry_fp8.layers.backend import Availability
@@ -95,18 +96,16 @@ def attention_requirement(recipe: Recipe, shape: AttentionShape, machine: Attent
         return no("cuDNN 9.10.0 is broken for FP8 attention", "Install cuDNN 9.10.1 or later.")
     if machine.deterministic and (cudnn < (9, 19) or (machine.te is not None and machine.te < (2, 13))):
         needs, here = (
-            ("", "")
-            if machine.te is None
-            else (" and Transformer Engine 2.13", f" and {_dotted(machine.te)}")
+            ("", "") if machine.te is None else (" and Transformer Engine 2.13", f" and {dotted(machine.te)}")
         )
         return no(
             f"deterministic algorithms are asked for, and FP8 attention has them from cuDNN 9.19{needs} on "
-            f"(here {_dotted(cudnn)}{here})",
+            f"(here {dotted(cudnn)}{here})",
             f"Set deterministic_mode: false. {otherwise}",
         )
     if shape.window and (machine.te is None or capability < (10, 0) or cudnn < (9, 21)):
         return no(
-            f"{gpu} with cuDNN {_dotted(cudnn)}, and a sliding window in FP8 needs 10.0 and cuDNN 9.21, and Transformer Engine"
+            f"{gpu} with cuDNN {dotted(cudnn)}, and a sliding window in FP8 needs 10.0 and cuDNN 9.21, and Transformer Engine"
         )
     if capability < (10, 0):
         if shape.head_dim != 128:
@@ -114,14 +113,14 @@ def attention_requirement(recipe: Recipe, shape: AttentionShape, machine: Attent
         if cudnn >= (9, 7) or (cudnn >= (9, 2, 1) and shape.sequence % 128 == 0):
             return Availability(True)
         return no(
-            f"cuDNN {_dotted(cudnn)} trains FP8 attention from 9.2.1 on, and before 9.7 only for sequences that are "
+            f"cuDNN {dotted(cudnn)} trains FP8 attention from 9.2.1 on, and before 9.7 only for sequences that are "
             f"multiples of 128 (here {shape.sequence})",
             f"Install cuDNN 9.7 or later. {otherwise}",
         )
     if shape.head_dim > 128 or shape.head_dim % 16:
         return no(f"head_dim is {shape.head_dim}, and it has to be a multiple of 16 up to 128")
     if cudnn < (9, 7):
-        return no(f"cuDNN {_dotted(cudnn)} is loaded, and Blackwell needs 9.7", "Install cuDNN 9.7 or later.")
+        return no(f"cuDNN {dotted(cudnn)} is loaded, and Blackwell needs 9.7", "Install cuDNN 9.7 or later.")
     return Availability(True)
 
 
@@ -167,7 +166,3 @@ def call_requirement(
     if mask.window is not None and (not mask.causal or mask.window[0] is None):
         return Availability(False, "its window is not causal", "Set attention: false.")
     return found
-
-
-def _dotted(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version))

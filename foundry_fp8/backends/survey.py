@@ -17,6 +17,7 @@ from foundry_fp8.backends.transformer_engine.attention import attention_machine
 from foundry_fp8.backends.transformer_engine.library import ImportProblem, installed_version, load_library
 from foundry_fp8.backends.transformer_engine.requirements import cublas_version
 from foundry_fp8.config.tested import untested
+from foundry_fp8.config.versions import dotted
 from foundry_fp8.kernels.launch import driver_version
 from foundry_fp8.numerics.recipes import RECIPES
 
@@ -68,9 +69,9 @@ def collect() -> dict[str, Any]:
         "bf16 units (CPU)": "yes" if has_bf16_units("cpu") else "no",
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "driver": _dotted(driver_version()),
-        "cublas": _dotted(cublas_version()),
-        "cudnn": _dotted(_cudnn_version()),
+        "driver": dotted(driver_version() or ()) or None,
+        "cublas": dotted(cublas_version() or ()) or None,
+        "cudnn": dotted(_cudnn_version() or ()) or None,
         **{name: _version(package) for name, package in _PACKAGES.items()},
     }
     return {
@@ -170,7 +171,3 @@ def _cudnn_version() -> tuple[int, ...] | None:
     if packed is None:
         return None
     return packed // 10000, packed // 100 % 100, packed % 100
-
-
-def _dotted(version: tuple[int, ...] | None) -> str | None:
-    return None if version is None else ".".join(map(str, version))

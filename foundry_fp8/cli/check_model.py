@@ -101,7 +101,7 @@ def check_conversion(
     chosen = dataclasses.replace(fp8, recipe=there)
     recipes = chosen.policy(torch.device("cpu")).recipes
     found = [Finding("conversion", "error", text) for text in _refused_by_backends(fp8, recipes)]
-    if any(one.name == "mxfp8" for one in recipes) and hardware.gpu.recipe != "mxfp8" and not emulated:
+    if any(not one.runs_on_hopper for one in recipes) and hardware.gpu.recipe != "mxfp8" and not emulated:
         text = f"mxfp8 needs Blackwell; {hardware.name} runs current, delayed and block"
         found.append(Finding("conversion", "error", text))
     # What is converted is a matter of the model; who multiplies, of the machine: there it is asked again.

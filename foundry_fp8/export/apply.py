@@ -53,7 +53,7 @@ class ExportReport:
 
     def summary(self) -> str:
         """A few lines, the error among them."""
-        if self.recipe.kind == "constant":
+        if self.recipe.scales_known and not self.recipe.uses_history:
             error = "the numbers that training multiplied, bit for bit"
         elif self.recipe.by_direction and not self.recipe.by_row:
             error = "weights and the blocks of inputs as training multiplied them"
@@ -135,10 +135,12 @@ def export_fp8(
     others_of = [name for name in linears if name not in layers]
     _check_fused(layers, others_of)
     config = _serving_config(inner, layers)
-    static = recipe.uses_history or recipe.kind == "constant"
+    static = recipe.scales_known
     block: Any = getattr(recipe.scaling("w", 1), "block", None)
     if layout == "fp8":
-        e8m0 = recipe.kind == "mx" or any(_has_e8m0(layer.weight) for layer in layers.values())
+        e8m0 = recipe.scaling("w", 1).scale_dtype != torch.float32 or any(
+            _has_e8m0(layer.weight) for layer in layers.values()
+        )
         config.quantization_config = finegrained_config(others_of, block=block, e8m0=e8m0)
     else:
         config.quantization_config = quantization_config(

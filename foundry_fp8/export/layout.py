@@ -83,9 +83,9 @@ def served_linear(
             f"{name}: it holds its weight as [in, out] (transformers' Conv1D), for which this layout has no form."
         )
     if isinstance(linear.weight, FrozenFP8Weight):
-        scale = torch.atleast_1d(linear.weight.scale).to(
-            device, torch.float8_e8m0fnu if recipe.kind == "mx" else None
-        )
+        scale = torch.atleast_1d(linear.weight.scale).to(device)
+        if recipe.scaling("w", 1).scale_dtype != torch.float32:
+            scale = scale.to(recipe.scaling("w", 1).scale_dtype)
         return ServedLinear(weight=linear.weight.codes.to(device), weight_scale=scale, input_scale=None, rounding=0.0)  # fmt: skip
     slots: Any = linear.slots or {}
     if recipe.uses_history and not bool((slots["x"].amax_history != 0).any()):
@@ -101,13 +101,13 @@ def served_linear(
     input_scale = None
     if recipe.uses_history:
         input_scale = slots["x"].scale.reciprocal().reshape(1)
-    elif recipe.kind == "constant":
+    elif recipe.scales_known:
         input_scale = torch.ones(1, dtype=torch.float32, device=weight.device)
     restored = quantized.dequantize()
     weight_scale = torch.atleast_1d(quantized.scale_inv * linear.output_multiplier)
     return ServedLinear(
         weight=quantized.data,
-        weight_scale=weight_scale.to(torch.float8_e8m0fnu) if recipe.kind == "mx" else weight_scale,
+        weight_scale=weight_scale.to(recipe.scaling("w", 1).scale_dtype),
         input_scale=input_scale,
         rounding=float((restored - weight.float()).norm() / weight.float().norm().clamp(min=1e-30)),
     )

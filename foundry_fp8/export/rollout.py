@@ -91,7 +91,7 @@ def rollout_mismatch(
 def _server(name: str, recipe: Any, scales: str) -> Callable[..., Tensor]:
     """A forward hook that puts a server's result in the place of the layer's own."""
     inputs, block = recipe, getattr(recipe.scaling("w", 1), "block", None)
-    if recipe.kind == "tensor" and not recipe.uses_history:
+    if recipe.measures_first:
         inputs = CurrentScaling(granularity="row", power_2_scales=recipe.powers_of_two)
     if scales != "recipe" and hasattr(inputs, "power_2_scales"):
         inputs = dataclasses.replace(inputs, power_2_scales=scales == "ue8m0")

@@ -17,7 +17,7 @@ from foundry_fp8.layers.dtensor import is_dtensor
 from foundry_fp8.layers.ledger import Gemm, GemmLedger, Precision, precision_of
 from foundry_fp8.layers.second_derivative import refuse_second_derivative, refuse_transforms
 from foundry_fp8.numerics.quantize import Quantized
-from foundry_fp8.numerics.recipes import DelayedScaling, Operand, Recipe, most_common_recipes
+from foundry_fp8.numerics.recipes import Operand, Recipe, most_common_recipes
 
 __all__ = ["OPERANDS", "FP8GemmLayer", "Probe", "Slots", "configured_recipes"]
 
@@ -87,7 +87,7 @@ class FP8GemmLayer(nn.Module):
         Raises:
             RuntimeError: A delayed recipe for a layer that has no delayed-scaling state.
         """
-        if isinstance(recipe, DelayedScaling) and recipe != self.configured_recipe:
+        if recipe is not None and recipe.uses_history and recipe != self.configured_recipe:
             raise RuntimeError(
                 f"{self.fqn}: delayed scaling has state only where the model was converted with it "
                 f"(this layer was converted with {self.configured_recipe and self.configured_recipe.name}). Demote to current, block or mxfp8."

@@ -15,7 +15,7 @@ from foundry_fp8.layers.gemm_layer import OPERANDS, FP8GemmLayer, configured_rec
 from foundry_fp8.layers.model_state import ModelState, readable
 from foundry_fp8.layers.recipe_table import MEASURED, choice_of, measured_table, table_of
 from foundry_fp8.layers.resumed import watch_first_step
-from foundry_fp8.numerics.recipes import DelayedScaling, Recipe
+from foundry_fp8.numerics.recipes import Recipe
 
 __all__ = ["FP8State"]
 
@@ -55,11 +55,11 @@ class FP8State(ModelState):
         self.backend = backend
         self.answered = False
         self._scales: ModuleScales | None = None
-        delayed = {n: m for n, m in self.modules.items() if isinstance(m.configured_recipe, DelayedScaling)}
-        for recipe in recipes:  # a policy has one delayed recipe at most
-            if isinstance(recipe, DelayedScaling):
-                fp8_max = {operand: recipe.format(operand).max for operand in OPERANDS}
-                self._scales = ModuleScales(recipe, list(delayed), fp8_max, self.NAME)
+        for history in (recipe.history for recipe in recipes):
+            if history is not None:  # a policy has one at most
+                delayed = {n: m for n, m in self.modules.items() if m.configured_recipe == history}
+                fp8_max = {operand: history.format(operand).max for operand in OPERANDS}
+                self._scales = ModuleScales(history, list(delayed), fp8_max, self.NAME)
                 for name, module in delayed.items():
                     module.slots = self._scales.slots(name)
                 self._scales.attach(model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable
+from typing import TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -93,20 +94,25 @@ class FP8UnitLinear(FP8Linear):
         Raises:
             RuntimeError: Another recipe than ``unit``.
         """
-        if recipe is not None and not isinstance(recipe, UnitScaling):
+        if recipe is not None and recipe.for_any_model:
             raise RuntimeError(
                 f"{self.fqn}: it has µnit Scaling's output multiplier, which the recipe {recipe.name} does not give to its "
                 "GEMMs. It runs unit, or high precision."
             )
-        if recipe is not None and recipe.gradient_scale == "auto" and self.chosen_gradient_scale is not None:
+        if _waits(recipe) and self.chosen_gradient_scale is not None:
             recipe = dataclasses.replace(recipe, gradient_scale=self.chosen_gradient_scale)
         super().set_recipe(recipe)
 
     def _compute(self, input: Tensor) -> Tensor:
         if self.runs_fp8 and torch.is_grad_enabled():
-            assert isinstance(self.recipe, UnitScaling)
-            self.recipe.scale("dy")  # raises where it is still to be chosen
+            assert self.recipe is not None
+            self.recipe.scaling("dy", 1)  # raises where it is still to be chosen
         return super()._compute(input)
+
+
+def _waits(recipe: Recipe | None) -> TypeGuard[UnitScaling]:
+    """Whether its gradient scale is still to be chosen."""
+    return isinstance(recipe, UnitScaling) and recipe.gradient_scale == "auto"
 
 
 def choose_gradient_scale(modules: Iterable[nn.Module], tokens: int) -> tuple[int, int] | None:
@@ -123,8 +129,7 @@ def choose_gradient_scale(modules: Iterable[nn.Module], tokens: int) -> tuple[in
         module
         for module in modules
         if isinstance(module, FP8UnitLinear)
-        and isinstance(module.configured_recipe, UnitScaling)
-        and module.configured_recipe.gradient_scale == "auto"
+        and _waits(module.configured_recipe)
         and module.chosen_gradient_scale is None
     ]
     if not waiting:

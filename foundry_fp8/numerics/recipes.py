@@ -122,6 +122,21 @@ class Recipe(Config):
         """Whether a tensor has other scales in each dimension that a GEMM contracts, so that it is quantised once for each."""
         return self.by_row
 
+    @property
+    def history(self) -> DelayedScaling | None:
+        """What says how amaxes of earlier passes set the scale, where they do."""
+        return None
+
+    @property
+    def scales_known(self) -> bool:
+        """Whether a tensor's scale is known before the tensor."""
+        return self.uses_history
+
+    @property
+    def finer(self) -> Recipe | None:
+        """What a layer runs that this one does not suffice for, before high precision; ``None`` if there is nothing between."""
+        return None
+
     def to_dict(self) -> dict[str, Any]:
         """``{"name": ..., field: value}``: what :func:`parse_recipe` reads back, and what the logs show."""
         return {"name": self.name, **dataclasses.asdict(self)}
@@ -172,6 +187,16 @@ class DelayedScaling(TensorwiseRecipe):
         """See :meth:`Recipe.scaling`; the scale is given."""
         return OneScale(given=True)
 
+    @property
+    def history(self) -> DelayedScaling:
+        """See :attr:`Recipe.history`."""
+        return self
+
+    @property
+    def finer(self) -> Recipe:
+        """See :attr:`Recipe.finer`."""
+        return CurrentScaling(fp8_format=self.fp8_format)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CurrentScaling(TensorwiseRecipe):
@@ -188,6 +213,11 @@ class CurrentScaling(TensorwiseRecipe):
     def scaling(self, operand: Operand, along: int) -> Scaling:
         """See :meth:`Recipe.scaling`."""
         return Rows(along, self.power_2_scales) if self.by_row else OneScale(self.power_2_scales)
+
+    @property
+    def finer(self) -> Recipe:
+        """See :attr:`Recipe.finer`."""
+        return BlockScaling()
 
     @property
     def kind(self) -> str:
@@ -284,6 +314,11 @@ class UnitScaling(TensorwiseRecipe):
     def scaling(self, operand: Operand, along: int) -> Scaling:
         """See :meth:`Recipe.scaling`."""
         return Constant(self.scale(operand))
+
+    @property
+    def scales_known(self) -> bool:
+        """See :attr:`Recipe.scales_known`."""
+        return True
 
     def scale(self, operand: Operand) -> float:
         """The constant that one operand is multiplied by before the cast.

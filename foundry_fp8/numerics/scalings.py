@@ -10,6 +10,7 @@ import abc
 import dataclasses
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from foundry_fp8.numerics.formats import Float8Format, e8m0_decode, e8m0_round_up
@@ -35,6 +36,8 @@ class Scaling(abc.ABC):
     """What a backend looks it up by."""
     measures_amax: ClassVar[bool] = True
     """Whether an amax is taken, in which Inf would show."""
+    scale_dtype: ClassVar[torch.dtype] = torch.float32
+    """Of the scales in a file."""
 
     @abc.abstractmethod
     def quantize(self, x: Tensor, fmt: Float8Format, scale: Tensor | None = None) -> Quantized:
@@ -122,6 +125,7 @@ class MXBlocks(Scaling):
     """One E8M0 scale a block."""
 
     kind = "mx"
+    scale_dtype = torch.float8_e8m0fnu
     block: tuple[int, int]
 
     def quantize(self, x: Tensor, fmt: Float8Format, scale: Tensor | None = None) -> Quantized:

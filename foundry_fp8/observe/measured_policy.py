@@ -232,8 +232,8 @@ def _candidates(layer: FP8GemmLayer, names: Sequence[str], device: torch.device)
     """What ``layer`` can run, the fastest first."""
     own = layer.configured_recipe
     made = [RECIPES[name]() for name in names or FOR_ANY_MODEL]
-    made = [own if own is not None and recipe.name == own.name else recipe for recipe in made]
-    runs = [r for r in made if (r.name != "delayed" or r == own) and layer.can_run(r, device)]
+    made = [own if own is not None and type(recipe) is type(own) else recipe for recipe in made]
+    runs = [r for r in made if (not r.uses_history or r == own) and layer.can_run(r, device)]
     return sorted(runs, key=lambda r: -saved_seconds(r, 1, layer.in_features, layer.out_features))
 
 

@@ -78,7 +78,7 @@ def notices(
         )
     if device == "cuda" and precision == "fp32":
         found.append("Warning: precision: fp32, so what stays out of FP8 runs in float32. amp_bf16 is usual.")
-    if any(r.name == "delayed" for r in report.recipes) and "DivergenceGuard" not in callbacks:
+    if any(r.uses_history for r in report.recipes) and "DivergenceGuard" not in callbacks:
         found.append(
             "Warning: delayed scaling and no callbacks.divergence_guard: nothing acts when outliers outgrow the history."
         )

@@ -171,9 +171,7 @@ class FP8AttentionState(ModelState):
         self.modules = dict(modules)
         self.recipe = recipe
         self.slots = attention_slots(recipe)
-        timing = (
-            recipe if isinstance(recipe, DelayedScaling) else DelayedScaling(fp8_format=recipe.fp8_format)
-        )
+        timing = recipe.history or DelayedScaling(fp8_format=recipe.fp8_format)
         fp8_max = {slot: attention_format(recipe, slot).max for slot in self.slots}
         self._scales = ModuleScales(timing, list(self.modules), fp8_max, self.NAME)
         for name, module in self.modules.items():

@@ -21,7 +21,7 @@ from foundry_fp8.config import (
 )
 from foundry_fp8.model_structure.block_numbers import Blocks
 from foundry_fp8.model_structure.roles import Role
-from foundry_fp8.numerics.recipes import FOR_ANY_MODEL, RECIPES, DelayedScaling, Gemm, Recipe, parse_recipe
+from foundry_fp8.numerics.recipes import FOR_ANY_MODEL, RECIPES, Gemm, Recipe, parse_recipe
 
 __all__ = ["HIGH_PRECISION", "Measured", "Rule", "Wgrad", "parse_rules"]
 
@@ -104,7 +104,10 @@ def parse_rules(value: Sequence[Any], key: str) -> tuple[Rule, ...]:
         raise ConfigError(
             f"{key}: every rule is {HIGH_PRECISION}, so nothing would run FP8. To switch it off, set enabled: false."
         )
-    if len({rule.recipe for rule in rules if isinstance(rule.recipe, DelayedScaling)}) > 1:
+    if (
+        len({rule.recipe for rule in rules if isinstance(rule.recipe, Recipe) and rule.recipe.uses_history})
+        > 1
+    ):
         raise ConfigError(
             f"{key}: delayed with other fields in another rule; a model has one delayed recipe."
         )

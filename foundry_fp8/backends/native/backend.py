@@ -17,11 +17,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from foundry_fp8.backends.native.inputs import LinearCall, checked_dtype, shared_input
 from foundry_fp8.backends.native.plan import Layout
 from foundry_fp8.backends.size_rule import size_reason
-from foundry_fp8.compat.block_scaled_mm import block_mode_missing
 from foundry_fp8.compat.fake_tensor import dry_run
 from foundry_fp8.compat.fresh_view import fresh_view
 from foundry_fp8.compat.fsdp2 import shard_versions
 from foundry_fp8.compat.peft_merges import merged_adapters
+from foundry_fp8.config.versions import dotted
 from foundry_fp8.kernels.launch import compiler_missing, interpreting, triton_missing
 from foundry_fp8.layers.attention import AttentionBackend
 from foundry_fp8.layers.autocast import without_autocast
@@ -44,9 +44,6 @@ __all__ = ["NativeBackend"]
 log = logging.getLogger(__name__)
 
 SM_FP8 = (8, 9)
-SM_MX = (10, 0)
-TORCH_MX = (2, 8)
-CUDA_MX = (12, 8)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,8 +98,8 @@ class NativeBackend(Backend):
         if capability < SM_FP8:
             return Availability(
                 False,
-                f"{torch.cuda.get_device_name(device)} has compute capability {_dotted(capability)}, and FP8 tensor cores "
-                f"begin with {_dotted(SM_FP8)}",
+                f"{torch.cuda.get_device_name(device)} has compute capability {dotted(capability)}, and FP8 tensor cores "
+                f"begin with {dotted(SM_FP8)}",
                 "Train in BF16 on this GPU.",
             )
         unbuilt = compiler_missing()
@@ -110,12 +107,7 @@ class NativeBackend(Backend):
             return Availability(
                 False, unbuilt, "Install gcc and Python's development headers (apt install gcc python3-dev)."
             )
-        if recipe.kind == "block":
-            missing = block_mode_missing(device.index or 0)
-            return Availability(
-                True, "its GEMMs are cuBLASLt's" if missing is None else f"its GEMMs are Triton's: {missing}"
-            )
-        return Availability(True) if recipe.runs_on_hopper else _mx_availability(capability)
+        return SCALINGS[recipe.kind].availability(device, capability)
 
     def shape_reason(self, recipe: Recipe, in_features: int, out_features: int) -> str | None:
         """As everywhere (the kernels would pad any shape); with :attr:`BackendOptions.only_where_faster`, why this layer had better not."""
@@ -280,32 +272,3 @@ def _forget_after_optimizer_steps(backend: NativeBackend) -> None:
     """For optimizers that write through .data, which no version counter sees (LLM Foundry's DecoupledLionW does)."""
     _watch_optimizers()
     _caching.add(backend)
-
-
-def _mx_availability(capability: tuple[int, int]) -> Availability:
-    remedy = "Use recipe: block or current."
-    if capability < SM_MX:
-        return Availability(
-            False,
-            f"mxfp8 needs compute capability {_dotted(SM_MX)}, this GPU has {_dotted(capability)}",
-            remedy,
-        )
-    if capability[0] != SM_MX[0]:  # 12.x: FP8 tensor cores of another kind, which nobody has tried this on
-        return Availability(
-            False,
-            f"mxfp8 is written for compute capability 10.x, this GPU has {_dotted(capability)}",
-            "Use recipe: current.",
-        )
-    torch_version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    cuda_version = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
-    if torch_version < TORCH_MX or cuda_version < CUDA_MX:
-        return Availability(
-            False,
-            f"mxfp8 needs torch {_dotted(TORCH_MX)} built with CUDA {_dotted(CUDA_MX)}, this is torch {torch.__version__}",
-            remedy,
-        )
-    return Availability(True)
-
-
-def _dotted(version: tuple[int, ...]) -> str:
-    return ".".join(str(part) for part in version)

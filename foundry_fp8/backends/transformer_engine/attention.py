@@ -26,8 +26,9 @@ from foundry_fp8.backends.attention_requirements import (
     cudnn_recipe_reason,
 )
 from foundry_fp8.backends.transformer_engine.delayed import keep_out_of_global_buffers
-from foundry_fp8.backends.transformer_engine.library import library, release
+from foundry_fp8.backends.transformer_engine.library import library
 from foundry_fp8.backends.transformer_engine.recipes import te_recipe_of
+from foundry_fp8.config.versions import release
 from foundry_fp8.layers.attention import (
     AttentionBackend,
     AttentionInputs,
@@ -36,7 +37,7 @@ from foundry_fp8.layers.attention import (
     GradScores,
 )
 from foundry_fp8.layers.backend import Availability
-from foundry_fp8.numerics.recipes import DelayedScaling, Recipe
+from foundry_fp8.numerics.recipes import Recipe
 
 __all__ = ["TransformerEngineAttention", "attention_machine"]
 
@@ -96,8 +97,6 @@ class TransformerEngineAttention(AttentionBackend):
         Raises:
             RuntimeError: cuDNN has no FP8 kernel for this call, with the reason and the way out.
         """
-        recipe = module.recipe
-        assert isinstance(recipe, DelayedScaling)
         found = self.call_reason(module, given)
         if not found.ok:
             raise RuntimeError(
@@ -105,7 +104,7 @@ class TransformerEngineAttention(AttentionBackend):
             )
         q, k, v, mask, softmax_scale, dropout_p = given
         mask = mask.simplified()
-        te_recipe = _with_attention(recipe)
+        te_recipe = _with_attention(module.recipe)
         dpa = _te_module(module, q, k, softmax_scale, dropout_p)
         dpa.train(module.training)
         # Always given: the default of a module that was built causal is a causal window, which TE mends with a warning.
@@ -125,7 +124,8 @@ class TransformerEngineAttention(AttentionBackend):
 
 
 @functools.lru_cache(maxsize=32)
-def _with_attention(recipe: DelayedScaling) -> Any:
+def _with_attention(recipe: Recipe | None) -> Any:
+    assert recipe is not None
     return dataclasses.replace(te_recipe_of(recipe), fp8_dpa=True)
 
 

@@ -82,13 +82,12 @@ class TransformerEngineBackend(Backend):
 
         With :attr:`BackendOptions.only_where_faster`, why this layer had better not: TE's casts move the bytes that ours do.
         """
-        if recipe.kind == "block":
-            for label, size in (("in_features", in_features), ("out_features", out_features)):
-                if size % recipe.block_size:
-                    return (
-                        f"{label}={size} is not a multiple of {recipe.block_size}, which block scaling needs on "
-                        "Transformer Engine"
-                    )
+        for label, size in (("in_features", in_features), ("out_features", out_features)):
+            if size % recipe.block_size:
+                return (
+                    f"{label}={size} is not a multiple of {recipe.block_size}, which {recipe.name} scaling needs on "
+                    "Transformer Engine"
+                )
         reason = super().shape_reason(recipe, in_features, out_features)
         if reason is None and self.options.only_where_faster:
             reason = size_reason(recipe, in_features, out_features)

@@ -17,6 +17,8 @@ import warnings
 from contextlib import AbstractContextManager
 from typing import Any
 
+from foundry_fp8.config.versions import release
+
 __all__ = [
     "MINIMUM_VERSION",
     "ImportProblem",
@@ -83,16 +85,6 @@ class Library:
         }[recipe_name]
         ok, reason = getattr(self.quantization, check)()
         return None if ok else (reason or "Transformer Engine gives no reason")
-
-
-def release(version: str) -> tuple[int, ...]:
-    """``"2.8.0+cu12"`` -> ``(2, 8, 0)``."""
-    numbers = []
-    for part in version.split("+")[0].split("."):
-        if not part.isdigit():
-            break
-        numbers.append(int(part))
-    return tuple(numbers)
 
 
 def installed_version() -> str | None:

@@ -63,11 +63,11 @@ def te_recipe_of(recipe: Recipe) -> Any:
         )
     formats = {"hybrid": te.recipe.Format.HYBRID, "e4m3": te.recipe.Format.E4M3}
     fields: dict[str, Any] = {"fp8_format": formats[recipe.fp8_format]}
-    if isinstance(recipe, DelayedScaling):
+    if (history := recipe.history) is not None:
         fields |= {
-            "margin": recipe.margin,
+            "margin": history.margin,
             "amax_history_len": 1,
-            "amax_compute_algo": recipe.amax_compute_algo,
+            "amax_compute_algo": history.amax_compute_algo,
             "reduce_amax": False,
         }
     known = {field.name for field in dataclasses.fields(cls)}

@@ -12,7 +12,7 @@ import functools
 
 import torch
 
-from foundry_fp8.backends.transformer_engine.library import release
+from foundry_fp8.config.versions import dotted, release
 from foundry_fp8.layers.backend import Availability
 from foundry_fp8.numerics.recipes import Recipe
 
@@ -43,18 +43,18 @@ def machine_of(device: torch.device, te_version: str) -> Machine:
     )
 
 
+_NO_FORM = {
+    "constant": "Transformer Engine's recipes all measure an amax, and its linear has no factor for its GEMMs",
+    "row": "Transformer Engine has no scales of rows",
+}
+
+
 def requirement(recipe: Recipe, machine: Machine) -> Availability:
     """Whether ``machine`` can run ``recipe`` through Transformer Engine; if not, why and what would."""
     major, minor = machine.capability
     gpu = f"the GPU has compute capability {major}.{minor}"
-    if recipe.kind == "constant":
-        return Availability(
-            False,
-            "Transformer Engine's recipes all measure an amax, and its linear has no factor for its GEMMs",
-            "Use backend: native.",
-        )
-    if recipe.by_row:
-        return Availability(False, "Transformer Engine has no scales of rows", "Use backend: native.")
+    if recipe.kind in _NO_FORM:
+        return Availability(False, _NO_FORM[recipe.kind], "Use backend: native.")
     if recipe.kind not in ("tensor", "block", "mx"):
         reason = f"this backend gives Transformer Engine no form of {recipe.name}'s scales ({recipe.kind})"
         return Availability(False, reason, "Set backend: emulated to check numerics.")
@@ -76,7 +76,7 @@ def requirement(recipe: Recipe, machine: Machine) -> Availability:
         if machine.capability >= (10, 0) and machine.te < (2, 9):
             return Availability(
                 False,
-                f"{gpu}, and Transformer Engine {_dotted(machine.te)} runs block scaling on 9.0 alone",
+                f"{gpu}, and Transformer Engine {dotted(machine.te)} runs block scaling on 9.0 alone",
                 "Install Transformer Engine 2.9 or later, or use mxfp8.",
             )
         if machine.capability >= (12, 0):
@@ -110,20 +110,16 @@ def _at_least(machine: Machine, *, cuda: tuple[int, ...], cublas: tuple[int, ...
     if machine.cuda < cuda:
         return Availability(
             False,
-            f"torch was built with CUDA {_dotted(machine.cuda) or 'none'}, and {what} needs {_dotted(cuda)}",
-            f"Install a torch built with CUDA {_dotted(cuda)} or later (torch 2.8 and later offer one). {remedy}",
+            f"torch was built with CUDA {dotted(machine.cuda) or 'none'}, and {what} needs {dotted(cuda)}",
+            f"Install a torch built with CUDA {dotted(cuda)} or later (torch 2.8 and later offer one). {remedy}",
         )
     if machine.cublas and machine.cublas < cublas:
         return Availability(
             False,
-            f"cuBLAS {_dotted(machine.cublas)} is loaded, and {what} needs {_dotted(cublas)}",
+            f"cuBLAS {dotted(machine.cublas)} is loaded, and {what} needs {dotted(cublas)}",
             f"Install a newer cuBLAS (it comes with a newer torch). {remedy}",
         )
     return Availability(True)
-
-
-def _dotted(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version))
 
 
 @functools.lru_cache(maxsize=1)

@@ -27,7 +27,6 @@ from foundry_fp8.distributed.traffic import reduce_options
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.numerics.formats import E4M3, cast
 from foundry_fp8.numerics.quantize import amax_of, scale_from_amax
-from foundry_fp8.numerics.recipes import CurrentScaling
 from foundry_fp8.numerics.wire_format import WireFormat
 
 __all__ = ["TensorCodec", "share_amaxes"]
@@ -101,11 +100,11 @@ def share_amaxes(
             dtype = _compute_dtype(gathered)
             if (
                 linear.runs_fp8
-                and isinstance(linear.recipe, CurrentScaling)
-                and not linear.recipe.by_row
+                and linear.recipe is not None
+                and linear.recipe.measures_first
                 and dtype in (torch.float32, torch.bfloat16)
             ):
-                chosen.append((gathered, linear.recipe.power_2_scales, dtype))
+                chosen.append((gathered, linear.recipe.powers_of_two, dtype))
         if not chosen:
             return
         with torch.no_grad():

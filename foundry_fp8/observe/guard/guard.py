@@ -15,7 +15,6 @@ from foundry_fp8.config import from_mapping
 from foundry_fp8.layers.model_state import readable
 from foundry_fp8.numerics.recipes import Recipe
 from foundry_fp8.observe.guard.config import KEY, MODEL, Event, GuardConfig
-from foundry_fp8.observe.guard.fallback import finer_recipe
 from foundry_fp8.observe.guard.rows import first_rows
 from foundry_fp8.observe.guard.schedule import Schedule
 from foundry_fp8.observe.guard.search import smallest_sufficient
@@ -71,7 +70,10 @@ class DivergenceGuard:
 
     def finer(self, name: str) -> Recipe | None:
         """What a layer is demoted to before high precision, if anything: finer than its own recipe."""
-        return finer_recipe(self.probe.layers[name], self._device) if self.config.finer else None
+        layer = self.probe.layers[name]
+        configured = layer.configured_recipe
+        finer = None if configured is None or not self.config.finer else configured.finer
+        return None if finer is None or not layer.can_run(finer, self._device) else finer
 
     def due(self) -> bool:
         """Whether the next :meth:`before_step` measures."""

@@ -6,7 +6,8 @@ import sys
 import pytest
 
 from foundry_fp8.backends.transformer_engine import library
-from foundry_fp8.backends.transformer_engine.library import ImportProblem, explain, release
+from foundry_fp8.backends.transformer_engine.library import ImportProblem, explain
+from foundry_fp8.config.versions import release
 
 
 @pytest.mark.parametrize(

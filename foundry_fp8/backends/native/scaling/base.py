@@ -12,6 +12,7 @@ from torch import Tensor
 from foundry_fp8.backends.native.plan import Layout, Plan
 from foundry_fp8.backends.native.source import Amaxes, Layouts, Source
 from foundry_fp8.kernels.producers import Producer
+from foundry_fp8.layers.backend import Availability
 from foundry_fp8.layers.frozen_weight import in_dtype
 from foundry_fp8.numerics.recipes import Gemm, Operand
 
@@ -54,6 +55,10 @@ class NativeScaling(abc.ABC):
     """Whether kernels of this package quantise; otherwise torch's operators."""
     product: ClassVar[str] = "torch._scaled_mm"
     """What multiplies, for messages."""
+
+    def availability(self, device: torch.device, capability: tuple[int, int]) -> Availability:
+        """Whether it runs on ``device``, a GPU of this ``capability`` that multiplies FP8."""
+        return Availability(True)
 
     @abc.abstractmethod
     def quantize(

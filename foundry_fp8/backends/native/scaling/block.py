@@ -11,8 +11,10 @@ from foundry_fp8.backends.native.ops import blockwise_gemm, quantize_blockwise
 from foundry_fp8.backends.native.plan import FORMATS, Layout, Plan
 from foundry_fp8.backends.native.scaling.base import Launch, Made, NativeScaling, Output, Quantised
 from foundry_fp8.backends.native.source import Amaxes, Layouts, Source
+from foundry_fp8.compat.block_scaled_mm import block_mode_missing
 from foundry_fp8.kernels import blockwise
 from foundry_fp8.kernels.producers import Producer
+from foundry_fp8.layers.backend import Availability
 from foundry_fp8.numerics.recipes import Gemm, Operand
 
 __all__ = ["BlockKernels"]
@@ -26,6 +28,12 @@ class BlockKernels(NativeScaling):
     group: ClassVar[int] = 128
     squares: ClassVar[bool] = True
     """Whether weights have scales of squares."""
+
+    def availability(self, device: torch.device, capability: tuple[int, int]) -> Availability:
+        """Everywhere."""
+        missing = block_mode_missing(device.index or 0)
+        by = "cuBLASLt's" if missing is None else f"Triton's: {missing}"
+        return Availability(True, f"its GEMMs are {by}")
 
     def quantize(
         self, source: Source, operand: Operand, plan: Plan, layouts: Layouts, amaxes: Amaxes, *, direct: bool

@@ -11,10 +11,17 @@ from foundry_fp8.backends.native.plan import Layout, Plan
 from foundry_fp8.backends.native.products import mx_product, mx_scales, without_padding
 from foundry_fp8.backends.native.scaling.base import Output, bias_inside, with_bias
 from foundry_fp8.backends.native.scaling.block import BlockKernels
+from foundry_fp8.config.versions import dotted, release
+from foundry_fp8.layers.backend import Availability
 from foundry_fp8.layers.frozen_weight import in_dtype
 from foundry_fp8.numerics.recipes import Gemm
 
 __all__ = ["MXKernels"]
+
+
+SM_MX = (10, 0)
+TORCH_MX = (2, 8)
+CUDA_MX = (12, 8)
 
 
 class MXKernels(BlockKernels):
@@ -24,6 +31,23 @@ class MXKernels(BlockKernels):
     product: ClassVar[str] = "torch._scaled_mm"
     group: ClassVar[int] = 32
     squares: ClassVar[bool] = False
+
+    def availability(self, device: torch.device, capability: tuple[int, int]) -> Availability:
+        """See :meth:`NativeScaling.availability`."""
+        here, remedy = dotted(capability), "Use recipe: block or current."
+        if capability < SM_MX:
+            return Availability(
+                False, f"mxfp8 needs compute capability {dotted(SM_MX)}, this GPU has {here}", remedy
+            )
+        if (
+            capability[0] != SM_MX[0]
+        ):  # 12.x: FP8 tensor cores of another kind, which nobody has tried this on
+            reason = f"mxfp8 is written for compute capability 10.x, this GPU has {here}"
+            return Availability(False, reason, "Use recipe: current.")
+        if release(torch.__version__) < TORCH_MX or release(torch.version.cuda or "") < CUDA_MX:
+            needed = f"torch {dotted(TORCH_MX)} built with CUDA {dotted(CUDA_MX)}"
+            return Availability(False, f"mxfp8 needs {needed}, this is torch {torch.__version__}", remedy)
+        return Availability(True)
 
     def multiply(
         self, which: Gemm, a: Layout, b: Layout, plan: Plan, out: Output, bias: Tensor | None = None, *, direct: bool
