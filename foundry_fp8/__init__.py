@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from foundry_fp8.activations.checkpointing.apply import apply_activation_checkpointing
     from foundry_fp8.activations.compression.apply import apply_activation_compression
     from foundry_fp8.activations.fused_head.apply import apply_fused_head
-    from foundry_fp8.backends.native.fused import activation_linear, norm_linear
     from foundry_fp8.config import ConfigError
     from foundry_fp8.distributed.compression.apply import apply_compressed_communication
     from foundry_fp8.distributed.hybrid_sharding.apply import hybrid_degrees, hybrid_mesh
@@ -52,7 +51,6 @@ _HOMES = {
     "PrecisionGap": "observe.precision_probe",
     "SurgeryReport": "surgery.report",
     "UnitScaling": "numerics.recipes",
-    "activation_linear": "backends.native.fused",
     "apply_activation_checkpointing": "activations.checkpointing.apply",
     "apply_activation_compression": "activations.compression.apply",
     "apply_compressed_communication": "distributed.compression.apply",
@@ -64,7 +62,6 @@ _HOMES = {
     "hybrid_degrees": "distributed.hybrid_sharding.apply",
     "hybrid_mesh": "distributed.hybrid_sharding.apply",
     "load_fp8": "export.load",
-    "norm_linear": "backends.native.fused",
     "plan_memory": "planning.memory.planner",
     "precision_gap": "observe.precision_probe",
     "rollout_mismatch": "export.rollout",

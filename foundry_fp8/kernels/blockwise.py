@@ -324,7 +324,6 @@ def _quantize_blockwise_kernel(
     rstd_ptr,
     weight_ptr,
     bias_ptr,
-    alpha_ptr,
     data_ptr,
     scale_ptr,
     data_t_ptr,
@@ -352,7 +351,7 @@ def _quantize_blockwise_kernel(
     first_row = tile_r * TILE_R
     first_column = tile_c * TILE_C
     a, b, c, d = load_interleaved(
-        x_ptr, x_stride, up_ptr, up_stride, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, alpha_ptr,
+        x_ptr, x_stride, up_ptr, up_stride, mean_ptr, rstd_ptr, weight_ptr, bias_ptr,
         first_row, first_column, R, C, KIND, TILE_R, TILE_C,
     )  # fmt: skip
     columns = first_column + tl.arange(0, TILE_C)

@@ -25,7 +25,6 @@ def load_interleaved(
     rstd_ptr,
     weight_ptr,
     bias_ptr,
-    alpha_ptr,
     first_row,
     first_column,
     R,
@@ -36,19 +35,19 @@ def load_interleaved(
 ):
     """:func:`load_tile`'s tile as four of ``[TILE_R / 4, TILE_C]``."""
     a = load_tile(
-        x_ptr, x_stride, up_ptr, up_stride, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, alpha_ptr,
+        x_ptr, x_stride, up_ptr, up_stride, mean_ptr, rstd_ptr, weight_ptr, bias_ptr,
         first_row, first_column, R, C, KIND, TILE_R // ROWS_PER_WORD, TILE_C, ROWS_PER_WORD,
     )  # fmt: skip
     b = load_tile(
-        x_ptr, x_stride, up_ptr, up_stride, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, alpha_ptr,
+        x_ptr, x_stride, up_ptr, up_stride, mean_ptr, rstd_ptr, weight_ptr, bias_ptr,
         first_row + 1, first_column, R, C, KIND, TILE_R // ROWS_PER_WORD, TILE_C, ROWS_PER_WORD,
     )  # fmt: skip
     c = load_tile(
-        x_ptr, x_stride, up_ptr, up_stride, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, alpha_ptr,
+        x_ptr, x_stride, up_ptr, up_stride, mean_ptr, rstd_ptr, weight_ptr, bias_ptr,
         first_row + 2, first_column, R, C, KIND, TILE_R // ROWS_PER_WORD, TILE_C, ROWS_PER_WORD,
     )  # fmt: skip
     d = load_tile(
-        x_ptr, x_stride, up_ptr, up_stride, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, alpha_ptr,
+        x_ptr, x_stride, up_ptr, up_stride, mean_ptr, rstd_ptr, weight_ptr, bias_ptr,
         first_row + 3, first_column, R, C, KIND, TILE_R // ROWS_PER_WORD, TILE_C, ROWS_PER_WORD,
     )  # fmt: skip
     return a, b, c, d

@@ -25,7 +25,6 @@ __all__ = [
     "Producer",
     "load_tile",
     "produce",
-    "xielu_reference",
 ]
 
 IDENTITY = tl.constexpr(0)
@@ -33,7 +32,6 @@ NORM = tl.constexpr(1)
 SILU = tl.constexpr(2)
 GELU = tl.constexpr(3)
 GELU_TANH = tl.constexpr(4)
-XIELU = tl.constexpr(5)
 ROUNDED_NORM = tl.constexpr(6)
 """A norm whose normalised value is rounded before the gain multiplies it, as transformers' RMSNorms do."""
 GRADIENT = tl.constexpr(8)
@@ -41,25 +39,13 @@ GRADIENT = tl.constexpr(8)
 GRADIENT_OF_UP = tl.constexpr(16)
 """The same of what a gated activation multiplies with."""
 
-ACTIVATIONS = {"silu": 2, "gelu": 3, "gelu_tanh": 4, "xielu": 5}
+ACTIVATIONS = {"silu": 2, "gelu": 3, "gelu_tanh": 4}
 """Activation name to the kernels' code. With ``up`` given, silu is SwiGLU and gelu is GeGLU."""
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 SQRT_2_OVER_PI = tl.constexpr(0.7978845608028654)
 INV_SQRT_2PI = tl.constexpr(0.3989422804014327)
 GELU_CUBIC = tl.constexpr(0.044715)
-XIELU_BETA = tl.constexpr(0.5)
-XIELU_EPS = tl.constexpr(-1e-6)
-
-
-def xielu_reference(x: Tensor, alpha: Tensor) -> Tensor:
-    """XIELU with effective slopes ``alpha = (alpha_p, alpha_n)``, float32 ``[2]``; ``x`` float32, any shape.
-
-    Source:
-        "Deriving activation functions using integration", arXiv:2411.13010, with beta = 0.5; as FOG uses it.
-    """
-    negative = alpha[1] * (torch.expm1(x.clamp(max=-1e-6)) - x) + 0.5 * x
-    return torch.where(x > 0, alpha[0] * x * x + 0.5 * x, negative)
 
 
 class Producer(NamedTuple):
@@ -77,8 +63,6 @@ class Producer(NamedTuple):
     """``[C]``: the norm's gain; of a gradient ``[R, C]``: that of the activation's output."""
     bias: Tensor | None = None
     """``[C]``: LayerNorm's bias."""
-    alpha: Tensor | None = None
-    """``[2]`` float32: xIELU's effective slopes."""
     kind: int = 0
 
     def checked(self) -> "Producer":
@@ -94,7 +78,7 @@ class Producer(NamedTuple):
         found = self if rows is x else self._replace(x=rows)
         if found.kind == 0:
             return found
-        for name in ("up", "mean", "rstd", "weight", "bias", "alpha"):
+        for name in ("up", "mean", "rstd", "weight", "bias"):
             given = getattr(found, name)
             if given is not None and given.device != x.device:
                 raise ValueError(f"{name} is on {given.device}, x on {x.device}; they must share a device.")
@@ -124,24 +108,20 @@ class Producer(NamedTuple):
         bias: Tensor | None = None,
     ) -> "Producer":
         """RMSNorm, or LayerNorm if ``mean`` is given; the statistics come from :mod:`foundry_fp8.kernels.norms`."""
-        return cls(x, None, mean, rstd, weight, bias, None, 1).checked()
+        return cls(x, None, mean, rstd, weight, bias, 1).checked()
 
     @classmethod
-    def activation(
-        cls, name: str, x: Tensor, *, up: Tensor | None = None, alpha: Tensor | None = None
-    ) -> "Producer":
-        """One of :data:`ACTIVATIONS`, gated if ``up`` is given. xielu needs ``alpha``."""
+    def activation(cls, name: str, x: Tensor, *, up: Tensor | None = None) -> "Producer":
+        """One of :data:`ACTIVATIONS`, gated if ``up`` is given."""
         if name not in ACTIVATIONS:
             raise ValueError(f"activation {name!r} is not one of {', '.join(ACTIVATIONS)}.")
-        if (alpha is None) != (name != "xielu"):
-            raise ValueError(f"activation {name!r}: alpha is xielu's, and xielu needs it.")
-        return cls(x, up, None, None, None, None, alpha, ACTIVATIONS[name]).checked()
+        return cls(x, up, kind=ACTIVATIONS[name]).checked()
 
     @property
     def pointers(self) -> tuple[object, ...]:
         """The arguments that every kernel's signature begins with."""
-        x, up, mean, rstd, weight, bias, alpha, _ = self
-        return x, x.stride(0), up, 0 if up is None else up.stride(0), mean, rstd, weight, bias, alpha
+        x, up, mean, rstd, weight, bias, _ = self
+        return x, x.stride(0), up, 0 if up is None else up.stride(0), mean, rstd, weight, bias
 
     @property
     def strides(self) -> tuple[int, ...]:
@@ -157,7 +137,7 @@ class Producer(NamedTuple):
             return key
         return (
             *key,
-            *(t if t is None else (t.shape, t.stride(), t.dtype, t.device, aligned(t)) for t in self[1:7]),
+            *(t if t is None else (t.shape, t.stride(), t.dtype, t.device, aligned(t)) for t in self[1:6]),
         )
 
     def reference(self) -> Tensor:
@@ -175,9 +155,6 @@ class Producer(NamedTuple):
             return self._gradient()
         if self.kind == ACTIVATIONS["silu"]:
             y = torch.nn.functional.silu(x)
-        elif self.kind == ACTIVATIONS["xielu"]:
-            assert self.alpha is not None
-            y = xielu_reference(x, self.alpha)
         else:
             approximate = "tanh" if self.kind == ACTIVATIONS["gelu_tanh"] else "none"
             y = torch.nn.functional.gelu(x, approximate=approximate)
@@ -229,46 +206,27 @@ def normal_cdf(x):
 
 
 @triton.jit
-def expm1(x):
-    """``torch.expm1`` for x <= 0: a polynomial near 0, where ``exp(x) - 1`` cancels.
-
-    That of degree 3 which equals ``expm1(x) / x`` at the four Chebyshev nodes of [-1/8, 0], but for 1 at 0: 3e-8 from it, half a rounding.
-    """
-    near = (
-        tl.fma(x, tl.fma(x, tl.fma(x, 0.03964177519083023, 0.16650986671447754), 0.4999960958957672), 1.0) * x
-    )
-    return tl.where(x > -0.125, near, tl.exp2(x * LOG2_E) - 1.0)
-
-
-@triton.jit
-def activate(x, alpha_ptr, KIND: tl.constexpr):
+def activate(x, KIND: tl.constexpr):
     """The activation of a float32 tile; :meth:`Producer.reference` is its definition. NaN stays NaN."""
     if KIND == SILU:
         return x * sigmoid(x)
     elif KIND == GELU:
         return x * normal_cdf(x)
-    elif KIND == GELU_TANH:
-        return x * gelu_sigmoid(x)
     else:
-        half = XIELU_BETA * x
-        negative = tl.fma(tl.load(alpha_ptr + 1), expm1(tl.minimum(x, XIELU_EPS)) - x, half)
-        return tl.where(x > 0, tl.fma(tl.load(alpha_ptr) * x, x, half), negative)
+        return x * gelu_sigmoid(x)
 
 
 @triton.jit
-def derivative(x, alpha_ptr, KIND: tl.constexpr):
+def derivative(x, KIND: tl.constexpr):
     """D activation / dx of a float32 tile."""
     if KIND == SILU:
         s = sigmoid(x)
         return s * (1.0 + x * (1.0 - s))
     elif KIND == GELU:
         return normal_cdf(x) + x * INV_SQRT_2PI * tl.exp2(x * x * (-0.5 * LOG2_E))
-    elif KIND == GELU_TANH:
+    else:
         s = gelu_sigmoid(x)
         return s * (1.0 + x * (1.0 - s) * 2.0 * SQRT_2_OVER_PI * (1.0 + 3.0 * GELU_CUBIC * x * x))
-    else:
-        negative = tl.load(alpha_ptr + 1) * expm1(tl.minimum(x, XIELU_EPS)) + XIELU_BETA
-        return tl.where(x > 0, 2.0 * tl.load(alpha_ptr) * x + XIELU_BETA, negative)
 
 
 @triton.jit
@@ -281,7 +239,6 @@ def load_tile(
     rstd_ptr,
     weight_ptr,
     bias_ptr,
-    alpha_ptr,
     first_row,
     first_column,
     R,
@@ -321,24 +278,24 @@ def load_tile(
         offsets = local_rows[:, None] * C + local_columns[None, :]
         dy = tl.load(dy_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
         if KIND > GRADIENT_OF_UP:
-            x = dy * activate(x, alpha_ptr, KIND - GRADIENT_OF_UP).to(hp).to(tl.float32)
+            x = dy * activate(x, KIND - GRADIENT_OF_UP).to(hp).to(tl.float32)
         else:
             if up_ptr is not None:
                 tile_ptr = up_ptr + tl.cast(first_row, tl.int64) * up_stride + first_column
                 offsets = local_rows[:, None] * up_stride + local_columns[None, :]
                 dy *= tl.load(tile_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
                 dy = dy.to(hp).to(tl.float32)
-            x = dy * derivative(x, alpha_ptr, KIND - GRADIENT)
+            x = dy * derivative(x, KIND - GRADIENT)
         x = x.to(hp).to(tl.float32)
     elif KIND != IDENTITY:
-        x = activate(x, alpha_ptr, KIND).to(hp).to(tl.float32)
+        x = activate(x, KIND).to(hp).to(tl.float32)
         if up_ptr is not None:
             tile_ptr = up_ptr + tl.cast(first_row, tl.int64) * up_stride + first_column
             offsets = local_rows[:, None] * up_stride + local_columns[None, :]
             x *= tl.load(tile_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
             x = x.to(hp).to(tl.float32)
-    # What was loaded as 0 is 0 still, but where a mean or a NaN statistic reached the padding, and for xIELU, which takes 0 to -1e-6 alpha.
-    if (KIND == NORM or KIND == ROUNDED_NORM) or KIND == XIELU:  # noqa: SIM109 - Triton has no `in`
+    # What was loaded as 0 is 0 still, but where a mean or a NaN statistic reached the padding.
+    if KIND == NORM or KIND == ROUNDED_NORM:  # noqa: SIM109 - Triton has no `in`
         x = tl.where(inside, x, 0.0)
     return x
 
@@ -367,7 +324,6 @@ def _produce_kernel(
     rstd_ptr,
     weight_ptr,
     bias_ptr,
-    alpha_ptr,
     out_ptr,
     R,
     C,
@@ -378,7 +334,7 @@ def _produce_kernel(
     first_row = tl.program_id(0) // tiles_c * TILE
     first_column = tl.program_id(0) % tiles_c * TILE
     x = load_tile(
-        x_ptr, x_stride, up_ptr, up_stride, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, alpha_ptr,
+        x_ptr, x_stride, up_ptr, up_stride, mean_ptr, rstd_ptr, weight_ptr, bias_ptr,
         first_row, first_column, R, C, KIND, TILE, TILE,
     )  # fmt: skip
     rows, columns = first_row + tl.arange(0, TILE)[:, None], first_column + tl.arange(0, TILE)[None, :]

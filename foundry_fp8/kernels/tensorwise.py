@@ -333,7 +333,6 @@ def _amax_kernel(
     rstd_ptr,
     weight_ptr,
     bias_ptr,
-    alpha_ptr,
     amax_ptr,
     R,
     C,
@@ -350,12 +349,12 @@ def _amax_kernel(
     tiles = tl.cdiv(R, TILE_R) * tl.cdiv(C, TILE_C)
     if other_ptr is None:  # noqa: SIM114 - the compiler decides it
         raise_amax(
-            x_ptr, x_stride, up_ptr, up_stride, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, alpha_ptr,
+            x_ptr, x_stride, up_ptr, up_stride, mean_ptr, rstd_ptr, weight_ptr, bias_ptr,
             amax_ptr, R, C, tile, KIND, TILE_R, TILE_C,
         )  # fmt: skip
     elif tile < tiles:
         raise_amax(
-            x_ptr, x_stride, up_ptr, up_stride, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, alpha_ptr,
+            x_ptr, x_stride, up_ptr, up_stride, mean_ptr, rstd_ptr, weight_ptr, bias_ptr,
             amax_ptr, R, C, tile, KIND, TILE_R, TILE_C,
         )  # fmt: skip
     else:
@@ -375,7 +374,6 @@ def raise_amax(
     rstd_ptr,
     weight_ptr,
     bias_ptr,
-    alpha_ptr,
     amax_ptr,
     R,
     C,
@@ -387,7 +385,7 @@ def raise_amax(
     """Raise ``amax_ptr`` to the amax of one tile."""
     tiles_c = tl.cdiv(C, TILE_C)
     x = load_tile(
-        x_ptr, x_stride, up_ptr, up_stride, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, alpha_ptr,
+        x_ptr, x_stride, up_ptr, up_stride, mean_ptr, rstd_ptr, weight_ptr, bias_ptr,
         (tile // tiles_c) * TILE_R, (tile % tiles_c) * TILE_C, R, C, KIND, TILE_R, TILE_C,
     )  # fmt: skip
     tl.atomic_max(amax_ptr, amax_along(tl.max(tl.abs(x), axis=1), 0), sem="relaxed")
@@ -403,7 +401,6 @@ def _quantize_kernel(
     rstd_ptr,
     weight_ptr,
     bias_ptr,
-    alpha_ptr,
     scale_ptr,
     slot_ptr,
     amax_ptr,
@@ -431,7 +428,7 @@ def _quantize_kernel(
     first_row = tile_r * TILE_R
     first_column = (pid % tiles_c) * TILE_C
     a, b, c, d = load_interleaved(
-        x_ptr, x_stride, up_ptr, up_stride, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, alpha_ptr,
+        x_ptr, x_stride, up_ptr, up_stride, mean_ptr, rstd_ptr, weight_ptr, bias_ptr,
         first_row, first_column, R, C, KIND, TILE_R, TILE_C,
     )  # fmt: skip
 

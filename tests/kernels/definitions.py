@@ -28,13 +28,8 @@ def norm_backward_reference(
     return (dx * rstd[:, None]).to(x.dtype), (dy32 * normalized).sum(0), dbias
 
 
-def activation_backward_reference(
-    dy: Tensor, source: Producer
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The definition of :func:`activation_backward`: autograd of :meth:`Producer.reference`, with its roundings.
-
-    xIELU's is written out: autograd would follow the clamp at -1e-6, whose gradient is 0, and jump at x = 0.
-    """
+def activation_backward_reference(dy: Tensor, source: Producer) -> tuple[Tensor, Tensor | None]:
+    """The definition of :func:`activation_backward`: autograd of :meth:`Producer.reference`, with its roundings."""
     hp = source.x.dtype
     x = source.x.detach().float().requires_grad_()
     with torch.enable_grad():
@@ -43,10 +38,4 @@ def activation_backward_reference(
         dplain, dup = dy.float(), None
     else:
         dplain, dup = (dy * source.up).float(), dy * plain.detach().to(hp)
-    if source.alpha is None:
-        return torch.autograd.grad(plain, x, dplain)[0].to(hp), dup, None
-    x, alpha = x.detach(), source.alpha
-    bend = torch.expm1(x.clamp(max=-1e-6))
-    dx = dplain * torch.where(x > 0, 2.0 * alpha[0] * x + 0.5, alpha[1] * bend + 0.5)
-    dalpha = torch.stack([(dplain * x * x)[x > 0].sum(), (dplain * (bend - x))[x <= 0].sum()])
-    return dx.to(hp), dup, dalpha
+    return torch.autograd.grad(plain, x, dplain)[0].to(hp), dup

@@ -160,9 +160,8 @@ def launch_everything(gemm):
     identity = Producer.identity(x)
     norm = Producer.norm(x, vector, vector, mean=vector, bias=vector)
     swiglu = Producer.activation("silu", x, up=x)
-    xielu = Producer.activation("xielu", x, alpha=torch.empty(2, device="cuda"))
     gelu, gelu_tanh = (Producer.activation(name, x) for name in ("gelu", "gelu_tanh"))
-    activations = {"swiglu": swiglu, "xielu": xielu, "gelu": gelu, "gelu tanh": gelu_tanh}
+    activations = {"swiglu": swiglu, "gelu": gelu, "gelu tanh": gelu_tanh}
 
     label = "rows"  # before all others: the first that this process compiles
     with moved_by_a_line(blockwise) as moved:
@@ -192,6 +191,8 @@ def launch_everything(gemm):
     norms.norm_backward(x, x, vector, vector, mean=vector)
     for label, source in activations.items():  # noqa: B007
         gated.activation_backward(x, source)
+    label = "xielu"
+    gated.xielu_backward(x, x, vector)
     group = torch.empty(4096, dtype=torch.int32, device="cuda")
     for source in (group, None):
         label = "experts" if source is None else "experts, padded"

@@ -6,12 +6,12 @@ import torch.nn.functional as F
 
 from foundry_fp8.kernels import gated, tensorwise
 from foundry_fp8.kernels.blockwise import quantize_blockwise, quantize_blockwise_reference
-from foundry_fp8.kernels.gated import activation_backward
+from foundry_fp8.kernels.gated import activation_backward, xielu_backward
 from foundry_fp8.kernels.norms import (
     norm_backward,
     norm_statistics,
 )
-from foundry_fp8.kernels.producers import ACTIVATIONS, Producer, xielu_reference
+from foundry_fp8.kernels.producers import ACTIVATIONS, Producer
 from foundry_fp8.kernels.tensorwise import quantize_tensorwise, quantize_tensorwise_reference
 from foundry_fp8.numerics.formats import E4M3
 from tests.kernels.cases import DTYPES, HALF_ULP, assert_same_bits
@@ -22,15 +22,13 @@ from tests.kernels.definitions import (
 )
 from tests.kernels.interpreter import only_from
 
-ALPHA = (0.8, 0.9)
 every_activation = pytest.mark.parametrize("name", ACTIVATIONS)
 gated_or_not = pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 
 
 def activation(name, x, gated):
     up = torch.randn(x.shape, device=x.device).to(x.dtype) if gated else None
-    alpha = torch.tensor(ALPHA, device=x.device) if name == "xielu" else None
-    return Producer.activation(name, x, up=up, alpha=alpha)
+    return Producer.activation(name, x, up=up)
 
 
 def norm(x, centered, weight=None, bias=None):
@@ -75,16 +73,8 @@ def test_reference_activations_are_those_of_torch(name, device):
         "silu": F.silu(x),
         "gelu": F.gelu(x),
         "gelu_tanh": F.gelu(x, approximate="tanh"),
-        "xielu": xielu_reference(x, torch.tensor(ALPHA, device=device)),
     }
     assert_same_bits(activation(name, x, False).reference(), expected[name], name)
-
-
-def test_xielu_values():
-    """f(1) = ap + 1/2; the minimum for an = 0.8 is -0.20575 at -0.98083 (computed from f' = 0)."""
-    alpha = torch.tensor([0.8, 0.8])
-    y = xielu_reference(torch.tensor([1.0, -0.98083, 0.0]), alpha)
-    torch.testing.assert_close(y, torch.tensor([1.3, -0.20575, -8e-7]), rtol=1e-4, atol=1e-6)
 
 
 @every_activation
@@ -96,14 +86,27 @@ def test_activation_backward(name, gated, dtype, device):
     source = activation(name, x, gated)
     ours, reference = activation_backward(dy, source), activation_backward_reference(dy, source)
     # Two libraries' exp and erf, a few float32 roundings, one rounding to the dtype that may fall either way.
-    for a, b, what in zip(ours[:2], reference[:2], ("dx", "dup"), strict=True):
+    for a, b, what in zip(ours, reference, ("dx", "dup"), strict=True):
         if b is not None:
             torch.testing.assert_close(
                 a, b, rtol=4 * HALF_ULP[dtype] + 1e-5, atol=2e-6 + 4 * HALF_ULP[dtype] / 100, msg=what
             )
     assert (ours[1] is None) == (not gated)
-    if name == "xielu":
-        torch.testing.assert_close(ours[2], reference[2], rtol=1e-4, atol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_xielu_backward(dtype, device):
+    """Against its derivatives in float64 (arXiv:2411.13010); at 0 and above -1e-6 the slope of what is below."""
+    x = (torch.randn(70, 90, device=device) * 2).to(dtype)
+    x[0, :3] = torch.tensor([0.0, -1e-7, 1e-7])
+    dy, slopes = torch.randn(70, 90, device=device).to(dtype), torch.tensor([0.8, 0.9], device=device)
+    dx, dslopes = xielu_backward(dy, x, slopes)
+    x, dy, (positive, negative) = x.double(), dy.double(), slopes.double()
+    bend = torch.expm1(x.clamp(max=-1e-6))
+    expected = dy * torch.where(x > 0, 2 * positive * x, negative * bend).add(0.5)
+    torch.testing.assert_close(dx.double(), expected, rtol=4 * HALF_ULP[dtype] + 1e-5, atol=2e-6)
+    of_slopes = torch.stack([(dy * x * x)[x > 0].sum(), (dy * (bend - x))[x <= 0].sum()])
+    torch.testing.assert_close(dslopes.double(), of_slopes, rtol=1e-4, atol=1e-2)
 
 
 def test_offsets_past_2_to_the_31(device, monkeypatch):
@@ -114,9 +117,9 @@ def test_offsets_past_2_to_the_31(device, monkeypatch):
     )
     for tensor in (x, dy):
         tensor[-gated.TILE :] = torch.randn(gated.TILE, gated.TILE)
-    dx, _, _ = activation_backward(dy, Producer.activation("silu", x))
+    dx, _ = activation_backward(dy, Producer.activation("silu", x))
     end = Producer.activation("silu", x[-gated.TILE :].clone())
-    expected, _, _ = activation_backward_reference(dy[-gated.TILE :], end)
+    expected, _ = activation_backward_reference(dy[-gated.TILE :], end)
     torch.testing.assert_close(dx[-gated.TILE :], expected, rtol=2.0**-6, atol=1e-5)
 
 
@@ -174,17 +177,14 @@ def test_activation_backward_is_the_derivative(name, device):
     step = 1e-4
 
     def value(shift):
-        alpha = None if source.alpha is None else source.alpha.double()
-        return in_float64(name, x.double() + shift, alpha)
+        return in_float64(name, x.double() + shift)
 
     slope = (value(step) - value(-step)) / (2 * step)
-    dx, _, _ = activation_backward(torch.ones_like(x), source)
+    dx, _ = activation_backward(torch.ones_like(x), source)
     torch.testing.assert_close(dx.double(), slope, rtol=1e-4, atol=1e-5)
 
 
-def in_float64(name, x, alpha):
-    if name == "xielu":
-        return xielu_reference(x, alpha)
+def in_float64(name, x):
     return {
         "silu": F.silu(x),
         "gelu": F.gelu(x),
@@ -201,7 +201,7 @@ def test_activations_far_out(name, device):
     def value(x):
         return activation_backward(torch.ones_like(x), activation(name, x, True))[1]
 
-    expected = in_float64(name, x.double(), torch.tensor(ALPHA).double()).to(device)
+    expected = in_float64(name, x.double()).to(device)
     torch.testing.assert_close(value(x.to(device)).double(), expected, rtol=1e-5, atol=2e-6)
     assert_same_bits(value(far), torch.tensor([[float("inf"), float("nan"), float("nan")]]), name)
 
@@ -281,7 +281,7 @@ def test_norms_of_rows_past_2_to_the_31(centered, device):
 def test_a_nan_in_x_stays_visible_through_norm_and_activation(device):
     x = torch.randn(20, 64, device=device)
     x[4, 7] = float("nan")
-    for source in (norm(x, False), activation("silu", x, True), activation("xielu", x, False)):
+    for source in (norm(x, False), activation("silu", x, True)):
         q = quantize_tensorwise(source, E4M3)
         assert bool(q.data.float()[4].isnan().any())
         assert not bool(q.data.float()[5].isnan().any())
@@ -291,5 +291,3 @@ def test_wrong_activations_are_named(device):
     x = torch.zeros(4, 4, device=device)
     with pytest.raises(ValueError, match="not one of silu"):
         Producer.activation("relu", x)
-    with pytest.raises(ValueError, match="xielu needs it"):
-        Producer.activation("xielu", x)

@@ -207,12 +207,9 @@ def _xielu_backward(dh: Tensor, x: Tensor, slopes: Tensor) -> tuple[Tensor, Tens
     Autograd of the clamp has ``1/2 - an`` between -1e-6 and 0, a jump that an input rounded to 0 would fall into.
     """
     if dh.is_cuda:
-        from foundry_fp8.kernels.gated import activation_backward
-        from foundry_fp8.kernels.producers import Producer
+        from foundry_fp8.kernels.gated import xielu_backward
 
-        source = Producer.activation("xielu", x.reshape(-1, x.shape[-1]), alpha=slopes)
-        dx, _, dslopes = activation_backward(dh.reshape(-1, x.shape[-1]), source)
-        assert dslopes is not None
+        dx, dslopes = xielu_backward(dh.reshape(-1, x.shape[-1]), x.reshape(-1, x.shape[-1]), slopes)
         return dx.view(x.shape), dslopes
     dtype, dh, x = x.dtype, dh.float(), x.float()
     ap, an = slopes.unbind()

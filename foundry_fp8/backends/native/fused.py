@@ -5,10 +5,7 @@ FP8 in both layouts, and is in memory neither for the GEMM nor for backward. In 
 activation's derivative makes, go to FP8 likewise. Each value is rounded to its dtype before it is quantised, as the module's own
 would be: what differs from the unfused modules is the last bit of an elementary function or of a row's sum.
 
-``algorithms.fp8.fuse`` puts these into a model. For models whose code has both in one place:
-
-    y = norm_linear(self.up_proj, x, self.norm)
-    y = activation_linear(self.down_proj, gate, "silu", up=up)
+``algorithms.fp8.fuse`` puts these into a model.
 """
 
 from __future__ import annotations
@@ -29,11 +26,11 @@ from foundry_fp8.layers.autocast import compute_dtype, without_autocast
 from foundry_fp8.layers.frozen_weight import in_dtype
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.layers.produced import Produced, in_memory
-from foundry_fp8.model_structure.forms import ACTIVATIONS, MLPForm, NormForm, norm_form
+from foundry_fp8.model_structure.forms import MLPForm, NormForm
 
-__all__ = ["activation_linear", "mlp_forward", "norm_forward", "norm_linear"]
+__all__ = ["mlp_forward", "norm_forward"]
 
-ACTIVATION_CODES = {"silu": 2, "gelu": 3, "gelu_tanh": 4, "xielu": 5}
+ACTIVATION_CODES = {"silu": 2, "gelu": 3, "gelu_tanh": 4}
 """As in :data:`foundry_fp8.kernels.producers.ACTIVATIONS`, which needs Triton to be imported, like what follows."""
 NORM, ROUNDED_NORM, GRADIENT, GRADIENT_OF_UP = 1, 6, 8, 16
 
@@ -76,66 +73,6 @@ def mlp_forward(cls: Any, form: MLPForm) -> Callable[..., Tensor]:
     return forward
 
 
-def norm_linear(linear: FP8Linear, x: Tensor, norm: nn.Module) -> Tensor:
-    """``linear(norm(x))`` without writing ``norm(x)``.
-
-    Args:
-        linear: A converted linear on the native backend.
-        x: ``[..., in_features]``, hp.
-        norm: A norm over the last dimension that :func:`~foundry_fp8.model_structure.forms.norm_form` knows.
-
-    Returns:
-        ``[..., out_features]``.
-
-    Raises:
-        TypeError: A norm or a linear that this cannot fuse.
-    """
-    form, weight = norm_form(norm), norm._parameters.get("weight")
-    if form is None or weight is None or weight.numel() != x.shape[-1]:
-        raise TypeError(
-            f"{linear.fqn}: cannot fuse {norm}; it takes RMSNorms and LayerNorms over {x.shape[-1]} features."
-        )
-    _check_linear(linear)
-    y: Tensor = linear(norm_forward(type(norm), form)(norm, x) if linear.runs_fp8 else norm(x))
-    return y
-
-
-def activation_linear(
-    linear: FP8Linear, x: Tensor, activation: str, *, up: Tensor | None = None, alpha: Tensor | None = None
-) -> Tensor:
-    """``linear(activation(x))``, or ``linear(activation(x) * up)``, without writing what the linear reads.
-
-    Args:
-        linear: A converted linear on the native backend.
-        x: ``[..., in_features]``, hp: the activation's input, the gate of a gated one.
-        activation: ``silu`` (with ``up``: SwiGLU), ``gelu`` (GeGLU), ``gelu_tanh`` or ``xielu``.
-        up: The shape and dtype of ``x``.
-        alpha: xIELU's effective slopes ``(alpha_p, alpha_n)``, float32 ``[2]``; gets a gradient.
-
-    Returns:
-        ``[..., out_features]``.
-
-    Raises:
-        ValueError: An unknown activation.
-        TypeError: A linear that this cannot fuse.
-    """
-    if activation not in ACTIVATION_CODES:
-        raise ValueError(
-            f"{linear.fqn}: activation {activation!r} is not one of {', '.join(ACTIVATION_CODES)}."
-        )
-    _check_linear(linear)
-    if linear.runs_fp8:
-        checked_dtype(linear, x, linear.weight)
-    fused = linear.runs_fp8 and _kernels_run(x)
-    y: Tensor = linear((_activated if fused else _unfused_activation)(x, up, activation, alpha))
-    return y
-
-
-def _check_linear(linear: FP8Linear) -> None:
-    if not isinstance(linear, FP8Linear) or linear.backend.name != "native":
-        raise TypeError(f"{linear}: only linears converted with backend: native can be fused.")
-
-
 def _kernels_run(x: Tensor) -> bool:
     there = x.is_cuda or (x.device.type == "cpu" and interpreting())
     memory = type(x) in (Tensor, Produced) and x.dim() > 0 and x.numel() > 0  # not of a plan's fake tensors
@@ -163,7 +100,7 @@ class _Norm(torch.autograd.Function):
         kind = ROUNDED_NORM if form.rounded else NORM
         ctx.save_for_backward(x, gain, mean, rstd)
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
-        return Produced(x.shape, Source(rows, None, mean, rstd, gain, bias, None, kind), ops.produce)
+        return Produced(x.shape, Source(rows, None, mean, rstd, gain, bias, kind), ops.produce)
 
     @staticmethod
     @once_differentiable
@@ -183,15 +120,13 @@ class _Norm(torch.autograd.Function):
 
 class _Activation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, up: Tensor | None, alpha: Tensor | None, code: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, up: Tensor | None, code: int) -> Tensor:
         from foundry_fp8.backends.native import ops
 
         rows = x.reshape(-1, x.shape[-1])
-        ctx.save_for_backward(x, up, alpha)
+        ctx.save_for_backward(x, up)
         ctx.code = code
-        source = Source(
-            rows, None if up is None else up.reshape(rows.shape), None, None, None, None, alpha, code
-        )
+        source = Source(rows, None if up is None else up.reshape(rows.shape), kind=code)
         return Produced(x.shape, source, ops.produce)
 
     @staticmethod
@@ -199,18 +134,17 @@ class _Activation(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         from foundry_fp8.backends.native import ops
 
-        x, up, alpha = ctx.saved_tensors
+        x, up = ctx.saved_tensors
         rows = x.reshape(-1, x.shape[-1])
         up_rows = None if up is None else up.reshape(rows.shape)
-        dx, dup, dalpha = ops.activation_backward(dy.reshape(rows.shape), rows, up_rows, alpha, ctx.code)
-        dup = None if up is None else dup.view(x.shape)
-        return dx.view(x.shape), dup, None if alpha is None else dalpha, None
+        dx, dup = ops.activation_backward(dy.reshape(rows.shape), rows, up_rows, ctx.code)
+        return dx.view(x.shape), None if up is None else dup.view(x.shape), None
 
 
-def _activated(x: Tensor, up: Tensor | None, activation: str, alpha: Tensor | None = None) -> Tensor:
+def _activated(x: Tensor, up: Tensor | None, activation: str) -> Tensor:
     dtype = compute_dtype(x)
     with without_autocast(x.device.type):
-        given = x.to(dtype), None if up is None else up.to(dtype), alpha, ACTIVATION_CODES[activation]
+        given = x.to(dtype), None if up is None else up.to(dtype), ACTIVATION_CODES[activation]
         return _Activation.apply(*given)  # type: ignore[no-any-return,no-untyped-call]
 
 
@@ -303,14 +237,3 @@ def _mlp(x: Tensor, members: Sequence[Any], form: MLPForm) -> Tensor:
     if y.grad_fn is not None:
         y.grad_fn.calls_at_backward = lambda: [record(None) for record in records]  # type: ignore[attr-defined]
     return y
-
-
-def _unfused_activation(x: Tensor, up: Tensor | None, name: str, alpha: Tensor | None) -> Tensor:
-    if name == "xielu":
-        from foundry_fp8.kernels.producers import xielu_reference
-
-        assert alpha is not None
-        y = xielu_reference(x.float(), alpha).to(x.dtype)
-    else:
-        y = ACTIVATIONS[name](x)
-    return y if up is None else y * up

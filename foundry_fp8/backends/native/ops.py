@@ -95,7 +95,6 @@ def quantize_tensorwise(
     rstd: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
-    alpha: Tensor | None,
     kind: int,
     scale: Tensor | None,
     known_amax: Tensor | None,
@@ -109,7 +108,7 @@ def quantize_tensorwise(
     gemm_alpha: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """:func:`foundry_fp8.kernels.tensorwise.quantize_tensorwise`: data, data_t, (amax, gemm_scale, scale_inv), column_sum."""
-    source = Producer(x, up, mean, rstd, weight, bias, alpha, kind)
+    source = Producer(x, up, mean, rstd, weight, bias, kind)
     return quantize_tensorwise_kernel(  # type: ignore[return-value]
         source,
         FORMATS[fmt],
@@ -127,7 +126,7 @@ def quantize_tensorwise(
 
 @quantize_tensorwise.register_fake
 def _(
-    x, up, mean, rstd, weight, bias, alpha, kind, scale, known_amax, amax_slot, fmt, power_2, rows, columns, column_sum,
+    x, up, mean, rstd, weight, bias, kind, scale, known_amax, amax_slot, fmt, power_2, rows, columns, column_sum,
     constant=None, gemm_alpha=1.0,
 ):  # fmt: skip
     r, c = (round_up(size, GEMM_MULTIPLE) for size in x.shape)
@@ -148,17 +147,16 @@ def amax_of_two(
     rstd: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
-    alpha: Tensor | None,
     kind: int,
     other: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """:func:`foundry_fp8.kernels.tensorwise.amax_of_two`: two of float32 ``[3]``."""
-    source = Producer(x, up, mean, rstd, weight, bias, alpha, kind)
+    source = Producer(x, up, mean, rstd, weight, bias, kind)
     return amax_of_two_kernel(source, other)
 
 
 @amax_of_two.register_fake
-def _(x, up, mean, rstd, weight, bias, alpha, kind, other):
+def _(x, up, mean, rstd, weight, bias, kind, other):
     first, second = (x.new_empty_strided((3,), (4,), dtype=torch.float32) for _ in range(2))
     return first, second
 
@@ -171,7 +169,6 @@ def quantize_blockwise(
     rstd: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
-    alpha: Tensor | None,
     kind: int,
     fmt: str,
     group: int,
@@ -182,7 +179,7 @@ def quantize_blockwise(
     column_sum: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """:func:`foundry_fp8.kernels.blockwise.quantize_blockwise`: data, gemm_scale, data_t, gemm_scale_t, column_sum."""
-    source = Producer(x, up, mean, rstd, weight, bias, alpha, kind)
+    source = Producer(x, up, mean, rstd, weight, bias, kind)
     return quantize_blockwise_kernel(  # type: ignore[return-value]
         source,
         FORMATS[fmt],
@@ -196,7 +193,7 @@ def quantize_blockwise(
 
 
 @quantize_blockwise.register_fake
-def _(x, up, mean, rstd, weight, bias, alpha, kind, fmt, group, square, power_2, rows, columns, column_sum):
+def _(x, up, mean, rstd, weight, bias, kind, fmt, group, square, power_2, rows, columns, column_sum):
     r, c = (round_up(size, group if group == 32 else GEMM_MULTIPLE) for size in x.shape)
     dtype = FORMATS[fmt].dtype
     return (
@@ -277,21 +274,14 @@ def _(dy, x, rstd, weight, mean):
 
 
 @operator()
-def activation_backward(
-    dy: Tensor, x: Tensor, up: Tensor | None, alpha: Tensor | None, kind: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def activation_backward(dy: Tensor, x: Tensor, up: Tensor | None, kind: int) -> tuple[Tensor, Tensor]:
     """:func:`foundry_fp8.kernels.gated.activation_backward`; what does not apply is empty."""
-    dx, dup, dalpha = activation_backward_kernel(
-        dy, Producer(x, up, None, None, None, None, alpha, kind).checked()
-    )
-    return dx, dup, dalpha  # type: ignore[return-value]
+    return activation_backward_kernel(dy, Producer(x, up, kind=kind).checked())  # type: ignore[return-value]
 
 
 @activation_backward.register_fake
-def _(dy, x, up, alpha, kind):
-    dup = x.new_empty((0,) if up is None else x.shape)
-    dalpha = x.new_empty((0,)) if alpha is None else x.new_empty((2,), dtype=torch.float32)
-    return x.new_empty(x.shape), dup, dalpha
+def _(dy, x, up, kind):
+    return x.new_empty(x.shape), x.new_empty((0,) if up is None else x.shape)
 
 
 @operator()
@@ -302,13 +292,12 @@ def produce(
     rstd: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
-    alpha: Tensor | None,
     kind: int,
 ) -> Tensor:
     """:func:`foundry_fp8.kernels.producers.produce`."""
-    return produce_kernel(Producer(x, up, mean, rstd, weight, bias, alpha, kind))
+    return produce_kernel(Producer(x, up, mean, rstd, weight, bias, kind))
 
 
 @produce.register_fake
-def _(x, up, mean, rstd, weight, bias, alpha, kind):
+def _(x, up, mean, rstd, weight, bias, kind):
     return x.new_empty(x.shape)

@@ -85,8 +85,8 @@ class _Kept:
         """What kernels take of one of them."""
         if type(source) is not Source:
             return source, *self.rest
-        x, up, mean, rstd, weight, bias, alpha, _ = source
-        return x, self.rest[0], up, self.rest[2], mean, rstd, weight, bias, alpha
+        x, up, mean, rstd, weight, bias, _ = source
+        return x, self.rest[0], up, self.rest[2], mean, rstd, weight, bias
 
     def quantize(
         self, source: Source | Tensor, piece: Statistics | None, layouts: Layouts, amaxes: Amaxes
@@ -169,7 +169,7 @@ def pass_of(
         w.shape, w.stride(), w.dtype, w.data_ptr() % 16 == 0,
     )  # fmt: skip
     if type(first) is Source:
-        others = [t if t is None else (t.dtype, t.stride(), t.data_ptr() % 16 == 0) for t in first[1:7]]
+        others = [t if t is None else (t.dtype, t.stride(), t.data_ptr() % 16 == 0) for t in first[1:6]]
         key += (first.kind, *others)
     if delayed[0] is not None or delayed_w[0] is not None:
         key += tuple([None if one is None else one.data_ptr() % 16 == 0 for one in (*delayed, *delayed_w)])

@@ -19,7 +19,6 @@ class Source(NamedTuple):
     rstd: Tensor | None = None
     weight: Tensor | None = None
     bias: Tensor | None = None
-    alpha: Tensor | None = None
     kind: int = 0
     """0: ``x`` as it lies in memory."""
 

@@ -8,10 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import foundry_fp8
-from foundry_fp8.backends.native.fused import activation_linear, norm_linear
-from foundry_fp8.kernels.producers import xielu_reference
 from foundry_fp8.layers.state import FP8State
 from foundry_fp8.numerics.recipes import FOR_ANY_MODEL
+from tests.backends.native.fused_pairs import activation_linear, norm_linear
 from tests.backends.native.test_linear import CountOps, hold_scales
 
 every_recipe = pytest.mark.parametrize("recipe", FOR_ANY_MODEL)
@@ -63,14 +62,13 @@ def test_norm_linear(name, dtype, recipe, device):
 @pytest.mark.parametrize(
     "name",
     # what each computes is in tests/kernels/test_producers.py
-    ["silu", *(pytest.param(name, marks=pytest.mark.full) for name in ("gelu", "gelu_tanh")), "xielu"],
+    ["silu", *(pytest.param(name, marks=pytest.mark.full) for name in ("gelu", "gelu_tanh"))],
 )
 def test_activation_linear(name, gated, recipe, device):
     model = converted(recipe, device, torch.float32)
     hold_scales(model, device)
     x = torch.randn(2, 20, 96, device=device, requires_grad=True)
     up = torch.randn(2, 20, 96, device=device, requires_grad=True) if gated else None
-    alpha = torch.tensor([0.8, 0.9], device=device, requires_grad=True) if name == "xielu" else None
     dy = torch.randn(2, 20, 64, device=device)
 
     def unfused():
@@ -78,12 +76,11 @@ def test_activation_linear(name, gated, recipe, device):
             "silu": F.silu,
             "gelu": F.gelu,
             "gelu_tanh": lambda t: F.gelu(t, approximate="tanh"),
-            "xielu": lambda t: xielu_reference(t, alpha),
         }[name](x)
         return model[0](y if up is None else y * up)
 
-    inputs = [t for t in (x, up, alpha, *model.parameters()) if t is not None]
-    fused = gradients(lambda: activation_linear(model[0], x, name, up=up, alpha=alpha), inputs, dy)
+    inputs = [t for t in (x, up, *model.parameters()) if t is not None]
+    fused = gradients(lambda: activation_linear(model[0], x, name, up=up), inputs, dy)
     assert_alike(fused, gradients(unfused, inputs, dy), torch.float32)
 
 
@@ -127,31 +124,6 @@ def test_fused_keeps_no_normalised_copy(device):
     own = {id(p.data_ptr()) for p in (*model.parameters(), *norm.parameters())}
     kept = sum(t.numel() * t.element_size() for p, t in saved.items() if p not in own and t.numel() >= 320)
     assert kept <= 320 * 96 * (2 + 1) + 320 * 4 + 64 * 96 * 2
-
-
-@pytest.mark.parametrize("mode", ["eval", "demoted"])
-def test_high_precision_runs_the_unfused_expression(mode, device):
-    model = converted("current", device, torch.float32)
-    if mode == "eval":
-        model.eval()
-    else:
-        model[0].set_recipe(None)
-    norm, x = nn.LayerNorm(96, device=device), torch.randn(20, 96, device=device)
-    expected = F.linear(norm(x), model[0].weight, model[0].bias)
-    assert torch.equal(norm_linear(model[0], x, norm), expected)
-    expected = F.linear(F.silu(x) * x, model[0].weight, model[0].bias)
-    assert torch.equal(activation_linear(model[0], x, "silu", up=x), expected)
-
-
-def test_what_cannot_be_fused_is_named(device):
-    model = converted("current", device, torch.float32)
-    x = torch.randn(4, 96, device=device)
-    with pytest.raises(TypeError, match="0: cannot fuse"):
-        norm_linear(model[0], x, nn.GroupNorm(2, 96))
-    with pytest.raises(ValueError, match="activation 'relu' is not one of silu"):
-        activation_linear(model[0], x, "relu")
-    with pytest.raises(TypeError, match="only linears converted with backend: native"):
-        activation_linear(nn.Linear(96, 64), x, "silu")
 
 
 class Site(nn.Module):

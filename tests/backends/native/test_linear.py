@@ -9,7 +9,6 @@ from torch.utils.checkpoint import checkpoint
 
 import foundry_fp8
 from foundry_fp8.backends.native import NativeBackend
-from foundry_fp8.backends.native.fused import activation_linear
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.layers.state import FP8State
 from foundry_fp8.numerics import quantize as reference
@@ -21,6 +20,7 @@ from foundry_fp8.numerics.recipes import (
     DelayedScaling,
     MXFP8Scaling,
 )
+from tests.backends.native.fused_pairs import activation_linear
 
 every_recipe = pytest.mark.parametrize("recipe", FOR_ANY_MODEL)
 RECIPE_VARIANTS = [

@@ -11,10 +11,10 @@ from torch.utils.checkpoint import checkpoint
 
 import foundry_fp8
 from foundry_fp8.backends import load_backend
-from foundry_fp8.backends.native.fused import activation_linear
 from foundry_fp8.config import ConfigError
 from foundry_fp8.layers.state import FP8State
 from foundry_fp8.numerics.recipes import FOR_ANY_MODEL
+from tests.backends.native.fused_pairs import activation_linear
 
 every_recipe = pytest.mark.parametrize("recipe", FOR_ANY_MODEL)
 
