@@ -87,7 +87,11 @@ class MPTAttention(nn.Module):
         self.original = original
         self.masks = masks
 
-    def forward(
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As Foundry's ``scaled_multihead_dot_product_attention``."""
+        return (self._attend if self.fp8.runs_fp8 else self.original)(*args, **kwargs)
+
+    def _attend(
         self,
         query: Tensor,
         key: Tensor,
@@ -105,25 +109,7 @@ class MPTAttention(nn.Module):
         attn_logit_softcapping: float | None = None,
         sliding_window_size: int = -1,
     ) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor] | None]:
-        """As Foundry's ``scaled_multihead_dot_product_attention``: ``query`` [b, q, heads * d], and so on."""
-        if not self.fp8.runs_fp8:
-            return self.original(
-                query,
-                key,
-                value,
-                n_heads,
-                kv_n_heads,
-                past_key_value=past_key_value,
-                softmax_scale=softmax_scale,
-                attn_bias=attn_bias,
-                key_padding_mask=key_padding_mask,
-                is_causal=is_causal,
-                dropout_p=dropout_p,
-                training=training,
-                needs_weights=needs_weights,
-                attn_logit_softcapping=attn_logit_softcapping,
-                sliding_window_size=sliding_window_size,
-            )
+        """``query`` [b, q, heads * d], and so on."""
         if needs_weights:
             raise RuntimeError(f"{self.fp8.fqn}: FP8 attention keeps no probabilities (output_attentions).")
         q, k, v = _by_heads((query, n_heads), (key, kv_n_heads), (value, kv_n_heads))
