@@ -100,7 +100,8 @@ def test_a_checkpoint_to_measure_runs_no_code(tmp_path):
 def test_a_deep_yaml_is_said_to_be_one(command, tmp_path):
     (tmp_path / "run.yaml").write_text("a: " + "[" * 2000 + "]" * 2000 + "\n" + MODEL.format(more=""))
     done = run(command, tmp_path / "run.yaml")
-    assert done.exit_code == 2 and "nested too deeply" in done.output
+    # Of ours, or of PyYAML 6.0.4 ("maximum nesting depth").
+    assert done.exit_code == 2 and "nest" in done.output
 
 
 def test_mlflows_database_is_read_and_not_written(tmp_path):
