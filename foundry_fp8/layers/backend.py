@@ -42,10 +42,7 @@ class Availability:
     remedy: str = ""
 
 
-HARDWARE_ADDS_UP = (
-    "it runs on hardware, which adds up in its own way. Remove it, and choose with the recipe's fast_accumulation; or set "
-    "backend: emulated"
-)
+HARDWARE_ADDS_UP = "it is for backend: emulated, since hardware adds up in its own way. Remove it, and choose with the recipe's fast_accumulation"
 """Why a backend of GPUs lacks ``accumulation``."""
 
 

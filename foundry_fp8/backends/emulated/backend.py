@@ -41,7 +41,7 @@ class EmulatedBackend(Backend):
         if self.options.accumulation == "hopper" and not recipe.runs_on_hopper:
             return Availability(
                 False,
-                f"Hopper GPUs cannot run {recipe.name}",
+                f"accumulation: hopper is that of GPUs which cannot run {recipe.name}",
                 "Use accumulation: float32, or recipe: block or current.",
             )
         return Availability(True)

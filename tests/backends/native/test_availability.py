@@ -155,7 +155,7 @@ def test_the_recipe_that_auto_takes(capability, name, gpu):
 def test_it_does_not_emulate_hoppers_accumulation(device):
     model = nn.Sequential(nn.Linear(64, 64)).to(device)
     with pytest.raises(
-        ConfigError, match=r"accumulation: hopper is for backend: emulated; native runs on hardware"
+        ConfigError, match=r"accumulation: not with the native backend: it is for backend: emulated"
     ):
         foundry_fp8.apply_fp8(model, accumulation="hopper", recipe="current", backend="native")
 

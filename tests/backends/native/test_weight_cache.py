@@ -224,7 +224,7 @@ def test_fused_layers_use_it_too(recipe, device):
     [
         (
             {"backend": "emulated"},
-            r"cache_weights: the emulated backend cannot keep quantised weights: it quantises",
+            r"cache_weights: not with the emulated backend: it quantises",
         ),
         ({"cache_weights": "yes"}, r"algorithms\.fp8\.cache_weights: 'yes' is not true or false"),
     ],
