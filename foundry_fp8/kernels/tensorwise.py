@@ -359,7 +359,7 @@ def _amax_kernel(
         )  # fmt: skip
     else:
         raise_amax(
-            other_ptr, other_stride, None, 0, None, None, None, None, None,
+            other_ptr, other_stride, None, 0, None, None, None, None,
             other_amax_ptr, other_R, other_C, tile - tiles, 0, TILE_R, TILE_C,
         )  # fmt: skip
 
