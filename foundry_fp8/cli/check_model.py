@@ -12,10 +12,9 @@ from foundry_fp8.activations.checkpointing.targets import Selection, select
 from foundry_fp8.backends import AUTO_ORDER, load_backend
 from foundry_fp8.cli.hardware import Hardware
 from foundry_fp8.cli.hf_folder import FOLDER_MODEL
-from foundry_fp8.cli.yaml_run import parallel_layers
 from foundry_fp8.config import ConfigError
 from foundry_fp8.numerics.recipes import Recipe
-from foundry_fp8.run.settings import Run, in_plan
+from foundry_fp8.run.settings import Run
 
 if TYPE_CHECKING:
     from foundry_fp8.surgery.fp8_config import FP8Config
@@ -108,9 +107,6 @@ def check_conversion(
     elsewhere = dataclasses.replace(chosen, backend="emulated", accumulation="float32", cache_weights=False, fuse=False)  # fmt: skip
     try:
         report = apply_fp8(model, device="cpu", **(chosen if emulated else elsewhere).given)
-        if run.tensor_parallel:
-            plan = parallel_layers(config, model)
-            run = dataclasses.replace(run, parallel_layers=in_plan(report.converted, plan))
     except (ConfigError, RuntimeError) as error:
         return run, [*found, Finding("conversion", "error", str(error))]
     backend = " or ".join(AUTO_ORDER["cuda"]) if fp8.backend == "auto" else fp8.backend

@@ -104,14 +104,14 @@ def _residual(compression: CompressionConfig | None, world_size: int, shard: int
 
 
 def refuse_tensor_parallelism(run: Run) -> None:
-    """Refuse a run with tensor parallelism: LLM Foundry's shards only feed-forward matrices, and FP8 layers do not run under it.
+    """Refuse a run with tensor parallelism: LLM Foundry's shards only feed-forward matrices, which no plan knows.
 
     Raises:
         ConfigError: ``tp_config.tensor_parallel_degree`` is above 1.
     """
     if run.tensor_parallel:
         raise ConfigError(
-            f"tp_config.tensor_parallel_degree: {run.tensor_parallel}; plans of a YAML know no tensor parallelism, and FP8 layers do not run under it. "
+            f"tp_config.tensor_parallel_degree: {run.tensor_parallel}; plans of a YAML know no tensor parallelism. "
             "Leave tp_config out here; `foundry-fp8 plan communication --tensor-parallel` estimates a model whose every matrix is shared."
         )
 

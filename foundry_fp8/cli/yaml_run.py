@@ -13,7 +13,7 @@ from foundry_fp8.config import ConfigError, Positive, accept, check_choice, firs
 if TYPE_CHECKING:
     from foundry_fp8.run.settings import Run
 
-__all__ = ["fsdp_version", "has_te_layers", "parallel_layers", "precision_of", "run_of"]
+__all__ = ["fsdp_version", "has_te_layers", "precision_of", "run_of"]
 
 
 def run_of(config: Mapping[str, Any], ranks: int = PER_NODE, sharding: str | None = None) -> Run:
@@ -97,17 +97,3 @@ def _fsdp(config: Mapping[str, Any], ranks: int) -> Any:
 def _tensor_parallel(config: Mapping[str, Any]) -> int:
     degree = (config.get("tp_config") or {}).get("tensor_parallel_degree", 1)
     return accept(Positive, degree, "tp_config.tensor_parallel_degree") if degree != 1 else 0
-
-
-def parallel_layers(config: Mapping[str, Any], model: Any) -> list[str]:
-    """The names that LLM Foundry's plan of tensor parallelism has for ``model``.
-
-    Raises:
-        ConfigError: It makes none.
-    """
-    from llmfoundry.utils.builders import build_tp_strategies
-
-    try:
-        return list(build_tp_strategies((config.get("tp_config") or {})["strategy"], model))
-    except Exception as error:  # Foundry's registry and the strategies raise what they like
-        raise ConfigError(f"tp_config.strategy: it cannot be made: {first_line(error)}.") from error

@@ -36,7 +36,8 @@ class AmaxGroup:
         self.choice, self.like = choice, like
         self._root: Any = None
         self._found: list[Any] = []
-        self._rounds = 0
+        self._of_shards: list[Any] = []
+        self._rounds = self._updates = 0
 
     def __deepcopy__(self, memo: Any) -> AmaxGroup:
         return AmaxGroup(self.choice, like=self)
@@ -47,6 +48,12 @@ class AmaxGroup:
     def follow(self, root: nn.Module) -> None:
         """Look around ``root``, which training calls, and in it."""
         self._root, self._found = weakref.ref(root), []
+
+    def also(self, group: Any) -> None:
+        """The ranks of ``group`` hold parts of a layer's tensors: tensor parallelism, which only the layer sees."""
+        if group not in self._of_shards:
+            self._of_shards.append(group)
+            self._found = []
 
     def groups(self) -> list[Any]:
         """Their product is the ranks; none where amaxes are this rank's own."""
@@ -63,11 +70,11 @@ class AmaxGroup:
         if root is None:
             return [] if self.like is None else self.like.groups()
         if ddp is not None or not self._found:
-            found = _around(root, ddp)
+            found = list(dict.fromkeys([*_around(root, ddp), *self._of_shards]))
             everyone = math.prod(group.size() for group in found) == dist.get_world_size()
             self._found = [dist.group.WORLD] if everyone else found
-        if not self._found and not self._rounds:
-            self._rounds = 1
+        self._updates += 1
+        if not self._found and self._updates == 2:  # after a forward
             log.warning(
                 "Neither DDP nor FSDP is around the model, so delayed scaling's amaxes are those of this rank. Where you average gradients "
                 "yourself, set the recipe's amax_group: world."

@@ -28,16 +28,12 @@ class FP8Converter:
     Attributes:
         options: The fields of :class:`~foundry_fp8.surgery.fp8_config.FP8Config`.
         reports: What became of every weight, by part of the pipeline.
-
-    Raises:
-        ConfigError: Tensor parallelism.
     """
 
     options: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, job_config: Any, parallel_dims: Any) -> None:
         self.settings = Run(trainer="torchtitan", tensor_parallel=int(parallel_dims.tp_enabled))
-        FP8Run(settings=self.settings, **self.options).refuse(self.settings)
         self.reports: list[SurgeryReport | None] = []
 
     def convert(self, model: nn.Module) -> None:

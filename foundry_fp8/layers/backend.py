@@ -89,15 +89,17 @@ class Backend(abc.ABC):
         """Whether this backend can run ``recipe`` on ``device`` with what is installed."""
 
     @abc.abstractmethod
-    def linear(self, module: FP8Linear, x: Tensor) -> Tensor:
-        """The forward of ``module`` under ``module.recipe`` (never ``None`` here), differentiable.
+    def linear(self, module: FP8Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """``x weight^T + bias`` under ``module.recipe`` (never ``None`` here), differentiable.
 
         Args:
-            module: Its parameters, recipe, slots and probe are read at each call.
-            x: ``[..., in_features]``, hp.
+            module: Its recipe, slots and probe are read at each call.
+            x: ``[..., K]``, hp.
+            weight: ``[N, K]``: the module's, or under tensor parallelism this rank's part of it; not always contiguous.
+            bias: ``[N]``.
 
         Returns:
-            ``[..., out_features]`` in the compute dtype (:func:`compute_dtype`).
+            ``[..., N]`` in the compute dtype (:func:`compute_dtype`).
         """
 
     def experts_reason(self) -> str | None:

@@ -161,6 +161,10 @@ class FP8GemmLayer(nn.Module):
         precisions = self.gemm_precisions(precision_of(dtype))
         fp8, wgrad = precisions["fprop"] == "fp8", weight.requires_grad
         n, k = self.out_features, self.in_features
+        if weight.__class__ is not nn.Parameter and is_dtensor(
+            weight
+        ):  # of which this rank multiplies a part
+            n, k = weight.detach().to_local().shape  # type: ignore[attr-defined]
         ledger.record("fprop", tokens, n, k, precisions["fprop"], recompute=inside_backward())
         forward = None if state is None else state.in_force()
 
@@ -184,15 +188,12 @@ class FP8GemmLayer(nn.Module):
             raise TypeError(
                 f"{self.fqn}: the input is {dtype}; FP8 layers take float32, bfloat16 and float16."
             )
-        if not fp8:
-            return
-        for what, tensor in (("input", input), ("weight", weight)):
-            if is_dtensor(tensor):
-                raise RuntimeError(
-                    f"{self.fqn}: its {what} is a DTensor, and FP8 layers do not run under tensor parallelism: the scale of a "
-                    "tensor would have to be agreed on by the ranks that hold its parts. Leave the layers of the parallel plan "
-                    "in high precision (algorithms.fp8.exclude), or shard with FSDP instead."
-                )
+        if is_dtensor(input) is not is_dtensor(weight):
+            one, other = ("input", "weight") if is_dtensor(input) else ("weight", "input")
+            raise RuntimeError(
+                f"{self.fqn}: its {one} is a DTensor and its {other} is not. Under tensor parallelism name it in the plan of parallelize_module, "
+                "or leave it in high precision (algorithms.fp8.exclude)."
+            )
 
 
 def configured_recipes(layers: Iterable[FP8GemmLayer]) -> tuple[Recipe, ...]:

@@ -13,9 +13,11 @@ from foundry_fp8.compat.wrapper_tensor import without_function_override
 from foundry_fp8.kernels.launch import HP_DTYPES
 from foundry_fp8.layers.autocast import compute_dtype
 from foundry_fp8.layers.backend import Backend
+from foundry_fp8.layers.dtensor import is_dtensor
 from foundry_fp8.layers.frozen_weight import in_high_precision
 from foundry_fp8.layers.gemm_layer import FP8GemmLayer
 from foundry_fp8.layers.produced import Produced, in_memory
+from foundry_fp8.layers.tensor_parallel import multiply_shards
 from foundry_fp8.numerics.recipes import Recipe
 
 __all__ = ["FP8Linear", "FP8TransposedLinear"]
@@ -74,7 +76,10 @@ class FP8Linear(FP8GemmLayer, nn.Linear):
 
     def _compute(self, input: Tensor) -> Tensor:
         if self.runs_fp8:
-            return self.backend.linear(self, input)
+            weight = self.matrix
+            if is_dtensor(weight):
+                return multiply_shards(self, input, weight, self.bias)
+            return self.backend.linear(self, input, weight, self.bias)
         x = in_memory(input)
         dtype = compute_dtype(x)
         # As in FP8, the input says what is computed in.

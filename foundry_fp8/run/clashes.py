@@ -84,9 +84,6 @@ CLASHES = (
           "precision: fp32, so what stays out of FP8 runs in float32; amp_bf16 is usual",
           lambda run: run.precision == "fp32" and run.converts is not None, error=False),
     Clash("`model.fc_type: te`, `ffn_type: te_ln_mlp`", TE_LAYERS, lambda run: run.te_layers and run.converts is not None),
-    Clash("`tp_config`, `algorithms.fp8`",
-          "algorithms.fp8: {run.parallel_layers} are in the layer plan of tensor parallelism, under which "
-          "FP8 layers do not run. Name them in algorithms.fp8.exclude, or use FSDP alone.", lambda run: run.parallel_layers),
     Clash("`fsdp_config`, `fp8.frozen_weights: fp8`",
           "algorithms.fp8.frozen_weights: fp8 does not run under FSDP, which shards plain parameters alone. Remove fsdp_config: under "
           "DDP every GPU holds the whole base in one byte an element. Or remove the option.", _frozen_under_fsdp),
@@ -132,9 +129,6 @@ CLASHES = (
     Clash("a wrapped or compiled model",
           "FP8: the model is wrapped or compiled already, and FP8 layers go in before that. Convert the plain model (give Trainer that "
           "one, as model=: what model_init= makes is in FSDP before a callback sees it); DDP, FSDP and torch.compile come after.", lambda run: run.wrapped, trainers=("transformers", "torchtitan", "loop")),
-    Clash("torchtitan's tensor parallelism",
-          "model.converters: FP8 layers do not run under tensor parallelism. Use FSDP alone.",
-          lambda run: run.tensor_parallel, trainers=("torchtitan",)),
     Clash("several GPUs of one process",
           f"{CALLBACK}: Trainer would run nn.DataParallel over {{run.copied_to}} GPUs, which copies the model in every step. Launch one "
           "process a GPU (torchrun), or set CUDA_VISIBLE_DEVICES to one.", lambda run: run.copied_to > 1, trainers=("transformers",)),

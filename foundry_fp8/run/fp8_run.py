@@ -27,7 +27,7 @@ from foundry_fp8.observe.measured_policy import MeasuredPolicy, measure_policy
 from foundry_fp8.observe.precision_probe import LossOf
 from foundry_fp8.run.clashes import KEYS, clashes_of, refuse
 from foundry_fp8.run.monitors import Monitors
-from foundry_fp8.run.settings import Run, in_plan
+from foundry_fp8.run.settings import Run
 from foundry_fp8.run.training_state import FP8Parts, TrainingState, parts_of
 from foundry_fp8.surgery.announcement import announcement, notices
 from foundry_fp8.surgery.apply import apply_fp8
@@ -142,8 +142,6 @@ class FP8Run:
             return None
         with as_it_was_if_it_fails(model):
             report = apply_fp8(model, device=settings.device, **self.options)
-            split = in_plan(report.converted, settings.parallel_plan)
-            self.refuse(dataclasses.replace(settings, parallel_layers=split))
             send_frozen(model)
             self.report, self.state, self._trace = report, FP8Parts(model), ForwardTrace(model)
         log.info("%s\n%s\n%s", self.report.chosen, self.report.summary(), self.report.table())

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -18,7 +17,7 @@ from foundry_fp8.distributed.hybrid_sharding.apply import HybridShardingConfig
 from foundry_fp8.models.unit_scaling import UnitScalingConfig
 from foundry_fp8.surgery.fp8_config import FP8Config
 
-__all__ = ["Run", "in_plan", "parse_algorithms"]
+__all__ = ["Run", "parse_algorithms"]
 
 CONFIGS: Mapping[str, type[Config]] = {
     "fp8": FP8Config,
@@ -43,8 +42,6 @@ class Run:
     shard: int = 1  # ranks that share one of them
     fsdp: Any = None  # Composer's FSDPConfig or FSDP2Config
     tensor_parallel: int = 0  # ranks that share every matrix; 0 without tensor parallelism
-    parallel_plan: Sequence[str] = ()  # globs of tensor parallelism's plan
-    parallel_layers: str = ""  # which converted ones it names
     wrapped: bool = False  # the model is compiled, or in DDP or FSDP, before it is converted
     compiled: bool = False
     train_metrics: bool = False  # which read the logits of training batches
@@ -74,10 +71,3 @@ def parse_algorithms(section: Mapping[str, Mapping[str, Any] | None] | None) -> 
     """The configurations of those algorithms of a YAML's ``algorithms`` that are this package's; a :class:`ConfigError` for a bad option."""
     ours = {name: options for name, options in (section or {}).items() if name in CONFIGS}
     return {name: from_mapping(CONFIGS[name], ours[name] or {}, f"algorithms.{name}") for name in ours}
-
-
-def in_plan(converted: Iterable[str], plan: Iterable[str]) -> str:
-    """Which of the layers ``converted`` a tensor-parallel ``plan`` makes DTensors, which FP8 layers do not take; empty for none."""
-    globs = list(plan)
-    both = [name for name in converted if any(fnmatch.fnmatch(name, glob) for glob in globs)]
-    return f"{len(both)} converted layers ({', '.join(both[:3])}, ...)" if both else ""

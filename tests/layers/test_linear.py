@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from foundry_fp8.config import ConfigError
@@ -50,11 +50,17 @@ def mesh():
     return init_device_mesh("cpu", (1,))
 
 
-def test_tensor_parallelism_is_refused_by_name(mesh):
-    net = model()
-    parallelize_module(net, mesh, {"2": ColwiseParallel()})
-    with pytest.raises(RuntimeError, match=r"^2: its input is a DTensor.*tensor parallelism.*exclude"):
-        net(torch.randn(8, 64))
+def test_what_tensor_parallelism_half_knows_is_refused_by_name(mesh):
+    """What it knows trains: tests/multiprocess/test_tensor_parallel.py."""
+    net, x = model(), torch.randn(8, 64)
+    with pytest.raises(RuntimeError, match=r"^2: its input is a DTensor and its weight is not.*exclude"):
+        net[2](distribute_tensor(net[1](net[0](x)).detach(), mesh, [Replicate()]))
+    net[2].weight = nn.Parameter(distribute_tensor(net[2].weight.detach(), mesh, [Replicate()]))
+    with pytest.raises(RuntimeError, match=r"^2: its weight is a DTensor and its input is not"):
+        net(x)
+    net[2].bias = None
+    with pytest.raises(RuntimeError, match=r"^2: FP8 layers run under .*Shard\(0\) \(ColwiseParallel\)"):
+        net[2](distribute_tensor(net[1](net[0](x)).detach(), mesh, [Replicate()]))
     in_high_precision = model(exclude=["2"])
     parallelize_module(in_high_precision, mesh, {"2": ColwiseParallel()})
     in_high_precision(torch.randn(8, 64)).sum().backward()

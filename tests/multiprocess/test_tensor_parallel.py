@@ -1,16 +1,55 @@
-"""FP8 layers in Composer's tensor-parallel plan are refused by name before anything is spent; beside it they run."""
+"""FP8 layers whose weights torch's tensor parallelism shards: against float64, and against the same model on one rank."""
 
 import pytest
+import torch
 
 from tests.multiprocess import launch
+from tests.multiprocess.tensor_parallel import alike, with_fsdp2
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.integration]
+pytestmark = pytest.mark.multiprocess
+ROW = {"name": "current", "granularity": "row"}
+WIDER = 1.10  # of the error on one rank; the mean over seeds is at most 1
 
 
-def test_layers_of_the_plan_are_refused_and_others_are_not():
-    from tests.multiprocess.tensor_parallel import refusals
+def scales(state):
+    return {name: entry["scale"] for name, entry in state["modules"].items()}
 
-    for ours, left_out in launch.call(refusals, 2, {}, {"exclude": ["up", "down"]}, imports=launch.COMPOSER):
-        assert ours[0].startswith("ConfigError: algorithms.fp8: 2 converted layers (up, down"), ours
-        assert "layer plan" in ours[0] and "algorithms.fp8.exclude" in ours[0]
-        assert left_out == (None, ["last"])
+
+@pytest.mark.parametrize(
+    ("recipe", "options"),
+    [
+        ("current", {"sequence": True, "bias": True}),
+        ("delayed", {"sequence": True}),
+        ("delayed", {"bias": True, "parts": 2}),
+        ("block", {"recompute": True, "parts": 2}),
+        pytest.param("current", {}, marks=pytest.mark.full),
+        pytest.param(ROW, {}, marks=pytest.mark.full),
+        pytest.param("mxfp8", {"bias": True}, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_shards_are_as_exact_as_the_whole(recipe, options):
+    """What has one scale a tensor of the whole (delayed), or blocks that end where shards do, gives the bits of one rank but for sums."""
+    found = launch.call(alike, 2, recipe, options)
+    whole, shards, same, states, flops, _ = found[0]
+    compared = [name for name in whole if not name.endswith("k.bias")]  # whose gradient is 0
+    assert all(shards[name] <= WIDER * whole[name] for name in compared), (whole, shards)
+    assert sum(shards[n] for n in compared) <= 1.02 * sum(whole[n] for n in compared)
+    if recipe in ("delayed", "block", "mxfp8"):
+        assert all(shards[name] == pytest.approx(whole[name], rel=1e-4) for name in compared)
+        assert sum(same.values()) > len(same) // 2
+    if recipe == "delayed":
+        one, several = (scales(state) for state in states)
+        assert all(torch.equal(one[name], several[name]) for name in one)
+    assert flops[1] * 2 == flops[0]
+    assert all(replicas for *_, replicas in found)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", pytest.param("current", marks=pytest.mark.full)])
+def test_beside_fsdp2_on_the_other_dimension(recipe):
+    for whole, shards, states, names in launch.call(with_fsdp2, 4, recipe):
+        assert all(shards[name] <= WIDER * whole[name] for name in whole)
+        assert "blocks.0.q.weight" in names and not any("scale" in name for name in names)
+        if recipe == "delayed":
+            one, several = (scales(state) for state in states)
+            assert all(torch.equal(one[name], several[name]) for name in one)

@@ -130,7 +130,6 @@ TWO_RANKS = {
             "sharding_strategy": "HYBRID_SHARD", "data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1}}),
 }  # fmt: skip
 ELSEWHERE = {
-    "`tp_config`, `algorithms.fp8`": "below, and tests/multiprocess/test_tensor_parallel.py",
     "`compressed_communication.parameters`, FSDP2's `reshard_after_forward: <int>`": "tests/multiprocess/test_faults.py",
 }
 
@@ -168,21 +167,6 @@ def test_doctor_shows_what_two_ranks_raise(settings, texts, tmp_path, monkeypatc
     name, config = TWO_RANKS[settings]
     monkeypatch.setenv("FSDP_VERSION", "2" if "FSDP2" in settings else "1")
     assert texts[name] in [finding.text for finding in doctor(tmp_path, config) if finding.level == "error"]
-
-
-@pytest.mark.parametrize(
-    ("degree", "exclude", "refused"), [(2, [], True), (2, ["*.ffn.*"], False), (1, [], False)]
-)
-def test_tensor_parallelism_is_refused_where_it_splits_converted_layers(degree, exclude, refused, tmp_path):
-    config = run(
-        tp_config={"strategy": "ffn", "tensor_parallel_degree": degree},
-        fsdp_config={},
-        algorithms={"fp8": {"recipe": "current", "exclude": exclude}},
-    )
-    found = [f.text for f in doctor(tmp_path, config, "h100x4") if f.level == "error"]
-    assert len(found) == refused and all(
-        "4 converted layers (model.transformer.blocks.0.ffn" in f for f in found
-    ), found
 
 
 @pytest.mark.parametrize(

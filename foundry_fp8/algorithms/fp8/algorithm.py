@@ -81,13 +81,11 @@ class FP8(Algorithm):
         settings = Run(precision=state.precision.value, fsdp=state.fsdp_config)
         self.run.refuse(settings)
         run_log = ensure_run_log(state, logger)
-        plan = None if state.tp_config is None else state.tp_config.layer_plan
         settings = dataclasses.replace(
             settings,
             device=device_of(state),
             callbacks=[type(callback).__name__ for callback in state.callbacks],
             log=str(run_log.path_of(state.run_name)),
-            parallel_plan=list(plan or ()),
         )
         report = None
         with warns_without_effect():

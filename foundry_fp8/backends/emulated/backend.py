@@ -47,19 +47,18 @@ class EmulatedBackend(Backend):
         return Availability(True)
 
     @torch.compiler.disable
-    def linear(self, module: FP8Linear, x: Tensor) -> Tensor:
+    def linear(self, module: FP8Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """See :meth:`Backend.linear`. Saves the FP8 input for backward, not the high-precision one."""
         dtype = compute_dtype(x)
         if x.numel() == 0:
-            bias = None if module.bias is None else module.bias.to(dtype)
-            return F.linear(x.to(dtype), module.matrix.to(dtype), bias)
+            return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
         recording = module.recording()
         x2d, shared = x.to(dtype).reshape(-1, x.shape[-1]), self._shared(module, x, dtype)
         with torch.autocast(autocast_type(x.device), enabled=False):
             y: Tensor = _EmulatedLinear.apply(  # type: ignore[no-untyped-call]
-                x2d, module.matrix, module.bias, module, recording, shared
+                x2d, weight, bias, module, recording, shared
             )
-        return fresh_view(y, *x.shape[:-1], module.out_features)
+        return fresh_view(y, *x.shape[:-1], len(weight))
 
     def attention(self) -> AttentionBackend:
         """See :meth:`Backend.attention`."""

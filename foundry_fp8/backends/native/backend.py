@@ -32,6 +32,7 @@ from foundry_fp8.layers.backend import (
     Backend,
     BackendOptions,
 )
+from foundry_fp8.layers.dtensor import is_dtensor
 from foundry_fp8.layers.frozen_weight import in_dtype
 from foundry_fp8.layers.grouped_linear import FP8GroupedLinear, by_expert
 from foundry_fp8.layers.linear import FP8Linear
@@ -126,11 +127,10 @@ class NativeBackend(Backend):
             index = torch.cuda.current_device() if device.index is None else device.index
             check_kernels(recipe, dtype, torch.device("cuda", index), fused, experts)
 
-    def linear(self, module: FP8Linear, x: Tensor) -> Tensor:
+    def linear(self, module: FP8Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """See :meth:`Backend.linear`."""
         from foundry_fp8.backends.native.linear import NativeLinear  # Triton is imported here, not before
 
-        weight, bias = module.matrix, module.bias
         dtype = checked_dtype(module, x, weight)
         if not weight.is_contiguous():
             weight = weight.contiguous()
@@ -155,7 +155,7 @@ class NativeBackend(Backend):
         with without_autocast(x.device.type):
             cached = self.cached_weight(module, call, dtype)
             y: Tensor = NativeLinear.apply(x_hp, weight, bias, (call, cached, shared))  # type: ignore[no-untyped-call]
-        return fresh_view(y, *x.shape[:-1], module.out_features) if compiling and x.dim() != 2 else y
+        return fresh_view(y, *x.shape[:-1], len(weight)) if compiling and x.dim() != 2 else y
 
     def attention(self) -> AttentionBackend:
         """See :meth:`Backend.attention`."""
@@ -217,14 +217,13 @@ class NativeBackend(Backend):
         if not self.options.cache_weights or torch.compiler.is_compiling() or not module.training:
             return None
         weight = module.weight
-        if not isinstance(
-            weight, nn.Parameter
-        ):  # a view that FSDP1 gathered: no counter shows when its shard changes
+        # A view that FSDP1 gathered, or a DTensor: no counter shows when its shard changes.
+        if not isinstance(weight, nn.Parameter) or is_dtensor(weight):
             if not self._warned:
                 self._warned = True
                 log.warning(
                     "%s: cache_weights has no effect here: the weight in use is not the module's own parameter, as under "
-                    "FSDP1. Use FSDP2, or set algorithms.fp8.cache_weights to false.",
+                    "FSDP1 and tensor parallelism. Use FSDP2, or set algorithms.fp8.cache_weights to false.",
                     module.fqn,
                 )
             return None

@@ -79,9 +79,9 @@ def checked_dtype(module: FP8GemmLayer, x: Tensor, weight: Tensor) -> torch.dtyp
         RuntimeError: Another device than the weight's.
         TypeError: A dtype that the kernels do not read.
     """
-    if x.dim() == 0 or x.shape[-1] != module.in_features:
+    if x.dim() == 0 or x.shape[-1] != weight.shape[-1]:
         raise ValueError(
-            f"{module.fqn}: the input is {tuple(x.shape)}; its last dimension must be in_features={module.in_features}."
+            f"{module.fqn}: the input is {tuple(x.shape)}; its last dimension must be in_features={weight.shape[-1]}."
         )
     if x.device != weight.device:
         raise RuntimeError(

@@ -110,14 +110,18 @@ class TransformerEngineBackend(Backend):
         return library().autocast(te_recipe_of(recipe))
 
     @torch.compiler.disable
-    def linear(self, module: FP8Linear, x: Tensor) -> Tensor:
+    def linear(self, module: FP8Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """See :meth:`Backend.linear`. Tokens that do not fill the GEMM's tile are padded with zeros, which is exact."""
         dtype = compute_dtype(x)
         recipe = module.recipe
         assert recipe is not None
         if x.numel() == 0:
-            bias = None if module.bias is None else module.bias.to(dtype)
-            return F.linear(x.to(dtype), module.matrix.to(dtype), bias)
+            return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+        if weight.shape != (module.out_features, module.in_features):
+            raise RuntimeError(
+                f"{module.fqn}: it is {tuple(weight.shape)} here, a part of it: backend: transformer_engine runs no tensor parallelism. Set "
+                "backend: native."
+            )
         x2d = x.to(dtype).reshape(-1, x.shape[-1])
         tokens = len(x2d)
         missing = -tokens % recipe.token_multiple
@@ -125,7 +129,7 @@ class TransformerEngineBackend(Backend):
             _warn_padding(module.fqn, tokens, recipe.token_multiple)
             x2d = F.pad(x2d, (0, 0, 0, missing))
 
-        weight = module.matrix.contiguous()
+        weight = weight.contiguous()
         high_precision_wgrad = module.wgrad == "high_precision"
         te_weight = weight.detach() if high_precision_wgrad else weight
         te_module = te_module_of(module, recipe)
@@ -136,7 +140,7 @@ class TransformerEngineBackend(Backend):
                 bind_slots(te_module, module.slots, record=record)
             if module.probe is not None:
                 _probe(module, x2d[:tokens])
-            y = _call(te_module, x2d, weight=te_weight, bias=module.bias)
+            y = _call(te_module, x2d, weight=te_weight, bias=bias)
         if high_precision_wgrad:
             y = with_high_precision_wgrad(y, x2d, weight)
         y = keep_non_finite(y, x2d)
