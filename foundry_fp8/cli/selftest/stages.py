@@ -60,7 +60,7 @@ def stages_of(output: Path, *, dry: bool) -> list[Stage]:
         return (python, "-m", name, *arguments)
 
     def ranks(name: str, limit: float, of: str = "", needs: str = "network", **environment: str) -> Stage:
-        command = module("foundry_fp8.cli.selftest.cluster", of or name, str(output), *said)
+        command = module("foundry_fp8.cli.selftest.cluster", of or name, *said)
         environment = {} if dry else environment  # torch's checker asks for a GPU
         return Stage(name=name, command=command, limit_s=limit, every_rank=True, needs=needs, environment=environment)  # fmt: skip
 
@@ -74,12 +74,6 @@ def stages_of(output: Path, *, dry: bool) -> list[Stage]:
         ranks("fsdp2", 60),
         ranks("hsdp", 60),
         ranks("compressed", 60),
-        ranks("checkpoint", 60),
-        ranks("resume", 60, needs="checkpoint"),
-        ranks("features", 60),
-        ranks("transformer engine", 60, "transformer_engine"),
-        ranks("compile", 90),
-        ranks("block", 75),
         ranks("fsdp2 under torch's stream checker", 90, "fsdp2", TORCH_CUDA_SANITIZER="1"),
         Stage(
             name="training",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +24,6 @@ class Ranks:
     """The process group of a stage.
 
     Args:
-        folder: Of the whole self-test; nodes share it.
         dry: gloo on the CPU, small sizes.
 
     Attributes:
@@ -37,8 +35,8 @@ class Ranks:
         rows: The checks so far, ``{"check", "ok", "figures"}``.
     """
 
-    def __init__(self, folder: Path, *, dry: bool) -> None:
-        self.folder, self.dry = folder, dry
+    def __init__(self, *, dry: bool) -> None:
+        self.dry = dry
         self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.per_node = int(os.environ["LOCAL_WORLD_SIZE"])
         self.rows: list[dict[str, Any]] = []
