@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from foundry_fp8.compat import cpu_stream_events
 from foundry_fp8.config import ConfigError
 from foundry_fp8.distributed.groups import make_group
 
-__all__ = ["hsdp_mesh", "ranks_per_node", "resolve_degrees", "smallest_shard", "spans_nodes"]
+__all__ = ["hybrid_mesh", "ranks_per_node", "resolve_degrees", "smallest_shard", "spans_nodes"]
 
 REPLICATE, SHARD = "dp_replicate", "dp_shard"
 
@@ -93,13 +94,16 @@ def smallest_shard(state_bytes: int, device_bytes: int, *, world: int, per_node:
     )
 
 
-def hsdp_mesh(
+def hybrid_mesh(
     device_type: str, replicate: int, shard: int, names: tuple[str, str] = (REPLICATE, SHARD)
 ) -> DeviceMesh:
     """The 2-D mesh ``[replicate, shard]``: consecutive ranks shard. Every rank must call it.
 
-    Its groups have the job's time limit; those that ``init_device_mesh`` makes have torch's default.
+    Its groups have the job's time limit; those that ``init_device_mesh`` makes have torch's default. On a CPU it also gives native HSDP what
+    it needs there (``compat/cpu_stream_events.py``).
     """
+    if device_type == "cpu":
+        cpu_stream_events.apply()
     ranks = torch.arange(replicate * shard, device="cpu").view(replicate, shard)
     row, column = divmod(dist.get_rank(), shard)
     groups = [make_group(ranks[:, column].tolist()), make_group(ranks[row].tolist())]

@@ -9,13 +9,11 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from foundry_fp8.compat import cpu_stream_events
 from foundry_fp8.config import Config, ConfigError, Fraction, Natural, Positive
 from foundry_fp8.distributed.agreement import agree
 from foundry_fp8.distributed.groups import alone
-from foundry_fp8.distributed.mesh import hsdp_mesh, ranks_per_node, resolve_degrees, smallest_shard
+from foundry_fp8.distributed.mesh import hybrid_mesh, ranks_per_node, resolve_degrees, smallest_shard
 
 __all__ = ["KEY", "HybridShardingConfig", "degrees_of", "hybrid_degrees", "hybrid_mesh", "state_bytes"]
 
@@ -94,10 +92,3 @@ def degrees_of(
             state_bytes(model, config.optimizer_bytes), room, world=world, per_node=per_node
         )
     return resolve_degrees(config.shard, config.replicate, world=world, per_node=per_node, fits=fits)
-
-
-def hybrid_mesh(device_type: str, replicate: int, shard: int, names: tuple[str, str]) -> DeviceMesh:
-    """The 2-D mesh; on a CPU also what native HSDP needs there (see ``compat/cpu_stream_events.py``)."""
-    if device_type == "cpu":
-        cpu_stream_events.apply()
-    return hsdp_mesh(device_type, replicate, shard, names)

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from foundry_fp8.config import from_mapping
 from foundry_fp8.layers.model_state import readable
-from foundry_fp8.numerics.recipes import Recipe
+from foundry_fp8.numerics.recipes import BlockScaling, CurrentScaling, DelayedScaling, Recipe
 from foundry_fp8.observe.guard.config import KEY, MODEL, Event, GuardConfig
-from foundry_fp8.observe.guard.fallback import finer_recipe
 from foundry_fp8.observe.guard.rows import first_rows
 from foundry_fp8.observe.guard.schedule import Schedule
 from foundry_fp8.observe.guard.search import smallest_sufficient
@@ -70,8 +69,14 @@ class DivergenceGuard:
         return [name for name, layer in self.probe.layers.items() if layer.recipe != layer.configured_recipe]
 
     def finer(self, name: str) -> Recipe | None:
-        """What a layer is demoted to before high precision, if anything: finer than its own recipe."""
-        return finer_recipe(self.probe.layers[name], self._device) if self.config.finer else None
+        """What a layer is demoted to before high precision, if anything: ``current`` after ``delayed``, ``block`` after ``current``."""
+        layer = self.probe.layers[name]
+        configured = layer.configured_recipe
+        if not self.config.finer or not isinstance(configured, DelayedScaling | CurrentScaling):
+            return None
+        delayed = isinstance(configured, DelayedScaling)
+        recipe = CurrentScaling(fp8_format=configured.fp8_format) if delayed else BlockScaling()
+        return recipe if layer.can_run(recipe, self._device) else None
 
     def due(self) -> bool:
         """Whether the next :meth:`before_step` measures."""

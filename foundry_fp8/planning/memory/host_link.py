@@ -12,6 +12,7 @@ share a host's memory or a PCIe switch.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -93,15 +94,10 @@ def moved_boundaries(run: BlockRun) -> int:
                 storage = x.untyped_storage()  # held: no other gets its address
                 storages.setdefault(storage_number(storage), (storage, set()))[1].add(id(module))
 
-    handles = [
-        wrapper.register_forward_pre_hook(note, with_kwargs=True)
-        for _, wrapper in checkpoint_wrappers(run.block)
-    ]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for _, wrapper in checkpoint_wrappers(run.block):
+            hooks.enter_context(wrapper.register_forward_pre_hook(note, with_kwargs=True))
         run.forward()
-    finally:
-        for handle in handles:
-            handle.remove()
     return sum(storage.nbytes() for storage, readers in storages.values() if len(readers) == 1)
 
 

@@ -89,13 +89,10 @@ def capture_calls(
 
         return hook
 
-    handles = [b.register_forward_pre_hook(note(i), with_kwargs=True) for i, b in enumerate(blocks)]
-    try:
-        with torch.no_grad():
-            run()
-    finally:
-        for handle in handles:
-            handle.remove()
+    with contextlib.ExitStack() as hooks, torch.no_grad():
+        for i, block in enumerate(blocks):
+            hooks.enter_context(block.register_forward_pre_hook(note(i), with_kwargs=True))
+        run()
     return [calls[i] for i in range(len(blocks))]
 
 
@@ -275,20 +272,16 @@ def measure_frame(
             if x is not None:
                 x.register_hook(lambda _: meter.reset_peak())
 
-        handles = [
-            *(block.register_forward_hook(at_output(i)) for i, block in enumerate(blocks)),
-            blocks[0].register_forward_pre_hook(at_start, with_kwargs=True),
-        ]
-        try:
+        with contextlib.ExitStack() as hooks:
+            for i, block in enumerate(blocks):
+                hooks.enter_context(block.register_forward_hook(at_output(i)))
+            hooks.enter_context(blocks[0].register_forward_pre_hook(at_start, with_kwargs=True))
             trained = [p for p in model.parameters() if p.requires_grad]
             loss = loss_fn()
             seen["head"] = meter.peak
             meter.reset_peak()
             grads = gradients(loss, trained, sharded=sharded)
             end_peak = meter.live if ends_with_blocks else max(meter.peak, meter.live)
-        finally:
-            for handle in handles:
-                handle.remove()
         del grads, loss
     left = [0]
     for start, end, cost in zip(starts[1:], starts[:-1], costs[1:], strict=True):

@@ -100,12 +100,6 @@ class ShardedBlockRun:
             record(out)
             out.register_hook(lambda _: record(None))
 
-        handles = [
-            self.block.register_forward_pre_hook(enter, with_kwargs=True, prepend=True),
-            self.block.register_forward_hook(leave),
-        ]
-        try:
+        before = self.block.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
+        with before, self.block.register_forward_hook(leave):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
