@@ -55,11 +55,6 @@ def init(
 def add_fp8(text: str, hardware: Hardware, where: str = "the YAML") -> tuple[str, list[str]]:
     """The YAML with what it lacks, and a sentence for each line that was added or changed.
 
-    Args:
-        text: An LLM Foundry training YAML.
-        hardware: What the run will have.
-        where: Its name, for messages.
-
     Raises:
         ConfigError: No YAML, no training run, or hardware without FP8.
     """

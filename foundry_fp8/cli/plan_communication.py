@@ -169,10 +169,7 @@ def _override(network: Network, pairs: list[str]) -> Network:
 def workload_of(config: Mapping[str, Any], model: Any, tokens: int | None = None) -> Workload:
     """What a YAML says of its step on a GPU.
 
-    Args:
-        config: Resolved.
-        model: Its model, on any device.
-        tokens: A GPU and step; by default ``device_train_microbatch_size`` sequences.
+    ``tokens`` are a GPU's in a step, by default those of ``device_train_microbatch_size`` sequences.
 
     Raises:
         ConfigError: That is no number.

@@ -90,11 +90,7 @@ class Leg:
 class CompressedGroup(CountingGroup):
     """Compresses the reduce-scatters or all-reduces of one FSDP unit; passes everything else on, counted.
 
-    Args:
-        inner: The group of the mesh.
-        traffic: Where bytes are counted.
-        switch: When to compress.
-        leg: How; ``None`` compresses nothing (bytes are still counted, and gloo still averages).
+    Without a ``leg`` nothing is compressed; bytes are still counted, and gloo still averages.
     """
 
     def __init__(

@@ -75,12 +75,6 @@ def smallest_shard(state_bytes: int, device_bytes: int, *, world: int, per_node:
     Whole nodes are preferred from one node up, since a group that ends inside a node sends its gathers over the
     network anyway.
 
-    Args:
-        state_bytes: Parameters, gradients and optimizer state of the whole model.
-        device_bytes: What a device may spend on them.
-        world: All ranks.
-        per_node: Ranks on a node.
-
     Raises:
         ConfigError: Not even all ranks together hold it.
     """

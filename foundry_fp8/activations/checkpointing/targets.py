@@ -161,12 +161,7 @@ def select(model: nn.Module, targets: Targets, policy: Policy, key: str) -> list
 
 
 def check_overlap(chosen: Iterable[tuple[str, frozenset[int]]], key: str) -> None:
-    """Raise if two targets share a block: LLM Foundry's rule, one granularity a block.
-
-    Args:
-        chosen: ``(target, blocks)`` in the order of the YAML.
-        key: The YAML key, for the message.
-    """
+    """Raise if two targets share a block: LLM Foundry's rule, one granularity a block."""
     owner: dict[int, str] = {}
     for target, blocks in chosen:
         for block in sorted(blocks):

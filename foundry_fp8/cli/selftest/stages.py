@@ -95,13 +95,7 @@ def run_stages(
 ) -> list[Outcome]:
     """Run every stage, within its own limit and what is left of the budget.
 
-    Args:
-        stages: What to run.
-        logs: Folder for what each process prints.
-        budget_s: For all of them.
-        dry: Kernels run interpreted.
-        supervisors: Who runs the processes of stages on every rank; one rank where ``None``.
-        said: Called with each outcome as it comes.
+    ``said`` is called with each outcome as it comes.
     """
     supervisors = supervisors or Supervisors(1)
     deadline, outcomes = time.monotonic() + budget_s, dict[str, Outcome]()

@@ -60,12 +60,8 @@ class XIELU(nn.Module):
 def smooth_swiglu(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """Smooth-SwiGLU as its paper has it: one scale a channel, on the linear branch.
 
-    ``h_i = silu(gate_i) * up_i / s_i`` with ``s_i = max |up_i|`` over the tokens; the down projection's input channel i
-    is to be multiplied by ``s_i`` afterwards.
-
-    Args:
-        gate: [..., ffn], hp.
-        up: [..., ffn], hp.
+    ``h_i = silu(gate_i) * up_i / s_i`` with ``s_i = max |up_i|`` over the tokens; the down projection's input channel i is to be multiplied
+    by ``s_i`` afterwards. ``gate`` and ``up`` are ``[..., ffn]``, hp.
 
     Returns:
         ``(h, s)``: [..., ffn] and [ffn].
@@ -81,13 +77,9 @@ def smooth_swiglu(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
 def smooth_swiglu_fog(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """Smooth-SwiGLU as FOG's baseline has it: one scale a token, from the gate's side.
 
-    ``h = silu(gate) * up / s`` with ``s = max |gate|`` over the channels; the down projection's output is to be
-    multiplied by ``s``. Without rounding this changes nothing, forward and backward, because ``s`` is a constant of
-    the token.
-
-    Args:
-        gate: [..., ffn], hp.
-        up: [..., ffn], hp.
+    ``h = silu(gate) * up / s`` with ``s = max |gate|`` over the channels; the down projection's output is to be multiplied by ``s``.
+    Without rounding this changes nothing, forward and backward, because ``s`` is a constant of the token. ``gate`` and ``up`` are ``[...,
+    ffn]``, hp.
 
     Returns:
         ``(h, s)``: [..., ffn] and [..., 1].

@@ -39,9 +39,6 @@ class Tokens:
 class FlopMeter:
     """Counts what a model does.
 
-    Args:
-        model: As it is trained; converted or not, wrapped or not.
-
     Raises:
         ValueError: A model whose attention or experts cannot be counted.
     """
@@ -74,9 +71,7 @@ class FlopMeter:
     def settle(self, observed: Mapping[str, Observed], high_precision: str) -> None:
         """Take what the observer saw; a converted layer whose ledger is empty (compiled code keeps none) is counted by shape.
 
-        Args:
-            observed: Empty if there was no observer.
-            high_precision: What layers that nobody observed run in.
+        ``high_precision`` is what layers run in that nobody observed.
         """
         self.observed = {name: seen for name, seen in observed.items() if seen.calls}
         self.high_precision = high_precision

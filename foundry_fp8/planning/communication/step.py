@@ -232,11 +232,7 @@ def plan_communication(
 ) -> list[dict[str, float | int | str]]:
     """Rows of the plan: for each number of GPUs, plain FSDP and the best HSDP, uncompressed and compressed.
 
-    Args:
-        work: The workload; int8 gradients and e4m3 weights where it names no compression. Under tensor parallelism uncompressed alone.
-        gpus: Numbers of GPUs, at least 2.
-        gpu: The GPU.
-        network: The network.
+    Where ``work`` names no compression, int8 gradients and e4m3 weights; under tensor parallelism uncompressed alone.
     """
     accept(Sequence[Annotated[int, at_least(2)]], gpus, "--gpus")
     config = work.compression or COMPRESSED

@@ -90,13 +90,7 @@ def on_cluster(
 ) -> Measurements:
     """What a rank of ``cluster`` holds.
 
-    Args:
-        measured: Of ``model`` on one device in ``cluster.gathered`` bytes an element, a step of one microbatch, without
-            optimizer states.
-        model: Not sharded.
-        cluster: How it will be.
-        optimizer_bytes: Of the whole model.
-        accumulates: Whether a step has several microbatches.
+    ``measured`` is of ``model`` on one device, ``cluster.gathered`` bytes an element, a step of one microbatch, without optimizer states.
     """
     blocks = [block for _, block in transformer_blocks(model)]
     total = [sum(p.numel() for p in block.parameters()) for block in blocks]
@@ -134,12 +128,7 @@ def static_bytes(
 ) -> int:
     """What a rank of ``cluster`` holds all the time.
 
-    Args:
-        model: Not sharded.
-        cluster: How it will be.
-        buffers: Bytes of its buffers.
-        optimizer_bytes: Of the whole model.
-        accumulates: Whether gradients are among it: with several microbatches a step they are there from the second on.
+    Where it ``accumulates``, gradients are among it: with several microbatches a step they are there from the second on.
     """
     everything = sum(p.numel() for p in model.parameters())
     learnt = sum(p.numel() for p in model.parameters() if p.requires_grad)

@@ -104,11 +104,7 @@ def moved_boundaries(run: BlockRun) -> int:
 def offloaded(cost: Cost, moved: int, plain: Cost, link: HostLink) -> Cost:
     """``cost`` with ``moved`` bytes of what it keeps in host memory.
 
-    Args:
-        cost: Of the option, all of it on the device.
-        moved: See above.
-        plain: Of the block without checkpoints.
-        link: The way.
+    ``plain`` is the block's without checkpoints.
     """
     forward = plain.seconds / 3
     exposed = max(0.0, moved / link.out - forward) + max(0.0, moved / link.back - (cost.seconds - forward))

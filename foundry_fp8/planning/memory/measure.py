@@ -64,11 +64,7 @@ def capture_calls(
 ) -> list[Call]:
     """Run the model without gradients and note how each block is called.
 
-    Args:
-        blocks: In forward order.
-        run: Runs a microbatch.
-        device: The one that runs it.
-        keep: Whether a call's tensors are needed later; of the others only the signature's shapes are (as meta tensors).
+    Of calls that ``keep`` does not want only the signature's shapes are kept, as meta tensors.
     """
     calls: dict[int, Call] = {}
 
@@ -139,12 +135,7 @@ def clock(device: torch.device) -> float:
 class BlockRun:
     """One block, run alone on its real input as the model runs it.
 
-    Args:
-        block: With or without checkpoints and packing.
-        call: From :func:`capture_calls`.
-        device: Where it runs.
-        cost_model: Seconds from a model instead of a clock.
-        model: The block is of this one; its linears share what they share in a forward of it.
+    Its linears share what they share in a forward of ``model``.
     """
 
     def __init__(
@@ -232,15 +223,8 @@ def measure_frame(
 ) -> Frame:
     """Run a whole step, blocks as they are configured now, and take from its bytes what the blocks hold.
 
-    Args:
-        model: As a whole.
-        blocks: Its blocks, in forward order.
-        costs: What each holds in its present configuration.
-        loss_fn: Runs a microbatch and returns the loss.
-        device: The one that runs it.
-        static: Bytes of parameters, buffers and optimizer state.
-        accumulates: Whether the step has several microbatches: all but the first run beside the gradients of those before.
-        sharded: Whether FSDP wraps the model.
+    ``costs`` are those of the present configuration, ``static`` is of parameters, buffers and optimizer state. A step that ``accumulates``
+    runs all its microbatches but the first beside the gradients of those before.
     """
     seen: dict[str, int] = {}
     starts: list[int | None] = [None] * len(blocks)

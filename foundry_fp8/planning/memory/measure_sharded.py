@@ -27,14 +27,9 @@ def is_sharded(model: nn.Module) -> bool:
 class ShardedBlockRun:
     """The figures of :class:`~foundry_fp8.planning.memory.measure.BlockRun`, taken by hooks while the whole model runs.
 
-    A unit's gathered parameters and its unreduced gradients count for the block, as far as the meter sees them: on a
-    GPU it does; :class:`~foundry_fp8.planning.memory.live_bytes.LiveBytes` does not see FSDP resize storages.
-
-    Args:
-        block: The outermost module around the block, as configured now: FSDP unit or checkpoint.
-        loss_fn: Runs a microbatch and returns the loss.
-        parameters: Of the whole model, without gradients.
-        device: Where it runs.
+    A unit's gathered parameters and its unreduced gradients count for the block, as far as the meter sees them: on a GPU it does;
+    :class:`~foundry_fp8.planning.memory.live_bytes.LiveBytes` does not see FSDP resize storages. ``block`` is the outermost module around
+    it, as configured now: FSDP unit or checkpoint.
     """
 
     def __init__(

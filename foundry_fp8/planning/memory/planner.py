@@ -118,11 +118,7 @@ def choose(
 ) -> MemoryPlan:
     """The plan for ``budget`` from measurements already taken: a pure function of its arguments.
 
-    Args:
-        measured: From :func:`measure`.
-        budget: See :func:`plan_memory`.
-        offload: Checkpoint inputs go to host memory.
-        capacity: The bytes that ``fit`` stands for, from :func:`device_capacity`.
+    ``capacity`` are the bytes that ``fit`` stands for (:func:`device_capacity`).
     """
     limit = _limit(measured, budget, capacity)
     fits = measured.peak("none") <= limit
