@@ -118,11 +118,7 @@ def communication(
 def _divided(
     config: Mapping[str, Any], model: Any, device_bytes: float, counts: list[int]
 ) -> tuple[list[int], str]:
-    """Those of ``counts`` that the YAML's shards divide, and a line on the others.
-
-    Raises:
-        ConfigError: They divide none.
-    """
+    """Those of ``counts`` that the YAML's shards divide, of which there must be one, and a line on the others."""
     fitting, refused = [], {}
     for count in counts:
         try:

@@ -44,16 +44,12 @@ def resolve_degrees(
         ConfigError: The degrees do not multiply to ``world``; the nearest shard degrees that do are named.
     """
     if shard == "auto":
-        if fits is None:
-            raise ConfigError(
-                "hybrid_sharding.shard: auto needs the device's memory. Give a number, or node."
-            )
+        assert fits is not None
         shard = fits
     elif shard == "node":
         shard = per_node
-    elif isinstance(shard, bool) or not isinstance(shard, int):
-        raise ConfigError(f"hybrid_sharding.shard: {shard!r} is not node, auto or a number of ranks.")
-    if shard < 1 or world % shard:
+    assert isinstance(shard, int)
+    if world % shard:
         divisors = [n for n in range(1, world + 1) if world % n == 0]
         raise ConfigError(
             f"hybrid_sharding.shard: {shard} does not divide the {world} ranks of this job. "
@@ -61,7 +57,8 @@ def resolve_degrees(
         )
     if replicate == "auto":
         replicate = world // shard
-    if isinstance(replicate, bool) or not isinstance(replicate, int) or replicate * shard != world:
+    assert isinstance(replicate, int)
+    if replicate * shard != world:
         raise ConfigError(
             f"hybrid_sharding.replicate: {replicate!r} times shard: {shard} is not the {world} ranks of this job. "
             f"Write replicate: auto, or replicate: {world // shard}."

@@ -130,7 +130,6 @@ CALLBACKS: dict[str, dict[str, Takes]] = {
     },
     "kurtosis_monitor": {
         "interval": whole(1),
-        "preset": word("auto", "mpt", "llama", "fog"),
         "roles": some(
             word("residual", "qkv_input", "qkv_output", "q", "k", "fc1_output", "fc2_input", "fc2_output"),
             least=1,

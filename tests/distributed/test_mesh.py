@@ -17,9 +17,6 @@ def test_degrees_multiply_to_the_world(shard, replicate, wanted):
     [
         (3, "auto", "1, 2, 4, 8, 16"),
         (4, 3, "replicate: 4"),
-        ("nodes", "auto", "not node, auto or a number"),
-        (True, "auto", "not node, auto or a number"),
-        (0, "auto", "does not divide"),
     ],
 )
 def test_degrees_that_do_not_are_refused_with_those_that_do(shard, replicate, said):

@@ -67,9 +67,10 @@ class DivergenceGuard(Monitor):
     """
 
     key = "divergence_guard"
+    config_class = DivergenceGuardConfig
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(DivergenceGuardConfig, options)
+        super().__init__(**options)
         self.guard: Guard | None = None  # from the start of training on
         self.loaded: dict[str, Any] = {}  # a checkpoint's state, until then
 

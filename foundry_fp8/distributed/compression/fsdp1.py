@@ -154,7 +154,7 @@ def _bind_gather(name: str, state: Any, compression: Compression) -> None:
 
     def gather(shard: Tensor, full_precision: bool) -> Tensor | None:
         codes = None if full_precision else compressed
-        traffic.count_logical(shard.nbytes * others, compressed=codes is not None)
+        traffic.count_logical(shard.nbytes * others)
         if codes is not None:
             return codes(shard)
         traffic.count("all_gather", shard.nbytes * others)

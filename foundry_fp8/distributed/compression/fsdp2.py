@@ -10,7 +10,6 @@ import logging
 from collections import defaultdict
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -98,9 +97,7 @@ class _UnitGroup(CompressedGroup):
 
     def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         if opts is not None:  # FSDP2's gather of the unit, and not a leg of ours
-            self.traffic.count_logical(
-                self.gathered_bytes * (self.size() - 1), compressed=input.dtype == torch.uint8
-            )
+            self.traffic.count_logical(self.gathered_bytes * (self.size() - 1))
         return super()._allgather_base(output, input, opts)
 
 
