@@ -33,12 +33,7 @@ def resolve_degrees(
 ) -> tuple[int, int]:
     """The sizes ``(replicate, shard)`` of the mesh.
 
-    Args:
-        shard: ``node`` (the ranks of a node), ``auto`` (``fits``) or a number.
-        replicate: ``auto`` (the rest) or a number.
-        world: All ranks.
-        per_node: Ranks on a node.
-        fits: The smallest shard group whose state fits a device, for ``auto``; see :func:`smallest_shard`.
+    ``fits`` is the smallest shard group whose state fits a device (:func:`smallest_shard`).
 
     Raises:
         ConfigError: The degrees do not multiply to ``world``; the nearest shard degrees that do are named.

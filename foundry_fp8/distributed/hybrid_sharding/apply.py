@@ -52,11 +52,7 @@ def hybrid_degrees(
 ) -> tuple[int, int]:
     """The degrees ``(replicate, shard)`` for this job; ``(1, 1)`` and a warning where it has one rank.
 
-    Args:
-        model: Before wrapping.
-        config: What was asked for.
-        device: Where it will train.
-        device_bytes: Memory of a device; asked of the device where ``None``.
+    ``model`` is not wrapped yet; where ``device_bytes`` is ``None`` the device is asked for its memory.
 
     Raises:
         ConfigError: They do not fit the ranks, or the model does not fit the devices.

@@ -23,8 +23,7 @@ class CannotRunError(Exception):
 class Ranks:
     """The process group of a stage.
 
-    Args:
-        dry: gloo on the CPU, small sizes.
+    ``dry``: gloo on the CPU, small sizes.
 
     Attributes:
         rank: This process.
