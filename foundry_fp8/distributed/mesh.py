@@ -13,7 +13,7 @@ from foundry_fp8.compat import cpu_stream_events
 from foundry_fp8.config import ConfigError
 from foundry_fp8.distributed.groups import make_group
 
-__all__ = ["hybrid_mesh", "ranks_per_node", "resolve_degrees", "smallest_shard", "spans_nodes"]
+__all__ = ["hybrid_mesh", "ranks_per_node", "smallest_shard", "spans_nodes"]
 
 REPLICATE, SHARD = "dp_replicate", "dp_shard"
 
@@ -26,39 +26,6 @@ def ranks_per_node() -> int:
 def spans_nodes(ranks: Sequence[int], per_node: int) -> bool:
     """Whether ``ranks`` lie on more than one node of ``per_node`` consecutive ranks."""
     return len({rank // per_node for rank in ranks}) > 1
-
-
-def resolve_degrees(
-    shard: int | str, replicate: int | str, *, world: int, per_node: int, fits: int | None = None
-) -> tuple[int, int]:
-    """The sizes ``(replicate, shard)`` of the mesh.
-
-    ``fits`` is the smallest shard group whose state fits a device (:func:`smallest_shard`).
-
-    Raises:
-        ConfigError: The degrees do not multiply to ``world``; the nearest shard degrees that do are named.
-    """
-    if shard == "auto":
-        assert fits is not None
-        shard = fits
-    elif shard == "node":
-        shard = per_node
-    assert isinstance(shard, int)
-    if world % shard:
-        divisors = [n for n in range(1, world + 1) if world % n == 0]
-        raise ConfigError(
-            f"hybrid_sharding.shard: {shard} does not divide the {world} ranks of this job. "
-            f"Shard degrees that do: {', '.join(map(str, divisors))}."
-        )
-    if replicate == "auto":
-        replicate = world // shard
-    assert isinstance(replicate, int)
-    if replicate * shard != world:
-        raise ConfigError(
-            f"hybrid_sharding.replicate: {replicate!r} times shard: {shard} is not the {world} ranks of this job. "
-            f"Write replicate: auto, or replicate: {world // shard}."
-        )
-    return replicate, shard
 
 
 def smallest_shard(state_bytes: int, device_bytes: int, *, world: int, per_node: int) -> int:

@@ -110,7 +110,6 @@ ALGORITHMS: dict[str, dict[str, Takes]] = {
     },
     "hybrid_sharding": {
         "shard": either(word("node", "auto"), whole(1)),
-        "replicate": either(word("auto"), whole(1)),
         "state_fraction": number(0, 1, without=(0,)),
         "optimizer_bytes": whole(0),
         "check_replicas": FLAG,

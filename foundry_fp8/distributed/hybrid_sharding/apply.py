@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from torch import nn
 from foundry_fp8.config import Config, ConfigError, Fraction, Natural, Positive
 from foundry_fp8.distributed.agreement import agree
 from foundry_fp8.distributed.groups import alone
-from foundry_fp8.distributed.mesh import hybrid_mesh, ranks_per_node, resolve_degrees, smallest_shard
+from foundry_fp8.distributed.mesh import hybrid_mesh, ranks_per_node, smallest_shard
 
 __all__ = ["KEY", "HybridShardingConfig", "degrees_of", "hybrid_degrees", "hybrid_mesh", "state_bytes"]
 
@@ -26,11 +26,10 @@ class HybridShardingConfig(Config):
     """The shape of the mesh."""
 
     key = KEY
+    deprecated: ClassVar = {"replicate": lambda _: {}}
 
     shard: Literal["node", "auto"] | Positive = "auto"
-    """Ranks that share one copy of the model: those of a node, a number, or the smallest group whose state fits."""
-    replicate: Literal["auto"] | Positive = "auto"
-    """Copies of the model: the rest, or a number."""
+    """Ranks that share one copy of the model: those of a node, a number, or the smallest group whose state fits. The others have copies."""
     state_fraction: Fraction = 0.6
     """How much of a device's memory the model's state may take, for ``shard: auto``; the rest is for activations."""
     optimizer_bytes: Natural = 8
@@ -79,12 +78,19 @@ def degrees_of(
     """The degrees ``(replicate, shard)`` of a job of ``world`` ranks, ``per_node`` on a node, with ``device_bytes`` of memory each.
 
     Raises:
-        ConfigError: They do not fit the ranks, or the model does not fit the devices.
+        ConfigError: They do not fit the ranks (the shard degrees that do are named), or the model does not fit the devices.
     """
-    fits = None
     if config.shard == "auto":
         room = int(device_bytes * config.state_fraction)
-        fits = smallest_shard(
+        shard = smallest_shard(
             state_bytes(model, config.optimizer_bytes), room, world=world, per_node=per_node
         )
-    return resolve_degrees(config.shard, config.replicate, world=world, per_node=per_node, fits=fits)
+    else:
+        shard = per_node if config.shard == "node" else config.shard
+    if world % shard:
+        divisors = [n for n in range(1, world + 1) if world % n == 0]
+        raise ConfigError(
+            f"hybrid_sharding.shard: {shard} does not divide the {world} ranks of this job. "
+            f"Shard degrees that do: {', '.join(map(str, divisors))}."
+        )
+    return world // shard, shard
