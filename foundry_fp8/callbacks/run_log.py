@@ -233,7 +233,10 @@ class RunLog(LoggerDestination):
         """Appending, so that a resumed run goes on in its file (readers drop what it repeats); in another one where a run is writing it."""
         assert self.path is not None
         if self._whole is None and (_is_written(self.path) or (new and os.path.lexists(self.path))):
-            free = next(p for n in itertools.count(1) if not os.path.lexists(p := _numbered(self.path, n)))
+            numbered = (
+                self.path.with_name(f"{self.path.stem}.{n}{self.path.suffix}") for n in itertools.count(1)
+            )
+            free = next(path for path in numbered if not os.path.lexists(path))
             if _is_written(self.path):
                 log.warning("run_log: another run is writing %s; this one writes %s.", self.path, free.name)
                 self.path = free
@@ -344,10 +347,6 @@ def _is_cut(path: Path) -> bool:
             return False
         file.seek(-1, os.SEEK_END)
         return file.read() != b"\n"
-
-
-def _numbered(path: Path, number: int) -> Path:
-    return path.with_name(f"{path.stem}.{number}{path.suffix}")
 
 
 def _host_peak_bytes() -> int:

@@ -138,7 +138,8 @@ def export_fp8(
     static = recipe.uses_history or recipe.kind == "constant"
     block: Any = getattr(recipe.scaling("w", 1), "block", None)
     if layout == "fp8":
-        e8m0 = recipe.kind == "mx" or any(_has_e8m0(layer.weight) for layer in layers.values())
+        frozen = (layer.weight for layer in layers.values() if isinstance(layer.weight, FrozenFP8Weight))
+        e8m0 = recipe.kind == "mx" or any(weight.scale.dtype == torch.float8_e8m0fnu for weight in frozen)
         config.quantization_config = finegrained_config(others_of, block=block, e8m0=e8m0)
     else:
         config.quantization_config = quantization_config(
@@ -180,10 +181,6 @@ def export_fp8(
         reader=NO_READER.format(config.model_type) * (not type(inner).__module__.startswith("transformers.")),
         bytes=sum(t.numel() * t.element_size() for t in tensors.values()),
     )
-
-
-def _has_e8m0(weight: Tensor) -> bool:
-    return isinstance(weight, FrozenFP8Weight) and weight.scale.dtype == torch.float8_e8m0fnu
 
 
 def _facts(layer: ServedLinear) -> dict[str, float | None]:

@@ -151,16 +151,12 @@ def _attach_parameters(model: nn.Module, units: list[Unit], compression: Compres
     for unit in units:
         group = inner_group(unit.shard_group)
         for gathered in _gathered_of(unit, compression, wire):
-            if wire.name == "e4m3" and _is_weight_of_fp8_linear(gathered):
-                assert isinstance(gathered.parameter.module, FP8Linear)
-                fp8_weights[group].append((gathered, gathered.parameter.module))
+            found = gathered.parameter
+            own_weight = found.name == "weight" and not found.shared
+            if wire.name == "e4m3" and own_weight and isinstance(found.module, FP8Linear):
+                fp8_weights[group].append((gathered, found.module))
     for group, weights in fp8_weights.items():
         share_amaxes(model, weights, wire, CountingGroup(group, compression.traffic))
-
-
-def _is_weight_of_fp8_linear(gathered: GatheredParameter) -> bool:
-    found = gathered.parameter
-    return isinstance(found.module, FP8Linear) and found.name == "weight" and not found.shared
 
 
 def _gathered_of(unit: Unit, compression: Compression, wire: WireFormat) -> list[GatheredParameter]:

@@ -176,13 +176,10 @@ def _outermost_attention(block: nn.Module) -> list[tuple[str, nn.Module]]:
     taken: list[tuple[str, nn.Module]] = []
     for name, module in named_modules_clean(block):
         inside = any(name.startswith(f"{outer}.") for outer, _ in taken)
-        if name and "attention" in type(module).__name__.lower() and not inside and _has_weights(module):
+        weight = next(module.parameters(), None)
+        if name and "attention" in type(module).__name__.lower() and not inside and weight is not None:
             taken.append((name, module))
     return taken
-
-
-def _has_weights(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters())
 
 
 def _shape(name: str, module: nn.Module, model: nn.Module) -> AttentionShape:

@@ -177,8 +177,8 @@ class BlockRun:
     def _backward(self, out: Tensor) -> None:
         torch.autograd.grad(out, self.leaves, torch.ones_like(out), allow_unused=True)
 
-    def bytes(self) -> tuple[int, int, int, int]:
-        """``(kept, cached, forward_peak, backward_peak)`` of :class:`Cost`."""
+    def bytes(self) -> Cost:
+        """What it costs, but for its seconds."""
         with unchanged(self.device):
             dy = torch.ones_like(self.forward())
             with meter_for(self.device) as meter:
@@ -191,7 +191,7 @@ class BlockRun:
                 grads = torch.autograd.grad(out, self.leaves, dy, allow_unused=True)
                 backward_peak = meter.peak
             del out, grads
-        return kept, cached, forward_peak, backward_peak
+        return Cost(kept, forward_peak, backward_peak, 0.0, cached)
 
     def seconds(self) -> float:
         """A forward and a backward, timed or computed."""
