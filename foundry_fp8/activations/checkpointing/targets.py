@@ -233,13 +233,10 @@ def _unknown(name: str, present: Mapping[str, type], modules: Sequence[str], key
 
 
 def _check_nested(names: Sequence[str], key: str) -> None:
-    chosen = set(names)
     for name in names:
-        parts = name.split(".")
-        for end in range(1, len(parts)):
-            outer = ".".join(parts[:end])
-            if outer in chosen:
-                raise ConfigError(
-                    f"{key}: {name} lies inside {outer}, which is checkpointed too: its forward would run three "
-                    "times. Select one of them."
-                )
+        outer = next((other for other in names if name.startswith(f"{other}.")), None)
+        if outer is not None:
+            raise ConfigError(
+                f"{key}: {name} lies inside {outer}, which is checkpointed too: its forward would run three "
+                "times. Select one of them."
+            )

@@ -13,9 +13,17 @@ from torch import Tensor, nn
 from foundry_fp8.layers.ledger import GemmLedger
 from foundry_fp8.layers.product_operators import ATTENTION, LINEAR
 from foundry_fp8.model_structure.names import named_modules_clean
-from foundry_fp8.observe.flops import Flops, Gemm, attended_pairs, attention_shapes, gemms_of, packed_pairs
-from foundry_fp8.observe.flops.attention import Mask, documents_of, in_chunks
+from foundry_fp8.observe.flops.attention import (
+    Mask,
+    attended_pairs,
+    attention_shapes,
+    documents_of,
+    in_chunks,
+    packed_pairs,
+)
+from foundry_fp8.observe.flops.gemms import Gemm, gemms_of
 from foundry_fp8.observe.flops.observer import Observed
+from foundry_fp8.observe.flops.utilisation import Flops
 from foundry_fp8.surgery.attention import FP8AttentionState
 
 __all__ = ["FlopMeter", "Tokens"]
