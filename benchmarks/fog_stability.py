@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from foundry_fp8.models.fog import FogConfig, FogForCausalLM
-from foundry_fp8.models.fog.attention import eager_attention, softmax_logit_bound
+from foundry_fp8.models.fog.attention import eager_attention
 from foundry_fp8.models.schedule import wsd_multiplier
 from foundry_fp8.surgery.apply import apply_fp8
 
@@ -229,10 +229,10 @@ def train(
         "task": task_name,
         "setting": setting,
         "seed": seed,
-        "parameters": model.config.parameter_count(),
+        "parameters": sum(p.numel() for p in model.parameters()),
         "losses": [round(x, 4) for x in losses],
         "held_out": final,
-        "logit_bound": bound if math.isfinite(bound := softmax_logit_bound(model.config)) else None,
+        "logit_bound": logit_bound(model.config),
         "measured": measured,
         "seconds": round(time.perf_counter() - started, 1),
     }
@@ -329,6 +329,13 @@ def plot(name: str, result: dict[str, Any]) -> None:
     figure.supxlabel("step", fontsize=8)
     figure.tight_layout()
     figure.savefig(IMAGES / f"{name}_outliers.png", dpi=110)
+
+
+def logit_bound(config: FogConfig) -> float | None:
+    """The largest |logit| that QK regularisation allows: ``softmax_scale * head_dim``; ``None`` without one, or where a gain trains."""
+    if config.qk_norm == "none" or (config.qk_norm == "rms" and config.qk_gain == "trainable"):
+        return None
+    return config.softmax_scale * config.head_dim
 
 
 def main() -> None:

@@ -138,7 +138,6 @@ MUTANTS = [
     # The wire.
     Mutant(WIRE, "amax.masked_fill_(~finite, torch.nan)", "pass", T_WIRE),
     Mutant(WIRE, "if divisor != 1:", "if divisor > 2:", T_WIRE),
-    Mutant(WIRE, "(words * weights).sum(1)", "words.sum(1)", T_WIRE),
     Mutant("numerics/wire_format.py", "4 * self.blocks(numel) if self.quantized", "4 * numel if self.quantized", T_WIRE),
     # Configuration and plans.
     Mutant("config/rules.py", "return Rule(f\"of at least {minimum}\", lambda value: value >= minimum)", "return Rule(f\"of at least {minimum}\", lambda value: value > minimum)", f"config {T_RECIPES}"),

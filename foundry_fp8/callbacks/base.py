@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from composer.core import Callback, Event, State, get_precision_context
 from composer.loggers import Logger
@@ -11,14 +11,12 @@ from composer.utils import ensure_tuple
 from torch import Tensor, nn
 
 from foundry_fp8.callbacks.run_log import ensure_run_log, log_details
-from foundry_fp8.config import ConfigError, from_mapping
+from foundry_fp8.config import Config, ConfigError, from_mapping
 from foundry_fp8.distributed.attendance import RanksLost
 from foundry_fp8.model_structure.wrappers import without_ddp
 from foundry_fp8.observe.switched_off import SwitchesOff
 
 __all__ = ["Monitor", "model_of", "total_loss", "training_loss"]
-
-C = TypeVar("C")
 
 
 def model_of(state: State) -> nn.Module:
@@ -49,19 +47,26 @@ def training_loss(state: State) -> Callable[[nn.Module, Any], Tensor]:
 class Monitor(Callback, SwitchesOff):
     """A callback that disables itself, with one logged error, when something in it raises.
 
-    A subclass names its ``key`` and config, writes the events as any Composer callback, wraps every function that it
-    hangs into the model with :meth:`guarded`, and takes its hooks away in :meth:`detach`. What it *asks* for wrongly (a
+    A subclass names its ``key`` and config, writes the events as any Composer callback, and wraps every function that it
+    hangs into the model with :meth:`guarded`. What it *asks* for wrongly (a
     pattern that matches no module, found at ``Event.INIT``) is an error all the same, because nothing has been spent
     yet.
     """
 
     key: ClassVar[str]
     """The name in the YAML, under ``callbacks``."""
+    config_class: ClassVar[type[Config]]
 
-    def __init__(self, config_class: type[C], options: dict[str, Any]) -> None:
+    def __init__(self, **options: Any) -> None:
         self.options = options
-        self.config: Any = from_mapping(config_class, options, f"callbacks.{self.key}")
+        self.config: Any = from_mapping(self.config_class, options, f"callbacks.{self.key}")
         self.name = f"callbacks.{self.key}"
+        self.meter: Any = None  # from the start of training on
+
+    def detach(self) -> None:
+        """Take the meter's hooks out of the model."""
+        if self.meter is not None:
+            self.meter.detach()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self.options.items())})"

@@ -1,22 +1,7 @@
 """``run_log``: everything a run logged, as one JSONL file, for ``foundry-fp8 compare``.
 
-One JSON object a line, distinguished by ``kind``:
-
-========== ======================================================================================================
-header     first line of a run, and once more after each resume: versions, device, world size, hyperparameters
-           (LLM Foundry's resolved config among them; what algorithms logged at INIT too)
-batch      ``step`` (batches done), ``tokens`` and ``samples`` (all ranks), ``seconds`` (in training steps: neither
-           evaluation nor saving), ``loss``, ``host_peak_bytes`` (largest resident size of rank 0 so far), and ``metrics``: every
-           other metric that was logged during that step, under its own key
-eval       ``step`` and the ``metrics`` of one evaluation
-metrics    ``step`` and the ``metrics`` that were logged when training ended, after the last batch's line
-hparams    hyperparameters that were logged after the header
-table      ``name``, ``columns``, ``rows``
-end        ``status``: ``finished``, or the exception that ended the run
-========== ======================================================================================================
-
-Non-finite numbers are the strings ``"nan"``, ``"inf"`` and ``"-inf"``: JSON has no such numbers. Each line is flushed,
-so a crash loses at most the line being written.
+One JSON object a line, distinguished by ``kind``; docs/reports.md has their fields. Non-finite numbers are the
+strings ``"nan"``, ``"inf"`` and ``"-inf"``: JSON has no such numbers. Each line is flushed, so a crash loses at most the line being written.
 """
 
 from __future__ import annotations
@@ -67,7 +52,7 @@ _PACKAGES = ("foundry-fp8", "mosaicml", "llm-foundry", "mosaicml-streaming", "tr
 
 
 class RunLog(LoggerDestination):
-    """Write everything that is logged to a JSONL file on rank 0 (format: the module's docstring).
+    """Write everything that is logged to a JSONL file on rank 0 (format: docs/reports.md).
 
     In a Foundry YAML: ``loggers: {run_log: {}}``. It reads metrics that others computed and adds no computation or
     synchronisation of its own, except that a metric logged as a tensor on a GPU is copied to the CPU at BATCH_END.
@@ -248,7 +233,10 @@ class RunLog(LoggerDestination):
         """Appending, so that a resumed run goes on in its file (readers drop what it repeats); in another one where a run is writing it."""
         assert self.path is not None
         if self._whole is None and (_is_written(self.path) or (new and os.path.lexists(self.path))):
-            free = next(p for n in itertools.count(1) if not os.path.lexists(p := _numbered(self.path, n)))
+            numbered = (
+                self.path.with_name(f"{self.path.stem}.{n}{self.path.suffix}") for n in itertools.count(1)
+            )
+            free = next(path for path in numbered if not os.path.lexists(path))
             if _is_written(self.path):
                 log.warning("run_log: another run is writing %s; this one writes %s.", self.path, free.name)
                 self.path = free
@@ -359,10 +347,6 @@ def _is_cut(path: Path) -> bool:
             return False
         file.seek(-1, os.SEEK_END)
         return file.read() != b"\n"
-
-
-def _numbered(path: Path, number: int) -> Path:
-    return path.with_name(f"{path.stem}.{number}{path.suffix}")
 
 
 def _host_peak_bytes() -> int:

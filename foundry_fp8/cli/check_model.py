@@ -127,22 +127,12 @@ def check_conversion(
         found += _left_by_auto(report, hardware)
     grouped = [row.name for row in report.rows if row.action == "converted" and len(row.shape) == 3]
     if grouped and not emulated and (fp8.backend != "native" or fp8.of_backend.only_where_faster):
-        found.append(
-            Finding(
-                "conversion",
-                "warning",
-                f"{grouped[0]} holds experts in one parameter ({len(grouped)} do): they run in FP8 with backend: native and a named recipe",
-            )
-        )
-    found += [
-        Finding(
-            "attention",
-            "ok" if row.action == "converted" else "warning",
-            f"{row.name}: {row.action}: {row.reason}",
-        )
-        for row in report.attention[:1]
-        + tuple(r for r in report.attention[1:] if r.reason != report.attention[0].reason)
-    ]
+        text = f"{grouped[0]} holds experts in one parameter ({len(grouped)} do): they run in FP8 with backend: native and a named recipe"
+        found.append(Finding("conversion", "warning", text))
+    for i, row in enumerate(report.attention):
+        if not i or row.reason != report.attention[0].reason:
+            level = "ok" if row.action == "converted" else "warning"
+            found.append(Finding("attention", level, f"{row.name}: {row.action}: {row.reason}"))
     return run, found
 
 

@@ -43,10 +43,7 @@ DTYPES: dict[str, Literal[2, 4]] = {
 def cluster_of(run: Run, model: nn.Module | None = None, device_bytes: float = 0) -> Cluster:
     """The cluster of a run: its sharding, the bytes that travel, the error feedback of its compressed communication.
 
-    Args:
-        run: Of a YAML (:func:`~.yaml_run.run_of`).
-        model: Its model, for ``hybrid_sharding.shard: auto``.
-        device_bytes: Memory of a GPU, for the same.
+    ``model`` and ``device_bytes``, the memory of a GPU, are for ``hybrid_sharding.shard: auto``.
 
     Raises:
         ConfigError: An unknown precision, shards that do not divide the ranks, or tensor parallelism.

@@ -140,11 +140,7 @@ def _prepare(console: Console, yaml: Path, output: Path, corpus: Path | None) ->
 def _train_all(
     console: Console, yaml: Path, output: Path, runs: dict[str, dict], steps: int
 ) -> tuple[list[str], list[str], bool]:
-    """Train one run after the other under one set of progress bars.
-
-    Returns:
-        The runs that left a log worth reading, those that failed, and whether the user interrupted.
-    """
+    """Train one run after the other; which left a log worth reading, which failed, and whether the user interrupted."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     finished: list[str] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -107,13 +108,14 @@ def render(found: dict[str, Any]) -> Group:
     parts: list[Any] = [_stack(found)]
     for device in found["devices"]:
         entries = [entry for entry in found["support"] if entry["device"] == device["device"]]
-        parts += [Text(), _recipes(device, entries), Text(), *_notes(entries)]
+        parts += [Text(), _recipes(device, entries), Text()]
+        parts += _notes([e for e in entries if e["backend"] != "auto"], lambda e: e["recipe"], ", ".join)
         attention = [entry for entry in found["attention"] if entry["device"] == device["device"]]
         parts += [
             Text(),
             _attention(device, attention),
             Text(),
-            *_attention_notes(attention),
+            *_notes(attention, lambda e: f"{e['recipe']}: {e['case']}", "; ".join),
             _EMULATED_ATTENTION,
         ]
     return Group(*parts)
@@ -170,36 +172,19 @@ def _cell(entry: dict[str, Any]) -> str:
     return f"[green]{entry.get('chosen', 'yes')}[/green]"
 
 
-def _notes(entries: list[dict[str, Any]]) -> list[Text]:
-    """Each reason once, with the recipes that it concerns; also remarks on recipes that run."""
+def _notes(
+    entries: list[dict[str, Any]], name: Callable[[dict[str, Any]], str], join: Callable[[list[str]], str]
+) -> list[Text]:
+    """Each reason or remark once, with what it concerns."""
     reasons: dict[tuple[str, str, str], list[str]] = {}
     for entry in entries:
-        if entry["reason"] and entry["backend"] != "auto":
-            reasons.setdefault((entry["backend"], entry["reason"], entry["remedy"]), []).append(
-                entry["recipe"]
-            )
-    return [
-        _note(f"{backend}, {', '.join(recipes)}", reason, remedy)
-        for (backend, reason, remedy), recipes in reasons.items()
-    ]
-
-
-def _attention_notes(entries: list[dict[str, Any]]) -> list[Text]:
-    """Each reason once, with the cases that it concerns."""
-    reasons: dict[tuple[str, str, str], list[str]] = {}
-    for entry in entries:
-        if not entry["ok"]:
-            reasons.setdefault((entry["backend"], entry["reason"], entry["remedy"]), []).append(
-                f"{entry['recipe']}: {entry['case']}"
-            )
+        if entry["reason"]:
+            reasons.setdefault((entry["backend"], entry["reason"], entry["remedy"]), []).append(name(entry))
     every = Counter(entry["backend"] for entry in entries)
     return [
-        _note(
-            f"{backend}, {'every case' if len(cases) == every[backend] else '; '.join(cases)}", reason, remedy
+        Text.assemble(
+            (f"{backend}, {'every case' if len(names) == every[backend] else join(names)}: ", "bold"),
+            f"{reason}. {remedy}".strip(),
         )
-        for (backend, reason, remedy), cases in reasons.items()
+        for (backend, reason, remedy), names in reasons.items()
     ]
-
-
-def _note(about: str, reason: str, remedy: str) -> Text:
-    return Text.assemble((f"{about}: ", "bold"), f"{reason}. {remedy}".strip())

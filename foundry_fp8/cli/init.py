@@ -55,31 +55,18 @@ def init(
 def add_fp8(text: str, hardware: Hardware, where: str = "the YAML") -> tuple[str, list[str]]:
     """The YAML with what it lacks, and a sentence for each line that was added or changed.
 
-    Args:
-        text: An LLM Foundry training YAML.
-        hardware: What the run will have.
-        where: Its name, for messages.
-
     Raises:
         ConfigError: No YAML, no training run, or hardware without FP8.
     """
-    from ruamel.yaml.error import YAMLError
-
     if hardware.gpu.recipe is None:
         raise ConfigError(
             f"--hardware: {hardware.name} does not multiply FP8. To see FP8's losses without its speed, write "
             "algorithms: {fp8: {backend: emulated}} yourself."
         )
-    reader = _reader()
-    try:
-        config = reader.load(text)
-    except RecursionError as error:
-        raise ConfigError(f"{where} cannot be read as a YAML: it is nested too deeply.") from error
-    except YAMLError as error:
-        raise ConfigError(f"{where} cannot be read as a YAML: {error}") from error
-    if not isinstance(config, MutableMapping) or not isinstance(config.get("model"), MutableMapping):
+    run, reader = resolve_yaml(text, where), _reader()
+    config = reader.load(text)
+    if not isinstance(config.get("model"), MutableMapping):
         raise ConfigError(f"{where} is no training run of LLM Foundry: it has no model.")
-    run = resolve_yaml(text, where)
     said: list[str] = []
 
     def add(section: str, name: str, value: Any, why: str) -> None:

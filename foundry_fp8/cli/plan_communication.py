@@ -118,11 +118,7 @@ def communication(
 def _divided(
     config: Mapping[str, Any], model: Any, device_bytes: float, counts: list[int]
 ) -> tuple[list[int], str]:
-    """Those of ``counts`` that the YAML's shards divide, and a line on the others.
-
-    Raises:
-        ConfigError: They divide none.
-    """
+    """Those of ``counts`` that the YAML's shards divide, of which there must be one, and a line on the others."""
     fitting, refused = [], {}
     for count in counts:
         try:
@@ -169,10 +165,7 @@ def _override(network: Network, pairs: list[str]) -> Network:
 def workload_of(config: Mapping[str, Any], model: Any, tokens: int | None = None) -> Workload:
     """What a YAML says of its step on a GPU.
 
-    Args:
-        config: Resolved.
-        model: Its model, on any device.
-        tokens: A GPU and step; by default ``device_train_microbatch_size`` sequences.
+    ``tokens`` are a GPU's in a step, by default those of ``device_train_microbatch_size`` sequences.
 
     Raises:
         ConfigError: That is no number.

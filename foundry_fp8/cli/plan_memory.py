@@ -76,24 +76,14 @@ def memory(
     trust: Trust = False,
 ) -> None:
     """Print a table of what each block could do, the plan, and the YAML that pins it."""
+    options = locals()
     with quiet():
-        said = plan_yaml(
-            yaml,
-            budget=budget,
-            microbatch=microbatch,
-            device=device,
-            compression=compression,
-            accumulate=accumulate,
-            world_size=world_size,
-            sharding=sharding,
-            gpu=gpu,
-            trust=trust,
-        )
+        said = plan_yaml(**options)
     typer.echo(said)
 
 
 def plan_yaml(
-    path: Path,
+    yaml: Path,
     *,
     budget: str | None,
     microbatch: int | None,
@@ -105,27 +95,14 @@ def plan_yaml(
     gpu: str = "h100",
     trust: bool = False,
 ) -> str:
-    """The plan for the run in ``path``, as text.
-
-    Args:
-        path: An LLM Foundry training YAML with ``model``, ``max_seq_len`` and, for precision, ``precision``.
-        budget: See :func:`foundry_fp8.planning.memory.planner.plan_memory`; by default the YAML's own.
-        microbatch: Sequences in the microbatch; by default ``device_train_microbatch_size``.
-        device: ``cpu``, ``cuda`` or ``fake``; by default the GPU if there is one.
-        compression: What the plan may use beside checkpoints; by default the YAML's own, else ``exact``.
-        accumulate: Whether a step has several microbatches.
-        world_size: Ranks to plan for, nothing allocated here; by default the one device.
-        sharding: With ``world_size``: FSDP's strategy, by default the YAML's.
-        gpu: With ``world_size``: whose memory the budget is where there is none.
-        trust: See :func:`read_yaml`.
-    """
+    """The plan for a run, as text; the options are those of :func:`memory`."""
     from foundry_fp8.cli.memory_options import frozen_weights, other_optimizers
     from foundry_fp8.planning.memory.cluster import SHARDINGS, on_cluster
     from foundry_fp8.planning.memory.cost_model import CostModel
     from foundry_fp8.planning.memory.flash_bytes import hold_flash_bytes
     from foundry_fp8.planning.memory.planner import choose, measure, plan_memory
 
-    config = read_yaml(path, trust=trust)
+    config = read_yaml(yaml, trust=trust)
     if world_size is not None:
         accept(Positive, world_size, "--world-size")
         gpu = gpu_named(gpu, GPUS)
@@ -171,7 +148,7 @@ def plan_yaml(
             plan = choose(sharded, limit, offload=offload)
     note = "attention holds flash attention's bytes, at other seconds\n" if stand_in else ""
     return (
-        f"{path.name}: {microbatch} x {config['max_seq_len']} tokens, parameters and optimizer state "
+        f"{yaml.name}: {microbatch} x {config['max_seq_len']} tokens, parameters and optimizer state "
         f"{format_bytes(plan.measurements.frame.static)}\n{note}{_notes(run, model, dry)}{others}{plan.text(config.get('algorithms'))}"
     )
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
-import warnings
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from foundry_fp8.cli.quiet import quiet
 from foundry_fp8.cli.yaml_model import Trust
 from foundry_fp8.config import ConfigError, from_mapping
 
@@ -39,15 +38,11 @@ def policy(
     trust: Trust = False,
 ) -> None:
     """Print the recipe of each GEMM of a YAML's model, without training it."""
-    logging.disable(logging.WARNING)  # what libraries say while the model is built is not about this run
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with quiet():
             typer.echo(_measured(yaml, error, recipes, load, trust) if measure else _resolved(yaml, trust))
     except RuntimeError as problem:
         raise ConfigError(str(problem)) from problem
-    finally:
-        logging.disable(logging.NOTSET)
 
 
 def _resolved(yaml: Path, trust: bool) -> str:

@@ -30,10 +30,7 @@ ROOM = 0.6
 def check_run(path: Path, hardware: Hardware, *, trust: bool = False) -> list[Finding]:
     """Everything that can be known before the start.
 
-    Args:
-        path: An LLM Foundry training YAML.
-        hardware: What it will run on; this machine needs none of it.
-        trust: See :func:`read_yaml`.
+    This machine needs none of ``hardware``.
 
     Raises:
         ConfigError: The YAML cannot be read.
@@ -198,22 +195,13 @@ def _attention_kernel(config: Mapping[str, Any]) -> list[Finding]:
     packing = ((config.get("train_loader") or {}).get("dataset") or {}).get("packing_ratio")
     found = []
     if packing and model["name"] == "mpt_causal_lm" and not packed:
-        found.append(
-            Finding(
-                "attention",
-                "warning",
-                "packing_ratio without attn_uses_sequence_id: tokens attend other documents",
-            )
-        )
+        text = "packing_ratio without attn_uses_sequence_id: tokens attend other documents"
+        found.append(Finding("attention", "warning", text))
+    level: Level = "ok"
+    text = f"{'flash' if flash else attention.get('attn_impl', 'sdpa')}, {masks}"
     if flash and importlib.util.find_spec("flash_attn") is None:
-        found.append(
-            Finding("attention", "warning", f"flash, {masks}; flash-attn is not installed on this machine")
-        )
-    else:
-        found.append(
-            Finding("attention", "ok", f"{'flash' if flash else attention.get('attn_impl', 'sdpa')}, {masks}")
-        )
-    return found
+        level, text = "warning", f"{text}; flash-attn is not installed on this machine"
+    return [*found, Finding("attention", level, text)]
 
 
 def _unit_scaling(config: Mapping[str, Any], run: Run, model: Any) -> list[Finding]:

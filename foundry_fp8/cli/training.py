@@ -44,13 +44,9 @@ class Progress:
 class TrainingProcess:
     """A training run as a child process in a process group of its own.
 
-    A group of its own, so that Ctrl-C in the terminal reaches only the parent, which then stops the child in order,
-    and so that the child's own children end with it.
-
-    Args:
-        command: What to run.
-        folder: The run's folder; ``train.log`` (the child's output) goes here and ``run_log.jsonl`` is expected here.
-        threads: OpenMP threads the child may use.
+    A group of its own, so that Ctrl-C in the terminal reaches only the parent, which then stops the child in order, and so that
+    the child's own children end with it. ``train.log`` (its output) goes into ``folder``, and ``run_log.jsonl`` is expected
+    there.
     """
 
     def __init__(self, command: Sequence[str], folder: Path, threads: int) -> None:

@@ -119,7 +119,7 @@ def resolve_yaml(text: str, where: Path | str) -> dict[str, Any]:
     except (OmegaConfBaseException, YAMLError) as error:
         raise ConfigError(f"{where} cannot be read as a YAML: {error}") from error
     if not isinstance(config, Mapping):
-        raise ConfigError(f"{where}: the YAML is not a mapping.")
+        raise ConfigError(f"{where} is no training run of LLM Foundry: it is not a mapping.")
     return {str(name): value for name, value in config.items()}
 
 

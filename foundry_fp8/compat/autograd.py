@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from foundry_fp8.config.tested import TORCHES
+from foundry_fp8.config.tested import moved
 
 __all__ = [
     "backward_number",
@@ -44,10 +44,10 @@ def _missing() -> str | None:
 
 
 if (_name := _missing()) is not None:
-    raise RuntimeError(
-        f"torch {torch.__version__} no longer has {_name}, or it means something else. By it foundry_fp8 distinguishes a recompute from a "
-        f"first forward, and of which, and which operator saves a tensor. {TORCHES}, or adapt "
-        "foundry_fp8/compat/autograd.py."
+    raise moved(
+        f"no longer has {_name}, or it means something else. By it foundry_fp8 distinguishes a recompute from a first forward, and of "
+        "which, and which operator saves a tensor",
+        "autograd",
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foundry_fp8.config.tested import TORCHES
+from foundry_fp8.config.tested import moved
 
 __all__ = ["added_to_scores", "exponent_of", "function_of"]
 
@@ -27,12 +27,12 @@ _ADDED = {
 """Attention node -> where it saved the mask or bias that it adds to its scores. Other attention nodes take none."""
 
 
+_NEEDED = ". By it foundry_fp8 knows what activation_compression may round"
+
+
 def _of(node: Any, name: str) -> Any:
     if not hasattr(node, name):
-        raise RuntimeError(
-            f"torch {torch.__version__} no longer has {name} on {node.name()}. By it foundry_fp8 knows what activation_compression "
-            f"may round. {TORCHES}, or adapt foundry_fp8/compat/autograd_nodes.py."
-        )
+        raise moved(f"no longer has {name} on {node.name()}{_NEEDED}", "autograd_nodes")
     return getattr(node, name)
 
 
@@ -65,13 +65,8 @@ class _Probe(torch.autograd.Function):
 
 
 with torch.inference_mode(False), torch.enable_grad():  # checked at import
-    if (
-        function_of(
-            _Probe.apply(torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)).grad_fn
-        )
-        is not _Probe
-    ):
-        raise RuntimeError(
-            f"torch {torch.__version__} no longer has _forward_cls on the nodes of autograd functions. By it foundry_fp8 knows what "
-            f"activation_compression may round. {TORCHES}, or adapt foundry_fp8/compat/autograd_nodes.py."
+    _made = _Probe.apply(torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True))
+    if function_of(_made.grad_fn) is not _Probe:
+        raise moved(
+            f"no longer has _forward_cls on the nodes of autograd functions{_NEEDED}", "autograd_nodes"
         )

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 
-from foundry_fp8.config.tested import TORCHES
+from foundry_fp8.config.tested import moved
 
 try:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -18,10 +17,8 @@ try:
         checkpoint_wrapper,
     )
 except ImportError as error:
-    raise RuntimeError(
-        f"torch {torch.__version__} no longer has torch.distributed.algorithms._checkpoint.checkpoint_wrapper as foundry_fp8 uses "
-        f"it ({error}). {TORCHES}, or adapt foundry_fp8/compat/checkpoint_wrapper.py."
-    ) from error
+    what = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
+    raise moved(f"no longer has {what} as foundry_fp8 uses it ({error})", "checkpoint_wrapper") from error
 
 __all__ = ["CheckpointWrapper", "checkpoint_wrapper", "keywords_of", "wrapped_module"]
 

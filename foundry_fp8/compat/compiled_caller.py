@@ -7,19 +7,17 @@ question, says no. Dynamo's callback for new frames, ``torch._C._dynamo.eval_fra
 
 from __future__ import annotations
 
-import torch
-
-from foundry_fp8.config.tested import TORCHES
+from foundry_fp8.config.tested import moved
 
 __all__ = ["compiled_caller_waits"]
 
 try:
     from torch._C._dynamo.eval_frame import get_eval_frame_callback
 except ImportError as error:
-    raise RuntimeError(
-        f"torch {torch.__version__} no longer has torch._C._dynamo.eval_frame.get_eval_frame_callback, by which foundry_fp8 "
-        f"refuses activation compression under torch.compile. {TORCHES}, or adapt "
-        "foundry_fp8/compat/compiled_caller.py."
+    raise moved(
+        "no longer has torch._C._dynamo.eval_frame.get_eval_frame_callback, by which foundry_fp8 refuses activation compression under "
+        "torch.compile",
+        "compiled_caller",
     ) from error
 
 

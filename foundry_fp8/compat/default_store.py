@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from foundry_fp8.config.tested import TORCHES
+from foundry_fp8.config.tested import moved
 
 __all__ = ["default_store"]
 
@@ -25,9 +24,7 @@ def default_store() -> Any:
     find: Any = getattr(dist.distributed_c10d, "_get_default_store", None)
     store = None if find is None else find()
     if not all(hasattr(store, name) for name in ("set", "get", "wait", "check")):
-        raise RuntimeError(
-            f"torch {torch.__version__} no longer has torch.distributed.distributed_c10d._get_default_store. Over it foundry_fp8 "
-            f"makes sure that all ranks ask for the same. {TORCHES}, or adapt "
-            "foundry_fp8/compat/default_store.py."
-        )
+        what = "torch.distributed.distributed_c10d._get_default_store"
+        why = "Over it foundry_fp8 makes sure that all ranks ask for the same"
+        raise moved(f"no longer has {what}. {why}", "default_store")
     return store

@@ -6,17 +6,16 @@ public way to ask whether a mode is entered: its own code asks ``torch._C._len_t
 
 from __future__ import annotations
 
-import torch
-
-from foundry_fp8.config.tested import TORCHES
+from foundry_fp8.config.tested import moved
 
 try:
     from torch._C import _len_torch_dispatch_stack as watching_modes
     from torch.utils._python_dispatch import TorchDispatchMode
 except ImportError as error:
-    raise RuntimeError(
-        f"torch {torch.__version__} no longer has torch.utils._python_dispatch.TorchDispatchMode and _len_torch_dispatch_stack as "
-        f"foundry_fp8 uses them ({error}), to count bytes and operators and to see who else does. {TORCHES}, or adapt foundry_fp8/compat/dispatch_mode.py."
+    raise moved(
+        "no longer has torch.utils._python_dispatch.TorchDispatchMode and _len_torch_dispatch_stack as foundry_fp8 uses them "
+        f"({error}), to count bytes and operators and to see who else does",
+        "dispatch_mode",
     ) from error
 
 __all__ = ["TorchDispatchMode", "watching_modes"]
@@ -26,7 +25,4 @@ _before = watching_modes()
 with TorchDispatchMode():
     _inside = watching_modes()
 if (_inside, watching_modes()) != (_before + 1, _before):
-    raise RuntimeError(
-        f"torch {torch.__version__}: torch._C._len_torch_dispatch_stack no longer counts the modes that are entered. {TORCHES}, "
-        "or adapt foundry_fp8/compat/dispatch_mode.py."
-    )
+    raise moved("no longer counts the modes that are entered (_len_torch_dispatch_stack)", "dispatch_mode")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from foundry_fp8.config.tested import TORCHES
+from foundry_fp8.config.tested import moved
 
 try:
     from torch._guards import active_fake_mode
@@ -20,11 +20,8 @@ try:
         unset_fake_temporarily,
     )
 except ImportError as error:
-    raise RuntimeError(
-        f"torch {torch.__version__} no longer has torch._subclasses.fake_tensor and torch._guards.active_fake_mode as "
-        f"foundry_fp8 uses them ({error}). {TORCHES}, "
-        "or adapt foundry_fp8/compat/fake_tensor.py."
-    ) from error
+    what = "torch._subclasses.fake_tensor and torch._guards.active_fake_mode"
+    raise moved(f"no longer has {what} as foundry_fp8 uses them ({error})", "fake_tensor") from error
 
 __all__ = [
     "FLASH_ATTENTION",

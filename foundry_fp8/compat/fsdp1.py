@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, _common_utils
 
-from foundry_fp8.config.tested import TORCHES
+from foundry_fp8.config.tested import moved
 
 __all__ = [
     "HYBRID",
@@ -191,7 +191,4 @@ def dropped_replication(unit: FullyShardedDataParallel) -> bool:
 def _check(found: Any, names: Sequence[str]) -> None:
     missing = [name for name in names if not hasattr(found, name)]
     if missing:
-        raise RuntimeError(
-            f"torch {torch.__version__} no longer has {', '.join(missing)} on FSDP1's {type(found).__name__}. {TORCHES}, "
-            "or adapt foundry_fp8/compat/fsdp1.py."
-        )
+        raise moved(f"no longer has {', '.join(missing)} on FSDP1's {type(found).__name__}", "fsdp1")

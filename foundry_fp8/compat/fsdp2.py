@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from foundry_fp8.config.tested import TORCHES
+from foundry_fp8.config.tested import moved
 
 __all__ = ["ShardedParameter", "Unit", "lazy_init", "shard_versions", "units_of"]
 
@@ -226,7 +226,4 @@ def shard_versions(model: nn.Module) -> tuple[int, ...]:
 def _check(found: Any, names: tuple[str, ...]) -> None:
     missing = [name for name in names if not hasattr(found, name)]
     if missing:
-        raise RuntimeError(
-            f"torch {torch.__version__} no longer has {', '.join(missing)} on FSDP2's {type(found).__name__}. {TORCHES}, "
-            "or adapt foundry_fp8/compat/fsdp2.py."
-        )
+        raise moved(f"no longer has {', '.join(missing)} on FSDP2's {type(found).__name__}", "fsdp2")

@@ -10,10 +10,9 @@ from __future__ import annotations
 import datetime
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from foundry_fp8.config.tested import TORCHES
+from foundry_fp8.config.tested import moved
 
 __all__ = ["group_timeout"]
 
@@ -28,7 +27,5 @@ def group_timeout(group: dist.ProcessGroup | None = None) -> datetime.timedelta:
     try:
         return max(found._get_backend(device).options._timeout for device in found._device_types)
     except (AttributeError, RuntimeError) as error:
-        raise RuntimeError(
-            f"torch {torch.__version__} keeps the time limit of a process group ({found}) where foundry_fp8 does not look: {error}. "
-            f"Use gloo or nccl. {TORCHES}, or adapt foundry_fp8/compat/group_timeout.py."
-        ) from error
+        said = f"keeps the time limit of a process group ({found}) where foundry_fp8 does not look: {error}"
+        raise moved(f"{said}. Use gloo or nccl", "group_timeout") from error

@@ -6,9 +6,7 @@ when every supported torch has a public module with these.
 
 from __future__ import annotations
 
-import torch
-
-from foundry_fp8.config.tested import TORCHES
+from foundry_fp8.config.tested import moved
 
 try:
     from torch.utils._pytree import (
@@ -19,9 +17,6 @@ try:
         tree_unflatten,
     )
 except ImportError as error:
-    raise RuntimeError(
-        f"torch {torch.__version__} no longer has torch.utils._pytree as foundry_fp8 uses it ({error}). {TORCHES}, "
-        "or adapt foundry_fp8/compat/pytree.py."
-    ) from error
+    raise moved(f"no longer has torch.utils._pytree as foundry_fp8 uses it ({error})", "pytree") from error
 
 __all__ = ["register_pytree_node", "tree_flatten", "tree_iter", "tree_map", "tree_unflatten"]

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from foundry_fp8.compat.dispatch_mode import watching_modes
 from foundry_fp8.compat.pytree import tree_iter
 from foundry_fp8.compat.storages import storage_number
-from foundry_fp8.config.tested import TORCHES
+from foundry_fp8.config.tested import moved
 
 __all__ = [
     "KEPT_PAST_HOOKS",
@@ -38,13 +38,13 @@ _CACHED: Any = getattr(torch.utils.checkpoint, "_CachedTorchDispatchMode", None)
 _CACHING: Any = getattr(torch.utils.checkpoint, "_CachingTorchDispatchMode", None)
 
 
-_MOVED = (
-    f"torch {torch.__version__} keeps what selective checkpointing saves otherwise than foundry_fp8 knows "
-    "(torch.utils.checkpoint._CachingTorchDispatchMode, _CachedTorchDispatchMode). By them it keeps such results from being written "
-    f"to, and knows what a recompute runs again. {TORCHES}, or adapt foundry_fp8/compat/selective_checkpoint.py."
+_MOVED = moved(
+    "keeps what selective checkpointing saves otherwise than foundry_fp8 knows (torch.utils.checkpoint._CachingTorchDispatchMode, "
+    "_CachedTorchDispatchMode). By them it keeps such results from being written to, and knows what a recompute runs again",
+    "selective_checkpoint",
 )
 if _CACHED is None or _CACHING is None:
-    raise RuntimeError(_MOVED)
+    raise _MOVED
 
 
 KEPT_PAST_HOOKS = (
@@ -58,7 +58,7 @@ KEPT_PAST_HOOKS = (
 def check_selective_checkpoint() -> None:
     """Raise unless torch keeps results as described above. Not while anything traces."""
     if not _works():
-        raise RuntimeError(_MOVED)
+        raise _MOVED
 
 
 def selective_contexts(operators: Sequence[Any]) -> tuple[Any, Any]:

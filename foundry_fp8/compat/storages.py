@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from foundry_fp8.config.tested import TORCHES
+from foundry_fp8.config.tested import moved
 
 __all__ = ["storage_number"]
 
@@ -34,7 +34,5 @@ def _changed() -> bool:
 
 
 if _changed():
-    raise RuntimeError(
-        f"torch {torch.__version__} no longer keeps the Python object of a storage as long as the storage lives. By it foundry_fp8 "
-        f"knows which tensors share memory. {TORCHES}, or adapt foundry_fp8/compat/storages.py."
-    )
+    said = "no longer keeps the Python object of a storage as long as the storage lives"
+    raise moved(f"{said}. By it foundry_fp8 knows which tensors share memory", "storages")

@@ -92,10 +92,7 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], key: str, owner: str =
 def check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any], key: str) -> None:
     """Check arguments by the annotations of the function that takes them: what a registry calls with a YAML's values.
 
-    Args:
-        function: Whose annotations; of a class, its ``__init__``.
-        arguments: Values by the names of its parameters; those without an annotation are passed over.
-        key: The YAML key under which the arguments stand.
+    ``function`` may be a class, whose ``__init__`` counts; parameters without an annotation are passed over.
 
     Raises:
         ConfigError: A value that is not what the annotation says.
@@ -108,11 +105,6 @@ def check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any], 
 
 def check_choice(key: str, value: object, allowed: Sequence[str]) -> None:
     """Raise unless ``value`` is one of ``allowed``.
-
-    Args:
-        key: The YAML key, dotted (``algorithms.fp8.backend``).
-        value: What the user gave.
-        allowed: Every valid value, in the order to print.
 
     Raises:
         ConfigError: Names the key, the value, the valid values and the nearest one.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["TESTED", "TORCHES", "untested"]
+__all__ = ["TESTED", "TORCHES", "moved", "untested"]
 
 TESTED = {
     "torch": ("2.7", "2.15"),
@@ -17,6 +17,15 @@ TESTED = {
 
 TORCHES = "Install a torch from {} to {}".format(*TESTED["torch"])
 """What to do where a private part of torch has moved."""
+
+
+def moved(said: str, file: str) -> RuntimeError:
+    """The error of a torch that is ``said`` to have moved what is private; by ``file`` of ``compat`` this package uses it."""
+    import torch
+
+    return RuntimeError(
+        f"torch {torch.__version__} {said}. {TORCHES}, or adapt foundry_fp8/compat/{file}.py."
+    )
 
 
 def untested(package: str, version: str) -> str | None:

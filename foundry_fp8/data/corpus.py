@@ -34,8 +34,7 @@ class Document:
 def standard_library_documents(root: Path | None = None) -> list[Document]:
     """Read the corpus, sorted by name, so that every call gives the same order.
 
-    Args:
-        root: The folder to read; the running interpreter's standard library if ``None``.
+    Where ``root`` is ``None``, that of the running interpreter.
 
     Raises:
         RuntimeError: The folder holds no Python source (a stripped or zipped standard library).

@@ -94,7 +94,7 @@ def prepare_data(
                     raise
         finally:
             shutil.rmtree(building, ignore_errors=True)
-    return _read(folder)
+    return PreparedData(folder=folder, **json.loads((folder / "data.json").read_text()))
 
 
 def _build(
@@ -162,7 +162,3 @@ def _samples(documents: Sequence[Document], tokenizer: Any, sequence_length: int
         for at in range(0, whole, sequence_length):
             yield np.asarray(buffer[at : at + sequence_length], dtype=np.int32)
         del buffer[:whole]
-
-
-def _read(folder: Path) -> PreparedData:
-    return PreparedData(folder=folder, **json.loads((folder / "data.json").read_text()))

@@ -31,11 +31,6 @@ Examples = Iterator[dict[str, Any]]
 def write_tasks(folder: Path, documents: Sequence[Document], each: int) -> int:
     """Write one JSONL file a task.
 
-    Args:
-        folder: Made if missing.
-        documents: Held out from training.
-        each: Questions a task, at most.
-
     Returns:
         How many questions the shortest task has.
     """

@@ -18,13 +18,8 @@ END_OF_TEXT = "<|endoftext|>"
 def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> PreTrainedTokenizerFast:
     """Train byte-level BPE on ``texts`` and save it to ``folder``.
 
-    Every byte has a token of its own, so that no text is out of vocabulary. The same texts in the same order give the
-    same tokenizer.
-
-    Args:
-        texts: The training documents.
-        vocab_size: Tokens in all, :data:`END_OF_TEXT` and the 256 bytes included.
-        folder: Where ``AutoTokenizer.from_pretrained`` (and LLM Foundry's ``build_tokenizer``) will find it.
+    Every byte has a token of its own, so that no text is out of vocabulary. The same texts in the same order give the same tokenizer.
+    ``vocab_size`` counts :data:`END_OF_TEXT` and the 256 bytes.
 
     Returns:
         The tokenizer. Its ``eos``, ``bos`` and ``pad`` tokens are :data:`END_OF_TEXT`, with id 0.

@@ -25,10 +25,6 @@ def agree(what: str, value: str) -> None:
     was asked for on some ranks only) is an error that names it instead of a hang. Rank 0 reads what all say and writes the verdict, and the
     others read that: as many requests as there are ranks, and not their square. It waits as long as the job's process group would.
 
-    Args:
-        what: What is being compared, for the message (a YAML key).
-        value: This rank's value, in a form that compares.
-
     Raises:
         RuntimeError: Ranks differ, or some did not answer in time. Both are named.
     """

@@ -22,9 +22,7 @@ __all__ = ["CollectiveQueue"]
 class CollectiveQueue:
     """Runs chains of collectives on ``group`` in the order in which they are submitted.
 
-    Args:
-        group: Used by this queue alone while it runs.
-        device: Where the tensors live.
+    It alone uses ``group`` while it runs.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:

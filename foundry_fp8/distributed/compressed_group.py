@@ -90,11 +90,7 @@ class Leg:
 class CompressedGroup(CountingGroup):
     """Compresses the reduce-scatters or all-reduces of one FSDP unit; passes everything else on, counted.
 
-    Args:
-        inner: The group of the mesh.
-        traffic: Where bytes are counted.
-        switch: When to compress.
-        leg: How; ``None`` compresses nothing (bytes are still counted, and gloo still averages).
+    Without a ``leg`` nothing is compressed; bytes are still counted, and gloo still averages.
     """
 
     def __init__(
@@ -112,8 +108,7 @@ class CompressedGroup(CountingGroup):
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any) -> Any:
         self.switch.reductions += 1
         rows, leg = self._rows(input), self.leg
-        taken = rows is not None
-        self.traffic.count_logical(input.nbytes - input.nbytes // self.size(), compressed=taken)
+        self.traffic.count_logical(input.nbytes - input.nbytes // self.size())
         if leg is not None and self.switch.narrows(input):
             part = torch.empty_like(output, dtype=torch.bfloat16)
             super()._reduce_scatter_base(part, input.bfloat16(), opts).wait()
@@ -143,8 +138,7 @@ class CompressedGroup(CountingGroup):
         # Not "in (SUM, AVG)": a RedOpType does not know that it equals a ReduceOp.
         sums = opts.reduceOp == dist.ReduceOp.SUM or opts.reduceOp == dist.ReduceOp.AVG
         rows, leg = self._rows(tensors[0]) if sums and len(tensors) == 1 else None, self.leg
-        taken = rows is not None
-        self.traffic.count_logical(2 * (nbytes - nbytes // self.size()), compressed=taken)
+        self.traffic.count_logical(2 * (nbytes - nbytes // self.size()))
         if leg is not None and sums and len(tensors) == 1 and self.switch.narrows(tensors[0]):
             narrow = tensors[0].bfloat16()
             super().allreduce([narrow], opts).wait()

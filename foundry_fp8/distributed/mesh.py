@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from foundry_fp8.compat import cpu_stream_events
 from foundry_fp8.config import ConfigError
 from foundry_fp8.distributed.groups import make_group
 
-__all__ = ["hsdp_mesh", "ranks_per_node", "resolve_degrees", "smallest_shard", "spans_nodes"]
+__all__ = ["hybrid_mesh", "ranks_per_node", "smallest_shard", "spans_nodes"]
 
 REPLICATE, SHARD = "dp_replicate", "dp_shard"
 
@@ -27,58 +28,11 @@ def spans_nodes(ranks: Sequence[int], per_node: int) -> bool:
     return len({rank // per_node for rank in ranks}) > 1
 
 
-def resolve_degrees(
-    shard: int | str, replicate: int | str, *, world: int, per_node: int, fits: int | None = None
-) -> tuple[int, int]:
-    """The sizes ``(replicate, shard)`` of the mesh.
-
-    Args:
-        shard: ``node`` (the ranks of a node), ``auto`` (``fits``) or a number.
-        replicate: ``auto`` (the rest) or a number.
-        world: All ranks.
-        per_node: Ranks on a node.
-        fits: The smallest shard group whose state fits a device, for ``auto``; see :func:`smallest_shard`.
-
-    Raises:
-        ConfigError: The degrees do not multiply to ``world``; the nearest shard degrees that do are named.
-    """
-    if shard == "auto":
-        if fits is None:
-            raise ConfigError(
-                "hybrid_sharding.shard: auto needs the device's memory. Give a number, or node."
-            )
-        shard = fits
-    elif shard == "node":
-        shard = per_node
-    elif isinstance(shard, bool) or not isinstance(shard, int):
-        raise ConfigError(f"hybrid_sharding.shard: {shard!r} is not node, auto or a number of ranks.")
-    if shard < 1 or world % shard:
-        divisors = [n for n in range(1, world + 1) if world % n == 0]
-        raise ConfigError(
-            f"hybrid_sharding.shard: {shard} does not divide the {world} ranks of this job. "
-            f"Shard degrees that do: {', '.join(map(str, divisors))}."
-        )
-    if replicate == "auto":
-        replicate = world // shard
-    if isinstance(replicate, bool) or not isinstance(replicate, int) or replicate * shard != world:
-        raise ConfigError(
-            f"hybrid_sharding.replicate: {replicate!r} times shard: {shard} is not the {world} ranks of this job. "
-            f"Write replicate: auto, or replicate: {world // shard}."
-        )
-    return replicate, shard
-
-
 def smallest_shard(state_bytes: int, device_bytes: int, *, world: int, per_node: int) -> int:
     """The smallest shard degree whose share of the model's state fits a device.
 
     Whole nodes are preferred from one node up, since a group that ends inside a node sends its gathers over the
     network anyway.
-
-    Args:
-        state_bytes: Parameters, gradients and optimizer state of the whole model.
-        device_bytes: What a device may spend on them.
-        world: All ranks.
-        per_node: Ranks on a node.
 
     Raises:
         ConfigError: Not even all ranks together hold it.
@@ -93,13 +47,16 @@ def smallest_shard(state_bytes: int, device_bytes: int, *, world: int, per_node:
     )
 
 
-def hsdp_mesh(
+def hybrid_mesh(
     device_type: str, replicate: int, shard: int, names: tuple[str, str] = (REPLICATE, SHARD)
 ) -> DeviceMesh:
     """The 2-D mesh ``[replicate, shard]``: consecutive ranks shard. Every rank must call it.
 
-    Its groups have the job's time limit; those that ``init_device_mesh`` makes have torch's default.
+    Its groups have the job's time limit; those that ``init_device_mesh`` makes have torch's default. On a CPU it also gives native HSDP what
+    it needs there (``compat/cpu_stream_events.py``).
     """
+    if device_type == "cpu":
+        cpu_stream_events.apply()
     ranks = torch.arange(replicate * shard, device="cpu").view(replicate, shard)
     row, column = divmod(dist.get_rank(), shard)
     groups = [make_group(ranks[:, column].tolist()), make_group(ranks[row].tolist())]

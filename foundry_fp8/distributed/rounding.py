@@ -18,9 +18,7 @@ __all__ = ["Noise"]
 class Noise:
     """The seeds of one leg.
 
-    Args:
-        leg: What distinguishes this leg from others of this rank.
-        rank: Of the job, so that the errors of different ranks are independent and average out.
+    ``leg`` and ``rank`` distinguish it from others, so that their errors are independent and average out.
     """
 
     def __init__(self, leg: str, rank: int) -> None:

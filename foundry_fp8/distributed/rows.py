@@ -109,21 +109,13 @@ class Row:
             encode_keeping_error(values, section, message)
 
     def decode(self, message: Tensor, wire: WireFormat, out: Tensor) -> Tensor:
-        """Write the elements of the rows of ``message`` into ``out``, ``[R, numel]``, floating.
-
-        Raises:
-            CorruptedMessageError: A checksum does not match.
-        """
+        """Write the elements of the rows of ``message`` into ``out``, ``[R, numel]``, floating."""
         for values, coded, section in self._spans(out, message, wire):
             decode(coded, section, values.shape[1], values)
         return out
 
     def decode_mean(self, message: Tensor, wire: WireFormat, divisor: float, out: Tensor) -> None:
-        """Write the float32 sum over the rows of ``message``, over ``divisor``, into ``out``, ``[numel]``.
-
-        Raises:
-            CorruptedMessageError: A checksum does not match.
-        """
+        """Write the float32 sum over the rows of ``message``, over ``divisor``, into ``out``, ``[numel]``."""
         for values, coded, section in self._spans(out.view(1, -1), message, wire):
             decode_mean(coded, section, values.shape[1], divisor, values.view(-1))
 

@@ -45,13 +45,8 @@ def degrees(
 ) -> tuple[int, int]:
     """``(replicate, shard)``: copies of the model, and the ranks over which each is sharded.
 
-    Args:
-        fsdp: Composer's ``FSDPConfig`` or ``FSDP2Config``; ``None`` for DDP.
-        hybrid: ``algorithms.hybrid_sharding``, if the run has it.
-        model: Not sharded yet; what ``shard: auto`` asks for its size.
-        world: All ranks.
-        per_node: Ranks on a node.
-        device_bytes: Memory of a device, for ``shard: auto``.
+    ``model`` (not sharded yet) and ``device_bytes``, the memory of a device, are for ``shard: auto``; ``fsdp`` is ``None`` for
+    DDP.
 
     Raises:
         ConfigError: They do not fit the ranks, or the model does not fit the devices.

@@ -44,7 +44,6 @@ class Traffic:
         self.sent: dict[str, int] = defaultdict(int)
         self.calls: dict[str, int] = defaultdict(int)
         self.logical = 0
-        self.compressed = 0
         self.seconds: dict[str, float] = defaultdict(float)
         self.squared_error = 0.0
         self.squared_norm = 0.0
@@ -68,13 +67,12 @@ class Traffic:
             self.sent[op] += int(nbytes)
             self.calls[op] += 1
 
-    def count_logical(self, nbytes: float, *, compressed: bool = True) -> None:
-        """Add what a collective would have sent uncompressed, and whether it was in fact compressed."""
+    def count_logical(self, nbytes: float) -> None:
+        """Add what a collective would have sent uncompressed."""
         if self.paused:
             return
         with self._lock:
             self.logical += int(nbytes)
-            self.compressed += int(compressed)
 
     def add_error(self, sent: Tensor, meant: Tensor) -> None:
         """Add to the sampled quantisation error: ``sent`` is what receivers decode, ``meant`` what was encoded."""

@@ -56,11 +56,7 @@ def make_two_hop(
 ) -> TwoHop:
     """Make the groups of a two-hop collective. Every one of ``ranks`` must call it, with the same arguments.
 
-    Args:
-        ranks: The global ranks to reduce over; those of one node stand together.
-        ranks_per_node: How many of them a node holds.
-        traffic: Where the bytes of both hops are counted.
-        inside_wire: See :class:`TwoHop`.
+    Of ``ranks``, those of one node stand together.
 
     Raises:
         ConfigError: The ranks do not divide into nodes.
@@ -85,19 +81,9 @@ def two_hop_all_reduce(
 ) -> Tensor:
     """Reduce ``tensor`` over both hops, in place; see :func:`collectives.all_reduce`.
 
-    Inside a node the sum is taken in the order of the ranks, and not by the backend's own reduction, whose order may
-    depend on an element's place in the tensor: what an element becomes depends on its block alone. It sends as many bytes
-    as a ring would.
-
-    Args:
-        tensor: 1-D contiguous, floating.
-        hop: The groups.
-        wire: What crosses nodes in the first shot.
-        second_leg: What crosses nodes in the second.
-        rows: What each rank sums, place by place and node by node within a place; codes alone, shared out evenly, where
-            ``None``.
-        mean: Divide by the number of ranks of both hops.
-        residual: Error feedback of the hop across, float32 ``[own_numel(rows, hop)]``.
+    Inside a node the sum is taken in the order of the ranks, and not by the backend's own reduction, whose order may depend on an element's
+    place in the tensor: what an element becomes depends on its block alone. It sends as many bytes as a ring would. ``rows`` are ordered
+    place by place, and node by node within a place; ``residual`` is that of the hop across, float32 ``[own_numel(rows, hop)]``.
     """
     if rows is None:
         rows = share(Row.of(tensor.numel()), hop.ranks, wire.block_size)
@@ -131,13 +117,7 @@ def reduce_scatter_two_hop(
 ) -> Tensor:
     """Reduce ``input`` over both hops and keep this rank's part; ranks are ordered node by node.
 
-    Args:
-        input: 1-D contiguous, ``W * n`` elements.
-        hop: The groups.
-        wire: What crosses nodes.
-        rows: What each rank receives, ``n`` elements each; codes alone where ``None``.
-        mean: Divide by the number of ranks.
-        noise: Round what crosses nodes at random, without a bias.
+    ``input`` holds ``n`` elements for each of ``rows``.
 
     Returns:
         float32 ``[n]``.

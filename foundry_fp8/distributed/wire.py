@@ -7,21 +7,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from foundry_fp8.numerics.wire_format import (
-    CHECKSUM_BYTES,
-    HADAMARD_ORDER,
-    LEAST_AMAX,
-    WireFormat,
-    hadamard_matrix,
-)
+from foundry_fp8.numerics.wire_format import HADAMARD_ORDER, LEAST_AMAX, WireFormat, hadamard_matrix
 
-__all__ = ["CorruptedMessageError", "decode", "decode_mean", "encode", "encode_keeping_error"]
+__all__ = ["decode", "decode_mean", "encode", "encode_keeping_error"]
 
 _CHUNK = 1 << 17  # elements worked on at a time on a CPU, so that the intermediates stay in its cache
-
-
-class CorruptedMessageError(RuntimeError):
-    """A message whose checksum does not match what was received."""
 
 
 def encode(x: Tensor, wire: WireFormat, out: Tensor | None = None, *, seed: int | None = None) -> Tensor:
@@ -48,9 +38,6 @@ def encode(x: Tensor, wire: WireFormat, out: Tensor | None = None, *, seed: int 
         out[:, 2 * numel : wire.payload_bytes(numel)].zero_()
     else:
         _encode_rows(x, wire, out, seed)
-    if wire.checksum:
-        sums = _checksum(out[:, :-CHECKSUM_BYTES]).view(torch.int32)  # rows are aligned to 4 bytes, not to 8
-        out[:, -CHECKSUM_BYTES:].view(torch.int32).copy_(sums)
     return out
 
 
@@ -82,15 +69,11 @@ def decode(message: Tensor, wire: WireFormat, numel: int, out: Tensor | None = N
         wire: The format it was coded with.
         numel: Elements a row stands for.
         out: ``[R, numel]`` of any floating dtype, written in place; a new float32 tensor where ``None``.
-
-    Raises:
-        CorruptedMessageError: A checksum does not match; the rows (senders) are named.
     """
     rows = message.shape[0]
     out = torch.empty(rows, numel, dtype=torch.float32, device=message.device) if out is None else out
     if numel == 0:
         return out
-    _verify(message, wire)
     if wire.quantized and message.is_cuda:
         from foundry_fp8.kernels.wire import decode_rows
 
@@ -114,14 +97,10 @@ def decode_mean(
         numel: Elements a row stands for.
         divisor: Usually the number of rows, or 1.
         out: float32 ``[numel]``, contiguous, written in place; a new tensor where ``None``.
-
-    Raises:
-        CorruptedMessageError: A checksum does not match.
     """
     out = torch.empty(numel, dtype=torch.float32, device=message.device) if out is None else out
     if numel == 0:
         return out
-    _verify(message, wire)
     if wire.quantized and message.is_cuda:
         from foundry_fp8.kernels.wire import decode_mean_rows
 
@@ -248,29 +227,3 @@ def rotate(x: Tensor) -> Tensor:
     """Multiply each run of 32 elements with the normalised Hadamard matrix, which is its own inverse."""
     matrix = hadamard_matrix(x.device)
     return (x.reshape(-1, HADAMARD_ORDER) @ matrix).view(x.shape)
-
-
-def _checksum(message: Tensor) -> Tensor:
-    """Two int64 a row: the sum of its 32-bit words, and the sum weighted by position (finds swapped words)."""
-    words = message.contiguous().view(torch.int32).long()
-    weights = torch.arange(1, words.shape[1] + 1, device=words.device)
-    return torch.stack([words.sum(1), (words * weights).sum(1)], dim=1)
-
-
-def _verify(message: Tensor, wire: WireFormat) -> None:
-    if not wire.checksum:
-        return
-    sent = message[:, -CHECKSUM_BYTES:].view(torch.int32)
-    wrong = (
-        (sent != _checksum(message[:, :-CHECKSUM_BYTES]).view(torch.int32))
-        .any(dim=1)
-        .nonzero()
-        .flatten()
-        .tolist()
-    )
-    if wrong:
-        raise CorruptedMessageError(
-            f"A compressed message arrived damaged: the checksum of rows {wrong} (the sender's rank in the group) "
-            f"does not match their {message.shape[1]} bytes of {wire.name}. The step cannot be trusted; restart from "
-            "the last checkpoint and check the network path of those ranks."
-        )

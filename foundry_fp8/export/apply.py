@@ -138,9 +138,10 @@ def export_fp8(
     static = recipe.scales_known
     block: Any = getattr(recipe.scaling("w", 1), "block", None)
     if layout == "fp8":
-        e8m0 = recipe.scaling("w", 1).scale_dtype != torch.float32 or any(
-            _has_e8m0(layer.weight) for layer in layers.values()
-        )
+        scales = {
+            layer.weight.scale.dtype for layer in layers.values() if isinstance(layer.weight, FrozenFP8Weight)
+        }
+        e8m0 = bool({recipe.scaling("w", 1).scale_dtype, *scales} & {torch.float8_e8m0fnu})
         config.quantization_config = finegrained_config(others_of, block=block, e8m0=e8m0)
     else:
         config.quantization_config = quantization_config(
@@ -182,10 +183,6 @@ def export_fp8(
         reader=NO_READER.format(config.model_type) * (not type(inner).__module__.startswith("transformers.")),
         bytes=sum(t.numel() * t.element_size() for t in tensors.values()),
     )
-
-
-def _has_e8m0(weight: Tensor) -> bool:
-    return isinstance(weight, FrozenFP8Weight) and weight.scale.dtype == torch.float8_e8m0fnu
 
 
 def _facts(layer: ServedLinear) -> dict[str, float | None]:

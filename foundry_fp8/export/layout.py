@@ -64,15 +64,8 @@ def served_linear(
     """What ``linear`` runs with in its forward, for a server.
 
     The weight is rounded as in training: to ``dtype``, what the forward computes in, then to E4M3. ``unit``: constant scales, and
-    the output multiplier becomes the weight's. ``delayed``: the scales of the next forward. ``current``: the weight's amax,
-    and the input's as it comes.
-
-    Args:
-        name: Of the layer, for messages.
-        linear: Converted (sharded by FSDP2: a collective), or with a published weight, whose codes and scales are served as they are.
-        recipe: That it runs.
-        dtype: hp.
-        device: Of the result; by default where the weight is.
+    the output multiplier becomes the weight's. ``delayed``: the scales of the next forward. ``current``: the weight's amax, and
+    the input's as it comes. It lies where the weight does, unless ``device`` says otherwise.
 
     Raises:
         ConfigError: Its recipe has scales of another form (:func:`check_recipe`), or it holds its weight transposed.

@@ -78,11 +78,6 @@ def quantization_config(
 def finegrained_config(others: Collection[str], *, block: tuple[int, int], e8m0: bool) -> dict[str, Any]:
     """The same for FineGrainedFP8 (DeepSeek-V3's and Qwen3's layout): a scale a block, inputs by 1 x ``block[1]`` as they come.
 
-    Args:
-        others: Names of the linears that stay in high precision.
-        block: Rows and columns.
-        e8m0: Scales are E8M0.
-
     Source:
         transformers 5.24, ``FineGrainedFP8Config``.
     """

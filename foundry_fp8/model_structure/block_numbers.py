@@ -28,10 +28,7 @@ GRAMMAR = (
 def parse_blocks(spec: Any, n_blocks: int, key: str) -> frozenset[int]:
     """The blocks that ``spec`` names in a model of ``n_blocks`` blocks.
 
-    Args:
-        spec: What the YAML holds: see :data:`GRAMMAR`; a list may mix numbers and strings.
-        n_blocks: How many blocks the model has.
-        key: The YAML key, for messages.
+    It is of :data:`GRAMMAR`; a list may mix numbers and strings.
 
     Returns:
         Block numbers, all of them in ``range(n_blocks)``.

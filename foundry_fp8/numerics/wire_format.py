@@ -1,7 +1,7 @@
 """The wire format: what a tensor looks like between two ranks, one uint8 buffer of codes followed by scales.
 
 A row is what one rank sends to one other. It is padded with zeros to whole blocks of ``block_size`` elements and laid
-out as ``codes ++ float32 scales (++ checksum)``, so that one collective moves all of it; every number format travels
+out as ``codes ++ float32 scales``, so that one collective moves all of it; every number format travels
 as uint8 because neither gloo nor NCCL moves or reduces float8.
 
     scale = max|x_block| / limit        code = round(x / scale)        x' = code * scale
@@ -25,7 +25,7 @@ from torch import Tensor
 from foundry_fp8.config import Config, power_of_two
 from foundry_fp8.numerics.formats import E4M3
 
-__all__ = ["CHECKSUM_BYTES", "FORMATS", "HADAMARD_ORDER", "LEAST_AMAX", "WireFormat", "hadamard_matrix"]
+__all__ = ["FORMATS", "HADAMARD_ORDER", "LEAST_AMAX", "WireFormat", "hadamard_matrix"]
 
 FormatName = Literal["fp32", "bf16", "int8", "e4m3", "int4"]
 FORMATS: tuple[FormatName, ...] = get_args(FormatName)
@@ -34,7 +34,6 @@ HADAMARD_ORDER = 32
 """Elements that one rotation mixes."""
 LEAST_AMAX = 1e-30
 """Blocks whose largest element is below this are coded with its scale: their reciprocal scale stays finite."""
-CHECKSUM_BYTES = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,8 +44,6 @@ class WireFormat(Config):
     """``fp32`` is lossless; ``bf16`` rounds; the others are codes with one float32 scale a block."""
     block_size: Annotated[int, power_of_two(32, 65536)] = 128
     """Elements that share a scale."""
-    checksum: bool = False
-    """Append a checksum to every row and verify it on arrival (debug mode)."""
 
     @property
     def quantized(self) -> bool:
@@ -76,7 +73,7 @@ class WireFormat(Config):
         if numel == 0:
             return 0
         scales = 4 * self.blocks(numel) if self.quantized else 0
-        return self.payload_bytes(numel) + scales + (CHECKSUM_BYTES if self.checksum else 0)
+        return self.payload_bytes(numel) + scales
 
 
 @functools.cache

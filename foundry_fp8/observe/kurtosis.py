@@ -84,11 +84,7 @@ def row_sums(x: Tensor, leading: int, tokens: Tokens | None = None) -> tuple[Ten
 def kurtosis_per_token(s2: Tensor, s4: Tensor, features: int, weight: Tensor | None = None) -> Tensor:
     """Mean over tokens of ``D sum(x^4) / sum(x^2)^2``; 0-d float32. Tokens that are all zero are left out; NaN is not.
 
-    Args:
-        s2: Of :func:`row_sums`, as ``s4`` and ``features``.
-        s4: See ``s2``.
-        features: See ``s2``.
-        weight: :attr:`Tokens.weight`, if the sums are of a sample.
+    ``weight`` is :attr:`Tokens.weight`, if the sums are of a sample.
     """
     counted = s2 != 0  # true for NaN
     weight = counted.double() if weight is None else counted * weight

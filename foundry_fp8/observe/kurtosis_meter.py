@@ -7,7 +7,7 @@ import logging
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from foundry_fp8.compat.autograd import inside_backward
 from foundry_fp8.config import Config, ConfigError, Names, Positive, Text, from_mapping, not_empty, one_of
 from foundry_fp8.model_structure.blocks import block_label
 from foundry_fp8.observe import kurtosis
-from foundry_fp8.observe.kurtosis_taps import PRESETS, ROLES, Tap, find_taps
+from foundry_fp8.observe.kurtosis_taps import ROLES, Tap, find_taps
 
 __all__ = ["KurtosisConfig", "KurtosisMeter"]
 
@@ -33,13 +33,13 @@ class KurtosisConfig(Config):
     """The options of the meter in every trainer."""
 
     key = KEY
+    deprecated: ClassVar = {"preset": lambda name: {"roles": ()} if name == "none" else {}}
 
     interval: Positive = 10
     """Batches between two measurements. The model has no hooks in the batches between."""
-    preset: Annotated[str, one_of("auto", *PRESETS, "none")] = "auto"
-    """Where the tensors are: ``mpt``, ``llama``, ``fog``, ``auto`` (whichever fits; else outputs of blocks and inputs of linears), or ``none``."""
     roles: Sequence[Annotated[str, one_of(*ROLES)]] = ROLES
-    """Which tensors of the preset to watch."""
+    """Which tensors to watch, where MPT's, Llama's or FOG's names say where they are; of other models outputs of blocks and inputs of
+    linears."""
     tensors: Mapping[Text, Annotated[Names, not_empty]] = dataclasses.field(default_factory=dict)
     """More tensors, by a name of yours: globs on module names, with ``@input`` behind a glob for the module's input."""
     gradients: bool = False
@@ -47,9 +47,8 @@ class KurtosisConfig(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for option, nothing in (("preset", "none"), ("roles", ())):
-            if getattr(self, option) == nothing and not self.tensors:
-                raise ConfigError(f"{KEY}.{option}: {nothing!r} without `tensors` watches nothing.")
+        if not self.roles and not self.tensors:
+            raise ConfigError(f"{KEY}.roles: () without `tensors` watches nothing.")
 
 
 class KurtosisMeter:
@@ -76,7 +75,7 @@ class KurtosisMeter:
     ) -> None:
         self.config: KurtosisConfig = from_mapping(KurtosisConfig, options, KEY)
         self._guarded = guarded
-        taps = find_taps(model, preset=self.config.preset, tensors=self.config.tensors, key=KEY)
+        taps = find_taps(model, tensors=self.config.tensors, key=KEY)
         wanted = {*self.config.roles, *self.config.tensors}
         others = tuple(self.config.roles) == ROLES  # of a model of no preset
         self._taps = [tap for tap in taps if tap.role in wanted or (others and tap.role not in ROLES)]

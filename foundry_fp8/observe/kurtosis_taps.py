@@ -111,28 +111,24 @@ class Tap:
 def find_taps(
     model: nn.Module,
     *,
-    preset: str = "auto",
     tensors: Mapping[str, Sequence[str]] | None = None,
     key: str = "kurtosis",
 ) -> list[Tap]:
-    """The tensors of ``model`` to watch.
+    """The tensors of ``model`` to watch: those of the preset whose QKV projection it has; of any other model what its blocks give and its
+    linears are given.
 
     Args:
         model: Wrapped (DDP, FSDP) or not.
-        preset: A name in :data:`PRESETS`, ``auto`` (the one whose QKV projection the model has; for any other model what its blocks
-            give and its linears are given), or ``none``.
         tensors: Additional ones by the user's own role names: globs on whole module names, which mean the module's
             output, or with ``@input`` at the end its input.
         key: The YAML key, for messages.
 
     Raises:
-        ConfigError: The preset does not fit, there is nothing to watch, a pattern matches no module, or it ends in another ``@``.
+        ConfigError: There is nothing to watch, a pattern matches no module, or it ends in another ``@``.
     """
     blocks = [(clean_name(name), block) for name, block in transformer_blocks(model)]
     taps = _custom(model, tensors or {}, blocks, key)
-    if preset == "none":
-        return taps
-    name = preset if preset != "auto" else next((one for one in PRESETS if _fits(one, blocks)), None)
+    name = next((one for one in PRESETS if _fits(one, blocks)), None)
     if name is None:
         taps += [Tap("residual", layer, name, block, "output") for layer, (name, block) in enumerate(blocks)]
         for where, module in named_modules_clean(model):
@@ -141,14 +137,8 @@ def find_taps(
                 inner = where if layer is None else where[len(blocks[layer][0]) + 1 :]
                 taps.append(Tap(f"{inner.replace('.', '_')}_input", layer, where, module, "input"))
         if not taps:
-            raise ConfigError(
-                f"{key}.preset: the model has neither blocks nor linears. Set `preset: none` and name `tensors`."
-            )
+            raise ConfigError(f"{key}.tensors: the model has neither blocks nor linears. Name some.")
         return taps
-    if preset != "auto" and not _fits(name, blocks):
-        raise ConfigError(
-            f"{key}.preset: {preset!r} does not fit this model: no QKV projection under the names it knows."
-        )
     for role, alternatives in PRESETS[name].items():
         for layer, (block_name, block) in enumerate(blocks):
             found = _places(alternatives, block)

@@ -123,11 +123,6 @@ def _per_element(q: Quantized, per_block: Tensor, rows: Tensor | None, columns: 
 class HealthProbe:
     """Measures every operand that the FP8 layers of a model quantise, while attached, in their first microbatch.
 
-    Args:
-        model: Wrapped or not.
-        guard: Wraps each hook (:meth:`foundry_fp8.callbacks.base.Monitor.guarded`).
-        attention: Measure FP8 attentions too (:data:`ATTENTION`).
-
     Attributes:
         modules: The layers that are measured, by name.
     """

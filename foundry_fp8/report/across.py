@@ -25,8 +25,8 @@ class Group:
 
     model: str
     recipe: str
-    rows: list[tuple[int, Row]]
-    """With each run's place among all, by devices."""
+    rows: list[Row]
+    """By devices."""
 
 
 def speeds(rows: Sequence[Row]) -> list[tuple[int, Row]]:
@@ -42,8 +42,8 @@ def speeds(rows: Sequence[Row]) -> list[tuple[int, Row]]:
 
 def over_devices(rows: Sequence[Row]) -> list[Group]:
     """Speeds by devices, one group a line; empty where all runs had as many devices."""
-    shown = speeds(rows)
-    return [] if len({row.run.devices for _, row in shown}) < 2 else _grouped(shown)
+    shown = [row for _, row in speeds(rows)]
+    return [] if len({row.run.devices for row in shown}) < 2 else _grouped(shown)
 
 
 def by_size(rows: Sequence[Row]) -> list[Group]:
@@ -53,17 +53,16 @@ def by_size(rows: Sequence[Row]) -> list[Group]:
     https://www.databricks.com/blog/turbocharged-training-optimizing-databricks-mosaic-ai-stack-fp8, figures 1 and 2.
     """
     shown = [
-        (i, row)
-        for i, row in enumerate(rows)
+        row
+        for row in rows
         if row.run.backend != "emulated" and any(np.isfinite(getattr(row, field)) for field, _, _ in BY_SIZE)
     ]
-    shown.sort(
-        key=lambda pair: (pair[1].run.recipe != HIGH_PRECISION, pair[1].run.header.get("parameters") or 0)
-    )
+
+    def size(row: Row) -> float:
+        return row.run.header.get("parameters") or 0
+
+    shown.sort(key=lambda row: (size(row), row.run.recipe != HIGH_PRECISION))  # baselines first
     groups = [dataclasses.replace(group, rows=group.rows[-1:]) for group in _grouped(shown)]
-    groups.sort(
-        key=lambda group: group.rows[0][1].run.header.get("parameters") or 0
-    )  # stable: baselines stay first
     return groups if len({group.model for group in groups}) > 1 else []
 
 
@@ -73,11 +72,11 @@ def scored(rows: Sequence[Row]) -> tuple[list[str], list[tuple[int, Row]]]:
     return list(dict.fromkeys(task for _, row in shown for task in row.scores)), shown
 
 
-def _grouped(shown: Sequence[tuple[int, Row]]) -> list[Group]:
-    groups: dict[tuple[str, str], list[tuple[int, Row]]] = {}
-    for index, row in shown:
-        groups.setdefault((row.run.model, row.run.recipe), []).append((index, row))
+def _grouped(shown: Sequence[Row]) -> list[Group]:
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in shown:
+        groups.setdefault((row.run.model, row.run.recipe), []).append(row)
     return [
-        Group(model=model, recipe=recipe, rows=sorted(found, key=lambda pair: pair[1].run.devices))
+        Group(model=model, recipe=recipe, rows=sorted(found, key=lambda row: row.run.devices))
         for (model, recipe), found in groups.items()
     ]

@@ -110,10 +110,7 @@ class Row:
 def baseline_of(run: Run, runs: Sequence[Run], named: str | None = None) -> Run | None:
     """The first baseline of the same model on as many devices, ``None`` for a baseline itself.
 
-    Args:
-        run: Which to hold against it.
-        runs: All that are compared, ``run`` among them.
-        named: A glob on the names of the baselines; by default the runs in high precision are.
+    ``named`` is a glob on the names of the baselines; by default the runs in high precision are.
     """
     if _is_baseline(run, named):
         return None

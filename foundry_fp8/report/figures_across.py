@@ -34,12 +34,12 @@ def speed(rows: Sequence[Row]) -> Figure | None:
     figure = new_figure(3.2)
     axes = figure.add_subplot()
     for group in groups:
-        devices = [row.run.devices for _, row in group.rows]
-        values = [row.tokens_per_second_per_device for _, row in group.rows]
+        devices = [row.run.devices for row in group.rows]
+        values = [row.tokens_per_second_per_device for row in group.rows]
         style = group_style([(g.model, g.recipe) for g in groups], (group.model, group.recipe))
         axes.plot(devices, values, label=f"{group.model}, {group.recipe}", **style)
     axes.set_xscale("log")
-    ticks = sorted({row.run.devices for group in groups for _, row in group.rows})
+    ticks = sorted({row.run.devices for group in groups for row in group.rows})
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.minorticks_off()
     axes.set_ylim(bottom=0)
@@ -56,13 +56,13 @@ def sizes(rows: Sequence[Row]) -> Figure | None:
         return None
     models = list(dict.fromkeys(group.model for group in groups))
     recipes = list(dict.fromkeys(group.recipe for group in groups))
-    shown = [p for p in BY_SIZE if any(np.isfinite(getattr(group.rows[0][1], p[0])) for group in groups)]
+    shown = [p for p in BY_SIZE if any(np.isfinite(getattr(group.rows[0], p[0])) for group in groups)]
     figure = new_figure(1.9 * len(shown))
     width = 0.8 / len(recipes)
     for place, (field, label, factor) in enumerate(shown, start=1):
         axes = figure.add_subplot(len(shown), 1, place)
         for number, recipe in enumerate(recipes):
-            found = {g.model: factor * getattr(g.rows[0][1], field) for g in groups if g.recipe == recipe}
+            found = {g.model: factor * getattr(g.rows[0], field) for g in groups if g.recipe == recipe}
             found = {model: value for model, value in found.items() if np.isfinite(value)}
             at = (
                 np.array([models.index(model) for model in found]) + (number - (len(recipes) - 1) / 2) * width

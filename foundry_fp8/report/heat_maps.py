@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Callable, Sequence
 
@@ -33,33 +32,31 @@ MARKS = {"demote": "v", "return": "^"}
 """How what the guard did is drawn on a heat map."""
 
 
-@dataclasses.dataclass(frozen=True)
-class HeatMap:
-    """What a heat map shows: its metrics, its logarithmic colour scale (from ``low`` to ``high`` or the largest value), its marks."""
-
-    maps: Callable[[Sequence[Row]], Maps]
-    label: str
-    low: float
-    high: float
-    axis: Callable[[str], str] = lambda tensor: tensor.rpartition("/")[2].replace("_", "\n")
-    """What is written beside the map of a tensor."""
-    marks: Callable[[Row], list[tuple[int, int, str]]] = lambda row: []
-    """Step, block and action of what is marked on the map of a run."""
-
-
 def kurtosis(rows: Sequence[Row]) -> Figure | None:
-    """Kurtosis by layer over time."""
-    return _draw(rows, KURTOSIS)
+    """Kurtosis by layer over time; per token where a run has that, since per sample looks alike."""
+    maps = _maps(rows, "kurtosis")
+    by_token = {where: layers for where, layers in maps.items() if where[0].startswith("kurtosis_token/")}
+    return _draw(rows, by_token or maps, "kurtosis (Gaussian: 3)", 1.0, 10.0)
 
 
 def gradient_error(rows: Sequence[Row]) -> Figure | None:
     """The error that FP8 makes in the gradients of each block over time, with what the guard did to the block's layers."""
-    return _draw(rows, GRADIENT_ERROR)
+    maps = _maps(rows, "fp8_error/gradient")
+    return _draw(rows, maps, "relative error", 0.05, 1.0, axis="block", marks=_guard_marks)
 
 
-def _draw(rows: Sequence[Row], shown: HeatMap) -> Figure | None:
-    """One line of heat maps a tensor, one column a run, one logarithmic colour scale for all; more runs below."""
-    maps = shown.maps(rows)
+def _draw(
+    rows: Sequence[Row],
+    maps: Maps,
+    label: str,
+    low: float,
+    high: float,
+    axis: str = "",
+    marks: Callable[[Row], list[tuple[int, int, str]]] = lambda row: [],
+) -> Figure | None:
+    """One line of heat maps a tensor, one column a run, more runs below; for all one logarithmic colour scale from ``low`` to ``high`` or
+    the largest value. ``axis`` is written beside the maps, by default the tensor; ``marks`` are step, block and action.
+    """
     most = max((_largest(layers) for layers in maps.values()), default=0.0)
     if not most:
         return None
@@ -68,8 +65,8 @@ def _draw(rows: Sequence[Row], shown: HeatMap) -> Figure | None:
     longest = max(len(rows[index].run.name) for index in runs)
     columns = max(1, min(MOST_COLUMNS, len(runs), int(72 * WIDTH / (25 + 5.2 * longest))))
     lines = [(start, tensor) for start in range(0, len(runs), columns) for tensor in tensors]
-    high = max(shown.high, most)
-    norm = LogNorm(shown.low, high)
+    high = max(high, most)
+    norm = LogNorm(low, high)
     figure = new_figure(0.6 + 1.0 * len(lines) + 0.4 * len(lines) / len(tensors))
     grid = figure.subplots(len(lines), columns, squeeze=False)
     for (start, tensor), across in zip(lines, grid, strict=True):
@@ -81,21 +78,21 @@ def _draw(rows: Sequence[Row], shown: HeatMap) -> Figure | None:
             axes.grid(False)
             name = f"{rows[index].run.name}\n" if tensor == tensors[0] else ""
             if x == 0:
-                axes.set_ylabel(shown.axis(tensor), fontsize=8.5)
+                axes.set_ylabel(axis or tensor.rpartition("/")[2].replace("_", "\n"), fontsize=8.5)
             layers = maps.get((tensor, index))
             if layers is None:
                 axes.set_title(f"{name}not logged")
                 axes.set(xticks=[], yticks=[])
                 continue
             axes.set_title(f"{name}at most {_text(_largest(layers))}")
-            _heat_map(axes, layers, norm, shown.marks(rows[index]))
+            _heat_map(axes, layers, norm, marks(rows[index]))
             if tensor == tensors[-1]:
                 axes.set_xlabel("step")
             else:
                 axes.tick_params(labelbottom=False)
     bar = figure.colorbar(
-        ScalarMappable(norm, HEAT_MAP), ax=grid, label=shown.label, location="bottom", shrink=0.6, aspect=40,
-        pad=0.02, ticks=LogLocator(subs=(1, 2, 5) if high < 100 * shown.low else (1,)), format=FuncFormatter(lambda value, _: _text(value)),
+        ScalarMappable(norm, HEAT_MAP), ax=grid, label=label, location="bottom", shrink=0.6, aspect=40,
+        pad=0.02, ticks=LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,)), format=FuncFormatter(lambda value, _: _text(value)),
     )  # fmt: skip
     assert bar.solids is not None
     bar.solids.set_rasterized(True)  # one image, not 256 rectangles
@@ -153,11 +150,6 @@ def _maps(rows: Sequence[Row], prefix: str) -> Maps:
     return maps
 
 
-def _gradient_error_maps(rows: Sequence[Row]) -> Maps:
-    """By run, the relative error of each block's gradient."""
-    return _maps(rows, "fp8_error/gradient")
-
-
 def _guard_marks(row: Row) -> list[tuple[int, int, str]]:
     """What the guard did to a layer that is named by its block's number."""
     found = []
@@ -166,16 +158,3 @@ def _guard_marks(row: Row) -> list[tuple[int, int, str]]:
         if number and action in MARKS:
             found.append((step, int(number[1]), action))
     return found
-
-
-def _kurtosis_maps(rows: Sequence[Row]) -> Maps:
-    """By tensor and run, kurtosis by layer; per token where a run has that, since per sample looks alike."""
-    maps = _maps(rows, "kurtosis")
-    by_token = {where: layers for where, layers in maps.items() if where[0].startswith("kurtosis_token/")}
-    return by_token or maps
-
-
-KURTOSIS = HeatMap(_kurtosis_maps, "kurtosis (Gaussian: 3)", 1.0, 10.0)
-GRADIENT_ERROR = HeatMap(
-    _gradient_error_maps, "relative error", 0.05, 1.0, axis=lambda tensor: "block", marks=_guard_marks
-)

@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from foundry_fp8.config.files import refuse_files, write_file
@@ -31,7 +33,6 @@ from foundry_fp8.report.page import render_page
 from foundry_fp8.report.runs import read_runs
 from foundry_fp8.report.sources.lines import plain_text
 from foundry_fp8.report.style import as_svg, styled
-from foundry_fp8.report.terminal import print_comparison
 from foundry_fp8.report.verdict import verdict, verdicts
 
 __all__ = ["report_runs", "write_report"]
@@ -89,7 +90,7 @@ def write_report(
         way_out = "Name another folder, or write into this one with --force."
         refuse_files(output, "--output", way_out, names, "a report")
     console.print(Text(verdict(rows), style="bold"))
-    print_comparison(rows, console)
+    _print(rows, console)
     for kind, table in tables.items():
         write_file(output / f"comparison.{kind}", table(rows), "--output")
     charts = {}
@@ -108,6 +109,22 @@ def write_report(
     said = f"Report: {page}, table: {output}/comparison.{{csv,md,json}}, figures: {output}/*.png"
     console.print(Text(plain_text(said)), soft_wrap=True)
     return page
+
+
+def _print(rows: Sequence[Row], console: Console) -> None:
+    """Print the rows, what the columns mean, and what is wrong with each run."""
+    cells = [format_row(row) for row in rows]
+    shown = shown_columns(cells)
+    table = Table(caption=explain(rows, shown), caption_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for index in shown:
+        # In a narrow terminal the run's name is the last to be cut.
+        table.add_column(COLUMNS[index], justify="left" if index < 3 else "right", no_wrap=index == 0)
+    for line in cells:
+        table.add_row(*(Text(line[index]) for index in shown))
+    console.print(table)
+    for row in rows:
+        for problem in row.problems:
+            console.print(Text.assemble((f"{row.run.name}:", "yellow"), f" {problem}"))
 
 
 def _values(row: Row) -> dict[str, Any]:

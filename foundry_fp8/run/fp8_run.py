@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from foundry_fp8.compat.compiled_model import is_compiled
-from foundry_fp8.config import Clash, ConfigError, from_mapping
+from foundry_fp8.config import ConfigError, from_mapping
 from foundry_fp8.distributed.compression.apply import wrapper_of
 from foundry_fp8.layers.unit_linear import choose_gradient_scale
 from foundry_fp8.model_structure.applied import applied
@@ -25,7 +25,7 @@ from foundry_fp8.observe.guard.guard import DivergenceGuard
 from foundry_fp8.observe.guard.rows import first_rows
 from foundry_fp8.observe.measured_policy import MeasuredPolicy, measure_policy
 from foundry_fp8.observe.precision_probe import LossOf
-from foundry_fp8.run.clashes import KEYS, clashes_of, refuse
+from foundry_fp8.run.clashes import KEYS, refuse
 from foundry_fp8.run.monitors import Monitors
 from foundry_fp8.run.settings import Run
 from foundry_fp8.run.training_state import FP8Parts, TrainingState, parts_of
@@ -99,12 +99,8 @@ class FP8Run:
 
     # Before training
 
-    def refusals(self, settings: Run) -> list[Clash]:
-        """What of the run does not go together; :meth:`convert` raises the first that is an error."""
-        return clashes_of(self._asked(settings))
-
     def refuse(self, settings: Run) -> None:
-        """Raise it, before anything is done."""
+        """Raise the first error of what does not go together, before anything is done."""
         refuse(self._asked(settings))
 
     def convert(

@@ -38,10 +38,6 @@ class _Monitor(SwitchesOff):
 class Monitors:
     """Those that were asked for. What fails in one switches it off, with one logged error, and training goes on.
 
-    Args:
-        options: By name (:data:`MONITORS`).
-        key: Of the options, for messages.
-
     Raises:
         ConfigError: An unknown name or option.
     """

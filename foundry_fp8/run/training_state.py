@@ -57,12 +57,7 @@ def parts_of(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class FP8Parts:
-    """The state of FP8 itself: what delayed scaling, FP8 attention and the guard remember.
-
-    Args:
-        model: Converted, wrapped or not.
-        guard: The run's guard.
-    """
+    """The state of FP8 itself: what delayed scaling, FP8 attention and the guard remember."""
 
     def __init__(self, model: nn.Module, guard: DivergenceGuard | None = None) -> None:
         self.model = model

@@ -8,7 +8,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import foundry_fp8
-from foundry_fp8.planning.memory.live_bytes import LiveBytes, activation_bytes
+from foundry_fp8.planning.memory.live_bytes import LiveBytes
+from tests.kept_bytes import activation_bytes
 from tests.model_zoo import TRANSFORMERS_4
 
 pytestmark = pytest.mark.skipif(

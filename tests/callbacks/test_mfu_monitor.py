@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from foundry_fp8.observe.flops import attention_shapes, gemms_of
+from foundry_fp8.observe.flops.attention import attention_shapes
+from foundry_fp8.observe.flops.gemms import gemms_of
 from foundry_fp8.report.runs import read_run
 from tests.callbacks.conftest import batches, build_llama, series
 

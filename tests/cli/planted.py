@@ -1,11 +1,9 @@
-"""``python -m tests.cli.planted FAILURE STAGE FOLDER --dry``: one rank of a stage of ``selftest`` with a failure planted in it."""
+"""``python -m tests.cli.planted FAILURE STAGE --dry``: one rank of a stage of ``selftest`` with a failure planted in it."""
 
-import errno
 import os
 import signal
 import sys
 import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -73,24 +71,11 @@ def out_of_memory():
         wrappers.llama = full
 
 
-def transformer_engine_raises():
-    sys.modules["transformer_engine.pytorch"] = None
-
-
 def no_nccl():
     def missing(*args, **kwargs):
         raise RuntimeError("Distributed package doesn't have NCCL built in")
 
     dist.init_process_group = missing
-
-
-def full_disk():
-    from foundry_fp8.cli.selftest.cluster import resume
-
-    def full(*args, **kwargs):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    resume.dcp.save = full
 
 
 def slow_link():
@@ -105,4 +90,4 @@ def slow_link():
 
 if __name__ == "__main__":
     globals()[sys.argv[1]]()
-    main(sys.argv[2], Path(sys.argv[3]), "--dry" in sys.argv[4:])
+    main(sys.argv[2], "--dry" in sys.argv[3:])

@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from foundry_fp8.cli.doctor import _attention_notes, doctor, render
+from foundry_fp8.cli.doctor import _notes, doctor, render
 
 
 @pytest.fixture
@@ -54,9 +54,13 @@ def test_a_reason_for_some_attentions_names_them():
         }
         for case, reason in (("a", "one"), ("b", ""), ("c", "one"), ("d", "two"))
     ]
-    notes = [note.plain for note in _attention_notes(entries)]
-    assert notes == ["native, delayed: a; delayed: c: one. Do.", "native, delayed: d: two. Do."]
-    assert [note.plain for note in _attention_notes(entries[:1])] == ["native, every case: one. Do."]
+
+    def notes(entries):
+        found = _notes(entries, lambda entry: f"{entry['recipe']}: {entry['case']}", "; ".join)
+        return [note.plain for note in found]
+
+    assert notes(entries) == ["native, delayed: a; delayed: c: one. Do.", "native, delayed: d: two. Do."]
+    assert notes(entries[:1]) == ["native, every case: one. Do."]
 
 
 def test_command_succeeds(app):

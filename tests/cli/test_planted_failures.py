@@ -93,20 +93,6 @@ def test_out_of_memory_on_one_rank(tmp_path):
 
 
 @pytest.mark.full
-def test_transformer_engine_that_raises_at_import(tmp_path):
-    found, words = run(tmp_path, "transformer_engine_raises", "transformer engine")
-    assert found["transformer engine"].state == words["transformer engine"].word == "not reached"
-    assert "native backend does not need it" in found["transformer engine"].why
-
-
-@pytest.mark.full
-def test_a_full_disk(tmp_path):
-    found, words = run(tmp_path, "full_disk", "checkpoint")
-    assert "No space left on device" in words["checkpoint"].figures and words["checkpoint"].word == "refuted"
-    assert found["checkpoint"].state == "failed" and "--output" in words["checkpoint"].claim.next
-
-
-@pytest.mark.full
 @pytest.mark.parametrize("launcher", ["torchrun", "composer"])
 def test_under_a_launcher(launcher, tmp_path):
     """One supervisor a rank; what is packed for an issue names no folder of this machine."""

@@ -67,7 +67,7 @@ def trained(case: Case, gaps: list[Any] | None) -> dict[str, Any]:
     if compression is not None:
         found["residuals"] = digest({str(i): r for i, r in enumerate(compression.residuals())})
         traffic = compression.traffic
-        found["traffic"] = (dict(traffic.sent), dict(traffic.calls), traffic.logical, traffic.compressed)
+        found["traffic"] = (dict(traffic.sent), dict(traffic.calls), traffic.logical)
     return found
 
 

@@ -1,30 +1,7 @@
 import pytest
 
 from foundry_fp8.config import ConfigError
-from foundry_fp8.distributed.mesh import resolve_degrees, smallest_shard, spans_nodes
-
-
-@pytest.mark.parametrize(
-    ("shard", "replicate", "wanted"),
-    [("node", "auto", (2, 8)), (4, "auto", (4, 4)), (16, 1, (1, 16)), ("auto", "auto", (4, 4))],
-)
-def test_degrees_multiply_to_the_world(shard, replicate, wanted):
-    assert resolve_degrees(shard, replicate, world=16, per_node=8, fits=4) == wanted
-
-
-@pytest.mark.parametrize(
-    ("shard", "replicate", "said"),
-    [
-        (3, "auto", "1, 2, 4, 8, 16"),
-        (4, 3, "replicate: 4"),
-        ("nodes", "auto", "not node, auto or a number"),
-        (True, "auto", "not node, auto or a number"),
-        (0, "auto", "does not divide"),
-    ],
-)
-def test_degrees_that_do_not_are_refused_with_those_that_do(shard, replicate, said):
-    with pytest.raises(ConfigError, match=said):
-        resolve_degrees(shard, replicate, world=16, per_node=8)
+from foundry_fp8.distributed.mesh import smallest_shard, spans_nodes
 
 
 @pytest.mark.parametrize(("state", "wanted"), [(10, 1), (11, 2), (79, 8), (81, 16), (320, 32)])

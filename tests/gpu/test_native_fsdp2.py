@@ -5,6 +5,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -72,6 +73,17 @@ def test_one_rank_trains(recipe, one_rank):
     plain = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)).to("cuda")
     assert losses == pytest.approx(train(shard(plain)), rel=0.03)
     assert losses[-1] < losses[0]
+
+
+def test_a_sharded_checkpoint_resumes_bit_for_bit(one_rank, tmp_path):
+    models = [shard(make("delayed")) for _ in range(2)]
+    train(models[0])
+    state = {"model": models[0].state_dict(), "fp8": foundry_fp8.training_state(models[0])}
+    dcp.save(state, checkpoint_id=tmp_path)
+    state = {"model": models[1].state_dict(), "fp8": foundry_fp8.training_state(models[1])}
+    dcp.load(state, checkpoint_id=tmp_path)
+    models[1].load_state_dict(state["model"])
+    assert train(models[1]) == train(models[0])
 
 
 def worker(rank, recipe, port, path):

@@ -20,7 +20,7 @@ from foundry_fp8.integrations.transformers import FP8Callback
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.layers.state import FP8State
 from foundry_fp8.observe import kurtosis
-from foundry_fp8.observe.flops import gemms_of
+from foundry_fp8.observe.flops.gemms import gemms_of
 from tests.callbacks.conftest import build_llama
 from tests.integrations.test_training_state import same
 from tests.multiprocess import launch

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from foundry_fp8.compat.group_timeout import group_timeout
 from foundry_fp8.distributed.compression.apply import apply_compressed_communication
-from foundry_fp8.distributed.mesh import hsdp_mesh
+from foundry_fp8.distributed.mesh import hybrid_mesh
 from foundry_fp8.distributed.replicas import check_replicas
 from foundry_fp8.distributed.traffic import Traffic
 from foundry_fp8.distributed.two_hop import make_two_hop
@@ -227,7 +227,7 @@ def clamped():
 
 def limits():
     """The time limits of all groups that are made here, in seconds."""
-    mesh = hsdp_mesh("cpu", 2, 2)
+    mesh = hybrid_mesh("cpu", 2, 2)
     hop = make_two_hop(range(4), 2, Traffic())
     groups = [mesh.get_group(0), mesh.get_group(1), hop.inside.inner, hop.across.inner]
     short = dist.new_group(timeout=timedelta(seconds=7))

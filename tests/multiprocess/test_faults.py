@@ -20,7 +20,7 @@ REFUSED = {
 }
 
 
-def test_what_cannot_run_is_an_error_on_every_rank_and_damage_is_found():
+def test_what_cannot_run_is_an_error_on_every_rank():
     codes, outputs = launch.run("run_faults.py", 4, "all", check=False)
     assert codes == [0] * 4, outputs
     for rank, output in enumerate(outputs):
@@ -30,9 +30,6 @@ def test_what_cannot_run_is_an_error_on_every_rank_and_damage_is_found():
             assert said in results["refusals"][case], (rank, case, results["refusals"][case])
         # A bound all-gather survives a reload on the rank with padding; without it ranks would send other sizes.
         assert 0 < results["padded_reload"] < 0.05
-        assert results["corrupted"] != "went unnoticed"
-    # The first to see it names the sender; the others may lose their connection to it first.
-    assert any("arrived damaged: the checksum of rows [1]" in output for output in outputs)
 
 
 @pytest.mark.full

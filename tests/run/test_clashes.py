@@ -179,7 +179,6 @@ def test_doctor_shows_what_two_ranks_raise(settings, texts, tmp_path, monkeypatc
         (run(model={"d_model": 40}), "no linear layer was converted"),
         (run(algorithms={"fp8": {"recipe": "current", "accumulation": "hopper"}}), "is for backend: emulated"),
         (algorithm("hybrid_sharding", shard=3) | {"fsdp_config": {}}, "hybrid_sharding.shard: 3 does not divide the 2 ranks"),
-        (algorithm("hybrid_sharding", replicate=2, shard=2) | {"fsdp_config": {}}, "hybrid_sharding.replicate: 2 times shard: 2"),
         (algorithm("compressed_communication", scope="inter_node"), "nothing crosses nodes"),
         (run(fsdp_config={"data_parallel_shard_degree": 4}), "data_parallel_shard_degree 4 is not the 2 ranks"),
         (run(fsdp_config={"sharding_strategy": "FULL"}), "fsdp_config.sharding_strategy: 'FULL' is not one of"),

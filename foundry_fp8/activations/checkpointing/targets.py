@@ -161,12 +161,7 @@ def select(model: nn.Module, targets: Targets, policy: Policy, key: str) -> list
 
 
 def check_overlap(chosen: Iterable[tuple[str, frozenset[int]]], key: str) -> None:
-    """Raise if two targets share a block: LLM Foundry's rule, one granularity a block.
-
-    Args:
-        chosen: ``(target, blocks)`` in the order of the YAML.
-        key: The YAML key, for the message.
-    """
+    """Raise if two targets share a block: LLM Foundry's rule, one granularity a block."""
     owner: dict[int, str] = {}
     for target, blocks in chosen:
         for block in sorted(blocks):
@@ -238,13 +233,10 @@ def _unknown(name: str, present: Mapping[str, type], modules: Sequence[str], key
 
 
 def _check_nested(names: Sequence[str], key: str) -> None:
-    chosen = set(names)
     for name in names:
-        parts = name.split(".")
-        for end in range(1, len(parts)):
-            outer = ".".join(parts[:end])
-            if outer in chosen:
-                raise ConfigError(
-                    f"{key}: {name} lies inside {outer}, which is checkpointed too: its forward would run three "
-                    "times. Select one of them."
-                )
+        outer = next((other for other in names if name.startswith(f"{other}.")), None)
+        if outer is not None:
+            raise ConfigError(
+                f"{key}: {name} lies inside {outer}, which is checkpointed too: its forward would run three "
+                "times. Select one of them."
+            )

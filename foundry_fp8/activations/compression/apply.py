@@ -51,6 +51,10 @@ Format = Literal["int8", "e4m3", "int4", "exact"]
 EXACT: Format = "exact"
 """The format that packs nothing: fused forms keep their inputs as they are and recompute the rest."""
 LOSSY = frozenset(get_args(Format)) - {EXACT}
+_FUSED: tuple[tuple[Kind, Callable[..., bool], str], ...] = (
+    ("norm", fuse_norm, "fused norm"),
+    ("activation", fuse_mlp, "fused mlp"),
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -305,15 +309,9 @@ def _inside(
         elif isinstance(child, FP8Linear):
             rows.append((name, "fp8", "its input is kept in FP8 already"))
         else:
-            fused: tuple[tuple[Kind, Callable[..., bool]], ...] = (
-                ("norm", fuse_norm),
-                ("activation", fuse_mlp),
-            )
-            for kind, fuse in fused:
+            for kind, fuse, action in _FUSED:
                 fmt = config.pack_format(kind, form)
                 if config.fuses(kind) and fuse(child, fmt):
-                    rows.append(
-                        (name, f"fused {'mlp' if kind == 'activation' else kind}", fmt.name if fmt else EXACT)
-                    )
+                    rows.append((name, action, fmt.name if fmt else EXACT))
                     break
     return rows

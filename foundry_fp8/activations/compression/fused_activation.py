@@ -73,15 +73,7 @@ def packed_activation_linear(
 ) -> Tensor:
     """``F.linear(act(gate) * up, weight, bias)``; the product, the linear's input, is recomputed too.
 
-    Args:
-        gate: ``[..., in_features]``, hp.
-        up: The same, or ``None``.
-        weight: ``[out_features, in_features]``.
-        bias: ``[out_features]`` or ``None``.
-        act: See :func:`packed_activation`.
-        kind: See there.
-        fmt: See there.
-        slopes: See there.
+    ``weight`` is ``[out_features, in_features]``; the rest as of :func:`packed_activation`.
     """
     if not fuses(gate, up):
         return F.linear(_product(act, gate, up), weight, bias)

@@ -226,7 +226,9 @@ class Compressor:
             self._calls[-1][1].resolve(x.grad_fn)
         if is_parameter(x):
             return UnpackedTensor.of(x)
-        if x.numel() >= self.min_numel and (again := self._recomputation(x)) is not None:
+        # The input of a checkpoint that is left exact must not come from a rounded one: a router would choose otherwise.
+        exact = self.boundary and self.fmt is None
+        if x.numel() >= self.min_numel and (again := recomputation(x, exact=exact)) is not None:
             self.saved.left_out += x.untyped_storage().nbytes()
             return _Recomputed(again)
         kept = UnpackedTensor.of(x)
@@ -239,10 +241,6 @@ class Compressor:
         else:
             self._calls[-1][1].wait(waiting, number)
         return waiting
-
-    def _recomputation(self, x: Tensor) -> Callable[[], Tensor] | None:
-        # The input of a checkpoint that is left exact must not come from a rounded one: a router would choose otherwise.
-        return recomputation(x, exact=self.boundary and self.fmt is None)
 
     def unpack(self, kept: UnpackedTensor | _Waiting | _Recomputed) -> Tensor:
         """The unpack hook."""

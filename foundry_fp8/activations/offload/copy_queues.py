@@ -47,11 +47,7 @@ class ImmediateCopies:
 
 
 class CudaCopyQueue:
-    """Copies on a stream of their own, from and to pinned memory.
-
-    Args:
-        device: The GPU.
-    """
+    """Copies on a stream of their own, from and to pinned memory."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -6,11 +6,10 @@ import dataclasses
 import math
 from typing import Any
 
-from composer.core import State
+from composer.core import Algorithm, Event, State
 from composer.loggers import Logger
 
 from foundry_fp8.callbacks.base import Monitor, model_of, training_loss
-from foundry_fp8.callbacks.carried_state import CarriedState
 from foundry_fp8.observe.guard.config import GuardConfig
 from foundry_fp8.observe.guard.guard import DivergenceGuard as Guard
 
@@ -27,8 +26,35 @@ class DivergenceGuardConfig(GuardConfig):
     """Send the error of each block to every logger; otherwise the run log alone has it."""
 
 
-class DivergenceGuardState(CarriedState):
-    """The guard's state in the checkpoint."""
+class DivergenceGuardState(Algorithm):
+    """The guard's state in the checkpoint: recipes, counters and events. Does nothing in training.
+
+    Composer writes a callback's state into a sharded checkpoint key by key, and refuses one that lacks a key which is there when it is
+    loaded: state that grows, or a guard that is added to an older run, would end the resume. An algorithm's is one value, read whatever
+    it holds, and one that is missing is a warning.
+    """
+
+    def __init__(self, owner: DivergenceGuard) -> None:
+        self.owner = owner
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+    def match(self, event: Event, state: State) -> bool:
+        """No event."""
+        return False
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        """Never called."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Before training starts, what was loaded."""
+        guard = self.owner.guard
+        return {**super().state_dict(), **(self.owner.loaded if guard is None else guard.state_dict())}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Keep it until the model is ready."""
+        self.owner.loaded = state
 
 
 class DivergenceGuard(Monitor):
@@ -41,11 +67,12 @@ class DivergenceGuard(Monitor):
     """
 
     key = "divergence_guard"
+    config_class = DivergenceGuardConfig
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(DivergenceGuardConfig, options)
+        super().__init__(**options)
         self.guard: Guard | None = None  # from the start of training on
-        self._loaded: dict[str, Any] = {}
+        self.loaded: dict[str, Any] = {}  # a checkpoint's state, until then
 
     def init(self, state: State, logger: Logger) -> None:
         """Have the state saved."""
@@ -56,8 +83,8 @@ class DivergenceGuard(Monitor):
         if self.guard is not None:  # a second fit() goes on where the first one stopped
             return
         self.guard = Guard(model_of(state), training_loss(state), **self.meter_options)
-        if self._loaded:
-            self.guard.load_state_dict(self._loaded)
+        if self.loaded:
+            self.guard.load_state_dict(self.loaded)
 
     def after_dataloader(self, state: State, logger: Logger) -> None:
         """Measure, act, and log it."""
@@ -82,11 +109,3 @@ class DivergenceGuard(Monitor):
         if self.guard is not None:
             losses = getattr(state, "total_loss_dict", None) or {}
             self.guard.after_step(float(losses.get("loss/train/total", math.nan)))
-
-    def carried_state(self) -> dict[str, Any]:
-        """Recipes, counters and events; before training starts, what was loaded."""
-        return self._loaded if self.guard is None else self.guard.state_dict()
-
-    def take_carried_state(self, state: dict[str, Any]) -> None:
-        """Keep the state until the model is ready."""
-        self._loaded = state

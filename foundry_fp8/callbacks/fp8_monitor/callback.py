@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from composer.core import State
 from composer.loggers import Logger
@@ -30,15 +29,7 @@ class FP8Monitor(Monitor):
     """
 
     key = "fp8_monitor"
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(FP8MonitorConfig, options)
-        self.meter: HealthMeter | None = None
-
-    def detach(self) -> None:
-        """Stop measuring."""
-        if self.meter is not None:
-            self.meter.detach()
+    config_class = FP8MonitorConfig
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Find the converted linears."""

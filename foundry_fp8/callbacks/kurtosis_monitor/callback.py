@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from composer.core import State
 from composer.loggers import Logger
@@ -31,15 +30,7 @@ class KurtosisMonitor(Monitor):
     """
 
     key = "kurtosis_monitor"
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(KurtosisMonitorConfig, options)
-        self.meter: KurtosisMeter | None = None
-
-    def detach(self) -> None:
-        """Remove the hooks."""
-        if self.meter is not None:
-            self.meter.detach()
+    config_class = KurtosisMonitorConfig
 
     def init(self, state: State, logger: Logger) -> None:
         """Check the patterns before anything is spent."""

@@ -47,17 +47,12 @@ class MFUMonitor(Monitor):
     """
 
     key = "mfu_monitor"
+    config_class = MFUMonitorConfig
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(MFUMonitorConfig, options)
-        self.meter: MFUMeter | None = None
+        super().__init__(**options)
         self._clock = StepClock()
         self._batch: Any = None
-
-    def detach(self) -> None:
-        """Remove the first batch's hooks."""
-        if self.meter is not None:
-            self.meter.detach()
 
     def init(self, state: State, logger: Logger) -> None:
         """Name what will not be counted, before FSDP hides the shapes."""

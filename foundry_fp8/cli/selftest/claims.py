@@ -32,11 +32,6 @@ FP8 = ("algorithms.fp8",)
 BF16 = "algorithms: {fp8: {enabled: false}}"
 WHOLE = "algorithms: {compressed_communication: {gradients: none}}"
 COMPRESSED = ("algorithms.compressed_communication",)
-FEATURES = (
-    "algorithms.activation_checkpointing.offload",
-    "algorithms.activation_compression",
-    "algorithms.fused_head",
-)
 REPORT = "Report it: foundry-fp8 selftest packs what an issue needs."
 WRAPPERS = {"ddp": "DDP", "fsdp1": "FSDP1", "fsdp2": "FSDP2", "hsdp": "HSDP"}
 
@@ -50,16 +45,6 @@ CLAIMS = (
             "Train in BF16, or in FP8 under a wrapper that passed.", BF16, FP8) for stage, title in WRAPPERS.items()),
     Claim("compressed", "compressed gradients are within 5 % of whole ones, and replicas stay equal",
           "Leave gradients uncompressed.", WHOLE, COMPRESSED),
-    Claim("checkpoint", "a sharded checkpoint is written", "Check the space and the rights of the folder that --output names."),
-    Claim("resume", "a new process takes the next step bit for bit", "Do not resume FP8 runs here.", BF16, FP8),
-    Claim("features", "offload changes no gradient; compressed activations and the fused head stay near",
-          "Leave out the one that is named above.", keys=FEATURES),
-    Claim("transformer engine", "Transformer Engine's gradients are near high precision", "Use the native backend.",
-          "algorithms: {fp8: {backend: native}}", ("algorithms.fp8.backend=transformer_engine",)),
-    Claim("compile", "compiled gradients are as near to high precision as those of eager mode", "Train without torch.compile.",
-          "compile_config: null", ("compile_config",)),
-    Claim("block", "blocks of Llama-3 8B are faster in FP8 than in BF16",
-          "Compare clocks and power of this GPU with another of its kind.", keys=FP8),
     Claim("fsdp2 under torch's stream checker", "no stream reads what another may still write", REPORT, keys=FP8),
     Claim("training", "a run of LLM Foundry in FP8 ends within 3.4 % of the loss of BF16", REPORT, BF16, FP8, hangs=False),
 )  # fmt: skip

@@ -16,7 +16,8 @@ from foundry_fp8.config.files import refuse_files, write_file
 
 __all__ = ["selftest"]
 
-OWN = ("selftest.*", "logs", "training", "training.yaml", "checkpoint*")
+OWN = ("selftest.*", "logs", "training", "training.yaml")
+COLOURS = {"confirmed": "green", "refuted": "red", "not reached": "yellow"}
 
 
 def selftest(
@@ -44,11 +45,12 @@ def selftest(
     """
     import torch
     from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
 
     from foundry_fp8.cli.selftest.claims import judge
     from foundry_fp8.cli.selftest.stages import run_stages, stages_of
     from foundry_fp8.cli.selftest.supervisors import Supervisors
-    from foundry_fp8.cli.selftest.table import table
     from foundry_fp8.cli.selftest.verdict import archive, keep
 
     console = Console()
@@ -82,14 +84,17 @@ def selftest(
             f"{outcome.seconds:6.1f} s  {outcome.stage}: {outcome.state} {outcome.why}".rstrip(),
             highlight=False,
         )
-        _write(
-            output, outcomes, judge(outcomes, dry=dry), started, dry
-        )  # so that what was found survives what comes
+        # Now, so that what was found survives what comes.
+        _write(output, outcomes, judge(outcomes, dry=dry), started, dry)
 
     seconds = budget or (2000.0 if dry else 530.0 if supervisors.world == 1 else 870.0)
     run_stages(stages, output / "logs", seconds, dry=dry, supervisors=supervisors, said=said)
     verdicts = judge(outcomes, dry=dry)
-    console.print(table(verdicts))
+    table = Table("verdict", "claim", "figures", title="What the documents claim", title_justify="left")
+    for v in verdicts:
+        remedy = f"\n{v.claim.next}\n{v.claim.avoid}".rstrip() if v.word == "refuted" else ""
+        table.add_row(f"[{COLOURS[v.word]}]{v.word}[/]", escape(v.claim.quote), escape(v.figures + remedy))
+    console.print(table)
     found = _write(output, outcomes, verdicts, started, dry)
     try:
         if not dry:

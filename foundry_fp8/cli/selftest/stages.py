@@ -60,7 +60,7 @@ def stages_of(output: Path, *, dry: bool) -> list[Stage]:
         return (python, "-m", name, *arguments)
 
     def ranks(name: str, limit: float, of: str = "", needs: str = "network", **environment: str) -> Stage:
-        command = module("foundry_fp8.cli.selftest.cluster", of or name, str(output), *said)
+        command = module("foundry_fp8.cli.selftest.cluster", of or name, *said)
         environment = {} if dry else environment  # torch's checker asks for a GPU
         return Stage(name=name, command=command, limit_s=limit, every_rank=True, needs=needs, environment=environment)  # fmt: skip
 
@@ -74,12 +74,6 @@ def stages_of(output: Path, *, dry: bool) -> list[Stage]:
         ranks("fsdp2", 60),
         ranks("hsdp", 60),
         ranks("compressed", 60),
-        ranks("checkpoint", 60),
-        ranks("resume", 60, needs="checkpoint"),
-        ranks("features", 60),
-        ranks("transformer engine", 60, "transformer_engine"),
-        ranks("compile", 90),
-        ranks("block", 75),
         ranks("fsdp2 under torch's stream checker", 90, "fsdp2", TORCH_CUDA_SANITIZER="1"),
         Stage(
             name="training",
@@ -101,13 +95,7 @@ def run_stages(
 ) -> list[Outcome]:
     """Run every stage, within its own limit and what is left of the budget.
 
-    Args:
-        stages: What to run.
-        logs: Folder for what each process prints.
-        budget_s: For all of them.
-        dry: Kernels run interpreted.
-        supervisors: Who runs the processes of stages on every rank; one rank where ``None``.
-        said: Called with each outcome as it comes.
+    ``said`` is called with each outcome as it comes.
     """
     supervisors = supervisors or Supervisors(1)
     deadline, outcomes = time.monotonic() + budget_s, dict[str, Outcome]()

@@ -24,8 +24,7 @@ POLL_S = 0.2
 class Supervisors:
     """The supervisors of all ranks, as one of them sees them.
 
-    Args:
-        local_ranks: Processes of a stage on every rank, where there is no launcher.
+    Where there is no launcher, ``local_ranks`` processes run of a stage on every rank.
 
     Attributes:
         rank: Of this supervisor; 0 leads.

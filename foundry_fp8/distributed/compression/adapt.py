@@ -35,11 +35,6 @@ log = logging.getLogger(__name__)
 class Adaptation:
     """Measures steps and decides, the same on every rank.
 
-    Args:
-        gradients: The configured format, for messages.
-        warmup: Batches before gradients are compressed.
-        traffic: Counts bytes and seconds, for the break-even bandwidth.
-
     Attributes:
         way: What was decided last; ``coded`` before the first decision.
         verdict: The last decision as text, with its measurements; empty before the first.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from foundry_fp8.config import Batches, Bytes, Config, ConfigError, power_of_two
 from foundry_fp8.numerics.wire_format import WireFormat
@@ -20,6 +20,7 @@ class CompressionConfig(Config):
     """What travels how."""
 
     key = KEY
+    deprecated: ClassVar = {"verify": lambda _: {}}
 
     gradients: Literal["none", "bf16", "int8", "e4m3", "int4"] = "int8"
     """What gradients travel as. ``int4`` is for the legs that replicate (DDP, the across-nodes leg of HSDP) only."""
@@ -52,8 +53,6 @@ class CompressionConfig(Config):
     adapt: bool = True
     """Measure, 20 batches after the warm-up and every 500 batches, how long steps take with the format of the gradients, in bfloat16 and
     uncompressed, and go on with the fastest. ``false`` keeps the format."""
-    verify: bool = False
-    """Debug mode: every message carries a checksum, and a damaged one is an error."""
     sample_interval: Batches = 50
     """Batches between two measurements of the quantisation error; 0 for never."""
     check_replicas: bool = True
@@ -122,4 +121,4 @@ class CompressionConfig(Config):
         """The wire format called ``name``; ``None`` for ``none``."""
         if name == "none":
             return None
-        return WireFormat(name=name, block_size=self.block_size, checksum=self.verify)  # type: ignore[arg-type]
+        return WireFormat(name=name, block_size=self.block_size)  # type: ignore[arg-type]

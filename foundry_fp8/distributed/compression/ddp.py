@@ -92,7 +92,7 @@ class BucketHook:
         coded = layout is not None and any(row.coded for row in layout.rows)
         taken = coded and compression.switch.takes(buffer)
         world = group.size()
-        compression.traffic.count_logical(2 * buffer.nbytes * (world - 1) / world, compressed=taken)
+        compression.traffic.count_logical(2 * buffer.nbytes * (world - 1) / world)
         if coded and compression.switch.narrows(buffer):
             return queue.submit(lambda: buffer.copy_(average(buffer.bfloat16(), group)))
         if not taken:
@@ -101,11 +101,7 @@ class BucketHook:
         wire, second_leg, hop, packing = self.wire, self.second_leg, self.hop, layout
 
         def all_reduce(packed: Tensor) -> Tensor:
-            options: dict[str, Any] = {
-                "second_leg": second_leg,
-                "rows": packing.rows,
-                "residual": residual,
-            }
+            options: dict[str, Any] = {"second_leg": second_leg, "rows": packing.rows, "residual": residual}
             if hop is not None:
                 return two_hop_all_reduce(packed, hop, wire, **options)
             return collectives.all_reduce(packed, group, wire, **options)

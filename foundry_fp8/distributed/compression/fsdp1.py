@@ -60,7 +60,10 @@ def attach_fsdp1(model: nn.Module, compression: Compression) -> None:
     for root in roots_of(model):
         root.check_is_root()  # forces FSDP1's lazy initialisation, which its own register_comm_hook needs too
     for name, state in _states(model):
-        _check_state(name, state)
+        if has_hook(state):
+            raise RuntimeError(
+                f"{KEY}: the FSDP1 module {name!r} has a communication hook already. Remove one."
+            )
     for root in roots_of(model):
         states = _states(root)
         # Each unit has groups and a residual of its own.
@@ -73,11 +76,6 @@ def attach_fsdp1(model: nn.Module, compression: Compression) -> None:
 
 def _states(model: nn.Module) -> list[tuple[str, Any]]:
     return [(n, m) for n, m in model.named_modules() if isinstance(m, FullyShardedDataParallel)]
-
-
-def _check_state(name: str, state: Any) -> None:
-    if has_hook(state):
-        raise RuntimeError(f"{KEY}: the FSDP1 module {name!r} has a communication hook already. Remove one.")
 
 
 def _rows_of(state: Any, is_exact: Callable[[Any], bool], block_size: int) -> list[Row]:
@@ -154,7 +152,7 @@ def _bind_gather(name: str, state: Any, compression: Compression) -> None:
 
     def gather(shard: Tensor, full_precision: bool) -> Tensor | None:
         codes = None if full_precision else compressed
-        traffic.count_logical(shard.nbytes * others, compressed=codes is not None)
+        traffic.count_logical(shard.nbytes * others)
         if codes is not None:
             return codes(shard)
         traffic.count("all_gather", shard.nbytes * others)

@@ -10,7 +10,6 @@ import logging
 from collections import defaultdict
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -98,9 +97,7 @@ class _UnitGroup(CompressedGroup):
 
     def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         if opts is not None:  # FSDP2's gather of the unit, and not a leg of ours
-            self.traffic.count_logical(
-                self.gathered_bytes * (self.size() - 1), compressed=input.dtype == torch.uint8
-            )
+            self.traffic.count_logical(self.gathered_bytes * (self.size() - 1))
         return super()._allgather_base(output, input, opts)
 
 
@@ -154,17 +151,12 @@ def _attach_parameters(model: nn.Module, units: list[Unit], compression: Compres
     for unit in units:
         group = inner_group(unit.shard_group)
         for gathered in _gathered_of(unit, compression, wire):
-            # verify: checksums are those of block messages.
-            if wire.name == "e4m3" and not wire.checksum and _is_weight_of_fp8_linear(gathered):
-                assert isinstance(gathered.parameter.module, FP8Linear)
-                fp8_weights[group].append((gathered, gathered.parameter.module))
+            found = gathered.parameter
+            own_weight = found.name == "weight" and not found.shared
+            if wire.name == "e4m3" and own_weight and isinstance(found.module, FP8Linear):
+                fp8_weights[group].append((gathered, found.module))
     for group, weights in fp8_weights.items():
         share_amaxes(model, weights, wire, CountingGroup(group, compression.traffic))
-
-
-def _is_weight_of_fp8_linear(gathered: GatheredParameter) -> bool:
-    found = gathered.parameter
-    return isinstance(found.module, FP8Linear) and found.name == "weight" and not found.shared
 
 
 def _gathered_of(unit: Unit, compression: Compression, wire: WireFormat) -> list[GatheredParameter]:

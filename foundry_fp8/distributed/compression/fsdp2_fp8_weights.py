@@ -85,11 +85,7 @@ def share_amaxes(
 ) -> None:
     """Before each forward of ``model``, choose what each weight travels as until the next.
 
-    Args:
-        model: The outermost module.
-        weights: The parameters, and the linears whose weights they are.
-        wire: What they travel as in blocks.
-        group: The ranks that share each of them.
+    ``group`` are the ranks that share each of them, ``wire`` is what they travel as in blocks.
     """
     blocks = BlockCodec(wire)
 

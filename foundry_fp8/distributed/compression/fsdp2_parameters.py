@@ -48,11 +48,6 @@ class BlockCodec:
 class GatheredParameter:
     """One parameter whose all-gather sends codes.
 
-    Args:
-        parameter: FSDP2's, whose shards are gathered.
-        codec: What travels.
-        traffic: Where the time is counted.
-
     Attributes:
         codec: May be replaced between gathers, on all ranks alike.
     """

@@ -69,13 +69,7 @@ def shard_leg(
 ) -> Leg | None:
     """The compressed reduce-scatter of an FSDP unit, or ``None`` if it stays uncompressed; adds a line to the report.
 
-    Args:
-        compression: The compression of the model.
-        group: The ranks that shard the unit.
-        rows: From a tensor's number of elements to the row that each rank receives; ``None`` if that is not known.
-        name: The unit's name.
-        device: The device of its gradients.
-        nbytes: Bytes of all its gradients.
+    ``rows`` gives, of a tensor's number of elements, the row that each rank receives; ``None`` if that is not known.
     """
     config, route = compression.config, compression.route(group, shards=True)
     wire = route.wire(config.shard_wire)
@@ -102,14 +96,8 @@ def replicate_leg(
 ) -> Leg | None:
     """The compressed all-reduce of an FSDP unit or its shard, or ``None`` if it stays uncompressed; adds a line to the report.
 
-    Args:
-        compression: The compression of the model.
-        group: The replicas.
-        row: From a tensor's number of elements to the row that this rank reduces; ``None`` if that is not known.
-        name: The unit's name.
-        device: The device of its gradients.
-        numel: Elements that it usually reduces: the residual's size at the start.
-        nbytes: Bytes of these elements.
+    ``row`` gives, of a tensor's number of elements, the row that this rank reduces; ``numel`` is the number that it usually has, and the
+    residual's.
     """
     config, route = compression.config, compression.route(group, shards=False)
     wire = route.wire(config.wire(config.gradients))

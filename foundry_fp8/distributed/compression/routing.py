@@ -26,11 +26,7 @@ class Path:
 def path_of(ranks: Sequence[int], *, world: int, per_node: int, scope: str) -> Path:
     """How the messages among ``ranks`` are compressed.
 
-    Args:
-        ranks: The global ranks of the group, in order.
-        world: All ranks of the job.
-        per_node: Ranks on a node; nodes hold consecutive ranks.
-        scope: ``CompressionConfig.scope``.
+    ``ranks`` are global and in order; nodes hold consecutive ranks.
 
     Raises:
         ConfigError: ``scope: inter_node`` on a single node, or a group with more ranks on one node than on another.

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from foundry_fp8.compat import cpu_stream_events
 from foundry_fp8.config import Config, ConfigError, Fraction, Natural, Positive
 from foundry_fp8.distributed.agreement import agree
 from foundry_fp8.distributed.groups import alone
-from foundry_fp8.distributed.mesh import hsdp_mesh, ranks_per_node, resolve_degrees, smallest_shard
+from foundry_fp8.distributed.mesh import hybrid_mesh, ranks_per_node, smallest_shard
 
 __all__ = ["KEY", "HybridShardingConfig", "degrees_of", "hybrid_degrees", "hybrid_mesh", "state_bytes"]
 
@@ -28,11 +26,10 @@ class HybridShardingConfig(Config):
     """The shape of the mesh."""
 
     key = KEY
+    deprecated: ClassVar = {"replicate": lambda _: {}}
 
     shard: Literal["node", "auto"] | Positive = "auto"
-    """Ranks that share one copy of the model: those of a node, a number, or the smallest group whose state fits."""
-    replicate: Literal["auto"] | Positive = "auto"
-    """Copies of the model: the rest, or a number."""
+    """Ranks that share one copy of the model: those of a node, a number, or the smallest group whose state fits. The others have copies."""
     state_fraction: Fraction = 0.6
     """How much of a device's memory the model's state may take, for ``shard: auto``; the rest is for activations."""
     optimizer_bytes: Natural = 8
@@ -54,11 +51,7 @@ def hybrid_degrees(
 ) -> tuple[int, int]:
     """The degrees ``(replicate, shard)`` for this job; ``(1, 1)`` and a warning where it has one rank.
 
-    Args:
-        model: Before wrapping.
-        config: What was asked for.
-        device: Where it will train.
-        device_bytes: Memory of a device; asked of the device where ``None``.
+    ``model`` is not wrapped yet; where ``device_bytes`` is ``None`` the device is asked for its memory.
 
     Raises:
         ConfigError: They do not fit the ranks, or the model does not fit the devices.
@@ -85,19 +78,19 @@ def degrees_of(
     """The degrees ``(replicate, shard)`` of a job of ``world`` ranks, ``per_node`` on a node, with ``device_bytes`` of memory each.
 
     Raises:
-        ConfigError: They do not fit the ranks, or the model does not fit the devices.
+        ConfigError: They do not fit the ranks (the shard degrees that do are named), or the model does not fit the devices.
     """
-    fits = None
     if config.shard == "auto":
         room = int(device_bytes * config.state_fraction)
-        fits = smallest_shard(
+        shard = smallest_shard(
             state_bytes(model, config.optimizer_bytes), room, world=world, per_node=per_node
         )
-    return resolve_degrees(config.shard, config.replicate, world=world, per_node=per_node, fits=fits)
-
-
-def hybrid_mesh(device_type: str, replicate: int, shard: int, names: tuple[str, str]) -> DeviceMesh:
-    """The 2-D mesh; on a CPU also what native HSDP needs there (see ``compat/cpu_stream_events.py``)."""
-    if device_type == "cpu":
-        cpu_stream_events.apply()
-    return hsdp_mesh(device_type, replicate, shard, names)
+    else:
+        shard = per_node if config.shard == "node" else config.shard
+    if world % shard:
+        divisors = [n for n in range(1, world + 1) if world % n == 0]
+        raise ConfigError(
+            f"hybrid_sharding.shard: {shard} does not divide the {world} ranks of this job. "
+            f"Shard degrees that do: {', '.join(map(str, divisors))}."
+        )
+    return world // shard, shard

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
@@ -111,11 +110,3 @@ class FogAttention(nn.Module):
             dropout=self.attention_dropout if self.training else 0.0,
         )
         return self.o_proj(out.reshape(b, s, -1)), probabilities
-
-
-def softmax_logit_bound(config: FogConfig) -> float:
-    """The largest |logit| that QK regularisation allows: ``softmax_scale * head_dim``, Inf without one (or with a trainable gain)."""
-    if config.qk_norm == "none" or (config.qk_norm == "rms" and config.qk_gain == "trainable"):
-        return torch.inf
-    gain = config.qk_gain_value**2 if config.qk_norm == "rms" else 1.0
-    return gain * config.softmax_scale * config.head_dim

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from transformers import PretrainedConfig
 
@@ -22,7 +22,16 @@ from foundry_fp8.config import (
     one_of,
 )
 
-__all__ = ["ACTIVATIONS", "SIZES", "VARIANTS", "Architecture", "FogConfig", "Size", "check_heads"]
+__all__ = [
+    "ACTIVATIONS",
+    "SIZES",
+    "VARIANTS",
+    "Architecture",
+    "DecoderConfig",
+    "FogConfig",
+    "Size",
+    "check_heads",
+]
 
 ACTIVATIONS = ("xielu", "gelu", "relu", "swiglu", "smooth_swiglu", "smooth_swiglu_fog")
 GATED = ("swiglu", "smooth_swiglu", "smooth_swiglu_fog")
@@ -113,6 +122,11 @@ SIZES = {
     "1.5b": Size(layers=16, hidden=2048, heads=16, kv_heads=8, ffn=8192, tied=False),
     "8b": Size(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, tied=False),
 }
+REMOVED = {
+    "qk_gain_value": (1.0, "Multiply softmax_scale by its square."),
+    "mlp_input_scale": (None, "Train the model with the version that it was made with (0.1)."),
+}
+"""Keys of earlier versions: the value without effect, which saved models have, and what to do about another."""
 _DIMENSIONS = {
     "num_hidden_layers": "layers",
     "hidden_size": "hidden",
@@ -123,7 +137,28 @@ _DIMENSIONS = {
 }
 
 
-class FogConfig(PretrainedConfig):
+class DecoderConfig(PretrainedConfig):
+    """What this package's decoders ask of transformers' configurations."""
+
+    # Of the class: transformers 5 makes it a property that renames and completes what is set.
+    rope_scaling = cast(Any, None)
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012 (the name and the type are transformers')
+
+    @property
+    def layer_types(self) -> list[str]:
+        """What a cache keeps of each block: every key. The window is the mask's, which counts them."""
+        return ["full_attention"] * self.num_hidden_layers
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """Every field: what is a default depends on variant and size, so differences to a default configuration would not do."""
+        values = self.to_dict()
+        # Renamed in transformers 5.
+        dtype_to_str = getattr(self, "dict_dtype_to_str", None) or self.dict_torch_dtype_to_str
+        dtype_to_str(values)
+        return values
+
+
+class FogConfig(DecoderConfig):
     """The Hugging Face configuration of every variant.
 
     Args:
@@ -143,12 +178,10 @@ class FogConfig(PretrainedConfig):
         norm_eps: Epsilon of every RMSNorm.
         initializer_range: Standard deviation sigma of the initial weights. Default 0.02; 0.001 where embeddings are
             tied and scaled by 1/sigma, as in the first author's fork.
-        qk_gain_value: The constant gain of a frozen RMSNorm on q and k.
         qk_norm_over: ``head``, or ``projection`` (as the original OLMo2 has it: all heads together).
         tanh_alpha_init: Initial alpha of ``qk_norm: tanh``.
         tanh_alpha_trainable: Whether alpha trains.
         softmax_scale: Overrides ``softmax_scale_factor / sqrt(head_dim)``.
-        mlp_input_scale: OP's optional scalar on the MLP's input; trainable, ``None`` for none.
         sliding_window: Keys each query sees, itself included; ``None`` for all.
         attention_dropout: Dropout on the attention probabilities.
         tie_word_embeddings: Share the embedding with the head.
@@ -160,10 +193,6 @@ class FogConfig(PretrainedConfig):
     """
 
     model_type = "fog"
-    rope_scaling = (
-        None  # of the class: transformers 5 makes it a property that renames and completes what is set
-    )
-    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012 (the name and the type are transformers')
 
     def __init__(
         self,
@@ -181,12 +210,10 @@ class FogConfig(PretrainedConfig):
         rope_scaling: Mapping[str, PositiveNumber] | Literal[False] | None = None,
         norm_eps: PositiveNumber = 1e-5,
         initializer_range: PositiveNumber | None = None,
-        qk_gain_value: PositiveNumber = 1.0,
         qk_norm_over: Literal["head", "projection"] = "head",
         tanh_alpha_init: PositiveNumber = 1.0,
         tanh_alpha_trainable: bool = True,
         softmax_scale: PositiveNumber | None = None,
-        mlp_input_scale: PositiveNumber | None = None,
         sliding_window: Positive | None = None,
         attention_dropout: Annotated[float, at_least(0), below(1)] = 0.0,
         tie_word_embeddings: bool | None = None,
@@ -195,6 +222,9 @@ class FogConfig(PretrainedConfig):
         **kwargs: Any,
     ) -> None:
         check_arguments(FogConfig, locals(), "model")
+        for key, (without_effect, instead) in REMOVED.items():
+            if kwargs.pop(key, without_effect) != without_effect:
+                raise ConfigError(f"model.{key}: it was removed. {instead}")
         self.variant, self.size = variant, size
         architecture = _resolve_architecture(variant, kwargs)
         for field in dataclasses.fields(Architecture):
@@ -233,7 +263,6 @@ class FogConfig(PretrainedConfig):
         self.initializer_range = (
             (0.001 if scaled_and_tied else 0.02) if initializer_range is None else initializer_range
         )
-        self.qk_gain_value = qk_gain_value
         self.qk_norm_over = qk_norm_over
         self.tanh_alpha_init = tanh_alpha_init
         self.tanh_alpha_trainable = tanh_alpha_trainable
@@ -242,7 +271,6 @@ class FogConfig(PretrainedConfig):
             if softmax_scale is None
             else softmax_scale
         )
-        self.mlp_input_scale = mlp_input_scale
         self.sliding_window = sliding_window
         self.attention_dropout = attention_dropout
         self.sequence_ids = sequence_ids
@@ -273,11 +301,9 @@ class FogConfig(PretrainedConfig):
             raise ConfigError(
                 "model.layer_scale: true contradicts post_norm: true. A branch has one of them."
             )
-        frozen_gain = self.qk_norm == "rms" and self.qk_gain == "frozen"
         branch_gain = self.post_norm or self.layer_scale
         for key, without_effect, has_effect, part in (
             ("qk_gain", "frozen", self.qk_norm == "rms", "qk_norm: rms"),
-            ("qk_gain_value", 1.0, frozen_gain, "qk_norm: rms with qk_gain: frozen"),
             ("qk_norm_over", "head", self.qk_norm == "rms", "qk_norm: rms"),
             ("tanh_alpha_init", 1.0, self.qk_norm == "tanh", "qk_norm: tanh"),
             ("tanh_alpha_trainable", True, self.qk_norm == "tanh", "qk_norm: tanh"),
@@ -288,11 +314,6 @@ class FogConfig(PretrainedConfig):
                     f"model.{key}: {getattr(self, key)!r} has no effect in variant={self.variant}: it belongs to {part}. "
                     "Remove it."
                 )
-
-    @property
-    def layer_types(self) -> list[str]:
-        """What a cache keeps of each block: every key. The window is the mask's, which counts them."""
-        return ["full_attention"] * self.num_hidden_layers
 
     @property
     def embedding_multiplier(self) -> float:
@@ -308,26 +329,6 @@ class FogConfig(PretrainedConfig):
     def gated(self) -> bool:
         """Whether the MLP has a gate."""
         return self.activation in GATED
-
-    def to_diff_dict(self) -> dict[str, Any]:
-        """Every field: what is a default depends on the variant, so differences to ``FogConfig()`` would not do."""
-        return every_field(self)
-
-    def parameter_count(self) -> int:
-        """Trainable parameters, exactly (tied embeddings counted once)."""
-        d, heads, kv = self.hidden_size, self.num_attention_heads, self.num_key_value_heads
-        attention = d * (heads + 2 * kv) * self.head_dim + heads * self.head_dim * d
-        mlp = (3 if self.gated else 2) * d * self.intermediate_size
-        vectors = d * 2 * (self.pre_norm + self.post_norm + self.layer_scale)
-        if self.qk_norm == "rms" and self.qk_gain == "trainable":
-            per_head = self.qk_norm_over == "head"
-            vectors += self.head_dim * (2 if per_head else heads + kv)
-        scalars = 2 * (self.activation == "xielu") + (self.mlp_input_scale is not None)
-        scalars += 2 * (self.qk_norm == "tanh" and self.tanh_alpha_trainable)
-        embeddings = self.vocab_size * d * (1 if self.tie_word_embeddings else 2)
-        return (
-            self.num_hidden_layers * (attention + mlp + vectors + scalars) + embeddings + d * self.final_norm
-        )
 
 
 def _resolve_architecture(variant: str, kwargs: dict[str, Any]) -> Architecture:
@@ -369,15 +370,6 @@ def _complete_dimensions(given: dict[str, Any], head_dim: int | None) -> Size:
         ffn=4 * hidden,
         tied=False,
     )
-
-
-def every_field(config: PretrainedConfig) -> dict[str, Any]:
-    """What a saved configuration holds, defaults included."""
-    values = config.to_dict()
-    # Renamed in transformers 5.
-    dtype_to_str = getattr(config, "dict_dtype_to_str", None) or config.dict_torch_dtype_to_str
-    dtype_to_str(values)
-    return values
 
 
 def check_heads(config: Any) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-__all__ = ["MLP", "XIELU", "GatedMLP", "InputScale", "smooth_swiglu", "smooth_swiglu_fog"]
+__all__ = ["MLP", "XIELU", "GatedMLP", "smooth_swiglu", "smooth_swiglu_fog"]
 
 XIELU_BETA = 0.5
 XIELU_EPS = -1e-6
@@ -60,12 +60,8 @@ class XIELU(nn.Module):
 def smooth_swiglu(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """Smooth-SwiGLU as its paper has it: one scale a channel, on the linear branch.
 
-    ``h_i = silu(gate_i) * up_i / s_i`` with ``s_i = max |up_i|`` over the tokens; the down projection's input channel i
-    is to be multiplied by ``s_i`` afterwards.
-
-    Args:
-        gate: [..., ffn], hp.
-        up: [..., ffn], hp.
+    ``h_i = silu(gate_i) * up_i / s_i`` with ``s_i = max |up_i|`` over the tokens; the down projection's input channel i is to be multiplied
+    by ``s_i`` afterwards. ``gate`` and ``up`` are ``[..., ffn]``, hp.
 
     Returns:
         ``(h, s)``: [..., ffn] and [ffn].
@@ -81,13 +77,9 @@ def smooth_swiglu(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
 def smooth_swiglu_fog(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """Smooth-SwiGLU as FOG's baseline has it: one scale a token, from the gate's side.
 
-    ``h = silu(gate) * up / s`` with ``s = max |gate|`` over the channels; the down projection's output is to be
-    multiplied by ``s``. Without rounding this changes nothing, forward and backward, because ``s`` is a constant of
-    the token.
-
-    Args:
-        gate: [..., ffn], hp.
-        up: [..., ffn], hp.
+    ``h = silu(gate) * up / s`` with ``s = max |gate|`` over the channels; the down projection's output is to be multiplied by ``s``.
+    Without rounding this changes nothing, forward and backward, because ``s`` is a constant of the token. ``gate`` and ``up`` are ``[...,
+    ffn]``, hp.
 
     Returns:
         ``(h, s)``: [..., ffn] and [..., 1].
@@ -98,24 +90,6 @@ def smooth_swiglu_fog(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """
     s = gate.detach().abs().amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
     return F.silu(gate) * (up / s), s
-
-
-class InputScale(nn.Module):
-    """``y = alpha x`` with one trainable scalar: OP's option to bring the MLP's input to the nonlinearity's range."""
-
-    def __init__(self, alpha: float) -> None:
-        super().__init__()
-        self.initial_alpha = alpha
-        self.alpha = nn.Parameter(torch.empty(1))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Set alpha to its initial value."""
-        nn.init.constant_(self.alpha, self.initial_alpha)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``x``: any shape, hp. Returns the same shape and dtype."""
-        return x * self.alpha.to(x.dtype)
 
 
 class MLP(nn.Module):

@@ -17,7 +17,7 @@ from foundry_fp8.config import ConfigError
 from foundry_fp8.layers.attention_mask import AttentionMask
 from foundry_fp8.models.fog.attention import FogAttention
 from foundry_fp8.models.fog.config import FogConfig
-from foundry_fp8.models.fog.feedforward import MLP, XIELU, GatedMLP, InputScale
+from foundry_fp8.models.fog.feedforward import MLP, XIELU, GatedMLP
 from foundry_fp8.models.fog.norms import LayerScale, RMSNorm
 from foundry_fp8.models.fog.qk import TanhNorm
 from foundry_fp8.models.fog.rope import rope_frequencies, rope_tables
@@ -35,9 +35,9 @@ class FogBlock(nn.Module):
     """One block; each part is an identity where the variant has none::
 
         h' = h  + out1(attention(in1(h)))
-        h" = h' + out2(mlp(scale(in2(h'))))
+        h" = h' + out2(mlp(in2(h')))
 
-    ``in``: the pre-norm. ``out``: the post-norm or LayerScale. ``scale``: OP's scalar.
+    ``in``: the pre-norm. ``out``: the post-norm or LayerScale.
     """
 
     def __init__(self, config: FogConfig, layer_idx: int) -> None:
@@ -46,9 +46,6 @@ class FogBlock(nn.Module):
         self.self_attn = FogAttention(config, layer_idx)
         self.attention_post_norm = _branch_output(config)
         self.mlp_norm = _pre_norm(config)
-        self.mlp_scale: nn.Module = (
-            nn.Identity() if config.mlp_input_scale is None else InputScale(config.mlp_input_scale)
-        )
         mlp = GatedMLP if config.gated else MLP
         self.mlp = mlp(config.hidden_size, config.intermediate_size, config.activation)
         self.mlp_post_norm = _branch_output(config)
@@ -57,7 +54,7 @@ class FogBlock(nn.Module):
         """``hidden``: [b, s, hidden]. Returns the same shape, and the attention's probabilities or ``None``."""
         branch, probabilities = self.self_attn(self.input_norm(hidden), **attention)
         hidden = hidden + self.attention_post_norm(branch)
-        branch = self.mlp(self.mlp_scale(self.mlp_norm(hidden)))
+        branch = self.mlp(self.mlp_norm(hidden))
         return hidden + self.mlp_post_norm(branch), probabilities
 
 
@@ -93,7 +90,7 @@ class FogPreTrainedModel(PreTrainedModel):
             nn.init.normal_(module.weight, std=std)
         elif isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight, std=std)
-        elif isinstance(module, RMSNorm | LayerScale | TanhNorm | XIELU | InputScale):
+        elif isinstance(module, RMSNorm | LayerScale | TanhNorm | XIELU):
             module.reset_parameters()
 
 
@@ -263,14 +260,6 @@ class FogForCausalLM(FogPreTrainedModel, GenerationMixin):
     def new_head(self, vocab_size: int) -> nn.Linear:
         """A head for so many tokens, not initialised."""
         return nn.Linear(self.config.hidden_size, vocab_size, bias=False)
-
-    def get_input_embeddings(self) -> nn.Module:
-        """The token embedding."""
-        return self.model.embed_tokens
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        """Replace the token embedding."""
-        self.model.embed_tokens = value  # type: ignore[assignment]
 
     def get_output_embeddings(self) -> nn.Module:
         """The head."""

@@ -1,12 +1,7 @@
 """FOG's parts for MPT, through LLM Foundry's layer registries.
 
 MPT's block is ``x + attn(norm_1(x))``, then ``x + ffn(norm_2(x))``. FOG's post-norm sits at the end of the branch, so it
-lives inside the attention class and the MLP here, and MPT's own norms become ``norm_type: no_norm``::
-
-    norm_type: no_norm
-    attn_config: {attn_type: fog_attention, qk_norm: rms, post_norm_gain: 0.25, ...}
-    ffn_config: {ffn_type: fog_ffn, ffn_act: xielu, post_norm_gain: 0.25}
-
+lives inside the attention class and the MLP here, and MPT's own norms become ``norm_type: no_norm`` (the YAML: docs/fog.md).
 ``post_norm_gain`` is 1/sqrt(n_layers) in FOG; a block cannot know n_layers, so it is given.
 """
 

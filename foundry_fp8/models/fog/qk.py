@@ -56,7 +56,6 @@ def build_qk_norm(config: FogConfig, heads: int) -> nn.Module:
     if config.qk_norm == "tanh":
         return TanhNorm(alpha=config.tanh_alpha_init, trainable=config.tanh_alpha_trainable)
     trainable = config.qk_gain == "trainable"
-    gain = 1.0 if trainable else config.qk_gain_value
     if config.qk_norm_over == "projection":
-        return ProjectionRMSNorm(heads * config.head_dim, eps=config.norm_eps, gain=gain, trainable=trainable)
-    return RMSNorm(config.head_dim, eps=config.norm_eps, gain=gain, trainable=trainable)
+        return ProjectionRMSNorm(heads * config.head_dim, eps=config.norm_eps, trainable=trainable)
+    return RMSNorm(config.head_dim, eps=config.norm_eps, trainable=trainable)

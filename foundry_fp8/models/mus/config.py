@@ -6,8 +6,6 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from transformers import PretrainedConfig
-
 from foundry_fp8.config import (
     ConfigError,
     Positive,
@@ -17,7 +15,7 @@ from foundry_fp8.config import (
     check_arguments,
     one_of,
 )
-from foundry_fp8.models.fog.config import check_heads, every_field
+from foundry_fp8.models.fog.config import DecoderConfig, check_heads
 from foundry_fp8.models.mus.residual import Tau, default_tau
 
 __all__ = ["SIZES", "MusConfig", "default_tau"]
@@ -26,7 +24,7 @@ SIZES = {"1b": (2048, 24, 16), "3b": (2560, 32, 20), "7b": (4096, 32, 32), "13b"
 """Width, layers and heads of the paper's models (its table 4)."""
 
 
-class MusConfig(PretrainedConfig):
+class MusConfig(DecoderConfig):
     """The Hugging Face configuration.
 
     Args:
@@ -65,10 +63,6 @@ class MusConfig(PretrainedConfig):
     """
 
     model_type = "mus"
-    rope_scaling = (
-        None  # of the class: transformers 5 makes it a property that renames and completes what is set
-    )
-    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012 (the name and the type are transformers')
 
     # What FOG's decoder, of which this one is made, asks of a configuration besides.
     qk_norm_over = "head"
@@ -157,15 +151,6 @@ class MusConfig(PretrainedConfig):
         check_heads(self)
 
     @property
-    def layer_types(self) -> list[str]:
-        """What a cache keeps of each block: every key. The window is the mask's, which counts them."""
-        return ["full_attention"] * self.num_hidden_layers
-
-    @property
     def softmax_scale(self) -> float:
         """What attention logits are multiplied by: 1/sqrt(head_dim), which keeps unit variance."""
         return 1 / math.sqrt(self.head_dim)
-
-    def to_diff_dict(self) -> dict[str, Any]:
-        """Every field: what is a default depends on the size."""
-        return every_field(self)

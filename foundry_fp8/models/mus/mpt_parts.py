@@ -1,19 +1,8 @@
 """µnit Scaling's parts for MPT, through LLM Foundry's layer registries.
 
 MPT's block is ``x + attn(norm_1(x))``, then ``x + ffn(norm_2(x))``. With ``norm_type: mus_norm`` a branch is given x itself,
-so that the part at its end can return what makes the block's plain sum the fixed(tau) residual; a LayerNorm ends the model::
-
-    no_bias: true
-    learned_pos_emb: false
-    tie_word_embeddings: false
-    logit_scale: 0.00048828125          # 1/d_model: the head's output multiplier
-    norm_type: mus_norm
-    fc_type: {name: unit}
-    init_config: {name: unit_normal_}
-    attn_config: {attn_type: mus_attention, tau: 0.1849, rope: true, ...}
-    ffn_config: {ffn_type: mus_ffn, ffn_act: gelu, tau: 0.1849}
-
-The algorithm ``unit_scaling`` checks that they are all there.
+so that the part at its end can return what makes the block's plain sum the fixed(tau) residual; a LayerNorm ends the model. The keys of the
+YAML are in docs/unit_scaling.md; the algorithm ``unit_scaling`` checks that they are all there.
 """
 
 from __future__ import annotations

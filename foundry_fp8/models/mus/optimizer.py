@@ -40,13 +40,6 @@ def scale_groups(
     Composer's and LLM Foundry's decoupled optimizers have it so; torch's AdamW multiplies it by the group's lr, so that the
     hidden weights' is divided by the same factor.
 
-    Args:
-        optimizer: DecoupledAdamW, DecoupledLionW, torch's AdamW, or its Adam without weight decay.
-        model: Whose parameters it has.
-        described: What :func:`~foundry_fp8.models.mus.structure.unit_scaled` says of it.
-        base_width: Where the learning rate was found.
-        key: The YAML key, for messages.
-
     Returns:
         The factor of the hidden weights' learning rate.
 

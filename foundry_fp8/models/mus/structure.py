@@ -35,10 +35,6 @@ class UnitScaledModel:
 def unit_scaled(model: nn.Module, key: str) -> UnitScaledModel:
     """Describe ``model``.
 
-    Args:
-        model: MPT or :class:`MusForCausalLM`, within LLM Foundry's model or not, converted to FP8 or not.
-        key: The YAML key of whoever asks, for messages.
-
     Raises:
         ConfigError: It is not µnit-scaled, or only in part.
     """

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from foundry_fp8.model_structure.blocks import transformer_blocks
 from foundry_fp8.model_structure.names import clean_name, named_modules_clean
+from foundry_fp8.observe.flops.gemms import first_int
 
 __all__ = [
     "AttentionShape",
@@ -175,33 +176,28 @@ def _outermost_attention(block: nn.Module) -> list[tuple[str, nn.Module]]:
     taken: list[tuple[str, nn.Module]] = []
     for name, module in named_modules_clean(block):
         inside = any(name.startswith(f"{outer}.") for outer, _ in taken)
-        if name and "attention" in type(module).__name__.lower() and not inside and _has_weights(module):
+        weight = next(module.parameters(), None)
+        if name and "attention" in type(module).__name__.lower() and not inside and weight is not None:
             taken.append((name, module))
     return taken
 
 
-def _has_weights(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters())
-
-
 def _shape(name: str, module: nn.Module, model: nn.Module) -> AttentionShape:
     config = getattr(module, "config", None) or getattr(model, "config", None)
-    heads = _int(module, "n_heads", "num_heads", "num_attention_heads") or _int(
-        config, "num_attention_heads", "n_heads"
-    )
+    heads = first_int([module, config], "n_heads", "num_heads", "num_attention_heads")
     if heads is None:
         raise ValueError(
             f"{name} ({type(module).__name__}) does not say how many heads it has. "
             "Looked for n_heads, num_heads and num_attention_heads on it and on its config."
         )
-    width = _int(module, "hidden_size", "d_model", "embed_dim") or _int(config, "hidden_size", "d_model") or 0
-    head_dim = _int(module, "head_dim") or _int(config, "head_dim") or width // heads
-    d_qk = _int(module, "qk_head_dim") or head_dim
-    d_v = _int(module, "v_head_dim") or head_dim
+    width = first_int([module, config], "hidden_size", "d_model", "embed_dim") or 0
+    head_dim = first_int([module, config], "head_dim") or width // heads
+    d_qk = first_int([module], "qk_head_dim") or head_dim
+    d_v = first_int([module], "v_head_dim") or head_dim
     if not d_qk:
         raise ValueError(f"{name} ({type(module).__name__}) says neither head_dim nor its hidden size.")
     causal = getattr(module, "is_causal", True) is not False
-    chunk = _int(config, "attention_chunk_size") if getattr(module, "use_rope", False) else None
+    chunk = first_int([config], "attention_chunk_size") if getattr(module, "use_rope", False) else None
     return AttentionShape(name, heads, d_qk, d_v, _window(module, config), causal, _packed(model), chunk)
 
 
@@ -210,17 +206,17 @@ def _window(module: nn.Module, config: Any) -> int | None:
     if isinstance(mpt, int):  # MPT: that many keys before the query, and the query's own; -1 for none
         return mpt + 1 if mpt >= 0 else None
     if getattr(module, "attention_type", None) == "local":  # GPT-Neo
-        return _int(config, "window_size")
+        return first_int([config], "window_size")
     if hasattr(module, "sliding_window"):  # Gemma, Qwen 3: decided layer by layer
-        return _int(module, "sliding_window") or None
-    window = _int(config, "sliding_window")
+        return first_int([module], "sliding_window") or None
+    window = first_int([config], "sliding_window")
     if window is None or getattr(config, "use_sliding_window", True) is False:
         return None
     if (
         getattr(config, "use_sliding_window", None) is not None
     ):  # Qwen 2: only the layers from max_window_layers on
-        layer = _int(module, "layer_idx")
-        first = _int(config, "max_window_layers")
+        layer = first_int([module], "layer_idx")
+        first = first_int([config], "max_window_layers")
         if layer is not None and first is not None and layer < first:
             return None
     return window
@@ -235,11 +231,3 @@ def _packed(model: nn.Module) -> bool:
     kinds = {getattr(getattr(m, "config", None), "_attn_implementation", None) for m in models}
     later = hasattr(sys.modules.get("transformers.masking_utils"), "find_packed_sequence_indices")
     return any(kind is not None and (later or "flash" in kind) for kind in kinds)
-
-
-def _int(source: Any, *names: str) -> int | None:
-    for name in names:
-        value = getattr(source, name, None)
-        if isinstance(value, int) and not isinstance(value, bool):
-            return value
-    return None

@@ -147,7 +147,7 @@ def _expert_shares(model: nn.Module) -> dict[str, float]:
             getattr(module, "args", None),
         ]
         sources.append(getattr(module, "config", None))
-        top_k = _first_int(sources, ("top_k", "num_experts_per_tok", "moe_top_k"))
+        top_k = first_int(sources, "top_k", "num_experts_per_tok", "moe_top_k")
         count = _expert_count(experts, sources)
         if top_k is None or not count:
             raise ValueError(
@@ -163,10 +163,11 @@ def _expert_count(experts: nn.Module, sources: list[Any]) -> int | None:
     if isinstance(experts, nn.ModuleList):
         return len(experts)
     names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    return _first_int([experts, *sources], names)
+    return first_int([experts, *sources], *names)
 
 
-def _first_int(sources: list[Any], names: tuple[str, ...]) -> int | None:
+def first_int(sources: list[Any], *names: str) -> int | None:
+    """The first of the attributes ``names`` that is a number, of the first of ``sources`` that has one."""
     for source in sources:
         for name in names:
             value = getattr(source, name, None)

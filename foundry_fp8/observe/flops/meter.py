@@ -13,9 +13,17 @@ from torch import Tensor, nn
 from foundry_fp8.layers.ledger import GemmLedger
 from foundry_fp8.layers.product_operators import ATTENTION, LINEAR
 from foundry_fp8.model_structure.names import named_modules_clean
-from foundry_fp8.observe.flops import Flops, Gemm, attended_pairs, attention_shapes, gemms_of, packed_pairs
-from foundry_fp8.observe.flops.attention import Mask, documents_of, in_chunks
+from foundry_fp8.observe.flops.attention import (
+    Mask,
+    attended_pairs,
+    attention_shapes,
+    documents_of,
+    in_chunks,
+    packed_pairs,
+)
+from foundry_fp8.observe.flops.gemms import Gemm, gemms_of
 from foundry_fp8.observe.flops.observer import Observed
+from foundry_fp8.observe.flops.utilisation import Flops
 from foundry_fp8.surgery.attention import FP8AttentionState
 
 __all__ = ["FlopMeter", "Tokens"]
@@ -38,9 +46,6 @@ class Tokens:
 
 class FlopMeter:
     """Counts what a model does.
-
-    Args:
-        model: As it is trained; converted or not, wrapped or not.
 
     Raises:
         ValueError: A model whose attention or experts cannot be counted.
@@ -74,9 +79,7 @@ class FlopMeter:
     def settle(self, observed: Mapping[str, Observed], high_precision: str) -> None:
         """Take what the observer saw; a converted layer whose ledger is empty (compiled code keeps none) is counted by shape.
 
-        Args:
-            observed: Empty if there was no observer.
-            high_precision: What layers that nobody observed run in.
+        ``high_precision`` is what layers run in that nobody observed.
         """
         self.observed = {name: seen for name, seen in observed.items() if seen.calls}
         self.high_precision = high_precision
@@ -133,18 +136,22 @@ class FlopMeter:
             weight = getattr(self.modules.get(gemm.name), "weight", None)
             if isinstance(weight, nn.Parameter):  # which may have been frozen since
                 gemm = dataclasses.replace(gemm, wgrad=weight.requires_grad)
-            for which, count in _gemm_flops(gemm, seen, tokens.computed).items():
+            if seen is not None:
+                gemm = dataclasses.replace(gemm, dgrad=seen.dgrad)
+            for which, count in gemm.flops(tokens.computed).items():
                 flops.model[self._precision(gemm, which, seen)] += count
             if seen is not None and seen.recomputed:
                 count = gemm.per_token * tokens.computed * seen.recompute_ratio
                 flops.recomputed[self._precision(gemm, "fprop", seen)] += count
         for shape in self.attention:
             seen = self.observed.get(shape.name)
-            precision = self._attention_precision(shape.name, seen)
+            precision = self.high_precision if seen is None else self._tf32(seen.precision)
+            high = False
+            served = self.fp8_attention.get(shape.name)
+            if served is not None and served.recipe is not None:
+                precision, high = "fp8", served.grad_scores != "fp8"
             forward = shape.forward_flops(float(tokens.pairs[shape.mask]))
             backward = forward * (2 if seen is None or seen.backward else 0)
-            served = self.fp8_attention.get(shape.name)
-            high = precision == "fp8" and served is not None and served.grad_scores != "fp8"
             flops.model[precision] += forward + backward / 2  # of the backward: dV, dS
             flops.model["bf16" if high else precision] += backward / 2  # dQ, dK
             flops.attention += forward + backward
@@ -158,21 +165,9 @@ class FlopMeter:
             return asked(self.high_precision)[which]
         return self.high_precision if seen is None else self._tf32(seen.precision)
 
-    def _attention_precision(self, name: str, seen: Observed | None) -> str:
-        served = self.fp8_attention.get(name)
-        if served is not None and served.recipe is not None:
-            return "fp8"
-        return self.high_precision if seen is None else self._tf32(seen.precision)
-
     def _tf32(self, precision: str) -> str:
         tf32 = torch.cuda.is_available() and torch.backends.cuda.matmul.allow_tf32
         return "tf32" if precision == "fp32" and tf32 else precision
-
-
-def _gemm_flops(gemm: Gemm, seen: Observed | None, tokens: float) -> dict[str, float]:
-    if seen is not None:
-        gemm = dataclasses.replace(gemm, dgrad=seen.dgrad)
-    return gemm.flops(tokens)
 
 
 def _count(mask: Tensor) -> int | Tensor:

@@ -48,9 +48,7 @@ class Observed:
 class Observer:
     """Watches the named modules from :meth:`attach` to :meth:`detach`.
 
-    Args:
-        modules: ``(name, module, operators that are its GEMMs)``.
-        guard: Wraps each hook (:meth:`foundry_fp8.callbacks.base.Monitor.guarded`).
+    ``modules`` are ``(name, module, operators that are its GEMMs)``.
     """
 
     def __init__(

@@ -145,14 +145,8 @@ def peaks_of(device_name: str) -> Peaks | None:
     wanted = " ".join(device_name.lower().split())
     for device in TABLE:
         if re.fullmatch(device.pattern, wanted):
-            values = {
-                "fp4": device.fp4,
-                "fp8": device.fp8,
-                "bf16": device.bf16,
-                "fp16": device.fp16 or device.bf16,
-                "tf32": device.tf32,
-                "fp32": device.fp32,
-            }
+            values = {name: getattr(device, name) for name in PRECISIONS}
+            values["fp16"] = device.fp16 or device.bf16
             peaks = {name: value * 1e12 for name, value in values.items() if value is not None}
             unread = "" if device.read else ", not verified"
             return Peaks(peaks, "table", f"{device.name}: {device.source}{unread}")

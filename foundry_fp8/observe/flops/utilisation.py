@@ -55,10 +55,7 @@ class Flops:
 def utilisation(flops: Flops, seconds: float, peaks: Peaks) -> dict[str, float]:
     """The ratios of this module's docstring.
 
-    Args:
-        flops: Of one device.
-        seconds: In which they ran.
-        peaks: Of that device.
+    All three are of one device.
 
     Returns:
         ``mfu``, ``hfu``, ``effective_peak`` (TFLOP/s), and with a bf16 peak ``speedup_cap`` and ``bf16_equivalent``.

@@ -69,7 +69,7 @@ class DivergenceGuard:
         return [name for name, layer in self.probe.layers.items() if layer.recipe != layer.configured_recipe]
 
     def finer(self, name: str) -> Recipe | None:
-        """What a layer is demoted to before high precision, if anything: finer than its own recipe."""
+        """What a layer is demoted to before high precision, if anything (:attr:`Recipe.finer <foundry_fp8.numerics.recipes.Recipe.finer>`)."""
         layer = self.probe.layers[name]
         configured = layer.configured_recipe
         finer = None if configured is None or not self.config.finer else configured.finer

@@ -11,12 +11,14 @@ scale. Compressed legs take the hops that training takes (:func:`foundry_fp8.dis
 
 from __future__ import annotations
 
+import dataclasses
+
 from foundry_fp8.distributed.compression.config import CompressionConfig
 from foundry_fp8.distributed.compression.routing import Path
 from foundry_fp8.numerics.wire_format import WireFormat
 from foundry_fp8.planning.communication.machines import Gpu, Network
 
-__all__ = ["all_reduce", "bytes_per_element", "collective_seconds", "gather", "reduce_scatter"]
+__all__ = ["Wires", "bytes_per_element", "collective_seconds"]
 
 
 def bytes_per_element(wire: WireFormat) -> float:
@@ -61,88 +63,70 @@ def all_to_all_seconds(nbytes: float, ranks: int, network: Network, *, stride: i
     return latency + max(nbytes / network.inside_bus, leaving / network.across_bus)
 
 
-def gather(
-    numel: float,
-    itemsize: float,
-    ranks: int,
-    network: Network,
-    gpu: Gpu,
-    wire: WireFormat | None,
-    *,
-    stride: int = 1,
-) -> float:
-    """Seconds to gather ``numel`` parameters from ``ranks`` ranks, ``stride`` apart; as codes from consecutive ones where ``wire`` is given."""
-    if wire is None or ranks == 1:
-        return collective_seconds(numel * itemsize, ranks, network, stride=stride)
-    seconds = collective_seconds(numel * bytes_per_element(wire), ranks, network)
-    coded_and_decoded = (numel / ranks + numel) * (itemsize + 1)
-    return seconds + coded_and_decoded / gpu.hbm_bytes_per_second
+@dataclasses.dataclass(frozen=True)
+class Wires:
+    """The collectives of one FSDP unit, plain or compressed as ``config`` says; ``stride`` is that of :func:`collective_seconds`."""
 
+    network: Network
+    gpu: Gpu
+    config: CompressionConfig | None = None
 
-def reduce_scatter(
-    numel: float,
-    itemsize: float,
-    ranks: int,
-    network: Network,
-    gpu: Gpu,
-    path: Path,
-    config: CompressionConfig | None,
-    *,
-    stride: int = 1,
-) -> float:
-    """Seconds to reduce ``numel`` gradients among ``ranks`` ranks, each of which keeps its part; ``stride`` as in :func:`gather`."""
-    wire = None if config is None else config.shard_wire
-    if wire is None or config is None or path.why_not:
-        return collective_seconds(numel * itemsize, ranks, network, stride=stride)
-    inside = config.inside_wire(shards=True)
-    return _coded_reduce_scatter(numel, itemsize, ranks, network, gpu, path.inside, wire, inside, 1)
+    def gather(
+        self, numel: float, itemsize: float, ranks: int, wire: WireFormat | None, *, stride: int = 1
+    ) -> float:
+        """Seconds to gather ``numel`` parameters from ``ranks`` ranks; as codes from consecutive ones where ``wire`` is given."""
+        if wire is None or ranks == 1:
+            return collective_seconds(numel * itemsize, ranks, self.network, stride=stride)
+        seconds = collective_seconds(numel * bytes_per_element(wire), ranks, self.network)
+        coded_and_decoded = (numel / ranks + numel) * (itemsize + 1)
+        return seconds + coded_and_decoded / self.gpu.hbm_bytes_per_second
 
+    def reduce_scatter(
+        self, numel: float, itemsize: float, ranks: int, path: Path, *, stride: int = 1
+    ) -> float:
+        """Seconds to reduce ``numel`` gradients among ``ranks`` ranks, each of which keeps its part."""
+        config = self.config
+        wire = None if config is None else config.shard_wire
+        if wire is None or config is None or path.why_not:
+            return collective_seconds(numel * itemsize, ranks, self.network, stride=stride)
+        inside = config.inside_wire(shards=True)
+        return self._coded_reduce_scatter(numel, itemsize, ranks, path.inside, wire, inside, 1)
 
-def all_reduce(
-    numel: float,
-    itemsize: float,
-    ranks: int,
-    network: Network,
-    gpu: Gpu,
-    path: Path,
-    config: CompressionConfig | None,
-    *,
-    stride: int,
-) -> float:
-    """Seconds to reduce ``numel`` gradients among replicas, ``stride`` ranks apart."""
-    wire = None if config is None else config.wire(config.gradients)
-    second = None if config is None else config.second_leg_wire
-    if config is None or wire is None or second is None or path.why_not or ranks == 1:
-        return collective_seconds(numel * itemsize, ranks, network, stride=stride, shots=2)
-    inside = config.inside_wire(shards=False)
-    seconds = _coded_reduce_scatter(numel, itemsize, ranks, network, gpu, path.inside, wire, inside, stride)
-    if path.inside > 1:
-        # The parts of the node's ranks, as float32.
-        seconds += collective_seconds(4 * numel, path.inside, network)
-        numel, ranks, stride = numel / path.inside, ranks // path.inside, path.inside
-    seconds += collective_seconds(numel * bytes_per_element(second), ranks, network, stride=stride)
-    coded_and_decoded = (numel / ranks + numel) * 5
-    return seconds + coded_and_decoded / gpu.hbm_bytes_per_second
+    def all_reduce(self, numel: float, itemsize: float, ranks: int, path: Path, *, stride: int) -> float:
+        """Seconds to reduce ``numel`` gradients among replicas, ``stride`` ranks apart."""
+        config, network = self.config, self.network
+        wire = None if config is None else config.wire(config.gradients)
+        second = None if config is None else config.second_leg_wire
+        if config is None or wire is None or second is None or path.why_not or ranks == 1:
+            return collective_seconds(numel * itemsize, ranks, network, stride=stride, shots=2)
+        inside = config.inside_wire(shards=False)
+        seconds = self._coded_reduce_scatter(numel, itemsize, ranks, path.inside, wire, inside, stride)
+        if path.inside > 1:
+            # The parts of the node's ranks, as float32.
+            seconds += collective_seconds(4 * numel, path.inside, network)
+            numel, ranks, stride = numel / path.inside, ranks // path.inside, path.inside
+        seconds += collective_seconds(numel * bytes_per_element(second), ranks, network, stride=stride)
+        coded_and_decoded = (numel / ranks + numel) * 5
+        return seconds + coded_and_decoded / self.gpu.hbm_bytes_per_second
 
-
-def _coded_reduce_scatter(
-    numel: float,
-    itemsize: float,
-    ranks: int,
-    network: Network,
-    gpu: Gpu,
-    places: int,
-    wire: WireFormat,
-    inside: WireFormat | None,
-    stride: int,
-) -> float:
-    seconds = 0.0
-    if places > 1:  # among the ranks of a node first: sent whole and summed, or coded
-        sent = itemsize if inside is None else bytes_per_element(inside)
-        seconds += all_to_all_seconds(numel * sent, places, network)
-        # Ordered by place (read and written), and read for the sum; or read, coded, and the codes summed.
-        moved = 3 * itemsize if inside is None else itemsize + 2
-        seconds += numel * moved / gpu.hbm_bytes_per_second
-        numel, itemsize, ranks, stride = numel / places, 4, ranks // places, places
-    seconds += all_to_all_seconds(numel * bytes_per_element(wire), ranks, network, stride=stride)
-    return seconds + numel * (itemsize + 2) / gpu.hbm_bytes_per_second  # coded; the codes that arrive summed
+    def _coded_reduce_scatter(
+        self,
+        numel: float,
+        itemsize: float,
+        ranks: int,
+        places: int,
+        wire: WireFormat,
+        inside: WireFormat | None,
+        stride: int,
+    ) -> float:
+        seconds = 0.0
+        if places > 1:  # among the ranks of a node first: sent whole and summed, or coded
+            sent = itemsize if inside is None else bytes_per_element(inside)
+            seconds += all_to_all_seconds(numel * sent, places, self.network)
+            # Ordered by place (read and written), and read for the sum; or read, coded, and the codes summed.
+            moved = 3 * itemsize if inside is None else itemsize + 2
+            seconds += numel * moved / self.gpu.hbm_bytes_per_second
+            numel, itemsize, ranks, stride = numel / places, 4, ranks // places, places
+        seconds += all_to_all_seconds(numel * bytes_per_element(wire), ranks, self.network, stride=stride)
+        # Coded; the codes that arrive summed.
+        return seconds + numel * (itemsize + 2) / self.gpu.hbm_bytes_per_second

@@ -61,8 +61,6 @@ class Workload(Config):
     """Of an element of an uncompressed reduction: 2 under Composer's ``mixed_precision: PURE``, 4 under ``DEFAULT``."""
     optimizer_bytes: Annotated[float, at_least(0)] = 8.0
     """Of a parameter's optimizer states: two float32 moments for AdamW."""
-    activation_bytes: Annotated[float, at_least(0)] = 0.0
-    """What activations and buffers take on each GPU."""
     tensor_parallel: Positive = 1
     """GPUs that share every matrix, and the tokens of one of them."""
     width: Annotated[float, at_least(0)] = 0.0
@@ -123,20 +121,10 @@ def layout(work: Workload, gpus: int, shard: int, gpu: Gpu, network: Network) ->
     sharing, replicas = route(range(shard)), route(range(0, gpus, shard))
 
     weights = None if config is None or sharing.why_not else config.wire(config.parameters)
-    gather = legs.gather(per_unit, work.parameter_bytes, shard, network, gpu, weights, stride=together)
-    scatter = legs.reduce_scatter(
-        work.trained * per_unit, work.gradient_bytes, shard, network, gpu, sharing, config, stride=together
-    )
-    reduce = legs.all_reduce(
-        work.trained * mine,
-        work.gradient_bytes,
-        replicate,
-        network,
-        gpu,
-        replicas,
-        config,
-        stride=shard * together,
-    )
+    wires, sent = legs.Wires(network, gpu, config), work.gradient_bytes
+    gather = wires.gather(per_unit, work.parameter_bytes, shard, weights, stride=together)
+    scatter = wires.reduce_scatter(work.trained * per_unit, sent, shard, sharing, stride=together)
+    reduce = wires.all_reduce(work.trained * mine, sent, replicate, replicas, stride=shard * together)
     activations = ACTIVATION_BYTES * work.tokens / work.microbatches * work.width
     joined = 4 * work.units * legs.collective_seconds(activations, together, network, shots=2)
 
@@ -153,7 +141,6 @@ def layout(work: Workload, gpus: int, shard: int, gpu: Gpu, network: Network) ->
     computing = (compute + network.overlap_slowdown * hidden) * (1 + slowest(gpus, network))
 
     memory = parameters * (MASTER_BYTES * (1 + work.trained) + work.optimizer_bytes) / shard
-    memory += work.activation_bytes
     memory += 2 * work.parameter_bytes * per_unit
     if work.sharding == "SHARD_GRAD_OP":
         memory += work.parameter_bytes * (parameters - 2 * per_unit)
@@ -232,11 +219,7 @@ def plan_communication(
 ) -> list[dict[str, float | int | str]]:
     """Rows of the plan: for each number of GPUs, plain FSDP and the best HSDP, uncompressed and compressed.
 
-    Args:
-        work: The workload; int8 gradients and e4m3 weights where it names no compression. Under tensor parallelism uncompressed alone.
-        gpus: Numbers of GPUs, at least 2.
-        gpu: The GPU.
-        network: The network.
+    Where ``work`` names no compression, int8 gradients and e4m3 weights; under tensor parallelism uncompressed alone.
     """
     accept(Sequence[Annotated[int, at_least(2)]], gpus, "--gpus")
     config = work.compression or COMPRESSED

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 
@@ -90,13 +90,7 @@ def on_cluster(
 ) -> Measurements:
     """What a rank of ``cluster`` holds.
 
-    Args:
-        measured: Of ``model`` on one device in ``cluster.gathered`` bytes an element, a step of one microbatch, without
-            optimizer states.
-        model: Not sharded.
-        cluster: How it will be.
-        optimizer_bytes: Of the whole model.
-        accumulates: Whether a step has several microbatches.
+    ``measured`` is of ``model`` on one device, ``cluster.gathered`` bytes an element, a step of one microbatch, without optimizer states.
     """
     blocks = [block for _, block in transformer_blocks(model)]
     total = [sum(p.numel() for p in block.parameters()) for block in blocks]
@@ -108,25 +102,14 @@ def on_cluster(
         model, cluster, buffers=buffers, optimizer_bytes=optimizer_bytes, accumulates=accumulates
     )
     counts = _Counts(total, trained, everything - sum(total), learnt - sum(trained))
-    if cluster.sharding == "NO_SHARD":
-        frames = [
-            _unsharded(f, counts, held, accumulates) if f else None
-            for f in (measured.frame, measured.lean, measured.fused)
-        ]
-    else:
-        frames = [
-            _sharded(frame, counts, held, cluster, accumulates) if frame else None
-            for frame in (measured.frame, measured.lean, measured.fused)
-        ]
-    assert frames[0] is not None
     where = f"; {cluster.sharding} over {cluster.shard} of {cluster.world_size} ranks by arithmetic"
-    return dataclasses.replace(
-        measured,
-        frame=frames[0],
-        lean=frames[1],
-        fused=frames[2],
-        source=measured.source + where,
-    )
+    on_rank = _unsharded if cluster.sharding == "NO_SHARD" else _sharded
+    frames: dict[str, Any] = {
+        name: on_rank(frame, counts, held, cluster, accumulates)
+        for name in ("frame", "lean", "fused")
+        if (frame := getattr(measured, name)) is not None
+    }
+    return dataclasses.replace(measured, **frames, source=measured.source + where)
 
 
 def static_bytes(
@@ -134,12 +117,7 @@ def static_bytes(
 ) -> int:
     """What a rank of ``cluster`` holds all the time.
 
-    Args:
-        model: Not sharded.
-        cluster: How it will be.
-        buffers: Bytes of its buffers.
-        optimizer_bytes: Of the whole model.
-        accumulates: Whether gradients are among it: with several microbatches a step they are there from the second on.
+    Where it ``accumulates``, gradients are among it: with several microbatches a step they are there from the second on.
     """
     everything = sum(p.numel() for p in model.parameters())
     learnt = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -211,7 +189,7 @@ def _handed_over(total: int, trained: int, cluster: Cluster) -> int:
     return max(cluster.gathered * total + 2 * g, g + cast + shard)
 
 
-def _unsharded(frame: Frame, counts: _Counts, held: int, accumulates: bool) -> Frame:
+def _unsharded(frame: Frame, counts: _Counts, held: int, _: Cluster, accumulates: bool) -> Frame:
     """With gradients that are there from the start, a backward's own are added to them and freed, one after the other."""
     if not accumulates:
         return dataclasses.replace(frame, static=held)

@@ -58,13 +58,9 @@ def head_seconds(
             if isinstance(output, DeferredLogits):
                 found.append(seconds)
 
-        handles = [head.register_forward_pre_hook(before), head.register_forward_hook(after)]
-        try:
-            with unchanged(device), torch.no_grad():
-                loss_fn()
-        finally:
-            for handle in handles:
-                handle.remove()
+        hooks = head.register_forward_pre_hook(before), head.register_forward_hook(after)
+        with hooks[0], hooks[1], unchanged(device), torch.no_grad():
+            loss_fn()
     return found[-1] if found else None
 
 

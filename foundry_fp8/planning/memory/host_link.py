@@ -12,6 +12,7 @@ share a host's memory or a PCIe switch.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -93,26 +94,17 @@ def moved_boundaries(run: BlockRun) -> int:
                 storage = x.untyped_storage()  # held: no other gets its address
                 storages.setdefault(storage_number(storage), (storage, set()))[1].add(id(module))
 
-    handles = [
-        wrapper.register_forward_pre_hook(note, with_kwargs=True)
-        for _, wrapper in checkpoint_wrappers(run.block)
-    ]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for _, wrapper in checkpoint_wrappers(run.block):
+            hooks.enter_context(wrapper.register_forward_pre_hook(note, with_kwargs=True))
         run.forward()
-    finally:
-        for handle in handles:
-            handle.remove()
     return sum(storage.nbytes() for storage, readers in storages.values() if len(readers) == 1)
 
 
 def offloaded(cost: Cost, moved: int, plain: Cost, link: HostLink) -> Cost:
     """``cost`` with ``moved`` bytes of what it keeps in host memory.
 
-    Args:
-        cost: Of the option, all of it on the device.
-        moved: See above.
-        plain: Of the block without checkpoints.
-        link: The way.
+    ``plain`` is the block's without checkpoints.
     """
     forward = plain.seconds / 3
     exposed = max(0.0, moved / link.out - forward) + max(0.0, moved / link.back - (cost.seconds - forward))

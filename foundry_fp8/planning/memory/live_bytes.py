@@ -9,7 +9,6 @@ what would be allocated.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from foundry_fp8.compat.dispatch_mode import TorchDispatchMode
 from foundry_fp8.compat.pytree import tree_iter
 from foundry_fp8.compat.storages import storage_number
 
-__all__ = ["CudaBytes", "LiveBytes", "activation_bytes", "meter_for"]
+__all__ = ["CudaBytes", "LiveBytes", "meter_for"]
 
 
 class LiveBytes(TorchDispatchMode):
@@ -106,10 +105,3 @@ class CudaBytes:
 def meter_for(device: torch.device) -> CudaBytes | LiveBytes:
     """:class:`CudaBytes` on a GPU, :class:`LiveBytes` elsewhere."""
     return CudaBytes(device) if device.type == "cuda" else LiveBytes()
-
-
-def activation_bytes(forward: Callable[[], Tensor], device: torch.device) -> int:
-    """Bytes that ``forward`` leaves behind for its backward: what is live when it returns, its output left out."""
-    with meter_for(device) as meter:
-        out = forward()
-        return meter.live - out.untyped_storage().nbytes()

@@ -64,11 +64,7 @@ def capture_calls(
 ) -> list[Call]:
     """Run the model without gradients and note how each block is called.
 
-    Args:
-        blocks: In forward order.
-        run: Runs a microbatch.
-        device: The one that runs it.
-        keep: Whether a call's tensors are needed later; of the others only the signature's shapes are (as meta tensors).
+    Of calls that ``keep`` does not want only the signature's shapes are kept, as meta tensors.
     """
     calls: dict[int, Call] = {}
 
@@ -89,13 +85,10 @@ def capture_calls(
 
         return hook
 
-    handles = [b.register_forward_pre_hook(note(i), with_kwargs=True) for i, b in enumerate(blocks)]
-    try:
-        with torch.no_grad():
-            run()
-    finally:
-        for handle in handles:
-            handle.remove()
+    with contextlib.ExitStack() as hooks, torch.no_grad():
+        for i, block in enumerate(blocks):
+            hooks.enter_context(block.register_forward_pre_hook(note(i), with_kwargs=True))
+        run()
     return [calls[i] for i in range(len(blocks))]
 
 
@@ -142,12 +135,7 @@ def clock(device: torch.device) -> float:
 class BlockRun:
     """One block, run alone on its real input as the model runs it.
 
-    Args:
-        block: With or without checkpoints and packing.
-        call: From :func:`capture_calls`.
-        device: Where it runs.
-        cost_model: Seconds from a model instead of a clock.
-        model: The block is of this one; its linears share what they share in a forward of it.
+    Its linears share what they share in a forward of ``model``.
     """
 
     def __init__(
@@ -189,8 +177,8 @@ class BlockRun:
     def _backward(self, out: Tensor) -> None:
         torch.autograd.grad(out, self.leaves, torch.ones_like(out), allow_unused=True)
 
-    def bytes(self) -> tuple[int, int, int, int]:
-        """``(kept, cached, forward_peak, backward_peak)`` of :class:`Cost`."""
+    def bytes(self) -> Cost:
+        """What it costs, but for its seconds."""
         with unchanged(self.device):
             dy = torch.ones_like(self.forward())
             with meter_for(self.device) as meter:
@@ -203,7 +191,7 @@ class BlockRun:
                 grads = torch.autograd.grad(out, self.leaves, dy, allow_unused=True)
                 backward_peak = meter.peak
             del out, grads
-        return kept, cached, forward_peak, backward_peak
+        return Cost(kept, forward_peak, backward_peak, 0.0, cached)
 
     def seconds(self) -> float:
         """A forward and a backward, timed or computed."""
@@ -235,15 +223,8 @@ def measure_frame(
 ) -> Frame:
     """Run a whole step, blocks as they are configured now, and take from its bytes what the blocks hold.
 
-    Args:
-        model: As a whole.
-        blocks: Its blocks, in forward order.
-        costs: What each holds in its present configuration.
-        loss_fn: Runs a microbatch and returns the loss.
-        device: The one that runs it.
-        static: Bytes of parameters, buffers and optimizer state.
-        accumulates: Whether the step has several microbatches: all but the first run beside the gradients of those before.
-        sharded: Whether FSDP wraps the model.
+    ``costs`` are those of the present configuration, ``static`` is of parameters, buffers and optimizer state. A step that ``accumulates``
+    runs all its microbatches but the first beside the gradients of those before.
     """
     seen: dict[str, int] = {}
     starts: list[int | None] = [None] * len(blocks)
@@ -275,20 +256,16 @@ def measure_frame(
             if x is not None:
                 x.register_hook(lambda _: meter.reset_peak())
 
-        handles = [
-            *(block.register_forward_hook(at_output(i)) for i, block in enumerate(blocks)),
-            blocks[0].register_forward_pre_hook(at_start, with_kwargs=True),
-        ]
-        try:
+        with contextlib.ExitStack() as hooks:
+            for i, block in enumerate(blocks):
+                hooks.enter_context(block.register_forward_hook(at_output(i)))
+            hooks.enter_context(blocks[0].register_forward_pre_hook(at_start, with_kwargs=True))
             trained = [p for p in model.parameters() if p.requires_grad]
             loss = loss_fn()
             seen["head"] = meter.peak
             meter.reset_peak()
             grads = gradients(loss, trained, sharded=sharded)
             end_peak = meter.live if ends_with_blocks else max(meter.peak, meter.live)
-        finally:
-            for handle in handles:
-                handle.remove()
         del grads, loss
     left = [0]
     for start, end, cost in zip(starts[1:], starts[:-1], costs[1:], strict=True):

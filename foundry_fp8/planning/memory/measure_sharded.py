@@ -15,6 +15,7 @@ from foundry_fp8.activations.compression.saved import StorageRef
 from foundry_fp8.compat.pytree import tree_iter
 from foundry_fp8.planning.memory.live_bytes import meter_for
 from foundry_fp8.planning.memory.measure import clock, gradients, map_input, unchanged
+from foundry_fp8.planning.memory.solver import Cost
 
 __all__ = ["ShardedBlockRun", "is_sharded"]
 
@@ -27,14 +28,9 @@ def is_sharded(model: nn.Module) -> bool:
 class ShardedBlockRun:
     """The figures of :class:`~foundry_fp8.planning.memory.measure.BlockRun`, taken by hooks while the whole model runs.
 
-    A unit's gathered parameters and its unreduced gradients count for the block, as far as the meter sees them: on a
-    GPU it does; :class:`~foundry_fp8.planning.memory.live_bytes.LiveBytes` does not see FSDP resize storages.
-
-    Args:
-        block: The outermost module around the block, as configured now: FSDP unit or checkpoint.
-        loss_fn: Runs a microbatch and returns the loss.
-        parameters: Of the whole model, without gradients.
-        device: Where it runs.
+    A unit's gathered parameters and its unreduced gradients count for the block, as far as the meter sees them: on a GPU it does;
+    :class:`~foundry_fp8.planning.memory.live_bytes.LiveBytes` does not see FSDP resize storages. ``block`` is the outermost module around
+    it, as configured now: FSDP unit or checkpoint.
     """
 
     def __init__(
@@ -47,10 +43,8 @@ class ShardedBlockRun:
         self.block, self.loss_fn, self.parameters, self.device = block, loss_fn, parameters, device
         self._input: StorageRef | None = None
 
-    def bytes(self) -> tuple[int, int, int, int]:
-        """``(kept, cached, forward_peak, backward_peak)`` of :class:`~foundry_fp8.planning.memory.solver.Cost`; parameters that FSDP
-        gathered are cast already, and nothing is cached.
-        """
+    def bytes(self) -> Cost:
+        """What it costs, but for its seconds; parameters that FSDP gathered are cast already, and nothing is cached."""
         live, peak, sizes, input_kept = [], [], [], []
         with unchanged(self.device), meter_for(self.device) as meter:
 
@@ -65,7 +59,7 @@ class ShardedBlockRun:
         # When the forward's hook runs, its caller still holds the input, whoever keeps it later.
         kept = live[1] - live[0] - sizes[1] - (0 if input_kept[2] else sizes[0])
         # The gradient of the output counts for the output, which the model lets go of and a block that runs alone holds.
-        return kept, 0, peak[1] - live[0], peak[3] - live[2] + kept + sizes[1]
+        return Cost(kept, peak[1] - live[0], peak[3] - live[2] + kept + sizes[1], 0.0)
 
     def seconds(self) -> float:
         """Its forward and its backward, communication that nothing hides included."""
@@ -100,12 +94,6 @@ class ShardedBlockRun:
             record(out)
             out.register_hook(lambda _: record(None))
 
-        handles = [
-            self.block.register_forward_pre_hook(enter, with_kwargs=True, prepend=True),
-            self.block.register_forward_hook(leave),
-        ]
-        try:
+        before = self.block.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
+        with before, self.block.register_forward_hook(leave):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()

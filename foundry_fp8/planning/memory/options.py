@@ -47,10 +47,6 @@ def options_of(block: nn.Module, *, formats: Sequence[str] = ()) -> list[BlockOp
 
     Children that hold linears are sub-layers (attention, MLP); the other children with parameters are norms, whose
     recompute costs one pass over memory.
-
-    Args:
-        block: A transformer block.
-        formats: Formats of ``activation_compression`` to offer.
     """
     layers, norms = [], []
     for name, child in block.named_children():

@@ -118,11 +118,7 @@ def choose(
 ) -> MemoryPlan:
     """The plan for ``budget`` from measurements already taken: a pure function of its arguments.
 
-    Args:
-        measured: From :func:`measure`.
-        budget: See :func:`plan_memory`.
-        offload: Checkpoint inputs go to host memory.
-        capacity: The bytes that ``fit`` stands for, from :func:`device_capacity`.
+    ``capacity`` are the bytes that ``fit`` stands for (:func:`device_capacity`).
     """
     limit = _limit(measured, budget, capacity)
     fits = measured.peak("none") <= limit
@@ -291,7 +287,7 @@ class _Measuring:
         # Under FSDP the model runs as a whole, with as little memory as the rest of it can take.
         rest = [other for other, _ in self.blocks if other != name] if self.sharded else []
         candidates = options_of(block, formats=self.formats)
-        sizes: dict[str, tuple[int, int, int, int]] = {}
+        bytes_of: dict[str, Cost] = {}
         taken: dict[str, list[float]] = {option.name: [] for option in candidates}
         moved: dict[str, int] = {}
         whole = 0
@@ -301,7 +297,7 @@ class _Measuring:
                 with _applied(self.model, [name], option, rest):
                     run = self._run(index, calls)
                     if turn == 0:
-                        sizes[option.name] = run.bytes()
+                        bytes_of[option.name] = run.bytes()
                         if self.link is not None and isinstance(run, BlockRun):
                             moved[option.name] = 0 if option.formats else moved_boundaries(run)
                             whole = whole or moved_whole(run)  # of the first: as it is
@@ -309,10 +305,15 @@ class _Measuring:
                         taken[option.name].append(run.seconds())
         plain = min(taken["none"])
         # Recomputing cannot be faster than not doing so: what looks faster is noise.
-        costs = _agreed({name: _cost(sizes[name], max(min(times), plain)) for name, times in taken.items()})
+        costs = _agreed(
+            {
+                name: dataclasses.replace(bytes_of[name], seconds=max(min(times), plain))
+                for name, times in taken.items()
+            }
+        )
         if self.link is not None:
-            agreed = _agreed({name: _Bytes(n) for name, n in {**moved, "offload": whole}.items()})
-            moved = {name: most.moved for name, most in agreed.items()}
+            agreed = _agreed({name: Cost(n, 0, 0, 0.0) for name, n in {**moved, "offload": whole}.items()})
+            moved = {name: most.kept for name, most in agreed.items()}
             candidates.append(BlockOption("offload", (("", "offload"),)))
             whole = moved.pop("offload")
             costs["offload"] = offloaded(costs["none"], whole, costs["none"], self.link)
@@ -371,11 +372,6 @@ class _Measuring:
         return frame, lean, fused, again
 
 
-def _cost(sizes: tuple[int, int, int, int], seconds: float) -> Cost:
-    kept, cached, forward_peak, backward_peak = sizes
-    return Cost(kept, forward_peak, backward_peak, seconds, cached)
-
-
 @contextlib.contextmanager
 def _applied(
     model: nn.Module,
@@ -397,13 +393,6 @@ def _applied(
         if report is not None:
             report.undo()
         unwrap(model)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Bytes:
-    """What one option moves to host memory."""
-
-    moved: int
 
 
 def _agreed(of_rank: dict[str, Any]) -> dict[str, Any]:

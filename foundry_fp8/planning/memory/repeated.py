@@ -60,11 +60,6 @@ def left_out(
 ) -> Iterator[Sequence[nn.Module]]:
     """Within it, blocks at ``indices`` do not run: they give an output like their kind's first, and gradients without values.
 
-    Args:
-        blocks: In forward order.
-        kinds: Equal for equal blocks.
-        indices: From :func:`repeated`.
-
     Yields:
         ``blocks``.
     """

@@ -18,9 +18,6 @@ class EqualShares(TorchDispatchMode):
 
     A model that loops over experts asks which of [choices, tokens] chose one: as many as an equal share. Of [experts], which are asked at
     all: every one.
-
-    Args:
-        model: Its experts' number is read off its routers.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:

@@ -110,10 +110,7 @@ def predict_peak(costs: Sequence[Cost], frame: Frame) -> int:
 def solve(options: Sequence[Mapping[str, Cost]], frame: Frame, budget: int) -> list[str] | None:
     """The option of each block with the least total seconds whose :func:`predict_peak` is at most ``budget``.
 
-    Args:
-        options: For each block, its options by name. Of equal ones the first wins.
-        frame: The rest of the model.
-        budget: Bytes, ``frame.static`` included.
+    Of equal options the first wins.
 
     Returns:
         One name a block, or ``None`` if nothing fits.

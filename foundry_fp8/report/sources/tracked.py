@@ -35,13 +35,7 @@ def run_of(
 ) -> Run:
     """The run.
 
-    Args:
-        name: What to call it.
-        path: Where it was read from.
-        points: Its metrics.
-        hyperparameters: LLM Foundry's configuration and what algorithms logged; values may be text.
-        clock: Seconds at each step by the tracker's own clock, for want of training time.
-        status: How it ended, if the tracker knows.
+    ``clock`` has seconds at each step by the tracker's own clock, for want of training time; hyperparameters may be text.
 
     Raises:
         ValueError: There is no training loss in it.

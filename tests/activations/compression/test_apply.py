@@ -12,8 +12,9 @@ from foundry_fp8.activations.compression.apply import apply_activation_compressi
 from foundry_fp8.activations.compression.saved import compresses_inside
 from foundry_fp8.config import ConfigError
 from foundry_fp8.layers.linear import FP8Linear
-from foundry_fp8.planning.memory.live_bytes import LiveBytes, activation_bytes
+from foundry_fp8.planning.memory.live_bytes import LiveBytes
 from foundry_fp8.surgery.apply import apply_fp8
+from tests.kept_bytes import activation_bytes
 from tests.model_zoo import TRANSFORMERS_4
 
 TOKENS = torch.randint(0, 128, (4, 64), generator=torch.Generator().manual_seed(0))

@@ -8,7 +8,7 @@ from foundry_fp8.backends.native import NativeBackend
 from foundry_fp8.layers.delayed_scaling import DelayedScalingState
 from foundry_fp8.layers.grouped_linear import FP8GroupedLinear
 from foundry_fp8.numerics.recipes import BlockScaling, CurrentScaling, DelayedScaling
-from foundry_fp8.planning.memory.live_bytes import activation_bytes
+from tests.kept_bytes import activation_bytes
 
 E, N, K = 4, 96, 64
 SIZES = ([48, 16, 32, 16], [5, 0, 90, 17], [0, 0, 0, 31])

@@ -20,7 +20,7 @@ from foundry_fp8.distributed.compression.config import KEY, CompressionConfig
         ({"error_feedback": "sometimes"}, "auto or true or false"),
         ({"gradients": "bf16", "error_feedback": True}, "loses nothing"),
         ({"scope": "node"}, "inter_node"),
-        ({"verify": "yes"}, "true or false"),
+        ({"adapt": "yes"}, "true or false"),
         ({"check_replicas": "yes"}, "true or false"),
         ({"rounding": "random"}, "nearest, stochastic"),
         ({"rounding": "stochastic", "gradients": "bf16"}, "not quantised"),

@@ -2,8 +2,14 @@ import pytest
 import torch
 
 from foundry_fp8.compat import cpu_stream_events
-from foundry_fp8.config import ConfigError
-from foundry_fp8.distributed.hybrid_sharding.apply import HybridShardingConfig, hybrid_degrees, state_bytes
+from foundry_fp8.config import ConfigError, from_mapping
+from foundry_fp8.distributed.hybrid_sharding.apply import (
+    KEY,
+    HybridShardingConfig,
+    degrees_of,
+    hybrid_degrees,
+    state_bytes,
+)
 
 
 @pytest.mark.parametrize(
@@ -12,7 +18,6 @@ from foundry_fp8.distributed.hybrid_sharding.apply import HybridShardingConfig, 
         {"shard": "nodes"},
         {"shard": 0},
         {"shard": True},
-        {"replicate": "node"},
         {"state_fraction": 0.0},
         {"check_replicas": 1},
     ],
@@ -20,6 +25,28 @@ from foundry_fp8.distributed.hybrid_sharding.apply import HybridShardingConfig, 
 def test_bad_options_are_refused(options):
     with pytest.raises(ConfigError, match="hybrid_sharding"):
         HybridShardingConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("shard", "wanted"), [("node", (2, 8)), (4, (4, 4)), (16, (1, 16)), ("auto", (4, 4))]
+)
+def test_degrees_multiply_to_the_world(shard, wanted):
+    model, options = torch.nn.Linear(64, 64, device="meta"), HybridShardingConfig(shard=shard)
+    room = state_bytes(model) / 4 / options.state_fraction
+    assert degrees_of(model, options, world=16, per_node=8, device_bytes=1 + room) == wanted
+
+
+def test_degrees_that_do_not_are_refused_with_those_that_do():
+    options = HybridShardingConfig(shard=3)
+    with pytest.raises(ConfigError, match="1, 2, 4, 8, 16"):
+        degrees_of(torch.nn.Linear(2, 2), options, world=16, per_node=8, device_bytes=0)
+
+
+def test_copies_are_what_the_ranks_give(caplog):
+    assert from_mapping(HybridShardingConfig, {"shard": 2, "replicate": 4}, KEY) == HybridShardingConfig(
+        shard=2
+    )
+    assert "hybrid_sharding.replicate: deprecated" in caplog.text
 
 
 def test_state_counts_weights_gradients_and_moments_of_what_trains():

@@ -221,12 +221,6 @@ def test_olmo2_is_transformers_olmo2() -> None:
     torch.testing.assert_close(ours(ids()).logits, theirs(ids()).logits, rtol=1e-4, atol=1e-5)
 
 
-def test_the_temperature_can_be_said_with_a_gain() -> None:
-    """Softmax scale sqrt(2 / d) without a gain is 1/sqrt(d) with the frozen gain 2^(1/4) on q and on k."""
-    usual, gain = build("fog-max"), build("fog-max", qk_gain_value=2**0.25, softmax_scale=16**-0.5)
-    torch.testing.assert_close(gain(ids()).logits, usual(ids()).logits)
-
-
 @pytest.mark.parametrize("layers", [1, 4, 16])
 def test_branches_start_with_one_over_the_square_root_of_the_layers(layers: int) -> None:
     for variant, expected in (("fog-max", layers**-0.5), ("olmo2", 1.0), ("op1", layers**-0.5)):

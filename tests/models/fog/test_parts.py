@@ -17,7 +17,6 @@ from foundry_fp8.models.fog.feedforward import (
     MLP,
     XIELU,
     GatedMLP,
-    InputScale,
     smooth_swiglu,
     smooth_swiglu_fog,
 )
@@ -108,8 +107,6 @@ def test_qk_norms_work_by_head_or_by_projection() -> None:
     torch.testing.assert_close(olmo(x).flatten(-2), F.rms_norm(flat, (64,), eps=1e-5))
     trainable = build_qk_norm(small(variant="olmo2"), 4)
     assert [p.shape for p in trainable.parameters()] == [(16,)]
-    doubled = build_qk_norm(small(variant="fog-opt", qk_gain_value=2.0), 4)(x)
-    torch.testing.assert_close(doubled, 2 * by_head)
 
 
 def test_rope_is_llama31s() -> None:
@@ -146,7 +143,6 @@ def test_mlps_compute_their_equations() -> None:
     gate, up = gated.gate_up_proj.weight.chunk(2)
     expected = (F.silu(x @ gate.T) * (x @ up.T)) @ gated.down_proj.weight.T
     torch.testing.assert_close(gated(x), expected)
-    assert float(InputScale(1.5)(torch.ones(()))) == 1.5
 
 
 @pytest.mark.parametrize("kind", ["smooth_swiglu", "smooth_swiglu_fog"])

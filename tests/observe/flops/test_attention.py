@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from foundry_fp8.numerics.recipes import CurrentScaling
-from foundry_fp8.observe.flops import attended_pairs, attention_shapes, packed_pairs
+from foundry_fp8.observe.flops.attention import attended_pairs, attention_shapes, packed_pairs
 from foundry_fp8.observe.flops.meter import FlopMeter, Tokens
 from tests import model_zoo
 from tests.surgery.conversion import convert_attention

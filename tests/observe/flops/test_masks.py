@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from foundry_fp8.observe.flops import attention_shapes
+from foundry_fp8.observe.flops.attention import attention_shapes
 from foundry_fp8.observe.flops.meter import FlopMeter, Tokens
 from tests.callbacks.conftest import build_llama
 

@@ -1,6 +1,6 @@
 import torch
 
-from foundry_fp8.observe.flops import gemms_of
+from foundry_fp8.observe.flops.gemms import gemms_of
 
 
 def test_an_mpt_with_hugging_face_rope_is_counted():

@@ -6,11 +6,10 @@ from foundry_fp8.distributed.compression.config import CompressionConfig
 from foundry_fp8.distributed.compression.routing import path_of
 from foundry_fp8.numerics.wire_format import WireFormat
 from foundry_fp8.planning.communication.legs import (
-    all_reduce,
+    Wires,
     all_to_all_seconds,
     bytes_per_element,
     collective_seconds,
-    reduce_scatter,
 )
 from foundry_fp8.planning.communication.machines import GPUS, NETWORKS
 
@@ -52,13 +51,13 @@ def test_two_hops_sum_exactly_inside_and_send_codes_across():
     path = path_of(range(16), world=16, per_node=8, scope=config.scope)
     assert path.inside == 8 and path.why_not is None
     numel = 2.08e8
-    got = reduce_scatter(numel, 2, 16, EFA, H100, path, config)
+    got = Wires(EFA, H100, config).reduce_scatter(numel, 2, 16, path)
     inside = 8.4e-6 + 7 * 3.4e-6 + 2 * numel * 7 / 8 / 360e9
     across = 8.4e-6 + 14e-6 + (1 + 4 / 128) * numel / 8 / 2 / (340e9 / 8)
     passes = (6 * numel + 6 * numel / 8) / HBM
     assert got == pytest.approx(inside + across + passes, rel=1e-9)
     coded = CompressionConfig()
-    assert reduce_scatter(numel, 2, 16, EFA, H100, path, coded) < got
+    assert Wires(EFA, H100, coded).reduce_scatter(numel, 2, 16, path) < got
 
 
 def test_the_second_half_of_an_all_reduce_travels_as_the_first_by_default():
@@ -67,7 +66,7 @@ def test_the_second_half_of_an_all_reduce_travels_as_the_first_by_default():
     for second in ("auto", "int8", "bf16"):
         config = CompressionConfig(gradients="int8", second_leg=second)
         path = path_of(range(0, 64, 8), world=64, per_node=8, scope=config.scope)
-        times[second] = all_reduce(numel, 4, ranks, EFA, H100, path, config, stride=8)
+        times[second] = Wires(EFA, H100, config).all_reduce(numel, 4, ranks, path, stride=8)
     assert times["auto"] == times["int8"] < times["bf16"]
     assert CompressionConfig(gradients="int4").second_leg_wire.name == "int8"
     assert CompressionConfig(gradients="bf16").second_leg_wire.name == "bf16"

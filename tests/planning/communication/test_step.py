@@ -206,7 +206,7 @@ def test_frozen_parameters_are_gathered_and_no_more(shard):
     lora = layout(work, 64, shard, H100, EFA)
     assert lora.compute_seconds == pytest.approx(whole.compute_seconds * 4.02 / 6)
     assert lora.memory_bytes == pytest.approx(6.7e9 * (4.04 + 0.08) / shard + 4 * 6.7e9 / 32)
-    gathers = 2 * 32 * legs.gather(6.7e9 / 32, 2, shard, EFA, H100, None)
+    gathers = 2 * 32 * legs.Wires(EFA, H100).gather(6.7e9 / 32, 2, shard, None)
     reduced = whole.communication_seconds - gathers, lora.communication_seconds - gathers
     assert 0 < reduced[1] < 0.3 * reduced[0]
     packed = [

@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from foundry_fp8.planning.memory.flash_bytes import hold_flash_bytes
-from foundry_fp8.planning.memory.live_bytes import activation_bytes
+from tests.kept_bytes import activation_bytes
 
 BATCH, LENGTH, HEADS, GROUPS, WIDTH = 2, 96, 4, 2, 16
 

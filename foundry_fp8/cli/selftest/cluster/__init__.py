@@ -1,1 +1,1 @@
-"""Stages of ``selftest`` that run on every rank: networks, wrappers, checkpoints, features. One process a rank and stage."""
+"""Stages of ``selftest`` that run on every rank: networks and wrappers. One process a rank and stage."""

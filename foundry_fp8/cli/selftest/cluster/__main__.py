@@ -1,4 +1,4 @@
-"""``python -m foundry_fp8.cli.selftest.cluster STAGE FOLDER [--dry]``: one rank of one stage."""
+"""``python -m foundry_fp8.cli.selftest.cluster STAGE [--dry]``: one rank of one stage."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import resource
 import sys
 import traceback
-from pathlib import Path
 
 from foundry_fp8.cli.selftest.cluster.ranks import CANNOT_RUN, CannotRunError, Ranks
 
@@ -20,22 +19,16 @@ STAGES = {
     "fsdp2": "wrappers.fsdp2",
     "hsdp": "wrappers.hsdp",
     "compressed": "wrappers.compressed",
-    "checkpoint": "resume.save",
-    "resume": "resume.resume",
-    "features": "features.features",
-    "transformer_engine": "features.transformer_engine",
-    "compile": "features.compiled",
-    "block": "block.block",
 }
 """Where each is: module of this package and function."""
 
 
-def main(name: str, folder: Path, dry: bool) -> None:
+def main(name: str, dry: bool) -> None:
     """Run it, print ``{"rows": checks}`` on rank 0, and end this process."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     rows, code = [], 1
     try:
-        ranks = Ranks(folder, dry=dry)
+        ranks = Ranks(dry=dry)
         rows = ranks.rows
         module, function = STAGES[name].split(".")
         getattr(importlib.import_module(f"foundry_fp8.cli.selftest.cluster.{module}"), function)(ranks)
@@ -56,4 +49,4 @@ def main(name: str, folder: Path, dry: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), "--dry" in sys.argv[3:])
+    main(sys.argv[1], "--dry" in sys.argv[2:])

@@ -14,47 +14,42 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import foundry_fp8
+from foundry_fp8.backends import load_backend
 from foundry_fp8.cli.selftest.cluster.ranks import CannotRunError, Ranks
 from foundry_fp8.compat import cpu_stream_events
 from foundry_fp8.distributed.fsdp2_units import average_on_gloo
 from foundry_fp8.model_structure.names import clean_name
+from foundry_fp8.numerics.recipes import RECIPES
 
-__all__ = ["batch", "converted", "flat_gradients", "llama", "loss_of", "recipes", "step", "warmed", "wrap"]
+__all__ = ["batch", "converted", "llama", "loss_of", "recipes", "step", "warmed", "wrap"]
 
 SMALL = {"vocab_size": 2048, "hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 8}
 DRY = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
 
 
-def llama(ranks: Ranks, *, seed: int = 0, **sizes: int) -> Any:
+def llama(ranks: Ranks) -> Any:
     """A causal model of transformers, the same on every rank."""
     try:
         from transformers import LlamaConfig, LlamaForCausalLM
     except ImportError as error:
         raise CannotRunError(f"transformers cannot be imported: {error}") from error
 
-    torch.manual_seed(seed)
-    config = {**(DRY if ranks.dry else SMALL), "num_hidden_layers": 2, "use_cache": False, **sizes}
-    model: Any = LlamaForCausalLM(LlamaConfig(**config))
+    torch.manual_seed(0)
+    sizes = DRY if ranks.dry else SMALL
+    model: Any = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=2, use_cache=False))
     return model.to(ranks.device, ranks.dtype).train()
 
 
-def recipes(ranks: Ranks, backend: str | None = None) -> list[str]:
+def recipes(ranks: Ranks) -> list[str]:
     """Those that run here."""
-    from foundry_fp8.backends import load_backend
-    from foundry_fp8.numerics.recipes import RECIPES
-
-    found = load_backend(backend or _backend(ranks))
-    return [
-        name
-        for name in ("delayed", "current", "block", "mxfp8")
-        if found.availability(RECIPES[name](), ranks.device).ok
-    ]
+    backend, names = load_backend(_backend(ranks)), ("delayed", "current", "block", "mxfp8")
+    return [name for name in names if backend.availability(RECIPES[name](), ranks.device).ok]
 
 
-def converted(ranks: Ranks, recipe: str, **options: Any) -> Any:
+def converted(ranks: Ranks, recipe: str) -> Any:
     """The model with its linears in FP8."""
     model = llama(ranks)
-    foundry_fp8.apply_fp8(model, recipe=recipe, **{"backend": _backend(ranks), **options})
+    foundry_fp8.apply_fp8(model, recipe=recipe, backend=_backend(ranks))
     return model
 
 

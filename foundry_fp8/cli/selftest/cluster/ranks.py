@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,9 +23,7 @@ class CannotRunError(Exception):
 class Ranks:
     """The process group of a stage.
 
-    Args:
-        folder: Of the whole self-test; nodes share it.
-        dry: gloo on the CPU, small sizes.
+    ``dry``: gloo on the CPU, small sizes.
 
     Attributes:
         rank: This process.
@@ -37,8 +34,8 @@ class Ranks:
         rows: The checks so far, ``{"check", "ok", "figures"}``.
     """
 
-    def __init__(self, folder: Path, *, dry: bool) -> None:
-        self.folder, self.dry = folder, dry
+    def __init__(self, *, dry: bool) -> None:
+        self.dry = dry
         self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.per_node = int(os.environ["LOCAL_WORLD_SIZE"])
         self.rows: list[dict[str, Any]] = []
