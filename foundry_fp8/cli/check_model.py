@@ -102,8 +102,9 @@ def check_conversion(
     chosen = dataclasses.replace(fp8, recipe=there)
     recipes = chosen.policy(torch.device("cpu")).recipes
     found = [Finding("conversion", "error", text) for text in _refused_by_backends(fp8, recipes)]
-    if any(one.name == "mxfp8" for one in recipes) and hardware.gpu.recipe != "mxfp8" and not emulated:
-        text = f"mxfp8 needs Blackwell; {hardware.name} runs current, delayed and block"
+    newer = next((one.name for one in recipes if not one.runs_on_hopper), None)
+    if newer and hardware.gpu.recipe != "mxfp8" and not emulated:
+        text = f"{newer} needs Blackwell; {hardware.name} runs current, delayed and block"
         found.append(Finding("conversion", "error", text))
     # What is converted is a matter of the model; who multiplies, of the machine: there it is asked again.
     elsewhere = dataclasses.replace(chosen, backend="emulated", accumulation="float32", cache_weights=False, fuse=False)  # fmt: skip
@@ -160,8 +161,11 @@ def _refused_by_backends(fp8: FP8Config, recipes: Sequence[Recipe]) -> list[str]
     said = []
     names = AUTO_ORDER["cuda"] if fp8.backend == "auto" else (fp8.backend,)
     for name in names:
+        backend = load_backend(name)
         try:
-            refuse_by_backend(fp8, load_backend(name))
+            refuse_by_backend(fp8, backend)
+            if unwritten := next(filter(None, map(backend.recipe_reason, recipes)), None):
+                raise ConfigError(f"algorithms.fp8.backend: {name}: {unwritten}. Set backend: emulated.")
             if fp8.attention and fp8.backend != "auto":  # which leaves attention in high precision
                 attention = load_attention_backend(name)
                 check_attention_recipe(attention, fp8.attention.recipe or recipes[0], fp8.attention.grad_scores)  # fmt: skip

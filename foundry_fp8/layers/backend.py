@@ -62,6 +62,10 @@ class Backend(abc.ABC):
     def availability(self, recipe: Recipe, device: torch.device) -> Availability:
         """Whether this backend can run ``recipe`` on ``device`` with what is installed."""
 
+    def recipe_reason(self, recipe: Recipe) -> str | None:
+        """Why it runs ``recipe`` on no device, or ``None``."""
+        return None
+
     @abc.abstractmethod
     def linear(self, module: FP8Linear, x: Tensor) -> Tensor:
         """The forward of ``module`` under ``module.recipe`` (never ``None`` here), differentiable.

@@ -79,11 +79,9 @@ class NativeBackend(Backend):
         missing = triton_missing()
         if missing is not None:
             return Availability(False, missing, "Or set backend: emulated to check numerics without speed.")
-        from foundry_fp8.backends.native.scaling import SCALINGS  # Triton is imported there
-
-        if recipe.kind not in SCALINGS:
-            reason = f"it has no kernels for the scales of {recipe.name} ({recipe.kind})"
-            return Availability(False, reason, "Use backend: emulated to check numerics without speed.")
+        unwritten = self.recipe_reason(recipe)
+        if unwritten is not None:
+            return Availability(False, unwritten, "Use backend: emulated to check numerics without speed.")
         if not hasattr(torch, "_scaled_mm"):
             return Availability(
                 False, f"torch {torch.__version__} has no _scaled_mm", "Install torch 2.7 or later."
@@ -112,6 +110,17 @@ class NativeBackend(Backend):
                 True, "its GEMMs are cuBLASLt's" if missing is None else f"its GEMMs are Triton's: {missing}"
             )
         return Availability(True) if recipe.runs_on_hopper else _mx_availability(capability)
+
+    def recipe_reason(self, recipe: Recipe) -> str | None:
+        """See :meth:`Backend.recipe_reason`: it has no kernels."""
+        if triton_missing() is not None:
+            return None
+        from foundry_fp8.backends.native.scaling import SCALINGS  # Triton is imported there
+
+        if recipe.kind in SCALINGS:
+            return None
+        needed = ", which would be Blackwell's for FP4" if recipe.kind == "nvfp4" else ""
+        return f"it has no kernels for the scales of {recipe.name} ({recipe.kind}){needed}"
 
     def shape_reason(self, recipe: Recipe, in_features: int, out_features: int) -> str | None:
         """As everywhere (the kernels would pad any shape); with :attr:`only_where_faster`, why this layer had better not."""

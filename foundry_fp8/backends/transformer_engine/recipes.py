@@ -21,6 +21,7 @@ from foundry_fp8.numerics.recipes import (
     DelayedScaling,
     Gemm,
     MXFP8Scaling,
+    NVFP4Scaling,
     Recipe,
     TensorwiseRecipe,
 )
@@ -32,6 +33,7 @@ _CLASSES: dict[type[Recipe], str] = {
     CurrentScaling: "Float8CurrentScaling",
     BlockScaling: "Float8BlockScaling",
     MXFP8Scaling: "MXFP8BlockScaling",
+    NVFP4Scaling: "NVFP4BlockScaling",
 }
 _QPARAMS = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
 _SPLIT_ACCUMULATOR: dict[str, Gemm] = {
@@ -40,7 +42,12 @@ _SPLIT_ACCUMULATOR: dict[str, Gemm] = {
     "fp8_gemm_wgrad": "wgrad",
 }
 """Where TE's modules look for a GEMM's accumulation; a recipe that lacks them (delayed) gets TE's default otherwise."""
-_OPTIONAL = {"backward_override": None, "enable_2d_quantization": False}
+_OPTIONAL = {
+    "backward_override": None,
+    "enable_2d_quantization": False,
+    "row_scaled_activation": False,
+    "nvfp4_4over6": "none",
+}
 """Fields of newer releases, given so that no environment variable decides them."""
 
 
@@ -67,6 +74,12 @@ def make_te_recipe(recipe: Recipe, library: Library) -> Any:
             "amax_history_len": 1,
             "amax_compute_algo": recipe.amax_compute_algo,
             "reduce_amax": False,
+        }
+    if isinstance(recipe, NVFP4Scaling):
+        fields |= {
+            "disable_rht": not recipe.hadamard,
+            "disable_stochastic_rounding": not recipe.stochastic_rounding,
+            "disable_2d_quantization": not recipe.square_weights,
         }
     known = {field.name for field in dataclasses.fields(cls)}
     unknown = sorted(set(fields) - known)
