@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from foundry_fp8.numerics.formats import E4M3, Float8Format, cast
-from foundry_fp8.numerics.quantize import FLOAT32_MAX, Quantized, block_amax
+from foundry_fp8.numerics.quantize import FLOAT32_MAX, Quantized
 from foundry_fp8.numerics.scalings import Scaling
 
 __all__ = ["BLOCK", "E2M1", "NVFP4Blocks", "hadamard", "pack_codes", "round_e2m1", "unpack_codes"]
@@ -67,16 +67,19 @@ class NVFP4Blocks(Scaling):
     def quantize(self, x: Tensor, fmt: Float8Format, scale: Tensor | None = None) -> Quantized:
         """See :meth:`Scaling.quantize`. A transformed ``x`` has its rows filled up to whole blocks."""
         wide = (hadamard(x) if self.hadamard else x).float()
-        amax = block_amax(wide, self.block)
+        (rows, columns), (high, broad) = wide.shape, self.block
+        if rows % high or columns % broad:
+            wide = torch.nn.functional.pad(wide, (0, -columns % broad, 0, -rows % high))
+        tiles = wide.unflatten(1, (-1, broad)).unflatten(0, (-1, high))
+        amax = tiles.abs().nan_to_num_(nan=0.0, posinf=torch.inf).amax((1, 3))
         stored, decode = _scales(amax)
         scale_inv = stored.float() * decode
-        empty = Quantized(wide, scale_inv, self.block, fmt, amax)
-        scaled = wide * empty.expanded(scale_inv.reciprocal().clamp_(max=FLOAT32_MAX))
-        scaled = scaled.clamp_(-fmt.max, fmt.max).nan_to_num_(nan=0.0)
-        noise = uniform(scaled, 2 * self.number + (self.block[0] == 1)) if self.stochastic else None
-        lost = block_amax(wide.isnan(), self.block) > 0
-        scale_inv = scale_inv.masked_fill(lost, torch.nan)
-        data = cast(round_e2m1(scaled, noise), fmt)
+        factor = scale_inv.reciprocal().clamp_(max=FLOAT32_MAX)
+        scaled = (tiles * factor[:, None, :, None]).clamp_(-fmt.max, fmt.max)
+        scale_inv = scale_inv.masked_fill(scaled.amax((1, 3)).isnan(), torch.nan)
+        scaled = scaled.nan_to_num_(nan=0.0).view(wide.shape)
+        noise = uniform(scaled, 2 * self.number + (high == 1)) if self.stochastic else None
+        data = cast(round_e2m1(scaled, noise), fmt)[:rows, :columns]
         return Quantized(data, scale_inv, self.block, fmt, amax, nan_free=True)
 
     def pack(self, q: Quantized) -> tuple[Tensor, Tensor]:
@@ -110,10 +113,10 @@ def round_e2m1(x: Tensor, noise: Tensor | None = None) -> Tensor:
         noise: From 0 to 1, both left out; the shape of ``x``.
     """
     power = (x.view(torch.int32) & 0x7F800000).clamp_(min=127 << 23).view(torch.float32)
-    step = power / 2
-    steps = x / step
-    rounded: Tensor = steps.round_() if noise is None else steps.add_(noise).floor_()
-    return rounded.mul_(step)
+    if noise is None:  # to the bits that a sum of that size has left
+        return x.add(power, alpha=1.5 * 2**22).sub_(power, alpha=1.5 * 2**22)
+    step = power.div_(2)
+    return x.div(step).add_(noise).floor_().mul_(step)
 
 
 def uniform(x: Tensor, key: int) -> Tensor:
@@ -128,14 +131,15 @@ def uniform(x: Tensor, key: int) -> Tensor:
     """
     place = torch.arange(x.numel(), dtype=torch.int32, device=x.device).view(x.shape)
     key = (key * 0x9E3779B1 + 2**31) % 2**32 - 2**31
-    return (_mixed(_mixed(place) ^ key ^ x.view(torch.int32)) & 0x1FFFFF | 1).float().mul_(2.0**-21)
+    mixed = _mix_(_mix_(place).bitwise_xor_(x.view(torch.int32)).bitwise_xor_(key))
+    return mixed.bitwise_and_(0x1FFFFF).bitwise_or_(1).float().mul_(2.0**-21)
 
 
-def _mixed(h: Tensor) -> Tensor:
-    """A bijection of int32 whose every output bit depends on all input bits (C. Wellons, "lowbias32")."""
-    h = (h ^ (h >> 16 & 0xFFFF)) * 0x7FEB352D
-    h = (h ^ (h >> 15 & 0x1FFFF)) * (0x846CA68B - 2**32)
-    return h ^ (h >> 16 & 0xFFFF)
+def _mix_(h: Tensor) -> Tensor:
+    """A bijection of int32 whose every output bit depends on all input bits (C. Wellons, "lowbias32"), in place."""
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32)):
+        h.bitwise_xor_((h >> shift).bitwise_and_(2 ** (32 - shift) - 1)).mul_(factor)
+    return h.bitwise_xor_((h >> 16).bitwise_and_(0xFFFF))
 
 
 def hadamard(x: Tensor) -> Tensor:
@@ -153,9 +157,11 @@ def hadamard(x: Tensor) -> Tensor:
     padded = torch.nn.functional.pad(x.float(), (0, 0, 0, -len(x) % BLOCK))
     mixed: Tensor = padded.unflatten(0, (-1, 2, 2, 2, 2)) * signs
     for bit in range(1, 5):
-        first, second = mixed.unbind(bit)
-        mixed = torch.stack((first + second, first - second), bit)
-    mixed = mixed.flatten(0, 4).div(4)
+        first, second = mixed.select(bit, 0), mixed.select(bit, 1)
+        difference = first - second
+        first.add_(second)
+        second.copy_(difference)
+    mixed = mixed.flatten(0, 4).div_(4)
     return mixed.to(x.dtype) if x.dtype == torch.bfloat16 else mixed
 
 
