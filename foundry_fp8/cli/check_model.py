@@ -115,7 +115,8 @@ def check_conversion(
             run = dataclasses.replace(run, parallel_layers=in_plan(report.converted, plan))
     except (ConfigError, RuntimeError) as error:
         return run, [*found, Finding("conversion", "error", str(error))]
-    backend = " or ".join(AUTO_ORDER["cuda"]) if fp8.backend == "auto" else fp8.backend
+    names = AUTO_ORDER["cuda"] if fp8.backend == "auto" else (fp8.backend,)
+    backend = " or ".join(n for n in names if not any(map(load_backend(n).recipe_reason, recipes)))
     report = dataclasses.replace(report, backend=backend)
     callbacks = [_CLASSES.get(name, name) for name in config.get("callbacks") or {}]
     precision = str(config.get("precision", "amp_bf16"))

@@ -95,6 +95,11 @@ def test_a_folder_with_a_config_alone_needs_no_weights(run):
     assert "model" not in found and "FP8: 14 of 15 linears" in found["conversion"][0].text
 
 
+def test_a_backend_without_kernels_for_the_recipe_is_not_promised(run):
+    found = run("mpt-125m", parse_hardware("b200x16"), algorithms__fp8__recipe="nvfp4")
+    assert errors(found) == [] and ", nvfp4, transformer_engine;" in found["conversion"][0].text
+
+
 @pytest.mark.parametrize(
     ("changes", "topic", "message"),
     [
