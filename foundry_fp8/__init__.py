@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         CurrentScaling,
         DelayedScaling,
         MXFP8Scaling,
+        NVFP4Scaling,
         UnitScaling,
     )
     from foundry_fp8.observe.guard.guard import DivergenceGuard
@@ -48,6 +49,7 @@ _HOMES = {
     "FP8Run": "run.fp8_run",
     "FP8State": "layers.state",
     "MXFP8Scaling": "numerics.recipes",
+    "NVFP4Scaling": "numerics.recipes",
     "PrecisionGap": "observe.precision_probe",
     "SurgeryReport": "surgery.report",
     "UnitScaling": "numerics.recipes",

@@ -100,8 +100,9 @@ def check_conversion(
     chosen = dataclasses.replace(fp8, recipe=there)
     recipes = chosen.policy(torch.device("cpu")).recipes
     found = [Finding("conversion", "error", text) for text in _refused_by_backends(fp8, recipes)]
-    if any(not one.runs_on_hopper for one in recipes) and hardware.gpu.recipe != "mxfp8" and not emulated:
-        text = f"mxfp8 needs Blackwell; {hardware.name} runs current, delayed and block"
+    newer = next((one.name for one in recipes if not one.runs_on_hopper), None)
+    if newer and hardware.gpu.recipe != "mxfp8" and not emulated:
+        text = f"{newer} needs Blackwell; {hardware.name} runs current, delayed and block"
         found.append(Finding("conversion", "error", text))
     # What is converted is a matter of the model; who multiplies, of the machine: there it is asked again.
     elsewhere = dataclasses.replace(chosen, backend="emulated", accumulation="float32", cache_weights=False, fuse=False)  # fmt: skip
@@ -109,7 +110,8 @@ def check_conversion(
         report = apply_fp8(model, device="cpu", **(chosen if emulated else elsewhere).given)
     except (ConfigError, RuntimeError) as error:
         return run, [*found, Finding("conversion", "error", str(error))]
-    backend = " or ".join(AUTO_ORDER["cuda"]) if fp8.backend == "auto" else fp8.backend
+    names = AUTO_ORDER["cuda"] if fp8.backend == "auto" else (fp8.backend,)
+    backend = " or ".join(n for n in names if not any(map(load_backend(n).recipe_reason, recipes)))
     report = dataclasses.replace(report, backend=backend)
     callbacks = [_CLASSES.get(name, name) for name in config.get("callbacks") or {}]
     precision = str(config.get("precision", "amp_bf16"))
@@ -144,9 +146,11 @@ def _refused_by_backends(fp8: FP8Config, recipes: Sequence[Recipe]) -> list[str]
     said = []
     names = AUTO_ORDER["cuda"] if fp8.backend == "auto" else (fp8.backend,)
     for name in names:
+        backend = load_backend(name)
         try:
-            backend = load_backend(name)
             refuse_by_backend(fp8, backend)
+            if unwritten := next(filter(None, map(backend.recipe_reason, recipes)), None):
+                raise ConfigError(f"algorithms.fp8.backend: {name}: {unwritten}. Set backend: emulated.")
             if fp8.attention and fp8.backend != "auto":  # which leaves attention in high precision
                 check_attention_recipe(backend.attention(), fp8.attention.recipe or recipes[0], fp8.attention.grad_scores)  # fmt: skip
         except ConfigError as error:

@@ -21,7 +21,7 @@ from foundry_fp8.cli.yaml_model import Trust
 __all__ = ["doctor", "render"]
 
 _EMULATED_ATTENTION = Text(
-    "The emulated backend takes every case of delayed and current on any device; block and mxfp8 have no FP8 attention."
+    "The emulated backend takes every case of delayed and current on any device; the others have no FP8 attention."
 )
 _ORDER = ("native", "transformer_engine", "emulated", "auto")
 

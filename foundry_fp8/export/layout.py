@@ -42,9 +42,14 @@ def check_recipe(recipe: Recipe, layout: str) -> None:
     Raises:
         ConfigError: It cannot.
     """
-    kinds = ("block", "mx") if layout == "fp8" else ("tensor", "row", "constant", "block")
-    if recipe.kind not in kinds:
-        other = "fp8" if layout != "fp8" else "compressed-tensors"
+    kinds = {"fp8": ("block", "mx"), "compressed-tensors": ("tensor", "row", "constant", "block")}
+    if recipe.kind not in kinds[layout]:
+        other = next((name for name, known in kinds.items() if recipe.kind in known), None)
+        if other is None:
+            raise ConfigError(
+                f"export: neither layout has a place for the scales of {recipe.name}. Serve the checkpoint in high precision; it is that of "
+                "the BF16 model."
+            )
         raise ConfigError(
             f"export: the layout {layout} has no scales as those of {recipe.name}. --layout {other} (layout={other!r}) has."
         )

@@ -88,6 +88,10 @@ class Backend(abc.ABC):
     def availability(self, recipe: Recipe, device: torch.device) -> Availability:
         """Whether this backend can run ``recipe`` on ``device`` with what is installed."""
 
+    def recipe_reason(self, recipe: Recipe) -> str | None:
+        """Why it runs ``recipe`` on no device, or ``None``."""
+        return None
+
     @abc.abstractmethod
     def linear(self, module: FP8Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """``x weight^T + bias`` under ``module.recipe`` (never ``None`` here), differentiable.

@@ -44,6 +44,7 @@ class FP8GemmLayer(nn.Module):
         slots: The delayed-scaling state of each operand; ``None`` unless ``configured_recipe`` is delayed.
         ledger: The GEMMs that ran.
         probe: Called with every operand quantised while it is set; for monitors.
+        passes: Training forwards that the emulated backend ran, by which it rounds at random.
         output_multiplier: What the result of every GEMM is multiplied by, as part of its scale; 1 but for
             :class:`~foundry_fp8.layers.unit_linear.FP8UnitLinear`.
     """
@@ -60,6 +61,7 @@ class FP8GemmLayer(nn.Module):
     _first_forward_recorded: bool
     ledger: GemmLedger
     probe: Probe | None
+    passes: int
     output_multiplier: float = 1.0
 
     def _begin(
@@ -79,6 +81,7 @@ class FP8GemmLayer(nn.Module):
         self.slots = None
         self.ledger = GemmLedger()
         self.probe = None
+        self.passes = 0
         self._first_forward_recorded = False
 
     def set_recipe(self, recipe: Recipe | None) -> None:

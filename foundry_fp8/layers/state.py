@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -133,12 +134,18 @@ class FP8State(ModelState):
 
         Returns:
             ``recipe`` (its fields, or a policy's table), ``backend``, and for the delayed recipe ``modules``: name -> ``scale`` ``[3]`` and
-            ``amax_history`` ``[L, 3]``, the operands in the order x, w, dy.
+            ``amax_history`` ``[L, 3]``, the operands in the order x, w, dy. Where a recipe rounds at random, ``passes``: name -> number.
         """
+        random = {
+            name: module.passes
+            for name, module in self.modules.items()
+            if module.configured_recipe is not None and module.configured_recipe.rounds_at_random
+        }
         return {
             **self.header(),
             "backend": self.backend.name,
             "modules": {} if self._scales is None else self._scales.state_dict(),
+            **({"passes": random} if random else {}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -155,8 +162,12 @@ class FP8State(ModelState):
                 state = {**state, "recipe": self.table}
             self.check_header(state)
             choice = choice and {name: choice[name] for name in self.modules}
+            passes = {name: operator.index(state["passes"][name]) for name in state.get("passes", ())}
+            counted = [(self.modules[name], number) for name, number in passes.items()]
             if self._scales is not None:
                 self._scales.load_state_dict(state["modules"])
         self.answered = True
+        for module, number in counted:
+            module.passes = number
         if choice:
             self.choose(choice)

@@ -8,12 +8,13 @@ current  one per tensor               one per tensor                  this tenso
  rows    one per row along K          one per row along K             this row
 block    one per 1 x 128 along K      one per 128 x 128               this block
 mxfp8    one per 1 x 32 along K, E8M0 one per 1 x 32 along K, E8M0    this block
+nvfp4    one per 1 x 16 along K, E4M3 one per 16 x 16, E4M3           this block, and this tensor
 unit     1; a constant for ``dy``     1                               nothing
 ======== ============================ =============================== ============================
 
 "Along K" means along the dimension that the GEMM contracts, so that ``x`` and ``dy`` (and ``w`` in mxfp8) are quantised
 once by rows and once by columns; so is ``current`` with ``granularity: row``. The semantics are those of Transformer Engine's ``DelayedScaling``,
-``Float8CurrentScaling``, ``Float8BlockScaling`` and ``MXFP8BlockScaling``; see ``docs/numerics.md``. ``unit`` is µnit Scaling's, for models of that
+``Float8CurrentScaling``, ``Float8BlockScaling``, ``MXFP8BlockScaling`` and ``NVFP4BlockScaling``; see ``docs/numerics.md``. ``unit`` is µnit Scaling's, for models of that
 architecture alone; see ``docs/unit_scaling.md``.
 """
 
@@ -36,6 +37,7 @@ from foundry_fp8.config import (
     power_of_two,
 )
 from foundry_fp8.numerics.formats import E4M3, E5M2, Float8Format
+from foundry_fp8.numerics.nvfp4 import BLOCK, E2M1, NVFP4Blocks
 from foundry_fp8.numerics.scalings import Blocks, Constant, MXBlocks, OneScale, Rows, Scaling
 
 __all__ = [
@@ -46,6 +48,7 @@ __all__ = [
     "DelayedScaling",
     "Gemm",
     "MXFP8Scaling",
+    "NVFP4Scaling",
     "Operand",
     "Recipe",
     "TensorwiseRecipe",
@@ -81,6 +84,8 @@ class Recipe(Config):
     """Whether scales come from the amaxes of earlier passes, which are state of each layer."""
     runs_on_hopper: ClassVar[bool] = True
     """Whether Hopper GPUs multiply its operands."""
+    rounds_at_random = False
+    """Whether an operand is rounded at random, by the number of the layer's pass, which is state."""
 
     fp8_format: Literal["hybrid", "e4m3"] = "hybrid"
     """``hybrid``: E4M3 for ``x`` and ``w``, E5M2 for ``dy``. ``e4m3``: E4M3 for all."""
@@ -290,6 +295,51 @@ class MXFP8Scaling(Recipe):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class NVFP4Scaling(Recipe):
+    """Four bits an element: E2M1 in blocks of 16 with E4M3 scales, and a float32 scale a tensor, for Blackwell GPUs.
+
+    Leave the last blocks of a model in high precision (arXiv 2509.25149): ``[{blocks: last-15%, recipe: high_precision}, {recipe: nvfp4}]``.
+    """
+
+    name: ClassVar[str] = "nvfp4"
+    block_size: ClassVar[int] = BLOCK
+    shape_multiple: ClassVar[int] = 32  # cuBLASLt's for rows of 4 bits; some GEMM contracts each dimension
+    token_multiple: ClassVar[int] = 32
+    runs_on_hopper: ClassVar[bool] = False
+    kind: ClassVar[str] = "nvfp4"
+
+    fp8_format: Literal["e4m3"] = "e4m3"
+    """The scales'; elements are E2M1."""
+    hadamard: bool = True
+    """Mix 16 tokens at a time in both operands of wgrad (a Hadamard transform with fixed signs), which spreads outliers."""
+    stochastic_rounding: bool = True
+    """Round ``dy`` at random, without bias."""
+    square_weights: bool = True
+    """Squares of 16 x 16 of a weight share a scale, so that fprop and dgrad multiply by the same numbers; otherwise 16 along each."""
+
+    def format(self, operand: Operand) -> Float8Format:
+        """See :meth:`Recipe.format`."""
+        return E2M1
+
+    def scaling(self, operand: Operand, along: int) -> Scaling:
+        """See :meth:`Recipe.scaling`."""
+        size, weight = self.block_size, operand == "w"
+        block = (size, size) if weight and self.square_weights else (1, size) if along == 1 else (size, 1)
+        mixes = self.hadamard and along == 0 and not weight
+        return NVFP4Blocks(block, mixes, self.stochastic_rounding and operand == "dy")
+
+    @property
+    def rounds_at_random(self) -> bool:  # type: ignore[override]
+        """See :attr:`Recipe.rounds_at_random`."""
+        return self.stochastic_rounding
+
+    @property
+    def by_direction(self) -> bool:
+        """See :attr:`Recipe.by_direction`."""
+        return True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class UnitScaling(TensorwiseRecipe):
     """Constant scales: clip and cast. No amax, no history, no state, no collective.
 
@@ -351,11 +401,12 @@ class UnitScaling(TensorwiseRecipe):
 
 
 RECIPES: dict[str, type[Recipe]] = {
-    cls.name: cls for cls in (DelayedScaling, CurrentScaling, BlockScaling, MXFP8Scaling, UnitScaling)
+    cls.name: cls
+    for cls in (DelayedScaling, CurrentScaling, BlockScaling, MXFP8Scaling, NVFP4Scaling, UnitScaling)
 }
 
-FOR_ANY_MODEL = tuple(name for name, cls in RECIPES.items() if cls.for_any_model)
-"""The recipes that take models of any architecture."""
+FOR_ANY_MODEL = tuple(n for n, cls in RECIPES.items() if cls.for_any_model and cls is not NVFP4Scaling)
+"""The recipes of eight bits that take models of any architecture: what ``measured`` chooses from."""
 
 
 def parse_recipe(value: str | Mapping[str, Any] | Recipe, key: str = "recipe") -> Recipe:

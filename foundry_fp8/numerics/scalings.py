@@ -54,13 +54,22 @@ class Scaling(abc.ABC):
         """Whether what it made is quantised to itself: its scales are powers of two."""
         return False
 
-    def pack(self, scale: Tensor) -> Tensor:
-        """Scales as they are kept for backward."""
-        return scale
+    @property
+    def transforms(self) -> bool:
+        """Whether what it makes stands for a transform of what it was given."""
+        return False
 
-    def unpack(self, packed: Tensor) -> Tensor:
-        """What :meth:`pack` was given."""
-        return packed
+    def of_pass(self, number: int) -> Scaling:
+        """As it is in the pass of that ``number``; another one where it rounds at random."""
+        return self
+
+    def pack(self, q: Quantized) -> tuple[Tensor, Tensor]:
+        """Data and scales as they are kept for backward."""
+        return q.data, q.gemm_scale
+
+    def unpack(self, data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        """Data and scales of what :meth:`pack` was given."""
+        return data, scale
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,13 +146,13 @@ class MXBlocks(Scaling):
         """See :attr:`Scaling.keeps_codes`."""
         return True
 
-    def pack(self, scale: Tensor) -> Tensor:
-        """A byte each."""
-        return e8m0_round_up(scale)
+    def pack(self, q: Quantized) -> tuple[Tensor, Tensor]:
+        """A byte a scale."""
+        return q.data, e8m0_round_up(q.gemm_scale)
 
-    def unpack(self, packed: Tensor) -> Tensor:
+    def unpack(self, data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         """See :meth:`Scaling.unpack`."""
-        return e8m0_decode(packed)
+        return data, e8m0_decode(scale)
 
 
 @dataclasses.dataclass(frozen=True)

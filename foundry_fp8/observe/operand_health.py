@@ -67,7 +67,7 @@ def measure(x: Tensor, q: Quantized) -> Tensor:
     # Powers of two near 1: the square of 1e-25 is none that float32 holds.
     shift = torch.ldexp(torch.ones_like(q.amax.max()), -torch.frexp(near.abs().max())[1].clamp(-126, 126))
     data = _take(q.data, rows).float()
-    half_step = {448.0: 16.0, 57344.0: 4096.0}.get(q.fmt.max, 0.0)  # what still rounds to the maximum
+    half_step = {6.0: 1.0, 448.0: 16.0, 57344.0: 4096.0}.get(q.fmt.max, 0.0)  # which rounds to the maximum
     saturated = near.abs() > _per_element(q, q.scale_inv, rows, x.shape[1]) * (q.fmt.max + half_step)
     error = near * shift - data * (_per_element(q, q.gemm_scale, rows, x.shape[1]) * shift)
     counts = [saturated.sum(1), data.eq(0).sum(1) - near.eq(0).sum(1)]

@@ -19,7 +19,7 @@ from foundry_fp8.model_structure.names import named_modules_clean
 __all__ = ["FP8Layer", "fp8_layers", "unchanged_state"]
 
 FP8Layer = FP8GemmLayer | FP8DotProductAttention
-_OF_A_LAYER = ("recipe", "ledger", "probe", "_first_forward_recorded")
+_OF_A_LAYER = ("recipe", "ledger", "probe", "passes", "_first_forward_recorded")
 """The attributes of an FP8 layer that a pass reads or writes."""
 
 

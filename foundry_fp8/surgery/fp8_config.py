@@ -56,7 +56,7 @@ class FP8Config(Config):
     recipe: Annotated[
         Recipe | Sequence[Rule] | Measured | Literal["auto"], Parse(_recipe, "a recipe or a list of rules")
     ] = "auto"
-    """``delayed``, ``current``, ``block``, ``mxfp8``, ``unit`` (for µnit-scaled models), or a mapping with the recipe's own fields (``{name: delayed,
+    """``delayed``, ``current``, ``block``, ``mxfp8``, ``nvfp4``, ``unit`` (for µnit-scaled models), or a mapping with the recipe's own fields (``{name: delayed,
     margin: 1}``). ``auto``: mxfp8 on GPUs of compute capability 10.x, else current; layers that the backend predicts to be no faster in FP8
     stay in high precision. A list of rules (docs/policy.md), of which the first that names a layer decides:
     ``[{blocks: last-2, recipe: high_precision}, {roles: [mlp], recipe: current}]``. ``measured`` (``{name: measured, error: 0.2}``): each layer's
@@ -66,7 +66,7 @@ class FP8Config(Config):
     Transformer Engine; on a CPU emulated."""
     accumulation: Literal["float32", "hopper"] = "float32"
     """How the emulated backend adds products up: in float32, or bit for bit as Hopper's tensor cores do under the recipe's
-    ``fast_accumulation`` (slow; not for mxfp8)."""
+    ``fast_accumulation`` (slow; not for mxfp8 and nvfp4)."""
     include: Annotated[Names, not_empty] = ("*",)
     """Globs on module names to convert. A layer that is left out by default is converted if a glob names it (``*.gate``, not ``*``)."""
     exclude: Names = ()

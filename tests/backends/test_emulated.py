@@ -20,7 +20,10 @@ from foundry_fp8.numerics.recipes import (
     MXFP8Scaling,
 )
 
-every_recipe = pytest.mark.parametrize("recipe", FOR_ANY_MODEL)
+every_recipe = pytest.mark.parametrize("recipe", [*FOR_ANY_MODEL, "nvfp4"])
+same_in_every_pass = pytest.mark.parametrize(
+    "recipe", FOR_ANY_MODEL
+)  # nvfp4's in tests/numerics/test_nvfp4.py
 STATELESS = [
     CurrentScaling(),
     CurrentScaling(power_2_scales=True, fp8_format="e4m3"),
@@ -95,7 +98,7 @@ def test_scales_of_rows_follow_what_each_gemm_contracts(wgrad):
     assert within_one_rounding(w.grad, dw)
 
 
-@every_recipe
+@same_in_every_pass
 @pytest.mark.parametrize("tokens", [256, 40])
 def test_the_three_gemms_match_float64_products_of_the_recipes_operands(recipe, tokens):
     model = linear(recipe)
@@ -228,7 +231,7 @@ def test_gradient_accumulation_rolls_the_history_once_a_forward():
     assert (history != 0).sum() == 3 and (history[-3:] != 0).all()
 
 
-@every_recipe
+@same_in_every_pass
 def test_bf16_under_autocast_computes_in_bf16_and_gives_fp32_gradients(recipe):
     model = linear(recipe, bias=False)
     module, r = model[0], RECIPES[recipe]()
@@ -262,7 +265,7 @@ def test_empty_and_three_dimensional_inputs(recipe):
         torch.testing.assert_close(model(x.view(2, 3, 256)).view(6, 384), model(x))
 
 
-@every_recipe
+@same_in_every_pass
 def test_a_frozen_weight_gets_no_gradient_and_costs_no_wgrad(recipe):
     model = linear(recipe)
     x = ranged(32, 256).requires_grad_()

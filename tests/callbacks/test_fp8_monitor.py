@@ -98,7 +98,7 @@ def test_an_operand_of_zeros_has_lost_nothing():
     assert (got.saturated, got.flushed, got.sqnr_db) == (0, 0, math.inf)
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "current", "block", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block", "mxfp8", "nvfp4"])
 def test_a_recompute_is_not_measured_again(recipe):
     found = []
     for checkpointed in (False, True):

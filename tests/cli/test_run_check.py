@@ -95,6 +95,11 @@ def test_a_folder_with_a_config_alone_needs_no_weights(run):
     assert "model" not in found and "FP8: 14 of 15 linears" in found["conversion"][0].text
 
 
+def test_a_backend_without_kernels_for_the_recipe_is_not_promised(run):
+    found = run("mpt-125m", parse_hardware("b200x16"), algorithms__fp8__recipe="nvfp4")
+    assert errors(found) == [] and ", nvfp4, transformer_engine;" in found["conversion"][0].text
+
+
 @pytest.mark.parametrize(
     ("changes", "topic", "message"),
     [
@@ -103,6 +108,9 @@ def test_a_folder_with_a_config_alone_needs_no_weights(run):
         ({"global_sed": 17}, "clash", "LLM Foundry has no key 'global_sed'"),
         ({"max_sequence_len": 17}, "clash", "Did you mean 'max_seq_len'?"),
         ({"algorithms__fp8__recipe": "mxfp8"}, "conversion", "mxfp8 needs Blackwell"),
+        ({"algorithms__fp8__recipe": [{"blocks": "last-15%", "recipe": "high_precision"}, {"recipe": "nvfp4"}]}, "conversion", "nvfp4 needs Blackwell"),
+        ({"algorithms__fp8": {"recipe": "nvfp4", "backend": "native"}}, "conversion", "native: it has no kernels for the scales of nvfp4"),
+        ({"algorithms__fp8": {"recipe": "nvfp4", "backend": "emulated", "attention": True}}, "conversion", "the nvfp4 recipe has no FP8 attention"),
         ({"algorithms__fp8__recipe": "curent"}, "algorithms", "Did you mean 'current'"),
         ({"algorithms__fp8__exclude": ["*.nothing"]}, "conversion", "matches none of the model's"),
         ({"callbacks__mfu_monitr": {}}, "callbacks", "mfu_monitr"),

@@ -38,7 +38,7 @@ from tests.combinations.takes import (
 ALGORITHMS: dict[str, dict[str, Takes]] = {
     "fp8": {
         "recipe": either(
-            word("delayed", "current", "block", "mxfp8", "unit", "auto", "measured"), RECIPE, RULES, MEASURED
+            word("delayed", "current", "block", "mxfp8", "nvfp4", "unit", "auto", "measured"), RECIPE, RULES, MEASURED
         ),
         "backend": word("auto", "transformer_engine", "native", "emulated"),
         "accumulation": word("float32", "hopper"),

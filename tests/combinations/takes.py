@@ -152,6 +152,12 @@ RECIPES = {
     "current": {"power_2_scales": FLAG, "fast_accumulation": some(word("fprop", "dgrad", "wgrad"))},
     "block": {"power_2_scales": FLAG},
     "mxfp8": {},
+    "nvfp4": {
+        "fp8_format": word("e4m3"),
+        "hadamard": FLAG,
+        "stochastic_rounding": FLAG,
+        "square_weights": FLAG,
+    },
     "unit": {
         "gradient_scale": either(word("auto"), whole(1, 2**60, lambda n: not n & (n - 1))),
         "fast_accumulation": some(word("fprop", "dgrad", "wgrad")),
@@ -172,7 +178,7 @@ RECIPE = Takes(
         [
             st.builds(lambda x, name=name, key=key: {"name": name, key: x}, takes.draw)
             for name, options in RECIPES.items()
-            for key, takes in {**options, "fp8_format": word("hybrid", "e4m3")}.items()
+            for key, takes in {"fp8_format": word("hybrid", "e4m3"), **options}.items()
         ]
     ),
 )

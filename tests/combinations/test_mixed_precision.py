@@ -13,7 +13,7 @@ def test_the_trainer_s_mixed_precision_is_autocast_s():
     """The quick twin: autocast's rows of test_pairs.py."""
     from tests.combinations.mixed import mixed_precision
 
-    recipes = [None, "delayed", "current", "block", "mxfp8"]
+    recipes = [None, "delayed", "current", "block", "mxfp8", "nvfp4"]
     wrappers = ["ddp", "fsdp1", "fsdp1-flat", "fsdp2"]
     ranks = launch.call(mixed_precision, 2, recipes, wrappers, imports=IMPORTS)
     for cells in ranks:

@@ -13,7 +13,7 @@ from torch import nn
 import foundry_fp8
 from foundry_fp8.layers.state import FP8State
 
-RECIPES = ["delayed", "current", {"name": "current", "granularity": "row"}, "block", "mxfp8"]
+RECIPES = ["delayed", "current", {"name": "current", "granularity": "row"}, "block", "mxfp8", "nvfp4"]
 FLOAT_MAKERS = {"empty", "zeros", "ones", "full", "rand", "randn", "eye", "linspace", "tensor", "empty_strided", "scalar_tensor"}  # fmt: skip
 INTEGER_MAKERS = {"arange", "randint", "randperm"}
 PARAMETERS_OF_MODELS = ("models/", "data/", "cli/")

@@ -129,7 +129,7 @@ def test_what_trains_also_evaluates(weights, inputs, bias):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("recipe", ["current", "delayed", "mxfp8", "block"])
+@pytest.mark.parametrize("recipe", ["current", "delayed", "mxfp8", "nvfp4", "block"])
 def test_an_onnx_export_of_fp8_is_refused_by_name(recipe, tmp_path):
     model, _ = layer_of(recipe, evaluate="fp8")
     model.eval()

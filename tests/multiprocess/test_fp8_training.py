@@ -8,7 +8,7 @@ from tests.integration.foundry_runs import make_data
 from tests.multiprocess import launch
 
 pytestmark = pytest.mark.multiprocess
-CASES = ("fsdp2-mxfp8", "fsdp2-delayed", "ddp-delayed", "ddp-mxfp8")
+CASES = ("fsdp2-mxfp8", "fsdp2-nvfp4", "fsdp2-delayed", "ddp-delayed", "ddp-mxfp8")
 
 
 @pytest.mark.full

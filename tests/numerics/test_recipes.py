@@ -69,7 +69,7 @@ def test_the_forward_alone_accumulates_fast_unless_asked_and_only_where_there_is
     """Transformer Engine's and torchao's default for one scale a tensor; block scales are promoted whatever one asks."""
     fast = {name: [g for g in GEMMS if RECIPES[name]().accumulates_fast(g)] for name in RECIPES}
     one_scale = {name: ["fprop"] for name in ("delayed", "current", "unit")}
-    assert fast == {**one_scale, "block": [], "mxfp8": []}
+    assert fast == {**one_scale, "block": [], "mxfp8": [], "nvfp4": []}
     chosen = parse_recipe({"name": "current", "fast_accumulation": ["wgrad", "fprop"]})
     assert [g for g in GEMMS if chosen.accumulates_fast(g)] == ["fprop", "wgrad"]
     assert parse_recipe({"name": "delayed", "fast_accumulation": []}).fast_accumulation == ()

@@ -51,6 +51,7 @@ def test_a_mapping_says_recipe_gradients_and_what_stays():
         ({"grad_score": "fp8"}, "attention.grad_score: unknown key.*'grad_scores'"),
         ({"grad_scores": "e5m2"}, "attention.grad_scores: 'e5m2' is not one of fp8, bfloat16"),
         ({"recipe": "mxfp8"}, "attention.recipe: the mxfp8 recipe has no FP8 attention"),
+        ({"recipe": "nvfp4"}, "attention.recipe: the nvfp4 recipe has no FP8 attention"),
         (
             {"recipe": {"name": "current", "granularity": "row"}},
             "attention.recipe: the current recipe with scales of rows has no FP8 attention",

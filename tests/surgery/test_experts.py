@@ -154,15 +154,16 @@ def test_beside_adapters_frozen_experts_run_in_fp8_and_an_adapter_on_the_paramet
     )
 
 
-def test_rules_name_them_by_role_and_by_parameter():
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_rules_name_them_by_role_and_by_parameter(recipe):
     policy = [
         {"modules": "*.0.ffn.experts.mlp.w2", "recipe": "high_precision"},
-        {"roles": ["expert"], "recipe": "mxfp8", "gemms": {"wgrad": "high_precision"}},
+        {"roles": ["expert"], "recipe": recipe, "gemms": {"wgrad": "high_precision"}},
     ]
     model, batch, rows = built("MPT-dmoe-glu", recipe=policy)
     assert rows["transformer.blocks.0.ffn.experts.mlp.w2"].action == "skipped"
     assert rows["transformer.blocks.1.ffn.experts.mlp.v1"].gemms == {
-        "fprop": "mxfp8", "dgrad": "mxfp8", "wgrad": "high_precision"
+        "fprop": recipe, "dgrad": recipe, "wgrad": "high_precision"
     }  # fmt: skip
     gradients = step(model, batch)
     layers = {m.fqn: m for m in model.modules() if isinstance(m, FP8GroupedLinear)}

@@ -37,7 +37,7 @@ class EmulatedBackend(Backend):
     }
 
     def availability(self, recipe: Recipe, device: torch.device) -> Availability:
-        """Always available, except for mxfp8 with ``accumulation: hopper``."""
+        """Always available, except for mxfp8 and nvfp4 with ``accumulation: hopper``."""
         if self.options.accumulation == "hopper" and not recipe.runs_on_hopper:
             return Availability(
                 False,
@@ -52,7 +52,7 @@ class EmulatedBackend(Backend):
         dtype = compute_dtype(x)
         if x.numel() == 0:
             return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
-        recording = module.recording()
+        recording = _begin_pass(module)
         x2d, shared = x.to(dtype).reshape(-1, x.shape[-1]), self._shared(module, x, dtype)
         with torch.autocast(autocast_type(x.device), enabled=False):
             y: Tensor = _EmulatedLinear.apply(  # type: ignore[no-untyped-call]
@@ -76,7 +76,7 @@ class EmulatedBackend(Backend):
     ) -> Tensor:
         """See :meth:`Backend.grouped_linear`: each expert's product as a linear of its own would compute it."""
         x = x.to(compute_dtype(x))
-        recording = layer.recording()
+        recording = _begin_pass(layer)
 
         def product(x: Tensor, weight: Tensor) -> Tensor:
             y: Tensor = _EmulatedLinear.apply(x, weight, None, layer, recording, QuantizedInput())  # type: ignore[no-untyped-call]
@@ -93,6 +93,13 @@ class EmulatedBackend(Backend):
         return self.inputs.of(x, *key)
 
 
+def _begin_pass(layer: FP8GemmLayer) -> tuple[Operand, ...]:
+    """What this pass records; one that trains is counted, but for a recompute of one that was."""
+    recording = layer.recording()
+    layer.passes += "x" in recording
+    return recording
+
+
 class _EmulatedLinear(torch.autograd.Function):
     """``y = x @ w.T + b`` with the GEMMs of :mod:`foundry_fp8.layers.backend`."""
 
@@ -107,6 +114,7 @@ class _EmulatedLinear(torch.autograd.Function):
         shared: QuantizedInput,
     ) -> Tensor:
         ctx.module, ctx.recipe, ctx.wgrad, ctx.recording = module, module.recipe, module.wgrad, recording
+        ctx.number = module.passes
         ctx.scales = {} if module.slots is None else {name: slot.scale for name, slot in module.slots.items()}
         qx = _quantize(ctx, x, "x", along=1, shared=shared)
         qw = _quantize(ctx, in_high_precision(weight, x.dtype), "w", along=1)
@@ -120,8 +128,8 @@ class _EmulatedLinear(torch.autograd.Function):
                 if found is None:
                     if ctx.recipe.by_direction:
                         qx = _quantize(ctx, x, "x", along=0, probed=False)
-                    scales = ctx.recipe.scaling("x", 0).pack(qx.gemm_scale)
-                    found = qx.data, scales, (qx.block, qx.fmt, qx.nan_free)
+                    packed = ctx.recipe.scaling("x", 0).pack(qx)
+                    found = *packed, (qx.block, qx.fmt, qx.nan_free)
                     shared.put("kept", *found)
                 *kept, ctx.x_layout = found
             else:
@@ -150,8 +158,7 @@ class _EmulatedLinear(torch.autograd.Function):
                 if ctx.recipe.by_direction:
                     qdy = _quantize(ctx, dy, "dy", along=0, probed=qdy is None)
                 assert qdy is not None
-                data, packed_scale = kept
-                scale = ctx.recipe.scaling("x", 0).unpack(packed_scale)
+                data, scale = ctx.recipe.scaling("x", 0).unpack(*kept)
                 block, fmt, nan_free = ctx.x_layout
                 # Where there was an Inf the scale is already NaN, so the amax is not needed.
                 qx = Quantized(data, scale, block, fmt, torch.zeros_like(scale), nan_free)
@@ -176,7 +183,8 @@ def _quantize(
     module = ctx.module
     found = None if shared is None else shared.get("quantized")
     if found is None:
-        quantized = quantize_operand(x, operand, ctx.recipe, along=along, scale=ctx.scales.get(operand))
+        given = {"scale": ctx.scales.get(operand), "number": ctx.number}
+        quantized = quantize_operand(x, operand, ctx.recipe, along=along, **given)
     else:
         quantized = Quantized(*found)
     if shared is not None and found is None:
@@ -185,8 +193,10 @@ def _quantize(
     if operand in ctx.recording and ctx.recipe.uses_history:
         module.slots[operand].record(quantized.amax)
     if probed and module.probe is not None:
-        measured = ctx.recipe.scaling(operand, along).measures_amax
-        module.probe(operand, x, quantized if measured else with_amax(quantized, x))
+        scaling, seen = ctx.recipe.scaling(operand, along), quantized
+        if scaling.transforms:
+            seen = quantize_operand(x, operand, ctx.recipe, along=1, number=ctx.number)
+        module.probe(operand, x, seen if scaling.measures_amax else with_amax(seen, x))
     return quantized
 
 

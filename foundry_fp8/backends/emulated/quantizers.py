@@ -34,9 +34,10 @@ def quantize_operand(
     *,
     along: int,
     scale: Tensor | None = None,
+    number: int = 0,
 ) -> Quantized:
     """:func:`foundry_fp8.numerics.operands.quantize`, faster where there is a way."""
-    fmt, scaling = recipe.format(operand), recipe.scaling(operand, along)
+    fmt, scaling = recipe.format(operand), recipe.scaling(operand, along).of_pass(number)
     fast = _FAST.get(type(scaling))
     return scaling.quantize(x, fmt, scale) if fast is None else fast(x, scaling, fmt, scale)
 

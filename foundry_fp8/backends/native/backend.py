@@ -78,14 +78,9 @@ class NativeBackend(Backend):
 
     def availability(self, recipe: Recipe, device: torch.device) -> Availability:
         """See :meth:`Backend.availability`. On a CPU only in a dry run, for plans, and under Triton's interpreter, for tests."""
-        missing = triton_missing()
+        missing = triton_missing() or self.recipe_reason(recipe)
         if missing is not None:
-            return Availability(False, missing, "Or set backend: emulated to check numerics without speed.")
-        from foundry_fp8.backends.native.scaling import SCALINGS  # Triton is imported there
-
-        if recipe.kind not in SCALINGS:
-            reason = f"it has no kernels for the scales of {recipe.name} ({recipe.kind})"
-            return Availability(False, reason, "Use backend: emulated to check numerics without speed.")
+            return Availability(False, missing, "Use backend: emulated to check numerics without speed.")
         if not hasattr(torch, "_scaled_mm"):
             return Availability(
                 False, f"torch {torch.__version__} has no _scaled_mm", "Install torch 2.7 or later."
@@ -108,7 +103,20 @@ class NativeBackend(Backend):
             return Availability(
                 False, unbuilt, "Install gcc and Python's development headers (apt install gcc python3-dev)."
             )
+        from foundry_fp8.backends.native.scaling import SCALINGS  # Triton is imported there
+
         return SCALINGS[recipe.kind].availability(device, capability)
+
+    def recipe_reason(self, recipe: Recipe) -> str | None:
+        """See :meth:`Backend.recipe_reason`: it has no kernels."""
+        if triton_missing() is not None:
+            return None
+        from foundry_fp8.backends.native.scaling import SCALINGS  # Triton is imported there
+
+        if recipe.kind in SCALINGS:
+            return None
+        needed = ", which would be Blackwell's for FP4" if recipe.kind == "nvfp4" else ""
+        return f"it has no kernels for the scales of {recipe.name} ({recipe.kind}){needed}"
 
     def shape_reason(self, recipe: Recipe, in_features: int, out_features: int) -> str | None:
         """As everywhere (the kernels would pad any shape); with :attr:`BackendOptions.only_where_faster`, why this layer had better not."""

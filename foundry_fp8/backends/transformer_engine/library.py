@@ -82,6 +82,7 @@ class Library:
             "current": "check_fp8_support",
             "block": "check_fp8_block_scaling_support",
             "mxfp8": "check_mxfp8_support",
+            "nvfp4": "check_nvfp4_support",
         }[recipe_name]
         ok, reason = getattr(self.quantization, check)()
         return None if ok else (reason or "Transformer Engine gives no reason")

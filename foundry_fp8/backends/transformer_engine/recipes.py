@@ -22,6 +22,7 @@ from foundry_fp8.numerics.recipes import (
     DelayedScaling,
     Gemm,
     MXFP8Scaling,
+    NVFP4Scaling,
     Recipe,
     TensorwiseRecipe,
 )
@@ -33,6 +34,7 @@ _CLASSES: dict[type[Recipe], str] = {
     CurrentScaling: "Float8CurrentScaling",
     BlockScaling: "Float8BlockScaling",
     MXFP8Scaling: "MXFP8BlockScaling",
+    NVFP4Scaling: "NVFP4BlockScaling",
 }
 _QPARAMS = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
 _SPLIT_ACCUMULATOR: dict[str, Gemm] = {
@@ -41,7 +43,12 @@ _SPLIT_ACCUMULATOR: dict[str, Gemm] = {
     "fp8_gemm_wgrad": "wgrad",
 }
 """Where TE's modules look for a GEMM's accumulation; a recipe that lacks them (delayed) gets TE's default otherwise."""
-_OPTIONAL = {"backward_override": None, "enable_2d_quantization": False}
+_OPTIONAL = {
+    "backward_override": None,
+    "enable_2d_quantization": False,
+    "row_scaled_activation": False,
+    "nvfp4_4over6": "none",
+}
 """Fields of newer releases, given so that no environment variable decides them."""
 
 
@@ -69,6 +76,12 @@ def te_recipe_of(recipe: Recipe) -> Any:
             "amax_history_len": 1,
             "amax_compute_algo": history.amax_compute_algo,
             "reduce_amax": False,
+        }
+    if isinstance(recipe, NVFP4Scaling):
+        fields |= {
+            "disable_rht": not recipe.hadamard,
+            "disable_stochastic_rounding": not recipe.stochastic_rounding,
+            "disable_2d_quantization": not recipe.square_weights,
         }
     known = {field.name for field in dataclasses.fields(cls)}
     unknown = sorted(set(fields) - known)

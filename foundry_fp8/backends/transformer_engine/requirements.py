@@ -55,17 +55,21 @@ def requirement(recipe: Recipe, machine: Machine) -> Availability:
     gpu = f"the GPU has compute capability {major}.{minor}"
     if recipe.kind in _NO_FORM:
         return Availability(False, _NO_FORM[recipe.kind], "Use backend: native.")
-    if recipe.kind not in ("tensor", "block", "mx"):
+    if recipe.kind not in ("tensor", "block", "mx", "nvfp4"):
         reason = f"this backend gives Transformer Engine no form of {recipe.name}'s scales ({recipe.kind})"
         return Availability(False, reason, "Set backend: emulated to check numerics.")
-    if recipe.kind == "mx":
+    if recipe.kind in ("mx", "nvfp4"):
+        # TE takes nvfp4 on 12.x, which cannot round at random.
         if not (10, 0) <= machine.capability < (12, 0):
             return Availability(
                 False,
-                f"{gpu}, and Transformer Engine runs mxfp8 on 10.x and 11.x alone",
+                f"{gpu}, and Transformer Engine runs {recipe.name} on 10.x and 11.x alone",
                 "Use a Blackwell data center GPU, or the current recipe (8.9 and later).",
             )
-        return _at_least(machine, cuda=(12, 8), cublas=(12, 8), what="mxfp8")
+        if recipe.kind == "nvfp4" and machine.te < (2, 8):
+            reason = f"Transformer Engine {dotted(machine.te)} has no nvfp4"
+            return Availability(False, reason, "Install Transformer Engine 2.8 or later, or use mxfp8.")
+        return _at_least(machine, cuda=(12, 8), cublas=(12, 8), what=recipe.name)
     if recipe.kind == "block":
         if machine.capability < (9, 0):
             return Availability(

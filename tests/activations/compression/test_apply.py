@@ -378,7 +378,7 @@ def test_torch_compile_is_refused(make_llama, whole):
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "current", "block", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block", "mxfp8", "nvfp4"])
 def test_fp8_blocks_under_checkpoints_are_bit_identical_beside_compressed_ones(make_llama, recipe):
     """The checkpointed last blocks get the gradients, and every linear the amax history, of a model with neither."""
     plain, both = make_llama(4), make_llama(4)
@@ -402,7 +402,7 @@ def test_fp8_blocks_under_checkpoints_are_bit_identical_beside_compressed_ones(m
     )
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "current", "block", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block", "mxfp8", "nvfp4"])
 def test_packed_boundaries_of_fp8_blocks_change_no_forward_and_no_amax_of_it(make_llama, recipe):
     """The recompute starts from a rounded input, yet what the scales are made from is the first forward."""
     plain, both = make_llama(3), make_llama(3)

@@ -8,11 +8,17 @@ import torch
 from foundry_fp8.backends import BackendOptions
 from foundry_fp8.backends.transformer_engine import TransformerEngineBackend
 from foundry_fp8.backends.transformer_engine.requirements import Machine, cublas_version, requirement
-from foundry_fp8.numerics.recipes import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling
+from foundry_fp8.numerics.recipes import (
+    BlockScaling,
+    CurrentScaling,
+    DelayedScaling,
+    MXFP8Scaling,
+    NVFP4Scaling,
+)
 
 PINNED = {"cuda": (12, 6), "cublas": (12, 6, 4), "te": (2, 8, 0)}
 MODERN = {"cuda": (13, 0), "cublas": (13, 1, 0), "te": (2, 20, 2)}
-ALL = (DelayedScaling(), CurrentScaling(), BlockScaling(), MXFP8Scaling())
+ALL = (DelayedScaling(), CurrentScaling(), BlockScaling(), MXFP8Scaling(), NVFP4Scaling())
 
 
 @pytest.mark.parametrize(
@@ -23,8 +29,8 @@ ALL = (DelayedScaling(), CurrentScaling(), BlockScaling(), MXFP8Scaling())
         ((9, 0), PINNED, {"delayed", "current"}),
         ((9, 0), MODERN, {"delayed", "current", "block"}),
         ((10, 0), PINNED, {"delayed", "current"}),
-        ((10, 0), MODERN, {"delayed", "current", "block", "mxfp8"}),
-        ((10, 3), MODERN, {"delayed", "current", "block", "mxfp8"}),
+        ((10, 0), MODERN, {"delayed", "current", "block", "mxfp8", "nvfp4"}),
+        ((10, 3), MODERN, {"delayed", "current", "block", "mxfp8", "nvfp4"}),
         ((12, 0), MODERN, {"delayed", "current"}),
     ],
 )
@@ -50,6 +56,8 @@ def test_which_recipes_run_where(capability, stack, runs):
         ),
         (BlockScaling(power_2_scales=False), {"capability": (10, 0), **MODERN}, "power_2_scales: false"),
         (MXFP8Scaling(), {"capability": (9, 0), **MODERN}, "compute capability 9.0"),
+        (NVFP4Scaling(), {"capability": (9, 0), **MODERN}, "runs nvfp4 on 10.x and 11.x alone"),
+        (NVFP4Scaling(), {"capability": (10, 0), **MODERN, "te": (2, 7, 0)}, "2.7.0 has no nvfp4"),
         (CurrentScaling(), {"capability": (8, 9), **PINNED, "cuda": (12, 0)}, "needs 12.1"),
         (CurrentScaling(granularity="row"), {"capability": (9, 0), **MODERN}, "no scales of rows"),
         (DelayedScaling(), {"capability": (8, 6), **MODERN}, "FP8 needs 8.9"),
@@ -92,6 +100,7 @@ def test_other_devices_are_refused_with_a_way_out():
         (BlockScaling(), (192, 128), "in_features=192 is not a multiple of 128"),
         (BlockScaling(), (256, 128), None),
         (MXFP8Scaling(), (64, 48), "out_features=48 is not a multiple of 32"),
+        (NVFP4Scaling(), (80, 64), "in_features=80 is not a multiple of 32"),
     ],
 )
 def test_shapes_that_te_cannot_take(recipe, sizes, reason):
