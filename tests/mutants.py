@@ -115,7 +115,7 @@ MUTANTS = [
     Mutant(POLICY, "found.setdefault(name, key)", "found[name] = key", T_POLICY),
     Mutant(POLICY, "if key in self.listed and all(name in found for name in named):", "if False:", T_POLICY),
     Mutant("layers/recipe_table.py", '"wgrad": module.wgrad}', '"wgrad": "fp8"}', T_POLICY),
-    Mutant("layers/state.py", "for n, m in self.modules.items() if isinstance(m.configured_recipe, DelayedScaling)", "for n, m in self.modules.items()", T_POLICY),
+    Mutant("layers/state.py", "for n, m in self.modules.items() if m.configured_recipe == history", "for n, m in self.modules.items()", T_POLICY),
     Mutant("observe/measured_policy.py", "self.pick[unit] = place", "self.pick[unit] = len(self.choices[unit]) - 1", "observe/test_measured_policy.py"),
     Mutant("model_structure/selection.py", "fnmatch.fnmatchcase(name, pattern) for pattern", "pattern in name for pattern", T_LINEARS),
     # The emulated GEMM.
