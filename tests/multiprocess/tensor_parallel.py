@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from foundry_fp8 import FP8State, apply_fp8
+from foundry_fp8 import FP8State, apply_fp8, precision_gap
 from foundry_fp8.distributed.fsdp2_units import average_on_gloo
 
 WIDTH, TOKENS = 128, 64
@@ -157,3 +157,19 @@ def with_fsdp2(recipe):
     exact = {name: g / 2 for name, g in trained(exact)[1].items()}
     states = [FP8State.of(model).state_dict() for model in (one, shards)] if recipe else []
     return error(grads, exact), error(grads2, exact), states, sorted(get_model_state_dict(shards))
+
+
+def measured(recipe):
+    """What the guard's measurement says of one rank and of shards, and whether a layer that it demotes trains on."""
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    one, shards = Stack(), Stack()
+    for model in (one, shards):
+        apply_fp8(model, recipe=recipe, backend="emulated")
+    split(shards, mesh)
+    torch.manual_seed(1)
+    x = torch.randn(2, TOKENS // 2, WIDTH)
+    gaps = [precision_gap(model, lambda m, batch: m(batch).square().mean(), x) for model in (one, shards)]
+    shards.blocks[0].up.set_recipe(None)
+    shards(x).square().mean().backward()
+    return *[gap.gradient_error for gap in gaps], whole(shards.blocks[0].up.weight.grad).norm().item()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.multiprocess import launch
-from tests.multiprocess.tensor_parallel import alike, with_fsdp2
+from tests.multiprocess.tensor_parallel import alike, measured, with_fsdp2
 
 pytestmark = pytest.mark.multiprocess
 ROW = {"name": "current", "granularity": "row"}
@@ -53,3 +53,11 @@ def test_beside_fsdp2_on_the_other_dimension(recipe):
         if recipe == "delayed":
             one, several = (scales(state) for state in states)
             assert all(torch.equal(one[name], several[name]) for name in one)
+
+
+def test_the_guard_measures_shards_as_it_measures_the_whole():
+    found = launch.call(measured, 2, "current")
+    assert found[0] == found[1]
+    one, shards, gradient = found[0]
+    assert one.keys() == shards.keys() and gradient > 0
+    assert all(0.5 * one[name] < shards[name] < 1.5 * one[name] for name in one), (one, shards)
