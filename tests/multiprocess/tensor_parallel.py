@@ -173,3 +173,52 @@ def measured(recipe):
     shards.blocks[0].up.set_recipe(None)
     shards(x).square().mean().backward()
     return *[gap.gradient_error for gap in gaps], whole(shards.blocks[0].up.weight.grad).norm().item()
+
+
+def with_composer():
+    """What is converted, and losses under FSDP1 and tensor parallelism, and without."""
+    from composer import Trainer
+    from composer.models import ComposerModel
+    from composer.utils import dist as composer_dist
+    from torch.utils.data import DataLoader, DistributedSampler
+
+    from foundry_fp8.algorithms.fp8 import FP8
+
+    class Model(ComposerModel):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.up, self.down, self.last = nn.Linear(32, 64), nn.Linear(64, 32), nn.Linear(32, 32)
+            self.losses = []
+
+        def forward(self, batch):
+            return self.last(F.gelu(self.down(F.gelu(self.up(batch)))))
+
+        def loss(self, outputs, batch):
+            loss = (outputs - batch).square().mean()
+            self.losses.append(loss.item())
+            return loss
+
+    torch.cuda.current_device = lambda: torch.device("cpu")
+    composer_dist.initialize_dist("cpu")
+    data = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
+    same = DistributedSampler(data, num_replicas=1, rank=0, shuffle=False)
+    # A degree of 1 ends in FSDP1 ("Cannot writeback when the parameter shape changes", Composer 0.32 with torch 2.7, FP8 or not).
+    split = {
+        "fsdp": {"data_parallel_shard_degree": 2, "mixed_precision": "PURE"},
+        "tp": {
+            "tensor_parallel_degree": 2,
+            "layer_plan": {"up": ColwiseParallel(), "down": RowwiseParallel()},
+        },
+    }
+    losses = []
+    for config in (split, None):
+        model, algorithm = Model(), FP8(recipe="delayed", backend="emulated")
+        Trainer(
+            model=model, algorithms=[algorithm], device="cpu", precision="fp32", progress_bar=False,
+            parallelism_config=config, max_duration="6ba",
+            optimizers=torch.optim.SGD(model.parameters(), lr=0.5),
+            train_dataloader=DataLoader(data, batch_size=32, sampler=same),
+        ).fit()  # fmt: skip
+        losses.append(model.losses)
+    return algorithm.report.converted, *losses

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.multiprocess import launch
-from tests.multiprocess.tensor_parallel import alike, measured, with_fsdp2
+from tests.multiprocess.tensor_parallel import alike, measured, with_composer, with_fsdp2
 
 pytestmark = pytest.mark.multiprocess
 ROW = {"name": "current", "granularity": "row"}
@@ -61,3 +61,11 @@ def test_the_guard_measures_shards_as_it_measures_the_whole():
     one, shards, gradient = found[0]
     assert one.keys() == shards.keys() and gradient > 0
     assert all(0.5 * one[name] < shards[name] < 1.5 * one[name] for name in one), (one, shards)
+
+
+@pytest.mark.integration
+def test_under_composer_and_its_plan():
+    """FSDP1 over the other dimension, as Composer has it; a layer outside of the plan runs in FP8 too."""
+    for converted, losses, unsharded in launch.call(with_composer, 4, imports=launch.COMPOSER):
+        assert converted == ["up", "down", "last"]
+        assert losses == pytest.approx(unsharded, rel=2e-2) and losses[-1] < losses[0]
