@@ -19,7 +19,7 @@ def app():
 
 def test_tables_name_every_recipe_and_print_each_reason_once(app):
     found = json.loads(CliRunner().invoke(app, ["--json"]).stdout)
-    console = Console(width=200, record=True, file=io.StringIO())
+    console = Console(width=1000, record=True, file=io.StringIO())
     console.print(render(found))
     text = console.export_text()
     linears = text[: text.index("FP8 attention (")]
@@ -82,7 +82,7 @@ def test_square_brackets_in_a_reason_are_text_not_markup():
         },
         "support": [],
     }
-    console = Console(width=200, record=True, file=io.StringIO())
+    console = Console(width=1000, record=True, file=io.StringIO())
     console.print(render({**found, "support": _all_no(found), "attention": []}))
     text = console.export_text()
     assert "[bold]cpu" in text and "drivers ([])" in text and "x[pytorch]" in text

@@ -132,6 +132,7 @@ def test_every_kernel_is_among_them(compiled):
         "_update_kernel",
         "_statistics_kernel",
         "_backward_kernel",
+        "_xielu_kernel",
         "_block_gemm_kernel",
         "_quantize",
         "_dequantize",

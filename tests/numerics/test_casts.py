@@ -107,8 +107,4 @@ def test_no_other_place_casts_to_8_bits_without_a_clamp():
             "observe/flops/peaks.py",
             "a8 = torch.randn(size, size, dtype=torch.float32, device=device).to(E4M3.dtype)",
         ),
-        (  # powers of two
-            "export/layout.py",
-            'weight_scale=weight_scale.to(torch.float8_e8m0fnu) if recipe.kind == "mx" else weight_scale,',
-        ),
     }

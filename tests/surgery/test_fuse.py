@@ -6,7 +6,9 @@ from foundry_fp8.surgery.apply import apply_fp8
 
 
 def test_fuse_true_is_for_native():
-    with pytest.raises(ConfigError, match=r"fuse: the emulated backend fuses nothing; native does"):
+    with pytest.raises(
+        ConfigError, match=r"fuse: not with the emulated backend: it fuses nothing; native does"
+    ):
         apply_fp8(nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32)), backend="emulated", fuse=True)
 
 
