@@ -77,7 +77,7 @@ class FP8Linear(FP8GemmLayer, nn.Linear):
     def _compute(self, input: Tensor) -> Tensor:
         if self.runs_fp8:
             weight = self.matrix
-            if is_dtensor(weight):
+            if weight.__class__ is not nn.Parameter and is_dtensor(weight):
                 return multiply_shards(self, input, weight, self.bias)
             return self.backend.linear(self, input, weight, self.bias)
         x = in_memory(input)
