@@ -51,6 +51,7 @@ def test_help_and_version_need_no_torch(arguments):
 
 
 def test_init_needs_no_torch(tmp_path):
+    pytest.importorskip("omegaconf")
     run = tmp_path / "run.yaml"
     shutil.copy(CHECKOUT / "yamls/pretrain/llama-3-8b.yaml", run)
     assert not imported("init", str(run), "--diff") & {"torch", "composer", "llmfoundry", "transformers"}

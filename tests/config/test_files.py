@@ -36,6 +36,7 @@ def limited(code):
 
 @pytest.mark.parametrize("output", [False, True])
 def test_a_full_disk_leaves_the_yaml_as_it_was_and_says_so(tmp_path, output):
+    pytest.importorskip("omegaconf")
     run, other = tmp_path / "run.yaml", tmp_path / "other.yaml"
     run.write_text(RUN)
     options = ["--output", str(other)] if output else []
