@@ -141,7 +141,7 @@ def export_fp8(
         scales = {
             layer.weight.scale.dtype for layer in layers.values() if isinstance(layer.weight, FrozenFP8Weight)
         }
-        e8m0 = bool({recipe.scaling("w", 1).scale_dtype, *scales} & {torch.float8_e8m0fnu})
+        e8m0 = torch.float8_e8m0fnu in {recipe.scaling("w", 1).scale_dtype, *scales}
         config.quantization_config = finegrained_config(others_of, block=block, e8m0=e8m0)
     else:
         config.quantization_config = quantization_config(

@@ -80,10 +80,10 @@ def served_linear(
         raise ConfigError(
             f"{name}: it holds its weight as [in, out] (transformers' Conv1D), for which this layout has no form."
         )
+    scale_dtype = recipe.scaling("w", 1).scale_dtype
     if isinstance(linear.weight, FrozenFP8Weight):
-        scale = torch.atleast_1d(linear.weight.scale).to(device)
-        if recipe.scaling("w", 1).scale_dtype != torch.float32:
-            scale = scale.to(recipe.scaling("w", 1).scale_dtype)
+        published = None if scale_dtype == torch.float32 else scale_dtype
+        scale = torch.atleast_1d(linear.weight.scale).to(device, published)
         return ServedLinear(weight=linear.weight.codes.to(device), weight_scale=scale, input_scale=None, rounding=0.0)  # fmt: skip
     slots: Any = linear.slots or {}
     if recipe.uses_history and not bool((slots["x"].amax_history != 0).any()):
@@ -105,7 +105,7 @@ def served_linear(
     weight_scale = torch.atleast_1d(quantized.scale_inv * linear.output_multiplier)
     return ServedLinear(
         weight=quantized.data,
-        weight_scale=weight_scale.to(recipe.scaling("w", 1).scale_dtype),
+        weight_scale=weight_scale.to(scale_dtype),
         input_scale=input_scale,
         rounding=float((restored - weight.float()).norm() / weight.float().norm().clamp(min=1e-30)),
     )

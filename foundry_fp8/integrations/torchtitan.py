@@ -33,7 +33,7 @@ class FP8Converter:
     options: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, job_config: Any, parallel_dims: Any) -> None:
-        self.settings = Run(trainer="torchtitan", tensor_parallel=int(parallel_dims.tp_enabled))
+        self.settings = Run(trainer="torchtitan")
         self.reports: list[SurgeryReport | None] = []
 
     def convert(self, model: nn.Module) -> None:

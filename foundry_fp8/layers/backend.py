@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from foundry_fp8.layers.grouped_linear import FP8GroupedLinear
     from foundry_fp8.layers.linear import FP8Linear
 
-__all__ = ["DEFAULT_OPTIONS", "HARDWARE_ADDS_UP", "Availability", "Backend", "BackendOptions"]
+__all__ = ["DEFAULT_OPTIONS", "Availability", "Backend", "BackendOptions"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,10 +40,6 @@ class Availability:
     ok: bool
     reason: str = ""
     remedy: str = ""
-
-
-HARDWARE_ADDS_UP = "it is for backend: emulated, since hardware adds up in its own way. Remove it, and choose with the recipe's fast_accumulation"
-"""Why a backend of GPUs lacks ``accumulation``."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,10 +67,13 @@ class Backend(abc.ABC):
     """
 
     name: ClassVar[str]
-    fuses: ClassVar[bool] = False
-    """Whether its linears can compute the norm or activation before them (:class:`~foundry_fp8.layers.produced.Produced`)."""
-    lacks: ClassVar[Mapping[str, str]] = {}
-    """The options of ``algorithms.fp8`` that it does not have, each with why and the way out."""
+    lacks: ClassVar[Mapping[str, str]] = {
+        "accumulation": "it is for backend: emulated, since hardware adds up in its own way. Remove it, and choose with the recipe's fast_accumulation",
+        "cache_weights": "it quantises them in every forward. Set it to false, or backend: native",
+        "fuse": "it fuses nothing; native does. Leave it at auto",
+    }
+    """The options of ``algorithms.fp8`` that it does not have, each with why and the way out: all that is more than products, unless it says
+    otherwise. One that fuses computes norms and activations before its linears (:class:`~foundry_fp8.layers.produced.Produced`)."""
 
     def __init__(self, options: BackendOptions = DEFAULT_OPTIONS) -> None:
         self.options = options

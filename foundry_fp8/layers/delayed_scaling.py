@@ -25,7 +25,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from foundry_fp8.compat.amax_group import AmaxGroup
@@ -303,8 +302,7 @@ class DelayedScalingState:
             return
         self.fill_joined()
         history = self.amax_history
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            self.group.reduce_(history[0])
+        self.group.reduce_(history[0])
         if history.device.type == "cuda" and triton_missing() is None:
             from foundry_fp8.kernels.delayed import update_delayed_
 

@@ -164,9 +164,8 @@ class FP8GemmLayer(nn.Module):
         precisions = self.gemm_precisions(precision_of(dtype))
         fp8, wgrad = precisions["fprop"] == "fp8", weight.requires_grad
         n, k = self.out_features, self.in_features
-        if weight.__class__ is not nn.Parameter and is_dtensor(
-            weight
-        ):  # of which this rank multiplies a part
+        # Of a DTensor this rank multiplies a part.
+        if weight.__class__ is not nn.Parameter and is_dtensor(weight):
             n, k = weight.detach().to_local().shape  # type: ignore[attr-defined]
         ledger.record("fprop", tokens, n, k, precisions["fprop"], recompute=inside_backward())
         forward = None if state is None else state.in_force()
@@ -191,7 +190,7 @@ class FP8GemmLayer(nn.Module):
             raise TypeError(
                 f"{self.fqn}: the input is {dtype}; FP8 layers take float32, bfloat16 and float16."
             )
-        if is_dtensor(input) is not is_dtensor(weight):
+        if fp8 and is_dtensor(input) is not is_dtensor(weight):
             one, other = ("input", "weight") if is_dtensor(input) else ("weight", "input")
             raise RuntimeError(
                 f"{self.fqn}: its {one} is a DTensor and its {other} is not. Under tensor parallelism name it in the plan of parallelize_module, "

@@ -56,15 +56,14 @@ class FP8State(ModelState):
         self.backend = backend
         self.answered = False
         self._scales: ModuleScales | None = None
-        for history in (recipe.history for recipe in recipes):
-            if history is not None:  # a policy has one at most
-                delayed = {n: m for n, m in self.modules.items() if m.configured_recipe == history}
-                fp8_max = {operand: history.format(operand).max for operand in OPERANDS}
-                self._scales = ModuleScales(history, list(delayed), fp8_max, self.NAME)
-                for name, module in delayed.items():
-                    module.slots = self._scales.slots(name)
-                self._scales.attach(model)
-                watch_first_step(model, self)
+        for history in filter(None, (recipe.history for recipe in recipes)):  # a policy has one at most
+            delayed = {n: m for n, m in self.modules.items() if m.configured_recipe == history}
+            fp8_max = {operand: history.format(operand).max for operand in OPERANDS}
+            self._scales = ModuleScales(history, list(delayed), fp8_max, self.NAME)
+            for name, module in delayed.items():
+                module.slots = self._scales.slots(name)
+            self._scales.attach(model)
+            watch_first_step(model, self)
         self._contexts = ExitStack()
         self.leave_on(model)
         model.register_forward_pre_hook(self._before_forward)

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foundry_fp8.compat.async_tensor import waited
+
 __all__ = ["multiply_shards"]
 
 
@@ -59,20 +61,15 @@ def multiply_shards(layer: Any, x: Any, weight: Any, bias: Any) -> Tensor:
 
 
 class _Waited(torch.autograd.Function):
-    """What kernels can read: a gathered or reduced tensor is one that waits when torch reads it."""
+    """:func:`waited` for, in both directions."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        return _there(x)
+        return waited(x)
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> Tensor:
-        return _there(dx)
-
-
-def _there(x: Any) -> Tensor:
-    found: Tensor = x.trigger_wait() if hasattr(x, "trigger_wait") else x
-    return found
+        return waited(dx)
 
 
 class _Zeros(torch.autograd.Function):

@@ -84,6 +84,8 @@ class Recipe(Config):
     """Whether scales come from the amaxes of earlier passes, which are state of each layer."""
     runs_on_hopper: ClassVar[bool] = True
     """Whether Hopper GPUs multiply its operands."""
+    element_bits: ClassVar[int] = 8
+    """Of an element, its scale left out."""
     rounds_at_random = False
     """Whether an operand is rounded at random, by the number of the layer's pass, which is state."""
 
@@ -302,6 +304,7 @@ class NVFP4Scaling(Recipe):
     """
 
     name: ClassVar[str] = "nvfp4"
+    element_bits: ClassVar[int] = 4
     block_size: ClassVar[int] = BLOCK
     shape_multiple: ClassVar[int] = 32  # cuBLASLt's for rows of 4 bits; some GEMM contracts each dimension
     token_multiple: ClassVar[int] = 32
@@ -405,7 +408,7 @@ RECIPES: dict[str, type[Recipe]] = {
     for cls in (DelayedScaling, CurrentScaling, BlockScaling, MXFP8Scaling, NVFP4Scaling, UnitScaling)
 }
 
-FOR_ANY_MODEL = tuple(n for n, cls in RECIPES.items() if cls.for_any_model and cls is not NVFP4Scaling)
+FOR_ANY_MODEL = tuple(n for n, cls in RECIPES.items() if cls.for_any_model and cls.element_bits == 8)
 """The recipes of eight bits that take models of any architecture: what ``measured`` chooses from."""
 
 

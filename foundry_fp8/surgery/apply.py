@@ -85,7 +85,9 @@ def _convert(
     linears = plan_linears(model, policy=policy, backend=backend, evaluate=config.evaluate, key=KEY)
     check_codes_stay(linears.converted, KEY)
     recipes = configured_recipes(linears.layers.values())
-    fusion = plan_fusion(model, linears.converted) if config.fuse and backend.fuses else FusionPlan()
+    fusion = (
+        plan_fusion(model, linears.converted) if config.fuse and "fuse" not in backend.lacks else FusionPlan()
+    )
     attention = None
     if config.attention:
         attention_recipe = config.attention.recipe or recipes[0]

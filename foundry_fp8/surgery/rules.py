@@ -104,10 +104,8 @@ def parse_rules(value: Sequence[Any], key: str) -> tuple[Rule, ...]:
         raise ConfigError(
             f"{key}: every rule is {HIGH_PRECISION}, so nothing would run FP8. To switch it off, set enabled: false."
         )
-    if (
-        len({rule.recipe for rule in rules if isinstance(rule.recipe, Recipe) and rule.recipe.uses_history})
-        > 1
-    ):
+    named = {rule.recipe for rule in rules if isinstance(rule.recipe, Recipe)}
+    if sum(recipe.uses_history for recipe in named) > 1:
         raise ConfigError(
             f"{key}: delayed with other fields in another rule; a model has one delayed recipe."
         )

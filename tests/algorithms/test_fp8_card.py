@@ -11,9 +11,9 @@ import torch
 import yaml
 
 import foundry_fp8
-from foundry_fp8.config import from_mapping
+from foundry_fp8.config import ConfigError, from_mapping
 from foundry_fp8.numerics.recipes import RECIPES
-from foundry_fp8.surgery.apply import KEY, FP8Config
+from foundry_fp8.surgery.apply import KEY, FP8Config, refuse_by_backend
 from foundry_fp8.surgery.attention_config import AttentionConfig
 
 CARD = (Path(foundry_fp8.__file__).parent / "algorithms/fp8/README.md").read_text()
@@ -71,3 +71,11 @@ def test_the_backend_of_the_guide_can_be_written_as_shown():
     exec(compile(code, "guide", "exec"), namespace)
     backend = namespace["MyBackend"]()
     assert not backend.availability(None, torch.device("cpu")).ok
+    for option in (
+        {"fuse": True},
+        {"cache_weights": True},
+        {"accumulation": "hopper"},
+    ):  # of which it says nothing
+        with pytest.raises(ConfigError, match=rf"fp8\.{next(iter(option))}: not with the mine backend"):
+            refuse_by_backend(FP8Config(**option), backend)
+    refuse_by_backend(FP8Config(), backend)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from foundry_fp8.config import ConfigError
@@ -61,6 +62,10 @@ def test_what_tensor_parallelism_half_knows_is_refused_by_name(mesh):
     net[2].bias = None
     with pytest.raises(RuntimeError, match=r"^2: FP8 layers run under .*Shard\(0\) \(ColwiseParallel\)"):
         net[2](distribute_tensor(net[1](net[0](x)).detach(), mesh, [Replicate()]))
+    demoted = model()
+    demoted[2].set_recipe(None)
+    with implicit_replication():  # in high precision torch decides what goes together
+        assert isinstance(demoted[2](distribute_tensor(torch.randn(8, 96), mesh, [Replicate()])), DTensor)
     in_high_precision = model(exclude=["2"])
     parallelize_module(in_high_precision, mesh, {"2": ColwiseParallel()})
     in_high_precision(torch.randn(8, 64)).sum().backward()

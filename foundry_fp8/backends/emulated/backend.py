@@ -31,10 +31,7 @@ class EmulatedBackend(Backend):
     """Exact FP8 operands and products, float32 sums; runs every recipe on every device."""
 
     name: ClassVar[str] = "emulated"
-    lacks: ClassVar[Mapping[str, str]] = {
-        "cache_weights": "it quantises them in every forward. Set it to false, or backend: native",
-        "fuse": "it fuses nothing; native does. Leave it at auto",
-    }
+    lacks: ClassVar[Mapping[str, str]] = {name: Backend.lacks[name] for name in ("cache_weights", "fuse")}
 
     def availability(self, recipe: Recipe, device: torch.device) -> Availability:
         """Always available, except for mxfp8 and nvfp4 with ``accumulation: hopper``."""

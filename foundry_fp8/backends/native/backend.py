@@ -25,13 +25,7 @@ from foundry_fp8.config.versions import dotted
 from foundry_fp8.kernels.launch import compiler_missing, interpreting, triton_missing
 from foundry_fp8.layers.attention import AttentionBackend
 from foundry_fp8.layers.autocast import without_autocast
-from foundry_fp8.layers.backend import (
-    DEFAULT_OPTIONS,
-    HARDWARE_ADDS_UP,
-    Availability,
-    Backend,
-    BackendOptions,
-)
+from foundry_fp8.layers.backend import DEFAULT_OPTIONS, Availability, Backend, BackendOptions
 from foundry_fp8.layers.dtensor import is_dtensor
 from foundry_fp8.layers.frozen_weight import in_dtype
 from foundry_fp8.layers.grouped_linear import FP8GroupedLinear, by_expert
@@ -67,8 +61,7 @@ class NativeBackend(Backend):
     """
 
     name: ClassVar[str] = "native"
-    fuses: ClassVar[bool] = True
-    lacks: ClassVar[Mapping[str, str]] = {"accumulation": HARDWARE_ADDS_UP}
+    lacks: ClassVar[Mapping[str, str]] = {"accumulation": Backend.lacks["accumulation"]}
 
     def __init__(self, options: BackendOptions = DEFAULT_OPTIONS) -> None:
         super().__init__(options)

@@ -104,6 +104,7 @@ class TransformerEngineAttention(AttentionBackend):
             )
         q, k, v, mask, softmax_scale, dropout_p = given
         mask = mask.simplified()
+        assert module.recipe is not None
         te_recipe = _with_attention(module.recipe)
         dpa = _te_module(module, q, k, softmax_scale, dropout_p)
         dpa.train(module.training)
@@ -124,8 +125,7 @@ class TransformerEngineAttention(AttentionBackend):
 
 
 @functools.lru_cache(maxsize=32)
-def _with_attention(recipe: Recipe | None) -> Any:
-    assert recipe is not None
+def _with_attention(recipe: Recipe) -> Any:
     return dataclasses.replace(te_recipe_of(recipe), fp8_dpa=True)
 
 

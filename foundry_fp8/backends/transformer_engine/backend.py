@@ -23,7 +23,7 @@ from foundry_fp8.compat.fresh_view import fresh_view
 from foundry_fp8.compat.te_fsdp2 import tell_about_fsdp2
 from foundry_fp8.layers.attention import AttentionBackend
 from foundry_fp8.layers.autocast import compute_dtype
-from foundry_fp8.layers.backend import HARDWARE_ADDS_UP, Availability, Backend
+from foundry_fp8.layers.backend import Availability, Backend
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.numerics.operands import quantize
 from foundry_fp8.numerics.recipes import Operand, Recipe
@@ -46,12 +46,11 @@ class TransformerEngineBackend(Backend):
 
     name: ClassVar[str] = "transformer_engine"
     lacks: ClassVar[Mapping[str, str]] = {
-        "accumulation": HARDWARE_ADDS_UP,
+        **Backend.lacks,
         "cache_weights": "its own cache of quantised weights keeps the scale of the first microbatch under the delayed recipe and "
         "believes its caller about whether a weight changed, so results could differ from uncached ones. Set it to false, or "
         "backend: native",
         "frozen_weights": "its modules read the weight themselves. Set backend: native",
-        "fuse": "it fuses nothing; native does. Leave it at auto",
     }
 
     def availability(self, recipe: Recipe, device: torch.device) -> Availability:

@@ -19,15 +19,7 @@ from typing import Any
 
 from foundry_fp8.config.versions import release
 
-__all__ = [
-    "MINIMUM_VERSION",
-    "ImportProblem",
-    "Library",
-    "installed_version",
-    "library",
-    "load_library",
-    "release",
-]
+__all__ = ["MINIMUM_VERSION", "ImportProblem", "Library", "installed_version", "library", "load_library"]
 
 MINIMUM_VERSION = (2, 4)
 """The first release with the three Hopper recipes whose extension builds without nvcc."""

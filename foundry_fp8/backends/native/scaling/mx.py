@@ -39,9 +39,8 @@ class MXKernels(BlockKernels):
             return Availability(
                 False, f"mxfp8 needs compute capability {dotted(SM_MX)}, this GPU has {here}", remedy
             )
-        if (
-            capability[0] != SM_MX[0]
-        ):  # 12.x: FP8 tensor cores of another kind, which nobody has tried this on
+        # 12.x: FP8 tensor cores of another kind, which nobody has tried this on.
+        if capability[0] != SM_MX[0]:
             reason = f"mxfp8 is written for compute capability 10.x, this GPU has {here}"
             return Availability(False, reason, "Use recipe: current.")
         if release(torch.__version__) < TORCH_MX or release(torch.version.cuda or "") < CUDA_MX:
