@@ -100,7 +100,7 @@ def _left_out() -> str:
 
 def _gpus() -> str:
     """What ``recipe: auto`` is on each kind of GPU."""
-    from foundry_fp8.cli.hardware import GPUS
+    from foundry_fp8.gpus import GPUS
 
     rows = [
         (name, f"{gpu.memory_bytes / 1e9:.0f} GB", gpu.recipe or "none: no FP8") for name, gpu in GPUS.items()

@@ -16,8 +16,9 @@ from foundry_fp8.cli.plan_communication import workload_of
 from foundry_fp8.cli.plan_memory import plan_yaml
 from foundry_fp8.cli.run_check import check_run
 from foundry_fp8.config import parse_bytes
+from foundry_fp8.gpus import GPUS
 from foundry_fp8.layers.linear import FP8Linear
-from foundry_fp8.planning.communication.machines import GPUS, NETWORKS
+from foundry_fp8.planning.communication.machines import NETWORKS
 from foundry_fp8.planning.communication.step import plan_communication
 from foundry_fp8.planning.model_shapes import MODEL_SHAPES
 from foundry_fp8.surgery.apply import apply_fp8
@@ -177,7 +178,7 @@ def test_foundry_takes_the_yaml_and_its_model_converts(path, folders):
     rows = plan_communication(
         workload_of(OmegaConf.to_container(config, resolve=True), model),
         [gpus_of(path)],
-        GPUS["h100-sxm"],
+        GPUS["h100"],
         NETWORKS["h100-3200g"],
     )
     assert max(row["efficiency"] for row in rows if row["fits"]) > 0.3

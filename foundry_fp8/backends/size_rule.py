@@ -6,56 +6,113 @@ quantising the weight, which costs ``1 / M`` of that, and the host's time, which
 
 The rates were measured on an H100 (80 GB HBM3) on the shapes of Llama-3 8B with 8192 tokens: ``benchmarks/gemm_gpu.py`` and
 ``benchmarks/quantize_gpu.py``, 2026-11-26, torch 2.11. With them the break-even is 676 for current scaling: square layers from 1352 on
-gain, and so do Llama-3 8B's 4096 x 1024 key and value projections (819).
+gain, and so do Llama-3 8B's 4096 x 1024 key and value projections (819). Other GPUs are assumed to reach the same shares of their data
+sheets. The model of a whole step (:mod:`foundry_fp8.planning.speed`) has the same rates.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
+import torch
+
 from foundry_fp8.compat.block_scaled_mm import block_mode_missing
+from foundry_fp8.gpus import GPUS, Gpu, gpu_of
 from foundry_fp8.numerics.recipes import Recipe
 
-__all__ = ["break_even", "saved_seconds", "size_reason"]
-
-BF16_FLOPS = 770e12  # FLOP/s
-FP8_FLOPS = 1370e12
-BLOCK_FLOPS = 1130e12
-"""Of torch's block-scaled GEMM, the mean of fprop, dgrad (1230) and wgrad (1000)."""
-TRITON_BLOCK_FLOPS = 570e12
-"""Of this package's own, which runs where torch has none."""
-BANDWIDTH = 2.6e12
-"""Bytes per second that the quantise kernels move."""
-
-
-def _saved_per_flop(recipe: Recipe) -> float:
-    fp8 = FP8_FLOPS
-    if recipe.kind == "block":
-        fp8 = BLOCK_FLOPS if block_mode_missing() is None else TRITON_BLOCK_FLOPS
-    return 1 / BF16_FLOPS - 1 / fp8
+__all__ = [
+    "H100",
+    "Rates",
+    "break_even",
+    "bytes_per_element",
+    "rates_here",
+    "rates_of",
+    "saved_seconds",
+    "size_reason",
+]
 
 
-def _seconds_per_element(recipe: Recipe) -> float:
-    # bf16 is read (twice under current scaling, whose amax takes a pass), and two FP8 layouts are written.
-    return (6 if recipe.measures_first or recipe.by_row else 4) / BANDWIDTH
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    """What a GPU reaches."""
+
+    bf16: float = 770e12
+    """FLOP/s of large GEMMs."""
+    fp8: float = 1370e12
+    block: float = 1130e12
+    """Of torch's block-scaled GEMM, the mean of fprop, dgrad (1230) and wgrad (1000)."""
+    triton_block: float = 570e12
+    """Of this package's own, which runs where torch has none."""
+    fp4: float | None = None
+    attention: float = 475e12
+    """Of BF16's two GEMMs, forward and backward: 16384 tokens, heads of 128, causal (``benchmarks/context_gpu.py``)."""
+    bandwidth: float = 2.6e12
+    """Bytes per second that kernels move which quantise."""
+
+    def products(self, recipe: Recipe | None) -> float:
+        """FLOP/s of the GEMMs of ``recipe``; ``None`` is BF16."""
+        if recipe is None:
+            return self.bf16
+        if recipe.kind == "block":
+            return self.block if block_mode_missing() is None else self.triton_block
+        return self.fp4 if recipe.element_bits == 4 and self.fp4 else self.fp8
 
 
-def saved_seconds(recipe: Recipe, tokens: int, in_features: int, out_features: int) -> float:
+H100 = Rates()
+
+
+def rates_of(gpu: Gpu) -> Rates:
+    """The rates of ``gpu``, at the H100's shares of the data sheet."""
+    measured, peaks = GPUS["h100"], gpu.peaks.flops_per_sec
+    bf16 = gpu.bf16_flops / measured.bf16_flops
+    fp8 = peaks.get("fp8", 0.0) / measured.peaks.of("fp8")
+    return Rates(
+        bf16=bf16 * H100.bf16,
+        fp8=fp8 * H100.fp8,
+        block=fp8 * H100.block,
+        triton_block=fp8 * H100.triton_block,
+        fp4=peaks["fp4"] / measured.peaks.of("fp8") * H100.fp8 if "fp4" in peaks else None,
+        attention=bf16 * H100.attention,
+        bandwidth=gpu.bandwidth / measured.bandwidth * H100.bandwidth,
+    )
+
+
+def rates_here() -> Rates:
+    """Those of the GPU of this process, an H100's where it has none or one that is not known."""
+    gpu = gpu_of(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+    return H100 if gpu is None else rates_of(gpu)
+
+
+def _saved_per_flop(recipe: Recipe, rates: Rates) -> float:
+    return 1 / rates.bf16 - 1 / rates.products(recipe)
+
+
+def bytes_per_element(recipe: Recipe) -> int:
+    """That quantising x or dy moves: bf16 is read (twice under current scaling, whose amax takes a pass), two FP8 layouts are written."""
+    return 6 if recipe.measures_first or recipe.by_row else 4
+
+
+def saved_seconds(
+    recipe: Recipe, tokens: int, in_features: int, out_features: int, rates: Rates = H100
+) -> float:
     """What ``recipe`` is predicted to save of a linear's forward and backward; negative if it costs time."""
-    products = 6 * tokens * in_features * out_features * _saved_per_flop(recipe)
-    return products - tokens * (in_features + out_features) * _seconds_per_element(recipe)
+    products = 6 * tokens * in_features * out_features * _saved_per_flop(recipe, rates)
+    return products - tokens * (in_features + out_features) * bytes_per_element(recipe) / rates.bandwidth
 
 
-def break_even(recipe: Recipe) -> float:
+def break_even(recipe: Recipe, rates: Rates = H100) -> float:
     """The ``N K / (N + K)`` above which ``recipe`` is predicted to be faster than BF16; infinite if it never is."""
-    saved = _saved_per_flop(recipe)
-    return math.inf if saved <= 0 else _seconds_per_element(recipe) / (6 * saved)
+    saved = _saved_per_flop(recipe, rates)
+    return math.inf if saved <= 0 else bytes_per_element(recipe) / rates.bandwidth / (6 * saved)
 
 
-def size_reason(recipe: Recipe, in_features: int, out_features: int) -> str | None:
-    """Why FP8 is predicted to make a layer no faster, or ``None`` if it makes it faster."""
+def size_reason(
+    recipe: Recipe, in_features: int, out_features: int, rates: Rates | None = None
+) -> str | None:
+    """Why FP8 is predicted to make a layer no faster on a GPU of ``rates``, by default this one; ``None`` if it makes it faster."""
     size = in_features * out_features / (in_features + out_features)
-    least = break_even(recipe)
+    least = break_even(recipe, rates or rates_here())
     if size >= least:
         return None
     if least == math.inf:

@@ -12,6 +12,7 @@ from foundry_fp8.activations.checkpointing.targets import Selection, select
 from foundry_fp8.backends import AUTO_ORDER, load_backend
 from foundry_fp8.cli.hardware import Hardware
 from foundry_fp8.cli.hf_folder import FOLDER_MODEL
+from foundry_fp8.cli.predicted import gains, on_paper, prediction
 from foundry_fp8.config import ConfigError
 from foundry_fp8.numerics.recipes import Recipe
 from foundry_fp8.run.settings import Run
@@ -104,10 +105,8 @@ def check_conversion(
     if newer and hardware.gpu.recipe != "mxfp8" and not emulated:
         text = f"{newer} needs Blackwell; {hardware.name} runs current, delayed and block"
         found.append(Finding("conversion", "error", text))
-    # What is converted is a matter of the model; who multiplies, of the machine: there it is asked again.
-    elsewhere = dataclasses.replace(chosen, backend="emulated", accumulation="float32", cache_weights=False, fuse=False)  # fmt: skip
     try:
-        report = apply_fp8(model, device="cpu", **(chosen if emulated else elsewhere).given)
+        report = apply_fp8(model, device="cpu", **(chosen.given if emulated else on_paper(fp8, hardware.gpu)))
     except (ConfigError, RuntimeError) as error:
         return run, [*found, Finding("conversion", "error", str(error))]
     names = AUTO_ORDER["cuda"] if fp8.backend == "auto" else (fp8.backend,)
@@ -135,6 +134,9 @@ def check_conversion(
         if not i or row.reason != report.attention[0].reason:
             level = "ok" if row.action == "converted" else "warning"
             found.append(Finding("attention", level, f"{row.name}: {row.action}: {row.reason}"))
+    if not emulated and not any(finding.level == "error" for finding in found):
+        faster = prediction(config, run, fp8, model, report, hardware)
+        found += [] if faster is None else [Finding("speed", "ok", faster)]
     return run, found
 
 
@@ -160,16 +162,12 @@ def _refused_by_backends(fp8: FP8Config, recipes: Sequence[Recipe]) -> list[str]
 
 def _left_by_auto(report: SurgeryReport, hardware: Hardware) -> list[Finding]:
     """What a GPU's backends leave in high precision under ``recipe: auto``, because FP8 makes it no faster there."""
-    from foundry_fp8.backends.size_rule import size_reason
-
-    linears = [row for row in report.rows if row.action == "converted" and len(row.shape) == 2]
-    reasons = {row.name: size_reason(report.recipe, row.shape[1], row.shape[0]) for row in linears}
-    left = {name: reason for name, reason in reasons.items() if reason is not None}
+    linears, left = gains(report, hardware.gpu)
     if not left:
         return []
     name, reason = next(iter(left.items()))
-    said = f"on {hardware.name} auto leaves {len(left)} of these {len(linears)} linears in high precision; {name}: {reason}"
-    if len(left) < len(linears):
+    said = f"on {hardware.name} auto leaves {len(left)} of these {linears} linears in high precision; {name}: {reason}"
+    if len(left) < linears:
         return [Finding("conversion", "warning", said)]
     return [Finding("conversion", "error", f"{said}. Nothing is left to convert, which ends the run")]
 

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import nn
 
-from foundry_fp8.cli.hardware import GPUS, PER_NODE
+from foundry_fp8.cli.hardware import PER_NODE
 from foundry_fp8.config import ConfigError, check_choice
 from foundry_fp8.distributed.compression.config import CompressionConfig
 from foundry_fp8.distributed.compression.routing import path_of
 from foundry_fp8.distributed.sharding import degrees, is_fsdp2, sharding_of
+from foundry_fp8.gpus import GPUS
 
 if TYPE_CHECKING:
     from foundry_fp8.planning.memory.cluster import Cluster

@@ -27,6 +27,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
         "plan": ("", "Estimate before a run what it will need."),
     },
     "plan": {
+        "speed": ("plan_speed", "Print how much faster FP8 is, by recipe and number of GPUs, with a range, and which layers gain nothing."),
         "memory": ("plan_memory", "Print a table of what each block could do, the plan, and the YAML that pins it."),
         "communication": ("plan_communication", "Print communication, exposed time and memory a GPU for FSDP and the best HSDP, with and without compression."),
     },

@@ -13,17 +13,17 @@ from typing import Annotated, Any
 import typer
 
 from foundry_fp8.cli.cluster import refuse_tensor_parallelism, shard_of, wire_bytes
-from foundry_fp8.cli.hardware import gpu_named
 from foundry_fp8.cli.yaml_model import Trust, build_yaml_model, optimizer_bytes_of, read_yaml
 from foundry_fp8.cli.yaml_run import run_of
 from foundry_fp8.config import ConfigError, Positive, accept, at_least, check_choice
 from foundry_fp8.config.files import write_file
 from foundry_fp8.distributed.sharding import sharding_of
-from foundry_fp8.planning.communication.machines import GPUS, NETWORKS, Network
+from foundry_fp8.gpus import GPUS, gpu_named
+from foundry_fp8.planning.communication.machines import NETWORKS, Network
 from foundry_fp8.planning.communication.nccl_tests import with_logs
 from foundry_fp8.planning.communication.step import Workload, plan_communication
 
-__all__ = ["communication", "workload_of"]
+__all__ = ["communication", "counts_of", "workload_of"]
 
 
 def communication(
@@ -31,7 +31,7 @@ def communication(
         Path | None, typer.Argument(help="An LLM Foundry training YAML.", exists=True, dir_okay=False)
     ] = None,
     gpus: Annotated[str, typer.Option(help="64..16384 (doubling), or a list: 64,512.")] = "64..16384",
-    gpu: Annotated[str, typer.Option(help=", ".join(GPUS))] = "h100-sxm",
+    gpu: Annotated[str, typer.Option(help=", ".join(GPUS))] = "h100",
     network: Annotated[str, typer.Option(help=", ".join(NETWORKS))] = "h100-3200g",
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="Override a network constant: across_bus=1.2e11.")
@@ -61,11 +61,11 @@ def communication(
 ) -> None:
     """Print communication, exposed time and memory a GPU for FSDP and the best HSDP, with and without compression."""
     counts, left_out = [], ""
-    gpu = gpu_named(gpu, GPUS)
+    gpu = gpu_named(gpu)
     check_choice("--network", network, tuple(NETWORKS))
     constants = _override(with_logs(NETWORKS[network], nccl_tests or []), set_ or [])
     if parameters is not None:
-        counts = _counts(gpus)
+        counts = counts_of(gpus)
         work = Workload(
             parameters=parameters, units=units, tokens=8192 if tokens is None else tokens, width=width
         )
@@ -73,7 +73,7 @@ def communication(
         config = read_yaml(yaml, trust=trust)
         refuse_tensor_parallelism(run_of(config))
         model = build_yaml_model(config, "meta")
-        counts, left_out = _divided(config, model, GPUS[gpu].memory_bytes, _counts(gpus))
+        counts, left_out = _divided(config, model, GPUS[gpu].memory_bytes, counts_of(gpus))
         work = workload_of(config, model, tokens)
     else:
         raise ConfigError("Give a training YAML, or --parameters.")
@@ -131,7 +131,8 @@ def _divided(
     return fitting, f"left out: {next(iter(refused.values()))}" if refused else ""
 
 
-def _counts(text: str) -> list[int]:
+def counts_of(text: str) -> list[int]:
+    """The numbers of GPUs that ``64..16384`` or ``8,64`` names; a :class:`ConfigError` for another text."""
     ends, listed = (
         re.fullmatch(r"([0-9]{1,9})\.\.([0-9]{1,9})", text),
         re.fullmatch(r"[0-9]{1,9}(,[0-9]{1,9})*", text),

@@ -18,12 +18,13 @@ import typer
 from torch import Tensor
 
 from foundry_fp8.cli.cluster import cluster_of, limit_of
-from foundry_fp8.cli.hardware import GPUS, PER_NODE, gpu_named
+from foundry_fp8.cli.hardware import PER_NODE
 from foundry_fp8.cli.quiet import quiet
 from foundry_fp8.cli.yaml_model import Trust, build_yaml_model, optimizer_bytes_of, read_yaml
 from foundry_fp8.cli.yaml_run import run_of
 from foundry_fp8.compat.fake_tensor import NEEDS_VALUES, FakeTensor, FakeTensorMode
 from foundry_fp8.config import ConfigError, Positive, accept, check_choice, format_bytes
+from foundry_fp8.gpus import GPUS, gpu_named
 from foundry_fp8.layers.autocast import autocast_type
 from foundry_fp8.model_structure.experts import router_modules
 
@@ -105,7 +106,7 @@ def plan_yaml(
     config = read_yaml(yaml, trust=trust)
     if world_size is not None:
         accept(Positive, world_size, "--world-size")
-        gpu = gpu_named(gpu, GPUS)
+        gpu = gpu_named(gpu)
     elif sharding is not None:
         raise ConfigError("--sharding: a strategy for ranks; give --world-size too.")
     if sharding is not None:

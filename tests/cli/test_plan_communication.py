@@ -8,7 +8,8 @@ from typer.testing import CliRunner
 from foundry_fp8.cli.main import app
 from foundry_fp8.cli.plan_communication import workload_of
 from foundry_fp8.cli.yaml_model import build_yaml_model, read_yaml
-from foundry_fp8.planning.communication.machines import GPUS, NETWORKS
+from foundry_fp8.gpus import GPUS
+from foundry_fp8.planning.communication.machines import NETWORKS
 from foundry_fp8.planning.communication.step import layout
 from tests.cli.test_plan_memory import MPT
 
@@ -70,7 +71,7 @@ def test_a_log_of_nccl_tests_and_a_slow_network_change_the_plan(tmp_path):
     ("arguments", "said"),
     [
         ([], "--parameters"),
-        (["--parameters", "7e9", "--gpu", "h1000"], "h100-sxm"),
+        (["--parameters", "7e9", "--gpu", "h1000"], "h100"),
         (["--parameters", "7e9", "--network", "ib"], "h100-3200g"),
         (["--parameters", "7e9", "--gpus", "many"], "64..16384"),
         (["--parameters", "7e9", "--set", "acros_bus=1"], "across_bus"),
@@ -129,7 +130,7 @@ def test_the_named_optimizer_and_the_mixed_precision_are_counted(tmp_path):
                 itemsize,
                 4,
             )
-            found[states, itemsize] = layout(work, 8, 8, GPUS["h100-sxm"], NETWORKS["h100-3200g"])
+            found[states, itemsize] = layout(work, 8, 8, GPUS["h100"], NETWORKS["h100-3200g"])
             assert found[states, itemsize].memory_bytes == pytest.approx(
                 work.parameters * (8 + states) / 8 + 2 * itemsize * work.parameters / 2
             )

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from foundry_fp8.compat.compiled_model import is_compiled
 from foundry_fp8.config import Config, Positive, from_mapping
+from foundry_fp8.gpus import TABLE, Peaks, peaks_of
 from foundry_fp8.layers.state import FP8State
 from foundry_fp8.observe.flops.gemms import gemms_of, uncounted_matrices
 from foundry_fp8.observe.flops.meter import FlopMeter, Tokens
 from foundry_fp8.observe.flops.observer import Observer
-from foundry_fp8.observe.flops.peaks import TABLE, PeakFlops, Peaks, measured_peaks, peaks_from_user, peaks_of
+from foundry_fp8.observe.flops.peaks import PeakFlops, measured_peaks, peaks_from_user
 from foundry_fp8.observe.flops.utilisation import Flops, utilisation
 
 __all__ = ["MFUConfig", "MFUMeter", "name_uncounted"]

@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 
-from foundry_fp8.observe.flops.peaks import Peaks
+from foundry_fp8.gpus import Peaks
 
 __all__ = ["Flops", "utilisation"]
 

@@ -15,8 +15,9 @@ import dataclasses
 
 from foundry_fp8.distributed.compression.config import CompressionConfig
 from foundry_fp8.distributed.compression.routing import Path
+from foundry_fp8.gpus import Gpu
 from foundry_fp8.numerics.wire_format import WireFormat
-from foundry_fp8.planning.communication.machines import Gpu, Network
+from foundry_fp8.planning.communication.machines import Network
 
 __all__ = ["Wires", "bytes_per_element", "collective_seconds"]
 

@@ -1,4 +1,4 @@
-"""The GPUs and networks of ``foundry-fp8 plan communication``: their constants, each with its source."""
+"""The networks of ``foundry-fp8 plan communication``: their constants, each with its source."""
 
 from __future__ import annotations
 
@@ -6,46 +6,11 @@ import dataclasses
 from typing import Annotated
 
 from foundry_fp8.config import Config, Positive, PositiveNumber, at_least, at_most
-from foundry_fp8.observe.flops.peaks import peaks_of
 
-__all__ = ["GPUS", "NETWORKS", "Gpu", "Network"]
+__all__ = ["NETWORKS", "Network"]
 
 Seconds = Annotated[float, at_least(0)]
 Share = Annotated[float, at_least(0), at_most(1)]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Gpu:
-    """The constants of a GPU."""
-
-    memory_bytes: float
-    bf16_flops: float
-    """Dense peak, FLOP/s."""
-    hbm_bytes_per_second: float
-    """Bandwidth of a fused quantiser, reads plus writes: three quarters of the data sheet's peak (assumed)."""
-    source: str
-
-
-def _gpu(device: str, memory_bytes: float, hbm_bytes_per_second: float) -> Gpu:
-    peaks = peaks_of(device)
-    assert peaks is not None
-    return Gpu(
-        memory_bytes=memory_bytes,
-        bf16_flops=peaks.of("bf16"),
-        hbm_bytes_per_second=0.75 * hbm_bytes_per_second,
-        source=f"{peaks.detail}, dense",
-    )
-
-
-GPUS = {
-    "h100-sxm": _gpu("H100 SXM", 80e9, 3.35e12),
-    "h200-sxm": _gpu("H200 SXM", 141e9, 4.8e12),
-    "a100-40g": _gpu("A100", 40e9, 1.555e12),
-    "a100-80g": _gpu("A100", 80e9, 2.039e12),
-    "b200": _gpu("B200", 180e9, 7.7e12),
-    "b300": _gpu("B300", 270e9, 8e12),
-    "gb200": _gpu("GB200", 186e9, 8e12),
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -21,8 +21,9 @@ from typing import Annotated, Literal
 from foundry_fp8.config import Config, ConfigError, Fraction, Positive, accept, at_least, at_most
 from foundry_fp8.distributed.compression.config import CompressionConfig
 from foundry_fp8.distributed.compression.routing import path_of
+from foundry_fp8.gpus import Gpu
 from foundry_fp8.planning.communication import legs
-from foundry_fp8.planning.communication.machines import Gpu, Network
+from foundry_fp8.planning.communication.machines import Network
 from foundry_fp8.planning.communication.stragglers import slowest
 
 __all__ = ["COMPRESSED", "Layout", "Workload", "best_layout", "layout", "plan_communication"]

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from foundry_fp8.gpus import Peaks
 from foundry_fp8.observe.flops.attention import attended_pairs, attention_shapes
 from foundry_fp8.observe.flops.gemms import gemms_of, uncounted_matrices
-from foundry_fp8.observe.flops.peaks import Peaks
 from foundry_fp8.observe.flops.utilisation import Flops, utilisation
 
 BATCH, LENGTH, VOCAB = 2, 24, 96

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from foundry_fp8.config import ConfigError
-from foundry_fp8.observe.flops.peaks import TABLE, measured_peaks, peaks_from_user, peaks_of
+from foundry_fp8.gpus import TABLE, peaks_of
+from foundry_fp8.observe.flops.peaks import measured_peaks, peaks_from_user
 
 # What torch.cuda.get_device_name returns, and the row it must (or must not) find.
 NAMES = {

@@ -4,6 +4,7 @@ import pytest
 
 from foundry_fp8.distributed.compression.config import CompressionConfig
 from foundry_fp8.distributed.compression.routing import path_of
+from foundry_fp8.gpus import GPUS
 from foundry_fp8.numerics.wire_format import WireFormat
 from foundry_fp8.planning.communication.legs import (
     Wires,
@@ -11,9 +12,9 @@ from foundry_fp8.planning.communication.legs import (
     bytes_per_element,
     collective_seconds,
 )
-from foundry_fp8.planning.communication.machines import GPUS, NETWORKS
+from foundry_fp8.planning.communication.machines import NETWORKS
 
-H100, EFA = GPUS["h100-sxm"], NETWORKS["h100-3200g"]
+H100, EFA = GPUS["h100"], NETWORKS["h100-3200g"]
 HBM = 0.75 * 3.35e12
 
 

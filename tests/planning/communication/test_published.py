@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from foundry_fp8.distributed.compression.config import CompressionConfig
-from foundry_fp8.planning.communication.machines import GPUS, NETWORKS
+from foundry_fp8.gpus import GPUS
+from foundry_fp8.planning.communication.machines import NETWORKS
 from foundry_fp8.planning.communication.step import Workload, layout
 
 ROOT = Path(__file__).parents[3]
@@ -37,11 +38,11 @@ def setting(series):
     if source == "AWS":
         parameters, units = {"1B": (1e9, 24), "7B": (6.7e9, 32)}[size]
         work = Workload(parameters=parameters, units=units, tokens=8192)
-        return work, GPUS["h100-sxm"], NETWORKS["p5-efa"]
+        return work, GPUS["h100"], NETWORKS["p5-efa"]
     if source == "torchtitan":
         wire = CompressionConfig(gradients="none", parameters="e4m3") if kind == "float8" else None
         work = Workload(parameters=8.03e9, units=32, tokens=16384, compression=wire)
-        return work, GPUS["h100-sxm"], NETWORKS["h100-3200g"]
+        return work, GPUS["h100"], NETWORKS["h100-3200g"]
     parameters, units, on_h100, on_a100 = MPT[size]
     if kind == "A100":
         work = Workload(parameters=parameters, units=units, tokens=2048 * on_a100)
@@ -50,7 +51,7 @@ def setting(series):
         parameters=parameters, units=units, tokens=2048 * (2 if "2 sequences" in series else on_h100),
         sharding="SHARD_GRAD_OP" if size in ("1B", "3B") else "FULL_SHARD", gradient_bytes=4,
     )  # fmt: skip
-    return work, GPUS["h100-sxm"], NETWORKS["h100-3200g"]
+    return work, GPUS["h100"], NETWORKS["h100-3200g"]
 
 
 def computing_alone(series, smallest, network):

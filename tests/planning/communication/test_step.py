@@ -6,8 +6,9 @@ import pytest
 
 from foundry_fp8.config import ConfigError
 from foundry_fp8.distributed.compression.config import CompressionConfig
+from foundry_fp8.gpus import GPUS
 from foundry_fp8.planning.communication import legs, step
-from foundry_fp8.planning.communication.machines import GPUS, NETWORKS
+from foundry_fp8.planning.communication.machines import NETWORKS
 from foundry_fp8.planning.communication.step import (
     COMPRESSED,
     Workload,
@@ -17,7 +18,7 @@ from foundry_fp8.planning.communication.step import (
 )
 from foundry_fp8.planning.communication.stragglers import slowest
 
-H100, EFA = GPUS["h100-sxm"], NETWORKS["h100-3200g"]
+H100, EFA = GPUS["h100"], NETWORKS["h100-3200g"]
 SLOW = NETWORKS["ethernet-100g"]
 WORK = Workload(parameters=6.7e9, units=32, tokens=8192)
 PACKED = dataclasses.replace(WORK, compression=COMPRESSED)

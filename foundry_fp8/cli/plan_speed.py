@@ -1,0 +1,105 @@
+"""``foundry-fp8 plan speed``: how much faster FP8 makes a YAML's run, by recipe and number of GPUs, and which layers gain."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from foundry_fp8.cli.cluster import refuse_tensor_parallelism, shard_of
+from foundry_fp8.cli.plan_communication import counts_of, workload_of
+from foundry_fp8.cli.predicted import NETWORK_OF, converted_step, gains, of_step, on_paper
+from foundry_fp8.cli.quiet import quiet
+from foundry_fp8.cli.yaml_model import Trust, build_yaml_model, read_yaml
+from foundry_fp8.cli.yaml_run import run_of
+from foundry_fp8.config import ConfigError, Fraction, accept, check_choice
+from foundry_fp8.gpus import GPUS, gpu_named
+from foundry_fp8.planning.communication.machines import NETWORKS
+
+__all__ = ["speed"]
+
+
+def speed(
+    yaml: Annotated[
+        Path,
+        typer.Argument(
+            help="An LLM Foundry training YAML, or the folder of a Hugging Face model.", exists=True
+        ),
+    ],
+    gpu: Annotated[str, typer.Option(help=", ".join(name for name in GPUS if GPUS[name].recipe))] = "h100",
+    gpus: Annotated[str, typer.Option(help="8..256 (doubling), or a list: 8,64,256.")] = "8,64,256",
+    network: Annotated[
+        str | None, typer.Option(help=f"{', '.join(NETWORKS)}; by default one that goes with the GPU.")
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(help="A GPU and microbatch; by default those of device_train_microbatch_size.")
+    ] = None,
+    mfu: Annotated[
+        float | None, typer.Option(help="Of your own BF16 run on few GPUs, as mfu_monitor logs it; 0.4 where it is not given.")
+    ] = None,
+    trust: Trust = False,
+) -> None:  # fmt: skip
+    """Print how much faster FP8 is, by recipe and number of GPUs, with a range, and which layers gain nothing."""
+    options = locals()
+    with quiet():
+        said = plan_speed(**options)
+    typer.echo(said)
+
+
+def plan_speed(
+    yaml: Path,
+    *,
+    gpu: str,
+    gpus: str,
+    network: str | None,
+    tokens: int | None,
+    mfu: float | None,
+    trust: bool,
+) -> str:
+    """The plan as text; the options are those of :func:`speed`."""
+    from foundry_fp8.numerics.recipes import RECIPES
+    from foundry_fp8.planning.speed import USUAL_MFU, predict
+    from foundry_fp8.surgery.apply import apply_fp8
+    from foundry_fp8.surgery.fp8_config import FP8Config
+    from foundry_fp8.surgery.report import kind_of
+
+    name, counts = gpu_named(gpu), counts_of(gpus)
+    kind = GPUS[name]
+    if kind.recipe is None:
+        raise ConfigError(f"--gpu: {name} does not multiply FP8.")
+    network = network or NETWORK_OF.get(name, "h100-3200g")
+    check_choice("--network", network, tuple(NETWORKS))
+    usual = USUAL_MFU if mfu is None else accept(Fraction, mfu, "--mfu")
+    config = read_yaml(yaml, trust=trust)
+    run = run_of(config)
+    refuse_tensor_parallelism(run)
+    model = build_yaml_model(config, "meta")
+    work = workload_of(config, model, tokens)
+    shards = {count: shard_of(run_of(config, count), model, kind.memory_bytes, "--gpus") for count in counts}
+    fp8 = run.fp8 or FP8Config(recipe="auto")
+    report = apply_fp8(model, device="cpu", **on_paper(fp8, kind))
+    step = converted_step(model, report, fp8, kind, config["max_seq_len"])
+    # Where the YAML names no recipe, each that the GPU runs.
+    names = dict.fromkeys((report.recipe.name, "delayed", "current", "block"))
+    recipes = report.recipes if run.fp8 else [RECIPES[recipe]() for recipe in names]
+    lines = [
+        f"{work.parameters / 1e9:.2f} B parameters, {work.tokens} tokens a GPU and microbatch",
+        f"{name}: {kind.source}, of which kernels reach the shares that an H100's reach; BF16 runs at {usual:.0%} MFU on few GPUs "
+        f"({'assumed' if mfu is None else 'given'}); network {network}",
+        "",
+        f"{'recipe':10} {'GPUs':>6} {'tokens/s a GPU':>15} {'MFU':>6}  over BF16",
+    ]
+    for recipe in (None, *recipes):
+        for count, shard in shards.items():
+            whole = of_step(work, config, count)
+            found = predict(step, whole, recipe, count, shard, kind, NETWORKS[network], fused=fp8.fuse is not False, mfu=usual)  # fmt: skip
+            over = f"{found.estimate:.2f} ({found.low:.2f} to {found.high:.2f})" if recipe else "1"
+            label = recipe.name if recipe else "BF16"
+            lines.append(
+                f"{label:10} {count:6d} {whole.tokens / found.seconds:15.0f} {found.mfu:6.1%}  {over}"
+            )
+    linears, left = gains(report, kind)
+    kinds = {kind_of(layer): f"{kind_of(layer)}: {why}" for layer, why in left.items()}
+    lines += ["", f"{linears - len(left)} of {linears} linears gain from {report.recipe.name}"]
+    return "\n".join([*lines, *kinds.values()])

@@ -1,0 +1,100 @@
+"""``foundry-fp8 plan speed``, and the line with which ``doctor`` ends."""
+
+import re
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from foundry_fp8.cli.main import app
+from tests.cli.test_plan_memory import MPT
+
+WIDE = {"d_model": 2048, "n_heads": 16, "n_layers": 2, "vocab_size": 1024}
+
+
+@pytest.fixture
+def written(tmp_path):
+    """A function that writes a YAML of an MPT, with ``algorithms.fp8``, and gives its path."""
+
+    def write(fp8=None, **model):
+        config = {
+            **MPT,
+            "model": {**MPT["model"], **model},
+            "device_train_microbatch_size": 4,
+            "global_train_batch_size": 64,
+        }
+        config["algorithms"] = {} if fp8 is None else {"fp8": fp8}
+        path = tmp_path / "run.yaml"
+        path.write_text(yaml.safe_dump(config))
+        return str(path)
+
+    return write
+
+
+def plan(*arguments):
+    return CliRunner().invoke(app, ["plan", "speed", *arguments])
+
+
+def rows(output):
+    found = re.findall(
+        r"^(\w+) +(\d+) +(\d+) +[\d.]+%  (?:1$|([\d.]+) \(([\d.]+) to ([\d.]+)\))", output, re.M
+    )
+    return {(r, int(n)): (float(t), *(float(x) for x in rest if x)) for r, n, t, *rest in found}
+
+
+def test_every_recipe_of_the_gpu_where_the_yaml_names_none(written):
+    path = written(**WIDE)
+    hopper, blackwell = (plan(path, "--gpu", gpu, "--gpus", "8,16").output for gpu in ("h100", "b200"))
+    assert [r for r, n in rows(hopper) if n == 8] == ["BF16", "current", "delayed", "block"]
+    assert [r for r, n in rows(blackwell) if n == 8] == ["BF16", "mxfp8", "delayed", "current", "block"]
+    assert "8 of 8 linears gain from current" in hopper
+
+
+def test_what_it_says_follows_from_its_own_tokens_per_second(written):
+    output = plan(written({"recipe": "delayed"}, **WIDE), "--gpus", "8..16").output
+    found = rows(output)
+    assert set(found) == {(r, n) for r in ("BF16", "delayed") for n in (8, 16)}
+    for gpus in (8, 16):
+        tokens, faster, low, high = found["delayed", gpus]
+        assert tokens / found["BF16", gpus][0] == pytest.approx(faster, abs=0.006) and low <= faster <= high
+
+
+def test_a_faster_bf16_run_narrows_the_range(written):
+    path = written({"recipe": "current"}, **WIDE)
+    usual, fast = (
+        rows(plan(path, "--gpus", "8", "--tokens", "65536", *more).output)["current", 8]
+        for more in ((), ("--mfu", "0.6"))
+    )
+    assert fast[3] - fast[2] <= usual[3] - usual[2]
+
+
+def test_auto_leaves_what_gains_nothing_and_says_why(written):
+    small = {**WIDE, "d_model": 256}
+    output = plan(written({"recipe": "auto"}, **small), "--gpus", "8").output
+    assert "0 of 8 linears gain from current" in output and "too small to gain: 256 x 256" in output
+    _, faster, *_ = rows(output)["current", 8]
+    assert faster <= 1
+
+
+def test_doctor_ends_with_what_the_plan_says(written):
+    path = written({"recipe": "current"}, **WIDE)
+    said = CliRunner().invoke(app, ["doctor", path, "--hardware", "h100x16"]).output
+    _, faster, low, high = rows(plan(path, "--gpus", "16").output)["current", 16]
+    assert said.rstrip().splitlines()[-1].split(maxsplit=2)[2] == (
+        f"predicted on h100x16: {faster:.2f} x BF16, {low:.2f} to {high:.2f}; 8 of 8 layers gain; foundry-fp8 plan speed says more"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--gpu", "a100"], "a100 does not multiply FP8"),
+        (["--gpu", "h1000"], "h100"),
+        (["--network", "ib"], "h100-3200g"),
+        (["--mfu", "1.5"], "--mfu"),
+        (["--gpus", "many"], "64..16384"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(arguments, said, written):
+    result = plan(written(**WIDE), *arguments)
+    assert result.exit_code == 2 and said in result.output, result.output
