@@ -236,6 +236,29 @@ def test_a_search_converts_the_model_of_each_trial():
     assert widths[0] == widths[2] < widths[1]
 
 
+def test_optuna_searches_the_rate_of_converted_models():
+    """Trainer's own search, through its library: every trial ends where a run of its own with that rate ends."""
+    pytest.importorskip("optuna")
+    fp8, rates, ends = callback(guard={}), [], []
+
+    def objective(metrics):
+        assert FP8State.of(searched.model).delayed.amax_history.any() and len(fp8.report.converted) == 14
+        rates.append(searched.args.learning_rate)
+        ends.append(dict(searched.model.state_dict()))
+        return metrics["eval_loss"]
+
+    searched = trainer_of([fp8], model_init=lambda: build_llama(), eval_strategy="epoch", max_steps=4, data_seed=1)
+    best = searched.hyperparameter_search(
+        backend="optuna", direction="minimize", n_trials=2, compute_objective=objective,
+        hp_space=lambda trial: {"learning_rate": trial.suggest_float("learning_rate", 1e-3, 1e-2)},
+    )  # fmt: skip
+    assert len(set(rates)) == 2 and best.hyperparameters["learning_rate"] in rates
+    for rate, end in zip(rates, ends, strict=True):
+        alone = trainer_of([callback(guard={})], learning_rate=rate, max_steps=4, data_seed=1)
+        alone.train()
+        assert same(dict(alone.model.state_dict()), end)
+
+
 NOTHING = {"n_gpu": 1, "bf16": False, "fp16": False, "fsdp": [], "deepspeed_plugin": None, "mixed_precision": "no",
            "torch_compile": False, "device": torch.device("cpu")}  # fmt: skip
 
