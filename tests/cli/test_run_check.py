@@ -110,6 +110,8 @@ def test_a_backend_without_kernels_for_the_recipe_is_not_promised(run):
         ({"algorithms__fp8__recipe": "mxfp8"}, "conversion", "mxfp8 needs Blackwell"),
         ({"algorithms__fp8__recipe": [{"blocks": "last-15%", "recipe": "high_precision"}, {"recipe": "nvfp4"}]}, "conversion", "nvfp4 needs Blackwell"),
         ({"algorithms__fp8": {"recipe": "nvfp4", "backend": "native"}}, "conversion", "native: it has no kernels for the scales of nvfp4"),
+        ({"algorithms__fp8": {"recipe": {"name": "current", "granularity": "row"}, "backend": "transformer_engine"}}, "conversion",
+         "transformer_engine: Transformer Engine has no scales of rows"),
         ({"algorithms__fp8": {"recipe": "nvfp4", "backend": "emulated", "attention": True}}, "conversion", "the nvfp4 recipe has no FP8 attention"),
         ({"algorithms__fp8__recipe": "curent"}, "algorithms", "Did you mean 'current'"),
         ({"algorithms__fp8__exclude": ["*.nothing"]}, "conversion", "matches none of the model's"),

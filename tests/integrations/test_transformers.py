@@ -247,7 +247,9 @@ def test_optuna_searches_the_rate_of_converted_models():
         ends.append(dict(searched.model.state_dict()))
         return metrics["eval_loss"]
 
-    searched = trainer_of([fp8], model_init=lambda: build_llama(), eval_strategy="epoch", max_steps=4, data_seed=1)
+    searched = trainer_of(
+        [fp8], model_init=lambda: build_llama(), eval_strategy="epoch", max_steps=4, data_seed=1
+    )
     best = searched.hyperparameter_search(
         backend="optuna", direction="minimize", n_trials=2, compute_objective=objective,
         hp_space=lambda trial: {"learning_rate": trial.suggest_float("learning_rate", 1e-3, 1e-2)},

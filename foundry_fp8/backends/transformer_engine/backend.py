@@ -17,7 +17,7 @@ from foundry_fp8.backends.transformer_engine.delayed import bind_slots, keep_out
 from foundry_fp8.backends.transformer_engine.library import ImportProblem, library, load_library
 from foundry_fp8.backends.transformer_engine.nonfinite import keep_non_finite
 from foundry_fp8.backends.transformer_engine.recipes import te_recipe_of
-from foundry_fp8.backends.transformer_engine.requirements import machine_of, requirement
+from foundry_fp8.backends.transformer_engine.requirements import form_reason, machine_of, requirement
 from foundry_fp8.backends.transformer_engine.wgrad import with_high_precision_wgrad
 from foundry_fp8.compat.fresh_view import fresh_view
 from foundry_fp8.compat.te_fsdp2 import tell_about_fsdp2
@@ -75,6 +75,10 @@ class TransformerEngineBackend(Backend):
         if refusal is not None:
             return Availability(False, f"Transformer Engine {library.version} refuses: {refusal}")
         return found
+
+    def recipe_reason(self, recipe: Recipe) -> str | None:
+        """See :meth:`Backend.recipe_reason`."""
+        return form_reason(recipe)
 
     def shape_reason(self, recipe: Recipe, in_features: int, out_features: int) -> str | None:
         """As everywhere, and whole 128-blocks for block scaling, whose ragged edges TE documents as unsupported.

@@ -16,7 +16,7 @@ from foundry_fp8.config.versions import dotted, release
 from foundry_fp8.layers.backend import Availability
 from foundry_fp8.numerics.recipes import Recipe
 
-__all__ = ["Machine", "cublas_version", "machine_of", "requirement"]
+__all__ = ["Machine", "cublas_version", "form_reason", "machine_of", "requirement"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,15 +49,20 @@ _NO_FORM = {
 }
 
 
+def form_reason(recipe: Recipe) -> str | None:
+    """Why Transformer Engine has no form of ``recipe`` on any machine, or ``None``."""
+    if recipe.kind in ("tensor", "block", "mx", "nvfp4"):
+        return None
+    other = f"this backend gives Transformer Engine no form of {recipe.name}'s scales ({recipe.kind})"
+    return _NO_FORM.get(recipe.kind, other)
+
+
 def requirement(recipe: Recipe, machine: Machine) -> Availability:
     """Whether ``machine`` can run ``recipe`` through Transformer Engine; if not, why and what would."""
     major, minor = machine.capability
     gpu = f"the GPU has compute capability {major}.{minor}"
-    if recipe.kind in _NO_FORM:
-        return Availability(False, _NO_FORM[recipe.kind], "Use backend: native.")
-    if recipe.kind not in ("tensor", "block", "mx", "nvfp4"):
-        reason = f"this backend gives Transformer Engine no form of {recipe.name}'s scales ({recipe.kind})"
-        return Availability(False, reason, "Set backend: emulated to check numerics.")
+    if (reason := form_reason(recipe)) is not None:
+        return Availability(False, reason, "Set backend: native, or emulated to check numerics.")
     if recipe.kind in ("mx", "nvfp4"):
         # TE takes nvfp4 on 12.x, which cannot round at random.
         if not (10, 0) <= machine.capability < (12, 0):
