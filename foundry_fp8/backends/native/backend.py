@@ -74,10 +74,6 @@ class NativeBackend(Backend):
         missing = triton_missing() or self.recipe_reason(recipe)
         if missing is not None:
             return Availability(False, missing, "Use backend: emulated to check numerics without speed.")
-        if not hasattr(torch, "_scaled_mm"):
-            return Availability(
-                False, f"torch {torch.__version__} has no _scaled_mm", "Install torch 2.7 or later."
-            )
         if device.type == "cpu" and (dry_run() or interpreting()):
             return Availability(True)
         if device.type != "cuda" or torch.version.hip is not None:
