@@ -15,10 +15,9 @@ from torch import Tensor
 from foundry_fp8.backends.size_rule import size_reason
 from foundry_fp8.backends.transformer_engine.delayed import bind_slots, keep_out_of_global_buffers
 from foundry_fp8.backends.transformer_engine.library import ImportProblem, library, load_library
-from foundry_fp8.backends.transformer_engine.nonfinite import keep_non_finite
+from foundry_fp8.backends.transformer_engine.outputs import keep_non_finite, with_high_precision_wgrad
 from foundry_fp8.backends.transformer_engine.recipes import te_recipe_of
 from foundry_fp8.backends.transformer_engine.requirements import machine_of, requirement
-from foundry_fp8.backends.transformer_engine.wgrad import with_high_precision_wgrad
 from foundry_fp8.compat.fresh_view import fresh_view
 from foundry_fp8.compat.te_fsdp2 import tell_about_fsdp2
 from foundry_fp8.layers.attention import AttentionBackend
