@@ -136,8 +136,7 @@ def _keep_norm_input(
     """
     rows = x.reshape(-1, x.shape[-1])
     if _norm_kernels(rows, fmt):
-        from foundry_fp8.kernels.norms import norm_statistics
-        from foundry_fp8.kernels.packed_norms import pack_norm_input
+        from foundry_fp8.kernels.norms import norm_statistics, pack_norm_input
 
         if fmt is None:
             return x, *norm_statistics(rows, eps, centered=centred)
