@@ -245,9 +245,8 @@ class RunLog(LoggerDestination):
                 log.warning("run_log: %s is of an earlier run and is now %s.", self.path, free.name)
         self._file = self.path.open("a", encoding="utf-8")
         _live[self.path.absolute()] = self
-        with contextlib.suppress(
-            OSError
-        ):  # a file system without locks; of the process, not of its data loaders
+        # A file system without locks; of the process, not of its data loaders.
+        with contextlib.suppress(OSError):
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if self._whole is None:
             if _is_cut(self.path):

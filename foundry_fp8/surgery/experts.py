@@ -170,9 +170,8 @@ def _same(module: nn.Module, form: type[ExpertsForm]) -> bool:
 
 def _inputs(form: type[ExpertsForm], hidden: int, random: Any) -> tuple[Any, ...]:
     tokens = 5
-    chosen = torch.tensor(
-        [[0, 2], [2, 0], [0, 2], [2, 0], [2, 0]], dtype=torch.int64, device="cpu"
-    )  # nobody chooses expert 1
+    # Nobody chooses expert 1.
+    chosen = torch.tensor([[0, 2], [2, 0], [0, 2], [2, 0], [2, 0]], dtype=torch.int64, device="cpu")
     weights = random(tokens, _CHOICES).abs()
     if form is StackedRows:
         return random(1, tokens, hidden), random(tokens, _EXPERTS), weights, chosen

@@ -56,9 +56,8 @@ _CASTS_AND_VIEWS = (
 
 def is_parameter(x: Tensor) -> bool:
     """Whether ``x`` is a Parameter, or a view or cast of one (autocast's copy, FSDP1's view of its flat parameter)."""
-    if isinstance(x, nn.Parameter) or isinstance(
-        x._base, nn.Parameter
-    ):  # of a frozen one only the base shows it
+    # Of a frozen one only the base shows it.
+    if isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter):
         return True
     node = x.grad_fn
     while node is not None:

@@ -45,9 +45,8 @@ def eager_attention(
     logits = query @ key.repeat_interleave(groups, 1).transpose(2, 3) * scaling
     if attention_mask is not None:
         logits = logits + attention_mask
-    if getattr(
-        module, "square_root", False
-    ):  # through the logarithm, since a root has no slope at a masked 0
+    # Through the logarithm, since a root has no slope at a masked 0.
+    if getattr(module, "square_root", False):
         probabilities = (0.5 * logits.float().log_softmax(-1)).exp()
     else:
         probabilities = logits.float().softmax(-1)

@@ -182,9 +182,8 @@ class FogModel(FogPreTrainedModel):
         }
         states, attentions = [], []
         for block in self.layers:
-            if (
-                output_hidden_states
-            ):  # held otherwise, they would defeat offloading and packing of blocks' inputs
+            # Held otherwise, they would defeat offloading and packing of blocks' inputs.
+            if output_hidden_states:
                 states.append(hidden)
             if checkpoint:
                 hidden, probabilities = self._gradient_checkpointing_func(

@@ -30,9 +30,10 @@ __all__ = [
 ]
 
 PRECISIONS = ("fp4", "fp8", "bf16", "fp16", "tf32", "fp32")
+# Dense FLOP/s of one device: one number for bf16, or by precision.
 PeakFlops = (
     PositiveNumber | Annotated[Mapping[Annotated[str, one_of(*PRECISIONS)], PositiveNumber], not_empty]
-)  # dense FLOP/s of one device: one number for bf16, or by precision
+)
 """What a GEMM can have run in. ``tf32`` is fp32 with reduced-precision multiplication allowed."""
 
 
