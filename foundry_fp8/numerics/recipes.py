@@ -55,6 +55,7 @@ __all__ = [
     "UnitScaling",
     "most_common_recipes",
     "parse_recipe",
+    "recipe_name",
 ]
 
 Operand = Literal["x", "w", "dy"]
@@ -419,6 +420,11 @@ def parse_recipe(value: str | Mapping[str, Any] | Recipe, key: str = "recipe") -
         said = "no name given" if name is None else f"{name!r} is not a recipe"
         raise ConfigError(f"{place}: {said}. Recipes: {', '.join(RECIPES)}.{nearest(name, RECIPES)}")
     return from_mapping(RECIPES[name], fields, key, owner=f"Recipe {name}")
+
+
+def recipe_name(recipe: Recipe | None) -> str:
+    """What a YAML calls it; ``None`` is high precision."""
+    return "high_precision" if recipe is None else recipe.name
 
 
 def most_common_recipes(recipes: Iterable[Recipe | None]) -> tuple[Recipe, ...]:

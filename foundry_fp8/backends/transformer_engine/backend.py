@@ -137,7 +137,8 @@ class TransformerEngineBackend(Backend):
                 record = module.training and torch.is_grad_enabled()
                 bind_slots(te_module, module.slots, record=record)
             if module.probe is not None:
-                _probe(module, x2d[:tokens])
+                _probe(module, x2d[:tokens].detach(), "x")
+                _probe(module, module.matrix.detach(), "w")
             y = _call(te_module, x2d, weight=te_weight, bias=bias)
         if high_precision_wgrad:
             y = with_high_precision_wgrad(y, x2d, weight)
@@ -145,7 +146,7 @@ class TransformerEngineBackend(Backend):
         if missing:
             y = y[:tokens]
         if module.probe is not None and y.requires_grad:
-            y.register_hook(functools.partial(_probe_dy, module))
+            y.register_hook(functools.partial(_probe, module, operand="dy"))
         return fresh_view(y, *x.shape[:-1], module.out_features)
 
     def _recipe_context(self, recipe: Recipe) -> AbstractContextManager[Any]:
@@ -200,16 +201,7 @@ def _warn_padding(fqn: str, tokens: int, multiple: int) -> None:
     )
 
 
-def _probe(module: FP8Linear, x: Tensor) -> None:
-    _probe_operand(module, x.detach(), "x")
-    _probe_operand(module, module.matrix.detach(), "w")
-
-
-def _probe_dy(module: FP8Linear, dy: Tensor) -> None:
-    _probe_operand(module, dy, "dy")
-
-
-def _probe_operand(module: FP8Linear, tensor: Tensor, operand: Operand) -> None:
+def _probe(module: FP8Linear, tensor: Tensor, operand: Operand) -> None:
     """TE does not hand out what it quantised; the reference gives the same bytes from the same scale."""
     if module.probe is None or module.recipe is None:
         return
