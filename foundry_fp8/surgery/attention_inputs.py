@@ -16,7 +16,7 @@ from foundry_fp8.compat.autograd import inside_backward
 from foundry_fp8.compat.fake_tensor import FakeTensor
 from foundry_fp8.layers.attention_mask import AttentionMask
 
-__all__ = ["BatchMasks", "compare_mask", "same_mask"]
+__all__ = ["BatchMasks", "compare_mask"]
 
 _INPUTS = ("attention_mask", "sequence_id", "position_ids")
 _MEMO = "_foundry_fp8_rules"
@@ -176,12 +176,6 @@ class _Check:
 
 _WAITING = 64
 """Comparisons of which nobody has read the answer."""
-
-
-def same_mask(dense: Tensor, rules: AttentionMask, queries: int, keys: int) -> bool:
-    """:func:`compare_mask`, and waits for the device."""
-    found = compare_mask(dense, rules, queries, keys)
-    return found is not None and bool(found)
 
 
 def compare_mask(dense: Tensor, rules: AttentionMask, queries: int, keys: int) -> Tensor | None:
