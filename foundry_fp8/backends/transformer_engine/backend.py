@@ -132,7 +132,9 @@ class TransformerEngineBackend(Backend):
         te_weight = weight.detach() if high_precision_wgrad else weight
         te_module = te_module_of(module, recipe)
         tell_about_fsdp2(te_module, module)
-        with self._recipe_context(recipe):
+        # The layer's own autocast, unless the model's is the one: a recompute, or a recipe changed at run time.
+        te_recipe = te_recipe_of(recipe)
+        with nullcontext() if library().is_running(te_recipe) else library().autocast(te_recipe):
             if module.slots is not None and recipe == module.configured_recipe:
                 record = module.training and torch.is_grad_enabled()
                 bind_slots(te_module, module.slots, record=record)
@@ -148,11 +150,6 @@ class TransformerEngineBackend(Backend):
         if module.probe is not None and y.requires_grad:
             y.register_hook(functools.partial(_probe, module, operand="dy"))
         return fresh_view(y, *x.shape[:-1], module.out_features)
-
-    def _recipe_context(self, recipe: Recipe) -> AbstractContextManager[Any]:
-        """The layer's own autocast, unless the model's is the one: a recompute, or a recipe changed at run time."""
-        te_recipe = te_recipe_of(recipe)
-        return nullcontext() if library().is_running(te_recipe) else library().autocast(te_recipe)
 
 
 def te_module_of(module: FP8Linear, recipe: Recipe) -> Any:
