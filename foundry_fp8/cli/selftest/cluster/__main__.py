@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import resource
@@ -19,15 +18,14 @@ def main(name: str, dry: bool) -> None:
     try:
         ranks = Ranks(dry=dry)
         rows = ranks.rows
-        from foundry_fp8.cli.selftest.cluster import network, wrappers  # where one fails, that is the result
+        if name in ("network", "collectives"):
+            from foundry_fp8.cli.selftest.cluster import network
 
-        stages = {
-            "network": network.network,
-            "collectives": network.collectives,
-            "compressed": wrappers.compressed,
-        }
-        stage = stages.get(name) or functools.partial(wrappers.train, kind=name)
-        stage(ranks)
+            getattr(network, name)(ranks)
+        else:  # which imports more
+            from foundry_fp8.cli.selftest.cluster import wrappers
+
+            wrappers.compressed(ranks) if name == "compressed" else wrappers.train(ranks, name)
         code = int(not all(row["ok"] for row in rows))
         if code:
             wrong = [f"{row['check']}: {row['figures']}" for row in rows if not row["ok"]]
