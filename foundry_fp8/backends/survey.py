@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import platform
 from typing import Any
 
@@ -17,7 +16,7 @@ from foundry_fp8.backends.transformer_engine.attention import attention_machine
 from foundry_fp8.backends.transformer_engine.library import ImportProblem, installed_version, load_library
 from foundry_fp8.backends.transformer_engine.requirements import cublas_version
 from foundry_fp8.config.tested import untested
-from foundry_fp8.config.versions import dotted
+from foundry_fp8.config.versions import dotted, installed, unpacked
 from foundry_fp8.kernels.launch import driver_version
 from foundry_fp8.numerics.recipes import RECIPES
 
@@ -71,8 +70,8 @@ def collect() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "driver": dotted(driver_version() or ()) or None,
         "cublas": dotted(cublas_version() or ()) or None,
-        "cudnn": dotted(_cudnn_version() or ()) or None,
-        **{name: _version(package) for name, package in _PACKAGES.items()},
+        "cudnn": dotted(_cudnn_version()) or None,
+        **{name: installed(package) for name, package in _PACKAGES.items()},
     }
     return {
         "platform": stack,
@@ -157,17 +156,8 @@ def _untested(versions: dict[str, Any]) -> dict[str, str]:
     return {key: text for key, text in said.items() if text}
 
 
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _cudnn_version() -> tuple[int, ...] | None:
+def _cudnn_version() -> tuple[int, ...]:
     if not torch.backends.cudnn.is_available() and torch.version.cuda is None:
-        return None
+        return ()
     packed = torch.backends.cudnn.version()
-    if packed is None:
-        return None
-    return packed // 10000, packed // 100 % 100, packed % 100
+    return () if packed is None else unpacked(packed)

@@ -93,6 +93,11 @@ class Monitor(Callback, SwitchesOff):
         except Exception as error:
             self.disable(error)
 
+    def batch_start(self, state: State, logger: Logger) -> None:
+        """Begin to measure if this batch is due."""
+        if self.meter is not None:
+            self.meter.begin(state.timestamp.batch.value)
+
     def log(self, logger: Logger, metrics: dict[str, float], details: dict[str, float]) -> None:
         """``metrics`` go to every logger. ``details`` (by layer, by unit) go to the run log alone, or with ``details: true``
         to every logger too.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import importlib.metadata
 import itertools
 import json
 import logging
@@ -31,6 +30,7 @@ from composer.utils import dist, format_name_with_dist
 
 from foundry_fp8.callbacks.step_clock import StepClock
 from foundry_fp8.config import ConfigError, check_arguments, printable, template
+from foundry_fp8.config.versions import installed
 
 __all__ = ["FORMAT_VERSION", "RunLog", "RunPath", "ensure_run_log", "log_details", "log_facts"]
 
@@ -245,9 +245,8 @@ class RunLog(LoggerDestination):
                 log.warning("run_log: %s is of an earlier run and is now %s.", self.path, free.name)
         self._file = self.path.open("a", encoding="utf-8")
         _live[self.path.absolute()] = self
-        with contextlib.suppress(
-            OSError
-        ):  # a file system without locks; of the process, not of its data loaders
+        # A file system without locks; of the process, not of its data loaders.
+        with contextlib.suppress(OSError):
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if self._whole is None:
             if _is_cut(self.path):
@@ -355,13 +354,8 @@ def _host_peak_bytes() -> int:
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "torch": torch.__version__}
-    for package in _PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    packages = {package: version for package in _PACKAGES if (version := installed(package)) is not None}
+    return {"python": platform.python_version(), "torch": torch.__version__, **packages}
 
 
 def _cpu_name() -> str:

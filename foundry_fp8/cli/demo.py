@@ -87,14 +87,13 @@ def demo(
     started = time.monotonic()
     finished, failed, interrupted = _train_all(console, yaml, output, runs, steps)
     if finished:
-        from foundry_fp8.report.write import report_runs
+        from foundry_fp8.report.comparison import compare
+        from foundry_fp8.report.runs import read_runs
+        from foundry_fp8.report.write import write_report
 
-        report_runs(
-            [output / "runs" / name for name in finished],
-            output / "report",
-            console=console,
-            title="FP8 against high precision on this machine",
-        )
+        rows = compare(read_runs([output / "runs" / name for name in finished]))
+        title = "FP8 against high precision on this machine"
+        write_report(rows, output / "report", console=console, title=title)
     console.print(f"{time.monotonic() - started:.0f} s after data preparation.", style="dim")
     if interrupted:
         raise typer.Exit(130)

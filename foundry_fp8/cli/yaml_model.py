@@ -73,9 +73,8 @@ def read_yaml(path: Path, *, trust: bool = False) -> dict[str, Any]:
             raise ConfigError(
                 f"{path} has code of others run ({', '.join(map(str, code[:3]))}), as training it does. If you trust who wrote it, give --trust."
             )
-        if model["name"] == FOLDER_MODEL or model["name"].startswith(
-            "hf_"
-        ):  # a hub's, which LLM Foundry trusts
+        # A hub's, which LLM Foundry trusts.
+        if model["name"] == FOLDER_MODEL or model["name"].startswith("hf_"):
             config["model"] = {**model, "trust_remote_code": False}
         if isinstance(tokenizer, Mapping):
             kwargs = {**(tokenizer.get("kwargs") or {}), "trust_remote_code": False}

@@ -25,8 +25,7 @@ def renamed_for_dynamo(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
         if tensor is None:
             found.append(None)
         else:
-            foundry_fp8_saved = tensor.view(
-                tensor.shape
-            )  # Dynamo names a node after the first local that holds it
+            # Dynamo names a node after the first local that holds it.
+            foundry_fp8_saved = tensor.view(tensor.shape)
             found.append(foundry_fp8_saved)
     return found

@@ -22,16 +22,9 @@ __all__ = ["ShardedParameter", "Unit", "lazy_init", "shard_versions", "units_of"
 
 _OF_A_GROUP = ("fsdp_params", "mesh_info", "post_forward_mesh_info", "device")
 _OF_A_PARAMETER = (
-    *(
-        "padded_sharded_param_size",
-        "sharded_param",
-        "is_dtensor",
-        "fsdp_placement",
-        "offload_to_cpu",
-        "mesh_info",
-    ),
-    *("_orig_size", "_module_info", "_sharded_param_data", "_sharded_local_tensor", "_init_extensions"),
-)
+    "padded_sharded_param_size", "sharded_param", "is_dtensor", "fsdp_placement", "offload_to_cpu", "mesh_info", "_orig_size",
+    "_module_info", "_sharded_param_data", "_sharded_local_tensor", "_init_extensions",
+)  # fmt: skip
 
 
 class ShardedParameter:

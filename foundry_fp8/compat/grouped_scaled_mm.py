@@ -7,25 +7,17 @@ scale for each row of either operand.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
-__all__ = ["grouped_mm_missing", "scaled_grouped_mm"]
+__all__ = ["runs_grouped_mm", "scaled_grouped_mm"]
 
 HOPPER = (9, 0)
 
 
-@functools.cache
-def grouped_mm_missing(index: int) -> str | None:
-    """Why torch's grouped GEMM does not run on CUDA device ``index``, or ``None`` if it does."""
-    if not hasattr(torch, "_scaled_grouped_mm"):
-        return f"torch {torch.__version__} has no torch._scaled_grouped_mm"
-    found = torch.cuda.get_device_capability(index)
-    if found == HOPPER:
-        return None
-    return f"it runs on compute capability 9.0, this GPU has {found[0]}.{found[1]}"
+def runs_grouped_mm(device: torch.device) -> bool:
+    """Whether torch's grouped GEMM runs there."""
+    return torch.cuda.get_device_capability(device) == HOPPER
 
 
 def scaled_grouped_mm(

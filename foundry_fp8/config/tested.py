@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from foundry_fp8.config.versions import release
+
 __all__ = ["TESTED", "TORCHES", "moved", "untested"]
 
 TESTED = {
@@ -30,14 +32,10 @@ def moved(said: str, file: str) -> RuntimeError:
 
 def untested(package: str, version: str) -> str | None:
     """What to say of an installed ``version`` that is older or newer than any of a test run, or ``None``."""
-    oldest, newest = TESTED.get(package, ("0.0", "inf.0"))
-    if _release(oldest) <= _release(version) <= _release(newest):
+    if package not in TESTED:
+        return None
+    oldest, newest = TESTED[package]
+    if release(oldest) <= release(version)[:2] <= release(newest):
         return None
     tested = oldest if oldest == newest else f"{oldest} to {newest}"
     return f"not tested: this foundry_fp8 was with {tested}"
-
-
-def _release(version: str) -> tuple[float, float]:
-    """Major and minor."""
-    major, _, rest = version.partition(".")
-    return float(major), float(rest.partition(".")[0] or 0)

@@ -184,8 +184,8 @@ def _pieces(rows: list[Row], device: torch.device) -> list[_Piece]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Scattered:
-    """An all-to-all under way."""
+class _UnderWay:
+    """A collective of one piece that has begun."""
 
     piece: _Piece
     group: dist.ProcessGroup
@@ -195,13 +195,27 @@ class _Scattered:
     work: Any
 
     def reduce(self, out: Tensor, mean: bool) -> None:
-        """Wait, and write the reduced piece into ``out``, this rank's part."""
+        """Wait for an all-to-all, and write the reduced piece into ``out``, this rank's part."""
         traffic, rank, world = _traffic(self.group), self.group.rank(), self.group.size()
         with traffic.timed("collective", out.device):
             self.work.wait()
         with traffic.timed("quantize", out.device):
             received, own = self.received.view(world, -1), self.piece.own(out, rank)
             self.piece.parts[rank].decode_mean(received, self.wire, world if mean else 1, own)
+
+    def decode(self, out: Tensor) -> None:
+        """Wait for an all-gather, and write the pieces of all ranks into ``out``, the concatenation of their rows."""
+        if not self.message.numel():
+            return
+        traffic = _traffic(self.group)
+        with traffic.timed("collective", out.device):
+            self.work.wait()
+        received = self.received.view(self.group.size(), -1)
+        with traffic.timed("quantize", out.device):
+            for first, count in self.piece.runs():
+                part = self.piece.parts[first]
+                coded = received.narrow(0, first, count).narrow(1, 0, part.nbytes(self.wire))
+                part.decode(coded, self.wire, self.piece.batch(out, first, count))
 
 
 def _scatter(
@@ -211,7 +225,7 @@ def _scatter(
     wire: WireFormat,
     residual: Tensor | None,
     noise: Noise | None = None,
-) -> _Scattered:
+) -> _UnderWay:
     """Code a piece of ``input`` (plus ``residual``, which is replaced with what coding lost) and send it."""
     traffic = _traffic(group)
     sizes = [part.nbytes(wire) for part in piece.parts]
@@ -238,33 +252,7 @@ def _scatter(
         work = group.alltoall_base(
             received, message, [] if even else [own] * group.size(), [] if even else sizes
         )
-    return _Scattered(piece, group, wire, message, received, work)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Gathered:
-    """An all-gather under way. Shorter messages are padded to the longest, so that all have one size."""
-
-    piece: _Piece
-    group: dist.ProcessGroup
-    wire: WireFormat
-    message: Tensor
-    received: Tensor
-    work: Any
-
-    def decode(self, out: Tensor) -> None:
-        """Wait, and write the pieces of all ranks into ``out``, the concatenation of their rows."""
-        if not self.message.numel():
-            return
-        traffic = _traffic(self.group)
-        with traffic.timed("collective", out.device):
-            self.work.wait()
-        received = self.received.view(self.group.size(), -1)
-        with traffic.timed("quantize", out.device):
-            for first, count in self.piece.runs():
-                part = self.piece.parts[first]
-                coded = received.narrow(0, first, count).narrow(1, 0, part.nbytes(self.wire))
-                part.decode(coded, self.wire, self.piece.batch(out, first, count))
+    return _UnderWay(piece, group, wire, message, received, work)
 
 
 def _gather(
@@ -274,8 +262,8 @@ def _gather(
     wire: WireFormat,
     residual: Tensor | None = None,
     weight: float = 1,
-) -> _Gathered:
-    """Code a piece of this rank's ``row`` and send it to all.
+) -> _UnderWay:
+    """Code a piece of this rank's ``row`` and send it to all; shorter messages are padded to the longest, so that all have one size.
 
     With a ``residual`` (of the row), what coding lost is added to it ``weight`` times, and ``row`` is overwritten.
     """
@@ -296,7 +284,7 @@ def _gather(
     with traffic.timed("collective", row.device):
         if message.numel():
             work = group._allgather_base(received, message)
-    return _Gathered(piece, group, wire, message, received, work)
+    return _UnderWay(piece, group, wire, message, received, work)
 
 
 def _check_rows(input: Tensor, world: int, rows: Sequence[Row] | None, what: str) -> list[Row]:

@@ -61,9 +61,8 @@ def check_replicas(model: nn.Module, key: str) -> int:
         same = (least == most).tolist()
         different += [name for (name, _), alike in zip(parameters, same, strict=True) if not alike]
     anywhere = torch.tensor([len(different)], dtype=torch.int64, device=collective_device())
-    attendance.all_reduce(
-        anywhere, dist.ReduceOp.MAX
-    )  # so that no rank goes on and waits for those that raise
+    # So that no rank goes on and waits for those that raise.
+    attendance.all_reduce(anywhere, dist.ReduceOp.MAX)
     if anywhere.item():
         shown = ", ".join(different[:SHOWN]) or "parameters of other ranks"
         more = f" and {len(different) - SHOWN} more" if len(different) > SHOWN else ""

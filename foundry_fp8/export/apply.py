@@ -150,9 +150,8 @@ def export_fp8(
     hp = getattr(torch, dtype)
     served: dict[str, ServedLinear] = {}
     tensors: dict[str, Tensor] = {}
-    buffers = {
-        clean_name(name) for name, _ in inner.named_buffers()
-    }  # a router's bias, which servers read in float32
+    # A router's bias, which servers read in float32.
+    buffers = {clean_name(name) for name, _ in inner.named_buffers()}
     others: dict[int, Tensor] = {}  # by address, so that what is tied stays so
     for key, tensor in _whole_state(inner).items():
         name, _, leaf = key.rpartition(".")

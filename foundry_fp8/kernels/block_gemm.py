@@ -28,7 +28,7 @@ from triton.runtime.errors import OutOfResources
 
 from foundry_fp8.kernels.launch import BoundedCache, Launch, aligned, alignments, interpreting, tiles
 
-__all__ = ["CONFIGS", "GROUP", "block_gemm", "block_gemm_reference"]
+__all__ = ["CONFIGS", "GROUP", "block_gemm"]
 
 GROUP = 128
 """Elements along K that share a scale."""
@@ -85,7 +85,7 @@ def block_gemm(
     bias: Tensor | None = None,
     square_b: bool = False,
 ) -> Tensor:
-    """``a @ b.T`` of two block-quantised operands; :func:`block_gemm_reference` is the definition.
+    """``a @ b.T`` of two block-quantised operands.
 
     Args:
         a: FP8 ``[M', K]``, contiguous.
@@ -174,30 +174,6 @@ def _time(run, config: GemmConfig) -> float:  # type: ignore[no-untyped-def]
 
 def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
-
-
-def block_gemm_reference(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    *,
-    m: int,
-    n: int,
-    out_dtype: torch.dtype,
-    bias: Tensor | None = None,
-    square_b: bool = False,
-) -> Tensor:
-    """The torch expression that :func:`block_gemm` computes, in float64 (the kernel accumulates in float32)."""
-
-    def dense(data: Tensor, scale: Tensor) -> Tensor:
-        per_element = scale.repeat_interleave(GROUP, 1)[:, : data.shape[1]]
-        if per_element.shape[0] != data.shape[0]:
-            per_element = per_element.repeat_interleave(GROUP, 0)[: data.shape[0]]
-        return data.double() * per_element.double()
-
-    out = (dense(a, a_scale.t()) @ dense(b, b_scale if square_b else b_scale.t()).t())[:m, :n]
-    return (out if bias is None else out + bias.double()).to(out_dtype)
 
 
 @triton.jit

@@ -144,10 +144,8 @@ class BlockCast:
             )
         # MX tiles cover the scales' padding too.
         covered = TILE if group == 32 else 1
-        tiles_r, tiles_c = (
-            tiles(round_up(padded_r, covered), tile_r),
-            tiles(round_up(padded_c, covered), tile_c),
-        )
+        tiles_r = tiles(round_up(padded_r, covered), tile_r)
+        tiles_c = tiles(round_up(padded_c, covered), tile_c)
         self._launch = Launch(
             _quantize_blockwise_kernel,
             tiles_r * tiles_c,

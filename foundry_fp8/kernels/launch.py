@@ -121,18 +121,18 @@ def check_tiles(rows: int, columns: int, tile_rows: int, tile_columns: int) -> N
         )
 
 
-def check_hp(name: str, x: Tensor, ndim: int = 2) -> None:
+def check_hp(name: str, x: Tensor) -> None:
     """Raise unless ``x`` can be read by a kernel.
 
     Raises:
         TypeError: Not float32, bfloat16 or float16.
-        ValueError: Not ``ndim``-dimensional, or on a device that runs no Triton kernel.
+        ValueError: Not two-dimensional, or on a device that runs no Triton kernel.
     """
     if x.dtype not in HP_DTYPES:
         allowed = ", ".join(str(d).removeprefix("torch.") for d in HP_DTYPES)
         raise TypeError(f"{name} is {str(x.dtype).removeprefix('torch.')}; the FP8 kernels take {allowed}.")
-    if x.dim() != ndim:
-        raise ValueError(f"{name} has shape {tuple(x.shape)}; the FP8 kernels take {ndim} dimensions.")
+    if x.dim() != 2:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; the FP8 kernels take 2 dimensions.")
     if x.device.type != "cuda" and not interpreting():
         raise ValueError(
             f"{name} is on {x.device}; the native kernels run on CUDA devices. "

@@ -31,7 +31,6 @@ IDENTITY = tl.constexpr(0)
 NORM = tl.constexpr(1)
 SILU = tl.constexpr(2)
 GELU = tl.constexpr(3)
-GELU_TANH = tl.constexpr(4)
 ROUNDED_NORM = tl.constexpr(6)
 """A norm whose normalised value is rounded before the gain multiplies it, as transformers' RMSNorms do."""
 GRADIENT = tl.constexpr(8)

@@ -37,7 +37,6 @@ __all__ = [
     "Cast",
     "Measure",
     "Tensorwise",
-    "amax",
     "amax_of_two",
     "quantize_tensorwise",
     "quantize_tensorwise_reference",
@@ -64,23 +63,10 @@ class Tensorwise(NamedTuple):
     """float32 ``[C]``: the sum over rows of the hp value; ``None`` if not asked for."""
 
 
-def amax(source: Producer, out: Tensor | None = None) -> Tensor:
-    """Max |x| of what ``source`` produces, NaN ignored; :func:`foundry_fp8.numerics.quantize.amax_of` is the definition.
-
-    Args:
-        source: What to measure.
-        out: One float32 element, raised in place; a fresh zero if not given.
-
-    Returns:
-        0-d float32 on the device of ``source``.
-    """
-    out = torch.zeros((), dtype=torch.float32, device=source.x.device) if out is None else out
-    _raise_amax(source, out)
-    return out
-
-
 def amax_of_two(source: Producer, other: Tensor) -> tuple[Tensor, Tensor]:
-    """The same of two sources in one launch: of a linear's input and of its weight.
+    """Max |x| of what two sources produce, NaN ignored, in one launch: of a linear's input and of its weight.
+
+    :func:`foundry_fp8.numerics.quantize.amax_of` is the definition.
 
     Args:
         source: The first.
@@ -89,13 +75,19 @@ def amax_of_two(source: Producer, other: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         The two, each the first of three float32 elements.
     """
-    found, other_found = (piece.stats for piece in statistics(source.x.device, 2))
-    _raise_amax(source, found, Producer(other), other_found)
+    second, (found, other_found) = Producer(other), (piece.stats for piece in statistics(source.x.device, 2))
+    key = (*source.is_like, aligned(found), *second.is_like)
+    known = _measures.get(key)
+    if known is None:
+        known = _measures[key] = Measure(source, second)
+    if known.copies:
+        source, second = source.checked(), second.checked()
+    known(source.pointers, found, (second.x, second.x.stride(0)), other_found)
     return found, other_found
 
 
 class Measure:
-    """:func:`amax` of all sources of one kind, or :func:`amax_of_two` of all pairs.
+    """Max |x| of all sources of one kind, or :func:`amax_of_two` of all pairs.
 
     Args:
         sources: One or two of that kind: :attr:`Producer.is_like` distinguishes kinds.
@@ -128,18 +120,6 @@ class Measure:
             other_out: Aligned alike, too.
         """
         self._launch(*pointers, out, *self._sizes, *other, other_out, *self._other_sizes)
-
-
-def _raise_amax(
-    source: Producer, out: Tensor, other: Producer | None = None, other_out: Tensor | None = None
-) -> None:
-    key = (*source.is_like, aligned(out), *(() if other is None else other.is_like))
-    known = _measures.get(key)
-    if known is None:
-        known = _measures[key] = Measure(source) if other is None else Measure(source, other)
-    if known.copies:
-        source, other = source.checked(), None if other is None else other.checked()
-    known(source.pointers, out, (None, None) if other is None else (other.x, other.x.stride(0)), other_out)
 
 
 def quantize_tensorwise(

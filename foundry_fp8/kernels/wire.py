@@ -17,8 +17,7 @@ from foundry_fp8.numerics.wire_format import WireFormat, hadamard_matrix
 
 __all__ = ["decode_mean_rows", "decode_rows", "encode_rows"]
 
-INT8, E4M3, INT4 = 0, 1, 2
-_KINDS = {"int8": INT8, "e4m3": E4M3, "int4": INT4}
+_KINDS = {"int8": 0, "e4m3": 1, "int4": 2}
 _BLOCKS_A_PROGRAM = 16  # 16 runs of 32 is the least that tl.dot takes
 
 

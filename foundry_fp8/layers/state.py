@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 import operator
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from foundry_fp8.layers.backend import Backend
 from foundry_fp8.layers.delayed_scaling import DelayedScalingState, ModuleScales
 from foundry_fp8.layers.gemm_layer import OPERANDS, FP8GemmLayer, configured_recipes
 from foundry_fp8.layers.model_state import ModelState, readable
 from foundry_fp8.layers.recipe_table import MEASURED, choice_of, measured_table, table_of
-from foundry_fp8.layers.resumed import watch_first_step
 from foundry_fp8.numerics.recipes import Recipe
 
 __all__ = ["FP8State"]
+
+log = logging.getLogger(__name__)
 
 
 class FP8State(ModelState):
@@ -63,7 +71,7 @@ class FP8State(ModelState):
             for name, module in delayed.items():
                 module.slots = self._scales.slots(name)
             self._scales.attach(model)
-            watch_first_step(model, self)
+            _watch_first_step(model, self)
         self._contexts = ExitStack()
         self.leave_on(model)
         model.register_forward_pre_hook(self._before_forward)
@@ -170,3 +178,66 @@ class FP8State(ModelState):
             module.passes = number
         if choice:
             self.choose(choice)
+
+
+_watched: weakref.WeakKeyDictionary[nn.Module, weakref.ref[FP8State]] = weakref.WeakKeyDictionary()
+"""Models that have not been stepped yet, with their states."""
+_hooks: list[Any] = []
+"""The hooks on all optimizers: torch takes none away while it runs."""
+_stepped_before: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
+"""Optimizers that are inside a step, and whether they had taken one before it."""
+
+
+def _watch_first_step(model: nn.Module, state: FP8State) -> None:
+    """Look at the first optimizer step after a training forward of ``model``; warn if it is not the optimizer's first.
+
+    Args:
+        model: The root that is called in training.
+        state: Its FP8 state; nothing is said once it is ``answered``.
+    """
+    _watched[model] = weakref.ref(state)
+    if not _hooks:
+        _hooks.append(register_optimizer_step_pre_hook(_before_step))
+        _hooks.append(register_optimizer_step_post_hook(_after_step))
+
+
+@torch.compiler.disable
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if _watched:
+        _stepped_before[optimizer] = _has_stepped(optimizer)
+        _look(optimizer)
+
+
+@torch.compiler.disable
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    # A step with a closure (Composer's) runs the forward inside of it.
+    if _watched and optimizer in _stepped_before:
+        _look(optimizer)
+
+
+def _look(optimizer: Optimizer) -> None:
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for model, state_of in list(_watched.items()):
+        state = state_of()
+        if state is None or state.answered or state.delayed is None:
+            del _watched[model]
+            continue
+        if not any(id(p) in stepped for p in model.parameters()):
+            continue
+        # A checkpoint library may step an optimizer on zeros, to make its states, before anything has run.
+        if not bool(torch.any(state.delayed.amax_history)):
+            continue
+        del _watched[model]
+        if _stepped_before[optimizer]:
+            log.warning(
+                "The optimizer has taken steps before, and no FP8 state was loaded: amax histories begin empty, so this run "
+                "does not go on as the one that it resumes. Save and load foundry_fp8.training_state(model) beside the model. "
+                "Where FP8 begins here, nothing is lost."
+            )
+
+
+def _has_stepped(optimizer: Optimizer) -> bool:
+    """Whether its states are of earlier steps."""
+    return any(
+        bool(state["step"] > 0) if "step" in state else bool(state) for state in optimizer.state.values()
+    )

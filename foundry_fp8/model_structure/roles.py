@@ -38,9 +38,8 @@ def roles_of(model: nn.Module, names: Iterable[str]) -> dict[str, Role]:
             return None
         block = blocks[index][0]
         *parts, leaf = name.removeprefix(f"{block}.").split(".")
-        if "router" in (*parts, leaf) or leaf.startswith(
-            _SHARED
-        ):  # the second one: the gate of a shared expert
+        # The second one: the gate of a shared expert.
+        if "router" in (*parts, leaf) or leaf.startswith(_SHARED):
             return None
         around = [f"{block}.{'.'.join(parts[: end + 1])}" for end in range(len(parts))]
         if any(part.startswith(_SHARED) for part in parts):

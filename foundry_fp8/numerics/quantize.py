@@ -128,9 +128,8 @@ def scale_from_amax(
     scale = torch.div(largest, torch.where(usable, amax, largest))
     scale = scale.masked_fill(scale == torch.inf, value_for_inf)
     if power_2:
-        scale = (scale.view(torch.int32) & -0x800000).view(
-            torch.float32
-        )  # keep sign and exponent: floor to 2**k
+        # Keep sign and exponent: floor to 2**k.
+        scale = (scale.view(torch.int32) & -0x800000).view(torch.float32)
     return scale
 
 

@@ -55,6 +55,7 @@ __all__ = [
     "UnitScaling",
     "most_common_recipes",
     "parse_recipe",
+    "recipe_name",
 ]
 
 Operand = Literal["x", "w", "dy"]
@@ -254,6 +255,7 @@ class BlockScaling(Recipe):
     """Round each scale down to a power of two. ``false`` keeps float32 scales, which only Hopper GPUs can run."""
 
     kind: ClassVar[str] = "block"
+    by_direction = True
 
     def scaling(self, operand: Operand, along: int) -> Scaling:
         """See :meth:`Recipe.scaling`: squares for weights."""
@@ -266,11 +268,6 @@ class BlockScaling(Recipe):
         """See :attr:`Recipe.powers_of_two`."""
         return self.power_2_scales
 
-    @property
-    def by_direction(self) -> bool:
-        """See :attr:`Recipe.by_direction`."""
-        return True
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MXFP8Scaling(Recipe):
@@ -282,18 +279,13 @@ class MXFP8Scaling(Recipe):
     token_multiple: ClassVar[int] = 32
     runs_on_hopper: ClassVar[bool] = False
     kind: ClassVar[str] = "mx"
-    powers_of_two = True
+    powers_of_two = by_direction = True
 
     fp8_format: Literal["hybrid", "e4m3"] = "e4m3"
 
     def scaling(self, operand: Operand, along: int) -> Scaling:
         """See :meth:`Recipe.scaling`."""
         return MXBlocks((1, self.block_size) if along == 1 else (self.block_size, 1))
-
-    @property
-    def by_direction(self) -> bool:
-        """See :attr:`Recipe.by_direction`."""
-        return True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -310,6 +302,7 @@ class NVFP4Scaling(Recipe):
     token_multiple: ClassVar[int] = 32
     runs_on_hopper: ClassVar[bool] = False
     kind: ClassVar[str] = "nvfp4"
+    by_direction = True
 
     fp8_format: Literal["e4m3"] = "e4m3"
     """The scales'; elements are E2M1."""
@@ -336,11 +329,6 @@ class NVFP4Scaling(Recipe):
         """See :attr:`Recipe.rounds_at_random`."""
         return self.stochastic_rounding
 
-    @property
-    def by_direction(self) -> bool:
-        """See :attr:`Recipe.by_direction`."""
-        return True
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UnitScaling(TensorwiseRecipe):
@@ -358,7 +346,7 @@ class UnitScaling(TensorwiseRecipe):
     name: ClassVar[str] = "unit"
     for_any_model: ClassVar[bool] = False
     kind: ClassVar[str] = "constant"
-    powers_of_two = True
+    powers_of_two = scales_known = True
 
     gradient_scale: Annotated[int, power_of_two(1, 2**60)] | Literal["auto"] = "auto"
     """What dy is multiplied by before the cast, and dgrad's and wgrad's results divided by, exactly: a power of two. ``auto``
@@ -367,11 +355,6 @@ class UnitScaling(TensorwiseRecipe):
     def scaling(self, operand: Operand, along: int) -> Scaling:
         """See :meth:`Recipe.scaling`."""
         return Constant(self.scale(operand))
-
-    @property
-    def scales_known(self) -> bool:
-        """See :attr:`Recipe.scales_known`."""
-        return True
 
     def scale(self, operand: Operand) -> float:
         """The constant that one operand is multiplied by before the cast.
@@ -437,6 +420,11 @@ def parse_recipe(value: str | Mapping[str, Any] | Recipe, key: str = "recipe") -
         said = "no name given" if name is None else f"{name!r} is not a recipe"
         raise ConfigError(f"{place}: {said}. Recipes: {', '.join(RECIPES)}.{nearest(name, RECIPES)}")
     return from_mapping(RECIPES[name], fields, key, owner=f"Recipe {name}")
+
+
+def recipe_name(recipe: Recipe | None) -> str:
+    """What a YAML calls it; ``None`` is high precision."""
+    return "high_precision" if recipe is None else recipe.name
 
 
 def most_common_recipes(recipes: Iterable[Recipe | None]) -> tuple[Recipe, ...]:

@@ -134,17 +134,13 @@ class MXBlocks(Scaling):
     """One E8M0 scale a block."""
 
     kind = "mx"
+    keeps_codes = True
     scale_dtype = torch.float8_e8m0fnu
     block: tuple[int, int]
 
     def quantize(self, x: Tensor, fmt: Float8Format, scale: Tensor | None = None) -> Quantized:
         """See :meth:`Scaling.quantize`."""
         return quantize_mx(x, self.block, fmt)
-
-    @property
-    def keeps_codes(self) -> bool:
-        """See :attr:`Scaling.keeps_codes`."""
-        return True
 
     def pack(self, q: Quantized) -> tuple[Tensor, Tensor]:
         """A byte a scale."""
@@ -160,14 +156,10 @@ class Constant(Scaling):
     """A number that the recipe knows, a power of two; nothing is measured."""
 
     kind = "constant"
+    keeps_codes = True
     measures_amax = False
     value: float
 
     def quantize(self, x: Tensor, fmt: Float8Format, scale: Tensor | None = None) -> Quantized:
         """See :meth:`Scaling.quantize`."""
         return quantize_constant(x, self.value, fmt)
-
-    @property
-    def keeps_codes(self) -> bool:
-        """See :attr:`Scaling.keeps_codes`."""
-        return True

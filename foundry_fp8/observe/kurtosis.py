@@ -18,7 +18,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from foundry_fp8.observe.sampling import spread
+from foundry_fp8.observe.sampling import spread_rows
 
 __all__ = ["Tokens", "kurtosis_per_sample", "kurtosis_per_token", "row_sums", "sample_tokens"]
 
@@ -48,16 +48,9 @@ class Tokens:
 def sample_tokens(x: Tensor, leading: int) -> Tokens | None:
     """Which tokens of ``x`` to look at; ``None`` for all. Arguments as of :func:`row_sums`."""
     rows = x.detach().flatten(leading)
-    count = rows.shape[leading - 1]
-    if count <= 4 * SAMPLE:  # looking for the largest would cost more than is spared
+    if rows.shape[leading - 1] <= 4 * SAMPLE:  # looking for the largest would cost more than is spared
         return None
-    places = spread(count, SAMPLE, x.device)
-    weight = torch.full((len(places) + 1,), count / len(places), dtype=torch.float64, device=x.device)
-    weight[-1] = 1.0
-    largest = torch.maximum(rows.amax(-1), -rows.amin(-1)).argmax(
-        -1, keepdim=True
-    )  # takes a NaN for the largest
-    return Tokens(torch.cat([places.expand(*largest.shape[:-1], -1), largest], -1), weight)
+    return Tokens(*spread_rows(rows, SAMPLE))
 
 
 def row_sums(x: Tensor, leading: int, tokens: Tokens | None = None) -> tuple[Tensor, Tensor, int]:

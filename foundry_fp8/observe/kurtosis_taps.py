@@ -128,8 +128,10 @@ def find_taps(
     """
     blocks = [(clean_name(name), block) for name, block in transformer_blocks(model)]
     taps = _custom(model, tensors or {}, blocks, key)
-    name = next((one for one in PRESETS if _fits(one, blocks)), None)
-    if name is None:
+    # Any block: in a hybrid model some have no attention.
+    fits = (p for p in PRESETS.values() if any(_places(p["qkv_input"], block) for _, block in blocks))
+    preset = next(fits, None)
+    if preset is None:
         taps += [Tap("residual", layer, name, block, "output") for layer, (name, block) in enumerate(blocks)]
         for where, module in named_modules_clean(model):
             if isinstance(module, nn.Linear) or hasattr(module, "nx"):  # transformers' Conv1D
@@ -139,7 +141,7 @@ def find_taps(
         if not taps:
             raise ConfigError(f"{key}.tensors: the model has neither blocks nor linears. Name some.")
         return taps
-    for role, alternatives in PRESETS[name].items():
+    for role, alternatives in preset.items():
         for layer, (block_name, block) in enumerate(blocks):
             found = _places(alternatives, block)
             experts = any(".experts." in inner for inner, *_ in found)
@@ -148,11 +150,6 @@ def find_taps(
                 where = f"{block_name}.{inner}" if inner else block_name
                 taps.append(Tap(role, layer, where, module, side, columns, len(found) > 1 and not experts))
     return taps
-
-
-def _fits(preset: str, blocks: Sequence[tuple[str, nn.Module]]) -> bool:
-    """Whether any block has the preset's QKV projection; in a hybrid model some blocks have no attention."""
-    return any(_places(PRESETS[preset]["qkv_input"], block) for _, block in blocks)
 
 
 def _places(

@@ -17,7 +17,7 @@ from foundry_fp8.model_structure.block_numbers import format_blocks
 from foundry_fp8.model_structure.blocks import block_index_of, transformer_stacks
 from foundry_fp8.model_structure.names import clean_name
 from foundry_fp8.model_structure.roles import roles_of
-from foundry_fp8.numerics.recipes import FOR_ANY_MODEL, RECIPES, Recipe
+from foundry_fp8.numerics.recipes import FOR_ANY_MODEL, RECIPES, Recipe, recipe_name
 from foundry_fp8.observe.precision_probe import LossOf, PrecisionProbe
 from foundry_fp8.surgery.report import as_text
 
@@ -91,13 +91,18 @@ class MeasuredPolicy:
                 blocks = format_blocks(one.block for one in ones if one.block is not None)
                 where = {"blocks": blocks, "roles": [role]}
             if recipe != common:
-                found.append({**where, "recipe": _name(recipe)})
-        return found if common is None else [*found, {"recipe": _name(common)}]
+                found.append({**where, "recipe": recipe_name(recipe)})
+        return found if common is None else [*found, {"recipe": recipe_name(common)}]
 
     def rows(self) -> list[tuple[str, str, str, str]]:
         """Unit, recipe, error and what was not taken, in words."""
         return [
-            (one.unit, _name(one.recipe), "" if math.isnan(one.error) else f"{one.error:.1%}", one.faster)
+            (
+                one.unit,
+                recipe_name(one.recipe),
+                "" if math.isnan(one.error) else f"{one.error:.1%}",
+                one.faster,
+            )
             for one in self.decisions
         ]
 
@@ -225,7 +230,11 @@ class _Search:
             max(self.errors.get((unit, p), {}).values(), default=math.nan) for p in range(len(choices) - 1)
         ]
         error = worst[place] if place < len(worst) else min(worst, default=math.nan)
-        return choices[place], error, f"{_name(choices[place - 1])} {worst[place - 1]:.1%}" if place else ""
+        return (
+            choices[place],
+            error,
+            f"{recipe_name(choices[place - 1])} {worst[place - 1]:.1%}" if place else "",
+        )
 
 
 def _candidates(layer: FP8GemmLayer, names: Sequence[str], device: torch.device) -> list[Recipe]:
@@ -239,7 +248,3 @@ def _candidates(layer: FP8GemmLayer, names: Sequence[str], device: torch.device)
 
 def _finite(error: float) -> float:
     return error if error < LARGEST else LARGEST
-
-
-def _name(recipe: Recipe | None) -> str:
-    return "high_precision" if recipe is None else recipe.name

@@ -16,7 +16,7 @@ from foundry_fp8.layers.attention import FP8DotProductAttention
 from foundry_fp8.layers.gemm_layer import FP8GemmLayer
 from foundry_fp8.model_structure.names import named_modules_clean
 from foundry_fp8.numerics.quantize import Quantized
-from foundry_fp8.observe.sampling import spread
+from foundry_fp8.observe.sampling import spread_rows
 
 __all__ = ["ATTENTION", "LINEAR", "Health", "HealthProbe", "Operand", "measure", "summarise"]
 
@@ -94,11 +94,7 @@ def _rows(x: Tensor) -> tuple[Tensor | None, Tensor]:
     """The sampled rows of ``x`` (``None`` for all), and how many rows each stands for, float64."""
     if len(x) <= SAMPLE:
         return None, torch.ones(len(x), dtype=torch.float64, device=x.device)
-    rows = spread(len(x), SAMPLE, x.device)
-    largest = torch.maximum(x.amax(1), -x.amin(1)).argmax(0, keepdim=True)
-    weight = torch.full((len(rows) + 1,), len(x) / len(rows), dtype=torch.float64, device=x.device)
-    weight[-1] = 1.0
-    return torch.cat([rows, largest]), weight
+    return spread_rows(x, SAMPLE)
 
 
 def _take(x: Tensor, rows: Tensor | None) -> Tensor:

@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["spread"]
+__all__ = ["spread", "spread_rows"]
 
 
 @functools.lru_cache(maxsize=256)
@@ -21,3 +21,16 @@ def spread(count: int, sample: int, device: torch.device) -> Tensor:
     return torch.tensor(
         sorted({int(i * golden % 1.0 * count) for i in range(sample)}), dtype=torch.int64, device=device
     )
+
+
+def spread_rows(x: Tensor, sample: int) -> tuple[Tensor, Tensor]:
+    """Rows of each matrix of ``x``, ``[..., R, C]``: those of :func:`spread`, and the one with the largest value (NaN is the largest).
+
+    Returns:
+        Their indices ``[..., n]``, and how many rows each stands for, float64 ``[n]``: the last counts for itself.
+    """
+    rows = spread(x.shape[-2], sample, x.device)
+    largest = torch.maximum(x.amax(-1), -x.amin(-1)).argmax(-1, keepdim=True)
+    weight = torch.full((len(rows) + 1,), x.shape[-2] / len(rows), dtype=torch.float64, device=x.device)
+    weight[-1] = 1.0
+    return torch.cat([rows.expand(*largest.shape[:-1], -1), largest], -1), weight

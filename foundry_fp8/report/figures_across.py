@@ -8,21 +8,22 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from foundry_fp8.report.across import BY_SIZE, by_size, over_devices, scored, speeds
 from foundry_fp8.report.comparison import Row
-from foundry_fp8.report.run import Series
+from foundry_fp8.report.run import HIGH_PRECISION, Series
 from foundry_fp8.report.style import add_legend, group_style, new_figure, run_style
 
-__all__ = ["memory", "sizes", "speed", "tasks"]
+__all__ = ["memory", "scored", "sizes", "speed", "tasks"]
+
+BY_SIZE = (("tflops_per_device", "TFLOP/s of a device", 1.0), ("mfu", "MFU (%)", 100.0))
+"""Of figure by size: field of a row, label, factor."""
 
 
 def speed(rows: Sequence[Row]) -> Figure | None:
     """Tokens a second and device: one bar a run, or lines over devices where runs differ in them."""
-    groups = over_devices(rows)
-    if not groups:
-        shown = speeds(rows)
-        if not shown:
-            return None
+    shown = _speeds(rows)
+    if not shown:
+        return None
+    if len({row.run.devices for _, row in shown}) == 1:
         figure = new_figure(0.55 + 0.32 * len(shown))
         axes = figure.add_subplot()
         kinds = [row.run.recipe for row in rows]
@@ -33,13 +34,13 @@ def speed(rows: Sequence[Row]) -> Figure | None:
         return figure
     figure = new_figure(3.2)
     axes = figure.add_subplot()
-    for group in groups:
-        devices = [row.run.devices for row in group.rows]
-        values = [row.tokens_per_second_per_device for row in group.rows]
-        style = group_style([(g.model, g.recipe) for g in groups], (group.model, group.recipe))
-        axes.plot(devices, values, label=f"{group.model}, {group.recipe}", **style)
+    groups = _grouped([row for _, row in shown])
+    for group, members in groups.items():
+        devices = [row.run.devices for row in members]
+        values = [row.tokens_per_second_per_device for row in members]
+        axes.plot(devices, values, label=", ".join(group), **group_style(list(groups), group))
     axes.set_xscale("log")
-    ticks = sorted({row.run.devices for group in groups for row in group.rows})
+    ticks = sorted({row.run.devices for _, row in shown})
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.minorticks_off()
     axes.set_ylim(bottom=0)
@@ -49,20 +50,49 @@ def speed(rows: Sequence[Row]) -> Figure | None:
     return figure
 
 
+def _speeds(rows: Sequence[Row]) -> list[tuple[int, Row]]:
+    """The rows whose speed says something: not emulation's, nor that of its baselines where nothing else has one."""
+    shown = [
+        (i, row)
+        for i, row in enumerate(rows)
+        if np.isfinite(row.tokens_per_second_per_device) and row.run.backend != "emulated"
+    ]
+    alone = all(row.run.recipe == HIGH_PRECISION for _, row in shown)
+    return [] if alone and any(row.run.backend for row in rows) else shown
+
+
+def _grouped(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
+    """By model and precision, each by devices."""
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.run.model, row.run.recipe), []).append(row)
+    return {group: sorted(found, key=lambda row: row.run.devices) for group, found in groups.items()}
+
+
 def sizes(rows: Sequence[Row]) -> Figure | None:
-    """FLOP/s and MFU by model size, one bar a precision."""
-    groups = by_size(rows)
-    if not groups:
+    """FLOP/s and MFU by model size, one bar a precision: each model's run on the most devices.
+
+    Source: https://www.databricks.com/blog/turbocharged-training-optimizing-databricks-mosaic-ai-stack-fp8, figures 1 and 2.
+    """
+    measured = [
+        row
+        for row in rows
+        if row.run.backend != "emulated" and any(np.isfinite(getattr(row, field)) for field, _, _ in BY_SIZE)
+    ]
+    # Models from small to large, baselines first.
+    measured.sort(key=lambda row: (row.run.header.get("parameters") or 0, row.run.recipe != HIGH_PRECISION))
+    groups = {group: members[-1] for group, members in _grouped(measured).items()}
+    models = list(dict.fromkeys(model for model, _ in groups))
+    recipes = list(dict.fromkeys(recipe for _, recipe in groups))
+    if len(models) < 2:
         return None
-    models = list(dict.fromkeys(group.model for group in groups))
-    recipes = list(dict.fromkeys(group.recipe for group in groups))
-    shown = [p for p in BY_SIZE if any(np.isfinite(getattr(group.rows[0], p[0])) for group in groups)]
+    shown = [p for p in BY_SIZE if any(np.isfinite(getattr(row, p[0])) for row in groups.values())]
     figure = new_figure(1.9 * len(shown))
     width = 0.8 / len(recipes)
     for place, (field, label, factor) in enumerate(shown, start=1):
         axes = figure.add_subplot(len(shown), 1, place)
         for number, recipe in enumerate(recipes):
-            found = {g.model: factor * getattr(g.rows[0], field) for g in groups if g.recipe == recipe}
+            found = {m: factor * getattr(row, field) for (m, r), row in groups.items() if r == recipe}
             found = {model: value for model, value in found.items() if np.isfinite(value)}
             at = (
                 np.array([models.index(model) for model in found]) + (number - (len(recipes) - 1) / 2) * width
@@ -76,6 +106,12 @@ def sizes(rows: Sequence[Row]) -> Figure | None:
         axes.grid(axis="x", visible=False)
     add_legend(figure)
     return figure
+
+
+def scored(rows: Sequence[Row]) -> tuple[list[str], list[tuple[int, Row]]]:
+    """The downstream tasks that any run was evaluated on, and the runs that were."""
+    shown = [(i, row) for i, row in enumerate(rows) if row.scores]
+    return list(dict.fromkeys(task for _, row in shown for task in row.scores)), shown
 
 
 def tasks(rows: Sequence[Row]) -> Figure | None:

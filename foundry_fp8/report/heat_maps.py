@@ -13,7 +13,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator
 
 from foundry_fp8.report.comparison import Row
-from foundry_fp8.report.guard_log import guard_events
 from foundry_fp8.report.run import Series
 from foundry_fp8.report.style import HEAT_MAP, MISSING, WIDTH, new_figure
 
@@ -153,7 +152,7 @@ def _maps(rows: Sequence[Row], prefix: str) -> Maps:
 def _guard_marks(row: Row) -> list[tuple[int, int, str]]:
     """What the guard did to a layer that is named by its block's number."""
     found = []
-    for step, unit, action, *_ in guard_events(row.run):
+    for step, unit, action, *_ in row.run.guard_events:
         number = _BLOCK.search(unit)
         if number and action in MARKS:
             found.append((step, int(number[1]), action))

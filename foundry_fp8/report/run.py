@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import re
@@ -11,22 +12,19 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["FINAL_SHARE", "HIGH_PRECISION", "Run", "Series", "Table", "recipe_of"]
+__all__ = ["FINAL_SHARE", "GUARD_EVENTS", "HIGH_PRECISION", "Run", "Series", "Table", "recipe_of"]
 
 HIGH_PRECISION = "high precision"
 WARM_UP_SHARE = 0.1  # of the steps; left out of speeds and means
 NOT_ARCHITECTURE = {
-    *(
-        "activation_checkpointing_target",
-        "additional_eval_metrics",
-        "additional_train_metrics",
-        "attn_implementation",
-    ),
-    *("attn_impl", "fc_type", "init_device", "loss_fn", "peft_config", "pretrained", "should_save_peft_only"),
-    *("use_auth_token", "use_flash_attention_2", "use_train_metrics", "verbose"),
-}
+    "activation_checkpointing_target", "additional_eval_metrics", "additional_train_metrics", "attn_implementation", "attn_impl",
+    "fc_type", "init_device", "loss_fn", "peft_config", "pretrained", "should_save_peft_only", "use_auth_token",
+    "use_flash_attention_2", "use_train_metrics", "verbose",
+}  # fmt: skip
 """Keys under ``model`` that do not change the architecture: how the model is built, evaluated or run."""
 FINAL_SHARE = 0.1  # of the steps; their mean is the final loss
+GUARD_EVENTS = "guard_events"
+"""The table that the divergence guard logs: batch, unit, action, signal, detail."""
 _TASK = re.compile(r"metrics/(.+)/InContextLearning\w*Accuracy")
 
 
@@ -164,6 +162,16 @@ class Run:
         """Accuracies of LLM Foundry's downstream evaluation, from 0 to 1, by task (``next_line/0-shot``)."""
         found = ((_TASK.fullmatch(key), series) for key, series in {**self.metrics, **self.evals}.items())
         return {key[1]: series for key, series in found if key is not None and len(series.values)}
+
+    @property
+    def guard_events(self) -> list[tuple[int, str, str, str, str]]:
+        """What the divergence guard found and did, in order: the columns of its table."""
+        found = []
+        for row in next((table.rows for table in self.tables if table.name == GUARD_EVENTS), []):
+            with contextlib.suppress(ValueError, TypeError, OverflowError):  # a row of something else
+                batch, unit, action, signal, detail = row
+                found.append((int(batch), str(unit), str(action), str(signal), str(detail)))
+        return found
 
     def settled(self, key: str) -> float:
         """Mean of a metric's finite values after the first 10 % of the steps (warm-up); NaN if there are none."""

@@ -95,14 +95,13 @@ def _read_kind(path: Path) -> list[Run]:
 
 
 def _read_folder(folder: Path) -> list[Run]:
-    logs = run_log.find(folder)
-    if logs:
+    if logs := sorted(folder.rglob(run_log.FILE_NAME)):
         return [run_log.read(log) for log in logs]
-    states = trainer_state.find(folder)
-    if states:  # Trainer's own trackers would be the same runs again
+    if states := trainer_state.find(folder):  # Trainer's own trackers would be the same runs again
         return [trainer_state.read(state) for state in states]
-    found = [wandb_offline.read(file) for file in wandb_offline.find(folder)]
-    found += [tensorboard_events.read(where) for where in tensorboard_events.find(folder)]
+    found = [wandb_offline.read(file) for file in sorted(folder.rglob("*.wandb"))]
+    folders = {file.parent for file in folder.rglob("events.out.tfevents.*")}  # one run each
+    found += [tensorboard_events.read(where) for where in sorted(folders)]
     found += [run for store in mlflow_store.find(folder) for run in mlflow_store.read_all(store)]
     found += [run for file in csv_table.find(folder) for run in csv_table.read_all(file)]
     if not found:

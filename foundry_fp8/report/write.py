@@ -19,50 +19,21 @@ from rich.table import Table
 from rich.text import Text
 
 from foundry_fp8.config.files import refuse_files, write_file
-from foundry_fp8.report.comparison import (  # fmt: skip
-    COLUMNS,
-    PercentOf,
-    Row,
-    compare,
-    explain,
-    format_row,
-    shown_columns,
-)
+from foundry_fp8.report.comparison import COLUMNS, Row, explain, format_row, shown_columns
 from foundry_fp8.report.figures import FIGURES
 from foundry_fp8.report.page import render_page
-from foundry_fp8.report.runs import read_runs
 from foundry_fp8.report.sources.lines import plain_text
 from foundry_fp8.report.style import as_svg, styled
 from foundry_fp8.report.verdict import verdict, verdicts
 
-__all__ = ["report_runs", "write_report"]
+__all__ = ["write_report"]
 
 _PNG_DPI = 240
 _NUMBERS = (
-    *(
-        "tokens_per_second_per_device",
-        "percent_decrease",
-        "percent_faster",
-        "final_loss",
-        "percent_loss_higher",
-    ),
-    *("held_out_loss", "task_score", "tflops_per_device", "mfu"),
-)
+    "tokens_per_second_per_device", "percent_decrease", "percent_faster", "final_loss", "percent_loss_higher", "held_out_loss",
+    "task_score", "tflops_per_device", "mfu",
+)  # fmt: skip
 _FORMULA = re.compile(r"\s*[=+\-@\uff1d\uff0b\uff0d\uff20]")
-
-
-def report_runs(
-    paths: Sequence[Path],
-    output: Path,
-    *,
-    console: Console,
-    title: str,
-    baseline: str | None = None,
-    percent_of: PercentOf = "baseline",
-) -> Path:
-    """Read the runs (:func:`foundry_fp8.report.runs.read_runs`), compare them, and :func:`write_report`."""
-    rows = compare(read_runs(paths), baseline=baseline, percent_of=percent_of)
-    return write_report(rows, output, console=console, title=title)
 
 
 def write_report(

@@ -16,7 +16,7 @@ from foundry_fp8.compat.autograd import inside_backward
 from foundry_fp8.compat.fake_tensor import FakeTensor
 from foundry_fp8.layers.attention_mask import AttentionMask
 
-__all__ = ["BatchMasks", "compare_mask", "same_mask"]
+__all__ = ["BatchMasks", "compare_mask"]
 
 _INPUTS = ("attention_mask", "sequence_id", "position_ids")
 _MEMO = "_foundry_fp8_rules"
@@ -54,9 +54,8 @@ class BatchMasks:
         self._padding = None if self._made_by_user else padding
         self._documents = documents if isinstance(documents, Tensor) else None
         if self._documents is None and isinstance(positions, Tensor) and positions.dim() == 2:
-            self._documents = (positions == 0).cumsum(
-                -1
-            )  # what hosts without document ids recognise packing by
+            # What hosts without document ids recognise packing by.
+            self._documents = (positions == 0).cumsum(-1)
 
     @torch.compiler.disable
     def rules(
@@ -115,9 +114,8 @@ class BatchMasks:
                 return rules
         answers = [self._same(dense, rules, queries, keys, padding) for rules in candidates]
         true = [i for i, found in enumerate(answers) if found is not None and bool(found)]
-        if (
-            len(true) == 1
-        ):  # documents that are one whole sequence each do not show whether the model separates them
+        # Documents that are one whole sequence each do not show whether the model separates them.
+        if len(true) == 1:
             self._answers[kind] = bool(true[0])
         return candidates[true[0]] if true else None
 
@@ -178,12 +176,6 @@ class _Check:
 
 _WAITING = 64
 """Comparisons of which nobody has read the answer."""
-
-
-def same_mask(dense: Tensor, rules: AttentionMask, queries: int, keys: int) -> bool:
-    """:func:`compare_mask`, and waits for the device."""
-    found = compare_mask(dense, rules, queries, keys)
-    return found is not None and bool(found)
 
 
 def compare_mask(dense: Tensor, rules: AttentionMask, queries: int, keys: int) -> Tensor | None:

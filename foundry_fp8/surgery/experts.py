@@ -78,7 +78,8 @@ def expert_weights(model: nn.Module) -> dict[str, ExpertWeights]:
             leaf = part.rpartition(".")[2]
             if form is not None and leaf not in matrices:
                 continue
-            shape = _shape(parameter) if form is None else tuple(matrices[leaf].shape)
+            matrix = parameter if form is None else matrices[leaf]
+            shape = () if is_lazy(matrix) else tuple(matrix.shape)
             found[whole] = ExpertWeights(module, form, leaf, shape, why_not or unfit(parameter) or "")
     return found
 
@@ -96,10 +97,6 @@ def put_in_place(layers: Mapping[str, FP8GroupedLinear], weights: Mapping[str, E
             converted = next(iter(beside.values()))
             assert isinstance(converted, FP8GroupedLinear)
             beside[one.part] = _in_high_precision(name, one.shape, converted.backend)
-
-
-def _shape(parameter: Tensor) -> tuple[int, ...]:
-    return () if is_lazy(parameter) else tuple(parameter.shape)
 
 
 def _form_of(module: nn.Module) -> tuple[type[ExpertsForm] | None, str]:
@@ -170,9 +167,8 @@ def _same(module: nn.Module, form: type[ExpertsForm]) -> bool:
 
 def _inputs(form: type[ExpertsForm], hidden: int, random: Any) -> tuple[Any, ...]:
     tokens = 5
-    chosen = torch.tensor(
-        [[0, 2], [2, 0], [0, 2], [2, 0], [2, 0]], dtype=torch.int64, device="cpu"
-    )  # nobody chooses expert 1
+    # Nobody chooses expert 1.
+    chosen = torch.tensor([[0, 2], [2, 0], [0, 2], [2, 0], [2, 0]], dtype=torch.int64, device="cpu")
     weights = random(tokens, _CHOICES).abs()
     if form is StackedRows:
         return random(1, tokens, hidden), random(tokens, _EXPERTS), weights, chosen

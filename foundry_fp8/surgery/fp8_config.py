@@ -15,17 +15,18 @@ from foundry_fp8.config import (
     Names,
     Natural,
     Parse,
+    accept,
     check_choice,
     from_mapping,
     not_empty,
     one_of,
 )
+from foundry_fp8.layers.attention import GradScores, no_attention_form
 from foundry_fp8.numerics.recipes import RECIPES, DelayedScaling, Gemm, Recipe, parse_recipe
-from foundry_fp8.surgery.attention_config import AttentionConfig, parse_attention
 from foundry_fp8.surgery.policy import Policy
 from foundry_fp8.surgery.rules import HIGH_PRECISION, Measured, Rule, Wgrad, parse_rules
 
-__all__ = ["KEY", "TE_LAYERS", "FP8Config", "resolve_recipe"]
+__all__ = ["KEY", "TE_LAYERS", "AttentionConfig", "FP8Config", "resolve_recipe"]
 
 KEY = "algorithms.fp8"
 TE_LAYERS = (
@@ -45,6 +46,44 @@ def _recipe(value: Any, key: str) -> Recipe | Sequence[Rule] | Measured | Litera
     if isinstance(value, Sequence) and not isinstance(value, str):
         return parse_rules(value, key)
     return parse_recipe(value, key)
+
+
+def _recipe_or_that_of_the_linears(value: Any, key: str) -> Recipe | None:
+    if value is None:
+        return None
+    recipe = parse_recipe(value, key)
+    reason = no_attention_form(recipe)
+    if reason is not None:
+        raise ConfigError(f"{key}: {reason}. Take delayed or current.")
+    return recipe
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionConfig(Config):
+    """The mapping under ``algorithms.fp8.attention``; ``true`` stands for the defaults."""
+
+    key = f"{KEY}.attention"
+
+    recipe: Annotated[Recipe | None, Parse(_recipe_or_that_of_the_linears, "delayed, current or null")] = None
+    """``delayed`` or ``current``, or a mapping with the recipe's own fields; ``null``: that of the linears."""
+    grad_scores: GradScores = "fp8"
+    """What the gradient of the logits is rounded to before the products that make dQ and dK: ``fp8`` is the gradients' format, E5M2;
+    ``bfloat16`` is the emulated backend's alone: cuDNN's kernel rounds it to FP8."""
+    exclude: Names = ()
+    """Globs on the names of attention modules to leave in high precision."""
+
+
+def _attention(value: Any, key: str) -> AttentionConfig | Literal[False]:
+    """``true``, ``false``, or a mapping with the fields of :class:`AttentionConfig`.
+
+    Raises:
+        ConfigError: Anything else.
+    """
+    if isinstance(value, AttentionConfig):
+        return value
+    if isinstance(value, bool) or not hasattr(value, "keys"):
+        return AttentionConfig() if accept(bool, value, key) else False
+    return from_mapping(AttentionConfig, value, key)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,9 +129,9 @@ class FP8Config(Config):
     """``fp8`` stores the weights of converted linears that do not train (the base model's under LoRA) only in FP8, one byte an element, as the recipe
     quantises them. FP8 layers give the same results; what reads the weight in high precision (evaluation, merged adapters, checkpoints) gets it
     rounded. Not under FSDP or through Transformer Engine; the recipe's scales must be powers of two."""
-    attention: Annotated[
-        AttentionConfig | Literal[False], Parse(parse_attention, "true, false or a mapping")
-    ] = False
+    attention: Annotated[AttentionConfig | Literal[False], Parse(_attention, "true, false or a mapping")] = (
+        False
+    )
     """Whether attention's GEMMs run in FP8 too (FP8DPA), with the delayed or the current recipe (through Transformer Engine the delayed one alone):
     ``true``, or a mapping with ``recipe``, ``grad_scores`` and ``exclude``."""
     enabled: bool = True

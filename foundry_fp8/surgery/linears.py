@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from foundry_fp8.config import ConfigError, NoEffect
 from foundry_fp8.layers.backend import Backend
@@ -15,10 +16,10 @@ from foundry_fp8.layers.gemm_layer import FP8GemmLayer
 from foundry_fp8.layers.grouped_linear import FP8GroupedLinear
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.layers.unit_linear import FP8UnitLinear
+from foundry_fp8.model_structure.experts import router_modules
 from foundry_fp8.model_structure.wrappers import replace_module
 from foundry_fp8.surgery.experts import ExpertWeights, expert_weights, put_in_place
-from foundry_fp8.surgery.left_out import left_out, unconvertible
-from foundry_fp8.surgery.other_weights import other_weights
+from foundry_fp8.surgery.left_out import HEAD, ROUTER, left_out, output_heads, unconvertible
 from foundry_fp8.surgery.policy import Choice, Policy
 from foundry_fp8.surgery.report import SurgeryRow
 from foundry_fp8.surgery.same_as_linear import features_of, forward_of_its_own, linear_form, looks_linear
@@ -32,6 +33,11 @@ NOT_MULTIPLIED = (
     "the unit recipe's constant scales need layers with µnit Scaling's output multiplier, as mus_causal_lm and MPT with "
     "fc_type: {name: unit} have; other models take delayed, current, block or mxfp8"
 )
+
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+NO_PRODUCTS = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+"""Layers that only look up or scale by what they hold."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,10 +223,37 @@ def plan_linears(
             f"Check {key}.{'recipe' if policy.listed else 'include'} and {key}.exclude, or remove the algorithm."
         )
     listed = [p for _, linear in linears for p in linear.parameters(recurse=False)]
-    rows += other_weights(model, [*listed, *map(model.get_parameter, experts)])
+    rows += _other_weights(model, [*listed, *map(model.get_parameter, experts)])
     order = {name: i for i, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
     rows.sort(key=lambda row: order.get(row.name, order.get(row.name.rpartition(".")[0], 0)))
     return LinearPlan(tuple(rows), converted, places, grouped, experts)
+
+
+def _other_weights(model: nn.Module, listed: Iterable[nn.Parameter]) -> Iterator[SurgeryRow]:
+    """A row for each parameter with two or more dimensions (of more than one element) that is not ``listed``: raw parameters,
+    convolutions, tied heads, which belong to no linear layer and may be multiplied by all the same.
+
+    Embeddings and norms have none, except for an embedding that is the output head too.
+    """
+    heads, routers = set(output_heads(model)), dict(router_modules(model)).values()
+    seen = {id(p) for p in listed}
+    for name, module in model.named_modules():
+        if isinstance(module, NO_PRODUCTS) and module not in heads:
+            continue
+        for part, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in seen or is_lazy(parameter) or sum(n > 1 for n in parameter.shape) < 2:
+                continue
+            seen.add(id(parameter))
+            if module in heads:
+                reason = HEAD
+            elif module in routers:
+                reason = ROUTER
+            elif isinstance(module, CONVOLUTIONS):
+                reason = "convolutions stay in high precision"
+            else:
+                reason = f"{type(module).__name__} holds it as a parameter, not as a linear layer"
+            whole = f"{name}.{part}" if name else part
+            yield SurgeryRow(name=whole, action="skipped", reason=reason, shape=tuple(parameter.shape))
 
 
 def _one_verdict_a_place(

@@ -14,7 +14,7 @@ import foundry_fp8
 from foundry_fp8.config import ConfigError, from_mapping
 from foundry_fp8.numerics.recipes import RECIPES
 from foundry_fp8.surgery.apply import KEY, FP8Config, refuse_by_backend
-from foundry_fp8.surgery.attention_config import AttentionConfig
+from foundry_fp8.surgery.fp8_config import AttentionConfig
 
 CARD = (Path(foundry_fp8.__file__).parent / "algorithms/fp8/README.md").read_text()
 DOCS = Path(foundry_fp8.__file__).parents[1] / "docs"

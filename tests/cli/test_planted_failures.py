@@ -14,6 +14,7 @@ from foundry_fp8.cli.selftest import verdict as verdicts
 from foundry_fp8.cli.selftest.claims import judge
 from foundry_fp8.cli.selftest.stages import run_stages, stages_of
 from foundry_fp8.cli.selftest.supervisors import Supervisors
+from foundry_fp8.distributed.compression.config import CompressionConfig
 from foundry_fp8.run.settings import Run
 from foundry_fp8.surgery.fp8_config import FP8Config
 
@@ -129,20 +130,21 @@ def test_doctor_warns_of_what_was_refuted(tmp_path, monkeypatch):
             "next": "Do not.",
             "keys": ["algorithms.fp8"],
         },
-        {"claim": "compiles", "verdict": "refuted", "figures": "", "next": "", "keys": ["compile_config"]},
         {
-            "claim": "TE",
+            "claim": "compresses",
             "verdict": "refuted",
             "figures": "",
             "next": "",
-            "keys": ["algorithms.fp8.backend=transformer_engine"],
+            "keys": ["algorithms.compressed_communication"],
         },
         {"claim": "fine", "verdict": "confirmed", "figures": "", "next": "", "keys": ["algorithms.fp8"]},
     ]
     verdicts.keep({"date": "2026-11-26T10:00:00", "claims": claims})
-    (only,) = verdicts.warnings_for(Run(fp8=FP8Config(backend="native")))
+    (only,) = verdicts.warnings_for(Run(fp8=FP8Config()))
     assert only == "resumes: refuted on this machine on 2026-11-26 (differ). Do not."
-    assert len(verdicts.warnings_for(Run(fp8=FP8Config(backend="transformer_engine"), compiled=True))) == 3
+    assert verdicts.warnings_for(Run(fp8=FP8Config(enabled=False))) == []
+    both = Run(fp8=FP8Config(), compressed_communication=CompressionConfig())
+    assert len(verdicts.warnings_for(both)) == 2
 
 
 def test_names_of_hosts_and_users_do_not_leave(tmp_path, monkeypatch):

@@ -86,7 +86,7 @@ def test_torchs_is_taken_where_it_is_there_and_fits(missing, k, bias, taken, mon
     args = operands(48, 256, k, True, monkeypatch)
     added = args[0].new_empty(256, dtype=torch.bfloat16) if bias else None
     with args[0].fake_mode:
-        y = products.blockwise_product(*args, added, 37, 256, torch.bfloat16, True)
+        y = products.blockwise_gemm(*args, added, 37, 256, torch.bfloat16, True)
     assert y.shape == (37, 256) and bool(asked) == taken
 
 

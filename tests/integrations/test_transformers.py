@@ -15,7 +15,7 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from foundry_fp8.config import ConfigError
-from foundry_fp8.integrations import trainer as of_trainer
+from foundry_fp8.integrations import transformers as of_trainer
 from foundry_fp8.integrations.transformers import FP8Callback
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.layers.state import FP8State

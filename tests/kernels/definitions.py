@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from foundry_fp8.kernels.block_gemm import GROUP
 from foundry_fp8.kernels.producers import Producer
 
 
@@ -39,3 +40,27 @@ def activation_backward_reference(dy: Tensor, source: Producer) -> tuple[Tensor,
     else:
         dplain, dup = (dy * source.up).float(), dy * plain.detach().to(hp)
     return torch.autograd.grad(plain, x, dplain)[0].to(hp), dup
+
+
+def block_gemm_reference(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    *,
+    m: int,
+    n: int,
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+    square_b: bool = False,
+) -> Tensor:
+    """The torch expression that :func:`block_gemm` computes, in float64 (the kernel accumulates in float32)."""
+
+    def dense(data: Tensor, scale: Tensor) -> Tensor:
+        per_element = scale.repeat_interleave(GROUP, 1)[:, : data.shape[1]]
+        if per_element.shape[0] != data.shape[0]:
+            per_element = per_element.repeat_interleave(GROUP, 0)[: data.shape[0]]
+        return data.double() * per_element.double()
+
+    out = (dense(a, a_scale.t()) @ dense(b, b_scale if square_b else b_scale.t()).t())[:m, :n]
+    return (out if bias is None else out + bias.double()).to(out_dtype)

@@ -38,7 +38,6 @@ MODULES = (
             "delayed",
             "dequantize",
             "norms",
-            "packed_norms",
             "gated",
             "grouped",
             "packing",

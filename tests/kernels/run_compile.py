@@ -33,7 +33,6 @@ from foundry_fp8.kernels import (
     gated,
     grouped,
     norms,
-    packed_norms,
     packing,
     tensorwise,
 )
@@ -207,7 +206,7 @@ def launch_everything(gemm):
         packing.dequantize_blocks(packed)
         if name != "int4":
             packing.gated_backward(x.view(-1), packed, packed, "silu")
-            packed_norms.pack_norm_input(x, fmt, 1e-5, centered=True)
+            norms.pack_norm_input(x, fmt, 1e-5, centered=True)
             norms.norm_backward(x, packed, vector, vector, mean=vector)
     if not gemm:
         return

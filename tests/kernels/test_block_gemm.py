@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from foundry_fp8.kernels import block_gemm as module
-from foundry_fp8.kernels.block_gemm import CONFIGS, block_gemm, block_gemm_reference
+from foundry_fp8.kernels.block_gemm import CONFIGS, block_gemm
 from foundry_fp8.kernels.blockwise import quantize_blockwise
 from foundry_fp8.kernels.producers import Producer
 from foundry_fp8.numerics.formats import E4M3, E5M2
 from tests.kernels.cases import assert_same_bits, spread
+from tests.kernels.definitions import block_gemm_reference
 
 SHAPES = ((128, 128, 256), (150, 90, 200), (17, 33, 40), (1, 1, 16), (260, 140, 129))
 

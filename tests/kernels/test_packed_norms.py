@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from foundry_fp8.activations.compression.packing import dequantize_blocks_reference, quantize_blocks_reference
-from foundry_fp8.kernels.norms import norm_backward
-from foundry_fp8.kernels.packed_norms import pack_norm_input
+from foundry_fp8.kernels.norms import norm_backward, pack_norm_input
 from foundry_fp8.numerics.packed import Packed, PackFormat
 from tests.kernels.cases import DTYPES, HALF_ULP, MOST_DTYPES, assert_same_bits, poisoned, spread
 from tests.kernels.definitions import norm_backward_reference, norm_statistics_reference

@@ -6,6 +6,14 @@ from pathlib import Path
 
 import numpy as np
 
+from foundry_fp8.report.comparison import compare
+from foundry_fp8.report.runs import read_runs
+from foundry_fp8.report.write import write_report
+
+
+def report_runs(paths: list[Path], output: Path, **options) -> Path:
+    return write_report(compare(read_runs(paths)), output, **options)
+
 
 def write_log(path: Path, lines: list[dict], tail: str = "") -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -14,8 +14,7 @@ from foundry_fp8.report.comparison import compare
 from foundry_fp8.report.figures import FIGURES
 from foundry_fp8.report.loss_curves import smooth
 from foundry_fp8.report.runs import read_runs
-from foundry_fp8.report.write import report_runs
-from tests.report.logs import END, batches, curve, header, monitored, write_log
+from tests.report.logs import END, batches, curve, header, monitored, report_runs, write_log
 
 
 def report(tmp_path, *logs):

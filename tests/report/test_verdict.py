@@ -12,8 +12,7 @@ from foundry_fp8.cli.main import app
 from foundry_fp8.report.comparison import compare
 from foundry_fp8.report.runs import read_runs
 from foundry_fp8.report.verdict import verdict
-from foundry_fp8.report.write import report_runs
-from tests.report.logs import END, batches, curve, header, write_log
+from tests.report.logs import END, batches, curve, header, report_runs, write_log
 
 
 def csv_of(tmp_path, **runs):

@@ -168,9 +168,8 @@ def unwrap(model: nn.Module) -> None:
 def switch_off_cache(model: nn.Module) -> None:
     """Set Hugging Face's ``config.use_cache`` to false: a recompute would append keys to the cache a second time."""
     for module in model.modules():
-        if not hasattr(
-            module, "get_input_embeddings"
-        ):  # transformers' own models; layers may hold guarded configs
+        # Transformers' own models; layers may hold guarded configs.
+        if not hasattr(module, "get_input_embeddings"):
             continue
         config: Any = getattr(module, "config", None)
         if getattr(config, "use_cache", False) is True:

@@ -204,9 +204,8 @@ def _resolve(
 def _class_named(
     name: str, inside: Sequence[Mapping[str, nn.Module]], present: Mapping[str, type]
 ) -> Classes | None:
-    if (
-        name == EVERY_BLOCK
-    ):  # of all classes that there are: an encoder's and a decoder's, attention's and Mamba's
+    # Of all classes that there are: an encoder's and a decoder's, attention's and Mamba's.
+    if name == EVERY_BLOCK:
         return tuple(dict.fromkeys(own_class(next(iter(block.values()))) for block in inside))
     # A model made of Foundry's classes has imported Foundry; without it none of its names can match.
     foundry = sys.modules.get("llmfoundry.models.utils.act_ckpt")

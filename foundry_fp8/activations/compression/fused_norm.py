@@ -18,9 +18,9 @@ from torch.autograd.function import once_differentiable
 
 from foundry_fp8.activations.compression.recompute import (
     MaybePacked,
-    Repeat,
     fuses,
     pack_if,
+    repeatable,
     save_inputs,
     saved_inputs,
     unpacked,
@@ -72,9 +72,9 @@ class _PackedNorm(torch.autograd.Function):
         fmt: PackFormat | None,
         gain: float,
     ) -> Tensor:
-        expression = Repeat(norm, x.device)
         mean: Tensor | None
-        if centred and x.device.type == "cpu" and not expression.autocast and _all_float32(x, weight, bias):
+        plain = x.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
+        if centred and plain and _all_float32(x, weight, bias):
             # What norm(x) runs; it gives the statistics along.
             y, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], weight, bias, eps)
             kept = pack_if(x, fmt)
@@ -83,7 +83,7 @@ class _PackedNorm(torch.autograd.Function):
             kept, mean, rstd = _keep_norm_input(x, fmt, eps, centred)
         ctx.shape, ctx.numel, ctx.dtype, ctx.gain = x.shape, x.numel(), x.dtype, gain
         ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.norm, ctx.recompute, ctx.output = expression, _recompute_norm, None
+        ctx.norm, ctx.recompute, ctx.output = repeatable(norm, x.device), _recompute_norm, None
         save_inputs(ctx, [kept], rstd, mean, weight)
         return y
 
@@ -136,8 +136,7 @@ def _keep_norm_input(
     """
     rows = x.reshape(-1, x.shape[-1])
     if _norm_kernels(rows, fmt):
-        from foundry_fp8.kernels.norms import norm_statistics
-        from foundry_fp8.kernels.packed_norms import pack_norm_input
+        from foundry_fp8.kernels.norms import norm_statistics, pack_norm_input
 
         if fmt is None:
             return x, *norm_statistics(rows, eps, centered=centred)

@@ -10,14 +10,7 @@ from torch import Tensor
 from foundry_fp8.activations.compression.packing import pack, unpack
 from foundry_fp8.numerics.packed import Packed, PackFormat
 
-__all__ = ["Flat", "Payload", "Rounded"]
-
-
-@dataclasses.dataclass(eq=False)
-class Payload:
-    """A :class:`Packed` that several saved tensors share."""
-
-    packed: Packed
+__all__ = ["Flat", "Rounded"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,31 +42,31 @@ class Flat:
         """Equal for tensors at one address that have the same row."""
         return self.base.numel() if self.dense else (tuple(self.base.shape), self.base.stride())
 
-    def pack(self, fmt: PackFormat, *, nonzero: bool) -> Payload:
+    def pack(self, fmt: PackFormat, *, nonzero: bool) -> Packed:
         """See :func:`.packing.pack`; blocks stay within rows of the last dimension where that is the inner one."""
         base = self.base
         row = base.as_strided((base.numel(),), (1,)) if self.dense else base.contiguous().view(-1)
         inner = base.dim() > 0 and (not self.dense or base.stride(-1) == 1)
-        return Payload(pack(row, fmt, row=base.shape[-1] if inner else 0, nonzero=nonzero))
+        return pack(row, fmt, row=base.shape[-1] if inner else 0, nonzero=nonzero)
 
-    def rounded(self, payload: Payload) -> Rounded:
+    def rounded(self, packed: Packed) -> Rounded:
         """What to keep of the tensor instead of itself."""
         stride = self.base.stride() if self.dense else None
-        return Rounded(payload, tuple(self.base.shape), stride, self.expanded)
+        return Rounded(packed, tuple(self.base.shape), stride, self.expanded)
 
 
 @dataclasses.dataclass(frozen=True)
 class Rounded:
-    """A packed tensor and its layout; see :class:`Flat`."""
+    """A packed tensor, which others may share, and its layout; see :class:`Flat`."""
 
-    payload: Payload
+    packed: Packed
     size: Sequence[int]
     stride: Sequence[int] | None
     expanded: Sequence[int] | None
 
     def tensor(self) -> Tensor:
         """The values in their old layout."""
-        row = unpack(self.payload.packed)
+        row = unpack(self.packed)
         x = row.view(self.size) if self.stride is None else row.as_strided(self.size, self.stride)
         return x if self.expanded is None else x.expand(self.expanded)
 

@@ -74,9 +74,8 @@ def reads_of(node: Any) -> Reads:
     if function is not None:
         known = _KNOWN.get(f"{function.__module__}.{function.__qualname__}", Reads.EXACTLY)
         return Reads.SMOOTHLY if getattr(node, "reads_smoothly", False) else known
-    if (
-        node.name() == "PowBackward0"
-    ):  # squares, cubes: the slope grows no faster than the values, as far as these go
+    # Squares, cubes: the slope grows no faster than the values, as far as these go.
+    if node.name() == "PowBackward0":
         return Reads.SMOOTHLY if 2 <= exponent_of(node) <= 4 else Reads.EXACTLY
     return _KNOWN.get(node.name(), Reads.EXACTLY)
 

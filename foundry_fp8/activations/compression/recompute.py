@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from foundry_fp8.activations.compression.packing import pack, packable, unpack
-from foundry_fp8.layers.autocast import autocast_type
+from foundry_fp8.layers.autocast import autocast_now
 from foundry_fp8.numerics.packed import Packed, PackFormat
 
 __all__ = [
     "MaybePacked",
-    "Repeat",
     "fuses",
     "pack_if",
     "recomputation",
+    "repeatable",
     "save_inputs",
     "saved_inputs",
     "unpacked",
@@ -51,18 +51,15 @@ def recomputation(x: Tensor, *, exact: bool = False) -> Callable[[], Tensor] | N
     return lambda: recompute(node).to(dtype).view(shape)
 
 
-class Repeat:
-    """An expression and the autocast it ran under, so that backward repeats it bit for bit."""
+def repeatable(expression: Callable[..., Tensor], device: torch.device) -> Callable[..., Tensor]:
+    """``expression`` without gradients, whenever it is called under the autocast of now."""
+    autocast = autocast_now(device)
 
-    def __init__(self, expression: Callable[..., Tensor], device: torch.device) -> None:
-        self.expression, self.type = expression, autocast_type(device)
-        self.autocast = torch.is_autocast_enabled(self.type)
-        self.dtype = torch.get_autocast_dtype(self.type)
+    def repeat(*args: Tensor) -> Tensor:
+        with torch.no_grad(), autocast():
+            return expression(*args)
 
-    def __call__(self, *args: Tensor) -> Tensor:
-        """The expression, without gradients."""
-        with torch.no_grad(), torch.autocast(self.type, enabled=self.autocast, dtype=self.dtype):
-            return self.expression(*args)
+    return repeat
 
 
 def fuses(x: Tensor, other: Tensor | None = None) -> bool:

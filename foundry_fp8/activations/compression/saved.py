@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from foundry_fp8.activations.compression.layouts import Flat, Payload, Rounded
+from foundry_fp8.activations.compression.layouts import Flat, Rounded
 from foundry_fp8.activations.compression.packing import packable
 from foundry_fp8.activations.compression.readers import Reader, Reads, Region, reads_of
 from foundry_fp8.activations.compression.recompute import recomputation
@@ -37,7 +37,7 @@ from foundry_fp8.compat.autograd import newest_node
 from foundry_fp8.compat.compiled_caller import compiled_caller_waits
 from foundry_fp8.compat.pytree import tree_iter
 from foundry_fp8.compat.storages import storage_number
-from foundry_fp8.numerics.packed import PackFormat
+from foundry_fp8.numerics.packed import Packed, PackFormat
 
 __all__ = ["Compressor", "SavedBytes", "StorageRef", "UnpackedTensor", "compresses_inside", "is_parameter"]
 
@@ -56,9 +56,8 @@ _CASTS_AND_VIEWS = (
 
 def is_parameter(x: Tensor) -> bool:
     """Whether ``x`` is a Parameter, or a view or cast of one (autocast's copy, FSDP1's view of its flat parameter)."""
-    if isinstance(x, nn.Parameter) or isinstance(
-        x._base, nn.Parameter
-    ):  # of a frozen one only the base shows it
+    # Of a frozen one only the base shows it.
+    if isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter):
         return True
     node = x.grad_fn
     while node is not None:
@@ -163,7 +162,7 @@ class Compressor:
 
     def _forget(self) -> None:
         self._calls: list[tuple[saved_tensors_hooks, Region[_Waiting]]] = []
-        self._kept: dict[tuple[Any, ...], tuple[StorageRef, weakref.ref[UnpackedTensor | Payload]]] = {}
+        self._kept: dict[tuple[Any, ...], tuple[StorageRef, weakref.ref[UnpackedTensor | Packed]]] = {}
         self._handed: dict[int, StorageRef] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -266,13 +265,13 @@ class Compressor:
             return
         nonzero = waiting.positive or reader.reads is Reads.SIGN
         key = (*key, nonzero)
-        payload = self._held(key, storage)
-        if payload is None:
-            payload = flat.pack(self.fmt, nonzero=nonzero)
-            self._kept[key] = weakref.ref(storage), weakref.ref(payload)
+        packed = self._held(key, storage)
+        if packed is None:
+            packed = flat.pack(self.fmt, nonzero=nonzero)
+            self._kept[key] = weakref.ref(storage), weakref.ref(packed)
             self.saved.original += flat.base.numel() * x.element_size()
-            self.saved.packed += payload.packed.nbytes
-        waiting.kept = flat.rounded(payload)
+            self.saved.packed += packed.nbytes
+        waiting.kept = flat.rounded(packed)
 
     def _held(self, key: tuple[Any, ...], storage: torch.UntypedStorage) -> Any:
         """What is kept under ``key``, if it is of this storage and not of another one at its address."""

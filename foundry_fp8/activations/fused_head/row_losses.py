@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from foundry_fp8.layers.autocast import autocast_type, without_autocast
+from foundry_fp8.layers.autocast import autocast_now, autocast_type, without_autocast
 
 __all__ = ["IGNORE", "HeadCall", "row_losses"]
 
@@ -54,9 +54,7 @@ class HeadCall:
 
     def __init__(self, head: nn.Module, logits: Callable[[Tensor], Tensor], rows: Tensor) -> None:
         self.logits, self.slots = logits, list(_slots(head))
-        self.type = autocast_type(rows.device)
-        self.autocast = torch.is_autocast_enabled(self.type)
-        self.dtype = torch.get_autocast_dtype(self.type)
+        self.type, self.autocast = autocast_type(rows.device), autocast_now(rows.device)
         dropout = any(isinstance(m, nn.Dropout) and m.p and m.training for m in head.modules())
         self.random = _RandomState(rows.device) if dropout else None
 
@@ -74,7 +72,7 @@ class HeadCall:
         try:
             for (module, name), leaf in zip(self.slots, leaves, strict=True):
                 vars(module)[name] = leaf
-            with torch.autocast(self.type, enabled=self.autocast, dtype=self.dtype):
+            with self.autocast():
                 yield leaves
         finally:
             for (module, name), tensor in zip(self.slots, before, strict=True):

@@ -6,19 +6,20 @@ still under way: whatever is done to it next is queued behind them.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["CopyQueue", "CudaCopyQueue", "ImmediateCopies", "copy_queue_of"]
+__all__ = ["CopyQueue", "CudaCopyQueue", "copy_queue_of"]
 
 
-class CopyQueue(Protocol):
-    """What a store asks of a device."""
+class CopyQueue:
+    """What a store asks of a device; here copies that are over when they return."""
 
     def buffer(self, nbytes: int) -> Tensor:
         """A host buffer of ``nbytes`` bytes."""
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def copy(self, target: Tensor, source: Tensor) -> Any:
         """Copy when the computation has come to this point, and go on.
@@ -26,27 +27,13 @@ class CopyQueue(Protocol):
         Returns:
             The event of its end. Until the computation waits for it, the caller holds both tensors.
         """
+        target.copy_(source)
 
     def wait(self, event: Any) -> None:
         """What the computation is given from here on runs after ``event``; the host does not wait."""
 
 
-class ImmediateCopies:
-    """Copies that are over when they return."""
-
-    def buffer(self, nbytes: int) -> Tensor:
-        """Pageable memory."""
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        """Copy now."""
-        target.copy_(source)
-
-    def wait(self, event: None) -> None:
-        """Nothing to wait for."""
-
-
-class CudaCopyQueue:
+class CudaCopyQueue(CopyQueue):
     """Copies on a stream of their own, from and to pinned memory."""
 
     def __init__(self, device: torch.device) -> None:
@@ -71,4 +58,4 @@ class CudaCopyQueue:
 
 def copy_queue_of(device: torch.device) -> CopyQueue:
     """The queue between ``device`` and the host."""
-    return CudaCopyQueue(device) if device.type == "cuda" else ImmediateCopies()
+    return CudaCopyQueue(device) if device.type == "cuda" else CopyQueue()

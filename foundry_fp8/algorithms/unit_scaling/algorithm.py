@@ -9,9 +9,8 @@ from composer.core import Event, State
 from composer.loggers import Logger
 
 from foundry_fp8.algorithms.method import Method
-from foundry_fp8.models.mus.apply import split_groups
-from foundry_fp8.models.mus.optimizer import check_groups, check_schedulers
-from foundry_fp8.models.mus.structure import UnitScaledModel, unit_scaled
+from foundry_fp8.models.mus.optimizer import check_groups, check_schedulers, scale_groups
+from foundry_fp8.models.mus.structure import UnitScaledModel, initialise_mpt_head, unit_scaled
 from foundry_fp8.models.unit_scaling import KEY, UnitScalingConfig
 
 __all__ = ["UnitScaling"]
@@ -55,8 +54,9 @@ class UnitScaling(Method):
                 check_schedulers(state.schedulers, self._rates, KEY)
             return
         self._described = unit_scaled(state.model, KEY)
+        initialise_mpt_head(state.model)
         for optimizer in state.optimizers:
-            factor = split_groups(state.model, optimizer, self.config.base_width)
+            factor = scale_groups(optimizer, state.model, self._described, self.config.base_width, KEY)
             self._rates = [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]
             log.info(
                 "%s: %d hidden weights train at lr x sqrt(%d / %d) = lr x %.4g",

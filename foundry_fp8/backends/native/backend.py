@@ -74,10 +74,6 @@ class NativeBackend(Backend):
         missing = triton_missing() or self.recipe_reason(recipe)
         if missing is not None:
             return Availability(False, missing, "Use backend: emulated to check numerics without speed.")
-        if not hasattr(torch, "_scaled_mm"):
-            return Availability(
-                False, f"torch {torch.__version__} has no _scaled_mm", "Install torch 2.7 or later."
-            )
         if device.type == "cpu" and (dry_run() or interpreting()):
             return Availability(True)
         if device.type != "cuda" or torch.version.hip is not None:
@@ -248,7 +244,9 @@ class NativeBackend(Backend):
                 matrix = in_dtype(module.matrix, dtype).contiguous()
                 quantized = quantize_weight(matrix, call.plan, scale=scale, amax_slot=slot)
             found = self._cache[module.fqn] = _CachedWeight(key, quantized)
-            _forget_after_optimizer_steps(self)
+            # For optimizers that write through .data, which no version counter sees (LLM Foundry's DecoupledLionW does).
+            _watch_optimizers()
+            _caching.add(self)
         elif slot is not None:
             torch.fmax(slot, found.quantized[2][0], out=slot)
         return found.quantized
@@ -266,9 +264,3 @@ def _watch_optimizers() -> None:
 def _after_optimizer_step(*_: object) -> None:
     for backend in list(_caching):
         backend.clear_weight_cache()
-
-
-def _forget_after_optimizer_steps(backend: NativeBackend) -> None:
-    """For optimizers that write through .data, which no version counter sees (LLM Foundry's DecoupledLionW does)."""
-    _watch_optimizers()
-    _caching.add(backend)

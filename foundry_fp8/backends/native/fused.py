@@ -188,12 +188,8 @@ class _MLP(torch.autograd.Function):
 
         ctx.calls_at_backward()
         gate, up, *saved = ctx.saved_tensors
-        count, dtype, needs_x, needs = (
-            len(ctx.calls),
-            gate.dtype,
-            ctx.needs_input_grad[0],
-            ctx.needs_input_grad[4:],
-        )
+        count, dtype = len(ctx.calls), gate.dtype
+        needs_x, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
         kept = [saved[SAVED * i : SAVED * (i + 1)] for i in range(count)]
         below = needs_x or any(needs[: count - 1]) or any(needs[count:-1])
         dws: list[Tensor | None] = [None] * count
@@ -219,11 +215,8 @@ def _mlp(x: Tensor, members: Sequence[Any], form: MLPForm) -> Tensor:
         x = in_dtype(x, compute_dtype(x))
     rows = x.source.x if type(x) is Produced else x
     weights, first = [m.matrix.contiguous() for m in members], members[:-1]
-    dtype, tokens, reaches = (
-        checked_dtype(members[0], rows, weights[0]),
-        rows.numel() // rows.shape[-1],
-        x.requires_grad,
-    )
+    dtype = checked_dtype(members[0], rows, weights[0])
+    tokens, reaches = rows.numel() // rows.shape[-1], x.requires_grad
     below = reaches or any(p is not None and p.requires_grad for m in first for p in m._parameters.values())
     records = [m.enter(rows, m.weight, tokens, reaches if m in first else below) for m in members]
     gate, up = members[0].slots, members[-2].slots

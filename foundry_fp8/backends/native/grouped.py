@@ -15,10 +15,10 @@ from torch import Tensor
 
 from foundry_fp8.backends.native.inputs import Delayed, LinearCall
 from foundry_fp8.backends.native.plan import FORMATS, Plan
-from foundry_fp8.backends.native.products import defined, tensorwise_product
+from foundry_fp8.backends.native.products import defined, tensorwise_gemm
 from foundry_fp8.backends.native.scaling import SCALINGS
 from foundry_fp8.compat.fake_tensor import dry_run
-from foundry_fp8.compat.grouped_scaled_mm import grouped_mm_missing, scaled_grouped_mm
+from foundry_fp8.compat.grouped_scaled_mm import runs_grouped_mm, scaled_grouped_mm
 from foundry_fp8.kernels.launch import GEMM_MULTIPLE, round_up
 from foundry_fp8.layers.frozen_weight import in_dtype
 from foundry_fp8.numerics.quantize import scale_from_amax
@@ -75,7 +75,7 @@ class Rows(NamedTuple):
             a_scale: float32 ``[experts]``.
             b: FP8 ``[experts, C, N]``, C with stride 1.
             b_scale: float32 ``[experts]``.
-            fast_accumulation: See :func:`~foundry_fp8.backends.native.products.tensorwise_product`.
+            fast_accumulation: See :func:`~foundry_fp8.backends.native.products.tensorwise_gemm`.
 
         Returns:
             bfloat16 ``[R, N]``.
@@ -87,7 +87,7 @@ class Rows(NamedTuple):
         experts = zip(a.split(self.sizes), _apart(a_scale), b.unbind(), _apart(b_scale), strict=True)
         return torch.cat(
             [
-                tensorwise_product(rows, scale, one.t(), one_scale, None, torch.bfloat16, fast_accumulation)
+                tensorwise_gemm(rows, scale, one.t(), one_scale, None, torch.bfloat16, fast_accumulation)
                 for rows, scale, one, one_scale in experts
                 if len(rows)
             ]
@@ -122,7 +122,7 @@ class Rows(NamedTuple):
             )
             for out, size, given in zip(made, self.sizes, experts, strict=True):
                 if size:
-                    out.copy_(tensorwise_product(*given, None, torch.bfloat16, fast_accumulation))
+                    out.copy_(tensorwise_gemm(*given, None, torch.bfloat16, fast_accumulation))
         for out, size in zip(made, self.sizes, strict=True):
             if not size:  # nothing is added up, and torch leaves what was in memory
                 out.zero_()
@@ -132,7 +132,7 @@ class Rows(NamedTuple):
 def _is_grouped(a: Tensor, b: Tensor) -> bool:
     """Whether torch's grouped GEMM multiplies these."""
     fits = a.dtype == b.dtype == torch.float8_e4m3fn
-    return fits and not defined(a) and grouped_mm_missing(a.get_device()) is None
+    return fits and not defined(a) and runs_grouped_mm(a.device)
 
 
 def _apart(scales: Tensor) -> tuple[Tensor, ...]:

@@ -205,18 +205,7 @@ def _(x, up, mean, rstd, weight, bias, kind, fmt, group, square, power_2, rows, 
     )
 
 
-@operator()
-def tensorwise_gemm(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    fast_accumulation: bool,
-) -> Tensor:
-    """:func:`foundry_fp8.backends.native.products.tensorwise_product`."""
-    return products.tensorwise_product(a, a_scale, b, b_scale, bias, out_dtype, fast_accumulation)
+tensorwise_gemm = operator()(products.tensorwise_gemm)
 
 
 @tensorwise_gemm.register_fake
@@ -224,20 +213,7 @@ def _(a, a_scale, b, b_scale, bias, out_dtype, fast_accumulation):
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
 
 
-@operator()
-def blockwise_gemm(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    bias: Tensor | None,
-    m: int,
-    n: int,
-    out_dtype: torch.dtype,
-    square_b: bool,
-) -> Tensor:
-    """:func:`foundry_fp8.backends.native.products.blockwise_product`."""
-    return products.blockwise_product(a, a_scale, b, b_scale, bias, m, n, out_dtype, square_b)
+blockwise_gemm = operator()(products.blockwise_gemm)
 
 
 @blockwise_gemm.register_fake

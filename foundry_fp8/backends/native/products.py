@@ -17,10 +17,10 @@ from foundry_fp8.layers.frozen_weight import in_dtype
 from foundry_fp8.numerics.formats import e8m0_decode
 from foundry_fp8.numerics.mx_layout import unswizzle_mx_scales
 
-__all__ = ["blockwise_product", "defined", "mx_product", "mx_scales", "tensorwise_product", "without_padding"]
+__all__ = ["blockwise_gemm", "defined", "mx_product", "mx_scales", "tensorwise_gemm", "without_padding"]
 
 
-def tensorwise_product(
+def tensorwise_gemm(
     a: Tensor,
     a_scale: Tensor,
     b: Tensor,
@@ -44,7 +44,7 @@ def tensorwise_product(
     )
 
 
-def blockwise_product(
+def blockwise_gemm(
     a: Tensor,
     a_scale: Tensor,
     b: Tensor,

@@ -53,9 +53,8 @@ def check_kernels(
         RuntimeError: A kernel gives something else than its definition. Names it, the stack and the first difference.
     """
     plan = plan_of(recipe)
-    if (
-        plan.gradient_scale == "auto"
-    ):  # not known before the first batch; the same kernel for every power of two
+    # Not known before the first batch; the same kernel for every power of two.
+    if plan.gradient_scale == "auto":
         plan = dataclasses.replace(plan, gradient_scale=2**20)
     results = _results(recipe, plan, dtype, device, fused)
     if experts and SCALINGS[plan.kind].follows_amax:

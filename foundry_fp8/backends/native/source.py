@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["BOTH", "BY_COLUMNS", "BY_ROWS", "LAYOUTS", "NO_AMAXES", "Amaxes", "Layouts", "Source"]
+__all__ = ["BOTH", "BY_COLUMNS", "BY_ROWS", "LAYOUTS", "Amaxes", "Layouts", "Source"]
 
 
 class Source(NamedTuple):
@@ -42,5 +42,3 @@ BY_ROWS, BY_COLUMNS, BOTH = Layouts(True, False), Layouts(False, True), Layouts(
 Amaxes = tuple[Tensor | None, Tensor | None, Tensor | None]
 """What one scale a tensor comes from, and where its amax goes: delayed scaling's scale; a tensor whose first element is the amax,
 where current scaling has measured it before; a slot that is raised to the amax in place. A plain tuple, which costs the host nothing."""
-
-NO_AMAXES: Amaxes = (None, None, None)

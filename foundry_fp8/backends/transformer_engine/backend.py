@@ -15,10 +15,9 @@ from torch import Tensor
 from foundry_fp8.backends.size_rule import size_reason
 from foundry_fp8.backends.transformer_engine.delayed import bind_slots, keep_out_of_global_buffers
 from foundry_fp8.backends.transformer_engine.library import ImportProblem, library, load_library
-from foundry_fp8.backends.transformer_engine.nonfinite import keep_non_finite
+from foundry_fp8.backends.transformer_engine.outputs import keep_non_finite, with_high_precision_wgrad
 from foundry_fp8.backends.transformer_engine.recipes import te_recipe_of
 from foundry_fp8.backends.transformer_engine.requirements import form_reason, machine_of, requirement
-from foundry_fp8.backends.transformer_engine.wgrad import with_high_precision_wgrad
 from foundry_fp8.compat.fresh_view import fresh_view
 from foundry_fp8.compat.te_fsdp2 import tell_about_fsdp2
 from foundry_fp8.layers.attention import AttentionBackend
@@ -137,12 +136,15 @@ class TransformerEngineBackend(Backend):
         te_weight = weight.detach() if high_precision_wgrad else weight
         te_module = te_module_of(module, recipe)
         tell_about_fsdp2(te_module, module)
-        with self._recipe_context(recipe):
+        # The layer's own autocast, unless the model's is the one: a recompute, or a recipe changed at run time.
+        te_recipe = te_recipe_of(recipe)
+        with nullcontext() if library().is_running(te_recipe) else library().autocast(te_recipe):
             if module.slots is not None and recipe == module.configured_recipe:
                 record = module.training and torch.is_grad_enabled()
                 bind_slots(te_module, module.slots, record=record)
             if module.probe is not None:
-                _probe(module, x2d[:tokens])
+                _probe(module, x2d[:tokens].detach(), "x")
+                _probe(module, module.matrix.detach(), "w")
             y = _call(te_module, x2d, weight=te_weight, bias=bias)
         if high_precision_wgrad:
             y = with_high_precision_wgrad(y, x2d, weight)
@@ -150,13 +152,8 @@ class TransformerEngineBackend(Backend):
         if missing:
             y = y[:tokens]
         if module.probe is not None and y.requires_grad:
-            y.register_hook(functools.partial(_probe_dy, module))
+            y.register_hook(functools.partial(_probe, module, operand="dy"))
         return fresh_view(y, *x.shape[:-1], module.out_features)
-
-    def _recipe_context(self, recipe: Recipe) -> AbstractContextManager[Any]:
-        """The layer's own autocast, unless the model's is the one: a recompute, or a recipe changed at run time."""
-        te_recipe = te_recipe_of(recipe)
-        return nullcontext() if library().is_running(te_recipe) else library().autocast(te_recipe)
 
 
 def te_module_of(module: FP8Linear, recipe: Recipe) -> Any:
@@ -205,16 +202,7 @@ def _warn_padding(fqn: str, tokens: int, multiple: int) -> None:
     )
 
 
-def _probe(module: FP8Linear, x: Tensor) -> None:
-    _probe_operand(module, x.detach(), "x")
-    _probe_operand(module, module.matrix.detach(), "w")
-
-
-def _probe_dy(module: FP8Linear, dy: Tensor) -> None:
-    _probe_operand(module, dy, "dy")
-
-
-def _probe_operand(module: FP8Linear, tensor: Tensor, operand: Operand) -> None:
+def _probe(module: FP8Linear, tensor: Tensor, operand: Operand) -> None:
     """TE does not hand out what it quantised; the reference gives the same bytes from the same scale."""
     if module.probe is None or module.recipe is None:
         return

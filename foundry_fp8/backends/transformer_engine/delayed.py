@@ -46,9 +46,8 @@ def bind_slots(te_module: Any, slots: Slots, *, record: bool) -> None:
     Raises:
         RuntimeError: TE's quantisers are not what they were.
     """
-    te_module.init_fp8_metadata(
-        num_gemms=1
-    )  # makes the quantisers; the forward's own call then returns at once
+    # Makes the quantisers; the forward's own call then returns at once.
+    te_module.init_fp8_metadata(num_gemms=1)
     for operand, slot in slots.items():
         group, index = _PLACES[operand]
         quantizer = te_module.quantizers[group][index]

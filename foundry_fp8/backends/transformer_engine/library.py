@@ -12,12 +12,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-import importlib.metadata
 import warnings
 from contextlib import AbstractContextManager
 from typing import Any
 
-from foundry_fp8.config.versions import release
+from foundry_fp8.config.versions import installed, release
 
 __all__ = ["MINIMUM_VERSION", "ImportProblem", "Library", "installed_version", "library", "load_library"]
 
@@ -82,12 +81,7 @@ class Library:
 
 def installed_version() -> str | None:
     """The version that pip reports, without importing it; ``None`` if it is not installed."""
-    for name in ("transformer-engine", "transformer-engine-torch"):
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
+    return installed("transformer-engine") or installed("transformer-engine-torch")
 
 
 @functools.lru_cache(maxsize=1)

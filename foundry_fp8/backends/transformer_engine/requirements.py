@@ -12,7 +12,7 @@ import functools
 
 import torch
 
-from foundry_fp8.config.versions import dotted, release
+from foundry_fp8.config.versions import dotted, release, unpacked
 from foundry_fp8.layers.backend import Availability
 from foundry_fp8.numerics.recipes import Recipe
 
@@ -142,5 +142,4 @@ def cublas_version() -> tuple[int, ...] | None:
     except (OSError, AttributeError):
         return None
     number.restype = ctypes.c_size_t
-    packed = int(number())  # 120604 is 12.6.4
-    return packed // 10000, packed // 100 % 100, packed % 100
+    return unpacked(int(number()))

@@ -35,11 +35,6 @@ class FP8Monitor(Monitor):
         """Find the converted linears."""
         self.meter = HealthMeter(model_of(state), guarded=self.guarded, **self.meter_options)
 
-    def batch_start(self, state: State, logger: Logger) -> None:
-        """Measure if this batch is due."""
-        if self.meter is not None:
-            self.meter.begin(state.timestamp.batch.value)
-
     def batch_end(self, state: State, logger: Logger) -> None:
         """Log what was measured."""
         batch = state.timestamp.batch.value

@@ -40,11 +40,6 @@ class KurtosisMonitor(Monitor):
         """Find the modules as they are now: algorithms may have replaced some since."""
         self.meter = self._make(model_of(state))
 
-    def batch_start(self, state: State, logger: Logger) -> None:
-        """Put the hooks in if this batch is due."""
-        if self.meter is not None:
-            self.meter.begin(state.timestamp.batch.value)
-
     def batch_end(self, state: State, logger: Logger) -> None:
         """Take the hooks away and log."""
         if self.meter is not None:

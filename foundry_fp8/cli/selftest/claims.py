@@ -23,7 +23,7 @@ class Claim:
     avoid: str = ""
     """YAML lines with which a run does without it."""
     keys: tuple[str, ...] = ()
-    """YAML keys of runs that rely on it; ``key=value`` for one value."""
+    """YAML keys of runs that rely on it."""
     hangs: bool = True
     """A stage that ran out of time refutes it."""
 

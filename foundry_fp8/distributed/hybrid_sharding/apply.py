@@ -47,11 +47,11 @@ def state_bytes(model: nn.Module, optimizer_bytes: int = 8) -> int:
 
 
 def hybrid_degrees(
-    model: nn.Module, config: HybridShardingConfig, *, device: torch.device, device_bytes: int | None = None
+    model: nn.Module, config: HybridShardingConfig, *, device: torch.device
 ) -> tuple[int, int]:
     """The degrees ``(replicate, shard)`` for this job; ``(1, 1)`` and a warning where it has one rank.
 
-    ``model`` is not wrapped yet; where ``device_bytes`` is ``None`` the device is asked for its memory.
+    ``model`` is not wrapped yet; for ``shard: auto`` the device is asked for its memory.
 
     Raises:
         ConfigError: They do not fit the ranks, or the model does not fit the devices.
@@ -60,14 +60,15 @@ def hybrid_degrees(
     if alone():
         log.warning("%s: this job has one rank, so there is nothing to shard or to replicate.", KEY)
         return 1, 1
-    if config.shard == "auto" and device_bytes is None:
+    device_bytes = 0
+    if config.shard == "auto":
         if device.type != "cuda":
             raise ConfigError(
                 f"{KEY}.shard: auto asks the GPU for its memory, and this run is on {device.type}."
             )
         device_bytes = torch.cuda.get_device_properties(device).total_memory
     world, per_node = dist.get_world_size(), ranks_per_node()
-    degrees = degrees_of(model, config, world=world, per_node=per_node, device_bytes=device_bytes or 0)
+    degrees = degrees_of(model, config, world=world, per_node=per_node, device_bytes=device_bytes)
     agree(KEY, repr(degrees))
     return degrees
 

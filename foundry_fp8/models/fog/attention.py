@@ -10,10 +10,10 @@ from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from foundry_fp8.models.fog.config import FogConfig
-from foundry_fp8.models.fog.qk import build_qk_norm
+from foundry_fp8.models.fog.norms import ProjectionRMSNorm, RMSNorm, TanhNorm
 from foundry_fp8.models.fog.rope import rotate
 
-__all__ = ["FogAttention", "eager_attention"]
+__all__ = ["FogAttention", "build_qk_norm", "eager_attention"]
 
 
 def eager_attention(
@@ -45,9 +45,8 @@ def eager_attention(
     logits = query @ key.repeat_interleave(groups, 1).transpose(2, 3) * scaling
     if attention_mask is not None:
         logits = logits + attention_mask
-    if getattr(
-        module, "square_root", False
-    ):  # through the logarithm, since a root has no slope at a masked 0
+    # Through the logarithm, since a root has no slope at a masked 0.
+    if getattr(module, "square_root", False):
         probabilities = (0.5 * logits.float().log_softmax(-1)).exp()
     else:
         probabilities = logits.float().softmax(-1)
@@ -56,7 +55,7 @@ def eager_attention(
 
 
 class FogAttention(nn.Module):
-    """``Wo DPA(R(phi(q)), R(phi(k)), v; softmax_scale)`` with ``q, k, v = Wqkv x``; phi from :mod:`.qk`, R is RoPE."""
+    """``Wo DPA(R(phi(q)), R(phi(k)), v; softmax_scale)`` with ``q, k, v = Wqkv x``; phi from :mod:`.norms`, R is RoPE."""
 
     linear: type[nn.Linear] = nn.Linear
 
@@ -110,3 +109,15 @@ class FogAttention(nn.Module):
             dropout=self.attention_dropout if self.training else 0.0,
         )
         return self.o_proj(out.reshape(b, s, -1)), probabilities
+
+
+def build_qk_norm(config: FogConfig, heads: int) -> nn.Module:
+    """The part that the configuration names, for q (``heads`` query heads) or k; maps [b, s, heads, head_dim] to itself."""
+    if config.qk_norm == "none":
+        return nn.Identity()
+    if config.qk_norm == "tanh":
+        return TanhNorm(alpha=config.tanh_alpha_init, trainable=config.tanh_alpha_trainable)
+    trainable = config.qk_gain == "trainable"
+    if config.qk_norm_over == "projection":
+        return ProjectionRMSNorm(heads * config.head_dim, eps=config.norm_eps, trainable=trainable)
+    return RMSNorm(config.head_dim, eps=config.norm_eps, trainable=trainable)

@@ -29,7 +29,6 @@ __all__ = [
     "Architecture",
     "DecoderConfig",
     "FogConfig",
-    "Size",
     "check_heads",
 ]
 
@@ -105,36 +104,20 @@ FREE_CHOICES: dict[str, tuple[str, ...]] = {"op1": ("activation",)}
 """Choices that a variant leaves open, because its paper's setting is not confirmed."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Size:
-    """Dimensions of a preset. ``ffn`` is the width of a gated MLP; one without a gate has 3/2 of it."""
-
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    ffn: int
-    tied: bool
-
-
-SIZES = {
-    "390m": Size(layers=16, hidden=1024, heads=8, kv_heads=4, ffn=4096, tied=True),
-    "1.5b": Size(layers=16, hidden=2048, heads=16, kv_heads=8, ffn=8192, tied=False),
-    "8b": Size(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, tied=False),
+_DIMENSIONS = (
+    "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size", "tie_word_embeddings",
+)  # fmt: skip
+SIZES: dict[str, dict[str, int]] = {
+    "390m": dict(zip(_DIMENSIONS, (16, 1024, 8, 4, 4096, True), strict=True)),
+    "1.5b": dict(zip(_DIMENSIONS, (16, 2048, 16, 8, 8192, False), strict=True)),
+    "8b": dict(zip(_DIMENSIONS, (32, 4096, 32, 8, 14336, False), strict=True)),
 }
+"""Dimensions of the presets. ``intermediate_size`` is that of a gated MLP; one without a gate is 3/2 as wide."""
 REMOVED = {
     "qk_gain_value": (1.0, "Multiply softmax_scale by its square."),
     "mlp_input_scale": (None, "Train the model with the version that it was made with (0.1)."),
 }
 """Keys of earlier versions: the value without effect, which saved models have, and what to do about another."""
-_DIMENSIONS = {
-    "num_hidden_layers": "layers",
-    "hidden_size": "hidden",
-    "num_attention_heads": "heads",
-    "num_key_value_heads": "kv_heads",
-    "intermediate_size": "ffn",
-    "tie_word_embeddings": "tied",
-}
 
 
 class DecoderConfig(PretrainedConfig):
@@ -230,7 +213,6 @@ class FogConfig(DecoderConfig):
         for field in dataclasses.fields(Architecture):
             setattr(self, field.name, getattr(architecture, field.name))
 
-        preset = SIZES[size] if size else SIZES["390m"]
         given = {
             "num_hidden_layers": num_hidden_layers,
             "hidden_size": hidden_size,
@@ -241,14 +223,10 @@ class FogConfig(DecoderConfig):
         }
         # A model described by its own dimensions takes nothing from a preset behind the user's back.
         explicit = size is None and any(value is not None for value in given.values())
-        if explicit:
-            preset = _complete_dimensions(given, head_dim)
-        values = {
-            key: getattr(preset, name) if given[key] is None else given[key]
-            for key, name in _DIMENSIONS.items()
-        }
+        preset = _complete_dimensions(given, head_dim) if explicit else SIZES[size or "390m"]
+        values = preset | {key: value for key, value in given.items() if value is not None}
         if intermediate_size is None and architecture.activation not in GATED:
-            values["intermediate_size"] = preset.ffn * 3 // 2
+            values["intermediate_size"] = preset["intermediate_size"] * 3 // 2
         tied = bool(values.pop("tie_word_embeddings"))
         for key, value in values.items():
             setattr(self, key, value)
@@ -349,8 +327,8 @@ def _resolve_architecture(variant: str, kwargs: dict[str, Any]) -> Architecture:
     return dataclasses.replace(base, **given)
 
 
-def _complete_dimensions(given: dict[str, Any], head_dim: int | None) -> Size:
-    """A Size from explicit dimensions: depth, width and heads must be said, the rest follows from them."""
+def _complete_dimensions(given: dict[str, Any], head_dim: int | None) -> dict[str, int]:
+    """What follows from explicit dimensions, of which depth, width and heads must be said."""
     required = ("hidden_size", "num_hidden_layers", "num_attention_heads")
     missing = [key for key in required if given[key] is None]
     if missing:
@@ -362,14 +340,7 @@ def _complete_dimensions(given: dict[str, Any], head_dim: int | None) -> Size:
         raise ConfigError(
             f"model.num_attention_heads: {heads} does not divide hidden_size={hidden}, and head_dim is not given."
         )
-    return Size(
-        layers=given["num_hidden_layers"],
-        hidden=hidden,
-        heads=heads,
-        kv_heads=heads,
-        ffn=4 * hidden,
-        tied=False,
-    )
+    return {"num_key_value_heads": heads, "intermediate_size": 4 * hidden, "tie_word_embeddings": False}
 
 
 def check_heads(config: Any) -> None:

@@ -14,6 +14,7 @@ __all__ = ["MLP", "XIELU", "GatedMLP", "smooth_swiglu", "smooth_swiglu_fog"]
 
 XIELU_BETA = 0.5
 XIELU_EPS = -1e-6
+XIELU_SLOPE = 0.8  # of both sides, initially
 
 
 class XIELU(nn.Module):
@@ -31,17 +32,16 @@ class XIELU(nn.Module):
         (anonymous4375934/FOG, megatron/training/activations.py) spells it. That release keeps p, n and eps in bfloat16.
     """
 
-    def __init__(self, *, initial_slope: float = 0.8, device: torch.device | str | None = None) -> None:
+    def __init__(self, *, device: torch.device | str | None = None) -> None:
         super().__init__()
-        self.initial_slope = initial_slope
         self.p = nn.Parameter(torch.empty(1, device=device))
         self.n = nn.Parameter(torch.empty(1, device=device))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set p and n so that ap = an = ``initial_slope``."""
-        nn.init.constant_(self.p, math.log(math.expm1(self.initial_slope)))
-        nn.init.constant_(self.n, math.log(math.expm1(self.initial_slope - XIELU_BETA)))
+        """Set p and n so that ap = an = 0.8."""
+        nn.init.constant_(self.p, math.log(math.expm1(XIELU_SLOPE)))
+        nn.init.constant_(self.n, math.log(math.expm1(XIELU_SLOPE - XIELU_BETA)))
 
     def slopes(self) -> Tensor:
         """``(ap, an)``, float32 ``[2]``."""

@@ -18,8 +18,7 @@ from foundry_fp8.layers.attention_mask import AttentionMask
 from foundry_fp8.models.fog.attention import FogAttention
 from foundry_fp8.models.fog.config import FogConfig
 from foundry_fp8.models.fog.feedforward import MLP, XIELU, GatedMLP
-from foundry_fp8.models.fog.norms import LayerScale, RMSNorm
-from foundry_fp8.models.fog.qk import TanhNorm
+from foundry_fp8.models.fog.norms import LayerScale, RMSNorm, TanhNorm
 from foundry_fp8.models.fog.rope import rope_frequencies, rope_tables
 
 __all__ = ["FogBlock", "FogForCausalLM", "FogModel", "FogPreTrainedModel"]
@@ -183,9 +182,8 @@ class FogModel(FogPreTrainedModel):
         }
         states, attentions = [], []
         for block in self.layers:
-            if (
-                output_hidden_states
-            ):  # held otherwise, they would defeat offloading and packing of blocks' inputs
+            # Held otherwise, they would defeat offloading and packing of blocks' inputs.
+            if output_hidden_states:
                 states.append(hidden)
             if checkpoint:
                 hidden, probabilities = self._gradient_checkpointing_func(

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from foundry_fp8.config import Positive, PositiveNumber, accept, check_arguments
 from foundry_fp8.models.fog.feedforward import XIELU, smooth_swiglu_fog
-from foundry_fp8.models.fog.norms import RMSNorm
-from foundry_fp8.models.fog.qk import TanhNorm
+from foundry_fp8.models.fog.norms import RMSNorm, TanhNorm
 
 __all__ = [
     "FogMPTAttention",
@@ -30,22 +29,12 @@ __all__ = [
 ]
 
 
-class NoNorm(nn.Module):
+class NoNorm(nn.Identity):
     """An identity with a norm's signature: FOG's blocks have no pre-norm and no final norm."""
 
-    def __init__(
-        self,
-        normalized_shape: int,
-        eps: float | None = 1e-5,
-        device: str | None = None,
-    ) -> None:
+    def __init__(self, normalized_shape: int, eps: float | None = 1e-5, device: str | None = None) -> None:
         super().__init__()
         accept(PositiveNumber | None, eps, "model.norm_eps")
-        del normalized_shape, eps, device
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return ``x``."""
-        return x
 
 
 class FogMPTAttention(GroupedQueryAttention):
@@ -104,24 +93,30 @@ class FogMPTAttention(GroupedQueryAttention):
 
 
 class FogMPTFFN(nn.Module):
-    """``post_norm(down(act(up(x))))``; the smooth gated form where ``gate`` is asked for."""
+    """``post_norm(down(act(up(x))))``; the smooth gated form where ``act`` is ``None``. Arguments as of :func:`build_fog_ffn`."""
 
     def __init__(
         self,
-        d_model: int,
-        hidden: int,
         act: nn.Module | None,
-        post_norm: nn.Module,
-        fc_type: dict[str, Any],
+        d_model: int,
+        expansion_ratio: float,
+        fc_type: dict[str, Any] | None,
+        ffn_hidden_size: int | None,
+        post_norm_gain: float | None,
+        norm_eps: float,
+        device: str | None,
+        bias: bool,
     ) -> None:
         super().__init__()
+        hidden = resolve_ffn_hidden_size(d_model, expansion_ratio, ffn_hidden_size)
+        fc_type = fc_type or {"name": "torch", "bias": bias, "device": device}
         kwargs = {"name": fc_type["name"], "fc_kwargs": fc_type}
         self.up_proj = build_fc(in_features=d_model, out_features=hidden, **kwargs)
         self.gate_proj = build_fc(in_features=d_model, out_features=hidden, **kwargs) if act is None else None
         self.down_proj = build_fc(in_features=hidden, out_features=d_model, **kwargs)
         self.down_proj._is_residual = True
         self.act = act
-        self.post_norm = post_norm
+        self.post_norm = _post_norm(d_model, post_norm_gain, norm_eps, device)
 
     def forward(self, x: Tensor) -> Tensor:
         """``x``: [..., d_model]. Returns the same shape."""
@@ -147,13 +142,8 @@ def build_fog_ffn(
     """``ffn_type: fog_ffn``: xIELU or GELU, and an optional post-norm. Arguments as LLM Foundry's ``mptmlp``."""
     _check_ffn(build_fog_ffn, locals())
     act = XIELU(device=device) if ffn_act == "xielu" else nn.GELU() if ffn_act == "gelu" else nn.ReLU()
-    hidden = resolve_ffn_hidden_size(d_model, expansion_ratio, ffn_hidden_size)
     return FogMPTFFN(
-        d_model,
-        hidden,
-        act,
-        _post_norm(d_model, post_norm_gain, norm_eps, device),
-        fc_type or {"name": "torch", "bias": bias, "device": device},
+        act, d_model, expansion_ratio, fc_type, ffn_hidden_size, post_norm_gain, norm_eps, device, bias
     )
 
 
@@ -169,13 +159,8 @@ def build_smooth_swiglu_ffn(
 ) -> nn.Module:
     """``ffn_type: smooth_swiglu``: the gated MLP with FOG's baseline's per-token scale, see ``smooth_swiglu_fog``."""
     _check_ffn(build_smooth_swiglu_ffn, locals())
-    hidden = resolve_ffn_hidden_size(d_model, expansion_ratio, ffn_hidden_size)
     return FogMPTFFN(
-        d_model,
-        hidden,
-        None,
-        _post_norm(d_model, post_norm_gain, norm_eps, device),
-        fc_type or {"name": "torch", "bias": bias, "device": device},
+        None, d_model, expansion_ratio, fc_type, ffn_hidden_size, post_norm_gain, norm_eps, device, bias
     )
 
 

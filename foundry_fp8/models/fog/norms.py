@@ -1,11 +1,15 @@
-"""Norms and gains: RMSNorm wherever a block has one, and LayerScale where it has none."""
+"""Norms and gains: RMSNorm wherever a block has one, LayerScale where it has none, and what bounds the attention logits.
+
+The last are applied to q and k by head, before RoPE: with RMSNorm or TanhNorm ``|q . k| <= head_dim`` (RoPE keeps norms), so that
+``|logit| <= softmax_scale * head_dim``.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["LayerScale", "RMSNorm"]
+__all__ = ["LayerScale", "ProjectionRMSNorm", "RMSNorm", "TanhNorm"]
 
 
 class RMSNorm(nn.Module):
@@ -71,3 +75,38 @@ class LayerScale(nn.Module):
     def extra_repr(self) -> str:
         """Size and initial gain."""
         return f"{self.size}, gain={self.gain:.4g}"
+
+
+class TanhNorm(nn.Module):
+    """``y = tanh(alpha x)``, elementwise; alpha is one scalar for all heads (a dynamic tanh without gain and bias)."""
+
+    def __init__(
+        self, *, alpha: float = 1.0, trainable: bool = True, device: torch.device | str | None = None
+    ) -> None:
+        super().__init__()
+        self.initial_alpha = alpha
+        # One element rather than none: FSDP shards dimensions, and a scalar has none.
+        self.alpha = nn.Parameter(torch.empty(1, device=device)) if trainable else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set alpha to its initial value."""
+        if self.alpha is not None:
+            nn.init.constant_(self.alpha, self.initial_alpha)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x``: any shape, hp. Returns the same shape and dtype, in [-1, 1]."""
+        alpha = self.initial_alpha if self.alpha is None else self.alpha.float()
+        return torch.tanh(alpha * x.float()).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        """Initial alpha and whether it trains."""
+        return f"alpha={self.initial_alpha}, trainable={self.alpha is not None}"
+
+
+class ProjectionRMSNorm(RMSNorm):
+    """RMSNorm over all heads of the projection together, as the original OLMo2 has it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x``: [b, s, heads, head_dim]."""
+        return super().forward(x.flatten(-2)).view(x.shape)

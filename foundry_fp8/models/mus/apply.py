@@ -11,7 +11,7 @@ from foundry_fp8.models.mus.optimizer import scale_groups
 from foundry_fp8.models.mus.structure import initialise_mpt_head, unit_scaled
 from foundry_fp8.models.unit_scaling import KEY
 
-__all__ = ["apply_unit_scaling", "split_groups"]
+__all__ = ["apply_unit_scaling"]
 
 
 def apply_unit_scaling(
@@ -37,16 +37,6 @@ def apply_unit_scaling(
         raise ConfigError(
             f"{KEY}: a scheduler was made for the optimizer already, and does not know the groups that are made here. Make it afterwards."
         )
-    return split_groups(model, optimizer, base_width)
-
-
-def split_groups(model: nn.Module, optimizer: torch.optim.Optimizer, base_width: int | None) -> float:
-    """:func:`apply_unit_scaling` of an optimizer whose schedulers are checked later."""
     described = unit_scaled(model, KEY)
-    if base_width is None:
-        raise ConfigError(
-            f"{KEY}.base_width: missing. It is the width at which optimizer.lr was found; if that is this model's, "
-            f"write {described.width}."
-        )
     initialise_mpt_head(model)
     return scale_groups(optimizer, model, described, base_width, KEY)

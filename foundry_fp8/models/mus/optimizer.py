@@ -32,7 +32,11 @@ MULTIPLY = tuple(
 
 
 def scale_groups(
-    optimizer: torch.optim.Optimizer, model: nn.Module, described: UnitScaledModel, base_width: int, key: str
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    described: UnitScaledModel,
+    base_width: int | None,
+    key: str,
 ) -> float:
     """Split each parameter group into hidden weights, with ``lr * sqrt(base_width / width)``, and the rest, with ``lr``.
 
@@ -44,11 +48,16 @@ def scale_groups(
         The factor of the hidden weights' learning rate.
 
     Raises:
-        ConfigError: Another optimizer, or one whose groups are scaled already.
+        ConfigError: No ``base_width``; another optimizer, or one whose groups are scaled already.
 
     Source:
         Narayan et al., arXiv 2502.05967, table 1.
     """
+    if base_width is None:
+        raise ConfigError(
+            f"{key}.base_width: missing. It is the width at which optimizer.lr was found; if that is this model's, "
+            f"write {described.width}."
+        )
     kind = type(optimizer).__name__
     if kind == "Adam" and not any(g["weight_decay"] for g in optimizer.param_groups):
         kind = "AdamW"  # which decays otherwise

@@ -212,9 +212,8 @@ def _window(module: nn.Module, config: Any) -> int | None:
     window = first_int([config], "sliding_window")
     if window is None or getattr(config, "use_sliding_window", True) is False:
         return None
-    if (
-        getattr(config, "use_sliding_window", None) is not None
-    ):  # Qwen 2: only the layers from max_window_layers on
+    # Qwen 2: only the layers from max_window_layers on.
+    if getattr(config, "use_sliding_window", None) is not None:
         layer = first_int([module], "layer_idx")
         first = first_int([config], "max_window_layers")
         if layer is not None and first is not None and layer < first:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated
 
 import torch
+from torch import Tensor
+from torch.utils.benchmark import Timer
 
-from foundry_fp8.config import PositiveNumber, accept, not_empty, one_of
+from foundry_fp8.config import PositiveNumber, not_empty, one_of
 from foundry_fp8.gpus import PRECISIONS, Peaks
 from foundry_fp8.numerics.formats import E4M3
 
@@ -20,13 +21,8 @@ PeakFlops = (
 """Dense FLOP/s of one device: one number for bf16, or by precision."""
 
 
-def peaks_from_user(value: object, key: str = "callbacks.mfu_monitor.peak_flops") -> Peaks:
-    """Peaks as a YAML gives them: a mapping of precision to FLOP/s, or one number for bf16.
-
-    Raises:
-        ConfigError: Not a positive number, or an unknown precision.
-    """
-    given = accept(PeakFlops, value, key)
+def peaks_from_user(given: float | Mapping[str, float]) -> Peaks:
+    """Peaks as a YAML gives them: a mapping of precision to FLOP/s, or one number for bf16."""
     peaks = given if isinstance(given, Mapping) else {"bf16": given}
     return Peaks({name: float(number) for name, number in peaks.items()}, "user", "given by the user")
 
@@ -49,13 +45,13 @@ def measured_peaks(device: torch.device, size: int | None = None, seconds: float
         if device.type == "cpu" and name == "fp16":
             continue
         a = torch.randn(size, size, dtype=torch.float32, device=device).to(dtype)
-        peaks[name] = _rate(lambda a=a: a @ a, size, device, seconds)  # type: ignore[misc]
+        peaks[name] = _rate(lambda a=a: a @ a, size, seconds)  # type: ignore[misc]
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9):
         a8 = torch.randn(size, size, dtype=torch.float32, device=device).to(E4M3.dtype)
         one = torch.ones((), dtype=torch.float32, device=device)
         peaks["fp8"] = _rate(
             lambda: torch._scaled_mm(a8, a8.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True),
-            size, device, seconds,
+            size, seconds,
         )  # fmt: skip
         fp8 = "fp8 with torch._scaled_mm"
     else:
@@ -65,18 +61,6 @@ def measured_peaks(device: torch.device, size: int | None = None, seconds: float
     return Peaks(peaks, "measured", f"{name}: {size}^3 GEMMs timed at start; {fp8}")
 
 
-def _rate(gemm, size: int, device: torch.device, seconds: float) -> float:
-    def once() -> float:
-        start = time.perf_counter()
-        gemm()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter() - start
-
-    once()
-    best = once()
-    spent = best
-    while spent < seconds:
-        took = once()
-        best, spent = min(best, took), spent + took
-    return 2.0 * size**3 / best
+def _rate(gemm: Callable[[], Tensor], size: int, seconds: float) -> float:
+    timer = Timer("gemm()", globals={"gemm": gemm}, num_threads=torch.get_num_threads())
+    return 2.0 * size**3 / min(timer.blocked_autorange(min_run_time=seconds).times)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from foundry_fp8.config import from_mapping
 from foundry_fp8.layers.model_state import readable
-from foundry_fp8.numerics.recipes import Recipe
+from foundry_fp8.numerics.recipes import Recipe, recipe_name
 from foundry_fp8.observe.guard.config import KEY, MODEL, Event, GuardConfig
 from foundry_fp8.observe.guard.rows import first_rows
 from foundry_fp8.observe.guard.schedule import Schedule
@@ -184,12 +184,14 @@ class DivergenceGuard:
         return Event(self.batch, unit, "alarm", signal, value, limit, said)
 
     def _events(self, action: Literal["demote", "return"], running: Recipes, moves: Recipes) -> list[Event]:
-        changes = {name: f"{_name(running[name])} -> {_name(recipe)}" for name, recipe in moves.items()}
+        changes = {
+            name: f"{recipe_name(running[name])} -> {recipe_name(recipe)}" for name, recipe in moves.items()
+        }
         return [Event(self.batch, unit, action, change) for unit, change in changes.items()]
 
     def state_dict(self) -> dict[str, Any]:
         """Numbers, strings, lists and mappings."""
-        recipes = {name: _name(layer.recipe) for name, layer in self.probe.layers.items()}
+        recipes = {name: recipe_name(layer.recipe) for name, layer in self.probe.layers.items()}
         return {"version": VERSION, "batch": self.batch, "rows": self.rows, "recipes": recipes, "healthy": self._healthy,
                 "returns": self._returns, "schedule": self.schedule.state_dict(), "events": list(self.events)}  # fmt: skip
 
@@ -208,7 +210,7 @@ class DivergenceGuard:
             self.schedule.load_state_dict(state["schedule"])
         for name, saved in state["recipes"].items():
             layer = self.probe.layers[name]
-            known = {_name(recipe): recipe for recipe in (self.finer(name), layer.configured_recipe)}
+            known = {recipe_name(recipe): recipe for recipe in (self.finer(name), layer.configured_recipe)}
             layer.set_recipe(known.get(saved))  # type: ignore[arg-type]
         self.batch, self.events, self.rows = batch, events, min(self.config.rows, rows)
         self._healthy, self._returns = healthy, returns
@@ -223,7 +225,3 @@ def _in_one_line(events: list[Event]) -> str:
         f"{'; '.join(map(str, alike[:3]))}{f' and {len(alike) - 3} more' if len(alike) > 3 else ''}"
         for alike in by_action.values()
     )
-
-
-def _name(recipe: Recipe | None) -> str:
-    return "high_precision" if recipe is None else recipe.name

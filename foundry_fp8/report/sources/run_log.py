@@ -12,17 +12,12 @@ from foundry_fp8.report.run import Run, Table, recipe_of
 from foundry_fp8.report.sources.build import build, typed
 from foundry_fp8.report.sources.lines import decode, number, text_lines, whole
 
-__all__ = ["FILE_NAME", "find", "read"]
+__all__ = ["FILE_NAME", "read"]
 
 FILE_NAME = "run_log.jsonl"
 FORMAT_VERSION = 1
 """The newest that is known here (``callbacks/run_log.py`` writes it)."""
 _STEPPED = ("batch", "eval", "metrics")
-
-
-def find(folder: Path) -> list[Path]:
-    """The logs below ``folder``."""
-    return sorted(folder.rglob(FILE_NAME))
 
 
 def read(file: Path) -> Run:

@@ -7,12 +7,7 @@ from pathlib import Path
 from foundry_fp8.report.run import Run
 from foundry_fp8.report.sources.tracked import LOSS, run_of
 
-__all__ = ["find", "read"]
-
-
-def find(folder: Path) -> list[Path]:
-    """The folders below ``folder`` that hold event files; one run each."""
-    return sorted({file.parent for file in folder.rglob("events.out.tfevents.*")})
+__all__ = ["read"]
 
 
 def read(folder: Path) -> Run:

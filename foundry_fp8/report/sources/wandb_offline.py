@@ -12,12 +12,7 @@ from foundry_fp8.report.run import Run
 from foundry_fp8.report.sources.lines import number, parse, whole
 from foundry_fp8.report.sources.tracked import run_of
 
-__all__ = ["find", "read"]
-
-
-def find(folder: Path) -> list[Path]:
-    """The ``.wandb`` files below ``folder``."""
-    return sorted(folder.rglob("*.wandb"))
+__all__ = ["read"]
 
 
 def read(file: Path) -> Run:

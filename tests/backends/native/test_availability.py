@@ -113,13 +113,6 @@ def test_missing_triton_is_named(monkeypatch, gpu):
     assert not found.ok and "Triton is not installed" in found.reason
 
 
-def test_missing_scaled_mm_is_named(monkeypatch, gpu):
-    backend = gpu((9, 0))
-    monkeypatch.delattr(torch, "_scaled_mm")
-    found = backend.availability(CurrentScaling(), CUDA)
-    assert not found.ok and "no _scaled_mm" in found.reason
-
-
 def test_rocm_is_refused(monkeypatch, gpu):
     backend = gpu((9, 0))
     monkeypatch.setattr(torch.version, "hip", "6.3")

@@ -12,6 +12,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from foundry_fp8.models.fog.attention import build_qk_norm
 from foundry_fp8.models.fog.config import LLAMA31_ROPE_SCALING, FogConfig
 from foundry_fp8.models.fog.feedforward import (
     MLP,
@@ -20,8 +21,7 @@ from foundry_fp8.models.fog.feedforward import (
     smooth_swiglu,
     smooth_swiglu_fog,
 )
-from foundry_fp8.models.fog.norms import LayerScale, RMSNorm
-from foundry_fp8.models.fog.qk import TanhNorm, build_qk_norm
+from foundry_fp8.models.fog.norms import LayerScale, RMSNorm, TanhNorm
 from foundry_fp8.models.fog.rope import rope_frequencies, rope_tables, rotate
 
 

@@ -7,6 +7,7 @@ import torch
 
 from foundry_fp8.config import ConfigError
 from foundry_fp8.gpus import TABLE, peaks_of
+from foundry_fp8.observe.flops.mfu import MFUConfig
 from foundry_fp8.observe.flops.peaks import measured_peaks, peaks_from_user
 
 # What torch.cuda.get_device_name returns, and the row it must (or must not) find.
@@ -72,10 +73,10 @@ def test_peaks_from_a_user():
     with pytest.raises(KeyError, match=r"fp32 has no peak \(given by the user: bf16, fp8\)\. Give it in"):
         peaks_from_user({"bf16": 1e14, "fp8": 2e14}).of("fp32")
     with pytest.raises(ConfigError, match=r"peak_flops.bf61: 'bf61' is not one of .*Did you mean 'bf16'"):
-        peaks_from_user({"bf61": 1e14})
+        MFUConfig(peak_flops={"bf61": 1e14})
     for bad in (-1, 0, "fast", True, {"fp8": float("nan")}, {}):
         with pytest.raises(ConfigError, match="peak_flops"):
-            peaks_from_user(bad)
+            MFUConfig(peak_flops=bad)
 
 
 def test_measured_peaks_on_this_cpu():

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from foundry_fp8.report.runs import read_run, read_runs
-from foundry_fp8.report.write import report_runs
-from tests.report.logs import END, batches, header, write_log
+from tests.report.logs import END, batches, header, report_runs, write_log
 
 LOSSES = [5.0, 4.0, 3.0]
 DEEP = '{"kind": "batch", "step": 2, "loss": 1, "metrics": ' + '{"a":' * 5000 + "1" + "}" * 5001

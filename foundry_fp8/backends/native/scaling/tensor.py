@@ -7,9 +7,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from foundry_fp8.backends.native import products
 from foundry_fp8.backends.native.ops import quantize_tensorwise, tensorwise_gemm
 from foundry_fp8.backends.native.plan import FORMATS, Layout, Plan
-from foundry_fp8.backends.native.products import tensorwise_product, without_padding
+from foundry_fp8.backends.native.products import without_padding
 from foundry_fp8.backends.native.scaling.base import (
     Launch,
     Made,
@@ -147,7 +148,7 @@ def tensorwise_mm(
     by_row = a_scale.dim() == 2
     made = torch.bfloat16 if by_row else out_dtype  # torch's GEMM of rows writes nothing else
     inside = None if bias is None else bias_inside(bias, b.shape[0], made)
-    run = tensorwise_product if direct or not torch.compiler.is_compiling() else tensorwise_gemm
+    run = products.tensorwise_gemm if direct or not torch.compiler.is_compiling() else tensorwise_gemm
     out = without_padding(run(a, a_scale, b, b_scale, inside, made, fast_accumulation), m, n)
     if by_row:
         out = in_dtype(out, out_dtype)

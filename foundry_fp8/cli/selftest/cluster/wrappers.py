@@ -19,34 +19,15 @@ from foundry_fp8.cli.selftest.cluster.model import (
 from foundry_fp8.cli.selftest.cluster.ranks import CannotRunError, Ranks, relative
 from foundry_fp8.distributed.replicas import check_replicas
 
-__all__ = ["compressed", "ddp", "fsdp1", "fsdp2", "hsdp"]
+__all__ = ["compressed", "train"]
 
 FP8_ERROR = (1e-3, 0.35)
 """Of all gradients, from high precision: less would not be FP8, more would not be right."""
 STEPS = 3
 
 
-def ddp(ranks: Ranks) -> None:
-    """Under DDP."""
-    _train(ranks, "ddp")
-
-
-def fsdp1(ranks: Ranks) -> None:
-    """Under FSDP1, fully sharded."""
-    _train(ranks, "fsdp1")
-
-
-def fsdp2(ranks: Ranks) -> None:
-    """Under FSDP2."""
-    _train(ranks, "fsdp2")
-
-
-def hsdp(ranks: Ranks) -> None:
-    """Under FSDP2 with two replicas."""
-    _train(ranks, "hsdp")
-
-
-def _train(ranks: Ranks, kind: str) -> None:
+def train(ranks: Ranks, kind: str) -> None:
+    """Every recipe under one wrapper, as :func:`~.model.wrap` names it."""
     ids, bound = batch(ranks, 0), 1e-5 if ranks.dry else 2e-2
     exact = ranks.mean(step(llama(ranks), ids))
     for recipe in recipes(ranks):
