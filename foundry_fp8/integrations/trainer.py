@@ -12,6 +12,7 @@ from transformers import TrainingArguments
 from foundry_fp8.config import ConfigError
 from foundry_fp8.run.clashes import CALLBACK
 from foundry_fp8.run.settings import Run
+from foundry_fp8.surgery.timing import Moment
 
 __all__ = ["own_loss", "settings_of"]
 
@@ -28,6 +29,7 @@ def settings_of(args: TrainingArguments) -> Run:
         zero_stage=getattr(getattr(accelerate, "deepspeed_plugin", None), "zero_stage", None),
         copied_to=args.n_gpu,
         device=args.device,
+        length=Moment(args.max_steps) if args.max_steps > 0 else None,
     )
 
 

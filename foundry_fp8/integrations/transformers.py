@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from torch import nn
@@ -17,6 +18,7 @@ from foundry_fp8.run.fp8_run import FP8Run
 from foundry_fp8.run.settings import Run
 from foundry_fp8.run.training_state import from_text, to_text
 from foundry_fp8.surgery.report import SurgeryReport
+from foundry_fp8.surgery.timing import Moment
 
 __all__ = ["FP8Callback"]
 
@@ -81,7 +83,9 @@ class FP8Callback(TrainerCallback, ExportableState):
                 f"{CALLBACK}: the model was not converted when the trainer was made. Pass it in Trainer(callbacks=[...]): "
                 "add_callback comes too late."
             )
-        run.settings, run.step = settings_of(args), state.global_step
+        run.settings = dataclasses.replace(settings_of(args), length=Moment(state.max_steps))
+        run.refuse(run.settings)
+        run.step = state.global_step
         run.microbatches = args.gradient_accumulation_steps
         run.start(model, own_loss)
         if run.state is not None and state.global_step > 0:
@@ -97,13 +101,14 @@ class FP8Callback(TrainerCallback, ExportableState):
     def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Keep this step's first microbatch if something is measured after it; watch what the first step runs."""
         self.run.begin_step()
+        if self.run.switched:
+            _note(state, fp8=self.run.switched)
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Measure and act. Gradients are gone by now."""
         self._pending |= self.run.end_step()
         for event in self.run.events:
-            entry: dict[str, Any] = {"guard": str(event), "step": state.global_step, "epoch": state.epoch}
-            state.log_history.append(entry)
+            _note(state, guard=str(event))
             if event.action == "stop":
                 control.should_training_stop = True
 
@@ -131,3 +136,8 @@ class FP8Callback(TrainerCallback, ExportableState):
         asked = {"guard": run.guard_options, "monitors": run.monitors.options}
         saved = to_text(ready.collected()) if ready else None
         return {"args": {**options, **asked}, "attributes": {"saved": saved}}
+
+
+def _note(state: TrainerState, **said: Any) -> None:
+    entry: dict[str, Any] = {**said, "step": state.global_step, "epoch": state.epoch}
+    state.log_history.append(entry)

@@ -141,8 +141,9 @@ def _convert(
 def refuse_by_backend(config: FP8Config, backend: Backend) -> None:
     """Raise :class:`ConfigError` for an option that ``backend`` does not have, whatever the model and the machine."""
     for option, reason in backend.lacks.items():
-        if getattr(config, option) not in (getattr(FP8Config, option), False):
-            raise ConfigError(f"{KEY}.{option}: not with the {backend.name} backend: {reason}.")
+        if (asked := getattr(config, option)) not in (getattr(FP8Config, option), False):
+            where = asked if option == "gemms" else option
+            raise ConfigError(f"{KEY}.{where}: not with the {backend.name} backend: {reason}.")
 
 
 def _with_frozen(row: SurgeryRow, kept: bool) -> SurgeryRow:

@@ -108,6 +108,20 @@ class FP8Config(Config):
             )
         if not isinstance(self.recipe, Recipe | Measured | str) and tuple(self.include) != ("*",):
             raise ConfigError(f"{KEY}.include: the rules of {KEY}.recipe name what they convert. Remove it.")
+        frozen = self.frozen_weights == "fp8" and "frozen_weights"
+        if (option := frozen or (self.attention and "attention")) and self.policy(
+            torch.device("cpu")
+        ).moments:
+            raise ConfigError(
+                f"{KEY}.{option}: it is for the whole run, and rules have from or until. Remove one of them."
+            )
+
+    @property
+    def gemms(self) -> str | Literal[False]:
+        """The key of what takes fprop or dgrad out of FP8."""
+        rules = enumerate(self.recipe) if isinstance(self.recipe, tuple) else ()
+        out = (f"recipe[{i}].gemms.{g}" for i, rule in rules for g in ("fprop", "dgrad") if rule.gemms.get(g) == HIGH_PRECISION)  # fmt: skip
+        return next(out, False)
 
     @property
     def runs_unit(self) -> bool:

@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
-from collections.abc import Collection, Mapping
-from typing import Any, Literal
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Literal, TypeVar
 
+import torch
 from torch import nn
 
 from foundry_fp8.config import ConfigError, NoEffect
 from foundry_fp8.layers.backend import Backend
-from foundry_fp8.layers.gemm_layer import FP8GemmLayer
+from foundry_fp8.layers.gemm_layer import Choice, FP8GemmLayer
 from foundry_fp8.layers.grouped_linear import FP8GroupedLinear
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.layers.unit_linear import FP8UnitLinear
 from foundry_fp8.model_structure.wrappers import replace_module
+from foundry_fp8.numerics.recipes import GEMMS, Recipe
 from foundry_fp8.surgery.experts import ExpertWeights, expert_weights, put_in_place
 from foundry_fp8.surgery.left_out import left_out, unconvertible
 from foundry_fp8.surgery.other_weights import other_weights
-from foundry_fp8.surgery.policy import Choice, Policy
+from foundry_fp8.surgery.policy import Policy
 from foundry_fp8.surgery.report import SurgeryRow
 from foundry_fp8.surgery.same_as_linear import features_of, forward_of_its_own, linear_form, looks_linear
 
 __all__ = ["LEFT", "LinearPlan", "plan_linears"]
 
+Layer = TypeVar("Layer", bound=FP8GemmLayer)
+Turns = Sequence[Choice]
+"""What a layer runs: the first of them whose rule holds."""
 LEFT = "{rule} leaves it in high precision"
 
 MULTIPLIED = "it has µnit Scaling's output multiplier, which only recipe: unit gives to the GEMMs"
@@ -69,54 +74,59 @@ class LinearPlan:
 
 @dataclasses.dataclass(frozen=True)
 class _Rules:
-    """What a policy's rules and the backend say of a layer: what it runs, or why it stays in high precision."""
+    """What a policy's rules and the backend say of a layer: what it runs, by turns, or why it stays in high precision."""
 
     policy: Policy
-    rule_of: Mapping[str, str]
+    rules_of: Mapping[str, tuple[str, ...]]
     backend: Backend
     key: str
 
-    def of_linear(self, name: str, linear: nn.Module, form: type[FP8Linear] | None) -> Choice | str:
+    def of_linear(self, name: str, linear: nn.Module, form: type[FP8Linear] | None) -> Turns | str:
         if form is None:
             return forward_of_its_own(linear)
-        found = self._choice(name)
-        if isinstance(found, str):
-            return found
-        if (form is FP8UnitLinear) == found.recipe.for_any_model:
-            return MULTIPLIED if found.recipe.for_any_model else NOT_MULTIPLIED
-        return self.backend.shape_reason(found.recipe, *features_of(linear)) or found
 
-    def of_experts(self, name: str, weights: ExpertWeights) -> Choice | str:
-        found = weights.why_not or self._choice(name)
-        if isinstance(found, str):
-            return found
-        if not found.recipe.for_any_model:
-            return NOT_MULTIPLIED
-        return weights.reason(found.recipe, self.backend) or found
+        def why_not(recipe: Recipe) -> str | None:
+            if (form is FP8UnitLinear) == recipe.for_any_model:
+                return MULTIPLIED if recipe.for_any_model else NOT_MULTIPLIED
+            return self.backend.shape_reason(recipe, *features_of(linear))
 
-    def row(
-        self, name: str, found: Choice | str, shape: tuple[int, ...], shared_with: str = ""
-    ) -> SurgeryRow:
+        return self._turns(name, why_not)
+
+    def of_experts(self, name: str, weights: ExpertWeights) -> Turns | str:
+        def why_not(recipe: Recipe) -> str | None:
+            return weights.reason(recipe, self.backend) if recipe.for_any_model else NOT_MULTIPLIED
+
+        return weights.why_not or self._turns(name, why_not)
+
+    def row(self, name: str, found: Turns | str, shape: tuple[int, ...], shared_with: str = "") -> SurgeryRow:
         """The report's line on a layer."""
+        turns = () if isinstance(found, str) else found
         return SurgeryRow(
             name=name,
-            action="skipped" if isinstance(found, str) else "converted",
-            reason=str(found),
-            rule=self.rule_of.get(name, ""),
-            gemms={} if isinstance(found, str) else found.gemms,
+            action="converted" if turns else "skipped",
+            reason="; ".join(map(str, turns)) or str(found),
+            rule="; ".join(self.rules_of.get(name, ())),
+            gemms={gemm: "; ".join(turn.gemms[gemm] for turn in turns) for gemm in GEMMS if turns},
             shape=shape,
             shared_with=shared_with,
         )
 
-    def _choice(self, name: str) -> Choice | str:
-        if name not in self.rule_of:
+    def _turns(self, name: str, why_not: Callable[[Recipe], str | None]) -> Turns | str:
+        """In high precision while a rule's recipe cannot be; left out if none can."""
+        if name not in self.rules_of:
             return (
                 f"no rule of {self.key}.recipe names it"
                 if self.policy.listed
                 else f"{self.key}.include does not name it"
             )
-        choice = self.policy.choice(self.rule_of[name])
-        return LEFT.format(rule=self.rule_of[name]) if choice is None else choice
+        choices = [self.policy.choice(key) for key in self.rules_of[name]]
+        reasons = [why_not(one.recipe) if one.recipe else LEFT.format(rule=one.rule) for one in choices]
+        if all(reasons):
+            return next((r for one, r in zip(choices, reasons, strict=True) if one.recipe), reasons[0])  # type: ignore[return-value]
+        return tuple(
+            dataclasses.replace(one, recipe=None if reason else one.recipe)
+            for one, reason in zip(choices, reasons, strict=True)
+        )
 
 
 def plan_linears(
@@ -153,6 +163,7 @@ def plan_linears(
     linears = [(n, m) for n, m in model.named_modules(remove_duplicate=False) if looks_linear(m)]
     experts = expert_weights(model)
     rules = _Rules(policy, policy.resolve(model, [*(name for name, _ in linears), *experts]), backend, key)
+    held = policy.held(defaultdict(int))
     never, by_default = unconvertible(model, linears), left_out(model, linears)
 
     rows: list[SurgeryRow] = []
@@ -162,7 +173,7 @@ def plan_linears(
     places: dict[str, FP8Linear] = {}
     forms = {linear: None if linear in never else linear_form(linear) for _, linear in linears}
 
-    def verdict(name: str, linear: nn.Module) -> Choice | str:
+    def verdict(name: str, linear: nn.Module) -> Turns | str:
         """What it runs, or why it stays in high precision."""
         if linear in never:
             return never[linear]
@@ -174,22 +185,23 @@ def plan_linears(
             return by_default[name].reason
         return rules.of_linear(name, linear, forms[linear])
 
+    def begun(layer: Layer, turns: Turns) -> Layer:
+        layer.turns = turns
+        layer.take_turn(held, torch.device("cpu"))
+        layer.turns = turns if any(turn.when for turn in turns) else ()
+        return layer
+
     left = {LEFT.format(rule=rule) for rule in policy.rules}
     verdicts = _one_verdict_a_place(model, {n: verdict(n, linear) for n, linear in linears}, left)
-    chosen: dict[nn.Module, Choice] = {}
+    chosen: dict[nn.Module, Turns] = {}
     for name, linear in linears:
         form, found = forms[linear], verdicts[name]
-        if form is not None and isinstance(found, Choice):
+        if form is not None and not isinstance(found, str):
             found = chosen.setdefault(linear, found)
             if linear not in made:
-                made[linear] = converted[name] = form.from_linear(
-                    linear,
-                    fqn=name,
-                    backend=backend,
-                    recipe=found.recipe,
-                    wgrad=found.wgrad,
-                    evaluate=evaluate,
-                )
+                recipe = next(filter(None, (turn.recipe for turn in found)))
+                made[linear] = form.from_linear(linear, fqn=name, backend=backend, recipe=recipe, evaluate=evaluate)  # fmt: skip
+                converted[name] = begun(made[linear], found)
             places[name] = made[linear]
         weight = linear._parameters.get("weight")
         rows.append(rules.row(name, found, features_of(linear)[::-1], first_name.get(id(weight), "")))
@@ -198,15 +210,14 @@ def plan_linears(
     grouped: dict[str, FP8GroupedLinear] = {}
     for name, weights in experts.items():
         found = rules.of_experts(name, weights)
-        if isinstance(found, Choice):
-            grouped[name] = FP8GroupedLinear(
-                fqn=name,
-                shape=weights.shape,
-                backend=backend,
-                recipe=found.recipe,
-                wgrad=found.wgrad,
-                evaluate=evaluate,
-            )
+        if not isinstance(found, str):
+            made_of: dict[str, Any] = {
+                "shape": weights.shape,
+                "backend": backend,
+                "recipe": None,
+                "wgrad": "fp8",
+            }
+            grouped[name] = begun(FP8GroupedLinear(fqn=name, **made_of, evaluate=evaluate), found)
         rows.append(rules.row(name, found, weights.shape))
     if not converted and not grouped:
         said = "; ".join(f"{n} because {r}" for r, n in Counter(row.reason for row in rows).most_common(5))
@@ -224,8 +235,8 @@ def plan_linears(
 
 
 def _one_verdict_a_place(
-    model: nn.Module, verdicts: Mapping[str, Choice | str], left: Collection[str]
-) -> dict[str, Choice | str]:
+    model: nn.Module, verdicts: Mapping[str, Turns | str], left: Collection[str]
+) -> dict[str, Turns | str]:
     """The same answer for every name of one place: of a layer in a module that several blocks share (Zamba's attention).
 
     Who leaves one of the names out leaves the layer out; otherwise who takes one of them in takes it in.
@@ -237,7 +248,7 @@ def _one_verdict_a_place(
     found = dict(verdicts)
     for names in places.values():
         said = [verdicts[name] for name in names]
-        deciding = [one for one in said if one in left] or [one for one in said if isinstance(one, Choice)]
+        deciding = [one for one in said if one in left] or [one for one in said if not isinstance(one, str)]
         if deciding:
             found |= dict.fromkeys(names, deciding[0])
     return found

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from foundry_fp8.config import from_mapping
+from foundry_fp8.layers.gemm_layer import FP8GemmLayer
 from foundry_fp8.layers.model_state import readable
 from foundry_fp8.numerics.recipes import Recipe
 from foundry_fp8.observe.guard.config import KEY, MODEL, Event, GuardConfig
@@ -190,6 +191,8 @@ class DivergenceGuard:
     def state_dict(self) -> dict[str, Any]:
         """Numbers, strings, lists and mappings."""
         recipes = {name: _name(layer.recipe) for name, layer in self.probe.layers.items()}
+        in_turn = {n: layer for n, layer in self.probe.layers.items() if layer.configured_recipe is None}
+        recipes |= {n: layer.demoted for n, layer in in_turn.items() if getattr(layer, "demoted", "")}
         return {"version": VERSION, "batch": self.batch, "rows": self.rows, "recipes": recipes, "healthy": self._healthy,
                 "returns": self._returns, "schedule": self.schedule.state_dict(), "events": list(self.events)}  # fmt: skip
 
@@ -210,6 +213,8 @@ class DivergenceGuard:
             layer = self.probe.layers[name]
             known = {_name(recipe): recipe for recipe in (self.finer(name), layer.configured_recipe)}
             layer.set_recipe(known.get(saved))  # type: ignore[arg-type]
+            if layer.configured_recipe is None and isinstance(layer, FP8GemmLayer):
+                layer.demoted = saved if saved in ("finer", "out") else ""
         self.batch, self.events, self.rows = batch, events, min(self.config.rows, rows)
         self._healthy, self._returns = healthy, returns
 
