@@ -270,9 +270,8 @@ def _prepare(
     if run.fused_head is not None:
         from foundry_fp8.activations.fused_head.apply import apply_fused_head
 
-        apply_fused_head(model, **run.fused_head.given).expect(
-            None
-        )  # random tokens have no labels of their own
+        fused = apply_fused_head(model, **run.fused_head.given)
+        fused.expect(None)  # random tokens have no labels of their own
     tokens = torch.randint(0, 100, (microbatch, config["max_seq_len"]), device=device)
     batch = {"input_ids": tokens}
     dry = isinstance(tokens, FakeTensor)  # models look into masks and labels, and fake ones hold no values

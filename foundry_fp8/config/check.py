@@ -36,7 +36,9 @@ class Config:
     def __post_init__(self) -> None:
         hints = _hints(type(self))
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
-            value = accept(hints[field.name], getattr(self, field.name), _join(self.key, _written(field)))
+            value = accept(
+                hints[field.name], getattr(self, field.name), _join(self.key, field.name.removesuffix("_"))
+            )
             object.__setattr__(self, field.name, value)
 
     @property
@@ -65,7 +67,7 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], key: str, owner: str =
         ConfigError: No mapping, a key that ``cls`` does not have, a key that is missing, or a value that is not what the
             annotation says.
     """
-    fields = {_written(field): field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    fields = {field.name.removesuffix("_"): field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     if not isinstance(values, Mapping):
         raise ConfigError(f"{key}: {values!r} is not a mapping. It takes {', '.join(fields)}.")
     old: Mapping[str, Callable[[Any], dict[str, Any]]] = getattr(cls, "deprecated", {})
@@ -237,10 +239,6 @@ def _choices(hint: Any) -> list[str]:
         return [str(choice) for choice in typing.get_args(hint)]
     found = [choice for rule in getattr(hint, "__metadata__", ()) for choice in getattr(rule, "choices", ())]
     return found + [choice for part in typing.get_args(hint) for choice in _choices(part)]
-
-
-def _written(field: dataclasses.Field[Any]) -> str:
-    return field.name.removesuffix("_")
 
 
 def _join(key: str, name: object) -> str:

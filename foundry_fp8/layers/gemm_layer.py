@@ -94,11 +94,7 @@ class FP8GemmLayer(nn.Module):
     demoted: str = ""
 
     def _begin(
-        self,
-        fqn: str,
-        backend: Backend,
-        recipe: Recipe | None,
-        evaluate: Literal["fp8", "high_precision"],
+        self, fqn: str, backend: Backend, recipe: Recipe | None, evaluate: Literal["fp8", "high_precision"]
     ) -> None:
         """Set the attributes that every conversion sets."""
         self.fqn = fqn

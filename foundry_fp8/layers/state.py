@@ -129,10 +129,8 @@ class FP8State(ModelState):
     @torch.compiler.disable
     def _before_forward(self, model: nn.Module, args: Any) -> None:
         if self._timed and self.held is None and model.training and torch.is_grad_enabled():
-            raise RuntimeError(
-                "algorithms.fp8.recipe: rules have from or until, and nobody says how far the run is. Train with foundry_fp8.FP8Run, "
-                "Composer's algorithm fp8 or FP8Callback."
-            )
+            said = "rules have from or until, and nobody says how far the run is. Train with FP8Run, FP8Callback or Composer"
+            raise RuntimeError(f"algorithms.fp8.recipe: {said}.")
         self.backend.before_forward(model)
         self.backend.inputs.begin_forward()
         if any(module.runs_fp8 for module in self.modules.values()):

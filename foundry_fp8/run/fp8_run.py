@@ -83,10 +83,10 @@ class FP8Run:
     ) -> None:
         self.settings = settings or Run(trainer="loop")
         self.key = KEYS[self.settings.trainer]
-        self.options = options
         if steps is not None:
             length = Moment(accept(Positive, steps, f"{self.key}.steps"))
             self.settings = dataclasses.replace(self.settings, length=length)
+        self.options = options
         self.config = from_mapping(FP8Config, options, self.key)
         self.policy = self.config.policy(torch.device("cpu"))
         self.timed = self.config.enabled and bool(self.policy.moments)
@@ -136,11 +136,8 @@ class FP8Run:
             ConfigError: What does not go together, or cannot be converted; the model is as it was.
         """
         settings = settings or self.settings
-        settings = dataclasses.replace(
-            settings,
-            device=settings.device if device is None else torch.device(device),
-            precision=precision or settings.precision,
-        )
+        on = settings.device if device is None else torch.device(device)
+        settings = dataclasses.replace(settings, device=on, precision=precision or settings.precision)
         fresh = self.config.enabled and applied(model, self.config) is None
         wrapped = wrapper_of(model) is not None or isinstance(model, nn.DataParallel) or is_compiled(model)
         self.refuse(dataclasses.replace(settings, wrapped=wrapped and fresh))
@@ -155,17 +152,13 @@ class FP8Run:
             self.report, self.state, self._trace = report, FP8Parts(model), ForwardTrace(model)
             self.state.fp8.held = self.policy.held(defaultdict(int))
         log.info("%s\n%s\n%s", self.report.chosen, self.report.summary(), self.report.table())
-        notes = notices(
-            self.report,
-            precision=settings.precision,
-            device=self._device(model).type,
-            callbacks=[*settings.callbacks, *["DivergenceGuard"] * (self.guard_options is not None)],
-        )
+        callbacks = [*settings.callbacks, *["DivergenceGuard"] * (self.guard_options is not None)]
+        on = self._device(model)
+        notes = notices(report, precision=settings.precision, device=on.type, callbacks=callbacks)
         if isinstance(self.config.recipe, Measured) and fresh:
             self.state.fp8.reconsider()
-            notes.append(
-                f"measured: high precision for {self.config.recipe.warmup} batches, then by the table"
-            )
+            warmup = self.config.recipe.warmup
+            notes.append(f"measured: high precision for {warmup} batches, then by the table")
         around = settings.precision.removeprefix("amp_")
         self.say(announcement(self.report, around=around, log=settings.log or None, notes=notes))
         return self.report
@@ -299,13 +292,8 @@ class FP8Run:
         assert isinstance(options, Measured) and self.state is not None
         assert self.model is not None and self.loss_of is not None
         self.state.fp8.reconsider()
-        choice = self.choice = measure_policy(
-            without_ddp(self.model),
-            self.loss_of,
-            first_rows(batch, options.rows),
-            error=options.error,
-            recipes=options.recipes,
-        )
+        model, rows, how = without_ddp(self.model), first_rows(batch, options.rows), options
+        choice = self.choice = measure_policy(model, self.loss_of, rows, error=how.error, recipes=how.recipes)
         self.state.fp8.choose(choice.recipes)
         if self.report is not None:
             self.report = self.report.with_choice(choice.recipes, choice.why, self.config.wgrad)
@@ -321,13 +309,8 @@ class FP8Run:
         tokens, self._awaits_scale = ids.numel() * self.microbatches, False
         found = choose_gradient_scale(self.state.fp8.modules.values(), tokens)
         if found is not None:
-            log.info(
-                "%s.recipe.gradient_scale: auto is %d, the power of two nearest to %d tokens x width %d.",
-                self.key,
-                found[0],
-                tokens,
-                found[1],
-            )
+            said = "%s.recipe.gradient_scale: auto is %d, the power of two nearest to %d tokens x width %d."
+            log.info(said, self.key, found[0], tokens, found[1])
 
     @torch.compiler.disable
     def _see(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:

@@ -71,9 +71,7 @@ class Run:
     @property
     def untimely(self) -> str:
         """Why it cannot follow the times of ``fp8.recipe``'s rules; empty if it can."""
-        counted = {"composer": "ba ep sp tok", "transformers": "ba", "loop": "ba", "torchtitan": ""}[
-            self.trainer
-        ].split()
+        counted = {"composer": ["ba", "ep", "sp", "tok"], "torchtitan": []}.get(self.trainer, ["ba"])
         if self.trainer in ("composer", "transformers") and (self.length is None or self.length.unit == "ep"):
             counted.append("dur")  # known when training begins
         policy = self.converts and self.converts.policy(torch.device("cpu"))

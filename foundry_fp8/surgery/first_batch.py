@@ -90,9 +90,7 @@ class ForwardTrace(TorchFunctionMode):
     @property
     def ran(self) -> dict[str, str]:
         """Names of the converted linears and attentions that have run by now, and in what."""
-        ran = {
-            module.fqn: [p for _, p in module.ledger.calls] for module in self._names if _converted(module)
-        }
+        ran = {m.fqn: [p for _, p in m.ledger.calls] for m in self._names if _converted(m)}
         return {name: min(found, key=lambda p: p != "fp8") for name, found in ran.items() if found}
 
     def kind_of(self, name: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -27,7 +27,6 @@ from foundry_fp8.surgery.same_as_linear import features_of, forward_of_its_own, 
 
 __all__ = ["LEFT", "LinearPlan", "plan_linears"]
 
-Layer = TypeVar("Layer", bound=FP8GemmLayer)
 Turns = Sequence[Choice]
 """What a layer runs: the first of them whose rule holds."""
 LEFT = "{rule} leaves it in high precision"
@@ -114,19 +113,14 @@ class _Rules:
     def _turns(self, name: str, why_not: Callable[[Recipe], str | None]) -> Turns | str:
         """In high precision while a rule's recipe cannot be; left out if none can."""
         if name not in self.rules_of:
-            return (
-                f"no rule of {self.key}.recipe names it"
-                if self.policy.listed
-                else f"{self.key}.include does not name it"
-            )
-        choices = [self.policy.choice(key) for key in self.rules_of[name]]
-        reasons = [why_not(one.recipe) if one.recipe else LEFT.format(rule=one.rule) for one in choices]
-        if all(reasons):
-            return next((r for one, r in zip(choices, reasons, strict=True) if one.recipe), reasons[0])  # type: ignore[return-value]
-        return tuple(
-            dataclasses.replace(one, recipe=None if reason else one.recipe)
-            for one, reason in zip(choices, reasons, strict=True)
-        )
+            by_list, otherwise = "no rule of {}.recipe names it", "{}.include does not name it"
+            return (by_list if self.policy.listed else otherwise).format(self.key)
+        turns = [self.policy.choice(key) for key in self.rules_of[name]]
+        known = [(one, why_not(one.recipe) if one.recipe else LEFT.format(rule=one.rule)) for one in turns]
+        reasons = [why for one, why in known if one.recipe and why] or [why for _, why in known if why]
+        if all(why for _, why in known):
+            return reasons[0]
+        return tuple(dataclasses.replace(one, recipe=None) if why else one for one, why in known)
 
 
 def plan_linears(
@@ -177,19 +171,15 @@ def plan_linears(
         """What it runs, or why it stays in high precision."""
         if linear in never:
             return never[linear]
-        if (
-            name in by_default
-            and forms[linear] is not None
-            and not by_default[name].named_by(name, policy.globs)
-        ):
-            return by_default[name].reason
+        default = by_default.get(name)
+        if default is not None and forms[linear] is not None and not default.named_by(name, policy.globs):
+            return default.reason
         return rules.of_linear(name, linear, forms[linear])
 
-    def begun(layer: Layer, turns: Turns) -> Layer:
+    def begin(layer: FP8GemmLayer, turns: Turns) -> None:
         layer.turns = turns
         layer.take_turn(held, torch.device("cpu"))
         layer.turns = turns if any(turn.when for turn in turns) else ()
-        return layer
 
     left = {LEFT.format(rule=rule) for rule in policy.rules}
     verdicts = _one_verdict_a_place(model, {n: verdict(n, linear) for n, linear in linears}, left)
@@ -200,8 +190,8 @@ def plan_linears(
             found = chosen.setdefault(linear, found)
             if linear not in made:
                 recipe = next(filter(None, (turn.recipe for turn in found)))
-                made[linear] = form.from_linear(linear, fqn=name, backend=backend, recipe=recipe, evaluate=evaluate)  # fmt: skip
-                converted[name] = begun(made[linear], found)
+                made[linear] = converted[name] = form.from_linear(linear, fqn=name, backend=backend, recipe=recipe, evaluate=evaluate)  # fmt: skip
+                begin(made[linear], found)
             places[name] = made[linear]
         weight = linear._parameters.get("weight")
         rows.append(rules.row(name, found, features_of(linear)[::-1], first_name.get(id(weight), "")))
@@ -211,13 +201,8 @@ def plan_linears(
     for name, weights in experts.items():
         found = rules.of_experts(name, weights)
         if not isinstance(found, str):
-            made_of: dict[str, Any] = {
-                "shape": weights.shape,
-                "backend": backend,
-                "recipe": None,
-                "wgrad": "fp8",
-            }
-            grouped[name] = begun(FP8GroupedLinear(fqn=name, **made_of, evaluate=evaluate), found)
+            grouped[name] = FP8GroupedLinear(fqn=name, shape=weights.shape, backend=backend, recipe=None, wgrad="fp8", evaluate=evaluate)  # fmt: skip
+            begin(grouped[name], found)
         rows.append(rules.row(name, found, weights.shape))
     if not converted and not grouped:
         said = "; ".join(f"{n} because {r}" for r, n in Counter(row.reason for row in rows).most_common(5))

@@ -65,10 +65,8 @@ class Policy:
         for key, rule in self.rules.items():
             for moment in rule.moments.values():
                 if moment.within(length).unit not in counted:
-                    return (
-                        f"{key}: {moment} is not known here ({', '.join(counted) or 'nothing'} is). Write steps (1000ba); a share (0.9dur) needs "
-                        "the run's length: max_duration in what can be counted, max_steps, FP8Run(steps=...)"
-                    )
+                    needs = "a share (0.9dur) needs the run's length: max_duration in what can be counted, max_steps, FP8Run(steps=...)"
+                    return f"{key}: {moment} is not known here ({', '.join(counted) or 'nothing'} is). Write steps (1000ba); {needs}"
             if not any(rule.holds(at, length) and not any(a.holds(at, length) for a in above if a.covers(rule)) for at in times):  # fmt: skip
                 return f"{key}: no moment of the run reaches it. Remove it, or change from and until"
             above.append(rule)

@@ -77,9 +77,10 @@ class Rule(Config):
         return " ".join(f"{word} {moment}" for word, moment in self.moments.items())
 
     def holds(self, clock: Clock, length: Moment | None = None) -> bool:
-        """Whether it does at that time of a run of ``length``."""
-        begun = self.from_ is None or self.from_.reached(clock, length)
-        return begun and not (self.until is not None and self.until.reached(clock, length))
+        """Whether it does at that time of a run of ``length``; ``KeyError`` for a unit that ``clock`` does not have."""
+        there = {word: moment.within(length) for word, moment in self.moments.items()}
+        passed = {word: clock[moment.unit] >= moment.value for word, moment in there.items()}
+        return passed.get("from", True) and not passed.get("until", False)
 
     def covers(self, other: Rule) -> bool:
         """Whether it names every layer that ``other`` names, in whatever model."""

@@ -36,18 +36,9 @@ class Moment:
             return self
         return Moment(int(self.value * length.value), length.unit)
 
-    def reached(self, clock: Clock, length: Moment | None) -> bool:
-        """Whether a run of ``length`` is there; ``KeyError`` for a unit that ``clock`` does not have."""
-        there = self.within(length)
-        return clock[there.unit] >= there.value
-
 
 def parse_moment(value: Any, key: str) -> Moment | None:
-    """``100ba``, ``20Btok``, ``2ep``, ``0.9dur``, or an integer, of batches.
-
-    Raises:
-        ConfigError: It is none of these: wall-clock time too, which is another in every run.
-    """
+    """``100ba``, ``20Btok``, ``2ep``, ``0.9dur``, or an integer, of batches; ``ConfigError`` for all else, wall-clock time too."""
     if value is None or isinstance(value, Moment):
         return value
     found = _TIME.fullmatch(f"{value}ba" if type(value) is int else value if isinstance(value, str) else "")

@@ -120,8 +120,9 @@ class _EmulatedLinear(torch.autograd.Function):
         if module.fprop == "fp8":
             y = _gemm(ctx, "fprop", qx, qw, x.dtype, bias)
         else:
-            y = F.linear(x, hp_weight, None if bias is None else bias.to(x.dtype))
-            y = y if module.output_multiplier == 1.0 else y * module.output_multiplier
+            y = F.linear(x, hp_weight, None if bias is None else bias.to(x.dtype)).mul(
+                module.output_multiplier
+            )
 
         kept: Sequence[Tensor] = ()
         if ctx.needs_input_grad[1]:
@@ -210,12 +211,9 @@ def _quantize(
 def _gemm(
     ctx: Any, gemm: Gemm, a: Quantized, b: Quantized, out_dtype: torch.dtype, bias: Tensor | None = None
 ) -> Tensor:
-    power_2 = ctx.recipe.powers_of_two
+    power_2, by_row = ctx.recipe.powers_of_two, ctx.recipe.by_row
     sums: Sums = "float32"
     if ctx.module.backend.options.accumulation == "hopper":
         sums = "hopper_fast" if ctx.recipe.accumulates_fast(gemm) else "hopper_precise"
-    alpha = ctx.module.output_multiplier
-    by_row = ctx.recipe.by_row
-    return scaled_mm(
-        a, b, out_dtype=out_dtype, bias=bias, power_2=power_2, sums=sums, alpha=alpha, by_row=by_row
-    )
+    how: dict[str, Any] = {"power_2": power_2, "sums": sums, "by_row": by_row}
+    return scaled_mm(a, b, out_dtype=out_dtype, bias=bias, alpha=ctx.module.output_multiplier, **how)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from foundry_fp8.config import from_mapping
-from foundry_fp8.layers.gemm_layer import FP8GemmLayer
 from foundry_fp8.layers.model_state import readable
 from foundry_fp8.numerics.recipes import Recipe
 from foundry_fp8.observe.guard.config import KEY, MODEL, Event, GuardConfig
@@ -213,8 +212,8 @@ class DivergenceGuard:
             layer = self.probe.layers[name]
             known = {_name(recipe): recipe for recipe in (self.finer(name), layer.configured_recipe)}
             layer.set_recipe(known.get(saved))  # type: ignore[arg-type]
-            if layer.configured_recipe is None and isinstance(layer, FP8GemmLayer):
-                layer.demoted = saved if saved in ("finer", "out") else ""
+            if layer.configured_recipe is None:
+                layer.demoted = saved if saved in ("finer", "out") else ""  # type: ignore[union-attr]
         self.batch, self.events, self.rows = batch, events, min(self.config.rows, rows)
         self._healthy, self._returns = healthy, returns
 
