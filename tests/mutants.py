@@ -112,10 +112,10 @@ MUTANTS = [
     Mutant(LINEARS, "found |= dict.fromkeys(names, deciding[0])", "pass", T_LINEARS),
     Mutant(POLICY, "chosen |= {first + block for", "chosen |= {block for", T_POLICY),
     Mutant(POLICY, "if rules and len(kept) == count:", "if False:", T_LINEARS),
-    Mutant(POLICY, "found.setdefault(name, key)", "found[name] = key", T_POLICY),
-    Mutant(POLICY, "if key in self.listed and all(name in found for name in named):", "if False:", T_POLICY),
+    Mutant(POLICY, "found[name] = (*found.get(name, ()), key)", "found[name] = (key, *found.get(name, ()))", "run/test_times.py"),
+    Mutant(POLICY, "if key in self.listed and not taken:", "if False:", T_POLICY),
     Mutant("layers/recipe_table.py", '"wgrad": module.wgrad}', '"wgrad": "fp8"}', T_POLICY),
-    Mutant("layers/state.py", "for n, m in self.modules.items() if m.configured_recipe == history", "for n, m in self.modules.items()", T_POLICY),
+    Mutant("layers/state.py", "for n, m in self.modules.items() if history in m.recipes", "for n, m in self.modules.items()", T_POLICY),
     Mutant("observe/measured_policy.py", "self.pick[unit] = place", "self.pick[unit] = len(self.choices[unit]) - 1", "observe/test_measured_policy.py"),
     Mutant("model_structure/selection.py", "fnmatch.fnmatchcase(name, pattern) for pattern", "pattern in name for pattern", T_LINEARS),
     # The emulated GEMM.
