@@ -60,10 +60,10 @@ def _resolved(yaml: Path, trust: bool) -> str:
     asked = "native or transformer_engine" if fp8.backend == "auto" else fp8.backend
     report = dataclasses.replace(report, backend=asked)
     policy, length = fp8.policy(torch.device("cpu")), run_of(config).length
-    lines = []
-    for at in clocks(policy.moments, length) if policy.moments else ():
-        when = " and ".join(f"{Moment(value, unit)}" for unit, value in at.items())
-        lines.append(f"from {when} on: {', '.join(policy.held(at, length)) or 'no rule holds'}")
+    times = clocks(policy.moments, length) if policy.moments else []
+    begins = [" and ".join(f"{Moment(value, unit)}" for unit, value in at.items()) for at in times]
+    holds = [", ".join(policy.held(at, length)) or "no rule holds" for at in times]
+    lines = [f"from {when} on: {held}" for when, held in zip(begins, holds, strict=True)]
     return report.policy_table() + "\n".join([*lines, report.summary().splitlines()[0]])
 
 

@@ -138,6 +138,5 @@ class FP8Callback(TrainerCallback, ExportableState):
         return {"args": {**options, **asked}, "attributes": {"saved": saved}}
 
 
-def _note(state: TrainerState, **said: Any) -> None:
-    entry: dict[str, Any] = {**said, "step": state.global_step, "epoch": state.epoch}
-    state.log_history.append(entry)
+def _note(state: Any, **said: Any) -> None:
+    state.log_history.append({**said, "step": state.global_step, "epoch": state.epoch})

@@ -309,8 +309,7 @@ class FP8Run:
         tokens, self._awaits_scale = ids.numel() * self.microbatches, False
         found = choose_gradient_scale(self.state.fp8.modules.values(), tokens)
         if found is not None:
-            said = "%s.recipe.gradient_scale: auto is %d, the power of two nearest to %d tokens x width %d."
-            log.info(said, self.key, found[0], tokens, found[1])
+            log.info("%s.recipe.gradient_scale: auto is %d, the power of two nearest to %d tokens x width %d.", self.key, found[0], tokens, found[1])  # fmt: skip
 
     @torch.compiler.disable
     def _see(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:

@@ -104,14 +104,13 @@ class _Rules:
             name=name,
             action="converted" if turns else "skipped",
             reason="; ".join(map(str, turns)) or str(found),
-            rule="; ".join(self.rules_of.get(name, ())),
-            gemms={gemm: "; ".join(turn.gemms[gemm] for turn in turns) for gemm in GEMMS if turns},
+            rule="\n".join(f"{k} {self.policy.rules[k].when}".rstrip() for k in self.rules_of.get(name, ())),
+            gemms={gemm: "\n".join(turn.gemms[gemm] for turn in turns) for gemm in GEMMS if turns},
             shape=shape,
             shared_with=shared_with,
         )
 
     def _turns(self, name: str, why_not: Callable[[Recipe], str | None]) -> Turns | str:
-        """In high precision while a rule's recipe cannot be; left out if none can."""
         if name not in self.rules_of:
             by_list, otherwise = "no rule of {}.recipe names it", "{}.include does not name it"
             return (by_list if self.policy.listed else otherwise).format(self.key)

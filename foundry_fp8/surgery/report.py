@@ -37,7 +37,7 @@ class SurgeryRow:
     rule: str = ""
     """The YAML key of the rule that named it, if any."""
     gemms: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """The recipe of each GEMM, or ``high_precision``, as configured (of rules with times, one after the other); empty for what was not converted."""
+    """The recipe of each GEMM, or ``high_precision``, as configured, a line for each rule with times; empty for what was not converted."""
     precision: str = ""
     """What a batch showed its product to run in: ``fp8``, ``bf16``, ...; empty before, and where none was seen."""
 

@@ -15,8 +15,7 @@ from foundry_fp8.config import ConfigError
 
 __all__ = ["Clock", "Moment", "clocks", "length_of", "parse_moment"]
 
-Clock = Mapping[str, float]
-"""How much of each unit a run has finished."""
+Clock = Mapping[str, float]  # unit -> how much of it a run has finished
 _TIME = re.compile(r"(\d{1,18}(?:\.\d{1,18})?(?:e\+?\d\d?)?)([KMBT]?)(ba|ep|sp|tok|dur)", re.ASCII)
 
 
@@ -45,10 +44,8 @@ def parse_moment(value: Any, key: str) -> Moment | None:
     number = Decimal(0) if found is None else Decimal(found[1]).scaleb(3 * " KMBT".index(found[2] or " "))
     share = found is not None and found[3] == "dur"
     if found is None or number >= 10**18 or (number > 1 if share else number != int(number)):
-        raise ConfigError(
-            f"{key}: {value!r} is no time. Write batches (1000ba, or 1000), tokens (20Btok), samples (1000sp), epochs (2ep) or a share of "
-            "the run from 0 to 1 (0.9dur)."
-        )
+        known = "batches (1000ba, or 1000), tokens (20Btok), samples (1000sp), epochs (2ep) or a share of the run from 0 to 1 (0.9dur)"
+        raise ConfigError(f"{key}: {value!r} is no time. Write {known}.")
     return Moment(float(number) if share else int(number), found[3])
 
 

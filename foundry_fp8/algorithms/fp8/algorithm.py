@@ -49,11 +49,10 @@ class FP8(Algorithm):
         return self.run.report
 
     def match(self, event: Event, state: State) -> bool:
-        """Run on INIT, BATCH_START and BATCH_END."""
+        """Run on INIT, BATCH_START and BATCH_END; with times AFTER_DATALOADER too."""
         if not self.config.enabled:
             return event == Event.INIT
-        timed = event == Event.AFTER_DATALOADER and self.run.timed
-        return timed or event in (Event.INIT, Event.BATCH_START, Event.BATCH_END)
+        return event in (Event.INIT, Event.BATCH_START, Event.BATCH_END) or (self.run.timed and event == Event.AFTER_DATALOADER)  # fmt: skip
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         """Convert the model, or begin or end a step of the run; and log what was found."""

@@ -134,7 +134,7 @@ class TransformerEngineBackend(Backend):
         te_module = te_module_of(module, recipe)
         tell_about_fsdp2(te_module, module)
         with self._recipe_context(recipe):
-            if module.slots is not None and recipe == module.configured_recipe:
+            if module.slots is not None and recipe.uses_history:
                 record = module.training and torch.is_grad_enabled()
                 bind_slots(te_module, module.slots, record=record)
             if module.probe is not None:

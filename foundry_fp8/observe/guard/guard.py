@@ -190,8 +190,8 @@ class DivergenceGuard:
     def state_dict(self) -> dict[str, Any]:
         """Numbers, strings, lists and mappings."""
         recipes = {name: _name(layer.recipe) for name, layer in self.probe.layers.items()}
-        in_turn = {n: layer for n, layer in self.probe.layers.items() if layer.configured_recipe is None}
-        recipes |= {n: layer.demoted for n, layer in in_turn.items() if getattr(layer, "demoted", "")}
+        waiting = ((n, getattr(m, "demoted", "")) for n, m in self.probe.layers.items() if m.configured_recipe is None)  # fmt: skip
+        recipes |= {name: demoted for name, demoted in waiting if demoted}
         return {"version": VERSION, "batch": self.batch, "rows": self.rows, "recipes": recipes, "healthy": self._healthy,
                 "returns": self._returns, "schedule": self.schedule.state_dict(), "events": list(self.events)}  # fmt: skip
 
