@@ -9,12 +9,9 @@ import re
 
 import pytest
 import torch
-from composer import Trainer
 from torch.utils.checkpoint import checkpoint
-from transformers import TrainingArguments  # noqa: F401 - before the environment is copied
 
 import foundry_fp8
-from foundry_fp8.algorithms.fp8 import FP8
 from foundry_fp8.config import ConfigError
 from foundry_fp8.layers.state import FP8State
 from foundry_fp8.numerics.recipes import CurrentScaling, DelayedScaling, NVFP4Scaling
@@ -206,8 +203,9 @@ def test_nobody_who_says_how_far_the_run_is_is_an_error():
 
 
 def composed(rules, duration="8ba", constant=None, by_hand=None, **options):
-    from composer import Callback
+    from composer import Callback, Trainer
 
+    from foundry_fp8.algorithms.fp8 import FP8
     from tests.algorithms.test_measured import Composed
 
     class Watch(Callback):
