@@ -112,10 +112,10 @@ MUTANTS = [
     Mutant(LINEARS, "found |= dict.fromkeys(names, deciding[0])", "pass", T_LINEARS),
     Mutant(POLICY, "chosen |= {first + block for", "chosen |= {block for", T_POLICY),
     Mutant(POLICY, "if rules and len(kept) == count:", "if False:", T_LINEARS),
-    Mutant(POLICY, "found.setdefault(name, key)", "found[name] = key", T_POLICY),
-    Mutant(POLICY, "if key in self.listed and all(name in found for name in named):", "if False:", T_POLICY),
+    Mutant(POLICY, "found[name] = (*found.get(name, ()), key)", "found[name] = (key, *found.get(name, ()))", "run/test_times.py"),
+    Mutant(POLICY, "if key in self.listed and not taken:", "if False:", T_POLICY),
     Mutant("layers/recipe_table.py", '"wgrad": module.wgrad}', '"wgrad": "fp8"}', T_POLICY),
-    Mutant("layers/state.py", "for n, m in self.modules.items() if m.configured_recipe == history", "for n, m in self.modules.items()", T_POLICY),
+    Mutant("layers/state.py", "for n, m in self.modules.items() if history in m.recipes", "for n, m in self.modules.items()", T_POLICY),
     Mutant("observe/measured_policy.py", "self.pick[unit] = place", "self.pick[unit] = len(self.choices[unit]) - 1", "observe/test_measured_policy.py"),
     Mutant("model_structure/selection.py", "fnmatch.fnmatchcase(name, pattern) for pattern", "pattern in name for pattern", T_LINEARS),
     # The emulated GEMM.
@@ -168,7 +168,7 @@ MUTANTS = [
     Mutant(QUANTIZE, "torch.where(torch.isinf(wide), torch.nan, wide * scale), fmt)", "wide * scale, fmt)", T_UNIT),
     Mutant("layers/unit_linear.py", "and self.chosen_gradient_scale is not None", "and False", T_UNIT),
     Mutant("backends/emulated/gemm.py", "b_scale * alpha", "b_scale", T_UNIT),
-    Mutant("backends/emulated/backend.py", ".mul(ctx.module.output_multiplier)", "", T_UNIT),
+    Mutant("backends/emulated/backend.py", "kept[0]).mul(ctx.module.output_multiplier)", "kept[0])", T_UNIT),
     Mutant("observe/kurtosis.py", "counted = s2 != 0", "counted = s2 >= 0", "callbacks/test_kurtosis_monitor.py"),
     # What gave wrong results once, and no sign of it.
     Mutant("backends/emulated/backend.py", "        ctx.save_for_backward(weight, *kept)", "        ctx.save_for_backward(*((weight, *kept) if keep is None else keep((weight, *kept))))", f"{COMPRESSION}/test_fp8.py"),
@@ -203,7 +203,7 @@ MUTANTS = [
     Mutant("observe/kurtosis.py", "[1].clamp(-126, 126)", "[1].clamp(0, 0)", "observe/test_kurtosis.py"),
     # What the report and the comparison say.
     Mutant("surgery/apply.py", "    attention = None\n    if config.attention:", "    attention = None\n    linears.carry_out(model)\n    if config.attention:", "surgery/test_apply.py"),
-    Mutant("surgery/first_batch.py", 'if row.action == "converted" and trace.kind_of(row.shared_with or row.name) in ran:', 'if row.action == "converted":', "surgery/test_first_batch.py"),
+    Mutant("surgery/first_batch.py", 'and (kind := trace.kind_of(row.shared_with or row.name)) in ran:', 'and (kind := next(iter(ran))):', "surgery/test_first_batch.py"),
     Mutant("surgery/same_as_linear.py", "return form if alone and all(", "return form if alone or all(", "surgery/test_same_as_linear.py"),
     Mutant("surgery/left_out.py", "if adapter is not None:", "if False:", "surgery/test_left_out.py"),
     Mutant("model_structure/experts.py", "if _rows(leaf) in counts or (part in _ROUTERS and _rows(leaf) in lists):", "if _rows(leaf) in counts or part in _ROUTERS:", "surgery/test_left_out.py"),

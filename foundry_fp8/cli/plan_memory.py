@@ -260,17 +260,19 @@ def _prepare(
 
     model.train()
     if run.converts is not None:
+        from foundry_fp8.layers.state import FP8State
         from foundry_fp8.layers.unit_linear import choose_gradient_scale
         from foundry_fp8.surgery.apply import apply_fp8
 
         apply_fp8(model, device=device, **run.converts.given)
+        for _, state in FP8State.each(model):  # as at the start of the run
+            state.held = ()
         choose_gradient_scale(model.modules(), microbatch * config["max_seq_len"])
     if run.fused_head is not None:
         from foundry_fp8.activations.fused_head.apply import apply_fused_head
 
-        apply_fused_head(model, **run.fused_head.given).expect(
-            None
-        )  # random tokens have no labels of their own
+        fused = apply_fused_head(model, **run.fused_head.given)
+        fused.expect(None)  # random tokens have no labels of their own
     tokens = torch.randint(0, 100, (microbatch, config["max_seq_len"]), device=device)
     batch = {"input_ids": tokens}
     dry = isinstance(tokens, FakeTensor)  # models look into masks and labels, and fake ones hold no values

@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 
 from foundry_fp8.cli.quiet import quiet
@@ -49,14 +50,21 @@ def _resolved(yaml: Path, trust: bool) -> str:
     """Of a model without weights; ``auto`` as on Hopper, ``measured`` before it measures."""
     from foundry_fp8.cli.probe import fp8_config
     from foundry_fp8.cli.yaml_model import build_yaml_model, read_yaml
+    from foundry_fp8.cli.yaml_run import run_of
     from foundry_fp8.surgery.apply import apply_fp8
+    from foundry_fp8.surgery.timing import Moment, clocks
 
     config = read_yaml(yaml, trust=trust)
     fp8 = fp8_config(config)
     report = apply_fp8(build_yaml_model(config, "meta"), device="cpu", **{**fp8.given, **ELSEWHERE})
     asked = "native or transformer_engine" if fp8.backend == "auto" else fp8.backend
     report = dataclasses.replace(report, backend=asked)
-    return report.policy_table() + report.summary().splitlines()[0]
+    policy, length = fp8.policy(torch.device("cpu")), run_of(config).length
+    times = clocks(policy.moments, length) if policy.moments else []
+    begins = [" and ".join(f"{Moment(value, unit)}" for unit, value in at.items()) for at in times]
+    holds = [", ".join(policy.held(at, length)) or "no rule holds" for at in times]
+    lines = [f"from {when} on: {held}" for when, held in zip(begins, holds, strict=True)]
+    return report.policy_table() + "\n".join([*lines, report.summary().splitlines()[0]])
 
 
 def _measured(yaml: Path, error: float, recipes: str, load: Path | None, trust: bool) -> str:

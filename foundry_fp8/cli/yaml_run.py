@@ -28,6 +28,7 @@ def run_of(config: Mapping[str, Any], ranks: int = PER_NODE, sharding: str | Non
         ConfigError: An option that is unknown or has a value that it cannot have.
     """
     from foundry_fp8.run.settings import Run, parse_algorithms  # slow to import: transformers
+    from foundry_fp8.surgery.timing import length_of
 
     if sharding is not None:
         asked = {**(config.get("fsdp_config") or {}), "sharding_strategy": sharding}
@@ -40,6 +41,7 @@ def run_of(config: Mapping[str, Any], ranks: int = PER_NODE, sharding: str | Non
         name=config.get("run_name") or os.environ.get("RUN_NAME"),
         precision=precision_of(config),
         ranks=ranks,
+        length=length_of(config.get("max_duration")),
         fsdp=_fsdp(config, ranks),
         tensor_parallel=_tensor_parallel(config),
         compiled=config.get("compile_config") is not None,

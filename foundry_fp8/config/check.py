@@ -24,7 +24,7 @@ _FLOAT32_MAX = 3.4e38  # a number ends up in a float32 tensor; comparing refuses
 class Config:
     """Base of the frozen dataclasses that a YAML fills: every field is what its annotation says, or a :class:`ConfigError`.
 
-    Lists come out as tuples, times and sizes as numbers. What several fields must satisfy together goes into the
+    Lists come out as tuples, times and sizes as numbers. A key that is a keyword of Python names a field with ``_`` behind it. What several fields must satisfy together goes into the
     subclass's ``__post_init__``, after ``super().__post_init__()``.
     """
 
@@ -36,7 +36,9 @@ class Config:
     def __post_init__(self) -> None:
         hints = _hints(type(self))
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
-            value = accept(hints[field.name], getattr(self, field.name), _join(self.key, field.name))
+            value = accept(
+                hints[field.name], getattr(self, field.name), _join(self.key, field.name.removesuffix("_"))
+            )
             object.__setattr__(self, field.name, value)
 
     @property
@@ -65,7 +67,7 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], key: str, owner: str =
         ConfigError: No mapping, a key that ``cls`` does not have, a key that is missing, or a value that is not what the
             annotation says.
     """
-    fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    fields = {field.name.removesuffix("_"): field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     if not isinstance(values, Mapping):
         raise ConfigError(f"{key}: {values!r} is not a mapping. It takes {', '.join(fields)}.")
     old: Mapping[str, Callable[[Any], dict[str, Any]]] = getattr(cls, "deprecated", {})
@@ -86,7 +88,8 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], key: str, owner: str =
         if name not in values and not optional:
             raise ConfigError(f"{_join(key, name)}: missing.")
     hints = _hints(cls)
-    return cls(**{name: accept(hints[name], value, _join(key, name)) for name, value in values.items()})
+    own = {name: fields[name].name for name in values}
+    return cls(**{own[name]: accept(hints[own[name]], v, _join(key, name)) for name, v in values.items()})
 
 
 def check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any], key: str) -> None:

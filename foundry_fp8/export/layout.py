@@ -60,7 +60,7 @@ def recipe_run_by(module: nn.Module) -> Recipe | None:
     weight = module._parameters.get("weight")
     if isinstance(weight, FrozenFP8Weight):
         return recipe_of(weight.scaling)
-    return module.recipe if isinstance(module, FP8Linear) else None
+    return module.recipe if isinstance(module, FP8Linear) and module.fprop == "fp8" else None
 
 
 def served_linear(

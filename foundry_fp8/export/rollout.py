@@ -68,7 +68,7 @@ def rollout_mismatch(
         ConfigError: Nothing runs in FP8.
     """
     check_arguments(rollout_mismatch, {"scales": scales}, "rollout_mismatch")
-    layers = {n: m for n, m in model.named_modules() if isinstance(m, FP8Linear) and m.recipe is not None}
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, FP8Linear) and recipe_run_by(m)}
     if not layers:
         raise ConfigError("rollout_mismatch: no layer of the model runs in FP8. Convert it (apply_fp8).")
 

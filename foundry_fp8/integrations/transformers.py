@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +19,7 @@ from foundry_fp8.run.fp8_run import FP8Run
 from foundry_fp8.run.settings import Run
 from foundry_fp8.run.training_state import from_text, to_text
 from foundry_fp8.surgery.report import SurgeryReport
+from foundry_fp8.surgery.timing import Moment
 
 __all__ = ["FP8Callback"]
 
@@ -82,7 +84,9 @@ class FP8Callback(TrainerCallback, ExportableState):
                 f"{CALLBACK}: the model was not converted when the trainer was made. Pass it in Trainer(callbacks=[...]): "
                 "add_callback comes too late."
             )
-        run.settings, run.step = settings_of(args), state.global_step
+        run.settings = dataclasses.replace(settings_of(args), length=Moment(state.max_steps))
+        run.refuse(run.settings)
+        run.step = state.global_step
         run.microbatches = args.gradient_accumulation_steps
         run.start(model, own_loss)
         if run.state is not None and state.global_step > 0:
@@ -98,13 +102,14 @@ class FP8Callback(TrainerCallback, ExportableState):
     def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Keep this step's first microbatch if something is measured after it; watch what the first step runs."""
         self.run.begin_step()
+        if self.run.switched:
+            _note(state, fp8=self.run.switched)
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Measure and act. Gradients are gone by now."""
         self._pending |= self.run.end_step()
         for event in self.run.events:
-            entry: dict[str, Any] = {"guard": str(event), "step": state.global_step, "epoch": state.epoch}
-            state.log_history.append(entry)
+            _note(state, guard=str(event))
             if event.action == "stop":
                 control.should_training_stop = True
 
@@ -134,6 +139,10 @@ class FP8Callback(TrainerCallback, ExportableState):
         return {"args": {**options, **asked}, "attributes": {"saved": saved}}
 
 
+def _note(state: Any, **said: Any) -> None:
+    state.log_history.append({**said, "step": state.global_step, "epoch": state.epoch})
+
+
 def settings_of(args: TrainingArguments) -> Run:
     """A run as Trainer's and Accelerate's options say it, for the table of what cannot run together."""
     accelerate = AcceleratorState()
@@ -146,6 +155,7 @@ def settings_of(args: TrainingArguments) -> Run:
         zero_stage=getattr(getattr(accelerate, "deepspeed_plugin", None), "zero_stage", None),
         copied_to=args.n_gpu,
         device=args.device,
+        length=Moment(args.max_steps) if args.max_steps > 0 else None,
     )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -17,9 +18,9 @@ from foundry_fp8.layers.dtensor import is_dtensor
 from foundry_fp8.layers.ledger import Gemm, GemmLedger, Precision, precision_of
 from foundry_fp8.layers.second_derivative import refuse_second_derivative, refuse_transforms
 from foundry_fp8.numerics.quantize import Quantized
-from foundry_fp8.numerics.recipes import Operand, Recipe, most_common_recipes
+from foundry_fp8.numerics.recipes import GEMMS, Operand, Recipe, most_common_recipes
 
-__all__ = ["OPERANDS", "FP8GemmLayer", "Probe", "Slots", "configured_recipes"]
+__all__ = ["OPERANDS", "Choice", "FP8GemmLayer", "Probe", "Slots", "configured_recipes"]
 
 OPERANDS: tuple[Operand, ...] = ("x", "w", "dy")
 
@@ -27,6 +28,27 @@ Probe = Callable[[Operand, Tensor, Quantized], None]
 """Called with each operand that a layer quantises: its name, the hp tensor ``[R, C]``, and the result."""
 
 Slots = Mapping[Operand, DelayedSlot]
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A recipe (``None``: high precision), the GEMMs that stay out of it, and the rule that says so: its YAML key, and its times, if it has some."""
+
+    recipe: Recipe | None
+    out: frozenset[Gemm] = frozenset()
+    rule: str = ""
+    when: str = ""
+
+    @property
+    def gemms(self) -> dict[str, str]:
+        """The recipe's name, or ``high_precision``, by GEMM."""
+        high = self.recipe is None
+        return {gemm: "high_precision" if high or gemm in self.out else self.recipe.name for gemm in GEMMS}  # type: ignore[union-attr]
+
+    def __str__(self) -> str:
+        out = " and ".join(gemm for gemm in GEMMS if self.recipe and gemm in self.out)
+        name = self.recipe.name if self.recipe else "high_precision"
+        return f"{name}{out and f', {out} in high precision'} {self.when}".rstrip()
 
 
 class FP8GemmLayer(nn.Module):
@@ -39,7 +61,9 @@ class FP8GemmLayer(nn.Module):
         backend: Who runs the GEMMs.
         recipe: What runs now; ``None`` is high precision. Change it with :meth:`set_recipe`.
         configured_recipe: What the conversion asked for; ``None`` where a measurement chose high precision.
-        wgrad: Whether the weight gradient's GEMM runs in FP8.
+        fprop, dgrad, wgrad: Whether that GEMM runs in FP8, while a recipe does.
+        turns: What it runs by turns, where rules hold for a part of the run; ``turn`` is the present one.
+        demoted: In a turn in high precision: what the guard demoted it to, which it is again in the next one: ``finer``, ``out`` or nothing.
         evaluate: What a forward in ``eval()`` mode runs in.
         slots: The delayed-scaling state of each operand; ``None`` unless ``configured_recipe`` is delayed.
         ledger: The GEMMs that ran.
@@ -55,7 +79,6 @@ class FP8GemmLayer(nn.Module):
     backend: Backend
     recipe: Recipe | None
     configured_recipe: Recipe | None
-    wgrad: Literal["fp8", "high_precision"]
     evaluate: Literal["fp8", "high_precision"]
     slots: Slots | None
     _first_forward_recorded: bool
@@ -63,20 +86,20 @@ class FP8GemmLayer(nn.Module):
     probe: Probe | None
     passes: int
     output_multiplier: float = 1.0
+    fprop: Literal["fp8", "high_precision"] = "fp8"
+    dgrad: Literal["fp8", "high_precision"] = "fp8"
+    wgrad: Literal["fp8", "high_precision"] = "fp8"
+    turns: Sequence[Choice] = ()
+    turn: Choice
+    demoted: str = ""
 
     def _begin(
-        self,
-        fqn: str,
-        backend: Backend,
-        recipe: Recipe | None,
-        wgrad: Literal["fp8", "high_precision"],
-        evaluate: Literal["fp8", "high_precision"],
+        self, fqn: str, backend: Backend, recipe: Recipe | None, evaluate: Literal["fp8", "high_precision"]
     ) -> None:
         """Set the attributes that every conversion sets."""
         self.fqn = fqn
         self.backend = backend
         self.recipe = self.configured_recipe = recipe
-        self.wgrad = wgrad
         self.evaluate = evaluate
         self.slots = None
         self.ledger = GemmLedger()
@@ -96,6 +119,34 @@ class FP8GemmLayer(nn.Module):
                 f"(this layer was converted with {self.configured_recipe and self.configured_recipe.name}). Demote to current, block or mxfp8."
             )
         self.recipe = recipe
+
+    def take_turn(self, held: Collection[str], device: torch.device) -> None:
+        """Run the first of ``turns`` whose rule is ``held``, from the next forward on; what the guard demoted stays so."""
+        configured = self.configured_recipe
+        self.turn = turn = next((turn for turn in self.turns if turn.rule in held), Choice(None))
+        if configured is not None:  # by name: unit's recipe has its gradient scale by now
+            own = self.recipe is not None and self.recipe.name == configured.name
+            self.demoted = "" if own else "out" if self.recipe is None else "finer"
+        recipe = self.configured_recipe = turn.recipe
+        if recipe is not None and self.demoted:
+            recipe = recipe.finer if self.demoted == "finer" else None
+            recipe = recipe if recipe is not None and self.can_run(recipe, device) else None
+        for gemm in GEMMS:
+            setattr(self, gemm, "high_precision" if gemm in turn.out else "fp8")
+        self.set_recipe(recipe)
+
+    @property
+    def recipes(self) -> tuple[Recipe, ...]:
+        """What it was converted to run, at some time."""
+        return tuple(filter(None, dict.fromkeys(t.recipe for t in self.turns) or (self.configured_recipe,)))
+
+    def extra_repr(self) -> str:
+        """What it runs."""
+        out = "".join(
+            f", {gemm}=high_precision" for gemm in ("fprop", "dgrad") if getattr(self, gemm) != "fp8"
+        )
+        running = self.recipe.name if self.recipe else "high_precision"
+        return f"recipe={running}, backend={self.backend.name}{out}, wgrad={self.wgrad}"
 
     def can_run(self, recipe: Recipe, device: torch.device) -> bool:
         """Whether the backend runs ``recipe`` with this layer's shapes on ``device``."""
@@ -126,7 +177,8 @@ class FP8GemmLayer(nn.Module):
         """The precision of each GEMM in the present mode; ``hp`` names the high precision that runs beside FP8."""
         if not self.runs_fp8:
             return {"fprop": hp, "dgrad": hp, "wgrad": hp}
-        return {"fprop": "fp8", "dgrad": "fp8", "wgrad": "fp8" if self.wgrad == "fp8" else hp}
+        return {"fprop": "fp8" if self.fprop == "fp8" else hp, "dgrad": "fp8" if self.dgrad == "fp8" else hp,
+                "wgrad": "fp8" if self.wgrad == "fp8" else hp}  # fmt: skip
 
     def recorded(self, input: Tensor, compute: Callable[[Tensor], Tensor], weight: Tensor) -> Tensor:
         """``compute(input)``, a product with ``weight``, entered in the ledger."""
@@ -162,7 +214,7 @@ class FP8GemmLayer(nn.Module):
         if dtype not in HP_DTYPES or input.__class__ is not Tensor or weight.__class__ is not nn.Parameter:
             self._check_input(input, weight, dtype)
         precisions = self.gemm_precisions(precision_of(dtype))
-        fp8, wgrad = precisions["fprop"] == "fp8", weight.requires_grad
+        fp8, wgrad = self.runs_fp8, weight.requires_grad
         n, k = self.out_features, self.in_features
         # Of a DTensor this rank multiplies a part.
         if weight.__class__ is not nn.Parameter and is_dtensor(weight):
@@ -200,4 +252,4 @@ class FP8GemmLayer(nn.Module):
 
 def configured_recipes(layers: Iterable[FP8GemmLayer]) -> tuple[Recipe, ...]:
     """What ``layers`` were converted with, each recipe once, first what most of them were."""
-    return most_common_recipes(layer.configured_recipe for layer in layers)
+    return most_common_recipes(recipe for layer in layers for recipe in layer.recipes)

@@ -45,7 +45,8 @@ class FP8GroupedLinear(FP8GemmLayer):
     ) -> None:
         super().__init__()
         self.experts, self.out_features, self.in_features = shape
-        self._begin(fqn, backend, recipe, wgrad, evaluate)
+        self._begin(fqn, backend, recipe, evaluate)
+        self.wgrad = wgrad
 
     def forward(self, x: Tensor, weights: Tensor, sizes: Sequence[int]) -> Tensor:
         """The products of all experts.
@@ -68,9 +69,8 @@ class FP8GroupedLinear(FP8GemmLayer):
 
     def extra_repr(self) -> str:
         """Shape, and what it runs."""
-        running = "high_precision" if self.recipe is None else self.recipe.name
         shape = f"experts={self.experts}, in_features={self.in_features}, out_features={self.out_features}"
-        return f"{shape}, recipe={running}, backend={self.backend.name}, wgrad={self.wgrad}"
+        return f"{shape}, {super().extra_repr()}"
 
 
 def by_expert(product: Product, x: Tensor, weights: Tensor, sizes: Sequence[int]) -> Tensor:

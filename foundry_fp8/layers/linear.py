@@ -44,7 +44,6 @@ class FP8Linear(FP8GemmLayer, nn.Linear):
         fqn: str,
         backend: Backend,
         recipe: Recipe,
-        wgrad: Literal["fp8", "high_precision"] = "fp8",
         evaluate: Literal["fp8", "high_precision"] = "high_precision",
     ) -> FP8Linear:
         """Make a converted linear that adopts everything ``linear`` holds (Parameters by identity, hooks, attributes).
@@ -55,7 +54,7 @@ class FP8Linear(FP8GemmLayer, nn.Linear):
         self.__dict__.update(linear.__dict__)
         self.out_features, self.in_features = self.matrix.shape
         self.high_precision_forward = type(linear).forward
-        self._begin(fqn, backend, recipe, wgrad, evaluate)
+        self._begin(fqn, backend, recipe, evaluate)
         backend.attach(self)
         return self
 
@@ -91,8 +90,7 @@ class FP8Linear(FP8GemmLayer, nn.Linear):
 
     def extra_repr(self) -> str:
         """The linear's own, with what it runs."""
-        running = "high_precision" if self.recipe is None else self.recipe.name
-        return f"{super().extra_repr()}, recipe={running}, backend={self.backend.name}, wgrad={self.wgrad}"
+        return f"{nn.Linear.extra_repr(self)}, {super().extra_repr()}"
 
 
 class FP8TransposedLinear(FP8Linear):

@@ -24,13 +24,9 @@ def same_scaling(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> bool:
 
 def table_of(modules: Mapping[str, FP8GemmLayer]) -> dict[str, Any] | None:
     """``{"name": "policy", "table": text}`` for linears that were converted to several recipes, or several wgrads; else ``None``."""
-    rows = {
-        name: {**_scaling(module.configured_recipe.to_dict()), "wgrad": module.wgrad}
-        for name, module in modules.items()
-        if module.configured_recipe is not None
-    }
+    rows = {name: _row(module) for name, module in modules.items() if module.recipes}
     first = next(iter(rows.values()))
-    if all(row == first for row in rows.values()):
+    if "turns" not in first and all(row == first for row in rows.values()):
         return None
     return {"name": POLICY, "table": json.dumps(rows, sort_keys=True)}
 
@@ -55,6 +51,13 @@ def difference(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
     theirs, mine = (json.loads(one["table"]) for one in (saved, ours))
     name = next(name for name in {**theirs, **mine} if theirs.get(name) != mine.get(name))
     return f"another policy, in which {name} runs {theirs.get(name, 'high precision')} and here {mine.get(name, 'high precision')}"
+
+
+def _row(module: FP8GemmLayer) -> dict[str, Any]:
+    if module.turns:  # without their times, which may be others after a resume
+        return {"turns": [[t.recipe and _scaling(t.recipe.to_dict()), *sorted(t.out)] for t in module.turns]}
+    out = {gemm: "high_precision" for gemm in ("fprop", "dgrad") if getattr(module, gemm) != "fp8"}
+    return {**_scaling(module.recipes[0].to_dict()), **out, "wgrad": module.wgrad}
 
 
 def _scaling(recipe: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import operator
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -44,6 +44,7 @@ class FP8State(ModelState):
     Attributes:
         recipe: What most of them were converted to.
         table: What each was converted to, as a checkpoint holds it; ``None`` where all run the same.
+        held: The keys of the rules that hold; ``None`` while nobody has said.
         answered: Whether a checkpoint's state was loaded, or is known to be missing.
     """
 
@@ -63,9 +64,11 @@ class FP8State(ModelState):
         self.table = measured_table({}) if measured else table_of(self.modules)
         self.backend = backend
         self.answered = False
+        self.held: Sequence[str] | None = None
+        self._timed = any(module.turns for module in self.modules.values())
         self._scales: ModuleScales | None = None
         for history in filter(None, (recipe.history for recipe in recipes)):  # a policy has one at most
-            delayed = {n: m for n, m in self.modules.items() if m.configured_recipe == history}
+            delayed = {n: m for n, m in self.modules.items() if history in m.recipes}
             fp8_max = {operand: history.format(operand).max for operand in OPERANDS}
             self._scales = ModuleScales(history, list(delayed), fp8_max, self.NAME)
             for name, module in delayed.items():
@@ -110,6 +113,13 @@ class FP8State(ModelState):
             module.slots = self._scales.slots(name) if uses_history else None
         self._scales.state.idle = all(module.slots is None for module in self.modules.values())
 
+    def hold(self, held: Sequence[str], device: torch.device) -> None:
+        """Run what the rules ``held`` say on ``device``, between two steps; layers without turns go on as they are."""
+        self.held = held
+        for module in self.modules.values():
+            if module.turns:
+                module.take_turn(held, device)
+
     def update(self) -> None:
         """Finish the running pass of delayed scaling: a collective, so every rank calls it. Twice is as good as once."""
         if self._scales is not None:
@@ -126,6 +136,9 @@ class FP8State(ModelState):
 
     @torch.compiler.disable
     def _before_forward(self, model: nn.Module, args: Any) -> None:
+        if self._timed and self.held is None and model.training and torch.is_grad_enabled():
+            said = "rules have from or until, and nobody says how far the run is. Train with FP8Run, FP8Callback or Composer"
+            raise RuntimeError(f"algorithms.fp8.recipe: {said}.")
         self.backend.before_forward(model)
         self.backend.inputs.begin_forward()
         if any(module.runs_fp8 for module in self.modules.values()):
@@ -146,13 +159,14 @@ class FP8State(ModelState):
         random = {
             name: module.passes
             for name, module in self.modules.items()
-            if module.configured_recipe is not None and module.configured_recipe.rounds_at_random
+            if any(recipe.rounds_at_random for recipe in module.recipes)
         }
         return {
             **self.header(),
             "backend": self.backend.name,
             "modules": {} if self._scales is None else self._scales.state_dict(),
             **({"passes": random} if random else {}),
+            **({"held": list(self.held or ())} if self._timed else {}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -170,6 +184,7 @@ class FP8State(ModelState):
             self.check_header(state)
             choice = choice and {name: choice[name] for name in self.modules}
             passes = {name: operator.index(state["passes"][name]) for name in state.get("passes", ())}
+            held = [str(key) for key in state.get("held", ())]
             counted = [(self.modules[name], number) for name, number in passes.items()]
             if self._scales is not None:
                 self._scales.load_state_dict(state["modules"])
@@ -178,6 +193,8 @@ class FP8State(ModelState):
             module.passes = number
         if choice:
             self.choose(choice)
+        if self._timed:  # before the guard's state, which is of those recipes
+            self.hold(held, torch.device("cpu"))
 
 
 _watched: weakref.WeakKeyDictionary[nn.Module, weakref.ref[FP8State]] = weakref.WeakKeyDictionary()

@@ -129,7 +129,7 @@ def choose_gradient_scale(modules: Iterable[nn.Module], tokens: int) -> tuple[in
         module
         for module in modules
         if isinstance(module, FP8UnitLinear)
-        and _waits(module.configured_recipe)
+        and any(map(_waits, module.recipes))
         and module.chosen_gradient_scale is None
     ]
     if not waiting:

@@ -83,6 +83,8 @@ CLASHES = (
     Clash("`precision: fp32`, `algorithms.fp8`",
           "precision: fp32, so what stays out of FP8 runs in float32; amp_bf16 is usual",
           lambda run: run.precision == "fp32" and run.converts is not None, error=False),
+    Clash("times in `fp8.recipe` that a run never reaches, or does not count", "{run.untimely}.", lambda run: bool(run.untimely),
+          trainers=("composer", "transformers", "torchtitan", "loop")),
     Clash("`model.fc_type: te`, `ffn_type: te_ln_mlp`", TE_LAYERS, lambda run: run.te_layers and run.converts is not None),
     Clash("`fsdp_config`, `fp8.frozen_weights: fp8`",
           "algorithms.fp8.frozen_weights: fp8 does not run under FSDP, which shards plain parameters alone. Remove fsdp_config: under "

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import os
 import sys
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from foundry_fp8.compat.compiled_model import is_compiled
-from foundry_fp8.config import ConfigError, from_mapping
+from foundry_fp8.config import ConfigError, Positive, accept, from_mapping
 from foundry_fp8.distributed.compression.apply import wrapper_of
 from foundry_fp8.layers.unit_linear import choose_gradient_scale
 from foundry_fp8.model_structure.applied import applied
@@ -36,6 +37,7 @@ from foundry_fp8.surgery.fp8_config import FP8Config
 from foundry_fp8.surgery.frozen_weights import send_frozen
 from foundry_fp8.surgery.report import SurgeryReport
 from foundry_fp8.surgery.rules import Measured
+from foundry_fp8.surgery.timing import Clock, Moment
 
 __all__ = ["FP8Run"]
 
@@ -54,6 +56,7 @@ class FP8Run:
         monitors: Options of what is measured, by name: ``{"mfu": {}, "kurtosis": {"interval": 50}, "health": {}}``. One that fails is
             off for the rest of the run, with a logged error.
         settings: Of the run, as far as its trainer shows them; see :class:`~.settings.Run`.
+        steps: Optimizer steps of the whole run, of which rules say shares (``0.9dur``).
         **options: The fields of :class:`~foundry_fp8.surgery.fp8_config.FP8Config` (``recipe``, ``exclude``, ...).
 
     Attributes:
@@ -62,6 +65,8 @@ class FP8Run:
         choice: What ``recipe: measured`` chose last.
         events: What the guard found and did in this step.
         step: Steps that are finished.
+        clock: What is finished in every unit that the trainer counts; ``None``: steps alone.
+        switched: What other rules have begun to hold with this step, in a sentence.
 
     Raises:
         ConfigError: Options that are not valid.
@@ -73,12 +78,20 @@ class FP8Run:
         guard: Mapping[str, Any] | None = None,
         monitors: Mapping[str, Mapping[str, Any]] | None = None,
         settings: Run | None = None,
+        steps: int | None = None,
         **options: Any,
     ) -> None:
         self.settings = settings or Run(trainer="loop")
         self.key = KEYS[self.settings.trainer]
+        if steps is not None:
+            length = Moment(accept(Positive, steps, f"{self.key}.steps"))
+            self.settings = dataclasses.replace(self.settings, length=length)
         self.options = options
         self.config = from_mapping(FP8Config, options, self.key)
+        self.policy = self.config.policy(torch.device("cpu"))
+        self.timed = self.config.enabled and bool(self.policy.moments)
+        self.clock: Clock | None = None
+        self.switched = ""
         self.guard_options = None if guard is None else dict(guard)
         if guard is not None:
             from_mapping(GuardConfig, dict(guard), f"{self.key}.guard")
@@ -123,11 +136,8 @@ class FP8Run:
             ConfigError: What does not go together, or cannot be converted; the model is as it was.
         """
         settings = settings or self.settings
-        settings = dataclasses.replace(
-            settings,
-            device=settings.device if device is None else torch.device(device),
-            precision=precision or settings.precision,
-        )
+        on = settings.device if device is None else torch.device(device)
+        settings = dataclasses.replace(settings, device=on, precision=precision or settings.precision)
         fresh = self.config.enabled and applied(model, self.config) is None
         wrapped = wrapper_of(model) is not None or isinstance(model, nn.DataParallel) or is_compiled(model)
         self.refuse(dataclasses.replace(settings, wrapped=wrapped and fresh))
@@ -140,18 +150,15 @@ class FP8Run:
             report = apply_fp8(model, device=settings.device, **self.options)
             send_frozen(model)
             self.report, self.state, self._trace = report, FP8Parts(model), ForwardTrace(model)
+            self.state.fp8.held = self.policy.held(defaultdict(int))
         log.info("%s\n%s\n%s", self.report.chosen, self.report.summary(), self.report.table())
-        notes = notices(
-            self.report,
-            precision=settings.precision,
-            device=self._device(model).type,
-            callbacks=[*settings.callbacks, *["DivergenceGuard"] * (self.guard_options is not None)],
-        )
+        callbacks = [*settings.callbacks, *["DivergenceGuard"] * (self.guard_options is not None)]
+        on = self._device(model)
+        notes = notices(report, precision=settings.precision, device=on.type, callbacks=callbacks)
         if isinstance(self.config.recipe, Measured) and fresh:
             self.state.fp8.reconsider()
-            notes.append(
-                f"measured: high precision for {self.config.recipe.warmup} batches, then by the table"
-            )
+            warmup = self.config.recipe.warmup
+            notes.append(f"measured: high precision for {warmup} batches, then by the table")
         around = settings.precision.removeprefix("amp_")
         self.say(announcement(self.report, around=around, log=settings.log or None, notes=notes))
         return self.report
@@ -197,6 +204,8 @@ class FP8Run:
         self.events, self._kept, self._keeps = [], None, batch is None and self.measures(self.step + 1)
         if self.guard is not None:
             self.guard.gap = None
+        if self.timed:
+            self.follow_time()
         self.monitors.begin(self.step)
         if batch is not None:
             self._set_gradient_scale(batch)
@@ -204,6 +213,23 @@ class FP8Run:
         if self._trace is not None and self.state is not None and not self.state.fp8.awaits_choice:
             self._watch(self._trace)
         return self.events
+
+    def follow_time(self) -> None:
+        """Run what the rules that hold now say, and say once what has changed; ``begin_step`` does it."""
+        assert self.state is not None and self.model is not None
+        at, length, fp8 = self.clock or {"ba": self.step}, self.settings.length, self.state.fp8
+        try:
+            held = self.policy.held(at, length)
+        except KeyError:
+            raise ConfigError(f"{self.policy.untimely(at, length)}.") from None
+        self.switched = ""
+        if held != tuple(fp8.held or ()):
+            fp8.hold(held, self._device(self.model))
+            fp8.answered = True  # a history that begins here has lost nothing
+            runs = Counter(str(module.turn) for module in fp8.modules.values() if module.turns)
+            said = ", ".join(f"{count} linears {what}" for what, count in runs.items())
+            self.switched = f"FP8: from step {self.step} on: {said}"
+            self.say(self.switched)
 
     def end_step(self, loss: float | Tensor | None = None) -> dict[str, float]:
         """A step is over, its optimizer's too: finish the pass of delayed scaling, and report what the first step ran.
@@ -266,13 +292,8 @@ class FP8Run:
         assert isinstance(options, Measured) and self.state is not None
         assert self.model is not None and self.loss_of is not None
         self.state.fp8.reconsider()
-        choice = self.choice = measure_policy(
-            without_ddp(self.model),
-            self.loss_of,
-            first_rows(batch, options.rows),
-            error=options.error,
-            recipes=options.recipes,
-        )
+        model, rows, how = without_ddp(self.model), first_rows(batch, options.rows), options
+        choice = self.choice = measure_policy(model, self.loss_of, rows, error=how.error, recipes=how.recipes)
         self.state.fp8.choose(choice.recipes)
         if self.report is not None:
             self.report = self.report.with_choice(choice.recipes, choice.why, self.config.wgrad)
@@ -288,13 +309,7 @@ class FP8Run:
         tokens, self._awaits_scale = ids.numel() * self.microbatches, False
         found = choose_gradient_scale(self.state.fp8.modules.values(), tokens)
         if found is not None:
-            log.info(
-                "%s.recipe.gradient_scale: auto is %d, the power of two nearest to %d tokens x width %d.",
-                self.key,
-                found[0],
-                tokens,
-                found[1],
-            )
+            log.info("%s.recipe.gradient_scale: auto is %d, the power of two nearest to %d tokens x width %d.", self.key, found[0], tokens, found[1])  # fmt: skip
 
     @torch.compiler.disable
     def _see(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:

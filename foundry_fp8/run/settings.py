@@ -16,6 +16,7 @@ from foundry_fp8.distributed.compression.config import CompressionConfig
 from foundry_fp8.distributed.hybrid_sharding.apply import HybridShardingConfig
 from foundry_fp8.models.unit_scaling import UnitScalingConfig
 from foundry_fp8.surgery.fp8_config import FP8Config
+from foundry_fp8.surgery.timing import Moment
 
 __all__ = ["Run", "parse_algorithms"]
 
@@ -42,6 +43,7 @@ class Run:
     shard: int = 1  # ranks that share one of them
     fsdp: Any = None  # Composer's FSDPConfig or FSDP2Config
     tensor_parallel: int = 0  # ranks that share every matrix; 0 without tensor parallelism
+    length: Moment | None = None  # as far as it is known
     wrapped: bool = False  # the model is compiled, or in DDP or FSDP, before it is converted
     compiled: bool = False
     train_metrics: bool = False  # which read the logits of training batches
@@ -65,6 +67,15 @@ class Run:
     def converts(self) -> FP8Config | None:
         """``fp8``, unless it is switched off."""
         return self.fp8 if self.fp8 is not None and self.fp8.enabled else None
+
+    @property
+    def untimely(self) -> str:
+        """Why it cannot follow the times of ``fp8.recipe``'s rules; empty if it can."""
+        counted = {"composer": ["ba", "ep", "sp", "tok"], "torchtitan": []}.get(self.trainer, ["ba"])
+        if self.trainer in ("composer", "transformers") and (self.length is None or self.length.unit == "ep"):
+            counted.append("dur")  # known when training begins
+        policy = self.converts and self.converts.policy(torch.device("cpu"))
+        return policy.untimely(counted, self.length) if policy and policy.moments else ""
 
 
 def parse_algorithms(section: Mapping[str, Mapping[str, Any] | None] | None) -> dict[str, Any]:

@@ -9,11 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from foundry_fp8.backends import (
-    Backend,
-    attention_left_out,
-    choose_backend,
-)
+from foundry_fp8.backends import Backend, attention_left_out, choose_backend
 from foundry_fp8.config import ConfigError, from_mapping
 from foundry_fp8.layers.gemm_layer import FP8GemmLayer, configured_recipes
 from foundry_fp8.layers.state import FP8State
@@ -112,13 +108,8 @@ def _convert(
     if config.frozen_weights == "fp8":
         frozen = plan_frozen(model, linears.converted, f"{KEY}.frozen_weights")
     for recipe in recipes:
-        backend.self_check(
-            recipe,
-            _compute_dtype(model),
-            where,
-            fused=bool(fusion.norms or fusion.mlps),
-            experts=bool(linears.experts),
-        )
+        fused, experts = bool(fusion.norms or fusion.mlps), bool(linears.experts)
+        backend.self_check(recipe, _compute_dtype(model), where, fused=fused, experts=experts)
     if attention is not None:
         attention.self_check(model, _compute_dtype(model), where)
     linears.carry_out(model)
@@ -141,8 +132,9 @@ def _convert(
 def refuse_by_backend(config: FP8Config, backend: Backend) -> None:
     """Raise :class:`ConfigError` for an option that ``backend`` does not have, whatever the model and the machine."""
     for option, reason in backend.lacks.items():
-        if getattr(config, option) not in (getattr(FP8Config, option), False):
-            raise ConfigError(f"{KEY}.{option}: not with the {backend.name} backend: {reason}.")
+        if (asked := getattr(config, option)) not in (getattr(FP8Config, option), False):
+            where = f"{asked}.gemms" if option == "gemms" else f"{KEY}.{option}"
+            raise ConfigError(f"{where}: not with the {backend.name} backend: {reason}.")
 
 
 def _with_frozen(row: SurgeryRow, kept: bool) -> SurgeryRow:

@@ -88,9 +88,10 @@ class ForwardTrace(TorchFunctionMode):
         return self._with_data - set(self.products)
 
     @property
-    def ran(self) -> set[str]:
-        """Names of the converted linears and attentions that have run by now."""
-        return {module.fqn for module in self._names if _converted(module) and module.ledger.calls}
+    def ran(self) -> dict[str, str]:
+        """Names of the converted linears and attentions that have run by now, and in what."""
+        ran = {m.fqn: [p for _, p in m.ledger.calls] for m in self._names if _converted(m)}
+        return {name: min(found, key=lambda p: p != "fp8") for name, found in ran.items() if found}
 
     def kind_of(self, name: str) -> str:
         """``name`` without the numbers of blocks and experts: modules of one kind answer for each other."""
@@ -177,14 +178,14 @@ def as_run(report: SurgeryReport, trace: ForwardTrace) -> tuple[SurgeryReport, l
     Modules of one kind (names that differ in numbers) answer for each other: an expert may get no tokens, a block may be
     dropped. Call it after the batch whose first forward ``trace`` watched.
     """
-    ran = {trace.kind_of(name) for name in trace.ran}
+    ran = {trace.kind_of(name): precision for name, precision in trace.ran.items()}
     idle: dict[tuple[str, str], list[str]] = {}
 
     def seen(row: SurgeryRow) -> SurgeryRow:
         product = trace.products.get(row.name if row.name in trace.shapes else f"{row.name}.weight")
         precision = "" if product is None else product.precision
-        if row.action == "converted" and trace.kind_of(row.shared_with or row.name) in ran:
-            return dataclasses.replace(row, precision="fp8")
+        if row.action == "converted" and (kind := trace.kind_of(row.shared_with or row.name)) in ran:
+            return dataclasses.replace(row, precision=ran[kind])
         if row.action == "converted":
             why = (
                 "nothing called it"

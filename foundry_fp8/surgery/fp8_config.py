@@ -147,6 +147,20 @@ class FP8Config(Config):
             )
         if not isinstance(self.recipe, Recipe | Measured | str) and tuple(self.include) != ("*",):
             raise ConfigError(f"{KEY}.include: the rules of {KEY}.recipe name what they convert. Remove it.")
+        whole = [
+            o for o in ("attention", "frozen_weights") if getattr(self, o) not in (False, "high_precision")
+        ]
+        if whole and self.policy(torch.device("cpu")).moments:
+            raise ConfigError(
+                f"{KEY}.{whole[0]}: it is for the whole run; rules have from or until. Remove one."
+            )
+
+    @property
+    def gemms(self) -> str | Literal[False]:
+        """The key of a rule that takes fprop or dgrad out of FP8."""
+        rules = self.policy(torch.device("cpu")).rules
+        out = (k for k, r in rules.items() if HIGH_PRECISION in (r.gemms.get("fprop"), r.gemms.get("dgrad")))
+        return next(out, False)
 
     @property
     def runs_unit(self) -> bool:

@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from foundry_fp8.config import ConfigError, NoEffect
 from foundry_fp8.layers.backend import Backend
-from foundry_fp8.layers.gemm_layer import FP8GemmLayer
+from foundry_fp8.layers.gemm_layer import Choice, FP8GemmLayer
 from foundry_fp8.layers.grouped_linear import FP8GroupedLinear
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.layers.unit_linear import FP8UnitLinear
 from foundry_fp8.model_structure.experts import router_modules
 from foundry_fp8.model_structure.wrappers import replace_module
+from foundry_fp8.numerics.recipes import GEMMS, Recipe
 from foundry_fp8.surgery.experts import ExpertWeights, expert_weights, put_in_place
 from foundry_fp8.surgery.left_out import HEAD, ROUTER, left_out, output_heads, unconvertible
-from foundry_fp8.surgery.policy import Choice, Policy
+from foundry_fp8.surgery.policy import Policy
 from foundry_fp8.surgery.report import SurgeryRow
 from foundry_fp8.surgery.same_as_linear import features_of, forward_of_its_own, linear_form, looks_linear
 
 __all__ = ["LEFT", "LinearPlan", "plan_linears"]
 
+Turns = Sequence[Choice]
+"""What a layer runs: the first of them whose rule holds."""
 LEFT = "{rule} leaves it in high precision"
 
 MULTIPLIED = "it has µnit Scaling's output multiplier, which only recipe: unit gives to the GEMMs"
@@ -75,54 +79,53 @@ class LinearPlan:
 
 @dataclasses.dataclass(frozen=True)
 class _Rules:
-    """What a policy's rules and the backend say of a layer: what it runs, or why it stays in high precision."""
+    """What a policy's rules and the backend say of a layer: what it runs, by turns, or why it stays in high precision."""
 
     policy: Policy
-    rule_of: Mapping[str, str]
+    rules_of: Mapping[str, tuple[str, ...]]
     backend: Backend
     key: str
 
-    def of_linear(self, name: str, linear: nn.Module, form: type[FP8Linear] | None) -> Choice | str:
+    def of_linear(self, name: str, linear: nn.Module, form: type[FP8Linear] | None) -> Turns | str:
         if form is None:
             return forward_of_its_own(linear)
-        found = self._choice(name)
-        if isinstance(found, str):
-            return found
-        if (form is FP8UnitLinear) == found.recipe.for_any_model:
-            return MULTIPLIED if found.recipe.for_any_model else NOT_MULTIPLIED
-        return self.backend.shape_reason(found.recipe, *features_of(linear)) or found
 
-    def of_experts(self, name: str, weights: ExpertWeights) -> Choice | str:
-        found = weights.why_not or self._choice(name)
-        if isinstance(found, str):
-            return found
-        if not found.recipe.for_any_model:
-            return NOT_MULTIPLIED
-        return weights.reason(found.recipe, self.backend) or found
+        def why_not(recipe: Recipe) -> str | None:
+            if (form is FP8UnitLinear) == recipe.for_any_model:
+                return MULTIPLIED if recipe.for_any_model else NOT_MULTIPLIED
+            return self.backend.shape_reason(recipe, *features_of(linear))
 
-    def row(
-        self, name: str, found: Choice | str, shape: tuple[int, ...], shared_with: str = ""
-    ) -> SurgeryRow:
+        return self._turns(name, why_not)
+
+    def of_experts(self, name: str, weights: ExpertWeights) -> Turns | str:
+        def why_not(recipe: Recipe) -> str | None:
+            return weights.reason(recipe, self.backend) if recipe.for_any_model else NOT_MULTIPLIED
+
+        return weights.why_not or self._turns(name, why_not)
+
+    def row(self, name: str, found: Turns | str, shape: tuple[int, ...], shared_with: str = "") -> SurgeryRow:
         """The report's line on a layer."""
+        turns = () if isinstance(found, str) else found
         return SurgeryRow(
             name=name,
-            action="skipped" if isinstance(found, str) else "converted",
-            reason=str(found),
-            rule=self.rule_of.get(name, ""),
-            gemms={} if isinstance(found, str) else found.gemms,
+            action="converted" if turns else "skipped",
+            reason="; ".join(map(str, turns)) or str(found),
+            rule="\n".join(f"{k} {self.policy.rules[k].when}".rstrip() for k in self.rules_of.get(name, ())),
+            gemms={gemm: "\n".join(turn.gemms[gemm] for turn in turns) for gemm in GEMMS if turns},
             shape=shape,
             shared_with=shared_with,
         )
 
-    def _choice(self, name: str) -> Choice | str:
-        if name not in self.rule_of:
-            return (
-                f"no rule of {self.key}.recipe names it"
-                if self.policy.listed
-                else f"{self.key}.include does not name it"
-            )
-        choice = self.policy.choice(self.rule_of[name])
-        return LEFT.format(rule=self.rule_of[name]) if choice is None else choice
+    def _turns(self, name: str, why_not: Callable[[Recipe], str | None]) -> Turns | str:
+        if name not in self.rules_of:
+            by_list, otherwise = "no rule of {}.recipe names it", "{}.include does not name it"
+            return (by_list if self.policy.listed else otherwise).format(self.key)
+        turns = [self.policy.choice(key) for key in self.rules_of[name]]
+        known = [(one, why_not(one.recipe) if one.recipe else LEFT.format(rule=one.rule)) for one in turns]
+        reasons = [why for one, why in known if one.recipe and why] or [why for _, why in known if why]
+        if all(why for _, why in known):
+            return reasons[0]
+        return tuple(dataclasses.replace(one, recipe=None) if why else one for one, why in known)
 
 
 def plan_linears(
@@ -159,6 +162,7 @@ def plan_linears(
     linears = [(n, m) for n, m in model.named_modules(remove_duplicate=False) if looks_linear(m)]
     experts = expert_weights(model)
     rules = _Rules(policy, policy.resolve(model, [*(name for name, _ in linears), *experts]), backend, key)
+    held = policy.held(defaultdict(int))
     never, by_default = unconvertible(model, linears), left_out(model, linears)
 
     rows: list[SurgeryRow] = []
@@ -168,34 +172,31 @@ def plan_linears(
     places: dict[str, FP8Linear] = {}
     forms = {linear: None if linear in never else linear_form(linear) for _, linear in linears}
 
-    def verdict(name: str, linear: nn.Module) -> Choice | str:
+    def verdict(name: str, linear: nn.Module) -> Turns | str:
         """What it runs, or why it stays in high precision."""
         if linear in never:
             return never[linear]
-        if (
-            name in by_default
-            and forms[linear] is not None
-            and not by_default[name].named_by(name, policy.globs)
-        ):
-            return by_default[name].reason
+        default = by_default.get(name)
+        if default is not None and forms[linear] is not None and not default.named_by(name, policy.globs):
+            return default.reason
         return rules.of_linear(name, linear, forms[linear])
+
+    def begin(layer: FP8GemmLayer, turns: Turns) -> None:
+        layer.turns = turns
+        layer.take_turn(held, torch.device("cpu"))
+        layer.turns = turns if any(turn.when for turn in turns) else ()
 
     left = {LEFT.format(rule=rule) for rule in policy.rules}
     verdicts = _one_verdict_a_place(model, {n: verdict(n, linear) for n, linear in linears}, left)
-    chosen: dict[nn.Module, Choice] = {}
+    chosen: dict[nn.Module, Turns] = {}
     for name, linear in linears:
         form, found = forms[linear], verdicts[name]
-        if form is not None and isinstance(found, Choice):
+        if form is not None and not isinstance(found, str):
             found = chosen.setdefault(linear, found)
             if linear not in made:
-                made[linear] = converted[name] = form.from_linear(
-                    linear,
-                    fqn=name,
-                    backend=backend,
-                    recipe=found.recipe,
-                    wgrad=found.wgrad,
-                    evaluate=evaluate,
-                )
+                recipe = next(filter(None, (turn.recipe for turn in found)))
+                made[linear] = converted[name] = form.from_linear(linear, fqn=name, backend=backend, recipe=recipe, evaluate=evaluate)  # fmt: skip
+                begin(made[linear], found)
             places[name] = made[linear]
         weight = linear._parameters.get("weight")
         rows.append(rules.row(name, found, features_of(linear)[::-1], first_name.get(id(weight), "")))
@@ -204,15 +205,9 @@ def plan_linears(
     grouped: dict[str, FP8GroupedLinear] = {}
     for name, weights in experts.items():
         found = rules.of_experts(name, weights)
-        if isinstance(found, Choice):
-            grouped[name] = FP8GroupedLinear(
-                fqn=name,
-                shape=weights.shape,
-                backend=backend,
-                recipe=found.recipe,
-                wgrad=found.wgrad,
-                evaluate=evaluate,
-            )
+        if not isinstance(found, str):
+            grouped[name] = FP8GroupedLinear(fqn=name, shape=weights.shape, backend=backend, recipe=None, wgrad="fp8", evaluate=evaluate)  # fmt: skip
+            begin(grouped[name], found)
         rows.append(rules.row(name, found, weights.shape))
     if not converted and not grouped:
         said = "; ".join(f"{n} because {r}" for r, n in Counter(row.reason for row in rows).most_common(5))
@@ -257,8 +252,8 @@ def _other_weights(model: nn.Module, listed: Iterable[nn.Parameter]) -> Iterator
 
 
 def _one_verdict_a_place(
-    model: nn.Module, verdicts: Mapping[str, Choice | str], left: Collection[str]
-) -> dict[str, Choice | str]:
+    model: nn.Module, verdicts: Mapping[str, Turns | str], left: Collection[str]
+) -> dict[str, Turns | str]:
     """The same answer for every name of one place: of a layer in a module that several blocks share (Zamba's attention).
 
     Who leaves one of the names out leaves the layer out; otherwise who takes one of them in takes it in.
@@ -270,7 +265,7 @@ def _one_verdict_a_place(
     found = dict(verdicts)
     for names in places.values():
         said = [verdicts[name] for name in names]
-        deciding = [one for one in said if one in left] or [one for one in said if isinstance(one, Choice)]
+        deciding = [one for one in said if one in left] or [one for one in said if not isinstance(one, str)]
         if deciding:
             found |= dict.fromkeys(names, deciding[0])
     return found

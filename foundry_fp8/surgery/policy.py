@@ -7,35 +7,21 @@ Everything that chooses is a rule. A single recipe is one that takes what ``incl
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from torch import nn
 
 from foundry_fp8.config import ConfigError
+from foundry_fp8.layers.gemm_layer import Choice
 from foundry_fp8.model_structure.block_numbers import parse_blocks
 from foundry_fp8.model_structure.blocks import block_index_of, transformer_stacks
 from foundry_fp8.model_structure.roles import roles_of
 from foundry_fp8.model_structure.selection import check_patterns_match, matches
-from foundry_fp8.numerics.recipes import GEMMS, Recipe
-from foundry_fp8.surgery.rules import HIGH_PRECISION, Rule, Wgrad
+from foundry_fp8.numerics.recipes import Recipe
+from foundry_fp8.surgery.rules import HIGH_PRECISION, Rule
+from foundry_fp8.surgery.timing import Clock, Moment, clocks
 
 __all__ = ["Choice", "Policy"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """What a layer runs."""
-
-    recipe: Recipe
-    wgrad: Wgrad = "fp8"
-
-    @property
-    def gemms(self) -> dict[str, str]:
-        """The recipe's name, or ``high_precision``, by GEMM."""
-        return {**dict.fromkeys(GEMMS, self.recipe.name), **({"wgrad": self.wgrad} if self.wgrad != "fp8" else {})}  # fmt: skip
-
-    def __str__(self) -> str:
-        return self.recipe.name + (", wgrad in high precision" if self.wgrad == HIGH_PRECISION else "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,12 +50,34 @@ class Policy:
             glob for rule in self.rules.values() if rule.recipe != HIGH_PRECISION for glob in rule.globs
         )
 
-    def choice(self, key: str) -> Choice | None:
-        """What the rule ``key`` says; ``None`` is high precision."""
+    @property
+    def moments(self) -> list[Moment]:
+        """Where rules begin and end to hold; none where all hold all the time."""
+        return [moment for rule in self.rules.values() for moment in rule.moments.values()]
+
+    def held(self, clock: Clock, length: Moment | None = None) -> tuple[str, ...]:
+        """The keys of the rules that hold, in a run of ``length``."""
+        return tuple(key for key, rule in self.rules.items() if rule.holds(clock, length))
+
+    def untimely(self, counted: Collection[str], length: Moment | None) -> str:
+        """Why a run of ``length``, which counts these units, cannot follow the rules' times; empty if it can."""
+        times, above = clocks(self.moments, length), list[Rule]()
+        for key, rule in self.rules.items():
+            for moment in rule.moments.values():
+                if moment.within(length).unit not in counted:
+                    needs = "a share (0.9dur) needs the run's length: max_duration in what can be counted, max_steps, FP8Run(steps=...)"
+                    return f"{key}: {moment} is not known here ({', '.join(counted) or 'nothing'} is). Write steps (1000ba); {needs}"
+            if not any(rule.holds(at, length) and not any(a.holds(at, length) for a in above if a.covers(rule)) for at in times):  # fmt: skip
+                return f"{key}: no moment of the run reaches it. Remove it, or change from and until"
+            above.append(rule)
+        return ""
+
+    def choice(self, key: str) -> Choice:
+        """What the rule ``key`` says."""
         rule = self.rules[key]
-        if not isinstance(rule.recipe, Recipe):
-            return None
-        return Choice(rule.recipe, rule.gemms.get("wgrad", "fp8"))
+        out = frozenset(gemm for gemm, precision in rule.gemms.items() if precision == HIGH_PRECISION)
+        recipe = rule.recipe if isinstance(rule.recipe, Recipe) and len(out) < 3 else None
+        return Choice(recipe, out, key, rule.when)
 
     def kept_blocks(self, model: nn.Module) -> set[int]:
         """Indices of the blocks that rules without other conditions leave in high precision.
@@ -92,8 +100,8 @@ class Policy:
             )
         return kept
 
-    def resolve(self, model: nn.Module, names: Iterable[str]) -> dict[str, str]:
-        """Of ``names``, linears of ``model``, those that a rule names, each with the key of the first.
+    def resolve(self, model: nn.Module, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
+        """Of ``names``, linears of ``model``, those that a rule names, each with the key of the first, or the first at some time.
 
         Raises:
             ConfigError: A glob matches nothing, or a rule of a list names nothing that no rule above it names.
@@ -102,7 +110,13 @@ class Policy:
         blocks = [block for stack in transformer_stacks(model) for block in stack]
         roles = roles_of(model, names) if any(rule.roles for rule in self.rules.values()) else {}
         self.kept_blocks(model)
-        found: dict[str, str] = {}
+        found: dict[str, tuple[str, ...]] = {}
+        times = clocks(self.moments)
+
+        def reached(name: str, rule: Rule) -> bool:
+            above = [self.rules[key] for key in found.get(name, ())]
+            return any(rule.holds(at) and not any(one.holds(at) for one in above) for at in times)
+
         for key, rule in self.rules.items():
             if rule.globs != ("*",):
                 where = f"{key}.modules" if key in self.listed else key
@@ -115,19 +129,22 @@ class Policy:
                 and (chosen is None or block_index_of(name, blocks) in chosen)
                 and (not rule.roles or roles.get(name) in rule.roles)
             ]
-            if key in self.listed and all(name in found for name in named):
-                above = " and ".join(sorted({found[name] for name in named}))
+            taken = [name for name in named if reached(name, rule)]
+            if key in self.listed and not taken:
+                above = " and ".join(sorted({key for name in named for key in found.get(name, ())}))
                 has = f"{len(blocks)} transformer blocks and the roles {', '.join(sorted(set(roles_of(model, names).values())))}"
                 said = (
                     f"rules above it name all of its layers: {above}"
+                    if above
+                    else f"no moment of a run is {rule.when}"
                     if named
                     else f"it names no linear layer; the model has {has}"
                 )
                 raise ConfigError(
                     f"{key}: no effect: {said}. Remove it, or change its conditions, all of which have to hold."
                 )
-            for name in named:
-                found.setdefault(name, key)
+            for name in taken:
+                found[name] = (*found.get(name, ()), key)
         return found
 
 

@@ -99,16 +99,13 @@ def _linear_of(name: str, module: Any, dtype: torch.dtype) -> nn.Linear:
 def check_codes_stay(converted: Mapping[str, FP8Linear], key: str) -> None:
     """Raise :class:`ConfigError` where a recipe would round a published weight a second time."""
     for name, linear in converted.items():
-        weight, recipe = linear.weight, linear.configured_recipe
-        if not isinstance(weight, FrozenFP8Weight) or recipe is None:
+        weight = linear.weight
+        if not isinstance(weight, FrozenFP8Weight):
             continue
         fitting = recipe_of(weight.scaling)
-        if (
-            fitting is None
-            or fitting.by_row
-            or recipe.uses_history
-            or recipe.scaling("w", 1) != weight.scaling
-        ):
+        again = (r for r in linear.recipes if r.uses_history or r.scaling("w", 1) != weight.scaling)
+        lost = fitting is None or fitting.by_row
+        if (recipe := next(again, linear.recipes[0] if lost else None)) is not None:
             fits = "No recipe" if fitting is None or fitting.by_row else f"recipe: {fitting.to_dict()}"
             raise ConfigError(
                 f"{key}: the frozen weight of {name} has published codes, with scales by {weight.scaling}, which {recipe.name} would round "

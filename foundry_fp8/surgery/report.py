@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from foundry_fp8.numerics.recipes import GEMMS, Recipe, most_common_recipes
 from foundry_fp8.surgery.policy import Choice
-from foundry_fp8.surgery.rules import Wgrad
+from foundry_fp8.surgery.rules import HIGH_PRECISION, Wgrad
 
 __all__ = ["Action", "SurgeryReport", "SurgeryRow", "as_text", "kind_of", "merged_name", "merged_rows"]
 
@@ -37,7 +37,7 @@ class SurgeryRow:
     rule: str = ""
     """The YAML key of the rule that named it, if any."""
     gemms: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """The recipe of each GEMM, or ``high_precision``, as configured; empty for what was not converted."""
+    """The recipe of each GEMM, or ``high_precision``, as configured, a line for each rule with times; empty for what was not converted."""
     precision: str = ""
     """What a batch showed its product to run in: ``fp8``, ``bf16``, ...; empty before, and where none was seen."""
 
@@ -134,7 +134,7 @@ class SurgeryReport:
             recipe, said = choice[name], f"measured, not {why[name]}" if why.get(name) else "measured"
             if recipe is None:
                 return dataclasses.replace(old, action="skipped", reason=said, gemms={})
-            runs = Choice(recipe, wgrad)
+            runs = Choice(recipe, frozenset({"wgrad"} if wgrad == HIGH_PRECISION else ()))
             return dataclasses.replace(old, action="converted", reason=f"{runs}, {said}", gemms=runs.gemms)
 
         found = most_common_recipes(choice.values()) or self.recipes

@@ -22,6 +22,7 @@ from foundry_fp8.config import (
 from foundry_fp8.model_structure.block_numbers import Blocks
 from foundry_fp8.model_structure.roles import Role
 from foundry_fp8.numerics.recipes import FOR_ANY_MODEL, RECIPES, Gemm, Recipe, parse_recipe
+from foundry_fp8.surgery.timing import Clock, Moment, parse_moment
 
 __all__ = ["HIGH_PRECISION", "Measured", "Rule", "Wgrad", "parse_rules"]
 
@@ -54,12 +55,37 @@ class Rule(Config):
     roles: Sequence[Role] = ()
     """``attention``, ``mlp``, ``expert``, ``shared_expert``: what the layers are part of."""
     gemms: Mapping[Gemm, Wgrad] = dataclasses.field(default_factory=dict)
-    """``{wgrad: high_precision}`` computes the weight's gradient from operands that are not quantised."""
+    """``{fprop: high_precision}`` computes that GEMM, or dgrad or wgrad, from operands that are not quantised."""
+    from_: Annotated[Moment | None, Parse(parse_moment, "a time")] = None
+    """In a YAML ``from``: the rule holds from then on (``100ba``, ``20Btok``, ``0.9dur``, or an integer of steps)."""
+    until: Annotated[Moment | None, Parse(parse_moment, "a time")] = None
+    """The rule holds until then."""
 
     @property
     def globs(self) -> tuple[str, ...]:
         """The patterns of ``modules``."""
         return (self.modules,) if isinstance(self.modules, str) else tuple(self.modules)
+
+    @property
+    def moments(self) -> dict[str, Moment]:
+        """``from`` and ``until``, where it has them."""
+        return {word: moment for word, moment in (("from", self.from_), ("until", self.until)) if moment}
+
+    @property
+    def when(self) -> str:
+        """``from 100ba until 0.9dur``; empty where it holds all the time."""
+        return " ".join(f"{word} {moment}" for word, moment in self.moments.items())
+
+    def holds(self, clock: Clock, length: Moment | None = None) -> bool:
+        """Whether it does at that time of a run of ``length``; ``KeyError`` for a unit that ``clock`` does not have."""
+        there = {word: moment.within(length) for word, moment in self.moments.items()}
+        passed = {word: clock[moment.unit] >= moment.value for word, moment in there.items()}
+        return passed.get("from", True) and not passed.get("until", False)
+
+    def covers(self, other: Rule) -> bool:
+        """Whether it names every layer that ``other`` names, in whatever model."""
+        mine, theirs = ((one.globs, one.blocks, one.roles) for one in (self, other))
+        return mine in (((), None, ()), theirs)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,12 +120,11 @@ def parse_rules(value: Sequence[Any], key: str) -> tuple[Rule, ...]:
             raise ConfigError(
                 f"{key}[{i}].gemms: the rule's recipe is {HIGH_PRECISION} for every GEMM. Remove one of them."
             )
-        for gemm in ("fprop", "dgrad"):
-            if rule.gemms.get(gemm) == HIGH_PRECISION:  # type: ignore[call-overload]
-                raise ConfigError(
-                    f"{key}[{i}].gemms.{gemm}: {HIGH_PRECISION} is for wgrad alone; fprop and dgrad run the rule's recipe. "
-                    f"Leave the layer in high precision (recipe: {HIGH_PRECISION}), or remove it."
-                )
+        start, end = rule.from_, rule.until
+        units = {moment.unit for moment in rule.moments.values()} - {"dur"}
+        if start and end and (len(units) > 1 or (start.unit == end.unit and start.value >= end.value)):
+            why = "are not comparable" if len(units) > 1 else "are no time at all"
+            raise ConfigError(f"{key}[{i}]: {rule.when} {why}. Write both in one unit, until after from.")
     if all(rule.recipe == HIGH_PRECISION for rule in rules):
         raise ConfigError(
             f"{key}: every rule is {HIGH_PRECISION}, so nothing would run FP8. To switch it off, set enabled: false."

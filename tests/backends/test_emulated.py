@@ -7,7 +7,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import foundry_fp8
+from foundry_fp8.backends import load_backend
 from foundry_fp8.backends.emulated.quantizers import quantize_operand
+from foundry_fp8.config import ConfigError
 from foundry_fp8.layers.state import FP8State
 from foundry_fp8.numerics import quantize as reference
 from foundry_fp8.numerics.quantize import amax_of, scale_from_amax
@@ -19,6 +21,7 @@ from foundry_fp8.numerics.recipes import (
     DelayedScaling,
     MXFP8Scaling,
 )
+from foundry_fp8.surgery.apply import FP8Config, refuse_by_backend
 
 every_recipe = pytest.mark.parametrize("recipe", [*FOR_ANY_MODEL, "nvfp4"])
 same_in_every_pass = pytest.mark.parametrize(
@@ -119,6 +122,74 @@ def test_the_three_gemms_match_float64_products_of_the_recipes_operands(recipe, 
     assert within_one_rounding(x.grad, dense(dy, "dy", 1) @ dense(w, "w", 0))
     assert within_one_rounding(w.grad, dense(dy, "dy", 0).t() @ dense(x, "x", 0))
     torch.testing.assert_close(module.bias.grad, dy.sum(0))
+
+
+OUT = [("fprop",), ("dgrad",), ("fprop", "dgrad"), ("fprop", "wgrad"), ("dgrad", "wgrad")]
+
+
+@same_in_every_pass
+@pytest.mark.parametrize("out", OUT, ids="+".join)
+def test_gemms_out_of_fp8_multiply_operands_as_they_are_and_the_others_the_recipes(recipe, out):
+    model = linear([{"modules": "*", "recipe": recipe, "gemms": dict.fromkeys(out, "high_precision")}])
+    module, r = model[0], RECIPES[recipe]()
+    x, dy = ranged(40, 256).requires_grad_(), ranged(40, 384)
+    if recipe == "delayed":  # it records what it does not multiply, too
+        model(x).backward(dy)
+        assert module.slots["x"].amax > 0 and module.slots["w"].amax > 0
+        x.grad = module.weight.grad = module.bias.grad = None
+    y = model(x)
+    y.backward(dy)
+
+    def dense(gemm, t, operand, along):
+        t = t.detach()
+        return (t if gemm in out else by_reference(t, operand, r, along).dequantize()).double()
+
+    w = module.weight
+    fprop = dense("fprop", x, "x", 1) @ dense("fprop", w, "w", 1).t()
+    assert within_one_rounding(y.detach().double() - module.bias, fprop)
+    assert within_one_rounding(x.grad, dense("dgrad", dy, "dy", 1) @ dense("dgrad", w, "w", 0))
+    assert within_one_rounding(w.grad, dense("wgrad", dy, "dy", 0).t() @ dense("wgrad", x, "x", 0))
+    torch.testing.assert_close(module.bias.grad, dy.sum(0))
+    calls = {(gemm, "fp32" if gemm in out else "fp8") for gemm in ("fprop", "dgrad", "wgrad")}
+    assert set(module.ledger.calls) == calls
+
+
+@every_recipe
+@pytest.mark.parametrize("out", OUT, ids="+".join)
+def test_under_autocast_a_gemm_out_of_fp8_is_bfloat16s_and_the_others_are_what_they_are_without(recipe, out):
+    torch.manual_seed(0)
+    gemms = {"modules": "*", "recipe": recipe, "gemms": dict.fromkeys(out, "high_precision")}
+    models = [linear([gemms]), linear(recipe), nn.Sequential(nn.Linear(256, 384))]
+    for model in models[1:]:
+        model.load_state_dict(models[0].state_dict())
+    x, dy, found = ranged(32, 256), ranged(32, 384), []
+    for model in models:
+        inputs = x.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = model(inputs)
+        y.backward(dy.to(y.dtype))
+        found.append({"fprop": y.detach(), "dgrad": inputs.grad, "wgrad": model[0].weight.grad})
+    ours, fp8, plain = found
+    for gemm, value in ours.items():
+        if gemm in out:
+            assert torch.equal(value, plain[gemm]), gemm
+        else:
+            assert torch.equal(value, fp8[gemm]), gemm
+
+
+@pytest.mark.parametrize("backend", ["native", "transformer_engine"])
+@pytest.mark.parametrize("gemm", ["fprop", "dgrad"])
+def test_other_backends_refuse_them_by_name(backend, gemm):
+    model = nn.Sequential(nn.Linear(64, 64))
+    rules = [{"recipe": "block", "gemms": {"wgrad": "high_precision"}, "modules": "0", "until": 9},
+             {"recipe": "current", "gemms": {gemm: "high_precision"}}]  # fmt: skip
+    config = FP8Config(recipe=rules, backend=backend)
+    with pytest.raises(
+        ConfigError, match=rf"recipe\[1\]\.gemms: not with the {backend} backend.*backend: emulated"
+    ):
+        refuse_by_backend(config, load_backend(backend))
+    refuse_by_backend(FP8Config(recipe=rules[:1], backend=backend), load_backend(backend))
+    foundry_fp8.apply_fp8(model, recipe=rules, backend="emulated")
 
 
 @every_recipe

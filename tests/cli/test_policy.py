@@ -75,3 +75,27 @@ def test_measuring_needs_data(root):
     path.write_text(yaml.safe_dump(config))
     result = policy(path, "--measure")
     assert result.exit_code == 2 and "train_loader: it is missing, and --measure" in result.output
+
+
+def test_it_prints_when_which_rule_holds(root):
+    rules = [
+        {"until": "1ba", "recipe": HIGH},
+        {"from": "0.75dur", "recipe": "block", "gemms": {"fprop": HIGH}},
+        {"recipe": "current"},
+    ]
+    result = policy(written(root, recipe=rules, backend="emulated"))
+    assert result.exit_code == 0, result.output
+    lines = result.output.splitlines()
+    first = next(i for i, line in enumerate(lines) if "ffn.up_proj" in line)
+    cells = [[cell.strip() for cell in line.split("│")[2:6]] for line in lines[first : first + 3]]
+    keys = [f"algorithms.fp8.recipe[{i}]" for i in range(3)]
+    assert cells == [
+        [HIGH, HIGH, HIGH, f"{keys[0]} until 1ba"],
+        [HIGH, "block", "block", f"{keys[1]} from 0.75dur"],
+        ["current"] * 3 + [keys[2]],
+    ]
+    assert [line for line in lines if line.startswith("from ")] == [
+        f"from 0ba on: {keys[0]}, {keys[2]}",
+        f"from 1ba on: {keys[2]}",
+        f"from 3ba on: {keys[1]}, {keys[2]}",
+    ]

@@ -82,6 +82,7 @@ def compiled():
     return torch.compile(nn.Sequential(nn.Linear(16, 16)))
 
 
+TIMED = [{"from": "8ba", "recipe": "block"}, {"recipe": "current"}]
 SHARDED = {"sharding_strategy": "FULL_SHARD"}
 ONE_PROCESS = {
     "`precision: amp_fp8`, `algorithms.fp8`": (
@@ -89,6 +90,8 @@ ONE_PROCESS = {
     "`precision: amp_fp16`, `fp8.recipe: unit`": (
         run(precision="amp_fp16", algorithms={"fp8": {"recipe": "unit"}}),
         lambda: trained(FP8(recipe="unit"), Event.INIT, precision=Precision.AMP_FP16)),
+    "times in `fp8.recipe` that a run never reaches, or does not count": (
+        run(max_duration="8ba", algorithms={"fp8": {"recipe": TIMED}}), lambda: trained(FP8(recipe=TIMED), Event.INIT, max_duration="8ba")),
     "`model.fc_type: te`, `ffn_type: te_ln_mlp`": (run(model={"fc_type": "te"}), te_layers),
     "`fsdp_config`, `fp8.frozen_weights: fp8`": (
         run(fsdp_config=SHARDED, algorithms={"fp8": {"frozen_weights": "fp8"}}),
@@ -200,7 +203,8 @@ WRONG = [  # options of algorithms.fp8
     {"recipe": [{"recipe": "current"}, {"roles": ["mlp"], "recipe": "block"}]}, {"recipe": []}, {"recipe": [HIGH]},
     {"recipe": [{"recipe": "delayed", "roles": ["mlp"]}, {"recipe": {"name": "delayed", "margin": 1}}]},
     {"recipe": [{**HIGH, "roles": ["mlp"], "gemms": {"wgrad": "fp8"}}, {"recipe": "current"}]},
-    {"recipe": [{"recipe": "current", "gemms": {"fprop": "high_precision"}}]},
+    {"recipe": [{"recipe": "current", "gemms": {"fprop": "high_precision"}}]}, {"recipe": TIMED, "attention": True},
+    {"recipe": [{"recipe": "current", "from": "90sec"}]}, {"recipe": [{"recipe": "current", "from": 5, "until": "20Btok"}]},
 ]  # fmt: skip
 NOT_OF_A_YAML = {
     "enabled: false converts nothing": "a call of apply_fp8", "is converted to FP8 already": "two calls", "is a single": "a call",

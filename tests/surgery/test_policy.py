@@ -163,7 +163,7 @@ def test_roles_are_found_in_the_models_of_the_field(model, expected):
         ([{"recipe": "block", "roles": ["experts"]}], r"recipe\[0\]\.roles\[0\]: 'experts'.*Did you mean 'expert'"),
         ([{"recipe": "block", "roles": ["expert"]}], r"recipe\[0\]: no effect: it names no linear layer.*roles attention, mlp"),
         ([{"recipe": "block", "gemms": {"wgard": HIGH}}], r"gemms\.wgard: 'wgard'.*Did you mean 'wgrad'"),
-        ([{"recipe": "block", "gemms": {"fprop": HIGH}}], r"gemms\.fprop: high_precision is for wgrad alone"),
+        ([{"recipe": "block", "gemms": {"fprop": HIGH, "dgrad": HIGH, "wgrad": HIGH}}], r"no linear layer was converted .*recipe\[0\] leaves it in high precision"),
         ([{"recipe": "block", "gemms": {"wgrad": "mxfp8"}}], r"gemms\.wgrad: 'mxfp8' is not one of fp8, high_precision"),
         ([{"recipe": HIGH, "gemms": {"wgrad": HIGH}}], r"recipe\[0\]\.gemms: the rule's recipe is high_precision"),
         ([{"recipe": "block", "blocks": "frist-2"}], r"recipe\[0\]\.blocks: 'frist-2' is not an integer n"),

@@ -19,6 +19,7 @@ from foundry_fp8.run.settings import Run
 from foundry_fp8.run.training_state import parts_of
 from foundry_fp8.surgery.report import SurgeryReport
 from foundry_fp8.surgery.rules import Measured
+from foundry_fp8.surgery.timing import Moment, length_of
 
 __all__ = ["FP8"]
 
@@ -48,10 +49,10 @@ class FP8(Algorithm):
         return self.run.report
 
     def match(self, event: Event, state: State) -> bool:
-        """Run on INIT, BATCH_START and BATCH_END."""
+        """Run on INIT, BATCH_START and BATCH_END; with times AFTER_DATALOADER too."""
         if not self.config.enabled:
             return event == Event.INIT
-        return event in (Event.INIT, Event.BATCH_START, Event.BATCH_END)
+        return event in (Event.INIT, Event.BATCH_START, Event.BATCH_END) or (self.run.timed and event == Event.AFTER_DATALOADER)  # fmt: skip
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         """Convert the model, or begin or end a step of the run; and log what was found."""
@@ -66,6 +67,13 @@ class FP8(Algorithm):
                 log_facts(logger, {"fp8_as_run": run.report.to_dict()})  # type: ignore[union-attr]
             return
         run.model, run.loss_of, run.step = state.model, training_loss(state), state.timestamp.batch.value
+        if event == Event.AFTER_DATALOADER:  # before the guard measures
+            run.clock = {unit: state.timestamp.get(unit).value for unit in ("ba", "ep", "sp", "tok")}
+            run.settings = dataclasses.replace(run.settings, length=_length_of(state))
+            run.follow_time()
+            if run.switched:
+                log_facts(logger, {"fp8_switch": {"step": run.step, "said": run.switched}})
+            return
         if run.measures():  # as the trainer does next: FSDP1's gradients cannot be set aside
             for optimizer in state.optimizers:
                 optimizer.zero_grad(set_to_none=True)
@@ -78,7 +86,7 @@ class FP8(Algorithm):
             logger.log_table([*COLUMNS], rows, "fp8_policy", run.step)
 
     def _convert(self, state: State, logger: Logger) -> None:
-        settings = Run(precision=state.precision.value, fsdp=state.fsdp_config)
+        settings = Run(precision=state.precision.value, fsdp=state.fsdp_config, length=_length_of(state))
         self.run.refuse(settings)
         run_log = ensure_run_log(state, logger)
         settings = dataclasses.replace(
@@ -112,3 +120,10 @@ class FP8(Algorithm):
             "%s: the checkpoint is of a run with enabled: false, so FP8's state starts afresh.", self.run.key
         )
         self.run.state.fp8.answered = True
+
+
+def _length_of(state: State) -> Moment | None:
+    """Of the run, as far as it is known; epochs in batches where the dataloader says how many."""
+    length, batches = length_of(getattr(state, "max_duration", None)), getattr(state, "dataloader_len", None)
+    in_epochs = length is not None and length.unit == "ep" and batches is not None
+    return Moment(length.value * int(batches)) if in_epochs else length  # type: ignore[union-attr, arg-type, operator]

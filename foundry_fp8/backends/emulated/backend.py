@@ -110,12 +110,19 @@ class _EmulatedLinear(torch.autograd.Function):
         recording: tuple[Operand, ...],
         shared: QuantizedInput,
     ) -> Tensor:
-        ctx.module, ctx.recipe, ctx.wgrad, ctx.recording = module, module.recipe, module.wgrad, recording
+        ctx.module, ctx.recipe, ctx.recording = module, module.recipe, recording
+        ctx.dgrad, ctx.wgrad = module.dgrad, module.wgrad
         ctx.number = module.passes
         ctx.scales = {} if module.slots is None else {name: slot.scale for name, slot in module.slots.items()}
         qx = _quantize(ctx, x, "x", along=1, shared=shared)
-        qw = _quantize(ctx, in_high_precision(weight, x.dtype), "w", along=1)
-        y = _gemm(ctx, "fprop", qx, qw, x.dtype, bias)
+        hp_weight = in_high_precision(weight, x.dtype)
+        qw = _quantize(ctx, hp_weight, "w", along=1)  # without fprop in FP8 too: histories and probes go on
+        if module.fprop == "fp8":
+            y = _gemm(ctx, "fprop", qx, qw, x.dtype, bias)
+        else:
+            y = F.linear(x, hp_weight, None if bias is None else bias.to(x.dtype)).mul(
+                module.output_multiplier
+            )
 
         kept: Sequence[Tensor] = ()
         if ctx.needs_input_grad[1]:
@@ -149,8 +156,12 @@ class _EmulatedLinear(torch.autograd.Function):
                 qdy = _quantize(ctx, dy, "dy", along=1)
             if needs_x:
                 assert qdy is not None
-                qw = _quantize(ctx, in_high_precision(weight, ctx.x_dtype), "w", along=0, probed=False)
-                dx = _gemm(ctx, "dgrad", qdy, qw.t(), ctx.x_dtype)
+                hp_weight = in_high_precision(weight, ctx.x_dtype)
+                if ctx.dgrad == "fp8":
+                    qw = _quantize(ctx, hp_weight, "w", along=0, probed=False)
+                    dx = _gemm(ctx, "dgrad", qdy, qw.t(), ctx.x_dtype)
+                else:
+                    dx = (dy @ hp_weight).mul(ctx.module.output_multiplier)
             if needs_w and ctx.wgrad == "fp8":
                 if ctx.recipe.by_direction:
                     qdy = _quantize(ctx, dy, "dy", along=0, probed=qdy is None)
@@ -200,12 +211,9 @@ def _quantize(
 def _gemm(
     ctx: Any, gemm: Gemm, a: Quantized, b: Quantized, out_dtype: torch.dtype, bias: Tensor | None = None
 ) -> Tensor:
-    power_2 = ctx.recipe.powers_of_two
+    power_2, by_row = ctx.recipe.powers_of_two, ctx.recipe.by_row
     sums: Sums = "float32"
     if ctx.module.backend.options.accumulation == "hopper":
         sums = "hopper_fast" if ctx.recipe.accumulates_fast(gemm) else "hopper_precise"
-    alpha = ctx.module.output_multiplier
-    by_row = ctx.recipe.by_row
-    return scaled_mm(
-        a, b, out_dtype=out_dtype, bias=bias, power_2=power_2, sums=sums, alpha=alpha, by_row=by_row
-    )
+    how: dict[str, Any] = {"power_2": power_2, "sums": sums, "by_row": by_row}
+    return scaled_mm(a, b, out_dtype=out_dtype, bias=bias, alpha=ctx.module.output_multiplier, **how)

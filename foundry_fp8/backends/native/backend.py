@@ -61,7 +61,7 @@ class NativeBackend(Backend):
     """
 
     name: ClassVar[str] = "native"
-    lacks: ClassVar[Mapping[str, str]] = {"accumulation": Backend.lacks["accumulation"]}
+    lacks: ClassVar[Mapping[str, str]] = {name: Backend.lacks[name] for name in ("accumulation", "gemms")}
 
     def __init__(self, options: BackendOptions = DEFAULT_OPTIONS) -> None:
         super().__init__(options)

@@ -139,7 +139,7 @@ class TransformerEngineBackend(Backend):
         # The layer's own autocast, unless the model's is the one: a recompute, or a recipe changed at run time.
         te_recipe = te_recipe_of(recipe)
         with nullcontext() if library().is_running(te_recipe) else library().autocast(te_recipe):
-            if module.slots is not None and recipe == module.configured_recipe:
+            if module.slots is not None and recipe.uses_history:
                 record = module.training and torch.is_grad_enabled()
                 bind_slots(te_module, module.slots, record=record)
             if module.probe is not None:

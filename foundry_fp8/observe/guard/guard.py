@@ -192,6 +192,8 @@ class DivergenceGuard:
     def state_dict(self) -> dict[str, Any]:
         """Numbers, strings, lists and mappings."""
         recipes = {name: recipe_name(layer.recipe) for name, layer in self.probe.layers.items()}
+        waiting = ((n, getattr(m, "demoted", "")) for n, m in self.probe.layers.items() if m.configured_recipe is None)  # fmt: skip
+        recipes |= {name: demoted for name, demoted in waiting if demoted}
         return {"version": VERSION, "batch": self.batch, "rows": self.rows, "recipes": recipes, "healthy": self._healthy,
                 "returns": self._returns, "schedule": self.schedule.state_dict(), "events": list(self.events)}  # fmt: skip
 
@@ -212,6 +214,8 @@ class DivergenceGuard:
             layer = self.probe.layers[name]
             known = {recipe_name(recipe): recipe for recipe in (self.finer(name), layer.configured_recipe)}
             layer.set_recipe(known.get(saved))  # type: ignore[arg-type]
+            if layer.configured_recipe is None:
+                layer.demoted = saved if saved in ("finer", "out") else ""  # type: ignore[union-attr]
         self.batch, self.events, self.rows = batch, events, min(self.config.rows, rows)
         self._healthy, self._returns = healthy, returns
 
