@@ -20,7 +20,6 @@ from foundry_fp8.config.files import write_file
 from foundry_fp8.distributed.sharding import sharding_of
 from foundry_fp8.gpus import GPUS, gpu_named
 from foundry_fp8.planning.communication.machines import NETWORKS, Network
-from foundry_fp8.planning.communication.nccl_tests import with_logs
 from foundry_fp8.planning.communication.step import Workload, plan_communication
 
 __all__ = ["communication", "counts_of", "workload_of"]
@@ -34,14 +33,10 @@ def communication(
     gpu: Annotated[str, typer.Option(help=", ".join(GPUS))] = "h100",
     network: Annotated[str, typer.Option(help=", ".join(NETWORKS))] = "h100-3200g",
     set_: Annotated[
-        list[str] | None, typer.Option("--set", help="Override a network constant: across_bus=1.2e11.")
-    ] = None,
-    nccl_tests: Annotated[
-        list[Path] | None,
+        list[str] | None,
         typer.Option(
-            help="A log of nccl-tests (all_gather, reduce_scatter, all_reduce) to take constants from.",
-            exists=True,
-            dir_okay=False,
+            "--set",
+            help="Override a network constant, as by the bus bandwidth of nccl-tests: across_bus=1.2e11.",
         ),
     ] = None,
     parameters: Annotated[float | None, typer.Option(help="Instead of a YAML, such as 7e9.")] = None,
@@ -63,7 +58,7 @@ def communication(
     counts, left_out = [], ""
     gpu = gpu_named(gpu)
     check_choice("--network", network, tuple(NETWORKS))
-    constants = _override(with_logs(NETWORKS[network], nccl_tests or []), set_ or [])
+    constants = _override(NETWORKS[network], set_ or [])
     if parameters is not None:
         counts = counts_of(gpus)
         work = Workload(

@@ -50,23 +50,6 @@ def test_the_docs_say_what_it_says_of_one_model():
     assert said in guide
 
 
-def test_a_log_of_nccl_tests_and_a_slow_network_change_the_plan(tmp_path):
-    log = tmp_path / "one.log"
-    rows = "".join(
-        f"{2**n:12d} {2**n // 4:12d} float sum -1 {2**n / 1e5:.2f} 100.0 87.5 0 {2**n / 1e5:.2f} 100.0 87.5 0\n"
-        for n in range(20, 31)
-    )
-    ranks = "".join(
-        f"#  Rank {n:2d} Group  0 Pid 1 on host device {n} [0000:04:00] NVIDIA H100\n" for n in range(8)
-    )
-    log.write_text(ranks + rows)
-    output = run("--parameters", "7e9", "--gpus", "64", "--nccl-tests", str(log)).output
-    assert '"inside_bus": 875' in output and "measured: one.log" in output
-    (tmp_path / "none.log").write_text("nothing")
-    refused = run("--parameters", "7e9", "--nccl-tests", str(tmp_path / "none.log"))
-    assert refused.exit_code == 2 and "0 ranks" in refused.output
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

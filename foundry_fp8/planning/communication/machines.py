@@ -15,7 +15,7 @@ Share = Annotated[float, at_least(0), at_most(1)]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Network(Config):
-    """Constants of the cost model; replace any by a measured one (``dataclasses.replace``, ``--set``, ``--nccl-tests``)."""
+    """Constants of the cost model; replace any by a measured one (``dataclasses.replace``, ``--set``)."""
 
     key = "--set "
 
@@ -47,7 +47,7 @@ _MODEL = (
     "overlap: arXiv 2507.03114; spread of GPUs: arXiv 2208.11035; stragglers: MegaScale, arXiv 2402.15627"
 )
 _NCCL = f"latencies: NCCL src/graph/tuning.cc, ring, Simple protocol; {_MODEL}"
-_EFA = (  # fitted (nccl_tests.fitted) to all 35 measurements from 32 MiB to 2 GiB; there is no reason to leave some out
+_EFA = (  # fitted (tests/planning/communication/test_machines.py) to all 35 measurements from 32 MiB to 2 GiB; there is no reason to leave some out
     "across nodes: fitted to the all-gathers that github.com/crazyguitar/aws-gpu-communication-benchmark (data/nccl_all_gather.csv, "
     "CC BY 4.0) measured on 2 to 32 p5.48xlarge; 80 % of NVLink 4 (assumed); other latencies: NCCL src/graph/tuning.cc"
 )
