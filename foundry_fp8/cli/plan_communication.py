@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import re
 from collections.abc import Mapping
@@ -16,7 +15,6 @@ from foundry_fp8.cli.cluster import refuse_tensor_parallelism, shard_of, wire_by
 from foundry_fp8.cli.yaml_model import Trust, build_yaml_model, optimizer_bytes_of, read_yaml
 from foundry_fp8.cli.yaml_run import run_of
 from foundry_fp8.config import ConfigError, Positive, accept, at_least, check_choice
-from foundry_fp8.config.files import write_file
 from foundry_fp8.distributed.sharding import sharding_of
 from foundry_fp8.gpus import GPUS, gpu_named
 from foundry_fp8.planning.communication.machines import NETWORKS, Network
@@ -51,7 +49,6 @@ def communication(
     host_ms: Annotated[
         float, typer.Option(help="What the host needs to launch a step; a step is never shorter.")
     ] = 0.0,
-    plot: Annotated[Path | None, typer.Option(help="Write a plot here (.png or .svg).")] = None,
     trust: Trust = False,
 ) -> None:
     """Print communication, exposed time and memory a GPU for FSDP and the best HSDP, with and without compression."""
@@ -103,11 +100,6 @@ def communication(
         "activations."
         "\nefficiency: of a GPU that computes alone. Ranks layouts; leaves out tree all-reduce, PAT, congestion. Off by 2.4 % rms from 52 published points."
     )
-    if plot is not None:
-        title = (
-            f"{work.parameters / 1e9:.2f} B parameters, {work.tokens} tokens a GPU and step, {gpu}, {network}"
-        )
-        _draw(rows, title, plot)
 
 
 def _divided(
@@ -194,39 +186,3 @@ def workload_of(config: Mapping[str, Any], model: Any, tokens: int | None = None
         width=float(next((m.embedding_dim for m in model.modules() if isinstance(m, Embedding)), 0)),
         compression=run.compressed_communication,
     )
-
-
-def _draw(rows: list[dict[str, float | int | str]], title: str, path: Path) -> None:
-    """Communication a step (beside what a step computes), and the share of a step that is not exposed."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    wires = list(dict.fromkeys(str(row["wire"]) for row in rows))
-    gpus = sorted({int(row["gpus"]) for row in rows})
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4))
-    for kind, color in (("FSDP", "tab:red"), ("HSDP", "tab:blue")):
-        for wire, style in zip(wires, ("-", "--"), strict=False):
-            chosen = [row for row in rows if row["wire"] == wire and str(row["layout"]).startswith(kind)]
-            for axes, key in ((left, "communication_ms"), (right, "efficiency")):
-                values = [float(row[key]) for row in chosen]
-                label = f"{kind}, {wire}"
-                axes.plot(gpus, values, style, color=color, marker="o", markersize=3, label=label)
-    left.axhline(float(rows[0]["compute_ms"]), color="gray", linewidth=0.8, label="compute")
-    left.set_yscale("log")
-    left.set_ylabel("communication, ms a step")
-    right.set_ylim(0, 1.05)
-    right.set_ylabel("step of a GPU alone / step")
-    for axes in (left, right):
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(gpus, [str(count) for count in gpus], rotation=45)
-        axes.set_xlabel("GPUs")
-        axes.grid(alpha=0.3)
-    right.legend(*left.get_legend_handles_labels(), loc="lower left")
-    figure.suptitle(title, fontsize=10)
-    figure.tight_layout()
-    drawn = io.BytesIO()
-    figure.savefig(drawn, format=path.suffix[1:] or "png", dpi=120)
-    write_file(path, drawn.getvalue(), "--plot")
-    pyplot.close(figure)

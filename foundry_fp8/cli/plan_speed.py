@@ -41,30 +41,20 @@ def speed(
     trust: Trust = False,
 ) -> None:  # fmt: skip
     """Print how much faster FP8 is, by recipe and number of GPUs, with a range, and which layers gain nothing."""
-    options = locals()
     with quiet():
-        said = plan_speed(**options)
-    typer.echo(said)
+        lines = _lines(yaml, gpu_named(gpu), counts_of(gpus), network, tokens, mfu, trust)
+    typer.echo("\n".join(lines))
 
 
-def plan_speed(
-    yaml: Path,
-    *,
-    gpu: str,
-    gpus: str,
-    network: str | None,
-    tokens: int | None,
-    mfu: float | None,
-    trust: bool,
-) -> str:
-    """The plan as text; the options are those of :func:`speed`."""
+def _lines(
+    yaml: Path, name: str, counts: list[int], network: str | None, tokens: int | None, mfu: float | None, trust: bool
+) -> list[str]:  # fmt: skip
     from foundry_fp8.numerics.recipes import RECIPES
     from foundry_fp8.planning.speed import USUAL_MFU, predict
     from foundry_fp8.surgery.apply import apply_fp8
     from foundry_fp8.surgery.fp8_config import FP8Config
     from foundry_fp8.surgery.report import kind_of
 
-    name, counts = gpu_named(gpu), counts_of(gpus)
     kind = GPUS[name]
     if kind.recipe is None:
         raise ConfigError(f"--gpu: {name} does not multiply FP8.")
@@ -102,4 +92,4 @@ def plan_speed(
     linears, left = gains(report, kind)
     kinds = {kind_of(layer): f"{kind_of(layer)}: {why}" for layer, why in left.items()}
     lines += ["", f"{linears - len(left)} of {linears} linears gain from {report.recipe.name}"]
-    return "\n".join([*lines, *kinds.values()])
+    return [*lines, *kinds.values()]

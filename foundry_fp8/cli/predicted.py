@@ -30,8 +30,7 @@ def on_paper(fp8: FP8Config, gpu: Gpu) -> dict[str, Any]:
     """The options with which this machine converts what ``gpu`` would: what is converted is a matter of the model."""
     from foundry_fp8.numerics.recipes import RECIPES
 
-    auto = fp8.recipe == "auto" and gpu.recipe is not None
-    chosen = {"recipe": RECIPES[gpu.recipe]()} if auto and gpu.recipe else {}
+    chosen = {"recipe": RECIPES[gpu.recipe]()} if fp8.recipe == "auto" and gpu.recipe else {}
     elsewhere = {"backend": "emulated", "accumulation": "float32", "cache_weights": False, "fuse": False}
     return {**fp8.given, **elsewhere, "enabled": True, **chosen}
 

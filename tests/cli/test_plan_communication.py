@@ -18,18 +18,16 @@ def run(*arguments):
     return CliRunner().invoke(app, ["plan", "communication", *arguments])
 
 
-def test_the_table_and_the_plot(tmp_path):
-    result = run("--parameters", "7e9", "--gpus", "64..256", "--plot", str(tmp_path / "plan.png"))
+def test_the_table():
+    result = run("--parameters", "7e9", "--gpus", "64..256")
     assert result.exit_code == 0, result.output
     assert result.output.count("FSDP 1x") >= 6 and "HSDP" in result.output
     assert "tuning.cc" in result.output  # the constants and their sources are printed
-    assert (tmp_path / "plan.png").stat().st_size > 1000
 
 
-def test_tensor_parallelism_is_planned_uncompressed(tmp_path):
-    plot = tmp_path / "plan.png"
-    result = run("--parameters", "7e9", "--gpus", "64", "--tensor-parallel", "8", "--plot", str(plot))
-    assert result.exit_code == 0 and "FSDP 1x8 TP 8" in result.output and plot.exists()
+def test_tensor_parallelism_is_planned_uncompressed():
+    result = run("--parameters", "7e9", "--gpus", "64", "--tensor-parallel", "8")
+    assert result.exit_code == 0 and "FSDP 1x8 TP 8" in result.output
     assert "int8" not in result.output
 
 

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import subprocess
 import sys
-import tarfile
 import time
 from pathlib import Path
 
@@ -96,7 +95,7 @@ def test_out_of_memory_on_one_rank(tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize("launcher", ["torchrun", "composer"])
 def test_under_a_launcher(launcher, tmp_path):
-    """One supervisor a rank; what is packed for an issue names no folder of this machine."""
+    """One supervisor a rank."""
     program = Path(sys.executable).with_name(launcher)
     options = ["-n", "2"] if launcher == "composer" else ["--nproc-per-node", "2"]
     arguments = ["-m", "foundry_fp8.cli.main", "selftest", "--dry", "--only", "network,collectives"]
@@ -112,11 +111,6 @@ def test_under_a_launcher(launcher, tmp_path):
     assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
     found = json.loads((output / "selftest.json").read_text())
     assert {s["stage"]: s["state"] for s in found["stages"]} == {"network": "passed", "collectives": "passed"}
-    with tarfile.open(output / "selftest.tar.gz") as packed:
-        names = packed.getnames()
-        text = "".join(packed.extractfile(name).read().decode() for name in names)
-    assert "selftest/selftest.json" in names and len(text) < 2e6
-    assert str(tmp_path) not in text
 
 
 def test_doctor_warns_of_what_was_refuted(tmp_path, monkeypatch):
@@ -145,15 +139,3 @@ def test_doctor_warns_of_what_was_refuted(tmp_path, monkeypatch):
     assert verdicts.warnings_for(Run(fp8=FP8Config(enabled=False))) == []
     both = Run(fp8=FP8Config(), compressed_communication=CompressionConfig())
     assert len(verdicts.warnings_for(both)) == 2
-
-
-def test_names_of_hosts_and_users_do_not_leave(tmp_path, monkeypatch):
-    monkeypatch.setattr(verdicts, "_private", lambda: [("node17.lab", "HOST"), ("ada", "USER")])
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "ddp-0.err").write_text(
-        "ada@node17.lab 10.1.2.3 GPU-c280d065-1f6a-93dc-a18f-e4987457a772 adam 2.11.0\n"
-    )
-    (tmp_path / "selftest.json").write_text("{}")
-    with tarfile.open(verdicts.archive(tmp_path)) as packed:
-        text = packed.extractfile("selftest/logs/ddp-0.err").read().decode()
-    assert text == "USER@HOST ADDRESS ADDRESS adam 2.11.0\n"

@@ -51,7 +51,7 @@ def selftest(
     from foundry_fp8.cli.selftest.claims import judge
     from foundry_fp8.cli.selftest.stages import run_stages, stages_of
     from foundry_fp8.cli.selftest.supervisors import Supervisors
-    from foundry_fp8.cli.selftest.verdict import archive, keep
+    from foundry_fp8.cli.selftest.verdict import keep
 
     console = Console()
     if not dry and not torch.cuda.is_available():
@@ -102,10 +102,6 @@ def selftest(
     except ConfigError as error:
         console.print(f"doctor will not know of it: {error}", highlight=False, markup=False)
     console.print(f"Everything: {output}", soft_wrap=True, highlight=False)
-    packed = archive(output)
-    console.print(
-        f"For an issue, without names of hosts and users: {packed}", soft_wrap=True, highlight=False
-    )
     failed = [outcome for outcome in outcomes if outcome.state == "failed"]
     if failed or any(verdict.word == "refuted" for verdict in verdicts):
         raise typer.Exit(1)

@@ -1,17 +1,10 @@
-"""The verdict of a self-test: kept on this machine, packed for an issue, and read by ``foundry-fp8 doctor run.yaml``."""
+"""The verdict of a self-test: kept on this machine, and read by ``foundry-fp8 doctor run.yaml``."""
 
 from __future__ import annotations
 
-import contextlib
-import getpass
 import json
 import os
-import platform
-import re
-import socket
-import tarfile
-from collections.abc import Iterable, Mapping
-from io import BytesIO
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,15 +13,7 @@ from foundry_fp8.config.files import write_file
 if TYPE_CHECKING:
     from foundry_fp8.run.settings import Run
 
-__all__ = ["archive", "keep", "latest", "warnings_for"]
-
-SHOWN_BYTES = 60_000
-"""Of the end of each log in the archive."""
-_ADDRESSES = (
-    r"\b\d{1,3}(?:\.\d{1,3}){3}\b",
-    r"\b(?:[0-9a-f]{1,4}:){3,7}[0-9a-f]{1,4}\b",
-    r"\bGPU-[0-9a-f-]{30,}",
-)
+__all__ = ["keep", "latest", "warnings_for"]
 
 
 def _kept() -> Path:
@@ -66,54 +51,3 @@ def _uses(run: Any, key: str) -> bool:
     """Whether a run has the algorithm that the YAML names ``key``."""
     name = key.removeprefix("algorithms.")
     return bool(getattr(run, "converts" if name == "fp8" else name, None))
-
-
-def archive(folder: Path) -> Path:
-    """Pack ``selftest.json`` and the logs of ``folder`` for an issue, without names of hosts and users.
-
-    Returns:
-        ``folder / "selftest.tar.gz"``: the end of each log only, so that it is small.
-    """
-    path = folder / "selftest.tar.gz"
-    private = [(str(folder), "OUTPUT"), *_private()]
-    whole = BytesIO()
-    with tarfile.open(fileobj=whole, mode="w:gz") as packed:
-        for file in (folder / "selftest.json", *sorted((folder / "logs").glob("*"))):
-            text = file.read_text(errors="replace")
-            text = text[-SHOWN_BYTES:] if file.parent.name == "logs" else text
-            data = _scrubbed(text, private).encode()
-            entry = tarfile.TarInfo(f"selftest/{file.relative_to(folder)}")
-            entry.size = len(data)
-            packed.addfile(entry, BytesIO(data))
-    write_file(path, whole.getvalue(), "--output")
-    return path
-
-
-def _private() -> list[tuple[str, str]]:
-    """What must not leave this machine, and what stands in its place; the longest first."""
-    words = {name: "HOST" for name in (socket.gethostname(), platform.node(), socket.getfqdn(), *_nodes())}
-    words |= {str(Path.home()): "HOME", str(Path.cwd()): "FOLDER"}
-    with contextlib.suppress(KeyError, OSError):  # a container's user without a name
-        words[getpass.getuser()] = "USER"
-    return sorted(((w, to) for w, to in words.items() if len(w) > 2), key=lambda pair: -len(pair[0]))
-
-
-def _nodes() -> Iterable[str]:
-    """Names of the other nodes that a launcher's environment holds."""
-    for key in (
-        "MASTER_ADDR",
-        "SLURMD_NODENAME",
-        "SLURM_LAUNCH_NODE_IPADDR",
-        "SLURM_NODELIST",
-        "SLURM_JOB_NODELIST",
-    ):
-        if os.environ.get(key):
-            yield os.environ[key]
-
-
-def _scrubbed(text: str, private: list[tuple[str, str]]) -> str:
-    for word, to in private:
-        text = re.sub(rf"(?<![A-Za-z0-9]){re.escape(word)}(?![A-Za-z0-9])", to, text)
-    for pattern in _ADDRESSES:
-        text = re.sub(pattern, "ADDRESS", text)
-    return text
