@@ -48,7 +48,7 @@ ALGORITHMS: dict[str, dict[str, Takes]] = {
         "keep_last_blocks": whole(0),
         "wgrad": word("fp8", "high_precision"),
         "evaluate": word("fp8", "high_precision"),
-        "fuse": FLAG,
+        "fuse": either(word("auto"), FLAG),
         "cache_weights": FLAG,
         "frozen_weights": word("high_precision", "fp8"),
         "attention": either(FLAG, ATTENTION),

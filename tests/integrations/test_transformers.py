@@ -261,7 +261,7 @@ def test_optuna_searches_the_rate_of_converted_models():
         assert same(dict(alone.model.state_dict()), end)
 
 
-NOTHING = {"n_gpu": 1, "bf16": False, "fp16": False, "fsdp": [], "deepspeed_plugin": None, "mixed_precision": "no",
+NOTHING = {"n_gpu": 1, "max_steps": -1, "bf16": False, "fp16": False, "fsdp": [], "deepspeed_plugin": None, "mixed_precision": "no",
            "torch_compile": False, "device": torch.device("cpu")}  # fmt: skip
 
 

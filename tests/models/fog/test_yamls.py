@@ -13,7 +13,6 @@ from omegaconf import OmegaConf
 from foundry_fp8.models.fog import FogConfig, FogForCausalLM
 from foundry_fp8.surgery.apply import FP8Config, apply_fp8
 from foundry_fp8.surgery.attention import FP8AttentionState
-from tests.kernels.interpreter import interpret
 
 ROOT = Path(__file__).parents[3] / "yamls"
 PRETRAIN = [ROOT / "pretrain" / f"fog-{size}.yaml" for size in ("390m", "1.5b", "8b")]
@@ -52,28 +51,19 @@ def test_pretraining_settings_are_the_references(path: Path, variant: str) -> No
 
 
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-RUN = [(variant, backend) for variant in VARIANTS for backend in ("emulated", "native")]
 
 
 @pytest.mark.parametrize(
-    ("variant", "backend"),
-    [
-        pytest.param(*one, marks=[] if one == ("max", "emulated") else pytest.mark.full, id="-".join(one))
-        for one in RUN
-    ],
+    "variant", ["max", *(pytest.param(v, marks=pytest.mark.full) for v in ("opt", "flash"))]
 )
-def test_it_trains_with_fp8_attention_and_without_transformer_engine(
-    variant: str, backend: str, monkeypatch: Any
-) -> None:
-    """The file's own model and FP8 settings at a small size, kernels interpreted: gradients stay FP8's distance from the exact ones."""
-    if backend == "native":
-        interpret(monkeypatch)
+def test_it_trains_with_fp8_attention_and_without_transformer_engine(variant: str) -> None:
+    """The file's own model and FP8 settings at a small size: gradients stay FP8's distance from the exact ones."""
     cfg = load(PRETRAIN[0], variant)
     torch.manual_seed(0)
     options = {k: v for k, v in cfg["model"].items() if k not in ("name", "init_device", "size")}
     model = FogForCausalLM(FogConfig(**{**options, **SMALL, "vocab_size": 64})).train()
     exact = copy.deepcopy(model)
-    report = apply_fp8(model, **{**cfg["algorithms"]["fp8"], "backend": backend})
+    report = apply_fp8(model, **{**cfg["algorithms"]["fp8"], "backend": "emulated"})
     assert [row.action for row in report.attention] == ["converted"] * 2
     ids = torch.randint(0, 64, (2, 32))
     for _ in range(3):  # delayed scales follow
