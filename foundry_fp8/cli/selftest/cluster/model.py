@@ -46,7 +46,7 @@ def recipes(ranks: Ranks) -> list[str]:
     return [name for name in names if backend.availability(RECIPES[name](), ranks.device).ok]
 
 
-def converted(ranks: Ranks, recipe: str) -> Any:
+def converted(ranks: Ranks, recipe: Any) -> Any:
     """The model with its linears in FP8."""
     model = llama(ranks)
     foundry_fp8.apply_fp8(model, recipe=recipe, backend=_backend(ranks))

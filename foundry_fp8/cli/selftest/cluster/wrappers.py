@@ -31,7 +31,9 @@ def train(ranks: Ranks, kind: str) -> None:
     ids, bound = batch(ranks, 0), 1e-5 if ranks.dry else 2e-2
     exact = ranks.mean(step(llama(ranks), ids))
     for recipe in recipes(ranks):
-        alone = ranks.mean(step(warmed(converted(ranks, recipe), ids), ids))
+        # The wrapped model's scales are of all ranks' amaxes.
+        of_all = {"name": recipe, "amax_group": "world"} if recipe == "delayed" else recipe
+        alone = ranks.mean(step(warmed(converted(ranks, of_all), ids), ids))
         model = warmed(wrap(kind, converted(ranks, recipe), ranks), ids)
         got = step(model, ids)
         error, apart = relative(got, alone), relative(got, exact)
