@@ -80,7 +80,7 @@ def test_what_cannot_be_helped_is_said_in_a_sentence(text, hardware, message):
 
 @pytest.mark.parametrize("text", ["h10x8", "h100x0", "8xh100", "h100x8x2"])
 def test_hardware_that_is_none_is_refused(text):
-    with pytest.raises(ConfigError, match=r"is not like h100x8\. Known: a100, l40s, .*h100"):
+    with pytest.raises(ConfigError, match=r"is not like h100x8\. Known: a100, a100-40g, l40s, .*h100"):
         parse_hardware(text)
     assert parse_hardware("H100x64").nodes == 8 and parse_hardware("b200").devices == 8
 

@@ -126,17 +126,6 @@ def test_verdicts_write_through_no_link_and_whole(tmp_path, monkeypatch):
         keep({"claims": []})
 
 
-def test_a_plot_is_written_whole_and_through_no_link(tmp_path):
-    outside, plot = tmp_path / "outside", tmp_path / "plot.svg"
-    outside.write_text("mine")
-    plot.symlink_to(outside)
-    arguments = ["plan", "communication", "--parameters", "1e9", "--tokens", "2048", "--gpus", "64"]
-    assert CliRunner().invoke(app, [*arguments, "--plot", str(plot)]).exit_code == 0
-    assert outside.read_text() == "mine" and "<svg" in plot.read_text()
-    done = CliRunner().invoke(app, [*arguments, "--plot", str(outside / "below.png")])
-    assert done.exit_code == 2 and "cannot be written" in done.output
-
-
 def test_no_other_place_writes_files():
     """Logs of processes are streams; a data set is built in a folder that nobody reads yet."""
     streams = {"cli/training.py", "cli/selftest/processes.py", "callbacks/run_log.py", "config/files.py"}

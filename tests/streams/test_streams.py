@@ -15,7 +15,6 @@ from foundry_fp8.distributed.compression.adapt import Adaptation
 from foundry_fp8.distributed.traffic import CountingGroup, Traffic
 from foundry_fp8.kernels.zeros import statistics
 from foundry_fp8.numerics.wire_format import WireFormat
-from foundry_fp8.observe.flops.peaks import measured_peaks
 from foundry_fp8.planning.memory.live_bytes import meter_for
 from foundry_fp8.planning.memory.measure import clock
 from foundry_fp8.surgery.attention_inputs import BatchMasks, _Check
@@ -305,13 +304,10 @@ def test_a_captured_step_waits_for_nothing(gpu, monkeypatch):
     no_races(gpu)
 
 
-def test_clocks_wait_before_they_are_read(gpu, group, monkeypatch):
-    """Those of the planner and the measured peak, always; that of compression only in the batches that it measures."""
-    monkeypatch.setattr(torch, "_scaled_mm", lambda a, b, **_: a.float() @ b.float())  # cuBLASLt's
+def test_clocks_wait_before_they_are_read(gpu, group):
+    """That of the planner, always; that of compression only in the batches that it measures. The peaks' is torch's own Timer."""
     clock(GPU)
-    peaks = measured_peaks(GPU, size=32, seconds=0.0)
-    assert peaks.flops_per_sec["fp8"] > 0
-    assert len(waits(gpu)) >= 1 + 2 * 4
+    assert len(waits(gpu)) == 1
     del gpu.graph.syncs[:]
     adaptation = Adaptation("int8", 0, group.traffic)
     for batch in range(10):
