@@ -52,9 +52,10 @@ FOG = "FOG, NeurIPS 2025 poster, table"
 AWS = "AWS, FP8 on SageMaker P5; 8192 tokens assumed"
 MUS = "µnit Scaling, ICML 2025: 1.25 to 1.33 from 1B to 13B"
 FOUNDRY = "llm-foundry scripts/train/benchmarking, MPT with TE's delayed scaling, 8 H100"
-MISSES = """The largest misses. 70B and 405B on H100: their BF16 runs reach 0.45 of the peak and more, which --mfu says, and little of a step is
-slower than its kernels. Contexts of 32768: attention, which FP8 leaves as it is, reaches less than an H100's rate at heads of 80. AWS: runs of
-2023 with te.Linear alone; its 1B model waits for its host on 8 GPUs in FP8 (step 200.8 ms, hardly less than BF16's 203.8)."""
+MISSES = """The largest misses. 70B and 405B on H100 are near the high end: there what is slower than the kernels shrinks too; IBM's runs gather
+FP8 weights, about 5 % by their own account. Contexts of 32768: attention, which FP8 leaves as it is, takes more of these runs than the model
+gives it (heads of 80; not looked into). AWS: runs of 2023 with te.Linear alone, at the low end; its 1B model in FP8 waits for its host on 8
+GPUs (a step of 200.8 ms, BF16's 203.8)."""
 # What, GPU, GPUs, recipe, fused as here, tokens a GPU and microbatch, tokens of a sequence, published speed over BF16, where.
 POINTS = [
     ("Llama 70B", "h100", 64, "current", True, 8192, 8192, 1.43, NEMO),
