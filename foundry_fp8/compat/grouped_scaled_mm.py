@@ -7,6 +7,8 @@ scale for each row of either operand.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,7 @@ __all__ = ["runs_grouped_mm", "scaled_grouped_mm"]
 HOPPER = (9, 0)
 
 
+@functools.cache  # every product asks
 def runs_grouped_mm(device: torch.device) -> bool:
     """Whether torch's grouped GEMM runs there."""
     return torch.cuda.get_device_capability(device) == HOPPER
