@@ -21,16 +21,7 @@ from foundry_fp8.compat.block_scaled_mm import block_mode_missing
 from foundry_fp8.gpus import GPUS, Gpu, gpu_of
 from foundry_fp8.numerics.recipes import Recipe
 
-__all__ = [
-    "H100",
-    "Rates",
-    "break_even",
-    "bytes_per_element",
-    "rates_here",
-    "rates_of",
-    "saved_seconds",
-    "size_reason",
-]
+__all__ = ["Rates", "break_even", "bytes_per_element", "rates_of", "saved_seconds", "size_reason"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +50,7 @@ class Rates:
         return self.fp4 if recipe.element_bits == 4 and self.fp4 else self.fp8
 
 
-H100 = Rates()
+_H100 = Rates()
 
 
 def rates_of(gpu: Gpu) -> Rates:
@@ -68,20 +59,20 @@ def rates_of(gpu: Gpu) -> Rates:
     bf16 = gpu.bf16_flops / measured.bf16_flops
     fp8 = peaks.get("fp8", 0.0) / measured.peaks.of("fp8")
     return Rates(
-        bf16=bf16 * H100.bf16,
-        fp8=fp8 * H100.fp8,
-        block=fp8 * H100.block,
-        triton_block=fp8 * H100.triton_block,
-        fp4=peaks["fp4"] / measured.peaks.of("fp8") * H100.fp8 if "fp4" in peaks else None,
-        attention=bf16 * H100.attention,
-        bandwidth=gpu.bandwidth / measured.bandwidth * H100.bandwidth,
+        bf16=bf16 * _H100.bf16,
+        fp8=fp8 * _H100.fp8,
+        block=fp8 * _H100.block,
+        triton_block=fp8 * _H100.triton_block,
+        fp4=peaks["fp4"] / measured.peaks.of("fp8") * _H100.fp8 if "fp4" in peaks else None,
+        attention=bf16 * _H100.attention,
+        bandwidth=gpu.bandwidth / measured.bandwidth * _H100.bandwidth,
     )
 
 
-def rates_here() -> Rates:
+def _rates_here() -> Rates:
     """Those of the GPU of this process, an H100's where it has none or one that is not known."""
     gpu = gpu_of(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
-    return H100 if gpu is None else rates_of(gpu)
+    return _H100 if gpu is None else rates_of(gpu)
 
 
 def _saved_per_flop(recipe: Recipe, rates: Rates) -> float:
@@ -94,14 +85,14 @@ def bytes_per_element(recipe: Recipe) -> int:
 
 
 def saved_seconds(
-    recipe: Recipe, tokens: int, in_features: int, out_features: int, rates: Rates = H100
+    recipe: Recipe, tokens: int, in_features: int, out_features: int, rates: Rates = _H100
 ) -> float:
     """What ``recipe`` is predicted to save of a linear's forward and backward; negative if it costs time."""
     products = 6 * tokens * in_features * out_features * _saved_per_flop(recipe, rates)
     return products - tokens * (in_features + out_features) * bytes_per_element(recipe) / rates.bandwidth
 
 
-def break_even(recipe: Recipe, rates: Rates = H100) -> float:
+def break_even(recipe: Recipe, rates: Rates = _H100) -> float:
     """The ``N K / (N + K)`` above which ``recipe`` is predicted to be faster than BF16; infinite if it never is."""
     saved = _saved_per_flop(recipe, rates)
     return math.inf if saved <= 0 else bytes_per_element(recipe) / rates.bandwidth / (6 * saved)
@@ -112,7 +103,7 @@ def size_reason(
 ) -> str | None:
     """Why FP8 is predicted to make a layer no faster on a GPU of ``rates``, by default this one; ``None`` if it makes it faster."""
     size = in_features * out_features / (in_features + out_features)
-    least = break_even(recipe, rates or rates_here())
+    least = break_even(recipe, rates or _rates_here())
     if size >= least:
         return None
     if least == math.inf:

@@ -12,7 +12,7 @@ from foundry_fp8.activations.checkpointing.targets import Selection, select
 from foundry_fp8.backends import AUTO_ORDER, load_backend
 from foundry_fp8.cli.hardware import Hardware
 from foundry_fp8.cli.hf_folder import FOLDER_MODEL
-from foundry_fp8.cli.predicted import gains, on_paper, prediction
+from foundry_fp8.cli.predicted import gains, needs_newer, on_paper, prediction
 from foundry_fp8.config import ConfigError
 from foundry_fp8.numerics.recipes import Recipe
 from foundry_fp8.run.settings import Run
@@ -101,10 +101,8 @@ def check_conversion(
     chosen = dataclasses.replace(fp8, recipe=there)
     recipes = chosen.policy(torch.device("cpu")).recipes
     found = [Finding("conversion", "error", text) for text in _refused_by_backends(fp8, recipes)]
-    newer = next((one.name for one in recipes if not one.runs_on_hopper), None)
-    if newer and hardware.gpu.recipe != "mxfp8" and not emulated:
-        text = f"{newer} needs Blackwell; {hardware.name} runs current, delayed and block"
-        found.append(Finding("conversion", "error", text))
+    if not emulated and (newer := needs_newer(recipes, hardware.name, hardware.gpu)) is not None:
+        found.append(Finding("conversion", "error", newer))
     try:
         report = apply_fp8(model, device="cpu", **(chosen.given if emulated else on_paper(fp8, hardware.gpu)))
     except (ConfigError, RuntimeError) as error:

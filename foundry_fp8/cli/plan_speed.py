@@ -9,7 +9,7 @@ import typer
 
 from foundry_fp8.cli.cluster import refuse_tensor_parallelism, shard_of
 from foundry_fp8.cli.plan_communication import counts_of, workload_of
-from foundry_fp8.cli.predicted import NETWORK_OF, converted_step, gains, of_step, on_paper
+from foundry_fp8.cli.predicted import NETWORK_OF, converted_step, gains, needs_newer, of_step, on_paper
 from foundry_fp8.cli.quiet import quiet
 from foundry_fp8.cli.yaml_model import Trust, build_yaml_model, read_yaml
 from foundry_fp8.cli.yaml_run import run_of
@@ -73,6 +73,8 @@ def _lines(
     # Where the YAML names no recipe, each that the GPU runs.
     names = dict.fromkeys((report.recipe.name, "delayed", "current", "block"))
     recipes = report.recipes if run.fp8 else [RECIPES[recipe]() for recipe in names]
+    if (newer := needs_newer(recipes, name, kind)) is not None:
+        raise ConfigError(f"algorithms.fp8.recipe: {newer}.")
     lines = [
         f"{work.parameters / 1e9:.2f} B parameters, {work.tokens} tokens a GPU and microbatch",
         f"{name}: {kind.source}, of which kernels reach the shares that an H100's reach; BF16 runs at {usual:.0%} MFU on few GPUs "
@@ -83,12 +85,10 @@ def _lines(
     for recipe in (None, *recipes):
         for count, shard in shards.items():
             whole = of_step(work, config, count)
-            found = predict(step, whole, recipe, count, shard, kind, NETWORKS[network], fused=fp8.fuse is not False, mfu=usual)  # fmt: skip
+            found = predict(step, whole, recipe, count, shard, kind, NETWORKS[network], usual)
             over = f"{found.estimate:.2f} ({found.low:.2f} to {found.high:.2f})" if recipe else "1"
-            label = recipe.name if recipe else "BF16"
-            lines.append(
-                f"{label:10} {count:6d} {whole.tokens / found.seconds:15.0f} {found.mfu:6.1%}  {over}"
-            )
+            label, rate = recipe.name if recipe else "BF16", whole.tokens / found.seconds
+            lines.append(f"{label:10} {count:6d} {rate:15.0f} {found.mfu:6.1%}  {over}")
     linears, left = gains(report, kind)
     kinds = {kind_of(layer): f"{kind_of(layer)}: {why}" for layer, why in left.items()}
     lines += ["", f"{linears - len(left)} of {linears} linears gain from {report.recipe.name}"]

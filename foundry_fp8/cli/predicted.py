@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from foundry_fp8.cli.cluster import shard_of
@@ -15,14 +15,15 @@ from foundry_fp8.planning.communication.machines import NETWORKS
 from foundry_fp8.planning.communication.step import Workload
 
 if TYPE_CHECKING:
+    from foundry_fp8.numerics.recipes import Recipe
     from foundry_fp8.planning.speed import Step
     from foundry_fp8.run.settings import Run
     from foundry_fp8.surgery.fp8_config import FP8Config
     from foundry_fp8.surgery.report import SurgeryReport
 
-__all__ = ["NETWORK_OF", "converted_step", "gains", "of_step", "on_paper", "prediction"]
+__all__ = ["NETWORK_OF", "converted_step", "gains", "needs_newer", "of_step", "on_paper", "prediction"]
 
-NETWORK_OF = {"a100": "a100-1600g", "b200": "b200-3200g", "b300": "b300-6400g", "gb200": "gb200-nvl72"}
+NETWORK_OF = {"b200": "b200-3200g", "b300": "b300-6400g", "gb200": "gb200-nvl72"}
 """Between the nodes of a GPU; of others that of H100s."""
 
 
@@ -33,6 +34,16 @@ def on_paper(fp8: FP8Config, gpu: Gpu) -> dict[str, Any]:
     chosen = {"recipe": RECIPES[gpu.recipe]()} if fp8.recipe == "auto" and gpu.recipe else {}
     elsewhere = {"backend": "emulated", "accumulation": "float32", "cache_weights": False, "fuse": False}
     return {**fp8.given, **elsewhere, "enabled": True, **chosen}
+
+
+def needs_newer(recipes: Iterable[Recipe], name: str, gpu: Gpu) -> str | None:
+    """Why one of ``recipes`` does not run on ``gpu``, which is called ``name``; ``None`` if all do."""
+    newer = next((recipe.name for recipe in recipes if not recipe.runs_on_hopper), None)
+    return (
+        f"{newer} needs Blackwell; {name} runs current, delayed and block"
+        if newer and gpu.recipe != "mxfp8"
+        else None
+    )
 
 
 def gains(report: SurgeryReport, gpu: Gpu) -> tuple[int, dict[str, str]]:
@@ -49,12 +60,12 @@ def converted_step(model: Any, report: SurgeryReport, fp8: FP8Config, gpu: Gpu, 
     """What a step of ``model`` does, which was converted on paper; under ``auto`` without what gains nothing."""
     from foundry_fp8.layers.linear import FP8Linear
     from foundry_fp8.planning.speed import model_step
-    from foundry_fp8.surgery.fusion import plan_fusion
+    from foundry_fp8.surgery.fusion import FusionPlan, plan_fusion
 
     left = gains(report, gpu)[1] if fp8.of_backend.only_where_faster else {}
     runs = {row.name for row in report.rows if row.action == "converted" and row.name not in left}
     converted = {n: m for n, m in model.named_modules() if isinstance(m, FP8Linear) and n in runs}
-    fusion = plan_fusion(model, converted)
+    fusion = FusionPlan() if fp8.fuse is False else plan_fusion(model, converted)
     return model_step(model, runs, set(fusion.norms), set(fusion.mlps), length)
 
 
@@ -68,7 +79,7 @@ def of_step(work: Workload, config: Mapping[str, Any], gpus: int) -> Workload:
 def prediction(
     config: Mapping[str, Any], run: Run, fp8: FP8Config, model: Any, report: SurgeryReport, hardware: Hardware
 ) -> str | None:
-    """How much faster a converted run is on ``hardware``, in one line; ``None`` where it runs several recipes or its layout is refused."""
+    """How much faster a converted run is on ``hardware``, in one line; ``None`` where it runs several recipes, or the lines on ranks refuse it."""
     from foundry_fp8.planning.speed import USUAL_MFU, predict
 
     if len(report.recipes) != 1 or run.tensor_parallel:
@@ -77,13 +88,14 @@ def prediction(
     step = converted_step(model, report, fp8, gpu, config["max_seq_len"])
     try:
         work = of_step(workload_of(config, model), config, gpus)
+    except ConfigError as error:  # a microbatch that Composer finds
+        return f"not predicted: {error} to foundry-fp8 plan speed"
+    try:
         shard = shard_of(run, model, gpu.memory_bytes, "--hardware")
-    except ConfigError:  # which the lines on ranks and clashes say
+    except ConfigError:
         return None
     network = NETWORKS[NETWORK_OF.get(hardware.name, "h100-3200g")]
-    found = predict(
-        step, work, report.recipe, gpus, shard, gpu, network, fused=fp8.fuse is not False, mfu=USUAL_MFU
-    )
+    found = predict(step, work, report.recipe, gpus, shard, gpu, network, USUAL_MFU)
     linears, left = gains(report, gpu)
     return (
         f"predicted on {hardware.name}x{gpus}: {found.estimate:.2f} x BF16, {found.low:.2f} to {found.high:.2f}; {linears - len(left)} of "

@@ -75,8 +75,8 @@ class Step:
         peak = "bf16" if recipe is None else f"fp{recipe.element_bits}"
         return self.fp8_flops / gpu.peaks.of(peak) + (self.flops - self.fp8_flops) / gpu.bf16_flops
 
-    def kernel_seconds(self, tokens: float, gpu: Gpu, recipe: Recipe | None, *, fused: bool) -> float:
-        """Of a microbatch's kernels; ``fused``: norms and MLPs write codes, as ``fuse: auto`` has them."""
+    def kernel_seconds(self, tokens: float, gpu: Gpu, recipe: Recipe | None) -> float:
+        """Of a microbatch's kernels."""
         rates = rates_of(gpu)
         arithmetic = self.other_flops / rates.bf16 + self.attention_flops / rates.attention
         arithmetic += self.fp8_flops / rates.products(recipe)
@@ -84,10 +84,10 @@ class Step:
         if recipe is not None:
             each = bytes_per_element(recipe)
             weights = (each + 2) * self.weights
-            if fused and recipe.element_bits == 8:  # no kernel writes FP4
+            if recipe.element_bits == 8:
                 more = self.measured if each > 4 else 0
                 moved += 2 * (self.elementwise_fused + more - self.elementwise) + each * self.cast_fused
-            else:
+            else:  # no norm and no MLP writes FP4
                 moved += each * self.cast
         return tokens * (arithmetic + moved / rates.bandwidth) + weights / rates.bandwidth
 
@@ -139,7 +139,7 @@ def model_step(
                 saved_casts += (
                     3 if gated else 2
                 ) * hidden  # of the hidden features, and of dy of their makers
-                saved += (14 - 8 if gated else 5 - 5) * hidden
+                saved += 6 * hidden if gated else 0  # of 14 its kernels leave 8, of 5 all
                 measured += (5 if gated else 3) * hidden
     return Step(
         blocks=len(blocks),
@@ -179,8 +179,6 @@ def predict(
     shard: int,
     gpu: Gpu,
     network: Network,
-    *,
-    fused: bool,
     mfu: float,
 ) -> Speed:
     """The step of ``recipe`` on ``gpus``.
@@ -193,14 +191,12 @@ def predict(
         shard: Ranks that hold a copy of the model.
         gpu: Of which kind they are.
         network: Between them.
-        fused: ``fuse: auto``.
         mfu: In BF16, of a GPU that computes alone.
     """
     micro = work.microbatches
     optimizer = OPTIMIZER_BYTES * step.trained / shard / rates_of(gpu).bandwidth
     bf16, fp8 = (
-        micro * step.kernel_seconds(work.tokens / micro, gpu, one, fused=fused) + optimizer
-        for one in (None, recipe)
+        micro * step.kernel_seconds(work.tokens / micro, gpu, one) + optimizer for one in (None, recipe)
     )
     plain, coded = (seconds * step.blocks * micro for seconds in HOST_SECONDS)
     alone = max(step.flops * work.tokens / (gpu.bf16_flops * mfu), bf16, plain)
@@ -210,8 +206,7 @@ def predict(
         busy = work.flops * faster / alone / gpu.bf16_flops
         return layout(dataclasses.replace(work, mfu=min(1.0, busy)), gpus, shard, gpu, network).step_seconds
 
-    taken = seconds(sum(ends) / 2)
-    low, high = (seconds(1.0) / seconds(end) for end in sorted(ends))
-    return Speed(
-        taken, step.ideal_seconds(gpu, recipe) * work.tokens / taken, low, seconds(1.0) / taken, high
-    )
+    whole, taken = seconds(1.0), seconds(sum(ends) / 2)
+    low, high = (whole / seconds(end) for end in sorted(ends))
+    reached = step.ideal_seconds(gpu, recipe) * work.tokens / taken
+    return Speed(taken, reached, low, whole / taken, high)

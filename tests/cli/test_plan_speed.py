@@ -78,11 +78,33 @@ def test_auto_leaves_what_gains_nothing_and_says_why(written):
 
 def test_doctor_ends_with_what_the_plan_says(written):
     path = written({"recipe": "current"}, **WIDE)
-    said = CliRunner().invoke(app, ["doctor", path, "--hardware", "h100x16"]).output
+    said = CliRunner().invoke(app, ["doctor", path, "--hardware", "h100x16"]).stdout
     _, faster, low, high = rows(plan(path, "--gpus", "16").output)["current", 16]
     assert said.rstrip().splitlines()[-1].split(maxsplit=2)[2] == (
         f"predicted on h100x16: {faster:.2f} x BF16, {low:.2f} to {high:.2f}; 8 of 8 layers gain; foundry-fp8 plan speed says more"
     )
+
+
+@pytest.mark.parametrize(("recipe", "gpu"), [("nvfp4", "h100"), ("mxfp8", "l40s")])
+def test_a_recipe_that_the_gpu_does_not_run_is_refused_as_doctor_refuses_it(recipe, gpu, written):
+    path = written({"recipe": recipe}, **WIDE)
+    said = f"{recipe} needs Blackwell; {gpu} runs current, delayed and block"
+    result = plan(path, "--gpu", gpu)
+    assert result.exit_code == 2 and said in result.output, result.output
+    assert said in CliRunner().invoke(app, ["doctor", path, "--hardware", f"{gpu}x8"]).output
+
+
+def test_nvfp4_is_planned_where_it_runs(written):
+    found = rows(plan(written({"recipe": "nvfp4"}, **WIDE), "--gpu", "b200", "--gpus", "8").output)
+    assert set(found) == {("BF16", 8), ("nvfp4", 8)}
+
+
+def test_doctor_says_what_a_microbatch_that_composer_finds_leaves_open(written, tmp_path):
+    path = written({"recipe": "current"}, **WIDE)
+    config = yaml.safe_load((tmp_path / "run.yaml").read_text())
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({**config, "device_train_microbatch_size": "auto"}))
+    said = CliRunner().invoke(app, ["doctor", path, "--hardware", "h100x8"]).output
+    assert "not predicted: device_train_microbatch_size: 'auto' is not a number; give --tokens" in said
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from foundry_fp8.planning.communication.step import Workload
 from foundry_fp8.planning.model_shapes import MODEL_SHAPES
 from foundry_fp8.planning.speed import USUAL_MFU, Step, model_step, predict
 from foundry_fp8.surgery.apply import apply_fp8
-from foundry_fp8.surgery.fusion import plan_fusion
+from foundry_fp8.surgery.fusion import FusionPlan, plan_fusion
 from tests.planning.communication.test_published import published as scaling
 
 ROOT = Path(__file__).parents[2]
@@ -121,29 +121,30 @@ def made(name):
     return (lambda n: llama(n, **shape)), shape["num_hidden_layers"]
 
 
-def converted(make, blocks, length):
+def converted(make, blocks, length, fused=True):
     with torch.device("meta"):
         model = make(blocks)
     report = apply_fp8(model, recipe="current", backend="emulated", device="cpu")
-    fusion = plan_fusion(model, {name: model.get_submodule(name) for name in report.converted})
+    linears = {name: model.get_submodule(name) for name in report.converted}
+    fusion = plan_fusion(model, linears) if fused else FusionPlan()
     return model_step(model, report.converted, fusion.norms, fusion.mlps, length)
 
 
 @functools.cache
-def step_of(name, length):
+def step_of(name, length, fused=True):
     """That of all blocks from those of one and two: every block does the same."""
     make, blocks = made(name)
-    one, two = (dataclasses.astuple(converted(make, n, length)) for n in (1, 2))
+    one, two = (dataclasses.astuple(converted(make, n, length, fused)) for n in (1, 2))
     return Step(*(a + (blocks - 1) * (b - a) for a, b in zip(one, two, strict=True)))
 
 
 def predicted(name, gpu, gpus, recipe, fused, tokens, length, mfu=USUAL_MFU):
-    step = step_of(name, length)
+    step = step_of(name, length, fused)
     work = Workload(
         parameters=step.trained, units=step.blocks, tokens=tokens, attention_flops=step.attention_flops
     )
     network = NETWORKS["b200-3200g" if gpu == "b200" else "p5-efa"]
-    return predict(step, work, RECIPES[recipe](), gpus, gpus, GPUS[gpu], network, fused=fused, mfu=mfu)
+    return predict(step, work, RECIPES[recipe](), gpus, gpus, GPUS[gpu], network, mfu)
 
 
 def table():
@@ -217,11 +218,9 @@ BLOCK = {r["variant"]: r["ms"] for r in MEASURED["python benchmarks/step_gpu.py 
 def test_kernels_of_a_block_take_what_an_h100_measured(recipe):
     """Of the benchmark's own block; where it fuses it fuses less than a Hugging Face block, so that plain ones are compared."""
     make, _ = made("Llama 8B")
-    step = dataclasses.replace(converted(make, 1, 8192), vocabulary=0)  # without a head
+    step = dataclasses.replace(converted(make, 1, 8192, fused=False), vocabulary=0)  # without a head
     step = dataclasses.replace(step, other_flops=0)
-    plain, fp8 = (
-        1e3 * step.kernel_seconds(8192, GPUS["h100"], one, fused=False) for one in (None, RECIPES[recipe]())
-    )
+    plain, fp8 = (1e3 * step.kernel_seconds(8192, GPUS["h100"], one) for one in (None, RECIPES[recipe]()))
     assert plain == pytest.approx(BLOCK["bf16 eager"], rel=0.1)
     assert fp8 == pytest.approx(BLOCK[f"native {recipe} eager"], rel=0.12)
     assert plain / fp8 == pytest.approx(BLOCK["bf16 eager"] / BLOCK[f"native {recipe} eager"], rel=0.06)
@@ -230,8 +229,11 @@ def test_kernels_of_a_block_take_what_an_h100_measured(recipe):
 def test_the_busy_time_of_a_fused_block_on_an_h200():
     """docs/results.md: 20.9 ms in BF16, 13.0 delayed, 14.4 unfused."""
     make, _ = made("Llama 8B")
-    step = dataclasses.replace(converted(make, 1, 4096), vocabulary=0, other_flops=0)
-    kernels = {(r, fused): step.kernel_seconds(8192, GPUS["h200"], r and RECIPES[r](), fused=fused) for r in (None, "delayed") for fused in (True, False)}  # fmt: skip
+    steps = {
+        fused: dataclasses.replace(converted(make, 1, 4096, fused), vocabulary=0, other_flops=0)
+        for fused in (True, False)
+    }
+    kernels = {(r, fused): step.kernel_seconds(8192, GPUS["h200"], r and RECIPES[r]()) for r in (None, "delayed") for fused, step in steps.items()}  # fmt: skip
     assert kernels[None, True] / kernels["delayed", True] == pytest.approx(20.9 / 13.0, rel=0.06)
     assert kernels[None, True] / kernels["delayed", False] == pytest.approx(20.9 / 14.4, rel=0.06)
 
@@ -266,7 +268,7 @@ def test_a_small_llama_by_hand():
         + moved / rates.bandwidth
     )
     seconds += 6 * step.weights / rates.bandwidth
-    assert step.kernel_seconds(10, GPUS["h100"], RECIPES["delayed"](), fused=True) == pytest.approx(seconds)
+    assert step.kernel_seconds(10, GPUS["h100"], RECIPES["delayed"]()) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize("name", sorted(set(GPUS) - {"a100", "a100-40g"}))

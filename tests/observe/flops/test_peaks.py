@@ -43,7 +43,7 @@ def test_the_table_holds_dense_figures():
             assert device.fp8 == pytest.approx(2 * device.bf16, rel=0.02), device.name
         if (
             device.fp4 is not None
-        ):  # and FP4 at twice that, at three times on Blackwell Ultra; GeForce halves FP8 alone
+        ):  # and FP4 at twice that, at three times on Blackwell Ultra; GeForce has half the rate of FP8 alone
             most = 4.1 if device.name == "RTX 5090" else 3.1
             assert 1.9 < device.fp4 / device.fp8 < most, device.name
         if device.tf32 is not None:
