@@ -25,6 +25,8 @@ ARGS    ?=
 WORKERS ?= 2
 PYTEST  := -m pytest -n $(WORKERS) --dist worksteal
 DEFAULT := -m "not full"
+# Tests start many Pythons, and each would compile torch and transformers anew: 20 s of CPU where 10 do.
+unexport PYTHONDONTWRITEBYTECODE
 .PHONY: demo docs gpu test test-all test-modern test-modern-all test-newest test-trainers newest-update lint coverage mutants benchmarks release setup clean
 demo: setup
 	$(BIN)/foundry-fp8 demo $(ARGS)

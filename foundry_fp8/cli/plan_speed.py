@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from foundry_fp8.cli.cluster import refuse_tensor_parallelism, shard_of
+from foundry_fp8.cli.hardware import PER_NODE
 from foundry_fp8.cli.plan_communication import counts_of, workload_of
 from foundry_fp8.cli.predicted import NETWORK_OF, converted_step, gains, needs_newer, of_step, on_paper
 from foundry_fp8.cli.quiet import quiet
@@ -28,7 +30,9 @@ def speed(
         ),
     ],
     gpu: Annotated[str, typer.Option(help=", ".join(name for name in GPUS if GPUS[name].recipe))] = "h100",
-    gpus: Annotated[str, typer.Option(help="8..256 (doubling), or a list: 8,64,256.")] = "8,64,256",
+    gpus: Annotated[
+        str | None, typer.Option(help="8..256 (doubling), or a list; by default 8,64,256, or as many shards where those are larger.")
+    ] = None,
     network: Annotated[
         str | None, typer.Option(help=f"{', '.join(NETWORKS)}; by default one that goes with the GPU.")
     ] = None,
@@ -42,12 +46,12 @@ def speed(
 ) -> None:  # fmt: skip
     """Print how much faster FP8 is, by recipe and number of GPUs, with a range, and which layers gain nothing."""
     with quiet():
-        lines = _lines(yaml, gpu_named(gpu), counts_of(gpus), network, tokens, mfu, trust)
+        lines = _lines(yaml, gpu_named(gpu), gpus and counts_of(gpus), network, tokens, mfu, trust)
     typer.echo("\n".join(lines))
 
 
 def _lines(
-    yaml: Path, name: str, counts: list[int], network: str | None, tokens: int | None, mfu: float | None, trust: bool
+    yaml: Path, name: str, given: list[int] | None, network: str | None, tokens: int | None, mfu: float | None, trust: bool
 ) -> list[str]:  # fmt: skip
     from foundry_fp8.numerics.recipes import RECIPES
     from foundry_fp8.planning.speed import USUAL_MFU, predict
@@ -66,6 +70,9 @@ def _lines(
     refuse_tensor_parallelism(run)
     model = build_yaml_model(config, "meta")
     work = workload_of(config, model, tokens)
+    shard = getattr(run.hybrid_sharding, "shard", None)
+    smallest = math.lcm(PER_NODE, shard) if isinstance(shard, int) else PER_NODE
+    counts = given or [smallest, 8 * smallest, 32 * smallest]
     shards = {count: shard_of(run_of(config, count), model, kind.memory_bytes, "--gpus") for count in counts}
     fp8 = run.fp8 or FP8Config(recipe="auto")
     report = apply_fp8(model, device="cpu", **on_paper(fp8, kind))

@@ -43,6 +43,7 @@ def test_help_and_version_need_no_torch(arguments):
     assert not imported(*arguments) & {
         "torch",
         "numpy",
+        "rich.markdown",
         "composer",
         "llmfoundry",
         "transformers",

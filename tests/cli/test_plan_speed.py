@@ -14,16 +14,16 @@ WIDE = {"d_model": 2048, "n_heads": 16, "n_layers": 2, "vocab_size": 1024}
 
 @pytest.fixture
 def written(tmp_path):
-    """A function that writes a YAML of an MPT, with ``algorithms.fp8``, and gives its path."""
+    """A function that writes a YAML of an MPT, with ``algorithms.fp8`` and more of them, and gives its path."""
 
-    def write(fp8=None, **model):
+    def write(fp8=None, algorithms=None, **model):
         config = {
             **MPT,
             "model": {**MPT["model"], **model},
             "device_train_microbatch_size": 4,
             "global_train_batch_size": 64,
         }
-        config["algorithms"] = {} if fp8 is None else {"fp8": fp8}
+        config["algorithms"] = {**(algorithms or {}), **({} if fp8 is None else {"fp8": fp8})}
         path = tmp_path / "run.yaml"
         path.write_text(yaml.safe_dump(config))
         return str(path)
@@ -105,6 +105,16 @@ def test_doctor_says_what_a_microbatch_that_composer_finds_leaves_open(written, 
     (tmp_path / "run.yaml").write_text(yaml.safe_dump({**config, "device_train_microbatch_size": "auto"}))
     said = CliRunner().invoke(app, ["doctor", path, "--hardware", "h100x8"]).output
     assert "not predicted: device_train_microbatch_size: 'auto' is not a number; give --tokens" in said
+
+
+def test_the_numbers_of_gpus_are_as_many_as_the_shards_of_the_yaml_where_those_are_more(written):
+    def counts(**algorithms):
+        output = plan(written({"recipe": "current"}, algorithms, **WIDE)).output
+        return [gpus for recipe, gpus in rows(output) if recipe == "BF16"]
+
+    assert counts() == [8, 64, 256]
+    assert counts(hybrid_sharding={"shard": 4}) == [8, 64, 256]
+    assert counts(hybrid_sharding={"shard": 32}) == [32, 256, 1024]
 
 
 @pytest.mark.parametrize(

@@ -117,5 +117,7 @@ def test_dry_run_of_every_stage(tmp_path):
     assert not missed
     assert set(found) == {stage.name for stage in stages_of(tmp_path, dry=True)}
     assert whole["versions"]["torch"]
-    assert {row["figures"] for row in found["kernels"]["result"]["rows"]} == {"interpreted"}
+    kernels = {row["check"]: row["figures"] for row in found["kernels"]["result"]["rows"]}
+    assert "no kernels for the scales of nvfp4" in kernels.pop("nvfp4")
+    assert set(kernels.values()) == {"interpreted"}
     assert "x the tokens per second" in found["training"]["result"]["rows"][0]["figures"]

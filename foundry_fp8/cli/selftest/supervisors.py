@@ -9,7 +9,6 @@ from __future__ import annotations
 import datetime
 import json
 import os
-import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -49,7 +48,9 @@ class Supervisors:
         """Run a stage; how each of its processes ended, by rank."""
         if not every_rank:
             return run_processes(command, [environment], log, limit_s=limit_s)
-        order = {"command": command, "log": str(log), "limit_s": limit_s, "environment": environment, "port": _free_port()}  # fmt: skip
+        from torch.distributed.elastic.utils.distributed import get_free_port
+
+        order = {"command": command, "log": str(log), "limit_s": limit_s, "environment": environment, "port": get_free_port()}  # fmt: skip
         self._store.set(f"order{self._number}", json.dumps(order))
         return self._take_part(order)
 
@@ -110,10 +111,3 @@ class Supervisors:
                 return None
             time.sleep(POLL_S)
         return json.loads(self._store.get(key))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port: int = probe.getsockname()[1]
-        return port
