@@ -46,7 +46,7 @@ def speed(
 ) -> None:  # fmt: skip
     """Print how much faster FP8 is, by recipe and number of GPUs, with a range, and which layers gain nothing."""
     with quiet():
-        lines = _lines(yaml, gpu_named(gpu), gpus and counts_of(gpus), network, tokens, mfu, trust)
+        lines = _lines(yaml, gpu_named(gpu), counts_of(gpus) if gpus else None, network, tokens, mfu, trust)
     typer.echo("\n".join(lines))
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from foundry_fp8.compat.default_store import default_store
@@ -54,6 +55,16 @@ class AmaxGroup:
         if group not in self._of_shards:
             self._of_shards.append(group)
             self._found = []
+
+    def data_parallel_size(self) -> int:
+        """Over how many ranks gradients are averaged, as far as that shows outside of a forward."""
+        root = self._root and self._root()
+        if root is None or not (dist.is_available() and dist.is_initialized()):
+            return 1
+        if around := _around(root, None):
+            return math.prod(group.size() for group in around)
+        tensor_parallel = any(isinstance(p, DTensor) for p in root.parameters())
+        return 1 if tensor_parallel else dist.get_world_size()
 
     def groups(self) -> list[Any]:
         """Their product is the ranks; none where amaxes are this rank's own."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import math
 import weakref
 import zlib
@@ -45,6 +46,8 @@ __all__ = [
     "states_of",
 ]
 
+log = logging.getLogger(__name__)
+_ROOM = "the scales of gradients leave room for as many times larger ones in the first pass, which is not that of the run before"
 FRESH_STATE = "To start with fresh FP8 state on purpose, resume with `load_ignore_keys: [state/algorithms]`."
 """The way out that every refusal to load FP8 state names."""
 
@@ -412,7 +415,7 @@ class ModuleScales:
         self.state.end_forward()
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """Name -> ``scale`` ``[slots]`` and ``amax_history`` ``[L, slots]``, float32 on the CPU, and their ``checksum``."""
+        """Name -> ``scale`` ``[slots]`` and ``amax_history`` ``[L, slots]``, float32 on the CPU, their ``checksum``, and over how many ranks gradients are averaged."""
         self.state.leave_meta()
         self.state.fill_joined()
         width = len(self._slots)
@@ -423,12 +426,18 @@ class ModuleScales:
                 "scale": scale.clone(),
                 "amax_history": history.contiguous().clone(),
                 "checksum": _checksum(scale, history),
+                "data_parallel_size": torch.tensor(
+                    self.state.group.data_parallel_size(), dtype=torch.int64, device="cpu"
+                ),
             }
             for name, scale, history in zip(self._modules, scales, histories, strict=True)
         }
 
     def load_state_dict(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
         """Take back what :meth:`state_dict` gave.
+
+        A rank's loss is the mean of its share of the batch: on more ranks gradients are as much larger until they are
+        averaged, and the first pass has room for that.
 
         Raises:
             RuntimeError: It is of other modules, or damaged; nothing is changed then.
@@ -468,6 +477,18 @@ class ModuleScales:
         self.state.amax_history.copy_(
             torch.cat([saved[name]["amax_history"] for name in self._modules], dim=1)
         )
+        now = self.state.group.data_parallel_size()
+        before = min(int(entry.get("data_parallel_size", now)) for entry in saved.values())
+        if now > before:
+            log.warning(
+                "The checkpoint's %s is of %s data parallel ranks, this run has %s: %s.",
+                self._what,
+                before,
+                now,
+                _ROOM,
+            )
+            room = [now / before if slot.startswith("d") else 1.0 for slot in self._slots]  # dy, do, dp, ...
+            self.state.scale.div_(torch.tensor(room * len(self._modules), device=self.state.scale.device))
         self.state.begin_pass()
 
 
