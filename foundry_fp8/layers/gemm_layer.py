@@ -92,6 +92,7 @@ class FP8GemmLayer(nn.Module):
     turns: Sequence[Choice] = ()
     turn: Choice
     demoted: str = ""
+    _compute: Callable[..., Tensor]
 
     def _begin(
         self, fqn: str, backend: Backend, recipe: Recipe | None, evaluate: Literal["fp8", "high_precision"]
@@ -180,14 +181,14 @@ class FP8GemmLayer(nn.Module):
         return {"fprop": "fp8" if self.fprop == "fp8" else hp, "dgrad": "fp8" if self.dgrad == "fp8" else hp,
                 "wgrad": "fp8" if self.wgrad == "fp8" else hp}  # fmt: skip
 
-    def recorded(self, input: Tensor, compute: Callable[[Tensor], Tensor], weight: Tensor) -> Tensor:
-        """``compute(input)``, a product with ``weight``, entered in the ledger."""
+    def recorded(self, input: Tensor, weight: Tensor, *more: Any) -> Tensor:
+        """``self._compute(input, *more)``, a product with ``weight``, entered in the ledger."""
         # A compiled graph cannot keep Python counters, nor is there a number of rows in a transform.
         if torch.compiler.is_compiling() or (not self.runs_fp8 and (transformed() or input.is_nested)):
-            return compute(input)
+            return self._compute(input, *more)
         # Before the GEMM: a recompute that stops as soon as it has what it needs never comes back from its last one.
         record_backward = self.enter(input, weight, input.numel() // self.in_features, input.requires_grad)
-        output = compute(input)
+        output = self._compute(input, *more)
         if not output.requires_grad:
             return output
         node: Any = output.grad_fn

@@ -59,13 +59,12 @@ class FP8GroupedLinear(FP8GemmLayer):
         Returns:
             ``[rows, out_features]`` in the compute dtype.
         """
+        return self.recorded(x, weights, weights, sizes)
 
-        def compute(x: Tensor) -> Tensor:
-            if self.runs_fp8 and x.numel():
-                return self.backend.grouped_linear(self, x, weights, sizes)
-            return by_expert(F.linear, x, weights, sizes)
-
-        return self.recorded(x, compute, weights)
+    def _compute(self, x: Tensor, weights: Tensor, sizes: Sequence[int]) -> Tensor:
+        if self.runs_fp8 and x.numel():
+            return self.backend.grouped_linear(self, x, weights, sizes)
+        return by_expert(F.linear, x, weights, sizes)
 
     def extra_repr(self) -> str:
         """Shape, and what it runs."""

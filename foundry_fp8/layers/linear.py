@@ -67,11 +67,11 @@ class FP8Linear(FP8GemmLayer, nn.Linear):
         """``input @ weight.T + bias``. ``input``: ``[..., in_features]``, hp; the result has the compute dtype."""
         if self._modules:  # a parametrisation, registered since, which all who read the weight here share
             with parametrize.cached():
-                return self.recorded(in_memory(input), self._compute, self.weight)
+                return self.recorded(in_memory(input), self.weight)
         if input.__class__ is Produced:  # asked for its properties, without a function of Python for each
             with without_function_override():  # type: ignore[no-untyped-call]
-                return self.recorded(input, self._compute, self.weight)
-        return self.recorded(input, self._compute, self.weight)
+                return self.recorded(input, self.weight)
+        return self.recorded(input, self.weight)
 
     def _compute(self, input: Tensor) -> Tensor:
         if self.runs_fp8:

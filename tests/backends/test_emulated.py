@@ -362,6 +362,20 @@ def test_compiled_models_still_run_and_train():
     torch.testing.assert_close((x.grad, model[0].weight.grad), wanted)
 
 
+@pytest.mark.parametrize("recipe", ["current", "delayed", None])
+def test_what_is_compiled_is_compiled_once(recipe):
+    torch.compiler.reset()
+    model = linear(recipe or "current")
+    model[0].set_recipe(model[0].recipe if recipe else None)
+    compiled = torch.compile(model, backend="eager")
+    frames = torch._dynamo.utils.counters["frames"]
+    counts = []
+    for _ in range(6):
+        compiled(ranged(32, 256).requires_grad_()).sum().backward()
+        counts.append(frames["total"])
+    assert counts[0] > 0 and counts[1:] == counts[1:2] * 5
+
+
 def test_delayed_scaling_uses_yesterdays_scale():
     model = linear({"name": "delayed", "amax_history_len": 1}, bias=False)
     x = ranged(64, 256)
