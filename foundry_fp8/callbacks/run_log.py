@@ -143,6 +143,8 @@ class RunLog(LoggerDestination):
         del logger
         self._clock.end()
         metrics, self._metrics = self._metrics, {}
+        # ru_maxrss is in KiB on Linux and in bytes on macOS.
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         self._write(
             {
                 "kind": "batch",
@@ -151,7 +153,7 @@ class RunLog(LoggerDestination):
                 "samples": int(state.timestamp.sample),
                 "seconds": self._clock.seconds,
                 "loss": metrics.pop(LOSS_KEY, None),
-                "host_peak_bytes": _host_peak_bytes(),
+                "host_peak_bytes": peak,
                 "metrics": metrics,
             }
         )
@@ -187,6 +189,7 @@ class RunLog(LoggerDestination):
 
     def _header(self, state: State) -> dict[str, Any]:
         cuda = state.device.name == "gpu"
+        packages = {package: version for package in _PACKAGES if (version := installed(package)) is not None}
         return {
             "kind": "header",
             "format_version": FORMAT_VERSION,
@@ -202,7 +205,7 @@ class RunLog(LoggerDestination):
             "world_size": dist.get_world_size(),
             "nodes": dist.get_world_size() // max(dist.get_local_world_size(), 1),
             "parameters": self._parameters,
-            "versions": _versions(),
+            "versions": {"python": platform.python_version(), "torch": torch.__version__, **packages},
             "hyperparameters": self._hyperparameters,
         }
 
@@ -346,16 +349,6 @@ def _is_cut(path: Path) -> bool:
             return False
         file.seek(-1, os.SEEK_END)
         return file.read() != b"\n"
-
-
-def _host_peak_bytes() -> int:
-    # ru_maxrss is in KiB on Linux and in bytes on macOS.
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def _versions() -> dict[str, str]:
-    packages = {package: version for package in _PACKAGES if (version := installed(package)) is not None}
-    return {"python": platform.python_version(), "torch": torch.__version__, **packages}
 
 
 def _cpu_name() -> str:

@@ -182,7 +182,8 @@ def _train_one(bars: Bars, task: TaskID, yaml: Path, folder: Path, overrides: di
     bars.console.print(f"$ {shown}", style="dim", highlight=False, markup=False, soft_wrap=True)
     bars.start_task(task)
     bars.update(task, status="starting")
-    process = TrainingProcess(command, folder, threads=_cores())
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    process = TrainingProcess(command, folder, threads=cores)
     try:
         while True:
             code = process.returncode
@@ -202,9 +203,3 @@ def _train_one(bars: Bars, task: TaskID, yaml: Path, folder: Path, overrides: di
         bars.console.print(process.tail(), highlight=False, markup=False)
         bars.console.print(f"The run failed; all of its output is in {process.output}.", style="red")
     return code == 0
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

@@ -37,13 +37,15 @@ def run_of(config: Mapping[str, Any], ranks: int = PER_NODE, sharding: str | Non
         config = {**config, "fsdp_config": None if sharding == "NO_SHARD" else asked}
     model = config.get("model") or {}
     loss = model.get("loss_fn", "fused_crossentropy")
+    degree = (config.get("tp_config") or {}).get("tensor_parallel_degree", 1)
+    accept(Positive, degree, "tp_config.tensor_parallel_degree")
     return Run(
         name=config.get("run_name") or os.environ.get("RUN_NAME"),
         precision=precision_of(config),
         ranks=ranks,
         length=length_of(config.get("max_duration")),
         fsdp=_fsdp(config, ranks),
-        tensor_parallel=_tensor_parallel(config),
+        tensor_parallel=degree if degree != 1 else 0,
         compiled=config.get("compile_config") is not None,
         train_metrics=model.get("use_train_metrics", True) is not False,
         flash_loss=model.get("name") == "mpt_causal_lm" and loss == "fused_crossentropy",
@@ -94,8 +96,3 @@ def _fsdp(config: Mapping[str, Any], ranks: int) -> Any:
         "fsdp_config.sharding_strategy", str(made.sharding_strategy).upper(), tuple(FSDP1_STRATEGIES)
     )
     return made
-
-
-def _tensor_parallel(config: Mapping[str, Any]) -> int:
-    degree = (config.get("tp_config") or {}).get("tensor_parallel_degree", 1)
-    return accept(Positive, degree, "tp_config.tensor_parallel_degree") if degree != 1 else 0

@@ -176,7 +176,7 @@ def _accept_any_of(hint: Any, alternatives: Sequence[Any], value: Any, key: str)
         except ConfigError as error:
             if _is_deeper(error, key) or _parsers(alternative):
                 inside.append(str(error))  # of the value's own kind, and wrong deeper inside
-    if not inside or not _is_container(value):
+    if not inside or isinstance(value, str | bytes) or not isinstance(value, Mapping | Sequence):
         raise _mismatch(hint, value, key)
     raise ConfigError(max(inside, key=lambda said: len(said.partition(": ")[0])))
 
@@ -184,10 +184,6 @@ def _accept_any_of(hint: Any, alternatives: Sequence[Any], value: Any, key: str)
 def _is_deeper(error: ConfigError, key: str) -> bool:
     """Whether ``error`` is of something inside the value of ``key``."""
     return not str(error).startswith(f"{key}: ")
-
-
-def _is_container(value: Any) -> bool:
-    return isinstance(value, Mapping | Sequence) and not isinstance(value, str | bytes)
 
 
 def _parsers(hint: Any) -> list[Parse]:

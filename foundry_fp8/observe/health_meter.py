@@ -127,7 +127,8 @@ class HealthMeter:
         rows: list[list[Any]] = []
         for operand in (*LINEAR, *ATTENTION):
             of_operand = {name: health for (name, op), health in found.items() if op == operand}
-            worst = sorted(of_operand, key=lambda n: _rank(of_operand[n].sqnr_db))[: self.config.worst]
+            sqnr = {n: one.sqnr_db for n, one in of_operand.items()}  # NaN is the worst
+            worst = sorted(sqnr, key=lambda n: (not math.isnan(sqnr[n]), sqnr[n]))[: self.config.worst]
             rows += [[operand, name, *dataclasses.astuple(of_operand[name])] for name in worst]
         return rows
 
@@ -152,10 +153,6 @@ class HealthMeter:
             self._scales[where] = health.scale, since
             ages.append(float(batch - since))
         return ages
-
-
-def _rank(value: float) -> float:
-    return -math.inf if math.isnan(value) else value
 
 
 def _worst(stat: str, values: Iterable[float]) -> float:

@@ -74,7 +74,8 @@ class _PackedNorm(torch.autograd.Function):
     ) -> Tensor:
         mean: Tensor | None
         plain = x.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
-        if centred and plain and _all_float32(x, weight, bias):
+        float32 = all(t is None or t.dtype == torch.float32 for t in (x, weight, bias))
+        if centred and plain and float32:
             # What norm(x) runs; it gives the statistics along.
             y, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], weight, bias, eps)
             kept = pack_if(x, fmt)
@@ -103,10 +104,6 @@ class _PackedNorm(torch.autograd.Function):
             None if ctx.bias_dtype is None else db.to(ctx.bias_dtype),
             *(None,) * 5,
         )
-
-
-def _all_float32(*tensors: Tensor | None) -> bool:
-    return all(x is None or x.dtype == torch.float32 for x in tensors)
 
 
 def _recompute_norm(ctx: Any) -> Tensor:

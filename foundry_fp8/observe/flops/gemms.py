@@ -76,7 +76,8 @@ def gemms_of(model: nn.Module) -> list[Gemm]:
         if shape is not None:
             weight = getattr(module, "weight", None)
             trained = bool(weight is not None and weight.requires_grad)
-            gemms.append(Gemm(name, *shape, _share(name, shares), trained_before, trained))
+            share = next((s for container, s in shares.items() if name.startswith(f"{container}.")), 1.0)
+            gemms.append(Gemm(name, *shape, share, trained_before, trained))
         elif (
             name.rpartition(".")[2] == "experts" and name in shares and not isinstance(module, nn.ModuleList)
         ):
@@ -174,13 +175,6 @@ def first_int(sources: list[Any], *names: str) -> int | None:
             if isinstance(value, int) and not isinstance(value, bool):
                 return value
     return None
-
-
-def _share(name: str, shares: dict[str, float]) -> float:
-    for container, share in shares.items():
-        if name.startswith(f"{container}."):
-            return share
-    return 1.0
 
 
 def _fused_experts(name: str, module: nn.Module, share: float, trained_before: bool) -> list[Gemm]:
