@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from foundry_fp8.report.judgement import Judgement, judge
+from foundry_fp8.report.judgement import Judgement, judge, kurtosis_lead
 from foundry_fp8.report.run import HIGH_PRECISION, Run
 
 __all__ = [
@@ -45,6 +45,7 @@ COLUMNS = (
     "% faster",
     "Final loss",
     "% loss higher",
+    "Kurtosis leads",
     "Held-out loss",
     "Task score",
 )
@@ -57,6 +58,7 @@ _DEFINITIONS = {
     "% faster": "against the high-precision run of the same model on as many devices; not where FP8 is emulated",
     "Final loss": "mean training loss over the last 10 % of the steps",
     "% loss higher": "the same against the high-precision run, over the steps that both have",
+    "Kurtosis leads": "batches from where a layer's is over twice the highest of high precision, and stays so, to where the loss diverged",
     "Held-out loss": "the last evaluation",
     "Task score": "mean accuracy in % over the downstream tasks that all evaluated runs have",
 }
@@ -89,6 +91,12 @@ class Row:
     def percent_loss_higher(self) -> float:
         """Over the last 10 % of the steps that both have."""
         return math.nan if self.judgement is None else self.judgement.percent
+
+    @property
+    def kurtosis_leads(self) -> float:
+        """Over the loss of a run that diverged, in batches; see :func:`~foundry_fp8.report.judgement.kurtosis_lead`."""
+        at = None if self.judgement is None else self.judgement.step
+        return math.nan if at is None or self.baseline is None else kurtosis_lead(self.run, self.baseline, at)
 
     @property
     def problems(self) -> list[str]:
@@ -219,6 +227,7 @@ def format_row(row: Row) -> tuple[str, ...]:
         _text(row.percent_faster, "+.1f"),
         "nan" if run.has_loss.any() and math.isnan(row.final_loss) else _text(row.final_loss, ".4f"),
         "diverged" if diverged else _text(row.percent_loss_higher, "+.2f"),
+        _text(row.kurtosis_leads, "+.0f"),
         _text(row.held_out_loss, ".4f"),
         _text(row.task_score, ".1f"),
     )

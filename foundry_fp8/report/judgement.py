@@ -10,11 +10,13 @@ import numpy as np
 
 from foundry_fp8.report.run import FINAL_SHARE, Run
 
-__all__ = ["LEAST_BAND_PERCENT", "Judgement", "judge", "noise_band"]
+__all__ = ["LEAST_BAND_PERCENT", "Judgement", "judge", "kurtosis_lead", "noise_band"]
 
 LEAST_BAND_PERCENT = 0.25
 """Of noise that lasts over many steps, which one run does not show. Source: DeepSeek-V3, https://arxiv.org/abs/2412.19437,
 section 3.3: FP8's relative loss error stays below 0.25 %, "well within the acceptable range of training randomness"."""
+KURTOSIS_FACTOR = 2.0
+"""Kurtosis so many times the highest of the baseline is outside of its range (a convention)."""
 DIVERGED_PERCENT = 10.0
 """A loss that ends so far above its own lowest, its baseline's not, has diverged (a convention)."""
 FEWEST_STEPS = 4
@@ -80,6 +82,22 @@ def judge(run: Run, baseline: Run) -> Judgement:
         why = f"the noise of {baseline.name} (band {band:.2g} %) hides a difference of {percent:+.2f} %"
         return dataclasses.replace(found, why=why)
     return dataclasses.replace(found, outcome="fine" if percent <= band else "above")
+
+
+def kurtosis_lead(run: Run, baseline: Run, diverged: int) -> float:
+    """How many batches before step ``diverged``, where the loss did, kurtosis left the range of ``baseline`` and stayed outside.
+
+    Of all layers that both logged, the earliest. Negative if the loss went first; NaN where no kurtosis was logged or none left.
+    """
+    first = math.inf
+    usual = baseline.matching("kurtosis")
+    for key, series in run.matching("kurtosis").items():
+        if key in usual and len(series.steps):
+            highest = KURTOSIS_FACTOR * float(np.nanmax(usual[key].values, initial=0.0))
+            inside = np.flatnonzero(series.values <= highest)  # NaN is outside
+            since = int(inside[-1]) + 1 if len(inside) else 0
+            first = min(first, *series.steps[since : since + 1].tolist(), math.inf)
+    return diverged - first if math.isfinite(first) else math.nan
 
 
 def noise_band(losses: np.ndarray, window: int) -> float:

@@ -30,8 +30,8 @@ __all__ = ["write_report"]
 
 _PNG_DPI = 240
 _NUMBERS = (
-    "tokens_per_second_per_device", "percent_decrease", "percent_faster", "final_loss", "percent_loss_higher", "held_out_loss",
-    "task_score", "tflops_per_device", "mfu",
+    "tokens_per_second_per_device", "percent_decrease", "percent_faster", "final_loss", "percent_loss_higher", "kurtosis_leads",
+    "held_out_loss", "task_score", "tflops_per_device", "mfu",
 )  # fmt: skip
 _FORMULA = re.compile(r"\s*[=+\-@\uff1d\uff0b\uff0d\uff20]")
 
