@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from foundry_fp8.compat.wrapper_tensor import save_plain
 from foundry_fp8.config import ConfigError
-from foundry_fp8.layers.frozen_weight import FrozenFP8Weight, scaling_of
+from foundry_fp8.layers.frozen_weight import FrozenFP8Weight, row_scales, scaling_of
 from foundry_fp8.model_structure.names import clean_name
 from foundry_fp8.surgery.published import SCALES, leave_frozen_out_of_ddp, published_weight
 
@@ -129,26 +129,22 @@ def _sources(folder: Path, model: nn.Module, places: Mapping[str, Any], files: M
 
 
 def _stacked(experts: list[list[str]], dtype: torch.dtype, weight: Callable[..., Tensor]) -> Tensor:
-    """``[experts, out_features, in_features]``: an expert's parts one under the other. A scale a row, as blocks may end within a part."""
+    """``[experts, out_features, in_features]``: an expert's parts one under the other. Where blocks end within a part, a scale a row."""
     codes = scales = torch.empty(0, dtype=dtype, device="cpu")
     block = None
     for i, keys in enumerate(experts):
-        parts = [weight(key, dtype) for key in keys]
+        parts: list[Any] = [weight(key, dtype) for key in keys]
         mine = torch.cat([getattr(part, "codes", part) for part in parts])
         codes = codes if i else mine.new_empty(len(experts), *mine.shape)
         codes[i] = mine
         if isinstance(parts[0], FrozenFP8Weight):
-            block = (1, parts[0].block[1] if parts[0].block else mine.shape[1])
-            of_rows = torch.cat([_by_row(part) for part in parts])
-            scales = scales if i else of_rows.new_empty(len(experts), *of_rows.shape)
-            scales[i] = of_rows
+            block = parts[0].block or (1, mine.shape[1])
+            if any(len(part) % block[0] for part in parts[:-1]):
+                block = (1, block[1])
+            grid = torch.cat([row_scales(part.scale, part.block, len(part))[:: block[0]] for part in parts])
+            scales = scales if i else grid.new_empty(len(experts), *grid.shape)
+            scales[i] = grid
     return codes if block is None else FrozenFP8Weight(codes, scales, block, scaling_of(scales, block, codes.shape[2]), dtype)  # fmt: skip
-
-
-def _by_row(part: Any) -> Tensor:
-    if part.block is None:
-        return part.scale.float().expand(len(part), 1)  # type: ignore[no-any-return]
-    return part.scale.float().repeat_interleave(part.block[0], 0)[: len(part)]  # type: ignore[no-any-return]
 
 
 def _fill(module: nn.Module, leaf: str, values: Iterable[Tensor]) -> None:
