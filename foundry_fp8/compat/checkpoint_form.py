@@ -22,5 +22,11 @@ def checkpoint_form(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]
         return tensors
     from transformers.core_model_loading import revert_weight_conversion
 
-    found: dict[str, Tensor] = revert_weight_conversion(model, tensors)
+    loaded_by = getattr(model, "_weight_conversions", None)
+    if getattr(model, "hf_quantizer", None) is not None:  # what dequantised at loading is not undone
+        model._weight_conversions = None
+    try:
+        found: dict[str, Tensor] = revert_weight_conversion(model, tensors)
+    finally:
+        model._weight_conversions = loaded_by
     return found

@@ -113,15 +113,15 @@ def export_fp8(
     owners = {clean_name(n): m for n, m in inner.named_modules(remove_duplicate=False)}
     # What a layer runs: one that the guard took out of FP8 is served in high precision.
     layers: dict[str, Any] = {}
-    others_of, recipes = [], []
+    rest, recipes = [], []
     for key, tensor in state.items():
         layer = owners.get(key, owners.get(key.removesuffix(".weight")))
         ran = recipe_run_by(layer, tensor)
         if ran is not None or isinstance(tensor, FrozenFP8Weight):
             layers[key] = layer
             recipes += [] if ran is None else [ran]
-        elif key.endswith(".weight") and tensor.dim() == 2 and not isinstance(layer, nn.Embedding):
-            others_of.append(key)
+        elif not isinstance(layer, nn.Embedding):
+            rest.append(key)
         if isinstance(tensor, FrozenFP8Weight) and ran is None and tensor.dim() == 2:
             raise ConfigError(f"export: no recipe multiplies by the published codes of {key} with scales by {tensor.scaling}. Export the folder that they are from, or train them in full (load_fp8).")  # fmt: skip
     if not recipes:
@@ -139,11 +139,14 @@ def export_fp8(
     for key, layer in layers.items():
         if state[key].dim() == 3 or isinstance(layer, FP8GroupedLinear):
             check_experts(inner, key, state[key], layer, recipe)
-    of_meta = (
-        {key: torch.empty(state[key].shape, device="meta") for key in keys} for keys in (layers, others_of)
-    )
+    of_meta = ({key: torch.empty(state[key].shape, device="meta") for key in keys} for keys in (layers, rest))
     quantised, others_of = (
-        [name.removesuffix(".weight") for name in checkpoint_form(inner, keys)] for keys in of_meta
+        [
+            name.removesuffix(".weight")
+            for name, t in checkpoint_form(inner, keys).items()
+            if name.endswith(".weight") and t.dim() == 2
+        ]
+        for keys in of_meta
     )
     _check_fused(quantised, others_of)
     config = _serving_config(inner, layers.values())
@@ -244,12 +247,9 @@ def _whole_state(model: Any) -> dict[str, Tensor]:
     """What ``state_dict()`` has, with weights that are kept in FP8 as they are."""
     state = {clean_name(name): p for name, p in model.named_parameters(remove_duplicate=False)}
     for prefix, module in model.named_modules(remove_duplicate=False):
-        kept = module._buffers.keys() - module._non_persistent_buffers_set
-        state |= {
-            clean_name(f"{prefix}.{name}"): module._buffers[name]
-            for name in kept
-            if module._buffers[name] is not None
-        }
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                state[clean_name(f"{prefix}.{name}".removeprefix("."))] = buffer
     for name, tensor in state.items():
         if is_dtensor(tensor) or tensor.is_meta or name.endswith("_flat_param"):
             raise RuntimeError(
@@ -272,7 +272,7 @@ def _check_fused(layers: Collection[str], others: Collection[str]) -> None:
     """Raise where a server would refuse the model, before minutes of work."""
     for name in others:
         parent, _, leaf = name.rpartition(".")
-        group = next((group for group in FUSED if leaf in group), ())
+        group: tuple[str, ...] = next((group for group in FUSED if leaf in group), ())
         beside = [f"{parent}.{part}" for part in group if f"{parent}.{part}" in layers]
         if ".experts." in name:  # all of them in one kernel
             held, group = name[: name.index(".experts.") + 9], ("experts.*",)
