@@ -7,10 +7,10 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-transformers = pytest.importorskip("transformers")
 pytest.importorskip("compressed_tensors")
-if int(transformers.__version__.split(".")[0]) < 5:
-    pytest.skip("transformers 4 has a module for each expert", allow_module_level=True)
+pytest.importorskip("transformers", minversion="5", reason="transformers 4 has a module for each expert")
+
+import transformers
 
 import foundry_fp8
 from foundry_fp8.config import ConfigError
@@ -130,14 +130,14 @@ def test_logits_are_those_of_a_server_written_by_hand(tmp_path):
     twin = copy.deepcopy(model)
 
     def server(name, bias=None):
-        return Server(
-            tensors[f"{name}.weight"], tensors[f"{name}.weight_scale_inv"], (128, 128), bias, True
-        )
+        return Server(tensors[f"{name}.weight"], tensors[f"{name}.weight_scale_inv"], (128, 128), bias, True)
 
     class Experts(nn.Module):
         def __init__(self, name):
             super().__init__()
-            self.of = [[server(f"{name}.{e}.{part}_proj") for part in ("gate", "up", "down")] for e in range(4)]
+            self.of = [
+                [server(f"{name}.{e}.{part}_proj") for part in ("gate", "up", "down")] for e in range(4)
+            ]
 
         def forward(self, x, chosen, weights):
             y = torch.zeros_like(x)
