@@ -9,6 +9,8 @@ from torch import nn
 pytest.importorskip("transformers")
 pytest.importorskip("compressed_tensors")
 
+from safetensors.torch import save_file
+
 import foundry_fp8
 from foundry_fp8.config import ConfigError
 from foundry_fp8.layers.linear import FP8Linear
@@ -232,3 +234,39 @@ def test_a_mismatch_is_that_of_a_server_written_by_hand(tmp_path):
     assert foundry_fp8.rollout_mismatch(tensorwise, {"input_ids": IDS}) > 1e-8
     with pytest.raises(ConfigError, match="no layer of the model runs in FP8"):
         foundry_fp8.rollout_mismatch(llama(), {"input_ids": IDS})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("e8m0", [False, True], ids=["float", "ue8m0"])
+def test_what_masters_that_did_not_move_give_back(e8m0, dtype, tmp_path):
+    """UE8M0: the values, and the bytes but in blocks that their publisher scaled for a larger amax. Float scales: the codes, and scales that
+    the masters' rounding and the two divisions moved."""
+    published = qwen3()
+    publish(published, tmp_path / "in", e8m0=e8m0, shards=1)
+    _, before = stored(tmp_path / "in")
+    name = "model.layers.0.mlp.up_proj.weight"
+    if e8m0:  # codes of at most 224, where a quantiser of amax / 448 would take half the scale
+        before[name][:128, :128] = before[name][:128, :128].float().clamp(-224, 224).to(torch.float8_e4m3fn)
+        save_file(before, tmp_path / "in" / "model.safetensors", metadata={"format": "pt"})
+    model = empty(published, dtype)
+    foundry_fp8.load_fp8(tmp_path / "in", model)
+    foundry_fp8.apply_fp8(model, recipe={"name": "block", "power_2_scales": e8m0}, backend="emulated")
+    foundry_fp8.export_fp8(model, tmp_path / "out", dtype=str(dtype).removeprefix("torch."), layout="fp8")
+    _, after = stored(tmp_path / "out")
+    assert before.keys() == after.keys()
+    moved = 0
+    for key, scale in after.items():
+        if not key.endswith("_scale_inv"):
+            continue
+        codes = key.removesuffix("_scale_inv")
+        was, now = before[key].float(), scale.float()
+        values = [dequantised(x[codes], s, (128, 128)) for x, s in ((before, was), (after, now))]
+        same = before[codes].float() == after[codes].float()
+        if e8m0:
+            assert torch.equal(*values)
+            moved += int((was != now).sum())
+            assert bool(same.all()) is (codes != name)
+        else:
+            assert bool(same.all())
+            torch.testing.assert_close(now, was, rtol=2**-22 if dtype == torch.float32 else 2**-8, atol=0)
+    assert moved == e8m0
