@@ -149,6 +149,10 @@ class WrapperTensor(Tensor):
                 return x
             if func.namespace.endswith("c10d") or func.namespace == "_c10d_functional":
                 x.refuse(f"{func} would not reach its values")
+            if func is _aten.new_zeros.default:  # how FSDP2 makes a shard
+                x.refuse(
+                    f"{func} would be a shard in high precision. FSDP2 leaves it out by ignored_params; DDP does so itself"
+                )
             return plain.setdefault(id(x), (x, x.unpacked(x.dtype)))[1]
 
         out = func(*tree_map(unpack, args), **tree_map(unpack, kwargs))
