@@ -65,5 +65,7 @@ def adapted(folder, wrapper):
     ours = norm.weight.grad
     if wrapper == "fsdp2":
         ours = ours.full_tensor()
-        ours /= round(float(ours.norm() / alone.norm()))  # torch 2.7 adds up on gloo where it should average: 2
+        ours /= round(
+            float(ours.norm() / alone.norm())
+        )  # torch 2.7 adds up on gloo where it should average: 2
     return float((ours - alone).abs().max() / alone.abs().max())
