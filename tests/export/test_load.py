@@ -316,8 +316,9 @@ def test_an_adapter_in_fp8_is_refused(tmp_path):
         foundry_fp8.apply_fp8(model, recipe="block", backend="emulated")
 
 
-def test_a_model_on_the_meta_device_is_filled(tmp_path):
-    model = qwen3()
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_on_the_meta_device_is_filled(tied, tmp_path):
+    model = qwen3(tied)
     values = publish(model, tmp_path)
     with torch.device("meta"):
         ours = type(model)(model.config).requires_grad_(False)
@@ -327,4 +328,5 @@ def test_a_model_on_the_meta_device_is_filled(tmp_path):
     with accelerate.init_empty_weights(include_buffers=False):
         ours = type(model)(model.config).requires_grad_(False)
     foundry_fp8.load_fp8(tmp_path, ours)
+    assert (ours.lm_head.weight is ours.model.embed_tokens.weight) is tied
     assert torch.equal(ours.eval()(IDS).logits, reference(model, values).eval()(IDS).logits)
