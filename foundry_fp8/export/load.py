@@ -47,7 +47,7 @@ def load_fp8(folder: str | Path, model: nn.Module) -> list[str]:
     folder = Path(folder)
     block = _block_of(folder)
     files = _files(folder)
-    inner = next((m for m in model.modules() if hasattr(type(m), "config_class")), model)
+    inner: Any = next((m for m in model.modules() if hasattr(type(m), "config_class")), model)
     if hasattr(inner, "tie_weights") and any(p.is_meta for p in inner.parameters()):
         inner.tie_weights()  # which accelerate's init_empty_weights parts
     names = {n: n.rpartition(".") for n in inner.state_dict(keep_vars=True) if "lora_" not in n}

@@ -125,17 +125,8 @@ class FrozenFP8Weight(WrapperTensor):
     ) -> FrozenFP8Weight:
         """An hp tensor of ``dtype`` to who looks."""
         made: FrozenFP8Weight = without_memory(cls, codes, dtype=dtype)
+        made.codes, made.scale, made.block, made.scaling = codes, scale, block, scaling
         return made
-
-    def __init__(
-        self,
-        codes: Tensor,
-        scale: Tensor,
-        block: tuple[int, int] | None,
-        scaling: Scaling,
-        dtype: torch.dtype,
-    ) -> None:
-        self.codes, self.scale, self.block, self.scaling = codes, scale, block, scaling
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"FrozenFP8Weight(shape={tuple(self.shape)}, dtype={self.dtype}, scaling={self.scaling})"

@@ -293,7 +293,9 @@ def test_what_does_not_fit_is_refused(damage, said, tmp_path):
 
 
 def test_what_is_no_folder_here_is_said(tmp_path):
-    with pytest.raises(ConfigError, match=r"Qwen/Qwen3-8B-FP8: no config\.json can be read.*snapshot_download"):
+    with pytest.raises(
+        ConfigError, match=r"Qwen/Qwen3-8B-FP8: no config\.json can be read.*snapshot_download"
+    ):
         foundry_fp8.load_fp8("Qwen/Qwen3-8B-FP8", empty(qwen3()))
 
 
