@@ -162,13 +162,16 @@ def knows_blocks(layout):
     return layout == "fp8" or tuple(map(int, __version__.split(".")[:2])) > (0, 10)
 
 
-@pytest.mark.parametrize("apply", [False, True])
-@pytest.mark.parametrize("case", ["float", "ue8m0", "tensor"])
+@pytest.mark.parametrize(
+    ("case", "apply"),
+    [("float", False), ("float", True), ("ue8m0", False), ("ue8m0", True), ("tensor", False), ("tensor", True), ("channel", False)],
+)  # fmt: skip
 def test_import_then_export_gives_the_bytes_back(case, apply, tmp_path):
     kinds = {
         "float": {},
         "ue8m0": {"e8m0": True},
         "tensor": {"block": "tensor", "layout": "compressed-tensors"},
+        "channel": {"block": "channel", "layout": "compressed-tensors"},
     }
     publish(qwen3(tied=True), tmp_path / "in", **kinds[case])
     model = empty(qwen3(tied=True), torch.bfloat16).requires_grad_(False)
@@ -182,16 +185,15 @@ def test_import_then_export_gives_the_bytes_back(case, apply, tmp_path):
         with pytest.raises(RuntimeError, match=r"writes no torch.float8_e8m0fnu.*newer"):
             foundry_fp8.export_fp8(model, tmp_path / "out", layout="fp8")
         return
-    foundry_fp8.export_fp8(
-        model, tmp_path / "out", layout="compressed-tensors" if case == "tensor" else "fp8"
-    )
+    layout = kinds[case].get("layout", "fp8")
+    foundry_fp8.export_fp8(model, tmp_path / "out", layout=layout)
     (was, before), (now, after) = stored(tmp_path / "in"), stored(tmp_path / "out")
     assert before.keys() == after.keys()
     for name, value in before.items():
         assert after[name].dtype == value.dtype and torch.equal(
             after[name].view(torch.uint8), value.view(torch.uint8)
         ), name
-    if case != "tensor":
+    if layout == "fp8":
         for key in ("quant_method", "weight_block_size", "scale_fmt", "modules_to_not_convert"):
             assert was["quantization_config"].get(key) == now["quantization_config"].get(key)
 
@@ -234,6 +236,14 @@ def test_a_mismatch_is_that_of_a_server_written_by_hand(tmp_path):
     assert foundry_fp8.rollout_mismatch(tensorwise, {"input_ids": IDS}) > 1e-8
     with pytest.raises(ConfigError, match="no layer of the model runs in FP8"):
         foundry_fp8.rollout_mismatch(llama(), {"input_ids": IDS})
+
+
+def test_codes_by_blocks_that_no_recipe_has_are_refused(tmp_path):
+    publish(qwen3(), tmp_path / "in", block=(64, 128), layout="compressed-tensors")
+    model = empty(qwen3()).requires_grad_(False)
+    foundry_fp8.load_fp8(tmp_path / "in", model)
+    with pytest.raises(ConfigError, match=r"codes of model\.layers\.0\..* with scales by .*64, 128.*in full"):
+        foundry_fp8.export_fp8(model, tmp_path / "out")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
