@@ -19,7 +19,6 @@ from foundry_fp8.export.layout import ServedLinear, check_experts, check_recipe,
 from foundry_fp8.export.quantization_config import check_library, finegrained_config, quantization_config
 from foundry_fp8.layers.dtensor import is_dtensor
 from foundry_fp8.layers.frozen_weight import FrozenFP8Weight
-from foundry_fp8.layers.grouped_linear import FP8GroupedLinear
 from foundry_fp8.layers.unit_linear import FP8UnitLinear
 from foundry_fp8.model_structure.names import clean_name
 from foundry_fp8.numerics.recipes import Recipe, most_common_recipes
@@ -137,8 +136,7 @@ def export_fp8(
         )
     check_recipe(recipe, layout)
     for key, layer in layers.items():
-        if state[key].dim() == 3 or isinstance(layer, FP8GroupedLinear):
-            check_experts(inner, key, state[key], layer, recipe)
+        check_experts(inner, key, state[key], layer, recipe)
     of_meta = ({key: torch.empty(state[key].shape, device="meta") for key in keys} for keys in (layers, rest))
     quantised, others_of = (
         [

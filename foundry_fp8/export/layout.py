@@ -14,6 +14,7 @@ from foundry_fp8.config import ConfigError
 from foundry_fp8.layers.dtensor import whole
 from foundry_fp8.layers.frozen_weight import FrozenFP8Weight, recipe_of, row_scales
 from foundry_fp8.layers.gemm_layer import FP8GemmLayer
+from foundry_fp8.layers.grouped_linear import FP8GroupedLinear
 from foundry_fp8.layers.linear import FP8TransposedLinear
 from foundry_fp8.numerics.operands import quantize
 from foundry_fp8.numerics.recipes import Recipe
@@ -59,7 +60,9 @@ def check_recipe(recipe: Recipe, layout: str) -> None:
 
 
 def check_experts(model: Any, key: str, weight: Tensor, layer: Any, recipe: Recipe) -> None:
-    """Raise :class:`ConfigError` where a checkpoint has no place for a ``weight`` of experts that is one parameter; before any work."""
+    """Raise :class:`ConfigError` where a checkpoint has no place for ``weight``, if it is one parameter of experts; before any work."""
+    if weight.dim() < 3 and not isinstance(layer, FP8GroupedLinear):
+        return
     (part, *_) = checkpoint_form(model, {key: torch.empty(weight.shape, device="meta")}).values()
     block = getattr(recipe.scaling("w", 1), "block", None)
     if isinstance(weight, FrozenFP8Weight):
@@ -149,6 +152,7 @@ def stored(
     device: str | None = None,
 ) -> Iterator[tuple[str, ServedLinear]]:
     """:func:`served_weight` of the parameter ``key``, by a checkpoint's names: of experts in one parameter each expert's, gate and up apart."""
+    check_experts(model, key, weight, layer, recipe)
     if weight.dim() == 2:
         (name,) = checkpoint_form(model, {key: weight.detach()})
         yield name, served_weight(key.removesuffix(".weight"), layer, weight, recipe, dtype, device)

@@ -188,6 +188,20 @@ def test_what_no_server_reads_is_refused(make, said, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_experts_that_checkpoints_hold_together_are_refused(tmp_path):
+    """Llama 4's are ``[experts, in, out]`` on disk too."""
+    config = transformers.Llama4TextConfig(
+        vocab_size=96, hidden_size=128, intermediate_size=128, intermediate_size_mlp=128, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, num_local_experts=4, num_experts_per_tok=1, pad_token_id=0,
+    )  # fmt: skip
+    model = trained(transformers.Llama4ForCausalLM(config), "block")
+    said = r"experts\.gate_up_proj holds experts in one parameter"
+    with pytest.raises(ConfigError, match=said):
+        foundry_fp8.export_fp8(model, tmp_path / "out", layout="fp8")
+    with pytest.raises(ConfigError, match=said):
+        list(foundry_fp8.served_weights(model))
+
+
 def test_experts_out_of_fp8_are_served_so(tmp_path):
     model = trained(sparse("mixtral", ffn=192), "block", exclude=["*.experts.*"])
     foundry_fp8.export_fp8(model, tmp_path / "out", dtype="float32", layout="fp8")
