@@ -124,7 +124,8 @@ def test_block_is_served_as_it_was_trained(make, power_2, layout, tmp_path):
 @pytest.mark.parametrize(
     ("recipe", "layout"), [("block", "fp8"), ("block", "compressed-tensors"), ("mxfp8", "fp8")]
 )
-def test_the_librarys_own_reader_reads_the_weights(recipe, layout, tmp_path):
+@pytest.mark.parametrize("kind", ["llama", "tied", "qwen3"])
+def test_the_librarys_own_reader_reads_the_weights(kind, recipe, layout, tmp_path):
     """Sizes are multiples of the blocks: transformers takes a short last block for smaller blocks."""
     from transformers import AutoModelForCausalLM
     from transformers import __version__ as release
@@ -133,7 +134,12 @@ def test_the_librarys_own_reader_reads_the_weights(recipe, layout, tmp_path):
         pytest.skip("transformers 4 reads it on GPUs alone")
     if not knows_blocks(layout):
         pytest.skip("this compressed-tensors has no blocks")
-    model = trained(llama(), recipe)
+    make = {
+        "llama": llama,
+        "tied": lambda: llama(True),
+        "qwen3": lambda: qwen3(hidden_size=256, intermediate_size=384),
+    }[kind]
+    model = trained(make(), recipe)
     foundry_fp8.export_fp8(model, tmp_path, dtype="float32", layout=layout)
     _, tensors = stored(tmp_path)
     read = AutoModelForCausalLM.from_pretrained(tmp_path, torch_dtype=torch.float32)
@@ -149,8 +155,9 @@ def test_the_librarys_own_reader_reads_the_weights(recipe, layout, tmp_path):
                 assert torch.equal(theirs.weight_scale, tensors[f"{name}.{LAYOUTS[layout]}"])
             else:
                 assert torch.equal(theirs.weight, wanted)
+    assert (read.lm_head.weight is read.model.embed_tokens.weight) is (kind == "tied")
     if recipe == "block" and layout == "fp8":
-        ours = llama()
+        ours = make()
         foundry_fp8.load_fp8(tmp_path, ours)
         assert torch.equal(ours.eval()(IDS).logits, read.eval()(IDS).logits)
 
