@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from foundry_fp8.compat.checkpoint_form import checkpoint_form
+from foundry_fp8.compat.wrapper_tensor import packed_state
 from foundry_fp8.config import ConfigError, check_arguments
 from foundry_fp8.config.files import TEMPORARY, move_into, refuse_files
 from foundry_fp8.export.layout import ServedLinear, check_experts, check_recipe, recipe_run_by, stored
@@ -108,7 +109,7 @@ def export_fp8(
     check_arguments(export_fp8, {"dtype": dtype, "layout": layout}, "export")
     check_target(folder, overwrite=overwrite)
     inner = _pretrained(model)
-    state = _whole_state(inner)
+    state: dict[str, Any] = _whole_state(inner)
     owners = {clean_name(n): m for n, m in inner.named_modules(remove_duplicate=False)}
     # What a layer runs: one that the guard took out of FP8 is served in high precision.
     layers: dict[str, Any] = {}
@@ -149,9 +150,7 @@ def export_fp8(
     _check_fused(quantised, others_of)
     config = _serving_config(inner, layers.values())
     block: Any = getattr(recipe.scaling("w", 1), "block", None)
-    published = {
-        tensor.scale.dtype for tensor in map(state.__getitem__, layers) if isinstance(tensor, FrozenFP8Weight)
-    }
+    published = {state[key].scale.dtype for key in layers if isinstance(state[key], FrozenFP8Weight)}
     e8m0 = torch.float8_e8m0fnu in {recipe.scaling("w", 1).scale_dtype, *published}
     if layout == "fp8":
         config.quantization_config = finegrained_config(others_of, block=block, e8m0=e8m0)
@@ -243,11 +242,7 @@ def _serving_config(model: Any, layers: Iterable[Any]) -> Any:
 
 def _whole_state(model: Any) -> dict[str, Tensor]:
     """What ``state_dict()`` has, with weights that are kept in FP8 as they are."""
-    state = {clean_name(name): p for name, p in model.named_parameters(remove_duplicate=False)}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                state[clean_name(f"{prefix}.{name}".removeprefix("."))] = buffer
+    state = {clean_name(name): tensor for name, tensor in packed_state(model).items()}
     for name, tensor in state.items():
         if is_dtensor(tensor) or tensor.is_meta or name.endswith("_flat_param"):
             raise RuntimeError(

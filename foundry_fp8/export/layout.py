@@ -66,9 +66,7 @@ def check_experts(model: Any, key: str, weight: Tensor, layer: Any, recipe: Reci
     (part, *_) = checkpoint_form(model, {key: torch.empty(weight.shape, device="meta")}).values()
     block = getattr(recipe.scaling("w", 1), "block", None)
     if isinstance(weight, FrozenFP8Weight):
-        fits = (weight.block or block) == block or (weight.block or (0, 0))[1] == (block or weight.shape[1:])[
-            1
-        ]
+        fits = weight.block is not None and weight.block[1] == (block or weight.shape[1:])[1]
     else:
         fits = tuple(weight.shape) == (layer.experts, layer.out_features, layer.in_features)
         if part.dim() == 2 and block and len(part) < layer.out_features and len(part) % block[0]:
@@ -157,10 +155,8 @@ def stored(
         (name,) = checkpoint_form(model, {key: weight.detach()})
         yield name, served_weight(key.removesuffix(".weight"), layer, weight, recipe, dtype, device)
         return
-    experts = map(
-        (weight if isinstance(weight, FrozenFP8Weight) else whole(weight)).__getitem__, range(len(weight))
-    )
-    each = [served_weight(key, layer, one, recipe, dtype, device) for one in experts]
+    experts = weight if isinstance(weight, FrozenFP8Weight) else whole(weight)
+    each = [served_weight(key, layer, experts[e], recipe, dtype, device) for e in range(len(experts))]
     codes = checkpoint_form(model, {key: torch.stack([one.weight for one in each])})
     block = getattr(recipe.scaling("w", 1), "block", None)
     rows = [row_scales(one.weight_scale, getattr(weight, "block", block), weight.shape[1]) for one in each]
@@ -169,8 +165,9 @@ def stored(
         grid = scale[::size].clone()
         if not torch.equal(row_scales(grid, (size, 1), len(scale)).float(), scale.float()):
             raise _in_two(key, size)
-        made = {
-            "weight": codes[name].clone(),
-            "weight_scale": grid if block or recipe.by_row else grid.view(1),
-        }
-        yield name, dataclasses.replace(each[0], **made, rounding=max(one.rounding for one in each))
+        grid = grid if block or recipe.by_row else grid.view(1)
+        worst = max(one.rounding for one in each)
+        yield (
+            name,
+            dataclasses.replace(each[0], weight=codes[name].clone(), weight_scale=grid, rounding=worst),
+        )

@@ -7,7 +7,6 @@ Everything else (evaluation in high precision, adapters that are merged, checkpo
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -83,12 +82,8 @@ def recipe_of(scaling: Scaling) -> Recipe | None:
     """The recipe that multiplies a weight with ``scaling`` by its own codes in fprop, and but for ``by_row`` in dgrad, if there is one."""
     kinds: list[Recipe] = [MXFP8Scaling()]
     for power_2 in (True, False):
-        tensor = CurrentScaling(power_2_scales=power_2)
-        kinds += [
-            BlockScaling(power_2_scales=power_2),
-            tensor,
-            dataclasses.replace(tensor, granularity="row"),
-        ]
+        kinds += [BlockScaling(power_2_scales=power_2), CurrentScaling(power_2_scales=power_2)]
+        kinds.append(CurrentScaling(power_2_scales=power_2, granularity="row"))
     return next((recipe for recipe in kinds if recipe.scaling("w", 1) == scaling), None)
 
 

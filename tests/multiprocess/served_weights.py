@@ -35,7 +35,7 @@ def sharded():
 def adapted(folder, wrapper):
     """How far the gradients of what trains, after a backward over each rank's half of a batch, are from those of the whole batch on one rank.
 
-    ``wrapper``: ``ddp``, or ``fsdp2``, which refuses the codes and leaves them out where it is told to.
+    ``wrapper``: ``ddp``, or ``fsdp2``, which refuses the codes and leaves out by ``ignored_params``.
     """
     if not dist.is_initialized():
         dist.init_process_group("gloo")
