@@ -63,7 +63,7 @@ T_STEP, T_PLANNER = "planning/communication/test_step.py", "planning/memory/test
 MUTANTS = [
     Mutant(
         "export/layout.py",
-        "quantized.scale_inv * linear.output_multiplier",
+        "quantized.scale_inv * layer.output_multiplier",
         "quantized.scale_inv",
         "export/test_apply.py",
     ),

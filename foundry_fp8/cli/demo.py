@@ -29,7 +29,7 @@ def demo(
         str | None,
         typer.Option(
             help="Recipes to compare with high precision, separated by commas; with FP8 attention: delayed+attention.  "
-            f"[default: {_RECIPES[_MPT]}; of a FOG model {_RECIPES[_FOG]}]",
+            f"[default: {_RECIPES[_MPT]}; of a FOG model {_RECIPES[_FOG]}]"
         ),
     ] = None,
     output: Annotated[Path, typer.Option(help="Folder for data, runs and the report.")] = Path("demo-runs"),
@@ -38,8 +38,7 @@ def demo(
         str, typer.Option(help="mpt-gqa, or a FOG variant: fog-max, fog-opt, fog-flash, llama3, ...")
     ] = "mpt-gqa",
     yaml: Annotated[
-        Path | None,
-        typer.Option(help="LLM Foundry YAML to train instead of the model's own in yamls/demo."),
+        Path | None, typer.Option(help="LLM Foundry YAML to train instead of the model's own in yamls/demo.")
     ] = None,
     corpus: Annotated[
         Path | None,

@@ -9,13 +9,7 @@ from __future__ import annotations
 from foundry_fp8.config.tested import moved
 
 try:
-    from torch.utils._pytree import (
-        register_pytree_node,
-        tree_flatten,
-        tree_iter,
-        tree_map,
-        tree_unflatten,
-    )
+    from torch.utils._pytree import register_pytree_node, tree_flatten, tree_iter, tree_map, tree_unflatten
 except ImportError as error:
     raise moved(f"no longer has torch.utils._pytree as foundry_fp8 uses it ({error})", "pytree") from error
 

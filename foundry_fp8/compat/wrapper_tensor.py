@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from foundry_fp8.compat.pytree import tree_map
 
-__all__ = ["WrapperTensor", "WrapperView", "save_plain", "without_function_override", "without_memory"]
+__all__ = ["WrapperTensor", "WrapperView", "packed_state", "save_plain", "without_function_override", "without_memory"]  # fmt: skip
 
 _aten = torch.ops.aten
 without_function_override = torch._C.DisableTorchFunctionSubclass
@@ -149,6 +149,10 @@ class WrapperTensor(Tensor):
                 return x
             if func.namespace.endswith("c10d") or func.namespace == "_c10d_functional":
                 x.refuse(f"{func} would not reach its values")
+            if func is _aten.new_zeros.default:  # how FSDP2 makes a shard
+                x.refuse(
+                    f"{func} would be a shard in high precision. FSDP2 leaves it out by ignored_params; DDP does so itself"
+                )
             return plain.setdefault(id(x), (x, x.unpacked(x.dtype)))[1]
 
         out = func(*tree_map(unpack, args), **tree_map(unpack, kwargs))
@@ -225,6 +229,16 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Any]:
 def _rebuilt(made: Any, held: Any, meta: Any, dtype: torch.dtype, parameter: bool) -> Any:
     found = made(*(part.view(kept)[0] for kept, part in held), *meta, dtype)
     return nn.Parameter(found, requires_grad=False) if parameter else found
+
+
+def packed_state(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers of ``state_dict()``, wrappers among them as they are."""
+    state: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                state[f"{prefix}.{name}".removeprefix(".")] = buffer
+    return state
 
 
 def save_plain(module: nn.Module) -> None:

@@ -5,21 +5,21 @@ from __future__ import annotations
 import copy
 import dataclasses
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from foundry_fp8.compat.checkpoint_form import checkpoint_form
+from foundry_fp8.compat.wrapper_tensor import packed_state
 from foundry_fp8.config import ConfigError, check_arguments
 from foundry_fp8.config.files import TEMPORARY, move_into, refuse_files
-from foundry_fp8.export.layout import ServedLinear, check_recipe, recipe_run_by, served_linear
+from foundry_fp8.export.layout import ServedLinear, check_experts, check_recipe, recipe_run_by, stored
 from foundry_fp8.export.quantization_config import check_library, finegrained_config, quantization_config
 from foundry_fp8.layers.dtensor import is_dtensor
 from foundry_fp8.layers.frozen_weight import FrozenFP8Weight
-from foundry_fp8.layers.grouped_linear import FP8GroupedLinear
-from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.layers.unit_linear import FP8UnitLinear
 from foundry_fp8.model_structure.names import clean_name
 from foundry_fp8.numerics.recipes import Recipe, most_common_recipes
@@ -109,43 +109,54 @@ def export_fp8(
     check_arguments(export_fp8, {"dtype": dtype, "layout": layout}, "export")
     check_target(folder, overwrite=overwrite)
     inner = _pretrained(model)
-    grouped = (n for n, m in inner.named_modules() if isinstance(m, FP8GroupedLinear) and m.recipe)
-    stacked = (n for n, p in inner.named_parameters() if isinstance(p, FrozenFP8Weight) and p.dim() == 3)
-    experts = next((clean_name(n) for n in (*grouped, *stacked)), None)
-    if experts is not None:
-        raise ConfigError(
-            f"export: {experts} holds experts in one parameter, for which the layout has no place. Serve the checkpoint in high "
-            "precision; it is that of the BF16 model."
-        )
+    state: dict[str, Any] = _whole_state(inner)
+    owners = {clean_name(n): m for n, m in inner.named_modules(remove_duplicate=False)}
     # What a layer runs: one that the guard took out of FP8 is served in high precision.
-    linears = {clean_name(n): m for n, m in inner.named_modules(remove_duplicate=False) if isinstance(m, nn.Linear | FP8Linear)}  # fmt: skip
-    layers = {name: linear for name, linear in linears.items() if recipe_run_by(linear) is not None}
-    if not layers:
+    layers: dict[str, Any] = {}
+    rest, recipes = [], []
+    for key, tensor in state.items():
+        layer = owners.get(key, owners.get(key.removesuffix(".weight")))
+        ran = recipe_run_by(layer, tensor)
+        if ran is not None or isinstance(tensor, FrozenFP8Weight):
+            layers[key] = layer
+            recipes += [] if ran is None else [ran]
+        elif not isinstance(layer, nn.Embedding):
+            rest.append(key)
+        if isinstance(tensor, FrozenFP8Weight) and ran is None and tensor.dim() == 2:
+            raise ConfigError(f"export: no recipe multiplies by the published codes of {key} with scales by {tensor.scaling}. Export the folder that they are from, or train them in full (load_fp8).")  # fmt: skip
+    if not recipes:
         raise ConfigError(
             "export: no layer of the model is converted to FP8, so there is nothing that was trained in it. Convert it as it was "
             "trained (apply_fp8), or serve the checkpoint in high precision."
         )
-    recipe, *more = most_common_recipes(map(recipe_run_by, layers.values()))
+    recipe, *more = most_common_recipes(recipes)
     if more:
         raise ConfigError(
             f"export: the layers run {1 + len(more)} recipes ({', '.join(r.name for r in (recipe, *more))}), and the layout has one "
             "for all of them. Serve the checkpoint in high precision; it is that of the BF16 model."
         )
     check_recipe(recipe, layout)
-    others_of = [name for name in linears if name not in layers]
-    _check_fused(layers, others_of)
-    config = _serving_config(inner, layers)
-    static = recipe.scales_known
+    for key, layer in layers.items():
+        check_experts(inner, key, state[key], layer, recipe)
+    of_meta = ({key: torch.empty(state[key].shape, device="meta") for key in keys} for keys in (layers, rest))
+    quantised, others_of = (
+        [
+            name.removesuffix(".weight")
+            for name, t in checkpoint_form(inner, keys).items()
+            if name.endswith(".weight") and t.dim() == 2
+        ]
+        for keys in of_meta
+    )
+    _check_fused(quantised, others_of)
+    config = _serving_config(inner, layers.values())
     block: Any = getattr(recipe.scaling("w", 1), "block", None)
+    published = {state[key].scale.dtype for key in layers if isinstance(state[key], FrozenFP8Weight)}
+    e8m0 = torch.float8_e8m0fnu in {recipe.scaling("w", 1).scale_dtype, *published}
     if layout == "fp8":
-        scales = {
-            layer.weight.scale.dtype for layer in layers.values() if isinstance(layer.weight, FrozenFP8Weight)
-        }
-        e8m0 = torch.float8_e8m0fnu in {recipe.scaling("w", 1).scale_dtype, *scales}
         config.quantization_config = finegrained_config(others_of, block=block, e8m0=e8m0)
     else:
         config.quantization_config = quantization_config(
-            layers, others_of, static=static, by_row=recipe.by_row, block=block
+            quantised, others_of, static=recipe.scales_known, by_row=recipe.by_row, block=block
         )
     hp = getattr(torch, dtype)
     served: dict[str, ServedLinear] = {}
@@ -153,22 +164,26 @@ def export_fp8(
     # A router's bias, which servers read in float32.
     buffers = {clean_name(name) for name, _ in inner.named_buffers()}
     others: dict[int, Tensor] = {}  # by address, so that what is tied stays so
-    for key, tensor in _whole_state(inner).items():
-        name, _, leaf = key.rpartition(".")
-        if name in layers and leaf == "weight":
-            served[name] = linear = served_linear(name, layers[name], recipe, hp, "cpu")
-            scale_name = "weight_scale_inv" if layout == "fp8" else "weight_scale"
-            tensors[key], tensors[f"{name}.{scale_name}"] = linear.weight, linear.weight_scale
-            if linear.input_scale is not None:
-                tensors[f"{name}.input_scale"] = linear.input_scale
+    scale_name = "weight_scale_inv" if layout == "fp8" else "weight_scale"
+    for key, tensor in state.items():
+        if key in layers:
+            for name, linear in stored(inner, key, layers[key], tensor, recipe, hp, "cpu"):
+                name = name.removesuffix(".weight")
+                served[name] = linear
+                scale = linear.weight_scale.to(torch.float8_e8m0fnu) if e8m0 else linear.weight_scale
+                tensors[f"{name}.weight"], tensors[f"{name}.{scale_name}"] = linear.weight, scale
+                if linear.input_scale is not None:
+                    tensors[f"{name}.input_scale"] = linear.input_scale
         else:
             as_is = not tensor.is_floating_point() or key in buffers
             kept = tensor.to("cpu", tensor.dtype if as_is else hp)
-            tensors[key] = others.setdefault(tensor.data_ptr(), kept) if tensor.numel() else kept
-    for name, layer in layers.items():
-        if layer.weight.data_ptr() in others:
+            kept = others.setdefault(tensor.data_ptr(), kept) if tensor.numel() else kept
+            parts = checkpoint_form(inner, {key: kept}).items()
+            tensors |= {name: part if part.shape == kept.shape else part.clone() for name, part in parts}
+    for key in layers:
+        if state[key].data_ptr() in others:
             raise ConfigError(
-                f"export: {name} shares its weight with a layer in high precision (tied embeddings), and one tensor cannot be both. "
+                f"export: {key.removesuffix('.weight')} shares its weight with a layer in high precision (tied embeddings), and one tensor cannot be both. "
                 "Train with tie_word_embeddings: false, or leave it out of FP8."
             )
     config.torch_dtype, config.use_cache = hp, True  # training keeps no cache
@@ -209,10 +224,10 @@ def _pretrained(model: nn.Module) -> Any:
     return found
 
 
-def _serving_config(model: Any, layers: Mapping[str, nn.Module]) -> Any:
+def _serving_config(model: Any, layers: Iterable[Any]) -> Any:
     """A copy of the model's configuration, which says that the weights' scales hold the multipliers."""
     config = copy.deepcopy(model.config)
-    if any(isinstance(layer, FP8UnitLinear) for layer in layers.values()):
+    if any(isinstance(layer, FP8UnitLinear) for layer in layers):
         if config.model_type == "mus":
             config.hidden_multiplier = 1.0
         elif config.model_type == "mpt" and isinstance(getattr(config, "fc_type", None), dict):
@@ -226,7 +241,8 @@ def _serving_config(model: Any, layers: Mapping[str, nn.Module]) -> Any:
 
 
 def _whole_state(model: Any) -> dict[str, Tensor]:
-    state = {clean_name(name): tensor for name, tensor in model.state_dict().items()}
+    """What ``state_dict()`` has, with weights that are kept in FP8 as they are."""
+    state = {clean_name(name): tensor for name, tensor in packed_state(model).items()}
     for name, tensor in state.items():
         if is_dtensor(tensor) or tensor.is_meta or name.endswith("_flat_param"):
             raise RuntimeError(
@@ -236,7 +252,12 @@ def _whole_state(model: Any) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in state.items()}
 
 
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
+FUSED = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+)
 """Linears of one module that vLLM runs as one, all in FP8 or none."""
 
 
@@ -244,8 +265,11 @@ def _check_fused(layers: Collection[str], others: Collection[str]) -> None:
     """Raise where a server would refuse the model, before minutes of work."""
     for name in others:
         parent, _, leaf = name.rpartition(".")
-        group = next((group for group in FUSED if leaf in group), ())
+        group: tuple[str, ...] = next((group for group in FUSED if leaf in group), ())
         beside = [f"{parent}.{part}" for part in group if f"{parent}.{part}" in layers]
+        if ".experts." in name:  # all of them in one kernel
+            held, group = name[: name.index(".experts.") + 9], ("experts.*",)
+            beside = [layer for layer in layers if layer.startswith(held)][:1]
         if beside:
             globs = ", ".join(f'"*.{part}"' for part in group)
             raise ConfigError(

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from foundry_fp8.compat.checkpoint_form import checkpoint_form
 from foundry_fp8.config import ConfigError
 from foundry_fp8.layers.dtensor import whole
-from foundry_fp8.layers.frozen_weight import FrozenFP8Weight, recipe_of
-from foundry_fp8.layers.linear import FP8Linear, FP8TransposedLinear
+from foundry_fp8.layers.frozen_weight import FrozenFP8Weight, recipe_of, row_scales
+from foundry_fp8.layers.gemm_layer import FP8GemmLayer
+from foundry_fp8.layers.grouped_linear import FP8GroupedLinear
+from foundry_fp8.layers.linear import FP8TransposedLinear
 from foundry_fp8.numerics.operands import quantize
 from foundry_fp8.numerics.recipes import Recipe
 
-__all__ = ["ServedLinear", "check_recipe", "recipe_run_by", "served_linear"]
+__all__ = ["ServedLinear", "check_experts", "check_recipe", "recipe_run_by", "served_weight", "stored"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,18 +59,43 @@ def check_recipe(recipe: Recipe, layout: str) -> None:
         )
 
 
-def recipe_run_by(module: nn.Module) -> Recipe | None:
-    """What ``module`` multiplies its weight by: its recipe, that of a published weight's codes, or ``None`` in high precision."""
-    weight = module._parameters.get("weight")
+def check_experts(model: Any, key: str, weight: Tensor, layer: Any, recipe: Recipe) -> None:
+    """Raise :class:`ConfigError` where a checkpoint has no place for ``weight``, if it is one parameter of experts; before any work."""
+    if weight.dim() < 3 and not isinstance(layer, FP8GroupedLinear):
+        return
+    (part, *_) = checkpoint_form(model, {key: torch.empty(weight.shape, device="meta")}).values()
+    block = getattr(recipe.scaling("w", 1), "block", None)
+    if isinstance(weight, FrozenFP8Weight):
+        fits = weight.block is not None and weight.block[1] == (block or weight.shape[1:])[1]
+    else:
+        fits = tuple(weight.shape) == (layer.experts, layer.out_features, layer.in_features)
+        if part.dim() == 2 and block and len(part) < layer.out_features and len(part) % block[0]:
+            raise _in_two(key, block[0])
+    if part.dim() != 2 or not fits:
+        raise ConfigError(
+            f"export: {key} holds experts in one parameter, for which the layout has no place. Serve the checkpoint in high "
+            "precision; it is that of the BF16 model."
+        )
+
+
+def _in_two(key: str, rows: int) -> ConfigError:
+    return ConfigError(
+        f"export: {key}: a block of {rows} rows lies in gate_proj and in up_proj, which checkpoints have apart. Train experts of a multiple "
+        f'of {rows} features, or leave them out of FP8 (algorithms.fp8.exclude: ["*.experts.*"]).'
+    )
+
+
+def recipe_run_by(layer: Any, weight: Any) -> Recipe | None:
+    """What ``layer`` multiplies its ``weight`` by: its recipe, that of a published weight's codes, or ``None`` in high precision."""
     if isinstance(weight, FrozenFP8Weight):
         return recipe_of(weight.scaling)
-    return module.recipe if isinstance(module, FP8Linear) and module.fprop == "fp8" else None
+    return layer.recipe if isinstance(layer, FP8GemmLayer) and layer.fprop == "fp8" else None
 
 
-def served_linear(
-    name: str, linear: Any, recipe: Recipe, dtype: torch.dtype, device: str | None = None
+def served_weight(
+    name: str, layer: Any, weight: Tensor, recipe: Recipe, dtype: torch.dtype, device: str | None = None
 ) -> ServedLinear:
-    """What ``linear`` runs with in its forward, for a server.
+    """What ``layer`` multiplies by in its forward, for a server: of ``weight``, its own or that of one of its experts.
 
     The weight is rounded as in training: to ``dtype``, what the forward computes in, then to E4M3. ``unit``: constant scales, and
     the output multiplier becomes the weight's. ``delayed``: the scales of the next forward. ``current``: the weight's amax, and
@@ -76,22 +105,22 @@ def served_linear(
         ConfigError: Its recipe has scales of another form (:func:`check_recipe`), or it holds its weight transposed.
         RuntimeError: No delayed scale was ever set, or the weight is not finite.
     """
-    if isinstance(linear, FP8TransposedLinear):
+    if isinstance(layer, FP8TransposedLinear):
         raise ConfigError(
             f"{name}: it holds its weight as [in, out] (transformers' Conv1D), for which this layout has no form."
         )
     scale_dtype = recipe.scaling("w", 1).scale_dtype
-    if isinstance(linear.weight, FrozenFP8Weight):
+    if isinstance(weight, FrozenFP8Weight):
         published = None if scale_dtype == torch.float32 else scale_dtype
-        scale = torch.atleast_1d(linear.weight.scale).to(device, published)
-        return ServedLinear(weight=linear.weight.codes.to(device), weight_scale=scale, input_scale=None, rounding=0.0)  # fmt: skip
-    slots: Any = linear.slots or {}
+        scale = torch.atleast_1d(weight.scale).to(device, published)
+        return ServedLinear(weight=weight.codes.to(device), weight_scale=scale, input_scale=None, rounding=0.0)  # fmt: skip
+    slots: Any = layer.slots or {}
     if recipe.uses_history and not bool((slots["x"].amax_history != 0).any()):
         raise RuntimeError(
             f"{name}: no input was ever seen, so that there is no scale for it. Export after training, or load the FP8 state of "
             "a checkpoint first (FP8State.load_state_dict)."
         )
-    weight = whole(linear.matrix.detach()).to(device, dtype)
+    weight = whole(weight.detach()).to(device, dtype)
     given = slots["w"].scale if recipe.uses_history else None
     quantized = quantize(weight, "w", recipe, along=1, scale=given)
     if not bool(torch.isfinite(weight).all()):
@@ -102,10 +131,43 @@ def served_linear(
     elif recipe.scales_known:
         input_scale = torch.ones(1, dtype=torch.float32, device=weight.device)
     restored = quantized.dequantize()
-    weight_scale = torch.atleast_1d(quantized.scale_inv * linear.output_multiplier)
+    weight_scale = torch.atleast_1d(quantized.scale_inv * layer.output_multiplier)
     return ServedLinear(
         weight=quantized.data,
         weight_scale=weight_scale.to(scale_dtype),
         input_scale=input_scale,
         rounding=float((restored - weight.float()).norm() / weight.float().norm().clamp(min=1e-30)),
     )
+
+
+def stored(
+    model: Any,
+    key: str,
+    layer: Any,
+    weight: Tensor,
+    recipe: Recipe,
+    dtype: torch.dtype,
+    device: str | None = None,
+) -> Iterator[tuple[str, ServedLinear]]:
+    """:func:`served_weight` of the parameter ``key``, by a checkpoint's names: of experts in one parameter each expert's, gate and up apart."""
+    check_experts(model, key, weight, layer, recipe)
+    if weight.dim() == 2:
+        (name,) = checkpoint_form(model, {key: weight.detach()})
+        yield name, served_weight(key.removesuffix(".weight"), layer, weight, recipe, dtype, device)
+        return
+    experts = weight if isinstance(weight, FrozenFP8Weight) else whole(weight)
+    each = [served_weight(key, layer, experts[e], recipe, dtype, device) for e in range(len(experts))]
+    codes = checkpoint_form(model, {key: torch.stack([one.weight for one in each])})
+    block = getattr(recipe.scaling("w", 1), "block", None)
+    rows = [row_scales(one.weight_scale, getattr(weight, "block", block), weight.shape[1]) for one in each]
+    for name, scale in checkpoint_form(model, {key: torch.stack(rows)}).items():
+        size = block[0] if block else 1 if recipe.by_row else len(scale)
+        grid = scale[::size].clone()
+        if not torch.equal(row_scales(grid, (size, 1), len(scale)).float(), scale.float()):
+            raise _in_two(key, size)
+        grid = grid if block or recipe.by_row else grid.view(1)
+        worst = max(one.rounding for one in each)
+        yield (
+            name,
+            dataclasses.replace(each[0], weight=codes[name].clone(), weight_scale=grid, rounding=worst),
+        )

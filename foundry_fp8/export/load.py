@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from foundry_fp8.compat.wrapper_tensor import save_plain
 from foundry_fp8.config import ConfigError
-from foundry_fp8.layers.frozen_weight import FrozenFP8Weight, scaling_of
+from foundry_fp8.layers.frozen_weight import FrozenFP8Weight, row_scales, scaling_of
 from foundry_fp8.model_structure.names import clean_name
 from foundry_fp8.surgery.published import SCALES, leave_frozen_out_of_ddp, published_weight
 
@@ -44,22 +44,22 @@ def load_fp8(folder: str | Path, model: nn.Module) -> list[str]:
         >>> model = AutoModelForCausalLM.from_config(config).requires_grad_(False)
         >>> load_fp8("Qwen3-8B-FP8", model)
     """
-    from safetensors import safe_open
-
     folder = Path(folder)
     block = _block_of(folder)
-    files = {key: file for path in folder.glob("*.safetensors") for file in [safe_open(path, "pt")] for key in file.keys()}  # noqa: SIM118  # fmt: skip
-    inner = next((m for m in model.modules() if hasattr(type(m), "config_class")), model)
+    files = _files(folder)
+    inner: Any = next((m for m in model.modules() if hasattr(type(m), "config_class")), model)
+    if hasattr(inner, "tie_weights") and any(p.is_meta for p in inner.parameters()):
+        inner.tie_weights()  # which accelerate's init_empty_weights parts
     names = {n: n.rpartition(".") for n in inner.state_dict(keep_vars=True) if "lora_" not in n}
     places = {clean_name(n).replace(".base_layer", ""): (inner.get_submodule(at), leaf) for n, (at, _, leaf) in names.items()}  # fmt: skip
     sources = _sources(folder, inner, places, files)
 
     def weight(key: str, dtype: torch.dtype) -> Tensor:
         codes: Tensor = files[key].get_tensor(key)
-        if codes.element_size() > 1 or not codes.dtype.is_floating_point:
-            return codes
         beside = (f"{key.removesuffix('weight')}{name}" for name in (*SCALES, "_scale_inv"))
         scale = next((name for name in beside if name in files), None)
+        if scale is None and codes.element_size() > 1:
+            return codes
         if scale is None:
             raise ConfigError(f"{folder}: {key} is {codes.dtype}, and no {' or '.join(SCALES)} is beside it.")
         return published_weight(key, codes, files[scale].get_tensor(scale), block, dtype)
@@ -89,19 +89,38 @@ def load_fp8(folder: str | Path, model: nn.Module) -> list[str]:
 
 def _block_of(folder: Path) -> tuple[int, int] | None:
     """Rows and columns of a block; ``None`` for scales of rows or tensors."""
-    config = json.loads((folder / "config.json").read_text())
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder}: no config.json can be read ({error}). load_fp8 takes a folder on this disk, as snapshot_download of huggingface_hub makes one.") from error  # fmt: skip
     found = config.get("quantization_config") or {}
     said = {str(found.get("weight_block_size"))} if found.get("quant_method") == "fp8" else set()
     if found.get("quant_method") == "compressed-tensors" and found.get("format") in ("float-quantized", "naive-quantized"):  # fmt: skip
         groups = found["config_groups"].values()
         said = {str((group.get("weights") or {}).get("block_structure")) for group in groups}
-    if len(said) != 1:
+    numbers = [int(n) for n in re.findall(r"\d+", next(iter(said), ""))]
+    if len(said) != 1 or len(numbers) not in (0, 2) or 0 in numbers:
         raise ConfigError(
             f"{folder}: its quantization_config is {found.get('quant_method')!r} {found.get('format', '')}; fp8 (FineGrainedFP8) and "
             "compressed-tensors (float-quantized, one block size) are read. Load others with transformers, dequantised."
         )
-    numbers = [int(n) for n in re.findall(r"\d+", said.pop())]
     return (numbers[0], numbers[1]) if numbers else None
+
+
+def _files(folder: Path) -> dict[str, Any]:
+    """By key the open file that holds it: those that the index names, where there is one."""
+    from safetensors import SafetensorError, safe_open
+
+    index = folder / "model.safetensors.index.json"
+    named = json.loads(index.read_text())["weight_map"].values() if index.exists() else ()
+    found: dict[str, Any] = {}
+    for path in sorted({folder / name for name in named} or folder.glob("*.safetensors")):
+        try:
+            file: Any = safe_open(path, "pt")
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"{path} cannot be read ({error}). Download it again.") from error
+        found |= dict.fromkeys(file.keys(), file)
+    return found
 
 
 def _sources(folder: Path, model: nn.Module, places: Mapping[str, Any], files: Mapping[str, Any]) -> dict[str, Any]:  # fmt: skip
@@ -129,26 +148,22 @@ def _sources(folder: Path, model: nn.Module, places: Mapping[str, Any], files: M
 
 
 def _stacked(experts: list[list[str]], dtype: torch.dtype, weight: Callable[..., Tensor]) -> Tensor:
-    """``[experts, out_features, in_features]``: an expert's parts one under the other. A scale a row, as blocks may end within a part."""
+    """``[experts, out_features, in_features]``: an expert's parts one under the other. Where blocks end within a part, a scale a row."""
     codes = scales = torch.empty(0, dtype=dtype, device="cpu")
     block = None
     for i, keys in enumerate(experts):
-        parts = [weight(key, dtype) for key in keys]
+        parts: list[Any] = [weight(key, dtype) for key in keys]
         mine = torch.cat([getattr(part, "codes", part) for part in parts])
         codes = codes if i else mine.new_empty(len(experts), *mine.shape)
         codes[i] = mine
         if isinstance(parts[0], FrozenFP8Weight):
-            block = (1, parts[0].block[1] if parts[0].block else mine.shape[1])
-            of_rows = torch.cat([_by_row(part) for part in parts])
-            scales = scales if i else of_rows.new_empty(len(experts), *of_rows.shape)
-            scales[i] = of_rows
+            block = parts[0].block or (1, mine.shape[1])
+            if any(len(part) % block[0] for part in parts[:-1]):
+                block = (1, block[1])
+            grid = torch.cat([row_scales(part.scale, part.block, len(part))[:: block[0]] for part in parts])
+            scales = scales if i else grid.new_empty(len(experts), *grid.shape)
+            scales[i] = grid
     return codes if block is None else FrozenFP8Weight(codes, scales, block, scaling_of(scales, block, codes.shape[2]), dtype)  # fmt: skip
-
-
-def _by_row(part: Any) -> Tensor:
-    if part.block is None:
-        return part.scale.float().expand(len(part), 1)  # type: ignore[no-any-return]
-    return part.scale.float().repeat_interleave(part.block[0], 0)[: len(part)]  # type: ignore[no-any-return]
 
 
 def _fill(module: nn.Module, leaf: str, values: Iterable[Tensor]) -> None:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from foundry_fp8.backends.emulated.gemm import scaled_mm
+from foundry_fp8.compat.checkpoint_form import checkpoint_form
 from foundry_fp8.config import ConfigError, check_arguments
-from foundry_fp8.export.layout import recipe_run_by, served_linear
+from foundry_fp8.export.layout import recipe_run_by, served_weight, stored
 from foundry_fp8.layers.autocast import compute_dtype
 from foundry_fp8.layers.dtensor import whole
 from foundry_fp8.layers.frozen_weight import in_high_precision
@@ -40,14 +41,14 @@ def served_weights(
     """
     owners = {clean_name(name): module for name, module in model.named_modules()}
     for name, parameter in model.named_parameters():
-        name, value = clean_name(name), parameter.detach()
-        owner, _, leaf = name.rpartition(".")
-        recipe = recipe_run_by(owners[owner]) if leaf == "weight" else None
-        if recipe is None:
-            yield name, in_high_precision(whole(value), dtype), None
+        key = clean_name(name)
+        layer = owners.get(key, owners.get(key.removesuffix(".weight")))
+        if (recipe := recipe_run_by(layer, parameter)) is None:
+            plain = in_high_precision(whole(parameter.detach()), dtype)
+            yield from ((n, value, None) for n, value in checkpoint_form(model, {key: plain}).items())
         else:
-            served = served_linear(owner, owners[owner], recipe, dtype)
-            yield name, served.weight, served.weight_scale
+            for n, served in stored(model, key, layer, parameter, recipe, dtype):
+                yield n, served.weight, served.weight_scale
 
 
 @torch.no_grad()
@@ -68,7 +69,9 @@ def rollout_mismatch(
         ConfigError: Nothing runs in FP8.
     """
     check_arguments(rollout_mismatch, {"scales": scales}, "rollout_mismatch")
-    layers = {n: m for n, m in model.named_modules() if isinstance(m, FP8Linear) and recipe_run_by(m)}
+    layers = {
+        n: m for n, m in model.named_modules() if isinstance(m, FP8Linear) and recipe_run_by(m, m.weight)
+    }
     if not layers:
         raise ConfigError("rollout_mismatch: no layer of the model runs in FP8. Convert it (apply_fp8).")
 
@@ -98,7 +101,7 @@ def _server(name: str, recipe: Any, scales: str) -> Callable[..., Tensor]:
 
     def run(layer: Any, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
         dtype = compute_dtype(args[0])
-        served = served_linear(name, layer, recipe, dtype)
+        served = served_weight(name, layer, layer.weight, recipe, dtype)
         known = None if served.input_scale is None else served.input_scale[0].reciprocal()
         a = quantize(args[0].to(dtype).flatten(0, -2), "x", inputs, scale=known)
         scale = served.weight_scale.float()

@@ -150,15 +150,7 @@ def _source_of(source_ptr, rows, P):
 
 @triton.jit
 def _group_amax_kernel(
-    x_ptr,
-    x_stride,
-    group_ptr,
-    source_ptr,
-    amax_ptr,
-    P,
-    C,
-    TILE_R: tl.constexpr,
-    TILE_C: tl.constexpr,
+    x_ptr, x_stride, group_ptr, source_ptr, amax_ptr, P, C, TILE_R: tl.constexpr, TILE_C: tl.constexpr
 ):
     rows = tl.program_id(0) * TILE_R + tl.arange(0, TILE_R)
     source, real = _source_of(source_ptr, rows, P)

@@ -17,15 +17,7 @@ from torch import Tensor
 
 from foundry_fp8.kernels.launch import AS_WRITTEN, aligned, as_rows, check_hp, launch, tiles
 
-__all__ = [
-    "ACTIVATIONS",
-    "GRADIENT",
-    "GRADIENT_OF_UP",
-    "ROUNDED_NORM",
-    "Producer",
-    "load_tile",
-    "produce",
-]
+__all__ = ["ACTIVATIONS", "GRADIENT", "GRADIENT_OF_UP", "ROUNDED_NORM", "Producer", "load_tile", "produce"]
 
 IDENTITY = tl.constexpr(0)
 NORM = tl.constexpr(1)

@@ -25,6 +25,7 @@ __all__ = [
     "in_high_precision",
     "keep_in_fp8",
     "recipe_of",
+    "row_scales",
     "scaling_of",
 ]
 
@@ -69,12 +70,20 @@ def scaling_of(scale: Tensor, block: tuple[int, int] | None, columns: int) -> Sc
     return MXBlocks(block) if power_2 and block == (1, MXFP8Scaling.block_size) else Blocks(block, power_2)
 
 
+def row_scales(scale: Tensor, block: tuple[int, int] | None, rows: int) -> Tensor:
+    """Those of each row, ``[rows, blocks of columns]``, in the dtype of ``scale``: one (``block`` is ``None``), one a row or one a block."""
+    plain = scale.view(torch.uint8) if scale.element_size() == 1 else scale  # not every torch copies E8M0
+    if block is None:
+        return plain.reshape(-1, 1).expand(rows, 1).view(scale.dtype)
+    return plain.repeat_interleave(block[0], 0)[:rows].view(scale.dtype)
+
+
 def recipe_of(scaling: Scaling) -> Recipe | None:
-    """The recipe that multiplies a weight with ``scaling`` by its own codes in fprop and dgrad, if there is one."""
+    """The recipe that multiplies a weight with ``scaling`` by its own codes in fprop, and but for ``by_row`` in dgrad, if there is one."""
     kinds: list[Recipe] = [MXFP8Scaling()]
-    kinds += [
-        kind(power_2_scales=power_2) for kind in (BlockScaling, CurrentScaling) for power_2 in (True, False)
-    ]
+    for power_2 in (True, False):
+        kinds += [BlockScaling(power_2_scales=power_2), CurrentScaling(power_2_scales=power_2)]
+        kinds.append(CurrentScaling(power_2_scales=power_2, granularity="row"))
     return next((recipe for recipe in kinds if recipe.scaling("w", 1) == scaling), None)
 
 
@@ -111,17 +120,8 @@ class FrozenFP8Weight(WrapperTensor):
     ) -> FrozenFP8Weight:
         """An hp tensor of ``dtype`` to who looks."""
         made: FrozenFP8Weight = without_memory(cls, codes, dtype=dtype)
+        made.codes, made.scale, made.block, made.scaling = codes, scale, block, scaling
         return made
-
-    def __init__(
-        self,
-        codes: Tensor,
-        scale: Tensor,
-        block: tuple[int, int] | None,
-        scaling: Scaling,
-        dtype: torch.dtype,
-    ) -> None:
-        self.codes, self.scale, self.block, self.scaling = codes, scale, block, scaling
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"FrozenFP8Weight(shape={tuple(self.shape)}, dtype={self.dtype}, scaling={self.scaling})"

@@ -70,11 +70,7 @@ class Quantized:
         if self.block is None:
             return dataclasses.replace(self, data=self.data.t())
         return dataclasses.replace(
-            self,
-            data=self.data.t(),
-            scale_inv=self.scale_inv.t(),
-            block=self.block[::-1],
-            amax=self.amax.t(),
+            self, data=self.data.t(), scale_inv=self.scale_inv.t(), block=self.block[::-1], amax=self.amax.t()
         )
 
     def expanded(self, per_block: Tensor) -> Tensor:
@@ -98,8 +94,7 @@ def block_amax(x: Tensor, block: tuple[int, int]) -> Tensor:
     """Max |x| of each block, float32 ``[ceil(R / block[0]), ceil(C / block[1])]``; elements past the edge count as 0."""
     rows, columns = x.shape
     padded = torch.nn.functional.pad(
-        x.float().abs().nan_to_num(nan=0.0, posinf=torch.inf),
-        (0, -columns % block[1], 0, -rows % block[0]),
+        x.float().abs().nan_to_num(nan=0.0, posinf=torch.inf), (0, -columns % block[1], 0, -rows % block[0])
     )
     tiled = padded.view(padded.shape[0] // block[0], block[0], padded.shape[1] // block[1], block[1])
     return tiled.amax(dim=(1, 3))

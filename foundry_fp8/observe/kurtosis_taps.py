@@ -109,10 +109,7 @@ class Tap:
 
 
 def find_taps(
-    model: nn.Module,
-    *,
-    tensors: Mapping[str, Sequence[str]] | None = None,
-    key: str = "kurtosis",
+    model: nn.Module, *, tensors: Mapping[str, Sequence[str]] | None = None, key: str = "kurtosis"
 ) -> list[Tap]:
     """The tensors of ``model`` to watch: those of the preset whose QKV projection it has; of any other model what its blocks give and its
     linears are given.

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from foundry_fp8.compat.compiled_model import is_compiled
 from foundry_fp8.config import ConfigError, Positive, accept, from_mapping
 from foundry_fp8.distributed.compression.apply import wrapper_of
+from foundry_fp8.layers.frozen_weight import FrozenFP8Weight
 from foundry_fp8.layers.unit_linear import choose_gradient_scale
 from foundry_fp8.model_structure.applied import applied
 from foundry_fp8.model_structure.unchanged import as_it_was_if_it_fails
@@ -148,6 +149,8 @@ class FP8Run:
             return None
         with as_it_was_if_it_fails(model):
             report = apply_fp8(model, device=settings.device, **self.options)
+            if settings.fsdp is not None and any(isinstance(p, FrozenFP8Weight) for p in model.parameters()):
+                raise ConfigError(f"{self.key}: FSDP would make the frozen weights' FP8 codes plain. Use DDP, or train in full: load them into parameters that require gradients.")  # fmt: skip
             send_frozen(model)
             self.report, self.state, self._trace = report, FP8Parts(model), ForwardTrace(model)
             self.state.fp8.held = self.policy.held(defaultdict(int))

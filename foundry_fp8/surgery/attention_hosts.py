@@ -77,10 +77,7 @@ class MPTAttention(nn.Module):
     """Stands in for Foundry's attention function, with its signature; ``attn_impl: torch``."""
 
     def __init__(
-        self,
-        attention: FP8DotProductAttention,
-        original: Callable[..., Any],
-        masks: BatchMasks,
+        self, attention: FP8DotProductAttention, original: Callable[..., Any], masks: BatchMasks
     ) -> None:
         super().__init__()
         self.fp8 = attention
@@ -129,13 +126,7 @@ class MPTAttention(nn.Module):
         return out.transpose(1, 2).flatten(2), None, past_key_value
 
     def _mask(
-        self,
-        bias: Tensor | None,
-        padding: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        causal: bool,
-        size: int,
+        self, bias: Tensor | None, padding: Tensor | None, q: Tensor, k: Tensor, causal: bool, size: int
     ) -> AttentionMask:
         queries, keys = q.shape[2], k.shape[2]
         window = None if size == -1 or size >= keys else (size, size)

@@ -39,15 +39,14 @@ def published_weight(
     """
     rows, columns = codes.shape[-2:]
     scale = scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale
-    if scale.numel() == 1 and codes.dim() == 2 and block is None:
-        return FrozenFP8Weight(codes, scale.reshape(()), None, scaling_of(scale, None, columns), dtype)
-    if block is None:
+    if block is None and (scale.numel() > 1 or codes.dim() > 2):
         block, scale = (1, columns), scale.reshape(*codes.shape[:-2], -1, 1)
-    grid = [*codes.shape[:-2], -(-rows // block[0]), -(-columns // block[1])]
-    if codes.dtype != torch.float8_e4m3fn or [*scale.shape] != grid:
+    scale = scale if block else scale.reshape(())
+    grid = [*codes.shape[:-2], -(-rows // block[0]), -(-columns // block[1])] if block else []
+    if codes.dtype != torch.float8_e4m3fn or not scale.is_floating_point() or [*scale.shape] != grid:
         raise ConfigError(
-            f"{name}: scales {[*scale.shape]} do not fit a weight {[*codes.shape]} {codes.dtype} in blocks of {block[0]} x {block[1]}: float8_e4m3fn "
-            f"with {grid} would. Correct weight_block_size in config.json's quantization_config, or dequantise the checkpoint."
+            f"{name}: scales {[*scale.shape]} {scale.dtype} do not fit a weight {[*codes.shape]} {codes.dtype} in blocks of {block or 'all of it'}: "
+            f"float8_e4m3fn with {grid} would. Correct weight_block_size in config.json's quantization_config, or dequantise the checkpoint."
         )
     return FrozenFP8Weight(codes, scale, block, scaling_of(scale, block, columns), dtype)
 
@@ -61,6 +60,9 @@ def adopted(model: nn.Module) -> Iterator[None]:
     found = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and _scale_of(m) is not None}
     scaled = {id(p) for module in found.values() for p in module.parameters(recurse=False)}
     dtypes = [p.dtype for p in model.parameters() if p.is_floating_point() and id(p) not in scaled]
+    for name, p in model.named_parameters():
+        if p.requires_grad and p.is_floating_point() and p.element_size() == 1 and id(p) not in scaled:
+            raise ConfigError(f"{name} trains in {p.dtype}, as PEFT makes an adapter of a base in FP8. Cast it to bfloat16 (its module's .to()), or adapt a model that load_fp8 filled.")  # fmt: skip
     for name, module in found.items():
         replace_module(model, name, _linear_of(name, module, dtypes[0] if dtypes else torch.bfloat16))
     yield

@@ -119,3 +119,22 @@ def test_fsdp_is_refused():
     state = SimpleNamespace(fsdp_config=FSDPConfig(), precision=Precision.AMP_BF16)
     with pytest.raises(ConfigError, match=r"algorithms\.fp8\.frozen_weights: fp8 does not run under FSDP"):
         FP8(frozen_weights="fp8").apply(Event.INIT, state, None)
+
+
+def test_fsdp_beside_published_codes_is_refused(tmp_path):
+    """Which FSDP1 would flatten without a word; the model is as it was."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("safetensors")
+    import foundry_fp8
+    from foundry_fp8.run.settings import Run
+    from tests.export.published import publish, qwen3
+
+    publish(qwen3(), tmp_path)
+    model = qwen3().requires_grad_(False)
+    foundry_fp8.load_fp8(tmp_path, model)
+    run = foundry_fp8.FP8Run(recipe={"name": "block", "power_2_scales": False}, backend="emulated")
+    with pytest.raises(ConfigError, match=r"FSDP would make the frozen weights' FP8 codes plain. Use DDP"):
+        run.convert(model, Run(fsdp=FSDPConfig()))
+    assert isinstance(model, transformers.Qwen3ForCausalLM) and not any(
+        "FP8" in type(m).__name__ for m in model.modules()
+    )

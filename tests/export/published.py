@@ -118,28 +118,28 @@ def publish(
     return values
 
 
-def deepseek():
+def deepseek(ffn=192, **sizes):
     """Two layers of DeepSeek-V3's shape: latent attention whose sizes are no multiples of 128, a dense and a sparse block."""
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
     torch.manual_seed(0)
     config = DeepseekV3Config(
-        vocab_size=160, hidden_size=256, intermediate_size=384, moe_intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=160, hidden_size=256, intermediate_size=384, moe_intermediate_size=ffn, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=4, n_shared_experts=1, n_routed_experts=4, num_experts_per_tok=2, n_group=2, topk_group=1, first_k_dense_replace=1,
-        kv_lora_rank=144, q_lora_rank=96, qk_rope_head_dim=32, qk_nope_head_dim=48, v_head_dim=48, max_position_embeddings=64,
-        pad_token_id=0, bos_token_id=0, eos_token_id=1,
+        max_position_embeddings=64, pad_token_id=0, bos_token_id=0, eos_token_id=1,
+        **{"kv_lora_rank": 144, "q_lora_rank": 96, "qk_rope_head_dim": 32, "qk_nope_head_dim": 48, "v_head_dim": 48} | sizes,
     )  # fmt: skip
     return DeepseekV3ForCausalLM(config)
 
 
-def qwen3(tied=False):
+def qwen3(tied=False, **sizes):
     """Two layers of Qwen3's shape."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=160, hidden_size=192, intermediate_size=320, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
-        max_position_embeddings=64, tie_word_embeddings=tied, pad_token_id=0, bos_token_id=0, eos_token_id=1,
+        vocab_size=160, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=64, max_position_embeddings=64,
+        tie_word_embeddings=tied, pad_token_id=0, bos_token_id=0, eos_token_id=1, **{"hidden_size": 192, "intermediate_size": 320} | sizes,
     )  # fmt: skip
     return Qwen3ForCausalLM(config)
 

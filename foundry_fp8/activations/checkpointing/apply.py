@@ -93,11 +93,7 @@ class CheckpointingReport:
 
 
 def apply_activation_checkpointing(
-    model: nn.Module,
-    *,
-    targets: Targets = None,
-    policy: Policy = "full",
-    offload: bool = False,
+    model: nn.Module, *, targets: Targets = None, policy: Policy = "full", offload: bool = False
 ) -> CheckpointingReport:
     """Recompute the chosen modules in backward instead of keeping what they save. Never reentrant.
 

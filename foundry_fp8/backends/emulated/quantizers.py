@@ -28,13 +28,7 @@ _SLAB = 1 << 21
 
 
 def quantize_operand(
-    x: Tensor,
-    operand: Operand,
-    recipe: Recipe,
-    *,
-    along: int,
-    scale: Tensor | None = None,
-    number: int = 0,
+    x: Tensor, operand: Operand, recipe: Recipe, *, along: int, scale: Tensor | None = None, number: int = 0
 ) -> Quantized:
     """:func:`foundry_fp8.numerics.operands.quantize`, faster where there is a way."""
     fmt, scaling = recipe.format(operand), recipe.scaling(operand, along).of_pass(number)

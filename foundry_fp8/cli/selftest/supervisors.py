@@ -80,11 +80,7 @@ class Supervisors:
             return failed or bool(self._store.check([failed_key]))
 
         ends = run_processes(
-            order["command"],
-            self._environments(order),
-            log,
-            limit_s=order["limit_s"],
-            stop=stop,
+            order["command"], self._environments(order), log, limit_s=order["limit_s"], stop=stop
         )
         if not self._launched:
             return ends

@@ -22,15 +22,7 @@ from foundry_fp8.config import (
     one_of,
 )
 
-__all__ = [
-    "ACTIVATIONS",
-    "SIZES",
-    "VARIANTS",
-    "Architecture",
-    "DecoderConfig",
-    "FogConfig",
-    "check_heads",
-]
+__all__ = ["ACTIVATIONS", "SIZES", "VARIANTS", "Architecture", "DecoderConfig", "FogConfig", "check_heads"]
 
 ACTIVATIONS = ("xielu", "gelu", "relu", "swiglu", "smooth_swiglu", "smooth_swiglu_fog")
 GATED = ("swiglu", "smooth_swiglu", "smooth_swiglu_fog")

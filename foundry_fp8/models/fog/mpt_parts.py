@@ -20,13 +20,7 @@ from foundry_fp8.config import Positive, PositiveNumber, accept, check_arguments
 from foundry_fp8.models.fog.feedforward import XIELU, smooth_swiglu_fog
 from foundry_fp8.models.fog.norms import RMSNorm, TanhNorm
 
-__all__ = [
-    "FogMPTAttention",
-    "NoNorm",
-    "build_fog_ffn",
-    "build_smooth_swiglu_ffn",
-    "init_fog_module",
-]
+__all__ = ["FogMPTAttention", "NoNorm", "build_fog_ffn", "build_smooth_swiglu_ffn", "init_fog_module"]
 
 
 class NoNorm(nn.Identity):

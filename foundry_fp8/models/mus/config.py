@@ -6,15 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from foundry_fp8.config import (
-    ConfigError,
-    Positive,
-    PositiveNumber,
-    at_least,
-    below,
-    check_arguments,
-    one_of,
-)
+from foundry_fp8.config import ConfigError, Positive, PositiveNumber, at_least, below, check_arguments, one_of
 from foundry_fp8.models.fog.config import DecoderConfig, check_heads
 from foundry_fp8.models.mus.residual import Tau, default_tau
 

@@ -41,9 +41,7 @@ class HostLink:
 
 HOST_LINKS = {
     "pcie4": HostLink(
-        out=24e9,
-        back=24.8e9,
-        source="nvbandwidth, A100, PCIe 4 x16 (forums.developer.nvidia.com/t/352186)",
+        out=24e9, back=24.8e9, source="nvbandwidth, A100, PCIe 4 x16 (forums.developer.nvidia.com/t/352186)"
     ),
     "pcie5": HostLink(
         out=55e9,

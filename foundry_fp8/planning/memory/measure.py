@@ -71,12 +71,7 @@ def capture_calls(
     def note(index: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             kind = autocast_type(device)
-            call = Call(
-                args,
-                dict(kwargs),
-                torch.is_autocast_enabled(kind),
-                torch.get_autocast_dtype(kind),
-            )
+            call = Call(args, dict(kwargs), torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
             if not keep(index, call):
                 call.args, call.kwargs = tree_map(
                     lambda x: x.to("meta") if isinstance(x, Tensor) else x, (call.args, call.kwargs)

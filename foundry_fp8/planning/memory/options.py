@@ -71,10 +71,7 @@ def options_of(block: nn.Module, *, formats: Sequence[str] = ()) -> list[BlockOp
         if norms:
             # What the block's own checkpoint recomputes, less each layer's last matmul, where recompute stops.
             found.append(BlockOption(f"norms + {' + '.join(layers)}", checkpoint(*norms, *layers)))
-    found += [
-        BlockOption("selective", (("", "selective"),)),
-        BlockOption("block", (("", "full"),)),
-    ]
+    found += [BlockOption("selective", (("", "selective"),)), BlockOption("block", (("", "full"),))]
     for form in formats:
         found.append(BlockOption(form, formats=(("", form),)))
         found += [

@@ -36,13 +36,7 @@ from foundry_fp8.model_structure.wrappers import checkpoint_wrappers, modules_by
 from foundry_fp8.planning.memory.cost_model import CostModel
 from foundry_fp8.planning.memory.head_option import fused_head_applied, head_seconds
 from foundry_fp8.planning.memory.host_link import host_link_of, moved_boundaries, moved_whole, offloaded
-from foundry_fp8.planning.memory.measure import (
-    BlockRun,
-    Call,
-    capture_calls,
-    held_bytes,
-    measure_frame,
-)
+from foundry_fp8.planning.memory.measure import BlockRun, Call, capture_calls, held_bytes, measure_frame
 from foundry_fp8.planning.memory.measure_sharded import ShardedBlockRun, is_sharded
 from foundry_fp8.planning.memory.options import BlockOption, options_of
 from foundry_fp8.planning.memory.plan import Measurements, MemoryPlan
@@ -110,11 +104,7 @@ def plan_memory(
 
 
 def choose(
-    measured: Measurements,
-    budget: float | str,
-    *,
-    offload: bool = False,
-    capacity: int | None = None,
+    measured: Measurements, budget: float | str, *, offload: bool = False, capacity: int | None = None
 ) -> MemoryPlan:
     """The plan for ``budget`` from measurements already taken: a pure function of its arguments.
 
@@ -374,10 +364,7 @@ class _Measuring:
 
 @contextlib.contextmanager
 def _applied(
-    model: nn.Module,
-    names: Sequence[str],
-    option: BlockOption,
-    rest: Sequence[str] = (),
+    model: nn.Module, names: Sequence[str], option: BlockOption, rest: Sequence[str] = ()
 ) -> Iterator[None]:
     """Blocks configured as an option, the rest checkpointed, and all of it taken back."""
     selected = [Selection(name, "full") for name in rest]
