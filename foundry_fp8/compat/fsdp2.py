@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from foundry_fp8.config.tested import moved
 
-__all__ = ["ShardedParameter", "Unit", "lazy_init", "shard_versions", "units_of"]
+__all__ = ["ShardedParameter", "Unit", "abandon_pass", "lazy_init", "shard_versions", "units_of"]
 
 _OF_A_GROUP = ("fsdp_params", "mesh_info", "post_forward_mesh_info", "device")
 _OF_A_PARAMETER = (
@@ -204,6 +204,20 @@ def lazy_init(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module._get_fsdp_state()._lazy_init()
+
+
+def abandon_pass(model: nn.Module) -> None:
+    """After a forward or backward that raised: the next one finds FSDP2 as after one that ended, and nothing of its gradients."""
+    for unit in (units := units_of(model)):
+        for parameter in unit._group.fsdp_params:
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
+        if unit._group.device.type == "cpu":  # there is no stream to wait on, which torch does not ask
+            unit._group._all_gather_result = None
+    states: list[Any] = [unit.module._get_fsdp_state() for unit in units]
+    for root in {id(state._state_ctx): state for state in states}.values():
+        root._root_post_backward_final_callback()
 
 
 def shard_versions(model: nn.Module) -> tuple[int, ...]:

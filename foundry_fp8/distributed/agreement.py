@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from foundry_fp8.compat.default_store import default_store
-from foundry_fp8.compat.group_timeout import group_timeout
+from foundry_fp8.distributed.attendance import limit_of
 
 __all__ = ["agree", "check_all_to_all"]
 
@@ -23,13 +23,13 @@ def agree(what: str, value: str) -> None:
 
     It goes over the rendezvous store and not over a collective, so that a rank that never comes (because compression
     was asked for on some ranks only) is an error that names it instead of a hang. Rank 0 reads what all say and writes the verdict, and the
-    others read that: as many requests as there are ranks, and not their square. It waits as long as the job's process group would.
+    others read that: as many requests as there are ranks, and not their square. It waits for a minute, or as long as the job's process group would.
 
     Raises:
         RuntimeError: Ranks differ, or some did not answer in time. Both are named.
     """
     store = default_store()
-    prefix, limit = f"foundry_fp8/agree/{what}/{next(_round)}", group_timeout()
+    prefix, limit = f"foundry_fp8/agree/{what}/{next(_round)}", limit_of()
     store.set(f"{prefix}/{dist.get_rank()}", value)
     if dist.get_rank() == 0:
         store.set(f"{prefix}/verdict", _verdict(store, prefix, what, limit))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
+from foundry_fp8.compat import fsdp1, fsdp2
 from foundry_fp8.distributed.attendance import Attendance, out_of_memory
 from foundry_fp8.distributed.groups import alone, collective_device
 from foundry_fp8.model_structure.blocks import block_index_of, block_label, transformer_blocks
@@ -137,16 +138,19 @@ class PrecisionProbe:
             self.passes += 1
             for name, layer in self.layers.items():
                 layer.set_recipe(recipes.get(name))  # type: ignore[arg-type]
-            loss = self.loss_of(self.model, dict(batch) if isinstance(batch, Mapping) else batch)
-            if not isinstance(loss, Tensor) or loss.numel() != 1:
-                raise TypeError(f"the loss is a {type(loss).__name__} and not a tensor of one element")
-            loss.backward()
+            with self.attendance.within_limit() if self._sharded else contextlib.nullcontext():
+                loss = self.loss_of(self.model, dict(batch) if isinstance(batch, Mapping) else batch)
+                if not isinstance(loss, Tensor) or loss.numel() != 1:
+                    raise TypeError(f"the loss is a {type(loss).__name__} and not a tensor of one element")
+                loss.backward()
             found: Any = float(loss.detach()), sample(self.weights)
             self.attendance.say()
         except Exception as error:
             self.attendance.say(error)
             if self._sharded and not alone():  # whose forward and backward are full of collectives
                 self.attendance.all_said()
+                fsdp1.abandon_pass(self.model)
+                fsdp2.abandon_pass(self.model)
             found = error.with_traceback(None)
         return found
 
@@ -165,7 +169,7 @@ class PrecisionProbe:
         if without_memory and not failed:
             raise OutOfMemory("measuring FP8 against high precision ran out of memory")
         if failed:
-            raise failures[0] if failures else RuntimeError("measuring FP8 failed on another rank")
+            raise failures[0] if failures else RuntimeError(f"{self.attendance}{self.attendance.failed()}")
         return self._gap(fp8_loss / ranks, loss / ranks, totals[5:].view(3, -1))
 
     def _gap(self, fp8_loss: float, loss: float, totals: Tensor) -> PrecisionGap:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from foundry_fp8.config import from_mapping
+from foundry_fp8.distributed.attendance import RanksLost
 from foundry_fp8.layers.model_state import readable
 from foundry_fp8.numerics.recipes import Recipe, recipe_name
 from foundry_fp8.observe.guard.config import KEY, MODEL, Event, GuardConfig
@@ -19,6 +20,7 @@ from foundry_fp8.observe.guard.rows import first_rows
 from foundry_fp8.observe.guard.schedule import Schedule
 from foundry_fp8.observe.guard.search import smallest_sufficient
 from foundry_fp8.observe.precision_probe import LossOf, OutOfMemory, PrecisionGap, PrecisionProbe, Recipes
+from foundry_fp8.observe.switched_off import SwitchesOff
 
 __all__ = ["DivergenceGuard"]
 
@@ -32,11 +34,11 @@ WELL = 0.5
 Measure = Callable[[Recipes], PrecisionGap]
 
 
-class DivergenceGuard:
+class DivergenceGuard(SwitchesOff):
     """Measures what FP8 does to the loss and the gradients, and demotes the layers that do too much to them.
 
     Call :meth:`before_step` before the first forward of each batch and :meth:`after_step` after it, on every rank; save
-    :meth:`state_dict`.
+    :meth:`state_dict`. Once it has measured, an error in a measurement switches it off, and training goes on.
 
     Args:
         model: Converted by :func:`~foundry_fp8.apply_fp8`, wrapped or not.
@@ -48,6 +50,8 @@ class DivergenceGuard:
         gap: What was measured on this batch, or ``None``; ``probe.passes`` counts what it cost.
     """
 
+    name = KEY
+
     def __init__(self, model: nn.Module, loss_of: LossOf, **options: Any) -> None:
         self.config: GuardConfig = from_mapping(GuardConfig, options, KEY)
         self.rows = self.config.rows
@@ -58,7 +62,7 @@ class DivergenceGuard:
         self.schedule = Schedule(self.config.interval)
         self._healthy = 0  # measurements in turn below WELL with all demoted layers back in FP8
         self._returns = 0
-        self._off, self._spent = not self.probe.layers, 0
+        self._off, self._spent, self._proven = not self.probe.layers, 0, False
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         if self._off:
             log.warning("%s: the model has no FP8 layer, so there is nothing to guard.", KEY)
@@ -94,6 +98,13 @@ class DivergenceGuard:
             goes_on = "FP8 is not measured any more" if self._off else f"goes on with {self.rows} rows"
             log.warning("%s.rows: %s; %s.", KEY, error, goes_on)
             return []
+        except Exception as error:
+            if isinstance(error, RanksLost) or not self._proven:
+                raise
+            self._off = True
+            self.disable(error)
+            return []
+        self._proven = True
         for name, recipe in recipes.items():  # only now: the measurement put back those that it found
             self.probe.layers[name].set_recipe(recipe)  # type: ignore[arg-type]
         self.events += map(dataclasses.asdict, found)
