@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from foundry_fp8.compat.default_store import default_store
 from foundry_fp8.compat.fsdp1 import is_flattened
 from foundry_fp8.compat.fsdp2 import units_of
+from foundry_fp8.compat.process_group import default_store
 
 __all__ = ["AmaxGroup"]
 

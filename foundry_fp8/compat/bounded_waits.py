@@ -9,10 +9,10 @@ process's waits while it is inside; not for NCCL, where waiting does not hold up
 from __future__ import annotations
 
 import contextlib
-import datetime
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from typing import Any
 
 import torch.distributed as dist
@@ -21,30 +21,30 @@ __all__ = ["bounded_waits"]
 
 
 @contextlib.contextmanager
-def bounded_waits(limit: datetime.timedelta, in_vain: Callable[[], bool]) -> Iterator[None]:
-    """Inside, a wait raises ``RuntimeError`` after ``limit``, or once it is ``in_vain``, which is asked twice a second."""
-    theirs: Any = dist.Work.wait
+def bounded_waits(limit: float, in_vain: Callable[[], bool]) -> Iterator[None]:
+    """Inside, a wait raises ``RuntimeError`` after ``limit`` seconds, or once it is ``in_vain``, which is asked twice a second."""
+    works: Any = dist.Work
+    theirs = works.wait
 
     def wait(work: Any, *given: Any) -> Any:
-        found: list[Any] = []
+        found: futures.Future[Any] = futures.Future()
 
         def wait_here() -> None:
             try:
-                found.append(theirs(work, *given))
-            except RuntimeError as error:
-                found.append(error)
+                found.set_result(theirs(work, *given))
+            except Exception as error:
+                found.set_exception(error)
 
-        thread, until = threading.Thread(target=wait_here, daemon=True), time.monotonic() + limit.total_seconds()
-        thread.start()
-        while thread.join(0.5) or thread.is_alive():
+        threading.Thread(target=wait_here, daemon=True).start()
+        until = time.monotonic() + limit
+        while True:
+            with contextlib.suppress(futures.TimeoutError):
+                return found.result(0.5)
             if time.monotonic() > until or in_vain():
-                raise RuntimeError(f"a collective was waited for in vain, at most {limit.total_seconds():g} s")
-        if isinstance(found[0], RuntimeError):
-            raise found[0]
-        return found[0]
+                raise RuntimeError(f"a collective was waited for in vain, at most {limit:g} s")
 
-    dist.Work.wait = wait  # type: ignore[method-assign]
+    works.wait = wait
     try:
         yield
     finally:
-        dist.Work.wait = theirs  # type: ignore[method-assign]
+        works.wait = theirs

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from foundry_fp8.config.tested import moved
+from foundry_fp8.config.versions import moved
 
 __all__ = ["ShardedParameter", "Unit", "abandon_pass", "lazy_init", "shard_versions", "units_of"]
 

@@ -1,23 +1,23 @@
-"""Waits that this package adds: every rank says where it is, so that who waits in vain learns of whom."""
+"""Waits that this package adds: every rank says where it is, or what it is about to do, so that who waits in vain learns of whom."""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
 import time
 from collections import defaultdict
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from foundry_fp8.compat.bounded_waits import bounded_waits
-from foundry_fp8.compat.default_store import default_store
-from foundry_fp8.compat.group_timeout import group_timeout
-from foundry_fp8.distributed.groups import alone, collective_device
+from foundry_fp8.compat.process_group import default_store, group_timeout
+from foundry_fp8.distributed.mesh import alone, collective_device
 
-__all__ = ["LIMIT_S", "Attendance", "RanksLost", "limit_of", "out_of_memory"]
+__all__ = ["LIMIT_S", "Attendance", "RanksLost", "agree", "check_all_to_all", "out_of_memory"]
 
 LIMIT_S = 60.0
 """The longest wait for another rank; a process group with a shorter limit keeps it."""
@@ -70,13 +70,15 @@ class Attendance:
         until = time.monotonic() + GRACE_S
         while (gave_up := self._gave_up()) or self._missing():
             if gave_up or time.monotonic() > until:
-                raise self.lost("ranks {} have gone, have stalled, or wait in a collective that this one has left")
+                raise self.lost(
+                    "ranks {} have gone, have stalled, or wait in a collective that this one has left"
+                )
             time.sleep(0.05)
 
     def within_limit(self) -> contextlib.AbstractContextManager[None]:
         """Around what is full of collectives of others, FSDP's: gloo's end after :data:`LIMIT_S`, NCCL's by the job's limit."""
         gloo = not alone() and collective_device().type == "cpu"
-        return bounded_waits(limit_of(), self._gave_up) if gloo else contextlib.nullcontext()
+        return bounded_waits(limit_of().total_seconds(), self._gave_up) if gloo else contextlib.nullcontext()
 
     def all_reduce(
         self,
@@ -135,3 +137,78 @@ class Attendance:
 
     def _key(self, who: int | str) -> str:
         return f"foundry_fp8/at/{self.part}/{who}"
+
+
+_agreements = itertools.count()
+
+
+def agree(what: str, value: str) -> None:
+    """Raise on every rank unless all ranks of the job call this with the same ``value``.
+
+    It goes over the rendezvous store and not over a collective, so that a rank that never comes (because compression
+    was asked for on some ranks only) is an error that names it instead of a hang. Rank 0 reads what all say and writes the verdict, and the
+    others read that: as many requests as there are ranks, and not their square. It waits for a minute, or as long as the job's process group would.
+
+    Raises:
+        RuntimeError: Ranks differ, or some did not answer in time. Both are named.
+    """
+    store = default_store()
+    prefix, limit = f"foundry_fp8/agree/{what}/{next(_agreements)}", limit_of()
+    store.set(f"{prefix}/{dist.get_rank()}", value)
+    if dist.get_rank() == 0:
+        store.set(f"{prefix}/verdict", _verdict(store, prefix, what, limit))
+    try:
+        store.wait([f"{prefix}/0"], limit)
+        store.wait([f"{prefix}/verdict"], 2 * limit)  # rank 0 may wait its whole limit for another
+    except RuntimeError as error:  # a TCPStore's DistStoreError
+        raise RuntimeError(_missing(what, [0], limit)) from error
+    verdict = store.get(f"{prefix}/verdict").decode()
+    if verdict:
+        raise RuntimeError(verdict)
+
+
+def _verdict(store: Any, prefix: str, what: str, limit: datetime.timedelta) -> str:
+    """What is wrong with what the ranks say; nothing if they agree."""
+    ranks = range(dist.get_world_size())
+    keys = [f"{prefix}/{rank}" for rank in ranks]
+    try:
+        store.wait(keys, limit)
+    except RuntimeError:
+        return _missing(what, [rank for rank in ranks if not store.check([keys[rank]])], limit)
+    values: dict[str, list[int]] = defaultdict(list)
+    for rank in ranks:
+        values[store.get(keys[rank]).decode()].append(rank)
+    if len(values) == 1:
+        return ""
+    shown = "; ".join(f"ranks {who}: {said}" for said, who in values.items())
+    return f"{what} differs between ranks ({shown}). Every rank must ask for the same."
+
+
+def _missing(what: str, ranks: list[int], limit: datetime.timedelta) -> str:
+    return (
+        f"{what}: ranks {ranks} did not set it up within {limit.total_seconds():g} s, while others did. Every rank must ask for "
+        "it, with the same options."
+    )
+
+
+def check_all_to_all(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Raise unless a uint8 all-to-all over ``group`` arrives as it should.
+
+    Raises:
+        RuntimeError: The backend has no all-to-all, or returned something else than was sent.
+    """
+    world, rank = group.size(), group.rank()
+    others = torch.arange(world, device=device)
+    sent, wanted = (rank * world + others).to(torch.uint8), (others * world + rank).to(torch.uint8)
+    received = torch.empty_like(sent)
+    try:
+        group.alltoall_base(received, sent, [], [], dist.AllToAllOptions()).wait()
+    except (RuntimeError, NotImplementedError) as error:
+        raise RuntimeError(
+            f"Compressed communication needs an all-to-all of uint8, which the process group's backend "
+            f"({group.name()}) does not have: {error}. Use nccl or gloo, or leave gradients: none."
+        ) from error
+    if not torch.equal(received, wanted):
+        raise RuntimeError(
+            f"The all-to-all of the backend {group.name()} returned wrong bytes: {received.tolist()}."
+        )

@@ -280,7 +280,7 @@ def test_a_batch_without_rows_is_refused():
 
 
 def test_parts_of_a_batch():
-    from foundry_fp8.observe.guard.rows import first_rows
+    from foundry_fp8.observe.precision_probe import first_rows
 
     ids = tokens(4)
     assert torch.equal(first_rows(ids, 3), ids[:3])
