@@ -215,7 +215,7 @@ def abandon_pass(model: nn.Module) -> None:
                 parameter._unsharded_param.grad = None
         if unit._group.device.type == "cpu":  # there is no stream to wait on, which torch does not ask
             unit._group._all_gather_result = None
-    states: list[Any] = [unit.module._get_fsdp_state() for unit in units]
+    states: Any = [unit.module._get_fsdp_state() for unit in units]
     for root in {id(state._state_ctx): state for state in states}.values():
         root._root_post_backward_final_callback()
 

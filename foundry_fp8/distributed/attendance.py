@@ -70,9 +70,7 @@ class Attendance:
         until = time.monotonic() + GRACE_S
         while (gave_up := self._gave_up()) or self._missing():
             if gave_up or time.monotonic() > until:
-                raise self.lost(
-                    "ranks {} have gone, have stalled, or wait in a collective that this one has left"
-                )
+                raise self.lost("ranks {} have gone, have stalled, or wait where this one is no more")
             time.sleep(0.05)
 
     def within_limit(self) -> contextlib.AbstractContextManager[None]:
@@ -162,8 +160,7 @@ def agree(what: str, value: str) -> None:
         store.wait([f"{prefix}/verdict"], 2 * limit)  # rank 0 may wait its whole limit for another
     except RuntimeError as error:  # a TCPStore's DistStoreError
         raise RuntimeError(_missing(what, [0], limit)) from error
-    verdict = store.get(f"{prefix}/verdict").decode()
-    if verdict:
+    if verdict := store.get(f"{prefix}/verdict").decode():
         raise RuntimeError(verdict)
 
 
@@ -185,10 +182,8 @@ def _verdict(store: Any, prefix: str, what: str, limit: datetime.timedelta) -> s
 
 
 def _missing(what: str, ranks: list[int], limit: datetime.timedelta) -> str:
-    return (
-        f"{what}: ranks {ranks} did not set it up within {limit.total_seconds():g} s, while others did. Every rank must ask for "
-        "it, with the same options."
-    )
+    said = f"{what}: ranks {ranks} did not set it up within {limit.total_seconds():g} s, while others did"
+    return f"{said}. Every rank must ask for it, with the same options."
 
 
 def check_all_to_all(group: dist.ProcessGroup, device: torch.device) -> None:
@@ -209,6 +204,4 @@ def check_all_to_all(group: dist.ProcessGroup, device: torch.device) -> None:
             f"({group.name()}) does not have: {error}. Use nccl or gloo, or leave gradients: none."
         ) from error
     if not torch.equal(received, wanted):
-        raise RuntimeError(
-            f"The all-to-all of the backend {group.name()} returned wrong bytes: {received.tolist()}."
-        )
+        raise RuntimeError(f"The all-to-all of {group.name()} returned wrong bytes: {received.tolist()}.")

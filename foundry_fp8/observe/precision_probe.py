@@ -199,9 +199,7 @@ def first_rows(batch: Any, rows: int) -> Any:
     leaves = list(parts.values() if isinstance(parts, Mapping) else parts)
     size = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), None)
     if size is None:
-        raise TypeError(
-            f"a batch of type {type(batch).__name__} holds no tensor that could be cut to {rows} rows"
-        )
+        raise TypeError(f"a batch of type {type(batch).__name__} holds no tensor to cut to {rows} rows")
     of_rows = [leaf.dim() > 0 if isinstance(leaf, Tensor) else isinstance(leaf, list) for leaf in leaves]
     cut = [x[:rows] if rowwise and len(x) == size else x for x, rowwise in zip(leaves, of_rows, strict=True)]
     if isinstance(batch, Mapping):

@@ -17,13 +17,14 @@ from torch.nn.parallel import DistributedDataParallel
 import foundry_fp8
 from foundry_fp8.distributed import attendance
 from foundry_fp8.distributed.compression.adapt import WAYS, Adaptation
+from foundry_fp8.distributed.replicas import check_replicas
 from foundry_fp8.distributed.traffic import Traffic
 
 case, place, wrapper, who = sys.argv[1:5]
 LIMIT = 4.0
 attendance.LIMIT_S = LIMIT
 # What training itself waits for ends by the job's limit; the waits of this package by one of their own.
-ours = place in ("measured_forward", "measured_backward", "adapt", "agree")
+ours = place in ("measured_forward", "measured_backward", "adapt", "agree", "replicas")
 dist.init_process_group("gloo", timeout=timedelta(seconds=600 if ours else LIMIT))
 rank, world = dist.get_rank(), dist.get_world_size()
 fails = who == "all" or rank == int(who)
@@ -35,6 +36,8 @@ def happens(*_):
     print(f"FAILS at {time.monotonic():.2f}", flush=True)
     if case == "oom":
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB")
+    if case == "cublas":
+        raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)")
     if case == "error":
         raise ValueError("a word of the forward")
     if case == "killed":
@@ -107,8 +110,12 @@ def run():
     elif place == "adapt":
         adaptation = Adaptation("int8", 0, Traffic())
         adaptation._times, adaptation._wire = {way: [0.1] * 5 for way in WAYS}, dict.fromkeys(WAYS, 1.0)
+        adaptation._attendance.when = ", batch 35"
         happens()
         adaptation._decide(torch.device("cpu"))
+    elif place == "replicas":
+        happens()
+        check_replicas(model, "algorithms.hybrid_sharding")
     elif place == "agree":
         happens()
         foundry_fp8.apply_compressed_communication(model, warmup=0)
