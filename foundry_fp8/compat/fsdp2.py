@@ -208,16 +208,23 @@ def lazy_init(model: nn.Module) -> None:
 
 def abandon_pass(model: nn.Module) -> None:
     """After a forward or backward that raised: the next one finds FSDP2 as after one that ended, and nothing of its gradients."""
-    for unit in (units := units_of(model)):
+    from torch.distributed.fsdp import FSDPModule
+
+    for unit in units_of(model):
         for parameter in unit._group.fsdp_params:
-            parameter.unsharded_accumulated_grad = None
+            if "unsharded_accumulated_grad" in vars(parameter):  # later it is the parameter's
+                parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
         if unit._group.device.type == "cpu":  # there is no stream to wait on, which torch does not ask
             unit._group._all_gather_result = None
-    states: Any = [unit.module._get_fsdp_state() for unit in units]
-    for root in {id(state._state_ctx): state for state in states}.values():
-        root._root_post_backward_final_callback()
+    for root in model.modules():
+        state: Any = root._get_fsdp_state() if isinstance(root, FSDPModule) else None
+        if state is not None and state._is_root and hasattr(root, "reset_iter_state"):  # torch 2.15
+            root.reset_iter_state()
+        elif state is not None and state._is_root:
+            state._root_post_backward_final_callback()
+            state._state_ctx.iter_forward_root = None
 
 
 def shard_versions(model: nn.Module) -> tuple[int, ...]:
