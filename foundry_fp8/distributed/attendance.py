@@ -78,12 +78,7 @@ class Attendance:
         gloo = not alone() and collective_device().type == "cpu"
         return bounded_waits(limit_of().total_seconds(), self._gave_up) if gloo else contextlib.nullcontext()
 
-    def all_reduce(
-        self,
-        tensor: Tensor,
-        op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
-        group: dist.ProcessGroup | None = None,
-    ) -> None:
+    def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
         """In place, with a limit of its own."""
         limit = limit_of(group)
         try:
@@ -97,8 +92,7 @@ class Attendance:
         """The error, for the others too: which rank says what of the ranks that are missing, where and when, and what those said that failed."""
         self._write("lost", f"{self._rounds[self.part]}")
         said = said.format(self._missing() or "that were here") + self.failed()
-        if dist.get_rank() == 0:
-            time.sleep(1)  # the store ends with it, in which the others read whom they have lost
+        time.sleep(1 if dist.get_rank() == 0 else 0)  # the store ends with it, in which the others read
         return RanksLost(f"{self}, rank {dist.get_rank()}: {said}.")
 
     def failed(self) -> str:
@@ -161,6 +155,7 @@ def agree(what: str, value: str) -> None:
     except RuntimeError as error:  # a TCPStore's DistStoreError
         raise RuntimeError(_missing(what, [0], limit)) from error
     if verdict := store.get(f"{prefix}/verdict").decode():
+        time.sleep(1 if dist.get_rank() == 0 else 0)  # as above
         raise RuntimeError(verdict)
 
 

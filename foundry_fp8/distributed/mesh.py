@@ -1,7 +1,5 @@
-"""Process groups with the job's timeout, and HSDP's meshes of them: shard inside small groups of ranks, replicate across them.
-
-``torch.distributed.new_group`` uses torch's default timeout (30 minutes on gloo, 10 on NCCL), not the job's. When a rank hangs, the job's own
-collectives would fail after the job's timeout and those of this package much later.
+"""Process groups with the job's timeout, where torch's ``new_group`` has a default, and HSDP's meshes of them: shard in groups of ranks,
+replicate across them.
 """
 
 from __future__ import annotations

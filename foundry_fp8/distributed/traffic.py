@@ -301,8 +301,5 @@ def average_on_gloo(model: nn.Module) -> None:
     """
     for unit in units_of(model):
         if unit.device.type == "cpu" and not isinstance(unit.shard_group, CountingGroup):
-            others = (unit.replicate_group, unit.scatter_group)
-            unit.replace_groups(
-                CountingGroup(unit.shard_group),
-                *(None if group is None else CountingGroup(group) for group in others),
-            )
+            groups: tuple[Any, ...] = (unit.shard_group, unit.replicate_group, unit.scatter_group)
+            unit.replace_groups(*(group and CountingGroup(group) for group in groups))

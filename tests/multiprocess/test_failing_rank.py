@@ -43,7 +43,7 @@ NAMED = {
     "measured_backward": r"divergence_guard\), batch 140.*rank(s \[.*1.*\]| 1 failed)",
     "adapt": r"adapt, batch 35, rank \d: ranks \[1\]",
     "replicas": r"hybrid_sharding.check_replicas, rank \d: ranks \[1\]",
-    "checkpoint": r"delayed scaling: ranks \[1\] of",
+    "checkpoint": r"delayed scaling: ranks \[[^\]]*[01]",  # rank 0 where it left before, and the store with it
     "agree": r"ranks \[1\] did not set it up within 4 s",
 }
 
