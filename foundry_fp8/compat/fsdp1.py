@@ -174,8 +174,7 @@ def abandon_pass(model: nn.Module) -> None:
             if unit._is_root:
                 with unit.no_sync():
                     _runtime_utils._post_backward_final_callback(unit, unit)
-            flat: Any = flat_parameter(unit)
-            if flat is not None:
+            if (flat := flat_parameter(unit)) is not None:
                 flat.grad = None
                 vars(flat).pop("_saved_grad_shard", None)
 

@@ -92,12 +92,13 @@ class Attendance:
         """The error, for the others too: which rank says what of the ranks that are missing, where and when, and what those said that failed."""
         self._write("lost", f"{self._rounds[self.part]}")
         said = said.format(self._missing() or "that were here") + self.failed()
-        time.sleep(1 if dist.get_rank() == 0 else 0)  # the store ends with it, in which the others read
         return RanksLost(f"{self}, rank {dist.get_rank()}: {said}.")
 
     def failed(self) -> str:
         """The ranks that said that they failed, and with what."""
-        return "".join(f"; rank {rank} failed with {what}" for rank, what in self._found().items() if what)
+        said = "".join(f"; rank {rank} failed with {what}" for rank, what in self._found().items() if what)
+        time.sleep(1 if dist.get_rank() == 0 else 0)  # the store ends with it, in which the others read
+        return said
 
     def _missing(self) -> list[int]:
         found = self._found()  # a question to the store for each rank
@@ -155,7 +156,7 @@ def agree(what: str, value: str) -> None:
     except RuntimeError as error:  # a TCPStore's DistStoreError
         raise RuntimeError(_missing(what, [0], limit)) from error
     if verdict := store.get(f"{prefix}/verdict").decode():
-        time.sleep(1 if dist.get_rank() == 0 else 0)  # as above
+        time.sleep(1 if dist.get_rank() == 0 else 0)  # as in failed
         raise RuntimeError(verdict)
 
 
