@@ -221,7 +221,7 @@ def abandon_pass(model: nn.Module) -> None:
     for root in model.modules():
         state: Any = root._get_fsdp_state() if isinstance(root, FSDPModule) else None
         if state is not None and state._is_root and hasattr(root, "reset_iter_state"):  # torch 2.15
-            root.reset_iter_state()
+            root.reset_iter_state()  # type: ignore[operator]
         elif state is not None and state._is_root:
             state._root_post_backward_final_callback()
             state._state_ctx.iter_forward_root = None

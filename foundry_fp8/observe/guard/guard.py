@@ -229,7 +229,7 @@ class DivergenceGuard(SwitchesOff):
         for name, saved in state["recipes"].items():
             layer = self.probe.layers[name]
             known = {recipe_name(recipe): recipe for recipe in (self.finer(name), layer.configured_recipe)}
-            layer.set_recipe(known.get(saved))  # type: ignore[arg-type]
+            layer.set_recipe(known.get(str(saved)))  # type: ignore[arg-type]
             if layer.configured_recipe is None:
                 layer.demoted = saved if saved in ("finer", "out") else ""  # type: ignore[union-attr]
         self.batch, self.events, self.rows = batch, events, min(self.config.rows, rows)
