@@ -15,8 +15,7 @@ from foundry_fp8.backends.native.attention import native_attention_requirement
 from foundry_fp8.backends.transformer_engine.attention import attention_machine
 from foundry_fp8.backends.transformer_engine.library import ImportProblem, installed_version, load_library
 from foundry_fp8.backends.transformer_engine.requirements import cublas_version
-from foundry_fp8.config.tested import untested
-from foundry_fp8.config.versions import dotted, installed, unpacked
+from foundry_fp8.config.versions import dotted, installed, unpacked, untested
 from foundry_fp8.kernels.launch import driver_version
 from foundry_fp8.numerics.recipes import RECIPES
 

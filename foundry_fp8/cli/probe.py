@@ -17,8 +17,7 @@ from foundry_fp8.config import ConfigError
 from foundry_fp8.layers.gemm_layer import FP8GemmLayer
 from foundry_fp8.numerics.recipes import Recipe, parse_recipe
 from foundry_fp8.observe.guard.config import GuardConfig
-from foundry_fp8.observe.guard.rows import first_rows
-from foundry_fp8.observe.precision_probe import PrecisionProbe, Recipes
+from foundry_fp8.observe.precision_probe import PrecisionProbe, Recipes, first_rows
 from foundry_fp8.observe.unchanged_state import FP8Layer
 from foundry_fp8.surgery.fp8_config import FP8Config
 

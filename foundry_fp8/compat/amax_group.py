@@ -19,9 +19,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from foundry_fp8.compat.default_store import default_store
 from foundry_fp8.compat.fsdp1 import is_flattened
 from foundry_fp8.compat.fsdp2 import units_of
+from foundry_fp8.compat.process_group import default_store
 
 __all__ = ["AmaxGroup"]
 
@@ -112,10 +112,14 @@ class AmaxGroup:
         """Who has not said over the rendezvous store that it waits too."""
         store, ranks, me = default_store(), dist.get_process_group_ranks(group), dist.get_rank()
         key = f"foundry_fp8/amax/{ranks}/{self._rounds}/"
-        store.set(f"{key}{me}", "waits")
-        time.sleep(2)
+        try:
+            store.set(f"{key}{me}", "waits")
+            time.sleep(1 if me else 3)  # with rank 0 the store ends, in which the others read
+            missing = [r for r in ranks if not store.check([f"{key}{r}"])]
+        except dist.DistError:
+            missing = [0]
         return (
-            f"delayed scaling: ranks {[r for r in ranks if not store.check([f'{key}{r}'])]} of {ranks} do not come to the {self._rounds}. exchange "
+            f"delayed scaling: ranks {missing} of {ranks} do not come to the {self._rounds}. exchange "
             f"of amaxes, for which rank {me} waits: they run no training forward of this model. Run one on every rank; or call it in eval() "
             "where it does not train, keep it out of DDP and FSDP, or set the recipe's amax_group: none."
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from foundry_fp8.config.tested import moved
+from foundry_fp8.config.versions import moved
 
 __all__ = ["waited"]
 

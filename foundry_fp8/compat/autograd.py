@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from foundry_fp8.config.tested import moved
+from foundry_fp8.config.versions import moved
 
 __all__ = [
     "backward_number",

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foundry_fp8.config.tested import moved
+from foundry_fp8.config.versions import moved
 
 __all__ = ["added_to_scores", "exponent_of", "function_of"]
 

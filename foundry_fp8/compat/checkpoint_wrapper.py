@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from foundry_fp8.config.tested import moved
+from foundry_fp8.config.versions import moved
 
 try:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (

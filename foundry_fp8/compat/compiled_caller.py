@@ -7,7 +7,7 @@ question, says no. Dynamo's callback for new frames, ``torch._C._dynamo.eval_fra
 
 from __future__ import annotations
 
-from foundry_fp8.config.tested import moved
+from foundry_fp8.config.versions import moved
 
 __all__ = ["compiled_caller_waits"]
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from foundry_fp8.config.tested import TORCHES
+from foundry_fp8.config.versions import TORCHES
 
 __all__ = ["leave_out_of_ddp"]
 

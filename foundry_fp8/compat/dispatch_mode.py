@@ -6,7 +6,7 @@ public way to ask whether a mode is entered: its own code asks ``torch._C._len_t
 
 from __future__ import annotations
 
-from foundry_fp8.config.tested import moved
+from foundry_fp8.config.versions import moved
 
 try:
     from torch._C import _len_torch_dispatch_stack as watching_modes

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from foundry_fp8.config.tested import moved
+from foundry_fp8.config.versions import moved
 
 try:
     from torch._guards import active_fake_mode

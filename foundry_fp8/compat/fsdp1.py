@@ -17,13 +17,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, _common_utils
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, _common_utils, _runtime_utils
 
-from foundry_fp8.config.tested import moved
+from foundry_fp8.config.versions import moved
 
 __all__ = [
     "HYBRID",
     "FlatPart",
+    "abandon_pass",
     "dropped_replication",
     "flat_parameter",
     "flat_parts",
@@ -163,6 +164,19 @@ def replace_gather(unit: FullyShardedDataParallel, gather: Callable[[Tensor, boo
 
     handle._all_gather_flat_param = types.MethodType(all_gather_flat_param, handle)
     handle.needs_unshard = types.MethodType(needs_exact, handle)
+
+
+def abandon_pass(model: nn.Module) -> None:
+    """After a forward or backward that raised: the next one finds FSDP1 as after one that ended, and nothing of its gradients."""
+    for unit in model.modules():
+        if isinstance(unit, FullyShardedDataParallel):
+            unit.training_state = _common_utils.TrainingState.IDLE
+            if unit._is_root:
+                with unit.no_sync():
+                    _runtime_utils._post_backward_final_callback(unit, unit)
+            if (flat := flat_parameter(unit)) is not None:
+                flat.grad = None
+                vars(flat).pop("_saved_grad_shard", None)
 
 
 def _computing(handle: Any) -> bool:

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from foundry_fp8.config.tested import moved
+from foundry_fp8.config.versions import moved
 
-__all__ = ["ShardedParameter", "Unit", "lazy_init", "shard_versions", "units_of"]
+__all__ = ["ShardedParameter", "Unit", "abandon_pass", "lazy_init", "shard_versions", "units_of"]
 
 _OF_A_GROUP = ("fsdp_params", "mesh_info", "post_forward_mesh_info", "device")
 _OF_A_PARAMETER = (
@@ -204,6 +204,27 @@ def lazy_init(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module._get_fsdp_state()._lazy_init()
+
+
+def abandon_pass(model: nn.Module) -> None:
+    """After a forward or backward that raised: the next one finds FSDP2 as after one that ended, and nothing of its gradients."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for unit in units_of(model):
+        for parameter in unit._group.fsdp_params:
+            if "unsharded_accumulated_grad" in vars(parameter):  # later it is the parameter's
+                parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
+        if unit._group.device.type == "cpu":  # there is no stream to wait on, which torch does not ask
+            unit._group._all_gather_result = None
+    for root in model.modules():
+        state: Any = root._get_fsdp_state() if isinstance(root, FSDPModule) else None
+        if state is not None and state._is_root and hasattr(root, "reset_iter_state"):  # torch 2.15
+            root.reset_iter_state()  # type: ignore[operator]
+        elif state is not None and state._is_root:
+            state._root_post_backward_final_callback()
+            state._state_ctx.iter_forward_root = None
 
 
 def shard_versions(model: nn.Module) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ when every supported torch has a public module with these.
 
 from __future__ import annotations
 
-from foundry_fp8.config.tested import moved
+from foundry_fp8.config.versions import moved
 
 try:
     from torch.utils._pytree import register_pytree_node, tree_flatten, tree_iter, tree_map, tree_unflatten

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from foundry_fp8.compat.dispatch_mode import watching_modes
 from foundry_fp8.compat.pytree import tree_iter
 from foundry_fp8.compat.storages import storage_number
-from foundry_fp8.config.tested import moved
+from foundry_fp8.config.versions import moved
 
 __all__ = [
     "KEPT_PAST_HOOKS",

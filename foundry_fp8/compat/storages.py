@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from foundry_fp8.config.tested import moved
+from foundry_fp8.config.versions import moved
 
 __all__ = ["storage_number"]
 

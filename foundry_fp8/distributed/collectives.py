@@ -30,9 +30,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from foundry_fp8.distributed.rounding import Noise
 from foundry_fp8.distributed.rows import Row, share
 from foundry_fp8.distributed.traffic import CountingGroup, Traffic
+from foundry_fp8.distributed.wire import Noise
 from foundry_fp8.numerics.wire_format import WireFormat
 
 __all__ = ["all_gather", "all_reduce", "reduce_scatter"]

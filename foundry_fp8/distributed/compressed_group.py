@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from foundry_fp8.distributed import collectives
-from foundry_fp8.distributed.rounding import Noise
 from foundry_fp8.distributed.rows import Row
 from foundry_fp8.distributed.traffic import CountingGroup, FinishedWork, Traffic, reduction_of
 from foundry_fp8.distributed.two_hop import TwoHop, own_numel, reduce_scatter_two_hop, two_hop_all_reduce
+from foundry_fp8.distributed.wire import Noise
 from foundry_fp8.numerics.wire_format import WireFormat
 
 __all__ = ["WAYS", "CompressedGroup", "Leg", "Switch", "Way"]

@@ -1,4 +1,6 @@
-"""HSDP meshes: shard inside small groups of ranks, replicate across them."""
+"""Process groups with the job's timeout, where torch's ``new_group`` has a default, and HSDP's meshes of them: shard in groups of ranks,
+replicate across them.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,37 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from foundry_fp8.compat import cpu_stream_events
+from foundry_fp8.compat.process_group import group_timeout
 from foundry_fp8.config import ConfigError
-from foundry_fp8.distributed.groups import make_group
 
-__all__ = ["hybrid_mesh", "ranks_per_node", "smallest_shard", "spans_nodes"]
+__all__ = [
+    "alone",
+    "collective_device",
+    "hybrid_mesh",
+    "make_group",
+    "ranks_per_node",
+    "smallest_shard",
+    "spans_nodes",
+]
 
 REPLICATE, SHARD = "dp_replicate", "dp_shard"
+
+
+def alone() -> bool:
+    """Whether this job has one rank."""
+    return not dist.is_initialized() or dist.get_world_size() < 2
+
+
+def make_group(ranks: Sequence[int], like: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
+    """A new group of ``ranks`` with the timeout of ``like`` (of the job where ``None``). All of these ranks call it, and no others."""
+    return dist.new_group(list(ranks), timeout=group_timeout(like), use_local_synchronization=True)
+
+
+def collective_device(group: dist.ProcessGroup | None = None) -> torch.device:
+    """Where tensors must live to be reduced over ``group`` (the job's where ``None``)."""
+    if "nccl" in dist.get_backend(group):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def ranks_per_node() -> int:

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from foundry_fp8.compat.fsdp1 import replica_group
 from foundry_fp8.distributed.attendance import Attendance
-from foundry_fp8.distributed.groups import collective_device
+from foundry_fp8.distributed.mesh import collective_device
 from foundry_fp8.model_structure.names import clean_name
 
 __all__ = ["check_replicas", "fingerprint", "replicated_parameters"]
@@ -28,7 +28,6 @@ CHUNK = 1 << 20
 """Elements summed at a time: 8 MiB of temporaries."""
 FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)
 """2**64 over the golden ratio: odd and without a pattern, as a signed number."""
-_ATTENDANCE: dict[str, Attendance] = {}
 SHOWN = 5
 """Parameters named in the error."""
 
@@ -49,7 +48,7 @@ def check_replicas(model: nn.Module, key: str) -> int:
     by_group: dict[dist.ProcessGroup, list[tuple[str, Tensor]]] = defaultdict(list)
     for name, local, group in replicated_parameters(model):
         by_group[group].append((name, local))
-    attendance = _ATTENDANCE.setdefault(key, Attendance(f"{key}.check_replicas"))
+    attendance = Attendance(f"{key}.check_replicas")
     attendance.say()
     different: list[str] = []
     for group, parameters in by_group.items():

@@ -18,8 +18,7 @@ from collections.abc import Iterable, Iterator
 
 from torch import Tensor
 
-from foundry_fp8.distributed.rounding import Noise
-from foundry_fp8.distributed.wire import decode, decode_mean, encode, encode_keeping_error
+from foundry_fp8.distributed.wire import Noise, decode, decode_mean, encode, encode_keeping_error
 from foundry_fp8.numerics.wire_format import WireFormat
 
 __all__ = ["Row", "share"]

@@ -12,15 +12,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
-from torch import Tensor
+from torch import Tensor, nn
 
 from foundry_fp8.compat.collective_errors import preserve_errors
+from foundry_fp8.compat.fsdp2 import units_of
 
 __all__ = [
     "CountingGroup",
     "FinishedWork",
     "Traffic",
     "average",
+    "average_on_gloo",
     "inner_group",
     "reduce_options",
     "reduction_of",
@@ -289,3 +291,15 @@ def average(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All-reduce ``tensor`` to its mean over ``group``, in place, also where the backend cannot average."""
     group.allreduce([tensor]).wait()
     return tensor.div_(group.size())
+
+
+def average_on_gloo(model: nn.Module) -> None:
+    """Give FSDP2 on gloo the averages that gloo lacks, without compressing: see :class:`CountingGroup`.
+
+    Without it FSDP2 on a CPU multiplies gradients by the number of ranks, and its HSDP raises. Units on a GPU, and units that are
+    attached already, are left alone.
+    """
+    for unit in units_of(model):
+        if unit.device.type == "cpu" and not isinstance(unit.shard_group, CountingGroup):
+            groups: tuple[Any, ...] = (unit.shard_group, unit.replicate_group, unit.scatter_group)
+            unit.replace_groups(*(group and CountingGroup(group) for group in groups))

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from foundry_fp8.config import ConfigError
 from foundry_fp8.distributed import collectives
-from foundry_fp8.distributed.groups import make_group
-from foundry_fp8.distributed.rounding import Noise
+from foundry_fp8.distributed.mesh import make_group
 from foundry_fp8.distributed.rows import Row, share
 from foundry_fp8.distributed.traffic import CountingGroup, Traffic
+from foundry_fp8.distributed.wire import Noise
 from foundry_fp8.numerics.wire_format import WireFormat
 
 __all__ = ["TwoHop", "make_two_hop", "own_numel", "reduce_scatter_two_hop", "two_hop_all_reduce"]

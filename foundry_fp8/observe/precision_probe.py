@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
+from foundry_fp8.compat import fsdp1, fsdp2
 from foundry_fp8.distributed.attendance import Attendance, out_of_memory
-from foundry_fp8.distributed.groups import alone, collective_device
+from foundry_fp8.distributed.mesh import alone, collective_device
 from foundry_fp8.model_structure.blocks import block_index_of, block_label, transformer_blocks
 from foundry_fp8.model_structure.names import clean_name
 from foundry_fp8.model_structure.wrappers import without_ddp
@@ -22,7 +23,7 @@ from foundry_fp8.numerics.recipes import Recipe
 from foundry_fp8.observe.gradient_sample import gradient_errors, sample, squares, weights_of
 from foundry_fp8.observe.unchanged_state import fp8_layers, unchanged_state
 
-__all__ = ["OutOfMemory", "PrecisionGap", "PrecisionProbe", "precision_gap"]
+__all__ = ["OutOfMemory", "PrecisionGap", "PrecisionProbe", "first_rows", "precision_gap"]
 
 LossOf = Callable[[nn.Module, Any], Tensor]
 """``loss_of(model, batch)``: the scalar loss of a training forward, under training's autocast. It may be scaled (float16)."""
@@ -137,16 +138,19 @@ class PrecisionProbe:
             self.passes += 1
             for name, layer in self.layers.items():
                 layer.set_recipe(recipes.get(name))  # type: ignore[arg-type]
-            loss = self.loss_of(self.model, dict(batch) if isinstance(batch, Mapping) else batch)
-            if not isinstance(loss, Tensor) or loss.numel() != 1:
-                raise TypeError(f"the loss is a {type(loss).__name__} and not a tensor of one element")
-            loss.backward()
+            with self.attendance.within_limit() if self._sharded else contextlib.nullcontext():
+                loss = self.loss_of(self.model, dict(batch) if isinstance(batch, Mapping) else batch)
+                if not isinstance(loss, Tensor) or loss.numel() != 1:
+                    raise TypeError(f"the loss is a {type(loss).__name__} and not a tensor of one element")
+                loss.backward()
             found: Any = float(loss.detach()), sample(self.weights)
             self.attendance.say()
         except Exception as error:
             self.attendance.say(error)
             if self._sharded and not alone():  # whose forward and backward are full of collectives
                 self.attendance.all_said()
+                fsdp1.abandon_pass(self.model)
+                fsdp2.abandon_pass(self.model)
             found = error.with_traceback(None)
         return found
 
@@ -165,7 +169,7 @@ class PrecisionProbe:
         if without_memory and not failed:
             raise OutOfMemory("measuring FP8 against high precision ran out of memory")
         if failed:
-            raise failures[0] if failures else RuntimeError("measuring FP8 failed on another rank")
+            raise failures[0] if failures else RuntimeError(f"{self.attendance}{self.attendance.failed()}")
         return self._gap(fp8_loss / ranks, loss / ranks, totals[5:].view(3, -1))
 
     def _gap(self, fp8_loss: float, loss: float, totals: Tensor) -> PrecisionGap:
@@ -183,3 +187,21 @@ class PrecisionProbe:
             block_error={n: math.sqrt(e / own) if own else e for n, (e, own) in sorted(blocks.items())},
             meaningful=math.isfinite(loss) and bool(torch.isfinite(totals[1]).all()),
         )
+
+
+def first_rows(batch: Any, rows: int) -> Any:
+    """The first ``rows`` sequences of a batch: a tensor, or a mapping or sequence of tensors with one leading dimension.
+
+    Raises:
+        TypeError: It holds no tensor.
+    """
+    parts = batch if isinstance(batch, Mapping | list | tuple) else [batch]
+    leaves = list(parts.values() if isinstance(parts, Mapping) else parts)
+    size = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), None)
+    if size is None:
+        raise TypeError(f"a batch of type {type(batch).__name__} holds no tensor to cut to {rows} rows")
+    of_rows = [leaf.dim() > 0 if isinstance(leaf, Tensor) else isinstance(leaf, list) for leaf in leaves]
+    cut = [x[:rows] if rowwise and len(x) == size else x for x, rowwise in zip(leaves, of_rows, strict=True)]
+    if isinstance(batch, Mapping):
+        return dict(zip(batch, cut, strict=True))
+    return type(batch)(cut) if isinstance(batch, list | tuple) else cut[0]

@@ -24,9 +24,8 @@ from foundry_fp8.model_structure.unchanged import as_it_was_if_it_fails
 from foundry_fp8.model_structure.wrappers import without_ddp
 from foundry_fp8.observe.guard.config import Event, GuardConfig
 from foundry_fp8.observe.guard.guard import DivergenceGuard
-from foundry_fp8.observe.guard.rows import first_rows
 from foundry_fp8.observe.measured_policy import MeasuredPolicy, measure_policy
-from foundry_fp8.observe.precision_probe import LossOf
+from foundry_fp8.observe.precision_probe import LossOf, first_rows
 from foundry_fp8.run.clashes import KEYS, refuse
 from foundry_fp8.run.monitors import Monitors
 from foundry_fp8.run.settings import Run

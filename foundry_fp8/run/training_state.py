@@ -157,7 +157,7 @@ class TrainingState(FP8Parts):
         """Take back what :meth:`state_dict` gave, or Composer's algorithm saved (see :meth:`FP8Parts.load_state_dict`)."""
         super().load_state_dict(state)
         saved = parts_of(state)
-        for compression, way in zip(self._compressions(), saved.get("ways", []), strict=False):
+        for compression, way in zip(self._compressions(), saved.get("ways") or [], strict=False):
             compression.resume(way)
         plan = plan_of(self.model)
         if saved.get("plan") != plan:

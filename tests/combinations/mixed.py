@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 import foundry_fp8
 from foundry_fp8.algorithms.compressed_communication import CompressedCommunication
 from foundry_fp8.algorithms.fp8 import FP8
-from foundry_fp8.distributed.fsdp2_units import average_on_gloo
+from foundry_fp8.distributed.traffic import average_on_gloo
 from foundry_fp8.layers.linear import FP8Linear
 from tests.combinations.composing import Causal, Tokens
 from tests.combinations.models import blocks_of

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 import foundry_fp8
-from foundry_fp8.distributed.fsdp2_units import average_on_gloo
+from foundry_fp8.distributed.traffic import average_on_gloo
 from foundry_fp8.layers.attention import FP8DotProductAttention
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.numerics.recipes import parse_recipe

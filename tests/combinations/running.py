@@ -60,7 +60,7 @@ def switch_on(case: Case) -> tuple[nn.Module, dict[str, Any]]:
             block_size=32,
         )
     elif case.wrapper in ("fsdp2", "hsdp2"):
-        from foundry_fp8.distributed.fsdp2_units import average_on_gloo
+        from foundry_fp8.distributed.traffic import average_on_gloo
 
         average_on_gloo(model)
     return model, reports

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from foundry_fp8.distributed.fsdp2_units import average_on_gloo
+from foundry_fp8.distributed.traffic import average_on_gloo
 from foundry_fp8.model_structure.blocks import transformer_blocks
 from tests.combinations.hosts import FEATURES, errors, gradients, made
 

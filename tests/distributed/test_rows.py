@@ -4,9 +4,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foundry_fp8.distributed.rounding import Noise
 from foundry_fp8.distributed.rows import Row, share
-from foundry_fp8.distributed.wire import decode, encode
+from foundry_fp8.distributed.wire import Noise, decode, encode
 from foundry_fp8.numerics.wire_format import WireFormat
 
 SECTIONS = st.lists(st.tuples(st.integers(0, 200), st.booleans()), max_size=7)

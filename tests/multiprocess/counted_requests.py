@@ -2,7 +2,7 @@
 
 import torch.distributed as dist
 
-from foundry_fp8.distributed.agreement import agree
+from foundry_fp8.distributed.attendance import agree
 
 METHODS = ("set", "get", "wait", "check", "add", "compare_set", "multi_get", "multi_set")
 

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, fully_s
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 import foundry_fp8
-from foundry_fp8.distributed.fsdp2_units import average_on_gloo
+from foundry_fp8.distributed.traffic import average_on_gloo
 from tests import model_zoo as zoo
 from tests.combinations.wrapping import gradients_of
 

@@ -11,8 +11,7 @@ from torch.distributed.fsdp import fully_shard
 import foundry_fp8
 from foundry_fp8.compat import cpu_stream_events
 from foundry_fp8.compat.fsdp2 import units_of
-from foundry_fp8.distributed.fsdp2_units import average_on_gloo
-from foundry_fp8.distributed.traffic import CountingGroup
+from foundry_fp8.distributed.traffic import CountingGroup, average_on_gloo
 
 
 def built():

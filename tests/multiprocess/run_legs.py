@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp import ShardingStrategy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from foundry_fp8.compat.group_timeout import group_timeout
+from foundry_fp8.compat.process_group import group_timeout
 from foundry_fp8.distributed.compression.apply import apply_compressed_communication
 from foundry_fp8.distributed.mesh import hybrid_mesh
 from foundry_fp8.distributed.replicas import check_replicas

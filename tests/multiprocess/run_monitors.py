@@ -18,7 +18,7 @@ from composer.loggers import InMemoryLogger
 from llmfoundry.registry import callbacks
 
 from foundry_fp8.callbacks.divergence_guard import DivergenceGuard
-from foundry_fp8.distributed.fsdp2_units import average_on_gloo
+from foundry_fp8.distributed.traffic import average_on_gloo
 from foundry_fp8.layers.linear import FP8Linear
 from tests.integration.foundry_runs import config, train
 from tests.multiprocess.run_fp8_training import FSDP

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 
 from foundry_fp8 import FP8State, apply_fp8, precision_gap
-from foundry_fp8.distributed.fsdp2_units import average_on_gloo
+from foundry_fp8.distributed.traffic import average_on_gloo
 
 WIDTH, TOKENS = 128, 64
 

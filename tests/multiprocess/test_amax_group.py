@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from foundry_fp8.compat import amax_group, cpu_stream_events
-from foundry_fp8.distributed.fsdp2_units import average_on_gloo
+from foundry_fp8.distributed.traffic import average_on_gloo
 from foundry_fp8.layers.state import FP8State
 from foundry_fp8.run.training_state import training_state
 from foundry_fp8.surgery.apply import apply_fp8

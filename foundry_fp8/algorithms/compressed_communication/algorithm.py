@@ -13,7 +13,7 @@ from foundry_fp8.config import ConfigError
 from foundry_fp8.distributed.compression.apply import apply_compressed_communication, wrapper_of
 from foundry_fp8.distributed.compression.config import KEY, CompressionConfig
 from foundry_fp8.distributed.compression.runtime import Compression
-from foundry_fp8.distributed.groups import alone
+from foundry_fp8.distributed.mesh import alone
 from foundry_fp8.distributed.replicas import check_replicas
 
 __all__ = ["CompressedCommunication"]

@@ -14,15 +14,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from foundry_fp8.algorithms.method import Method
 from foundry_fp8.callbacks.run_log import ensure_run_log, log_facts
 from foundry_fp8.compat.composer_device import device_of
-from foundry_fp8.distributed.fsdp2_units import average_on_gloo
-from foundry_fp8.distributed.groups import alone
 from foundry_fp8.distributed.hybrid_sharding.apply import (
     KEY,
     HybridShardingConfig,
     hybrid_degrees,
     hybrid_mesh,
 )
+from foundry_fp8.distributed.mesh import alone
 from foundry_fp8.distributed.replicas import check_replicas
+from foundry_fp8.distributed.traffic import average_on_gloo
 from foundry_fp8.run.clashes import refuse
 from foundry_fp8.run.settings import Run
 

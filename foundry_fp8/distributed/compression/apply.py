@@ -12,13 +12,13 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from foundry_fp8.config import ConfigError, from_mapping
-from foundry_fp8.distributed.agreement import agree
+from foundry_fp8.distributed.attendance import agree
 from foundry_fp8.distributed.compression.config import KEY, CompressionConfig
 from foundry_fp8.distributed.compression.ddp import attach_ddp
 from foundry_fp8.distributed.compression.fsdp1 import attach_fsdp1
 from foundry_fp8.distributed.compression.fsdp2 import attach_fsdp2
 from foundry_fp8.distributed.compression.runtime import Compression
-from foundry_fp8.distributed.groups import alone
+from foundry_fp8.distributed.mesh import alone
 from foundry_fp8.distributed.replicas import check_replicas
 from foundry_fp8.model_structure.applied import MARK, applied, remember
 

@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 
 from foundry_fp8.config import Clash
-from foundry_fp8.distributed.agreement import check_all_to_all
+from foundry_fp8.distributed.attendance import check_all_to_all
 from foundry_fp8.distributed.compressed_group import Leg
 from foundry_fp8.distributed.compression.config import KEY, CompressionConfig
 from foundry_fp8.distributed.compression.runtime import Compression, ReportRow, Route
-from foundry_fp8.distributed.rounding import Noise
 from foundry_fp8.distributed.rows import Row, share
+from foundry_fp8.distributed.wire import Noise
 from foundry_fp8.numerics.wire_format import WireFormat
 
 __all__ = ["LEG_CLASHES", "Legs", "replicate_leg", "shard_leg"]

@@ -15,9 +15,9 @@ from foundry_fp8.distributed.compression.adapt import Adaptation
 from foundry_fp8.distributed.compression.config import CompressionConfig
 from foundry_fp8.distributed.compression.routing import Path, path_of
 from foundry_fp8.distributed.mesh import ranks_per_node
-from foundry_fp8.distributed.rounding import Noise
 from foundry_fp8.distributed.traffic import Traffic
 from foundry_fp8.distributed.two_hop import TwoHop, make_two_hop
+from foundry_fp8.distributed.wire import Noise
 from foundry_fp8.numerics.wire_format import WireFormat
 
 __all__ = ["Compression", "ReportRow", "Route"]

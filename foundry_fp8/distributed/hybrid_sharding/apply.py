@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from foundry_fp8.config import Config, ConfigError, Fraction, Natural, Positive
-from foundry_fp8.distributed.agreement import agree
-from foundry_fp8.distributed.groups import alone
-from foundry_fp8.distributed.mesh import hybrid_mesh, ranks_per_node, smallest_shard
+from foundry_fp8.distributed.attendance import agree
+from foundry_fp8.distributed.mesh import alone, hybrid_mesh, ranks_per_node, smallest_shard
 
 __all__ = ["KEY", "HybridShardingConfig", "degrees_of", "hybrid_degrees", "hybrid_mesh", "state_bytes"]
 

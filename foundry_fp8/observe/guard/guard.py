@@ -5,22 +5,29 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from foundry_fp8.config import from_mapping
+from foundry_fp8.distributed.attendance import RanksLost
 from foundry_fp8.layers.model_state import readable
 from foundry_fp8.numerics.recipes import Recipe, recipe_name
 from foundry_fp8.observe.guard.config import KEY, MODEL, Event, GuardConfig
-from foundry_fp8.observe.guard.rows import first_rows
 from foundry_fp8.observe.guard.schedule import Schedule
-from foundry_fp8.observe.guard.search import smallest_sufficient
-from foundry_fp8.observe.precision_probe import LossOf, OutOfMemory, PrecisionGap, PrecisionProbe, Recipes
+from foundry_fp8.observe.precision_probe import (
+    LossOf,
+    OutOfMemory,
+    PrecisionGap,
+    PrecisionProbe,
+    Recipes,
+    first_rows,
+)
+from foundry_fp8.observe.switched_off import SwitchesOff
 
-__all__ = ["DivergenceGuard"]
+__all__ = ["DivergenceGuard", "smallest_sufficient"]
 
 log = logging.getLogger(__name__)
 
@@ -32,11 +39,11 @@ WELL = 0.5
 Measure = Callable[[Recipes], PrecisionGap]
 
 
-class DivergenceGuard:
+class DivergenceGuard(SwitchesOff):
     """Measures what FP8 does to the loss and the gradients, and demotes the layers that do too much to them.
 
     Call :meth:`before_step` before the first forward of each batch and :meth:`after_step` after it, on every rank; save
-    :meth:`state_dict`.
+    :meth:`state_dict`. Once it has measured, an error in a measurement switches it off, and training goes on.
 
     Args:
         model: Converted by :func:`~foundry_fp8.apply_fp8`, wrapped or not.
@@ -48,6 +55,8 @@ class DivergenceGuard:
         gap: What was measured on this batch, or ``None``; ``probe.passes`` counts what it cost.
     """
 
+    name = KEY
+
     def __init__(self, model: nn.Module, loss_of: LossOf, **options: Any) -> None:
         self.config: GuardConfig = from_mapping(GuardConfig, options, KEY)
         self.rows = self.config.rows
@@ -58,7 +67,7 @@ class DivergenceGuard:
         self.schedule = Schedule(self.config.interval)
         self._healthy = 0  # measurements in turn below WELL with all demoted layers back in FP8
         self._returns = 0
-        self._off, self._spent = not self.probe.layers, 0
+        self._off, self._spent, self._proven = not self.probe.layers, 0, False
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         if self._off:
             log.warning("%s: the model has no FP8 layer, so there is nothing to guard.", KEY)
@@ -94,6 +103,13 @@ class DivergenceGuard:
             goes_on = "FP8 is not measured any more" if self._off else f"goes on with {self.rows} rows"
             log.warning("%s.rows: %s; %s.", KEY, error, goes_on)
             return []
+        except Exception as error:
+            if isinstance(error, RanksLost) or not self._proven:
+                raise
+            self._off = True
+            self.disable(error)
+            return []
+        self._proven = True
         for name, recipe in recipes.items():  # only now: the measurement put back those that it found
             self.probe.layers[name].set_recipe(recipe)  # type: ignore[arg-type]
         self.events += map(dataclasses.asdict, found)
@@ -213,7 +229,7 @@ class DivergenceGuard:
         for name, saved in state["recipes"].items():
             layer = self.probe.layers[name]
             known = {recipe_name(recipe): recipe for recipe in (self.finer(name), layer.configured_recipe)}
-            layer.set_recipe(known.get(saved))  # type: ignore[arg-type]
+            layer.set_recipe(known.get(str(saved)))  # type: ignore[arg-type]
             if layer.configured_recipe is None:
                 layer.demoted = saved if saved in ("finer", "out") else ""  # type: ignore[union-attr]
         self.batch, self.events, self.rows = batch, events, min(self.config.rows, rows)
@@ -229,3 +245,32 @@ def _in_one_line(events: list[Event]) -> str:
         f"{'; '.join(map(str, alike[:3]))}{f' and {len(alike) - 3} more' if len(alike) > 3 else ''}"
         for alike in by_action.values()
     )
+
+
+def smallest_sufficient(
+    names: Sequence[str], sufficient: Callable[[Sequence[str]], bool], *, questions: int = 64
+) -> list[str]:
+    """A part of ``names`` that is sufficient, and is not once any of it is left out: U. Junker, "QuickXplain", AAAI 2004.
+
+    Of n with k at fault: 2 k log2(n / k) + 2 k questions.
+
+    Args:
+        names: In the order of the model, as neighbours are asked about together. All of them are sufficient; that is not asked.
+        sufficient: The question.
+        questions: After so many, what is undivided stays whole.
+    """
+    left = questions
+
+    def within(candidates: Sequence[str], given: Sequence[str], *, ask: bool) -> list[str]:
+        """The part of ``candidates`` that is needed beside ``given``."""
+        nonlocal left
+        left -= ask
+        if ask and left >= 0 and sufficient(given):
+            return []
+        if len(candidates) == 1 or left <= 0:
+            return list(candidates)
+        first, second = candidates[: len(candidates) // 2], candidates[len(candidates) // 2 :]
+        of_second = within(second, [*given, *first], ask=True)
+        return within(first, [*given, *of_second], ask=bool(of_second)) + of_second
+
+    return within(names, [], ask=True) if names else []

@@ -280,7 +280,7 @@ def test_a_batch_without_rows_is_refused():
 
 
 def test_parts_of_a_batch():
-    from foundry_fp8.observe.guard.rows import first_rows
+    from foundry_fp8.observe.precision_probe import first_rows
 
     ids = tokens(4)
     assert torch.equal(first_rows(ids, 3), ids[:3])
@@ -311,3 +311,28 @@ def test_an_alarm_that_no_demotion_satisfies_has_a_budget_of_passes_and_one_line
     assert len(found) > 30 and len(guard.events) == len(found)
     lines = [record.message for record in caplog.records if "divergence_guard" in record.message]
     assert len(lines) == 1 and f"and {len(found) - 4} more" in lines[0] and "alarm" in lines[0]
+
+
+def test_an_error_after_the_first_measurement_switches_it_off_and_training_goes_on(caplog):
+    """One in the first is raised: nothing has been spent, and what is asked for is wrong."""
+    calls = []
+
+    def fails_later(model, ids):
+        calls.append(len(ids))
+        if len(calls) > fails_from:
+            raise ValueError("a batch of another kind")
+        return loss_of(model, ids)
+
+    for fails_from in (0, 2):
+        calls.clear()
+        guard = foundry_fp8.DivergenceGuard(llama()[0], fails_later, **{**OPTIONS, "interval": 1})
+        guard.after_step(1.0)
+        if not fails_from:
+            with pytest.raises(ValueError, match="another kind"):
+                guard.before_step(tokens())
+            continue
+        for _ in range(3):
+            guard.before_step(tokens())
+            guard.after_step(1.0)
+        assert guard.failed == "ValueError: a batch of another kind" and not guard.due()
+        assert len(calls) == 4 and caplog.text.count("callbacks.divergence_guard failed and is off") == 1

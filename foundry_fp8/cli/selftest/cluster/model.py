@@ -17,7 +17,7 @@ import foundry_fp8
 from foundry_fp8.backends import load_backend
 from foundry_fp8.cli.selftest.cluster.ranks import CannotRunError, Ranks
 from foundry_fp8.compat import cpu_stream_events
-from foundry_fp8.distributed.fsdp2_units import average_on_gloo
+from foundry_fp8.distributed.traffic import average_on_gloo
 from foundry_fp8.model_structure.names import clean_name
 from foundry_fp8.numerics.recipes import RECIPES
 
