@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from foundry_fp8 import FP8Run
-from foundry_fp8.distributed.fsdp2_units import average_on_gloo
+from foundry_fp8.distributed.traffic import average_on_gloo
 from foundry_fp8.layers.gemm_layer import FP8GemmLayer
 from tests.multiprocess.tensor_parallel import TOKENS, WIDTH, Stack, split, whole
 
