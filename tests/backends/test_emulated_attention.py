@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from foundry_fp8.backends.emulated import attention as module_under_test
 from foundry_fp8.backends.emulated.attention import EmulatedAttention, keep_mask
-from foundry_fp8.backends.emulated.rounding import round_values_
+from foundry_fp8.backends.emulated.dense import round_values_
 from foundry_fp8.layers.attention import SLOTS, FP8DotProductAttention, attention_format, attention_slots
 from foundry_fp8.layers.attention_mask import AttentionMask
 from foundry_fp8.layers.delayed_scaling import DelayedScalingState

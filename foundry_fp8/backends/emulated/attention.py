@@ -38,7 +38,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from foundry_fp8.backends.emulated.rounding import round_values_
+from foundry_fp8.backends.emulated.dense import round_values_
 from foundry_fp8.compat.fake_tensor import FakeTensor
 from foundry_fp8.layers.attention import (
     SLOTS,

@@ -1,4 +1,4 @@
-"""FP8 bytes as the float32 numbers they stand for."""
+"""FP8 values as float32: the numbers that bytes stand for, and what a GEMM's operand is once quantised, without the bytes between."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from foundry_fp8.backends.emulated.scratch import readable, scratch
-from foundry_fp8.numerics.formats import E4M3
+from foundry_fp8.numerics.formats import E4M3, Float8Format
 from foundry_fp8.numerics.quantize import Quantized
 
-__all__ = ["dense_values"]
+__all__ = ["dense_values", "round_values_"]
 
 _SLAB = 1 << 18
 """Elements that are widened at a time: 1 MiB of float32, which stays in the cache from one pass to the next."""
@@ -38,3 +38,29 @@ def dense_values(q: Quantized, place: str = "a") -> Tensor:
         target.bitwise_left_shift_(shift).bitwise_and_(mask)
         target.view(torch.float32).mul_(2.0**exponent)
     return values
+
+
+def round_values_(x: Tensor, fmt: Float8Format, scratch: Tensor) -> Tensor:
+    """``cast(x, fmt).float()`` in place: to nearest even, saturating, subnormals and NaN included.
+
+    torch converts FP8 to float32 on a CPU one element at a time; these are six passes of plain arithmetic. Adding 1.5 times
+    a power of two leaves as many bits behind the point as the format has at x's exponent, the addition rounds to them, and
+    the subtraction is exact.
+
+    Args:
+        x: float32, contiguous; written.
+        fmt: The format.
+        scratch: int32, the shape of ``x``; written.
+
+    Returns:
+        ``x``.
+    """
+    # (mantissa bits, exponent field of the least normal number in float32)
+    mantissa, least = (3, 127 - 6) if fmt is E4M3 else (2, 127 - 14)
+    x.clamp_(-fmt.max, fmt.max)
+    torch.bitwise_and(x.view(torch.int32), 0x7F800000, out=scratch)
+    power = scratch.clamp_(min=least << 23).view(
+        torch.float32
+    )  # 2**exponent of x, at least that of the least normal
+    shift = 1.5 * 2.0 ** (23 - mantissa)
+    return x.add_(power, alpha=shift).sub_(power, alpha=shift)
