@@ -103,17 +103,12 @@ def unconvertible(model: nn.Module, linears: Sequence[tuple[str, nn.Module]]) ->
         if isinstance(module, nn.MultiheadAttention):
             found[module.out_proj] = "nn.MultiheadAttention reads its weight without calling it"
     for _, linear in linears:
-        why = _unconvertible(linear)
+        weight = linear._parameters.get("weight")
+        why = "its weight is parametrised" if weight is None else unfit(weight)
+        why = "it is converted already" if isinstance(linear, FP8Linear) else why
         if why is not None:
             found.setdefault(linear, why)
     return found
-
-
-def _unconvertible(linear: nn.Module) -> str | None:
-    weight = linear._parameters.get("weight")
-    if isinstance(linear, FP8Linear):
-        return "it is converted already"
-    return "its weight is parametrised" if weight is None else unfit(weight)
 
 
 def unfit(weight: Tensor) -> str | None:

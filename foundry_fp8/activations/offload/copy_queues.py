@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["CopyQueue", "CudaCopyQueue", "copy_queue_of"]
+__all__ = ["CopyQueue", "CudaCopyQueue"]
 
 
 class CopyQueue:
@@ -54,8 +54,3 @@ class CudaCopyQueue(CopyQueue):
     def wait(self, event: torch.cuda.Event) -> None:
         """Let the current stream wait."""
         torch.cuda.current_stream(self.device).wait_event(event)
-
-
-def copy_queue_of(device: torch.device) -> CopyQueue:
-    """The queue between ``device`` and the host."""
-    return CudaCopyQueue(device) if device.type == "cuda" else CopyQueue()

@@ -38,7 +38,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from foundry_fp8.activations.compression.saved import StorageRef, UnpackedTensor, is_parameter
-from foundry_fp8.activations.offload.copy_queues import CopyQueue, copy_queue_of
+from foundry_fp8.activations.offload.copy_queues import CopyQueue, CudaCopyQueue
 from foundry_fp8.compat.fake_tensor import FakeTensor
 from foundry_fp8.compat.storages import storage_number
 
@@ -270,4 +270,4 @@ def _bytes_of(x: Tensor) -> Tensor:
 @functools.cache
 def host_store(device: torch.device) -> HostStore:
     """The store of ``device``: one a process, so that all models on it share its buffers."""
-    return HostStore(copy_queue_of(device), device)
+    return HostStore(CudaCopyQueue(device) if device.type == "cuda" else CopyQueue(), device)
