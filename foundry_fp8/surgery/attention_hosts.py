@@ -35,6 +35,7 @@ __all__ = [
     "AttentionHost",
     "HuggingFaceHost",
     "by_heads",
+    "names_in_forward",
     "register_attention",
 ]
 
@@ -75,7 +76,8 @@ def by_heads(*parts: tuple[Tensor, int]) -> tuple[Tensor, ...]:
     return tuple(x.unflatten(-1, (heads, -1)).transpose(1, 2) for x, heads in parts)
 
 
-def _names_in_forward(module: nn.Module) -> tuple[str, ...]:
+def names_in_forward(module: nn.Module) -> tuple[str, ...]:
+    """The globals and attributes that the forward of ``module`` uses."""
     code = getattr(_forward(module), "__code__", None)
     return code.co_names if code is not None else ()
 
@@ -254,7 +256,7 @@ class HuggingFaceHost:
 
     def recognises(self, module: nn.Module) -> bool:
         """By the look-up in the code of its forward."""
-        return REGISTRY in _names_in_forward(module) and hasattr(module, "config")
+        return REGISTRY in names_in_forward(module) and hasattr(module, "config")
 
     def reason(self, module: nn.Module) -> str | None:
         """Anything but soft capping."""
@@ -337,7 +339,7 @@ class TorchHost:
 
     def recognises(self, module: nn.Module) -> bool:
         """By the call in the code of its forward."""
-        return "scaled_dot_product_attention" in _names_in_forward(module)
+        return "scaled_dot_product_attention" in names_in_forward(module)
 
     def reason(self, module: nn.Module) -> str | None:
         """Anything."""

@@ -129,7 +129,9 @@ def _expert_shares(model: nn.Module) -> dict[str, float]:
         beside = [module, *map(module._modules.get, ("router", "gate"))]
         sources = [*beside, *(getattr(module, name, None) for name in ("args", "config"))]
         top_k = first_int(sources, "top_k", "num_experts_per_tok", "moe_top_k")
-        count = _expert_count(experts, sources)
+        counts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+        said = first_int([experts, *sources], *counts)
+        count = len(experts) if isinstance(experts, nn.ModuleList) else said
         if top_k is None or not count:
             raise ValueError(
                 f"{clean_name(name)}: a mixture of experts that does not say how many experts a token passes through. "
@@ -137,14 +139,6 @@ def _expert_shares(model: nn.Module) -> dict[str, float]:
             )
         shares[f"{name}.experts" if name else "experts"] = top_k / count
     return shares
-
-
-def _expert_count(experts: nn.Module, sources: list[Any]) -> int | None:
-    """Their number, from themselves or from what stands around them."""
-    if isinstance(experts, nn.ModuleList):
-        return len(experts)
-    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    return first_int([experts, *sources], *names)
 
 
 def first_int(sources: list[Any], *names: str) -> int | None:
