@@ -13,17 +13,20 @@ import resource
 import subprocess
 import sys
 import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 from common import environment, save
 
 from foundry_fp8.backends.emulated.attention import EmulatedAttention
-from foundry_fp8.backends.emulated.attention_reference import attention_reference
 from foundry_fp8.layers.attention import FP8DotProductAttention
 from foundry_fp8.layers.attention_mask import AttentionMask
 from foundry_fp8.numerics.quantize import quantize_tensor
 from foundry_fp8.numerics.recipes import DelayedScaling
 from foundry_fp8.surgery.attention import FP8AttentionState
+from tests.backends.attention_definition import attention_reference
 
 CASES = ("blockwise", "unfused")
 

@@ -61,7 +61,7 @@ def collect() -> dict[str, Any]:
           and ``case`` (head size and mask): ``device``, ``recipe``, ``backend``, ``case``, ``ok``, ``reason``, ``remedy``.
     """
     devices = _devices()
-    stack = {
+    stack: dict[str, Any] = {
         "python": platform.python_version(),
         "machine": f"{platform.system()} {platform.machine()}",
         "bf16 units (CPU)": "yes" if has_bf16_units("cpu") else "no",
@@ -72,9 +72,11 @@ def collect() -> dict[str, Any]:
         "cudnn": dotted(_cudnn_version()) or None,
         **{name: installed(package) for name, package in _PACKAGES.items()},
     }
+    packages = {"torch": "torch", **_PACKAGES}
+    said = {key: untested(package, stack[key]) for key, package in packages.items() if stack[key]}
     return {
         "platform": stack,
-        "untested": _untested(stack),
+        "untested": {key: text for key, text in said.items() if text},
         "devices": devices,
         "transformer_engine": _transformer_engine(),
         "support": [entry for device in devices for entry in _support(device["device"])],
@@ -147,12 +149,6 @@ def _attention(device: torch.device) -> list[dict[str, Any]]:
             entry = {"device": str(device), "recipe": name, "backend": backend, "case": case}
             entries.append({**entry, "ok": found.ok, "reason": found.reason, "remedy": found.remedy})
     return entries
-
-
-def _untested(versions: dict[str, Any]) -> dict[str, str]:
-    names = {"torch": "torch", **_PACKAGES}
-    said = {key: untested(package, versions[key]) for key, package in names.items() if versions[key]}
-    return {key: text for key, text in said.items() if text}
 
 
 def _cudnn_version() -> tuple[int, ...]:

@@ -7,7 +7,7 @@ import io
 import re
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -16,9 +16,6 @@ from foundry_fp8.cli.yaml_model import resolve_yaml
 from foundry_fp8.cli.yaml_run import has_te_layers, precision_of
 from foundry_fp8.config import ConfigError
 from foundry_fp8.config.files import write_file
-
-if TYPE_CHECKING:
-    from ruamel.yaml import YAML
 
 __all__ = ["add_fp8", "init"]
 
@@ -63,7 +60,10 @@ def add_fp8(text: str, hardware: Hardware, where: str = "the YAML") -> tuple[str
             f"--hardware: {hardware.name} does not multiply FP8. To see FP8's losses without its speed, write "
             "algorithms: {fp8: {backend: emulated}} yourself."
         )
-    run, reader = resolve_yaml(text, where), _reader()
+    from ruamel.yaml import YAML
+
+    run, reader = resolve_yaml(text, where), YAML()
+    reader.preserve_quotes, reader.width = True, 4096
     config = reader.load(text)
     if not isinstance(config.get("model"), MutableMapping):
         raise ConfigError(f"{where} is no training run of LLM Foundry: it has no model.")
@@ -133,15 +133,6 @@ def _flow(values: dict[str, Any], like: Any) -> Any:
     made = type(like)(values)
     made.fa.set_flow_style()
     return made
-
-
-def _reader() -> YAML:
-    from ruamel.yaml import YAML
-
-    reader = YAML()
-    reader.preserve_quotes = True
-    reader.width = 4096
-    return reader
 
 
 def _as_written(before: str, after: str) -> str:

@@ -196,14 +196,20 @@ def _device(device: str, on_cluster: bool) -> str:
 @contextlib.contextmanager
 def _fake(model: Any) -> Iterator[None]:
     """Fake tensors in place of a model's on ``meta``: nothing is allocated."""
-    from foundry_fp8.planning.memory.routing import EqualShares
+    from foundry_fp8.planning.memory.cost_model import EqualShares
 
-    with FakeTensorMode(allow_non_fake_inputs=True), EqualShares(model), _said_what_needs_values():
-        model.to_empty(device="cpu")
-        for module in model.modules():
-            if hasattr(module, "tie_weights"):
-                module.tie_weights()
-        yield
+    with FakeTensorMode(allow_non_fake_inputs=True), EqualShares(model):
+        try:
+            model.to_empty(device="cpu")
+            for module in model.modules():
+                if hasattr(module, "tie_weights"):
+                    module.tie_weights()
+            yield
+        except NEEDS_VALUES as error:
+            raise ConfigError(
+                f"model: its forward depends on values ({error}), which a plan that allocates nothing does not have. Give --device cpu, "
+                "without --world-size."
+            ) from error
 
 
 def _notes(run: Run, model: Any, dry: bool) -> str:
@@ -219,17 +225,6 @@ def _notes(run: Run, model: Any, dry: bool) -> str:
     if run.converts is not None and run.converts.attention and run.converts.backend == "auto":
         note += "FP8 attention is planned; on a GPU without Transformer Engine or cuDNN's frontend auto leaves it in BF16\n"
     return note
-
-
-@contextlib.contextmanager
-def _said_what_needs_values() -> Iterator[None]:
-    try:
-        yield
-    except NEEDS_VALUES as error:
-        raise ConfigError(
-            f"model: its forward depends on values ({error}), which a plan that allocates nothing does not have. Give --device cpu, "
-            "without --world-size."
-        ) from error
 
 
 def _without_flash(config: dict[str, Any]) -> bool:

@@ -17,7 +17,7 @@ from foundry_fp8.layers.ledger import GemmLedger, Precision
 from foundry_fp8.layers.second_derivative import refuse_second_derivative
 from foundry_fp8.numerics.formats import E4M3, Float8Format
 from foundry_fp8.numerics.quantize import Quantized
-from foundry_fp8.numerics.recipes import CurrentScaling, DelayedScaling, Recipe
+from foundry_fp8.numerics.recipes import CurrentScaling, DelayedScaling, Recipe, recipe_name
 
 __all__ = [
     "GRADIENTS",
@@ -261,5 +261,6 @@ class FP8DotProductAttention(nn.Module):
 
     def extra_repr(self) -> str:
         """What it runs."""
-        recipe = "high_precision" if self.recipe is None else self.recipe.name
-        return f"recipe={recipe}" + ("" if self.grad_scores == "fp8" else f", grad_scores={self.grad_scores}")
+        return f"recipe={recipe_name(self.recipe)}" + (
+            "" if self.grad_scores == "fp8" else f", grad_scores={self.grad_scores}"
+        )

@@ -44,16 +44,13 @@ class AttentionMask:
             derived[causal, window] = dataclasses.replace(self, causal=causal, window=window)
         return derived[causal, window]
 
+    @functools.cached_property
     def simplified(self) -> AttentionMask:
         """Without padding that hides nothing from a token and documents that are one: asks the device once, then remembers.
 
         Padding on the right is to the right of every token's query, where a causal rule hides it anyway. So queries that are
         padding themselves may see more than they did.
         """
-        return self._simplified
-
-    @functools.cached_property
-    def _simplified(self) -> AttentionMask:
         padding, documents = self.key_padding, self.documents
         if padding is not None:
             tokens = padding.bool()

@@ -90,11 +90,6 @@ class DelayedSlot:
         return self.state.in_force().scales[self.index]
 
     @property
-    def scale_version(self) -> int:
-        """Another number where the scale may be another."""
-        return self.state.in_force().number
-
-    @property
     def amax_history(self) -> Tensor:
         """``[L]`` float32; entry 0 collects the running pass, the last entry is the newest finished one."""
         return self.state.amax_history[:, self.index]

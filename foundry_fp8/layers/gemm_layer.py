@@ -18,7 +18,7 @@ from foundry_fp8.layers.dtensor import is_dtensor
 from foundry_fp8.layers.ledger import Gemm, GemmLedger, Precision, precision_of
 from foundry_fp8.layers.second_derivative import refuse_second_derivative, refuse_transforms
 from foundry_fp8.numerics.quantize import Quantized
-from foundry_fp8.numerics.recipes import GEMMS, Operand, Recipe, most_common_recipes
+from foundry_fp8.numerics.recipes import GEMMS, Operand, Recipe, most_common_recipes, recipe_name
 
 __all__ = ["OPERANDS", "Choice", "FP8GemmLayer", "Probe", "Slots", "configured_recipes"]
 
@@ -42,13 +42,11 @@ class Choice:
     @property
     def gemms(self) -> dict[str, str]:
         """The recipe's name, or ``high_precision``, by GEMM."""
-        high = self.recipe is None
-        return {gemm: "high_precision" if high or gemm in self.out else self.recipe.name for gemm in GEMMS}  # type: ignore[union-attr]
+        return {gemm: recipe_name(None if gemm in self.out else self.recipe) for gemm in GEMMS}
 
     def __str__(self) -> str:
         out = " and ".join(gemm for gemm in GEMMS if self.recipe and gemm in self.out)
-        name = self.recipe.name if self.recipe else "high_precision"
-        return f"{name}{out and f', {out} in high precision'} {self.when}".rstrip()
+        return f"{recipe_name(self.recipe)}{out and f', {out} in high precision'} {self.when}".rstrip()
 
 
 class FP8GemmLayer(nn.Module):
@@ -146,8 +144,7 @@ class FP8GemmLayer(nn.Module):
         out = "".join(
             f", {gemm}=high_precision" for gemm in ("fprop", "dgrad") if getattr(self, gemm) != "fp8"
         )
-        running = self.recipe.name if self.recipe else "high_precision"
-        return f"recipe={running}, backend={self.backend.name}{out}, wgrad={self.wgrad}"
+        return f"recipe={recipe_name(self.recipe)}, backend={self.backend.name}{out}, wgrad={self.wgrad}"
 
     def can_run(self, recipe: Recipe, device: torch.device) -> bool:
         """Whether the backend runs ``recipe`` with this layer's shapes on ``device``."""

@@ -221,7 +221,9 @@ def _watch_first_step(model: nn.Module, state: FP8State) -> None:
 @torch.compiler.disable
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if _watched:
-        _stepped_before[optimizer] = _has_stepped(optimizer)
+        _stepped_before[optimizer] = any(
+            bool(state["step"] > 0) if "step" in state else bool(state) for state in optimizer.state.values()
+        )
         _look(optimizer)
 
 
@@ -251,10 +253,3 @@ def _look(optimizer: Optimizer) -> None:
                 "does not go on as the one that it resumes. Save and load foundry_fp8.training_state(model) beside the model. "
                 "Where FP8 begins here, nothing is lost."
             )
-
-
-def _has_stepped(optimizer: Optimizer) -> bool:
-    """Whether its states are of earlier steps."""
-    return any(
-        bool(state["step"] > 0) if "step" in state else bool(state) for state in optimizer.state.values()
-    )

@@ -32,7 +32,11 @@ def transformer_stacks(model: nn.Module) -> list[list[Block]]:
             continue
         found.append(blocks)
         inside += (f"{name}.",)
-    attending = [blocks for blocks in found if any(_attends(block) for _, block in blocks)]
+    attending = [
+        blocks
+        for blocks in found
+        if any("attention" in type(m).__name__.lower() for _, block in blocks for m in block.modules())
+    ]
     return attending or sorted(found, key=_size)[-1:]
 
 
@@ -52,10 +56,6 @@ def block_index_of(name: str, blocks: Sequence[Block]) -> int | None:
 def block_label(index: int | None) -> str:
     """What a block is called in logs: ``layer_003``; ``outside`` for what lies in none."""
     return "outside" if index is None else f"layer_{index:03d}"
-
-
-def _attends(block: nn.Module) -> bool:
-    return any("attention" in type(module).__name__.lower() for module in block.modules())
 
 
 def _size(blocks: Sequence[Block]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from foundry_fp8.compat.checkpoint_wrapper import CheckpointWrapper
@@ -14,6 +14,7 @@ from foundry_fp8.model_structure.names import clean_name
 __all__ = [
     "checkpoint_wrappers",
     "has_forward",
+    "is_sharded",
     "modules_by_clean_name",
     "own_class",
     "replace_everywhere",
@@ -30,6 +31,11 @@ def has_forward(module: nn.Module) -> bool:
 def without_ddp(model: nn.Module) -> nn.Module:
     """The model inside DDP, or ``model``: its own submodule called ``module`` (``ComposerClassifier`` has one) is no wrapper's."""
     return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether FSDP1 or FSDP2 wraps ``model`` or parts of it."""
+    return any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules())
 
 
 def modules_by_clean_name(model: nn.Module) -> dict[str, tuple[str, nn.Module]]:

@@ -123,7 +123,7 @@ class Recipe(Config):
     @property
     def by_row(self) -> bool:
         """Whether all that a GEMM adds up for an element of its result has one scale from each side, which multiplies the sum."""
-        return False
+        return self.kind == "row"
 
     @property
     def by_direction(self) -> bool:
@@ -236,11 +236,6 @@ class CurrentScaling(TensorwiseRecipe):
     def powers_of_two(self) -> bool:
         """See :attr:`Recipe.powers_of_two`."""
         return self.power_2_scales
-
-    @property
-    def by_row(self) -> bool:
-        """See :attr:`Recipe.by_row`."""
-        return self.granularity == "row"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,14 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from foundry_fp8.compat import fsdp1, fsdp2
 from foundry_fp8.distributed.attendance import Attendance, out_of_memory
 from foundry_fp8.distributed.mesh import alone, collective_device
 from foundry_fp8.model_structure.blocks import block_index_of, block_label, transformer_blocks
 from foundry_fp8.model_structure.names import clean_name
-from foundry_fp8.model_structure.wrappers import without_ddp
+from foundry_fp8.model_structure.wrappers import is_sharded, without_ddp
 from foundry_fp8.numerics.recipes import Recipe
 from foundry_fp8.observe.gradient_sample import gradient_errors, sample, squares, weights_of
 from foundry_fp8.observe.unchanged_state import fp8_layers, unchanged_state
@@ -100,9 +99,7 @@ class PrecisionProbe:
         self.weights = weights_of(self.model)
         self.passes = 0
         self.attendance = Attendance("the measurement of FP8 against high precision")
-        self._sharded = any(
-            isinstance(m, FSDPModule | FullyShardedDataParallel) for m in self.model.modules()
-        )
+        self._sharded = is_sharded(self.model)
         self._blocks = [(clean_name(name), block) for name, block in transformer_blocks(self.model)]
         self._block_of = {weight.name: self.block_of(weight.name) for weight in self.weights}
 

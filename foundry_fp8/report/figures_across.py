@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from foundry_fp8.report.comparison import Row
-from foundry_fp8.report.run import HIGH_PRECISION, Series
+from foundry_fp8.report.run import HIGH_PRECISION
 from foundry_fp8.report.style import add_legend, group_style, new_figure, run_style
 
 __all__ = ["memory", "scored", "sizes", "speed", "tasks"]
@@ -141,8 +141,9 @@ def tasks(rows: Sequence[Row]) -> Figure | None:
 def memory(rows: Sequence[Row]) -> Figure | None:
     """Largest memory of each run: of the device where Composer's memory_monitor logged it, else of the process."""
     device = [
-        (i, row.run.name, _peak(row.run.metrics.get("memory/peak_reserved_mem")))
+        (i, row.run.name, float(np.nanmax(series.values, initial=0.0)))
         for i, row in enumerate(rows)
+        if (series := row.run.metrics.get("memory/peak_reserved_mem")) is not None
     ]
     # GB, as Composer's memory_monitor logs.
     host = [
@@ -165,10 +166,6 @@ def memory(rows: Sequence[Row]) -> Figure | None:
         _bars(axes, [row.run.recipe for row in rows], found, "{:.2f}")
         axes.set_xlabel(label)
     return figure
-
-
-def _peak(series: Series | None) -> float:
-    return float(np.nanmax(series.values, initial=0.0)) if series is not None else float("nan")
 
 
 def _bars(axes: Axes, kinds: Sequence[str], found: Sequence[tuple[int, str, float]], form: str) -> None:

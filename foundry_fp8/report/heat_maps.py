@@ -151,9 +151,8 @@ def _maps(rows: Sequence[Row], prefix: str) -> Maps:
 
 def _guard_marks(row: Row) -> list[tuple[int, int, str]]:
     """What the guard did to a layer that is named by its block's number."""
-    found = []
-    for step, unit, action, *_ in row.run.guard_events:
-        number = _BLOCK.search(unit)
-        if number and action in MARKS:
-            found.append((step, int(number[1]), action))
-    return found
+    return [
+        (step, int(number[1]), action)
+        for step, unit, action, *_ in row.run.guard_events
+        if action in MARKS and (number := _BLOCK.search(unit))
+    ]

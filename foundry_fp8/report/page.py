@@ -20,7 +20,7 @@ from foundry_fp8.report.comparison import (
 )
 from foundry_fp8.report.figures import FIGURES
 from foundry_fp8.report.figures_across import scored
-from foundry_fp8.report.run import GUARD_EVENTS, Run
+from foundry_fp8.report.run import GUARD_EVENTS
 from foundry_fp8.report.sources.lines import plain_text
 from foundry_fp8.report.verdict import verdicts
 
@@ -50,17 +50,13 @@ def render_page(rows: Sequence[Row], title: str, charts: Mapping[str, str]) -> s
         run_names=[run.name for run in runs],
         facts=[_facts(row) for row in rows],
         scores=_scores(rows),
-        guarded=[(run.name, *event) for run in runs for event in _guard_timeline(run)],
+        guarded=[
+            (run.name, batch, unit, f"{action} {signal}".strip() + (f": {detail}" if detail else ""))
+            for run in runs
+            for batch, unit, action, signal, detail in run.guard_events
+        ],
         tables=[(run.name, table) for run in runs for table in run.tables if table.name != GUARD_EVENTS],
     )
-
-
-def _guard_timeline(run: Run) -> list[tuple[int, str, str]]:
-    """What the guard found and did: ``(step, layer or block, what)``."""
-    return [
-        (batch, unit, f"{action} {signal}".strip() + (f": {detail}" if detail else ""))
-        for batch, unit, action, signal, detail in run.guard_events
-    ]
 
 
 def _scores(rows: Sequence[Row]) -> dict[str, Any]:

@@ -213,7 +213,13 @@ class FP8Run:
             self._set_gradient_scale(batch)
             self._measure(batch)
         if self._trace is not None and self.state is not None and not self.state.fp8.awaits_choice:
-            self._watch(self._trace)
+            if self.settings.compiled or (self.model is not None and is_compiled(self.model)):
+                log.info(
+                    "Under torch.compile nobody checks which of the converted layers run: a graph keeps no ledger."
+                )
+                self._trace = None
+            else:
+                self._trace.arm()
         return self.events
 
     def follow_time(self) -> None:
@@ -322,16 +328,6 @@ class FP8Run:
         if self._keeps:
             self._keeps = False
             self._kept = {name: value for name, value in kwargs.items() if name != "num_items_in_batch"}
-
-    def _watch(self, trace: ForwardTrace) -> None:
-        assert self.model is not None
-        if self.settings.compiled or is_compiled(self.model):
-            log.info(
-                "Under torch.compile nobody checks which of the converted layers run: a graph keeps no ledger."
-            )
-            self._trace = None
-        else:
-            trace.arm()
 
     @property
     def started(self) -> bool:

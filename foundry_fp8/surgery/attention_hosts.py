@@ -29,7 +29,15 @@ from foundry_fp8.layers.attention import FP8DotProductAttention
 from foundry_fp8.layers.attention_mask import AttentionMask
 from foundry_fp8.surgery.attention_inputs import BatchMasks
 
-__all__ = ["HOSTS", "HUGGING_FACE_IMPLEMENTATION", "AttentionHost", "HuggingFaceHost", "register_attention"]
+__all__ = [
+    "HOSTS",
+    "HUGGING_FACE_IMPLEMENTATION",
+    "AttentionHost",
+    "HuggingFaceHost",
+    "by_heads",
+    "names_in_forward",
+    "register_attention",
+]
 
 HUGGING_FACE_IMPLEMENTATION = "fp8_dpa"
 """The name under which FP8 attention stands in transformers' registry of attention functions."""
@@ -63,12 +71,13 @@ def register_attention(module: nn.Module, name: str, function: Callable[..., Any
     _forward(module).__globals__[REGISTRY][name] = function
 
 
-def _by_heads(*parts: tuple[Tensor, int]) -> tuple[Tensor, ...]:
+def by_heads(*parts: tuple[Tensor, int]) -> tuple[Tensor, ...]:
     """[b, s, heads * d] and heads, to [b, heads, s, d]."""
     return tuple(x.unflatten(-1, (heads, -1)).transpose(1, 2) for x, heads in parts)
 
 
-def _names_in_forward(module: nn.Module) -> tuple[str, ...]:
+def names_in_forward(module: nn.Module) -> tuple[str, ...]:
+    """The globals and attributes that the forward of ``module`` uses."""
     code = getattr(_forward(module), "__code__", None)
     return code.co_names if code is not None else ()
 
@@ -109,7 +118,7 @@ class MPTAttention(nn.Module):
         """``query`` [b, q, heads * d], and so on."""
         if needs_weights:
             raise RuntimeError(f"{self.fp8.fqn}: FP8 attention keeps no probabilities (output_attentions).")
-        q, k, v = _by_heads((query, n_heads), (key, kv_n_heads), (value, kv_n_heads))
+        q, k, v = by_heads((query, n_heads), (key, kv_n_heads), (value, kv_n_heads))
         if past_key_value is not None:
             if len(past_key_value):  # Foundry keeps keys as [b, heads, d, s]
                 k = torch.cat([past_key_value[0].transpose(2, 3), k], dim=2)
@@ -247,7 +256,7 @@ class HuggingFaceHost:
 
     def recognises(self, module: nn.Module) -> bool:
         """By the look-up in the code of its forward."""
-        return REGISTRY in _names_in_forward(module) and hasattr(module, "config")
+        return REGISTRY in names_in_forward(module) and hasattr(module, "config")
 
     def reason(self, module: nn.Module) -> str | None:
         """Anything but soft capping."""
@@ -330,7 +339,7 @@ class TorchHost:
 
     def recognises(self, module: nn.Module) -> bool:
         """By the call in the code of its forward."""
-        return "scaled_dot_product_attention" in _names_in_forward(module)
+        return "scaled_dot_product_attention" in names_in_forward(module)
 
     def reason(self, module: nn.Module) -> str | None:
         """Anything."""

@@ -124,10 +124,10 @@ class ForwardTrace(TorchFunctionMode):
             for part, name in self._parameters.get(inner, ()):
                 tensor = getattr(inner, part, None)
                 if tensor is not None:
-                    self._know(tensor, (self._names_of(tensor) or frozenset()) | {name})
+                    self._known[tensor] = (self._known.get(tensor) or frozenset()) | {name}
             for buffer in inner._buffers.values():
                 if buffer is not None:
-                    self._know(buffer, frozenset())
+                    self._known[buffer] = frozenset()
 
     @_reads_nothing
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -150,7 +150,7 @@ class ForwardTrace(TorchFunctionMode):
         return output
 
     def _see(self, function: str, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-        found = [self._names_of(tensor) for tensor in inputs]
+        found = [self._known.get(tensor) for tensor in inputs]
         weights = frozenset().union(*(names for names in found if names))
         if not weights or not outputs:
             return
@@ -162,14 +162,7 @@ class ForwardTrace(TorchFunctionMode):
             self._with_data |= weights
         if None not in found:  # made of weights alone: a view, a cast, a merged adapter
             for tensor in outputs:
-                self._know(tensor, weights)
-
-    def _know(self, tensor: Tensor, names: frozenset[str]) -> None:
-        self._known[tensor] = names
-
-    def _names_of(self, tensor: Tensor) -> frozenset[str] | None:
-        names: frozenset[str] | None = self._known.get(tensor)
-        return names
+                self._known[tensor] = weights
 
 
 def as_run(report: SurgeryReport, trace: ForwardTrace) -> tuple[SurgeryReport, list[str]]:

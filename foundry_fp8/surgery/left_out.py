@@ -52,7 +52,12 @@ def left_out(model: nn.Module, linears: Sequence[tuple[str, nn.Module]]) -> dict
     heads = set(output_heads(model)) | _after_blocks(model, linears)
     routers = dict(router_modules(model)).values()
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    adapters = tuple(_adapters(model))
+    adapters = [  # modules beside a base layer: PEFT's, by the attribute that lists them
+        f"{name}.{part}".removeprefix(".")
+        for name, module in model.named_modules()
+        if isinstance(module._modules.get("base_layer"), nn.Module)
+        for part in getattr(type(module), "adapter_layer_names", ())
+    ]
     blocks = transformer_blocks(model)
 
     def reason(name: str, linear: nn.Module) -> LeftOut | None:
@@ -103,17 +108,12 @@ def unconvertible(model: nn.Module, linears: Sequence[tuple[str, nn.Module]]) ->
         if isinstance(module, nn.MultiheadAttention):
             found[module.out_proj] = "nn.MultiheadAttention reads its weight without calling it"
     for _, linear in linears:
-        why = _unconvertible(linear)
+        weight = linear._parameters.get("weight")
+        why = "its weight is parametrised" if weight is None else unfit(weight)
+        why = "it is converted already" if isinstance(linear, FP8Linear) else why
         if why is not None:
             found.setdefault(linear, why)
     return found
-
-
-def _unconvertible(linear: nn.Module) -> str | None:
-    weight = linear._parameters.get("weight")
-    if isinstance(linear, FP8Linear):
-        return "it is converted already"
-    return "its weight is parametrised" if weight is None else unfit(weight)
 
 
 def unfit(weight: Tensor) -> str | None:
@@ -137,11 +137,3 @@ def _after_blocks(model: nn.Module, linears: Sequence[tuple[str, nn.Module]]) ->
     position = {module: i for i, module in enumerate(model.modules())}
     last = max((position[m] for m in inside), default=len(position))
     return {linear for _, linear in linears if linear not in inside and position[linear] > last}
-
-
-def _adapters(model: nn.Module) -> Iterator[str]:
-    """Names of the modules that hold adapters beside a base layer: PEFT's, by the attribute that lists them."""
-    for name, module in model.named_modules():
-        if isinstance(module._modules.get("base_layer"), nn.Module):
-            for part in getattr(type(module), "adapter_layer_names", ()):
-                yield f"{name}.{part}" if name else part

@@ -61,7 +61,7 @@ def adopted(model: nn.Module) -> Iterator[None]:
     scaled = {id(p) for module in found.values() for p in module.parameters(recurse=False)}
     dtypes = [p.dtype for p in model.parameters() if p.is_floating_point() and id(p) not in scaled]
     for name, p in model.named_parameters():
-        if p.requires_grad and p.is_floating_point() and p.element_size() == 1 and id(p) not in scaled:
+        if p.requires_grad and p.is_floating_point() and p.dtype.itemsize == 1 and id(p) not in scaled:
             raise ConfigError(f"{name} trains in {p.dtype}, as PEFT makes an adapter of a base in FP8. Cast it to bfloat16 (its module's .to()), or adapt a model that load_fp8 filled.")  # fmt: skip
     for name, module in found.items():
         replace_module(model, name, _linear_of(name, module, dtypes[0] if dtypes else torch.bfloat16))

@@ -12,15 +12,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from foundry_fp8.backends.emulated import attention as module_under_test
-from foundry_fp8.backends.emulated.attention import EmulatedAttention
-from foundry_fp8.backends.emulated.attention_reference import attention_reference, fp8_gemm, keep_mask
-from foundry_fp8.backends.emulated.rounding import round_values_
+from foundry_fp8.backends.emulated.attention import EmulatedAttention, keep_mask
+from foundry_fp8.backends.emulated.dense import round_values_
 from foundry_fp8.layers.attention import SLOTS, FP8DotProductAttention, attention_format, attention_slots
 from foundry_fp8.layers.attention_mask import AttentionMask
 from foundry_fp8.layers.delayed_scaling import DelayedScalingState
 from foundry_fp8.numerics.formats import E4M3, E5M2, cast
 from foundry_fp8.numerics.quantize import Quantized, amax_of, quantize_tensor, scale_from_amax
 from foundry_fp8.numerics.recipes import CurrentScaling, DelayedScaling
+from tests.backends.attention_definition import attention_reference, fp8_gemm
 from tests.backends.attention_masks import common_masks
 
 B, H, HK, S, D = 2, 4, 2, 48, 16

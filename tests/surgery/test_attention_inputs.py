@@ -174,7 +174,7 @@ def table(seen: dict[tuple[str, str], AttentionMask]) -> str:
     """As in the docs: what comes out alike in one row, by host and then by batch."""
     batches: dict[tuple[str, str], dict[str, None]] = {}
     for (host, kind), mask in seen.items():
-        shape = attention_shape(mask.simplified(), head_dim=128, sequence=128)
+        shape = attention_shape(mask.simplified, head_dim=128, sequence=128)
         row = f"{said(mask)} | {verdict(attention_requirement(DelayedScaling(), shape, HOPPER))}"
         name = "Hugging Face" if host in HUGGING_FACE else host
         batches.setdefault((name, row), {})[NAMES.get(kind, kind)] = None
@@ -203,7 +203,7 @@ def test_a_causal_batch_and_padding_on_the_right_run_through_transformer_engine(
         pytest.skip("cuDNN has no FP8 form on Hopper: the table says so")
     for kind in ("none", "full", "right", "one document"):
         if (host, kind) in seen:
-            shape = attention_shape(seen[host, kind].simplified(), head_dim=128, sequence=128)
+            shape = attention_shape(seen[host, kind].simplified, head_dim=128, sequence=128)
             assert attention_requirement(DelayedScaling(), shape, HOPPER).ok, kind
 
 

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from foundry_fp8.backends.emulated.attention import EmulatedAttention
-from foundry_fp8.backends.emulated.attention_reference import attention_reference
 from foundry_fp8.layers.attention import AttentionInputs
 from foundry_fp8.layers.attention_mask import AttentionMask
 from foundry_fp8.numerics.recipes import DelayedScaling
 from foundry_fp8.surgery.attention import FP8AttentionState
+from tests.backends.attention_definition import attention_reference
 from tests.backends.test_emulated_attention import reference_quantizer
 from tests.surgery.conversion import convert_attention
 from tests.surgery.test_attention_inputs import HOSTS, S, batch

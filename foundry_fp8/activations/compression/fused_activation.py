@@ -174,20 +174,16 @@ def _gradients(
     if slopes is not None:
         dgate, dslopes = _xielu_backward(dh, gate, slopes)
         return dgate, dup, dw, dslopes
-    return _activation_backward(dh, gate, ctx.kind), dup, dw, None
+    if ctx.kind == "silu":
+        return torch.ops.aten.silu_backward(dh, gate), dup, dw, None
+    approximate = "tanh" if ctx.kind == "gelu_tanh" else "none"
+    return torch.ops.aten.gelu_backward(dh, gate, approximate=approximate), dup, dw, None
 
 
 def _recompute_activation(ctx: Any) -> Tensor:
     gate, *up = (unpacked(k, ctx.shape) for k in saved_inputs(ctx)[0])
     with torch.no_grad():
         return _product(ctx.act, gate, up[0] if up else None)
-
-
-def _activation_backward(dh: Tensor, x: Tensor, kind: ActivationKind) -> Tensor:
-    """``dh * act'(x)``."""
-    if kind == "silu":
-        return torch.ops.aten.silu_backward(dh, x)
-    return torch.ops.aten.gelu_backward(dh, x, approximate="tanh" if kind == "gelu_tanh" else "none")
 
 
 def _xielu_backward(dh: Tensor, x: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from foundry_fp8.activations.compression.cross_entropy import lean_cross_entropy
 from foundry_fp8.model_structure.fused_classes import fuse, unfuse
 from foundry_fp8.numerics.packed import PackFormat
+from foundry_fp8.surgery.attention_hosts import names_in_forward
 
 __all__ = ["causal_lm_loss", "fuse_losses"]
 
@@ -27,18 +27,13 @@ def fuse_losses(model: nn.Module) -> Iterator[tuple[str, Callable[[], None]]]:
         if type(module) is nn.CrossEntropyLoss and module.weight is None and not module.label_smoothing:
             fuse(module, _cross_entropy, None)
             yield name, functools.partial(unfuse, module)
-        elif getattr(module, "loss_type", None) == "ForCausalLM" and _calls_loss_function(module):
+        elif getattr(module, "loss_type", None) == "ForCausalLM":
             from transformers.loss.loss_utils import ForCausalLMLoss
 
             owner: Any = module
-            if owner.loss_function is ForCausalLMLoss:
+            if "loss_function" in names_in_forward(module) and owner.loss_function is ForCausalLMLoss:
                 owner.loss_function = causal_lm_loss
                 yield f"{name}.loss_function".lstrip("."), functools.partial(delattr, owner, "_loss_function")
-
-
-def _calls_loss_function(module: nn.Module) -> bool:
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return code is not None and "loss_function" in code.co_names
 
 
 def _cross_entropy(cls: type[nn.Module], fmt: PackFormat | None) -> Callable[..., Tensor]:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from foundry_fp8.activations.fused_head.logits import DeferredLogits, LogitsNotComputed, Step, run_steps
 from foundry_fp8.activations.fused_head.row_losses import IGNORE, HeadCall, row_losses
@@ -21,7 +20,7 @@ from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.model_structure.applied import applied, forget, remember
 from foundry_fp8.model_structure.fused_classes import fuse, unfuse
 from foundry_fp8.model_structure.names import clean_name
-from foundry_fp8.model_structure.wrappers import modules_by_clean_name, own_class
+from foundry_fp8.model_structure.wrappers import is_sharded, modules_by_clean_name, own_class
 from foundry_fp8.numerics.packed import PackFormat
 from foundry_fp8.surgery.left_out import output_heads
 
@@ -225,7 +224,7 @@ def _check_head(model: nn.Module, name: str, head: nn.Module) -> None:
         raise ConfigError(
             f"{KEY}.head: {name} is a {own_class(head).__name__}. It takes a linear, with or without LoRA."
         )
-    if any(isinstance(module, FullyShardedDataParallel | FSDPModule) for module in inside[1:]):
+    if any(is_sharded(part) for part in head.children()):
         raise ConfigError(
             f"{KEY}: parts of {name} are FSDP units of their own (LoRA's are), which would be gathered for every chunk. Leave the head out "
             "of the adapter's target_modules, or take fused_head off."

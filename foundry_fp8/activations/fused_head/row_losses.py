@@ -179,7 +179,11 @@ class _RowLosses(torch.autograd.Function):
                         drows[some] = next(found)
                     for i, wants_it in enumerate(wants[1:]):
                         if wants_it:
-                            sums[i] = _added(sums[i], next(found))
+                            part, total = next(found), sums[i]
+                            if total is None:
+                                sums[i] = part.to(torch.promote_types(part.dtype, torch.float32))
+                            else:
+                                total.add_(part)
         dtensors = [s if s is None else s.to(t.dtype) for s, t in zip(sums, tensors, strict=True)]
         return drows, None, None, None, None, *dtensors
 
@@ -188,12 +192,6 @@ def _dlogits(x: Tensor, scale: Tensor, index: Tensor) -> Tensor:
     with torch.no_grad(), without_autocast(autocast_type(x.device)):
         p = torch.softmax(x, 1, dtype=scale.dtype)
         return p.mul_(scale).scatter_add_(1, index, -scale).to(x.dtype)
-
-
-def _added(total: Tensor | None, part: Tensor) -> Tensor:
-    if total is None:
-        return part.to(torch.promote_types(part.dtype, torch.float32))
-    return total.add_(part)
 
 
 def _chunk_rows(tensors: Sequence[Tensor], cuda: bool) -> int:

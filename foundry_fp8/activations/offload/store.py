@@ -38,11 +38,10 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from foundry_fp8.activations.compression.saved import StorageRef, UnpackedTensor, is_parameter
-from foundry_fp8.activations.offload.copy_queues import CopyQueue, copy_queue_of
 from foundry_fp8.compat.fake_tensor import FakeTensor
 from foundry_fp8.compat.storages import storage_number
 
-__all__ = ["MIN_BYTES", "HostStore", "host_store", "moves"]
+__all__ = ["MIN_BYTES", "CopyQueue", "CudaCopyQueue", "HostStore", "host_store", "moves"]
 
 MIN_BYTES = 1024
 """Smaller storages stay, as in torchtune's ``OffloadActivations``."""
@@ -58,6 +57,52 @@ def moves(x: Tensor) -> bool:
         and MIN_BYTES <= x.untyped_storage().nbytes() <= 4 * x.numel() * x.element_size()
         and not is_parameter(x)
     )
+
+
+class CopyQueue:
+    """What a store asks of a device; here copies that are over when they return.
+
+    A queue makes its copies in the order in which it was asked. So a host buffer may be given out again while copies from or to it are
+    still under way: whatever is done to it next is queued behind them.
+    """
+
+    def buffer(self, nbytes: int) -> Tensor:
+        """A host buffer of ``nbytes`` bytes."""
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
+    def copy(self, target: Tensor, source: Tensor) -> Any:
+        """Copy when the computation has come to this point, and go on.
+
+        Returns:
+            The event of its end. Until the computation waits for it, the caller holds both tensors.
+        """
+        target.copy_(source)
+
+    def wait(self, event: Any) -> None:
+        """What the computation is given from here on runs after ``event``; the host does not wait."""
+
+
+class CudaCopyQueue(CopyQueue):
+    """Copies on a stream of their own, from and to pinned memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
+
+    def buffer(self, nbytes: int) -> Tensor:
+        """Pinned memory, of which torch takes the next power of two (``CachingHostAllocator``)."""
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+    def copy(self, target: Tensor, source: Tensor) -> torch.cuda.Event:
+        """Queue the copy behind what the current stream was given so far: the making of ``source``, the last use of ``target``."""
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            target.copy_(source, non_blocking=True)
+            return self.stream.record_event()
+
+    def wait(self, event: torch.cuda.Event) -> None:
+        """Let the current stream wait."""
+        torch.cuda.current_stream(self.device).wait_event(event)
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -270,4 +315,4 @@ def _bytes_of(x: Tensor) -> Tensor:
 @functools.cache
 def host_store(device: torch.device) -> HostStore:
     """The store of ``device``: one a process, so that all models on it share its buffers."""
-    return HostStore(copy_queue_of(device), device)
+    return HostStore(CudaCopyQueue(device) if device.type == "cuda" else CopyQueue(), device)

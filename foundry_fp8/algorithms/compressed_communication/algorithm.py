@@ -72,8 +72,11 @@ class CompressedCommunication(Method):
         elif event == Event.BATCH_START:
             self.compression.start_batch(int(state.timestamp.batch))
         elif event == Event.AFTER_TRAIN_BATCH:
-            if self._first:
-                self._check_reductions()
+            if self._first and self.config.gradients != "none" and not self.compression.switch.reductions:
+                raise ConfigError(
+                    f"{KEY}: the first batch sent no gradient through the hook. Composer's ddp_sync_strategy: forced_sync "
+                    "reduces outside of DDP; use single_auto_sync or multi_auto_sync."
+                )
         else:
             if self._first and self.config.check_replicas:
                 check_replicas(state.model, KEY)
@@ -86,13 +89,6 @@ class CompressedCommunication(Method):
         self.compression = apply_compressed_communication(state.model, compression=self.compression)
         self._attached = True
         log.info("%s", self.compression.summary())
-
-    def _check_reductions(self) -> None:
-        if self.config.gradients != "none" and not self.compression.switch.reductions:
-            raise ConfigError(
-                f"{KEY}: the first batch sent no gradient through the hook. Composer's ddp_sync_strategy: forced_sync "
-                "reduces outside of DDP; use single_auto_sync or multi_auto_sync."
-            )
 
     def _log(self, logger: Logger) -> None:
         traffic = self.compression.traffic

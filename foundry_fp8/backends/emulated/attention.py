@@ -1,12 +1,31 @@
-"""FP8 attention emulated on any device, in blocks, after the unfused definition (:mod:`.attention_reference`).
+"""FP8 attention emulated on any device, in blocks.
+
+========== ============================================ ===========================
+step       equation                                     operands of the GEMM
+========== ============================================ ===========================
+logits     ``P = softmax_scale * Q K^T`` (+ bias, mask) Q, K in E4M3
+softmax    ``S = exp(P - m) / l``, row by row, float32
+dropout    ``S' = S * keep / (1 - p)``
+output     ``O = S' V``                                 S', V in E4M3
+dV         ``dV = S'^T dO``                             S' in E4M3, dO in E5M2
+dS'        ``dS' = dO V^T``                             dO in E5M2, V in E4M3
+softmax    ``dP = S * (dS - rowsum(S * dS))``
+dQ         ``dQ = softmax_scale * dP K``                dP in E5M2, K in E4M3
+dK         ``dK = softmax_scale * dP^T Q``              dP in E5M2, Q in E4M3
+========== ============================================ ===========================
+
+With delayed scaling O leaves through E4M3 and dQ, dK, dV through E5M2, because TE's kernel writes them in FP8. S is
+quantised after dropout; the softmax's own gradient uses the unquantised S. This is what TE's emulation
+(``UnfusedDotProductAttention`` with ``NVTE_UnfusedDPA_Emulate_FP8=1``) does; what cuDNN's kernel does inside is not
+documented to that detail.
 
 Queries are processed in blocks of rows, head by head, each with all the keys it can see. The forward keeps Q, K and V in FP8;
 the backward recomputes each block of probabilities bit for bit. No queries x keys tensor outlives its block, so memory grows
 linearly with the sequence length.
 
 Products of FP8 values are exact in float32 (and on bfloat16 units, which represent the values exactly); sums are in float32.
-The definition adds in float64. So results differ from it by float32's rounding of the sums, and by one FP8 step where that
-makes a probability round to the neighbouring FP8 value.
+The tests' unfused definition adds in float64. So results differ from it by float32's rounding of the sums, and by one FP8 step
+where that makes a probability round to the neighbouring FP8 value.
 """
 
 from __future__ import annotations
@@ -19,8 +38,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from foundry_fp8.backends.emulated.attention_reference import keep_mask
-from foundry_fp8.backends.emulated.rounding import round_values_
+from foundry_fp8.backends.emulated.dense import round_values_
 from foundry_fp8.compat.fake_tensor import FakeTensor
 from foundry_fp8.layers.attention import (
     SLOTS,
@@ -39,7 +57,7 @@ from foundry_fp8.layers.backend import Availability
 from foundry_fp8.numerics.quantize import Quantized, amax_of, quantize_tensor, scale_from_amax
 from foundry_fp8.numerics.recipes import Recipe
 
-__all__ = ["EmulatedAttention"]
+__all__ = ["EmulatedAttention", "keep_mask"]
 
 BLOCK_ELEMENTS = 2**18
 """Most probabilities in a block (1 MiB of float32, which stays in the cache); a row is never split."""
@@ -268,6 +286,41 @@ class _Softmax:
         rows, keys = block.rows, block.keys
         keep = keep_mask(call.seed, head, group, rows.start, rows.stop, keys.start, keys.stop, call.dropout_p)
         return keep.flatten(0, 1) / (1.0 - call.dropout_p)
+
+
+def keep_mask(
+    seed: Tensor, head: int, heads: int, start: int, stop: int, first: int, last: int, p: float
+) -> Tensor:
+    """Which probabilities dropout keeps: a hash of the seed and the place, the same in any blocking and in backward.
+
+    Args:
+        seed: 0-d int64.
+        head: First head, counted through the batch.
+        heads: How many.
+        start: First query.
+        stop: One past the last query.
+        first: First key.
+        last: One past the last key.
+        p: Probability of dropping.
+
+    Returns:
+        bool ``[heads, stop - start, last - first]``.
+    """
+    device = seed.device
+    place = torch.arange(head, head + heads, device=device)[:, None, None]
+    query = torch.arange(start, stop, device=device)[None, :, None]
+    key = torch.arange(first, last, device=device)[None, None, :]
+    # The finaliser of SplitMix64 (Steele et al. 2014) on a distinct counter for each place; int64 wraps as it should.
+    x = seed + ((place << 42) ^ (query << 21) ^ key) * -7046029254386353131
+    x = (x ^ _shift_right(x, 30)) * -4658895280553007687
+    x = (x ^ _shift_right(x, 27)) * -7723592293110705685
+    x = x ^ _shift_right(x, 31)
+    return _shift_right(x, 11).double() * 2.0**-53 >= p
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """Logical shift of int64."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 class _Attention(torch.autograd.Function):

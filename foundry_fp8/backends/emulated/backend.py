@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from foundry_fp8.backends.emulated.dense import readable
 from foundry_fp8.backends.emulated.gemm import Sums, scaled_mm
 from foundry_fp8.backends.emulated.quantizers import quantize_operand
-from foundry_fp8.backends.emulated.scratch import readable
 from foundry_fp8.compat.fresh_view import fresh_view
 from foundry_fp8.layers.attention import AttentionBackend
 from foundry_fp8.layers.autocast import autocast_type, compute_dtype

@@ -1,18 +1,46 @@
-"""FP8 bytes as the float32 numbers they stand for."""
+"""FP8 values as float32: the numbers that bytes stand for, what a GEMM's operand is once quantised, and the memory for both.
+
+That memory is worked in again and again, because a fresh 32 MB buffer faults in page by page.
+"""
 
 from __future__ import annotations
+
+import threading
 
 import torch
 from torch import Tensor
 
-from foundry_fp8.backends.emulated.scratch import readable, scratch
-from foundry_fp8.numerics.formats import E4M3
+from foundry_fp8.compat.fake_tensor import FakeTensor
+from foundry_fp8.numerics.formats import E4M3, Float8Format
 from foundry_fp8.numerics.quantize import Quantized
 
-__all__ = ["dense_values"]
+__all__ = ["dense_values", "readable", "round_values_", "scratch"]
 
 _SLAB = 1 << 18
 """Elements that are widened at a time: 1 MiB of float32, which stays in the cache from one pass to the next."""
+
+_KEPT = 1 << 24
+"""Elements of the largest buffer that is kept: 64 MiB. Larger ones are made anew each time."""
+
+_buffers = threading.local()
+
+
+def readable(x: Tensor) -> bool:
+    """Whether values of ``x`` can be looked at for free: on a CPU, and not in a dry run on fake tensors."""
+    return x.device.type == "cpu" and x.numel() > 0 and not isinstance(x, FakeTensor)
+
+
+def scratch(name: str, shape: torch.Size | tuple[int, ...]) -> Tensor:
+    """A float32 CPU tensor of ``shape``: the same memory at every call of this thread with this ``name``."""
+    size = torch.Size(shape).numel()
+    if size > _KEPT:
+        return torch.empty(shape, dtype=torch.float32, device="cpu")
+    buffer = getattr(_buffers, name, None)
+    if buffer is None or buffer.numel() < size:
+        with torch.inference_mode(False):  # a buffer made in an evaluation serves the training after it
+            buffer = torch.empty(size, dtype=torch.float32, device="cpu")
+        setattr(_buffers, name, buffer)
+    return buffer[:size].view(shape)
 
 
 def dense_values(q: Quantized, place: str = "a") -> Tensor:
@@ -38,3 +66,29 @@ def dense_values(q: Quantized, place: str = "a") -> Tensor:
         target.bitwise_left_shift_(shift).bitwise_and_(mask)
         target.view(torch.float32).mul_(2.0**exponent)
     return values
+
+
+def round_values_(x: Tensor, fmt: Float8Format, scratch: Tensor) -> Tensor:
+    """``cast(x, fmt).float()`` in place: to nearest even, saturating, subnormals and NaN included.
+
+    torch converts FP8 to float32 on a CPU one element at a time; these are six passes of plain arithmetic. Adding 1.5 times
+    a power of two leaves as many bits behind the point as the format has at x's exponent, the addition rounds to them, and
+    the subtraction is exact.
+
+    Args:
+        x: float32, contiguous; written.
+        fmt: The format.
+        scratch: int32, the shape of ``x``; written.
+
+    Returns:
+        ``x``.
+    """
+    # (mantissa bits, exponent field of the least normal number in float32)
+    mantissa, least = (3, 127 - 6) if fmt is E4M3 else (2, 127 - 14)
+    x.clamp_(-fmt.max, fmt.max)
+    torch.bitwise_and(x.view(torch.int32), 0x7F800000, out=scratch)
+    power = scratch.clamp_(min=least << 23).view(
+        torch.float32
+    )  # 2**exponent of x, at least that of the least normal
+    shift = 1.5 * 2.0 ** (23 - mantissa)
+    return x.add_(power, alpha=shift).sub_(power, alpha=shift)

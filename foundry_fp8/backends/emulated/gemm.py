@@ -13,9 +13,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from foundry_fp8.backends.emulated.dense import dense_values
+from foundry_fp8.backends.emulated.dense import dense_values, readable, scratch
 from foundry_fp8.backends.emulated.hopper import hopper_mm
-from foundry_fp8.backends.emulated.scratch import readable, scratch
 from foundry_fp8.compat.float32_products import float32_products
 from foundry_fp8.numerics.quantize import Quantized
 

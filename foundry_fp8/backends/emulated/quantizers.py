@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foundry_fp8.backends.emulated.scratch import readable, scratch
+from foundry_fp8.backends.emulated.dense import readable, scratch
 from foundry_fp8.numerics.formats import E8M0_BIAS, Float8Format, e8m0_decode, e8m0_round_up
 from foundry_fp8.numerics.quantize import Quantized, scale_from_amax
 from foundry_fp8.numerics.recipes import Operand, Recipe

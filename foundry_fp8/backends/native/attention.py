@@ -144,7 +144,7 @@ class NativeAttention(AttentionBackend):
         if self.machine is PLANNED:  # where masks have no values
             mask = dataclasses.replace(mask, key_padding=None, documents=None)
         elif mask.key_padding is not None or mask.documents is not None:
-            mask = mask.simplified()
+            mask = mask.simplified
         return call_requirement(module.recipe, q, k, v, mask, self.machine)
 
     def attend(self, module: FP8DotProductAttention, given: AttentionInputs) -> Tensor:

@@ -234,7 +234,7 @@ class NativeBackend(Backend):
             weight.shape,
             dtype,
             call.plan,
-            None if scale is None or module.slots is None else module.slots["w"].scale_version,
+            None if scale is None or module.slots is None else module.slots["w"].state.in_force().number,
         )
         found = self._cache.get(module.fqn)
         if found is None or found.key != key:

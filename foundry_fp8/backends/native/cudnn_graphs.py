@@ -21,6 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from foundry_fp8.config.versions import dotted, unpacked
 from foundry_fp8.numerics.formats import Float8Format
 
 __all__ = ["AttentionSizes", "Kind", "Role", "backward_graph", "cudnn_version", "forward_graph", "frontend_missing", "run"]  # fmt: skip
@@ -56,17 +57,13 @@ class AttentionSizes:
     deterministic: bool = True
     """The backward gives the same bits at every run."""
 
-    def heads_of(self, role: Role) -> int:
-        """The heads of a tensor of queries or of keys."""
-        return self.kv_heads if role in (Role.k, Role.v, Role.dk, Role.dv) else self.heads
-
     def layout(self, role: Role) -> tuple[list[int], list[int]]:
         """Sizes and strides: of [b, heads, tokens, d] that lies as [b, tokens, heads, d], the rows of a linear; of one float32 a query; of one."""
         if role == Role.stats:
             return [self.batch, self.heads, self.tokens, 1], [self.heads * self.tokens, self.tokens, 1, 1]
         if role > Role.dv:
             return [1] * 4, [1] * 4
-        heads = self.heads_of(role)
+        heads = self.kv_heads if role in (Role.k, Role.v, Role.dk, Role.dv) else self.heads
         row = heads * self.head_dim
         return [self.batch, heads, self.tokens, self.head_dim], [self.tokens * row, self.head_dim, row, 1]
 
@@ -79,8 +76,7 @@ def frontend_missing() -> str | None:
 
 def cudnn_version() -> tuple[int, ...]:
     """The cuDNN that the frontend has loaded."""
-    packed: int = _frontend().backend_version()  # 91900 is 9.19.0
-    return packed // 10000, packed // 100 % 100, packed % 100
+    return unpacked(_frontend().backend_version())
 
 
 def _frontend() -> Any:
@@ -167,7 +163,7 @@ def _plan(kind: Kind, sizes: AttentionSizes, device: int) -> tuple[Any, int]:
         graph.build([cudnn.heur_mode.A])
     except cudnn.cudnnGraphNotSupportedError as error:
         raise RuntimeError(
-            f"cuDNN {'.'.join(map(str, cudnn_version()))} has no FP8 attention, {kind}, for {sizes}: {error}. "
+            f"cuDNN {dotted(cudnn_version())} has no FP8 attention, {kind}, for {sizes}: {error}. "
             "Set algorithms.fp8.attention: false."
         ) from error
     return graph, max(graph.get_workspace_size(), 1)

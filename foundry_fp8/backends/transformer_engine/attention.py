@@ -85,7 +85,7 @@ class TransformerEngineAttention(AttentionBackend):
         """See :meth:`AttentionBackend.call_reason`. Waits for the device once a forward where there is padding or documents."""
         assert module.recipe is not None
         q, k, v, mask, *_ = given
-        found = call_requirement(module.recipe, q, k, v, mask.simplified(), attention_machine(q.device))
+        found = call_requirement(module.recipe, q, k, v, mask.simplified, attention_machine(q.device))
         if found.ok and q.dtype not in (torch.bfloat16, torch.float16):
             return Availability(False, f"its inputs are {q.dtype}", "Set precision: amp_bf16.")
         return found
@@ -103,7 +103,7 @@ class TransformerEngineAttention(AttentionBackend):
                 f"{module.fqn}: FP8 attention cannot run through Transformer Engine: {found.reason}. {found.remedy}"
             )
         q, k, v, mask, softmax_scale, dropout_p = given
-        mask = mask.simplified()
+        mask = mask.simplified
         assert module.recipe is not None
         te_recipe = _with_attention(module.recipe)
         dpa = _te_module(module, q, k, softmax_scale, dropout_p)

@@ -60,10 +60,11 @@ class MFUMonitor(Monitor):
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Find the peaks and the shapes."""
+        autocast = state.precision.value.removeprefix("amp_")  # what layers that nobody observed run in
         self.meter = MFUMeter(
             model_of(state),
             device=device_of(state),
-            high_precision=_autocast_precision(state),
+            high_precision=autocast if autocast in ("bf16", "fp16") else "fp32",
             guarded=self.guarded,
             **self.meter_options,
         )
@@ -107,9 +108,3 @@ class MFUMonitor(Monitor):
         if metrics:
             details = {key: value for key, value in metrics.items() if key in DETAILS}
             self.log(logger, {key: value for key, value in metrics.items() if key not in DETAILS}, details)
-
-
-def _autocast_precision(state: State) -> str:
-    """What layers that nobody observed run in: the trainer's autocast (their own record would say more)."""
-    name = state.precision.value.removeprefix("amp_")
-    return name if name in ("bf16", "fp16") else "fp32"

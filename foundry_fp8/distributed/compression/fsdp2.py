@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from foundry_fp8.compat import cpu_stream_events
-from foundry_fp8.compat.fsdp2 import ShardedParameter, Unit, lazy_init, units_of
+from foundry_fp8.compat.fsdp2 import Unit, lazy_init, units_of
 from foundry_fp8.config import refuse
 from foundry_fp8.distributed.compressed_group import CompressedGroup, Leg
-from foundry_fp8.distributed.compression.config import KEY, CompressionConfig
+from foundry_fp8.distributed.compression.config import KEY
 from foundry_fp8.distributed.compression.fsdp2_fp8_weights import share_amaxes
 from foundry_fp8.distributed.compression.fsdp2_parameters import BlockCodec, GatheredParameter
 from foundry_fp8.distributed.compression.legs import LEG_CLASHES, Legs, replicate_leg, shard_leg
@@ -166,7 +166,9 @@ def _gathered_of(unit: Unit, compression: Compression, wire: WireFormat) -> list
     gathered = []
     for parameter in unit.parameters:
         name = f"{unit.name}.{parameter.name}".lstrip(".")
-        reason = path.why_not or _why_not(parameter, config)
+        embedding = "an embedding" if isinstance(parameter.module, nn.Embedding) else None
+        reason = path.why_not or embedding or parameter.unsupported_reason
+        reason = reason or config.why_exact(parameter.size, parameter.dtype.itemsize)
         compression.rows.append(
             ReportRow(
                 name,
@@ -187,10 +189,3 @@ def _gathered_of(unit: Unit, compression: Compression, wire: WireFormat) -> list
     # this the ranks would disagree on the size of the next message.
     unit.module.register_forward_pre_hook(bind, prepend=True)
     return gathered
-
-
-def _why_not(parameter: ShardedParameter, config: CompressionConfig) -> str | None:
-    """Why a parameter stays uncompressed, or ``None``."""
-    if isinstance(parameter.module, nn.Embedding):
-        return "an embedding"
-    return parameter.unsupported_reason or config.why_exact(parameter.size, parameter.dtype.itemsize)

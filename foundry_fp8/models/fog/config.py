@@ -291,11 +291,6 @@ class FogConfig(DecoderConfig):
         return 1.0 / self.initializer_range if self.input_scaling else 1.0
 
     @property
-    def initial_post_norm_gain(self) -> float:
-        """The gain that every post-norm (or LayerScale) starts with."""
-        return self.num_hidden_layers**-0.5 if self.post_norm_gain is None else self.post_norm_gain
-
-    @property
     def gated(self) -> bool:
         """Whether the MLP has a gate."""
         return self.activation in GATED

@@ -62,7 +62,7 @@ def _pre_norm(config: FogConfig) -> nn.Module:
 
 
 def _branch_output(config: FogConfig) -> nn.Module:
-    gain = config.initial_post_norm_gain
+    gain = config.num_hidden_layers**-0.5 if config.post_norm_gain is None else config.post_norm_gain
     if config.post_norm:
         return RMSNorm(config.hidden_size, eps=config.norm_eps, gain=gain)
     return LayerScale(config.hidden_size, gain=gain) if config.layer_scale else nn.Identity()

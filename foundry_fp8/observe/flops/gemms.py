@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 
 from foundry_fp8.model_structure.blocks import transformer_blocks
+from foundry_fp8.model_structure.experts import router_modules
 from foundry_fp8.model_structure.names import clean_name, named_modules_clean
 
 __all__ = ["Gemm", "gemms_of", "uncounted_matrices"]
@@ -63,15 +64,14 @@ def gemms_of(model: nn.Module) -> list[Gemm]:
     """
     gemms: list[Gemm] = []
     shares = _expert_shares(model)
-    routers = {
-        id(router): experts
-        for _, module in named_modules_clean(model)
-        for router, experts in _routers(module)
-    }
+    routers = {id(router) for _, router in router_modules(model)}
     trained_before = False
     seen: set[int] = set()
     for name, module in named_modules_clean(model):
-        shape = linear_shape(module) or _router_shape(module, routers.get(id(module)))
+        shape = linear_shape(module)
+        if shape is None and id(module) in routers:  # transformers 5's, [experts, hidden size]
+            experts, hidden_size = module.get_parameter("weight").shape
+            shape = hidden_size, experts
         own = [p for p in module.parameters(recurse=False) if id(p) not in seen]
         if shape is not None:
             weight = getattr(module, "weight", None)
@@ -100,21 +100,6 @@ def linear_shape(module: nn.Module) -> tuple[int, int] | None:
     return None
 
 
-def _routers(module: nn.Module) -> list[tuple[nn.Module, int]]:
-    """What stands beside experts and may choose among them, with their number."""
-    experts = module._modules.get("experts")
-    found = _expert_count(experts, [module]) if experts is not None else None
-    return [] if found is None else [(child, found) for child in module.children() if child is not experts]
-
-
-def _router_shape(module: nn.Module, experts: int | None) -> tuple[int, int] | None:
-    """``(hidden size, experts)`` of a module that multiplies by its own ``[experts, hidden size]``, as transformers 5's routers do."""
-    weight = module._parameters.get("weight")
-    if experts is None or weight is None or weight.dim() != 2 or weight.shape[0] != experts:
-        return None
-    return weight.shape[1], experts
-
-
 def uncounted_matrices(model: nn.Module, gemms: list[Gemm]) -> list[str]:
     """Names of parameters with two or more dimensions that are neither in ``gemms`` nor an embedding.
 
@@ -141,15 +126,12 @@ def _expert_shares(model: nn.Module) -> dict[str, float]:
         experts = module._modules.get("experts")
         if experts is None:
             continue
-        sources = [
-            module,
-            module._modules.get("router"),
-            module._modules.get("gate"),
-            getattr(module, "args", None),
-        ]
-        sources.append(getattr(module, "config", None))
+        beside = [module, *map(module._modules.get, ("router", "gate"))]
+        sources = [*beside, *(getattr(module, name, None) for name in ("args", "config"))]
         top_k = first_int(sources, "top_k", "num_experts_per_tok", "moe_top_k")
-        count = _expert_count(experts, sources)
+        counts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+        said = first_int([experts, *sources], *counts)
+        count = len(experts) if isinstance(experts, nn.ModuleList) else said
         if top_k is None or not count:
             raise ValueError(
                 f"{clean_name(name)}: a mixture of experts that does not say how many experts a token passes through. "
@@ -157,14 +139,6 @@ def _expert_shares(model: nn.Module) -> dict[str, float]:
             )
         shares[f"{name}.experts" if name else "experts"] = top_k / count
     return shares
-
-
-def _expert_count(experts: nn.Module, sources: list[Any]) -> int | None:
-    """Their number, from themselves or from what stands around them."""
-    if isinstance(experts, nn.ModuleList):
-        return len(experts)
-    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    return first_int([experts, *sources], *names)
 
 
 def first_int(sources: list[Any], *names: str) -> int | None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from foundry_fp8.surgery.attention_hosts import HuggingFaceHost, register_attention
+from foundry_fp8.surgery.attention_hosts import HuggingFaceHost, by_heads, register_attention
 
 __all__ = ["hold_flash_bytes"]
 
@@ -46,10 +46,7 @@ def hold_flash_bytes(model: nn.Module) -> int:
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, n_heads: int, kv_n_heads: int, *_: Any, **__: Any
 ) -> Any:
-    def heads(x: Tensor, count: int) -> Tensor:
-        return x.unflatten(-1, (count, -1)).transpose(1, 2)
-
-    q, k, v = heads(query, n_heads), heads(key, kv_n_heads), heads(value, kv_n_heads)
+    q, k, v = by_heads((query, n_heads), (key, kv_n_heads), (value, kv_n_heads))
     return _Flash.apply(q, k, v).transpose(1, 2).flatten(2), None, None
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from foundry_fp8.activations.compression.saved import StorageRef
 from foundry_fp8.compat.pytree import tree_iter
@@ -17,12 +16,7 @@ from foundry_fp8.planning.memory.live_bytes import meter_for
 from foundry_fp8.planning.memory.measure import clock, gradients, map_input, unchanged
 from foundry_fp8.planning.memory.solver import Cost
 
-__all__ = ["ShardedBlockRun", "is_sharded"]
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Whether FSDP1 or FSDP2 wraps ``model`` or parts of it."""
-    return any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules())
+__all__ = ["ShardedBlockRun"]
 
 
 class ShardedBlockRun:

@@ -32,12 +32,17 @@ from foundry_fp8.activations.fused_head.logits import LogitsNotComputed
 from foundry_fp8.config import ConfigError, format_bytes, parse_bytes
 from foundry_fp8.model_structure.blocks import transformer_blocks
 from foundry_fp8.model_structure.names import clean_name
-from foundry_fp8.model_structure.wrappers import checkpoint_wrappers, modules_by_clean_name, own_class
+from foundry_fp8.model_structure.wrappers import (
+    checkpoint_wrappers,
+    is_sharded,
+    modules_by_clean_name,
+    own_class,
+)
 from foundry_fp8.planning.memory.cost_model import CostModel
 from foundry_fp8.planning.memory.head_option import fused_head_applied, head_seconds
 from foundry_fp8.planning.memory.host_link import host_link_of, moved_boundaries, moved_whole, offloaded
 from foundry_fp8.planning.memory.measure import BlockRun, Call, capture_calls, held_bytes, measure_frame
-from foundry_fp8.planning.memory.measure_sharded import ShardedBlockRun, is_sharded
+from foundry_fp8.planning.memory.measure_sharded import ShardedBlockRun
 from foundry_fp8.planning.memory.options import BlockOption, options_of
 from foundry_fp8.planning.memory.plan import Measurements, MemoryPlan
 from foundry_fp8.planning.memory.repeated import left_out, repeated
@@ -91,7 +96,7 @@ def plan_memory(
         ConfigError: Nothing meets the budget (says what would), or the model is checkpointed or compressed already.
     """
     check_budget(budget, KEY)
-    capacity = device_capacity(_device_of(model)) if budget == "fit" else None
+    capacity = device_capacity(next(model.parameters()).device) if budget == "fit" else None
     measured = measure(
         model,
         loss_fn,
@@ -192,7 +197,7 @@ def measure(
     switch_off_cache(
         model
     )  # a block called again with the cache that it filled would attend to its own keys twice
-    device = _device_of(model)
+    device = next(model.parameters()).device
     rounds = rounds or (ROUNDS_SHARDED if sharded else ROUNDS)
     link = None
     if not sharded and (cost_model or device.type == "cuda"):
@@ -414,10 +419,6 @@ def _check_plannable(model: nn.Module, blocks: list[tuple[str, nn.Module]], shar
         raise ConfigError(
             f"{KEY}: parameters hold gradients. Under FSDP plan before the first backward of a step."
         )
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device
 
 
 def apply_plan(model: nn.Module, plan: MemoryPlan) -> CheckpointingReport:

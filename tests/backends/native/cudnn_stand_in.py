@@ -1,7 +1,7 @@
 """In place of cuDNN: what its two FP8 graphs compute, in float64 with torch, on the memory that is handed over.
 
 Written after the frontend's documentation, not after the code under test: tensors are read by their uid's meaning with the sizes and strides that
-a graph has. Two things differ from :mod:`foundry_fp8.backends.emulated.attention_reference`, after ``sdpa_fp8_bwd.h``: dP holds the softmax's
+a graph has. Two things differ from :mod:`tests.backends.attention_definition`, after ``sdpa_fp8_bwd.h``: dP holds the softmax's
 scale when it is rounded and measured, and rowsum(dO O) stands for rowsum(S dS). What the hardware's kernels do inside may differ further.
 """
 

@@ -13,7 +13,6 @@ import te_on_cpu
 import torch
 
 from foundry_fp8.backends import load_backend
-from foundry_fp8.backends.emulated.attention_reference import attention_reference
 from foundry_fp8.config import ConfigError
 from foundry_fp8.layers.attention import FP8DotProductAttention
 from foundry_fp8.layers.attention_mask import AttentionMask
@@ -21,6 +20,7 @@ from foundry_fp8.numerics.formats import E4M3, E5M2
 from foundry_fp8.numerics.quantize import Quantized, quantize_tensor
 from foundry_fp8.numerics.recipes import CurrentScaling, DelayedScaling
 from foundry_fp8.surgery.attention import FP8AttentionState, plan_attention
+from tests.backends.attention_definition import attention_reference
 
 B, H, HK, S, D = 2, 4, 2, 128, 128
 RECIPE = DelayedScaling(amax_history_len=4)

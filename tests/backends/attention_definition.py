@@ -1,27 +1,9 @@
 """The definition of FP8 dot-product attention, unfused: every matrix in memory, every step a line.
 
-========== ============================================ ===========================
-step       equation                                     operands of the GEMM
-========== ============================================ ===========================
-logits     ``P = softmax_scale * Q K^T`` (+ bias, mask) Q, K in E4M3
-softmax    ``S = exp(P - m) / l``, row by row, float32
-dropout    ``S' = S * keep / (1 - p)``
-output     ``O = S' V``                                 S', V in E4M3
-dV         ``dV = S'^T dO``                             S' in E4M3, dO in E5M2
-dS'        ``dS' = dO V^T``                             dO in E5M2, V in E4M3
-softmax    ``dP = S * (dS - rowsum(S * dS))``
-dQ         ``dQ = softmax_scale * dP K``                dP in E5M2, K in E4M3
-dK         ``dK = softmax_scale * dP^T Q``              dP in E5M2, Q in E4M3
-========== ============================================ ===========================
+The equations are in the docstring of :mod:`foundry_fp8.backends.emulated.attention`, which computes them in blocks and accumulates in float32.
 
-With delayed scaling O leaves through E4M3 and dQ, dK, dV through E5M2, because TE's kernel writes them in FP8. S is
-quantised after dropout; the softmax's own gradient uses the unquantised S. This is what TE's emulation
-(``UnfusedDotProductAttention`` with ``NVTE_UnfusedDPA_Emulate_FP8=1``) does; what cuDNN's kernel does inside is not
-documented to that detail.
-
-GEMMs accumulate in float64 and are rounded once to float32. Sums of products of FP8 numbers are then exact (E4M3 x E4M3)
-or off by less than 2**-52 of the largest partial sum, so that the result does not depend on the order of summation. The blockwise
-implementation (:mod:`.attention`) accumulates in float32, hardware in float32 or less.
+GEMMs here accumulate in float64 and are rounded once to float32. Sums of products of FP8 numbers are then exact (E4M3 x E4M3)
+or off by less than 2**-52 of the largest partial sum, so that the result does not depend on the order of summation.
 """
 
 from __future__ import annotations
@@ -32,10 +14,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from foundry_fp8.backends.emulated.attention import keep_mask
 from foundry_fp8.layers.attention_mask import AttentionMask
 from foundry_fp8.numerics.quantize import Quantized
-
-__all__ = ["Quantize", "attention_reference", "fp8_gemm", "keep_mask", "softmax_backward", "softmax_rows"]
 
 Quantize = Callable[[str, Tensor], Quantized]
 """Quantises a tensor by its name: ``q``, ``k``, ``v``, ``s``, ``o``, ``do``, ``dp``, ``dq``, ``dk``, ``dv``."""
@@ -58,41 +39,6 @@ def softmax_rows(logits: Tensor) -> Tensor:
 def softmax_backward(s: Tensor, ds: Tensor) -> Tensor:
     """``dP = S * (dS - rowsum(S * dS))``, float32."""
     return s * (ds - (s * ds).sum(-1, keepdim=True, dtype=torch.float64).float())
-
-
-def keep_mask(
-    seed: Tensor, head: int, heads: int, start: int, stop: int, first: int, last: int, p: float
-) -> Tensor:
-    """Which probabilities dropout keeps: a hash of the seed and the place, the same in any blocking and in backward.
-
-    Args:
-        seed: 0-d int64.
-        head: First head, counted through the batch.
-        heads: How many.
-        start: First query.
-        stop: One past the last query.
-        first: First key.
-        last: One past the last key.
-        p: Probability of dropping.
-
-    Returns:
-        bool ``[heads, stop - start, last - first]``.
-    """
-    device = seed.device
-    place = torch.arange(head, head + heads, device=device)[:, None, None]
-    query = torch.arange(start, stop, device=device)[None, :, None]
-    key = torch.arange(first, last, device=device)[None, None, :]
-    # The finaliser of SplitMix64 (Steele et al. 2014) on a distinct counter for each place; int64 wraps as it should.
-    x = seed + ((place << 42) ^ (query << 21) ^ key) * -7046029254386353131
-    x = (x ^ _shift_right(x, 30)) * -4658895280553007687
-    x = (x ^ _shift_right(x, 27)) * -7723592293110705685
-    x = x ^ _shift_right(x, 31)
-    return _shift_right(x, 11).double() * 2.0**-53 >= p
-
-
-def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Logical shift of int64."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 @dataclasses.dataclass(frozen=True)
