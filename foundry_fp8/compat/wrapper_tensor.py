@@ -16,7 +16,14 @@ from torch import Tensor, nn
 
 from foundry_fp8.compat.pytree import tree_map
 
-__all__ = ["WrapperTensor", "WrapperView", "packed_state", "save_plain", "without_function_override", "without_memory"]  # fmt: skip
+__all__ = [
+    "WrapperTensor",
+    "WrapperView",
+    "packed_state",
+    "save_plain",
+    "without_function_override",
+    "without_memory",
+]
 
 _aten = torch.ops.aten
 without_function_override = torch._C.DisableTorchFunctionSubclass
@@ -24,9 +31,13 @@ without_function_override = torch._C.DisableTorchFunctionSubclass
 
 
 def without_memory(
-    cls: type[Tensor], like: Tensor, *, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None,
+    cls: type[Tensor],
+    like: Tensor,
+    *,
+    shape: Sequence[int] | None = None,
+    dtype: torch.dtype | None = None,
     device: torch.device | None = None,
-) -> Any:  # fmt: skip
+) -> Any:
     """A tensor of the class ``cls`` without memory of its own, like ``like`` but for what is given; contiguous in another shape."""
     return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
         cls,

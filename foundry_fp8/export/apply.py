@@ -123,7 +123,10 @@ def export_fp8(
         elif not isinstance(layer, nn.Embedding):
             rest.append(key)
         if isinstance(tensor, FrozenFP8Weight) and ran is None and tensor.dim() == 2:
-            raise ConfigError(f"export: no recipe multiplies by the published codes of {key} with scales by {tensor.scaling}. Export the folder that they are from, or train them in full (load_fp8).")  # fmt: skip
+            raise ConfigError(
+                f"export: no recipe multiplies by the published codes of {key} with scales by {tensor.scaling}. Export the folder that "
+                "they are from, or train them in full (load_fp8)."
+            )
     if not recipes:
         raise ConfigError(
             "export: no layer of the model is converted to FP8, so there is nothing that was trained in it. Convert it as it was "

@@ -113,7 +113,9 @@ def served_weight(
     if isinstance(weight, FrozenFP8Weight):
         published = None if scale_dtype == torch.float32 else scale_dtype
         scale = torch.atleast_1d(weight.scale).to(device, published)
-        return ServedLinear(weight=weight.codes.to(device), weight_scale=scale, input_scale=None, rounding=0.0)  # fmt: skip
+        return ServedLinear(
+            weight=weight.codes.to(device), weight_scale=scale, input_scale=None, rounding=0.0
+        )
     slots: Any = layer.slots or {}
     if recipe.uses_history and not bool((slots["x"].amax_history != 0).any()):
         raise RuntimeError(

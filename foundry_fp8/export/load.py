@@ -51,7 +51,10 @@ def load_fp8(folder: str | Path, model: nn.Module) -> list[str]:
     if hasattr(inner, "tie_weights") and any(p.is_meta for p in inner.parameters()):
         inner.tie_weights()  # which accelerate's init_empty_weights parts
     names = {n: n.rpartition(".") for n in inner.state_dict(keep_vars=True) if "lora_" not in n}
-    places = {clean_name(n).replace(".base_layer", ""): (inner.get_submodule(at), leaf) for n, (at, _, leaf) in names.items()}  # fmt: skip
+    places = {
+        clean_name(n).replace(".base_layer", ""): (inner.get_submodule(at), leaf)
+        for n, (at, _, leaf) in names.items()
+    }
     sources = _sources(folder, inner, places, files)
 
     def weight(key: str, dtype: torch.dtype) -> Tensor:
@@ -71,7 +74,9 @@ def load_fp8(folder: str | Path, model: nn.Module) -> list[str]:
         old: Tensor = getattr(module, leaf)
         value = weight(keys, old.dtype) if isinstance(keys, str) else _stacked(keys, old.dtype, weight)
         if value.shape != old.shape:
-            raise ConfigError(f"{folder}: {name} is {[*value.shape]} there, {[*old.shape]} in the model. Make it from config.json there.")  # fmt: skip
+            raise ConfigError(
+                f"{folder}: {name} is {[*value.shape]} there, {[*old.shape]} in the model. Make it from config.json there."
+            )
         if not isinstance(value, FrozenFP8Weight):
             _fill(module, leaf, [value])
         elif old.requires_grad or holders.count(id(old)) > 1 or isinstance(module, nn.Embedding):
@@ -82,7 +87,10 @@ def load_fp8(folder: str | Path, model: nn.Module) -> list[str]:
             save_plain(module)
             kept.append(name)
     if left := [n for n, t in (*inner.named_parameters(), *inner.named_buffers()) if t.is_meta]:
-        raise ConfigError(f"{folder}: {left[0]} is not there, and on the meta device in the model. Make the model with its buffers (accelerate's init_empty_weights(include_buffers=False)).")  # fmt: skip
+        raise ConfigError(
+            f"{folder}: {left[0]} is not there, and on the meta device in the model. Make the model with its buffers (accelerate's "
+            "init_empty_weights(include_buffers=False))."
+        )
     leave_frozen_out_of_ddp(model)
     return kept
 
@@ -92,10 +100,16 @@ def _block_of(folder: Path) -> tuple[int, int] | None:
     try:
         config = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder}: no config.json can be read ({error}). load_fp8 takes a folder on this disk, as snapshot_download of huggingface_hub makes one.") from error  # fmt: skip
+        raise ConfigError(
+            f"{folder}: no config.json can be read ({error}). load_fp8 takes a folder on this disk, as snapshot_download of "
+            "huggingface_hub makes one."
+        ) from error
     found = config.get("quantization_config") or {}
     said = {str(found.get("weight_block_size"))} if found.get("quant_method") == "fp8" else set()
-    if found.get("quant_method") == "compressed-tensors" and found.get("format") in ("float-quantized", "naive-quantized"):  # fmt: skip
+    if found.get("quant_method") == "compressed-tensors" and found.get("format") in (
+        "float-quantized",
+        "naive-quantized",
+    ):
         groups = found["config_groups"].values()
         said = {str((group.get("weights") or {}).get("block_structure")) for group in groups}
     numbers = [int(n) for n in re.findall(r"\d+", next(iter(said), ""))]
@@ -123,7 +137,9 @@ def _files(folder: Path) -> dict[str, Any]:
     return found
 
 
-def _sources(folder: Path, model: nn.Module, places: Mapping[str, Any], files: Mapping[str, Any]) -> dict[str, Any]:  # fmt: skip
+def _sources(
+    folder: Path, model: nn.Module, places: Mapping[str, Any], files: Mapping[str, Any]
+) -> dict[str, Any]:
     """Of each parameter the key that holds it, or, where it holds all experts (transformers 5), for each the keys of its parts."""
     further = f"model.layers.{getattr(getattr(model, 'config', None), 'num_hidden_layers', None)}."  # predicts more tokens
     found: dict[str, Any] = {}
@@ -163,7 +179,11 @@ def _stacked(experts: list[list[str]], dtype: torch.dtype, weight: Callable[...,
             grid = torch.cat([row_scales(part.scale, part.block, len(part))[:: block[0]] for part in parts])
             scales = scales if i else grid.new_empty(len(experts), *grid.shape)
             scales[i] = grid
-    return codes if block is None else FrozenFP8Weight(codes, scales, block, scaling_of(scales, block, codes.shape[2]), dtype)  # fmt: skip
+    return (
+        codes
+        if block is None
+        else FrozenFP8Weight(codes, scales, block, scaling_of(scales, block, codes.shape[2]), dtype)
+    )
 
 
 def _fill(module: nn.Module, leaf: str, values: Iterable[Tensor]) -> None:

@@ -64,7 +64,9 @@ def quantization_config(
             input_activations=QuantizationArgs(**fp8, **of_inputs, dynamic=not static),
         )
     except ValueError as error:
-        raise RuntimeError(f"export: this compressed-tensors has no {of_inputs}. Install a newer one (0.20 has), or --layout fp8.") from error  # fmt: skip
+        raise RuntimeError(
+            f"export: this compressed-tensors has no {of_inputs}. Install a newer one (0.20 has), or --layout fp8."
+        ) from error
     config = QuantizationConfig(
         config_groups={"group_0": scheme},
         format="float-quantized",

@@ -149,7 +149,10 @@ class FP8Run:
         with as_it_was_if_it_fails(model):
             report = apply_fp8(model, device=settings.device, **self.options)
             if settings.fsdp is not None and any(isinstance(p, FrozenFP8Weight) for p in model.parameters()):
-                raise ConfigError(f"{self.key}: FSDP would make the frozen weights' FP8 codes plain. Use DDP, or train in full: load them into parameters that require gradients.")  # fmt: skip
+                raise ConfigError(
+                    f"{self.key}: FSDP would make the frozen weights' FP8 codes plain. Use DDP, or train in full: load them into "
+                    "parameters that require gradients."
+                )
             send_frozen(model)
             self.report, self.state, self._trace = report, FP8Parts(model), ForwardTrace(model)
             self.state.fp8.held = self.policy.held(defaultdict(int))
@@ -317,7 +320,13 @@ class FP8Run:
         tokens, self._awaits_scale = ids.numel() * self.microbatches, False
         found = choose_gradient_scale(self.state.fp8.modules.values(), tokens)
         if found is not None:
-            log.info("%s.recipe.gradient_scale: auto is %d, the power of two nearest to %d tokens x width %d.", self.key, found[0], tokens, found[1])  # fmt: skip
+            log.info(
+                "%s.recipe.gradient_scale: auto is %d, the power of two nearest to %d tokens x width %d.",
+                self.key,
+                found[0],
+                tokens,
+                found[1],
+            )
 
     @torch.compiler.disable
     def _see(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
