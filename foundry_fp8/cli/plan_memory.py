@@ -196,7 +196,7 @@ def _device(device: str, on_cluster: bool) -> str:
 @contextlib.contextmanager
 def _fake(model: Any) -> Iterator[None]:
     """Fake tensors in place of a model's on ``meta``: nothing is allocated."""
-    from foundry_fp8.planning.memory.cost_model import EqualShares
+    from foundry_fp8.planning.memory.routing import EqualShares
 
     with FakeTensorMode(allow_non_fake_inputs=True), EqualShares(model):
         try:

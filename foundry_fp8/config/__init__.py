@@ -13,7 +13,8 @@ the YAML key and says what is allowed there.
 """
 
 from foundry_fp8.config.check import Config, accept, check_arguments, check_choice, from_mapping
-from foundry_fp8.config.errors import Clash, ConfigError, NoEffect, first_line, nearest, refuse
+from foundry_fp8.config.clash import Clash, refuse
+from foundry_fp8.config.errors import ConfigError, NoEffect, first_line, nearest
 from foundry_fp8.config.rules import (
     Batches,
     Bytes,

@@ -1,4 +1,4 @@
-"""Dry runs: seconds without a machine to measure on, by the arithmetic and the memory traffic of every operator; routing without values."""
+"""Seconds without a machine to measure on: the arithmetic and the memory traffic of every operator."""
 
 from __future__ import annotations
 
@@ -7,17 +7,14 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from foundry_fp8.compat.dispatch_mode import TorchDispatchMode
-from foundry_fp8.compat.fake_tensor import FakeTensor
 from foundry_fp8.compat.pytree import tree_iter
 from foundry_fp8.layers.product_operators import flop_formulas
-from foundry_fp8.model_structure.experts import expert_count
 
-__all__ = ["CostModel", "EqualShares"]
+__all__ = ["CostModel"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,26 +56,3 @@ class _Traffic(TorchDispatchMode):
             tensors = [x for x in tree_iter((args, kwargs, out)) if isinstance(x, Tensor)]
             self.bytes += sum(x.numel() * x.element_size() for x in tensors)
         return out
-
-
-class EqualShares(TorchDispatchMode):
-    """Gives each expert of ``model`` the same number of tokens, where fake tensors cannot say how many were chosen.
-
-    A model that loops over experts asks which of [choices, tokens] chose one: as many as an equal share. Of [experts], which are asked at
-    all: every one.
-    """
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__()
-        counts = {expert_count(name, module) for name, module in model.named_modules()} - {None}
-        self.experts = max((count for count in counts if count is not None), default=1)
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """``nonzero`` of fake tensors; everything else as it is."""
-        if func is torch.ops.aten.nonzero.default and isinstance(args[0], FakeTensor):
-            mask = args[0]
-            chosen = mask.numel() if mask.dim() == 1 else -(-mask.numel() // self.experts)
-            return mask.new_zeros((chosen, mask.dim()), dtype=torch.long)
-        return func(*args, **(kwargs or {}))

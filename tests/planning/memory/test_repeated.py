@@ -8,9 +8,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from foundry_fp8.planning.memory import planner
-from foundry_fp8.planning.memory.cost_model import CostModel, EqualShares
+from foundry_fp8.planning.memory.cost_model import CostModel
 from foundry_fp8.planning.memory.planner import measure
 from foundry_fp8.planning.memory.repeated import left_out, repeated
+from foundry_fp8.planning.memory.routing import EqualShares
 from foundry_fp8.surgery.apply import apply_fp8
 
 SIZES = {
