@@ -2,7 +2,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foundry_fp8.distributed.compression.ddp import BlockLayout
+from foundry_fp8.distributed.layout import BlockLayout
 
 CPU = torch.device("cpu")
 FIRSTS = [0, 3, 5]
