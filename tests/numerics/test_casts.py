@@ -102,9 +102,16 @@ def test_no_other_place_casts_to_8_bits_without_a_clamp():
     }
     unguarded = {(path, line) for path, line in found if "clamp" not in line}
     assert len(found) >= 4
-    assert unguarded == {
-        (
-            "observe/flops/peaks.py",
-            "a8 = torch.randn(size, size, dtype=torch.float32, device=device).to(E4M3.dtype)",
-        ),
-    }
+    assert (
+        unguarded
+        == {
+            (  # of powers of two alone: layers with other scales run another recipe, which the export refuses beside them
+                "export/apply.py",
+                "scale = linear.weight_scale.to(torch.float8_e8m0fnu) if e8m0 else linear.weight_scale",
+            ),
+            (
+                "observe/flops/peaks.py",
+                "a8 = torch.randn(size, size, dtype=torch.float32, device=device).to(E4M3.dtype)",
+            ),
+        }
+    )
