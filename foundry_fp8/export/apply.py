@@ -141,7 +141,10 @@ def export_fp8(
     check_recipe(recipe, layout)
     for key, layer in layers.items():
         check_experts(inner, key, state[key], layer, recipe)
-    of_meta = ({key: torch.empty(state[key].shape, device="meta") for key in keys} for keys in (layers, rest))
+    of_meta = (
+        {key: torch.empty(state[key].shape, dtype=state[key].dtype, device="meta") for key in keys}
+        for keys in (layers, rest)
+    )
     quantised, others_of = (
         [
             name.removesuffix(".weight")

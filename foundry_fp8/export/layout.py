@@ -63,7 +63,9 @@ def check_experts(model: Any, key: str, weight: Tensor, layer: Any, recipe: Reci
     """Raise :class:`ConfigError` where a checkpoint has no place for ``weight``, if it is one parameter of experts; before any work."""
     if weight.dim() < 3 and not isinstance(layer, FP8GroupedLinear):
         return
-    (part, *_) = checkpoint_form(model, {key: torch.empty(weight.shape, device="meta")}).values()
+    (part, *_) = checkpoint_form(
+        model, {key: torch.empty(weight.shape, dtype=weight.dtype, device="meta")}
+    ).values()
     block = getattr(recipe.scaling("w", 1), "block", None)
     if isinstance(weight, FrozenFP8Weight):
         fits = weight.block is not None and weight.block[1] == (block or weight.shape[1:])[1]

@@ -138,8 +138,7 @@ def block_gemm(
 
 def _launch(config: GemmConfig, k: int, square_b: bool, device: torch.device) -> Launch:
     # The same for every number of tokens, as the compiler gets it; where there are fewer tiles, some have nothing to do.
-    on_gpu = device.type == "cuda"
-    programs = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 3
+    programs = _processors(device)
     return Launch(
         _block_gemm_kernel,
         programs,
@@ -171,6 +170,10 @@ def _time(run, config: GemmConfig) -> float:  # type: ignore[no-untyped-def]
         return triton.testing.do_bench(lambda: run(config), warmup=5, rep=20)
     except OutOfResources:
         return float("inf")
+
+
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
 @triton.jit

@@ -483,7 +483,7 @@ class ModuleScales:
                 _ROOM,
             )
             room = [now / before if slot.startswith("d") else 1.0 for slot in self._slots]  # dy, do, dp, ...
-            self.state.scale.div_(torch.tensor(room * len(self._modules), device=self.state.scale.device))
+            self.state.scale.div_(self.state.scale.new_tensor(room * len(self._modules)))
         self.state.begin_pass()
 
 
