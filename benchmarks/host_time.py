@@ -118,7 +118,7 @@ def torchao(recipe: str) -> nn.Module | None:
 
 def roll(state: DelayedScalingState) -> None:
     """The delayed update of a GPU: one launch for the whole model."""
-    update_delayed_(state.scale, state.amax_history, state._scaled_max, use_max=state._use_max)
+    update_delayed_(state.scale, state.amax_history, state.scaled_max, use_max=state.use_max)
 
 
 def step_of(model: nn.Module) -> Callable[[], None]:

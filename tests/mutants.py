@@ -97,7 +97,7 @@ MUTANTS = [
     Mutant(DELAYED, "if trains and not inside_backward():", "if trains:", T_PASSES),
     Mutant(DELAYED, "if candidate.start <= node < end:", "if True:", T_PASSES),
     Mutant(DELAYED, "forward.waiting = False", "pass", T_PASSES),
-    Mutant(DELAYED, "torch.isfinite(scale) & (scale > 0)", "torch.isfinite(scale) & (scale >= 0)", T_LINEARS),
+    Mutant("layers/module_scales.py", "torch.isfinite(scale) & (scale > 0)", "torch.isfinite(scale) & (scale >= 0)", T_LINEARS),
     Mutant(LINEAR, 'return ("dy",)', 'return ("x", "w", "dy")', f"{T_EMULATED} {T_DELAYED} activations/compression/test_apply.py"),
     # Contract 3: the ledger is what ran.
     Mutant(LINEAR, '"wgrad": "fp8" if self.wgrad == "fp8" else hp', '"wgrad": "fp8"', f"{T_EMULATED} observe"),

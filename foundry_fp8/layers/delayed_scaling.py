@@ -17,13 +17,10 @@ and writes the same memory at every replay.
 from __future__ import annotations
 
 import dataclasses
-import functools
-import logging
 import math
 import weakref
-import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,26 +28,17 @@ from torch import Tensor, nn
 from foundry_fp8.compat.amax_group import AmaxGroup
 from foundry_fp8.compat.autograd import inside_backward, newest_node, running_node
 from foundry_fp8.kernels.launch import triton_missing
-from foundry_fp8.layers.second_derivative import refuse_transforms
 from foundry_fp8.model_structure.names import clean_name
 from foundry_fp8.numerics.quantize import FLOAT32_MAX
 from foundry_fp8.numerics.recipes import DelayedScaling
 
 __all__ = [
-    "FRESH_STATE",
     "DelayedScalingState",
     "DelayedSlot",
-    "ModuleScales",
     "Pass",
     "slots_of",
     "states_of",
 ]
-
-log = logging.getLogger(__name__)
-_ROOM = "the scales of gradients leave room for as many times larger ones in the first pass, which is not that of the run before"
-FRESH_STATE = "To start with fresh FP8 state on purpose, resume with `load_ignore_keys: [state/algorithms]`."
-"""The way out that every refusal to load FP8 state names."""
-
 
 KEPT_PASSES = 256
 """Training forwards that may wait for their backward before the scales of the oldest are forgotten."""
@@ -113,6 +101,8 @@ class DelayedScalingState:
 
     Attributes:
         fp8_max: As given.
+        scaled_max: ``[T]`` float32, that with the margin: over an amax it is a scale.
+        use_max: Whether the largest amax of the history counts, or the latest.
         scale: ``[T]`` float32, 1 at first: what the next pass begins with.
         amax_history: ``[L, T]`` float32, 0 at first.
         amaxes: The elements of entry 0 of the history, 0-d, in its memory.
@@ -133,12 +123,12 @@ class DelayedScalingState:
         self.scale = torch.ones(len(fp8_max), dtype=torch.float32, device="cpu")
         history = (recipe.amax_history_len, len(fp8_max))
         self.amax_history = torch.zeros(history, dtype=torch.float32, device="cpu")
-        self._scaled_max = torch.tensor(fp8_max, dtype=torch.float32, device="cpu") * 2.0**-recipe.margin
+        self.scaled_max = torch.tensor(fp8_max, dtype=torch.float32, device="cpu") * 2.0**-recipe.margin
         self._before_meta: tuple[Tensor, Tensor, Tensor] | None = None
         self._joined: list[tuple[DelayedSlot, int, int]] = []
         self._apart: set[int] = set()
         self._places: Tensor | None = None
-        self._use_max = recipe.amax_compute_algo == "max"
+        self.use_max = recipe.amax_compute_algo == "max"
         self.group = AmaxGroup(recipe.amax_group)
         self.idle = self.measuring = False
         self._inside_root = False
@@ -211,14 +201,14 @@ class DelayedScalingState:
         """Move to the device that the model runs on. What there was before a forward on ``meta`` comes back after it."""
         if self.scale.device == device:
             return
-        held = self.scale, self.amax_history, self._scaled_max
+        held = self.scale, self.amax_history, self.scaled_max
         if device.type == "meta":
             self._before_meta = held
         elif self.scale.is_meta:
             assert self._before_meta is not None
             held, self._before_meta = self._before_meta, None
         with torch.inference_mode(False):  # an evaluation may be the first to run
-            self.scale, self.amax_history, self._scaled_max = (tensor.to(device) for tensor in held)
+            self.scale, self.amax_history, self.scaled_max = (tensor.to(device) for tensor in held)
             self._start()
 
     def leave_meta(self) -> None:
@@ -304,7 +294,7 @@ class DelayedScalingState:
         if history.device.type == "cuda" and triton_missing() is None:
             from foundry_fp8.kernels.delayed import update_delayed_
 
-            update_delayed_(self.scale, history, self._scaled_max, use_max=self._use_max)
+            update_delayed_(self.scale, history, self.scaled_max, use_max=self.use_max)
         else:
             self.roll()
         self.begin_pass()
@@ -315,11 +305,11 @@ class DelayedScalingState:
         current = history[0].clone()
         seen = current != 0
 
-        if self._use_max and len(history) > 1:
+        if self.use_max and len(history) > 1:
             amax = torch.fmax(history[1:].amax(dim=0), current)
         else:
             amax = current
-        scale = self._scaled_max / amax
+        scale = self.scaled_max / amax
         scale = torch.where(torch.isinf(scale), FLOAT32_MAX, scale)
         self.scale.copy_(torch.where(seen & torch.isfinite(amax), scale, self.scale))
 
@@ -363,138 +353,6 @@ class DelayedScalingState:
         return restore
 
 
-class ModuleScales:
-    """Delayed-scaling state by module name: what a checkpoint holds, and when it is updated.
-
-    Args:
-        recipe: See :class:`DelayedScalingState`.
-        modules: The modules' names.
-        fp8_max: The slots of each module and the largest value of each slot's format.
-        what: What the state is called in messages ("FP8 state").
-
-    Attributes:
-        state: The scales and histories themselves, module after module, in the order of ``fp8_max``.
-    """
-
-    def __init__(
-        self, recipe: DelayedScaling, modules: Sequence[str], fp8_max: Mapping[Any, float], what: str
-    ) -> None:
-        self._modules = list(modules)
-        self._slots = list(fp8_max)
-        self._what = what
-        self.state = DelayedScalingState(recipe, [*fp8_max.values()] * len(self._modules))
-
-    def slots(self, module: str) -> dict[Any, DelayedSlot]:
-        """The slots of one module by name."""
-        first = self._modules.index(module) * len(self._slots)
-        return {slot: self.state.slot(first + i) for i, slot in enumerate(self._slots)}
-
-    def attach(self, model: nn.Module) -> None:
-        """Begin a pass whenever ``model``, the root that is called in training, begins a training forward."""
-        self.state.group.follow(model)
-        model.register_forward_pre_hook(self._before_forward)
-        model.register_forward_hook(self._after_forward, always_call=True)
-        device = _device_of(model)
-        if device.type == "cuda":  # at once, since a compiled layer that is called alone moves nothing
-            self.state.to(device)
-
-    @torch.compiler.disable
-    def _before_forward(self, model: nn.Module, args: Any) -> None:
-        trains = model.training and torch.is_grad_enabled()
-        if trains and not self.state.idle:
-            refuse_transforms("the model")
-        self.state.begin_forward(_device_of(model), trains=trains)
-
-    @torch.compiler.disable
-    def _after_forward(self, model: nn.Module, args: Any, output: Any) -> None:
-        self.state.end_forward()
-
-    def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """Name -> ``scale`` ``[slots]`` and ``amax_history`` ``[L, slots]``, float32 on the CPU, their ``checksum``, and over how many ranks gradients are averaged."""
-        self.state.leave_meta()
-        self.state.fill_joined()
-        width = len(self._slots)
-        scales = self.state.scale.cpu().split(width)
-        histories = self.state.amax_history.cpu().split(width, dim=1)
-        return {
-            name: {
-                "scale": scale.clone(),
-                "amax_history": history.contiguous().clone(),
-                "checksum": _checksum(scale, history),
-                "data_parallel_size": torch.tensor(
-                    self.state.group.data_parallel_size(), dtype=torch.int64, device="cpu"
-                ),
-            }
-            for name, scale, history in zip(self._modules, scales, histories, strict=True)
-        }
-
-    def load_state_dict(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
-        """Take back what :meth:`state_dict` gave.
-
-        A rank's loss is the mean of its share of the batch: on more ranks gradients are as much larger until they are
-        averaged, and the first pass has room for that.
-
-        Raises:
-            RuntimeError: It is of other modules, or damaged; nothing is changed then.
-        """
-        self.state.leave_meta()
-        if set(saved) != set(self._modules):
-            lost, new = sorted(set(saved) - set(self._modules)), sorted(set(self._modules) - set(saved))
-            raise RuntimeError(
-                f"the checkpoint's {self._what} is of another model or selection: only in the checkpoint {lost[:4]}, "
-                f"only in the model {new[:4]}. {FRESH_STATE}"
-            )
-        width, length = len(self._slots), len(self.state.amax_history)
-        expected = (((width,), torch.float32), ((length, width), torch.float32))
-        scaled_max = self.state._scaled_max[:width].cpu()
-        for name, entry in saved.items():
-            of = f"the checkpoint's {self._what} of {name}"
-            scale, history = (cast(Tensor, entry.get(key)) for key in ("scale", "amax_history"))
-            forms = tuple((tuple(getattr(x, "shape", ())), getattr(x, "dtype", type(x))) for x in (scale, history))  # fmt: skip
-            if forms != expected:
-                raise RuntimeError(f"{of} has shapes {forms}, expected {expected}. {FRESH_STATE}")
-            scale, history = scale.cpu(), history.cpu()
-            if not bool((torch.isfinite(scale) & (scale > 0)).all()) or not bool((history >= 0).all()):
-                raise RuntimeError(
-                    f"{of} is damaged: a scale is not positive and finite, or an amax is negative or NaN. {FRESH_STATE}"
-                )
-            if int(entry.get("checksum", found := _checksum(scale, history))) != int(found):
-                raise RuntimeError(f"{of} is damaged: its checksum is another. {FRESH_STATE}")
-            # Older states have none. A scale is of the history as it was, one pass longer, unless that held an Inf.
-            amax = (
-                (history[1:].amax(dim=0) if self.state._use_max else history[-1]) if length > 1 else 0 * scale
-            )
-            apart = (scale * amax > 1.001 * scaled_max) & torch.isfinite(amax)
-            if "checksum" not in entry and bool(apart.any()):
-                raise RuntimeError(f"{of} is damaged: a scale is not that of its amax history. {FRESH_STATE}")
-        self.state.part()
-        self.state.scale.copy_(torch.cat([saved[name]["scale"] for name in self._modules]))
-        self.state.amax_history.copy_(
-            torch.cat([saved[name]["amax_history"] for name in self._modules], dim=1)
-        )
-        now = self.state.group.data_parallel_size()
-        before = min(int(entry.get("data_parallel_size", now)) for entry in saved.values())
-        if now > before:
-            log.warning(
-                "The checkpoint's %s is of %s data parallel ranks, this run has %s: %s.",
-                self._what,
-                before,
-                now,
-                _ROOM,
-            )
-            room = [now / before if slot.startswith("d") else 1.0 for slot in self._slots]  # dy, do, dp, ...
-            self.state.scale.div_(self.state.scale.new_tensor(room * len(self._modules)))
-        self.state.begin_pass()
-
-
-def _checksum(*parts: Tensor) -> Tensor:
-    """0-d int64: a tensor, as all of a saved state."""
-    found = functools.reduce(
-        lambda known, part: zlib.crc32(part.contiguous().numpy().tobytes(), known), parts, 0
-    )
-    return torch.tensor(found, dtype=torch.int64, device="cpu")
-
-
 def slots_of(model: nn.Module) -> dict[str, Mapping[Any, DelayedSlot]]:
     """The slots of each layer of ``model`` that has some, by its clean name; of layers that were copied after the conversion too."""
     found = ((name, module.__dict__.get("slots")) for name, module in model.named_modules())
@@ -505,8 +363,3 @@ def states_of(model: nn.Module) -> list[DelayedScalingState]:
     """The states that layers of ``model`` read, in the order of the layers."""
     slots = (next(iter(found.values())) for found in slots_of(model).values())
     return list(dict.fromkeys(slot.state for slot in slots))
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    first = next(model.parameters(), None)
-    return torch.device("cpu") if first is None else first.device

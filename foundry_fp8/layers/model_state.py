@@ -9,7 +9,7 @@ from typing import Any, ClassVar, TypeVar
 from torch import nn
 
 from foundry_fp8.config import first_line
-from foundry_fp8.layers.delayed_scaling import FRESH_STATE
+from foundry_fp8.layers.module_scales import FRESH_STATE
 from foundry_fp8.layers.recipe_table import difference, same_scaling
 from foundry_fp8.model_structure.names import clean_name
 from foundry_fp8.numerics.recipes import Recipe

@@ -18,9 +18,10 @@ from torch.optim.optimizer import (
 )
 
 from foundry_fp8.layers.backend import Backend
-from foundry_fp8.layers.delayed_scaling import DelayedScalingState, ModuleScales
+from foundry_fp8.layers.delayed_scaling import DelayedScalingState
 from foundry_fp8.layers.gemm_layer import OPERANDS, FP8GemmLayer, configured_recipes
 from foundry_fp8.layers.model_state import ModelState, readable
+from foundry_fp8.layers.module_scales import ModuleScales
 from foundry_fp8.layers.recipe_table import MEASURED, choice_of, measured_table, table_of
 from foundry_fp8.numerics.recipes import Recipe
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -16,7 +18,9 @@ __all__ = [
     "has_forward",
     "is_sharded",
     "modules_by_clean_name",
+    "names_in_forward",
     "own_class",
+    "own_forward",
     "replace_everywhere",
     "replace_module",
     "without_ddp",
@@ -49,6 +53,17 @@ def own_class(module: nn.Module | type[nn.Module]) -> type[nn.Module]:
     while "_unfused" in cls.__dict__ or (FSDPModule in cls.__bases__ and len(cls.__bases__) == 2):
         cls = cls.__dict__["_unfused"] if "_unfused" in cls.__dict__ else cls.__bases__[1]
     return cls
+
+
+def own_forward(module: nn.Module) -> Any:
+    """The forward of the class of ``module``, under its decorators."""
+    return inspect.unwrap(type(module).forward)
+
+
+def names_in_forward(module: nn.Module) -> tuple[str, ...]:
+    """The globals and attributes that the forward of ``module`` uses."""
+    code = getattr(own_forward(module), "__code__", None)
+    return code.co_names if code is not None else ()
 
 
 def checkpoint_wrappers(model: nn.Module) -> Iterator[tuple[str, CheckpointWrapper]]:

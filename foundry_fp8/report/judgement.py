@@ -95,8 +95,8 @@ def kurtosis_lead(run: Run, baseline: Run, diverged: int) -> float:
         if key in usual and len(series.steps):
             highest = KURTOSIS_FACTOR * float(np.nanmax(usual[key].values, initial=0.0))
             inside = np.flatnonzero(series.values <= highest)  # NaN is outside
-            since = int(inside[-1]) + 1 if len(inside) else 0
-            first = min(first, *series.steps[since : since + 1].tolist(), math.inf)
+            outside = series.steps[int(inside[-1]) + 1 if len(inside) else 0 :]
+            first = min(first, int(outside[0])) if len(outside) else first
     return diverged - first if math.isfinite(first) else math.nan
 
 

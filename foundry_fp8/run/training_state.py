@@ -14,8 +14,9 @@ from torch import nn
 from foundry_fp8.config import ConfigError
 from foundry_fp8.distributed.compression.apply import compression_of
 from foundry_fp8.distributed.compression.runtime import Compression
-from foundry_fp8.layers.delayed_scaling import FRESH_STATE, slots_of, states_of
+from foundry_fp8.layers.delayed_scaling import slots_of, states_of
 from foundry_fp8.layers.model_state import ModelState
+from foundry_fp8.layers.module_scales import FRESH_STATE
 from foundry_fp8.layers.state import FP8State
 from foundry_fp8.model_structure.wrappers import without_ddp
 from foundry_fp8.observe.guard.guard import DivergenceGuard

@@ -18,8 +18,9 @@ from foundry_fp8.layers.attention import (
     attention_format,
     attention_slots,
 )
-from foundry_fp8.layers.delayed_scaling import DelayedScalingState, ModuleScales
+from foundry_fp8.layers.delayed_scaling import DelayedScalingState
 from foundry_fp8.layers.model_state import ModelState, readable
+from foundry_fp8.layers.module_scales import ModuleScales
 from foundry_fp8.model_structure.blocks import block_index_of, transformer_blocks
 from foundry_fp8.model_structure.selection import check_patterns_match, matches
 from foundry_fp8.numerics.recipes import DelayedScaling, Recipe

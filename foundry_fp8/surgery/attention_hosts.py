@@ -16,7 +16,6 @@ rules that it was made of (:mod:`.attention_inputs`), or kept as a bias where it
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Protocol
 
@@ -27,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from foundry_fp8.layers.attention import FP8DotProductAttention
 from foundry_fp8.layers.attention_mask import AttentionMask
+from foundry_fp8.model_structure.wrappers import names_in_forward, own_forward
 from foundry_fp8.surgery.attention_inputs import BatchMasks
 
 __all__ = [
@@ -35,7 +35,6 @@ __all__ = [
     "AttentionHost",
     "HuggingFaceHost",
     "by_heads",
-    "names_in_forward",
     "register_attention",
 ]
 
@@ -62,24 +61,14 @@ class AttentionHost(Protocol):
         """Let ``module`` call ``attention``, and what was there where that does not run FP8."""
 
 
-def _forward(module: nn.Module) -> Any:
-    return inspect.unwrap(type(module).forward)
-
-
 def register_attention(module: nn.Module, name: str, function: Callable[..., Any]) -> None:
     """Put ``function`` as ``name`` into the registry that the forward of ``module``, a :class:`HuggingFaceHost`'s, looks into."""
-    _forward(module).__globals__[REGISTRY][name] = function
+    own_forward(module).__globals__[REGISTRY][name] = function
 
 
 def by_heads(*parts: tuple[Tensor, int]) -> tuple[Tensor, ...]:
     """[b, s, heads * d] and heads, to [b, heads, s, d]."""
     return tuple(x.unflatten(-1, (heads, -1)).transpose(1, 2) for x, heads in parts)
-
-
-def names_in_forward(module: nn.Module) -> tuple[str, ...]:
-    """The globals and attributes that the forward of ``module`` uses."""
-    code = getattr(_forward(module), "__code__", None)
-    return code.co_names if code is not None else ()
 
 
 class MPTAttention(nn.Module):

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 import foundry_fp8
 from foundry_fp8.config import ConfigError
 from foundry_fp8.layers.linear import FP8Linear
+from foundry_fp8.layers.state import FP8State
 from tests.export.published import dequantised, publish, qwen3
 from tests.export.served import stored
 from tests.export.test_load import empty
@@ -47,6 +48,8 @@ def trained(model, recipe, **options):
     for _ in range(2):
         model(IDS, labels=IDS).loss.backward()
         optimizer.step(), optimizer.zero_grad()
+    if recipe == "delayed":
+        FP8State.of(model).update()
     return model.eval()
 
 

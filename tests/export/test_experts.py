@@ -14,10 +14,9 @@ import transformers
 
 import foundry_fp8
 from foundry_fp8.config import ConfigError
-from foundry_fp8.layers.state import FP8State
 from tests.export.published import blocks_of, deepseek, dequantised, publish, split_experts
 from tests.export.served import stored
-from tests.export.test_block_layouts import IDS, Server
+from tests.export.test_block_layouts import IDS, Server, trained
 from tests.export.test_load import empty
 
 ROW = {"name": "current", "granularity": "row"}
@@ -36,17 +35,6 @@ def sparse(kind, ffn=128, tied=False):
         **sizes, head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=ffn
     )
     return transformers.Qwen3MoeForCausalLM(config)
-
-
-def trained(model, recipe, **options):
-    foundry_fp8.apply_fp8(model, recipe=recipe, backend="emulated", evaluate="fp8", **options)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
-    for _ in range(2):
-        model(IDS, labels=IDS).loss.backward()
-        optimizer.step(), optimizer.zero_grad()
-    if recipe == "delayed":
-        FP8State.of(model).update()
-    return model.eval()
 
 
 def saved(model, folder):

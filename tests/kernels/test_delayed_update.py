@@ -23,10 +23,10 @@ def test_matches_the_state(length, algorithm, device):
         amax[7] = float("inf") if step == 2 else 1.0
         amax[9] = 1e-42  # the quotient overflows
         state.amax_history[0] = history[0] = amax
-        update_delayed_(scale, history, state._scaled_max, use_max=algorithm == "max")
+        update_delayed_(scale, history, state.scaled_max, use_max=algorithm == "max")
         state.update()
         assert_same_bits(scale, state.scale, f"scale of step {step}")
         assert_same_bits(history, state.amax_history, f"history of step {step}")
     before = scale.clone()
-    update_delayed_(scale, history, state._scaled_max, use_max=algorithm == "max")
+    update_delayed_(scale, history, state.scaled_max, use_max=algorithm == "max")
     assert_same_bits(scale, before, "scale after a pass that saw nothing")

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from foundry_fp8.activations.compression.cross_entropy import lean_cross_entropy
 from foundry_fp8.model_structure.fused_classes import fuse, unfuse
+from foundry_fp8.model_structure.wrappers import names_in_forward
 from foundry_fp8.numerics.packed import PackFormat
-from foundry_fp8.surgery.attention_hosts import names_in_forward
 
 __all__ = ["causal_lm_loss", "fuse_losses"]
 
