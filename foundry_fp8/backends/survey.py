@@ -30,14 +30,13 @@ _PACKAGES = {
 }
 _USUAL = AttentionShape(head_dim=128, sequence=4096)
 _ATTENTION_CASES = (
-    ("delayed", "head_dim 128, causal", _USUAL),
+    *((name, "head_dim 128, causal", _USUAL) for name in RECIPES),
     ("delayed", "head_dim 64, causal", dataclasses.replace(_USUAL, head_dim=64)),
     ("delayed", "a sequence that is no multiple of 128", dataclasses.replace(_USUAL, sequence=4000)),
     ("delayed", "sliding window", dataclasses.replace(_USUAL, window=True)),
     ("delayed", "packed documents", dataclasses.replace(_USUAL, documents=True)),
     ("delayed", "padded batch", dataclasses.replace(_USUAL, padding=True)),
     ("delayed", "bias (ALiBi, dense mask)", dataclasses.replace(_USUAL, bias=True)),
-    *((name, "head_dim 128, causal", _USUAL) for name in RECIPES if name != "delayed"),
 )
 """Recipe, what the doctor calls the case, and its shape."""
 

@@ -38,12 +38,12 @@ def on_paper(fp8: FP8Config, gpu: Gpu) -> dict[str, Any]:
 
 def needs_newer(recipes: Iterable[Recipe], name: str, gpu: Gpu) -> str | None:
     """Why one of ``recipes`` does not run on ``gpu``, which is called ``name``; ``None`` if all do."""
+    from foundry_fp8.numerics.recipes import RECIPES
+
+    if gpu.recipe and not RECIPES[gpu.recipe].runs_on_hopper:
+        return None
     newer = next((recipe.name for recipe in recipes if not recipe.runs_on_hopper), None)
-    return (
-        f"{newer} needs Blackwell; {name} runs current, delayed and block"
-        if newer and gpu.recipe != "mxfp8"
-        else None
-    )
+    return newer and f"{newer} needs Blackwell; {name} runs current, delayed and block"
 
 
 def gains(report: SurgeryReport, gpu: Gpu) -> tuple[int, dict[str, str]]:

@@ -104,7 +104,7 @@ class NativeBackend(Backend):
 
         if recipe.kind in SCALINGS:
             return None
-        needed = ", which would be Blackwell's for FP4" if recipe.kind == "nvfp4" else ""
+        needed = ", which would be Blackwell's for FP4" if recipe.element_bits == 4 else ""
         return f"it has no kernels for the scales of {recipe.name} ({recipe.kind}){needed}"
 
     def shape_reason(self, recipe: Recipe, in_features: int, out_features: int) -> str | None:

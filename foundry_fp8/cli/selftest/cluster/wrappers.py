@@ -18,6 +18,7 @@ from foundry_fp8.cli.selftest.cluster.model import (
 )
 from foundry_fp8.cli.selftest.cluster.ranks import CannotRunError, Ranks, relative
 from foundry_fp8.distributed.replicas import check_replicas
+from foundry_fp8.numerics.recipes import RECIPES
 
 __all__ = ["compressed", "train"]
 
@@ -32,7 +33,7 @@ def train(ranks: Ranks, kind: str) -> None:
     exact = ranks.mean(step(llama(ranks), ids))
     for recipe in recipes(ranks):
         # The wrapped model's scales are of all ranks' amaxes.
-        of_all = {"name": recipe, "amax_group": "world"} if recipe == "delayed" else recipe
+        of_all = {"name": recipe, "amax_group": "world"} if RECIPES[recipe].uses_history else recipe
         alone = ranks.mean(step(warmed(converted(ranks, of_all), ids), ids))
         model = warmed(wrap(kind, converted(ranks, recipe), ranks), ids)
         got = step(model, ids)
