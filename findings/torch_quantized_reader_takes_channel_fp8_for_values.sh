@@ -2,7 +2,7 @@
 # torch's reader of quantised Hugging Face checkpoints loads compressed-tensors' FP8 weights as their bare codes, thousands of times too large.
 #
 # One would guess: torch.distributed.checkpoint's QuantizedHuggingFaceStorageReader, which exists to dequantise while it reads, dequantises
-# the most common FP8 layout of published models (compressed-tensors: float8 `weight` and float32 `weight_scale`, one a row), or says that it
+# a common FP8 layout of published models (compressed-tensors: float8 `weight` and float32 `weight_scale`, one a row), or says that it
 # does not know it.
 # What happens: it looks for names that end in `.weight_scale_inv` (DeepSeek's blocks) and in `_scales` (MXFP4's) alone. Any other float8
 # tensor is taken for one of plain values: codes are cast and handed over, the scales beside them are never opened. No exception, no warning.
