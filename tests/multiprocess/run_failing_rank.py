@@ -1,5 +1,7 @@
-"""Worker: one rank fails somewhere in a step; every other rank says when it knew. Arguments: case, place, wrapper, rank or all."""
+"""Worker: one rank fails somewhere in a step; every other rank says when it knew. Arguments: case, place, wrapper, rank or all,
+and what else the training has."""
 
+import contextlib
 import os
 import signal
 import sys
@@ -13,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import foundry_fp8
 from foundry_fp8.distributed import attendance
@@ -21,6 +24,7 @@ from foundry_fp8.distributed.replicas import check_replicas
 from foundry_fp8.distributed.traffic import Traffic
 
 case, place, wrapper, who = sys.argv[1:5]
+beside = sys.argv[5] if len(sys.argv) > 5 else ""
 LIMIT = 4.0
 attendance.LIMIT_S = LIMIT
 # What training itself waits for ends by the job's limit; the waits of this package by one of their own.
@@ -67,14 +71,47 @@ def wrapped(model):
     return fully_shard(model, mesh=mesh)
 
 
+class Adapted(nn.Module):
+    """A frozen linear with a low-rank adapter that trains."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Linear(32, 32).requires_grad_(False)
+        self.a, self.b = nn.Linear(32, 16, bias=False), nn.Linear(16, 32, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.b(self.a(x))
+
+
+class Recomputed(nn.Sequential):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def block():
+    return Adapted() if beside == "lora" else nn.Linear(32, 32)
+
+
 def loss_of(model, batch):
-    return model(batch).square().mean()
+    with torch.autocast("cpu", torch.bfloat16, enabled=beside == "autocast"):
+        return model(batch).square().mean()
+
+
+def without_sync():
+    """Gradients of this backward stay on their rank, as in accumulation."""
+    if wrapper.endswith("2"):
+        model.set_requires_gradient_sync(False)
+        return contextlib.nullcontext()
+    return model.no_sync()
 
 
 torch.manual_seed(0)
-plain = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))
+plain = (Recomputed if beside == "recompute" else nn.Sequential)(*(block() for _ in range(3)))
 foundry_fp8.apply_fp8(plain, recipe="delayed", backend="emulated", include=["*"])
 middle, armed = plain[1], False
+if beside == "compile":
+    for layer in plain:
+        layer.compile(backend="aot_eager")
 model = wrapped(plain)
 if place.endswith("backward"):
     middle.register_full_backward_hook(happens)
@@ -84,6 +121,11 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 def step():
+    if beside == "accumulation":
+        with without_sync():
+            loss_of(model, torch.randn(4, 32, generator=torch.Generator().manual_seed(9 + rank))).backward()
+        if wrapper.endswith("2"):
+            model.set_requires_gradient_sync(True)
     loss_of(model, torch.randn(4, 32, generator=torch.Generator().manual_seed(rank))).backward()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)

@@ -64,8 +64,10 @@ def cells():
                 )
 
 
-def run(case, place, wrapper, world, who=1):
-    return launch.run("run_failing_rank.py", world, case, place, wrapper, who, check=False, timeout=120)
+def run(case, place, wrapper, world, who=1, beside=""):
+    return launch.run(
+        "run_failing_rank.py", world, case, place, wrapper, who, beside, check=False, timeout=120
+    )
 
 
 @pytest.mark.parametrize("case, place, wrapper, world", list(cells()))
@@ -96,10 +98,32 @@ def test_others_know_in_time_and_by_name(case, place, wrapper, world):
 def test_a_measurement_that_all_ranks_end_without_memory_leaves_nothing_in_the_next_step(
     place, wrapper, world
 ):
-    """Its parameters are those after a measurement that ended well, to the bit."""
+    assert_nothing_is_left(place, wrapper, world)
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        "lora",
+        *(
+            pytest.param(other, marks=pytest.mark.full)
+            for other in ("autocast", "compile", "accumulation", "recompute")
+        ),
+    ],
+)
+@pytest.mark.parametrize("wrapper", ["fsdp1", "fsdp2"])
+@pytest.mark.parametrize(
+    "place", ["measured_backward", pytest.param("measured_forward", marks=pytest.mark.full)]
+)
+def test_nor_beside_what_else_a_training_has(place, wrapper, beside):
+    assert_nothing_is_left(place, wrapper, 2, beside)
+
+
+def assert_nothing_is_left(place, wrapper, world, beside=""):
+    """Parameters are those after a measurement that ended well, to the bit."""
     found = []
     for case in ("nothing", "oom"):
-        codes, outputs = run(case, place, wrapper, world, "all")
+        codes, outputs = run(case, place, wrapper, world, "all", beside)
         assert codes == [0] * world, outputs
         found.append([re.search(r"WENT ON with (\d) rows, (.*)", output).groups() for output in outputs])
     well, without = (list(zip(*ranks, strict=True)) for ranks in found)

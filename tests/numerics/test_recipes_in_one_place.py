@@ -15,7 +15,9 @@ CLASSES = {
     for name, value in vars(module).items()
     if isinstance(value, type) and issubclass(value, recipes.Recipe | scalings.Scaling)
 } - {"Recipe", "Scaling"}
-WORDS = set(RECIPES) | {recipe.kind for recipe in map(lambda cls: cls(), RECIPES.values())} | {"row", "tensor"}
+WORDS = (
+    set(RECIPES) | {recipe.kind for recipe in map(lambda cls: cls(), RECIPES.values())} | {"row", "tensor"}
+)
 
 
 def asks(source):
@@ -45,5 +47,7 @@ def test_few_lines_outside_of_recipes_and_scalings_ask_which_one_they_have():
 
 
 def test_the_search_finds_them():
-    assert asks("if isinstance(recipe, BlockScaling):\n    pass\nx = recipe.kind == 'mx'\ny = recipe.by_row") == {1, 3}
+    assert asks(
+        "if isinstance(recipe, BlockScaling):\n    pass\nx = recipe.kind == 'mx'\ny = recipe.by_row"
+    ) == {1, 3}
     assert asks("a = 1 if layer.recipe.name in ('delayed', 'current') else 2\nb = o.name == 'block'") == {1}
