@@ -1,7 +1,11 @@
-"""Whatever a line of a log holds, what it costs is that line."""
+"""Whatever a line of a log holds, what it costs is that line.
+
+Logs are generated; for longer: ``EXAMPLES=5000 python -m pytest tests/report/sources -k any``.
+"""
 
 import json
 import math
+import os
 
 import numpy as np
 import pytest
@@ -237,7 +241,11 @@ ANY = st.builds(lambda kind, line: {"kind": kind, **line}, KINDS, LINES) | st.bu
     lambda fp8: {"kind": "hparams", "values": {"fp8": fp8, "model": fp8}}, FP8
 )
 TABLE = {"kind": "table", "name": "guard_events", "columns": ["a"], "rows": [["x"], [1, 2, 3, 4, 5], ["nan", [], {}, 0, 1]]}  # fmt: skip
-quick = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+quick = settings(
+    max_examples=int(os.environ.get("EXAMPLES", "30")),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 
 
 @quick
@@ -276,5 +284,35 @@ def test_any_csv_keeps_its_good_lines(tmp_path, lines, mark):
     text = "\n".join([f"{mark}step,loss,m,devices", "1,2.5,1,1", *wild])
     path.write_bytes(text.encode("utf-8", "surrogatepass"))
     run = read_runs([path])[0]
+    assert len(run.step) >= 1 and (np.diff(run.step) > 0).all()
+    report_runs([path], tmp_path / "out", console=Console(quiet=True), title="t")
+
+
+ENTRY = st.dictionaries(
+    st.sampled_from(["step", "loss", "epoch", "eval_loss", "grad_norm", "num_input_tokens_seen", "learning_rate", "fp8/x"]), VALUES, max_size=5,
+)  # fmt: skip
+STATE = st.dictionaries(
+    st.sampled_from(["stateful_callbacks", "global_step", "max_steps", "log_history", "epoch"]),
+    VALUES,
+    max_size=4,
+)
+
+
+@quick
+@given(st.lists(ENTRY | VALUES, max_size=5), STATE, VALUES)
+def test_any_state_of_trainer_makes_a_report_or_a_sentence(tmp_path, entries, state, asked):
+    whole = [{"step": step, "loss": 3.0} for step in (1, 2)]
+    state = {
+        "stateful_callbacks": {"FP8Callback": {"args": asked}},
+        "log_history": [*whole, *entries],
+        **state,
+    }
+    path = tmp_path / "trainer_state.json"
+    path.write_text(json.dumps(state))
+    try:
+        run = read_run(path)
+    except ValueError as error:
+        assert "trainer_state.json" in str(error)
+        return
     assert len(run.step) >= 1 and (np.diff(run.step) > 0).all()
     report_runs([path], tmp_path / "out", console=Console(quiet=True), title="t")
