@@ -37,13 +37,13 @@ def run(folder, failure, *names, limit=LIMIT_S):
     return {outcome.stage: outcome for outcome in outcomes}, words
 
 
-@pytest.mark.full
 def test_a_rank_that_dies(tmp_path):
     found, words = run(tmp_path, "dead_rank", "network")
     assert found["network"].state == "failed" and "rank 1 signal 9" in found["network"].why
     assert words["network"].word == "refuted" and "rank 1 signal 9" in words["network"].figures
 
 
+@pytest.mark.full
 def test_a_rank_that_hangs(tmp_path):
     started = time.monotonic()
     found, words = run(tmp_path, "hanging_rank", "network", limit=40.0)

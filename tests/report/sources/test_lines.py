@@ -242,7 +242,7 @@ ANY = st.builds(lambda kind, line: {"kind": kind, **line}, KINDS, LINES) | st.bu
 )
 TABLE = {"kind": "table", "name": "guard_events", "columns": ["a"], "rows": [["x"], [1, 2, 3, 4, 5], ["nan", [], {}, 0, 1]]}  # fmt: skip
 quick = settings(
-    max_examples=int(os.environ.get("EXAMPLES", "30")),
+    max_examples=int(os.environ.get("EXAMPLES", "12")),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
