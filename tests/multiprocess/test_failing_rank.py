@@ -49,10 +49,11 @@ NAMED = {
 
 
 def possible(case, place, wrapper, world):
-    """Not what torch alone waits for without a limit of the job's, nor what is attached already."""
+    """Not what training waits for in a group of the mesh, whose limit is torch's default, nor what is attached already."""
     if place == "agree":
         return wrapper != "hsdp2"
-    return not (case == "stall" and wrapper == "hsdp1" and place in ("forward", "backward", "checkpoint"))
+    training = place in ("forward", "backward") or (place == "checkpoint" and wrapper == "hsdp1")
+    return not (case == "stall" and wrapper.startswith("hsdp") and training)
 
 
 def cells():
