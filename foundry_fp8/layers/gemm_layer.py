@@ -173,10 +173,10 @@ class FP8GemmLayer(nn.Module):
 
     def gemm_precisions(self, hp: Precision) -> dict[Gemm, Precision]:
         """The precision of each GEMM in the present mode; ``hp`` names the high precision that runs beside FP8."""
-        if not self.runs_fp8:
-            return {"fprop": hp, "dgrad": hp, "wgrad": hp}
-        return {"fprop": "fp8" if self.fprop == "fp8" else hp, "dgrad": "fp8" if self.dgrad == "fp8" else hp,
-                "wgrad": "fp8" if self.wgrad == "fp8" else hp}  # fmt: skip
+        recipe = self.recipe if self.runs_fp8 else None
+        low: Precision = hp if recipe is None else "fp8" if recipe.element_bits == 8 else "fp4"
+        return {"fprop": low if self.fprop == "fp8" else hp, "dgrad": low if self.dgrad == "fp8" else hp,
+                "wgrad": low if self.wgrad == "fp8" else hp}  # fmt: skip
 
     def recorded(self, input: Tensor, weight: Tensor, *more: Any) -> Tensor:
         """``self._compute(input, *more)``, a product with ``weight``, entered in the ledger."""

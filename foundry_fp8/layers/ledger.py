@@ -16,7 +16,7 @@ from foundry_fp8.numerics.recipes import Gemm
 
 __all__ = ["Gemm", "GemmLedger", "Precision", "precision_of"]
 
-Precision = Literal["fp8", "bf16", "fp16", "fp32", "fp64"]
+Precision = Literal["fp4", "fp8", "bf16", "fp16", "fp32", "fp64"]
 
 _NAMES: dict[torch.dtype, Precision] = {
     torch.bfloat16: "bf16",

@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from foundry_fp8.observe.flops.attention import attention_shapes
@@ -17,7 +18,7 @@ from tests.callbacks.conftest import batches, build_llama, series
 
 pytestmark = pytest.mark.integration
 
-PEAKS = {"fp32": 1e12, "bf16": 2e12, "fp8": 4e12}
+PEAKS = {"fp32": 1e12, "bf16": 2e12, "fp8": 4e12, "fp4": 8e12}
 ROWS, LENGTH = 4, 16
 TOKENS = ROWS * LENGTH
 
@@ -67,18 +68,25 @@ def test_a_high_precision_run(train):
     assert 0 < series(trainer, "mfu/mfu_end_to_end")[0] <= mfu[0] * 1.05
 
 
-@pytest.mark.parametrize("wgrad", ["fp8", "high_precision"])
-def test_each_gemm_counts_in_the_precision_it_ran_in(train, wgrad):
+@pytest.mark.parametrize(
+    "recipe, wgrad, low",
+    [("current", "fp8", "fp8"), ("current", "high_precision", "fp8"), ("nvfp4", "fp8", "fp4")],
+)
+def test_each_gemm_counts_in_the_precision_it_ran_in(train, recipe, wgrad, low):
     model, watch = build_llama(), monitor()
-    blocks = sum(gemm.per_token for gemm in gemms_of(model) if ".layers." in gemm.name) * TOKENS
+    # nvfp4 takes multiples of 32.
+    runs = {n for n, m in model.named_modules() if isinstance(m, nn.Linear) and ".layers." in n}
+    if recipe == "nvfp4":
+        runs = {n for n in runs if all(size % 32 == 0 for size in model.get_submodule(n).weight.shape)}
+    blocks = sum(gemm.per_token for gemm in gemms_of(model) if gemm.name in runs) * TOKENS
     linear = expected_linear(model)
-    trainer = train(model, [watch], algorithms=[fp8(wgrad=wgrad)], steps=5)
+    trainer = train(model, [watch], algorithms=[fp8(recipe=recipe, wgrad=wgrad)], steps=5)
     flops, _ = per_batch(watch, 4)
-    assert flops["fp8"] == blocks * (3 if wgrad == "fp8" else 2)
+    assert flops[low] == blocks * (3 if wgrad == "fp8" else 2)
     assert sum(flops.values()) == linear + expected_attention(model)
-    share = flops["fp8"] / sum(flops.values())
-    assert series(trainer, "mfu/fp8_flop_fraction") == pytest.approx([share] * 3)
-    ideal = flops["fp8"] / 4e12 + flops["fp32"] / 1e12
+    share = flops[low] / sum(flops.values())
+    assert series(trainer, f"mfu/{low}_flop_fraction") == pytest.approx([share] * 3)
+    ideal = flops[low] / PEAKS[low] + flops["fp32"] / 1e12
     assert series(trainer, "mfu/effective_peak")[0] == pytest.approx(sum(flops.values()) / ideal / 1e12)
 
 

@@ -17,8 +17,8 @@ from foundry_fp8.observe.flops.mfu import MFUConfig, MFUMeter, name_uncounted
 __all__ = ["MFUMonitor", "MFUMonitorConfig"]
 
 DETAILS = frozenset({
-    "mfu/speedup_cap", "mfu/bf16_equivalent", "mfu/fp8_flop_fraction", "mfu/attention_flop_fraction",
-    "mfu/tokens_nonpad_per_sec_per_device",
+    "mfu/speedup_cap", "mfu/bf16_equivalent", "mfu/fp8_flop_fraction", "mfu/fp4_flop_fraction",
+    "mfu/attention_flop_fraction", "mfu/tokens_nonpad_per_sec_per_device",
 })  # fmt: skip
 
 

@@ -191,6 +191,7 @@ class MFUMeter:
             "mfu/tokens_per_sec_per_device": self._tokens.computed / seconds,
             "mfu/tokens_nonpad_per_sec_per_device": float(self._tokens.real) / seconds,
             "mfu/fp8_flop_fraction": flops.model.get("fp8", 0.0) / flops.total,
+            "mfu/fp4_flop_fraction": flops.model.get("fp4", 0.0) / flops.total,
             "mfu/attention_flop_fraction": flops.attention / flops.total,
         }
         if self.peaks is None:

@@ -31,7 +31,7 @@ def measured_peaks(device: torch.device, size: int | None = None, seconds: float
     """Time one large square GEMM in each precision that ``device`` runs.
 
     A measured peak is what one large GEMM reaches here, below the datasheet, so the utilisation it gives is not comparable
-    with one from the table. Where there is no FP8 GEMM, fp8 gets the fp32
+    with one from the table. Where there is no FP8 GEMM, fp8 and fp4 get the fp32
     figure: emulated FP8 multiplies in fp32.
 
     Args:
@@ -55,8 +55,8 @@ def measured_peaks(device: torch.device, size: int | None = None, seconds: float
         )  # fmt: skip
         fp8 = "fp8 with torch._scaled_mm"
     else:
-        peaks["fp8"] = peaks["fp32"]
-        fp8 = "no FP8 GEMM here: fp8 is given the fp32 figure, which is what emulation runs"
+        peaks["fp8"] = peaks["fp4"] = peaks["fp32"]
+        fp8 = "no FP8 GEMM here: fp8 and fp4 are given the fp32 figure, which is what emulation runs"
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return Peaks(peaks, "measured", f"{name}: {size}^3 GEMMs timed at start; {fp8}")
 
