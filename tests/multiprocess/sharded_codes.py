@@ -15,13 +15,19 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 
 import foundry_fp8
 from foundry_fp8.compat import cpu_stream_events
 from foundry_fp8.compat.fsdp2 import units_of
 from foundry_fp8.compat.wrapper_tensor import save_plain
 from foundry_fp8.distributed.traffic import average_on_gloo
+from foundry_fp8.layers.frozen_weight import FrozenFP8Weight, gathered
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.surgery.published import published_weight
 from tests.export.published import blocks_of, dequantised
@@ -33,6 +39,7 @@ KINDS = {
     "powers of two": ((128, 128), True, "block"),
     "mx": ((1, 32), True, "mxfp8"),
     "experts": ((128, 128), False, None),
+    "frozen_weights": ((128, 128), True, "block"),
 }
 """Block, whether scales are E8M0, and the recipe that multiplies by the codes, if there is one."""
 
@@ -48,12 +55,15 @@ class Kept(nn.Module):
         codes, grid = blocks_of(values, size, e8m0)
         self.published = dequantised(codes, grid, size)
         self.base = nn.Linear(columns, rows, bias=False)
+        self.a, self.b = nn.Linear(columns, 4, bias=False), nn.Linear(4, rows, bias=False)
+        if kind == "frozen_weights":  # apply_fp8 makes the codes
+            self.base.weight = nn.Parameter(values, requires_grad=False)
+            return
         weight = published_weight(
             "base", codes, grid, block if isinstance(block, tuple) else None, torch.float32
         )
         self.base.weight = nn.Parameter(weight, requires_grad=False)
         save_plain(self.base)
-        self.a, self.b = nn.Linear(columns, 4, bias=False), nn.Linear(4, rows, bias=False)
 
     def forward(self, x):
         return self.base(x) + self.b(self.a(x))
@@ -86,15 +96,16 @@ def built(kind):
     last = nn.Identity() if kind == "experts" else Kept(width, 64, kind, generator)
     model = nn.Sequential(nn.Linear(64, 64), middle, nn.GELU(), last, nn.Linear(64, 32))
     if KINDS[kind][2] is not None:
+        options = {"recipe": KINDS[kind][2], "include": ["*.base"], "backend": "emulated", "evaluate": "fp8"}
         foundry_fp8.apply_fp8(
-            model, recipe=KINDS[kind][2], include=["*.base"], backend="emulated", evaluate="fp8"
+            model, **options, **({"frozen_weights": "fp8"} if kind == "frozen_weights" else {})
         )
         assert isinstance(model[1].base, FP8Linear)
     return model
 
 
-def sharded(model, mesh, reshard=True, policy=None):
-    options = {"mesh": mesh, "reshard_after_forward": reshard, "mp_policy": policy or MixedPrecisionPolicy()}
+def sharded(model, mesh, reshard=True, **options):
+    options |= {"mesh": mesh, "reshard_after_forward": reshard}
     for layer in (model[1], model[3]):
         if any(True for _ in layer.parameters()):
             fully_shard(layer, **options)
@@ -131,36 +142,45 @@ def trains_alike(kind, option):
     dist.init_process_group("gloo")
     world = dist.get_world_size()
     alone = built(kind)
-    model, policy = copy.deepcopy(alone), None
+    model, options = copy.deepcopy(alone), {}
     mesh = init_device_mesh("cpu", (world,))
     if option == "hsdp":
         cpu_stream_events.apply()
         mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("copies", "shards"))
     if option == "bf16":
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     if option == "checkpointed":
         model[1] = checkpoint_wrapper(model[1])
     before = sum(t.nbytes for p in alone.parameters() for t in held(p))
-    sharded(model, mesh, option != "keeps", policy)
+    if option == "offloaded":
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+    sharded(model, mesh, option != "keeps", **options)
+    if option == "cast":
+        model.to(torch.bfloat16)
     if world == 2 and kind != "experts":
         after = sum(t.untyped_storage().nbytes() for p in model.parameters() for t in held(p))
         assert after < 0.53 * before, (after, before)
-    if option == "bf16":
+    if option in ("bf16", "cast"):
         alone.to(torch.bfloat16)
     for step in range(2):
-        x = batch(step)
+        x = batch(step).to(alone[0].weight.dtype)
         y, found = gradients(model, x)
-        expected, exact = gradients(alone, x.to(alone[0].weight.dtype))
+        expected, exact = gradients(alone, x)
         assert torch.equal(y, expected)
         assert found.keys() == exact.keys() and len(found) >= 4
         for name, gradient in found.items():
-            tolerance = 0.0 if world == 2 else 1e-6 * float(exact[name].abs().max())  # the order of a sum
+            tolerance = 0.0 if world == 2 else 1e-6  # the order of a sum
+            tolerance = 2**-8 if option == "cast" else tolerance  # a sum in bfloat16
+            tolerance *= float(exact[name].abs().max())
             assert float((gradient - exact[name]).abs().max()) <= tolerance, name
     for layer, name in ((model[1], "base.weight"), (model[3], "base.weight"), (model[1], "weight")):
         state = {n.replace("_checkpoint_wrapped_module.", ""): v for n, v in layer.state_dict().items()}
         if name in state:
             published = getattr(layer, "_checkpoint_wrapped_module", layer).published
-            assert torch.equal(state[name].full_tensor(), published)
+            assert torch.equal(state[name].full_tensor(), published.to(state[name].dtype))
+    for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+        if isinstance(theirs, FrozenFP8Weight):
+            assert torch.equal(gathered(ours).codes.view(torch.uint8), theirs.codes.view(torch.uint8))
     sent = [unit.shard_group.traffic for unit in units_of(model)]
     sizes = [
         sum(p.padded_numel * (p.gathered_dtype.itemsize if p.trains else 1) for p in u.parameters)
