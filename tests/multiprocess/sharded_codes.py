@@ -262,4 +262,10 @@ def refusals():
         )
     with pytest.raises(RuntimeError, match="kept in FP8 alone"):
         FullyShardedDataParallel(copy.deepcopy(whole), use_orig_params=True, device_id=torch.device("cpu"))
+    model = whole
+    fully_shard(model, mesh=mesh)
+    compression = foundry_fp8.apply_compressed_communication(
+        model, gradients="none", parameters="e4m3", min_bytes=0, warmup=0, adapt=False, scope="all"
+    )
+    assert [row.reason for row in compression.rows].count("kept in FP8 alone") == 2
     return True
