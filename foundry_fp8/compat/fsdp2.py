@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from foundry_fp8.compat.wrapper_tensor import WrapperTensor
 from foundry_fp8.config.versions import moved
 
 __all__ = ["ShardedParameter", "Unit", "abandon_pass", "lazy_init", "shard_versions", "units_of"]
@@ -74,6 +75,8 @@ class ShardedParameter:
         """Why its shard is not rows of a plain parameter on the device, or ``None``."""
         if not self.dtype.is_floating_point:
             return f"dtype {self.dtype}"
+        if isinstance(self._parameter._sharded_local_tensor, WrapperTensor):
+            return "kept in FP8 alone"
         if self._parameter.is_dtensor:
             return "tensor parallel"
         if self._parameter.fsdp_placement.dim != 0:
@@ -123,11 +126,6 @@ class Unit:
     def mesh(self) -> Any:
         """Over which it replicates and shards."""
         return self._group.mesh_info.mesh
-
-    @property
-    def replicates(self) -> bool:
-        """Whether the mesh is 2-D (HSDP)."""
-        return hasattr(self._group.mesh_info, "replicate_process_group")
 
     @property
     def shard_group(self) -> dist.ProcessGroup:

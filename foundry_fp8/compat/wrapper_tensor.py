@@ -21,6 +21,8 @@ __all__ = [
     "WrapperView",
     "packed_state",
     "save_plain",
+    "shard_of",
+    "sharded_like",
     "without_function_override",
     "without_memory",
 ]
@@ -74,8 +76,8 @@ class WrapperTensor(Tensor):
         """What the constructor takes beside the tensors and the dtype."""
         raise NotImplementedError
 
-    def own_view(self, func: Any, args: Any) -> Any:
-        """Another of these with part of the memory, where the view that ``func`` makes is that; otherwise ``None``."""
+    def own(self, func: Any, args: Any) -> Any:
+        """What ``func`` makes of the parts alone, another of these or itself; ``None`` where it takes the values."""
         return None
 
     def refuse(self, what: str) -> NoReturn:
@@ -151,6 +153,8 @@ class WrapperTensor(Tensor):
             if copied or func is _aten.detach.default:
                 made = (part.to(kwargs.get("device"), copy=True) if copied else part for part in held)
                 return type(one)(*made, *one.meta(), dtype)
+        if isinstance(one, WrapperTensor) and (own := one.own(func, args[1:])) is not None:
+            return own
         if isinstance(one, WrapperTensor) and func.is_view:
             return _views(one, func, args[1:], kwargs)
         plain: dict[int, tuple[WrapperTensor, Tensor]] = {}
@@ -158,11 +162,11 @@ class WrapperTensor(Tensor):
         def unpack(x: Any) -> Any:
             if not isinstance(x, WrapperTensor):
                 return x
-            if func.namespace.endswith("c10d") or func.namespace == "_c10d_functional":
+            if "c10d" in func.namespace or func is _aten._pin_memory.default:
                 x.refuse(f"{func} would not reach its values")
             if func is _aten.new_zeros.default:  # how FSDP2 makes a shard
                 x.refuse(
-                    f"{func} would be a shard in high precision. FSDP2 leaves it out by ignored_params; DDP does so itself"
+                    f"{func} would be a shard in high precision. FSDP2 shards it on dim 0, or leaves it out by ignored_params"
                 )
             return plain.setdefault(id(x), (x, x.unpacked(x.dtype)))[1]
 
@@ -198,15 +202,16 @@ class WrapperView(WrapperTensor):
 
     def unpacked(self, dtype: torch.dtype) -> Tensor:
         """See :meth:`WrapperTensor.unpacked`."""
-        return self._of(self.whole.unpacked(self.whole.dtype)).to(dtype)
+        return self.of(self.whole.unpacked(self.whole.dtype)).to(dtype)
 
     def write(self, value: Tensor) -> None:
         """See :meth:`WrapperTensor.write`."""
         whole = self.whole.unpacked(self.whole.dtype)
-        self._of(whole).copy_(value)
+        self.of(whole).copy_(value)
         self.whole.write(whole)
 
-    def _of(self, found: Any) -> Any:
+    def of(self, found: Any) -> Any:
+        """The same view of another tensor, of the shape of ``whole``."""
         for func, args, kwargs, index in self.path:
             found = func(found, *args, **kwargs)
             found = found if index is None else found[index]
@@ -217,8 +222,6 @@ class WrapperView(WrapperTensor):
 
 
 def _views(one: WrapperTensor, func: Any, args: Any, kwargs: Any) -> Any:
-    if (own := one.own_view(func, args)) is not None:
-        return own
     whole, path = (one.whole, one.path) if isinstance(one, WrapperView) else (one, ())
     like = torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="meta")
     seen = func(like, *args, **kwargs)
@@ -252,6 +255,17 @@ def packed_state(model: nn.Module) -> dict[str, Tensor]:
     return state
 
 
+def shard_of(parameter: Any) -> Any:
+    """This rank's part of a DTensor, the object itself; anything else as it is."""
+    return getattr(parameter, "_local_tensor", parameter)
+
+
+def sharded_like(parameter: Any, local: Tensor) -> Any:
+    """A DTensor with the layout of the DTensor ``parameter``, of which this rank holds ``local``."""
+    layout = {"shape": parameter.shape, "stride": parameter.stride()}
+    return parameter.from_local(local, parameter.device_mesh, parameter.placements, run_check=False, **layout)
+
+
 def save_plain(module: nn.Module) -> None:
     """Have ``module`` give what its parameters stand for to ``state_dict``, and take it from there by value, ``assign`` or not."""
     module.register_state_dict_post_hook(_unpack_saved)
@@ -261,8 +275,9 @@ def save_plain(module: nn.Module) -> None:
 
 def _unpack_saved(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
     for name, value in module._parameters.items():
-        if isinstance(value, WrapperTensor):
-            state[prefix + name] = value.unpacked(value.dtype)
+        if isinstance(local := shard_of(value), WrapperTensor):
+            plain = local.unpacked(local.dtype)
+            state[prefix + name] = plain if local is value else sharded_like(value, plain)
 
 
 def _copy_loaded(state: Any, prefix: str, local_metadata: dict[str, Any], *_: Any) -> None:

@@ -15,8 +15,7 @@ from foundry_fp8.compat.checkpoint_form import checkpoint_form
 from foundry_fp8.config import ConfigError, check_arguments
 from foundry_fp8.export.layout import recipe_run_by, served_weight, stored
 from foundry_fp8.layers.autocast import compute_dtype
-from foundry_fp8.layers.dtensor import whole
-from foundry_fp8.layers.frozen_weight import in_high_precision
+from foundry_fp8.layers.frozen_weight import gathered, in_high_precision
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.model_structure.names import clean_name
 from foundry_fp8.numerics.operands import quantize
@@ -40,11 +39,11 @@ def served_weights(
         what is not in FP8.
     """
     owners = {clean_name(name): module for name, module in model.named_modules()}
-    for name, parameter in model.named_parameters():
-        key = clean_name(name)
+    for name, held in model.named_parameters():
+        key, parameter = clean_name(name), gathered(held.detach())
         layer = owners.get(key, owners.get(key.removesuffix(".weight")))
         if (recipe := recipe_run_by(layer, parameter)) is None:
-            plain = in_high_precision(whole(parameter.detach()), dtype)
+            plain = in_high_precision(parameter, dtype)
             yield from ((n, value, None) for n, value in checkpoint_form(model, {key: plain}).items())
         else:
             for n, served in stored(model, key, layer, parameter, recipe, dtype):

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foundry_fp8.compat.wrapper_tensor import WrapperTensor, without_memory
+from foundry_fp8.compat.wrapper_tensor import WrapperTensor, shard_of, sharded_like, without_memory
+from foundry_fp8.layers.dtensor import whole
 from foundry_fp8.numerics.formats import E4M3
 from foundry_fp8.numerics.quantize import block_amax
 from foundry_fp8.numerics.recipes import BlockScaling, CurrentScaling, MXFP8Scaling, Recipe
@@ -21,6 +22,7 @@ from foundry_fp8.numerics.scalings import Blocks, MXBlocks, OneScale, Rows, Scal
 __all__ = [
     "FrozenFP8Weight",
     "exact_for",
+    "gathered",
     "in_dtype",
     "in_high_precision",
     "keep_in_fp8",
@@ -104,7 +106,7 @@ class FrozenFP8Weight(WrapperTensor):
         scaling: By which what is written is quantised.
     """
 
-    parts = ("codes", "scale")
+    parts: tuple[str, ...] = ("codes", "scale")
     way_out = (
         "this weight is kept in FP8 alone. To train it, keep it in high precision (frozen_weights: high_precision; load_fp8 into a model "
         "whose parameters require gradients); to save it, use the model's state_dict(), which holds plain tensors; to move or cast it, "
@@ -157,14 +159,90 @@ class FrozenFP8Weight(WrapperTensor):
         codes.copy_(torch.where(found.expanded(blocks), found.data.view(torch.uint8), codes))
         self.scale.copy_(torch.where(blocks, scale, self.scale.to(scale.dtype)))
 
-    def own_view(self, func: Any, args: Any) -> Any:
-        """See :meth:`WrapperTensor.own_view`: one expert."""
+    def own(self, func: Any, args: Any) -> Any:
+        """See :meth:`WrapperTensor.own`: one expert; for FSDP2 an empty shard, and what it gathered as a whole."""
         if self.dim() == 3 and func is torch.ops.aten.select.int and args[0] == 0:
             return self._expert(args[1])
+        if func is torch.ops.aten.as_strided.default and (*args,) == ([*self.shape], [*self.stride()], 0):
+            return FrozenFP8Weight(self.codes, self.scale, *self.meta(), self.dtype)
+        if func is torch.ops.aten.new_zeros.default and [*args[0][1:]] == [*self.shape[1:]]:
+            first = torch.zeros((), dtype=torch.int64, device=self.device)
+            return FrozenFP8Shard(self.codes.new_zeros(args[0]), self.scale, first, *self.meta(), self.dtype)
         return None
 
     def _expert(self, i: int) -> FrozenFP8Weight:
         return FrozenFP8Weight(self.codes[i], self.scale[i], *self.meta(), self.dtype)
+
+
+class FrozenFP8Shard(FrozenFP8Weight):
+    """A rank's rows, or experts, of a weight that FSDP2 shards: its all-gather carries codes, and makes a whole one of them again.
+
+    Each rank keeps all scales, 4 bytes for 16384 codes in blocks and one for 32 in mx, so that shards may end within a block.
+
+    Attributes:
+        first: Number of the first row in the whole weight, int64, 0-d; 0 before FSDP2 copies rows to it.
+    """
+
+    parts = ("codes", "scale", "first")
+    way_out = (
+        "this weight is kept in FP8 alone and sharded by FSDP2. Load and convert before fully_shard (load_fp8, apply_fp8), save by "
+        "state_dict(), offload with CPUOffloadPolicy(pin_memory=False), or leave it out by ignored_params."
+    )
+    first: Tensor
+
+    def __new__(cls, codes: Tensor, scale: Tensor, first: Tensor, *meta: Any) -> Any:
+        """An hp tensor to who looks; ``meta`` as of the whole one."""
+        made: Any = super().__new__(cls, codes, scale, *meta)
+        made.first = first
+        return made
+
+    def unpacked(self, dtype: torch.dtype) -> Tensor:
+        """See :meth:`FrozenFP8Weight.unpacked`."""
+        scale, block, rows = self.scale, self.block, slice(int(self.first), int(self.first) + len(self.codes))
+        if self.dim() == 3:
+            scale = scale[rows]
+        elif block is not None:
+            scale, block = row_scales(scale, block, rows.stop)[rows], (1, block[1])
+        return FrozenFP8Weight(self.codes, scale, block, self.scaling, dtype).unpacked(dtype)
+
+    def write(self, value: Tensor) -> None:
+        """Nothing for the values that it has; others would need scales that other ranks share."""
+        if not torch.allclose(value, self.unpacked(value.dtype), rtol=0.0, atol=0.0, equal_nan=True):
+            self.refuse("other values cannot be written to it")
+
+    def own(self, func: Any, args: Any) -> Any:
+        """See :meth:`WrapperTensor.own`: rows copied from the weight, or shard, that it was made from; the first rows, without padding."""
+        if func is torch.ops.aten.slice.Tensor and args[:2] == (0, 0) and len(args) == 3:
+            return FrozenFP8Shard(self.codes[: args[2]], self.scale, self.first, *self.meta(), self.dtype)
+        of: Any = getattr(args[0], "whole", args[0]) if func is torch.ops.aten.copy_.default else None
+        if getattr(of, "scale", None) is not self.scale:
+            return super().own(func, args) if func is torch.ops.aten.new_zeros.default else None
+        codes = of.codes if of is args[0] else args[0].of(of.codes)
+        before = (codes.storage_offset() - of.codes.storage_offset()) // codes.stride(0)
+        self.codes.copy_(codes)
+        self.first.fill_(before + getattr(of, "first", 0))
+        return self
+
+    def fsdp_pre_all_gather(self, mesh: Any, size: Any, stride: Any, module: Any, mp_policy: Any) -> Any:
+        """For FSDP2's all-gather: this rank's codes, padded like the first rank's, and what else reading them takes."""
+        codes = self.codes.view(torch.uint8)
+        padding = codes.new_zeros(-(-size[0] // mesh.size()) - len(codes), *size[1:])
+        return (torch.cat([codes, padding]) if len(padding) else codes,), (size[0], self.scale)
+
+    def fsdp_post_all_gather(self, outputs: Any, known: Any, dtype: torch.dtype, *, out: Any = None) -> Any:
+        """What FSDP2 gathered: the whole weight. ``out`` is the first one, whose codes are where they are gathered to."""
+        rows, scale = known
+        found = FrozenFP8Weight(outputs[0][:rows].view(self.codes.dtype), scale, *self.meta(), dtype)
+        return (found, ()) if out is None else None
+
+
+def gathered(weight: Tensor) -> Tensor:
+    """``weight``, whole: one that is sharded in a collective, as codes where it is kept in FP8."""
+    local = shard_of(weight)
+    if not isinstance(local, FrozenFP8Shard):
+        return whole(weight)
+    codes = whole(sharded_like(weight, local.codes.view(torch.uint8))).view(local.codes.dtype)
+    return FrozenFP8Weight(codes, local.scale, *local.meta(), local.dtype)
 
 
 _PLAIN = (Tensor, nn.Parameter)

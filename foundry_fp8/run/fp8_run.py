@@ -150,8 +150,8 @@ class FP8Run:
             report = apply_fp8(model, device=settings.device, **self.options)
             if settings.fsdp is not None and any(isinstance(p, FrozenFP8Weight) for p in model.parameters()):
                 raise ConfigError(
-                    f"{self.key}: FSDP would make the frozen weights' FP8 codes plain. Use DDP, or train in full: load them into "
-                    "parameters that require gradients."
+                    f"{self.key}: a trainer's FSDP does not shard the frozen weights' FP8 codes. Use DDP, fully_shard in a loop of your own, or "
+                    "train in full: load them into parameters that require gradients."
                 )
             send_frozen(model)
             self.report, self.state, self._trace = report, FP8Parts(model), ForwardTrace(model)

@@ -57,7 +57,8 @@ def adopted(model: nn.Module) -> Iterator[None]:
 
     A weight that requires a gradient becomes a plain one of the values, in the model's dtype; a frozen one keeps its codes and scales.
     """
-    found = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and _scale_of(m) is not None}
+    linears = ((n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear))
+    found = {name: linear for name, linear in linears if _scale_of(name, linear) is not None}
     scaled = {id(p) for module in found.values() for p in module.parameters(recurse=False)}
     dtypes = [p.dtype for p in model.parameters() if p.is_floating_point() and id(p) not in scaled]
     for name, p in model.named_parameters():
@@ -75,10 +76,14 @@ def leave_frozen_out_of_ddp(model: nn.Module) -> None:
         leave_out_of_ddp(model, names)
 
 
-def _scale_of(module: nn.Module) -> Tensor | None:
+def _scale_of(name: str, module: Any) -> Tensor | None:
     weight = module._parameters.get("weight")
     scale = next((s for name in SCALES if isinstance(s := getattr(module, name, None), Tensor)), None)
-    return None if scale is None or weight is None or weight.element_size() > 1 else scale
+    if weight is None or scale is None or weight.element_size() == 1:
+        return None if weight is None else scale
+    if type(module).__name__ == "FP8Linear" or getattr(module, "quantization_status", "") == "compressed":
+        raise ConfigError(f"{name}: its FP8 codes were cast to {weight.dtype}, as .to(dtype) and .float() of a model do. Load it again, and cast nothing.")  # fmt: skip
+    return None
 
 
 def _linear_of(name: str, module: Any, dtype: torch.dtype) -> nn.Linear:
@@ -86,7 +91,7 @@ def _linear_of(name: str, module: Any, dtype: torch.dtype) -> nn.Linear:
         raise ConfigError(f"{name}: no FP8 layer computes what transformers' FP8GroupedLinear does. Load it with dequantize=True.")  # fmt: skip
     scheme = getattr(getattr(module, "quantization_scheme", None), "weights", None)
     block = getattr(module, "block_size", None) or getattr(scheme, "block_structure", None)
-    scale: Any = _scale_of(module)
+    scale: Any = _scale_of(name, module)
     weight = published_weight(
         name, module.weight.detach(), scale.detach(), tuple(block) if block else None, dtype
     )

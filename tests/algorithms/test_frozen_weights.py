@@ -133,7 +133,9 @@ def test_fsdp_beside_published_codes_is_refused(tmp_path):
     model = qwen3().requires_grad_(False)
     foundry_fp8.load_fp8(tmp_path, model)
     run = foundry_fp8.FP8Run(recipe={"name": "block", "power_2_scales": False}, backend="emulated")
-    with pytest.raises(ConfigError, match=r"FSDP would make the frozen weights' FP8 codes plain. Use DDP"):
+    with pytest.raises(
+        ConfigError, match=r"a trainer's FSDP does not shard the frozen weights' FP8 codes. Use DDP"
+    ):
         run.convert(model, Run(fsdp=FSDPConfig()))
     assert isinstance(model, transformers.Qwen3ForCausalLM) and not any(
         "FP8" in type(m).__name__ for m in model.modules()

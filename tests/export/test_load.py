@@ -234,6 +234,29 @@ def test_a_model_of_compressed_tensors_own_is_converted(tmp_path):
     assert torch.equal(theirs.eval()(IDS).logits, reference(model, values).eval()(IDS).logits)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_codes_that_were_cast_are_refused(dtype, tmp_path):
+    """A whole model's ``.to(dtype)`` makes high-precision numbers of codes, which their owners then multiply without the scales."""
+    finegrained = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    model = nn.Sequential(nn.Linear(128, 128), finegrained.FP8Linear(128, 128, block_size=(128, 128)))
+    model[1].requires_grad_(False)
+    theirs = copy.deepcopy(model)
+    foundry_fp8.apply_fp8(model, recipe=BLOCK["float"], backend="emulated")
+    with pytest.raises(ConfigError, match=rf"^1: .*FP8 codes.*cast to {dtype}.*Load it again"):
+        foundry_fp8.apply_fp8(theirs.to(dtype), recipe="block", backend="emulated")
+
+
+def test_codes_of_compressed_tensors_that_were_cast_are_refused(tmp_path):
+    pytest.importorskip("compressed_tensors")
+    transformers = pytest.importorskip("transformers")
+    publish(qwen3(), tmp_path, block="channel", layout="compressed-tensors", shards=1)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, torch_dtype=torch.float32)
+    if theirs.model.layers[0].mlp.up_proj.weight.element_size() > 1:
+        pytest.skip("this release has dequantised it")
+    with pytest.raises(ConfigError, match=r"q_proj: .*FP8 codes.*cast to torch.float16.*Load it again"):
+        foundry_fp8.apply_fp8(nn.Sequential(theirs).half(), include=["*"], recipe="block", backend="emulated")
+
+
 SECOND = "model-00002-of-00002.safetensors"
 WEIGHT = "model.layers.0.mlp.up_proj.weight"
 SCALE = f"{WEIGHT}_scale_inv"

@@ -24,18 +24,13 @@ def sharded():
     for block in model.model.layers:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    found = list(foundry_fp8.served_weights(model))
-    return [name for name, *_ in found] == [name for name, *_ in alone] and all(
-        (a is b is None) or torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-        for ours, theirs in zip(found, alone, strict=True)
-        for a, b in zip(ours[1:], theirs[1:], strict=True)
-    )
+    return alike(list(foundry_fp8.served_weights(model)), alone)
 
 
 def adapted(folder, wrapper):
     """How far the gradients of what trains, after a backward over each rank's half of a batch, are from those of the whole batch on one rank.
 
-    ``wrapper``: ``ddp``, or ``fsdp2``, which refuses the codes and leaves out by ``ignored_params``.
+    ``wrapper``: ``ddp``; ``fsdp2``, which shards the codes; or ``ignored``, which leaves them out by ``ignored_params``.
     """
     if not dist.is_initialized():
         dist.init_process_group("gloo")
@@ -51,21 +46,33 @@ def adapted(folder, wrapper):
     (sum(model(input_ids=x[None], labels=x[None]).loss for x in IDS) / 2).backward()
     alone = norm.weight.grad.clone()
     model.zero_grad()
+    served = list(foundry_fp8.served_weights(model))
     if wrapper == "ddp":
         wrapped = DistributedDataParallel(model)
     else:
         wrapped, mesh = model, dist.device_mesh.init_device_mesh("cpu", (2,))
         kept = {p for p in model.parameters() if isinstance(p, FrozenFP8Weight)}
-        with pytest.raises(RuntimeError, match=r"kept in FP8 alone|ignored_params"):
-            fully_shard(copy.deepcopy(model), mesh=mesh)
         for module in (*model.model.layers, model):
-            fully_shard(module, mesh=mesh, ignored_params=kept)
-        assert len(kept) == 14 == sum(isinstance(p, FrozenFP8Weight) for p in model.parameters())
+            fully_shard(module, mesh=mesh, ignored_params=kept if wrapper == "ignored" else None)
+        left = sum(isinstance(p, FrozenFP8Weight) for p in model.parameters())
+        assert (len(kept), left) == (14, 14 if wrapper == "ignored" else 0)
     wrapped(input_ids=IDS[rank : rank + 1], labels=IDS[rank : rank + 1]).loss.backward()
     ours = norm.weight.grad
-    if wrapper == "fsdp2":
+    if wrapper != "ddp":
         ours = ours.full_tensor()
         ours /= round(
             float(ours.norm() / alone.norm())
         )  # torch 2.7 adds up on gloo where it should average: 2
+        assert alike(list(foundry_fp8.served_weights(model)), served)
+        with pytest.raises(RuntimeError, match="the model is sharded"):
+            foundry_fp8.export_fp8(model, folder / "out", layout="fp8")
     return float((ours - alone).abs().max() / alone.abs().max())
+
+
+def alike(found, alone):
+    """Whether both are the same names, codes and scales."""
+    return [name for name, *_ in found] == [name for name, *_ in alone] and all(
+        (a is b is None) or torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+        for ours, theirs in zip(found, alone, strict=True)
+        for a, b in zip(ours[1:], theirs[1:], strict=True)
+    )

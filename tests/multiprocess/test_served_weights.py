@@ -17,6 +17,6 @@ def test_a_sharded_model_sends_what_a_whole_one_does():
     assert launch.call(sharded, 2, imports=IMPORTS) == [True, True]
 
 
-@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2", "ignored"])
 def test_adapters_train_beside_published_weights(wrapper, tmp_path):
     assert max(launch.call(adapted, 2, Path(tmp_path), wrapper, imports=IMPORTS)) < 1e-5

@@ -177,9 +177,6 @@ def _flatten(x: DeferredLogits) -> tuple[list[Any], Any]:
     return [x.losses], x
 
 
-def _unflatten(leaves: Any, x: Any) -> DeferredLogits:
-    (losses,) = leaves
-    return dataclasses.replace(x, losses=losses)
-
-
-register_pytree_node(DeferredLogits, _flatten, _unflatten)
+register_pytree_node(
+    DeferredLogits, _flatten, lambda leaves, x: dataclasses.replace(x, losses=next(iter(leaves)))
+)

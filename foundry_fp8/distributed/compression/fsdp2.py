@@ -40,11 +40,9 @@ def attach_fsdp2(model: nn.Module, compression: Compression) -> None:
     """
     units = units_of(model)
     lazy_init(model)
-    fewer = any(unit.reshards_to_fewer for unit in units)
-    refuse(
-        LEG_CLASHES,
-        Legs(config=compression.config, shards=True, replicates=units[0].replicates, reshards_to_fewer=fewer),
-    )
+    fewer, copies = any(unit.reshards_to_fewer for unit in units), units[0].replicate_group is not None
+    legs = Legs(config=compression.config, shards=True, replicates=copies, reshards_to_fewer=fewer)
+    refuse(LEG_CLASHES, legs)
     for unit in units:
         _attach_unit(unit, compression)
     if compression.config.parameters != "none":
@@ -52,7 +50,7 @@ def attach_fsdp2(model: nn.Module, compression: Compression) -> None:
 
 
 def _attach_unit(unit: Unit, compression: Compression) -> None:
-    if unit.replicates and unit.device.type == "cpu":
+    if unit.replicate_group is not None and unit.device.type == "cpu":
         cpu_stream_events.apply()
     row = _RowOf(unit, compression)
 
