@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from foundry_fp8.compat.wrapper_tensor import save_plain
 from foundry_fp8.config import ConfigError
+from foundry_fp8.layers.dtensor import is_dtensor
 from foundry_fp8.layers.frozen_weight import FrozenFP8Weight, row_scales, scaling_of
 from foundry_fp8.model_structure.names import clean_name
 from foundry_fp8.surgery.published import SCALES, leave_frozen_out_of_ddp, published_weight
@@ -38,13 +39,15 @@ def load_fp8(folder: str | Path, model: nn.Module) -> list[str]:
         The names of the parameters that keep published codes.
 
     Raises:
-        ConfigError: A layout that is none of these; names, shapes or scales that do not fit. Names are compared before anything is read.
+        ConfigError: A sharded model; a layout that is none of these; names, shapes or scales that do not fit. Names are compared before anything is read.
 
     Example:
         >>> model = AutoModelForCausalLM.from_config(config).requires_grad_(False)
         >>> load_fp8("Qwen3-8B-FP8", model)
     """
     folder = Path(folder)
+    if any(map(is_dtensor, model.parameters())):
+        raise ConfigError(f"{folder}: the model is sharded already. Load first, then fully_shard.")
     block = _block_of(folder)
     files = _files(folder)
     inner: Any = next((m for m in model.modules() if hasattr(type(m), "config_class")), model)

@@ -91,7 +91,9 @@ class ForwardTrace(TorchFunctionMode):
     def ran(self) -> dict[str, str]:
         """Names of the converted linears and attentions that have run by now, and in what."""
         ran = {m.fqn: [p for _, p in m.ledger.calls] for m in self._names if _converted(m)}
-        return {name: min(found, key=lambda p: p not in ("fp4", "fp8")) for name, found in ran.items() if found}
+        return {
+            name: min(found, key=lambda p: p not in ("fp4", "fp8")) for name, found in ran.items() if found
+        }
 
     def kind_of(self, name: str) -> str:
         """``name`` without the numbers of blocks and experts: modules of one kind answer for each other."""

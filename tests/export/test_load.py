@@ -341,6 +341,22 @@ def test_an_adapter_in_fp8_is_refused(tmp_path):
         foundry_fp8.apply_fp8(model, recipe="block", backend="emulated")
 
 
+def test_a_sharded_model_is_refused(tmp_path):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    publish(qwen3(), tmp_path)
+    model = empty(qwen3())
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group(
+            "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+        )
+    shard = distribute_tensor(model.lm_head.weight.data, init_device_mesh("cpu", (1,)), [Shard(0)])
+    model.lm_head.weight = nn.Parameter(shard)
+    with pytest.raises(ConfigError, match=r"sharded already\. Load first, then fully_shard"):
+        foundry_fp8.load_fp8(tmp_path, model)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_model_on_the_meta_device_is_filled(tied, tmp_path):
     model = qwen3(tied)
