@@ -9,23 +9,20 @@ those of the native backend unless the YAML names another; of compression only t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import torch
 import typer
-from torch import Tensor
 
 from foundry_fp8.cli.cluster import cluster_of, limit_of
+from foundry_fp8.cli.dry_run import convert, fake, step_of, without_flash
 from foundry_fp8.cli.hardware import PER_NODE
 from foundry_fp8.cli.quiet import quiet
 from foundry_fp8.cli.yaml_model import Trust, build_yaml_model, optimizer_bytes_of, read_yaml
 from foundry_fp8.cli.yaml_run import run_of
-from foundry_fp8.compat.fake_tensor import NEEDS_VALUES, FakeTensor, FakeTensorMode
 from foundry_fp8.config import ConfigError, Positive, accept, check_choice, format_bytes
 from foundry_fp8.gpus import GPUS, gpu_named
-from foundry_fp8.layers.autocast import autocast_type
 from foundry_fp8.model_structure.experts import router_modules
 
 if TYPE_CHECKING:
@@ -119,7 +116,7 @@ def plan_yaml(
     if dry:
         check_choice("--compression", kinds, ("none", "exact"))
     where = torch.device("cpu" if dry else device)
-    stand_in = device != "cuda" and _without_flash(config)
+    stand_in = device != "cuda" and without_flash(config)
     # Built before the fake mode begins: metrics copy their tensors in ways that it does not allow.
     model = build_yaml_model(config, "meta" if dry else "cpu")
     cluster = None if world_size is None else cluster_of(run, model, GPUS[gpu].memory_bytes)
@@ -129,8 +126,9 @@ def plan_yaml(
     others = other_optimizers(model, state_bytes, 1 if cluster is None else cluster.shard, dry)
     if cluster is not None and cluster.gathered == 2:
         model.to(torch.bfloat16)  # what FSDP gathers under mixed precision
-    with _fake(model) if dry else contextlib.nullcontext(model.to(where)):
-        loss_fn = _prepare(model, run, config, microbatch, where)
+    with fake(model) if dry else contextlib.nullcontext(model.to(where)):
+        convert(model, run, config, microbatch, where)
+        loss_fn = step_of(model, config, microbatch, where)
         others += frozen_weights(model, cluster, dry)
         if cluster is None:
             plan = plan_memory(
@@ -193,25 +191,6 @@ def _device(device: str, on_cluster: bool) -> str:
     return device
 
 
-@contextlib.contextmanager
-def _fake(model: Any) -> Iterator[None]:
-    """Fake tensors in place of a model's on ``meta``: nothing is allocated."""
-    from foundry_fp8.planning.memory.routing import EqualShares
-
-    with FakeTensorMode(allow_non_fake_inputs=True), EqualShares(model):
-        try:
-            model.to_empty(device="cpu")
-            for module in model.modules():
-                if hasattr(module, "tie_weights"):
-                    module.tie_weights()
-            yield
-        except NEEDS_VALUES as error:
-            raise ConfigError(
-                f"model: its forward depends on values ({error}), which a plan that allocates nothing does not have. Give --device cpu, "
-                "without --world-size."
-            ) from error
-
-
 def _notes(run: Run, model: Any, dry: bool) -> str:
     """What a plan assumes."""
     from foundry_fp8.layers.state import FP8State
@@ -227,63 +206,8 @@ def _notes(run: Run, model: Any, dry: bool) -> str:
     return note
 
 
-def _without_flash(config: dict[str, Any]) -> bool:
-    """Let ``config`` build its model without flash attention, which runs on a GPU alone; whether that is a change."""
-    model = config["model"]
-    attention = model.get("attn_config") or {}
-    if model["name"] == "mpt_causal_lm" and attention.get("attn_impl", "flash") == "flash":
-        config["model"] = {**model, "attn_config": {**attention, "attn_impl": "torch"}}
-        return True
-    if model.get("use_flash_attention_2"):
-        config["model"] = {**model, "use_flash_attention_2": False}
-        return True
-    return False
-
-
 def _budget(text: str) -> float | str:
     try:
         return float(text)
     except ValueError:
         return text
-
-
-def _prepare(
-    model: Any, run: Run, config: dict[str, Any], microbatch: int, device: torch.device
-) -> Callable[[], Tensor]:
-    """Apply the YAML's fp8 and fused_head algorithms to ``model``, and return a step on random tokens."""
-    from foundry_fp8.activations.fused_head.apply import fused_head_of
-
-    model.train()
-    if run.converts is not None:
-        from foundry_fp8.layers.state import FP8State
-        from foundry_fp8.layers.unit_linear import choose_gradient_scale
-        from foundry_fp8.surgery.apply import apply_fp8
-
-        apply_fp8(model, device=device, **run.converts.given)
-        for _, state in FP8State.each(model):  # as at the start of the run
-            state.held = ()
-        choose_gradient_scale(model.modules(), microbatch * config["max_seq_len"])
-    if run.fused_head is not None:
-        from foundry_fp8.activations.fused_head.apply import apply_fused_head
-
-        fused = apply_fused_head(model, **run.fused_head.given)
-        fused.expect(None)  # random tokens have no labels of their own
-    tokens = torch.randint(0, 100, (microbatch, config["max_seq_len"]), device=device)
-    batch = {"input_ids": tokens}
-    dry = isinstance(tokens, FakeTensor)  # models look into masks and labels, and fake ones hold no values
-    if not dry:
-        batch |= {"labels": tokens, "attention_mask": torch.ones_like(tokens, dtype=torch.bool)}
-    half = config.get("precision") in ("amp_bf16", "amp_fp16")
-    held: list[Any] = [None]  # the trainer holds its outputs through backward
-
-    def loss_fn() -> Tensor:
-        held[0] = None
-        if dry and (fused := fused_head_of(model)) is not None:
-            fused.expect(tokens)
-        with torch.autocast(autocast_type(device), dtype=torch.bfloat16, enabled=half):
-            held[0] = model(batch)
-            if dry:
-                return torch.nn.functional.cross_entropy(held[0].logits.flatten(0, 1), tokens.flatten())
-            return model.loss(held[0], batch)
-
-    return loss_fn
