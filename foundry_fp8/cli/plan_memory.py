@@ -2,33 +2,37 @@
 
 The model of the YAML is built here and one microbatch of random tokens is measured. For a model that does not fit on this
 machine there is ``--device fake``: nothing is allocated, bytes are counted, seconds come from a cost model, FP8 layers are
-those of the native backend unless the YAML names another; of compression only the ``exact`` format is offered there.
-``--world-size`` answers so for a rank of a cluster, sharding by arithmetic.
+those of the native backend unless the YAML names another. ``--world-size`` answers so for a rank of a cluster, sharding by
+arithmetic.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import torch
 import typer
+from torch import Tensor
+from torch.nn import functional as F
 
 from foundry_fp8.cli.cluster import cluster_of, limit_of
-from foundry_fp8.cli.dry_run import convert, fake, step_of, without_flash
 from foundry_fp8.cli.hardware import PER_NODE
 from foundry_fp8.cli.quiet import quiet
 from foundry_fp8.cli.yaml_model import Trust, build_yaml_model, optimizer_bytes_of, read_yaml
 from foundry_fp8.cli.yaml_run import run_of
+from foundry_fp8.compat.fake_tensor import NEEDS_VALUES, FakeTensor, FakeTensorMode
 from foundry_fp8.config import ConfigError, Positive, accept, check_choice, format_bytes
 from foundry_fp8.gpus import GPUS, gpu_named
+from foundry_fp8.layers.autocast import autocast_type
 from foundry_fp8.model_structure.experts import router_modules
 
 if TYPE_CHECKING:
     from foundry_fp8.run.settings import Run
 
-__all__ = ["memory", "plan_yaml"]
+__all__ = ["convert", "fake", "memory", "plan_yaml", "step_of", "without_flash"]
 
 
 def memory(
@@ -113,8 +117,6 @@ def plan_yaml(
     microbatch = _sequences(config, microbatch)
     device = _device(device, world_size is not None)
     dry = device == "fake"
-    if dry:
-        check_choice("--compression", kinds, ("none", "exact"))
     where = torch.device("cpu" if dry else device)
     stand_in = device != "cuda" and without_flash(config)
     # Built before the fake mode begins: metrics copy their tensors in ways that it does not allow.
@@ -127,7 +129,7 @@ def plan_yaml(
     if cluster is not None and cluster.gathered == 2:
         model.to(torch.bfloat16)  # what FSDP gathers under mixed precision
     with fake(model) if dry else contextlib.nullcontext(model.to(where)):
-        convert(model, run, config, microbatch, where)
+        convert(model, run, microbatch * config["max_seq_len"], where)
         loss_fn = step_of(model, config, microbatch, where)
         others += frozen_weights(model, cluster, dry)
         if cluster is None:
@@ -191,6 +193,25 @@ def _device(device: str, on_cluster: bool) -> str:
     return device
 
 
+@contextlib.contextmanager
+def fake(model: Any) -> Iterator[None]:
+    """Fake tensors in place of a model's on ``meta``: nothing is allocated."""
+    from foundry_fp8.planning.memory.routing import EqualShares
+
+    with FakeTensorMode(allow_non_fake_inputs=True), EqualShares(model):
+        try:
+            model.to_empty(device="cpu")
+            for module in model.modules():
+                if hasattr(module, "tie_weights"):
+                    module.tie_weights()
+            yield
+        except NEEDS_VALUES as error:
+            raise ConfigError(
+                f"model: its forward depends on values ({error}), which a plan that allocates nothing does not have. Give --device cpu, "
+                "without --world-size."
+            ) from error
+
+
 def _notes(run: Run, model: Any, dry: bool) -> str:
     """What a plan assumes."""
     from foundry_fp8.layers.state import FP8State
@@ -206,8 +227,67 @@ def _notes(run: Run, model: Any, dry: bool) -> str:
     return note
 
 
+def without_flash(config: dict[str, Any]) -> bool:
+    """Let ``config`` build its model without flash attention, which runs on a GPU alone; whether that is a change."""
+    model = config["model"]
+    attention = model.get("attn_config") or {}
+    if model["name"] == "mpt_causal_lm" and attention.get("attn_impl", "flash") == "flash":
+        config["model"] = {**model, "attn_config": {**attention, "attn_impl": "torch"}}
+        return True
+    if model.get("use_flash_attention_2"):
+        config["model"] = {**model, "use_flash_attention_2": False}
+        return True
+    return False
+
+
 def _budget(text: str) -> float | str:
     try:
         return float(text)
     except ValueError:
         return text
+
+
+def convert(model: Any, run: Run, tokens: int, device: torch.device) -> None:
+    """Apply the YAML's fp8 and fused_head algorithms to ``model``, for microbatches of so many tokens."""
+    model.train()
+    if run.converts is not None:
+        from foundry_fp8.layers.state import FP8State
+        from foundry_fp8.layers.unit_linear import choose_gradient_scale
+        from foundry_fp8.surgery.apply import apply_fp8
+
+        apply_fp8(model, device=device, **run.converts.given)
+        for _, state in FP8State.each(model):  # as at the start of the run
+            state.held = ()
+        choose_gradient_scale(model.modules(), tokens)
+    if run.fused_head is not None:
+        from foundry_fp8.activations.fused_head.apply import apply_fused_head
+
+        fused = apply_fused_head(model, **run.fused_head.given)
+        fused.expect(None)  # random tokens have no labels of their own
+
+
+def step_of(
+    model: Any, config: dict[str, Any], microbatch: int, device: torch.device, loss: Any = F.cross_entropy
+) -> Callable[[], Tensor]:
+    """A step of ``model`` on random tokens; fake ones have ``loss`` of their logits."""
+    from foundry_fp8.activations.fused_head.apply import fused_head_of
+
+    tokens = torch.randint(0, 100, (microbatch, config["max_seq_len"]), device=device)
+    batch = {"input_ids": tokens}
+    dry = isinstance(tokens, FakeTensor)  # models look into masks and labels, and fake ones hold no values
+    if not dry:
+        batch |= {"labels": tokens, "attention_mask": torch.ones_like(tokens, dtype=torch.bool)}
+    half = config.get("precision") in ("amp_bf16", "amp_fp16")
+    held: list[Any] = [None]  # the trainer holds its outputs through backward
+
+    def loss_fn() -> Tensor:
+        held[0] = None
+        if dry and (fused := fused_head_of(model)) is not None:
+            fused.expect(tokens)
+        with torch.autocast(autocast_type(device), dtype=torch.bfloat16, enabled=half):
+            held[0] = model(batch)
+            if dry:
+                return loss(held[0].logits.flatten(0, 1), tokens.flatten())
+            return model.loss(held[0], batch)
+
+    return loss_fn

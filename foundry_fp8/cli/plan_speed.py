@@ -5,33 +5,20 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 
 from foundry_fp8.cli.cluster import refuse_tensor_parallelism, shard_of
 from foundry_fp8.cli.hardware import PER_NODE
 from foundry_fp8.cli.plan_communication import counts_of, workload_of
-from foundry_fp8.cli.predicted import (
-    NETWORK_OF,
-    converted_step,
-    gains,
-    needs_newer,
-    of_step,
-    on_gpu,
-    on_paper,
-)
+from foundry_fp8.cli.predicted import NETWORK_OF, converted_step, gains, needs_newer, of_step, on_paper
 from foundry_fp8.cli.quiet import quiet
 from foundry_fp8.cli.yaml_model import Trust, build_yaml_model, read_yaml
 from foundry_fp8.cli.yaml_run import run_of
 from foundry_fp8.config import ConfigError, Fraction, accept, check_choice
 from foundry_fp8.gpus import GPUS, gpu_named
 from foundry_fp8.planning.communication.machines import NETWORKS
-
-if TYPE_CHECKING:
-    from foundry_fp8.numerics.recipes import Recipe
-    from foundry_fp8.planning.communication.step import Workload
-    from foundry_fp8.planning.speed import Speed
 
 __all__ = ["speed"]
 
@@ -57,20 +44,20 @@ def speed(
         float | None, typer.Option(help="Of your own BF16 run on few GPUs, as mfu_monitor logs it; 0.4 where it is not given.")
     ] = None,
     largest: Annotated[
-        bool, typer.Option(help="Also the largest microbatch that fits, with and without activation_compression: minutes.")
+        bool, typer.Option(help="Also the largest microbatch that fits, with and without compressed activations: minutes.")
     ] = False,
     trust: Trust = False,
 ) -> None:  # fmt: skip
     """Print how much faster FP8 is, by recipe and number of GPUs, with a range, and which layers gain nothing."""
     with quiet():
         counts = counts_of(gpus) if gpus else None
-        lines = _lines(yaml, gpu_named(gpu), counts, network, tokens, mfu, largest=largest, trust=trust)
+        lines = _lines(yaml, gpu_named(gpu), counts, network, tokens, mfu, largest, trust)
     typer.echo("\n".join(lines))
 
 
 def _lines(
-    yaml: Path, name: str, given: list[int] | None, network: str | None, tokens: int | None, mfu: float | None, *, largest: bool,
-    trust: bool
+    yaml: Path, name: str, given: list[int] | None, network: str | None, tokens: int | None, mfu: float | None, largest: bool,
+    trust: bool,
 ) -> list[str]:  # fmt: skip
     from foundry_fp8.numerics.recipes import RECIPES
     from foundry_fp8.planning.speed import USUAL_MFU, predict
@@ -95,8 +82,7 @@ def _lines(
     shards = {count: shard_of(run_of(config, count), model, kind.memory_bytes, "--gpus") for count in counts}
     fp8 = run.fp8 or FP8Config(recipe="auto")
     report = apply_fp8(model, device="cpu", **on_paper(fp8, kind))
-    length = config["max_seq_len"]
-    step = converted_step(model, report, fp8, kind, length)
+    step = converted_step(model, report, fp8, kind, config["max_seq_len"])
     # Where the YAML names no recipe, each that the GPU runs.
     names = dict.fromkeys((report.recipe.name, "delayed", "current", "block"))
     recipes = report.recipes if run.fp8 else [RECIPES[recipe]() for recipe in names]
@@ -110,32 +96,32 @@ def _lines(
         f"{'recipe':10} {'GPUs':>6} {'tokens/s a GPU':>15} {'MFU':>6}  over BF16",
     ]
 
-    def tokens_a_second(
-        recipe: Recipe | None, whole: Workload, count: int, each: float = 0.0
-    ) -> tuple[float, Speed]:
-        """Of a GPU that compresses activations for ``each`` seconds a token, and the step's speed."""
-        found = predict(
-            step, whole, recipe, count, shards[count], kind, NETWORKS[network], usual, each * whole.tokens
-        )
+    def predicted(
+        recipe: Any, count: int, work: Any, config: Any, compressing: float = 0.0
+    ) -> tuple[float, Any]:
+        whole = of_step(work, config, count)
+        more = compressing * whole.tokens
+        found = predict(step, whole, recipe, count, shards[count], kind, NETWORKS[network], usual, more)
         return whole.tokens / found.seconds, found
 
     for recipe in (None, *recipes):
         for count in counts:
-            rate, found = tokens_a_second(recipe, of_step(work, config, count), count)
+            rate, found = predicted(recipe, count, work, config)
             over = f"{found.estimate:.2f} ({found.low:.2f} to {found.high:.2f})" if recipe else "1"
             label = recipe.name if recipe else "BF16"
             lines.append(f"{label:10} {count:6d} {rate:15.0f} {found.mfu:6.1%}  {over}")
     if largest:
         from foundry_fp8.cli.largest import largest_lines
 
-        converts = FP8Config(**on_gpu(fp8, kind))
+        def rate_of(converts: bool, sequences: int, seconds: float) -> float:
+            asked = {**config, "device_train_microbatch_size": sequences}
+            recipe, sized = report.recipe if converts else None, workload_of(asked, model)
+            return predicted(recipe, counts[0], sized, asked, seconds / config["max_seq_len"])[0]
 
-        def rate_of(fp8: bool, sequences: int, seconds: float) -> float:
-            sized = dataclasses.replace(work, tokens=sequences * length)
-            whole = of_step(sized, {**config, "device_train_microbatch_size": sequences}, counts[0])
-            return tokens_a_second(report.recipe if fp8 else None, whole, counts[0], seconds / length)[0]
-
-        lines += ["", *largest_lines(config, run_of(config, counts[0]), converts, name, rate_of)]
+        recipe = report.recipe if fp8.recipe == "auto" else fp8.recipe  # of the GPU, not of this machine
+        fp8 = dataclasses.replace(fp8, enabled=True, recipe=recipe)
+        run = dataclasses.replace(run_of(config, counts[0]), fp8=fp8)
+        lines += ["", *largest_lines(config, run, name, rate_of)]
     linears, left = gains(report, kind)
     kinds = {kind_of(layer): f"{kind_of(layer)}: {why}" for layer, why in left.items()}
     lines += ["", f"{linears - len(left)} of {linears} linears gain from {report.recipe.name}"]

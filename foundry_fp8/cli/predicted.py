@@ -21,33 +21,19 @@ if TYPE_CHECKING:
     from foundry_fp8.surgery.fp8_config import FP8Config
     from foundry_fp8.surgery.report import SurgeryReport
 
-__all__ = [
-    "NETWORK_OF",
-    "converted_step",
-    "gains",
-    "needs_newer",
-    "of_step",
-    "on_gpu",
-    "on_paper",
-    "prediction",
-]
+__all__ = ["NETWORK_OF", "converted_step", "gains", "needs_newer", "of_step", "on_paper", "prediction"]
 
 NETWORK_OF = {"b200": "b200-3200g", "b300": "b300-6400g", "gb200": "gb200-nvl72"}
 """Between the nodes of a GPU; of others that of H100s."""
 
 
-def on_gpu(fp8: FP8Config, gpu: Gpu) -> dict[str, Any]:
-    """The options with which ``gpu`` converts, whether they are switched off or not."""
+def on_paper(fp8: FP8Config, gpu: Gpu) -> dict[str, Any]:
+    """The options with which this machine converts what ``gpu`` would: what is converted is a matter of the model."""
     from foundry_fp8.numerics.recipes import RECIPES
 
     chosen = {"recipe": RECIPES[gpu.recipe]()} if fp8.recipe == "auto" and gpu.recipe else {}
-    return {**fp8.given, "enabled": True, **chosen}
-
-
-def on_paper(fp8: FP8Config, gpu: Gpu) -> dict[str, Any]:
-    """The options with which this machine converts what ``gpu`` would: what is converted is a matter of the model."""
     elsewhere = {"backend": "emulated", "accumulation": "float32", "cache_weights": False, "fuse": False}
-    return {**on_gpu(fp8, gpu), **elsewhere}
+    return {**fp8.given, **elsewhere, "enabled": True, **chosen}
 
 
 def needs_newer(recipes: Iterable[Recipe], name: str, gpu: Gpu) -> str | None:

@@ -92,7 +92,7 @@ def plan_memory(
         optimizer_bytes: Optimizer state, allocated or not.
         accumulates: Whether a step has several microbatches, and so gradients of the whole model from the second on.
         cost_model: Seconds from a model instead of a clock, for a dry run: build the model and call this inside torch's
-            ``FakeTensorMode``. ``compression`` rounds nothing then, as packing looks at values.
+            ``FakeTensorMode``.
 
     Raises:
         ConfigError: Nothing meets the budget (says what would), or the model is checkpointed or compressed already.
@@ -235,27 +235,19 @@ def measure_as_it_is(model: nn.Module, loss_fn: Callable[[], Tensor], cost_model
 
     Of a step of one microbatch, without optimizer states: :func:`~.cluster.on_cluster` adds the rest.
     """
-    blocks = [(clean_name(name), block) for name, block in transformer_blocks(model)]
+    names = tuple(name for name, _ in transformer_blocks(model))
     device = next(model.parameters()).device
-    run = _Measuring(model, loss_fn, blocks, device, False, 1, cost_model, [], None)
+    run = _Measuring(model, loss_fn, transformer_blocks(model), device, False, 1, cost_model, [], None)
     kind_of, calls = run.kinds()
-    runs = [
-        BlockRun(blocks[kind_of.index(k)][1], calls[kind_of.index(k)], device, cost_model, model=model)
-        for k in range(max(kind_of) + 1)
-    ]
-    costs = [dataclasses.replace(block.bytes(), seconds=block.seconds()) for block in runs]
+    costs = []
+    for kind in range(max(kind_of) + 1):
+        alone = run._run(kind_of.index(kind), calls)
+        costs.append(dataclasses.replace(alone.bytes(), seconds=alone.seconds()))
     with run.few(kind_of):
         frame = run.frame(kind_of, costs, 0, False)
-    return Measurements(
-        tuple(name for name, _ in blocks),
-        tuple(kind_of),
-        ((BlockOption("none"),),) * len(costs),
-        tuple({"none": cost} for cost in costs),
-        frame,
-        None,
-        "bytes: every live storage (LiveBytes); seconds: a cost model",
-        tuple(own_class(block).__name__ for _, block in blocks),
-    )
+    by_name = tuple({"none": cost} for cost in costs)
+    options = ((BlockOption("none"),),) * len(costs)
+    return Measurements(names, tuple(kind_of), options, by_name, frame, None, "a dry run", names)
 
 
 def _keeps(module: nn.Module) -> tuple[Any, Any]:
@@ -366,16 +358,10 @@ class _Measuring:
         held = sum(held_bytes(t) for t in (*model.parameters(), *model.buffers())) + optimizer_bytes
         nothing = Cost(0, 0, 0, 0.0)
         of_blocks = [nothing if i in skipped else costs[kind] for i, kind in enumerate(kind_of)]
+        modules = [module for _, module in transformer_blocks(model)]
         frame = measure_frame(
-            model,
-            [module for _, module in transformer_blocks(model)],
-            of_blocks,
-            self.loss_fn,
-            self.device,
-            held,
-            accumulates=accumulates,
-            sharded=self.sharded,
-        )
+            model, modules, of_blocks, self.loss_fn, self.device, held, accumulates=accumulates, sharded=self.sharded
+        )  # fmt: skip
         return _agreed({"frame": frame})["frame"]  # type: ignore[no-any-return]
 
     def _run(self, index: int, calls: Sequence[Call]) -> BlockRun | ShardedBlockRun:
