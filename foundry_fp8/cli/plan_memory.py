@@ -2,8 +2,8 @@
 
 The model of the YAML is built here and one microbatch of random tokens is measured. For a model that does not fit on this
 machine there is ``--device fake``: nothing is allocated, bytes are counted, seconds come from a cost model, FP8 layers are
-those of the native backend unless the YAML names another; of compression only the ``exact`` format is offered there.
-``--world-size`` answers so for a rank of a cluster, sharding by arithmetic.
+those of the native backend unless the YAML names another. ``--world-size`` answers so for a rank of a cluster, sharding by
+arithmetic.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import torch
 import typer
 from torch import Tensor
+from torch.nn import functional as F
 
 from foundry_fp8.cli.cluster import cluster_of, limit_of
 from foundry_fp8.cli.hardware import PER_NODE
@@ -31,7 +32,7 @@ from foundry_fp8.model_structure.experts import router_modules
 if TYPE_CHECKING:
     from foundry_fp8.run.settings import Run
 
-__all__ = ["memory", "plan_yaml"]
+__all__ = ["convert", "fake", "memory", "plan_yaml", "step_of", "without_flash"]
 
 
 def memory(
@@ -116,10 +117,8 @@ def plan_yaml(
     microbatch = _sequences(config, microbatch)
     device = _device(device, world_size is not None)
     dry = device == "fake"
-    if dry:
-        check_choice("--compression", kinds, ("none", "exact"))
     where = torch.device("cpu" if dry else device)
-    stand_in = device != "cuda" and _without_flash(config)
+    stand_in = device != "cuda" and without_flash(config)
     # Built before the fake mode begins: metrics copy their tensors in ways that it does not allow.
     model = build_yaml_model(config, "meta" if dry else "cpu")
     cluster = None if world_size is None else cluster_of(run, model, GPUS[gpu].memory_bytes)
@@ -129,8 +128,9 @@ def plan_yaml(
     others = other_optimizers(model, state_bytes, 1 if cluster is None else cluster.shard, dry)
     if cluster is not None and cluster.gathered == 2:
         model.to(torch.bfloat16)  # what FSDP gathers under mixed precision
-    with _fake(model) if dry else contextlib.nullcontext(model.to(where)):
-        loss_fn = _prepare(model, run, config, microbatch, where)
+    with fake(model) if dry else contextlib.nullcontext(model.to(where)):
+        convert(model, run, microbatch * config["max_seq_len"], where)
+        loss_fn = step_of(model, config, microbatch, where)
         others += frozen_weights(model, cluster, dry)
         if cluster is None:
             plan = plan_memory(
@@ -194,7 +194,7 @@ def _device(device: str, on_cluster: bool) -> str:
 
 
 @contextlib.contextmanager
-def _fake(model: Any) -> Iterator[None]:
+def fake(model: Any) -> Iterator[None]:
     """Fake tensors in place of a model's on ``meta``: nothing is allocated."""
     from foundry_fp8.planning.memory.routing import EqualShares
 
@@ -227,7 +227,7 @@ def _notes(run: Run, model: Any, dry: bool) -> str:
     return note
 
 
-def _without_flash(config: dict[str, Any]) -> bool:
+def without_flash(config: dict[str, Any]) -> bool:
     """Let ``config`` build its model without flash attention, which runs on a GPU alone; whether that is a change."""
     model = config["model"]
     attention = model.get("attn_config") or {}
@@ -247,12 +247,8 @@ def _budget(text: str) -> float | str:
         return text
 
 
-def _prepare(
-    model: Any, run: Run, config: dict[str, Any], microbatch: int, device: torch.device
-) -> Callable[[], Tensor]:
-    """Apply the YAML's fp8 and fused_head algorithms to ``model``, and return a step on random tokens."""
-    from foundry_fp8.activations.fused_head.apply import fused_head_of
-
+def convert(model: Any, run: Run, tokens: int, device: torch.device) -> None:
+    """Apply the YAML's fp8 and fused_head algorithms to ``model``, for microbatches of so many tokens."""
     model.train()
     if run.converts is not None:
         from foundry_fp8.layers.state import FP8State
@@ -262,12 +258,20 @@ def _prepare(
         apply_fp8(model, device=device, **run.converts.given)
         for _, state in FP8State.each(model):  # as at the start of the run
             state.held = ()
-        choose_gradient_scale(model.modules(), microbatch * config["max_seq_len"])
+        choose_gradient_scale(model.modules(), tokens)
     if run.fused_head is not None:
         from foundry_fp8.activations.fused_head.apply import apply_fused_head
 
         fused = apply_fused_head(model, **run.fused_head.given)
         fused.expect(None)  # random tokens have no labels of their own
+
+
+def step_of(
+    model: Any, config: dict[str, Any], microbatch: int, device: torch.device, loss: Any = F.cross_entropy
+) -> Callable[[], Tensor]:
+    """A step of ``model`` on random tokens; fake ones have ``loss`` of their logits."""
+    from foundry_fp8.activations.fused_head.apply import fused_head_of
+
     tokens = torch.randint(0, 100, (microbatch, config["max_seq_len"]), device=device)
     batch = {"input_ids": tokens}
     dry = isinstance(tokens, FakeTensor)  # models look into masks and labels, and fake ones hold no values
@@ -283,7 +287,7 @@ def _prepare(
         with torch.autocast(autocast_type(device), dtype=torch.bfloat16, enabled=half):
             held[0] = model(batch)
             if dry:
-                return torch.nn.functional.cross_entropy(held[0].logits.flatten(0, 1), tokens.flatten())
+                return loss(held[0].logits.flatten(0, 1), tokens.flatten())
             return model.loss(held[0], batch)
 
     return loss_fn

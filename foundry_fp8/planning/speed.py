@@ -180,6 +180,7 @@ def predict(
     gpu: Gpu,
     network: Network,
     mfu: float,
+    compressing: float = 0.0,
 ) -> Speed:
     """The step of ``recipe`` on ``gpus``.
 
@@ -192,12 +193,14 @@ def predict(
         gpu: Of which kind they are.
         network: Between them.
         mfu: In BF16, of a GPU that computes alone.
+        compressing: Seconds of a step in which activations are compressed and made again; a run in BF16 without is what it is held against.
     """
     micro = work.microbatches
     optimizer = OPTIMIZER_BYTES * step.trained / shard / rates_of(gpu).bandwidth
     bf16, fp8 = (
         micro * step.kernel_seconds(work.tokens / micro, gpu, one) + optimizer for one in (None, recipe)
     )
+    fp8 += compressing
     plain, coded = (seconds * step.blocks * micro for seconds in HOST_SECONDS)
     alone = max(step.flops * work.tokens / (gpu.bf16_flops * mfu), bf16, plain)
     ends = alone / max(alone - bf16 + fp8, plain if recipe is None else coded), bf16 / fp8

@@ -273,3 +273,25 @@ def test_frozen_weights_in_fp8_are_an_option_with_bytes_and_seconds(tmp_path):
     assert done.exit_code == 2 and "frozen_weights" in done.output
     sharded = plan(run | {"fsdp_config": {"mixed_precision": "PURE"}}, "--world-size", "2")
     assert sharded.exit_code == 0 and "option fp8.frozen_weights" not in sharded.output
+
+
+def test_a_dry_run_plans_with_what_compression_keeps(tmp_path):
+    """Packed and exact, blocks keep less than as they are: what a CPU measures on real tensors."""
+    model = {
+        **MPT["model"],
+        "d_model": 256,
+        "attn_config": {"attn_impl": "torch"},
+        "loss_fn": "torch_crossentropy",
+    }
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump({**MPT, "device_train_microbatch_size": 8, "model": model}))
+    kept = {}
+    for device in ("fake", "cpu"):
+        options = ["--device", device, "--budget", "1.0", "--compression", "int8"]
+        done = CliRunner().invoke(app, ["plan", "memory", str(file), *options])
+        assert done.exit_code == 0, done.output
+        kept[device] = dict(re.findall(r"(?m)^ *\d* *(none|exact|int8)  +(\S+ \w+)", done.output))
+    fake, real = ([parse_bytes(of[form], form) for form in ("none", "exact", "int8")] for of in kept.values())
+    assert fake == pytest.approx(real, rel=1e-3)
+    none, exact, int8 = fake
+    assert int8 < exact < none

@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foundry_fp8.activations.compression.packing import packable
+from foundry_fp8.compat.fake_tensor import FakeTensor
 from foundry_fp8.layers.autocast import autocast_type
 
 __all__ = ["lean_cross_entropy"]
@@ -74,7 +75,7 @@ def _takes(logits: Tensor, targets: Tensor) -> bool:
     return (
         torch.is_grad_enabled()
         and packable(logits)
-        and type(targets) is Tensor
+        and type(targets) in (Tensor, FakeTensor)
         and targets.dtype == torch.int64
         and logits.dim() == 2
         and logits.numel() > 0
@@ -89,7 +90,7 @@ def _chunks(logits: Tensor) -> Iterator[slice]:
 
 
 def _chunk_rows(logits: Tensor) -> int:
-    chunk = CHUNK_CUDA if logits.is_cuda else CHUNK
+    chunk = CHUNK_CUDA if logits.is_cuda or isinstance(logits, FakeTensor) else CHUNK
     return min(max(1, chunk // logits.shape[1]), logits.shape[0])
 
 

@@ -29,6 +29,7 @@ import math
 import torch
 from torch import Tensor
 
+from foundry_fp8.compat.fake_tensor import FakeTensor
 from foundry_fp8.numerics.packed import MIN_AMAX, Packed, PackFormat
 
 __all__ = ["pack", "packable", "unpack"]
@@ -41,7 +42,8 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def packable(x: Tensor) -> bool:
     """Whether :func:`pack` takes this tensor: plain, float32, bfloat16 or float16."""
-    return type(x) in (Tensor, torch.nn.Parameter) and x.layout == torch.strided and x.dtype in _DTYPES
+    plain = type(x) in (Tensor, torch.nn.Parameter, FakeTensor)
+    return plain and x.layout == torch.strided and x.dtype in _DTYPES
 
 
 def pack(x: Tensor, fmt: PackFormat, *, row: int | None = None, nonzero: bool = False) -> Packed:
@@ -59,7 +61,11 @@ def pack(x: Tensor, fmt: PackFormat, *, row: int | None = None, nonzero: bool = 
     """
     flat = x.detach().reshape(-1)
     fmt = fmt.within(row or (x.shape[-1] if x.dim() else 1))
-    if flat.is_cuda:
+    if isinstance(flat, FakeTensor):  # a dry run: what the kernels allocate
+        blocks = -(-flat.numel() // fmt.block)
+        codes = flat.new_empty((blocks, fmt.code_bytes), dtype=torch.uint8)
+        scale_inv = codes.new_empty(blocks * fmt.scale_dtype.itemsize)
+    elif flat.is_cuda:
         from foundry_fp8.kernels.packing import quantize_blocks
 
         codes, scale_inv = quantize_blocks(flat, fmt, nonzero=nonzero)
@@ -70,6 +76,8 @@ def pack(x: Tensor, fmt: PackFormat, *, row: int | None = None, nonzero: bool = 
 
 def unpack(packed: Packed) -> Tensor:
     """The values, 1-d ``[numel]``, in the dtype that was packed."""
+    if isinstance(packed.codes, FakeTensor):
+        return packed.codes.new_empty(packed.numel, dtype=packed.dtype)
     if packed.codes.is_cuda:
         from foundry_fp8.kernels.packing import dequantize_blocks
 

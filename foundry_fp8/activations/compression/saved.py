@@ -35,6 +35,7 @@ from foundry_fp8.activations.compression.readers import Reader, Reads, Region, r
 from foundry_fp8.activations.compression.recompute import recomputation
 from foundry_fp8.compat.autograd import newest_node
 from foundry_fp8.compat.compiled_caller import compiled_caller_waits
+from foundry_fp8.compat.fake_tensor import FakeTensor
 from foundry_fp8.compat.pytree import tree_iter
 from foundry_fp8.compat.storages import storage_number
 from foundry_fp8.numerics.packed import Packed, PackFormat
@@ -202,7 +203,7 @@ class Compressor:
             if (
                 isinstance(x, Tensor)
                 and not x.requires_grad
-                and type(x) is Tensor
+                and type(x) in (Tensor, FakeTensor)
                 and x.layout == torch.strided
             ):
                 storage = x.untyped_storage()
@@ -232,7 +233,7 @@ class Compressor:
             return _Recomputed(again)
         kept = UnpackedTensor.of(x)
         if self.fmt is None or not self._wanted(x):
-            self.saved.passed += x.untyped_storage().nbytes() if type(x) is Tensor else 0
+            self.saved.passed += x.untyped_storage().nbytes() if type(x) in (Tensor, FakeTensor) else 0
             return kept
         waiting = _Waiting(kept, x.grad_fn is not None and reads_of(x.grad_fn) is Reads.SIGN)
         if self.boundary:
@@ -251,7 +252,13 @@ class Compressor:
         assert isinstance(kept, UnpackedTensor) and self.fmt is not None
         x, storage = kept.value, kept.value.untyped_storage()
         flat = Flat.of(x)
-        key: tuple[Any, ...] = (storage_number(storage), x.data_ptr(), flat.layout, x.dtype, kept.version)
+        key: tuple[Any, ...] = (
+            storage_number(storage),
+            x.storage_offset(),
+            flat.layout,
+            x.dtype,
+            kept.version,
+        )
         held = self._held(key, storage)
         log_sum_exp = reader.reads is Reads.ATTENTION and x.dtype == torch.float32 and x.dim() < 4
         exactly = reader.reads is Reads.EXACTLY or storage_number(storage) == reader.mask

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,8 +28,9 @@ from foundry_fp8.activations.checkpointing.apply import (
 from foundry_fp8.activations.checkpointing.budget import check_budget, fit_bytes
 from foundry_fp8.activations.checkpointing.targets import Selection
 from foundry_fp8.activations.compression.apply import EXACT, apply_activation_compression
-from foundry_fp8.activations.compression.saved import compresses_inside
+from foundry_fp8.activations.compression.saved import MARK, compresses_inside
 from foundry_fp8.activations.fused_head.logits import LogitsNotComputed
+from foundry_fp8.compat.checkpoint_wrapper import CheckpointWrapper, keywords_of
 from foundry_fp8.config import ConfigError, format_bytes, parse_bytes
 from foundry_fp8.model_structure.blocks import transformer_blocks
 from foundry_fp8.model_structure.names import clean_name
@@ -48,7 +50,7 @@ from foundry_fp8.planning.memory.plan import Measurements, MemoryPlan
 from foundry_fp8.planning.memory.repeated import left_out, repeated
 from foundry_fp8.planning.memory.solver import Cost, Frame, predict_peak, solve
 
-__all__ = ["apply_plan", "choose", "device_capacity", "measure", "plan_memory", "plan_of"]
+__all__ = ["apply_plan", "choose", "device_capacity", "measure", "measure_as_it_is", "plan_memory", "plan_of"]
 
 PLAN = "_foundry_memory_plan"
 """What :func:`apply_plan` leaves on a model."""
@@ -90,7 +92,7 @@ def plan_memory(
         optimizer_bytes: Optimizer state, allocated or not.
         accumulates: Whether a step has several microbatches, and so gradients of the whole model from the second on.
         cost_model: Seconds from a model instead of a clock, for a dry run: build the model and call this inside torch's
-            ``FakeTensorMode``. ``compression`` rounds nothing then, as packing looks at values.
+            ``FakeTensorMode``.
 
     Raises:
         ConfigError: Nothing meets the budget (says what would), or the model is checkpointed or compressed already.
@@ -228,6 +230,32 @@ def measure(
     )
 
 
+def measure_as_it_is(model: nn.Module, loss_fn: Callable[[], Tensor], cost_model: CostModel) -> Measurements:
+    """A dry run of ``model`` with the checkpoints and the compression that it has: :func:`measure` of one option, ``none``.
+
+    Of a step of one microbatch, without optimizer states: :func:`~.cluster.on_cluster` adds the rest.
+    """
+    names = tuple(name for name, _ in transformer_blocks(model))
+    device = next(model.parameters()).device
+    run = _Measuring(model, loss_fn, transformer_blocks(model), device, False, 1, cost_model, [], None)
+    kind_of, calls = run.kinds()
+    costs = []
+    for kind in range(max(kind_of) + 1):
+        alone = run._run(kind_of.index(kind), calls)
+        costs.append(dataclasses.replace(alone.bytes(), seconds=alone.seconds()))
+    with run.few(kind_of):
+        frame = run.frame(kind_of, costs, 0, False)
+    by_name = tuple({"none": cost} for cost in costs)
+    options = ((BlockOption("none"),),) * len(costs)
+    return Measurements(names, tuple(kind_of), options, by_name, frame, None, "a dry run", names)
+
+
+def _keeps(module: nn.Module) -> tuple[Any, Any]:
+    """What a checkpoint, and what compression, keeps of ``module``."""
+    policy = keywords_of(module).get("policy") if isinstance(module, CheckpointWrapper) else None
+    return policy, getattr(module.__dict__.get(MARK), "fmt", None)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Measuring:
     """A model, its blocks by name, and how they are measured."""
@@ -249,7 +277,11 @@ class _Measuring:
         kind_of: list[int] = []
         # FSDP1 cuts each rank's parameters elsewhere, and kinds must be those of every rank.
         alike = [
-            (repr(b), *((self.sharded or tuple(p.shape), p.dtype, p.requires_grad) for p in b.parameters()))
+            (
+                repr(b),
+                *((self.sharded or tuple(p.shape), p.dtype, p.requires_grad) for p in b.parameters()),
+                *(_keeps(m) for m in b.modules()),
+            )
             for b in modules
         ]
 
@@ -257,7 +289,7 @@ class _Measuring:
             kind_of.append(kinds.setdefault((alike[index], call.signature()), len(kinds)))
             return not self.sharded and kind_of.count(kind_of[-1]) == 1
 
-        with left_out(modules, alike, self.skipped(alike)):
+        with self.few(alike):
             calls = capture_calls(modules, self.loss_fn, self.device, first_of_kind)
         return kind_of, calls
 
@@ -270,6 +302,10 @@ class _Measuring:
             i for i, (_, b) in enumerate(self.blocks) if not any(p.requires_grad for p in b.parameters())
         }
         return repeated(kinds) - frozen
+
+    def few(self, kinds: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
+        """Within it those of the blocks that are :meth:`skipped` do not run."""
+        return left_out([module for _, module in transformer_blocks(self.model)], kinds, self.skipped(kinds))
 
     def kind(
         self, kind: int, kind_of: Sequence[int], calls: Sequence[Call]
@@ -314,6 +350,20 @@ class _Measuring:
             costs["offload"] = offloaded(costs["none"], whole, costs["none"], self.link)
         return tuple(candidates), costs, moved
 
+    def frame(
+        self, kind_of: Sequence[int], costs: Sequence[Cost], optimizer_bytes: int, accumulates: bool
+    ) -> Frame:
+        """What is there beside the blocks as they run now, within :meth:`few`; ``costs`` are those of a block of each kind."""
+        model, skipped = self.model, self.skipped(kind_of)
+        held = sum(held_bytes(t) for t in (*model.parameters(), *model.buffers())) + optimizer_bytes
+        nothing = Cost(0, 0, 0, 0.0)
+        of_blocks = [nothing if i in skipped else costs[kind] for i, kind in enumerate(kind_of)]
+        modules = [module for _, module in transformer_blocks(model)]
+        frame = measure_frame(
+            model, modules, of_blocks, self.loss_fn, self.device, held, accumulates=accumulates, sharded=self.sharded
+        )  # fmt: skip
+        return _agreed({"frame": frame})["frame"]  # type: ignore[no-any-return]
+
     def _run(self, index: int, calls: Sequence[Call]) -> BlockRun | ShardedBlockRun:
         configured = transformer_blocks(self.model)[index][1]
         if self.sharded:
@@ -329,29 +379,12 @@ class _Measuring:
         accumulates: bool,
     ) -> tuple[Frame, Frame | None, Frame | None, float | None]:
         """What is there beside the blocks: as it is, with a compressed loss, with a fused head, and the seconds that one takes."""
-        model, skipped = self.model, self.skipped(kind_of)
+        model = self.model
         lean, fused, again = None, None, None
-        with (
-            _applied(model, [name for name, _ in self.blocks], block),
-            left_out([module for _, module in transformer_blocks(model)], kind_of, skipped) as outer,
-        ):
-            held = sum(held_bytes(t) for t in (*model.parameters(), *model.buffers())) + optimizer_bytes
-            nothing = Cost(0, 0, 0, 0.0)
-            of_blocks = [nothing if i in skipped else costs[kind]["block"] for i, kind in enumerate(kind_of)]
-
-            def measured_frame() -> Frame:
-                frame = measure_frame(
-                    model,
-                    outer,
-                    of_blocks,
-                    self.loss_fn,
-                    self.device,
-                    held,
-                    accumulates=accumulates,
-                    sharded=self.sharded,
-                )
-                return _agreed({"frame": frame})["frame"]
-
+        with _applied(model, [name for name, _ in self.blocks], block), self.few(kind_of):
+            measured_frame = functools.partial(
+                self.frame, kind_of, [of_kind["block"] for of_kind in costs], optimizer_bytes, accumulates
+            )
             frame = measured_frame()
             if self.formats:
                 losses = apply_activation_compression(model, targets=[])
