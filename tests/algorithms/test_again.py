@@ -35,7 +35,9 @@ def fit(model, algorithm, **options):
     return trainer
 
 
-@pytest.mark.parametrize("name", AGAIN)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.full if name == "budget" else ()) for name in AGAIN]
+)
 def test_a_second_trainer_goes_on_and_other_settings_are_refused(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     made, options, others = AGAIN[name]

@@ -33,7 +33,12 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = ("DDP", "FULL_SHARD", "HYBRID_SHARD, replicas", "hybrid, 4", "FSDP2, hybrid")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in CASES]
+)
 def test_the_memory_of_doctor_is_that_of_the_plan(name, tmp_path, monkeypatch):
     fsdp, algorithms, shards = CASES[name]
     monkeypatch.setenv("FSDP_VERSION", "2" if "FSDP2" in name else "1")

@@ -227,7 +227,7 @@ def test_a_recompute_shares_too(device):
     assert sum(name.startswith("quantize") for name in ops.calls) <= 5 + 3 + 10
 
 
-@backends
+@pytest.mark.parametrize("backend", ["emulated", pytest.param("native", marks=pytest.mark.full)])
 def test_what_differs_is_not_shared(backend, device):
     """Written to in between, exchanged by a hook, another recipe, another delayed scale, another forward."""
 

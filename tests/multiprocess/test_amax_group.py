@@ -163,7 +163,7 @@ def left_alone(case):
     return said
 
 
-@pytest.mark.parametrize("case", ["ddp", "inner", "update"])
+@pytest.mark.parametrize("case", ["ddp", pytest.param("inner", marks=pytest.mark.full), "update"])
 def test_a_forward_that_one_rank_forgot_is_an_error_that_names_the_others(case):
     said, nothing = launch.call(left_alone, 2, case)
     assert nothing == [] and len(said) == 2

@@ -293,7 +293,9 @@ def test_attention_that_auto_leaves_out_is_said(monkeypatch):
     assert not any(isinstance(m, FP8DotProductAttention) for m in model.modules())
 
 
-@pytest.mark.parametrize("wrong", [None, "o", "dk", "amax_dv"])
+@pytest.mark.parametrize(
+    "wrong", [None, "o", *(pytest.param(wrong, marks=pytest.mark.full) for wrong in ("dk", "amax_dv"))]
+)
 def test_the_check_before_a_conversion_notices_what_is_wrong(wrong, cudnn, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *args: "a GPU")
     honest = cudnn_graphs.run

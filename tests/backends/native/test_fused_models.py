@@ -71,7 +71,13 @@ def apart(a, b):
     )
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+QUICK = ("Llama", "Gemma2", "Phi3", "GPT2", "delayed", "block")
+"""What runs by default of families and recipes."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in FAMILIES]
+)
 def test_what_is_fused_in_each_family(name, device):
     _, norms, mlps = FAMILIES[name]
     plain = model_of(name, torch.float32, blocks=1)
@@ -88,7 +94,11 @@ def test_what_is_fused_in_each_family(name, device):
 
 
 @pytest.mark.parametrize(
-    "recipe", ["delayed", "current", "block", "mxfp8", {"name": "current", "granularity": "row"}]
+    "recipe",
+    [
+        pytest.param(recipe, marks=() if recipe in QUICK else pytest.mark.full)
+        for recipe in ("delayed", "current", "block", "mxfp8", {"name": "current", "granularity": "row"})
+    ],
 )
 def test_who_looks_in_between_changes_no_bit(recipe, device):
     fused, seen = (model_of("Llama", blocks=1) for _ in range(2))
@@ -102,7 +112,7 @@ def test_who_looks_in_between_changes_no_bit(recipe, device):
     assert found and all(torch.equal(ours[n], theirs[n]) for n in theirs)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("reentrant", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_checkpointed_blocks_give_the_same_bits_in_the_first_step_too(reentrant, device):
     plain, checkpointed = (model_of("Llama", blocks=1) for _ in range(2))
     for model in (plain, checkpointed):

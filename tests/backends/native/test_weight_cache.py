@@ -16,7 +16,10 @@ from foundry_fp8.layers.state import FP8State
 from foundry_fp8.numerics.recipes import FOR_ANY_MODEL
 from tests.backends.native.fused_pairs import activation_linear
 
-every_recipe = pytest.mark.parametrize("recipe", FOR_ANY_MODEL)
+every_recipe = pytest.mark.parametrize(
+    "recipe",
+    [pytest.param(name, marks=pytest.mark.full if name == "mxfp8" else ()) for name in FOR_ANY_MODEL],
+)
 
 
 class CountQuantizations(TorchDispatchMode):
@@ -165,7 +168,7 @@ def weight_gradients(model):
     return [x.grad]
 
 
-@pytest.mark.parametrize("recipe", ["current", "block", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["current", "block", pytest.param("mxfp8", marks=pytest.mark.full)])
 def test_each_weight_is_quantised_once_a_step(recipe, device):
     model = make(recipe, device, True)
     for _ in range(2):

@@ -120,7 +120,8 @@ HOSTS = {
 
 
 @pytest.mark.parametrize(
-    "host", [pytest.param(host, marks=[pytest.mark.full] if host == "native" else []) for host in HOSTS]
+    "host",
+    [pytest.param(host, marks=[pytest.mark.full] if host in ("native", "mixtral") else []) for host in HOSTS],
 )
 def test_a_damaged_layer_is_demoted_while_it_lasts(host, monkeypatch):
     if host == "native":

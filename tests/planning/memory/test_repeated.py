@@ -50,7 +50,10 @@ def test_the_first_and_the_last_of_each_kind_run():
     assert repeated([0, 0]) == frozenset()
 
 
-@pytest.mark.parametrize("build", [llama, frozen, pytest.param(mixtral, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "build",
+    [llama, pytest.param(frozen, marks=pytest.mark.full), pytest.param(mixtral, marks=pytest.mark.full)],
+)
 def test_measurements_are_those_of_whole_runs(build, monkeypatch):
     def measured():
         with FakeTensorMode(allow_non_fake_inputs=True):
