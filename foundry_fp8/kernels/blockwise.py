@@ -153,7 +153,6 @@ class BlockCast:
             GROUP=group,
             SQUARE=square,
             FMT_MAX=fmt.max,
-            INV_FMT_MAX=1.0 / fmt.max,
             POWER_2=power_2,
             VALUE_FOR_INF=torch.finfo(source.x.dtype).max,
             TILE_R=tile_r,
@@ -248,13 +247,12 @@ def _scales(
     amax,
     GROUP: tl.constexpr,
     FMT_MAX: tl.constexpr,
-    INV_FMT_MAX: tl.constexpr,
     POWER_2: tl.constexpr,
     VALUE_FOR_INF: tl.constexpr,
 ):
     """(scale, what the GEMM gets) of a tile of block amaxes."""
     if GROUP == 32:
-        code = e8m0_round_up(amax * INV_FMT_MAX)
+        code = e8m0_round_up(amax * (1.0 / FMT_MAX))
         return e8m0_reciprocal(code), tl.where(is_inf(amax), 255, code).to(tl.uint8)
     elif POWER_2:
         scale, scale_inv = power_2_scale(amax, FMT_MAX, VALUE_FOR_INF)
@@ -281,14 +279,14 @@ def _store_scales(scale_ptr, gemm_scale, rows, groups, padded_rows, padded_colum
 @triton.jit
 def _store_rows(
     data_ptr, scale_ptr, a, b, c, d, first_row, first_column, padded_R, padded_C,
-    GROUP: tl.constexpr, FMT_MAX: tl.constexpr, INV_FMT_MAX: tl.constexpr, POWER_2: tl.constexpr,
+    GROUP: tl.constexpr, FMT_MAX: tl.constexpr, POWER_2: tl.constexpr,
     VALUE_FOR_INF: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
 ):  # fmt: skip
     """Four parts with a scale for every block of their rows."""
-    a, scale_a = _scaled_rows(a, GROUP, FMT_MAX, INV_FMT_MAX, POWER_2, VALUE_FOR_INF)
-    b, scale_b = _scaled_rows(b, GROUP, FMT_MAX, INV_FMT_MAX, POWER_2, VALUE_FOR_INF)
-    c, scale_c = _scaled_rows(c, GROUP, FMT_MAX, INV_FMT_MAX, POWER_2, VALUE_FOR_INF)
-    d, scale_d = _scaled_rows(d, GROUP, FMT_MAX, INV_FMT_MAX, POWER_2, VALUE_FOR_INF)
+    a, scale_a = _scaled_rows(a, GROUP, FMT_MAX, POWER_2, VALUE_FOR_INF)
+    b, scale_b = _scaled_rows(b, GROUP, FMT_MAX, POWER_2, VALUE_FOR_INF)
+    c, scale_c = _scaled_rows(c, GROUP, FMT_MAX, POWER_2, VALUE_FOR_INF)
+    d, scale_d = _scaled_rows(d, GROUP, FMT_MAX, POWER_2, VALUE_FOR_INF)
     scale = tl.join(tl.join(scale_a, scale_c), tl.join(scale_b, scale_d))  # by row / 4, block, row % 4
     scale = tl.permute(
         tl.reshape(scale, (TILE_R // ROWS_PER_WORD, TILE_C // GROUP, ROWS_PER_WORD)), (0, 2, 1)
@@ -302,13 +300,13 @@ def _store_rows(
 
 @triton.jit
 def _scaled_rows(
-    x, GROUP: tl.constexpr, FMT_MAX: tl.constexpr, INV_FMT_MAX: tl.constexpr, POWER_2: tl.constexpr,
+    x, GROUP: tl.constexpr, FMT_MAX: tl.constexpr, POWER_2: tl.constexpr,
     VALUE_FOR_INF: tl.constexpr,
 ):  # fmt: skip
     """A part times the scales of its rows' blocks, and what the GEMM gets of these, ``[rows, blocks]``."""
     blocks = tl.reshape(x, (x.shape[0], x.shape[1] // GROUP, GROUP))
     amax = amax_along(blocks, 2)
-    scale, gemm_scale = _scales(amax, GROUP, FMT_MAX, INV_FMT_MAX, POWER_2, VALUE_FOR_INF)
+    scale, gemm_scale = _scales(amax, GROUP, FMT_MAX, POWER_2, VALUE_FOR_INF)
     return tl.reshape(blocks * scale[:, :, None], x.shape), gemm_scale
 
 
@@ -335,7 +333,6 @@ def _quantize_blockwise_kernel(
     GROUP: tl.constexpr,
     SQUARE: tl.constexpr,
     FMT_MAX: tl.constexpr,
-    INV_FMT_MAX: tl.constexpr,
     POWER_2: tl.constexpr,
     VALUE_FOR_INF: tl.constexpr,
     TILE_R: tl.constexpr,
@@ -349,7 +346,7 @@ def _quantize_blockwise_kernel(
     first_row = tile_r * TILE_R
     first_column = tile_c * TILE_C
     a, b, c, d = load_interleaved(
-        x_ptr, x_stride, up_ptr, up_stride, mean_ptr, rstd_ptr, weight_ptr, bias_ptr,
+        (x_ptr, x_stride, up_ptr, up_stride, mean_ptr, rstd_ptr, weight_ptr, bias_ptr),
         first_row, first_column, R, C, KIND, TILE_R, TILE_C,
     )  # fmt: skip
     columns = first_column + tl.arange(0, TILE_C)
@@ -359,7 +356,7 @@ def _quantize_blockwise_kernel(
     # Values are within the format by their scales; an Inf is not, and the stores' conversion saturates.
     if SQUARE:
         amax = amax_along(tl.max(largest_of(a, b, c, d), axis=1), 0)
-        scale, gemm_scale = _scales(amax, GROUP, FMT_MAX, INV_FMT_MAX, POWER_2, VALUE_FOR_INF)
+        scale, gemm_scale = _scales(amax, GROUP, FMT_MAX, POWER_2, VALUE_FOR_INF)
         a, b, c, d = a * scale, b * scale, c * scale, d * scale
         if data_ptr is not None:
             store_interleaved(
@@ -375,12 +372,12 @@ def _quantize_blockwise_kernel(
         if data_ptr is not None:
             _store_rows(
                 data_ptr, scale_ptr, a, b, c, d, first_row, first_column, padded_R, padded_C,
-                GROUP, FMT_MAX, INV_FMT_MAX, POWER_2, VALUE_FOR_INF, TILE_R, TILE_C,
+                GROUP, FMT_MAX, POWER_2, VALUE_FOR_INF, TILE_R, TILE_C,
             )  # fmt: skip
         if data_t_ptr is not None:
             blocks = tl.reshape(largest_of(a, b, c, d), (GROUPS_R, GROUP // ROWS_PER_WORD, TILE_C))
             amax = amax_along(blocks, 1)  # [GROUPS_R, TILE_C]
-            scale, gemm_scale = _scales(amax, GROUP, FMT_MAX, INV_FMT_MAX, POWER_2, VALUE_FOR_INF)
+            scale, gemm_scale = _scales(amax, GROUP, FMT_MAX, POWER_2, VALUE_FOR_INF)
             groups = tile_r * GROUPS_R + tl.arange(0, GROUPS_R)
             _store_scales(
                 scale_t_ptr, gemm_scale, columns[None, :], groups[:, None], padded_C, padded_R, GROUP

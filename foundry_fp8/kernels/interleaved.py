@@ -17,14 +17,7 @@ ROWS_PER_WORD = tl.constexpr(4)
 
 @triton.jit
 def load_interleaved(
-    x_ptr,
-    x_stride,
-    up_ptr,
-    up_stride,
-    mean_ptr,
-    rstd_ptr,
-    weight_ptr,
-    bias_ptr,
+    source,
     first_row,
     first_column,
     R,
@@ -33,23 +26,12 @@ def load_interleaved(
     TILE_R: tl.constexpr,
     TILE_C: tl.constexpr,
 ):
-    """:func:`load_tile`'s tile as four of ``[TILE_R / 4, TILE_C]``."""
-    a = load_tile(
-        x_ptr, x_stride, up_ptr, up_stride, mean_ptr, rstd_ptr, weight_ptr, bias_ptr,
-        first_row, first_column, R, C, KIND, TILE_R // ROWS_PER_WORD, TILE_C, ROWS_PER_WORD,
-    )  # fmt: skip
-    b = load_tile(
-        x_ptr, x_stride, up_ptr, up_stride, mean_ptr, rstd_ptr, weight_ptr, bias_ptr,
-        first_row + 1, first_column, R, C, KIND, TILE_R // ROWS_PER_WORD, TILE_C, ROWS_PER_WORD,
-    )  # fmt: skip
-    c = load_tile(
-        x_ptr, x_stride, up_ptr, up_stride, mean_ptr, rstd_ptr, weight_ptr, bias_ptr,
-        first_row + 2, first_column, R, C, KIND, TILE_R // ROWS_PER_WORD, TILE_C, ROWS_PER_WORD,
-    )  # fmt: skip
-    d = load_tile(
-        x_ptr, x_stride, up_ptr, up_stride, mean_ptr, rstd_ptr, weight_ptr, bias_ptr,
-        first_row + 3, first_column, R, C, KIND, TILE_R // ROWS_PER_WORD, TILE_C, ROWS_PER_WORD,
-    )  # fmt: skip
+    """:func:`load_tile`'s tile as four of ``[TILE_R / 4, TILE_C]``; ``source``: what :attr:`.Producer.pointers` has."""
+    ROWS: tl.constexpr = TILE_R // ROWS_PER_WORD
+    a = load_tile(*source, first_row, first_column, R, C, KIND, ROWS, TILE_C, ROWS_PER_WORD)
+    b = load_tile(*source, first_row + 1, first_column, R, C, KIND, ROWS, TILE_C, ROWS_PER_WORD)
+    c = load_tile(*source, first_row + 2, first_column, R, C, KIND, ROWS, TILE_C, ROWS_PER_WORD)
+    d = load_tile(*source, first_row + 3, first_column, R, C, KIND, ROWS, TILE_C, ROWS_PER_WORD)
     return a, b, c, d
 
 

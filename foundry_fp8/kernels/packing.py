@@ -130,20 +130,12 @@ def block_scales(x, FORMAT: tl.constexpr, SCALE: tl.constexpr):
     bad = tl.max(tl.where(magnitude <= 3.4028234663852886e38, 0, 1), axis=1)
     x = tl.where(bad[:, None] == 0, x, 0.0)
     amax = tl.maximum(tl.max(tl.abs(x), axis=1), 1e-30)
-    if FORMAT == "int8":
-        code_max = 127.0
-        reciprocal = 0.007874015748031496
-    elif FORMAT == "e4m3":
-        code_max = 448.0
-        reciprocal = 0.002232142857142857
-    else:
-        code_max = 7.0
-        reciprocal = 0.14285714285714285
-    scale_inv = (amax * reciprocal).to(SCALE)
+    CODE_MAX: tl.constexpr = 127.0 if FORMAT == "int8" else 448.0 if FORMAT == "e4m3" else 7.0
+    scale_inv = (amax * (1.0 / CODE_MAX)).to(SCALE)
     if FORMAT == "int4":
         scale = tl.div_rn(1.0, scale_inv.to(tl.float32))
     else:
-        scale = tl.div_rn(code_max, amax)
+        scale = tl.div_rn(CODE_MAX, amax)
     scale_inv = tl.where(bad == 0, scale_inv.to(tl.float32), float("nan")).to(SCALE)
     return x, scale, scale_inv
 

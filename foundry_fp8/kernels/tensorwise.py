@@ -277,22 +277,17 @@ def quantize_tensorwise_reference(
     x = source.reference()
     if constant is not None:
         q = quantize_constant(x, constant, fmt)
-        stats = torch.stack([q.amax, torch.full_like(q.amax, alpha / constant), q.scale_inv])
-        return _padded(q.data, stats, rows, columns, x.float().sum(0) if column_sum else None)
-    measured = amax_reference(x) if known_amax is None else known_amax.flatten()[0]
-    if amax_slot is not None:
-        amax_slot.copy_(torch.maximum(amax_slot, measured.reshape(amax_slot.shape)))
-    scale = scale_reference(measured, fmt, power_2=power_2) if scale is None else scale.reshape(())
-    q = quantize_tensor(x, scale, fmt, measured)
-    stats = torch.stack([q.amax, q.gemm_scale, q.scale_inv])
-    return _padded(q.data, stats, rows, columns, x.float().sum(0) if column_sum else None)
-
-
-def _padded(data: Tensor, stats: Tensor, rows: bool, columns: bool, column_sum: Tensor | None) -> Tensorwise:
-    padded = pad_to_multiple(data)
-    return Tensorwise(
-        padded if rows else None, padded.t().contiguous() if columns else None, stats, column_sum
-    )
+        gemm_scale = torch.full_like(q.amax, alpha / constant)
+    else:
+        measured = amax_reference(x) if known_amax is None else known_amax.flatten()[0]
+        if amax_slot is not None:
+            amax_slot.copy_(torch.maximum(amax_slot, measured.reshape(amax_slot.shape)))
+        scale = scale_reference(measured, fmt, power_2=power_2) if scale is None else scale.reshape(())
+        q = quantize_tensor(x, scale, fmt, measured)
+        gemm_scale = q.gemm_scale
+    stats, padded = torch.stack([q.amax, gemm_scale, q.scale_inv]), pad_to_multiple(q.data)
+    data, data_t = padded if rows else None, padded.t().contiguous() if columns else None
+    return Tensorwise(data, data_t, stats, x.float().sum(0) if column_sum else None)
 
 
 def pad_to_multiple(data: Tensor, multiple: int = GEMM_MULTIPLE) -> Tensor:
@@ -329,31 +324,24 @@ def _amax_kernel(
     tiles = tl.cdiv(R, TILE_R) * tl.cdiv(C, TILE_C)
     if other_ptr is None:  # noqa: SIM114 - the compiler decides it
         raise_amax(
-            x_ptr, x_stride, up_ptr, up_stride, mean_ptr, rstd_ptr, weight_ptr, bias_ptr,
+            (x_ptr, x_stride, up_ptr, up_stride, mean_ptr, rstd_ptr, weight_ptr, bias_ptr),
             amax_ptr, R, C, tile, KIND, TILE_R, TILE_C,
         )  # fmt: skip
     elif tile < tiles:
         raise_amax(
-            x_ptr, x_stride, up_ptr, up_stride, mean_ptr, rstd_ptr, weight_ptr, bias_ptr,
+            (x_ptr, x_stride, up_ptr, up_stride, mean_ptr, rstd_ptr, weight_ptr, bias_ptr),
             amax_ptr, R, C, tile, KIND, TILE_R, TILE_C,
         )  # fmt: skip
     else:
         raise_amax(
-            other_ptr, other_stride, None, 0, None, None, None, None,
+            (other_ptr, other_stride, None, 0, None, None, None, None),
             other_amax_ptr, other_R, other_C, tile - tiles, 0, TILE_R, TILE_C,
         )  # fmt: skip
 
 
 @triton.jit
 def raise_amax(
-    x_ptr,
-    x_stride,
-    up_ptr,
-    up_stride,
-    mean_ptr,
-    rstd_ptr,
-    weight_ptr,
-    bias_ptr,
+    source,
     amax_ptr,
     R,
     C,
@@ -362,12 +350,10 @@ def raise_amax(
     TILE_R: tl.constexpr,
     TILE_C: tl.constexpr,
 ):
-    """Raise ``amax_ptr`` to the amax of one tile."""
+    """Raise ``amax_ptr`` to the amax of one tile; ``source``: what :attr:`Producer.pointers` has."""
     tiles_c = tl.cdiv(C, TILE_C)
-    x = load_tile(
-        x_ptr, x_stride, up_ptr, up_stride, mean_ptr, rstd_ptr, weight_ptr, bias_ptr,
-        (tile // tiles_c) * TILE_R, (tile % tiles_c) * TILE_C, R, C, KIND, TILE_R, TILE_C,
-    )  # fmt: skip
+    first_row, first_column = (tile // tiles_c) * TILE_R, (tile % tiles_c) * TILE_C
+    x = load_tile(*source, first_row, first_column, R, C, KIND, TILE_R, TILE_C)
     tl.atomic_max(amax_ptr, amax_along(tl.max(tl.abs(x), axis=1), 0), sem="relaxed")
 
 
@@ -408,7 +394,7 @@ def _quantize_kernel(
     first_row = tile_r * TILE_R
     first_column = (pid % tiles_c) * TILE_C
     a, b, c, d = load_interleaved(
-        x_ptr, x_stride, up_ptr, up_stride, mean_ptr, rstd_ptr, weight_ptr, bias_ptr,
+        (x_ptr, x_stride, up_ptr, up_stride, mean_ptr, rstd_ptr, weight_ptr, bias_ptr),
         first_row, first_column, R, C, KIND, TILE_R, TILE_C,
     )  # fmt: skip
 
