@@ -89,8 +89,7 @@ class RunLog(LoggerDestination):
             self._write({"kind": "hparams", "values": hyperparameters})
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Collect for the line of this batch; the last value of a key wins."""
-        del step  # a line is what was logged between two BATCH_ENDs
+        """Collect for the line of this batch, whatever ``step`` says: it has what was logged between two BATCH_ENDs. The last value of a key wins."""
         self._metrics.update(metrics)
 
     def log_table(
@@ -107,12 +106,10 @@ class RunLog(LoggerDestination):
 
     def init(self, state: State, logger: Logger) -> None:
         """Count the parameters, before a wrapper shards them."""
-        del logger
         self._parameters = sum(p.numel() for p in state.model.parameters())
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Open the file and write the header, now that the whole configuration is known; ``ConfigError`` if a requested file fails."""
-        del logger
         waiting, self._waiting = self._waiting, None
         if self._file is not None and int(state.timestamp.batch) == 0 and self._clock.seconds > 0:
             self._write({"kind": "end", "status": "finished; the run was begun again (reset_time)"})
@@ -140,7 +137,6 @@ class RunLog(LoggerDestination):
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Write one line. Loggers run after callbacks on this event, so every metric of the step is here."""
-        del logger
         self._clock.end()
         metrics, self._metrics = self._metrics, {}
         # ru_maxrss is in KiB on Linux and in bytes on macOS.
@@ -160,21 +156,18 @@ class RunLog(LoggerDestination):
 
     def fit_end(self, state: State, logger: Logger) -> None:
         """Write what callbacks logged at the end of training."""
-        del logger
         metrics, self._metrics = self._metrics, {}
         if metrics:
             self._write({"kind": "metrics", "step": int(state.timestamp.batch), "metrics": metrics})
 
     def eval_end(self, state: State, logger: Logger) -> None:
         """Write what the evaluation logged as a line of its own."""
-        del logger
         metrics, self._metrics = self._metrics, {}
         step, label = int(state.timestamp.batch), state.dataloader_label
         self._write({"kind": "eval", "step": step, "label": label, "metrics": metrics})
 
     def close(self, state: State, logger: Logger) -> None:
         """Write how the run ended, and close the file."""
-        del logger
         if self._file is None and not self._unwritten:
             return
         # Composer closes its callbacks at interpreter exit, when an exception that ended the run is sys.last_value.

@@ -148,8 +148,7 @@ class DelayedScalingState:
     def __getstate__(self) -> dict[str, Any]:
         """Without what would lose its tie to the histories' memory, or belongs to a graph that is not copied."""
         derived = ("amaxes", "running", "_passes", "_finished", "_backward_ran")
-        kept = {name: value for name, value in self.__dict__.items() if name not in derived}
-        return kept
+        return {name: value for name, value in self.__dict__.items() if name not in derived}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -84,17 +84,11 @@ class DeferredLogits:
         """As a tensor's."""
         return self.shape if dim is None else self.shape[dim]
 
-    def float(self) -> DeferredLogits:
-        """The losses are float32 already."""
-        return self
-
     def to(self, *args: Any, **kwargs: Any) -> DeferredLogits:
-        """The same: losses keep their type, and are where the head is."""
+        """The same object: losses are float32 already, keep their type, are where the head is, and leave nothing to copy."""
         return self
 
-    def contiguous(self) -> DeferredLogits:
-        """As there is nothing to copy: the same object."""
-        return self
+    float = contiguous = to
 
     def view(self, *shape: Any) -> DeferredLogits:
         """In another shape, as long as the words stay the last dimension."""

@@ -89,14 +89,15 @@ class MusConfig(DecoderConfig):
         **kwargs: Any,
     ) -> None:
         check_arguments(MusConfig, locals(), "model")
-        given = (hidden_size, num_hidden_layers, num_attention_heads)
-        preset = SIZES["1b"] if size is None and given == (None, None, None) else SIZES.get(size or "")
-        dimensions = [
-            value if value is not None or preset is None else preset[i] for i, value in enumerate(given)
-        ]
-        for key, value in zip(
-            ("hidden_size", "num_hidden_layers", "num_attention_heads"), dimensions, strict=True
-        ):
+        given = {
+            "hidden_size": hidden_size,
+            "num_hidden_layers": num_hidden_layers,
+            "num_attention_heads": num_attention_heads,
+        }
+        # A model described by its own dimensions takes nothing from a preset behind the user's back.
+        preset = SIZES[size or "1b"] if size or not any(given.values()) else (None, None, None)
+        for (key, own), of_size in zip(given.items(), preset, strict=True):
+            value = own or of_size
             if value is None:
                 raise ConfigError(
                     f"model.{key}: missing. Give it beside the others, or a size ({', '.join(SIZES)})."
