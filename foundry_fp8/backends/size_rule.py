@@ -84,12 +84,10 @@ def bytes_per_element(recipe: Recipe) -> int:
     return 6 if recipe.measures_first or recipe.by_row else 4
 
 
-def saved_seconds(
-    recipe: Recipe, tokens: int, in_features: int, out_features: int, rates: Rates = _H100
-) -> float:
-    """What ``recipe`` is predicted to save of a linear's forward and backward; negative if it costs time."""
-    products = 6 * tokens * in_features * out_features * _saved_per_flop(recipe, rates)
-    return products - tokens * (in_features + out_features) * bytes_per_element(recipe) / rates.bandwidth
+def saved_seconds(recipe: Recipe, tokens: int, in_features: int, out_features: int) -> float:
+    """What ``recipe`` is predicted to save of a linear's forward and backward on an H100; negative if it costs time."""
+    products = 6 * tokens * in_features * out_features * _saved_per_flop(recipe, _H100)
+    return products - tokens * (in_features + out_features) * bytes_per_element(recipe) / _H100.bandwidth
 
 
 def break_even(recipe: Recipe, rates: Rates = _H100) -> float:

@@ -105,12 +105,7 @@ class AttentionBackend(abc.ABC):
         return None
 
     def self_check(  # noqa: B027 - optional
-        self,
-        recipe: AttentionRecipe,
-        grad_scores: GradScores,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, recipe: AttentionRecipe, head_dim: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         """Prove the kernels for one head size on this machine, before anything is changed.
 

@@ -60,7 +60,7 @@ class AttentionPlan:
         }
         for head_dim, attention in sizes.items():
             if isinstance(head_dim, int):
-                attention.backend.self_check(self.recipe, attention.grad_scores, head_dim, dtype, device)
+                attention.backend.self_check(self.recipe, head_dim, dtype, device)
 
     def carry_out(self, model: nn.Module) -> None:
         """Attach them, and leave their state on ``model``."""

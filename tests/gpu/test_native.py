@@ -442,7 +442,7 @@ def test_attention_passes_its_check_and_refuses_by_name():
     from foundry_fp8.layers.attention_mask import AttentionMask
 
     attention, _, given = attention_of("native")
-    NativeAttention().self_check(DelayedScaling(), "fp8", 128, torch.bfloat16, given[0].device)
+    NativeAttention().self_check(DelayedScaling(), 128, torch.bfloat16, given[0].device)
     assert attention.backend.module_reason(DelayedScaling(), 128) is None
     if torch.cuda.get_device_capability() < (10, 0):
         assert "on Hopper it has to be 128" in attention.backend.module_reason(DelayedScaling(), 64)

@@ -114,12 +114,7 @@ class NativeAttention(AttentionBackend):
         return None
 
     def self_check(
-        self,
-        recipe: AttentionRecipe,
-        grad_scores: GradScores,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, recipe: AttentionRecipe, head_dim: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         """See :meth:`AttentionBackend.self_check`. On CUDA devices."""
         if device.type == "cuda":
