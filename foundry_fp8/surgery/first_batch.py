@@ -9,7 +9,6 @@ not seen, and for converted layers the ledger speaks.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
 from typing import Any, TypeGuard
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from foundry_fp8.compat.pytree import tree_iter
 from foundry_fp8.layers.attention import FP8DotProductAttention
 from foundry_fp8.layers.gemm_layer import FP8GemmLayer
 from foundry_fp8.layers.ledger import precision_of
@@ -148,7 +148,7 @@ class ForwardTrace(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         if not any(_converted(module) for module in self._inside):
-            self._see(getattr(func, "__name__", ""), [*_tensors((args, kwargs))], [*_tensors(output)])
+            self._see(getattr(func, "__name__", ""), _tensors((args, kwargs)), _tensors(output))
         return output
 
     def _see(self, function: str, inputs: list[Tensor], outputs: list[Tensor]) -> None:
@@ -227,11 +227,5 @@ def _precision(dtype: torch.dtype) -> str:
         return str(dtype).removeprefix("torch.")
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, Mapping):
-        yield from _tensors(list(value.values()))
+def _tensors(value: Any) -> list[Tensor]:
+    return [x for x in tree_iter(value) if isinstance(x, Tensor)]

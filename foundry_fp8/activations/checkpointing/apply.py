@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -84,9 +85,7 @@ class CheckpointingReport:
     compression: CompressionReport | None = None
 
     def __str__(self) -> str:
-        count: dict[str, int] = {}
-        for selection in self.selected:
-            count[policy_name(selection.policy)] = count.get(policy_name(selection.policy), 0) + 1
+        count = Counter(policy_name(selection.policy) for selection in self.selected)
         what = ", ".join(f"{n} x {policy}" for policy, n in count.items()) or "nothing"
         beside = "" if self.compression is None else f"; {self.compression}"
         return f"activation checkpointing: {what}{', boundaries offloaded' if self.offload else ''}{beside}"

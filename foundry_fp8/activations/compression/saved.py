@@ -200,12 +200,7 @@ class Compressor:
             )
         for x in tree_iter((args, kwargs)):
             # Masks, position tables: constants of the whole model, shared by its blocks.
-            if (
-                isinstance(x, Tensor)
-                and not x.requires_grad
-                and type(x) in (Tensor, FakeTensor)
-                and x.layout == torch.strided
-            ):
+            if type(x) in (Tensor, FakeTensor) and not x.requires_grad and x.layout == torch.strided:
                 storage = x.untyped_storage()
                 self._handed[storage_number(storage)] = weakref.ref(storage)
         hooks = saved_tensors_hooks(self.pack, self.unpack)
