@@ -27,15 +27,7 @@ PRECISIONS: dict[str, Literal[2, 4]] = {"amp_bf16": 2, "amp_fp16": 2, "amp_fp8":
 DTYPES: dict[str, Literal[2, 4]] = {
     "float32": 4,
     "fp32": 4,
-    "float16": 2,
-    "half": 2,
-    "fp16": 2,
-    "amp": 2,
-    "fp8": 2,
-    "float8": 2,
-    "bfloat16": 2,
-    "bfloat": 2,
-    "bf16": 2,
+    **dict.fromkeys(("float16", "half", "fp16", "amp", "fp8", "float8", "bfloat16", "bfloat", "bf16"), 2),
     **PRECISIONS,
 }
 """dtypes that Composer takes in ``mixed_precision`` (``composer.distributed.mosaic_parallelism._get_torch_dtype``) -> bytes."""

@@ -70,8 +70,6 @@ def add_fp8(text: str, hardware: Hardware, where: str = "the YAML") -> tuple[str
     said: list[str] = []
 
     def add(section: str, name: str, value: Any, why: str) -> None:
-        if config.get(section) is None:
-            config[section] = {}
         if name not in config[section]:
             config[section][name] = value
             said.append(f"+ {section}.{name}: {why}.")

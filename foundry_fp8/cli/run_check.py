@@ -76,8 +76,7 @@ def _parts(config: Mapping[str, Any]) -> tuple[list[Finding], dict[str, dict[str
         built = options[section] = {}
         for name, kwargs in (config.get(section) or {}).items():
             if section == "loggers" and name in ("wandb", "mlflow", "tensorboard", "neptune", "cometml"):
-                missing = importlib.util.find_spec(name) is None
-                if missing:
+                if importlib.util.find_spec(name) is None:
                     found.append(Finding(section, "error", f"{name} is not installed: pip install {name}"))
                 else:
                     built[name] = kwargs
