@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -43,21 +42,16 @@ def speed(
     mfu: Annotated[
         float | None, typer.Option(help="Of your own BF16 run on few GPUs, as mfu_monitor logs it; 0.4 where it is not given.")
     ] = None,
-    largest: Annotated[
-        bool, typer.Option(help="Also the largest microbatch that fits, with and without compressed activations: minutes.")
-    ] = False,
     trust: Trust = False,
 ) -> None:  # fmt: skip
     """Print how much faster FP8 is, by recipe and number of GPUs, with a range, and which layers gain nothing."""
     with quiet():
-        counts = counts_of(gpus) if gpus else None
-        lines = _lines(yaml, gpu_named(gpu), counts, network, tokens, mfu, largest, trust)
+        lines = _lines(yaml, gpu_named(gpu), counts_of(gpus) if gpus else None, network, tokens, mfu, trust)
     typer.echo("\n".join(lines))
 
 
 def _lines(
-    yaml: Path, name: str, given: list[int] | None, network: str | None, tokens: int | None, mfu: float | None, largest: bool,
-    trust: bool,
+    yaml: Path, name: str, given: list[int] | None, network: str | None, tokens: int | None, mfu: float | None, trust: bool
 ) -> list[str]:  # fmt: skip
     from foundry_fp8.numerics.recipes import RECIPES
     from foundry_fp8.planning.speed import USUAL_MFU, predict
@@ -95,33 +89,13 @@ def _lines(
         "",
         f"{'recipe':10} {'GPUs':>6} {'tokens/s a GPU':>15} {'MFU':>6}  over BF16",
     ]
-
-    def predicted(
-        recipe: Any, count: int, work: Any, config: Any, compressing: float = 0.0
-    ) -> tuple[float, Any]:
-        whole = of_step(work, config, count)
-        more = compressing * whole.tokens
-        found = predict(step, whole, recipe, count, shards[count], kind, NETWORKS[network], usual, more)
-        return whole.tokens / found.seconds, found
-
     for recipe in (None, *recipes):
-        for count in counts:
-            rate, found = predicted(recipe, count, work, config)
+        for count, shard in shards.items():
+            whole = of_step(work, config, count)
+            found = predict(step, whole, recipe, count, shard, kind, NETWORKS[network], usual)
             over = f"{found.estimate:.2f} ({found.low:.2f} to {found.high:.2f})" if recipe else "1"
-            label = recipe.name if recipe else "BF16"
+            label, rate = recipe.name if recipe else "BF16", whole.tokens / found.seconds
             lines.append(f"{label:10} {count:6d} {rate:15.0f} {found.mfu:6.1%}  {over}")
-    if largest:
-        from foundry_fp8.cli.largest import largest_lines
-
-        def rate_of(converts: bool, sequences: int, seconds: float) -> float:
-            asked = {**config, "device_train_microbatch_size": sequences}
-            recipe, sized = report.recipe if converts else None, workload_of(asked, model)
-            return predicted(recipe, counts[0], sized, asked, seconds / config["max_seq_len"])[0]
-
-        recipe = report.recipe if fp8.recipe == "auto" else fp8.recipe  # of the GPU, not of this machine
-        fp8 = dataclasses.replace(fp8, enabled=True, recipe=recipe)
-        run = dataclasses.replace(run_of(config, counts[0]), fp8=fp8)
-        lines += ["", *largest_lines(config, run, name, rate_of)]
     linears, left = gains(report, kind)
     kinds = {kind_of(layer): f"{kind_of(layer)}: {why}" for layer, why in left.items()}
     lines += ["", f"{linears - len(left)} of {linears} linears gain from {report.recipe.name}"]

@@ -11,18 +11,15 @@ import torch
 import yaml
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
-from typer.testing import CliRunner
 
 from foundry_fp8.activations.checkpointing.apply import apply_activation_checkpointing
 from foundry_fp8.activations.compression.apply import apply_activation_compression
 from foundry_fp8.cli.cluster import cluster_of, limit_of
-from foundry_fp8.cli.largest import largest_that_fits
-from foundry_fp8.cli.main import app
 from foundry_fp8.cli.plan_memory import convert, fake, step_of, without_flash
 from foundry_fp8.cli.yaml_model import build_yaml_model, optimizer_bytes_of, read_yaml
 from foundry_fp8.cli.yaml_run import run_of
 from foundry_fp8.compat.fake_tensor import FakeTensorMode
-from foundry_fp8.config import parse_bytes
+from foundry_fp8.config import ConfigError, parse_bytes
 from foundry_fp8.gpus import GPUS
 from foundry_fp8.planning.memory.cluster import on_cluster
 from foundry_fp8.planning.memory.cost_model import CostModel
@@ -30,7 +27,9 @@ from foundry_fp8.planning.memory.flash_bytes import hold_flash_bytes
 from foundry_fp8.planning.memory.live_bytes import LiveBytes
 from foundry_fp8.planning.memory.planner import measure, measure_as_it_is
 from tests.cli.test_plan_memory import FSDP, MPT
+from tests.integrations.test_examples import example
 
+largest_that_fits = example("largest_microbatch").largest_that_fits
 LENGTH = 2**16
 H100 = GPUS["h100"].memory_bytes
 
@@ -129,8 +128,8 @@ def written(tmp_path):
     return write
 
 
-def planned(path, *options):
-    return CliRunner().invoke(app, ["plan", "speed", str(path), "--largest", "--gpus", "8", *options])
+def planned(path):
+    return "\n".join(example("largest_microbatch").table(path))
 
 
 def rows(output):
@@ -161,7 +160,7 @@ def peak_of_the_planner(path, sequences, fp8):
 @pytest.mark.full
 def test_the_planner_finds_that_it_fits_and_that_one_more_does_not(written):
     path = written(algorithms={"fp8": {"recipe": "current"}})
-    found = rows(planned(path).output)
+    found = rows(planned(path))
     assert set(found) == {(kind, form) for kind in ("BF16", "FP8") for form in ("off", "exact", "int8")}
     limit = parse_bytes(limit_of("h100"), "limit")
     for kind in ("BF16", "FP8"):
@@ -180,22 +179,20 @@ def test_checkpoints_of_the_yaml_are_there_whoever_sets_them(written):
         "algorithm": {"algorithms": {"activation_checkpointing": {"targets": "mptblock"}}},
         "fsdp": {"fsdp_config": {**FSDP["fsdp_config"], "activation_checkpointing": True}},
     }.items():
-        most[name] = rows(planned(written(**more)).output)["BF16", "off"][0]
+        most[name] = rows(planned(written(**more)))["BF16", "off"][0]
     assert most["none"] < most["algorithm"] == most["fsdp"]
 
 
 def test_a_step_has_no_more_sequences_than_the_yaml_gives_it(written):
-    output = planned(written(global_train_batch_size=16)).output
+    output = planned(written(global_train_batch_size=16))
     assert "of at most 2 sequences" in output and {n for n, *_ in rows(output).values()} == {2}
 
 
 def test_where_not_one_sequence_fits_it_says_by_how_much(written):
-    output = planned(written(max_seq_len=2**22, model={"max_seq_len": 2**22})).output
+    output = planned(written(max_seq_len=2**22, model={"max_seq_len": 2**22}))
     assert re.search(r"(?m)^BF16 +off +0 +[\d.]+ +one takes [\d.]+ GB too many$", output), output
 
 
 def test_checkpoints_that_a_budget_chooses_are_refused(written):
-    result = planned(written(algorithms={"activation_checkpointing": {"budget": 0.5}}))
-    assert (
-        result.exit_code == 2 and "Give it the targets that foundry-fp8 plan memory prints" in result.output
-    )
+    with pytest.raises(ConfigError, match="Give it the targets that foundry-fp8 plan memory prints"):
+        planned(written(algorithms={"activation_checkpointing": {"budget": 0.5}}))
