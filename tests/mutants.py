@@ -100,7 +100,7 @@ MUTANTS = [
     Mutant("layers/module_scales.py", "torch.isfinite(scale) & (scale > 0)", "torch.isfinite(scale) & (scale >= 0)", T_LINEARS),
     Mutant(LINEAR, 'return ("dy",)', 'return ("x", "w", "dy")', f"{T_EMULATED} {T_DELAYED} activations/compression/test_apply.py"),
     # Contract 3: the ledger is what ran.
-    Mutant(LINEAR, '"wgrad": "fp8" if self.wgrad == "fp8" else hp', '"wgrad": "fp8"', f"{T_EMULATED} observe"),
+    Mutant(LINEAR, '"wgrad": low if self.wgrad == "fp8" else hp', '"wgrad": low', f"{T_EMULATED} observe"),
     Mutant(LINEAR, 'precisions["fprop"], recompute=inside_backward())', 'precisions["fprop"])', T_EMULATED),
     Mutant("layers/ledger.py", "2 * m * n * k\n        self.calls", "m * n * k\n        self.calls", f"{T_EMULATED} observe"),
     Mutant(LINEAR, 'self.training or self.evaluate == "fp8"', "True", T_EMULATED),
