@@ -193,7 +193,7 @@ def predict(
         gpu: Of which kind they are.
         network: Between them.
         mfu: In BF16, of a GPU that computes alone.
-        compressing: Seconds of a step in which activations are compressed and made again; a run in BF16 without is what it is held against.
+        compressing: Seconds of a step that compression of activations takes; it is held against a run in BF16 without.
     """
     micro = work.microbatches
     optimizer = OPTIMIZER_BYTES * step.trained / shard / rates_of(gpu).bandwidth
