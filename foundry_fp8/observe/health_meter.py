@@ -7,7 +7,6 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from statistics import fmean
 from typing import Any
 
 from torch import nn
@@ -116,11 +115,11 @@ class HealthMeter:
                 # Attention's go where linears' do not crowd them out of what every logger takes.
                 of_logger = metrics if operand in LINEAR else details
                 of_logger[f"fp8/{stat}/{operand}/worst"] = _worst(stat, values.values())
-                details[f"fp8/{stat}/{operand}/mean"] = fmean(values.values())
+                details[f"fp8/{stat}/{operand}/mean"] = _mean(values.values())
                 details |= self._by_layer(f"fp8/{stat}/{operand}", stat, values)
             ages = self._ages({(name, operand): health for name, health in of_operand.items()}, batch)
             if ages:
-                details[f"fp8/scale_age/{operand}/mean"] = fmean(ages)
+                details[f"fp8/scale_age/{operand}/mean"] = _mean(ages)
                 details[f"fp8/scale_age/{operand}/worst"] = max(ages)
         return metrics, details
 
@@ -162,3 +161,8 @@ def _worst(stat: str, values: Iterable[float]) -> float:
     if any(math.isnan(value) for value in found):
         return math.nan
     return min(found) if stat in LOWER_IS_WORSE else max(found)
+
+
+def _mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return sum(found) / len(found)
