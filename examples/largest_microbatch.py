@@ -82,11 +82,11 @@ def largest_lines(
         cluster, states = cluster_of(run, model, GPUS[gpu].memory_bytes), optimizer_bytes_of(model, config)
         if cluster.gathered == 2:
             model.to(torch.bfloat16)  # what FSDP gathers under mixed precision
+        found: list[tuple[str, int, int, float]] = []
         with fake(model):
             convert(model, dataclasses.replace(run, fp8=converts), config["max_seq_len"], CPU)
             if own is not None or getattr(run.fsdp, "activation_checkpointing", False):
                 apply_activation_checkpointing(model, **(own.given if own else {}))
-            plain = 0.0
             for kind in dict.fromkeys(("off", "exact", packs.format)):
                 undo, lean = (lambda: None), False
                 if kind != "off":
@@ -98,11 +98,13 @@ def largest_lines(
                 sequences = largest_that_fits(held, limit, most)
                 (peak, _), (_, seconds) = held(max(sequences, 1)), held(1)
                 undo()
-                plain = plain or seconds
-                said = f"  one takes {(peak - limit) / 1e9:.1f} GB too many"
-                if sequences:
-                    said = f"{rate(converts is not None, sequences, max(seconds - plain, 0.0)):15.0f}"
-                yield f"{label:10} {kind:12} {sequences:9d} {peak / 1e9:7.1f} {said}"
+                found.append((kind, sequences, peak, seconds))
+        plain = found[0][3]
+        for kind, sequences, peak, seconds in found:  # outside of the fake mode
+            said = f"  one takes {(peak - limit) / 1e9:.1f} GB too many"
+            if sequences:
+                said = f"{rate(converts is not None, sequences, max(seconds - plain, 0.0)):15.0f}"
+            yield f"{label:10} {kind:12} {sequences:9d} {peak / 1e9:7.1f} {said}"
 
 
 def _held(
