@@ -171,6 +171,9 @@ def _flatten(x: DeferredLogits) -> tuple[list[Any], Any]:
     return [x.losses], x
 
 
-register_pytree_node(
-    DeferredLogits, _flatten, lambda leaves, x: dataclasses.replace(x, losses=next(iter(leaves)))
-)
+def _unflatten(leaves: Any, x: Any) -> DeferredLogits:
+    (losses,) = leaves
+    return dataclasses.replace(x, losses=losses)
+
+
+register_pytree_node(DeferredLogits, _flatten, _unflatten)

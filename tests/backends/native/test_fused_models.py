@@ -71,12 +71,13 @@ def apart(a, b):
     )
 
 
-QUICK = ("Llama", "Gemma2", "Phi3", "GPT2", "delayed", "block")
-"""What runs by default of families and recipes."""
+QUICK_FAMILIES, QUICK_RECIPES = ("Llama", "Gemma2", "Phi3", "GPT2"), ("delayed", "block")
+"""What runs by default; the others in the full tier."""
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in FAMILIES]
+    "name",
+    [pytest.param(name, marks=() if name in QUICK_FAMILIES else pytest.mark.full) for name in FAMILIES],
 )
 def test_what_is_fused_in_each_family(name, device):
     _, norms, mlps = FAMILIES[name]
@@ -96,7 +97,7 @@ def test_what_is_fused_in_each_family(name, device):
 @pytest.mark.parametrize(
     "recipe",
     [
-        pytest.param(recipe, marks=() if recipe in QUICK else pytest.mark.full)
+        pytest.param(recipe, marks=() if recipe in QUICK_RECIPES else pytest.mark.full)
         for recipe in ("delayed", "current", "block", "mxfp8", {"name": "current", "granularity": "row"})
     ],
 )
