@@ -91,7 +91,7 @@ def recipe_run_by(layer: Any, weight: Any) -> Recipe | None:
     """What ``layer`` multiplies its ``weight`` by: its recipe, that of a published weight's codes, or ``None`` in high precision."""
     if isinstance(weight, FrozenFP8Weight):
         return recipe_of(weight.scaling)
-    return layer.recipe if isinstance(layer, FP8GemmLayer) and layer.fprop == "fp8" else None
+    return layer.recipe if isinstance(layer, FP8GemmLayer) and layer.fprop != "high_precision" else None
 
 
 def served_weight(

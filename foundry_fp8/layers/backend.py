@@ -70,7 +70,7 @@ class Backend(abc.ABC):
     lacks: ClassVar[Mapping[str, str]] = {
         "accumulation": "it is for backend: emulated, since hardware adds up in its own way. Remove it, and choose with the recipe's fast_accumulation",
         "cache_weights": "it quantises them in every forward. Set it to false, or backend: native",
-        "gemms": "fprop and dgrad run the recipe there. Remove it, or set backend: emulated",
+        "gemms": "fprop and dgrad run the recipe there, and no GEMM is dequantized. Remove it, or set backend: native",
         "fuse": "it fuses nothing; native does. Leave it at auto",
     }
     """The options of ``algorithms.fp8`` that it does not have, each with why and the way out: all that is more than products, unless it says

@@ -18,7 +18,14 @@ from foundry_fp8.layers.dtensor import is_dtensor
 from foundry_fp8.layers.ledger import Gemm, GemmLedger, Precision, precision_of
 from foundry_fp8.layers.second_derivative import refuse_second_derivative, refuse_transforms
 from foundry_fp8.numerics.quantize import Quantized
-from foundry_fp8.numerics.recipes import GEMMS, Operand, Recipe, most_common_recipes, recipe_name
+from foundry_fp8.numerics.recipes import (
+    GEMMS,
+    GemmPrecision,
+    Operand,
+    Recipe,
+    most_common_recipes,
+    recipe_name,
+)
 
 __all__ = ["OPERANDS", "Choice", "FP8GemmLayer", "Probe", "Slots", "configured_recipes"]
 
@@ -32,21 +39,25 @@ Slots = Mapping[Operand, DelayedSlot]
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """A recipe (``None``: high precision), the GEMMs that stay out of it, and the rule that says so: its YAML key, and its times, if it has some."""
+    """A recipe (``None``: high precision), what GEMMs run in beside FP8, and the rule that says so: its YAML key, and its times, if it has some."""
 
     recipe: Recipe | None
-    out: frozenset[Gemm] = frozenset()
+    beside: Mapping[Gemm, GemmPrecision] = dataclasses.field(default_factory=dict, hash=False)
     rule: str = ""
     when: str = ""
 
     @property
     def gemms(self) -> dict[str, str]:
-        """The recipe's name, or ``high_precision``, by GEMM."""
-        return {gemm: recipe_name(None if gemm in self.out else self.recipe) for gemm in GEMMS}
+        """The recipe's name, ``dequantized`` or ``high_precision``, by GEMM."""
+        beside = self.beside if self.recipe else {}
+        return {gemm: beside.get(gemm, recipe_name(self.recipe)) for gemm in GEMMS}
 
     def __str__(self) -> str:
-        out = " and ".join(gemm for gemm in GEMMS if self.recipe and gemm in self.out)
-        return f"{recipe_name(self.recipe)}{out and f', {out} in high precision'} {self.when}".rstrip()
+        said = recipe_name(self.recipe)
+        for precision, words in (("dequantized", "dequantized"), ("high_precision", "in high precision")):
+            gemms = " and ".join(g for g in GEMMS if self.recipe and self.beside.get(g) == precision)
+            said += gemms and f", {gemms} {words}"
+        return f"{said} {self.when}".rstrip()
 
 
 class FP8GemmLayer(nn.Module):
@@ -59,7 +70,7 @@ class FP8GemmLayer(nn.Module):
         backend: Who runs the GEMMs.
         recipe: What runs now; ``None`` is high precision. Change it with :meth:`set_recipe`.
         configured_recipe: What the conversion asked for; ``None`` where a measurement chose high precision.
-        fprop, dgrad, wgrad: Whether that GEMM runs in FP8, while a recipe does.
+        fprop, dgrad, wgrad: What that GEMM runs in, while a recipe does.
         turns: What it runs by turns, where rules hold for a part of the run; ``turn`` is the present one.
         demoted: In a turn in high precision: what the guard demoted it to, which it is again in the next one: ``finer``, ``out`` or nothing.
         evaluate: What a forward in ``eval()`` mode runs in.
@@ -84,9 +95,9 @@ class FP8GemmLayer(nn.Module):
     probe: Probe | None
     passes: int
     output_multiplier: float = 1.0
-    fprop: Literal["fp8", "high_precision"] = "fp8"
-    dgrad: Literal["fp8", "high_precision"] = "fp8"
-    wgrad: Literal["fp8", "high_precision"] = "fp8"
+    fprop: GemmPrecision = "fp8"
+    dgrad: GemmPrecision = "fp8"
+    wgrad: GemmPrecision = "fp8"
     turns: Sequence[Choice] = ()
     turn: Choice
     demoted: str = ""
@@ -131,7 +142,7 @@ class FP8GemmLayer(nn.Module):
             recipe = recipe.finer if self.demoted == "finer" else None
             recipe = recipe if recipe is not None and self.can_run(recipe, device) else None
         for gemm in GEMMS:
-            setattr(self, gemm, "high_precision" if gemm in turn.out else "fp8")
+            setattr(self, gemm, turn.beside.get(gemm, "fp8"))
         self.set_recipe(recipe)
 
     @property
@@ -141,10 +152,10 @@ class FP8GemmLayer(nn.Module):
 
     def extra_repr(self) -> str:
         """What it runs."""
-        out = "".join(
-            f", {gemm}=high_precision" for gemm in ("fprop", "dgrad") if getattr(self, gemm) != "fp8"
+        beside = "".join(
+            f", {gemm}={getattr(self, gemm)}" for gemm in ("fprop", "dgrad") if getattr(self, gemm) != "fp8"
         )
-        return f"recipe={recipe_name(self.recipe)}, backend={self.backend.name}{out}, wgrad={self.wgrad}"
+        return f"recipe={recipe_name(self.recipe)}, backend={self.backend.name}{beside}, wgrad={self.wgrad}"
 
     def can_run(self, recipe: Recipe, device: torch.device) -> bool:
         """Whether the backend runs ``recipe`` with this layer's shapes on ``device``."""

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from foundry_fp8.layers.gemm_layer import FP8GemmLayer
+from foundry_fp8.layers.gemm_layer import Choice, FP8GemmLayer
 from foundry_fp8.numerics.recipes import Recipe, parse_recipe
 
 __all__ = ["MEASURED", "POLICY", "choice_of", "difference", "measured_table", "same_scaling", "table_of"]
@@ -55,9 +55,13 @@ def difference(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
 
 def _row(module: FP8GemmLayer) -> dict[str, Any]:
     if module.turns:  # without their times, which may be others after a resume
-        return {"turns": [[t.recipe and _scaling(t.recipe.to_dict()), *sorted(t.out)] for t in module.turns]}
-    out = {gemm: "high_precision" for gemm in ("fprop", "dgrad") if getattr(module, gemm) != "fp8"}
-    return {**_scaling(module.recipes[0].to_dict()), **out, "wgrad": module.wgrad}
+        return {"turns": [[t.recipe and _scaling(t.recipe.to_dict()), *_beside(t)] for t in module.turns]}
+    beside = {gemm: getattr(module, gemm) for gemm in ("fprop", "dgrad") if getattr(module, gemm) != "fp8"}
+    return {**_scaling(module.recipes[0].to_dict()), **beside, "wgrad": module.wgrad}
+
+
+def _beside(turn: Choice) -> list[str]:
+    return sorted(g if how == "high_precision" else f"{g} {how}" for g, how in turn.beside.items())
 
 
 def _scaling(recipe: Mapping[str, Any]) -> dict[str, Any]:

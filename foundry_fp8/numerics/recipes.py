@@ -62,6 +62,8 @@ Operand = Literal["x", "w", "dy"]
 """The three tensors of a linear that are quantised: input, weight, gradient of the output."""
 
 Gemm = Literal["fprop", "dgrad", "wgrad"]
+GemmPrecision = Literal["fp8", "dequantized", "high_precision"]
+"""What a GEMM of an FP8 layer runs in; ``dequantized`` multiplies the quantised operands in the compute dtype, which each is rounded to."""
 """The three products of a linear: ``Y = X W^T``, ``dX = dY W``, ``dW = dY^T X``."""
 
 GEMMS: tuple[Gemm, ...] = ("fprop", "dgrad", "wgrad")

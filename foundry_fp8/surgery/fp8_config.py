@@ -157,10 +157,15 @@ class FP8Config(Config):
 
     @property
     def gemms(self) -> str | Literal[False]:
-        """The key of a rule that takes fprop or dgrad out of FP8."""
+        """The key of a rule with a GEMM beside FP8, other than wgrad in high precision."""
         rules = self.policy(torch.device("cpu")).rules
-        out = (k for k, r in rules.items() if HIGH_PRECISION in (r.gemms.get("fprop"), r.gemms.get("dgrad")))
-        return next(out, False)
+        plain = {"wgrad": HIGH_PRECISION}.items()
+        beside = (
+            key
+            for key, rule in rules.items()
+            if any(how != "fp8" for how in dict(rule.gemms.items() - plain).values())
+        )
+        return next(beside, False)
 
     @property
     def runs_unit(self) -> bool:

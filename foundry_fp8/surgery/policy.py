@@ -75,9 +75,10 @@ class Policy:
     def choice(self, key: str) -> Choice:
         """What the rule ``key`` says."""
         rule = self.rules[key]
-        out = frozenset(gemm for gemm, precision in rule.gemms.items() if precision == HIGH_PRECISION)
-        recipe = rule.recipe if isinstance(rule.recipe, Recipe) and len(out) < 3 else None
-        return Choice(recipe, out, key, rule.when)
+        beside = {gemm: precision for gemm, precision in rule.gemms.items() if precision != "fp8"}
+        reads_fp8 = len(beside) < 3 or "dequantized" in beside.values()
+        recipe = rule.recipe if isinstance(rule.recipe, Recipe) and reads_fp8 else None
+        return Choice(recipe, beside, key, rule.when)
 
     def kept_blocks(self, model: nn.Module) -> set[int]:
         """Indices of the blocks that rules without other conditions leave in high precision.

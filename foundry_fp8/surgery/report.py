@@ -134,7 +134,7 @@ class SurgeryReport:
             recipe, said = choice[name], f"measured, not {why[name]}" if why.get(name) else "measured"
             if recipe is None:
                 return dataclasses.replace(old, action="skipped", reason=said, gemms={})
-            runs = Choice(recipe, frozenset({"wgrad"} if wgrad == HIGH_PRECISION else ()))
+            runs = Choice(recipe, {"wgrad": wgrad} if wgrad == HIGH_PRECISION else {})
             return dataclasses.replace(old, action="converted", reason=f"{runs}, {said}", gemms=runs.gemms)
 
         found = most_common_recipes(choice.values()) or self.recipes

@@ -21,7 +21,7 @@ from foundry_fp8.config import (
 )
 from foundry_fp8.model_structure.block_numbers import Blocks
 from foundry_fp8.model_structure.roles import Role
-from foundry_fp8.numerics.recipes import FOR_ANY_MODEL, RECIPES, Gemm, Recipe, parse_recipe
+from foundry_fp8.numerics.recipes import FOR_ANY_MODEL, RECIPES, Gemm, GemmPrecision, Recipe, parse_recipe
 from foundry_fp8.surgery.timing import Clock, Moment, parse_moment
 
 __all__ = ["HIGH_PRECISION", "Measured", "Rule", "Wgrad", "parse_rules"]
@@ -54,8 +54,9 @@ class Rule(Config):
     """Transformer blocks, counted from 0 in an encoder and in a decoder each: ``first-2``, ``last-15%``, ``range-2-5``, ``[0, 7]``."""
     roles: Sequence[Role] = ()
     """``attention``, ``mlp``, ``expert``, ``shared_expert``: what the layers are part of."""
-    gemms: Mapping[Gemm, Wgrad] = dataclasses.field(default_factory=dict)
-    """``{fprop: high_precision}`` computes that GEMM, or dgrad or wgrad, from operands that are not quantised."""
+    gemms: Mapping[Gemm, GemmPrecision] = dataclasses.field(default_factory=dict)
+    """``{fprop: high_precision}`` computes that GEMM, or dgrad or wgrad, from operands that are not quantised; ``dequantized`` multiplies
+    the quantised ones in the compute dtype, which each is rounded to."""
     from_: Annotated[Moment | None, Parse(parse_moment, "a time")] = None
     """In a YAML ``from``: the rule holds from then on (``100ba``, ``20Btok``, ``0.9dur``, or an integer of steps)."""
     until: Annotated[Moment | None, Parse(parse_moment, "a time")] = None

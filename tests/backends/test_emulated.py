@@ -177,18 +177,49 @@ def test_under_autocast_a_gemm_out_of_fp8_is_bfloat16s_and_the_others_are_what_t
             assert torch.equal(value, fp8[gemm]), gemm
 
 
-@pytest.mark.parametrize("backend", ["native", "transformer_engine"])
-@pytest.mark.parametrize("gemm", ["fprop", "dgrad"])
-def test_other_backends_refuse_them_by_name(backend, gemm):
+@every_recipe
+@pytest.mark.parametrize("out", [("fprop",), ("dgrad", "wgrad"), ("fprop", "dgrad", "wgrad")], ids="+".join)
+def test_dequantized_gemms_multiply_the_recipes_operands_in_the_compute_dtype(recipe, out):
+    """In the bits of torch's own product of what a probe sees, each operand rounded to bfloat16."""
+    rule = {"modules": "*", "recipe": recipe, "gemms": dict.fromkeys(out, "dequantized")}
+    model = linear([rule], bias=False, dtype=torch.bfloat16)
+    module, r = model[0], RECIPES[recipe]()
+    x, dy = ranged(64, 256).bfloat16().requires_grad_(), ranged(64, 384).bfloat16()
+    if recipe == "delayed":
+        model(x).backward(dy)
+        x.grad = module.weight.grad = None
+    y = model(x)
+    y.backward(dy)
+
+    def dense(t, operand, along):
+        if recipe == "nvfp4":
+            scaling = r.scaling(operand, along).of_pass(module.passes)
+            return scaling.quantize(t.detach(), r.format(operand)).dequantize().bfloat16()
+        return by_reference(t.detach(), operand, r, along).dequantize().bfloat16()
+
+    w = module.weight
+    expected = {
+        "fprop": (y.detach(), dense(x, "x", 1) @ dense(w, "w", 1).t()),
+        "dgrad": (x.grad, dense(dy, "dy", 1) @ dense(w, "w", 0)),
+        "wgrad": (w.grad, dense(dy, "dy", 0).t() @ dense(x, "x", 0)),
+    }
+    for gemm in out:
+        assert torch.equal(*expected[gemm]), gemm
+    calls = {(gemm, "bf16" if gemm in out else "fp4" if recipe == "nvfp4" else "fp8") for gemm in expected}
+    assert set(module.ledger.calls) == calls
+
+
+@pytest.mark.parametrize("gemms", [{"fprop": "high_precision"}, {"dgrad": "high_precision"}, {"wgrad": "dequantized"}], ids=str)  # fmt: skip
+def test_transformer_engine_refuses_them_by_name(gemms):
     model = nn.Sequential(nn.Linear(64, 64))
     rules = [{"recipe": "block", "gemms": {"wgrad": "high_precision"}, "modules": "0", "until": 9},
-             {"recipe": "current", "gemms": {gemm: "high_precision"}}]  # fmt: skip
-    config = FP8Config(recipe=rules, backend=backend)
-    with pytest.raises(
-        ConfigError, match=rf"recipe\[1\]\.gemms: not with the {backend} backend.*backend: emulated"
-    ):
-        refuse_by_backend(config, load_backend(backend))
-    refuse_by_backend(FP8Config(recipe=rules[:1], backend=backend), load_backend(backend))
+             {"recipe": "current", "gemms": gemms}]  # fmt: skip
+    te = "transformer_engine"
+    with pytest.raises(ConfigError, match=rf"recipe\[1\]\.gemms: not with the {te} backend.*backend: native"):
+        refuse_by_backend(FP8Config(recipe=rules, backend=te), load_backend(te))
+    refuse_by_backend(FP8Config(recipe=rules[:1], backend=te), load_backend(te))
+    for backend in ("native", "emulated"):
+        refuse_by_backend(FP8Config(recipe=rules, backend=backend), load_backend(backend))
     foundry_fp8.apply_fp8(model, recipe=rules, backend="emulated")
 
 

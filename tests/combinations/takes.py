@@ -189,7 +189,7 @@ _OF_A_RULE = {
     "blocks": either(NULL, BLOCKS),
     "roles": some(word("attention", "mlp", "expert", "shared_expert")),
     "gemms": either(
-        only({}), only({"wgrad": HIGH}), only({"wgrad": "fp8"}), only({"fprop": "fp8", "wgrad": HIGH})
+        only({}), only({"wgrad": HIGH}), only({"fprop": "fp8", "wgrad": HIGH}), only({"dgrad": "dequantized"})
     ),
 }
 

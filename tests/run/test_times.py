@@ -29,7 +29,7 @@ WARM = [{"until": 3, "recipe": HIGH}, {"from": "0.75dur", "recipe": "current"}, 
 """High precision, delayed scaling from step 3 on, current scaling from step 6 on."""
 DECAY = [
     {"until": "2ba", "recipe": "nvfp4", "gemms": {"fprop": HIGH, "wgrad": HIGH}},
-    {"from": "5ba", "roles": ["mlp"], "recipe": "nvfp4", "gemms": {"dgrad": HIGH}},
+    {"from": "5ba", "roles": ["mlp"], "recipe": "nvfp4", "gemms": {"dgrad": "dequantized"}},
     {"recipe": "nvfp4"},
 ]
 
@@ -49,7 +49,7 @@ def decay_by_hand(model, step):
     for name, layer in layers_of(model).items():
         first, last = step < 2, step >= 5 and ("mlp" in name or name.endswith(("up", "down")))
         layer.fprop = layer.wgrad = HIGH if first else "fp8"
-        layer.dgrad = HIGH if last else "fp8"
+        layer.dgrad = "dequantized" if last else "fp8"
 
 
 RUNS = {"warm": (WARM, "delayed", warm_by_hand), "decay": (DECAY, "nvfp4", decay_by_hand)}

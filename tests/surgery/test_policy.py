@@ -164,7 +164,7 @@ def test_roles_are_found_in_the_models_of_the_field(model, expected):
         ([{"recipe": "block", "roles": ["expert"]}], r"recipe\[0\]: no effect: it names no linear layer.*roles attention, mlp"),
         ([{"recipe": "block", "gemms": {"wgard": HIGH}}], r"gemms\.wgard: 'wgard'.*Did you mean 'wgrad'"),
         ([{"recipe": "block", "gemms": {"fprop": HIGH, "dgrad": HIGH, "wgrad": HIGH}}], r"no linear layer was converted .*recipe\[0\] leaves it in high precision"),
-        ([{"recipe": "block", "gemms": {"wgrad": "mxfp8"}}], r"gemms\.wgrad: 'mxfp8' is not one of fp8, high_precision"),
+        ([{"recipe": "block", "gemms": {"wgrad": "mxfp8"}}], r"gemms\.wgrad: 'mxfp8' is not one of fp8, dequantized, high_precision"),
         ([{"recipe": HIGH, "gemms": {"wgrad": HIGH}}], r"recipe\[0\]\.gemms: the rule's recipe is high_precision"),
         ([{"recipe": "block", "blocks": "frist-2"}], r"recipe\[0\]\.blocks: 'frist-2' is not an integer n"),
         ([{"recipe": "block", "blocks": "range-7-9"}], r"recipe\[0\]: no effect: it names no linear layer; the model has 4"),
@@ -281,6 +281,7 @@ def test_resume_is_bit_exact(saved_from, loaded_by, tmp_path):
     [
         ([MIXED[0], MIXED[2]], r"another policy, in which blocks\.\d\.down runs .*'current'.* and here .*'delayed'"),
         (MIXED[:2], r"another policy, in which blocks\.\d\.up runs .*'delayed'.* and here high precision"),
+        ([MIXED[0], {**MIXED[1], "gemms": {"wgrad": "dequantized"}}, MIXED[2]], r"down runs .*and here .*'wgrad': 'dequantized'"),
         ([MIXED[0], {**MIXED[1], "gemms": {}}, MIXED[2]], r"down runs .*'wgrad': 'high_precision'.* and here .*'wgrad': 'fp8'"),
         (DELAYED, r"made by the recipe policy, this run uses .*'delayed'"),
     ],

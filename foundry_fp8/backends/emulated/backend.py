@@ -111,13 +111,13 @@ class _EmulatedLinear(torch.autograd.Function):
         shared: QuantizedInput,
     ) -> Tensor:
         ctx.module, ctx.recipe, ctx.recording = module, module.recipe, recording
-        ctx.dgrad, ctx.wgrad = module.dgrad, module.wgrad
+        ctx.fprop, ctx.dgrad, ctx.wgrad = module.fprop, module.dgrad, module.wgrad
         ctx.number = module.passes
         ctx.scales = {} if module.slots is None else {name: slot.scale for name, slot in module.slots.items()}
         qx = _quantize(ctx, x, "x", along=1, shared=shared)
         hp_weight = in_high_precision(weight, x.dtype)
         qw = _quantize(ctx, hp_weight, "w", along=1)  # without fprop in FP8 too: histories and probes go on
-        if module.fprop == "fp8":
+        if ctx.fprop != "high_precision":
             y = _gemm(ctx, "fprop", qx, qw, x.dtype, bias)
         else:
             y = F.linear(x, hp_weight, None if bias is None else bias.to(x.dtype)).mul(
@@ -126,7 +126,7 @@ class _EmulatedLinear(torch.autograd.Function):
 
         kept: Sequence[Tensor] = ()
         if ctx.needs_input_grad[1]:
-            if ctx.wgrad == "fp8":
+            if ctx.wgrad != "high_precision":
                 # wgrad contracts over tokens, so block scales must run along that dimension.
                 found = shared.get("kept")
                 if found is None:
@@ -157,12 +157,12 @@ class _EmulatedLinear(torch.autograd.Function):
             if needs_x:
                 assert qdy is not None
                 hp_weight = in_high_precision(weight, ctx.x_dtype)
-                if ctx.dgrad == "fp8":
+                if ctx.dgrad != "high_precision":
                     qw = _quantize(ctx, hp_weight, "w", along=0, probed=False)
                     dx = _gemm(ctx, "dgrad", qdy, qw.t(), ctx.x_dtype)
                 else:
                     dx = (dy @ hp_weight).mul(ctx.module.output_multiplier)
-            if needs_w and ctx.wgrad == "fp8":
+            if needs_w and ctx.wgrad != "high_precision":
                 if ctx.recipe.by_direction:
                     qdy = _quantize(ctx, dy, "dy", along=0, probed=qdy is None)
                 assert qdy is not None
@@ -211,6 +211,10 @@ def _quantize(
 def _gemm(
     ctx: Any, gemm: Gemm, a: Quantized, b: Quantized, out_dtype: torch.dtype, bias: Tensor | None = None
 ) -> Tensor:
+    if getattr(ctx, gemm) == "dequantized":
+        added = None if bias is None else bias.to(out_dtype)
+        dense = a.dequantize().to(out_dtype), b.dequantize().to(out_dtype)
+        return F.linear(*dense, added).mul(ctx.module.output_multiplier)
     power_2, by_row = ctx.recipe.powers_of_two, ctx.recipe.by_row
     sums: Sums = "float32"
     if ctx.module.backend.options.accumulation == "hopper":

@@ -61,7 +61,7 @@ class NativeBackend(Backend):
     """
 
     name: ClassVar[str] = "native"
-    lacks: ClassVar[Mapping[str, str]] = {name: Backend.lacks[name] for name in ("accumulation", "gemms")}
+    lacks: ClassVar[Mapping[str, str]] = {"accumulation": Backend.lacks["accumulation"]}
 
     def __init__(self, options: BackendOptions = DEFAULT_OPTIONS) -> None:
         super().__init__(options)
@@ -133,12 +133,12 @@ class NativeBackend(Backend):
             weight = weight.contiguous()
         if x.numel() == 0 or weight.numel() == 0:
             return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
-        # A probe and a weight gradient in high precision read it.
+        call = LinearCall.of(module, module.probe)
+        # A probe and a product in high precision read it.
         if type(x) is Produced and not (
-            x.unread and x.dtype == dtype and module.wgrad == "fp8" and module.probe is None
+            x.unread and x.dtype == dtype and not call.reads_hp and module.probe is None
         ):
             x = x.plain()
-        call = LinearCall.of(module, module.probe)
         compiling = torch.compiler.is_compiling()
         x_hp = in_dtype(x, dtype)
         if compiling and x.dim() != 2:

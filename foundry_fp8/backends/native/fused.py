@@ -83,7 +83,9 @@ def _is_alone(member: nn.Module) -> bool:
     """Whether a linear can be computed without being called: in FP8 alone, shown to nobody, with a weight in memory."""
     if not isinstance(member, FP8Linear) or "forward" in vars(member) or watched(member):
         return False
-    fp8 = member.runs_fp8 and member.wgrad == "fp8" and member.probe is None
+    if not member.runs_fp8 or member.probe is not None:
+        return False
+    fp8 = member.fprop == member.dgrad == member.wgrad == "fp8"
     return fp8 and type(member.weight) in (nn.Parameter, Tensor) and member.weight.numel() > 0
 
 

@@ -34,7 +34,8 @@ def fits_grouped(call: LinearCall, x: Tensor, weights: Tensor) -> bool:
         and x.dtype == torch.bfloat16
         and weights.shape[1] % GEMM_MULTIPLE == weights.shape[2] % GEMM_MULTIPLE == 0
         and call.probe is None
-        and (call.fp8_wgrad or not weights.requires_grad)
+        and call.fprop == call.dgrad == "fp8"
+        and (call.wgrad == "fp8" or not weights.requires_grad)
     )
 
 

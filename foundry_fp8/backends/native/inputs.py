@@ -14,7 +14,7 @@ from foundry_fp8.kernels.launch import HP_DTYPES
 from foundry_fp8.layers.autocast import compute_dtype
 from foundry_fp8.layers.gemm_layer import FP8GemmLayer, Probe
 from foundry_fp8.layers.shared_inputs import QuantizedInput
-from foundry_fp8.numerics.recipes import Recipe
+from foundry_fp8.numerics.recipes import GemmPrecision, Recipe
 
 __all__ = ["Delayed", "LinearCall", "checked_dtype", "shared_input"]
 
@@ -31,7 +31,7 @@ class LinearCall:
         x: Delayed scaling's state of the input.
         w: The same of the weight.
         dy: The same of the output's gradient.
-        fp8_wgrad: Run wgrad in FP8, otherwise in the dtype of x.
+        fprop, dgrad, wgrad: What each GEMM runs in.
         probe: Shown every operand once.
         recipe: What the probe is shown it by.
     """
@@ -40,32 +40,43 @@ class LinearCall:
     x: Delayed = (None, None)
     w: Delayed = (None, None)
     dy: Delayed = (None, None)
-    fp8_wgrad: bool = True
+    fprop: GemmPrecision = "fp8"
+    dgrad: GemmPrecision = "fp8"
+    wgrad: GemmPrecision = "fp8"
     probe: Probe | None = None
     recipe: Recipe | None = None
 
     @classmethod
     def of(cls, module: FP8GemmLayer, probe: Probe | None = None) -> LinearCall:
         """What ``module`` says now."""
-        recipe, alpha, fp8_wgrad = module.recipe, module.output_multiplier, module.wgrad == "fp8"
+        recipe, alpha = module.recipe, module.output_multiplier
+        fprop, dgrad, wgrad = module.fprop, module.dgrad, module.wgrad
         assert recipe is not None
         if torch.compiler.is_compiling():
-            stateless = cls(plan=plan_of(recipe, alpha), fp8_wgrad=fp8_wgrad)
+            stateless = cls(plan=plan_of(recipe, alpha), fprop=fprop, dgrad=dgrad, wgrad=wgrad)
         else:
             # By the recipe's place: hashing its fields takes longer than all else here.
-            found = _stateless.get((id(recipe), alpha, fp8_wgrad))
+            key = id(recipe), alpha, fprop, dgrad, wgrad
+            found = _stateless.get(key)
             if found is None:
                 plan = plan_of(recipe, alpha)
-                found = recipe, cls(plan=_plans.setdefault(plan, plan), fp8_wgrad=fp8_wgrad)
-                _stateless[id(recipe), alpha, fp8_wgrad] = found
+                plan = _plans.setdefault(plan, plan)
+                found = _stateless[key] = recipe, cls(plan=plan, fprop=fprop, dgrad=dgrad, wgrad=wgrad)
             stateless = found[1]
         if probe is None and (module.slots is None or not recipe.uses_history):
             return stateless
         x, w, dy = _delayed_tensors(module)
-        return cls(plan=stateless.plan, x=x, w=w, dy=dy, fp8_wgrad=fp8_wgrad, probe=probe, recipe=recipe)
+        return cls(
+            plan=stateless.plan, x=x, w=w, dy=dy, fprop=fprop, dgrad=dgrad, wgrad=wgrad, probe=probe, recipe=recipe,
+        )  # fmt: skip
+
+    @property
+    def reads_hp(self) -> bool:
+        """Whether fprop or wgrad reads x as it is."""
+        return "high_precision" in (self.fprop, self.wgrad)
 
 
-_stateless: dict[tuple[int, float, bool], tuple[Recipe, LinearCall]] = {}
+_stateless: dict[tuple[object, ...], tuple[Recipe, LinearCall]] = {}
 """With the recipe itself, so that no other one comes to lie in its place."""
 _plans: dict[Plan, Plan] = {}
 """Equal plans are one, for good: outside of compiled graphs they are distinguished by their address."""

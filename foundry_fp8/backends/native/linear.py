@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from foundry_fp8.backends.native.inputs import LinearCall
@@ -29,6 +30,7 @@ from foundry_fp8.backends.native.ops import produce, unnoticed
 from foundry_fp8.backends.native.passes import OneOperand, pass_of
 from foundry_fp8.backends.native.plan import FORMATS, Layout, Plan, quantized_view
 from foundry_fp8.backends.native.scaling import SCALINGS
+from foundry_fp8.backends.native.scaling.base import Output
 from foundry_fp8.backends.native.source import BOTH, BY_COLUMNS, BY_ROWS, LAYOUTS, Source
 from foundry_fp8.compat.fresh_view import in_shape
 from foundry_fp8.kernels.launch import as_rows
@@ -36,6 +38,7 @@ from foundry_fp8.kernels.zeros import Statistics, statistics
 from foundry_fp8.layers.frozen_weight import in_dtype
 from foundry_fp8.layers.produced import Produced
 from foundry_fp8.layers.shared_inputs import QuantizedInput
+from foundry_fp8.numerics.recipes import Gemm
 
 __all__ = ["SAVED", "NativeLinear", "dgrad_and_wgrad", "fprop", "quantize_weight"]
 
@@ -63,7 +66,8 @@ class NativeLinear(torch.autograd.Function):
         """
         call, cached, shared = given
         needs_w = ctx.needs_input_grad[1]
-        keep_x = needs_w and call.fp8_wgrad
+        hp_wgrad = call.wgrad == "high_precision"
+        keep_x = needs_w and not hp_wgrad
         # Here and not outside of the function, where autograd would make a node of each change of shape.
         ctx.shape = None if x.dim() == 2 else x.shape
         if type(x) is Produced:
@@ -71,7 +75,7 @@ class NativeLinear(torch.autograd.Function):
         else:
             source = Source(x if ctx.shape is None else x.reshape(-1, ctx.shape[-1]))
         y, saved = fprop(source, weight, bias, call, cached=cached, keep_x=keep_x, shared=shared)
-        hp_x = x if needs_w and not call.fp8_wgrad else None
+        hp_x = x if needs_w and hp_wgrad else None
         ctx.reads_smoothly = hp_x is not None  # a product: activation compression may round x
         ctx.save_for_backward(hp_x, *saved)
         # Not saved for backward: they are the state's own, and what they hold by then is what backward shall read.
@@ -150,9 +154,26 @@ def fprop(
         probe("x", x, quantized_view(x, "x", call.recipe, FORMATS[plan.x_fmt], qx, x_stats))
         probe("w", w, quantized_view(w, "w", call.recipe, FORMATS[plan.x_fmt], qw, w_stats))
     added = None if bias is None else in_dtype(bias, x.dtype)
-    y = scaling.multiply("fprop", qx, qw, plan, (x.shape[0], weight.shape[0], x.dtype), added, direct=direct)
+    if call.fprop == "high_precision":
+        y = F.linear(_in_memory(given), w, added) * plan.alpha
+    else:
+        y = _product("fprop", qx, qw, call, (x.shape[0], weight.shape[0], x.dtype), added, direct=direct)
     kept_w = (None, None) if cached is None else cached[1]
     return y, (weight, w_stats, *kept_x, *kept_w)
+
+
+def _product(
+    which: Gemm, a: Layout, b: Layout, call: LinearCall, out: Output, bias: Tensor | None = None, *, direct: bool
+) -> Tensor:  # fmt: skip
+    """:meth:`NativeScaling.multiply`, or dequantised first, and rounded to the dtype that they are multiplied in."""
+    scaling, (m, n, dtype) = SCALINGS[call.plan.kind], out
+    if getattr(call, which) == "fp8":
+        return scaling.multiply(which, a, b, call.plan, out, bias, direct=direct)
+    scales = scaling.scales(a, square=False), scaling.scales(b, square=which != "wgrad")
+    dense = [
+        (layout[0].float() * scale.float()).to(dtype) for layout, scale in zip((a, b), scales, strict=True)
+    ]
+    return F.linear(dense[0][:m], dense[1][:n], bias)
 
 
 def _in_memory(source: Source | Tensor) -> Tensor:
@@ -239,17 +260,19 @@ def dgrad_and_wgrad(
         hp = _in_memory(dy)
         probe("dy", hp, quantized_view(hp, "dy", call.recipe, FORMATS[plan.dy_fmt], qdy, dy_stats))
     dx = dw = None
-    if needs_x:
+    if needs_x and call.dgrad == "high_precision":
+        dx = _in_memory(dy) @ in_dtype(weight, x_dtype) * plan.alpha
+    elif needs_x:
         if kept_w is not None and kept_w_scale is not None:
             qw_t = kept_w, kept_w_scale
         else:
             known = w_stats if scaling.follows_amax and w_scale is None else None
             _, qw_t, _, _ = run.w.quantize(w, w_piece, BY_COLUMNS, (w_scale, known, None))
-        dx = scaling.multiply("dgrad", qdy, qw_t, plan, (m, k, x_dtype), direct=direct)
+        dx = _product("dgrad", qdy, qw_t, call, (m, k, x_dtype), direct=direct)
     if needs_w:
         assert kept_x is not None and kept_x_scale is not None
         x_t = kept_x, kept_x_scale
-        dw = scaling.multiply("wgrad", qdy_t, x_t, plan, (n, k, x_dtype), direct=direct)
+        dw = _product("wgrad", qdy_t, x_t, call, (n, k, x_dtype), direct=direct)
         if x_dtype != w_dtype:
             dw = in_dtype(dw, w_dtype)
     return dx, dw, column_sum if needs_b else None

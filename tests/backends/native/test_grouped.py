@@ -128,9 +128,10 @@ def test_an_inf_stays_visible_in_its_expert_alone(device):
         lambda x, w: (BlockScaling(), "fp8", x, w),
         lambda x, w: (CurrentScaling(granularity="row"), "fp8", x, w),
         lambda x, w: (CurrentScaling(), "high_precision", x, w),
+        lambda x, w: (CurrentScaling(), "dequantized", x, w),
         lambda x, w: (CurrentScaling(), "fp8", x.float(), w.float()),
     ],
-    ids=["block", "row", "wgrad", "float32"],
+    ids=["block", "row", "wgrad", "dequantized", "float32"],
 )
 def test_what_the_grouped_gemm_does_not_take_runs_one_by_one(change, device):
     x, w, _ = given([16, 16, 16, 16], device)
