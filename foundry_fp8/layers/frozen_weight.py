@@ -96,6 +96,10 @@ def in_high_precision(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return weight if weight.dtype == dtype else weight.to(dtype)
 
 
+PIECES = 4
+"""In which float32 values of a large weight are made, to be rounded."""
+
+
 class FrozenFP8Weight(WrapperTensor):
     """Looks like a weight in high precision, which it is again in whatever reads it; what is written to it is quantised.
 
@@ -133,18 +137,35 @@ class FrozenFP8Weight(WrapperTensor):
         return self.block, self.scaling
 
     def unpacked(self, dtype: torch.dtype) -> Tensor:
-        """The values: exact in float32, and where scales are powers of two in bfloat16, which has room for a code and an exponent."""
+        """The values: exact in float32, and where scales are powers of two in bfloat16, which has room for a code and an exponent.
+
+        Those that are rounded are made a few rows at a time: float32 values of the whole never lie beside them.
+        """
         within = torch.bfloat16 if dtype == torch.bfloat16 and self.scaling.keeps_codes else torch.float32
-        values, scale = self.codes.to(within), self.scale.to(within)
+        if within == dtype:
+            return self._values(slice(None), within)
+        rows, size = self.codes.shape[-2], 1 if self.block is None else self.block[0]
+        pieces = min(PIECES, 1 + self.codes.numel() // 2**20)
+        step = max(1, -(-rows // (pieces * size))) * size
+        out = torch.empty_like(self.codes, dtype=dtype)
+        for first in range(0, rows, step):
+            out[..., first : first + step, :] = self._values(slice(first, first + step), within)
+        return out
+
+    def _values(self, piece: slice, dtype: torch.dtype) -> Tensor:
+        """Of the rows ``piece``, which begins with a block."""
+        values, scale = self.codes[..., piece, :].to(dtype), self.scale.to(dtype)
         if self.block is None:
-            return values.mul_(scale).to(dtype)
+            return values.mul_(scale)
         rows, columns = values.shape[-2:]
-        whole, size = rows // self.block[0], self.block[0]
+        size, first = self.block[0], (piece.start or 0) // self.block[0]
+        whole = rows // size
+        scale = scale[..., first : first - (-rows // size), :]
         scale = scale.repeat_interleave(self.block[1], -1)[..., :columns]
         if whole:
             values[..., : whole * size, :].unflatten(-2, (whole, size)).mul_(scale[..., :whole, None, :])
         values[..., whole * size :, :].mul_(scale[..., whole:, :])
-        return values.to(dtype)
+        return values
 
     def write(self, value: Tensor) -> None:
         """Quantise ``value``, hp, in place of what is there; a block in which nothing changes keeps its codes and its scale."""

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,7 @@ LOADS_SHARDED = pytest.mark.skipif(
 
 def example(name):
     spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
@@ -100,6 +101,10 @@ def test_each_example_is_the_code_of_its_page():
     docs = EXAMPLES.parent / "docs"
     pages = "".join(page.read_text() for page in (docs / "trainers").glob("*.md"))
     shown = set(re.findall(r'^--8<-- "examples/(.+)"$', pages, re.M))
-    named = set(re.findall(r"examples/(\w+\.py)", (docs / "memory.md").read_text()))
-    assert named == {"largest_microbatch.py"}
+    named = {
+        n
+        for page in docs.glob("*.md")
+        for n in re.findall(r"`(?:python )?examples/(\w+\.py)", page.read_text())
+    }
+    assert {"largest_microbatch.py", "published_runs.py"} <= named
     assert shown == {path.name for path in EXAMPLES.glob("*.py")} - named
