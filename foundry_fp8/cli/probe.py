@@ -15,6 +15,7 @@ from foundry_fp8.cli.composer_checkpoint import load_checkpoint
 from foundry_fp8.cli.yaml_run import run_of
 from foundry_fp8.config import ConfigError
 from foundry_fp8.layers.gemm_layer import FP8GemmLayer
+from foundry_fp8.layers.state import FP8State
 from foundry_fp8.numerics.recipes import Recipe, parse_recipe
 from foundry_fp8.observe.guard.config import GuardConfig
 from foundry_fp8.observe.precision_probe import PrecisionProbe, Recipes, first_rows
@@ -69,6 +70,8 @@ def probe_run(yaml: Path, load: Path | None = None, rows: int = 2, *, trust: boo
     fp8 = fp8_config(config)
     model, batch, loss_of = model_and_batch(config, load, rows, "--probe", trust=trust)
     foundry_fp8.apply_fp8(model, **fp8.given)
+    for _, state in FP8State.each(model):
+        state.turn_to(lambda turn: turn.recipe is not None, torch.device("cpu"))
     probe = PrecisionProbe(model, loss_of)
     if not probe.layers:
         raise ConfigError(
@@ -159,9 +162,14 @@ def _first_batch(config: Mapping[str, Any], option: str) -> Any:
         raise ConfigError(f"train_loader: it is missing, and {option} measures on a batch of it.")
     if not isinstance(tokenizer, Mapping):
         raise ConfigError("tokenizer: it is missing, and train_loader needs it.")
-    built = build_tokenizer(tokenizer["name"], dict(tokenizer.get("kwargs") or {}))
     options = {**loader, "num_workers": 0, "prefetch_factor": None, "persistent_workers": False}
-    return next(iter(build_dataloader(options, built, 8).dataloader))
+    try:
+        built = build_tokenizer(tokenizer["name"], dict(tokenizer.get("kwargs") or {}))
+        return next(iter(build_dataloader(options, built, 8).dataloader))
+    except Exception as error:  # a hub's, a file's, a dataset's
+        raise ConfigError(
+            f"tokenizer or train_loader: no batch of them, which {option} needs: {error}"
+        ) from error
 
 
 def _load(model: nn.Module, path: Path, trust: bool) -> None:

@@ -143,17 +143,17 @@ class FrozenFP8Weight(WrapperTensor):
         """
         within = torch.bfloat16 if dtype == torch.bfloat16 and self.scaling.keeps_codes else torch.float32
         if within == dtype:
-            return self._values(slice(None), within)
+            return self._piece(slice(None), within)
         rows, size = self.codes.shape[-2], 1 if self.block is None else self.block[0]
         pieces = min(PIECES, 1 + self.codes.numel() // 2**20)
         step = max(1, -(-rows // (pieces * size))) * size
         out = torch.empty_like(self.codes, dtype=dtype)
         for first in range(0, rows, step):
-            out[..., first : first + step, :] = self._values(slice(first, first + step), within)
+            out[..., first : first + step, :] = self._piece(slice(first, first + step), within)
         return out
 
-    def _values(self, piece: slice, dtype: torch.dtype) -> Tensor:
-        """Of the rows ``piece``, which begins with a block."""
+    def _piece(self, piece: slice, dtype: torch.dtype) -> Tensor:
+        """The values of the rows ``piece``, which begins with a block."""
         values, scale = self.codes[..., piece, :].to(dtype), self.scale.to(dtype)
         if self.block is None:
             return values.mul_(scale)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import operator
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.optim.optimizer import (
 
 from foundry_fp8.layers.backend import Backend
 from foundry_fp8.layers.delayed_scaling import DelayedScalingState
-from foundry_fp8.layers.gemm_layer import OPERANDS, FP8GemmLayer, configured_recipes
+from foundry_fp8.layers.gemm_layer import OPERANDS, Choice, FP8GemmLayer, configured_recipes
 from foundry_fp8.layers.model_state import ModelState, readable
 from foundry_fp8.layers.module_scales import ModuleScales
 from foundry_fp8.layers.recipe_table import MEASURED, choice_of, measured_table, table_of
@@ -120,6 +120,21 @@ class FP8State(ModelState):
         for module in self.modules.values():
             if module.turns:
                 module.take_turn(held, device)
+
+    def turn_to(self, wanted: Callable[[Choice], bool], device: torch.device) -> Callable[[], None]:
+        """Put layers that take turns in the first one of theirs that is ``wanted``, whatever the time, if there is one; what is returned undoes it."""
+        before, held = {module: module.turn for module in self.modules.values() if module.turns}, self.held
+        for module in before:
+            turns = [*module.turns, Choice(None)] if module.turns[-1].when else module.turns
+            module.take_turn([max(turns, key=wanted).rule], device)
+        self.held = held or ()
+
+        def undo() -> None:
+            self.held = held
+            for module, turn in before.items():
+                module.take_turn([turn.rule], device)
+
+        return undo
 
     def update(self) -> None:
         """Finish the running pass of delayed scaling: a collective, so every rank calls it. Twice is as good as once."""

@@ -56,6 +56,29 @@ def test_the_same_as_json(run):
     assert {"delayed", "current", "block"} <= found["errors"]["all layers"].keys() and found["layers"] == []
 
 
+def changed(run, tmp_path, **keys):
+    path = tmp_path / "changed.yaml"
+    path.write_text(yaml.safe_dump({**run[1], **keys}, sort_keys=False))
+    return doctor(path)
+
+
+def test_of_rules_with_times_those_in_fp8_are_measured(run, tmp_path):
+    rules = [{"until": "1ba", "recipe": "high_precision"}, {"recipe": "current"}]
+    result = changed(run, tmp_path, algorithms={"fp8": {"recipe": rules}})
+    assert result.exit_code == 0, result.output
+    assert "current" in result.output and "No layer is above" in result.output
+
+
+@pytest.mark.parametrize("key", ["tokenizer", "train_loader"])
+def test_data_that_are_not_there_are_named(run, tmp_path, key):
+    broken = dict(run[1][key], name="nowhere/to/be/found") if key == "tokenizer" else dict(run[1][key])
+    if key == "train_loader":
+        broken["dataset"] = {**broken["dataset"], "local": str(tmp_path / "nowhere")}
+    result = changed(run, tmp_path, **{key: broken})
+    assert result.exit_code == 2, result.output
+    assert "no batch of them, which --probe needs" in result.output and "nowhere" in result.output
+
+
 def test_a_checkpoint_without_the_probe_is_an_error(run):
     result = CliRunner().invoke(app, ["doctor", str(run[0]), "--load", str(run[0])])
     assert result.exit_code == 2 and "--probe" in result.output

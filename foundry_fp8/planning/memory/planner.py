@@ -32,6 +32,8 @@ from foundry_fp8.activations.compression.saved import MARK, compresses_inside
 from foundry_fp8.activations.fused_head.logits import LogitsNotComputed
 from foundry_fp8.compat.checkpoint_wrapper import CheckpointWrapper, keywords_of
 from foundry_fp8.config import ConfigError, format_bytes, parse_bytes
+from foundry_fp8.layers.gemm_layer import Choice
+from foundry_fp8.layers.state import FP8State
 from foundry_fp8.model_structure.blocks import transformer_blocks
 from foundry_fp8.model_structure.names import clean_name
 from foundry_fp8.model_structure.wrappers import (
@@ -206,11 +208,14 @@ def measure(
         link = host_link_of(cost_model.gpu if cost_model else torch.cuda.get_device_name(device))
     formats = [] if compression == "none" else list(dict.fromkeys((EXACT, compression)))
     run = _Measuring(model, loss_fn, blocks, device, sharded, rounds, cost_model, formats, link)
-    kind_of, calls = run.kinds()
-    measured = [run.kind(kind, kind_of, calls) for kind in range(max(kind_of) + 1)]
-    options, costs, boundaries = zip(*measured, strict=True)
-    block = next(o for o in options[0] if o.name == "block")
-    frame, lean, fused, again = run.frames(block, kind_of, costs, optimizer_bytes, accumulates)
+    with contextlib.ExitStack() as turns:
+        for _, state in FP8State.each(model):  # a plan is for the whole run
+            turns.callback(state.turn_to(_keeps_hp_input, device))
+        kind_of, calls = run.kinds()
+        measured = [run.kind(kind, kind_of, calls) for kind in range(max(kind_of) + 1)]
+        options, costs, boundaries = zip(*measured, strict=True)
+        block = next(o for o in options[0] if o.name == "block")
+        frame, lean, fused, again = run.frames(block, kind_of, costs, optimizer_bytes, accumulates)
     bytes_from = "the CUDA allocator" if device.type == "cuda" else "every live storage (LiveBytes)"
     runs = "whole steps" if sharded else "runs of a block"
     seconds_from = "a cost model" if cost_model else f"the fastest of {rounds} {runs}"
@@ -248,6 +253,10 @@ def measure_as_it_is(model: nn.Module, loss_fn: Callable[[], Tensor], cost_model
     by_name = tuple({"none": cost} for cost in costs)
     options = ((BlockOption("none"),),) * len(costs)
     return Measurements(names, tuple(kind_of), options, by_name, frame, None, "a dry run", names)
+
+
+def _keeps_hp_input(turn: Choice) -> bool:
+    return turn.recipe is None or turn.beside.get("wgrad") == "high_precision"
 
 
 def _keeps(module: nn.Module) -> tuple[Any, Any]:

@@ -13,6 +13,7 @@ from foundry_fp8.activations.checkpointing.apply import apply_activation_checkpo
 from foundry_fp8.activations.checkpointing.budget import check_budget, fit_bytes
 from foundry_fp8.activations.compression.apply import apply_activation_compression
 from foundry_fp8.config import ConfigError, format_bytes, parse_bytes
+from foundry_fp8.layers.state import FP8State
 from foundry_fp8.planning.memory import measure as measuring
 from foundry_fp8.planning.memory.cost_model import CostModel
 from foundry_fp8.planning.memory.live_bytes import LiveBytes
@@ -392,3 +393,39 @@ def test_a_model_with_a_cache_of_keys_is_planned():
     assert plan.measurements.peak("block") == pytest.approx(
         measure(without, loss_of(without), rounds=1).peak("block"), rel=0.01
     )
+
+
+@pytest.mark.parametrize(
+    ("rules", "most"),
+    [
+        (
+            [
+                {"from": "0.5dur", "recipe": "block", "gemms": {"wgrad": "high_precision"}},
+                {"recipe": "block"},
+            ],
+            {"wgrad": "high_precision"},
+        ),
+        ([{"until": 8, "recipe": "block"}], None),
+        ([{"from": 8, "recipe": "high_precision"}, {"recipe": "block"}], None),
+    ],
+    ids=["wgrad", "nothing after", "high precision after"],
+)
+def test_a_run_whose_recipes_change_is_planned_for_the_one_that_keeps_most(rules, most):
+    """FP8 keeps a byte an element of what high precision keeps four of, and is what these runs begin with."""
+    timed, alone, begins = build(fp8=rules), build(fp8=None if most is None else "block"), build(fp8="block")
+    for state in (FP8State.of(alone),) if most else ():
+        for layer in state.modules.values():
+            layer.wgrad = most["wgrad"]
+    before = {
+        name: (layer.turn, layer.recipe, layer.wgrad) for name, layer in FP8State.of(timed).modules.items()
+    }
+    plans = [
+        measure(model, loss_of(model), compression="none", cost_model=CostModel())
+        for model in (timed, alone, begins)
+    ]
+    ours, theirs, first = (plan.peak("none") for plan in plans)
+    assert ours == pytest.approx(theirs, rel=0.02) and first < 0.9 * ours
+    assert before == {
+        name: (layer.turn, layer.recipe, layer.wgrad) for name, layer in FP8State.of(timed).modules.items()
+    }
+    assert FP8State.of(timed).held is None
