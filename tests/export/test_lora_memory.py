@@ -5,6 +5,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import foundry_fp8
+from tests.allocations import most_allocated
 from tests.export.published import publish
 
 HIDDEN, INNER, LAYERS, TOKENS = 1024, 3072, 6, 16
@@ -35,17 +36,7 @@ def peak(model):
         optimizer.zero_grad()
 
     step()
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as seen:
-        step()
-    events = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
-    assert events
-    live = most = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        live += event.nbytes()
-        most = max(most, live)
-    return held + most
+    return held + most_allocated(step)
 
 
 @pytest.mark.parametrize("e8m0", [False, True], ids=["float", "ue8m0"])

@@ -1,8 +1,8 @@
 """How many bytes a piece of training holds: the CUDA allocator on a GPU, every live storage on anything else.
 
-:class:`LiveBytes` counts each storage that an op returns from its birth to its death, wherever it is held, which is what
-``torch.distributed._tools.MemTracker`` does too; it needs no module structure and keeps counting inside checkpoints and
-packed saves. What it does not see is memory that a kernel takes and gives back inside itself. On the meta device it counts
+:class:`LiveBytes` counts each storage that an op returns from its birth to its death, wherever it is held, as
+``torch.distributed._tools.MemTracker`` does, inside of wrapper tensors' own dispatch too (DTensors, weights kept in FP8); it needs no
+module structure and keeps counting inside checkpoints and packed saves. What it does not see is memory that a kernel takes and gives back inside itself. On the meta device it counts
 what would be allocated.
 """
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from foundry_fp8.compat.dispatch_mode import TorchDispatchMode
+from foundry_fp8.compat.fake_tensor import FakeTensor, dry_run
 from foundry_fp8.compat.pytree import tree_iter
 from foundry_fp8.compat.storages import storage_number
 
@@ -33,7 +34,14 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self.live = 0
         self.peak = 0
+        self._dry = False
         self._known: dict[int, weakref.ref[Any]] = {}
+
+    def __enter__(self) -> LiveBytes:
+        """Count from now on."""
+        self._dry = dry_run()
+        super().__enter__()
+        return self
 
     def reset_peak(self) -> None:
         """Let ``peak`` start again from ``live``."""
@@ -41,12 +49,15 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the op and take its results into account."""
+        if any(hasattr(cls, "__tensor_flatten__") for cls in types):
+            return NotImplemented  # the wrapper's turn, whose ops come here
         if func.namespace == "prim":  # such as prim::device, which only asks
             return func(*args, **(kwargs or {}))
         before = {storage_number(x.untyped_storage()) for x in tree_iter((args, kwargs)) if _plain(x)}
         out = func(*args, **(kwargs or {}))
         for x in tree_iter(out):
-            if _plain(x):
+            # Outside of a dry run, fake ones are what a DTensor finds shapes by.
+            if _plain(x) and isinstance(x, FakeTensor) is self._dry:
                 storage = x.untyped_storage()
                 # A view or in-place result shares what an argument brought, which is known or was there before.
                 if storage_number(storage) not in before:
