@@ -27,6 +27,9 @@ class CompressionConfig(Config):
     parameters: Literal["none", "e4m3", "int8"] = "none"
     """What FSDP's all-gather of parameters travels as, from the first step on. The sharded master weights, the
     optimizer and checkpoints keep their precision."""
+    activations: Literal["none", "fp8"] = "none"
+    """``fp8``: tensor parallelism gathers sequence shards before a column-wise FP8 linear with one scale a tensor as the codes that the
+    linear makes of them. Exact: outputs and gradients stay the same to the bit."""
     block_size: Annotated[int, power_of_two(32, 65536)] = 128
     """Elements that share one float32 scale."""
     second_leg: Literal["auto", "fp32", "bf16", "int8", "e4m3", "int4"] = "auto"
@@ -60,9 +63,9 @@ class CompressionConfig(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.gradients == "none" and self.parameters == "none":
+        if not self.needs_wrapper and self.activations == "none":
             raise ConfigError(
-                f"{KEY}.gradients: none, and parameters too: both none compresses nothing. Name a format, or remove {KEY}."
+                f"{KEY}.gradients: none, and parameters and activations too: that compresses nothing. Name a format, or remove {KEY}."
             )
         if self.error_feedback is True and self.gradients in ("none", "bf16"):
             raise ConfigError(
@@ -74,6 +77,11 @@ class CompressionConfig(Config):
                 f"{KEY}.rounding: stochastic, but gradients: {self.gradients} are not quantised. Use nearest, or a gradients format "
                 "of int8, e4m3 or int4."
             )
+
+    @property
+    def needs_wrapper(self) -> bool:
+        """Whether it compresses what DDP or FSDP sends."""
+        return self.gradients != "none" or self.parameters != "none"
 
     @property
     def uses_error_feedback(self) -> bool:
