@@ -23,7 +23,7 @@ def through(weight, power_2):
 
 
 @given(
-    st.integers(0, 2**31), st.floats(-32, 36), st.booleans(), st.sampled_from([torch.float32, torch.bfloat16])
+    st.integers(0, 2**31), st.floats(-42, 36), st.booleans(), st.sampled_from([torch.float32, torch.bfloat16])
 )
 @settings(max_examples=150, deadline=None)
 def test_quantising_what_arrived_gives_what_quantising_the_weight_gives(seed, exponent, power_2, dtype):
@@ -31,11 +31,8 @@ def test_quantising_what_arrived_gives_what_quantising_the_weight_gives(seed, ex
     spread = torch.logspace(-5, 0, 64)[torch.randperm(64, generator=generator)]
     weight = (torch.randn(6, 64, generator=generator) * spread * 10.0**exponent).to(dtype)
     wanted, got = quantized(weight, power_2), quantized(through(weight, power_2), power_2)
-    if power_2:  # rounding may bring the amax to a power of two below: twice the scale, the same values
-        assert torch.equal(got.dequantize(), wanted.dequantize())
-    else:
-        assert torch.equal(got.data.view(torch.uint8), wanted.data.view(torch.uint8))
-        assert torch.equal(got.scale_inv, wanted.scale_inv)
+    assert torch.equal(got.data.view(torch.uint8), wanted.data.view(torch.uint8))
+    assert torch.equal(got.scale_inv, wanted.scale_inv)
 
 
 @pytest.mark.parametrize("power_2", [False, True])

@@ -1,13 +1,13 @@
 """FSDP2's all-gather of an FP8 linear's weight, as the very codes that the linear makes of it.
 
 Under current scaling a weight has one scale, from the amax of all of it. Once the ranks know that amax, each quantises its
-shard as the linear would quantise the whole. What arrives is exactly representable: the linear finds the same amax in it,
-and so the same scale and the same codes. It quantises again, but it does not round again, and its outputs and gradients
-are those of a gather in high precision, bit for bit, at one byte an element (and the space of block scales, unused).
+shard as the linear would quantise the whole. In what arrives the linear finds the same amax, and so the same scale and the
+same codes: its outputs and gradients are those of a gather in high precision, bit for bit, at one byte an element (and the
+space of block scales, unused).
 
     before the model's forward    amax_w = max over ranks of max|shard_w|     one all-reduce for all weights
     gather of w                   codes = cast(shard_w * scale(amax_w))
-    after it                      w = codes / scale(amax_w), and amax_w itself where the code is the largest
+    after it                      w = numbers_of_codes(scale(amax_w), amax_w)
 
 Delayed scaling would record the amax of what it is given; block scales (128 x 128, 1 x 32) run across the rows where FSDP2
 cuts. Their weights travel in blocks, and so do those of linears that do not run in FP8 now.
@@ -26,22 +26,17 @@ from foundry_fp8.distributed.compression.fsdp2_parameters import BlockCodec, Gat
 from foundry_fp8.distributed.traffic import reduce_options
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.numerics.formats import E4M3, cast
-from foundry_fp8.numerics.quantize import amax_of, scale_from_amax
+from foundry_fp8.numerics.quantize import amax_of, numbers_of_codes, scale_from_amax
 from foundry_fp8.numerics.wire_format import WireFormat
 
 __all__ = ["TensorCodec", "share_amaxes"]
 
-LARGEST = 0x7E
-"""The E4M3 code of 448; with the sign bit it is -448."""
 CHUNKS = 8  # of a decode, so that its temporaries stay small beside the weight
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorCodec:
     """E4M3 with one scale for the whole weight; a :class:`~.fsdp2_parameters.Codec`.
-
-    Exact for float32, and for bfloat16 from an amax of 1e-33 up: below it the smallest codes are subnormal in bfloat16 and
-    may round twice.
 
     Attributes:
         amax: Of the whole weight in ``dtype``, float32, 0-d.
@@ -67,10 +62,7 @@ class TensorCodec:
 
     def decode(self, messages: Tensor, out: Tensor) -> None:
         """See :class:`~.fsdp2_parameters.Codec`. NaN everywhere if the weight holds an Inf, which a code would hide."""
-        codes = torch.arange(256, device=messages.device).to(torch.uint8).view(E4M3.dtype)
-        values = codes.float() * self.scale.reciprocal()
-        if not self.power_2:  # 448 / (448 / amax) may miss amax by a rounding
-            values[LARGEST], values[LARGEST | 0x80] = self.amax, -self.amax
+        values = numbers_of_codes(self.scale, self.amax, E4M3, self.dtype)
         values = torch.where(torch.isinf(self.amax), torch.nan, values)
         rows = -(-out.shape[0] // CHUNKS)
         for part, target in zip(messages.split(rows), out.split(rows), strict=True):
