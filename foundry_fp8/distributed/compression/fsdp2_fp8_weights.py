@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from foundry_fp8.distributed.compression.fsdp2_parameters import BlockCodec, GatheredParameter
 from foundry_fp8.distributed.traffic import reduce_options
+from foundry_fp8.kernels.launch import HP_DTYPES
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.numerics.formats import E4M3, cast
 from foundry_fp8.numerics.quantize import amax_of, numbers_of_codes, scale_from_amax
@@ -36,24 +37,19 @@ CHUNKS = 8  # of a decode, so that its temporaries stay small beside the weight
 
 @dataclasses.dataclass(frozen=True)
 class TensorCodec:
-    """E4M3 with one scale for the whole weight; a :class:`~.fsdp2_parameters.Codec`.
+    """E4M3 with one scale for the whole of a tensor; a :class:`~.fsdp2_parameters.Codec`.
 
     Attributes:
-        amax: Of the whole weight in ``dtype``, float32, 0-d.
-        power_2: The recipe's ``power_2_scales``.
-        dtype: What the linear computes in: float32 or bfloat16.
-        message_bytes: Of the codes with block scales, since FSDP2 keeps the buffers of the first gather.
+        amax: Of the whole tensor in ``dtype``, float32, 0-d; decoding needs it.
+        scale: What the linear's own scale will be.
+        dtype: What the linear computes in.
+        message_bytes: Of the codes and what follows them. With block scales for weights: FSDP2 keeps the buffers of the first gather.
     """
 
     amax: Tensor
-    power_2: bool
+    scale: Tensor
     dtype: torch.dtype
     message_bytes: int
-
-    @property
-    def scale(self) -> Tensor:
-        """What the linear's own scale will be."""
-        return scale_from_amax(self.amax, E4M3, power_2=self.power_2)
 
     def encode(self, shard: Tensor) -> Tensor:
         """See :class:`~.fsdp2_parameters.Codec`."""
@@ -61,9 +57,8 @@ class TensorCodec:
         return torch.nn.functional.pad(codes, (0, self.message_bytes - codes.numel()))
 
     def decode(self, messages: Tensor, out: Tensor) -> None:
-        """See :class:`~.fsdp2_parameters.Codec`. NaN everywhere if the weight holds an Inf, which a code would hide."""
+        """See :class:`~.fsdp2_parameters.Codec`."""
         values = numbers_of_codes(self.scale, self.amax, E4M3, self.dtype)
-        values = torch.where(torch.isinf(self.amax), torch.nan, values)
         rows = -(-out.shape[0] // CHUNKS)
         for part, target in zip(messages.split(rows), out.split(rows), strict=True):
             target.copy_(values[part[:, : out.shape[1]].int()])
@@ -85,21 +80,17 @@ def share_amaxes(
         chosen = []
         for gathered, linear in weights:
             gathered.codec = blocks
-            dtype = _compute_dtype(gathered)
-            if (
-                linear.runs_fp8
-                and linear.recipe is not None
-                and linear.recipe.measures_first
-                and dtype in (torch.float32, torch.bfloat16)
-            ):
-                chosen.append((gathered, linear.recipe.powers_of_two, dtype))
+            dtype, recipe = _compute_dtype(gathered), linear.recipe if linear.runs_fp8 else None
+            if recipe is not None and recipe.measures_first and dtype in HP_DTYPES:
+                chosen.append((gathered, recipe.powers_of_two, dtype))
         if not chosen:
             return
         with torch.no_grad():
             amaxes = torch.stack([amax_of(gathered.shard.to(dtype)) for gathered, _, dtype in chosen])
             group.allreduce([amaxes], reduce_options(dist.ReduceOp.MAX)).wait()
         for (gathered, power_2, dtype), amax in zip(chosen, amaxes, strict=True):
-            gathered.codec = TensorCodec(amax, power_2, dtype, wire.row_bytes(gathered.numel))
+            scale = scale_from_amax(amax, E4M3, power_2=power_2)
+            gathered.codec = TensorCodec(amax, scale, dtype, wire.row_bytes(gathered.numel))
 
     model.register_forward_pre_hook(share, prepend=True)
 

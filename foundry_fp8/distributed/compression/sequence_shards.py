@@ -9,6 +9,7 @@ gather, bit for bit, at one byte an element. The backward is torch's own.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import torch
@@ -19,12 +20,13 @@ from foundry_fp8.compat.async_tensor import waited
 from foundry_fp8.compat.tensor_parallel_gathers import Gather, replace_gathers
 from foundry_fp8.config import ConfigError
 from foundry_fp8.distributed.compression.config import KEY
+from foundry_fp8.distributed.compression.fsdp2_fp8_weights import TensorCodec
 from foundry_fp8.distributed.compression.runtime import Compression, ReportRow
 from foundry_fp8.distributed.traffic import CountingGroup, Traffic, reduce_options
 from foundry_fp8.layers.autocast import compute_dtype
 from foundry_fp8.layers.linear import FP8Linear
-from foundry_fp8.numerics.formats import cast
-from foundry_fp8.numerics.quantize import amax_of, numbers_of_codes, scale_from_amax
+from foundry_fp8.numerics.formats import E4M3
+from foundry_fp8.numerics.quantize import amax_of, scale_from_amax
 from foundry_fp8.numerics.recipes import Recipe
 
 __all__ = ["attach_sequence_shards"]
@@ -65,22 +67,22 @@ def _gathered(
     traffic: Traffic, recipe: Recipe, known: Tensor | None, x: Tensor, ranks: dist.ProcessGroup
 ) -> Tensor | None:
     """A :data:`~foundry_fp8.compat.tensor_parallel_gathers.Gather`; ``known`` is delayed scaling's scale."""
-    dtype, fmt, group = compute_dtype(x), recipe.format("x"), CountingGroup(ranks, traffic)
+    dtype, group = compute_dtype(x), CountingGroup(ranks, traffic)
     if x.numel() == 0 or x.dtype not in (dtype, torch.float32):
         return None
-    shard = waited(x).to(dtype).float()
-    amax = amax_of(shard).view(1)
+    x = waited(x)
+    amax = amax_of(x.to(dtype)).view(1)
     if known is None:
         group.allreduce([amax], reduce_options(dist.ReduceOp.MAX)).wait()
-        known = scale_from_amax(amax[0], fmt, power_2=recipe.powers_of_two)
-    message = torch.cat([cast(shard * known, fmt).view(torch.uint8).flatten(), amax.view(torch.uint8)])
+        known = scale_from_amax(amax[0], E4M3, power_2=recipe.powers_of_two)
+    codec = TensorCodec(amax[0], known, dtype, x.numel() + amax.nbytes)
+    message = codec.encode(x.flatten())
+    message[x.numel() :] = amax.view(torch.uint8)
     arrived = message.new_empty(group.size() * message.numel())
     group._allgather_base(arrived, message).wait()
-    arrived = arrived.view(group.size(), -1)
     traffic.count_logical(x.nbytes * (group.size() - 1))
-    amax = arrived[:, -amax.nbytes :].contiguous().view(torch.float32).amax()
-    numbers = numbers_of_codes(known, amax, fmt, dtype).to(x.dtype)
+    messages = arrived.view(group.size(), -1)
+    amax = messages[:, x.numel() :].contiguous().view(torch.float32).amax()
     whole = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
-    for codes, out in zip(arrived, whole.view(group.size(), -1), strict=True):  # an index has four bytes: one by one
-        torch.index_select(numbers, 0, codes[: out.numel()].int(), out=out)
+    dataclasses.replace(codec, amax=amax).decode(messages, whole.view(group.size(), -1))
     return whole
