@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from foundry_fp8.compat.dispatch_mode import TorchDispatchMode
-from foundry_fp8.config.versions import moved
 
 __all__ = ["Gather", "replace_gathers"]
 
@@ -38,18 +37,14 @@ class _Gathers(TorchDispatchMode):
 
 def replace_gathers(module: nn.Module, choose: Callable[[Any, Tensor], Gather | None]) -> bool:
     """Ask ``choose`` at each call of ``module``, with its input, what gathers for its hooks of tensor parallelism; whether it has such hooks."""
+
+    def prepare(hook: Any, module: nn.Module, inputs: tuple[Any, ...], *kwargs: Any) -> Any:
+        gather = None if torch.compiler.is_compiling() or not inputs else choose(module, inputs[0])
+        with nullcontext() if gather is None else _Gathers(gather):
+            return hook(module, inputs, *kwargs)
+
     hooks: dict[int, Any] = module._forward_pre_hooks
     own = [key for key, hook in hooks.items() if hook.__module__.startswith("torch.distributed.tensor")]
     for key in own:
-        hooks[key] = functools.partial(_prepare, hooks[key], choose)
+        hooks[key] = functools.partial(prepare, hooks[key])
     return bool(own)
-
-
-def _prepare(hook: Any, choose: Any, module: nn.Module, inputs: tuple[Any, ...], *kwargs: Any) -> Any:
-    gather = None if torch.compiler.is_compiling() or not inputs else choose(module, inputs[0])
-    with nullcontext() if gather is None else _Gathers(gather):
-        return hook(module, inputs, *kwargs)
-
-
-if not hasattr(dist.distributed_c10d, "_resolve_process_group"):
-    raise moved("no longer has _resolve_process_group, which names a gather's ranks", "tensor_parallel_gathers")

@@ -143,7 +143,7 @@ def quantize_tensor(x: Tensor, scale: Tensor, fmt: Float8Format, amax: Tensor | 
 
 
 def numbers_of_codes(scale: Tensor, amax: Tensor, fmt: Float8Format, dtype: torch.dtype) -> Tensor:
-    """For each code a number of ``dtype`` that ``scale`` quantises to that code again, so that decoded codes can be quantised once more.
+    """``[256]``: for each code a number of ``dtype`` that ``scale`` quantises to that code again; any number for codes that none has.
 
     ``code / scale`` is off by at most ``u + 3 * 2^-24`` of it (``u``: 2^-9 in bfloat16, 2^-11 in float16), and an E4M3 code takes what is within
     2^-5 of it, E5M2 2^-4, subnormal codes more. It suffices but where ``dtype`` is subnormal and its steps are as coarse as the codes';
@@ -155,9 +155,6 @@ def numbers_of_codes(scale: Tensor, amax: Tensor, fmt: Float8Format, dtype: torc
         amax: 0-d float32, a number of ``dtype``: :func:`amax_of` what was quantised. It may be Inf.
         fmt: The format of the codes.
         dtype: bfloat16, float16 or float32.
-
-    Returns:
-        ``[256]``, by the codes as uint8. NaN for NaN; any number for codes that no number of ``dtype`` has.
     """
     codes = torch.arange(256, device=scale.device).to(torch.uint8)
     numbers = (codes.view(fmt.dtype).float() * scale.reciprocal()).to(dtype)

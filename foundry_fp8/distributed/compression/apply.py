@@ -79,16 +79,17 @@ def apply_compressed_communication(
     config = compression.config
     kind = wrapper_of(model)
     agree(KEY, json.dumps({"wrapper": kind, **dataclasses.asdict(config)}, sort_keys=True))
-    if kind is None and config.needs_wrapper:
+    wraps = {config.gradients, config.parameters} != {"none"}
+    if wraps and kind is None:
         raise ConfigError(
             f"{KEY}: the model is wrapped by neither DDP nor FSDP. Wrap it first (torch's composable replicate() and "
             "DeepSpeed engines are not supported), or set gradients: none for activations alone."
         )
     if config.activations != "none":
         attach_sequence_shards(model, compression)
-    if config.needs_wrapper and isinstance(model, DistributedDataParallel):
+    if wraps and isinstance(model, DistributedDataParallel):
         attach_ddp(model, compression)
-    elif config.needs_wrapper:
+    elif wraps:
         (attach_fsdp1 if kind == "fsdp1" else attach_fsdp2)(model, compression)
     compression.device = next(model.parameters()).device
     remember(model, config, compression)

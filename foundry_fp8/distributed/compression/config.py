@@ -63,7 +63,7 @@ class CompressionConfig(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.needs_wrapper and self.activations == "none":
+        if {self.gradients, self.parameters, self.activations} == {"none"}:
             raise ConfigError(
                 f"{KEY}.gradients: none, and parameters and activations too: that compresses nothing. Name a format, or remove {KEY}."
             )
@@ -77,11 +77,6 @@ class CompressionConfig(Config):
                 f"{KEY}.rounding: stochastic, but gradients: {self.gradients} are not quantised. Use nearest, or a gradients format "
                 "of int8, e4m3 or int4."
             )
-
-    @property
-    def needs_wrapper(self) -> bool:
-        """Whether it compresses what DDP or FSDP sends."""
-        return self.gradients != "none" or self.parameters != "none"
 
     @property
     def uses_error_feedback(self) -> bool:

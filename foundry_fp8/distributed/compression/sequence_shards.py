@@ -27,7 +27,6 @@ from foundry_fp8.layers.autocast import compute_dtype
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.numerics.formats import E4M3
 from foundry_fp8.numerics.quantize import amax_of, scale_from_amax
-from foundry_fp8.numerics.recipes import Recipe
 
 __all__ = ["attach_sequence_shards"]
 
@@ -49,7 +48,7 @@ def attach_sequence_shards(model: nn.Module, compression: Compression) -> None:
     compression.rows += [ReportRow(layer.fqn, "activations", "fp8", why) for layer in found]
 
 
-def _gather_of(traffic: Traffic, layer: FP8Linear, x: Tensor) -> Gather | None:
+def _gather_of(traffic: Traffic, layer: FP8Linear, given: Tensor) -> Gather | None:
     """For the forward of ``layer`` that begins; ``None`` where it does not read the codes of a whole tensor alone."""
     recipe, known = layer.recipe, None
     codes_alone = layer.runs_fp8 and layer.fprop == layer.wgrad == "fp8" and layer.probe is None
@@ -57,32 +56,29 @@ def _gather_of(traffic: Traffic, layer: FP8Linear, x: Tensor) -> Gather | None:
         return None
     if recipe.uses_history:
         assert layer.slots is not None
-        layer.slots["x"].state.begin_layer(x.device, trains=layer.training and torch.is_grad_enabled())
+        # Outside of a forward of the whole model the first layer finishes the pass before.
+        layer.slots["x"].state.begin_layer(given.device, trains=layer.training and torch.is_grad_enabled())
         known = layer.slots["x"].scale
-    return functools.partial(_gathered, traffic, recipe, known)
 
+    @torch.no_grad()
+    def gather(x: Tensor, ranks: dist.ProcessGroup) -> Tensor | None:
+        dtype, group, world = compute_dtype(x), CountingGroup(ranks, traffic), ranks.size()
+        if x.numel() == 0 or x.dtype not in (dtype, torch.float32):
+            return None
+        x = waited(x)
+        amax, scale = amax_of(x.to(dtype)).view(1), known
+        if scale is None:
+            group.allreduce([amax], reduce_options(dist.ReduceOp.MAX)).wait()
+            scale = scale_from_amax(amax[0], E4M3, power_2=recipe.powers_of_two)
+        codec = TensorCodec(amax[0], scale, dtype, x.numel() + amax.nbytes)
+        message = codec.encode(x.flatten())
+        message[x.numel() :] = amax.view(torch.uint8)
+        arrived = message.new_empty(world * message.numel())
+        group._allgather_base(arrived, message).wait()
+        traffic.count_logical(x.nbytes * (world - 1))
+        messages, whole = arrived.view(world, -1), x.new_empty(world * x.shape[0], *x.shape[1:])
+        amax = messages[:, x.numel() :].contiguous().view(torch.float32).amax()
+        dataclasses.replace(codec, amax=amax).decode(messages, whole.view(world, -1))
+        return whole
 
-@torch.no_grad()
-def _gathered(
-    traffic: Traffic, recipe: Recipe, known: Tensor | None, x: Tensor, ranks: dist.ProcessGroup
-) -> Tensor | None:
-    """A :data:`~foundry_fp8.compat.tensor_parallel_gathers.Gather`; ``known`` is delayed scaling's scale."""
-    dtype, group = compute_dtype(x), CountingGroup(ranks, traffic)
-    if x.numel() == 0 or x.dtype not in (dtype, torch.float32):
-        return None
-    x = waited(x)
-    amax = amax_of(x.to(dtype)).view(1)
-    if known is None:
-        group.allreduce([amax], reduce_options(dist.ReduceOp.MAX)).wait()
-        known = scale_from_amax(amax[0], E4M3, power_2=recipe.powers_of_two)
-    codec = TensorCodec(amax[0], known, dtype, x.numel() + amax.nbytes)
-    message = codec.encode(x.flatten())
-    message[x.numel() :] = amax.view(torch.uint8)
-    arrived = message.new_empty(group.size() * message.numel())
-    group._allgather_base(arrived, message).wait()
-    traffic.count_logical(x.nbytes * (group.size() - 1))
-    messages = arrived.view(group.size(), -1)
-    amax = messages[:, x.numel() :].contiguous().view(torch.float32).amax()
-    whole = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
-    dataclasses.replace(codec, amax=amax).decode(messages, whole.view(group.size(), -1))
-    return whole
+    return gather
