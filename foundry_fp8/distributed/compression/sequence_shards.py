@@ -50,7 +50,7 @@ def attach_sequence_shards(model: nn.Module, compression: Compression) -> None:
 
 def _gather_of(traffic: Traffic, layer: FP8Linear, given: Tensor) -> Gather | None:
     """For the forward of ``layer`` that begins; ``None`` where it does not read the codes of a whole tensor alone."""
-    recipe, known = layer.recipe, None
+    recipe, dtype, known = layer.recipe, compute_dtype(given), None
     codes_alone = layer.runs_fp8 and layer.fprop == layer.wgrad == "fp8" and layer.probe is None
     if recipe is None or not codes_alone or not (recipe.measures_first or recipe.uses_history):
         return None
@@ -62,7 +62,7 @@ def _gather_of(traffic: Traffic, layer: FP8Linear, given: Tensor) -> Gather | No
 
     @torch.no_grad()
     def gather(x: Tensor, ranks: dist.ProcessGroup) -> Tensor | None:
-        dtype, group, world = compute_dtype(x), CountingGroup(ranks, traffic), ranks.size()
+        group, world = CountingGroup(ranks, traffic), ranks.size()
         if x.numel() == 0 or x.dtype not in (dtype, torch.float32):
             return None
         x = waited(x)
