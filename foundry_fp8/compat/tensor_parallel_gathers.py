@@ -1,12 +1,13 @@
-"""Another all-gather in the hooks by which tensor parallelism prepares a module's input.
+"""Another all-gather in the hook by which ``ColwiseParallel`` prepares a linear's input.
 
-Cause: ``parallelize_module`` leaves a forward pre-hook on the module (``torch/distributed/tensor/_api.py``, ``distribute_module``), which gathers by
-``_c10d_functional.all_gather_into_tensor``, and has no place for another way. Remove when a plan can say what gathers.
+Cause: ``parallelize_module`` leaves a forward pre-hook, a lambda around the style's function and layouts (``torch/distributed/tensor/_api.py``,
+``distribute_module``), which gathers by ``_c10d_functional.all_gather_into_tensor``, and has no place for another way. Remove when it has.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel
 
 from foundry_fp8.compat.dispatch_mode import TorchDispatchMode
 
@@ -36,7 +39,7 @@ class _Gathers(TorchDispatchMode):
 
 
 def replace_gathers(module: nn.Module, choose: Callable[[Any, Tensor], Gather | None]) -> bool:
-    """Ask ``choose`` at each call of ``module``, with its input, what gathers for its hooks of tensor parallelism; whether it has such hooks."""
+    """Ask ``choose`` at each call of ``module``, with its input, what gathers its shards; whether a hook of ``ColwiseParallel`` does."""
 
     def prepare(hook: Any, module: nn.Module, inputs: tuple[Any, ...], *kwargs: Any) -> Any:
         gather = None if torch.compiler.is_compiling() or not inputs else choose(module, inputs[0])
@@ -44,7 +47,15 @@ def replace_gathers(module: nn.Module, choose: Callable[[Any, Tensor], Gather | 
             return hook(module, inputs, *kwargs)
 
     hooks: dict[int, Any] = module._forward_pre_hooks
-    own = [key for key, hook in hooks.items() if hook.__module__.startswith("torch.distributed.tensor")]
-    for key in own:
+    found = [key for key, hook in hooks.items() if inspect.isfunction(hook) and _gathers(hook)]
+    for key in found:
         hooks[key] = functools.partial(prepare, hooks[key])
-    return bool(own)
+    return bool(found)
+
+
+def _gathers(hook: Any) -> bool:
+    style = inspect.getclosurevars(hook).nonlocals.get("input_fn")
+    if not isinstance(style, functools.partial) or style.func is not ColwiseParallel._prepare_input_fn:
+        return False
+    (given,), (wanted,) = style.args
+    return isinstance(given, Shard) and isinstance(wanted, Replicate)

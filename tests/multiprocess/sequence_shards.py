@@ -9,8 +9,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.utils.checkpoint import checkpoint
 
 from foundry_fp8 import FP8State, apply_compressed_communication, apply_fp8
@@ -185,10 +190,14 @@ def refused(what):
     """The error, or the first words of what was logged."""
     mesh = grid()
     model = Model()
-    if what == "no plan":
-        apply_fp8(model, recipe="current", backend="emulated")
-    if what == "not converted":
-        parallelize_module(model.body.blocks[0], mesh["tensor"], {"up": ColwiseParallel(input_layouts=Shard(1))})
+    if what != "not converted":
+        apply_fp8(model, recipe="block" if what == "blocks" else "current", backend="emulated")
+    if what != "no plan":
+        plan = {"up": ColwiseParallel(input_layouts=Shard(1)), "down": RowwiseParallel(output_layouts=Shard(1))}
+        if what == "a parent gathers":
+            inputs = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+            plan = {"": inputs, "up": ColwiseParallel(), "down": plan["down"]}
+        parallelize_module(model.body.blocks[0], mesh["tensor"], plan)
     try:
         apply_compressed_communication(model, **(ALONE | ({"gradients": "int8"} if what == "wrapper" else {})))
     except Exception as error:

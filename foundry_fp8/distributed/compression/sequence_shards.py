@@ -27,32 +27,37 @@ from foundry_fp8.layers.autocast import compute_dtype
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.numerics.formats import E4M3
 from foundry_fp8.numerics.quantize import amax_of, scale_from_amax
+from foundry_fp8.numerics.recipes import Recipe
 
 __all__ = ["attach_sequence_shards"]
 
 
 def attach_sequence_shards(model: nn.Module, compression: Compression) -> None:
-    """Gather codes before the FP8 linears of ``model`` that are in a plan of ``parallelize_module``.
+    """Gather codes for the FP8 linears of ``model`` that tensor parallelism gathers sequence shards for, each by itself.
 
     Raises:
         ConfigError: There are none.
     """
     choose = functools.partial(_gather_of, compression.traffic)
-    found = [m for m in model.modules() if isinstance(m, FP8Linear) and replace_gathers(m, choose)]
+    linears = [m for m in model.modules() if isinstance(m, FP8Linear) and any(map(_has_one_scale, m.recipes))]
+    found = [linear.fqn for linear in linears if replace_gathers(linear, choose)]
     if not found:
         raise ConfigError(
-            f"{KEY}.activations: fp8, but no FP8 linear is in a plan of parallelize_module. Convert (algorithms.fp8), then parallelize, "
-            "then compress; or set activations: none."
+            f"{KEY}.activations: fp8, but no FP8 linear with recipe current or delayed is ColwiseParallel(input_layouts=Shard(...)). Convert, call "
+            "parallelize_module with such a plan (what PrepareModuleInput gathers stays as it is), then compress; or set activations: none."
         )
-    why = "where its sequence shards are gathered and have one scale"
-    compression.rows += [ReportRow(layer.fqn, "activations", "fp8", why) for layer in found]
+    compression.rows += [ReportRow(name, "activations", "fp8", "while it has one scale") for name in found]
+
+
+def _has_one_scale(recipe: Recipe) -> bool:
+    return recipe.measures_first or recipe.uses_history
 
 
 def _gather_of(traffic: Traffic, layer: FP8Linear, given: Tensor) -> Gather | None:
     """For the forward of ``layer`` that begins; ``None`` where it does not read the codes of a whole tensor alone."""
     recipe, dtype, known = layer.recipe, compute_dtype(given), None
     codes_alone = layer.runs_fp8 and layer.fprop == layer.wgrad == "fp8" and layer.probe is None
-    if recipe is None or not codes_alone or not (recipe.measures_first or recipe.uses_history):
+    if recipe is None or not codes_alone or not _has_one_scale(recipe):
         return None
     if recipe.uses_history:
         assert layer.slots is not None
