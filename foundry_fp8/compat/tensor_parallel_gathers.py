@@ -16,14 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel
 
 from foundry_fp8.compat.dispatch_mode import TorchDispatchMode
 
 __all__ = ["Gather", "replace_gathers"]
 
-Gather = Callable[[Tensor, dist.ProcessGroup], Tensor | None]
-"""Makes ``[ranks * n, ...]`` of each rank's shard ``[n, ...]``; ``None``: torch shall."""
+Gather = Callable[[Tensor, dist.ProcessGroup], Tensor]
+"""Makes ``[ranks * n, ...]`` of each rank's shard ``[n, ...]``."""
 
 
 class _Gathers(TorchDispatchMode):
@@ -32,14 +31,13 @@ class _Gathers(TorchDispatchMode):
         self._gather = gather
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = None
         if func is torch.ops._c10d_functional.all_gather_into_tensor.default:
-            found = self._gather(args[0], dist.distributed_c10d._resolve_process_group(args[2]))
-        return func(*args, **(kwargs or {})) if found is None else found
+            return self._gather(args[0], dist.distributed_c10d._resolve_process_group(args[2]))
+        return func(*args, **(kwargs or {}))
 
 
 def replace_gathers(module: nn.Module, choose: Callable[[Any, Tensor], Gather | None]) -> bool:
-    """Ask ``choose`` at each call of ``module``, with its input, what gathers its shards; whether a hook of ``ColwiseParallel`` does."""
+    """Ask ``choose`` at each call of ``module``, with its input, what gathers (``None``: torch); whether a hook of ``ColwiseParallel`` does."""
 
     def prepare(hook: Any, module: nn.Module, inputs: tuple[Any, ...], *kwargs: Any) -> Any:
         gather = None if torch.compiler.is_compiling() or not inputs else choose(module, inputs[0])
@@ -55,7 +53,5 @@ def replace_gathers(module: nn.Module, choose: Callable[[Any, Tensor], Gather | 
 
 def _gathers(hook: Any) -> bool:
     style = inspect.getclosurevars(hook).nonlocals.get("input_fn")
-    if not isinstance(style, functools.partial) or style.func is not ColwiseParallel._prepare_input_fn:
-        return False
-    (given,), (wanted,) = style.args
-    return isinstance(given, Shard) and isinstance(wanted, Replicate)
+    given, wanted = getattr(style, "args", ((None,), None))
+    return isinstance(given[0], Shard) and wanted == (Replicate(),)

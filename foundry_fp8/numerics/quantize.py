@@ -23,7 +23,6 @@ __all__ = [
     "Quantized",
     "amax_of",
     "block_amax",
-    "numbers_of_codes",
     "quantize_block",
     "quantize_constant",
     "quantize_mx",
@@ -140,31 +139,6 @@ def quantize_tensor(x: Tensor, scale: Tensor, fmt: Float8Format, amax: Tensor | 
     """
     amax = amax_of(x) if amax is None else amax
     return Quantized(cast(x.float() * scale, fmt), scale.reciprocal(), None, fmt, amax)
-
-
-def numbers_of_codes(scale: Tensor, amax: Tensor, fmt: Float8Format, dtype: torch.dtype) -> Tensor:
-    """``[256]``: for each code a number of ``dtype`` that ``scale`` quantises to that code again; any number for codes that none has.
-
-    ``code / scale`` is off by at most ``u + 3 * 2^-24`` of it (``u``: 2^-9 in bfloat16, 2^-11 in float16), and an E4M3 code takes what is within
-    2^-5 of it, E5M2 2^-4, subnormal codes more. It suffices but where ``dtype`` is subnormal and its steps are as coarse as the codes';
-    there the number of ``dtype`` above or below does, since what was quantised is such a number and no further away. The code of the amax
-    becomes the amax itself, whose scale is the same.
-
-    Args:
-        scale: 0-d float32.
-        amax: 0-d float32, a number of ``dtype``: :func:`amax_of` what was quantised. It may be Inf.
-        fmt: The format of the codes.
-        dtype: bfloat16, float16 or float32.
-    """
-    codes = torch.arange(256, device=scale.device).to(torch.uint8)
-    numbers = (codes.view(fmt.dtype).float() * scale.reciprocal()).to(dtype)
-    bits = numbers.view(torch.int32 if dtype.itemsize == 4 else torch.int16)
-    for beside in ((bits + 1).view(dtype), (bits - 1).view(dtype)):
-        same = cast(numbers.float() * scale, fmt).view(torch.uint8) == codes
-        numbers = torch.where(same, numbers, beside)
-    largest = cast(amax * scale, fmt).view(torch.uint8)
-    signed = torch.where(codes < 128, amax, -amax).to(dtype)
-    return torch.where(codes & 127 == largest, signed, numbers)
 
 
 def quantize_constant(x: Tensor, scale: float, fmt: Float8Format) -> Quantized:

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foundry_fp8.distributed.compression.fsdp2_fp8_weights import TensorCodec
+from foundry_fp8.distributed.compression.fsdp2_parameters import TensorCodec
 from foundry_fp8.numerics.formats import E4M3
 from foundry_fp8.numerics.quantize import amax_of, quantize_tensor, scale_from_amax
 
@@ -25,7 +25,10 @@ def through(weight, power_2):
 
 
 @given(
-    st.integers(0, 2**31), st.floats(-42, 36), st.booleans(), st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
+    st.integers(0, 2**31),
+    st.floats(-42, 36),
+    st.booleans(),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
 )
 @settings(max_examples=150, deadline=None)
 def test_quantising_what_arrived_gives_what_quantising_the_weight_gives(seed, exponent, power_2, dtype):

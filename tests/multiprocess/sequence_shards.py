@@ -78,7 +78,9 @@ def made(recipe, options, mesh, codes):
 
 def shard(kind, step, dtype):
     """This rank's tokens."""
-    x = torch.randn(BATCH, TOKENS, WIDTH, generator=torch.Generator().manual_seed(100 * step + dist.get_rank()))
+    x = torch.randn(
+        BATCH, TOKENS, WIDTH, generator=torch.Generator().manual_seed(100 * step + dist.get_rank())
+    )
     if kind == "outliers":
         x[:, dist.get_rank(), 5] *= 1000
         x[:, 3:6] *= 1e-5
@@ -193,13 +195,18 @@ def refused(what):
     if what != "not converted":
         apply_fp8(model, recipe="block" if what == "blocks" else "current", backend="emulated")
     if what != "no plan":
-        plan = {"up": ColwiseParallel(input_layouts=Shard(1)), "down": RowwiseParallel(output_layouts=Shard(1))}
+        plan = {
+            "up": ColwiseParallel(input_layouts=Shard(1)),
+            "down": RowwiseParallel(output_layouts=Shard(1)),
+        }
         if what == "a parent gathers":
             inputs = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
             plan = {"": inputs, "up": ColwiseParallel(), "down": plan["down"]}
         parallelize_module(model.body.blocks[0], mesh["tensor"], plan)
     try:
-        apply_compressed_communication(model, **(ALONE | ({"gradients": "int8"} if what == "wrapper" else {})))
+        apply_compressed_communication(
+            model, **(ALONE | ({"gradients": "int8"} if what == "wrapper" else {}))
+        )
     except Exception as error:
         dist.barrier()  # the store ends with rank 0
         return f"{type(error).__name__}: {error}"

@@ -36,7 +36,9 @@ AMAX = 4  # bytes
         pytest.param("delayed", {"kinds": ["random", "inf", "nan", "outliers", "random"]}, marks=full),
         pytest.param("delayed", {"part_of_the_model": True}, marks=full),
         pytest.param("delayed", {"dtype": "float32", "dim": 0}, marks=full),
-        pytest.param({"name": "delayed", "margin": 2, "amax_history_len": 1}, {"dtype": "float16"}, marks=full),
+        pytest.param(
+            {"name": "delayed", "margin": 2, "amax_history_len": 1}, {"dtype": "float16"}, marks=full
+        ),
     ],
     ids=str,
 )

@@ -2,12 +2,11 @@
 
 Under current scaling a weight has one scale, from the amax of all of it. Once the ranks know that amax, each quantises its
 shard as the linear would quantise the whole. In what arrives the linear finds the same amax, and so the same scale and the
-same codes: its outputs and gradients are those of a gather in high precision, bit for bit, at one byte an element (and the
-space of block scales, unused).
+same codes: its outputs and gradients are those of a gather in high precision, bit for bit, at one byte an element.
 
     before the model's forward    amax_w = max over ranks of max|shard_w|     one all-reduce for all weights
     gather of w                   codes = cast(shard_w * scale(amax_w))
-    after it                      w = numbers_of_codes(scale(amax_w), amax_w)
+    after it                      w = numbers that quantise to the same codes, and whose amax is amax_w
 
 Delayed scaling would record the amax of what it is given; block scales (128 x 128, 1 x 32) run across the rows where FSDP2
 cuts. Their weights travel in blocks, and so do those of linears that do not run in FP8 now.
@@ -15,53 +14,21 @@ cuts. Their weights travel in blocks, and so do those of linears that do not run
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from foundry_fp8.distributed.compression.fsdp2_parameters import BlockCodec, GatheredParameter
+from foundry_fp8.distributed.compression.fsdp2_parameters import BlockCodec, GatheredParameter, TensorCodec
 from foundry_fp8.distributed.traffic import reduce_options
 from foundry_fp8.kernels.launch import HP_DTYPES
 from foundry_fp8.layers.linear import FP8Linear
-from foundry_fp8.numerics.formats import E4M3, cast
-from foundry_fp8.numerics.quantize import amax_of, numbers_of_codes, scale_from_amax
+from foundry_fp8.numerics.formats import E4M3
+from foundry_fp8.numerics.quantize import amax_of, scale_from_amax
 from foundry_fp8.numerics.wire_format import WireFormat
 
-__all__ = ["TensorCodec", "share_amaxes"]
-
-CHUNKS = 8  # of a decode, so that its temporaries stay small beside the weight
-
-
-@dataclasses.dataclass(frozen=True)
-class TensorCodec:
-    """E4M3 with one scale for the whole of a tensor; a :class:`~.fsdp2_parameters.Codec`.
-
-    Attributes:
-        amax: Of the whole tensor in ``dtype``, float32, 0-d; decoding needs it.
-        scale: What the linear's own scale will be.
-        dtype: What the linear computes in.
-        message_bytes: Of the codes and what follows them. With block scales for weights: FSDP2 keeps the buffers of the first gather.
-    """
-
-    amax: Tensor
-    scale: Tensor
-    dtype: torch.dtype
-    message_bytes: int
-
-    def encode(self, shard: Tensor) -> Tensor:
-        """See :class:`~.fsdp2_parameters.Codec`."""
-        codes = cast(shard.to(self.dtype).float() * self.scale, E4M3).view(torch.uint8)
-        return torch.nn.functional.pad(codes, (0, self.message_bytes - codes.numel()))
-
-    def decode(self, messages: Tensor, out: Tensor) -> None:
-        """See :class:`~.fsdp2_parameters.Codec`."""
-        values = numbers_of_codes(self.scale, self.amax, E4M3, self.dtype)
-        rows = -(-out.shape[0] // CHUNKS)
-        for part, target in zip(messages.split(rows), out.split(rows), strict=True):
-            target.copy_(values[part[:, : out.shape[1]].int()])
+__all__ = ["share_amaxes"]
 
 
 def share_amaxes(
@@ -80,7 +47,10 @@ def share_amaxes(
         chosen = []
         for gathered, linear in weights:
             gathered.codec = blocks
-            dtype, recipe = _compute_dtype(gathered), linear.recipe if linear.runs_fp8 else None
+            # Asked for here because the gather of the backward runs outside of autocast.
+            kind = gathered.shard.device.type
+            dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else gathered.dtype
+            recipe = linear.recipe if linear.runs_fp8 else None
             if recipe is not None and recipe.measures_first and dtype in HP_DTYPES:
                 chosen.append((gathered, recipe.powers_of_two, dtype))
         if not chosen:
@@ -93,11 +63,3 @@ def share_amaxes(
             gathered.codec = TensorCodec(amax, scale, dtype, wire.row_bytes(gathered.numel))
 
     model.register_forward_pre_hook(share, prepend=True)
-
-
-def _compute_dtype(gathered: GatheredParameter) -> torch.dtype:
-    """What the linear casts its weight to: asked for here because the gather of the backward runs outside of autocast."""
-    device_type = gathered.shard.device.type
-    if torch.is_autocast_enabled(device_type):
-        return torch.get_autocast_dtype(device_type)
-    return gathered.dtype
