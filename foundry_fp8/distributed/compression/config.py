@@ -29,7 +29,7 @@ class CompressionConfig(Config):
     optimizer and checkpoints keep their precision."""
     activations: Literal["none", "fp8"] = "none"
     """``fp8``: tensor parallelism gathers sequence shards before a column-wise FP8 linear with one scale a tensor as the codes that the
-    linear makes of them. Exact: outputs and gradients stay the same to the bit."""
+    linear makes of them, whatever ``scope``, ``warmup`` and ``min_bytes``. Exact: outputs and gradients stay the same to the bit."""
     block_size: Annotated[int, power_of_two(32, 65536)] = 128
     """Elements that share one float32 scale."""
     second_leg: Literal["auto", "fp32", "bf16", "int8", "e4m3", "int4"] = "auto"
