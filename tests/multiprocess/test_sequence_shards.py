@@ -14,6 +14,7 @@ from tests.multiprocess.sequence_shards import (
     step_by_step,
     uneven,
     with_and_without,
+    with_composer,
 )
 
 pytestmark = pytest.mark.multiprocess
@@ -89,3 +90,13 @@ def test_shards_of_different_lengths(recipe):
 def test_what_would_have_no_effect_is_an_error(what, said):
     for found in launch.call(refused, 2, what):
         assert found is not None and re.search(said, found)
+
+
+@pytest.mark.integration
+@pytest.mark.full
+def test_under_composer_and_its_plan():
+    """FSDP1 over the other dimension, as Composer has it; all of a batch is a shard here."""
+    pytest.importorskip("composer")
+    for plain, coded, wire in launch.call(with_composer, 4, imports=launch.COMPOSER):
+        assert coded == plain and coded[-1] < coded[0]
+        assert wire == [32 * 32 + AMAX] * 4
