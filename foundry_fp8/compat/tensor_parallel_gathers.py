@@ -45,13 +45,10 @@ def replace_gathers(module: nn.Module, choose: Callable[[Any, Tensor], Gather | 
             return hook(module, inputs, *kwargs)
 
     hooks: dict[int, Any] = module._forward_pre_hooks
-    found = [key for key, hook in hooks.items() if inspect.isfunction(hook) and _gathers(hook)]
-    for key in found:
-        hooks[key] = functools.partial(prepare, hooks[key])
-    return bool(found)
-
-
-def _gathers(hook: Any) -> bool:
-    style = inspect.getclosurevars(hook).nonlocals.get("input_fn")
-    given, wanted = getattr(style, "args", ((None,), None))
-    return isinstance(given[0], Shard) and wanted == (Replicate(),)
+    for key, hook in list(hooks.items()):
+        style = inspect.getclosurevars(hook).nonlocals.get("input_fn") if inspect.isfunction(hook) else None
+        match getattr(style, "args", None):
+            case ((Shard(),), (Replicate(),)):
+                hooks[key] = functools.partial(prepare, hook)
+                return True
+    return False

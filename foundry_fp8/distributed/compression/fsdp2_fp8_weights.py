@@ -1,8 +1,8 @@
 """FSDP2's all-gather of an FP8 linear's weight, as the very codes that the linear makes of it.
 
 Under current scaling a weight has one scale, from the amax of all of it. Once the ranks know that amax, each quantises its
-shard as the linear would quantise the whole. In what arrives the linear finds the same amax, and so the same scale and the
-same codes: its outputs and gradients are those of a gather in high precision, bit for bit, at one byte an element.
+shard as the linear would quantise the whole. In what arrives the linear finds the same amax, scale and codes: its outputs and
+gradients are those of a gather in high precision, bit for bit, at one byte an element.
 
     before the model's forward    amax_w = max over ranks of max|shard_w|     one all-reduce for all weights
     gather of w                   codes = cast(shard_w * scale(amax_w))
@@ -37,10 +37,7 @@ def share_amaxes(
     wire: WireFormat,
     group: dist.ProcessGroup,
 ) -> None:
-    """Before each forward of ``model``, choose what each weight travels as until the next.
-
-    ``group`` are the ranks that share each of them, ``wire`` is what they travel as in blocks.
-    """
+    """Before each forward of ``model``, choose what each weight travels as between the ranks of ``group``: codes, or ``wire`` in blocks."""
     blocks = BlockCodec(wire)
 
     def share(*_: object) -> None:

@@ -2,9 +2,8 @@
 
 With one scale a tensor every rank can quantise its shard as the linear quantises the whole: under current scaling once the ranks know the
 largest amax, by an all-reduce of one number, under delayed scaling at once. Each sends its codes and its amax. What arrives is decoded to
-numbers that the linear quantises to the same codes, by the same scale, and whose amax is the same
-(:meth:`~.fsdp2_parameters.TensorCodec.numbers`). So outputs, gradients and delayed scaling's history are those of torch's own
-gather, bit for bit, at one byte an element. The backward is torch's own.
+numbers that the linear quantises to the same codes, and whose amax is the same (:meth:`~.fsdp2_parameters.TensorCodec.numbers`). So outputs,
+gradients and delayed scaling's history are those of torch's own gather, bit for bit. The backward is torch's own.
 """
 
 from __future__ import annotations
