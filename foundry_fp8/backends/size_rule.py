@@ -69,12 +69,6 @@ def rates_of(gpu: Gpu) -> Rates:
     )
 
 
-def _rates_here() -> Rates:
-    """Those of the GPU of this process, an H100's where it has none or one that is not known."""
-    gpu = gpu_of(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
-    return _H100 if gpu is None else rates_of(gpu)
-
-
 def _saved_per_flop(recipe: Recipe, rates: Rates) -> float:
     return 1 / rates.bf16 - 1 / rates.products(recipe)
 
@@ -101,7 +95,10 @@ def size_reason(
 ) -> str | None:
     """Why FP8 is predicted to make a layer no faster on a GPU of ``rates``, by default this one; ``None`` if it makes it faster."""
     size = in_features * out_features / (in_features + out_features)
-    least = break_even(recipe, rates or _rates_here())
+    if rates is None:  # an H100's where this process has no GPU, or one that is not known
+        gpu = gpu_of(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+        rates = _H100 if gpu is None else rates_of(gpu)
+    least = break_even(recipe, rates)
     if size >= least:
         return None
     if least == math.inf:

@@ -79,10 +79,11 @@ def demo(
     common = {"variables.data": data, "variables.global_seed": seed, "max_duration": f"{steps}ba"}
     if family == _FOG:
         common["variables.variant"] = model
-    runs = {
-        _HIGH_PRECISION: {**common, "run_name": _HIGH_PRECISION},
-        **{name: {**common, "run_name": name, **_fp8(name)} for name in names},
-    }
+    runs = {_HIGH_PRECISION: {**common, "run_name": _HIGH_PRECISION}}
+    for name in names:  # delayed, or delayed+attention
+        recipe, attention, _ = name.partition("+")
+        runs[name] = {**common, "run_name": name, "algorithms.fp8.recipe": recipe}
+        runs[name] |= {"algorithms.fp8.attention": True} if attention else {}
     started = time.monotonic()
     finished, failed, interrupted = _train_all(console, yaml, output, runs, steps)
     if finished:
@@ -98,12 +99,6 @@ def demo(
         raise typer.Exit(130)
     if failed:
         raise typer.Exit(1)
-
-
-def _fp8(name: str) -> dict[str, object]:
-    """The YAML keys that ``delayed`` or ``delayed+attention`` stand for."""
-    recipe, attention, _ = name.partition("+")
-    return {"algorithms.fp8.recipe": recipe, **({"algorithms.fp8.attention": True} if attention else {})}
 
 
 def _prepare(console: Console, yaml: Path, output: Path, corpus: Path | None) -> Path:

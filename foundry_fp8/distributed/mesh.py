@@ -22,7 +22,6 @@ __all__ = [
     "make_group",
     "ranks_per_node",
     "smallest_shard",
-    "spans_nodes",
 ]
 
 REPLICATE, SHARD = "dp_replicate", "dp_shard"
@@ -48,11 +47,6 @@ def collective_device(group: dist.ProcessGroup | None = None) -> torch.device:
 def ranks_per_node() -> int:
     """Ranks on this node, as the launcher says (``LOCAL_WORLD_SIZE``); all ranks where it says nothing."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-
-
-def spans_nodes(ranks: Sequence[int], per_node: int) -> bool:
-    """Whether ``ranks`` lie on more than one node of ``per_node`` consecutive ranks."""
-    return len({rank // per_node for rank in ranks}) > 1
 
 
 def smallest_shard(state_bytes: int, device_bytes: int, *, world: int, per_node: int) -> int:

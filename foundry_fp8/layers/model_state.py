@@ -10,7 +10,7 @@ from torch import nn
 
 from foundry_fp8.config import first_line
 from foundry_fp8.layers.module_scales import FRESH_STATE
-from foundry_fp8.layers.recipe_table import difference, same_scaling
+from foundry_fp8.layers.recipe_table import difference, scaling_of
 from foundry_fp8.model_structure.names import clean_name
 from foundry_fp8.numerics.recipes import Recipe
 
@@ -81,7 +81,7 @@ class ModelState:
             raise RuntimeError(
                 f"the checkpoint's {self.NAME} is not readable: it lacks {', '.join(sorted(missing))}. {FRESH_STATE}"
             )
-        if not same_scaling(state["recipe"], mine["recipe"]):
+        if scaling_of(state["recipe"]) != scaling_of(mine["recipe"]):
             raise RuntimeError(
                 f"the checkpoint's {self.NAME} was made by {difference(state['recipe'], mine['recipe'])}. "
                 f"Set algorithms.fp8.recipe to the former. {FRESH_STATE}"

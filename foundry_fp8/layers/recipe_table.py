@@ -9,17 +9,12 @@ from typing import Any
 from foundry_fp8.layers.gemm_layer import Choice, FP8GemmLayer
 from foundry_fp8.numerics.recipes import Recipe, parse_recipe
 
-__all__ = ["MEASURED", "POLICY", "choice_of", "difference", "measured_table", "same_scaling", "table_of"]
+__all__ = ["MEASURED", "POLICY", "choice_of", "difference", "measured_table", "scaling_of", "table_of"]
 
 POLICY, MEASURED = "policy", "measured"
 """The ``name`` under which a checkpoint holds a table in a recipe's place: of rules, or of a measurement."""
 _NOT_OF_THE_STATE = ("fast_accumulation", "amax_group", "reduce_amax")
 """Fields of a saved recipe on which scales do not depend; the last one is of older checkpoints."""
-
-
-def same_scaling(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> bool:
-    """Whether two recipes or tables, as a checkpoint holds them, make the same scales."""
-    return _scaling(saved) == _scaling(ours)
 
 
 def table_of(modules: Mapping[str, FP8GemmLayer]) -> dict[str, Any] | None:
@@ -55,14 +50,15 @@ def difference(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
 
 def _row(module: FP8GemmLayer) -> dict[str, Any]:
     if module.turns:  # without their times, which may be others after a resume
-        return {"turns": [[t.recipe and _scaling(t.recipe.to_dict()), *_beside(t)] for t in module.turns]}
+        return {"turns": [[t.recipe and scaling_of(t.recipe.to_dict()), *_beside(t)] for t in module.turns]}
     beside = {gemm: getattr(module, gemm) for gemm in ("fprop", "dgrad") if getattr(module, gemm) != "fp8"}
-    return {**_scaling(module.recipes[0].to_dict()), **beside, "wgrad": module.wgrad}
+    return {**scaling_of(module.recipes[0].to_dict()), **beside, "wgrad": module.wgrad}
 
 
 def _beside(turn: Choice) -> list[str]:
     return sorted(g if how == "high_precision" else f"{g} {how}" for g, how in turn.beside.items())
 
 
-def _scaling(recipe: Mapping[str, Any]) -> dict[str, Any]:
+def scaling_of(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """What makes scales in a recipe or table, as a checkpoint holds it."""
     return {name: value for name, value in recipe.items() if name not in _NOT_OF_THE_STATE}

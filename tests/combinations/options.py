@@ -96,6 +96,7 @@ ALGORITHMS: dict[str, dict[str, Takes]] = {
     "compressed_communication": {
         "gradients": word("bf16", "int8", "e4m3", "int4"),  # none: only with parameters
         "parameters": word("none", "e4m3", "int8"),
+        "activations": word("none", "fp8"),
         "block_size": whole(32, 65536, lambda n: not n & (n - 1)),
         "second_leg": word("auto", "fp32", "bf16", "int8", "e4m3", "int4"),
         "error_feedback": either(word("auto"), FLAG),

@@ -1,7 +1,8 @@
 import pytest
 
 from foundry_fp8.config import ConfigError
-from foundry_fp8.distributed.mesh import smallest_shard, spans_nodes
+from foundry_fp8.distributed.compression.routing import path_of
+from foundry_fp8.distributed.mesh import smallest_shard
 
 
 @pytest.mark.parametrize(("state", "wanted"), [(10, 1), (11, 2), (79, 8), (81, 16), (320, 32)])
@@ -19,4 +20,5 @@ def test_a_model_that_fits_nowhere_is_an_error():
 
 
 def test_groups_that_span_nodes_are_distinguished_from_those_that_do_not():
-    assert spans_nodes([0, 8], 8) and not spans_nodes([0, 1, 7], 8)
+    inside, across = (path_of(r, world=16, per_node=8, scope="auto") for r in ([0, 1, 7], [0, 8]))
+    assert inside.why_not == "all its ranks are on one node" and across.why_not is None

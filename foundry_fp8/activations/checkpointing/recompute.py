@@ -63,7 +63,8 @@ def _by_position(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Callable[..., Any], list[Tensor]]:
     """``function`` as a function of only the tensors that need gradients, and these tensors."""
-    leaves, structure = tree_flatten((args, kwargs), is_leaf=_is_leaf)
+    # Other containers, such as a key-value cache, must be passed as the same object.
+    leaves, structure = tree_flatten((args, kwargs), is_leaf=lambda x: type(x) not in (tuple, list, dict))
     places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
     activations = [leaves[i] for i in places]
     for i in places:
@@ -77,8 +78,3 @@ def _by_position(
         return function(*own_args, **own_kwargs)
 
     return run, activations
-
-
-def _is_leaf(x: Any) -> bool:
-    """Whether ``x`` is not a plain container. Others, such as a key-value cache, must be passed as the same object."""
-    return type(x) not in (tuple, list, dict)

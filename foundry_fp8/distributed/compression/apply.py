@@ -18,6 +18,7 @@ from foundry_fp8.distributed.compression.ddp import attach_ddp
 from foundry_fp8.distributed.compression.fsdp1 import attach_fsdp1
 from foundry_fp8.distributed.compression.fsdp2 import attach_fsdp2
 from foundry_fp8.distributed.compression.runtime import Compression
+from foundry_fp8.distributed.compression.sequence_shards import attach_sequence_shards
 from foundry_fp8.distributed.mesh import alone
 from foundry_fp8.distributed.replicas import check_replicas
 from foundry_fp8.model_structure.applied import MARK, applied, remember
@@ -78,18 +79,18 @@ def apply_compressed_communication(
     config = compression.config
     kind = wrapper_of(model)
     agree(KEY, json.dumps({"wrapper": kind, **dataclasses.asdict(config)}, sort_keys=True))
-    if kind is None:
+    wraps = {config.gradients, config.parameters} != {"none"}
+    if wraps and kind is None:
         raise ConfigError(
             f"{KEY}: the model is wrapped by neither DDP nor FSDP. Wrap it first (torch's composable replicate() and "
-            "DeepSpeed engines are not supported)."
+            "DeepSpeed engines are not supported), or set gradients: none for activations alone."
         )
-    if kind == "ddp":
-        assert isinstance(model, DistributedDataParallel)
+    if config.activations != "none":
+        attach_sequence_shards(model, compression)
+    if wraps and isinstance(model, DistributedDataParallel):
         attach_ddp(model, compression)
-    elif kind == "fsdp1":
-        attach_fsdp1(model, compression)
-    else:
-        attach_fsdp2(model, compression)
+    elif wraps:
+        (attach_fsdp1 if kind == "fsdp1" else attach_fsdp2)(model, compression)
     compression.device = next(model.parameters()).device
     remember(model, config, compression)
     if config.check_replicas:

@@ -27,6 +27,9 @@ class CompressionConfig(Config):
     parameters: Literal["none", "e4m3", "int8"] = "none"
     """What FSDP's all-gather of parameters travels as, from the first step on. The sharded master weights, the
     optimizer and checkpoints keep their precision."""
+    activations: Literal["none", "fp8"] = "none"
+    """``fp8``: tensor parallelism gathers sequence shards before a column-wise FP8 linear with one scale a tensor as the codes that the
+    linear makes of them, whatever ``scope``, ``warmup`` and ``min_bytes``. Exact: outputs and gradients stay the same to the bit."""
     block_size: Annotated[int, power_of_two(32, 65536)] = 128
     """Elements that share one float32 scale."""
     second_leg: Literal["auto", "fp32", "bf16", "int8", "e4m3", "int4"] = "auto"
@@ -60,9 +63,9 @@ class CompressionConfig(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.gradients == "none" and self.parameters == "none":
+        if {self.gradients, self.parameters, self.activations} == {"none"}:
             raise ConfigError(
-                f"{KEY}.gradients: none, and parameters too: both none compresses nothing. Name a format, or remove {KEY}."
+                f"{KEY}.gradients: none, and parameters and activations too: that compresses nothing. Name a format, or remove {KEY}."
             )
         if self.error_feedback is True and self.gradients in ("none", "bf16"):
             raise ConfigError(

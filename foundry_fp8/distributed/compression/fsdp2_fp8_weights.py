@@ -1,13 +1,12 @@
 """FSDP2's all-gather of an FP8 linear's weight, as the very codes that the linear makes of it.
 
 Under current scaling a weight has one scale, from the amax of all of it. Once the ranks know that amax, each quantises its
-shard as the linear would quantise the whole. What arrives is exactly representable: the linear finds the same amax in it,
-and so the same scale and the same codes. It quantises again, but it does not round again, and its outputs and gradients
-are those of a gather in high precision, bit for bit, at one byte an element (and the space of block scales, unused).
+shard as the linear would quantise the whole. In what arrives the linear finds the same amax, scale and codes: its outputs and
+gradients are those of a gather in high precision, bit for bit, at one byte an element.
 
     before the model's forward    amax_w = max over ranks of max|shard_w|     one all-reduce for all weights
     gather of w                   codes = cast(shard_w * scale(amax_w))
-    after it                      w = codes / scale(amax_w), and amax_w itself where the code is the largest
+    after it                      w = numbers that quantise to the same codes, and whose amax is amax_w
 
 Delayed scaling would record the amax of what it is given; block scales (128 x 128, 1 x 32) run across the rows where FSDP2
 cuts. Their weights travel in blocks, and so do those of linears that do not run in FP8 now.
@@ -15,66 +14,21 @@ cuts. Their weights travel in blocks, and so do those of linears that do not run
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from foundry_fp8.distributed.compression.fsdp2_parameters import BlockCodec, GatheredParameter
+from foundry_fp8.distributed.compression.fsdp2_parameters import BlockCodec, GatheredParameter, TensorCodec
 from foundry_fp8.distributed.traffic import reduce_options
+from foundry_fp8.kernels.launch import HP_DTYPES
 from foundry_fp8.layers.linear import FP8Linear
-from foundry_fp8.numerics.formats import E4M3, cast
+from foundry_fp8.numerics.formats import E4M3
 from foundry_fp8.numerics.quantize import amax_of, scale_from_amax
 from foundry_fp8.numerics.wire_format import WireFormat
 
-__all__ = ["TensorCodec", "share_amaxes"]
-
-LARGEST = 0x7E
-"""The E4M3 code of 448; with the sign bit it is -448."""
-CHUNKS = 8  # of a decode, so that its temporaries stay small beside the weight
-
-
-@dataclasses.dataclass(frozen=True)
-class TensorCodec:
-    """E4M3 with one scale for the whole weight; a :class:`~.fsdp2_parameters.Codec`.
-
-    Exact for float32, and for bfloat16 from an amax of 1e-33 up: below it the smallest codes are subnormal in bfloat16 and
-    may round twice.
-
-    Attributes:
-        amax: Of the whole weight in ``dtype``, float32, 0-d.
-        power_2: The recipe's ``power_2_scales``.
-        dtype: What the linear computes in: float32 or bfloat16.
-        message_bytes: Of the codes with block scales, since FSDP2 keeps the buffers of the first gather.
-    """
-
-    amax: Tensor
-    power_2: bool
-    dtype: torch.dtype
-    message_bytes: int
-
-    @property
-    def scale(self) -> Tensor:
-        """What the linear's own scale will be."""
-        return scale_from_amax(self.amax, E4M3, power_2=self.power_2)
-
-    def encode(self, shard: Tensor) -> Tensor:
-        """See :class:`~.fsdp2_parameters.Codec`."""
-        codes = cast(shard.to(self.dtype).float() * self.scale, E4M3).view(torch.uint8)
-        return torch.nn.functional.pad(codes, (0, self.message_bytes - codes.numel()))
-
-    def decode(self, messages: Tensor, out: Tensor) -> None:
-        """See :class:`~.fsdp2_parameters.Codec`. NaN everywhere if the weight holds an Inf, which a code would hide."""
-        codes = torch.arange(256, device=messages.device).to(torch.uint8).view(E4M3.dtype)
-        values = codes.float() * self.scale.reciprocal()
-        if not self.power_2:  # 448 / (448 / amax) may miss amax by a rounding
-            values[LARGEST], values[LARGEST | 0x80] = self.amax, -self.amax
-        values = torch.where(torch.isinf(self.amax), torch.nan, values)
-        rows = -(-out.shape[0] // CHUNKS)
-        for part, target in zip(messages.split(rows), out.split(rows), strict=True):
-            target.copy_(values[part[:, : out.shape[1]].int()])
+__all__ = ["share_amaxes"]
 
 
 def share_amaxes(
@@ -83,38 +37,26 @@ def share_amaxes(
     wire: WireFormat,
     group: dist.ProcessGroup,
 ) -> None:
-    """Before each forward of ``model``, choose what each weight travels as until the next.
-
-    ``group`` are the ranks that share each of them, ``wire`` is what they travel as in blocks.
-    """
+    """Before each forward of ``model``, choose what each weight travels as between the ranks of ``group``: codes, or ``wire`` in blocks."""
     blocks = BlockCodec(wire)
 
     def share(*_: object) -> None:
         chosen = []
         for gathered, linear in weights:
             gathered.codec = blocks
-            dtype = _compute_dtype(gathered)
-            if (
-                linear.runs_fp8
-                and linear.recipe is not None
-                and linear.recipe.measures_first
-                and dtype in (torch.float32, torch.bfloat16)
-            ):
-                chosen.append((gathered, linear.recipe.powers_of_two, dtype))
+            # Asked for here because the gather of the backward runs outside of autocast.
+            kind = gathered.shard.device.type
+            dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else gathered.dtype
+            recipe = linear.recipe if linear.runs_fp8 else None
+            if recipe is not None and recipe.measures_first and dtype in HP_DTYPES:
+                chosen.append((gathered, recipe.powers_of_two, dtype))
         if not chosen:
             return
         with torch.no_grad():
             amaxes = torch.stack([amax_of(gathered.shard.to(dtype)) for gathered, _, dtype in chosen])
             group.allreduce([amaxes], reduce_options(dist.ReduceOp.MAX)).wait()
         for (gathered, power_2, dtype), amax in zip(chosen, amaxes, strict=True):
-            gathered.codec = TensorCodec(amax, power_2, dtype, wire.row_bytes(gathered.numel))
+            scale = scale_from_amax(amax, E4M3, power_2=power_2)
+            gathered.codec = TensorCodec(amax, scale, dtype, wire.row_bytes(gathered.numel))
 
     model.register_forward_pre_hook(share, prepend=True)
-
-
-def _compute_dtype(gathered: GatheredParameter) -> torch.dtype:
-    """What the linear casts its weight to: asked for here because the gather of the backward runs outside of autocast."""
-    device_type = gathered.shard.device.type
-    if torch.is_autocast_enabled(device_type):
-        return torch.get_autocast_dtype(device_type)
-    return gathered.dtype

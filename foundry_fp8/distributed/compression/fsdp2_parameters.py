@@ -7,7 +7,8 @@ shards (7 rows on 2 ranks) are all alike on the wire.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,19 +16,13 @@ from torch import Tensor
 from foundry_fp8.compat.fsdp2 import ShardedParameter
 from foundry_fp8.distributed.traffic import Traffic
 from foundry_fp8.distributed.wire import decode, encode
+from foundry_fp8.numerics.formats import E4M3, cast
 from foundry_fp8.numerics.wire_format import WireFormat
 
-__all__ = ["BlockCodec", "Codec", "GatheredParameter"]
+__all__ = ["BlockCodec", "GatheredParameter", "TensorCodec"]
 
 
-class Codec(Protocol):
-    """What a shard travels as."""
-
-    def encode(self, shard: Tensor) -> Tensor:
-        """The message of the padded ``shard``: uint8 ``[bytes]``, of a size that depends on the shard's alone."""
-
-    def decode(self, messages: Tensor, out: Tensor) -> None:
-        """Write the shards of all ranks, ``[W, n]``, from their messages, ``[W, bytes]``."""
+CHUNKS = 8  # of a decode, so that its temporaries stay small beside the weight
 
 
 class BlockCodec:
@@ -37,12 +32,59 @@ class BlockCodec:
         self.wire = wire
 
     def encode(self, shard: Tensor) -> Tensor:
-        """See :class:`Codec`."""
+        """The message of the padded ``shard``: uint8 ``[bytes]``, of a size that depends on the shard's alone."""
         return encode(shard.view(1, -1), self.wire).view(-1)
 
     def decode(self, messages: Tensor, out: Tensor) -> None:
-        """See :class:`Codec`."""
+        """Write the shards of all ranks, ``[W, n]``, from their messages, ``[W, bytes]``."""
         decode(messages, self.wire, out.shape[1], out=out)
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorCodec:
+    """E4M3 with one scale for the whole of a tensor; see :class:`BlockCodec`.
+
+    Attributes:
+        amax: Of the whole tensor in ``dtype``, float32, 0-d; decoding needs it.
+        scale: What the linear's own scale will be.
+        dtype: What the linear computes in.
+        message_bytes: Of the codes and what follows them. With block scales for weights: FSDP2 keeps the buffers of the first gather.
+    """
+
+    amax: Tensor
+    scale: Tensor
+    dtype: torch.dtype
+    message_bytes: int
+
+    def encode(self, shard: Tensor) -> Tensor:
+        """See :meth:`BlockCodec.encode`."""
+        codes = cast(shard.to(self.dtype).float() * self.scale, E4M3).view(torch.uint8)
+        return torch.nn.functional.pad(codes, (0, self.message_bytes - codes.numel()))
+
+    def decode(self, messages: Tensor, out: Tensor) -> None:
+        """See :meth:`BlockCodec.decode`."""
+        values = self.numbers()
+        rows = -(-out.shape[0] // CHUNKS)
+        for part, target in zip(messages.split(rows), out.split(rows), strict=True):
+            target.copy_(values[part[:, : out.shape[1]].int()])
+
+    def numbers(self) -> Tensor:
+        """``[256]``: for each code a number of ``dtype`` that the scale quantises to that code again; any number for codes that none has.
+
+        ``code / scale`` is off by at most ``u + 3 * 2^-24`` of it (``u``: 2^-9 in bfloat16, 2^-11 in float16), and a code takes what is
+        within 2^-5 of it, a subnormal one more. It suffices but where ``dtype`` is subnormal and its steps are as coarse as the codes';
+        there the number above or below does, since what was quantised is such a number and no further away. The code of the amax
+        becomes the amax itself, Inf too, whose scale is the same.
+        """
+        codes = torch.arange(256, device=self.scale.device).to(torch.uint8)
+        numbers = (codes.view(E4M3.dtype).float() * self.scale.reciprocal()).to(self.dtype)
+        bits = numbers.view(torch.int32 if self.dtype.itemsize == 4 else torch.int16)
+        for beside in ((bits + 1).view(self.dtype), (bits - 1).view(self.dtype)):
+            again = cast(numbers.float() * self.scale, E4M3).view(torch.uint8)
+            numbers = torch.where(again == codes, numbers, beside)
+        largest = cast(self.amax * self.scale, E4M3).view(torch.uint8)
+        signed = torch.where(codes < 128, self.amax, -self.amax).to(self.dtype)
+        return torch.where(codes & 127 == largest, signed, numbers)
 
 
 class GatheredParameter:
@@ -52,7 +94,9 @@ class GatheredParameter:
         codec: May be replaced between gathers, on all ranks alike.
     """
 
-    def __init__(self, parameter: ShardedParameter, codec: Codec, traffic: Traffic) -> None:
+    def __init__(
+        self, parameter: ShardedParameter, codec: BlockCodec | TensorCodec, traffic: Traffic
+    ) -> None:
         self.parameter = parameter
         self.codec = codec
         self.traffic = traffic
@@ -73,13 +117,18 @@ class GatheredParameter:
         self.parameter.extend(self.pre_all_gather, self.post_all_gather)
 
     # FSDP2 checks the shape of what a five-argument form returns against the shard's; a message has another shape.
-    def pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor], Codec]:
+    def pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor], BlockCodec | TensorCodec]:
         """This rank's message, and who can read it."""
         with torch.no_grad(), self.traffic.timed("quantize", self.shard.device):
             return (self.codec.encode(self.shard),), self.codec
 
     def post_all_gather(
-        self, outputs: tuple[Tensor], codec: Codec, param_dtype: torch.dtype, *, out: Tensor | None = None
+        self,
+        outputs: tuple[Tensor],
+        codec: BlockCodec | TensorCodec,
+        param_dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor]] | None:
         """The whole parameter, padded at its end; written where ``out`` lives if it is given."""
         world = self.parameter.ranks

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 from foundry_fp8.config import ConfigError
 from foundry_fp8.distributed.compression.config import KEY
-from foundry_fp8.distributed.mesh import spans_nodes
 
 __all__ = ["Path", "path_of"]
 
@@ -41,9 +40,9 @@ def path_of(ranks: Sequence[int], *, world: int, per_node: int, scope: str) -> P
         return Path("a group of one rank")
     if scope == "all" or not several:
         return Path()
-    if not spans_nodes(ranks, per_node):
-        return Path("all its ranks are on one node")
     on_nodes = Counter(rank // per_node for rank in ranks)
+    if len(on_nodes) == 1:
+        return Path("all its ranks are on one node")
     inside = on_nodes[ranks[0] // per_node]
     if set(on_nodes.values()) != {inside}:
         raise ConfigError(

@@ -29,7 +29,7 @@ class ReportRow:
 
     name: str
     what: str
-    """``gradients`` or ``parameters``."""
+    """``gradients``, ``parameters`` or ``activations``."""
     action: str
     """The format it travels as, or ``uncompressed``."""
     reason: str

@@ -11,7 +11,7 @@ from foundry_fp8.distributed.compression.config import KEY, CompressionConfig
     [
         ({"gradients": "int16"}, "Did you mean 'int8'"),
         ({"gradient": "int8"}, "Did you mean 'gradients'"),
-        ({"gradients": "none"}, "both none"),
+        ({"gradients": "none"}, "compresses nothing"),
         ({"block_size": 100}, "power of two"),
         ({"warmup": "1ep"}, "100ba"),
         ({"warmup": -1}, "100ba"),
