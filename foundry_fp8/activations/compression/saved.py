@@ -290,7 +290,4 @@ class Compressor:
 
 def compresses_inside(module: nn.Module) -> str | None:
     """The name, inside ``module``, of a module that packs its saved tensors; ``None`` if there is none."""
-    for name, child in module.named_modules():
-        if MARK in child.__dict__:
-            return name
-    return None
+    return next((name for name, child in module.named_modules() if MARK in child.__dict__), None)
