@@ -54,7 +54,7 @@ for name, home in foundry_fp8._HOMES.items():
         getattr(foundry_fp8, name)
 others = {"composer", "llmfoundry", "streaming", "transformers", "transformer_engine"} & set(sys.modules)
 assert not others, others
-kernels = {m for m in sys.modules if m.startswith("foundry_fp8.kernels.")} - {"foundry_fp8.kernels.launch"}
+kernels = {m for m in sys.modules if m.startswith("foundry_fp8.kernels.")} - {f"foundry_fp8.kernels.{free}" for free in ("launch", "sources")}
 assert not kernels, kernels
 """
 

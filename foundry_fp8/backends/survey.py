@@ -108,12 +108,7 @@ def _devices() -> list[dict[str, Any]]:
 def _transformer_engine() -> dict[str, Any]:
     library = load_library()
     if isinstance(library, ImportProblem):
-        return {
-            "version": installed_version(),
-            "ok": False,
-            "reason": library.reason,
-            "remedy": library.remedy,
-        }
+        return {"version": installed_version(), "ok": False, **dataclasses.asdict(library)}
     return {"version": library.version, "ok": True, "reason": "", "remedy": ""}
 
 
@@ -124,8 +119,8 @@ def _support(device_name: str) -> list[dict[str, Any]]:
         recipe = cls()
         for backend in BACKENDS:
             found = load_backend(backend).availability(recipe, device)
-            entry = {"device": device_name, "recipe": name, "backend": backend, "ok": found.ok}
-            entries.append({**entry, "reason": found.reason, "remedy": found.remedy})
+            of = {"device": device_name, "recipe": name, "backend": backend}
+            entries.append(of | dataclasses.asdict(found))
         entry = {"device": device_name, "recipe": name, "backend": "auto", "reason": "", "remedy": ""}
         try:
             chosen, _ = choose_backend("auto", recipe, device)
@@ -145,8 +140,8 @@ def _attention(device: torch.device) -> list[dict[str, Any]]:
                 found = native_attention_requirement(recipe, shape)
             elif found.ok:
                 found = attention_requirement(recipe, shape, attention_machine(device))
-            entry = {"device": str(device), "recipe": name, "backend": backend, "case": case}
-            entries.append({**entry, "ok": found.ok, "reason": found.reason, "remedy": found.remedy})
+            of = {"device": str(device), "recipe": name, "backend": backend, "case": case}
+            entries.append(of | dataclasses.asdict(found))
     return entries
 
 

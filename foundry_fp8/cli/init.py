@@ -19,6 +19,14 @@ from foundry_fp8.config.files import write_file
 
 __all__ = ["add_fp8", "init"]
 
+ADDED = (
+    ("callbacks", "mfu_monitor", "MFU with each GEMM over the peak of its own precision"),
+    ("callbacks", "divergence_guard",
+     "compares FP8 with high precision on the batches of the run, and takes layers out of FP8 that it harms"),
+    ("loggers", "run_log", "runs/{run_name}/run_log.jsonl, which foundry-fp8 compare reads"),
+)  # fmt: skip
+"""To every run, without options: section, name, and why."""
+
 
 def init(
     yaml: Annotated[Path, typer.Argument(help="An LLM Foundry training YAML.", exists=True, dir_okay=False)],
@@ -69,9 +77,9 @@ def add_fp8(text: str, hardware: Hardware, where: str = "the YAML") -> tuple[str
         raise ConfigError(f"{where} is no training run of LLM Foundry: it has no model.")
     said: list[str] = []
 
-    def add(section: str, name: str, value: Any, why: str) -> None:
+    def add(section: str, name: str, why: str, **value: Any) -> None:
         if name not in config[section]:
-            config[section][name] = value
+            config[section][name] = _flow(value, config)
             said.append(f"+ {section}.{name}: {why}.")
             if hasattr(config[section], "yaml_add_eol_comment"):
                 config[section].yaml_add_eol_comment(why, name)
@@ -86,26 +94,13 @@ def add_fp8(text: str, hardware: Hardware, where: str = "the YAML") -> tuple[str
         if config.get(section) is None:
             config[section] = type(config)()
     # Named: auto leaves out layers that are too small to be faster, in a small model all of them.
-    add("algorithms", "fp8", _flow({"recipe": hardware.gpu.recipe}, config),
-        f"linear layers in FP8, as {hardware.name} multiplies it; algorithms.fp8.enabled=false is the BF16 twin")  # fmt: skip
+    why = f"linear layers in FP8, as {hardware.name} multiplies it; algorithms.fp8.enabled=false is the BF16 twin"
+    add("algorithms", "fp8", why, recipe=hardware.gpu.recipe)
     if hardware.nodes > 1 and run.get("fsdp_config") is not None:
-        add("algorithms", "hybrid_sharding", _flow({"shard": "node"}, config),
-            f"shard inside a node, replicate across the {hardware.nodes}; remove it if a node cannot hold the model")  # fmt: skip
-    add(
-        "callbacks", "mfu_monitor", _flow({}, config), "MFU with each GEMM over the peak of its own precision"
-    )
-    add(
-        "callbacks",
-        "divergence_guard",
-        _flow({}, config),
-        "compares FP8 with high precision on the batches of the run, and takes layers out of FP8 that it harms",
-    )
-    add(
-        "loggers",
-        "run_log",
-        _flow({}, config),
-        "runs/{run_name}/run_log.jsonl, which foundry-fp8 compare reads",
-    )
+        why = f"shard inside a node, replicate across the {hardware.nodes}; remove it if a node cannot hold the model"
+        add("algorithms", "hybrid_sharding", why, shard="node")
+    for section, name, why in ADDED:
+        add(section, name, why)
     if not said:
         return text, []
     out = io.StringIO()

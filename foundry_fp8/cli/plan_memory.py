@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from foundry_fp8.cli.cluster import cluster_of, limit_of
 from foundry_fp8.cli.hardware import PER_NODE
 from foundry_fp8.cli.quiet import quiet
-from foundry_fp8.cli.yaml_model import Trust, build_yaml_model, optimizer_bytes_of, read_yaml
+from foundry_fp8.cli.yaml_model import RunFile, Trust, build_yaml_model, optimizer_bytes_of, read_yaml
 from foundry_fp8.cli.yaml_run import run_of
 from foundry_fp8.compat.fake_tensor import NEEDS_VALUES, FakeTensor, FakeTensorMode
 from foundry_fp8.config import ConfigError, Positive, accept, check_choice, format_bytes
@@ -36,12 +36,7 @@ __all__ = ["convert", "fake", "memory", "plan_yaml", "step_of", "without_flash"]
 
 
 def memory(
-    yaml: Annotated[
-        Path,
-        typer.Argument(
-            help="An LLM Foundry training YAML, or the folder of a Hugging Face model.", exists=True
-        ),
-    ],
+    yaml: RunFile,
     budget: Annotated[
         str | None, typer.Option(help="20GiB, 0.4 or fit; by default what the YAML's algorithm says.")
     ] = None,

@@ -13,7 +13,7 @@ from foundry_fp8.cli.hardware import PER_NODE
 from foundry_fp8.cli.plan_communication import counts_of, workload_of
 from foundry_fp8.cli.predicted import NETWORK_OF, converted_step, gains, needs_newer, of_step, on_paper
 from foundry_fp8.cli.quiet import quiet
-from foundry_fp8.cli.yaml_model import Trust, build_yaml_model, read_yaml
+from foundry_fp8.cli.yaml_model import RunFile, Trust, build_yaml_model, read_yaml
 from foundry_fp8.cli.yaml_run import run_of
 from foundry_fp8.config import ConfigError, Fraction, accept, check_choice
 from foundry_fp8.gpus import GPUS, gpu_named
@@ -23,12 +23,7 @@ __all__ = ["speed"]
 
 
 def speed(
-    yaml: Annotated[
-        Path,
-        typer.Argument(
-            help="An LLM Foundry training YAML, or the folder of a Hugging Face model.", exists=True
-        ),
-    ],
+    yaml: RunFile,
     gpu: Annotated[str, typer.Option(help=", ".join(name for name in GPUS if GPUS[name].recipe))] = "h100",
     gpus: Annotated[
         str | None, typer.Option(help="8..256 (doubling), or a list; by default 8,64,256, or as many shards where those are larger.")

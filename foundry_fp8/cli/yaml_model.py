@@ -17,6 +17,7 @@ from foundry_fp8.config import Config, ConfigError, Positive, Text, accept, firs
 from foundry_fp8.planning.model_shapes import MODEL_SHAPES
 
 __all__ = [
+    "RunFile",
     "Trust",
     "build_yaml_model",
     "build_yaml_optimizer",
@@ -32,6 +33,11 @@ Trust = Annotated[
     ),
 ]
 """The option of every command that could run it."""
+RunFile = Annotated[
+    Path,
+    typer.Argument(help="An LLM Foundry training YAML, or the folder of a Hugging Face model.", exists=True),
+]
+"""The argument of what plans a run."""
 SIZES = ("d_model", "n_heads", "n_layers", "vocab_size")
 """Keys of MPT and of this package's models that have to be positive: the models themselves take 0 and fail somewhere else."""
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from foundry_fp8.compat.dispatch_mode import watching_modes
+from foundry_fp8.compat.dispatch_mode import watching_modes, written
 from foundry_fp8.compat.pytree import tree_iter
 from foundry_fp8.compat.storages import storage_number
 from foundry_fp8.config.versions import moved
@@ -94,12 +94,11 @@ def _works() -> bool:
 class _CopyOnWrite(_CACHING):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.is_mutable:
-            written = {
-                storage_number(x.untyped_storage()) for x in _written(func._schema, args, kwargs or {})
-            }
+            changed = filter(_plain, written(func, args, kwargs or {}))
+            storages = {storage_number(x.untyped_storage()) for x in changed}
             for kept in (kept for _, returned in _calls(self.storage) for kept in returned):
                 x = kept.val
-                if _plain(x) and storage_number(x.untyped_storage()) in written:
+                if _plain(x) and storage_number(x.untyped_storage()) in storages:
                     kept.val = x.clone()
                     kept.version = kept.val._version
         return super().__torch_dispatch__(func, types, args, kwargs)
@@ -112,14 +111,6 @@ def _calls(storage: Any) -> Iterator[tuple[Any, list[Any]]]:
             wrappers = [kept for kept in tree_iter(returned) if hasattr(kept, "val")]
             if wrappers:
                 yield operator, wrappers
-
-
-def _written(schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    """The tensors that an operator called with ``args`` and ``kwargs`` writes to."""
-    for index, argument in enumerate(schema.arguments):
-        if argument.is_write:
-            given = args[index] if index < len(args) else kwargs.get(argument.name)
-            yield from (x for x in tree_iter(given) if _plain(x))
 
 
 def _plain(x: Any) -> bool:

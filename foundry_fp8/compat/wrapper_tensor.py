@@ -8,12 +8,13 @@ constructor, the switch that keeps results from becoming subclasses and an opera
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from foundry_fp8.compat.dispatch_mode import written
 from foundry_fp8.compat.pytree import tree_map
 
 __all__ = [
@@ -171,11 +172,11 @@ class WrapperTensor(Tensor):
             return plain.setdefault(id(x), (x, x.unpacked(x.dtype)))[1]
 
         out = func(*tree_map(unpack, args), **tree_map(unpack, kwargs))
-        for written in _written(func, args, kwargs):
-            if isinstance(written, WrapperTensor):
-                if plain[id(written)][1].shape != written.shape:
-                    written.refuse(f"{func} would change its shape")
-                written.write(plain[id(written)][1])
+        for one in written(func, args, kwargs):
+            if isinstance(one, WrapperTensor):
+                if plain[id(one)][1].shape != one.shape:
+                    one.refuse(f"{func} would change its shape")
+                one.write(plain[id(one)][1])
         back = {id(value): wrapper for wrapper, value in plain.values()}
         return tree_map(lambda x: back.get(id(x), x), out)
 
@@ -230,14 +231,6 @@ def _views(one: WrapperTensor, func: Any, args: Any, kwargs: Any) -> Any:
         return WrapperView(found, whole, (*path, (func, args, kwargs, index)))
 
     return view(seen) if isinstance(seen, Tensor) else [view(found, i) for i, found in enumerate(seen)]
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Any]:
-    """The tensors that ``func`` writes to."""
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            found = kwargs.get(argument.name, args[i] if i < len(args) else None)
-            yield from found if isinstance(found, list | tuple) else [found]
 
 
 def _rebuilt(made: Any, held: Any, meta: Any, dtype: torch.dtype, parameter: bool) -> Any:

@@ -12,64 +12,10 @@ A bool is no number, a string is no list, and NaN, infinity and what float32 can
 the YAML key and says what is allowed there.
 """
 
-from foundry_fp8.config.check import Config, accept, check_arguments, check_choice, from_mapping
-from foundry_fp8.config.clash import Clash, refuse
-from foundry_fp8.config.errors import ConfigError, NoEffect, first_line, nearest
-from foundry_fp8.config.rules import (
-    Batches,
-    Bytes,
-    Fraction,
-    Names,
-    Natural,
-    Parse,
-    Positive,
-    PositiveNumber,
-    Rule,
-    Text,
-    above,
-    at_least,
-    at_most,
-    below,
-    format_bytes,
-    not_empty,
-    one_of,
-    parse_bytes,
-    power_of_two,
-    printable,
-    template,
-)
+from foundry_fp8.config import check, clash, errors, rules
+from foundry_fp8.config.check import *  # noqa: F403 - what each of these modules says is public
+from foundry_fp8.config.clash import *  # noqa: F403
+from foundry_fp8.config.errors import *  # noqa: F403
+from foundry_fp8.config.rules import *  # noqa: F403
 
-__all__ = [
-    "Batches",
-    "Bytes",
-    "Clash",
-    "Config",
-    "ConfigError",
-    "Fraction",
-    "Names",
-    "Natural",
-    "NoEffect",
-    "Parse",
-    "Positive",
-    "PositiveNumber",
-    "Rule",
-    "Text",
-    "above",
-    "accept",
-    "at_least",
-    "at_most",
-    "below",
-    "check_arguments",
-    "check_choice",
-    "first_line",
-    "format_bytes",
-    "from_mapping",
-    "nearest",
-    "not_empty",
-    "one_of",
-    "parse_bytes",
-    "power_of_two",
-    "printable",
-    "refuse",
-    "template",
-]
+__all__ = [*check.__all__, *clash.__all__, *errors.__all__, *rules.__all__]

@@ -137,13 +137,9 @@ def _encode_rows(x: Tensor, wire: WireFormat, out: Tensor, seed: int | None) -> 
             chunk = row[first * size : last * size].float()
             if chunk.numel() < (last - first) * size:
                 chunk = torch.nn.functional.pad(chunk, (0, (last - first) * size - chunk.numel()))
-            noise = (
-                None
-                if generator is None
-                else torch.rand(
-                    chunk.shape, generator=generator, dtype=torch.float32, device=generator.device
-                )
-            )
+            noise = None
+            if generator is not None:
+                noise = torch.rand(chunk.shape, generator=generator, dtype=torch.float32, device="cpu")
             _encode_blocks(chunk.view(-1, size), wire, codes[first:last], scales[first:last], noise)
 
 

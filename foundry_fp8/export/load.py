@@ -182,11 +182,9 @@ def _stacked(experts: list[list[str]], dtype: torch.dtype, weight: Callable[...,
             grid = torch.cat([row_scales(part.scale, part.block, len(part))[:: block[0]] for part in parts])
             scales = scales if i else grid.new_empty(len(experts), *grid.shape)
             scales[i] = grid
-    return (
-        codes
-        if block is None
-        else FrozenFP8Weight(codes, scales, block, scaling_of(scales, block, codes.shape[2]), dtype)
-    )
+    if block is None:
+        return codes
+    return FrozenFP8Weight(codes, scales, block, scaling_of(scales, block, codes.shape[2]), dtype)
 
 
 def _fill(module: nn.Module, leaf: str, values: Iterable[Tensor]) -> None:

@@ -1,7 +1,7 @@
 """What every kernel launch shares: is Triton here, may this tensor go in, where do padded sizes end.
 
-Kernel files import Triton at their top, so they are imported only where they are used; this file is what may be imported
-anywhere. Under ``TRITON_INTERPRET=1`` the same kernels run on CPU tensors, which is how they are tested without a GPU.
+Kernel files import Triton at their top, so they are imported only where they are used; this file and ``sources.py`` are what may be
+imported anywhere. Under ``TRITON_INTERPRET=1`` the same kernels run on CPU tensors, which is how they are tested without a GPU.
 """
 
 import ctypes

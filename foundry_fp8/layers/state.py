@@ -108,8 +108,7 @@ class FP8State(ModelState):
         self.table = measured_table(choice)
         self.answered = True  # histories begin here, whatever steps came before
         for name, module in self.modules.items():
-            module.recipe = module.configured_recipe = choice[name]
-            recipe = choice[name]
+            recipe = module.recipe = module.configured_recipe = choice[name]
             uses_history = recipe is not None and recipe.uses_history
             module.slots = self._scales.slots(name) if uses_history else None
         self._scales.state.idle = all(module.slots is None for module in self.modules.values())

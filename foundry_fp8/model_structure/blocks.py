@@ -47,10 +47,7 @@ def transformer_blocks(model: nn.Module) -> list[Block]:
 
 def block_index_of(name: str, blocks: Sequence[Block]) -> int | None:
     """The index of the block that holds the module ``name``, or ``None`` if it lies outside the blocks."""
-    for index, (block_name, _) in enumerate(blocks):
-        if name == block_name or name.startswith(f"{block_name}."):
-            return index
-    return None
+    return next((i for i, (block, _) in enumerate(blocks) if f"{name}.".startswith(f"{block}.")), None)
 
 
 def block_label(index: int | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -13,7 +14,16 @@ from torch import Tensor, nn
 
 from foundry_fp8.compat.fake_tensor import unset_fake_temporarily
 
-__all__ = ["ACTIVATIONS", "MLPForm", "NormForm", "mlp_form", "norm_form", "with_sizes", "without_contents"]
+__all__ = [
+    "ACTIVATIONS",
+    "MLPForm",
+    "NormForm",
+    "mlp_form",
+    "norm_form",
+    "random_tensors",
+    "with_sizes",
+    "without_contents",
+]
 
 _ROWS, _HIDDEN, _INNER = 6, 6, 10
 _NEAR = 1e-5
@@ -115,11 +125,7 @@ def _with_roundings(form: NormForm, run: Callable[..., tuple[Tensor, Tensor]]) -
 
 
 def _runner(module: nn.Module, features: int, biased: bool) -> Callable[..., tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, dtype=torch.float64, device="cpu", generator=generator)
-
+    random = random_tensors()
     x, weight, bias = random(_ROWS, features), random(features), random(features) if biased else None
 
     def run(form: NormForm, dtype: torch.dtype, scale: float) -> tuple[Tensor, Tensor]:
@@ -181,21 +187,18 @@ def _small_mlp(
     others: Mapping[str, nn.Module],
     sizes: Mapping[int, int],
 ) -> tuple[nn.Module, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    copy = with_sizes(module, sizes, training=True)
+    random, copy = random_tensors(), with_sizes(module, sizes, training=True)
     for name, child in module._modules.items():
         if name in linears:
             inside, outside = (sizes[n] for n in linears[name])
             biased = getattr(child, "bias", None) is not None
             small = nn.Linear(inside, outside, bias=biased, dtype=torch.float64, device="cpu")
             for parameter in small.parameters():
-                parameter.data = torch.randn(
-                    parameter.shape, dtype=torch.float64, device="cpu", generator=generator
-                )
+                parameter.data = random(*parameter.shape)
             copy.add_module(name, small)
         else:
             copy.add_module(name, others.get(name))
-    return copy, torch.randn(2, _ROWS, _HIDDEN, dtype=torch.float64, device="cpu", generator=generator)
+    return copy, random(2, _ROWS, _HIDDEN)
 
 
 def _replaced(module: nn.Module) -> bool:
@@ -205,6 +208,12 @@ def _replaced(module: nn.Module) -> bool:
         or "_unfused" in type(module).__dict__
         or hasattr(module, "parametrizations")
     )
+
+
+def random_tensors() -> Callable[..., Tensor]:
+    """What makes one normal float64 tensor after another, of the sizes that it is called with; the same ones every time."""
+    generator = torch.Generator().manual_seed(0)
+    return functools.partial(torch.randn, dtype=torch.float64, device="cpu", generator=generator)
 
 
 def with_sizes(module: nn.Module, sizes: Mapping[int, int], *, training: bool) -> nn.Module:

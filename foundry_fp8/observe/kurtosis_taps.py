@@ -157,11 +157,8 @@ def _places(
         found = []
         for pattern, side, *part in alternative:
             # With a leading dot "*.experts.*" also matches a name that starts with "experts".
-            hits = (
-                [("", block)]
-                if not pattern
-                else [(n, m) for n, m in names.items() if n and matches(f".{n}", [pattern])]
-            )
+            inside = ((n, m) for n, m in names.items() if n and matches(f".{n}", [pattern]))
+            hits = list(inside) if pattern else [("", block)]
             if not hits:
                 break
             found += [(name, module, side, part[0] if part else None) for name, module in hits]

@@ -125,10 +125,8 @@ class Run:
 
     def same_model(self, other: Run) -> bool:
         """Whether both train one architecture: as many parameters, and no architectural key of ``model`` that differs."""
-        if (
-            None not in (mine := self.header.get("parameters"), theirs := other.header.get("parameters"))
-            and mine != theirs
-        ):
+        mine, theirs = (run.header.get("parameters") for run in (self, other))
+        if None not in (mine, theirs) and mine != theirs:
             return False
         here, there = _architecture(self.hyperparameters), _architecture(other.hyperparameters)
         return not here or not there or here == there

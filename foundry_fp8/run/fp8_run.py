@@ -114,7 +114,7 @@ class FP8Run:
 
     def refuse(self, settings: Run) -> None:
         """Raise the first error of what does not go together, before anything is done."""
-        refuse(self._asked(settings))
+        refuse(dataclasses.replace(settings, fp8=self.config, guarded=self.guard_options is not None))
 
     def convert(
         self,
@@ -391,6 +391,3 @@ class FP8Run:
 
     def _device(self, model: nn.Module) -> torch.device:
         return self.settings.device or next((p.device for p in model.parameters()), torch.device("cpu"))
-
-    def _asked(self, settings: Run) -> Run:
-        return dataclasses.replace(settings, fp8=self.config, guarded=self.guard_options is not None)

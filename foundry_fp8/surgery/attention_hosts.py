@@ -113,14 +113,9 @@ class MPTAttention(nn.Module):
                 k = torch.cat([past_key_value[0].transpose(2, 3), k], dim=2)
                 v = torch.cat([past_key_value[1], v], dim=2)
             past_key_value = (k.transpose(2, 3), v)
-        out = self.fp8(
-            q,
-            k,
-            v,
-            mask=self._mask(attn_bias, key_padding_mask, q, k, is_causal, sliding_window_size),
-            softmax_scale=q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
-            dropout_p=dropout_p if training else 0.0,
-        )
+        mask = self._mask(attn_bias, key_padding_mask, q, k, is_causal, sliding_window_size)
+        scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+        out = self.fp8(q, k, v, mask=mask, softmax_scale=scale, dropout_p=dropout_p if training else 0.0)
         return out.transpose(1, 2).flatten(2), None, past_key_value
 
     def _mask(
@@ -199,14 +194,9 @@ def hugging_face_attention(
     assert isinstance(attention, FP8DotProductAttention)
     if kwargs.get("softcap") is not None:
         raise RuntimeError(f"{attention.fqn}: soft capping of the logits is not part of FP8 attention.")
-    out = attention(
-        query,
-        key,
-        value,
-        mask=_hugging_face_mask(module, attention_mask, query.shape[2], key.shape[2], is_causal, kwargs),
-        softmax_scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        dropout_p=dropout,
-    )
+    mask = _hugging_face_mask(module, attention_mask, query.shape[2], key.shape[2], is_causal, kwargs)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    out = attention(query, key, value, mask=mask, softmax_scale=scale, dropout_p=dropout)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -219,11 +209,7 @@ def _hugging_face_mask(
     kwargs: Mapping[str, Any],
 ) -> AttentionMask:
     """What the model means by ``given``."""
-    size = (
-        kwargs["sliding_window"]
-        if "sliding_window" in kwargs
-        else getattr(module.config, "sliding_window", None)
-    )
+    size = kwargs.get("sliding_window", getattr(module.config, "sliding_window", None))
     window = None if size is None or size >= keys else (size - 1, None)
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
     if given is not None and given.dim() == 4:
@@ -311,14 +297,9 @@ class _SDPAMode(TorchFunctionMode):
                 f"{self.attention.fqn}: FP8 attention takes scaled_dot_product_attention of [b, heads, s, d], causal only "
                 f"with as many queries as keys; got {tuple(query.shape)} and {tuple(key.shape)}."
             )
-        return self.attention(
-            query,
-            key,
-            value,
-            mask=AttentionMask(causal=is_causal, bias=attn_mask),
-            softmax_scale=query.shape[-1] ** -0.5 if scale is None else scale,
-            dropout_p=dropout_p,
-        )
+        mask = AttentionMask(causal=is_causal, bias=attn_mask)
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        return self.attention(query, key, value, mask=mask, softmax_scale=scale, dropout_p=dropout_p)
 
 
 class TorchHost:

@@ -6,6 +6,7 @@ inputs that it was made of are rules again. They stand in for the tensor only wh
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from typing import Any
 
@@ -78,34 +79,30 @@ class BatchMasks:
             window: The sliding window that the host has put into it.
             padding: [b, k], what the host hands over as padding besides.
         """
+        rules = AttentionMask(causal=causal, window=window, key_padding=self._padding)
         if isinstance(dense, FakeTensor):  # a plan: transformers 5 writes any mask out there
-            return AttentionMask(causal=causal, window=window, key_padding=self._padding, documents=None)
+            return rules
         memo = dense.__dict__.setdefault(_MEMO, {})
         key = (causal, window)
         if key not in memo:
-            memo[key] = self._recognise(dense, queries, keys, causal, window, padding)
+            memo[key] = self._recognise(dense, rules, queries, keys, padding)
         return memo[key]
 
     def _recognise(
-        self,
-        dense: Tensor,
-        queries: int,
-        keys: int,
-        causal: bool,
-        window: tuple[int | None, int | None] | None,
-        padding: Tensor | None,
+        self, dense: Tensor, alone: AttentionMask, queries: int, keys: int, padding: Tensor | None
     ) -> AttentionMask | None:
+        """``alone``: the rules without documents."""
         if padding is not None and self._padding is None:
             return None
         # A batch may name documents to a model that does not keep them apart.
         named = (self._documents,) if self._made_by_user else (self._documents, None)
         candidates = [
-            AttentionMask(causal=causal, window=window, key_padding=self._padding, documents=documents)
+            dataclasses.replace(alone, documents=documents)
             for documents in dict.fromkeys(named)
             if documents is not None or not self._made_by_user
         ]
         given = (padding is None, self._padding is None, self._documents is None, self._made_by_user)
-        kind = (causal, window, dense.dtype, dense.dim(), given)
+        kind = (alone.causal, alone.window, dense.dtype, dense.dim(), given)
         if kind in self._answers and self.defers(dense.device):
             rules = candidates[self._answers[kind]]
             found = self._same(dense, rules, queries, keys, padding)

@@ -23,7 +23,7 @@ from foundry_fp8.layers.experts import (
 )
 from foundry_fp8.layers.grouped_linear import FP8GroupedLinear
 from foundry_fp8.model_structure.experts import expert_count
-from foundry_fp8.model_structure.forms import with_sizes
+from foundry_fp8.model_structure.forms import random_tensors, with_sizes
 from foundry_fp8.model_structure.names import BESIDE_PARAMETERS
 from foundry_fp8.numerics.recipes import Recipe
 from foundry_fp8.surgery.left_out import unfit
@@ -136,11 +136,7 @@ def _take_form(module: nn.Module, form: type[ExpertsForm], layers: Mapping[str, 
 
 def _same(module: nn.Module, form: type[ExpertsForm]) -> bool:
     """Whether the form gives the module's own output and gradients in float64, on a small copy with random parameters."""
-    generator = torch.Generator().manual_seed(0)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, dtype=torch.float64, device="cpu", generator=generator)
-
+    random = random_tensors()
     try:
         ours = _small_copy(module, form)
         form.prepare(ours)

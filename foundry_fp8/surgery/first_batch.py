@@ -182,13 +182,11 @@ def as_run(report: SurgeryReport, trace: ForwardTrace) -> tuple[SurgeryReport, l
         if row.action == "converted" and (kind := trace.kind_of(row.shared_with or row.name)) in ran:
             return dataclasses.replace(row, precision=ran[kind])
         if row.action == "converted":
-            why = (
-                "nothing called it"
-                if product is None
-                else f"{kind_of(product.by)} multiplies by its weight itself"
-            )
+            action: Action = "unused"
+            why = "nothing called it"
+            if product is not None:
+                action, why = "skipped", f"{kind_of(product.by)} multiplies by its weight itself"
             idle.setdefault((trace.kind_of(row.name), why), []).append(row.name)
-            action: Action = "skipped" if product is not None else "unused"
             return dataclasses.replace(
                 row, action=action, reason=f"converted, but {why}", precision=precision
             )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -11,7 +9,7 @@ from torch import Tensor, nn
 from foundry_fp8.compat.fake_tensor import unset_fake_temporarily
 from foundry_fp8.layers.linear import FP8Linear, FP8TransposedLinear
 from foundry_fp8.layers.unit_linear import FP8UnitLinear, UnitLinear
-from foundry_fp8.model_structure.forms import without_contents
+from foundry_fp8.model_structure.forms import random_tensors, without_contents
 
 __all__ = ["features_of", "forward_of_its_own", "linear_form", "looks_linear"]
 
@@ -76,17 +74,12 @@ def _is_transposed(module: nn.Module) -> bool:
 
 
 def _same(module: nn.Module, form: type[FP8Linear], training: bool) -> bool:
-    generator = torch.Generator().manual_seed(0)
-
-    def random(*shape: int) -> nn.Parameter:
-        options: dict[str, Any] = {"dtype": torch.float64, "device": "cpu", "generator": generator}
-        return nn.Parameter(torch.randn(*shape, **options))
-
-    weight = random(_IN, _OUT) if form is FP8TransposedLinear else random(_OUT, _IN)
-    bias = None if module.bias is None else random(_OUT)
+    random = random_tensors()
+    weight = nn.Parameter(random(_IN, _OUT) if form is FP8TransposedLinear else random(_OUT, _IN))
+    bias = None if module.bias is None else nn.Parameter(random(_OUT))
     copy = _small_copy(module, weight, bias, training)
     for shape in ((5, _IN), (2, 3, _IN)):
-        x, dy = random(*shape), random(*shape[:-1], _OUT).detach()
+        x, dy = random(*shape).requires_grad_(), random(*shape[:-1], _OUT)
         inputs = [t for t in (x, weight, bias) if t is not None]
         try:
             with torch.enable_grad(), torch.random.fork_rng(devices=[]):

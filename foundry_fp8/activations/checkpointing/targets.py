@@ -48,13 +48,8 @@ class Target(Config):
     """Overrides the policy of the algorithm for these modules."""
 
 
-Targets = (
-    Text
-    | Sequence[Text]
-    | Sequence[Target]
-    | Annotated[Mapping[Text, Blocks], not_empty]
-    | None  # as a YAML has them
-)
+Targets = Text | Sequence[Text] | Sequence[Target] | Annotated[Mapping[Text, Blocks], not_empty] | None
+"""As a YAML has them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,11 +110,9 @@ def select(model: nn.Module, targets: Targets, policy: Policy, key: str) -> list
     every = frozenset(range(len(blocks)))
 
     def blocks_of(entry: Target) -> frozenset[int]:
-        return (
-            every
-            if entry.blocks is None
-            else parse_blocks(entry.blocks, len(blocks), f"{key}.{entry.target}")
-        )
+        if entry.blocks is None:
+            return every
+        return parse_blocks(entry.blocks, len(blocks), f"{key}.{entry.target}")
 
     for entry in entries:  # also those that a later spelling of the same class replaces
         blocks_of(entry)

@@ -170,21 +170,16 @@ def apply_activation_compression(model: nn.Module, **options: Any) -> Compressio
         return report  # type: ignore[no-any-return]
     if compresses_inside(model) is not None:
         raise ConfigError(f"{KEY}: a part of the model compresses its activations already. Apply it once.")
-    rows: list[tuple[str, str, str]] = []
-    compressors: list[Compressor] = []
     _check_checkpoints_of_transformers(model)
     targets = _targets(model, config)
     _check_routers(model, config)
+    attached = _Attached(config)
+    rows, compressors = attached.rows, attached.compressors
     for name, (module, form) in targets.items():
         if isinstance(module, CheckpointWrapper):
-            rows.append(_boundary(name, module, form, config, compressors))
-            continue
-        fmt = config.pack_format("other", form)
-        compressor = Compressor(fmt, min_numel=config.min_numel)
-        compressor.attach(module)
-        compressors.append(compressor)
-        rows.append((name, "hooks", fmt.name if fmt else EXACT))
-        rows += _inside(name, module, form, set(targets) - {name}, config, compressors)
+            attached.boundary(name, module, form)
+        else:
+            attached.target(name, module, form, set(targets) - {name})
     unfuse_losses = []
     if config.fuses("loss"):
         for name, unfuse_loss in fuse_losses(model):
@@ -261,57 +256,56 @@ def _check_routers(model: nn.Module, config: ActivationCompressionConfig) -> Non
             )
 
 
-def _boundary(
-    name: str,
-    checkpoint: CheckpointWrapper,
-    form: str,
-    config: ActivationCompressionConfig,
-    compressors: list[Compressor],
-) -> tuple[str, str, str]:
-    """Pack what a checkpoint keeps, its inputs, or see to it that the hooks around it do not; the row of the report."""
-    fmt = config.pack_format("boundary", form)
-    left = None
-    if fmt is not None and (router := next(router_modules(checkpoint), None)) is not None:
-        left = f"its router {clean_name(f'{name}.{router[0]}')} has to choose the same experts again"
-    # Of two pairs of hooks the inner ones, those of offloading, run, and only those.
-    elif keywords_of(checkpoint).get("policy") == "offload":
-        left = left or "what it saves goes to host memory, as it is"
-    elif keywords_of(checkpoint).get("offload", False):
-        left = left or "it offloads its inputs to host memory, as they are"
-    compressor = Compressor(fmt if left is None else None, min_numel=config.min_numel, boundary=True)
-    compressor.attach(checkpoint)
-    compressors.append(compressor)
-    if left is not None:
-        return name, "left", f"a checkpoint, and {left}"
-    return name, "boundary", fmt.name if fmt else EXACT
+class _Attached:
+    """The hooks and fused forms of one model, as they are put on."""
 
+    def __init__(self, config: ActivationCompressionConfig) -> None:
+        self.config = config
+        self.rows: list[tuple[str, str, str]] = []
+        self.compressors: list[Compressor] = []
 
-def _inside(
-    target: str,
-    module: nn.Module,
-    form: str,
-    others: set[str],
-    config: ActivationCompressionConfig,
-    compressors: list[Compressor],
-) -> list[tuple[str, str, str]]:
-    """What lies inside a target, and in no other, and is not left to its hooks: fused forms, FP8 linears, checkpoints."""
-    rows: list[tuple[str, str, str]] = []
-    skipped: list[str] = []
-    for sub, child in module.named_modules(prefix=target):
-        name = clean_name(sub)
-        if any(sub.startswith(f"{around}.") for around in skipped):
-            continue
-        if name in others:
-            skipped.append(sub)
-        elif isinstance(child, CheckpointWrapper):
-            skipped.append(sub)
-            rows.append(_boundary(name, child, form, config, compressors))
-        elif isinstance(child, FP8Linear):
-            rows.append((name, "fp8", "its input is kept in FP8 already"))
+    def target(self, target: str, module: nn.Module, form: str, others: set[str]) -> None:
+        """Put hooks on a target, and do what is not left to them inside of it and in none of the ``others``: fused forms, checkpoints."""
+        fmt = self.config.pack_format("other", form)
+        self._hook(module, fmt)
+        self.rows.append((target, "hooks", fmt.name if fmt else EXACT))
+        skipped: list[str] = []
+        for sub, child in module.named_modules(prefix=target):
+            name = clean_name(sub)
+            if any(sub.startswith(f"{around}.") for around in skipped):
+                continue
+            if name in others:
+                skipped.append(sub)
+            elif isinstance(child, CheckpointWrapper):
+                skipped.append(sub)
+                self.boundary(name, child, form)
+            elif isinstance(child, FP8Linear):
+                self.rows.append((name, "fp8", "its input is kept in FP8 already"))
+            else:
+                for kind, fuse, action in _FUSED:
+                    fmt = self.config.pack_format(kind, form)
+                    if self.config.fuses(kind) and fuse(child, fmt):
+                        self.rows.append((name, action, fmt.name if fmt else EXACT))
+                        break
+
+    def boundary(self, name: str, checkpoint: CheckpointWrapper, form: str) -> None:
+        """Pack what a checkpoint keeps, its inputs, or see to it that the hooks around it do not."""
+        fmt = self.config.pack_format("boundary", form)
+        left = None
+        if fmt is not None and (router := next(router_modules(checkpoint), None)) is not None:
+            left = f"its router {clean_name(f'{name}.{router[0]}')} has to choose the same experts again"
+        # Of two pairs of hooks the inner ones, those of offloading, run, and only those.
+        elif keywords_of(checkpoint).get("policy") == "offload":
+            left = "what it saves goes to host memory, as it is"
+        elif keywords_of(checkpoint).get("offload", False):
+            left = "it offloads its inputs to host memory, as they are"
+        self._hook(checkpoint, fmt if left is None else None, boundary=True)
+        if left is not None:
+            self.rows.append((name, "left", f"a checkpoint, and {left}"))
         else:
-            for kind, fuse, action in _FUSED:
-                fmt = config.pack_format(kind, form)
-                if config.fuses(kind) and fuse(child, fmt):
-                    rows.append((name, action, fmt.name if fmt else EXACT))
-                    break
-    return rows
+            self.rows.append((name, "boundary", fmt.name if fmt else EXACT))
+
+    def _hook(self, module: nn.Module, fmt: PackFormat | None, *, boundary: bool = False) -> None:
+        compressor = Compressor(fmt, min_numel=self.config.min_numel, boundary=boundary)
+        compressor.attach(module)
+        self.compressors.append(compressor)

@@ -157,11 +157,7 @@ def _norm_gradients(
         return norm_backward(dy, x, rstd, weight, mean=mean)
     dtype, dy, x = kept.dtype, dy.float(), unpacked(kept, dy.shape).float()
     if mean is not None:
-        gain = (
-            torch.ones(dy.shape[1], dtype=torch.float32, device=dy.device)
-            if weight is None
-            else weight.float()
-        )
+        gain = dy.new_ones(dy.shape[1]) if weight is None else weight.float()
         dx, dw, db = torch.ops.aten.native_layer_norm_backward(
             dy, x, [dy.shape[1]], mean.view(-1, 1), rstd.view(-1, 1), gain, gain, [True, True, True]
         )

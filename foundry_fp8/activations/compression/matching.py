@@ -139,16 +139,9 @@ def _norm_forward(cls: type[nn.Module], fmt: PackFormat | None) -> Callable[...,
     centred = qualified_name(own_class(cls)) in LAYER_NORMS
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        return packed_norm(
-            x,
-            self.weight,
-            getattr(self, "bias", None),
-            functools.partial(cls.forward, self),
-            eps=_eps(self),
-            centred=centred,
-            fmt=fmt,
-            gain=getattr(self, "gain", 1.0) if self.weight is None else 1.0,
-        )
+        bias, norm = getattr(self, "bias", None), functools.partial(cls.forward, self)
+        gain = getattr(self, "gain", 1.0) if self.weight is None else 1.0
+        return packed_norm(x, self.weight, bias, norm, eps=_eps(self), centred=centred, fmt=fmt, gain=gain)
 
     return forward
 

@@ -246,17 +246,11 @@ class Compressor:
         kept = waiting.kept
         assert isinstance(kept, UnpackedTensor) and self.fmt is not None
         x, storage = kept.value, kept.value.untyped_storage()
-        flat = Flat.of(x)
-        key: tuple[Any, ...] = (
-            storage_number(storage),
-            x.storage_offset(),
-            flat.layout,
-            x.dtype,
-            kept.version,
-        )
+        flat, number = Flat.of(x), storage_number(storage)
+        key: tuple[Any, ...] = (number, x.storage_offset(), flat.layout, x.dtype, kept.version)
         held = self._held(key, storage)
         log_sum_exp = reader.reads is Reads.ATTENTION and x.dtype == torch.float32 and x.dim() < 4
-        exactly = reader.reads is Reads.EXACTLY or storage_number(storage) == reader.mask
+        exactly = reader.reads is Reads.EXACTLY or number == reader.mask
         if exactly or log_sum_exp or kept.written_to:
             if held is None:
                 self.saved.passed += storage.nbytes()
@@ -290,7 +284,4 @@ class Compressor:
 
 def compresses_inside(module: nn.Module) -> str | None:
     """The name, inside ``module``, of a module that packs its saved tensors; ``None`` if there is none."""
-    for name, child in module.named_modules():
-        if MARK in child.__dict__:
-            return name
-    return None
+    return next((name for name, child in module.named_modules() if MARK in child.__dict__), None)

@@ -6,10 +6,10 @@ import dataclasses
 import logging
 from typing import Any
 
-from composer.core import Algorithm, Event, State
+from composer.core import Event, State
 from composer.loggers import Logger
 
-from foundry_fp8.algorithms.method import warns_without_effect
+from foundry_fp8.algorithms.method import Method, warns_without_effect
 from foundry_fp8.callbacks.base import training_loss
 from foundry_fp8.callbacks.run_log import ensure_run_log, log_facts
 from foundry_fp8.compat.composer_device import device_of
@@ -26,7 +26,7 @@ __all__ = ["FP8"]
 log = logging.getLogger(__name__)
 
 
-class FP8(Algorithm):
+class FP8(Method):
     """Runs the linear layers of the model in FP8: :class:`~foundry_fp8.run.fp8_run.FP8Run` on Composer's events.
 
     On ``Event.INIT`` it converts the model, before the trainer wraps it; on ``Event.BATCH_END`` it finishes the delayed-scaling
@@ -39,9 +39,6 @@ class FP8(Algorithm):
     def __init__(self, **options: Any) -> None:
         self.run = FP8Run(settings=Run(), **options)
         self.options, self.config = self.run.options, self.run.config
-
-    def __repr__(self) -> str:
-        return f"FP8({', '.join(f'{key}={value!r}' for key, value in self.options.items())})"
 
     @property
     def report(self) -> SurgeryReport | None:

@@ -120,9 +120,8 @@ class _EmulatedLinear(torch.autograd.Function):
         if ctx.fprop != "high_precision":
             y = _gemm(ctx, "fprop", qx, qw, x.dtype, bias)
         else:
-            y = F.linear(x, hp_weight, None if bias is None else bias.to(x.dtype)).mul(
-                module.output_multiplier
-            )
+            hp_bias = None if bias is None else bias.to(x.dtype)
+            y = F.linear(x, hp_weight, hp_bias).mul(module.output_multiplier)
 
         kept: Sequence[Tensor] = ()
         if ctx.needs_input_grad[1]:

@@ -22,6 +22,7 @@ from foundry_fp8.backends.native.source import Source
 from foundry_fp8.compat.fresh_view import in_shape
 from foundry_fp8.compat.module_hooks import watched
 from foundry_fp8.kernels.launch import HP_DTYPES, interpreting
+from foundry_fp8.kernels.sources import ACTIVATIONS, GRADIENT, GRADIENT_OF_UP, NORM, ROUNDED_NORM
 from foundry_fp8.layers.autocast import compute_dtype, without_autocast
 from foundry_fp8.layers.frozen_weight import in_dtype
 from foundry_fp8.layers.linear import FP8Linear
@@ -29,10 +30,6 @@ from foundry_fp8.layers.produced import Produced, in_memory
 from foundry_fp8.model_structure.forms import MLPForm, NormForm
 
 __all__ = ["mlp_forward", "norm_forward"]
-
-ACTIVATION_CODES = {"silu": 2, "gelu": 3, "gelu_tanh": 4}
-"""As in :data:`foundry_fp8.kernels.producers.ACTIVATIONS`, which needs Triton to be imported, like what follows."""
-NORM, ROUNDED_NORM, GRADIENT, GRADIENT_OF_UP = 1, 6, 8, 16
 
 
 def norm_forward(cls: Any, form: NormForm) -> Callable[..., Tensor]:
@@ -146,7 +143,7 @@ class _Activation(torch.autograd.Function):
 def _activated(x: Tensor, up: Tensor | None, activation: str) -> Tensor:
     dtype = compute_dtype(x)
     with without_autocast(x.device.type):
-        given = x.to(dtype), None if up is None else up.to(dtype), ACTIVATION_CODES[activation]
+        given = x.to(dtype), None if up is None else up.to(dtype), ACTIVATIONS[activation]
         return _Activation.apply(*given)  # type: ignore[no-any-return,no-untyped-call]
 
 
@@ -228,7 +225,7 @@ def _mlp(x: Tensor, members: Sequence[Any], form: MLPForm) -> Tensor:
         calls = [LinearCall.of(m) for m in members]
         cached = [m.backend.cached_weight(m, call, dtype) for m, call in zip(members, calls, strict=True)]
         tensors = *weights, *(m.bias for m in members)
-        y: Tensor = _MLP.apply(x, ACTIVATION_CODES[form.activation], calls, cached, *tensors)  # type: ignore[no-untyped-call]
+        y: Tensor = _MLP.apply(x, ACTIVATIONS[form.activation], calls, cached, *tensors)  # type: ignore[no-untyped-call]
     if y.grad_fn is not None:
         y.grad_fn.calls_at_backward = lambda: [record(None) for record in records]  # type: ignore[attr-defined]
     return y

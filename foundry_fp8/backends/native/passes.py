@@ -17,7 +17,6 @@ from foundry_fp8.backends.native.scaling import SCALINGS
 from foundry_fp8.backends.native.scaling.base import Launch, Quantised
 from foundry_fp8.backends.native.source import Amaxes, Layouts, Source
 from foundry_fp8.kernels.launch import BoundedCache, as_rows, on_current_device
-from foundry_fp8.kernels.producers import Producer
 from foundry_fp8.kernels.tensorwise import Measure
 from foundry_fp8.kernels.zeros import Statistics
 from foundry_fp8.numerics.recipes import Operand
@@ -31,8 +30,8 @@ def _tensor(source: Source | Tensor) -> Tensor:
     return source if isinstance(source, Tensor) else source.x
 
 
-def _producer(source: Source | Tensor) -> Producer:
-    return Producer(source) if isinstance(source, Tensor) else Producer(*source)
+def _source(source: Source | Tensor) -> Source:
+    return Source(source) if isinstance(source, Tensor) else source
 
 
 class _Watched:
@@ -45,8 +44,7 @@ class _Watched:
         self, source: Source | Tensor, piece: Statistics | None, layouts: Layouts, amaxes: Amaxes
     ) -> Quantised:
         """See :meth:`_Kept.quantize`."""
-        given = Source(source) if isinstance(source, Tensor) else source
-        scaling = SCALINGS[self._plan.kind]
+        scaling, given = SCALINGS[self._plan.kind], _source(source)
         return scaling.quantize(given, self._operand, self._plan, layouts, amaxes, direct=self._direct)
 
 
@@ -67,7 +65,7 @@ class WatchedPass:
     ) -> tuple[Tensor, Tensor]:
         """See :meth:`EagerPass.measure`."""
         run = amax_of_two.direct if self._direct else amax_of_two
-        found: tuple[Tensor, Tensor] = run(*(Source(first) if isinstance(first, Tensor) else first), w)
+        found: tuple[Tensor, Tensor] = run(*_source(first), w)
         return found
 
 
@@ -79,7 +77,7 @@ class _Kept:
     def __init__(self, operand: Operand, source: Source | Tensor, plan: Plan) -> None:
         self._operand, self._plan = operand, plan
         self._launches: dict[tuple[object, ...], Launch] = {}
-        self.rest = _producer(source).checked().pointers[1:]
+        self.rest = _source(source).checked().pointers[1:]
 
     def pointers(self, source: Source | Tensor) -> tuple[object, ...]:
         """What kernels take of one of them."""
@@ -97,7 +95,7 @@ class _Kept:
         key = layouts, amaxes[1] is None or amaxes[1].data_ptr() % 16 == 0
         launch = self._launches.get(key)
         if launch is None:
-            launch = SCALINGS[self._plan.kind].launch(_producer(source), self._operand, self._plan, layouts)
+            launch = SCALINGS[self._plan.kind].launch(_source(source), self._operand, self._plan, layouts)
             self._launches[key] = launch
         pointers = (source, *self.rest) if type(source) is not Source else self.pointers(source)
         return launch(pointers, piece, amaxes)
@@ -129,7 +127,7 @@ class EagerPass:
         """The amaxes of both, each the first of three float32 elements (of both pieces), in one launch; both have unit strides along rows."""
         assert piece is not None and w_piece is not None
         if self._measure is None:
-            self._measure = Measure(_producer(first), Producer(w))
+            self._measure = Measure(_source(first), Source(w))
         stats, w_stats = piece.stats, w_piece.stats
         self._measure(self.first.pointers(first), stats, (w, self.w.rest[0]), w_stats)  # type: ignore[arg-type]
         return stats, w_stats

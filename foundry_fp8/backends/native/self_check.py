@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -25,9 +24,6 @@ from foundry_fp8.kernels.launch import driver_version
 from foundry_fp8.numerics.formats import Float8Format
 from foundry_fp8.numerics.quantize import amax_of, quantize_tensor, scale_from_amax
 from foundry_fp8.numerics.recipes import Gemm, Operand, Recipe
-
-if TYPE_CHECKING:
-    from foundry_fp8.kernels.producers import Producer  # Triton is imported where it is used
 
 __all__ = ["check_kernels", "kernel_error"]
 
@@ -107,13 +103,12 @@ def _operands(
 ) -> Iterator[Result]:
     """What the quantise kernels make of each operand."""
     from foundry_fp8.kernels.norms import norm_statistics
-    from foundry_fp8.kernels.producers import Producer
     from foundry_fp8.kernels.tensorwise import amax_of_two
 
     operands: tuple[tuple[Operand, Tensor], ...] = (("x", x), ("w", w), ("dy", dy))
     known: dict[Operand, Tensor] = {}
     if recipe.measures_first:
-        amaxes = amax_of_two(Producer.identity(x), w)
+        amaxes = amax_of_two(Source.identity(x), w)
         known = {"x": amaxes[0], "w": amaxes[1]}
         yield (
             "amax_of_two",
@@ -124,18 +119,18 @@ def _operands(
         )
     for operand, value in operands:
         for layouts in (BOTH,) if operand != "w" else (BY_ROWS, BY_COLUMNS):
-            source = Producer.identity(value)
+            source = Source.identity(value)
             yield from _quantised(source, operand, recipe, plan, layouts, known.get(operand))
     if recipe.measures_first:  # an Inf makes the scale 1; training's is a quotient
-        yield from _quantised(Producer.identity(_finite(x)), "x", recipe, plan, BOTH)
+        yield from _quantised(Source.identity(_finite(x)), "x", recipe, plan, BOTH)
     if fused:
         _, rstd = norm_statistics(x, 1e-5, centered=False)
-        source = Producer.norm(x, rstd, torch.ones(IN, dtype=dtype, device=device))
+        source = Source.norm(x, rstd, torch.ones(IN, dtype=dtype, device=device))
         yield from _quantised(source, "x", recipe, plan, BOTH)
 
 
 def _quantised(
-    source: Producer,
+    source: Source,
     operand: Operand,
     recipe: Recipe,
     plan: Plan,

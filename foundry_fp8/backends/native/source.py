@@ -7,20 +7,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from foundry_fp8.kernels.sources import Producer
+
 __all__ = ["BOTH", "BY_COLUMNS", "BY_ROWS", "LAYOUTS", "Amaxes", "Layouts", "Source"]
-
-
-class Source(NamedTuple):
-    """The inputs of a kernel's tile producer (:class:`foundry_fp8.kernels.producers.Producer`)."""
-
-    x: Tensor
-    up: Tensor | None = None
-    mean: Tensor | None = None
-    rstd: Tensor | None = None
-    weight: Tensor | None = None
-    bias: Tensor | None = None
-    kind: int = 0
-    """0: ``x`` as it lies in memory."""
 
 
 class Layouts(NamedTuple):
@@ -38,6 +27,9 @@ LAYOUTS = {given: Layouts(*given) for given in itertools.product((False, True), 
 """By their fields: a pass of a linear makes no new ones."""
 
 BY_ROWS, BY_COLUMNS, BOTH = Layouts(True, False), Layouts(False, True), Layouts(True, True)
+
+Source = Producer
+"""What an operand is made from."""
 
 Amaxes = tuple[Tensor | None, Tensor | None, Tensor | None]
 """What one scale a tensor comes from, and where its amax goes: delayed scaling's scale; a tensor whose first element is the amax,

@@ -14,7 +14,7 @@ from foundry_fp8.distributed import collectives
 from foundry_fp8.distributed.attendance import check_all_to_all
 from foundry_fp8.distributed.background_collectives import CollectiveQueue
 from foundry_fp8.distributed.compression.legs import LEG_CLASHES, Legs
-from foundry_fp8.distributed.compression.runtime import Compression, ReportRow, Route
+from foundry_fp8.distributed.compression.runtime import Compression, Route
 from foundry_fp8.distributed.layout import BlockLayout
 from foundry_fp8.distributed.mesh import make_group
 from foundry_fp8.distributed.traffic import CountingGroup, average
@@ -35,9 +35,8 @@ def attach_ddp(ddp: DistributedDataParallel, compression: Compression) -> None:
     hook = BucketHook(compression, ddp, route)
     # A function without annotations: DDP compares them with objects, and this file's are strings.
     ddp.register_comm_hook(None, lambda _, bucket: hook.reduce(bucket))
-    action = "uncompressed" if route.why_not else compression.config.gradients
-    reason = route.why_not or "DDP bucket, all-reduce, vectors and small parameters exactly"
-    compression.rows.append(ReportRow("DDP buckets", "gradients", action, reason))
+    how = "DDP bucket, all-reduce, vectors and small parameters exactly"
+    compression.note("DDP buckets", "gradients", compression.config.gradients, how, route.why_not)
 
 
 class BucketHook:

@@ -27,7 +27,7 @@ from foundry_fp8.distributed import collectives
 from foundry_fp8.distributed.compressed_group import CompressedGroup
 from foundry_fp8.distributed.compression.config import KEY
 from foundry_fp8.distributed.compression.legs import LEG_CLASHES, Legs, replicate_leg, shard_leg
-from foundry_fp8.distributed.compression.runtime import Compression, ReportRow
+from foundry_fp8.distributed.compression.runtime import Compression
 from foundry_fp8.distributed.rows import Row
 from foundry_fp8.distributed.traffic import CountingGroup, reduce_options, scatter_options
 
@@ -145,7 +145,7 @@ def _bind_gather(name: str, state: Any, compression: Compression) -> None:
     traffic = compression.traffic
     if state.sharding_strategy == ShardingStrategy.NO_SHARD:
         if compression.config.parameters != "none":
-            compression.rows.append(ReportRow(name, "parameters", "uncompressed", "NO_SHARD gathers nothing"))
+            compression.note(name, "parameters", "", "", "NO_SHARD gathers nothing")
         return
     compressed = _compressed_gather(name, state, compression)
     others = state.world_size - 1
@@ -178,9 +178,8 @@ def _compressed_gather(name: str, state: Any, compression: Compression) -> Calla
         reason = f"smaller than min_bytes ({config.min_bytes})"
     if not reason and not any(row.coded for row in rows):
         reason = "no matrix, or embeddings alone"
-    action = "uncompressed" if reason else config.parameters
-    what = "FSDP1 flat parameter, embeddings, vectors and small parameters exactly"
-    compression.rows.append(ReportRow(name, "parameters", action, reason or what))
+    how = "FSDP1 flat parameter, embeddings, vectors and small parameters exactly"
+    compression.note(name, "parameters", config.parameters, how, reason)
     if reason:
         return None
     group = CountingGroup(state.process_group, compression.traffic)

@@ -21,7 +21,7 @@ from foundry_fp8.distributed.compression.config import KEY
 from foundry_fp8.distributed.compression.fsdp2_fp8_weights import share_amaxes
 from foundry_fp8.distributed.compression.fsdp2_parameters import BlockCodec, GatheredParameter
 from foundry_fp8.distributed.compression.legs import LEG_CLASHES, Legs, replicate_leg, shard_leg
-from foundry_fp8.distributed.compression.runtime import Compression, ReportRow
+from foundry_fp8.distributed.compression.runtime import Compression
 from foundry_fp8.distributed.rows import Row
 from foundry_fp8.distributed.traffic import CountingGroup, inner_group
 from foundry_fp8.layers.linear import FP8Linear
@@ -167,14 +167,7 @@ def _gathered_of(unit: Unit, compression: Compression, wire: WireFormat) -> list
         embedding = "an embedding" if isinstance(parameter.module, nn.Embedding) else None
         reason = path.why_not or embedding or parameter.unsupported_reason
         reason = reason or config.why_exact(parameter.size, parameter.dtype.itemsize)
-        compression.rows.append(
-            ReportRow(
-                name,
-                "parameters",
-                "uncompressed" if reason else config.parameters,
-                reason or "FSDP2 all-gather",
-            )
-        )
+        compression.note(name, "parameters", config.parameters, "FSDP2 all-gather", reason)
         if not reason:
             gathered.append(GatheredParameter(parameter, BlockCodec(wire), compression.traffic))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -156,11 +157,14 @@ class Compression:
             self._hops[key] = make_two_hop(ranks, path.inside, self.traffic, inside)
         return Route(hop=self._hops[key])
 
+    def note(self, name: str, what: str, fmt: str, how: str, why_not: str | None) -> None:
+        """Add a line to the report: the message travels as ``fmt``, or uncompressed where something says ``why_not``."""
+        action = "uncompressed" if why_not else fmt
+        self.rows.append(ReportRow(name, what, action, why_not or how))
+
     def summary(self) -> str:
         """The report as text, alike rows counted together."""
-        counts: dict[tuple[str, str, str], int] = {}
-        for row in self.rows:
-            counts[row.what, row.action, row.reason] = counts.get((row.what, row.action, row.reason), 0) + 1
+        counts = Counter((row.what, row.action, row.reason) for row in self.rows)
         lines = [
             f"compressed_communication: {count} x {what} as {action}: {reason}"
             for (what, action, reason), count in counts.items()

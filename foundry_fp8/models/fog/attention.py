@@ -88,26 +88,16 @@ class FogAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """``x``: [b, s, hidden]. Returns the same shape, and the probabilities where the implementation has them."""
         b, s, _ = x.shape
-        q, k, v = (
-            self.qkv_proj(x)
-            .view(b, s, -1, self.head_dim)
-            .split((self.heads, self.kv_heads, self.kv_heads), dim=2)
-        )
+        qkv = self.qkv_proj(x).view(b, s, -1, self.head_dim)
+        q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
         q, k = rotate(self.q_norm(q), rope), rotate(self.k_norm(k), rope)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx, {"cache_position": cache_position})
         implementation = self.config._attn_implementation
         attend = eager_attention if implementation == "eager" else ALL_ATTENTION_FUNCTIONS[implementation]
-        out, probabilities = attend(
-            self,
-            q,
-            k,
-            v,
-            attention_mask,
-            scaling=self.scaling,
-            dropout=self.attention_dropout if self.training else 0.0,
-        )
+        dropout = self.attention_dropout if self.training else 0.0
+        out, probabilities = attend(self, q, k, v, attention_mask, scaling=self.scaling, dropout=dropout)
         return self.o_proj(out.reshape(b, s, -1)), probabilities
 
 

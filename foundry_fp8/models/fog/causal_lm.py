@@ -119,13 +119,8 @@ class ComposerFogCausalLM(ComposerHFCausalLM):
         if "vocab_size" not in config and tokenizer is not None:
             config["vocab_size"] = -(-len(tokenizer) // 128) * 128
         if tokenizer is not None:
-            config.update(
-                {
-                    key: getattr(tokenizer, key)
-                    for key in ("bos_token_id", "eos_token_id", "pad_token_id")
-                    if getattr(tokenizer, key) is not None
-                }
-            )
+            ids = {key: getattr(tokenizer, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+            config.update({key: value for key, value in ids.items() if value is not None})
         made = cls.config_type(**config)
         made._attn_implementation = attn_implementation
         device = hf_get_init_device(init_device)

@@ -119,6 +119,12 @@ class DecoderConfig(PretrainedConfig):
     rope_scaling = cast(Any, None)
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012 (the name and the type are transformers')
 
+    def _take(self, kind: type[DecoderConfig], given: Mapping[str, Any]) -> None:
+        """Check and keep what the ``__init__`` of ``kind`` was given, its ``locals()``; what is left out there gets its value after."""
+        check_arguments(kind, given, "model")
+        for name in given.keys() - {"self", "kwargs", "__class__"}:
+            setattr(self, name, given[name])
+
     @property
     def layer_types(self) -> list[str]:
         """What a cache keeps of each block: every key. The window is the mask's, which counts them."""
@@ -196,11 +202,10 @@ class FogConfig(DecoderConfig):
         use_cache: bool = True,
         **kwargs: Any,
     ) -> None:
-        check_arguments(FogConfig, locals(), "model")
+        self._take(FogConfig, locals())
         for key, (without_effect, instead) in REMOVED.items():
             if kwargs.pop(key, without_effect) != without_effect:
                 raise ConfigError(f"model.{key}: it was removed. {instead}")
-        self.variant, self.size = variant, size
         architecture = _resolve_architecture(variant, kwargs)
         for field in dataclasses.fields(Architecture):
             setattr(self, field.name, getattr(architecture, field.name))
@@ -224,27 +229,16 @@ class FogConfig(DecoderConfig):
             setattr(self, key, value)
         self.head_dim = self.hidden_size // self.num_attention_heads if head_dim is None else head_dim
 
-        self.vocab_size = vocab_size
-        self.max_position_embeddings = max_position_embeddings
-        self.rope_theta = rope_theta
         self.rope_scaling = dict(LLAMA31_ROPE_SCALING) if rope_scaling is None else rope_scaling
-        self.norm_eps = norm_eps
         scaled_and_tied = tied and architecture.input_scaling
         self.initializer_range = (
             (0.001 if scaled_and_tied else 0.02) if initializer_range is None else initializer_range
         )
-        self.qk_norm_over = qk_norm_over
-        self.tanh_alpha_init = tanh_alpha_init
-        self.tanh_alpha_trainable = tanh_alpha_trainable
         self.softmax_scale = (
             architecture.softmax_scale_factor / math.sqrt(self.head_dim)
             if softmax_scale is None
             else softmax_scale
         )
-        self.sliding_window = sliding_window
-        self.attention_dropout = attention_dropout
-        self.sequence_ids = sequence_ids
-        self.use_cache = use_cache
         super().__init__(tie_word_embeddings=tied, **kwargs)
         self._check(scaled_and_tied)
 

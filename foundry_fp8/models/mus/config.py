@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from foundry_fp8.config import ConfigError, Positive, PositiveNumber, at_least, below, check_arguments, one_of
+from foundry_fp8.config import ConfigError, Positive, PositiveNumber, at_least, below, one_of
 from foundry_fp8.models.fog.config import DecoderConfig, check_heads
 from foundry_fp8.models.mus.residual import Tau, default_tau
 
@@ -88,7 +88,7 @@ class MusConfig(DecoderConfig):
         tie_word_embeddings: bool = False,
         **kwargs: Any,
     ) -> None:
-        check_arguments(MusConfig, locals(), "model")
+        self._take(MusConfig, locals())
         given = {
             "hidden_size": hidden_size,
             "num_hidden_layers": num_hidden_layers,
@@ -103,25 +103,10 @@ class MusConfig(DecoderConfig):
                     f"model.{key}: missing. Give it beside the others, or a size ({', '.join(SIZES)})."
                 )
             setattr(self, key, value)
-        self.size = size
-        self.vocab_size = vocab_size
         self.num_key_value_heads = num_key_value_heads or self.num_attention_heads
         self.intermediate_size = intermediate_size or 4 * self.hidden_size
         self.head_dim = head_dim or self.hidden_size // self.num_attention_heads
-        self.hidden_multiplier = hidden_multiplier
         self.tau = default_tau(self.num_hidden_layers) if tau is None else float(tau)
-        self.activation = activation
-        self.final_norm = final_norm
-        self.qk_norm = qk_norm
-        self.square_root_softmax = square_root_softmax
-        self.max_position_embeddings = max_position_embeddings
-        self.rope_theta = rope_theta
-        self.rope_scaling = rope_scaling
-        self.norm_eps = norm_eps
-        self.sliding_window = sliding_window
-        self.attention_dropout = attention_dropout
-        self.sequence_ids = sequence_ids
-        self.use_cache = use_cache
         super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
         self._check(head_dim)
 

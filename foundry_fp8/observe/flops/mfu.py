@@ -85,9 +85,7 @@ class MFUMeter:
         self.model = model
         self.flops = FlopMeter(model)
         self.total = Flops()
-        where = (
-            next((p.device for p in model.parameters()), torch.device("cpu")) if device is None else device
-        )
+        where = device or next((p.device for p in model.parameters()), torch.device("cpu"))
         self.peaks = self._find_peaks(where, FP8State.of(model))
         self._high_precision, self._guarded = high_precision, guarded
         self._observer: Observer | None = None

@@ -146,9 +146,8 @@ def layout(work: Workload, gpus: int, shard: int, gpu: Gpu, network: Network) ->
     if work.sharding == "SHARD_GRAD_OP":
         memory += work.parameter_bytes * (parameters - 2 * per_unit)
     if config is not None and config.uses_error_feedback and replicate > 1 and not replicas.why_not:
-        memory += (
-            4 * work.trained * parameters / shard / replicas.inside
-        )  # what quantising lost, carried to the next step
+        # What quantising lost, carried to the next step.
+        memory += 4 * work.trained * parameters / shard / replicas.inside
     return Layout(
         gpus=gpus,
         shard=shard,
@@ -187,14 +186,11 @@ def best_layout(work: Workload, gpus: int, gpu: Gpu, network: Network) -> Layout
     Raises:
         ConfigError: Nothing fits; the memory of the smallest is named.
     """
+    together, per_node = work.tensor_parallel, network.gpus_per_node
     degrees = [
         n
-        for n in range(1, gpus // work.tensor_parallel + 1)
-        if gpus // work.tensor_parallel % n == 0
-        and (
-            n * work.tensor_parallel % network.gpus_per_node == 0
-            or network.gpus_per_node % (n * work.tensor_parallel) == 0
-        )
+        for n in range(1, gpus // together + 1)
+        if gpus // together % n == 0 and (n * together % per_node == 0 or per_node % (n * together) == 0)
     ]
     layouts, refused = [], None
     for shard in degrees:

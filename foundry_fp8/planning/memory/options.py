@@ -62,15 +62,11 @@ def options_of(block: nn.Module, *, formats: Sequence[str] = ()) -> list[BlockOp
     found = [BlockOption("none")]
     if norms:
         found.append(BlockOption("norms", checkpoint(*norms)))
-    for layer in layers:
-        found.append(BlockOption(layer, checkpoint(layer)))
+    # Of all: what the block's own checkpoint recomputes, less each layer's last matmul, where recompute stops.
+    for names in [[layer] for layer in layers] + ([layers] if len(layers) > 1 else []):
+        found.append(BlockOption(" + ".join(names), checkpoint(*names)))
         if norms:
-            found.append(BlockOption(f"norms + {layer}", checkpoint(*norms, layer)))
-    if len(layers) > 1:
-        found.append(BlockOption(" + ".join(layers), checkpoint(*layers)))
-        if norms:
-            # What the block's own checkpoint recomputes, less each layer's last matmul, where recompute stops.
-            found.append(BlockOption(f"norms + {' + '.join(layers)}", checkpoint(*norms, *layers)))
+            found.append(BlockOption(f"norms + {' + '.join(names)}", checkpoint(*norms, *names)))
     found += [BlockOption("selective", (("", "selective"),)), BlockOption("block", (("", "full"),))]
     for form in formats:
         found.append(BlockOption(form, formats=(("", form),)))

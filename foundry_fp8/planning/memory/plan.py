@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -180,15 +181,13 @@ class MemoryPlan:
     def text(self, algorithms: Mapping[str, Any] | None = None) -> str:
         """The table, the plan and its :meth:`to_yaml`."""
         m = self.measurements
-        count: dict[tuple[int, str], int] = {}
-        for kind, name in zip(m.kind, self.chosen, strict=True):
-            count[kind, name] = count.get((kind, name), 0) + 1
+        count = Counter(zip(m.kind, self.chosen, strict=True))
         rows = [("blocks", "option", "keeps", "in host memory", "backward peak", "seconds", "added")]
         for kind, costs in enumerate(m.by_kind(self.offload)):
             for name, cost in costs.items():
                 rows.append(
                     (
-                        str(count.get((kind, name), "")),
+                        str(count[kind, name] or ""),
                         name,
                         format_bytes(cost.kept),
                         format_bytes(cost.moved) if cost.moved else "",

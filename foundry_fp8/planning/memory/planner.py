@@ -198,9 +198,8 @@ def measure(
     innermost = modules_by_clean_name(model)
     blocks = [(clean_name(name), innermost[clean_name(name)][1]) for name, _ in transformer_blocks(model)]
     _check_plannable(model, blocks, sharded)
-    switch_off_cache(
-        model
-    )  # a block called again with the cache that it filled would attend to its own keys twice
+    # A block called again with the cache that it filled would attend to its own keys twice.
+    switch_off_cache(model)
     device = next(model.parameters()).device
     rounds = rounds or (ROUNDS_SHARDED if sharded else ROUNDS)
     link = None
@@ -345,12 +344,8 @@ class _Measuring:
                         taken[option.name].append(run.seconds())
         plain = min(taken["none"])
         # Recomputing cannot be faster than not doing so: what looks faster is noise.
-        costs = _agreed(
-            {
-                name: dataclasses.replace(bytes_of[name], seconds=max(min(times), plain))
-                for name, times in taken.items()
-            }
-        )
+        seconds = {name: max(min(times), plain) for name, times in taken.items()}
+        costs = _agreed({n: dataclasses.replace(bytes_of[n], seconds=s) for n, s in seconds.items()})
         if self.link is not None:
             agreed = _agreed({name: Cost(n, 0, 0, 0.0) for name, n in {**moved, "offload": whole}.items()})
             moved = {name: most.kept for name, most in agreed.items()}

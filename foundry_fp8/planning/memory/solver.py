@@ -128,15 +128,12 @@ def solve(options: Sequence[Mapping[str, Cost]], frame: Frame, budget: int) -> l
             for name, cost in of_block.items():
                 leaving = tail if cost.moved else 0
                 more = cost.kept + cost.moved - leaving
+                own = max(cost.backward_peak + in_backward, frame.hidden + reducing)
+                backward = frame.after_head + later + own
                 grown.setdefault(cost.moved or tail, []).extend(
                     (held + more, forward + more + cost.cached, seconds + cost.seconds, (*chosen, name))
                     for held, forward, seconds, chosen in front
-                    if forward - leaving + cost.forward_peak + in_forward <= room
-                    and held
-                    + frame.after_head
-                    + later
-                    + max(cost.backward_peak + in_backward, frame.hidden + reducing)
-                    <= room
+                    if forward - leaving + cost.forward_peak + in_forward <= room and held + backward <= room
                 )
         fronts = {
             tail: _thin(_undominated([state for state in states if _fits_head(state, tail, frame, room)]))

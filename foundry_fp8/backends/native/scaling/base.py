@@ -11,7 +11,6 @@ from torch import Tensor
 
 from foundry_fp8.backends.native.plan import Layout, Plan
 from foundry_fp8.backends.native.source import Amaxes, Layouts, Source
-from foundry_fp8.kernels.producers import Producer
 from foundry_fp8.layers.backend import Availability
 from foundry_fp8.layers.frozen_weight import in_dtype
 from foundry_fp8.numerics.recipes import Gemm, Operand
@@ -66,7 +65,7 @@ class NativeScaling(abc.ABC):
     ) -> Quantised:
         """Quantise ``source``, ``[R, C]``, which is that operand, in one pass (current scaling: two), through torch's operators."""
 
-    def launch(self, source: Producer, operand: Operand, plan: Plan, layouts: Layouts) -> Launch:
+    def launch(self, source: Source, operand: Operand, plan: Plan, layouts: Layouts) -> Launch:
         """The same of all sources of one kind with unit strides along their rows; to be kept."""
         raise NotImplementedError
 
@@ -97,7 +96,7 @@ class NativeScaling(abc.ABC):
         """
 
     def both(
-        self, source: Producer, operand: Operand, plan: Plan, layouts: Layouts, amaxes: tuple[Amaxes, Amaxes]
+        self, source: Source, operand: Operand, plan: Plan, layouts: Layouts, amaxes: tuple[Amaxes, Amaxes]
     ) -> Made:
         """What the kernel makes of ``source``, and what its definition does; ``amaxes`` of each."""
         raise NotImplementedError

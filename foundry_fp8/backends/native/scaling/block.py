@@ -13,7 +13,6 @@ from foundry_fp8.backends.native.scaling.base import Launch, Made, NativeScaling
 from foundry_fp8.backends.native.source import Amaxes, Layouts, Source
 from foundry_fp8.compat.block_scaled_mm import block_mode_missing
 from foundry_fp8.kernels import blockwise
-from foundry_fp8.kernels.producers import Producer
 from foundry_fp8.layers.backend import Availability
 from foundry_fp8.numerics.recipes import Gemm, Operand
 
@@ -46,7 +45,7 @@ class BlockKernels(NativeScaling):
         )
         return (data, gemm_scale), (data_t, gemm_scale_t), source.x.new_empty((0,)), summed
 
-    def launch(self, source: Producer, operand: Operand, plan: Plan, layouts: Layouts) -> Launch:
+    def launch(self, source: Source, operand: Operand, plan: Plan, layouts: Layouts) -> Launch:
         """See :meth:`NativeScaling.launch`."""
         options = {**layouts._asdict(), **self._options(operand, plan)}
         cast = blockwise.BlockCast(source, FORMATS[plan.fmt(operand)], **options)
@@ -74,7 +73,7 @@ class BlockKernels(NativeScaling):
         return rows.repeat_interleave(128, 1).double()[: data.shape[0], : data.shape[1]]
 
     def both(
-        self, source: Producer, operand: Operand, plan: Plan, layouts: Layouts, amaxes: tuple[Amaxes, Amaxes]
+        self, source: Source, operand: Operand, plan: Plan, layouts: Layouts, amaxes: tuple[Amaxes, Amaxes]
     ) -> Made:
         """See :meth:`NativeScaling.both`."""
         given, fmt = {**layouts._asdict(), **self._options(operand, plan)}, FORMATS[plan.fmt(operand)]

@@ -11,7 +11,6 @@ from foundry_fp8.backends.native.plan import FORMATS, Layout, Plan
 from foundry_fp8.backends.native.scaling.base import NativeScaling, Output, Quantised
 from foundry_fp8.backends.native.scaling.tensor import TensorKernels
 from foundry_fp8.backends.native.source import Amaxes, Layouts, Source
-from foundry_fp8.kernels.producers import Producer
 from foundry_fp8.kernels.tensorwise import pad_to_multiple
 from foundry_fp8.numerics.quantize import quantize_rows
 from foundry_fp8.numerics.recipes import Gemm, Operand
@@ -31,7 +30,7 @@ class RowKernels(NativeScaling):
         self, source: Source, operand: Operand, plan: Plan, layouts: Layouts, amaxes: Amaxes, *, direct: bool
     ) -> Quantised:
         """See :meth:`NativeScaling.quantize`."""
-        x, nothing = Producer(*source).reference(), source.x.new_empty((0,))
+        x, nothing = source.reference(), source.x.new_empty((0,))
         summed = x.float().sum(0) if layouts.column_sum else nothing
         by_rows = _by_row(x, operand, plan) if layouts.rows else (nothing, nothing)
         return (

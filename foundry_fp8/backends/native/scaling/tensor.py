@@ -22,7 +22,6 @@ from foundry_fp8.backends.native.scaling.base import (
 )  # fmt: skip
 from foundry_fp8.backends.native.source import Amaxes, Layouts, Source
 from foundry_fp8.kernels import tensorwise
-from foundry_fp8.kernels.producers import Producer
 from foundry_fp8.kernels.zeros import Statistics
 from foundry_fp8.layers.frozen_weight import in_dtype
 from foundry_fp8.numerics.recipes import Gemm, Operand
@@ -56,7 +55,7 @@ class TensorKernels(NativeScaling):
         )
         return (data, stats.select(0, 1)), (data_t, stats.select(0, self.scale_t(operand))), stats, summed
 
-    def launch(self, source: Producer, operand: Operand, plan: Plan, layouts: Layouts) -> Launch:
+    def launch(self, source: Source, operand: Operand, plan: Plan, layouts: Layouts) -> Launch:
         """See :meth:`NativeScaling.launch`."""
         fmt, options = FORMATS[plan.fmt(operand)], self._options(operand, plan, layouts)
         cast, place = tensorwise.Cast(source, fmt, **options), self.scale_t(operand)
@@ -83,7 +82,7 @@ class TensorKernels(NativeScaling):
         return layout[1].double()
 
     def both(
-        self, source: Producer, operand: Operand, plan: Plan, layouts: Layouts, amaxes: tuple[Amaxes, Amaxes]
+        self, source: Source, operand: Operand, plan: Plan, layouts: Layouts, amaxes: tuple[Amaxes, Amaxes]
     ) -> Made:
         """See :meth:`NativeScaling.both`."""
         functions = tensorwise.quantize_tensorwise, tensorwise.quantize_tensorwise_reference
