@@ -154,21 +154,22 @@ def fprop(
         probe("x", x, quantized_view(x, "x", call.recipe, FORMATS[plan.x_fmt], qx, x_stats))
         probe("w", w, quantized_view(w, "w", call.recipe, FORMATS[plan.x_fmt], qw, w_stats))
     added = None if bias is None else in_dtype(bias, x.dtype)
-    if call.fprop == "high_precision":
-        y = F.linear(_in_memory(given), w, added) * plan.alpha
+    out = x.shape[0], weight.shape[0], x.dtype
+    if call.fprop == "fp8":
+        y = scaling.multiply("fprop", qx, qw, plan, out, added, direct=direct)
+    elif call.fprop == "dequantized":
+        y = _dequantized("fprop", qx, qw, plan, out, added)
     else:
-        y = _product("fprop", qx, qw, call, (x.shape[0], weight.shape[0], x.dtype), added, direct=direct)
+        y = F.linear(_in_memory(given), w, added) * plan.alpha
     kept_w = (None, None) if cached is None else cached[1]
     return y, (weight, w_stats, *kept_x, *kept_w)
 
 
-def _product(
-    which: Gemm, a: Layout, b: Layout, call: LinearCall, out: Output, bias: Tensor | None = None, *, direct: bool
-) -> Tensor:  # fmt: skip
-    """:meth:`NativeScaling.multiply`, or dequantised first, and rounded to the dtype that they are multiplied in."""
-    scaling, (m, n, dtype) = SCALINGS[call.plan.kind], out
-    if getattr(call, which) == "fp8":
-        return scaling.multiply(which, a, b, call.plan, out, bias, direct=direct)
+def _dequantized(
+    which: Gemm, a: Layout, b: Layout, plan: Plan, out: Output, bias: Tensor | None = None
+) -> Tensor:
+    """:meth:`NativeScaling.multiply` of what the operands stand for, rounded to the dtype that it is computed in."""
+    scaling, (m, n, dtype) = SCALINGS[plan.kind], out
     scales = scaling.scales(a, square=False), scaling.scales(b, square=which != "wgrad")
     dense = [
         (layout[0].float() * scale.float()).to(dtype) for layout, scale in zip((a, b), scales, strict=True)
@@ -268,11 +269,17 @@ def dgrad_and_wgrad(
         else:
             known = w_stats if scaling.follows_amax and w_scale is None else None
             _, qw_t, _, _ = run.w.quantize(w, w_piece, BY_COLUMNS, (w_scale, known, None))
-        dx = _product("dgrad", qdy, qw_t, call, (m, k, x_dtype), direct=direct)
+        if call.dgrad == "fp8":
+            dx = scaling.multiply("dgrad", qdy, qw_t, plan, (m, k, x_dtype), direct=direct)
+        else:
+            dx = _dequantized("dgrad", qdy, qw_t, plan, (m, k, x_dtype))
     if needs_w:
         assert kept_x is not None and kept_x_scale is not None
         x_t = kept_x, kept_x_scale
-        dw = _product("wgrad", qdy_t, x_t, call, (n, k, x_dtype), direct=direct)
+        if call.wgrad == "fp8":
+            dw = scaling.multiply("wgrad", qdy_t, x_t, plan, (n, k, x_dtype), direct=direct)
+        else:
+            dw = _dequantized("wgrad", qdy_t, x_t, plan, (n, k, x_dtype))
         if x_dtype != w_dtype:
             dw = in_dtype(dw, w_dtype)
     return dx, dw, column_sum if needs_b else None

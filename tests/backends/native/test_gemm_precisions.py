@@ -102,6 +102,7 @@ def test_delayed_scales_move_as_if_every_gemm_were_in_fp8(gemms, device):
 
 @pytest.mark.parametrize("gemms", [{"fprop": HIGH}, {"dgrad": HIGH}, {"fprop": DEQUANTIZED, "wgrad": DEQUANTIZED}], ids=str)  # fmt: skip
 def test_cached_weights_and_compiled_graphs_give_the_same_bits(gemms, device):
+    torch.compiler.reset()
     x, dy = ranged(40, 96).to(device), ranged(40, 160).to(device)
     found = []
     for options, compiled in (({}, False), ({"cache_weights": True}, False), ({}, True)):
