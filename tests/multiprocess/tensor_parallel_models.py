@@ -126,6 +126,11 @@ def mean(errors):
     return {name: sum(e[name] for e in errors) / len(errors) for name in errors[0]}
 
 
+def errors_of(found, exact):
+    """The mean over the passes of each gradient's relative error."""
+    return mean([*map(error, found, exact)])
+
+
 def alike(name, recipe, data=1, seeds=3):
     """Gradient errors of one rank and of shards (beside FSDP2 over ``data`` ranks), their scales, and whether replicas agree.
 
