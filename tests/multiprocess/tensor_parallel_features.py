@@ -9,7 +9,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel
 
+from transformers import LlamaForCausalLM
+
 from foundry_fp8 import (
+    ConfigError,
     apply_activation_checkpointing,
     apply_activation_compression,
     apply_fp8,
@@ -159,3 +162,17 @@ def compiled(backend):
     optimized = torch.compile(traced, backend=backend, dynamic=False)
     second = trained(optimized)[-1]
     return max(error(dict(zip(first, second.values(), strict=True)), first).values())
+
+
+def loaded_in_shards(folder):
+    """What the conversion says of a model that ``from_pretrained`` has sharded."""
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 0:
+        made("llama", 0)[0].save_pretrained(folder)
+    dist.barrier()
+    model = LlamaForCausalLM.from_pretrained(folder, tp_plan="auto")
+    try:
+        apply_fp8(model, recipe="current", backend="emulated")
+    except ConfigError as error:
+        return str(error)
+    return ""

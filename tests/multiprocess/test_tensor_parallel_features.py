@@ -10,6 +10,7 @@ from tests.multiprocess.tensor_parallel_features import (
     compiled,
     compressed,
     exported,
+    loaded_in_shards,
     observed,
     with_lora,
 )
@@ -96,3 +97,9 @@ def test_lora_whose_halves_the_plan_names(converted_first):
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_torch_compile_of_shards(backend):
     assert all(apart < 1e-4 for apart in on_two_ranks(compiled, backend))
+
+
+@pytest.mark.full
+def test_a_model_that_transformers_sharded_is_refused_at_conversion(tmp_path):
+    for said in on_two_ranks(loaded_in_shards, tmp_path / "model"):
+        assert "Load the model without tp_plan, convert it, then call parallelize_module" in said
