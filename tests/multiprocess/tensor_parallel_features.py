@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel
-
 from transformers import LlamaForCausalLM
 
 from foundry_fp8 import (
