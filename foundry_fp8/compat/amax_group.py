@@ -11,6 +11,7 @@ import logging
 import math
 import time
 import weakref
+from itertools import chain
 from typing import Any
 
 import torch.distributed as dist
@@ -51,7 +52,7 @@ class AmaxGroup:
         self._root, self._found = weakref.ref(root), []
 
     def also(self, group: Any) -> None:
-        """The ranks of ``group`` hold parts of a layer's tensors: tensor parallelism, which only the layer sees."""
+        """The ranks of ``group`` hold parts of a layer's tensors: tensor parallelism, which under FSDP1 only the layer sees."""
         if group not in self._of_shards:
             self._of_shards.append(group)
             self._found = []
@@ -81,7 +82,8 @@ class AmaxGroup:
         if root is None:
             return [] if self.like is None else self.like.groups()
         if ddp is not None or not self._found:
-            found = list(dict.fromkeys([*_around(root, ddp), *self._of_shards]))
+            sharded = (p.device_mesh.get_all_groups() for p in root.parameters() if isinstance(p, DTensor))
+            found = list(dict.fromkeys([*_around(root, ddp), *self._of_shards, *chain(*sharded)]))
             everyone = math.prod(group.size() for group in found) == dist.get_world_size()
             self._found = [dist.group.WORLD] if everyone else found
         self._updates += 1

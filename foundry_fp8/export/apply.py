@@ -253,7 +253,7 @@ def _whole_state(model: Any) -> dict[str, Tensor]:
         if is_dtensor(tensor) or tensor.is_meta or name.endswith("_flat_param"):
             raise RuntimeError(
                 f"export: {name} is not here as a whole: the model is sharded, or on the meta device. Export a whole checkpoint "
-                "(foundry-fp8 export), or gather the model's state on one rank."
+                "(foundry-fp8 export), or load the gathered state (get_model_state_dict, full_state_dict=True) into a converted copy."
             )
     return {name: tensor.detach() for name, tensor in state.items()}
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from foundry_fp8.compat.async_tensor import waited
 
-__all__ = ["multiply_shards"]
+__all__ = ["multiply_shards", "summed_in_backward"]
 
 
 def multiply_shards(layer: Any, x: Any, weight: Any, bias: Any) -> Tensor:
@@ -58,6 +58,15 @@ def multiply_shards(layer: Any, x: Any, weight: Any, bias: Any) -> Tensor:
             bias = _Zeros.apply(bias)  # type: ignore[no-untyped-call]
     y = _Waited.apply(layer.backend.linear(layer, part, weight.to_local(), bias))  # type: ignore[no-untyped-call]
     return DTensor.from_local(y, mesh, [last if colwise else Partial()], run_check=False)
+
+
+def summed_in_backward(x: Tensor, mesh: Any) -> Tensor:
+    """``x``, the same on all ranks of ``mesh``, each of which uses it for some of the columns: its gradient is their sum."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    same = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+    own: Tensor = same.to_local(grad_placements=[Partial()])
+    return own
 
 
 class _Waited(torch.autograd.Function):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from foundry_fp8.compat.autograd import inside_backward
 from foundry_fp8.config import Config, ConfigError, Names, Positive, Text, from_mapping, not_empty, one_of
+from foundry_fp8.layers.dtensor import whole
 from foundry_fp8.model_structure.blocks import block_label
 from foundry_fp8.observe import kurtosis
 from foundry_fp8.observe.kurtosis_taps import ROLES, Tap, find_taps
@@ -155,6 +156,7 @@ class KurtosisMeter:
 
     @torch.no_grad()
     def _see(self, tap: Tap, role: str, tensor: Tensor) -> None:
+        tensor = whole(tensor)
         leading = 1 if tensor.dim() == 2 else 2
         if self._mask is not None and leading == 2 and tensor.shape[:2] == self._mask.shape:
             tensor = tensor.clone()  # tokens of zeros are left out

@@ -121,7 +121,10 @@ def unfit(weight: Tensor) -> str | None:
     if is_lazy(weight):
         return "its weight has no shape yet; run the model once before"
     if is_dtensor(weight):
-        return "its weight is a DTensor: it was sharded before the conversion, which has to come first"
+        return (
+            "its weight is a DTensor: it was sharded before the conversion, which has to come first. Load the model without tp_plan, convert it, "
+            "then call parallelize_module"
+        )
     if isinstance(weight, FrozenFP8Weight):
         return None if weight.dim() == 2 else "its experts keep the FP8 codes of a checkpoint"
     if hasattr(weight, "__tensor_flatten__"):  # as whatever wraps other tensors: a quantised weight

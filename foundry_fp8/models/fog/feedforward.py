@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
+
+from foundry_fp8.layers.tensor_parallel import summed_in_backward
 
 __all__ = ["MLP", "XIELU", "GatedMLP", "smooth_swiglu", "smooth_swiglu_fog"]
 
@@ -27,10 +29,16 @@ class XIELU(nn.Module):
 
     Both slopes start at 0.8. The parameters stay float32 whatever the activations' dtype; they take no weight decay.
 
+    Attributes:
+        shared_by: Under tensor parallelism the mesh whose ranks each have some of the columns
+            (:mod:`foundry_fp8.models.fog.tensor_parallel`).
+
     Source:
         Huang and Schlag, "Deriving Activation Functions via Integration" (arXiv 2411.13010), as FOG's release
         (anonymous4375934/FOG, megatron/training/activations.py) spells it. That release keeps p, n and eps in bfloat16.
     """
+
+    shared_by: Any = None
 
     def __init__(self, *, device: torch.device | str | None = None) -> None:
         super().__init__()
@@ -45,7 +53,8 @@ class XIELU(nn.Module):
 
     def slopes(self) -> Tensor:
         """``(ap, an)``, float32 ``[2]``."""
-        return torch.cat((F.softplus(self.p.float()), XIELU_BETA + F.softplus(self.n.float())))
+        slopes = torch.cat((F.softplus(self.p.float()), XIELU_BETA + F.softplus(self.n.float())))
+        return slopes if self.shared_by is None else summed_in_backward(slopes, self.shared_by)
 
     def forward(self, x: Tensor) -> Tensor:
         """``x``: any shape, hp. Returns the same shape and dtype; computed in float32."""

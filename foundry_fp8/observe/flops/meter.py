@@ -137,7 +137,7 @@ class FlopMeter:
             if isinstance(weight, nn.Parameter):  # which may have been frozen since
                 gemm = dataclasses.replace(gemm, wgrad=weight.requires_grad)
             if seen is not None:
-                gemm = dataclasses.replace(gemm, dgrad=seen.dgrad)
+                gemm = dataclasses.replace(gemm, dgrad=seen.dgrad, share=gemm.share * seen.share)
             for which, count in gemm.flops(tokens.computed).items():
                 flops.model[self._precision(gemm, which, seen)] += count
             if seen is not None and seen.recomputed:
@@ -150,7 +150,9 @@ class FlopMeter:
             served = self.fp8_attention.get(shape.name)
             if served is not None and served.recipe is not None:
                 precision, high = "fp8", served.grad_scores != "fp8"
-            forward = shape.forward_flops(float(tokens.pairs[shape.mask]))
+            forward = shape.forward_flops(float(tokens.pairs[shape.mask])) * (
+                1 if seen is None else seen.share
+            )
             backward = forward * (2 if seen is None or seen.backward else 0)
             flops.model[precision] += forward + backward / 2  # of the backward: dV, dS
             flops.model["bf16" if high else precision] += backward / 2  # dQ, dK

@@ -115,7 +115,8 @@ class MFUMeter:
                 self._observer.attach()
             else:
                 log.info(
-                    "%s: the model is compiled, so what is recomputed cannot be seen; mfu/hfu is not logged.",
+                    "%s: the model is compiled, so what is recomputed cannot be seen; mfu/hfu is not logged, and what tensor "
+                    "parallelism shards is counted whole.",
                     KEY,
                 )
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from foundry_fp8.compat.autograd import inside_backward
 from foundry_fp8.compat.selective_checkpoint import cached_results
+from foundry_fp8.layers.dtensor import own_share
 
 __all__ = ["Observed", "Observer"]
 
@@ -31,6 +32,7 @@ class Observed:
         dgrad: Its input needed a gradient.
         backward: Its output needed one.
         precision: Of its output.
+        share: Of its GEMMs, that this rank computes: less than 1 where tensor parallelism shards its weights, an attention's heads.
     """
 
     calls: int = 0
@@ -38,6 +40,7 @@ class Observed:
     dgrad: bool = False
     backward: bool = False
     precision: str = "fp32"
+    share: float = 1.0
 
     @property
     def recompute_ratio(self) -> float:
@@ -67,9 +70,14 @@ class Observer:
         for name, module, operators in self.modules:
             self.observed[name] = Observed()
 
-            def before(module: nn.Module, args: Any, operators: tuple[str, ...] = operators) -> None:
+            def before(
+                module: nn.Module, args: Any, name: str = name, operators: tuple[str, ...] = operators
+            ) -> None:
                 if inside_backward():
                     self._cached.append((module, cached_results(operators)))
+                # Now: FSDP2 has gathered its parameters, and those of tensor parallelism alone are DTensors.
+                weights = (p for p in module.parameters() if p.dim() > 1)
+                self.observed[name].share = min(map(own_share, weights), default=1.0)
 
             def after(
                 module: nn.Module,
