@@ -2,8 +2,8 @@
 
 :class:`LiveBytes` counts each storage that an op returns from its birth to its death, wherever it is held, as
 ``torch.distributed._tools.MemTracker`` does, inside of wrapper tensors' own dispatch too (DTensors, weights kept in FP8); it needs no
-module structure and keeps counting inside checkpoints and packed saves. What it does not see is memory that a kernel takes and gives back inside itself. On the meta device it counts
-what would be allocated.
+module structure and keeps counting inside checkpoints and packed saves. What it does not see is memory that a kernel takes and gives
+back inside itself. On the meta device it counts what would be allocated.
 """
 
 from __future__ import annotations
