@@ -102,7 +102,7 @@ def refuse_tensor_parallelism(run: Run) -> None:
     if run.tensor_parallel:
         raise ConfigError(
             f"tp_config.tensor_parallel_degree: {run.tensor_parallel}; plans of a YAML know no tensor parallelism. "
-            "Leave tp_config out here; `foundry-fp8 plan communication --tensor-parallel` estimates a model whose every matrix is shared."
+            "Leave tp_config out here; `foundry-fp8 plan communication` estimates the run as if every matrix were shared."
         )
 
 

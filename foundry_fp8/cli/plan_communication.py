@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from foundry_fp8.cli.cluster import refuse_tensor_parallelism, shard_of, wire_bytes
+from foundry_fp8.cli.cluster import shard_of, wire_bytes
 from foundry_fp8.cli.yaml_model import Trust, build_yaml_model, optimizer_bytes_of, read_yaml
 from foundry_fp8.cli.yaml_run import run_of
 from foundry_fp8.config import ConfigError, Positive, accept, at_least, check_choice
@@ -42,7 +42,7 @@ def communication(
     tokens: Annotated[int | None, typer.Option(help="Tokens a GPU and step; by default the YAML's.")] = None,
     microbatches: Annotated[int, typer.Option(help="FSDP communicates for each of a step.")] = 1,
     tensor_parallel: Annotated[
-        int, typer.Option(help="GPUs of a node that share every matrix, in a run without FP8.")
+        int, typer.Option(help="GPUs of a node that share every matrix; by default the YAML's.")
     ] = 1,
     width: Annotated[int, typer.Option(help="Elements of a token between blocks, with --parameters.")] = 4096,
     mfu: Annotated[float, typer.Option(help="Of the BF16 peak, of a GPU that computes alone.")] = 0.4,
@@ -63,9 +63,11 @@ def communication(
         )
     elif yaml is not None:
         config = read_yaml(yaml, trust=trust)
-        refuse_tensor_parallelism(run_of(config))
         model = build_yaml_model(config, "meta")
         counts, left_out = _divided(config, model, GPUS[gpu].memory_bytes, counts_of(gpus))
+        if degree := run_of(config).tensor_parallel:
+            tensor_parallel = degree
+            left_out += f"tp_config: as if {degree} GPUs shared every matrix; LLM Foundry's strategies shard feed-forwards alone\n"
         work = workload_of(config, model, tokens)
     else:
         raise ConfigError("Give a training YAML, or --parameters.")

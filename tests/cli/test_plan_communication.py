@@ -131,14 +131,11 @@ def test_a_yaml_is_planned_without_its_tokenizer_and_without_a_gpu():
     assert "0.13 B parameters in 12 units" in result.output
 
 
-def test_a_yaml_s_tensor_parallelism_is_refused(tmp_path):
-    yaml = tmp_path / "run.yaml"
-    yaml.write_text(
-        (Path(__file__).parents[2] / "yamls/pretrain/mpt-7b.yaml").read_text()
-        + "\ntp_config: {strategy: ffn, tensor_parallel_degree: 2}\n"
-    )
-    result = run(str(yaml), "--gpus", "64")
-    assert (
-        result.exit_code == 2
-        and "tp_config.tensor_parallel_degree: 2; plans of a YAML know no" in result.output
-    )
+@pytest.mark.integration
+def test_a_yaml_s_tensor_parallelism_is_planned_as_if_it_shared_every_matrix():
+    pytest.importorskip("llmfoundry")
+    path = Path(__file__).parents[2] / "yamls/pretrain/fog-8b-16k.yaml"
+    ours, alone = (run(str(path), "--gpus", "64", *more) for more in ((), ("--tensor-parallel", "4")))
+    assert ours.exit_code == 0, ours.output
+    assert "as if 2 GPUs shared every matrix" in ours.output
+    assert "FSDP 1x32 TP 2" in ours.output and ours.output == alone.output  # the YAML says how many
