@@ -71,7 +71,7 @@ class HealthMeter:
         **options: Any,
     ) -> None:
         self.config: HealthConfig = from_mapping(HealthConfig, options, KEY)
-        self._probe = HealthProbe(model, guarded, attention=True)
+        self._probe = HealthProbe(model, guarded)
         blocks = [(clean_name(name), block) for name, block in transformer_blocks(model)]
         self._layers = {name: block_index_of(name, blocks) for name in self._probe.modules}
         self._due = False
