@@ -163,7 +163,7 @@ MUTANTS = [
     Mutant(f"{MUS}/config.py", "final_norm: bool = True", "final_norm: bool = False", "models/mus"),
     Mutant(f"{MUS}/structure.py", "nn.init.normal_(weight)", "pass", "models/mus"),
     Mutant("algorithms/unit_scaling/algorithm.py", "if name in state and state[name] != value:", "if name in state and state[name] < value:", T_RATES),
-    Mutant("algorithms/unit_scaling/algorithm.py", "check_groups(optimizer, state.model, self._described, KEY)", "pass", T_RATES),
+    Mutant("algorithms/unit_scaling/algorithm.py", "check_groups(optimizer, state.model, self._described)", "pass", T_RATES),
     Mutant(RECIPES, "max(1, tokens * width)", "max(1, tokens)", T_UNIT),
     Mutant(QUANTIZE, "torch.where(torch.isinf(wide), torch.nan, wide * scale), fmt)", "wide * scale, fmt)", T_UNIT),
     Mutant("layers/unit_linear.py", "and self.chosen_gradient_scale is not None", "and False", T_UNIT),

@@ -59,7 +59,7 @@ def collect() -> dict[str, Any]:
         * ``attention``: whether FP8 attention trains, one entry per device, recipe, ``backend`` (Transformer Engine's or native)
           and ``case`` (head size and mask): ``device``, ``recipe``, ``backend``, ``case``, ``ok``, ``reason``, ``remedy``.
     """
-    devices = _devices()
+    devices, cudnn = _devices(), torch.backends.cudnn.version()
     stack: dict[str, Any] = {
         "python": platform.python_version(),
         "machine": f"{platform.system()} {platform.machine()}",
@@ -68,7 +68,7 @@ def collect() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "driver": dotted(driver_version() or ()) or None,
         "cublas": dotted(cublas_version() or ()) or None,
-        "cudnn": dotted(_cudnn_version()) or None,
+        "cudnn": cudnn and dotted(unpacked(cudnn)),
         **{name: installed(package) for name, package in _PACKAGES.items()},
     }
     packages = {"torch": "torch", **_PACKAGES}
@@ -143,10 +143,3 @@ def _attention(device: torch.device) -> list[dict[str, Any]]:
             of = {"device": str(device), "recipe": name, "backend": backend, "case": case}
             entries.append(of | dataclasses.asdict(found))
     return entries
-
-
-def _cudnn_version() -> tuple[int, ...]:
-    if not torch.backends.cudnn.is_available() and torch.version.cuda is None:
-        return ()
-    packed = torch.backends.cudnn.version()
-    return () if packed is None else unpacked(packed)

@@ -103,19 +103,17 @@ def _composers_own() -> list[Any]:
     """The classes in Composer's checkpoints beside tensors: NumPy's random state, torch's version, timedeltas."""
     array: Any = np.zeros(1).__reduce__()[0]  # functions without a public name
     scalar: Any = np.float64(0).__reduce__()[0]
-    own: list[Any] = [
+    return [
         torch.torch_version.TorchVersion,
         datetime.timedelta,
         np.ndarray,
         np.dtype,
         array,
         scalar,
-    ]
-    own += [
-        (array, "numpy.core.multiarray._reconstruct"),
+        (array, "numpy.core.multiarray._reconstruct"),  # NumPy 1's name, as the next
         (scalar, "numpy.core.multiarray.scalar"),
-    ]  # NumPy 1's
-    return own + [type(np.dtype(name)) for name in ("uint32", "int64", "float64", "float32", "uint8", "bool")]
+        *(type(np.dtype(name)) for name in ("uint32", "int64", "float64", "float32", "uint8", "bool")),
+    ]
 
 
 def _build(state: dict[str, Any], path: Path) -> nn.Module:

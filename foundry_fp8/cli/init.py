@@ -79,7 +79,8 @@ def add_fp8(text: str, hardware: Hardware, where: str = "the YAML") -> tuple[str
 
     def add(section: str, name: str, why: str, **value: Any) -> None:
         if name not in config[section]:
-            config[section][name] = _flow(value, config)
+            config[section][name] = made = type(config)(value)
+            made.fa.set_flow_style()  # {recipe: current} on one line
             said.append(f"+ {section}.{name}: {why}.")
             if hasattr(config[section], "yaml_add_eol_comment"):
                 config[section].yaml_add_eol_comment(why, name)
@@ -119,13 +120,6 @@ def _replace_others_fp8(run: Mapping[str, Any], config: Any, change: Any) -> Non
         change(model, "model.fc_type", "torch", "this package converts plain linears")
     if te_mlp:
         change(ffn, "model.ffn_config.ffn_type", "mptmlp", "this package converts plain linears")
-
-
-def _flow(values: dict[str, Any], like: Any) -> Any:
-    """``{recipe: current}`` on one line."""
-    made = type(like)(values)
-    made.fa.set_flow_style()
-    return made
 
 
 def _as_written(before: str, after: str) -> str:

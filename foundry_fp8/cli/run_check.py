@@ -208,7 +208,6 @@ def _unit_scaling(config: Mapping[str, Any], run: Run, model: Any) -> list[Findi
     from foundry_fp8.layers.unit_linear import UnitLinear
     from foundry_fp8.models.mus.apply import apply_unit_scaling
     from foundry_fp8.models.mus.structure import unit_scaled
-    from foundry_fp8.models.unit_scaling import KEY
 
     if run.unit_scaling is None and not any(isinstance(module, UnitLinear) for module in model.modules()):
         return []
@@ -216,7 +215,7 @@ def _unit_scaling(config: Mapping[str, Any], run: Run, model: Any) -> list[Findi
     with contextlib.suppress(ConfigError):  # which the line on memory says
         built = build_yaml_optimizer(model, config)
     try:
-        described = unit_scaled(model, KEY)
+        described = unit_scaled(model)
         if run.unit_scaling is not None and built is not None:
             apply_unit_scaling(model, built, base_width=run.unit_scaling.base_width)
     except ConfigError as error:

@@ -48,7 +48,6 @@ def reduce_scatter(
     *,
     rows: Sequence[Row] | None = None,
     mean: bool = True,
-    residual: Tensor | None = None,
     noise: Noise | None = None,
 ) -> Tensor:
     """Reduce ``input`` over the group; each rank keeps its part.
@@ -59,17 +58,14 @@ def reduce_scatter(
         wire: What travels.
         rows: What each rank receives, ``input.numel()`` elements in all; equal parts of codes where ``None``.
         mean: Divide by the group's size.
-        residual: float32, like ``input``: added before quantising, and replaced with what quantising lost.
-        noise: Round at random without a bias, where there is no ``residual``.
+        noise: Round at random without a bias.
 
     Returns:
         float32 ``[rows[rank].numel]``.
     """
     rows = _check_rows(input, group.size(), rows, "reduce_scatter")
     out = torch.empty(rows[group.rank()].numel, dtype=torch.float32, device=input.device)
-    scattered = [
-        _scatter(input, piece, group, wire, residual, noise) for piece in _pieces(rows, input.device)
-    ]
+    scattered = [_scatter(input, piece, group, wire, noise=noise) for piece in _pieces(rows, input.device)]
     for piece in scattered:
         piece.reduce(out, mean)
     return out
@@ -223,7 +219,7 @@ def _scatter(
     piece: _Piece,
     group: dist.ProcessGroup,
     wire: WireFormat,
-    residual: Tensor | None,
+    residual: Tensor | None = None,
     noise: Noise | None = None,
 ) -> _UnderWay:
     """Code a piece of ``input`` (plus ``residual``, which is replaced with what coding lost) and send it."""

@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,6 @@ __all__ = [
     "inner_group",
     "reduce_options",
     "reduction_of",
-    "scatter_options",
 ]
 
 
@@ -227,7 +226,8 @@ class CountingGroup(dist.ProcessGroup):
         self.traffic.count("reduce_scatter", input.nbytes - input.nbytes // self.size())
         if not mean or self.averages:
             return self.inner._reduce_scatter_base(output, input, opts)
-        self.inner._reduce_scatter_base(output, input, scatter_options(dist.ReduceOp.SUM)).wait()
+        summed = reduce_options(dist.ReduceOp.SUM, dist.ReduceScatterOptions)
+        self.inner._reduce_scatter_base(output, input, summed).wait()
         output.div_(self.size())
         return FinishedWork([output])
 
@@ -260,16 +260,9 @@ def inner_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return group.inner if isinstance(group, CountingGroup) else group
 
 
-def scatter_options(op: Any) -> Any:
-    """Options of a reduce-scatter with the reduction ``op``."""
-    options = dist.ReduceScatterOptions()
-    options.reduceOp = op
-    return options
-
-
-def reduce_options(op: Any) -> Any:
-    """Options of an all-reduce with the reduction ``op``."""
-    options = dist.AllreduceOptions()
+def reduce_options(op: Any, kind: Callable[[], Any] = dist.AllreduceOptions) -> Any:
+    """Options with the reduction ``op``: an all-reduce's, or those of another ``kind``."""
+    options = kind()
     options.reduceOp = op
     return options
 

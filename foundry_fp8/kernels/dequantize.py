@@ -10,7 +10,7 @@ from torch import Tensor
 from foundry_fp8.kernels.launch import launch, tiles
 from foundry_fp8.kernels.scales import is_inf, magnitude, reciprocal
 
-__all__ = ["dequantize", "dequantize_reference"]
+__all__ = ["dequantize"]
 
 ELEMENTS = 4096
 """Of a program: each thread reads 16 bytes."""
@@ -27,7 +27,7 @@ def dequantize(
     other: tuple[Tensor, Tensor | None] | None = None,
     scale_inv: Tensor | None = None,
 ) -> list[Tensor]:
-    """``part / scale`` for each part, NaN where its amax is Inf; :func:`dequantize_reference` is the definition.
+    """``part / scale`` for each part, NaN where its amax is Inf: ``(part.float() * scale.reciprocal()).to(dtype)``, to the bit.
 
     Args:
         parts: One to three, FP8 of one format, contiguous.
@@ -52,27 +52,6 @@ def dequantize(
         ELEMENTS=ELEMENTS, num_warps=WARPS,
     )  # fmt: skip
     return out
-
-
-def dequantize_reference(
-    parts: Sequence[Tensor],
-    scale: Tensor,
-    amaxes: Sequence[Tensor],
-    dtype: torch.dtype,
-    *,
-    slot: Tensor | None = None,
-    other: tuple[Tensor, Tensor | None] | None = None,
-    scale_inv: Tensor | None = None,
-) -> list[Tensor]:
-    """The torch expression that :func:`dequantize` computes, bit for bit."""
-    inverses = [scale.reciprocal().masked_fill(torch.isinf(amax), torch.nan) for amax in amaxes]
-    raised = [(slot, amax) for amax in amaxes] + ([] if other is None else [(other[1], other[0])])
-    for place, amax in raised:
-        if place is not None:
-            torch.fmax(place, amax, out=place)
-    if scale_inv is not None:
-        scale_inv.copy_(inverses[0])
-    return [(part.float() * inverse).to(dtype) for part, inverse in zip(parts, inverses, strict=True)]
 
 
 @triton.jit

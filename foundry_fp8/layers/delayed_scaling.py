@@ -100,7 +100,6 @@ class DelayedScalingState:
         fp8_max: The largest value of each tensor's format.
 
     Attributes:
-        fp8_max: As given.
         scaled_max: ``[T]`` float32, that with the margin: over an amax it is a scale.
         use_max: Whether the largest amax of the history counts, or the latest.
         scale: ``[T]`` float32, 1 at first: what the next pass begins with.
@@ -119,7 +118,6 @@ class DelayedScalingState:
 
     def __init__(self, recipe: DelayedScaling, fp8_max: Sequence[float]) -> None:
         self.recipe = recipe
-        self.fp8_max = tuple(fp8_max)
         self.scale = torch.ones(len(fp8_max), dtype=torch.float32, device="cpu")
         history = (recipe.amax_history_len, len(fp8_max))
         self.amax_history = torch.zeros(history, dtype=torch.float32, device="cpu")

@@ -19,6 +19,7 @@ __all__ = [
     "MLPForm",
     "NormForm",
     "mlp_form",
+    "near",
     "norm_form",
     "random_tensors",
     "with_sizes",
@@ -95,7 +96,7 @@ def norm_form(module: nn.Module) -> NormForm | None:
         try:
             for eps, centred, plus_one in itertools.product(_epsilons(module), (False, True), (False, True)):
                 form = NormForm(eps, centred, plus_one, False, False)
-                if all(_near(*run(form, torch.float64, scale)) for scale in (1.0, 1e-3)):
+                if all(near(*run(form, torch.float64, scale)) for scale in (1.0, 1e-3)):
                     return _with_roundings(form, run)
         except Exception:  # somebody else's forward, on a module it was not written for, may raise anything
             return None
@@ -139,7 +140,8 @@ def _runner(module: nn.Module, features: int, biased: bool) -> Callable[..., tup
     return run
 
 
-def _near(ours: Tensor, theirs: Tensor, tolerance: float = _NEAR) -> bool:
+def near(ours: Tensor, theirs: Tensor, tolerance: float = _NEAR) -> bool:
+    """Whether two have one shape and are within ``tolerance`` of the largest element, at least 1."""
     size = max(1.0, float(theirs.detach().abs().max()))
     return ours.shape == theirs.shape and torch.allclose(
         ours, theirs.to(ours.dtype), rtol=0, atol=tolerance * size
@@ -176,7 +178,7 @@ def _mlp_form(
     for order, (name, activation) in itertools.product(first, ACTIVATIONS.items()):
         gate, *up = (copy._modules[n](x) for n in order)  # type: ignore[misc]
         product = activation(gate) * up[0] if up else activation(gate)
-        if _near(copy._modules[last](product), theirs, _EXACT):  # type: ignore[misc]
+        if near(copy._modules[last](product), theirs, _EXACT):  # type: ignore[misc]
             return MLPForm((*order, last), name, next(iter(others), ""))
     return None
 

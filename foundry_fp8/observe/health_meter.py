@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 KEY = "callbacks.fp8_monitor"
 
+ByOperand = Mapping[Operand, Mapping[str, Health]]
 LOWER_IS_WORSE = ("sqnr_db",)
 FIGURES = tuple(field.name for field in dataclasses.fields(Health))
 
@@ -70,7 +71,7 @@ class HealthMeter:
         **options: Any,
     ) -> None:
         self.config: HealthConfig = from_mapping(HealthConfig, options, KEY)
-        self._probe = HealthProbe(model, guarded, attention=True)
+        self._probe = HealthProbe(model, guarded)
         blocks = [(clean_name(name), block) for name, block in transformer_blocks(model)]
         self._layers = {name: block_index_of(name, blocks) for name in self._probe.modules}
         self._due = False
@@ -94,22 +95,19 @@ class HealthMeter:
             return None
         self._due = False
         self._probe.detach()
-        found = self._probe.collect()
+        all_found, operands = self._probe.collect(), (*LINEAR, *ATTENTION)
+        found = {o: {name: one for (name, op), one in all_found.items() if op == o} for o in operands}
+        found = {operand: of_operand for operand, of_operand in found.items() if of_operand}
         return HealthReport(*self._metrics(found, finished), self._worst_rows(found)) if found else None
 
     def detach(self) -> None:
         """Stop measuring."""
         self._probe.detach()
 
-    def _metrics(
-        self, found: Mapping[tuple[str, Operand], Health], batch: int
-    ) -> tuple[dict[str, float], dict[str, float]]:
+    def _metrics(self, found: ByOperand, batch: int) -> tuple[dict[str, float], dict[str, float]]:
         metrics: dict[str, float] = {}
         details: dict[str, float] = {}
-        for operand in (*LINEAR, *ATTENTION):
-            of_operand = {name: health for (name, op), health in found.items() if op == operand}
-            if not of_operand:
-                continue
+        for operand, of_operand in found.items():
             for stat in ("saturated", "flushed", "sqnr_db"):
                 values = {name: getattr(health, stat) for name, health in of_operand.items()}
                 # Attention's go where linears' do not crowd them out of what every logger takes.
@@ -117,16 +115,15 @@ class HealthMeter:
                 of_logger[f"fp8/{stat}/{operand}/worst"] = _worst(stat, values.values())
                 details[f"fp8/{stat}/{operand}/mean"] = _mean(values.values())
                 details |= self._by_layer(f"fp8/{stat}/{operand}", stat, values)
-            ages = self._ages({(name, operand): health for name, health in of_operand.items()}, batch)
+            ages = self._ages(operand, of_operand, batch)
             if ages:
                 details[f"fp8/scale_age/{operand}/mean"] = _mean(ages)
                 details[f"fp8/scale_age/{operand}/worst"] = max(ages)
         return metrics, details
 
-    def _worst_rows(self, found: Mapping[tuple[str, Operand], Health]) -> list[list[Any]]:
+    def _worst_rows(self, found: ByOperand) -> list[list[Any]]:
         rows: list[list[Any]] = []
-        for operand in (*LINEAR, *ATTENTION):
-            of_operand = {name: health for (name, op), health in found.items() if op == operand}
+        for operand, of_operand in found.items():
             sqnr = {n: one.sqnr_db for n, one in of_operand.items()}  # NaN is the worst
             worst = sorted(sqnr, key=lambda n: (not math.isnan(sqnr[n]), sqnr[n]))[: self.config.worst]
             rows += [[operand, name, *dataclasses.astuple(of_operand[name])] for name in worst]
@@ -140,11 +137,11 @@ class HealthMeter:
                 layers[layer].append(value)
         return {f"{prefix}/layer_{layer:03d}": _worst(stat, found) for layer, found in sorted(layers.items())}
 
-    def _ages(self, found: Mapping[tuple[str, Operand], Health], batch: int) -> list[float]:
+    def _ages(self, operand: Operand, found: Mapping[str, Health], batch: int) -> list[float]:
         """Batches for which each delayed scale has been seen unchanged (to the monitor's interval)."""
         ages = []
-        for where, health in found.items():
-            recipe = self._probe.modules[where[0]].recipe
+        for name, health in found.items():
+            where, recipe = (name, operand), self._probe.modules[name].recipe
             if recipe is None or not recipe.uses_history:
                 continue
             scale, since = self._scales.get(where, (math.nan, batch))

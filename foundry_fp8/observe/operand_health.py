@@ -12,11 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from foundry_fp8.compat.autograd import inside_backward
-from foundry_fp8.layers.attention import FP8DotProductAttention
-from foundry_fp8.layers.gemm_layer import FP8GemmLayer
-from foundry_fp8.model_structure.names import named_modules_clean
 from foundry_fp8.numerics.quantize import Quantized
 from foundry_fp8.observe.sampling import spread_rows
+from foundry_fp8.observe.unchanged_state import fp8_layers
 
 __all__ = ["ATTENTION", "LINEAR", "Health", "HealthProbe", "Operand", "measure", "summarise"]
 
@@ -123,17 +121,8 @@ class HealthProbe:
         modules: The layers that are measured, by name.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        guard: Callable[[Callable[..., None]], Callable[..., None]],
-        *,
-        attention: bool = False,
-    ) -> None:
-        kinds = (FP8GemmLayer, FP8DotProductAttention) if attention else (FP8GemmLayer,)
-        self.modules: dict[str, FP8GemmLayer | FP8DotProductAttention] = {
-            name: module for name, module in named_modules_clean(model) if isinstance(module, kinds)
-        }
+    def __init__(self, model: nn.Module, guard: Callable[[Callable[..., None]], Callable[..., None]]) -> None:
+        self.modules = fp8_layers(model)
         self._guard = guard
         self._sums: dict[tuple[str, Operand], Tensor] = {}
 

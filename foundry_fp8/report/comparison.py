@@ -30,7 +30,7 @@ __all__ = [
     "config_differences",
     "explain",
     "format_row",
-    "shown_columns",
+    "shown_cells",
 ]
 
 PercentOf = Literal["baseline", "own"]
@@ -133,11 +133,13 @@ def _is_baseline(run: Run, named: str | None) -> bool:
     return run.recipe == HIGH_PRECISION if named is None else fnmatch.fnmatchcase(run.name, named)
 
 
-def shown_columns(cells: Sequence[Sequence[str]]) -> list[int]:
-    """The columns of :func:`format_row` that say something: not those that no run fills, nor one and the same layout."""
+def shown_cells(rows: Sequence[Row]) -> tuple[list[int], list[list[str]]]:
+    """The columns that say something (not what no run fills, nor one and the same layout); of each row the cells in them."""
+    cells = [format_row(row) for row in rows]
     distinguishing = [COLUMNS.index("Model"), COLUMNS.index("Nodes x devices")]
     alike = [i for i in distinguishing if len({row[i] for row in cells}) == 1]
-    return [i for i in range(len(COLUMNS)) if any(row[i] != UNKNOWN for row in cells) and i not in alike]
+    shown = [i for i in range(len(COLUMNS)) if any(row[i] != UNKNOWN for row in cells) and i not in alike]
+    return shown, [[row[i] for i in shown] for row in cells]
 
 
 def explain(rows: Sequence[Row], columns: Sequence[int]) -> str:

@@ -9,15 +9,7 @@ from typing import Any
 
 import jinja2
 
-from foundry_fp8.report.comparison import (
-    COLUMNS,
-    UNKNOWN,
-    Row,
-    config_differences,
-    explain,
-    format_row,
-    shown_columns,
-)
+from foundry_fp8.report.comparison import COLUMNS, UNKNOWN, Row, config_differences, explain, shown_cells
 from foundry_fp8.report.figures import FIGURES
 from foundry_fp8.report.figures_across import scored
 from foundry_fp8.report.run import GUARD_EVENTS
@@ -34,14 +26,13 @@ def render_page(rows: Sequence[Row], title: str, charts: Mapping[str, str]) -> s
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
     runs = [row.run for row in rows]
-    cells = [format_row(row) for row in rows]
-    shown = shown_columns(cells)
+    shown, cells = shown_cells(rows)
     return template.render(
         title=title,
         verdicts=verdicts(rows),
         columns=[COLUMNS[index] for index in shown],
         definitions=explain(rows, shown),
-        cells=[[line[index] for index in shown] for line in cells],
+        cells=cells,
         problems=[(row.run.name, row.problems) for row in rows if row.problems],
         figures=FIGURES,
         charts=charts,

@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from foundry_fp8.config.files import refuse_files, write_file
-from foundry_fp8.report.comparison import COLUMNS, Row, explain, format_row, shown_columns
+from foundry_fp8.report.comparison import COLUMNS, Row, explain, shown_cells
 from foundry_fp8.report.figures import FIGURES
 from foundry_fp8.report.page import render_page
 from foundry_fp8.report.sources.lines import plain_text
@@ -84,14 +84,13 @@ def write_report(
 
 def _print(rows: Sequence[Row], console: Console) -> None:
     """Print the rows, what the columns mean, and what is wrong with each run."""
-    cells = [format_row(row) for row in rows]
-    shown = shown_columns(cells)
+    shown, cells = shown_cells(rows)
     table = Table(caption=explain(rows, shown), caption_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for index in shown:
         # In a narrow terminal the run's name is the last to be cut.
         table.add_column(COLUMNS[index], justify="left" if index < 3 else "right", no_wrap=index == 0)
     for line in cells:
-        table.add_row(*(Text(line[index]) for index in shown))
+        table.add_row(*map(Text, line))
     console.print(table)
     for row in rows:
         for problem in row.problems:
@@ -149,10 +148,9 @@ def _json(rows: Sequence[Row]) -> str:
 
 
 def _markdown(rows: Sequence[Row]) -> str:
-    cells = [format_row(row) for row in rows]
-    shown = shown_columns(cells)
+    shown, cells = shown_cells(rows)
     lines = [[COLUMNS[i] for i in shown], ["---" if i < 3 else "---:" for i in shown]]
-    lines += [[_plain(line[i]) for i in shown] for line in cells]
+    lines += [[_plain(cell) for cell in line] for line in cells]
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     said = "\n\n".join(_plain(found.text) for found in verdicts(rows))
     problems = "".join(f"- {_plain(f'{row.run.name}: {said}')}\n" for row in rows for said in row.problems)

@@ -78,7 +78,7 @@ def _convert(
     refuse_by_backend(config, backend)
     if config.accumulation != "float32":
         chosen = f"{chosen}; products are added up as {config.accumulation.capitalize()} does"
-    linears = plan_linears(model, policy=policy, backend=backend, evaluate=config.evaluate, key=KEY)
+    linears = plan_linears(model, policy=policy, backend=backend, evaluate=config.evaluate)
     check_codes_stay(linears.converted, KEY)
     recipes = configured_recipes(linears.layers.values())
     fusion = (

@@ -23,7 +23,7 @@ from foundry_fp8.layers.experts import (
 )
 from foundry_fp8.layers.grouped_linear import FP8GroupedLinear
 from foundry_fp8.model_structure.experts import expert_count
-from foundry_fp8.model_structure.forms import random_tensors, with_sizes
+from foundry_fp8.model_structure.forms import near, random_tensors, with_sizes
 from foundry_fp8.model_structure.names import BESIDE_PARAMETERS
 from foundry_fp8.numerics.recipes import Recipe
 from foundry_fp8.surgery.left_out import unfit
@@ -154,11 +154,7 @@ def _same(module: nn.Module, form: type[ExpertsForm]) -> bool:
             found, expected = (_output_and_gradients(m, inputs) for m in (ours, theirs))
     except Exception:  # somebody else's forward, on a module it was not written for, may raise anything
         return False
-    return all(
-        a.shape == b.shape
-        and torch.allclose(a, b, rtol=0, atol=_TOLERANCE * max(1.0, float(b.detach().abs().max())))
-        for a, b in zip(found, expected, strict=True)
-    )
+    return all(near(a, b, _TOLERANCE) for a, b in zip(found, expected, strict=True))
 
 
 def _inputs(form: type[ExpertsForm], hidden: int, random: Any) -> tuple[Any, ...]:

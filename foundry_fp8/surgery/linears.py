@@ -21,6 +21,7 @@ from foundry_fp8.model_structure.experts import router_modules
 from foundry_fp8.model_structure.wrappers import replace_module
 from foundry_fp8.numerics.recipes import GEMMS, Recipe
 from foundry_fp8.surgery.experts import ExpertWeights, expert_weights, put_in_place
+from foundry_fp8.surgery.fp8_config import KEY
 from foundry_fp8.surgery.left_out import HEAD, ROUTER, left_out, output_heads, unconvertible
 from foundry_fp8.surgery.policy import Policy
 from foundry_fp8.surgery.report import SurgeryRow
@@ -84,7 +85,6 @@ class _Rules:
     policy: Policy
     rules_of: Mapping[str, tuple[str, ...]]
     backend: Backend
-    key: str
 
     def of_linear(self, name: str, linear: nn.Module, form: type[FP8Linear] | None) -> Turns | str:
         if form is None:
@@ -119,7 +119,7 @@ class _Rules:
     def _turns(self, name: str, why_not: Callable[[Recipe], str | None]) -> Turns | str:
         if name not in self.rules_of:
             by_list, otherwise = "no rule of {}.recipe names it", "{}.include does not name it"
-            return (by_list if self.policy.listed else otherwise).format(self.key)
+            return (by_list if self.policy.listed else otherwise).format(KEY)
         turns = [self.policy.choice(key) for key in self.rules_of[name]]
         known = [(one, why_not(one.recipe) if one.recipe else LEFT.format(rule=one.rule)) for one in turns]
         reasons = [why for one, why in known if one.recipe and why] or [why for _, why in known if why]
@@ -134,7 +134,6 @@ def plan_linears(
     policy: Policy,
     backend: Backend,
     evaluate: Literal["fp8", "high_precision"] = "high_precision",
-    key: str = "algorithms.fp8",
 ) -> LinearPlan:
     """Choose the linears of ``model`` that become an :class:`FP8Linear`, and make those; the model stays as it is.
 
@@ -148,7 +147,6 @@ def plan_linears(
             (:mod:`foundry_fp8.surgery.left_out`).
         backend: Who runs them; it also says which shapes it cannot take.
         evaluate: What ``eval()`` mode runs in.
-        key: The YAML key, for messages.
 
     Raises:
         ConfigError: A model that is a linear itself, a rule that names nothing, too many blocks kept, or nothing
@@ -156,12 +154,12 @@ def plan_linears(
     """
     if looks_linear(model):
         raise ConfigError(
-            f"{key}: the model is a single {type(model).__name__}, and a module cannot be replaced in itself. "
+            f"{KEY}: the model is a single {type(model).__name__}, and a module cannot be replaced in itself. "
             "Wrap it: apply_fp8(torch.nn.Sequential(layer)) converts the layer inside."
         )
     linears = [(n, m) for n, m in model.named_modules(remove_duplicate=False) if looks_linear(m)]
     experts = expert_weights(model)
-    rules = _Rules(policy, policy.resolve(model, [*(name for name, _ in linears), *experts]), backend, key)
+    rules = _Rules(policy, policy.resolve(model, [*(name for name, _ in linears), *experts]), backend)
     held = policy.held(defaultdict(int))
     never, by_default = unconvertible(model, linears), left_out(model, linears)
 
@@ -210,7 +208,7 @@ def plan_linears(
             begin(grouped[name], found)
         rows.append(rules.row(name, found, weights.shape))
     if not converted and not grouped:
-        raise _nothing_converted(policy, rows, key)
+        raise _nothing_converted(policy, rows)
     listed = [p for _, linear in linears for p in linear.parameters(recurse=False)]
     rows += _other_weights(model, [*listed, *map(model.get_parameter, experts)])
     order = {name: i for i, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
@@ -218,13 +216,13 @@ def plan_linears(
     return LinearPlan(tuple(rows), converted, places, grouped, experts)
 
 
-def _nothing_converted(policy: Policy, rows: Sequence[SurgeryRow], key: str) -> ConfigError:
+def _nothing_converted(policy: Policy, rows: Sequence[SurgeryRow]) -> ConfigError:
     said = "; ".join(f"{n} because {r}" for r, n in Counter(row.reason for row in rows).most_common(5))
     named = policy.listed or any(rule.globs != ("*",) for rule in policy.rules.values())
     multiplied = {MULTIPLIED, NOT_MULTIPLIED} & {row.reason for row in rows}
     return (ConfigError if named or multiplied else NoEffect)(
-        f"{key}: no linear layer was converted ({said or 'the model has none'}). "
-        f"Check {key}.{'recipe' if policy.listed else 'include'} and {key}.exclude, or remove the algorithm."
+        f"{KEY}: no linear layer was converted ({said or 'the model has none'}). "
+        f"Check {KEY}.{'recipe' if policy.listed else 'include'} and {KEY}.exclude, or remove the algorithm."
     )
 
 

@@ -31,7 +31,7 @@ from foundry_fp8.activations.compression.recompute import (
 from foundry_fp8.layers.autocast import autocast_type
 from foundry_fp8.numerics.packed import Packed, PackFormat
 
-__all__ = ["ActivationKind", "packed_activation", "packed_activation_linear"]
+__all__ = ["ActivationKind", "packed_activation"]
 
 ActivationKind = Literal["silu", "gelu", "gelu_tanh", "xielu"]
 
@@ -43,6 +43,8 @@ def packed_activation(
     kind: ActivationKind,
     fmt: PackFormat | None,
     *,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
     slopes: Tensor | None = None,
 ) -> Tensor:
     """``act(gate) * up`` (``act(gate)`` without ``up``) that keeps nothing but its inputs.
@@ -53,31 +55,14 @@ def packed_activation(
         act: The activation function, for an exact forward.
         kind: Which function ``act`` is, for backward.
         fmt: How to pack them; ``None`` keeps them as they are, and gradients are exact.
+        weight: ``[out_features, in_features]`` of a linear to put behind it, whose input, the product, is recomputed too.
+        bias: The linear's.
         slopes: xIELU's ``(alpha_p, alpha_n)``, float32 ``[2]``, which get their gradients from here.
     """
-    if not fuses(gate, up):
-        return _product(act, gate, up)
-    return _PackedActivation.apply(gate, up, None, None, slopes, act, kind, fmt)
-
-
-def packed_activation_linear(
-    gate: Tensor,
-    up: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    act: Callable[[Tensor], Tensor],
-    kind: ActivationKind,
-    fmt: PackFormat | None,
-    *,
-    slopes: Tensor | None = None,
-) -> Tensor:
-    """``F.linear(act(gate) * up, weight, bias)``; the product, the linear's input, is recomputed too.
-
-    ``weight`` is ``[out_features, in_features]``; the rest as of :func:`packed_activation`.
-    """
-    if not fuses(gate, up):
-        return F.linear(_product(act, gate, up), weight, bias)
-    return _PackedActivation.apply(gate, up, weight, bias, slopes, act, kind, fmt)
+    if fuses(gate, up):
+        return _PackedActivation.apply(gate, up, weight, bias, slopes, act, kind, fmt)
+    h = _product(act, gate, up)
+    return h if weight is None else F.linear(h, weight, bias)
 
 
 def _product(act: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor | None) -> Tensor:

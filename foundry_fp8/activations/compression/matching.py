@@ -13,11 +13,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from foundry_fp8.activations.compression.fused_activation import (
-    ActivationKind,
-    packed_activation,
-    packed_activation_linear,
-)
+from foundry_fp8.activations.compression.fused_activation import ActivationKind, packed_activation
 from foundry_fp8.activations.compression.fused_norm import packed_norm
 from foundry_fp8.model_structure.fused_classes import fuse
 from foundry_fp8.model_structure.names import qualified_name
@@ -126,7 +122,8 @@ def _mlp_forward(cls: type[nn.Module], fmt: PackFormat | None) -> Callable[..., 
         slopes = act.slopes() if kind == "xielu" else None
         # A plain linear is a function of its parameters; anything else (FP8, FSDP, LoRA, hooks) has to be called.
         if type(down) is nn.Linear and not (down._forward_hooks or down._forward_pre_hooks):
-            y = packed_activation_linear(gate, up, down.weight, down.bias, act, kind, fmt, slopes=slopes)
+            linear = {"weight": down.weight, "bias": down.bias}
+            y = packed_activation(gate, up, act, kind, fmt, slopes=slopes, **linear)
         else:
             y = down(packed_activation(gate, up, act, kind, fmt, slopes=slopes))
         post_norm = getattr(self, "post_norm", None)

@@ -50,13 +50,13 @@ class UnitScaling(Method):
         if event == Event.FIT_START:
             assert self._described is not None
             for optimizer in state.optimizers:
-                check_groups(optimizer, state.model, self._described, KEY)
-                check_schedulers(state.schedulers, self._rates, KEY)
+                check_groups(optimizer, state.model, self._described)
+                check_schedulers(state.schedulers, self._rates)
             return
-        self._described = unit_scaled(state.model, KEY)
+        self._described = unit_scaled(state.model)
         initialise_mpt_head(state.model)
         for optimizer in state.optimizers:
-            factor = scale_groups(optimizer, state.model, self._described, self.config.base_width, KEY)
+            factor = scale_groups(optimizer, state.model, self._described, self.config.base_width)
             self._rates = [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]
             log.info(
                 "%s: %d hidden weights train at lr x sqrt(%d / %d) = lr x %.4g",

@@ -69,30 +69,26 @@ def _quantize_constant(x: Tensor, scaling: Constant, fmt: Float8Format, _: Tenso
     return Quantized(data, one, None, fmt, torch.zeros_like(one), nan_free=True)
 
 
-def _quantize_block(x: Tensor, scaling: Blocks, fmt: Float8Format, _: Tensor | None) -> Quantized:
+def _quantize_blocks(x: Tensor, scaling: Blocks | MXBlocks, fmt: Float8Format, _: Tensor | None) -> Quantized:
     block, amax = scaling.block, _finite_block_amax(x, scaling.block)
     if amax is None:
         return scaling.quantize(x, fmt)
-    scale = scale_from_amax(amax, fmt, power_2=scaling.power_2, value_for_inf=torch.finfo(x.dtype).max)
+    if isinstance(scaling, MXBlocks):
+        code = e8m0_round_up(amax * torch.tensor(1.0 / fmt.max, dtype=torch.float32, device=x.device))
+        scale = e8m0_decode((2 * E8M0_BIAS - code.to(torch.int16)).to(torch.uint8))
+        inverse = e8m0_decode(code)
+    else:
+        scale = scale_from_amax(amax, fmt, power_2=scaling.power_2, value_for_inf=torch.finfo(x.dtype).max)
+        inverse = scale.reciprocal()
     data = _scale_and_cast(x, scale, block, fmt)
-    return Quantized(data, scale.reciprocal(), block, fmt, amax, nan_free=True)
-
-
-def _quantize_mx(x: Tensor, scaling: MXBlocks, fmt: Float8Format, _: Tensor | None) -> Quantized:
-    block, amax = scaling.block, _finite_block_amax(x, scaling.block)
-    if amax is None:
-        return scaling.quantize(x, fmt)
-    code = e8m0_round_up(amax * torch.tensor(1.0 / fmt.max, dtype=torch.float32, device=x.device))
-    scale = e8m0_decode((2 * E8M0_BIAS - code.to(torch.int16)).to(torch.uint8))
-    data = _scale_and_cast(x, scale, block, fmt)
-    return Quantized(data, e8m0_decode(code), block, fmt, amax, nan_free=True)
+    return Quantized(data, inverse, block, fmt, amax, nan_free=True)
 
 
 _FAST: dict[type[Scaling], Callable[[Tensor, Any, Float8Format, Tensor | None], Quantized]] = {
     OneScale: _quantize_tensor,
     Constant: _quantize_constant,
-    Blocks: _quantize_block,
-    MXBlocks: _quantize_mx,
+    Blocks: _quantize_blocks,
+    MXBlocks: _quantize_blocks,
 }
 
 

@@ -82,25 +82,16 @@ def _results(
 ) -> Iterator[Result]:
     x, w, dy = (_awkward(*shape, dtype, device) for shape in ((TOKENS, IN), (OUT, IN), (TOKENS, OUT)))
     if SCALINGS[plan.kind].has_kernels:
-        yield from _operands(x, w, dy, recipe, plan, dtype, device, fused)
-    yield _product("fprop", x, w, recipe, plan, dtype)
-    yield _product("wgrad", dy.t().contiguous(), x.t().contiguous(), recipe, plan, dtype)
+        yield from _operands(x, w, dy, recipe, plan, fused)
+    yield _product("fprop", x, w, recipe, plan)
+    yield _product("wgrad", dy.t().contiguous(), x.t().contiguous(), recipe, plan)
     # In whole blocks of 128, for which torch has a GEMM of its own on some GPUs.
     x, w = _awkward(TOKENS, 512, dtype, device), _awkward(128, 512, dtype, device)
-    yield _product("fprop", x, w, recipe, plan, dtype)
-    yield _product("wgrad", x, w, recipe, plan, dtype)
+    yield _product("fprop", x, w, recipe, plan)
+    yield _product("wgrad", x, w, recipe, plan)
 
 
-def _operands(
-    x: Tensor,
-    w: Tensor,
-    dy: Tensor,
-    recipe: Recipe,
-    plan: Plan,
-    dtype: torch.dtype,
-    device: torch.device,
-    fused: bool,
-) -> Iterator[Result]:
+def _operands(x: Tensor, w: Tensor, dy: Tensor, recipe: Recipe, plan: Plan, fused: bool) -> Iterator[Result]:
     """What the quantise kernels make of each operand."""
     from foundry_fp8.kernels.norms import norm_statistics
     from foundry_fp8.kernels.tensorwise import amax_of_two
@@ -125,7 +116,7 @@ def _operands(
         yield from _quantised(Source.identity(_finite(x)), "x", recipe, plan, BOTH)
     if fused:
         _, rstd = norm_statistics(x, 1e-5, centered=False)
-        source = Source.norm(x, rstd, torch.ones(IN, dtype=dtype, device=device))
+        source = Source.norm(x, rstd, torch.ones_like(x[0]))
         yield from _quantised(source, "x", recipe, plan, BOTH)
 
 
@@ -155,7 +146,7 @@ def _quantised(
     yield made.kernel, f"column_sum of {operand}", *sums, bound
 
 
-def _product(which: Gemm, a: Tensor, b: Tensor, recipe: Recipe, plan: Plan, dtype: torch.dtype) -> Result:
+def _product(which: Gemm, a: Tensor, b: Tensor, recipe: Recipe, plan: Plan) -> Result:
     """One GEMM of finite operands, against float64 of the same operands."""
     a, b, scaling = _finite(a), _finite(b), SCALINGS[plan.kind]
     scale = torch.ones((), dtype=torch.float32, device=a.device) if recipe.uses_history else None
@@ -168,7 +159,7 @@ def _product(which: Gemm, a: Tensor, b: Tensor, recipe: Recipe, plan: Plan, dtyp
         dense = layout[0].double() * scaling.scales(layout, square=operand == "w")
         pairs.append((layout, dense[: value.shape[0], : value.shape[1]]))
     (qa, da), (qb, db) = pairs
-    ours = scaling.multiply(which, qa, qb, plan, (a.shape[0], b.shape[0], dtype), direct=False)
+    ours = scaling.multiply(which, qa, qb, plan, (a.shape[0], b.shape[0], a.dtype), direct=False)
     bound = (da.abs() @ db.abs().t()) * GEMM_TOLERANCE + 1e-6
     return scaling.product, which, ours, da @ db.t(), bound
 

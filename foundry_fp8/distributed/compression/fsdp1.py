@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 from foundry_fp8.compat.fsdp1 import (
+    FlatPart,
     dropped_replication,
     flat_parameter,
     flat_parts,
@@ -25,11 +26,11 @@ from foundry_fp8.compat.fsdp1 import (
 from foundry_fp8.config import refuse
 from foundry_fp8.distributed import collectives
 from foundry_fp8.distributed.compressed_group import CompressedGroup
-from foundry_fp8.distributed.compression.config import KEY
+from foundry_fp8.distributed.compression.config import KEY, CompressionConfig
 from foundry_fp8.distributed.compression.legs import LEG_CLASHES, Legs, replicate_leg, shard_leg
 from foundry_fp8.distributed.compression.runtime import Compression
 from foundry_fp8.distributed.rows import Row
-from foundry_fp8.distributed.traffic import CountingGroup, reduce_options, scatter_options
+from foundry_fp8.distributed.traffic import CountingGroup, reduce_options
 
 __all__ = ["attach_fsdp1", "roots_of"]
 
@@ -78,18 +79,24 @@ def _states(model: nn.Module) -> list[tuple[str, Any]]:
     return [(n, m) for n, m in model.named_modules() if isinstance(m, FullyShardedDataParallel)]
 
 
-def _rows_of(state: Any, is_exact: Callable[[Any], bool], block_size: int) -> list[Row]:
+def _rows_of(state: Any, flat: Tensor, config: CompressionConfig, *, embeddings: bool) -> list[Row]:
     """What each rank's shard of a unit's flat parameter is made of; one row for all of it under NO_SHARD.
 
-    A shard ends anywhere, inside of a parameter as a rule.
+    A shard ends anywhere, inside of a parameter as a rule. ``embeddings``: whether those are coded as other matrices are.
     """
+
+    def is_exact(part: FlatPart) -> bool:
+        if part.shape is None or (isinstance(part.module, nn.Embedding) and not embeddings):
+            return True
+        return config.why_exact(part.shape, flat.element_size()) is not None
+
     parts = flat_parts(state)
     numel = sum(part.numel for part in parts)
     ranks = 1 if state.sharding_strategy == ShardingStrategy.NO_SHARD else state.world_size
     each = -(-numel // ranks)
-    sections = [(part.numel, part.shape is None or is_exact(part)) for part in parts]
+    sections = [(part.numel, is_exact(part)) for part in parts]
     whole = Row((*sections, (each * ranks - numel, True)))
-    return [Row.join(whole.cut(each * rank, each * (rank + 1)), block_size) for rank in range(ranks)]
+    return [Row.join(whole.cut(each * rank, each * (rank + 1)), config.block_size) for rank in range(ranks)]
 
 
 def _hook_of(name: str, state: Any, compression: Compression) -> Callable[..., None]:
@@ -100,11 +107,7 @@ def _hook_of(name: str, state: Any, compression: Compression) -> Callable[..., N
     if flat is not None:
         device = state.compute_device
         itemsize = flat.element_size()
-
-        def is_exact(part: Any) -> bool:
-            return config.why_exact(part.shape, itemsize) is not None
-
-        rows = _rows_of(state, is_exact, config.block_size)
+        rows = _rows_of(state, flat, config, embeddings=True)
         numel, total = rows[0].numel, sum(row.numel for row in rows)
         if len(rows) > 1:
             leg = shard_leg(
@@ -133,7 +136,8 @@ def _hook_of(name: str, state: Any, compression: Compression) -> Callable[..., N
     def hook(_: Any, gradient: Tensor, new_shard: Tensor | None = None) -> None:
         reduced = gradient if new_shard is None else new_shard
         if shard is not None:
-            shard._reduce_scatter_base(reduced, gradient.view(-1), scatter_options(dist.ReduceOp.AVG)).wait()
+            options = reduce_options(dist.ReduceOp.AVG, dist.ReduceScatterOptions)
+            shard._reduce_scatter_base(reduced, gradient.view(-1), options).wait()
         if replicate is not None:
             replicate.allreduce([reduced], reduce_options(dist.ReduceOp.AVG)).wait()
 
@@ -167,14 +171,9 @@ def _compressed_gather(name: str, state: Any, compression: Compression) -> Calla
     wire = config.wire(config.parameters)
     if wire is None or flat is None:
         return None
-    itemsize = flat.element_size()
-
-    def is_exact(part: Any) -> bool:
-        return isinstance(part.module, nn.Embedding) or config.why_exact(part.shape, itemsize) is not None
-
-    rows = _rows_of(state, is_exact, config.block_size)
+    rows = _rows_of(state, flat, config, embeddings=False)
     reason = compression.path(state.process_group).why_not
-    if not reason and sum(row.numel for row in rows) * itemsize < config.min_bytes:
+    if not reason and sum(row.numel for row in rows) * flat.element_size() < config.min_bytes:
         reason = f"smaller than min_bytes ({config.min_bytes})"
     if not reason and not any(row.coded for row in rows):
         reason = "no matrix, or embeddings alone"

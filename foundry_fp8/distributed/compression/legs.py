@@ -12,7 +12,7 @@ from foundry_fp8.config import Clash
 from foundry_fp8.distributed.attendance import check_all_to_all
 from foundry_fp8.distributed.compressed_group import Leg
 from foundry_fp8.distributed.compression.config import KEY, CompressionConfig
-from foundry_fp8.distributed.compression.runtime import Compression, ReportRow, Route
+from foundry_fp8.distributed.compression.runtime import Compression, Route
 from foundry_fp8.distributed.rows import Row, share
 from foundry_fp8.distributed.wire import Noise
 from foundry_fp8.numerics.wire_format import WireFormat
@@ -127,13 +127,9 @@ def _report(
     compression: Compression, name: str, leg: str, wire: WireFormat | None, route: Route, nbytes: int
 ) -> None:
     config = compression.config
-    why_not = None
-    if config.gradients == "none":
-        why_not = "gradients: none"
-    elif route.why_not:
-        why_not = route.why_not
-    elif nbytes < config.min_bytes:
+    why_not = "gradients: none" if config.gradients == "none" else route.why_not
+    if not why_not and nbytes < config.min_bytes:
         why_not = f"smaller than min_bytes ({config.min_bytes})"
-    action = "uncompressed" if wire is None or why_not else wire.name
-    reason = f"FSDP {leg}" + (f": {why_not}" if why_not else ", vectors and small parameters exactly")
-    compression.rows.append(ReportRow(name, "gradients", action, reason))
+    how = f"FSDP {leg}, vectors and small parameters exactly"
+    fmt = "uncompressed" if wire is None else wire.name
+    compression.note(name, "gradients", fmt, how, why_not and f"FSDP {leg}: {why_not}")

@@ -37,6 +37,6 @@ def apply_unit_scaling(
         raise ConfigError(
             f"{KEY}: a scheduler was made for the optimizer already, and does not know the groups that are made here. Make it afterwards."
         )
-    described = unit_scaled(model, KEY)
+    described = unit_scaled(model)
     initialise_mpt_head(model)
-    return scale_groups(optimizer, model, described, base_width, KEY)
+    return scale_groups(optimizer, model, described, base_width)

@@ -14,6 +14,7 @@ from foundry_fp8.config import ConfigError
 from foundry_fp8.model_structure.names import clean_name
 from foundry_fp8.model_structure.wrappers import without_ddp
 from foundry_fp8.models.mus.structure import UnitScaledModel
+from foundry_fp8.models.unit_scaling import KEY
 
 __all__ = ["MARK", "check_groups", "check_schedulers", "scale_groups"]
 
@@ -32,11 +33,7 @@ MULTIPLY = tuple(
 
 
 def scale_groups(
-    optimizer: torch.optim.Optimizer,
-    model: nn.Module,
-    described: UnitScaledModel,
-    base_width: int | None,
-    key: str,
+    optimizer: torch.optim.Optimizer, model: nn.Module, described: UnitScaledModel, base_width: int | None
 ) -> float:
     """Split each parameter group into hidden weights, with ``lr * sqrt(base_width / width)``, and the rest, with ``lr``.
 
@@ -55,7 +52,7 @@ def scale_groups(
     """
     if base_width is None:
         raise ConfigError(
-            f"{key}.base_width: missing. It is the width at which optimizer.lr was found; if that is this model's, "
+            f"{KEY}.base_width: missing. It is the width at which optimizer.lr was found; if that is this model's, "
             f"write {described.width}."
         )
     kind = type(optimizer).__name__
@@ -63,11 +60,11 @@ def scale_groups(
         kind = "AdamW"  # which decays otherwise
     if kind not in (*DECOUPLED, "AdamW"):
         raise ConfigError(
-            f"{key}: the optimizer {kind} has no known rule. Use decoupled_adamw, decoupled_lionw, adamw, or Adam with "
+            f"{KEY}: the optimizer {kind} has no known rule. Use decoupled_adamw, decoupled_lionw, adamw, or Adam with "
             "weight_decay 0: learning rates transfer where neither step nor decay depends on the gradient's scale."
         )
     if any(MARK in group for group in optimizer.param_groups):
-        raise ConfigError(f"{key}: the optimizer's groups are scaled already. Name the algorithm once.")
+        raise ConfigError(f"{KEY}: the optimizer's groups are scaled already. Name the algorithm once.")
     factor = math.sqrt(base_width / described.width)
     hidden = {id(p) for name, p in model.named_parameters() if clean_name(name) in described.hidden}
     groups = []
@@ -89,7 +86,7 @@ def scale_groups(
 
 
 def check_schedulers(
-    schedulers: Iterable[Any], rates: Sequence[float], key: str, early: Sequence[str] = MULTIPLY
+    schedulers: Iterable[Any], rates: Sequence[float], early: Sequence[str] = MULTIPLY
 ) -> None:
     """Whether the schedulers keep the ratio of ``rates``, which the groups began with.
 
@@ -103,7 +100,7 @@ def check_schedulers(
 
     for scheduler in schedulers:
         # step(0) of a SequentialLR sets its schedulers' rates.
-        check_schedulers(schedulers_in(scheduler), rates, key, early=())
+        check_schedulers(schedulers_in(scheduler), rates, early=())
         known = [getattr(scheduler, name) for name in ("base_lrs", "max_lrs") if hasattr(scheduler, name)]
         floor = getattr(scheduler, "eta_min", 0) or any(getattr(scheduler, "min_lrs", ()))
         sets = [group["swa_lr"] for group in scheduler.optimizer.param_groups if "swa_lr" in group]
@@ -112,15 +109,13 @@ def check_schedulers(
         )
         if stale or floor or (sets and apart(sets)):
             raise ConfigError(
-                f"{key}: {type(scheduler).__name__} does not keep the ratio of hidden weights' rate to the others'. Make it after "
+                f"{KEY}: {type(scheduler).__name__} does not keep the ratio of hidden weights' rate to the others'. Make it after "
                 "apply_unit_scaling(model, optimizer, base_width=...), in place of the algorithm, with rates of each group and no "
                 "absolute floor; or use Composer's schedulers."
             )
 
 
-def check_groups(
-    optimizer: torch.optim.Optimizer, model: nn.Module, described: UnitScaledModel, key: str
-) -> None:
+def check_groups(optimizer: torch.optim.Optimizer, model: nn.Module, described: UnitScaledModel) -> None:
     """Whether every hidden weight is where it belongs, after FSDP or whoever else rebuilt the groups.
 
     Raises:
@@ -133,12 +128,12 @@ def check_groups(
         found = where.get(id(parameter))
         if id(parameter) in where and found != expected:
             raise RuntimeError(
-                f"{key}: {clean_name(name)} is {expected} and the optimizer has it in the group {found!r}: something rebuilt the "
+                f"{KEY}: {clean_name(name)} is {expected} and the optimizer has it in the group {found!r}: something rebuilt the "
                 "groups after the algorithm. Under FSDP1 this needs use_orig_params: true. A checkpoint that was saved without the "
                 "algorithm brings its groups along: set load_ignore_keys: [state/optimizers, state/schedulers]."
             )
     missing = described.hidden - {clean_name(name) for name, _ in model.named_parameters()}
     if missing:
         raise RuntimeError(
-            f"{key}: {min(missing)} is no parameter of the wrapped model. Under FSDP1 set fsdp_config.use_orig_params: true."
+            f"{KEY}: {min(missing)} is no parameter of the wrapped model. Under FSDP1 set fsdp_config.use_orig_params: true."
         )

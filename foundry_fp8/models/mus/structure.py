@@ -11,6 +11,7 @@ from torch import nn
 from foundry_fp8.config import ConfigError
 from foundry_fp8.layers.unit_linear import FP8UnitLinear, UnitLinear
 from foundry_fp8.model_structure.names import named_modules_clean
+from foundry_fp8.models.unit_scaling import KEY
 
 __all__ = ["UnitScaledModel", "initialise_mpt_head", "unit_scaled"]
 
@@ -32,7 +33,7 @@ class UnitScaledModel:
     final_norm: bool
 
 
-def unit_scaled(model: nn.Module, key: str) -> UnitScaledModel:
+def unit_scaled(model: nn.Module) -> UnitScaledModel:
     """Describe ``model``.
 
     Raises:
@@ -47,17 +48,17 @@ def unit_scaled(model: nn.Module, key: str) -> UnitScaledModel:
     width = getattr(config, "d_model", None) or getattr(config, "hidden_size", None)
     if not linears or not isinstance(width, int):
         raise ConfigError(
-            f"{key}: the model is not µnit-scaled: no layer has an output multiplier. Use model.name: mus_causal_lm, or MPT "
+            f"{KEY}: the model is not µnit-scaled: no layer has an output multiplier. Use model.name: mus_causal_lm, or MPT "
             "with fc_type: {name: unit}; for other models remove the algorithm."
         )
     if hasattr(config, "d_model"):
-        _check_mpt(config, key)
+        _check_mpt(config)
     hidden = {name for name in linears if name.rpartition(".")[2] != "lm_head"}
     for name in sorted(hidden):
         alpha = linears[name].output_multiplier
         if not math.isclose(alpha, linears[name].in_features ** -0.5):
             raise ConfigError(
-                f"{key}: {name} multiplies by {alpha:g}, not by 1/sqrt({linears[name].in_features}): its learning rate would not "
+                f"{KEY}: {name} multiplies by {alpha:g}, not by 1/sqrt({linears[name].in_features}): its learning rate would not "
                 f"transfer. Remove model.{'fc_type.output_multiplier' if hasattr(config, 'd_model') else 'hidden_multiplier'}; an "
                 "exported checkpoint, which has it, is for serving."
             )
@@ -82,7 +83,7 @@ def initialise_mpt_head(model: nn.Module) -> None:
                 nn.init.normal_(weight)
 
 
-def _check_mpt(config: Any, key: str) -> None:
+def _check_mpt(config: Any) -> None:
     """MPT takes its parts one by one; each that is missing would break unit variance in silence."""
     attention, ffn = config.attn_config, config.ffn_config
     head = 1 / config.d_model
@@ -104,4 +105,4 @@ def _check_mpt(config: Any, key: str) -> None:
         ("attn_config.tau", attention.get("tau"), attention.get("tau") == ffn.get("tau"), "the same as ffn_config.tau"),
     ):  # fmt: skip
         if not right:
-            raise ConfigError(f"{key}: model.{part}: {found!r}; in a µnit-scaled MPT it is {expected}.")
+            raise ConfigError(f"{KEY}: model.{part}: {found!r}; in a µnit-scaled MPT it is {expected}.")

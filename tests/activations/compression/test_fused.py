@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from foundry_fp8.activations.compression.fused_activation import packed_activation, packed_activation_linear
+from foundry_fp8.activations.compression.fused_activation import packed_activation
 from foundry_fp8.activations.compression.fused_norm import packed_norm
 from foundry_fp8.models.fog.feedforward import XIELU
 from foundry_fp8.numerics.packed import PackFormat
@@ -58,7 +58,7 @@ def test_activation_and_linear(kind, gated, fmt):
 
     def two(*x):
         *x, w, b = x
-        return packed_activation_linear(x[0], x[1] if gated else None, w, b, act, kind, fmt_)
+        return packed_activation(x[0], x[1] if gated else None, act, kind, fmt_, weight=w, bias=b)
 
     check(one, h, inputs, LIMIT[fmt])
     check(two, lambda *x: F.linear(h(*x[:-2]), x[-2], x[-1]), [*inputs, weight, bias], LIMIT[fmt])
@@ -101,7 +101,7 @@ def test_xielu_s_gradients_are_autograd_s():
 
     def ours(act, x, w):
         fmt = PackFormat(name="int8")
-        return packed_activation_linear(x, None, w, None, act, "xielu", fmt, slopes=act.slopes())
+        return packed_activation(x, None, act, "xielu", fmt, weight=w, slopes=act.slopes())
 
     exact = gradients(lambda act, x, w: F.linear(act(x), w), torch.float64)
     for a, b in zip(gradients(ours, torch.float32), exact, strict=True):
@@ -133,9 +133,7 @@ def test_bfloat16_and_autocast():
         y.float().square().sum().backward()
         return y, [t.grad.float() for t in (gate, up, weight)]
 
-    y, ours = run(
-        lambda: packed_activation_linear(gate, up, weight, None, F.silu, "silu", PackFormat(name="int8"))
-    )
+    y, ours = run(lambda: packed_activation(gate, up, F.silu, "silu", PackFormat(name="int8"), weight=weight))
     expected_y, expected = run(lambda: F.linear(F.silu(gate) * up, weight))
     assert y.dtype == torch.bfloat16 and torch.equal(y, expected_y)
     for a, b in zip(ours, expected, strict=True):
@@ -153,7 +151,7 @@ def test_modules_that_are_run_again_in_backward_may_be_watched():
         norm.weight = torch.nn.Parameter(scale.detach())
         with watch:
             normed = packed_norm(gate * 1, norm.weight, None, norm, eps=1e-6, centred=False, fmt=None)
-            packed_activation_linear(normed, up * 1, weight, None, act, "silu", None).sum().backward()
+            packed_activation(normed, up * 1, act, "silu", None, weight=weight).sum().backward()
         return [gate.grad, up.grad, weight.grad, norm.weight.grad]
 
     plain = gradients(contextlib.nullcontext())

@@ -324,7 +324,7 @@ def test_a_host_trains_through_it_and_monitors_see_its_operands(device, monkeypa
     model.train()
     expected = output_and_gradients(model, batch)
     _, converted = convert_attention(model, recipe=RECIPE, backend="native")
-    probe = HealthProbe(model, lambda f: f, attention=True)
+    probe = HealthProbe(model, lambda f: f)
     assert set(probe.modules.values()) == set(converted.values())
     output_and_gradients(model, batch)  # the first pass sets the scales
     probe.attach()

@@ -25,8 +25,8 @@ OPTIMIZERS = [DecoupledLionW, DecoupledAdamW, torch.optim.AdamW]
 def scaled(kind, base_width=16, lr=0.5, weight_decay=1e-4, model=None):
     model = small() if model is None else model
     optimizer = kind(model.parameters(), lr=lr, weight_decay=weight_decay)
-    described = unit_scaled(model, "key")
-    assert scale_groups(optimizer, model, described, base_width, "key") == 0.5
+    described = unit_scaled(model)
+    assert scale_groups(optimizer, model, described, base_width) == 0.5
     return model, optimizer, described
 
 
@@ -46,7 +46,7 @@ def test_hidden_weights_alone_get_the_width_rule_and_schedulers_keep_it(kind):
     model(torch.randint(0, 96, (2, 8))).logits.square().sum().backward()
     optimizer.step(), schedule.step()
     assert hidden["lr"] / other["lr"] == 0.5 and other["lr"] == 0.25
-    check_groups(optimizer, model, described, "key")
+    check_groups(optimizer, model, described)
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
@@ -56,7 +56,7 @@ def test_weight_decay_does_not_depend_on_the_width(kind):
     for base_width in (64, 16):
         model = small()
         optimizer = kind(model.parameters(), lr=0.5, weight_decay=1e-4)
-        scale_groups(optimizer, model, unit_scaled(model, "key"), base_width, "key")
+        scale_groups(optimizer, model, unit_scaled(model), base_width)
         weight = model.model.layers[0].mlp.up_proj.weight
         before = weight.detach().clone()
         for parameter in model.parameters():
@@ -73,7 +73,7 @@ def test_groups_of_the_yaml_are_split_and_keep_what_they_say():
     optimizer = DecoupledAdamW(
         [{"params": rest}, {"params": norms, "weight_decay": 0.0}], lr=0.5, weight_decay=1e-4
     )
-    scale_groups(optimizer, model, unit_scaled(model, "key"), 16, "key")
+    scale_groups(optimizer, model, unit_scaled(model), 16)
     assert [(g["unit_scaling"], g["lr"], g["weight_decay"]) for g in optimizer.param_groups] == [
         ("hidden", 0.25, 1e-4),
         ("other", 0.5, 1e-4),
@@ -83,16 +83,18 @@ def test_groups_of_the_yaml_are_split_and_keep_what_they_say():
 
 def test_what_cannot_be_right_is_refused():
     model, optimizer, described = scaled(DecoupledAdamW)
-    with pytest.raises(ConfigError, match="key: the optimizer's groups are scaled already"):
-        scale_groups(optimizer, model, described, 16, "key")
+    with pytest.raises(
+        ConfigError, match=r"algorithms\.unit_scaling: the optimizer's groups are scaled already"
+    ):
+        scale_groups(optimizer, model, described, 16)
     with pytest.raises(ConfigError, match="the optimizer SGD has no known rule"):
-        scale_groups(torch.optim.SGD(model.parameters(), lr=1.0), model, described, 16, "key")
+        scale_groups(torch.optim.SGD(model.parameters(), lr=1.0), model, described, 16)
     with pytest.raises(ConfigError, match="the model is not µnit-scaled"):
-        unit_scaled(nn.Sequential(nn.Linear(4, 4)), "key")
+        unit_scaled(nn.Sequential(nn.Linear(4, 4)))
     with pytest.raises(
         ConfigError, match=r"multiplies by 1, not by 1/sqrt\(256\).*Remove model.hidden_multiplier"
     ):
-        unit_scaled(small(hidden_multiplier=1.0), "key")  # as an exported checkpoint's
+        unit_scaled(small(hidden_multiplier=1.0))  # as an exported checkpoint's
     with pytest.raises(ConfigError, match=r"unit_scaling\.base_width"):
         UnitScaling(base_width=0)
     hidden, other = optimizer.param_groups
@@ -100,7 +102,7 @@ def test_what_cannot_be_right_is_refused():
     with pytest.raises(
         RuntimeError, match=r"down_proj\.weight is hidden and the optimizer has it in the group 'other'"
     ):
-        check_groups(optimizer, model, described, "key")
+        check_groups(optimizer, model, described)
 
 
 def test_the_algorithm_checks_when_training_starts_that_its_groups_survived():
@@ -122,7 +124,7 @@ def test_the_algorithm_checks_when_training_starts_that_its_groups_survived():
 
 def test_a_resumed_run_agrees_on_base_width_and_tau():
     algorithm = UnitScaling(base_width=16)
-    algorithm._described = unit_scaled(small(tau=0.3), "key")
+    algorithm._described = unit_scaled(small(tau=0.3))
     state = copy.deepcopy(algorithm.state_dict())
     algorithm.load_state_dict(state)
     for change, said in (({"base_width": 32}, "base_width 32"), ({"tau": [0.4]}, r"tau \[0.4\]"), ({"width": 128}, "width 128")):  # fmt: skip
@@ -176,7 +178,7 @@ def test_a_scheduler_keeps_the_ratio_or_is_refused_by_name(name, before):
 def test_rates_of_each_group_keep_the_ratio_under_one_cycle():
     _, optimizer, _ = scaled(torch.optim.AdamW)
     scheduler = S.OneCycleLR(optimizer, [0.25, 0.5], 40)
-    check_schedulers([scheduler], [0.25, 0.5], "key")
+    check_schedulers([scheduler], [0.25, 0.5])
     optimizer.step(), scheduler.step()
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.5 * optimizer.param_groups[1]["lr"])
 

@@ -191,7 +191,7 @@ def test_the_two_forms_are_one_model(final_norm: bool, root: Path) -> None:
         ).model
         for kind, off in without.items()
     )
-    assert all(unit_scaled(model, "key").final_norm == final_norm for model in (mpt, mus))
+    assert all(unit_scaled(model).final_norm == final_norm for model in (mpt, mus))
     initialise_mpt_head(mpt)
     for name, parameter in mpt.named_parameters():
         expected = 1.0 if parameter.dim() == 2 else 0.0
@@ -265,10 +265,7 @@ def test_an_mpt_that_is_unit_scaled_in_part_is_refused(change: dict[str, Any], s
     cfg = {**MODELS["mpt"], **change}
     tokenizer = build_tokenizer(str(root / "tokenizer"), {"model_max_length": SEQ})
     with pytest.raises(ConfigError, match=said):
-        unit_scaled(
-            build_composer_model(name=cfg.pop("name"), tokenizer=tokenizer, cfg=cfg),
-            "algorithms.unit_scaling",
-        )
+        unit_scaled(build_composer_model(name=cfg.pop("name"), tokenizer=tokenizer, cfg=cfg))
 
 
 def test_the_recipe_is_refused_where_it_cannot_hold(root: Path) -> None:
