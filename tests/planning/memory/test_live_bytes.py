@@ -2,16 +2,14 @@
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import distribute_tensor
 
 import foundry_fp8
 from foundry_fp8.planning.memory.live_bytes import LiveBytes
 from tests.allocations import most_allocated
 from tests.export.published import publish
 from tests.export.test_lora_memory import base
+from tests.multiprocess import launch
+from tests.multiprocess.dtensor_bytes import counted_and_allocated
 
 SMALL = 4096
 """Bytes that operators take and give back inside themselves."""
@@ -43,17 +41,7 @@ def test_a_step_over_weights_kept_in_fp8_holds_what_was_allocated(e8m0, tmp_path
     assert e8m0 is None or most > 4 * x.nbytes
 
 
-def test_local_tensors_of_a_dtensor_are_counted(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        x, w = (distribute_tensor(torch.randn(256, 256), mesh) for _ in range(2))
-        layer = nn.Sequential(nn.GELU(), nn.SiLU())
-
-        def step():
-            return layer(x @ w).sum()
-
-        assert counted(step) == counted(step)  # the first time DTensor runs operators on fakes too
-        assert counted(step) == pytest.approx(most_allocated(step), abs=SMALL)
-    finally:
-        dist.destroy_process_group()
+@pytest.mark.multiprocess
+def test_local_tensors_of_a_dtensor_are_counted():
+    ((first, again, most),) = launch.call(counted_and_allocated, 1)
+    assert first == again == pytest.approx(most, abs=SMALL)
