@@ -95,7 +95,7 @@ def run(variant: str, seed: int, corpus: Corpus) -> dict[str, Any]:
                 for p in model.parameters():
                     p.mul_(1 + 1e-6 * torch.randn(p.shape, generator=generator))
         if variant != "twin":
-            for name in unit_scaled(model, "model").hidden:
+            for name in unit_scaled(model).hidden:
                 module = model.get_submodule(name.removesuffix(".weight"))
                 module.__class__, module.variant, module.errors = Rounded, variant, errors
         return model

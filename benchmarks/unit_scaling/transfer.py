@@ -72,7 +72,7 @@ def model_of(kind: str, width: int) -> nn.Module:
 def groups(kind: str, model: nn.Module, width: int, lr: float) -> list[dict[str, Any]]:
     if kind == "sp":
         return [{"params": list(model.parameters()), "lr": lr}]
-    names = unit_scaled(model, "model").hidden  # converted to FP8 or not
+    names = unit_scaled(model).hidden  # converted to FP8 or not
     hidden = [model.get_parameter(name) for name in sorted(names)]
     inside = {id(p) for p in hidden}
     rest = [p for p in model.parameters() if id(p) not in inside]
