@@ -28,7 +28,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
             {"bf16", "fp8 linears"},
         ),
         ("experts_gpu.py", "variant", {"bf16 one by one", "fp8 one by one", "fp8 grouped"}),
-        ("step_gpu.py", "variant", {"bf16 eager", "native block fused eager", "native delayed eager"}),
+        ("step_gpu.py", "variant", {"bf16 eager", "native block unfused eager", "native delayed eager"}),
     ],
 )
 def test_smoke(script, column, expected, tmp_path):
