@@ -57,7 +57,9 @@ def products(model, recipe, gemms, x, dy):
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: f"{r.name}{'-row' * r.by_row}")
 @pytest.mark.parametrize("gemms", RULES, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.full), torch.bfloat16], ids=str
+)
 def test_each_gemm_multiplies_what_its_rule_says(recipe, gemms, dtype, device):
     model = made(recipe, gemms, device, dtype)
     x, dy = (ranged(40, size).to(dtype).to(device) for size in (96, 160))

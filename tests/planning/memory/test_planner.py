@@ -405,7 +405,7 @@ def test_a_model_with_a_cache_of_keys_is_planned():
             ],
             {"wgrad": "high_precision"},
         ),
-        ([{"until": 8, "recipe": "block"}], None),
+        pytest.param([{"until": 8, "recipe": "block"}], None, marks=pytest.mark.full),
         ([{"from": 8, "recipe": "high_precision"}, {"recipe": "block"}], None),
     ],
     ids=["wgrad", "nothing after", "high precision after"],
