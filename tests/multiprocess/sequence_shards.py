@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from foundry_fp8 import FP8State, apply_compressed_communication, apply_fp8
 from foundry_fp8.distributed.traffic import average_on_gloo
+from tests.multiprocess.tensor_parallel import composer_losses, two_by_two
 
 ALONE = {"gradients": "none", "activations": "fp8"}
 WIDTH, BATCH, TOKENS = 64, 2, 16  # tokens of a rank
@@ -213,48 +214,16 @@ def refused(what):
 
 
 def with_composer():
-    """Losses and weights of runs with codes and without under FSDP1 and tensor parallelism, and what was logged of the bytes."""
-    from composer import Trainer
+    """Losses of runs with codes and without under FSDP1 and tensor parallelism, and what was logged of the bytes."""
     from composer.loggers import InMemoryLogger
-    from composer.models import ComposerModel
-    from composer.utils import dist as composer_dist
-    from torch.utils.data import DataLoader, DistributedSampler
 
     from foundry_fp8.algorithms.compressed_communication import CompressedCommunication
     from foundry_fp8.algorithms.fp8 import FP8
 
-    class Wrapped(ComposerModel):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.up, self.down, self.losses = nn.Linear(32, 64), nn.Linear(64, 32), []
-
-        def forward(self, batch):
-            return self.down(F.gelu(self.up(batch)))
-
-        def loss(self, outputs, batch):
-            loss = (outputs - batch).square().mean()
-            self.losses.append(loss.item())
-            return loss
-
-    torch.cuda.current_device = lambda: torch.device("cpu")
-    composer_dist.initialize_dist("cpu")
-    data = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
-    same = DistributedSampler(data, num_replicas=1, rank=0, shuffle=False)
     rows = Shard(0)
-    layers = {"up": ColwiseParallel(input_layouts=rows), "down": RowwiseParallel(output_layouts=rows)}
-    split = {
-        "fsdp": {"data_parallel_shard_degree": 2, "mixed_precision": "PURE"},
-        "tp": {"tensor_parallel_degree": 2, "layer_plan": layers},
-    }
-    seen, wire = [], InMemoryLogger()
+    plan = {"up": ColwiseParallel(input_layouts=rows), "down": RowwiseParallel(output_layouts=rows)}
+    seen, wire, sizes = [], InMemoryLogger(), {"up": (32, 64), "down": (64, 32)}
     for more in ([], [CompressedCommunication(**ALONE)]):
-        model = Wrapped()
-        Trainer(
-            model=model, algorithms=[FP8(recipe="delayed", backend="emulated"), *more], device="cpu", precision="fp32",
-            progress_bar=False, parallelism_config=split, max_duration="4ba", loggers=wire,
-            optimizers=torch.optim.SGD(model.parameters(), lr=0.5),
-            train_dataloader=DataLoader(data, batch_size=32, sampler=same),
-        ).fit()  # fmt: skip
-        seen.append(model.losses)
+        algorithms = FP8(recipe="delayed", backend="emulated"), *more
+        seen.append(composer_losses(sizes, two_by_two(plan), "4ba", *algorithms, loggers=wire))
     return *seen, [int(value) for _, value in wire.data["comm/wire_bytes"]]

@@ -175,24 +175,27 @@ def measured(recipe):
     return *[gap.gradient_error for gap in gaps], whole(shards.blocks[0].up.weight.grad).norm().item()
 
 
-def with_composer():
-    """What is converted, and losses under FSDP1 and tensor parallelism, and without."""
+def composer_losses(sizes, config, duration, *algorithms, **options):
+    """Losses of linears of ``sizes``, by name, with GELUs between them, trained to give back their input, which all ranks read alike."""
     from composer import Trainer
     from composer.models import ComposerModel
     from composer.utils import dist as composer_dist
     from torch.utils.data import DataLoader, DistributedSampler
 
-    from foundry_fp8.algorithms.fp8 import FP8
-
     class Model(ComposerModel):
         def __init__(self):
             super().__init__()
             torch.manual_seed(0)
-            self.up, self.down, self.last = nn.Linear(32, 64), nn.Linear(64, 32), nn.Linear(32, 32)
+            for name, size in sizes.items():
+                self.add_module(name, nn.Linear(*size))
             self.losses = []
 
         def forward(self, batch):
-            return self.last(F.gelu(self.down(F.gelu(self.up(batch)))))
+            first, *linears = (self.get_submodule(name) for name in sizes)
+            x = first(batch)
+            for linear in linears:
+                x = linear(F.gelu(x))
+            return x
 
         def loss(self, outputs, batch):
             loss = (outputs - batch).square().mean()
@@ -203,22 +206,31 @@ def with_composer():
     composer_dist.initialize_dist("cpu")
     data = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
     same = DistributedSampler(data, num_replicas=1, rank=0, shuffle=False)
-    # A degree of 1 ends in FSDP1 ("Cannot writeback when the parameter shape changes", Composer 0.32 with torch 2.7, FP8 or not).
-    split = {
-        "fsdp": {"data_parallel_shard_degree": 2, "mixed_precision": "PURE"},
-        "tp": {
-            "tensor_parallel_degree": 2,
-            "layer_plan": {"up": ColwiseParallel(), "down": RowwiseParallel()},
-        },
-    }
+    model = Model()
+    Trainer(
+        model=model, algorithms=algorithms, device="cpu", precision="fp32", progress_bar=False,
+        parallelism_config=config, max_duration=duration, optimizers=torch.optim.SGD(model.parameters(), lr=0.5),
+        train_dataloader=DataLoader(data, batch_size=32, sampler=same), **options,
+    ).fit()  # fmt: skip
+    return model.losses
+
+
+def two_by_two(plan):
+    """Composer's FSDP1 over two ranks, and tensor parallelism over two.
+
+    A degree of 1 ends in FSDP1 ("Cannot writeback when the parameter shape changes", Composer 0.32 with torch 2.7, FP8 or not).
+    """
+    fsdp = {"data_parallel_shard_degree": 2, "mixed_precision": "PURE"}
+    return {"fsdp": fsdp, "tp": {"tensor_parallel_degree": 2, "layer_plan": plan}}
+
+
+def with_composer():
+    """What is converted, and losses under FSDP1 and tensor parallelism, and without."""
+    from foundry_fp8.algorithms.fp8 import FP8
+
+    sizes = {"up": (32, 64), "down": (64, 32), "last": (32, 32)}
     losses = []
-    for config in (split, None):
-        model, algorithm = Model(), FP8(recipe="delayed", backend="emulated")
-        Trainer(
-            model=model, algorithms=[algorithm], device="cpu", precision="fp32", progress_bar=False,
-            parallelism_config=config, max_duration="6ba",
-            optimizers=torch.optim.SGD(model.parameters(), lr=0.5),
-            train_dataloader=DataLoader(data, batch_size=32, sampler=same),
-        ).fit()  # fmt: skip
-        losses.append(model.losses)
+    for config in (two_by_two({"up": ColwiseParallel(), "down": RowwiseParallel()}), None):
+        algorithm = FP8(recipe="delayed", backend="emulated")
+        losses.append(composer_losses(sizes, config, "6ba", algorithm))
     return algorithm.report.converted, *losses
