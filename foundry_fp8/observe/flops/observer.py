@@ -75,9 +75,10 @@ class Observer:
             ) -> None:
                 if inside_backward():
                     self._cached.append((module, cached_results(operators)))
-                # Now: FSDP2 has gathered its parameters, and those of tensor parallelism alone are DTensors.
-                weights = (p for p in module.parameters() if p.dim() > 1)
-                self.observed[name].share = min(map(own_share, weights), default=1.0)
+                seen = self.observed[name]
+                if not seen.calls:  # now: FSDP2 has gathered its parameters, and those of tensor parallelism alone are DTensors
+                    weights = (p for p in module.parameters() if p.dim() > 1)
+                    seen.share = min(map(own_share, weights), default=1.0)
 
             def after(
                 module: nn.Module,
