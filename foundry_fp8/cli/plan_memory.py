@@ -246,13 +246,10 @@ def convert(model: Any, run: Run, tokens: int, device: torch.device) -> None:
     """Apply the YAML's fp8 and fused_head algorithms to ``model``, for microbatches of so many tokens."""
     model.train()
     if run.converts is not None:
-        from foundry_fp8.layers.state import FP8State
         from foundry_fp8.layers.unit_linear import choose_gradient_scale
         from foundry_fp8.surgery.apply import apply_fp8
 
         apply_fp8(model, device=device, **run.converts.given)
-        for _, state in FP8State.each(model):  # as at the start of the run
-            state.held = ()
         choose_gradient_scale(model.modules(), tokens)
     if run.fused_head is not None:
         from foundry_fp8.activations.fused_head.apply import apply_fused_head

@@ -207,9 +207,7 @@ def measure(
         link = host_link_of(cost_model.gpu if cost_model else torch.cuda.get_device_name(device))
     formats = [] if compression == "none" else list(dict.fromkeys((EXACT, compression)))
     run = _Measuring(model, loss_fn, blocks, device, sharded, rounds, cost_model, formats, link)
-    with contextlib.ExitStack() as turns:
-        for _, state in FP8State.each(model):  # a plan is for the whole run
-            turns.callback(state.turn_to(_keeps_hp_input, device))
+    with _where_most_is_kept(model, device):
         kind_of, calls = run.kinds()
         measured = [run.kind(kind, kind_of, calls) for kind in range(max(kind_of) + 1)]
         options, costs, boundaries = zip(*measured, strict=True)
@@ -242,20 +240,30 @@ def measure_as_it_is(model: nn.Module, loss_fn: Callable[[], Tensor], cost_model
     names = tuple(name for name, _ in transformer_blocks(model))
     device = next(model.parameters()).device
     run = _Measuring(model, loss_fn, transformer_blocks(model), device, False, 1, cost_model, [], None)
-    kind_of, calls = run.kinds()
-    costs = []
-    for kind in range(max(kind_of) + 1):
-        alone = run._run(kind_of.index(kind), calls)
-        costs.append(dataclasses.replace(alone.bytes(), seconds=alone.seconds()))
-    with run.few(kind_of):
-        frame = run.frame(kind_of, costs, 0, False)
+    with _where_most_is_kept(model, device):
+        kind_of, calls = run.kinds()
+        costs = []
+        for kind in range(max(kind_of) + 1):
+            alone = run._run(kind_of.index(kind), calls)
+            costs.append(dataclasses.replace(alone.bytes(), seconds=alone.seconds()))
+        with run.few(kind_of):
+            frame = run.frame(kind_of, costs, 0, False)
     by_name = tuple({"none": cost} for cost in costs)
     options = ((BlockOption("none"),),) * len(costs)
     return Measurements(names, tuple(kind_of), options, by_name, frame, None, "a dry run", names)
 
 
-def _keeps_hp_input(turn: Choice) -> bool:
-    return turn.recipe is None or turn.beside.get("wgrad") == "high_precision"
+@contextlib.contextmanager
+def _where_most_is_kept(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Within it FP8 layers whose recipes change run what keeps most for backward, since a plan is for the whole run."""
+
+    def keeps_hp_input(turn: Choice) -> bool:
+        return turn.recipe is None or turn.beside.get("wgrad") == "high_precision"
+
+    with contextlib.ExitStack() as undo:
+        for _, state in FP8State.each(model):
+            undo.callback(state.turn_to(keeps_hp_input, device))
+        yield
 
 
 def _keeps(module: nn.Module) -> tuple[Any, Any]:

@@ -19,7 +19,7 @@ from foundry_fp8.planning.memory.cost_model import CostModel
 from foundry_fp8.planning.memory.live_bytes import LiveBytes
 from foundry_fp8.planning.memory.optimizer_state import optimizer_bytes
 from foundry_fp8.planning.memory.plan import MemoryPlan
-from foundry_fp8.planning.memory.planner import apply_plan, choose, measure, plan_memory
+from foundry_fp8.planning.memory.planner import apply_plan, choose, measure, measure_as_it_is, plan_memory
 from foundry_fp8.surgery.apply import apply_fp8
 from tests.model_zoo import TRANSFORMERS_4
 
@@ -425,6 +425,8 @@ def test_a_run_whose_recipes_change_is_planned_for_the_one_that_keeps_most(rules
     ]
     ours, theirs, first = (plan.peak("none") for plan in plans)
     assert ours == pytest.approx(theirs, rel=0.02) and first < 0.9 * ours
+    as_it_is = measure_as_it_is(timed, loss_of(timed), CostModel()).peak("none")
+    assert as_it_is == pytest.approx(ours, rel=0.02)
     assert before == {
         name: (layer.turn, layer.recipe, layer.wgrad) for name, layer in FP8State.of(timed).modules.items()
     }
