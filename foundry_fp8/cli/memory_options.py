@@ -1,4 +1,4 @@
-"""Options of a memory plan that are no matter of blocks: other optimizers, and frozen weights in FP8."""
+"""Options of a memory plan that are no matter of blocks: other optimizers, frozen weights in FP8, and what a cache keeps of weights."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from typing import Any
 from foundry_fp8.config import ConfigError, format_bytes
 from foundry_fp8.layers.frozen_weight import FrozenFP8Weight
 from foundry_fp8.layers.linear import FP8Linear
+from foundry_fp8.layers.state import FP8State
 from foundry_fp8.planning.memory.cluster import Cluster
 from foundry_fp8.planning.memory.cost_model import CostModel
 from foundry_fp8.planning.memory.measure import held_bytes
 from foundry_fp8.planning.memory.optimizer_state import optimizer_bytes
 from foundry_fp8.surgery.frozen_weights import frozen_linears
 
-__all__ = ["frozen_weights", "other_optimizers"]
+__all__ = ["cached_weights", "frozen_weights", "other_optimizers"]
 
 
 def other_optimizers(model: Any, state_bytes: int, shard: int, on_paper: bool) -> str:
@@ -60,3 +61,14 @@ def frozen_weights(model: Any, cluster: Cluster | None, on_paper: bool) -> str:
         more = 2 * (codes + now) / CostModel().bytes_per_second
         line += f", and a microbatch {1e3 * more:.2f} ms more to unpack them for forward and backward"
     return f"{line}\n"
+
+
+def cached_weights(model: Any) -> str:
+    """What ``fp8.cache_weights`` keeps beside the plan: on each rank of unsharded weights."""
+    state = FP8State.of(model)
+    if state is None or "cache_weights" in state.backend.lacks or not state.backend.options.cache_weights:
+        return ""
+    elements = sum(m.weight.numel() for m in model.modules() if isinstance(m, FP8Linear))
+    if state.backend.options.cache_weights == "auto":
+        return f"fp8.cache_weights: auto keeps {format_bytes(elements)} more, from forward to backward, only where they are left over\n"
+    return f"fp8.cache_weights: true keeps {format_bytes(2 * elements)} more than the plan counts\n"

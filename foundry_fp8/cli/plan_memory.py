@@ -93,7 +93,7 @@ def plan_yaml(
     trust: bool = False,
 ) -> str:
     """The plan for a run, as text; the options are those of :func:`memory`."""
-    from foundry_fp8.cli.memory_options import frozen_weights, other_optimizers
+    from foundry_fp8.cli.memory_options import cached_weights, frozen_weights, other_optimizers
     from foundry_fp8.planning.memory.cluster import SHARDINGS, on_cluster
     from foundry_fp8.planning.memory.cost_model import CostModel
     from foundry_fp8.planning.memory.flash_bytes import hold_flash_bytes
@@ -126,7 +126,7 @@ def plan_yaml(
     with fake(model) if dry else contextlib.nullcontext(model.to(where)):
         convert(model, run, microbatch * config["max_seq_len"], where)
         loss_fn = step_of(model, config, microbatch, where)
-        others += frozen_weights(model, cluster, dry)
+        others += frozen_weights(model, cluster, dry) + cached_weights(model)
         if cluster is None:
             plan = plan_memory(
                 model,

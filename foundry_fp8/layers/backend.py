@@ -52,8 +52,8 @@ class BackendOptions:
     accumulation: Literal["float32", "hopper"] = "float32"
     """How a backend that emulates adds products up: in float32, or bit for bit as Hopper's tensor cores do under the recipe's
     ``fast_accumulation``. Hardware does what it does."""
-    cache_weights: bool = False
-    """Quantise each weight once per optimizer step."""
+    cache_weights: bool | Literal["auto"] = False
+    """Quantise each weight once per optimizer step; ``auto``: once for a forward and its backward, where there is room."""
 
 
 DEFAULT_OPTIONS = BackendOptions()

@@ -64,13 +64,14 @@ class Pass:
 
 
 class DelayedSlot:
-    """One tensor's place in a :class:`DelayedScalingState`."""
+    """One tensor's place in a :class:`DelayedScalingState`; of a tensor that others quantise too, maybe theirs (``joined``)."""
 
-    __slots__ = ("index", "state")
+    __slots__ = ("index", "joined", "state")
 
     def __init__(self, state: DelayedScalingState, index: int) -> None:
         self.state = state
         self.index = index
+        self.joined = False
 
     @property
     def scale(self) -> Tensor:
@@ -165,23 +166,21 @@ class DelayedScalingState:
         mine, there = slot.index, first.index
         if mine == there or mine in self._apart:
             return mine == there
-        pairs = (
-            (self.scale[mine], self.scale[there]),
-            (self.amax_history[:, mine], self.amax_history[:, there]),
-        )
-        if not all(torch.equal(*pair) for pair in pairs):
+        (running, *past), (theirs, *their_past) = self.amax_history[:, [mine, there]].T.tolist()
+        scales = self.scale[[mine, there]].tolist()
+        if past != their_past or scales[0] != scales[1] or running not in (0.0, theirs):
             self._apart.add(mine)
             return False
         self._joined.append((slot, mine, there))
         self._places = None
-        slot.index = there
+        slot.index, slot.joined = there, True
         return True
 
     def part(self) -> None:
         """Give every slot its own place back, with what it has."""
         self.fill_joined()
         for slot, own, _ in self._joined:
-            slot.index = own
+            slot.index, slot.joined = own, False
         self._joined, self._apart = [], set()
 
     def fill_joined(self) -> None:

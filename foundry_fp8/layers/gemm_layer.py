@@ -128,6 +128,8 @@ class FP8GemmLayer(nn.Module):
                 f"{self.fqn}: delayed scaling has state only where the model was converted with it "
                 f"(this layer was converted with {self.configured_recipe and self.configured_recipe.name}). Demote to current, block or mxfp8."
             )
+        if self.slots is not None:  # who reads the same tensor may go on, or stop, without it
+            self.slots["x"].state.part()
         self.recipe = recipe
 
     def take_turn(self, held: Collection[str], device: torch.device) -> None:

@@ -122,9 +122,10 @@ class FP8Config(Config):
     fuse: bool | Literal["auto"] = "auto"
     """Compute norms and whole MLPs in the kernels of the linears behind them, where their arithmetic is known: on the native backend
     (docs/kernels.md). ``true`` is an error on others."""
-    cache_weights: bool = False
-    """Quantise each weight once per optimizer step instead of in every microbatch's forward and again in its backward. Costs
-    two bytes of memory a weight element, under FSDP2 of the whole unsharded model. Native only; not under FSDP1."""
+    cache_weights: bool | Literal["auto"] = "auto"
+    """``auto`` keeps what a forward makes of a weight for its backward, one byte an element, on devices with that much memory to spare.
+    ``true`` quantises each weight once per optimizer step instead of in every microbatch. Costs two bytes of memory a weight element,
+    under FSDP2 of the whole unsharded model. Native only; ``true`` not under FSDP1."""
     frozen_weights: Literal["high_precision", "fp8"] = "high_precision"
     """``fp8`` stores the weights of converted linears that do not train (the base model's under LoRA) only in FP8, one byte an element, as the recipe
     quantises them. FP8 layers give the same results; what reads the weight in high precision (evaluation, merged adapters, checkpoints) gets it

@@ -271,6 +271,13 @@ def test_frozen_weights_in_fp8_are_an_option_with_bytes_and_seconds(tmp_path):
     assert less == pytest.approx(3 * count, rel=0.02)
     done = plan(on, "--world-size", "2")
     assert done.exit_code == 2 and "frozen_weights" in done.output
+    native = run["algorithms"]["fp8"] | {"backend": "native"}
+    for cache, factor in (({}, 1), ({"cache_weights": True}, 2), ({"cache_weights": False}, 0)):
+        done = plan(run | {"algorithms": {"fp8": native | cache}})
+        said = re.search(r"fp8.cache_weights: \w+ keeps (.* \w+) more", done.output)
+        assert (parse_bytes(said[1], "") if said else 0) == pytest.approx(factor * count, rel=0.01), (
+            done.output
+        )
     sharded = plan(run | {"fsdp_config": {"mixed_precision": "PURE"}}, "--world-size", "2")
     assert sharded.exit_code == 0 and "option fp8.frozen_weights" not in sharded.output
 

@@ -30,7 +30,12 @@ def limited(code):
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 
-    command = [sys.executable, "-c", code]
+    command = [
+        sys.executable,
+        "-B",
+        "-c",
+        code,
+    ]  # else it leaves cut .pyc files, and who imports them next fails
     return subprocess.run(command, capture_output=True, text=True, preexec_fn=limit, check=False)
 
 

@@ -65,6 +65,7 @@ class Compiled:
 LAUNCH_NOTHING = {
     "empty", "empty_strided", "new_empty", "new_empty_strided", "empty_like", "view", "t", "select", "narrow", "slice", "as_strided",
     "_unsafe_view", "detach", "alias", "reshape", "transpose", "unbind", "unsqueeze", "squeeze", "expand", "lift_fresh", "split",
+    "resize_",
 }  # fmt: skip
 
 
@@ -86,7 +87,7 @@ class TorchLaunches(TorchDispatchMode):
 def fake_driver(monkeypatch):
     """Until it is left, launches are counted in what it yields. The caller does not run under a mode of its own."""
     kernel_modules = _kernel_modules()  # before the variable below: compiled kernels
-    from foundry_fp8.backends.native import ops, products
+    from foundry_fp8.backends.native import ops, products, room
 
     assert ops
     restore_language()
@@ -128,6 +129,7 @@ def fake_driver(monkeypatch):
         patched.setenv("TRITON_INTERPRET", "1")  # lets CPU tensors in; the kernels stay compiled ones
         patched.setattr(JITFunction, "run", run)
         patched.setattr(products, "defined", lambda a: False)
+        patched.setattr(room, "unused_memory", lambda device: 2**36)
         patched.setattr(zeros, "_stream_of_blocks", lambda device: 0)
         patched.setattr(zeros, "_blocks", {})
         use_empty_caches(patched)

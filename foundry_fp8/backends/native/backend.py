@@ -16,7 +16,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from foundry_fp8.backends.native.inputs import LinearCall, checked_dtype, shared_input
 from foundry_fp8.backends.native.plan import Layout
+from foundry_fp8.backends.native.room import Room
 from foundry_fp8.backends.size_rule import size_reason
+from foundry_fp8.compat.autograd import inside_backward
 from foundry_fp8.compat.fake_tensor import dry_run
 from foundry_fp8.compat.fresh_view import fresh_view
 from foundry_fp8.compat.fsdp2 import shard_versions
@@ -26,6 +28,7 @@ from foundry_fp8.kernels.launch import compiler_missing, interpreting, triton_mi
 from foundry_fp8.layers.attention import AttentionBackend
 from foundry_fp8.layers.autocast import without_autocast
 from foundry_fp8.layers.backend import DEFAULT_OPTIONS, Availability, Backend, BackendOptions
+from foundry_fp8.layers.delayed_scaling import DelayedSlot
 from foundry_fp8.layers.dtensor import is_dtensor
 from foundry_fp8.layers.frozen_weight import in_dtype
 from foundry_fp8.layers.grouped_linear import FP8GroupedLinear, by_expert
@@ -52,9 +55,9 @@ class _CachedWeight:
 class NativeBackend(Backend):
     """FP8 on CUDA with torch and Triton alone.
 
-    With ``cache_weights`` a weight is quantised once per optimizer step instead of in every forward and again in its backward. That
-    costs two bytes of memory a weight element for as long as the model lives, under FSDP2 for the whole unsharded model; it saves time
-    with gradient accumulation. What an optimizer changes is noticed, and so is whatever torch counts as a change
+    With ``cache_weights: auto`` a weight is quantised once for a forward and its backward, where the device has room (:mod:`.room`);
+    with ``true`` once per optimizer step instead of in every forward and again in its backward. That costs two bytes of memory a weight
+    element for as long as the model lives, under FSDP2 for the whole unsharded model; it saves time with gradient accumulation. What an optimizer changes is noticed, and so is whatever torch counts as a change
     (:attr:`Tensor._version`), of a weight or of FSDP2's shard of it, and what PEFT merges into one; another write through ``.data`` is
     not: call :meth:`clear_weight_cache` after one. Quantised in every forward all the same: what FSDP1 gathered (a warning says so),
     what ``torch.compile`` traced, and what a CUDA graph captured.
@@ -65,6 +68,7 @@ class NativeBackend(Backend):
 
     def __init__(self, options: BackendOptions = DEFAULT_OPTIONS) -> None:
         super().__init__(options)
+        self.room = Room()
         self._cache: dict[str, _CachedWeight] = {}
         self._written: tuple[object, ...] = ()
         self._warned = False
@@ -133,6 +137,11 @@ class NativeBackend(Backend):
             weight = weight.contiguous()
         if x.numel() == 0 or weight.numel() == 0:
             return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+        slots = module.slots
+        if slots is not None and (slots["x"].joined or type(x) is Produced):
+            _follow(
+                slots["x"], x if type(x) is Produced and module.recipe is slots["x"].state.recipe else None
+            )
         call = LinearCall.of(module, module.probe)
         # A probe and a product in high precision read it.
         if type(x) is Produced and not (
@@ -151,7 +160,8 @@ class NativeBackend(Backend):
             shared = self.inputs.of(x, id(call.plan), dtype)
         with without_autocast(x.device.type):
             cached = self.cached_weight(module, call, dtype)
-            y: Tensor = NativeLinear.apply(x_hp, weight, bias, (call, cached, shared))  # type: ignore[no-untyped-call]
+            keep_w = self.room.there is True and self.keeps_weight(x)
+            y: Tensor = NativeLinear.apply(x_hp, weight, bias, (call, cached, shared, keep_w))  # type: ignore[no-untyped-call]
         return fresh_view(y, *x.shape[:-1], len(weight)) if compiling and x.dim() != 2 else y
 
     def attention(self) -> AttentionBackend:
@@ -182,7 +192,7 @@ class NativeBackend(Backend):
             return grouped
 
         def product(x: Tensor, weight: Tensor) -> Tensor:
-            y: Tensor = NativeLinear.apply(x, weight.contiguous(), None, (call, None, None))  # type: ignore[no-untyped-call]
+            y: Tensor = NativeLinear.apply(x, weight.contiguous(), None, (call, None, None, False))  # type: ignore[no-untyped-call]
             return y
 
         with without_autocast(x.device.type):
@@ -192,9 +202,22 @@ class NativeBackend(Backend):
         """Forget every cached weight. Optimizer steps call it."""
         self._cache.clear()
 
+    def keeps_weight(self, x: Tensor) -> bool:
+        """Whether the forward of a linear with the input ``x`` keeps the weight's transposed layout until backward: not in a recompute, whose weight is there already."""
+        return (
+            self.room.there is True
+            and x.requires_grad
+            and torch.is_grad_enabled()
+            and not (torch.compiler.is_compiling() or inside_backward())
+        )
+
     def before_forward(self, model: nn.Module) -> None:
-        """Forget the cached weights if FSDP2's shards were written or adapters merged since the last forward."""
-        if (
+        """Look for room; forget the cached weights if FSDP2's shards were written or adapters merged since the last forward."""
+        if self.options.cache_weights == "auto":
+            if self.room.there is None and model.training and torch.is_grad_enabled():
+                _watch_optimizers(self)
+                self.room.look(model)
+        elif (
             self.options.cache_weights
             and (written := (shard_versions(model), merged_adapters(model))) != self._written
         ):
@@ -211,7 +234,7 @@ class NativeBackend(Backend):
             call: The recipe, and delayed scaling's state of the weight.
             dtype: The compute dtype, to which the weight is rounded first.
         """
-        if not self.options.cache_weights or torch.compiler.is_compiling() or not module.training:
+        if self.options.cache_weights is not True or torch.compiler.is_compiling() or not module.training:
             return None
         weight = module.weight
         # A view that FSDP1 gathered, or a DTensor: no counter shows when its shard changes.
@@ -245,22 +268,36 @@ class NativeBackend(Backend):
                 quantized = quantize_weight(matrix, call.plan, scale=scale, amax_slot=slot)
             found = self._cache[module.fqn] = _CachedWeight(key, quantized)
             # For optimizers that write through .data, which no version counter sees (LLM Foundry's DecoupledLionW does).
-            _watch_optimizers()
-            _caching.add(self)
+            _watch_optimizers(self)
         elif slot is not None:
             torch.fmax(slot, found.quantized[2][0], out=slot)
         return found.quantized
 
 
-_caching: weakref.WeakSet[NativeBackend] = weakref.WeakSet()
+def _follow(slot: DelayedSlot, x: Produced | None) -> None:
+    """Let linears that read one tensor have one scale of it, where their pasts are alike, and so quantise it once; each its own again where one reads another."""
+    if x is None:
+        slot.state.part()
+    elif not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        first: DelayedSlot = x.made.setdefault("slot", slot)
+        slot.state.join(slot, first)
+
+
+_watching: weakref.WeakSet[NativeBackend] = weakref.WeakSet()
+
+
+def _watch_optimizers(backend: NativeBackend) -> None:
+    _watching.add(backend)
+    _hook_optimizers()
 
 
 @functools.cache
-def _watch_optimizers() -> None:
+def _hook_optimizers() -> None:
     """Once a process: torch keeps such hooks for all optimizers and for good."""
     register_optimizer_step_post_hook(_after_optimizer_step)
 
 
 def _after_optimizer_step(*_: object) -> None:
-    for backend in list(_caching):
+    for backend in list(_watching):
+        backend.room.stepped = True
         backend.clear_weight_cache()

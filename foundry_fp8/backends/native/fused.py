@@ -10,6 +10,7 @@ would be: what differs from the unfused modules is the last bit of an elementary
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -152,7 +153,13 @@ class _MLP(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, code: int, calls: Sequence[LinearCall], cached: Sequence[Any], *tensors: Any
+        ctx: Any,
+        x: Tensor,
+        code: int,
+        calls: Sequence[LinearCall],
+        cached: Sequence[Any],
+        keep_w: bool,
+        *tensors: Any,
     ) -> Tensor:
         from foundry_fp8.backends.native.linear import fprop
 
@@ -161,22 +168,29 @@ class _MLP(torch.autograd.Function):
             source, made = x.source, x.made
         else:
             source = Source(x.reshape(-1, x.shape[-1]))
-        count, needs = len(calls), ctx.needs_input_grad[4:]
+        count, needs = len(calls), ctx.needs_input_grad[5:]
         weights, biases = tensors[:count], tensors[count:]
+        keep_w &= ctx.needs_input_grad[0]
         inner: list[Tensor] = []
-        saved: list[Tensor | None] = []
+        saved: list[Sequence[Tensor | None]] = []
         for weight, bias, call, known, keep_x in zip(
             weights[:-1], biases, calls, cached, needs, strict=False
         ):
             shared = shared_input(made, call)
-            y, kept = fprop(source, weight, bias, call, keep_x=keep_x, cached=known, shared=shared)
+            y, kept = fprop(
+                source, weight, bias, call, keep_x=keep_x, keep_w=keep_w, cached=known, shared=shared
+            )
             inner.append(y)
-            saved += kept
+            saved.append(kept)
         gate, up = inner[0], inner[1] if len(inner) > 1 else None
         activated = Source(gate, up, kind=code)
         keep_x = needs[count - 1]
-        y, kept = fprop(activated, weights[-1], biases[-1], calls[-1], keep_x=keep_x, cached=cached[-1])
-        ctx.save_for_backward(gate, up, *saved, *kept)
+        known, call = cached[-1], calls[-1]
+        y, kept = fprop(activated, weights[-1], biases[-1], call, keep_x=keep_x, keep_w=keep_w, cached=known)
+        saved.append(kept)
+        ctx.kept_w = [kept[4:] for kept in saved] if keep_w else None
+        saved = [(*kept[:4], None, None) for kept in saved] if keep_w else saved
+        ctx.save_for_backward(gate, up, *itertools.chain(*saved))
         ctx.code, ctx.calls, ctx.shape, ctx.calls_at_backward = code, calls, x.shape, None
         ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in biases]
         return y if x.dim() == 2 else in_shape(y, *x.shape[:-1], y.shape[-1])
@@ -188,8 +202,12 @@ class _MLP(torch.autograd.Function):
         ctx.calls_at_backward()
         gate, up, *saved = ctx.saved_tensors
         count, dtype = len(ctx.calls), gate.dtype
-        needs_x, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
+        needs_x, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[5:]
         kept = [saved[SAVED * i : SAVED * (i + 1)] for i in range(count)]
+        if ctx.kept_w is not None:
+            for of_one, kept_w in zip(kept, ctx.kept_w, strict=True):
+                of_one[4:] = kept_w
+            ctx.kept_w = None
         below = needs_x or any(needs[: count - 1]) or any(needs[count:-1])
         dws: list[Tensor | None] = [None] * count
         dbs: list[Tensor | None] = [None] * count
@@ -204,7 +222,7 @@ class _MLP(torch.autograd.Function):
             one, dws[i], dbs[i] = dgrad_and_wgrad(source, kept[i], ctx.calls[i], dtype, needs=wanted)
             dx = one if dx is None or one is None else dx.add_(one)
         dbs = [None if db is None else db.to(to) for db, to in zip(dbs, ctx.bias_dtypes, strict=True)]
-        return None if dx is None else dx.view(ctx.shape), None, None, None, *dws, *dbs
+        return None if dx is None else dx.view(ctx.shape), None, None, None, None, *dws, *dbs
 
 
 def _mlp(x: Tensor, members: Sequence[Any], form: MLPForm) -> Tensor:
@@ -225,7 +243,8 @@ def _mlp(x: Tensor, members: Sequence[Any], form: MLPForm) -> Tensor:
         calls = [LinearCall.of(m) for m in members]
         cached = [m.backend.cached_weight(m, call, dtype) for m, call in zip(members, calls, strict=True)]
         tensors = *weights, *(m.bias for m in members)
-        y: Tensor = _MLP.apply(x, ACTIVATIONS[form.activation], calls, cached, *tensors)  # type: ignore[no-untyped-call]
+        keep_w = members[0].backend.keeps_weight(x)
+        y: Tensor = _MLP.apply(x, ACTIVATIONS[form.activation], calls, cached, keep_w, *tensors)  # type: ignore[no-untyped-call]
     if y.grad_fn is not None:
         y.grad_fn.calls_at_backward = lambda: [record(None) for record in records]  # type: ignore[attr-defined]
     return y

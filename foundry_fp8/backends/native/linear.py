@@ -11,9 +11,9 @@ wgrad  ``dW = dY^T X``                dy transposed, x transposed
 How Hopper adds each of them up is the recipe's choice (``fast_accumulation``).
 
 Each of x and dy is read once and written in both layouts. Kept for backward: the transposed FP8 x, one byte an element
-where ``nn.Linear`` keeps two or four; and the weight itself, which is quantised again (with its first amax) because an
-FP8 copy of every weight would take more memory than the activations give back. ``NativeBackend.cache_weights`` keeps
-the copies instead, for a whole optimizer step.
+where ``nn.Linear`` keeps two or four; and the weight itself, which is quantised again (with its first amax), for an FP8 copy
+of every weight can take more memory than the activations give back. Where there is room for one (:mod:`.room`), the weight is
+read once too, and its transposed layout stays until backward. ``cache_weights: true`` keeps both for a whole optimizer step.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class NativeLinear(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        given: tuple[LinearCall, tuple[Layout, Layout, Tensor] | None, QuantizedInput | None],
+        given: tuple[LinearCall, tuple[Layout, Layout, Tensor] | None, QuantizedInput | None, bool],
     ) -> Tensor:
         """Run fprop.
 
@@ -62,9 +62,9 @@ class NativeLinear(torch.autograd.Function):
             weight: ``[N, K]``, hp.
             bias: ``[N]``, hp, or ``None``.
             given: Everything else; what :func:`quantize_weight` made of this weight earlier; what other linears made of this x, and
-                where to note what this one makes.
+                where to note what this one makes; whether the weight's transposed layout stays until backward.
         """
-        call, cached, shared = given
+        call, cached, shared, keep_w = given
         needs_w = ctx.needs_input_grad[1]
         hp_wgrad = call.wgrad == "high_precision"
         keep_x = needs_w and not hp_wgrad
@@ -74,7 +74,14 @@ class NativeLinear(torch.autograd.Function):
             source = x.source
         else:
             source = Source(x if ctx.shape is None else x.reshape(-1, ctx.shape[-1]))
-        y, saved = fprop(source, weight, bias, call, cached=cached, keep_x=keep_x, shared=shared)
+        keep_w &= cached is None and ctx.needs_input_grad[0]
+        y, saved = fprop(
+            source, weight, bias, call, cached=cached, keep_x=keep_x, keep_w=keep_w, shared=shared
+        )
+        ctx.kept_w = (
+            saved[4:] if keep_w else None
+        )  # no saved tensor: who packs or recomputes those leaves it alone
+        saved = (*saved[:4], None, None) if keep_w else saved
         hp_x = x if needs_w and hp_wgrad else None
         ctx.reads_smoothly = hp_x is not None  # a product: activation compression may round x
         ctx.save_for_backward(hp_x, *saved)
@@ -90,6 +97,8 @@ class NativeLinear(torch.autograd.Function):
         if ctx.calls_at_backward is not None:
             ctx.calls_at_backward()
         hp_x, *saved = ctx.saved_tensors
+        if ctx.kept_w is not None:  # a second backward through this node quantises again
+            saved[4:], ctx.kept_w = ctx.kept_w, None
         needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
         needs = (needs_x, needs_w and hp_x is None, needs_b)
         if ctx.shape is not None:
@@ -114,6 +123,7 @@ def fprop(
     call: LinearCall,
     *,
     keep_x: bool,
+    keep_w: bool = False,
     cached: tuple[Layout, Layout, Tensor] | None = None,
     shared: QuantizedInput | None = None,
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
@@ -125,6 +135,7 @@ def fprop(
         bias: ``[N]``, hp, or ``None``.
         call: Recipe, delayed scaling's state of x and the weight, and who is shown both.
         keep_x: Make what wgrad needs.
+        keep_w: Make what dgrad needs of the weight.
         cached: The weight, if it is quantised already.
         shared: What other linears made of this x, and where to note what this one makes.
 
@@ -145,9 +156,10 @@ def fprop(
         x_amax, w_amax = run.measure(given, x_piece, w, w_piece)
     qx, x_stats, kept_x = _quantize_input(given, call, keep_x, made, shared, x_amax, run.first, x_piece)
     if cached is not None:
-        qw, _, w_stats = cached
+        qw, qw_t, w_stats = cached
     else:
-        qw, _, w_stats, _ = run.w.quantize(w, w_piece, BY_ROWS, (call.w[0], w_amax, call.w[1]))
+        w_layouts = BOTH if keep_w else BY_ROWS
+        qw, qw_t, w_stats, _ = run.w.quantize(w, w_piece, w_layouts, (call.w[0], w_amax, call.w[1]))
     if probe is not None:
         assert call.recipe is not None
         x = _in_memory(given)
@@ -161,8 +173,7 @@ def fprop(
         y = _dequantized("fprop", qx, qw, plan, out, added)
     else:
         y = F.linear(_in_memory(given), w, added) * plan.alpha
-    kept_w = (None, None) if cached is None else cached[1]
-    return y, (weight, w_stats, *kept_x, *kept_w)
+    return y, (weight, w_stats, *kept_x, *(qw_t if keep_w or cached is not None else (None, None)))
 
 
 def _dequantized(

@@ -162,6 +162,42 @@ def test_gate_and_up_have_one_scale_and_their_own_saved_state(device):
     assert mlp.up_proj.slots["x"].index == own
 
 
+def test_q_k_and_v_have_one_scale_while_they_read_one_tensor(device):
+    """Each step gives the bits and the saved state of linears that have a scale each, whoever steps between norm and linear."""
+    models = model_of("Llama", blocks=1), model_of("Llama", blocks=1)
+    for model, fuse in zip(models, ("auto", False), strict=True):
+        foundry_fp8.apply_fp8(model, recipe="delayed", backend="native", fuse=fuse, evaluate="fp8")
+    linears = [getattr(models[0].model.layers[0].self_attn, f"{n}_proj") for n in "qkv"]
+
+    def places():
+        return len({linear.slots["x"].index for linear in linears})
+
+    def evaluate(model):
+        with torch.no_grad():
+            model.eval()(TOKENS)
+        model.train()
+
+    def change_k(model):
+        k = model.model.layers[0].self_attn.k_proj
+        k.register_forward_pre_hook(lambda module, args: (args[0] * 4,))
+
+    def demote_v(model):
+        model.model.layers[0].self_attn.v_proj.set_recipe(None)
+
+    found = [places()]
+    for change in (lambda model: None, evaluate, change_k, demote_v):
+        for model in models:
+            change(model)
+            step(model, 2)
+        ours, theirs = (FP8State.of(model).state_dict()["modules"] for model in models)
+        for name in (n for n in ours if "self_attn" in n):
+            for key in ("scale", "amax_history"):
+                a, b = ours[name][key], theirs[name][key]
+                assert torch.allclose(a, b, rtol=0.02, atol=0), (change, name, key, a, b)
+        found.append(places())
+    assert found == [3, 1, 1, 2, 3]
+
+
 def test_demotion_evaluation_and_lora_read_what_they_need(device):
     peft = pytest.importorskip("peft")
     model = model_of("Llama")
