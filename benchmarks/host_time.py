@@ -1,11 +1,13 @@
 """What a linear's forward and backward cost the host in eager mode: `nn.Linear`, the native backend, torchao's float8 linear.
 
-    python benchmarks/host_time.py [--recipes current delayed block] [--repeats 40] [--profile current] [--save NAME]
+    python benchmarks/host_time.py [--block] [--recipes current delayed block] [--repeats 40] [--profile current] [--save NAME]
+
+`--block`: a whole block of Hugging Face's Llama instead, and what it launches.
 
 No GPU is needed: tensors are tiny ones of the CPU, and Triton's driver is one that launches nothing (`tests/kernels/fake_driver.py`), so
 that what is timed is Python and torch's dispatcher; the delayed update is the one launch that it is on a GPU. Left out on our side: what the CUDA driver takes for a launch. Left in on the others'
-side: what a CPU takes to compute with 16 x 16 elements. "least" is what none in Python goes below: an autograd function that does nothing
-but allocate what `current` keeps and call its six kernels and three products (:class:`Least`). Cases run in turn; the figures are medians of the process's CPU time, and of
+side: what a CPU takes to compute with 32 x 32 elements. "least" is what none in Python goes below: an autograd function that does nothing
+but allocate what `current` keeps and call its five kernels and three products (:class:`Least`). Cases run in turn; the figures are medians of the process's CPU time, and of
 ratios within one round. Counts of launches and of what passes torch's dispatcher are the machine-independent side of it
 (`tests/kernels/test_launches.py`).
 """
@@ -29,25 +31,45 @@ import pytest
 import torch
 from common import environment, interleaved, median_ratio, save
 from torch import nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 import foundry_fp8
 from foundry_fp8.kernels.delayed import update_delayed_
 from foundry_fp8.layers.delayed_scaling import DelayedScalingState
-from tests.kernels.fake_driver import fake_driver
+from tests.kernels.fake_driver import TorchLaunches, fake_driver
 
-SIZE, LINEARS, STEPS = 16, 8, 10
+SIZE, LINEARS, STEPS = 32, 8, 10
 PEERS = ("tensorwise", "rowwise")
 FP8, ONE, LAUNCHES = torch.float8_e4m3fn, torch.ones(()), Counter[str]()
 
 
-def plain() -> nn.Module:
-    """Linears in a row, bfloat16."""
-    return nn.Sequential(*(nn.Linear(SIZE, SIZE, bias=False) for _ in range(LINEARS))).to(torch.bfloat16)
+class Block(nn.Module):
+    """A block of Hugging Face's Llama, with its positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes: dict[str, Any] = {"hidden_size": SIZE, "intermediate_size": 2 * SIZE, "num_attention_heads": 2}
+        config = LlamaConfig(**sizes, num_key_value_heads=1, num_hidden_layers=1, attn_implementation="sdpa")
+        self.block, positions = LlamaDecoderLayer(config, 0), torch.arange(SIZE)[None]
+        embeddings = LlamaRotaryEmbedding(config)(torch.zeros(1, dtype=torch.bfloat16), positions)
+        self.given = {"position_ids": positions, "position_embeddings": embeddings}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x``: ``[1, M, K]``."""
+        y: Any = self.block(x, **self.given)
+        return y if isinstance(y, torch.Tensor) else y[0]
 
 
-def ours(recipe: str) -> nn.Module:
+def plain(block: bool) -> nn.Module:
+    """Linears in a row or a block, bfloat16."""
+    row = nn.Sequential(*(nn.Linear(SIZE, SIZE, bias=False) for _ in range(LINEARS)))
+    return (Block() if block else row).to(torch.bfloat16).train()
+
+
+def ours(recipe: str, block: bool) -> nn.Module:
     """The same, converted."""
-    model = plain()
+    model = plain(block)
     foundry_fp8.apply_fp8(model, recipe=recipe, backend="native")
     return model
 
@@ -57,24 +79,23 @@ class Least(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """An amax of both; casts of x, both layouts, and of the weight; fprop."""
+        """An amax of both; casts of both in both layouts; fprop."""
         _launched(x, weight)
-        x_fp8, x_t = (torch.empty(shape, dtype=FP8) for shape in (x.shape, x.shape[::-1]))
+        x_fp8, x_t, w_fp8, w_t = (
+            torch.empty(s, dtype=FP8) for one in (x, weight) for s in (one.shape, one.shape[::-1])
+        )
         _launched(x, x_fp8)
-        w_fp8 = torch.empty(weight.shape, dtype=FP8)
         _launched(weight, w_fp8)
-        ctx.save_for_backward(weight, x_t)
+        ctx.save_for_backward(weight, x_t, w_t)
         return torch._scaled_mm(x_fp8, w_fp8.t(), scale_a=ONE, scale_b=ONE, out_dtype=x.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """An amax of dy; casts of dy, both layouts, and of the weight again; dgrad, wgrad."""
-        weight, x_t = ctx.saved_tensors
+        """An amax of dy; a cast of dy in both layouts; dgrad, wgrad."""
+        weight, x_t, w_t = ctx.saved_tensors
         _launched(dy, dy)
         dy_fp8, dy_t = (torch.empty(shape, dtype=FP8) for shape in (dy.shape, dy.shape[::-1]))
         _launched(dy, dy_fp8)
-        w_t = torch.empty(weight.shape[::-1], dtype=FP8)
-        _launched(weight, w_t)
         dx = torch._scaled_mm(dy_fp8, w_t.t(), scale_a=ONE, scale_b=ONE, out_dtype=dy.dtype)
         return dx, torch._scaled_mm(dy_t, x_t.t(), scale_a=ONE, scale_b=ONE, out_dtype=weight.dtype)
 
@@ -95,24 +116,26 @@ class LeastLinear(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``x``: ``[1, M, K]``."""
-        y: torch.Tensor = Least.apply(x.view(-1, SIZE), self.weight)
-        return y.view(x.shape)
+        y: torch.Tensor = Least.apply(x.reshape(-1, self.in_features), self.weight)
+        return y.view(*x.shape[:-1], -1)
 
 
-def least() -> nn.Module:
+def least(block: bool) -> nn.Module:
     """:func:`plain` through :class:`Least`."""
-    layers = (LeastLinear(SIZE, SIZE, bias=False) for _ in range(LINEARS))
-    return nn.Sequential(*layers).to(torch.bfloat16)
+    model = plain(block)
+    for linear in (module for module in model.modules() if isinstance(module, nn.Linear)):
+        linear.__class__ = LeastLinear
+    return model
 
 
-def torchao(recipe: str) -> nn.Module | None:
+def torchao(recipe: str, block: bool) -> nn.Module | None:
     """The same through torchao, ``None`` where it is not installed."""
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError:
         return None
     config = Float8LinearConfig.from_recipe_name(recipe)
-    found: nn.Module = convert_to_float8_training(plain(), config=config)
+    found: nn.Module = convert_to_float8_training(plain(block), config=config)
     return found
 
 
@@ -141,6 +164,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--block", action="store_true", help="a block of Llama instead of linears")
     parser.add_argument("--recipes", nargs="*", default=["current", "delayed", "block"])
     parser.add_argument("--repeats", type=int, default=40)
     parser.add_argument("--profile", metavar="RECIPE", help="where one recipe's time goes, by function")
@@ -152,26 +176,39 @@ def main() -> None:
     with fake_driver(patch) as seen:
         seen.checks = False
         if options.profile:
-            profile(step_of(ours(options.profile)))
+            profile(step_of(ours(options.profile, options.block)))
             return
         models = {
-            "nn.Linear": plain(),
-            "least": least(),
-            **{f"native {recipe}": ours(recipe) for recipe in options.recipes},
+            "nn.Linear": plain(options.block),
+            "least": least(options.block),
+            **{f"native {recipe}": ours(recipe, options.block) for recipe in options.recipes},
         }
-        models |= {f"torchao {recipe}": model for recipe in PEERS if (model := torchao(recipe)) is not None}
+        peers = {f"torchao {recipe}": torchao(recipe, options.block) for recipe in PEERS}
+        models |= {name: model for name, model in peers.items() if model is not None}
         steps = {name: step_of(model) for name, model in models.items()}
         seconds = interleaved(steps, options.repeats, clock=time.process_time)
+        launches = {name: launched(step, seen) for name, step in steps.items()}
     rows = []
     for name, times in seconds.items():
-        row = {"case": name, "microseconds": round(statistics.median(times) / (STEPS * LINEARS) * 1e6, 1)}
+        per = STEPS * (1 if options.block else LINEARS)
+        row = {"case": name, "microseconds": round(statistics.median(times) / per * 1e6, 1)}
+        row["launches"] = round(launches[name] / per, 1)
         for other in ("nn.Linear", "torchao tensorwise"):
             if other in seconds:
                 row[f"of {other}"] = round(median_ratio(times, seconds[other]), 2)
         rows.append(row)
         print("  ".join(f"{key} {value}" for key, value in row.items()))
     if options.save:
-        save(options.save, {"machine": environment(), "a linear's forward and backward": rows})
+        what = "a block's" if options.block else "a linear's"
+        save(options.save, {"machine": environment(), f"{what} forward and backward": rows})
+
+
+def launched(case: Callable[[], None], seen: Any) -> int:
+    """Kernels and operators that would launch something; a GEMM is an operator and a launch of the driver's, and counts once."""
+    seen.launches.clear()
+    with TorchLaunches(seen):
+        case()
+    return int(sum(seen.launches.values()) - seen.launches["_scaled_mm"])
 
 
 def profile(case: Callable[[], None]) -> None:
