@@ -27,8 +27,10 @@ def quantization_config(
     static: bool,
     by_row: bool = False,
     block: tuple[int, int] | None = None,
+    bits: int = 8,
 ) -> dict[str, Any]:
-    """FP8 weights with one static scale, one a row or a block, and inputs with a static scale or none, in the format ``float-quantized``.
+    """FP8 weights with one static scale, one a row or a block, and inputs with a static scale or none, in the format ``float-quantized``; or
+    NVFP4 weights beside inputs in high precision, in ``nvfp4-pack-quantized``.
 
     Args:
         layers: Names of the quantised linears.
@@ -36,6 +38,7 @@ def quantization_config(
         by_row: Weights have a scale a row, and the server takes one for each token.
         block: Weights have a scale for each of these rows and columns, and the server takes one for as many of a token's elements.
         static: Whether the inputs' scales are in the checkpoint; otherwise the server takes them from each input.
+        bits: Of an element: 4 for NVFP4.
 
     Returns:
         Plain values.
@@ -46,7 +49,12 @@ def quantization_config(
     Source:
         https://github.com/vllm-project/compressed-tensors, its ``QuantizationConfig``.
     """
-    from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
+    from compressed_tensors.quantization import (
+        QuantizationArgs,
+        QuantizationConfig,
+        QuantizationScheme,
+        preset_name_to_scheme,
+    )
 
     fp8 = {"num_bits": 8, "type": "float", "symmetric": True}
     of_weights = {"strategy": "channel" if by_row else "tensor"}
@@ -58,10 +66,14 @@ def quantization_config(
     names = {"re:" + re.escape(kind_of(name)).replace(r"\*", r"\d+") + "$" for name in layers}
     targets = ["Linear", *sorted(names)]
     try:
-        scheme = QuantizationScheme(
-            targets=targets,
-            weights=QuantizationArgs(**fp8, **of_weights, dynamic=False),
-            input_activations=QuantizationArgs(**fp8, **of_inputs, dynamic=not static),
+        scheme = (
+            preset_name_to_scheme("NVFP4A16", targets)
+            if bits == 4
+            else QuantizationScheme(
+                targets=targets,
+                weights=QuantizationArgs(**fp8, **of_weights, dynamic=False),
+                input_activations=QuantizationArgs(**fp8, **of_inputs, dynamic=not static),
+            )
         )
     except ValueError as error:
         raise RuntimeError(
@@ -69,7 +81,7 @@ def quantization_config(
         ) from error
     config = QuantizationConfig(
         config_groups={"group_0": scheme},
-        format="float-quantized",
+        format="nvfp4-pack-quantized" if bits == 4 else "float-quantized",
         quantization_status="compressed",
         ignore=sorted(others),
     )
