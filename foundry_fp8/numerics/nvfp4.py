@@ -24,16 +24,7 @@ from foundry_fp8.numerics.formats import E4M3, Float8Format, cast
 from foundry_fp8.numerics.quantize import FLOAT32_MAX, Quantized
 from foundry_fp8.numerics.scalings import Scaling
 
-__all__ = [
-    "BLOCK",
-    "E2M1",
-    "NVFP4Blocks",
-    "hadamard",
-    "nvfp4_scales",
-    "pack_codes",
-    "round_e2m1",
-    "unpack_codes",
-]
+__all__ = ["BLOCK", "E2M1", "NVFP4Blocks", "hadamard", "nvfp4_scales", "pack_codes", "unpack_codes"]
 
 BLOCK = 16
 """Elements that share a scale, and that a Hadamard transform mixes."""
@@ -53,7 +44,7 @@ class NVFP4Blocks(Scaling):
 
     Attributes:
         block: Rows and columns that share a scale.
-        hadamard: Transform columns first (:func:`hadamard`). Both operands of a GEMM are, so that their product stays what it is.
+        transforms: Transform columns first (:func:`hadamard`). Both operands of a GEMM are, so that their product stays what it is.
         stochastic: Round at random, without bias, in place of to nearest even.
         number: Of the pass, by which random numbers differ.
     """
@@ -61,7 +52,7 @@ class NVFP4Blocks(Scaling):
     kind = "nvfp4"
     scale_dtype = E4M3.dtype
     block: tuple[int, int]
-    hadamard: bool = False
+    transforms: bool = False
     stochastic: bool = False
     number: int = 0
 
@@ -69,14 +60,9 @@ class NVFP4Blocks(Scaling):
         """See :meth:`Scaling.of_pass`."""
         return dataclasses.replace(self, number=number) if self.stochastic else self
 
-    @property
-    def transforms(self) -> bool:
-        """See :attr:`Scaling.transforms`."""
-        return self.hadamard
-
     def quantize(self, x: Tensor, fmt: Float8Format, scale: Tensor | None = None) -> Quantized:
         """See :meth:`Scaling.quantize`. A transformed ``x`` has its rows filled up to whole blocks."""
-        wide = (hadamard(x) if self.hadamard else x).float()
+        wide = (hadamard(x) if self.transforms else x).float()
         (rows, columns), (high, broad) = wide.shape, self.block
         if rows % high or columns % broad:
             wide = torch.nn.functional.pad(wide, (0, -columns % broad, 0, -rows % high))
