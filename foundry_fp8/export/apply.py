@@ -162,9 +162,8 @@ def export_fp8(
         if key in layers:
             amax = amaxes.get(key.removesuffix(".weight"))
             for name, linear in stored(inner, key, layers[key], tensor, recipe, hp, "cpu", amax):
-                if e8m0:
-                    scale = linear.weight_scale.to(torch.float8_e8m0fnu)
-                    linear = dataclasses.replace(linear, weight_scale=scale)
+                scale = linear.weight_scale.to(torch.float8_e8m0fnu) if e8m0 else linear.weight_scale
+                linear = dataclasses.replace(linear, weight_scale=scale)
                 name = name.removesuffix("weight")
                 served[name[:-1]] = linear
                 tensors |= {name + part: found for part, found in linear.tensors(layout).items()}
@@ -185,7 +184,15 @@ def export_fp8(
     elements = sum(layer.weight.numel() for layer in served.values())
     plain = sum(t.numel() for name, t in tensors.items() if name.rpartition(".")[0] not in served)
     return ExportReport(
-        layers={name: _facts(layer) for name, layer in served.items()},
+        layers={
+            name: {
+                "weight_scale": float(layer.weight_scale.float().max()),
+                "input_scale": None if layer.input_scale is None else float(layer.input_scale),
+                "rounding": layer.rounding,
+                "moved": layer.moved,
+            }
+            for name, layer in served.items()
+        },
         recipe=recipe,
         dtype=hp,
         share=elements / (elements + plain),
@@ -234,16 +241,6 @@ def _linear_names(model: Any, state: dict[str, Any], keys: Iterable[str]) -> lis
         for name, t in checkpoint_form(model, of_meta).items()
         if name.endswith(".weight") and t.dim() == 2
     ]
-
-
-def _facts(layer: ServedLinear) -> dict[str, float | None]:
-    input_scale = None if layer.input_scale is None else float(layer.input_scale)
-    return {
-        "weight_scale": float(layer.weight_scale.float().max()),
-        "input_scale": input_scale,
-        "rounding": layer.rounding,
-        "moved": layer.moved,
-    }
 
 
 def _pretrained(model: nn.Module) -> Any:

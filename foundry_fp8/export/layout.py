@@ -242,11 +242,8 @@ def stored(
     codes = checkpoint_form(model, {key: torch.stack([one.weight for one in each])})
     block = stored_block(recipe)
     rows = [row_scales(one.weight_scale, getattr(weight, "block", block), weight.shape[1]) for one in each]
-    shared: dict[str, Tensor] = {}
-    if recipe.kind == "nvfp4":
-        shared = checkpoint_form(
-            model, {key: torch.stack([one.global_scale.expand(len(one.weight), 1) for one in each])}
-        )
+    wide = [one.global_scale.expand(len(one.weight), 1) for one in each if one.global_scale is not None]
+    shared = checkpoint_form(model, {key: torch.stack(wide)}) if wide else {}
     for name, scale in checkpoint_form(model, {key: torch.stack(rows)}).items():
         size = block[0] if block else 1 if recipe.by_row else len(scale)
         grid = scale[::size].clone()
@@ -254,14 +251,6 @@ def stored(
             raise _in_two(key, size)
         grid = grid if block or recipe.by_row else grid.view(1)
         worst = max(one.rounding for one in each)
+        found = {"weight": codes[name].clone(), "weight_scale": grid, "rounding": worst}
         of_tensor = shared[name][0].clone() if shared else None
-        yield (
-            name,
-            ServedLinear(
-                weight=codes[name].clone(),
-                weight_scale=grid,
-                input_scale=each[0].input_scale,
-                rounding=worst,
-                global_scale=of_tensor,
-            ),
-        )
+        yield name, dataclasses.replace(each[0], **found, global_scale=of_tensor)  # type: ignore[arg-type]
