@@ -24,7 +24,6 @@ from foundry_fp8.export.layout import (
     fused_amaxes,
     recipe_run_by,
     stored,
-    stored_block,
 )
 from foundry_fp8.export.quantization_config import check_library, finegrained_config, quantization_config
 from foundry_fp8.layers.dtensor import is_dtensor
@@ -137,20 +136,12 @@ def export_fp8(
     quantised, others_of = (_linear_names(inner, state, keys) for keys in (layers, rest))
     _check_fused(quantised, others_of)
     config = _serving_config(inner, layers.values())
-    block: Any = stored_block(recipe)
     published = {state[key].scale.dtype for key in layers if isinstance(state[key], FrozenFP8Weight)}
     e8m0 = torch.float8_e8m0fnu in {recipe.scaling("w", 1).scale_dtype, *published}
     if layout == "fp8":
-        config.quantization_config = finegrained_config(others_of, block=block, e8m0=e8m0)
+        config.quantization_config = finegrained_config(others_of, recipe, e8m0)
     else:
-        config.quantization_config = quantization_config(
-            quantised,
-            others_of,
-            static=recipe.scales_known,
-            by_row=recipe.by_row,
-            block=block,
-            bits=recipe.element_bits,
-        )
+        config.quantization_config = quantization_config(quantised, others_of, recipe)
     hp = getattr(torch, dtype)
     served: dict[str, ServedLinear] = {}
     tensors: dict[str, Tensor] = {}
